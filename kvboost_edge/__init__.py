@@ -143,17 +143,17 @@ _MODULES: dict[str, set[str]] = {
     },
 }
 
-_ENGINE_CACHE = "KV stays in the blocks of one pool, which its engine manages; use "
+_ENGINE_CACHE = "KV is stored in the engine's block pool; use "
 # KVBoost's public names that do not exist here, and their replacements.
 _NOT_OFFERED = {
     **dict.fromkeys(
         ("AssembledPrompt", "CachedChunk", "ChunkMatch", "PastKVType"),
-        _ENGINE_CACHE + "engine.warm_result(token_ids) to see what of a prompt is cached",
+        _ENGINE_CACHE + "engine.warm_result(token_ids) to see how much of a prompt is cached",
     ),
-    "KVCacheManager": _ENGINE_CACHE + "engine.cache_manager to read its figures",
+    "KVCacheManager": _ENGINE_CACHE + "engine.cache_manager to read its statistics",
     **dict.fromkeys(
         ("BlockAllocator", "ChunkBlockMapper", "paged_attention_fwd"),
-        _ENGINE_CACHE + "engine.paged_stats() to read its figures",
+        _ENGINE_CACHE + "engine.paged_stats() to read its statistics",
     ),
     **dict.fromkeys(
         ("install_paged_attention", "uninstall_paged_attention"),

@@ -532,7 +532,7 @@ class EngineConfig:
         if value is not None and not isinstance(value, (str, os.PathLike)):
             raise ConfigError(f"disk_cache_dir={value!r} must be a path, 'off' or None")
         if value is not None and not os.fspath(value):
-            raise ConfigError("disk_cache_dir='' names no directory; give a path, 'off' or None")
+            raise ConfigError("disk_cache_dir='' is empty; give a path, 'off' or None")
         if value == "off":
             object.__setattr__(self, "disk_cache_dir", None)
         if self.disk_cache_dir is None and self.max_disk_bytes is not None:
@@ -545,7 +545,7 @@ class EngineConfig:
             # Without the value, because it may contain a password.
             raise ConfigError("redis_url must be a URL such as redis://localhost:6379/0, or None")
         if self.redis_trust and self.redis_url is None:
-            raise ConfigError("redis_trust=True needs a redis_url, and there is none")
+            raise ConfigError("redis_trust=True needs a redis_url; give one, or leave it out")
 
     def _check_kv_bits(self) -> None:
         value: object = self.kv_cache_bits
@@ -554,13 +554,13 @@ class EngineConfig:
             len(numbers) != 2 or any(type(number) is not int for number in numbers)
         ):
             raise ConfigError(
-                f"kv_cache_bits={value!r} must be 16 (or None), 8, 4, or a pair such as (8, 4): "
-                "bits of keys, of values"
+                f"kv_cache_bits={value!r} must be 16 (or None), 8, 4, or a pair such as (8, 4) for "
+                "keys and values"
             )
         if value is not None and numbers not in KV_BIT_PAIRS:
             raise ConfigError(
-                f"kv_cache_bits={value!r} is not offered: keys and values have 16 bits both, or 8 "
-                "or 4 each"
+                f"kv_cache_bits={value!r} is not supported: keys and values have both 16 bits, or "
+                "8 or 4 each"
             )
         if isinstance(value, list):
             object.__setattr__(self, "kv_cache_bits", numbers)
@@ -602,8 +602,7 @@ def kv_bits_from_text(text: str) -> int | tuple[int, int]:
     parts = text.split(",")
     if not 1 <= len(parts) <= 2 or not all(part.strip().isdecimal() for part in parts):
         raise ConfigError(
-            f"kv_cache_bits={text!r} must be 16, 8, 4, or a pair such as 8,4: bits of keys, of "
-            "values"
+            f"kv_cache_bits={text!r} must be 16, 8, 4, or a pair such as 8,4 for keys and values"
         )
     first = int(parts[0])
     last = int(parts[-1])

@@ -100,7 +100,7 @@ def test_other_names_do_not_exist(module):
 
 
 def test_a_from_import_keeps_the_reason():
-    with pytest.raises(ImportError, match="see what of a prompt is cached"):
+    with pytest.raises(ImportError, match="see how much of a prompt is cached"):
         from kvboost_edge.models import CachedChunk  # noqa: F401
     with pytest.raises(ImportError, match="cannot import name 'batched_decode'"):
         from kvboost_edge.models import batched_decode  # noqa: F401 -- a name of another module

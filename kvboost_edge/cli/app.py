@@ -153,8 +153,8 @@ MaxMemoryOption = Annotated[
         "--max-memory",
         metavar="BYTES",
         parser=read_size,
-        help="Memory of the process, such as 1GB: weights, overhead, and the pool, which takes "
-        "the rest. Default: no bound.",
+        help="Memory limit of the process, such as 1GB: weights, overhead, and the pool, which "
+        "takes the rest. Default: no limit.",
     ),
 ]
 SchemaOption = Annotated[
@@ -172,7 +172,7 @@ MaxNewTokens = Annotated[
         "-n",
         metavar="N|max",
         parser=token_limit,
-        help="Largest number of tokens to generate; max: as many as fit in the context.",
+        help="Largest number of tokens to generate; max: until the context is full.",
     ),
 ]
 KVBitsOption = Annotated[
@@ -189,7 +189,7 @@ PackCacheOption = Annotated[
     typer.Option(
         "--pack-cache/--no-pack-cache",
         help=(
-            "Keep packed weights in the cache directory, or convert them in memory at every start."
+            "Store packed weights in the cache directory, or pack them in memory at every start."
         ),
     ),
 ]
@@ -251,8 +251,9 @@ def main(
         ),
     ] = False,
 ) -> None:
-    """Run language models with a paged KV cache and automatic prefix caching. Commands use the
-    bundled demo model unless --model is given.
+    """Run language models with a paged KV cache and automatic prefix caching.
+
+    Commands use the bundled demo model unless --model is given.
     """
 
 
@@ -271,7 +272,7 @@ def generate(
         bool | None,
         typer.Option(
             "--chat/--raw",
-            help="Send the prompt as a user message in the model's chat template, or as it is. "
+            help="Send the prompt as a user message in the model's chat template, or unchanged. "
             "Default: as a message, if the model has a chat template.",
         ),
     ] = None,
@@ -330,8 +331,8 @@ def generate(
     'kvboost-edge chat -m ./my-model --system "Answer in one sentence." --temperature 0.7\n\n'
     "kvboost-edge chat --url http://127.0.0.1:8000 --api-key sk-mine --mode chunk_kv_reuse\n\n"
     "kvboost-edge chat -m ./my-model --json-schema city.json\n\n"
-    "In the chat: /reset starts over, /drop removes the oldest turn, /save FILE saves the "
-    "conversation, /stats shows the block pool, /quit or Ctrl-D exits."
+    "In the chat: /reset starts a new conversation, /drop removes the oldest turn, /save FILE "
+    "saves the conversation, /stats shows the block pool, /quit or Ctrl-D exits."
 )
 def chat(
     model: Annotated[
@@ -374,7 +375,7 @@ def chat(
     max_memory: MaxMemoryOption = None,
     option: EngineOptions = None,
 ) -> None:
-    """Chat with a model, here or on a server. Each answer is followed by what the cache saved."""
+    """Chat with a local model or a server. Statistics of the cache follow each answer."""
     from kvboost_edge.cli.chat import run_chat, run_remote_chat
     from kvboost_edge.cli.options import cache_use, engine_options, remote_options, sampling_options
 
@@ -414,8 +415,9 @@ def demo(
     pack_cache: PackCacheOption = True,
     option: EngineOptions = None,
 ) -> None:
-    """Ask the bundled model several questions about one shared document and show what the cache
-    saves. Needs no network.
+    """Show the effect of prefix caching: several questions about one document.
+
+    Uses the bundled model and no network.
     """
     from kvboost_edge.cli.demo import run_demo
     from kvboost_edge.cli.options import engine_options
@@ -441,8 +443,10 @@ def doctor(
     option: EngineOptions = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show this machine's hardware, the runner and backend that a model would use and why, and
-    whether it fits in memory. Nothing is packed or loaded. Exits with 1 if it does not run here.
+    """Show this machine's hardware, and whether and how a model runs on it.
+
+    Reports the runner and backend that the model would use and why, and whether it fits in memory.
+    Nothing is packed or loaded. Exits with 1 if the model does not run here.
     """
     from kvboost_edge.cli.doctor import run_doctor
     from kvboost_edge.cli.options import engine_options, one_model
@@ -467,8 +471,9 @@ def models(
     option: EngineOptions = None,
     as_json: JsonOption = False,
 ) -> None:
-    """List the models on this machine (hub cache, llama.cpp, LM Studio, Ollama) and whether each
-    of them runs here.
+    """List the models on this machine, and whether each of them runs here.
+
+    Searches the hub cache and the folders of llama.cpp, LM Studio and Ollama.
     """
     from kvboost_edge.cli.models import run_models, run_suggest
     from kvboost_edge.cli.options import engine_options
@@ -476,8 +481,7 @@ def models(
     if suggest:
         if option:
             raise ConfigError(
-                f"option {option[0]!r} has no effect with --suggest, which looks at no model; "
-                "leave one of the two out"
+                f"option {option[0]!r} has no effect with --suggest; leave one of the two out"
             )
         run_suggest(word, as_json=as_json)
         return
@@ -583,9 +587,7 @@ def warmup(
     mode: ModeOption = None,
     option: EngineOptions = None,
 ) -> None:
-    """Compile the kernels for this machine and pack the model's weights, so that later starts are
-    quick.
-    """
+    """Compile the kernels and pack a model's weights, so that later starts are fast."""
     from kvboost_edge.cli.options import engine_options
     from kvboost_edge.cli.warmup import run_warmup
 
@@ -610,8 +612,10 @@ def reuse_check(
     option: EngineOptions = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Test how much the mode "chunk_kv_reuse" changes a model's answers, and store the verdict for
-    engines with the same options. Exits with 1 if the mode is refused for the model.
+    """Test how much the mode chunk_kv_reuse changes a model's answers.
+
+    The verdict is stored for engines with the same options. Exits with 1 if the model fails the
+    test.
     """
     from kvboost_edge.cli.options import engine_options, one_model
     from kvboost_edge.cli.reuse_check import run_reuse_check
@@ -655,8 +659,9 @@ def launch(
         bool, typer.Option("--exec", help="Run the program; arguments after -- are passed to it.")
     ] = False,
 ) -> None:
-    """Print the environment and the command that connect a coding agent or Open WebUI to a server,
-    or run that command.
+    """Connect a coding agent or Open WebUI to a server.
+
+    Prints the environment variables and the command, or runs the command with --exec.
     """
     from kvboost_edge.cli.launch import run_launch
 

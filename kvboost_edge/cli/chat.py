@@ -27,13 +27,14 @@ if TYPE_CHECKING:
 __all__ = ["Lines", "run_chat", "run_remote_chat"]
 
 _HELP = (
-    "/reset starts over, /drop [N] leaves out the N oldest turns (1), /save FILE keeps the "
-    "conversation as JSON, /stats shows the pool, /quit or Ctrl-D leaves; Ctrl-C stops an answer."
+    "/reset starts a new conversation, /drop [N] removes the N oldest turns (1), /save FILE saves "
+    "the conversation as JSON, /stats shows the block pool, /quit or Ctrl-D exits; Ctrl-C stops "
+    "an answer."
 )
 _COMMANDS = ("/help", "/save")  # they print the help; /save does so without a file
 _OFFER = (
-    "the conversation is kept: /drop leaves out its oldest turn and asks again, /save FILE keeps "
-    "it, /reset starts over"
+    "the conversation is unchanged: /drop removes its oldest turn and asks again, /save FILE saves "
+    "it, /reset starts a new one"
 )
 
 Messages = list[dict[str, str]]
@@ -192,7 +193,7 @@ class _Conversation:
                 self._console.print(_OFFER, style="dim")
             return
         except KeyboardInterrupt:
-            self._console.print("\nstopped; this turn is forgotten", style="dim")
+            self._console.print("\nstopped; this turn was removed", style="dim")
             return
         self._console.print(f"\n{figures}", style="dim")
         self._messages = [*turn, message]
@@ -201,7 +202,7 @@ class _Conversation:
         """Start a new conversation."""
         self._messages = list(self._opening)
         self._refused = ""
-        self._console.print("a new conversation", style="dim")
+        self._console.print("new conversation", style="dim")
 
     def drop(self, number: str) -> None:
         """Remove the oldest turns, and send a refused message again.
@@ -214,14 +215,14 @@ class _Conversation:
         if not turns or not number.isdecimal() or not 1 <= int(number) <= len(turns):
             print(
                 f"/drop {number}: the conversation has {counted(len(turns), 'turn', 'turns')}; "
-                "give a number of them",
+                "give a number of turns to remove",
                 file=sys.stderr,
             )
             return
         gone = int(number)
         end = turns[gone] if gone < len(turns) else len(self._messages)
         self._messages[len(self._opening) : end] = []
-        self._console.print(f"{counted(gone, 'turn', 'turns')} left out", style="dim")
+        self._console.print(f"{counted(gone, 'turn', 'turns')} removed", style="dim")
         if self._refused:
             self.take(self._refused)
 
@@ -234,7 +235,7 @@ class _Conversation:
                 encoding="utf-8",
             )
         except (OSError, ValueError) as error:
-            print(f"/save {file}: {error}; give a file that can be written", file=sys.stderr)
+            print(f"/save {file}: {error}; give a writable file", file=sys.stderr)
             return
         self._console.print(f"saved to {file}", style="dim")
 
@@ -266,7 +267,7 @@ def _converse(console: Console, partner: _Partner, system: str) -> None:
             try:
                 partner.show_stats()
             except RequestError as error:  # a server may not publish its statistics
-                print(f"no figures: {error}", file=sys.stderr)
+                print(f"no statistics: {error}", file=sys.stderr)
         elif line.startswith("/"):
             if command not in _COMMANDS:
                 print(f"unknown command {command}", file=sys.stderr)

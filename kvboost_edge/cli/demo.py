@@ -105,12 +105,13 @@ def _one_by_one(engine: CPUPagedEngine, console: Console, document: str) -> None
     off = _ask(engine, document, question, GenerationMode.BASELINE)
     _add_row(table, "off", question, expected, off)
     console.print(table)
-    same = "the same tokens" if off.output_token_ids == result.output_token_ids else "OTHER TOKENS"
+    is_same = off.output_token_ids == result.output_token_ids
+    same = "the same tokens" if is_same else "DIFFERENT TOKENS"
     after = f"first token after {off.ttft_ms:.0f} and {result.ttft_ms:.0f} ms, "
-    sooner = (f"{off.ttft_ms / result.ttft_ms:.1f} times sooner", "bold")
+    sooner = (f"{off.ttft_ms / result.ttft_ms:.1f}x faster", "bold")
     console.print(
         Text.assemble(
-            "The last question with the cache off and on: ", after, sooner, f", and {same}.\n"
+            "The last question without and with the cache: ", after, sooner, f", and {same}.\n"
         )
     )
 
@@ -165,8 +166,8 @@ def _all_at_once(
     private = sum(-(-result.prompt_tokens // stats["block_size"]) for result in results)
     figures = (
         f": {seconds * 1000:.0f} ms, {tokens / seconds:.0f} tokens per second, {right} of "
-        f"{len(QUESTIONS)} answers right.\n{stats['shared_blocks']} blocks are shared: "
-        f"{stats['used_blocks']} blocks in use, {private} would be needed for the prompts without "
+        f"{len(QUESTIONS)} answers correct.\n{stats['shared_blocks']} blocks are shared: "
+        f"{stats['used_blocks']} blocks are in use, and the prompts would need {private} without "
         "sharing.\n"
     )
     console.print(Text.assemble((f"{len(QUESTIONS)} questions in one batch", "bold"), figures))

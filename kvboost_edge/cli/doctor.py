@@ -184,13 +184,13 @@ def _model(model: str, options: dict[str, Any], config: EngineConfig) -> dict[st
 def _chunk_reuse(checkpoint: Checkpoint, config: EngineConfig, found: Mapping[str, Any]) -> str:
     """Return whether mode="chunk_kv_reuse" would be accepted, as far as known before loading."""
     if found["runner"] not in RUNNERS:
-        return "no: no runner takes this model"
+        return "no: no runner supports this model"
     refusal = plan_of(found["runner"]).moved_keys_refusal(checkpoint.config, found["backend"])
     if refusal is not None:
         return f"no: {refusal}"
     if config.reuse_gate == "off":
         return "yes, untested: reuse_gate='off'"
-    return "yes, unless the model fails its quality test; `reuse-check` runs it"
+    return "yes, unless the model fails the quality test of `kvboost-edge reuse-check`"
 
 
 def _memory_of(
@@ -252,14 +252,14 @@ def _overhead(checkpoint: Checkpoint, config: EngineConfig, selected: Selection)
 
 def _arithmetic(fit: MemoryCheck) -> str:
     spare = fit.available - fit.needed
-    rest = f"{gb(spare)} stay for the rest" if spare >= 0 else f"{gb(-spare)} are missing"
+    rest = f"{gb(spare)} left" if spare >= 0 else f"{gb(-spare)} missing"
     copies = " and the runner's copies" * fit.info.copies_kv
     shortage = f"; {fit.shortage}" if fit.shortage else ""
     bound = (
-        "" if fit.overhead is None else f"; the process takes {gb(fit.overhead.nbytes)} in addition"
+        "" if fit.overhead is None else f"; the process needs {gb(fit.overhead.nbytes)} in addition"
     )
     return (
-        f"{gb(fit.needed)} of weights, pool, states{copies}, {gb(fit.available)} available: "
+        f"{gb(fit.needed)} for weights, pool, states{copies}, {gb(fit.available)} available: "
         f"{rest}{shortage}{bound}"
     )
 
@@ -270,19 +270,20 @@ def _packing(
     """Report where packed weights are stored, and the memory to pack them."""
     place = packed_place(checkpoint, weights, files, num_threads)
     if place.is_there:
-        return {"packed_file": f"{place.path}: there already"}
+        return {"packed_file": f"{place.path}: already packed"}
     if place.path is None:
-        where = "none (pack_cache=False): the weights are packed into memory at every start"
+        where = "none (pack_cache=False): the weights are packed in memory at every start"
     elif place.free < size:
         where = (
-            f"no room: it takes {gb(size)} beside the {gb(checkpoint.file_bytes)} of the model, "
-            f"and {place.path} has {gb(place.free)}; the weights would be packed into memory at "
-            "every start. Make room, or point KVBOOST_EDGE_CACHE to another disk"
+            f"no room: it needs {gb(size)} in addition to the model's "
+            f"{gb(checkpoint.file_bytes)}, and {place.path} has {gb(place.free)}; the weights "
+            "would be packed in memory at every start. Make room, or set KVBOOST_EDGE_CACHE to a "
+            "directory on another disk"
         )
     else:
         where = (
-            f"will be written to {place.path}: {gb(size)} beside the {gb(checkpoint.file_bytes)} "
-            "of the model"
+            f"will be written to {place.path}: {gb(size)} in addition to the model's "
+            f"{gb(checkpoint.file_bytes)}"
         )
     return {"packed_file": where, "disk_free_bytes": place.free, "packing_peak_bytes": place.peak}
 
@@ -297,12 +298,13 @@ def _knobs(fit: MemoryCheck, packed: Mapping[str, int], config: EngineConfig) ->
     if fit.info.stores_kv:
         found.append(f"max_cache_bytes or num_blocks: the pool, at most {gb(fit.beside)}")
         fewer = [str(bits) for bits in (8, 4) if bits < max(config.kv_bits)]
-        found += [f"kv_cache_bits={' or '.join(fewer)}: the bytes of a token"] if fewer else []
+        found += [f"kv_cache_bits={' or '.join(fewer)}: fewer bytes per token"] if fewer else []
     if fit.info.kv_spec.states:
         found.append(
             f"max_state_bytes or max_num_seqs: the states, {gb(fit.info.kv_spec.bytes_per_state)} "
             "each"
         )
         if asks_for_drafts(config):  # otherwise their number shrinks to fit
-            found.append(f"max_draft_tokens: drafts, {gb(fit.info.kv_spec.bytes_per_draft)} each")
+            size = gb(fit.info.kv_spec.bytes_per_draft)
+            found.append(f"max_draft_tokens: draft tokens, {size} each")
     return "; ".join(found)

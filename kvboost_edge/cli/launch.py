@@ -138,8 +138,8 @@ def run_launch(
     program = shutil.which(command[0])
     if program is None:
         raise BackendUnavailable(
-            f"{command[0]!r} is not installed here, or not on PATH; leave --exec out to see what "
-            "it would get"
+            f"{command[0]!r} is not installed or not on PATH; leave out --exec to print its "
+            "settings instead"
         )
     os.execve(program, command, {**os.environ, **launch.environment})
 
@@ -153,8 +153,8 @@ def _served(url: str, api_key: str, model: str) -> Served:
     if name not in served:
         known = ", ".join(map(repr, served))
         raise ConfigError(
-            f"--model {model!r} is not served at {url}; it has {known} (serve --model-name gives "
-            "others)"
+            f"--model {model!r} is not served at {url}, which serves {known}; give one of them, or "
+            "start the server with --model-name"
         )
     context = served[name].get("max_model_len")
     return Served(

@@ -28,14 +28,14 @@ def run_models(word: str, options: dict[str, Any], *, as_json: bool) -> None:
     """Print a row for each model whose name contains `word`, also for unreadable ones."""
     console = open_console()
     config = EngineConfig.from_options(**options)
-    with spinner(open_console(stderr=True, quiet=as_json), "looking at what is here …"):
+    with spinner(open_console(stderr=True, quiet=as_json), "looking for models …"):
         rows = model_rows(word, config)
     if as_json:
         print(json.dumps(rows))  # ASCII, because a name may hold bytes that are not UTF-8
         return
     if not rows:
         console.print(
-            "No model is here yet. Try kvboost-edge demo, or one of kvboost-edge models --suggest."
+            "No models found. Try kvboost-edge demo, or a model of kvboost-edge models --suggest."
         )
         return
     table = Table(title="Models on this machine; the name is what -m takes", title_justify="left")
@@ -63,7 +63,7 @@ def run_suggest(word: str, *, as_json: bool) -> None:
         return
     console = open_console()
     if not wanted:
-        console.print(f"No recommended model has {word!r} in its name; leave the word out.")
+        console.print(f"No recommended model has {word!r} in its name; leave out the word.")
         return
     width = max(len(one.name) for one in SUGGESTIONS)
     heading = f"memory   {'name (-m)':<{width}}     size   licence      with Ollama"

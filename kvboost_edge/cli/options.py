@@ -86,7 +86,7 @@ def option_advice(flag: str, flags: Collection[str]) -> str:
     """
     name = flag.removeprefix("--").replace("-", "_")
     if flag in ("-o", "-s"):
-        return f"It belongs to a command; kvboost-edge generate {flag} list shows its names."
+        return f"Give it after a command; kvboost-edge generate {flag} list shows its names."
     if name == "num_threads" and "--threads" in flags:
         return ""  # the nearest flag is suggested
     if name in options_of(EngineConfig) and "--option" in flags:
@@ -254,7 +254,7 @@ def _schema(file: str) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f"--json-schema {file!r} cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"--json-schema {file!r} is no JSON in UTF-8: {error}") from None
+        raise ConfigError(f"--json-schema {file!r} is not JSON in UTF-8: {error}") from None
     if not isinstance(schema, dict):
         raise ConfigError(
             f"--json-schema {file!r} must hold an object, not {type(schema).__name__}"
@@ -295,7 +295,8 @@ def remote_options(url: str | None, options: Mapping[str, Any], api_key: str) ->
     if url is not None and options:
         name = next(iter(options))
         raise ConfigError(
-            f"{name} is an option of an engine here, and --url talks to a server; set it there"
+            f"{name} is an option of a local engine and has no effect with --url; set it on the "
+            "server"
         )
     if url is None and api_key:
-        raise ConfigError("--api-key is for --url; a model on this machine needs none")
+        raise ConfigError("--api-key needs --url; a local model takes no key")

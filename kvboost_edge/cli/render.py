@@ -77,7 +77,9 @@ class PromptBar:
             self._bar.add_task("", told="")
             self._bar.start()
         doing = (
-            "reading the prompt" if progress.computed or progress.elapsed else "waiting for a place"
+            "reading the prompt"
+            if progress.computed or progress.elapsed
+            else "waiting in the queue"
         )
         task = self._bar.task_ids[0]
         told = progress_words(progress)
@@ -126,7 +128,7 @@ def block_map(states: Sequence[int], *, width: int) -> Group:
         legend.append(glyph, style)
         legend.append(f" {meaning}: {states.count(state)}")
     if per_cell > 1:
-        legend.append(f"\na glyph is {per_cell} blocks and shows the busiest of them")
+        legend.append(f"\neach glyph stands for {per_cell} blocks and shows the busiest one")
     return Group(picture, legend)
 
 

@@ -72,9 +72,9 @@ def run_warmup(model: str, options: dict[str, Any], mode: GenerationMode | None 
     from kvboost_edge.kernels.jit import cache_path
 
     seconds = time.perf_counter() - started
-    compiled = counted(len(forms), "form", "forms")
+    compiled = counted(len(forms), "configuration", "configurations")
     console.print(
-        f"{compiled} compiled, {model} ready after {seconds:.1f} s; compiled kernels lie in "
+        f"{compiled} compiled, {model} ready after {seconds:.1f} s; compiled kernels are in "
         f"{cache_path()}"
     )
 

@@ -45,19 +45,19 @@ def cpus_of_each(
         each = num_threads
     if workers * each > free:
         raise ConfigError(
-            f"workers={workers} with {each} threads each need {workers * each} CPUs, {free} may be "
-            "used here; lower --workers or --num-threads"
+            f"workers={workers} with {each} threads each need {workers * each} CPUs, and {free} "
+            "are available; lower --workers or --num-threads"
         )
     if each > most:
         raise ConfigError(
-            f"no machine of the cluster has {each} CPUs, the largest has {most}; lower "
+            f"no machine of the cluster has {each} CPUs; the largest has {most}; lower "
             "--num-threads"
         )
     if (places := _places(machines, each)) < workers:
         raise ConfigError(
-            f"workers={workers} with {each} threads each do not fit on machines of "
-            f"{sorted(machines)} CPUs, which have places for {places}: a replica is on one "
-            "machine; lower --workers or --num-threads"
+            f"workers={workers} with {each} threads each do not fit on machines with "
+            f"{sorted(machines)} CPUs, which have room for {places}; lower --workers or "
+            "--num-threads"
         )
     return each
 
@@ -93,11 +93,11 @@ def check_address(address: str) -> None:
     except (OSError, OverflowError) as error:
         raise _nobody(address, str(error) or type(error).__name__) from error
     if len(head) < _FRAME_HEAD or head[3] != _SETTINGS:
-        raise _nobody(address, "something else listens there")
+        raise _nobody(address, "another program listens there")
 
 
 def _nobody(address: str, reason: str) -> BackendUnavailable:
     return BackendUnavailable(
         f"ray_address={address!r}: no Ray cluster answers there ({reason}); start one with `ray "
-        "start --head`, or leave --ray-address out for one of this server's own"
+        "start --head`, or leave out --ray-address to start Ray on this machine"
     )

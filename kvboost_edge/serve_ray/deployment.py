@@ -55,7 +55,7 @@ class RayReplica(EngineReplica):
         try:
             await super().check_health()
         except EngineStuck as error:
-            log_facts(logging.ERROR, "replica ends", replica=self.name, reason=str(error))
+            log_facts(logging.ERROR, "stopping replica", replica=self.name, reason=str(error))
             os._exit(1)
 
     def __del__(self) -> None:

@@ -53,7 +53,7 @@ def _parsed(flags: Sequence[str]) -> ServeOptions:
         # Values may be secrets, and Ray logs this message.
         named = " ".join(flag.partition("=")[0] for flag in flags if flag.startswith("--"))
         raise ConfigError(
-            f"wrong flags or values: {named}; those of `kvboost-edge serve` are known"
+            f"invalid flags or values: {named}; see `kvboost-edge serve --help`"
         ) from error
 
 

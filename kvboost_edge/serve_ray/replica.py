@@ -97,7 +97,7 @@ def own_options(engine: Mapping[str, Any], cpus: float, memory: int) -> dict[str
         options.setdefault("num_threads", int(cpus))
     if memory > available_bytes():
         raise CapacityError(
-            f"memory={memory} bytes are reserved for the replica and {available_bytes()} are "
+            f"memory={memory} bytes are reserved for the replica, and {available_bytes()} are "
             "available; reserve less"
         )
     return options
@@ -172,8 +172,8 @@ class EngineReplica:
         still = self._stillness.look(figures, has_work, time.process_time(), time.monotonic())
         if still > self.still_seconds:
             raise EngineStuck(
-                f"the engine of replica {self.name!r} has done nothing for {still:.0f} s, with "
-                "requests"
+                f"the engine of replica {self.name!r} has made no progress for {still:.0f} s, "
+                "although it has requests"
             )
 
     def record_replica_metadata(self) -> dict[str, Any]:

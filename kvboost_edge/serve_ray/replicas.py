@@ -116,7 +116,7 @@ class Replicas:
                 raise ConfigError(next(iter(self._refused.values())))
             if time.monotonic() > end:
                 raise BackendUnavailable(
-                    f"no replica was ready within {seconds:g} seconds; see Ray's log of it"
+                    f"no replica was ready within {seconds:g} seconds; see Ray's log"
                 )
             time.sleep(pause)
             pause = min(1.2 * pause, 1.0)
@@ -159,16 +159,16 @@ class Replicas:
         root = str(about.get("root"))
         if model != self._model:
             return (
-                f"replica {name} serves another model: its files have the digest {model[:12]}, "
-                f"those that the ingress reads have {self._model[:12]}; give both the same files"
+                f"replica {name} serves another model: its files have the digest {model[:12]}, the "
+                f"server's files have {self._model[:12]}; give both the same files"
             )
         if self._root is None:
             self._root = root
         if root != self._root:
             return (
-                f"replica {name} has other settings or another processor: its keys and values are "
-                f"of the kind {root[:12]}, those of the other replicas of {self._root[:12]}; start "
-                "all with the same options, on machines with the same instruction set"
+                f"replica {name} has other settings or another processor: its KV format is "
+                f"{root[:12]}, and the other replicas have {self._root[:12]}; start all with the "
+                "same options, on machines with the same instruction set"
             )
         return None
 
@@ -347,7 +347,7 @@ class Replicas:
             return await self._ask_one(ReplicaCall((name,), method, arguments), _TELLING_SECONDS)
         except Exception as error:
             log_facts(
-                logging.WARNING, "replica told nothing", replica=name, error=type(error).__name__
+                logging.WARNING, "replica did not answer", replica=name, error=type(error).__name__
             )
             return None
 

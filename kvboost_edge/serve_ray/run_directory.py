@@ -46,8 +46,8 @@ def ray_directory() -> Iterator[str]:
             if len(str(inner)) + _SESSION_PATH > _MOST_SOCKET_PATH:
                 most = _MOST_SOCKET_PATH - _SESSION_PATH - len(f"/{_prefix()}/{_INSIDE}") - _RANDOM
                 raise ConfigError(
-                    f"the directory for temporary files, {tempfile.gettempdir()!r}, has too long a "
-                    f"path for Ray's sockets: at most {most} characters; set TMPDIR"
+                    f"the path of the temporary directory, {tempfile.gettempdir()!r}, is too long "
+                    f"for Ray's sockets: at most {most} characters; set TMPDIR"
                 )
             inner.mkdir()
             yield str(inner)
@@ -80,7 +80,7 @@ def _remove_abandoned() -> None:
                 if _is_own(path) and is_abandoned(path):
                     log_facts(
                         logging.INFO,
-                        "files of a server that was killed are removed",
+                        "removing files of a killed server",
                         path=str(path),
                     )
                     _remove(path)

@@ -91,9 +91,7 @@ def flags_of(arguments: Mapping[str, Any]) -> list[str]:
     flags: list[str] = []
     for name, value in arguments.items():
         if name.replace("-", "_") in _REFUSED:
-            raise ConfigError(
-                f"{name}={value!r} has no place here: Ray's own configuration says it"
-            )
+            raise ConfigError(f"{name}={value!r} is set by Ray's own configuration; leave it out")
         flag = f"--{name.replace('_', '-')}"
         for one in value if isinstance(value, Sequence) and not isinstance(value, str) else [value]:
             if one is True:
@@ -171,7 +169,7 @@ def cluster(address: str | None, workers: int, num_threads: int | None) -> Itera
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise BackendUnavailable(
             f"ray_address={address!r}: no Ray cluster answers there ({_first_line(error)}); start "
-            "one with `ray start --head`, or leave --ray-address out for one of its own"
+            "one with `ray start --head`, or leave out --ray-address to start Ray on this machine"
         ) from error
     try:
         machines = [int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"]]
@@ -218,7 +216,7 @@ def own_cluster(num_cpus: int) -> Iterator[None]:
         try:
             if ray.util.get_node_ip_address() != _LOOPBACK:
                 raise BackendUnavailable(
-                    "Ray started on another address than loopback, which was not asked for"
+                    "Ray listens on an address other than loopback, although loopback was requested"
                 )
             yield
         finally:
@@ -261,7 +259,7 @@ def deployed(options: ServeOptions, name: str, cpus: int) -> Iterator[Any]:
             ingress=name,
             drain_seconds=options.settings.drain_seconds,
         )
-        log_facts(logging.INFO, "replicas start", workers=options.workers, cpus=cpus)
+        log_facts(logging.INFO, "starting replicas", workers=options.workers, cpus=cpus)
         [handle] = serve.run_many(
             [serve.RunTarget(application, name=name, route_prefix=None)],
             wait_for_applications_running=False,
@@ -269,7 +267,7 @@ def deployed(options: ServeOptions, name: str, cpus: int) -> Iterator[Any]:
         _wait_for(name)
         yield handle
     finally:
-        log_facts(logging.INFO, "replicas end")
+        log_facts(logging.INFO, "stopping replicas")
         serve.delete(name)  # waits until the replicas have closed their engines
 
 
@@ -292,7 +290,7 @@ def _wait_for(name: str) -> None:
             raise loading_error(_messages(name) or found.message)
         message = " ".join(_messages(name).split())
         if message and message != told:
-            log_facts(logging.WARNING, "replicas are not there yet", reason=message[-_MOST_REASON:])
+            log_facts(logging.WARNING, "waiting for replicas", reason=message[-_MOST_REASON:])
             told = message
         time.sleep(_WAITING_SECONDS)
 

@@ -165,7 +165,7 @@ def test_chat_reuses_earlier_turns(tiny_model_dir, printed, typed):
     assert cached[0] == 0
     assert cached[1] >= 32  # the first turn: more than two blocks
     assert "num_blocks" in out
-    assert "a new conversation" in out
+    assert "new conversation" in out
 
 
 @pytest.mark.parametrize("leave", ["/quit", "/exit", "/bye"])
@@ -173,7 +173,7 @@ def test_chat_names_an_unknown_command_and_ends(leave, tiny_model_dir, printed, 
     typed(f"/help\n/nonsense now\n{leave}\nHi\n")
     out, err = printed("chat", "-m", tiny_model_dir, "-n", "4", *SMALL)
     assert [line for line in err.splitlines() if "command" in line] == ["unknown command /nonsense"]
-    assert out.count("/reset starts over") == 3
+    assert out.count("/reset starts a new") == 3
     assert "from the cache" not in out
 
 
@@ -199,7 +199,9 @@ def test_a_chat_that_outgrows_the_pool_goes_on(tiny_model_dir, tmp_path, printed
         "/drop 9: the conversation has 2 turns",
         "this turn was refused: the request needs 7 blocks",
     ]
-    assert " ".join(out.split()).count("the conversation is kept: /drop leaves out its oldest") == 2
+    assert (
+        " ".join(out.split()).count("the conversation is unchanged: /drop removes its oldest") == 2
+    )
     kept = json.loads(file.read_text(encoding="utf-8"))
     assert [one["role"] for one in kept] == ["system", *["user", "assistant"] * 2, "user"]
     assert [one["content"][-1] for one in kept if one["role"] == "user"] == ["1", "2", "3"]
@@ -290,7 +292,7 @@ def test_doctor_names_the_machine_and_the_path(tiny_model_dir, answered):
     assert model["packed_bytes_int4"] < model["packed_bytes_int8"] < model["packed_bytes_f32"]
     assert model["file_bytes"] > 0
     assert model["pool_tokens"] >= model["context"]
-    assert model["packed_file"].endswith("there already") or model["packing_peak_bytes"] < 1e9
+    assert model["packed_file"].endswith("already packed") or model["packing_peak_bytes"] < 1e9
 
 
 def test_doctor_refuses_what_the_engine_would(
@@ -336,7 +338,7 @@ def test_doctor_does_not_say_that_a_pool_fits_which_the_torch_runner_refuses(
     found = answered(*argv, code=1)[f"Model {tiny_model_dir}"]
     assert found["runner"] == "torch"
     assert found["fits"] is False
-    assert found["fit_reason"].endswith(" GB are missing")
+    assert found["fit_reason"].endswith(" GB missing")
     assert found["needed_bytes"] > found["available_bytes"]
 
 
@@ -357,8 +359,8 @@ def test_doctor_offers_what_makes_a_model_smaller_and_is_not_given_yet(
         "those that nobody asked for take no room from anything"
     )
     assert "max_draft_tokens" not in knobs(recurrent, "speculation=off", "max_draft_tokens=4")
-    assert "max_draft_tokens: drafts, " in knobs(recurrent, "speculation=on")
-    assert "max_draft_tokens: drafts, " in knobs(recurrent, "max_draft_tokens=4")
+    assert "max_draft_tokens: draft tokens, " in knobs(recurrent, "speculation=on")
+    assert "max_draft_tokens: draft tokens, " in knobs(recurrent, "max_draft_tokens=4")
 
 
 def test_doctor_says_where_the_packed_weights_are(
@@ -374,14 +376,12 @@ def test_doctor_says_where_the_packed_weights_are(
 
     printed("generate", "Hello", "-m", tiny_model_dir, "-n", "1", *int4, "-o", "num_blocks=8")
     (file,) = (tmp_path / "packed").glob("*.kvpack")
-    assert packed_file() == f"{file}: there already"
+    assert packed_file() == f"{file}: already packed"
     assert packed_file("-o", "pack_cache=false").startswith("none (pack_cache=False)")
     file.unlink()
     monkeypatch.setattr("kvboost_edge.engine.memory.check.free_bytes", lambda directory: 1000)
     assert "no room: " in packed_file()
-    assert (
-        "packed into memory at every start. Make room, or point KVBOOST_EDGE_CACHE" in packed_file()
-    )
+    assert "packed in memory at every start. Make room, or set KVBOOST_EDGE_CACHE" in packed_file()
 
 
 @pytest.mark.parametrize("weights", ["int8", "int4-asym"])
@@ -393,9 +393,9 @@ def test_warmup_says_where_the_kernels_are_and_names_the_weights(
     out = " ".join(
         printed("warmup", "-m", tiny_model_dir, *given, "--kv-cache-bits", "16").out.split()
     )
-    assert f"1 form compiled, {tiny_model_dir} ready" in out
+    assert f"1 configuration compiled, {tiny_model_dir} ready" in out
     assert f"({weights} weights)" in out
-    assert "compiled kernels lie in" in out
+    assert "compiled kernels are in" in out
 
 
 def test_doctor_reports_a_missing_model_beside_the_machine(printed):
@@ -452,7 +452,7 @@ def test_demo_answers_from_the_shared_document(printed):
     out = printed("demo").out
     assert "cold" in out
     assert "the same tokens" in out
-    assert "OTHER TOKENS" not in out
+    assert "DIFFERENT TOKENS" not in out
     assert "█" in out
     assert "shared_blocks" in out
 

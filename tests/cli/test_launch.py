@@ -153,7 +153,7 @@ def test_errors_say_what_to_do(server, client, printed, monkeypatch):
             ("--url", "127.0.0.1:8000"): "must begin with http://",
             ("--url", server, "--api-key", "other"): "does not accept the API key",
             ("--url", server, "--model", "other"): "'other' is not served",
-            ("--url", server, "--exec"): "is not installed here",
+            ("--url", server, "--exec"): "is not installed or",
         }
         for argv, said in cases.items():
             out, err = printed("launch", client, *argv, code=1)

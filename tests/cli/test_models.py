@@ -183,7 +183,7 @@ def test_damaged_files_are_refused_by_the_readers(folder, tiny_model_dir, rows_o
 
 
 def test_the_table_and_the_word(folder, tiny_model_dir, rows_of, printed):
-    assert "No model is here yet" in printed("models").out
+    assert "No models found" in printed("models").out
     write_gguf(tiny_model_dir, folder / "good[bold].gguf", kind="Q8_0")
     (folder / "bad.gguf").write_bytes(b"GGUF" + bytes(100))
     out = "".join(printed("models").out.replace("│", "").split())

@@ -63,7 +63,7 @@ def test_it_is_drawn_and_taken_away(at_once):
         bar.show(HALF)
         bar.close()
         text = shown(file)
-        assert "waiting for a place" in text or "reading the prompt" in text
+        assert "waiting in the queue" in text or "reading the prompt" in text
         assert "2,560 of 4,210 tokens, 495 per second, about 4 s left" in text
         assert file.getvalue().rstrip("\n").endswith(ERASED), "the line is empty again"
         bar.show(HALF)

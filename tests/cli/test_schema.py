@@ -51,12 +51,12 @@ def test_each_answer_of_a_chat_fits_the_schema(schema_file, printed, typed):
 @pytest.mark.parametrize(
     ("content", "named"),
     [
-        (b"", "is no JSON in UTF-8: Expecting value: line 1 column 1"),
+        (b"", "is not JSON in UTF-8: Expecting value: line 1 column 1"),
         (b'{"type":\n "object",}', "line 2 column 11"),
         (b'{"type": "\xff"}', "can't decode byte 0xff"),
         (b'{"maximum": NaN}', "not JSON compliant"),
         (b'{"const": "\\ud800"}', "surrogates not allowed"),
-        (b"[" * 100_000, "is no JSON in UTF-8"),
+        (b"[" * 100_000, "is not JSON in UTF-8"),
         (b'["type"]', "must hold an object, not list"),
         (b"true", "must hold an object, not bool"),
         (b"null", "must hold an object, not NoneType"),

@@ -66,8 +66,8 @@ def test_every_command_runs_where_torch_is_missing():
     assert "from the cache" in sections["chat"]
     assert "the same tokens" in sections["demo"]
     assert "perplexity" in sections["eval"]
-    assert "compiled kernels lie in" in " ".join(sections["warmup"].split())
-    assert "8 of 8 answers right" in sections["demo"]
+    assert "compiled kernels are in" in " ".join(sections["warmup"].split())
+    assert "8 of 8 answers correct" in sections["demo"]
     assert (
         f"needs torch, which is not installed; install the extra: {install_extra('torch')}"
         in done.stderr

@@ -214,7 +214,7 @@ def test_bad_warm_logits_and_verify(engine):
         ({"block_size": 0}, "block_size=0"),
         ({"max_cache_bytes": 0}, "max_cache_bytes=0"),
         ({"max_cache_bytes": NAN}, "max_cache_bytes=nan"),
-        ({"kv_cache_bits": 5}, "kv_cache_bits=5 is not offered"),
+        ({"kv_cache_bits": 5}, "kv_cache_bits=5 is not supported"),
         ({"runner": "tflite"}, "runner='tflite' is not one of"),
         ({"backend": "tpu"}, "backend='tpu' is not one of"),
         ({"max_num_seqs": 0}, "max_num_seqs=0"),

@@ -285,9 +285,7 @@ def test_replicas_that_have_no_place_are_told(broken, caplog):
 
     def told():
         return [
-            r.facts["reason"]
-            for r in caplog.records
-            if r.getMessage() == "replicas are not there yet"
+            r.facts["reason"] for r in caplog.records if r.getMessage() == "waiting for replicas"
         ]
 
     with caplog.at_level(logging.WARNING):

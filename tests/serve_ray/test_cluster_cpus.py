@@ -19,17 +19,17 @@ def test_each_replica_gets_its_threads_or_an_even_part():
     assert cpus_of_each(2, None, [4] * 4) == 4
     assert cpus_of_each(2, None, [16, 4], free=6) == 3
     with pytest.raises(
-        ConfigError, match="no machine of the cluster has 6 CPUs, the largest has 4"
+        ConfigError, match="no machine of the cluster has 6 CPUs; the largest has 4"
     ):
         cpus_of_each(2, 6, [4] * 4)
     for workers, threads in ((3, None), (2, 2)):
-        with pytest.raises(ConfigError, match=rf"workers={workers} .* 2 may be used here"):
+        with pytest.raises(ConfigError, match=rf"workers={workers} .* and 2 are available"):
             cpus_of_each(workers, threads, [2])
     with pytest.raises(
-        ConfigError, match="workers=2 with 3 threads each need 6 CPUs, 5 may be used"
+        ConfigError, match="workers=2 with 3 threads each need 6 CPUs, and 5 are available"
     ):
         cpus_of_each(2, 3, [8], free=5)
-    assert_raises(ConfigError, "0 may be used here", cpus_of_each, 1, None, [])
+    assert_raises(ConfigError, "and 0 are available", cpus_of_each, 1, None, [])
 
 
 @pytest.mark.parametrize("machines", [[3, 3], [5, 1], [2, 2, 2], [7, 1, 1], [1, 1, 1, 1, 1]])
@@ -88,9 +88,9 @@ def listening(answer):
 @pytest.mark.parametrize(
     ("answer", "reason"),
     [
-        (b"HTTP/1.1 400 Bad Request\r\n\r\n", "something else listens there"),
-        (b"", "something else listens there"),
-        (b"\0\0\0\4", "something else listens there"),
+        (b"HTTP/1.1 400 Bad Request\r\n\r\n", "another program listens there"),
+        (b"", "another program listens there"),
+        (b"\0\0\0\4", "another program listens there"),
         (None, "timed out"),
     ],
 )

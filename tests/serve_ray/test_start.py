@@ -104,7 +104,7 @@ def test_arguments_of_a_serve_yaml_are_the_commands_flags(monkeypatch):
     ]
     assert parse_flags(found, "test").warm == ("x", "y")
     for name in ("port", "ray_address", "ray-address"):
-        with pytest.raises(ConfigError, match=f"{name}=1 has no place"):
+        with pytest.raises(ConfigError, match=f"{name}=1 is set by Ray"):
             flags_of({name: 1})
 
 
@@ -219,7 +219,7 @@ def test_a_cluster_without_room_is_told(ray_cluster):
         env={**os.environ, **own},
     )
     assert done.returncode == 1, done.stderr
-    assert "workers=5 with 1 threads each need 5 CPUs, 4 may be used here" in done.stderr
+    assert "workers=5 with 1 threads each need 5 CPUs, and 4 are available" in done.stderr
 
 
 @pytest.mark.cluster

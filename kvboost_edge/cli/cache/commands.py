@@ -54,8 +54,8 @@ def cache(
             "--max-disk-bytes",
             metavar="BYTES",
             parser=read_size,
-            help="prune: size that blocks may have together, such as 4GB; the least recently used "
-            "go first. Default: the smaller of 16 GiB and 20% of the free space.",
+            help="prune: largest size of all blocks, such as 4GB; the least recently used are "
+            "removed first. Default: the smaller of 16 GiB and 20% of the free space.",
         ),
     ] = None,
     older_than: Annotated[
@@ -82,8 +82,9 @@ def cache(
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Show, verify or remove KV blocks on disk and packed weights. Files that a process has open
-    are kept.
+    """Show, verify or remove KV blocks on disk and packed weights.
+
+    Files that a process has open are not removed.
     """
     from kvboost_edge.cli.cache.run import run_cache
 

@@ -38,7 +38,7 @@ _FINGERPRINT = re.compile(r"^([0-9a-f]{8})[0-9a-f]{8,}[ -]")
 _NAME_WIDTH = 19  # a short fingerprint and a format such as "int4-asym"
 _OTHERS_WIDTH = 61  # columns of a row without its name
 _KINDS = {
-    BLOCKS: ("space of keys and values", "spaces of keys and values"),
+    BLOCKS: ("KV cache", "KV caches"),
     WEIGHTS: ("file of packed weights", "files of packed weights"),
     TOKENIZER: ("tokenizer", "tokenizers"),
 }
@@ -108,12 +108,12 @@ def run_cache(
         _print_rows(answer["rows"], action, console, dry_run=dry_run)
     if any(row.get("damaged") for row in answer["rows"]):
         raise KVBoostError(
-            "damaged blocks were found; they are never served, `kvboost-edge cache clear` removes "
-            "them"
+            "damaged blocks were found; they are never used, and `kvboost-edge cache clear` "
+            "removes them"
         )
     if any("error" in row for row in answer["rows"]):
         raise KVBoostError(
-            "not all could be removed: "
+            "some entries could not be removed: "
             + next(row["error"] for row in answer["rows"] if "error" in row)
         )
 
@@ -124,12 +124,12 @@ def _check(
     given = {"--max-disk-bytes": max_disk_bytes, "--older-than": older_than}
     for name, value in given.items():
         if value is not None and action != "prune":
-            raise ConfigError(f"{name} belongs to cache prune, not to cache {action}")
+            raise ConfigError(f"{name} applies to cache prune only, not to cache {action}")
         if value is not None and value < 0:
             raise ConfigError(f"{name}={value} must be at least 0")
     if dry_run and action not in ("prune", "clear"):
         raise ConfigError(
-            f"--dry-run belongs to cache prune and cache clear, not to cache {action}"
+            f"--dry-run applies to cache prune and cache clear only, not to cache {action}"
         )
 
 
@@ -213,7 +213,8 @@ def _print_rows(
     rows: Sequence[dict[str, Any]], action: str, console: Console, *, dry_run: bool
 ) -> None:
     if not rows:
-        console.print("Nothing to remove." if action in ("prune", "clear") else "Nothing is kept.")
+        empty = "Nothing to remove." if action in ("prune", "clear") else "Nothing is cached."
+        console.print(empty)
         return
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for name in ("what", "model"):
@@ -240,11 +241,11 @@ def _print_rows(
 def _said(row: dict[str, Any], action: str, dry_run: bool) -> str:
     if action == "verify":
         damaged = f", {row['damaged']:,} damaged" if row["damaged"] else ""
-        return f"{counted(row['blocks'], 'block', 'blocks')} sound{damaged}"
+        return f"{counted(row['blocks'], 'block', 'blocks')} intact{damaged}"
     if "error" in row:
-        return "stays: it cannot be removed"
+        return "not removed: an error"
     if row["in_use"]:
-        return "open in a process" if action == "list" else "stays: open in a process"
+        return "open in a process" if action == "list" else "not removed: open in a process"
     if action in ("prune", "clear"):
-        return "would go" if dry_run else "removed"
+        return "would be removed" if dry_run else "removed"
     return "not open"

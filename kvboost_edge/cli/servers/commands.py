@@ -35,7 +35,7 @@ def run_warm(
     cached = found["usage"]["prompt_tokens_details"]["cached_tokens"]
     seconds = found["kvboost"]["total_ms"] / 1e3
     print(
-        f"{found['token_count']} prompt tokens are in the cache, {cached} of them were already "
+        f"{found['token_count']} prompt tokens are cached, {cached} of them already before "
         f"({seconds:.2f} s)"
     )
 
@@ -48,10 +48,10 @@ def _recorded(path: Path) -> dict[str, Any]:
             f"--from-request {str(path)!r} cannot be read: {error.strerror}"
         ) from error
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"--from-request {str(path)!r} is no JSON: {error}") from error
+        raise ConfigError(f"--from-request {str(path)!r} is not JSON: {error}") from error
     if not isinstance(body, dict) or not isinstance(body.get("messages"), list):
         raise ConfigError(
-            f"--from-request {str(path)!r} is no body of /v1/chat/completions: it must be an "
+            f"--from-request {str(path)!r} is not a body of /v1/chat/completions: it must be an "
             "object with messages"
         )
     return body
@@ -59,7 +59,7 @@ def _recorded(path: Path) -> dict[str, Any]:
 
 def why(
     request_id: Annotated[
-        str, typer.Argument(help="Value of the header x-request-id of an answer.")
+        str, typer.Argument(help="Request id, the header x-request-id of its answer.")
     ] = "last",
     url: UrlOption = "http://127.0.0.1:8000",
     api_key: KeyOption = "",
@@ -68,8 +68,9 @@ def why(
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Explain why a server recomputed a prompt: the first change from earlier requests, both texts,
-    the cost and the remedy.
+    """Explain why a server recomputed a prompt.
+
+    Shows the first change from earlier requests, both texts, the cost and the remedy.
     """
     from kvboost_edge.cli.servers.why import run_why
 
@@ -98,9 +99,7 @@ def warm(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Compute a recorded request's prompt on a server, so that the next such request finds it in
-    the cache.
-    """
+    """Compute the prompt of a recorded request on a server, for later requests."""
 
     run_warm(from_request, url, api_key, pin=pin, ttl=ttl, as_json=as_json)
 

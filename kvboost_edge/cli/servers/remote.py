@@ -256,7 +256,7 @@ class RemoteChat:
     def _unreachable(self, error: Exception) -> KVBoostError:
         if isinstance(error, self._httpx.ConnectError | self._httpx.ConnectTimeout):
             hint = "is the server running? start one with: kvboost-edge serve --model …"
-            return BackendUnavailable(f"nothing answers at {self._url} ({error}); {hint}")
+            return BackendUnavailable(f"no server answers at {self._url} ({error}); {hint}")
         return BackendUnavailable(
             f"the connection to {self._url} broke: {error or type(error).__name__}"
         )
@@ -310,7 +310,7 @@ class _Heard:
         details = self._usage.get("prompt_tokens_details") or {}
         return RemoteAnswer(
             text="".join(self._texts),
-            finish_reason=self._reason or "the server said no reason",
+            finish_reason=self._reason or "no finish reason",
             prompt_tokens=self._usage.get("prompt_tokens"),
             cached_tokens=details.get("cached_tokens"),
             generated_tokens=self._usage.get("completion_tokens"),
@@ -335,7 +335,9 @@ def _events(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
         try:
             yield dict(json.loads(data))
         except (ValueError, TypeError) as error:
-            raise RequestError(f"the server sent what is no JSON object: {data[:100]!r}") from error
+            raise RequestError(
+                f"the server sent an event that is not a JSON object: {data[:100]!r}"
+            ) from error
 
 
 def _progress(told: Any) -> Progress | None:

@@ -19,53 +19,56 @@ from kvboost_edge.errors import RequestError
 __all__ = ["WORDS", "run_why"]
 
 WORDS = {
-    "none": ("nothing was read again", ""),
-    "bypassed": ("the request asked for computing", "leave out mode baseline and prompt_logprobs"),
+    "none": ("nothing was recomputed", ""),
+    "bypassed": (
+        "the request did not use the cache",
+        "leave out mode baseline and prompt_logprobs",
+    ),
     "not_started": ("the request ended while it waited", ""),
     "not_compared": (
-        "requests are not kept, so nothing is known of earlier ones",
+        "the server keeps no history of requests to compare with",
         "serve with --request-history 3600",
     ),
     "first_seen": (
-        "nothing lately began like this",
-        "warm what many prompts begin with: kvboost-edge warm",
+        "no recent request has the same prefix",
+        "warm common prefixes: kvboost-edge warm",
     ),
-    "new_text": ("the prompt goes on where an earlier one ended; only what is new was read", ""),
-    "tail": ("only the last block, which is not full, was read again", ""),
+    "new_text": ("the prompt continues an earlier one; only new text was computed", ""),
+    "tail": ("only the last block, which is not full, was recomputed", ""),
     "evicted": (
-        "it was in the cache, and made room for others",
+        "it was cached, and evicted for other requests",
         "give the pool more memory (--max-cache-bytes), keep blocks on disk (--disk-cache-dir), "
-        "or pin what stays: /v1/warm with pin",
+        "or pin the prompt: /v1/warm with pin",
     ),
     "state": (
-        "its keys and values were cached, the state behind them was not; it is from now on",
-        "give states more memory: --max-state-bytes",
+        "its KV was cached, but not the recurrent state, which is cached from now on",
+        "give recurrent state more memory: --max-state-bytes",
     ),
-    "not_kept": ("it was asked before, and that request still runs or kept nothing", ""),
+    "not_kept": ("an earlier request had it, but still runs or kept nothing", ""),
     "tool_order": (
         "the same tools in another order",
-        "send tools in one order, or let the server do it: --normalise tools",
+        "send tools in one order, or let the server sort them: --normalise tools",
     ),
     "tools": (
         "other tools",
         "send the same tools with every turn; restrict them with tool_choice instead",
     ),
     "template": (
-        "the chat template was given other variables",
+        "other variables of the chat template",
         "send the same chat_template_kwargs with every turn",
     ),
     "thinking": (
-        "the thinking of an earlier turn is not there any more",
+        "the reasoning of an earlier turn is missing",
         "send reasoning_content back; a template with preserve_thinking shows it (--normalise "
         "thinking)",
     ),
     "retokenized": (
         "the same text in other tokens",
-        "send back the model's answers as they were, to the character",
+        "send the model's answers back unchanged, to the character",
     ),
-    "other_message": ("another last message: all before it was taken over", ""),
-    "changed_text": ("another text", "put what changes, such as the date, behind what stays"),
-    "other_position": ("tokens were shared at other positions, the rest was read", ""),
+    "other_message": ("another last message; everything before it was reused", ""),
+    "changed_text": ("another text", "put changing text, such as the date, after stable text"),
+    "other_position": ("chunks were reused at other positions, and the rest was computed", ""),
 }
 """The meaning of each cause, and the remedy."""
 
@@ -76,7 +79,7 @@ def run_why(request_id: str, url: str, api_key: str, *, lists: bool, as_json: bo
         found = server.last_requests() if lists else server.request_cache(request_id)
     if lists and not found["kept_seconds"]:
         raise RequestError(
-            "no request is kept: the server runs with --request-history 0; serve without that flag"
+            "the server keeps no history of requests (--request-history 0); serve without that flag"
         )
     if as_json:
         print(json.dumps(found, ensure_ascii=False))
@@ -96,11 +99,11 @@ def _explained(found: Mapping[str, Any]) -> RenderableType:
         parts.append(Text(f"{where}, in {found['field']}" if found["field"] else where))
         parts += [Text(), _texts(found)]
     if found["evicted_from"]:
-        parts.append(Text(f"dropped from: {', '.join(found['evicted_from'])}"))
+        parts.append(Text(f"evicted from: {', '.join(found['evicted_from'])}"))
     if found["normalised"]:
-        parts.append(Text(f"put back as it was: {', '.join(found['normalised'])}"))
+        parts.append(Text(f"normalized by the server: {', '.join(found['normalised'])}"))
     if advice:
-        parts += [Text(), Text(f"To do: {advice}.", "green")]
+        parts += [Text(), Text(f"Remedy: {advice}.", "green")]
     return Group(*parts)
 
 
@@ -147,7 +150,7 @@ def _marked(text: str, same: int, style: str) -> Text:
 
 def _listed(requests: list[dict[str, Any]]) -> RenderableType:
     if not requests:
-        return Text("no request has ended yet")
+        return Text("no request has finished yet")
     several = len({found["model"] for found in requests}) > 1
     table = Table("time", "request", *["model"] * several, "cause", "cached", "computed", "seconds")
     for found in requests:

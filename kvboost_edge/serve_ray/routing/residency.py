@@ -349,6 +349,6 @@ class Residency:
 
 def _keys(data: bytes) -> list[int]:
     if len(data) % KEY_BYTES:
-        raise ConfigError(f"{len(data)} bytes are no keys of {KEY_BYTES} bytes each")
+        raise ConfigError(f"{len(data)} bytes are not a multiple of {KEY_BYTES}, a key's size")
     keys: list[int] = np.frombuffer(data, dtype="<u8").tolist()
     return keys

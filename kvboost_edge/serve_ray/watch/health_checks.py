@@ -46,6 +46,6 @@ class HealthChecks:
             await self._look(name)
         except Exception as error:  # later checks must go on
             facts = {"replica": name, "error": type(error).__name__, "place": failure_place(error)}
-            log_facts(logging.WARNING, "replica not looked at", **facts)
+            log_facts(logging.WARNING, "health check failed", **facts)
         finally:
             self._under_way.pop(name, None)

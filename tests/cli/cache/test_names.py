@@ -69,7 +69,7 @@ def test_packed_weights_that_are_open_stay(home, tiny_model_dir, rows, printed):
         with CPUPagedEngine.from_pretrained(tiny_model_dir, **OPTIONS):
             (row,) = rows("clear", "--yes")
             assert (row["in_use"], row["removed"]) == (True, False)
-            assert "stays: open in a process" in printed("cache", "clear", "--yes").out
+            assert "not removed: open in a process" in printed("cache", "clear", "--yes").out
             assert Path(row["path"]).exists()
     assert rows("list")[0]["in_use"] is False
     assert rows("clear", "--yes")[0]["removed"] is True
@@ -93,7 +93,7 @@ def test_pruning_says_what_stays_because_it_is_open(home, printed):
         write(tier, chain(20))
         for dry in (["--dry-run"], []):
             assert (
-                "stays: open in a process"
+                "not removed: open in a process"
                 in printed("cache", "prune", "--max-disk-bytes", "0", *dry).out
             )
 

@@ -66,7 +66,7 @@ def test_list_and_status_say_what_is_there(home, answer, printed):
     assert found["bytes"] == bytes_of(home, SPACE) + bytes_of(home, OTHER_SPACE) + 5000
     assert list(answer("list", "BETA")["rows"]) == ["beta-1b float16"]
     text = printed("cache", "status").out
-    assert "in 2 spaces" in text
+    assert "in 2 KV caches" in text
     assert str(home / "blocks") in text
     out = printed("cache", "list").out
     assert "alpha-7b int8" in out
@@ -141,7 +141,7 @@ def test_a_dry_run_removes_nothing(home, answer, printed):
     before = sorted(home.rglob("*"))
     for action in (["clear"], ["prune", "--max-disk-bytes", "0"]):
         assert len(answer(*action, "--dry-run")["rows"]) == (3 if action == ["clear"] else 2)
-        assert "would go" in printed("cache", *action, "--dry-run").out
+        assert "would be removed" in printed("cache", *action, "--dry-run").out
     assert {path for path in sorted(home.rglob("*")) if path not in before} == set()
     assert all(path.exists() for path in before)
 

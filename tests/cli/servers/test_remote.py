@@ -171,7 +171,7 @@ STOPPED = [chunk("x"), {"error": {"message": "the engine stopped"}}]
         ("status", 404, ConfigError, "does not know the model 'a-model'.*--model"),
         ("status", 503, RequestError, "answered 503"),
         ("events", STOPPED, RequestError, "ended the answer: the engine stopped"),
-        ("raw", b"data: {nonsense\n\n", RequestError, "no JSON object"),
+        ("raw", b"data: {nonsense\n\n", RequestError, "not a JSON object"),
         *(
             ("models", other, RequestError, "not as an OpenAI-compatible server")
             for other in (b"<html>", {"data": []}, [1], {})
@@ -188,7 +188,7 @@ def test_nobody_at_the_address():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    with pytest.raises(BackendUnavailable, match=r"nothing answers at .*kvboost-edge serve"):
+    with pytest.raises(BackendUnavailable, match=r"no server answers at .*kvboost-edge serve"):
         RemoteChat(f"http://127.0.0.1:{port}")
 
 

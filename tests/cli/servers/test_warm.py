@@ -54,9 +54,7 @@ def test_the_request_finds_all_full_blocks(server, tmp_path, printed, answered):
     tokens, cached = asked(server)
     assert tokens == warmed["token_count"]
     assert cached == min(tokens // BLOCK * BLOCK, tokens - 1)
-    assert (
-        f"{tokens} prompt tokens are in the cache" in printed(*command, "--pin", "--ttl", "60").out
-    )
+    assert f"{tokens} prompt tokens are cached" in printed(*command, "--pin", "--ttl", "60").out
     assert server.engine.paged_stats()["pinned_blocks"] == tokens // BLOCK
 
 
@@ -75,7 +73,7 @@ def test_the_next_turns_begin_so_without_the_generation_prompt(server):
     ("text", "said"),
     [
         (None, "cannot be read"),
-        ("{", "is no JSON"),
+        ("{", "is not JSON"),
         ("[]", "object with messages"),
         ('{"prompt": "a"}', "messages"),
     ],

@@ -54,7 +54,7 @@ def test_the_last_request_is_explained(asked, why):
         "changed_text: another text",
         "32 pool from the cache",
         "from token 34 on, in prompt",
-        "To do: put what",
+        "Remedy: put changing",
     ):
         assert words in shown
     assert "»Tue" in shown
@@ -73,7 +73,7 @@ def test_json_is_what_the_server_says(server, asked, why):
 def test_the_last_requests_are_listed(asked, why):
     shown = why("--list").out
     assert shown.index("changed_text") < shown.index("first_seen")
-    assert "no request has ended yet" in why("--list", key=KEYS[1]).out
+    assert "no request has finished yet" in why("--list", key=KEYS[1]).out
 
 
 @pytest.mark.parametrize("request_id", ["no-such-request", "../../metrics", "a/b"])

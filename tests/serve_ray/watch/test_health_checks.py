@@ -205,7 +205,7 @@ def test_a_look_that_fails_is_not_the_last(caplog):
     with caplog.at_level(logging.WARNING):
         asyncio.run(run())
     assert looked == ["a", "b", "a", "b"]
-    assert [record.message for record in caplog.records] == ["replica not looked at"]
+    assert [record.message for record in caplog.records] == ["health check failed"]
 
 
 def test_looks_that_hang_end_with_all_others():

@@ -183,7 +183,7 @@ def test_a_space_that_cannot_be_removed_keeps_no_other_from_going(root, capsys):
     assert rows[bytes(32).hex()]["removed"]
     assert not rows[SPACE.hex()]["removed"]
     assert "lock" in rows[SPACE.hex()]["error"]
-    assert "not all could be removed" in said.err
+    assert "some entries could not be removed" in said.err
     assert not space_dir(root, bytes(32)).exists()
 
 
