@@ -243,8 +243,8 @@ class EngineConfig:
     )
     kv_cache_bits: int | tuple[int, int] | None = option(
         16,
-        "Bits per number of the KV cache: 16 (not quantized), 8, 4, or separate values for K and V, "
-        "such as 8,4; 8 and 4 need the native runner",
+        "Bits per number of the KV cache: 16 (not quantized), 8, 4, or separate values for K and "
+        "V, such as 8,4; 8 and 4 need the native runner",
         group="Cache",
         read=_kv_bits,
         metavar="BITS",
