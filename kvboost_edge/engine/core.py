@@ -507,10 +507,10 @@ class EngineCore:
         return None if is_empty and waits else plan
 
     def _release_blocks(self, wanted: frozenset[int]) -> None:
-        """Tell a quantized backend which blocks were freed.
+        """Report freed blocks to a quantized backend.
 
         Args:
-            wanted: freed blocks that wait for the next step.
+            wanted: freed blocks that are still needed; they are reported at the next step.
         """
         if self._backend.spec.is_quantized:
             self._kept += self.scheduler.manager.drain_released()

@@ -343,7 +343,7 @@ class RequestHandle:
         # Without the lock: a system call in here yields the interpreter to the reader, which would
         # wait for the lock.
         for listener in listeners:
-            # Waking a listener that only wants the result for each token would take the engine
+            # A listener that only wants the result is not woken for each token, to save the engine
             # thread's time.
             if not (listener.each_event or self.done or listener.loop.is_closed()):
                 continue
