@@ -180,15 +180,15 @@ def _check_both_ways(checkpoint: Checkpoint, config: EngineConfig) -> None:
     """
     if not checkpoint.pooling.source:
         raise ModelFormatError(
-            f"{checkpoint.path}: the model attends both ways, so it makes vectors, and nothing "
-            "says how it pools: modules.json and 1_Pooling/config.json, or the key pooling_type "
+            f"{checkpoint.path}: the model is bidirectional and makes embeddings, but its files do "
+            "not name the pooling: modules.json and 1_Pooling/config.json, or the key pooling_type "
             "of a GGUF file, are missing"
         )
     for name in ("max_cache_bytes", "disk_cache_dir", "redis_url"):
         if getattr(config, name) is not None:
             raise ConfigError(
-                f"{name} has no effect: the model attends both ways, so each text is one pass "
-                "whose keys and values are not stored; leave it out"
+                f"{name} has no effect: the model is bidirectional, and its KV is not cached; "
+                "leave it out"
             )
 
 
@@ -459,8 +459,8 @@ def _make_ledger(
 def _log_process(config: EngineConfig, info: RunnerInfo, overhead: Overhead) -> None:
     """Log how `max_memory` is divided."""
     _LOG.info(
-        "max_memory %.1f MB: weights %.1f MB, measured overhead %.1f MB, buffers %.1f MB; pool, "
-        "states and drafts take what is left",
+        "max_memory %.1f MB: weights %.1f MB, measured overhead %.1f MB, buffers %.1f MB; the rest "
+        "is for pool, recurrent state and draft history",
         (config.max_memory or 0) / 1e6,
         info.weight_bytes / 1e6,
         overhead.resident / 1e6,

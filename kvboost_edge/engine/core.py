@@ -59,8 +59,8 @@ __all__ = [
 ]
 
 _FORKED = (
-    "this process was forked from the one that runs the engine, and the engine's thread did not "
-    "come along; make an engine in this process, or start processes by 'spawn' instead of 'fork'"
+    "this process was forked from the one that runs the engine, and a fork does not copy the "
+    "engine's thread; make an engine in this process, or start processes with 'spawn', not 'fork'"
 )
 # Longest sleeps of an idle engine, in seconds.
 _WHILE_LOADING = 1.0  # while a prefetch is running

@@ -79,5 +79,5 @@ class BlockWatch(Unwatched):
         for (block, slot), checksum in self._states_now().items():
             if self._snapshots.get((block, slot), checksum) != checksum:
                 raise CacheCorruption(
-                    f"the state behind block {block}, in slot {slot}, was written while it was kept"
+                    f"the snapshot after block {block}, in slot {slot}, was overwritten"
                 )

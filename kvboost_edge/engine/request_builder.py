@@ -201,18 +201,17 @@ class Intake:
         stores_kv = self._parts.runner.info.stores_kv
         if generates and self._parts.pooling.source:
             raise RequestError(
-                f"the model makes embeddings ({self._parts.pooling.source} says so) and generates "
-                "no text; use engine.embed or /v1/embeddings, or serve a model that chats"
+                f"the model makes embeddings ({self._parts.pooling.source} says so) and cannot "
+                "generate text; use engine.embed or /v1/embeddings, or serve a model that chats"
             )
         if not stores_kv and not wants_states:
             raise RequestError(
-                "the model attends both ways: it makes vectors of texts (engine.embed, "
-                "/v1/embeddings), predicts no token, and stores no keys and values that a prompt "
-                "could find"
+                "the model is bidirectional: it makes embeddings (engine.embed, /v1/embeddings), "
+                "predicts no tokens, and its KV is not cached"
             )
         if terms.pin and not stores_kv:
             raise RequestError(
-                "pin=True: the model attends both ways, and nothing of a text is kept"
+                "pin=True has no effect: the model is bidirectional, and its KV is not cached"
             )
 
     def _known_hashes(self, known: bytes, num_tokens: int) -> bytes:

@@ -75,7 +75,7 @@ class ReuseFields(RequestFeature):
         given = dict(options or {})
         for name in sorted(given.keys() - set(_REPAIRS)):
             raise RequestError(
-                f"option {name!r} does not go with mode='chunk_kv_reuse' here; known: "
+                f"option {name!r} is not supported with mode='chunk_kv_reuse' here; known: "
                 f"{', '.join(_REPAIRS)}"
             )
         terms = Terms(mode=GenerationMode.CHUNK_KV_REUSE, **given)
@@ -92,8 +92,7 @@ class ReuseFields(RequestFeature):
         if terms.mode is not GenerationMode.CHUNK_KV_REUSE:
             if given:
                 raise RequestError(
-                    f"{next(iter(given))} is for mode='chunk_kv_reuse', and "
-                    f"mode={str(terms.mode)!r}"
+                    f"{next(iter(given))} needs mode='chunk_kv_reuse', not mode={str(terms.mode)!r}"
                 )
             return None
         exact = (
@@ -105,8 +104,8 @@ class ReuseFields(RequestFeature):
         )
         if exact or not generates:
             raise RequestError(
-                f"mode='chunk_kv_reuse' is approximate, and {exact or 'what is asked for'} needs "
-                "exact keys and values; use mode='prefix_cache'"
+                f"mode='chunk_kv_reuse' is approximate, and {exact or 'this request'} needs exact "
+                "KV; use mode='prefix_cache'"
             )
         if self.refusal is not None:
             raise RequestError(f"mode='chunk_kv_reuse' is refused: {self.refusal}")

@@ -121,11 +121,11 @@ BAD_OPTIONS = [
     ({"mode": "baseline", "pin": True}, "pin=True keeps the prompt's blocks, and mode='baseline'"),
     (
         {"recompute_overlap": 8},
-        "recompute_overlap is for mode='chunk_kv_reuse', and mode='prefix_cache'",
+        "recompute_overlap needs mode='chunk_kv_reuse', not mode='prefix_cache'",
     ),
-    ({**REUSE, "pin": True}, "mode='chunk_kv_reuse' is approximate, and pin needs exact keys"),
-    ({**REUSE, "prompt_logprobs": 1}, "prompt_logprobs needs exact keys"),
-    ({**REUSE, "max_new_tokens": 0}, "what is asked for needs exact keys"),
+    ({**REUSE, "pin": True}, "mode='chunk_kv_reuse' is approximate, and pin needs exact KV"),
+    ({**REUSE, "prompt_logprobs": 1}, "prompt_logprobs needs exact KV"),
+    ({**REUSE, "max_new_tokens": 0}, "this request needs exact KV"),
     (
         {**REUSE, "recompute_strategy": "left"},
         "recompute_strategy='left' is not one of 'none', 'selective', 'cacheb",

@@ -162,7 +162,9 @@ class GrammarFields(RequestFeature):
         """Return the grammar; RequestError if it is invalid or nothing is generated."""
         grammar = read_grammar({kind: getattr(inputs.params, kind) for kind in KINDS})
         if grammar is not None and not inputs.generates:
-            raise RequestError(f"{grammar.kind} is what an answer fits, and none is generated here")
+            raise RequestError(
+                f"{grammar.kind} needs generated text, and this request generates none"
+            )
         return {"grammar": grammar}
 
 

@@ -83,7 +83,7 @@ def read_grammar(given: Mapping[str, Any]) -> Grammar | None:
         num_bytes = len(text.encode())
     except UnicodeEncodeError as error:
         raise RequestError(
-            f"{kind} holds half a character, {text[error.start]!a} at position {error.start}"
+            f"{kind} has a lone surrogate, {text[error.start]!a} at position {error.start}"
         ) from None
     if num_bytes > most:
         raise RequestError(f"{kind} has {num_bytes} bytes; at most {most} are allowed")
@@ -126,7 +126,7 @@ def schema_of(value: object) -> dict[str, Any] | bool:
         try:
             schema = json.loads(value)
         except (ValueError, RecursionError) as error:
-            raise RequestError(f"json_schema is no JSON: {error}") from None
+            raise RequestError(f"json_schema is not valid JSON: {error}") from None
     if not isinstance(schema, (dict, bool)):
         raise RequestError(
             f"json_schema must be an object, or its JSON, not {type(schema).__name__}"
@@ -141,7 +141,7 @@ def _schema_text(value: object) -> str:
         made = rewritten(schema)
         text = json.dumps(made, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
-        raise RequestError(f"json_schema is no JSON: {error}") from None
+        raise RequestError(f"json_schema is not valid JSON: {error}") from None
     _check_size(made)
     return text
 

@@ -141,7 +141,7 @@ def check_text(name: str, text: str) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         raise RequestError(
-            f"{name} holds a lone surrogate at character {error.start}; it is no valid text"
+            f"{name} holds a lone surrogate at character {error.start}; it is not valid text"
         ) from None
 
 
