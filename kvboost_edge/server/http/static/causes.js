@@ -43,6 +43,9 @@ export function causeOf({ cause, position }) {
   return DIFFERENCES.includes(cause) && typeof position === "number" ? `${words} at token ${count(position)}` : words;
 }
 
+/** False if only new text or the last block was computed. */
+export const isMiss = (cause) => known(cause)?.[1] !== "good";
+
 export const hasPosition = ({ cause }) => !NO_POSITION.includes(cause);
 
 /** The kind of a request; if few tokens were computed, no remedy is needed. */

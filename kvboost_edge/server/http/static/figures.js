@@ -1,6 +1,6 @@
 /** The figures below an answer: cached tokens, times and speed. */
 
-import { causeInWords } from "/static/causes.js";
+import { causeInWords, isMiss } from "/static/causes.js";
 import { button, element } from "/static/dom.js";
 import { count, duration, percent, plural, rate } from "/static/format.js";
 
@@ -61,7 +61,7 @@ export function figuresLine(figures, note, why = null) {
   if (figures.speed !== null) line.append(figure("speed", `${rate(figures.speed)} tok/s`, "generated tokens per second after the first one"));
   if (figures.generated !== null) line.append(figure("answer", plural(figures.generated, "token")));
   else if (figures.pieces > 0) line.append(figure("answer", `${plural(figures.pieces, "piece")} received`));
-  if (figures.reason !== "") line.append(restFigure(REASONS[figures.reason] ?? causeInWords(figures.reason), why));
+  if (figures.reason !== "") line.append(missFigure(figures.reason, why));
   return line;
 }
 
@@ -88,8 +88,9 @@ function cachedFigure({ prompt, cached, moved }) {
   );
 }
 
-function restFigure(reason, why) {
-  const made = figure("cache miss", why === null ? reason : "", "why the other prompt tokens were computed");
+function missFigure(cause, why) {
+  const reason = REASONS[cause] ?? causeInWords(cause);
+  const made = figure(isMiss(cause) ? "miss" : "computed", why === null ? reason : "", "why the other prompt tokens were computed");
   if (why !== null) made.lastChild.append(button(reason, why, { class: "link", "aria-label": `${reason}: show this request` }));
   return made;
 }
