@@ -45,7 +45,7 @@ _COLOURS = re.compile(r"(\x1b\[[0-9;]*m)")
 
 
 class Lines:
-    """Reads lines from the user, with editing and history where readline exists."""
+    """A reader of lines from the user, with editing and history where readline exists."""
 
     def __init__(self, console: Console, prompt: str, style: str) -> None:
         self._console = console

@@ -18,8 +18,8 @@ _LEAST_BYTES = 8 << 20
 def measure_read_bandwidth(num_threads: int, seconds: float = 0.3) -> float:
     """Return the bytes per second that `num_threads` threads read together.
 
-    The best of the rounds that fit into `seconds`. A plain read through NumPy, a little slower than
-    streaming kernels. Takes up to 192 MB, but at most a quarter of the available memory.
+    This is the best round within `seconds`. NumPy reads a little slower than streaming kernels. The
+    measurement takes up to 192 MB, and at most a quarter of the available memory.
     """
     size = max(_LEAST_BYTES, min(_BYTES, available_bytes() // 4)) // 8 // num_threads * num_threads
     # Written once, because untouched pages are not mapped.

@@ -49,7 +49,7 @@ class Region(NamedTuple):
 def available_bytes() -> int:
     """Return the memory that can be taken without swapping.
 
-    The least of the machine's, the cgroup's and `set_own_limit`'s.
+    This is the minimum for the machine, the cgroup and `set_own_limit`.
     """
     available = int(psutil.virtual_memory().available)
     group = memory_limit()
@@ -138,7 +138,7 @@ def _resident(pages: int, region: Region) -> int:
 
 
 class Slack:
-    """Releases unused memory to the system when a process becomes idle, if it has grown."""
+    """Unused memory of a process, released to the system when the process is idle."""
 
     def __init__(self) -> None:
         self._last = 0

@@ -132,9 +132,9 @@ def memory_beside(available: int, weight_bytes: int) -> int:
 def plan_num_blocks(config: EngineConfig, info: RunnerInfo, available: int) -> int:
     """Return the number of blocks of the pool.
 
-    The smallest size that the config gives; by default min(25% of the available memory, context x
-    max_num_seqs), or 16 contexts without max_num_seqs. The buffers of open blocks of a quantized
-    pool are part of that size.
+    This is the smallest size that the config gives. The default is the smaller of 25% of the
+    available memory and max_num_seqs (16 if not given) contexts. It includes the buffers of open
+    blocks of a quantized pool.
 
     Args:
         available: Memory in bytes after the weights, see `memory_beside`.

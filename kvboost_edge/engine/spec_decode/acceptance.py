@@ -42,7 +42,7 @@ class _Turn:
 
 
 class AcceptedDrafts:
-    """Advances recurrent state over the accepted draft tokens of each pass.
+    """The step that advances recurrent state over the accepted draft tokens of a pass.
 
     After a pass: `commit` for each sequence, `plan`, `take_in` if `plan` returned True, and `ends`.
     Models without recurrent state skip `take_in`.

@@ -157,7 +157,7 @@ class TenantHistory:
 
 
 class Drafter:
-    """Proposes draft tokens for one sequence, and learns from their acceptance."""
+    """The drafter of one sequence, which learns from the acceptance of its draft tokens."""
 
     def __init__(
         self,

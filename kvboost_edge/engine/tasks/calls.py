@@ -20,7 +20,7 @@ __all__ = ["Calls"]
 
 
 class Calls:
-    """Waits for requests of one engine. Safe to use from any thread but the engine's."""
+    """Blocking calls of one engine. Safe to use from any thread but the engine's."""
 
     def __init__(self, core: EngineCore) -> None:
         self._core = core

@@ -58,7 +58,7 @@ class Alone(NamedTuple):
 
 
 class Documents:
-    """Computes documents for one engine. Safe to use from any thread but the engine's."""
+    """Document computation of one engine. Safe to use from any thread but the engine's."""
 
     def __init__(
         self, parts: EngineParts, config: EngineConfig, intake: Intake, core: EngineCore

@@ -39,7 +39,7 @@ _RERANK_AFTER = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 
 
 class Embedding:
-    """Computes embeddings and reranking scores. Safe to use from any thread but the engine's."""
+    """Embedding and reranking of one engine. Safe to use from any thread but the engine's."""
 
     def __init__(self, parts: EngineParts, intake: Intake, calls: Calls) -> None:
         self.pooling = parts.pooling
