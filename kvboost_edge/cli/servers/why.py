@@ -24,7 +24,7 @@ WORDS = {
         "the request did not use the cache",
         "leave out mode baseline and prompt_logprobs",
     ),
-    "not_started": ("the request ended while it waited", ""),
+    "not_started": ("the request ended while waiting", ""),
     "not_compared": (
         "the server keeps no history of requests to compare with",
         "serve with --request-history 3600",
@@ -46,15 +46,15 @@ WORDS = {
     ),
     "not_kept": ("an earlier request had it, but still runs or kept nothing", ""),
     "tool_order": (
-        "the same tools in another order",
+        "the order of the tools changed",
         "send tools in one order, or let the server sort them: --normalise tools",
     ),
     "tools": (
-        "other tools",
+        "the tools changed",
         "send the same tools with every turn; restrict them with tool_choice instead",
     ),
     "template": (
-        "other variables of the chat template",
+        "the variables of the chat template changed",
         "send the same chat_template_kwargs with every turn",
     ),
     "thinking": (
@@ -63,11 +63,11 @@ WORDS = {
         "thinking)",
     ),
     "retokenized": (
-        "the same text in other tokens",
+        "the same text as different tokens",
         "send the model's answers back unchanged, to the character",
     ),
-    "other_message": ("another last message; everything before it was reused", ""),
-    "changed_text": ("another text", "put changing text, such as the date, after stable text"),
+    "other_message": ("the last message changed; everything before it was reused", ""),
+    "changed_text": ("the text changed", "put changing text, such as the date, after stable text"),
     "other_position": ("chunks were reused at other positions, and the rest was computed", ""),
 }
 """The meaning of each cause, and the remedy."""

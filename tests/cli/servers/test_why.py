@@ -51,7 +51,7 @@ def test_every_cause_has_words():
 def test_the_last_request_is_explained(asked, why):
     shown = " ".join(why().out.split())
     for words in (
-        "changed_text: another text",
+        "changed_text: the text changed",
         "32 pool from the cache",
         "from token 34 on, in prompt",
         "Remedy: put changing",
