@@ -79,9 +79,7 @@ class ChatTemplate:
         given = _plain(dict(variables or {}), "a template variable")
         for name in given:
             if is_reserved(name):
-                raise RequestError(
-                    f"{name!r} is no name for a template variable: it has a meaning of its own"
-                )
+                raise RequestError(f"{name!r} cannot be a template variable: the name is reserved")
         context = {
             **self._variables,
             **given,

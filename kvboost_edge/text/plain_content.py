@@ -106,7 +106,8 @@ def free_marks(values: Sequence[Any]) -> tuple[str, str, str]:
     free = [mark for mark in _MARKS if mark not in taken]
     if len(free) < 3:
         raise RequestError(
-            "the messages hold all of Unicode's noncharacters U+FDD0..U+FDEF; they are no text"
+            "the messages hold all of Unicode's noncharacters U+FDD0..U+FDEF, so no mark is "
+            "left for special tokens"
         )
     return free[0], free[1], free[2]
 

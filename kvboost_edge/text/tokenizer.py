@@ -516,7 +516,7 @@ def _add_missing_tokens(
                 )
     except (AttributeError, KeyError, TypeError) as error:
         raise ModelFormatError(
-            f"added_tokens_decoder in tokenizer_config.json beside {path} is damaged"
+            f"added_tokens_decoder of the tokenizer_config.json next to {path} is damaged"
         ) from error
     known = {
         token.content for token in backend.get_added_tokens_decoder().values() if token.special

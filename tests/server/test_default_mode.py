@@ -47,7 +47,10 @@ def test_a_stored_verdict_counts_as_a_refusal(monkeypatch, tmp_path, caplog):
     ("argv", "said"),
     [
         ((), []),
-        (("--mode", "chunk_kv_reuse", "--recompute-ratio", "0.1"), ["answers are approximate by default"]),
+        (
+            ("--mode", "chunk_kv_reuse", "--recompute-ratio", "0.1"),
+            ["answers are approximate by default"],
+        ),
         (
             ("--recompute-strategy", "none"),
             ["options only for requests with kvboost.mode chunk_kv_reuse"],

@@ -47,7 +47,8 @@ def _hybrid(config: Config, layers: int) -> Hybrid:
     check_most("conv_L_cache", length, MOST_TAPS)
     if "conv" in kinds and hidden % GROUP:
         raise ModelFormatError(
-            f"hidden_size={hidden} is no multiple of {GROUP}, which the kernels of states need"
+            f"hidden_size={hidden} is not a multiple of {GROUP}, which the kernels of recurrent "
+            "layers need"
         )
     return hybrid_of(kinds, Mixer("conv", length - 1, hidden), CONV_NAMES)
 

@@ -131,13 +131,14 @@ def experts_of(
         )
     if width % _GROUP:
         raise ModelFormatError(
-            f"{of_width}={width} of the experts is no multiple of {_GROUP}, which their kernels "
+            f"{of_width}={width} of the experts is not a multiple of {_GROUP}, which their kernels "
             "need"
         )
     hidden = integer_of(config, "hidden_size", 1)
     if hidden % _TILE:
         raise ModelFormatError(
-            f"hidden_size={hidden} beside experts is no multiple of {_TILE}, which their kernels "
+            f"hidden_size={hidden} of a mixture of experts is not a multiple of {_TILE}, which "
+            "their kernels "
             "need"
         )
     return Experts(count, used, width, tuple(sparse), rest.pop("names", ExpertNames()), **rest)

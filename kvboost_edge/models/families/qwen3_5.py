@@ -72,7 +72,8 @@ def _hybrid(config: Config, layers: int) -> Hybrid:
         check_most(name, dim, MOST_DIM)
         if dim % LANES:
             raise ModelFormatError(
-                f"{name}={dim} is no multiple of {LANES}, which the kernels of states need"
+                f"{name}={dim} is not a multiple of {LANES}, which the kernels of recurrent "
+                "layers need"
             )
     if value_heads * value_dim % GROUP:
         raise ModelFormatError(

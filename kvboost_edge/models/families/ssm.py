@@ -204,13 +204,14 @@ def ssd_mixer(
     for key, value in ((keys.head_dim, dim), (keys.state, state)):
         if value % LANES:
             raise ModelFormatError(
-                f"{key}={value} is no multiple of {LANES}, which the kernels of states need"
+                f"{key}={value} is not a multiple of {LANES}, which the kernels of recurrent "
+                "layers need"
             )
     width = heads * dim
     if width % GROUP:
         raise ModelFormatError(
             f"{keys.heads}={heads} x {keys.head_dim}={dim} are {width} values, no multiple of "
-            f"{GROUP}, which the kernels of states need"
+            f"{GROUP}, which the kernels of recurrent layers need"
         )
     norm_groups = 0 if norm == "none" else groups
     channels = width + 2 * groups * state

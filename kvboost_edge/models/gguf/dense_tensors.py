@@ -31,7 +31,7 @@ def gguf_dense(header: GgufHeader, config: Mapping[str, Any]) -> Matrices:
     if missing:
         raise ModelFormatError(
             f"{header.path} lacks the tensors {', '.join(missing)}: it was converted without the "
-            "Dense layers behind the pooling, and its vectors would not be the model's; convert "
+            "Dense layers after the pooling, so its vectors would be wrong; convert "
             "it with --sentence-transformers-dense-modules, or use the safetensors"
         )
     found = tuple(_read(header, name) for name in names)

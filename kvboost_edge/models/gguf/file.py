@@ -302,7 +302,9 @@ def _read(path: Path, stamp: FileStamp, mapped: mmap.mmap) -> GgufHeader:
     tensors = _place(path, infos, start, alignment, size)
     end = max((tensor.stop for tensor in tensors.values()), default=start)
     if size - end >= alignment and (size - end > _MAX_PADDING or mapped[end:].strip(b"\0")):
-        raise ModelFormatError(f"{path}: {size - end} bytes behind the last tensor belong to none")
+        raise ModelFormatError(
+            f"{path}: {size - end} bytes after the last tensor belong to no tensor"
+        )
     return GgufHeader(
         (GgufPart(path, stamp),), version, MappingProxyType(values), MappingProxyType(tensors)
     )
@@ -373,7 +375,7 @@ def _read_numbers(cursor: _Cursor, key: str, kind: int, count: int) -> npt.NDArr
         return values
     if count and values.max() > 1:
         raise ModelFormatError(
-            f"{cursor.path}: key {key!r} has the value {values.max()}, which is no truth value"
+            f"{cursor.path}: key {key!r} has the value {values.max()}, which is not a boolean"
         )
     return values.astype(np.bool_)
 

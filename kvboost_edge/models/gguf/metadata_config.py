@@ -148,7 +148,7 @@ def gguf_config(header: GgufHeader, vocabulary: Sequence[str]) -> dict[str, Any]
         raise keys.error(
             "attention.head_count",
             heads,
-            f"is no multiple of {config['num_key_value_heads']} key heads",
+            f"is not a multiple of {config['num_key_value_heads']} key heads",
         )
     if not architecture.alone:
         config.update(_rope(header, keys, head_dim))
@@ -285,7 +285,7 @@ def _is_neutral(key: str, value: Any) -> bool:
 def _head_dim(keys: Keys, hidden: int, heads: int) -> int:
     if hidden % heads:
         raise keys.error(
-            "embedding_length", hidden, f"is no multiple of attention.head_count={heads}"
+            "embedding_length", hidden, f"is not a multiple of attention.head_count={heads}"
         )
     return hidden // heads
 

@@ -37,7 +37,7 @@ def read_gguf_model(path: Path | str) -> GgufHeader:
     missing = [other.name for other in paths if not other.is_file()]
     if missing:
         raise ModelFormatError(
-            f"{path} is one of {count} parts, and beside it is no {', '.join(missing[:5])}"
+            f"{path} is one of {count} parts; its directory lacks {', '.join(missing[:5])}"
         )
     return _joined([header if other == path else read_gguf(other) for other in paths])
 

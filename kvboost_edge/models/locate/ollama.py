@@ -43,7 +43,7 @@ def ollama_model(name: str) -> Path:
     """
     found = _NAME.fullmatch(name)
     if found is None:
-        raise ModelFormatError(f"{OLLAMA}{name} is no name of Ollama's such as {OLLAMA}qwen3:0.6b")
+        raise ModelFormatError(f"{OLLAMA}{name} is not an Ollama name such as {OLLAMA}qwen3:0.6b")
     pieces = found["path"].split("/")
     path = Path(*(_HOST, _NAMESPACE)[: 3 - len(pieces)], *pieces, found["tag"] or "latest")
     for root in _roots():
@@ -115,5 +115,7 @@ def _digest(manifest: Path, layer: dict[str, Any]) -> str:
     """
     found = _DIGEST.fullmatch(str(layer.get("digest")))
     if found is None:
-        raise ModelFormatError(f"{manifest} names {layer.get('digest')!r:.80}, which is no SHA-256")
+        raise ModelFormatError(
+            f"{manifest} names {layer.get('digest')!r:.80}, which is not a SHA-256 digest"
+        )
     return found[1]

@@ -230,7 +230,7 @@ class _Search:
         found = graph.summands(stream)
         if found is None:
             raise graph.error(
-                f"value {stream!r} is no sum, where a layer adds to the residual stream"
+                f"value {stream!r} is not a sum, where a layer adds to the residual stream"
             )
         for older, younger in (found, found[::-1]):
             seen = set(graph.seen)
@@ -451,8 +451,7 @@ class _Search:
         inputs = [name for name in self.model.inputs if name not in _INPUTS]
         if len(inputs) != 2 * len(layers):
             raise self.graph.error(
-                f"{len(inputs)} inputs are past keys and values, but there are {len(layers)} "
-                "layers of attention"
+                f"{len(inputs)} inputs are past KV, but there are {len(layers)} layers of attention"
             )
 
 

@@ -185,7 +185,8 @@ def read_onnx(path: Path | str) -> OnnxModel:
             if size > _MAX_PROTO_BYTES:
                 raise ModelFormatError(
                     f"{path} has {size} bytes; an ONNX file has at most {_MAX_PROTO_BYTES} (2 GB, "
-                    "protobuf's limit), and larger weights lie beside it as external data: export "
+                    "protobuf's limit), and larger weights are stored next to it as external "
+                    "data: export "
                     "it again"
                 )
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
@@ -371,7 +372,7 @@ class _Reader:
         location = fields.get("location", "")
         if not location or location in (".", "..") or any(char in location for char in "/\\:\0"):
             raise ModelFormatError(
-                f"{what} lies in {location!r}; external data are read only from a file of the "
+                f"{what} is stored in {location!r}; external data must be in a file of the "
                 "model's own folder, given by its name alone"
             )
         if location not in self.files:
@@ -381,7 +382,9 @@ class _Reader:
                 )
             path = self.path.parent / location
             if not path.is_file():
-                raise ModelFormatError(f"{what} lies in {path}, which is missing; fetch it, too")
+                raise ModelFormatError(
+                    f"{what} is stored in {path}, which is missing; fetch it, too"
+                )
             self.files[location] = OnnxFile(path, FileStamp.of(path))
         size = self.files[location].stamp.size
         start = self._size(what, fields.get("offset", "0"), "offset")
@@ -390,7 +393,7 @@ class _Reader:
         count = left if length is None else self._size(what, length, "length")
         if start + count > size:
             raise ModelFormatError(
-                f"{what} lies at bytes {start} to {start + count} of {location}, which has {size}; "
+                f"{what} is at bytes {start} to {start + count} of {location}, which has {size}; "
                 "it is truncated or belongs to another model"
             )
         return self.path.parent / location, start, start + count
@@ -399,7 +402,7 @@ class _Reader:
     def _size(what: str, text: str, key: str) -> int:
         if not (text.isascii() and text.isdigit() and len(text) < 19):
             raise ModelFormatError(
-                f"{what} has the external data {key}={text!r:.40}, which is no size"
+                f"{what} has the external data {key}={text!r:.40}, which is not a size"
             )
         return int(text)
 

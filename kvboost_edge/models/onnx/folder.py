@@ -76,7 +76,7 @@ def _of_file(path: Path) -> OnnxFolder | None:
         if (root / "config.json").is_file():
             return OnnxFolder(root, path, None)
     raise ModelFormatError(
-        f"{path} has neither config.json nor {GENAI_CONFIG} beside it, which say what it computes"
+        f"{path} needs config.json or {GENAI_CONFIG} in its directory, and has neither"
     )
 
 

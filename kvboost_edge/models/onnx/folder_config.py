@@ -201,7 +201,7 @@ def _facts(spec: ModelSpec, decoder: Decoder) -> Iterator[tuple[str, Any, Any, f
             _CLOSE,
         )
         yield (
-            f"norms behind the blocks{name}",
+            f"norms after the blocks{name}",
             spec.family.norms == "both",
             layer.has_outer_norms,
             0,

@@ -192,7 +192,7 @@ class Graph:
         matrix = self._bits(node) if node.op == "MatMulNBits" else self._floats(node)
         if len(node.inputs) > 5 and node.inputs[5]:
             if bias is not None:
-                raise self.error(f"{node} has a bias, and another one behind it")
+                raise self.error(f"{node} has a bias, and another one after it")
             bias = self.weight(node, 5)
         added = None if bias is None else float_matrix(str(node), bias, transposed=False)
         if added is not None and added.shape != matrix.shape[:1]:

@@ -78,12 +78,12 @@ def past_layout(model: OnnxModel, config: Mapping[str, Any]) -> PastLayout:
     layers = tuple(_layer(model, config, found, index) for index in range(num_layers))
     if len(found) != 2 * num_layers:
         raise ModelFormatError(
-            f"{model.path} has {len(found)} inputs of past keys and values, not two for each layer"
+            f"{model.path} has {len(found)} inputs of past KV, not two for each layer"
         )
     dtypes = {value.dtype for value in found.values()}
     if len(dtypes) != 1 or not dtypes <= set(_DTYPES):
         raise ModelFormatError(
-            f"{model.path}: past keys and values are of type {sorted(dtypes)}; F32 or F16 are taken"
+            f"{model.path}: past KV has type {sorted(dtypes)}; F32 and F16 are supported"
         )
     return PastLayout(
         layers, _DTYPES[dtypes.pop()], others, _is_shared(model, {v.name for v in found.values()})
@@ -114,9 +114,7 @@ def _layer(
             )
         shapes.add((shape[1], shape[3] if isinstance(shape[3], int) else head_dim))
     if len(shapes) != 1 or min(shapes)[1] < 1:
-        raise ModelFormatError(
-            f"{model.path}: keys and values of layer {index} have the shapes {sorted(shapes)}"
-        )
+        raise ModelFormatError(f"{model.path}: KV of layer {index} has the shapes {sorted(shapes)}")
     num_kv_heads, dim = shapes.pop()
     return LayerPast(
         (f"past_key_values.{index}.key", f"past_key_values.{index}.value"),

@@ -64,7 +64,7 @@ def rope_settings(tables: Tables, head_dim: int, max_context: int) -> dict[str, 
     cosines, sines = tables
     if min(cosines.shape[0], sines.shape[0]) < 2 or cosines.shape != sines.shape:
         raise ModelFormatError(
-            f"{cosines.path}: tables {cosines.name!r} and {sines.name!r} are no tables of rope"
+            f"{cosines.path}: tables {cosines.name!r} and {sines.name!r} are not RoPE tables"
         )
     frequencies = np.arctan2(_row(sines, 1), _row(cosines, 1))
     if not ((frequencies > 0) & (frequencies < math.pi)).all():
@@ -86,7 +86,8 @@ def rope_settings(tables: Tables, head_dim: int, max_context: int) -> dict[str, 
         problem = difference
     raise ModelFormatError(
         f"{cosines.path}: the rope's tables are not of one frequency for each pair, as scaled rope "
-        f"has that changes with the length ({problem}); put the model's config.json beside the file"
+        f"has that changes with the length ({problem}); put the model's config.json into its "
+        "directory"
     )
 
 

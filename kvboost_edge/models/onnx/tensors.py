@@ -103,7 +103,7 @@ def bit_matrix(
     if block not in BLOCK_SIZES:
         raise ModelFormatError(f"{where}: block_size={block} is not one of {BLOCK_SIZES}")
     if not (0 < outputs < 1 << 31 and 0 < inputs < 1 << 31):
-        raise ModelFormatError(f"{where}: {outputs} outputs of {inputs} inputs are no matrix")
+        raise ModelFormatError(f"{where}: {outputs} outputs of {inputs} inputs are not a matrix")
     found = OnnxMatrix(weight, (outputs, inputs), bits, block, scales, zeros)
     groups = found.blocks
     if (

@@ -207,7 +207,7 @@ class PackedQuantSource:
                 raise self._error(
                     module,
                     "qzeros",
-                    "holds 15, which stands for 16 or for 0: this format is ambiguous",
+                    "holds 15, which means 16 or 0: this format is ambiguous",
                 )
             known = self._zeros[module] = np.ascontiguousarray(
                 zeros + np.uint8(self._layout.zero_offset)

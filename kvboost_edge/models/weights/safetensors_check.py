@@ -221,7 +221,8 @@ def _check_layout(
         end = entry.stop
     if end != size:
         raise ModelFormatError(
-            f"{path}: {size - end} bytes behind the last tensor {entries[-1].name!r} belong to none"
+            f"{path}: {size - end} bytes after the last tensor {entries[-1].name!r} belong to "
+            "no tensor"
         )
     return entries
 

@@ -243,7 +243,9 @@ class BracedGrammar:
             if not found:
                 self._refuse(f"nothing is known of $ref {schema['$ref']!r}")
             if beside := sorted(_BESIDE_REFERENCES & {*schema}):
-                self._refuse(f"'$ref' is not held there beside {', '.join(map(repr, beside))}")
+                self._refuse(
+                    f"'$ref' is not supported there together with {', '.join(map(repr, beside))}"
+                )
             self._check_words(found)
         if id(found) not in self._rules:
             rule = self._rules[id(found)] = Rule(f"{self._name}_value{len(self._rules)}")
@@ -287,7 +289,9 @@ class BracedGrammar:
             other for other in ("anyOf", "oneOf", "allOf") if other in schema and other != key
         ]
         if beside:
-            self._refuse(f"{key!r} is not held there beside {', '.join(map(repr, beside))}")
+            self._refuse(
+                f"{key!r} is not supported there together with {', '.join(map(repr, beside))}"
+            )
         if key == "allOf" and len(schema[key]) > 1:
             self._refuse("'allOf' of several schemas is not held there")
         if key == "oneOf" and not all(

@@ -48,7 +48,7 @@ REFUSED = {
         ({"mamba_d_head": 16}, "mamba_n_heads=4 x mamba_d_head=16 are not mamba_expand=2 x hid"),
         ({"mamba_d_head": "half"}, "mamba_d_head='half' must be an integer"),
         ({"mamba_n_groups": 3}, "mamba_n_heads=4 is not a multiple of mamba_n_groups=3"),
-        ({"mamba_d_state": 24}, "mamba_d_state=24 is no multiple of 16"),
+        ({"mamba_d_state": 24}, "mamba_d_state=24 is not a multiple of 16"),
         ({"mamba_d_conv": 17}, "mamba_d_conv=17 is above 16"),
         ({"time_step_limit": [1.0, 0.5]}, "time_step_limit="),
         ({"num_experts_per_tok": 13}, "num_experts_per_tok=13 is above num_local_experts"),
@@ -68,7 +68,7 @@ REFUSED = {
         ({"conv_bias": True}, "conv_bias=True is not known"),
         ({"conv_L_cache": 1}, "conv_L_cache=1 must be an integer from 2"),
         ({"conv_L_cache": 17}, "conv_L_cache=17 is above 16, the most that kernels of states take"),
-        ({"hidden_size": 80}, "hidden_size=80 is no multiple of 32"),
+        ({"hidden_size": 80}, "hidden_size=80 is not a multiple of 32"),
         ({"block_auto_adjust_ff_dim": 1}, "must be true or false"),
     ],
     "lfm2_moe": [
@@ -78,7 +78,7 @@ REFUSED = {
     "qwen3_5_text": [
         ({"full_attention_interval": 4}, "of layer 2, and full_attention_interval=4 says"),
         ({"linear_num_value_heads": 3}, "not a multiple of linear_num_key_h"),
-        ({"linear_value_head_dim": 24}, "linear_value_head_dim=24 is no multiple of 16"),
+        ({"linear_value_head_dim": 24}, "linear_value_head_dim=24 is not a multiple of 16"),
         ({"linear_key_head_dim": 2064}, "linear_key_head_dim=2064 is above 2048"),
         ({"linear_conv_kernel_dim": 17}, "linear_conv_kernel_dim=17 is above 16"),
         (

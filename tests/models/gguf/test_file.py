@@ -113,7 +113,7 @@ DAMAGE = {
         _patched(lambda d: _number(d, b"tokenizer.ggml.tokens", 4, 9, 4)),
         "tokenizer.ggml.tokens.*takes",
     ),
-    "no truth value": (
+    "not a boolean": (
         _patched(lambda d: _number(d, b"add_bos_token", 4, 7, 1)),
         "add_bos_token.*7",
     ),
@@ -134,7 +134,7 @@ DAMAGE = {
     "overflow": (_patched(lambda d: _number(d, NAME, 12, 1 << 63, 8)), "attn_q.*bad shape"),
     "part of a block": (_patched(lambda d: _number(d, NAME, 4, 33, 8)), "attn_q.*multiples of 32"),
     "too large": (_patched(lambda d: _number(d, NAME, 12, 1 << 40, 8)), "attn_q.*truncated"),
-    "too small": (_patched(lambda d: _number(d, NAME, 12, 1, 8)), "belong to none"),
+    "too small": (_patched(lambda d: _number(d, NAME, 12, 1, 8)), "belong to no tensor"),
     "type not read": (
         _patched(lambda d: _number(d, NAME, 20, 16, 4)),
         "attn_q.*IQ2_XXS.*take a Q4_K_M",
@@ -160,8 +160,8 @@ DAMAGE = {
     "header cut": (lambda data: data[:200], "truncated"),
     "data cut": (lambda data: data[:-40], "truncated"),
     "empty": (lambda data: b"", "truncated"),
-    "more than there is": (lambda data: data + bytes(4128), "belong to none"),
-    "something behind": (lambda data: data + bytes(50) + b"x", "belong to none"),
+    "more than there is": (lambda data: data + bytes(4128), "belong to no tensor"),
+    "something behind": (lambda data: data + bytes(50) + b"x", "belong to no tensor"),
 }
 
 

@@ -291,7 +291,7 @@ KEYS = {
     "an uneven state": (
         "granitemoehybrid-h",
         {"ssm.state_size": 24},
-        "mamba_d_state=24 is no multiple of 16",
+        "mamba_d_state=24 is not a multiple of 16",
     ),
     "all layers keep a state": (
         "granitemoehybrid-h",

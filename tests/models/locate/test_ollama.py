@@ -38,7 +38,7 @@ def test_a_name_is_a_manifest(name, path, store):
     ["", "../x", "a/../../x", "a:../../x", "/etc/passwd", "a:b:c", "a/b/c/d", "a:", ".x", "a b"],
 )
 def test_what_is_no_name_touches_no_file(name, store):
-    with pytest.raises(ModelFormatError, match="is no name of Ollama's such as ollama:qwen3"):
+    with pytest.raises(ModelFormatError, match="is not an Ollama name such as ollama:qwen3"):
         locate_model(f"ollama:{name}")
 
 
@@ -56,7 +56,7 @@ def test_what_is_no_name_touches_no_file(name, store):
 )
 def test_a_digest_that_is_none_is_refused(digest, store):
     add(store, "registry.ollama.ai/library/m/latest", digest=digest)
-    with pytest.raises(ModelFormatError, match="which is no SHA-256"):
+    with pytest.raises(ModelFormatError, match="which is not a SHA-256 digest"):
         locate_model("ollama:m")
 
 

@@ -40,7 +40,7 @@ def test_external_data_only_beside_the_file(location, tmp_path):
     for place in (tmp_path / "data", folder / "sub" / "data", folder / "data"):
         place.write_bytes(bytes(16))
     path = one_tensor(folder, {"location": location, "offset": "0", "length": "16"})
-    with pytest.raises(ModelFormatError, match="only from a file of the model's own folder"):
+    with pytest.raises(ModelFormatError, match="must be in a file of the model's own folder"):
         read_onnx(path)
 
 
@@ -50,9 +50,9 @@ def test_external_data_only_beside_the_file(location, tmp_path):
         ({"offset": "8", "length": "16"}, "bytes 8 to 24 of data, which has 16"),
         ({"offset": "17"}, "which has 16"),
         ({"length": "12"}, "takes 16 bytes, and 12 are given"),
-        ({"offset": "-1"}, "offset='-1', which is no size"),
-        ({"length": "1e3"}, "length='1e3', which is no size"),
-        ({"offset": "9" * 30}, "is no size"),
+        ({"offset": "-1"}, "offset='-1', which is not a size"),
+        ({"length": "1e3"}, "length='1e3', which is not a size"),
+        ({"offset": "9" * 30}, "is not a size"),
         ({"location": "nothing"}, "is missing; fetch it, too"),
     ],
 )
@@ -204,7 +204,7 @@ def test_a_decoder_without_past_inputs_is_refused(tmp_path):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Decoder, "past", lambda self: [])
         folder = written(tmp_path / "m")
-    assert "0 inputs are past keys and values, but there are 1 layers" in refusal(folder)
+    assert "0 inputs are past KV, but there are 1 layers" in refusal(folder)
 
 
 @pytest.mark.parametrize(
@@ -266,7 +266,8 @@ def test_folders_that_cannot_be_told(tmp_path):
         Checkpoint.open(folder)
     (tmp_path / "alone.onnx").write_bytes(bytes(64))
     with pytest.raises(
-        ModelFormatError, match=r"neither config.json nor genai_config.json beside it"
+        ModelFormatError,
+        match=r"needs config.json or genai_config.json in its directory, and has neither",
     ):
         Checkpoint.open(tmp_path / "alone.onnx")
 

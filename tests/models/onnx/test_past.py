@@ -68,7 +68,7 @@ def test_the_config_says_how_wide_a_head_is_where_the_graph_does_not(tmp_path):
     assert past_layout(found, CONFIG).layers[0].head_dim == 16
     assert past_layout(found, {**CONFIG, "head_dim": 32}).layers[0].head_dim == 32
     assert past_layout(found, CONFIG).dtype == "float16"
-    with pytest.raises(ModelFormatError, match="have the shapes"):
+    with pytest.raises(ModelFormatError, match="has the shapes"):
         past_layout(found, {})
 
 
@@ -93,7 +93,7 @@ def test_the_config_says_how_wide_a_head_is_where_the_graph_does_not(tmp_path):
             [],
             "expected .1, heads, past, dim.",
         ),
-        ([IDS, *past(kind="int8")], [LOGITS, *present()], [], "F32 or F16 are taken"),
+        ([IDS, *past(kind="int8")], [LOGITS, *present()], [], "F32 and F16 are supported"),
         (
             [IDS, wire.value("use_cache_branch", "bool", [1]), *past()],
             [LOGITS, *present()],

@@ -110,7 +110,7 @@ def test_every_truncation_is_refused(model):
         path.write_bytes(good[:size])
         assert_raises(ModelFormatError, r"model\.safetensors", check, model)
     path.write_bytes(good + b"\0")
-    assert_raises(ModelFormatError, "behind the last tensor", check, model)
+    assert_raises(ModelFormatError, "after the last tensor", check, model)
 
 
 @given(data=st.data())

@@ -145,7 +145,10 @@ async def test_a_template_that_writes_calls_in_an_unknown_way_is_refused(
     ):
         async with app_client(create_app(engine, ServerSettings(model_name="fake"))) as client:
             answer = await client.post(API.path, json=API.body(tools=TOOLS))
-    assert (answer.status_code, "unknown format" in answer.json()["error"]["message"]) == (400, True)
+    assert (answer.status_code, "unknown format" in answer.json()["error"]["message"]) == (
+        400,
+        True,
+    )
 
 
 async def test_a_model_without_the_tokens_of_calls_is_refused_by_name(monkeypatch):

@@ -214,7 +214,7 @@ WRONG = [
     ({"type": "array", "minItems": "2"}, "'minItems' cannot be"),
     ({"type": "array", "minItems": 2, "maxItems": 1}, "minItems 2"),
     ({"$ref": "#/$defs/none", "type": "string"}, "#/$defs/none"),
-    ({"$ref": "#", "minimum": 1}, "'$ref' is not held there beside 'minimum'"),
+    ({"$ref": "#", "minimum": 1}, "'$ref' is not supported there together with 'minimum'"),
 ]
 
 
