@@ -231,7 +231,7 @@ REFUSED = {
     "zero heads": ({"attention__head_count": 0}, "head_count=0 must be an integer from 1"),
     "text for a size": ({"block_count": "two"}, "block_count='two'"),
     "heads per layer": ({"attention__head_count_kv": [1, 2]}, "head_count_kv"),
-    "odd heads": ({"attention__head_count_kv": 3}, "no multiple of 3"),
+    "odd heads": ({"attention__head_count_kv": 3}, "not a multiple of 3"),
     "values of another length": (
         {"attention__key_length": 16, "attention__value_length": 8},
         "value_length=8",
