@@ -81,7 +81,11 @@ def replica_deployment(
     """Build the deployment of `workers` replicas with `cpus` each.
 
     Args:
-        ingress: See `TargetRouter`.
+        options: The parameters of every replica.
+        workers: Number of replicas.
+        cpus: CPUs that each replica reserves.
+        ingress: Name of the ingress, see `TargetRouter`.
+        drain_seconds: Time for running requests before a replica is closed.
     """
     made = serve.deployment(
         RayReplica,

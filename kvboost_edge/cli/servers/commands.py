@@ -100,7 +100,6 @@ def warm(
     as_json: JsonOption = False,
 ) -> None:
     """Compute the prompt of a recorded request on a server, for later requests."""
-
     run_warm(from_request, url, api_key, pin=pin, ttl=ttl, as_json=as_json)
 
 

@@ -112,6 +112,10 @@ def plan_fit(
     The weights of a CUDA device are not checked: their size is not known before loading.
 
     Args:
+        checkpoint: The model.
+        config: Options of the engine.
+        selected: The selected backend and runner.
+        summary: Sizes of the model's weights.
         available: Available memory in bytes before the weights are loaded.
         overhead: Measured overhead if `max_memory` bounds the process.
 
@@ -247,8 +251,11 @@ def packed_place(
     """Return the location of a model's packed weights in a format.
 
     Args:
+        checkpoint: The model.
+        weights: The weight format.
         files: The weight files. They are not read: files that have never been hashed count as not
             packed.
+        num_threads: Threads for packing; None for the default.
     """
     peak = packing_bytes(num_threads or default_num_threads())
     if checkpoint.cache_dir == NO_CACHE:

@@ -98,7 +98,10 @@ def room_in_process(
     """Return the bytes for pool and recurrent state.
 
     Args:
+        config: Options of the engine.
+        weight_bytes: Size of the weights.
         beside: Available memory of the machine after the weights; an upper limit.
+        overhead: Measured overhead; None without `max_memory`.
     """
     if overhead is None:
         return beside
@@ -132,6 +135,9 @@ def check_process(
     It must hold weights, overhead, and the requested pool or one context.
 
     Args:
+        config: Options of the engine.
+        info: The planned runner's description.
+        overhead: Measured overhead; None without `max_memory`.
         packing: Bytes that packing the weights takes, before buffers and pool exist.
         formats: Returns the bytes of the weights in each format that they can be packed in.
     """

@@ -137,6 +137,8 @@ def plan_num_blocks(config: EngineConfig, info: RunnerInfo, available: int) -> i
     blocks of a quantized pool.
 
     Args:
+        config: Options of the engine.
+        info: The runner's description.
         available: Memory in bytes after the weights, see `memory_beside`.
 
     Raises:

@@ -46,6 +46,8 @@ def plan_states(
     tokens. Unless draft tokens were requested, their number shrinks to fit, down to 0.
 
     Args:
+        config: Options of the engine.
+        info: The runner's description.
         num_blocks: Blocks of the pool.
         available: Bytes of memory for pool and recurrent state.
 

@@ -197,8 +197,10 @@ class PrefetchQueue(Prefetcher):
         """Start a prefetch of another cached text that holds a run of the sequence's tokens.
 
         Args:
+            sequence: The sequence.
             token_ids: The text, whole blocks.
             root: Its root hash.
+            spare_blocks: Free blocks for the prefetch and the rest of the sequence.
 
         Returns:
             As `begin`.

@@ -53,6 +53,10 @@ def open_tiers(
     An unusable tier is logged and replaced by a `ClosedTier`, whose statistics give the reason.
 
     Args:
+        config: Options of the engine.
+        fingerprint: Digest of the model's files.
+        kv_format: Format of the KV.
+        architecture: The model's architecture.
         name: The model's display name; may be empty.
 
     Raises:

@@ -163,6 +163,7 @@ class Speculation(DraftPlanner):
         draft is cut to its own blocks where no further block is spare.
 
         Args:
+            running: The running sequences.
             wanted: Tokens that the step computes, by sequence index.
             budget: Rows that the step has room for in addition to those.
             reserve: Reserves slots up to a position of a sequence; returns False if it has too few

@@ -45,7 +45,8 @@ class Calls:
         """Yield the rows of each request for logits or hidden states, in order.
 
         Args:
-            handles: Receives the requests' handles.
+            requests: The requests.
+            handles: Receives their handles.
             window: Requests submitted at a time. It bounds the rows in memory, and other requests
                 get their share of the engine.
 

@@ -81,6 +81,10 @@ class Documents:
         """Validate the arguments of `warm`, and return the texts to compute separately.
 
         Args:
+            text: A text to compute.
+            position_offset: Number of tokens before the text.
+            documents: Documents to compute instead of a text.
+            whose: Tenant, salt and further terms.
             given: Options that replace the engine's.
 
         Returns:
@@ -153,6 +157,8 @@ class Documents:
         """Compute the texts that are not cached, and return which of them can be found.
 
         Args:
+            alone: The texts.
+            whose: Tenant, salt and further terms.
             handles: Receives the handles of the computed texts.
         """
         texts = alone.texts

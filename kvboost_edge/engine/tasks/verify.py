@@ -118,8 +118,12 @@ def _verify_reuse(
     """Compare greedy answers computed in full with answers that reuse KV at other positions.
 
     Args:
+        engine: The engine under test.
+        gate: Its quality gate.
+        repair: The recompute options to test.
         prompts: Prompts over documents that are cached without tenant and salt; None for the gate's
             prompts, whose documents are computed now and then dropped.
+        max_new_tokens: Length of the answers in tokens.
 
     Raises:
         RequestError: There is no prompt or an invalid one, or the gate's test does not fit the
