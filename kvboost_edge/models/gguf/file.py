@@ -447,7 +447,8 @@ def _place(
             )
         if tensor.start - end >= alignment:
             raise ModelFormatError(
-                f"{path}: {tensor.start - end} bytes before tensor {tensor.name!r} belong to no tensor"
+                f"{path}: {tensor.start - end} bytes before tensor {tensor.name!r} belong to no "
+                "tensor"
             )
         end = tensor.stop
     return tensors
