@@ -22,9 +22,7 @@ Floats = npt.NDArray[np.float32]
 
 
 class Sampler(Protocol):
-    """A function that chooses the next token from logits, float32 [vocab_size], without changing
-    them.
-    """
+    """A function that chooses the next token from logits, which it does not change."""
 
     def __call__(
         self,

@@ -189,7 +189,7 @@ class SpanSharing(SpanPlacement):
 
     Args:
         min_chunk_tokens: tokens of the shortest run.
-        remembers: also search runs whose blocks left the pool, because a tier may hold them.
+        remembers: also find runs whose blocks left the pool, because a tier may store them.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """The watchdog of the step loop: one warning per stall in which requests wait but nothing runs.
 
 A stall is a fault of the scheduler or of a tier. The warning holds the plan in numbers and request
-ids, which tell what each request waits for; it holds no text and no tokens.
+ids, with the reason that each request waits. It holds no text and no tokens.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class StallWatchdog:
 
 
 def _described(scheduler: Scheduler) -> str:
-    """Return what each request waits for, and the places, blocks and loads, as one line."""
+    """Return why each request waits, and the places, blocks and loads, in one line."""
     manager = scheduler.manager
     arriving = {load.sequence.index for load in scheduler.loads if not load.is_done}
     arrived = {load.sequence.index for load in scheduler.loads if load.is_done}

@@ -175,7 +175,7 @@ class Retention:
 def pin_prompt(pins: Pins, sequence: RunningSequence, now: float) -> CapacityError | None:
     """Pin the parts of a prompt that its request asked for; the sequence still holds its blocks.
 
-    Pins that the request only wants if there is room are tried and never an error.
+    The request's `pins` are optional: those without room are skipped.
 
     Returns:
         The error if other pins leave no room for the whole prompt.
