@@ -122,7 +122,7 @@ class EngineConfig:
 
     runner: str = option(
         "auto",
-        "Program that runs the model: own kernels (native), transformers (torch) or onnxruntime "
+        "Runner of the model: the project's kernels (native), transformers (torch) or onnxruntime "
         "(onnx)",
         str,
         group="Model",
@@ -139,7 +139,7 @@ class EngineConfig:
     )
     device: str | None = option(
         None,
-        "Device that computes: cpu, mps, cuda or cuda:1",
+        "Device for the computation: cpu, mps, cuda or cuda:1",
         str,
         group="Model",
         unset="the device of the backend",
@@ -147,8 +147,8 @@ class EngineConfig:
     )
     dtype: str = option(
         "auto",
-        "Number format of the computation. The native runner takes float32 and bfloat16 as weight "
-        "formats; asked for float16, it keeps its own format and logs that",
+        "Data type of the computation. The native runner takes float32 and bfloat16 as weight "
+        "formats; with float16, it keeps its own format and logs that",
         str,
         group="Model",
         choices=CHOICES["dtype"],
@@ -174,14 +174,14 @@ class EngineConfig:
     )
     max_memory: int | None = option(
         None,
-        "Memory of the process, native runner: weights, the measured overhead, and the pool, which "
-        "takes the rest, up to its default number of contexts. Refused unless one context of "
-        "max_model_len fits",
+        "Memory limit of the process, native runner: weights, the measured overhead, and the pool, "
+        "which takes the rest, up to its default number of contexts. Refused unless one context "
+        "of max_model_len fits",
         int,
         group="Cache",
         unit="bytes",
         low=1,
-        unset="no bound",
+        unset="no limit",
     )
     max_cache_bytes: int | None = option(
         None,
@@ -223,8 +223,8 @@ class EngineConfig:
     )
     recency_window_chunks: int = option(
         0,
-        "Chunks of chunk_size tokens (128 if not given) that each tenant used last and that are "
-        "evicted last, at most half of the pool",
+        "Number of each tenant's most recently used chunks, of chunk_size tokens (128 if not "
+        "given), that are evicted last; at most half of the pool",
         int,
         group="Cache",
         unit="chunks",
@@ -266,7 +266,7 @@ class EngineConfig:
         group="Cache",
         unit="blocks",
         low=0,
-        unset="half of the pool, which is also the most",
+        unset="half of the pool, which is also the maximum",
     )
     max_batch_tokens: int = option(
         512,
@@ -331,16 +331,16 @@ class EngineConfig:
     )
     pack_cache: bool = option(
         True,
-        "Keep packed weights and facts about model files in the cache directory, native runner",
+        "Store packed weights and digests of model files in the cache directory, native runner",
         bool,
-        off="Keep nothing in the cache directory; weights are converted into memory at every start",
+        off="Store nothing in the cache directory; weights are packed in memory at every start",
         group="Model",
     )
     tenant: str = option("", "Tenant of requests that name none", str, group="Engine", flag=None)
     seed: int | None = option(
         None,
-        "Seed for the seeds of requests that name none. Sampled answers then repeat in every run "
-        "in which a tenant sends the same requests in the same order",
+        "Seed from which requests without a seed get theirs. Sampled answers then repeat in every "
+        "run in which a tenant sends the same requests in the same order",
         int,
         group="Engine",
         low=0,
@@ -349,15 +349,15 @@ class EngineConfig:
     )
     generation_config: str = option(
         "model",
-        "Sampling values of requests that name none: those of the model's generation config where "
-        "it has some (model), or always temperature 0.7, top_p 0.95 and min_p 0.05 (none)",
+        "Sampling defaults of requests: those of the model's generation config, if it has any "
+        "(model), or always temperature 0.7, top_p 0.95 and min_p 0.05 (none)",
         str,
         group="Engine",
         choices=CHOICES["generation_config"],
     )
     default_temperature: float | None = option(
         None,
-        "Temperature of requests that name none; 0 takes the most likely token",
+        "Temperature of requests that give none; 0 takes the most likely token",
         float,
         group="Engine",
         low=0,
@@ -499,8 +499,8 @@ class EngineConfig:
     )
     speculation: str = option(
         "auto",
-        "Speculative decoding by prompt lookup, with the same answers: auto where it is expected "
-        "to pay (native runner), on wherever drafts are found, or off",
+        "Speculative decoding by prompt lookup, with the same answers: auto (if it is expected to "
+        "be faster, native runner), on (whenever drafts are found) or off",
         str,
         group=_SPECULATION,
         choices=CHOICES["speculation"],
@@ -513,7 +513,7 @@ class EngineConfig:
         unit="tokens",
         low=1,
         high=MOST_DRAFT_TOKENS,
-        unset=f"{DEFAULT_DRAFT_TOKENS}, or as many as recurrent state leaves room for",
+        unset=f"{DEFAULT_DRAFT_TOKENS}, or fewer if recurrent state leaves less room",
     )
 
     @classmethod
