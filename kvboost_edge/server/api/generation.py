@@ -40,10 +40,10 @@ _FEW_TOKENS = 2000  # parsing this many takes about 10 ms
 class AnswerWriter(Protocol):
     """Writer of one request's answer in the format of an API, whole or as a stream.
 
-    Calls for a stream, in order: `events`; `begin` once the request runs; for each sequence `open`
-    before its first token, `push` for each token and `close` with its result; and `end`. They only
-    add to the stream, which is flushed in between. Unless the request asks for progress, nothing is
-    flushed before the first token or the end.
+    For a stream, `events` is called first, then `begin` once the request runs. Each sequence gets
+    `open` before its first token, `push` for each token and `close` with its result. `end` is
+    called last. These methods only add to the stream, which is flushed in between. Unless the
+    request asks for progress, nothing is flushed before the first token or the end.
     """
 
     def whole(self, run: Running, results: list[GenerationResult]) -> bytes:

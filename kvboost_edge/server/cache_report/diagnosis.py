@@ -26,7 +26,7 @@ CAUSES: tuple[Cause, ...] = get_args(Cause)
 """Causes of a cache miss, the reasons why prompt tokens were computed:
 
 none            no miss: every token was cached
-bypassed        the mode or prompt_logprobs does not read the cache
+bypassed        the mode does not read the cache, or prompt_logprobs prevents it
 not_started     the request ended while it waited
 not_compared    no earlier requests are kept (--request-history 0)
 first_seen      no recent request of the tenant has this prefix; at most the opening of the chat

@@ -1,7 +1,7 @@
 """The web page at `/`: a fixed table of files from the package.
 
-The files are read once, when the module is imported, and each has a route of its own, so no path of
-a request reaches the file system. They contain no secrets and need no API key; the API calls of the
+The files are read once, when the module is imported. Each has a route of its own, so no path of a
+request reaches the file system. They contain no secrets and need no API key; the API calls of the
 page do.
 """
 

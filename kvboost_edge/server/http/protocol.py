@@ -1,10 +1,11 @@
 """uvicorn's HTTP/1.1 protocol with additional deadlines and strict parsing.
 
 A head must be complete within `header_seconds`, a body within `body_seconds`. A client that reads
-nothing for `write_seconds` is disconnected. The number of connections is limited. Ambiguous
-requests are refused (two Content-Length headers, or one with Transfer-Encoding), as are bare line
-feeds, folded headers, more than 100 headers, and chunks too small for their framing. Each deadline
-is one timer of the event loop, so slow clients cost other clients nothing.
+nothing for `write_seconds` is disconnected. The number of connections is limited. Each deadline is
+one timer of the event loop, so slow clients cost other clients nothing.
+
+The server refuses ambiguous requests (two Content-Length headers, or one with Transfer-Encoding),
+bare line feeds, folded headers, more than 100 headers, and chunks too small for their framing.
 
 A client may shut down its writing half once its requests are complete, and still gets the answers.
 TCP signals the end of a connection in the same way; only a later write can distinguish the two.

@@ -1,7 +1,8 @@
 """Routes for supervisors: /health (liveness), /ready (readiness), /version and /metrics.
 
-/health and /ready report the state of the engine thread. /metrics needs an API key if keys are set,
-and an admin key if there are several, because it names the model and shows how the server is used.
+/health and /ready report the state of the engine thread. /metrics names the model and shows how the
+server is used. It therefore needs an API key if keys are set, and an admin key if there are
+several.
 """
 
 from __future__ import annotations
