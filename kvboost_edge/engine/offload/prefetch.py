@@ -225,12 +225,8 @@ class PrefetchQueue(Prefetcher):
         first, num_in_pool, after = manager.content.addresses_after(ids, root, known)
         blocks = list(itertools.islice(after, num_in_pool))
         blocks += itertools.takewhile(lambda block: self._store.may_hold(block.prefix_hash), after)
-        states: dict[int, BlockAddress] = {}
+        states = self._stored_states(blocks)
         if manager.states is not None:
-            kept = ((number, block.state_address) for number, block in enumerate(blocks, 1))
-            states = {
-                number: state for number, state in kept if self._store.may_hold(state.prefix_hash)
-            }
             # Blocks after the deepest state are useless.
             blocks = blocks[: max(states, default=0)]
         wanted = frozenset(state.prefix_hash for state in states.values())
@@ -245,10 +241,7 @@ class PrefetchQueue(Prefetcher):
         token_ids = list(ids[: (first + len(blocks)) * size])
         table = manager.open_load(token_ids, root, owner=sequence.tenant, known=known)
         behind = manager.blocks_for(sequence.num_tokens) - (first + len(blocks) if is_prefix else 0)
-        needed = manager.blocks_needed(table, len(token_ids)) + behind
-        # Cached blocks that no sequence uses count as free.
-        needed += sum(manager.ref_count(block_id) == 1 for block_id in table.block_ids[first:])
-        if not manager.recurrent.has_room(table) or needed > spare_blocks:
+        if not self._has_room(table, first, len(token_ids), spare_blocks - behind):
             manager.free(table)
             return None
         if (before := self._by_sequence.get(sequence.index)) is not None:
@@ -270,6 +263,28 @@ class PrefetchQueue(Prefetcher):
         self._by_ticket[ticket] = self._by_sequence[sequence.index] = load
         self._store.load(ticket, blocks[num_in_pool:], states, num_in_pool)
         return load
+
+    def _stored_states(self, blocks: list[BlockAddress]) -> dict[int, BlockAddress]:
+        """Return the recurrent states that tiers may hold, by the number of blocks before them."""
+        if self._manager.states is None:
+            return {}
+        kept = ((number, block.state_address) for number, block in enumerate(blocks, 1))
+        return {number: state for number, state in kept if self._store.may_hold(state.prefix_hash)}
+
+    def _has_room(self, table: BlockTable, first: int, num_tokens: int, spare_blocks: int) -> bool:
+        """Return whether blocks and a state slot for a prefetch are free.
+
+        Args:
+            table: Its table, with the blocks that are in the pool.
+            first: Number of its blocks that the pool served as a prefix.
+            num_tokens: Tokens that the table is to hold.
+            spare_blocks: Free blocks that it may take.
+        """
+        manager = self._manager
+        needed = manager.blocks_needed(table, num_tokens)
+        # Cached blocks that no sequence uses count as free.
+        needed += sum(manager.ref_count(block_id) == 1 for block_id in table.block_ids[first:])
+        return manager.recurrent.has_room(table) and needed <= spare_blocks
 
     def used(self, table: BlockTable) -> None:
         """Mark a sequence's cached blocks as used in the tiers, after its admission."""
