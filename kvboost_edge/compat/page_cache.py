@@ -143,7 +143,7 @@ class KVCache:
         return None if table is None else self._read(table)
 
     def stats(self) -> dict[str, int]:
-        """Return the current counts, by these names:
+        """Return the current counts by name.
 
         - total_sequences: sequences attached.
         - total_pages: `max_pages`.

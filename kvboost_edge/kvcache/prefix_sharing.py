@@ -120,7 +120,7 @@ class Opener:
     def _take(
         self, table: BlockTable, data: bytes, match: PrefixMatch, known: bytes, num_tokens: int
     ) -> list[bytes]:
-        """Reference the matched blocks, claim the full blocks after them and return those hashes.
+        """Share the matched blocks, claim the full blocks after them and return those hashes.
 
         Args:
             table: the new table.

@@ -36,7 +36,7 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str, *, model_name: str, variables: Mapping[str, str]) -> None:
-        """A template that is not valid Jinja raises ModelFormatError that names the model."""
+        """Compile the template; invalid Jinja raises ModelFormatError that names the model."""
         self.source = source
         self._model_name = model_name
         self._variables = dict(variables)

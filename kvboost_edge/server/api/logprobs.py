@@ -48,7 +48,7 @@ class TokenTexts:
         return raw.decode("utf-8", "replace")
 
     def key(self, token_id: int) -> str:
-        """Return a text that identifies the token.
+        r"""Return a text that identifies the token.
 
         Incomplete characters are written as `bytes:\\xe2\\x80`.
         """
