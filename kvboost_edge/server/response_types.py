@@ -244,7 +244,7 @@ class ModelFigures(_Answer):
         float | None,
         Field(description="Time until the model is unloaded; null without a time limit."),
     ]
-    waits_for: Annotated[str, Field(description='What the loading waits for, or "".')]
+    waits_for: Annotated[str, Field(description='Reason why loading is pending, or "".')]
 
 
 class ModelsMemory(_Answer):

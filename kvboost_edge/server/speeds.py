@@ -72,7 +72,7 @@ class Speeds:
     def recent(self) -> tuple[float, float]:
         """Return prompt and output tokens per second of the requests that ended in the last minute.
 
-        A speed is 0 if there were none.
+        A speed is 0 without such requests.
         """
         with self._lock:
             self._forget_old()

@@ -161,7 +161,7 @@ def named_by_field(error: RequestError, body: ChatRequest) -> Exception:
 
 
 def _calls_of(tokenizer: Tokenizer) -> CallFormat:
-    """Return the format of tool calls: the chat template's, or a generic one if it has none.
+    """Return the format of tool calls: the chat template's, or a generic one by default.
 
     Raises:
         ApiError: the template writes tool calls in an unknown format (400).

@@ -73,7 +73,7 @@ def diagnose(
         result: the engine's result.
         block_size: tokens of a block.
         decode: decodes token ids.
-        thinks: opening marker of reasoning; "" if the template has none.
+        thinks: opening marker of reasoning; "" without reasoning in the template.
         compares: earlier requests are kept; if False, only the engine's own reason is reported.
     """
     found = Diagnosis(

@@ -124,7 +124,7 @@ class Doctor:
             watch.forget()
 
     def _thinks(self) -> str:
-        """Return the opening marker of reasoning; "" if the template has none."""
+        """Return the opening marker of reasoning; "" without reasoning in the template."""
         try:
             reasoning = self._engine.tokenizer.turn_format.reasoning
         except KVBoostError:  # no chat template

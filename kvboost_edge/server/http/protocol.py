@@ -22,8 +22,8 @@ None of the maintained ASGI servers has all three deadlines (checked in November
   and it does not limit writes.
 
 Without a body deadline, a client holds memory and a connection for as long as it likes. Without a
-write deadline, it holds a model's stream. A reverse proxy provides both, but a local server usually
-has none in front of it.
+write deadline, it holds a model's stream. A reverse proxy provides both, but local servers
+usually run without one.
 """
 
 from __future__ import annotations
@@ -95,8 +95,7 @@ class _StrictBuffer(ReceiveBuffer):
             self._extract(2)
             return []
         end = self._data.find(b"\r\n\r\n", searched)
-        # Search by position, not in a slice, so that the look-behind sees the byte before the
-        # start.
+        # Search by position, not in a slice, so that the lookbehind sees the byte before the start.
         if _AMBIGUOUS.search(
             self._data, max(0, searched - 1), len(self._data) if end < 0 else end + 2
         ):

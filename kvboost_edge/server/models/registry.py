@@ -201,7 +201,7 @@ class Models:
         return served.state
 
     def _told_of(self, served: ServedModel) -> str:
-        """Return what the loading waits for, without what other keys use."""
+        """Return the reason why loading is pending, without revealing the use by other keys."""
         several = len(self._shared.settings.all_keys) > 1
         return (
             "other models use the memory" if several and not served.num_bytes else served.waits_for

@@ -56,7 +56,7 @@ class Shares:
         return self._used[tenant]
 
     def kept_for(self, tenant: str | None) -> int:
-        """Return the reserved share of a tenant; 0 if it has none."""
+        """Return the reserved share of a tenant, 0 by default."""
         return self._kept.get(tenant, 0)
 
     def most(self, tenant: str | None) -> int:
