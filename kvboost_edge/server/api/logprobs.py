@@ -50,7 +50,7 @@ class TokenTexts:
     def key(self, token_id: int) -> str:
         r"""Return a text that identifies the token.
 
-        Incomplete characters are written as `bytes:\\xe2\\x80`.
+        Incomplete characters are written as `bytes:\xe2\x80`.
         """
         raw = self.raw(token_id)
         if raw is None:
