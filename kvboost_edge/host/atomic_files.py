@@ -57,7 +57,7 @@ def finish_file(file: IO[bytes], path: Path) -> None:
     """Close a complete file and rename it to `path`, read-only. Raises OSError."""
     file.flush()
     os.fsync(file.fileno())
-    with alone_in(path.parent):  # the file has no lock between closing and renaming
+    with alone_in(path.parent):  # the file is unlocked between closing and renaming
         file.close()
         if sys.platform != "win32":  # Windows cannot replace a read-only file
             os.chmod(file.name, 0o400)
@@ -94,7 +94,7 @@ def synced_meanwhile(file: IO[bytes]) -> Iterator[None]:
 def alone_in(directory: Path) -> Iterator[None]:
     """Lock a directory against other processes and threads that use this function.
 
-    Unfinished files are created, renamed and removed inside it. Has no effect where files cannot be
+    Unfinished files are created, renamed and removed inside it. Does nothing where files cannot be
     locked. Raises OSError.
     """
     if sys.platform == "win32":
@@ -126,6 +126,6 @@ def _lock(handle: int, *, wait: bool) -> bool | None:
         fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except BlockingIOError:
         return False
-    except OSError:  # some network file systems have no locks
+    except OSError:  # some network file systems lack locks
         return None
     return True

@@ -18,7 +18,7 @@ _LOOK_S = 0.01
 def hold_open(file: IO[Any]) -> None:
     """Hold a shared lock on a file until the file and all its mappings are closed.
 
-    Has no effect where files cannot be locked, or on Windows, which does not delete mapped files.
+    Does nothing where files cannot be locked, or on Windows, which does not delete mapped files.
     """
     if sys.platform == "win32":
         return
@@ -28,7 +28,7 @@ def hold_open(file: IO[Any]) -> None:
             fcntl.flock(file.fileno(), fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             time.sleep(_LOOK_S)
-        except OSError:  # some network file systems have no locks
+        except OSError:  # some network file systems lack locks
             return
         else:
             return

@@ -1,7 +1,7 @@
 """Cached facts about large files, such as digests, so that each file is read only once.
 
 The cache directory has one small JSON file per weight file. It holds the facts and the file's path,
-size, times and inode. A file whose stamp differs is read again. Without a usable cache directory
+size, times and inode. A file is re-read when its stamp differs. Without a usable cache directory
 nothing is cached, and nothing fails.
 """
 
@@ -65,7 +65,7 @@ def cache_directory() -> Path:
 
 
 def recall(stamp: FileStamp, cache_dir: Path | None = None) -> dict[str, Any]:
-    """Return the cached facts about the file with exactly this stamp; empty if there are none."""
+    """Return the cached facts about the file with exactly this stamp; may be empty."""
     directory = _directory(cache_dir)
     if not _trusted(directory):
         return {}

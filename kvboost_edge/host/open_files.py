@@ -25,7 +25,7 @@ def allow_open_files(wanted: int) -> int:
     Returns:
         The number of files that may be open: at least `wanted`, or the limit in force.
     """
-    if sys.platform == "win32":  # Windows has no such limit on sockets
+    if sys.platform == "win32":  # Windows does not limit sockets
         return wanted
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= wanted:

@@ -127,7 +127,7 @@ class TenantLRU(Generic[V]):
                 self._evict(root)
 
     def find(self, root: Hashable, key: Hashable) -> V | None:
-        """Return the value of a key and mark it as used; None if there is none."""
+        """Return the value of a key and mark it as used; None if it is not stored."""
         with self._lock:
             self._expire()
             found = None if root not in self._roots else self._roots[root].entries.get(key)
@@ -137,7 +137,7 @@ class TenantLRU(Generic[V]):
             return found.value
 
     def peek(self, root: Hashable, key: Hashable) -> V | None:
-        """Return the value of a key without marking it as used; None if there is none."""
+        """Return the value of a key without marking it as used; None if it is not stored."""
         with self._lock:
             self._expire()
             found = None if root not in self._roots else self._roots[root].entries.get(key)

@@ -38,7 +38,7 @@ _SLOW_TOKENS = 32  # the masks of this many tokens after a slow one use a separa
 _TOKEN_SECONDS = 0.05  # average per token, over at least _MEASURED_TOKENS
 _TOTAL_SECONDS = 2.0  # all masks of a request
 _MEASURED_TOKENS = 8
-# Tokens. If the model leaves a longer forced text, forced tokens are not computed again.
+# Tokens. If the model leaves a longer forced text, forced tokens are no longer computed.
 _LONG_TEXT = 256
 
 

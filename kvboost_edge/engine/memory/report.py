@@ -225,7 +225,7 @@ def _affordable_blocks(config: EngineConfig, spec: KVSpec, whole: int, available
 
 
 def least_state_bytes(config: EngineConfig, spec: KVSpec) -> int:
-    """Return the bytes of the fewest slots of recurrent state; 0 if the model has none."""
+    """Return the bytes of the fewest slots of recurrent state; 0 without recurrent state."""
     num_slots = LEAST_STATES + STATES_PER_SEQUENCE * (config.max_num_seqs or 1)
     return num_slots * spec.bytes_per_state
 

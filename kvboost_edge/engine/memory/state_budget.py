@@ -183,7 +183,7 @@ def state_bytes(info: RunnerInfo, sizes: StateSizes) -> int:
 def most_draft_tokens(config: EngineConfig, states: StateSizes | TableStates | None) -> int:
     """Return the most draft tokens per step of a request that sets no limit.
 
-    With recurrent state it is the limit of all requests together; 0 if memory has no room for any.
+    With recurrent state it is the limit of all requests together; 0 if memory does not suffice.
     """
     return (
         (config.max_draft_tokens or DEFAULT_DRAFT_TOKENS)
@@ -204,7 +204,7 @@ def drafts_shortage(config: EngineConfig, info: RunnerInfo, sizes: StateSizes | 
 
 
 def states_refusal(info: RunnerInfo) -> str | None:
-    """Return why recurrent state prevents reuse at other positions; None if there is none."""
+    """Return why recurrent state prevents reuse at other positions, or None."""
     if not info.kv_spec.states:
         return None
     return (
@@ -240,7 +240,7 @@ def speculation_refusal(config: EngineConfig, states: TableStates | None) -> str
 
 
 def check_options(config: EngineConfig, info: RunnerInfo) -> None:
-    """Raise ConfigError for options of recurrent state if the model has none."""
+    """Raise ConfigError for options of recurrent state if the model lacks it."""
     if config.max_state_bytes is not None and not info.kv_spec.states:
         raise ConfigError(
             f"max_state_bytes={config.max_state_bytes} has no effect: the model has no recurrent "

@@ -90,7 +90,7 @@ class QualityGate:
         self._lock = threading.Lock()
         self._verdicts: dict[Repair, Verdict] = {}
         self._next_look: dict[Repair, float] = {}
-        # Stamps of verdicts; None if there is no room for the test.
+        # Stamps of verdicts; None if the test does not fit.
         self._stamps: dict[Repair, FileStamp | None] = {}
         self._has_warned = False
         self._cache_dir = None if config.pack_cache else NO_CACHE
@@ -169,7 +169,7 @@ class QualityGate:
         return verdict
 
     def _stamp(self, repair: Repair) -> FileStamp | None:
-        """Return the stamp of a verdict's file; None if there is no room for the test."""
+        """Return the stamp of a verdict's file; None if the test does not fit."""
         # Cached, because requests need it on the server's event loop and the test's texts take time
         # to tokenize.
         if repair not in self._stamps:
@@ -201,7 +201,7 @@ class QualityGate:
         """Return the test's prompts, which fit the model's context.
 
         Their documents are longer than the recomputed part after a chunk boundary. Raises
-        RequestError if the context has no room for them.
+        RequestError if the context is too short for them.
         """
         tokenizer = self._parts.tokenizer
         size = self._config.block_size

@@ -93,7 +93,7 @@ def _verify_exact(
 ) -> CorrectnessReport:
     """Check every prompt, with greedy decoding unless sampling options are given.
 
-    Raises RequestError if there is no prompt or an invalid one.
+    Raises RequestError for an empty list or an invalid prompt.
     """
     params = SamplingParams.from_options(**options, max_new_tokens=max_new_tokens)
     chosen = _default_prompts(engine, max_new_tokens) if prompts is None else list(prompts)
@@ -126,7 +126,7 @@ def _verify_reuse(
         max_new_tokens: Length of the answers in tokens.
 
     Raises:
-        RequestError: There is no prompt or an invalid one, or the gate's test does not fit the
+        RequestError: The list is empty, a prompt is invalid, or the gate's test does not fit the
             context.
     """
     params = SamplingParams(max_new_tokens=max_new_tokens, temperature=0.0, seed=0)
