@@ -111,7 +111,7 @@ class Bench:
         tokenizer = self.engine.tokenizer
         if self.script is None:
             messages = [{"role": "user", "content": task.question}]
-            return self.engine._intake.token_ids(messages, Terms())
+            return self.engine._builder.token_ids(messages, Terms())
         prompt = _words(task.question)
         self.script[tuple(prompt)] = _words(task.answer)
         assert tokenizer is not None

@@ -168,7 +168,7 @@ def _logits(
     shared elsewhere and recomputed. The public API refuses logits that are not exact, so the
     request is changed behind it.
     """
-    request = engine._intake.make(
+    request = engine._builder.make(
         tokens, Terms(cache_salt=salt), SamplingParams(), logits_start=len(tokens) - count
     )
     if repair is not None:

@@ -30,7 +30,7 @@ from kvboost_edge.engine.request.request import Request, RequestArrival, Samplin
 from kvboost_edge.engine.request.results import CorrectnessReport, GenerationResult, WarmResult
 from kvboost_edge.engine.request.sampling_defaults import SamplingDefaults
 from kvboost_edge.engine.request.terms import Terms
-from kvboost_edge.engine.request_builder import Intake
+from kvboost_edge.engine.request_builder import RequestBuilder
 from kvboost_edge.engine.sequence_factory import Sequences, make_scheduler
 from kvboost_edge.engine.spans import ReuseFields
 from kvboost_edge.engine.spec_decode.speculation import DraftFields
@@ -216,14 +216,16 @@ class CPUPagedEngine(Embeds, KVBoostViews, TellsResidency):
             DraftFields(config, parts.manager, is_native=info.name == "native"),
             GrammarFields(),
         )
-        self._intake = Intake(parts, config, self._core.check_open, self._core.answers, features)
+        self._builder = RequestBuilder(
+            parts, config, self._core.check_open, self._core.answers, features
+        )
         self._calls = Calls(self._core)
-        self._embedding = Embedding(parts, self._intake, self._calls)
-        self._documents = Documents(parts, config, self._intake, self._core)
+        self._embedding = Embedding(parts, self._builder, self._calls)
+        self._documents = Documents(parts, config, self._builder, self._core)
         self._gate = QualityGate(
             parts,
             config,
-            self._intake,
+            self._builder,
             self._core,
             self._documents,
             functools.partial(_gate_apart, build, config),
@@ -290,7 +292,7 @@ class CPUPagedEngine(Embeds, KVBoostViews, TellsResidency):
             CapacityError: the request is larger than the pool.
         """
         return self._submit(
-            self._intake.read(prompt, {"sampling": sampling, "terms": terms, **options}, entry)
+            self._builder.read(prompt, {"sampling": sampling, "terms": terms, **options}, entry)
         )
 
     def check(self, prompt: Prompt, **options: Any) -> int:
@@ -305,7 +307,7 @@ class CPUPagedEngine(Embeds, KVBoostViews, TellsResidency):
             RequestError: as `submit`.
             CapacityError: as `submit`.
         """
-        request = self._intake.read(prompt, options)
+        request = self._builder.read(prompt, options)
         self._scheduler.check_fits(request)
         self._gate.checked(request)
         return request.num_prompt_tokens
@@ -339,7 +341,7 @@ class CPUPagedEngine(Embeds, KVBoostViews, TellsResidency):
         if isinstance(prompt, str):
             self._say_raw()
         return self._run(
-            [self._intake.read(prompt, {"mode": mode, "sampling": sampling, **options})]
+            [self._builder.read(prompt, {"mode": mode, "sampling": sampling, **options})]
         )[0]
 
     def generate_batch(
@@ -387,7 +389,7 @@ class CPUPagedEngine(Embeds, KVBoostViews, TellsResidency):
             requests, [r.prompt_ids for r in requests], self._config.block_size
         )
         order = [index for indices in groups.values() for index in indices]
-        ordered = [self._intake.renumbered(requests[index]) for index in order]
+        ordered = [self._builder.renumbered(requests[index]) for index in order]
         by_index = dict(zip(order, self._run(ordered), strict=True))
         return [by_index[index] for index in range(len(requests))]
 
@@ -400,7 +402,7 @@ class CPUPagedEngine(Embeds, KVBoostViews, TellsResidency):
         Args:
             options: options of `submit`.
         """
-        request = self._intake.read(prompt, options)
+        request = self._builder.read(prompt, options)
         self._scheduler.check_fits(request)
         return self._stream(request)
 
@@ -465,7 +467,7 @@ class CPUPagedEngine(Embeds, KVBoostViews, TellsResidency):
         if alone is not None:
             self._gate.require_repair(self._reuse.own_repair())
             return _logged(self._documents.warm(alone, terms, handles))
-        request = self._intake.make(cast(Prompt, text), terms, SamplingParams(), prefill_only=True)
+        request = self._builder.make(cast(Prompt, text), terms, SamplingParams(), prefill_only=True)
         self._run([request])
         return _logged(
             self.warm_result(request.prompt_ids, tenant=terms.tenant, cache_salt=terms.cache_salt)
@@ -512,15 +514,15 @@ class CPUPagedEngine(Embeds, KVBoostViews, TellsResidency):
                 the prompt, fewer than its blocks if other pins share them.
         """
         terms = Terms(tenant=tenant, cache_salt=cache_salt)
-        token_ids = self._intake.token_ids(prompt, terms)
+        token_ids = self._builder.token_ids(prompt, terms)
         with self._core.reading():
-            return self._parts.manager.pins.end(token_ids, self._intake.root(terms))
+            return self._parts.manager.pins.end(token_ids, self._builder.root(terms))
 
     def warm_result(
         self, token_ids: Sequence[int], *, tenant: str | None = None, cache_salt: str | None = None
     ) -> WarmResult:
         """Return the cached part of a prompt as `warm` reports it, without computing anything."""
-        root = self._intake.root(Terms(tenant=tenant, cache_salt=cache_salt))
+        root = self._builder.root(Terms(tenant=tenant, cache_salt=cache_salt))
         with self._core.reading():
             # One more token, because the last token of a prompt is never taken from the cache.
             servable = self._parts.manager.peek((*token_ids, 0), root)
@@ -537,7 +539,7 @@ class CPUPagedEngine(Embeds, KVBoostViews, TellsResidency):
         Chat messages given as a prompt use them automatically.
         """
         owner, root = (
-            self._intake.root(Terms(tenant=tenant, cache_salt=salt)) for salt in (None, cache_salt)
+            self._builder.root(Terms(tenant=tenant, cache_salt=salt)) for salt in (None, cache_salt)
         )
         return KeptAnswers(self._core.answers, owner, root)
 
@@ -655,7 +657,7 @@ class CPUPagedEngine(Embeds, KVBoostViews, TellsResidency):
         sampling: SamplingParams | Sequence[SamplingParams] | None,
         options: dict[str, Any],
     ) -> list[Request]:
-        requests = self._intake.read_all(prompts, sampling, options)
+        requests = self._builder.read_all(prompts, sampling, options)
         for request in requests:
             self._scheduler.check_fits(request)
         return requests
@@ -690,7 +692,7 @@ class CPUPagedEngine(Embeds, KVBoostViews, TellsResidency):
         # Tokenizing may take long, so it does not run in the event loop.
         entry = RequestArrival(time.perf_counter())
         task = asyncio.ensure_future(
-            asyncio.to_thread(lambda: self._submit(self._intake.read(prompt, options, entry)))
+            asyncio.to_thread(lambda: self._submit(self._builder.read(prompt, options, entry)))
         )
         try:
             return await asyncio.shield(task)
@@ -707,7 +709,7 @@ class CPUPagedEngine(Embeds, KVBoostViews, TellsResidency):
             raise RequestError(
                 "logits takes token ids, not text; encode it with engine.tokenizer.encode"
             )
-        request = self._intake.make(
+        request = self._builder.make(
             token_ids, Terms(mode=mode), SamplingParams(), logits_start=as_int("start", start)
         )
         if not 0 <= start < request.num_prompt_tokens:

@@ -27,7 +27,7 @@ from kvboost_edge.engine.request.terms import Terms
 from kvboost_edge.errors import RequestError
 from kvboost_edge.kvcache.hashing import HASH_BYTES, narrowed_root, shared_root
 
-__all__ = ["Intake", "Seeds"]
+__all__ = ["RequestBuilder", "Seeds"]
 
 
 class Seeds:
@@ -58,7 +58,7 @@ class Seeds:
         return int.from_bytes(digest, "little")
 
 
-class Intake:
+class RequestBuilder:
     """Builds the requests of one engine and numbers them. Safe to use from any thread."""
 
     def __init__(

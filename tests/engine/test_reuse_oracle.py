@@ -136,7 +136,7 @@ class Seen:
 
         patch.setattr(spans, "place", placing)
         patch.setattr(spans, "cut", cutting)
-        request = engine._intake.make(
+        request = engine._builder.make(
             ids, Terms(), SamplingParams(), logits_start=len(ids) - NUM_ROWS
         )
         terms = dataclasses.replace(request.terms, mode=GenerationMode.CHUNK_KV_REUSE)

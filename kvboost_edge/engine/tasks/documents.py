@@ -24,7 +24,7 @@ from kvboost_edge.engine.request.prompts import Document, Prompt, encode_documen
 from kvboost_edge.engine.request.request import Request, RequestArrival, SamplingParams
 from kvboost_edge.engine.request.results import WarmResult
 from kvboost_edge.engine.request.terms import Terms
-from kvboost_edge.engine.request_builder import Intake
+from kvboost_edge.engine.request_builder import RequestBuilder
 from kvboost_edge.engine.tasks.calls import Calls
 from kvboost_edge.errors import ConfigError, KVBoostError, RequestError
 from kvboost_edge.kvcache.hashing import LoneRoot
@@ -61,11 +61,11 @@ class Documents:
     """Document computation of one engine. Safe to use from any thread but the engine's."""
 
     def __init__(
-        self, parts: EngineParts, config: EngineConfig, intake: Intake, core: EngineCore
+        self, parts: EngineParts, config: EngineConfig, builder: RequestBuilder, core: EngineCore
     ) -> None:
         self._parts = parts
         self._config = config
-        self._intake = intake
+        self._builder = builder
         self._core = core
         self._calls = Calls(core)
         self._options = chunk_options(config)
@@ -162,7 +162,7 @@ class Documents:
             handles: Receives the handles of the computed texts.
         """
         texts = alone.texts
-        root = self._intake.root(whose)
+        root = self._builder.root(whose)
         self.compute(texts, whose, handles)
         held = [text for text in texts if self._context_of(text, root) is not None]
         total, stored = (sum(len(text.tokens) for text in some) for some in (texts, held))
@@ -235,7 +235,7 @@ class Documents:
 
         Skips cached texts, and texts too short to be found. The context is dropped afterwards.
         """
-        root = self._intake.root(whose)
+        root = self._builder.root(whose)
         least = max(self._config.min_chunk_tokens, self._config.block_size)
         missing = []
         for text in dict.fromkeys(texts):
@@ -287,7 +287,7 @@ class Documents:
             *(self._primer * (fill // len(self._primer) + 1))[:fill],
         )
         entry = RequestArrival(time.perf_counter(), prompt_text="")
-        request = self._intake.make(ids, whose, SamplingParams(), entry=entry, prefill_only=True)
+        request = self._builder.make(ids, whose, SamplingParams(), entry=entry, prefill_only=True)
         return dataclasses.replace(
             request, root=LoneRoot.of(request.root, len(text.context) // size)
         )

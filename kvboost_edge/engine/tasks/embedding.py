@@ -17,7 +17,7 @@ from kvboost_edge.engine.handle import RequestHandle
 from kvboost_edge.engine.request.prompts import Document
 from kvboost_edge.engine.request.request import Request, RequestArrival, SamplingParams
 from kvboost_edge.engine.request.terms import Terms
-from kvboost_edge.engine.request_builder import Intake
+from kvboost_edge.engine.request_builder import RequestBuilder
 from kvboost_edge.engine.schedule.sequence import Floats
 from kvboost_edge.engine.tasks.calls import Calls
 from kvboost_edge.errors import RequestError
@@ -41,11 +41,11 @@ _RERANK_AFTER = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 class Embedding:
     """Embedding and reranking of one engine. Safe to use from any thread but the engine's."""
 
-    def __init__(self, parts: EngineParts, intake: Intake, calls: Calls) -> None:
+    def __init__(self, parts: EngineParts, builder: RequestBuilder, calls: Calls) -> None:
         self.pooling = parts.pooling
         self.size = len(parts.dense[-1]) if parts.dense else parts.runner.info.hidden_size
         self._parts = parts
-        self._intake = intake
+        self._builder = builder
         self._calls = calls
         self._has_warned = False
         # Twice the requests that run at a time, so that a request always waits for a free slot.
@@ -126,8 +126,8 @@ class Embedding:
         """
         entry = RequestArrival(time.perf_counter(), prompt_text="")
         try:
-            ids = self._intake.token_ids(text, terms)
-            return self._intake.make(
+            ids = self._builder.token_ids(text, terms)
+            return self._builder.make(
                 ids,
                 terms,
                 SamplingParams(seed=0),

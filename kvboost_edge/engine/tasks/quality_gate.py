@@ -24,7 +24,7 @@ from kvboost_edge.engine.core import EngineCore
 from kvboost_edge.engine.request.request import Request, RequestArrival, SamplingParams
 from kvboost_edge.engine.request.results import GenerationResult
 from kvboost_edge.engine.request.terms import Terms
-from kvboost_edge.engine.request_builder import Intake
+from kvboost_edge.engine.request_builder import RequestBuilder
 from kvboost_edge.engine.schedule.sequence import Floats
 from kvboost_edge.engine.tasks.calls import Calls
 from kvboost_edge.engine.tasks.documents import Documents, LoneText
@@ -75,7 +75,7 @@ class QualityGate:
         self,
         parts: EngineParts,
         config: EngineConfig,
-        intake: Intake,
+        builder: RequestBuilder,
         core: EngineCore,
         documents: Documents,
         open_apart: Callable[[int], AbstractContextManager[QualityGate]],
@@ -83,7 +83,7 @@ class QualityGate:
         self._open_apart = open_apart
         self._parts = parts
         self._config = config
-        self._intake = intake
+        self._builder = builder
         self._core = core
         self._documents = documents
         self._calls = Calls(core)
@@ -300,7 +300,7 @@ class QualityGate:
                 for salt in ("full", "reuse")
             )
         )
-        roots = [self._intake.root(terms) for terms in whose]
+        roots = [self._builder.root(terms) for terms in whose]
         content = self._parts.manager.content
         with self._core.reading():
             content.keep_inside(*roots)
@@ -320,7 +320,7 @@ class QualityGate:
     ) -> list[GenerationResult]:
         """Return the answers to all prompts, computed together; `repair` as in `logits`."""
         entry = RequestArrival(time.perf_counter(), prompt_text="")
-        requests = [self._intake.make(prompt, whose, params, entry=entry) for prompt in prompts]
+        requests = [self._builder.make(prompt, whose, params, entry=entry) for prompt in prompts]
         return self._calls.run([_reusing(request, repair) for request in requests])
 
     def logits(
@@ -337,7 +337,7 @@ class QualityGate:
         """
         entry = RequestArrival(time.perf_counter(), prompt_text="")
         ids = [*prompt, *answer[:-1]]
-        request = self._intake.make(
+        request = self._builder.make(
             ids, whose, SamplingParams(seed=0), entry=entry, logits_start=len(prompt) - 1
         )
         return self._calls.logits(_reusing(request, repair))

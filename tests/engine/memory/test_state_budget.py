@@ -234,9 +234,9 @@ def test_an_engine_says_how_many_drafts_its_states_left_room_for():
         assert engine.paged_stats()["max_draft_tokens"] == 3
         engine.generate(text, max_new_tokens=40)
         assert engine.generate(text, max_new_tokens=40, max_draft_tokens=31).drafted_tokens > 0
-        request = engine._intake.read(text, {"max_draft_tokens": 31})
+        request = engine._builder.read(text, {"max_draft_tokens": 31})
         assert request.max_draft_tokens == 3, "no more is proposed than can be tried"
-        assert engine._intake.read(text, {"max_draft_tokens": 2}).max_draft_tokens == 2
+        assert engine._builder.read(text, {"max_draft_tokens": 2}).max_draft_tokens == 2
     parts = hybrid_parts(64, 12, num_draft_rows=0)
     config = EngineConfig(num_blocks=64, max_state_bytes=1 << 20)
     with CPUPagedEngine._built_by(lambda _: parts, config) as engine:

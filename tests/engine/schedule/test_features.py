@@ -67,9 +67,9 @@ class Refusing(RequestFeature):
 
 def test_a_feature_sets_fields_and_what_it_refuses_takes_no_seed():
     with fake_engine(seed=0) as engine, fake_engine(seed=0) as other:
-        engine._intake._features = (Refusing(),)
+        engine._builder._features = (Refusing(),)
         with pytest.raises(RequestError, match="too long"):
             engine.submit([7, 8])
-        request = engine._intake.read([7], {})
+        request = engine._builder.read([7], {})
         assert request.snapshot_hints == (7,)
-        assert (request.index, request.seed) == (0, other._intake.read([7], {}).seed)
+        assert (request.index, request.seed) == (0, other._builder.read([7], {}).seed)

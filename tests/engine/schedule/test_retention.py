@@ -188,7 +188,7 @@ def test_a_key_is_in_no_message_and_in_no_log(engine, caplog):
         with pytest.raises(RequestError, match="cache_key") as refused:
             engine.check(HEAD, cache_key=key)
         assert secret not in str(refused.value)
-    request = engine._intake.read(HEAD, {"cache_key": secret})
+    request = engine._builder.read(HEAD, {"cache_key": secret})
     assert request.cache_key is not None
     assert secret not in f"{request!r}{caplog.text}{engine._core._retention.keys._calls!r}"
 

@@ -1,4 +1,4 @@
-"""Requests made without an intake."""
+"""Requests made without a request builder."""
 
 from __future__ import annotations
 
