@@ -9,7 +9,7 @@ from kvboost_edge.models.families.registry import MODEL_TYPES
 
 __all__ = ["families_table", "with_table"]
 
-_COLUMNS = ("`model_type`", "", "runners", "files", "compared with")
+_COLUMNS = ("`model_type`", "family", "runners", "files", "compared with")
 _HEAD = table(_COLUMNS, ()).splitlines()[0]
 _TABLE = re.compile(re.escape(_HEAD) + r"\n(?:\|.*\n)*")
 

@@ -211,3 +211,16 @@ def test_a_notebook_becomes_a_page_with_what_its_cells_print(notebook):
 def test_a_cell_that_fails_is_an_error(notebook):
     with pytest.raises(RuntimeError, match="No such figure"):
         notebook_page(notebook("raise ValueError('No such figure')"), run=True)
+
+
+def test_every_column_of_a_table_has_a_title():
+    texts = {path: path.read_text(encoding="utf-8") for path in (ROOT / "docs").rglob("*.md")}
+    texts[ROOT / "README.md"] = (ROOT / "README.md").read_text(encoding="utf-8")
+    titles = re.compile(r"^(\|.*\|)\n\| ?:?---", flags=re.MULTILINE)
+    untitled = {
+        f"{path.name}: {line}"
+        for path, text in texts.items()
+        for line in titles.findall(text)
+        if not all(cell.strip() for cell in line.strip("|").split("|"))
+    }
+    assert not untitled
