@@ -27,7 +27,7 @@ from kvboost_edge.engine.offload.tiering import Untiered
 from kvboost_edge.engine.request.answer_ids import AnswerStore
 from kvboost_edge.engine.request.request import Request
 from kvboost_edge.engine.schedule.batch import build_batch, split_rows
-from kvboost_edge.engine.schedule.progress_estimate import Pace
+from kvboost_edge.engine.schedule.progress_estimate import ProgressEstimate
 from kvboost_edge.engine.schedule.retention import Retention, pin_prompt
 from kvboost_edge.engine.schedule.scheduler import Scheduler, StepPlan
 from kvboost_edge.engine.schedule.sequence import Floats, Sequence, SequenceStatus
@@ -197,7 +197,7 @@ class EngineCore:
         # SimpleQueue.put is reentrant: a finalizer may call it at any moment, in any thread.
         self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._live: dict[int, Sequence] = {}  # from submit to the end
-        self._pace = Pace(self._live, scheduler)
+        self._estimate = ProgressEstimate(self._live, scheduler)
         self._accepted = AcceptedDrafts(runner, scheduler.manager)
         self._deadlines = Deadlines()
         self._slack = Slack()
@@ -286,7 +286,7 @@ class EngineCore:
     def _submit(self, request: Request) -> Sequence:
         self.scheduler.check_fits(request)
         handle = RequestHandle(
-            request.index, self.cancel, self._pace.progress, request.num_prompt_tokens
+            request.index, self.cancel, self._estimate.progress, request.num_prompt_tokens
         )
         sequence = self._sequences.make(request, handle)
         with self._submit_lock:
@@ -460,7 +460,7 @@ class EngineCore:
     ) -> None:
         """Give each sequence its rows, commit accepted draft tokens, and write back blocks."""
         seconds = time.perf_counter() - began
-        self._pace.observe(plan, seconds)
+        self._estimate.observe(plan, seconds)
         _note_shares(plan.work, seconds)
         if not plan.preparing:
             self.scheduler.pacing.observe(plan.work, seconds)
@@ -594,7 +594,7 @@ class EngineCore:
         if error is None and reason in ("stop", "length"):
             self.tiering.save_first(self._retention.ended(sequence, time.monotonic()))
         self.scheduler.finish(sequence)
-        self._pace.ended(sequence)
+        self._estimate.ended(sequence)
         if error is None and reason in ("stop", "length"):
             self.answers.keep(sequence.tenant, sequence.request.root, *sequence.answer())
             self.scheduler.speculation.remember(sequence)

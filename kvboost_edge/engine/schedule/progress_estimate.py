@@ -18,7 +18,7 @@ from kvboost_edge.engine.request.progress import Progress
 from kvboost_edge.engine.schedule.scheduler import Scheduler, StepPlan
 from kvboost_edge.engine.schedule.sequence import Sequence, SequenceStatus
 
-__all__ = ["Pace"]
+__all__ = ["ProgressEstimate"]
 
 _FIRST_DEPTH = 1024  # tokens of the first depth; each further depth ends at twice the one before
 _KEPT = 9  # steps per depth; their median ignores a step that compiled a kernel
@@ -46,7 +46,7 @@ class _Board(NamedTuple):
     ends: list[float]
 
 
-class Pace:
+class ProgressEstimate:
     """The estimate of each request's progress.
 
     The engine's thread calls `observe` and `ended`. Any thread may call `progress`.

@@ -34,13 +34,13 @@ def no_memory(monkeypatch):
 
 def timed(bench, cost=flat):
     """A bench whose steps take what the test says."""
-    pace = bench.core._pace
-    observe = pace.observe
+    estimate = bench.core._estimate
+    observe = estimate.observe
 
     def told(plan, seconds):
         observe(plan, sum(cost(one.start, one.stop) for one in plan.work))
 
-    pace.observe = told
+    estimate.observe = told
     return bench
 
 
@@ -123,14 +123,14 @@ def test_one_that_waits_counts_what_is_before_it_and_its_own_prompt():
 def test_one_that_waits_for_a_place_counts_the_outputs_before_it():
     bench = timed(Bench(max_num_seqs=1, max_batch_tokens=64))
     bench.ask(range(64), max_new_tokens=5)
-    mean = bench.core._pace._step_seconds
+    mean = bench.core._estimate._step_seconds
     bench.submit(range(1, 65), max_new_tokens=40)
     bench.step()
     handle = bench.submit(range(2, 66), max_new_tokens=1)
     left = handle.progress().seconds_left
     assert left is not None
     # Outputs had 5 tokens so far, and one of this one is there; it is not the 40 that it may have.
-    assert left == pytest.approx(flat(0, 64) + 4 * bench.core._pace._step_seconds, rel=0.05)
+    assert left == pytest.approx(flat(0, 64) + 4 * bench.core._estimate._step_seconds, rel=0.05)
     assert mean > 0
     bench.run()
 

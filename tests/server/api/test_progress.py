@@ -153,10 +153,10 @@ def test_a_long_prompt_is_in_the_log_until_its_first_token(server, held, monkeyp
 
 def test_the_estimate_falls_as_the_prompt_is_read(server, held):
     """Every step here takes what the test says, so the rest of the prompt is known."""
-    pace = server.engine._core._pace
-    observe = pace.observe
-    pace._recent = {}
-    pace.observe = lambda plan, seconds: observe(
+    estimate = server.engine._core._estimate
+    observe = estimate.observe
+    estimate._recent = {}
+    estimate.observe = lambda plan, seconds: observe(
         plan, 0.01 * sum(one.stop - one.start for one in plan.work)
     )
     try:
@@ -168,9 +168,9 @@ def test_the_estimate_falls_as_the_prompt_is_read(server, held):
             held.release()
             told.rest()
     finally:
-        pace.observe = observe
-        pace._recent = {}
-        pace._known = []
+        estimate.observe = observe
+        estimate._recent = {}
+        estimate._known = []
     assert left == pytest.approx(
         [10 * (len(PROMPT) - done) for done in range(CHUNK, len(PROMPT), CHUNK)], abs=2
     )
