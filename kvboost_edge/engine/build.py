@@ -23,7 +23,7 @@ from kvboost_edge.engine.memory.process import (
     pass_bytes,
     room_in_process,
 )
-from kvboost_edge.engine.memory.report import MemoryLedger, num_open_blocks, plan_num_blocks
+from kvboost_edge.engine.memory.report import MemoryReport, num_open_blocks, plan_num_blocks
 from kvboost_edge.engine.memory.selection import (
     Selection,
     available_on,
@@ -80,7 +80,7 @@ class EngineParts:
     Attributes:
         root: root of the engine's prefix hashes.
         identity: digest of model, numerics and KV format, the same for all tenants.
-        ledger: memory by owner.
+        memory_report: memory by owner.
         backend_reason: reason for the choice of the backend.
         max_num_seqs: sequences that run together.
         tiers: offload tiers, fastest first.
@@ -98,7 +98,7 @@ class EngineParts:
     eos_token_ids: frozenset[int]
     root: bytes
     identity: bytes
-    ledger: MemoryLedger
+    memory_report: MemoryReport
     backend_reason: str
     max_num_seqs: int
     tiers: tuple[Tier, ...] = ()
@@ -388,7 +388,7 @@ def _assemble(
         # The fingerprint contains the RoPE settings of the model's config; the format, the range.
         root=root_hash(model_fingerprint=fingerprint, kv_format=kv_format, tenant=config.tenant),
         identity=root_hash(model_fingerprint=fingerprint, kv_format=kv_format),
-        ledger=_make_ledger(config, runner, backend, plan, budget.buffer_bytes),
+        memory_report=_make_memory_report(config, runner, backend, plan, budget.buffer_bytes),
         backend_reason=choice.reason,
         max_num_seqs=plan.max_num_seqs,
         tiers=tiers,
@@ -443,10 +443,10 @@ def _make_manager(config: EngineConfig, info: RunnerInfo, plan: _PoolPlan) -> KV
     )
 
 
-def _make_ledger(
+def _make_memory_report(
     config: EngineConfig, runner: Runner, backend: Backend, plan: _PoolPlan, buffer_bytes: int
-) -> MemoryLedger:
-    return MemoryLedger(
+) -> MemoryReport:
+    return MemoryReport(
         runner.info.weight_bytes,
         backend.pool_bytes,
         lambda: _regions(runner, backend),

@@ -218,7 +218,7 @@ def _block_stats(parts: EngineParts, scheduler: Scheduler) -> dict[str, Any]:
         "pinned_blocks": manager.pins.num_blocks,
         "max_pinned_blocks": manager.pins.max_blocks,
         "retained_blocks": manager.pins.num_retained,
-        **parts.ledger.snapshot(),
+        **parts.memory_report.snapshot(),
         "pinned_bytes": manager.pins.num_blocks * parts.backend.spec.bytes_per_block,
         "tokens_held": hot * manager.block_size + open_tails,
     }

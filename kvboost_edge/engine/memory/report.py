@@ -16,7 +16,7 @@ __all__ = [
     "BLOCK_BOOKKEEPING",
     "LEAST_STATES",
     "STATES_PER_SEQUENCE",
-    "MemoryLedger",
+    "MemoryReport",
     "check_weights_fit",
     "gb",
     "least_state_bytes",
@@ -40,7 +40,7 @@ _MOST_SEQUENCES = 64
 _COUNTED_TIMES = 100
 
 
-class MemoryLedger:
+class MemoryReport:
     """The memory of the process in bytes, by owner.
 
     `other_bytes` is resident memory of no other owner: the interpreter and its packages (mainly

@@ -170,7 +170,9 @@ def test_what_is_gathered_at_once_stays_below_four_gibibytes():
     ("limit", "taken", "machine", "expected"),
     [(100, 30, 500, 70), (100, 30, 50, 50), (100, 130, 500, 0)],
 )
-def test_the_ledger_takes_the_limits_of_the_gpu(limit, taken, machine, expected, monkeypatch):
+def test_the_memory_report_takes_the_limits_of_the_gpu(
+    limit, taken, machine, expected, monkeypatch
+):
     monkeypatch.setattr(torch.mps, "recommended_max_memory", lambda: limit)
     monkeypatch.setattr(torch.mps, "current_allocated_memory", lambda: taken)
     monkeypatch.setattr("kvboost_edge.host.memory.available_bytes", lambda: machine)

@@ -13,8 +13,8 @@ import pytest
 
 from helpers.gguf.writer import write_gguf
 from kvboost_edge import CPUPagedEngine
-from kvboost_edge.engine.memory import report as ledger
-from kvboost_edge.engine.memory.report import MemoryLedger
+from kvboost_edge.engine.memory import report as memory_report
+from kvboost_edge.engine.memory.report import MemoryReport
 from kvboost_edge.host.memory import Region
 
 linux = pytest.mark.skipif(
@@ -23,18 +23,18 @@ linux = pytest.mark.skipif(
 
 
 def test_other_is_what_is_not_resident_weights_and_pool(monkeypatch):
-    monkeypatch.setattr(ledger, "process_rss", lambda: 1000)
+    monkeypatch.setattr(memory_report, "process_rss", lambda: 1000)
     regions = [Region(0, 600)]
     now = [0.0]
-    monkeypatch.setattr(ledger, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(memory_report, "time", SimpleNamespace(perf_counter=lambda: now[0]))
 
     def count(found):
         now[0] += 0.01
         return sum(region.nbytes for region in found)
 
-    monkeypatch.setattr(ledger, "resident_bytes", count)
-    assert MemoryLedger(600, 300).snapshot()["other_bytes"] == 100
-    counted = MemoryLedger(600, 300, lambda: regions)
+    monkeypatch.setattr(memory_report, "resident_bytes", count)
+    assert MemoryReport(600, 300).snapshot()["other_bytes"] == 100
+    counted = MemoryReport(600, 300, lambda: regions)
     assert counted.snapshot() | {"process_peak_bytes": 0} == {
         "weight_bytes": 600,
         "pool_bytes": 300,
@@ -53,12 +53,12 @@ def test_other_is_what_is_not_resident_weights_and_pool(monkeypatch):
     now[0] += 0.2
     assert counted.snapshot()["other_bytes"] == 50
     now[0] += 1.1
-    monkeypatch.setattr(ledger, "resident_bytes", lambda found: None)
+    monkeypatch.setattr(memory_report, "resident_bytes", lambda found: None)
     assert counted.snapshot()["other_bytes"] == 100
-    copying = MemoryLedger(600, 300, lambda: regions, lambda: 30).snapshot()
+    copying = MemoryReport(600, 300, lambda: regions, lambda: 30).snapshot()
     assert (copying["copied_bytes"], copying["other_bytes"]) == (30, 70)
     regions.append(Region(0, 5000))
-    assert MemoryLedger(6000, 0).snapshot()["other_bytes"] == 0
+    assert MemoryReport(6000, 0).snapshot()["other_bytes"] == 0
 
 
 _RESIDENT = """

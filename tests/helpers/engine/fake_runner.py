@@ -35,7 +35,7 @@ from kvboost_edge.engine.build import EngineParts
 from kvboost_edge.engine.core import EngineCore
 from kvboost_edge.engine.engine import CPUPagedEngine
 from kvboost_edge.engine.handle import RequestHandle
-from kvboost_edge.engine.memory.report import MemoryLedger
+from kvboost_edge.engine.memory.report import MemoryReport
 from kvboost_edge.engine.offload.prefetch import PrefetchQueue
 from kvboost_edge.engine.offload.tiering import Tiering
 from kvboost_edge.engine.request.request import SamplingParams
@@ -285,7 +285,7 @@ def fake_parts(
         eos_token_ids=frozenset({EOS_ID}),
         root=ROOT,
         identity=ROOT,
-        ledger=MemoryLedger(1000, backend.pool_bytes),
+        memory_report=MemoryReport(1000, backend.pool_bytes),
         backend_reason="a test",
         max_num_seqs=max_num_seqs or 16,
         tiers=tuple(tiers),

@@ -206,7 +206,7 @@ def test_more_sequences_than_the_pool_holds(tmp_path):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_copies_of_running_sequences_stand_in_the_ledger(kind, tmp_path):
+def test_copies_of_running_sequences_count_in_the_memory_report(kind, tmp_path):
     _, folder = written(tmp_path / "m", kind)
     with CPUPagedEngine.from_pretrained(folder, runner="onnx", num_blocks=64) as engine:
         per_token = engine.runner_info.kv_spec.bytes_per_block // 16

@@ -12,7 +12,7 @@ from helpers.models.tiny_models import save_tiny_model
 from helpers.server.cache_miss_cases import app_of, complete
 from kvboost_edge import CPUPagedEngine
 from kvboost_edge.config import EngineConfig
-from kvboost_edge.engine.memory.report import MemoryLedger
+from kvboost_edge.engine.memory.report import MemoryReport
 from kvboost_edge.errors import ConfigError
 from kvboost_edge.server.__main__ import _load, _planned
 from kvboost_edge.server.flags import parse_flags
@@ -24,11 +24,11 @@ def hybrid():
     """Blocks for 1,024 tokens, and 12 slots of states."""
     config = EngineConfig.from_options(debug_checks=True)
     parts = hybrid_parts(64, 12)
-    ledger = MemoryLedger(
+    memory_report = MemoryReport(
         1000, parts.backend.pool_bytes, tuple, lambda: 0, parts.backend.states.nbytes
     )
     with CPUPagedEngine._built_by(
-        lambda _: dataclasses.replace(parts, ledger=ledger), config
+        lambda _: dataclasses.replace(parts, memory_report=memory_report), config
     ) as engine:
         yield engine
 

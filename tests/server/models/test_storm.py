@@ -141,7 +141,7 @@ def test_a_storm_of_clients_of_two_models_leaves_nothing(models, scale):
         assert client.get("/health").status_code == 200
 
 
-def test_many_loadings_leave_the_ledger_and_the_process_as_they_were(first, second, scale):
+def test_many_loadings_leave_the_memory_report_and_the_process_as_they_were(first, second, scale):
     process = psutil.Process()
     with (
         first.open() as engine,
