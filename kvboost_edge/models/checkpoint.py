@@ -218,7 +218,7 @@ class Checkpoint(abc.ABC):
     @property
     def onnx_file(self) -> Path:
         """Path of the ONNX file. Raises ModelFormatError if the model is not in ONNX format."""
-        raise ModelFormatError(f"{self.path} is no ONNX model")
+        raise ModelFormatError(f"{self.path} is not an ONNX model")
 
     def past_layout(self) -> PastLayout:
         """Return the layout of the KV inputs of the ONNX file.
@@ -226,7 +226,7 @@ class Checkpoint(abc.ABC):
         Raises:
             ModelFormatError: the layout is not supported, or the model is not in ONNX format.
         """
-        raise ModelFormatError(f"{self.path} is no ONNX model")
+        raise ModelFormatError(f"{self.path} is not an ONNX model")
 
     def packed_bytes(self, weights: str) -> int:
         """Return the size of the weights in bytes when packed in format `weights`. Head and
@@ -248,7 +248,7 @@ class Checkpoint(abc.ABC):
             found = self._read_fingerprint(self.cache_dir if cache_dir is None else cache_dir)
             for path in self.changed_files():
                 raise ModelFormatError(
-                    f"{path} changed while it was read; load it when it is complete"
+                    f"{path} changed while it was read; load it again when it is complete"
                 )
             self._fingerprint = found
         return self._fingerprint

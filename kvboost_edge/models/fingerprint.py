@@ -147,7 +147,9 @@ def _file_digest(path: Path, cache_dir: Path | None) -> str:
                 file, stamp.size, part_bytes=_PART_BYTES, num_threads=default_num_threads()
             )
         if FileStamp.of(path) != stamp:
-            raise ModelFormatError(f"{path} changed while it was read; load it when it is complete")
+            raise ModelFormatError(
+                f"{path} changed while it was read; load it again when it is complete"
+            )
     except OSError as error:
         raise ModelFormatError(f"{path} cannot be read: {error}") from error
     remember(stamp, {"digest": found}, cache_dir)

@@ -248,12 +248,12 @@ TENSORS = {
     "a tap too many": (
         "lfm2",
         {"model.layers.2.conv.conv.weight": np.ones((64, 1, 4), np.float32)},
-        r"conv.weight' has shape \(64, 1, 4\); the config says that a channel has 3 taps",
+        r"conv.weight' has shape \(64, 1, 4\); the config gives 3 taps per channel",
     ),
     "another shape": (
         "qwen3_5_text",
         {"model.layers.1.linear_attn.conv1d.weight": np.ones((192, 2, 4), np.float32)},
-        r"has shape \(192, 2, 4\); the config says that a channel has 4 taps",
+        r"has shape \(192, 2, 4\); the config gives 4 taps per channel",
     ),
     "too few channels": (
         "qwen3_5_text",
@@ -273,12 +273,12 @@ TENSORS = {
     "a convolution where the config says attention": (
         "lfm2",
         {"model.layers.1.conv.in_proj.weight": np.ones((192, 64), np.float32)},
-        "model.layers.1.conv.in_proj.weight' is not known to the native runner",
+        "model.layers.1.conv.in_proj.weight' is not supported by the native runner",
     ),
     "steps of time that are missing": (
         "granitemoehybrid-h",
         {"model.layers.0.mamba.in_proj.weight": np.ones((288, 64), np.float32)},
-        r"mamba.in_proj.weight' has 288 rows; by the config these are 292",
+        r"mamba.in_proj.weight' has 288 rows, but the config gives 292",
     ),
     "no skip": (
         "granitemoehybrid-h",
@@ -288,7 +288,7 @@ TENSORS = {
     "a bias that the config has not": (
         "granitemoehybrid-groups",
         {"model.layers.1.mamba.conv1d.bias": np.ones(256, np.float32)},
-        "mamba.conv1d.bias' is not known to the native runner",
+        "mamba.conv1d.bias' is not supported by the native runner",
     ),
     "a norm of one head": (
         "granitemoehybrid-h",
@@ -298,7 +298,7 @@ TENSORS = {
     "a shared MLP of another width": (
         "granitemoehybrid-experts",
         {"model.layers.0.shared_mlp.input_linear.weight": np.ones((190, 64), np.float32)},
-        r"shared_mlp.input_linear.weight' has 190 rows; by the config these are 192",
+        r"shared_mlp.input_linear.weight' has 190 rows, but the config gives 192",
     ),
     "an expert too many": (
         "lfm2_moe",
@@ -306,7 +306,7 @@ TENSORS = {
             f"model.layers.3.feed_forward.experts.12.{part}.weight": np.ones(shape, np.float32)
             for part, shape in (("w1", (64, 64)), ("w2", (64, 64)), ("w3", (64, 64)))
         },
-        "is of expert 12, and layers have 12: 0 to 11",
+        "belongs to expert 12, but layers have the experts 0 to 11",
     ),
     "an expert missing": (
         "lfm2_moe",
@@ -316,7 +316,7 @@ TENSORS = {
     "queries without gates": (
         "qwen3_5_text",
         {"model.layers.2.self_attn.q_proj.weight": np.ones((160, 64), np.float32)},
-        "has 160 rows, which are not queries and gates of heads of 32",
+        "has 160 rows, which do not fit queries and gates of heads of size 32",
     ),
 }
 

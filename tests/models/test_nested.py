@@ -125,14 +125,14 @@ def test_a_tensor_that_is_there_twice_is_refused(tmp_path):
     save_nested_model("qwen3_vl", tmp_path)
     norm = tensors_of(tmp_path)["model.language_model.norm.weight"]
     change_tensors(tmp_path, {"model.norm.weight": norm})
-    with pytest.raises(ModelFormatError, match=r"a second time as 'model\.norm\.weight'"):
+    with pytest.raises(ModelFormatError, match=r"duplicates 'model\.norm\.weight'"):
         SafetensorsSource(tmp_path)
 
 
 def test_a_part_that_is_not_known_is_refused(tmp_path):
     save_nested_model("qwen3_vl", tmp_path)
     _rename(tmp_path, model__visual__="model.smell.")
-    with pytest.raises(ModelFormatError, match=r"model\.smell\..*is not known"):
+    with pytest.raises(ModelFormatError, match=r"model\.smell\..*is not supported"):
         NativeRunner.from_dir(tmp_path, weights="f32")
 
 

@@ -186,7 +186,9 @@ def test_a_graph_of_a_model_with_states_is_refused_by_name(model_type):
     """As it was exported it may have inputs for keys and values alone, and run."""
     for refusal in ("", "the input 'past_conv.0' of type F32 is not known"):
         traits = ModelTraits(
-            hybrid_of(model_type), native_refusal="not read from ONNX", onnx_refusal=refusal
+            hybrid_of(model_type),
+            native_refusal="not supported in ONNX files",
+            onnx_refusal=refusal,
         )
         for options in ({}, {"runner": "onnx"}):
             with pytest.raises(
@@ -200,13 +202,11 @@ def test_a_graph_of_a_model_with_states_is_refused_by_name(model_type):
 
 
 STATES_REFUSED = {
-    **dict.fromkeys(
-        ("jamba", "recurrent_gemma", "falcon_mamba"), "keep a recurrent state of a kind"
-    ),
-    **dict.fromkeys(("bamba", "zamba2", "qwen3_next"), "its states are known"),
-    "kimi_linear": "its states have a decay",
-    "lfm3": "short convolutions",
-    "qwen4_exp": "linear attention",
+    **dict.fromkeys(("jamba", "recurrent_gemma", "falcon_mamba"), "this kind of recurrent state"),
+    **dict.fromkeys(("bamba", "zamba2", "qwen3_next"), "its kind of recurrent state"),
+    "kimi_linear": "its recurrent state has a decay",
+    "lfm3": "norms on both sides",
+    "qwen4_exp": "several streams of hidden states",
 }
 
 
@@ -219,7 +219,7 @@ def test_a_graph_of_a_type_that_is_refused_for_its_states_is_refused_for_the_sam
         {"text_config": {**LLAMA, "model_type": model_type}},
     ):
         traits = ModelTraits(
-            config, native_refusal="not read from ONNX", onnx_refusal="", onnx_layers=3
+            config, native_refusal="not supported in ONNX files", onnx_refusal="", onnx_layers=3
         )
         for options in ({}, {"runner": "onnx"}):
             with pytest.raises(
@@ -231,7 +231,12 @@ def test_a_graph_of_a_type_that_is_refused_for_its_states_is_refused_for_the_sam
 def test_a_granite_4_graph_without_a_list_of_layers_shows_itself_which_attend():
     """Past keys and values for each layer: none keeps a state. A layer of Falcon-H1 has both."""
     traits = ModelTraits(
-        {**LLAMA, "model_type": "granitemoehybrid"}, False, False, "not read from ONNX", "", 3
+        {**LLAMA, "model_type": "granitemoehybrid"},
+        False,
+        False,
+        "not supported in ONNX files",
+        "",
+        3,
     )
     assert choose_runner(EngineConfig(), traits).name == "onnx"
     mixed = {**traits.config, "layer_types": ["attention", "mamba", "attention"]}

@@ -80,27 +80,27 @@ SUPPORTED_ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
 """Supported families by `model_type`."""
 
 _STATE_SPACE = (
-    "its layers keep a recurrent state of a kind that is not built (convolutions, delta rules and "
+    "this kind of recurrent state is not supported (short convolutions, gated delta rules and "
     "Mamba2 are)"
 )
-_ARRANGED = "its states are known, but not how its layers and tensors are arranged"
-LATENT = "its latent attention (MLA) stores keys and values of different widths, which is not built"
+_ARRANGED = (
+    "its kind of recurrent state is supported, but not this arrangement of layers and tensors"
+)
+LATENT = "its multi-head latent attention (MLA) is not supported"
 """Reason for refusing a model with multi-head latent attention."""
 _LATENT_RANK = (
     "kv_lora_rank"  # a config with this key has latent attention, whatever its model_type
 )
 _OWN_ATTENTION = (
-    "it computes attention inside its own modules (alibi or older code) and cannot be given "
-    "another one"
+    "it computes attention in its own modules (ALiBi or older code), which cannot be replaced"
 )
 _FALCON = (
-    "the Falcon models of 2023 have LayerNorm with means and biases, attention and MLP in parallel "
-    "and, in some, ALiBi; the native runner has none of these, and transformers computes their "
-    "attention inside its own modules. Falcon 3 (a Llama) and Falcon-H1 run"
+    "the Falcon models of 2023 use LayerNorm, parallel attention and MLP, and in some cases ALiBi, "
+    "which are not supported; Falcon 3 (a Llama) and Falcon-H1 are"
 )
 _BIDIRECTIONAL = (
-    "its attention is bidirectional, which is known of gemma3_text (EmbeddingGemma) alone; for "
-    "embeddings use that, or a causal model such as Qwen3-Embedding"
+    "bidirectional attention is supported for gemma3_text (EmbeddingGemma) only; for embeddings "
+    "use that, or a causal model such as Qwen3-Embedding"
 )
 _BOTH_WAYS = ("gemma3_text",)
 _KEEP_STATES: dict[str, str] = {
@@ -109,19 +109,15 @@ _KEEP_STATES: dict[str, str] = {
         _STATE_SPACE,
     ),
     **dict.fromkeys("bamba zamba2 qwen3_next olmo_hybrid".split(), _ARRANGED),
-    "mamba2": "no layer of it attends, and models of states alone are not built",
+    "mamba2": "models without attention layers are not supported",
     "kimi_linear": (
-        "its states have a decay for each channel, and its other layers latent attention; "
-        "neither is built"
+        "its recurrent state has a decay per channel, and its other layers use latent attention; "
+        "neither is supported"
     ),
-    "lfm3": (
-        "beside short convolutions its layers have norms on both sides and gates of heads, which "
-        "are not built"
-    ),
+    "lfm3": ("its norms on both sides of the layers and its gates of heads are not supported"),
     **dict.fromkeys(
         ("qwen4_exp", "qwen4_exp_text"),
-        "beside linear attention its layers pass several streams of states between them, which "
-        "is not built",
+        "its layers exchange several streams of hidden states, which is not supported",
     ),
 }
 _REFUSED: dict[str, str] = {
@@ -136,8 +132,10 @@ _REFUSED: dict[str, str] = {
     **dict.fromkeys(
         "bert roberta distilbert albert electra deberta modernbert".split(), "it is an encoder"
     ),
-    "llama4": "its chunked attention is not built",
-    "gemma3n": "its layers pass several streams of states between them (AltUp), which is not built",
+    "llama4": "its chunked attention is not supported",
+    "gemma3n": (
+        "its layers exchange several streams of hidden states (AltUp), which is not supported"
+    ),
 }
 
 
@@ -244,12 +242,12 @@ def pin_notice(config: Mapping[str, Any]) -> str:
     longest = text_config(config).get("max_position_embeddings")
     if pinned is None or (isinstance(longest, int) and longest <= pinned.length):
         return ""
-    hint = "; rope_range='long' takes the factors for longer ones (native runner)" * has_two_ranges(
+    hint = "; rope_range='long' uses the factors for longer ones (native runner)" * has_two_ranges(
         config
     )
     return (
-        f"the context is pinned to {pinned.length} tokens, beyond which rope of type "
-        f"{pinned.rope_type!r} changes with the length of the sequence{hint}"
+        f"the context is limited to {pinned.length} tokens, because RoPE of type "
+        f"{pinned.rope_type!r} changes with the length of longer sequences{hint}"
     )
 
 
@@ -267,7 +265,7 @@ def _config_of(model: Any) -> Mapping[str, Any]:
     to_dict = getattr(config, "to_dict", None)
     if not callable(to_dict):
         raise ModelFormatError(
-            f"a {type(model).__name__} has no config; give a model directory, a config dict, or a "
+            f"{type(model).__name__} has no config; give a model directory, a config dict, or a "
             "transformers model"
         )
     fields = to_dict()
@@ -298,15 +296,12 @@ def _objections(model_type: str, config: Mapping[str, Any]) -> Iterator[str]:
         code = _remote_code(config)
         if code:
             yield f"it needs code from its own repository ({code}), which is never run"
-        yield f"unknown; known are {', '.join(sorted(SUPPORTED_ARCHITECTURES))}"
+        yield f"unknown model type; supported: {', '.join(sorted(SUPPORTED_ARCHITECTURES))}"
     if inner.get("quantization_config") or config.get("quantization_config"):
         try:
             packed_layout(config)
         except ModelFormatError as error:
-            yield (
-                f"its weights are quantized in a way that is not read ({error}); use the float "
-                "checkpoint"
-            )
+            yield (f"its quantization is not supported ({error}); use the float checkpoint")
     if (attends_both_ways(config) and model_type not in _BOTH_WAYS) or inner.get(
         "is_causal"
     ) is False:

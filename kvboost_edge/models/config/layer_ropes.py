@@ -96,7 +96,9 @@ def _has_rope(config: Config) -> bool:
     """Return whether `position_embedding_type` selects RoPE, which is the default."""
     kind = config.get("position_embedding_type", "rope")
     if kind not in ("rope", "nope", None):
-        raise ModelFormatError(f"position_embedding_type={kind!r} is not known (known: rope, nope)")
+        raise ModelFormatError(
+            f"position_embedding_type={kind!r} is not supported (supported: rope, nope)"
+        )
     return bool(kind == "rope")
 
 
@@ -132,7 +134,7 @@ def rope_settings(config: Config, family: RopeTraits) -> dict[str, Any]:
         isinstance(value, Mapping) for value in newer.values()
     ):
         raise ModelFormatError(
-            f"rope settings {newer!r} are not known to the native runner for this family"
+            f"RoPE settings {newer!r} are not supported by the native runner for this family"
         )
     merged = {
         "partial_rotary_factor": family.partial,
@@ -165,8 +167,8 @@ def _local_rope_settings(
     found = [newer.get(kind) or {} for kind in kinds] if isinstance(newer, Mapping) else [newer]
     if not all(isinstance(part, Mapping) for part in (*found, scaling)) or set(newer) - set(kinds):
         raise ModelFormatError(
-            f"rope settings {newer or scaling!r:.200} are not known to the native runner: this "
-            f"family has those of {kinds[0]} and of {kinds[1]}"
+            f"RoPE settings {newer or scaling!r:.200} are not supported by the native runner: for "
+            f"this family give those of {kinds[0]} and {kinds[1]}"
         )
     full, local = ({**part, **more} for part, more in zip(found, (scaling, {}), strict=True))
     if not newer:
@@ -192,8 +194,8 @@ def with_long_rope(config: Config) -> Config:
     """
     if not has_two_ranges(config):
         raise ConfigError(
-            f"rope_range='long' takes the long factors of rope of type longrope, and model_type="
-            f"{text_config(config).get('model_type')!r} has none in its config; leave it out"
+            "rope_range='long' needs RoPE of type longrope, which the config of "
+            f"model_type={text_config(config).get('model_type')!r} does not have; leave it out"
         )
     inner = config.get("text_config")
     nested = {"text_config": {**inner, LONG_RANGE: True}} if isinstance(inner, Mapping) else {}

@@ -14,10 +14,10 @@ __all__ = ["POOLING_FILES", "UNSAID", "Pooling", "gguf_pooling", "read_pooling"]
 
 POOLING_FILES = ("modules.json", "1_Pooling/config.json")
 _ORDER = ("Transformer", "Pooling", "Dense", "Normalize")  # Dense may repeat
-_NO_CLS = "pools the first token, which in a causal model has seen nothing; no encoder runs here"
+_NO_CLS = "pools the first token, which sees no other in a causal model; encoders are not supported"
 _NO_RANK = (
-    "is a reranker with a head of its own (cls.output), which is not read; convert it as a model "
-    "that generates text, whose yes and no are compared"
+    "is a reranker with its own head (cls.output), which is not supported; convert it as a "
+    "generative model, whose logits of yes and no are compared"
 )
 _GGUF = {1: "mean", 3: "last"}
 _GGUF_REFUSED = {2: _NO_CLS, 4: _NO_RANK}
@@ -57,8 +57,8 @@ def read_pooling(model_dir: Path) -> Pooling:
         folder = model_dir / str(module.get("path"))
         if kind not in _ORDER:
             raise ModelFormatError(
-                f"{path}: the module {kind!r} behind the model is not supported (known: "
-                f"{', '.join(_ORDER)}); its vectors would be others"
+                f"{path}: the module {kind!r} is not supported (supported: {', '.join(_ORDER)}); "
+                "embeddings without it would be wrong"
             )
         kinds.append(kind)
         if kind not in ("Pooling", "Dense"):
@@ -94,7 +94,7 @@ def gguf_pooling(values: Mapping[str, Any], path: Path) -> Pooling:
         return UNSAID
     if number not in _GGUF:
         raise ModelFormatError(
-            f"{path}: {key}={number!r} is not known (0 none, 1 mean, 2 cls, 3 last, 4 rank)"
+            f"{path}: {key}={number!r} is unknown (0 none, 1 mean, 2 cls, 3 last, 4 rank)"
         )
     return Pooling(_GGUF[number], f"key {key}")
 
@@ -126,6 +126,6 @@ def _described(path: Path) -> Pooling:
         found = ", ".join(map(str, on)) or "nothing"
         reason = f"; it {_NO_CLS}" if on in (["cls_token"], ["cls"]) else ""
         raise ModelFormatError(
-            f"{path} says {found}; supported are lasttoken or mean_tokens alone{reason}"
+            f"{path} has pooling {found}; supported: lasttoken or mean_tokens, one of them{reason}"
         )
     return Pooling(kinds[on[0]], f"{path.parent.name}/{path.name}")

@@ -44,16 +44,16 @@ def packed_layout(config: Mapping[str, Any]) -> PackedLayout:
     method = settings.get("quant_method")
     if method not in ("awq", "gptq", "mxfp4"):
         raise ModelFormatError(
-            f"quantization_config: quant_method={method!r} is not known to the native runner "
-            "(known: awq, gptq, mxfp4)"
+            f"quantization_config: quant_method={method!r} is not supported by the native runner "
+            "(supported: awq, gptq, mxfp4)"
         )
     of_mxfp4 = [name for name, family in FAMILIES.items() if family.mxfp4]
     if (method == "mxfp4") != (config.get("model_type") in of_mxfp4):
         names = ", ".join(of_mxfp4)
         raise ModelFormatError(
-            f"quantization_config: quant_method={method!r} is not read of "
-            f"model_type={config.get('model_type')!r}: mxfp4 is of {names}, and {names} as mxfp4 "
-            "or floats"
+            f"quantization_config: quant_method={method!r} is not supported for "
+            f"model_type={config.get('model_type')!r}: mxfp4 is for {names} only, and {names} must "
+            "be mxfp4 or floats"
         )
     if method == "mxfp4":
         return PackedLayout("mxfp4", GROUP, 0)
@@ -68,7 +68,7 @@ def packed_layout(config: Mapping[str, Any]) -> PackedLayout:
     ):
         raise ModelFormatError(
             f"quantization_config: {key}={group_size!r} must be a multiple of {GROUP}; -1 is not "
-            "read"
+            "supported"
         )
     if method == "awq":
         _allow(settings, "version", (None, "gemm", "GEMM"))
@@ -83,5 +83,5 @@ def _allow(settings: Mapping[str, Any], key: str, allowed: tuple[Any, ...]) -> N
     if settings.get(key) not in allowed:
         known = ", ".join(repr(value) for value in allowed if value not in (None, ""))
         raise ModelFormatError(
-            f"quantization_config: {key}={settings.get(key)!r} is not read; known: {known}"
+            f"quantization_config: {key}={settings.get(key)!r} is not supported; supported: {known}"
         )

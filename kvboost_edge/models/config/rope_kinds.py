@@ -93,7 +93,7 @@ def rope_kind(settings: Mapping[str, Any], head_dim: int, max_positions: int) ->
     rotary_dim = int(head_dim * share)
     if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
         raise ModelFormatError(
-            f"rope: {rotary_dim} rotated channels of {head_dim} are not an even part of a head"
+            f"RoPE: {rotary_dim} rotated channels must be an even number up to head_dim={head_dim}"
         )
     base = _default(theta, rotary_dim)
     if kind == "default":
@@ -109,16 +109,14 @@ def rope_kind(settings: Mapping[str, Any], head_dim: int, max_positions: int) ->
     if kind == "longrope":
         return _longrope(base, settings, max_positions)
     raise ModelFormatError(
-        f"rope of type {kind!r} is not known to the native runner (known: default, linear, llama3, "
-        "longrope, proportional, yarn)"
+        f"RoPE of type {kind!r} is not supported by the native runner (supported: default, linear, "
+        "llama3, longrope, proportional, yarn)"
     )
 
 
 def _proportional(theta: float, share: float, head_dim: int) -> RopeKind:
     if head_dim % 2:
-        raise ModelFormatError(
-            f"rope of type 'proportional': a head of {head_dim} channels has no pairs"
-        )
+        raise ModelFormatError(f"RoPE of type 'proportional': head_dim={head_dim} must be even")
     frequencies = _default(theta, head_dim)
     frequencies[int(share * head_dim // 2) :] = 0.0
     return _kind(frequencies)

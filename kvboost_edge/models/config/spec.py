@@ -221,13 +221,13 @@ def _known_family(config: Config) -> Family:
     family = FAMILIES.get(model_type)
     if family is None:
         raise ModelFormatError(
-            f"model_type={model_type!r} is not known to the native runner (known: "
+            f"model_type={model_type!r} is not supported by the native runner (supported: "
             f"{', '.join(sorted(FAMILIES))})"
         )
     for key, allowed in family.unless:
         if config.get(key) not in allowed:
             raise ModelFormatError(
-                f"{model_type}: {key}={config.get(key)!r} is not known to the native runner"
+                f"{model_type}: {key}={config.get(key)!r} is not supported by the native runner"
             )
     return family
 
@@ -240,7 +240,7 @@ def _sizes(config: Config, family: Family) -> _Sizes:
     head_dim = size_of(config, "head_dim") or family.head_dim or hidden // heads
     if head_dim > _MAX_HEAD_DIM:
         raise ModelFormatError(
-            f"head_dim={head_dim} is over {_MAX_HEAD_DIM}, the most of any model; check the config"
+            f"head_dim={head_dim} is above the limit of {_MAX_HEAD_DIM}; check the config"
         )
     kv_heads = size_of(config, "num_key_value_heads") or heads
     return _Sizes(layers, heads, hidden, head_dim, kv_heads, _size(config, family.inner))
@@ -318,7 +318,8 @@ def _activation(config: Config, family: Family) -> str:
     known = _ACTIVATIONS if family.gated else _WITHOUT_GATE
     if not isinstance(name, str) or name not in known:
         raise ModelFormatError(
-            f"activation {name!r} is not known to the native runner ({sorted(known)})"
+            f"activation {name!r} is not supported by the native runner (supported: "
+            f"{', '.join(sorted(known))})"
         )
     return known[name]
 
@@ -371,6 +372,6 @@ def _head_dim(shapes: Sequence[LayerShape], windows: Sequence[int], is_full: boo
     found = found or {shape.head_dim for shape in shapes}
     if len(found) > 1:
         raise ModelFormatError(
-            f"layers of one kind of attention have heads of {sorted(found)}, and one rope for all"
+            f"layers with the same RoPE have different head sizes {sorted(found)}"
         )
     return found.pop()

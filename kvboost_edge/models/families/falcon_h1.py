@@ -100,7 +100,7 @@ def _hybrid(config: Config, layers: int) -> Hybrid:
     dim = integer_of(given, "mamba_d_head", 1)
     if heads * dim != width:
         raise ModelFormatError(
-            f"mamba_n_heads={heads} x mamba_d_head={dim} are not mamba_d_ssm={width}"
+            f"mamba_n_heads={heads} x mamba_d_head={dim} must equal mamba_d_ssm={width}"
         )
     norm = "gated_after" if flag_of(given, "mamba_norm_before_gate", True) else "gated_before"
     norm = norm if flag_of(given, "mamba_rms_norm", False) else "none"
@@ -168,8 +168,8 @@ def _gguf_config(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
     (heads, dim) = gguf_heads(keys)
     if "output.weight" not in tensors:
         raise ModelFormatError(
-            f"{keys.header.path} lacks tensor 'output.weight': the head is the embedding, of which "
-            "the file holds a multiple, and does not say which"
+            f"{keys.header.path} lacks tensor 'output.weight': with a tied head, the file does not "
+            "store the head's multiplier; use a file with a separate head"
         )
     # llama.cpp applies the norm, if there is one, after the gate.
     return {

@@ -72,7 +72,7 @@ def _complete(config: Config) -> Config:
         ]
     elif isinstance(kinds, (list, tuple)) and kinds[-1] != _FULL:
         raise ModelFormatError(
-            f"layer_types of a Gemma 4 end with {_FULL!r}, and this config's with {kinds[-1]!r:.60}"
+            f"layer_types of Gemma 4 must end with {_FULL!r}, got {kinds[-1]!r:.60}"
         )
     sizes = {**_SIZES, **(_UNIFIED if config.get("model_type") == "gemma4_unified_text" else {})}
     filled = {key: value for key, value in sizes.items() if config.get(key) is None}
@@ -96,8 +96,8 @@ def _shapes(config: Config, windows: Sequence[int]) -> Sequence[LayerShape]:
     first = len(windows) - shared
     if first < 1:
         raise ModelFormatError(
-            f"num_kv_shared_layers={shared} leaves none of the {len(windows)} layers with keys and "
-            "values of its own"
+            f"num_kv_shared_layers={shared} leaves none of the {len(windows)} layers with its own "
+            "KV"
         )
     wider = 2 if config.get("use_double_wide_mlp") else 1
     same = bool(config.get("attention_k_eq_v"))
@@ -106,8 +106,8 @@ def _shapes(config: Config, windows: Sequence[int]) -> Sequence[LayerShape]:
         dim, kv_heads = own[index]
         if heads % kv_heads:
             raise ModelFormatError(
-                f"num_attention_heads={heads} is not a multiple of the {kv_heads} key-value heads "
-                f"of layer {index}"
+                f"num_attention_heads={heads} is not a multiple of the {kv_heads} KV heads of "
+                f"layer {index}"
             )
         if index < first:
             shapes.append(
@@ -118,13 +118,13 @@ def _shapes(config: Config, windows: Sequence[int]) -> Sequence[LayerShape]:
         if giver is None:
             kind = _SLIDING if window else _FULL
             raise ModelFormatError(
-                f"layer {index} ({kind}) shares keys and values by num_kv_shared_layers={shared}, "
-                f"and none of the {first} layers that have their own is of its kind"
+                f"layer {index} ({kind}) shares KV by num_kv_shared_layers={shared}, but none of "
+                f"the {first} layers with their own KV has this type"
             )
         if own[giver] != own[index]:
             raise ModelFormatError(
-                f"layer {index} shares the keys and values of layer {giver}, and their heads "
-                f"differ: {own[index]} and {own[giver]} of {_OWN}"
+                f"layer {index} shares the KV of layer {giver}, but {_OWN} differ: {own[index]} "
+                f"and {own[giver]}"
             )
         shapes.append(LayerShape(dim, kv_heads, wider * inner, giver, owns_kv=False))
     return shapes
@@ -138,8 +138,8 @@ def _per_layer_input(config: Config, vocab_size: int) -> PerLayerInput | None:
     rows = integer_of(config, "vocab_size_per_layer_input", 1)
     if rows < vocab_size:
         raise ModelFormatError(
-            f"vocab_size_per_layer_input={rows} is less than vocab_size={vocab_size}: tokens would "
-            "have no row"
+            f"vocab_size_per_layer_input={rows} is less than vocab_size={vocab_size}; every token "
+            "needs a row"
         )
     return PerLayerInput(rows, width)
 
@@ -259,7 +259,7 @@ def _gguf_config(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
         raise keys.error(
             pattern,
             keys.header.values.get(keys.name(pattern)),
-            "must say of each layer whether it slides",
+            "must be true (sliding) or false for each layer",
         )
     shared = keys.optional_size("attention.shared_kv_layers", 0) or 0
     first = len(sliding) - shared
@@ -267,7 +267,7 @@ def _gguf_config(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
         raise keys.error(
             "attention.shared_kv_layers",
             shared,
-            f"leaves none of {len(sliding)} layers with own keys",
+            f"leaves none of {len(sliding)} layers with its own KV",
         )
     full = keys.size("attention.key_length")
     local = keys.size("attention.key_length_swa")
@@ -276,7 +276,7 @@ def _gguf_config(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
         rotated = keys.optional_size(f"rope.dimension_count{suffix}")
         if rotated not in (None, dim):
             raise keys.error(
-                f"rope.dimension_count{suffix}", rotated, f"must be the length of keys, {dim}"
+                f"rope.dimension_count{suffix}", rotated, f"must equal the size of key heads, {dim}"
             )
     return {
         "layer_types": ["sliding_attention" if local else "full_attention" for local in sliding],
@@ -315,7 +315,8 @@ def _is_double_wide(keys: Keys, first: int) -> bool:
         raise keys.error(
             key,
             widths,
-            f"must be one width for the first {first} layers, and that or its double behind",
+            f"must be one width for the first {first} layers, and the same or twice that for the "
+            "others",
         )
     return sharing == {2 * widths[0]}
 
@@ -329,17 +330,15 @@ def _kv_heads(keys: Keys, sliding: Sequence[bool], first: int) -> dict[str, Any]
         for kind in (True, False)
     }
     if any(len(counts) > 1 for counts in by_kind.values()):
-        raise keys.error(
-            key, heads, "must be one number for layers that slide and one for the others"
-        )
+        raise keys.error(key, heads, "must be one number for sliding layers and one for the others")
     without = [
         index for index in range(first) if f"blk.{index}.attn_v.weight" not in keys.header.tensors
     ]
     is_shared = bool(without)
     if is_shared and without != [index for index in range(first) if not sliding[index]]:
         raise ModelFormatError(
-            f"{keys.header.path} lacks the tensor 'blk.{without[0]}.attn_v.weight': keys are "
-            "values in all layers that do not slide, or in none"
+            f"{keys.header.path} lacks the tensor 'blk.{without[0]}.attn_v.weight': either all "
+            "full-attention layers or none of them may omit values"
         )
     counts = {kind: next(iter(found)) for kind, found in by_kind.items() if found}
     config: dict[str, Any] = {
@@ -350,7 +349,9 @@ def _kv_heads(keys: Keys, sliding: Sequence[bool], first: int) -> dict[str, Any]
         config["num_global_key_value_heads"] = counts[False]
     elif len(set(heads)) > 1:
         raise keys.error(
-            key, heads, "differs between layers, which is known only where keys are values"
+            key,
+            heads,
+            "differs between layers, which is supported only for full layers without values",
         )
     return config
 
@@ -383,15 +384,16 @@ def _gguf_ropes(keys: Keys, full: dict[str, Any], head_dim: int) -> dict[str, An
     factors = full.get("factors")
     if factors is None:
         raise ModelFormatError(
-            f"{keys.header.path} lacks the tensor 'rope_freqs.weight', or scales the rope besides"
+            f"{keys.header.path} lacks the tensor 'rope_freqs.weight', or also has another scaling "
+            "of RoPE"
         )
     turning = sum(factor == 1.0 for factor in factors)
     if list(factors) != [1.0] * turning + [factors[-1]] * (len(factors) - turning) or (
         turning < len(factors) and factors[-1] < 0.99 * _STILL
     ):
         raise ModelFormatError(
-            f"{keys.header.path}: tensor 'rope_freqs.weight' must be ones, then {_STILL:g}; it "
-            "holds other numbers"
+            f"{keys.header.path}: tensor 'rope_freqs.weight' must be ones followed by {_STILL:g}; "
+            "it has other numbers"
         )
     theta = keys.number("rope.freq_base_swa")
     return {

@@ -95,7 +95,7 @@ def _hybrid(config: Config, layers: int) -> Hybrid | None:
             given[key] is one or (isinstance(one, str) and given[key] == one) for one in allowed
         ):
             raise ModelFormatError(
-                f"{key}={given[key]!r} is not known for layers with a state (known: {allowed})"
+                f"{key}={given[key]!r} is not supported for Mamba2 layers (supported: {allowed})"
             )
     expand, hidden, heads = (
         integer_of(given, key, 1) for key in ("mamba_expand", "hidden_size", "mamba_n_heads")
@@ -105,7 +105,7 @@ def _hybrid(config: Config, layers: int) -> Hybrid | None:
     dim = integer_of(given, "mamba_d_head", 1)
     if heads * dim != expand * hidden:
         raise ModelFormatError(
-            f"mamba_n_heads={heads} x mamba_d_head={dim} are not mamba_expand={expand} x "
+            f"mamba_n_heads={heads} x mamba_d_head={dim} must equal mamba_expand={expand} x "
             f"hidden_size={hidden}"
         )
     mixer = ssd_mixer(given, MAMBA_KEYS, "gated_before", time_limit_of(given))

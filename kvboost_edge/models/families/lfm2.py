@@ -47,8 +47,7 @@ def _hybrid(config: Config, layers: int) -> Hybrid:
     check_most("conv_L_cache", length, MOST_TAPS)
     if "conv" in kinds and hidden % GROUP:
         raise ModelFormatError(
-            f"hidden_size={hidden} is not a multiple of {GROUP}, which the kernels of recurrent "
-            "layers need"
+            f"hidden_size={hidden} is not a multiple of {GROUP}, as the recurrent kernels require"
         )
     return hybrid_of(kinds, Mixer("conv", length - 1, hidden), CONV_NAMES)
 
@@ -61,7 +60,7 @@ def _by_indices(config: Config, layers: int) -> list[str] | None:
         isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < layers for i in indices
     ):
         raise ModelFormatError(
-            f"full_attn_idxs={indices!r:.200} must be numbers of layers below {layers}"
+            f"full_attn_idxs={indices!r:.200} must be layer indices below {layers}"
         )
     return [FULL if index in indices else "conv" for index in range(layers)]
 
@@ -111,7 +110,7 @@ def _adjusted_width(config: Config) -> int:
         width = multiple * ((width + multiple - 1) // multiple)
     if width < 1:
         raise ModelFormatError(
-            f"intermediate_size={given['intermediate_size']} leaves an MLP of no width"
+            f"intermediate_size={given['intermediate_size']} gives an MLP of width 0"
         )
     return width
 

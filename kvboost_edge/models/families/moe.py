@@ -124,22 +124,21 @@ def experts_of(
     of_count, of_used, of_width = keys
     count, used, width = (integer_of(config, key, 1) for key in keys)
     if count > _MOST:
-        raise ModelFormatError(f"{of_count}={count} is above {_MOST}, the most that are read")
+        raise ModelFormatError(f"{of_count}={count} is above the limit of {_MOST}")
     if used > count:
         raise ModelFormatError(
-            f"{of_used}={used} is above {of_count}={count}: a token cannot go to more experts"
+            f"{of_used}={used} is above {of_count}={count}: a token cannot use more experts than "
+            "there are"
         )
     if width % _GROUP:
         raise ModelFormatError(
-            f"{of_width}={width} of the experts is not a multiple of {_GROUP}, which their kernels "
-            "need"
+            f"{of_width}={width} of the experts is not a multiple of {_GROUP}, as their kernels "
+            "require"
         )
     hidden = integer_of(config, "hidden_size", 1)
     if hidden % _TILE:
         raise ModelFormatError(
-            f"hidden_size={hidden} of a mixture of experts is not a multiple of {_TILE}, which "
-            "their kernels "
-            "need"
+            f"hidden_size={hidden} is not a multiple of {_TILE}, as the kernels of experts require"
         )
     return Experts(count, used, width, tuple(sparse), rest.pop("names", ExpertNames()), **rest)
 
@@ -171,7 +170,7 @@ def _by_step(config: Config, layers: int) -> list[bool]:
         isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < layers for i in dense
     ):
         raise ModelFormatError(
-            f"mlp_only_layers={dense!r:.200} must be numbers of layers below {layers}"
+            f"mlp_only_layers={dense!r:.200} must be layer indices below {layers}"
         )
     step = integer_of({"decoder_sparse_step": 1, **config}, "decoder_sparse_step", 1)
     return [(index + 1) % step == 0 and index not in dense for index in range(layers)]

@@ -125,7 +125,7 @@ def _types(config: Config) -> list[str]:
         types = [_OLDER.get(one, one) if isinstance(one, str) else one for one in listed]
     if not 0 < len(types) <= MAX_LAYERS or any(one not in list(_KINDS) for one in types):
         raise ModelFormatError(
-            f"{key}={given!r:.200} must say of each layer which of {sorted(_KINDS)} it is"
+            f"{key}={given!r:.200} must give one of {sorted(_KINDS)} for each layer"
         )
     return types
 
@@ -135,7 +135,7 @@ def _hybrid(config: Config, layers: int) -> Hybrid:
     kinds = tuple(_KINDS[one] for one in config["layer_types"])
     if ATTENTION not in kinds:
         raise ModelFormatError(
-            "no layer of the model attends; models of states alone are not known"
+            "no layer of the model has attention, and models without attention are not supported"
         )
     mixer = ssd_mixer(config, _KEYS, "gated_before", time_limit_of(config))
     names = ssd_names("mamba", mixer, conv_bias=flag_of(config, "use_conv_bias", True))
@@ -264,7 +264,7 @@ def _gguf_kinds(keys: Keys) -> list[str]:
             raise keys.error(
                 "feed_forward_length",
                 width,
-                f"of layer {index}, which has {count} key heads as well",
+                f"of layer {index}, which also has {count} KV heads",
             )
         has_router = f"blk.{index}.ffn_gate_inp.weight" in keys.header.tensors
         found.append(

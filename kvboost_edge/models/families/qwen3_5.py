@@ -72,14 +72,13 @@ def _hybrid(config: Config, layers: int) -> Hybrid:
         check_most(name, dim, MOST_DIM)
         if dim % LANES:
             raise ModelFormatError(
-                f"{name}={dim} is not a multiple of {LANES}, which the kernels of recurrent "
-                "layers need"
+                f"{name}={dim} is not a multiple of {LANES}, as the recurrent kernels require"
             )
     if value_heads * value_dim % GROUP:
         raise ModelFormatError(
             f"linear_num_value_heads={value_heads} x linear_value_head_dim={value_dim} are "
-            f"{value_heads * value_dim} values, no multiple of {GROUP}, which the kernels of "
-            "states need"
+            f"{value_heads * value_dim} values, not a multiple of {GROUP}, as the recurrent "
+            "kernels require"
         )
     channels = 2 * key_heads * key_dim + value_heads * value_dim
     tiled = bool(config.get(TILED_HEADS))

@@ -40,7 +40,7 @@ def _collected(name: str) -> Mapping[str, Any]:
         entries: Mapping[str, Any] = getattr(module, name, {})
         twice = found.keys() & entries.keys()
         if twice:
-            raise ValueError(f"{module.__name__}: {name} has {sorted(twice)} a second time")
+            raise ValueError(f"{module.__name__}: {name} defines {sorted(twice)} again")
         found |= entries
     return MappingProxyType(found)
 

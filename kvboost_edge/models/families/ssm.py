@@ -98,7 +98,7 @@ def check_most(name: str, value: int, most: int) -> None:
     """Raise ModelFormatError if a size exceeds the limit of the recurrent kernels."""
     if value > most:
         raise ModelFormatError(
-            f"{name}={value} is above {most}, the most that kernels of states take"
+            f"{name}={value} is above {most}, the limit of the recurrent kernels"
         )
 
 
@@ -106,7 +106,7 @@ def hybrid_of(kinds: tuple[str, ...], mixer: Mixer, names: MixerNames) -> Hybrid
     """Describe a hybrid model. Raises ModelFormatError if no layer attends."""
     if _ATTENTION not in kinds:
         raise ModelFormatError(
-            "no layer of the model attends; models of states alone are not known"
+            "no layer of the model has attention, and models without attention are not supported"
         )
     return Hybrid(kinds, mixer if mixer.kind in kinds else None, names)
 
@@ -143,8 +143,8 @@ def kinds_of_layers(
             if one != other
         )
         raise ModelFormatError(
-            f"layer_types says {types[at]!r} of layer {at}, and {_rule_of(config)} says "
-            f"{rule[at]!r}; they contradict each other"
+            f"layer_types gives {types[at]!r} for layer {at}, but {_rule_of(config)} gives "
+            f"{rule[at]!r}"
         )
     return tuple(known[one] for one in types)
 
@@ -199,19 +199,18 @@ def ssd_mixer(
     ):
         if value > most:
             raise ModelFormatError(
-                f"{key}={value} is above {most}, the most that kernels of states take"
+                f"{key}={value} is above {most}, the limit of the recurrent kernels"
             )
     for key, value in ((keys.head_dim, dim), (keys.state, state)):
         if value % LANES:
             raise ModelFormatError(
-                f"{key}={value} is not a multiple of {LANES}, which the kernels of recurrent "
-                "layers need"
+                f"{key}={value} is not a multiple of {LANES}, as the recurrent kernels require"
             )
     width = heads * dim
     if width % GROUP:
         raise ModelFormatError(
-            f"{keys.heads}={heads} x {keys.head_dim}={dim} are {width} values, no multiple of "
-            f"{GROUP}, which the kernels of recurrent layers need"
+            f"{keys.heads}={heads} x {keys.head_dim}={dim} are {width} values, not a multiple of "
+            f"{GROUP}, as the recurrent kernels require"
         )
     norm_groups = 0 if norm == "none" else groups
     channels = width + 2 * groups * state

@@ -40,7 +40,7 @@ def layer_windows(config: Config, layers: int, default: Callable[[int], bool]) -
     ):
         raise ModelFormatError(f"layer_types={types!r:.200} must be {layers} of {sorted(known)}")
     if "sliding_attention" in types and window < 1:
-        raise ModelFormatError("layer_types has sliding_attention, but sliding_window is not given")
+        raise ModelFormatError("layer_types has sliding_attention, but sliding_window is missing")
     return [known[kind] for kind in types]
 
 

@@ -119,27 +119,25 @@ TYPE_NAMES: dict[int, str] = {
 }
 """Names of tensor types by their number in the file, including unsupported ones."""
 
-_INSTEAD = "take a Q4_K_M or IQ4_XS file of this model"
+_INSTEAD = "use a Q4_K_M or IQ4_XS file of this model"
 # Prefix of a type's name -> reason why it is not read, and what to use instead.
 _REFUSED = {
     "Q2_K": (
-        "it has a scale and a minimum for every 16 weights, and in the packed formats would be "
-        f"larger and less exact; {_INSTEAD}, or a Q3_K_M one"
+        "it has a scale and a minimum per 16 weights, so the packed formats would be larger and "
+        f"less exact; {_INSTEAD}, or a Q3_K_M one"
     ),
     **dict.fromkeys(
         ("IQ1", "IQ2", "IQ3"),
-        "its weights are points of a lattice, and as 4 or 8 bits would be larger and less exact; "
+        "its weights are lattice points, so the packed formats would be larger and less exact; "
         f"{_INSTEAD}",
     ),
     **dict.fromkeys(
-        ("TQ", "Q1_0", "Q2_0"), f"it is for models trained with two or three values; {_INSTEAD}"
+        ("TQ", "Q1_0", "Q2_0"),
+        f"it is for models trained with binary or ternary weights; {_INSTEAD}",
     ),
-    "NVFP4": (
-        "its scales have 8 bits for every 16 weights, for which there is no packed format; "
-        f"{_INSTEAD}"
-    ),
+    "NVFP4": (f"it has an 8-bit scale per 16 weights, which no packed format supports; {_INSTEAD}"),
     **dict.fromkeys(
-        ("Q8_1", "Q8_K"), "it is for numbers inside a computation, not for files; take another file"
+        ("Q8_1", "Q8_K"), "it is a format for intermediate results, not for files; use another file"
     ),
 }
 
@@ -147,7 +145,7 @@ _REFUSED = {
 def refusal(name: str) -> str:
     """Return why a type that is not in BLOCKS is not read, and what to use instead."""
     found = next((text for beginning, text in _REFUSED.items() if name.startswith(beginning)), None)
-    return found or f"known are {', '.join(BLOCKS)}; {_INSTEAD}"
+    return found or f"the supported types are {', '.join(BLOCKS)}; {_INSTEAD}"
 
 
 def dequantize(name: str, data: Bytes) -> Floats:

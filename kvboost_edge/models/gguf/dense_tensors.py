@@ -31,8 +31,8 @@ def gguf_dense(header: GgufHeader, config: Mapping[str, Any]) -> Matrices:
     if missing:
         raise ModelFormatError(
             f"{header.path} lacks the tensors {', '.join(missing)}: it was converted without the "
-            "Dense layers after the pooling, so its vectors would be wrong; convert "
-            "it with --sentence-transformers-dense-modules, or use the safetensors"
+            "Dense layers after pooling, so its embeddings would be wrong; convert it with "
+            "--sentence-transformers-dense-modules, or use the safetensors"
         )
     found = tuple(_read(header, name) for name in names)
     check_dense(found, config, [f"{header.path}: tensor {name!r}" for name in names])

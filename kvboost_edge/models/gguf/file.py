@@ -154,7 +154,7 @@ class GgufHeader:
         except OSError as error:
             raise ModelFormatError(f"{self.path} cannot be read: {error}") from error
         if len(data) != found.stop - found.start:
-            raise ModelFormatError(f"{self.path} was cut short while it was read")
+            raise ModelFormatError(f"{self.path} was truncated while it was read")
         return _decoded(self.path, key, data, found.length)
 
     def value(self, key: str, *kinds: type) -> Any:
@@ -214,8 +214,8 @@ class _Cursor:
         """Skip `count` bytes; return their position."""
         if count > self.left():
             raise ModelFormatError(
-                f"{self.path}: {what} takes {count} bytes at {self.at}, but the header can have "
-                f"{self.left()} more; the file is truncated or damaged"
+                f"{self.path}: {what} takes {count} bytes at offset {self.at}, but the header has "
+                f"at most {self.left()} left; the file is truncated or damaged"
             )
         at = self.at
         self.at += count
@@ -243,7 +243,7 @@ class _Cursor:
         self.num_strings += count
         if self.num_strings > _MAX_STRINGS:
             raise ModelFormatError(
-                f"{self.path}: with {what} the file has more than {_MAX_STRINGS} strings"
+                f"{self.path}: the file has more than {_MAX_STRINGS} strings, including {what}"
             )
         start = self.at
         at = self.at
@@ -267,8 +267,8 @@ def _read(path: Path, stamp: FileStamp, mapped: mmap.mmap) -> GgufHeader:
     version = cursor.number(4, "the version")
     if version not in _VERSIONS:
         swapped = int.from_bytes(version.to_bytes(4, "little"), "big")
-        why = "it is big-endian" if swapped in _VERSIONS else f"known are {_VERSIONS}"
-        raise ModelFormatError(f"{path} is of GGUF version {version}, which is not read: {why}")
+        why = "it is big-endian" if swapped in _VERSIONS else f"supported: {_VERSIONS}"
+        raise ModelFormatError(f"{path} has GGUF version {version}, which is not supported: {why}")
     counts = cursor.number(8, "the number of tensors"), cursor.number(8, "the number of keys")
     for count, least, what in zip(
         counts, (_MIN_INFO_BYTES, _MIN_KEY_BYTES), ("tensors", "keys"), strict=True
@@ -280,12 +280,13 @@ def _read(path: Path, stamp: FileStamp, mapped: mmap.mmap) -> GgufHeader:
             )
     if counts[1] > _MAX_KEYS:
         raise ModelFormatError(
-            f"{path} claims {counts[1]} keys, over the limit of {_MAX_KEYS}; models have a hundred"
+            f"{path} claims {counts[1]} keys, over the limit of {_MAX_KEYS}; real models have "
+            "about a hundred"
         )
     if counts[0] > max(_MANY_TENSORS, size // _MIN_TENSOR_BYTES):
         raise ModelFormatError(
-            f"{path} claims {counts[0]} tensors in {size} bytes; a model's tensors are "
-            "larger. Download the file again"
+            f"{path} claims {counts[0]} tensors in {size} bytes, fewer than a model's tensors "
+            "need; download the file again"
         )
     values = _read_values(cursor, counts[1])
     alignment = values.get("general.alignment", _DEFAULT_ALIGNMENT)
@@ -315,7 +316,7 @@ def _read_values(cursor: _Cursor, count: int) -> dict[str, Any]:
     for index in range(count):
         key = cursor.text(f"key number {index}", _MAX_KEY_BYTES)
         if key in values:
-            raise ModelFormatError(f"{cursor.path}: key {key!r} is there twice")
+            raise ModelFormatError(f"{cursor.path}: key {key!r} appears twice")
         kind = cursor.number(4, f"the type of key {key!r}")
         values[key] = _read_array(cursor, key) if kind == _ARRAY else _read_value(cursor, key, kind)
     return values
@@ -353,7 +354,7 @@ def _skip_arrays(cursor: _Cursor, key: str, count: int) -> None:
         num_skipped += 1
         if num_skipped > _MAX_NESTED:
             raise ModelFormatError(
-                f"{cursor.path}: key {key!r} has more than {_MAX_NESTED} arrays in its array"
+                f"{cursor.path}: key {key!r} has more than {_MAX_NESTED} nested arrays"
             )
         kind = cursor.number(4, f"the element type of an array in key {key!r}")
         inner = cursor.number(8, f"the length of an array in key {key!r}")
@@ -367,7 +368,7 @@ def _skip_arrays(cursor: _Cursor, key: str, count: int) -> None:
 
 def _read_numbers(cursor: _Cursor, key: str, kind: int, count: int) -> npt.NDArray[Any]:
     if kind not in _SCALARS:
-        raise ModelFormatError(f"{cursor.path}: key {key!r} has values of the unknown type {kind}")
+        raise ModelFormatError(f"{cursor.path}: key {key!r} has the unknown value type {kind}")
     dtype = np.dtype(_SCALARS[kind])
     at = cursor.take(count * dtype.itemsize, f"the value of key {key!r}")
     values = np.frombuffer(cursor.data[at : cursor.at], dtype)
@@ -387,7 +388,7 @@ def _read_info(cursor: _Cursor, alignment: int) -> tuple[str, str, tuple[int, ..
     num_dims = cursor.number(4, what)
     if not 1 <= num_dims <= _MAX_DIMS:
         raise ModelFormatError(
-            f"{cursor.path}: {what} has {num_dims} dimensions; 1 to {_MAX_DIMS} are known"
+            f"{cursor.path}: {what} has {num_dims} dimensions; supported: 1 to {_MAX_DIMS}"
         )
     inner_first = [cursor.number(8, what) for _ in range(num_dims)]
     number = cursor.number(4, what)
@@ -395,7 +396,7 @@ def _read_info(cursor: _Cursor, alignment: int) -> tuple[str, str, tuple[int, ..
     kind = TYPE_NAMES.get(number)
     if kind not in BLOCKS:
         raise ModelFormatError(
-            f"{cursor.path}: {what} has the type {kind or number}, which is not read: "
+            f"{cursor.path}: {what} has the type {kind or number}, which is not supported: "
             f"{refusal(kind or '')}"
         )
     if (
@@ -404,8 +405,8 @@ def _read_info(cursor: _Cursor, alignment: int) -> tuple[str, str, tuple[int, ..
         or inner_first[0] % BLOCKS[kind].weights
     ):
         raise ModelFormatError(
-            f"{cursor.path}: {what} of type {kind} has the bad shape {tuple(inner_first)} "
-            f"(innermost first; rows are multiples of {BLOCKS[kind].weights})"
+            f"{cursor.path}: {what} of type {kind} has the invalid shape {tuple(inner_first)} "
+            f"(innermost first; rows must be multiples of {BLOCKS[kind].weights})"
         )
     if offset % alignment:
         raise ModelFormatError(
@@ -428,14 +429,14 @@ def _place(
     tensors: dict[str, GgufTensor] = {}
     for name, kind, shape, offset in sorted(infos, key=lambda info: info[3]):
         if name in tensors:
-            raise ModelFormatError(f"{path}: tensor {name!r} is there twice")
+            raise ModelFormatError(f"{path}: tensor {name!r} appears twice")
         block = BLOCKS[kind]
         at = start + offset
         stop = at + math.prod(shape) // block.weights * block.nbytes
         if stop > size:
             raise ModelFormatError(
-                f"{path}: tensor {name!r} ends at byte {stop}, the file at {size}; the file is "
-                "truncated or damaged"
+                f"{path}: tensor {name!r} ends at byte {stop}, but the file has {size} bytes; it "
+                "is truncated or damaged"
             )
         tensors[name] = GgufTensor(name, kind, shape, at, stop)
     end = start

@@ -148,7 +148,7 @@ def gguf_config(header: GgufHeader, vocabulary: Sequence[str]) -> dict[str, Any]
         raise keys.error(
             "attention.head_count",
             heads,
-            f"is not a multiple of {config['num_key_value_heads']} key heads",
+            f"is not a multiple of {config['num_key_value_heads']} KV heads",
         )
     if not architecture.alone:
         config.update(_rope(header, keys, head_dim))
@@ -174,7 +174,9 @@ def _kv_heads(keys: Keys, architecture: GgufArchitecture) -> int | None:
     heads = keys.sizes(name, 0)
     if len({*heads, 0}) != 2:
         raise keys.error(
-            name, heads, "must be one number for all layers that attend, and 0 for the others"
+            name,
+            heads,
+            "must be the same number for all layers with attention, and 0 for the others",
         )
     return max(heads)
 
@@ -249,7 +251,7 @@ def _token_id(header: GgufHeader, key: str) -> int | None:
         if value == (1 << 32) - 1:
             return None
         raise ModelFormatError(
-            f"{header.path}: {name}={value} is beyond the vocabulary of {embedding.shape[0]}"
+            f"{header.path}: {name}={value} is outside the vocabulary of {embedding.shape[0]}"
         )
     return int(value)
 
@@ -262,19 +264,25 @@ def _refuse_unknown(keys: Keys, architecture: GgufArchitecture) -> None:
             continue
         if not _is_neutral(inner, keys.header.values[key]):
             raise ModelFormatError(
-                f"{keys.header.path}: key {key!r} is not understood for this architecture; without "
-                "it the model would compute something else"
+                f"{keys.header.path}: key {key!r} is not supported for this architecture, and "
+                "ignoring it would change the results"
             )
     if not architecture.experts and keys.header.values.get(keys.name("expert_count")) not in (
         None,
         0,
     ):
         raise keys.error(
-            "expert_count", keys.header.values[keys.name("expert_count")], "is a mixture of experts"
+            "expert_count",
+            keys.header.values[keys.name("expert_count")],
+            "is not supported for this architecture, which has no experts",
         )
     causal = keys.header.value(keys.name("attention.causal"), bool)
     if causal is architecture.both_ways:
-        wanted = "contradicts the architecture" if causal else "is not a model that generates text"
+        wanted = (
+            "contradicts the architecture"
+            if causal
+            else ("is not supported: the model cannot generate text")
+        )
         raise keys.error("attention.causal", causal, wanted)
 
 
@@ -294,7 +302,7 @@ def _vocab_size(header: GgufHeader, keys: Keys, hidden: int) -> int:
     embedding = header.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise ModelFormatError(
-            f"{header.path}: tensor 'token_embd.weight' must be there, with two dimensions"
+            f"{header.path}: tensor 'token_embd.weight' must exist and have two dimensions"
         )
     rows, columns = embedding.shape
     if columns != hidden:
@@ -308,7 +316,7 @@ def _vocab_size(header: GgufHeader, keys: Keys, hidden: int) -> int:
         count = header.length(TOKENS)
         if count > rows:
             raise ModelFormatError(
-                f"{header.path}: {TOKENS} has {count} tokens, but tensor 'token_embd.weight' "
+                f"{header.path}: {TOKENS} has {count} tokens, but tensor 'token_embd.weight' has "
                 f"{rows} rows"
             )
     return rows
@@ -344,7 +352,7 @@ def _rope(header: GgufHeader, keys: Keys, head_dim: int) -> dict[str, Any]:
     elif short is not None or long is not None:
         missing = LONG_FACTORS if long is None else SHORT_FACTORS
         raise ModelFormatError(
-            f"{keys.header.path} lacks tensor {missing!r}, which rope of type longrope needs"
+            f"{keys.header.path} lacks tensor {missing!r}, which RoPE of type longrope needs"
         )
     elif kind == "linear":
         settings |= {
@@ -357,7 +365,7 @@ def _rope(header: GgufHeader, keys: Keys, head_dim: int) -> dict[str, Any]:
         raise keys.error(
             "rope.scaling.type",
             kind,
-            "is not known (known: none, linear, yarn, longrope with tensors)",
+            "is not supported (supported: none, linear, yarn, longrope with tensors)",
         )
     return {"rope_parameters": settings}
 
@@ -383,14 +391,15 @@ def _yarn(keys: Keys) -> dict[str, Any]:
         value = keys.number(f"rope.scaling.{key}", -math.inf)
         if value is not None and value != 1.0 and abs(value - allowed) > 1e-6:
             raise keys.error(
-                f"rope.scaling.{key}", value, f"is not understood; only 1 and {allowed:g} are"
+                f"rope.scaling.{key}", value, f"is not supported; only 1 and {allowed:g} are"
             )
     if factor is None or old is None:
         missing = (
             "rope.scaling.factor" if factor is None else "rope.scaling.original_context_length"
         )
         raise ModelFormatError(
-            f"{keys.header.path} lacks the key {keys.name(missing)!r}, which yarn needs"
+            f"{keys.header.path} lacks the key {keys.name(missing)!r}, which RoPE of type yarn "
+            "needs"
         )
     settings: dict[str, Any] = {
         "rope_type": "yarn",

@@ -53,14 +53,14 @@ def architecture_of(header: GgufHeader) -> GgufArchitecture:
     name = header.value("general.architecture", str)
     if name is None:
         raise ModelFormatError(
-            f"{header.path} lacks the key 'general.architecture'; it holds no model"
+            f"{header.path} lacks the key 'general.architecture'; it does not contain a model"
         )
     if name not in ARCHITECTURES:
         is_latent = f"{name}.attention.kv_lora_rank" in header.values
-        known = f"known: {', '.join(sorted(ARCHITECTURES))}"
+        known = f"supported: {', '.join(sorted(ARCHITECTURES))}"
         why = LATENT if is_latent else UNSUPPORTED_ARCHITECTURES.get(name, known)
         raise ModelFormatError(
-            f"{header.path}: general.architecture={name!r} is not read from GGUF ({why})"
+            f"{header.path}: general.architecture={name!r} is not supported in GGUF files ({why})"
         )
     return ARCHITECTURES[name]
 
@@ -99,13 +99,13 @@ class GgufSource:
             found = hf_name(self.architecture, name)
             if found is None:
                 raise ModelFormatError(
-                    f"{self._path}: tensor {name!r} is not known for the architecture "
+                    f"{self._path}: tensor {name!r} is not supported for the architecture "
                     f"{header.value('general.architecture', str)}"
                 )
             for piece in expert_rows(found, tensor.shape) or [ExpertRows(found, 0, tensor.shape)]:
                 if piece.name in self._tensors:
                     raise ModelFormatError(
-                        f"{self._path}: tensor {name!r} is there a second time, as {piece.name!r}"
+                        f"{self._path}: tensor {name!r} duplicates {piece.name!r}"
                     )
                 start, stop = piece.bytes_in(tensor.start, tensor.stop, tensor.shape)
                 self._tensors[piece.name] = dataclasses.replace(
@@ -174,9 +174,8 @@ class GgufSource:
             return found
         if not np.isfinite(found.scales).all():
             raise ModelFormatError(
-                f"{self._path}: tensor {name!r} ({tensor.type}) has scales above 65504 in rows "
-                f"{start} to {stop - 1}, the largest that {found.kind!r} holds; give weights='f32' "
-                "or 'bf16'"
+                f"{self._path}: tensor {name!r} ({tensor.type}) has scales above 65504, the limit "
+                f"of {found.kind!r}, in rows {start} to {stop - 1}; set weights='f32' or 'bf16'"
             )
         self._note_lost(name, block.count_lost(data.reshape(-1, block.nbytes)))
         return found
@@ -200,7 +199,8 @@ class GgufSource:
         path, stamp = self.header.parts[tensor.part]
         if len(tensor.shape) != 2 or name.endswith(tuple(self._heads)):
             raise ModelFormatError(
-                f"{path}: tensor {name!r} of shape {tensor.shape} has no rows to be read alone"
+                f"{path}: tensor {name!r} of shape {tensor.shape} does not allow reads of single "
+                "rows"
             )
         row_bytes = (tensor.stop - tensor.start) // tensor.shape[0]
         return StoredRows(path, stamp, tensor.type, tensor.start, row_bytes)
@@ -262,7 +262,8 @@ def _stored_rows(name: str, tensor: GgufTensor, heads: int) -> npt.NDArray[np.in
     rows = tensor.shape[0]
     if rows % (2 * heads):
         raise ModelFormatError(
-            f"tensor {name!r} has {rows} rows, which are not {heads} heads of an even size"
+            f"tensor {name!r} has {rows} rows, which cannot be divided into {heads} heads of an "
+            "even size"
         )
     return (
         np.arange(rows, dtype=np.int64)

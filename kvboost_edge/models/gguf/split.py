@@ -31,13 +31,13 @@ def read_gguf_model(path: Path | str) -> GgufHeader:
     if name is None or name.total != count:
         raise ModelFormatError(
             f"{path} is one of {count} parts (split.count), but its name does not end in "
-            f"-00001-of-{count:05d}.gguf; give the parts the names they were made with"
+            f"-00001-of-{count:05d}.gguf; restore the original names of the parts"
         )
     paths = [path.with_name(other) for other in name.names()]
     missing = [other.name for other in paths if not other.is_file()]
     if missing:
         raise ModelFormatError(
-            f"{path} is one of {count} parts; its directory lacks {', '.join(missing[:5])}"
+            f"{path} is one of {count} parts; missing in its directory: {', '.join(missing[:5])}"
         )
     return _joined([header if other == path else read_gguf(other) for other in paths])
 
@@ -49,7 +49,7 @@ def _joined(headers: list[GgufHeader]) -> GgufHeader:
         _check_key(header, "split.count", len(headers))
         for name, tensor in header.tensors.items():
             if name in tensors:
-                raise ModelFormatError(f"{header.path}: tensor {name!r} is in another part, too")
+                raise ModelFormatError(f"{header.path}: tensor {name!r} is also in another part")
             tensors[name] = dataclasses.replace(tensor, part=number)
     for header in headers:
         _check_key(header, "split.tensors.count", len(tensors))
@@ -61,6 +61,5 @@ def _check_key(header: GgufHeader, key: str, expected: int) -> None:
     value = header.value(key, int)
     if value != expected:
         raise ModelFormatError(
-            f"{header.path}: key {key!r} is {value}, but with all parts together it must be "
-            f"{expected}"
+            f"{header.path}: key {key!r} is {value}, but with all parts it must be {expected}"
         )

@@ -93,8 +93,8 @@ def _chosen(model: HubName, models: Mapping[str, list[str]], wanted: str | None)
     if len(found) > 1:
         several = ", ".join(PurePosixPath(stem).name for stem in found[:_MAX_NAMED])
         raise ModelFormatError(
-            f"hub model {model.at} has {len(found)} GGUF files that this can mean: {several}; add "
-            f"the quantization or the name, as in {model.name}:{PurePosixPath(found[0]).name}"
+            f"hub model {model.at} has {len(found)} matching GGUF files: {several}; add the "
+            f"quantization or the file name, as in {model.name}:{PurePosixPath(found[0]).name}"
         )
     names = models[found[0]]
     part = part_name(names[0])
@@ -103,7 +103,7 @@ def _chosen(model: HubName, models: Mapping[str, list[str]], wanted: str | None)
     missing = sorted(set(part.names()) - set(names))
     if missing:
         raise ModelFormatError(
-            f"hub model {model.at} lacks {', '.join(missing[:5])} of a model in {part.total} parts"
+            f"hub model {model.at} lacks {', '.join(missing[:5])}; the model has {part.total} parts"
         )
     return part.names()
 
@@ -144,7 +144,7 @@ def _listed(model: HubName) -> dict[str, str | None]:
             found = _cached(model._replace(local_files_only=True))
         except ModelFormatError:
             raise error from error.__cause__
-        _LOG.warning("%s; the copy in the hub cache is used", error)
+        _LOG.warning("%s; using the copy in the hub cache", error)
         return found
     return {file.rfilename: file.lfs.sha256 if file.lfs else None for file in info.siblings or ()}
 
@@ -189,8 +189,8 @@ def _check_digest(path: Path, expected: str | None) -> None:
             path.resolve().unlink()
             path.unlink(missing_ok=True)
             raise ModelFormatError(
-                f"{path.name} was damaged on its way: its SHA-256 is {found}, the hub's "
-                f"{expected}; it was removed, fetch it again"
+                f"{path.name} was damaged during the download: its SHA-256 is {found}, expected "
+                f"{expected}; the file was removed, download it again"
             )
     except OSError as error:
         raise ModelFormatError(f"{path} cannot be read: {error}") from error
@@ -231,16 +231,16 @@ def _unreachable(model: HubName, error: Exception) -> str:
     if model.local_files_only:
         return (
             f"there is no directory {model.at}, it is not in the local hub cache, and "
-            "local_files_only=True forbids to fetch it; set local_files_only=False, or give a "
+            "local_files_only=True forbids the download; set local_files_only=False, or give a "
             "directory"
         )
     if constants.HF_HUB_OFFLINE:
         return (
             f"there is no directory {model.at}, it is not in the local hub cache, and "
-            "HF_HUB_OFFLINE forbids to fetch it; unset HF_HUB_OFFLINE, or give a directory"
+            "HF_HUB_OFFLINE forbids the download; unset HF_HUB_OFFLINE, or give a directory"
         )
     said = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
     return (
-        f"there is no directory {model.at}, and it could not be fetched from the hub: "
+        f"there is no directory {model.at}, and it could not be downloaded from the hub: "
         f"{said.strip().removeprefix('Got: ')}"
     )

@@ -43,7 +43,9 @@ def ollama_model(name: str) -> Path:
     """
     found = _NAME.fullmatch(name)
     if found is None:
-        raise ModelFormatError(f"{OLLAMA}{name} is not an Ollama name such as {OLLAMA}qwen3:0.6b")
+        raise ModelFormatError(
+            f"{OLLAMA}{name} is not a valid Ollama name such as {OLLAMA}qwen3:0.6b"
+        )
     pieces = found["path"].split("/")
     path = Path(*(_HOST, _NAMESPACE)[: 3 - len(pieces)], *pieces, found["tag"] or "latest")
     for root in _roots():
@@ -52,7 +54,7 @@ def ollama_model(name: str) -> Path:
             return _blob(root, manifest, name)
     places = " and ".join(str(root) for root in _roots())
     raise ModelFormatError(
-        f"Ollama has no model {name} in {places}; fetch it with `ollama pull {name}`, or point "
+        f"Ollama has no model {name} in {places}; download it with `ollama pull {name}`, or set "
         "OLLAMA_MODELS to its store"
     )
 
@@ -87,17 +89,15 @@ def _blob(root: Path, manifest: Path, name: str) -> Path:
         with open(manifest, "rb") as file:
             fields = json.loads(file.read(_MAX_MANIFEST_BYTES))
     except (OSError, ValueError, RecursionError) as error:
-        raise ModelFormatError(
-            f"{manifest} is not a readable manifest of Ollama's: {error}"
-        ) from error
+        raise ModelFormatError(f"{manifest} is not a valid Ollama manifest: {error}") from error
     layers = fields.get("layers") if isinstance(fields, dict) else None
     digests = [_digest(manifest, layer) for layer in _models(layers)]
     if len(digests) != 1:
-        raise ModelFormatError(f"{manifest} names {len(digests)} model files; one is read")
+        raise ModelFormatError(f"{manifest} names {len(digests)} model files, expected one")
     blob = root / "blobs" / f"sha256-{digests[0]}"
     if not blob.is_file():
         raise ModelFormatError(
-            f"{blob} is missing, which {manifest} names; fetch it with `ollama pull {name}`"
+            f"{blob}, named in {manifest}, is missing; download it with `ollama pull {name}`"
         )
     return blob
 

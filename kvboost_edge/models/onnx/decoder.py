@@ -103,7 +103,7 @@ def recognise(model: OnnxModel) -> Decoder:
     for node in model.nodes:
         if node.has_graph:
             raise ModelFormatError(
-                f"{model.path}: {node} has a graph of its own, which is not read"
+                f"{model.path}: {node} contains a subgraph, which is not supported"
             )
     return _Search(model).decoder()
 
@@ -117,13 +117,13 @@ class _Search:
         graph = self.graph
         if "logits" not in self.model.outputs:
             raise graph.error(
-                f"no output is called 'logits'; there are {sorted(self.model.outputs)[:5]}"
+                f"no output is named 'logits'; outputs:  {sorted(self.model.outputs)[:5]}"
             )
         value, cap, factor = self._logits("logits")
         head = graph.linear(value)
         if head.bias is not None or head.size != head.matrix.shape[0]:
             raise graph.error(
-                "the head has a bias or is cut, which is not known to the native runner"
+                "the head has a bias or is sliced, which is not supported by the native runner"
             )
         norm = graph.norm(head.source)
         layers: list[DecoderLayer] = []
@@ -132,7 +132,7 @@ class _Search:
             layer, stream = self._layer(stream)
             layers.append(layer)
             if len(layers) > _MAX_LAYERS:
-                raise graph.error(f"it has more than {_MAX_LAYERS} layers")
+                raise graph.error(f"the graph has more than {_MAX_LAYERS} layers")
         if not layers:
             raise graph.error("no layer was found between the embedding and the head")
         layers.reverse()
@@ -230,7 +230,7 @@ class _Search:
         found = graph.summands(stream)
         if found is None:
             raise graph.error(
-                f"value {stream!r} is not a sum, where a layer adds to the residual stream"
+                f"value {stream!r} is not a sum, as the residual stream must be after a layer"
             )
         for older, younger in (found, found[::-1]):
             seen = set(graph.seen)
@@ -246,7 +246,7 @@ class _Search:
                 )
             graph.seen = seen
         raise graph.error(
-            f"neither {found[0]!r} nor {found[1]!r}, which are added, comes from a matrix"
+            f"of the summands {found[0]!r} and {found[1]!r}, neither is the output of a matrix"
         )
 
     def _is_biased(self, node: OnnxNode) -> bool:
@@ -259,7 +259,7 @@ class _Search:
         norm = self.graph.norm(value)
         if norm.source != stream:
             raise self.graph.error(
-                f"the norm that makes {value!r} is not of the residual stream before its layer"
+                f"the norm that makes {value!r} does not read the residual stream before its layer"
             )
         return norm
 
@@ -287,7 +287,7 @@ class _Search:
             kind = "silu" if alpha == 1 else f"{node.op} with alpha={alpha:g}"
         if kind:
             if graph.optional(node, 1):
-                raise graph.error(f"{node} has a bias, which is not read")
+                raise graph.error(f"{node} has a bias, which is not supported")
             graph.seen.add(node.index)
             return graph.input(node, 0), kind
         if node.op != "Mul":
@@ -306,19 +306,19 @@ class _Search:
         node = graph.expect(value, "GroupQueryAttention")
         for index, what in ((_BIAS, "a bias of attention"), (_SINK, "sinks of attention")):
             if graph.optional(node, index):
-                raise graph.error(f"{node} has {what}, which is not known to the native runner")
+                raise graph.error(f"{node} has {what}, which is not supported by the native runner")
         for name in ("smooth_softmax", "rotary_interleaved", "qk_output"):
             if graph.integer(node, name, 0) > 0:
                 raise graph.error(
-                    f"{node} has {name}={node.attributes[name]}, which is not known to the native "
-                    "runner"
+                    f"{node} has {name}={node.attributes[name]}, which is not supported by the "
+                    "native runner"
                 )
         if any(
             str(node.attributes.get(name) or "NONE") != "NONE"
             for name in ("k_quant_type", "v_quant_type")
         ):
             raise graph.error(
-                f"{node} has quantized keys or values, which is not known to the native runner"
+                f"{node} has a quantized KV cache, which is not supported by the native runner"
             )
         for index in (_LENGTH, _TOTAL, _POSITIONS):
             if graph.optional(node, index):
@@ -334,7 +334,8 @@ class _Search:
         dim, rest = divmod(whole.size, heads + 2 * kv_heads)
         if rest:
             raise graph.error(
-                f"{node} has {whole.size} packed rows for {heads} and twice {kv_heads} heads"
+                f"{node} has {whole.size} packed rows, which do not fit {heads} query heads and 2 "
+                f"x {kv_heads} KV heads"
             )
         ends = (0, heads * dim, (heads + kv_heads) * dim, whole.size)
         cut = [
@@ -362,8 +363,8 @@ class _Search:
             sizes = graph.sizes(graph.input(inner, 1))
             if not sizes or sizes[-1] != norm.weight.shape[0]:
                 raise graph.error(
-                    f"{inner} makes heads of {sizes[-1:]}, their norm has {norm.weight.shape[0]} "
-                    "weights"
+                    f"{inner} makes heads of size {sizes[-1:]}, but their norm has "
+                    f"{norm.weight.shape[0]} weights"
                 )
             value = graph.input(inner, 0)
         return _Heads(graph.linear(value), norm, rope)
@@ -375,22 +376,23 @@ class _Search:
         graph = self.graph
         if graph.integer(node, "do_rotary", 0):
             if queries.rope is not None or keys.rope is not None:
-                raise graph.error(f"{node} turns queries and keys that were turned before")
+                raise graph.error(f"{node} applies RoPE to queries and keys a second time")
             return self._table(node, _COS), self._table(node, _SIN)
         if queries.rope is None or keys.rope is None:
             raise graph.error(
-                f"{node} has no rope, or on queries or keys alone; not known to the native runner"
+                f"{node} has no RoPE, or only on queries or keys, which is not supported by the "
+                "native runner"
             )
         tables = set()
         for rope in (queries.rope, keys.rope):
             if graph.integer(rope, "interleaved", 0) or graph.number(rope, "scale", 1.0) != 1:
                 raise graph.error(
-                    f"{rope} is interleaved or scaled, which is not known to the native runner"
+                    f"{rope} is interleaved or scaled, which is not supported by the native runner"
                 )
             graph.mark_ancestors(graph.input(rope, 1), _LENGTHS, _INPUTS)
             tables.add((self._table(rope, 2), self._table(rope, 3)))
         if len(tables) != 1:
-            raise graph.error(f"{node}: queries and keys are turned by different tables")
+            raise graph.error(f"{node}: queries and keys use different RoPE tables")
         return tables.pop()
 
     def _table(self, node: OnnxNode, index: int) -> OnnxTensor:
@@ -408,8 +410,8 @@ class _Search:
         dim, rest = divmod(q, layer.num_heads)
         if rest or k != v or k != dim * layer.num_kv_heads or not dim:
             raise self.graph.error(
-                f"{node}: {q} queries, {k} keys and {v} values are not {layer.num_heads} and "
-                f"{layer.num_kv_heads} heads"
+                f"{node}: {q} query, {k} key and {v} value channels do not fit {layer.num_heads} "
+                f"query heads and {layer.num_kv_heads} KV heads"
             )
         for name in ("self_attn.q_norm.weight", "self_attn.k_norm.weight"):
             if name in layer.vectors and layer.vectors[name].stop != dim:
@@ -430,28 +432,33 @@ class _Search:
             1,
             -1,
         ):
-            raise graph.error(f"{node} has other axes than rows and columns")
+            raise graph.error(f"{node} has an axis other than rows and columns")
         source = graph.input(node, 0)
         if graph.tensor(source) is None:  # rows of blocks, seen as rows of bytes
             source = graph.input(graph.expect(source, "Reshape"), 0)
         data = graph.tensor(source)
         scales = graph.weight(node, 2)
         if data is None or not data.shape or not scales.shape:
-            raise graph.error(f"{node} looks up in the computed value {source!r}")
+            raise graph.error(
+                f"{node} reads rows of the computed value {source!r}, expected a weight"
+            )
         bits = graph.integer(node, "bits", 4)
         block = graph.integer(node, "block_size", 128)
         rows = data.shape[0]
         inputs = data.count // max(rows, 1) * (1 if data.dtype == "U4" else 8 // max(bits, 1))
         zeros = graph.weight(node, 3) if graph.optional(node, 3) else None
         if data.dtype == "U4" and zeros is None:
-            raise graph.error(f"{node} has 4 bit codes whose zero point is 0, which is not read")
+            raise graph.error(
+                f"{node} has 4-bit codes with the zero point 0, which is not supported"
+            )
         return bit_matrix(where, (rows, inputs, bits, block), data, scales, zeros), factor
 
     def _check_past(self, layers: list[DecoderLayer]) -> None:
         inputs = [name for name in self.model.inputs if name not in _INPUTS]
         if len(inputs) != 2 * len(layers):
             raise self.graph.error(
-                f"{len(inputs)} inputs are past KV, but there are {len(layers)} layers of attention"
+                f"{len(inputs)} inputs are past KV, but the graph has {len(layers)} attention "
+                "layers"
             )
 
 

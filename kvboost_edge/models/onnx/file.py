@@ -185,9 +185,7 @@ def read_onnx(path: Path | str) -> OnnxModel:
             if size > _MAX_PROTO_BYTES:
                 raise ModelFormatError(
                     f"{path} has {size} bytes; an ONNX file has at most {_MAX_PROTO_BYTES} (2 GB, "
-                    "protobuf's limit), and larger weights are stored next to it as external "
-                    "data: export "
-                    "it again"
+                    "protobuf's limit); export it again with external data"
                 )
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
                 return _Reader(path, FileStamp.of_open(file, path), mapped).model()
@@ -224,13 +222,13 @@ class _Reader:
             elif field.number == 5:
                 tensor = self._tensor(graph.inner(field, f"initializer {len(tensors)}"))
                 if tensor.name in tensors:
-                    raise ModelFormatError(f"{self.path}: tensor {tensor.name!r} is there twice")
+                    raise ModelFormatError(f"{self.path}: tensor {tensor.name!r} appears twice")
                 tensors[tensor.name] = tensor
             elif field.number in (11, 12):
                 value = self._value(graph.inner(field, "an input or output"))
                 (inputs if field.number == 11 else outputs)[value.name] = value
             elif field.number == 15:
-                raise ModelFormatError(f"{self.path} holds sparse tensors, which are not read")
+                raise ModelFormatError(f"{self.path} has sparse tensors, which are not supported")
             if max(len(nodes), len(tensors), len(inputs), len(outputs)) > _MAX_NODES:
                 raise graph.error(f"has more than {_MAX_NODES} nodes, tensors, inputs or outputs")
         for name in tensors:
@@ -334,16 +332,16 @@ class _Reader:
         dtype = _DTYPES.get(number, f"type {number}")
         what = f"{self.path}: tensor {name!r}"
         if any(size < 0 for size in dims) or math.prod(dims) >= 1 << 62:
-            raise ModelFormatError(f"{what} has the bad shape {tuple(dims)}")
+            raise ModelFormatError(f"{what} has the invalid shape {tuple(dims)}")
         needed = -(-math.prod(dims) * DTYPE_BITS[dtype] // 8) if dtype in DTYPE_BITS else None
         if location == _EXTERNAL:
             path, start, stop = self._external(what, external, needed)
         elif location:
-            raise ModelFormatError(f"{what} has data_location={location}, which is not known")
+            raise ModelFormatError(f"{what} has data_location={location}, which is not supported")
         elif raw is None and values is not None:
             if len(values) != math.prod(dims):
                 raise ModelFormatError(
-                    f"{what} has {len(values)} numbers, its shape {tuple(dims)} another count"
+                    f"{what} has {len(values)} numbers, which do not fit its shape {tuple(dims)}"
                 )
             return OnnxTensor(name, dtype, tuple(dims), self.path, 0, 0, tuple(values))
         else:
@@ -351,8 +349,8 @@ class _Reader:
             (start, stop) = raw or (0, 0)
         if needed is not None and stop - start != needed:
             raise ModelFormatError(
-                f"{what} of type {dtype} and shape {tuple(dims)} takes {needed} bytes, and "
-                f"{stop - start} are given"
+                f"{what} of type {dtype} and shape {tuple(dims)} takes {needed} bytes, but has "
+                f"{stop - start}"
             )
         return OnnxTensor(name, dtype, tuple(dims), path, start, stop)
 
@@ -372,8 +370,8 @@ class _Reader:
         location = fields.get("location", "")
         if not location or location in (".", "..") or any(char in location for char in "/\\:\0"):
             raise ModelFormatError(
-                f"{what} is stored in {location!r}; external data must be in a file of the "
-                "model's own folder, given by its name alone"
+                f"{what} is stored in {location!r}; external data must be in the model's "
+                "directory, named without a path"
             )
         if location not in self.files:
             if len(self.files) > _MAX_NAME:
@@ -383,7 +381,7 @@ class _Reader:
             path = self.path.parent / location
             if not path.is_file():
                 raise ModelFormatError(
-                    f"{what} is stored in {path}, which is missing; fetch it, too"
+                    f"{what} is stored in {path}, which is missing; download it, too"
                 )
             self.files[location] = OnnxFile(path, FileStamp.of(path))
         size = self.files[location].stamp.size
@@ -393,8 +391,8 @@ class _Reader:
         count = left if length is None else self._size(what, length, "length")
         if start + count > size:
             raise ModelFormatError(
-                f"{what} is at bytes {start} to {start + count} of {location}, which has {size}; "
-                "it is truncated or belongs to another model"
+                f"{what} is stored at bytes {start} to {start + count} of {location}, which has "
+                f"{size} bytes; that file is truncated or belongs to another model"
             )
         return self.path.parent / location, start, start + count
 

@@ -61,7 +61,7 @@ def find_onnx(path: Path) -> OnnxFolder | None:
     if len(found) > 1:
         names = ", ".join(sorted(found)[:_MAX_NAMED])
         raise ModelFormatError(
-            f"{path} holds several ONNX files ({names}); give the one that is meant as the model"
+            f"{path} contains several ONNX files ({names}); give one of them as the model"
         )
     return OnnxFolder(path, next(iter(found.values())), None) if found else None
 
@@ -76,7 +76,7 @@ def _of_file(path: Path) -> OnnxFolder | None:
         if (root / "config.json").is_file():
             return OnnxFolder(root, path, None)
     raise ModelFormatError(
-        f"{path} needs config.json or {GENAI_CONFIG} in its directory, and has neither"
+        f"neither config.json nor {GENAI_CONFIG} is next to {path}; the model needs one of them"
     )
 
 
@@ -94,8 +94,8 @@ def _of_genai(path: Path) -> OnnxFolder:
     ):
         raise ModelFormatError(
             f"{config}: model.decoder.filename={name!r:.80} must be the name of a file in that "
-            "folder; models of several files are not read"
+            "folder; models of several files are not supported"
         )
     if not (path / name).is_file():
-        raise ModelFormatError(f"{path / name} is missing, which {config} names")
+        raise ModelFormatError(f"{path / name}, named in {config}, is missing")
     return OnnxFolder(path, path / name, fields)

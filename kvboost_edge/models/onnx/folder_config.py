@@ -72,7 +72,7 @@ def onnx_config(folder: OnnxFolder, decoder: Decoder) -> dict[str, Any]:
     config = outer_config(folder)
     if "text_config" in config:
         raise ModelFormatError(
-            f"{folder.root}: the config is of several parts, of which the graph is one"
+            f"{folder.root}: composite models are not supported; the graph is one part of it"
         )
     config["tie_word_embeddings"] = decoder.head is None
     return config if folder.has_config else {**config, **_of_graph(config, decoder)}
@@ -84,7 +84,7 @@ def _of_graph(config: Mapping[str, Any], decoder: Decoder) -> dict[str, Any]:
     kind = config["model_type"]
     if layer.activation not in _ACTIVATIONS:
         raise ModelFormatError(
-            f"the activation {layer.activation} is not known to the native runner"
+            f"the activation {layer.activation} is not supported by the native runner"
         )
     found: dict[str, Any] = {
         "intermediate_size": _rows(layer, "mlp.gate_proj"),
@@ -118,7 +118,7 @@ def _windows(decoder: Decoder) -> dict[str, Any]:
     windows = {layer.window for layer in decoder.layers} - {0}
     if len(windows) > 1:
         raise ModelFormatError(
-            f"the layers have several windows ({sorted(windows)[:5]}), which no known family has"
+            f"layers with different windows ({sorted(windows)[:5]}) are not supported"
         )
     kinds = ["sliding_attention" if layer.window else "full_attention" for layer in decoder.layers]
     window = next(iter(windows), None)
@@ -136,7 +136,7 @@ def _ropes(config: Mapping[str, Any], decoder: Decoder) -> dict[str, Any]:
     if config["model_type"] != "gemma3_text":
         if len(found) > 1:
             raise ModelFormatError(
-                f"the layers are turned by {len(found)} ropes, which this family does not have"
+                f"layers with {len(found)} kinds of RoPE are not supported for this family"
             )
         return {"rope_parameters": next(iter(found.values()))}
     local = next((found[layer.rope] for layer in decoder.layers if layer.window), None)
@@ -156,17 +156,19 @@ def check_spec(spec: ModelSpec, decoder: Decoder) -> None:
         )
         if not equal:
             raise ModelFormatError(
-                f"the config means {what}={ours!r:.60}, and the graph computes {theirs!r:.60}"
+                f"the config gives {what}={ours!r:.60}, but the graph computes {theirs!r:.60}"
             )
     for index, layer in enumerate(decoder.layers):
         rope = spec.layers[index].rope
         if rope < 0:
             raise ModelFormatError(
-                f"the config means no rope in layer {index}, and the graph turns its queries"
+                f"the config gives no RoPE for layer {index}, but the graph rotates its queries"
             )
         problem = rope_difference(layer.rope, spec.ropes[rope], spec.max_context)
         if problem:
-            raise ModelFormatError(f"the rope of layer {index} is not the config's: {problem}")
+            raise ModelFormatError(
+                f"the RoPE of layer {index} differs from the config's: {problem}"
+            )
 
 
 def _facts(spec: ModelSpec, decoder: Decoder) -> Iterator[tuple[str, Any, Any, float]]:

@@ -100,10 +100,10 @@ class Graph:
         """Return the node that makes a value; it must have one of the types."""
         found = self.maker(value)
         if found is None:
-            raise self.error(f"value {value!r} is made by no node, expected {' or '.join(ops)}")
+            raise self.error(f"no node makes value {value!r}, expected {' or '.join(ops)}")
         node = found[0]
         if node.op not in ops:
-            raise self.error(f"{node} is not known where {' or '.join(ops)} is expected")
+            raise self.error(f"{node} is not supported here, expected {' or '.join(ops)}")
         self.seen.add(node.index)
         return node
 
@@ -132,7 +132,7 @@ class Graph:
         name = self.input(node, index)
         found = self.tensor(name)
         if found is None:
-            raise self.error(f"{node} has the computed input {name!r} where a weight belongs")
+            raise self.error(f"{node} has the computed input {name!r}, expected a weight")
         return found
 
     def scalar(self, value: str) -> float | None:
@@ -192,7 +192,7 @@ class Graph:
         matrix = self._bits(node) if node.op == "MatMulNBits" else self._floats(node)
         if len(node.inputs) > 5 and node.inputs[5]:
             if bias is not None:
-                raise self.error(f"{node} has a bias, and another one after it")
+                raise self.error(f"{node} has a bias, and another bias is added after it")
             bias = self.weight(node, 5)
         added = None if bias is None else float_matrix(str(node), bias, transposed=False)
         if added is not None and added.shape != matrix.shape[:1]:
@@ -206,7 +206,7 @@ class Graph:
         if node.domain != "com.microsoft":
             raise self.error(f"{node} is of the unknown domain {node.domain!r}")
         if self.optional(node, 4):
-            raise self.error(f"{node} has an order of its inputs (g_idx), which is not read")
+            raise self.error(f"{node} has an input order (g_idx), which is not supported")
         size = tuple(self.integer(node, name, 0) for name in ("N", "K", "bits", "block_size"))
         zeros = self.weight(node, 3) if self.optional(node, 3) else None
         where = f"{self.model.path}: {node}"
@@ -252,8 +252,7 @@ class Graph:
         parts = given if isinstance(given, list) and given else [size // count] * count
         if axis not in (-1, 2) or len(parts) != count or sum(parts) != size or min(parts) < 0:
             raise self.error(
-                f"{node} cuts {size} outputs along axis {axis} into {parts}, which is not "
-                "understood"
+                f"{node} cuts {size} outputs along axis {axis} into {parts}, which is not supported"
             )
         return sum(parts[:index]), sum(parts[: index + 1])
 
@@ -266,7 +265,7 @@ class Graph:
         node = self.expect(value, *_NORMS)
         is_skip = node.op == _SKIP
         if is_skip and self.optional(node, 3):
-            raise self.error(f"{node} has a bias, which is not read")
+            raise self.error(f"{node} has a bias, which is not supported")
         if not is_skip and self.integer(node, "axis", -1) not in (-1, 2):
             raise self.error(
                 f"{node} has axis={node.attributes.get('axis')}, expected the last one"
@@ -312,14 +311,12 @@ class Graph:
             if found is None:
                 if name not in inputs and name not in self.model.tensors:
                     raise self.error(
-                        f"value {name!r} is made by no node and is not one of the inputs {inputs}"
+                        f"no node makes value {name!r}, and it is not one of the inputs {inputs}"
                     )
                 continue
             node = found[0]
             if node.op not in ops:
-                raise self.error(
-                    f"{node} is not known among what makes the lengths of the sequences"
-                )
+                raise self.error(f"{node} is not supported in the computation of sequence lengths")
             self.seen.add(node.index)
             waiting += node.inputs
 
@@ -327,7 +324,7 @@ class Graph:
         """Raise ModelFormatError for a node that no query asked for."""
         for node in self.model.nodes:
             if node.index not in self.seen and node.op != "Constant":
-                raise self.error(f"{node} is not part of a decoder that the native runner knows")
+                raise self.error(f"{node} is not part of a decoder that the native runner supports")
 
 
 def _sum_of(node: OnnxNode) -> str:

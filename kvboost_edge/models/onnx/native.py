@@ -51,7 +51,7 @@ def native_decoder(folder: OnnxFolder, model: OnnxModel) -> OnnxDecoder:
     spec = describe_model(config)
     if spec.family.paired_rope or (spec.family.mlp and not spec.family.fused):
         raise ModelFormatError(
-            f"{model.path}: model_type={spec.model_type!r} is not read from ONNX"
+            f"{model.path}: model_type={spec.model_type!r} is not supported in ONNX files"
         )
     check_spec(spec, found)
     tensors = tensors_of(found, fused=spec.family.fused)

@@ -61,16 +61,17 @@ def past_layout(model: OnnxModel, config: Mapping[str, Any]) -> PastLayout:
             others[name] = value.dtype
         else:
             raise ModelFormatError(
-                f"{model.path}: the input {name!r} of type {value.dtype} is not known"
+                f"{model.path}: the input {name!r} of type {value.dtype} is not supported"
             )
     if "input_ids" not in others:
         raise ModelFormatError(
-            f"{model.path} has no input 'input_ids': it does not begin at token ids"
+            f"{model.path} has no input 'input_ids'; models that do not take token ids are not "
+            "supported"
         )
     if not found:
         raise ModelFormatError(
-            f"{model.path} has no inputs past_key_values.N.key and .value: a decoder without them "
-            "computes every token again; export it with its cache"
+            f"{model.path} has no inputs past_key_values.N.key and .value; export the model with "
+            "its KV cache"
         )
     if "logits" not in model.outputs:
         raise ModelFormatError(f"{model.path} has no output 'logits'")
@@ -83,7 +84,7 @@ def past_layout(model: OnnxModel, config: Mapping[str, Any]) -> PastLayout:
     dtypes = {value.dtype for value in found.values()}
     if len(dtypes) != 1 or not dtypes <= set(_DTYPES):
         raise ModelFormatError(
-            f"{model.path}: past KV has type {sorted(dtypes)}; F32 and F16 are supported"
+            f"{model.path}: past KV has the types {sorted(dtypes)}; supported: F32 or F16"
         )
     return PastLayout(
         layers, _DTYPES[dtypes.pop()], others, _is_shared(model, {v.name for v in found.values()})
@@ -128,8 +129,8 @@ def _refuse_operators(model: OnnxModel) -> None:
     for node in model.nodes:
         if node.has_graph:
             raise ModelFormatError(
-                f"{model.path}: {node} runs a part of the graph by a condition, so keys could "
-                "depend on the length of the sequence; such graphs are not shared between prompts"
+                f"{model.path}: {node} is a conditional part of the graph, so KV could depend on "
+                "the length of the sequence; such graphs are not supported"
             )
         if node.op == _SHARED:
             _refuse_cache(model, node)
@@ -140,8 +141,7 @@ def _refuse_cache(model: OnnxModel, node: OnnxNode) -> None:
         value = node.attributes.get(name)
         if value not in (None, 0, "", "NONE"):
             raise ModelFormatError(
-                f"{model.path}: {node} has {name}={value!r:.20}: its cache is not plain keys and "
-                "values"
+                f"{model.path}: {node} has {name}={value!r:.20}: only plain KV caches are supported"
             )
 
 

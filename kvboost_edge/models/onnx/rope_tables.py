@@ -69,7 +69,8 @@ def rope_settings(tables: Tables, head_dim: int, max_context: int) -> dict[str, 
     frequencies = np.arctan2(_row(sines, 1), _row(cosines, 1))
     if not ((frequencies > 0) & (frequencies < math.pi)).all():
         raise ModelFormatError(
-            f"{cosines.path}: tables {cosines.name!r} and {sines.name!r} hold no angles of rope"
+            f"{cosines.path}: tables {cosines.name!r} and {sines.name!r} do not hold the angles of "
+            "a RoPE"
         )
     problem = ""
     for settings in _candidates(frequencies):
@@ -85,9 +86,8 @@ def rope_settings(tables: Tables, head_dim: int, max_context: int) -> dict[str, 
             return settings
         problem = difference
     raise ModelFormatError(
-        f"{cosines.path}: the rope's tables are not of one frequency for each pair, as scaled rope "
-        f"has that changes with the length ({problem}); put the model's config.json into its "
-        "directory"
+        f"{cosines.path}: the RoPE tables do not have one frequency per pair, so the RoPE depends "
+        f"on the length ({problem}); put the model's config.json next to the file"
     )
 
 

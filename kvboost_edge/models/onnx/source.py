@@ -134,7 +134,8 @@ class OnnxSource:
 
     def stored_rows(self, name: str) -> StoredRows:
         raise ModelFormatError(
-            f"{self.file_of(name)}: tensor {name!r} is of an ONNX file: no row is read alone"
+            f"{self.file_of(name)}: tensor {name!r} is in an ONNX file, which does not allow reads "
+            "of single rows"
         )
 
     def kind(self, name: str) -> str | None:
@@ -164,7 +165,7 @@ class OnnxSource:
     def quant_rows(self, name: str, start: int, stop: int) -> QuantRows:
         kind = self.kind(name)
         if kind is None:
-            raise ModelFormatError(f"tensor {name!r} is not stored quantized in one way")
+            raise ModelFormatError(f"tensor {name!r} is not stored in one quantized format")
         parts = [
             self._quantized(part.matrix, kind, *ends) for part, ends in self._cut(name, start, stop)
         ]

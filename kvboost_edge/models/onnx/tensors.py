@@ -99,11 +99,13 @@ def bit_matrix(
     """
     outputs, inputs, bits, block = size
     if bits not in (4, 8):
-        raise ModelFormatError(f"{where}: bits={bits} are not read; 4 and 8 are")
+        raise ModelFormatError(f"{where}: bits={bits} is not supported; supported: 4 and 8")
     if block not in BLOCK_SIZES:
         raise ModelFormatError(f"{where}: block_size={block} is not one of {BLOCK_SIZES}")
     if not (0 < outputs < 1 << 31 and 0 < inputs < 1 << 31):
-        raise ModelFormatError(f"{where}: {outputs} outputs of {inputs} inputs are not a matrix")
+        raise ModelFormatError(
+            f"{where}: {outputs} outputs of {inputs} inputs are not a valid matrix"
+        )
     found = OnnxMatrix(weight, (outputs, inputs), bits, block, scales, zeros)
     groups = found.blocks
     if (
@@ -112,7 +114,7 @@ def bit_matrix(
     ):
         raise ModelFormatError(
             f"{where}: tensor {weight.name!r} is {weight.dtype} {weight.shape}, which does not "
-            f"hold {outputs} rows of {groups} blocks of {block} codes of {bits} bit"
+            f"hold {outputs} rows of {groups} blocks of {block} codes of {bits} bits"
         )
     if scales.dtype not in FLOATS or scales.count != outputs * groups:
         raise ModelFormatError(
@@ -180,5 +182,5 @@ def _bytes(path: Path, start: int, stop: int) -> bytes:
     except OSError as error:
         raise ModelFormatError(f"{path} cannot be read: {error}") from error
     if len(data) != stop - start:
-        raise ModelFormatError(f"{path} was cut short while it was read")
+        raise ModelFormatError(f"{path} was truncated while it was read")
     return data

@@ -65,10 +65,10 @@ class Message(NamedTuple):
             elif wire in (_EIGHT, _FOUR):
                 size = 8 if wire == _EIGHT else 4
             else:
-                raise self.error(f"has a field of the unknown kind {wire} before byte {at}")
+                raise self.error(f"has a field of unknown wire type {wire} before byte {at}")
             if size > self.stop - at:
                 raise self.error(
-                    f"has a field of {size} bytes at {at}, where {self.stop - at} are left"
+                    f"has a field of {size} bytes at {at}, but {self.stop - at} are left"
                 )
             yield ProtobufField(number, wire, 0, at, at + size)
             at += size
@@ -136,7 +136,7 @@ class Message(NamedTuple):
     def _expect(self, field: ProtobufField, wire: int) -> None:
         if field.wire != wire:
             raise self.error(
-                f"has {_NAMES[field.wire]} as field {field.number}, where {_NAMES[wire]} belongs"
+                f"has {_NAMES[field.wire]} as field {field.number}, expected {_NAMES[wire]}"
             )
 
     def _varint(self, at: int) -> tuple[int, int]:

@@ -178,9 +178,9 @@ def load_packed(
         return _pack_into_file(job, path, cache_dir)
     except OSError as error:
         _LOG.warning(
-            "packed weights (%.1f MB) cannot be kept in %s (%s); they stay in memory alone and "
-            "are packed again at every start. Make room, or point KVBOOST_EDGE_CACHE to another "
-            "disk",
+            "packed weights (%.1f MB) cannot be stored in %s (%s); they stay in memory and are "
+            "packed again at every start. Free disk space, or set KVBOOST_EDGE_CACHE to a "
+            "directory on another disk",
             *(_size(header) / 1e6, path.parent, error),
         )
     return _pack_into_memory(job)
@@ -213,7 +213,8 @@ def _pack_into_memory(job: _Job) -> PackedWeights:
             memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise CapacityError(
-            f"the packed weights take {size / 1e6:.1f} MB of memory, and it is refused: {error}"
+            f"the packed weights need {size / 1e6:.1f} MB of memory, which the system refused: "
+            f"{error}"
         ) from error
     target = np.frombuffer(memory, dtype=np.uint8)
 
@@ -234,7 +235,7 @@ def _pack_into_file(job: _Job, path: Path, cache_dir: Path | None) -> PackedWeig
     size = _size(job.header)
     free = free_bytes(path.parent)
     if free < size:
-        raise OSError(f"{free / 1e6:.1f} MB are left")
+        raise OSError(f"{free / 1e6:.1f} MB are free")
     file = open_unfinished(path.parent)
     try:
         with file:
@@ -258,7 +259,7 @@ def _take(path: Path, own: FileStamp, job: _Job, cache_dir: Path | None) -> Pack
     found = _open_checked(path, job.header, cache_dir, job.name)
     if found is None:
         raise ModelFormatError(
-            f"{path} was replaced by another process while it was opened; start again"
+            f"{path} was replaced by another process while it was opened; try again"
         )
     return found
 
@@ -310,7 +311,7 @@ def _open_checked(
             stamp = FileStamp.of_open(file, path)
             if stamp.size != _size(header) or file.read(len(header)) != header:
                 _LOG.warning(
-                    "%s is of another version or damaged; the weights are packed again", path
+                    "%s is damaged or has another version; the weights are packed again", path
                 )
                 return None
             known = recall(stamp, cache_dir)
@@ -374,7 +375,7 @@ def _write(file: IO[bytes], job: _Job, path: Path) -> None:
         count = target.read_into(back[: len(data)].data, at)
         if count != len(data) or not np.array_equal(back[:count], data):
             raise ModelFormatError(
-                f"{path} does not read back as it was written: the disk or the memory is faulty"
+                f"{path} does not read back as written; check the disk and the memory"
             )
 
     file.truncate(size)
@@ -418,7 +419,7 @@ def _pack(job: _Job, put: Callable[[int, npt.NDArray[np.uint8]], None], target: 
         log_conversions(job.plan, source)
     for path in job.model.changed_files():
         raise ModelFormatError(
-            f"{path} changed while its weights were packed; load it when it is complete"
+            f"{path} changed while its weights were packed; load it again when it is complete"
         )
     if job.progress is not None:
         job.progress(total, total)

@@ -100,8 +100,8 @@ def pack_plan(spec: ModelSpec, weights: str, source: WeightSource | None = None)
     if weights == STORED:
         if source is None or not is_quantized(source):
             raise ConfigError(
-                f"weights={STORED!r} asks for the checkpoint's own quantized formats, and it has "
-                f"none; give one of {WEIGHT_FORMATS}"
+                f"weights={STORED!r} keeps the formats of a quantized checkpoint, but this "
+                f"checkpoint is not quantized; give one of {WEIGHT_FORMATS}"
             )
         return [run for entry in _entries(spec, "int8") for run in _as_stored(entry, source)]
     if weights not in WEIGHT_FORMATS:
@@ -179,7 +179,8 @@ def _as_stored(entry: PackEntry, source: WeightSource) -> list[PackEntry]:
     unknown = set(kinds) - set(_WIDENING)
     if unknown:
         raise ModelFormatError(
-            f"{entry.name}: a source says it stores {sorted(unknown)}, known are {_WIDENING}"
+            f"{entry.name}: the source has the unknown formats {sorted(unknown)}; supported: "
+            f"{_WIDENING}"
         )
     # Tensors may have different tables, and a tile has one.
     in_tiles = all(rows % LANES == 0 for _, rows in entry.parts[:-1])
@@ -455,11 +456,12 @@ def check_tensors(
         and f".experts.{number - 1}.".join(surplus.split(f".experts.{number}.")) in used
     ):
         raise ModelFormatError(
-            f"tensor {surplus!r} is of expert {number}, and layers have {number}: 0 to {number - 1}"
+            f"tensor {surplus!r} belongs to expert {number}, but layers have the experts 0 to "
+            f"{number - 1}"
         )
     if left:
         raise ModelFormatError(
-            f"tensor {min(left)!r} is not known to the native runner ({len(left)} such)"
+            f"tensor {min(left)!r} is not supported by the native runner ({len(left)} such tensors)"
         )
 
 

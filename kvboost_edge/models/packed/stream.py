@@ -257,8 +257,8 @@ def _checked(source: WeightSource, tensor: str, start: int, stop: int, kind: str
         )
     top = high if high > largest else low
     raise ModelFormatError(
-        f"{where} holds the weight {top:.6g}; weights={kind!r} goes up to {largest:.6g}, give "
-        "weights='f32'"
+        f"{where} has the weight {top:.6g}, beyond the range of weights={kind!r} (up to "
+        f"{largest:.6g}); set weights='f32'"
     )
 
 

@@ -140,7 +140,9 @@ class PackedQuantSource:
     def stored_rows(self, name: str) -> StoredRows:
         module = self._module(name)
         if module is not None:
-            raise self._error(module, "qweight", "has rows as columns: none can be read alone")
+            raise self._error(
+                module, "qweight", "stores rows as columns and does not allow reads of single rows"
+            )
         return self._files.stored_rows(name)
 
     def _module(self, name: str) -> str | None:
@@ -157,7 +159,7 @@ class PackedQuantSource:
             raise self._error(
                 module,
                 "qweight",
-                f"is for {inputs} inputs and {outputs} outputs: multiples of 32 and 8",
+                f"has {inputs} inputs and {outputs} outputs, which must be multiples of 32 and 8",
             )
         for part, dtype, shape in (
             ("qzeros", "I32", (groups, outputs // 8)),
@@ -170,7 +172,7 @@ class PackedQuantSource:
             order = self._files.stored(f"{module}.g_idx", "I32", 1)
             if not np.array_equal(order, np.arange(inputs) // self._layout.group_size):
                 raise self._error(
-                    module, "g_idx", "is not in order: act-order (desc_act) is not read"
+                    module, "g_idx", "is not in order: act-order (desc_act) is not supported"
                 )
         return outputs, inputs
 
@@ -207,7 +209,7 @@ class PackedQuantSource:
                 raise self._error(
                     module,
                     "qzeros",
-                    "holds 15, which means 16 or 0: this format is ambiguous",
+                    "holds 15, which is ambiguous in this format (16 or 0)",
                 )
             known = self._zeros[module] = np.ascontiguousarray(
                 zeros + np.uint8(self._layout.zero_offset)

@@ -54,7 +54,7 @@ def check_dense(matrices: Matrices, config: Mapping[str, Any], names: Sequence[s
     for matrix, name in zip(matrices, names, strict=True):
         if matrix.ndim != 2 or matrix.shape[1] != inputs:
             raise ModelFormatError(
-                f"{name}: a matrix of {matrix.shape} cannot follow {inputs} numbers"
+                f"{name}: a matrix of shape {matrix.shape} does not fit {inputs} inputs"
             )
         if not np.isfinite(matrix).all():
             raise ModelFormatError(f"{name} holds NaN or infinity; the file is damaged")
@@ -69,13 +69,13 @@ def _read(folder: Path) -> Floats:
     ).rpartition(".")[2]
     if activation != _IDENTITY:
         raise ModelFormatError(
-            f"{path}: activation_function {activation!r} is not supported, {_IDENTITY!r} alone is"
+            f"{path}: activation_function {activation!r} is not supported; only {_IDENTITY!r} is"
         )
     if settings.get("bias", True):
         raise ModelFormatError(f"{path}: a Dense layer with a bias is not supported")
     with SafetensorsSource(folder) as source:
         if source.names() != {_NAME}:
             raise ModelFormatError(
-                f"{folder} holds the tensors {sorted(source.names())}, expected {_NAME!r} alone"
+                f"{folder} holds the tensors {sorted(source.names())}, expected only {_NAME!r}"
             )
         return source.rows(_NAME)

@@ -45,8 +45,7 @@ class FileBytes:
             raise ModelFormatError(f"{self.path} cannot be read: {error}") from error
         if done < len(raw):
             raise ModelFormatError(
-                f"{self.path} was cut short while it was read: it ends {len(raw) - done} bytes "
-                "early"
+                f"{self.path} was truncated while it was read: {len(raw) - done} bytes are missing"
             )
 
     def announce(self, starts: Iterable[int], count: int) -> None:
@@ -68,8 +67,8 @@ class FileBytes:
         now = os.fstat(self._file.fileno())
         if (now.st_size, now.st_mtime_ns) != (self.stamp.size, self.stamp.modified_ns):
             raise ModelFormatError(
-                f"{self.path} was changed while its model is open ({self.stamp.size} bytes then, "
-                f"{now.st_size} now); put the file back and load the model again"
+                f"{self.path} changed while its model was open (from {self.stamp.size} to "
+                f"{now.st_size} bytes); restore the file and load the model again"
             )
 
     def close(self) -> None:
@@ -109,5 +108,5 @@ def open_stamped(files: Iterable[tuple[Path, FileStamp]], what: str) -> list[Fil
 def _check_stamp(path: Path, found: FileStamp, stamp: FileStamp, what: str) -> None:
     if found != stamp:
         raise ModelFormatError(
-            f"{path} changed since its {what} was read; load it when it is complete"
+            f"{path} changed since its {what} was read; load it again when it is complete"
         )

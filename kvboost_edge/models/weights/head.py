@@ -52,8 +52,8 @@ def with_found_head(
     if other is None:
         return config
     _LOG.warning(
-        "%s holds a head that differs from the embedding: it is used, whatever the config says "
-        "of it",
+        "%s has a head that differs from the embedding; using it, although the config does not "
+        "name it",
         other,
     )
     return {**config, "tie_word_embeddings": False}

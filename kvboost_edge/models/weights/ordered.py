@@ -83,7 +83,7 @@ class HalvedSource(WrappedSource):
     def stored_rows(self, name: str) -> StoredRows:
         if name.endswith(_TURNED):
             raise ModelFormatError(
-                f"{self.file_of(name)}: tensor {name!r} has its rows in another order"
+                f"{self.file_of(name)}: tensor {name!r} stores its rows in another order"
             )
         return self._source.stored_rows(name)
 
@@ -155,7 +155,7 @@ class MixerSource(WrappedSource):
         if stored[0] % (2 * self._head_dim):
             raise ModelFormatError(
                 f"{self.file_of(name)}: tensor {self._stored_as(name)!r} has {stored[0]} rows, "
-                f"which are not queries and gates of heads of {self._head_dim}"
+                f"which do not fit queries and gates of heads of size {self._head_dim}"
             )
         return stored[0] // 2, *stored[1:]
 
@@ -186,7 +186,8 @@ class MixerSource(WrappedSource):
     def stored_rows(self, name: str) -> StoredRows:
         if self._is_conv(name) or self._is_interleaved(name) or self._stored_as(name) != name:
             raise ModelFormatError(
-                f"{self.file_of(name)}: tensor {name!r} is not stored as its rows are read"
+                f"{self.file_of(name)}: tensor {name!r} is stored in another layout than its rows "
+                "are read in"
             )
         return self._source.stored_rows(name)
 
@@ -211,8 +212,8 @@ class MixerSource(WrappedSource):
             or stored[-1] != self._taps + 1
         ):
             raise ModelFormatError(
-                f"{self.file_of(name)}: tensor {name!r} has shape {stored}; the config says that a "
-                f"channel has {self._taps + 1} taps"
+                f"{self.file_of(name)}: tensor {name!r} has shape {stored}; the config gives "
+                f"{self._taps + 1} taps per channel"
             )
         return stored[0], stored[-1]
 
@@ -281,8 +282,8 @@ class PieceSource(WrappedSource):
             return shape
         if shape[0] != self._rows:
             raise ModelFormatError(
-                f"{self.file_of(name)}: tensor {stored!r} has {shape[0]} rows; by the config these "
-                f"are {self._rows}"
+                f"{self.file_of(name)}: tensor {stored!r} has {shape[0]} rows, but the config "
+                f"gives {self._rows}"
             )
         return rows, *shape[1:]
 

@@ -73,8 +73,8 @@ class RowTable:
             )
         if stored.type not in ROW_TYPES:
             raise ModelFormatError(
-                f"{stored.path}: tensor {tensor!r} has the type {stored.type}; rows are read alone "
-                f"of {', '.join(ROW_TYPES)}"
+                f"{stored.path}: tensor {tensor!r} has the type {stored.type}; single rows can be "
+                f"read of {', '.join(ROW_TYPES)}"
             )
         file = FileBytes(stored.path)
         changed = model.changed_files() or (
@@ -83,7 +83,8 @@ class RowTable:
         if changed:
             file.close()
             raise ModelFormatError(
-                f"{changed[0]} changed since the model was opened; load it when it is complete"
+                f"{changed[0]} changed since the model was opened; load it again when it is "
+                "complete"
             )
         return cls(file, stored, rows, width)
 

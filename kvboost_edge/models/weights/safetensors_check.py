@@ -140,7 +140,7 @@ def weight_files(model_dir: Path) -> list[Path]:
             f"convert the weights to {SINGLE_FILE}"
         )
     raise ModelFormatError(
-        f"{model_dir} holds no weights: neither {SINGLE_FILE} nor {INDEX_FILE} is there"
+        f"{model_dir} has no weights: {SINGLE_FILE} and {INDEX_FILE} are missing"
     )
 
 
@@ -164,8 +164,8 @@ def read_header(path: Path) -> list[TensorEntry]:
                 )
             if length > max(_SMALL_HEADER_BYTES, (size - 8 - length) // _DATA_PER_HEADER):
                 raise ModelFormatError(
-                    f"{path}: a header of {length} bytes describes {size - 8 - length} bytes of "
-                    "data; a model's tensors are larger. Download the file again"
+                    f"{path}: a header of {length} bytes describes only {size - 8 - length} bytes "
+                    "of data; download the file again"
                 )
             raw = file.read(length)
     except OSError as error:
@@ -192,7 +192,7 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
         counts = Counter(name for name, _ in pairs)
-        raise ValueError(f"{next(n for n in counts if counts[n] > 1)!r} is there twice")
+        raise ValueError(f"{next(n for n in counts if counts[n] > 1)!r} appears twice")
     return found
 
 
@@ -208,12 +208,12 @@ def _check_layout(
     for entry in entries:
         if entry.stop > size:
             raise ModelFormatError(
-                f"{path}: tensor {entry.name!r} ends at byte {entry.stop}, the file at {size}; the "
-                "file is truncated"
+                f"{path}: tensor {entry.name!r} ends at byte {entry.stop}, but the file has {size} "
+                "bytes; it is truncated"
             )
         if entry.start != end:
             what = (
-                "overlaps the tensor before it" if entry.start < end else "leaves a hole before it"
+                "overlaps the tensor before it" if entry.start < end else "leaves a gap before it"
             )
             raise ModelFormatError(
                 f"{path}: tensor {entry.name!r} {what} (starts at {entry.start}, expected {end})"
@@ -221,8 +221,8 @@ def _check_layout(
         end = entry.stop
     if end != size:
         raise ModelFormatError(
-            f"{path}: {size - end} bytes after the last tensor {entries[-1].name!r} belong to "
-            "no tensor"
+            f"{path}: {size - end} bytes after the last tensor {entries[-1].name!r} belong to no "
+            "tensor"
         )
     return entries
 
@@ -236,9 +236,9 @@ def _entry(path: Path, name: str, fields: Any, data_start: int) -> TensorEntry:
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
         raise ModelFormatError(f"{path}: tensor {name!r} has the unknown dtype {dtype!r}")
     if not _sizes(shape):
-        raise ModelFormatError(f"{path}: tensor {name!r} has the bad shape {shape!r}")
+        raise ModelFormatError(f"{path}: tensor {name!r} has the invalid shape {shape!r}")
     if not _sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise ModelFormatError(f"{path}: tensor {name!r} has the bad data_offsets {offsets!r}")
+        raise ModelFormatError(f"{path}: tensor {name!r} has the invalid data_offsets {offsets!r}")
     bits = _count(shape) * DTYPE_BITS[dtype]
     if bits != 8 * (offsets[1] - offsets[0]):
         raise ModelFormatError(
@@ -275,7 +275,8 @@ def _weight_map(index: Path) -> dict[str, str]:
             or not name.endswith(".safetensors")
         ):
             raise ModelFormatError(
-                f"{index}: tensor {tensor!r} is said to be in {name!r}, which is not a shard's name"
+                f"{index}: tensor {tensor!r} is assigned to {name!r}, which is not a valid shard "
+                "name"
             )
         shards.add(name)
     return names
@@ -289,7 +290,7 @@ def _check_index(model_dir: Path, entries: Mapping[str, tuple[Path, TensorEntry]
         found = entries.get(tensor)
         if found is None or found[0].name != name:
             raise ModelFormatError(
-                f"{model_dir / name} lacks tensor {tensor!r}, which {index} says is there"
+                f"{model_dir / name} lacks tensor {tensor!r}, which {index} lists for this file"
             )
 
 

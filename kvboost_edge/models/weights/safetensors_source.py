@@ -68,7 +68,7 @@ class SafetensorsSource:
         for name, to in text_names(entries).items():
             if to in found:
                 raise ModelFormatError(
-                    f"{entries[name][1].path}: tensor {name!r} is there a second time as {to!r}"
+                    f"{entries[name][1].path}: tensor {name!r} duplicates {to!r}"
                 )
             found[to] = entries[name]
         return found
@@ -159,7 +159,8 @@ class SafetensorsSource:
         entry, file = self._entry(name)
         if len(entry.shape) != 2 or not entry.shape[0]:
             raise ModelFormatError(
-                f"{file.path}: tensor {name!r} of shape {entry.shape} has no rows to be read alone"
+                f"{file.path}: tensor {name!r} of shape {entry.shape} does not allow reads of "
+                "single rows"
             )
         row_bytes = (entry.stop - entry.start) // entry.shape[0]
         return StoredRows(file.path, file.stamp, entry.dtype, entry.start, row_bytes)
@@ -188,7 +189,8 @@ def _with_experts(entries: _Entries) -> _Entries:
         for piece in pieces:
             if piece.name in found or (piece.name != name and piece.name in entries):
                 raise ModelFormatError(
-                    f"{file.path}: tensor {name!r} has {piece.name!r}, which is there a second time"
+                    f"{file.path}: tensor {name!r} contains {piece.name!r}, which is also a "
+                    "separate tensor"
                 )
             start, stop = piece.bytes_in(entry.start, entry.stop, entry.shape)
             found[piece.name] = TensorEntry(piece.name, entry.dtype, piece.shape, start, stop), file

@@ -59,7 +59,7 @@ def _check_vocabulary(shapes: Shapes, config: Mapping[str, Any], model: Path, sa
     embeddings = [name for name in shapes if _EMBEDDING.search(name)]
     if not embeddings:
         raise ModelFormatError(
-            f"{model}: no file holds the token embedding; the weights are of another kind"
+            f"{model}: no file has the token embedding; these are not the weights of a decoder"
         )
     for name in (*embeddings, *(name for name in shapes if _HEAD.search(name))):
         path, shape = shapes[name]
@@ -88,7 +88,7 @@ def _check_layers(shapes: Shapes, config: Mapping[str, Any], model: Path, said_b
     missing = next((layer for layer in range(expected) if layer not in found), None)
     if missing is not None:
         raise ModelFormatError(
-            f"{model}: no tensor of layer {missing} is there, but {said_by} says "
+            f"{model}: layer {missing} has no tensors, but {said_by} gives "
             f"num_hidden_layers={expected}"
         )
     last = max(found)

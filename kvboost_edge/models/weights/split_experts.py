@@ -90,7 +90,8 @@ def expert_rows(name: str, shape: tuple[int, ...]) -> list[ExpertRows]:
         experts, rows, columns = shape
         if rows % len(parts):
             raise ModelFormatError(
-                f"tensor {name!r} has {rows} rows an expert, which are not {len(parts)} matrices"
+                f"tensor {name!r} has {rows} rows per expert, which cannot be divided into "
+                f"{len(parts)} matrices"
             )
         prefix = match[1] if match[1].endswith("experts.") else f"{match[1]}experts."
         each = rows // len(parts)

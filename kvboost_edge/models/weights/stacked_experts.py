@@ -84,7 +84,7 @@ class ColumnExperts:
                 self._add(name)
             twice = self._files.names() & set(self._rows)
             if twice:
-                raise self._error(min(twice), "is there a second time, in a tensor of all experts")
+                raise self._error(min(twice), "is duplicated in a tensor of all experts")
         except BaseException:
             self._files.__exit__(None, None, None)
             raise
@@ -98,19 +98,20 @@ class ColumnExperts:
         parts = _PARTS[base]
         if form == "_scales":
             if f"{whole}_blocks" not in self._wholes:
-                raise self._error(name, f"has no fellow '{whole}_blocks'")
+                raise self._error(name, f"has no matching '{whole}_blocks'")
             return
         experts, rows, inputs = self._sizes(whole, form)
         if rows % len(parts):
             raise self._error(
-                name, f"has {rows} rows an expert, which are not {len(parts)} matrices"
+                name,
+                f"has {rows} rows per expert, which cannot be divided into {len(parts)} matrices",
             )
         ending = "bias" if form == "_bias" else "weight"
         for expert in range(experts):
             for first, part in enumerate(parts):
                 to = f"{prefix}{expert}.{part}.{ending}"
                 if to in self._rows:
-                    raise self._error(name, f"has {to!r}, which is there a second time")
+                    raise self._error(name, f"contains {to!r}, which appears twice")
                 self._rows[to] = _Rows(
                     whole, form, expert, first, len(parts), rows // len(parts), inputs
                 )
@@ -209,8 +210,8 @@ class ColumnExperts:
         if not np.isfinite(scales).all():
             raise self._error(
                 f"{piece.whole}_scales",
-                f"has scales above 65504 for rows {start} to {stop - 1} of {name!r}, the largest "
-                "that 'int4t' holds; give weights='f32' or 'bf16'",
+                f"has scales above 65504, the limit of 'int4t', for rows {start} to {stop - 1} of "
+                f"{name!r}; set weights='f32' or 'bf16'",
             )
         self._note_lost(piece.whole, mxfp4.count_lost(exponents, packed))
         return QuantRows("int4t", codes, scales, None, mxfp4.TABLE)
@@ -234,7 +235,8 @@ class ColumnExperts:
         piece = self._rows.get(name)
         if piece is not None:
             raise self._error(
-                piece.whole + piece.form, "has rows of all experts: none can be read alone"
+                piece.whole + piece.form,
+                "has the rows of all experts and does not allow reads of single rows",
             )
         return self._files.stored_rows(name)
 

@@ -117,25 +117,25 @@ def test_listed_families_are_causal_models_of_transformers(model_type):
 
 REFUSED = {
     "encoder-decoder": ({"model_type": "t5", "is_encoder_decoder": True}, "encoder-decoder"),
-    "state space": ({"model_type": "mamba"}, "recurrent state of a kind that is not built"),
-    "gemma 3n": ({"model_type": "gemma3n"}, "several streams of states"),
+    "state space": ({"model_type": "mamba"}, "this kind of recurrent state is not supported"),
+    "gemma 3n": ({"model_type": "gemma3n"}, "several streams of hidden states"),
     "hybrid": ({"model_type": "jamba"}, "recurrent state"),
     "known states": (
         {"model_type": "qwen3_next"},
-        "its states are known, but not how its layers and tensors are arr",
+        "its kind of recurrent state is supported, but not this arrangement",
     ),
-    "states alone": ({"model_type": "mamba2"}, "no layer of it attends"),
-    "decays by channel": ({"model_type": "kimi_linear"}, "a decay for each channel"),
+    "states alone": ({"model_type": "mamba2"}, "models without attention layers"),
+    "decays by channel": ({"model_type": "kimi_linear"}, "a decay per channel"),
     "head gates": ({"model_type": "lfm3"}, "gates of heads"),
     "hyper-connections": ({"model_type": "qwen4_exp"}, "several streams"),
-    "alibi": ({"model_type": "bloom"}, "alibi"),
-    "own attention": ({"model_type": "gptj"}, "inside its own modules"),
-    "Falcon of 2023": ({"model_type": "falcon"}, "Falcon models of 2023 have LayerNorm"),
+    "ALiBi": ({"model_type": "bloom"}, "ALiBi"),
+    "own attention": ({"model_type": "gptj"}, "in its own modules"),
+    "Falcon of 2023": ({"model_type": "falcon"}, "Falcon models of 2023 use LayerNorm"),
     "Falcon-7B's first name": (
         {"model_type": "RefinedWebModel", "auto_map": {"AutoModelForCausalLM": "code.New"}},
-        "attention and MLP in parallel",
+        "parallel attention and MLP",
     ),
-    "Falcon-40B's first name": ({"model_type": "RefinedWeb"}, "Falcon-H1 run"),
+    "Falcon-40B's first name": ({"model_type": "RefinedWeb"}, "Falcon-H1 are"),
     "latent": ({"model_type": "deepseek_v3"}, "latent"),
     "GLM-4.7-Flash": ({"model_type": "glm4_moe_lite"}, "latent"),
     "latent with code": (
@@ -154,7 +154,7 @@ REFUSED = {
     ),
     "quantized": (
         {"model_type": "llama", "quantization_config": {"quant_method": "gptq"}},
-        "quantized",
+        "quantization is not supported",
     ),
 }
 
@@ -252,7 +252,7 @@ def test_rope_that_depends_on_the_length_pins_the_context(config, rope_type, len
     report = check_model_compatibility(config)
     assert report.supported
     assert report.tested
-    assert f"pinned to {length} tokens" in report.reason
+    assert f"limited to {length} tokens" in report.reason
     assert rope_type in report.reason
 
 

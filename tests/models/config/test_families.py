@@ -184,7 +184,7 @@ def assert_longrope(spec, config, length):
 @pytest.mark.parametrize("name", ["longrope", "su", "yarn"])
 @pytest.mark.parametrize("original", [64, None])
 def test_names_and_length_of_phi3s_longrope(name, original):
-    """Its length stands beside the rope settings, and is 4096 where the config does not give it."""
+    """Its length stands beside the RoPE settings, and is 4096 where the config does not give it."""
     settings = {**{key: value for key, value in LONG.items() if key != "rope_type"}, "type": name}
     outer = {} if original is None else {"original_max_position_embeddings": original}
     sizes = {**SIZES, "max_position_embeddings": 8192}
@@ -233,7 +233,7 @@ def test_hunyuans_dynamic_rope_is_static_with_an_alpha():
         )
         is None
     )
-    with pytest.raises(ModelFormatError, match="'dynamic' is not known"):
+    with pytest.raises(ModelFormatError, match="'dynamic' is not supported"):
         _spec("hunyuan_v1_dense", rope_scaling={"type": "dynamic", "factor": 2.0})
     for change, message in (
         ({"alpha": -1.0}, "alpha=-1.0"),
@@ -255,7 +255,7 @@ def test_granite_4_has_rope_where_it_asks_for_it():
     rope = _spec("granitemoehybrid", **dense, position_embedding_type="rope")
     assert {layer.rope for layer in rope.layers} == {0}
     assert rope.hybrid is None
-    with pytest.raises(ModelFormatError, match="position_embedding_type='alibi' is not known"):
+    with pytest.raises(ModelFormatError, match="position_embedding_type='alibi' is not supported"):
         _spec("granitemoehybrid", **dense, position_embedding_type="alibi")
 
 
@@ -278,7 +278,7 @@ def test_one_rope_for_a_family_of_two_is_refused(model_type):
     """It was passed over, and the defaults taken."""
     flat = {"rope_type": "linear", "rope_theta": 5e5, "factor": 8.0}
     for settings in (flat, {**flat, "full_attention": flat}, [flat], {"full_attention": 3.0}):
-        with pytest.raises(ModelFormatError, match="full_attention and of sliding_attention"):
+        with pytest.raises(ModelFormatError, match="full_attention and sliding_attention"):
             _spec(model_type, rope_parameters=settings)
     full = _spec(model_type, rope_parameters={"full_attention": flat})
     assert full.ropes[1] == _spec(model_type).ropes[1]

@@ -73,7 +73,7 @@ def test_a_token_is_the_same_whatever_follows_it(count, model_dir):
 def test_contexts_and_the_notice_that_names_the_option(model_dir):
     short, long = (Checkpoint.open(model_dir, rope_range=name).config for name in ("short", "long"))
     assert (describe_model(short).max_context, describe_model(long).max_context) == (ORIGINAL, 512)
-    assert "rope_range='long' takes the factors for longer ones" in pin_notice(short)
+    assert "rope_range='long' uses the factors for longer ones" in pin_notice(short)
     assert pin_notice(long) == ""
     dynamic = {
         "model_type": "llama",
@@ -81,7 +81,7 @@ def test_contexts_and_the_notice_that_names_the_option(model_dir):
         "original_max_position_embeddings": 64,
         "rope_parameters": {"rope_type": "dynamic", "factor": 2.0},
     }
-    assert "pinned to 64" in pin_notice(dynamic)
+    assert "limited to 64" in pin_notice(dynamic)
     assert "rope_range" not in pin_notice(dynamic)
     assert LONG_RANGE in long
     assert LONG_RANGE not in short
@@ -124,7 +124,7 @@ def test_options_that_are_refused(options, message, model_dir):
 
 def test_models_with_one_range_are_refused_by_name(tmp_path):
     path = save_tiny_model("llama-yarn", tmp_path)
-    with pytest.raises(ConfigError, match=r"rope_range='long'.*model_type='llama' has none"):
+    with pytest.raises(ConfigError, match=r"rope_range='long'.*model_type='llama' does not have"):
         CPUPagedEngine.from_pretrained(path, num_blocks=16, rope_range="long")
     with pytest.raises(
         ConfigError, match="'rope_range' does not apply to a model that is already loaded"

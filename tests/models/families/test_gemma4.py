@@ -127,7 +127,7 @@ def test_full_layers_turn_a_part_of_the_pairs_of_the_whole_head():
         ({"num_kv_shared_layers": "x"}, "num_kv_shared_layers='x'"),
         (
             {"layer_types": [FULL] * 34 + [SLIDING]},
-            "end with 'full_attention', and this config's with 'sliding_",
+            "end with 'full_attention', got 'sliding_",
         ),
         ({"layer_types": [FULL] * 3}, "layer_types"),
         (
@@ -137,7 +137,7 @@ def test_full_layers_turn_a_part_of_the_pairs_of_the_whole_head():
         ({"hidden_size_per_layer_input": -4}, "hidden_size_per_layer_input=-4"),
         (
             {"num_key_value_heads": 3},
-            "num_attention_heads=8 is not a multiple of the 3 key-value heads of layer 0",
+            "num_attention_heads=8 is not a multiple of the 3 KV heads of layer 0",
         ),
         (
             {"per_layer_config": {"4": {"head_dim": 512}, "40": {"head_dim": 512}}},
@@ -147,12 +147,12 @@ def test_full_layers_turn_a_part_of_the_pairs_of_the_whole_head():
         ({"per_layer_config": 5}, "per_layer_config=5 must be an object"),
         (
             {"per_layer_config": {"4": {"head_dim": 512}}},
-            r"layers of one kind of attention have heads of \[256, 512\]|"
-            "layer 19 shares the keys and values of layer 14",
+            r"layers with the same RoPE have different head sizes \[256, 512\]|"
+            "layer 19 shares the KV of layer 14",
         ),
         (
             {"per_layer_config": {"13": {"num_key_value_heads": 2}}},
-            "layer 15 shares the keys and values of layer 13",
+            "layer 15 shares the KV of layer 13",
         ),
         ({"enable_moe_block": True}, "num_experts=None must be an integer"),
         ({"enable_moe_block": 1}, "enable_moe_block=1 must be true or false"),
@@ -204,7 +204,7 @@ def test_experts_stand_beside_the_mlp_of_every_layer():
 
 
 def test_attention_both_ways_is_refused_by_name():
-    with pytest.raises(ModelFormatError, match="its attention is bidirectional"):
+    with pytest.raises(ModelFormatError, match="bidirectional attention is supported"):
         check_model_compatibility({**E2B, "use_bidirectional_attention": "all"})
 
 

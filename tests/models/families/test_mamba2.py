@@ -52,7 +52,7 @@ def test_groups_are_those_of_the_norm():
         ({"mamba_d_conv": 17}, "mamba_d_conv=17 is above 16"),
         ({"mamba_d_conv": 1}, "mamba_d_conv"),
         ({"mamba_n_heads": 0}, "mamba_n_heads"),
-        ({"mamba_n_heads": 3, "mamba_d_head": 16}, "are 48 values, no multiple of 32"),
+        ({"mamba_n_heads": 3, "mamba_d_head": 16}, "are 48 values, not a multiple of 32"),
     ],
 )
 def test_sizes_that_kernels_do_not_take_are_refused_by_their_keys(change, message):

@@ -177,15 +177,15 @@ def test_scales_of_mxfp4_outside_float16():
 @pytest.mark.parametrize(
     ("name", "why"),
     [
-        ("Q2_K", "a minimum for every 16 weights.*Q4_K_M or IQ4_XS file.*Q3_K_M"),
+        ("Q2_K", "a minimum per 16 weights.*Q4_K_M or IQ4_XS file.*Q3_K_M"),
+        *((name, "lattice.*use a Q4_K_M or IQ4_XS file") for name in ("IQ2_XXS", "IQ3_S", "IQ1_M")),
         *(
-            (name, "lattice.*take a Q4_K_M or IQ4_XS file")
-            for name in ("IQ2_XXS", "IQ3_S", "IQ1_M")
+            (name, "binary or ternary weights.*Q4_K_M")
+            for name in ("TQ1_0", "TQ2_0", "Q1_0", "Q2_0")
         ),
-        *((name, "two or three values.*Q4_K_M") for name in ("TQ1_0", "TQ2_0", "Q1_0", "Q2_0")),
-        ("NVFP4", "every 16 weights.*Q4_K_M"),
-        ("Q8_K", "inside a computation"),
-        ("I32", "known are F32, F16, .*MXFP4; take a Q4_K_M"),
+        ("NVFP4", "per 16 weights.*Q4_K_M"),
+        ("Q8_K", "for intermediate results"),
+        ("I32", "supported types are F32, F16, .*MXFP4; use a Q4_K_M"),
     ],
 )
 def test_types_that_are_not_read_are_refused_with_what_to_take(name, why):

@@ -130,18 +130,18 @@ DAMAGE = {
         "not UTF-8",
     ),
     "dimensions": (_patched(lambda d: _number(d, NAME, 0, 5, 4)), "attn_q.*5 dimensions"),
-    "no rows": (_patched(lambda d: _number(d, NAME, 12, 0, 8)), "attn_q.*bad shape"),
-    "overflow": (_patched(lambda d: _number(d, NAME, 12, 1 << 63, 8)), "attn_q.*bad shape"),
+    "no rows": (_patched(lambda d: _number(d, NAME, 12, 0, 8)), "attn_q.*invalid shape"),
+    "overflow": (_patched(lambda d: _number(d, NAME, 12, 1 << 63, 8)), "attn_q.*invalid shape"),
     "part of a block": (_patched(lambda d: _number(d, NAME, 4, 33, 8)), "attn_q.*multiples of 32"),
     "too large": (_patched(lambda d: _number(d, NAME, 12, 1 << 40, 8)), "attn_q.*truncated"),
     "too small": (_patched(lambda d: _number(d, NAME, 12, 1, 8)), "belong to no tensor"),
     "type not read": (
         _patched(lambda d: _number(d, NAME, 20, 16, 4)),
-        "attn_q.*IQ2_XXS.*take a Q4_K_M",
+        "attn_q.*IQ2_XXS.*use a Q4_K_M",
     ),
     "type not known": (
         _patched(lambda d: _number(d, NAME, 20, 99, 4)),
-        "attn_q.*type 99.*known are F32",
+        "attn_q.*type 99.*supported types are F32",
     ),
     "crooked offset": (
         _patched(lambda d: _number(d, NAME, 24, 33, 8)),
@@ -235,7 +235,7 @@ def test_arrays_of_arrays_are_passed_over(tmp_path):
 
 def test_arrays_of_arrays_end(tmp_path):
     many = struct.pack("<IQ", 9, 200_000) + _array(4) * 200_000
-    with pytest.raises(ModelFormatError, match="more than 100000 arrays"):
+    with pytest.raises(ModelFormatError, match="more than 100000 nested arrays"):
         read_gguf(_with_key(tmp_path / "m.gguf", b"tool.notes", struct.pack("<I", 9) + many))
     deep = struct.pack("<IQ", 9, 1) * 50_000 + NUMBERS
     assert read_gguf(
@@ -283,7 +283,9 @@ def test_very_many_keys_and_strings_are_refused(tmp_path):
         + struct.pack("<IIQ", 9, 9, 2)
         + half * 2
     )
-    with pytest.raises(ModelFormatError, match="'words' the file has more than 4000000 strings"):
+    with pytest.raises(
+        ModelFormatError, match=r"the file has more than 4000000 strings, including .* 'words'"
+    ):
         read_gguf(path)
 
 

@@ -191,7 +191,7 @@ def test_scales_of_mxfp4_that_are_too_large_are_refused_by_name(mxfp4):
     path = _with_exponent(mxfp4, 144)
     with pytest.raises(
         ModelFormatError,
-        match=rf"{UP}' \(MXFP4\) has scales above 65504 in rows 0 to .*give weights='f32' or 'bf16'",
+        match=rf"{UP}' \(MXFP4\) has scales above 65504, the limit of 'int4t', in rows 0 to .*set weights='f32' or 'bf16'",
     ):
         NativeRunner.from_dir(path, weights="auto")
     for weights in ("f32", "bf16"):

@@ -158,9 +158,7 @@ def test_a_granite_file_without_a_scale_of_scores_has_the_usual_one(tmp_path):
 
 def test_a_falcon_file_whose_head_is_the_embedding_is_refused(tmp_path):
     model = save_tiny_model("falcon_h1", tmp_path / "model", tie_word_embeddings=True)
-    with pytest.raises(
-        ModelFormatError, match=r"lacks tensor 'output\.weight': the head is the embedding"
-    ):
+    with pytest.raises(ModelFormatError, match=r"lacks tensor 'output\.weight': with a tied head"):
         Checkpoint.open(write_gguf(model, tmp_path / "m.gguf")).config  # noqa: B018
 
 
@@ -205,7 +203,7 @@ def test_a_matrix_that_is_there_twice_is_refused(tmp_path):
     twice = {"blk.0.ffn_up_shexp.weight": gguf_tensors(model)["blk.0.ffn_up.weight"]}
     path = write_gguf(model, tmp_path / "m.gguf", more=twice)
     with pytest.raises(
-        ModelFormatError, match=r"is there a second time, as 'model\.layers\.0\.shared_mlp\.up_proj"
+        ModelFormatError, match=r"duplicates 'model\.layers\.0\.shared_mlp\.up_proj"
     ):
         plan_floats(path)
 
@@ -214,12 +212,12 @@ KEYS = {
     "heads of two sizes": (
         "lfm2",
         {"attention.head_count_kv": [0, 2, 0, 1, 0]},
-        "must be one number for all layers",
+        "must be the same number for all layers",
     ),
     "no layer attends": (
         "lfm2",
         {"attention.head_count_kv": [0] * 5},
-        "must be one number for all layers that attend",
+        "must be the same number for all layers with attention",
     ),
     "one head too many": (
         "lfm2",
@@ -235,7 +233,7 @@ KEYS = {
     "a scale of shares": (
         "lfm2_moe",
         {"expert_weights_scale": 2.0},
-        "expert_weights_scale' is not understood",
+        "expert_weights_scale' is not supported",
     ),
     "heads of values of another size": (
         "qwen3_5_text",
@@ -245,7 +243,7 @@ KEYS = {
     "keys and an MLP in a layer": (
         "nemotron_h",
         {"feed_forward_length": [0, 96, 96, 0, 96]},
-        "=96 of layer 2, which has 2 key heads as well",
+        "=96 of layer 2, which also has 2 KV heads",
     ),
     "values that are no heads": (
         "nemotron_h",
@@ -262,11 +260,15 @@ KEYS = {
         {"expert_gating_func": 1},
         "expert_gating_func=1 must be 2, the sigmoid",
     ),
-    "groups of experts": ("nemotron_h-moe", {"expert_group_count": 4}, "n_group=4 is not known"),
+    "groups of experts": (
+        "nemotron_h-moe",
+        {"expert_group_count": 4},
+        "n_group=4 is not supported",
+    ),
     "a narrower projection": (
         "nemotron_h-moe",
         {"moe_latent_size": 32},
-        "moe_latent_size=32 is not known",
+        "moe_latent_size=32 is not supported",
     ),
     "no layers of its own": (
         "qwen3_5_text",
@@ -296,7 +298,7 @@ KEYS = {
     "all layers keep a state": (
         "granitemoehybrid-h",
         {"attention.head_count_kv": [0, 0, 0]},
-        "must be one number for all layers that attend",
+        "must be the same number for all layers with attention",
     ),
     "experts without a choice": (
         "granitemoehybrid-experts",
@@ -306,7 +308,7 @@ KEYS = {
     "a width of experts": (
         "granitemoehybrid-experts",
         {"expert_feed_forward_length": 64},
-        "expert_feed_forward_length' is not underst",
+        "expert_feed_forward_length' is not supported",
     ),
     "a short list of kinds": (
         "qwen3_5_text",

@@ -242,20 +242,20 @@ REFUSED = {
         {"tokenizer__ggml__tokens": [str(i) for i in range(41)]},
         "41 tokens.*40 rows",
     ),
-    "eos beyond": ({"tokenizer__ggml__eos_token_id": 40}, "eos_token_id=40 is beyond"),
+    "eos beyond": ({"tokenizer__ggml__eos_token_id": 40}, "eos_token_id=40 is outside"),
     "no embedding": ({"tensors": {"token_embd.weight": None, "x": ONES}}, "token_embd.weight"),
     "experts": ({"expert_count": 8}, "lacks the key 'llama.expert_used_count'"),
     "encoder": ({"attention__causal": False}, "attention.causal=False"),
-    "unknown key": ({"attention__clamp_kqv": 8.0}, "'llama.attention.clamp_kqv' is not understood"),
+    "unknown key": ({"attention__clamp_kqv": 8.0}, "'llama.attention.clamp_kqv' is not supported"),
     "too many layers": (
         {"block_count": 1 << 31},
         "block_count=2147483648 must be an integer from 1 to 10000",
     ),
     "a window llama has not": (
         {"attention__sliding_window": 8},
-        "'llama.attention.sliding_window' is not understood",
+        "'llama.attention.sliding_window' is not supported",
     ),
-    "a scale llama has not": ({"logit_scale": 0.5}, "'llama.logit_scale' is not understood"),
+    "a scale llama has not": ({"logit_scale": 0.5}, "'llama.logit_scale' is not supported"),
     "infinite base": ({"rope__freq_base": float("inf")}, "rope.freq_base=inf"),
     "rope type": ({"rope__scaling__type": "longrope"}, "rope.scaling.type='longrope'"),
     "yarn without factor": ({"rope__scaling__type": "yarn"}, "rope.scaling.factor"),
@@ -355,28 +355,30 @@ def test_messages_name_the_file_and_not_a_config(tmp_path):
     )
     with pytest.raises(
         ModelFormatError,
-        match=r"m\.gguf: no tensor of layer 1 is there, but m\.gguf says num_hidden",
+        match=r"m\.gguf: layer 1 has no tensors, but m\.gguf gives num_hidden",
     ):
         Checkpoint.open(path).summary()
 
 
 def test_unknown_architecture_and_tensor(tmp_path):
     with pytest.raises(
-        ModelFormatError, match=r"'plamo'.*known: ernie4_5, ernie4_5-moe, exaone4, falcon-h1, gemma"
+        ModelFormatError,
+        match=r"'plamo'.*supported: ernie4_5, ernie4_5-moe, exaone4, falcon-h1, gemma",
     ):
         _ = Checkpoint.open(_file(tmp_path / "plamo.gguf", "plamo")).config
     for arch, reason in (("falcon", "Falcon models of 2023"), ("bert", "it is an encoder")):
-        with pytest.raises(ModelFormatError, match=rf"'{arch}' is not read .*\(.*{reason}"):
+        with pytest.raises(ModelFormatError, match=rf"'{arch}' is not supported .*\(.*{reason}"):
             _ = Checkpoint.open(_file(tmp_path / f"{arch}.gguf", arch)).config
     for arch in ("deepseek2", "glm-dsa"):  # DeepSeek's, Kimi K2's and GLM-4.7-Flash's; GLM-5's
         path = _file(tmp_path / "latent.gguf", arch, attention__kv_lora_rank=512)
         with pytest.raises(
-            ModelFormatError, match=rf"'{arch}' is not read from GGUF \(its latent attention"
+            ModelFormatError,
+            match=rf"'{arch}' is not supported in GGUF files \(its multi-head latent attention",
         ):
             _ = Checkpoint.open(path).config
     path = _file(tmp_path / "m.gguf", tensors={"blk.0.ssm_in.weight": ONES})
     with pytest.raises(
-        ModelFormatError, match=r"ssm_in.weight.*not known for the architecture llama"
+        ModelFormatError, match=r"ssm_in.weight.*not supported for the architecture llama"
     ):
         Checkpoint.open(path).open_source()
 

@@ -71,7 +71,7 @@ def test_every_part_is_in_the_fingerprint(parts, tmp_path):
 def test_a_missing_part_is_named(parts, tmp_path):
     copies = _copies(parts, tmp_path)
     copies[1].unlink()
-    with pytest.raises(ModelFormatError, match=rf"its directory lacks {copies[1].name}$"):
+    with pytest.raises(ModelFormatError, match=rf"missing in its directory: {copies[1].name}$"):
         Checkpoint.open(copies[0])
 
 

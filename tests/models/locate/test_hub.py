@@ -65,7 +65,7 @@ def test_all_parts_of_a_split_model(hub):
     ]
     assert found.name.endswith("00001-of-00002.gguf")
     with pytest.raises(
-        ModelFormatError, match=r"lacks F32/Tiny-1B-F32-00001-of-00002.gguf of a model in 2 parts"
+        ModelFormatError, match=r"lacks F32/Tiny-1B-F32-00001-of-00002.gguf; the model has 2 parts"
     ):
         locate_model(f"{REPO}:F32")
 
@@ -109,7 +109,7 @@ def test_a_download_goes_on_where_it_was_cut_off(hub, monkeypatch):
             break
         except ModelFormatError as error:
             # The client may try again by itself.
-            assert "could not be fetched" in str(error)  # noqa: PT017
+            assert "could not be downloaded" in str(error)  # noqa: PT017
     assert found.read_bytes() == FILES[name]
     assert [wanted for _, path, wanted in hub.asked if path == name and wanted] == ["bytes=40000-"]
 
@@ -117,7 +117,7 @@ def test_a_download_goes_on_where_it_was_cut_off(hub, monkeypatch):
 def test_what_is_not_what_the_hub_says_is_removed(hub):
     hub.damaged = True
     with pytest.raises(
-        ModelFormatError, match=r"Q4_K_M.gguf was damaged on its way: .* fetch it again"
+        ModelFormatError, match=r"Q4_K_M.gguf was damaged during the download: .* download it again"
     ):
         locate_model(f"{REPO}:Q4_K_M")
     hub.damaged = False
@@ -130,7 +130,7 @@ def test_what_is_there_is_said(hub):
     ):
         locate_model(f"{REPO}:Q5_0")
     with pytest.raises(
-        ModelFormatError, match=rf"5 GGUF files that this can mean: .*as in {REPO}:Tiny-1B-BF16"
+        ModelFormatError, match=rf"5 matching GGUF files: .*as in {REPO}:Tiny-1B-BF16"
     ):
         locate_model(REPO)
     with pytest.raises(ModelFormatError, match=r"no hub model of that name"):
@@ -152,7 +152,7 @@ def test_the_cache_is_enough(how, hub, monkeypatch, caplog):
         monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     with caplog.at_level(logging.WARNING, logger="kvboost_edge"):
         assert locate_model(f"{REPO}:Q8_0", local_files_only=how == "local_files_only") == found
-    assert ("the copy in the hub cache is used" in caplog.text) == (how == "no hub")
+    assert ("using the copy in the hub cache" in caplog.text) == (how == "no hub")
     with pytest.raises(ModelFormatError, match=r"'Q4_K_M'; it has: Tiny-1B-Q8_0.gguf"):
         locate_model(f"{REPO}:Q4_K_M", local_files_only=how == "local_files_only")
 

@@ -130,7 +130,7 @@ def test_a_hub_id_fetches_only_what_is_needed(asked):
     [
         (False, {"local_files_only": True}, "local_files_only"),
         (True, {}, "HF_HUB_OFFLINE"),
-        pytest.param(False, {}, "could not be fetched", marks=pytest.mark.names_hub_model),
+        pytest.param(False, {}, "could not be downloaded", marks=pytest.mark.names_hub_model),
     ],
     ids=["the option", "the variable", "no network"],
 )
@@ -162,7 +162,7 @@ def test_a_model_in_the_hub_cache_is_found_offline(tmp_path, monkeypatch):
         (errors.GatedRepoError, "gated"),
         (errors.RevisionNotFoundError, "no revision 'v9'"),
         (errors.HFValidationError, "valid hub id"),
-        (ConnectionError, "could not be fetched"),
+        (ConnectionError, "could not be downloaded"),
     ],
 )
 def test_answers_of_the_hub(kind, words, monkeypatch):
@@ -186,7 +186,7 @@ def test_the_first_line_of_the_hubs_answer_is_shown(text, shown, monkeypatch):
         raise ConnectionError(text)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
-    with pytest.raises(ModelFormatError, match=f"fetched from the hub: {shown}$"):
+    with pytest.raises(ModelFormatError, match=f"downloaded from the hub: {shown}$"):
         locate_model("owner/name")
 
 

@@ -38,7 +38,7 @@ def test_a_name_is_a_manifest(name, path, store):
     ["", "../x", "a/../../x", "a:../../x", "/etc/passwd", "a:b:c", "a/b/c/d", "a:", ".x", "a b"],
 )
 def test_what_is_no_name_touches_no_file(name, store):
-    with pytest.raises(ModelFormatError, match="is not an Ollama name such as ollama:qwen3"):
+    with pytest.raises(ModelFormatError, match="is not a valid Ollama name such as ollama:qwen3"):
         locate_model(f"ollama:{name}")
 
 
@@ -65,7 +65,9 @@ def test_what_is_missing_is_said(store):
     add(store, "registry.ollama.ai/library/m/latest", mediaType="application/other")
     assert_raises(ModelFormatError, "names 0 model files", locate_model, "ollama:m")
     add(store, "registry.ollama.ai/library/m/latest").unlink()
-    assert_raises(ModelFormatError, r"blobs/sha256-\w+ is missing", locate_model, "ollama:m")
+    assert_raises(
+        ModelFormatError, r"blobs/sha256-\w+, named in .* is missing", locate_model, "ollama:m"
+    )
 
 
 @pytest.mark.parametrize(
@@ -76,6 +78,6 @@ def test_a_damaged_manifest_is_refused(text, store):
     manifest = store / "manifests/registry.ollama.ai/library/m/latest"
     manifest.write_bytes(text.encode(errors="surrogateescape"))
     with pytest.raises(
-        ModelFormatError, match=r"latest (is not a readable manifest|names 0 model files)"
+        ModelFormatError, match=r"latest (is not a valid Ollama manifest|names 0 model files)"
     ):
         locate_model("ollama:m")

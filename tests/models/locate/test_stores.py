@@ -108,4 +108,4 @@ def test_a_broken_entry_is_an_entry(home):
     add(home / ".ollama/models", "registry.ollama.ai/library/m/latest", digest="sha256:../../x")
     (model,) = stored_models()
     assert (model.name, model.path) == ("ollama:m:latest", None)
-    assert "no SHA-256" in model.problem
+    assert "not a SHA-256 digest" in model.problem

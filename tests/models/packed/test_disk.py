@@ -42,7 +42,7 @@ def test_a_failure_while_writing_leaves_nothing_and_the_weights_stay_in_memory(
     monkeypatch.setattr(packed_file, "_digest", fail)
     assert content(load(model_dir, tmp_path)) == good
     assert re.search(
-        r"cannot be kept in .*packed \(disk full\).*memory alone.*KVBOOST_EDGE_CACHE", caplog.text
+        r"cannot be stored in .*packed \(disk full\).*in memory.*KVBOOST_EDGE_CACHE", caplog.text
     )
     assert list((tmp_path / "packed").iterdir()) == []
 
@@ -66,7 +66,7 @@ def test_a_full_disk_is_found_before_anything_is_packed(
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
     assert content(load(model_dir, tmp_path)) == good
     assert re.search(
-        r"weights \(0\.\d MB\) cannot be kept in .*packed \(0\.0 MB are left\)", caplog.text
+        r"weights \(0\.\d MB\) cannot be stored in .*packed \(0\.0 MB are free\)", caplog.text
     )
     assert list((tmp_path / "packed").iterdir()) == []
 
@@ -116,7 +116,7 @@ def test_a_disk_that_fills_up_while_writing(model_dir, tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
     assert int(done.stdout) > 100_000
     assert re.match(
-        r"packed weights \(0\.\d MB\) cannot be kept in .*File too large.*KVBOOST_EDGE_CACHE",
+        r"packed weights \(0\.\d MB\) cannot be stored in .*File too large.*KVBOOST_EDGE_CACHE",
         done.stderr,
     )
     assert list((tmp_path / "packed").iterdir()) == []

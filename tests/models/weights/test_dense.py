@@ -62,7 +62,7 @@ BAD[1, 2] = np.nan
         (
             {},
             {"linear.weight": WEIGHT.T.copy()},
-            r"2_Dense: a matrix of \(6, 4\) cannot follow 6 numbers",
+            r"2_Dense: a matrix of shape \(6, 4\) does not fit 6 inputs",
         ),
         ({}, {"linear.weight": BAD}, "2_Dense holds NaN or infinity"),
     ],

@@ -76,11 +76,11 @@ TENSORS = {
     ),
     "an expert too many": (
         _more,
-        r"experts\.12\.down_proj\.weight' is of expert 12, and layers have 12: 0 to 11",
+        r"experts\.12\.down_proj\.weight' belongs to expert 12, but layers have the experts 0 to 11",
     ),
     "one too many in one tensor": (
         _fused_more,
-        r"experts\.12\.down_proj\.weight' is of expert 12, and layers",
+        r"experts\.12\.down_proj\.weight' belongs to expert 12, but layers",
     ),
     "a width": (
         _widen,
@@ -88,11 +88,11 @@ TENSORS = {
     ),
     "odd rows": (
         _fused_odd,
-        r"experts\.gate_up_proj' has 191 rows an expert, which are not 2 matrices",
+        r"experts\.gate_up_proj' has 191 rows per expert, which cannot be divided into 2 matrices",
     ),
     "twice": (
         _both,
-        r"has 'model\.layers\.\d\.mlp\.experts\.0\.\w+\.weight', which is there a second time",
+        r"contains 'model\.layers\.\d\.mlp\.experts\.0\.\w+\.weight', which is also a separate tensor",
     ),
     "a router with NaN": (_broken_router, r"mlp\.gate\.weight' .*holds NaN or infinity"),
     "a router of other rows": (
@@ -114,20 +114,17 @@ CONFIGS = {
     "k": ({"num_experts_per_tok": 13}, "num_experts_per_tok=13 is above num_experts=12"),
     "no k": ({"num_experts_per_tok": 0}, "num_experts_per_tok=0 must be an integer from 1"),
     "no experts": ({"num_experts": None}, "num_experts=None must be an integer from 1"),
-    "many": ({"num_experts": 5000}, "num_experts=5000 is above 4096"),
+    "many": ({"num_experts": 5000}, "num_experts=5000 is above the limit of 4096"),
     "width": (
         {"moe_intermediate_size": 80},
         "moe_intermediate_size=80 of the experts is not a multiple of 32",
     ),
-    "hidden": (
-        {"hidden_size": 72},
-        "hidden_size=72 of a mixture of experts is not a multiple of 16",
-    ),
+    "hidden": ({"hidden_size": 72}, "hidden_size=72 is not a multiple of 16"),
     "renorm": ({"norm_topk_prob": "yes"}, "norm_topk_prob='yes' must be true or false"),
     "step": ({"decoder_sparse_step": 0}, "decoder_sparse_step=0 must be an integer from 1"),
     "layers": (
         {"mlp_only_layers": [2]},
-        r"mlp_only_layers=\[2\] must be numbers of layers below 2",
+        r"mlp_only_layers=\[2\] must be layer indices below 2",
     ),
 }
 

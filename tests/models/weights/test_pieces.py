@@ -101,7 +101,7 @@ def test_a_matrix_of_other_rows_is_refused(source, tmp_path):
         source,
         PieceSource(Quantized(tmp_path), NAMES.whole, more) as wrong,
         pytest.raises(
-            ModelFormatError, match=r"in_proj\.weight' has 260 rows; by the config these are 328"
+            ModelFormatError, match=r"in_proj\.weight' has 260 rows, but the config gives 328"
         ),
     ):
         wrong.shape(piece_name("mamba.in_proj_dt"))

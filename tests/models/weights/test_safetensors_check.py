@@ -171,7 +171,7 @@ def test_a_large_header_needs_data(model, size):
         for index, name in enumerate(names)
     }
     write(model / "model.safetensors", header, bytes(4 * size * len(names)))
-    with pytest.raises(ModelFormatError, match=f"describes {800_000 * size} bytes of data"):
+    with pytest.raises(ModelFormatError, match=f"describes only {800_000 * size} bytes of data"):
         read_header(model / "model.safetensors")
 
 
@@ -200,7 +200,7 @@ def test_a_repeated_name_among_many_is_found(model):
         b"{%s}" % (text + '"last": 0, "last": 0').encode(),
         b"\0" * 8_000_000,
     )
-    with pytest.raises(ModelFormatError, match="'last' is there twice"):
+    with pytest.raises(ModelFormatError, match="'last' appears twice"):
         read_header(model / "model.safetensors")
 
 

@@ -18,7 +18,7 @@ def test_a_claim_of_many_layers_costs_nothing():
     shapes |= {f"model.layers.{layer}.input_layernorm.weight": (FILE, (4,)) for layer in (0, 1, 3)}
     started = time.process_time()
     with pytest.raises(
-        ModelFormatError, match=r"no tensor of layer 2 is there, but config\.json says num"
+        ModelFormatError, match=r"layer 2 has no tensors, but config\.json gives num"
     ):
         check_shapes(shapes, {"num_hidden_layers": 10_000}, FILE.parent)
     assert time.process_time() - started < 0.5

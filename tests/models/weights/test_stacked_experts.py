@@ -117,7 +117,7 @@ BAD = {
         "down_proj_scales' is F32 .* expected U8",
     ),
     "no scales": (True, f"{UP}_scales", None, "lack tensor '.*gate_up_proj_scales'"),
-    "no blocks": (True, f"{UP}_blocks", None, "gate_up_proj_scales' has no fellow"),
+    "no blocks": (True, f"{UP}_blocks", None, "gate_up_proj_scales' has no matching"),
     "blocks of eight bytes": (
         True,
         f"{UP}_blocks",
@@ -128,7 +128,7 @@ BAD = {
         True,
         f"{DOWN}_scales",
         _large,
-        "down_proj_scales' has scales above 65504 .*'int4t' holds",
+        "down_proj_scales' has scales above 65504, the limit of 'int4t'",
     ),
     "biases of five": (
         False,
@@ -136,7 +136,7 @@ BAD = {
         lambda bias: bias[:5],
         r"lack tensor '.*experts\.5\.down_proj\.bias'",
     ),
-    "biases of seven": (False, f"{DOWN}_bias", _one_more, r"is of expert 6, and layers have 6"),
+    "biases of seven": (False, f"{DOWN}_bias", _one_more, r"belongs to expert 6, but layers have"),
     "a short bias": (
         False,
         f"{UP}_bias",
@@ -147,7 +147,7 @@ BAD = {
         False,
         f"{UP}_bias",
         lambda bias: bias[:, :191],
-        "has 191 rows an expert, which are not 2 matrices",
+        "has 191 rows per expert, which cannot be divided into 2 matrices",
     ),
     "a bias of one dimension": (
         False,
@@ -166,7 +166,7 @@ BAD = {
         False,
         f"{LAYER}3.down_proj.weight",
         lambda _: np.zeros((64, 96), np.float32),
-        "is there a second time",
+        "is duplicated",
     ),
     "no sinks": (False, "model.layers.2.self_attn.sinks", None, "lack tensor '.*sinks'"),
 }
@@ -215,6 +215,6 @@ def test_another_method_is_refused_by_name(tmp_path):
         quantization_config={"quant_method": "gptq", "bits": 4},
     )
     with pytest.raises(
-        ModelFormatError, match="quant_method='gptq' is not read of model_type='gpt_oss'"
+        ModelFormatError, match="quant_method='gptq' is not supported for model_type='gpt_oss'"
     ):
         NativeRunner.from_dir(tmp_path, weights="auto")

@@ -115,7 +115,7 @@ def test_longrope_is_pinned_to_its_first_range(tmp_path, caplog):
     runner = NativeRunner.from_dir(tmp_path, weights="int8")
     assert runner.info.max_context == 96
     assert (
-        "the context is pinned to 96 tokens, beyond which rope of type 'longrope' changes"
+        "the context is limited to 96 tokens, because RoPE of type 'longrope' changes"
         in caplog.text
     )
     runner.close()

@@ -234,7 +234,7 @@ def test_auto_takes_the_native_runner_first_and_says_why_not(tmp_path, caplog):
     )
     assert line.levelno == logging.WARNING
     assert "not the native runner:" in line.getMessage()
-    assert "is not known where" in line.getMessage()
+    assert "is not supported here" in line.getMessage()
     assert "transformers does not load ONNX files" in line.getMessage()
 
 
