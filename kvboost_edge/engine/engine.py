@@ -510,8 +510,8 @@ class CPUPagedEngine(Embeds, KVBoostViews, TellsResidency):
         """End the pin of a prompt; its blocks stay cached like others.
 
         Returns:
-            The number of blocks that are no longer pinned: 0 if this tenant and salt did not pin
-                the prompt, fewer than its blocks if other pins share them.
+            The number of blocks that other pins do not hold either. 0 if this tenant and salt did
+                not pin the prompt.
         """
         terms = Terms(tenant=tenant, cache_salt=cache_salt)
         token_ids = self._builder.token_ids(prompt, terms)

@@ -143,8 +143,8 @@ class Retention:
     def ended(self, sequence: RunningSequence, now: float) -> list[int]:
         """Retain blocks of a finished sequence that still holds them.
 
-        These are the full blocks of its prompt, for as long as the request asked, and the blocks
-        that the last call under its key had too, for an hour.
+        The full blocks of its prompt are retained for as long as the request asked. Blocks that the
+        last call under its key had too are retained for an hour.
 
         Args:
             now: seconds of the pins' clock.
