@@ -181,7 +181,7 @@ class WarmResult:
 
     The start of prompts is counted in chunks of chunk_size tokens; a last chunk of at least 32
     tokens counts too. Documents, and a text for another position, are counted in the chunks that
-    they were split into: chunk_size tokens, or the longest document if they were not split.
+    they were split into. Without a split, chunk_size is the length of the longest document.
 
     Attributes:
         chunks_stored: chunks in the cache now, including those cached before.
