@@ -51,10 +51,8 @@ class JsonRoute(APIRoute):
                 value, refusal = parse_json(body)
             except ApiError as error:
                 if error.code == "invalid_json" and "json" not in content_type:
-                    error.message += (
-                        "; send JSON with Content-Type: application/json, not "
-                        f"{content_type or 'without'}"
-                    )
+                    given = f", not {content_type}" if content_type else ""
+                    error.message += f"; send JSON with Content-Type: application/json{given}"
                 raise
             model, errors = (
                 (value, []) if field is None else field.validate(value, {}, loc=("body",))
