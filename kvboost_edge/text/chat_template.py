@@ -42,8 +42,8 @@ class ChatTemplate:
         self._variables = dict(variables)
         if len(source) > MAX_SOURCE:
             raise ModelFormatError(
-                f"the chat template of {model_name} has {len(source)} characters; at most "
-                f"{MAX_SOURCE} are compiled"
+                f"the chat template of {model_name} has {len(source)} characters, over the limit "
+                f"of {MAX_SOURCE}"
             )
         try:
             self._template = environment().from_string(source)
@@ -99,7 +99,7 @@ class ChatTemplate:
                 parts.append(part)
         except TemplateLimit as error:
             raise RequestError(
-                f"the chat template of {self._model_name} is beyond its limits: {error}; send "
+                f"the chat template of {self._model_name} exceeded its limits: {error}; send "
                 "shorter messages, or use the model with another template"
             ) from error
         except (

@@ -52,7 +52,7 @@ class _Fields:
         if value is None:
             raise self.error(key, "is missing; the file has no tokenizer")
         if not isinstance(value, list) or not value:
-            raise self.error(key, "must be a list of strings that is not empty")
+            raise self.error(key, "must be a non-empty list of strings")
         return value
 
     def numbers(self, key: str, count: int) -> list[Any] | None:
@@ -133,15 +133,16 @@ def check_vocabulary_kind(metadata: Mapping[str, Any], *, name: str) -> str:
             "'gpt2' (byte-level BPE), 'llama' (sentencepiece BPE) and 'gemma4' (the same with "
             "merges)"
         )
-        raise fields.error("model", f"is {model!r}; known are {known}")
+        raise fields.error("model", f"is {model!r}, which is not supported; supported: {known}")
     pre = fields.get("pre", str)
     if model == "gpt2" and pre is None:
         raise fields.error(
-            "pre", "is missing; the file is of a converter that is too old. Convert the model again"
+            "pre", "is missing, because the converter was too old; convert the model again"
         )
     if model == "gpt2" and pre not in PRE_TOKENIZERS:
         raise fields.error(
-            "pre", f"is {pre!r}, which is not known; known are {', '.join(sorted(PRE_TOKENIZERS))}"
+            "pre",
+            f"is {pre!r}, which is not supported; supported: {', '.join(sorted(PRE_TOKENIZERS))}",
         )
     return str(model)
 
@@ -168,7 +169,9 @@ def _vocabulary(fields: _Fields, tokens: Sequence[str], types: Sequence[int]) ->
         if kind == _UNUSED:
             continue
         if token in found:
-            raise fields.error("tokens", f"has {token!r} twice, as {found[token]} and {index}")
+            raise fields.error(
+                "tokens", f"has {token!r} twice, with the ids {found[token]} and {index}"
+            )
         found[token] = index
     return found
 
@@ -202,7 +205,7 @@ def _merges(fields: _Fields, tokens: Sequence[str], types: Sequence[int]) -> lis
         if len(longest) > 1:
             raise fields.error(
                 "merges",
-                f"is missing, but there are tokens such as {longest!r} that only merging gives",
+                f"is missing, but tokens such as {longest!r} can be formed by merges only",
             )
         return []
     found = []
@@ -230,7 +233,9 @@ def _merged(
     known = set(merges)
     merges += [pair for pair in pairs if pair not in known]
     if fields.get("add_space_prefix", bool, False):
-        raise fields.error("add_space_prefix", "is true, which is not known of this kind")
+        raise fields.error(
+            "add_space_prefix", "is true, which is not supported for this kind of tokenizer"
+        )
     return _sentencepiece(fields, tokens, types, merges, prefix=False), True
 
 
@@ -347,7 +352,9 @@ def _check_ids(
     for index, (token, kind) in enumerate(zip(tokens, types, strict=True)):
         if kind != _UNUSED and backend.token_to_id(token) != index:
             raise fields.error(
-                "tokens", f"has {token!r} as {index}, which became {backend.token_to_id(token)}"
+                "tokens",
+                f"has {token!r} with id {index}, but the tokenizer gives it id "
+                f"{backend.token_to_id(token)}",
             )
 
 
@@ -359,7 +366,7 @@ def _add_ends(
     end = fields.get("add_eos_token", bool, False)
     for wanted, key in ((begin, "bos"), (end, "eos")):
         if wanted and f"{key}_token" not in special:
-            raise fields.error(f"{key}_token_id", f"is missing, but add_{key}_token asks for it")
+            raise fields.error(f"{key}_token_id", f"is missing, but add_{key}_token is true")
     if not (begin or end):
         return
     parts = ["$A"]

@@ -116,6 +116,6 @@ def check_marks(text: str, mark: str) -> None:
     """Raise RequestError if a template wrote a mark in another way, such as an escape."""
     if f"\\u{ord(mark):04x}" in text or f"%{mark.encode().hex('%')}" in text.lower():
         raise RequestError(
-            "a message holds the text of a special token, and the model's chat template rewrites "
-            "messages in a way that hides where it is; leave that text out"
+            "a message contains the text of a special token, and the model's chat template changes "
+            "messages so that its position is lost; remove that text"
         )

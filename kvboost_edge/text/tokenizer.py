@@ -363,7 +363,8 @@ class Tokenizer:
             text, found, _ = text.rpartition(cut)
             if not found:
                 raise RequestError(
-                    "the model's chat template does not show the last message, so nothing can go on"
+                    "the model's chat template does not show the last message, so it cannot be "
+                    "continued"
                 )
         check_marks(text, mark)
         return _Rendered(text.split(place) if kept else [text], kept, mark)
@@ -465,7 +466,7 @@ def _end_with(message: dict[str, Any], mark: str) -> None:
     elif isinstance(content, str):
         message["content"] = content + mark
     else:
-        raise RequestError("the last message has no text that could be continued")
+        raise RequestError("the last message has no text to continue")
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -101,18 +101,18 @@ def _check_parts(path: Path, parts: Step, num_chars: int) -> None:
     ):
         if _growth(chain) > limit:
             raise ModelFormatError(
-                f"{path}: its {name} can make more than {limit} characters of one; no "
-                "tokenizer of a model does that"
+                f"{path}: its {name} can turn one character into more than {limit}, which no real "
+                "tokenizer does"
             )
     if _num_tokens(steps["post_processor"]) > _MAX_GROWTH:
         raise ModelFormatError(
-            f"{path}: its post_processor can make more than {_MAX_GROWTH} tokens of one; no "
-            "tokenizer of a model does that"
+            f"{path}: its post_processor can turn one token into more than {_MAX_GROWTH}, which no "
+            "real tokenizer does"
         )
     if num_chars * _growth(normalizer) * len(normalizer) > _MAX_ADDED:
         raise ModelFormatError(
             f"{path}: its {num_chars} characters of added tokens can become more than {_MAX_ADDED} "
-            "when they are normalized"
+            "by normalization"
         )
 
 

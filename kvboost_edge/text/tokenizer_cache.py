@@ -79,7 +79,7 @@ def _read(path: Path, key: str, name: str) -> Tokenizer | None:
         return None
     head = _MAGIC + _VERSION.to_bytes(4, "little") + hashlib.sha256(data[_HEAD:]).digest()
     if data[:_HEAD] != head:
-        _LOG.warning("%s is of another version or damaged; the tokenizer is built again", path)
+        _LOG.warning("%s is damaged or has another version; the tokenizer is built again", path)
         return None
     start = _HEAD + 4 + int.from_bytes(data[_HEAD : _HEAD + 4], "little")
     fields: dict[str, Any] = json.loads(data[_HEAD + 4 : start])
@@ -161,7 +161,7 @@ def _keep(path: Path, key: str, tokenizer: Tokenizer) -> None:
             raise
     except OSError as error:
         _LOG.warning(
-            "the tokenizer cannot be kept in %s (%s); it is built at every start",
+            "the tokenizer cannot be stored in %s (%s); it is built at every start",
             path.parent,
             error,
         )

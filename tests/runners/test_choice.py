@@ -184,7 +184,7 @@ def test_states_are_refused_by_name_elsewhere_than_in_the_native_runner(model_ty
 @pytest.mark.parametrize("model_type", WITH_STATES)
 def test_a_graph_of_a_model_with_states_is_refused_by_name(model_type):
     """As it was exported it may have inputs for keys and values alone, and run."""
-    for refusal in ("", "the input 'past_conv.0' of type F32 is not known"):
+    for refusal in ("", "the input 'past_conv.0' of type F32 is not supported"):
         traits = ModelTraits(
             hybrid_of(model_type),
             native_refusal="not supported in ONNX files",

@@ -173,7 +173,7 @@ def test_an_end_needs_its_token_only_where_it_is_wanted(bos, eos):
         if wanted:
             with pytest.raises(
                 ModelFormatError,
-                match=f"{key}_token_id is missing, but add_{key}_token asks for it",
+                match=f"{key}_token_id is missing, but add_{key}_token is true",
             ):
                 made(without)
         else:
@@ -366,15 +366,18 @@ def _without(key):
 
 REFUSED = {
     "no tokenizer": (_without("model"), "tokenizer.ggml.model is missing"),
-    "another model": ({"tokenizer.ggml.model": "t5"}, "'t5'; known are 'gpt2'"),
+    "another model": (
+        {"tokenizer.ggml.model": "t5"},
+        "'t5', which is not supported; supported: 'gpt2'",
+    ),
     "no pre": (_without("pre"), "tokenizer.ggml.pre is missing"),
-    "unknown pre": ({"tokenizer.ggml.pre": "not-yet"}, "not-yet.*known are .*dbrx, .*qwen2"),
+    "unknown pre": ({"tokenizer.ggml.pre": "not-yet"}, "not-yet.*supported: .*dbrx, .*qwen2"),
     "no tokens": (_without("tokens"), "tokenizer.ggml.tokens is missing"),
     "tokens are numbers": (
         {"tokenizer.ggml.tokens": np.arange(4)},
-        "tokens must be a list of strings",
+        "tokens must be a non-empty list of strings",
     ),
-    "no merges": (_without("merges"), "merges is missing, but there are tokens such as"),
+    "no merges": (_without("merges"), "merges is missing, but tokens such as"),
     "half a merge": ({"tokenizer.ggml.merges": ["ab"]}, "'ab' .number 0."),
     "merge of nothing": (
         {"tokenizer.ggml.merges": ["q\u0120 \u0120q"]},

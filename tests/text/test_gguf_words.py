@@ -88,7 +88,7 @@ def test_the_bos_of_gemma4_is_added_even_where_the_file_denies_it():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"tokenizer.ggml.merges": None}, "merges is missing, but there are tokens such as"),
+        ({"tokenizer.ggml.merges": None}, "merges is missing, but tokens such as"),
         (
             {"tokenizer.ggml.merges": ["ab"]},
             "has the entry 'ab' .number 0., which is not two tokens",
@@ -96,7 +96,7 @@ def test_the_bos_of_gemma4_is_added_even_where_the_file_denies_it():
         ({"tokenizer.ggml.add_space_prefix": True}, "add_space_prefix is true"),
         (
             {"tokenizer.ggml.bos_token_id": None},
-            "bos_token_id is missing, but add_bos_token asks for it",
+            "bos_token_id is missing, but add_bos_token is true",
         ),
     ],
 )

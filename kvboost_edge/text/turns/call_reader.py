@@ -369,4 +369,4 @@ def _value_of(text: str, schema: object, root: Mapping[str, Any]) -> str:
 
 
 def _refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is no JSON")
+    raise ValueError(f"{constant} is not JSON")

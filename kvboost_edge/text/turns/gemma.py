@@ -228,8 +228,8 @@ class BracedGrammar:
 
     def _refuse(self, what: str) -> NoReturn:
         raise RequestError(
-            f"the parameters of tool {self._tool.name!r} cannot be enforced in the model's way of "
-            f"calls, NAME{{KEY:VALUE}}: {what}"
+            f"the parameters of tool {self._tool.name!r} cannot be enforced in the model's call "
+            f"format, NAME{{KEY:VALUE}}: {what}"
         )
 
     def _value(self, schema: object) -> Rule:
@@ -241,7 +241,7 @@ class BracedGrammar:
         found = resolved(schema, self._root)
         if "$ref" in schema:
             if not found:
-                self._refuse(f"nothing is known of $ref {schema['$ref']!r}")
+                self._refuse(f"$ref {schema['$ref']!r} cannot be resolved")
             if beside := sorted(_BESIDE_REFERENCES & {*schema}):
                 self._refuse(
                     f"'$ref' is not supported there together with {', '.join(map(repr, beside))}"
@@ -263,7 +263,7 @@ class BracedGrammar:
                 self._refuse(f"{key!r} cannot be {json.dumps(schema[key])[:80]}")
         for key in sorted(_NOT_HELD & {*schema}):
             if schema[key] is not False or key in ("not", "if"):
-                self._refuse(f"{key!r} is not held there")
+                self._refuse(f"{key!r} is not supported")
 
     def _ways(self, name: str, schema: Mapping[str, Any]) -> list[list[Atom]]:
         own = schema.get("type", _TYPES)
@@ -293,11 +293,11 @@ class BracedGrammar:
                 f"{key!r} is not supported there together with {', '.join(map(repr, beside))}"
             )
         if key == "allOf" and len(schema[key]) > 1:
-            self._refuse("'allOf' of several schemas is not held there")
+            self._refuse("'allOf' with several schemas is not supported")
         if key == "oneOf" and not all(
             self._are_apart(*two) for two in itertools.combinations(schema[key], 2)
         ):
-            self._refuse("'oneOf' is held only where types or a constant tell its schemas apart")
+            self._refuse("'oneOf' is supported only if types or a constant distinguish its schemas")
         return list(schema[key])
 
     def _are_apart(self, one: object, other: object) -> bool:
@@ -336,7 +336,7 @@ class BracedGrammar:
         elif kind in ("boolean", "null"):
             yield ["(true|false)" if kind == "boolean" else "null"]
         else:
-            self._refuse(f"type {kind!r} is not known")
+            self._refuse(f"type {kind!r} is unknown")
 
     def _object(self, name: str, schema: Mapping[str, Any]) -> Iterator[list[Atom]]:
         """Yield the sequences of members, in the schema's order or sorted by name as templates do.
@@ -384,15 +384,16 @@ class BracedGrammar:
     def _check_key(self, key: str) -> None:
         if not is_braced_key(key, self._quote):
             self._refuse(
-                f"the property {key!r} cannot be written: no : , {{ }} [ ] {self._quote[0]} or end "
-                "of a line in it, no space at its ends, and at most 256 characters; rename it"
+                f"the property {key!r} cannot be written: it must not contain : , {{ }} [ ] "
+                f"{self._quote[0]} or line ends, begin or end with a space, or exceed 256 "
+                "characters; rename it"
             )
 
     def _written(self, value: Any) -> list[Atom]:
         """Return the atoms of exactly this value."""
         if isinstance(value, str):
             if self._quote in value:
-                self._refuse(f"the value {value!r} holds {self._quote}, which ends a string")
+                self._refuse(f"the value {value!r} contains {self._quote}, which ends a string")
             quote = self._lark.literal(self._quote)
             return [atom for atom in (*quote, escaped(value), *quote) if atom != ""]
         if isinstance(value, Mapping):

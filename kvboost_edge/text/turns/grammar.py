@@ -67,7 +67,7 @@ def calls_grammar(
         RequestError: the model's call format is unknown, or no tool is given.
     """
     if format.calls is None:
-        raise RequestError("the model's chat template shows no tool calls in a way that is known")
+        raise RequestError("the tool-call format of the model's chat template is not supported")
     if not tools and choice != "none":
         raise RequestError(f"tool_choice {choice!r} needs at least one tool")
     if format.channels is not None:
@@ -296,9 +296,9 @@ class _Turn:
         for key in members:
             if not is_keyword(key):
                 raise RequestError(
-                    f"tool {tool.name!r} has a property {key!r}, which the model's way of calls, "
-                    "NAME(KEY=VALUE), cannot write: no = ( ) , ' \" [ ] { } or end of a line in "
-                    "it, no space at its ends, and at most 256 characters; rename it"
+                    f"tool {tool.name!r} has a property {key!r}, which the model's call format, "
+                    "NAME(KEY=VALUE), cannot express: it must not contain = ( ) , ' \" [ ] { } or "
+                    "line ends, begin or end with a space, or exceed 256 characters; rename it"
                 )
         items: list[tuple[list[Atom], bool]] = []
         for number, (key, schema) in enumerate(members.items()):

@@ -78,8 +78,8 @@ def _call(call: Any) -> str:
     arguments = function.get("arguments", {}) if isinstance(function, Mapping) else None
     if not isinstance(name, str) or not isinstance(arguments, Mapping):
         raise RequestError(
-            f"a past call of {name!r} cannot be written as the model writes calls, "
-            "NAME(KEY=VALUE): it needs a function's name, and arguments that are a JSON object"
+            f"a past call of {name!r} cannot be written in the model's call format, "
+            "NAME(KEY=VALUE): it needs a function name and a JSON object of arguments"
         )
     return f"{name}({', '.join(f'{key}={_value(value)}' for key, value in arguments.items())})"
 

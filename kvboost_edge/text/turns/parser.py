@@ -60,9 +60,7 @@ class TurnParser:
                 message is text.
         """
         if calls and format.calls is None:
-            raise RequestError(
-                "the model's chat template shows no tool calls in a way that is known"
-            )
+            raise RequestError("the tool-call format of the model's chat template is not supported")
         self._scanner = Scanner()
         self._parts: list[Part] = []
         self._turn: _Turn | ChannelTurn

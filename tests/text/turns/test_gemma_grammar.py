@@ -210,7 +210,7 @@ WRONG = [
     ({"type": "string", "enum": [1, None]}, "no value"),
     ({"enum": 1}, "'enum' cannot be 1"),
     ({"type": 5}, "'type' cannot be 5"),
-    ({"type": [["string"]]}, "is not known"),
+    ({"type": [["string"]]}, "is unknown"),
     ({"type": "array", "minItems": "2"}, "'minItems' cannot be"),
     ({"type": "array", "minItems": 2, "maxItems": 1}, "minItems 2"),
     ({"$ref": "#/$defs/none", "type": "string"}, "#/$defs/none"),

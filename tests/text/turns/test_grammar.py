@@ -208,7 +208,9 @@ def test_an_answer_in_json_stands_behind_the_reasoning(markers):
 
 def test_what_cannot_be_asked_is_refused_by_name():
     unknown = TurnFormat(None, None, True, True)
-    with pytest.raises(RequestError, match="shows no tool calls"):
+    with pytest.raises(
+        RequestError, match="tool-call format of the model's chat template is not supported"
+    ):
         calls_grammar(
             unknown,
             TOOLS,
