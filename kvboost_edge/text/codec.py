@@ -138,8 +138,8 @@ class FastCodec:
         return ids
 
     def encode_apart(self, texts: Sequence[str]) -> list[int]:
-        # Encoded as one text, with special tokens between that are removed again. Alone, a text
-        # would count as a beginning, where some tokenizers add a space.
+        # The texts are encoded as one, separated by special tokens that are removed afterwards. A
+        # text encoded alone would count as a beginning, where some tokenizers add a space.
         between = self._separator
         if between is None:
             return [token_id for text in texts for token_id in self.encode(text, False)]
@@ -337,7 +337,7 @@ def _is_tag(text: str) -> bool:
 
 
 def _stands_alone(token: tokenizers.AddedToken) -> bool:
-    """Return whether an added token is found in any text and takes nothing of its neighbours."""
+    """Return whether an added token is found in any text without affecting its neighbors."""
     return not (token.lstrip or token.rstrip or token.single_word or token.normalized)
 
 

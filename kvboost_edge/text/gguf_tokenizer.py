@@ -92,7 +92,7 @@ def gguf_tokenizer(metadata: Mapping[str, Any], *, name: str) -> Tokenizer:
         ModelFormatError: a key is missing, damaged or unknown; the message names it.
     """
     model = check_vocabulary_kind(metadata, name=name)
-    # Some files of Gemma 4 say that it has no BOS; llama.cpp ignores that, too.
+    # Some Gemma 4 files disable BOS. This is ignored, as in llama.cpp.
     believed = {**metadata, "tokenizer.ggml.add_bos_token": True} if model == "gemma4" else metadata
     fields = _Fields(believed, name)
     tokens = fields.strings("tokens")
@@ -323,9 +323,9 @@ def _added_tokens(
     """Return the tokens that are matched in the text as a whole: control tokens, which are special,
     and user-defined ones.
     """
-    # Phi-3's control tokens swallow the white space after them. The file does not say so;
-    # llama.cpp knows it, too. "</s>" does so whatever its kind: the file's model has it as an
-    # ordinary added token.
+    # Phi-3's control tokens swallow the white space after them. The file does not store this;
+    # llama.cpp assumes it, too. "</s>" does the same whatever its type, because it is an ordinary
+    # added token of the original model.
     strips = (
         metadata.get("general.architecture") == "phi3"
         and metadata.get("tokenizer.ggml.model") == "llama"
@@ -374,7 +374,7 @@ def _add_ends(
         parts.insert(0, special["bos_token"])
     if end:
         parts.append(special["eos_token"])
-    # As JSON: a token's text may hold the signs of the template language that the constructor
+    # As JSON: a token's text may contain characters of the template language that the constructor
     # takes.
     single: list[dict[str, Any]] = [
         {"Sequence": {"id": "A", "type_id": 0}}

@@ -42,8 +42,8 @@ __all__ = [
 _MAX_FORMAT = 1 << 16  # characters of a format string
 _MAX_SLOW = 1 << 12  # characters for filters that take quadratic time
 _MAX_INDENT = 32
-_MAX_BITS = 64  # of an integer
-_MAX_DIGITS = 300  # that a number is rounded to
+_MAX_BITS = 64  # bits of an integer
+_MAX_DIGITS = 300  # digits that a number is rounded to
 
 
 # -- operators --

@@ -314,7 +314,7 @@ def _lipsum(*args: Any, **kwargs: Any) -> None:
 
 
 class _GenerationTag(jinja2.ext.Extension):
-    """The tag `{% generation %}...{% endgeneration %}`, which marks the model's words for training.
+    """The tag `{% generation %}...{% endgeneration %}`, which marks model output for training.
 
     Rendering writes its content unchanged.
     """

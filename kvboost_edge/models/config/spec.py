@@ -361,9 +361,7 @@ def _is_tied(config: Config, family: Family) -> bool:
 
 
 def _head_dim(shapes: Sequence[LayerShape], windows: Sequence[int], is_full: bool) -> int:
-    """Return the head size of the layers without a window or of those with one, or of all layers if
-    there are none of that kind.
-    """
+    """Return the head size of full or of sliding layers; of all layers without any of that kind."""
     found = {
         shape.head_dim
         for shape, window in zip(shapes, windows, strict=True)

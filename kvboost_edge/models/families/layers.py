@@ -48,7 +48,7 @@ class LayerFactors(NamedTuple):
     """Multipliers of the matrices of a layer.
 
     Attributes:
-        attention: for queries, keys and values.
+        attention: for the QKV projections.
         attention_out: for the output of attention.
         mixer: for the inputs of the recurrent mixer.
         mixer_conv: for the convolution weights of x, B and C, in addition to `mixer`.

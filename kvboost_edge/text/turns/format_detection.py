@@ -366,7 +366,7 @@ def _without_tail(text: str, tail: str) -> str:
     return text[:at] if at >= 0 else text
 
 
-# -- calls that are not shown --
+# -- calls that the template omits --
 
 
 def _unshown_calls(turns: _Turns, is_token: Callable[[str], bool]) -> CallFormat | None:

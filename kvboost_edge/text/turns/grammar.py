@@ -126,7 +126,7 @@ def _behind_reasoning(lark: Lark, markers: ReasoningFormat | None, state: str, b
         lark.add("start", *body(""))
         return lark.text()
     block = lark.reasoning(markers, opened=state == "opened")
-    # Without the block, text must not begin like one: a marker of a call inside would count.
+    # Without the block, text must not begin like one, because a call marker inside would count.
     plain = body("" if state == "opened" else markers.start)
     behind = lark.add("behind", *(body("") if state == "possible" else plain))
     lark.add("start", [block, behind], *(plain if state == "possible" else []))

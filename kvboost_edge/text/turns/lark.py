@@ -30,11 +30,10 @@ __all__ = [
 
 SpecialId = Callable[[str], int | None]
 
-# JSON allows any white space between two tokens, and a small model that has begun with it goes on
-# for ever.
+# JSON allows any white space between two tokens, and a small model may never stop writing it.
 JSON_SPACE = r"( |\n[ \t]{0,16})?"
-# Letters are written as they are: llguidance takes \u for control characters alone, so that a model
-# that begins \u00f6 would be led to another character.
+# Letters are written unescaped: llguidance allows \u for control characters only, so a model that
+# begins \u00f6 would be led to another character.
 JSON_OPTIONS: dict[str, Any] = {
     "whitespace_pattern": JSON_SPACE,
     "json_allowed_escapes": 'nrbtf\\"',
