@@ -1,9 +1,13 @@
 """Values of ONNX tensors: floats of any width as float32, and the matrices of MatMulNBits.
 
-MatMulNBits (com.microsoft) holds B as uint8 [N, blocks, block_size * bits / 8], low nibble first,
-where blocks = ceil(K / block_size); scales [N, blocks]; and optional zero points [N, ceil(blocks *
-bits / 8)], packed like the codes, or in the dtype of the scales. weight[n, k] = scale * (code -
-zero), with zero = 2^(bits - 1) by default.
+MatMulNBits (com.microsoft) has these inputs, with blocks = ceil(K / block_size):
+
+    B            uint8 [N, blocks, block_size * bits / 8], low nibble first
+    scales       float [N, blocks]
+    zero points  uint8 [N, ceil(blocks * bits / 8)], packed like the codes, or one number per
+                 block in the dtype of the scales; 2^(bits - 1) by default
+
+The weights are weight[n, k] = scale * (code - zero).
 """
 
 from __future__ import annotations
