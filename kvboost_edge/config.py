@@ -147,8 +147,8 @@ class EngineConfig:
     )
     dtype: str = option(
         "auto",
-        "Data type of the computation. The native runner takes float32 and bfloat16 as weight "
-        "formats; with float16, it keeps its own format and logs that",
+        "Data type of the computation, torch runner. In the native runner, float32 and bfloat16 "
+        "select the weight formats f32 and bf16; float16 has no effect and is logged",
         str,
         group="Model",
         choices=CHOICES["dtype"],
