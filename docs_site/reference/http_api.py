@@ -228,8 +228,8 @@ def _meaning(name: str, field: str, schema: dict[str, Any], meanings: dict[str, 
 
 
 def _as_sentence(text: str) -> str:
-    """Return a text with a capital letter and a full stop; values of fields stay as they are."""
-    if not re.match(r"\w+:", text):
+    """Return a text with a capital letter and a full stop; values of fields and vLLM stay."""
+    if not re.match(r"\w+:|vLLM", text):
         text = text[:1].upper() + text[1:]
     return text if not text or text[-1] in ".!?" else f"{text}."
 
