@@ -15,7 +15,7 @@ GUIDES = sorted(
     for folder in ("tutorial", "how-to")
     for path in (ROOT / "docs" / folder).glob("*.md")
 )
-PAGES = ["README.md", "docs/apis.md", "docs/tools.md", *GUIDES]
+PAGES = ["README.md", "docs/apis.md", "docs/structured.md", "docs/tools.md", *GUIDES]
 
 
 def examples_of(page):
