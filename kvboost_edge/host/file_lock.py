@@ -19,6 +19,8 @@ def hold_open(file: IO[Any]) -> None:
     """Hold a shared lock on a file until the file and all its mappings are closed.
 
     Does nothing where files cannot be locked, or on Windows, which does not delete mapped files.
+    Without the lock (also if another process keeps an exclusive lock for about 0.5 seconds), the
+    file may be deleted. The mappings keep its contents.
     """
     if sys.platform == "win32":
         return

@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from kvboost_edge.host import file_lock
 from kvboost_edge.host.file_lock import hold_open
 from kvboost_edge.tiers.disk.files import READ, Files
 
@@ -51,3 +52,19 @@ def test_whoever_looks_is_waited_for(tmp_path):
         assert time.monotonic() - begun < 5
         timer.join()
         assert not is_free(path)
+
+
+def test_a_lock_that_stays_is_not_waited_for_and_a_deleted_file_stays_mapped(tmp_path, monkeypatch):
+    monkeypatch.setattr(file_lock, "_LOOK_S", 0.001)
+    path = tmp_path / "file"
+    path.write_bytes(b"weights")
+    files = Files()
+    handle = files.open(path, READ)
+    assert files.lock(handle)
+    with open(path, "rb") as file:
+        hold_open(file)
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    files.unlink(path)
+    files.close(handle)
+    assert mapped[:] == b"weights"
+    mapped.close()
