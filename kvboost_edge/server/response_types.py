@@ -141,8 +141,7 @@ class PromptCache(_Answer):
         float, Field(description="Mean share of the request in the tokens of its steps, 0 to 1.")
     ]
     position: Annotated[
-        Annotated[int, Field(description="First token that differs from the earlier request.")],
-        Field(description="Index of the first token that differs from the earlier request."),
+        int, Field(description="Index of the first token that differs from the earlier request.")
     ]
     field: Annotated[
         str, Field(description='Part of the request at this position, such as "message 7".')
