@@ -211,7 +211,7 @@ class PoolUsage:
 
     @property
     def reference_count(self) -> int:
-        """Number of references that all tables hold, over all blocks."""
+        """Number of references that tables and pins hold, over all blocks."""
         return sum(self._pool.ref_counts())
 
     def ref_count(self, block_id: int) -> int:

@@ -52,7 +52,7 @@ class Sequence:
         rank: the request's rank.
         table: block table; None unless RUNNING.
         num_charged_tokens: tokens charged to the tenant (fairness).
-        last_turn: number of the last step in which it decoded, counted over all sequences
+        last_turn: number of its last turn to decode; turns are counted over all sequences
             (fairness).
         blocked_at: the cache's `progress` at the last failed admission; None: not tried.
         awaited_hash: hash of the block that another sequence or a prefetch brings, or None.

@@ -71,7 +71,7 @@ def boundary_positions(hints: Sequence[int], num_slots: int) -> Sequence[int]:
 
 
 def _doubling(points: Sequence[int]) -> list[int]:
-    """Return the last point, the second to last, the fourth, the eighth and so on."""
+    """Return the last point, the second to last, the fourth to last, the eighth to last etc."""
     return [points[-(1 << n)] for n in range(len(points).bit_length())]
 
 
