@@ -117,7 +117,7 @@ class _Search:
         graph = self.graph
         if "logits" not in self.model.outputs:
             raise graph.error(
-                f"no output is named 'logits'; outputs:  {sorted(self.model.outputs)[:5]}"
+                f"no output is named 'logits'; outputs: {sorted(self.model.outputs)[:5]}"
             )
         value, cap, factor = self._logits("logits")
         head = graph.linear(value)

@@ -99,8 +99,8 @@ class MixerSizes(NamedTuple):
         ):
             raise ModelFormatError(
                 f"unsupported recurrent layer {mixer}: dims and channels must be multiples of "
-                f"{LANES}, key dims at most {MOST_KEYS}, value dims at most {_MOST_DIM}, all "
-                f"values a multiple of {GROUP}, and taps from 1 to {_MOST_TAPS}"
+                f"{LANES}, key dims at most {MOST_KEYS}, value dims at most {_MOST_DIM}, "
+                f"their total ({width}) a multiple of {GROUP}, and taps from 1 to {_MOST_TAPS}"
             )
         if mixer.kind == "conv":
             return cls(3 * mixer.channels, 0, width)
