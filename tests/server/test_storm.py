@@ -93,7 +93,7 @@ def held_by(server):
     """
     gc.collect()  # sockets and files of earlier tests may wait for it
     # Threads of pools start when they are first needed, and stay; pools are bounded.
-    pools = ("asyncio_", "ThreadPoolExecutor-")
+    pools = ("asyncio_", "ThreadPoolExecutor-read", "ThreadPoolExecutor-long")
     threads = sorted(
         thread.name for thread in threading.enumerate() if not thread.name.startswith(pools)
     )

@@ -181,6 +181,8 @@ class Terms:
         }
         if terms is None:
             return cls(**given)
+        if not isinstance(terms, cls):
+            raise RequestError(f"terms={terms!r:.200} must be a Terms object")
         if given:
             raise RequestError(
                 f"terms= and {', '.join(given)} are given; set the fields in terms, or leave "
