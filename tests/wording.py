@@ -5,7 +5,7 @@
 The script reads messages (errors, logs, help texts), the page's strings, and the headings, list
 items and table cells of README, docs, CHANGELOG and CONTRIBUTING. For each kind it prints the
 number of words, and per 1,000 words the long sentences, the phrases that read like a translation
-and the terms that docs/glossary.md says to avoid; then the worst places. It is a guide for the eye,
+and the terms that CONTRIBUTING.md says to avoid; then the worst places. It is a guide for the eye,
 not a gate: a sentence that reads well may stay.
 """
 
@@ -22,7 +22,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "kvboost_edge"
 PAGE = PACKAGE / "server" / "http" / "static"
-GLOSSARY = ROOT / "docs" / "glossary.md"
+TERMS = ROOT / "CONTRIBUTING.md"
 MARKDOWN = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")
 LONG_SENTENCE = 30  # words
 LEAST_WORDS = 3  # of a string in code that counts as a text
@@ -49,9 +49,9 @@ class Text(NamedTuple):
     text: str
 
 
-def avoided_terms(glossary: str) -> re.Pattern[str]:
-    """Return a pattern of the terms in the first column of the glossary's last table."""
-    rows = glossary.partition("## Terms to avoid")[2].splitlines()
+def avoided_terms(text: str) -> re.Pattern[str]:
+    """Return a pattern of the terms in the first column of the table of terms to avoid."""
+    rows = text.partition("## Terms to avoid")[2].partition("\n## ")[0].splitlines()
     cells = [row.split("|")[1] for row in rows if row.startswith("| ")][1:]
     terms = [term.strip() for cell in cells for term in cell.split(",")]
     return re.compile(rf"\b(?:{'|'.join(map(re.escape, terms))})\b", re.IGNORECASE)
@@ -174,13 +174,13 @@ def main() -> None:
     )
     parser.add_argument("--worst", type=int, default=20, help="places to print [20]")
     options = parser.parse_args()
-    avoided = avoided_terms(GLOSSARY.read_text(encoding="utf-8"))
+    avoided = avoided_terms(TERMS.read_text(encoding="utf-8"))
     words: dict[str, int] = {}
     counts: dict[str, dict[str, int]] = {}
     places: list[tuple[int, str]] = []
     for kind, (path, line, text) in all_texts():
         words[kind] = words.get(kind, 0) + len(text.split())
-        is_list_of_terms = path == GLOSSARY and kind != "headings"
+        is_list_of_terms = path == TERMS and kind != "headings"
         found = [] if is_list_of_terms else findings(kind, text, avoided)
         for what, _ in found:
             of_kind = counts.setdefault(kind, {})
