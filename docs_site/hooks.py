@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import html
+import json
 import os
 import posixpath
 import re
@@ -24,6 +26,21 @@ _LANGUAGES = {".ipynb": "", ".py": "python", ".sh": "sh"}
 
 _FENCE = re.compile(r"^( *)(```+|~~~+)[^\n]*\n.*?^\1\2[`~]*[ \t]*$", re.DOTALL | re.MULTILINE)
 _LINK = re.compile(r"(?P<label>!?\[(?:[^\[\]]|\[[^\[\]]*\])*\])\((?P<target>[^()\s]+)\)")
+
+# Factors of a page's rank in the search, by the start of its path in the site.
+_SEARCH_BOOSTS = {
+    "repository/CHANGELOG.md": 0.1,
+    "repository/": 0.5,
+    "how-to/": 2,
+    "reference/options.md": 4,
+}
+# Pages that the search leaves out: a log, and a copy of other pages' texts.
+_NOT_SEARCHED = ("repository/benchmarks/LOG.md", "repository/README.md")
+
+_OPTION_PAGE = "reference/options.md"
+_OPTION_ROW = re.compile(
+    r'^\| <a id="(?P<anchor>[^"]+)"></a>(?P<names>[^|]+) \| (?P<text>.+?) \|', re.MULTILINE
+)
 
 # The pages of this build by their path in the site.
 _pages: dict[str, Any] = {}
@@ -60,7 +77,7 @@ def on_files(files: Files, *, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Files) -> str:
-    """Point links to files outside docs/ at the site's copies."""
+    """Point links to files outside docs/ at the site's copies, and set the rank in the search."""
     root = Path(config.config_file_path).parent
     place = page.file.src_uri
     path = _repository_path(place)
@@ -75,13 +92,23 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Files) -> 
         link = posixpath.relpath(_site_path(target), posixpath.dirname(place) or ".")
         return f"{found['label']}({link}{hash_sign}{anchor})"
 
+    boosts = [boost for start, boost in _SEARCH_BOOSTS.items() if place.startswith(start)]
+    if place in _NOT_SEARCHED:
+        page.meta["search"] = {"exclude": True}
+    elif boosts:
+        page.meta["search"] = {"boost": boosts[0]}
     _pages[place] = page
     return _outside_fences(markdown, lambda text: _LINK.sub(rewrite, text))
 
 
 def on_post_build(*, config: Any) -> None:
-    """Write llms.txt, and the Markdown text of each page under its path in docs/."""
+    """Write llms.txt, and the Markdown text of each page; add the options to the search."""
     site = Path(config.site_dir)
+    index = site / "search" / "search_index.json"
+    if index.is_file():
+        found = json.loads(index.read_text(encoding="utf-8"))
+        found["docs"] += _option_entries(_pages[_OPTION_PAGE].markdown)
+        index.write_text(json.dumps(found), encoding="utf-8")
     for name, page in _pages.items():
         path = site / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -109,6 +136,20 @@ def _sections(nav: list[Any], heading: str = "Home") -> list[tuple[str, list[tup
         else:
             found += _sections(value, title)
     return [(title, entries) for title, entries in found if entries]
+
+
+def _option_entries(markdown: str) -> list[dict[str, Any]]:
+    """Return an entry of the search index for each row of the page of options."""
+    location = Path(_OPTION_PAGE).with_suffix(".html").as_posix()
+    return [
+        {
+            "location": f"{location}#{row['anchor']}",
+            "title": row["names"].replace("`", "").replace("<br>", ", "),
+            "text": html.escape(row["text"]),
+            "boost": _SEARCH_BOOSTS[_OPTION_PAGE],
+        }
+        for row in _OPTION_ROW.finditer(markdown)
+    ]
 
 
 def _outside_file(path: str, source: Path, config: Any) -> File:

@@ -31,14 +31,15 @@ _SECTIONS = (
 
 
 def option_page() -> str:
-    """Return the page: a table for each class of options."""
+    """Return the page: a table for each class of options, with an anchor for each option."""
     flags = command_options()
     parts = [_HEAD]
     for title, text, cls in _SECTIONS:
         has_flags = cls in (EngineConfig, ServerSettings)
         rows = []
         for name, declared in options_of(cls).items():
-            shown = [f"`{name}`"]
+            anchor = f"{title}-{name}".lower().replace("_", "-")
+            shown = [f'<a id="{anchor}"></a>`{name}`']
             if has_flags and name in flags:
                 shown += [f"`{flag}`" for flag in declared.flags(name)]
             cells = ("<br>".join(shown), declared.help, declared.allowed, declared.shown_default)

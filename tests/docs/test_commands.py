@@ -66,7 +66,7 @@ def test_commands_are_accepted(page, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "path", sorted((ROOT / "docs/how-to").glob("*.md")), ids=lambda one: one.stem
+    "path", sorted((ROOT / "docs/how-to").glob("[!R]*.md")), ids=lambda one: one.stem
 )
 def test_a_guide_has_every_part(path):
     text = path.read_text(encoding="utf-8")

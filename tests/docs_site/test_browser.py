@@ -108,6 +108,20 @@ def test_search_finds_a_page_also_in_a_site_opened_as_a_file(place, visit, origi
     assert page.locator("h1").inner_text().startswith("Speculative decoding")
 
 
+def test_the_search_finds_an_option_by_its_flag(visit, origin):
+    page = visit(f"{origin}/index.html")
+    field = page.locator(".md-search__input")
+    found = page.locator(".md-search-result__link[href*='reference/options.html']").first
+    for _ in range(30):
+        field.fill("")
+        field.press_sequentially("--max-memory")
+        page.wait_for_timeout(1000)
+        if found.is_visible():
+            break
+    assert found.is_visible()
+    assert field.input_value() == "max-memory"
+
+
 def test_the_scheme_can_be_chosen_and_stays(visit, origin):
     page = visit(f"{origin}/index.html")
     scheme = "document.body.getAttribute('data-md-color-scheme')"

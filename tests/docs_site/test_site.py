@@ -72,6 +72,19 @@ def test_the_navigation_has_every_page_once_in_four_kinds():
             assert folder not in folders or KINDS[folders[folder]] == title, path
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_overview_of_a_section_links_to_its_other_pages(kind):
+    [section] = [item[kind] for item in CONFIG["nav"] if kind in item]
+    overview, *paths = entries(section)
+    folder = posixpath.dirname(overview)
+    text = (ROOT / "docs" / overview).read_text(encoding="utf-8")
+    linked = {
+        posixpath.normpath(posixpath.join("docs", folder, link))
+        for link in re.findall(r"\]\(([^)]+)\)", text)
+    }
+    assert linked == {hooks._repository_path(path) for path in paths}
+
+
 @pytest.mark.slow
 def test_every_internal_link_and_anchor_leads_somewhere(site, pages):
     assert len(pages) > len(DOCS)
@@ -141,7 +154,7 @@ def config(root):
 
 
 def rewritten(text, place, root):
-    page = SimpleNamespace(file=SimpleNamespace(src_uri=place))
+    page = SimpleNamespace(file=SimpleNamespace(src_uri=place), meta={})
     return hooks.on_page_markdown(text, page=page, config=config(root), files=Files([]))
 
 

@@ -10,6 +10,17 @@ function name_parts() {
   }
 }
 
+// The search reads a leading dash as "without this word". Flags are searched by their name.
+document.addEventListener(
+  "input",
+  (event) => {
+    if (!event.target.matches?.(".md-search__input")) return;
+    const words = event.target.value.replace(/(^|\s)-+/g, "$1");
+    if (words !== event.target.value) event.target.value = words;
+  },
+  true,
+);
+
 const watcher = new MutationObserver(name_parts);
 watcher.observe(document.body, { childList: true, subtree: true });
 window.addEventListener("resize", name_parts);
