@@ -130,8 +130,8 @@ class EngineConfig:
     )
     backend: str = option(
         "auto",
-        "Storage of the KV cache and its attention kernels; default and cpu-paged mean auto and "
-        "cpu",
+        "Storage of the KV cache and its attention kernels; 'default' is an alias of auto, "
+        "'cpu-paged' of cpu",
         str,
         group="Model",
         choices=CHOICES["backend"],
@@ -157,14 +157,15 @@ class EngineConfig:
         "auto",
         "Weight format, native runner. auto keeps the format of a quantized file; float weights "
         "become int8 if weights and pool take at most half of the memory, else int4. int4-asym "
-        "has a scale and a minimum per group of 32",
+        "stores a scale and a minimum per group of 32",
         str,
         group="Model",
         choices=CHOICES["weights"],
     )
     max_model_len: int | None = option(
         None,
-        "Longest sequence, prompt and answer, up to the model's context. Sizes the automatic pool",
+        "Maximum sequence length, prompt plus answer, up to the model's context. Also sizes the "
+        "automatic pool",
         int,
         group="Model",
         unit="tokens",
@@ -174,9 +175,9 @@ class EngineConfig:
     )
     max_memory: int | None = option(
         None,
-        "Memory limit of the process, native runner: weights, the measured overhead, and the pool, "
-        "which takes the rest, up to its default number of contexts. Refused unless one context "
-        "of max_model_len fits",
+        "Memory limit of the process, native runner. The pool takes the memory that weights and "
+        "measured overhead leave, up to its default size. The model is rejected if one context of "
+        "max_model_len does not fit",
         int,
         group="Cache",
         unit="bytes",
@@ -233,7 +234,7 @@ class EngineConfig:
     )
     block_size: int = option(
         16,
-        "Tokens in a block of the KV cache",
+        "Number of tokens in a block of the KV cache",
         int,
         group="Cache",
         unit="tokens",
@@ -251,7 +252,7 @@ class EngineConfig:
     )
     max_num_seqs: int | None = option(
         None,
-        "Largest number of sequences computed together",
+        "Maximum number of sequences computed together",
         int,
         group="Engine",
         unit="sequences",
@@ -261,7 +262,7 @@ class EngineConfig:
     )
     max_pinned_blocks: int | None = option(
         None,
-        "Largest number of pinned blocks; 0 forbids pins",
+        "Maximum number of pinned blocks; 0 forbids pins",
         int,
         group="Cache",
         unit="blocks",
@@ -270,7 +271,7 @@ class EngineConfig:
     )
     max_batch_tokens: int = option(
         512,
-        "Largest number of tokens computed in one step",
+        "Maximum number of tokens computed in one step",
         int,
         group="Engine",
         unit="tokens",
@@ -278,8 +279,8 @@ class EngineConfig:
     )
     target_tpot: float | None = option(
         None,
-        "Target time per output token. While answers are generated, prompts are computed in "
-        "smaller steps to keep it. 0: no target",
+        "Target time per output token. While answers are being generated, prompts are computed in "
+        "smaller steps to meet it. 0: no target",
         float,
         group="Engine",
         unit="ms",
@@ -289,13 +290,13 @@ class EngineConfig:
     )
     num_threads: int | None = option(
         None,
-        "Number of threads that compute",
+        "Number of compute threads",
         int,
         group="Engine",
         unit="threads",
         low=1,
         high=_MAX_THREADS,
-        unset="the number of CPUs that this process may use",
+        unset="the number of CPUs available to this process",
         flag="--num-threads --threads",
     )
     strict: bool = option(
@@ -324,7 +325,8 @@ class EngineConfig:
     rope_range: str = option(
         "short",
         "Factors of longrope models (Phi-3, Phi-4-mini), native runner: short limits the context "
-        "to the original length, long has the whole context. The two never share blocks",
+        "to the original length, long allows the full context. KV blocks are not shared between "
+        "the two",
         str,
         group="Model",
         choices=CHOICES["rope_range"],
@@ -372,7 +374,7 @@ class EngineConfig:
         None,
         "Directory of the disk tier, which keeps KV blocks across restarts; off: none",
         group="Cache",
-        unset="none for an engine, the user's cache for a server",
+        unset="none for an engine, the user cache directory for a server",
         metavar="DIR",
     )
     max_disk_bytes: int | None = option(
@@ -408,7 +410,7 @@ class EngineConfig:
     )
     recompute_overlap: int = option(
         16,
-        "Tokens recomputed after each chunk boundary",
+        "Number of tokens recomputed after each chunk boundary",
         int,
         group=_REUSE,
         unit="tokens",
@@ -425,7 +427,7 @@ class EngineConfig:
     )
     min_chunk_tokens: int = option(
         32,
-        "Shortest run of tokens reused at another position",
+        "Minimum length of a run of tokens reused at another position",
         int,
         group=_REUSE,
         unit="tokens",
@@ -435,8 +437,8 @@ class EngineConfig:
     )
     reuse_gate: str = option(
         "auto",
-        "Quality gate of reuse at other positions: refuse the mode if a stored test of the model "
-        "found that reuse changes answers more than another order of the documents; off: never "
+        "Quality gate of non-prefix KV reuse. auto: refuse the mode if a stored test showed that "
+        "reuse changes the model's answers more than reordering the documents does; off: never "
         "refuse",
         str,
         group=_REUSE,
@@ -444,8 +446,8 @@ class EngineConfig:
     )
     chunk_strategy: ChunkStrategy | str | None = option(
         None,
-        "Cuts of warmed documents: every chunk_size tokens (fixed), at the end of a sentence near "
-        "it (semantic), or none (document)",
+        "Chunk boundaries in warmed documents: every chunk_size tokens (fixed), at the end of a "
+        "sentence near them (semantic), or none (document)",
         ChunkStrategy,
         group=_REUSE,
         unset="semantic with a boundary window; fixed with chunk_size, overlap_k or sink_tokens; "
@@ -454,18 +456,18 @@ class EngineConfig:
     )
     chunk_size: int | None = option(
         None,
-        "Size of a chunk. Documents are cut into chunks; warm and max_chunks count in chunks",
+        "Chunk size. Documents are split into chunks, and warm and max_chunks count chunks",
         int,
         group=_REUSE,
         unit="tokens",
         low=1,
-        unset="128, or block_size if that is larger; documents are then cut where overlap_k, "
-        "sink_tokens or chunk_strategy asks for it",
+        unset="128, or block_size if larger; with the default, documents are split only if "
+        "overlap_k, sink_tokens, chunk_boundary_window or chunk_strategy requires it",
     )
     chunk_boundary_window: int = option(
         0,
-        "Tokens that a cut of a document may move to the end of a sentence; 0 with chunk_strategy "
-        "semantic: half of chunk_size",
+        "How many tokens a chunk boundary may move to reach the end of a sentence. With "
+        "chunk_strategy=semantic, 0 means half of chunk_size",
         int,
         group=_REUSE,
         unit="tokens",
@@ -473,7 +475,7 @@ class EngineConfig:
     )
     overlap_k: int = option(
         0,
-        "Tokens before a chunk that are computed with it and not kept",
+        "Number of tokens before a chunk that are computed with it and then dropped",
         int,
         group=_REUSE,
         unit="tokens",
@@ -481,7 +483,8 @@ class EngineConfig:
     )
     sink_tokens: int = option(
         0,
-        "First tokens of the document that are computed with each chunk and not kept",
+        "Number of tokens from the start of the document that are computed with each chunk and "
+        "then dropped",
         int,
         group=_REUSE,
         unit="tokens",
@@ -489,8 +492,8 @@ class EngineConfig:
     )
     primer_tokens: int = option(
         256,
-        "Tokens of other documents, or of neutral text, before each warmed document while it is "
-        "computed",
+        "Number of tokens from other documents, or neutral text, placed before each warmed "
+        "document while it is computed, then dropped",
         int,
         group=_REUSE,
         unit="tokens",
@@ -499,15 +502,15 @@ class EngineConfig:
     )
     speculation: str = option(
         "auto",
-        "Speculative decoding by prompt lookup, with the same answers: auto (if it is expected to "
-        "be faster, native runner), on (whenever drafts are found) or off",
+        "Speculative decoding by prompt lookup; answers do not change. auto: if it is expected to "
+        "be faster, native runner; on: whenever drafts are found; off: never",
         str,
         group=_SPECULATION,
         choices=CHOICES["speculation"],
     )
     max_draft_tokens: int | None = option(
         None,
-        "Largest number of draft tokens in a step; for hybrid models, of all sequences together",
+        "Maximum number of draft tokens in a step; for hybrid models, of all sequences together",
         int,
         group=_SPECULATION,
         unit="tokens",

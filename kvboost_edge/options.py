@@ -134,7 +134,7 @@ class Option:
             number = "integer" if self.kind is int else "number"
             unit = f" ({self.unit})" if self.unit else ""
             return f"{number}, {self.describe()}{unit}"
-        return "text" if self.kind is str else ""
+        return "string" if self.kind is str else ""
 
     def checked(self, name: str, value: Any, error: type[Exception]) -> Any:
         """Return the value in the declared type.

@@ -133,8 +133,7 @@ ThreadsOption = Annotated[
     int | None,
     typer.Option(
         "--threads",
-        help="Number of threads that compute. Default: the number of CPUs that this process "
-        "may use.",
+        help="Number of compute threads. Default: the number of CPUs available to this process.",
     ),
 ]
 ContextOption = Annotated[
@@ -144,7 +143,7 @@ ContextOption = Annotated[
         "--max-model-len",
         metavar="TOKENS",
         parser=read_tokens,
-        help="Longest sequence, prompt and answer, in tokens. Default: the model's context.",
+        help="Maximum sequence length in tokens, prompt plus answer. Default: the model's context.",
     ),
 ]
 MaxMemoryOption = Annotated[
@@ -153,8 +152,8 @@ MaxMemoryOption = Annotated[
         "--max-memory",
         metavar="BYTES",
         parser=read_size,
-        help="Memory limit of the process, such as 1GB: weights, overhead, and the pool, which "
-        "takes the rest. Default: no limit.",
+        help="Memory limit of the process, such as 1GB. The pool takes the memory that weights "
+        "and overhead leave. Default: no limit.",
     ),
 ]
 SchemaOption = Annotated[
@@ -172,7 +171,7 @@ MaxNewTokens = Annotated[
         "-n",
         metavar="N|max",
         parser=token_limit,
-        help="Largest number of tokens to generate; max: until the context is full.",
+        help="Maximum number of tokens to generate; 'max' generates until the context is full.",
     ),
 ]
 KVBitsOption = Annotated[
@@ -208,7 +207,8 @@ StrategyOption = Annotated[
     RecomputeStrategy | None,
     typer.Option(
         "--recompute-strategy",
-        help="Tokens that chunk_kv_reuse recomputes in reused chunks. Default: cacheblend.",
+        help="Tokens that chunk_kv_reuse mode recomputes in reused chunks: none, selective, "
+        "cacheblend or query. Default: cacheblend.",
     ),
 ]
 OverlapOption = Annotated[
@@ -216,7 +216,8 @@ OverlapOption = Annotated[
     typer.Option(
         "--recompute-overlap",
         metavar="TOKENS",
-        help="Tokens that chunk_kv_reuse recomputes after each chunk boundary. Default: 16.",
+        help="Number of tokens that chunk_kv_reuse mode recomputes after each chunk boundary. "
+        "Default: 16.",
     ),
 ]
 RatioOption = Annotated[
@@ -229,7 +230,7 @@ RatioOption = Annotated[
     ),
 ]
 SameModelOption = Annotated[
-    str | None, typer.Option("--model", "-m", help="Another way to give MODEL.")
+    str | None, typer.Option("--model", "-m", help="Same as the MODEL argument.")
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 
@@ -375,7 +376,7 @@ def chat(
     max_memory: MaxMemoryOption = None,
     option: EngineOptions = None,
 ) -> None:
-    """Chat with a local model or a server. Statistics of the cache follow each answer."""
+    """Chat with a local model or a server, with cache statistics after each answer."""
     from kvboost_edge.cli.chat import run_chat, run_remote_chat
     from kvboost_edge.cli.options import cache_use, engine_options, remote_options, sampling_options
 
@@ -417,7 +418,7 @@ def demo(
 ) -> None:
     """Show the effect of prefix caching: several questions about one document.
 
-    Uses the bundled model and no network.
+    Uses the bundled model and needs no network.
     """
     from kvboost_edge.cli.demo import run_demo
     from kvboost_edge.cli.options import engine_options
@@ -443,10 +444,10 @@ def doctor(
     option: EngineOptions = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show this machine's hardware, and whether and how a model runs on it.
+    """Show this machine's hardware and check whether a model runs on it.
 
     Reports the runner and backend that the model would use and why, and whether it fits in memory.
-    Nothing is packed or loaded. Exits with 1 if the model does not run here.
+    Nothing is packed or loaded. Exits with status 1 if the model does not run here.
     """
     from kvboost_edge.cli.doctor import run_doctor
     from kvboost_edge.cli.options import engine_options, one_model
@@ -471,7 +472,7 @@ def models(
     option: EngineOptions = None,
     as_json: JsonOption = False,
 ) -> None:
-    """List the models on this machine, and whether each of them runs here.
+    """List the models on this machine and show whether each one can run here.
 
     Searches the hub cache and the folders of llama.cpp, LM Studio and Ollama.
     """
@@ -548,7 +549,7 @@ def evaluate(
             "--against",
             metavar="NAME=VALUE,…",
             help=(
-                "Engine options to compare with, repeatable. Shows the mean and largest KL "
+                "Engine options to compare with, repeatable. Shows the mean and maximum KL "
                 "divergence and how often the most likely token is the same."
             ),
         ),
@@ -557,7 +558,7 @@ def evaluate(
         int | None,
         typer.Option(
             "--window",
-            help="Length of a window, in tokens. A prediction sees only tokens of its window. "
+            help="Window length in tokens. A prediction sees only tokens of its window. "
             "Default: 512, or the model's context if that is shorter.",
         ),
     ] = None,
@@ -566,7 +567,9 @@ def evaluate(
     option: EngineOptions = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure the perplexity of a text, and how much other formats change the predictions."""
+    """Measure perplexity on a text and how much other weight or KV cache formats change the
+    predictions.
+    """
     from kvboost_edge.cli.evaluate import run_eval
     from kvboost_edge.cli.options import engine_options
 
@@ -612,10 +615,9 @@ def reuse_check(
     option: EngineOptions = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Test how much the mode chunk_kv_reuse changes a model's answers.
+    """Test how much chunk_kv_reuse mode changes a model's answers.
 
-    The verdict is stored for engines with the same options. Exits with 1 if the model fails the
-    test.
+    The verdict is stored for engines with the same options. Exits with status 1 if the model fails.
     """
     from kvboost_edge.cli.options import engine_options, one_model
     from kvboost_edge.cli.reuse_check import run_reuse_check
@@ -652,7 +654,9 @@ def launch(
     model: Annotated[
         str,
         typer.Option(
-            "--model", "-m", help="Name of a model on the server. Default: the server's first."
+            "--model",
+            "-m",
+            help="Name of a model on the server. Default: the server's first model.",
         ),
     ] = "",
     execute: Annotated[

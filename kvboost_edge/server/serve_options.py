@@ -87,8 +87,8 @@ class ServeOptions:
 
 _COMMAND = {  # flags of the command that are not settings
     "model": Option(
-        help="Directory, GGUF file or hub id, after the names that clients may use, if given, "
-        "separated by commas. Repeatable: models after the first are loaded on demand",
+        help="Model directory, GGUF file or hub id, optionally preceded by comma-separated names "
+        "for clients and '='. Repeatable; models after the first are loaded on demand",
         group="Model",
         flag="--model -m",
         many=True,
@@ -96,11 +96,11 @@ _COMMAND = {  # flags of the command that are not settings
         unset="the bundled demo model",
     ),
     "model_name": Option(
-        help="Names that clients may use for the only model, separated by commas",
+        help="Comma-separated names for the model, when only one is served",
         group="Model",
         many=True,
         metavar="NAME",
-        unset="its own",
+        unset="the model's own name",
     ),
     "warm": Option(
         help="Text that the first model caches at start; @FILE reads it from a file",
@@ -109,7 +109,7 @@ _COMMAND = {  # flags of the command that are not settings
         metavar="TEXT",
     ),
     "warm_document": Option(
-        help="Text cached at start for mode chunk_kv_reuse, which finds it anywhere in a prompt; "
+        help="Text cached at start for chunk_kv_reuse mode, which finds it anywhere in a prompt; "
         "@FILE reads it from a file",
         group="Cache",
         many=True,
@@ -151,6 +151,9 @@ def command_options() -> dict[str, Option]:
     # The command's own options come first and win: --model-name is repeatable, while the setting is
     # a single name.
     declared = {**_COMMAND, **options_of(ServerSettings), **options_of(EngineConfig), **_COMMAND}
+    declared["disk_cache_dir"] = dataclasses.replace(
+        declared["disk_cache_dir"], unset="the user cache directory"
+    )
     return {name: one for name, one in declared.items() if one.flag is not None}
 
 

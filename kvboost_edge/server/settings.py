@@ -55,7 +55,7 @@ class ServerSettings:
 
     host: str = option(
         "127.0.0.1",
-        "Address to listen on; an address other than loopback needs an API key",
+        "Address to listen on; a non-loopback address needs an API key",
         str,
         group="Server",
         metavar="ADDRESS",
@@ -88,11 +88,14 @@ class ServerSettings:
         flag="--admin-api-key",
         many=True,
         metavar="KEY",
-        unset="none; a single API key may do so, too",
+        unset="none; if there is only one API key, it has these rights",
         secret=True,
     )
     insecure: bool = option(
-        False, "Listen on addresses other than loopback without an API key", bool, group="Security"
+        False,
+        "Allow listening on non-loopback addresses without an API key",
+        bool,
+        group="Security",
     )
     allowed_hosts: tuple[str, ...] = option(
         (),
@@ -114,7 +117,7 @@ class ServerSettings:
     )
     max_batch_size: int | None = option(
         None,
-        "Largest number of sequences computed together (max_num_seqs of the engine)",
+        "Maximum number of sequences computed together (max_num_seqs of the engine)",
         int,
         group="Limits",
         unit="sequences",
@@ -124,7 +127,7 @@ class ServerSettings:
     )
     batch_window_ms: float = option(
         20.0,
-        "Longest wait of a request whose first block another request is computing, so that "
+        "Maximum wait of a request whose first block another request is computing, so that "
         "requests with a common prefix start together; 0: none",
         float,
         group="Limits",
@@ -134,7 +137,7 @@ class ServerSettings:
     )
     max_queue_size: int = option(
         256,
-        "Largest number of waiting requests; further ones get 503",
+        "Maximum number of waiting requests; further ones get 503",
         int,
         group="Limits",
         unit="requests",
@@ -143,7 +146,7 @@ class ServerSettings:
     )
     max_queue_tokens: int | None = option(
         None,
-        "Largest number of tokens of all requests in flight",
+        "Maximum number of tokens of all requests in flight",
         int,
         group="Limits",
         unit="tokens",
@@ -153,7 +156,8 @@ class ServerSettings:
     )
     request_timeout: float = option(
         120.0,
-        "Longest time from the last byte of a request to the end of its answer; then 504",
+        "Maximum time from the last byte of a request to the end of its answer; after that the "
+        "server returns 504",
         float,
         group="Limits",
         unit="seconds",
@@ -162,7 +166,7 @@ class ServerSettings:
     )
     drain_seconds: float = option(
         30.0,
-        "Longest time to finish answers after SIGTERM",
+        "Maximum time to finish answers after SIGTERM",
         float,
         group="Limits",
         unit="seconds",
@@ -171,7 +175,7 @@ class ServerSettings:
     )
     max_body_bytes: int = option(
         8 * 1024 * 1024,
-        "Largest request body",
+        "Maximum request body size",
         int,
         group="Limits",
         unit="bytes",
@@ -180,7 +184,7 @@ class ServerSettings:
     )
     max_connections: int = option(
         512,
-        "Largest number of open connections, lower if the limit of open files is low; further ones "
+        "Maximum number of open connections, lower if the limit of open files is low; further ones "
         "get 503",
         int,
         group="Limits",
@@ -190,7 +194,7 @@ class ServerSettings:
     )
     header_seconds: float = option(
         10.0,
-        "Longest time for the headers of a request to arrive",
+        "Maximum time for the headers of a request to arrive",
         float,
         group="Limits",
         unit="seconds",
@@ -199,7 +203,7 @@ class ServerSettings:
     )
     body_seconds: float = option(
         30.0,
-        "Longest time for the body of a request to arrive",
+        "Maximum time for the body of a request to arrive",
         float,
         group="Limits",
         unit="seconds",
@@ -208,7 +212,7 @@ class ServerSettings:
     )
     write_seconds: float = option(
         30.0,
-        "Longest time that a client may go without reading its answer",
+        "Maximum time that a client may go without reading its answer",
         float,
         group="Limits",
         unit="seconds",
@@ -245,8 +249,8 @@ class ServerSettings:
     )
     max_model_bytes: int | None = option(
         None,
-        "Deprecated, use max_memory. Memory of weights, pools and recurrent state of all loaded "
-        "models, such as 8GB; the smaller allowance applies if both are given",
+        "Deprecated; use --max-memory. Memory of weights, pools and recurrent state of all loaded "
+        "models, such as 8GB; the smaller limit applies if both are given",
         int,
         group="Limits",
         unit="bytes",
@@ -271,8 +275,7 @@ class ServerSettings:
     )
     normalise: tuple[str, ...] = option(
         NORMALISERS,
-        "Changes by clients to undo so that prefixes match: some of "
-        f"{','.join(NORMALISERS)}, or off",
+        f"Client changes to undo so that prefixes match: any of {','.join(NORMALISERS)}, or off",
         group="Server",
         read=_kinds,
         metavar="KINDS",

@@ -45,7 +45,7 @@ def cache(
         typer.Option(
             "--disk-cache-dir",
             metavar="DIR",
-            help="Directory of the disk tier. Default: the user's cache.",
+            help="Directory of the disk tier. Default: the user cache directory.",
         ),
     ] = None,
     max_disk_bytes: Annotated[
@@ -54,8 +54,9 @@ def cache(
             "--max-disk-bytes",
             metavar="BYTES",
             parser=read_size,
-            help="prune: largest size of all blocks, such as 4GB; the least recently used are "
-            "removed first. Default: the smaller of 16 GiB and 20% of the free space.",
+            help="prune: maximum total size of the blocks, such as 4GB; least recently used "
+            "blocks are removed first. Default: the smaller of 16 GiB and 20% of the free "
+            "space.",
         ),
     ] = None,
     older_than: Annotated[
@@ -63,7 +64,7 @@ def cache(
         typer.Option(
             "--older-than",
             metavar="DAYS",
-            help="prune: also remove entries that were not used for this long. Default: no limit.",
+            help="prune: also remove entries not used for this many days. Default: no limit.",
         ),
     ] = None,
     sure: Annotated[

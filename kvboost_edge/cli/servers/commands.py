@@ -59,7 +59,7 @@ def _recorded(path: Path) -> dict[str, Any]:
 
 def why(
     request_id: Annotated[
-        str, typer.Argument(help="Request id, the header x-request-id of its answer.")
+        str, typer.Argument(help="Request id, from the x-request-id response header.")
     ] = "last",
     url: UrlOption = "http://127.0.0.1:8000",
     api_key: KeyOption = "",
@@ -70,7 +70,8 @@ def why(
 ) -> None:
     """Explain why a server recomputed a prompt.
 
-    Shows the first change from earlier requests, both texts, the cost and the remedy.
+    Shows where the prompt first differs from an earlier request, the text on both sides, the cost
+    and the remedy.
     """
     from kvboost_edge.cli.servers.why import run_why
 
@@ -99,7 +100,9 @@ def warm(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Compute the prompt of a recorded request on a server, for later requests."""
+    """Precompute the prompt of a recorded request on a server, so that later requests find it
+    cached.
+    """
     run_warm(from_request, url, api_key, pin=pin, ttl=ttl, as_json=as_json)
 
 

@@ -112,7 +112,8 @@ class SamplingParams:
     )
     logprobs: int | None = option(
         None,
-        "Most likely tokens reported with each chosen one, before penalties and temperature",
+        "Number of most likely tokens reported with each chosen one, before penalties and "
+        "temperature",
         int,
         low=0,
         high=_MAX_LOGPROBS,
@@ -130,12 +131,12 @@ class SamplingParams:
         (), f"Strings that end the output and are not part of it, at most {_MAX_STOPS}"
     )
     stop_token_ids: tuple[int, ...] = option(
-        (), "Token ids that end the output like EOS, with ignore_eos too"
+        (), "Token ids that end the output like EOS, also with ignore_eos"
     )
     ignore_eos: bool = option(False, "Continue after an EOS token", bool)
     max_new_tokens: int | None = option(
         64,
-        "Most tokens generated; None fills the context, 0 only computes the prompt",
+        "Maximum number of tokens to generate; None fills the context, 0 only computes the prompt",
         int,
         unit="tokens",
         low=0,

@@ -133,11 +133,11 @@ class Terms:
         unset="the starts of the user's messages in the chat template",
     )
     recompute_strategy: RecomputeStrategy | str | None = option(
-        None, "Tokens recomputed with mode chunk_kv_reuse", RecomputeStrategy, unset="the engine's"
+        None, "Tokens recomputed in chunk_kv_reuse mode", RecomputeStrategy, unset="the engine's"
     )
     recompute_overlap: int | None = option(
         None,
-        "Tokens recomputed after each chunk boundary",
+        "Number of tokens recomputed after each chunk boundary",
         int,
         unit="tokens",
         low=0,
@@ -157,7 +157,7 @@ class Terms:
     )
     max_draft_tokens: int | None = option(
         None,
-        "Draft tokens in a step",
+        "Maximum number of draft tokens in a step",
         int,
         unit="tokens",
         low=1,

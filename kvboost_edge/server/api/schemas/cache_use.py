@@ -42,7 +42,7 @@ class CacheUse(Strict):
         description="Speculative decoding by prompt lookup; it does not change the output.",
     )
     max_draft_tokens: Annotated[int, bounded("max_draft_tokens")] | None = Field(
-        None, description="Largest number of draft tokens in a step."
+        None, description="Maximum number of draft tokens in a step."
     )
     context_overflow: Literal["error", "drop_oldest"] | None = Field(
         None,

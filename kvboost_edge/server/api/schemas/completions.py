@@ -90,7 +90,7 @@ class CompletionRequest(SamplingFields):
 
     prompt: Prompts = Field(description="A text, token ids, or a list of either.")
     max_tokens: Annotated[int, bounded("max_tokens")] | None = Field(
-        None, description="Largest number of new tokens, 16 by default; 0 needs echo."
+        None, description="Maximum number of new tokens, 16 by default; 0 needs echo."
     )
     best_of: Annotated[int, bounded("best_of")] | None = None
     echo: bool | None = None
