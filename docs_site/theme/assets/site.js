@@ -4,6 +4,14 @@ function name_parts() {
   document.querySelectorAll(".md-code__nav").forEach((one, number) => {
     one.setAttribute("aria-label", `Code block ${number + 1}`);
   });
+  // The label of a section with an overview is an icon; the section's title names it.
+  for (const nav of document.querySelectorAll(".md-nav[aria-labelledby]")) {
+    const label = document.getElementById(nav.getAttribute("aria-labelledby"));
+    const title = nav.querySelector(":scope > .md-nav__title")?.textContent.trim();
+    if (label?.textContent.trim() || !title) continue;
+    nav.removeAttribute("aria-labelledby");
+    nav.setAttribute("aria-label", title);
+  }
   for (const one of document.querySelectorAll(".md-typeset__scrollwrap, .md-typeset pre > code")) {
     if (one.scrollWidth > one.clientWidth) one.tabIndex = 0; // the keyboard can scroll it
     else one.removeAttribute("tabindex");
