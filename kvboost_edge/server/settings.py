@@ -277,6 +277,7 @@ class ServerSettings:
         NORMALISERS,
         f"Client changes to undo so that prefixes match: any of {','.join(NORMALISERS)}, or off",
         group="Server",
+        flag="--normalise --normalize",
         read=_kinds,
         metavar="KINDS",
     )

@@ -101,6 +101,8 @@ SERVE = """
 --max-model-bytes 8GiB
 --normalise tools,billing
 --normalise off
+--normalize tools,billing
+--normalize off
 --context-overflow drop_oldest
 --mode chunk_kv_reuse
 --log-level error

@@ -322,11 +322,12 @@ def test_the_help_lists_choices_and_defaults(capsys):
     ):
         assert f"--{flag} {{{','.join(CHOICES[flag.replace('-', '_')])}}}" in shown
     assert "--recompute-strategy {none,selective,cacheblend,query}" in shown
-    assert "--normalise KINDS Client changes" in shown
+    assert "--normalise, --normalize KINDS Client changes" in shown
     assert "Default: tools,arguments,billing,thinking" in shown
-    assert "'" not in shown.split("--normalise")[1].split("Limits:")[0], "no repr"
+    assert "'" not in shown.split("--normalize")[1].split("Limits:")[0], "no repr"
     for name, declared in command_options().items():
-        described = shown.split(f"{declared.flags(name)[0]} ")[1]
+        last = sorted(declared.flags(name), key=len)[-1]
+        described = shown.split(f"{last} ")[1]
         described = re.split(r" --[\w-]+ ", described)[0]
         assert declared.help in described or declared.off in described
         if declared.kind is not bool and declared.shown_default:
