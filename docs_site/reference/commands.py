@@ -70,10 +70,7 @@ def _command(name: str, one: Any) -> str:
         ]
         parts.append(f"\n{table(('argument', 'meaning'), rows)}")
     if options:
-        flags = [
-            (_flags(each, kinds[each.name]), *_split_default(each, kinds[each.name]))
-            for each in options
-        ]
+        flags = [(_flags(each), *_split_default(each, kinds[each.name])) for each in options]
         parts.append(f"\n{table(('option', 'meaning', 'default'), flags)}")
     examples, notes = _examples(one.epilog or "")
     if examples:
@@ -101,7 +98,7 @@ def _usage(name: str, arguments: list[Any], options: list[Any]) -> str:
     words = ["kvboost-edge", name, *(["[OPTIONS]"] if options or name == "serve" else [])]
     for each in arguments:
         shown = _argument_name(each)
-        words.append(shown if each.required or shown.startswith("[") else f"[{shown}]")
+        words.append(shown if each.required else f"[{shown}]")
     return " ".join(words)
 
 
@@ -118,10 +115,9 @@ def _kinds(callback: Any) -> dict[str, type]:
     return found
 
 
-def _flags(each: Any, kind: Any) -> str:
+def _flags(each: Any) -> str:
     names = [*sorted(each.opts, key=len), *each.secondary_opts]
-    value = each.metavar or {str: "TEXT", int: "N", float: "NUMBER"}.get(kind, "")
-    return ", ".join(f"`{name}`" for name in names) + (f" `{value}`" if value else "")
+    return ", ".join(f"`{name}`" for name in names) + (f" `{each.metavar}`" if each.metavar else "")
 
 
 def _choices(kind: Any, text: str) -> str:
@@ -139,19 +135,10 @@ def _argument(each: Any, kind: Any) -> str:
 
 
 def _split_default(each: Any, kind: Any) -> tuple[str, str]:
-    """Return the meaning of an option, and its default: the text's or the declared one."""
+    """Return the meaning of an option and its default, which the help text ends with."""
     text, _, said = _plain(each.help).partition(" Default: ")
     text += _choices(kind, text)
-    if said:
-        return text, said.rstrip(".")
-    if isinstance(each.default, bool):
-        return text, ("on" if each.default else "") if each.secondary_opts else ""
-    known = each.default is not None and each.default not in ("", ()) and not callable(each.default)
-    return text, f"`{_value(each.default)}`" if known else ""
-
-
-def _value(one: Any) -> str:
-    return str(getattr(one, "value", one))
+    return text, said.rstrip(".")
 
 
 def _examples(epilog: str) -> tuple[list[str], list[str]]:

@@ -35,6 +35,20 @@ DEMO_MODEL = "kvboost-edge/demo"
 class _Commands(TyperGroup):
     """The group of all commands. An unknown flag gets a suggestion."""
 
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        for command in self.commands.values():
+            _describe(command.params)
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        return _describe(super().get_params(ctx))
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        command = super().get_command(ctx, cmd_name)
+        if command is not None:
+            _describe(command.get_params(ctx))  # with --help, which typer makes on demand
+        return command
+
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         try:
             return super().parse_args(ctx, args)
@@ -52,6 +66,17 @@ class _Commands(TyperGroup):
                 print_sampling_parameters()
             suggest_flag(error, option_advice)
             raise
+
+
+def _describe(parameters: list[Any]) -> list[Any]:
+    """Hide the placeholder of flags without a value, and put defaults into the help texts."""
+    for one in parameters:
+        if getattr(one, "is_flag", False):
+            one.metavar = ""
+        if one.show_default and one.default and isinstance(one.default, (str, int, float)):
+            one.help = f"{one.help} Default: {'on' if one.default is True else one.default}."
+            one.show_default = False
+    return parameters
 
 
 def _lacks_value(error: Any, names: tuple[str, ...]) -> bool:
@@ -75,6 +100,7 @@ ModelOption = Annotated[
     typer.Option(
         "--model",
         "-m",
+        metavar="MODEL",
         help=(
             "Model directory, GGUF file, hub id (owner/name, owner/name-GGUF:Q4_K_M) or "
             "ollama:NAME:TAG."
@@ -113,6 +139,7 @@ TemperatureOption = Annotated[
     float | None,
     typer.Option(
         "--temperature",
+        metavar="NUMBER",
         help="Sampling temperature; 0 takes the most likely token. Default: the model's own, else "
         "0.7.",
     ),
@@ -121,18 +148,22 @@ TopPOption = Annotated[
     float | None,
     typer.Option(
         "--top-p",
+        metavar="NUMBER",
         help="Total probability of the most likely tokens to sample from, in (0, 1]. Default: the "
         "model's own, else 0.95.",
     ),
 ]
 SeedOption = Annotated[
     int | None,
-    typer.Option("--seed", help="Seed of the random number generator. Default: random."),
+    typer.Option(
+        "--seed", metavar="N", help="Seed of the random number generator. Default: random."
+    ),
 ]
 ThreadsOption = Annotated[
     int | None,
     typer.Option(
         "--threads",
+        metavar="N",
         help="Number of compute threads. Default: the number of CPUs available to this process.",
     ),
 ]
@@ -169,7 +200,7 @@ MaxNewTokens = Annotated[
     typer.Option(
         "--max-new-tokens",
         "-n",
-        metavar="N|max",
+        metavar="N",
         parser=token_limit,
         help="Maximum number of tokens to generate; 'max' generates until the context is full.",
     ),
@@ -207,6 +238,7 @@ StrategyOption = Annotated[
     RecomputeStrategy | None,
     typer.Option(
         "--recompute-strategy",
+        metavar="STRATEGY",
         help="Tokens that chunk_kv_reuse mode recomputes in reused chunks: none, selective, "
         "cacheblend or query. Default: cacheblend.",
     ),
@@ -230,7 +262,7 @@ RatioOption = Annotated[
     ),
 ]
 SameModelOption = Annotated[
-    str | None, typer.Option("--model", "-m", help="Same as the MODEL argument.")
+    str | None, typer.Option("--model", "-m", metavar="MODEL", help="Same as the MODEL argument.")
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 
@@ -266,7 +298,9 @@ def main(
     'kvboost-edge generate "Name a city and its country." -n 256 --json-schema city.json'
 )
 def generate(
-    prompt: Annotated[str, typer.Argument(help="Prompt; '-' reads it from standard input.")],
+    prompt: Annotated[
+        str, typer.Argument(metavar="PROMPT", help="Prompt; '-' reads it from standard input.")
+    ],
     model: ModelOption = DEMO_MODEL,
     max_new_tokens: MaxNewTokens = 64,
     chat: Annotated[
@@ -278,7 +312,10 @@ def generate(
         ),
     ] = None,
     system: Annotated[
-        str, typer.Option("--system", help="System message before the prompt. Default: none.")
+        str,
+        typer.Option(
+            "--system", metavar="TEXT", help="System message before the prompt. Default: none."
+        ),
     ] = "",
     temperature: TemperatureOption = None,
     top_p: TopPOption = None,
@@ -341,23 +378,31 @@ def chat(
         typer.Option(
             "--model",
             "-m",
+            metavar="MODEL",
             help="Model directory, GGUF file or hub id; with --url, a name on the server. Default: "
             "kvboost-edge/demo; with --url, the server's first model.",
         ),
     ] = None,
     system: Annotated[
-        str, typer.Option("--system", help="System message of the conversation. Default: none.")
+        str,
+        typer.Option(
+            "--system", metavar="TEXT", help="System message of the conversation. Default: none."
+        ),
     ] = "",
     url: Annotated[
         str | None,
         typer.Option(
             "--url",
+            metavar="URL",
             help="URL of a running server to chat with, such as http://127.0.0.1:8000. Default: "
             "none; the model runs in this process.",
         ),
     ] = None,
     api_key: Annotated[
-        str, typer.Option("--api-key", help="API key for the server. Default: $KVBOOST_API_KEY.")
+        str,
+        typer.Option(
+            "--api-key", metavar="KEY", help="API key for the server. Default: $KVBOOST_API_KEY."
+        ),
     ] = "",
     max_new_tokens: MaxNewTokens = 512,
     temperature: TemperatureOption = None,
@@ -435,7 +480,7 @@ def demo(
 def doctor(
     name: Annotated[
         str | None,
-        typer.Argument(metavar="[MODEL]", help=f"Model to check. Default: {DEMO_MODEL}."),
+        typer.Argument(metavar="MODEL", help=f"Model to check. Default: {DEMO_MODEL}."),
     ] = None,
     model: SameModelOption = None,
     kv_cache_bits: KVBitsOption = None,
@@ -464,7 +509,10 @@ def doctor(
 )
 def models(
     word: Annotated[
-        str, typer.Argument(help="List only models whose name contains this. Default: all.")
+        str,
+        typer.Argument(
+            metavar="WORD", help="List only models whose name contains this. Default: all."
+        ),
     ] = "",
     suggest: Annotated[
         bool, typer.Option("--suggest", help="List recommended models by memory size instead.")
@@ -541,7 +589,9 @@ def serve() -> None:
     ),
 )
 def evaluate(
-    file: Annotated[str, typer.Argument(help="Text file in UTF-8; '-' reads standard input.")],
+    file: Annotated[
+        str, typer.Argument(metavar="FILE", help="Text file in UTF-8; '-' reads standard input.")
+    ],
     model: ModelOption = DEMO_MODEL,
     against: Annotated[
         list[str] | None,
@@ -558,6 +608,7 @@ def evaluate(
         int | None,
         typer.Option(
             "--window",
+            metavar="TOKENS",
             help="Window length in tokens. A prediction sees only tokens of its window. "
             "Default: 512, or the model's context if that is shorter.",
         ),
@@ -607,7 +658,7 @@ def warmup(
 def reuse_check(
     name: Annotated[
         str | None,
-        typer.Argument(metavar="[MODEL]", help=f"Model to test. Default: {DEMO_MODEL}."),
+        typer.Argument(metavar="MODEL", help=f"Model to test. Default: {DEMO_MODEL}."),
     ] = None,
     model: SameModelOption = None,
     kv_cache_bits: KVBitsOption = None,
@@ -644,18 +695,24 @@ class Client(enum.StrEnum):
 )
 def launch(
     context: typer.Context,
-    client: Annotated[Client, typer.Argument(help="Program to connect to the server.")],
+    client: Annotated[
+        Client, typer.Argument(metavar="CLIENT", help="Program to connect to the server.")
+    ],
     url: Annotated[
-        str, typer.Option("--url", help="URL of the running server.")
+        str, typer.Option("--url", metavar="URL", help="URL of the running server.")
     ] = "http://127.0.0.1:8000",
     api_key: Annotated[
-        str, typer.Option("--api-key", help="API key for the server. Default: $KVBOOST_API_KEY.")
+        str,
+        typer.Option(
+            "--api-key", metavar="KEY", help="API key for the server. Default: $KVBOOST_API_KEY."
+        ),
     ] = "",
     model: Annotated[
         str,
         typer.Option(
             "--model",
             "-m",
+            metavar="MODEL",
             help="Name of a model on the server. Default: the server's first model.",
         ),
     ] = "",

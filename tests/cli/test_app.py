@@ -43,7 +43,7 @@ def test_help_has_examples(command, printed):
 
 
 def test_help_names_each_default():
-    """A default that is a value is shown by typer; the text names the others."""
+    """A default that is a value is added to the text; the text itself names the others."""
     without = [
         (name, parameter.name)
         for name, command in typer.main.get_command(app).commands.items()
@@ -64,6 +64,14 @@ def test_help_names_each_default():
         for name, option in command_options().items()
         if option.kind is not bool and not option.many and not option.shown_default
     ]
+
+
+@pytest.mark.parametrize("command", ["", *COMMANDS])
+def test_help_has_one_style_of_placeholders_and_defaults(command, printed):
+    out = printed(*command.split(), "--help").out
+    assert "<bool>" not in out
+    assert "[[" not in out
+    assert "[default:" not in out
 
 
 def test_no_arguments_show_the_commands(printed):

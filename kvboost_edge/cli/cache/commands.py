@@ -28,16 +28,18 @@ def cache(
     action: Annotated[
         CacheAction,
         typer.Argument(
+            metavar="ACTION",
             help=(
                 "status: show totals; list: show every entry; verify: read and check all blocks; "
                 "prune: remove what exceeds the limits; clear: remove everything."
-            )
+            ),
         ),
     ],
     word: Annotated[
         str,
         typer.Argument(
-            help="Only entries whose model name or fingerprint contains this. Default: all."
+            metavar="WORD",
+            help="Only entries whose model name or fingerprint contains this. Default: all.",
         ),
     ] = "",
     disk_cache_dir: Annotated[

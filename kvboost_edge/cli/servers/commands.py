@@ -14,9 +14,12 @@ from kvboost_edge.errors import ConfigError
 __all__ = ["add_commands", "run_warm"]
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
-UrlOption = Annotated[str, typer.Option("--url", help="URL of the running server.")]
+UrlOption = Annotated[str, typer.Option("--url", metavar="URL", help="URL of the running server.")]
 KeyOption = Annotated[
-    str, typer.Option("--api-key", help="API key for the server. Default: $KVBOOST_API_KEY.")
+    str,
+    typer.Option(
+        "--api-key", metavar="KEY", help="API key for the server. Default: $KVBOOST_API_KEY."
+    ),
 ]
 
 
@@ -59,7 +62,10 @@ def _recorded(path: Path) -> dict[str, Any]:
 
 def why(
     request_id: Annotated[
-        str, typer.Argument(help="Request id, from the x-request-id response header.")
+        str,
+        typer.Argument(
+            metavar="REQUEST_ID", help="Request id, from the x-request-id response header."
+        ),
     ] = "last",
     url: UrlOption = "http://127.0.0.1:8000",
     api_key: KeyOption = "",
