@@ -306,7 +306,7 @@ TENSORS = {
             f"model.layers.3.feed_forward.experts.12.{part}.weight": np.ones(shape, np.float32)
             for part, shape in (("w1", (64, 64)), ("w2", (64, 64)), ("w3", (64, 64)))
         },
-        "belongs to expert 12, but layers have the experts 0 to 11",
+        "belongs to expert 12, but the layers have experts 0 to 11",
     ),
     "an expert missing": (
         "lfm2_moe",

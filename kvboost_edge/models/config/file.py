@@ -125,7 +125,7 @@ def context_length(config: Mapping[str, Any], path: Path | str = "config") -> in
         if inner.get(key) is not None:
             return positive(key, inner[key], path)
     raise ModelFormatError(
-        f"{path} lacks the context length: it has none of the keys {', '.join(_CONTEXT_KEYS)}"
+        f"{path} lacks the context length: it contains none of the keys {', '.join(_CONTEXT_KEYS)}"
     )
 
 
@@ -175,7 +175,7 @@ def generation_defaults(
     vocab_size = size_of(inner, "vocab_size")
     if suppressed and vocab_size is not None and suppressed[-1] >= vocab_size:
         raise ModelFormatError(
-            f"{path}: suppress_tokens has the id {suppressed[-1]}, outside the vocabulary of "
+            f"{path}: suppress_tokens contains the id {suppressed[-1]}, outside the vocabulary of "
             f"{vocab_size}"
         )
     return GenerationDefaults(

@@ -63,7 +63,7 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     text = inner.get("model_type") or wrapper.texts[0]
     if text not in wrapper.texts:
         raise ModelFormatError(
-            f"the text_config of model_type={outer!r} has model_type={text!r}; known are "
+            f"the text_config of model_type={outer!r} has model_type={text!r}; supported: "
             f"{', '.join(wrapper.texts)}"
         )
     for key in _SHARED:

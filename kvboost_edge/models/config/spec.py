@@ -240,7 +240,7 @@ def _sizes(config: Config, family: Family) -> _Sizes:
     head_dim = size_of(config, "head_dim") or family.head_dim or hidden // heads
     if head_dim > _MAX_HEAD_DIM:
         raise ModelFormatError(
-            f"head_dim={head_dim} is above the limit of {_MAX_HEAD_DIM}; check the config"
+            f"head_dim={head_dim} exceeds the limit of {_MAX_HEAD_DIM}; check the config"
         )
     kv_heads = size_of(config, "num_key_value_heads") or heads
     return _Sizes(layers, heads, hidden, head_dim, kv_heads, _size(config, family.inner))

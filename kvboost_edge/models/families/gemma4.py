@@ -72,7 +72,7 @@ def _complete(config: Config) -> Config:
         ]
     elif isinstance(kinds, (list, tuple)) and kinds[-1] != _FULL:
         raise ModelFormatError(
-            f"layer_types of Gemma 4 must end with {_FULL!r}, got {kinds[-1]!r:.60}"
+            f"the last entry of layer_types must be {_FULL!r} for Gemma 4, not {kinds[-1]!r:.60}"
         )
     sizes = {**_SIZES, **(_UNIFIED if config.get("model_type") == "gemma4_unified_text" else {})}
     filled = {key: value for key, value in sizes.items() if config.get(key) is None}
@@ -276,7 +276,7 @@ def _gguf_config(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
         rotated = keys.optional_size(f"rope.dimension_count{suffix}")
         if rotated not in (None, dim):
             raise keys.error(
-                f"rope.dimension_count{suffix}", rotated, f"must equal the size of key heads, {dim}"
+                f"rope.dimension_count{suffix}", rotated, f"must equal the key head size, {dim}"
             )
     return {
         "layer_types": ["sliding_attention" if local else "full_attention" for local in sliding],
@@ -384,8 +384,8 @@ def _gguf_ropes(keys: Keys, full: dict[str, Any], head_dim: int) -> dict[str, An
     factors = full.get("factors")
     if factors is None:
         raise ModelFormatError(
-            f"{keys.header.path} lacks the tensor 'rope_freqs.weight', or also has another scaling "
-            "of RoPE"
+            f"{keys.header.path} lacks the tensor 'rope_freqs.weight', or also defines another "
+            "RoPE scaling"
         )
     turning = sum(factor == 1.0 for factor in factors)
     if list(factors) != [1.0] * turning + [factors[-1]] * (len(factors) - turning) or (
@@ -393,7 +393,7 @@ def _gguf_ropes(keys: Keys, full: dict[str, Any], head_dim: int) -> dict[str, An
     ):
         raise ModelFormatError(
             f"{keys.header.path}: tensor 'rope_freqs.weight' must be ones followed by {_STILL:g}; "
-            "it has other numbers"
+            "it contains other numbers"
         )
     theta = keys.number("rope.freq_base_swa")
     return {

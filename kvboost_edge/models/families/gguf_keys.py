@@ -129,7 +129,7 @@ class Keys:
             raise self.error(
                 f"attention.value_length{suffix}",
                 found,
-                f"must equal the size of key heads, {head_dim}",
+                f"must equal the key head size, {head_dim}",
             )
 
     def number(self, key: str, least: float = 0.0) -> float | None:

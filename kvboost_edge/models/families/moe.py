@@ -124,21 +124,21 @@ def experts_of(
     of_count, of_used, of_width = keys
     count, used, width = (integer_of(config, key, 1) for key in keys)
     if count > _MOST:
-        raise ModelFormatError(f"{of_count}={count} is above the limit of {_MOST}")
+        raise ModelFormatError(f"{of_count}={count} exceeds the limit of {_MOST}")
     if used > count:
         raise ModelFormatError(
-            f"{of_used}={used} is above {of_count}={count}: a token cannot use more experts than "
+            f"{of_used}={used} exceeds {of_count}={count}: a token cannot use more experts than "
             "there are"
         )
     if width % _GROUP:
         raise ModelFormatError(
-            f"{of_width}={width} of the experts is not a multiple of {_GROUP}, as their kernels "
-            "require"
+            f"{of_width}={width} of the experts is not a multiple of {_GROUP}, as the expert "
+            "kernels require"
         )
     hidden = integer_of(config, "hidden_size", 1)
     if hidden % _TILE:
         raise ModelFormatError(
-            f"hidden_size={hidden} is not a multiple of {_TILE}, as the kernels of experts require"
+            f"hidden_size={hidden} is not a multiple of {_TILE}, as the expert kernels require"
         )
     return Experts(count, used, width, tuple(sparse), rest.pop("names", ExpertNames()), **rest)
 

@@ -76,7 +76,7 @@ def _hybrid(config: Config, layers: int) -> Hybrid:
             )
     if value_heads * value_dim % GROUP:
         raise ModelFormatError(
-            f"linear_num_value_heads={value_heads} x linear_value_head_dim={value_dim} are "
+            f"linear_num_value_heads={value_heads} x linear_value_head_dim={value_dim} = "
             f"{value_heads * value_dim} values, not a multiple of {GROUP}, as the recurrent "
             "kernels require"
         )

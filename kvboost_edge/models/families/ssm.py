@@ -97,9 +97,7 @@ DELTA_NAMES = MixerNames(
 def check_most(name: str, value: int, most: int) -> None:
     """Raise ModelFormatError if a size exceeds the limit of the recurrent kernels."""
     if value > most:
-        raise ModelFormatError(
-            f"{name}={value} is above {most}, the limit of the recurrent kernels"
-        )
+        raise ModelFormatError(f"{name}={value} exceeds {most}, the limit of the recurrent kernels")
 
 
 def hybrid_of(kinds: tuple[str, ...], mixer: Mixer, names: MixerNames) -> Hybrid:
@@ -199,7 +197,7 @@ def ssd_mixer(
     ):
         if value > most:
             raise ModelFormatError(
-                f"{key}={value} is above {most}, the limit of the recurrent kernels"
+                f"{key}={value} exceeds {most}, the limit of the recurrent kernels"
             )
     for key, value in ((keys.head_dim, dim), (keys.state, state)):
         if value % LANES:
@@ -209,7 +207,7 @@ def ssd_mixer(
     width = heads * dim
     if width % GROUP:
         raise ModelFormatError(
-            f"{keys.heads}={heads} x {keys.head_dim}={dim} are {width} values, not a multiple of "
+            f"{keys.heads}={heads} x {keys.head_dim}={dim} = {width} values, not a multiple of "
             f"{GROUP}, as the recurrent kernels require"
         )
     norm_groups = 0 if norm == "none" else groups
@@ -265,7 +263,8 @@ def time_limit_of(config: Config, key: str = "time_step_limit") -> tuple[float, 
     numbers = all(isinstance(one, (int, float)) and not isinstance(one, bool) for one in pair)
     if len(pair) != 2 or not numbers or not 0.0 <= pair[0] <= pair[1] or math.isinf(pair[0]):
         raise ModelFormatError(
-            f"config: {key}={given!r:.60} must be two numbers, 0 <= least <= most"
+            f"config: {key}={given!r:.60} must be two numbers (minimum, maximum) with 0 <= minimum "
+            "<= maximum"
         )
     return float(pair[0]), float(pair[1])
 

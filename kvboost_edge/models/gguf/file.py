@@ -214,8 +214,8 @@ class _Cursor:
         """Skip `count` bytes; return their position."""
         if count > self.left():
             raise ModelFormatError(
-                f"{self.path}: {what} takes {count} bytes at offset {self.at}, but the header has "
-                f"at most {self.left()} left; the file is truncated or damaged"
+                f"{self.path}: {what} needs {count} bytes at {self.at}, but only {self.left()} "
+                "remain for the header; the file is truncated or damaged"
             )
         at = self.at
         self.at += count
@@ -229,7 +229,7 @@ class _Cursor:
         length = self.number(8, what)
         if length > limit:
             raise ModelFormatError(
-                f"{self.path}: {what} has a length of {length} bytes, over the limit of {limit}"
+                f"{self.path}: {what} has {length} bytes, more than the limit of {limit}"
             )
         at = self.take(length, what)
         try:
@@ -243,7 +243,7 @@ class _Cursor:
         self.num_strings += count
         if self.num_strings > _MAX_STRINGS:
             raise ModelFormatError(
-                f"{self.path}: the file has more than {_MAX_STRINGS} strings, including {what}"
+                f"{self.path}: the file contains more than {_MAX_STRINGS} strings, including {what}"
             )
         start = self.at
         at = self.at
@@ -280,7 +280,7 @@ def _read(path: Path, stamp: FileStamp, mapped: mmap.mmap) -> GgufHeader:
             )
     if counts[1] > _MAX_KEYS:
         raise ModelFormatError(
-            f"{path} claims {counts[1]} keys, over the limit of {_MAX_KEYS}; real models have "
+            f"{path} claims {counts[1]} keys, more than the limit of {_MAX_KEYS}; real models have "
             "about a hundred"
         )
     if counts[0] > max(_MANY_TENSORS, size // _MIN_TENSOR_BYTES):
@@ -303,9 +303,7 @@ def _read(path: Path, stamp: FileStamp, mapped: mmap.mmap) -> GgufHeader:
     tensors = _place(path, infos, start, alignment, size)
     end = max((tensor.stop for tensor in tensors.values()), default=start)
     if size - end >= alignment and (size - end > _MAX_PADDING or mapped[end:].strip(b"\0")):
-        raise ModelFormatError(
-            f"{path}: {size - end} bytes after the last tensor belong to no tensor"
-        )
+        raise ModelFormatError(f"{path}: {size - end} unexpected bytes after the last tensor")
     return GgufHeader(
         (GgufPart(path, stamp),), version, MappingProxyType(values), MappingProxyType(tensors)
     )
@@ -354,7 +352,7 @@ def _skip_arrays(cursor: _Cursor, key: str, count: int) -> None:
         num_skipped += 1
         if num_skipped > _MAX_NESTED:
             raise ModelFormatError(
-                f"{cursor.path}: key {key!r} has more than {_MAX_NESTED} nested arrays"
+                f"{cursor.path}: key {key!r} contains more than {_MAX_NESTED} nested arrays"
             )
         kind = cursor.number(4, f"the element type of an array in key {key!r}")
         inner = cursor.number(8, f"the length of an array in key {key!r}")
@@ -368,7 +366,7 @@ def _skip_arrays(cursor: _Cursor, key: str, count: int) -> None:
 
 def _read_numbers(cursor: _Cursor, key: str, kind: int, count: int) -> npt.NDArray[Any]:
     if kind not in _SCALARS:
-        raise ModelFormatError(f"{cursor.path}: key {key!r} has the unknown value type {kind}")
+        raise ModelFormatError(f"{cursor.path}: key {key!r} has unknown value type {kind}")
     dtype = np.dtype(_SCALARS[kind])
     at = cursor.take(count * dtype.itemsize, f"the value of key {key!r}")
     values = np.frombuffer(cursor.data[at : cursor.at], dtype)
@@ -396,7 +394,7 @@ def _read_info(cursor: _Cursor, alignment: int) -> tuple[str, str, tuple[int, ..
     kind = TYPE_NAMES.get(number)
     if kind not in BLOCKS:
         raise ModelFormatError(
-            f"{cursor.path}: {what} has the type {kind or number}, which is not supported: "
+            f"{cursor.path}: {what} has type {kind or number}, which is not supported: "
             f"{refusal(kind or '')}"
         )
     if (
@@ -405,7 +403,7 @@ def _read_info(cursor: _Cursor, alignment: int) -> tuple[str, str, tuple[int, ..
         or inner_first[0] % BLOCKS[kind].weights
     ):
         raise ModelFormatError(
-            f"{cursor.path}: {what} of type {kind} has the invalid shape {tuple(inner_first)} "
+            f"{cursor.path}: {what} of type {kind} has invalid shape {tuple(inner_first)} "
             f"(innermost first; rows must be multiples of {BLOCKS[kind].weights})"
         )
     if offset % alignment:
@@ -443,13 +441,12 @@ def _place(
     for tensor in tensors.values():
         if tensor.start < end:
             raise ModelFormatError(
-                f"{path}: tensor {tensor.name!r} at byte {tensor.start} overlaps the one before, "
-                f"which ends at {end}"
+                f"{path}: tensor {tensor.name!r} at byte {tensor.start} overlaps the previous "
+                f"tensor, which ends at {end}"
             )
         if tensor.start - end >= alignment:
             raise ModelFormatError(
-                f"{path}: {tensor.start - end} bytes before tensor {tensor.name!r} belong to no "
-                "tensor"
+                f"{path}: {tensor.start - end} unexpected bytes before tensor {tensor.name!r}"
             )
         end = tensor.stop
     return tensors

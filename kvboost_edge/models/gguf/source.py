@@ -199,8 +199,7 @@ class GgufSource:
         path, stamp = self.header.parts[tensor.part]
         if len(tensor.shape) != 2 or name.endswith(tuple(self._heads)):
             raise ModelFormatError(
-                f"{path}: tensor {name!r} of shape {tensor.shape} does not allow reads of single "
-                "rows"
+                f"{path}: tensor {name!r} has shape {tensor.shape}, so single rows cannot be read"
             )
         row_bytes = (tensor.stop - tensor.start) // tensor.shape[0]
         return StoredRows(path, stamp, tensor.type, tensor.start, row_bytes)

@@ -31,7 +31,7 @@ def read_gguf_model(path: Path | str) -> GgufHeader:
     if name is None or name.total != count:
         raise ModelFormatError(
             f"{path} is one of {count} parts (split.count), but its name does not end in "
-            f"-00001-of-{count:05d}.gguf; restore the original names of the parts"
+            f"-00001-of-{count:05d}.gguf; restore the original file names of the parts"
         )
     paths = [path.with_name(other) for other in name.names()]
     missing = [other.name for other in paths if not other.is_file()]
@@ -60,6 +60,4 @@ def _joined(headers: list[GgufHeader]) -> GgufHeader:
 def _check_key(header: GgufHeader, key: str, expected: int) -> None:
     value = header.value(key, int)
     if value != expected:
-        raise ModelFormatError(
-            f"{header.path}: key {key!r} is {value}, but with all parts it must be {expected}"
-        )
+        raise ModelFormatError(f"{header.path}: key {key!r} is {value}, expected {expected}")

@@ -88,12 +88,12 @@ def _chosen(model: HubName, models: Mapping[str, list[str]], wanted: str | None)
     there = ", ".join([PurePosixPath(stem).name for stem in models][:_MAX_NAMED]) or "none"
     if not found:
         raise ModelFormatError(
-            f"hub model {model.at} has no GGUF file for {wanted!r}; it has: {there}"
+            f"hub model {model.at} contains no GGUF file for {wanted!r}; it contains: {there}"
         )
     if len(found) > 1:
         several = ", ".join(PurePosixPath(stem).name for stem in found[:_MAX_NAMED])
         raise ModelFormatError(
-            f"hub model {model.at} has {len(found)} matching GGUF files: {several}; add the "
+            f"hub model {model.at} contains {len(found)} matching GGUF files: {several}; add the "
             f"quantization or the file name, as in {model.name}:{PurePosixPath(found[0]).name}"
         )
     names = models[found[0]]

@@ -113,8 +113,8 @@ def _directory(path: Path) -> Path:
         names = [parts[0] for parts in models.values()]
         rest = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
         raise ModelFormatError(
-            f"the directory {path} has {len(names)} GGUF models: {', '.join(names[:_MAX_NAMED])}"
-            f"{rest}; give one of these files"
+            f"directory {path} contains {len(names)} GGUF models: "
+            f"{', '.join(names[:_MAX_NAMED])}{rest}; give one of these files"
         )
     return next((path / parts[0] for parts in models.values()), path)
 

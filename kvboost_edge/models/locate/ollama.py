@@ -93,11 +93,11 @@ def _blob(root: Path, manifest: Path, name: str) -> Path:
     layers = fields.get("layers") if isinstance(fields, dict) else None
     digests = [_digest(manifest, layer) for layer in _models(layers)]
     if len(digests) != 1:
-        raise ModelFormatError(f"{manifest} names {len(digests)} model files, expected one")
+        raise ModelFormatError(f"{manifest} lists {len(digests)} model files, expected one")
     blob = root / "blobs" / f"sha256-{digests[0]}"
     if not blob.is_file():
         raise ModelFormatError(
-            f"{blob}, named in {manifest}, is missing; download it with `ollama pull {name}`"
+            f"{blob}, listed in {manifest}, is missing; download it with `ollama pull {name}`"
         )
     return blob
 
@@ -116,6 +116,6 @@ def _digest(manifest: Path, layer: dict[str, Any]) -> str:
     found = _DIGEST.fullmatch(str(layer.get("digest")))
     if found is None:
         raise ModelFormatError(
-            f"{manifest} names {layer.get('digest')!r:.80}, which is not a SHA-256 digest"
+            f"{manifest} contains {layer.get('digest')!r:.80}, which is not a SHA-256 digest"
         )
     return found[1]

@@ -123,7 +123,7 @@ class _Search:
         head = graph.linear(value)
         if head.bias is not None or head.size != head.matrix.shape[0]:
             raise graph.error(
-                "the head has a bias or is sliced, which is not supported by the native runner"
+                "the head has a bias or is sliced, which the native runner does not support"
             )
         norm = graph.norm(head.source)
         layers: list[DecoderLayer] = []
@@ -306,19 +306,19 @@ class _Search:
         node = graph.expect(value, "GroupQueryAttention")
         for index, what in ((_BIAS, "a bias of attention"), (_SINK, "sinks of attention")):
             if graph.optional(node, index):
-                raise graph.error(f"{node} has {what}, which is not supported by the native runner")
+                raise graph.error(f"{node} has {what}, which the native runner does not support")
         for name in ("smooth_softmax", "rotary_interleaved", "qk_output"):
             if graph.integer(node, name, 0) > 0:
                 raise graph.error(
-                    f"{node} has {name}={node.attributes[name]}, which is not supported by the "
-                    "native runner"
+                    f"{node} has {name}={node.attributes[name]}, which the native runner does not "
+                    "support"
                 )
         if any(
             str(node.attributes.get(name) or "NONE") != "NONE"
             for name in ("k_quant_type", "v_quant_type")
         ):
             raise graph.error(
-                f"{node} has a quantized KV cache, which is not supported by the native runner"
+                f"{node} uses a quantized KV cache, which the native runner does not support"
             )
         for index in (_LENGTH, _TOTAL, _POSITIONS):
             if graph.optional(node, index):
@@ -380,14 +380,14 @@ class _Search:
             return self._table(node, _COS), self._table(node, _SIN)
         if queries.rope is None or keys.rope is None:
             raise graph.error(
-                f"{node} has no RoPE, or only on queries or keys, which is not supported by the "
-                "native runner"
+                f"{node} must apply RoPE to both queries and keys; the native runner supports "
+                "nothing else"
             )
         tables = set()
         for rope in (queries.rope, keys.rope):
             if graph.integer(rope, "interleaved", 0) or graph.number(rope, "scale", 1.0) != 1:
                 raise graph.error(
-                    f"{rope} is interleaved or scaled, which is not supported by the native runner"
+                    f"{rope} is interleaved or scaled, which the native runner does not support"
                 )
             graph.mark_ancestors(graph.input(rope, 1), _LENGTHS, _INPUTS)
             tables.add((self._table(rope, 2), self._table(rope, 3)))
@@ -416,7 +416,7 @@ class _Search:
         for name in ("self_attn.q_norm.weight", "self_attn.k_norm.weight"):
             if name in layer.vectors and layer.vectors[name].stop != dim:
                 raise self.graph.error(
-                    f"{node}: a norm of heads has {layer.vectors[name].stop} weights, not {dim}"
+                    f"{node}: a head norm has {layer.vectors[name].stop} weights, expected {dim}"
                 )
 
     def _embedding(self, value: str) -> tuple[OnnxMatrix, float]:
@@ -449,7 +449,7 @@ class _Search:
         zeros = graph.weight(node, 3) if graph.optional(node, 3) else None
         if data.dtype == "U4" and zeros is None:
             raise graph.error(
-                f"{node} has 4-bit codes with the zero point 0, which is not supported"
+                f"{node} contains 4-bit codes with zero point 0, which is not supported"
             )
         return bit_matrix(where, (rows, inputs, bits, block), data, scales, zeros), factor
 

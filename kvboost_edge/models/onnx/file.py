@@ -206,12 +206,12 @@ class _Reader:
         for field in whole.fields():
             if field.number == 7:
                 if graph is not None:
-                    raise whole.error("has two graphs")
+                    raise whole.error("contains two graphs")
                 graph = whole.inner(field, "the graph")
             elif field.number == 8 and len(opsets) < _MAX_NAME:
                 opsets.update(self._opset(whole.inner(field, "an opset")))
         if graph is None:
-            raise whole.error("has no graph")
+            raise whole.error("contains no graph")
         nodes: list[OnnxNode] = []
         tensors: dict[str, OnnxTensor] = {}
         inputs: dict[str, OnnxValue] = {}
@@ -228,9 +228,13 @@ class _Reader:
                 value = self._value(graph.inner(field, "an input or output"))
                 (inputs if field.number == 11 else outputs)[value.name] = value
             elif field.number == 15:
-                raise ModelFormatError(f"{self.path} has sparse tensors, which are not supported")
+                raise ModelFormatError(
+                    f"{self.path} contains sparse tensors, which are not supported"
+                )
             if max(len(nodes), len(tensors), len(inputs), len(outputs)) > _MAX_NODES:
-                raise graph.error(f"has more than {_MAX_NODES} nodes, tensors, inputs or outputs")
+                raise graph.error(
+                    f"contains more than {_MAX_NODES} nodes, tensors, inputs or outputs"
+                )
         for name in tensors:
             inputs.pop(name, None)  # older files list the weights among the inputs
         return OnnxModel(
@@ -271,7 +275,9 @@ class _Reader:
                 attributes[name] = value
                 has_graph |= is_graph
             if max(len(inputs), len(outputs), len(attributes)) > _MAX_ITEMS:
-                raise message.error(f"has more than {_MAX_ITEMS} inputs, outputs or attributes")
+                raise message.error(
+                    f"contains more than {_MAX_ITEMS} inputs, outputs or attributes"
+                )
         domain = "" if texts[7] == "ai.onnx" else texts[7]
         return OnnxNode(
             index, texts[3], texts[4], domain, tuple(inputs), tuple(outputs), attributes, has_graph
@@ -300,7 +306,7 @@ class _Reader:
             elif field.number in (6, 11):
                 has_graph = True
             if len(many) > _MAX_ITEMS:
-                raise message.error(f"has more than {_MAX_ITEMS} numbers")
+                raise message.error(f"contains more than {_MAX_ITEMS} numbers")
         return name, many or value, has_graph
 
     def _tensor(self, message: Message) -> OnnxTensor:
@@ -332,7 +338,7 @@ class _Reader:
         dtype = _DTYPES.get(number, f"type {number}")
         what = f"{self.path}: tensor {name!r}"
         if any(size < 0 for size in dims) or math.prod(dims) >= 1 << 62:
-            raise ModelFormatError(f"{what} has the invalid shape {tuple(dims)}")
+            raise ModelFormatError(f"{what} has invalid shape {tuple(dims)}")
         needed = -(-math.prod(dims) * DTYPE_BITS[dtype] // 8) if dtype in DTYPE_BITS else None
         if location == _EXTERNAL:
             path, start, stop = self._external(what, external, needed)
@@ -341,7 +347,8 @@ class _Reader:
         elif raw is None and values is not None:
             if len(values) != math.prod(dims):
                 raise ModelFormatError(
-                    f"{what} has {len(values)} numbers, which do not fit its shape {tuple(dims)}"
+                    f"{what} contains {len(values)} numbers, which do not fit its shape "
+                    f"{tuple(dims)}"
                 )
             return OnnxTensor(name, dtype, tuple(dims), self.path, 0, 0, tuple(values))
         else:
@@ -349,8 +356,8 @@ class _Reader:
             (start, stop) = raw or (0, 0)
         if needed is not None and stop - start != needed:
             raise ModelFormatError(
-                f"{what} of type {dtype} and shape {tuple(dims)} takes {needed} bytes, but has "
-                f"{stop - start}"
+                f"{what} of type {dtype} and shape {tuple(dims)} needs {needed} bytes, but "
+                f"{stop - start} are stored"
             )
         return OnnxTensor(name, dtype, tuple(dims), path, start, stop)
 
@@ -381,7 +388,7 @@ class _Reader:
             path = self.path.parent / location
             if not path.is_file():
                 raise ModelFormatError(
-                    f"{what} is stored in {path}, which is missing; download it, too"
+                    f"{what} is stored in {path}, which is missing; download this file as well"
                 )
             self.files[location] = OnnxFile(path, FileStamp.of(path))
         size = self.files[location].stamp.size
@@ -400,7 +407,7 @@ class _Reader:
     def _size(what: str, text: str, key: str) -> int:
         if not (text.isascii() and text.isdigit() and len(text) < 19):
             raise ModelFormatError(
-                f"{what} has the external data {key}={text!r:.40}, which is not a size"
+                f"{what} has external data {key}={text!r:.40}, which is not a valid size"
             )
         return int(text)
 

@@ -94,7 +94,7 @@ def _of_genai(path: Path) -> OnnxFolder:
     ):
         raise ModelFormatError(
             f"{config}: model.decoder.filename={name!r:.80} must be the name of a file in that "
-            "folder; models of several files are not supported"
+            "folder; multi-file models are not supported"
         )
     if not (path / name).is_file():
         raise ModelFormatError(f"{path / name}, named in {config}, is missing")

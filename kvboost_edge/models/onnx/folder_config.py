@@ -56,7 +56,8 @@ def outer_config(folder: OnnxFolder) -> dict[str, Any]:
     found |= {name: integer_of(decoder, key, 1, path) for key, name in _SIZES.items()}
     if found["num_hidden_layers"] > MAX_LAYERS:
         raise ModelFormatError(
-            f"{path}: num_hidden_layers={found['num_hidden_layers']} is over {MAX_LAYERS}"
+            f"{path}: num_hidden_layers={found['num_hidden_layers']} exceeds the limit of "
+            f"{MAX_LAYERS}"
         )
     found["vocab_size"] = integer_of(model, "vocab_size", 1, path)
     found["max_position_embeddings"] = integer_of(model, "context_length", 1, path)
@@ -85,7 +86,7 @@ def _of_graph(config: Mapping[str, Any], decoder: Decoder) -> dict[str, Any]:
     kind = config["model_type"]
     if layer.activation not in _ACTIVATIONS:
         raise ModelFormatError(
-            f"the activation {layer.activation} is not supported by the native runner"
+            f"activation {layer.activation} is not supported by the native runner"
         )
     found: dict[str, Any] = {
         "intermediate_size": _rows(layer, "mlp.gate_proj"),
@@ -137,7 +138,7 @@ def _ropes(config: Mapping[str, Any], decoder: Decoder) -> dict[str, Any]:
     if config["model_type"] != "gemma3_text":
         if len(found) > 1:
             raise ModelFormatError(
-                f"layers with {len(found)} kinds of RoPE are not supported for this family"
+                f"this family does not support layers with {len(found)} kinds of RoPE"
             )
         return {"rope_parameters": next(iter(found.values()))}
     local = next((found[layer.rope] for layer in decoder.layers if layer.window), None)

@@ -132,7 +132,7 @@ class Graph:
         name = self.input(node, index)
         found = self.tensor(name)
         if found is None:
-            raise self.error(f"{node} has the computed input {name!r}, expected a weight")
+            raise self.error(f"{node} takes computed input {name!r}, expected a weight")
         return found
 
     def scalar(self, value: str) -> float | None:
@@ -204,9 +204,9 @@ class Graph:
 
     def _bits(self, node: OnnxNode) -> OnnxMatrix:
         if node.domain != "com.microsoft":
-            raise self.error(f"{node} is of the unknown domain {node.domain!r}")
+            raise self.error(f"{node} has unknown operator domain {node.domain!r}")
         if self.optional(node, 4):
-            raise self.error(f"{node} has an input order (g_idx), which is not supported")
+            raise self.error(f"{node} reorders its inputs (g_idx), which is not supported")
         size = tuple(self.integer(node, name, 0) for name in ("N", "K", "bits", "block_size"))
         zeros = self.weight(node, 3) if self.optional(node, 3) else None
         where = f"{self.model.path}: {node}"

@@ -61,7 +61,7 @@ def past_layout(model: OnnxModel, config: Mapping[str, Any]) -> PastLayout:
             others[name] = value.dtype
         else:
             raise ModelFormatError(
-                f"{model.path}: the input {name!r} of type {value.dtype} is not supported"
+                f"{model.path}: input {name!r} of type {value.dtype} is not supported"
             )
     if "input_ids" not in others:
         raise ModelFormatError(
@@ -79,12 +79,12 @@ def past_layout(model: OnnxModel, config: Mapping[str, Any]) -> PastLayout:
     layers = tuple(_layer(model, config, found, index) for index in range(num_layers))
     if len(found) != 2 * num_layers:
         raise ModelFormatError(
-            f"{model.path} has {len(found)} inputs of past KV, not two for each layer"
+            f"{model.path} has {len(found)} past KV inputs, expected two per layer"
         )
     dtypes = {value.dtype for value in found.values()}
     if len(dtypes) != 1 or not dtypes <= set(_DTYPES):
         raise ModelFormatError(
-            f"{model.path}: past KV has the types {sorted(dtypes)}; supported: F32 or F16"
+            f"{model.path}: past KV has types {sorted(dtypes)}; supported: F32 or F16"
         )
     return PastLayout(
         layers, _DTYPES[dtypes.pop()], others, _is_shared(model, {v.name for v in found.values()})
@@ -115,7 +115,9 @@ def _layer(
             )
         shapes.add((shape[1], shape[3] if isinstance(shape[3], int) else head_dim))
     if len(shapes) != 1 or min(shapes)[1] < 1:
-        raise ModelFormatError(f"{model.path}: KV of layer {index} has the shapes {sorted(shapes)}")
+        raise ModelFormatError(
+            f"{model.path}: KV of layer {index} has shapes {sorted(shapes)}, expected one shape"
+        )
     num_kv_heads, dim = shapes.pop()
     return LayerPast(
         (f"past_key_values.{index}.key", f"past_key_values.{index}.value"),

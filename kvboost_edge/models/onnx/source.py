@@ -134,8 +134,8 @@ class OnnxSource:
 
     def stored_rows(self, name: str) -> StoredRows:
         raise ModelFormatError(
-            f"{self.file_of(name)}: tensor {name!r} is in an ONNX file, which does not allow reads "
-            "of single rows"
+            f"{self.file_of(name)}: tensor {name!r} is in an ONNX file, from which single rows "
+            "cannot be read"
         )
 
     def kind(self, name: str) -> str | None:

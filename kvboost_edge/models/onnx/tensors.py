@@ -118,7 +118,7 @@ def bit_matrix(
     ):
         raise ModelFormatError(
             f"{where}: tensor {weight.name!r} is {weight.dtype} {weight.shape}, which does not "
-            f"hold {outputs} rows of {groups} blocks of {block} codes of {bits} bits"
+            f"hold {outputs} rows of {groups} blocks of {block} {bits}-bit codes"
         )
     if scales.dtype not in FLOATS or scales.count != outputs * groups:
         raise ModelFormatError(

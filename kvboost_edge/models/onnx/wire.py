@@ -54,7 +54,7 @@ class Message(NamedTuple):
             number = key >> 3
             wire = key & 7
             if not number:
-                raise self.error(f"has a field of number 0 before byte {at}")
+                raise self.error(f"contains a field with number 0 before byte {at}")
             if wire == _VARINT:
                 begin = at
                 value, at = self._varint(at)
@@ -65,10 +65,10 @@ class Message(NamedTuple):
             elif wire in (_EIGHT, _FOUR):
                 size = 8 if wire == _EIGHT else 4
             else:
-                raise self.error(f"has a field of unknown wire type {wire} before byte {at}")
+                raise self.error(f"contains a field of unknown wire type {wire} before byte {at}")
             if size > self.stop - at:
                 raise self.error(
-                    f"has a field of {size} bytes at {at}, but {self.stop - at} are left"
+                    f"contains a field of {size} bytes at {at}, but only {self.stop - at} remain"
                 )
             yield ProtobufField(number, wire, 0, at, at + size)
             at += size
@@ -88,12 +88,15 @@ class Message(NamedTuple):
         self._expect(field, _BYTES)
         if field.stop - field.start > limit:
             raise self.error(
-                f"has a text of {field.stop - field.start} bytes, over the limit of {limit}"
+                f"contains a string of {field.stop - field.start} bytes, more than the limit of "
+                f"{limit}"
             )
         try:
             return str(self.data[field.start : field.stop], "utf-8")
         except UnicodeDecodeError as error:
-            raise self.error(f"has a text that is not UTF-8 at byte {field.start}") from error
+            raise self.error(
+                f"contains a string that is not UTF-8 at byte {field.start}"
+            ) from error
 
     def number(self, field: ProtobufField) -> int:
         """Return a varint as a signed 64-bit integer."""
@@ -117,7 +120,7 @@ class Message(NamedTuple):
             value, at = piece._varint(at)
             found.append(_signed(value))
             if len(found) > limit:
-                raise self.error(f"has more than {limit} numbers in one list")
+                raise self.error(f"contains more than {limit} numbers in one list")
         return found
 
     def reals(self, field: ProtobufField, limit: int) -> list[float]:
@@ -128,15 +131,15 @@ class Message(NamedTuple):
         count, rest = divmod(field.stop - field.start, _FLOAT.size)
         if rest or count > limit:
             raise self.error(
-                f"has a list of {field.stop - field.start} bytes of floats (at most {limit} are "
-                "read)"
+                f"contains a float list of {field.stop - field.start} bytes, more than {limit} "
+                "numbers"
             )
         return [value for (value,) in _FLOAT.iter_unpack(self.data[field.start : field.stop])]
 
     def _expect(self, field: ProtobufField, wire: int) -> None:
         if field.wire != wire:
             raise self.error(
-                f"has {_NAMES[field.wire]} as field {field.number}, expected {_NAMES[wire]}"
+                f"contains {_NAMES[field.wire]} as field {field.number}, expected {_NAMES[wire]}"
             )
 
     def _varint(self, at: int) -> tuple[int, int]:
@@ -151,7 +154,7 @@ class Message(NamedTuple):
                 return value & ((1 << 64) - 1), at
             shift += 7
             if shift > 63:
-                raise self.error(f"has a number of more than 10 bytes before byte {at}")
+                raise self.error(f"contains a number of more than 10 bytes before byte {at}")
 
 
 def _signed(value: int) -> int:

@@ -179,7 +179,7 @@ def _as_stored(entry: PackEntry, source: WeightSource) -> list[PackEntry]:
     unknown = set(kinds) - set(_WIDENING)
     if unknown:
         raise ModelFormatError(
-            f"{entry.name}: the source has the unknown formats {sorted(unknown)}; supported: "
+            f"{entry.name}: the source contains unknown formats {sorted(unknown)}; supported: "
             f"{_WIDENING}"
         )
     # Tensors may have different tables, and a tile has one.
@@ -456,7 +456,7 @@ def check_tensors(
         and f".experts.{number - 1}.".join(surplus.split(f".experts.{number}.")) in used
     ):
         raise ModelFormatError(
-            f"tensor {surplus!r} belongs to expert {number}, but layers have the experts 0 to "
+            f"tensor {surplus!r} belongs to expert {number}, but the layers have experts 0 to "
             f"{number - 1}"
         )
     if left:

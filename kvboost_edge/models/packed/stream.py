@@ -257,7 +257,7 @@ def _checked(source: WeightSource, tensor: str, start: int, stop: int, kind: str
         )
     top = high if high > largest else low
     raise ModelFormatError(
-        f"{where} has the weight {top:.6g}, beyond the range of weights={kind!r} (up to "
+        f"{where} contains the weight {top:.6g}, beyond the range of weights={kind!r} (up to "
         f"{largest:.6g}); set weights='f32'"
     )
 

@@ -141,7 +141,7 @@ class PackedQuantSource:
         module = self._module(name)
         if module is not None:
             raise self._error(
-                module, "qweight", "stores rows as columns and does not allow reads of single rows"
+                module, "qweight", "stores rows as columns, so single rows cannot be read"
             )
         return self._files.stored_rows(name)
 

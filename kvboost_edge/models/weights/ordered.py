@@ -83,7 +83,8 @@ class HalvedSource(WrappedSource):
     def stored_rows(self, name: str) -> StoredRows:
         if name.endswith(_TURNED):
             raise ModelFormatError(
-                f"{self.file_of(name)}: tensor {name!r} stores its rows in another order"
+                f"{self.file_of(name)}: tensor {name!r} stores its rows in a different order, so "
+                "single rows cannot be read from the file"
             )
         return self._source.stored_rows(name)
 
@@ -186,8 +187,8 @@ class MixerSource(WrappedSource):
     def stored_rows(self, name: str) -> StoredRows:
         if self._is_conv(name) or self._is_interleaved(name) or self._stored_as(name) != name:
             raise ModelFormatError(
-                f"{self.file_of(name)}: tensor {name!r} is stored in another layout than its rows "
-                "are read in"
+                f"{self.file_of(name)}: tensor {name!r} has a different layout in the file, so "
+                "single rows cannot be read"
             )
         return self._source.stored_rows(name)
 

@@ -73,8 +73,8 @@ class RowTable:
             )
         if stored.type not in ROW_TYPES:
             raise ModelFormatError(
-                f"{stored.path}: tensor {tensor!r} has the type {stored.type}; single rows can be "
-                f"read of {', '.join(ROW_TYPES)}"
+                f"{stored.path}: tensor {tensor!r} has type {stored.type}; single rows can be read "
+                f"only from {', '.join(ROW_TYPES)}"
             )
         file = FileBytes(stored.path)
         changed = model.changed_files() or (

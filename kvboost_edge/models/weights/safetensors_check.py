@@ -160,7 +160,8 @@ def read_header(path: Path) -> list[TensorEntry]:
                 )
             if length > _MAX_HEADER_BYTES:
                 raise ModelFormatError(
-                    f"{path}: header of {length} bytes is over the limit of {_MAX_HEADER_BYTES}"
+                    f"{path}: the header has {length} bytes, more than the limit of "
+                    f"{_MAX_HEADER_BYTES}"
                 )
             if length > max(_SMALL_HEADER_BYTES, (size - 8 - length) // _DATA_PER_HEADER):
                 raise ModelFormatError(
@@ -221,24 +222,23 @@ def _check_layout(
         end = entry.stop
     if end != size:
         raise ModelFormatError(
-            f"{path}: {size - end} bytes after the last tensor {entries[-1].name!r} belong to no "
-            "tensor"
+            f"{path}: {size - end} unexpected bytes after the last tensor {entries[-1].name!r}"
         )
     return entries
 
 
 def _entry(path: Path, name: str, fields: Any, data_start: int) -> TensorEntry:
     if not isinstance(fields, dict):
-        raise ModelFormatError(f"{path}: tensor {name!r} is not described by an object")
+        raise ModelFormatError(f"{path}: the description of tensor {name!r} must be an object")
     dtype: Any = fields.get("dtype")
     shape: Any = fields.get("shape")
     offsets: Any = fields.get("data_offsets")
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
-        raise ModelFormatError(f"{path}: tensor {name!r} has the unknown dtype {dtype!r}")
+        raise ModelFormatError(f"{path}: tensor {name!r} has unknown dtype {dtype!r}")
     if not _sizes(shape):
-        raise ModelFormatError(f"{path}: tensor {name!r} has the invalid shape {shape!r}")
+        raise ModelFormatError(f"{path}: tensor {name!r} has invalid shape {shape!r}")
     if not _sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise ModelFormatError(f"{path}: tensor {name!r} has the invalid data_offsets {offsets!r}")
+        raise ModelFormatError(f"{path}: tensor {name!r} has invalid data_offsets {offsets!r}")
     bits = _count(shape) * DTYPE_BITS[dtype]
     if bits != 8 * (offsets[1] - offsets[0]):
         raise ModelFormatError(
@@ -290,7 +290,7 @@ def _check_index(model_dir: Path, entries: Mapping[str, tuple[Path, TensorEntry]
         found = entries.get(tensor)
         if found is None or found[0].name != name:
             raise ModelFormatError(
-                f"{model_dir / name} lacks tensor {tensor!r}, which {index} lists for this file"
+                f"{model_dir / name} lacks tensor {tensor!r}, which {index} assigns to this file"
             )
 
 

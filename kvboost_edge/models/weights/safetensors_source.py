@@ -159,8 +159,8 @@ class SafetensorsSource:
         entry, file = self._entry(name)
         if len(entry.shape) != 2 or not entry.shape[0]:
             raise ModelFormatError(
-                f"{file.path}: tensor {name!r} of shape {entry.shape} does not allow reads of "
-                "single rows"
+                f"{file.path}: tensor {name!r} has shape {entry.shape}, so single rows cannot be "
+                "read"
             )
         row_bytes = (entry.stop - entry.start) // entry.shape[0]
         return StoredRows(file.path, file.stamp, entry.dtype, entry.start, row_bytes)
@@ -188,10 +188,7 @@ def _with_experts(entries: _Entries) -> _Entries:
         pieces = expert_rows(name, entry.shape) or [ExpertRows(name, 0, entry.shape)]
         for piece in pieces:
             if piece.name in found or (piece.name != name and piece.name in entries):
-                raise ModelFormatError(
-                    f"{file.path}: tensor {name!r} contains {piece.name!r}, which is also a "
-                    "separate tensor"
-                )
+                raise ModelFormatError(f"{file.path}: duplicate {piece.name!r} for tensor {name!r}")
             start, stop = piece.bytes_in(entry.start, entry.stop, entry.shape)
             found[piece.name] = TensorEntry(piece.name, entry.dtype, piece.shape, start, stop), file
     return found

@@ -59,7 +59,7 @@ def _check_vocabulary(shapes: Shapes, config: Mapping[str, Any], model: Path, sa
     embeddings = [name for name in shapes if _EMBEDDING.search(name)]
     if not embeddings:
         raise ModelFormatError(
-            f"{model}: no file has the token embedding; these are not the weights of a decoder"
+            f"{model}: no file contains the token embedding; these are not the weights of a decoder"
         )
     for name in (*embeddings, *(name for name in shapes if _HEAD.search(name))):
         path, shape = shapes[name]
@@ -69,13 +69,13 @@ def _check_vocabulary(shapes: Shapes, config: Mapping[str, Any], model: Path, sa
             )
         if vocab is not None and shape[0] != vocab:
             raise ModelFormatError(
-                f"{path}: tensor {name!r} has {shape[0]} rows, but {said_by} says "
+                f"{path}: tensor {name!r} has {shape[0]} rows, but {said_by} gives "
                 f"vocab_size={vocab}"
             )
         # The embeddings of some families are narrower than the hidden size.
         if hidden is not None and shape[1] != hidden and "word_embed_proj_dim" not in config:
             raise ModelFormatError(
-                f"{path}: tensor {name!r} has {shape[1]} columns, but {said_by} says "
+                f"{path}: tensor {name!r} has {shape[1]} columns, but {said_by} gives "
                 f"hidden_size={hidden}"
             )
 
@@ -97,8 +97,8 @@ def _check_layers(shapes: Shapes, config: Mapping[str, Any], model: Path, said_b
         extra = integer_of(config, "num_nextn_predict_layers", 0, model)
     if last >= expected + extra:
         raise ModelFormatError(
-            f"{shapes[found[last]][0]}: tensor {found[last]!r} is of layer {last}, "
-            f"but {said_by} says num_hidden_layers={expected}"
+            f"{shapes[found[last]][0]}: tensor {found[last]!r} belongs to layer {last}, but "
+            f"{said_by} gives num_hidden_layers={expected}"
         )
 
 
@@ -132,6 +132,6 @@ def _check_attention(
             key = "num_key_value_heads"
         if shape != expected:
             raise ModelFormatError(
-                f"{path}: tensor {name!r} has shape {shape}, but {said_by} says {expected} "
-                f"({key} x head_dim={head_dim}, hidden_size={hidden})"
+                f"{path}: tensor {name!r} has shape {shape}, but {said_by} gives {expected} ({key} "
+                f"x head_dim={head_dim}, hidden_size={hidden})"
             )

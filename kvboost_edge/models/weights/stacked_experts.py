@@ -84,7 +84,7 @@ class ColumnExperts:
                 self._add(name)
             twice = self._files.names() & set(self._rows)
             if twice:
-                raise self._error(min(twice), "is duplicated in a tensor of all experts")
+                raise self._error(min(twice), "also appears in a tensor of all experts")
         except BaseException:
             self._files.__exit__(None, None, None)
             raise
@@ -129,7 +129,9 @@ class ColumnExperts:
         if form == "_blocks":
             experts, rows, groups, nbytes = shape
             if nbytes != _BLOCK_BYTES:
-                raise self._error(name, f"has blocks of {nbytes} bytes, expected {_BLOCK_BYTES}")
+                raise self._error(
+                    name, f"contains blocks of {nbytes} bytes, expected {_BLOCK_BYTES}"
+                )
             scales = self._files.stored_shape(f"{whole}_scales", "U8", 3)
             if scales != (experts, rows, groups):
                 raise self._error(
@@ -236,7 +238,7 @@ class ColumnExperts:
         if piece is not None:
             raise self._error(
                 piece.whole + piece.form,
-                "has the rows of all experts and does not allow reads of single rows",
+                "contains all experts, so single rows cannot be read",
             )
         return self._files.stored_rows(name)
 

@@ -120,8 +120,8 @@ def _check_heads(mixer: Mixer, width: int) -> None:
         )
     if mixer.channels != width + 2 * mixer.key_heads * mixer.key_dim:
         raise ModelFormatError(
-            f"a convolution of {mixer.channels} channels does not have those of values, keys and "
-            f"queries, {width + 2 * mixer.key_heads * mixer.key_dim}"
+            f"the convolution has {mixer.channels} channels, but values, keys and queries need "
+            f"{width + 2 * mixer.key_heads * mixer.key_dim}"
         )
     if mixer.norm not in MIXER_NORMS:
         raise ModelFormatError(f"mixer norm {mixer.norm!r} is not one of {MIXER_NORMS}")
@@ -133,7 +133,7 @@ def _check_heads(mixer: Mixer, width: int) -> None:
     least, most = mixer.time_limit
     if not 0 <= least <= most:
         raise ModelFormatError(
-            f"time step limits from {least} to {most} are not an ascending range from 0"
+            f"time step limits ({least}, {most}) must satisfy 0 <= minimum <= maximum"
         )
 
 

@@ -238,7 +238,8 @@ def test_suppressed_tokens(tmp_path):
     assert generation_defaults(CONFIG, {"suppress_tokens": None}).suppressed_token_ids == ()
     directory = write(tmp_path, CONFIG, {"suppress_tokens": [5, 10**6]})
     with pytest.raises(
-        ModelFormatError, match=r"generation_config.*suppress_tokens has the id 1000000, outside"
+        ModelFormatError,
+        match=r"generation_config.*suppress_tokens contains the id 1000000, outside",
     ):
         read_generation_config(directory)
     with pytest.raises(

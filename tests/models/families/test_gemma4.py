@@ -156,7 +156,7 @@ def test_full_layers_turn_a_part_of_the_pairs_of_the_whole_head():
         ),
         ({"enable_moe_block": True}, "num_experts=None must be an integer"),
         ({"enable_moe_block": 1}, "enable_moe_block=1 must be true or false"),
-        ({**MIXTURE, "top_k_experts": 129}, "top_k_experts=129 is above num_experts=128"),
+        ({**MIXTURE, "top_k_experts": 129}, "top_k_experts=129 exceeds num_experts=128"),
         ({**MIXTURE, "top_k_experts": 0}, "top_k_experts=0 must be an integer from 1"),
         (
             {**MIXTURE, "moe_intermediate_size": 700},

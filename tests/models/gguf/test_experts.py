@@ -61,7 +61,7 @@ def test_experts_keep_the_files_formats(tmp_path):
 KEYS = {
     "more of a token than there are": (
         {"expert_used_count": 7},
-        "num_experts_per_tok=7 is above num_experts=6",
+        "num_experts_per_tok=7 exceeds num_experts=6",
     ),
     "another count": (
         {"expert_count": 5},

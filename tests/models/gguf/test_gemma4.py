@@ -114,7 +114,7 @@ BAD_EXPERTS = {
     "fewer experts": ({"keys": {"expert_count": 5}}, r"has shape \(6, 64\), expected \(5, 64\)"),
     "more of a token than there are": (
         {"keys": {"expert_used_count": 7}},
-        "top_k_experts=7 is above num_experts=6",
+        "top_k_experts=7 exceeds num_experts=6",
     ),
     "another width": (
         {"keys": {"expert_feed_forward_length": 32}},
@@ -247,7 +247,7 @@ def test_tokens_that_a_file_suppresses_are_never_generated(tmp_path):
         path = write_gguf(model, tmp_path / f"{number}.gguf", tokenizer=given)
     assert len(set(suppressed)) == 3
     for wrong, message in (
-        ([10**6], "suppress_tokens has the id 1000000, outside the vocabulary"),
+        ([10**6], "suppress_tokens contains the id 1000000, outside the vocabulary"),
         ("5", "suppress_tokens='5' must be a list of token ids"),
     ):
         given = {**METADATA, "tokenizer.ggml.suppress_tokens": wrong}

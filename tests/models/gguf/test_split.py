@@ -79,7 +79,7 @@ def test_parts_that_do_not_belong_together(parts, tiny_model_dir, tmp_path):
     copies = _copies(parts, tmp_path)
     shutil.copy(parts[1], copies[2])
     with pytest.raises(
-        ModelFormatError, match=rf"{copies[2].name}: key 'split.no' is 1, .* must be 2"
+        ModelFormatError, match=rf"{copies[2].name}: key 'split.no' is 1, expected 2"
     ):
         Checkpoint.open(copies[0])
     other = tmp_path / "other"

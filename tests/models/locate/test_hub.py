@@ -126,7 +126,7 @@ def test_what_is_not_what_the_hub_says_is_removed(hub):
 
 def test_what_is_there_is_said(hub):
     with pytest.raises(
-        ModelFormatError, match=r"no GGUF file for 'Q5_0'; it has: .*Tiny-1B-Q4_K_M.gguf"
+        ModelFormatError, match=r"no GGUF file for 'Q5_0'; it contains: .*Tiny-1B-Q4_K_M.gguf"
     ):
         locate_model(f"{REPO}:Q5_0")
     with pytest.raises(
@@ -153,7 +153,7 @@ def test_the_cache_is_enough(how, hub, monkeypatch, caplog):
     with caplog.at_level(logging.WARNING, logger="kvboost_edge"):
         assert locate_model(f"{REPO}:Q8_0", local_files_only=how == "local_files_only") == found
     assert ("using the copy in the hub cache" in caplog.text) == (how == "no hub")
-    with pytest.raises(ModelFormatError, match=r"'Q4_K_M'; it has: Tiny-1B-Q8_0.gguf"):
+    with pytest.raises(ModelFormatError, match=r"'Q4_K_M'; it contains: Tiny-1B-Q8_0.gguf"):
         locate_model(f"{REPO}:Q4_K_M", local_files_only=how == "local_files_only")
 
 

@@ -53,7 +53,10 @@ def test_the_only_gguf_model_of_a_directory_without_a_config_is_the_model(tmp_pa
 @pytest.mark.parametrize(
     ("names", "words"),
     [
-        (["a-Q4_0.gguf", "a-Q8_0.gguf"], "has 2 GGUF models: a-Q4_0.gguf, a-Q8_0.gguf; give one"),
+        (
+            ["a-Q4_0.gguf", "a-Q8_0.gguf"],
+            "contains 2 GGUF models: a-Q4_0.gguf, a-Q8_0.gguf; give one",
+        ),
         ([f"{number:02}.gguf" for number in range(23)], "19.gguf and 3 more; give one"),
     ],
 )

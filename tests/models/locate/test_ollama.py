@@ -63,10 +63,10 @@ def test_a_digest_that_is_none_is_refused(digest, store):
 def test_what_is_missing_is_said(store):
     assert_raises(ModelFormatError, r"no model m in .*ollama pull m", locate_model, "ollama:m")
     add(store, "registry.ollama.ai/library/m/latest", mediaType="application/other")
-    assert_raises(ModelFormatError, "names 0 model files", locate_model, "ollama:m")
+    assert_raises(ModelFormatError, "lists 0 model files", locate_model, "ollama:m")
     add(store, "registry.ollama.ai/library/m/latest").unlink()
     assert_raises(
-        ModelFormatError, r"blobs/sha256-\w+, named in .* is missing", locate_model, "ollama:m"
+        ModelFormatError, r"blobs/sha256-\w+, listed in .* is missing", locate_model, "ollama:m"
     )
 
 
@@ -78,6 +78,6 @@ def test_a_damaged_manifest_is_refused(text, store):
     manifest = store / "manifests/registry.ollama.ai/library/m/latest"
     manifest.write_bytes(text.encode(errors="surrogateescape"))
     with pytest.raises(
-        ModelFormatError, match=r"latest (is not a valid Ollama manifest|names 0 model files)"
+        ModelFormatError, match=r"latest (is not a valid Ollama manifest|lists 0 model files)"
     ):
         locate_model("ollama:m")

@@ -49,11 +49,11 @@ def test_external_data_only_beside_the_file(location, tmp_path):
     [
         ({"offset": "8", "length": "16"}, "bytes 8 to 24 of data, which has 16"),
         ({"offset": "17"}, "which has 16"),
-        ({"length": "12"}, "takes 16 bytes, but has 12"),
-        ({"offset": "-1"}, "offset='-1', which is not a size"),
-        ({"length": "1e3"}, "length='1e3', which is not a size"),
-        ({"offset": "9" * 30}, "is not a size"),
-        ({"location": "nothing"}, "is missing; download it, too"),
+        ({"length": "12"}, "needs 16 bytes, but 12 are stored"),
+        ({"offset": "-1"}, "offset='-1', which is not a valid size"),
+        ({"length": "1e3"}, "length='1e3', which is not a valid size"),
+        ({"offset": "9" * 30}, "is not a valid size"),
+        ({"location": "nothing"}, "is missing; download this file as well"),
     ],
 )
 def test_external_data_inside_its_file(entries, message, tmp_path):
@@ -67,9 +67,9 @@ def test_external_data_inside_its_file(entries, message, tmp_path):
     ("data", "message"),
     [
         (b"", "too few"),
-        (b"\0" * 64, "field of number 0"),
+        (b"\0" * 64, "field with number 0"),
         (b"\x80" * 64, "more than 10 bytes"),
-        (wire.number(1, 10) * 20, "has no graph"),
+        (wire.number(1, 10) * 20, "contains no graph"),
         (wire.blob(7, b"\x0a\xff\xff\xff\xff\x0f" + bytes(20)), "bytes at"),
         (wire.blob(7, b"") + wire.blob(7, b"") + wire.number(1, 10) * 10, "two graphs"),
         (wire.number(7, 5) * 20, "expected a range of bytes"),
@@ -94,7 +94,7 @@ def test_sizes_are_bounded_before_anything_is_made_of_them(tmp_path):
         ([], [huge], "invalid shape"),
         ([], [many], "more than 8"),
         ([], [negative], "invalid shape"),
-        ([], [long], "over the limit"),
+        ([], [long], "more than the limit"),
         ([listed], [], "more than 65536"),
     ):
         (tmp_path / "m.onnx").write_bytes(wire.model(wire.graph_of(nodes, tensors, [], [])))
@@ -176,7 +176,7 @@ def test_operators_that_are_not_known_are_named(tmp_path):
     )
     assert "ReduceMul" in refusal(written(tmp_path / "lengths", replaced("ReduceSum", "ReduceMul")))
     domain = written(tmp_path / "domain", replaced("com.microsoft", "com.elsewhere"))
-    assert "unknown domain 'com.elsewhere'" in refusal(domain)
+    assert "unknown operator domain 'com.elsewhere'" in refusal(domain)
 
 
 @pytest.mark.parametrize(
@@ -243,7 +243,7 @@ def test_a_config_that_means_something_else(key, value, message, tmp_path):
     ("change", "message"),
     [
         ({"decoder": {"filename": "../model.onnx"}}, "must be the name of a file in that folder"),
-        ({"decoder": {"filename": "other.onnx"}}, "other.onnx, named in .* is missing"),
+        ({"decoder": {"filename": "other.onnx"}}, "other.onnx, listed in .* is missing"),
         ({"decoder": None}, "must be the name of a file"),
     ],
 )

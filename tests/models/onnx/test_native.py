@@ -120,7 +120,7 @@ def test_every_form_of_blocks(name, tmp_path):
             stored = source.quant_rows(full, 5, 30)
             assert stored.codes.shape == expected[5:30].shape
             assert stored.scales.shape == (25, -(-expected.shape[1] // 32))
-            with pytest.raises(ModelFormatError, match="does not allow reads of single rows"):
+            with pytest.raises(ModelFormatError, match="single rows cannot be read"):
                 source.stored_rows(full)
             error = conversion_error(source, full, kind).relative
             assert error <= most

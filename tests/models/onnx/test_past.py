@@ -68,7 +68,7 @@ def test_the_config_says_how_wide_a_head_is_where_the_graph_does_not(tmp_path):
     assert past_layout(found, CONFIG).layers[0].head_dim == 16
     assert past_layout(found, {**CONFIG, "head_dim": 32}).layers[0].head_dim == 32
     assert past_layout(found, CONFIG).dtype == "float16"
-    with pytest.raises(ModelFormatError, match="has the shapes"):
+    with pytest.raises(ModelFormatError, match="has shapes"):
         past_layout(found, {})
 
 
@@ -79,7 +79,7 @@ def test_the_config_says_how_wide_a_head_is_where_the_graph_does_not(tmp_path):
         ([*past()], [LOGITS, *present()], [], "has no input 'input_ids'"),
         ([IDS, *past()], present(), [], "has no output 'logits'"),
         ([IDS, *past()], [LOGITS], [], "lacks the output 'present.0.key'"),
-        ([IDS, past()[0]], [LOGITS, *present()], [], "two for each layer"),
+        ([IDS, past()[0]], [LOGITS, *present()], [], "expected two per layer"),
         (
             [IDS, past()[0], past(layers=2)[2]],
             [LOGITS, *present(2)],
@@ -98,13 +98,13 @@ def test_the_config_says_how_wide_a_head_is_where_the_graph_does_not(tmp_path):
             [IDS, wire.value("use_cache_branch", "bool", [1]), *past()],
             [LOGITS, *present()],
             [],
-            "the input 'use_cache_branch' of type BOOL is not supported",
+            "input 'use_cache_branch' of type BOOL is not supported",
         ),
         (
             [wire.value("inputs_embeds", "float32", ["b", "s", 64]), *past()],
             [LOGITS, *present()],
             [],
-            "the input 'inputs_embeds'",
+            "input 'inputs_embeds'",
         ),
         (
             [IDS, *past()],

@@ -76,11 +76,11 @@ TENSORS = {
     ),
     "an expert too many": (
         _more,
-        r"experts\.12\.down_proj\.weight' belongs to expert 12, but layers have the experts 0 to 11",
+        r"experts\.12\.down_proj\.weight' belongs to expert 12, but the layers have experts 0 to 11",
     ),
     "one too many in one tensor": (
         _fused_more,
-        r"experts\.12\.down_proj\.weight' belongs to expert 12, but layers",
+        r"experts\.12\.down_proj\.weight' belongs to expert 12, but the layers",
     ),
     "a width": (
         _widen,
@@ -92,7 +92,7 @@ TENSORS = {
     ),
     "twice": (
         _both,
-        r"contains 'model\.layers\.\d\.mlp\.experts\.0\.\w+\.weight', which is also a separate tensor",
+        r"duplicate 'model\.layers\.\d\.mlp\.experts\.0\.\w+\.weight' for tensor",
     ),
     "a router with NaN": (_broken_router, r"mlp\.gate\.weight' .*holds NaN or infinity"),
     "a router of other rows": (
@@ -111,10 +111,10 @@ def test_tensors_that_do_not_fit(name, weights, tmp_path):
 
 
 CONFIGS = {
-    "k": ({"num_experts_per_tok": 13}, "num_experts_per_tok=13 is above num_experts=12"),
+    "k": ({"num_experts_per_tok": 13}, "num_experts_per_tok=13 exceeds num_experts=12"),
     "no k": ({"num_experts_per_tok": 0}, "num_experts_per_tok=0 must be an integer from 1"),
     "no experts": ({"num_experts": None}, "num_experts=None must be an integer from 1"),
-    "many": ({"num_experts": 5000}, "num_experts=5000 is above the limit of 4096"),
+    "many": ({"num_experts": 5000}, "num_experts=5000 exceeds the limit of 4096"),
     "width": (
         {"moe_intermediate_size": 80},
         "moe_intermediate_size=80 of the experts is not a multiple of 32",

@@ -39,13 +39,13 @@ def test_layers_that_only_speculate_are_a_number(given):
     ):
         check_shapes(shapes, config, FILE.parent)
     check_shapes(shapes, {**config, "num_nextn_predict_layers": 1}, FILE.parent)
-    with pytest.raises(ModelFormatError, match="is of layer 1, but"):
+    with pytest.raises(ModelFormatError, match="belongs to layer 1, but"):
         check_shapes(shapes, {**config, "num_nextn_predict_layers": None}, FILE.parent)
 
 
 def test_messages_say_where_the_config_comes_from():
     shapes = {"model.embed_tokens.weight": (Path("m.gguf"), (10, 4))}
     with pytest.raises(
-        ModelFormatError, match=r"m\.gguf: .*has 10 rows, but m\.gguf says vocab_size=11"
+        ModelFormatError, match=r"m\.gguf: .*has 10 rows, but m\.gguf gives vocab_size=11"
     ):
         check_shapes(shapes, {"vocab_size": 11}, Path("m.gguf"), "m.gguf")

@@ -47,7 +47,7 @@ def test_columns_take_turns(tmp_path):
         )
         assert source.kind(f"{LAYER}2.down_proj.weight") is None
         assert not {name for name in source.names() if "gate_up" in name}
-        with pytest.raises(ModelFormatError, match="rows of all experts"):
+        with pytest.raises(ModelFormatError, match="contains all experts"):
             source.stored_rows(f"{LAYER}2.down_proj.weight")
 
 
@@ -122,7 +122,7 @@ BAD = {
         True,
         f"{UP}_blocks",
         lambda blocks: blocks[..., :8],
-        "has blocks of 8 bytes, expected 16",
+        "contains blocks of 8 bytes, expected 16",
     ),
     "a scale above float16": (
         True,
@@ -136,7 +136,12 @@ BAD = {
         lambda bias: bias[:5],
         r"lack tensor '.*experts\.5\.down_proj\.bias'",
     ),
-    "biases of seven": (False, f"{DOWN}_bias", _one_more, r"belongs to expert 6, but layers have"),
+    "biases of seven": (
+        False,
+        f"{DOWN}_bias",
+        _one_more,
+        r"belongs to expert 6, but the layers have",
+    ),
     "a short bias": (
         False,
         f"{UP}_bias",
@@ -166,7 +171,7 @@ BAD = {
         False,
         f"{LAYER}3.down_proj.weight",
         lambda _: np.zeros((64, 96), np.float32),
-        "is duplicated",
+        "also appears",
     ),
     "no sinks": (False, "model.layers.2.self_attn.sinks", None, "lack tensor '.*sinks'"),
 }

@@ -223,7 +223,7 @@ def test_biases_of_another_count_in_a_file(tmp_path):
     model = save_gpt_oss(tmp_path / "model")
     for count, message in (
         (5, r"lacks tensor .*experts\.5\.up_proj\.bias"),
-        (7, "belongs to expert 6, but layers have"),
+        (7, "belongs to expert 6, but the layers have"),
     ):
         more = {"blk.1.ffn_up_exps.bias": np.ones((count, 96), np.float32)}
         path = write_gguf(model, tmp_path / "m.gguf", more=more)
