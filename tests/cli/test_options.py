@@ -118,7 +118,7 @@ def test_the_known_families_are_listed_once(tmp_path, printed, monkeypatch):
     monkeypatch.setenv("COLUMNS", "4000")
     (tmp_path / "config.json").write_text('{"model_type": "nonsense"}')
     out = printed("doctor", tmp_path, code=1).out
-    assert out.count("known are ") == 1
+    assert out.count("unknown model type; supported: ") == 1
     assert out.count("refused: see compatibility") == 2
 
 
