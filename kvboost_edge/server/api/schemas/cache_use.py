@@ -28,11 +28,11 @@ class CacheUse(Strict):
         ),
     )
     recompute_strategy: Literal["none", "selective", "cacheblend", "query"] | None = Field(
-        None, description="Choice of reused tokens to recompute, for mode chunk_kv_reuse."
+        None, description="Choice of reused tokens to recompute, for chunk_kv_reuse mode."
     )
     recompute_overlap: Annotated[int, bounded("recompute_overlap")] | None = Field(
         None,
-        description=("Tokens to recompute after each chunk boundary, for mode chunk_kv_reuse."),
+        description="Tokens to recompute after each chunk boundary, for chunk_kv_reuse mode.",
     )
     recompute_ratio: Annotated[float, bounded("recompute_ratio")] | None = Field(
         None, description="Share of the other reused tokens that cacheblend and query recompute."

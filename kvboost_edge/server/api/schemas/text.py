@@ -164,14 +164,14 @@ _OF_ANSWERS = frozenset(
 class WarmRequest(UnpinRequest):
     """A text, messages or documents to compute into the cache.
 
-    A recorded chat request is accepted too; fields about its answer are ignored.
+    A recorded chat request is also accepted; fields about its answer are ignored.
     """
 
     documents: Annotated[list[Document], counted("documents")] | None = Field(
-        None, description="Documents to cache for mode chunk_kv_reuse, each computed on its own."
+        None, description="Documents to cache for chunk_kv_reuse mode, each computed on its own."
     )
     position_offset: Annotated[int, bounded("position_offset")] = Field(
-        0, description="Position of the first token of the text, for mode chunk_kv_reuse."
+        0, description="Position of the first token of the text, for chunk_kv_reuse mode."
     )
     priority: Annotated[int, bounded("priority")] | None = None
     pin: bool = Field(
