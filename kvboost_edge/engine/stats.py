@@ -123,7 +123,7 @@ def paged_stats(
         cached_blocks: unreferenced blocks that still match prompts.
         free_blocks: blocks that are not used, cached ones included.
         pinned_blocks: used blocks of pinned prompts, at most max_pinned_blocks.
-        max_pinned_blocks: largest number of pinned blocks.
+        max_pinned_blocks: maximum number of pinned blocks.
         pinned_bytes: size of the pinned blocks, a part of pool_bytes.
         retained_blocks: blocks that are evicted after all others of their tenant.
         loaded_chunks: full blocks in the prefix index, used or cached. KVBoost's name.
@@ -145,7 +145,7 @@ def paged_stats(
     Requests and steps:
         num_running: sequences that hold blocks.
         num_waiting: sequences that wait for blocks.
-        max_num_seqs: largest number of sequences computed together.
+        max_num_seqs: maximum number of sequences computed together.
         preemptions: sequences that lost their blocks to others and were recomputed.
         step_seconds: time of all steps, from schedule to sampled tokens, in seconds.
         step_counts: number of steps up to each duration, by its bound in seconds; "+Inf": all.
