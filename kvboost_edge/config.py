@@ -164,7 +164,7 @@ class EngineConfig:
     )
     max_model_len: int | None = option(
         None,
-        "Maximum sequence length, prompt plus answer, up to the model's context. Also sizes the "
+        "Context length: maximum of prompt plus answer, up to the model's context. Also sizes the "
         "automatic pool",
         int,
         group="Model",

@@ -174,7 +174,7 @@ ContextOption = Annotated[
         "--max-model-len",
         metavar="TOKENS",
         parser=read_tokens,
-        help="Maximum sequence length in tokens, prompt plus answer. Default: the model's context.",
+        help="Context length in tokens, prompt plus answer. Default: the model's context.",
     ),
 ]
 MaxMemoryOption = Annotated[
