@@ -39,7 +39,7 @@ def check_layout(
     if cu_seqlens.shape != (num_seqs + 1,) or tables.ndim != 2 or len(tables) != num_seqs:
         raise ConfigError(
             f"a layout of {num_seqs} sequences needs cu_seqlens_q of shape ({num_seqs + 1},) and "
-            f"as many block tables; got {cu_seqlens.shape} and {tables.shape}"
+            f"{num_seqs} block tables; got {cu_seqlens.shape} and {tables.shape}"
         )
     # Python integers, because for a few sequences NumPy's overhead would exceed the work.
     starts = cu_seqlens.tolist()
@@ -49,8 +49,8 @@ def check_layout(
         0 <= new <= known for new, known in zip(lengths, seq_lens, strict=True)
     ):
         raise ConfigError(
-            f"cu_seqlens_q {starts} must start at 0, not fall, and give no sequence more query "
-            f"rows than its seq_len in {seq_lens}"
+            f"cu_seqlens_q {starts} must start at 0 and not decrease, and no sequence may have "
+            f"more query rows than its seq_len in {seq_lens}"
         )
     if slots.shape != (starts[-1],):
         raise ConfigError(
@@ -66,14 +66,14 @@ def check_layout(
     _check_tables(layout, seq_lens, block_size, num_blocks)
     if (layout.states is None) != (num_state_slots == 0):
         raise ConfigError(
-            f"the layout has {'no ' if layout.states is None else ''}slots of recurrent state, and "
+            f"the layout has {'no ' if layout.states is None else ''}recurrent state slots, but "
             f"the backend has num_state_slots={num_state_slots}"
         )
     if layout.states is not None:
         num_drafts = sum(lengths) - sum(_check_states(layout.states, lengths, num_state_slots))
         if num_drafts > num_draft_rows:
             raise ConfigError(
-                f"the layout has {num_drafts} draft tokens, and the backend has "
+                f"the layout has {num_drafts} draft tokens, but the backend has "
                 f"num_draft_rows={num_draft_rows}"
             )
 
@@ -90,15 +90,15 @@ def _check_states(states: PassStates, lengths: list[int], num_slots: int) -> lis
     shapes = states.state_in.shape, states.state_out.shape, states.saves.shape
     if shapes[:2] != ((num_seqs,), (num_seqs,)) or len(shapes[2]) != 2 or shapes[2][1] != 3:
         raise ConfigError(
-            f"states of {num_seqs} sequences need state_in and state_out of shape ({num_seqs},) "
-            f"and saves of shape (n, 3); got {shapes[0]}, {shapes[1]} and {shapes[2]}"
+            f"the states of {num_seqs} sequences need state_in and state_out of shape "
+            f"({num_seqs},) and saves of shape (n, 3); got {shapes[0]}, {shapes[1]} and {shapes[2]}"
         )
     read = states.state_in.tolist()
     written = states.state_out.tolist()
     saves = states.saves.tolist()
     certain: list[int] = lengths if states.certain is None else states.certain.tolist()
     if any(not 0 <= whose < num_seqs for whose, _, _ in saves):
-        raise ConfigError(f"saves {saves} name sequences outside 0..{num_seqs - 1}")
+        raise ConfigError(f"saves {saves} contain sequences outside 0..{num_seqs - 1}")
     if len(certain) != num_seqs or any(
         not min(n, 1) <= of <= n for of, n in zip(certain, lengths, strict=True)
     ):
@@ -118,18 +118,20 @@ def _check_states(states: PassStates, lengths: list[int], num_slots: int) -> lis
         -1 <= slot < num_slots for slot in read
     ):
         raise ConfigError(
-            f"state_in {read} (-1: zeros), state_out {written} and the slots of saves {slots} must "
-            f"be in 0..{num_slots - 1}"
+            f"state slots out of range 0..{num_slots - 1}: state_in {read} (-1 means zeros), "
+            f"state_out {written}, save slots {slots}"
         )
     if len(set(every)) < len(every):
-        raise ConfigError(f"slots {every} of recurrent state are written, one of them twice")
+        raise ConfigError(
+            f"recurrent state slots {every} contain duplicates; each may be written once"
+        )
     readers: dict[int, set[int]] = {}
     for sequence, slot in enumerate(read):
         readers.setdefault(slot, set()).add(sequence)
     foreign = [slot for index, slot in enumerate(every) if readers.get(slot, set()) - {index}]
     if foreign:
         raise ConfigError(
-            f"slots {foreign} of recurrent state are written while other sequences read them: "
+            f"recurrent state slots {foreign} are written while other sequences read them: "
             f"state_in {read}, state_out {written}, saves {saves}"
         )
     return certain
@@ -172,7 +174,8 @@ def _check_tables(
         ids = _bounds(tables[checked.is_used & (checked.served < layout.seq_lens[:, None])])
     if any(seq_len > most for seq_len, most in zip(seq_lens, room, strict=True)):
         raise ConfigError(
-            f"block tables of {width} blocks of {block_size} do not hold seq_len {max(seq_lens)}"
+            f"block tables of {width} blocks of {block_size} tokens are too short for seq_len "
+            f"{max(seq_lens)}"
         )
     if ids:
         check_block(min(ids), num_blocks)

@@ -95,7 +95,7 @@ class NumpyBlocks:
             self.changes = np.zeros(num_blocks, dtype=np.int64)
         except MemoryError as error:
             raise CapacityError(
-                f"the block pool does not fit into memory: num_blocks={num_blocks} x "
+                f"the block pool does not fit in memory: num_blocks={num_blocks} x "
                 f"{spec.bytes_per_block} bytes = {num_blocks * spec.bytes_per_block} bytes; lower "
                 "num_blocks or max_cache_bytes"
             ) from error
@@ -161,7 +161,7 @@ class NumpyBlocks:
         """
         if self.spec.is_quantized:
             raise ConfigError(
-                f"the KV of a quantized pool (bits {self.spec.bits}) cannot be read as numbers"
+                f"the KV of a quantized pool (bits {self.spec.bits}) cannot be read as floats"
             )
         return [
             (_in_a_row(pool.keys[block_ids].swapaxes(2, 3)), _in_a_row(pool.values[block_ids]))

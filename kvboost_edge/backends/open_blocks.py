@@ -177,8 +177,8 @@ class OpenBlocks:
     def _check_open(self, block_id: int, offset: int, held: int | None) -> None:
         if held is None:
             raise ConfigError(
-                f"block {block_id} is to be written from offset {offset} on, but it is not open: a "
-                "quantized block is written from its first slot on, so recompute must start at a "
+                f"block {block_id} cannot be written from offset {offset}, because it is not open: "
+                "a quantized block is written from its first slot, so recompute must start at a "
                 f"multiple of block_size={self._block_size}"
             )
 
@@ -205,9 +205,9 @@ def _check_slots(
 
     Args:
         layout: The layout.
-        rows: Sequence of each token.
-        numbers: Its entry of the block table.
-        offsets: Its offset in the block.
+        rows: Sequence index of each token.
+        numbers: Block-table entry of each token.
+        offsets: Offset of each token in its block.
         size: Block size.
     """
     expected = layout.block_tables[rows, numbers].astype(np.int64) * size + offsets

@@ -99,7 +99,7 @@ class _Arena:
         self.pool = larger
 
     def place(self, ordinal: Any, buffers: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Return the indices in the arena of a pass's buffers, for the ordinal-th layer."""
+        """Map a pass's buffers to arena indices for the layer `ordinal`."""
         kept = ordinal * self.num_open
         temporary = self.num_kept - self.num_open
         placed: npt.NDArray[Any] = buffers + np.where(

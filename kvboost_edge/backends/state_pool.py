@@ -81,7 +81,8 @@ class StatePool:
     ) -> None:
         if not specs or num_slots < 1:
             raise ConfigError(
-                f"num_state_slots={num_slots} of {len(specs)} layers: both must be at least 1"
+                f"num_state_slots={num_slots} and the number of recurrent layers, {len(specs)}, "
+                "must both be at least 1"
             )
         self.specs = tuple(specs)
         self.num_slots = num_slots
@@ -187,7 +188,7 @@ class StatePool:
                 f"{data.dtype} {data.shape}"
             )
         if len(set(slots)) != len(slots):
-            raise ConfigError(f"slots {list(slots)} are written at once, one of them twice")
+            raise ConfigError(f"slots {list(slots)} contain duplicates; each may be written once")
         self._slots[list(slots)] = data
 
     def poison(self, slots: Sequence[int]) -> None:
@@ -220,5 +221,5 @@ class StatePool:
         for slot in slots:
             if not 0 <= slot < self.num_slots:
                 raise ConfigError(
-                    f"slot {slot} of recurrent state must be in the pool's 0..{self.num_slots - 1}"
+                    f"recurrent state slot {slot} must be in the pool's 0..{self.num_slots - 1}"
                 )

@@ -131,9 +131,9 @@ def batched_decode(
         mask = mask[:, -slots:]
     if mask.shape != (batch, slots) or not torch.equal(mask.sum(1, keepdim=True), visible):
         raise RequestError(
-            f"start_pos={start_pos} and an attention mask {tuple(mask.shape)} over "
-            f"{slots} slots of {batch} rows do not agree: each row must see exactly start_pos "
-            "slots, or all slots of a sliding window"
+            f"start_pos={start_pos} and an attention mask {tuple(mask.shape)} over {slots} slots "
+            f"of {batch} rows contradict each other: each row must see exactly start_pos slots, or "
+            "all slots of a sliding window"
         )
     cache = DynamicCache(_left_padded(past_kv, mask))
     mask = mask.sort(dim=1).values

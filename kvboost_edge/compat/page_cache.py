@@ -234,7 +234,7 @@ class KVCache:
             return []
         if isinstance(prefix_tokens, (str, bytes)) or not hasattr(prefix_tokens, "__getitem__"):
             raise RequestError(
-                f"prefix_tokens={prefix_tokens!r} must be a list of token ids, or None"
+                f"prefix_tokens={prefix_tokens!r} must be a list of token ids or None"
             )
         key: list[int] = []
         for token_id in prefix_tokens[:num_payloads]:

@@ -19,6 +19,6 @@ def require_torch(caller: str, *others: str) -> None:
     missing = [name for name in ("torch", *others) if importlib.util.find_spec(name) is None]
     if missing:
         raise BackendUnavailable(
-            f"{caller} needs the package {' and '.join(missing)}, which is not installed; install "
+            f"{caller} needs the {' and '.join(missing)} package, which is not installed; install "
             f"the extra: {install_extra('torch')}"
         )

@@ -70,7 +70,7 @@ def test_rows_that_do_not_fit_the_batch_are_refused():
     batch = backend.prepare(CASE.layout(CASE.spans))
     with pytest.raises(ConfigError, match="50 query rows do not fit a batch of 51 tokens"):
         backend.attention(0, np.zeros((50, 6, 24), np.float32), batch, AttentionParams(0.2))
-    with pytest.raises(ConfigError, match="2 kv heads of 24"):
+    with pytest.raises(ConfigError, match="2 KV heads of size 24"):
         backend.attention(0, np.zeros((51, 6, 16), np.float32), batch, AttentionParams(0.2))
     with pytest.raises(ConfigError, match=r"\(51, 2, 24\)"):
         backend.write_kv(

@@ -28,7 +28,7 @@ CALLS = {
 )
 def test_a_missing_package_is_an_error_that_names_the_extra(name, missing, monkeypatch):
     monkeypatch.setitem(sys.modules, missing, None)
-    wanted = rf"{name} .*needs the package {missing}, .*{re.escape(install_extra('torch'))}"
+    wanted = rf"{name} .*needs the {missing} package, .*{re.escape(install_extra('torch'))}"
     with pytest.raises(BackendUnavailable, match=wanted):
         getattr(kvboost_edge, name)(*CALLS[name])
 

@@ -55,8 +55,8 @@ def check_buffers(spec: KVSpec, num_blocks: int) -> None:
         most = (_BUFFER_BYTES - 1) // per_block
         raise CapacityError(
             f"a layer's tensor of the pool would take num_blocks={num_blocks} x {per_block} bytes "
-            f"= {num_blocks * per_block}, and a buffer of an Apple GPU holds less than "
-            f"{_BUFFER_BYTES}: at most num_blocks={most}, or "
+            f"= {num_blocks * per_block}, but an Apple GPU's buffer holds less than "
+            f"{_BUFFER_BYTES}; set at most num_blocks={most} or "
             f"max_cache_bytes={most * spec.bytes_per_block}"
         )
 

@@ -118,9 +118,9 @@ class TorchBatch:
             return [seqs]
         if width > self._most_slots:
             raise CapacityError(
-                f"a sequence of up to {width} tokens does not fit into one buffer of "
-                f"{self.device}, which holds keys of {self._most_slots}: give max_new_tokens or a "
-                "prompt that is shorter"
+                f"a sequence of up to {width} tokens does not fit in one buffer of {self.device}, "
+                f"which holds the keys of {self._most_slots} tokens; lower max_new_tokens or "
+                "shorten the prompt"
             )
         step = self._most_slots // width
         return [seqs[start : start + step] for start in range(0, len(seqs), step)]

@@ -166,11 +166,12 @@ class TorchQuantBlocks:
             raise ConfigError(f"num_open={num_open} must be at least 1")
         if spec.dtype != "float16":
             raise ConfigError(
-                f"KV dtype {spec.dtype!r}: the open blocks of a quantized pool are 'float16'"
+                f"KV dtype {spec.dtype!r} is not supported by a quantized pool, whose open blocks "
+                "are 'float16'"
             )
         if spec.block_size < 16 or spec.block_size % 16:
             raise ConfigError(
-                f"block_size={spec.block_size} must be a multiple of 16 where KV is quantized"
+                f"block_size={spec.block_size} must be a multiple of 16 for quantized KV"
             )
         self._open = OpenBlocks(num_open, spec.block_size)
         self._steps = torch.from_numpy(_STEPS).to(device)

@@ -103,13 +103,15 @@ def read_kv(kv: Any, fmt: str) -> KeysAndValues:
         or not all(isinstance(p, Sequence) and len(p) == 2 for p in kv)
     ):
         raise RequestError(
-            "KV must be (k, v) of each layer, at least one, or a blob [num_layers, 2, …]"
+            "KV must be one (k, v) pair for each of at least one layer, or a blob [num_layers, 2, "
+            "…]"
         )
     words = [[_as_words(array) for array in pair] for pair in kv]
     kinds = {(*kind, array.shape) for pair in words for kind, array in pair}
     if len(kinds) > 1:
         raise RequestError(
-            f"k and v of all layers must have one type and shape, not {len(kinds)}: {sorted(kinds)}"
+            f"k and v of all layers must have the same type and shape, but there are {len(kinds)}: "
+            f"{sorted(kinds)}"
         )
     library, dtype, itemsize, axes = kinds.pop()
     if len(axes) != 3:
@@ -149,8 +151,8 @@ def assemble(chunks: Sequence[tuple[ChunkShape, NDArray[np.uint8]]], skip: int, 
         torch = importlib.import_module("torch")
     except ImportError as error:
         raise BackendUnavailable(
-            "this KV was stored as torch tensors, and torch is not installed; "
-            f"install the extra: {install_extra('torch')}"
+            "this KV was stored as torch tensors, but torch is not installed; install the extra: "
+            f"{install_extra('torch')}"
         ) from error
     words = torch.from_numpy(blob.view(np.dtype(_TORCH_WORDS[first.itemsize])))
     return words.view(getattr(torch, first.dtype))

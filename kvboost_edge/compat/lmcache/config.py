@@ -90,7 +90,7 @@ class LMCacheEngineConfig:
         kinds = [_kind(backend) for backend in given]
         if not kinds or len(set(kinds)) < len(kinds):
             raise ConfigError(
-                f"backend={kinds} must name at least one backend, and each kind at most once"
+                f"backend={kinds} must name at least one backend and each kind at most once"
             )
 
     @classmethod

@@ -88,8 +88,8 @@ class LMCacheEngine:
         kv = read_kv(kv_tensors_raw, self._fmt)
         if kv.shape.num_tokens != num_tokens - start:
             raise RequestError(
-                f"KV of {kv.shape.num_tokens} tokens was given for {num_tokens - start}: "
-                f"{num_tokens} tokens, of which the mask skips {start}"
+                f"got KV for {kv.shape.num_tokens} tokens, expected {num_tokens - start}: "
+                f"{num_tokens} tokens minus {start} skipped by the mask"
             )
         addresses = chunk_addresses(self._space, ids, self.chunk_size)
         if num_tokens % self.chunk_size and not self.config.save_unfull_chunk:

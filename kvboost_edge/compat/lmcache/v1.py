@@ -158,8 +158,8 @@ class LMCacheEngine:
             )
             if mine != stored:
                 raise RequestError(
-                    f"kvcaches have {len(layers)} layers of {mine[0]}, but {len(found)} of "
-                    f"{stored[0]} were stored; pass arrays like the stored ones"
+                    f"kvcaches have {len(layers)} layers of {mine[0]}, but the stored KV has "
+                    f"{len(found)} layers of {stored[0]}; pass arrays like the stored ones"
                 )
             for targets, sources in zip(layers, found, strict=True):
                 for target, source in zip(targets, sources, strict=True):
@@ -232,7 +232,7 @@ class LMCacheEngine:
                     f"{method}({name}=) is not supported: chunks are found by tokens; pass tokens="
                 )
         if not hasattr(tokens, "__len__"):
-            raise RequestError(f"{method}() needs tokens, one row of integers, not {tokens!r}")
+            raise RequestError(f"{method}() needs tokens as one row of integers, not {tokens!r}")
         return tokens
 
     def _check_shape(self, layers: Sequence[tuple[Any, Any]]) -> None:
@@ -241,7 +241,7 @@ class LMCacheEngine:
             given = (len(layers), *layers[0][0].shape[1:])
             if given != (expected[0], *expected[3:]):
                 raise RequestError(
-                    f"kvcaches have (num_layers, num_kv_heads, head_size)={given}; "
+                    f"kvcaches have (num_layers, num_kv_heads, head_size)={given}, but "
                     f"kv_shape={expected}"
                 )
 
@@ -250,8 +250,8 @@ def _layers(kvcaches: Any, num_tokens: int) -> list[tuple[Any, Any]]:
     """Return (k, v) of each layer; each must have `num_tokens` rows."""
     if not isinstance(kvcaches, Sequence) or not kvcaches:
         raise RequestError(
-            "kvcaches must be (k, v) of each layer, [num_tokens, num_heads, head_size]; connectors "
-            "are not supported"
+            "kvcaches must hold one (k, v) pair per layer, each [num_tokens, num_heads, "
+            "head_size]; connectors are not supported"
         )
     for pair in kvcaches:
         if (
@@ -260,8 +260,8 @@ def _layers(kvcaches: Any, num_tokens: int) -> list[tuple[Any, Any]]:
             or not all(_is_cache(array, num_tokens) for array in pair)
         ):
             raise RequestError(
-                f"kvcaches must be (k, v) of each layer, [{num_tokens} tokens, num_heads, "
-                "head_size]"
+                f"kvcaches must hold one (k, v) pair per layer, each [{num_tokens} tokens, "
+                "num_heads, head_size]"
             )
     return [(pair[0], pair[1]) for pair in kvcaches]
 

@@ -76,10 +76,11 @@ def parse_url(url: str, password: str = "") -> ServerAddress:
             kind, "none"
         )
         raise ConfigError(
-            f"redis_url has options that a {scheme}:// URL does not take; it takes {known}"
+            f"redis_url contains options that a {scheme}:// URL does not support; supported: "
+            f"{known}"
         )
     if user and not secret:
-        raise ConfigError("redis_url has a user but no password; give both or neither")
+        raise ConfigError("redis_url contains a user but no password; give both or neither")
     if secret:
         options |= {"username": user or None, "password": secret}
     return ServerAddress(place, options)

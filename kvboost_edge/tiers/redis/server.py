@@ -68,8 +68,8 @@ class RedisConnection:
             )
         except ImportError as error:
             raise BackendUnavailable(
-                "redis_url needs the package 'redis', which is not installed; "
-                f"install the extra: {install_extra('redis')}"
+                "redis_url needs the 'redis' package, which is not installed; install the extra: "
+                f"{install_extra('redis')}"
             ) from error
         self.place = address.place
         self.trouble = ""

@@ -452,15 +452,14 @@ def _secret(secret: str | None, environment: Mapping[str, str], trust: bool) -> 
         secret = environment.get(SECRET_VARIABLE)
     if secret is not None and len(secret) < _SHORTEST_SECRET:
         raise ConfigError(
-            f"the secret of the Redis tier has {len(secret)} characters, at least "
-            f"{_SHORTEST_SECRET} are needed; set {SECRET_VARIABLE} to the output of: openssl rand "
-            "-hex 32"
+            f"the secret of the Redis tier has {len(secret)} characters, but needs at least "
+            f"{_SHORTEST_SECRET}; set {SECRET_VARIABLE} to the output of: openssl rand -hex 32"
         )
     if secret is None and not trust:
         raise ConfigError(
-            f"redis_url needs a secret: set {SECRET_VARIABLE} to the same random text on all "
-            "machines of this cache (openssl rand -hex 32), or redis_trust=True to trust every "
-            "value on the server"
+            f"redis_url needs a secret: set {SECRET_VARIABLE} to the same random string on all "
+            "machines that share this cache (openssl rand -hex 32), or redis_trust=True to trust "
+            "every value on the server"
         )
     return secret
 

@@ -146,7 +146,7 @@ def test_tensors_of_the_pool_stay_below_four_gibibytes(bits, per_block):
         CapacityError, match=rf"num_blocks={most + 1} x {per_block} bytes.*num_blocks={most}"
     ):
         apple.check_buffers(spec, most + 1)
-    with pytest.raises(CapacityError, match="buffer of an Apple GPU"):
+    with pytest.raises(CapacityError, match="Apple GPU's buffer"):
         FakeMpsBackend(spec, most + 1)
 
 

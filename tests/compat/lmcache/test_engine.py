@@ -234,12 +234,12 @@ def bad_kv():
     good = kv_of(np.arange(4))
     k = good[0][0]
     return {
-        "too few tokens": (kv_slice(good, 0, 3), "of 3 tokens was given for 4"),
+        "too few tokens": (kv_slice(good, 0, 3), "for 3 tokens, expected 4"),
         "none": ((), "at least one"),
         "nothing": (None, "at least one"),
         "a pair missing": ((good[0], (k,)), "at least one"),
-        "layers of other shapes": ((good[0], (k[:3], k[:3])), "one type and shape"),
-        "layers of other types": ((good[0], (k, k.astype(np.float64))), "one type and shape"),
+        "layers of other shapes": ((good[0], (k[:3], k[:3])), "the same type and shape"),
+        "layers of other types": ((good[0], (k, k.astype(np.float64))), "the same type and shape"),
         "two axes": (((k[0], k[0]),), "3 axes"),
         "no heads": (((k[:, :0], k[:, :0]),), "are empty"),
         "a blob of other axes": (np.zeros((2, 3, 4, 3, 4)), r"\[num_layers, 2"),

@@ -168,7 +168,7 @@ def test_counters(engine):
 @pytest.mark.parametrize(
     ("name", "args", "message"),
     [
-        ("store", (TOKENS, kv_of(TOKENS[:9])), "9 tokens was given for 10"),
+        ("store", (TOKENS, kv_of(TOKENS[:9])), "9 tokens, expected 10"),
         (
             "store",
             (TOKENS, kv_of(TOKENS[:7]), np.arange(10) >= 3),

@@ -98,8 +98,8 @@ def test_arrays_of_another_kind_are_refused_before_a_row_is_written(make):
             engine.retrieve(tokens, kvcaches=wrong)
         assert all((array == 7).all() for pair in wrong for array in pair)
     for wrong in (None, (), empty(7), [(1, 2)], np.zeros((2, 2, 8, 3, 4))):
-        assert_raises(RequestError, "kvcaches must be", engine.retrieve, tokens, kvcaches=wrong)
-        assert_raises(RequestError, "kvcaches must be", engine.store, tokens, kvcaches=wrong)
+        assert_raises(RequestError, "kvcaches must hold", engine.retrieve, tokens, kvcaches=wrong)
+        assert_raises(RequestError, "kvcaches must hold", engine.store, tokens, kvcaches=wrong)
 
 
 def test_a_search_range_names_where_to_look(make):

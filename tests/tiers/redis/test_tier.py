@@ -213,7 +213,9 @@ def test_with_trust_in_place_of_a_secret_damage_is_found_all_the_same(server, cl
 def test_without_a_secret_the_tier_is_refused_unless_trusted():
     with pytest.raises(ConfigError, match=rf"{SECRET_VARIABLE}.*redis_trust=True"):
         opened("redis://h", secret=None)
-    assert_raises(ConfigError, "15 characters, at least 16", opened, "redis://h", secret="x" * 15)
+    assert_raises(
+        ConfigError, "15 characters, but needs at least 16", opened, "redis://h", secret="x" * 15
+    )
     with pytest.raises(ConfigError, match="0 characters"):
         opened("redis://h", secret=None, environment={SECRET_VARIABLE: ""}, trust=True)
     for ttl in (0, -1, True, 1.5, None):
