@@ -125,9 +125,8 @@ class _Child:
         if out.readline().strip() != entry.name:
             code = self._process.wait()
             raise BackendUnavailable(
-                f"the process that compiled the kernel {entry.name} ended with {code}: "
-                f"{self._last_words()}; machine code is written to {cache_path()} "
-                "(NUMBA_CACHE_DIR)"
+                f"the process that compiled the kernel {entry.name} exited with {code}: "
+                f"{self._last_words()}; machine code is written to {cache_path()} (NUMBA_CACHE_DIR)"
             )
 
     def _last_words(self) -> str:

@@ -173,7 +173,8 @@ class BlockPool:
         for block_id, (expected, actual) in enumerate(zip(counted, self._ref_counts, strict=True)):
             if expected != actual:
                 raise CacheCorruption(
-                    f"block {block_id} has a reference count of {actual}, but {expected} references"
+                    f"block {block_id} has reference count {actual}, but {expected} references "
+                    "were found"
                 )
             if (actual == 0) != (block_id in self._free):
                 raise CacheCorruption(

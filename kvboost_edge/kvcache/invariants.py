@@ -43,7 +43,7 @@ def check_tables(
         _check_segments(table, block_size)
         if table._num_hashed > len(table.block_ids):
             raise CacheCorruption(
-                f"a table of {len(table.block_ids)} blocks has a chain of {table._num_hashed}"
+                f"a table of {len(table.block_ids)} blocks has {table._num_hashed} hashed blocks"
             )
         if any(index >= len(table.block_ids) for index in (*table._duplicates, *table._withdrawn)):
             raise CacheCorruption("a table refers to a block beyond its end")

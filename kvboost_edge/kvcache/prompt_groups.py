@@ -53,8 +53,8 @@ def group_by_prefix(
     _check_count("n_prefix_chunks", n_prefix_chunks, 0)
     if len(prompts) != len(token_ids_list):
         raise RequestError(
-            f"{len(prompts)} prompts and {len(token_ids_list)} lists of token ids; give one for "
-            "each"
+            f"got {len(prompts)} prompts and {len(token_ids_list)} lists of token ids; give one "
+            "list for each prompt"
         )
     groups: dict[str, list[int]] = {}
     for index, token_ids in enumerate(token_ids_list):

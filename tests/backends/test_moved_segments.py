@@ -86,7 +86,7 @@ def test_parts_with_a_delta_are_taken_where_queries_can_be_turned(kind):
     backend = pool(kind)
     layout = layout_of([from_inside_a_block()], SIZE)
     reasons = {
-        CPUBackend: r"segments with delta \[-5, 0\] hold keys computed at other positions",
+        CPUBackend: r"segments with delta \[-5, 0\] contain keys computed at other positions",
         TorchBackend: (
             "backend 'torch' without RoPE frequencies does not support segments with a position delta"
         ),

@@ -87,7 +87,7 @@ def test_a_child_that_fails_is_told_with_the_kernel_and_leaves_no_process(missin
     before = set(psutil.Process().children())
     with pytest.raises(
         BackendUnavailable,
-        match=r"kernel kvboost_edge\.kernels\.team:_wait_for ended with 1.*nowhere",
+        match=r"kernel kvboost_edge\.kernels\.team:_wait_for exited with 1.*nowhere",
     ):
         aot.compile_ahead([missing], 2)
     assert set(psutil.Process().children()) <= before

@@ -304,7 +304,7 @@ def test_the_options_are_the_formats_there_are():
 
 def test_weights_and_dtype_may_not_contradict_each_other():
     with pytest.raises(
-        ConfigError, match=r"dtype='float32' means weights='f32' .* and weights='int8'"
+        ConfigError, match=r"dtype='float32' means weights='f32' .* but weights='int8'"
     ):
         weights(weights="int8", dtype="float32")
 

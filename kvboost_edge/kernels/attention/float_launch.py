@@ -137,8 +137,8 @@ def check_shapes(queries: Floats, pool: KVPool, options: AttentionOptions) -> in
     _, num_q_heads, query_dim = queries.shape
     if query_dim != head_dim or num_q_heads % num_kv_heads:
         raise ConfigError(
-            f"queries {queries.shape} do not fit {num_kv_heads} kv heads of {head_dim}: the dims "
-            "must be equal and the query heads a multiple of the kv heads"
+            f"queries {queries.shape} do not fit {num_kv_heads} KV heads of size {head_dim}: the "
+            "dims must be equal, and the query heads must be a multiple of the KV heads"
         )
     if options.sinks is not None and options.sinks.shape != (num_q_heads,):
         raise ConfigError(
@@ -154,8 +154,8 @@ def check_turning(queries: Floats, batch: PagedBatch, turning: QueryRotation | N
     if turning is None:
         deltas = Segment(*batch.segments.T).delta.tolist()
         raise ConfigError(
-            f"segments with delta {deltas} hold keys computed at other positions; pass the queries "
-            "before RoPE (turning)"
+            f"segments with delta {deltas} contain keys computed at other positions; pass the "
+            "queries before RoPE (turning)"
         )
     needed = turned_positions(batch.segments, batch.seq_lens)
     rows = min(len(turning.cos), len(turning.sin))

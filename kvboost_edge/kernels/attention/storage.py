@@ -110,8 +110,8 @@ def write_kv(
     expected = (slot_mapping.size, num_heads, head_dim)
     if keys.shape != expected or values.shape != expected:
         raise ConfigError(
-            f"keys {keys.shape} and values {values.shape} must have shape {expected}, that of the "
-            "slots and the pool"
+            f"keys {keys.shape} and values {values.shape} must have shape {expected}, as the slots "
+            "and the pool do"
         )
     _store(
         np.ascontiguousarray(keys, dtype=np.float32),

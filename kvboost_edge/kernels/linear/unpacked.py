@@ -101,7 +101,7 @@ class UnpackedTiles(IntTiles):
     def _emit_panels(
         self, b: Builder, tile: Tile, panel: Value, count: Value, target: Target, places: _Places
     ) -> None:
-        """Multiply `count` panels with a tile."""
+        """Emit code that multiplies `count` panels by a tile."""
         lines = b.mul(count, int_constant(self.tokens))
         with emit_loop(b, lines) as line:
             emit_store(b, ir.Constant(V16, [0.0] * LANES), emit_place(b, places.sums, line, _LINE))

@@ -138,7 +138,7 @@ def pack_codes(
         raise ConfigError(f"codes of {name!r} cannot be packed {shape}")
     limit = (1 << form.bits) - 1
     if codes.size and int(codes.max()) > limit:
-        raise ConfigError(f"code {int(codes.max())} of {name!r} is above {limit}")
+        raise ConfigError(f"code {int(codes.max())} of {name!r} exceeds {limit}")
     packed = _empty(rows, inputs, name)
     padded = np.ascontiguousarray(codes)
     if padded.shape != (tiles * LANES, groups * GROUP):

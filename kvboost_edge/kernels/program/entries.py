@@ -31,8 +31,8 @@ def entries_of(operations: Iterable[type[lt.Operation]]) -> list[int]:
         knowing = [entry for entry, known in lt.OPERATIONS.items() if operation in known]
         if not knowing:
             raise ConfigError(
-                f"operation {operation.__name__} of a program: no entry runs it "
-                "(kernels/program/table.py)"
+                f"no entry runs the program operation {operation.__name__}; add it to "
+                "kernels/program/table.py"
             )
         found.update(knowing)
     return sorted(found)

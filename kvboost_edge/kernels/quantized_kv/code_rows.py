@@ -157,7 +157,7 @@ def decode_keys(
 
 @intrinsic
 def divide_row(typing: Any, out: Any, row: Any, dim: Any) -> Any:
-    """Scale a query row to integers' range: out = row * (Q_TOP / largest |row|).
+    """Scale a query row to the integer range: out = row * (Q_TOP / largest |row|).
 
     Args:
         out: address of float32 [dim], written.
@@ -166,7 +166,7 @@ def divide_row(typing: Any, out: Any, row: Any, dim: Any) -> Any:
         dim: channels, a multiple of 16.
 
     Returns:
-        The size of 1 in `out`, in units of `row`.
+        The value in `row` that corresponds to 1 in `out`.
     """
 
     def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:

@@ -212,10 +212,11 @@ class Pins:
         return self._match(token_ids, root).block_ids
 
     def retain(self, block_ids: Sequence[int], owner: bytes, until: float) -> None:
-        """Retain published blocks: until a time, evict them after all other blocks of their owner.
+        """Retain published blocks.
 
-        Blocks that are already retained for longer stay so. Retained blocks still count as free: no
-        request waits for them or fails because of them.
+        Until the given time, evict them only after all other blocks of their owner. Blocks already
+        retained until a later time keep that time. Retained blocks still count as free: no request
+        waits for them or fails because of them.
 
         Args:
             block_ids: blocks of a chain from its head.

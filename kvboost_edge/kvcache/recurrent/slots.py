@@ -264,7 +264,7 @@ class StateSlots:
             return False
         if not self.is_own(slot):
             raise CacheCorruption(
-                f"state slot {slot} cannot become a snapshot: it is shared or is one already"
+                f"state slot {slot} cannot become a snapshot: it is shared or already a snapshot"
             )
         self._by_block[block_id] = slot
         self._snapshots[slot] = _Snapshot(block_id, reason, owner)

@@ -432,7 +432,7 @@ class TableStates:
         position = num_blocks * self._size
         if not state.awaited or not 0 < position <= state.position:
             raise CacheCorruption(
-                f"the state after {position} tokens is unexpected: the table does not wait for it"
+                f"unexpected state after {position} tokens: the table does not wait for it"
             )
         self.prepare(table)
         write(state.following if state.following >= 0 else state.slot)

@@ -49,8 +49,8 @@ class PassTexts:
         lengths = np.diff(layout.cu_seqlens_q)
         if not np.array_equal(lengths, layout.seq_lens) or layout.segments is not None:
             raise ConfigError(
-                f"a bidirectional model computes whole texts: the pass has {lengths.tolist()} "
-                f"tokens of sequences of {layout.seq_lens.tolist()}"
+                "a bidirectional model computes whole sequences, but the pass contains "
+                f"{lengths.tolist()} tokens of sequences of {layout.seq_lens.tolist()}"
             )
         counts = -(-lengths // _BLOCK)
         first = np.cumsum(counts) - counts

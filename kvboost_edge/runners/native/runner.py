@@ -246,7 +246,9 @@ class NativeRunner:
             self.info.kv_spec.layers,
             self.info.kv_spec.states,
         ):
-            raise ConfigError(f"backend {backend.name!r} has other layers than this model")
+            raise ConfigError(
+                f"the layers of backend {backend.name!r} differ from those of this model"
+            )
         self._backend = backend
         # One team for both: two teams would compete for the same cores, and their kernels never
         # overlap.

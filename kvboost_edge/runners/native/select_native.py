@@ -139,7 +139,7 @@ def choose_weights(
     if config.weights != "auto":
         if named not in ("", config.weights):
             raise ConfigError(
-                f"dtype={config.dtype!r} means weights={named!r} in the native runner, and "
+                f"dtype={config.dtype!r} means weights={named!r} in the native runner, but "
                 f"weights={config.weights!r} was given; leave one of them out"
             )
         return config.weights, "requested"

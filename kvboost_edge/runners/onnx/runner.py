@@ -109,8 +109,7 @@ class OnnxRunner:
         """Use this backend; raise ConfigError unless it has NumPy blocks for this model."""
         if not isinstance(backend, NumpyBlocks) or backend.spec != self.info.kv_spec:
             raise ConfigError(
-                "the ONNX runner works with backend='cpu' and 'reference', not with "
-                f"{backend.name!r}"
+                f"the ONNX runner supports backend='cpu' and 'reference', not {backend.name!r}"
             )
         self._backend = backend
         self._blocks = backend
@@ -133,7 +132,7 @@ class OnnxRunner:
         refuse_deltas(layout, "the ONNX runner")
         if layout.segments is not None:
             raise ConfigError(
-                "the ONNX runner supports whole prefixes only, and a block table has several "
+                "the ONNX runner supports only whole prefixes, but a block table has several "
                 "segments"
             )
         logits = np.empty((len(batch.logit_rows), self.info.vocab_size), dtype=np.float32)

@@ -151,8 +151,8 @@ class ProbePass:
         ):
             raise ModelFormatError(
                 f"layer {layer} has queries {tuple(query.shape)}, keys {tuple(key.shape)}, values "
-                f"{tuple(value.shape)}: head_dim must be the same, and query heads a multiple of "
-                "KV heads"
+                f"{tuple(value.shape)}: all must have the same head_dim, and the query heads must "
+                "be a multiple of the KV heads"
             )
         assert params is not None
         self.layers[layer] = LayerPlan(query.shape[0], key.shape[0], key.shape[2], params)
@@ -419,15 +419,15 @@ def _read_params(
     ]
     if foreign:
         raise ModelFormatError(
-            f"{kind} passes {foreign[0]!r} to its attention function; that is not supported"
+            f"{kind} passes {foreign[0]!r} to its attention function, which is not supported"
         )
     if kwargs.get("is_causal") is False or getattr(module, "is_causal", True) is False:
         raise ModelFormatError(f"{kind} is not causal; only decoder-only models are supported")
     window = kwargs.get("sliding_window") or 0
     if window and window != attention_mask.window:
         raise ModelFormatError(
-            f"{kind} layer {module.layer_idx} has a window of {window}, but its mask one of "
-            f"{attention_mask.window}"
+            f"{kind} layer {module.layer_idx} has a window of {window}, but its mask has a window "
+            f"of {attention_mask.window}"
         )
     sinks = kwargs.get("s_aux")
     return AttentionParams(

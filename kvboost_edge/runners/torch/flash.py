@@ -189,7 +189,7 @@ def _flash_attention(
     foreign = kwargs.get("position_bias")
     if foreign is not None:
         raise ModelFormatError(
-            f"{type(module).__name__} adds a position bias to its scores; that is not supported"
+            f"{type(module).__name__} adds a position bias to its scores, which is not supported"
         )
     tensors = (query, key, value)
     if isinstance(attention_mask, _Causal):

@@ -248,7 +248,7 @@ class TorchRunner:
         missing = sorted(report["missing_keys"])
         if missing:
             raise ModelFormatError(
-                f"{model_dir}: {len(missing)} weights are missing, first {missing[0]!r}"
+                f"{model_dir}: {len(missing)} weights are missing, starting with {missing[0]!r}"
             )
         return cls(
             model.to(device), max_context=max_context, block_size=block_size, kv_bits=kv_bits
@@ -288,7 +288,7 @@ class TorchRunner:
         """Use this backend; raise ConfigError if its layers or device do not fit the model."""
         if backend.spec.layers != self.info.kv_spec.layers:
             raise ConfigError(
-                f"the backend has layers {backend.spec.layers}, the model "
+                f"the backend has layers {backend.spec.layers}, but the model has "
                 f"{self.info.kv_spec.layers}"
             )
         if (
@@ -296,7 +296,7 @@ class TorchRunner:
             and torch.device(backend.device).type != self.model.device.type
         ):
             raise ConfigError(
-                f"the backend is on device={backend.device!r}, the model on {self.device!r}"
+                f"the backend is on device={backend.device!r}, but the model is on {self.device!r}"
             )
         self._backend = backend
 

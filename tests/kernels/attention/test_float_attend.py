@@ -382,7 +382,7 @@ def test_queries_that_do_not_fit_the_pool_are_refused():
     pool = filled_pool(case)
     for heads, dim in ((6, 16), (5, 32)):
         case.queries[0] = np.zeros((20, heads, dim), np.float32)
-        with pytest.raises(ConfigError, match="2 kv heads of 32"):
+        with pytest.raises(ConfigError, match="2 KV heads of size 32"):
             attend(case, pool, case.spans, OPTIONS["plain"])
 
 

@@ -170,14 +170,14 @@ TABLE = np.zeros(16, np.int8)
 @pytest.mark.parametrize(
     ("kind", "codes", "scales", "minima", "table", "message"),
     [
-        ("int4", CODES + np.uint8(16), SCALES, None, None, "code 16 of 'int4' is above 15"),
+        ("int4", CODES + np.uint8(16), SCALES, None, None, "code 16 of 'int4' exceeds 15"),
         (
             "int4t",
             CODES + np.uint8(16),
             SCALES,
             None,
             TABLE,
-            "code 16 of 'int4t' is above 15",
+            "code 16 of 'int4t' exceeds 15",
         ),
         ("int4-asym", CODES, SCALES, None, None, "minima"),
         ("int8", CODES, SCALES, SCALES, None, "minima"),

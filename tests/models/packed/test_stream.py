@@ -356,7 +356,7 @@ def test_weights_above_the_range_of_a_format_are_refused(kind, value):
     weights[3, 4] = value
     with pytest.raises(
         ModelFormatError,
-        match=rf"some.file has the weight .*weights='{kind}' .*set weights='f32'",
+        match=rf"some.file contains the weight .*weights='{kind}' .*set weights='f32'",
     ):
         list(pack_stream([PackEntry("m", kind, (("w", 16),), 32)], Stored({"w": weights}), 1))
     np.testing.assert_array_equal(

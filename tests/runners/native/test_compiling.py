@@ -120,5 +120,5 @@ def test_a_program_with_an_operation_that_no_entry_knows_is_refused(tmp_path, mo
     assert lt.GatedOp not in possible_operations(
         describe_model(json.loads((model / "config.json").read_text()))
     )
-    with pytest.raises(ConfigError, match="operation GatedOp of a program: no entry runs it"):
+    with pytest.raises(ConfigError, match="no entry runs the program operation GatedOp"):
         NativeRunner.from_dir(model, weights="int8")

@@ -300,7 +300,7 @@ def test_keys_that_are_not_finite_end_their_request_alone(tmp_path):
 def test_a_backend_of_tensors_is_refused(tmp_path):
     runner = loaded(written(tmp_path / "m")[1])
     backend = make_backend(choose_backend("torch"), runner.info.kv_spec, 4)
-    with pytest.raises(ConfigError, match="works with backend='cpu' and 'reference'"):
+    with pytest.raises(ConfigError, match="supports backend='cpu' and 'reference'"):
         runner.bind(backend)
     runner.close()
 

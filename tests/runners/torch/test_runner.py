@@ -204,7 +204,7 @@ def test_num_threads(tiny_model_dir):
         ("falcon_h1", {}, "keep a recurrent state"),
         ("llama4_text", {}, "not causal with a window"),
         ("bloom", {}, "BloomForCausalLM does not run on paged attention"),
-        ("deepseek_v3", {}, "head_dim must be the same"),
+        ("deepseek_v3", {}, "must have the same head_dim"),
         ("bert", {"is_decoder": False}, "not causal"),
     ],
 )
