@@ -38,7 +38,7 @@ class ModelFormatError(KVBoostError, ValueError):
 
 
 class CapacityError(KVBoostError):
-    """A request does not fit into the pool, or the pool not into memory.
+    """A request does not fit in the pool, or the pool does not fit in memory.
 
     The message shows the arithmetic.
     """

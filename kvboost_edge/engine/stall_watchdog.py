@@ -34,7 +34,7 @@ class StallWatchdog:
         self._is_logged = False
 
     def progressed(self) -> None:
-        """Note that a step computes something, or that no request is left."""
+        """Record progress: a step is computing, or no requests are left."""
         self._began = None
         self._is_logged = False
 

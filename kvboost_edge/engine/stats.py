@@ -113,7 +113,7 @@ def paged_stats(
     Blocks:
         num_blocks: blocks of the pool.
         block_size: tokens in a block.
-        bytes_per_block: size of a block over all layers, in bytes.
+        bytes_per_block: size of a block across all layers, in bytes.
         occupied_blocks: blocks that hold KV: used_blocks and cached_blocks.
         cache_utilization: share of the pool that is occupied, 0 to 1. It stays near 1 once the
             cache is full.
@@ -148,7 +148,8 @@ def paged_stats(
         max_num_seqs: maximum number of sequences computed together.
         preemptions: sequences that lost their blocks to others and were recomputed.
         step_seconds: time of all steps, from schedule to sampled tokens, in seconds.
-        step_counts: number of steps up to each duration, by its bound in seconds; "+Inf": all.
+        step_counts: cumulative number of steps by upper bound on duration in seconds; "+Inf" counts
+            all.
 
     Memory:
         weight_bytes: weights, in bytes.
@@ -157,10 +158,10 @@ def paged_stats(
         copied_bytes: copies of KV that the runner makes, in bytes.
         buffer_bytes: buffers of the largest pass and of the draft history, in bytes.
         draft_bytes: draft history, in bytes: at most 118 MB, a part of other_bytes.
-        other_bytes: resident memory of no other owner, in bytes: interpreter, packages, kernels,
-            activations.
+        other_bytes: remaining resident memory, in bytes: interpreter, packages, kernels, activations
+            and the draft history.
         process_rss_bytes: resident memory of the process, in bytes.
-        process_peak_bytes: largest resident memory of the process so far, in bytes.
+        process_peak_bytes: maximum resident memory of the process so far, in bytes.
 
     Recurrent state of hybrid models, 0 for other models:
         state_slots: slots for recurrent states.

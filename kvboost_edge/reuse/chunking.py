@@ -192,7 +192,7 @@ def _semantic_stops(document: Sequence[int], options: ChunkOptions, piece_of: Pi
 
 
 def _ends(document: Sequence[int], places: range, piece_of: PieceOf) -> dict[int, int]:
-    """Return for each position which text unit ends before its token."""
+    """Map each position to the text unit that ends just before its token."""
     first = max(0, places[0] - _TOKENS_AROUND)
     pieces = [piece_of(token) for token in document[first : places[-1] + _TOKENS_AROUND]]
     text = "".join(pieces)
@@ -201,7 +201,7 @@ def _ends(document: Sequence[int], places: range, piece_of: PieceOf) -> dict[int
 
 
 def _end_at(text: str, offset: int) -> int:
-    """Return which text unit ends at text[:offset].
+    """Return the text unit that ends at text[:offset].
 
     Line ends after a paragraph belong to it. Spaces may be on either side.
     """

@@ -14,7 +14,7 @@ _TESTED_RATIOS = (0.0, 0.05, 0.1, 0.25)
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Repair:
-    """Recompute settings: they select the reused tokens that are computed again.
+    """Settings that select which reused tokens are recomputed.
 
     Strategies:
 
@@ -26,7 +26,7 @@ class Repair:
     Attributes:
         strategy: one of these strategies.
         overlap: tokens to recompute after a chunk boundary, at most 4096. Rounding to whole blocks
-            may add up to a block less one token.
+            can add up to `block_size - 1` tokens.
         ratio: additional share of the tokens in spans that CACHEBLEND and QUERY recompute, in [0,
             1].
     """

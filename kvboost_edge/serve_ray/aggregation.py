@@ -14,7 +14,10 @@ _SIZES = ("blocks", "bytes", "max_bytes")
 
 
 def summed_paged(stats: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Combine several `paged_stats`: numbers added up, names of one replica, ratios recomputed."""
+    """Combine several `paged_stats`.
+
+    Sum the counts, take names from one replica, and recompute the ratios.
+    """
     summed: dict[str, Any] = dict(stats[0])
     for name, value in summed.items():
         if isinstance(value, (int, float)) and not isinstance(value, bool) and name not in _SAME:

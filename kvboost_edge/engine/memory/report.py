@@ -43,7 +43,7 @@ _COUNTED_TIMES = 100
 class MemoryReport:
     """The memory of the process in bytes, by owner.
 
-    `other_bytes` is resident memory of no other owner: the interpreter and its packages (mainly
+    `other_bytes` is the remaining resident memory: the interpreter and its packages (mainly
     Numba and its compiler), compiled kernels, tokenizer, activations, the draft history (limited by
     `TenantHistory`), and the vocabulary of grammar parsers (75 MB for 151,000 tokens).
 

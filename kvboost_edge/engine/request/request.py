@@ -317,11 +317,11 @@ class Request:
 
 
 class RequestInputs(NamedTuple):
-    """The inputs from which features make their fields of a request.
+    """Inputs that features use to build their fields of a request.
 
     Attributes:
-        terms: checked options that are not of sampling.
-        params: checked sampling options.
+        terms: validated non-sampling options.
+        params: validated sampling options.
         token_ids: token ids of the prompt.
         generates: False if only logits or the prompt's KV are wanted.
     """

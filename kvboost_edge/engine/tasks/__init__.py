@@ -1,1 +1,1 @@
-"""Tasks of several requests: embedding, reranking, documents, verification and quality gate."""
+"""Tasks that run several requests: embedding, reranking, documents, verification, quality gate."""

@@ -100,8 +100,9 @@ class EntryRows:
 
 
 def pieces_of(plan: Sequence[PackEntry], num_threads: int = 1) -> Iterator[EntryRows]:
-    """Yield the entries in order, cut into pieces. A piece ends at a tensor's end if a tile does
-    too.
+    """Yield the entries in order, split into pieces.
+
+    A piece boundary falls on a tensor boundary wherever that is also a tile boundary.
     """
     piece_bytes = _piece_bytes(num_threads)
     for entry in plan:

@@ -25,8 +25,8 @@ class ReplicaLoads:
     its queue without reports, so the time when the queue will be empty is stored, not its length.
 
     Args:
-        report_seconds: Possible age of a report on arrival. It lacks requests routed within that
-            time.
+        report_seconds: Maximum age of a report when it arrives. A report may miss requests routed
+            within that time.
 
     Attributes:
         usable: bool [slots], True for replicas that exist and are not draining.

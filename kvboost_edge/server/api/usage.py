@@ -147,7 +147,7 @@ def first_comers(results: Sequence[GenerationResult], per_prompt: int) -> list[G
 def _groups(
     results: Sequence[GenerationResult], per_prompt: int
 ) -> list[Sequence[GenerationResult]]:
-    """Return the sequences of each prompt."""
+    """Group the results by prompt, `per_prompt` each."""
     return [results[first : first + per_prompt] for first in range(0, len(results), per_prompt)]
 
 

@@ -1,4 +1,4 @@
-"""Translation of llama.cpp's bodies, and encoding of prompts in several pieces."""
+"""Translation of llama.cpp request bodies, and encoding of prompts made of several pieces."""
 
 from __future__ import annotations
 
