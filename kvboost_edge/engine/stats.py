@@ -158,8 +158,8 @@ def paged_stats(
         copied_bytes: copies of KV that the runner makes, in bytes.
         buffer_bytes: buffers of the largest pass and of the draft history, in bytes.
         draft_bytes: draft history, in bytes: at most 118 MB, a part of other_bytes.
-        other_bytes: remaining resident memory, in bytes: interpreter, packages, kernels, activations
-            and the draft history.
+        other_bytes: remaining resident memory, in bytes: interpreter, packages, kernels,
+            activations and the draft history.
         process_rss_bytes: resident memory of the process, in bytes.
         process_peak_bytes: maximum resident memory of the process so far, in bytes.
 
