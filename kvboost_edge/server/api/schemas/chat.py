@@ -96,7 +96,7 @@ def _check_template_value(item: Any) -> None:
             )
         if len(item) > length.high:
             raise field_error(
-                "chat_template_kwargs", f"each text must have {length.describe()} characters"
+                "chat_template_kwargs", f"each string must have {length.describe()} characters"
             )
     elif isinstance(item, (int, float)):  # includes true and false
         if not number.low <= item <= number.high:
