@@ -197,7 +197,8 @@ def test_a_chat_that_outgrows_the_pool_goes_on(tiny_model_dir, tmp_path, printed
     file = tmp_path / "chat.json"
     long = "x" * 20
     typed(f"/drop\n{long}1\n{long}2\n{long}3\n/save {file}\n/drop 9\n/drop\n{long}4\n/drop\n")
-    options = ("-n", "4", "--system", "Hi", "-o", "num_blocks=6", "-o", "dtype=float32")
+    options = ("-n", "4", "--temperature", "0", "--system", "Hi", "-o", "num_blocks=6")
+    options += ("-o", "dtype=float32")
     out, err = printed("chat", "-m", tiny_model_dir, *options)
     assert re.findall(r"(\d+) prompt tokens", out) == ["38", "67", "67", "67"]
     said = re.findall(r"^(?:/drop|this turn was refused: the request needs 7 blocks).*", err, re.M)

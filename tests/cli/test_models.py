@@ -76,7 +76,7 @@ def test_what_runs_and_what_does_not(folder, tiny_model_dir, rows_of, monkeypatc
         "empty.gguf": "too few for a GGUF file",
         "vision.gguf": "'clip'",
         "words.gguf": "tokenizer.ggml.model is 'bert'",
-        "half-00001": "its directory lacks half-00002",
+        "half-00001": "missing in its directory: half-00002",
         "strange": "",
     }.items():
         (reason,) = (reason for other, reason in reasons.items() if other.startswith(name))

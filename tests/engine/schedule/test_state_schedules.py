@@ -135,6 +135,6 @@ def test_a_runner_that_writes_into_a_snapshot_is_found_out():
     bench.runner.on_forward = lambda batch: backend.write_state(slot, (1, 1))
     bench.submit([7, 8, 9], 1)
     with pytest.raises(
-        CacheCorruption, match=f"behind block {block_id}, in slot {slot}, was written while it was"
+        CacheCorruption, match=f"after block {block_id}, in slot {slot}, was overwritten"
     ):
         bench.run()

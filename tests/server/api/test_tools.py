@@ -165,7 +165,7 @@ async def test_a_model_without_the_tokens_of_calls_is_refused_by_name(monkeypatc
 @pytest.mark.parametrize("form", ["gemma"], indirect=True)
 @pytest.mark.parametrize(
     ("schema", "word"),
-    [({"not": {}}, "'not' is not held"), ({"properties": {"a:b": {}}}, "rename it")],
+    [({"not": {}}, "'not' is not supported"), ({"properties": {"a:b": {}}}, "rename it")],
 )
 async def test_what_braces_cannot_hold_is_refused_by_name(app, schema, word):
     tool = {
