@@ -102,7 +102,7 @@ def test_the_engine_options_are_listed(no_model, printed, argv):
     shown = {name for line in lines if not line.startswith(" ") for name in line.split(":")[:1]}
     assert shown == set(options_of(EngineConfig))
     assert "block_size: integer, a multiple of 16, at most 256 (tokens)" in lines
-    assert "    Tokens in a block of the KV cache. Default: 16" in lines
+    assert "    Number of tokens in a block of the KV cache. Default: 16" in lines
 
 
 @pytest.mark.parametrize("argv", ["generate -s list", "generate x -s", "chat --sampling list"])

@@ -127,7 +127,7 @@ def test_full_layers_turn_a_part_of_the_pairs_of_the_whole_head():
         ({"num_kv_shared_layers": "x"}, "num_kv_shared_layers='x'"),
         (
             {"layer_types": [FULL] * 34 + [SLIDING]},
-            "end with 'full_attention', got 'sliding_",
+            "must be 'full_attention' for Gemma 4, not 'sliding_",
         ),
         ({"layer_types": [FULL] * 3}, "layer_types"),
         (

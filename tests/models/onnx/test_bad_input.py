@@ -243,7 +243,7 @@ def test_a_config_that_means_something_else(key, value, message, tmp_path):
     ("change", "message"),
     [
         ({"decoder": {"filename": "../model.onnx"}}, "must be the name of a file in that folder"),
-        ({"decoder": {"filename": "other.onnx"}}, "other.onnx, listed in .* is missing"),
+        ({"decoder": {"filename": "other.onnx"}}, "other.onnx, named in .* is missing"),
         ({"decoder": None}, "must be the name of a file"),
     ],
 )
