@@ -112,7 +112,7 @@ def duration_words(seconds: float) -> str:
 def block_map(states: Sequence[int], *, width: int) -> Group:
     """Draw one glyph per block, `width` to a line, and a legend with counts.
 
-    In a pool of more than MAX_CELLS blocks a glyph stands for several blocks, and shows the busiest
+    In a pool of more than MAX_CELLS blocks a glyph represents several blocks and shows the busiest
     one.
     """
     per_cell = -(-len(states) // MAX_CELLS) or 1
@@ -128,7 +128,7 @@ def block_map(states: Sequence[int], *, width: int) -> Group:
         legend.append(glyph, style)
         legend.append(f" {meaning}: {states.count(state)}")
     if per_cell > 1:
-        legend.append(f"\neach glyph stands for {per_cell} blocks and shows the busiest one")
+        legend.append(f"\neach glyph represents {per_cell} blocks and shows the busiest one")
     return Group(picture, legend)
 
 

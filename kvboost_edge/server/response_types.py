@@ -644,8 +644,8 @@ class Queue(_Answer):
     refused: Annotated[int, Field(description="Requests refused because the queue was full.")]
 
 
-class TierFigures(_Answer):
-    """State and counters of an offload tier."""
+class _TierStorage(_Answer):
+    """Storage of an offload tier."""
 
     blocks: Annotated[
         int | None, Field(description="Stored blocks; null if only the tier's server knows.")
@@ -656,6 +656,13 @@ class TierFigures(_Answer):
     max_bytes: Annotated[
         int | None, Field(description="Limit of the bytes; null if the tier's server sets it.")
     ]
+    writable: Annotated[bool, Field(description="The tier stores blocks.")]
+    state: Annotated[str, Field(description='Description of a failure, or "".')]
+
+
+class TierFigures(_TierStorage):
+    """State and counters of an offload tier."""
+
     read_blocks: int
     read_bytes: int
     written_blocks: int
@@ -667,8 +674,6 @@ class TierFigures(_Answer):
     evicted: int
     not_written: Annotated[int, Field(description="Blocks that could not be stored.")]
     errors: Annotated[int, Field(description="Failed operations.")]
-    writable: Annotated[bool, Field(description="The tier stores blocks.")]
-    state: Annotated[str, Field(description='Description of a failure, or "".')]
 
 
 class Throughput(_Answer):
@@ -745,20 +750,9 @@ class Memory(_Answer):
     process_peak_bytes: int
 
 
-class TierView(_Answer):
+class TierView(_TierStorage):
     """Contents of the pool or of an offload tier."""
 
-    blocks: Annotated[
-        int | None, Field(description="Stored blocks; null if only the tier's server knows.")
-    ]
-    bytes: Annotated[
-        int | None, Field(description="Stored bytes; null if only the tier's server knows.")
-    ]
-    max_bytes: Annotated[
-        int | None, Field(description="Limit of the bytes; null if the tier's server sets it.")
-    ]
-    writable: bool
-    state: Annotated[str, Field(description='Description of a failure, or "".')]
     recent_hit_tokens: Annotated[
         int, Field(description="Prompt tokens found here in the last minute.")
     ]

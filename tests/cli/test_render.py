@@ -37,7 +37,7 @@ def test_a_large_pool_is_drawn_several_blocks_to_a_glyph_and_shows_the_busiest()
     text = drawn(block_map(states, width=64))
     picture = "".join(text.splitlines()[: MAX_CELLS // 64])
     assert picture == "·█" + "·" * (MAX_CELLS - 2)
-    assert "each glyph stands for 4 blocks" in text
+    assert "each glyph represents 4 blocks" in text
 
 
 def test_an_empty_pool_is_drawn():
