@@ -1,7 +1,7 @@
-"""Rendering of chat messages by the model's Jinja template, in a sandbox.
+"""Sandboxed rendering of chat messages with the model's Jinja template.
 
 The template comes with the model and is not trusted. It runs in the environment of
-`template_sandbox`, sees plain copies of the data, and each rendering has a budget.
+`template_sandbox`, sees only plain copies of the data, and has a budget per rendering.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from kvboost_edge.text.template_sandbox import MAX_SOURCE, environment
 
 __all__ = ["ChatTemplate", "is_reserved", "plain_messages", "plain_tools"]
 
-_MAX_REASON = 1000  # characters of an error that the template words itself
-# Names that every rendering defines, and names with a meaning in Jinja.
+_MAX_REASON = 1000  # characters shown of an error that the template raises
+# Variables of every rendering, and names with a meaning in Jinja.
 _GIVEN = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 _JINJA_NAMES = frozenset(
     {"self", "super", "caller", "varargs", "kwargs", "loop", "true", "false", "none", "None"}
@@ -31,12 +31,16 @@ class ChatTemplate:
 
     Args:
         source: the Jinja template. Invalid Jinja raises ModelFormatError.
-        model_name: name of the model in messages.
+        model_name: model name shown in error messages.
         variables: special tokens as text (bos_token, eos_token, ...).
     """
 
     def __init__(self, source: str, *, model_name: str, variables: Mapping[str, str]) -> None:
-        """Compile the template; invalid Jinja raises ModelFormatError that names the model."""
+        """Compile the template.
+
+        Raises:
+            ModelFormatError: the template is too long or is not valid Jinja.
+        """
         self.source = source
         self._model_name = model_name
         self._variables = dict(variables)
@@ -70,16 +74,16 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """Return the prompt text.
+        """Render the messages and return the prompt text.
 
         Raises:
-            RequestError: the template or the sandbox refuses the messages, the rendering exceeds
-                its budget, or a variable has a name that `is_reserved`.
+            RequestError: the template or the sandbox rejects the messages, the rendering exceeds
+                its budget, or a variable has a reserved name (see `is_reserved`).
         """
         given = _plain(dict(variables or {}), "a template variable")
         for name in given:
             if is_reserved(name):
-                raise RequestError(f"{name!r} cannot be a template variable: the name is reserved")
+                raise RequestError(f"template variable {name!r} has a reserved name; rename it")
         context = {
             **self._variables,
             **given,
@@ -91,7 +95,8 @@ class ChatTemplate:
         try:
             parts: list[str] = []
             size = 0
-            # One positional dict: as keywords its names could clash with Jinja's own parameters.
+            # Passed as one positional dict, because keywords could clash with Jinja's own
+            # parameters.
             for part in self._template.generate(context):
                 size += len(part)
                 if size > MAX_CHARS:
@@ -125,9 +130,9 @@ def _reason(error: Exception) -> str:
 
 
 def is_reserved(name: str) -> bool:
-    """Return whether a template variable of a caller may not have this name.
+    """Return whether callers may not use this name for a template variable.
 
-    Reserved are the names that every template gets (messages, special tokens such as bos_token),
+    Reserved names are the variables of every template (messages, special tokens such as bos_token),
     Jinja's own names and functions, and strings that are not identifiers.
     """
     if not name.isidentifier() or name.startswith("_") or name.endswith("_token"):
@@ -137,13 +142,15 @@ def is_reserved(name: str) -> bool:
 
 @functools.cache
 def _global_names() -> frozenset[str]:
-    """Return the functions that every template can call, such as range and raise_exception."""
+    """Return the names of functions that every template can call, such as raise_exception."""
     return frozenset(environment().globals)
 
 
 def plain_messages(messages: object) -> list[dict[str, Any]]:
-    """Return a deep copy of chat messages made of plain types; raise RequestError for invalid
-    ones.
+    """Return a deep copy of the chat messages that contains only plain types.
+
+    Raises:
+        RequestError: the messages are invalid.
     """
     if isinstance(messages, (str, bytes)) or not isinstance(messages, Sequence):
         raise RequestError(f"chat messages must be a list of dicts, got {type(messages).__name__}")
@@ -159,7 +166,7 @@ def plain_messages(messages: object) -> list[dict[str, Any]]:
                 f"chat message {i} needs a 'role' string, got {message.get('role')!r}"
             )
         if "content" not in message and "tool_calls" not in message:
-            raise RequestError(f"chat message {i} (role {message['role']!r}) has no 'content'")
+            raise RequestError(f"chat message {i} (role {message['role']!r}) needs 'content'")
         if not isinstance(message.get("content"), (str, list, type(None))):
             kind = type(message["content"]).__name__
             raise RequestError(
@@ -169,8 +176,10 @@ def plain_messages(messages: object) -> list[dict[str, Any]]:
 
 
 def plain_tools(tools: object) -> list[dict[str, Any]]:
-    """Return a deep copy of a template's tools made of plain types; raise RequestError for invalid
-    ones.
+    """Return a deep copy of the tools that contains only plain types.
+
+    Raises:
+        RequestError: the tools are invalid.
     """
     if not isinstance(tools, (list, tuple)):
         raise RequestError(f"tools must be a list of dicts, got {type(tools).__name__}")
@@ -181,7 +190,7 @@ def plain_tools(tools: object) -> list[dict[str, Any]]:
 
 
 def _plain(value: Any, what: str, depth: int = 0) -> Any:
-    """Return a deep copy made only of str, int, float, bool, None, list and dict."""
+    """Return a deep copy that contains only str, int, float, bool, None, list and dict."""
     if depth > 64:
         raise RequestError(f"{what} is nested deeper than 64 levels")
     if value is None or isinstance(value, (bool, int, float)):
@@ -192,4 +201,4 @@ def _plain(value: Any, what: str, depth: int = 0) -> Any:
         return {str(key): _plain(item, what, depth + 1) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(item, what, depth + 1) for item in value]
-    raise RequestError(f"{what} holds a {type(value).__name__}; only JSON values are allowed")
+    raise RequestError(f"{what} contains a {type(value).__name__}; only JSON values are allowed")

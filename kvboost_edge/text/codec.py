@@ -1,14 +1,14 @@
-"""Codecs: the two kinds of tokenizer that `Tokenizer` wraps, and how their text can be streamed.
+"""Codecs: adapters for the two kinds of tokenizer that `Tokenizer` wraps.
 
-A codec's `decode` is the reference. `stream_kind` names how the same text is produced token by
-token:
+A codec's `decode` is the reference for its text. `stream_kind` states how the same text can be
+produced token by token:
 
-    BYTES   Each token is a run of bytes, and the text is all bytes read as UTF-8 (byte-level
-            BPE): `token_bytes`.
-    PIECES  Each token but the first has a text of its own, independent of its neighbours
-            (sentencepiece, wordpiece): `piece`. Byte tokens such as `<0xE4>` are text only as a
-            whole run: `joins_run`.
-    WHOLE   No text is certain before the end.
+    BYTES   Each token is a run of bytes, and the text is the concatenated bytes read as UTF-8
+            (byte-level BPE). See `token_bytes`.
+    PIECES  Each token except the first has a fixed text, independent of its neighbors
+            (sentencepiece, wordpiece). See `piece`. Byte tokens such as `<0xE4>` have text only
+            as a complete run. See `joins_run`.
+    WHOLE   No text is final until all tokens are known.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from kvboost_edge.errors import ConfigError, RequestError
 __all__ = ["FastCodec", "SimpleCodec", "StreamKind", "TextCodec"]
 
 _MAX_ID = 1 << 32
-_LONGEST_ANCHOR = 32  # characters; a vocabulary has tokens of one letter
-_LONG_TEXT = 4096  # characters, or tokens; shorter ones take less than a few milliseconds
+_LONGEST_ANCHOR = 32  # characters; every vocabulary contains shorter tokens
+_LONG_TEXT = 4096  # characters or tokens; shorter input takes only a few milliseconds
 
 
 class StreamKind(enum.Enum):
-    """Way in which decoded text can be produced token by token; see the module."""
+    """Method of decoding token by token, described in the module docstring."""
 
     BYTES = "bytes"
     PIECES = "pieces"
@@ -39,7 +39,7 @@ class StreamKind(enum.Enum):
 
 
 class TextCodec(Protocol):
-    """Interface that `Tokenizer` and the incremental detokenizer use."""
+    """Interface of a tokenizer, used by `Tokenizer` and the incremental detokenizer."""
 
     vocab_size: int
     stream_kind: StreamKind
@@ -47,50 +47,55 @@ class TextCodec(Protocol):
     def encode(self, text: str, add_special_tokens: bool) -> list[int]: ...
 
     def encode_apart(self, texts: Sequence[str]) -> list[int]:
-        """Return the ids of consecutive texts, without special tokens; no token spans two of
-        them.
+        """Encode consecutive texts separately, without special tokens.
+
+        Returns:
+            The concatenated ids. No token spans two texts.
         """
         ...
 
     def special_texts(self) -> tuple[frozenset[str], frozenset[str]]:
-        """Return the texts that `encode` turns into special tokens: exact ones, and ones in any
-        case.
+        """Return the texts that `encode` turns into special tokens.
+
+        Returns:
+            The texts matched exactly, and the texts matched in any case.
         """
         ...
 
     def added_texts(self) -> tuple[frozenset[str], frozenset[str]]:
-        """Return the texts of added tokens that are not special, like `special_texts`."""
+        """Return the texts of non-special added tokens, in the same form as `special_texts`."""
         ...
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
-        """Return the text of the ids; an id without a token adds nothing."""
+        """Return the text of the ids. Unknown ids are ignored."""
         ...
 
     def token_id(self, text: str) -> int | None: ...
 
     def marker_id(self, text: str) -> int | None:
-        """Return the token of exactly this text that grammars treat as special, never as text."""
+        """Return the id of the token with exactly this text if grammars treat it as special."""
         ...
 
     def has_text(self, token_id: int, skip_special_tokens: bool) -> bool:
-        """Return whether `decode` writes the token: it exists and is not a skipped special
-        token.
+        """Return whether `decode` writes text for the token.
+
+        Unknown tokens and skipped special tokens have no text.
         """
         ...
 
     def token_bytes(self, token_id: int) -> bytes: ...
 
     def joins_run(self, token_id: int) -> bool:
-        """Return whether the token is text only together with its neighbours."""
+        """Return whether the token has text only together with its neighbors."""
         ...
 
     def piece(self, ids: Sequence[int]) -> str:
-        """Return the text that these ids add after any other text."""
+        """Return the text that these ids add when they follow other text."""
         ...
 
 
 class FastCodec:
-    """A `tokenizers.Tokenizer`, whose truncation and padding it switches off."""
+    """Codec for a `tokenizers.Tokenizer`. It disables the tokenizer's truncation and padding."""
 
     def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
         tokenizer.no_truncation()
@@ -102,8 +107,8 @@ class FastCodec:
         }
         self._special = set(special)
         added = tokenizer.get_added_tokens_decoder().items()
-        # llguidance reads added tokens in angle brackets as special, whatever the tokenizer's file
-        # says of them.
+        # llguidance treats all added tokens in angle brackets as special, whatever the tokenizer's
+        # file says.
         self._markers = {
             token.content: i for i, token in added if token.special or _is_tag(token.content)
         }
@@ -111,7 +116,7 @@ class FastCodec:
             (token.content for token in special.values() if _stands_alone(token)), None
         )
         self._pieces: dict[int, str] = {}
-        self._bytes: dict[int, bytes] = {}  # of ids that have a token
+        self._bytes: dict[int, bytes] = {}  # cached by token id
         chain = _decoder_chain(tokenizer)
         self._byte_fallback = any(step["type"] == "ByteFallback" for step in chain)
         self._anchor: list[int] = []
@@ -123,8 +128,7 @@ class FastCodec:
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         try:
             if len(text) > _LONG_TEXT:
-                # Only the batch form releases the GIL, and a server has an event
-                # loop to keep alive.
+                # Only the batch API releases the GIL, which keeps a server's event loop responsive.
                 encoding = self._tokenizer.encode_batch_fast(
                     [text], add_special_tokens=add_special_tokens
                 )[0]
@@ -132,14 +136,13 @@ class FastCodec:
                 encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
         except (UnicodeEncodeError, TypeError) as error:
             raise RequestError(f"text is not valid Unicode: {error}") from error
-        ids: list[int] = (
-            encoding.ids
-        )  # its own list; copying millions of ids would block other threads
+        # Not copied, because copying millions of ids would block other threads.
+        ids: list[int] = encoding.ids
         return ids
 
     def encode_apart(self, texts: Sequence[str]) -> list[int]:
-        # The texts are encoded as one, separated by special tokens that are removed afterwards. A
-        # text encoded alone would count as a beginning, where some tokenizers add a space.
+        # Joined with special tokens, which are removed afterwards. Some tokenizers add a space at
+        # the beginning of a text, so separate calls would give other ids.
         between = self._separator
         if between is None:
             return [token_id for text in texts for token_id in self.encode(text, False)]
@@ -233,8 +236,9 @@ class FastCodec:
         return self.decode([*self._anchor, *ids], False)[self._anchor_chars :]
 
     def _find_anchor(self) -> bool:
-        """Return whether a token of plain letters exists. Others are decoded after it, because the
-        first token of a text is decoded differently.
+        """Find a token of plain letters to decode other tokens after; return whether one exists.
+
+        The anchor is needed because the first token of a text is decoded differently.
         """
         for token_id in range(min(self.vocab_size, 100_000)):
             token = self._token(token_id)
@@ -254,9 +258,12 @@ class FastCodec:
 
 
 class SimpleCodec:
-    """An object with `encode(text)` and `decode(ids)` that decodes token by token.
+    """Codec for any object with `encode(text)` and `decode(ids)` that decodes token by token.
 
-    Pairs of tokens are tried first. An object that decodes a pair differently raises ConfigError.
+    A sample of token pairs is decoded first.
+
+    Raises:
+        ConfigError: a method is missing, or a pair does not decode to the texts of its tokens.
     """
 
     stream_kind = StreamKind.PIECES
@@ -302,7 +309,7 @@ class SimpleCodec:
         return int(found) if isinstance(found, int) else None
 
     def marker_id(self, text: str) -> int | None:
-        return None  # grammars need a FastCodec
+        return None  # Grammars need a FastCodec.
 
     def has_text(self, token_id: int, skip_special_tokens: bool) -> bool:
         return 0 <= token_id < self.vocab_size and bool(
@@ -327,7 +334,7 @@ class SimpleCodec:
                 if "\ufffd" in texts[i] or self.decode([i, j], False) != texts[i] + texts[j]:
                     raise ConfigError(
                         f"tokenizer of type {name} cannot be streamed: tokens {i} and {j} do not "
-                        "decode one after another; use a fast tokenizer (AutoTokenizer with the "
+                        "decode independently; use a fast tokenizer (AutoTokenizer with the "
                         "tokenizers library)"
                     )
 
@@ -337,12 +344,12 @@ def _is_tag(text: str) -> bool:
 
 
 def _stands_alone(token: tokenizers.AddedToken) -> bool:
-    """Return whether an added token is found in any text without affecting its neighbors."""
+    """Return whether an added token matches in any text without affecting its neighbors."""
     return not (token.lstrip or token.rstrip or token.single_word or token.normalized)
 
 
 def _decoder_chain(tokenizer: tokenizers.Tokenizer) -> list[dict[str, Any]]:
-    """Return the decoder's steps in order, from its JSON; empty without a decoder."""
+    """Return the decoder's steps in order, or an empty list without a decoder."""
     if tokenizer.decoder is None:
         return []
     return _flatten(json.loads(tokenizer.decoder.__getstate__()))
@@ -360,7 +367,7 @@ def _stream_kind(chain: list[dict[str, Any]]) -> StreamKind:
         return StreamKind.BYTES
     if not set(kinds) <= {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace", "WordPiece"}:
         return StreamKind.WHOLE
-    # Fused tokens are one string: only cutting its beginning leaves the later tokens as they are.
+    # After Fuse all tokens are one string. Only stripping its start leaves later tokens unchanged.
     behind_fuse = kinds[kinds.index("Fuse") + 1 :] if "Fuse" in kinds else []
     if any(kind not in ("Strip", "Fuse") for kind in behind_fuse):
         return StreamKind.WHOLE
@@ -370,7 +377,10 @@ def _stream_kind(chain: list[dict[str, Any]]) -> StreamKind:
 
 
 def _byte_level_bytes(token: str) -> bytes:
-    """Return the bytes of a byte-level token; a token with any other character is its own text."""
+    """Return the bytes of a byte-level token.
+
+    A token with a character outside the byte alphabet stands for its own text.
+    """
     table = _byte_alphabet()
     try:
         return bytes(table[char] for char in token)
@@ -380,8 +390,10 @@ def _byte_level_bytes(token: str) -> bytes:
 
 @functools.cache
 def _byte_alphabet() -> dict[str, int]:
-    """Return GPT-2's map of characters to bytes: printable Latin-1 maps to itself, the rest to 256,
-    257, ...
+    """Return GPT-2's mapping from characters to bytes.
+
+    Printable Latin-1 characters map to themselves. The characters from 256 on map to all other
+    bytes.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]

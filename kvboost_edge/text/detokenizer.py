@@ -1,4 +1,4 @@
-"""Incremental detokenizer: returns only text that later tokens cannot change."""
+"""Incremental detokenizer that returns only text which later tokens cannot change."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ __all__ = ["IncrementalDetokenizer"]
 
 
 class IncrementalDetokenizer:
-    """Text of a growing list of token ids.
+    """Detokenizer for a growing list of token ids.
 
-    All returned text, joined, equals `tokenizer.decode(all ids)`. Text that a later token may still
-    change, such as half a character, is held back. Work per token does not grow with the text.
+    The returned texts, concatenated, equal `tokenizer.decode(all ids)`. Text that a later token may
+    still change, such as half a character, is held back. The work per token is independent of the
+    text's length.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
@@ -23,17 +24,17 @@ class IncrementalDetokenizer:
         self._stream = _STREAMS[self._codec.stream_kind](self._codec)
 
     def push(self, token_id: int) -> str:
-        """Take the next token; return the text that is now certain, which is often empty."""
+        """Add the next token and return the text that is now final, often an empty string."""
         token_id = int(token_id)
         return self._stream.push(token_id) if self._codec.has_text(token_id, self._skip) else ""
 
     def flush(self) -> str:
-        """Return the text still held back, and reset the detokenizer."""
+        """Return the text that is still held back, and reset the detokenizer."""
         return self._stream.flush()
 
 
 class _ByteStream:
-    """Byte-level tokens, read as UTF-8. The bytes of an incomplete character are held back."""
+    """Stream of byte-level tokens, decoded as UTF-8. Incomplete characters are held back."""
 
     def __init__(self, codec: TextCodec) -> None:
         self._codec = codec
@@ -52,11 +53,11 @@ class _ByteStream:
 
 
 class _PieceStream:
-    """Tokens with a text each.
+    """Stream of tokens that each have a fixed text.
 
-    The first tokens are decoded as a whole until they give text, because leading space is removed
-    there. A run of byte tokens is decoded as a whole when it ends, because one invalid byte changes
-    all of it.
+    The first tokens are decoded together until they give text, because their leading space is
+    removed. A run of byte tokens is decoded together when it ends, because one invalid byte changes
+    the whole run.
     """
 
     def __init__(self, codec: TextCodec) -> None:
@@ -91,7 +92,7 @@ class _PieceStream:
 
 
 class _WholeText:
-    """Text that is not certain before the end."""
+    """Stream whose text is only known at the end."""
 
     def __init__(self, codec: TextCodec) -> None:
         self._codec = codec

@@ -1,9 +1,9 @@
 """Tokenizers built from the metadata of a GGUF file.
 
-Supported kinds are byte-level BPE ("gpt2"), sentencepiece BPE by scores ("llama"), and the same by
-merges ("gemma4"). The result encodes like the tokenizer that the file was made from. A file names
-its pre-tokenizer (tokenizer.ggml.pre) without describing it. Unknown names are refused, because a
-wrong split silently changes the tokens.
+Three kinds are supported: byte-level BPE ("gpt2"), sentencepiece BPE with scores ("llama"), and
+sentencepiece BPE with merges ("gemma4"). The result encodes like the tokenizer that the file was
+converted from. A file names its pre-tokenizer (tokenizer.ggml.pre) but does not describe it.
+Unknown names are rejected, because a wrong split silently changes the tokens.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _CONTROL = 3
 _USER_DEFINED = 4
 _UNUSED = 5
 _BYTE = 6
-_NO_ID = (1 << 32) - 1  # written for "none" by some converters
+_NO_ID = (1 << 32) - 1  # some converters write this value for "no token"
 _SPACE = "▁"
 
 
 class _Fields:
-    """Metadata of a file, with checks that name the key."""
+    """Tokenizer metadata of a file, with checks whose errors name the key."""
 
     def __init__(self, metadata: Mapping[str, Any], name: str) -> None:
         self.metadata = metadata
@@ -56,7 +56,7 @@ class _Fields:
         return value
 
     def numbers(self, key: str, count: int) -> list[Any] | None:
-        """Return the list of one number for each token, or None if the key is missing."""
+        """Return a list with one number per token, or None if the key is missing."""
         value = self.metadata.get(f"tokenizer.ggml.{key}")
         if value is None:
             return None
@@ -74,7 +74,7 @@ class _Fields:
         if value is None or value == _NO_ID:
             return None
         if not 0 <= value < count:
-            raise self.error(f"{key}_token_id", f"is {value}, but there are {count} tokens")
+            raise self.error(f"{key}_token_id", f"is {value}, but the file has {count} tokens")
         return int(value)
 
     def error(self, key: str, what: str) -> ModelFormatError:
@@ -82,17 +82,17 @@ class _Fields:
 
 
 def gguf_tokenizer(metadata: Mapping[str, Any], *, name: str) -> Tokenizer:
-    """Return the tokenizer of a GGUF file.
+    """Build the tokenizer of a GGUF file.
 
     Args:
-        metadata: keys of the file, arrays of strings as lists.
-        name: name of the file in messages.
+        metadata: key-value pairs of the file, with arrays of strings as lists.
+        name: file name shown in error messages.
 
     Raises:
-        ModelFormatError: a key is missing, damaged or unknown; the message names it.
+        ModelFormatError: a key is missing, damaged or has an unknown value.
     """
     model = check_vocabulary_kind(metadata, name=name)
-    # Some Gemma 4 files disable BOS. This is ignored, as in llama.cpp.
+    # Some Gemma 4 files disable BOS. Like llama.cpp, this ignores the setting.
     believed = {**metadata, "tokenizer.ggml.add_bos_token": True} if model == "gemma4" else metadata
     fields = _Fields(believed, name)
     tokens = fields.strings("tokens")
@@ -107,7 +107,7 @@ def gguf_tokenizer(metadata: Mapping[str, Any], *, name: str) -> Tokenizer:
         _add_ends(backend, fields, special, adds_bos)
     except ModelFormatError:
         raise
-    except Exception as error:  # the library raises plain Exception for every fault
+    except Exception as error:  # the library raises a plain Exception for every error
         raise ModelFormatError(
             f"{name}: the tokenizer in the file cannot be built: {error}"
         ) from error
@@ -120,9 +120,10 @@ def gguf_tokenizer(metadata: Mapping[str, Any], *, name: str) -> Tokenizer:
 
 
 def check_vocabulary_kind(metadata: Mapping[str, Any], *, name: str) -> str:
-    """Return the kind of a GGUF file's vocabulary, a key of `_KINDS`, without reading arrays.
+    """Return the kind of vocabulary in a GGUF file, a key of `_KINDS`, without reading arrays.
 
-    Raises ModelFormatError if `gguf_tokenizer` would refuse the kind or its pre-tokenizer.
+    Raises:
+        ModelFormatError: `gguf_tokenizer` does not support the kind or its pre-tokenizer.
     """
     fields = _Fields(metadata, name)
     model = fields.get("model", str)
@@ -137,7 +138,7 @@ def check_vocabulary_kind(metadata: Mapping[str, Any], *, name: str) -> str:
     pre = fields.get("pre", str)
     if model == "gpt2" and pre is None:
         raise fields.error(
-            "pre", "is missing, because the converter was too old; convert the model again"
+            "pre", "is missing; convert the model again with a current version of llama.cpp"
         )
     if model == "gpt2" and pre not in PRE_TOKENIZERS:
         raise fields.error(
@@ -148,8 +149,9 @@ def check_vocabulary_kind(metadata: Mapping[str, Any], *, name: str) -> str:
 
 
 def _special(fields: _Fields, tokens: Sequence[str], model: str) -> dict[str, str]:
-    """Return the special tokens by name, such as 'bos_token'. The ids of sentencepiece default to
-    0, 1 and 2.
+    """Return the special tokens by name, such as 'bos_token'.
+
+    Sentencepiece vocabularies default to the ids 0 (unknown), 1 (BOS) and 2 (EOS).
     """
     defaults = {"unknown": 0, "bos": 1, "eos": 2} if model == "llama" else {}
     names = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
@@ -163,7 +165,10 @@ def _special(fields: _Fields, tokens: Sequence[str], model: str) -> dict[str, st
 
 
 def _vocabulary(fields: _Fields, tokens: Sequence[str], types: Sequence[int]) -> dict[str, int]:
-    """Return the ids by token, without unused ids, which the original tokenizer leaves out too."""
+    """Return the ids by token, without tokens marked as unused.
+
+    The original tokenizer does not contain unused tokens either.
+    """
     found: dict[str, int] = {}
     for index, (token, kind) in enumerate(zip(tokens, types, strict=True)):
         if kind == _UNUSED:
@@ -196,8 +201,9 @@ def _byte_level(
 
 
 def _merges(fields: _Fields, tokens: Sequence[str], types: Sequence[int]) -> list[tuple[str, str]]:
-    """Return the merges. They may be missing for a vocabulary of single characters, because writers
-    omit empty arrays.
+    """Return the merges of the file.
+
+    Writers omit empty arrays, so they may be missing for a vocabulary of single characters.
     """
     if "tokenizer.ggml.merges" not in fields.metadata:
         normal = (token for token, kind in zip(tokens, types, strict=True) if kind == _NORMAL)
@@ -205,16 +211,16 @@ def _merges(fields: _Fields, tokens: Sequence[str], types: Sequence[int]) -> lis
         if len(longest) > 1:
             raise fields.error(
                 "merges",
-                f"is missing, but tokens such as {longest!r} can be formed by merges only",
+                f"is missing, but tokens such as {longest!r} need merges",
             )
         return []
     found = []
     for index, merge in enumerate(fields.strings("merges")):
-        # A token never contains a space (BPE writes another letter), so the first one separates.
+        # BPE replaces spaces within tokens by another letter, so the first space is the separator.
         left, separator, right = merge.partition(" ")
         if not (left and separator and right):
             raise fields.error(
-                "merges", f"has the entry {merge!r} (number {index}), which is not two tokens"
+                "merges", f"has the entry {merge!r} at index {index}, which is not two tokens"
             )
         found.append((left, right))
     return found
@@ -223,9 +229,10 @@ def _merges(fields: _Fields, tokens: Sequence[str], types: Sequence[int]) -> lis
 def _merged(
     fields: _Fields, tokens: Sequence[str], types: Sequence[int]
 ) -> tuple[tokenizers.Tokenizer, bool]:
-    """Return Gemma 4's tokenizer: like `_scored`, with the file's merges, over the text as a whole.
+    """Build Gemma 4's tokenizer: sentencepiece with the file's merges, over the whole text.
 
-    Line ends that are one token become that token even without merges, as in llama.cpp.
+    Runs of newlines that are one token are encoded as that token even without a merge, as in
+    llama.cpp.
     """
     merges = _merges(fields, tokens, types)
     ends = sorted({token for token in tokens if token and not token.strip("\n")}, key=len)
@@ -242,9 +249,9 @@ def _merged(
 def _scored(
     fields: _Fields, tokens: Sequence[str], types: Sequence[int]
 ) -> tuple[tokenizers.Tokenizer, bool]:
-    """Return a sentencepiece tokenizer, which merges the neighbours whose union scores highest.
+    """Build a sentencepiece tokenizer, which first merges the pair whose result scores highest.
 
-    The scores are written as a list of merges in that order.
+    The scores are converted to a list of merges in that order.
     """
     if fields.get("remove_extra_whitespaces", bool, False):
         raise fields.error("remove_extra_whitespaces", "is true, which is not supported")
@@ -278,9 +285,7 @@ def _sentencepiece(
     *,
     prefix: bool,
 ) -> tokenizers.Tokenizer:
-    """Return a BPE over whole texts that writes spaces as another letter and falls back to
-    bytes.
-    """
+    """Build a BPE over whole texts that replaces spaces by "▁" and falls back to bytes."""
     unknown = next(
         (token for token, kind in zip(tokens, types, strict=True) if kind == _UNKNOWN), None
     )
@@ -309,8 +314,9 @@ _KINDS: dict[
     "llama": _scored,
     "gemma4": _merged,
 }
-"""Vocabulary types by tokenizer.ggml.model: the function that builds the tokenizer, and the default
-of adding BOS.
+"""Functions that build a tokenizer, by tokenizer.ggml.model.
+
+Each returns the tokenizer and whether BOS is added by default.
 """
 
 
@@ -320,12 +326,13 @@ def _added_tokens(
     types: Sequence[int],
     special: Mapping[str, str],
 ) -> list[AddedToken]:
-    """Return the tokens that are matched in the text as a whole: control tokens, which are special,
-    and user-defined ones.
+    """Return the tokens that are matched before BPE: control and user-defined tokens.
+
+    Control tokens are special.
     """
-    # Phi-3's control tokens swallow the white space after them. The file does not store this;
-    # llama.cpp assumes it, too. "</s>" does the same whatever its type, because it is an ordinary
-    # added token of the original model.
+    # Phi-3's control tokens consume the white space after them. The file does not record this, so
+    # it is assumed, as in llama.cpp. "</s>" does the same whatever its type, because the original
+    # model has it as an ordinary added token.
     strips = (
         metadata.get("general.architecture") == "phi3"
         and metadata.get("tokenizer.ggml.model") == "llama"
@@ -361,7 +368,7 @@ def _check_ids(
 def _add_ends(
     backend: tokenizers.Tokenizer, fields: _Fields, special: Mapping[str, str], adds_bos: bool
 ) -> None:
-    """Add BOS and EOS around a text as the file says."""
+    """Add BOS and EOS to encoded texts where the file's settings ask for it."""
     begin = fields.get("add_bos_token", bool, adds_bos)
     end = fields.get("add_eos_token", bool, False)
     for wanted, key in ((begin, "bos"), (end, "eos")):
@@ -374,8 +381,8 @@ def _add_ends(
         parts.insert(0, special["bos_token"])
     if end:
         parts.append(special["eos_token"])
-    # As JSON: a token's text may contain characters of the template language that the constructor
-    # takes.
+    # Built as JSON, because a token's text may contain characters of the template syntax that the
+    # constructor parses.
     single: list[dict[str, Any]] = [
         {"Sequence": {"id": "A", "type_id": 0}}
         if part == "$A"
@@ -403,4 +410,4 @@ _EMPTY: dict[str, Any] = {
     "decoder": None,
     "model": {"type": "BPE", "vocab": {}, "merges": []},
 }
-"""Empty tokenizer JSON, a container for passing one part to the library."""
+"""JSON of an empty tokenizer, into which one component is put for the library to parse."""

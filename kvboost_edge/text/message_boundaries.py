@@ -1,6 +1,6 @@
-"""Message boundaries: where user messages begin in a prompt.
+"""Message boundaries: positions where user messages begin in a prompt.
 
-The text before a boundary may also begin other prompts.
+Other prompts may share the text before a boundary.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kvboost_edge.text.tokenizer import Tokenizer
 
 __all__ = ["user_starts"]
 
-# contents that no template contains
+# Message contents that occur in no template.
 _FIRST = "aqxj"
 _SECOND = "bqxj"
 _ANSWER = "cqxj"
@@ -25,10 +25,10 @@ _HEADERS: MutableMapping[Tokenizer, tuple[int, ...]] = weakref.WeakKeyDictionary
 
 
 def user_starts(tokenizer: Tokenizer, token_ids: Sequence[int]) -> tuple[int, ...]:
-    """Return the positions at which the chat template begins user messages, ascending.
+    """Return the positions where the chat template begins user messages, in ascending order.
 
-    They follow the system message and tools, and each answer. The result is empty for a model
-    without a template, or if user messages do not begin with a special token.
+    User messages follow the system message with its tools, or an answer. The result is empty if the
+    model has no template or user messages do not begin with a special token.
     """
     header = _user_header(tokenizer)
     if not header or len(token_ids) < len(header):
@@ -41,7 +41,7 @@ def user_starts(tokenizer: Tokenizer, token_ids: Sequence[int]) -> tuple[int, ..
 
 
 def _user_header(tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Return the result of `_read_header`, computed once for each tokenizer."""
+    """Return the result of `_read_header`, cached per tokenizer."""
     found = _HEADERS.get(tokenizer)
     if found is None:
         found = _HEADERS[tokenizer] = _read_header(tokenizer)
@@ -49,9 +49,9 @@ def _user_header(tokenizer: Tokenizer) -> tuple[int, ...]:
 
 
 def _read_header(tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Return the tokens that begin each user message, starting with a special token.
+    """Return the tokens that begin each user message, from a special token on.
 
-    Trailing white space is left out, because it may share a token with the text after it.
+    Trailing white space is omitted, because the tokenizer may merge it with the text that follows.
     """
     messages = [
         {"role": "user", "content": _FIRST},
@@ -60,7 +60,7 @@ def _read_header(tokenizer: Tokenizer) -> tuple[int, ...]:
     ]
     try:
         text = tokenizer.apply_chat_template(messages, False)
-    except RequestError:  # no template, or one that requires other messages
+    except RequestError:  # no template, or it rejects these messages
         return ()
     before, _, rest = text.partition(_FIRST)
     _, found, behind = rest.partition(_ANSWER)

@@ -1,11 +1,12 @@
 """Marks that keep the text of special tokens in messages from becoming special tokens.
 
-A template turns messages into one text, in which the tokenizer finds special tokens such as
-<|im_start|>, and other markers such as <tool_call>. Those that the template writes are intended.
-Those in a message would let its author speak as the system or as a tool. So each of them gets a
-mark after its first character before the template runs. Marks are characters that no text has
-(Unicode noncharacters). Templates trim, cut and join texts and keep marks in place. The rendered
-text is then cut at the marks.
+A template turns messages into one text. The tokenizer finds special tokens such as <|im_start|> in
+it, and other markers such as <tool_call>. The template's own tokens are intended. Tokens in a
+message would let its author impersonate the system or a tool.
+
+Before rendering, each such text in a message gets a mark after its first character. Marks are
+Unicode noncharacters, which no real text contains. Templates trim, cut and join texts but keep
+marks in place. The rendered text is then split at the marks.
 """
 
 from __future__ import annotations
@@ -22,23 +23,26 @@ _MARKS = [chr(code) for code in range(0xFDD0, 0xFDF0)]
 
 
 class SpecialTexts:
-    """Finder of the texts of special tokens.
+    """Finder for the texts of special tokens.
 
-    `folded` ones are found in any case, as a normalizing tokenizer finds them.
+    Args:
+        exact: texts that are matched exactly.
+        folded: texts that are matched in any case, as by a normalizing tokenizer.
     """
 
     def __init__(self, exact: Iterable[str] = (), folded: Iterable[str] = ()) -> None:
-        # A special token of a single character cannot be cut; no tokenizer has one.
+        # A token of one character has no place for a mark. No known tokenizer has such a special
+        # token.
         self._exact = frozenset(text for text in exact if len(text) > 1)
         self._folded = frozenset(text.casefold() for text in folded if len(text) > 1)
         self._lengths = sorted({*map(len, self._exact), *map(len, self._folded)})
         self._start = _start_of([*self._exact, *self._folded, *map(str.upper, self._folded)])
 
     def marked(self, value: Any, mark: str) -> Any:
-        """Return a plain JSON value with `mark` after the first character of each special token's
-        text.
+        """Insert `mark` after the first character of each special token's text in a plain JSON
+        value.
 
-        Strings and names of members are marked.
+        Both strings and the names of object members are marked.
         """
         if isinstance(value, str):
             return self._marked_text(value, mark)
@@ -74,9 +78,10 @@ class SpecialTexts:
 
 
 def _start_of(texts: Sequence[str]) -> re.Pattern[str] | None:
-    """Return a pattern that matches the first character of each text where the second one follows.
+    """Return a pattern for possible first characters of the texts, or None without texts.
 
-    The texts begin with a few characters only, so the search is fast; each match is then looked up.
+    A match is a first character before a possible second one. Few characters qualify, so the search
+    is fast, and each match is then looked up.
     """
     seconds: dict[str, set[str]] = {}
     for text in texts:
@@ -91,7 +96,8 @@ def _start_of(texts: Sequence[str]) -> re.Pattern[str] | None:
 def free_marks(values: Sequence[Any]) -> tuple[str, str, str]:
     """Return three marks that do not occur in the strings of plain JSON values.
 
-    Raises RequestError if all marks occur.
+    Raises:
+        RequestError: fewer than three marks are unused.
     """
     taken: set[str] = set()
     waiting = list(values)
@@ -106,16 +112,16 @@ def free_marks(values: Sequence[Any]) -> tuple[str, str, str]:
     free = [mark for mark in _MARKS if mark not in taken]
     if len(free) < 3:
         raise RequestError(
-            "the messages hold all of Unicode's noncharacters U+FDD0..U+FDEF, so no mark is "
-            "left for special tokens"
+            "the messages contain too many of the Unicode noncharacters U+FDD0..U+FDEF, of which "
+            "three must be unused; remove them from the messages"
         )
     return free[0], free[1], free[2]
 
 
 def check_marks(text: str, mark: str) -> None:
-    """Raise RequestError if a template wrote a mark in another way, such as an escape."""
+    """Raise RequestError if the template wrote the mark in another form, such as an escape."""
     if f"\\u{ord(mark):04x}" in text or f"%{mark.encode().hex('%')}" in text.lower():
         raise RequestError(
-            "a message contains the text of a special token, and the model's chat template changes "
-            "messages so that its position is lost; remove that text"
+            "a message contains the text of a special token, which the model's chat template "
+            "escapes, so it cannot be kept as plain text; remove it from the message"
         )

@@ -1,7 +1,8 @@
 """Pre-tokenizers of byte-level BPE, by their names in GGUF files (tokenizer.ggml.pre).
 
-The regular expressions are those of the models' tokenizer.json files, or llama.cpp's where it has
-its own. Built tokenizers are cached: raise `_VERSION` in tokenizer_cache.py after a change here.
+The regular expressions come from the models' tokenizer.json files, or from llama.cpp where it
+defines its own. Built tokenizers are cached, so increment `_VERSION` in tokenizer_cache.py after a
+change here.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ _WORD = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+"
 _WORD_UPPER = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
 _SLASH_END = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _TEKKEN = rf"{_WORD}|{_WORD_UPPER}|\p{{N}}" + _SLASH_END
-# llama.cpp's own: punctuation, then GPT-2's words, then numbers, then three
-# digits at a time.
+# llama.cpp's default: split off punctuation, then GPT-2's words, then numbers, then groups of three
+# digits.
 _DEFAULT = (
     r"[\p{P}\$\+<=>\^~\|]+",
     r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)",
     r"\p{N}+",
     r"[0-9][0-9][0-9]",
 )
-# "_DEFAULT" with the grave accent as punctuation, and without splitting off numbers.
+# Like `_DEFAULT`, but the grave accent is punctuation and numbers are not split off.
 _FALCON = (r"[\p{P}\$\+<=>\^~\|`]+", _DEFAULT[1], _DEFAULT[3])
 _QWEN35 = (
     _SUFFIX
@@ -47,7 +48,8 @@ _DEEPSEEK_V3 = (
     r"|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+",
 )
-# Numbers in threes from their end; scripts without spaces between words.
+# Groups of three digits counted from the end of a number, then scripts that do not separate words
+# by spaces.
 _AFMOE = (
     r"\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))",
     r"[\x{4E00}-\x{9FFF}\x{3400}-\x{4DBF}\x{F900}-\x{FAFF}\x{3040}-\x{309F}\x{30A0}-\x{30FF}"
@@ -55,7 +57,7 @@ _AFMOE = (
     r"\x{1000}-\x{109F}\x{AA60}-\x{AA7F}\x{A9E0}-\x{A9FF}\x{AC00}-\x{D7AF}\x{1100}-\x{11FF}]+",
     _DEEPSEEK_V3[2],
 )
-# Letters with case, as the tokenizer lists them: ranges of code points, or single ones.
+# Cased letters as the tokenizer lists them: ranges of code points and single code points.
 _DEEPSEEK_LETTERS = "".join(
     re.sub(r"[0-9A-F]+", r"\\x{\g<0>}", each)
     for each in """
@@ -85,11 +87,12 @@ class PreTokenizer:
     """Split of a text into words before BPE.
 
     Attributes:
-        regexes: applied in order; each splits the words of the ones before. Empty: GPT-2's own.
-        digits: each digit is a word of its own, split off first.
-        whole: a word that is a token is used without merging.
-        bos: BOS is added if the file does not say.
-        nfc: text is normalized to NFC first.
+        regexes: patterns applied in order, each to the words that the previous ones produced. If
+            empty, GPT-2's pattern is used.
+        digits: whether each digit is first split off as a separate word.
+        whole: whether a word that is in the vocabulary becomes one token without merging.
+        bos: whether BOS is added by default.
+        nfc: whether text is first normalized to NFC.
     """
 
     regexes: tuple[str, ...] = ()

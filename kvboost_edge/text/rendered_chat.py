@@ -1,4 +1,4 @@
-"""Token ids of a rendered chat that reuse the generated ids of assistant messages."""
+"""Encoding of a rendered chat that reuses the generated token ids of assistant messages."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from typing import Protocol
 __all__ = ["FindAnswer", "encode_with_answers"]
 
 FindAnswer = Callable[[str], list[int] | None]
-"""Function that returns the token ids that an answer of this exact text was generated with, or None
-if they are not kept.
+"""Function that returns the generated token ids of an answer with exactly this text.
+
+It returns None if the ids are not stored.
 """
 
 
 class Encoder(Protocol):
-    """Interface of the tokenizer that this module uses."""
+    """Tokenizer methods that this module needs."""
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
 
@@ -24,13 +25,16 @@ class Encoder(Protocol):
 def encode_with_answers(
     text: str, answers: Sequence[str], tokenizer: Encoder, find: FindAnswer
 ) -> list[int]:
-    """Return the token ids of a rendered chat, with stored ids for answers that occur exactly once.
+    """Encode a rendered chat, with the stored ids of answers that occur exactly once.
 
-    The result decodes to the same text as the tokenizer's own ids. If it would not, the tokenizer's
-    own ids are returned.
+    If the result would decode to another text than a plain encoding, the plain encoding is
+    returned.
 
     Args:
+        text: the rendered chat.
         answers: texts of the assistant's messages, in the order of the chat.
+        tokenizer: encodes the text between the answers.
+        find: returns the stored ids of an answer.
     """
     own = tokenizer.encode(text, add_special_tokens=False)
     ids: list[int] = []

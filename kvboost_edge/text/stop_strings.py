@@ -1,4 +1,4 @@
-"""Stop strings in a stream of text, found across token boundaries and never shown."""
+"""Detection of stop strings in streamed text, across token boundaries."""
 
 from __future__ import annotations
 
@@ -10,28 +10,34 @@ __all__ = ["StopChecker"]
 
 
 class StopChecker:
-    """A filter that cuts a stream of text at the first stop string.
+    """Filter that cuts a text stream at the first stop string.
 
-    The text that `push` and `flush` return, joined, is the stream up to the stop string that ends
-    first, without that string. Of stop strings that end at the same character the longest counts.
-    Text that may begin a stop string is held back until it is decided.
+    The returned texts, concatenated, are the stream up to the stop string that ends first, without
+    that string. If several stop strings end at the same character, the longest one counts. Text
+    that may begin a stop string is held back until this is decided.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
-        """Prepare the stop strings. An empty string or another type raises RequestError."""
+        """Prepare the stop strings.
+
+        Raises:
+            RequestError: `stops` is not a list, or a stop string is empty or not a string.
+        """
         if isinstance(stops, str):
-            raise RequestError(f"stop={stops!r} must be a list of strings")
+            raise RequestError(f"stop must be a list of strings, got the string {stops!r}")
         for stop in stops:
             if not isinstance(stop, str) or not stop:
-                raise RequestError(f"stop string {stop!r} must be a non-empty string")
+                raise RequestError(f"each stop string must be a non-empty string, got {stop!r}")
         self._matchers = [_Matcher(stop) for stop in dict.fromkeys(stops)]
         self._held = ""
-        self.stop: str | None = None  # the stop string that was found
+        self.stop: str | None = None  # the stop string that was found, or None
 
     def push(self, text: str) -> tuple[str, bool]:
-        """Take the next text; return (text to show now, whether a stop string was found).
+        """Add the next text.
 
-        Nothing more is shown after a stop.
+        Returns:
+            The text to show now, and whether a stop string was found. After a stop, the text is
+                empty.
         """
         if self.stop is not None:
             return "", True
@@ -51,7 +57,7 @@ class StopChecker:
         return stream[: len(stream) - keep], False
 
     def flush(self) -> str:
-        """Return the text still held back at the end of the stream; empty after a stop."""
+        """Return the text held back at the end of the stream, which is empty after a stop."""
         held = self._held
         self._held = ""
         for matcher in self._matchers:
@@ -60,14 +66,14 @@ class StopChecker:
 
 
 class _Matcher:
-    """A Knuth-Morris-Pratt matcher: amortized constant work for each character."""
+    """Knuth-Morris-Pratt matcher with amortized constant work per character."""
 
     __slots__ = ("_fallback", "_pattern", "length", "matched")
 
     def __init__(self, pattern: str) -> None:
         self._pattern = pattern
         self.length = len(pattern)
-        self.matched = 0  # length of the longest prefix of the pattern that the stream ends with
+        self.matched = 0  # length of the longest prefix of the pattern that ends the stream
         self._fallback = [0] * len(pattern)
         length = 0
         for i in range(1, len(pattern)):
@@ -77,7 +83,7 @@ class _Matcher:
             self._fallback[i] = length
 
     def feed(self, char: str) -> bool:
-        """Take one character; return whether the stream now ends with the pattern."""
+        """Add one character and return whether the stream now ends with the pattern."""
         matched = self.matched
         while matched and char != self._pattern[matched]:
             matched = self._fallback[matched - 1]

@@ -1,6 +1,6 @@
-"""Bounds on the operators, methods, filters and tests that a chat template calls.
+"""Limits for the operators, methods, filters and tests that a chat template calls.
 
-Each function measures its arguments and refuses a result that would be too large.
+Each function measures its arguments and rejects a call whose result would be too large.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ __all__ = [
 ]
 
 _MAX_FORMAT = 1 << 16  # characters of a format string
-_MAX_SLOW = 1 << 12  # characters for filters that take quadratic time
+_MAX_SLOW = 1 << 12  # characters of input to filters that take quadratic time
 _MAX_INDENT = 32
 _MAX_BITS = 64  # bits of an integer
-_MAX_DIGITS = 300  # digits that a number is rounded to
+_MAX_DIGITS = 300  # decimal places that a number is rounded to
 
 
 # -- operators --
@@ -78,7 +78,7 @@ def _power(budget: RenderBudget, left: Any, right: Any) -> Any:
         and isinstance(right, int)
         and left.bit_length() * right > 16 * _MAX_BITS
     ):
-        raise TemplateLimit("it makes a number that is too large")
+        raise TemplateLimit(f"it computes a power of more than {16 * _MAX_BITS} bits")
     return left**right
 
 
@@ -123,7 +123,7 @@ def _check_numbers(*values: Any) -> None:
 
 
 def _factor(*texts: Any) -> int:
-    """Return the number of characters that one becomes: text joined to HTML is escaped."""
+    """Return how many characters one character may become: text joined to HTML is escaped."""
     return ESCAPED if any(isinstance(text, Markup) for text in texts) else 1
 
 
@@ -131,20 +131,22 @@ _PERCENT = re.compile(r"%(?:\([^()]{0,200}\))?[#0\- +]*(\*|\d*)(?:\.(\*|\d*))?")
 
 
 def _check_percent(budget: RenderBudget, text: str, values: Any) -> None:
-    """Bound the result of `text % values`."""
+    """Limit the result of `text % values`."""
     _check_format(text)
     weight = budget.weigh(values)
     num_chars = len(text)
     for found in _PERCENT.finditer(text):
         if text[found.end() : found.end() + 1] == "(" or "*" in found.groups(""):
-            raise TemplateLimit("it formats a text with a width or a name that is not plain")
+            raise TemplateLimit(
+                "it formats text with a nested name or a width given by an argument"
+            )
         num_chars += weight + sum(_size(digits) for digits in found.groups(""))
         check_chars(num_chars * _factor(text))
 
 
 def _check_format(text: str) -> None:
     if len(text) > _MAX_FORMAT:
-        raise TemplateLimit(f"it formats a text of more than {_MAX_FORMAT} characters")
+        raise TemplateLimit(f"it uses a format string of more than {_MAX_FORMAT} characters")
 
 
 def _size(digits: str) -> int:
@@ -178,9 +180,12 @@ _HELPERS = (jinja2.runtime.LoopContext, jinja2.utils.Cycler, jinja2.utils.Joiner
 def check_call(
     budget: RenderBudget, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, ...]:
-    """Bound the result of a call; return its arguments, with generators as lists."""
+    """Limit the result of a call and return its positional arguments.
+
+    Arguments for `str.join` are returned as a list, because measuring consumes a generator.
+    """
     if isinstance(function, _CALLED):
-        return args  # the template's own code
+        return args  # calls only the template's code, which is limited itself
     for value in (*args, *kwargs.values()):
         budget.weigh(value)
     owner = getattr(function, "__self__", None)
@@ -232,7 +237,7 @@ def _check_joined(budget: RenderBudget, text: str, values: Any) -> tuple[Any, ..
 
 
 def _joined(budget: RenderBudget, values: Any, between: str) -> list[Any]:
-    """Return values that are short enough to be joined."""
+    """Return the values as a list if the joined text is within the limit."""
     items = _listed(values)
     num_chars = budget.weigh(items) + len(items) * len(between)
     check_chars(num_chars * _factor(between, *items))
@@ -262,7 +267,7 @@ def _check_lines(budget: RenderBudget, text: str, *args: Any, **kwargs: Any) -> 
 
 
 def _num_lines(text: str) -> int:
-    """Return an estimate of a text's lines that is never too low."""
+    """Return an upper bound of the number of lines in a text."""
     return 1 + sum(map(text.count, "\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"))
 
 
@@ -277,7 +282,7 @@ _STR_CHECKS: dict[str, Callable[..., tuple[Any, ...]]] = {
 
 
 class _Counting(string.Formatter):
-    """Formatter mix-in that counts what `str.format` makes before it is made."""
+    """Formatter mix-in that limits the length of the result before it is created."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -302,16 +307,16 @@ class _Counting(string.Formatter):
 
 
 class Formatter(_Counting, jinja2.sandbox.SandboxedFormatter):
-    """A bounded `str.format`."""
+    """`str.format` with a limited result."""
 
 
 class EscapeFormatter(_Counting, jinja2.sandbox.SandboxedEscapeFormatter):
-    """A bounded `Markup.format`."""
+    """`Markup.format` with a limited result."""
 
 
 # -- filters and tests --
 
-# Filters that do not read the content of a value, or only of generators.
+# Filters that do not read the contents of a value, except the items of a generator.
 _SHALLOW = frozenset(
     "attr batch count d default first items last length list map random reject rejectattr reverse "
     "safe select selectattr slice".split()
@@ -327,7 +332,7 @@ BOUNDED_TESTS = frozenset(
 
 
 def bounded_filter(name: str, function: Any) -> Callable[..., Any]:
-    """Return a filter that takes a step, weighs its arguments and bounds its result."""
+    """Wrap a filter to count a step, measure its arguments and limit its result."""
     check = _FILTER_CHECKS.get(name)
     most = _SLOW.get(name)
     given = _given_of(function)
@@ -341,7 +346,7 @@ def bounded_filter(name: str, function: Any) -> Callable[..., Any]:
             for argument in (*args, *kwargs.values()):
                 weight += budget.weigh(argument)
             if most is not None and weight > most:
-                raise TemplateLimit(f"it gives {name!r} more than {most} characters")
+                raise TemplateLimit(f"it passes more than {most} characters to the filter {name!r}")
             if name in _SORTING:
                 budget.read(16 * weight)
         if check is not None:
@@ -352,7 +357,7 @@ def bounded_filter(name: str, function: Any) -> Callable[..., Any]:
 
 
 def bounded_test(name: str, function: Any) -> Callable[..., Any]:
-    """Return a test that takes a step and weighs the values it compares."""
+    """Wrap a test to count a step and measure the values that it compares."""
     given = _given_of(function)
 
     @jinja2.pass_context
@@ -369,7 +374,7 @@ def bounded_test(name: str, function: Any) -> Callable[..., Any]:
 
 
 def _given_of(function: Any) -> Callable[[Any], tuple[Any, ...]]:
-    """Return the arguments that a filter receives before the value."""
+    """Return a function of the context that gives the arguments before the filtered value."""
     wanted = getattr(function, "jinja_pass_arg", None)
     if wanted is None:
         return lambda context: ()
@@ -434,7 +439,7 @@ def _check_round(
 ) -> Any:
     _check_numbers(value)
     if isinstance(precision, int) and abs(precision) > _MAX_DIGITS:
-        raise TemplateLimit(f"it rounds to more than {_MAX_DIGITS} digits")
+        raise TemplateLimit(f"it rounds to more than {_MAX_DIGITS} decimal places")
     return value
 
 
@@ -448,14 +453,16 @@ def _check_tojson(
 ) -> Any:
     unit = len(indent) if isinstance(indent, str) else int(indent or 0)
     if unit > _MAX_INDENT or (separators is not None and len("".join(separators)) > _MAX_INDENT):
-        raise TemplateLimit(f"it writes JSON with more than {_MAX_INDENT} characters between parts")
+        raise TemplateLimit(
+            f"it writes JSON with an indent or separators of more than {_MAX_INDENT} characters"
+        )
     if unit:
         check_chars(_indented(value, unit))
     return value
 
 
 def _indented(value: Any, unit: int) -> int:
-    """Return an estimate of the characters that indentation adds to JSON."""
+    """Estimate how many characters the indentation adds to JSON."""
     num_chars = 0
     depth = 1
     level = [value]

@@ -1,7 +1,7 @@
-"""Budget of a chat template's rendering: steps, CPU time, characters and memory.
+"""Budget for rendering a chat template: steps, CPU time, characters and memory.
 
-A template comes with a model's file and is not trusted. Its steps are counted. Values are measured
-before they are made, because Python cannot end an operation that has begun.
+A template comes with the model's files and is not trusted. Steps are counted. Values are measured
+before they are created, because Python cannot abort an operation that has begun.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ __all__ = [
 ]
 
 MAX_CHARS = 1 << 24
-"""Limit of characters of a prompt and of each intermediate text."""
+"""Maximum characters of a prompt and of each intermediate text."""
 MAX_SECONDS = 1.0
-"""Limit of CPU seconds of a rendering."""
+"""Maximum CPU time of a rendering in seconds."""
 MAX_STEPS = 1 << 20
-"""Limit of loop iterations, operations and calls; 10,000 messages take about 300,000."""
+"""Maximum loop iterations, operations and calls. 10,000 messages take about 300,000."""
 MAX_ITEMS = 1 << 18
-"""Limit of items of a list."""
+"""Maximum items of a list."""
 ESCAPED = 6
-"""Most characters that one character becomes when escaped for HTML."""
+"""Maximum characters that one character becomes when escaped for HTML."""
 FEW_CHARS = 50
-"""Length up to which a text's memory is bounded by the number of steps."""
-_MAX_WRITTEN = 1 << 26  # characters, including those written to variables and by macros
-_MAX_PARTS = 1 << 19  # of a value and its content
-_MAX_HELD = 1 << 27  # bytes of values that the template made and still references
-_SWEEP = 1 << 25  # bytes made between two sweeps of dropped values
-_SMALL = 256  # bytes; smaller values are bounded by the number of steps
+"""Length in characters below which the step limit also bounds the memory of texts."""
+_MAX_WRITTEN = 1 << 26  # characters written in total, including to variables and by macros
+_MAX_PARTS = 1 << 19  # values nested in one value, including itself
+_MAX_HELD = 1 << 27  # bytes of values that the template created and still references
+_SWEEP = 1 << 25  # bytes created between two sweeps, which drop unreferenced values
+_SMALL = 256  # bytes; the step limit also bounds the memory of smaller values
 _LOOK_STEPS = 256  # steps between two checks of the clock
-_LOOK_WORK = 1 << 20  # characters read or written between them
+_LOOK_WORK = 1 << 20  # characters read or written between two checks of the clock
 
 _SCALARS = frozenset({int, float, bool, type(None)})
 _VIEWS: tuple[type, ...] = (type({}.keys()), type({}.values()), type({}.items()))
@@ -56,17 +56,17 @@ _WALKED: tuple[type, ...] = (list, tuple, set, frozenset, range, *_VIEWS)
 
 
 class TemplateLimit(jinja2.TemplateRuntimeError):
-    """Error of a rendering that exceeds its budget."""
+    """Rendering that exceeds its budget. The message begins with "it", the template."""
 
 
 def check_chars(num_chars: int) -> None:
     if num_chars > MAX_CHARS:
-        raise TemplateLimit(f"it makes a text of more than {MAX_CHARS} characters")
+        raise TemplateLimit(f"it creates a text of more than {MAX_CHARS} characters")
 
 
 def check_items(num_items: int) -> None:
     if num_items > MAX_ITEMS:
-        raise TemplateLimit(f"it makes a list of more than {MAX_ITEMS} items")
+        raise TemplateLimit(f"it creates a list of more than {MAX_ITEMS} items")
 
 
 class RenderBudget:
@@ -81,13 +81,14 @@ class RenderBudget:
         self._written = 0
         self._write_at = _LOOK_WORK
         self._made = 0
-        # The first entry shows the reference count of a value that nothing else references.
+        # Entry 0 is a probe: its reference count is that of a value which nothing else references.
         self._held: dict[int, Any] = {0: []}
-        # CPU time, not wall time: a busy machine refuses the same templates as an idle one.
+        # CPU time rather than wall time, so a busy machine rejects the same templates as an idle
+        # one.
         self._ends = time.thread_time() + MAX_SECONDS
 
     def step(self) -> None:
-        """Take a step."""
+        """Count one step of the template."""
         self._steps -= 1
         if self._steps <= self._look_at:
             self._look()
@@ -99,7 +100,7 @@ class RenderBudget:
             self._look()
 
     def write(self, num_chars: int) -> None:
-        """Count characters that the template writes, into the prompt or a variable."""
+        """Count characters that the template writes to the prompt or to a variable."""
         self._written += num_chars
         if self._written > self._write_at:
             if self._written > _MAX_WRITTEN:
@@ -108,7 +109,10 @@ class RenderBudget:
             self._look()
 
     def keep(self, value: Any) -> Any:
-        """Count the memory of a value that the template made; return the value."""
+        """Count the memory of a value that the template created, and return the value.
+
+        A generator is returned as `MeasuredItems`.
+        """
         kind = type(value)
         if (kind is str and len(value) < FEW_CHARS) or kind in _SCALARS:
             return value
@@ -128,8 +132,9 @@ class RenderBudget:
         return value
 
     def weigh(self, value: Any) -> int:
-        """Return the number of characters and parts of a value, each counted as often as it
-        occurs.
+        """Return the number of characters and nested values in a value.
+
+        A value that occurs repeatedly counts each time.
         """
         if isinstance(value, str):
             num_chars = len(value)
@@ -150,7 +155,7 @@ class RenderBudget:
             inner = parts_of(value)
             num_parts += len(inner)
             if num_parts > _MAX_PARTS:
-                raise TemplateLimit(f"it makes a value of more than {_MAX_PARTS} parts")
+                raise TemplateLimit(f"it uses a value with more than {_MAX_PARTS} nested values")
             waiting += inner
         check_chars(num_chars)
         self.read(num_chars + num_parts)
@@ -162,10 +167,10 @@ class RenderBudget:
         self._look_at = self._steps - _LOOK_STEPS
         self._work = 0
         if time.thread_time() > self._ends:
-            raise TemplateLimit(f"it takes more than {MAX_SECONDS:g} s")
+            raise TemplateLimit(f"it takes more than {MAX_SECONDS:g} s of CPU time")
 
     def _sweep(self) -> None:
-        """Forget values without other references; raise TemplateLimit if too much remains."""
+        """Drop unreferenced values; raise TemplateLimit if the others exceed the memory limit."""
         self._made = 0
         alone = 0
         num_bytes = 0
@@ -178,7 +183,7 @@ class RenderBudget:
             elif key:
                 del self._held[key]
         if num_bytes > _MAX_HELD:
-            raise TemplateLimit(f"it holds more than {_MAX_HELD >> 20} MB")
+            raise TemplateLimit(f"it holds more than {_MAX_HELD >> 20} MiB of values")
 
 
 def parts_of(value: Any) -> Sequence[Any]:
@@ -191,7 +196,7 @@ def parts_of(value: Any) -> Sequence[Any]:
 
 
 class MeasuredItems:
-    """Iterator over a generator's items; each takes a step and is weighed."""
+    """Iterator over a generator that counts a step per item and measures the items."""
 
     __slots__ = ("_budget", "_items", "_num_items", "_weight")
 
@@ -211,5 +216,5 @@ class MeasuredItems:
         check_items(self._num_items)
         self._weight += self._budget.weigh(value)
         if self._weight > _MAX_WRITTEN:
-            raise TemplateLimit(f"it goes through more than {_MAX_WRITTEN} characters")
+            raise TemplateLimit(f"it reads more than {_MAX_WRITTEN} characters from a generator")
         return self._budget.keep(value)

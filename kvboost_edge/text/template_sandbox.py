@@ -1,9 +1,9 @@
-"""Sandbox for chat templates, which limits their access and their computation.
+"""Sandbox for chat templates that limits their access and their computation.
 
 A template has no loader and no object that outlives the rendering. Before compilation, each loop,
-macro and block gets a statement that takes a step from the rendering's budget. Expressions that
-make or compare large values get one that measures them. Operators, filters, tests and methods run
-through the functions of `template_bounds`.
+macro and block gets a statement that counts a step of the rendering's budget. Expressions that
+create or compare large values are wrapped in a call that measures them. Operators, filters, tests
+and methods run through the functions of `template_bounds`.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ from kvboost_edge.text.template_budget import (
 __all__ = ["MAX_SOURCE", "environment"]
 
 MAX_SOURCE = 1 << 16
-"""Limit of characters of a template. The longest known ones have 20,000."""
-_FEW_ITEMS = 8  # of a list in the source; longer ones take a step of their own
-_MAX_DATE = 1000  # characters of a date's format
+"""Maximum characters of a template. The longest known templates have 20,000."""
+_FEW_ITEMS = 8  # items of a list literal; longer lists count a step
+_MAX_DATE = 1000  # characters of a date format
 
-# Filters that only compiled templates use: no name in a template's source has a space.
+# Names of internal filters. They contain spaces, so no template's source can call them.
 _STEP = "a step"
 _PASS = "a step that is true"
 _JOIN = "joined texts"
@@ -80,10 +80,10 @@ class _Context(jinja2.runtime.Context):
 
 
 class _Stepping(jinja2.visitor.NodeTransformer):
-    """A transformer that adds steps to a parsed template.
+    """Transformer that adds step counts and measurements to a parsed template.
 
-    Attributes:
-        escapes: parts of the template write HTML.
+    Args:
+        escapes: whether parts of the template escape their output for HTML.
     """
 
     def __init__(self, *, escapes: bool) -> None:
@@ -108,16 +108,17 @@ class _Stepping(jinja2.visitor.NodeTransformer):
 
 
 def _as_data(node: nodes.Expr) -> nodes.Expr:
-    """Return the text as template data if the expression is a constant text, which needs no
-    check.
-    """
+    """Convert a constant text to template data, which is not measured at run time."""
     if isinstance(node, nodes.Const) and isinstance(node.value, str):
         return nodes.TemplateData(node.value, lineno=node.lineno)
     return node
 
 
 def _add_steps(node: nodes.Node) -> None:
-    """Add a step to each pass through statements that counts their text."""
+    """Insert a step at the start of each loop body, macro, block or branch.
+
+    The step also counts the literal text that the body writes.
+    """
     always = isinstance(node, (nodes.For, nodes.Macro, nodes.CallBlock, nodes.Block))
     for field in ("body", "else_"):
         body = getattr(node, field, None)
@@ -130,7 +131,7 @@ def _add_steps(node: nodes.Node) -> None:
 
 
 def _read_compared(node: nodes.Compare) -> None:
-    """Weigh compared values unless one of them is a short constant."""
+    """Measure compared values, unless one of them is a short constant."""
     for operand in node.ops:
         searches = operand.op in ("in", "notin")
         if len(node.ops) == 1 and (
@@ -142,7 +143,7 @@ def _read_compared(node: nodes.Compare) -> None:
 
 
 def _makes_large(node: nodes.Expr) -> bool:
-    """Return whether an expression may make a value of more than a few hundred bytes."""
+    """Return whether an expression may create a value of more than a few hundred bytes."""
     if isinstance(node, nodes.Getitem):
         return isinstance(node.arg, nodes.Slice)
     if isinstance(node, nodes.Tuple):
@@ -151,7 +152,7 @@ def _makes_large(node: nodes.Expr) -> bool:
 
 
 def _chars_of(body: Sequence[nodes.Node]) -> int:
-    """Return the number of literal characters in these statements."""
+    """Return the number of literal characters that these statements write."""
     return sum(
         len(child.data)
         for statement in body
@@ -162,7 +163,7 @@ def _chars_of(body: Sequence[nodes.Node]) -> int:
 
 
 def _is_short(node: nodes.Expr) -> bool:
-    """Return whether the expression is a constant, or a list of constants."""
+    """Return whether an expression is a constant or a list of constants."""
     if isinstance(node, (nodes.List, nodes.Tuple)):
         return all(isinstance(item, nodes.Const) for item in node.items)
     return isinstance(node, nodes.Const)
@@ -214,7 +215,10 @@ def _read_value(context: _Context, value: Any) -> Any:
 
 @jinja2.pass_context
 def _search(context: _Context, value: Any) -> Any:
-    """Return the container of an `in` test; a generator becomes a list, a mapping stays."""
+    """Measure the container of an `in` test and return it.
+
+    A dict is not measured, because the test only looks up a key.
+    """
     context.budget.step()
     if isinstance(value, dict):
         return value
@@ -230,14 +234,14 @@ def _made(context: _Context, value: Any) -> Any:
 
 @jinja2.pass_context
 def _key(context: _Context, key: Any) -> Any:
-    """Return a key after weighing it, because its hash may read everything it holds."""
+    """Measure a dict key and return it, because hashing may read all its content."""
     context.budget.weigh(key)
     return key
 
 
 @jinja2.pass_context
 def _written(context: _Context, value: Any) -> str:
-    """Return the text that is written for a value."""
+    """Convert an output value to text and count its characters."""
     budget = context.budget
     if type(value) is not str:
         budget.weigh(value)
@@ -255,7 +259,7 @@ def _written(context: _Context, value: Any) -> str:
 
 @jinja2.pass_context
 def _sum(context: _Context, values: Any, attribute: Any = None, start: Any = 0) -> Any:
-    """Add up values one by one, because they may be lists."""
+    """Add up values with the limited `+` operator, because the values may be lists."""
     if attribute is not None:
         values = context.environment.call_filter(
             "map", values, kwargs={"attribute": attribute}, context=context
@@ -272,14 +276,14 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    # Jinja's own filter escapes HTML, which would change the prompt.
+    # Jinja's filter escapes HTML characters, which would change the prompt.
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
 
 
 class _Namespace(jinja2.utils.Namespace):
-    """Jinja's namespace, without names that begin with an underscore."""
+    """Jinja's namespace, which additionally rejects names with a leading underscore."""
 
     def __setitem__(self, name: str, value: Any) -> None:
         if name.startswith("_"):
@@ -305,18 +309,18 @@ def _raise_exception(message: str) -> None:
 
 def _strftime_now(format: str) -> str:
     if len(format) > _MAX_DATE:
-        raise TemplateLimit(f"it formats a date in more than {_MAX_DATE} characters")
+        raise TemplateLimit(f"it uses a date format of more than {_MAX_DATE} characters")
     return datetime.datetime.now().strftime(format)
 
 
 def _lipsum(*args: Any, **kwargs: Any) -> None:
-    raise jinja2.TemplateError("it wants random text, which is in no prompt")
+    raise jinja2.TemplateError("lipsum() is not available in chat templates")
 
 
 class _GenerationTag(jinja2.ext.Extension):
     """The tag `{% generation %}...{% endgeneration %}`, which marks model output for training.
 
-    Rendering writes its content unchanged.
+    Its content is rendered unchanged.
     """
 
     tags = {"generation"}  # noqa: RUF012 - jinja2's own declaration is an instance-typed set
@@ -328,9 +332,7 @@ class _GenerationTag(jinja2.ext.Extension):
 
 
 class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """Environment that raises at an unsafe attribute, where jinja2 would write nothing and go
-    on.
-    """
+    """Environment that raises an error for unsafe attributes, where jinja2 would write nothing."""
 
     context_class = _Context
     intercepted_binops = frozenset(OPERATORS)
@@ -398,7 +400,7 @@ class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
 @functools.cache
 def environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
-    """Return the environment that compiles all chat templates."""
+    """Return the cached environment that compiles all chat templates."""
     made = _Sandbox(
         trim_blocks=True,
         lstrip_blocks=True,

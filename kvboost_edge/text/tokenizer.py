@@ -1,6 +1,6 @@
-"""Tokenizer: text to token ids and back, special tokens and the chat template.
+"""Tokenizer of a model: encoding, decoding, special tokens and the chat template.
 
-It is loaded from a model directory or wraps a transformers tokenizer.
+A tokenizer is loaded from a model directory or wraps a transformers tokenizer.
 """
 
 from __future__ import annotations
@@ -33,15 +33,19 @@ Messages = Sequence[Mapping[str, Any]]
 Tools = Sequence[Mapping[str, Any]]
 
 _TOKEN_FLAGS = ("lstrip", "rstrip", "single_word", "normalized")
-# Added tokens may also be white space, words and code, which stay one token in any message.
+# Added tokens that look like tags. Others, such as white space, words and code, remain tokens in
+# messages.
 _MARKER = re.compile(r"[<\[\]].*\w.*[>\]\[]", re.DOTALL)
-_SPECIAL_LENGTH = 256  # characters; no special token's text is as long
+_SPECIAL_LENGTH = 256  # characters; longer than any special token's text
 
 
 class _Rendered(NamedTuple):
-    """A rendered prompt: parts with stored ids between them.
+    """A rendered prompt, split into parts where stored token ids are inserted.
 
-    In each part, `mark` splits the text of every control token that comes from a message.
+    Attributes:
+        parts: rendered text. `mark` occurs within the text of each control token from a message.
+        kept: stored ids between the parts, one list fewer than parts.
+        mark: character that is removed from the text before encoding.
     """
 
     parts: list[str]
@@ -54,7 +58,7 @@ class _Rendered(NamedTuple):
 
 
 class _MarkedText:
-    """Encoder of text with marks; no token spans a mark."""
+    """Encoder for text with marks. No token spans a mark."""
 
     def __init__(self, codec: TextCodec, mark: str) -> None:
         self._codec = codec
@@ -71,12 +75,12 @@ class _MarkedText:
 
 
 class Tokenizer:
-    """A model's tokenizer. It is immutable and safe to use from several threads.
+    """A model's tokenizer. It is immutable and thread-safe.
 
     Attributes:
-        codec: the tokenizer that encodes and decodes.
+        codec: adapter of the wrapped tokenizer.
         special_tokens: texts of special tokens by name, such as 'bos_token'.
-        name: name of the model in messages.
+        name: model name shown in error messages.
     """
 
     def __init__(
@@ -98,10 +102,10 @@ class Tokenizer:
 
     @classmethod
     def from_dir(cls, model_dir: Path | str) -> Tokenizer:
-        """Load `tokenizer.json`, `tokenizer_config.json` and the chat template of a model
-        directory.
+        """Load the tokenizer and the chat template of a model directory.
 
-        Raises ModelFormatError that names a missing or damaged file.
+        Raises:
+            ModelFormatError: a file is missing or damaged.
         """
         directory = Path(model_dir)
         path = directory / "tokenizer.json"
@@ -117,8 +121,8 @@ class Tokenizer:
         except ModelFormatError:
             raise
         except BaseException as error:
-            # The library raises plain Exception for every fault of the file, and some normalizers
-            # make it panic.
+            # The library raises a plain Exception for any error in the file, and some normalizers
+            # cause a panic.
             if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
                 raise
             raise ModelFormatError(f"{path} is not a readable tokenizer: {error}") from error
@@ -133,10 +137,12 @@ class Tokenizer:
 
     @classmethod
     def from_transformers(cls, tokenizer: Any) -> Tokenizer:
-        """Wrap a loaded transformers tokenizer; return a `Tokenizer` unchanged.
+        """Wrap a loaded transformers tokenizer. A `Tokenizer` is returned unchanged.
 
-        A fast tokenizer is copied. Any other object must decode its tokens one by one, else
-        ConfigError is raised.
+        A fast tokenizer is copied.
+
+        Raises:
+            ConfigError: a slow tokenizer does not decode token by token.
         """
         if isinstance(tokenizer, cls):
             return tokenizer
@@ -158,9 +164,7 @@ class Tokenizer:
         )
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Return the token ids of a text, by default with the tokenizer's own special tokens
-        (BOS).
-        """
+        """Return the token ids of a text, by default with the tokenizer's special tokens (BOS)."""
         if not isinstance(text, str):
             raise RequestError(f"text to encode must be a string, got {type(text).__name__}")
         return self.codec.encode(text, add_special_tokens)
@@ -168,28 +172,29 @@ class Tokenizer:
     def encode_framed(self, before: str, content: str, after: str) -> list[int]:
         """Return the token ids of three consecutive texts, without BOS.
 
-        The text of a special token in `content` stays text.
+        Special tokens written in `content` are encoded as plain text.
         """
         mark = free_marks([before, content, after])[0]
         text = before + self._specials.marked(content, mark) + after
         return self.codec.encode_apart(text.split(mark))
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Return the text of token ids; an id without a token adds nothing."""
+        """Return the text of token ids. Unknown ids are ignored."""
         return self.codec.decode(ids, skip_special_tokens)
 
     @functools.cached_property
     def turn_format(self) -> TurnFormat:
-        """Format of reasoning and tool calls in the chat template.
+        """Format of reasoning and tool calls, detected from the chat template.
 
-        A model without a template raises RequestError.
+        Raises:
+            RequestError: the model has no chat template.
         """
         return turn_format(
             self._template.render, lambda text: self.codec.token_id(text) is not None
         )
 
     def special_ids_in(self, text: str) -> frozenset[int]:
-        """Return the ids of all special tokens whose texts occur in this text."""
+        """Return the ids of all special tokens whose texts occur in a text."""
         found = [
             self.codec.token_id(special)
             for special in self.codec.special_texts()[0]
@@ -204,23 +209,24 @@ class Tokenizer:
         variables: Mapping[str, Any] | None = None,
         tools: Tools | None = None,
     ) -> str:
-        """Return the prompt text of chat messages.
+        """Render chat messages and return the prompt text.
 
         Args:
             messages: dicts with 'role' and 'content'.
-            variables: variables of the template, such as enable_thinking; reserved names are
-                refused.
+            add_generation_prompt: end with the header of an assistant's message.
+            variables: template variables, such as enable_thinking. Reserved names raise
+                RequestError.
             tools: tools in the format of OpenAI's API.
 
         Raises:
-            RequestError: the model has no chat template, or it refuses the messages.
+            RequestError: the model has no chat template, or the template rejects the messages.
         """
         return self._rendered(messages, add_generation_prompt, variables, tools).text
 
     def marker_id(self, text: str) -> int | None:
-        """Return the token of exactly this text that grammars treat as a marker, never as text.
+        """Return the id of the token with exactly this text if grammars treat it as a marker.
 
-        None: no such token exists, or the tokenizer cannot tell.
+        Returns None if there is no such token or the tokenizer cannot tell.
         """
         return self.codec.marker_id(text)
 
@@ -236,15 +242,15 @@ class Tokenizer:
     ) -> list[int]:
         """Return the token ids of chat messages.
 
-        The template writes BOS if the model wants one; none is added. Only the template writes
-        special tokens, and other added tokens that it uses as markers, such as <tool_call>. Their
-        text in a message or a tool stays text, except in an assistant's message.
+        No BOS is added, because the template writes it where the model needs one. Special tokens in
+        messages and tools are encoded as plain text, and so are markers of the template such as
+        <tool_call>. An assistant's message may contain markers.
 
         Args:
             tools: as for `apply_chat_template`.
-            continue_final: end after the content of the last message, so that the model continues
-                it.
-            find_answer: finds the ids that an assistant's message was generated with; see
+            continue_final: end after the content of the last message, which the model then
+                continues.
+            find_answer: returns the generated ids of an assistant's message. See
                 `encode_with_answers`, and turns/replay.py for messages with calls.
         """
         rendered = self._rendered(
@@ -260,7 +266,10 @@ class Tokenizer:
     def chat_prompt(
         self, messages: Messages, find_answer: FindAnswer | None = None
     ) -> tuple[str, list[int]]:
-        """Return text and ids of chat messages, see `apply_chat_template` and `encode_chat`."""
+        """Return the prompt text and the token ids of chat messages.
+
+        See `apply_chat_template` and `encode_chat`.
+        """
         rendered = self._rendered(messages, True, None, None, find_answer)
         ids = self._encode_rendered(rendered, messages, find_answer)
         return (self.decode(ids, False) if rendered.kept else rendered.text), ids
@@ -284,10 +293,10 @@ class Tokenizer:
     def _kept_among(
         self, messages: Messages, find_answer: FindAnswer
     ) -> tuple[list[str], FindAnswer]:
-        """Return the assistant texts with stored ids, and the function that finds these ids.
+        """Return the assistant texts with stored ids, and a function that returns these ids.
 
-        Few messages of many have stored ids, and each is then searched for. A message with thinking
-        counts as a whole, and also as the text after the thinking.
+        Later steps search the prompt for each text, so texts without stored ids are dropped here. A
+        message with thinking has two texts: the whole output, and the text after the thinking.
         """
         texts: list[str] = []
         whole: dict[str, list[int]] = {}
@@ -317,8 +326,10 @@ class Tokenizer:
         *,
         continue_final: bool = False,
     ) -> _Rendered:
-        """Return the prompt text. Where the template allows it, placeholders replace messages with
-        stored ids.
+        """Render the prompt.
+
+        If `find_answer` is given and the template allows it, messages with calls are replaced by
+        their stored ids.
         """
         template = self._template
         plain = plain_messages(messages)
@@ -340,9 +351,8 @@ class Tokenizer:
                 and self.turn_format.calls is not None
                 and not self.turn_format.shows_calls
             ):
-                shown = with_calls_written(
-                    shown, self.turn_format.calls
-                )  # after the marks: its own markers are intended
+                # Called after marking, because the markers that it writes are intended.
+                shown = with_calls_written(shown, self.turn_format.calls)
             return template.render(
                 shown,
                 add_generation_prompt=add_generation_prompt and not continue_final,
@@ -363,17 +373,17 @@ class Tokenizer:
             text, found, _ = text.rpartition(cut)
             if not found:
                 raise RequestError(
-                    "the model's chat template does not show the last message, so it cannot be "
-                    "continued"
+                    "the model's chat template does not render the last message, so it cannot be "
+                    "continued; send it without continuation"
                 )
         check_marks(text, mark)
         return _Rendered(text.split(place) if kept else [text], kept, mark)
 
     def _marked(self, message: dict[str, Any], mark: str) -> dict[str, Any]:
-        """Put marks into a message.
+        """Insert marks into the control tokens of a message.
 
-        The assistant's own words may hold control tokens that a model writes, such as those around
-        a call. The arguments of a call may not.
+        An assistant's text may contain the markers that a model writes, such as those around a
+        call. The arguments of a call may not.
         """
         if message.get("role") != "assistant":
             return dict(self._controls.marked(message, mark))
@@ -389,17 +399,18 @@ class Tokenizer:
         place: str,
         count: int,
     ) -> str | None:
-        """Return the text with `count` placeholders for the stored ids of answers, or None.
+        """Return the rendered text with `count` placeholders for stored ids.
 
-        None: the template does not show each of them where the model wrote, or the text after one
-        would be split into other tokens than within the whole.
+        Returns None if the template does not render each placeholder in the place of the generated
+        text. It also returns None if the text after a placeholder could be tokenized differently
+        than in the whole prompt.
         """
         if not count or not self.turn_format.replays:
             return None
         format = self.turn_format
         try:
             text = render(placed)
-        except RequestError:  # some templates use calls to find the next role
+        except RequestError:  # some templates derive the next role from the calls
             return None
         if format.results_need_calls and format.calls is not None:
             text = lifted(text, place, format.calls)
@@ -428,8 +439,9 @@ class Tokenizer:
 
     @functools.cached_property
     def _compiled(self) -> ChatTemplate | str:
-        """The compiled chat template, or the reason why it cannot be used; compiled once even
-        if invalid.
+        """The compiled chat template, or the error message if it is invalid.
+
+        The result is cached in both cases.
         """
         try:
             return ChatTemplate(
@@ -444,7 +456,7 @@ class Tokenizer:
 
     @functools.cached_property
     def _controls(self) -> SpecialTexts:
-        """Special tokens, and other added tokens that the chat template uses as markers."""
+        """Finder for special tokens and for added tokens that the chat template uses as markers."""
         source = self.chat_template or ""
         exact, folded = self.codec.special_texts()
         added, added_folded = self.codec.added_texts()
@@ -457,7 +469,7 @@ class Tokenizer:
 
 
 def _end_with(message: dict[str, Any], mark: str) -> None:
-    """Put a mark after the text of a message."""
+    """Append a mark to the text of a message."""
     content = message.get("content")
     if isinstance(content, list) and content and isinstance(content[-1], dict):
         message = content[-1]
@@ -466,16 +478,21 @@ def _end_with(message: dict[str, Any], mark: str) -> None:
     elif isinstance(content, str):
         message["content"] = content + mark
     else:
-        raise RequestError("the last message has no text to continue")
+        raise RequestError(
+            "the last message has no text to continue; give it a string or a text part as 'content'"
+        )
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file; empty if the file does not exist."""
+    """Return the object in a JSON file, or an empty dict if the file does not exist."""
     return read_json_object(path) if path.is_file() else {}
 
 
 def _special_tokens(fields: Mapping[str, Any]) -> dict[str, str]:
-    """Return the fields named '..._token' as text; each is a string or an object with 'content'."""
+    """Return the texts of the fields named '..._token'.
+
+    A field is a string or an object with 'content'.
+    """
     found: dict[str, str] = {}
     for name, value in fields.items():
         if not name.endswith("_token"):
@@ -491,9 +508,7 @@ def _special_tokens(fields: Mapping[str, Any]) -> dict[str, str]:
 def _add_missing_tokens(
     backend: tokenizers.Tokenizer, config: Mapping[str, Any], special: Mapping[str, str], path: Path
 ) -> None:
-    """Add the tokens that only tokenizer_config.json knows at their ids, and the named special
-    tokens.
-    """
+    """Add tokens that only tokenizer_config.json lists, and mark the named special tokens."""
     listed = config.get("added_tokens_decoder", {})
     try:
         wanted = sorted((int(token_id), dict(token)) for token_id, token in listed.items())
@@ -506,9 +521,8 @@ def _add_missing_tokens(
             for _, token in wanted
             if backend.token_to_id(token["content"]) is None
         ]
-        backend.add_tokens(
-            missing
-        )  # in one call, because each call takes time for all existing tokens
+        # Added in one call, because each call processes all existing tokens.
+        backend.add_tokens(missing)
         for token_id, token in wanted:
             if backend.token_to_id(token["content"]) != token_id:
                 raise ModelFormatError(
@@ -517,7 +531,8 @@ def _add_missing_tokens(
                 )
     except (AttributeError, KeyError, TypeError) as error:
         raise ModelFormatError(
-            f"added_tokens_decoder of the tokenizer_config.json next to {path} is damaged"
+            f"added_tokens_decoder of the tokenizer_config.json next to {path} is "
+            "damaged; download it again"
         ) from error
     known = {
         token.content for token in backend.get_added_tokens_decoder().values() if token.special
@@ -546,8 +561,10 @@ def _read_chat_template(directory: Path, config: Mapping[str, Any]) -> str | Non
 
 
 def _pick_template(template: Any) -> str | None:
-    """Return the default template of a string, a {name: template} map, or a list of {'name',
-    'template'}.
+    """Return the default template, or None.
+
+    Args:
+        template: a string, a {name: template} dict, or a list of {'name', 'template'}.
     """
     if isinstance(template, (list, tuple)):
         template = {

@@ -1,8 +1,8 @@
-"""Bounds on a tokenizer.json, checked before the library parses it.
+"""Limits for a tokenizer.json, checked before the library parses it.
 
-A few normalizer steps can make gigabytes of a short text: "a" replaced by "aa", 30 times. The
-library runs the normalizer on the added tokens while it reads the file, and later on each prompt.
-So the largest growth of a text is computed from the steps alone.
+A few normalizer steps can turn a short text into gigabytes, for example 30 steps that each replace
+"a" by "aa". The library normalizes the added tokens while it reads the file, and later each prompt.
+The maximum growth of a text is therefore computed from the steps.
 """
 
 from __future__ import annotations
@@ -22,19 +22,20 @@ __all__ = ["read_tokenizer_file"]
 
 # A vocabulary of a million tokens takes about 60 MB.
 _MAX_BYTES = 100_000_000
-# Tokenizers have up to 10 steps.
+# Real tokenizers have up to 10 steps.
 _MAX_STEPS = 64
-# Characters that one character becomes, and tokens that one token becomes. Sentencepiece's table
-# makes 18 characters of U+FDFA, as Unicode's NFKC does. Decoders mostly shorten a text.
+# Maximum characters per character of encoded text, and tokens per token. Both sentencepiece's table
+# and Unicode's NFKC turn U+FDFA into 18 characters. Decoders mostly shorten a text, so their limit
+# is lower.
 _MAX_GROWTH = 256
 _MAX_DECODED = 16
-# Characters that all steps make of the added tokens while the library reads the file.
+# Maximum characters that all steps produce from the added tokens while the library reads the file.
 _MAX_ADDED = 1 << 23
 _PARTS = ("added_tokens", "normalizer", "pre_tokenizer", "post_processor", "decoder")
 _INNER = ("normalizers", "pretokenizers", "processors", "decoders")
 _UNICODE = frozenset({"NFC", "NFD", "NFKC", "NFKD", "Lowercase", "StripAccents", "Nmt"})
-# Characters that steps without settings make of one: a byte-level step writes one for each
-# byte, BERT's puts spaces around ideographs, others write a character between tokens.
+# Characters that a step without settings makes from one. A byte-level step writes one per byte,
+# BERT's puts spaces around ideographs, and the others write one between tokens.
 _FACTORS = {
     "ByteLevel": 4,
     "BertNormalizer": 3,
@@ -43,9 +44,9 @@ _FACTORS = {
 _NEXT = re.compile(r'\s*[{,]\s*(?=")')
 _COLON = re.compile(r"\s*:\s*")
 _PART = re.compile(rf'"(?:{"|".join(_PARTS)})"\s*:\s*[{{\[]')
-_ESCAPED = re.compile(r"\\u00[2-7]")  # of a letter, which could hide the name of a part
-# A regular expression without alternatives whose first atom must match a character. Others may
-# match nothing, and write their content between any two characters.
+_ESCAPED = re.compile(r"\\u00[2-7]")  # an escaped letter, which could hide the name of a part
+# A regular expression without alternatives whose first atom must match a character. Any other
+# regular expression might match nothing and write its content between any two characters.
 _CONSUMES = re.compile(
     r"(?:[^\\\[\](){}|^$.*+?]|\.|\\[sSdDwWntr]|\\[pP]\{\^?\w+\}|\\[\[\](){}|^$.*+?\\/\"-]"
     r"|\[\^?(?:[^\[\]\\^]|\\.)(?:[^\[\]\\]|\\.)*\])"
@@ -61,15 +62,16 @@ def read_tokenizer_file(path: Path, listed: object = None) -> bytes:
 
     Args:
         path: path of tokenizer.json.
-        listed: added_tokens_decoder of tokenizer_config.json, whose tokens are added too.
+        listed: added_tokens_decoder of tokenizer_config.json. Its tokens are added too.
 
     Raises:
-        ModelFormatError: a text may grow too much or pass through too many steps; names the part.
+        ModelFormatError: the file is too large, has too many steps, or could expand a text too
+            much.
         OSError, ValueError, RecursionError: the file is not readable JSON.
     """
     size = path.stat().st_size
     if size > _MAX_BYTES:
-        raise ModelFormatError(f"{path} has {size} bytes, over the limit of {_MAX_BYTES}")
+        raise ModelFormatError(f"{path} has {size} bytes, over the limit of {_MAX_BYTES} bytes")
     data = path.read_bytes()
     parts = _parts(data.decode())
     added = parts.get("added_tokens")
@@ -82,10 +84,12 @@ def read_tokenizer_file(path: Path, listed: object = None) -> bytes:
 
 
 def _check_parts(path: Path, parts: Step, num_chars: int) -> None:
-    """Check all parts.
+    """Check the number of steps in each part and how much the part can expand a text.
 
     Args:
-        num_chars: characters of the added tokens that the library normalizes.
+        path: path shown in error messages.
+        parts: parts of tokenizer.json by name.
+        num_chars: total characters of the added tokens that the library normalizes.
     """
     steps = {name: _steps(parts.get(name)) for name in _PARTS[1:]}
     for name, found in steps.items():
@@ -111,15 +115,15 @@ def _check_parts(path: Path, parts: Step, num_chars: int) -> None:
         )
     if num_chars * _growth(normalizer) * len(normalizer) > _MAX_ADDED:
         raise ModelFormatError(
-            f"{path}: its {num_chars} characters of added tokens can become more than {_MAX_ADDED} "
-            "by normalization"
+            f"{path}: its {num_chars} characters of added tokens can expand to more than "
+            f"{_MAX_ADDED} by normalization, which no real tokenizer does"
         )
 
 
 def _parts(text: str) -> Step:
-    """Return the members of the file except the model, which is large.
+    """Return the members of the file, if possible without parsing the large model.
 
-    The model is skipped if it comes last; a file with members after it is parsed as a whole.
+    The model is skipped if it is the last member. Otherwise the whole file is parsed.
     """
     decoder = json.JSONDecoder()
     found: Step = {}
@@ -139,7 +143,7 @@ def _parts(text: str) -> Step:
 
 
 def _steps(part: object) -> list[Step]:
-    """Return the steps of a part in order, with sequences expanded."""
+    """Return the steps of a part in order, with nested sequences expanded."""
     steps: list[Step] = []
     waiting = [part]
     while waiting:
@@ -155,12 +159,12 @@ def _steps(part: object) -> list[Step]:
 
 
 class _Lengths:
-    """Number of characters that each character can become in the following steps.
+    """Maximum number of characters that each character becomes in the following steps.
 
     Attributes:
         chars: numbers by character.
-        other: number for characters that are not in `chars`.
-        added: characters written once, whatever the text.
+        other: number for all characters that are not in `chars`.
+        added: characters that are written regardless of the text.
     """
 
     def __init__(self) -> None:
@@ -175,7 +179,7 @@ class _Lengths:
         return max(self.other, *self.chars.values()) if self.chars else self.other
 
     def multiply(self, factor: float) -> None:
-        """Apply a step that makes up to `factor` characters, of any kind, of each."""
+        """Apply a step that turns each character into up to `factor` arbitrary characters."""
         self.other = factor * self.longest()
         self.chars = {}
 
@@ -198,9 +202,9 @@ class _Lengths:
 def _growth(steps: Sequence[Step]) -> float:
     """Return an upper bound of the characters that one character becomes.
 
-    It is computed from the last step to the first, and any number above the limit may be returned.
-    Unicode normalization counts for the output of other steps; a text is expanded by it once, to 18
-    characters for one at most.
+    The steps are processed in reverse. The loop stops at any number above the limit. Unicode
+    normalization expands a text only once, to at most 18 characters per character. It counts only
+    for characters that other steps write.
     """
     lengths = _Lengths()
     for index in reversed(range(len(steps))):
@@ -225,7 +229,7 @@ def _growth(steps: Sequence[Step]) -> float:
 def _written_before(steps: Sequence[Step], index: int) -> set[str]:
     """Return the characters that the settings of steps before `index` write.
 
-    Steps before the last Unicode normalization do not count, because it has expanded their output.
+    Steps before the last Unicode normalization are ignored, because it has expanded their output.
     """
     found: set[str] = set()
     for step in reversed(steps[:index]):
@@ -239,13 +243,16 @@ def _written_before(steps: Sequence[Step], index: int) -> set[str]:
 
 
 def _expansion(chars: Iterable[str]) -> int:
-    """Return the most characters that Unicode normalization makes of one of these."""
+    """Return the most characters into which Unicode normalization expands one of these."""
     forms = (unicodedata.normalize("NFKD", one) for char in chars for one in (char, char.lower()))
     return max(map(len, forms), default=1)
 
 
 def _texts_of(table: str) -> list[str]:
-    """Return the texts in a sentencepiece table: u32 size | trie | texts, each ended by NUL."""
+    """Return the replacement texts of a sentencepiece table.
+
+    Layout: u32 size | trie | texts, each terminated by NUL.
+    """
     try:
         data = base64.b64decode(table)
     except ValueError:
@@ -255,7 +262,7 @@ def _texts_of(table: str) -> list[str]:
 
 
 def _num_tokens(steps: Iterable[Step]) -> int:
-    """Return an upper bound of the tokens that templates make of a text of one token."""
+    """Return an upper bound of the tokens that post-processors make from one token."""
     count = 1
     for step in steps:
         special = step.get("special_tokens")
@@ -285,7 +292,7 @@ def _num_tokens(steps: Iterable[Step]) -> int:
 
 
 def _normalized_length(token: object) -> int:
-    """Return the length of an added token that the library normalizes, else 0."""
+    """Return the length of an added token that the library normalizes, or 0."""
     fields = token if isinstance(token, dict) else {}
     content = fields.get("content")
     return len(content) if fields.get("normalized", True) and isinstance(content, str) else 0

@@ -1,14 +1,18 @@
-"""Cache of tokenizers next to the packed weights.
+"""Cache of tokenizers, stored next to the packed weights.
 
-Building one with a large vocabulary from a GGUF file takes seconds. Layout of a file:
+Building a tokenizer with a large vocabulary from a GGUF file takes seconds. File layout:
 
-    8 bytes magic | u32 version | SHA-256 of the rest | u32 length | JSON | merges, i32 [n, 2]: ids
-    of left and right
+    8 bytes magic | u32 version | SHA-256 of the rest | u32 length | JSON | merges
 
-The JSON holds key, special tokens, template, vocabulary, and tokenizer.json without vocabulary and
-merges. The library would need four times a tokenizer's memory to read it whole, and keep a part of
-that. A file is written under another name and renamed when complete, and checked as a whole on each
-read. A file that is damaged, or of another version, model or user, is built again.
+    merges are i32 [n, 2]: the ids of the left and right token
+
+The JSON contains the key, the special tokens, the chat template, the vocabulary, and tokenizer.json
+without vocabulary and merges. Reading a complete tokenizer.json would need four times the
+tokenizer's memory and would not release all of it.
+
+A file is written under a temporary name and renamed when complete. Each read verifies the checksum.
+A tokenizer is rebuilt if the file is damaged, has another version or model, or belongs to another
+user.
 """
 
 from __future__ import annotations
@@ -36,7 +40,7 @@ __all__ = ["kept_tokenizer"]
 
 _LOG = logging.getLogger(__name__)
 _MAGIC = b"KVBTOK\0\0"
-# Version of the layout and of the construction; raise it when either changes.
+# Version of the layout and of the code that builds tokenizers. Increment it when either changes.
 _VERSION = 3
 _HEAD = len(_MAGIC) + 4 + 32
 
@@ -48,9 +52,10 @@ def kept_tokenizer(
 
     Args:
         key: fingerprint of the model.
-        build: builds the tokenizer, a FastCodec over BPE.
-        name: name of the model in messages.
-        cache_dir: cache directory; `NO_CACHE`, or one that is not writable: nothing is stored.
+        build: builds the tokenizer, which must be a FastCodec over BPE.
+        name: model name shown in messages.
+        cache_dir: cache directory, or None for the default one. Nothing is stored if it is
+            `NO_CACHE` or not writable.
     """
     if cache_dir == NO_CACHE:
         return build()
@@ -68,10 +73,10 @@ def _read(path: Path, key: str, name: str) -> Tokenizer | None:
     try:
         with open(path, "rb") as file:
             stat = os.fstat(file.fileno())
-            # A forged file would encode a prompt as another one.
+            # A forged file could encode a prompt as a different one.
             if hasattr(os, "getuid") and (stat.st_uid != os.getuid() or stat.st_mode & 0o022):
                 _LOG.warning(
-                    "%s could have been written by another user; the tokenizer is built again", path
+                    "%s could have been written by another user, so the tokenizer is rebuilt", path
                 )
                 return None
             data = file.read()
@@ -79,7 +84,7 @@ def _read(path: Path, key: str, name: str) -> Tokenizer | None:
         return None
     head = _MAGIC + _VERSION.to_bytes(4, "little") + hashlib.sha256(data[_HEAD:]).digest()
     if data[:_HEAD] != head:
-        _LOG.warning("%s is damaged or has another version; the tokenizer is built again", path)
+        _LOG.warning("%s is damaged or has another version, so the tokenizer is rebuilt", path)
         return None
     start = _HEAD + 4 + int.from_bytes(data[_HEAD : _HEAD + 4], "little")
     fields: dict[str, Any] = json.loads(data[_HEAD + 4 : start])
@@ -96,7 +101,7 @@ def _read(path: Path, key: str, name: str) -> Tokenizer | None:
 
 
 def _parted(text: str) -> tuple[dict[str, Any], dict[str, int], npt.NDArray[np.int32]]:
-    """Return a tokenizer's JSON without vocabulary and merges, and both of these."""
+    """Split a tokenizer's JSON into its settings, its vocabulary and its merges."""
     state = json.loads(text)
     vocabulary = state["model"].pop("vocab")
     merges = state["model"].pop("merges")
@@ -107,7 +112,7 @@ def _parted(text: str) -> tuple[dict[str, Any], dict[str, int], npt.NDArray[np.i
 def _joined(
     state: dict[str, Any], vocabulary: dict[str, int], merges: npt.NDArray[np.int32]
 ) -> tokenizers.Tokenizer:
-    """Return the tokenizer that `_parted` took apart."""
+    """Rebuild the tokenizer from the output of `_parted`."""
     tokens = {number: token for token, number in vocabulary.items()}
     left = merges[:, 0].tolist()
     right = merges[:, 1].tolist()
@@ -161,7 +166,7 @@ def _keep(path: Path, key: str, tokenizer: Tokenizer) -> None:
             raise
     except OSError as error:
         _LOG.warning(
-            "the tokenizer cannot be stored in %s (%s); it is built at every start",
+            "the tokenizer cannot be cached in %s (%s), so every start rebuilds it",
             path.parent,
             error,
         )

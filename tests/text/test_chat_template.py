@@ -86,7 +86,7 @@ def test_equals_transformers(name, prompt):
     ],
 )
 def test_a_variable_may_not_take_a_name_that_means_something(name):
-    with pytest.raises(RequestError, match="cannot be a template variable"):
+    with pytest.raises(RequestError, match="reserved name"):
         make("{{ messages }}").render(MESSAGES, variables={name: 1})
 
 

@@ -378,7 +378,7 @@ REFUSED = {
         "tokens must be a non-empty list of strings",
     ),
     "no merges": (_without("merges"), "merges is missing, but tokens such as"),
-    "half a merge": ({"tokenizer.ggml.merges": ["ab"]}, "'ab' .number 0."),
+    "half a merge": ({"tokenizer.ggml.merges": ["ab"]}, "'ab' at index 0"),
     "merge of nothing": (
         {"tokenizer.ggml.merges": ["q\u0120 \u0120q"]},
         "cannot be built.*out of vocabulary",

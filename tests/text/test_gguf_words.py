@@ -91,7 +91,7 @@ def test_the_bos_of_gemma4_is_added_even_where_the_file_denies_it():
         ({"tokenizer.ggml.merges": None}, "merges is missing, but tokens such as"),
         (
             {"tokenizer.ggml.merges": ["ab"]},
-            "has the entry 'ab' .number 0., which is not two tokens",
+            "has the entry 'ab' at index 0, which is not two tokens",
         ),
         ({"tokenizer.ggml.add_space_prefix": True}, "add_space_prefix is true"),
         (

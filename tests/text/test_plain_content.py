@@ -196,7 +196,7 @@ def test_the_last_message_goes_on(how):
     part = [{"role": "assistant", "content": [{"type": "text", "text": "so"}]}]
     listed = make("{{ messages[0].content[0].text }}!")
     assert listed.decode(listed.encode_chat(part, continue_final=True)) == "so"
-    with pytest.raises(RequestError, match="does not show"):
+    with pytest.raises(RequestError, match="does not render"):
         make("nothing").encode_chat(messages, continue_final=True)
 
 

@@ -213,7 +213,7 @@ def test_what_a_template_holds_is_bounded_in_memory(name):
     compiled = make(source.replace("VALUE", KEPT[name]))
     tracemalloc.start()
     try:
-        with pytest.raises(RequestError, match="it holds more than 128 MB"):
+        with pytest.raises(RequestError, match="it holds more than 128 MiB"):
             compiled.render(MESSAGES)
         peak = tracemalloc.get_traced_memory()[1]
     finally:

@@ -117,7 +117,7 @@ def test_a_cache_that_cannot_be_written_costs_time_only(built, tmp_path, caplog)
     for _ in range(2):
         assert kept_tokenizer(KEY, build, name="m.gguf", cache_dir=tmp_path).encode("a")
     assert len(calls) == 2
-    assert "cannot be stored" in caplog.text
+    assert "cannot be cached" in caplog.text
 
 
 def test_the_engine_keeps_it(tiny_model_dir, tmp_path, monkeypatch):
