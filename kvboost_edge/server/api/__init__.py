@@ -1,1 +1,1 @@
-"""The HTTP API: routes, request schemas and their bounds, responses."""
+"""The HTTP API: routes, request schemas with their bounds, and response writers."""

@@ -1,9 +1,9 @@
-"""Parsing and validation of JSON bodies, with early refusal of invalid and excessive ones.
+"""Parsing and validation of JSON bodies, with early rejection of oversized ones.
 
 - Long bodies are parsed and validated in one worker thread, one at a time. Python parses JSON
-  without releasing the GIL, so the event loop waits for one body at most.
-- The table of bounds limits the numbers of values, containers and strings of a body.
-- Integers are limited in digits, because parsing time grows with the square of the digits.
+  without releasing the GIL, so the event loop waits for at most one body.
+- The table of bounds limits how many values, containers and strings a body may hold.
+- The number of digits of an integer is limited, because parsing time grows with its square.
 - Validation stops at the first error.
 """
 
@@ -28,18 +28,19 @@ __all__ = ["JsonRoute", "parse_json"]
 
 _SHORT = 1 << 14  # bytes; parsing them takes a fraction of a millisecond
 _JSON = (b"content-type", b"application/json")
-_MOST_DIGITS = 20  # of an integer
-# Digits that are kept of a longer integer. No field allows that many, so the error names the field.
+_MOST_DIGITS = 20
+# A longer integer is cut to this many digits. Its value is still out of range for every field, so
+# the error names the field.
 _KEPT_DIGITS = 40
 _AS_ZEROS = bytes.maketrans(b"123456789", b"000000000")
 _TOO_LONG = b"0" * (_MOST_DIGITS + 1)
 
 
 class JsonRoute(APIRoute):
-    """A route that parses its body with `parse_json`, whatever the Content-Type.
+    """A route that parses its body as JSON with `parse_json`, whatever the Content-Type.
 
-    `curl -d` sends the type of a form. A page of another site could send such a body without a CORS
-    preflight; its Origin is refused.
+    `curl -d` sends the Content-Type of a form. Browsers send such a body without a CORS preflight,
+    but requests with a foreign Origin header are refused elsewhere.
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
@@ -95,14 +96,14 @@ def _reader() -> ThreadPoolExecutor:
 
 
 def parse_json(body: bytes) -> tuple[Any, ApiError | None]:
-    """Parse a body, and check the number of its values first.
+    """Count the values of a body, then parse it as JSON.
 
-    Values are counted by separators, which also count inside strings. Strings, including field
-    names, are counted by quotes; an escaped quote inside a string does not count.
+    The counts are estimates from the raw bytes. Values are counted by separators, including those
+    inside strings. Strings and field names are counted by unescaped quotes.
 
     Returns:
-        The value, and the error of an integer with too many digits or None. A field error takes
-            precedence over it.
+        The parsed value, and an error if an integer has too many digits, else None. The caller
+            reports a field error first if there is one.
 
     Raises:
         ApiError: the body is not JSON, or holds more values than the table of bounds allows (400).
@@ -121,30 +122,31 @@ def parse_json(body: bytes) -> tuple[Any, ApiError | None]:
                 f"the body holds {count} {what}; at most {limit} are allowed; send a smaller body"
             )
             raise ApiError(400, message, code="request_too_large")
-    # UTF-16 and UTF-32 have zero bytes between the digits. Checking each integer doubles the time,
-    # so it is done only if one may be long. Digits in a string count here too.
+    # UTF-16 and UTF-32 put zero bytes between digits, so their integers are always checked.
+    # Checking doubles the parsing time and is skipped if no run of digits is too long, in or out of
+    # strings.
     may_be_long = b"\0" in body or _TOO_LONG in body.translate(_AS_ZEROS)
     integers = _Integers()
     try:
         value = json.loads(body, parse_int=integers.read if may_be_long else None)
-    except (ValueError, RecursionError) as error:  # also invalid UTF-8 or deep nesting
+    except (ValueError, RecursionError) as error:  # covers invalid UTF-8 and deep nesting too
         raise _not_json(_reason(error)) from error
     too_long = f"an integer has more than {_MOST_DIGITS} digits"
     return value, _not_json(too_long) if integers.has_long else None
 
 
 class _Integers:
-    """Parser of a body's integers.
+    """Parser of integers that remembers whether one was too long.
 
     Attributes:
-        has_long: an integer had too many digits.
+        has_long: whether an integer had too many digits.
     """
 
     def __init__(self) -> None:
         self.has_long = False
 
     def read(self, digits: str) -> int:
-        """Return the integer; only the first digits of a long one."""
+        """Convert digits to an integer, and cut a long one short."""
         self.has_long = self.has_long or len(digits.lstrip("-")) > _MOST_DIGITS
         return int(digits[:_KEPT_DIGITS])
 
@@ -154,7 +156,7 @@ def _not_json(reason: str) -> ApiError:
 
 
 def _reason(error: Exception) -> str:
-    """Return the reason without any of the client's input."""
+    """Describe a parsing error without quoting the client's input."""
     if isinstance(error, json.JSONDecodeError):
         return f"{error.msg} at character {error.pos}"
     if isinstance(error, UnicodeDecodeError):

@@ -1,7 +1,7 @@
-"""The table of bounds of every number and count in a request.
+"""Bounds of every number, length and count in a request.
 
-Schemas and their tests use it. Limits that depend on the loaded model (context, vocabulary) are
-checked where the model is known.
+The schemas and their tests share this table. Limits that depend on the loaded model, such as its
+context and vocabulary, are checked elsewhere.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ __all__ = ["BOUNDS", "COUNTS", "Bound", "bounded", "counted"]
 
 
 class Bound(NamedTuple):
-    """Range of a number.
+    """A range of allowed numbers.
 
     Attributes:
         low: lower end.
         high: upper end, included.
-        integer: fractions are refused.
-        open_low: `low` is excluded.
+        integer: whether only integers are allowed.
+        open_low: whether `low` itself is excluded.
     """
 
     low: float
@@ -41,7 +41,7 @@ class Bound(NamedTuple):
 
 
 def _declared(options: type, name: str) -> Bound:
-    """Return the range that an option's declaration states."""
+    """Return the range from the declaration of an engine option."""
     declared = option_of(options, name)
     assert declared.low is not None
     assert declared.high is not None
@@ -51,22 +51,22 @@ def _declared(options: type, name: str) -> Bound:
 BOUNDS: dict[str, Bound] = {
     "temperature": Bound(0, 2, integer=False),
     "top_p": _declared(SamplingParams, "top_p"),
-    "top_k": Bound(-1, 1_000_000),  # -1 and 0: off
+    "top_k": Bound(-1, 1_000_000),  # -1 and 0 disable it
     "min_p": _declared(SamplingParams, "min_p"),
     "repetition_penalty": Bound(0.01, 100, integer=False),
     "presence_penalty": _declared(SamplingParams, "presence_penalty"),
     "frequency_penalty": _declared(SamplingParams, "frequency_penalty"),
     "logit_bias": Bound(-100, 100, integer=False),
-    "seed": Bound(-(2**63), 2**63 - 1),  # -1: a random one
+    "seed": Bound(-(2**63), 2**63 - 1),  # -1 chooses a random seed
     "n": Bound(1, 128),
     "best_of": Bound(1, 128),
     "max_tokens": Bound(0, 2**24),
     "max_completion_tokens": Bound(1, 2**24),
-    "num_predict": Bound(-2, 2**24),  # Ollama's; -1 and -2: up to the context
+    "num_predict": Bound(-2, 2**24),  # Ollama; -1 and -2: fill the context
     "num_ctx": Bound(1, 2**24),
-    "keep_alive": Bound(-(2**63), MAX_KEEP_ALIVE, integer=False),  # seconds; negative: forever
-    "call_index": Bound(0, 2**16),  # of a call in a message from Ollama's clients
-    "listed": Bound(1, 100),  # entries of one page of a list
+    "keep_alive": Bound(-(2**63), MAX_KEEP_ALIVE, integer=False),  # seconds; negative: no limit
+    "call_index": Bound(0, 2**16),  # index of a tool call, sent by Ollama's clients
+    "listed": Bound(1, 100),  # page size of a list
     "logprobs": Bound(0, 20),
     "top_logprobs": Bound(0, 20),
     "priority": Bound(-1_000_000, 1_000_000),
@@ -91,26 +91,26 @@ tokens, "template_number" each number in chat_template_kwargs.
 COUNTS: dict[str, Bound] = {
     "prompts": Bound(1, 256),
     "prompt_tokens": Bound(1, 2**18),
-    "sequences": Bound(1, 256),  # prompts x best_of, computed together
-    # Tokens of an answer x (log probabilities of each + 1), about 40 bytes each.
+    "sequences": Bound(1, 256),  # prompts x best_of, computed in one batch
+    # Answer tokens x (log probabilities per token + 1). An entry takes about 40 bytes.
     "logprob_entries": Bound(0, 2**19),
     "messages": Bound(1, 10_000),
-    "continued": Bound(0, 20_000),  # items of all responses that a response continues
+    "continued": Bound(0, 20_000),  # items of all stored responses that a request continues
     "documents": Bound(1, 256),
-    "inputs": Bound(1, 2048),  # OpenAI's
+    "inputs": Bound(1, 2048),  # OpenAI's limit
     "reranked": Bound(1, 1024),
-    "text": Bound(0, 2**20),  # characters of one text; tokenizing them takes about a second
-    "tokens": Bound(0, 2**18),  # of /detokenize
-    "pieces": Bound(0, 2**16),  # tokens that /tokenize returns one by one
-    "json_values": Bound(0, 5 * 2**16),  # in a body; parsing blocks all threads for about 30 ms
-    "json_containers": Bound(0, 2**18),  # lists and objects, which cost more
-    "json_strings": Bound(0, 2**16),  # strings and field names, which cost most
+    "text": Bound(0, 2**20),  # characters of one text; tokenizing 2^20 takes about a second
+    "tokens": Bound(0, 2**18),  # token ids in /detokenize
+    "pieces": Bound(0, 2**16),  # tokens listed one by one by /tokenize
+    "json_values": Bound(0, 5 * 2**16),  # per body; parsing blocks all threads for about 30 ms
+    "json_containers": Bound(0, 2**18),  # lists and objects, slower to parse
+    "json_strings": Bound(0, 2**16),  # strings and field names, slowest to parse
     "parts": Bound(1, 10_000),
     "role": Bound(1, 64),
     "tools": Bound(0, 512),
     "tool_name": Bound(1, 128),
-    "tools_text": Bound(0, 2**20),  # characters of all tools
-    "tool_calls": Bound(0, 512),  # of one message
+    "tools_text": Bound(0, 2**20),  # characters of all tools together
+    "tool_calls": Bound(0, 512),  # in one message
     "tool_call_id": Bound(0, 256),
     "name": Bound(1, 256),
     "stop": Bound(0, 64),
@@ -122,8 +122,8 @@ COUNTS: dict[str, Bound] = {
     "template_name": Bound(1, 64),
     "template_text": Bound(0, 4096),
     "model": Bound(1, 1024),
-    "cache_marks": Bound(0, 4),  # cache_control in one of Anthropic's bodies
-    "label": Bound(0, 1024),  # user and other ignored texts
+    "cache_marks": Bound(0, 4),  # cache_control entries in one Anthropic body
+    "label": Bound(0, 1024),  # `user` and other ignored texts
     "metadata": Bound(0, 16),
     "metadata_name": Bound(1, 64),
     "metadata_value": Bound(0, 512),
@@ -132,7 +132,7 @@ COUNTS: dict[str, Bound] = {
 
 
 def bounded(name: str) -> Any:
-    """Return the pydantic constraints of a number."""
+    """Return the pydantic constraints of the number `name`."""
     bound = BOUNDS[name]
     cast = int if bound.integer else float
     low = cast(bound.low)
@@ -143,6 +143,6 @@ def bounded(name: str) -> Any:
 
 
 def counted(name: str) -> Any:
-    """Return the pydantic constraints of a length."""
+    """Return the pydantic constraints of the length or count `name`."""
     bound = COUNTS[name]
     return Field(min_length=int(bound.low), max_length=int(bound.high))

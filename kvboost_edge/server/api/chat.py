@@ -1,4 +1,4 @@
-"""Chat requests and their choices, as in /v1/chat/completions."""
+"""Chat requests in the format of /v1/chat/completions, and the choices of their answers."""
 
 from __future__ import annotations
 
@@ -33,35 +33,35 @@ from kvboost_edge.text.turns.reader import TurnReader
 
 __all__ = ["RenderedChat", "encode_asked", "ranges_to_drop"]
 
-# An eighth of the context is left for an answer without a limit when turns are dropped.
+# If old turns are dropped and the answer has no limit, it gets an eighth of the context.
 _ANSWER_SHARE = 8
-# Weak, so that the entry of an unloaded model disappears.
+# Weak keys: the entry of an unloaded model disappears.
 _AROUND: weakref.WeakKeyDictionary[Tokenizer, int] = weakref.WeakKeyDictionary()
 
 
 def ranges_to_drop(
     roles: Sequence[str], sizes: Sequence[int], num_tokens: int, limit: int
 ) -> list[range]:
-    """Return the ranges of messages to try leaving out of a long prompt, shortest first.
+    """List the ranges of old messages that may be dropped from a long prompt, shortest first.
 
-    System messages at the beginning and the last turn (from the last user message on) are always
-    kept. The tokens to drop are a multiple of half the limit.
+    Leading system messages and the last turn, which begins with the last user message, are always
+    kept. The number of tokens to drop is rounded up to a multiple of half the limit.
 
     Args:
         roles: role of each message.
-        sizes: approximate tokens of each message, independent of the other messages.
-        num_tokens: tokens of the whole prompt.
-        limit: tokens that fit.
+        sizes: approximate number of tokens of each message.
+        num_tokens: number of tokens of the whole prompt.
+        limit: number of tokens that fit.
     """
     head = next((at for at, role in enumerate(roles) if role not in ("system", "developer")), 0)
     begins = [at for at in range(head, len(roles)) if roles[at] == "user"]
-    ends = begins[1:]  # candidates for the first message to keep
+    ends = begins[1:]  # candidates for the first kept message
     if not ends:
         return []
     before = [0, *accumulate(sizes)]
     gone = {end: before[end] - before[head] for end in ends}
-    # Large steps keep the prefix stable: the same turns are dropped until the conversation has
-    # grown by a whole step.
+    # Large steps keep the prefix stable. The same turns are dropped in each request until the
+    # conversation has grown by a whole step.
     step = max(1, limit // 2)
     least = -(-(num_tokens - limit) // step) * step
     most = gone[ends[-1]] + step
@@ -73,9 +73,9 @@ def ranges_to_drop(
 
 
 class RenderedChat(RenderedRequest):
-    """A chat request, ready to run.
+    """A chat request that is ready to run.
 
-    Creating it raises ApiError for fields that contradict each other.
+    The constructor raises ApiError for fields that contradict each other.
     """
 
     wire_names = WireNames("chatcmpl", "chat.completion", "chat.completion.chunk")
@@ -134,9 +134,9 @@ class RenderedChat(RenderedRequest):
         return EncodedPrompt(ids, asked=asked, dropped=len(body.messages) - len(messages))
 
     def _fitting(self, prompt: EncodedPrompt, answers: KeptAnswers) -> EncodedPrompt:
-        """Return the prompt, without its oldest turns if it leaves no room for an answer.
+        """Drop the oldest turns until the prompt leaves room for an answer.
 
-        If no prompt is short enough, the shortest is returned.
+        If no prompt is short enough, the shortest one is returned.
         """
         context = self.state.engine.runner_info.max_context
         pool = self.state.admission.pool_tokens
@@ -156,7 +156,7 @@ class RenderedChat(RenderedRequest):
 
 
 def _tokens_around(tokenizer: Tokenizer) -> int:
-    """Return the approximate number of tokens that the template adds to a message."""
+    """Return the approximate number of tokens that the chat template adds to a message."""
     found = _AROUND.get(tokenizer)
     if found is None:
         found = _AROUND[tokenizer] = _counted_around(tokenizer)
@@ -182,10 +182,12 @@ def encode_asked(
     *,
     continues: bool = False,
 ) -> tuple[list[int], PromptInputs]:
-    """Return the token ids of messages with the tools and variables of a body, after normalization.
+    """Normalize a request's messages, tools and template variables, and tokenize them.
 
-    Slow for long messages. The second result describes the normalized inputs for cache-miss
-    reports.
+    Takes long for long messages, so run it in a worker thread.
+
+    Returns:
+        The token ids, and a description of the normalized inputs for cache-miss reports.
     """
     plain = [message.for_template() for message in messages]
     tokenizer = state.engine.tokenizer
@@ -219,11 +221,11 @@ class ChatChoice:
         """Create a writer.
 
         Args:
-            index: number of the choice.
+            index: index of the choice.
             tokenizer: tokenizer of the model.
-            texts: texts of tokens; None unless log probabilities are requested.
+            texts: cache of token texts; None unless log probabilities are requested.
             reader: parser of reasoning and tool calls; None for plain text.
-            with_ids: the choice shows its token ids.
+            with_ids: whether the choice includes its token ids.
         """
         self._index = index
         self._codec = tokenizer.codec
@@ -233,7 +235,7 @@ class ChatChoice:
         self._offsets = OffsetCounter(tokenizer, 0)
         self._shown = 0
         self._ids: list[int] = []
-        self._logprobs: list[tuple[int, TokenLogprobs]] = []  # with offsets in the text
+        self._logprobs: list[tuple[int, TokenLogprobs]] = []  # with text offsets
 
     def whole(self, result: GenerationResult) -> ChatChoiceAnswer:
         message: ChatMessageAnswer = {
@@ -289,18 +291,18 @@ class ChatChoice:
 
     @property
     def num_reasoning_tokens(self) -> int:
-        """Reasoning tokens of the answer, known once the choice is closed."""
+        """Number of reasoning tokens; complete once the choice is closed."""
         return 0 if self._reader is None else self._reader.num_reasoning_tokens
 
     def _add(self, token: TokenLogprobs) -> None:
-        """Keep the log probabilities of a token unless it has no text, such as EOS."""
+        """Store the log probabilities of a token, except for tokens without text such as EOS."""
         if self._texts is not None and self._codec.has_text(token.token_id, True):
             self._logprobs.append((self._offsets.add(token.token_id), token))
 
     def _tokens_of_text(self) -> list[TokenLogprobs]:
-        """Remove and return the tokens that begin in the text shown so far.
+        """Remove and return the log probabilities of tokens whose text has been sent.
 
-        The other tokens are pending, or belong to a stop string that was cut off.
+        The other tokens are still pending, or belong to a stop string that was cut off.
         """
         tokens = [token for start, token in self._logprobs if start < self._shown]
         del self._logprobs[: len(tokens)]

@@ -1,4 +1,4 @@
-"""Checks of a request against the server: model, context, pool and tenants."""
+"""Checks of a request against the model, its context, the block pool and the API keys."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ def answered(
     work: Callable[[ModelState, Send], Awaitable[None]],
     keep_alive: float | None = None,
 ) -> Answer:
-    """Return the response that `work` sends, with the named model kept loaded meanwhile.
+    """Return a response that loads the model if needed and keeps it loaded while `work` runs.
 
     Args:
         request: the HTTP request.
         model: name of the model; None for the first one.
         work: sends the response.
-        keep_alive: seconds that the model stays loaded afterwards, see `Models.lease`.
+        keep_alive: seconds to keep the model loaded afterwards, see `Models.lease`.
     """
 
     async def whole(send: Send) -> None:
@@ -63,10 +63,10 @@ def answered(
 
 
 def served_model(request: Request, name: str | None) -> ServedModel:
-    """Return the model of this name, or the first one for None.
+    """Find the served model with this name; None selects the first one.
 
     Raises:
-        ApiError: the model is not served here (404).
+        ApiError: no model with this name is served (404).
     """
     models = server_of(request).models
     served = models.find(name)
@@ -78,10 +78,10 @@ def served_model(request: Request, name: str | None) -> ServedModel:
 
 
 def loaded_model(request: Request, name: str | None) -> ModelState:
-    """Return the state of a loaded model, without loading it.
+    """Return the state of a model that is already loaded.
 
     Raises:
-        ApiError: the model is not served here (404) or not loaded (503).
+        ApiError: the model is not served (404) or not loaded (503).
     """
     served = served_model(request, name)
     if served.state is None:
@@ -98,7 +98,7 @@ def loaded_model(request: Request, name: str | None) -> ModelState:
 
 
 async def looked_up(state: ModelState, work: Callable[[], T]) -> T:
-    """Run `work` in a worker thread, with the model's engine kept open meanwhile.
+    """Run `work` in a worker thread while the model's engine is kept open.
 
     Raises:
         EngineStopped, NoReplica: the engine has stopped (503).
@@ -115,14 +115,21 @@ async def looked_up(state: ModelState, work: Callable[[], T]) -> T:
 def room_for(
     state: ModelState, num_prompt_tokens: int, param: str, wanted: int | None, wanted_param: str
 ) -> int:
-    """Return the number of new tokens for a prompt: `wanted`, or all that fit if it is None.
+    """Return the number of new tokens that a prompt may generate.
+
+    Args:
+        state: the model.
+        num_prompt_tokens: number of tokens of the prompt.
+        param: field of the prompt, for errors.
+        wanted: requested number of new tokens; None for all that fit.
+        wanted_param: field of `wanted`, for errors.
 
     Raises:
-        ApiError: the context or the pool has too little room (400). A `wanted` of 0 needs none.
+        ApiError: the context or the block pool is too small (400).
     """
     context = state.engine.runner_info.max_context
     pool = state.admission.pool_tokens
-    # The KV of the last token is never computed.
+    # The last token needs no room in the pool, because its KV is never computed.
     room = min(context, pool + 1) - num_prompt_tokens
     limit = f"the model's context is {context} tokens and the cache holds {pool}"
     if room < (0 if wanted == 0 else 1):
@@ -142,12 +149,15 @@ def room_for(
 
 
 def check_logprobs(num_tokens: int, logprobs: int | None, param: str) -> None:
-    """Raise ApiError 400 if an answer would hold too many log probabilities.
+    """Check that an answer would not hold too many log probabilities.
 
     Args:
-        num_tokens: tokens of all sequences, including echoed prompts.
-        logprobs: alternatives of each token; None without log probabilities.
-        param: name of the field.
+        num_tokens: number of tokens of all sequences, including echoed prompts.
+        logprobs: number of alternatives per token; None without log probabilities.
+        param: field that the error names.
+
+    Raises:
+        ApiError: the limit is exceeded (400).
     """
     limit = int(COUNTS["logprob_entries"].high)
     total = 0 if logprobs is None else num_tokens * (logprobs + 1)
@@ -161,18 +171,18 @@ def check_logprobs(num_tokens: int, logprobs: int | None, param: str) -> None:
 
 
 def most_with_logprobs(num_sequences: int, logprobs: int) -> int:
-    """Return the most new tokens of each sequence that `check_logprobs` accepts."""
+    """Return the largest number of new tokens per sequence that `check_logprobs` accepts."""
     return int(COUNTS["logprob_entries"].high) // (num_sequences * (logprobs + 1))
 
 
 def check_mode(state: ModelState, body: SamplingFields) -> GenerationMode:
-    """Return the mode of a request: its own, or the server's default.
+    """Return the cache mode of a request: its own or the server's default.
 
-    With cache_prompt=true, a default of baseline becomes prefix_cache.
+    If the default is baseline, cache_prompt=true selects prefix_cache.
 
     Raises:
-        ApiError: the engine cannot reuse KV at other positions, or options for such reuse are given
-            in another mode (400).
+        ApiError: the engine does not support non-prefix KV reuse, or its options are given in
+            another mode (400).
     """
     mode = body.mode or state.mode
     if body.mode is None and body.cache_prompt and mode is GenerationMode.BASELINE:
@@ -192,14 +202,14 @@ def check_mode(state: ModelState, body: SamplingFields) -> GenerationMode:
 
 
 def check_priority(state: ModelState, priority: int | None) -> int:
-    """Return the priority of a request, 0 by default.
+    """Return the priority of a request; 0 by default.
 
     Raises:
-        ApiError: the priority is negative and there are several API keys (400).
+        ApiError: the priority is negative and several API keys are configured (400).
     """
     if priority is None:
         return 0
-    # A negative priority would run before the requests of other tenants.
+    # A negative priority would put this key's requests before those of other keys.
     if priority < 0 and len(state.settings.all_keys) > 1:
         message = (
             f"priority={priority} would run before other tenants; with several API keys it must be "

@@ -1,4 +1,4 @@
-"""Requests of /v1/completions and their choices: echo, best_of, log probabilities of the prompt."""
+"""Completion requests and their choices, with echo, best_of and prompt log probabilities."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from kvboost_edge.text.tokenizer import Tokenizer
 
 __all__ = ["RenderedCompletion"]
 
-_DEFAULT_MAX_TOKENS = 16  # OpenAI's
+_DEFAULT_MAX_TOKENS = 16  # OpenAI's default
 
 
 class RenderedCompletion(RenderedRequest):
-    """A completion request, ready to run.
+    """A completion request that is ready to run.
 
-    Creating it raises ApiError for fields that contradict each other.
+    The constructor raises ApiError for fields that contradict each other.
     """
 
     wire_names = WireNames("cmpl", "text_completion", "text_completion")
@@ -43,8 +43,8 @@ class RenderedCompletion(RenderedRequest):
 
         Args:
             state: the model.
-            body: the body of the request.
-            fills: without max_tokens, the answer may fill the context.
+            body: the request body.
+            fills: whether the answer may fill the context if max_tokens is missing.
         """
         body.check_together()
         body.check_vocabulary(state.engine.runner_info.vocab_size)
@@ -120,7 +120,7 @@ def _encode(
 def _best(
     results: Sequence[GenerationResult], per_prompt: int, keep: int
 ) -> list[GenerationResult]:
-    """Return each prompt's `keep` sequences with the highest mean log probability, best first."""
+    """Select each prompt's `keep` sequences with the highest mean log probability, best first."""
     chosen: list[GenerationResult] = []
     for first in range(0, len(results), per_prompt):
         chosen += sorted(results[first : first + per_prompt], key=_mean_logprob, reverse=True)[
@@ -137,7 +137,7 @@ def _mean_logprob(result: GenerationResult) -> float:
 class CompletionChoice:
     """Writer of one choice of a completion."""
 
-    num_reasoning_tokens = 0  # completions are plain text
+    num_reasoning_tokens = 0  # Completions are plain text.
 
     def __init__(
         self,
@@ -151,11 +151,11 @@ class CompletionChoice:
         """Create a writer.
 
         Args:
-            index: number of the choice.
-            echo: prompt to begin with; None without `echo`.
+            index: index of the choice.
+            echo: prompt to echo at the start; None without `echo`.
             tokenizer: tokenizer of the model.
-            texts: texts of tokens; None unless log probabilities are requested.
-            with_ids: the choice shows its token ids.
+            texts: cache of token texts; None unless log probabilities are requested.
+            with_ids: whether the choice includes its token ids.
         """
         self._index = index
         self._echo = echo
@@ -208,8 +208,8 @@ class CompletionChoice:
         if not event.text:
             return None
         self._shown += len(event.text)
-        # A token that begins in withheld text, which a stop string may still cut off, is withheld
-        # too, with its offset.
+        # A stop string may still cut off withheld text. Tokens that begin in such text are withheld
+        # too.
         count = (
             len(self._ids)
             if self._texts is None
@@ -221,7 +221,7 @@ class CompletionChoice:
         return self._flush("", len(self._ids), result.finish_reason)
 
     def _flush(self, text: str, count: int, reason: str | None) -> dict[str, Any]:
-        """Return a piece with `text` and the first `count` pending tokens."""
+        """Return a piece with `text` and the first `count` pending tokens; drop those tokens."""
         ids = self._ids[:count]
         tokens = self._logprobs[:count]
         starts = self._starts[:count]
@@ -242,7 +242,7 @@ class CompletionChoice:
     def _prompt_offsets(self) -> list[int]:
         if self._echo is None:
             return []
-        # Special tokens that the tokenizer added, such as BOS, are not part of the text.
+        # Special tokens that the tokenizer added, such as BOS, are not part of the echoed text.
         counter = OffsetCounter(self._tokenizer, 0, skip_special=self._echo.from_text)
         return [
             min(counter.add(token_id), len(self._echo.text)) for token_id in self._echo.token_ids

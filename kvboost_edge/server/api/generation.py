@@ -1,4 +1,4 @@
-"""Life of a generating request in every API: admission, run, whole or streamed answer."""
+"""Execution of a generation request of any API: admission, run, and whole or streamed answer."""
 
 from __future__ import annotations
 
@@ -31,23 +31,23 @@ from kvboost_edge.server.work.streams import EventStream, send_json
 
 __all__ = ["AnswerWriter", "respond", "watched"]
 
-_PROGRESS_SECONDS = 0.5  # interval of progress events
-# Clients and proxies abandon a stream that is silent for half a minute or more.
+_PROGRESS_SECONDS = 0.5  # interval between progress events
+# Clients and proxies drop a stream that is silent for 30 seconds or more.
 _PING_SECONDS = 10.0
 _FEW_TOKENS = 2000  # parsing this many takes about 10 ms
 
 
 class AnswerWriter(Protocol):
-    """Writer of one request's answer in the format of an API, whole or as a stream.
+    """Writer of the answer to one request in the format of an API.
 
-    For a stream, `events` is called first, then `begin` once the request runs. Each sequence gets
+    For a stream, `events` is called first, then `begin` when the request runs. Each sequence gets
     `open` before its first token, `push` for each token and `close` with its result. `end` is
-    called last. These methods only add to the stream, which is flushed in between. Unless the
-    request asks for progress, nothing is flushed before the first token or the end.
+    called last. These methods only append to the stream, and the caller flushes it. Nothing is
+    flushed before the first token or the end, unless the request asks for progress.
     """
 
     def whole(self, run: Running, results: list[GenerationResult]) -> bytes:
-        """Return the JSON of the answer; may run in a worker thread."""
+        """Return the answer as JSON. May run in a worker thread."""
         ...
 
     def events(self, send: Send) -> EventStream:
@@ -57,7 +57,7 @@ class AnswerWriter(Protocol):
     def begin(self, run: Running) -> None: ...
 
     def wait(self, index: int, progress: Progress) -> None:
-        """Report the progress of a prompt before `open`, if the request asks for it."""
+        """Report the progress of a prompt before `open`. Called only if the request asks for it."""
         ...
 
     async def open(self, index: int) -> None: ...
@@ -69,19 +69,22 @@ class AnswerWriter(Protocol):
     def end(self) -> None: ...
 
     def explain(self, diagnosis: Diagnosis) -> None:
-        """Take the cache-miss report of the first prompt, before the end is written."""
+        """Add the cache-miss report of the first prompt. Called before the end is written."""
         ...
 
     @property
     def num_reasoning_tokens(self) -> int:
-        """Reasoning tokens of the answer, known once it is written."""
+        """Number of reasoning tokens; complete once the answer is written."""
         ...
 
 
 async def respond(
     request: Request, send: Send, rendered: RenderedRequest, writer: AnswerWriter
 ) -> None:
-    """Run the request and send the answer; raise only while nothing was sent."""
+    """Run the request and send the answer.
+
+    An error is raised only before the first byte is sent. Later errors end the stream.
+    """
     if rendered.streams:
         await _respond_stream(request, rendered, writer, writer.events(send))
         return
@@ -98,8 +101,7 @@ async def respond(
             or results[0].logprobs is not None
             or results[0].generated_tokens > _FEW_TOKENS
         ):
-            # Parsing tens of thousands of tokens, or writing their log probabilities, takes a
-            # while.
+            # Parsing tens of thousands of tokens or writing their log probabilities takes long.
             body = await off_loop(lambda: writer.whole(run, results))
         else:
             body = writer.whole(run, results)
@@ -135,7 +137,7 @@ async def watched(
 ) -> AsyncGenerator[Running]:
     """Record the cache use of the first prompt for cache-miss reports.
 
-    If the request does not end inside the block, the tracker waits for it.
+    If the request is still running when the block ends, the tracker waits for it.
     """
     prompt = run.prompts[0]
     doctor = state_of(request).doctor
@@ -161,7 +163,7 @@ def _reasoned(writer: AnswerWriter, run: Running) -> None:
 async def _diagnosed(
     rendered: RenderedRequest, writer: AnswerWriter, run: Running, result: GenerationResult
 ) -> None:
-    """Record the result of the first prompt, and explain it if the request asks for that."""
+    """Record the result of the first prompt, and add its cache-miss report if requested."""
     assert run.watch is not None
     run.watch.finish(result)
     explained = run.watch.explained() if rendered.explains else None
@@ -182,10 +184,10 @@ async def _stream(
     every = _PING_SECONDS if rendered.pings else None
     if rendered.reports_progress:
         every = _PROGRESS_SECONDS
-    prompts = range(0, num_open, run.per_prompt)  # a prompt's first sequence computes it
+    prompts = range(0, num_open, run.per_prompt)  # their first sequences
     async with aclosing(merged(run.handles, every=every, followed=prompts)) as batches:
         async for batch in batches:
-            # A slow reader gets only the latest progress.
+            # A slow reader gets only the latest progress event.
             latest = {index: item for index, item in batch if isinstance(item, Progress)}
             for index, item in batch:
                 if isinstance(item, Progress):

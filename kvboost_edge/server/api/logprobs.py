@@ -17,12 +17,12 @@ from kvboost_edge.text.tokenizer import Tokenizer
 
 __all__ = ["OffsetCounter", "TokenTexts", "chat_logprobs", "completion_logprobs"]
 
-# JSON has no minus infinity. OpenAI's API returns this value for a token of probability 0.
+# JSON has no minus infinity. OpenAI's API returns this value for probability 0.
 _LOWEST = -9999.0
 
 
 class TokenTexts:
-    """Cache of token texts as OpenAI's API shows them, for one request."""
+    """Cache of token texts in OpenAI's format, for one request."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -41,16 +41,16 @@ class TokenTexts:
         return self._bytes[token_id]
 
     def text(self, token_id: int) -> str:
-        """Return the token's text, with U+FFFD for an incomplete character."""
+        """Return the token's text, with U+FFFD in place of incomplete characters."""
         raw = self.raw(token_id)
         if raw is None:
             return self._tokenizer.decode([token_id], skip_special_tokens=False)
         return raw.decode("utf-8", "replace")
 
     def key(self, token_id: int) -> str:
-        r"""Return a text that identifies the token.
+        r"""Return the token's text as a unique key.
 
-        Incomplete characters are written as `bytes:\xe2\x80`.
+        Tokens with incomplete characters have keys such as `bytes:\xe2\x80`.
         """
         raw = self.raw(token_id)
         if raw is None:
@@ -62,7 +62,7 @@ class TokenTexts:
 
 
 class OffsetCounter:
-    """Counter of the offsets of tokens in a text, in characters."""
+    """Counter of token offsets in a text, in characters."""
 
     def __init__(self, tokenizer: Tokenizer, start: int, *, skip_special: bool = True) -> None:
         """Create a counter.
@@ -70,21 +70,21 @@ class OffsetCounter:
         Args:
             tokenizer: tokenizer of the model.
             start: offset of the first token.
-            skip_special: special tokens have no text.
+            skip_special: whether special tokens count as empty text.
         """
         self._detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=skip_special)
         self._position = start
 
     def add(self, token_id: int) -> int:
         """Return the offset of the next token."""
-        # The characters of a token are counted once they are complete.
+        # The characters of a token count once they are complete.
         position = self._position
         self._position += len(self._detokenizer.push(token_id))
         return position
 
 
 def chat_logprobs(texts: TokenTexts, tokens: Sequence[TokenLogprobs]) -> ChatLogprobs:
-    """Return `logprobs` of a chat choice."""
+    """Return the `logprobs` member of a chat choice."""
     content: list[ChatTokenAndOthers] = []
     for token in tokens:
         top = [_chat_token(texts, token_id, logprob) for token_id, logprob in token.top]
@@ -98,7 +98,10 @@ def completion_logprobs(
     tokens: Sequence[TokenLogprobs | None],
     offsets: Sequence[int],
 ) -> CompletionLogprobs:
-    """Return `logprobs` of a completion choice; the entry of a prompt's first token is None."""
+    """Return the `logprobs` member of a completion choice.
+
+    The entry of a prompt's first token is None.
+    """
     return {
         "tokens": [texts.key(token_id) for token_id in ids],
         "token_logprobs": [None if token is None else _finite(token.logprob) for token in tokens],
@@ -117,7 +120,7 @@ def _chat_token(texts: TokenTexts, token_id: int, logprob: float) -> ChatToken:
 
 
 def _top(texts: TokenTexts, token: TokenLogprobs) -> dict[str, float]:
-    """Return the most likely tokens and the sampled one."""
+    """Return the log probabilities of the most likely tokens and of the sampled one."""
     pairs = {texts.key(token_id): _finite(logprob) for token_id, logprob in reversed(token.top)}
     shown = dict(reversed(pairs.items()))
     shown.setdefault(texts.key(token.token_id), _finite(token.logprob))

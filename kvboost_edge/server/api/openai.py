@@ -1,4 +1,4 @@
-"""Writer of OpenAI's completions and chat completions: one object, or chunks."""
+"""Response writer of OpenAI's completions and chat completions: one JSON object, or chunks."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class OpenAIWriter:
         self._results: dict[int, GenerationResult] = {}
 
     def explain(self, diagnosis: Diagnosis) -> None:
-        """Show the report on the first prompt in the answer."""
+        """Add the cache-miss report of the first prompt to the answer."""
         self._diagnosis = diagnosis
 
     @property
@@ -47,7 +47,7 @@ class OpenAIWriter:
         return self._num_reasoning
 
     def whole(self, run: Running, results: list[GenerationResult]) -> bytes:
-        # Encode each choice before the next one is made: with log probabilities they are large.
+        # Choices with log probabilities are large, so each is encoded before the next is built.
         writers = [
             (self._rendered.choice(index, run), result)
             for index, result in enumerate(self._rendered.chosen(results))
@@ -73,7 +73,7 @@ class OpenAIWriter:
         self._stream.chunk([self._choices[index].waiting()], prompt_progress=progress_of(progress))
 
     async def open(self, index: int) -> None:
-        """Write the first chunk of a choice, with long prompt log probabilities in a thread."""
+        """Write the first chunk of a choice, in a thread if it has prompt log probabilities."""
         assert self._run is not None
         choice = self._choices[index]
         prompt_logprobs = self._run.handles[index].prompt_logprobs
@@ -96,7 +96,7 @@ class OpenAIWriter:
         self._results[index] = result
         closing = self._choices[index].close(result)
         if len(self._results) == len(self._choices) and not self._include_usage:
-            figures = self._all_figures()  # without usage, which was not requested
+            figures = self._all_figures()  # no usage was requested
             self._stream.chunk([closing], timings=figures["timings"], kvboost=figures["kvboost"])
         else:
             self._stream.chunk([closing])
@@ -113,7 +113,7 @@ class OpenAIWriter:
     def _figures(
         self, results: Sequence[GenerationResult], run: Running, choices: Sequence[ChoiceWriter]
     ) -> Figures:
-        """Return usage, timings and the `kvboost` member."""
+        """Return the members `usage`, `timings` and `kvboost`."""
         self._num_reasoning = reasoning = sum(choice.num_reasoning_tokens for choice in choices)
         spent = costs(results, run.per_prompt, run.tokenize_ms, run.prompts[0].dropped, run.cause)
         if self._diagnosis is not None:
@@ -122,7 +122,7 @@ class OpenAIWriter:
         return {"usage": usage_of(results, run.per_prompt, reasoning, mode), **spent}
 
     def _head(self, kind: str) -> ChunkHead:
-        """Return the first members of an answer and of each chunk."""
+        """Return the members that begin an answer and each chunk."""
         state = self._rendered.state
         info = state.engine.runner_info
         described = (

@@ -1,4 +1,4 @@
-"""Encoding of texts and messages to token ids, and estimates of their size."""
+"""Tokenization of texts and messages, and estimates of their size."""
 
 from __future__ import annotations
 
@@ -23,33 +23,33 @@ __all__ = [
 ]
 
 _CHARACTERS_PER_TOKEN = 4
-_TEMPLATE_TOKENS = 3  # around each message
+_TEMPLATE_TOKENS = 3  # added per message by the chat template
 _TEMPLATE_CHARACTERS = 16
 
 
 def estimate_tokens(text: str) -> int:
-    """Return the approximate number of tokens of a text, at least 1."""
+    """Estimate the number of tokens of a text; at least 1."""
     return len(text) // _CHARACTERS_PER_TOKEN + 1
 
 
 def estimate_messages(
     messages: Sequence[ChatMessage], tools: list[dict[str, Any]] | None = None
 ) -> int:
-    """Return the approximate number of tokens of messages and tools."""
+    """Estimate the number of tokens of messages and tools."""
     sizes = [message.size // _CHARACTERS_PER_TOKEN + 1 + _TEMPLATE_TOKENS for message in messages]
     return size_of_tools(tools) // _CHARACTERS_PER_TOKEN + sum(sizes)
 
 
 def size_of(messages: Sequence[ChatMessage], tools: list[dict[str, Any]] | None = None) -> int:
-    """Return the characters to tokenize, including those that the template adds."""
+    """Return the number of characters to tokenize, including those added by the chat template."""
     return size_of_tools(tools) + sum(message.size + _TEMPLATE_CHARACTERS for message in messages)
 
 
 def encode_text(tokenizer: Tokenizer, text: str, add_special_tokens: bool, field: str) -> list[int]:
-    """Return the token ids of a text; slow for long texts.
+    """Tokenize a text. Takes long for long texts.
 
     Raises:
-        ApiError: the text yields no token; names the field (400).
+        ApiError: the text yields no tokens (400). The error names `field`.
     """
     try:
         ids = tokenizer.encode(text, add_special_tokens)
@@ -70,10 +70,10 @@ def encode_messages(
     continue_final: bool = False,
     find_answer: FindAnswer | None = None,
 ) -> list[int]:
-    """Return the token ids of messages by the model's chat template; slow for long messages.
+    """Render messages with the chat template and tokenize them. Takes long for long messages.
 
     Raises:
-        ApiError: the template refuses the messages (400).
+        ApiError: the template rejects the messages (400).
     """
     return encode_plain(
         tokenizer,
@@ -96,7 +96,7 @@ def encode_plain(
     continue_final: bool = False,
     find_answer: FindAnswer | None = None,
 ) -> list[int]:
-    """Return the token ids of messages in the format of chat templates, see `encode_messages`."""
+    """Tokenize messages that are in the format of chat templates, see `encode_messages`."""
     plain, described = offered(tokenizer, messages, tools, find_answer)
     try:
         ids = tokenizer.encode_chat(

@@ -1,4 +1,4 @@
-"""A generating request of any API, in the engine's terms."""
+"""A generation request of any API, converted to engine terms."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PromptLogprobs = Sequence[TokenLogprobs | None] | None
 
 
 class ChoiceWriter(Protocol):
-    """Writer of one choice of an answer, whole or in pieces."""
+    """Writer of one choice of an answer, as a whole or in pieces."""
 
     def whole(self, result: GenerationResult) -> Mapping[str, Any]: ...
 
@@ -31,32 +31,32 @@ class ChoiceWriter(Protocol):
         ...
 
     def opening(self, prompt_logprobs: PromptLogprobs) -> Json | None:
-        """Return the piece of a stream before the first token, or None."""
+        """Return the first piece of a stream, sent before the first token, or None."""
         ...
 
     def push(self, event: TokenEvent) -> Json | None:
-        """Return the next piece, or None while there is no text to show.
+        """Return the next piece, or None if there is no text to show yet.
 
-        Data of a withheld token is withheld with it.
+        The ids and log probabilities of withheld tokens are withheld too.
         """
         ...
 
     def close(self, result: GenerationResult) -> Json:
-        """Return the last piece, with the finish reason."""
+        """Return the last piece, which has the finish reason."""
         ...
 
     @property
     def num_reasoning_tokens(self) -> int:
-        """Reasoning tokens of the answer, known once it is whole or closed."""
+        """Number of reasoning tokens; complete once the choice is written or closed."""
         ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WireNames:
-    """Names in an OpenAI answer.
+    """Names that identify the object types in an OpenAI answer.
 
     Attributes:
-        id_prefix: prefix of the id.
+        id_prefix: prefix of the answer's id.
         kind: value of `object` in a whole answer.
         chunk_kind: value of `object` in a chunk.
     """
@@ -67,18 +67,19 @@ class WireNames:
 
 
 class RenderedRequest(EngineRequest):
-    """A generating request of any API, ready to run.
+    """A generation request of any API that is ready to run.
 
-    Subclasses make the writers of choices for OpenAI's APIs; the other APIs have writers of their
-    own.
+    Subclasses create the writers of choices for OpenAI's APIs. The other APIs have their own
+    writers.
 
     Attributes:
-        estimate: tokens of prompt and output, estimated before tokenization.
-        streams: the answer is a stream.
-        include_usage: the stream ends with a chunk of usage.
-        explains: the answer contains a cache-miss report on the first prompt.
-        reports_progress: the stream reports the progress of its prompts twice a second.
-        pings: without progress reports, the stream sends a ping now and then until the first token.
+        estimate: number of prompt and output tokens, estimated before tokenization.
+        streams: whether the answer is streamed.
+        include_usage: whether the stream ends with a usage chunk.
+        explains: whether the answer contains a cache-miss report on the first prompt.
+        reports_progress: whether the stream reports the progress of its prompts, twice a second.
+        pings: whether a stream without progress reports sends a ping every 10 seconds until the
+            first token.
     """
 
     wire_names: ClassVar[WireNames]
@@ -118,8 +119,8 @@ class RenderedRequest(EngineRequest):
 
     @abstractmethod
     def choice(self, index: int, run: Running) -> ChoiceWriter:
-        """Return the writer of one choice."""
+        """Create the writer of one choice."""
 
     def chosen(self, results: Sequence[GenerationResult]) -> list[GenerationResult]:
-        """Return the results to show, in order."""
+        """Return the results that the answer contains, in order."""
         return list(results)

@@ -1,4 +1,4 @@
-"""Parsing of one assistant turn while it arrives, for the APIs that answer in blocks."""
+"""Base class of response writers for APIs whose answer is one assistant turn."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ __all__ = ["TurnWriter"]
 
 
 class TurnWriter(ABC):
-    """An `AnswerWriter` of requests with one sequence.
+    """An `AnswerWriter` that parses one assistant turn while it is generated.
 
-    Subclasses write whole turns, and the start, parts and end of a streamed turn.
+    Subclasses write a whole turn, or the start, the parts and the end of a streamed turn.
 
     Attributes:
         message: the message so far.
@@ -36,15 +36,15 @@ class TurnWriter(ABC):
 
     @abstractmethod
     def written(self, result: GenerationResult, reason: str) -> bytes:
-        """Return the JSON of the whole answer, whose turn is in `message`."""
+        """Return the whole answer as JSON. `message` holds the finished turn."""
 
     @abstractmethod
     def opened(self) -> None:
-        """Write the start of a stream."""
+        """Write the beginning of the stream."""
 
     @abstractmethod
     def told(self, parts: Sequence[Part]) -> None:
-        """Write parts that were added to the message."""
+        """Write parts that were just added to the message."""
 
     @abstractmethod
     def closed(self, result: GenerationResult, reason: str) -> None:
@@ -52,7 +52,7 @@ class TurnWriter(ABC):
 
     @property
     def num_reasoning_tokens(self) -> int:
-        """Reasoning tokens of the answer, known once it is complete."""
+        """Number of reasoning tokens; final once the answer is complete."""
         return 0 if self._reader is None else self._reader.num_reasoning_tokens
 
     def whole(self, run: Running, results: list[GenerationResult]) -> bytes:
@@ -75,7 +75,7 @@ class TurnWriter(ABC):
             self.message = self._reader.message
 
     def wait(self, index: int, progress: Progress) -> None:  # noqa: B027
-        """Ignore the progress of a prompt; APIs that can report it override this."""
+        """Ignore the progress of a prompt. Subclasses whose API can report it override this."""
 
     async def open(self, index: int) -> None:
         self.opened()
@@ -95,16 +95,16 @@ class TurnWriter(ABC):
         self.closed(result, self._reason(result))
 
     def end(self) -> None:  # noqa: B027
-        """Do nothing; `closed` has written the end."""
+        """Do nothing, because `closed` has written the end."""
 
     def explain(self, diagnosis: Diagnosis) -> None:  # noqa: B027
-        """Ignore the cache-miss report, for which these APIs have no field."""
+        """Ignore the cache-miss report, because these APIs have no field for it."""
 
     def _finish(self, result: GenerationResult) -> list[Part]:
         return [] if self._reader is None else self._reader.close()
 
     def _reason(self, result: GenerationResult) -> str:
-        """Return "stop", "length" or "tool_calls"."""
+        """Return the finish reason: "stop", "length" or "tool_calls"."""
         return (
             result.finish_reason
             if self._reader is None
@@ -112,5 +112,5 @@ class TurnWriter(ABC):
         )
 
     def calls(self) -> list[dict[str, Any]]:
-        """Return the tool calls of the message: id, and function with name and arguments (JSON)."""
+        """Return the tool calls of the message. `arguments` of each function is JSON text."""
         return self.message.calls

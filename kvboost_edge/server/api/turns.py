@@ -1,6 +1,6 @@
-"""Format of the answers to a chat: grammar of tool calls, structured output, reasoning.
+"""Format of chat answers: tool-call grammar, structured output and reasoning.
 
-The markers of a model are detected from its chat template, see text/turns/.
+The special markers of a model are detected from its chat template, see text/turns/.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from kvboost_edge.text.turns.replay import find_calls
 
 __all__ = ["named_by_field", "offered", "turn_of"]
 
-# Limits of a schema for checking a call without markers; the compiler takes 0.2 s for the largest.
+# Largest tool schema for checking a call without markers; it takes the compiler 0.2 s.
 _MOST_JUDGED_CHARS = 1 << 16
 _MOST_JUDGED_MEMBERS = 1 << 10
-_TAIL_TOKENS = 64  # of a prompt: text of the template before an answer
+_TAIL_TOKENS = 64  # last prompt tokens: template text before the answer
 
 Json = dict[str, Any]
 
@@ -38,9 +38,9 @@ def offered(
     tools: list[Json] | None,
     find_answer: FindAnswer | None,
 ) -> tuple[list[Json], list[Json] | None]:
-    """Return messages and tools for the chat template.
+    """Return the messages and tools to render with the chat template.
 
-    If the template does not show tools, the messages describe them instead.
+    If the template does not show tools, the returned messages describe them instead.
 
     Raises:
         ApiError: the template writes tool calls in an unknown format (400).
@@ -56,7 +56,7 @@ def offered(
 
 
 def _as_written(tokenizer: Tokenizer, message: Json, find_answer: FindAnswer | None) -> Json:
-    """Return a message with calls as the model's own text, if its token ids are stored."""
+    """Restore the model's own text of a message with tool calls, if its token ids are stored."""
     ids = None if find_answer is None else find_calls(message, find_answer)
     return message if ids is None else {"role": "assistant", "content": tokenizer.decode(ids)}
 
@@ -72,7 +72,7 @@ def _takes_system(tokenizer: Tokenizer) -> bool:
 
 
 def turn_of(tokenizer: Tokenizer, body: ChatRequest, prompt_ids: Sequence[int]) -> Turn | None:
-    """Return the format of the answers to a rendered chat; None for plain text."""
+    """Return the format of the answers to a rendered chat, or None for plain text."""
     format = tokenizer.turn_format
     tail = tokenizer.decode(prompt_ids[-_TAIL_TOKENS:], skip_special_tokens=False)
     reasoning = "closed" if body.continues else format.reasoning_after(tail)
@@ -105,7 +105,7 @@ def turn_of(tokenizer: Tokenizer, body: ChatRequest, prompt_ids: Sequence[int]) 
     takes_bare_calls = (
         choice.mode == "auto"
         and answer is None
-        and not body.continues  # the beginning of the message is in the prompt
+        and not body.continues  # The prompt contains the beginning of the message.
         and calls.wraps_objects
     )
     return Turn(
@@ -119,7 +119,7 @@ def turn_of(tokenizer: Tokenizer, body: ChatRequest, prompt_ids: Sequence[int]) 
 
 
 def _fit(tool: Tool, arguments: Json) -> bool:
-    """Return whether arguments fit the tool's schema; False for a large schema."""
+    """Return whether arguments match the tool's schema. Large schemas count as not matching."""
     # This runs on the event loop, so it must be fast.
     text = json.dumps(tool.parameters)
     if len(text) > _MOST_JUDGED_CHARS or text.count(":") > _MOST_JUDGED_MEMBERS:
@@ -131,7 +131,7 @@ def _plain_turn(
     tokenizer: Tokenizer, format: TurnFormat, reasoning: str, fits: Mapping[str, Any]
 ) -> Turn | None:
     """Return the format of an answer without tools."""
-    # A JSON schema constrains the text after the reasoning; other formats apply from the first
+    # A JSON schema constrains only the text after the reasoning. Other formats apply from the first
     # token.
     schema = _object_schema(fits)
     if reasoning == "closed" or (fits and schema is None):
@@ -145,13 +145,13 @@ def _plain_turn(
 
 
 def _object_schema(fits: Mapping[str, Any]) -> Json | None:
-    """Return the JSON schema that can be part of a grammar, or None."""
+    """Return the JSON schema if it can be part of a grammar, else None."""
     schema = schema_of(fits["json_schema"]) if "json_schema" in fits else None
     return schema if isinstance(schema, dict) else None
 
 
 def named_by_field(error: RequestError, body: ChatRequest) -> Exception:
-    """Return the engine's error about a grammar made of tools as an error of the field `tools`."""
+    """Convert an engine error about the grammar of tools to an error of the field `tools`."""
     about, _, message = str(error).partition(" ")
     if not body.tools or about not in ("grammar", "json_schema"):
         return error
@@ -161,7 +161,7 @@ def named_by_field(error: RequestError, body: ChatRequest) -> Exception:
 
 
 def _calls_of(tokenizer: Tokenizer) -> CallFormat:
-    """Return the format of tool calls: the chat template's, or a generic one by default.
+    """Return the tool-call format of the chat template, or a generic one if it shows no tools.
 
     Raises:
         ApiError: the template writes tool calls in an unknown format (400).

@@ -1,4 +1,4 @@
-"""Figures of a request: OpenAI's `usage`, llama.cpp's `timings` and our `kvboost`."""
+"""Usage and timing members of answers: OpenAI's `usage`, llama.cpp's `timings` and `kvboost`."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ def usage_of(
     reasoning_tokens: int = 0,
     default_mode: GenerationMode = GenerationMode.PREFIX_CACHE,
 ) -> Usage:
-    """Return OpenAI's usage of all sequences.
+    """Return OpenAI's usage, summed over all sequences.
 
-    A prompt counts once, however many sequences continue it. Its cached tokens are the smallest
-    number among its sequences, because later ones find blocks that this request computed. Tokens
-    reused at other positions do not count as cached. Generated tokens of all sequences count, also
-    of those not chosen by best_of.
+    Each prompt counts once. Its cached tokens are the minimum over its sequences, because later
+    sequences find blocks that this request itself computed. Tokens reused at other positions do not
+    count as cached. Generated tokens count for all sequences, including those that best_of
+    discards.
 
     Args:
         results: results of all sequences, prompt by prompt.
-        per_prompt: sequences of each prompt.
-        reasoning_tokens: generated tokens that are reasoning.
-        default_mode: default mode of the server.
+        per_prompt: number of sequences per prompt.
+        reasoning_tokens: number of generated tokens that are reasoning.
+        default_mode: the server's default cache mode.
     """
     firsts = first_comers(results, per_prompt)
     prompt = sum(result.prompt_tokens for result in firsts)
@@ -53,9 +53,9 @@ def usage_of(
 def approximate_label(
     results: Sequence[GenerationResult], default_mode: GenerationMode
 ) -> bool | None:
-    """Return the value of `approximate` in a usage; None to leave it out.
+    """Return the value of `approximate` in a usage, or None to leave it out.
 
-    It is left out if the answer and the server's default mode are exact.
+    It is left out if both the answer and the server's default mode are exact.
     """
     if any(result.approximate for result in results):
         return True
@@ -71,18 +71,21 @@ def costs(
 ) -> Spent:
     """Return the `timings` and `kvboost` members of an answer.
 
-    All times are wall-clock milliseconds. Those of `kvboost` belong to the slowest sequence and add
-    up to its total_ms, from the complete request to the last token. ttft_ms is the first token of
-    any sequence. The answer is approximate if any sequence is. For each prompt, the sequence with
-    the most tokens reused at other positions counts.
+    - Times are wall-clock milliseconds.
+    - The phases in `kvboost` are those of the slowest sequence. They add up to its total_ms, from
+      the complete request to the last token.
+    - ttft_ms is the time to the first token of any sequence.
+    - The answer is approximate if any sequence is.
+    - Token counts of non-prefix reuse are those of each prompt's sequence with the most reused
+      tokens.
 
     Args:
         results: results of all sequences, prompt by prompt.
-        per_prompt: sequences of each prompt.
-        tokenize_ms: milliseconds spent on encoding.
-        dropped: messages left out of the prompt.
-        cause: cause in the report on the first prompt; "" for the engine's own reason.
-            `miss_reason` equals it, and is "" for "none".
+        per_prompt: number of sequences per prompt.
+        tokenize_ms: milliseconds spent on tokenization.
+        dropped: number of messages left out of the prompt.
+        cause: cause in the cache-miss report on the first prompt; "" for the engine's own reason.
+            `miss_reason` has the same value, except that "none" becomes "".
     """
     firsts = first_comers(results, per_prompt)
     shared = [
@@ -91,7 +94,7 @@ def costs(
     ]
     slowest = max(results, key=lambda result: result.total_ms)
     cause = cause or next((result.miss_reason for result in firsts if result.miss_reason), "none")
-    # Includes the wait for the batch window, or for a thread, before the engine's queue.
+    # The wait for a batch window or a thread, before the engine's queue, counts too.
     waited = slowest.queue_ms + max(0.0, slowest.tokenize_ms - tokenize_ms)
     return {
         "timings": _timings(results, firsts),
@@ -125,7 +128,7 @@ def costs(
 
 
 def progress_of(progress: Progress) -> dict[str, Any]:
-    """Return llama.cpp's progress of a prompt, and the milliseconds left until the first token."""
+    """Return the progress of a prompt in llama.cpp's format, with the estimated time left."""
     left = progress.seconds_left
     return {
         "total": progress.total,
@@ -137,7 +140,7 @@ def progress_of(progress: Progress) -> dict[str, Any]:
 
 
 def first_comers(results: Sequence[GenerationResult], per_prompt: int) -> list[GenerationResult]:
-    """Return, for each prompt, the sequence with the fewest cached tokens."""
+    """Return the sequence with the fewest cached tokens for each prompt."""
     return [
         min(group, key=lambda result: result.exact_cached_tokens)
         for group in _groups(results, per_prompt)
@@ -147,7 +150,7 @@ def first_comers(results: Sequence[GenerationResult], per_prompt: int) -> list[G
 def _groups(
     results: Sequence[GenerationResult], per_prompt: int
 ) -> list[Sequence[GenerationResult]]:
-    """Group the results by prompt, `per_prompt` each."""
+    """Group the results by prompt, with `per_prompt` results in each group."""
     return [results[first : first + per_prompt] for first in range(0, len(results), per_prompt)]
 
 
@@ -160,12 +163,13 @@ def _by_tier(results: Sequence[GenerationResult]) -> dict[str, int]:
 
 
 def _timings(results: Sequence[GenerationResult], firsts: Sequence[GenerationResult]) -> Timings:
-    """Return llama.cpp's timings.
+    """Return timings in llama.cpp's format.
 
-    Each prompt counts once, as in `usage_of`: prompt_n tokens were computed, cache_n cached. Tokens
-    reused at other positions are in neither. predicted_n counts all sequences. prompt_ms and
-    predicted_ms are those of the slowest sequence. Sequences run in parallel, so the speeds are
-    those of all together.
+    - prompt_n and cache_n: computed and cached prompt tokens. Each prompt counts once, and tokens
+      reused at other positions are in neither.
+    - predicted_n: generated tokens of all sequences.
+    - prompt_ms and predicted_ms: times of the slowest sequence.
+    - Speeds: all tokens divided by these times, because sequences run in parallel.
     """
     cached = sum(result.exact_cached_tokens for result in firsts)
     computed = sum(result.computed_prompt_tokens for result in firsts)
@@ -188,5 +192,5 @@ def _timings(results: Sequence[GenerationResult], firsts: Sequence[GenerationRes
 
 
 def _ratio(amount: float, of: float) -> float:
-    """Return amount / of; 0 for a zero divisor, because JSON has no infinity."""
+    """Divide two numbers. Return 0 for a zero divisor, because JSON has no infinity."""
     return round(amount / of, 3) if of > 0 else 0.0

@@ -22,10 +22,11 @@ def embedding_answer(
     *,
     as_base64: bool,
 ) -> bytearray:
-    """Encode an `EmbeddingAnswer` of vectors [num_inputs, dimensions], each as a list or base64.
+    """Encode the answer to an embedding request as JSON.
 
-    For worker threads: vectors are encoded one at a time, so other threads run in between and
-    memory grows gradually.
+    Vectors are [num_inputs, dimensions], each written as a list or as base64. Run this in a worker
+    thread. Vectors are encoded one at a time, so other threads run in between and memory grows
+    gradually.
     """
     body = bytearray(b'{"object":"list","data":[')
     for index, row in enumerate(vectors):
@@ -49,14 +50,14 @@ def rerank_answer(
     top_n: int,
     results: Sequence[GenerationResult],
 ) -> RerankAnswer:
-    """Return the `top_n` best documents, best first, equal ones in their order.
+    """Return the `top_n` best documents, best first. Equal scores keep the input order.
 
     Args:
         model: name of the model.
         scores: score of each document.
-        texts: texts to include; None to leave them out.
+        texts: document texts to include; None to leave them out.
         top_n: number of documents to return.
-        results: results of the engine, for the usage.
+        results: engine results, from which the usage is computed.
     """
     order = sorted(range(len(scores)), key=lambda index: -scores[index])[:top_n]
     ranked: list[Ranked] = [{"index": index, "relevance_score": scores[index]} for index in order]

@@ -1,1 +1,1 @@
-"""Compatibility APIs: translation of requests and responses."""
+"""Compatibility APIs: translate requests and responses of other APIs."""

@@ -1,4 +1,4 @@
-"""Arguments of a tool call as values, for APIs that do not send them as JSON text."""
+"""Parsing of tool-call arguments, for APIs that send them as objects instead of JSON text."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ __all__ = ["arguments_of"]
 
 
 def arguments_of(text: str) -> Any:
-    """Parse the arguments of a call.
+    """Parse the arguments of a tool call.
 
-    A number beyond the range of a double becomes the largest double, because answers cannot hold
-    infinity.
+    A number beyond the range of a double becomes the largest double, because JSON has no infinity.
 
     Raises:
-        ValueError, RecursionError: the arguments were cut short, so they are not JSON.
+        ValueError, RecursionError: the arguments are not JSON, because they were cut short.
     """
     return json.loads(text, parse_float=_finite, parse_constant=_refuse)
 

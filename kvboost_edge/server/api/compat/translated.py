@@ -1,4 +1,4 @@
-"""Construction of OpenAI request bodies from those of other APIs."""
+"""Construction of OpenAI request bodies from the bodies of other APIs."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ Body = TypeVar("Body", bound=BaseModel)
 
 
 def chat_request(**fields: Any) -> ChatRequest:
-    """Return a chat request with the fields that are not None.
+    """Build a chat request from the fields that are not None.
 
     Raises:
-        ApiError: a value is out of our bounds (400). It names our field, see `renamed`.
+        ApiError: a value is out of bounds (400). The error has OpenAI's field name, see `renamed`.
     """
     return _validated(ChatRequest, fields)
 
 
 def completion_request(**fields: Any) -> CompletionRequest:
-    """Return a completion request, see `chat_request`."""
+    """Build a completion request, see `chat_request`."""
     return _validated(CompletionRequest, fields)
 
 
@@ -59,10 +59,10 @@ def _validated(kind: type[Body], fields: Mapping[str, Any]) -> Body:
 
 @contextmanager
 def renamed(fields: Mapping[str, str]) -> Iterator[None]:
-    """Replace names of our fields in errors with the other API's names.
+    """Replace OpenAI's field names in errors with those of another API.
 
     Args:
-        fields: the other API's names of our fields.
+        fields: the other API's name of each OpenAI field.
     """
     try:
         yield

@@ -1,1 +1,1 @@
-"""HTTP routes: each validates its body and calls the module that does the work."""
+"""HTTP routes. Each validates its body and calls the module that does the work."""

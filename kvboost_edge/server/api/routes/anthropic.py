@@ -25,7 +25,7 @@ __all__ = ["router"]
 
 router = APIRouter(route_class=JsonRoute, responses=UNDECLARED_ERRORS)
 
-# An event: its name, and its data as JSON.
+# (name, JSON data) of an event
 _EVENT = {"type": "object", "properties": {"event": {"type": "string"}, "data": {"type": "string"}}}
 _STREAM = {"content": {"text/event-stream": {"schema": _EVENT}}}
 

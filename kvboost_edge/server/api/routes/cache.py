@@ -1,4 +1,4 @@
-"""Routes of the cache: warm, unpin, reset, statistics."""
+"""Routes of the cache: warm, unpin, reset and statistics."""
 
 from __future__ import annotations
 
@@ -71,16 +71,16 @@ __all__ = ["router"]
 router = APIRouter(route_class=JsonRoute, responses=ERRORS)
 
 _NO_STORE = {"Cache-Control": "no-store"}
-# Blocks up to which references and tokens are shown; reading them takes 1 us per block.
+# Most blocks whose references and tokens are shown; reading them takes 1 us per block.
 _MOST_DETAILS = 4096
 
 
 @router.post("/v1/warm", response_class=JSONResponse, responses={200: {"model": Warmed}})
 async def warm(request: Request, body: WarmRequest) -> Response:
-    """Compute a text, messages or documents into the cache.
+    """Compute the KV of a text, messages or documents and store it in the cache.
 
-    Prompts that begin with the text or messages then find them in the cache. Documents are found
-    anywhere in a prompt by requests with kvboost.mode "chunk_kv_reuse".
+    Later prompts that begin with the text or the messages reuse it. Documents are reused at any
+    position of a prompt, but only by requests with kvboost.mode "chunk_kv_reuse".
     """
 
     async def work(state: ModelState, send: Send) -> None:
@@ -114,7 +114,7 @@ async def warm(request: Request, body: WarmRequest) -> Response:
 
 @router.post("/v1/unpin", response_class=JSONResponse, responses={200: {"model": Unpinned}})
 async def unpin(request: Request, body: UnpinRequest) -> Response:
-    """Unpin a text or messages that were warmed with `pin`; their blocks stay cached."""
+    """Unpin a text or messages that were warmed with `pin`. Their blocks stay cached."""
 
     async def work(state: ModelState, send: Send) -> None:
         body.check_together()
@@ -140,13 +140,13 @@ async def unpin(request: Request, body: UnpinRequest) -> Response:
 async def reset(request: Request, body: ResetRequest | None = None) -> Response:
     """Drop all cached blocks of all loaded models, except blocks in use."""
     models = server_of(request).models
-    # A stopped engine has no blocks left. The next request loads its model again.
+    # A stopped engine has no blocks left. Its model is loaded again by the next request.
     for served in models.all:
         models.loader.let_go_if_stopped(served)
     dropped = 0
     loaded = models.loaded
     with contextlib.ExitStack() as looks:
-        for state in loaded:  # none of them may be unloaded meanwhile
+        for state in loaded:  # keeps all models loaded meanwhile
             looks.enter_context(state.looks.begin())
         for state in loaded:
             dropped += await looked_up(state, state.engine.reset_cache)
@@ -156,9 +156,9 @@ async def reset(request: Request, body: ResetRequest | None = None) -> Response:
 
 @router.get("/v1/stats", response_class=JSONResponse, responses={200: {"model": Stats}})
 async def stats(request: Request, model: ModelParam = None) -> Response:
-    """Return queue, cache, pool, tiers, memory and throughput of a model, and all models' memory.
+    """Return statistics of a model: queue, cache, pool, tiers, memory and throughput.
 
-    The model must be loaded; otherwise the status is 503.
+    The memory of all models is included. The model must be loaded; otherwise the status is 503.
     """
     state = loaded_model(request, model)
     figures = await looked_up(state, lambda: _stats(state))
@@ -170,16 +170,16 @@ async def stats(request: Request, model: ModelParam = None) -> Response:
 async def blocks(request: Request, model: ModelParam = None) -> Response:
     """Return the state of each block of a model's pool, one byte per block.
 
-    Texts and tokens are not shown. The model must be loaded; otherwise the status is 503.
+    Texts and token ids are not included. The model must be loaded; otherwise the status is 503.
     """
     state = loaded_model(request, model)
     return json_response(await looked_up(state, lambda: _blocks(state)), headers=_NO_STORE)
 
 
 async def _warm_alone(state: ModelState, request: Request, body: WarmRequest) -> Warmed:
-    """Compute documents, or a text at a position offset.
+    """Compute documents, or a text at a position offset, and store their KV.
 
-    If the client disconnects, the request keeps its place in the queue until the computation has
+    If the client disconnects, the request holds its place in the queue until the computation has
     stopped.
     """
     engine = state.engine
@@ -240,7 +240,7 @@ def _warmed(stored: WarmResult, results: Sequence[GenerationResult], spent: Spen
 
 
 def _token_ids(state: ModelState, body: UnpinRequest, answers: KeptAnswers) -> list[int]:
-    """Return the token ids that prompts with this text or these messages begin with."""
+    """Return the first token ids of prompts that begin with this text or these messages."""
     tokenizer = state.engine.tokenizer
     if body.messages is not None:
         plain = [message.for_template() for message in body.messages]
@@ -260,7 +260,7 @@ def _token_ids(state: ModelState, body: UnpinRequest, answers: KeptAnswers) -> l
 
 
 class _RenderedWarm(EngineRequest):
-    """A text, or messages, to compute into the cache."""
+    """A warm request for a text or messages."""
 
     def __init__(self, state: ModelState, body: WarmRequest) -> None:
         super().__init__(
@@ -327,7 +327,7 @@ def _stats(state: ModelState) -> EngineStats:
 
 
 def _held(engine: StatsProvider) -> HeldInCache:
-    """Return the figures of the cache of an engine, a replica or all replicas."""
+    """Return the cache statistics of an engine, one replica or all replicas."""
     pool = engine.paged_stats()
     memory = {name: pool[name] for name in pool if name.endswith("_bytes")}
     return {
@@ -405,7 +405,7 @@ def _replica_pool(figures: StatsProvider) -> ReplicaPool:
 
 
 def _matchable(pool: Mapping[str, Any]) -> PoolBytes:
-    """Return the matchable blocks of a pool, their bytes, and the bytes of the whole pool."""
+    """Return the number and bytes of matchable blocks, and the bytes of the whole pool."""
     chunks = pool["loaded_chunks"]
     return {
         "blocks": chunks,
@@ -415,7 +415,7 @@ def _matchable(pool: Mapping[str, Any]) -> PoolBytes:
 
 
 def _tier_views(pool: dict[str, Any], recent_hits: Mapping[str, int]) -> dict[str, TierView]:
-    """Return the figures of the pool and the tiers below it, nearest first."""
+    """Return the statistics of the pool and the offload tiers, nearest tier first."""
     tiers = {"pool": {**_matchable(pool), "writable": True, "state": ""}, **pool["tiers"]}
     return {
         name: {

@@ -34,7 +34,7 @@ router = APIRouter(route_class=JsonRoute, responses=ERRORS)
     "/v1/embeddings", response_class=JSONResponse, responses={200: {"model": EmbeddingAnswer}}
 )
 async def embeddings(request: Request, body: EmbeddingRequest) -> Response:
-    """Compute an embedding of each input."""
+    """Compute the embedding of each input."""
 
     async def work(state: ModelState, send: Send) -> None:
         size = state.engine.embedding_size
@@ -65,7 +65,7 @@ async def embeddings(request: Request, body: EmbeddingRequest) -> Response:
 
 @router.post("/v1/rerank", response_class=JSONResponse, responses={200: {"model": RerankAnswer}})
 async def rerank(request: Request, body: RerankRequest) -> Response:
-    """Rank documents by relevance to a query, best first."""
+    """Rank documents by their relevance to a query, best first."""
 
     async def work(state: ModelState, send: Send) -> None:
         own = {} if body.instruction is None else {"instruction": body.instruction}
@@ -73,8 +73,8 @@ async def rerank(request: Request, body: RerankRequest) -> Response:
         def compute(**options: Any) -> list[float]:
             return state.engine.rerank(body.query, body.documents, **own, **options)
 
-        # Each document is computed after the query, so the query counts once per document. Nothing
-        # is encoded before the request is admitted.
+        # Each document is computed together with the query, so the query counts once per document.
+        # Tokenization starts only after admission.
         query = estimate_tokens(body.query)
         lengths = [len(body.query) + len(document) for document in body.documents]
         estimates = [query + estimate_tokens(document) for document in body.documents]
@@ -101,20 +101,20 @@ async def _computed(
     estimates: Sequence[int],
     size: int,
 ) -> tuple[T, list[GenerationResult]]:
-    """Compute the inputs; return the outcome of `compute` and the results of its requests.
+    """Run `compute` in a worker thread; return its outcome and the results of its requests.
 
-    A client that disconnects stops the work.
+    The work stops if the client disconnects.
 
     Args:
         state: the model.
         request: the HTTP request.
-        body: its body.
-        compute: submits the inputs to the engine and waits for them.
-        field: field that an ApiError names.
-        estimates: approximate tokens of each input.
-        size: characters or tokens to read.
+        body: the request body.
+        compute: function that submits the inputs to the engine and waits for them.
+        field: field that errors name.
+        estimates: approximate number of tokens of each input.
+        size: number of characters or tokens to read.
     """
-    # The engine queues only part of the inputs at a time, so they take no more places than a batch.
+    # The engine queues only part of the inputs at a time, so one batch of places is enough.
     places = min(len(estimates), state.admission.batch)
     priority = check_priority(state, body.priority)
     async with state.admit(request, sum(estimates), places) as admission:
@@ -136,6 +136,6 @@ async def _computed(
         try:
             found = await to_its_end(run, size, handles)
         except KVBoostError:
-            await wait_all(admission, handles)  # raises the reason if one was cancelled
+            await wait_all(admission, handles)  # raises the reason of a cancelled request
             raise
         return found, await wait_all(admission, handles)

@@ -1,8 +1,7 @@
 """Routes for supervisors: /health (liveness), /ready (readiness), /version and /metrics.
 
-/health and /ready report the state of the engine thread. /metrics names the model and shows how the
-server is used. It therefore needs an API key if keys are set, and an admin key if there are
-several.
+/health and /ready report the state of the engine thread. /metrics reveals the model and the use of
+the server, so it needs an API key if keys are configured, and an admin key if there are several.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ async def health(request: Request) -> Response:
 
 @router.api_route("/ready", methods=["GET", "HEAD"], include_in_schema=False)
 async def ready(request: Request) -> Response:
-    """Return 200 while the server accepts requests; 503 once it is shutting down."""
+    """Return 200 while the server accepts requests, or 503 once it shuts down."""
     trouble = server_of(request).trouble()
     if trouble is not None:
         raise ApiError(503, trouble, code="not_ready", headers=_NO_STORE)
@@ -46,14 +45,14 @@ async def ready(request: Request) -> Response:
 
 @router.api_route("/version", methods=["GET", "HEAD"], include_in_schema=False)
 async def version() -> Response:
-    """Return the version of the package."""
+    """Return the version of KVBoost Edge."""
     return JSONResponse({"version": __version__})
 
 
 @router.api_route("/metrics", methods=["GET", "HEAD"], include_in_schema=False)
 async def metrics(request: Request) -> Response:
-    """Return the metrics in Prometheus' text format."""
-    # Reading an engine may wait for its lock, so it is done in a thread.
+    """Return the server's metrics in the Prometheus text format."""
+    # Reading the statistics may wait for an engine's lock, so a thread does it.
     server = server_of(request)
     with contextlib.ExitStack() as looks:
         for state in server.models.loaded:

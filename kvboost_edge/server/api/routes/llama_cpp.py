@@ -1,6 +1,6 @@
-"""Routes of llama.cpp's server.
+"""Routes of llama.cpp's API.
 
-/tokenize, /detokenize, /health and /metrics follow its format too.
+/tokenize, /detokenize, /health and /metrics also follow its format.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ __all__ = ["router"]
 
 router = APIRouter(route_class=JsonRoute, responses=UNDECLARED_ERRORS)
 
-# An event: its name, and its data as JSON.
+# (name, JSON data) of an event
 _EVENT = {"type": "object", "properties": {"event": {"type": "string"}, "data": {"type": "string"}}}
 _STREAM = {"content": {"text/event-stream": {"schema": _EVENT}}}
 
@@ -85,7 +85,7 @@ async def apply_template(request: Request, body: ApplyTemplate) -> Response:
 
 @router.get("/props", response_class=JSONResponse)
 async def props(request: Request, model: ModelParam = None) -> Response:
-    """Return properties and default settings of the server, without paths of its disk."""
+    """Return properties and default settings of the server. Paths on its disk are left out."""
     state = loaded_model(request, model)
     tokenizer = state.engine.tokenizer
     settings = {
@@ -119,9 +119,9 @@ async def props(request: Request, model: ModelParam = None) -> Response:
 
 @router.get("/slots", response_class=JSONResponse)
 async def slots(request: Request, model: ModelParam = None) -> Response:
-    """Return one slot for each sequence that can run at the same time.
+    """List one slot for each sequence that can run at the same time.
 
-    Slots hold no cache here: all requests share the blocks of the pool.
+    Slots hold no cache, because all requests share the blocks of the pool.
     """
     state = loaded_model(request, model)
     running = await looked_up(state, state.engine.num_running)

@@ -56,7 +56,7 @@ _STREAM = {"content": {LINES: {"schema": {"type": "string"}}}}
 async def chat(request: Request, body: OllamaChat) -> Response:
     """Generate the next message of a conversation, in Ollama's format.
 
-    Without messages, the model is loaded or unloaded.
+    A request without messages only loads or unloads the model.
     """
 
     async def work(state: ModelState, send: Send) -> None:
@@ -65,7 +65,7 @@ async def chat(request: Request, body: OllamaChat) -> Response:
             await send_json(send, dumps(loaded(body.model, stays=_stays(request, body), chat=True)))
             return
         with renamed(CHAT_FIELDS):
-            # Translating thousands of messages takes a while.
+            # Translating thousands of messages takes long.
             chat = await off_loop(lambda: chat_of(body))
             await _chat(request, send, state, chat, body.model, chat=True)
 
@@ -74,9 +74,9 @@ async def chat(request: Request, body: OllamaChat) -> Response:
 
 @router.post("/api/generate", response_class=JSONResponse, responses={200: _STREAM})
 async def generate(request: Request, body: OllamaGenerate) -> Response:
-    """Answer a prompt, in Ollama's format; with `raw`, continue it without the chat template.
+    """Answer a prompt, in Ollama's format. With `raw`, the prompt bypasses the chat template.
 
-    Without a prompt, the model is loaded or unloaded.
+    A request without a prompt only loads or unloads the model.
     """
 
     async def work(state: ModelState, send: Send) -> None:
@@ -100,13 +100,13 @@ async def generate(request: Request, body: OllamaGenerate) -> Response:
 
 @router.get("/api/tags", response_class=JSONResponse)
 async def tags(request: Request) -> Response:
-    """List all served models, by each of their names."""
+    """List all served models under each of their names."""
     return json_response({"models": listed(server_of(request))})
 
 
 @router.get("/api/ps", response_class=JSONResponse)
 async def ps(request: Request) -> Response:
-    """List the loaded models, and when each will be unloaded."""
+    """List the loaded models with the time at which each will be unloaded."""
     return json_response({"models": running(server_of(request))})
 
 
@@ -120,7 +120,7 @@ async def show(request: Request, body: OllamaShow) -> Response:
 
 @router.get("/api/version", response_class=JSONResponse)
 async def version() -> Response:
-    """Return the supported version of Ollama's API, and this server's version."""
+    """Return the supported version of Ollama's API, and the version of this server."""
     return json_response({"version": API_VERSION, "server": f"kvboost-edge {__version__}"})
 
 
@@ -133,7 +133,7 @@ def _answered(
 ) -> Response:
     """Return the response that `work` sends.
 
-    A request without messages or prompt that unloads its model does not load it first.
+    A request that only unloads a model does not load it first.
     """
     name = named(server_of(request).models, body.model)
     if not asks and not _stays(request, body) and served_model(request, name).state is None:

@@ -22,9 +22,10 @@ _NO_STORE = {"Cache-Control": "no-store"}
 
 @router.get("/v1/requests", response_class=JSONResponse, responses={200: {"model": PromptCaches}})
 async def requests(request: Request) -> Response:
-    """List reports on the last prompts of this API key, latest first, at most 50.
+    """List cache-miss reports on the last 50 prompts of this API key, latest first.
 
-    The reports contain no texts; /v1/requests/{request_id}/cache returns them.
+    These reports contain no texts. /v1/requests/{request_id}/cache returns the texts of one
+    request.
     """
     records = _latest(request)
     kept = server_of(request).settings.request_history
@@ -43,7 +44,7 @@ async def requests(request: Request) -> Response:
 async def request_cache(request: Request, request_id: str) -> Response:
     """Return the cache-miss report of a request: first diverging token, texts and cause.
 
-    The id is the x-request-id of the request's answer, or "last" for the latest request.
+    The id is the x-request-id header of the answer, or "last" for the latest request.
     """
     server = server_of(request)
     tenant = _tenant(request)
@@ -58,7 +59,7 @@ async def request_cache(request: Request, request_id: str) -> Response:
     for one in server.models.all:
         record = one.history.find(tenant, wanted)
         if record is not None and record.diagnosis is not None:
-            # Texts are decoded from token ids, which takes the model's tokenizer.
+            # Decoding the texts needs the model's tokenizer.
             explained = None if one.state is None else one.state.doctor.explained(tenant, record)
             found = record.diagnosis if explained is None else await off_loop(explained)
     if found is None:
@@ -72,7 +73,7 @@ async def request_cache(request: Request, request_id: str) -> Response:
 
 
 def _latest(request: Request) -> list[RequestRecord]:
-    """Return the tenant's finished requests of all models, latest first."""
+    """Return finished requests of this tenant on all models, latest first."""
     tenant = _tenant(request)
     found = []
     for one in server_of(request).models.all:

@@ -33,10 +33,10 @@ __all__ = ["router"]
 
 router = APIRouter(route_class=JsonRoute, responses=ERRORS)
 
-# An event: its name, and its data as JSON.
+# (name, JSON data) of an event
 _EVENT = {"type": "object", "properties": {"event": {"type": "string"}, "data": {"type": "string"}}}
 _STREAM = {"content": {"text/event-stream": {"schema": _EVENT}}}
-_LONG = 1 << 14  # characters or bytes; translating fewer takes a fraction of a millisecond
+_LONG = 1 << 14  # characters or bytes that translate in a fraction of a millisecond
 ResponseId = Annotated[str, Path(min_length=1, max_length=256)]
 
 
@@ -99,7 +99,7 @@ async def retrieve(
     response_class=JSONResponse,
 )
 async def delete(request: Request, response_id: ResponseId) -> Response:
-    """Delete a stored response; responses that continue it can no longer be continued."""
+    """Delete a stored response. Later responses of its conversation can no longer be continued."""
     if not server_of(request).shared.remembered.forget(_tenant(request), response_id):
         raise _unknown(response_id)
     return json_response({"id": response_id, "object": "response", "deleted": True})
@@ -116,7 +116,10 @@ async def input_items(
     order: Annotated[Literal["asc", "desc"], Query()] = "desc",
     after: Annotated[str | None, Query(max_length=256)] = None,
 ) -> Response:
-    """List the input items of a stored response, without those of the responses it continues."""
+    """List the input items of a stored response.
+
+    Items of earlier responses in the conversation are not included.
+    """
     turn = _found(request, response_id)
 
     def listed() -> bytes:
@@ -144,7 +147,7 @@ def _tenant(request: Request) -> str | None:
 
 
 def _conversation(state: ModelState, tenant: str | None, name: str | None) -> list[StoredResponse]:
-    """Return the turns that a body continues.
+    """Return the stored turns that a request continues.
 
     Raises:
         ApiError: a turn is not stored (404).
@@ -161,12 +164,12 @@ def _conversation(state: ModelState, tenant: str | None, name: str | None) -> li
 
 
 def _items(turns: list[StoredResponse]) -> list[dict[str, Any]]:
-    """Return the items of all turns.
+    """Return the items of all turns in order.
 
     Raises:
         ApiError: there are too many items (400).
     """
-    # The limit is more than any context holds, and reading more would delay other requests.
+    # No context holds this many items, and reading more would delay other requests.
     items: list[dict[str, Any]] = []
     for turn in turns:
         items += json.loads(turn.sent)

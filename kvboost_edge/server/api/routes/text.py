@@ -1,4 +1,4 @@
-"""Routes of models, tokenization and detokenization."""
+"""Routes for model listings, tokenization and detokenization."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ router = APIRouter(route_class=JsonRoute, responses=ERRORS)
 
 @router.get("/v1/models", response_class=JSONResponse, responses={200: {"model": ModelList}})
 async def models(request: Request) -> Response:
-    """List all served models by each of their names, loaded or not."""
+    """List all served models under each of their names, loaded or not."""
     server = server_of(request)
     data = [listed(one, server.shared, name) for one in server.models.all for name in one.names]
     answer: ModelList = {"object": "list", "data": data}
@@ -51,13 +51,13 @@ async def models(request: Request) -> Response:
     "/v1/models/{name:path}", response_class=JSONResponse, responses={200: {"model": Model}}
 )
 async def model(request: Request, name: str) -> Response:
-    """Return the model of this name; 404 if it is not served here."""
+    """Return the model with this name, or 404 if it is not served."""
     return json_response(listed(served_model(request, name), server_of(request).shared, name))
 
 
 @router.post("/tokenize", response_class=JSONResponse, responses={200: {"model": Tokenized}})
 async def tokenize(request: Request, body: TokenizeRequest) -> Response:
-    """Return the token ids of a text or of messages."""
+    """Tokenize a text or messages."""
 
     async def work(state: ModelState, send: Send) -> None:
         body.check_together()
@@ -77,7 +77,7 @@ async def tokenize(request: Request, body: TokenizeRequest) -> Response:
 
 @router.post("/detokenize", response_class=JSONResponse, responses={200: {"model": Detokenized}})
 async def detokenize(request: Request, body: DetokenizeRequest) -> Response:
-    """Return the text of token ids."""
+    """Convert token ids to text."""
 
     async def work(state: ModelState, send: Send) -> None:
         vocab_size = state.engine.runner_info.vocab_size

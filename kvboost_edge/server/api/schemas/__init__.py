@@ -1,1 +1,1 @@
-"""Request schemas, one module for each group of routes."""
+"""Request schemas, one module per group of routes."""

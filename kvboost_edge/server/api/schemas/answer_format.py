@@ -1,7 +1,7 @@
-"""Fields for structured output, as spelled by OpenAI, llama.cpp and vLLM.
+"""Fields for structured output, as named by OpenAI, llama.cpp and vLLM.
 
-Each becomes one of the engine's json_schema, regex, grammar and choice. The engine checks schemas
-and grammars themselves.
+Each field is converted to one of the engine's options json_schema, regex, grammar and choice. The
+engine validates schemas and grammars.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _ANY_OBJECT = {"type": "object"}
 
 
 def _response_format(value: Any) -> dict[str, Any]:
-    """Return the engine's keywords for a response_format."""
+    """Convert a response_format to the engine's options."""
     if value is None or value == {"type": "text"}:
         return {}
     kind = value.get("type") if isinstance(value, dict) else None
@@ -119,7 +119,7 @@ Structured = Annotated[dict[str, Any], PlainValidator(_structured), WithJsonSche
 
 
 def merged(fields: dict[str, dict[str, Any]]) -> dict[str, Any] | tuple[str, str]:
-    """Return the engine's keywords of the given fields, or the names of two that contradict."""
+    """Return the engine's options of the given fields, or the names of two conflicting fields."""
     found: dict[str, Any] = {}
     first = ""
     for name, keywords in fields.items():

@@ -1,4 +1,4 @@
-"""The `kvboost` object of a body: use of the cache, and speculative decoding."""
+"""The `kvboost` object of a request: cache mode and speculative decoding."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ __all__ = ["CacheUse"]
 
 
 class CacheUse(Strict):
-    """Use of the cache and speculative decoding by one request; answers may become approximate.
+    """Cache mode and speculative decoding of one request.
 
-    Fields that are left out have the values with which the server was started. The recompute fields
-    are for mode "chunk_kv_reuse".
+    Fields that are left out have the server's defaults. The recompute fields apply to mode
+    "chunk_kv_reuse", whose answers are approximate.
     """
 
     mode: Literal["baseline", "prefix_cache", "chunk_kv_reuse"] | None = Field(
@@ -59,19 +59,19 @@ class CacheUse(Strict):
 
     @property
     def repair(self) -> dict[str, Any]:
-        """Given fields about the recompute of reused tokens."""
+        """The fields about recomputing reused tokens that the request gives."""
         return self._given("recompute_strategy", "recompute_overlap", "recompute_ratio")
 
     @property
     def drafts(self) -> dict[str, Any]:
-        """Given fields about speculative decoding."""
+        """The fields about speculative decoding that the request gives."""
         return self._given("speculation", "max_draft_tokens")
 
     def _given(self, *names: str) -> dict[str, Any]:
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
     def check_together(self, cache_prompt: bool | None) -> None:
-        """Raise ApiError for a mode that contradicts the body's `cache_prompt`."""
+        """Raise ApiError if `cache_prompt` contradicts the mode."""
         if None not in (cache_prompt, self.mode) and cache_prompt == (self.mode == "baseline"):
             given = f"cache_prompt={str(cache_prompt).lower()}"
             raise bad_field(

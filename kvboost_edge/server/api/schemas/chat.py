@@ -1,4 +1,4 @@
-"""Body of /v1/chat/completions."""
+"""Request body of /v1/chat/completions."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _role(value: Any) -> str:
 
 
 def _content(value: Any) -> str:
-    """Return a message's content as one text; text parts are joined by line ends."""
+    """Return the content of a message as one text. Text parts are joined with newlines."""
     count = COUNTS["parts"]
     if isinstance(value, list) and count.low <= len(value) <= count.high:
         value = "\n".join(_part(part) for part in value)
@@ -65,7 +65,9 @@ def _part(part: Any) -> str:
     if kind in ("image_url", "image", "input_image"):
         raise field_error("not_built", NO_IMAGES)
     if isinstance(kind, str) and kind != "text":
-        raise field_error("not_built", "content parts other than type 'text' are not supported")
+        raise field_error(
+            "not_built", f"content parts of type {kind[:64]!r} are not supported; use type 'text'"
+        )
     if kind != "text" or set(part) != {"type", "text"} or not is_text(part["text"]):
         raise field_error("content", "each content part must be {'type': 'text', 'text': string}")
     return str(part["text"])
@@ -80,7 +82,8 @@ def _template_variables(value: Any) -> dict[str, Any]:
         if len(name) > length.high or is_reserved(name):
             raise field_error(
                 "chat_template_kwargs",
-                "contains a name that is not allowed for a template variable",
+                f"the variable name {name[:64]!r} is reserved or longer than {length.high} "
+                "characters; rename it",
             )
         _check_template_value(item)
     return value
@@ -98,7 +101,7 @@ def _check_template_value(item: Any) -> None:
             raise field_error(
                 "chat_template_kwargs", f"each string must have {length.describe()} characters"
             )
-    elif isinstance(item, (int, float)):  # includes true and false
+    elif isinstance(item, (int, float)):  # a bool is an int too
         if not number.low <= item <= number.high:
             raise field_error("chat_template_kwargs", f"each number must be in {number.describe()}")
     else:
@@ -107,7 +110,7 @@ def _check_template_value(item: Any) -> None:
 
 def _modalities(value: Any) -> None:
     if value is not None and value != ["text"]:
-        raise field_error("not_built", "anything but ['text'] is not supported")
+        raise field_error("not_built", "only ['text'] is supported; leave it out")
 
 
 def _shown(names: Sequence[str]) -> str:
@@ -152,7 +155,7 @@ Content = Annotated[
 
 
 def _by_role(schema: dict[str, Any]) -> None:
-    """Add the conditions of `_belongs_to_its_role` to the OpenAPI document."""
+    """Add the rules of `_belongs_to_its_role` to the OpenAPI document."""
     null = {"type": "null"}
     given = {"not": {"type": "null"}}
     schema["oneOf"] = [
@@ -205,8 +208,8 @@ class ChatMessage(Strict):
         return self
 
     def for_template(self) -> dict[str, Any]:
-        """Return the message in the format of chat templates."""
-        # "developer" is a new name of the system role, which templates do not know.
+        """Convert the message to the format of chat templates."""
+        # "developer" is a newer name of the system role, which chat templates do not know.
         message: dict[str, Any] = {
             "role": "system" if self.role == "developer" else self.role,
             "content": self.text,
@@ -223,12 +226,12 @@ class ChatMessage(Strict):
 
     @property
     def text(self) -> str:
-        """The content, or ""."""
+        """The content, or "" if it is missing."""
         return self.content or ""
 
     @property
     def size(self) -> int:
-        """Number of characters of all texts."""
+        """Number of characters in all texts of the message."""
         calls = sum(len(call.name) + len(call.arguments) for call in self.tool_calls or ())
         return len(self.text) + len(self.reasoning_content or self.reasoning or "") + calls
 
@@ -237,10 +240,10 @@ Messages = Annotated[list[ChatMessage], Field(fail_fast=True), counted("messages
 
 
 class ChatRequest(SamplingFields):
-    """A conversation to continue.
+    """Body of /v1/chat/completions: a conversation to continue.
 
-    Without `max_tokens` or `max_completion_tokens`, the answer may fill the context. With log
-    probabilities, their number limits it too.
+    Without `max_tokens` or `max_completion_tokens`, the answer may fill the context. If log
+    probabilities are requested, their number also limits the answer.
     """
 
     messages: Messages
@@ -317,12 +320,12 @@ class ChatRequest(SamplingFields):
 
     @property
     def called(self) -> ToolChoice:
-        """Tools that the model may call; all of them by default, as in OpenAI's API."""
+        """Tools that the model may call. As in OpenAI's API, these are all tools by default."""
         return self.tool_choice or ToolChoice("auto" if self.tools else "none")
 
     @property
     def context_overflow(self) -> str | None:
-        """Handling of messages that exceed the context; None for the server's default."""
+        """Handling of chats that exceed the context; None for the server's default."""
         return None if self.kvboost is None else self.kvboost.context_overflow
 
     @property

@@ -1,4 +1,4 @@
-"""Body of /v1/completions."""
+"""Request body of /v1/completions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["CompletionRequest"]
 
 
 def _prompts(value: Any) -> list[str] | list[list[int]]:
-    """Return one or more prompts as a list, all texts or all token ids."""
+    """Convert one or more prompts to a list, either all texts or all token ids."""
     count = COUNTS["prompts"]
     tokens = COUNTS["prompt_tokens"]
     if isinstance(value, list) and value and type(value[0]) is int:
@@ -83,9 +83,9 @@ Prompts = Annotated[
 
 
 class CompletionRequest(SamplingFields):
-    """One or more prompts to continue.
+    """Body of /v1/completions: one or more prompts to continue.
 
-    `max_tokens` is 16 by default, as in OpenAI's API; 0 needs `echo`.
+    As in OpenAI's API, `max_tokens` is 16 by default. A value of 0 needs `echo`.
     """
 
     prompt: Prompts = Field(description="A text, token ids, or a list of either.")
@@ -135,5 +135,5 @@ class CompletionRequest(SamplingFields):
 
     @property
     def num_sequences(self) -> int:
-        """Sequences computed for each prompt."""
+        """Number of sequences computed for each prompt."""
         return self.num_choices if self.best_of is None else self.best_of

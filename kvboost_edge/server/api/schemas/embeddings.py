@@ -1,4 +1,4 @@
-"""Bodies of /v1/embeddings and /v1/rerank."""
+"""Request bodies of /v1/embeddings and /v1/rerank."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _KINDS = "must be a string, a list of strings, a list of token ids, or a list of
 
 
 def _inputs(value: Any) -> list[str | list[int]]:
-    """Return one or more inputs as a list of texts and token ids."""
+    """Convert one or more inputs to a list of texts and token ids."""
     count = COUNTS["inputs"]
     tokens = COUNTS["prompt_tokens"]
     if isinstance(value, list) and value and type(value[0]) is int:
@@ -50,7 +50,7 @@ def _inputs(value: Any) -> list[str | list[int]]:
 
 
 def _document(value: Any) -> str:
-    """Return the text of a document, which may be an object as sent by Cohere's clients."""
+    """Return the text of a document. Cohere's clients send an object with the text."""
     text = value["text"] if isinstance(value, dict) and set(value) == {"text"} else value
     if not is_text(text) or not 1 <= len(text) <= COUNTS["text"].high:
         limit = int(COUNTS["text"].high)
@@ -91,7 +91,7 @@ class _Common(Strict):
 
 
 class EmbeddingRequest(_Common):
-    """Texts or token ids to embed."""
+    """Body of /v1/embeddings: texts or token ids to embed."""
 
     input: Inputs = Field(description="A text, token ids, or a list of either.")
     encoding_format: Literal["float", "base64"] | None = None
@@ -99,7 +99,7 @@ class EmbeddingRequest(_Common):
 
 
 class RerankRequest(_Common):
-    """A query, and documents to rank."""
+    """Body of /v1/rerank: a query, and documents to rank."""
 
     query: Query
     documents: Annotated[list[Document], counted("reranked")]

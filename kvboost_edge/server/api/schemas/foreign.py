@@ -1,7 +1,7 @@
-"""Fields of other servers that this server does not have.
+"""Fields of other servers' APIs that this server does not have.
 
-They are accepted under our name, ignored, or refused with advice. null means that a field is not
-given.
+Each is accepted under the name of an equivalent field, ignored, or rejected with advice. A field
+that is null counts as missing.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kvboost_edge.options import nearest
 
 __all__ = ["GENERATING", "NO_IMAGES", "SAME_AS", "Foreign", "known_fields", "refused_field"]
 
-_SHOWN = 5  # unknown names in one message
+_SHOWN = 5  # unknown names in one error message
 _SHOWN_LENGTH = 64
 
 
@@ -24,9 +24,9 @@ class Foreign(NamedTuple):
     """A field of another server.
 
     Attributes:
-        instead: advice in the error message.
-        harmless: values without effect, which are accepted.
-        ignored: all values are accepted and ignored.
+        instead: advice for the error message.
+        harmless: accepted values, which have no effect.
+        ignored: whether all values are accepted and ignored.
     """
 
     instead: str
@@ -120,12 +120,15 @@ GENERATING: dict[str, Foreign] = {
 
 
 def known_fields(value: Any, fields: Collection[str], foreign: Mapping[str, Foreign]) -> Any:
-    """Return the object with known fields only; raise an error for the first unknown ones.
+    """Return the object with known fields only, renaming equivalent fields.
 
     Args:
-        value: an object, or any other value, which is returned unchanged.
+        value: an object. Any other value is returned unchanged.
         fields: names of the known fields.
         foreign: fields of other servers.
+
+    Raises:
+        PydanticCustomError: a field is unknown or not accepted.
     """
     if not isinstance(value, dict) or all(name in fields for name in value):
         return value
@@ -153,7 +156,7 @@ def known_fields(value: Any, fields: Collection[str], foreign: Mapping[str, Fore
 
 
 def _spellings(values: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the values with integers also as floats: 1 and 1.0 are the same number."""
+    """Return the values, and each integer also as a float, because JSON's 1 and 1.0 are equal."""
     return (*values, *(float(value) for value in values if type(value) is int))
 
 
@@ -170,5 +173,5 @@ def _unknown(names: list[str], fields: Iterable[str]) -> PydanticCustomError:
 
 
 def refused_field(name: str, message: str) -> PydanticCustomError:
-    """Return an error of a field, for use while the object around it is validated."""
+    """Return an error about field `name`, to raise while its object is validated."""
     return PydanticCustomError("foreign_field", "{message}", {"message": message, "field": name})

@@ -1,8 +1,8 @@
-"""Fields and checks that request bodies have in common.
+"""Fields and checks that several request bodies share.
 
-A field is used, ignored (it has no effect on the answer), refused by name (`NotBuilt`) or unknown.
-Refused and unknown fields are errors (400) that name the field. null means that an optional field
-is not given.
+A field is used, ignored (it has no effect on the answer), rejected (`NotBuilt`) or unknown.
+Rejected and unknown fields cause an error (400) that names the field. For an optional field, null
+means that it is not given.
 """
 
 from __future__ import annotations
@@ -72,17 +72,17 @@ def _only_false(value: bool) -> bool:
 
 def _only_empty(value: Any) -> None:
     if value is not None and value != []:
-        raise field_error("not_built", "anything but an empty list is not supported; leave it out")
+        raise field_error("not_built", "only an empty list is supported; leave it out")
 
 
 def _only_none(value: Any) -> None:
     if value is not None and value != "none":
-        raise field_error("not_built", "anything but 'none' is not supported; leave it out")
+        raise field_error("not_built", "only 'none' is supported; leave it out")
 
 
 def _only_one(value: Any) -> None:
     if value is not None and (type(value) is not int or value != 1):
-        raise field_error("not_built", "anything but 1 is not supported; leave it out")
+        raise field_error("not_built", "only 1 is supported; leave it out")
 
 
 def or_null(schema: dict[str, Any]) -> WithJsonSchema:
@@ -103,7 +103,7 @@ OnlyFalse = Annotated[bool, AfterValidator(_only_false), WithJsonSchema({"const"
 
 
 def is_text(value: Any) -> bool:
-    """Return whether a value is a string of valid Unicode; JSON allows lone surrogates."""
+    """Return whether a value is a string of valid Unicode. JSON allows lone surrogates."""
     if not isinstance(value, str):
         return False
     try:
@@ -114,14 +114,14 @@ def is_text(value: Any) -> bool:
 
 
 def check_text(value: str) -> str:
-    """Return the string; raise an error if it is not valid Unicode."""
+    """Return the string, or raise an error if it is not valid Unicode."""
     if not is_text(value):
         raise field_error("text", "contains a lone surrogate, which is not valid Unicode")
     return value
 
 
 def check_count(kind: str, name: str, value: Sized, what: str = "entries") -> None:
-    """Raise an error for a value with more than COUNTS[name] entries."""
+    """Raise an error for a value that has more than COUNTS[name] entries."""
     if len(value) > COUNTS[name].high:
         raise field_error(
             kind, f"holds {len(value)} {what}; at most {COUNTS[name].high} are allowed"
@@ -142,7 +142,7 @@ def map_schema(name: str, names: dict[str, Any], values: dict[str, Any]) -> With
 
 
 def number_schema(name: str) -> dict[str, Any]:
-    """Return the JSON Schema of a number in BOUNDS[name]."""
+    """Return the JSON Schema of a number in the range BOUNDS[name]."""
     bound = BOUNDS[name]
     return {
         "type": "integer" if bound.integer else "number",
@@ -169,8 +169,8 @@ def _metadata(value: Any) -> dict[str, str]:
 
 
 def check_token_ids(value: Any) -> list[int]:
-    """Return a list of token ids; raise an error for other values."""
-    # `set`, `map`, `min` and `max` are fast enough for prompts of a million ids.
+    """Check that a value is a list of token ids, and return it."""
+    # These builtins are fast enough for prompts of a million ids.
     if not isinstance(value, list) or set(map(type, value)) - {int}:
         raise field_error("token_ids", "must be a list of token ids (integers)")
     bound = BOUNDS["token_id"]
@@ -219,7 +219,7 @@ def _logit_bias(value: Any) -> dict[int, float]:
     checked: dict[int, float] = {}
     for key, number in value.items():
         if not (isinstance(key, str) and key.isascii() and key.isdigit() and len(key) <= 10):
-            raise field_error("logit_bias", "each key must be a token id")
+            raise field_error("logit_bias", f"each key must be a token id, not {str(key)[:64]!r}")
         if type(number) not in (int, float) or not bound.low <= number <= bound.high:
             raise field_error("logit_bias", f"each value must be a number in {bound.describe()}")
         checked[int(key)] = float(number)
@@ -266,7 +266,7 @@ Label = Annotated[str, AfterValidator(check_text), counted("label")]
 
 
 class StreamOptions(Strict):
-    """Options of a stream, as in OpenAI's API."""
+    """Stream options, as in OpenAI's API."""
 
     include_usage: bool | None = Field(None, description="End the stream with a chunk of usage.")
     include_obfuscation: OnlyFalse = Field(
@@ -275,7 +275,7 @@ class StreamOptions(Strict):
 
 
 class SamplingFields(Strict):
-    """Fields of both generating endpoints: OpenAI's first, then those of vLLM and llama.cpp."""
+    """Fields of both generation endpoints: OpenAI's first, then those of vLLM and llama.cpp."""
 
     foreign = GENERATING
 
@@ -354,7 +354,7 @@ class SamplingFields(Strict):
             raise bad_field(found[1], f"{found[0]} and {found[1]} are both given; give one of them")
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """Raise ApiError for a token id outside of the vocabulary."""
+        """Raise ApiError for token ids outside of the vocabulary."""
         for name, ids in (("stop_token_ids", self.stop_token_ids), ("logit_bias", self.logit_bias)):
             if ids and max(ids) >= vocab_size:
                 raise bad_field(
@@ -377,24 +377,24 @@ class SamplingFields(Strict):
 
     @property
     def mode(self) -> GenerationMode | None:
-        """Mode in the body; None for the server's default."""
+        """Cache mode of the request; None for the server's default."""
         if self.kvboost is not None and self.kvboost.mode is not None:
             return GenerationMode(self.kvboost.mode)
         return GenerationMode.BASELINE if self.cache_prompt is False else None
 
     @property
     def engine_options(self) -> dict[str, Any]:
-        """Keywords of the engine's `submit` for non-prefix KV reuse and speculative decoding."""
+        """Arguments of the engine's `submit` for non-prefix KV reuse and speculative decoding."""
         return {} if self.kvboost is None else {**self.kvboost.repair, **self.kvboost.drafts}
 
     @property
     def cache_key(self) -> str | None:
-        """The key; None if it is empty."""
+        """The `prompt_cache_key`, or None if it is empty or missing."""
         return self.prompt_cache_key or None
 
     @property
     def retention(self) -> float | None:
-        """Seconds for which the prompt's blocks are retained, or None."""
+        """Seconds to retain the prompt's blocks, or None."""
         return _DAY_SECONDS if self.prompt_cache_retention == "24h" else None
 
     def _answer_formats(self) -> dict[str, Any] | tuple[str, str]:
@@ -414,7 +414,7 @@ class SamplingFields(Strict):
 
     @property
     def answer_format(self) -> dict[str, Any]:
-        """Keywords of the engine's sampling parameters for structured output."""
+        """Sampling parameters for structured output."""
         found = self._answer_formats()
         return {} if isinstance(found, tuple) else found
 
@@ -428,17 +428,17 @@ class SamplingFields(Strict):
         fits: Mapping[str, Any] | None = None,
         **more: Any,
     ) -> SamplingParams:
-        """Return the engine's parameters of one choice.
+        """Return the sampling parameters of one choice.
 
-        Choice i of a seeded request has the seed + i, modulo 2^64. As in llama.cpp, -1 is a random
-        seed.
+        Choice i of a request with a seed uses seed + i, modulo 2^64. As in llama.cpp, -1 selects a
+        random seed.
 
         Args:
-            defaults: values of fields that the request leaves out.
+            defaults: values for fields that the request leaves out.
             max_new_tokens: limit of new tokens.
-            logprobs: number of alternatives with log probabilities; None for no log probabilities.
-            choice: number of the choice.
-            fits: keywords for structured output; None for `answer_format`.
+            logprobs: number of alternatives per token; None for no log probabilities.
+            choice: index of the choice.
+            fits: parameters for structured output; None for `answer_format`.
             more: further parameters.
         """
         seed = None if self.seed in (None, -1) else (self.seed + choice) % 2**64

@@ -1,4 +1,4 @@
-"""Base of all bodies: strict JSON types, known fields only, errors that name the field."""
+"""Base class of request bodies: strict JSON types, and errors that name the field."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ __all__ = ["Strict", "bad_field", "field_error"]
 
 
 class Strict(BaseModel):
-    """A body with strict JSON types.
+    """Base class of request bodies with strict JSON types.
 
-    A string is never a number, true is not an integer, and an unknown field is an error.
+    Strings are not converted to numbers, true is not an integer, and unknown fields are errors.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, hide_input_in_errors=True)
@@ -26,16 +26,16 @@ class Strict(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _only_known_fields(cls, value: Any) -> Any:
-        """Check the names of the fields."""
-        # Before pydantic, which would collect an error for each unknown field.
+        """Check the field names before pydantic validates the values."""
+        # pydantic would collect an error for each unknown field.
         return known_fields(value, cls.model_fields, cls.foreign)
 
 
 def field_error(kind: str, message: str) -> PydanticCustomError:
-    """Return an error of the field that is being validated; braces in the message are kept."""
+    """Return an error of the field that is being validated. Braces in the message are kept."""
     return PydanticCustomError(kind, "{message}", {"message": message})
 
 
 def bad_field(name: str, message: str) -> ApiError:
-    """Return the error of a field that contradicts another one."""
+    """Return an ApiError (400) about field `name`, for checks that involve several fields."""
     return ApiError(400, message, param=name, code="invalid_value")

@@ -1,4 +1,4 @@
-"""Bodies of /tokenize, /detokenize, /v1/warm, /v1/unpin and /cache/reset."""
+"""Request bodies of /tokenize, /detokenize, /v1/warm, /v1/unpin and /cache/reset."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _few_tokens(ids: list[int]) -> list[int]:
 Text = Annotated[str, AfterValidator(check_text), counted("text")]
 
 
-# Fields of /tokenize for one kind of text only.
+# Fields of /tokenize, and the kinds of text to which they apply.
 _BELONGS_TO = {
     "add_special": ("content",),
     "add_special_tokens": ("prompt",),
@@ -40,10 +40,10 @@ _BELONGS_TO = {
 
 
 class TokenizeRequest(Strict):
-    """A text or messages to tokenize.
+    """Body of /tokenize: a text or messages.
 
-    `content` is llama.cpp's field (no special tokens by default). `prompt` and `messages` are
-    vLLM's (with special tokens by default).
+    `content` is llama.cpp's field; special tokens are not added by default. `prompt` and `messages`
+    are vLLM's fields; special tokens are added by default.
     """
 
     content: Text | None = None
@@ -87,14 +87,14 @@ class TokenizeRequest(Strict):
 
 
 class DetokenizeRequest(Strict):
-    """Token ids to convert to text."""
+    """Body of /detokenize: token ids to convert to text."""
 
     tokens: Annotated[TokenIds, AfterValidator(_few_tokens)]
     model: ModelName | None = None
 
 
 class UnpinRequest(Strict):
-    """A text that prompts begin with, or messages that conversations begin with."""
+    """Body of /v1/unpin: the beginning of prompts, as a text or as messages."""
 
     text: Annotated[Text, Field(min_length=1)] | None = None
     messages: Messages | None = None
@@ -162,13 +162,13 @@ _OF_ANSWERS = frozenset(
 
 
 class WarmRequest(UnpinRequest):
-    """A text, messages or documents to compute into the cache.
+    """Body of /v1/warm: a text, messages or documents whose KV is computed and cached.
 
-    A recorded chat request is also accepted; fields about its answer are ignored.
+    A recorded chat request is also accepted. Its fields about the answer are ignored.
     """
 
     documents: Annotated[list[Document], counted("documents")] | None = Field(
-        None, description="Documents to cache for chunk_kv_reuse mode, each computed on its own."
+        None, description="Documents to cache for chunk_kv_reuse mode. Each is computed separately."
     )
     position_offset: Annotated[int, bounded("position_offset")] = Field(
         0, description="Position of the first token of the text, for chunk_kv_reuse mode."
@@ -184,14 +184,14 @@ class WarmRequest(UnpinRequest):
     @model_validator(mode="before")
     @classmethod
     def _prompt_alone(cls, value: Any) -> Any:
-        """Return a chat request without the fields about its answer."""
+        """Remove the fields about the answer from a chat request."""
         if not isinstance(value, dict) or not isinstance(value.get("messages"), list):
             return value
         return {name: item for name, item in value.items() if name not in _OF_ANSWERS}
 
     @property
     def alone(self) -> str | None:
-        """Field that asks for computation outside of a prompt, for non-prefix reuse, or None."""
+        """Name of the field that requests KV for non-prefix reuse, or None."""
         return (
             "documents"
             if self.documents is not None
@@ -215,4 +215,4 @@ class WarmRequest(UnpinRequest):
 
 
 class ResetRequest(Strict):
-    """An empty object: a reset has no options."""
+    """Body of /cache/reset: an empty object, because a reset has no options."""

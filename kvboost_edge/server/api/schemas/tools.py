@@ -39,12 +39,12 @@ class ToolChoice(NamedTuple):
 
 
 class Called(NamedTuple):
-    """A tool call of an earlier message.
+    """A tool call in an earlier message.
 
     Attributes:
         id: id of the call.
         name: name of the function.
-        arguments: JSON of an object, as the model wrote it.
+        arguments: JSON object as text, as the model wrote it.
     """
 
     id: str
@@ -52,7 +52,7 @@ class Called(NamedTuple):
     arguments: str
 
     def for_template(self) -> dict[str, Any]:
-        """Return the call in the format of chat templates, with arguments as an object."""
+        """Convert the call to the format of chat templates, with arguments as an object."""
         function = {"name": self.name, "arguments": json.loads(self.arguments)}
         return {"id": self.id, "type": "function", "function": function}
 
@@ -68,7 +68,7 @@ def _name(kind: str, value: Any) -> str:
 
 
 def _tools(value: Any) -> list[dict[str, Any]]:
-    """Return tools in the format of chat templates."""
+    """Convert tools to the format of chat templates."""
     if not isinstance(value, list):
         raise field_error(
             "tools", "must be a list of {'type': 'function', 'function': {'name': …}}"
@@ -80,7 +80,7 @@ def _tools(value: Any) -> list[dict[str, Any]]:
     tools = [_tool(one) for one in value]
     names = [tool["function"]["name"] for tool in tools]
     if twice := next((name for name in names if names.count(name) > 1), None):
-        raise field_error("tools", f"names the function {twice!r} twice")
+        raise field_error("tools", f"lists the function {twice!r} twice; remove one or rename it")
     size = size_of_tools(tools)
     if not _is_text(tools):
         raise field_error("tools", "contains a lone surrogate, which is not valid Unicode")
@@ -94,7 +94,10 @@ def _tools(value: Any) -> list[dict[str, Any]]:
 def _tool(value: Any) -> dict[str, Any]:
     kind = value.get("type") if isinstance(value, dict) else None
     if isinstance(kind, str) and kind != "function":
-        raise field_error("not_built", "tools other than type 'function' are not supported")
+        raise field_error(
+            "not_built",
+            f"tools of type {kind[:64]!r} are not supported; use type 'function'",
+        )
     if kind != "function" or not value.keys() <= {"type", "function"}:
         raise field_error(
             "tools", "each must be {'type': 'function', 'function': {'name': …, 'parameters': …}}"
@@ -129,7 +132,7 @@ def _tool(value: Any) -> dict[str, Any]:
 
 
 def _types_of(schema: dict[str, Any]) -> list[Any]:
-    """Return the types that a schema allows, by default an object."""
+    """Return the types that a JSON schema allows. A schema without a type allows an object."""
     types = schema.get("type", "object")
     return types if isinstance(types, list) else [types]
 
@@ -186,11 +189,14 @@ def _called(value: Any) -> Called:
     arguments = function.get("arguments") or "{}"
     if not isinstance(call_id, str) or len(call_id) > COUNTS["tool_call_id"].high:
         raise field_error(
-            "tool_calls", f"an id may have at most {COUNTS['tool_call_id'].high} characters"
+            "tool_calls",
+            f"an id must be a string of at most {COUNTS['tool_call_id'].high} characters",
         )
     if len(arguments) > COUNTS["text"].high:
         raise field_error(
-            "tool_calls", f"arguments may have at most {COUNTS['text'].high} characters"
+            "tool_calls",
+            f"a call's arguments have {len(arguments)} characters; "
+            f"at most {COUNTS['text'].high} are allowed",
         )
     try:
         given = json.loads(arguments)
@@ -202,7 +208,7 @@ def _called(value: Any) -> Called:
 
 
 def _is_text(value: Any) -> bool:
-    """Return whether all strings in a value are valid Unicode; JSON allows lone surrogates."""
+    """Return whether all strings in a value are valid Unicode. JSON allows lone surrogates."""
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:
@@ -211,7 +217,7 @@ def _is_text(value: Any) -> bool:
 
 
 def size_of_tools(tools: list[dict[str, Any]] | None) -> int:
-    """Return the approximate number of characters of the tools in a prompt."""
+    """Return the approximate number of characters that the tools add to a prompt."""
     return len(json.dumps(tools, ensure_ascii=False)) if tools else 0
 
 

@@ -1,4 +1,4 @@
-"""Content blocks of Anthropic's messages: text, thinking, tool calls and their results."""
+"""Content blocks of Anthropic messages: text, thinking, tool calls and tool results."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ CallId = Annotated[str, AfterValidator(check_text), counted("tool_call_id")]
 
 
 class CacheControl(Strict):
-    """Marks the end of a prompt prefix to keep cached for 5 minutes or 1 hour."""
+    """A `cache_control` object: the prefix up to here stays cached for 5 minutes or 1 hour."""
 
     foreign = {"scope": _IGNORED}  # noqa: RUF012 - the API key decides the scope
 
@@ -49,13 +49,13 @@ class CacheControl(Strict):
 
 
 class Marked(Strict):
-    """An object that may have `cache_control`."""
+    """Base of objects that may have `cache_control`."""
 
     cache_control: CacheControl | None = None
 
 
 class TextBlock(Marked):
-    """A text."""
+    """A text block."""
 
     foreign = {"citations": _IGNORED}  # noqa: RUF012
 
@@ -64,7 +64,7 @@ class TextBlock(Marked):
 
 
 class ThinkingBlock(Strict):
-    """Thinking of the model; any signature is accepted, because this server signs nothing."""
+    """A thinking block. Any signature is accepted, because this server does not sign."""
 
     type: Literal["thinking"]
     thinking: Text
@@ -72,14 +72,14 @@ class ThinkingBlock(Strict):
 
 
 class RedactedBlock(Strict):
-    """Encrypted thinking of another server, which is ignored."""
+    """An encrypted thinking block of another server. It is ignored."""
 
     type: Literal["redacted_thinking"]
     data: Text
 
 
 class ToolUseBlock(Marked):
-    """A tool call of the model."""
+    """A tool call by the model."""
 
     foreign = {"caller": _IGNORED}  # noqa: RUF012
 
@@ -90,12 +90,12 @@ class ToolUseBlock(Marked):
 
 
 def _tag(value: Any) -> str:
-    """Return "text" for a string, else "blocks"."""
+    """Return the discriminator tag of a message's content: "text" or "blocks"."""
     return "text" if isinstance(value, str) else "blocks"
 
 
 def _refusing(*built: str) -> BeforeValidator:
-    """Return a validator that refuses blocks of types not in `built`, by name."""
+    """Return a validator that rejects block types other than `built` and names them."""
 
     def check(value: Any) -> Any:
         kind = value.get("type") if isinstance(value, dict) else None
@@ -113,16 +113,16 @@ def _refusing(*built: str) -> BeforeValidator:
 
 
 class Unsaid:
-    """Omission of a list's maximum length from the OpenAPI document."""
+    """Annotation that leaves a list's maximum length out of the OpenAPI document."""
 
-    # Clients that generate requests from the document would send megabytes.
+    # Tools that generate requests from the document would otherwise send megabytes.
     def __get_pydantic_json_schema__(self, core: Any, handler: Any) -> dict[str, Any]:
         schema: dict[str, Any] = handler(core)
         schema.pop("maxItems", None)
         return schema
 
 
-# The list may be empty: clients send empty answers back.
+# Empty lists are allowed, because clients send empty answers back.
 _few = Field(fail_fast=True, max_length=int(COUNTS["parts"].high))
 _as_given = Discriminator(_tag)
 
@@ -145,8 +145,8 @@ class ToolResultBlock(Marked):
 
     @property
     def told(self) -> str:
-        """Text of the result for the model."""
-        # Templates have no place for `is_error`, so it becomes text.
+        """Text of the result that the model sees."""
+        # Chat templates have no field for `is_error`, so it is added to the text.
         text = texts_of(self.content)
         return f"Error: {text}" if self.is_error else text
 
@@ -172,7 +172,7 @@ _AssistantContent = Annotated[
 
 
 class UserMessage(Strict):
-    """A message of the user: results of tool calls, then text."""
+    """A user message: tool results first, then text."""
 
     role: Literal["user"]
     content: _UserContent
@@ -180,13 +180,13 @@ class UserMessage(Strict):
     @model_validator(mode="after")
     def _results_come_first(self) -> UserMessage:
         kinds = [block.type for block in blocks_of(self)]
-        if kinds != sorted(kinds, reverse=True):  # "tool_result" before "text"
+        if kinds != sorted(kinds, reverse=True):  # "tool_result" sorts before "text"
             raise refused_field("content", "has a tool_result after text; put results first")
         return self
 
 
 class AssistantMessage(Strict):
-    """A message of the model."""
+    """An assistant message."""
 
     role: Literal["assistant"]
     content: _AssistantContent
@@ -203,11 +203,11 @@ Message = Annotated[UserMessage | AssistantMessage | SystemMessage, Field(discri
 
 
 def blocks_of(message: UserMessage | AssistantMessage | SystemMessage) -> list[Any]:
-    """Return a message's content as blocks."""
+    """Return the content of a message as a list of blocks."""
     content: Any = message.content
     return [TextBlock(type="text", text=content)] if isinstance(content, str) else content
 
 
 def texts_of(content: str | Sequence[TextBlock] | None) -> str:
-    """Return the texts of a message's content, joined by line ends."""
+    """Join the text blocks of a message with newlines."""
     return content if isinstance(content, str) else "\n".join(block.text for block in content or ())

@@ -1,4 +1,4 @@
-"""Requests to /v1/messages, ready to run, and their token counts."""
+"""Requests to /v1/messages that are ready to run, and token counts of their prompts."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ __all__ = ["RenderedMessages", "count_tokens"]
 
 
 class RenderedMessages(RenderedChat):
-    """A request to /v1/messages: a chat with prefixes to keep cached.
+    """A chat request to /v1/messages whose marked prefixes stay cached.
 
     Create it in a worker thread, because bodies may be long.
 
     Attributes:
-        kept: (tokens, seconds) of the breakpoints that matter, filled by `encode`.
+        kept: (number of tokens, seconds) of each breakpoint; filled by `encode`.
     """
 
     def __init__(self, state: ModelState, body: MessagesRequest) -> None:
@@ -34,8 +34,8 @@ class RenderedMessages(RenderedChat):
         self._max_tokens = body.max_tokens
         self.kept: list[tuple[int, float]] = []
         super().__init__(state, chat, pings=True)
-        # Pins may take half of the pool, which must leave room for any request. Otherwise the
-        # marked prefix is only evicted after all other blocks of its key.
+        # Pins may take at most half of the pool, and the other half must hold any request. In a
+        # smaller pool the prefix is not pinned, but evicted after all other blocks of its API key.
         self._pins_fit = state.admission.pool_tokens // 2 > state.engine.runner_info.max_context
         seconds = max((mark.seconds for mark in self._marks), default=None)
         self.terms = dataclasses.replace(self.terms, retention=None if self._pins_fit else seconds)
@@ -50,9 +50,9 @@ class RenderedMessages(RenderedChat):
         return [dataclasses.replace(prompt, pins=pins)]
 
     def params(self, prompt: EncodedPrompt, choice: int) -> SamplingParams:
-        """Return the sampling parameters.
+        """Return the sampling parameters of one choice.
 
-        As in Anthropic's API, `max_tokens` may exceed the context, which then ends the answer.
+        As in Anthropic's API, `max_tokens` may exceed the context, and the answer then ends there.
         """
         wanted = None if self._max_tokens else 0
         room = room_for(self.state, len(prompt.token_ids), "messages", wanted, "max_tokens")
@@ -62,7 +62,7 @@ class RenderedMessages(RenderedChat):
 
 
 def count_tokens(state: ModelState, chat: ChatRequest, answers: KeptAnswers) -> int:
-    """Return the number of prompt tokens; slow for long prompts."""
+    """Count the tokens of a prompt. Takes long for long prompts."""
     return len(encode_asked(state, answers, chat.messages, chat, True, continues=chat.continues)[0])
 
 
@@ -75,7 +75,7 @@ def _length(
 ) -> int:
     """Return the number of prompt tokens up to a breakpoint.
 
-    0 if the template refuses a conversation that ends there.
+    Returns 0 if the chat template rejects a conversation that ends there.
     """
     if mark.messages is None:
         return len(token_ids)

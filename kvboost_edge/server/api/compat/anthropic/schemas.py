@@ -1,4 +1,4 @@
-"""Bodies of /v1/messages and /v1/messages/count_tokens."""
+"""Request bodies of /v1/messages and /v1/messages/count_tokens."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _own_tool(value: Any) -> Any:
 
 
 def _unmanaged(value: Any) -> None:
-    """Accept only edits that keep everything: the client manages the context."""
+    """Accept only context edits that remove nothing, because the client manages the context."""
     edits = (
         value.get("edits", []) if isinstance(value, dict) and value.keys() <= {"edits"} else None
     )
@@ -115,7 +115,7 @@ Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.\-]+$"), counted("tool_name")
 class Tool(Marked):
     """A tool that the client runs.
 
-    With or without `strict`, calls match the schema as described in docs/tools.md.
+    Tool calls match the schema as described in docs/tools.md, with or without `strict`.
     """
 
     foreign = {  # noqa: RUF012
@@ -133,14 +133,14 @@ class Tool(Marked):
 
 
 class AnyChoice(Strict):
-    """A choice among all tools."""
+    """A tool choice that names no tool: "auto", "any" or "none"."""
 
     type: Literal["auto", "any", "none"]
     disable_parallel_tool_use: bool | None = None
 
 
 class OneChoice(Strict):
-    """A choice of one tool."""
+    """A tool choice that names one tool."""
 
     type: Literal["tool"]
     name: Name
@@ -148,9 +148,9 @@ class OneChoice(Strict):
 
 
 class Thinking(Strict):
-    """Thinking of the model.
+    """The thinking option of a request.
 
-    `budget_tokens` sets no limit: thinking counts towards `max_tokens`.
+    `budget_tokens` is not a limit: thinking counts towards `max_tokens`.
     """
 
     type: Literal["enabled", "adaptive", "between_tools", "disabled"]
@@ -159,20 +159,20 @@ class Thinking(Strict):
 
 
 class OutputConfig(Strict):
-    """Format of the answer; `effort` is ignored."""
+    """Format of the answer. `effort` is ignored."""
 
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: Annotated[dict[str, Any] | None, PlainValidator(_format), or_null(_FORMAT)] = None
 
 
 class MetaData(Strict):
-    """Metadata of the request, which is ignored."""
+    """Metadata of the request. It is ignored."""
 
     user_id: Label | None = None
 
 
 class Prompted(Strict):
-    """Fields that form the prompt."""
+    """Fields that make up the prompt."""
 
     foreign = _FOREIGN
 
@@ -192,7 +192,7 @@ class Prompted(Strict):
     context_management: Annotated[None, PlainValidator(_unmanaged), or_null(_UNMANAGED)] = None
 
     def check_together(self) -> None:
-        """Raise ApiError for too many breakpoints."""
+        """Raise ApiError if `cache_control` is given too often."""
         most = COUNTS["cache_marks"].high
         count = sum(1 for _ in self._marks())
         if count > most:
@@ -212,14 +212,11 @@ class Prompted(Strict):
 
 
 class CountTokensRequest(Prompted):
-    """A body of /v1/messages without the fields about the answer."""
+    """Body of /v1/messages/count_tokens: only the fields that make up the prompt."""
 
 
 class MessagesRequest(Prompted):
-    """A conversation to continue.
-
-    With max_tokens 0, the prompt is computed and cached without an answer.
-    """
+    """Body of /v1/messages: a conversation to continue."""
 
     max_tokens: Annotated[int, bounded("max_tokens")]
     return_progress: bool | None = Field(

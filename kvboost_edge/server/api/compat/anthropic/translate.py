@@ -98,7 +98,10 @@ def _marked(blocks: Sequence[Any]) -> list[tuple[int, CacheControl]]:
 
 
 def _up_to(body: Prompted, at: int, to: int) -> list[ChatMessage] | None:
-    """Return the messages up to block `to` of message `at`; -1 is the system message."""
+    """Return the messages up to block `to` of message `at`; `at` = -1 is the system message.
+
+    Returns None for the whole conversation.
+    """
     if at >= len(body.messages) - 1 and (
         at >= len(body.messages) or to == len(blocks_of(body.messages[at]))
     ):
@@ -123,15 +126,15 @@ def _system_blocks(body: Prompted) -> list[TextBlock]:
 
 
 def _turns(body: Prompted) -> list[tuple[str, list[Any]]]:
-    """Return role and blocks of each message."""
+    """Return the role and the blocks of each message."""
     return [(message.role, blocks_of(message)) for message in body.messages]
 
 
 def _messages(system: str | None, turns: Sequence[tuple[str, list[Any]]]) -> list[Json]:
-    """Return the messages of the chat.
+    """Convert the system text and the turns to chat messages.
 
-    As in Anthropic's API, consecutive messages of one role are merged. A later system message
-    becomes text of the user, because most templates accept none there.
+    As in Anthropic's API, consecutive messages of the same role are merged. A later system message
+    is sent as user text, because most templates reject system messages there.
     """
     messages: list[Json] = [] if system is None else [{"role": "system", "content": system}]
     for role, blocks in turns:
@@ -154,7 +157,7 @@ def _messages(system: str | None, turns: Sequence[tuple[str, list[Any]]]) -> lis
 
 
 def _add_assistant(messages: list[Json], blocks: Sequence[Any]) -> None:
-    """Add an assistant message; its text blocks are joined without separators."""
+    """Append an assistant message. Its text blocks are joined without separators."""
     if not messages or messages[-1]["role"] != "assistant":
         messages.append({"role": "assistant", "content": ""})
     message = messages[-1]
@@ -198,8 +201,8 @@ def _tools(body: Prompted) -> Json:
 
 
 def _thinks(body: Prompted) -> bool:
-    """Return the value of the template's variable `enable_thinking`.
+    """Return the value of the template variable `enable_thinking`.
 
-    As in Anthropic's API, the model thinks only if the request enables it.
+    As in Anthropic's API, thinking is off unless the request enables it.
     """
     return body.thinking is not None and body.thinking.type != "disabled"

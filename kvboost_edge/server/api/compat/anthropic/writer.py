@@ -1,4 +1,4 @@
-"""Writer of /v1/messages: one message of content blocks, or the events that build it."""
+"""Response writer of /v1/messages: one message, or the events of a stream."""
 
 from __future__ import annotations
 
@@ -34,13 +34,14 @@ __all__ = ["AnthropicWriter"]
 Json = dict[str, Any]
 
 _HOUR = 3600.0
-# Clients send thinking back only with a signature. This server signs nothing.
+# Clients send thinking back only with a signature. This server does not sign, so the value is a
+# placeholder.
 _SIGNATURE = "unsigned"
 _PATH = "/v1/messages"
 
 
 class AnthropicWriter(TurnWriter):
-    """`AnswerWriter` of /v1/messages."""
+    """`AnswerWriter` for /v1/messages."""
 
     def __init__(
         self, state: ModelState, body: MessagesRequest, kept: Sequence[tuple[int, float]]
@@ -49,8 +50,8 @@ class AnthropicWriter(TurnWriter):
 
         Args:
             state: the model.
-            body: the body of the request.
-            kept: (tokens, seconds) of the breakpoints that matter, filled before the request runs.
+            body: the request body.
+            kept: (number of tokens, seconds) of each breakpoint; filled before the request runs.
         """
         super().__init__(state, body.stop_sequences or ())
         self._body = body
@@ -62,10 +63,10 @@ class AnthropicWriter(TurnWriter):
         self._kept = kept
 
     def whole(self, run: Running, results: list[GenerationResult]) -> bytes:
-        """Return the JSON of the answer."""
+        """Return the message as JSON."""
         self.begin(run)
         (result,) = results
-        # Push tokens as for a stream, so that the blocks are in the order of the text.
+        # Push the tokens as in a stream. The blocks then follow the order of the text.
         events = [TokenEvent(token_id, "", 0.0) for token_id in result.output_token_ids]
         for one in (
             [TokenEvent(0, result.output_text, 0.0)] if run.prompts[0].turn is None else events
@@ -135,7 +136,7 @@ class AnthropicWriter(TurnWriter):
         }
 
     def _ending(self, result: GenerationResult, reason: str) -> Json:
-        """Return the stop reason and the stop string."""
+        """Return the stop reason and the stop string that was found, if any."""
         if reason == "tool_calls":
             return {"stop_reason": "tool_use", "stop_sequence": None}
         if reason == "length":
@@ -152,7 +153,7 @@ class AnthropicWriter(TurnWriter):
 
     def _stop_of(self, result: GenerationResult) -> str | None:
         """Return the stop string that ended the answer, or None."""
-        # A stop string may be the text of a special token, so special tokens are decoded too.
+        # Special tokens are decoded too, because a stop string may be the text of one.
         checker = StopChecker(self._stop)
         if self._stop:
             checker.push(
@@ -163,10 +164,10 @@ class AnthropicWriter(TurnWriter):
         return checker.stop
 
     def _usage(self, generated: int, prompt: int, cached: int) -> Json:
-        """Return Anthropic's usage; the three counts of the input add up to the prompt.
+        """Return Anthropic's usage. The three input counts add up to the prompt length.
 
-        `cache_creation_input_tokens` are the tokens after the cached ones up to the last
-        breakpoint, in full blocks.
+        `cache_creation_input_tokens` counts the full blocks after the cached tokens, up to the last
+        breakpoint.
         """
         size = self.state.engine.config.block_size
         written = [
@@ -207,7 +208,7 @@ class AnthropicWriter(TurnWriter):
 
 
 class _Blocks:
-    """Content blocks of a message, built from its parts in order."""
+    """Content blocks of a message, built from the parts of a turn in order."""
 
     def __init__(self, writer: TurnWriter, *, shows_thoughts: bool) -> None:
         self._writer = writer
@@ -217,7 +218,7 @@ class _Blocks:
         self._arguments: list[str] = []
 
     def add(self, parts: Sequence[Part]) -> list[Json]:
-        """Add parts and return their events."""
+        """Add parts of a turn and return the resulting events."""
         events: list[Json] = []
         for part in folded(parts):
             match part:
@@ -244,7 +245,7 @@ class _Blocks:
         return events
 
     def end(self) -> list[Json]:
-        """End the open block, if any, and return its events."""
+        """End the open block, if any, and return the resulting events."""
         if not self._open:
             return []
         self._open = False
@@ -259,7 +260,7 @@ class _Blocks:
         return [*events, {"type": "content_block_stop", "index": len(self.content) - 1}]
 
     def _begun(self, block: Json) -> list[Json]:
-        """Open a block of this type, unless one is open, and return the events."""
+        """Begin a block unless one of its type is open, and return the resulting events."""
         if self._open and self.content[-1]["type"] == block["type"]:
             return []
         events = self.end()
@@ -275,7 +276,7 @@ class _Blocks:
 
 
 def _object(arguments: str) -> Json:
-    """Return the arguments of a call; {} if they were cut short, so that they are not JSON."""
+    """Parse the arguments of a tool call; return {} if they were cut short."""
     try:
         given = arguments_of(arguments or "{}")
     except (ValueError, RecursionError):

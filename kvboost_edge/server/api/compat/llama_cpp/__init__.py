@@ -1,1 +1,1 @@
-"""llama.cpp's API: completion, infill, template rendering, server properties."""
+"""llama.cpp's API: completion, infill, template rendering and server properties."""

@@ -1,4 +1,4 @@
-"""Bodies of /completion, /infill and /apply-template."""
+"""Request bodies of /completion, /infill and /apply-template."""
 
 from __future__ import annotations
 
@@ -83,7 +83,10 @@ _FOREIGN_TO_INFILL = {
 
 
 def _pieces(value: Any) -> Pieces:
-    """Convert a text, token ids, or a list of both to texts and runs of token ids."""
+    """Convert a prompt to a list of texts and runs of token ids.
+
+    The prompt is a text, token ids, or a list of both.
+    """
     parts = [value] if isinstance(value, str) else value
     if not isinstance(parts, list) or not parts:
         raise field_error(
@@ -137,7 +140,10 @@ Text = Annotated[str, AfterValidator(check_text), counted("text")]
 
 
 class _Sampling(Strict):
-    """llama.cpp's fields and defaults; `n_predict` -1 and -2 let the answer fill the context."""
+    """llama.cpp's sampling fields and defaults.
+
+    `n_predict` -1 and -2 let the answer fill the context.
+    """
 
     foreign = _FOREIGN
 
@@ -163,7 +169,7 @@ class _Sampling(Strict):
 
 
 class LlamaCompletion(_Sampling):
-    """A prompt to continue, in llama.cpp's format.
+    """Body of /completion: a prompt to continue, in llama.cpp's format.
 
     `n_predict` -1 and -2 let the answer fill the context.
     """
@@ -172,7 +178,10 @@ class LlamaCompletion(_Sampling):
 
 
 class Infill(_Sampling):
-    """A prefix and a suffix between which text is generated; `prompt` follows the prefix."""
+    """Body of /infill: generate text between a prefix and a suffix.
+
+    `prompt` is appended to the prefix.
+    """
 
     foreign = _FOREIGN_TO_INFILL
 
@@ -182,7 +191,7 @@ class Infill(_Sampling):
 
 
 class ApplyTemplate(Strict):
-    """Messages to render with the chat template."""
+    """Body of /apply-template: messages to render with the chat template."""
 
     messages: Messages
     tools: Tools | None = None

@@ -1,4 +1,4 @@
-"""Translation of llama.cpp request bodies, and encoding of prompts made of several pieces."""
+"""Translation of llama.cpp request bodies, and tokenization of prompts with several pieces."""
 
 from __future__ import annotations
 
@@ -30,8 +30,7 @@ _SAME = (
     "stream",
     "return_progress",
 )
-# Infill tokens of model families: before the prefix, before the suffix, and before the generated
-# text.
+# Infill tokens of several model families: prefix, suffix and middle.
 _INFILL = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
     ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
@@ -42,7 +41,7 @@ _INFILL = (
 
 
 class RenderedPieces(RenderedCompletion):
-    """A completion of one prompt that consists of texts and token ids."""
+    """A completion request whose prompt consists of texts and token ids."""
 
     def __init__(
         self,
@@ -66,7 +65,7 @@ class RenderedPieces(RenderedCompletion):
 
 
 def completion_of(state: ModelState, body: LlamaCompletion) -> RenderedPieces:
-    """Return a completion request, ready to run.
+    """Convert a /completion body to a completion request.
 
     Raises:
         ApiError: a field is invalid (400).
@@ -75,7 +74,7 @@ def completion_of(state: ModelState, body: LlamaCompletion) -> RenderedPieces:
 
 
 def infill_of(state: ModelState, body: Infill) -> RenderedPieces:
-    """Return an infill request, ready to run.
+    """Convert an /infill body to a completion request.
 
     Raises:
         ApiError: the model has no infill tokens, or a field is invalid (400).
@@ -107,7 +106,7 @@ def _rendered(
     state: ModelState, body: LlamaCompletion | Infill, pieces: Pieces, *, with_bos: bool, field: str
 ) -> RenderedPieces:
     limit = body.n_predict
-    # Until the pieces are tokenized, a text of about as many tokens takes the place of the prompt.
+    # A placeholder text with about as many tokens stands for the prompt until it is tokenized.
     stands_in = "".join(
         piece if isinstance(piece, str) else "....." * len(piece) for piece in pieces
     )

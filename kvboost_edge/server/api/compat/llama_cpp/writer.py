@@ -1,4 +1,4 @@
-"""Writer of llama.cpp's completions: one object, or events that end with the whole object."""
+"""Response writer of /completion and /infill: one JSON object, or a stream that ends with it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Json = dict[str, Any]
 
 
 def default_settings(defaults: SamplingDefaults, body: object = None) -> Json:
-    """Return the sampling values of a request, or the defaults, under llama.cpp's names."""
+    """Return sampling settings under llama.cpp's names, from a request or the defaults."""
     values = defaults.values_for(body)
     return {
         "repeat_penalty" if name == "repetition_penalty" else name: value
@@ -35,15 +35,15 @@ def default_settings(defaults: SamplingDefaults, body: object = None) -> Json:
 
 
 class LlamaWriter(TurnWriter):
-    """`AnswerWriter` of /completion and /infill."""
+    """`AnswerWriter` for /completion and /infill."""
 
     def __init__(self, state: ModelState, body: CompletionRequest, *, with_ids: bool) -> None:
         """Create a writer.
 
         Args:
             state: the model.
-            body: the body of the request.
-            with_ids: pieces and the whole answer contain token ids.
+            body: the request body.
+            with_ids: whether the answer includes token ids.
         """
         super().__init__(state, body.stop or ())
         self._body = body
@@ -61,7 +61,7 @@ class LlamaWriter(TurnWriter):
         return self._stream
 
     def opened(self) -> None:
-        """Write nothing until there is text."""
+        """Do nothing: the stream starts with the first text."""
 
     def push(self, index: int, event: TokenEvent) -> None:
         self._ids.append(event.token_id)
@@ -121,7 +121,7 @@ class LlamaWriter(TurnWriter):
         }
 
     def _stopping_word(self, result: GenerationResult) -> str:
-        """Return the stop string that ended the text; "" if none did."""
+        """Return the stop string that ended the text, or ""."""
         if not self._stops:
             return ""
         written = self.state.engine.tokenizer.decode(

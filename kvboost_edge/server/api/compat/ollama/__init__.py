@@ -1,1 +1,1 @@
-"""Ollama's API: chat and generate as JSON lines, options, model listings."""
+"""Ollama's API: chat and generate with JSON lines, and model listings."""

@@ -1,4 +1,4 @@
-"""The `keep_alive` of Ollama's requests: seconds, or a duration in Go's notation."""
+"""Ollama's `keep_alive` field: a number of seconds, or a duration in Go's notation."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ _WRONG = (
 
 
 def _seconds(value: Any) -> float | None:
-    """Convert a value to seconds; negative values become infinite."""
+    """Convert a value to seconds; negative values become infinity."""
     if value is None:
         return None
     if isinstance(value, str):
         seconds = _of_text(value)
     else:
-        seconds = value if type(value) in (int, float) and value == value else None  # not NaN
+        seconds = value if type(value) in (int, float) and value == value else None  # rejects NaN
     if seconds is None:
         raise field_error("keep_alive", _WRONG)
-    # Compared without conversion, because an integer of hundreds of digits overflows a float.
+    # Compare before the conversion: an integer with hundreds of digits overflows a float.
     if not BOUNDS["keep_alive"].low <= seconds <= BOUNDS["keep_alive"].high:
         raise field_error(
             "keep_alive",

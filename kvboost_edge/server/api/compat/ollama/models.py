@@ -1,4 +1,4 @@
-"""Models in the format of Ollama's listings."""
+"""Model entries of Ollama's listings."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _FOREVER = "9999-12-31T23:59:59Z"
 
 
 def named(models: Models, name: str | None) -> str:
-    """Return our name of a model that a client names, with or without a tag.
+    """Resolve a model name of a client, which may have Ollama's tag ":latest" or lack it.
 
     Raises:
-        ApiError: the model is not served here (404).
+        ApiError: the model is not served (404).
     """
     for known in (name, (name or "").removesuffix(_LATEST), f"{name}{_LATEST}"):
         if known in models.names:
@@ -39,13 +39,13 @@ def named(models: Models, name: str | None) -> str:
 
 
 def listed(server: ServerState) -> list[Json]:
-    """Return all models, loaded or not, by each of their names."""
+    """List all models, loaded or not, under each of their names."""
     modified = {"modified_at": _created(server)}
     return [_entry(one, name) | modified for one in server.models.all for name in one.names]
 
 
 def running(server: ServerState) -> list[Json]:
-    """Return the loaded models, and when each will be unloaded."""
+    """List the loaded models with the time at which each will be unloaded."""
     return [
         _entry(one, name)
         | {
@@ -60,9 +60,9 @@ def running(server: ServerState) -> list[Json]:
 
 
 def shown(server: ServerState, served: ServedModel) -> Json:
-    """Return information about a model; only its name if it was never loaded.
+    """Return the details of a model. A model that was never loaded has only a name.
 
-    May take a while.
+    Takes a while, so run it in a worker thread.
     """
     known = served.known
     kind = known.architecture if known else ""
@@ -78,7 +78,7 @@ def shown(server: ServerState, served: ServedModel) -> Json:
             else {}
         ),
     }
-    state = served.state  # read once, because the model may be unloaded meanwhile
+    state = served.state  # read once, because the model may be unloaded at any time
     abilities = served.abilities if state is None else abilities_of(state.engine)
     return {
         "license": "",
@@ -121,8 +121,8 @@ def _details(known: Known | None) -> Json:
 
 
 def _expiry(server: ServerState, served: ServedModel) -> str:
-    """Return the time at which the model will be unloaded; for one in use, as if that ended now."""
-    # With several keys the time is hidden: it would reveal when another key was last used.
+    """Return the time at which the model will be unloaded; a model in use counts as idle now."""
+    # With several API keys, the time is hidden: it would reveal when another key was last used.
     if served.source is None or served.keep_alive == math.inf or len(server.settings.all_keys) > 1:
         return _FOREVER
     since = time.monotonic() if served.in_use else served.idle_since

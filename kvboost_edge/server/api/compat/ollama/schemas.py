@@ -1,4 +1,4 @@
-"""Bodies of /api/chat, /api/generate and /api/show."""
+"""Request bodies of /api/chat, /api/generate and /api/show."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _LOADING = (
     *("use_mlock", "embedding_only", "num_thread", "num_keep"),
 )
 _OPTIONS = {
-    **dict.fromkeys(_LOADING, _IGNORED),  # the model is loaded already, and its context is fixed
+    **dict.fromkeys(_LOADING, _IGNORED),  # The model is already loaded with a fixed context.
     "mirostat": Foreign(_SAMPLER, (0,)),
     "mirostat_tau": _IGNORED,
     "mirostat_eta": _IGNORED,
@@ -60,7 +60,7 @@ _MOST_MESSAGES = int(COUNTS["messages"].high)
 
 
 def _format(value: Any) -> dict[str, Any] | None:
-    """Return the JSON schema of the answer; None for any text."""
+    """Return the JSON schema of the answer, or None for any text."""
     if value is None or value == "":
         return None
     if value == "json":
@@ -82,8 +82,8 @@ Think = bool | Literal["low", "medium", "high"]
 class Options(Strict):
     """Ollama's sampling options.
 
-    `num_predict` -1 and -2 let the answer fill the context. A `num_ctx` above the context is
-    reduced to it.
+    `num_predict` -1 and -2 let the answer fill the context. A `num_ctx` above the model's context
+    is reduced to it.
     """
 
     foreign = _OPTIONS
@@ -102,7 +102,7 @@ class Options(Strict):
 
 
 class CallFunction(Strict):
-    """Name and arguments of a tool call."""
+    """Name and arguments of a called function."""
 
     name: Annotated[str, AfterValidator(check_text), counted("tool_name")]
     arguments: dict[str, Any]
@@ -110,7 +110,7 @@ class CallFunction(Strict):
 
 
 class Call(Strict):
-    """A tool call of an earlier message; the id is optional."""
+    """A tool call in an earlier message. Its id is optional."""
 
     function: CallFunction
     id: Annotated[str, AfterValidator(check_text), counted("tool_call_id")] | None = None
@@ -118,7 +118,7 @@ class Call(Strict):
 
 
 class OllamaMessage(Strict):
-    """A message of a conversation, in Ollama's format."""
+    """A chat message in Ollama's format."""
 
     role: Literal["system", "user", "assistant", "tool"]
     content: Text | None = None
@@ -157,7 +157,7 @@ class _Generating(Strict):
 
 
 class OllamaChat(_Generating):
-    """A conversation to continue; without messages, the model is loaded or unloaded."""
+    """Body of /api/chat. Without messages, the model is only loaded or unloaded."""
 
     messages: (
         Annotated[list[OllamaMessage], Field(fail_fast=True, max_length=_MOST_MESSAGES)] | None
@@ -166,7 +166,7 @@ class OllamaChat(_Generating):
 
 
 class OllamaGenerate(_Generating):
-    """A prompt to answer; with `raw`, it is continued without the chat template."""
+    """Body of /api/generate. With `raw`, the prompt bypasses the chat template."""
 
     prompt: Text | None = None
     system: Text | None = None
@@ -174,7 +174,7 @@ class OllamaGenerate(_Generating):
 
 
 class OllamaShow(Strict):
-    """Name of a model; `name` is an older name of the field `model`."""
+    """Body of /api/show. `name` is an older name of the field `model`."""
 
     model: ModelName | None = None
     name: ModelName | None = None

@@ -1,4 +1,4 @@
-"""Translation of Ollama's bodies."""
+"""Translation of Ollama request bodies to chat and completion requests."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ CHAT_FIELDS = _OPTIONS
 GENERATE_FIELDS = {**_OPTIONS, "messages": "prompt"}
 """Ollama's names of our fields."""
 
-# Engines for which a too large num_ctx was logged.
+# Engines that have logged a num_ctx above their context.
 _TOLD: weakref.WeakSet[Engine] = weakref.WeakSet()
-_ID = "call{:05d}"  # nine letters and digits, as some templates require
+_ID = "call{:05d}"  # Some templates require ids of nine letters and digits.
 
 
 def chat_of(body: OllamaChat) -> ChatRequest:
-    """Return the chat request of a body.
+    """Convert an /api/chat body to a chat request.
 
     Raises:
         ApiError: a field is invalid (400).
@@ -66,7 +66,7 @@ def chat_of(body: OllamaChat) -> ChatRequest:
 
 
 def generation_of(body: OllamaGenerate) -> ChatRequest:
-    """Return a prompt as a chat of one message."""
+    """Convert an /api/generate body to a chat of one message."""
     system = [{"role": "system", "content": body.system}] if body.system else []
     return chat_request(
         messages=[*system, {"role": "user", "content": body.prompt}], **_shared(body)
@@ -74,7 +74,7 @@ def generation_of(body: OllamaGenerate) -> ChatRequest:
 
 
 def prompt_of(body: OllamaGenerate) -> CompletionRequest:
-    """Return a raw prompt as a completion request.
+    """Convert a raw /api/generate body to a completion request.
 
     Raises:
         ApiError: a field needs the chat template (400).
@@ -90,7 +90,7 @@ def prompt_of(body: OllamaGenerate) -> CompletionRequest:
 
 
 def log_reduced_context(options: Options, engine: Engine) -> None:
-    """Log, once for each engine, that a request sets a larger context than the model's."""
+    """Log once per engine that a request sets a num_ctx above the model's context."""
     context = engine.runner_info.max_context
     if options.num_ctx is None or options.num_ctx <= context or engine in _TOLD:
         return
@@ -118,7 +118,7 @@ def _shared(body: OllamaChat | OllamaGenerate) -> Json:
 
 
 def _variables(think: bool | str | None) -> Json | None:
-    """Return the variables for the chat template, which ignores unknown ones."""
+    """Return the variables of the chat template. Templates ignore unknown ones."""
     if think is None:
         return None
     return (
@@ -129,12 +129,12 @@ def _variables(think: bool | str | None) -> Json | None:
 
 
 def _messages(messages: Sequence[OllamaMessage]) -> list[Json]:
-    """Return the messages of a chat, with ids of calls.
+    """Convert chat messages, and add ids to tool calls.
 
-    Ollama's calls need no ids. Results belong to the calls before them by the tool's name, or in
-    order.
+    Ollama's tool calls need no ids. A tool result is matched to an earlier call by the tool's name,
+    else by order.
     """
-    waiting: deque[tuple[str, str]] = deque()  # (id, name) of calls without a result
+    waiting: deque[tuple[str, str]] = deque()  # (id, name) of calls that have no result yet
     number = 0
     found = []
     for at, message in enumerate(messages):
@@ -166,10 +166,10 @@ def _messages(messages: Sequence[OllamaMessage]) -> list[Json]:
 
 
 def _answered(waiting: deque[tuple[str, str]], name: str | None, at: int) -> str:
-    """Return the id of the call that a result belongs to.
+    """Return the id of the call that a tool result belongs to.
 
     Raises:
-        ApiError: there is no such call (400).
+        ApiError: no call without a result is left (400).
     """
     chosen = next((call for call in waiting if name in (None, call[1])), None)
     if chosen is None:

@@ -1,4 +1,4 @@
-"""Writer of Ollama's answers: one object, or one per line."""
+"""Response writer of /api/chat and /api/generate: one JSON object, or one per line."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ LINES = "application/x-ndjson"
 
 
 def now() -> str:
-    """Return the current time in Ollama's format."""
+    """Return the current time as text in Ollama's format."""
     return datetime.datetime.now(datetime.UTC).isoformat().replace("+00:00", "Z")
 
 
 def loaded(name: str, *, stays: bool, chat: bool) -> Json:
-    """Return the answer to a request that only loads or unloads the model."""
+    """Return the response to a request that only loads or unloads the model."""
     reason = "load" if stays else "unload"
     return {
         "model": name,
@@ -42,16 +42,16 @@ def loaded(name: str, *, stays: bool, chat: bool) -> Json:
 
 
 class OllamaWriter(TurnWriter):
-    """`AnswerWriter` of /api/chat and /api/generate."""
+    """`AnswerWriter` for /api/chat and /api/generate."""
 
     def __init__(self, state: ModelState, name: str, stop: Sequence[str], *, chat: bool) -> None:
         """Create a writer.
 
         Args:
             state: the model.
-            name: name of the model in the request.
+            name: model name as given in the request.
             stop: stop strings.
-            chat: answers contain a message; otherwise a response.
+            chat: whether answers contain a `message` instead of a `response`.
         """
         super().__init__(state, stop)
         self._name = name
@@ -70,12 +70,12 @@ class OllamaWriter(TurnWriter):
         return self._stream
 
     def opened(self) -> None:
-        """Write nothing until there is text."""
+        """Do nothing: the stream starts with the first text."""
 
     def told(self, parts: Sequence[Part]) -> None:
         content = "".join(part.text for part in parts if isinstance(part, ContentDelta))
         thinking = "".join(part.text for part in parts if isinstance(part, ReasoningDelta))
-        # A call is sent once it is complete: when the next one begins, or at the end.
+        # A tool call is complete when the next one begins or the turn ends, and only then sent.
         begun = max(
             (part.index for part in parts if isinstance(part, CallStart)), default=self._calls_told
         )
@@ -94,8 +94,8 @@ class OllamaWriter(TurnWriter):
             )
 
     def _whole_calls(self, until: int) -> list[Json]:
-        """Return the calls that were not sent yet."""
-        # A call that was cut short cannot be made and has no arguments, so it is left out.
+        """Return the complete tool calls that were not sent yet."""
+        # The arguments of a call that was cut short are not valid JSON, so the call is left out.
         calls: list[Json] = []
         for index in range(self._calls_told, until):
             call = self.message.calls[index]
@@ -115,7 +115,10 @@ class OllamaWriter(TurnWriter):
         return {"model": self._name, "created_at": now()}
 
     def _figures(self, result: GenerationResult, reason: str) -> Json:
-        """Return Ollama's figures: times in nanoseconds, prompt tokens including cached ones."""
+        """Return Ollama's durations, in nanoseconds, and token counts.
+
+        Prompt tokens include cached ones.
+        """
         usage = usage_of([result], 1)
         spent = costs(
             [result], 1, self.run.tokenize_ms, self.run.prompts[0].dropped, self.run.cause

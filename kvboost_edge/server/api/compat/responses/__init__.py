@@ -1,1 +1,1 @@
-"""OpenAI's Responses API: items, events, and conversations that the server stores."""
+"""OpenAI's Responses API: items, stream events and stored conversations."""

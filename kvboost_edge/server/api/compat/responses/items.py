@@ -1,6 +1,7 @@
-"""Items of OpenAI's Responses API: messages, calls, their results and reasoning.
+"""Items of OpenAI's Responses API: messages, tool calls, tool results and reasoning.
 
-Only the structure of items is checked here; the translation to messages checks their relations.
+Only the structure of items is checked here. The translation to chat messages checks how they
+relate.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ __all__ = ["Items", "new_id", "size_of_items", "text_of"]
 Json = dict[str, Any]
 
 _ROLES = ("user", "assistant", "system", "developer")
-# Member that holds the text, by type of part.
+# Name of the member that holds the text, by type of content part.
 _PARTS = {
     "input_text": "text",
     "output_text": "text",
@@ -33,22 +34,22 @@ _PARTS = {
 }
 _SAID = ("input_text", "output_text", "text", "refusal")
 _THOUGHT = ("reasoning_text", "text")
-# Members of a part that the model does not see.
+# Members of a content part that the model does not see.
 _BESIDE = {"annotations", "logprobs"}
 
 
 def new_id(prefix: str) -> str:
-    """Return a new id of an item or a response."""
+    """Generate an id for an item or a response."""
     return f"{prefix}_{secrets.token_hex(24)}"
 
 
 def text_of(parts: Sequence[Mapping[str, Any]]) -> str:
-    """Return the text of validated parts."""
+    """Join the texts of validated content parts."""
     return "\n".join(part[_PARTS[part["type"]]] for part in parts)
 
 
 def size_of_items(items: Sequence[Mapping[str, Any]]) -> int:
-    """Return the number of characters of all texts."""
+    """Return the number of characters in the texts of all items."""
     parts = sum(len(text_of(item.get("content") or ())) for item in items)
     return parts + sum(
         len(item.get("arguments", "")) + len(item.get("output", "")) for item in items
@@ -56,9 +57,9 @@ def size_of_items(items: Sequence[Mapping[str, Any]]) -> int:
 
 
 def _items(value: Any) -> list[Json]:
-    """Convert a text, or items, to complete items with id and type.
+    """Convert a text or a list of items to complete items with id and type.
 
-    Messages contain a list of parts.
+    The content of a message becomes a list of parts.
     """
     if isinstance(value, str):
         value = [{"role": "user", "content": value}]

@@ -1,4 +1,4 @@
-"""Items of an answer while it is written, and their events."""
+"""Output items of a response while it is generated, and their stream events."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["Output"]
 
 Json = dict[str, Any]
 
-# Type of the text part, and prefix of its events, by type of item.
+# Type of the text part and prefix of its event names, by type of item.
 _TEXTS = {
     "message": ("output_text", "response.output_text"),
     "reasoning": ("reasoning_text", "response.reasoning_text"),
@@ -26,29 +26,30 @@ _TEXTS = {
 
 
 class Output:
-    """Output items of a response: reasoning, then a message, then calls, if present.
+    """Output items of a response: reasoning, a message, then tool calls, as far as present.
 
     Attributes:
-        items: the items so far.
+        items: output items so far.
     """
 
     def __init__(self, names: Mapping[str, Json]) -> None:
         """Create an empty output.
 
         Args:
-            names: for each name that the model calls, the members of a call that name the function.
+            names: for each function name known to the model, the members of a call that identify
+                the function.
         """
         self.items: list[Json] = []
         self._names = names
-        self._pieces: list[str] = []  # of the open item
+        self._pieces: list[str] = []  # text pieces of the open item
         self._open = False
 
     def add(self, part: Part, call_id: str = "") -> Iterator[Json]:
-        """Add a part and yield its events.
+        """Add a part of a turn and yield the resulting events.
 
         Args:
-            part: the part.
-            call_id: id of the call that the part begins.
+            part: part of the turn.
+            call_id: id of the tool call that the part begins; "" for other parts.
         """
         match part:
             case ReasoningDelta(text):
@@ -71,7 +72,7 @@ class Output:
                 yield {**self._place("response.function_call_arguments.delta"), "delta": text}
 
     def close(self, status: str = "completed") -> Iterator[Json]:
-        """End the open item, if any, and yield its events."""
+        """Close the open item, if any, and yield the resulting events."""
         if not self._open:
             return
         self._open = False
@@ -96,7 +97,10 @@ class Output:
         }
 
     def end(self, status: str) -> Iterator[Json]:
-        """End the output and yield its events; an output without items gets an empty message."""
+        """End the output and yield the resulting events.
+
+        An output without items gets an empty message.
+        """
         if not self.items:
             yield from self._begin_text("message")
         yield from self.close(status)

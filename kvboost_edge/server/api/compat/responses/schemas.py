@@ -1,4 +1,4 @@
-"""Body of /v1/responses."""
+"""Request body of /v1/responses."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = ["Reasoning", "ResponseRequest", "StreamOptions"]
 
 _CONVERSATION = "conversations are not supported; use previous_response_id"
 _FOREIGN = {
-    "client_metadata": Foreign("", ignored=True),  # codex identifies itself there
+    "client_metadata": Foreign("", ignored=True),  # Codex sends its name there.
     "messages": Foreign("send input, or messages to /v1/chat/completions"),
     "max_tokens": Foreign("use max_output_tokens"),
     "max_completion_tokens": Foreign("use max_output_tokens"),
@@ -56,7 +56,7 @@ def _truncation(value: Any) -> str:
 
 
 def _include(value: Any) -> list[str]:
-    """Accept only values that need no extra output: reasoning is in the output items anyway."""
+    """Accept only values that need no extra output. Reasoning is always in the output items."""
     if not isinstance(value, list) or any(one != "reasoning.encrypted_content" for one in value):
         message = "may only hold 'reasoning.encrypted_content', which has no effect"
         raise field_error("not_built", message)
@@ -64,11 +64,11 @@ def _include(value: Any) -> list[str]:
 
 
 class Reasoning(Strict):
-    """Reasoning of the model.
+    """Reasoning options of a request.
 
-    Effort "none" disables thinking if the chat template supports that; other levels enable it and
-    are passed to templates that have levels. No summary is written; the answer contains the
-    reasoning itself.
+    Effort "none" disables thinking if the chat template supports that. Other levels enable it, and
+    are passed to templates that have levels. The answer contains the reasoning itself, never a
+    summary.
     """
 
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
@@ -83,7 +83,7 @@ class StreamOptions(Strict):
 
 
 class ResponseRequest(Strict):
-    """A conversation to continue, in OpenAI's format with additional fields.
+    """Body of /v1/responses: a conversation to continue, with additional fields of this server.
 
     Without `max_output_tokens`, the answer may fill the context.
     """
@@ -139,5 +139,5 @@ class ResponseRequest(Strict):
 
     @property
     def size(self) -> int:
-        """Number of characters in the request."""
+        """Number of characters to tokenize."""
         return len(self.instructions or "") + size_of_items(self.input)

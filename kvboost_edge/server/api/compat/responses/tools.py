@@ -1,6 +1,6 @@
 """Tools, tool choice and text format of the Responses API.
 
-These are flat objects, while the chat API nests them.
+In the chat API, the same objects have another level of nesting.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _FUNCTION = {"type", "name", "description", "parameters", "strict"}
 
 
 def full_name(namespace: str | None, name: str) -> str:
-    """Return the name by which the model knows a function."""
+    """Return the name of a function as shown to the model, with its namespace."""
     return f"{namespace}.{name}" if namespace else name
 
 
 def as_tool(tool: Json) -> Json:
-    """Return the tool in the chat API's format."""
+    """Convert a tool to the chat API's format."""
     function = {
         name: tool[name]
         for name in ("description", "parameters", "strict")
@@ -50,7 +50,7 @@ def as_tool(tool: Json) -> Json:
 
 
 def names_of(tools: Sequence[Json]) -> dict[str, Json]:
-    """Return, for each name that the model knows, the members of a call that name the function."""
+    """Map each function name shown to the model to the members of a call that identify it."""
     spaces = [{"namespace": tool["namespace"]} if "namespace" in tool else {} for tool in tools]
     return {
         full_name(tool.get("namespace"), tool["name"]): {**space, "name": tool["name"]}
@@ -59,7 +59,7 @@ def names_of(tools: Sequence[Json]) -> dict[str, Json]:
 
 
 def as_chosen(choice: Any) -> Any:
-    """Return the tool choice in the chat API's format."""
+    """Convert a tool choice to the chat API's format."""
     if isinstance(choice, str):
         return choice
     if choice["type"] == "function":
@@ -69,7 +69,7 @@ def as_chosen(choice: Any) -> Any:
 
 
 def as_format(text: Json) -> Json | None:
-    """Return the text format as the chat API's response_format; None for any text."""
+    """Convert a text format to the chat API's response_format; return None for any text."""
     form = text.get("format") or {"type": "text"}
     if form["type"] != "json_schema":
         return None if form["type"] == "text" else form
@@ -95,7 +95,7 @@ def _tools(value: Any) -> list[Json]:
 
 
 def _tools_of(tool: Any) -> list[Json]:
-    """Return one function, or the functions of a namespace."""
+    """Return the function of a tool, or all functions of a namespace."""
     kind = tool.get("type") if isinstance(tool, dict) else None
     if isinstance(kind, str) and kind not in ("function", "namespace"):
         raise field_error(

@@ -1,4 +1,4 @@
-"""Translation of a body of /v1/responses to a chat request."""
+"""Translation of a /v1/responses body to a chat request."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ _LEVELS = {"minimal": "low", "low": "low", "medium": "medium", "high": "high", "
 
 
 def to_chat(body: ResponseRequest, before: Sequence[Json]) -> ChatRequest:
-    """Return the chat request of a body.
+    """Convert a body to a chat request.
 
     Args:
-        body: the body.
-        before: items of the conversation that it continues.
+        body: the request body.
+        before: earlier items of the conversation.
 
     Raises:
         ApiError: a field is invalid (400).
@@ -71,22 +71,22 @@ def to_chat(body: ResponseRequest, before: Sequence[Json]) -> ChatRequest:
         tool_choice=_choice(body),
         response_format=as_format(body.text),
         chat_template_kwargs=variables or None,
-        add_generation_prompt=True,  # an answer is always a new message
+        add_generation_prompt=True,  # The answer is always a new message.
     )
 
 
 def messages_of(instructions: str | None, items: Sequence[Mapping[str, Any]]) -> list[Json]:
-    """Return the messages of a list of items.
+    """Convert items to chat messages.
 
-    Consecutive reasoning, text and calls of an assistant, in this order, form one message. Leading
-    system and developer messages are joined with the instructions, because many templates accept
-    only one.
+    Consecutive reasoning, text and tool calls of the assistant, in this order, form one message.
+    Leading system and developer messages are appended to the instructions, because many templates
+    accept only one system message.
 
     Raises:
-        ApiError: a result has no call (400).
+        ApiError: a tool result has no call before it (400).
     """
     messages: list[Json] = [{"role": "system", "content": instructions}] if instructions else []
-    open_turn: Json | None = None  # the assistant message that may continue
+    open_turn: Json | None = None  # assistant message that the next item may extend
     called: set[str] = set()
     for item in items:
         if item["type"] == "function_call_output":
@@ -122,7 +122,7 @@ def _add(messages: list[Json], role: str, text: str) -> None:
 
 
 def _goes_on(turn: Json, item: Mapping[str, Any]) -> bool:
-    """Return whether the item belongs to the same message."""
+    """Return whether the item extends the assistant message."""
     if item["type"] == "function_call":
         return True
     return "tool_calls" not in turn and "content" not in turn
@@ -148,13 +148,13 @@ def _extend(turn: Json, item: Mapping[str, Any], called: set[str]) -> None:
 
 
 def _choice(body: ResponseRequest) -> Any:
-    """Return the tool choice in the chat API's format; None for a choice without tools."""
+    """Convert the tool choice to the chat API's format. Without tools it is None."""
     nothing = body.tool_choice is None or (not body.tools and body.tool_choice in ("auto", "none"))
     return None if nothing else as_chosen(body.tool_choice)
 
 
 def _variables(reasoning: Reasoning | None) -> Json:
-    """Return the variables for the chat template, which ignores unknown ones."""
+    """Return the variables of the chat template. Templates ignore unknown ones."""
     effort = None if reasoning is None else reasoning.effort
     if effort is None:
         return {}

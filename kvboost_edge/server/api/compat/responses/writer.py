@@ -1,4 +1,4 @@
-"""Writer of /v1/responses: one object, or the events of its stream."""
+"""Response writer of /v1/responses: one JSON object, or a stream of events."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ Keep = Callable[[str, bytes], bool]
 
 
 class ResponsesWriter(TurnWriter):
-    """`AnswerWriter` of /v1/responses."""
+    """`AnswerWriter` for /v1/responses."""
 
     def __init__(self, state: ModelState, body: ResponseRequest, keep: Keep | None) -> None:
         """Create a writer.
 
         Args:
             state: the model.
-            body: the body of the request.
-            keep: stores the JSON of a finished response under its id and returns False if it is too
-                large; None to store nothing.
+            body: the request body.
+            keep: function that stores the JSON of a finished response under its id, and returns
+                False if the response is too large; None to store nothing.
         """
         super().__init__(state)
         self._keep = keep
@@ -56,7 +56,7 @@ class ResponsesWriter(TurnWriter):
     def written(self, result: GenerationResult, reason: str) -> bytes:
         for part in self._parts():
             for _ in self._added(part):
-                pass  # only the items are needed
+                pass  # The events are not needed.
         for _ in self._output.end(_status(reason)):
             pass
         return self._finished(result, reason)
@@ -92,7 +92,7 @@ class ResponsesWriter(TurnWriter):
         self._stream.add(named, head[:-1], b',"response":', whole, b"}\n\n")
 
     def _parts(self) -> list[Part]:
-        """Return the parts of a whole message, in the order of a turn."""
+        """Return the parts of a complete message, in the order of a turn."""
         sent = self.message.as_sent()
         parts: list[Part] = (
             [ReasoningDelta(sent["reasoning_content"])] if "reasoning_content" in sent else []
@@ -116,7 +116,7 @@ class ResponsesWriter(TurnWriter):
         self._number += 1
 
     def _finished(self, result: GenerationResult, reason: str) -> bytes:
-        """Return the JSON of the response, after storing it if requested."""
+        """Return the finished response as JSON. Store it if the request asks for that."""
         usage = usage_of([result], 1, self.num_reasoning_tokens, self.state.mode)
         label = {"approximate": usage["approximate"]} if "approximate" in usage else {}
         self._response |= {
@@ -141,8 +141,8 @@ class ResponsesWriter(TurnWriter):
         return whole
 
     def _failure(self, error: ApiError) -> bytes:
-        """Return the events of an error in a stream."""
-        # OpenAI's clients know no other code for an invalid request.
+        """Return the events that report an error in a stream."""
+        # OpenAI's clients know only this code for an invalid request.
         code = "invalid_prompt" if error.status_code < 500 else "server_error"
         told = {"type": "error", "code": error.code, "message": error.message, "param": error.param}
         failed = {
@@ -165,7 +165,7 @@ def _status(reason: str) -> str:
 
 
 def _head(state: ModelState, body: ResponseRequest) -> Json:
-    """Return a response in its initial state."""
+    """Return a response object before the first output."""
     reasoning = body.reasoning
     sampling = state.engine.sampling_defaults.values_for(body)
     return {
