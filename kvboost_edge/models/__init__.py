@@ -1,4 +1,4 @@
-"""Model files: location, checks, fingerprint, and the checkpoint that is parsed once."""
+"""Model files: lookup, checks, fingerprints, and access to their contents."""
 
 from __future__ import annotations
 

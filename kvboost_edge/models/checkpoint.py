@@ -1,4 +1,4 @@
-"""Checkpoints: one interface to models in safetensors, GGUF and ONNX files."""
+"""Checkpoints: a common interface to models in safetensors, GGUF and ONNX files."""
 
 from __future__ import annotations
 
@@ -60,17 +60,16 @@ __all__ = ["Checkpoint"]
 
 
 class Checkpoint(abc.ABC):
-    """Model on disk, opened once.
+    """Model on disk.
 
-    Config, spec, pack plans, GGUF header and fingerprint are read on first use and cached. No file
-    stays open or mapped. Methods and properties raise ModelFormatError, which names the file, if
-    the model is damaged or not supported.
+    The config, spec, pack plans, GGUF header and fingerprint are read on first use and cached. No
+    file stays open or mapped. If the model is damaged or not supported, methods and properties
+    raise ModelFormatError, which names the file.
 
     Attributes:
         is_gguf: True for a GGUF file.
         rope_range: "short" or "long", see `EngineConfig`.
-        native_refusal: reason why the native runner cannot read these files, whatever their config;
-            "" if it can.
+        native_refusal: reason why the native runner cannot read files in this format; "" if it can.
         onnx_refusal: reason why the ONNX runner cannot run the file; "" if it can, None if the
             model is not in ONNX format.
     """
@@ -83,7 +82,7 @@ class Checkpoint(abc.ABC):
     def __init__(self, path: Path, cache_dir: Path | None = None) -> None:
         self.path = path
         self.cache_dir = cache_dir
-        self._stamps: tuple[FileStamp, ...] = ()  # of the files, taken before they were read
+        self._stamps: tuple[FileStamp, ...] = ()  # taken before the files were read
         self._fingerprint = ""
         self._plans: dict[str, list[PackEntry]] = {}
 
@@ -91,15 +90,14 @@ class Checkpoint(abc.ABC):
     def open(
         model: Checkpoint | Path | str, *, cache_dir: Path | None = None, rope_range: str = "short"
     ) -> Checkpoint:
-        """Open the model at a path that `locate_model` returned; an open checkpoint is returned as
-        it is.
+        """Open the model at a path that `locate_model` returned.
 
         Args:
-            model: path of a file or directory, or an open checkpoint.
-            cache_dir: directory for digests, check results and packed weights; `NO_CACHE` to keep
-                none.
-            rope_range: see `EngineConfig`. Reading `config` raises ConfigError if "long" is not
-                available for the model.
+            model: path of a file or directory. An open checkpoint is returned unchanged.
+            cache_dir: directory for digests, check results and packed weights. With `NO_CACHE`,
+                nothing is cached.
+            rope_range: see `EngineConfig`. Reading `config` raises ConfigError if the model does
+                not support "long".
         """
         if isinstance(model, Checkpoint):
             return model
@@ -115,9 +113,7 @@ class Checkpoint(abc.ABC):
 
     @functools.cached_property
     def config(self) -> Mapping[str, Any]:
-        """Config in transformers' format, from config.json, the metadata of a GGUF file or an ONNX
-        folder.
-        """
+        """Config in transformers' format, from config.json, GGUF metadata or an ONNX directory."""
         return (
             with_long_rope(self._read_config())
             if self.rope_range == "long"
@@ -126,13 +122,15 @@ class Checkpoint(abc.ABC):
 
     @functools.cached_property
     def spec(self) -> ModelSpec:
-        """Description of the model for the native runner. Raises ModelFormatError with the reason
-        if that runner does not support the model.
+        """Description of the model for the native runner.
+
+        Raises:
+            ModelFormatError: the native runner does not support the model; the message says why.
         """
         return describe_model(self.config)
 
     def plan(self, weights: str) -> list[PackEntry]:
-        """Return the entries of the packed weights in format `weights`; see `pack_plan`."""
+        """Return the pack plan for the weight format `weights`, see `pack_plan`."""
         if weights not in self._plans:
             self._plans[weights] = self._make_plan(weights)
         return self._plans[weights]
@@ -149,13 +147,15 @@ class Checkpoint(abc.ABC):
     @property
     @abc.abstractmethod
     def is_quantized(self) -> bool:
-        """True if weights are stored in a quantized format, which the runners then keep."""
+        """True if the weights are stored in a quantized format, which the runners then keep."""
 
     @property
     @abc.abstractmethod
     def format(self) -> str:
         """File format and stored types for display, such as "GGUF Q4_K, Q6_K" or "safetensors
-        bfloat16"; read from headers only.
+        bfloat16".
+
+        Only headers are read.
         """
 
     @property
@@ -164,22 +164,22 @@ class Checkpoint(abc.ABC):
         return sum(stamp.size for stamp in self._current_stamps())
 
     def gguf_metadata(self) -> Mapping[str, Any] | None:
-        """Return the tokenizer metadata of a GGUF file, with string arrays as lists; None if the
-        tokenizer is in files of its own.
+        """Return the tokenizer metadata of a GGUF file, with string arrays as lists.
+
+        The result is None for other formats, which store the tokenizer in separate files.
         """
         return None
 
     def gguf_settings(self) -> Mapping[str, Any]:
-        """Return `gguf_metadata` without string arrays, which are large; empty if the model is not
-        a GGUF file.
+        """Return `gguf_metadata` without the string arrays, which are large.
+
+        The result is empty for other formats.
         """
         return {}
 
     @property
     def other_parts(self) -> Mapping[str, int]:
-        """Number of unused tensors in each part other than the language model, such as {"visual":
-        316}.
-        """
+        """Number of tensors in each part that is not used, such as {"visual": 316}."""
         return {}
 
     @property
@@ -188,7 +188,7 @@ class Checkpoint(abc.ABC):
         return UNSAID
 
     def dense(self) -> Matrices:
-        """Return the dense projections that follow pooling, in order."""
+        """Return the dense projections that are applied after pooling, in order."""
         return read_dense(self.pooling.dense, self.config)
 
     @abc.abstractmethod
@@ -196,28 +196,33 @@ class Checkpoint(abc.ABC):
         """Return the special token ids and the default sampling values.
 
         Args:
-            tokenizer_eos: end-of-sequence id of the tokenizer, added to those of the model's files.
+            tokenizer_eos: end-of-sequence id of the tokenizer, added to the ids in the model's
+                files.
         """
 
     @abc.abstractmethod
     def summary(self) -> WeightSummary:
-        """Check the weight files and their agreement with the config, and return a summary."""
+        """Check that the weight files are valid and match the config, and return a summary."""
 
     def open_source(self) -> WeightSource:
-        """Open the tensors, in the order of the native runner's kernels, as a context manager."""
+        """Open the tensors in the layout of the native runner's kernels, as a context manager."""
         return in_kernel_order(self._open_files, self.config, self._describe)
 
     def _describe(self, config: Mapping[str, Any]) -> ModelSpec:
-        """Return the cached spec, as a `Describe` function of the checkpoint's own config."""
+        """Return the cached spec. This is a `Describe` function for the checkpoint's own config."""
         return self.spec
 
     @abc.abstractmethod
     def _open_files(self) -> WeightSource:
-        """Open the tensors in the order of the files."""
+        """Open the tensors in the layout of the files."""
 
     @property
     def onnx_file(self) -> Path:
-        """Path of the ONNX file. Raises ModelFormatError if the model is not in ONNX format."""
+        """Path of the ONNX file.
+
+        Raises:
+            ModelFormatError: the model is not in ONNX format.
+        """
         raise ModelFormatError(f"{self.path} is not an ONNX model")
 
     def past_layout(self) -> PastLayout:
@@ -229,16 +234,14 @@ class Checkpoint(abc.ABC):
         raise ModelFormatError(f"{self.path} is not an ONNX model")
 
     def packed_bytes(self, weights: str) -> int:
-        """Return the size of the weights in bytes when packed in format `weights`. Head and
-        embedding count in the formats that the plan gives them.
-        """
+        """Return the size of the packed weights in bytes, in the weight format `weights`."""
         return plan_bytes(self.plan(weights))
 
     def fingerprint(self, *, cache_dir: Path | None = None) -> str:
         """Return the fingerprint of the model, 64 hexadecimal digits.
 
         Args:
-            cache_dir: directory for the digests of large files; None for the checkpoint's own.
+            cache_dir: directory for the digests of large files; by default the checkpoint's own.
 
         Raises:
             ModelFormatError: a file changed while it was read.
@@ -272,7 +275,7 @@ class Checkpoint(abc.ABC):
 
 
 class _Directory(Checkpoint):
-    """Directory with safetensors (float, AWQ, GPTQ or MXFP4), config.json and tokenizer files."""
+    """Directory with config.json, tokenizer files and safetensors (float, AWQ, GPTQ or MXFP4)."""
 
     is_gguf = False
 
@@ -329,8 +332,9 @@ class _Directory(Checkpoint):
 
 
 class _GgufFile(Checkpoint):
-    """GGUF model of one file or several split files. Headers are parsed on opening, the vocabulary
-    is read on first use.
+    """GGUF model in one file or in several split files.
+
+    Headers are parsed on opening. The vocabulary is read on first use.
     """
 
     is_gguf = True
@@ -412,8 +416,9 @@ class _GgufFile(Checkpoint):
 
 
 class _OnnxFile(Checkpoint):
-    """ONNX file, its external data, config.json or genai_config.json, and tokenizer files. The
-    graph is parsed on opening and matched with known decoders on first use.
+    """ONNX file with its external data, config.json or genai_config.json, and tokenizer files.
+
+    The graph is parsed on opening and matched against known decoders on first use.
     """
 
     is_gguf = False
@@ -427,7 +432,7 @@ class _OnnxFile(Checkpoint):
 
     @functools.cached_property
     def _decoder(self) -> OnnxDecoder | ModelFormatError:
-        """Decoder for the native runner, or the error that explains why it cannot be used."""
+        """Decoder for the native runner, or the error that says why the graph is not supported."""
         try:
             decoder = native_decoder(self._folder, self._model)
             with decoder.open_source() as source:

@@ -1,6 +1,6 @@
-"""Fingerprints of models: SHA-256 of config, tokenizer files and all weights.
+"""Fingerprints of models: SHA-256 of the config, the tokenizer files and all weights.
 
-Models with different weights have different fingerprints, so they never share a KV block.
+Models with different weights have different fingerprints, so they never share KV blocks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = [
     "fingerprinted_files",
 ]
 
-# Files that change the meaning of a prompt. Those that exist are hashed.
+# Files that affect how a prompt is interpreted. Those that exist are hashed.
 _SMALL_FILES = (
     "config.json",
     "model.safetensors.index.json",
@@ -51,17 +51,16 @@ def fingerprint_of_directory(model_dir: Path, *, cache_dir: Path | None = None) 
     cache directory). A digest is recomputed when the file's size, times or inode change.
 
     Raises:
-        ModelFormatError: files are missing or cannot be read.
+        ModelFormatError: a file is missing or cannot be read.
     """
     return _of_all(b"kvboost-edge model 1", model_dir, weight_files(model_dir), cache_dir)
 
 
 def fingerprint_of_onnx(root: Path, files: Sequence[Path], *, cache_dir: Path | None = None) -> str:
-    """Return the fingerprint of an ONNX file and its external data, like
-    `fingerprint_of_directory`.
+    """Return the fingerprint of an ONNX model, computed as in `fingerprint_of_directory`.
 
     Args:
-        root: directory with configs and tokenizer.
+        root: directory of the configs and the tokenizer.
         files: the ONNX file and its external data.
         cache_dir: see `fingerprint_of_directory`.
     """
@@ -80,23 +79,23 @@ def _of_all(kind: bytes, root: Path, weights: Sequence[Path], cache_dir: Path | 
 
 
 def fingerprint_of_files(paths: Sequence[Path], *, cache_dir: Path | None = None) -> str:
-    """Return the fingerprint of a GGUF model: one file, or its split files in order."""
+    """Return the fingerprint of a GGUF model, given its file or its split files in order."""
     digests = "".join(_file_digest(path, cache_dir) for path in paths)
     return hashlib.sha256(b"kvboost-edge gguf 1" + digests.encode()).hexdigest()
 
 
 def fingerprinted_files(model_dir: Path, weights: Sequence[Path] | None = None) -> list[Path]:
-    """Return all files of a directory that its fingerprint covers.
+    """Return all files that the fingerprint of a model directory covers.
 
     Args:
         model_dir: directory of the model.
-        weights: weight files; None for the directory's safetensors.
+        weights: weight files; by default, the directory's safetensors.
     """
     return [*_small_files(model_dir), *(weight_files(model_dir) if weights is None else weights)]
 
 
 def are_remembered(paths: Sequence[Path], *, cache_dir: Path | None = None) -> bool:
-    """Return whether all digests of these files are cached, so that a fingerprint is cheap."""
+    """Return whether the digests of all these files are cached, which makes a fingerprint cheap."""
     try:
         return all(recall(FileStamp.of(path), cache_dir).get("digest") for path in paths)
     except OSError:
@@ -110,12 +109,12 @@ def _small_files(directory: Path) -> list[Path]:
 def fingerprint_of_module(model: Any, tokenizer: Any) -> str:
     """Return the fingerprint of a loaded transformers model and its tokenizer.
 
-    It covers config, parameters, buffers and vocabulary, which are read once, in parallel. The
+    It covers the config, parameters, buffers and vocabulary, which are read once, in parallel. The
     model must not change afterwards.
     """
     digest = hashlib.sha256(b"kvboost-edge module 1")
     config = model.config.to_dict()
-    # The path that the model was loaded from is not part of its identity.
+    # The path from which the model was loaded is not part of its identity.
     config = {
         key: value
         for key, value in config.items()
@@ -171,6 +170,9 @@ def _read(path: Path) -> bytes:
 
 
 def _add(digest: Any, data: bytes) -> None:
-    """Add a field with its length first, so that different lists of fields hash different bytes."""
+    """Hash the length of a field, then the field.
+
+    With the lengths, different lists of fields always hash different bytes.
+    """
     digest.update(len(data).to_bytes(8, "little"))
     digest.update(data)

@@ -1,1 +1,1 @@
-"""Model configs: layers, RoPE, pooling, quantization."""
+"""Model configs: layers, RoPE, pooling and quantization."""

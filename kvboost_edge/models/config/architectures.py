@@ -36,8 +36,9 @@ __all__ = [
 ]
 
 LONG_RANGE = "kvboost-edge: rope_range=long"
-"""Config key that marks a config read for sequences beyond longrope's original length. Model files
-never contain it.
+"""Config key that selects longrope's factors for sequences beyond the original length.
+
+The engine sets it. Model files never contain it.
 """
 PHI3_LENGTH = 4096
 """Default `original_max_position_embeddings` of Phi-3."""
@@ -45,13 +46,13 @@ PHI3_LENGTH = 4096
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CompatibilityReport:
-    """Compatibility of a model.
+    """Result of a compatibility check.
 
     Attributes:
         model_type: the config's `model_type`.
         supported: True if the model runs.
-        tested: True if the family is tested in this project.
-        reason: why the model is refused, or warnings about it; "" without either.
+        tested: True if this project tests the family.
+        reason: reason for refusing the model, or warnings about it; "" if neither applies.
     """
 
     model_type: str
@@ -62,12 +63,12 @@ class CompatibilityReport:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PinnedContext:
-    """Context limit of a model whose RoPE changes with the length of the sequence.
+    """Context limit of a model whose RoPE frequencies depend on the sequence length.
 
     Attributes:
         rope_type: "dynamic" or "longrope".
-        length: longest sequence in tokens with constant frequencies; the engine accepts no longer
-            ones.
+        length: longest sequence, in tokens, for which the frequencies are constant. The engine
+            refuses longer sequences.
     """
 
     rope_type: str
@@ -88,9 +89,7 @@ _ARRANGED = (
 )
 LATENT = "its multi-head latent attention (MLA) is not supported"
 """Reason for refusing a model with multi-head latent attention."""
-_LATENT_RANK = (
-    "kv_lora_rank"  # a config with this key has latent attention, whatever its model_type
-)
+_LATENT_RANK = "kv_lora_rank"  # marks latent attention, whatever the model_type
 _OWN_ATTENTION = (
     "it computes attention in its own modules (ALiBi or older code), which cannot be replaced"
 )
@@ -148,8 +147,8 @@ def check_model_compatibility(model: Any, strict: bool = True) -> CompatibilityR
 
     Args:
         model: a model directory, a config as a dict, or a transformers config or model.
-        strict: raise for an unsupported model, and warn (UserWarning, once per family) about an
-            untested one. Otherwise the report alone says so.
+        strict: raise an error for an unsupported model, and issue a UserWarning (once per family)
+            for an untested one. Without it, only the report says so.
 
     Raises:
         ModelFormatError: the model is not supported and `strict` is set, or the directory has no
@@ -178,8 +177,8 @@ def check_model_compatibility(model: Any, strict: bool = True) -> CompatibilityR
 
 
 def states_refusal(config: Mapping[str, Any]) -> str:
-    """Return why no runner supports the recurrent layers of this model type; "" if that is not a
-    reason to refuse it.
+    """Return why no runner supports the recurrent layers of this model type; "" if they are
+    supported.
     """
     types = [str(part.get("model_type")) for part in (config, text_config(config))]
     return next(
@@ -188,10 +187,10 @@ def states_refusal(config: Mapping[str, Any]) -> str:
 
 
 def pinned_context(config: Mapping[str, Any]) -> PinnedContext | None:
-    """Return the range in which RoPE of type "dynamic" or "longrope" has constant frequencies.
+    """Return the context limit within which the RoPE frequencies of a model are constant.
 
-    Cached keys stay valid only within it. None for other types, and if the config gives no original
-    length.
+    Cached keys are valid only within this limit. The result is None if the RoPE type is not
+    "dynamic" or "longrope", or if the config has no original length.
 
     Args:
         config: the object in config.json, or `to_dict()` of a transformers config.
@@ -208,7 +207,8 @@ def pinned_context(config: Mapping[str, Any]) -> PinnedContext | None:
         if is_static_dynamic(inner.get("model_type"), rope):
             continue
         name = "original_max_position_embeddings"
-        # Some families store the length outside the RoPE settings. transformers prefers that value.
+        # Some families store the length outside the RoPE settings, and transformers prefers that
+        # value.
         length = inner.get(name)
         length = rope.get(name) if length is None else length
         if length is None and inner.get("model_type") == "phi3":
@@ -222,7 +222,7 @@ def pinned_context(config: Mapping[str, Any]) -> PinnedContext | None:
 
 
 def has_two_ranges(config: Mapping[str, Any]) -> bool:
-    """Return whether RoPE has a second set of factors beyond an original length."""
+    """Return whether RoPE is longrope, with other factors beyond the original length."""
     inner = text_config(config)
     return any(_kind_of(rope, inner) == "longrope" for rope in _rope_parts(inner))
 
@@ -235,9 +235,7 @@ def _kind_of(rope: Mapping[str, Any], config: Mapping[str, Any]) -> str:
 
 
 def pin_notice(config: Mapping[str, Any]) -> str:
-    """Return a notice that the context is shorter than the config's, with the reason; "" if it is
-    not.
-    """
+    """Return a notice if the context limit is below the config's, with the reason; otherwise ""."""
     pinned = pinned_context(config)
     longest = text_config(config).get("max_position_embeddings")
     if pinned is None or (isinstance(longest, int) and longest <= pinned.length):
@@ -280,7 +278,7 @@ def _model_type(config: Mapping[str, Any]) -> str:
 
 
 def _objections(model_type: str, config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the reasons why the model cannot run, the most specific first."""
+    """Yield the reasons why the model cannot run, most specific first."""
     try:
         inner = text_config(config)
     except ModelFormatError as error:
@@ -311,12 +309,12 @@ def _objections(model_type: str, config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def attends_both_ways(config: Mapping[str, Any]) -> bool:
-    """Return whether attention is bidirectional: the model embeds texts and cannot generate."""
+    """Return whether attention is bidirectional, as in models that only embed texts."""
     return text_config(config).get("use_bidirectional_attention") in (True, "all")
 
 
 def _remote_code(config: Mapping[str, Any]) -> str:
-    """Return the model class that `auto_map` names, or ""."""
+    """Return the model class that `auto_map` names, or "" if there is no such entry."""
     auto_map = config.get("auto_map")
     if not isinstance(auto_map, Mapping):
         return ""
@@ -327,7 +325,7 @@ def _remote_code(config: Mapping[str, Any]) -> str:
 
 
 def rope_types(config: Mapping[str, Any]) -> set[str]:
-    """Return the types of RoPE that a config names for all or some of its layers."""
+    """Return the RoPE types that a config names for any of its layers."""
     parts = _rope_parts(text_config(config))
     return {
         str(kind) for part in parts if (kind := part.get("rope_type", part.get("type"))) is not None
@@ -335,7 +333,7 @@ def rope_types(config: Mapping[str, Any]) -> set[str]:
 
 
 def _rope_parts(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Yield each RoPE description of the config: one for all layers, or one for each layer type."""
+    """Yield the RoPE settings in a config: one entry for all layers, or one per layer type."""
     for name in ("rope_parameters", "rope_scaling"):
         rope = config.get(name)
         if not isinstance(rope, Mapping):

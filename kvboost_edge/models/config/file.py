@@ -1,4 +1,4 @@
-"""Readers of config.json and generation_config.json, with checks."""
+"""Readers for config.json and generation_config.json that check their values."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ __all__ = [
 _LOG = logging.getLogger(__name__)
 
 _REQUIRED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
-# Numbers that make every result wrong if they are damaged, with any runner.
+# If one of these numbers is damaged, every result is wrong, with any runner.
 _MULTIPLIERS = (
     "attention_multiplier",
     "embedding_multiplier",
@@ -48,7 +48,7 @@ _CONTEXT_KEYS = (
 )
 
 
-# Sampling values of a generation config, with their ranges.
+# Allowed range of each sampling value in a generation config.
 _SAMPLING_RANGES: dict[str, tuple[float, float]] = {
     "temperature": (0, 1000),
     "top_p": (1e-9, 1),
@@ -64,12 +64,12 @@ class GenerationDefaults:
 
     Attributes:
         eos_token_ids: ids that end generation, sorted and unique; may be empty.
-        bos_token_id: id that begins a text.
-        pad_token_id: id for padding.
+        bos_token_id: id of the beginning-of-sequence token.
+        pad_token_id: id of the padding token.
         suppressed_token_ids: ids that are never generated, such as image placeholders; sorted and
             unique.
-        sampling: values from the model's files: temperature, top_p, top_k, min_p,
-            repetition_penalty.
+        sampling: values for temperature, top_p, top_k, min_p and repetition_penalty that the
+            model's files give.
     """
 
     eos_token_ids: tuple[int, ...]
@@ -82,11 +82,12 @@ class GenerationDefaults:
 def read_config(model_dir: Path | str) -> dict[str, Any]:
     """Return the object in config.json.
 
-    For a supported family, check the keys that every causal language model needs. Other families
-    are left to `check_model_compatibility`, which gives a better reason than a missing key.
+    For a supported family, the keys that every causal language model needs are checked. Other
+    families are left to `check_model_compatibility`, whose message is more helpful than a missing
+    key.
 
     Raises:
-        ModelFormatError: names the file and the key.
+        ModelFormatError: the config is missing or invalid; the message names the file and the key.
     """
     path = Path(model_dir) / "config.json"
     config = read_config_object(Path(model_dir))
@@ -104,7 +105,7 @@ def read_config(model_dir: Path | str) -> dict[str, Any]:
         raise ModelFormatError(f"{path}: {error}") from error
     complete = inner is config or is_nested(config)
     for name in _REQUIRED:
-        # The config of a composite model omits values that equal the defaults of its architecture.
+        # The config of a composite model may omit values that equal the architecture's defaults.
         if size_of(inner, name, path) is None and complete:
             raise ModelFormatError(f"{path} lacks the key {name!r}")
     for name, (low, high) in _NUMBERS.items():
@@ -117,8 +118,9 @@ def read_config(model_dir: Path | str) -> dict[str, Any]:
 
 
 def context_length(config: Mapping[str, Any], path: Path | str = "config") -> int:
-    """Return the longest sequence in tokens that the model was made for. A sliding window does not
-    limit it.
+    """Return the longest sequence, in tokens, that the model supports.
+
+    A sliding window does not limit it.
     """
     inner = text_config(config)
     for key in _CONTEXT_KEYS:
@@ -130,7 +132,7 @@ def context_length(config: Mapping[str, Any], path: Path | str = "config") -> in
 
 
 def stored_dtype(config: Mapping[str, Any]) -> str:
-    """Return the dtype that the config gives for its weights, or ""."""
+    """Return the dtype of the weights according to the config, or "" if it gives none."""
     named = [
         part.get(key) for part in (text_config(config), config) for key in ("dtype", "torch_dtype")
     ]
@@ -143,8 +145,9 @@ def read_generation_config(
     *,
     tokenizer_eos: int | None = None,
 ) -> GenerationDefaults:
-    """Return the special token ids and sampling values of a model directory. generation_config.json
-    may be missing.
+    """Return the special token ids and default sampling values of a model directory.
+
+    The directory need not contain generation_config.json.
     """
     path = Path(model_dir) / "generation_config.json"
     generation = read_json_object(path) if path.is_file() else {}
@@ -160,7 +163,7 @@ def generation_defaults(
     tokenizer_eos: int | None = None,
     path: Path | str = "generation_config.json",
 ) -> GenerationDefaults:
-    """Combine special token ids of the generation config, the model's config and the tokenizer."""
+    """Merge special token ids from the generation config, the model config and the tokenizer."""
     inner = text_config(config)
     eos = {*_ids(generation, "eos_token_id", path), *_ids(inner, "eos_token_id", "config.json")}
     eos.update(_ids(config, "eos_token_id", "config.json"))
@@ -188,10 +191,10 @@ def generation_defaults(
 
 
 def _sampling(generation: Mapping[str, Any], path: Path | str) -> dict[str, float]:
-    """Return the sampling values that a generation config names.
+    """Return the sampling values in a generation config.
 
-    An invalid value is ignored with a warning. `do_sample: false` means temperature 0, and null
-    counts as absent.
+    Invalid values are ignored with a warning. Null counts as absent, and `do_sample: false` means
+    temperature 0.
     """
     found: dict[str, float] = {}
     for name, (low, high) in _SAMPLING_RANGES.items():
@@ -216,7 +219,7 @@ def _sampling(generation: Mapping[str, Any], path: Path | str) -> dict[str, floa
 
 
 def _complete(config: dict[str, Any]) -> None:
-    """Add sizes that a family's configs omit or that follow from other keys."""
+    """Add sizes that configs of this family omit or that follow from other keys."""
     family = _family_of(config)
     if family is None:
         return
@@ -251,8 +254,9 @@ def _check_heads(config: Mapping[str, Any], path: Path) -> None:
 
 
 def _ids(fields: Mapping[str, Any], key: str, path: Path | str) -> list[int]:
-    """Return the token ids under a key that holds one id, a list or nothing. Negative ids, which
-    mean "none" in some configs, are dropped.
+    """Return the token ids under a key, which may hold one id, a list or nothing.
+
+    Negative ids, which mean "none" in some configs, are dropped.
     """
     value = fields.get(key)
     values: Iterable[Any] = (

@@ -1,8 +1,8 @@
-"""RoPE of each layer: one for all, one per layer type, one per base, or none in some layers.
+"""RoPE of each layer, which may depend on the layer type or be absent in some layers.
 
-longrope has two ranges: up to the original length, and beyond. transformers switches factors once a
-sequence exceeds the original length, which would invalidate cached keys. Here an engine uses one
-range for all its sequences, so results are exact at every length.
+longrope has one set of factors up to the original length and another beyond it. transformers
+switches between them when a sequence exceeds the original length, which would invalidate cached
+keys. An engine here uses one set for all its sequences, so results are exact at every length.
 """
 
 from __future__ import annotations
@@ -51,13 +51,15 @@ class RopeTraits(Protocol):
 def layer_ropes(
     config: Config, family: RopeTraits, head_dims: Sequence[int]
 ) -> tuple[tuple[RopeKind, ...], Callable[[int, int], int]]:
-    """Return the RoPE kinds of a model and a function (layer, window) -> index of its kind, -1 for
-    none.
+    """Return the RoPE kinds of a model, and a function that selects one for a layer.
 
     Args:
         config: config of the language model.
         family: RoPE settings of its family.
-        head_dims: head sizes of the layers without a window and of those with one.
+        head_dims: head size of layers without a window, then of layers with one.
+
+    Returns:
+        The kinds, and a function (layer, window) -> index of the kind, -1 for a layer without RoPE.
     """
     longest = context_length(config)
     (head_dim, local_dim) = head_dims
@@ -93,7 +95,7 @@ def layer_ropes(
 
 
 def _has_rope(config: Config) -> bool:
-    """Return whether `position_embedding_type` selects RoPE, which is the default."""
+    """Return whether `position_embedding_type` selects RoPE, the default."""
     kind = config.get("position_embedding_type", "rope")
     if kind not in ("rope", "nope", None):
         raise ModelFormatError(
@@ -123,8 +125,10 @@ def _ropes_by_theta(
 
 
 def rope_settings(config: Config, family: RopeTraits) -> dict[str, Any]:
-    """Return the RoPE settings, from `rope_parameters` or from the older keys `rope_theta`,
-    `rope_scaling` and `partial_rotary_factor`.
+    """Return the RoPE settings of a config.
+
+    They are in `rope_parameters`, or in the older keys `rope_theta`, `rope_scaling` and
+    `partial_rotary_factor`.
     """
     older = {"rope_theta": config.get("rope_theta", family.theta)}
     if config.get("partial_rotary_factor") is not None:
@@ -144,10 +148,10 @@ def rope_settings(config: Config, family: RopeTraits) -> dict[str, Any]:
     name = "original_max_position_embeddings"
     outer = config.get("original_max_position_embeddings")
     if family.fused and merged.get("rope_type", merged.get("type")) in ("su", "yarn"):
-        merged["rope_type"] = "longrope"  # older names that Phi-3 uses
+        merged["rope_type"] = "longrope"  # names that Phi-3 configs use for longrope
     if merged.get("rope_type", merged.get("type")) == "longrope":
-        # For longrope, transformers prefers the length outside the settings. Phi-3 has a default
-        # length.
+        # For longrope, transformers prefers the length outside the RoPE settings. Phi-3 has a
+        # default length.
         merged[name] = (
             outer or (PHI3_LENGTH if family.fused else merged.get(name)) or context_length(config)
         )
@@ -160,15 +164,15 @@ def rope_settings(config: Config, family: RopeTraits) -> dict[str, Any]:
 def _local_rope_settings(
     config: Config, family: RopeTraits
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the RoPE settings of full-attention layers and of sliding-window layers."""
+    """Return the RoPE settings of full-attention layers, then of sliding-window layers."""
     newer = config.get("rope_parameters") or {}
     scaling = config.get("rope_scaling") or {}
     kinds = ("full_attention", "sliding_attention")
     found = [newer.get(kind) or {} for kind in kinds] if isinstance(newer, Mapping) else [newer]
     if not all(isinstance(part, Mapping) for part in (*found, scaling)) or set(newer) - set(kinds):
         raise ModelFormatError(
-            f"RoPE settings {newer or scaling!r:.200} are not supported by the native runner: for "
-            f"this family give those of {kinds[0]} and {kinds[1]}"
+            f"RoPE settings {newer or scaling!r:.200} are not supported by the native runner; this "
+            f"family needs an object with the settings of {kinds[0]} and {kinds[1]}"
         )
     full, local = ({**part, **more} for part, more in zip(found, (scaling, {}), strict=True))
     if not newer:
@@ -190,7 +194,7 @@ def with_long_rope(config: Config) -> Config:
     """Return the config for rope_range="long".
 
     Raises:
-        ConfigError: the model's RoPE has only one range.
+        ConfigError: the model's RoPE is not of type longrope.
     """
     if not has_two_ranges(config):
         raise ConfigError(

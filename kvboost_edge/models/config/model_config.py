@@ -1,4 +1,4 @@
-"""Reader of the config of a model directory."""
+"""Minimal reader for the config of a model directory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Configs of composite models, which nest the config of the language model."""
+"""Configs of composite models, which contain the config of a language model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvboost_edge.models.families.registry import WRAPPERS
 __all__ = ["is_nested", "text_config"]
 
 
-# Keys that both configs may have, with equal values.
+# Keys that may appear in both configs, with equal values.
 _SHARED = (
     "vocab_size",
     "hidden_size",
@@ -33,18 +33,18 @@ _SHARED = (
 
 
 def is_nested(config: Mapping[str, Any]) -> bool:
-    """Return whether this is the config of a composite model with a known language model."""
+    """Return whether the config is of a composite model whose language model is known."""
     return config.get("model_type") in WRAPPERS
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the config of the language model: the config itself or its `text_config`.
+    """Return the config of the language model: its `text_config` if there is one, else the config.
 
-    For a known composite model, defaults that the files omit and values of the outer config are
-    merged into it.
+    For a known composite model, the result also has defaults that the files omit and values of the
+    outer config.
 
     Raises:
-        ModelFormatError: inner and outer config contradict each other, or the inner one is missing.
+        ModelFormatError: the inner config is missing or contradicts the outer one.
     """
     inner = config.get("text_config")
     outer = str(config.get("model_type"))
@@ -80,7 +80,10 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _tied(config: Mapping[str, Any], inner: Mapping[str, Any], wrapper: Wrapper) -> Any:
-    """Return `tie_word_embeddings`; the outer config wins because the whole model owns the head."""
+    """Return `tie_word_embeddings`.
+
+    The outer config takes precedence, because the head belongs to the whole model.
+    """
     said = (
         part["tie_word_embeddings"]
         for part in (config, inner)

@@ -13,7 +13,7 @@ from kvboost_edge.host.json_file import read_json_object
 __all__ = ["POOLING_FILES", "UNSAID", "Pooling", "gguf_pooling", "read_pooling"]
 
 POOLING_FILES = ("modules.json", "1_Pooling/config.json")
-_ORDER = ("Transformer", "Pooling", "Dense", "Normalize")  # Dense may repeat
+_ORDER = ("Transformer", "Pooling", "Dense", "Normalize")  # Dense may be repeated
 _NO_CLS = "pools the first token, which sees no other in a causal model; encoders are not supported"
 _NO_RANK = (
     "is a reranker with its own head (cls.output), which is not supported; convert it as a "
@@ -24,12 +24,12 @@ _GGUF_REFUSED = {2: _NO_CLS, 4: _NO_RANK}
 
 
 class Pooling(NamedTuple):
-    """Reduction of the hidden states of a text to one vector.
+    """Method that reduces the hidden states of a text to one vector.
 
     Attributes:
-        kind: "last", the hidden state of the last token, or "mean", the mean over all tokens.
+        kind: "last" for the hidden state of the last token, or "mean" for the mean over all tokens.
         source: file or key that names the pooling; "" for a model that generates text.
-        dense: folders of the projections that follow, in order.
+        dense: folders of the dense projections that are applied afterwards, in order.
     """
 
     kind: str
@@ -44,7 +44,8 @@ def read_pooling(model_dir: Path) -> Pooling:
     """Return the pooling of a model directory.
 
     Raises:
-        ModelFormatError: names the file that is damaged or asks for an unsupported pooling.
+        ModelFormatError: a file is damaged or requests an unsupported pooling; the message names
+            it.
     """
     path = model_dir / POOLING_FILES[0]
     if not path.is_file():
@@ -81,7 +82,7 @@ def read_pooling(model_dir: Path) -> Pooling:
 
 
 def gguf_pooling(values: Mapping[str, Any], path: Path) -> Pooling:
-    """Return the pooling from the metadata of a GGUF file.
+    """Return the pooling of a GGUF file, from its metadata.
 
     Raises:
         ModelFormatError: the pooling is not supported.
@@ -110,7 +111,9 @@ def _modules(path: Path) -> list[Mapping[str, Any]]:
 
 
 def _described(path: Path) -> Pooling:
-    """Return the pooling of sentence-transformers settings: a switch for each kind, or a name."""
+    """Return the pooling that sentence-transformers settings describe, by name or by one flag per
+    kind.
+    """
     settings = read_json_object(path)
     prefix = "pooling_mode_"
     named = settings.get("pooling_mode")

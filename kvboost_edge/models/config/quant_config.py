@@ -12,7 +12,8 @@ from kvboost_edge.models.families.registry import FAMILIES
 __all__ = ["GROUP", "PackedLayout", "packed_layout"]
 
 GROUP = 32
-"""Inputs per scale in the packed formats. A checkpoint's group size is a multiple of it."""
+"""Inputs per scale in the packed formats. The group size of a checkpoint must be a multiple of it.
+"""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -21,8 +22,8 @@ class PackedLayout:
 
     Attributes:
         method: "awq", "gptq" or "mxfp4".
-        group_size: inputs that share a scale.
-        zero_offset: number added to the stored zero points.
+        group_size: number of inputs that share a scale.
+        zero_offset: number to add to the stored zero points.
     """
 
     method: str
@@ -31,10 +32,10 @@ class PackedLayout:
 
 
 def packed_layout(config: Mapping[str, Any]) -> PackedLayout:
-    """Return the layout that a config's `quantization_config` describes.
+    """Return the layout that `quantization_config` describes.
 
     Raises:
-        ModelFormatError: names the method or setting that is not supported.
+        ModelFormatError: a method or setting is not supported; the message names it.
     """
     settings = config.get("quantization_config")
     if not isinstance(settings, Mapping):

@@ -1,4 +1,4 @@
-"""RoPE frequencies of each kind. Angles do not depend on the length of the sequence."""
+"""RoPE frequencies of each RoPE type, independent of the sequence length."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvboost_edge.models.families.fields import integer_of, number_of
 
 __all__ = ["QueryScale", "RopeKind", "query_scale", "rope_kind"]
 
-# Range of RoPE settings. A number outside it is damage and would give infinite or NaN angles.
+# Range of RoPE settings. A number outside it is damaged and would give infinite or NaN angles.
 _LEAST = 1e-9
 _MOST = 1e12
 
@@ -25,11 +25,11 @@ Floats = npt.NDArray[np.float32]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RopeKind:
-    """Frequencies of a RoPE.
+    """RoPE frequencies and their scale.
 
     Attributes:
-        frequencies: radians per position of each rotated pair.
-        factor: multiplier of cosines and sines.
+        frequencies: radians per position, for each rotated pair.
+        factor: multiplier of the cosines and sines.
     """
 
     frequencies: tuple[float, ...]
@@ -49,8 +49,9 @@ class QueryScale:
     length: int
 
     def factors(self, positions: int) -> Floats:
-        """Return the scales of positions 0 to `positions` - 1, float32 [positions]. The bits of
-        each scale do not depend on `positions`.
+        """Return the scales of positions 0 to `positions` - 1, float32 [positions].
+
+        The scale of a position is bit-identical for every value of `positions`.
         """
         steps = -(-positions // self.length)
         values = [1 + self.beta * math.log(1 + step) for step in range(steps)]
@@ -66,19 +67,21 @@ def query_scale(settings: Mapping[str, Any]) -> QueryScale:
 def rope_kind(settings: Mapping[str, Any], head_dim: int, max_positions: int) -> RopeKind:
     """Return the RoPE of a `rope_parameters` entry.
 
-    The types are transformers' "default", "linear", "llama3", "yarn" and "longrope", possibly for a
-    part of the head, and two more. "proportional" takes the exponents of the whole head; pairs
-    beyond the part are not rotated. "factors" divides each default frequency by an entry of the
-    list `factors`.
+    Supported are transformers' types "default", "linear", "llama3", "yarn" and "longrope", all of
+    which may rotate only a part of the head. There are two more types:
+
+    - "proportional" uses the frequencies of a fully rotated head. Pairs beyond the rotated part are
+      not rotated.
+    - "factors" divides each default frequency by an entry of the list `factors`.
 
     Args:
-        settings: the entry. With LONG_RANGE set, longrope uses its long factors, else the short
-            ones, which are valid up to original_max_position_embeddings.
+        settings: the entry. longrope uses its long factors if LONG_RANGE is set, else the short
+            factors, which are valid up to original_max_position_embeddings.
         head_dim: channels of a head.
-        max_positions: longest sequence of the config.
+        max_positions: longest sequence that the config allows.
 
     Raises:
-        ModelFormatError: names the unknown type or the missing setting.
+        ModelFormatError: the type is unknown or a setting is missing; the message names it.
     """
     kind = str(settings.get("rope_type", settings.get("type", "default")))
     theta = _number(settings, "rope_theta", kind)
@@ -123,9 +126,10 @@ def _proportional(theta: float, share: float, head_dim: int) -> RopeKind:
 
 
 def _default(theta: float, rotary_dim: int) -> Floats:
-    """Return 1 / theta ** (2i / rotary_dim) of every pair i."""
-    # Take the power in float64 and round it. NumPy's float32 power differs between processors (with
-    # AVX-512 in the last bit of a tenth of the pairs), and a KV cache may move to another machine.
+    """Return 1 / theta ** (2i / rotary_dim) for every pair i."""
+    # Compute the power in float64, then round. NumPy's float32 power differs between processors
+    # (with AVX-512 in the last bit of a tenth of the pairs), and a KV cache may be moved to another
+    # machine.
     exponents = np.arange(0, rotary_dim, 2, dtype=np.float32) / np.float32(rotary_dim)
     powers = np.power(np.float64(theta), exponents.astype(np.float64)).astype(np.float32)
     return (np.float32(1.0) / powers).astype(np.float32)

@@ -1,7 +1,7 @@
-"""Specs of models for the native runner, from config and family.
+"""Model specs for the native runner, derived from the config and the family.
 
-`describe_model` raises ModelFormatError for an unknown setting and never assumes a value, so that
-the torch runner can take the model.
+`describe_model` raises ModelFormatError for an unknown setting instead of guessing its value. The
+torch runner can then run the model.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ __all__ = [
 
 Config = Mapping[str, Any]
 
-_MAX_HEAD_DIM = 1 << 16  # beyond any real model: RoPE tables have this many columns
+_MAX_HEAD_DIM = 1 << 16  # beyond any real model; limits the number of columns of RoPE tables
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """Description of a model, without its weights, for the native runner.
+    """Description of a model for the native runner, without the weights.
 
-    Sizes are in elements. Head and MLP sizes are the config's; each LayerSpec has those of its
-    layer. `both_ways` marks bidirectional attention: a text is one pass, and the model cannot
-    generate.
+    Sizes are in elements. Head and MLP sizes are the config's, and each LayerSpec has the sizes of
+    its layer. `both_ways` is True for bidirectional attention: a text is processed in a single
+    pass, and the model cannot generate.
     """
 
     model_type: str
@@ -66,7 +66,7 @@ class ModelSpec:
     num_kv_heads: int
     head_dim: int
     eps: float
-    activation: str  # "silu" | "gelu_tanh" | "relu2", without a gate
+    activation: str  # "silu", "gelu_tanh", or "relu2" for an MLP without a gate
     softmax_scale: float
     softcap: float
     logit_cap: float
@@ -89,19 +89,21 @@ class ModelSpec:
 
     @property
     def mixer(self) -> Mixer | None:
-        """Token mixer of the recurrent layers; None without such layers."""
+        """Token mixer of the recurrent layers; None for a model without them."""
         return None if self.hybrid is None else self.hybrid.mixer
 
     @property
     def named_mixer(self) -> tuple[Mixer, MixerNames]:
-        """Token mixer of a hybrid model and its tensor names in the checkpoint."""
+        """Token mixer of a hybrid model, and the names of its tensors in the checkpoint."""
         assert self.hybrid is not None
         assert self.hybrid.mixer is not None
         return self.hybrid.mixer, self.hybrid.names
 
     @property
     def first_shared(self) -> int:
-        """Number of leading layers up to the last one that computes KV or keeps recurrent state."""
+        """Number of layers up to and including the last one that computes KV or keeps recurrent
+        state.
+        """
         return 1 + max(
             index for index, layer in enumerate(self.layers) if layer.owns_kv or layer.state >= 0
         )
@@ -113,7 +115,8 @@ class ModelSpec:
 
 
 Describe = Callable[[Config], ModelSpec]
-"""Function that returns the spec of a config: `describe_model`, or one with a cached result."""
+"""Function that returns the spec of a config: `describe_model`, or a function with a cached result.
+"""
 
 
 def _given(config: Config, key: str, default: float, low: float, high: float) -> float:
@@ -122,7 +125,7 @@ def _given(config: Config, key: str, default: float, low: float, high: float) ->
 
 
 def _cap(config: Config, key: str, default: float) -> float:
-    """Return a softcap, 0 for none."""
+    """Return a softcap, or 0 if there is none."""
     return 0.0 if config.get(key, default) is None else _given(config, key, default, 0.0, 1e6)
 
 
@@ -142,7 +145,7 @@ class _Sizes(NamedTuple):
 
 
 class _Arranged(NamedTuple):
-    """Settings that differ between layers."""
+    """Settings that may differ between layers."""
 
     windows: Sequence[int]
     shapes: Sequence[LayerShape]
@@ -151,10 +154,10 @@ class _Arranged(NamedTuple):
 
 
 def describe_model(config: Config) -> ModelSpec:
-    """Describe the model of a config.json, or the language model of a composite one.
+    """Return the spec of a model, or of the language model of a composite model.
 
     Raises:
-        ModelFormatError: gives the reason if the native runner does not support the model.
+        ModelFormatError: the native runner does not support the model; the message says why.
     """
     config = text_config(config)
     family = _known_family(config)
@@ -216,7 +219,7 @@ def describe_model(config: Config) -> ModelSpec:
 
 
 def _known_family(config: Config) -> Family:
-    """Return the family of a config, after checking the keys that the family restricts."""
+    """Return the family of a config, after checking the keys whose values the family restricts."""
     model_type = str(config.get("model_type"))
     family = FAMILIES.get(model_type)
     if family is None:
@@ -233,7 +236,7 @@ def _known_family(config: Config) -> Family:
 
 
 def _sizes(config: Config, family: Family) -> _Sizes:
-    """Read the sizes of a completed config."""
+    """Return the sizes in a config to which defaults have been added."""
     layers, heads, hidden = (
         _size(config, k) for k in ("num_hidden_layers", "num_attention_heads", "hidden_size")
     )
@@ -247,7 +250,7 @@ def _sizes(config: Config, family: Family) -> _Sizes:
 
 
 def _arranged(config: Config, family: Family, sizes: _Sizes) -> _Arranged:
-    """Decide which layers have a window, attend, keep recurrent state or have experts."""
+    """Determine which layers have a window, attention, recurrent state or experts."""
     layers = sizes.layers
     windows = family.windows(config, layers) if family.windows else [0] * layers
     shapes = (
@@ -260,7 +263,7 @@ def _arranged(config: Config, family: Family, sizes: _Sizes) -> _Arranged:
         shapes = mixed_shapes(shapes, hybrid.kinds, alone=hybrid.alone)
     experts = family.experts(config, layers) if family.experts else None
     if experts is not None and not experts.beside:
-        # The MLP next to routed experts has the width of the shared expert.
+        # In layers with experts, the dense MLP is the shared expert and has its width.
         beside = zip(shapes, experts.sparse, strict=True)
         shapes = [
             one._replace(intermediate_size=experts.shared) if sparse else one
@@ -270,12 +273,13 @@ def _arranged(config: Config, family: Family, sizes: _Sizes) -> _Arranged:
 
 
 def may_keep_states(config: Config, num_attending: int = 0) -> bool:
-    """Return whether the family and config allow layers with recurrent state instead of KV; True if
-    the config is invalid.
+    """Return whether layers may have recurrent state instead of KV.
+
+    The result is True for an invalid config.
 
     Args:
         config: the object in config.json.
-        num_attending: number of layers with attention tensors, if files show it; see
+        num_attending: number of layers with attention tensors, if known from the files; see
             `Family.may_all_attend`.
     """
     config = text_config(config)
@@ -294,8 +298,7 @@ def may_keep_states(config: Config, num_attending: int = 0) -> bool:
 
 
 def heads_by_layer(config: Config, describe: Describe = describe_model) -> list[tuple[int, int]]:
-    """Return (head_dim, num_kv_heads) of each layer if a family's layers differ, else an empty
-    list.
+    """Return (head_dim, num_kv_heads) of each layer, or [] if the family's layers are all equal.
 
     Raises:
         ModelFormatError: raised by `describe`.
@@ -361,7 +364,10 @@ def _is_tied(config: Config, family: Family) -> bool:
 
 
 def _head_dim(shapes: Sequence[LayerShape], windows: Sequence[int], is_full: bool) -> int:
-    """Return the head size of full or of sliding layers; of all layers without any of that kind."""
+    """Return the head size of full or of sliding layers.
+
+    If the model has no layers of that type, it is the head size of the other layers.
+    """
     found = {
         shape.head_dim
         for shape, window in zip(shapes, windows, strict=True)

@@ -1,4 +1,4 @@
-"""Families that differ from Llama by flags only, and families for the torch runner only."""
+"""Families that differ from Llama only in flags, or that only the torch runner supports."""
 
 from __future__ import annotations
 

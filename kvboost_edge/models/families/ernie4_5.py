@@ -1,4 +1,4 @@
-"""ERNIE 4.5: dense, or a mixture of experts with a selection bias and shared experts."""
+"""ERNIE 4.5, either dense or a mixture of experts with a selection bias and shared experts."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ Config = Mapping[str, Any]
 
 
 def _experts(config: Config, layers: int) -> Experts:
-    """Describe the mixture of experts.
+    """Return the mixture of experts.
 
-    The router adds a bias to select experts. Weights are the softmax of all logits, divided by the
-    sum of the selected ones. The shared experts are one expert of their total width.
+    The router adds a bias when it selects experts. Routing weights are the softmax of all logits,
+    divided by the sum over the selected experts. The shared experts are treated as one expert of
+    their total width.
     """
     usual = {
         "moe_num_shared_experts": 2,
@@ -96,9 +97,9 @@ _LEADING = "leading_dense_block_count"
 
 
 def _gguf_moe_config(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
-    """Read the config of a mixture from a GGUF file."""
-    # Converters compute the width of the shared experts from other numbers. Here it follows from
-    # their count; tensors of another width are refused.
+    """Return config entries for a mixture of experts, read from a GGUF file."""
+    # Converters compute the width of the shared experts from other numbers. Here it is computed
+    # from their count, and tensors of a different width are refused.
     shared = keys.optional_size("expert_shared_count", 0) or 0
     return {
         **gguf_experts(keys, "moe_num_experts", "moe_k"),

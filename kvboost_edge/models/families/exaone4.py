@@ -1,4 +1,4 @@
-"""EXAONE 4: local layers with RoPE, global layers without, norms after the blocks."""
+"""EXAONE 4: local layers with RoPE, global layers without it, and norms after the blocks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ MODEL_TYPES: Mapping[str, ModelType] = MappingProxyType(
     }
 )
 
-# Models of this depth have windows even if the file does not say so; llama.cpp does the same.
+# Models of this depth use windows even if the file does not say so. llama.cpp assumes the same.
 _WINDOWED = 64
 
 

@@ -1,6 +1,4 @@
-"""Falcon-H1: Mamba2 and attention in parallel in each layer, with multipliers on their inputs and
-outputs.
-"""
+"""Falcon-H1: Mamba2 and attention in parallel, with multipliers on inputs and outputs."""
 
 from __future__ import annotations
 
@@ -43,19 +41,20 @@ _USUAL = {
     "mamba_d_conv": 4,
     "mamba_expand": 2,
 }
-# Range of multipliers.
+# Allowed range of a multiplier.
 _LEAST = 1e-6
 _MOST = 1e6
 
 
 def _complete(config: Config) -> Config:
-    """Return the config with Granite's multipliers. The multiplier of keys becomes part of the
-    scale of attention scores.
+    """Return the config with the names that Granite uses for multipliers.
+
+    The multiplier of the keys is folded into the scale of the attention scores.
     """
     heads = size_of(config, "num_attention_heads")
     hidden = size_of(config, "hidden_size")
     if heads is None or hidden is None:
-        return config  # the reader of sizes raises the error
+        return config  # the error is raised when the sizes are read
     dim = size_of(config, "head_dim") or hidden // heads
     return {
         **config,
@@ -79,10 +78,11 @@ def _factors(config: Config, key: str, count: int) -> list[float]:
 
 
 def _hybrid(config: Config, layers: int) -> Hybrid:
-    """Describe the Mamba2 mixers, which are equal in all layers. The mixer's norm is before or
-    after its gate, or absent.
+    """Return the Mamba2 mixer, which is the same in all layers.
+
+    Its norm is before the gate, after the gate, or absent.
     """
-    # Without mamba_d_ssm, the heads together are mamba_expand times as wide as the hidden size.
+    # Without mamba_d_ssm, the total width of the heads is mamba_expand times the hidden size.
     given = {
         **_USUAL,
         **{
@@ -111,11 +111,11 @@ def _hybrid(config: Config, layers: int) -> Hybrid:
 
 def _layer_factors(config: Config) -> LayerFactors:
     """Return the multipliers of a layer's matrices."""
-    # The mixer's input projection [z | x | B | C | dt] has a multiplier for each part. Those of x,
-    # B and C act on inputs of the convolution, so they are stored relative to that of z.
+    # The mixer's input projection [z | x | B | C | dt] has one multiplier per part. The multipliers
+    # of x, B and C are applied in the convolution, so they are stored relative to that of z.
     z, x, b, c, dt = _factors(config, "ssm_multipliers", 5)
-    # The gate's multiplier applies before its activation. Here it scales the inputs of gate and up,
-    # and the output of down is divided by it.
+    # The checkpoint applies the gate's multiplier before the activation. Here it scales both gate
+    # and up, and the output of down is divided by it.
     gate, down = _factors(config, "mlp_multipliers", 2)
     into = _factor(config, "ssm_in_multiplier")
     return LayerFactors(
@@ -161,9 +161,9 @@ MODEL_TYPES: Mapping[str, ModelType] = MappingProxyType(
 
 
 def _gguf_config(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
-    """Read the config from a GGUF file."""
-    # The converter multiplies weights by the config's multipliers, so none are left for models with
-    # a head of their own. A tied head would need its own multiplier, which the file does not store.
+    """Return config entries read from a GGUF file."""
+    # The converter folds the multipliers into the weights, so none remain if the model has a
+    # separate head. A tied head would need its own multiplier, which the file does not store.
     tensors = keys.header.tensors
     (heads, dim) = gguf_heads(keys)
     if "output.weight" not in tensors:
@@ -171,7 +171,7 @@ def _gguf_config(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
             f"{keys.header.path} lacks tensor 'output.weight': with a tied head, the file does not "
             "store the head's multiplier; use a file with a separate head"
         )
-    # llama.cpp applies the norm, if there is one, after the gate.
+    # llama.cpp applies the optional norm after the gate.
     return {
         "mamba_d_ssm": heads * dim,
         "mamba_n_heads": heads,

@@ -1,4 +1,4 @@
-"""Descriptions of a model_type: flags of its family, parts, runners, file formats and a note."""
+"""Descriptions of model types: family flags, parts, runners, file formats and notes."""
 
 from __future__ import annotations
 
@@ -17,77 +17,82 @@ Config = Mapping[str, Any]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Family:
-    """Traits that all models of a family share.
+    """Properties that all models of a family share.
 
     Attributes:
-        norms: position of the norms: "pre" before attention and MLP, "post" after them, "both".
-        norm_offset: number added to norm weights (Gemma stores weight - 1).
-        head_norm: norm of queries and keys: "" none, "head" each head, "all" all heads as one row.
-        head_norms: names of the norms of queries and of keys.
-        qkv_bias: query, key and value projections have a bias; None to follow `attention_bias`,
-            which then covers the output projection, too.
+        norms: position of the norms: "pre" for before attention and MLP, "post" for after them, or
+            "both".
+        norm_offset: number to add to stored norm weights (Gemma stores weight - 1).
+        head_norm: norm of queries and keys: "" for none, "head" for each head separately, "all" for
+            all heads together.
+        head_norms: tensor names of the query norm and the key norm.
+        qkv_bias: True if the query, key and value projections have a bias. None if `attention_bias`
+            decides, which then also covers the output projection.
         biased: default of `attention_bias`.
         output_bias: False if the output projection never has a bias.
-        fused: QKV is one tensor.
+        fused: True if queries, keys and values are one tensor.
         gated: False if MLPs and experts compute down(act(up(x))), without a gate.
-        mlp: names of the MLP's matrices: gate and up as one tensor and down, or all three; () for
-            Llama's.
-        mlp_whole: name of the stored matrix that contains gate and up; files may store them
+        mlp: tensor names of the MLP, either (gate and up in one matrix, down) or (gate, up, down);
+            () for Llama's names.
+        mlp_whole: name of the matrix that may contain both gate and up. Some files store them
             separately.
-        inner: config key of the MLP's width.
-        norm_names: names of the norms that a layer has, in order: before attention, after it,
-            before the MLP, after it; () for the usual ones.
-        last_norm: name of the norm after the last layer.
-        out: name of the attention output projection.
-        paired_rope: the checkpoint rotates channel pairs (2i, 2i + 1) instead of (i, i + half).
-        partial: default share of a head that is rotated.
+        inner: config key for the width of the MLP.
+        norm_names: tensor names of a layer's norms, in the order before attention, after attention,
+            before the MLP, after the MLP; () for the usual names.
+        last_norm: tensor name of the norm after the last layer.
+        out: tensor name of the attention output projection.
+        paired_rope: True if the checkpoint rotates channel pairs (2i, 2i + 1) instead of (i, i +
+            half).
+        partial: default fraction of a head that is rotated.
         tied: default of `tie_word_embeddings`.
         head_dim: default head size; None for hidden size / heads.
         eps: default of `rms_norm_eps`.
-        theta: default base of RoPE.
-        activation: default activation.
-        scaled_embedding: embeddings are multiplied by the square root of the hidden size.
-        query_scalar: attention scores are scaled by query_pre_attn_scalar ** -0.5.
-        softcaps: attention scores and logits have softcaps.
-        multipliers: the config has Granite's multipliers.
-        no_rope: layers without RoPE: "" none, "listed" by `no_rope_layers`, "full" those without a
-            window in a model with windows, "typed" all or none by `position_embedding_type`.
-        local_rope: layers with a window have their own RoPE.
-        local_theta: default base of their RoPE.
-        windows: function (config, layers) -> window of each layer; None without windows.
-        shapes: function (config, windows) -> shape of each layer; None if all are equal.
-        per_layer: function (completed config, vocabulary size) -> second embedding. None, or a
-            result of None, without one.
-        scale: scale of attention scores; None for 1 / sqrt(head_dim) or the value that other flags
-            give.
-        capped: logits have a softcap if the config gives one.
-        value_norm: each head of the values is normalized, without weights.
-        layer_scalar: the output of each layer is multiplied by a scalar of its own.
-        kv_heads: default number of KV heads; None for the number of heads.
-        num_layers: function of the config -> number of layers, from other keys. None, or a result
-            of None, for the config's own.
-        odd_heads: the hidden size need not be a multiple of the number of heads.
-        complete: function of the config -> config with defaults and Llama's names.
-        late_norm: queries and keys are normalized after RoPE.
-        query_scaled: queries are multiplied by a factor of their position.
-        sinks: each query head has an attention sink, a logit in the softmax denominator without a
-            value.
-        layer_thetas: layers have RoPE bases of their own by `layer_rope_theta`; 0 for no RoPE.
-        experts: function (config, layers) -> mixture of experts. None, or a result of None, for
-            MLPs only.
-        hybrid: function (config, layers) -> layers with recurrent state. None, or a result of None,
-            without any.
-        may_all_attend: without `layer_types` in the config, all layers attend if files have
-            attention tensors for all of them.
-        output_gate: the query projection has twice the rows: each head's query is followed by a
-            gate, whose sigmoid multiplies the attention output.
-        in_columns: safetensors store the matrices of all experts as columns, see
+        theta: default RoPE base.
+        activation: default activation function.
+        scaled_embedding: True if embeddings are multiplied by the square root of the hidden size.
+        query_scalar: True if attention scores are scaled by query_pre_attn_scalar ** -0.5.
+        softcaps: True if attention scores and logits have softcaps.
+        multipliers: True if the config has Granite's multipliers.
+        no_rope: layers without RoPE: "" for none, "listed" for those that `no_rope_layers` selects,
+            "full" for layers without a window in models with windows, "typed" if
+            `position_embedding_type` decides for the whole model.
+        local_rope: True if layers with a window have different RoPE settings.
+        local_theta: default RoPE base of layers with a window.
+        windows: function (config, layers) -> window of each layer; None if no layer has a window.
+        shapes: function (config, windows) -> shape of each layer; None if all layers are equal.
+        per_layer: function (completed config, vocabulary size) -> per-layer embedding or None; None
+            if no model of the family has one.
+        scale: scale of attention scores; None for the scale that other flags give, by default 1 /
+            sqrt(head_dim).
+        capped: True if the config may give a softcap for logits.
+        value_norm: True if each head of the values is normalized, without weights.
+        layer_scalar: True if the output of each layer is multiplied by a stored scalar.
+        kv_heads: default number of KV heads; None for the number of query heads.
+        num_layers: function of the config -> number of layers, or None to use the config's. None if
+            the config always gives it directly.
+        odd_heads: True if the hidden size need not be a multiple of the number of heads.
+        complete: function of the config -> config with defaults and Llama's key names.
+        late_norm: True if queries and keys are normalized after RoPE.
+        query_scaled: True if queries are multiplied by a factor that depends on the position.
+        sinks: True if each query head has an attention sink, an extra logit in the softmax
+            denominator.
+        layer_thetas: True if `layer_rope_theta` gives a RoPE base per layer, 0 for no RoPE.
+        experts: function (config, layers) -> mixture of experts or None; None if no model of the
+            family has experts.
+        hybrid: function (config, layers) -> layers with recurrent state or None; None if no model
+            of the family has such layers.
+        may_all_attend: True if, without `layer_types` in the config, all layers have attention when
+            the files have attention tensors for all of them.
+        output_gate: True if the query projection also contains gates. Each head has its query rows,
+            then its gate rows, and the sigmoid of the gate multiplies the attention output.
+        in_columns: True if safetensors store expert matrices transposed, see
             weights/stacked_experts.py.
-        mxfp4: quantized safetensors are MXFP4, a format of no other family.
-        stored_name: function that maps tensor names in safetensors to Llama's; None if they are
-            equal.
-        factors: function of the config -> multipliers of a layer's matrices; None without them.
-        unless: config keys and the values that the family supports for each.
+        mxfp4: True if quantized safetensors are MXFP4.
+        stored_name: function that maps tensor names in safetensors to Llama's; None if they are the
+            same.
+        factors: function of the config -> multipliers of a layer's matrices; None if there are
+            none.
+        unless: restricted config keys, each with the values that the family supports.
     """
 
     norms: str = "pre"
@@ -146,18 +151,20 @@ class Family:
 
     @property
     def way_in(self) -> str:
-        """Name of the packed input projection of an MLP: "gate_up", or "up" without a gate."""
+        """Name of the packed input projection of an MLP: "gate_up", or "up" for an MLP without a
+        gate.
+        """
         return "gate_up" if self.gated else "up"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Wrapper:
-    """Composite model, which contains a language model.
+    """Composite model that contains a language model.
 
     Attributes:
-        texts: model types of its language model, the default first.
+        texts: possible model types of the language model, the default first.
         tied: default of `tie_word_embeddings`.
-        defaults: values that its files omit from the config of the language model.
+        defaults: values that the config of the language model may omit.
     """
 
     texts: tuple[str, ...]
@@ -167,16 +174,16 @@ class Wrapper:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Architecture:
-    """Support for a model family, as users see it.
+    """Support for a model family, as documented for users.
 
     Attributes:
-        tested: results are compared with `oracle` in the test suite.
+        tested: True if the test suite compares results with those of `oracle`.
         note: description in docs/models.md.
-        runners: "native" and "torch", those that run it; for a tested family, those it is tested
-            with.
-        files: formats that the native runner reads, or that transformers reads for the torch
+        runners: runners that support the family, of "native" and "torch". A tested family is tested
+            with each of them.
+        files: supported formats. The native runner reads them, or transformers does for the torch
             runner.
-        oracle: implementation that results are compared with.
+        oracle: reference implementation for the tests.
     """
 
     tested: bool
@@ -187,7 +194,7 @@ class Architecture:
 
     @property
     def proof(self) -> str:
-        """Implementations that results are compared with, on tiny random models."""
+        """Reference implementations that tiny random models are compared with."""
         return self.oracle + "; llama.cpp (GGUF)" * (self.tested and "GGUF" in self.files)
 
 
@@ -197,13 +204,13 @@ class ModelType:
 
     Attributes:
         note: description in docs/models.md.
-        family: traits of a language model that the native runner supports.
+        family: properties of a language model that the native runner supports.
         wrapper: contents of a composite model.
-        torch: the torch runner supports it.
-        gguf: the native runner reads it from GGUF files.
-        onnx: the native runner reads it from ONNX files.
-        oracle: implementation that results are compared with.
-        tested: results are compared with it in the test suite.
+        torch: True if the torch runner supports it.
+        gguf: True if the native runner reads it from GGUF files.
+        onnx: True if the native runner reads it from ONNX files.
+        oracle: reference implementation for the tests.
+        tested: True if the test suite compares results with those of `oracle`.
     """
 
     note: str
@@ -217,7 +224,7 @@ class ModelType:
 
     @property
     def architecture(self) -> Architecture:
-        """Support for this model_type, as users see it."""
+        """Support for this model_type, as documented for users."""
         is_native = self.family is not None or self.wrapper is not None
         runners = (("native", is_native), ("torch", self.torch))
         files = (("safetensors", True), ("GGUF", self.gguf), ("ONNX", self.onnx))

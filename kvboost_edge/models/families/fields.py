@@ -1,4 +1,4 @@
-"""Checked access to the numbers of a config."""
+"""Readers for the numbers in a config that check their range."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvboost_edge.errors import ModelFormatError
 
 __all__ = ["MAX_LAYERS", "integer_of", "number_of", "positive", "rope_of", "size_of"]
 
-# Names of each size: the common one, then those of older architectures.
+# Config keys of each size: the common name, then names in older architectures.
 _ALIASES: dict[str, tuple[str, ...]] = {
     "vocab_size": ("vocab_size",),
     "hidden_size": ("hidden_size", "n_embd", "d_model", "dim"),
@@ -18,17 +18,19 @@ _ALIASES: dict[str, tuple[str, ...]] = {
     "num_attention_heads": ("num_attention_heads", "n_head", "n_heads", "num_heads"),
     "num_key_value_heads": ("num_key_value_heads", "num_kv_heads", "n_head_kv"),
 }
-# Limit far beyond any real model. A larger number is damage and must not size an allocation.
+# Far beyond any real model. A larger number is damaged and must not determine the size of an
+# allocation.
 _MAX_SIZE = 1 << 31
 MAX_LAYERS = 10_000
-"""Limit of layers, beyond any real model. Lists with an entry per layer are built before the
-weights are checked.
+"""Maximum number of layers, far beyond any real model.
+
+It is needed because lists with an entry per layer are built before the weights are checked.
 """
 _LIMITS = dict.fromkeys(_ALIASES["num_hidden_layers"], MAX_LAYERS)
 
 
 def size_of(config: Mapping[str, Any], name: str, path: Path | str = "config") -> int | None:
-    """Return a size under any of its names, or None if the config does not give it.
+    """Return the size that a config gives under any of its names, or None if it gives none.
 
     Raises:
         ModelFormatError: the value is not a positive integer within the limits.
@@ -46,7 +48,8 @@ def number_of(
     """Return the number under a key.
 
     Raises:
-        ModelFormatError: names the key; the value is missing or not a number from `low` to `high`.
+        ModelFormatError: the value is missing or is not a number from `low` to `high`; the message
+            names the key.
     """
     value = config.get(key)
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
@@ -58,7 +61,8 @@ def integer_of(config: Mapping[str, Any], key: str, low: int, path: Path | str =
     """Return the integer under a key.
 
     Raises:
-        ModelFormatError: names the key; the value is missing or not an integer from `low` to 2^31.
+        ModelFormatError: the value is missing or is not an integer from `low` to 2^31; the message
+            names the key.
     """
     return _integer(key, config.get(key), low, _MAX_SIZE, path)
 
@@ -74,8 +78,8 @@ def _integer(key: str, value: object, low: int, high: int, path: Path | str) -> 
 
 
 def rope_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the RoPE settings, under `rope_parameters` or the older `rope_scaling`; empty without
-    either.
+    """Return the RoPE settings in `rope_parameters` or the older `rope_scaling`; {} if there are
+    none.
     """
     found = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(found, Mapping):

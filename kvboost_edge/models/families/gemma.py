@@ -1,4 +1,4 @@
-"""Gemma 1 to 3, and EmbeddingGemma, which is Gemma 3 with bidirectional attention."""
+"""Gemma 1 to 3, and EmbeddingGemma, a Gemma 3 with bidirectional attention."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _FAMILY = Family(
     activation="gelu_pytorch_tanh",
     unless=(("use_bidirectional_attention", (None, False)),),
 )
-# Gemma 3 configs name only values that differ from these.
+# Gemma 3 configs give only values that differ from these defaults.
 _GEMMA3 = {
     "vocab_size": 262208,
     "hidden_size": 2304,
@@ -78,8 +78,8 @@ MODEL_TYPES: Mapping[str, ModelType] = MappingProxyType(
     }
 )
 
-# Models of these depths scale attention scores by hidden_size / heads instead of head_dim;
-# llama.cpp recognizes them by depth, too.
+# Models of these depths scale attention scores by hidden_size / heads instead of head_dim.
+# llama.cpp also recognizes them by their depth.
 _WIDE_SCALE_LAYERS = {"gemma2": 46, "gemma3_text": 62}
 
 

@@ -1,7 +1,7 @@
-"""Gemma 4: two head sizes, KV shared between layers, per-layer embeddings, experts next to MLPs.
+"""Gemma 4: two head sizes, shared KV, per-layer embeddings, and experts in parallel with MLPs.
 
-Sliding and full layers have heads of different sizes. The last layers may reuse the KV of the last
-earlier layer of their own type that computes it; their MLPs may be wider.
+Sliding and full layers have heads of different sizes. The last layers may share KV: each uses the
+KV of the last layer of the same type that computes KV, and its MLP may be wider.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Config = Mapping[str, Any]
 
 _FULL = "full_attention"
 _SLIDING = "sliding_attention"
-_FULL_EVERY = 6  # period of full layers without layer_types
+_FULL_EVERY = 6  # every n-th layer has full attention, without layer_types
 _ROPES = {
     _FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
     _SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
@@ -54,7 +54,7 @@ _SIZES = {
 _UNIFIED = {
     "sliding_window": 1024,
     "hidden_size_per_layer_input": 0,
-}  # defaults of gemma4_unified_text that differ
+}  # defaults in which gemma4_unified_text differs
 _OWN = ("head_dim", "num_key_value_heads")
 
 
@@ -85,8 +85,11 @@ def _complete(config: Config) -> Config:
 
 
 def _shapes(config: Config, windows: Sequence[int]) -> Sequence[LayerShape]:
-    """Return the shape of each layer, from a completed config and the window of each layer (0 for
-    full attention).
+    """Return the shape of each layer.
+
+    Args:
+        config: completed config.
+        windows: window of each layer, 0 for full attention.
     """
     own = _own_sizes(config, windows)
     inner, heads = (
@@ -131,7 +134,7 @@ def _shapes(config: Config, windows: Sequence[int]) -> Sequence[LayerShape]:
 
 
 def _per_layer_input(config: Config, vocab_size: int) -> PerLayerInput | None:
-    """Return the per-layer embedding of a completed config, or None without one."""
+    """Return the per-layer embedding of a completed config, or None if the model has none."""
     width = integer_of(config, "hidden_size_per_layer_input", 0)
     if not width:
         return None
@@ -145,8 +148,9 @@ def _per_layer_input(config: Config, vocab_size: int) -> PerLayerInput | None:
 
 
 def _own_sizes(config: Config, windows: Sequence[int]) -> list[tuple[int, int]]:
-    """Return (head_dim, KV heads) of each layer, from `per_layer_config` or from the keys of the
-    full layers.
+    """Return (head_dim, KV heads) of each layer.
+
+    They come from `per_layer_config`, or from the config keys for full layers.
     """
     plain = {key: size_of(config, key) or 0 for key in _OWN}
     given = config.get("per_layer_config")
@@ -184,10 +188,10 @@ def _pair(sizes: Mapping[str, int]) -> tuple[int, int]:
 
 
 def _experts(config: Config, layers: int) -> Experts | None:
-    """Describe the mixture of experts next to the MLP; None without `enable_moe_block`.
+    """Return the mixture of experts in parallel with the MLP, or None without `enable_moe_block`.
 
-    Weights are the softmax of all logits, divided by the sum of the selected ones, times a scalar
-    of each expert. The router has its own norm.
+    Routing weights are the softmax of all logits, divided by the sum over the selected experts and
+    multiplied by a scalar per expert. The router has its own norm.
     """
     if not flag_of(config, "enable_moe_block", False):
         return None
@@ -244,14 +248,14 @@ MODEL_TYPES: Mapping[str, ModelType] = MappingProxyType(
 )
 
 _TABLE = "per_layer_token_embd.weight"
-_STILL = 1e30  # divisor that marks a frequency as not rotated
+_STILL = 1e30  # divisor of frequencies that are not rotated
 
 
 def _gguf_config(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
-    """Read the config from a GGUF file.
+    """Return config entries read from a GGUF file.
 
     Raises:
-        ModelFormatError: keys contradict one another or the tensors.
+        ModelFormatError: keys contradict each other or the tensors.
     """
     pattern = "attention.sliding_window_pattern"
     sliding = keys.sliding(pattern)
@@ -294,7 +298,7 @@ def _gguf_config(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _mixture(keys: Keys) -> dict[str, Any]:
-    """Read the experts next to the MLP of every layer; {} without any."""
+    """Return config entries of the experts in parallel with each MLP; {} if there are none."""
     if not keys.optional_size("expert_count", 0):
         return {}
     width = keys.size("expert_feed_forward_length")
@@ -306,7 +310,9 @@ def _mixture(keys: Keys) -> dict[str, Any]:
 
 
 def _is_double_wide(keys: Keys, first: int) -> bool:
-    """Return whether the layers from `first` on, which share KV, have MLPs of twice the width."""
+    """Return whether layers that share KV, from layer `first` on, have MLPs of twice the usual
+    width.
+    """
     key = "feed_forward_length"
     widths = keys.sizes(key)
     own = set(widths[:first])
@@ -322,7 +328,7 @@ def _is_double_wide(keys: Keys, first: int) -> bool:
 
 
 def _kv_heads(keys: Keys, sliding: Sequence[bool], first: int) -> dict[str, Any]:
-    """Read the KV heads of sliding and full layers, and whether full layers use keys as values."""
+    """Return the KV heads by layer type, and whether full layers use keys as values."""
     key = "attention.head_count_kv"
     heads = keys.sizes(key)
     by_kind = {
@@ -357,7 +363,7 @@ def _kv_heads(keys: Keys, sliding: Sequence[bool], first: int) -> dict[str, Any]
 
 
 def _second_embedding(keys: Keys, vocab_size: int, layers: int) -> dict[str, Any]:
-    """Read the width and vocabulary of the per-layer embedding, width 0 without one."""
+    """Return the width and vocabulary size of the per-layer embedding; width 0 if there is none."""
     key = "embedding_length_per_layer_input"
     width = keys.optional_size(key, 0) or 0
     table = keys.header.tensors.get(_TABLE)
@@ -378,8 +384,9 @@ def _second_embedding(keys: Keys, vocab_size: int, layers: int) -> dict[str, Any
 
 
 def _gguf_ropes(keys: Keys, full: dict[str, Any], head_dim: int) -> dict[str, Any]:
-    """Read the RoPE of sliding and full layers. In a GGUF file, frequencies of full layers that do
-    not rotate have the divisor 1e30.
+    """Return the RoPE settings of sliding and full layers.
+
+    In a GGUF file, frequencies of full layers that are not rotated have the divisor 1e30.
     """
     factors = full.get("factors")
     if factors is None:

@@ -1,4 +1,4 @@
-"""Checked access to the metadata keys "ARCHITECTURE.KEY" of a GGUF file."""
+"""Readers for the metadata keys "ARCHITECTURE.KEY" of a GGUF file that check the values."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _AHEAD = "nextn_predict_layers"
 
 
 class Tensor(Protocol):
-    """Tensor in a header."""
+    """Tensor described in a header."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
 
 
 class Header(Protocol):
-    """Part of a GGUF header that families read, see `gguf.file.GgufHeader`."""
+    """Parts of a GGUF header that families read, see `gguf.file.GgufHeader`."""
 
     @property
     def path(self) -> Path: ...
@@ -41,8 +41,9 @@ class Header(Protocol):
 
 
 class Keys:
-    """Metadata keys "ARCHITECTURE.KEY" of a GGUF file. Errors name the file, the key and its
-    value.
+    """Metadata keys "ARCHITECTURE.KEY" of a GGUF file.
+
+    Errors name the file, the key and its value.
     """
 
     def __init__(self, header: Header) -> None:
@@ -56,15 +57,20 @@ class Keys:
         return ModelFormatError(f"{self.header.path}: {self.name(key)}={value!r} {wanted}")
 
     def size(self, key: str) -> int:
-        """Return a size. Raises ModelFormatError if the key is missing."""
+        """Return the size under a key.
+
+        Raises:
+            ModelFormatError: the key is missing or its value is not a size.
+        """
         found = self.optional_size(key)
         if found is None:
             raise ModelFormatError(f"{self.header.path} lacks the key {self.name(key)!r}")
         return found
 
     def layers(self) -> int:
-        """Return the number of the model's own layers, without those for multi-token prediction. It
-        is limited because lists with an entry per layer are built.
+        """Return the number of layers, without layers for multi-token prediction.
+
+        The number is limited, because lists with an entry per layer are built.
         """
         found = self.blocks()
         ahead = self.optional_size(_AHEAD, 0) or 0
@@ -73,7 +79,7 @@ class Keys:
         return found - ahead
 
     def blocks(self) -> int:
-        """Return the number of layers, with those for multi-token prediction."""
+        """Return the number of layers, including layers for multi-token prediction."""
         found = self.size("block_count")
         if found > MAX_LAYERS:
             raise self.error("block_count", found, f"must be an integer from 1 to {MAX_LAYERS}")
@@ -82,7 +88,7 @@ class Keys:
     def optional_size(self, key: str, least: int = 1) -> int | None:
         value = self.header.values.get(self.name(key))
         if isinstance(value, np.ndarray) and value.size and (value == value[0]).all():
-            value = value[0].item()  # one number per layer, all equal
+            value = value[0].item()  # an array with equal numbers counts as one number
         if value is None:
             return None
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MAX_SIZE:
@@ -90,10 +96,10 @@ class Keys:
         return value
 
     def sizes(self, key: str, least: int = 1) -> list[int]:
-        """Return a size for each of the model's own layers.
+        """Return the size that a required key gives for each layer.
 
-        The key must exist. Its value is one number for all layers, or an array with an entry for
-        each of the model's own layers or for each block.
+        The value is one number for all layers, or an array with an entry per layer. The array may
+        also cover the layers for multi-token prediction.
         """
         value = self.header.values.get(self.name(key))
         layers = self.layers()
@@ -109,7 +115,7 @@ class Keys:
         return found
 
     def sliding(self, key: str) -> list[bool] | None:
-        """Return for each layer whether it has a window; None if the key is not an array of
+        """Return a list that is True for layers with a window, or None if the key holds no
         booleans.
         """
         given = self.header.values.get(self.name(key))
@@ -123,7 +129,7 @@ class Keys:
         return [bool(one) for one in given]
 
     def check_values(self, suffix: str, head_dim: int) -> None:
-        """Raise ModelFormatError if value heads have another size than key heads."""
+        """Raise ModelFormatError if value heads and key heads have different sizes."""
         found = self.optional_size(f"attention.value_length{suffix}")
         if found not in (None, head_dim):
             raise self.error(
@@ -141,7 +147,10 @@ class Keys:
 
 
 def layer_types(keys: Keys, config: dict[str, Any], *, default_period: int) -> dict[str, Any]:
-    """Read which layers have a window: an array of booleans, or all but every n-th layer."""
+    """Return config entries that say which layers have a window.
+
+    The key holds either an array of booleans, or a number n if every n-th layer has full attention.
+    """
     key = "attention.sliding_window_pattern"
     layers = config["num_hidden_layers"]
     sliding = keys.sliding(key)

@@ -1,4 +1,4 @@
-"""GGUF architectures: tensor names that they share, and descriptions of their files."""
+"""GGUF architectures: their descriptions, and tensor names that several of them use."""
 
 from __future__ import annotations
 
@@ -62,8 +62,9 @@ SHARED_EXPERT = {
     **{f"ffn_{part}_shexp": f"mlp.shared_expert.{part}_proj" for part in ("gate", "up", "down")},
     "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
 }
-"""Tensor names inside a layer, GGUF's -> transformers': norms by position, matrices, Mamba2,
-experts, and the shared expert.
+"""Tensor names inside a layer, as a mapping from GGUF's names to transformers'.
+
+There is one mapping each for norms (by position), matrices, Mamba2, experts and the shared expert.
 """
 
 SSM_SIZES = frozenset(
@@ -77,32 +78,32 @@ SSM_SIZES = frozenset(
 )
 EXPERT_KEYS = frozenset({"expert_feed_forward_length"})
 WINDOW = frozenset({"attention.sliding_window", "attention.sliding_window_pattern"})
-"""Metadata keys "ARCHITECTURE.KEY" that several architectures have."""
+"""Sets of metadata keys "ARCHITECTURE.KEY" that several architectures use."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GgufArchitecture:
-    """Contents of the GGUF files of an architecture.
+    """Description of the GGUF files of an architecture.
 
     Attributes:
         model_type: model_type in transformers.
-        layer: tensor names inside a layer, GGUF's -> transformers'. A name that ends in ".scale" is
-            complete.
-        permuted: files interleave the rows of queries and keys in each head: (0, half, 1, half + 1,
-            ...).
-        norm_offset: number that the file's norm weights exceed transformers' by (Gemma's norms
+        layer: mapping from GGUF's tensor names inside a layer to transformers'. Names are without
+            ".weight", unless they end in ".scale".
+        permuted: True if files interleave the rows of queries and keys in each head: (0, half, 1,
+            half + 1, ...).
+        norm_offset: difference between the file's norm weights and transformers' (Gemma's norms
             multiply by 1 + weight).
-        outer: tensor names outside the layers, in addition to the common ones.
-        keys: metadata keys "ARCHITECTURE.KEY" in addition to the common ones.
-        dense: tensors of the projections after pooling, which are not part of the decoder.
-        both_ways: attention is bidirectional.
-        experts: the files may have a mixture of experts.
-        no_keys: layers with 0 KV heads do not attend.
-        alone: an MLP width of 0 means a layer without an MLP; RoPE is not used, whatever the keys
-            say.
-        by_layer: sizes differ between layers.
-        config: function (keys, common config) -> additional config. It may change `rope_parameters`
-            of the common config.
+        outer: tensor names outside the layers, in addition to the common names.
+        keys: metadata keys "ARCHITECTURE.KEY", in addition to the common keys.
+        dense: tensors of the dense projections after pooling, which are not part of the decoder.
+        both_ways: True if attention is bidirectional.
+        experts: True if files may have a mixture of experts.
+        no_keys: True if layers with 0 KV heads have no attention.
+        alone: True if layers with an MLP width of 0 have no MLP. RoPE keys are then ignored,
+            because these models do not use RoPE.
+        by_layer: True if sizes differ between layers.
+        config: function (keys, common config) -> additional config entries. It may change
+            `rope_parameters` in the common config.
     """
 
     model_type: str

@@ -30,7 +30,7 @@ __all__ = ["GGUF", "MODEL_TYPES"]
 
 Config = Mapping[str, Any]
 
-# Default RoPE.
+# Default RoPE settings.
 _ROPE = {
     "rope_type": "yarn",
     "factor": 32.0,
@@ -42,14 +42,16 @@ _ROPE = {
 
 
 def _complete(config: Config) -> Config:
-    """Add the default RoPE and window."""
+    """Return the config with the default RoPE settings and window."""
     rope = {} if rope_of(config) else {"rope_parameters": _ROPE}
     return {"sliding_window": 128, **config, **rope}
 
 
 def _experts(config: Config, layers: int) -> Experts:
-    """Describe the mixture of experts: weights are the softmax of the selected logits, all matrices
-    have biases, and the activation clamps its gates.
+    """Return the mixture of experts.
+
+    Routing weights are the softmax of the selected logits. All matrices have biases, and the
+    activation clamps its inputs.
     """
     names = ExpertNames("mlp.router")
     usual = (128, 4, 2880)
@@ -81,10 +83,10 @@ MODEL_TYPES: Mapping[str, ModelType] = MappingProxyType(
 
 
 def _gguf_config(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
-    """Read the config from a GGUF file."""
+    """Return config entries read from a GGUF file."""
     rope = config["rope_parameters"]
-    # The model does not round YaRN's correction range (config.json has "truncate": false), which
-    # GGUF files do not store.
+    # The model does not round the correction range of YaRN (config.json has "truncate": false).
+    # GGUF files do not store this setting.
     if rope.get("rope_type") == "yarn":
         rope["truncate"] = False
     return {

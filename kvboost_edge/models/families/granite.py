@@ -1,5 +1,6 @@
-"""Granite: multipliers, mixtures of experts, attention sinks (granite_swa), Mamba2 next to
-attention (Granite 4).
+"""Granite models, which scale embeddings, residual, attention scores and logits by multipliers.
+
+Some have experts, attention sinks (granite_swa), or Mamba2 layers besides attention (Granite 4).
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ __all__ = ["GGUF", "MODEL_TYPES"]
 
 Config = Mapping[str, Any]
 
-# Older names in transformers, which published configs still have.
+# Layer types in published configs -> current names in transformers.
 _OLDER = {"mamba": LINEAR, "attention": FULL}
 _USUAL = {
     "mamba_n_heads": 128,
@@ -58,13 +59,14 @@ _USUAL = {
     "mamba_proj_bias": False,
     "hidden_act": "silu",
 }
-# Gate, up and down of Granite 4's dense MLP, or of its shared expert.
+# Gate, up and down of Granite 4's dense MLP or shared expert.
 _SHARED = ("shared_mlp.gate_proj", "shared_mlp.up_proj", "shared_mlp.output_linear")
 
 
 def _complete(config: Config) -> Config:
-    """Return the config with current names and defaults: no RoPE unless it asks for it, and
-    recurrent state in every layer if it does not list the layer types.
+    """Return the config with current names and defaults.
+
+    RoPE is off by default. Without a list of layer types, every layer has recurrent state.
     """
     types = config.get("layer_types") or config.get("layers_block_type")
     if isinstance(types, (list, tuple)):
@@ -80,7 +82,7 @@ def _complete(config: Config) -> Config:
 
 
 def _hybrid(config: Config, layers: int) -> Hybrid | None:
-    """Describe the Mamba2 layers, by layer_types; None if all layers attend."""
+    """Return the Mamba2 layers according to layer_types, or None if all layers have attention."""
     types = config["layer_types"] or [LINEAR] * layers
     kinds = kinds_of_layers({**config, "layer_types": types}, layers, LINEAR, "ssd", None)
     if "ssd" not in kinds:
@@ -113,7 +115,7 @@ def _hybrid(config: Config, layers: int) -> Hybrid | None:
 
 
 def _experts(config: Config, layers: int) -> Experts:
-    """Describe the mixture of experts: weights are the softmax of the selected logits."""
+    """Return the mixture of experts. Routing weights are the softmax of the selected logits."""
     names = ExpertNames("block_sparse_moe.router.layer", "block_sparse_moe.experts.")
     return experts_of(
         config, LOCAL_KEYS, (8, 2, None), [True] * layers, score="chosen", names=names
@@ -121,7 +123,7 @@ def _experts(config: Config, layers: int) -> Experts:
 
 
 def _hybrid_experts(config: Config, layers: int) -> Experts | None:
-    """Describe a mixture of experts with a shared expert; None without experts."""
+    """Return a mixture of experts with a shared expert, or None if the model has no experts."""
     if integer_of(config, "num_local_experts", 0) == 0:
         return None
     found = _experts(config, layers)
@@ -174,7 +176,7 @@ MODEL_TYPES: Mapping[str, ModelType] = MappingProxyType(
 
 
 def _gguf_config(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
-    # For this architecture, the key tells whether there is RoPE at all.
+    # In this architecture, the key says whether the model uses RoPE at all.
     turned = keys.header.value(keys.name("rope.scaling.finetuned"), bool)
     names = {
         "attention_multiplier": "attention.scale",
@@ -193,16 +195,19 @@ def _gguf_moe_config(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _gguf_hybrid_config(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
-    """Read the config of Granite 4 from a GGUF file."""
-    # Without a key for it, the model has RoPE like older Granite models; files of the published
-    # models have the key. Without a scale of attention scores (as in Bamba's files), it is the
-    # usual one, as in llama.cpp.
+    """Return config entries of a Granite 4 model, read from a GGUF file."""
+    # Without the key for RoPE, the model is assumed to use it, like older Granite models. Published
+    # models have the key. Without a scale of attention scores (as in Bamba's files), the scale is 1
+    # / sqrt(head_dim), as in llama.cpp.
     usual = {"position_embedding_type": "rope", "attention_multiplier": config["head_dim"] ** -0.5}
     return {**usual, **_gguf_config(keys, config), **_gguf_mixer(keys, config)}
 
 
 def _gguf_mixer(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
-    """Read the sizes of Mamba2, experts and MLPs. Layers without KV heads have recurrent state."""
+    """Return config entries with the sizes of Mamba2, experts and MLPs.
+
+    Layers without KV heads have recurrent state.
+    """
     heads = keys.size("ssm.time_step_rank")
     inner = keys.size("ssm.inner_size")
     hidden = config["hidden_size"]
@@ -212,8 +217,8 @@ def _gguf_mixer(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
     attends = keys.sizes("attention.head_count_kv", 0)
     shared = keys.optional_size("expert_shared_feed_forward_length", 0)
     mixed = keys.optional_size("expert_count", 0)
-    # MLPs have the width of the shared expert if the file gives it. A file of a model without
-    # experts may have the key with the value 0.
+    # If the file gives the width of the shared expert, MLPs have that width. The value may be 0 in
+    # files of models without experts.
     return {
         **(gguf_experts(keys, "num_local_experts") if mixed else {"num_local_experts": 0}),
         "shared_intermediate_size": shared or config["intermediate_size"],
@@ -244,7 +249,7 @@ GGUF: Mapping[str, GgufArchitecture] = MappingProxyType(
             "granite",
             {**MATRICES, **PRE_NORMS},
             permuted=True,
-            # Granite 4 models without Mamba2 layers still have the keys of their sizes, but no
+            # Granite 4 models without Mamba2 layers have the keys for Mamba2 sizes, but no Mamba2
             # tensors.
             keys=_MULTIPLIERS | SSM_SIZES,
             config=_gguf_config,

@@ -1,5 +1,6 @@
-"""Hunyuan, dense: queries and keys normalized after RoPE, whose base may be scaled by a fixed
-alpha.
+"""Dense Hunyuan models, which normalize queries and keys after RoPE.
+
+The RoPE base may be scaled by a fixed alpha.
 """
 
 from __future__ import annotations
@@ -19,15 +20,16 @@ Config = Mapping[str, Any]
 
 
 def is_static_dynamic(model_type: object, rope: Mapping[str, Any]) -> bool:
-    """Return whether RoPE of type "dynamic" has constant frequencies, as Hunyuan's with a fixed
+    """Return whether RoPE of type "dynamic" has constant frequencies, as in Hunyuan with a fixed
     alpha.
     """
     return model_type == "hunyuan_v1_dense" and bool(rope.get("alpha"))
 
 
 def _complete(config: Config) -> Config:
-    """Replace RoPE with a fixed alpha by RoPE with the base theta * alpha ** (d / (d - 2)), where d
-    is the head size.
+    """Return the config with a fixed alpha folded into the RoPE base.
+
+    The base becomes theta * alpha ** (d / (d - 2)), where d is the head size.
     """
     rope = dict(rope_of(config))
     if rope.get("rope_type", rope.get("type")) != "dynamic" or not is_static_dynamic(

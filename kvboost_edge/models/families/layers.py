@@ -1,4 +1,4 @@
-"""Per-layer differences within a model: shapes, windows, RoPE and shared KV."""
+"""Settings that may differ between the layers of a model: shapes, windows, RoPE and shared KV."""
 
 from __future__ import annotations
 
@@ -21,22 +21,20 @@ __all__ = [
 ]
 
 STATE_KINDS = ("conv", "delta", "ssd")
-"""Kinds of layers with recurrent state: short convolution, gated delta rule, state space with
-scalar decay (Mamba2).
+"""Kinds of layers with recurrent state: short convolution, gated delta rule, and Mamba2 (state
+space with scalar decay).
 """
 ATTENTION = "attention"
 PARALLEL = "parallel"
 NO_MIXER = "none"
-"""Other kinds of layers: attention; attention and Mamba2 in parallel, on the same inputs; no token
-mixing.
-"""
+"""Other kinds of layers: attention, attention in parallel with Mamba2, and no token mixing."""
 
 
 class PerLayerInput(NamedTuple):
-    """Per-layer embedding: a table with `width` numbers per token and layer.
+    """Size of the per-layer embedding table.
 
     Attributes:
-        rows: tokens of the table.
+        rows: number of tokens in the table.
         width: numbers per token and layer.
     """
 
@@ -48,14 +46,14 @@ class LayerFactors(NamedTuple):
     """Multipliers of the matrices of a layer.
 
     Attributes:
-        attention: for the QKV projections.
-        attention_out: for the output of attention.
-        mixer: for the inputs of the recurrent mixer.
-        mixer_conv: for the convolution weights of x, B and C, in addition to `mixer`.
-        mixer_gates: for the inputs of the time steps (dt).
-        mixer_out: for the output of the mixer.
-        mlp: for gate and up.
-        mlp_out: for the output of the MLP.
+        attention: multiplier of the QKV projections.
+        attention_out: multiplier of the attention output.
+        mixer: multiplier of the inputs of the recurrent mixer.
+        mixer_conv: multipliers of the convolution weights of x, B and C, in addition to `mixer`.
+        mixer_gates: multiplier of the inputs of the time steps (dt).
+        mixer_out: multiplier of the mixer output.
+        mlp: multiplier of gate and up.
+        mlp_out: multiplier of the MLP output.
     """
 
     attention: float = 1.0
@@ -69,7 +67,7 @@ class LayerFactors(NamedTuple):
 
 
 NO_FACTORS = LayerFactors()
-"""Multipliers of a model without any."""
+"""Multipliers that change nothing."""
 
 
 class LayerShape(NamedTuple):
@@ -78,11 +76,11 @@ class LayerShape(NamedTuple):
     Attributes:
         head_dim: size of a head.
         num_kv_heads: number of KV heads.
-        intermediate_size: width of its MLP, or of the MLP next to its experts; 0 without one.
-        kv: index of the pool's KV layer that it attends to; -1 if it does not attend.
+        intermediate_size: width of the MLP, which may be in parallel with experts; 0 for no MLP.
+        kv: index of the KV layer in the pool that the layer attends to; -1 without attention.
         owns_kv: False if an earlier layer computes that KV.
-        has_values: False if its values are its keys before norm and RoPE.
-        state: index of its recurrent state; -1 without one.
+        has_values: False if the keys before norm and RoPE serve as values.
+        state: index of the recurrent state; -1 if the layer has none.
     """
 
     head_dim: int
@@ -96,12 +94,12 @@ class LayerShape(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """Layer of a model. Further fields are those of LayerShape.
+    """Layer of a model. The other fields are those of LayerShape.
 
     Attributes:
-        window: tokens that a query sees up to its own position; 0 for all.
-        rope: index into `ModelSpec.ropes`, -1 for none.
-        ahead: number of tokens after a query that it sees.
+        window: number of tokens that a query sees, up to and including its own position; 0 for all.
+        rope: index into `ModelSpec.ropes`; -1 for no RoPE.
+        ahead: number of tokens after its own position that a query sees.
     """
 
     window: int
@@ -122,13 +120,19 @@ class LayerSpec:
 
     @property
     def keeps_state(self) -> bool:
-        """True if the layer has the recurrent mixer. A layer may have neither."""
+        """True if the layer has the recurrent mixer."""
         return self.state >= 0
 
     @classmethod
     def of(cls, window: int, rope: int, shape: LayerShape, ahead: int = 0) -> LayerSpec:
-        """Return a layer whose queries see `ahead` following tokens if it has no window. With a
-        window and `ahead`, the window is split between the tokens before and after a query.
+        """Return a layer spec.
+
+        Args:
+            window: sliding window in tokens; 0 for none.
+            rope: index into `ModelSpec.ropes`; -1 for no RoPE.
+            shape: sizes of the layer.
+            ahead: number of following tokens that queries see. With a window, any value above 0
+                centers the window on the query.
         """
         if window and ahead:
             window, ahead = window // 2 + 1, window // 2
@@ -138,7 +142,7 @@ class LayerSpec:
 def same_shapes(
     num_layers: int, head_dim: int, num_kv_heads: int, intermediate_size: int
 ) -> Sequence[LayerShape]:
-    """Return layers of equal shape, each with its own KV."""
+    """Return layers of equal shape that each compute their own KV."""
     return [
         LayerShape(head_dim, num_kv_heads, intermediate_size, index) for index in range(num_layers)
     ]
@@ -147,11 +151,11 @@ def same_shapes(
 def mixed_shapes(
     shapes: Sequence[LayerShape], kinds: Sequence[str], *, alone: bool = False
 ) -> Sequence[LayerShape]:
-    """Return the layers by kind.
+    """Return the shapes of layers of different kinds.
 
     Args:
-        shapes: shapes as if all layers attended.
-        kinds: ATTENTION, one of STATE_KINDS, PARALLEL or NO_MIXER for each layer.
+        shapes: shape that each layer would have with attention.
+        kinds: kind of each layer: ATTENTION, PARALLEL, NO_MIXER, or one of STATE_KINDS.
         alone: True if layers that mix tokens have no MLP.
     """
     found = []

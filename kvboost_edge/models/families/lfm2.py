@@ -39,7 +39,10 @@ Config = Mapping[str, Any]
 
 
 def _hybrid(config: Config, layers: int) -> Hybrid:
-    """Describe the short convolutions: by layer_types, or all layers that full_attn_idxs omits."""
+    """Return the layers with short convolutions.
+
+    They follow from layer_types, or are the layers that full_attn_idxs does not list.
+    """
     kinds = kinds_of_layers(config, layers, "conv", "conv", _by_indices(config, layers))
     given = {"conv_L_cache": 3, **config}
     length = integer_of(given, "conv_L_cache", 2)
@@ -66,10 +69,10 @@ def _by_indices(config: Config, layers: int) -> list[str] | None:
 
 
 def _complete(config: Config) -> Config:
-    """Return the config with Llama's names and the MLP's width.
+    """Return the config with Llama's key names and the actual width of the MLP.
 
-    Names differ for norm_eps, tie_embedding and block_ff_dim. The width is derived from the
-    config's unless block_auto_adjust_ff_dim is false.
+    LFM2 has its own names for rms_norm_eps, tie_word_embeddings and intermediate_size. The MLP's
+    width is computed from intermediate_size unless block_auto_adjust_ff_dim is false.
     """
     found = dict(config)
     for old, name in (
@@ -85,8 +88,10 @@ def _complete(config: Config) -> Config:
 
 
 def _adjusted_width(config: Config) -> int:
-    """Return the width of an MLP: two thirds of the config's, times a factor, rounded up to a
-    multiple; unchanged if block_auto_adjust_ff_dim is false.
+    """Return the actual width of the MLP.
+
+    It is two thirds of intermediate_size, times block_ffn_dim_multiplier, rounded up to a multiple
+    of block_multiple_of. If block_auto_adjust_ff_dim is false, it is intermediate_size.
     """
     usual = {
         "intermediate_size": 12288,
@@ -116,10 +121,11 @@ def _adjusted_width(config: Config) -> int:
 
 
 def _experts(config: Config, layers: int) -> Experts:
-    """Describe the mixture of experts.
+    """Return the mixture of experts.
 
-    Weights are the sigmoids of the selected logits, divided by their sum and scaled. The router may
-    add a bias to select experts. The first num_dense_layers layers have no experts.
+    Routing weights are the sigmoids of the selected logits, divided by their sum and scaled. The
+    router may add a bias when it selects experts. The first num_dense_layers layers have no
+    experts.
     """
     full = {"num_dense_layers": 2, "routed_scaling_factor": 1.0, **config}
     dense = integer_of(full, "num_dense_layers", 0)
@@ -174,8 +180,9 @@ MODEL_TYPES: Mapping[str, ModelType] = MappingProxyType(
 
 
 def _gguf_config(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
-    """Read the config from a GGUF file. Layers without KV heads are convolutions. The file stores
-    the final width of the MLP.
+    """Return config entries read from a GGUF file.
+
+    Layers without KV heads are convolutions. The file stores the actual width of the MLP.
     """
     heads = keys.sizes("attention.head_count_kv", 0)
     return {
@@ -186,8 +193,9 @@ def _gguf_config(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _gguf_moe_config(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
-    """Read the config of a mixture from a GGUF file. Weights are normalized sigmoids, as in
-    llama.cpp.
+    """Return config entries for a mixture of experts, read from a GGUF file.
+
+    Routing weights are normalized sigmoids, as in llama.cpp.
     """
     gating = keys.size("expert_gating_func")
     if gating != SIGMOID:
@@ -225,7 +233,7 @@ _MOE_LAYER = {
     "ffn_down_exps": "feed_forward.experts.w2",
     "exp_probs_b": "feed_forward.expert_bias",
 }
-# This norm follows the layers, despite its name.
+# Despite its name, this norm is applied after the last layer.
 _OUTER = {"token_embd_norm": "model.embedding_norm"}
 GGUF: Mapping[str, GgufArchitecture] = MappingProxyType(
     {

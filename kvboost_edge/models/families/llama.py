@@ -24,8 +24,9 @@ Config = Mapping[str, Any]
 
 
 def _experts(config: Config, layers: int) -> Experts:
-    """Describe Mixtral's mixture of experts: weights are the softmax of all logits, divided by the
-    sum of the selected ones.
+    """Return Mixtral's mixture of experts.
+
+    Routing weights are the softmax of all logits, divided by the sum over the selected experts.
     """
     names = ExpertNames("block_sparse_moe.gate", "block_sparse_moe.experts.", ("w1", "w3", "w2"))
     return experts_of(config, LOCAL_KEYS, (8, 2, None), [True] * layers, renorm="add", names=names)
@@ -55,7 +56,7 @@ MODEL_TYPES: Mapping[str, ModelType] = MappingProxyType(
 
 
 def _gguf_config(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
-    """Read the config from a GGUF file. With experts it is a Mixtral."""
+    """Return config entries read from a GGUF file. A model with experts is a Mixtral."""
     if not keys.optional_size("expert_count", 0):
         return {}
     return {

@@ -1,4 +1,6 @@
-"""MiniCPM 1, 2 and 4: scaled embeddings, residual and logits. transformers lacks them."""
+"""MiniCPM 1, 2 and 4, which scale embeddings, residual and logits. transformers does not support
+them.
+"""
 
 from __future__ import annotations
 
@@ -16,19 +18,20 @@ __all__ = ["GGUF", "MODEL_TYPES"]
 
 Config = Mapping[str, Any]
 
-# Defaults in the model's own code.
+# Defaults from the model's own code.
 _USUAL = {"scale_emb": 1.0, "scale_depth": 1.0, "dim_model_base": 1.0}
 
 
 def _complete(config: Config) -> Config:
-    """Add the model's scales as Granite's multipliers. The config of a GGUF file may already have
-    them.
+    """Return the config with the model's scales under Granite's names.
+
+    The config of a GGUF file may already contain them.
     """
     layers = size_of(config, "num_hidden_layers")
     heads = size_of(config, "num_attention_heads")
     hidden = size_of(config, "hidden_size")
     if layers is None or heads is None or hidden is None:
-        return config  # the reader of sizes raises the error
+        return config  # the error is raised when the sizes are read
     scale = {
         key: number_of({key: config.get(key, usual)}, key, 1e-6, 1e6)
         for key, usual in _USUAL.items()
@@ -61,8 +64,8 @@ MODEL_TYPES: Mapping[str, ModelType] = MappingProxyType(
 
 
 def _gguf_config(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
-    """Read the config from a GGUF file, with llama.cpp's defaults for keys that older files
-    omit.
+    """Return config entries read from a GGUF file, with llama.cpp's defaults for keys that older
+    files omit.
     """
     hidden = config["hidden_size"]
     layers = config["num_hidden_layers"]

@@ -1,5 +1,6 @@
-"""Ministral 3, with queries scaled by position, and Mistral Small, which shares its GGUF
-architecture.
+"""Ministral 3 and Mistral Small, which share a GGUF architecture.
+
+Ministral 3 scales queries by a factor that depends on the position.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ __all__ = ["GGUF", "MODEL_TYPES"]
 
 Config = Mapping[str, Any]
 
-# Default RoPE.
+# Default RoPE settings.
 _ROPE = {
     "rope_type": "yarn",
     "rope_theta": 1e6,
@@ -34,7 +35,7 @@ _ROPE = {
 
 
 def _complete(config: Config) -> Config:
-    """Add the default RoPE."""
+    """Return the config with the default RoPE settings."""
     return config if rope_of(config) else {**config, "rope_parameters": _ROPE}
 
 
@@ -63,14 +64,14 @@ MODEL_TYPES: Mapping[str, ModelType] = MappingProxyType(
 
 
 def _gguf_config(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
-    """Read the config from a GGUF file. Without a scale of queries it is a Mistral."""
+    """Return config entries read from a GGUF file. A model without a query scale is a Mistral."""
     rope = config["rope_parameters"]
     rotated = keys.optional_size("rope.dimension_count", 0)
     if rotated not in (None, config["head_dim"]):
         raise keys.error("rope.dimension_count", rotated, f"must be head_dim={config['head_dim']}")
     log_multiplier = keys.number("rope.scaling.yarn_log_multiplier", -math.inf)
     if log_multiplier:
-        # mscale_all_dim cancels YaRN's factor of cosines and sines.
+        # mscale_all_dim cancels the factor that YaRN applies to cosines and sines.
         rope |= {"mscale": 1.0, "mscale_all_dim": log_multiplier}
     beta = keys.number("attention.temperature_scale", -math.inf)
     if not beta:
@@ -87,7 +88,7 @@ GGUF: Mapping[str, GgufArchitecture] = MappingProxyType(
             "ministral3",
             {**MATRICES, **PRE_NORMS},
             permuted=True,
-            # Ollama's files have the last two, for the vision part.
+            # Ollama's files have the last two keys, which are for the vision part.
             keys=frozenset(
                 {
                     "rope.scaling.yarn_log_multiplier",

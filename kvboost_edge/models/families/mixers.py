@@ -8,8 +8,11 @@ from typing import NamedTuple
 __all__ = ["MIXER_NORMS", "Mixer", "MixerNames"]
 
 MIXER_NORMS = ("gated_after", "gated_before", "none")
-"""Norms of the output of the mixer's heads: norm, then times silu(gate); times silu(gate), then
-norm; times silu(gate) alone.
+"""Ways to normalize and gate the mixer's output.
+
+- gated_after: normalize, then multiply by silu(gate).
+- gated_before: multiply by silu(gate), then normalize.
+- none: multiply by silu(gate).
 """
 
 
@@ -18,19 +21,21 @@ class Mixer(NamedTuple):
 
     Attributes:
         kind: one of STATE_KINDS in families/layers.py.
-        taps: earlier inputs that the convolution reads, its length - 1.
-        channels: channels of the convolution: [queries | keys | values] for "delta", [values | keys
-            | queries] for "ssd", which its papers call x, B and C.
-        key_heads: heads of queries and keys.
-        value_heads: heads of values, a multiple of `key_heads`.
+        taps: number of earlier inputs that the convolution reads, its length - 1.
+        channels: channels of the convolution: [queries | keys | values] for "delta", and [values |
+            keys | queries] for "ssd", whose papers call them x, B and C.
+        key_heads: number of query and key heads.
+        value_heads: number of value heads, a multiple of `key_heads`.
         key_dim: size of a query or key head.
         value_dim: size of a value head.
-        tiled_heads: value head h reads key head h mod key_heads; False for h div (value_heads /
-            key_heads).
+        tiled_heads: True if value head h uses key head h mod key_heads. False if it uses key head h
+            div (value_heads / key_heads).
         norm: one of MIXER_NORMS.
-        norm_groups: 0 to normalize each value head with the same weights [value_dim]; else the
-            number of groups of the row of all heads, with weights [value_heads * value_dim].
-        time_limit: bounds of the time step of "ssd"; the second may be infinite.
+        norm_groups: 0 to normalize each value head separately, with the weights [value_dim]. Else
+            all heads are normalized in this number of groups, with the weights [value_heads *
+            value_dim].
+        time_limit: lower and upper bound of the time step of "ssd"; the upper bound may be
+            infinite.
     """
 
     kind: str
@@ -47,20 +52,20 @@ class Mixer(NamedTuple):
 
 
 class MixerNames(NamedTuple):
-    """Tensor names of a mixer inside a layer: without ".weight" for matrices, complete for others.
+    """Tensor names of a mixer inside a layer. The names of matrices are without ".weight".
 
     Attributes:
-        inputs: matrices whose rows are the mixer's inputs, stacked in this order.
+        inputs: matrices that compute the mixer's inputs, in the order in which they are stacked.
         out: matrix of the output projection.
         conv: weights of the convolution.
-        gates: matrices of the gates.
-        decay: -exp(A_log) of the checkpoint.
+        gates: matrices that compute the gates.
+        decay: decay, -exp(A_log) of the checkpoint.
         dt_bias: bias of the time step.
-        norm: weights of the norm; "" without one.
-        conv_bias: bias of the convolution; "" without one.
-        skip: factor of each head for the value that is added to its output (D).
+        norm: weights of the norm; "" for no norm.
+        conv_bias: bias of the convolution; "" for no bias.
+        skip: factor per head for the input that is added to the output (D).
         whole: stored matrix that contains inputs and gates, see weights/ordered.py; "" if they are
-            separate.
+            stored separately.
     """
 
     inputs: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""Mixtures of experts: sizes, routing, shared experts and dense MLPs next to them, GGUF keys."""
+"""Mixtures of experts: sizes, routing, shared experts, parallel MLPs, and GGUF keys."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ Config = Mapping[str, Any]
 
 STEP_KEYS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
 LOCAL_KEYS = ("num_local_experts", "num_experts_per_tok", "intermediate_size")
-"""Config keys of the number of experts, the experts per token and the width of an expert."""
+"""Config keys for the number of experts, the experts per token and the width of an expert."""
 
 SIGMOID = 2
-"""`expert_gating_func` of a GGUF file for sigmoid weights."""
+"""Value of `expert_gating_func` in a GGUF file for sigmoid routing weights."""
 
-# Inputs quantized together and rows of a tile, see kernels/linear/weight_formats.py.
+# Inputs per quantization group, and rows of a tile, see kernels/linear/weight_formats.py.
 _GROUP = 32
 _TILE = 16
 _ALSO = {
@@ -40,23 +40,23 @@ _ALSO = {
     "moe_num_experts": "num_experts",
     "moe_k": "num_experts_per_tok",
 }
-_MOST = 1 << 12  # maximum number of experts, beyond any model
+_MOST = 1 << 12  # maximum number of experts, far beyond any real model
 
 
 class ExpertNames(NamedTuple):
-    """The tensor names of a mixture inside a layer, without ".weight".
+    """Tensor names of a mixture of experts inside a layer, without ".weight".
 
     Attributes:
         router: matrix of the router.
-        experts: prefix of an expert's number.
-        parts: gate (if an expert has one), up and down, after the number.
-        bias: whole name of the router's bias; "" without one.
-        shared: names of the shared expert's matrices, like parts; () without one.
-        shared_gate: row whose sigmoid weighs the shared expert; "": its weight is 1.
-        scales: whole names of the vectors that scale the router's inputs and each expert's weight;
-            () without them.
-        norms: of a mixture next to an MLP: the norm after the MLP, before the experts and after
-            them; () elsewhere.
+        experts: prefix before the number of an expert.
+        parts: names after the number: gate (if experts have one), up and down.
+        bias: complete name of the router's bias; "" for no bias.
+        shared: matrices of the shared expert, in the order of `parts`; () for no shared expert.
+        shared_gate: row whose sigmoid weights the shared expert; "" for a weight of 1.
+        scales: complete names of two vectors, which scale the router's inputs and the weight of
+            each expert; () for none.
+        norms: norms of experts in parallel with an MLP: after the MLP, before the experts and after
+            them; () for other models.
     """
 
     router: str = "mlp.gate"
@@ -71,19 +71,19 @@ class ExpertNames(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Experts:
-    """The mixture of experts of a model.
+    """Mixture of experts of a model.
 
     Attributes:
-        count: experts of a layer.
-        used: experts that a token goes to.
+        count: number of experts in a layer.
+        used: number of experts selected for each token.
         width: inner width of an expert.
-        sparse: by layer: True for experts, False for a dense MLP.
-        score, renorm, eps, scale: as in `kernels.reference.experts.Routing`.
-        shared: inner width of the shared expert; 0 without one.
-        beside: a layer has experts and an MLP. Each reads the hidden state through a norm of its
-            own and has a norm after it; the layer's output is their sum.
-        biased: the router and every matrix of an expert have a bias.
-        activation: activation of the experts; "": the model's.
+        sparse: for each layer, True if it has experts and False if it has a dense MLP.
+        score, renorm, eps, scale: see `kernels.reference.experts.Routing`.
+        shared: inner width of the shared expert; 0 for no shared expert.
+        beside: True if layers have experts in parallel with an MLP. Each of the two has its own
+            norms before and after it, and the layer adds their outputs.
+        biased: True if the router and all expert matrices have biases.
+        activation: activation function of the experts; "" for the model's.
     """
 
     count: int
@@ -108,17 +108,17 @@ def experts_of(
     sparse: Sequence[bool],
     **rest: Any,
 ) -> Experts:
-    """Describe the mixture of experts of a config.
+    """Return the mixture of experts that a config describes.
 
     Args:
         config: config of the language model.
-        keys: config keys of the number of experts, the experts per token and the width of an
+        keys: config keys for the number of experts, the experts per token and the width of an
             expert.
-        usual: default of each key; None without one.
+        usual: default for each key; None if the key is required.
         sparse: for each layer, True if it has experts.
         rest: further fields of `Experts`.
     """
-    # Later versions of transformers renamed these keys.
+    # Later versions of transformers use other names for these keys.
     keys = [_ALSO[key] if key not in config and _ALSO.get(key) in config else key for key in keys]
     config = {**dict(zip(keys, usual, strict=True)), **config}
     of_count, of_used, of_width = keys
@@ -156,15 +156,17 @@ def flag_of(config: Config, key: str, default: bool) -> bool:
 
 
 def experts_by_step(config: Config, layers: int, usual: tuple[int, int, int]) -> Experts:
-    """Describe a mixture of experts in every decoder_sparse_step-th layer. Weights are the softmax
-    of all logits, divided by the sum of the selected ones if norm_topk_prob is set.
+    """Return a mixture of experts in every decoder_sparse_step-th layer.
+
+    Routing weights are the softmax of all logits. If norm_topk_prob is set, they are divided by the
+    sum over the selected experts.
     """
     sparse = _by_step(config, layers)
     return experts_of(config, STEP_KEYS, usual, sparse, renorm=renorm_of(config))
 
 
 def _by_step(config: Config, layers: int) -> list[bool]:
-    """Select every decoder_sparse_step-th layer, except those of mlp_only_layers."""
+    """Select every decoder_sparse_step-th layer that mlp_only_layers does not list."""
     dense = config.get("mlp_only_layers") or []
     if not isinstance(dense, (list, tuple)) or any(
         isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < layers for i in dense
@@ -177,14 +179,17 @@ def _by_step(config: Config, layers: int) -> list[bool]:
 
 
 def renorm_of(config: Config) -> str:
-    """Return `Experts.renorm` by norm_topk_prob: "add" to divide weights by their sum, else ""."""
+    """Return `Experts.renorm`: "add" if norm_topk_prob asks to divide weights by their sum, else
+    "".
+    """
     return "add" if flag_of(config, "norm_topk_prob", False) else ""
 
 
 def gguf_experts(
     keys: Keys, count: str = "num_experts", used: str = "num_experts_per_tok"
 ) -> dict[str, Any]:
-    """Read the number of experts and the experts per token. Files do not store how weights are
-    computed; it follows from the architecture, as in llama.cpp.
+    """Return the number of experts and the experts per token.
+
+    Files do not store how routing weights are computed. As in llama.cpp, the architecture decides.
     """
     return {count: keys.size("expert_count"), used: keys.size("expert_used_count")}

@@ -1,7 +1,7 @@
 """Nemotron-H: each layer is a Mamba2 mixer, attention, an MLP or a mixture of experts.
 
-Time steps are limited by time_step_limit, as in the original code; GGUF files have no limits.
-transformers instead applies the lower bound time_step_min, and only in passes of several tokens.
+The time step is limited by time_step_limit, as in the original code. GGUF files give no limits.
+transformers instead applies time_step_min as the lower bound, and only in passes of several tokens.
 """
 
 from __future__ import annotations
@@ -81,8 +81,9 @@ _USUAL = {
 
 
 def _complete(config: Config) -> Config:
-    """Return the config with Llama's names and defaults. The number of layers follows from the list
-    of layer types, and attention has no RoPE.
+    """Return the config with Llama's key names and defaults.
+
+    The length of the list of layer types gives the number of layers. Attention does not use RoPE.
     """
     types = _types(config)
     given = {key: value for key, value in config.items() if value is not None}
@@ -98,17 +99,16 @@ def _complete(config: Config) -> Config:
 
 
 def _num_layers(config: Config) -> int | None:
-    """Return the number of layers, which follows from the list of layer types, whatever else the
-    config says.
+    """Return the number of layers, which is the length of the list of layer types.
+
+    Other keys for the number of layers are ignored.
     """
     _, kinds = _kinds_of_layers(config)
     return len(kinds) if kinds and isinstance(kinds, (list, str)) else None
 
 
 def _kinds_of_layers(config: Mapping[str, Any]) -> tuple[str, Any]:
-    """Return the key and the value that give the type of each layer: a list, or a string of
-    letters.
-    """
+    """Return the key that gives the layer types, and its value: a list, or a string of letters."""
     key = next(
         (key for key in _KINDS_OF_LAYERS if config.get(key) is not None), _KINDS_OF_LAYERS[-1]
     )
@@ -131,7 +131,7 @@ def _types(config: Config) -> list[str]:
 
 
 def _hybrid(config: Config, layers: int) -> Hybrid:
-    """Describe the Mamba2 layers, by layer_types. Layers that mix tokens have no MLP."""
+    """Return the Mamba2 layers according to layer_types. Layers that mix tokens have no MLP."""
     kinds = tuple(_KINDS[one] for one in config["layer_types"])
     if ATTENTION not in kinds:
         raise ModelFormatError(
@@ -143,11 +143,11 @@ def _hybrid(config: Config, layers: int) -> Hybrid:
 
 
 def _experts(config: Config, layers: int) -> Experts | None:
-    """Describe the mixture of experts, which includes a shared expert; None if no layer has
+    """Return the mixture of experts, which includes a shared expert, or None if no layer has
     experts.
 
-    Weights are the sigmoids of the selected logits, divided by their sum and scaled. The router
-    adds a bias to select experts.
+    Routing weights are the sigmoids of the selected logits, divided by their sum and scaled. The
+    router adds a bias when it selects experts.
     """
     sparse = [one == _EXPERTS for one in config["layer_types"]]
     if not any(sparse):
@@ -173,8 +173,8 @@ def _experts(config: Config, layers: int) -> Experts | None:
 
 
 _OUTER = ("backbone.", "model.embeddings.", "model.norm_f.")
-# Patterns that map tensor names to Llama's. The files call the only part of each layer its mixer,
-# whatever it is.
+# Patterns that map tensor names to Llama's. The files use the word "mixer" for the content of every
+# layer, including MLPs.
 _LLAMAS_WORDS = (
     (re.compile(r"^(?:backbone|model)\.embeddings\."), "model.embed_tokens."),
     (re.compile(r"^(?:backbone|model)\.norm_f\."), "model.norm."),
@@ -235,8 +235,10 @@ MODEL_TYPES: Mapping[str, ModelType] = MappingProxyType(
 
 
 def _gguf_config(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
-    """Read the config from a GGUF file. A layer with KV heads attends, one with an MLP's width has
-    an MLP or experts, and one with neither has recurrent state.
+    """Return config entries read from a GGUF file.
+
+    A layer with KV heads has attention, and a layer with an MLP width has an MLP or experts. A
+    layer with neither has recurrent state.
     """
     tensors = keys.header.tensors
     (heads, dim) = gguf_heads(keys)
@@ -280,7 +282,7 @@ def _gguf_kinds(keys: Keys) -> list[str]:
 
 
 def _gguf_mixture(keys: Keys) -> dict[str, Any]:
-    """Read the mixture of experts, whose weights are sigmoids."""
+    """Return config entries for the mixture of experts, whose routing weights are sigmoids."""
     gating = keys.optional_size("expert_gating_func", 0)
     if gating not in (None, SIGMOID):
         raise keys.error("expert_gating_func", gating, f"must be {SIGMOID}, the sigmoid")
@@ -296,7 +298,7 @@ def _gguf_mixture(keys: Keys) -> dict[str, Any]:
     }
 
 
-# Each layer has one norm, whatever its type.
+# Each layer has a single norm, whatever its type.
 _LAYER = {**MATRICES, **STATE_SPACE, "attn_norm": "norm"}
 _MOE_LAYER = {
     **EXPERTS,

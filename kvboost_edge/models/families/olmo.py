@@ -1,4 +1,4 @@
-"""OLMo 2 and 3, with norms after the blocks and a shared GGUF architecture, and OLMoE."""
+"""OLMo 2 and 3, which have norms after the blocks and share a GGUF architecture, and OLMoE."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Config = Mapping[str, Any]
 
 
 def _experts(config: Config, layers: int) -> Experts:
-    """Describe OLMoE's mixture of experts, in all layers."""
+    """Return OLMoE's mixture of experts, which is in all layers."""
     keys = ("num_experts", "num_experts_per_tok", "intermediate_size")
     return experts_of(config, keys, (64, 8, None), [True] * layers, renorm=renorm_of(config))
 
@@ -62,8 +62,9 @@ MODEL_TYPES: Mapping[str, ModelType] = MappingProxyType(
 
 
 def _gguf_config(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
-    """Read the config from a GGUF file. With a window it is an OLMo 3, whose RoPE scaling applies
-    to full layers only.
+    """Return config entries read from a GGUF file.
+
+    A model with a window is an OLMo 3, whose RoPE scaling applies only to full layers.
     """
     window = keys.optional_size("attention.sliding_window", 0)
     if not window:
@@ -85,7 +86,7 @@ def _gguf_config(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _gguf_moe_config(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
-    """Read the config of OLMoE from a GGUF file. Weights are not normalized."""
+    """Return config entries of OLMoE, read from a GGUF file. Routing weights are not normalized."""
     return {**gguf_experts(keys), "norm_topk_prob": False}
 
 

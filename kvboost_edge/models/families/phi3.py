@@ -1,4 +1,4 @@
-"""Phi-3 and Phi-4: fused matrices, default RoPE and longrope."""
+"""Phi-3 and Phi-4: fused matrices, with default RoPE or longrope."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen3, dense or mixtures of experts."""
+"""Qwen2 and Qwen3, either dense or with a mixture of experts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _qwen3_experts(config: Config, layers: int) -> Experts:
 
 
 def qwen2_experts(config: Config, layers: int) -> Experts:
-    """Describe a mixture of experts with a gated shared expert."""
+    """Return a mixture of experts with a gated shared expert."""
     found = experts_by_step(config, layers, (60, 4, 1408))
     config = {"shared_expert_intermediate_size": 5632, **config}
     parts = (
@@ -85,7 +85,7 @@ MODEL_TYPES: Mapping[str, ModelType] = MappingProxyType(
 
 
 def _gguf_qwen3_moe(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
-    """Read the config from a GGUF file. Weights are normalized."""
+    """Return config entries read from a GGUF file. Routing weights are normalized."""
     return {
         **gguf_experts(keys),
         "moe_intermediate_size": keys.size("expert_feed_forward_length"),
@@ -94,7 +94,7 @@ def _gguf_qwen3_moe(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _gguf_qwen2_moe(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
-    """Read the config from a GGUF file. Weights are not normalized."""
+    """Return config entries read from a GGUF file. Routing weights are not normalized."""
     shared = keys.size("expert_shared_feed_forward_length")
     return {
         **_gguf_qwen3_moe(keys, config),

@@ -46,8 +46,10 @@ Config = Mapping[str, Any]
 
 
 def _hybrid(config: Config, layers: int) -> Hybrid:
-    """Describe the gated delta rule: by layer_types, or in all layers but every
-    full_attention_interval-th.
+    """Return the layers with a gated delta rule.
+
+    They follow from layer_types. Without it, every full_attention_interval-th layer has attention
+    and the others a gated delta rule.
     """
     kinds = kinds_of_layers(config, layers, LINEAR, "delta", _by_interval(config, layers))
     usual = {
@@ -98,13 +100,14 @@ def _by_interval(config: Config, layers: int) -> list[str] | None:
 
 
 def _complete(config: Config) -> Config:
-    """Return the config of a mixture with the width of the shared expert, which is its only MLP."""
+    """Return the config with a default width for the shared expert, which is the only dense MLP."""
     return {"shared_expert_intermediate_size": 512, **config}
 
 
 def _experts(config: Config, layers: int) -> Experts:
-    """Describe the mixture of experts: Qwen2's in all layers, with normalized weights whatever the
-    config says.
+    """Return the mixture of experts.
+
+    It is Qwen2's in all layers, but routing weights are always normalized.
     """
     usual = {
         "num_experts": 256,
@@ -160,13 +163,13 @@ MODEL_TYPES: Mapping[str, ModelType] = MappingProxyType(
 
 
 def _gguf_config(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
-    """Read the config from a GGUF file. Key and value heads have one size."""
+    """Return config entries read from a GGUF file. Key and value heads have the same size."""
     dim = keys.size("ssm.state_size")
     value_heads = keys.size("ssm.time_step_rank")
     inner = keys.size("ssm.inner_size")
     if inner != dim * value_heads:
         raise keys.error("ssm.inner_size", inner, f"must be {value_heads} value heads of {dim}")
-    # GGUF files store value heads in tiles: one head for each key head, then the next tile.
+    # GGUF files store value heads in tiles. A tile has one value head for each key head.
     return {
         "layer_types": [LINEAR if own else FULL for own in _recurrent(keys)],
         "linear_conv_kernel_dim": keys.size("ssm.conv_kernel"),
@@ -179,7 +182,7 @@ def _gguf_config(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _gguf_moe_config(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
-    """Read the config of a mixture with a shared expert from a GGUF file."""
+    """Return config entries for a mixture with a shared expert, read from a GGUF file."""
     return {
         **_gguf_config(keys, config),
         **gguf_experts(keys),
@@ -189,8 +192,10 @@ def _gguf_moe_config(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _recurrent(keys: Keys) -> list[bool]:
-    """Return for each of the model's own layers whether it has recurrent state, from a list or from
-    the interval of layers that attend.
+    """Return a list that is True for layers with recurrent state.
+
+    The file gives a list, or the interval of layers with attention. Layers for multi-token
+    prediction are left out.
     """
     key = "attention.recurrent_layers"
     layers = keys.layers()

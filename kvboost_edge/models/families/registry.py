@@ -1,7 +1,7 @@
-"""All families by model_type, and GGUF architectures by name.
+"""Registry of all families by model_type, and of GGUF architectures by name.
 
-A family is a file of this folder with `MODEL_TYPES`, and `GGUF` if it can be read from GGUF files.
-Files are discovered, so a new family is a new file.
+A family is a file in this folder that defines `MODEL_TYPES`. It also defines `GGUF` if the family
+can be read from GGUF files. New files are found automatically.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = [
     "WRAPPERS",
 ]
 
-_READERS = ("registry",)  # modules of this folder that are not families
+_READERS = ("registry",)  # modules in this folder that are not families
 
 
 def _files() -> Iterator[ModuleType]:
@@ -34,7 +34,11 @@ def _files() -> Iterator[ModuleType]:
 
 
 def _collected(name: str) -> Mapping[str, Any]:
-    """Merge the entries of all files under a name. Raises ValueError for a duplicate key."""
+    """Return the merged entries of the mapping `name` in all files.
+
+    Raises:
+        ValueError: two files define the same key.
+    """
     found: dict[str, Any] = {}
     for module in _files():
         entries: Mapping[str, Any] = getattr(module, name, {})
@@ -46,22 +50,22 @@ def _collected(name: str) -> Mapping[str, Any]:
 
 
 MODEL_TYPES: Mapping[str, ModelType] = _collected("MODEL_TYPES")
-"""Descriptions by model_type."""
+"""Model types by name."""
 
 ARCHITECTURES: Mapping[str, GgufArchitecture] = _collected("GGUF")
-"""GGUF architectures that can be read, by general.architecture."""
+"""Supported GGUF architectures, by the value of general.architecture."""
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {name: known.family for name, known in MODEL_TYPES.items() if known.family is not None}
 )
-"""Families of the native runner by model_type."""
+"""Families that the native runner supports, by model_type."""
 
 WRAPPERS: Mapping[str, Wrapper] = MappingProxyType(
     {name: known.wrapper for name, known in MODEL_TYPES.items() if known.wrapper is not None}
 )
-"""Composite models with a known language model, by model_type of the whole."""
+"""Composite models with a known language model, by their model_type."""
 
 STORED_NAMES: tuple[Callable[[str], str], ...] = tuple(
     family.stored_name for family in FAMILIES.values() if family.stored_name is not None
 )
-"""Functions that map tensor names in safetensors to Llama's, for families with other names."""
+"""Functions that map tensor names in safetensors to Llama's, of families that use other names."""

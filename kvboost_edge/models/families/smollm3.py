@@ -1,4 +1,4 @@
-"""SmolLM3: layers without rope."""
+"""SmolLM3, in which some layers have no RoPE."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ MODEL_TYPES: Mapping[str, ModelType] = MappingProxyType(
 
 
 def _gguf_config(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
-    """Read the config from a GGUF file."""
-    # The file does not store that every fourth layer has no RoPE; llama.cpp assumes it, too.
+    """Return config entries read from a GGUF file."""
+    # Every fourth layer has no RoPE. The file does not say so, and llama.cpp assumes it, too.
     return {"no_rope_layer_interval": 4}
 
 

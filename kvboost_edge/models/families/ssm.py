@@ -1,5 +1,6 @@
-"""Layers with recurrent state: their kinds, and sizes and tensor names of their mixers (short
-convolution, gated delta rule, Mamba2).
+"""Layers with recurrent state, whose mixer is a short convolution, a gated delta rule or Mamba2.
+
+This module describes the kinds of layers, and the sizes and tensor names of mixers.
 """
 
 from __future__ import annotations
@@ -39,28 +40,29 @@ __all__ = [
 Config = Mapping[str, Any]
 
 TILED_HEADS = "kvboost-edge: tiled_heads"
-"""Config key that marks value heads in the order of GGUF files (`Mixer.tiled_heads`). Model files
-never contain it.
+"""Config key that marks value heads stored in the order of GGUF files, see `Mixer.tiled_heads`.
+
+The reader of GGUF files sets it. Model files never contain it.
 """
 
 OUTPUT_GATE = "self_attn.output_gate"
-"""Name of the gates of the attention output, after they are separated from the query projection."""
+"""Name of the gates of the attention output after they are split from the query projection."""
 
 FULL = "full_attention"
 LINEAR = "linear_attention"
-"""Values of layer_types for layers that attend and for most recurrent layers."""
+"""Values of layer_types for layers with attention and for most recurrent layers."""
 
 _ATTENTION = "attention"
-# Limits of the recurrent kernels. The native runner checks them too, but only after packing the
+# Limits of the recurrent kernels. The native runner also checks them, but only after packing the
 # weights.
 MOST_TAPS = 16
 MOST_DIM = 1 << 11
 LANES = 16
 GROUP = 32
-"""Longest convolution, largest head, value channels per kernel step, and inputs per group of a
-matrix.
+"""Maximum length of a convolution, maximum head size, value channels per kernel step, and inputs
+per quantization group.
 """
-_MOST_STATE = 1 << 8  # largest size of B and C
+_MOST_STATE = 1 << 8  # maximum size of B and C
 _NO_LIMIT = (0.0, math.inf)
 _INFINITY = {"__float__": "Infinity"}
 
@@ -70,7 +72,7 @@ class Hybrid(NamedTuple):
 
     Attributes:
         kinds: kind of each layer, see `mixed_shapes`.
-        mixer: mixer of the recurrent layers; None without any.
+        mixer: mixer of the recurrent layers; None if there are no such layers.
         names: tensor names of the mixer.
         alone: True if layers that mix tokens have no MLP.
     """
@@ -91,7 +93,7 @@ DELTA_NAMES = MixerNames(
     "linear_attn.dt_bias",
     "linear_attn.norm.weight",
 )
-"""Tensor names of a short convolution and of a gated delta rule."""
+"""Tensor names of a short convolution, and of a gated delta rule."""
 
 
 def check_most(name: str, value: int, most: int) -> None:
@@ -101,7 +103,11 @@ def check_most(name: str, value: int, most: int) -> None:
 
 
 def hybrid_of(kinds: tuple[str, ...], mixer: Mixer, names: MixerNames) -> Hybrid:
-    """Describe a hybrid model. Raises ModelFormatError if no layer attends."""
+    """Return the description of a hybrid model.
+
+    Raises:
+        ModelFormatError: no layer has attention.
+    """
     if _ATTENTION not in kinds:
         raise ModelFormatError(
             "no layer of the model has attention, and models without attention are not supported"
@@ -118,8 +124,8 @@ def kinds_of_layers(
         config: config of the language model.
         layers: number of layers.
         name: value of layer_types for recurrent layers.
-        kind: their kind, one of STATE_KINDS.
-        rule: layer types by an older key; None without one.
+        kind: kind of the recurrent layers, one of STATE_KINDS.
+        rule: layer types according to an older key; None without such a key.
 
     Raises:
         ModelFormatError: layer_types is invalid or contradicts `rule`.
@@ -155,14 +161,14 @@ def _rule_of(config: Config) -> str:
 
 
 class SsdKeys(NamedTuple):
-    """Config keys of the sizes of a Mamba2 mixer.
+    """Config keys for the sizes of a Mamba2 mixer.
 
     Attributes:
-        heads: number of heads.
-        head_dim: size of a head.
-        groups: number of groups of heads that share B and C.
-        state: size of B and C.
-        length: length of the convolution.
+        heads: key for the number of heads.
+        head_dim: key for the size of a head.
+        groups: key for the number of groups of heads that share B and C.
+        state: key for the size of B and C.
+        length: key for the length of the convolution.
     """
 
     heads: str
@@ -180,11 +186,12 @@ MAMBA_KEYS = SsdKeys(
 def ssd_mixer(
     config: Config, keys: SsdKeys, norm: str, time_limit: tuple[float, float] = _NO_LIMIT
 ) -> Mixer:
-    """Return the Mamba2 mixer of a config that has all of these keys. Its norm has as many groups
-    as B and C.
+    """Return the Mamba2 mixer of a config that has all of `keys`.
+
+    The groups of its norm are the groups of heads that share B and C.
 
     Raises:
-        ModelFormatError: names the key of a size that the kernels do not support.
+        ModelFormatError: the kernels do not support a size; the message names its key.
     """
     heads, dim, groups, state = (integer_of(config, key, 1) for key in keys[:4])
     length = integer_of(config, keys.length, 2)
@@ -227,9 +234,9 @@ def ssd_mixer(
 
 
 def ssd_names(prefix: str, mixer: Mixer, *, conv_bias: bool) -> MixerNames:
-    """Return the tensor names of a Mamba2 mixer with the module name `prefix`."""
-    # The checkpoint stores the input projection as one matrix [z | x | B | C | dt]. Here [x | B |
-    # C], z and dt are separate.
+    """Return the tensor names of a Mamba2 mixer whose module is named `prefix`."""
+    # The checkpoint stores the input projection as one matrix [z | x | B | C | dt]. It is split
+    # into [x | B | C], z and dt.
     whole = f"{prefix}.in_proj"
     return MixerNames(
         (f"{whole}_xbc", f"{whole}_z"),
@@ -246,15 +253,16 @@ def ssd_names(prefix: str, mixer: Mixer, *, conv_bias: bool) -> MixerNames:
 
 
 def time_limit_of(config: Config, key: str = "time_step_limit") -> tuple[float, float]:
-    """Return the bounds of the time step, (0, inf) if the key is missing or null.
+    """Return the bounds of the time step, or (0, inf) if the key is missing or null.
 
     Raises:
-        ModelFormatError: the value is not two numbers with 0 <= first <= second and a finite first.
+        ModelFormatError: the value is not a pair of numbers with 0 <= first <= second and a finite
+            first number.
     """
     given = config.get(key)
     if given is None:
         return _NO_LIMIT
-    # transformers writes infinity, which JSON lacks, as an object.
+    # JSON has no infinity, so transformers writes it as an object.
     pair = (
         [math.inf if one == _INFINITY else one for one in given]
         if isinstance(given, (list, tuple))
@@ -270,7 +278,7 @@ def time_limit_of(config: Config, key: str = "time_step_limit") -> tuple[float, 
 
 
 def gguf_heads(keys: Keys) -> tuple[int, int]:
-    """Return the number of Mamba2 heads of a GGUF file and the size of a head."""
+    """Return the number of Mamba2 heads in a GGUF file, and the size of a head."""
     heads = keys.size("ssm.time_step_rank")
     inner = keys.size("ssm.inner_size")
     if inner % heads:

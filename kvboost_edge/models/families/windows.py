@@ -1,4 +1,4 @@
-"""Sliding windows of layers, from the config of a family."""
+"""Functions that read the sliding window of each layer from a config."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ Config = Mapping[str, Any]
 
 
 def layer_windows(config: Config, layers: int, default: Callable[[int], bool]) -> list[int]:
-    """Return the window of each layer, from layer_types or else from a rule.
+    """Return the window of each layer according to layer_types, or else to a rule.
 
     Args:
         config: config of the language model.
         layers: number of layers.
-        default: function of a layer's index -> True if it has a window.
+        default: function of a layer's index -> True if the layer has a window.
     """
     window = given_window(config, 0)
     rule = ["sliding_attention" if default(i) else "full_attention" for i in range(layers)]
@@ -45,15 +45,16 @@ def layer_windows(config: Config, layers: int, default: Callable[[int], bool]) -
 
 
 def given_window(config: Config, default: int) -> int:
-    """Return sliding_window: 0 if it is null, `default` if it is missing."""
+    """Return sliding_window, which is 0 if it is null and `default` if it is missing."""
     if "sliding_window" not in config:
         return default
     return 0 if config["sliding_window"] is None else integer_of(config, "sliding_window", 0)
 
 
 def given_step(config: Config, keys: tuple[str, ...], default: int) -> int:
-    """Return the value of the first key that the config gives, an integer of at least 1, or
-    `default`.
+    """Return the value of the first key that the config gives, or `default`.
+
+    The value must be an integer of at least 1.
     """
     return next(
         (integer_of(config, key, 1) for key in keys if config.get(key) is not None), default
@@ -61,7 +62,7 @@ def given_step(config: Config, keys: tuple[str, ...], default: int) -> int:
 
 
 def same_window(default: int) -> Callable[[Config, int], list[int]]:
-    """Return a reader that gives every layer the config's window, or `default` without one."""
+    """Return a function that gives all layers the config's window, by default `default`."""
 
     def windows(config: Config, layers: int) -> list[int]:
         if config.get("layer_types"):
@@ -83,10 +84,10 @@ def every_second(config: Config, layers: int) -> list[int]:
 
 
 def all_but_every(default: int, *keys: str) -> Callable[[Config, int], list[int]]:
-    """Return a reader that gives every layer a window except each n-th.
+    """Return a function that gives a window to every layer except each n-th.
 
-    n is under the first of `keys` that the config has, or `default`. Layers have no window if
-    sliding_window is null.
+    The number n is the value of the first key in `keys` that the config has, or `default`. No layer
+    has a window if sliding_window is null.
     """
 
     def windows(config: Config, layers: int) -> list[int]:
@@ -102,8 +103,12 @@ def all_but_every(default: int, *keys: str) -> Callable[[Config, int], list[int]
 
 
 def all_but_first_of(period: int, default: int) -> Callable[[Config, int], list[int]]:
-    """Return a reader that gives every layer a window except the first of each `period`. `default`
-    is the window if the config gives none.
+    """Return a function that gives a window to every layer except the first of each `period`
+    layers.
+
+    Args:
+        period: number of layers after which the pattern repeats.
+        default: window if the config gives none.
     """
     return lambda config, layers: layer_windows(
         {"sliding_window": default, **config}, layers, lambda i: i % period != 0
