@@ -122,16 +122,16 @@ class EngineConfig:
 
     runner: str = option(
         "auto",
-        "Runner of the model: the project's kernels (native), transformers (torch) or onnxruntime "
-        "(onnx)",
+        "Library that runs the model: native (this project's kernels), torch (transformers) or "
+        "onnx (onnxruntime)",
         str,
         group="Model",
         choices=CHOICES["runner"],
     )
     backend: str = option(
         "auto",
-        "Storage of the KV cache and its attention kernels; 'default' is an alias of auto, "
-        "'cpu-paged' of cpu",
+        "Where the KV cache is stored, and with it the attention kernels. 'default' is an "
+        "alias of auto, and 'cpu-paged' of cpu",
         str,
         group="Model",
         choices=CHOICES["backend"],
@@ -139,45 +139,47 @@ class EngineConfig:
     )
     device: str | None = option(
         None,
-        "Device for the computation: cpu, mps, cuda or cuda:1",
+        "Device to compute on, such as cpu, mps, cuda or cuda:1",
         str,
         group="Model",
-        unset="the device of the backend",
+        unset="the backend's device",
         advice=" such as 'cpu', 'mps', 'cuda' or 'cuda:0'",
     )
     dtype: str = option(
         "auto",
-        "Data type of the computation, torch runner. In the native runner, float32 and bfloat16 "
-        "select the weight formats f32 and bf16; float16 has no effect and is logged",
+        "Data type that the torch runner computes in. In the native runner, float32 and "
+        "bfloat16 select the weight formats f32 and bf16, and float16 has no effect except for "
+        "a log message",
         str,
         group="Model",
         choices=CHOICES["dtype"],
     )
     weights: str = option(
         "auto",
-        "Weight format, native runner. auto keeps the format of a quantized file; float weights "
-        "become int8 if weights and pool take at most half of the memory, else int4. int4-asym "
-        "stores a scale and a minimum per group of 32",
+        "Weight format of the native runner. auto keeps the format of a quantized file. It "
+        "converts float weights to int8 if weights and pool then take at most half of the "
+        "memory, otherwise to int4. int4-asym stores a scale and a minimum for each group of "
+        "32 weights",
         str,
         group="Model",
         choices=CHOICES["weights"],
     )
     max_model_len: int | None = option(
         None,
-        "Context length: maximum of prompt plus answer, up to the model's context. Also sizes the "
-        "automatic pool",
+        "Maximum length of a prompt and its answer together, up to the model's context length. "
+        "The default pool size depends on it",
         int,
         group="Model",
         unit="tokens",
         low=1,
-        unset="the model's context",
+        unset="the model's context length",
         flag="--max-model-len --ctx-size",
     )
     max_memory: int | None = option(
         None,
-        "Memory limit of the process, native runner. The pool takes the memory that weights and "
-        "measured overhead leave, up to its default size. The model is rejected if one context of "
-        "max_model_len does not fit",
+        "Memory limit of the process in the native runner. The pool gets the memory left by "
+        "the weights and the measured overhead, up to its default size. A model is rejected if "
+        "the pool cannot hold one context of max_model_len tokens",
         int,
         group="Cache",
         unit="bytes",
@@ -186,22 +188,22 @@ class EngineConfig:
     )
     max_cache_bytes: int | None = option(
         None,
-        "Size of the block pool, such as 4GB",
+        "Size of the block pool in bytes, such as 4GB",
         int,
         group="Cache",
         unit="bytes",
         low=1,
-        unset="the smaller of 25% of the available memory and max_num_seqs (16 if not given) "
-        "contexts",
+        unset="25% of the available memory, or the size of max_num_seqs contexts (16 if not "
+        "given) if that is smaller",
     )
     max_state_bytes: int | None = option(
         None,
-        "Memory for the recurrent state of hybrid models such as LFM2 and Qwen3.5",
+        "Memory for the recurrent state of hybrid models, such as LFM2 and Qwen3.5",
         int,
         group="Cache",
         unit="bytes",
         low=1,
-        unset="25% of the pool, at least 4 + 2 x max_num_seqs states",
+        unset="25% of the pool, but at least 4 + 2 x max_num_seqs states",
     )
     num_blocks: int | None = option(
         None,
@@ -210,22 +212,22 @@ class EngineConfig:
         group="Cache",
         unit="blocks",
         low=1,
-        unset="as many as max_cache_bytes holds",
+        unset="the number that fits in max_cache_bytes",
     )
     max_chunks: int | None = option(
         None,
-        "Size of the block pool in chunks of chunk_size tokens (128 if not given)",
+        "Size of the block pool in chunks of chunk_size tokens (128 if chunk_size is not given)",
         int,
         group="Cache",
         unit="chunks",
         low=1,
-        unset="as many as max_cache_bytes holds",
+        unset="the number that fits in max_cache_bytes",
         flag=None,
     )
     recency_window_chunks: int = option(
         0,
-        "Number of each tenant's most recently used chunks, of chunk_size tokens (128 if not "
-        "given), that are evicted last; at most half of the pool",
+        "Number of most recently used chunks of each tenant that are evicted last, up to half "
+        "of the pool. A chunk has chunk_size tokens (128 if chunk_size is not given)",
         int,
         group="Cache",
         unit="chunks",
@@ -244,30 +246,31 @@ class EngineConfig:
     )
     kv_cache_bits: int | tuple[int, int] | None = option(
         16,
-        "Bits per number of the KV cache: 16 (not quantized), 8, 4, or separate values for K and "
-        "V, such as 8,4; 8 and 4 need the native runner",
+        "Bits per value in the KV cache: 16 (not quantized), 8 or 4, or two numbers for K and "
+        "V, such as 8,4. 8 and 4 need the native runner",
         group="Cache",
         read=_kv_bits,
         metavar="BITS",
     )
     max_num_seqs: int | None = option(
         None,
-        "Maximum number of sequences computed together",
+        "Maximum number of sequences in a batch",
         int,
         group="Engine",
         unit="sequences",
         low=1,
-        unset="one per 512 tokens of the pool, 1 to 64; fewer where recurrent state needs the room",
+        unset="one per 512 tokens in the pool, from 1 to 64, or fewer if a hybrid model's "
+        "recurrent state needs the memory",
         flag=None,
     )
     max_pinned_blocks: int | None = option(
         None,
-        "Maximum number of pinned blocks; 0 forbids pins",
+        "Maximum number of pinned blocks. 0 forbids pins",
         int,
         group="Cache",
         unit="blocks",
         low=0,
-        unset="half of the pool, which is also the maximum",
+        unset="half of the pool, which is also the upper limit",
     )
     max_batch_tokens: int = option(
         512,
@@ -279,14 +282,14 @@ class EngineConfig:
     )
     target_tpot: float | None = option(
         None,
-        "Target time per output token. While answers are being generated, prompts are computed in "
-        "smaller steps to meet it. 0: no target",
+        "Target time per output token. While answers are being generated, the engine computes "
+        "prompts in smaller steps to meet the target. 0 turns the target off",
         float,
         group="Engine",
         unit="ms",
         low=0,
         high=60_000,
-        unset="1.75 times the measured step without prompts, plus 40 ms",
+        unset="1.75 times the measured duration of a step without prompts, plus 40 ms",
     )
     num_threads: int | None = option(
         None,
@@ -300,97 +303,113 @@ class EngineConfig:
         flag="--num-threads --threads",
     )
     strict: bool = option(
-        True, "Refuse unsupported models and warn of untested ones", bool, group="Model", flag=None
+        True,
+        "Reject unsupported models and warn about untested ones",
+        bool,
+        group="Model",
+        flag=None,
     )
     revision: str | None = option(
         None,
-        "Branch, tag or commit of a hub model",
+        "Branch, tag or commit of a model on the Hugging Face Hub",
         str,
         group="Model",
-        unset="its main branch",
+        unset="main",
         advice=" such as 'main', or None",
     )
     token: str | None = option(
         None,
-        "Access token of the hub",
+        "Access token for the Hugging Face Hub",
         str,
         group="Model",
-        unset="the one of huggingface_hub",
+        unset="the token that huggingface_hub finds",
         secret=True,
         flag=None,
     )
     local_files_only: bool = option(
-        False, "Download nothing from the hub", bool, group="Model", flag=None
+        False,
+        "Use only files on this machine and download nothing from the Hugging Face Hub",
+        bool,
+        group="Model",
+        flag=None,
     )
     rope_range: str = option(
         "short",
-        "Factors of longrope models (Phi-3, Phi-4-mini), native runner: short limits the context "
-        "to the original length, long allows the full context. KV blocks are not shared between "
-        "the two",
+        "RoPE scaling factors of longrope models (Phi-3, Phi-4-mini) in the native runner. "
+        "short limits the context to the length of the original training, and long allows the "
+        "full context. KV blocks computed with one are not reused with the other",
         str,
         group="Model",
         choices=CHOICES["rope_range"],
     )
     pack_cache: bool = option(
         True,
-        "Store packed weights and digests of model files in the cache directory, native runner",
+        "Store the native runner's packed weights, and the digests of model files, in the "
+        "cache directory",
         bool,
-        off="Store nothing in the cache directory; weights are packed in memory at every start",
+        off="Store nothing in the cache directory, and pack the weights in memory at every start",
         group="Model",
     )
-    tenant: str = option("", "Tenant of requests that name none", str, group="Engine", flag=None)
+    tenant: str = option(
+        "", "Tenant of requests that do not name one", str, group="Engine", flag=None
+    )
     seed: int | None = option(
         None,
-        "Seed from which requests without a seed get theirs. Sampled answers then repeat in every "
-        "run in which a tenant sends the same requests in the same order",
+        "Seed for requests that do not give their own. If each tenant sends the same requests "
+        "in the same order, sampled answers are the same in every run",
         int,
         group="Engine",
         low=0,
-        unset="random seeds",
+        unset="a random seed for each request",
         flag=None,
     )
     generation_config: str = option(
         "model",
-        "Sampling defaults of requests: those of the model's generation config, if it has any "
-        "(model), or always temperature 0.7, top_p 0.95 and min_p 0.05 (none)",
+        "Source of the sampling defaults. model uses the model's generation config if there is "
+        "one. none always uses temperature 0.7, top_p 0.95 and min_p 0.05",
         str,
         group="Engine",
         choices=CHOICES["generation_config"],
     )
     default_temperature: float | None = option(
         None,
-        "Temperature of requests that give none; 0 takes the most likely token",
+        "Sampling temperature for requests that do not give one. 0 always takes the most "
+        "likely token",
         float,
         group="Engine",
         low=0,
         high=2,
-        unset="the model's, else 0.7",
+        unset="the model's own, otherwise 0.7",
         flag="--temperature",
     )
     debug_checks: bool = option(
-        False, "Check the block pool after every step (slow)", bool, group="Engine", flag=None
+        False,
+        "Check the consistency of the block pool after every step, which is slow",
+        bool,
+        group="Engine",
+        flag=None,
     )
     disk_cache_dir: str | os.PathLike[str] | None = option(
         None,
-        "Directory of the disk tier, which keeps KV blocks across restarts; off: none",
+        "Directory of the disk tier, which keeps KV blocks across restarts. off disables it",
         group="Cache",
-        unset="none for an engine, the user cache directory for a server",
+        unset="off for an engine, the user cache directory for a server",
         metavar="DIR",
     )
     max_disk_bytes: int | None = option(
         None,
-        "Size of the disk tier, such as 8GB",
+        "Maximum size of the disk tier in bytes, such as 8GB",
         int,
         group="Cache",
         unit="bytes",
         low=_LEAST_DISK_BYTES,
-        unset="the smaller of 16 GiB and 20% of the free space",
+        unset="16 GiB, or 20% of the free disk space if that is smaller",
     )
     redis_url: str | None = option(
         None,
-        "Redis or Valkey server that shares KV blocks between machines (extra [redis]); put a "
-        "password in KVBOOST_EDGE_REDIS_URL. Blocks are signed with KVBOOST_EDGE_REDIS_SECRET, "
-        "the same on all machines",
+        "URL of a Redis or Valkey server that shares KV blocks between machines (extra "
+        "[redis]). To hide a password, give the URL in KVBOOST_EDGE_REDIS_URL. Blocks are "
+        "signed with KVBOOST_EDGE_REDIS_SECRET, which must be the same on all machines",
         group="Cache",
         unset="none",
         metavar="URL",
@@ -398,19 +417,20 @@ class EngineConfig:
     )
     redis_trust: bool = option(
         False,
-        "Trust every client that can write to the Redis server; no secret is needed",
+        "Trust every client that can write to the Redis server, so that no "
+        "KVBOOST_EDGE_REDIS_SECRET is needed",
         bool,
         group="Cache",
     )
     recompute_strategy: RecomputeStrategy | str = option(
         RecomputeStrategy.CACHEBLEND,
-        "Tokens recomputed in chunks reused at another position",
+        "Which tokens to recompute in chunks that are reused at another position",
         RecomputeStrategy,
         group=_REUSE,
     )
     recompute_overlap: int = option(
         16,
-        "Number of tokens recomputed after each chunk boundary",
+        "Number of tokens to recompute after each chunk boundary",
         int,
         group=_REUSE,
         unit="tokens",
@@ -419,7 +439,8 @@ class EngineConfig:
     )
     recompute_ratio: float = option(
         0.10,
-        "Share of the other reused tokens that cacheblend and query recompute",
+        "Fraction of the remaining reused tokens that the strategies cacheblend and query "
+        "recompute",
         float,
         group=_REUSE,
         low=0,
@@ -427,7 +448,7 @@ class EngineConfig:
     )
     min_chunk_tokens: int = option(
         32,
-        "Minimum length of a run of tokens reused at another position",
+        "Minimum number of consecutive tokens to reuse at another position",
         int,
         group=_REUSE,
         unit="tokens",
@@ -437,37 +458,38 @@ class EngineConfig:
     )
     reuse_gate: str = option(
         "auto",
-        "Quality gate of non-prefix KV reuse. auto: refuse the mode if a stored test showed that "
-        "reuse changes the model's answers more than reordering the documents does; off: never "
-        "refuse",
+        "Quality gate of non-prefix KV reuse. auto rejects chunk_kv_reuse mode if a stored "
+        "test showed that reuse changes the model's answers more than reordering the documents "
+        "does. off never rejects it",
         str,
         group=_REUSE,
         choices=CHOICES["reuse_gate"],
     )
     chunk_strategy: ChunkStrategy | str | None = option(
         None,
-        "Chunk boundaries in warmed documents: every chunk_size tokens (fixed), at the end of a "
-        "sentence near them (semantic), or none (document)",
+        "How to split warmed documents into chunks: fixed (every chunk_size tokens), semantic "
+        "(at the end of a sentence near these positions) or document (no splits)",
         ChunkStrategy,
         group=_REUSE,
-        unset="semantic with a boundary window; fixed with chunk_size, overlap_k or sink_tokens; "
-        "else document",
+        unset="semantic if chunk_boundary_window is given, fixed if chunk_size, overlap_k or "
+        "sink_tokens is given, otherwise document",
         flag=None,
     )
     chunk_size: int | None = option(
         None,
-        "Chunk size. Documents are split into chunks, and warm and max_chunks count chunks",
+        "Number of tokens in a chunk. Documents are split into chunks, and max_chunks and warm "
+        "count chunks",
         int,
         group=_REUSE,
         unit="tokens",
         low=1,
-        unset="128, or block_size if larger; with the default, documents are split only if "
+        unset="128, or block_size if larger. With the default, documents are split only if "
         "overlap_k, sink_tokens, chunk_boundary_window or chunk_strategy requires it",
     )
     chunk_boundary_window: int = option(
         0,
-        "How many tokens a chunk boundary may move to reach the end of a sentence. With "
-        "chunk_strategy=semantic, 0 means half of chunk_size",
+        "Maximum number of tokens by which a chunk boundary may move to reach the end of a "
+        "sentence. With chunk_strategy=semantic, 0 means half of chunk_size",
         int,
         group=_REUSE,
         unit="tokens",
@@ -475,7 +497,7 @@ class EngineConfig:
     )
     overlap_k: int = option(
         0,
-        "Number of tokens before a chunk that are computed with it and then dropped",
+        "Number of tokens before each chunk that are computed with it as context and not stored",
         int,
         group=_REUSE,
         unit="tokens",
@@ -483,8 +505,8 @@ class EngineConfig:
     )
     sink_tokens: int = option(
         0,
-        "Number of tokens from the start of the document that are computed with each chunk and "
-        "then dropped",
+        "Number of tokens from the start of the document that are computed with each chunk as "
+        "context and not stored",
         int,
         group=_REUSE,
         unit="tokens",
@@ -492,8 +514,8 @@ class EngineConfig:
     )
     primer_tokens: int = option(
         256,
-        "Number of tokens from other documents, or neutral text, placed before each warmed "
-        "document while it is computed, then dropped",
+        "Number of tokens of other documents, or of neutral text, that are computed before "
+        "each warmed document as context and not stored",
         int,
         group=_REUSE,
         unit="tokens",
@@ -502,21 +524,24 @@ class EngineConfig:
     )
     speculation: str = option(
         "auto",
-        "Speculative decoding by prompt lookup; answers do not change. auto: if it is expected to "
-        "be faster, native runner; on: whenever drafts are found; off: never",
+        "Speculative decoding by prompt lookup, which does not change the answers. auto uses "
+        "it in the native runner when it is expected to be faster, on whenever drafts are "
+        "found, and off never",
         str,
         group=_SPECULATION,
         choices=CHOICES["speculation"],
     )
     max_draft_tokens: int | None = option(
         None,
-        "Maximum number of draft tokens in a step; for hybrid models, of all sequences together",
+        "Maximum number of draft tokens of a sequence in one step; for hybrid models, of all "
+        "sequences together",
         int,
         group=_SPECULATION,
         unit="tokens",
         low=1,
         high=MOST_DRAFT_TOKENS,
-        unset=f"{DEFAULT_DRAFT_TOKENS}, or fewer if recurrent state leaves less room",
+        unset=f"{DEFAULT_DRAFT_TOKENS}, or fewer if a hybrid model's recurrent state needs the "
+        "memory",
     )
 
     @classmethod

@@ -102,8 +102,8 @@ ModelOption = Annotated[
         "-m",
         metavar="MODEL",
         help=(
-            "Model directory, GGUF file, hub id (owner/name, owner/name-GGUF:Q4_K_M) or "
-            "ollama:NAME:TAG."
+            "Model directory, GGUF file, hub id (owner/name or owner/name-GGUF:Q4_K_M) or "
+            "Ollama model (ollama:NAME:TAG)."
         ),
     ),
 ]
@@ -116,8 +116,9 @@ EngineOptions = Annotated[
         is_eager=True,
         callback=list_options,
         help=(
-            "Engine option, repeatable: backend=reference, dtype=float32, num_threads=2, "
-            "max_cache_bytes=4e9 …; list prints every option with its type and default."
+            "Engine option such as backend=reference, dtype=float32, num_threads=2 or "
+            "max_cache_bytes=4e9, repeatable. '-o list' prints all options with their types "
+            "and defaults."
         ),
     ),
 ]
@@ -130,8 +131,9 @@ SamplingOptions = Annotated[
         is_eager=True,
         callback=list_parameters,
         help=(
-            "Sampling parameter, repeatable: temperature=0.7, top_p=0.9, top_k=40, seed=1, "
-            "stop=END …; list prints every parameter with its type and default."
+            "Sampling parameter such as temperature=0.7, top_p=0.9, top_k=40, seed=1 or "
+            "stop=END, repeatable. '-s list' prints all parameters with their types and "
+            "defaults."
         ),
     ),
 ]
@@ -140,8 +142,8 @@ TemperatureOption = Annotated[
     typer.Option(
         "--temperature",
         metavar="NUMBER",
-        help="Sampling temperature; 0 takes the most likely token. Default: the model's own, else "
-        "0.7.",
+        help="Sampling temperature. 0 always takes the most likely token. Default: the model's "
+        "own, otherwise 0.7.",
     ),
 ]
 TopPOption = Annotated[
@@ -149,14 +151,14 @@ TopPOption = Annotated[
     typer.Option(
         "--top-p",
         metavar="NUMBER",
-        help="Total probability of the most likely tokens to sample from, in (0, 1]. Default: the "
-        "model's own, else 0.95.",
+        help="Sample from the most likely tokens whose probabilities add up to this value, in "
+        "(0, 1]. Default: the model's own, otherwise 0.95.",
     ),
 ]
 SeedOption = Annotated[
     int | None,
     typer.Option(
-        "--seed", metavar="N", help="Seed of the random number generator. Default: random."
+        "--seed", metavar="N", help="Seed of the random number generator. Default: a random seed."
     ),
 ]
 ThreadsOption = Annotated[
@@ -174,7 +176,8 @@ ContextOption = Annotated[
         "--max-model-len",
         metavar="TOKENS",
         parser=read_tokens,
-        help="Context length in tokens, prompt plus answer. Default: the model's context.",
+        help="Maximum number of tokens of a prompt and its answer together. Default: the "
+        "model's context length.",
     ),
 ]
 MaxMemoryOption = Annotated[
@@ -183,8 +186,8 @@ MaxMemoryOption = Annotated[
         "--max-memory",
         metavar="BYTES",
         parser=read_size,
-        help="Memory limit of the process, such as 1GB. The pool takes the memory that weights "
-        "and overhead leave. Default: no limit.",
+        help="Memory limit of the process in bytes, such as 1GB. The pool gets the memory left "
+        "by the weights and overhead. Default: no limit.",
     ),
 ]
 SchemaOption = Annotated[
@@ -192,7 +195,7 @@ SchemaOption = Annotated[
     typer.Option(
         "--json-schema",
         metavar="FILE",
-        help="File with a JSON schema that each answer must match. Default: none.",
+        help="File with a JSON schema that every answer must match. Default: no schema.",
     ),
 ]
 MaxNewTokens = Annotated[
@@ -202,7 +205,7 @@ MaxNewTokens = Annotated[
         "-n",
         metavar="N",
         parser=token_limit,
-        help="Maximum number of tokens to generate; 'max' generates until the context is full.",
+        help="Maximum number of tokens to generate. 'max' generates until the context is full.",
     ),
 ]
 KVBitsOption = Annotated[
@@ -210,17 +213,15 @@ KVBitsOption = Annotated[
     typer.Option(
         "--kv-cache-bits",
         metavar="BITS",
-        help="Bits per number of the KV cache: 16 (not quantized), 8, 4, or separate values for "
-        "K and V, such as 8,4. Default: 16.",
+        help="Bits per value in the KV cache: 16 (not quantized), 8 or 4, or two numbers for K "
+        "and V, such as 8,4. Default: 16.",
     ),
 ]
 PackCacheOption = Annotated[
     bool,
     typer.Option(
         "--pack-cache/--no-pack-cache",
-        help=(
-            "Store packed weights in the cache directory, or pack them in memory at every start."
-        ),
+        help=("Store packed weights in the cache directory for faster starts."),
     ),
 ]
 ModeOption = Annotated[
@@ -229,8 +230,9 @@ ModeOption = Annotated[
         "--mode",
         metavar="MODE",
         help=(
-            "Use of the cache: baseline (none), prefix_cache (exact prefixes) or chunk_kv_reuse "
-            "(also chunks computed at other positions, approximate). Default: prefix_cache."
+            "How to use the cache: baseline (not at all), prefix_cache (exact prefixes) or "
+            "chunk_kv_reuse (also chunks computed at other positions, approximate). Default: "
+            "prefix_cache."
         ),
     ),
 ]
@@ -239,8 +241,8 @@ StrategyOption = Annotated[
     typer.Option(
         "--recompute-strategy",
         metavar="STRATEGY",
-        help="Tokens that chunk_kv_reuse mode recomputes in reused chunks: none, selective, "
-        "cacheblend or query. Default: cacheblend.",
+        help="Which reused tokens chunk_kv_reuse mode recomputes: none, selective, cacheblend "
+        "or query. Default: cacheblend.",
     ),
 ]
 OverlapOption = Annotated[
@@ -257,8 +259,8 @@ RatioOption = Annotated[
     typer.Option(
         "--recompute-ratio",
         metavar="SHARE",
-        help="Share of the other reused tokens that cacheblend and query recompute, 0 to 1. "
-        "Default: 0.1.",
+        help="Fraction of the remaining reused tokens, from 0 to 1, that the strategies "
+        "cacheblend and query recompute. Default: 0.1.",
     ),
 ]
 SameModelOption = Annotated[
@@ -299,7 +301,10 @@ def main(
 )
 def generate(
     prompt: Annotated[
-        str, typer.Argument(metavar="PROMPT", help="Prompt; '-' reads it from standard input.")
+        str,
+        typer.Argument(
+            metavar="PROMPT", help="Text of the prompt. '-' reads it from standard input."
+        ),
     ],
     model: ModelOption = DEMO_MODEL,
     max_new_tokens: MaxNewTokens = 64,
@@ -307,14 +312,16 @@ def generate(
         bool | None,
         typer.Option(
             "--chat/--raw",
-            help="Send the prompt as a user message in the model's chat template, or unchanged. "
-            "Default: as a message, if the model has a chat template.",
+            help="Send the prompt as a user message in the model's chat template, or send it "
+            "unchanged. Default: --chat if the model has a chat template.",
         ),
     ] = None,
     system: Annotated[
         str,
         typer.Option(
-            "--system", metavar="TEXT", help="System message before the prompt. Default: none."
+            "--system",
+            metavar="TEXT",
+            help="System message to send before the prompt. Default: no system message.",
         ),
     ] = "",
     temperature: TemperatureOption = None,
@@ -379,14 +386,16 @@ def chat(
             "--model",
             "-m",
             metavar="MODEL",
-            help="Model directory, GGUF file or hub id; with --url, a name on the server. Default: "
-            "kvboost-edge/demo; with --url, the server's first model.",
+            help="Model directory, GGUF file or hub id, or with --url, the name of a model on "
+            "the server. Default: kvboost-edge/demo, or the server's first model.",
         ),
     ] = None,
     system: Annotated[
         str,
         typer.Option(
-            "--system", metavar="TEXT", help="System message of the conversation. Default: none."
+            "--system",
+            metavar="TEXT",
+            help="System message of the conversation. Default: no system message.",
         ),
     ] = "",
     url: Annotated[
@@ -394,8 +403,8 @@ def chat(
         typer.Option(
             "--url",
             metavar="URL",
-            help="URL of a running server to chat with, such as http://127.0.0.1:8000. Default: "
-            "none; the model runs in this process.",
+            help="URL of a running server to chat with, such as http://127.0.0.1:8000. "
+            "Default: run the model in this process.",
         ),
     ] = None,
     api_key: Annotated[
@@ -461,7 +470,7 @@ def demo(
     pack_cache: PackCacheOption = True,
     option: EngineOptions = None,
 ) -> None:
-    """Show the effect of prefix caching: several questions about one document.
+    """Show how prefix caching speeds up several questions about one document.
 
     Uses the bundled model and needs no network.
     """
@@ -491,8 +500,8 @@ def doctor(
 ) -> None:
     """Show this machine's hardware and check whether a model runs on it.
 
-    Reports the runner and backend that the model would use and why, and whether it fits in memory.
-    Nothing is packed or loaded. Exits with status 1 if the model does not run here.
+    Reports the runner and backend that the engine would choose and why, and whether the model fits
+    in memory. The model is not loaded. Exits with status 1 if the model does not run here.
     """
     from kvboost_edge.cli.doctor import run_doctor
     from kvboost_edge.cli.options import engine_options, one_model
@@ -511,11 +520,17 @@ def models(
     word: Annotated[
         str,
         typer.Argument(
-            metavar="WORD", help="List only models whose name contains this. Default: all."
+            metavar="WORD",
+            help="Text that the names of the listed models contain. Default: list all models.",
         ),
     ] = "",
     suggest: Annotated[
-        bool, typer.Option("--suggest", help="List recommended models by memory size instead.")
+        bool,
+        typer.Option(
+            "--suggest",
+            help="List recommended models for each memory size "
+            "instead of the models on this machine.",
+        ),
     ] = False,
     option: EngineOptions = None,
     as_json: JsonOption = False,
@@ -548,7 +563,8 @@ def inspect(
         str | None,
         typer.Argument(
             metavar="MODEL",
-            help="Model directory, GGUF file, hub id, ollama:NAME:TAG, or kvboost-edge/demo.",
+            help="Model directory, GGUF file, hub id, Ollama model (ollama:NAME:TAG) or "
+            "kvboost-edge/demo.",
         ),
     ] = None,
     model: SameModelOption = None,
@@ -575,7 +591,7 @@ class _Serve(TyperCommand):
 
 @app.command(cls=_Serve)
 def serve() -> None:
-    """Serve a model over HTTP: OpenAI's endpoints, metrics and a web page."""
+    """Serve models over an HTTP API compatible with OpenAI's, with metrics and a web page."""
 
 
 @app.command(
@@ -590,7 +606,10 @@ def serve() -> None:
 )
 def evaluate(
     file: Annotated[
-        str, typer.Argument(metavar="FILE", help="Text file in UTF-8; '-' reads standard input.")
+        str,
+        typer.Argument(
+            metavar="FILE", help="UTF-8 text file to evaluate on. '-' reads standard input."
+        ),
     ],
     model: ModelOption = DEMO_MODEL,
     against: Annotated[
@@ -599,8 +618,9 @@ def evaluate(
             "--against",
             metavar="NAME=VALUE,…",
             help=(
-                "Engine options to compare with, repeatable. Shows the mean and maximum KL "
-                "divergence and how often the most likely token is the same."
+                "Comma-separated engine options to compare with, repeatable. Shows the mean "
+                "and maximum KL divergence and how often both predict the same most likely "
+                "token."
             ),
         ),
     ] = None,
@@ -609,8 +629,9 @@ def evaluate(
         typer.Option(
             "--window",
             metavar="TOKENS",
-            help="Window length in tokens. A prediction sees only tokens of its window. "
-            "Default: 512, or the model's context if that is shorter.",
+            help="Number of tokens in a window. Predictions use only earlier tokens of the "
+            "same window as context. Default: 512, or the model's context length if "
+            "shorter.",
         ),
     ] = None,
     kv_cache_bits: KVBitsOption = None,
@@ -618,9 +639,7 @@ def evaluate(
     option: EngineOptions = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure perplexity on a text and how much other weight or KV cache formats change the
-    predictions.
-    """
+    """Measure perplexity on a text, and the effect of other weight and KV cache formats."""
     from kvboost_edge.cli.evaluate import run_eval
     from kvboost_edge.cli.options import engine_options
 
@@ -641,7 +660,7 @@ def warmup(
     mode: ModeOption = None,
     option: EngineOptions = None,
 ) -> None:
-    """Compile the kernels and pack a model's weights, so that later starts are fast."""
+    """Compile the kernels and pack a model's weights to make later starts fast."""
     from kvboost_edge.cli.options import engine_options
     from kvboost_edge.cli.warmup import run_warmup
 
@@ -668,7 +687,8 @@ def reuse_check(
 ) -> None:
     """Test how much chunk_kv_reuse mode changes a model's answers.
 
-    The verdict is stored for engines with the same options. Exits with status 1 if the model fails.
+    The result is stored, and engines with the same options use it. Exits with status 1 if the model
+    fails.
     """
     from kvboost_edge.cli.options import engine_options, one_model
     from kvboost_edge.cli.reuse_check import run_reuse_check
@@ -696,7 +716,11 @@ class Client(enum.StrEnum):
 def launch(
     context: typer.Context,
     client: Annotated[
-        Client, typer.Argument(metavar="CLIENT", help="Program to connect to the server.")
+        Client,
+        typer.Argument(
+            metavar="CLIENT",
+            help="Program to connect to the server: claude, codex, opencode or openwebui.",
+        ),
     ],
     url: Annotated[
         str, typer.Option("--url", metavar="URL", help="URL of the running server.")
@@ -717,12 +741,16 @@ def launch(
         ),
     ] = "",
     execute: Annotated[
-        bool, typer.Option("--exec", help="Run the program; arguments after -- are passed to it.")
+        bool,
+        typer.Option(
+            "--exec",
+            help="Run the program with the arguments after --, instead of printing the command.",
+        ),
     ] = False,
 ) -> None:
     """Connect a coding agent or Open WebUI to a server.
 
-    Prints the environment variables and the command, or runs the command with --exec.
+    Prints the environment variables and the command to run. With --exec, runs the command instead.
     """
     from kvboost_edge.cli.launch import run_launch
 

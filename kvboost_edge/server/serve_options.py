@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 DEMO_MODEL = "kvboost-edge/demo"
-_HELP = "Serve a model over HTTP: OpenAI's endpoints, metrics and a web page."
+_HELP = "Serve models over an HTTP API compatible with OpenAI's, with metrics and a web page."
 _MAX_WIDTH = 100
 _INDENT = 30
 
@@ -87,8 +87,9 @@ class ServeOptions:
 
 _COMMAND = {  # flags of the command that are not settings
     "model": Option(
-        help="Model directory, GGUF file or hub id, optionally preceded by comma-separated names "
-        "for clients and '='. Repeatable; models after the first are loaded on demand",
+        help="Model directory, GGUF file or hub id, repeatable. A prefix NAMES= gives the "
+        "model comma-separated names for clients. The first model is loaded at start, "
+        "further ones on demand",
         group="Model",
         flag="--model -m",
         many=True,
@@ -96,27 +97,28 @@ _COMMAND = {  # flags of the command that are not settings
         unset="the bundled demo model",
     ),
     "model_name": Option(
-        help="Comma-separated names for the model, when only one is served",
+        help="Comma-separated names of the model for clients. Only allowed with a single model",
         group="Model",
         many=True,
         metavar="NAME",
-        unset="the model's own name",
+        unset="the hub id, or the last part of the path",
     ),
     "warm": Option(
-        help="Text that the first model caches at start; @FILE reads it from a file",
+        help="Text that the first model caches at start, repeatable. @FILE reads the text from "
+        "a file",
         group="Cache",
         many=True,
         metavar="TEXT",
     ),
     "warm_document": Option(
-        help="Text cached at start for chunk_kv_reuse mode, which finds it anywhere in a prompt; "
-        "@FILE reads it from a file",
+        help="Text to cache at start for chunk_kv_reuse mode, which reuses it anywhere in a "
+        "prompt, repeatable. @FILE reads the text from a file",
         group="Cache",
         many=True,
         metavar="TEXT",
     ),
     "workers": Option(
-        help="Number of engines, each in its own process (extra [ray])",
+        help="Number of engines, each in a separate process (extra [ray])",
         kind=int,
         group="Engine",
         low=1,
@@ -124,18 +126,21 @@ _COMMAND = {  # flags of the command that are not settings
         default=1,
     ),
     "ray_address": Option(
-        help="Address of a running Ray cluster for the engines, or auto",
+        help="Address of a running Ray cluster for the engines, or auto to find one",
         group="Engine",
         unset="none",
     ),
     "api_key_file": Option(
-        help="File of API keys, one per line, each with or without a weight",
+        help="File with API keys, one per line, each optionally followed by a weight",
         group="Security",
         metavar="FILE",
         unset="none",
     ),
     "admin_api_key_file": Option(
-        help="File of admin API keys, one per line", group="Security", metavar="FILE", unset="none"
+        help="File with admin API keys, one per line",
+        group="Security",
+        metavar="FILE",
+        unset="none",
     ),
 }
 _GROUPS = (

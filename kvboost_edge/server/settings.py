@@ -55,60 +55,61 @@ class ServerSettings:
 
     host: str = option(
         "127.0.0.1",
-        "Address to listen on; a non-loopback address needs an API key",
+        "IP address or host name to listen on. A non-loopback address requires an API key",
         str,
         group="Server",
         metavar="ADDRESS",
     )
     port: int = option(
-        8000, "Port to listen on; 0: any free port", int, group="Server", low=0, high=65535
+        8000, "TCP port to listen on. 0 picks a free port", int, group="Server", low=0, high=65535
     )
     model_name: str = option(
-        "kvboost-edge", "Name of the model in answers", group="Model", flag=None
+        "kvboost-edge", "Name of the model in responses", group="Model", flag=None
     )
     model_aliases: tuple[str, ...] = option(
-        (), "Other names that requests may use", group="Model", flag=None
+        (), "Further names by which requests may select the model", group="Model", flag=None
     )
     api_keys: tuple[str, ...] = option(
         (),
-        "Accepted API key. Each key is a tenant; one with a weight, as in 'KEY weight=4', gets "
-        "that many shares of the machine. Other processes on this machine can read the command "
-        "line",
+        "API key that clients must send, repeatable. Each key is a separate tenant. A key with "
+        "a weight, such as 'KEY weight=4', gets that many shares of the compute. Other users "
+        "of this machine can see keys on the command line",
         group="Security",
         flag="--api-key",
         many=True,
         metavar="KEY",
-        unset="none; requests need no key",
+        unset="no key, and requests need none",
         secret=True,
     )
     admin_api_keys: tuple[str, ...] = option(
         (),
-        "API key that may also read and reset data of all tenants",
+        "API key that may also read and reset the data of all tenants, repeatable",
         group="Security",
         flag="--admin-api-key",
         many=True,
         metavar="KEY",
-        unset="none; if there is only one API key, it has these rights",
+        unset="none, but a single API key has these rights",
         secret=True,
     )
     insecure: bool = option(
         False,
-        "Allow listening on non-loopback addresses without an API key",
+        "Allow listening on a non-loopback address without an API key",
         bool,
         group="Security",
     )
     allowed_hosts: tuple[str, ...] = option(
         (),
-        "Host header to accept; * accepts all",
+        "Host header to accept, repeatable. * accepts all",
         group="Security",
         flag="--allowed-host",
         many=True,
         metavar="NAME",
-        unset="loopback names, the listening address and the address of the connection",
+        unset="loopback names, the address to listen on and the address that the client "
+        "connected to",
     )
     cors_origins: tuple[str, ...] = option(
         (),
-        "Origin whose pages may call the server",
+        "Web origin whose pages may call the server, such as https://example.org, repeatable",
         group="Security",
         flag="--cors-origin",
         many=True,
@@ -117,18 +118,18 @@ class ServerSettings:
     )
     max_batch_size: int | None = option(
         None,
-        "Maximum number of sequences computed together (max_num_seqs of the engine)",
+        "Maximum number of sequences in a batch (max_num_seqs of the engine)",
         int,
         group="Limits",
         unit="sequences",
         low=1,
         high=4096,
-        unset="one per 512 tokens of the pool, at most 64",
+        unset="one per 512 tokens in the pool, at most 64",
     )
     batch_window_ms: float = option(
         20.0,
-        "Maximum wait of a request whose first block another request is computing, so that "
-        "requests with a common prefix start together; 0: none",
+        "Maximum time that a request waits for another request to compute the prompt's first "
+        "block, so that both can share a prefix. 0 turns the wait off",
         float,
         group="Limits",
         unit="milliseconds",
@@ -137,7 +138,7 @@ class ServerSettings:
     )
     max_queue_size: int = option(
         256,
-        "Maximum number of waiting requests; further ones get 503",
+        "Maximum number of waiting requests. Further requests get status 503",
         int,
         group="Limits",
         unit="requests",
@@ -146,18 +147,18 @@ class ServerSettings:
     )
     max_queue_tokens: int | None = option(
         None,
-        "Maximum number of tokens of all requests in flight",
+        "Maximum total number of tokens of all running and waiting requests",
         int,
         group="Limits",
         unit="tokens",
         low=1,
         high=2**40,
-        unset="16 times the pool",
+        unset="16 times the tokens of the pool",
     )
     request_timeout: float = option(
         120.0,
-        "Maximum time from the last byte of a request to the end of its answer; after that the "
-        "server returns 504",
+        "Maximum time from the last byte of a request to the end of its response. Later the "
+        "server returns status 504",
         float,
         group="Limits",
         unit="seconds",
@@ -166,7 +167,7 @@ class ServerSettings:
     )
     drain_seconds: float = option(
         30.0,
-        "Maximum time to finish answers after SIGTERM",
+        "Maximum time to finish running requests after SIGTERM",
         float,
         group="Limits",
         unit="seconds",
@@ -175,7 +176,7 @@ class ServerSettings:
     )
     max_body_bytes: int = option(
         8 * 1024 * 1024,
-        "Maximum request body size",
+        "Maximum size of a request body",
         int,
         group="Limits",
         unit="bytes",
@@ -184,8 +185,8 @@ class ServerSettings:
     )
     max_connections: int = option(
         512,
-        "Maximum number of open connections, lower if the limit of open files is low; further ones "
-        "get 503",
+        "Maximum number of open connections. Further connections get status 503. A low limit "
+        "on open files lowers it",
         int,
         group="Limits",
         unit="connections",
@@ -212,7 +213,7 @@ class ServerSettings:
     )
     write_seconds: float = option(
         30.0,
-        "Maximum time that a client may go without reading its answer",
+        "Maximum time to wait for a client that does not read its response",
         float,
         group="Limits",
         unit="seconds",
@@ -221,7 +222,7 @@ class ServerSettings:
     )
     keep_alive_seconds: float = option(
         15.0,
-        "Time until an idle connection is closed",
+        "Time until the server closes an idle connection",
         float,
         group="Limits",
         unit="seconds",
@@ -230,7 +231,7 @@ class ServerSettings:
     )
     request_history: float = option(
         3600.0,
-        "Time that requests are kept in memory for cache-miss reports; 0: not kept",
+        "Time that requests are kept in memory for cache-miss reports. 0 keeps none",
         float,
         group="Limits",
         unit="seconds",
@@ -245,48 +246,52 @@ class ServerSettings:
         unit="seconds",
         low=0,
         high=MAX_KEEP_ALIVE,
-        unset=f"the first model stays, others {_KEEP_ALIVE:g}",
+        unset=f"never for the first model, {_KEEP_ALIVE:g} for others",
     )
     max_model_bytes: int | None = option(
         None,
-        "Deprecated; use --max-memory. Memory of weights, pools and recurrent state of all loaded "
-        "models, such as 8GB; the smaller limit applies if both are given",
+        "Deprecated, replaced by --max-memory. Maximum memory of the weights, pools and "
+        "recurrent state of all loaded models, such as 8GB. If both limits are given, the "
+        "smaller one applies",
         int,
         group="Limits",
         unit="bytes",
         low=1,
         high=2**50,
-        unset="the memory that is free at start",
+        unset="the memory available at start",
     )
     mode: GenerationMode | str = option(
         GenerationMode.PREFIX_CACHE,
-        "Use of the cache by requests without kvboost.mode: none (baseline), exact "
-        "prefixes (prefix_cache), or also chunks computed at other positions, which is approximate "
-        "(chunk_kv_reuse)",
+        "How requests that do not set kvboost.mode use the cache: baseline not at all, "
+        "prefix_cache for exact prefixes, and chunk_kv_reuse also for chunks computed at other "
+        "positions. Answers in chunk_kv_reuse mode are approximate",
         GenerationMode,
         group="Cache",
     )
     context_overflow: str = option(
         "error",
-        "Handling of a chat that exceeds the context: return an error, or drop its oldest turns",
+        "What to do with a chat that exceeds the context: return an error, or drop its oldest "
+        "turns",
         str,
         group="Server",
         choices=CONTEXT_OVERFLOWS,
     )
     normalise: tuple[str, ...] = option(
         NORMALISERS,
-        f"Client changes to undo so that prefixes match: any of {','.join(NORMALISERS)}, or off",
+        "Changes by clients between requests that the server undoes, which lets prefixes match: a "
+        f"comma-separated list of {','.join(NORMALISERS)}, or off",
         group="Server",
         flag="--normalise --normalize",
         read=_kinds,
         metavar="KINDS",
     )
     log_level: str = option(
-        "info", "Lowest severity of messages to log", str, group="Logging", choices=LOG_LEVELS
+        "info", "Minimum severity of logged messages", str, group="Logging", choices=LOG_LEVELS
     )
     log_format: str = option(
         "auto",
-        "Format of log lines; auto: plain lines in a terminal, else JSON; text: key=value",
+        "Format of log lines. text writes key=value pairs, and auto writes plain lines to a "
+        "terminal and JSON elsewhere",
         str,
         group="Logging",
         choices=LOG_FORMATS,

@@ -322,7 +322,7 @@ def test_the_help_lists_choices_and_defaults(capsys):
     ):
         assert f"--{flag} {{{','.join(CHOICES[flag.replace('-', '_')])}}}" in shown
     assert "--recompute-strategy {none,selective,cacheblend,query}" in shown
-    assert "--normalise, --normalize KINDS Client changes" in shown
+    assert "--normalise, --normalize KINDS Changes by clients" in shown
     assert "Default: tools,arguments,billing,thinking" in shown
     assert "'" not in shown.split("--normalize")[1].split("Limits:")[0], "no repr"
     for name, declared in command_options().items():

@@ -30,8 +30,9 @@ def cache(
         typer.Argument(
             metavar="ACTION",
             help=(
-                "status: show totals; list: show every entry; verify: read and check all blocks; "
-                "prune: remove what exceeds the limits; clear: remove everything."
+                "What to do: status (show totals), list (show every entry), verify (read and "
+                "check all blocks), prune (remove entries beyond the limits) or clear (remove "
+                "everything)."
             ),
         ),
     ],
@@ -39,7 +40,8 @@ def cache(
         str,
         typer.Argument(
             metavar="WORD",
-            help="Only entries whose model name or fingerprint contains this. Default: all.",
+            help="Text that the model name or fingerprint of the entries contains. Default: "
+            "all entries.",
         ),
     ] = "",
     disk_cache_dir: Annotated[
@@ -56,9 +58,9 @@ def cache(
             "--max-disk-bytes",
             metavar="BYTES",
             parser=read_size,
-            help="prune: maximum total size of the blocks, such as 4GB; least recently used "
-            "blocks are removed first. Default: the smaller of 16 GiB and 20% of the free "
-            "space.",
+            help="For prune: maximum total size of the blocks in bytes, such as 4GB. The least "
+            "recently used blocks are removed first. Default: 16 GiB, or 20% of the free "
+            "disk space if that is smaller.",
         ),
     ] = None,
     older_than: Annotated[
@@ -66,7 +68,8 @@ def cache(
         typer.Option(
             "--older-than",
             metavar="DAYS",
-            help="prune: also remove entries not used for this many days. Default: no limit.",
+            help="For prune: also remove entries that were not used for this many days. "
+            "Default: no limit.",
         ),
     ] = None,
     sure: Annotated[
@@ -74,20 +77,21 @@ def cache(
         typer.Option(
             "--yes",
             "-y",
-            help="clear: remove everything without asking; required without a terminal.",
+            help="For clear: remove everything without asking. Required if standard input is "
+            "not a terminal.",
         ),
     ] = False,
     dry_run: Annotated[
         bool,
         typer.Option(
-            "--dry-run", help="prune, clear: show what would be removed, and remove nothing."
+            "--dry-run", help="For prune and clear: show what would be removed without removing it."
         ),
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Show, verify or remove KV blocks on disk and packed weights.
+    """Show, verify or remove cached KV blocks and packed weights on disk.
 
-    Files that a process has open are not removed.
+    Does not remove files that a process has open.
     """
     from kvboost_edge.cli.cache.run import run_cache
 

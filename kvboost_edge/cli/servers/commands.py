@@ -64,20 +64,22 @@ def why(
     request_id: Annotated[
         str,
         typer.Argument(
-            metavar="REQUEST_ID", help="Request id, from the x-request-id response header."
+            metavar="REQUEST_ID",
+            help="Request id, from the x-request-id response header. "
+            "'last' selects the latest request.",
         ),
     ] = "last",
     url: UrlOption = "http://127.0.0.1:8000",
     api_key: KeyOption = "",
     lists: Annotated[
-        bool, typer.Option("--list", help="List recent requests of this API key.")
+        bool, typer.Option("--list", help="List the recent requests of this API key.")
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Explain why a server recomputed a prompt.
 
-    Shows where the prompt first differs from an earlier request, the text on both sides, the cost
-    and the remedy.
+    Shows where the prompt first differs from an earlier request, the text of both requests there,
+    the cost and a remedy.
     """
     from kvboost_edge.cli.servers.why import run_why
 
@@ -96,18 +98,20 @@ def warm(
     url: UrlOption = "http://127.0.0.1:8000",
     api_key: KeyOption = "",
     pin: Annotated[
-        bool, typer.Option("--pin", help="Pin the blocks, so that they are not evicted.")
+        bool, typer.Option("--pin", help="Pin the blocks, which keeps them from being evicted.")
     ] = False,
     ttl: Annotated[
         float | None,
         typer.Option(
-            "--ttl", metavar="SECONDS", help="Duration of the pin, with --pin. Default: no limit."
+            "--ttl",
+            metavar="SECONDS",
+            help="Duration of the pin in seconds. Requires --pin. Default: no limit.",
         ),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Precompute the prompt of a recorded request on a server, so that later requests find it
-    cached.
+    """Compute the prompt of a recorded request on a server and keep it in the cache for later
+    requests.
     """
     run_warm(from_request, url, api_key, pin=pin, ttl=ttl, as_json=as_json)
 

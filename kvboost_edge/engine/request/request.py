@@ -41,79 +41,86 @@ class SamplingParams:
 
     temperature: float | None = option(
         None,
-        "Sampling temperature; 0 takes the most likely token",
+        "Sampling temperature. 0 always takes the most likely token",
         float,
         low=0,
         high=_MAX_TEMPERATURE,
-        unset="the model's or 0.7, if sampled",
+        unset="the model's own or 0.7, if tokens are sampled",
     )
     do_sample: bool | None = option(
         None,
-        "Draw tokens at random",
+        "Sample tokens instead of always taking the most likely one",
         bool,
-        unset="yes if temperature, top_p, top_k, min_p or seed is given and the temperature is "
-        "above 0",
+        unset="true if temperature, top_p, top_k, min_p or seed is given and the temperature "
+        "is not 0",
     )
     top_p: float | None = option(
         None,
-        "Draw from the most likely tokens of this total probability",
+        "Sample from the most likely tokens whose probabilities add up to this value",
         float,
         low=0,
         high=1,
         open_low=True,
-        unset="the model's or 0.95, if sampled",
+        unset="the model's own or 0.95, if tokens are sampled",
     )
     top_k: int | None = option(
         None,
-        "Draw from this many most likely tokens; 0: all",
+        "Number of most likely tokens to sample from. 0 means all tokens",
         int,
         low=0,
-        unset="the model's or 0, if sampled",
+        unset="the model's own or 0, if tokens are sampled",
     )
     min_p: float | None = option(
         None,
-        "Draw from tokens at least this likely relative to the most likely one",
+        "Minimum probability of a token to sample, as a fraction of the probability of the "
+        "most likely token",
         float,
         low=0,
         high=1,
-        unset="the model's or 0.05, if sampled",
+        unset="the model's own or 0.05, if tokens are sampled",
     )
     seed: int | None = option(
         None,
-        "Seed of the random numbers",
+        "Seed of the random number generator",
         int,
         low=0,
         high=2**64 - 1,
-        unset="one drawn by the engine",
+        unset="a seed chosen by the engine",
     )
     repetition_penalty: float | None = option(
         None,
-        "Logits of tokens in the prompt and the output are divided by it if above 0, else "
-        "multiplied",
+        "Penalty for tokens that occur in the prompt or the output. Their positive logits are "
+        "divided by it and their negative logits multiplied by it",
         float,
         low=1 / _MAX_REPETITION_PENALTY,
         high=_MAX_REPETITION_PENALTY,
-        unset="1 if greedy, else the model's or 1",
+        unset="1 if decoding is greedy, otherwise the model's own or 1",
     )
     presence_penalty: float = option(
-        0.0, "Subtracted from the logits of tokens in the output", float, low=-2, high=2
+        0.0,
+        "Value subtracted from the logits of tokens that occur in the output",
+        float,
+        low=-2,
+        high=2,
     )
     frequency_penalty: float = option(
         0.0,
-        "Subtracted from the logits of tokens in the output, for each occurrence",
+        "Value subtracted from the logit of a token for each time that the token occurs in the "
+        "output",
         float,
         low=-2,
         high=2,
     )
     logit_bias: Mapping[int, float] | None = option(
         None,
-        f"Values in [{-_MAX_LOGIT_BIAS:g}, {_MAX_LOGIT_BIAS:g}] added to logits, by token id",
+        "Mapping of token ids to values that are added to their logits, each in "
+        f"[{-_MAX_LOGIT_BIAS:g}, {_MAX_LOGIT_BIAS:g}]",
         unset="none",
     )
     logprobs: int | None = option(
         None,
-        "Number of most likely tokens reported with each chosen one, before penalties and "
-        "temperature",
+        "Number of most likely tokens to report with the log probability of each generated "
+        "token. Penalties and temperature are not applied to these values",
         int,
         low=0,
         high=_MAX_LOGPROBS,
@@ -121,22 +128,24 @@ class SamplingParams:
     )
     prompt_logprobs: int | None = option(
         None,
-        "The same for the prompt's tokens; the prompt is then not taken from the cache",
+        "Number of most likely tokens to report with the log probability of each prompt token. "
+        "The prompt is then computed in full instead of taken from the cache",
         int,
         low=0,
         high=_MAX_LOGPROBS,
         unset="no log probabilities",
     )
     stop: tuple[str, ...] = option(
-        (), f"Strings that end the output and are not part of it, at most {_MAX_STOPS}"
+        (), f"Up to {_MAX_STOPS} strings that end the output. The output does not include them"
     )
     stop_token_ids: tuple[int, ...] = option(
-        (), "Token ids that end the output like EOS, also with ignore_eos"
+        (), "Token ids that end the output like an end-of-sequence token, even with ignore_eos"
     )
-    ignore_eos: bool = option(False, "Continue after an EOS token", bool)
+    ignore_eos: bool = option(False, "Continue after an end-of-sequence token", bool)
     max_new_tokens: int | None = option(
         64,
-        "Maximum number of tokens to generate; None fills the context, 0 only computes the prompt",
+        "Maximum number of tokens to generate. None generates until the context is full, and 0 "
+        "only computes the prompt",
         int,
         unit="tokens",
         low=0,
@@ -144,16 +153,16 @@ class SamplingParams:
     )
     json_schema: Mapping[str, Any] | str | bool | None = option(
         None,
-        "JSON schema that the output matches, as a dict or as JSON. At most one of json_schema, "
-        "regex, grammar and choice is given (extra [structured])",
+        "JSON schema that the output must match, as a dict or JSON text. Only one of "
+        "json_schema, regex, grammar and choice may be given (extra [structured])",
         unset="none",
     )
-    regex: str | None = option(None, "Regular expression that the output matches", unset="none")
+    regex: str | None = option(None, "Regular expression that the output must match", unset="none")
     grammar: str | None = option(
-        None, "Grammar in Lark or GBNF that the output matches", unset="none"
+        None, "Grammar in Lark or GBNF format that the output must match", unset="none"
     )
     choice: tuple[str, ...] | None = option(
-        None, "Strings of which the output is one", unset="none"
+        None, "List of strings. The output must be one of them", unset="none"
     )
 
     @classmethod

@@ -32,53 +32,59 @@ class Terms:
 
     mode: GenerationMode | str = option(
         GenerationMode.PREFIX_CACHE,
-        "Use of the cache: none (baseline; neither read nor written), exact prefixes "
-        "(prefix_cache), or also chunks computed at other positions, which is approximate "
-        "(chunk_kv_reuse)",
+        "How the request uses the cache: baseline neither reads nor writes it, prefix_cache "
+        "reuses exact prefixes, and chunk_kv_reuse also reuses chunks computed at other "
+        "positions. Answers in chunk_kv_reuse mode are approximate",
         GenerationMode,
     )
     tenant: str | None = option(
         None,
-        "Tenant whose prefixes it shares; tenants cannot find out what another cached",
+        "Tenant that the request belongs to. Only requests of the same tenant share prefixes, "
+        "and no tenant can find out what another tenant cached",
         str,
         high=_MAX_NAME,
-        unset="the engine's own",
+        unset="the engine's tenant",
     )
     cache_salt: str | None = option(
         None,
-        "Only requests of one tenant and salt share prefixes",
+        "Salt of the prefix cache. Requests share prefixes only with requests of the same "
+        "tenant and salt",
         str,
         high=_MAX_NAME,
         unset="no salt",
     )
     priority: int = option(
         0,
-        "Lower runs earlier; ties go by the tenants' shares and the order of arrival",
+        "Priority of the request. Lower values run earlier. The tenants' weights and the order "
+        "of arrival decide between equal priorities",
         int,
         low=-_MAX_PRIORITY,
         high=_MAX_PRIORITY,
     )
     weight: float = option(
         1.0,
-        "Share of the tenant next to other tenants, the same for all its requests",
+        "Relative share of compute for the tenant. All requests of a tenant must give the same "
+        "value",
         float,
         low=1 / MAX_WEIGHT,
         high=MAX_WEIGHT,
     )
     deadline: float | None = option(
         None,
-        "Time of `time.monotonic` past which it ends with finish_reason timeout",
+        "Time after which the request ends with finish_reason timeout, on the clock of "
+        "`time.monotonic`",
         float,
         unit="seconds",
         unset="none",
     )
     expect_reuse: bool = option(
-        False, "Evict its blocks as late as blocks that were used twice", bool
+        False, "Evict the prompt's blocks as late as blocks that were used twice", bool
     )
     cache_key: str | None = option(
         None,
-        "Name of prompts of this tenant and salt that begin alike. The blocks that two calls "
-        "under it share are retained for an hour. Only a digest of the name is kept",
+        "Name of a group of prompts with a common prefix, within the tenant and salt. The "
+        "blocks that two requests of the group share are retained for an hour. Only a digest "
+        "of the name is stored",
         str,
         low=1,
         high=_MAX_NAME,
@@ -87,8 +93,9 @@ class Terms:
     )
     retention: float | None = option(
         None,
-        "Time in which its prompt is evicted after the tenant's other blocks. Best effort: it "
-        "never blocks a request; pin is a promise",
+        "Time during which the prompt's blocks are evicted only after the tenant's other "
+        "blocks. Unlike a pin, retention does not guarantee that they stay in the pool and "
+        "never delays another request",
         float,
         unit="seconds",
         low=0,
@@ -98,29 +105,31 @@ class Terms:
     )
     pin: bool = option(
         False,
-        "Keep the full blocks of its prompt in the pool; only the same tenant can unpin them",
+        "Keep the full blocks of the prompt in the pool. Only the same tenant can unpin them",
         bool,
     )
     ttl: float | None = option(
         None,
-        "Time until the pin ends, from the end of the request; needs pin",
+        "Duration of the pin after the end of the request. Requires pin",
         float,
         unit="seconds",
         low=0,
         high=_MAX_SECONDS,
         open_low=True,
-        unset="until it is unpinned",
+        unset="until the blocks are unpinned",
     )
     pins: tuple[tuple[int, float], ...] = option(
         (),
-        "Pairs of tokens and seconds: pins of the prompt's first tokens, as far as other pins "
-        "leave room. The handle reports what was pinned",
+        "Pins for the beginning of the prompt, as pairs of a number of tokens and a duration "
+        "in seconds. Pins for which no room is left are skipped, and the handle reports the "
+        "others",
         unset="none",
     )
     pin_share: float = option(
         1.0,
-        "Part of max_pinned_blocks that the tenant's pins may take, the same for all its requests. "
-        "Below 1 there are other tenants, and no error reports what they pinned",
+        "Fraction of max_pinned_blocks that the tenant may pin. All requests of a tenant must "
+        "give the same value. Below 1, error messages do not reveal how many blocks other "
+        "tenants pinned",
         float,
         low=0,
         high=1,
@@ -128,41 +137,48 @@ class Terms:
     )
     snapshot_hints: tuple[int, ...] = option(
         (),
-        "Positions in the prompt before which hybrid models keep a snapshot, such as starts of "
-        "messages",
-        unset="the starts of the user's messages in the chat template",
+        "Positions in the prompt at which a hybrid model keeps a snapshot of its recurrent "
+        "state, such as the starts of messages",
+        unset="the starts of user messages, found by the chat template",
     )
     recompute_strategy: RecomputeStrategy | str | None = option(
-        None, "Tokens recomputed in chunk_kv_reuse mode", RecomputeStrategy, unset="the engine's"
+        None,
+        "Which reused tokens chunk_kv_reuse mode recomputes",
+        RecomputeStrategy,
+        unset="the engine's value",
     )
     recompute_overlap: int | None = option(
         None,
-        "Number of tokens recomputed after each chunk boundary",
+        "Number of tokens to recompute after each chunk boundary",
         int,
         unit="tokens",
         low=0,
         high=MAX_RECOMPUTE_OVERLAP,
-        unset="the engine's",
+        unset="the engine's value",
     )
     recompute_ratio: float | None = option(
         None,
-        "Share of the other reused tokens that is recomputed",
+        "Fraction of the remaining reused tokens to recompute",
         float,
         low=0,
         high=1,
-        unset="the engine's",
+        unset="the engine's value",
     )
     speculation: str | None = option(
-        None, "Speculative decoding", str, choices=CHOICES["speculation"], unset="the engine's"
+        None,
+        "Whether to use speculative decoding. auto decides by the expected gain",
+        str,
+        choices=CHOICES["speculation"],
+        unset="the engine's value",
     )
     max_draft_tokens: int | None = option(
         None,
-        "Maximum number of draft tokens in a step",
+        "Maximum number of draft tokens of a sequence in one step",
         int,
         unit="tokens",
         low=1,
         high=MOST_DRAFT_TOKENS,
-        unset="the engine's",
+        unset="the engine's value",
     )
 
     @classmethod
