@@ -1,9 +1,10 @@
 """Ahead-of-time compilation of kernels in child processes.
 
-The compiler takes about 200 MB that a process never returns to the system. So child processes
-compile, and this process loads the machine code from disk. A child is `python -m
-kvboost_edge.kernels.aot`: it reads names of entries, one per line, and prints each name when its
-machine code is on disk.
+Compiling in this process would cost about 200 MB that is never returned to the system. Child
+processes compile instead, and this process loads the machine code from disk.
+
+A child runs `python -m kvboost_edge.kernels.aot`. It reads kernel names, one per line, and prints
+each name once the machine code is on disk.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ __all__ = ["compile_ahead", "expected_seconds", "on_compiling"]
 
 _LOG = logging.getLogger(__name__)
 _MODULE = "kvboost_edge.kernels.aot"
-# A child needs half a second before it compiles; the longest entry takes a third of the total.
+# A child takes half a second to start, and the slowest kernel accounts for a third of the total
+# time, so more children would not help.
 _MOST_CHILDREN = 4
 _LAST_LINES = 12
 _SECONDS_OF_ONE = 4.0  # CPU seconds per kernel, measured on an idle core
@@ -40,34 +42,34 @@ _listeners: list[Callable[[int, int], None]] = []
 
 
 def on_compiling(tell: Callable[[int, int], None] | None) -> None:
-    """Call `tell(done, total)` while kernels are compiled ahead of time.
+    """Set the callback that reports the progress of ahead-of-time compilation.
 
-    The first call comes before the first kernel, the others after each kernel, from the thread
-    that opens a model.
+    `tell(done, total)` runs before the first kernel and after each kernel, in the thread that opens
+    the model.
 
     Args:
-        tell: replaces the previous callback; None removes it.
+        tell: the new callback, which replaces the previous one; None removes it.
     """
     _listeners[:] = [] if tell is None else [tell]
 
 
 def expected_seconds(num_kernels: int) -> float:
-    """Estimate how long `compile_ahead` takes for this many kernels on idle cores."""
+    """Estimate the seconds that `compile_ahead` needs for this many kernels on idle cores."""
     processes = max(1, min(default_num_threads(), num_kernels, _MOST_CHILDREN))
     return _SECONDS_OF_ONE * num_kernels / processes
 
 
 def compile_ahead(entries: Sequence[KernelEntry], num_processes: int) -> None:
-    """Compile the entries that are not on disk, in order, in child processes.
+    """Compile the kernels that are not on disk yet, in child processes.
 
-    If no child process can be started, this process compiles and logs a warning.
+    If no child process can be started, this process compiles the kernels and logs a warning.
 
     Args:
-        entries: kernels to have on disk, the longest to compile first.
-        num_processes: most child processes.
+        entries: kernels to compile, slowest first.
+        num_processes: maximum number of child processes.
 
     Raises:
-        BackendUnavailable: a child failed; the message has the kernel's name and the compiler's
+        BackendUnavailable: a child failed. The message has the kernel's name and the compiler's
             output.
     """
     missing = [entry for entry in entries if not entry.is_ready]
@@ -114,12 +116,16 @@ class _Child:
             raise
 
     def compile(self, entry: KernelEntry) -> None:
-        """Return when the entry is on disk; raise BackendUnavailable if the child ends before."""
+        """Compile one kernel and wait until its machine code is on disk.
+
+        Raises:
+            BackendUnavailable: the child exited first.
+        """
         into = self._process.stdin
         out = self._process.stdout
         assert into is not None
         assert out is not None
-        with contextlib.suppress(OSError):  # it has ended; its missing answer shows that
+        with contextlib.suppress(OSError):  # the child has exited, so readline() below returns ""
             into.write(f"{entry.name}\n")
             into.flush()
         if out.readline().strip() != entry.name:
@@ -143,9 +149,9 @@ class _Child:
 
 @contextlib.contextmanager
 def _children(count: int) -> Iterator[list[_Child]]:
-    """Yield up to `count` children and end them afterwards.
+    """Start up to `count` children and kill them on exit.
 
-    The list is empty if no Python interpreter can be started or the cache cannot be written.
+    The list is empty if no Python interpreter can be started or the cache is not writable.
     """
     reason = ""
     if not sys.executable or getattr(sys, "frozen", False):
@@ -168,7 +174,7 @@ def _children(count: int) -> Iterator[list[_Child]]:
 
 
 def _environment() -> dict[str, str]:
-    """Return this process's environment with its import path and Numba's settings."""
+    """Return this process's environment plus its import path and Numba settings, for a child."""
     package = str(Path(__file__).parents[2])
     paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
     chosen = {
@@ -183,7 +189,7 @@ def _environment() -> dict[str, str]:
 def _compiled_by(
     children: Sequence[_Child], entries: Sequence[KernelEntry]
 ) -> Iterator[KernelEntry]:
-    """Yield the entries as children finish them; raise the first error of a child."""
+    """Yield kernels as children finish them, and raise the first error of a child."""
     left: queue.SimpleQueue[KernelEntry] = queue.SimpleQueue()
     done: queue.SimpleQueue[KernelEntry | BaseException] = queue.SimpleQueue()
     for entry in entries:
@@ -210,7 +216,7 @@ def _compiled_by(
 
 
 def _serve(names: IO[str], answers: IO[str]) -> None:
-    """Compile the named entries, one per line of input, and print each name when it is on disk."""
+    """Compile the kernels named on stdin, one per line, and print each name when it is done."""
     for line in names:
         name = line.strip()
         entry_named(name).compile()

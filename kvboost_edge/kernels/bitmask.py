@@ -1,4 +1,4 @@
-"""Token masks of structured output: logits of forbidden tokens become -inf."""
+"""Token masks for structured output: the logits of forbidden tokens become -inf."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ def mask_logits(words: Ints, logits: Floats, out: Floats) -> None:
         logits: float32 [vocab_size].
         out: float32 [vocab_size], written.
     """
-    # Nearly all words are all ones (inside a string) or all zeros (elsewhere): copy or fill those.
+    # Nearly all words are all ones (inside a JSON string) or all zeros (elsewhere), so these two
+    # cases copy or fill 32 logits at once.
     whole = len(logits) // WORD_BITS
     for word in range(whole):
         bits = words[word]

@@ -1,7 +1,7 @@
-"""Dequantization of a few rows of a GGUF tensor to float32, such as per-layer embeddings.
+"""Dequantization of a few rows of a GGUF tensor to float32, for example per-layer embeddings.
 
-The order of the float operations is the order of `models.gguf.blocks.dequantize`, so results are
-bit-identical. The block layouts are llama.cpp's (ggml-quants).
+Float operations run in the same order as in `models.gguf.blocks.dequantize`, so the results are
+bit-identical. The block layouts are those of llama.cpp (ggml-quants).
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ DECODED: dict[str, int] = {
 }
 """GGUF type -> its number in the kernel. F32 and BF16 are absent: NumPy is as fast."""
 
-# All 65,536 float16 numbers as float32, because Numba has no float16 scalars; the table fits the L2
-# cache. Converting signalling NaNs raises "invalid" on ARM.
+# Table of all 65,536 float16 numbers as float32, because Numba has no float16 scalars. It fits in
+# the L2 cache. Converting signalling NaNs raises "invalid" on ARM.
 with np.errstate(invalid="ignore"):
     _HALVES = np.arange(1 << 16, dtype=np.uint16).view(np.float16).astype(np.float32)
-# Values of 4-bit codes (IQ4_NL and FP4 E2M1 times 2), and 2 ** (e - 128), the scales of MXFP4.
+# Tables of 4-bit code values (IQ4_NL, and FP4 E2M1 times 2) and of MXFP4 scales, 2 ** (e - 128).
 _NL = np.array(
     [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], dtype=np.float32
 )
@@ -71,7 +71,7 @@ def _half(data: Bytes, at: int, halves: Floats) -> Any:
 
 @kernel
 def _decode(kind: int, data: Bytes, halves: Floats, out: Floats) -> None:
-    """Dequantize the blocks of any type in DECODED, flattened.
+    """Dequantize blocks of any type in DECODED.
 
     Args:
         kind: number of the GGUF type.
@@ -125,7 +125,7 @@ def _decode(kind: int, data: Bytes, halves: Floats, out: Floats) -> None:
 
 @kernel
 def _looked_up(codes: Bytes, scale: float, table: Floats, out: Floats) -> None:
-    """Decode a group of 32 codes of 4 bits by table: 16 bytes, low nibbles first."""
+    """Decode 32 4-bit codes through a table, from 16 bytes with the low nibbles first."""
     for i in range(16):
         out[i] = scale * table[codes[i] & 15]
         out[16 + i] = scale * table[codes[i] >> 4]
@@ -133,9 +133,9 @@ def _looked_up(codes: Bytes, scale: float, table: Floats, out: Floats) -> None:
 
 @kernel
 def _four_of_table(block: Bytes, halves: Floats, out: Floats) -> None:
-    """Decode an IQ4_XS block: 8 groups of 32, each with a 6-bit factor of the block's scale.
+    """Decode an IQ4_XS block: 8 groups of 32 weights, each with a 6-bit multiple of its scale.
 
-    The factors' low 4 bits are in bytes 4 to 7, their high 2 bits in bytes 2 and 3.
+    Bytes 4 to 7 hold the low 4 bits of these multiples, bytes 2 and 3 the high 2 bits.
     """
     scale = _half(block, 0, halves)
     above = np.int64(block[2]) | np.int64(block[3]) << 8
@@ -150,7 +150,10 @@ def _four_of_table(block: Bytes, halves: Floats, out: Floats) -> None:
 
 @kernel
 def _three(block: Bytes, halves: Floats, out: Floats) -> None:
-    """Decode a Q3_K block: 32 bytes of high bits, 64 of 2-bit codes, 12 of 16 6-bit factors."""
+    """Decode a Q3_K block.
+
+    It holds 32 bytes of high bits, 64 bytes of 2-bit codes, and 16 6-bit scales in 12 bytes.
+    """
     scale = _half(block, 108, halves)
     for part in range(16):
         low = block[96 + part % 8] >> np.uint8(4 * (part // 8)) & 15
@@ -166,10 +169,11 @@ def _three(block: Bytes, halves: Floats, out: Floats) -> None:
 
 @kernel
 def _groups(kind: int, data: Bytes, halves: Floats, out: Floats) -> None:
-    """Decode blocks of 32 (Q4_0, Q4_1, Q5_0, Q5_1).
+    """Decode blocks of 32 weights (Q4_0, Q4_1, Q5_0, Q5_1).
 
-    A block is a float16 scale, a float16 minimum (Q4_1, Q5_1), 4 bytes of fifth bits (Q5_0, Q5_1),
-    and 16 bytes of nibbles, the low ones first.
+    A block consists of a float16 scale, a float16 minimum (Q4_1 and Q5_1 only), 4 bytes of fifth
+    bits
+    (Q5_0 and Q5_1 only) and 16 bytes of nibbles, low nibbles first.
     """
     has_minimum = kind in (_Q4_1, _Q5_1)
     has_fifths = kind in (_Q5_0, _Q5_1)
@@ -200,9 +204,11 @@ def _groups(kind: int, data: Bytes, halves: Floats, out: Floats) -> None:
 
 @kernel
 def _scaled_twice(block: Bytes, halves: Floats, out: Floats) -> None:
-    """Decode a Q4_K block, or Q5_K with 32 bytes of fifth bits: 8 groups of 32.
+    """Decode a Q4_K block, or a Q5_K block, which also has 32 bytes of fifth bits.
 
-    Each group has a 6-bit factor of the block's scale and one of its minimum.
+    Each of the 8 groups of 32 weights has a 6-bit multiple of the block's scale and a 6-bit
+    multiple of
+    the block's minimum.
     """
     scale = _half(block, 0, halves)
     minimum = _half(block, 2, halves)
@@ -227,7 +233,7 @@ def _scaled_twice(block: Bytes, halves: Floats, out: Floats) -> None:
 
 @kernel
 def _six(block: Bytes, halves: Floats, out: Floats) -> None:
-    """Decode a Q6_K block: 128 bytes of low 4 bits, 64 of high 2 bits, 16 signed scales."""
+    """Decode a Q6_K block: 128 bytes of low 4 bits, 64 bytes of high 2 bits, 16 signed scales."""
     scale = _half(block, 208, halves)
     for group in range(8):
         low = block[64 * (group >> 2) + 32 * (group & 1) :]

@@ -1,8 +1,9 @@
-"""Kernels compiled separately, which other kernels call by address.
+"""Separately compiled kernels that other kernels call by address.
 
-A callee named in a kernel is compiled into it. A callee called by address is not: a model compiles
-only the kernels of its own weight formats and KV dtype, in several processes at once. A call by
-address costs a few nanoseconds; the kernels run for microseconds.
+Numba compiles a kernel that is called by name into its caller. A kernel that is called by address
+is compiled on its own. A model therefore compiles only the kernels for its weight formats and KV
+dtype, and several processes can compile them in parallel. A call by address costs a few
+nanoseconds, while the kernels run for microseconds.
 """
 
 from __future__ import annotations
@@ -29,9 +30,10 @@ class KernelEntry:
     """A kernel with one fixed signature, compiled separately.
 
     Args:
-        kernel: a module-level kernel, or one in a table of entries of its module. Its `__name__`
-            is the name that it has there.
-        arguments: Numba types of its arguments.
+        kernel: a module-level kernel, or a kernel in its module's table of entries. Its `__name__`
+            is
+            its name there.
+        arguments: Numba types of the arguments.
     """
 
     def __init__(self, kernel: Callable[..., Any], *arguments: Any) -> None:
@@ -42,7 +44,7 @@ class KernelEntry:
 
     @property
     def is_ready(self) -> bool:
-        """True if the machine code is in this process or on disk."""
+        """True if the machine code is in memory or on disk."""
         return self.arguments in self._kernel.overloads or is_on_disk(self._kernel, self.arguments)
 
     def compile(self) -> None:
@@ -51,7 +53,10 @@ class KernelEntry:
 
     @property
     def address(self) -> int:
-        """Address of the machine code for `caller`, compiled if needed; valid until exit."""
+        """Address of the machine code, for use with `caller`; compiles the kernel if needed.
+
+        The address is valid until the process exits.
+        """
         self.compile()
         result = self._kernel.overloads[self.arguments]
         return int(result.library.get_pointer_to_function(result.fndesc.llvm_func_name))
@@ -61,19 +66,23 @@ _ENTRIES: dict[str, KernelEntry] = {}
 
 
 def entry_named(name: str) -> KernelEntry:
-    """Return the entry of this name, importing its module; raise ConfigError if unknown."""
+    """Import the module of the entry with this name and return the entry.
+
+    Raises:
+        ConfigError: the entry does not exist.
+    """
     module = name.partition(":")[0]
     if module.startswith(f"{_PACKAGE}."):
         importlib.import_module(module)
     if name not in _ENTRIES:
-        raise ConfigError(f"{name!r} is not a kernel of {_PACKAGE}")
+        raise ConfigError(f"{name!r} is not the name of a kernel in {_PACKAGE}")
     return _ENTRIES[name]
 
 
 def caller(*arguments: Any) -> Any:
     """Return the intrinsic `call(address, (...))` for entries with these argument types.
 
-    The entries return nothing. An error in the entry propagates to the caller.
+    Entries return nothing. An exception in an entry propagates to the caller.
     """
 
     @intrinsic

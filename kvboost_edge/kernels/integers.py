@@ -1,6 +1,6 @@
-"""Integer vectors for kernels: the dot-product variant of this process, and IR that kernels share.
+"""Integer vectors for kernels: the dot-product variant of this process, and shared IR emitters.
 
-The variants, widest first: `vpdpbusd` on 512-bit registers (AVX512-VNNI) or 256-bit registers
+The variants, widest first, are `vpdpbusd` on 512-bit registers (AVX512-VNNI) or 256-bit registers
 (AVX-VNNI), plain AVX2, `sdot` (ARM dotprod), and plain vectors.
 """
 
@@ -49,7 +49,7 @@ Builder = Any
 
 
 def _feature_text() -> str:
-    """Return the feature flags that Numba compiles for, as "+one,-other"; empty if unknown."""
+    """Return the CPU features that Numba compiles for, such as "+avx2,-sha"; "" if unknown."""
     text = numba.config.CPU_FEATURES
     return str(get_host_cpu_features() if text is None else text)
 
@@ -61,7 +61,10 @@ def _features() -> frozenset[str]:
 
 @functools.cache
 def dot_form() -> str:
-    """Return the integer dot-product variant: "vnni512", "vnni256", "avx2", "neon" or "plain"."""
+    """Return the integer dot-product variant of this process.
+
+    The variants are "vnni512", "vnni256", "avx2", "neon" and "plain".
+    """
     features = _features()
     if {"avx512vnni", "avx512bw", "avx512f"} <= features:
         return "vnni512"
@@ -76,13 +79,13 @@ def dot_form() -> str:
 
 @functools.cache
 def has_wide_registers() -> bool:
-    """Return whether kernels are compiled for AVX-512: 32 registers of 512 bits."""
+    """Return whether kernels are compiled for AVX-512, which has 32 registers of 512 bits."""
     return "avx512f" in _features()
 
 
 @functools.cache
 def has_tile_registers() -> bool:
-    """Return whether kernels are compiled for Intel AMX (int8 tiles) and 512-bit VNNI."""
+    """Return whether kernels are compiled for Intel AMX with int8 tiles and for 512-bit VNNI."""
     return dot_form() == "vnni512" and {"amx-tile", "amx-int8"} <= _features()
 
 
@@ -94,7 +97,7 @@ def has_byte_shuffle() -> bool:
 
 @functools.cache
 def has_byte_permute() -> bool:
-    """Return whether kernels may use `vpermb` (AVX512-VBMI), a byte lookup in a table of 64."""
+    """Return whether kernels may use `vpermb` (AVX512-VBMI), a byte lookup in 64 entries."""
     return "avx512vbmi" in _features()
 
 
@@ -102,10 +105,10 @@ def has_byte_permute() -> bool:
 def follows_pages() -> bool:
     """Return whether hardware prefetchers keep up with integer weights inside a 4 KiB page.
 
-    If so, kernels prefetch one line of each group a page ahead instead of every line.
+    Kernels then prefetch one line of each group a page ahead, instead of every line.
     """
-    # AMD Zen 4: not prefetching every line saves 2 to 9% of a decode step, and prefetching one line
-    # of each group a page ahead saves another 6 to 14%.
+    # On AMD Zen 4, leaving out the prefetches of every line saves 2 to 9% of a decode step.
+    # Prefetching one line of each group a page ahead saves another 6 to 14%.
     return _processor() == "znver4"
 
 
@@ -127,9 +130,9 @@ define <4 x i32> @probe(<4 x i32> %sums, <16 x i8> %x, <16 x i8> %y) {
 
 
 def _has_sdot() -> bool:
-    """Return whether LLVM may emit ARM's `sdot`."""
-    # The processor's name alone can allow it, without a feature flag. So compile a partial
-    # reduction, which becomes `sdot` where that exists and a longer sequence elsewhere.
+    """Return whether LLVM may emit `sdot` on ARM."""
+    # The feature flags are not enough, because LLVM can also derive `sdot` from the processor's
+    # name. So compile a partial reduction and look for `sdot` in the assembly.
     binding.initialize_native_target()
     binding.initialize_native_asmprinter()
     target = binding.Target.from_triple(binding.get_process_triple())
@@ -155,7 +158,7 @@ def emit_loop(b: Builder, count: Value) -> Iterator[Value]:
 
 
 def emit_load_bytes(b: Builder, address: Value) -> Value:
-    """Load 64 bytes, aligned to 4, as <16 x i32>."""
+    """Load 64 bytes from an address aligned to 4, as <16 x i32>."""
     return b.load(b.inttoptr(address, _POINTER), align=4, typ=V16I)
 
 
@@ -179,7 +182,7 @@ def _parts(b: Builder, x: Value, count: int) -> list[Value]:
 
 
 def _joined(b: Builder, parts: Sequence[Value]) -> Value:
-    """Concatenate vectors, a power of two of them."""
+    """Concatenate vectors; their number must be a power of two."""
     parts = list(parts)
     while len(parts) > 1:
         order = ir.Constant(
@@ -195,10 +198,10 @@ def emit_each(
     """Call an intrinsic on `count` equal slices of the arguments and concatenate the results.
 
     Args:
-        count: slices; a power of two.
+        count: number of slices, a power of two.
         name: LLVM name of the intrinsic.
-        result: type that one call returns.
-        arguments: (vector, type that the intrinsic takes for a slice of it).
+        result: return type of one call.
+        arguments: pairs of a vector and the type in which the intrinsic takes a slice of it.
     """
     function = cgutils.get_or_insert_function(
         b.module, ir.FunctionType(result, [kind for _, kind in arguments]), name
@@ -217,7 +220,7 @@ def emit_byte_halves(b: Builder, x: Value, *, signed: bool) -> tuple[Value, Valu
 
 
 def emit_pair_sums(b: Builder, x: Value) -> Value:
-    """Add neighbouring numbers of <32 x i16> into <16 x i32>."""
+    """Add neighboring numbers of <32 x i16> into <16 x i32>."""
     if b.module.triple.startswith(("aarch64", "arm64")):
         return emit_each(b, 4, "llvm.aarch64.neon.saddlp.v4i32.v8i16", _V4I, [(x, _V8S)])
     sixteen = ir.Constant(V16I, [16] * LANES)

@@ -1,6 +1,6 @@
 """Numba compile options, the on-disk cache of machine code, and inlining of kernels into kernels.
 
-All other modules compile through `kernel`, `named_kernel` and `intrinsic`.
+All other modules compile through `kernel`, `named_kernel` or `intrinsic`.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 @cache
 def _source_digest() -> str:
-    """Return the digest of every source file of this package."""
+    """Return the digest of all Python files in this package."""
     return digest_of(Path(__file__).parent)
 
 
 def digest_of(room: Path) -> str:
-    """Return the SHA-256 of the names and contents of all Python files in a folder, recursively."""
+    """Return the SHA-256 of the names and contents of all Python files under a folder."""
     digest = hashlib.sha256()
     for path in sorted(room.rglob("*.py")):
         digest.update(path.relative_to(room).as_posix().encode() + b"\0" + path.read_bytes())
@@ -49,11 +49,11 @@ def digest_of(room: Path) -> str:
 
 
 class _NamedDataFile(IndexDataCacheFile):  # type: ignore[misc]
-    """Cache files of machine code, named by the hash of their key."""
+    """Cache files of machine code, named after the hash of their key."""
 
-    # Numba numbers these files, and writes the index before the file that it names. After a crash
-    # in between, or in a race with another process, the index would name machine code of another
-    # version.
+    # Numba numbers these files and writes the index before the file that it names. After a crash
+    # between the two writes, or in a race with another process, the index would point to machine
+    # code of another version.
     def save(self, key: tuple[Any, ...], data: Any) -> None:
         digest = hashlib.sha256(repr(key).encode()).hexdigest()[:16]
         name = f"{self._index_name.removesuffix('.nbi')}.{digest}.nbc"
@@ -61,13 +61,13 @@ class _NamedDataFile(IndexDataCacheFile):  # type: ignore[misc]
             self._save_locked(key, name, data)
 
     def holds(self, key: tuple[Any, ...]) -> bool:
-        """Return whether a file of machine code exists for the key."""
+        """Return whether the cache has a machine-code file for the key."""
         name = self._load_index().get(key)
         return name is not None and Path(self._data_path(name)).exists()
 
     def _save_locked(self, key: tuple[Any, ...], name: str, data: Any) -> None:
         """Write a file of machine code and its index entry; the caller holds the folder's lock."""
-        # Without the lock, a concurrent read-modify-write of the index would lose an entry and its
+        # Without the lock, two processes that update the index at once would lose an entry and its
         # file.
         self._save_data(name, data)
         kept = {
@@ -82,13 +82,14 @@ class _NamedDataFile(IndexDataCacheFile):  # type: ignore[misc]
 
 
 class _PackageCache(FunctionCache):  # type: ignore[misc]
-    """Numba's file cache, keyed on all kernel sources instead of one function's file.
+    """Numba's file cache, keyed on all kernel sources instead of the source of one function.
 
     Args:
         function: the Python function to compile.
-        is_named: True for `named_kernel`: the name and the sources identify the code. Otherwise
-            Numba adds a hash of the closure, which holds other kernels and therefore differs in
-            every process.
+        is_named: True for `named_kernel`, whose code is identified by its name and the sources. If
+            False, Numba adds a hash of the closure. That hash differs in every process if the
+            closure
+            holds other kernels.
     """
 
     def __init__(self, function: Callable[..., Any], *, is_named: bool = False) -> None:
@@ -108,7 +109,7 @@ class _PackageCache(FunctionCache):  # type: ignore[misc]
         return bool(self._cache_file.holds(self._index_key(sig, codegen)))
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        """Load machine code; clear an index that names types of another version of this package."""
+        """Load machine code; clear the index if its types are from another package version."""
         found = None
         try:
             found = super().load_overload(sig, target_context)
@@ -123,19 +124,21 @@ _listeners: list[Callable[[], None]] = []
 
 
 def on_first_compilation(tell: Callable[[], None] | None) -> None:
-    """Call `tell` once, before the next kernel that is neither in memory nor on disk is compiled.
+    """Set a callback that runs once, before the first kernel that must be compiled.
 
-    Compiling takes seconds. The call comes from the thread that runs the kernel.
+    A kernel that is already in memory or on disk does not trigger the callback. It runs in the
+    thread
+    that called the kernel. Compiling takes seconds.
 
     Args:
-        tell: replaces the previous callback; None removes it.
+        tell: the new callback, which replaces the previous one; None removes it.
     """
     _listeners[:] = [] if tell is None else [tell]
 
 
 def kernel(function: _Function) -> _Function:
-    """Compile without the GIL and fastmath, with NumPy's division; cache on disk."""
-    # With fastmath, LLVM may fuse or reorder additions depending on context: a row's bits would
+    """Compile without the GIL and fastmath, with NumPy's division, and cache on disk."""
+    # With fastmath, LLVM may fuse or reorder additions depending on context, and a row's bits would
     # differ between a batch of one and a batch of many. Kernels write fused multiply-adds
     # explicitly.
     return _compiled(function, is_named=False)
@@ -145,8 +148,7 @@ def named_kernel(name: str) -> Callable[[_Function], _Function]:
     """Return `kernel` for a function that is defined several times with different closures.
 
     Args:
-        name: the kernel's name, unique in its module: cache files and linked symbols are named
-            after it.
+        name: a name that is unique in the module; cache files and linked symbols use it.
     """
 
     def named(function: _Function) -> _Function:
@@ -166,7 +168,7 @@ _OPTIONS = {
 
 
 class _PartLibrary(JITCodeLibrary):  # type: ignore[misc]
-    """Unoptimized code of a kernel and its callees; the kernel that links it optimizes once."""
+    """Unoptimized code of a kernel and its callees, optimized once by the kernel that links it."""
 
     def finalize(self) -> None:
         for library in dict.fromkeys(self._linking_libraries):
@@ -182,7 +184,7 @@ class _PartLibrary(JITCodeLibrary):  # type: ignore[misc]
 
 @register_pass(mutates_CFG=True, analysis_only=False)
 class _PartLowering(NativeLowering):  # type: ignore[misc]
-    """Numba's lowering into a `_PartLibrary`."""
+    """Numba's lowering, with a `_PartLibrary` as its target."""
 
     _name = "part_lowering"
 
@@ -190,7 +192,7 @@ class _PartLowering(NativeLowering):  # type: ignore[misc]
         state.library = _PartLibrary(state.targetctx.codegen(), state.func_id.func_qualname)
         state.flags.no_compile = True
         super().run_pass(state)
-        # Callers look a function up by its machine code; an empty object takes its place.
+        # Callers look a function up by its machine code, so store an empty object in its place.
         found = object()
         state.targetctx.insert_user_function(found, state["cr"].fndesc, [state.library])
         state["cr"] = state["cr"]._replace(cfunc=found)
@@ -208,7 +210,7 @@ class _PartCompiler(CompilerBase):  # type: ignore[misc]
 
 
 class _Part(CPUDispatcher):  # type: ignore[misc]
-    """A kernel as other kernels inline it: without machine code, not callable from Python."""
+    """A kernel as inlined into other kernels: it has no machine code and Python cannot call it."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         options = {**_OPTIONS, "no_cpython_wrapper": True}
@@ -219,11 +221,11 @@ class _Part(CPUDispatcher):  # type: ignore[misc]
 
 
 class _Kernel(CPUDispatcher):  # type: ignore[misc]
-    """A kernel that Python calls, with machine code on disk."""
+    """A kernel that Python can call, with machine code on disk."""
 
-    # Callees are compiled into it from their `_Part`s. Numba would optimize, compile and store
-    # every kernel on the way up: seven times for a callee seven calls deep, three times the time in
-    # total.
+    # Callees are compiled in from their `_Part`s. Numba would optimize, compile and store every
+    # kernel along the call chain, so a callee seven calls deep would be compiled seven times. In
+    # total this took three times as long.
     def __init__(self, function: Callable[..., Any], *, is_named: bool) -> None:
         super().__init__(function, targetoptions=dict(_OPTIONS))
         self._cache = _PackageCache(function, is_named=is_named)
@@ -243,7 +245,7 @@ def _compiled(function: _Function, *, is_named: bool) -> _Function:
 
 
 def is_on_disk(function: Any, arguments: tuple[Any, ...]) -> bool:
-    """Return whether machine code for these types, this machine and these sources is on disk."""
+    """Return whether the cache has machine code for these types, this machine and these sources."""
     return bool(function._cache.has(arguments, function.targetctx.codegen()))
 
 
@@ -255,6 +257,6 @@ def intrinsic(function: Callable[..., Any]) -> Any:
 def cache_path() -> str:
     """Return the folder of compiled kernels.
 
-    It is next to the sources, or in the user's cache if those are read-only.
+    The folder is next to the sources, or in the user's cache if the sources are read-only.
     """
     return str(_PackageCache(_source_digest.__wrapped__).cache_path)

@@ -1,9 +1,11 @@
-"""An n-gram index over the last tokens of many texts, for prompt-lookup speculative decoding.
+"""An n-gram index over the latest tokens of many texts, for prompt-lookup speculative decoding.
 
-A ring buffer holds the tokens of all texts, one after another. A table maps the hash of GRAM
-tokens to the position after their latest occurrence. `find_end` compares tokens, so a hash
-collision costs only a missed draft. Positions count appended tokens and never wrap; a position
-that is too old shows that its tokens are overwritten.
+A ring buffer holds the tokens of all texts, one text after another. A table maps the hash of GRAM
+consecutive tokens to the position after their latest occurrence. `find_end` compares the tokens
+too, so a hash collision only costs a missed draft.
+
+Positions count all tokens ever appended and never wrap. A position that is too old therefore shows
+that its tokens have been overwritten.
 """
 
 from __future__ import annotations
@@ -29,12 +31,12 @@ _MULTIPLIER = 0x9E3779B97F4A7C1
 
 
 class Ring(NamedTuple):
-    """The ring buffer and its table.
+    """The ring buffer and its hash table.
 
     Attributes:
-        total: int64 [1], tokens ever appended.
-        tokens: int32 [room]; the token of position p is at p % room.
-        heads: int64 [room], positions by hash; 0 if empty.
+        total: int64 [1], number of tokens ever appended.
+        tokens: int32 [room]; the token at position p is at index p % room.
+        heads: int64 [room], positions by hash; 0 marks an empty slot.
     """
 
     total: Longs
@@ -47,13 +49,13 @@ class Ring(NamedTuple):
 
 
 def new_ring(room: int) -> Ring:
-    """Return an empty ring of `room` tokens, a power of two; it takes 12 bytes per token."""
+    """Return an empty ring for `room` tokens, a power of two; it takes 12 bytes per token."""
     return Ring(np.zeros(1, np.int64), np.zeros(room, np.int32), np.zeros(room, np.int64))
 
 
 @kernel
 def _hash(tokens: Ints, stop: int, mask: int, heads: Longs) -> int:
-    """Return the slot in `heads` of the GRAM tokens before position `stop`."""
+    """Return the slot in `heads` for the GRAM tokens before position `stop`."""
     mixed = 0
     for i in range(GRAM):
         mixed = (mixed ^ tokens[(stop - GRAM + i) & mask]) * _MULTIPLIER
@@ -63,7 +65,7 @@ def _hash(tokens: Ints, stop: int, mask: int, heads: Longs) -> int:
 
 @kernel
 def append_tokens(new: Ints, total: Longs, tokens: Ints, heads: Longs) -> None:
-    """Append tokens to the ring `Ring(total, tokens, heads)`."""
+    """Append tokens to a ring, passed as the fields of `Ring`."""
     mask = len(tokens) - 1
     for token in new:
         tokens[total[0] & mask] = token
@@ -74,15 +76,16 @@ def append_tokens(new: Ints, total: Longs, tokens: Ints, heads: Longs) -> None:
 
 @kernel
 def find_end(tail: Ints, found: Longs, total: Longs, tokens: Ints, heads: Longs) -> None:
-    """Find the latest occurrence of the end of `tail` in the ring.
+    """Find the latest position in the ring where the last tokens of `tail` occur.
 
     Args:
         tail: int32 [n], n >= GRAM.
-        found: int64 [2], written: number of tokens that match (at least GRAM, or 0) and the
-            position after them.
-        total: int64 [1], of `Ring`.
-        tokens: int32 [room], of `Ring`.
-        heads: int64 [room], of `Ring`.
+        found: int64 [2], written: the number of matching tokens (0, or at least GRAM) and the
+            position
+            after them.
+        total: see `Ring`.
+        tokens: see `Ring`.
+        heads: see `Ring`.
     """
     found[0] = found[1] = 0
     mask = len(tokens) - 1

@@ -1,7 +1,7 @@
-"""Span search: runs of prompt tokens that cached blocks hold, at any position.
+"""Span search: finds runs of prompt tokens that cached blocks hold, at any position.
 
-A rolling hash (Rabin-Karp, modulo 2^61 - 1) finds candidate blocks; comparing tokens confirms and
-extends them. The oracle, reference/span_scan.py, compares every block at every place.
+A rolling hash (Rabin-Karp, modulo 2^61 - 1) finds candidate blocks. Comparing tokens then confirms
+and extends them. The oracle, reference/span_scan.py, compares every block at every position.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _multiply(typing: Any, x: Any, y: Any) -> Any:
     """Return x * y modulo MODULUS for int64 in [0, MODULUS)."""
 
     def codegen(context: Any, b: Any, signature: Any, arguments: Sequence[Any]) -> Any:
-        # 2^61 = 1 modulo MODULUS, so the bits above the 61st are added to the low ones.
+        # 2^61 = 1 modulo MODULUS, so the bits above the lowest 61 are added to the lowest 61.
         product = b.mul(*(b.zext(argument, _I128) for argument in arguments))
         modulus = ir.Constant(_I64, MODULUS)
         low = b.and_(b.trunc(product, _I64), modulus)
@@ -58,19 +58,19 @@ def _add(x: Any, y: Any) -> Any:
 
 @kernel
 def _token(search: SpanSearch, place: int) -> Any:
-    """Return the prompt's token at a place, in [0, 2^32)."""
+    """Return the prompt token at an index, in [0, 2^32)."""
     return load_i32(search.tokens + 4 * place) & 0xFFFFFFFF
 
 
 @kernel
 def _link(links: Any, block: int) -> Any:
-    """Return a block's entry in an array of links."""
+    """Return the link of a block: an element of one of the arrays of links."""
     return load_i32(links + 4 * block)
 
 
 @kernel
 def _hash_all(tables: SpanTables, search: SpanSearch) -> None:
-    """Write the hash of every place where a whole block fits."""
+    """Compute the hash of the block_size tokens at every index where a whole block fits."""
     size = tables.block_size
     if search.start + size > search.stop:
         return
@@ -98,7 +98,10 @@ def _num_same(tables: SpanTables, search: SpanSearch, block: int, place: int) ->
 
 @kernel
 def _newest(tables: SpanTables, search: SpanSearch, place: int) -> Any:
-    """Return the leader of the group whose tokens are at `place` (a whole block fits), or NONE."""
+    """Return the newest block that holds the prompt's tokens at `place`, or NONE.
+
+    A whole block must fit at `place`. The result is the leader of a group; see `SpanTables`.
+    """
     value = load_i64(search.hashes + 8 * place)
     block = _link(tables.heads, (value + search.root) & tables.slot_mask)
     while block != NONE:
@@ -114,9 +117,9 @@ def _newest(tables: SpanTables, search: SpanSearch, place: int) -> Any:
 
 @kernel
 def _child(tables: SpanTables, search: SpanSearch, block: int, place: int) -> Any:
-    """Return (block, tokens) for the child of `block` that matches the prompt longest at `place`.
+    """Return (child, tokens) for the child of `block` with the longest match at `place`.
 
-    It is (NONE, 0) if no child matches.
+    Returns (NONE, 0) if no child matches.
     """
     size = tables.block_size
     best = NONE
@@ -130,8 +133,8 @@ def _child(tables: SpanTables, search: SpanSearch, block: int, place: int) -> An
             best = child
             most = count
         child = _link(tables.older_siblings, child)
-    # MOST_TRIED limits the children. If there are more, one may still match whole: then it is in
-    # the group of blocks that have the prompt's tokens.
+    # At most MOST_TRIED children are compared. If the block has more, one of the others may still
+    # match in full. The group of blocks with the prompt's tokens then contains it.
     if most < size and child != NONE and place + size <= search.stop:
         other = _newest(tables, search, place)
         for _ in range(MOST_TRIED):
@@ -148,7 +151,7 @@ def _reach_back(tables: SpanTables, search: SpanSearch, floor: int, place: int, 
     """Extend a run backwards from `block` at `place`.
 
     Returns:
-        (place of the run's first token, blocks before `block` that it touches).
+        (index of the run's first token, number of blocks before `block` that the run touches).
     """
     size = tables.block_size
     count = 0
@@ -171,7 +174,7 @@ def _reach_back(tables: SpanTables, search: SpanSearch, floor: int, place: int, 
 
 @kernel
 def _reach_on(tables: SpanTables, search: SpanSearch, place: int, block: int) -> Any:
-    """Return the end of a run with `block` at `place`."""
+    """Return the end of the run that contains `block` at `place`."""
     count = tables.block_size
     while block != NONE:
         place += count
@@ -183,11 +186,12 @@ def _reach_on(tables: SpanTables, search: SpanSearch, place: int, block: int) ->
 
 @kernel
 def _longest(tables: SpanTables, search: SpanSearch, floor: int, place: int) -> Any:
-    """Return the longest run at `place`; of equal runs, the one stored at the highest position.
+    """Return the longest run at `place`; among equal runs, the one stored at the highest position.
 
     Returns:
-        (block at `place`, first place, end, stored position of the first token); block NONE if
-            none matches.
+        (block at `place`, first index, end, stored position of the first token). The block is NONE
+        if
+            no block matches.
     """
     best = NONE
     first = place
@@ -213,23 +217,26 @@ def _longest(tables: SpanTables, search: SpanSearch, floor: int, place: int) -> 
 def scan(
     tables: SpanTables, search: SpanSearch, runs: npt.NDArray[np.int64], path: npt.NDArray[np.int32]
 ) -> int:
-    """Find runs from left to right and return their number.
+    """Find runs from left to right and return the number of runs.
 
-    The scan is greedy: a run is extended as far as possible and never revised. Time is bounded,
-    however much is stored: a token that is in no run costs at most about MOST_TRIED * (min_tokens
-    + MOST_TRIED * block_size) comparisons. A prompt of 10,000 tokens takes 0.3 to 1 ms; an
-    adversarial one takes 9 ms.
+    The scan is greedy: each run is extended as far as possible and never revised. The time does not
+    grow with the number of cached blocks. A token outside all runs costs at most about MOST_TRIED *
+    (min_tokens + MOST_TRIED * block_size) comparisons. A prompt of 10,000 tokens takes 0.3 to 1 ms,
+    an
+    adversarial one 9 ms.
 
     Args:
-        tables: the cached blocks. Block ids are trusted.
+        tables: the cached blocks. Block ids are not checked.
         search: the prompt.
         runs: int64 [most, NUM_FIELDS], written; most >= (stop - start) // max(min_tokens,
             block_size).
         path: int32 [n], written: block ids of all runs, one run after another; n >= (stop - start)
-            // block_size + 2 * most.
+            //
+            block_size + 2 * most.
     """
-    # Addresses, not arrays: taking an array out of a tuple counts references. For 600 blocks of the
-    # one token that a prompt of 10,000 consists of, arrays take 24 ms and addresses 1.3 ms.
+    # Use addresses instead of arrays, because taking an array out of a tuple updates its reference
+    # count. For a prompt of 10,000 equal tokens and 600 cached blocks of that token, arrays take 24
+    # ms and addresses 1.3 ms.
     held = addresses_of(SpanTables, tables)
     wanted = addresses_of(SpanSearch, search)
     _hash_all(held, wanted)

@@ -1,4 +1,7 @@
-"""Inputs and outputs of a span search, as flat arrays; importable without the compiler."""
+"""Inputs and outputs of a span search as flat arrays.
+
+Importing this module does not import the compiler.
+"""
 
 from __future__ import annotations
 
@@ -34,23 +37,25 @@ class SpanTables(NamedTuple):
     """The blocks that a search can find.
 
     All arrays are C-contiguous. Arrays of links hold block ids or NONE. Blocks of one root with
-    equal tokens form a group, led by the newest. Groups in the same hash slot are chained. Inside
-    the kernel, addresses replace the arrays.
+    equal
+    tokens form a group, led by the newest block. Groups in the same hash slot are chained. Inside
+    the
+    kernel, addresses replace the arrays.
 
     Attributes:
         tokens: uint32 [num_blocks, block_size].
         hashes: int64 [num_blocks], span hashes & hash_mask.
         roots: int64 [num_blocks], number of the block's root.
-        first_positions: int64 [num_blocks], position of the block's first token when it was
+        first_positions: int64 [num_blocks], position of the block's first token when its KV was
             computed.
-        heads: int32 [num_slots], leader of the first group in slot (hash + root) % num_slots;
+        heads: int32 [num_slots], leader of the first group in slot (hash + root) % num_slots.
             num_slots is a power of two.
         next_groups: int32 [num_blocks]; for a leader, the leader of the next group in its slot.
         older: int32 [num_blocks], the next older block of the group.
-        parents: int32 [num_blocks], the preceding block in its context.
-        first_children: int32 [num_blocks], the newest following block.
+        parents: int32 [num_blocks], the block before it in its context.
+        first_children: int32 [num_blocks], the newest block that follows it.
         older_siblings: int32 [num_blocks], the next older block with the same parent.
-        block_size: tokens of a block.
+        block_size: tokens per block.
         slot_mask: num_slots - 1.
         base: base of the hash, in [2^32, MODULUS).
         last_power: base^(block_size - 1) modulo MODULUS.
@@ -75,16 +80,15 @@ class SpanTables(NamedTuple):
 
 
 class SpanSearch(NamedTuple):
-    """The prompt to search for; inside the kernel, addresses replace the arrays.
+    """The prompt to search; inside the kernel, addresses replace the arrays.
 
     Attributes:
         tokens: uint32 [num_tokens], the prompt.
-        hashes: int64 [num_tokens], written: hash of the block_size tokens that begin at each
-            place.
+        hashes: int64 [num_tokens], written: hash of the block_size tokens that start at each index.
         start: first token that a run may cover; start >= 0.
         stop: end of the tokens that a run may cover; start <= stop <= num_tokens.
-        root: only blocks of this root match.
-        min_tokens: shortest run that is reported.
+        root: number of the root whose blocks may match.
+        min_tokens: minimum length of a reported run.
     """
 
     tokens: Tokens

@@ -1,9 +1,9 @@
-"""An online suffix automaton: the longest suffix of a text that occurred in it before, and where.
+"""An online suffix automaton that finds the longest suffix of a text that occurred earlier in it.
 
-From Blumer et al. (1985), "The smallest automaton recognizing the subwords of a text". It has at
-most two states and three edges per token and takes amortized constant time per token. Edges are in
-one open-addressed hash table. The edges of a state are also chained, because splitting a state
-copies them.
+The algorithm is from Blumer et al. (1985), "The smallest automaton recognizing the subwords of a
+text". The automaton has at most two states and three edges per token and takes amortized constant
+time per token. All edges are in one open-addressed hash table. The edges of each state are also
+chained, because splitting a state copies them.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ occurrence.
 
 _EMPTY = -1
 _NONE = -1
-_EDGES_PER_TOKEN = 4  # slots of the table; at most three are used
-# Most suffixes whose latest position is updated per token. In a run of one token, all suffixes
-# would be.
+_EDGES_PER_TOKEN = 4  # hash slots per token; at most three are used
+# Maximum number of suffixes whose latest position is updated per token. Without a limit, a run of
+# one repeated token would update all of them.
 _MOST_UPDATED = 64
 
 
@@ -41,13 +41,13 @@ class Automaton(NamedTuple):
 
     Attributes:
         counts: int64 [5], indexed by NUM_TOKENS to MATCH_END.
-        lengths: int32 [2 * room], tokens of a state's longest string.
+        lengths: int32 [2 * room], length in tokens of each state's longest string.
         links: int32 [2 * room], suffix links.
-        ends: int32 [2 * room], the position after the latest known occurrence of a state's
+        ends: int32 [2 * room], the position after the latest known occurrence of each state's
             strings.
-        first_edges: int32 [2 * room], slot of a state's first edge.
-        keys: int64 [4 * room], state * 2^32 + token of an edge.
-        targets: int32 [4 * room], state that an edge leads to.
+        first_edges: int32 [2 * room], slot of each state's first edge.
+        keys: int64 [4 * room], state * 2^32 + token of each edge.
+        targets: int32 [4 * room], target state of each edge.
         next_edges: int32 [4 * room], slot of the next edge of the same state.
     """
 
@@ -71,7 +71,7 @@ class Automaton(NamedTuple):
 
 
 def automaton_bytes(room: int) -> int:
-    """Return the bytes of an automaton for `room` tokens."""
+    """Return the size in bytes of an automaton for `room` tokens."""
     return 96 * room + 40
 
 
@@ -96,7 +96,7 @@ def new_automaton(room: int) -> Automaton:
 
 @kernel
 def _slot(keys: Longs, state: int, token: int) -> Any:
-    """Return the slot of an edge, or the empty slot where it belongs."""
+    """Return the slot of an edge, or the empty slot where the edge would be inserted."""
     key = (state << 32) | token
     mask = len(keys) - 1
     mixed = key * 0x9E3779B97F4A7C1
@@ -135,7 +135,7 @@ def _split(
     state: int,
     length: int,
 ) -> Any:
-    """Clone a state for its strings of up to `length` tokens, with its edges; return the clone."""
+    """Clone a state and its edges for strings of up to `length` tokens; return the clone."""
     clone = counts[NUM_STATES]
     counts[NUM_STATES] = clone + 1
     lengths[clone] = length
@@ -164,11 +164,13 @@ def extend(
     targets: Ints,
     next_edges: Ints,
 ) -> None:
-    """Append tokens to the text of an automaton that has room for them.
+    """Append tokens to the text; the automaton must have room for them.
+
+    The arguments after `tokens` are the fields of `Automaton`, updated in place.
 
     Args:
         tokens: int32 [n], ids in [0, 2^31).
-        counts: int64 [5]; it and the rest are the arrays of an `Automaton`, updated.
+        counts: int64 [5].
     """
     for token in tokens:
         position = counts[NUM_TOKENS]

@@ -1,9 +1,11 @@
 """A thread team for kernels that take work units from an atomic counter.
 
-The calling thread works too, and takes every unit that is left. So a helper that the system does
-not schedule costs only its share: no thread waits at a barrier for a sleeping one. After its work
-a helper spins briefly before it sleeps, because the calls of a forward pass follow one another
-closely. Waking a sleeping helper costs the caller about 1 us; the helper starts about 20 us later.
+The calling thread also works, and it takes every unit that the helpers have not taken. A helper
+that the OS does not schedule therefore costs only its share of the speedup. No thread waits at a
+barrier for a sleeping helper.
+
+Calls in a forward pass follow each other closely, so a helper spins briefly before it sleeps.
+Waking a sleeping helper costs the caller about 1 us, and the helper starts about 20 us later.
 """
 
 from __future__ import annotations
@@ -25,14 +27,14 @@ from kvboost_edge.kernels.vectors import address_of, fetch_add, load_acquire, re
 
 __all__ = ["KernelTeam", "team_entries"]
 
-_SPINS = 20_000  # about 100 us, then the waiting thread yields its core
+_SPINS = 20_000  # about 100 us; then the waiting thread yields its core
 _NAP_S = 50e-6
-_LOOKS = 10_000  # about 150 us, then a helper without work sleeps
+_LOOKS = 10_000  # about 150 us; then a helper without work sleeps
 
 
 @kernel
 def _wait_for(counters: npt.NDArray[np.int64], index: int, value: int, spins: int) -> bool:
-    """Spin until counters[index] >= value, at most `spins` times; return whether it is."""
+    """Spin up to `spins` times until counters[index] >= value; return whether it got there."""
     at = address_of(counters) + 8 * index
     while spins > 0:
         if fetch_add(at, 0) >= value:
@@ -43,7 +45,7 @@ def _wait_for(counters: npt.NDArray[np.int64], index: int, value: int, spins: in
 
 @kernel
 def _look_out(board: npt.NDArray[np.int64], seen: int, looks: int) -> Any:
-    """Return the number on the board once it differs from `seen`, or `seen` after `looks` loads."""
+    """Poll the board up to `looks` times until it differs from `seen`; return its number."""
     at = address_of(board)
     while looks > 0:
         number = load_acquire(at)
@@ -63,13 +65,13 @@ team_entries = [
 
 
 class _Work(NamedTuple):
-    """A call that helpers may join.
+    """A kernel call that helpers may join.
 
     Attributes:
         serial: number of the call, ascending.
-        function: what a helper calls with `job`.
+        function: function that a helper calls with `job`.
         job: the kernel's arguments.
-        counters: int64, held because a helper that starts late still counts itself in.
+        counters: int64. The reference keeps the array alive for a helper that starts late.
     """
 
     serial: int
@@ -79,10 +81,13 @@ class _Work(NamedTuple):
 
 
 class _Mailbox:
-    """The newest work of a team, as its helpers see it; without a reference to the team."""
+    """The latest work of a team, shared with its helpers.
+
+    The mailbox holds no reference to the team, so the team can be garbage-collected.
+    """
 
     def __init__(self) -> None:
-        # Changes with every work, for helpers that are awake.
+        # Number of the latest work, polled by helpers that are awake.
         self.board = np.zeros(1, dtype=np.int64)
         self.work: _Work | None = None
         self.failure: BaseException | None = None
@@ -91,7 +96,7 @@ class _Mailbox:
         self._changed = threading.Condition()
 
     def begin(self, last: int) -> _Work | None:
-        """Return work newer than the serial `last`, or None; the helper must call `end` after."""
+        """Return work newer than serial `last`, or None. The helper must call `end` after it."""
         with self._changed:
             work = self.work
             if work is None or work.serial == last:
@@ -105,7 +110,10 @@ class _Mailbox:
             self._changed.notify_all()
 
     def withdraw(self) -> None:
-        """Stop offering the work and wait for helpers that run it: they use the caller's memory."""
+        """Stop offering the work and wait for the helpers that run it.
+
+        The helpers use the caller's memory, which may be freed afterwards.
+        """
         with self._changed:
             self.work = None
             self._changed.wait_for(lambda: self._busy == 0)
@@ -114,8 +122,8 @@ class _Mailbox:
 class KernelTeam:
     """A team of `num_threads` threads, including the caller.
 
-    Only one thread at a time may call `run`. Helpers start with the first work that can be shared.
-    They end with `close` or when the team is collected.
+    Only one thread at a time may call `run`. Helper threads start with the first work that they can
+    share. They end when `close` is called or the team is garbage-collected.
     """
 
     def __init__(self, num_threads: int) -> None:
@@ -136,15 +144,16 @@ class KernelTeam:
         done: int,
         units: int,
     ) -> None:
-        """Call the nogil kernel `function(job)` on the team; return when counters[done] >= units.
+        """Run the nogil kernel `function(job)` on the team until counters[done] >= units.
 
-        The function takes units until none is left, and adds 1 to counters[done] after each. It
-        may start late, when all units are taken; then it must return at once.
+        The function takes units until all are taken, and adds 1 to counters[done] after each unit.
+        A helper
+        may call it after the last unit is taken. It must then return at once.
 
         Args:
             function: the kernel.
-            job: its argument.
-            counters: int64 array that all threads share.
+            job: the kernel's argument.
+            counters: int64 array shared by all threads.
             done: index in `counters` of the number of finished units.
             units: number of units.
         """
@@ -165,11 +174,11 @@ class KernelTeam:
         self._mailbox.work = None
 
     def close(self) -> None:
-        """End the helpers. The team cannot be used afterwards."""
+        """Stop the helper threads. The team cannot be used afterwards."""
         _dismiss(self._mailbox, self._signals, self._threads)
 
     def _wake(self, work: _Work, num_helpers: int) -> None:
-        """Offer work and wake `num_helpers` helpers; starts the threads at the first call."""
+        """Offer work and wake `num_helpers` helpers; the first call starts the threads."""
         if not self._threads:
             self._start()
         self._mailbox.work = work
@@ -178,7 +187,7 @@ class KernelTeam:
             _raise_signal(signal)
 
     def _start(self) -> None:
-        """Start the helper threads, each with a locked signal."""
+        """Start the helper threads, each with its own lock as a wake-up signal."""
         for index in range(1, self.num_threads):
             signal = threading.Lock()
             signal.acquire()
@@ -194,14 +203,15 @@ class KernelTeam:
 
 
 def _raise_signal(signal: threading.Lock) -> None:
-    """Wake a helper whose signal is locked: it sleeps or works."""
-    # An open signal has not been taken yet; the helper that takes it finds the newest work.
+    """Wake a helper whose signal is locked, which means that it sleeps or works."""
+    # If the signal is already open, the helper has yet to take it and will then find the newest
+    # work.
     if signal.locked():
         signal.release()
 
 
 def _help(mailbox: _Mailbox, signal: threading.Lock) -> None:
-    """Run a helper thread: join the newest work, look out for more, then sleep until its signal."""
+    """Run a helper thread: join the newest work, spin for more work, then sleep until signaled."""
     last = seen = 0
     signal.acquire()
     while not mailbox.closed:
@@ -215,10 +225,10 @@ def _help(mailbox: _Mailbox, signal: threading.Lock) -> None:
                 return
             finally:
                 mailbox.end()
-            work = None  # a waiting helper keeps no finished call alive
+            work = None  # a waiting helper must not keep a finished call alive
         number = _look_out(mailbox.board, seen, _LOOKS)
-        # A helper that is awake takes the signal of the work, if it has arrived.
-        # Otherwise it sleeps until a signal comes.
+        # A helper that found work by polling must clear its signal, if it has arrived. A helper
+        # that found none sleeps until the signal arrives.
         signal.acquire(blocking=number == seen)
         seen = number
 

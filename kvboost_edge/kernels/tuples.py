@@ -1,8 +1,8 @@
-"""Rows of numbers in memory for NamedTuples: written by the host, read by kernels.
+"""Rows of numbers that pass NamedTuples from the host to kernels through memory.
 
-A row holds the fields in order, 8 bytes each; a nested tuple's fields are in its place. An int is
-int64, a float is float64, a `Float32` is a float32 and 4 bytes of padding. An array is the address
-of its first element, or 0 if it is empty.
+A row holds the fields in order, 8 bytes each. The fields of a nested tuple replace that tuple. An
+int is stored as int64, a float as float64, and a `Float32` as float32 with 4 bytes of padding. An
+array is stored as the address of its first element, or 0 if it is empty.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Builder = Any
 Float32 = Annotated[float, np.float32]
 """A float that is a float32 in memory and in kernels."""
 
-# Annotation -> format of struct, LLVM type, Numba type.
+# Maps an annotation to (struct format, LLVM type, Numba type).
 _NUMBERS: dict[Any, tuple[str, ir.Type, Any]] = {
     int: ("q", I64, types.int64),
     float: ("d", ir.DoubleType(), types.float64),
@@ -47,7 +47,7 @@ _NUMBERS: dict[Any, tuple[str, ir.Type, Any]] = {
 
 @cache
 def _fields(kind: Any) -> dict[str, Any]:
-    """Return field name -> key of `_NUMBERS` or NamedTuple; any other annotation is an int."""
+    """Map field names to keys of `_NUMBERS` or NamedTuples; other annotations count as int."""
     hints = get_type_hints(kind, include_extras=True)
     return {
         name: hint if hasattr(hint, "_fields") or hint in _NUMBERS else int
@@ -56,16 +56,16 @@ def _fields(kind: Any) -> dict[str, Any]:
 
 
 def num_numbers(kind: Any) -> int:
-    """Return the length of a row of a NamedTuple class, in 8-byte numbers."""
+    """Return the length of a NamedTuple class's row in 8-byte numbers."""
     return sum(
         num_numbers(field) if hasattr(field, "_fields") else 1 for field in _fields(kind).values()
     )
 
 
 def number_at(kind: Any, path: str) -> int:
-    """Return the index in a row of `kind` of a field path such as "shape.head_dim".
+    """Return the index of a field path such as "shape.head_dim" in a row of `kind`.
 
-    For a nested tuple, return the index of its first number.
+    For a nested tuple, this is the index of its first number.
     """
     name, _, rest = path.partition(".")
     fields = _fields(kind)
@@ -82,7 +82,7 @@ def numbers_of(kind: Any, values: Any) -> npt.NDArray[np.int64]:
 
 @cache
 def _format(kind: Any) -> str:
-    """Return the format of a row for `struct`."""
+    """Return the `struct` format of a row."""
     return "".join(
         _NUMBERS[field][0] if field in _NUMBERS else _format(field)
         for field in _fields(kind).values()
@@ -90,7 +90,7 @@ def _format(kind: Any) -> str:
 
 
 def _flat(kind: Any, values: Any) -> list[int | float]:
-    """Return the numbers and addresses of a row."""
+    """Return the numbers and addresses of a row, with nested tuples flattened."""
     flat: list[int | float] = []
     for name, field in _fields(kind).items():
         value = getattr(values, name)
@@ -104,14 +104,14 @@ def _flat(kind: Any, values: Any) -> list[int | float]:
 
 
 def numbers_type(kind: Any) -> Any:
-    """Return the Numba type of a NamedTuple of numbers and such tuples, or of one field."""
+    """Return the Numba type of a NamedTuple class, or of one of its fields."""
     if kind in _NUMBERS:
         return _NUMBERS[kind][2]
     return BaseTuple.from_types([numbers_type(field) for field in _fields(kind).values()], kind)
 
 
 def _load(context: Any, b: Builder, kind: Any, address: Value) -> Value:
-    """Emit the load of a tuple of class `kind`, or of one field, from a byte address."""
+    """Emit code that loads a tuple of class `kind`, or one of its fields, from a byte address."""
     if kind in _NUMBERS:
         return emit_load(b, _NUMBERS[kind][1], address)
     items = []
@@ -149,7 +149,7 @@ def load_i32_row(typing: Any, kind: Any, address: Any) -> Any:
 
 @intrinsic
 def addresses_of(typing: Any, kind: Any, values: Any) -> Any:
-    """Convert a tuple that has the fields of `kind` to `kind`; arrays become addresses."""
+    """Convert a tuple with the fields of `kind` to `kind`; addresses replace its arrays."""
 
     def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
         return _convert(context, b, kind.instance_class, values, arguments[1])

@@ -4,9 +4,9 @@ A `<16 x float>` is one AVX-512 register, two AVX2 registers or four NEON regist
 bit-identical on all of them: every multiply-add is an explicit `llvm.fma`, every reduction has a
 fixed order, and nothing depends on auto-vectorization.
 
-The `emit_*` functions write IR at the position of a builder. The intrinsics at the end are called
-by kernels. Addresses are int64, in bytes. Loads and stores assume the alignment of an element, not
-of a vector.
+The `emit_*` functions write IR at the position of a builder. Kernels call the intrinsics at the end
+of this module. Addresses are int64, in bytes. Loads and stores assume the alignment of an element,
+not of a vector.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ Builder = Any  # an ir.IRBuilder
 
 
 def emit_load(b: Builder, kind: ir.Type, address: Value) -> Value:
-    """Load a scalar or vector from a byte address, aligned to its element size (8 at most)."""
+    """Load a scalar or vector from a byte address, aligned to its element size (at most 8)."""
     element = kind.element if isinstance(kind, ir.VectorType) else kind
     align = {I16: 2, I64: 8}.get(element, 4) if not isinstance(element, ir.HalfType) else 2
     return b.load(b.inttoptr(address, _POINTER), align=align, typ=kind)
@@ -87,8 +87,9 @@ def emit_store(b: Builder, value: Value, address: Value) -> None:
 
 
 def emit_scratch(b: Builder, size: int) -> Value:
-    """Return the address of `size` bytes of the kernel's stack, aligned to 64, uninitialized."""
-    # `cgutils.alloca_once` would fill them with zeros on every call of the kernel, 65 ns for 20 KB.
+    """Return the address of `size` uninitialized bytes on the kernel's stack, aligned to 64."""
+    # `cgutils.alloca_once` would zero them on every call of the kernel, which takes 65 ns for 20
+    # KB.
     with b.goto_entry_block():
         place = b.alloca(ir.ArrayType(ir.IntType(8), size))
         place.align = 64
@@ -114,7 +115,7 @@ def _integers_like(kind: ir.Type) -> ir.Type:
 
 
 def emit_fma(b: Builder, x: Value, y: Value, z: Value) -> Value:
-    """Return x * y + z with one rounding; float32 scalars or vectors."""
+    """Return x * y + z with one rounding, for float32 scalars or vectors."""
     kind = x.type
     name = "llvm.fma.v16f32" if isinstance(kind, ir.VectorType) else "llvm.fma.f32"
     return b.call(
@@ -128,12 +129,12 @@ def emit_max(b: Builder, x: Value, y: Value) -> Value:
 
 
 def emit_shuffle(b: Builder, x: Value, y: Value, lanes: Sequence[int]) -> Value:
-    """Return the given lanes of x (0 to 15) and y (16 to 31)."""
+    """Return the given lanes of two vectors: 0 to 15 are those of x, 16 to 31 those of y."""
     return b.shuffle_vector(x, y, ir.Constant(ir.VectorType(I32, len(lanes)), list(lanes)))
 
 
 def emit_reduce_rows(b: Builder, rows: Sequence[Value], combine: Any) -> Value:
-    """Reduce the 16 lanes of each of four vectors; lanes 4r to 4r + 3 of the result hold row r.
+    """Reduce the lanes of four vectors; lanes 4r to 4r + 3 of the result hold the total of row r.
 
     The order is 8 + 8, 4 + 4, 2 + 2, 1 + 1 for every row, independent of its place among the four.
     """
@@ -173,9 +174,9 @@ _ROUNDER = 12582912.0  # 1.5 * 2^23: adding it rounds to an integer in the low b
 
 
 def emit_exp(b: Builder, x: Value) -> Value:
-    """Return exp(x) for x <= 88, scalar or vector.
+    """Return exp(x) of a scalar or vector for x <= 88.
 
-    It is exactly 1 at 0, exactly 0 below -87 and at -inf, and NaN for NaN.
+    The result is exactly 1 at 0, exactly 0 below -87 and at -inf, and NaN for NaN.
     """
     kind = x.type
     integers = _integers_like(kind)
@@ -194,7 +195,7 @@ def emit_exp(b: Builder, x: Value) -> Value:
 
 
 def emit_lanes_in(b: Builder, first: int, low: Value, high: Value) -> Value:
-    """Return the mask of lanes with low <= first + lane < high; low and high are int64 scalars."""
+    """Return the mask of lanes with low <= first + lane < high (both int64 scalars)."""
     index = ir.Constant(_VI32, [first + lane for lane in range(LANES)])
     above = b.icmp_signed(">=", index, emit_splat(b, b.trunc(low, I32), _VI32))
     below = b.icmp_signed("<", index, emit_splat(b, b.trunc(high, I32), _VI32))
@@ -202,7 +203,7 @@ def emit_lanes_in(b: Builder, first: int, low: Value, high: Value) -> Value:
 
 
 def emit_load_as_f32(b: Builder, kind: int, address: Value) -> Value:
-    """Load 16 values of KIND_F32, KIND_F16 or KIND_BF16 and widen them to float32, exactly."""
+    """Load 16 values of KIND_F32, KIND_F16 or KIND_BF16 and widen them exactly to float32."""
     if kind == KIND_F32:
         return emit_load(b, V16, address)
     if kind == KIND_F16:
@@ -215,8 +216,8 @@ def emit_prefetch(b: Builder, address: Value, *, write: bool = False, near: bool
     """Prefetch the cache line at a byte address.
 
     Args:
-        write: the line is going to be written.
-        near: into all cache levels; False: into all but the first.
+        write: True if the line is going to be written.
+        near: True prefetches into all cache levels, False into all but the first.
     """
     how = (int(write), 3 if near else 2, 1)
     arguments = [b.inttoptr(address, _POINTER), *(ir.Constant(I32, number) for number in how)]
@@ -226,7 +227,7 @@ def emit_prefetch(b: Builder, address: Value, *, write: bool = False, near: bool
 
 @intrinsic
 def exp_f32(typing: Any, x: Any) -> Any:
-    """Return exp of one float32, bit-identical to the vector variant."""
+    """Return exp(x) of a float32, bit-identical to the vector variant."""
 
     def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
         return emit_exp(b, arguments[0])
@@ -236,7 +237,7 @@ def exp_f32(typing: Any, x: Any) -> Any:
 
 @intrinsic
 def fma_f32(typing: Any, x: Any, y: Any, z: Any) -> Any:
-    """Return x * y + z with one rounding, float32."""
+    """Return x * y + z in float32 with one rounding."""
 
     def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
         return emit_fma(b, *arguments)
@@ -347,7 +348,7 @@ def relax(typing: Any) -> Any:
 
 @intrinsic
 def load_scalar(typing: Any, address: Any, kind: Any) -> Any:
-    """Load one value of KIND_F32, KIND_F16 or KIND_BF16, known at run time, as float32."""
+    """Load one value as float32; its dtype, a KIND_* number, is known only at run time."""
 
     def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
         address, kind = arguments
@@ -368,9 +369,9 @@ def load_scalar(typing: Any, address: Any, kind: Any) -> Any:
 
 @intrinsic
 def store_scalar(typing: Any, address: Any, value: Any, kind: Any) -> Any:
-    """Store a float32 as KIND_F32, KIND_F16 or KIND_BF16, known at run time.
+    """Store a float32 in a dtype, a KIND_* number, that is known only at run time.
 
-    It rounds to nearest, ties to even; NaN stays NaN.
+    Values are rounded to nearest, ties to even; NaN stays NaN.
     """
 
     def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:

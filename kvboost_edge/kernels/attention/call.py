@@ -1,4 +1,4 @@
-"""Arguments and buffers of one paged attention call, and their sizes."""
+"""Arguments, buffers and buffer sizes of one paged attention call."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ __all__ = [
     "state_floats",
 ]
 
-# Counters of a job, int64. The number of finished partitions of each (split tile, KV head) follows.
+# Indices of a job's int64 counters. They are followed by one counter per split tile and KV head:
+# its number of finished partitions.
 NEXT_UNIT = 0
 NUM_SCRATCH_USERS = 1
 UNITS_DONE = 2
@@ -36,19 +37,19 @@ class AttentionShape(NamedTuple):
     """Sizes and options of one layer's attention.
 
     Attributes:
-        num_kv_heads: KV heads.
+        num_kv_heads: number of KV heads.
         heads_per_kv: query heads per KV head (grouped-query attention).
-        head_dim: channels of a head.
+        head_dim: channels per head.
         padded_dim: head_dim rounded up to a multiple of 16.
         padded_rows: query rows of the largest unit, rounded up to a multiple of 4.
-        state_floats: floats of a softmax state; see `state_floats`.
-        scratch_floats: floats of scratch per thread.
-        block_size: tokens of a block.
-        kind: KIND_F32, KIND_F16 or KIND_BF16, the dtype of the pool.
-        window: sliding window in tokens; 0: none.
-        softcap: softcap of scores; 0: none.
+        state_floats: size of a softmax state in floats; see the function `state_floats`.
+        scratch_floats: scratch per thread in floats.
+        block_size: tokens per block.
+        kind: dtype of the pool: KIND_F32, KIND_F16 or KIND_BF16.
+        window: sliding window in tokens, or 0 for full attention.
+        softcap: softcap of scores, or 0 for no softcap.
         softmax_scale: factor of scores.
-        ahead: later tokens that a query also sees; 0: causal.
+        ahead: number of later tokens that a query also sees, or 0 for causal attention.
     """
 
     num_kv_heads: int
@@ -67,10 +68,10 @@ class AttentionShape(NamedTuple):
 
 
 class AttentionCall(NamedTuple):
-    """Arguments that the threads of one call share.
+    """Arguments shared by all threads of one call.
 
-    Arrays are C-contiguous and writable, so that one compilation fits all calls. Those of a
-    rotation are empty, and its numbers 0, if no segment has a delta.
+    Arrays are C-contiguous and writable, so one compiled kernel fits all calls. If no segment has a
+    delta, the arrays for rotating queries are empty and `unrotated_step` and `half` are 0.
 
     Attributes:
         queries: float32 [num_tokens, num_q_heads, head_dim].
@@ -78,24 +79,24 @@ class AttentionCall(NamedTuple):
         lse: float32 [num_tokens, num_q_heads], written: log-sum-exp of the scores.
         keys: address of the pool's keys.
         values: address of the pool's values.
-        sinks: float32 [num_q_heads], or [0] for none.
-        partials: float32 [num_partials * num_kv_heads, state_floats], states of split partitions,
-            aligned to 64 bytes.
-        scratch: float32 [num_threads, scratch_floats], aligned to 64 bytes; a thread takes a row
+        sinks: float32 [num_q_heads], or [0] without sinks.
+        partials: float32 [num_partials * num_kv_heads, state_floats], softmax states of split
+            partitions, aligned to 64 bytes.
+        scratch: float32 [num_threads, scratch_floats], aligned to 64 bytes; each thread takes a row
             when it joins.
         counters: int64; see NUM_COUNTERS.
-        cu_seqlens_q: int32, as in `PagedBatch`.
-        seq_lens: int32, as in `PagedBatch`.
-        block_tables: int32, as in `PagedBatch`.
-        max_blocks: columns of block_tables.
-        items: int32, as in `WorkPlan`.
-        num_items: rows of items.
-        num_threads: rows of scratch.
+        cu_seqlens_q: int32; see `PagedBatch`.
+        seq_lens: int32; see `PagedBatch`.
+        block_tables: int32; see `PagedBatch`.
+        max_blocks: number of columns of block_tables.
+        items: int32; see `WorkPlan`.
+        num_items: number of rows of items.
+        num_threads: number of rows of scratch.
         unrotated: float32, the queries before RoPE.
-        unrotated_step: floats from one token to the next in `unrotated`.
-        cos: float32, as in `QueryRotation`.
-        sin: float32, as in `QueryRotation`.
-        half: rotary pairs of a head.
+        unrotated_step: distance between two tokens in `unrotated`, in floats.
+        cos: float32; see `QueryRotation`.
+        sin: float32; see `QueryRotation`.
+        half: rotary pairs per head.
         shape: sizes and options.
     """
 
@@ -124,12 +125,12 @@ class AttentionCall(NamedTuple):
 
 
 class Job(NamedTuple):
-    """An AttentionCall with addresses instead of arrays, without the fields of `RotationPointers`.
+    """The fields of an AttentionCall except those of `RotationPointers`; arrays become addresses.
 
-    `sinks` is 0 for none.
+    `sinks` is 0 if there are no sinks.
     """
 
-    # Passing arrays from function to function would cost atomic reference counts.
+    # Passing arrays between functions would cost atomic reference-count updates.
     queries: int
     out: int
     lse: int
@@ -150,9 +151,10 @@ class Job(NamedTuple):
 
 
 class RotationPointers(NamedTuple):
-    """The AttentionCall's fields for segments with a delta; addresses instead of arrays."""
+    """The AttentionCall's fields for rotating queries, with addresses for arrays."""
 
-    # Not part of `Job`: all numbers of a Job are passed on for every 16 tokens.
+    # These fields are not part of `Job`, because all fields of a Job are passed on for every 16
+    # tokens.
     unrotated: int
     unrotated_step: int
     cos: int
@@ -161,26 +163,28 @@ class RotationPointers(NamedTuple):
 
 
 class Unit(NamedTuple):
-    """Query rows of one item and KV head, the tokens that they see, and their scratch.
+    """Query rows of one item and KV head, the range of tokens that they see, and their scratch.
 
-    Positions count from `shift`. A softmax state is float32 sums [padded_rows, padded_dim], maxima
-    [padded_rows], totals [padded_rows].
+    Positions are relative to `shift`. A softmax state consists of float32 sums [padded_rows,
+    padded_dim], maxima [padded_rows] and totals [padded_rows].
 
     Attributes:
         sequence: index of the sequence in the batch.
-        first_index: entry of the block table that holds the tokens from `shift` on.
+        first_index: index of the block-table entry that holds the tokens from `shift` on.
         shift: position of slot 0 of that entry.
-        whole: 0; or `high` if the rows' own tokens are in another segment: then all rows see all
+        whole: 0 if the rows' own tokens are in this segment. Otherwise `high`, and every row sees
+            all
             tokens before it.
-        head: KV head.
+        head: index of the KV head.
         num_rows: query rows (tokens x query heads of the KV head).
         first_position: position of the first query token.
         low: first token that a row sees.
         high: end of the tokens that a row sees.
-        query: address of float32 [padded_rows, head_dim], scaled; rows that pad the last 4 are 0.
+        query: address of float32 [padded_rows, head_dim], scaled. Padding rows are 0.
         scores: address of float32 [padded_rows, 64].
         rescale: address of float32 [padded_rows].
         stage: address of the staged strips: 4 x keys [head_dim, 16], 4 x values [16, padded_dim],
+            and
             a row of zeros [padded_dim].
         table: address of the tile table; see float_tiles.py.
     """
@@ -202,15 +206,15 @@ class Unit(NamedTuple):
 
 
 def state_floats(padded_rows: int, padded_dim: int) -> int:
-    """Return the floats of one softmax state: sums, maxima, totals.
+    """Return the size in floats of one softmax state: sums, maxima and totals.
 
-    A multiple of 16, so that consecutive states stay aligned to cache lines.
+    The size is a multiple of 16, which keeps consecutive states aligned to cache lines.
     """
     return -(-padded_rows * (padded_dim + 2) // LANES) * LANES
 
 
 def scratch_floats(padded_rows: int, head_dim: int, padded_dim: int) -> int:
-    """Return the floats of scratch that one thread needs, a multiple of 16."""
+    """Return the scratch that one thread needs, in floats; a multiple of 16."""
     rows = padded_rows * (head_dim + TILE + 1)
     stage = STRIPS * LANES * (head_dim + padded_dim) + padded_dim
     total = 2 * state_floats(padded_rows, padded_dim) + rows + stage + 12 * STRIPS + 8 * LANES

@@ -1,17 +1,18 @@
-"""Paged attention over float32, float16 and bfloat16 blocks: one kernel for decode and prefill.
+"""Paged attention over float32, float16 and bfloat16 blocks; one kernel serves decode and prefill.
 
-Online softmax (Milakov and Gimelshein, 2018) over tiles of 64 tokens, as in FlashAttention-2 (Dao,
-2023). Partitions of 512 tokens are merged by their log-sum-exp, as in Flash-Decoding; see
-units.py. Tiles and partitions are at absolute positions. The query heads of a KV head read its KV
-together. Decode is bound by reading KV from memory, prefill by fma throughput;
-benchmarks/bench/bench_kernels.py compares decode with the bandwidth of a plain read.
+The kernel computes an online softmax (Milakov and Gimelshein, 2018) over tiles of 64 tokens, as in
+FlashAttention-2 (Dao, 2023). Partitions of 512 tokens are merged by their log-sum-exp, as in
+Flash-Decoding; see units.py. Tiles and partitions start at absolute positions. All query heads of
+a KV head share one read of its KV. Decode is bound by reading KV from memory, prefill by fma
+throughput. benchmarks/bench/bench_kernels.py compares decode with the bandwidth of a plain read.
 
-A strip of 16 tokens is read in place if it is float32, complete, and head_dim is a multiple of 16.
-For few rows, a complete float16 tile is also read in place. Any other strip is staged: widened to
-float32, padded, and zero at tokens outside the item's range. So memory that was never written is
-never an operand.
+A complete strip of 16 float32 tokens is read in place if head_dim is a multiple of 16. A complete
+float16 tile is read in place too if there are few rows. Any other strip is staged: widened to
+float32, padded, and set to zero at tokens outside the item's range. The kernel therefore never
+computes with memory that was never written.
 
-Float32 buffers are passed as byte addresses: no bounds checks, no wraparound code, less IR.
+Float32 buffers are passed as byte addresses, which need no bounds checks or wraparound code and
+produce less IR.
 """
 
 from __future__ import annotations
@@ -63,18 +64,19 @@ _VALUES_1 = values_tile[1]
 _HALVES_4 = half_values_tile[4]
 _HALVES_2 = half_values_tile[2]
 _HALVES_1 = half_values_tile[1]
-# For so few rows, widening float16 twice (for scores and values) is cheaper than staging it.
+# Up to this many rows, widening float16 twice (for scores and for values) is cheaper than staging
+# it.
 _ROWS_IN_PLACE = 2 * ROWS
 
 
 @kernel
 def place_strip(job: Job, unit: Unit, strip: int, position: int, in_place: bool) -> None:
-    """Fill a column of the tile table for the 16 tokens at `position`; stage them if needed.
+    """Fill a column of the tile table for the 16 tokens at `position`, and stage them if needed.
 
     Args:
         job: the call.
         unit: the rows that attend.
-        strip: 0 to 3.
+        strip: index of the strip, 0 to 3.
         position: first token of the strip.
         in_place: True if the tile is read in its storage dtype; see `_reads_halves`.
     """
@@ -84,7 +86,7 @@ def place_strip(job: Job, unit: Unit, strip: int, position: int, in_place: bool)
     first = max(0, unit.low - position)
     end = min(LANES, unit.high - position)
     if first >= end:
-        # No token to see: one row of zeros is read for all channels.
+        # No token of this strip is visible, so all channels read the same row of zeros.
         zeros = unit.stage + 4 * STRIPS * LANES * (shape.head_dim + shape.padded_dim)
         fill(zeros, shape.padded_dim, np.float32(0.0))
         _set_column(at, zeros, 0, zeros, 0, zeros, zeros)
@@ -128,7 +130,7 @@ def place_strip(job: Job, unit: Unit, strip: int, position: int, in_place: bool)
 
 @kernel
 def _locate(job: Job, unit: Unit, position: int) -> tuple[Any, Any]:
-    """Return the addresses of the key and the value stored for a position."""
+    """Return the addresses of the key and value at a position."""
     shape = job.shape
     size = 4 if shape.kind == KIND_F32 else 2
     entry = unit.sequence * job.max_blocks + unit.first_index + position // shape.block_size
@@ -142,7 +144,7 @@ def _locate(job: Job, unit: Unit, position: int) -> tuple[Any, Any]:
 def _set_column(
     at: int, keys: int, key_step: int, values: int, value_step: int, ahead: int, ahead_values: int
 ) -> None:
-    """Write one column of the tile table at address `at`; float_tiles.py states its rows."""
+    """Write the tile-table column at address `at`; float_tiles.py describes its rows."""
     store_i64(at, keys)
     store_i64(at + 8 * STRIPS, key_step)
     store_i64(at + 16 * STRIPS, values)
@@ -153,7 +155,7 @@ def _set_column(
 
 @kernel
 def _reads_halves(shape: AttentionShape, unit: Unit, start: int) -> Any:
-    """Return whether the tile at `start` is complete float16 and read in place."""
+    """Return whether the tile at `start` is complete float16 that the kernel reads in place."""
     few = (
         shape.kind == KIND_F16
         and unit.num_rows <= _ROWS_IN_PLACE
@@ -164,14 +166,16 @@ def _reads_halves(shape: AttentionShape, unit: Unit, start: int) -> Any:
 
 @kernel
 def _attend_tile(shape: AttentionShape, unit: Unit, start: int, state: int, in_place: bool) -> None:
-    """Add the 64 tokens at `start`, located by the tile table, to the softmax state of all rows.
+    """Add the 64 tokens at `start` to the softmax state of all rows.
+
+    The tile table gives the location of the tokens.
 
     Args:
         shape: sizes and options of the call.
         unit: the rows that attend.
         start: position of the tile's first token.
         state: address of the unit's softmax state; see `Unit`.
-        in_place: True if the table locates float16 that was not staged.
+        in_place: True if the table points to float16 that was not staged.
     """
     dim = shape.padded_dim
     maxima = state + 4 * shape.padded_rows * dim
@@ -224,9 +228,9 @@ def _add_halves(unit: Unit, weights: int, factors: int, out: int, dim: int) -> N
     """Add a tile of float16 values to the sums of four rows, up to 64 channels at a time.
 
     Args:
-        unit: holds the tile table.
+        unit: the unit, which holds the tile table.
         weights: address of float32 [4, 64].
-        factors: address of float32 [4], factors of the sums so far.
+        factors: address of float32 [4], factors of the current sums.
         out: address of float32 [4, dim], the sums.
         dim: padded channels, a multiple of 16.
     """
@@ -257,13 +261,13 @@ def _attend_partition(job: Job, unit: Unit, more: int, partition: int, state: in
 
 @kernel
 def _lay_out(job: Job, unit: Unit) -> int:
-    """Return 0: floats need nothing but a `Unit`."""
+    """Return 0, because attention over floats needs no buffers besides those of `Unit`."""
     return 0
 
 
 @kernel
 def _add_nothing(job: Job, unit: Unit, more: int, merged: int, state: int) -> None:
-    """Do nothing: all tokens of a unit are in its partitions."""
+    """Do nothing, because all tokens of a unit are in its partitions."""
 
 
 attend_units = unit_loop("attend_units", _lay_out, _attend_partition, _add_nothing)
@@ -271,9 +275,11 @@ attend_units = unit_loop("attend_units", _lay_out, _attend_partition, _add_nothi
 
 @kernel
 def attend(call: AttentionCall) -> None:
-    """Take units until none is left.
+    """Process units until all are taken.
 
-    Every thread of a team runs this on the same call. A thread that starts late returns at once.
+    Every thread of a team runs this function on the same call. A thread that starts after the last
+    unit
+    is taken returns at once.
     """
     job = addresses_of(Job, call)
     attend_units(job, addresses_of(RotationPointers, call), job)

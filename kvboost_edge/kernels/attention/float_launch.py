@@ -1,4 +1,4 @@
-"""Entry point of paged attention over float KV: checks, buffers and threads."""
+"""Entry point of paged attention over float KV: argument checks, buffers and threads."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ _NO_SINKS = np.empty(0, dtype=np.float32)
 _NO_TURNING = QueryRotation(
     np.empty((0, 0, 0), np.float32), np.empty((0, 0), np.float32), np.empty((0, 0), np.float32)
 )
-# Below this many steps of 4 rows x 64 tokens x 64 dims (0.25 us or more each), the call is nearly
-# over before a helper is awake. Time alone and with one helper: 67 and 67 us at 128 steps, 116 and
-# 89 us at 256, 224 and 146 us at 512.
+# A call with fewer steps of 4 rows x 64 tokens x 64 dims (at least 0.25 us each) is nearly over
+# before a helper is awake. Times alone and with one helper: 67 and 67 us at 128 steps, 116 and 89
+# us at 256 steps, 224 and 146 us at 512 steps.
 _STEPS_TO_SHARE = 200
 
 
 class AttentionWorkspace:
-    """A thread team, and buffers that grow to the largest call."""
+    """A thread team, and buffers that grow to the size of the largest call."""
 
     def __init__(self, num_threads: int) -> None:
         self.team = KernelTeam(num_threads)
@@ -92,22 +92,22 @@ def paged_attention(
 ) -> tuple[Floats, Floats]:
     """Compute attention of a flat batch over its sequences' blocks.
 
-    It is causal unless `options.ahead` is set. Block ids and lengths are trusted.
+    Attention is causal unless `options.ahead` is set. Block ids and lengths are not checked.
 
     Args:
         queries: float32 [num_tokens, num_q_heads, head_dim].
         pool: KV of one layer.
         batch: query rows and block tables of each sequence.
         options: softmax scale, window, softcap, sinks.
-        workspace: threads and buffers; None: one thread with buffers of its own.
-        plan: result of `plan_work` for this batch, these head counts and this window, if known.
+        workspace: threads and buffers; None uses one thread and temporary buffers.
+        plan: result of `plan_work` for this batch, head counts and window; None computes it.
         turning: queries before RoPE; required if the batch has segments with a delta.
 
     Returns:
         (out, lse): float32 like `queries`, float32 [num_tokens, num_q_heads].
 
     Raises:
-        ConfigError: shapes do not fit, or `turning` is missing.
+        ConfigError: shapes do not match, or `turning` is missing.
     """
     space = workspace or AttentionWorkspace(1)
     heads_per_kv = check_shapes(queries, pool, options)
@@ -132,7 +132,7 @@ def paged_attention(
 
 
 def check_shapes(queries: Floats, pool: KVPool, options: AttentionOptions) -> int:
-    """Return the query heads per KV head; raise ConfigError if the shapes do not fit."""
+    """Return the query heads per KV head; raise ConfigError if the shapes do not match."""
     num_kv_heads, head_dim = pool.keys.shape[1:3]
     _, num_q_heads, query_dim = queries.shape
     if query_dim != head_dim or num_q_heads % num_kv_heads:
@@ -176,7 +176,7 @@ def make_call(
     more_scratch: Callable[[int, int], int] | None = None,
     turning: QueryRotation | None = None,
 ) -> AttentionCall:
-    """Return a call with new outputs and the workspace's buffers.
+    """Return a call with newly allocated outputs and the workspace's buffers.
 
     Args:
         queries: float32 [num_tokens, num_q_heads, head_dim].
@@ -185,8 +185,9 @@ def make_call(
         options: softmax scale, window, softcap, sinks.
         space: threads and buffers.
         plan: result of `plan_work`.
-        more_scratch: (padded_rows, padded_dim) -> floats per thread, in addition to those of float
-            attention.
+        more_scratch: function (padded_rows, padded_dim) -> floats per thread to add to the scratch
+            of
+            float attention.
         turning: queries before RoPE, for segments with a delta.
     """
     num_kv_heads, head_dim, block_size = pool.keys.shape[1:]
@@ -240,7 +241,7 @@ def make_call(
 
 
 def is_small(call: AttentionCall, plan: WorkPlan) -> bool:
-    """Return whether the call ends before a helper would be awake."""
+    """Return whether the call would end before a helper is awake."""
     return plan.num_steps * call.shape.num_kv_heads * call.shape.head_dim < _STEPS_TO_SHARE * 64
 
 
@@ -249,6 +250,6 @@ def _round_up(value: int, multiple: int) -> int:
 
 
 def _plain(array: npt.NDArray[Any], dtype: type[np.generic]) -> npt.NDArray[Any]:
-    """Return the array if it is C-contiguous, writable and of the dtype; otherwise a copy."""
+    """Return a C-contiguous, writable array of the dtype; copy only if needed."""
     plain = np.ascontiguousarray(array, dtype=dtype)
     return plain if plain.flags.writeable else plain.copy()

@@ -1,7 +1,7 @@
 """Register-blocked attention microkernels: four query rows x one tile of 64 tokens.
 
-A tile is four strips of 16 tokens. A tile table, int64 [6, 4] in memory with one column per strip,
-locates them:
+A tile consists of four strips of 16 tokens. The tile table, int64 [6, 4] in memory with one column
+per strip, holds their locations:
 
     row  content
       0  address of the keys, [head_dim, 16]: a lane is a token
@@ -12,9 +12,9 @@ locates them:
       5  address of the next tile's values, to prefetch
 
 The inner loop broadcasts one float of a query (or weight) and multiplies it with a vector of 16
-keys (or values) by `fma`. Each lane of each accumulator is one fma chain in a fixed order: dims
-for scores, tokens for values. So a row's result does not depend on the rows that share its
-registers.
+keys (or values) by `fma`. Each lane of each accumulator is one fma chain in a fixed order, over
+dims for scores and over tokens for values. A row's result therefore does not depend on the other
+rows in the registers.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ TILE = STRIPS * LANES
 ROWS = 4
 _VECTOR_BYTES = 4 * LANES
 _TABLE_ROW_BYTES = 8 * STRIPS
-# Vectors of 16 that four rows are multiplied with at once. Their accumulators fill 16 of 32
-# registers of 512 bits, or 8 of 16 of 256 bits.
+# Number of vectors of 16 that are multiplied with four rows at once. The accumulators fill 16 of
+# the 32 512-bit registers, or 8 of the 16 256-bit registers.
 _AT_ONCE = 4 if dot_form() == "vnni512" else 1
 
 Value = Any
@@ -138,13 +138,13 @@ def _emit_strips(b: Builder, arguments: Sequence[Value], strips: int, kind: int)
 def _scores_tile(strips: int, kind: int = KIND_F32) -> Any:
     @intrinsic
     def scores_tile(typing: Any, query: Any, table: Any, head_dim: Any, scores: Any) -> Any:
-        """Compute scores of four rows for the tile's first 16 * strips tokens.
+        """Compute scores of four rows for the first 16 * strips tokens of the tile.
 
         Args:
             query: address of float32 [4, head_dim], contiguous.
             table: address of the tile table; the keys have dtype `kind`.
-            head_dim: channels of a head.
-            scores: address of float32 [4, 64]; the columns of those tokens are written.
+            head_dim: channels per head.
+            scores: address of float32 [4, 64]; only the columns of those tokens are written.
         """
 
         def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
@@ -223,15 +223,15 @@ def _values_tile(num_vectors: int, strips: int, kind: int = KIND_F32) -> Any:
     ) -> Any:
         """Set out[row] = out[row] * scale[row] + sum over tokens of weight[row] * value.
 
-        The tokens are the tile's first 16 * strips ones.
+        The sum covers the first 16 * strips tokens of the tile.
 
         Args:
             weights: address of float32 [4, 64].
             table: address of the tile table; the values have dtype `kind`.
             channel: first channel of the panel.
             scales: address of float32 [4].
-            out: address of float32 [4, row_bytes / 4]; the panel's columns are updated.
-            row_bytes: bytes of a row of `out`.
+            out: address of float32 [4, row_bytes / 4]; only the panel's columns are updated.
+            row_bytes: bytes per row of `out`.
         """
 
         def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
@@ -262,7 +262,7 @@ def softcap_row(typing: Any, scores: Any, cap: Any) -> Any:
             x = b.fdiv(emit_load(b, V16, at), cap_splat)
             negative = b.fcmp_ordered("<", x, zero)
             minus_abs = b.select(negative, x, b.fsub(zero, x))
-            # tanh through exp(-2 |x|), which cannot overflow.
+            # Compute tanh from exp(-2 |x|), which cannot overflow.
             decay = emit_exp(b, b.fadd(minus_abs, minus_abs))
             tanh = b.fdiv(b.fsub(one, decay), b.fadd(one, decay))
             tanh = b.select(negative, b.fsub(zero, tanh), tanh)
@@ -274,7 +274,7 @@ def softcap_row(typing: Any, scores: Any, cap: Any) -> Any:
 
 @intrinsic
 def hide_row(typing: Any, scores: Any, low: Any, high: Any) -> Any:
-    """Set float32 [64] to -inf outside [low, high), in place."""
+    """Set the elements of float32 [64] outside [low, high) to -inf, in place."""
 
     def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
         scores, low, high = arguments
@@ -290,16 +290,17 @@ def hide_row(typing: Any, scores: Any, low: Any, high: Any) -> Any:
 
 @intrinsic
 def softmax_rows(typing: Any, scores: Any, maxima: Any, totals: Any, rescale: Any) -> Any:
-    """Do one step of the online softmax of four rows over one tile.
+    """Do one online-softmax step for four rows over one tile.
 
     Args:
-        scores: address of float32 [4, 64]; -inf hides a token. Replaced by exp(score - new
-            maximum), exactly 0 for -inf.
-        maxima: address of float32 [4], running maxima (-inf before the first visible token),
-            updated.
-        totals: address of float32 [4], running sums of exponentials, updated.
-        rescale: address of float32 [4], written: factor of earlier sums (1 if the maximum did not
-            change).
+        scores: address of float32 [4, 64], replaced by exp(score - new maximum). A score of -inf
+            hides a token and becomes exactly 0.
+        maxima: address of float32 [4], updated: running maxima, -inf before the first visible
+            token.
+        totals: address of float32 [4], updated: running sums of exponentials.
+        rescale: address of float32 [4], written: factor of the earlier sums, 1 if the maximum did
+            not
+            change.
     """
 
     def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
@@ -310,7 +311,7 @@ def softmax_rows(typing: Any, scores: Any, maxima: Any, totals: Any, rescale: An
 
 
 def _emit_softmax(b: Builder, scores: Value, maxima: Value, totals: Value, rescale: Value) -> None:
-    """Emit `softmax_rows`: rows are folded to 16 lanes each, then all four are reduced at once."""
+    """Emit `softmax_rows`: fold each row to 16 lanes, then reduce all four rows at once."""
     quad = ir.VectorType(F32, ROWS)
     spread = [lane // ROWS for lane in range(LANES)]
 
@@ -334,8 +335,8 @@ def _emit_softmax(b: Builder, scores: Value, maxima: Value, totals: Value, resca
         rows = [emit_load(b, V16, b.add(folded, _int(row * _VECTOR_BYTES))) for row in range(ROWS)]
         return emit_reduce_rows(b, rows, combine)
 
-    # One row at a time: all four at once would be more code than the rest of a tile, and more than
-    # the registers hold.
+    # Process one row at a time. All four at once would need more registers than there are, and more
+    # code than the other parts of a tile together.
     folded = emit_scratch(b, ROWS * _VECTOR_BYTES)
     bases = emit_scratch(b, _VECTOR_BYTES)
     with emit_loop(b, _int(ROWS)) as row:
@@ -383,17 +384,17 @@ def stage_rows(
     high: Any,
     kind: Any,
 ) -> Any:
-    """Widen rows of 16 stored values to contiguous float32 rows, prefetching the next rows.
+    """Widen rows of 16 stored values to contiguous float32 rows, and prefetch the next rows.
 
     Args:
         out: address of float32 [rows, 16], written.
         source: address of the first row.
-        ahead: address of rows to prefetch, laid out like `source`.
+        ahead: address of the rows to prefetch, laid out like `source`.
         rows: number of rows.
         step: bytes from one row of `source` to the next.
-        low: first lane that is kept; lanes before it become 0.
-        high: end of the lanes that are kept; lanes from it on become 0.
-        kind: KIND_F32, KIND_F16 or KIND_BF16.
+        low: first lane to keep; earlier lanes become 0.
+        high: end of the lanes to keep; later lanes become 0.
+        kind: dtype of `source`: KIND_F32, KIND_F16 or KIND_BF16.
     """
 
     def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
@@ -406,9 +407,9 @@ def stage_rows(
 
 
 def _emit_by_vectors(b: Builder, count: Value, emit: Any) -> None:
-    """Emit `emit(type, byte offset)` for `count` floats: whole vectors, then single floats.
+    """Emit `emit(type, byte offset)` for `count` floats: for whole vectors, then for single floats.
 
-    Nothing runs if count <= 0.
+    The emitted code does nothing if count <= 0.
     """
     vectors = b.sdiv(count, _int(LANES))
     with cgutils.for_range(b, vectors, intp=I64) as loop:
@@ -419,9 +420,9 @@ def _emit_by_vectors(b: Builder, count: Value, emit: Any) -> None:
 
 
 def _row_intrinsic(num_floats: int, combine: Any) -> Any:
-    """Return the intrinsic f(out, source, count, *floats).
+    """Return the signature and code generator of an intrinsic f(out, source, count, *floats).
 
-    It sets out[i] = combine(b, out[i], source[i], *floats) for i < count.
+    The intrinsic sets out[i] = combine(b, out[i], source[i], *floats) for i < count.
     """
 
     def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
@@ -457,7 +458,7 @@ def scale_row(typing: Any, out: Any, source: Any, count: Any, factor: Any) -> An
 
 @intrinsic
 def fill(typing: Any, out: Any, count: Any, value: Any) -> Any:
-    """Set `count` float32 at address `out` to a value; do nothing if count <= 0."""
+    """Set `count` float32 at address `out` to `value`; do nothing if count <= 0."""
 
     def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
         out, count, value = arguments

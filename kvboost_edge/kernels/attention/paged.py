@@ -1,4 +1,4 @@
-"""Inputs of paged attention: a layer's pool, the flat batch, options, and the work plan."""
+"""Inputs of paged attention: one layer's pool, the flat batch, the options and the work plan."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ __all__ = [
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int32]
 
-_TILE = 64  # tokens, see float_tiles.py
-# Tokens. Partial results end at multiples of it, whatever the batch or the chunks, and merge in
-# order: so results do not depend on either.
+_TILE = 64  # tokens; see float_tiles.py
+# Tokens per partition. Partial results end at multiples of PARTITION and merge in order, so results
+# depend on neither the batch nor the chunking of the prompt.
 PARTITION = 512
 _KINDS: dict[np.dtype[Any], int] = {
     np.dtype(np.float32): KIND_F32,
@@ -44,7 +44,8 @@ _KINDS: dict[np.dtype[Any], int] = {
 }
 # Query rows (tokens x query heads of a KV head) that share one read of KV.
 _ROWS_PER_ITEM = 64
-# If a thread would get fewer items than this, the partitions of a sequence are split over threads.
+# If each thread would get fewer items than this, the partitions of a sequence are split over
+# threads.
 _ITEMS_PER_THREAD = 4
 
 
@@ -63,12 +64,14 @@ class KVPool(NamedTuple):
 
 
 class OwnBlocks(NamedTuple):
-    """Float16 copies of the blocks that a pass writes; a query reads its own block here.
+    """Float16 copies of the blocks that a pass writes.
+
+    A query reads the block that contains its own token from here.
 
     Attributes:
         pool: float16 buffers, shaped as in `KVPool`.
-        tables: int32 [num_seqs, width], buffers of the sequence's consecutive blocks, from the
-            first one that the pass writes.
+        tables: int32 [num_seqs, width], the buffers of each sequence's consecutive blocks, starting
+            with the first block that the pass writes.
         first: int32 [num_seqs], position of slot 0 of that first block.
     """
 
@@ -78,15 +81,16 @@ class OwnBlocks(NamedTuple):
 
 
 class PagedBatch(NamedTuple):
-    """Query rows and block tables of the sequences of a batch.
+    """Query rows and block tables of the sequences in a batch.
 
     Attributes:
         cu_seqlens_q: int32 [num_seqs + 1], first query row of each sequence.
         seq_lens: int32 [num_seqs], position after each sequence's last query row.
-        block_tables: int32 [num_seqs, max_blocks], block ids in order; not read beyond the
-            sequence's end.
-        segments: positions that the entries hold, see segments.py; None: entry i holds those from
-            i * block_size on.
+        block_tables: int32 [num_seqs, max_blocks], block ids in order. Entries after the sequence's
+            end are not read.
+        segments: positions that the entries hold; see segments.py. None means that entry i holds
+            the
+            positions from i * block_size on.
     """
 
     cu_seqlens_q: Ints
@@ -96,16 +100,19 @@ class PagedBatch(NamedTuple):
 
 
 class AttentionOptions(NamedTuple):
-    """Options of one layer's softmax.
+    """Softmax options of one layer.
 
     Attributes:
         softmax_scale: factor of scores.
-        window: a query at position p sees keys at (p - window, p]; 0: all up to p.
-        softcap: scores become softcap * tanh(score / softcap); 0: none.
-        sinks: float32 [num_q_heads], one more logit per head that joins the denominator and has no
-            value; None: none.
-        ahead: keys after p that are also seen, up to the sequence's end; 0: causal. Not with
-            segments.
+        window: sliding window in tokens; a query at position p sees keys at (p - window, p]. 0 lets
+            it
+            see all keys up to p.
+        softcap: scores become softcap * tanh(score / softcap); 0 disables it.
+        sinks: float32 [num_q_heads], an additional logit per head that is part of the denominator
+            and
+            has no value; None disables sinks.
+        ahead: number of keys after p that are also visible, up to the sequence's end; 0 for causal
+            attention. It cannot be combined with segments.
     """
 
     softmax_scale: float
@@ -132,25 +139,28 @@ class QueryRotation(NamedTuple):
 
 
 class Item(NamedTuple):
-    """A tile of a sequence's query rows and the partitions that it attends to.
+    """A tile of a sequence's query rows and the partitions that the tile attends to.
 
-    It attends to all partitions that its rows see; if the tile is split, to one of them.
+    If the tile is split, the item covers one partition. Otherwise it covers all partitions that the
+    rows see.
 
     Attributes:
         sequence: index of the sequence in the batch.
-        first_row: first query token, counted from the sequence's first one in the batch.
-        num_rows: query tokens.
+        first_row: first query token, relative to the sequence's first query token in the batch.
+        num_rows: number of query tokens.
         first_partition: first partition of the item, in one segment of the sequence's blocks.
-        end_partition: end of its partitions.
-        split: number of the split tile; -1: not split.
+        end_partition: end of the item's partitions.
+        split: index of the split tile, or -1 if the tile is not split.
         ordinal: index of this partition in the split tile.
         num_partitions: partitions of the split tile.
         first_partial: the split tile's first partial result.
         first_index: the segment's first entry in the block table.
-        shift: position of slot 0 of that entry; the item's other positions count from it.
+        shift: position of slot 0 of that entry. The item's other positions are relative to it.
         valid_from: first position that the segment serves.
-        valid_to: end of the positions that it serves; NO_END: it holds the queries' own tokens.
-        delta: the segment's delta: positions by which the queries are rotated back; 0: none.
+        valid_to: end of the positions that the segment serves, or NO_END if it holds the queries'
+            own
+            tokens.
+        delta: the segment's delta, by which the queries are rotated back; 0 without a shift.
     """
 
     sequence: Any
@@ -174,13 +184,13 @@ ITEM_COLUMNS = len(Item._fields)
 
 
 class WorkPlan(NamedTuple):
-    """Items that threads take one by one; an item is one unit per KV head.
+    """Items that threads take one by one; each item is one unit per KV head.
 
     Attributes:
         items: int32 [num_items, ITEM_COLUMNS], rows of `Item`.
-        num_splits: tiles of query rows whose partitions are split.
+        num_splits: number of split tiles.
         num_partials: partial results of all split tiles.
-        tile_rows: most query tokens of an item.
+        tile_rows: maximum number of query tokens per item.
         num_steps: approximate work per KV head, in steps of 4 query rows x 64 tokens.
     """
 
@@ -201,19 +211,19 @@ def plan_work(
 ) -> WorkPlan:
     """Split a batch into items: tiles of query rows, or partitions if there are few rows.
 
-    The plan affects speed only: partial results end at absolute positions and merge in order. A
-    sequence of several segments is always split, each segment into its own partitions.
+    The plan affects only the speed, because partial results end at absolute positions and merge in
+    order. A sequence with several segments is always split, each segment into its own partitions.
 
     Args:
         batch: query rows and block tables.
         heads_per_kv: query heads per KV head.
-        num_kv_heads: KV heads.
-        window: sliding window in tokens; 0: none.
-        num_threads: threads of the call.
-        ahead: later tokens that a query also sees.
+        num_kv_heads: number of KV heads.
+        window: sliding window in tokens, or 0 for full attention.
+        num_threads: number of threads of the call.
+        ahead: number of later tokens that a query also sees.
 
     Raises:
-        ConfigError: `ahead` with segments.
+        ConfigError: `ahead` is combined with segments.
     """
     if ahead and batch.segments is not None:
         raise ConfigError(
@@ -226,8 +236,8 @@ def plan_work(
     cut = _Cut(heads_per_kv, num_kv_heads, window, num_threads, tile_rows, ahead)
     if max(lengths, default=0) > tile_rows or (window > 0 and batch.segments is not None):
         return _plan_items(lengths, seq_lens, batch.segments, cut)
-    # Decode steps share a cached plan until a sequence begins another tile or a partition leaves
-    # its window.
+    # Decode steps share a cached plan until a sequence starts another tile or a partition leaves
+    # the sliding window.
     alike = tuple(
         _last_alike(seq_len, seq_len - length, window)
         for seq_len, length in zip(seq_lens, lengths, strict=True)
@@ -237,7 +247,10 @@ def plan_work(
 
 
 def _last_alike(seq_len: int, position: int, window: int) -> int:
-    """Return the greatest length with the plan of `seq_len`, for a first query at `position`."""
+    """Return the largest sequence length whose plan equals the plan of `seq_len`.
+
+    `position` is the position of the sequence's first query token.
+    """
     tile_end = -(-seq_len // _TILE) * _TILE
     if window == 0:
         return tile_end
@@ -246,7 +259,7 @@ def _last_alike(seq_len: int, position: int, window: int) -> int:
 
 
 class _Cut(NamedTuple):
-    """Inputs of a plan other than lengths and segments."""
+    """Inputs of a plan besides lengths and segments."""
 
     heads_per_kv: int
     num_kv_heads: int
@@ -260,7 +273,7 @@ class _Cut(NamedTuple):
 def _plan_again(
     lengths: tuple[int, ...], seq_lens: tuple[int, ...], segments: bytes | None, cut: _Cut
 ) -> WorkPlan:
-    """Return `_plan_items` from a cache; `segments` are the bytes of int32 rows."""
+    """Return the cached result of `_plan_items`; `segments` are the bytes of int32 rows."""
     rows = (
         None
         if segments is None
@@ -270,14 +283,14 @@ def _plan_again(
 
 
 class _Walks(NamedTuple):
-    """The partitions that tiles of query rows attend to: one walk for each segment of a sequence.
+    """The ranges of partitions that tiles of query rows attend to, one range per tile and segment.
 
-    Arrays are int64 [num_walks]. One int replaces an array if every sequence has one segment.
-    Fields not listed are as in `Item`.
+    Arrays are int64 [num_walks]. If every sequence has one segment, some fields are an int for all
+    ranges. Other fields have the same meaning as in `Item`.
 
     Attributes:
-        tile: the tile of query rows.
-        position: position of its first query.
+        tile: index of the tile of query rows.
+        position: position of the tile's first query.
     """
 
     tile: Longs
@@ -291,7 +304,7 @@ class _Walks(NamedTuple):
     delta: Longs | int
 
     def places(self, source: Longs) -> dict[str, Longs | int]:
-        """Return the last five fields at the walks with these numbers."""
+        """Return the fields that locate a segment, for the given indices."""
         names = ("first_index", "shift", "valid_from", "valid_to", "delta")
         return {
             name: one if isinstance(one := getattr(self, name), int) else one[source]
@@ -302,7 +315,7 @@ class _Walks(NamedTuple):
 def _plan_items(
     new: Sequence[int], known: Sequence[int], segments: Segments, cut: _Cut
 ) -> WorkPlan:
-    """Return the plan for sequences with `new` query rows and `known` tokens each."""
+    """Return the plan for sequences with `new` query rows each and lengths `known`."""
     lengths = np.array(new, np.int64)
     seq_lens = np.array(known, np.int64)
     tile_rows = cut.tile_rows
@@ -344,8 +357,8 @@ def _plan_items(
     items = np.empty((source.size, ITEM_COLUMNS), dtype=np.int32)
     for index, column in enumerate(columns):
         items[:, index] = column
-    # Longest first, so that no thread gets a long item at the end. Partitions of one tile stay
-    # neighbours.
+    # Put the longest items first, so no thread is left with a long item at the end. The sort is
+    # stable, which keeps the partitions of a tile together.
     cost = (columns.end_partition - columns.first_partition) * columns.num_rows
     items = np.ascontiguousarray(items[np.argsort(-cost, kind="stable")])
     row_steps = -(-rows * cut.heads_per_kv // 4)[walks.tile]
@@ -359,15 +372,16 @@ def _plan_items(
 def _walks(
     sequence: Longs, position: Longs, seen: Longs, segments: Segments, window: int
 ) -> _Walks:
-    """Return the walks of tiles.
+    """Return the partitions that each tile attends to.
 
     Args:
         sequence: int64 [num_tiles].
         position: int64 [num_tiles], position of the tile's first query row.
-        seen: int64 [num_tiles], tokens seen from `position` on: the tile's rows, and more if
-            queries look ahead.
+        seen: int64 [num_tiles], number of tokens visible from `position` on: the tile's rows, and
+            more
+            if queries look ahead.
         segments: segments of the batch.
-        window: sliding window in tokens; 0: none.
+        window: sliding window in tokens, or 0 for full attention.
     """
     if segments is None:
         first = (
@@ -409,16 +423,17 @@ def _walks(
 
 
 def _repeated(counts: Longs) -> tuple[Longs, Longs]:
-    """Return each index i repeated counts[i] times, and 0 .. counts[i] - 1 for the repetitions."""
+    """Return each index i repeated counts[i] times, and the number of each repetition from 0."""
     source = np.repeat(np.arange(counts.size), counts)
     return source, np.arange(source.size) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
 def storage_kind(pool: KVPool) -> int:
-    """Return KIND_F32, KIND_F16 or KIND_BF16 of a pool.
+    """Return the dtype of a pool as KIND_F32, KIND_F16 or KIND_BF16.
 
     Raises:
-        ConfigError: another dtype, shapes that do not fit, or arrays that are not C-contiguous.
+        ConfigError: the dtype is not supported, the shapes do not match, or an array is not
+            C-contiguous.
     """
     kind = _KINDS.get(pool.keys.dtype)
     if kind is None or pool.values.dtype != pool.keys.dtype:

@@ -24,13 +24,13 @@ from kvboost_edge.kernels.vectors import (
 
 __all__ = ["RopeTable", "copy_floats", "rotate_head"]
 
-# Positions computed at once: a fixed number, so that a row's bits do not depend on the table's
-# growth.
+# Number of positions that are computed at once. It is fixed, so a row's bits do not depend on how
+# the table grew.
 _AT_ONCE = 1024
 
 
 class RopeTable:
-    """Tables of cos and sin of position * frequency, which grow on demand.
+    """Tables of cos and sin of position * frequency that grow on demand.
 
     Args:
         frequencies: float32 [rotary_dim / 2], radians per position.
@@ -49,7 +49,7 @@ class RopeTable:
         self.sin: npt.NDArray[np.float32] = empty
 
     def cover(self, positions: int) -> None:
-        """Grow the tables to at least `positions` rows; on MemoryError they stay unchanged."""
+        """Grow the tables to at least `positions` rows; a MemoryError leaves them unchanged."""
         have = len(self.cos)
         if positions <= have:
             return
@@ -60,22 +60,23 @@ class RopeTable:
         ]
         cos = np.concatenate([self.cos, *(self._turned(np.cos, a) for a in angles)])
         sin = np.concatenate([self.sin, *(self._turned(np.sin, a) for a in angles)])
-        # both at once: there may be memory for only one of them
+        # assign both together, because the second allocation may fail
         self.cos = cos
         self.sin = sin
 
     def _turned(
         self, function: np.ufunc, angles: npt.NDArray[np.float32]
     ) -> npt.NDArray[np.float32]:
-        # Rounded from float64: float32 cos and sin differ in bits between processors, and cached KV
-        # moves between machines. 1,024 positions of 64 pairs take 1.7 ms instead of 0.2.
+        # Compute in float64 and round. float32 cos and sin differ in bits between processors, and
+        # cached KV moves between machines. 1,024 positions of 64 pairs take 1.7 ms instead of 0.2
+        # ms.
         turned: npt.NDArray[np.float32] = function(angles, dtype=np.float64).astype(np.float32)
         return turned * np.float32(self._factor)
 
 
 @intrinsic
 def _rotate_vectors(typing: Any, x: Any, cos: Any, sin: Any, half: Any, out: Any) -> Any:
-    """Rotate the first half // 16 * 16 pairs of a head; arguments as in `rotate_head`."""
+    """Rotate the first half // 16 * 16 pairs of a head; see `rotate_head` for the arguments."""
 
     def codegen(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
         x, cos, sin, half, out = arguments
@@ -109,7 +110,7 @@ def _copy_vectors(typing: Any, x: Any, vectors: Any, out: Any) -> Any:
 
 @kernel
 def copy_floats(x: int, count: int, out: int) -> None:
-    """Copy `count` float32 from address x to address out; the ranges must not overlap."""
+    """Copy `count` float32 from address `x` to address `out`; the ranges must not overlap."""
     _copy_vectors(x, count // LANES, out)
     for i in range(count // LANES * LANES, count):
         store_f32(out + 4 * i, load_f32(x + 4 * i))
@@ -117,14 +118,14 @@ def copy_floats(x: int, count: int, out: int) -> None:
 
 @kernel
 def rotate_head(x: int, cos: int, sin: int, half: int, dim: int, out: int) -> None:
-    """Rotate the pairs (i, i + half) of one head; copy channels from 2 * half on.
+    """Rotate the pairs (i, i + half) of one head and copy the channels from 2 * half on.
 
     Args:
         x: address of float32 [dim].
         cos: address of float32 [half], the token's row of the table.
         sin: address of float32 [half].
-        half: rotary pairs.
-        dim: channels of the head.
+        half: number of rotary pairs.
+        dim: channels per head.
         out: address of float32 [dim], written; must not overlap `x`.
     """
     _rotate_vectors(x, cos, sin, half, out)

@@ -1,6 +1,6 @@
 """KV storage dtypes, and kernels that write KV to slots, copy blocks and merge partial results.
 
-NumPy has no bfloat16: its arrays are uint16 bit patterns.
+NumPy has no bfloat16, so bfloat16 arrays are uint16 bit patterns.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ STORAGE_DTYPES: dict[str, npt.DTypeLike] = {
 def to_storage(values: Floats, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
     """Convert float32 to float32, float16 or uint16 (bfloat16 bits).
 
-    It rounds to nearest, ties to even; NaN stays NaN.
+    Values are rounded to nearest, ties to even; NaN stays NaN.
     """
     if np.dtype(dtype) != np.uint16:
         with np.errstate(over="ignore"):
@@ -52,7 +52,7 @@ def to_storage(values: Floats, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
 
 
 def from_storage(stored: npt.NDArray[Any]) -> Floats:
-    """Convert float32, float16 or uint16 (bfloat16 bits) to float32, exactly."""
+    """Convert float32, float16 or uint16 (bfloat16 bits) exactly to float32."""
     if stored.dtype != np.uint16:
         return stored.astype(np.float32)
     return (stored.astype(np.uint32) << np.uint32(16)).view(np.float32)
@@ -74,7 +74,7 @@ def _store(
         key_pool: address of the pool's keys.
         value_pool: address of the pool's values.
         slots: int64 [num_tokens].
-        kind: KIND_F32, KIND_F16 or KIND_BF16.
+        kind: dtype of the pool: KIND_F32, KIND_F16 or KIND_BF16.
     """
     num_heads = keys.shape[1]
     head_dim = keys.shape[2]
@@ -100,10 +100,10 @@ def write_kv(
         keys: float32 [num_tokens, num_kv_heads, head_dim].
         values: float32 [num_tokens, num_kv_heads, head_dim].
         pool: KV of one layer, written.
-        slot_mapping: int64 [num_tokens], block * block_size + offset; trusted.
+        slot_mapping: int64 [num_tokens], block * block_size + offset; not checked.
 
     Raises:
-        ConfigError: the shapes do not fit the pool.
+        ConfigError: the shapes do not match the pool.
     """
     kind = storage_kind(pool)
     _, num_heads, head_dim, block_size = pool.keys.shape
@@ -138,7 +138,7 @@ copy_entry = KernelEntry(_copy, types.Array(types.uint8, 2, "C"), types.Array(ty
 
 
 def copy_blocks(pool: KVPool, ops: Iterable[tuple[int, int]]) -> None:
-    """Copy whole blocks, (src, dst) pairs in order. Block ids are trusted."""
+    """Copy whole blocks, (src, dst) pairs in order. Block ids are not checked."""
     pairs = np.array(list(ops), dtype=np.int64).reshape(-1, 2)
     if pairs.size:
         for array in pool:
@@ -147,7 +147,7 @@ def copy_blocks(pool: KVPool, ops: Iterable[tuple[int, int]]) -> None:
 
 @kernel
 def _merge(v_a: Floats, s_a: Floats, v_b: Floats, s_b: Floats, out: Floats, lse: Floats) -> None:
-    """Merge n attention results; arguments as in `merge_state`, flattened to [n, dim] and [n]."""
+    """Merge attention results like `merge_state`, with arrays flattened to [n, dim] and [n]."""
     nothing = np.float32(-np.inf)
     for row in range(s_a.size):
         top = max(s_a[row], s_b[row])
@@ -171,7 +171,7 @@ def _merge(v_a: Floats, s_a: Floats, v_b: Floats, s_b: Floats, out: Floats, lse:
 def merge_state(v_a: Floats, s_a: Floats, v_b: Floats, s_b: Floats) -> tuple[Floats, Floats]:
     """Merge attention results over two disjoint sets of keys.
 
-    An lse of -inf marks an empty set, whose v is ignored. Two empty sets give 0 and -inf.
+    An lse of -inf marks an empty set, whose result is ignored. Two empty sets give 0 and -inf.
 
     Args:
         v_a: float32 [..., dim], result over the first set.

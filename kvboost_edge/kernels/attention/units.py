@@ -1,14 +1,15 @@
-"""Work units of paged attention: threads take them, attend to their partitions and merge them.
+"""Work units of paged attention: threads take units, attend to their partitions and merge results.
 
 A unit is the query rows of one item (a tile of a sequence's query tokens x the query heads of a KV
-head) for one KV head. Its tokens are walked in partitions of 512 at absolute positions. Each
-partition has its own softmax state, and states merge in order. So a row's bits depend only on its
-sequence and position.
+head) for one KV head. The tokens that it sees are processed in partitions of 512 at absolute
+positions. Each partition has its own softmax state, and states merge in order. A row's bits
+therefore depend only on its sequence and position.
 
-KV computed at other positions stays unchanged: the unit's query rows are rotated back by the
-segment's delta instead.
+KV that was computed at other positions is not modified. Instead, the unit's query rows are rotated
+back by the segment's delta.
 
-Float32 buffers are passed as byte addresses: no bounds checks, no wraparound code, less IR.
+Float32 buffers are passed as byte addresses, which need no bounds checks or wraparound code and
+produce less IR.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ _LOWEST = np.float32(-np.inf)
 
 @kernel
 def after(address: int, floats: int) -> int:
-    """Return the address of the next cache line after `floats` floats at an aligned address."""
+    """Return the first cache-line address after `floats` floats at an aligned address."""
     return address + (floats + LANES - 1) // LANES * LANES * 4
 
 
@@ -57,7 +58,7 @@ def clear_state(shape: AttentionShape, num_rows: int, state: int) -> None:
 
 @kernel
 def merge_partition(shape: AttentionShape, num_rows: int, merged: int, state: int) -> None:
-    """Merge a later partition's softmax state into the merged state."""
+    """Merge the softmax state of a later partition into the merged state."""
     dim = shape.padded_dim
     maxima = 4 * shape.padded_rows * dim
     totals = maxima + 4 * shape.padded_rows
@@ -81,7 +82,7 @@ def _first_row(job: Job, item: Item) -> Any:
 
 @kernel
 def _take_queries(job: Job, item: Item, head: int, query: int) -> None:
-    """Copy an item's query rows, scaled; rows that pad the last 4 become 0."""
+    """Copy and scale an item's query rows; set the padding rows to 0."""
     shape = job.shape
     heads = shape.heads_per_kv
     dim = shape.head_dim
@@ -100,8 +101,9 @@ def _take_queries(job: Job, item: Item, head: int, query: int) -> None:
 
 @kernel
 def _turn_queries(job: Job, turn: RotationPointers, item: Item, unit: Unit) -> None:
-    """Copy a unit's query rows, scaled, rotated to the positions of its keys' computation."""
-    # From queries before RoPE: rotating the others back would apply RoPE's factor twice.
+    """Copy and scale a unit's query rows, rotated to where its keys were computed."""
+    # Start from the queries before RoPE. Rotating the other queries back would apply RoPE's factor
+    # twice.
     shape = job.shape
     heads = shape.heads_per_kv
     dim = shape.head_dim
@@ -120,7 +122,7 @@ def _turn_queries(job: Job, turn: RotationPointers, item: Item, unit: Unit) -> N
 
 @kernel
 def _open_unit(job: Job, item: Item, head: int, scratch: int) -> Unit:
-    """Lay out a thread's scratch for a unit and copy the unit's query rows, scaled."""
+    """Lay out a thread's scratch for a unit, and copy and scale the unit's query rows."""
     shape = job.shape
     heads = shape.heads_per_kv
     dim = shape.head_dim
@@ -185,19 +187,20 @@ def _store_rows(job: Job, unit: Unit, item: Item, merged: int) -> None:
 
 
 def unit_loop(name: str, lay_out: Any, attend_partition: Any, add_last: Any) -> Any:
-    """Return the kernel `loop(job, turn, whole)`, which takes units of the job until none is left.
+    """Return the kernel `loop(job, turn, whole)`, which processes units until all are taken.
 
-    A unit of a split tile is one partition, whose state goes to `partials`. The thread that
-    finishes the tile's last partition merges all of them, in order.
+    A unit of a split tile covers one partition and stores its softmax state in `partials`. The
+    thread
+    that finishes the tile's last partition merges all states in order.
 
     Args:
         name: the kernel's name.
-        lay_out: kernel (whole, unit) -> more: buffers that a unit needs in addition to a `Unit`.
-            `whole` is the job with all that belongs to its KV format.
-        attend_partition: kernel (whole, unit, more, partition, state): softmax state of the unit's
-            rows over one partition.
-        add_last: kernel (whole, unit, more, merged, state): merges tokens that come after all
-            partitions; `state` is scratch.
+        lay_out: kernel (whole, unit) -> more, which returns the buffers that a unit needs besides
+            those of `Unit`. `whole` is the job with the arguments of its KV format.
+        attend_partition: kernel (whole, unit, more, partition, state), which computes the softmax
+            state of the unit's rows over one partition.
+        add_last: kernel (whole, unit, more, merged, state), which merges the tokens that come after
+            all partitions; `state` is scratch.
     """
 
     @named_kernel(name)
@@ -245,8 +248,8 @@ def unit_loop(name: str, lay_out: Any, attend_partition: Any, add_last: Any) -> 
                         )
             if last:
                 if item.delta != 0:
-                    # The tokens merged last are in the segment of this pass: they need the queries
-                    # as rotated for their own positions.
+                    # The tokens merged last belong to the current pass, so they need the queries as
+                    # rotated for their own positions.
                     _take_queries(job, item, head, unit.query)
                 add_last(whole, unit, more, merged, own_state)
                 _store_rows(job, unit, item, merged)

@@ -1,16 +1,16 @@
-"""AMX microkernel: two tiles of 16 output rows x a panel of 32 tokens (16 with fine codes).
+"""AMX microkernel: two tiles of 16 output rows x a panel of 32 tokens (16 tokens with fine codes).
 
-Built around `tdpbssd`. Operand B, 8 rows of 16 x 4 signed bytes, is a group of a weight tile as it
-is stored, minus the offset. Operand A, 16 rows of 32 bytes, is 16 tokens of a panel, or the bytes
-of one plane of 16 tokens with fine codes. One multiplication gives the exact 16 x 16 sums of a
-group, which then take the common float epilogue.
+The kernel is built around `tdpbssd`. Operand B is one group of a weight tile: 8 rows of 16 x 4
+signed bytes, in the stored order, minus the offset. Operand A is 16 rows of 32 bytes. They are 16
+tokens of a panel or, with fine codes, the bytes of one plane of 16 tokens. One multiplication gives
+the exact 16 x 16 sums of a group. The float epilogue of all linear kernels follows.
 
-The loop is software-pipelined. A turn processes a group, or half a group if halves have their own
-scales (half the rows of B, half the bytes of A). It multiplies this part's tiles, adds the
-previous part's sums in float32, and unpacks the next part's weights. Each step reads data stored
-one turn earlier, because tile loads and stores have a long latency.
+The loop is software-pipelined. An iteration processes a group, or half a group if halves have their
+own scales (half the rows of B and half the bytes of A). It multiplies this part's tiles, adds the
+previous part's sums in float32, and unpacks the next part's weights. Each step reads data that was
+stored one iteration earlier, because tile loads and stores have a long latency.
 
-AMX code has run on an emulator only and has never been timed; see docs/kernels.md.
+AMX code has only run on an emulator and has never been timed; see docs/kernels.md.
 """
 
 from __future__ import annotations
@@ -54,13 +54,14 @@ _POINTER = ir.PointerType()
 _LINE = 64
 _TILES = 2
 _QUADS = GROUP // 4
-# Tile registers: sums of each weight tile with the first and the second half of a cell's rows,
-# those halves, weights.
+# Tile registers: the sums of each weight tile with the first and the second half of a cell's rows,
+# then these two halves, then the weights.
 _SUMS = ((0, 1), (2, 3))
 _ROWS = (4, 5)
 _WEIGHTS = (6, 7)
 _CELL_ROWS = 2 * LANES  # tokens x planes
-# Scratch on the stack, in bytes: sums of a group, float sums, weights of two groups, configuration.
+# Byte offsets in the stack scratch: sums of a group, float sums, weights of two groups,
+# configuration.
 _SUMS_AT = 0
 _FLOATS_AT = _TILES * _CELL_ROWS * _LINE
 _WEIGHTS_AT = 2 * _FLOATS_AT
@@ -72,7 +73,8 @@ _SCRATCH = _CONFIG_AT + _LINE
 def _configuration(quads: int) -> ir.Constant:
     """Return the operand of LDTILECFG (palette 1) for parts of `quads` quads.
 
-    It holds rows and bytes per row of each tile register; see Intel's manual.
+    The operand holds the number of rows and the bytes per row of each tile register; see Intel's
+    manual.
     """
     text = bytearray(_LINE)
     text[0] = 1
@@ -87,7 +89,7 @@ def _configuration(quads: int) -> ir.Constant:
 
 
 def _call(b: Builder, name: str, *arguments: Value) -> None:
-    """Emit a tile instruction; Python ints are numbers of tile registers."""
+    """Emit a tile instruction; Python ints among the arguments are tile register numbers."""
     values = [ir.Constant(_I8, value) if isinstance(value, int) else value for value in arguments]
     kind = ir.FunctionType(ir.VoidType(), [value.type for value in values])
     b.call(cgutils.get_or_insert_function(b.module, kind, f"llvm.x86.{name}"), values)
@@ -98,7 +100,7 @@ def _on_tile(b: Builder, name: str, number: int, address: Value, step: int) -> N
 
 
 class _Source(NamedTuple):
-    """Addresses of the operands of a panel's multiplication.
+    """Addresses of the operands of one panel's multiplication.
 
     Attributes:
         weights: codes of each tile.
@@ -116,27 +118,27 @@ class _Source(NamedTuple):
 
 
 class AmxTiles(IntTiles):
-    """Emitter of two tiles x MATRIX_TOKENS tokens, or MATRIX_FINE_TOKENS with fine codes."""
+    """Emitter for two tiles x MATRIX_TOKENS tokens, or x MATRIX_FINE_TOKENS with fine codes."""
 
     def __init__(self, kind: int, fine: bool) -> None:
         super().__init__(kind, _TILES, MATRIX_FINE_TOKENS if fine else MATRIX_TOKENS, fine, "amx")
-        self._scratch: Value = None  # of the function that `emit` writes
+        self._scratch: Value = None  # stack scratch of the function that `emit` writes
 
     def emit(self, b: Builder, tile: Tile, panel: Value, target: Target) -> None:
-        """Emit `ldtilecfg`, the product and `tilerelease`."""
+        """Emit `ldtilecfg`, the multiplication and `tilerelease`."""
         self._scratch = emit_scratch(b, _SCRATCH)
         config = b.inttoptr(self._at(b, _CONFIG_AT), _POINTER)
         b.store(_configuration(self.quads), config, align=_LINE)
         _call(b, "ldtilecfg", config)
         super().emit(b, tile, panel, target)
-        # Released tiles need not be saved at a context switch.
+        # Release the tiles, so the OS need not save them at a context switch.
         _call(b, "tilerelease")
 
     def _at(self, b: Builder, offset: int) -> Value:
         return b.add(self._scratch, int_constant(offset))
 
     def _emit_one(self, b: Builder, tile: Tile, panel: Value, target: Target) -> None:
-        """Emit the product of a pair of weight tiles with one panel, pipelined as stated above."""
+        """Emit the pipelined product of a pair of weight tiles with one panel."""
         pairs = (
             (tile.weights, tile.weights_step),
             (tile.scales, tile.scales_step),
@@ -171,7 +173,7 @@ class AmxTiles(IntTiles):
         self._emit_target(b, target)
 
     def _line(self, b: Builder, offset: int, index: Value) -> Value:
-        """Return the address of a 64-byte line of the scratch, counted from `offset` bytes."""
+        """Return the address of a 64-byte line in the scratch section that starts at `offset`."""
         return b.add(self._at(b, offset), b.mul(index, int_constant(_LINE)))
 
     def _turn(self, b: Builder, part: Value) -> Value:
@@ -181,7 +183,7 @@ class AmxTiles(IntTiles):
         )
 
     def _unpack(self, b: Builder, tile: Tile, source: _Source, part: Value) -> None:
-        """Unpack a part's weights to signed bytes, minus their offset."""
+        """Unpack a part's weights to signed bytes and subtract their offset."""
         dot = GroupDot(b, self.kind, self.form)
         out = self._turn(b, part)
         size = int_constant(self.group_bytes // self.parts)
@@ -229,7 +231,7 @@ class AmxTiles(IntTiles):
             _on_tile(b, "tilestored64", number, self._at(b, offset), _LINE)
 
     def _add_sums(self, b: Builder, source: _Source, part: Value, t: int) -> None:
-        """Add a part's sums for one weight tile by the float epilogue; see `IntTiles._epilogue`."""
+        """Add a part's sums for one weight tile to the float sums; see `IntTiles._epilogue`."""
         here = self._here(b, source, part)
         scales = emit_scales(b, self.format, source.scales[t], source.minima[t], part)
         sums_at = [
@@ -251,10 +253,10 @@ class AmxTiles(IntTiles):
                 )
 
     def _emit_target(self, b: Builder, target: Target) -> None:
-        """Store the results row by row, as `emit_target` does."""
+        """Store the results row by row; see `emit_target`."""
         factors = emit_splat(b, target.factor)
         zero = int_constant(0)
-        # -0.0 replaces a missing bias: adding it changes no number, not even the sign of a zero.
+        # Use -0.0 for a missing bias. Adding it changes no number, not even the sign of a zero.
         biases = [cgutils.alloca_once(b, V16) for _ in range(_TILES)]
         for t, slot in enumerate(biases):
             b.store(ir.Constant(V16, [-0.0] * LANES), slot)
@@ -268,8 +270,8 @@ class AmxTiles(IntTiles):
             for adds, branch in zip((True, False), branches, strict=True):
                 with branch, cgutils.for_range(b, int_constant(self.tokens), intp=I64) as loop:
                     at = b.add(target.out, b.mul(loop.index, target.out_step))
-                    # Read both before writing one: without a second tile, both write the same
-                    # numbers to one place.
+                    # Read both outputs before writing either. Without a second tile, both writes
+                    # store the same numbers at the same address.
                     results = []
                     places = [
                         b.add(at, b.mul(target.tile_step, int_constant(t))) for t in range(_TILES)
@@ -288,7 +290,7 @@ class AmxTiles(IntTiles):
 def _amx_tile(kind: int, fine: bool) -> Any:
     @intrinsic
     def tile(typing: Any, tile: Any, panel: Any, target: Any) -> Any:
-        """Multiply pairs of weight tiles with a panel.
+        """Multiply pairs of weight tiles by a panel.
 
         Args:
             tile: `Tile` of pairs.

@@ -1,8 +1,9 @@
 """Decision whether this process uses AMX for long prompts.
 
-Kernels are compiled for AMX if the processor has it. They are used only if the system grants tile
-registers, their results equal AVX512-VNNI bit for bit, and they are not slower. A hypervisor may
-report instructions that it runs badly. Results are the same either way.
+Kernels are compiled for AMX if the processor has it. They are used only if the OS grants the tile
+registers, their results equal those of AVX512-VNNI bit for bit, and they are not slower. The trial
+is needed because a hypervisor may report instructions that it runs slowly or incorrectly. Results
+are the same either way.
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ __all__ = ["AmxChoice", "amx_choice", "linear_path", "trial_entries"]
 
 _LOG = logging.getLogger(__name__)
 
-# Linux: arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA), for all threads of the process.
+# Linux: arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) applies to all threads of the process.
 _ARCH_PRCTL = 158
 _REQUEST = 0x1023
 _TILE_DATA = 18
-# 896 inputs, 32 outputs, 192 tokens: about 15 us per call. The fastest round of each variant
-# counts.
+# The trial has 896 inputs, 32 outputs and 192 tokens, about 15 us per call. The fastest round of
+# each variant counts.
 _GROUPS = 28
 _PANELS = 6
 _TIMES = 8
@@ -60,7 +61,7 @@ class AmxChoice(NamedTuple):
 
     Attributes:
         used: True if AMX is used.
-        reason: why, or why not, for logs and reports.
+        reason: why AMX is or is not used, for logs and reports.
     """
 
     used: bool
@@ -69,10 +70,11 @@ class AmxChoice(NamedTuple):
 
 @functools.cache
 def amx_choice() -> AmxChoice:
-    """Return whether to use AMX, with the reason.
+    """Decide whether to use AMX and return the decision with its reason.
 
-    A trial of a few milliseconds decides once per process. Its two kernels are compiled or loaded
-    first.
+    The decision is made once per process, in a trial of a few milliseconds. The trial's two kernels
+    are
+    compiled or loaded first.
     """
     if not has_tile_registers():
         return AmxChoice(False, "kernels are compiled without AMX")
@@ -88,7 +90,7 @@ def linear_path() -> str:
 
 
 def _ask_for_tiles() -> str:
-    """Request tile registers from the system; return "" or the reason for a refusal."""
+    """Request tile registers from the OS; return "" or the reason for the refusal."""
     if sys.platform != "linux":
         return f"tile registers are requested on Linux only, not on {sys.platform}"
     libc = ctypes.CDLL(None, use_errno=True)
@@ -128,7 +130,7 @@ trial_entries = (
 
 
 class _Trial:
-    """Random tokens and weights, multiplied by a kernel in panels of `size` tokens."""
+    """Random tokens and weights that a kernel multiplies in panels of `size` tokens."""
 
     def __init__(self, name: str, function: Any, size: int) -> None:
         rng = np.random.default_rng(0)
@@ -160,7 +162,7 @@ class _Trial:
         self._kind = FORMATS[name].kind
 
     def result(self) -> npt.NDArray[np.float32]:
-        """Run once and return the outputs, float32 [tokens, 32]."""
+        """Run the multiplication once and return the outputs, float32 [tokens, 32]."""
         self.run(1)
         return self._out
 
@@ -171,7 +173,7 @@ class _Trial:
 def _panel(
     codes: npt.NDArray[np.int8], scales: npt.NDArray[np.float32], offset: int, size: int
 ) -> npt.NDArray[Any]:
-    """Return panels of `size` tokens, [panels, groups] cells; see panel.py."""
+    """Return the cells of all panels, [panels, groups]; see panel.py."""
     cell = np.dtype(
         [("codes", np.int8, (size, GROUP)), ("terms", np.int32, size), ("scales", np.float32, size)]
     )
@@ -184,14 +186,14 @@ def _panel(
 
 
 def _try() -> AmxChoice:
-    """Compare AMX with AVX512-VNNI: results bit for bit, then the time of int4 tiles."""
+    """Compare AMX with AVX512-VNNI: first the bits of the results, then the time for int4 tiles."""
     for name in ("int8", "int4"):
         amx = _Trial(name, _amx_trial, MATRIX_TOKENS)
         vnni = _Trial(name, _vnni_trial, WIDE_TOKENS)
         if amx.result().tobytes() != vnni.result().tobytes():
             _LOG.warning("AMX is not used: its results differ from AVX512-VNNI on this machine")
             return AmxChoice(False, "its results differ from AVX512-VNNI on this machine")
-    # The last format, int4, is timed: most models have nothing else.
+    # Time only the last format, int4, because most models have no other.
     amx_s, vnni_s = (
         min(times)
         for times in zip(*[(_seconds(amx), _seconds(vnni)) for _ in range(_ROUNDS)], strict=True)
@@ -206,7 +208,7 @@ def _try() -> AmxChoice:
 
 
 def _seconds(trial: _Trial) -> float:
-    """Return the seconds of one multiplication."""
+    """Return the duration of one multiplication in seconds."""
     started = time.perf_counter()
     trial.run(_TIMES)
     return (time.perf_counter() - started) / _TIMES

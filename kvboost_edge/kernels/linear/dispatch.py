@@ -1,4 +1,4 @@
-"""Dispatch of linear kernels: one entry per weight format selects a microkernel by token count."""
+"""Dispatch of linear kernels: each weight format's entry picks a microkernel by token count."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ __all__ = ["TARGET_TYPE", "float_rows", "int_panel", "ladders"]
 
 _MOST = SMALL_TOKENS[-1]
 _MOST_FINE = FINE_TOKENS[-1]
-# Panel sizes that are multiplied with two tiles at once; 0: none.
+# Panel sizes that are multiplied by two tiles at once; 0 if there is none.
 _PAIR, _FINE_PAIR = (WIDE_TOKENS, WIDE_FINE_TOKENS) if TILES_AT_ONCE == 2 else (0, 0)
 _HAS_AMX = has_tile_registers()
 
 
 def _int_ladder(kind: int) -> Any:
-    """Return the kernel that calls a format's microkernel for n tokens."""
-    # A variant that lacks a size has another in its place. It is never called or compiled, because
-    # the conditions are constants.
+    """Return the kernel that calls an integer format's microkernel for n tokens."""
+    # If the dot-product variant has no microkernel for a size, another takes its place here. Numba
+    # never compiles or calls that one, because the conditions are constants.
     amx = amx_tile[kind, False]
     fine_amx = amx_tile[kind, True]
     wide = int_tile[kind, TILES_AT_ONCE, WIDE_TOKENS, False]
@@ -118,7 +118,7 @@ ladders = {
 int_panel = caller(*_INT_ARGUMENTS)
 """Call `ladders[kind]` with (n, fine, tile, panel, target): tiles x a panel of n tokens.
 
-It is one tile, or two if panels of n tokens take two at once.
+The call multiplies one tile, or two if panels of n tokens take two tiles at once.
 """
 float_rows = caller(*_FLOAT_ARGUMENTS)
 """Call `ladders[kind]` with (n, tile, inputs, step, target) for a tile of float weights.

@@ -1,9 +1,9 @@
-"""Microkernels of integer weights: one or two tiles of 16 output rows x a panel of few tokens.
+"""Microkernels for integer weights: one or two tiles of 16 output rows x a panel of few tokens.
 
-Built around the dot product of weight_dot.py (`vpdpbusd`, `vpmaddubsw` or `sdot`). A lane is an
-output row, so there is no horizontal sum. The sum over a group of 32 inputs is an exact integer,
-and one float epilogue adds the groups in order. So an output depends on its row and token only,
-not on the tokens or tiles of the call.
+They are built around the dot product of weight_dot.py (`vpdpbusd`, `vpmaddubsw` or `sdot`). Each
+lane is an output row, so there is no horizontal sum. The sum over a group of 32 inputs is an exact
+integer, and a single float epilogue adds the groups in order. An output therefore depends only on
+its row and token, not on the other tokens or tiles of the call.
 
 Decode (1 token) is bound by reading the weights from memory, prefill by the rate of dot products.
 benchmarks/bench/bench_linear.py compares decode with a plain read of the same bytes.
@@ -60,7 +60,7 @@ __all__ = [
 _QUADS = GROUP // 4
 _LINE = 64
 _PAGE = 4096
-_WHOLE = 2  # index of the seed of a whole group, after those of its halves
+_WHOLE = 2  # index of the whole group's seed, after the seeds of its halves
 AHEAD = 8192
 """Prefetch distance in bytes. Measured from DRAM: 4 and 16 KB perform the same, 1 KB or no prefetch
 worse.
@@ -83,9 +83,10 @@ class Tile(NamedTuple):
         scales_step: bytes from one tile's scales to the next tile's.
         minima_step: bytes from one tile's minima to the next tile's.
         groups: groups of 32 inputs; for float formats, inputs.
-        runs: tiles, or pairs of tiles if the microkernel takes two; for float formats 1.
-        panel_step: 0; otherwise the runs are panels for one tile (or pair), and this is the bytes
-            from one panel to the next.
+        runs: number of tiles, or of pairs if the microkernel takes two tiles; 1 for float formats.
+        panel_step: 0, or the bytes from one panel to the next. If it is not 0, the runs are panels
+            for
+            one tile (or pair) instead of tiles.
     """
 
     weights: int
@@ -100,15 +101,16 @@ class Tile(NamedTuple):
 
 
 class Target(NamedTuple):
-    """Destination of results: out = factor * (result + bias); out += that if `add` is not 0.
+    """Destination of the results: out = factor * (result + bias), added to `out` if `add` is set.
 
     Attributes:
         out: address of float32 [tokens, 16].
         out_step: bytes from one token to the next.
-        tile_step: bytes to the next tile's outputs; 0 with a `Tile` whose steps are 0, a pair of
-            the same tile.
+        tile_step: bytes to the next tile's outputs. It is 0 if the steps of the `Tile` are 0, which
+            makes
+            a pair of the same tile.
         bias: address of float32 [16], or 0. The next tile's bias follows after `tile_step` bytes.
-        add: not 0: add to `out`.
+        add: nonzero to add to `out`.
         factor: float32 factor.
     """
 
@@ -134,7 +136,7 @@ def splat_f32_at(b: Builder, address: Value) -> Value:
 
 
 def emit_slots(b: Builder, start: Value, count: int) -> list[Value]:
-    """Return `count` variables initialized with a value."""
+    """Return `count` stack variables that are initialized to a value."""
     slots = [cgutils.alloca_once(b, start.type) for _ in range(count)]
     for slot in slots:
         b.store(start, slot)
@@ -142,18 +144,18 @@ def emit_slots(b: Builder, start: Value, count: int) -> list[Value]:
 
 
 def emit_zeros(b: Builder, count: int) -> list[Value]:
-    """Return `count` variables of 16 float32, initialized with 0."""
+    """Return `count` stack variables of 16 float32 that are initialized to 0."""
     return emit_slots(b, ir.Constant(V16, [0.0] * LANES), count)
 
 
 def _place(b: Builder, target: Target, tile: int, token: int) -> Value:
-    """Return the address of a tile's 16 outputs for a token."""
+    """Return the address of a tile's 16 outputs for one token."""
     at = b.add(target.out, b.mul(target.tile_step, int_constant(tile)))
     return b.add(at, b.mul(target.out_step, int_constant(token)))
 
 
 def emit_target(b: Builder, sums: Sequence[Sequence[Value]], target: Target) -> None:
-    """Add the bias to sums[tile][token], then store them or add them to the outputs."""
+    """Add the bias to sums[tile][token], then store the sums or add them to the outputs."""
     factors = emit_splat(b, target.factor)
     zero = int_constant(0)
     for tile, slots in enumerate(sums):
@@ -173,8 +175,8 @@ def emit_target(b: Builder, sums: Sequence[Sequence[Value]], target: Target) -> 
     ]
     with b.if_else(b.icmp_signed("!=", target.add, zero)) as (adds, stores):
         with adds:
-            # Read all before writing any: without a second tile, both write the same numbers to one
-            # place.
+            # Read all outputs before writing any. Without a second tile, both writes store the same
+            # numbers at the same address.
             results = [
                 emit_fma(b, b.load(slot), factors, emit_load(b, V16, place)) for slot, place in flat
             ]
@@ -186,14 +188,14 @@ def emit_target(b: Builder, sums: Sequence[Sequence[Value]], target: Target) -> 
 
 
 class IntTiles:
-    """Emitter of `tiles` tiles x a panel of `tokens` tokens.
+    """Emitter for `tiles` tiles x a panel of `tokens` tokens.
 
     Args:
         kind: number of the weight format.
         tiles: 1 or 2.
-        tokens: tokens of the panel.
-        fine: 16-bit activation codes, in two planes of bytes.
-        form: variant of the dot product; None: that of this process.
+        tokens: number of tokens in the panel.
+        fine: True for 16-bit activation codes, stored in two planes of bytes.
+        form: dot-product variant; None selects that of this process.
     """
 
     def __init__(
@@ -207,14 +209,14 @@ class IntTiles:
         self.form = form
         self.group_bytes = self.format.group_bytes
         self.planes = 2 if fine else 1
-        # A part of a group (half of it, or all) has its own scales and sums.
+        # A part is a group or half a group. It has its own scales and sums.
         self.parts = self.format.parts
         self.quads = _QUADS // self.parts
         self.cell = tokens * bytes_of_cell(fine, kind)
 
     def emit(self, b: Builder, tile: Tile, panel: Value, target: Target) -> None:
         """Emit the loop over all runs."""
-        # One loop, without calls between runs, keeps memory reads going.
+        # A single loop without calls between runs keeps memory reads in flight.
         over_tokens = b.icmp_signed("!=", tile.panel_step, int_constant(0))
         with emit_loop(b, tile.runs) as run:
             index = b.select(over_tokens, int_constant(0), b.mul(run, int_constant(self.tiles)))
@@ -234,7 +236,7 @@ class IntTiles:
             self._emit_one(b, here, at, target._replace(out=out, bias=bias))
 
     def _emit_one(self, b: Builder, tile: Tile, panel: Value, target: Target) -> None:
-        """Emit the product of one panel with `tiles` tiles; sums stay in registers."""
+        """Emit the product of one panel with `tiles` tiles; the sums stay in registers."""
         weights = [
             b.add(tile.weights, b.mul(tile.weights_step, int_constant(t)))
             for t in range(self.tiles)
@@ -272,9 +274,11 @@ class IntTiles:
     def _prefetch(
         self, b: Builder, tile: Tile, places: Sequence[Value], scales: Sequence[Value]
     ) -> None:
-        """Prefetch weights and scales that are read later.
+        """Prefetch weights and scales for later iterations.
 
-        With one tile, the distance is fixed. With two, it is the same group of the next two tiles.
+        With one tile, the distance is fixed. With two tiles, the same group of the next two tiles
+        is
+        prefetched.
         """
         ahead = int_constant(AHEAD)
         scales_ahead = int_constant(AHEAD * SCALE_BYTES // self.group_bytes)
@@ -291,7 +295,7 @@ class IntTiles:
         return b.add(here, int_constant(self.tokens * GROUP * self.planes + 4 * token))
 
     def _seed(self, b: Builder, here: Value, token: int, part: int) -> Value:
-        """Return the address of -(offset * sum of the codes), the dot product's initial value."""
+        """Return the address of the dot product's initial value, -(offset * sum of the codes)."""
         term = self._term(b, here, token)
         if not self.format.shares_panel:
             return term
@@ -300,7 +304,7 @@ class IntTiles:
         return b.add(term, int_constant(4 * self.tokens * (2 + part)))
 
     def _table(self, b: Builder, minima: Value) -> Value | None:
-        """Return the lookup table in the form that `GroupDot` takes, or None."""
+        """Return the lookup table in the form that `GroupDot` expects, or None."""
         if not self.format.table:
             return None
         return emit_table(b, minima, signed=not GroupDot(b, self.kind, self.form).seeded)
@@ -308,7 +312,7 @@ class IntTiles:
     def _load_pair(
         self, b: Builder, at: Value, pair: int, table: Value | None
     ) -> tuple[Value, Value]:
-        """Load two quads as `emit_load_pair` does, looked up in the table if there is one."""
+        """Load two quads like `emit_load_pair`; if the format has a table, look the codes up."""
         if table is None:
             return emit_load_pair(b, self.format, at, pair)
         return emit_table_pair(b, GroupDot(b, self.kind, self.form).form, table, at, pair)
@@ -332,7 +336,7 @@ class IntTiles:
             seeds = [
                 splat_i32_at(b, self._seed(b, here, token, part)) for token in range(self.tokens)
             ]
-        # The seed is in the last plane: a fine code is FINE_BASE * first + second.
+        # A fine code is FINE_BASE * first + second, so the seed belongs to the second plane.
         starts = [[zero] * self.tokens, seeds] if self.fine else [seeds]
         states = [
             [[dot.start(seed) for seed in plane] for plane in starts] for _ in range(self.tiles)
@@ -367,7 +371,7 @@ class IntTiles:
         return result
 
     def _joined(self, b: Builder, planes: Sequence[Value]) -> Value:
-        """Return FINE_BASE * first + second for two planes; otherwise the only plane."""
+        """Combine two planes to FINE_BASE * first + second, or return the only plane."""
         if not self.fine:
             return planes[0]
         shifted = b.shl(planes[0], ir.Constant(V16I, [(FINE_BASE + 1).bit_length() - 1] * LANES))
@@ -381,11 +385,11 @@ class IntTiles:
         dots: Sequence[Sequence[Value]],
         scales: Sequence[tuple[Value, Value | None]],
     ) -> None:
-        """Add a group (or half of it) to the float32 sums, [tile][token].
+        """Add a group, or half of it, to the float32 sums, [tile][token].
 
         Args:
             b: the builder.
-            here: address of the group's cell of the panel.
+            here: address of the group's cell in the panel.
             sums: stack slots of <16 x float>.
             dots: <16 x i32>, integer sums of the group.
             scales: (scales, minima or None) of each tile's rows, <16 x float>.
@@ -401,15 +405,17 @@ class IntTiles:
     def _epilogue(
         self, b: Builder, dots: Value, term: Value, scales: tuple[Value, Value | None], sums: Value
     ) -> Value:
-        """Add a part's sums to the outputs: the only float epilogue of integer weights.
+        """Add a part's integer sums to the float outputs.
 
-        `reference.linear.linear_int` is the same in NumPy.
+        All integer weights use this epilogue. `reference.linear.linear_int` is its NumPy
+        equivalent.
 
         Args:
-            dots: integer sums of 16 rows for a token.
-            term: address of the token's term; its scale follows.
+            b: the builder.
+            dots: integer sums of 16 rows for one token.
+            term: address of the token's term, which the scales follow.
             scales: scales of 16 rows, and their minima or None.
-            sums: outputs so far.
+            sums: outputs accumulated so far.
         """
         half, low = scales
         scale = splat_f32_at(b, b.add(term, int_constant(4 * self.tokens)))

@@ -1,6 +1,7 @@
-"""Repacking of GGUF blocks of 256 weights (Q4_K, Q5_K, Q6_K) into tiles, without loss.
+"""Lossless repacking of GGUF blocks of 256 weights (Q4_K, Q5_K, Q6_K) into tiles.
 
-A block's codes are handled as 64 words of four codes. The target layout is in weight_formats.py.
+A block's codes are handled as 64 words of four codes each. The target layout is in
+weight_formats.py.
 """
 
 from __future__ import annotations
@@ -80,14 +81,15 @@ def _pack(blocks: Bytes, kind: int, nbytes: int, out: Words, scales: Bytes, mini
     Args:
         blocks: uint8 [rows, blocks * nbytes].
         kind: number of the weight format.
-        nbytes: bytes of a block.
+        nbytes: bytes per block.
         out: uint32 view of the codes, written.
         scales: uint8, scales (and minima) of the groups, written.
-        minima: uint16 view, the blocks' float16 factors as bits, written.
+        minima: uint16 view of the blocks' float16 factors as bits, written.
     """
     rows = blocks.shape[0]
     count = blocks.shape[1] // nbytes
-    # Word w of lane l is at w * LANES + l: each operation on a word handles 16 rows at once.
+    # Word w of lane l is at index w * LANES + l, so each operation on a word handles 16 rows at
+    # once.
     words = np.zeros((nbytes + 3) // 4 * LANES, np.uint32)
     codes = np.zeros(_BLOCK_QUADS * LANES, np.uint32)
     bits = _BITS[kind]
@@ -130,7 +132,7 @@ def _pack(blocks: Bytes, kind: int, nbytes: int, out: Words, scales: Bytes, mini
 
 @kernel
 def _read_words(at: int, nbytes: int, words: Words, lane: int) -> None:
-    """Read a block's bytes as words of one lane; a half word at the end becomes a low half."""
+    """Read a block's bytes as the words of one lane; a trailing half word becomes a low half."""
     for w in range(nbytes // 4):
         words[w * LANES + lane] = np.uint32(load_i32(at + 4 * w))
     if nbytes % 4:
@@ -141,8 +143,9 @@ def _read_words(at: int, nbytes: int, words: Words, lane: int) -> None:
 def _codes_of_pairs(words: Words, codes: Words, kind: int) -> None:
     """Unpack the codes of Q4_K and Q5_K.
 
-    The low nibbles of each 32 bytes are a group, the high nibbles the next one. In Q5_K, bit g of
-    the 32 bytes before them is bit 4 of group g.
+    The low nibbles of 32 bytes form one group, the high nibbles the next group. In Q5_K, the 32
+    bytes
+    before them hold bit 4 of all groups: bit g of these bytes belongs to group g.
     """
     start = _LOW_Q5K if kind == _Q5K else _LOW_Q4K
     for pair in range(BLOCK_GROUPS // 2):
@@ -161,8 +164,8 @@ def _codes_of_pairs(words: Words, codes: Words, kind: int) -> None:
 def _codes_q6k(words: Words, codes: Words) -> None:
     """Unpack the codes of Q6_K.
 
-    The low nibbles of each 64 bytes are two groups, the high nibbles the next two. Each 32 bytes
-    after them hold bits 4 and 5 of four groups.
+    The low nibbles of 64 bytes form two groups, the high nibbles the next two groups. In the bytes
+    after all nibbles, every 32 bytes hold bits 4 and 5 of four groups.
     """
     for half in range(2):
         for i in range(2 * _QUADS * LANES):

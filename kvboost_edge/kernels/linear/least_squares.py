@@ -1,9 +1,10 @@
-"""Quantization of groups of 32 weights by least squares, 16 rows at a time (a lane is a row).
+"""Quantization of groups of 32 weights by least squares, 16 rows at a time (each lane is a row).
 
-It uses only the weights, no calibration data. From each of several initial scales (and minima) it
-iterates: round the weights to codes, fit the scale to the codes by least squares, round it to
-float16. The codes and scale of the smallest error win. Errors are measured with the scale as
-stored. reference/weights.py is the same in NumPy.
+The method uses only the weights and needs no calibration data. It starts from several initial
+scales (and minima). From each it iterates: round the weights to codes, fit the scale to the codes
+by
+least squares, round the scale to float16. It keeps the codes and scale with the smallest error.
+Errors are measured with the scale as stored. reference/weights.py is the NumPy equivalent.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ def _half(b: Builder, x: Value) -> Value:
 
 
 def _divide(b: Builder, x: Value, y: Value, otherwise: Value) -> Value:
-    """Return x / y, or `otherwise` where y is 0."""
+    """Return x / y, or `otherwise` in lanes where y is 0."""
     nonzero = b.fcmp_ordered("!=", y, _splat(0.0))
     return b.select(nonzero, b.fdiv(x, b.select(nonzero, y, _splat(1.0))), otherwise)
 
@@ -77,7 +78,7 @@ def _weights(b: Builder, at: Value, index: Value) -> Value:
 def _code(
     b: Builder, form: WeightFormat, weight: Value, inverse: Value, minimum: Value | None
 ) -> Value:
-    """Return 16 codes as whole floats: rint((weight + minimum) * inverse), clipped."""
+    """Return 16 codes as integral floats: rint((weight + minimum) * inverse), clipped."""
     shifted = weight if minimum is None else b.fadd(weight, minimum)
     rounded = _unary(b, "rint", b.fmul(shifted, inverse))
     return emit_max(b, _min(b, rounded, _splat(float(form.highest))), _splat(float(form.lowest)))
@@ -86,13 +87,13 @@ def _code(
 def _evaluate(
     b: Builder, form: WeightFormat, at: Value, count: Value, scale: Value, minimum: Value | None
 ) -> _Sums:
-    """Sum error and moments of a group's codes for a scale, 16 rows at once.
+    """Sum the error and moments of a group's codes for a given scale, 16 rows at once.
 
     Args:
         b: the builder.
         form: the weight format.
         at: address of float32 [count, 16]: a lane is a row.
-        count: weights of the group, up to 32.
+        count: number of weights in the group, up to 32.
         scale: <16 x float>.
         minimum: <16 x float>, or None without minima.
     """
@@ -113,7 +114,7 @@ def _evaluate(
 
 
 class _Extent(NamedTuple):
-    largest: Value  # first weight of the largest magnitude
+    largest: Value  # first weight with the largest magnitude
     low: Value
     high: Value
     total: Value
@@ -121,7 +122,7 @@ class _Extent(NamedTuple):
 
 
 def _extent(b: Builder, at: Value, count: Value) -> _Extent:
-    """Return range, sum and sum of squares of a group's weights, 16 rows at once."""
+    """Return the range, sum and sum of squares of a group's weights, 16 rows at once."""
     first = _weights(b, at, int_constant(0))
     largest, low, high, total, energy = slots = [
         _slot(b, 0.0),
@@ -145,9 +146,9 @@ def _extent(b: Builder, at: Value, count: Value) -> _Extent:
 def _fitted(
     b: Builder, sums: _Sums, extent: _Extent, scale: Value, count: Value, minima: bool
 ) -> tuple[Value, Value | None]:
-    """Return the scale, and the minimum, of least squared error for the codes.
+    """Return the scale and minimum with the least squared error for given codes.
 
-    The scale is unchanged where the codes do not determine it.
+    The scale is unchanged in rows whose codes do not determine it.
     """
     if not minima:
         return _divide(b, sums.product, sums.square, scale), None
@@ -175,7 +176,7 @@ def _first(
 
 
 class _Best(NamedTuple):
-    """Slots of the best result so far and of the next candidate."""
+    """Stack slots for the best result so far and for the next candidate."""
 
     error: Value
     scale: Value
@@ -185,10 +186,11 @@ class _Best(NamedTuple):
 
 
 def _search(b: Builder, form: WeightFormat, at: Value, count: Value, extent: _Extent) -> _Best:
-    """Search the scale and the minimum of least squared error.
+    """Search for the scale and minimum with the least squared error.
 
-    From each start of the format's fit: quantize, then fit scale and minimum to the codes, a few
-    times.
+    From each initial scale of the format's fit, the search repeats two steps a few times: quantize,
+    then
+    fit the scale and minimum to the codes.
     """
     fit = form.fit
     assert fit is not None
@@ -215,7 +217,7 @@ def _search(b: Builder, form: WeightFormat, at: Value, count: Value, extent: _Ex
 
 
 def _store_codes(b: Builder, form: WeightFormat, at: Value, best: _Best, out: Value) -> None:
-    """Store codes in quads: byte 4 * row + i of a line is the code of input i of a quad."""
+    """Store codes in quads: byte 4 * row + i of a line is the code of input i of the quad."""
     scale = b.load(best.scale)
     minimum = b.load(best.minimum) if form.minima else None
     inverse = _divide(b, _splat(1.0), scale, _splat(0.0))
@@ -256,11 +258,11 @@ def _fit_group(form: WeightFormat) -> Any:
 
         Args:
             values: address of float32 [32, 16], 0 from input `count` on.
-            count: inputs of the group, 1 to 32.
+            count: number of inputs in the group, 1 to 32.
             codes: address of the group's lines, written.
             scales: address of float16 [16], written.
             minima: address of float16 [16], written if the format has minima.
-            totals: address of float32 [2, 16]; squared error and squared weights are added.
+            totals: address of float32 [2, 16]; the squared error and the squared weights are added.
         """
 
         def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:

@@ -8,14 +8,14 @@ A panel of n tokens has one cell per group of 32 inputs:
     scales   float32 [n]               scale of the token in this group
     seeds    int32 [3][n]              only for formats with blocks or a table
 
-The term is -(offset * sum of the codes), int32. For formats with minima it is -(scale * sum of the
-codes), float32.
+The term is -(offset * sum of the codes) in int32. For formats with minima it is -(scale * sum of
+the codes) in float32.
 
-Matrices of different formats with blocks or a table can read one panel. Its term is that of
-formats with minima. Its seeds are -HALF_OFFSET times the sum of the first 16 codes and of the last
-16, and -TABLE_OFFSET times the sum of all 32.
+Matrices in different formats with blocks or a table can share one panel. Its term is that of
+formats with minima. The first two seeds are -HALF_OFFSET times the sum of the first and of the last
+16 codes. The third seed is -TABLE_OFFSET times the sum of all 32 codes.
 
-Sizes of panels depend on the number of tokens and on the machine. Results do not.
+Panel sizes depend on the number of tokens and on the machine. Results do not.
 """
 
 from __future__ import annotations
@@ -62,11 +62,12 @@ class _Shapes(NamedTuple):
 
     Attributes:
         small: panel sizes for one tile.
-        fine: panel sizes for one tile, with fine codes.
-        wide: panel size, if there are more tokens than the largest of `small`, for `tiles` tiles.
-        wide_fine: as `wide`, with fine codes.
-        tiles: tiles at once in wide panels.
-        unpacked: (size, fine) of panels that use weights unpacked beforehand; see unpacked.py.
+        fine: panel sizes for one tile with fine codes.
+        wide: panel size for `tiles` tiles, used if there are more tokens than the largest of
+            `small`.
+        wide_fine: like `wide`, with fine codes.
+        tiles: number of tiles multiplied at once with wide panels.
+        unpacked: (size, fine) of panels whose weights are unpacked first; see unpacked.py.
     """
 
     small: tuple[int, ...]
@@ -77,9 +78,9 @@ class _Shapes(NamedTuple):
     unpacked: tuple[tuple[int, bool], ...] = ()
 
 
-# 512-bit registers hold the integer and float sums of 6 tokens x 2 tiles and the weights of a quad
-# (3 tokens with fine codes, which have three sums each). With 16 registers of 256 bits, larger
-# panels spill.
+# With 512-bit registers, the integer and float sums of 6 tokens x 2 tiles and the weights of a quad
+# fit in registers. With fine codes, only 3 tokens fit, because each has three sums. With sixteen
+# 256-bit registers, larger panels spill.
 _SHAPES = {
     "vnni512": _Shapes((1, 2, 4, 8), (1, 2, 4), 6, 3, 2),
     "vnni256": _Shapes((1, 2, 4), (1, 2), 4, 2, 1),
@@ -90,12 +91,12 @@ _SHAPES = {
 SMALL_TOKENS, FINE_TOKENS, WIDE_TOKENS, WIDE_FINE_TOKENS, TILES_AT_ONCE, UNPACKED = _SHAPES[
     dot_form()
 ]
-# Panels for AMX, see amx.py; without it, no panel reaches these sizes.
+# Panel sizes for AMX; see amx.py. Without AMX, no panel reaches these sizes.
 MATRIX_TOKENS, MATRIX_FINE_TOKENS = (32, 16) if has_tile_registers() else (1 << 30, 1 << 30)
 
 
 def bytes_of_cell(fine: int, kind: int) -> int:
-    """Return the bytes of one token in a cell for a weight format."""
+    """Return the bytes per token in a cell of a weight format."""
     return (FINE_BYTES if fine != 0 else COARSE_BYTES) + SEED_BYTES * int(_SHARES_PANEL[kind])
 
 
@@ -105,13 +106,13 @@ cell_bytes = kernel(bytes_of_cell)
 
 @kernel
 def panel_tokens(left: int, total: int, fine: int, matrix: int) -> int:
-    """Return the tokens of the next panel.
+    """Return the number of tokens in the next panel.
 
     Args:
         left: tokens that are not in a panel yet.
         total: tokens of the pass.
-        fine: not 0: fine codes.
-        matrix: not 0: panels may have AMX sizes.
+        fine: nonzero for fine codes.
+        matrix: nonzero if panels may have AMX sizes.
     """
     if total <= SMALL_TOKENS[-1]:
         largest = FINE_TOKENS[-1] if fine != 0 else SMALL_TOKENS[-1]
@@ -128,7 +129,7 @@ def panel_tokens(left: int, total: int, fine: int, matrix: int) -> int:
 
 @kernel
 def takes_pair(size: int, fine: int) -> bool:
-    """Return whether a panel of this size is multiplied with two tiles at once."""
+    """Return whether a panel of this size is multiplied by two tiles at once."""
     wide, most = (
         (WIDE_FINE_TOKENS, MATRIX_FINE_TOKENS) if fine != 0 else (WIDE_TOKENS, MATRIX_TOKENS)
     )
@@ -137,7 +138,7 @@ def takes_pair(size: int, fine: int) -> bool:
 
 @kernel
 def token_place(token: int, total: int, fine: int, matrix: int) -> Any:
-    """Return (first token of the panel that holds a token, tokens of that panel)."""
+    """Return the first token and the size of the panel that holds a token."""
     first = 0
     if total > SMALL_TOKENS[-1]:
         largest = panel_tokens(total, total, fine, matrix)

@@ -1,4 +1,4 @@
-"""Loads of codes and scales in the layouts of weight_formats.py."""
+"""Loads of codes and scales from the layouts of weight_formats.py."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from kvboost_edge.kernels.vectors import KIND_F16, LANES, V16, emit_load_as_f32
 __all__ = ["emit_load_pair", "emit_scales", "emit_table", "emit_table_pair"]
 
 _LINE = 64
-_LINES = GROUP // 8  # lines of nibbles in a group
+_LINES = GROUP // 8  # lines of nibbles per group
 
 _V16B, _V32B, _V64B = (ir.VectorType(ir.IntType(8), count) for count in (16, 32, 64))
 
 
 class _Lookup(NamedTuple):
-    """An instruction that looks up bytes in a table of 16.
+    """An instruction that looks up bytes in a table of 16 entries.
 
     Attributes:
         name: LLVM name of the intrinsic.
-        parts: calls for 64 bytes.
+        parts: number of calls for 64 bytes.
         type: operand type of one call.
     """
 
@@ -45,7 +45,7 @@ class _Lookup(NamedTuple):
     type: ir.Type
 
 
-# Keys are variants of the dot product.
+# Lookup instruction for each dot-product variant.
 _LOOKUPS = {
     "vnni512": _Lookup("llvm.x86.avx512.pshuf.b.512", 1, _V64B),
     "amx": _Lookup("llvm.x86.avx512.pshuf.b.512", 1, _V64B),
@@ -67,7 +67,7 @@ def _at(b: Builder, address: Value, index: Value, size: int) -> Value:
 def emit_load_pair(b: Builder, form: WeightFormat, at: Value, pair: int) -> tuple[Value, Value]:
     """Load quads 2 * pair and 2 * pair + 1 as unsigned bytes, <16 x i32> each.
 
-    For formats with a table, see `emit_table_pair`.
+    For formats with a table, use `emit_table_pair`.
 
     Args:
         form: the weight format.
@@ -90,9 +90,9 @@ def emit_load_pair(b: Builder, form: WeightFormat, at: Value, pair: int) -> tupl
 
 
 def emit_table(b: Builder, address: Value, *, signed: bool) -> Value:
-    """Load a tile's table, 16 bytes, four times over as <64 x i8>.
+    """Load a tile's 16-byte table and repeat it four times, as <64 x i8>.
 
-    TABLE_OFFSET is added if not `signed`.
+    TABLE_OFFSET is added unless `signed`.
     """
     table = b.load(b.inttoptr(address, ir.PointerType()), align=1, typ=_V16B)
     if not signed:
@@ -105,11 +105,11 @@ def emit_table(b: Builder, address: Value, *, signed: bool) -> Value:
 def emit_table_pair(
     b: Builder, form: str, table: Value, at: Value, pair: int
 ) -> tuple[Value, Value]:
-    """Load two quads as `emit_load_pair` does and look their codes up; bytes, <16 x i32> each.
+    """Load two quads like `emit_load_pair` and look their codes up; the bytes are <16 x i32> each.
 
     Args:
-        form: variant of the dot product, which selects the lookup instruction.
-        table: the table, from `emit_table`.
+        form: dot-product variant, which selects the lookup instruction.
+        table: the result of `emit_table`.
         at: address of a group.
         pair: index of the pair.
     """
@@ -118,8 +118,8 @@ def emit_table_pair(
     four = ir.Constant(_V64B, [4] * 64)
     found = _lookup_of(b, form)
     if found is _PERMUTE:
-        # `vpermb` uses 6 bits of an index, and the table is repeated four times: the bits above a
-        # code are ignored.
+        # `vpermb` uses 6 bits of an index. The table is repeated four times, so the two bits above
+        # a code do not matter.
         low = both
         high = b.bitcast(b.lshr(b.bitcast(both, V16I), ir.Constant(V16I, [4] * LANES)), _V64B)
     else:
@@ -136,7 +136,7 @@ def emit_table_pair(
 
 
 def _lookup_of(b: Builder, form: str) -> _Lookup | None:
-    """Return the byte lookup instruction, or None."""
+    """Return the byte lookup instruction of a variant, or None."""
     if form in ("vnni512", "amx") and has_byte_permute():
         return _PERMUTE
     if form == "plain":
@@ -147,7 +147,7 @@ def _lookup_of(b: Builder, form: str) -> _Lookup | None:
 
 
 def _emit_selected(b: Builder, table: Value, codes: Value) -> Value:
-    """Look codes up without an instruction: select by each bit, halving the candidates."""
+    """Look codes up with selects only: each bit of a code halves the candidates."""
     orders = [ir.Constant(ir.VectorType(ir.IntType(32), 64), [code] * 64) for code in range(16)]
     left = [b.shuffle_vector(table, table, order) for order in orders]
     for bit in (8, 4, 2, 1):
@@ -159,7 +159,7 @@ def _emit_selected(b: Builder, table: Value, codes: Value) -> Value:
 
 
 def _emit_above(b: Builder, bits: int, plane: Value, quad: int) -> Value:
-    """Return the bits of a quad's codes above their nibbles, shifted into place."""
+    """Return the bits of a quad's codes above the nibbles, shifted into place."""
     shift = high_shift(bits, quad)
     byte = (1 << bits) - 16
     by = ir.Constant(V16I, [abs(shift)] * LANES)
@@ -170,13 +170,13 @@ def _emit_above(b: Builder, bits: int, plane: Value, quad: int) -> Value:
 def emit_scales(
     b: Builder, form: WeightFormat, scales: Value, minima: Value, part: Value
 ) -> tuple[Value, Value | None]:
-    """Load scales of 16 rows, and their minima or None, as float32.
+    """Load the scales of 16 rows, and their minima or None, as float32.
 
     Args:
         form: the weight format.
         scales: address of the tile's scales.
         minima: address of the tile's minima.
-        part: index of the part, counted over the tile's groups.
+        part: index of the part among all parts of the tile.
     """
     if not form.block_bytes:
         low = (

@@ -1,8 +1,9 @@
-"""AVX2 microkernel for many tokens: unpacked weights of a tile serve up to 32 panels.
+"""AVX2 microkernel for many tokens, which unpacks the weights of a tile once for up to 32 panels.
 
-Built around `vpmaddubsw`. Sixteen 256-bit registers hold the 16-bit sums of 16 rows x 4 tokens and
-the weights of two quads. Groups of a tile are unpacked into the L1 cache and multiplied with up to
-32 panels.
+The kernel is built around `vpmaddubsw`. Sixteen 256-bit registers hold the 16-bit sums of 16 rows x
+4 tokens and the weights of two quads. Groups of a tile are unpacked into the L1 cache and
+multiplied
+by up to 32 panels.
 """
 
 from __future__ import annotations
@@ -31,9 +32,8 @@ __all__ = ["UnpackedTiles"]
 
 _LINE = 64
 _QUADS = GROUP // 4
-# Buffers of a round stay in the L1 cache: 18 KB, including the sums of 4 tokens per panel.
-# Loops are not unrolled (`emit_loop`): otherwise LLVM hoists loads and spills the rest to the
-# stack.
+# All buffers fit in the L1 cache: 18 KB with the sums of 4 tokens per panel. Loops are not unrolled
+# (`emit_loop`), because LLVM would hoist loads and spill the other values to the stack.
 _GROUPS = 16
 _PANELS = 32
 
@@ -46,7 +46,7 @@ def _lesser(b: Builder, x: Value, y: Value) -> Value:
 
 
 class _Places(NamedTuple):
-    """Stack addresses of unpacked groups of a tile and of the sums of some panels.
+    """Stack addresses of a tile's unpacked groups and of the sums of some panels.
 
     Attributes:
         codes: uint8 [groups][8 quads][64].
@@ -60,7 +60,7 @@ class _Places(NamedTuple):
 
 
 class UnpackedTiles(IntTiles):
-    """`IntTiles` for one tile at a time, variant "avx2"."""
+    """Variant of `IntTiles` for "avx2" that takes one tile at a time."""
 
     def __init__(self, kind: int, tokens: int, fine: bool) -> None:
         super().__init__(kind, 1, tokens, fine, "avx2")
@@ -101,7 +101,7 @@ class UnpackedTiles(IntTiles):
     def _emit_panels(
         self, b: Builder, tile: Tile, panel: Value, count: Value, target: Target, places: _Places
     ) -> None:
-        """Emit code that multiplies `count` panels by a tile."""
+        """Emit code that multiplies a tile by `count` panels."""
         lines = b.mul(count, int_constant(self.tokens))
         with emit_loop(b, lines) as line:
             emit_store(b, ir.Constant(V16, [0.0] * LANES), emit_place(b, places.sums, line, _LINE))
@@ -135,7 +135,8 @@ class UnpackedTiles(IntTiles):
         with emit_loop(b, int_constant(self.parts)) as part:
             at = emit_place(b, weights, part, self.group_bytes // self.parts)
             place = emit_place(b, codes, part, _LINE * self.quads)
-            # A loop over pairs that are stored alike is faster to compile.
+            # Pairs with the same layout are unpacked in a loop, which compiles faster than unrolled
+            # code.
             alike = self.format.bits in (4, 8)
             pairs = self.quads // 2
             with emit_loop(b, int_constant(pairs if alike else 1)) as pair:
@@ -154,7 +155,7 @@ class UnpackedTiles(IntTiles):
     def _add_unpacked(
         self, b: Builder, group: Value, panel: Value, sums: Value, places: _Places
     ) -> None:
-        """Multiply the group in slot `group` with the panel whose cells start at `panel`."""
+        """Multiply the group in slot `group` by the panel whose cells start at `panel`."""
         floats = emit_place(b, places.scales, group, self.scale_bytes)
         codes = emit_place(b, places.codes, group, _QUADS * _LINE)
         here = emit_place(b, panel, group, self.cell)
@@ -211,7 +212,7 @@ class UnpackedTiles(IntTiles):
     def _add_pair(
         self, b: Builder, dot: GroupDot, sums: Sequence[Value], codes: Value, here: Value
     ) -> list[Value]:
-        """Add the products of two quads at `codes` and the tokens' codes at `here`.
+        """Add the products of the two quads at `codes` with the tokens' codes at `here`.
 
         Returns:
             The updated sums, [planes * tokens].

@@ -1,6 +1,6 @@
 """Integer dot product of the linear kernels: 16 sums of 4 products of weights and codes.
 
-The variant follows from the feature flags that Numba compiles for. All give equal integers:
+The feature flags that Numba compiles for select the variant. All variants give equal integers:
 
     variant  instruction
     vnni512  vpdpbusd, 512 bits
@@ -49,9 +49,9 @@ class _Short(NamedTuple):
     """Sums in 16 bits that are widened before they can overflow.
 
     Attributes:
-        wide: sums of previous quads, <16 x i32>, or None.
-        sums: sums of the last quads, <32 x i16>.
-        quads: number of those quads.
+        wide: sums of the quads widened so far, <16 x i32>, or None.
+        sums: sums of the latest quads, <32 x i16>.
+        quads: number of quads in `sums`.
     """
 
     wide: Value | None
@@ -60,20 +60,21 @@ class _Short(NamedTuple):
 
 
 class GroupDot:
-    """Emitter of the dot product of one group of 32 inputs, or a part of it.
+    """Emitter for the dot product of one group of 32 inputs, or of a part of it.
 
-    Use `start`, then for each quad `prepare` and `add`, then `sums`. For sums in a machine loop,
-    start with `zero`, call `add_to` for up to `quads_at_once` quads, and then `widened`. The
-    caller adds the seed there if `seeded`.
+    Call `start`, then `prepare` and `add` for each quad, then `sums`. To keep sums in a loop of the
+    generated code, begin with `zero`, call `add_to` for up to `quads_at_once` quads, and then
+    `widened`.
+    In that case the caller adds the seed if `seeded`.
 
     Args:
-        b: builder.
+        b: the builder.
         kind: number of the weight format.
-        form: variant; None: that of this process.
+        form: dot-product variant; None selects that of this process.
 
     Attributes:
         form: the variant.
-        seeded: True if weights are summed as stored, so that the seed belongs to the sums.
+        seeded: True if weights are summed as stored, in which case the seed belongs to the sums.
     """
 
     def __init__(self, b: Builder, kind: int, form: str | None = None) -> None:
@@ -81,11 +82,11 @@ class GroupDot:
         self._format = FORMAT_OF[kind]
         self.form = form or dot_form()
         # Variants "avx2" and "plain" sum codes of less than 8 bits in 16 bits. All 8 quads of a
-        # group of 4-bit codes fit: at most 8 * 2 * 15 * 127 = 30,480. Of 5- and 6-bit codes, 4 and
-        # 2 quads fit.
+        # group of 4-bit codes fit, because their sum is at most 8 * 2 * 15 * 127 = 30,480. With
+        # 5-bit codes 4 quads fit, with 6-bit codes 2.
         self._short = self.form in ("avx2", "plain") and not self._format.is_wide
         self._quads = _SHORT_MOST // (2 * ((1 << self._format.bits) - 1) * 127)
-        # These variants sum weights as stored. `sdot` takes 6-bit codes because they are valid
+        # These variants sum weights as stored. `sdot` can take 6-bit codes because they are valid
         # signed bytes.
         self.seeded = (
             self.form in ("vnni512", "vnni256")
@@ -104,7 +105,7 @@ class GroupDot:
         return seed if self.seeded else ir.Constant(V16I, [0] * LANES)
 
     def prepare(self, quad: Value) -> Any:
-        """Prepare 4 stored bytes of each row, <16 x i32>, for any number of tokens."""
+        """Prepare 4 stored bytes of each row, <16 x i32>, for use with any number of tokens."""
         b = self._b
         if self.seeded:
             return quad if self.form != "plain" else emit_byte_halves(b, quad, signed=False)
@@ -118,15 +119,15 @@ class GroupDot:
             return emit_byte_halves(b, signed, signed=True)
         if self.form != "avx2":
             return signed
-        # Two products of 255 * 127 do not fit the 16 bits of `vpmaddubsw`. So it multiplies
-        # magnitudes, and `vpsignb` moves the sign to the token's codes.
+        # Two products of 255 * 127 do not fit in the 16 bits of `vpmaddubsw`. It therefore
+        # multiplies magnitudes, and `vpsignb` moves the sign to the token's codes.
         wide = b.bitcast(signed, _V64B)
         zeros = ir.Constant(_V64B, [0] * 64)
         magnitude = b.select(b.icmp_signed("<", wide, zeros), b.sub(zeros, wide), wide)
         return b.bitcast(magnitude, V16I), signed
 
     def add(self, state: Any, quad: Any, x: Value) -> Any:
-        """Add the products of a prepared quad and a token's 4 codes (<16 x i32>, equal lanes)."""
+        """Add the products of a prepared quad with a token's 4 codes (<16 x i32>, equal lanes)."""
         b = self._b
         if self._short:
             if state.quads == self._quads:
@@ -149,9 +150,9 @@ class GroupDot:
         return self._add_plain(state, quad, x)
 
     def _add_short(self, sums: Value, quad: Any, x: Value) -> Value:
-        """Add products in 16 bits, as sums of two."""
-        # On ARM without `sdot`, a program's kernels have 17,400 instructions this way. With 32-bit
-        # products they have 68,400, and code generation takes 4 times as long.
+        """Add products in 16 bits, in pairs."""
+        # On ARM without `sdot`, the kernels of a program have 17,400 instructions this way. With
+        # 32-bit products they would have 68,400, and code generation would take 4 times as long.
         b = self._b
         if self.form == "avx2":
             return b.add(
@@ -166,7 +167,7 @@ class GroupDot:
         pairs = self._pairs(state.sums)
         return pairs if state.wide is None else self._b.add(state.wide, pairs)
 
-    # Stepwise variant, for sums in machine loops.
+    # The following methods keep sums in a loop of the generated code.
 
     @property
     def zero(self) -> ir.Constant:
@@ -175,7 +176,7 @@ class GroupDot:
 
     @property
     def quads_at_once(self) -> int:
-        """Quads that `add_to` may add before `widened`."""
+        """Number of quads that `add_to` may add before `widened` must be called."""
         return self._quads if self._short else GROUP // 4
 
     def add_to(self, sums: Value, quad: Any, x: Value) -> Value:
@@ -199,7 +200,7 @@ class GroupDot:
         return b.add(state, self._pairs(products))
 
     def _pairs(self, products: Value) -> Value:
-        """Add neighbouring 16-bit numbers into <16 x i32>."""
+        """Add neighboring 16-bit numbers into <16 x i32>."""
         if self.form == "plain":
             return emit_pair_sums(self._b, products)
         ones = ir.Constant(_V32S, [1] * 32)
@@ -208,7 +209,7 @@ class GroupDot:
         )
 
     def _add_plain(self, state: Value, quad: Any, x: Value) -> Value:
-        """Add products with plain vectors; a sum of two fits 16 bits, as with AVX2."""
+        """Add products with plain vectors, in pairs that fit 16 bits as with AVX2."""
         b = self._b
         (low, high) = quad
         (first, second) = emit_byte_halves(b, x, signed=True)

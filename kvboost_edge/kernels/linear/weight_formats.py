@@ -1,29 +1,30 @@
-"""Formats of packed weights and their layout; kernels, packing and plans derive from `FORMATS`.
+"""Formats of packed weights and their layouts; kernels, packing and plans derive from `FORMATS`.
 
-A row has groups of 32 inputs, each with a scale. A weight is one of
+Each row consists of groups of 32 inputs, and each group has a scale. A weight is one of
 
     scale * (code - offset)
     scale * code - minimum           format with minima
     scale * table[code]              format with a table
 
-Tiles are 16 rows. A quad is 4 inputs of 16 rows: a line of 64 bytes, whose 4 bytes of a lane are
-the operand of `vpdpbusd` or `sdot`. 8-bit codes have 8 lines per group, one per quad. Other codes
-have lines of two quads: quad 2j in the low nibbles, quad 2j + 1 in the high ones.
+A tile is 16 rows. A quad is 4 inputs of 16 rows, stored as a line of 64 bytes. Each lane's 4 bytes
+are the operand of `vpdpbusd` or `sdot`. 8-bit codes have 8 lines per group, one per quad. For other
+codes, a line holds two quads: quad 2j in the low nibbles, quad 2j + 1 in the high nibbles.
 
-Codes of more than 4 bits have one more line per part with the bits above the nibbles. Quad k has
-the (bits - 4) bits from bit (4 + (bits - 4) * k) % 8 of a byte. In formats with two `parts`, each
-half of a group has its own scales, lines of nibbles and line of high bits.
+Codes of more than 4 bits have one more line per part, which holds the bits above the nibbles. Quad
+k
+has the (bits - 4) bits from bit (4 + (bits - 4) * k) % 8 of a byte. In formats with two `parts`,
+each half of a group has its own scales, lines of nibbles and line of high bits.
 
-Scales are float16 [tile][group][16], and so are minima. Block formats (256 inputs per block) have
-32 bytes of scales per group, and float16 numbers per 8 groups instead of minima:
+Scales and minima are float16 [tile][group][16]. Block formats (256 inputs per block) have 32 bytes
+of scales per group. Instead of minima, they have float16 numbers per 8 groups:
 
     with minima   uint8 scales [16], uint8 minima [16]   float16 d [16], dmin [16]
                   weight: d * scale * code - dmin * minimum
     two parts     int8 scales [2][16], one per half      float16 d [16]
                   weight: d * scale * (code - offset)
 
-The products d * scale and dmin * minimum are exact in float32. A table is 16 signed bytes per tile
-instead of minima: rows of one matrix may have different tables.
+The products d * scale and dmin * minimum are exact in float32. Formats with a table have 16 signed
+bytes per tile instead of minima, so rows of one matrix may have different tables.
 
 Packed files align the codes, scales and minima of each matrix to 64 bytes.
 """
@@ -73,12 +74,14 @@ TABLE_OFFSET = 128
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class QuantizationFit:
-    """Parameters of fitting floats to a format; see least_squares.py.
+    """Parameters for fitting floats to a format; see least_squares.py.
 
     Attributes:
-        deltas: offsets of the initial scales. Symmetric: -largest / (offset + delta), where
-            `largest` is the signed weight of the largest magnitude, so that it gets the code that
-            has no counterpart. With minima: (max - min) / (highest code + delta).
+        deltas: offsets of the initial scales. For symmetric formats, an initial scale is -largest /
+            (offset + delta), where `largest` is the signed weight with the largest magnitude. It
+            then
+            gets the code that has no counterpart of the opposite sign. For formats with minima, an
+            initial scale is (max - min) / (highest code + delta).
         rounds: iterations per initial scale.
     """
 
@@ -92,15 +95,16 @@ class WeightFormat:
 
     Attributes:
         name: the format's name.
-        kind: its number in kernels, below 16.
-        bits: bits of a stored code; 16 and 32: floats.
-        offset: added to signed weights, so that codes are unsigned.
-        parts: parts of a group that have their own scales, 1 or 2.
+        kind: number of the format in kernels, below 16.
+        bits: bits per stored code; 16 and 32 are float formats.
+        offset: added to signed weights to make codes unsigned.
+        parts: number of parts of a group that have their own scales, 1 or 2.
         minima: True if a minimum is subtracted from the scaled code; such codes have no offset.
         table: True if codes are looked up in a table.
-        block_bytes: bytes of a block of 256 inputs in the file; 0: scales are float16.
-        fit: how floats are quantized; None: weights come only from files in this format.
-        exact_in: other formats that hold every weight exactly.
+        block_bytes: bytes per block of 256 inputs in the file, or 0 if scales are float16.
+        fit: parameters for quantizing floats; None if weights can only come from files in this
+            format.
+        exact_in: other formats that can represent every weight exactly.
     """
 
     name: str
@@ -125,32 +129,32 @@ class WeightFormat:
 
     @property
     def is_wide(self) -> bool:
-        """True if unpacked weights use all values of a byte."""
+        """True if unpacked weights use the full range of a byte."""
         return self.bits == 8 or self.table
 
     @property
     def shares_panel(self) -> bool:
-        """True if its matrices read panels with seeds, which all such formats share."""
+        """True if matrices of this format read panels with seeds, which all such formats share."""
         return self.block_bytes > 0 or self.table
 
     @property
     def lowest(self) -> int:
-        """Lowest code, without the offset."""
+        """Lowest code after subtracting the offset."""
         return -self.offset
 
     @property
     def highest(self) -> int:
-        """Highest code, without the offset."""
+        """Highest code after subtracting the offset."""
         return (1 << self.bits) - 1 - self.offset
 
     @property
     def largest(self) -> float:
-        """Largest magnitude of a weight that the format holds."""
-        # Scales and minima must be finite float16. bfloat16 rounds numbers above its largest to
+        """Largest magnitude of a weight that the format can hold."""
+        # Scales and minima must be finite in float16. bfloat16 rounds numbers above its largest to
         # infinity.
         if self.bits == 16:
             return float.fromhex("0x1.fep127")
-        if self.fit is None:  # values of a file
+        if self.fit is None:  # values as stored in a file
             return float(np.finfo(np.float32).max)
         return 65504.0 if self.minima else 65504.0 * self.highest
 
@@ -161,27 +165,31 @@ class WeightFormat:
 
     @property
     def minima_size(self) -> int:
-        """Bytes of 16 rows' minima, block scales or table."""
+        """Bytes of the minima, block scales or table of 16 rows."""
         if self.table:
             return TABLE_BYTES
         return 2 * LANES * (self.minima + (self.block_bytes > 0))
 
     @property
     def minima_log(self) -> int:
-        """Binary logarithm of the groups that share these bytes; 62 (all groups) for a table."""
+        """Binary logarithm of the number of groups that share `minima_size` bytes.
+
+        It is 62 for a table, which all groups share.
+        """
         if self.table:
             return 62
         return _BLOCK_LOG if self.block_bytes else 0
 
     def minima_bytes(self, groups: int) -> int:
-        """Return the bytes of a tile's minima, block scales or table."""
+        """Return the size in bytes of a tile's minima, block scales or table."""
         return -(-groups >> self.minima_log) * self.minima_size
 
 
-# int4 holds Q4_0 exactly; int4-asym holds Q4_1, AWQ (Lin et al., 2023) and asymmetric GPTQ; int4t
-# holds IQ4_NL, and IQ4_XS and MXFP4 with scales as float16; q4k, q5k and q6k hold GGUF's k-quants.
-# From narrow to wide: a matrix of several tensors takes the first format that holds all of them.
-# More initial scales or rounds reduce the error by less than 1%.
+# int4 holds Q4_0 exactly. int4-asym holds Q4_1, AWQ (Lin et al., 2023) and asymmetric GPTQ. int4t
+# holds IQ4_NL, and IQ4_XS and MXFP4 with scales as float16. q4k, q5k and q6k hold GGUF's k-quants.
+# Formats are ordered from narrow to wide, because a matrix made of several tensors takes the first
+# format that holds all of them. More initial scales or rounds would reduce the error by less than
+# 1%.
 FORMATS = {
     form.name: form
     for form in (
@@ -222,7 +230,7 @@ INT_KINDS = tuple(kind for kind, form in FORMAT_OF.items() if not form.is_float)
 
 
 def per_kind(name: str) -> npt.NDArray[np.int64]:
-    """Return a property of every kind, for kernels that get the kind with a matrix."""
+    """Return a property as an array indexed by format number, for use in kernels."""
     values = [getattr(FORMAT_OF.get(kind), name, 0) for kind in range(max(FORMAT_OF) + 1)]
     return np.array(values, dtype=np.int64)
 
@@ -233,22 +241,22 @@ _MINIMA_LOG = per_kind("minima_log")
 
 
 def high_shift(bits: int, quad: int) -> Any:
-    """Return the right shift that moves a quad's high bits above its nibbles; negative: left.
+    """Return the right shift that moves a quad's high bits above its nibbles; negative shifts left.
 
-    `quad` counts in the group, or in the part.
+    `quad` is the index of the quad in the group, or in the part.
     """
     return (4 + (bits - 4) * quad) % 8 - 4
 
 
 @kernel
 def group_bytes(kind: int) -> Any:
-    """Return the bytes of a group's codes."""
+    """Return the size in bytes of a group's codes."""
     return _GROUP_BYTES[kind]
 
 
 @kernel
 def minima_bytes(kind: int, groups: int) -> Any:
-    """Return the bytes of a tile's minima, block scales or table."""
+    """Return the size in bytes of a tile's minima, block scales or table."""
     return -(-groups >> _MINIMA_LOG[kind]) * _MINIMA_SIZE[kind]
 
 

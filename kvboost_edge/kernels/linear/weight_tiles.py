@@ -1,7 +1,8 @@
 """Microkernels of the linear layers as intrinsics, by weight format and number of tokens.
 
-Integer weights: int_tiles.py, and unpacked.py for many tokens on AVX2. Float weights are here: one
-fma chain per output, in input order. Either way an output depends on its row and token only.
+Integer weights use int_tiles.py, and unpacked.py for many tokens on AVX2. Float weights are
+implemented here, with one fma chain per output in input order. In both cases an output depends only
+on its row and token.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ def _emit_float_tile(
         tile: weights [groups, 16] of `kind`; a group is one input.
         inputs: address of float32 rows.
         step: bytes from one row of inputs to the next.
-        target: where the outputs go.
+        target: destination of the outputs.
     """
     size = 4 if kind == KIND_F32 else 2
     sums = emit_zeros(b, tokens)
@@ -96,7 +97,7 @@ def _int_tile(kind: int, tiles: int, tokens: int, fine: bool) -> Any:
 
     @intrinsic
     def tile(typing: Any, tile: Any, panel: Any, target: Any) -> Any:
-        """Multiply weight tiles with a panel.
+        """Multiply weight tiles by a panel.
 
         Args:
             tile: `Tile`.
@@ -121,7 +122,7 @@ def _int_tile(kind: int, tiles: int, tokens: int, fine: bool) -> Any:
 def _float_tile(kind: int, tokens: int) -> Any:
     @intrinsic
     def tile(typing: Any, tile: Any, inputs: Any, step: Any, target: Any) -> Any:
-        """Multiply a tile of float weights with rows of float32.
+        """Multiply a tile of float weights by rows of float32.
 
         Args:
             tile: `Tile` of floats [inputs, 16].

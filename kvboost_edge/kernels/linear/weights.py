@@ -1,4 +1,4 @@
-"""Packing of matrices in tiles: floats are quantized, codes of a file are repacked.
+"""Packing of matrices into tiles; floats are quantized, codes from a file are only rearranged.
 
 The layout is in weight_formats.py.
 """
@@ -51,7 +51,9 @@ Words = npt.NDArray[np.uint32]
 
 
 class PackedRows(NamedTuple):
-    """Packed rows as bytes; lengths as in `packed_sizes`, 0 for sections the format lacks.
+    """Packed rows as bytes.
+
+    The arrays have the lengths that `packed_sizes` returns, 0 for sections that the format lacks.
 
     Attributes:
         codes: codes, or floats.
@@ -69,7 +71,7 @@ class PackedRows(NamedTuple):
 
 
 def packed_sizes(rows: int, inputs: int, name: str) -> tuple[int, int, int]:
-    """Return the bytes of codes (or floats), scales and minima of a matrix [rows, inputs]."""
+    """Return the bytes of codes (or floats), scales and minima for a matrix [rows, inputs]."""
     if name not in FORMATS:
         raise ConfigError(f"weight format {name!r} is not one of {sorted(FORMATS)}")
     form = FORMATS[name]
@@ -85,11 +87,11 @@ def packed_sizes(rows: int, inputs: int, name: str) -> tuple[int, int, int]:
 
 
 def pack_rows(weights: Floats, name: str) -> PackedRows:
-    """Pack float32 [rows, inputs].
+    """Pack float32 [rows, inputs] in a weight format.
 
     Args:
-        weights: finite, with magnitudes up to the format's `largest`.
-        name: weight format.
+        weights: finite numbers, with magnitudes up to the format's `largest`.
+        name: name of the weight format.
 
     Raises:
         ConfigError: floats cannot be packed in this format.
@@ -114,17 +116,17 @@ def pack_codes(
     name: str,
     table: npt.NDArray[np.int8] | None = None,
 ) -> PackedRows:
-    """Pack rows that are already quantized, unchanged.
+    """Pack rows that are already quantized, without changing them.
 
     Args:
         codes: uint8 [rows, inputs], including the format's offset.
         scales: float16 [rows, groups].
         minima: float16 [rows, groups], or None.
-        name: weight format.
-        table: int8 [16], the values of codes; only for formats with a table.
+        name: name of the weight format.
+        table: int8 [16], the values of the codes; only for formats with a table.
 
     Raises:
-        ConfigError: the arrays do not fit the format.
+        ConfigError: the arrays do not match the format.
     """
     rows, inputs = codes.shape
     form = FORMATS[name]
@@ -172,7 +174,7 @@ def _empty(rows: int, inputs: int, name: str) -> PackedRows:
 
 
 def _fitting(form: WeightFormat) -> Any:
-    """Return the kernel that quantizes all rows and sums squared errors and weights."""
+    """Return the kernel that quantizes all rows and sums the squared errors and weights."""
     fit = fit_group[form.name]
     group_bytes = form.group_bytes
 
@@ -223,7 +225,7 @@ _fit_rows = {name: _fitting(FORMATS[name]) for name in fit_group}
 
 @kernel
 def _store_floats(weights: Floats, out: Bytes, kind: int) -> tuple[float, float]:
-    """Store tiles [input][16] of float32 or bfloat16; return sums of squared errors and weights."""
+    """Store tiles [input][16] of float32 or bfloat16; return the squared errors and weights."""
     rows, inputs = weights.shape
     size = 4 if kind == KIND_F32 else 2
     source = address_of(weights)
@@ -247,15 +249,15 @@ def _store_floats(weights: Floats, out: Bytes, kind: int) -> tuple[float, float]
 
 @kernel
 def store_lines(codes: Words, first: int, quads: int, bits: int, out: Words, at: int) -> None:
-    """Store quads of a group, or of a part of it, as lines.
+    """Store the quads of a group, or of a part of it, as lines.
 
     Args:
-        codes: words of four codes of a row; word w of lane l is at w * LANES + l.
-        first: first word w.
-        quads: quads to store.
-        bits: bits of a code, 4 to 8.
+        codes: words of four codes of one row; word w of lane l is at index w * LANES + l.
+        first: first word to store.
+        quads: number of quads to store.
+        bits: bits per code, 4 to 8.
         out: words, written.
-        at: first word to write.
+        at: index of the first word to write.
     """
     if bits == 8:
         for index in range(quads * LANES):
