@@ -99,7 +99,7 @@ FAULTS = (
     fault(
         "a call without markers counts with text behind it",
         "text/turns/bare_call.py",
-        "self._is_whole = False  # more follows",
+        "self._is_whole = False  # more text follows, so it is not a call",
         "pass",
         "tests/text/turns/test_bare_call.py",
     ),

@@ -1,1 +1,1 @@
-"""Assistant turns: reasoning, content and tool calls, by the model's chat template."""
+"""Parsing and grammars of assistant turns: reasoning, content and tool calls."""

@@ -1,7 +1,7 @@
-"""Reader of messages that are a single call without markers.
+"""Reader of messages that consist of a single call without markers.
 
-Such a message is one JSON object of a tool's name and its arguments, bare or in a code fence. Small
-models write calls this way, whatever their template shows.
+Such a message is one JSON object with a tool's name and its arguments, optionally in a code fence.
+Small models write calls this way, whatever format their template shows.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvboost_edge.text.turns.turn_parts import CallArguments, CallStart, Part
 __all__ = ["Accepts", "BareCall"]
 
 Accepts = Callable[[Tool, dict[str, Any]], bool]
-"""Function that returns whether arguments fit a tool's schema."""
+"""Function that returns whether arguments match a tool's schema."""
 
 _FENCE = "```"
 _LABELS = ("json", "JSON")
@@ -31,10 +31,11 @@ _NAMES = ("true", "false", "null")
 
 
 class BareCall:
-    """A reader of a call that may begin with the message.
+    """Reader of a call at the start of a message.
 
-    Nothing is shown before the message has ended, because text after the object makes it an
-    example. Text that cannot be a call is released at the first character that rules it out.
+    Nothing is emitted before the message ends, because an object with text after it is an example
+    rather than a call. Text that cannot be a call is released at the first character that rules it
+    out.
     """
 
     def __init__(
@@ -54,13 +55,13 @@ class BareCall:
         self._is_whole = False
 
     def read(self) -> Step[bool]:
-        """Return whether the message is a call; if so, all of it is consumed, else nothing."""
+        """Consume the message if it is a call, and return whether it is."""
         scanner = self._scanner
         try:
             yield from self._object()
             if self._is_whole:
                 yield from scanner.space()
-                self._is_whole = False  # more follows
+                self._is_whole = False  # more text follows, so it is not a call
         except Ended:
             pass
         if not self._is_whole:
@@ -72,7 +73,7 @@ class BareCall:
         return True
 
     def _object(self) -> Step[None]:
-        """Read the object and its fence, if any, and record whether they are a call."""
+        """Read the object with its optional fence, and record whether it is a complete call."""
         scanner = self._scanner
         yield from scanner.space()
         fenced = yield from scanner.exactly(_FENCE)
@@ -88,7 +89,7 @@ class BareCall:
         self._is_whole = True
 
     def _member(self, key: str) -> Step[bool]:
-        """Read the value of a member; return whether the object may still be a call."""
+        """Read the value of a member and return whether the object may still be a call."""
         scanner = self._scanner
         is_name = key == self._format.name_key
         if key in self._members or not (is_name or key == self._format.arguments_key):
@@ -106,12 +107,12 @@ class BareCall:
         return self._may_fit()
 
     def _may_fit(self) -> bool:
-        """Return whether the arguments match the tool's schema, as far as both are known."""
+        """Return whether the arguments match the tool's schema, or True while one is unknown."""
         if len(self._members) < 2:
             return True
         try:
             arguments = json.loads(self._members[self._format.arguments_key])
-        except ValueError:  # of other white space, or a number of too many digits
+        except ValueError:  # JSON forbids this white space, or a number has too many digits
             return False
         return self._accepts(self._tools[self._members[self._format.name_key]], arguments)
 
@@ -120,7 +121,7 @@ class BareCall:
 
 
 def _value(scanner: Scanner, depth: int) -> Step[bool]:
-    """Read a JSON value; return whether one begins here."""
+    """Read a JSON value and return whether a valid one begins here."""
     opening = scanner.text[scanner.at]
     if opening == '"':
         return (yield from _string(scanner)) is not None
@@ -134,10 +135,11 @@ def _value(scanner: Scanner, depth: int) -> Step[bool]:
 
 
 def _members(scanner: Scanner, after_key: Callable[[str], Step[bool]]) -> Step[bool]:
-    """Read an object; return whether one begins here.
+    """Read a JSON object and return whether a valid one begins here.
 
     Args:
-        after_key: reads a colon and a value, given their key.
+        scanner: the text to read.
+        after_key: reads the colon and the value of a member, given its key.
     """
     if not (yield from scanner.exactly("{")):
         return False
@@ -157,7 +159,7 @@ def _members(scanner: Scanner, after_key: Callable[[str], Step[bool]]) -> Step[b
 
 
 def _colon(scanner: Scanner) -> Step[bool]:
-    """Read a colon with white space around it; return whether one is here."""
+    """Read a colon with surrounding white space and return whether there is one."""
     yield from scanner.space()
     if not (yield from scanner.exactly(":")):
         return False
@@ -186,7 +188,7 @@ def _items(scanner: Scanner, depth: int) -> Step[bool]:
 
 
 def _string(scanner: Scanner) -> Step[str | None]:
-    """Read and return a string; None if none begins here."""
+    """Read a string and return its value, or None if no valid string begins here."""
     start = scanner.at
     if not (yield from scanner.exactly('"')):
         return None
@@ -210,7 +212,7 @@ def _string(scanner: Scanner) -> Step[str | None]:
 
 
 def _word(scanner: Scanner) -> Step[bool]:
-    """Read a number or a name; return whether one begins here."""
+    """Read a number, true, false or null and return whether a valid one begins here."""
     start = scanner.at
     while (found := _AFTER_WORD.search(scanner.text, scanner.at)) is None:
         scanner.at = len(scanner.text)

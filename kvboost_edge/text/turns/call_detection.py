@@ -1,4 +1,4 @@
-"""Detection of a template's tool-call format from the way it renders example calls."""
+"""Detection of a template's tool-call format from renderings of example calls."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["PROBES", "Calls", "TemplateCall", "call_format"]
 
 
 class TemplateCall(NamedTuple):
-    """A call that is passed to a template."""
+    """A call in a message that is passed to a template."""
 
     id: str
     name: str
@@ -23,11 +23,11 @@ class TemplateCall(NamedTuple):
 
 Calls = list[TemplateCall]
 Show = Callable[[Calls], str | None]
-"""Function that returns the text of calls, or None if the template rejects them."""
+"""Function that renders calls, or returns None if the template rejects them."""
 
 
 class _Probes:
-    """Names and values that do not occur in any template."""
+    """Names and values for example calls. They do not occur in any template."""
 
     name = "kvb_first_tool"
     other = "kvb_second_tool"
@@ -35,12 +35,12 @@ class _Probes:
     second_key = "kvbnext"
     value = "kvbvalue"
     second_value = "kvbworth"
-    # Some templates want ids of nine characters.
+    # Some templates require ids of nine characters.
     ids = ("kvbid0001", "kvbid0002")
 
     @property
     def tools(self) -> list[dict[str, Any]]:
-        """Both tools in the format of OpenAI's API."""
+        """Definitions of both tools in the format of OpenAI's API."""
         properties = {
             key: {"type": "string", "description": "text"} for key in (self.key, self.second_key)
         }
@@ -54,7 +54,7 @@ class _Probes:
         ]
 
     def messages(self, calls: Calls, *, as_text: bool) -> list[dict[str, Any]]:
-        """Return the calls in the format of a message."""
+        """Return the calls in the format of a message's `tool_calls`."""
         return [
             {
                 "id": call.id,
@@ -74,9 +74,10 @@ _TWO = {**_ONE, PROBES.second_key: PROBES.second_value}
 _NUMBER = 73
 _FIRST = TemplateCall(PROBES.ids[0], PROBES.name, _ONE)
 _SECOND = TemplateCall(PROBES.ids[1], PROBES.other, _ONE)
-_DECODER = json.JSONDecoder(strict=False)  # the slot of an id is a control character
+# ID_SLOT is a control character, which strict JSON forbids
+_DECODER = json.JSONDecoder(strict=False)
 _LONGEST_PIECE = 160
-_PROBE = "kvb"  # common prefix of all names and values here
+_PROBE = "kvb"  # common prefix of all names and values in _Probes
 _OPEN_TAG = re.compile(r"<[^<>]*\Z|\[[A-Z/_]+\Z")
 _KEYWORD = re.compile(rf"\({PROBES.key}=(['\"]){PROBES.value}\1\)")
 _BRACED = re.compile(rf"\{{{PROBES.key}:(<[^<>\s]+>){PROBES.value}\1\}}")
@@ -84,7 +85,7 @@ _NOT_THE_SAME = re.compile(r"[A-Za-z0-9_-]+")
 
 
 def call_format(show: Show, *, arguments_as_text: bool) -> CallFormat | None:
-    """Return the format of the calls that `show` renders; None for an unknown format."""
+    """Return the format of the calls that `show` renders, or None if it is unknown."""
     first = _with_slots(show([_FIRST]))
     if PROBES.name not in first:
         return None
@@ -102,7 +103,7 @@ def call_format(show: Show, *, arguments_as_text: bool) -> CallFormat | None:
 
 
 class _Core(NamedTuple):
-    """Position of a call in a text, without the text around it, and its parts."""
+    """Position and format of a call in a text, without the text around it."""
 
     start: int
     end: int
@@ -110,7 +111,7 @@ class _Core(NamedTuple):
 
 
 ReadCore = Callable[[str, str], _Core | None]
-"""Function (text, tool name) that finds the call of a tool in a text."""
+"""Function that finds the call of a tool in a text, given the text and the tool's name."""
 
 
 def _with_slots(text: str | None) -> str:
@@ -123,7 +124,7 @@ def _with_slots(text: str | None) -> str:
 
 
 class _Both(NamedTuple):
-    """A rendered text of two calls."""
+    """A rendering of two calls and their positions."""
 
     text: str
     one: _Core
@@ -131,7 +132,7 @@ class _Both(NamedTuple):
 
 
 def _read_both(read: ReadCore, show: Show) -> _Both | None:
-    """Return the text of two calls; None if the template refuses two, or does not write both."""
+    """Render two calls; return None if the template rejects them or omits one."""
     text = _with_slots(show([_FIRST, _SECOND]))
     one = read(text, PROBES.name) if PROBES.name in text else None
     two = read(text, PROBES.other) if PROBES.other in text else None
@@ -176,7 +177,8 @@ def _whole(
 def _joined(front: str, back: str, both: _Both) -> dict[str, Any] | None:
     """Split the text around two calls into opening, separator and closing.
 
-    The end of a call follows each call, the beginning precedes each. No tag is cut.
+    Text after both calls becomes `after`, and text before both becomes `before`. Tags are not
+    split.
     """
     text, one, two = both
     if text[: one.start] != front or text[two.end :] != back:
@@ -209,7 +211,10 @@ def _common_prefix(left: str, right: str) -> int:
 
 
 def _alike(first: CallFormat, second: CallFormat) -> CallFormat | None:
-    """Return the common format of two calls; they may differ by a number or an id."""
+    """Return the common format of two calls, or None if they differ too much.
+
+    They may differ by one value, such as a number or an id.
+    """
     if first.kind == "json":
         different = [
             key for key in first.constants if first.constants[key] != second.constants.get(key)
@@ -236,7 +241,7 @@ def _alike(first: CallFormat, second: CallFormat) -> CallFormat | None:
 
 
 def _json_call(text: str, name: str) -> _Core | None:
-    """Return the smallest object that holds the name and the arguments."""
+    """Find the innermost JSON object that contains both the name and the arguments."""
     at = text.index(name)
     start = text.rfind("{", 0, at)
     while start >= 0:
@@ -262,7 +267,7 @@ def _json_call(text: str, name: str) -> _Core | None:
 
 
 def _named_json_call(text: str, name: str) -> _Core | None:
-    """Return the name followed by an object of arguments."""
+    """Find a tool's name followed by a JSON object of arguments."""
     at = text.index(name)
     start = text.find("{", at)
     members, end = _object_at(text, start)
@@ -272,7 +277,7 @@ def _named_json_call(text: str, name: str) -> _Core | None:
 
 
 def _object_at(text: str, start: int) -> tuple[dict[str, Any], int]:
-    """Return the JSON object that begins there and its end; ({}, -1) if none does."""
+    """Return the JSON object at `start` and its end, or ({}, -1) if there is none."""
     try:
         value, end = _DECODER.raw_decode(text, start) if start >= 0 else ({}, -1)
     except (ValueError, RecursionError):
@@ -281,17 +286,17 @@ def _object_at(text: str, start: int) -> tuple[dict[str, Any], int]:
 
 
 def _keyword_call(text: str, name: str) -> _Core | None:
-    """Return a call in the syntax of Python with keyword arguments."""
+    """Find a call with keyword arguments in Python's syntax."""
     at = text.index(name)
     found = _KEYWORD.match(text, at + len(name))
     return None if found is None else _Core(at, found.end(), CallFormat("keyword", ""))
 
 
 def _braced_call(show: Show) -> ReadCore:
-    """Return a reader of keys and values in braces, with strings between two equal markers.
+    """Return a function that finds calls with keys and values in braces.
 
-    Further arguments must show that commas separate them, and that numbers, lists and objects are
-    bare.
+    Strings must be between two equal markers. Further renderings must show that commas separate
+    arguments and that numbers, lists and objects are bare.
     """
 
     def read(text: str, name: str) -> _Core | None:
@@ -326,10 +331,10 @@ def _writes_braces(show: Show, quote: str) -> bool:
 
 
 def _tagged_call(show: Show) -> ReadCore:
-    """Return a reader of names, keys and values between tags.
+    """Return a function that finds calls whose name, keys and values are between tags.
 
-    A second argument shows the separator. A number shows whether values other than strings are
-    written differently.
+    A rendering with a second argument shows the separator. A rendering with a number shows whether
+    values other than strings are formatted differently.
     """
 
     def read(text: str, name: str) -> _Core | None:
@@ -360,7 +365,8 @@ def _tagged_shape(show: Show) -> CallFormat | None:
         return None
     _, head, middle, tail = one
     joint = two[3]
-    # The text between two arguments ends one and begins the next; tags are not cut.
+    # Split the text between two arguments into the end of one and the start of the next. Tags are
+    # not split.
     for size in range(len(joint), 0, -1):
         ends = joint[: len(joint) - size]
         begins = joint[len(joint) - size :]
@@ -382,7 +388,7 @@ def _tagged_shape(show: Show) -> CallFormat | None:
 
 
 def _between(text: str, *words: str) -> list[str] | None:
-    """Return a text cut at these words, in this order; None if they are not in it."""
+    """Split a text at these words in order; return None if a word is missing."""
     parts = []
     for word in words:
         part, found, text = text.partition(word)
@@ -393,7 +399,7 @@ def _between(text: str, *words: str) -> list[str] | None:
 
 
 def _trigger(found: CallFormat) -> str:
-    """Return the first marker of a call; "" for plain brackets, which any text may contain."""
+    """Return the marker that calls begin with, or "" for brackets, which occur in any text."""
     text = (found.opening + found.before).strip()
     tag = re.match(r"<[^<>\s]+>|\[[A-Z/_]+\]", text)
     trigger = tag[0] if tag else (text.split(maxsplit=1) or [""])[0]

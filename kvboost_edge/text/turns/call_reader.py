@@ -1,4 +1,4 @@
-"""Reader of tool calls in a message; it returns their arguments as JSON text."""
+"""Reader of tool calls in a message. It emits their arguments as JSON text."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _LONGEST_KEY = 256
 
 
 class CallReader:
-    """A reader that consumes calls in a text and appends their parts.
+    """Reader that consumes calls in a text and appends their parts.
 
-    A call is accepted once its name is a tool's and its arguments begin. Until then nothing is
-    shown, and the caller can go back.
+    A call is accepted once it names a known tool and its arguments begin. Until then nothing is
+    emitted, so the caller can rewind.
     """
 
     def __init__(
@@ -39,12 +39,12 @@ class CallReader:
             "keyword": self._keyword_call,
             "braced": self._braced_call,
         }
-        self._named: str | None = None  # the tool of a call that has not begun
+        self._named: str | None = None  # tool name of a call whose start is not yet emitted
         self.trigger = format.trigger
         self.count = 0
 
     def read(self) -> Step[bool]:
-        """Return whether calls begin here; if so, consume all of them."""
+        """Consume all calls that begin here, and return whether there is one."""
         found = yield from self._first()
         if not found:
             return False
@@ -86,7 +86,7 @@ class CallReader:
         return found
 
     def _passed(self, piece: str) -> Step[None]:
-        """Consume a piece if it is here; leave other text."""
+        """Consume a piece if it is next, and leave any other text."""
         self._scanner.forget()
         if not (yield from self._scanner.piece(piece)):
             self._scanner.at = 0
@@ -103,7 +103,7 @@ class CallReader:
     # -- {"name": NAME, "arguments": {...}} --
 
     def _json_call(self) -> Step[bool]:
-        """Read a call with its members in any order; arguments before the name wait for it."""
+        """Read a call with members in any order. Arguments before the name wait for the name."""
         scanner = self._scanner
         calls = self._format
         before = self.count
@@ -137,7 +137,7 @@ class CallReader:
         return self.count > before
 
     def _key(self) -> Step[str | None]:
-        """Read a member's key and the colon after it."""
+        """Read a member's key and the colon after it; return None if there is no key."""
         scanner = self._scanner
         yield from scanner.space()
         start = scanner.at
@@ -151,7 +151,7 @@ class CallReader:
         return _text_of(key) if colon else None
 
     def _shown_arguments(self) -> Step[bool]:
-        """Read an object of arguments and show it as it arrives; the call begins with it."""
+        """Emit the call's start, then its object of arguments as it arrives."""
         scanner = self._scanner
         name = self._named
         yield from scanner.space()
@@ -170,7 +170,7 @@ class CallReader:
         return found and (yield from self._shown_arguments())
 
     def _name(self) -> Step[bool]:
-        """Read a tool's name and the piece after it."""
+        """Read a tool's name and the piece after it, and return whether both are there."""
         scanner = self._scanner
         yield from scanner.space()
         name = yield from scanner.one_of(self._tools)
@@ -214,7 +214,7 @@ class CallReader:
         return ends
 
     def _argument_key(self) -> Step[str | None]:
-        """Read an argument's key and the piece after it; return None if it cannot be a key."""
+        """Read an argument's key and the piece after it; return None if there is no key."""
         scanner = self._scanner
         marker = words_of(self._format.value_before)[0]
         while (end := scanner.text.find(marker, scanner.at)) < 0:
@@ -228,8 +228,9 @@ class CallReader:
         return key if (yield from scanner.piece(self._format.value_before)) else None
 
     def _argument_value(self, schema: object, root: Mapping[str, Any]) -> Step[None]:
-        """Read an argument's value and show it as JSON: strings as they arrive, other values when
-        complete.
+        """Read an argument's value and emit it as JSON.
+
+        Strings are emitted as they arrive, other values when complete.
         """
         scanner = self._scanner
         calls = self._format
@@ -275,9 +276,9 @@ class CallReader:
         return True
 
     def _keyword_argument(self, name: str, *, is_first: bool) -> Step[bool]:
-        """Read an argument and the text after it; consume nothing if it is not one.
+        """Read an argument and the text after it, and return whether there is one.
 
-        A string is shown as it arrives.
+        A string is emitted as it arrives.
         """
         scanner = self._scanner
         schema = self._tools[name].parameters
@@ -309,9 +310,11 @@ class CallReader:
         return True
 
     def _opened(self, name: str | None, front: str) -> Step[bool]:
-        """Return whether a string begins here.
+        """Return whether a string begins here. If so, emit the text before it.
 
-        If so, the call begins with it (if a name is given), after the text before it.
+        Args:
+            name: tool name of a call whose start is emitted first, or None.
+            front: text before the string.
         """
         scanner = self._scanner
         while scanner.at == len(scanner.text):
@@ -344,7 +347,7 @@ class CallReader:
 
 
 def _text_of(written: str) -> str | None:
-    """Return the string that a JSON text holds; None for other values."""
+    """Return the string that a JSON text represents, or None for other values."""
     try:
         value = json.loads(written)
     except ValueError:
@@ -355,8 +358,8 @@ def _text_of(written: str) -> str | None:
 def _value_of(text: str, schema: object, root: Mapping[str, Any]) -> str:
     """Return a value between tags as JSON.
 
-    JSON stays as it is. Other text, and text that the schema allows only as a string, becomes a
-    string.
+    JSON is kept. Other text becomes a string, and so does any text where the schema allows only
+    strings.
     """
     bare = text.strip()
     if value_kind(schema, root) == "string":

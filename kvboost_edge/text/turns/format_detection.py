@@ -1,7 +1,7 @@
-"""Detection of a model's format of reasoning and tool calls from its chat template.
+"""Detection of a model's reasoning and tool-call format from its chat template.
 
-The template is rendered with and without them, and the difference is the format. Model names are
-not used.
+The template is rendered with and without reasoning and calls, and the difference shows the format.
+Model names are not used.
 """
 
 from __future__ import annotations
@@ -24,32 +24,32 @@ __all__ = ["turn_format"]
 Render = Callable[..., str]
 Message = dict[str, Any]
 
-_SECONDS = 5.0  # CPU time of all renderings; those of the slowest known template take 0.1 s
-_LONGEST = 1 << 17  # characters of a rendering that is analysed
+_SECONDS = 5.0  # CPU time in seconds of all renderings; the slowest known template takes 0.1 s
+_LONGEST = 1 << 17  # characters of a rendering; longer renderings are ignored
 _USER: Message = {"role": "user", "content": "kvbquestion"}
 _CONTENT = "kvbcontent"
 _EARLIER = "kvbearlier"
 _SWITCHES = ("enable_thinking", "thinking")
 _REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 _MARKER = r"<[^<>\s]+>|\[[A-Z/_]+\]"
-_ENDS_IN_MARKER = re.compile(
-    rf"((?:{_MARKER})(?:[a-z]+(?=\n))?)\s*\Z"
-)  # perhaps with a word that names the block
+# The marker may be followed by a word that names the block.
+_ENDS_IN_MARKER = re.compile(rf"((?:{_MARKER})(?:[a-z]+(?=\n))?)\s*\Z")
 _BEGINS_WITH_MARKER = re.compile(rf"\s*({_MARKER})\s*")
 _CLOSED = re.compile(r"([<\[])/([A-Za-z][\w:-]*[>\]])\s*\Z")
 _CLOSED_MIRRORED = re.compile(r"(<\|(\w+)>\w*)\s*(<\2\|>)\s*\Z")
 _OPENED = re.compile(r"(<[A-Za-z][\w:-]*>|\[[A-Z]+\])\s*\Z")
-# Markers that templates cut off past answers without showing them in new ones.
+# Markers up to which templates cut off past answers, though new answers do not show them.
 _CUT_MARKERS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<thinking>", "</thinking>"))
 
 
 def turn_format(render: Render, is_token: Callable[[str], bool] = lambda _: True) -> TurnFormat:
-    """Return the turn format that the template shows; formats that it refuses to render are
-    missing.
+    """Detect the turn format of a chat template.
+
+    Formats that the template cannot render are missing from the result.
 
     Args:
         render: `ChatTemplate.render` of the template.
-        is_token: returns whether a text is one token of the model. None: any text may be.
+        is_token: returns whether a text is a single token of the model. By default, any text is.
     """
     turns = _Turns(render)
     if _has_channels(turns):
@@ -62,7 +62,8 @@ def turn_format(render: Render, is_token: Callable[[str], bool] = lambda _: True
     shown = _calls(turns, reasoning) if plainly else None
     unshown = _unshown_calls(turns, is_token) if plainly and shown is None else None
     needed = shown is not None and _results_need_calls(turns, shown)
-    # The stored tokens replace a call, unless its results would be replaced with it.
+    # If results need their call, replacing the call would also replace the results. Only "braced"
+    # calls can be replaced alone.
     replays = _replays(turns, reasoning) and not (
         needed and shown is not None and shown.kind != "braced"
     )
@@ -78,12 +79,16 @@ def turn_format(render: Render, is_token: Callable[[str], bool] = lambda _: True
 
 
 class _Turns:
-    """Renderings of a template; None if it refuses, writes too much or has taken too long."""
+    """Renderings of a template.
+
+    A rendering is None if the template rejects the messages, writes too much, or the time is used
+    up.
+    """
 
     def __init__(self, render: Render) -> None:
         self._render = render
         self._ends = time.thread_time() + _SECONDS
-        # Some templates fail without tools.
+        # Some templates fail without tools, so their renderings always get tools.
         self._tools = None if self.text([_USER]) is not None else PROBES.tools
         self.asked = self.text([_USER], prompt=False) or ""
         self.prompt = self.text([_USER]) or self.asked
@@ -123,13 +128,13 @@ class _Turns:
 
 
 def _has_channels(turns: _Turns) -> bool:
-    """Return whether an answer is a message of the channel for answers."""
+    """Return whether an answer is rendered as a message in the channel for answers."""
     front, found, _ = (turns.answer({"content": _CONTENT}) or "").partition(_CONTENT)
     return bool(found) and front.endswith(CHANNELS.start + CHANNELS.header(CHANNELS.answer))
 
 
 def _channel_calls(turns: _Turns) -> CallFormat | None:
-    """Return the call format if calls are messages to the tool; other header fields are ignored."""
+    """Detect calls that are messages to a tool. Other header fields are ignored."""
     call = TemplateCall(PROBES.ids[0], PROBES.name, {PROBES.key: PROBES.value})
     for as_text in (False, True):
         given = PROBES.messages([call], as_text=as_text)
@@ -154,7 +159,7 @@ def _reasoning(turns: _Turns) -> ReasoningFormat | None:
 
 
 def _shown_reasoning(turns: _Turns) -> ReasoningFormat | None:
-    """Detect reasoning between two markers directly before the answer."""
+    """Detect reasoning that is rendered between two markers directly before the answer."""
     for key in _REASONING_KEYS:
         text = turns.answer({"content": _CONTENT, key: _EARLIER})
         front, found, back = (text or "").partition(_EARLIER)
@@ -166,9 +171,7 @@ def _shown_reasoning(turns: _Turns) -> ReasoningFormat | None:
 
 
 def _opened_reasoning(turns: _Turns) -> ReasoningFormat | None:
-    """Detect a generation prompt that ends in an opening tag which past answers do not begin
-    with.
-    """
+    """Detect an opening tag at the end of the generation prompt that past answers lack."""
     opened = _OPENED.search(turns.prompt.removeprefix(turns.asked))
     if opened is None:
         return None
@@ -179,7 +182,10 @@ def _opened_reasoning(turns: _Turns) -> ReasoningFormat | None:
 
 
 def _closed_reasoning(turns: _Turns) -> ReasoningFormat | None:
-    """Detect an empty block before an answer, or a closed one, even if only without reasoning."""
+    """Detect a closed reasoning block before an answer.
+
+    The block may be empty, or only be written when reasoning is disabled.
+    """
     switched = [turns.text([_USER], variables={name: False}) or "" for name in _SWITCHES]
     answered = (turns.answer({"content": _CONTENT}) or "").partition(_CONTENT)[0]
     for text in (turns.prompt, answered, *switched):
@@ -193,7 +199,7 @@ def _closed_reasoning(turns: _Turns) -> ReasoningFormat | None:
 
 
 def _cut_reasoning(turns: _Turns) -> ReasoningFormat | None:
-    """Detect a closing tag up to which the template removes the text of past answers."""
+    """Detect a closing tag up to which the template cuts off past answers."""
     for start, end in _CUT_MARKERS:
         past = {"role": "assistant", "content": f"{_EARLIER}{end}{_CONTENT}"}
         text = turns.text([_USER, past, _USER])
@@ -220,13 +226,14 @@ def _preserves(turns: _Turns) -> bool:
 
 
 def _writes_plainly(turns: _Turns, reasoning: ReasoningFormat | None) -> bool:
-    """Return whether an answer begins where the generation prompt ends, without a channel or
-    marker.
+    """Return whether an answer directly follows the generation prompt.
+
+    A channel or another marker between them is not supported.
     """
     text = turns.answer({"content": _CONTENT}) or ""
     front = _before_reasoning(turns.prompt, reasoning)
     behind = _behind_reasoning(text[len(front) :], reasoning).partition(_CONTENT)[0].strip()
-    # Some templates repeat the opening marker of the generation prompt in front of any answer.
+    # Some templates repeat the opening reasoning marker before any answer.
     return text.startswith(front) and behind in (
         "",
         reasoning.start if reasoning is not None else "",
@@ -234,7 +241,7 @@ def _writes_plainly(turns: _Turns, reasoning: ReasoningFormat | None) -> bool:
 
 
 def _before_reasoning(prompt: str, reasoning: ReasoningFormat | None) -> str:
-    """Return a generation prompt up to a reasoning block that it opens, and may close at once."""
+    """Return a generation prompt without the reasoning block, open or closed, at its end."""
     if reasoning is None:
         return prompt
     kept = prompt.rstrip()
@@ -244,12 +251,12 @@ def _before_reasoning(prompt: str, reasoning: ReasoningFormat | None) -> str:
 
 
 def _behind_reasoning(text: str, reasoning: ReasoningFormat | None) -> str:
-    """Return a text without the reasoning block that it begins with."""
+    """Return a text without the reasoning block at its start."""
     if reasoning is None:
         return text
     rest = text.lstrip()
     _, found, behind = rest.partition(reasoning.end)
-    # Some templates write the closing marker alone.
+    # Some templates write only the closing marker.
     if found and (rest.startswith((reasoning.start, reasoning.end))):
         return behind.lstrip()
     return text
@@ -259,9 +266,7 @@ def _behind_reasoning(text: str, reasoning: ReasoningFormat | None) -> str:
 
 
 def _results_need_calls(turns: _Turns, calls: CallFormat) -> bool:
-    """Return whether a result is rendered after a message with a call, and not after one
-    without.
-    """
+    """Return whether results are rendered only after a message with a call."""
     call = TemplateCall(PROBES.ids[0], PROBES.name, {PROBES.key: PROBES.value})
     given = PROBES.messages([call], as_text=calls.arguments_as_text)
     result = {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": _EARLIER}
@@ -274,11 +279,11 @@ def _results_need_calls(turns: _Turns, calls: CallFormat) -> bool:
 
 
 class _Way(NamedTuple):
-    """Format in which a template takes past calls."""
+    """Form in which a template accepts past calls."""
 
-    as_text: bool  # the arguments as JSON text
+    as_text: bool  # arguments are JSON text
     content: str | None
-    with_result: bool  # a tool's answer has to follow
+    with_result: bool  # a result must follow the call
 
 
 _WAYS = [_Way(*way) for way in itertools.product((False, True), ("", None), (False, True))]
@@ -294,7 +299,7 @@ def _calls(turns: _Turns, reasoning: ReasoningFormat | None) -> CallFormat | Non
 
 
 class _Shown:
-    """Renderer of a message's calls alone, in one `_Way`."""
+    """Renderer that isolates the text of calls in a message, for one `_Way`."""
 
     def __init__(self, turns: _Turns, reasoning: ReasoningFormat | None, way: _Way) -> None:
         self._turns = turns
@@ -303,7 +308,7 @@ class _Shown:
         self.result_opening = ""
 
     def __call__(self, calls: Calls) -> str | None:
-        """Return the text of the calls; None if the template refuses or does not render them."""
+        """Return the text of the calls, or None if the template rejects or omits them."""
         given = PROBES.messages(calls, as_text=self._way.as_text)
         messages = [_USER, {"role": "assistant", "content": self._way.content, "tool_calls": given}]
         results = [
@@ -328,10 +333,11 @@ class _Shown:
     def _without_opened_result(self, text: str, answered: str) -> str:
         """Return a message's text without the marker that begins a result.
 
-        Some templates write the marker before there is a result.
+        Some templates write this marker after each call, even if no result follows.
 
         Args:
-            answered: the same text with its result in the same turn.
+            text: rendered calls without a result.
+            answered: rendered calls with a result in the same turn.
         """
         opened = _ENDS_IN_MARKER.search(text)
         behind = answered.removeprefix(text)
@@ -348,7 +354,7 @@ class _Shown:
         return None
 
     def _leads(self, front: str, tools: list[Message] | None) -> Iterator[str]:
-        """Yield the texts that may precede a message's text, the most certain first."""
+        """Yield the texts that may precede a message's text, most likely first."""
         prompt = self._turns.text([_USER], tools=tools) or self._turns.prompt
         for lead in (front, prompt):
             yield lead
@@ -358,7 +364,7 @@ class _Shown:
 
 
 def _without_tail(text: str, tail: str) -> str:
-    """Return a message's text without the end of the turn and a tool's answer after it."""
+    """Return a message's text without the end of the turn and any result after it."""
     ending = tail.strip()
     if not ending:
         return text
@@ -370,7 +376,7 @@ def _without_tail(text: str, tail: str) -> str:
 
 
 def _unshown_calls(turns: _Turns, is_token: Callable[[str], bool]) -> CallFormat | None:
-    """Return the format of calls that the template omits, from the markers around its tools."""
+    """Detect calls that the template omits, from the markers around its tool list."""
     prompt = turns.text([_USER], tools=PROBES.tools)
     if prompt is None or not _leaves_calls_out(turns):
         return None
@@ -378,7 +384,7 @@ def _unshown_calls(turns: _Turns, is_token: Callable[[str], bool]) -> CallFormat
 
 
 def _leaves_calls_out(turns: _Turns) -> bool:
-    """Return whether the template renders a message with calls like one without."""
+    """Return whether the template ignores the calls of a message."""
     call = TemplateCall(PROBES.ids[0], PROBES.name, {PROBES.key: PROBES.value})
     for as_text, content in itertools.product((False, True), ("", _CONTENT)):
         plain = turns.answer({"content": content}, PROBES.tools)

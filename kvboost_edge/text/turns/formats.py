@@ -1,19 +1,20 @@
-"""Formats in which a model writes its reasoning and tool calls.
+"""Formats in which models write reasoning and tool calls.
 
-A message's calls are one text of these pieces (any but CALL may be empty):
+The calls of a message are one text made of these pieces, of which any except CALL may be empty:
 
     opening  before CALL after  separator  before CALL after  ...  closing
 
     kind          CALL
     "json"        {"name": NAME, "arguments": {...}}, with the keys in `members`
     "named_json"  NAME between {...}
-    "tagged"      NAME between ARGUMENT ARGUMENT ...; an ARGUMENT is argument_before KEY
-                  value_before VALUE argument_after. Strings are bare, other values JSON.
+    "tagged"      NAME between ARGUMENT ARGUMENT ..., where ARGUMENT is
+                  argument_before KEY value_before VALUE argument_after.
+                  Strings are bare, other values are JSON.
     "keyword"     NAME(KEY=VALUE, KEY=VALUE), with values in the syntax of Python or JSON
-    "braced"      NAME{KEY:VALUE,KEY:VALUE}, with strings between two `quote` markers, all else
-                  bare
-    "channels"    {...}, the text of a message to "functions.NAME"; it has no pieces, see
-                  `ChannelFormat`
+    "braced"      NAME{KEY:VALUE,KEY:VALUE}, with strings between two `quote` markers and
+                  other values bare
+    "channels"    {...}, the text of a message to "functions.NAME". It has no pieces. See
+                  `ChannelFormat`.
 
 Models vary the white space around the pieces, so it is never required.
 """
@@ -35,12 +36,12 @@ __all__ = [
 ]
 
 ID_SLOT = "\0"
-"""Placeholder in a piece for the id that the model writes for a call."""
+"""Placeholder in a piece for the call id that the model generates."""
 
 
 class ReasoningFormat(NamedTuple):
-    """Markers around a model's reasoning, such as "<think>" and "</think>", without white space at
-    their ends.
+    """Markers around a model's reasoning, such as "<think>" and "</think>", without outer white
+    space.
     """
 
     start: str
@@ -49,18 +50,18 @@ class ReasoningFormat(NamedTuple):
 
 @dataclass(frozen=True)
 class CallFormat:
-    """Format of a model's calls. The pieces are those of the diagram in the module.
+    """Format of a model's tool calls. The module docstring shows how the pieces fit together.
 
     Attributes:
-        trigger: marker that calls begin with; "" if only their place at the message's start shows
-            them.
-        parallel: a message may hold several calls.
-        arguments_as_text: the chat template takes the arguments of past calls as JSON text, not as
-            an object.
-        result_opening: marker that a result begins with, if the template writes it even after calls
-            without a result. The model ends its turn with it.
-        members: kind "json": all keys of a call in order. A key that is not named below has a fixed
-            value, in `constants`.
+        trigger: marker that calls begin with, or "" if calls are only recognized at the start of a
+            message.
+        parallel: whether a message may contain several calls.
+        arguments_as_text: whether the chat template expects the arguments of past calls as JSON
+            text instead of an object.
+        result_opening: marker that begins a result, if the template writes it after each call even
+            without a result. The model then ends its turn with this marker.
+        members: keys of a "json" call in order. Keys other than the name, arguments and id keys
+            have fixed values, listed in `constants`.
     """
 
     kind: Literal["json", "named_json", "tagged", "keyword", "braced", "channels"]
@@ -86,8 +87,9 @@ class CallFormat:
 
     @property
     def wraps_objects(self) -> bool:
-        """True if a call is a JSON object of name and arguments between its own markers, as in
-        `<tool_call>{"name": NAME, "arguments": {...}}</tool_call>` (Hermes).
+        """Whether a call is a JSON object of name and arguments between its own markers.
+
+        Hermes calls are an example: `<tool_call>{"name": NAME, "arguments": {...}}</tool_call>`.
         """
         return (
             self.kind == "json"
@@ -98,13 +100,15 @@ class CallFormat:
 
 
 class ChannelFormat(NamedTuple):
-    """Format of a turn of several messages, each with a header that names its recipient (gpt-oss).
+    """Format of a turn with several messages (gpt-oss).
+
+    Each message has a header:
 
         start [ to=RECIPIENT] channel NAME [ to=RECIPIENT] [constrain] [json] message TEXT end
 
-    The first `start` is the end of the prompt. Messages of the channel `thoughts` are reasoning,
-    those to "functions.NAME" are calls, others are the answer. A call ends with `called`, the turn
-    with `done`.
+    The prompt ends with the first `start`. Messages in the channel `thoughts` are reasoning,
+    messages to "functions.NAME" are calls, and all others are the answer. A call ends with
+    `called`, the turn with `done`.
     """
 
     start: str = "<|start|>assistant"
@@ -120,12 +124,12 @@ class ChannelFormat(NamedTuple):
     functions: str = "functions."
 
     def header(self, name: str) -> str:
-        """Return the header of a message in a channel without recipient."""
+        """Return the header of a message without recipient in a channel."""
         return f"{self.channel}{name}{self.message}"
 
     @property
     def ends(self) -> tuple[str, ...]:
-        """Markers that end a message's text, in addition to `start`."""
+        """Markers that end a message's text, besides `start`."""
         return self.end, self.called, self.done
 
 
@@ -133,20 +137,19 @@ CHANNELS = ChannelFormat()
 
 
 class TurnFormat(NamedTuple):
-    """Facts about the assistant's turns that a chat template shows.
+    """Facts about assistant turns, detected from a chat template.
 
     Attributes:
-        calls: None if the format is unknown.
-        reasoning: None without reasoning.
-        shows_tools: the template lists the tools for the model.
-        replays: the content of a past message directly follows the text of a generation prompt, so
-            its original tokens can replace it.
-        preserves: the variable preserve_thinking makes the template render the reasoning of past
-            turns.
-        channels: structure of a turn of several messages; None if the turn is one text.
-        shows_calls: False: the template omits past calls, so they are written into the content;
-            `calls` is then known from elsewhere.
-        results_need_calls: the template renders results only after a message with calls.
+        calls: format of tool calls, or None if it is unknown.
+        reasoning: markers around reasoning, or None if there is no reasoning.
+        shows_tools: whether the template lists the tools for the model.
+        replays: whether past answers directly follow the text of a generation prompt, so that their
+            original tokens can replace them.
+        preserves: whether the variable preserve_thinking makes the template render past reasoning.
+        channels: structure of a turn with several messages, or None if the turn is one text.
+        shows_calls: whether the template renders past calls. If not, they are written into the
+            content, and `calls` is known from the tool list.
+        results_need_calls: whether the template renders results only after a message with calls.
     """
 
     calls: CallFormat | None
@@ -159,7 +162,12 @@ class TurnFormat(NamedTuple):
     results_need_calls: bool = False
 
     def reasoning_after(self, prompt: str) -> Literal["opened", "possible", "closed"]:
-        """Return whether a prompt ends inside a reasoning block, allows one, or excludes one."""
+        """Return whether a prompt ends inside a reasoning block, or one may follow.
+
+        Returns:
+            "opened" if the prompt ends inside a block, "possible" if the answer may begin with one,
+                or "closed" if it may not.
+        """
         text = prompt.rstrip()
         if self.channels is not None:
             states: dict[str, Literal["opened", "closed"]] = {
@@ -182,7 +190,7 @@ class Tool(NamedTuple):
     """A tool that the model may call.
 
     Attributes:
-        parameters: JSON schema of its arguments; empty: any object.
+        parameters: JSON schema of the arguments. An empty schema allows any object.
     """
 
     name: str

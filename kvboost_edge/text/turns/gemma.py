@@ -1,4 +1,4 @@
-"""Grammar of Gemma's call arguments: strings between markers, all other values bare."""
+"""Reader and grammar of Gemma's call arguments: quoted strings, and all other values bare."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["BracedArguments", "BracedGrammar", "is_braced_key"]
 _KEY = "[A-Za-z_][A-Za-z0-9_.-]{0,63}"
 _TYPES = ("string", "number", "boolean", "null", "array", "object")
 _OF_NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
-# Keywords that the grammar does not enforce, except annotations and keywords of strings.
+# Schema keywords that the grammar does not enforce, except annotations and string keywords.
 _NOT_HELD = frozenset(
     {
         *(
@@ -77,13 +77,13 @@ _ENDS_VALUE = r"[,{}\[\]\n"
 
 
 def is_braced_key(name: str, quote: str) -> bool:
-    """Return whether a key with this name is read back unchanged."""
+    """Return whether `BracedArguments` reads a key with this name unchanged."""
     ends = re.search(f"{_ENDS_KEY}{re.escape(quote[0])}]", name)
     return bool(name) and name == name.strip() and len(name) <= LONGEST and ends is None
 
 
 class BracedArguments:
-    """Reader of one call's arguments, from after the first brace."""
+    """Reader of one call's arguments, which starts after the opening brace."""
 
     def __init__(
         self,
@@ -93,11 +93,14 @@ class BracedArguments:
         begin: Callable[[], None],
         texts: Collection[str],
     ) -> None:
-        """Set up the reader.
+        """Initialize the reader.
 
         Args:
-            begin: called before the first `show`.
-            texts: names of arguments that are strings even if they are bare.
+            scanner: the text to read.
+            quote: marker before and after a string.
+            show: receives the arguments as JSON text.
+            begin: called once before the first `show`.
+            texts: names of arguments that are strings even if written bare.
         """
         self._scanner = scanner
         self._quote = quote
@@ -105,15 +108,16 @@ class BracedArguments:
         self._shown = show
         self._begin = begin
         self._begun = False
-        self._open = ["}"]  # the brackets that are still to be closed
-        self._first = True  # the innermost one is still empty
+        self._open = ["}"]  # closing brackets still to come, innermost last
+        self._first = True  # the innermost bracket is still empty
         first = re.escape(quote[0])
         self._ends_key = re.compile(f"{_ENDS_KEY}{first}]")
         self._ends_value = re.compile(f"{_ENDS_VALUE}{first}]")
 
     def read(self) -> Step[bool]:
-        """Return whether a call is here. It is consumed as far as it is valid, and the shown JSON
-        is closed.
+        """Read the arguments and return whether there are any.
+
+        The valid part is consumed and emitted as complete JSON.
         """
         scanner = self._scanner
         start = self._scanner.at
@@ -136,7 +140,7 @@ class BracedArguments:
         self._shown(text)
 
     def _item(self) -> Step[bool]:
-        """Read the next item of the innermost bracket, up to a nested bracket or its end."""
+        """Read one item in the innermost bracket, an opening bracket, or the closing bracket."""
         scanner = self._scanner
         comma = ""
         if (yield from self._closed()):
@@ -164,7 +168,7 @@ class BracedArguments:
         return True
 
     def _key(self) -> Step[str | None]:
-        """Read a key, between markers or bare, and the colon after it."""
+        """Read a quoted or bare key and the colon after it; return None if there is none."""
         scanner = self._scanner
         pieces: list[str] = []
         if (yield from scanner.exactly(self._quote)):
@@ -201,18 +205,22 @@ class BracedArguments:
 
 
 class BracedGrammar:
-    """Grammar rules of one tool's arguments.
+    """Grammar rules for one tool's arguments.
 
-    Referenced schemas have one rule each, so they may be recursive.
+    Each referenced schema has one rule, so schemas may be recursive.
     """
 
     def __init__(
         self, lark: Lark, name: str, tool: Tool, quote: str, string: Callable[[], Rule]
     ) -> None:
-        """Set up the grammar.
+        """Initialize the grammar.
 
         Args:
-            string: rule of any text and the marker after it.
+            lark: grammar to which rules are added.
+            name: prefix of the rule names.
+            tool: tool whose arguments the rules describe.
+            quote: marker before and after a string.
+            string: returns the rule for any text up to and including the closing marker.
         """
         self._lark = lark
         self._name = name
@@ -257,7 +265,7 @@ class BracedGrammar:
         return self._rules[id(found)]
 
     def _check_words(self, schema: Mapping[str, Any]) -> None:
-        """Raise RequestError for a keyword of the schema that is unknown or not enforced."""
+        """Raise RequestError for malformed keywords and for keywords that cannot be enforced."""
         for key, kinds in _SHAPES.items():
             if key in schema and not isinstance(schema[key], kinds):
                 self._refuse(f"{key!r} cannot be {json.dumps(schema[key])[:80]}")
@@ -280,7 +288,7 @@ class BracedGrammar:
         return ways
 
     def _branches(self, schema: Mapping[str, Any]) -> list[Any] | None:
-        """Return the alternatives of a schema, or None."""
+        """Return the alternatives of a schema, or None if it has no alternatives."""
         key = next((key for key in ("anyOf", "oneOf", "allOf") if key in schema), None)
         if key is None:
             return None
@@ -301,8 +309,9 @@ class BracedGrammar:
         return list(schema[key])
 
     def _are_apart(self, one: object, other: object) -> bool:
-        """Return whether types, or values of a shared required member, show that no value matches
-        both.
+        """Return whether it is certain that no value matches both schemas.
+
+        Disjoint types or different constants of a shared required member show this.
         """
         types = [types_of(schema, self._root) for schema in (one, other)]
         if all(types):
@@ -339,10 +348,11 @@ class BracedGrammar:
             self._refuse(f"type {kind!r} is unknown")
 
     def _object(self, name: str, schema: Mapping[str, Any]) -> Iterator[list[Atom]]:
-        """Yield the sequences of members, in the schema's order or sorted by name as templates do.
+        """Yield the possible sequences of members.
 
-        Optional members may be left out. Without members, any are allowed if the schema permits
-        others.
+        Members are in the schema's order or, as templates write them, sorted by name. Optional
+        members may be omitted. A schema without members allows any members if it permits additional
+        properties.
         """
         members, required = members_of(schema)
         for key in members:
@@ -390,7 +400,7 @@ class BracedGrammar:
             )
 
     def _written(self, value: Any) -> list[Atom]:
-        """Return the atoms of exactly this value."""
+        """Return the atoms that match exactly this value."""
         if isinstance(value, str):
             if self._quote in value:
                 self._refuse(f"the value {value!r} contains {self._quote}, which ends a string")

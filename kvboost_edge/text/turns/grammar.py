@@ -1,9 +1,9 @@
-"""Grammars (Lark, in llguidance's dialect) that enforce the model's tool-call format in a turn.
+"""Lark grammars (llguidance dialect) that enforce the model's tool-call format.
 
-Text is free until the marker of a call. From there the tool's name and the schema of its arguments
-are enforced. A marker that is a special token of the vocabulary is one in the grammar, because text
-never matches special tokens there. Its letters, written by other tokens, count as the marker too,
-because a reader of the text cannot tell them apart.
+Text is free until the marker of a call. After it, the tool's name and the schema of its arguments
+are enforced. A marker that is a special token of the vocabulary is also a special token in the
+grammar, because text never matches special tokens there. The same marker spelled out by other
+tokens counts too, because a parser of the text cannot tell the difference.
 """
 
 from __future__ import annotations
@@ -33,12 +33,8 @@ __all__ = ["answer_grammar", "calls_grammar"]
 
 _KEY = "[A-Za-z_][A-Za-z0-9_.-]{0,63}"
 _QUOTING = {"'", "\\", "\n", "\r"}
-_SAYING_NOTHING = {
-    "description",
-    "title",
-    "default",
-    "examples",
-}  # keywords of a schema that restrict its values
+# Annotations, which do not restrict a schema's values.
+_SAYING_NOTHING = {"description", "title", "default", "examples"}
 _ID = '"[A-Za-z0-9_-]{1,64}"'
 
 
@@ -52,22 +48,28 @@ def calls_grammar(
     special_id: SpecialId,
     answer: Mapping[str, Any] | None = None,
 ) -> str:
-    """Return the grammar of a turn that may, must or must not call `tools`.
+    """Return the grammar of a turn that may, must or must not call tools.
 
     Args:
-        choice: "auto": free text until a call begins, then only calls; "required": only calls, at
-            least one; "none": free text in which no call begins.
-        parallel: several calls may follow one another, if the model supports it.
-        reasoning: "opened": the prompt ended inside a reasoning block; "possible": one may come
-            first; "closed": none.
-        special_id: returns the id of a text that is one special token, else None.
-        answer: JSON schema of the turn if it calls nothing; None: text.
+        format: turn format of the model.
+        tools: tools that may be called.
+        choice: "auto" allows text until a call begins, then only calls. "required" allows only
+            calls, at least one. "none" allows text in which no call begins.
+        parallel: whether several calls may follow one another, if the model's format supports it.
+        reasoning: "opened" if the prompt ends inside a reasoning block, "possible" if the turn may
+            begin with one, or "closed" if it may not.
+        special_id: returns the id of the special token with this text, or None.
+        answer: JSON schema of a turn without calls. By default, such a turn is free text.
 
     Raises:
-        RequestError: the model's call format is unknown, or no tool is given.
+        RequestError: the model's call format is unknown, or a call is possible but `tools` is
+            empty.
     """
     if format.calls is None:
-        raise RequestError("the tool-call format of the model's chat template is not supported")
+        raise RequestError(
+            "the tool-call format of the model's chat template is not supported; send the "
+            "request without tools"
+        )
     if not tools and choice != "none":
         raise RequestError(f"tool_choice {choice!r} needs at least one tool")
     if format.channels is not None:
@@ -92,11 +94,13 @@ def calls_grammar(
 def answer_grammar(
     format: TurnFormat, schema: Mapping[str, Any], *, reasoning: str, special_id: SpecialId
 ) -> str:
-    """Return the grammar of a JSON answer that matches `schema`, after a reasoning block if one may
-    be there.
+    """Return the grammar of a JSON answer, with optional reasoning before it.
 
     Args:
-        reasoning, special_id: as for `calls_grammar`.
+        format: turn format of the model.
+        schema: JSON schema of the answer.
+        reasoning: as for `calls_grammar`.
+        special_id: as for `calls_grammar`.
     """
     if format.channels is not None:
         return channel_grammar(
@@ -113,20 +117,21 @@ def answer_grammar(
 
 
 Body = Callable[[str], list[list[Atom]]]
-"""Function that returns the possible continuations of a turn, given a marker that they must not
-begin with.
+"""Function that returns the alternatives for a turn's text, as sequences of atoms.
+
+Its argument is a marker that the text must not begin with, or "".
 """
 
 
 def _behind_reasoning(lark: Lark, markers: ReasoningFormat | None, state: str, body: Body) -> str:
-    """Return the whole grammar: a reasoning block, if there is or may be one, and a body."""
+    """Return the complete grammar: an optional reasoning block, then the body."""
     if state not in ("opened", "possible", "closed"):
-        raise RequestError(f'reasoning {state!r} must be "opened", "possible" or "closed"')
+        raise RequestError(f'reasoning must be "opened", "possible" or "closed", got {state!r}')
     if markers is None or state == "closed":
         lark.add("start", *body(""))
         return lark.text()
     block = lark.reasoning(markers, opened=state == "opened")
-    # Without the block, text must not begin like one, because a call marker inside would count.
+    # Without a block, text must not begin like one, because a call marker inside would count.
     plain = body("" if state == "opened" else markers.start)
     behind = lark.add("behind", *(body("") if state == "possible" else plain))
     lark.add("start", [block, behind], *(plain if state == "possible" else []))
@@ -134,7 +139,7 @@ def _behind_reasoning(lark: Lark, markers: ReasoningFormat | None, state: str, b
 
 
 class _Turn:
-    """Bodies of a turn that may call tools."""
+    """Grammar of a turn that may call tools, without reasoning."""
 
     def __init__(
         self, lark: Lark, calls: CallFormat, tools: Sequence[Tool], *, parallel: bool
@@ -168,13 +173,13 @@ class _Turn:
         return [[self._free("none", unlike, self._bare_call() + FREE)]]
 
     def _free(self, name: str, unlike: str, *without: str) -> Rule:
-        """Return the rule of text that does not begin with the marker `unlike`."""
+        """Return a rule for free text that does not begin with the marker `unlike`."""
         name = (f"{name}_plain" if unlike else name).upper()
         block = [rf"\s*{escaped(unlike)}{FREE}"] if unlike else []
         return self._once(name, lambda: self._lark.terminal(name, FREE, without=[*without, *block]))
 
     def _bare_call(self) -> str:
-        """Return the pattern of the beginning of a message that is a call without a marker."""
+        """Return a pattern for the start of a message that is a call without a marker."""
         names = (
             "|".join(escaped(json.dumps(tool.name, ensure_ascii=False)) for tool in self._tools)
             or '"'
@@ -196,7 +201,7 @@ class _Turn:
     # -- calls --
 
     def _calls(self) -> Rule:
-        """Return the rule of all calls of a message, without the text before the first."""
+        """Return the rule for all calls of a message, from after the first call's opening."""
         return self._once("calls", self._add_calls)
 
     def _add_calls(self) -> Rule:
@@ -290,7 +295,10 @@ class _Turn:
         return [*front, lark.up_to(f"{name}_value", text, calls.argument_after.strip())]
 
     def _keyword_call(self, name: str, tool: Tool) -> list[Atom]:
-        """Return arguments in order, separated by commas; optional ones may be left out."""
+        """Return the atoms of a call with keyword arguments in the schema's order.
+
+        Optional arguments may be omitted.
+        """
         lark = self._lark
         (members, required) = members_of(tool.parameters)
         for key in members:
@@ -326,7 +334,7 @@ class _Turn:
         return [escaped(tool.name), BracedGrammar(lark, name, tool, quote, string).arguments()]
 
     def _keyword_values(self, name: str, schema: object, tool: Tool) -> list[list[Atom]]:
-        """Return the forms of a value: JSON, and Python if that differs."""
+        """Return the notations of a value: JSON, and Python where it differs."""
         given = schema if isinstance(schema, Mapping) else {}
         ways: list[list[Atom]] = [[self._lark.json(name, _rooted(schema, tool.parameters))]]
         choices = [
@@ -341,9 +349,9 @@ class _Turn:
 
 
 def _optional_end(atoms: list[Atom]) -> tuple[list[Atom], list[Atom]]:
-    """Split a piece from the special tokens at its end.
+    """Split off the special tokens at the end of a piece.
 
-    The end-of-turn token may be among them, and a grammar cannot require that.
+    The end-of-turn token may be one of them, and a grammar cannot require it.
     """
     size = len(atoms)
     while size and (isinstance(atoms[size - 1], int) or atoms[size - 1] == SPACE):
@@ -352,6 +360,6 @@ def _optional_end(atoms: list[Atom]) -> tuple[list[Atom], list[Atom]]:
 
 
 def _rooted(schema: object, root: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a member's schema together with the definitions that it refers to."""
+    """Return a member's schema with the definitions of its root schema."""
     found = dict(schema) if isinstance(schema, Mapping) else {}
     return {**{key: root[key] for key in ("$defs", "definitions") if key in root}, **found}

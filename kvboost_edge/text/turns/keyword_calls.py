@@ -1,6 +1,6 @@
-"""Calls of models whose chat template lists tools but omits calls.
+"""Calls of models whose chat template lists tools but omits past calls.
 
-With such a template an assistant's message is its content alone. If the tools are listed between
+Such a template renders only the content of an assistant's message. If it lists the tools between
 the markers of `_TOOL_LIST`, the model was trained to call in the format `KEYWORD_CALLS`. Past calls
 are written into the content, before its text.
 """
@@ -30,9 +30,9 @@ KEYWORD_CALLS = CallFormat(
 def calls_by_tool_list(
     prompt: str, names: Sequence[str], is_token: Callable[[str], bool]
 ) -> CallFormat | None:
-    """Return the call format from a prompt that lists tools with these names.
+    """Return the call format if a prompt lists exactly these tools.
 
-    None: the tools are not a JSON list between the markers, or the call markers are not tokens of
+    Returns None if there is no JSON list between the markers or the call markers are not tokens of
     the model.
     """
     found = _TOOL_LIST.search(prompt)
@@ -51,9 +51,10 @@ def calls_by_tool_list(
 
 
 def with_calls_written(messages: Sequence[Message], calls: CallFormat) -> list[Message]:
-    """Return the messages with past calls of kind "keyword" as text before their content.
+    """Write past calls of kind "keyword" as text before the content of their messages.
 
-    Arguments must be objects. RequestError for calls that cannot be written.
+    Raises:
+        RequestError: a call has no name, or its arguments are not an object.
     """
     return [
         _written(message, calls) if message.get("tool_calls") else message for message in messages
@@ -78,16 +79,14 @@ def _call(call: Any) -> str:
     arguments = function.get("arguments", {}) if isinstance(function, Mapping) else None
     if not isinstance(name, str) or not isinstance(arguments, Mapping):
         raise RequestError(
-            f"a past call of {name!r} cannot be written in the model's call format, "
-            "NAME(KEY=VALUE): it needs a function name and a JSON object of arguments"
+            f"past call {name!r} cannot be written in the model's call format, NAME(KEY=VALUE); "
+            "give it a function name and a JSON object of arguments"
         )
     return f"{name}({', '.join(f'{key}={_value(value)}' for key, value in arguments.items())})"
 
 
 def _value(value: object) -> str:
-    """Return a value in Python's syntax; strings have double quotes and escapes that JSON
-    shares.
-    """
+    """Return a value in Python's syntax, with strings in JSON's notation."""
     if isinstance(value, list):
         return f"[{', '.join(map(_value, value))}]"
     if isinstance(value, Mapping):

@@ -1,8 +1,8 @@
-"""Building blocks of Lark grammars in llguidance's dialect.
+"""Builder for Lark grammars in llguidance's dialect.
 
-They are literal text with free white space and special tokens, JSON schemas, and reasoning blocks.
-A grammar's right-hand side consists of atoms: a regular expression (str), a special token's id
-(int), or a rule.
+It covers literal text with free white space and special tokens, JSON schemas, and reasoning blocks.
+The right-hand side of a rule consists of atoms: a regular expression (str), the id of a special
+token (int), or a rule.
 """
 
 from __future__ import annotations
@@ -30,25 +30,26 @@ __all__ = [
 
 SpecialId = Callable[[str], int | None]
 
-# JSON allows any white space between two tokens, and a small model may never stop writing it.
+# JSON allows any amount of white space between tokens, and small models sometimes never stop
+# writing it.
 JSON_SPACE = r"( |\n[ \t]{0,16})?"
-# Letters are written unescaped: llguidance allows \u for control characters only, so a model that
-# begins \u00f6 would be led to another character.
+# Non-ASCII characters are written unescaped. llguidance allows \u only for control characters, so a
+# model that starts to write \u00f6 would end up with another character.
 JSON_OPTIONS: dict[str, Any] = {
     "whitespace_pattern": JSON_SPACE,
     "json_allowed_escapes": 'nrbtf\\"',
-    "lenient": False,  # a schema cannot loosen its own keywords
+    "lenient": False,  # prevents a schema from loosening its own keywords
 }
-"""Options of llguidance for schemas, for tool calls and for all other JSON output."""
+"""llguidance options for the schemas of tool calls and of all other JSON output."""
 SPACE = r"[ \t\r\n]{0,4}"
-"""Pattern of the space allowed between two pieces of a call."""
+"""Pattern of the white space allowed between two pieces of a call."""
 FREE = r"(?s:.*)"
 _ID = "[A-Za-z0-9_-]{1,64}"
 _LONGEST_MARKER = 64
 
 
 class Rule(NamedTuple):
-    """Reference to a rule, or to JSON that matches a schema."""
+    """Reference to a rule or terminal by name."""
 
     name: str
 
@@ -63,28 +64,35 @@ class Lark:
         """Start an empty grammar.
 
         Args:
-            special_id: returns the id of a text that is one special token, else None.
+            special_id: returns the id of the special token with this text, or None.
         """
         self._special_id = special_id
         self._lines = ["%llguidance {}", "WS: /[ \\t\\r\\n]{1,4}/"]
 
     def text(self) -> str:
-        """Return the grammar's text; a rule must be called start."""
+        """Return the text of the grammar, which must have a rule named start."""
         return "\n".join(self._lines) + "\n"
 
     def add(self, name: str, *ways: Iterable[Atom]) -> Rule:
-        """Add a rule that is one of these sequences; return it."""
+        """Add a rule with these alternatives and return a reference to it."""
         self._lines.append(f"{name}: " + " | ".join(_sequence(way) for way in ways))
         return Rule(name)
 
     def terminal(self, name: str, pattern: str, *, without: Sequence[str] = ()) -> Rule:
-        """Add a terminal (`name` in capitals) that matches one pattern and none of the others."""
+        """Add a terminal that matches one pattern and none of the others.
+
+        Args:
+            name: name in capitals.
+            pattern: regular expression to match.
+            without: regular expressions that must not match.
+        """
         self._lines.append(f"{name}: /{pattern}/" + "".join(f" & ~/{other}/" for other in without))
         return Rule(name)
 
     def up_to(self, name: str, text: Rule, marker: str) -> Rule:
-        """Add a rule of `text` up to and including the first `marker`, as a special token or
-        spelled out.
+        """Add a rule for `text` up to and including the first marker.
+
+        The marker may be a special token or spelled out.
         """
         self._lines.append(f"{name}_spelt[lazy]: {text.name} /{escaped(marker)}/")
         atoms = self.literal(marker)
@@ -96,10 +104,12 @@ class Lark:
     def listed(
         self, name: str, items: Sequence[tuple[Sequence[Atom], bool]], comma: Sequence[Atom]
     ) -> Rule:
-        """Add a rule of items in order, separated by commas.
+        """Add a rule for optional and required items in order, with separators.
 
         Args:
-            items: pairs of (rule, whether it is required).
+            name: prefix of the rule names.
+            items: pairs of (atoms, whether the item is required).
+            comma: atoms between two items.
         """
         first = self.add(f"{name}_first_end", [])
         more = self.add(f"{name}_more_end", [])
@@ -114,13 +124,14 @@ class Lark:
         return first
 
     def json(self, name: str, schema: Mapping[str, Any]) -> Rule:
-        """Add a rule of JSON that matches a schema."""
+        """Add a rule for JSON that matches a schema."""
         self._lines.append(f"{name}: %json {json.dumps(json_schema(schema), ensure_ascii=False)}")
         return Rule(name)
 
     def literal(self, text: str) -> list[Atom]:
-        """Return the atoms of a piece of a call: special tokens, free white space, and placeholders
-        of ids.
+        """Convert a piece of a call to atoms.
+
+        Special tokens become their ids, white space is optional, and id placeholders match any id.
         """
         atoms: list[Atom] = []
         at = done = 0
@@ -133,7 +144,10 @@ class Lark:
         return [atom for atom in [*atoms, _spaced(text[done:])] if atom != ""]
 
     def _special_at(self, text: str, at: int) -> tuple[int, int | None]:
-        """Return the end and the id of the special token that begins there."""
+        """Return the end and the id of the longest special token at a position.
+
+        Without a special token, return the next position and None.
+        """
         for end in range(min(len(text), at + _LONGEST_MARKER), at + 1, -1):
             token_id = self._special_id(text[at:end])
             if token_id is not None:
@@ -141,19 +155,19 @@ class Lark:
         return at + 1, None
 
     def reasoning(self, markers: ReasoningFormat, *, opened: bool) -> Rule:
-        """Add a rule of a reasoning block, or of the rest of one that is `opened`."""
+        """Add a rule for a reasoning block, or for the rest of a block that is already open."""
         text = self.terminal("THOUGHT", FREE)
         rest = self.up_to("thought", text, markers.end)
         return rest if opened else self.add("block", [SPACE, *self.literal(markers.start), rest])
 
 
 def json_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a schema in the compiler's keywords, with white space bounded."""
+    """Return a schema that llguidance can compile, with limited white space."""
     return {**rewritten(schema), "x-guidance": JSON_OPTIONS}
 
 
 def escaped(text: str) -> str:
-    """Return a regular expression, to be put between slashes, that matches this text alone."""
+    """Return a regular expression, for use between slashes, that matches exactly this text."""
     return "".join(map(_escaped_letter, text))
 
 
@@ -164,15 +178,15 @@ def _escaped_letter(letter: str) -> str:
 
 
 def _spaced(text: str) -> str:
-    """Return the regular expression of a text with free white space, except between two words."""
+    """Return a regular expression for a text with flexible white space."""
     parts = [escaped(part) if part.strip() else SPACE for part in re.split(r"(\s+)", text) if part]
     return "".join(parts).replace(escaped(ID_SLOT), _ID)
 
 
 def _sequence(atoms: Iterable[Atom]) -> str:
-    """Return adjacent atoms as text.
+    """Return a sequence of atoms as grammar text.
 
-    Adjacent regular expressions are joined, because nothing would separate white space of two.
+    Adjacent regular expressions are joined, which also merges their white space.
     """
     found: list[Atom] = []
     for atom in atoms:

@@ -1,7 +1,7 @@
-"""Reader of values in Python's syntax, with either kind of quotes; returns JSON text.
+"""Reader for values in Python's syntax that returns JSON text.
 
-Templates write strings without a backslash before inner quotes. A quote therefore ends a string
-only if text follows that can come after a value.
+Strings may have single or double quotes. Templates write strings without escaping quotes inside
+them. A quote therefore ends a string only if the next text can follow a value.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ _DIGITS = {"x": 2, "u": 4}
 _CLOSING = {"[": "]", "(": ")", "{": "}"}
 _MOST_DEPTH = 32
 LONGEST = 256
-"""Limit of characters of a name or a number."""
+"""Maximum characters of a name or a number."""
 
 
 def string_inside(text: str) -> str:
-    """Return a text in the form it has between the quotes of a JSON string."""
+    """Return a text as it appears between the quotes of a JSON string."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
 def keyword(scanner: Scanner) -> Step[str]:
-    """Read a name and the white space after it; "" if none is here."""
+    """Read a name and the white space after it; return "" if there is none."""
     return (yield from bare(scanner, _NO_LETTER)).strip()
 
 
@@ -67,9 +67,9 @@ def is_keyword(name: str) -> bool:
 
 
 def string(scanner: Scanner, show: Callable[[str], None]) -> Step[bool]:
-    """Read a string from its opening quote on and show its JSON as it arrives.
+    """Read a quoted string and emit it as JSON while it arrives.
 
-    False if there is no quote here.
+    Returns whether there is a string here.
     """
     while scanner.at == len(scanner.text):
         yield from scanner.more()
@@ -96,7 +96,7 @@ def string(scanner: Scanner, show: Callable[[str], None]) -> Step[bool]:
 
 
 def _ends_here(scanner: Scanner) -> Step[bool]:
-    """Return whether the quote here ends a string; if so, consume it."""
+    """Return whether the quote here ends the string. If so, consume it."""
     while True:
         behind = _SPACE.match(scanner.text, scanner.at + 1)
         assert behind is not None
@@ -110,7 +110,7 @@ def _ends_here(scanner: Scanner) -> Step[bool]:
 
 
 def _escape(scanner: Scanner, show: Callable[[str], None]) -> Step[None]:
-    """Read a backslash escape; an unknown one stays a backslash."""
+    """Read a backslash escape. The backslash of an unknown escape is kept."""
     while len(scanner.text) < scanner.at + 2:
         yield from scanner.more()
     letter = scanner.text[scanner.at + 1]
@@ -130,9 +130,9 @@ def _escape(scanner: Scanner, show: Callable[[str], None]) -> Step[None]:
 
 
 def literal(scanner: Scanner, depth: int = 0) -> Step[str | None]:
-    """Read a value and return it as JSON; a bare word becomes a string.
+    """Read a value and return it as JSON, with a bare word as a string.
 
-    None if no value is here, or if it is nested too deep.
+    Returns None if there is no valid value, or if it is nested more than 32 levels deep.
     """
     yield from scanner.space()
     pieces: list[str] = []
@@ -182,7 +182,7 @@ def _member(scanner: Scanner, depth: int) -> Step[str | None]:
 
 
 def bare(scanner: Scanner, behind: re.Pattern[str]) -> Step[str]:
-    """Read the text up to one of `behind`; "" if it is too long."""
+    """Read the text up to a match of `behind`; return "" if it is longer than `LONGEST`."""
     start = scanner.at
     while (found := behind.search(scanner.text, scanner.at)) is None and len(
         scanner.text
@@ -198,7 +198,10 @@ def bare(scanner: Scanner, behind: re.Pattern[str]) -> Step[str]:
 
 
 def named(text: str) -> str | None:
-    """Return a number or a constant as JSON; another word is a string."""
+    """Return a number or constant as JSON, and any other word as a JSON string.
+
+    Returns None for an empty text.
+    """
     if not text:
         return None
     if text in _NAMES:

@@ -1,7 +1,6 @@
-"""Tools for models whose chat template does not list any.
+"""Tool calls for models whose chat template does not list tools.
 
-They are described in the system message in our own words, and past calls and results become plain
-messages.
+The tools are described in the system message. Past calls and results become plain messages.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ GENERIC = CallFormat(
     arguments_as_text=True,
     members=("name", "arguments"),
 )
-"""Call format that the model is instructed to use."""
+"""Call format that the description in the system message asks the model to use."""
 
 _HEAD = """\
 You can call tools. To call one, write nothing but
@@ -47,12 +46,14 @@ def with_tools_described(
     *,
     system: bool = True,
 ) -> list[Message]:
-    """Return plain messages that any chat template takes.
+    """Return plain messages, with the tools described in one of them.
 
     Args:
-        tools: in the format of OpenAI's API; with none, only past calls and results are rewritten.
-        system: False: the template refuses system messages, so the first user message describes the
-            tools.
+        messages: messages that may contain calls and results.
+        tools: tools in the format of OpenAI's API. If empty, only past calls and results are
+            converted.
+        system: whether the template accepts system messages. If not, the first user message
+            describes the tools.
     """
     plain = _joined([_plain(message) for message in messages])
     return _told(plain, "\n".join([_HEAD, *map(_line, tools)]), system) if tools else plain
@@ -69,7 +70,7 @@ def _line(tool: Mapping[str, Any]) -> str:
 
 
 def _plain(message: Mapping[str, Any]) -> Message:
-    """Return a message without calls, in a role that every template knows."""
+    """Convert a message to one without calls, in a role that every template supports."""
     kept = {
         key: value
         for key, value in message.items()
@@ -88,9 +89,7 @@ def _plain(message: Mapping[str, Any]) -> Message:
 
 
 def _call(call: Mapping[str, Any]) -> str:
-    """Return a past call in the described format, with the model's own argument text if it is
-    text.
-    """
+    """Format a past call as described to the model, keeping argument text unchanged."""
     function = call.get("function", call)
     arguments = function.get("arguments", "{}")
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
@@ -107,7 +106,7 @@ def _text(message: Mapping[str, Any]) -> str:
 
 
 def _joined(messages: list[Message]) -> list[Message]:
-    """Merge consecutive user messages, because many templates require alternating turns."""
+    """Merge consecutive user messages, because many templates require alternating roles."""
     found: list[Message] = []
     for message in messages:
         if found and message.get("role") == found[-1].get("role") == "user":
@@ -118,7 +117,13 @@ def _joined(messages: list[Message]) -> list[Message]:
 
 
 def _told(messages: list[Message], words: str, system: bool) -> list[Message]:
-    """Add the words to the system message, or as one; without one, before the first user text."""
+    """Add a text to the system message, or before the first user message's text.
+
+    Args:
+        messages: plain messages.
+        words: text to add.
+        system: whether to use the system message, which is created if missing.
+    """
     if system:
         if messages and messages[0].get("role") in ("system", "developer"):
             return [{**messages[0], "content": f"{_text(messages[0])}\n\n{words}"}, *messages[1:]]

@@ -1,7 +1,7 @@
-"""Streaming parser of an assistant's turn into reasoning, content and tool calls.
+"""Streaming parser that splits an assistant's turn into reasoning, content and tool calls.
 
-Text that may begin a marker is held back until it is decided, and so is a message that may be a
-call without markers. Text that only looks like a call, or names an unknown tool, is content.
+Text that may begin a marker is held back until this is decided. So is a message that may be a call
+without markers. Text that only resembles a call, or names an unknown tool, is content.
 """
 
 from __future__ import annotations
@@ -35,10 +35,11 @@ __all__ = [
 
 
 class TurnParser:
-    """Parser of one turn.
+    """Streaming parser of one turn.
 
-    `push` and `close` return the parts that are certain. Folded, they are the same however the text
-    is cut. White space that only separates (after a reasoning block, around calls) is dropped.
+    `push` and `close` return the parts that are final. Merged with `folded`, they do not depend on
+    how the text was divided. White space that only separates parts (after reasoning, around calls)
+    is dropped.
     """
 
     def __init__(
@@ -50,17 +51,22 @@ class TurnParser:
         calls: bool,
         accepts: Accepts | None = None,
     ) -> None:
-        """Begin a turn.
+        """Start a turn.
 
         Args:
-            reasoning: "opened": the prompt ended inside a block; "possible": one may come first;
-                "closed": none.
-            calls: parse calls of `tools`.
-            accepts: checks the arguments of a message that is a call without markers; None: such a
-                message is text.
+            format: turn format of the model.
+            tools: tools that may be called.
+            reasoning: "opened" if the prompt ends inside a reasoning block, "possible" if the turn
+                may begin with one, or "closed" if it may not.
+            calls: whether to parse calls.
+            accepts: checks the arguments of a message that may be a call without markers. If None,
+                such a message is content.
         """
         if calls and format.calls is None:
-            raise RequestError("the tool-call format of the model's chat template is not supported")
+            raise RequestError(
+                "the tool-call format of the model's chat template is not supported; send the "
+                "request without tools"
+            )
         self._scanner = Scanner()
         self._parts: list[Part] = []
         self._turn: _Turn | ChannelTurn
@@ -76,7 +82,7 @@ class TurnParser:
         next(self._steps, None)
 
     def push(self, text: str) -> list[Part]:
-        """Take more of the turn's text; return the parts that are now certain."""
+        """Add text of the turn and return the parts that are now final."""
         if text:
             self._scanner.text += text
             next(self._steps, None)
@@ -84,23 +90,24 @@ class TurnParser:
 
     @property
     def in_reasoning(self) -> bool:
-        """True while the text ends inside a reasoning block, before the end of its closing
-        marker.
-        """
+        """Whether the text so far ends inside a reasoning block or its closing marker."""
         return self._turn.in_reasoning
 
     @property
     def num_thoughts(self) -> int:
-        """Number of reasoning blocks that have ended."""
+        """Number of completed reasoning blocks."""
         return self._turn.num_thoughts
 
     @property
     def in_answer(self) -> bool:
-        """True while the text ends inside an answer that is a message of its own."""
+        """Whether the text so far ends inside an answer in a channel."""
         return self._turn.in_answer
 
     def close(self) -> list[Part]:
-        """End the turn; return the parts held back. A truncated call stays as far as it came."""
+        """End the turn and return the parts held back.
+
+        A truncated call keeps the arguments received so far.
+        """
         self._scanner.ended = True
         next(self._steps, None)
         return self._taken()
@@ -112,7 +119,7 @@ class TurnParser:
 
 
 class _Turn:
-    """Steps of reading a turn."""
+    """Incremental parser of a turn that is one text."""
 
     def __init__(
         self,
@@ -131,7 +138,7 @@ class _Turn:
             if format is not None and accepts is not None
             else None
         )
-        self._bare = False  # the next white space only separates
+        self._bare = False  # white space that follows only separates parts
         self.in_reasoning = self.in_answer = False
         self.num_thoughts = 0
 
@@ -167,7 +174,7 @@ class _Turn:
         self._bare = True
 
     def _thoughts(self, marker: str) -> Step[None]:
-        """Read reasoning up to its end, without the white space there."""
+        """Emit reasoning up to its closing marker, without the white space before the marker."""
         scanner = self._scanner
         while (end := scanner.text.find(marker)) < 0:
             self._show_thought(len(scanner.text) - held_back(scanner.text, 0, marker))
@@ -188,10 +195,10 @@ class _Turn:
             self._scanner.forget()
 
     def _content(self) -> Step[None]:
-        """Read the rest: an answer, and calls where a marker begins them."""
+        """Read the rest of the turn: content, and calls after their marker."""
         scanner = self._scanner
         trigger = self._calls.trigger if self._calls is not None else ""
-        looked = 0  # no call begins before
+        looked = 0  # position before which no call begins
         while True:
             at = scanner.text.find(trigger, looked) if trigger else -1
             if at < 0:
@@ -209,8 +216,10 @@ class _Turn:
             looked = 0 if called else at + len(trigger)
 
     def _show_content(self, end: int) -> int:
-        """Show the text up to `end` without trailing white space; return the new position of
-        `end`.
+        """Emit the text up to `end` without trailing white space.
+
+        Returns:
+            The position of `end` after the emitted text is dropped.
         """
         scanner = self._scanner
         text = scanner.text[:end].rstrip()
@@ -227,7 +236,7 @@ class _Turn:
             self._parts.append(ContentDelta(rest.lstrip() if self._bare else rest))
 
     def _try_calls(self) -> Step[bool]:
-        """Read the calls that begin here; consume nothing if none does."""
+        """Read the calls that begin here. If there are none, nothing is consumed."""
         assert self._calls is not None
         scanner = self._scanner
         before = self._calls.count

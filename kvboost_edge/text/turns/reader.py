@@ -1,4 +1,4 @@
-"""Reader of one answer, token by token: reasoning, text and calls."""
+"""Reader that parses one generated answer, token by token."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = ["Turn", "TurnMessage", "TurnReader"]
 
 Keep = Callable[[str, Sequence[int]], None]
 
-# Mistral's templates accept only ids of nine letters and digits.
+# Mistral's templates only accept ids of nine letters and digits.
 _ID_LETTERS = string.ascii_letters + string.digits
 _ID_LENGTH = 9
 
@@ -37,12 +37,14 @@ class Turn(NamedTuple):
     """Settings for parsing the answers of one request.
 
     Attributes:
-        reasoning: "opened": the prompt ends inside a reasoning block; "possible": one may come
-            first; "closed": none.
-        calls: tools may be called.
-        fits: constraint on the whole turn, as keywords of the engine's parameters.
-        accepts: checks the arguments of a message that is a call without markers; None: such a
-            message is text.
+        format: turn format of the model.
+        tools: tools that may be called.
+        reasoning: "opened" if the prompt ends inside a reasoning block, "possible" if the answer
+            may begin with one, or "closed" if it may not.
+        calls: whether tools may be called.
+        fits: constraint on the whole turn, as keyword arguments for SamplingParams.
+        accepts: checks the arguments of a message that may be a call without markers. If None, such
+            a message is content.
     """
 
     format: TurnFormat
@@ -57,18 +59,22 @@ class TurnReader:
     """Parser of one answer, token by token."""
 
     def __init__(self, turn: Turn, tokenizer: Tokenizer, stop: Sequence[str], keep: Keep) -> None:
-        """Begin an answer.
+        """Start an answer.
 
         Args:
-            keep: stores the ids that a text was generated with, for the client's next turn.
+            turn: settings of the request.
+            tokenizer: tokenizer of the model.
+            stop: stop strings.
+            keep: stores the generated ids of a text, which the client may send back in its next
+                request.
         """
         self._keep = keep
         self._codec = tokenizer.codec
         self._has_channels = turn.format.channels is not None
-        # Special tokens are hidden unless they are markers of this format.
+        # Special tokens are hidden, except for markers of this turn format.
         self._markers = tokenizer.special_ids_in(_literals(turn.format))
-        # It ends a turn with calls, and precedes the result in the next prompt. Some files
-        # say it is text.
+        # This marker ends a turn with calls and begins the result in the next prompt. Some
+        # tokenizer files list it as a normal token.
         opening = "" if turn.format.calls is None else turn.format.calls.result_opening
         self._ending = tokenizer.codec.token_id(opening) if opening else None
         self._detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=False)
@@ -82,18 +88,17 @@ class TurnReader:
             accepts=turn.accepts,
         )
         self._ids: list[int] = []
-        self._answer_at: int | None = (
-            0  # index of the first id after the reasoning; None: inside a token
-        )
-        self._answer_ids: (
-            list[int] | None
-        ) = []  # ids of an answer that is a message of its own; None: it begins inside a token
+        # Index of the first id after the reasoning. None if the answer begins inside a token.
+        self._answer_at: int | None = 0
+        # Ids of an answer in a channel. None if the answer begins or ends inside a token.
+        self._answer_ids: list[int] | None = []
         self.num_reasoning_tokens = 0
         self.message = TurnMessage()
 
     def push(self, token_id: int) -> list[Part]:
-        """Take the next token; return the certain parts of its text, already added to the
-        message.
+        """Add the next token, and return the parts that are now final.
+
+        The parts are also added to `message`.
         """
         if (
             self._stopped
@@ -117,12 +122,12 @@ class TurnReader:
         elif (
             self._answer_at == len(self._ids) - 1 and self.num_reasoning_tokens and not text.strip()
         ):
-            self._answer_at += 1  # white space between the two
+            self._answer_at += 1  # white space between the reasoning and the answer
         self.message.add(parts)
         return parts
 
     def _note_answer(self, token_id: int, parts: Sequence[Part], *, begun: bool) -> None:
-        """Record the ids of an answer between markers, if each marker is a token."""
+        """Record the ids of an answer in a channel, if its markers are separate tokens."""
         shows = any(isinstance(part, ContentDelta) for part in parts)
         if not begun and self._parser.in_answer:
             self._answer_ids = None if shows else []
@@ -132,9 +137,9 @@ class TurnReader:
             self._answer_ids.append(token_id)
 
     def close(self) -> list[Part]:
-        """End the answer; return the parts held back.
+        """End the answer and return the parts held back.
 
-        The answer's ids are stored under the text that clients will send back.
+        The generated ids are stored under the text that clients will send back.
         """
         text = ""
         rest = ""
@@ -145,8 +150,8 @@ class TurnReader:
         if self._parser.in_reasoning:
             self.num_reasoning_tokens = len(self._ids)
         self.message.add(parts)
-        # The engine stores whole outputs itself. Clients have a call, or the text after the
-        # reasoning.
+        # The engine itself stores whole outputs. Clients receive only the calls, or the text after
+        # the reasoning.
         if self._has_channels:
             if self._answer_ids and not self.message.calls:
                 self._keep(self.message.content, self._answer_ids)
@@ -158,9 +163,13 @@ class TurnReader:
         return parts
 
     def reason(self, finish_reason: str) -> str:
-        """Return the finish reason for clients from the engine's reason.
+        """Return the finish reason for clients.
 
-        A call that a stop string has cut is not reported as a call.
+        The engine's "stop" becomes "tool_calls" after complete calls. A call truncated by a stop
+        string does not count.
+
+        Args:
+            finish_reason: finish reason of the engine.
         """
         called = (
             finish_reason == "stop"
@@ -196,7 +205,7 @@ class TurnMessage:
                     self.calls[index]["function"]["arguments"] += text
 
     def as_sent(self) -> dict[str, Any]:
-        """Return the message in the form that clients receive and send back."""
+        """Return the message as clients receive it and send it back."""
         message: dict[str, Any] = {"role": "assistant", "content": self.content, "refusal": None}
         if self._reasoning:
             message["reasoning_content"] = "".join(self._reasoning)
@@ -205,7 +214,7 @@ class TurnMessage:
         return message
 
     def delta(self, parts: Sequence[Part]) -> dict[str, Any]:
-        """Return these parts, which were added, as a chunk of a stream."""
+        """Return added parts as the delta of a streamed chunk."""
         delta: dict[str, Any] = {}
         calls: dict[int, dict[str, Any]] = {}
         for part in parts:
@@ -229,7 +238,7 @@ class TurnMessage:
 
 
 def _is_json(call: Mapping[str, Any]) -> bool:
-    """Return whether a call's arguments are complete JSON."""
+    """Return whether the arguments of a call are complete JSON."""
     try:
         json.loads(call["function"]["arguments"])
     except (ValueError, RecursionError):
@@ -242,7 +251,7 @@ def _new_id() -> str:
 
 
 def _literals(format: TurnFormat) -> str:
-    """Return all literal text of the markers."""
+    """Return the text of all markers in a turn format."""
     calls = () if format.calls is None else dataclasses.astuple(format.calls)
     return "\n".join(
         [

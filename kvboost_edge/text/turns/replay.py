@@ -1,10 +1,12 @@
-"""Replay of earlier calls and thinking with the token ids they were generated with.
+"""Replay of earlier calls and thinking with their original token ids.
 
-A client sends a call back as a name and arguments, and the chat template renders it again with
-other spaces, key order and tokens. Everything after it would miss the cache. So the ids of an
-answer with calls are stored under what clients receive of it, and replace the message's content.
-Most clients do not send thinking back. If the template would render it, it is taken from the stored
-answer.
+A client sends a call back as a name and arguments. The chat template renders it again with
+different spaces, key order and tokens, so everything after it would miss the cache. The ids of an
+answer with calls are therefore stored under the message that clients receive, and later replace the
+message's content.
+
+Most clients do not send thinking back. If the template would render it, it is restored from the
+stored answer.
 """
 
 from __future__ import annotations
@@ -29,15 +31,16 @@ __all__ = [
     "with_thoughts",
 ]
 
-_NO_TEXT = "\ud800"  # a lone surrogate, which neither decoded text nor clients contain
+_NO_TEXT = "\ud800"  # a lone surrogate, which occurs neither in decoded text nor in client messages
 
 
 def call_keys(message: Mapping[str, Any]) -> list[str]:
-    """Return the keys of an assistant's message with calls, the most specific first.
+    """Return the keys of an assistant's message with calls, most specific first.
 
-    The first key includes the ids of the calls, because the same call may be made twice in other
-    words. The second does not, because clients may assign their own ids. The spelling of arguments
-    does not matter. The list is empty without calls, and a key never equals the text of an answer.
+    The first key includes the call ids, because a model may generate the same call twice with
+    different tokens. The second key omits them, because clients may assign their own ids. The
+    formatting of arguments does not matter. The list is empty without calls. A key never equals the
+    text of an answer.
     """
     calls = message.get("tool_calls") or ()
     if not calls:
@@ -49,7 +52,7 @@ def call_keys(message: Mapping[str, Any]) -> list[str]:
 
 
 def find_calls(message: Mapping[str, Any], find: FindAnswer) -> list[int] | None:
-    """Return the ids that a message with calls was generated with; None if they are not stored."""
+    """Return the generated ids of a message with calls, or None if they are not stored."""
     found = (find(key) for key in call_keys(message))
     return next((ids for ids in found if ids is not None), None)
 
@@ -57,9 +60,8 @@ def find_calls(message: Mapping[str, Any], find: FindAnswer) -> list[int] | None
 def _said(function: Mapping[str, Any]) -> list[Any]:
     arguments = function.get("arguments")
     if isinstance(arguments, str):
-        with contextlib.suppress(
-            ValueError, RecursionError
-        ):  # a truncated call is found by its text
+        # The arguments of a truncated call are not JSON and stay text.
+        with contextlib.suppress(ValueError, RecursionError):
             arguments = json.loads(arguments)
     return [function.get("name"), arguments]
 
@@ -67,10 +69,16 @@ def _said(function: Mapping[str, Any]) -> list[Any]:
 def with_marks(
     messages: Sequence[dict[str, Any]], find: FindAnswer, mark: str, *, in_calls: bool = False
 ) -> tuple[list[dict[str, Any]], list[list[int]]]:
-    """Return the messages, with `mark` as content where the ids of calls are stored, and these ids.
+    """Replace messages with stored calls by marks.
 
     Args:
-        in_calls: put the marks into the arguments of the calls instead, see `lifted`.
+        messages: messages of a chat.
+        find: returns the stored ids of a key.
+        mark: text that replaces the content.
+        in_calls: put the marks into the arguments of the calls instead. See `lifted`.
+
+    Returns:
+        The messages, and the stored ids for each mark.
     """
     marked: list[dict[str, Any]] = []
     kept: list[list[int]] = []
@@ -95,10 +103,7 @@ def _with_argument(call: dict[str, Any], mark: str) -> dict[str, Any]:
 
 
 def lifted(text: str, mark: str, calls: CallFormat) -> str:
-    """Return a text with `mark` in place of each message's calls, whose arguments were marks.
-
-    Calls are of kind "braced".
-    """
+    """Replace rendered calls of kind "braced" whose arguments are marks by a single mark."""
     before, after, between, last = map(
         re.escape, (calls.before, calls.after, calls.separator, calls.closing)
     )
@@ -108,13 +113,13 @@ def lifted(text: str, mark: str, calls: CallFormat) -> str:
 
 
 def thought_key(message: Mapping[str, Any]) -> str:
-    """Return the key of a whole answer with thinking: the text that clients have without it."""
+    """Return the key of a whole answer with thinking, derived from the message without it."""
     keys = call_keys(message)
     return f"{_NO_TEXT}thought {keys[0] if keys else message.get('content') or ''}"
 
 
 def find_thought(message: Mapping[str, Any], find: FindAnswer) -> list[int] | None:
-    """Return the ids of an assistant's message with its thinking; None if they are not stored."""
+    """Return the generated ids of a message including its thinking, or None if not stored."""
     return find(thought_key(message)) if message.get("role") == "assistant" else None
 
 
@@ -124,10 +129,10 @@ def with_thoughts(
     decode: Callable[[list[int]], str],
     find: FindAnswer,
 ) -> tuple[list[dict[str, Any]], bool]:
-    """Add stored thinking to assistant messages that came back without it.
+    """Add stored thinking to assistant messages that were sent back without it.
 
     Returns:
-        The messages, and whether thinking is stored for any of them, sent back or not.
+        The messages, and whether thinking is stored for at least one of them.
     """
     found = []
     kept = False
@@ -145,10 +150,10 @@ def with_thoughts(
 def with_arguments(
     messages: Sequence[dict[str, Any]], calls: CallFormat | None
 ) -> list[dict[str, Any]]:
-    """Return messages whose calls have arguments in the template's form: an object or its JSON
-    text.
+    """Convert the arguments of calls to the form that the template expects.
 
-    Clients send JSON text. Text that is not JSON, as of a truncated call, stays.
+    The form is an object or its JSON text. Clients send JSON text. Text that is not JSON, such as
+    that of a truncated call, is kept.
     """
     as_text = calls is not None and calls.arguments_as_text
     return [{**message, **_with_calls(message, as_text)} for message in messages]

@@ -1,8 +1,8 @@
-"""Scanner of text that is still being written.
+"""Scanner for text that arrives incrementally.
 
-Every step is a generator that pauses when it needs more text. A step moves `at` forward; a trial
-saves the old position and goes back to it. Text before `at` stays until it is forgotten. At the end
-of all text a step that needs more raises `Ended`.
+Each step is a generator that pauses when it needs more text. A step advances the position `at`.
+Trial steps save the position and restore it on failure. Text before `at` is kept until `forget` is
+called. A step that needs text after the end raises `Ended`.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _BEHIND_SCALAR = re.compile(r"[\s,}\]]")
 
 
 class Ended(Exception):
-    """End of the text."""
+    """The text has ended."""
 
 
 class Scanner:
-    """A text and a position in it."""
+    """A text and the current position in it."""
 
     def __init__(self) -> None:
         self.text = ""
@@ -45,7 +45,10 @@ class Scanner:
         self.at = 0
 
     def more(self) -> Step[None]:
-        """Wait for at least one more character; report consumed text to the watcher."""
+        """Wait for at least one more character.
+
+        While a value is shown, the text consumed so far is emitted first.
+        """
         if self._watch is not None:
             self._watch(self.text[: self.at])
             self.forget()
@@ -63,7 +66,7 @@ class Scanner:
         self.at = found.start()
 
     def exactly(self, word: str) -> Step[bool]:
-        """Return whether this text is here; if so, consume it."""
+        """Return whether this text is next. If so, consume it."""
         while len(self.text) - self.at < len(word) and word.startswith(self.text[self.at :]):
             yield from self.more()
         if not self.text.startswith(word, self.at):
@@ -72,7 +75,7 @@ class Scanner:
         return True
 
     def piece(self, piece: str) -> Step[bool]:
-        """Return whether a piece of a call is here, with any white space; if so, consume it."""
+        """Return whether a piece of a call is next, with any white space. If so, consume it."""
         for word in words_of(piece):
             yield from self.space()
             if word == ID_SLOT:
@@ -88,7 +91,7 @@ class Scanner:
         self.at = found.start()
 
     def one_of(self, words: Iterable[str]) -> Step[str | None]:
-        """Consume and return the longest of these words that is here."""
+        """Consume and return the longest of these words that is next, or return None."""
         known = sorted(words, key=len, reverse=True)
         while True:
             rest = self.text[self.at :]
@@ -100,9 +103,9 @@ class Scanner:
         return found
 
     def up_to(self, marker: str, kept: str, show: Callable[[str], None]) -> Step[None]:
-        """Show the text before a marker as it arrives, and consume the marker.
+        """Emit the text before a marker as it arrives, and consume the marker.
 
-        White space of the kind `kept` at the end of the text is not shown.
+        The text `kept` directly before the marker is not emitted.
         """
         while (end := self.text.find(marker, self.at)) < 0:
             self._show(len(self.text) - held_back(self.text, self.at, marker, kept), show)
@@ -117,7 +120,7 @@ class Scanner:
             self.at = end
 
     def string(self) -> Step[None]:
-        """Consume the rest of a JSON string after its opening quote."""
+        """Consume the rest of a JSON string, after its opening quote."""
         while True:
             found = _IN_STRING.search(self.text, self.at)
             if found is None:
@@ -135,7 +138,7 @@ class Scanner:
     def value(self) -> Step[str]:
         """Consume a JSON value and return its text.
 
-        Text that is not JSON is consumed up to the place where a value would end.
+        Invalid JSON is consumed up to the position where a value would end.
         """
         while self.at == len(self.text):
             yield from self.more()
@@ -153,10 +156,11 @@ class Scanner:
         return self.text[start : self.at]
 
     def shown_value(self, show: Callable[[str], None], ends: Sequence[str] = ()) -> Step[None]:
-        """Show a JSON object or list as it arrives.
+        """Emit a JSON object or list as it arrives.
 
         Args:
-            ends: texts that also end it, outside of its strings.
+            show: receives the text.
+            ends: texts that also end the value, outside its strings.
         """
         self.forget()
         self._watch = show
@@ -168,7 +172,7 @@ class Scanner:
             self.forget()
 
     def _nested(self, ends: Sequence[str] = ()) -> Step[None]:
-        """Consume text between two brackets, the first of which is here, or up to one of `ends`."""
+        """Consume a bracketed value, or text up to one of `ends`."""
         depth = 0
         place = re.compile("|".join([_BRACKET.pattern, *map(re.escape, ends)]))
         while True:
@@ -190,8 +194,9 @@ class Scanner:
 
 
 def held_back(text: str, start: int, marker: str, kept: str = "") -> int:
-    """Return how many characters at the end of text[start:] may belong to a marker, or to `kept`
-    before it.
+    """Return how many characters at the end of text[start:] may begin a marker.
+
+    If `kept` is given, it may precede the marker.
     """
     wanted = kept + marker
     for begin in (wanted, marker) if kept else (marker,):
@@ -203,5 +208,5 @@ def held_back(text: str, start: int, marker: str, kept: str = "") -> int:
 
 @functools.cache
 def words_of(piece: str) -> tuple[str, ...]:
-    """Return a piece cut at white space and between tags; the placeholder of an id is a word."""
+    """Split a piece at white space and between tags. An id placeholder is a separate word."""
     return tuple(word for word in re.split(rf"\s+|(?<=>)|(?=<)|({ID_SLOT})", piece) if word)

@@ -1,13 +1,13 @@
-"""Rewriting of JSON schemas without keywords that the grammar compiler lacks.
+"""Replacement of JSON schema keywords that the grammar compiler does not support.
 
 A keyword is replaced only if other keywords accept exactly the same values:
 
-    if, then, else     if the condition is a `const` or `enum` of one property: an `anyOf`
-    dependentRequired  an `anyOf` for each property
-    uniqueItems        of few values: an `enum` of all lists
-    not                of `enum`, `const` or `type`: the remaining types and values
+    if, then, else     becomes `anyOf` if the condition is a `const` or `enum` of one property
+    dependentRequired  becomes an `anyOf` for each property
+    uniqueItems        becomes an `enum` of all possible lists if the items have few values
+    not                of `enum`, `const` or `type` becomes the remaining types and values
 
-Other uses of these keywords stay, and the compiler refuses them by name.
+Other uses of these keywords are kept, and the compiler rejects them by name.
 """
 
 from __future__ import annotations
@@ -36,20 +36,18 @@ _TYPES = ("null", "boolean", "number", "string", "array", "object")
 _REMARKS = frozenset({"title", "description", "default", "examples", "$comment", "deprecated"})
 _REWRITTEN = frozenset({"if", "then", "else", "not", "uniqueItems", "dependentRequired"})
 _COMBINED = ("allOf", "anyOf", "oneOf")
-_MOST_UNIQUE = 8  # values of a list without repetition
-_MOST_LISTS = 500  # of them; the compiler takes 0.1 s for these, and cannot take 2,000
-_MOST_LISTS_TOGETHER = 1_000  # of a schema
-_ESCAPED = re.compile(
-    r'["\\\x00-\x1f\x7f]'
-)  # letters that the compiler's `[^...]` does not exclude
-_MOST_TEXTS = 1 << 15  # squared lengths of texts that a schema's patterns exclude
+_MOST_UNIQUE = 8  # distinct items of a list with uniqueItems
+_MOST_LISTS = 500  # lists in one enum; the compiler takes 0.1 s for 500 and fails for 2,000
+_MOST_LISTS_TOGETHER = 1_000  # lists in all enums of a schema
+# Characters that the compiler's `[^...]` does not exclude.
+_ESCAPED = re.compile(r'["\\\x00-\x1f\x7f]')
+_MOST_TEXTS = 1 << 15  # sum of the squared lengths of texts that a schema's patterns exclude
 
 
 def rewritten(schema: Any) -> Any:
-    """Return an equivalent schema with as few keywords as possible that the compiler lacks or
-    ignores.
+    """Return an equivalent schema with fewer keywords that the compiler lacks or ignores.
 
-    A schema that no value matches stays as it is.
+    A schema that matches no value is returned without these replacements.
     """
     plain = without_needless(schema)
     if not isinstance(plain, Mapping):
@@ -62,8 +60,10 @@ class _Condition(NamedTuple):
     """Condition of an `if`: a property has one of these values.
 
     Attributes:
-        is_required: the condition is false if the property is missing.
-        is_typed: the condition is false for values other than objects.
+        name: name of the property.
+        values: values that satisfy the condition.
+        is_required: whether the condition is false if the property is missing.
+        is_typed: whether the condition is false for values that are not objects.
     """
 
     name: str
@@ -73,7 +73,7 @@ class _Condition(NamedTuple):
 
 
 class _Rewriter:
-    """Rewriter of one schema; references are resolved in `root`."""
+    """Rewriter of one schema. References are resolved in the root schema."""
 
     def __init__(self, root: Schema) -> None:
         self._root = root
@@ -81,10 +81,12 @@ class _Rewriter:
         self._texts_left = _MOST_TEXTS
 
     def schema(self, given: Any, around: Schema, depth: int) -> Any:
-        """Rewrite a schema.
+        """Rewrite a schema and the schemas in it.
 
         Args:
-            around: properties of schemas that apply to the same value.
+            given: schema to rewrite.
+            around: properties from enclosing schemas that apply to the same value.
+            depth: nesting depth of the schema.
         """
         if not isinstance(given, Mapping) or depth > MOST_DEPTH:
             return given
@@ -99,7 +101,7 @@ class _Rewriter:
         return _also(result, joined) if isinstance(result, dict) else result
 
     def _under(self, key: str, value: Any, members: Schema, depth: int) -> Any:
-        """Rewrite the value of a keyword; keywords that are rewritten later stay as they are."""
+        """Rewrite the schemas in the value of a keyword that is not itself rewritten later."""
         if key in SCHEMAS_BY_NAME and isinstance(value, Mapping):
             return {name: self.schema(one, {}, depth) for name, one in value.items()}
         if key in VALUES or key in _REWRITTEN:
@@ -114,15 +116,18 @@ class _Rewriter:
     def _conditions(
         self, given: Schema, members: Schema, depth: int
     ) -> tuple[Schema, list[dict[str, Any]]]:
-        """Return a schema without the conditions that can be rewritten, and their replacements.
+        """Separate the conditions that can be rewritten from a schema.
 
-        The conditions are its own and those of its `allOf`.
+        Conditions are the schema's own `if` and those in its `allOf`.
+
+        Returns:
+            The schema without these conditions, and the schemas that replace them.
         """
         listed = given.get("allOf")
         parts = listed if isinstance(listed, list) else []
         own = {key: given[key] for key in ("if", "then", "else") if key in given}
         rest = {key: value for key, value in given.items() if key not in own}
-        if own and "if" not in own:  # then and else have no meaning alone
+        if own and "if" not in own:  # `then` and `else` have no meaning without `if`
             own = {}
         found = [*([own] if own else []), *filter(_is_condition, parts)]
         by_name: dict[str | None, list[Schema]] = {}
@@ -158,9 +163,9 @@ class _Rewriter:
     def _combined(
         self, given: Schema, found: Sequence[Schema], members: Schema, depth: int
     ) -> dict[str, Any] | None:
-        """Return the conditions of one schema about one property as an `anyOf`; None if impossible.
+        """Return conditions on one property as an `anyOf`, or None if that is impossible.
 
-        Each `then` and `else` is written once, so that conditions in them do not multiply.
+        Each `then` and `else` occurs once, so nested conditions do not multiply.
         """
         known = [one for one in (_condition(each["if"], given) for each in found) if one]
         first = known[0]
@@ -254,9 +259,9 @@ class _Rewriter:
         return _also(rest, [others])
 
     def _others(self, values: Sequence[Any], schema: Any) -> Made | None:
-        """Return a schema of all values of `schema` but these, to be combined with `schema`.
+        """Return a schema for all values of `schema` except these, to be combined with `schema`.
 
-        None if no schema says so.
+        Returns None if this cannot be expressed.
         """
         known = resolved(schema, self._root)
         choices = _choices(known)
@@ -289,7 +294,10 @@ class _Rewriter:
 
 
 def _with_dependents(given: dict[str, Any]) -> dict[str, Any]:
-    """Rewrite `dependentRequired` as choices: without the property, or with the others."""
+    """Rewrite `dependentRequired` as alternatives.
+
+    Either the property is missing, or the properties that depend on it are required.
+    """
     needed = given.get("dependentRequired")
     if not isinstance(needed, Mapping) or not all(map(_are_names, needed.values())):
         return given
@@ -308,11 +316,11 @@ def _with_dependents(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _also(given: dict[str, Any], schemas: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return a schema that also requires these schemas."""
+    """Return a schema that additionally requires these schemas."""
     if not schemas:
         return given
     known = given.get("allOf", [])
-    if not isinstance(known, list):  # not a schema; the compiler says so
+    if not isinstance(known, list):  # invalid, which the compiler reports
         return given
     return {**given, "allOf": [*known, *schemas]}
 
@@ -321,12 +329,17 @@ def _also(given: dict[str, Any], schemas: Sequence[dict[str, Any]]) -> dict[str,
 
 
 def _is_condition(part: Any) -> bool:
-    """Return whether a schema is only a condition."""
+    """Return whether a schema consists only of a condition."""
     return "if" in _telling(part) and _telling(part) <= {"if", "then", "else"}
 
 
 def _condition(given: Any, around: Schema) -> _Condition | None:
-    """Return the condition of an `if` in the schema `around`; None for another kind."""
+    """Return the condition of an `if`, or None if it is not of a supported form.
+
+    Args:
+        given: value of the keyword `if`.
+        around: schema that contains the keyword.
+    """
     keys = _telling(given)
     if not isinstance(given, Mapping) or not keys <= {"properties", "required", "type"}:
         return None
@@ -361,7 +374,7 @@ def _mapping(value: Any) -> Schema:
 
 
 def _telling(schema: Any) -> set[str]:
-    """Return the keywords of a schema that restrict values."""
+    """Return the keywords of a schema that restrict values, in contrast to annotations."""
     return {*schema} - _REMARKS if isinstance(schema, Mapping) else set()
 
 
@@ -378,7 +391,7 @@ def _listed(value: Any) -> list[str]:
 
 
 def _types(schema: Schema) -> list[str]:
-    """Return the types that a schema names; all if it names none."""
+    """Return the types that a schema allows by name, or all types if it names none."""
     types = _listed(schema.get("type"))
     if not types:
         return [*_TYPES]
@@ -398,7 +411,7 @@ def _has_type(value: Any, type_: str) -> bool:
 
 
 def _values(schema: Any) -> list[Any] | None:
-    """Return the values of a schema that only lists them; None for another schema."""
+    """Return the values of a schema that only lists values, or None for other schemas."""
     keys = _telling(schema)
     if not keys <= {"enum", "const", "type"} or not _has_sound_type(schema):
         return None
@@ -410,7 +423,7 @@ def _values(schema: Any) -> list[Any] | None:
 
 
 def _choices(schema: Any) -> list[Any] | None:
-    """Return values that include all that match the schema; None: unknown."""
+    """Return values that include all matches of the schema, or None if they are not listed."""
     if not isinstance(schema, Mapping):
         return None
     choices = schema.get("enum")
@@ -427,7 +440,7 @@ def _choices(schema: Any) -> list[Any] | None:
 
 
 def _has_sound_type(schema: Any) -> bool:
-    """Return whether the schema's `type`, if any, is valid."""
+    """Return whether the schema has a valid `type` or no `type`."""
     if not isinstance(schema, Mapping) or "type" not in schema:
         return True
     types = _listed(schema["type"])
@@ -435,7 +448,7 @@ def _has_sound_type(schema: Any) -> bool:
 
 
 def _key(value: Any) -> Any:
-    """Return a key that equal JSON values share: 1 and 1.0 do, 1 and true do not."""
+    """Return a key that is shared by equal JSON values: 1 equals 1.0, but not true."""
     if isinstance(value, list):
         return ("list", *map(_key, value))
     if isinstance(value, Mapping):
@@ -448,7 +461,10 @@ def _distinct(values: Iterable[Any]) -> list[Any]:
 
 
 def _without_types(given: dict[str, Any], other: Schema) -> Made | None:
-    """Return a schema without values of another's types; None if no schema says so."""
+    """Exclude the types of another schema from a schema.
+
+    Returns None if this cannot be expressed.
+    """
     if not _has_sound_type(other):
         return None
     refused = _listed(other["type"])
@@ -466,7 +482,7 @@ def _without_types(given: dict[str, Any], other: Schema) -> Made | None:
 
 
 def _numbers_between(type_: str, refused: Iterable[float]) -> list[dict[str, Any]]:
-    """Return ranges of all other numbers."""
+    """Return schemas of the ranges between these numbers."""
     ends = [None, *sorted(refused), None]
     found = []
     for low, high in itertools.pairwise(ends):
@@ -485,8 +501,9 @@ def _lies_between(type_: str, low: float, high: float) -> bool:
 
 
 def _other_texts(refused: Iterable[str]) -> str:
-    """Return a regular expression of all other texts: they differ from each at some character, or
-    end before.
+    """Return a regular expression that matches all texts except these.
+
+    Another text differs at some character or ends before one of these.
     """
     words = {*refused}
     begun = {word[:size] for word in words for size in range(len(word) + 1)}
@@ -502,6 +519,6 @@ def _other_texts(refused: Iterable[str]) -> str:
 
 
 def _spelt(text: str) -> str:
-    """Escape a text for a regular expression, or letters for a class."""
+    """Escape a text for a regular expression or a character class."""
     plain = string.ascii_letters + string.digits
     return "".join(one if one in plain else rf"\x{{{ord(one):x}}}" for one in text)

@@ -1,6 +1,4 @@
-"""Facts about JSON schemas: kinds and types of values, members, references and needless
-keywords.
-"""
+"""Queries on JSON schemas: value kinds, types, members, references and redundant keywords."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ ValueKind = Literal["string", "json", "either"]
 
 Schema = Mapping[str, Any]
 _MOST_REFERENCES = 16
-MOST_DEPTH = 128  # the compiler's own bound
+MOST_DEPTH = 128  # the compiler's own limit
 _INDEX = re.compile("0|[1-9][0-9]{0,6}")
 _ANY_NAME: tuple[Any, ...] = ({"type": "string"}, {}, True)
 SCHEMAS_BY_NAME = frozenset(
@@ -44,9 +42,11 @@ _NAMES = {
 
 
 def value_kind(schema: object, root: Schema) -> ValueKind:
-    """Return whether a schema's value is always a string, never one, or either.
+    """Return whether a schema's values are strings, other JSON values, or either.
 
-    References are resolved in `root`.
+    Args:
+        schema: schema of the value.
+        root: schema in which references are resolved.
     """
     types = types_of(schema, root)
     if types == {"string"}:
@@ -55,8 +55,11 @@ def value_kind(schema: object, root: Schema) -> ValueKind:
 
 
 def members_of(root: Schema) -> tuple[dict[str, Any], set[str]]:
-    """Return an object's members in order, then those that are only required, and the required
-    names.
+    """Return the members of an object schema.
+
+    Returns:
+        The schemas of members by name, with members that are only required last, and the names of
+            required members.
     """
     schema = resolved(root, root)
     properties = schema.get("properties")
@@ -69,7 +72,7 @@ def members_of(root: Schema) -> tuple[dict[str, Any], set[str]]:
 
 
 def in_order(value: Any, schema: object, root: Schema) -> Any:
-    """Return a JSON value with the members of its objects in the order of the schema's grammar.
+    """Sort the members of objects in a JSON value in the order of the schema's grammar.
 
     Members that the schema does not name come last.
     """
@@ -94,7 +97,7 @@ def in_order(value: Any, schema: object, root: Schema) -> Any:
 
 
 def _joined(schema: object, root: Schema, depth: int = 0) -> Iterator[Schema]:
-    """Yield a schema and the schemas that it combines."""
+    """Yield a schema and, recursively, the schemas in its allOf, anyOf and oneOf."""
     one = resolved(schema, root)
     yield one
     for keyword in ("allOf", "anyOf", "oneOf") if depth < _MOST_REFERENCES else ():
@@ -104,10 +107,10 @@ def _joined(schema: object, root: Schema, depth: int = 0) -> Iterator[Schema]:
 
 
 def without_needless(schema: Any, depth: int = 0) -> Any:
-    """Return the schema without `propertyNames` that only say that names are strings.
+    """Remove each `propertyNames` that only requires names to be strings.
 
-    zod writes them for every record, and the grammar compiler does not know `propertyNames`. Parts
-    nested too deep to be compiled stay.
+    zod writes it for every record, and the grammar compiler does not support the keyword. Parts
+    that are nested too deep for the compiler are kept.
     """
     if depth > MOST_DEPTH:
         return schema
@@ -124,14 +127,14 @@ def without_needless(schema: Any, depth: int = 0) -> Any:
 
 
 def _without_needless_in(key: str, value: Any, depth: int) -> Any:
-    """Return the value of a keyword: schemas by their names, other values, or schemas."""
+    """Apply `without_needless` to the schemas in a keyword's value."""
     if key in SCHEMAS_BY_NAME and isinstance(value, Mapping):
         return {name: without_needless(one, depth) for name, one in value.items()}
     return value if key in VALUES else without_needless(value, depth)
 
 
 def resolved(schema: object, root: Schema) -> Schema:
-    """Return a schema, or the schema in `root` that it refers to; {} if it is not a schema."""
+    """Follow the references of a schema within `root`; return {} if this gives no schema."""
     for _ in range(_MOST_REFERENCES):
         if not isinstance(schema, Mapping):
             return {}
@@ -155,9 +158,9 @@ def _pointed(root: object, reference: str) -> object:
 
 
 def types_of(schema: object, root: Schema) -> set[str]:
-    """Return the types that a value may have; empty: any.
+    """Return the types that a value may have. An empty set means any type.
 
-    Each schema counts once, even in reference cycles.
+    Each schema is visited once, so reference cycles end.
     """
     found: set[str] = set()
     waiting = [schema]
@@ -179,7 +182,7 @@ def types_of(schema: object, root: Schema) -> set[str]:
 
 
 def is_circular(root: object) -> bool:
-    """Return whether a schema refers to itself before it restricts a value: no value matches it."""
+    """Return whether a schema only refers to itself, in which case no value matches it."""
     waiting = [root]
     seen = set[int]()
     while waiting:
@@ -195,7 +198,7 @@ def is_circular(root: object) -> bool:
 
 
 def _stands_for(schema: object, root: object) -> list[object]:
-    """Return alternatives, one of which a value matches if it matches this schema.
+    """Return the schemas that this schema delegates to by `$ref` or as alternatives.
 
     The list is empty if the schema itself restricts the value.
     """
@@ -212,7 +215,7 @@ def _stands_for(schema: object, root: object) -> list[object]:
 
 
 def _own_types(schema: Schema) -> set[str]:
-    """Return the types that a schema names itself."""
+    """Return the types that a schema itself specifies."""
     if "const" in schema or isinstance(schema.get("enum"), list):
         values = [schema["const"]] if "const" in schema else schema["enum"]
         return {_NAMES.get(type(value), "null") for value in values}

@@ -1,4 +1,4 @@
-"""Parts of an assistant's turn."""
+"""Parts of an assistant's turn, as emitted while it is generated."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ class ContentDelta:
 
 @dataclass(frozen=True, slots=True)
 class CallStart:
-    """Beginning of a call.
+    """Start of a tool call.
 
     Attributes:
-        index: number of the call in its message, from 0.
+        index: index of the call in its message, from 0.
+        name: name of the tool.
     """
 
     index: int
@@ -36,7 +37,12 @@ class CallStart:
 
 @dataclass(frozen=True, slots=True)
 class CallArguments:
-    """More JSON text of a call's arguments."""
+    """More JSON text of a call's arguments.
+
+    Attributes:
+        index: index of the call in its message, from 0.
+        text: JSON text, usually incomplete.
+    """
 
     index: int
     text: str
@@ -46,7 +52,7 @@ Part = ReasoningDelta | ContentDelta | CallStart | CallArguments
 
 
 def folded(parts: Sequence[Part]) -> list[Part]:
-    """Merge consecutive parts of one kind."""
+    """Merge consecutive parts of the same kind."""
     found: list[Part] = []
     for part in parts:
         last = found[-1] if found else None

@@ -223,7 +223,7 @@ def test_calls_stand_in_front_of_contents_in_parts():
     ],
 )
 def test_a_past_call_that_cannot_be_written_is_refused_by_name(calls):
-    with pytest.raises(RequestError, match=r"a past call of .* cannot be written"):
+    with pytest.raises(RequestError, match=r"past call .* cannot be written"):
         tokenizer_with(MARKERS).apply_chat_template(
             [HISTORY[1], {"role": "assistant", "tool_calls": calls}]
         )

@@ -1,1 +1,1 @@
-"""Harmony (gpt-oss): turns of several messages in channels, their parser and grammar."""
+"""Harmony format (gpt-oss): parser and grammar for turns with several messages in channels."""

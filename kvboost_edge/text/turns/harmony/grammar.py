@@ -1,7 +1,7 @@
-"""Grammars for turns that consist of messages, see `ChannelFormat`.
+"""Grammars for turns with several messages (see `ChannelFormat`).
 
 Reasoning and text before a call are free. The turn ends with an answer, or with a call whose
-arguments match.
+arguments match the tool's schema.
 """
 
 from __future__ import annotations
@@ -25,16 +25,19 @@ def channel_grammar(
     special_id: SpecialId,
     answer: Mapping[str, Any] | None = None,
 ) -> str:
-    """Return the grammar of a turn.
+    """Return the grammar of a turn with several messages.
 
     Args:
-        tools: tools that may be called; with `required` one of them is.
-        state: "opened": the prompt ended inside reasoning; "possible": after the start of the turn;
-            "closed": inside an answer.
-        answer: JSON schema of an answer; None: text.
+        channels: structure of the turn.
+        tools: tools that may be called.
+        required: whether the turn must end with a call instead of an answer.
+        state: "opened" if the prompt ends inside reasoning, "closed" if it ends inside an answer,
+            or "possible" if it ends after the start of the turn.
+        special_id: returns the id of the special token with this text, or None.
+        answer: JSON schema of an answer. By default, an answer is free text.
     """
     if state not in ("opened", "possible", "closed"):
-        raise RequestError(f'reasoning {state!r} must be "opened", "possible" or "closed"')
+        raise RequestError(f'reasoning must be "opened", "possible" or "closed", got {state!r}')
     return _Grammar(Lark(special_id), channels, answer).whole(tools, required, state)
 
 
@@ -45,8 +48,8 @@ class _Grammar:
         self._lark = lark
         self._format = channels
         self._answer: Rule | None = None if answer is None else lark.json("answer", answer)
-        # Letters that spell a marker count as the marker: a reader of the text cannot tell them
-        # apart.
+        # Markers spelled out by ordinary tokens count too, because a parser of the text cannot tell
+        # the difference.
         marks = (*channels.ends, channels.start)
         self._free = lark.terminal(
             "SAID", FREE, without=[FREE + escaped(mark) + FREE for mark in marks]
@@ -76,7 +79,8 @@ class _Grammar:
                 for tool, rule in zip(tools, arguments, strict=True)
                 for way in self._call(tool, rule)
             ]
-            # In some models' files the end of a call ends the turn, which a grammar cannot require.
+            # In some models the call marker is also the end-of-turn token, which a grammar cannot
+            # require.
             lark.add("called", [SPACE, *lark.literal(format.called)], [])
             ends.append([lark.add("call", *calls), Rule("called")])
         lark.add("behind", *([Rule("before*"), *end] for end in ends))
@@ -92,7 +96,7 @@ class _Grammar:
         return [self._free] if self._answer is None else [SPACE, self._answer]
 
     def _head(self, name: str) -> list[Atom]:
-        """Return the header of an answer, which may be marked as JSON."""
+        """Return the header of an answer, which may declare JSON."""
         format = self._format
         lark = self._lark
         if self._answer is None:
@@ -101,8 +105,9 @@ class _Grammar:
         return [*lark.literal(format.channel), name, Rule("as_json"), *lark.literal(format.message)]
 
     def _call(self, tool: Tool, arguments: Rule) -> list[list[Atom]]:
-        """Return the forms of a call: the tool is named after the channel, as models do, or before
-        it, as templates do.
+        """Return the two notations of a call.
+
+        Models write the tool's name after the channel, and templates write it before.
         """
         format = self._format
         lark = self._lark

@@ -1,4 +1,4 @@
-"""Message histories in the form that templates with channels take."""
+"""Conversion of message histories to the form that templates with channels expect."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _THOUGHT_KEYS = ("thinking", "reasoning_content", "reasoning")
 
 
 def one_call_each(messages: Sequence[Message]) -> list[Message]:
-    """Return messages of one call each, every one followed by its results.
+    """Split messages so that each contains one call, followed by its results.
 
     Templates with channels render only the first call of a message. Reasoning and text before a
-    call become one text, `thinking`.
+    call are joined in the field `thinking`.
     """
     found: list[Message] = []
     at = 0
@@ -53,7 +53,7 @@ def _answers(result: Message, call: Any) -> bool:
 
 
 def _thought_before_calls(message: Message) -> str:
-    """Return the reasoning followed by the text of a message."""
+    """Join the reasoning and the text of a message."""
     thought = next((message[key] for key in _THOUGHT_KEYS if message.get(key)), "")
     content = message.get("content")
     return "\n\n".join(text for text in (thought, content) if isinstance(text, str) and text)

@@ -1,8 +1,7 @@
-"""Parser of a turn of several messages, see `ChannelFormat`. Each header names the kind of its
-text.
+"""Parser for turns with several messages (see `ChannelFormat`).
 
-A text without a header is an answer. A message to an unknown tool, or without valid arguments, is
-shown as it was written, as an answer.
+The header of each message determines the kind of its text. Text without a header is an answer. A
+message to an unknown tool, or without valid arguments, is emitted unchanged as part of the answer.
 """
 
 from __future__ import annotations
@@ -23,16 +22,16 @@ from kvboost_edge.text.turns.turn_parts import (
 
 __all__ = ["ChannelTurn"]
 
-_LONGEST_HEADER = 512  # all valid headers are shorter, see the bounds of their pieces
+_LONGEST_HEADER = 512  # characters; every valid header is shorter (see the limits in `_begun`)
 _RECIPIENT = "to="
-_BETWEEN = "\n\n"  # separates two messages of one kind, which clients receive as one
+_BETWEEN = "\n\n"  # separator between messages of one kind, which clients receive as one text
 
 
 class _Header(NamedTuple):
     """Channel and recipient of a message.
 
     Attributes:
-        text: the whole header.
+        text: the header as written.
     """
 
     channel: str
@@ -41,10 +40,10 @@ class _Header(NamedTuple):
 
 
 class ChannelTurn:
-    """Steps of reading a turn.
+    """Incremental parser of one turn.
 
     Attributes:
-        in_answer: the text ends inside an answer, after its header.
+        in_answer: whether the text so far ends inside an answer, after its header.
     """
 
     def __init__(
@@ -71,10 +70,10 @@ class ChannelTurn:
         self.num_thoughts = 0
 
     def read(self, state: str) -> Step[None]:
-        """Read the turn.
+        """Parse the turn.
 
         Args:
-            state: end of the prompt, as returned by `TurnFormat.reasoning_after`.
+            state: state at the end of the prompt, as returned by `TurnFormat.reasoning_after`.
         """
         names = {"opened": self._format.thoughts, "closed": self._format.answer}
         try:
@@ -86,7 +85,7 @@ class ChannelTurn:
             pass
 
     def _next_header(self) -> Step[_Header]:
-        """Consume and return the header that is here; without one, that of an answer."""
+        """Consume and return the next header, or return an empty header if there is none."""
         scanner = self._scanner
         message = self._format.message
         while (found := self._header.match(scanner.text)) is None:
@@ -96,7 +95,7 @@ class ChannelTurn:
             try:
                 yield from scanner.more()
             except Ended:
-                # A truncated header is dropped; any other text is shown.
+                # A truncated header is dropped. Any other text is emitted.
                 if text and not text.lstrip().startswith(
                     (self._format.channel, _RECIPIENT + self._format.functions)
                 ):
@@ -114,7 +113,7 @@ class ChannelTurn:
         return any(mark.startswith(rest) for mark in marks)
 
     def _message(self, header: _Header) -> Step[None]:
-        """Read a message's text, its end, and the beginning of the next one."""
+        """Read a message's text and end marker, and the start marker of the next message."""
         if header.recipient:
             yield from self._addressed(header)
         elif header.channel == self._format.thoughts:
@@ -129,8 +128,9 @@ class ChannelTurn:
         yield from self._end()
 
     def _addressed(self, header: _Header) -> Step[None]:
-        """Read a message to a tool. Its text is the arguments, an object; no text means an empty
-        object.
+        """Read a message to a tool, whose text is a JSON object of arguments.
+
+        An empty text stands for an empty object.
         """
         name = self._tools.get(header.recipient)
         first = ""
@@ -154,7 +154,7 @@ class ChannelTurn:
             self._parts.append(CallArguments(self._calls - 1, "{}"))
 
     def _arguments(self) -> Step[None]:
-        """Show an object up to its end, or to a marker outside its strings."""
+        """Emit an object of arguments up to its end, or to a marker outside its strings."""
         scanner = self._scanner
         try:
             yield from scanner.shown_value(
@@ -165,7 +165,7 @@ class ChannelTurn:
             raise
 
     def _first_of_arguments(self) -> Step[str]:
-        """Return the text after white space: "{", an end marker, or "" for anything else."""
+        """Skip white space and return "{", an end marker, or "" for anything else."""
         scanner = self._scanner
         while True:
             yield from scanner.space()
@@ -180,10 +180,11 @@ class ChannelTurn:
         self._calls += 1
 
     def _text(self, kind: type[Part] | None, *, continued: bool = False) -> Step[None]:
-        """Show the text up to the first end marker, which is not consumed.
+        """Emit the text up to the first end marker, which is not consumed.
 
         Args:
-            kind: kind of part to show; None shows nothing.
+            kind: kind of part to emit, or None to discard the text.
+            continued: whether the text continues a message of which a part was emitted.
         """
         scanner = self._scanner
         is_next = not continued
@@ -220,7 +221,7 @@ class ChannelTurn:
         )
 
     def _end(self) -> Step[None]:
-        """Consume the end of a message and the beginning of the next one."""
+        """Consume the end marker of a message and the start marker of the next one."""
         scanner = self._scanner
         format = self._format
         while any(scanner.text.startswith(mark) for mark in format.ends):
