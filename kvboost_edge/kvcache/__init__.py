@@ -1,3 +1,3 @@
-"""Block pool bookkeeping: block tables, prefix hashes and copy-on-write, in integers only."""
+"""Bookkeeping of the KV block pool in integers: block tables, prefix hashes, copy-on-write."""
 
 from __future__ import annotations

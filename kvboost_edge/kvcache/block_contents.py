@@ -1,4 +1,4 @@
-"""Content addresses of blocks, change lists for the offload tiers, and pool usage counts."""
+"""Content addresses of blocks, publish and evict logs for offload tiers, and pool usage counts."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ BLOCK_FREE, BLOCK_CACHED, BLOCK_REFERENCED, BLOCK_SHARED = range(4)
 
 
 class AddressesAfter(NamedTuple):
-    """Prefix of a prompt that the pool can serve now, and the blocks that a tier could add.
+    """Cached prefix of a prompt, and the addresses of the blocks after it that a tier could add.
 
     Attributes:
-        num_shared: blocks of the longest prefix that can be shared.
-        num_in_pool: blocks after it that are in the pool too, but lack the recurrent state needed
-            to share them.
-        addresses: addresses of all full blocks after the prefix that could be served, blocks in the
-            pool first. Hashed lazily.
+        num_shared: number of leading blocks that the pool can serve now.
+        num_in_pool: number of blocks after them that are in the pool but cannot be shared, because
+            their recurrent state is missing.
+        addresses: addresses of all full blocks after the shared prefix, starting with those in the
+            pool. Hashed lazily.
     """
 
     num_shared: int
@@ -41,9 +41,9 @@ class AddressesAfter(NamedTuple):
 
 
 class BlockContents:
-    """Content lookups, and two lists of changes: published and evicted blocks.
+    """Content lookups, and logs of published and evicted blocks.
 
-    The lists stay empty until `track` is called. The caller of `track` has to drain them.
+    The logs stay empty until `track` is called. The caller of `track` must drain them.
     """
 
     __slots__ = ("_evicted", "_index", "_kept_inside", "_lookup", "_published", "_tracks")
@@ -61,26 +61,26 @@ class BlockContents:
         self._tracks = True
 
     def keep_inside(self, *roots: bytes) -> None:
-        """Keep blocks of these roots out of the lists, so that no tier stores copies of them.
+        """Exclude blocks of these roots from the logs, so no tier stores copies of them.
 
-        This includes blocks of `LoneRoot` chains whose user is one of the roots.
+        This includes blocks of `LoneRoot` chains whose `user` is one of the roots.
         """
         self._kept_inside.update(roots)
 
     def note_published(self, block_id: int) -> None:
-        """Record that a block can be matched."""
+        """Log that a block was published."""
         if self._tracks and not self._is_kept_inside(self._index.entry(block_id)):
             self._published[block_id] = None
 
     def note_evicted(self, block_id: int, entry: PrefixEntry) -> None:
-        """Record that a published block was reused for other content."""
+        """Log that a published block was evicted."""
         if self._tracks and not self._is_kept_inside(entry):
             self._evicted[block_id] = entry
 
     def leaves_pool(self, block_id: int) -> bool:
         """Return whether a tier may store copies of this block.
 
-        The block must be published, and not kept inside.
+        True for a published block whose root was not passed to `keep_inside`.
         """
         return self._index.entry(block_id) is not None and not self._is_kept_inside(
             self._index.entry(block_id)
@@ -94,32 +94,32 @@ class BlockContents:
         ) in self._kept_inside
 
     def under(self, root: bytes) -> list[int]:
-        """Return the published blocks of a root, in a scan of the whole pool.
+        """Return the published blocks of a root. Scans the whole pool.
 
-        For a `LoneRoot` these are its hidden blocks, which no prompt may share.
+        For a `LoneRoot`, these are the hidden blocks, which no prompt may share.
         """
         return [block_id for block_id, entry in self._index.entries().items() if entry.root == root]
 
     def drain_published(self) -> list[int]:
-        """Return ids of the blocks published since the last call, in order.
+        """Return the ids of the blocks published since the last call, in order.
 
-        Some of them may have been evicted or withdrawn since.
+        Some of these blocks may have been evicted or withdrawn in the meantime.
         """
         published = self._published
         self._published = {}
         return list(published)
 
     def drain_evicted(self) -> dict[int, BlockAddress]:
-        """Return the blocks evicted since the last call, with the addresses that they had.
+        """Return the blocks evicted since the last call, mapped to their former addresses.
 
-        Their old content is intact until the next forward pass or copy.
+        The pool still holds their old content until the next forward pass or copy.
         """
         evicted = self._evicted
         self._evicted = {}
         return {block_id: entry.address for block_id, entry in evicted.items()}
 
     def address(self, block_id: int) -> BlockAddress | None:
-        """Return the address of a published block, or None for a block that is not in the index."""
+        """Return the address of a block, or None if it is not published."""
         entry = self._index.entry(block_id)
         return None if entry is None else entry.address
 
@@ -136,15 +136,16 @@ class BlockContents:
     def addresses_after(
         self, token_ids: Sequence[int], root: bytes, known: bytes = b""
     ) -> AddressesAfter:
-        """Return the shareable prefix of a prompt and the addresses of the blocks to load after it.
+        """Return the cached prefix of a prompt and the addresses of the blocks to load after it.
 
-        Changes nothing.
+        Does not modify the pool.
 
         Args:
             token_ids: the prompt.
-            root: root hash of its chain.
-            known: hashes of its first blocks, see `Lookup`. They only find the prefix. The returned
-                addresses are hashed here, because a tier trusts the hash that it is asked for.
+            root: root hash of the prompt's chain.
+            known: precomputed hashes of the prompt's first blocks. They are used only to find the
+                cached prefix. The returned addresses are always hashed here, because a tier trusts
+                the hash it is asked for.
         """
         data = encode_tokens(token_ids)
         match = self._lookup.named(data, self._lookup.match(data, root, known))
@@ -161,7 +162,7 @@ class BlockContents:
 
 
 class PoolUsage:
-    """Status of each block of a pool, and counts by status."""
+    """Status of each block in a pool, and block counts by status."""
 
     _pool: BlockPool
     _index: PrefixIndex
@@ -173,12 +174,12 @@ class PoolUsage:
 
     @property
     def free_block_count(self) -> int:
-        """Number of blocks without references, idle cached blocks included."""
+        """Number of blocks without references, including idle cached blocks."""
         return self._pool.num_free
 
     @property
     def used_block_count(self) -> int:
-        """Number of blocks that a table references or a pin holds."""
+        """Number of blocks that a table or a pin references."""
         return self._pool.num_blocks - self._pool.num_free
 
     @property
@@ -197,21 +198,21 @@ class PoolUsage:
         return len(self._index)
 
     def is_published(self, prefix_hash: bytes) -> bool:
-        """Return whether a block with this hash can be matched."""
+        """Return whether a block with this prefix hash is published."""
         return prefix_hash in self._index
 
     @property
     def usable_block_count(self) -> int:
-        """Number of blocks that requests can use: all except pinned ones."""
+        """Number of blocks that are not pinned and so available to requests."""
         return self._pool.num_blocks - len(self._pool.held())
 
     def protected_block_count(self, owner: bytes) -> int:
-        """Return how many free blocks the policy hands to this owner only as a last resort."""
+        """Return how many free blocks are protected for owners other than this one."""
         return self._pool.num_protected(owner)
 
     @property
     def reference_count(self) -> int:
-        """Number of references that tables and pins hold, over all blocks."""
+        """Total number of block references held by tables and pins."""
         return sum(self._pool.ref_counts())
 
     def ref_count(self, block_id: int) -> int:
@@ -221,8 +222,8 @@ class PoolUsage:
     def block_state(self, block_id: int) -> int:
         """Return `BLOCK_FREE`, `BLOCK_CACHED`, `BLOCK_REFERENCED` or `BLOCK_SHARED`.
 
-        A cached block is idle and can be matched. A referenced block has one reference, a shared
-        block more than one.
+        A cached block has no references but can still be matched. A referenced block has exactly
+        one reference. A shared block has more.
         """
         count = self._pool.ref_count(block_id)
         if count:

@@ -14,13 +14,13 @@ __all__ = ["BlockPool"]
 
 
 class BlockPool:
-    """Blocks 0 to num_blocks - 1, all free at first.
+    """Pool of blocks with ids 0 to num_blocks - 1, all free at first.
 
-    The pool counts references and knows nothing about content.
+    The pool counts references and does not know what the blocks contain.
 
     Args:
-        num_blocks: size of the pool.
-        policy: makes the eviction policy from the ids of all blocks.
+        num_blocks: number of blocks in the pool.
+        policy: factory that builds the eviction policy from the ids of all blocks.
     """
 
     __slots__ = ("_free", "_held", "_ref_counts")
@@ -32,7 +32,7 @@ class BlockPool:
             raise ConfigError(f"num_blocks={num_blocks!r} must be an integer of at least 1")
         self._ref_counts = [0] * num_blocks
         self._free = policy(range(num_blocks))
-        self._held: dict[int, None] = {}  # an ordered set
+        self._held: dict[int, None] = {}  # used as an ordered set
 
     @property
     def num_blocks(self) -> int:
@@ -41,7 +41,7 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Number of blocks without references, whether or not they can be matched."""
+        """Number of blocks without references, including cached ones."""
         return len(self._free)
 
     def ref_count(self, block_id: int) -> int:
@@ -58,7 +58,7 @@ class BlockPool:
         return self._free.order()
 
     def held(self) -> Collection[int]:
-        """Return the pinned blocks. Each has one reference that does not belong to a table."""
+        """Return the pinned blocks. Each pinned block has one reference held by the pool itself."""
         return self._held.keys()
 
     def hold(self, block_id: int) -> None:
@@ -76,25 +76,25 @@ class BlockPool:
         self.release(block_id, matchable=matchable, owner=owner, again=again)
 
     def missed(self, *, once: int, again: int) -> None:
-        """Report to the policy how many evicted blocks a prompt lacks.
+        """Tell the eviction policy how many blocks of a prompt had been evicted.
 
         Args:
-            once: blocks that were evicted after one use.
-            again: blocks that were evicted after more than one use.
+            once: number of missing blocks that were evicted after a single use.
+            again: number of missing blocks that were evicted after repeated use.
         """
         self._free.missed(once=once, again=again)
 
     def num_protected(self, owner: bytes) -> int:
-        """Return the number of free blocks that this owner gets only as a last resort."""
+        """Return how many free blocks are protected for owners other than this one."""
         return self._free.protected(owner)
 
     def take(self, count: int, owner: bytes = b"") -> list[int]:
-        """Hand out `count` free blocks in eviction order, with one reference each.
+        """Allocate `count` free blocks in eviction order, with one reference each.
 
-        The caller removes their old content from the prefix index.
+        The caller must remove the old content of these blocks from the prefix index.
 
         Raises:
-            CapacityError: fewer blocks are free. Nothing is taken.
+            CapacityError: fewer than `count` blocks are free. No block is allocated.
         """
         if count > len(self._free):
             raise CapacityError(
@@ -107,7 +107,7 @@ class BlockPool:
         return taken
 
     def touch(self, block_id: int) -> None:
-        """Add a reference; a free block leaves the free list."""
+        """Add a reference to a block, and remove the block from the free list if it was free."""
         self._check_id(block_id)
         if self._ref_counts[block_id] == 0:
             self._free.remove(block_id)
@@ -116,17 +116,17 @@ class BlockPool:
     def release(
         self, block_id: int, *, matchable: bool, owner: bytes = b"", again: int = 0
     ) -> None:
-        """Drop a reference; the last one frees the block.
+        """Drop a reference to a block, and free the block if that was the last one.
 
         Args:
             block_id: the block.
-            matchable: its content can still be found in the prefix index.
-            owner: tenant that can find it.
-            again: its usage rank, ONCE, AGAIN or RETAINED, see `CachedOrder`.
+            matchable: whether the block is still in the prefix index.
+            owner: tenant whose prompts can match the block.
+            again: usage rank of the block, which is ONCE, AGAIN or RETAINED. See `CachedOrder`.
 
         Raises:
-            CacheCorruption: the block has no reference (double free) or is not in the pool (stale
-                id).
+            CacheCorruption: the block has no reference (double free), or the id is outside the pool
+                (stale id).
         """
         self._check_id(block_id)
         count = self._ref_counts[block_id]
@@ -137,7 +137,7 @@ class BlockPool:
             self._free.put(block_id, matchable=matchable, owner=owner, again=again)
 
     def refresh(self, block_id: int) -> None:
-        """Make a free block the most recently used one; ignore a referenced block."""
+        """Mark a free block as most recently used. Does nothing to a referenced block."""
         self._check_id(block_id)
         if block_id in self._free:
             self._free.refresh(block_id)
@@ -145,9 +145,9 @@ class BlockPool:
     def regard(
         self, block_id: int, *, matchable: bool = True, owner: bytes = b"", again: int = 0
     ) -> None:
-        """Treat a free block as if it were released now, with these attributes.
+        """Re-insert a free block into the eviction order as if it were released now.
 
-        A referenced block is left alone.
+        Does nothing to a referenced block. See `release` for the arguments.
         """
         self._check_id(block_id)
         if block_id in self._free:
@@ -155,16 +155,16 @@ class BlockPool:
             self._free.put(block_id, matchable=matchable, owner=owner, again=again)
 
     def demote(self, block_id: int) -> None:
-        """End the retention of a block; ignore a referenced block."""
+        """End the retention of a free block. Does nothing to a referenced block."""
         self._check_id(block_id)
         if block_id in self._free:
             self._free.demote(block_id)
 
     def check(self, references: Iterable[int]) -> None:
-        """Recount all references and compare; raise CacheCorruption on any difference.
+        """Recount all references and raise CacheCorruption if any count is wrong.
 
         Args:
-            references: one block id for each reference that a table holds. Pins are added here.
+            references: one block id for each reference that a table holds, excluding pins.
         """
         counted = [0] * self.num_blocks
         for block_id in (*references, *self._held):
@@ -182,7 +182,8 @@ class BlockPool:
                 )
         if len(self._free) != counted.count(0):
             raise CacheCorruption(
-                f"the free list has {len(self._free)} blocks, but {counted.count(0)} are free"
+                f"the free list has {len(self._free)} blocks, but {counted.count(0)} have no "
+                "references"
             )
 
     def _check_id(self, block_id: int) -> None:

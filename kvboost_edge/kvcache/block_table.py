@@ -1,4 +1,4 @@
-"""Block table of a sequence, the segments and spans that it consists of, and copy operations."""
+"""Block table of a sequence, with its segments, spans and pending copies."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ class CopyOp(NamedTuple):
 
 
 class PrefixEntry(NamedTuple):
-    """Identity of a full block in the prefix index.
+    """Entry of a full block in the prefix index.
 
-    The index compares `prefix_hash`, `tokens` and `parent_serial`. The other fields serve code that
-    stores blocks elsewhere or finds them by other means.
+    The index identifies a block by `prefix_hash`, `tokens` and `parent_serial`. The other fields
+    are for offload tiers and non-prefix reuse.
 
     Attributes:
-        prefix_hash: chain hash of the block and all blocks before it. Equal hashes alone prove
-            nothing.
-        tokens: the block's own tokens, little-endian u32, preceded by the root in the first block
-            of a chain.
-        parent_serial: `serial` of the block before it, `ROOT_SERIAL` for the first block.
-        serial: number of this prefix, increasing and never reused.
-        parent_hash: chain hash of the block before it.
-        root: root whose prompts may share the block at other positions, see `LoneRoot`.
-        depth: number of blocks before it in its chain.
+        prefix_hash: chain hash of this block and all blocks before it. Matches are confirmed by
+            comparing the other two fields.
+        tokens: the block's own tokens as little-endian u32. The first block of a chain has the root
+            prepended.
+        parent_serial: `serial` of the previous block, or `ROOT_SERIAL` for the first block.
+        serial: unique number of this prefix. Serials increase and are never reused.
+        parent_hash: chain hash of the previous block.
+        root: root of the prompts that may share the block at other positions. See `LoneRoot`.
+        depth: number of blocks before this one in the chain.
     """
 
     prefix_hash: bytes
@@ -48,20 +48,21 @@ class PrefixEntry(NamedTuple):
 
     @property
     def address(self) -> BlockAddress:
-        """Address of the block. Its tokens do not include the root."""
+        """Content address of the block. Its tokens do not include the root."""
         tokens = self.tokens if self.parent_serial else self.tokens[len(self.parent_hash) :]
         return BlockAddress(self.prefix_hash, self.parent_hash, tokens)
 
 
 class TableEntry(NamedTuple):
-    """One block of a table, as attention may use it. Positions belong to the table's sequence.
+    """One block of a table, as seen by attention. Positions are those of the table's sequence.
 
     Attributes:
         block_id: the block that holds the KV.
-        first_position: position of its slot 0.
-        valid_from: first position that it serves.
-        valid_to: end of the served positions, exclusive. Its other slots must not be read.
-        delta: distance between these positions and those at which the keys were computed; 0 if
+        first_position: position of the block's slot 0.
+        valid_from: first position that the block serves.
+        valid_to: end of the served positions, exclusive. Slots outside the served range must not be
+            read.
+        delta: distance from the positions at which the keys were computed. 0 means that the KV is
             exact.
     """
 
@@ -75,13 +76,13 @@ class TableEntry(NamedTuple):
 class TableSegment(NamedTuple):
     """Run of blocks in a table that hold consecutive positions.
 
-    A segment serves all positions from `valid_from` to that of the next segment. The last segment
-    serves all positions to the end.
+    A segment serves the positions from its `valid_from` up to the `valid_from` of the next segment.
+    The last segment serves all remaining positions.
 
     Attributes:
-        first_index: index of its first block in the table.
-        first_position: position of that block's slot 0, at most `valid_from`.
-        valid_from: first position that it serves.
+        first_index: index of the segment's first block in the table.
+        first_position: position of slot 0 of that block, at most `valid_from`.
+        valid_from: first position that the segment serves.
         delta: see `TableEntry`.
     """
 
@@ -92,15 +93,15 @@ class TableSegment(NamedTuple):
 
 
 class Span(NamedTuple):
-    """Blocks of another context that serve positions [start, stop) of a table.
+    """Blocks computed in another context that serve positions [start, stop) of a table.
 
     Attributes:
         block_ids: consecutive blocks of one chain.
-        first_position: position of slot 0 of the first block, at most `start`. Negative if the
-            block has more tokens before the span than the prompt has.
+        first_position: position of slot 0 of the first block, at most `start`. It is negative if
+            the block holds more tokens before the span than the prompt does.
         start: first position that the span serves.
         stop: end of the served positions, exclusive.
-        delta: `start` minus the position at which that token was computed.
+        delta: `start` minus the position at which its token was computed.
     """
 
     block_ids: tuple[int, ...]
@@ -111,7 +112,7 @@ class Span(NamedTuple):
 
 
 WHOLE = TableSegment(0, 0, 0, 0)
-"""Only segment of a table whose blocks hold its tokens from position 0 without a gap."""
+"""Segment that covers a whole table without gaps, starting at position 0."""
 
 
 class BlockTable:
@@ -126,31 +127,31 @@ class BlockTable:
         [ block_ids[0], block_ids[1], ...                                      ]
         |-- chained: the first `_num_hashed` blocks --|
 
-    `free` releases all blocks, last one first. Published blocks stay matchable until they are
-    evicted. A shared block is copied before it is written. This affects the tail of a forked table,
-    and the last block of a prompt that is cached to its end.
+    `free` releases the blocks in reverse order. Published blocks stay matchable until they are
+    evicted. A shared block is copied before it is written. This happens to the tail of a forked
+    table, and to the last block of a fully cached prompt.
 
-    Example with block_size 16: a prompt of 40 tokens, of which 32 are cached, opens with block_ids
-    [7, 2], num_cached_tokens 32 and num_computed_tokens 32. `extend(table, 40)` appends block 9;
-    slots 9*16 to 9*16+7 take tokens 32 to 39. `commit` with 40 computed tokens publishes nothing
-    new. With 48 it publishes block 9.
+    Example with block_size 16: a prompt has 40 tokens, and 32 of them are cached. Its table opens
+    with block_ids [7, 2], num_cached_tokens 32 and num_computed_tokens 32. `extend(table, 40)`
+    appends block 9, and tokens 32 to 39 go to slots 9*16 to 9*16+7. `commit` with 40 computed
+    tokens publishes nothing new. `commit` with 48 publishes block 9.
 
     Attributes:
-        block_ids: ids of the blocks, in order. The list grows at its end. An entry changes by
-            copy-on-write, or when an equal block replaces it (`DuplicateBlocks`).
-        segments: positions that the blocks hold; `[WHOLE]` unless a segment begins inside a block.
+        block_ids: ids of the blocks, in order. An id changes on copy-on-write, or when an equal
+            published block replaces its block (`DuplicateBlocks`).
+        segments: mapping of positions to blocks. It is `[WHOLE]` unless the table has spans.
         num_cached_tokens: tokens that the cache served when the table was opened.
-        num_matched_tokens: tokens whose KV was cached then. Exceeds num_cached_tokens if a snapshot
-            of the recurrent state was missing.
+        num_matched_tokens: tokens whose KV was cached when the table was opened. This exceeds
+            num_cached_tokens if no snapshot of recurrent state was kept at the end of the match.
         num_computed_tokens: tokens whose KV is in the pool.
         root: 32-byte root hash of the chain.
         spans: KV reused from other positions, in order.
-        reserve: own blocks that are in no segment yet, for span tokens that are recomputed.
-        owner: tenant of the blocks, for the eviction policy.
-        miss_reason: reason why the token after the cached ones was not served, see
-            `Lookup.miss_reason`.
-        missed_hash: prefix hash of the full block with that token. None if that block is not full,
-            or if no lookup was made.
+        reserve: blocks set aside for span tokens that will be recomputed. They are in no segment
+            yet.
+        owner: tenant that owns the blocks, for the eviction policy.
+        miss_reason: why the first uncached token was not served. See `Lookup.miss_reason`.
+        missed_hash: prefix hash of the full block with the first uncached token. None if that block
+            is not full, or if no lookup was made.
     """
 
     __slots__ = (
@@ -200,51 +201,55 @@ class BlockTable:
         self.miss_reason = "bypassed"
         self.missed_hash: bytes | None = None
         self._serial = serial
-        # The published chain: its number of full blocks, and the hash and serial of the last one.
+        # The published chain: the number of its blocks, and the hash and serial of the last one.
         self._num_hashed = 0
         self._chain_hash = root
         self._chain_serial = 0
         self._publishes = publishes
-        # False: the table bypasses the cache and reads only KV that it computed itself.
+        # If False, the table bypasses the cache and reads only KV that it computed itself.
         self._shares = shares
-        # Whether its blocks count as used again: it matched a published chain to the end (see
-        # `Uses`), or the caller asked for it.
+        # Whether new blocks count as used again. True if the prompt extends a published chain (see
+        # `Uses`) or if the caller asked for it.
         self._extends_chain = again
-        # Misses of the lookup, at least one, until the first `extend` adds them to the counters.
+        # Missed tokens of the lookup, which the first `extend` adds to the counters.
         self._uncounted_misses = 0
-        # Whether its spans count as reused tokens. False after a preemption: they counted before.
+        # Whether spans count as reused tokens. False after a preemption, because they were counted
+        # before.
         self._counts_spans = False
-        # Block index -> prefix hash that this table has claimed to compute (single flight).
+        # Block index -> prefix hash that this table has claimed (single flight).
         self._claims: dict[int, bytes] = {}
-        # Index of a private block -> the published block of equal content, and its entry, see
+        # Index of a private block -> the published block with equal content, and its entry. See
         # `DuplicateBlocks`.
         self._duplicates: dict[int, tuple[int, PrefixEntry]] = {}
-        # Block index -> entry that is out of the index while this table, its only holder, rewrites
-        # the block.
+        # Block index -> entry that was removed from the prefix index while this table rewrites the
+        # block.
         self._withdrawn: dict[int, PrefixEntry] = {}
 
     def __len__(self) -> int:
         return len(self.block_ids)
 
     def segment_of(self, position: int) -> TableSegment:
-        """Return the segment that serves a position, or will serve it once the table has grown."""
+        """Return the segment that serves a position, even if its block is not allocated yet."""
         segments = self.segments
         if len(segments) == 1:
             return segments[0]
         return segments[bisect.bisect_right(segments, position, key=_VALID_FROM) - 1]
 
     def index_of(self, position: int, block_size: int) -> int:
-        """Return the index of the block for a position, `len(table)` or more if it has no block."""
+        """Return the index of the block that serves a position.
+
+        The result is `len(table)` or more if the block is not allocated yet.
+        """
         segment = self.segment_of(position)
         return segment.first_index + (position - segment.first_position) // block_size
 
     def num_slots(self, block_size: int) -> int:
-        """Return the number of positions that the blocks have room for."""
+        """Return the number of positions for which the table has allocated blocks."""
         last = self.segments[-1]
         return last.first_position + (len(self.block_ids) - last.first_index) * block_size
 
     def slots(self, start: int, stop: int, block_size: int) -> list[int]:
-        """Return the slots of positions start to stop - 1, all of which must be allocated."""
+        """Return the slots of positions start to stop - 1. All of them must be allocated."""
         size = block_size
         ids = self.block_ids
         if len(self.segments) == 1:
@@ -264,10 +269,10 @@ class BlockTable:
         return found
 
     def num_full_blocks(self, num_tokens: int, block_size: int) -> int:
-        """Return the number of leading blocks that `num_tokens` tokens fill.
+        """Return how many leading blocks the first `num_tokens` tokens fill completely.
 
-        Blocks from the first reused span on are excluded: their content depends on more than their
-        tokens.
+        Blocks from the first span on are excluded, because their KV does not depend on the prefix
+        alone.
         """
         whole = (
             num_tokens if len(self.segments) == 1 else min(num_tokens, self.segments[1].valid_from)
@@ -275,14 +280,14 @@ class BlockTable:
         return whole // block_size
 
     def num_unchained_tokens(self, block_size: int) -> int:
-        """Return the number of computed tokens after those full blocks."""
+        """Return the number of computed tokens after the leading full blocks."""
         return (
             self.num_computed_tokens
             - self.num_full_blocks(self.num_computed_tokens, block_size) * block_size
         )
 
     def entries(self, block_size: int) -> list[TableEntry]:
-        """Return every block with the positions that it serves."""
+        """Return all blocks of the table with the positions that they serve."""
         stops = [segment.valid_from for segment in self.segments[1:]] + [self.num_slots(block_size)]
         ends = [segment.first_index for segment in self.segments[1:]] + [len(self.block_ids)]
         found: list[TableEntry] = []

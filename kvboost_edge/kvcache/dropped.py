@@ -1,4 +1,4 @@
-"""Memory of evicted blocks, which tells a miss of an evicted block from a first miss."""
+"""Memory of evicted blocks, to tell misses caused by eviction from first-time misses."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _LEAST = 1 << 15
 class Dropped:
     """Hashes of the blocks that a pool or a tier dropped most recently.
 
-    It remembers the last `least` hashes, and at most twice as many, at about 70 bytes each. One
-    thread adds; any thread may look up. A hash stays when its block is stored again, so look for
-    the block itself first.
+    It remembers between `least` and twice `least` hashes, at about 70 bytes each. Only one thread
+    may add hashes, but any thread may look them up. A hash is not removed when its block is stored
+    again, so callers must first check that the block is missing.
     """
 
     __slots__ = ("_before", "_latest", "_least")
@@ -29,7 +29,7 @@ class Dropped:
         return key in self._latest or key in self._before
 
     def add(self, prefix_hashes: Iterable[bytes]) -> None:
-        """Add hashes of dropped blocks, the most recent one last."""
+        """Add the hashes of dropped blocks, most recent last."""
         for prefix_hash in prefix_hashes:
             if len(self._latest) >= self._least:
                 self._before = self._latest
@@ -38,5 +38,5 @@ class Dropped:
 
 
 def _short(prefix_hash: bytes) -> int:
-    """Return the first 64 bits of a hash. A collision only gives a miss the wrong reason."""
+    """Return the first 64 bits of a hash. A collision merely reports a wrong miss reason."""
     return int.from_bytes(prefix_hash[:8], "little")

@@ -1,11 +1,12 @@
-"""Duplicate blocks: private blocks of a table that have a published block of equal content.
+"""Duplicate blocks: private blocks of a table whose content equals that of a published block.
 
-A duplicate arises in three ways. The block is a copy of a published one, its recurrent state was
-missing, or another table computed the same tokens at the same time. The published block is the
-parent of all blocks that the table publishes after it.
+A duplicate arises in one of three ways: the block is a copy of a published block, the published
+block could not be shared because its recurrent state was missing, or another table computed the
+same tokens concurrently. Blocks that the table publishes later use the published block as their
+parent.
 
-A table that uses the cache replaces its own block by the published one once it is full. Its whole
-chain then stays matchable while it lives. A table that bypasses the cache keeps its own blocks.
+A table that uses the cache replaces its own block with the published one. Its whole chain then
+stays matchable while the table is live. A table that bypasses the cache keeps its own blocks.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ __all__ = ["DuplicateBlocks", "published_equal"]
 
 
 def published_equal(table: BlockTable, index: int, published: PrefixIndex) -> int | None:
-    """Return the published block with the content of a table's block, or None.
+    """Return the published block that has the content of a table's block, or None.
 
-    This is the block itself or its duplicate.
+    The result is the table's own block if that is published, otherwise its duplicate.
     """
     if index >= table._num_hashed:
         return None
@@ -32,13 +33,13 @@ def published_equal(table: BlockTable, index: int, published: PrefixIndex) -> in
 
 
 class DuplicateBlocks:
-    """Duplicate blocks of one manager's tables.
+    """Tracks the duplicate blocks in the tables of one manager.
 
     Args:
         index: the prefix index.
         pool: the block pool.
-        content: receives published blocks.
-        released: receives ids of freed blocks that cannot be matched.
+        content: log of published blocks, to which new ones are added.
+        released: ordered set that collects the ids of freed blocks that cannot be matched.
     """
 
     __slots__ = ("_content", "_index", "_is_disabled", "_pool", "_released")
@@ -53,19 +54,25 @@ class DuplicateBlocks:
         self._is_disabled = False
 
     def keep_apart(self) -> None:
-        """Stop replacing blocks by their duplicates, because equal tokens do not imply equal KV."""
+        """Stop replacing blocks with duplicates.
+
+        Needed for models in which equal tokens can have different KV.
+        """
         self._is_disabled = True
 
     def note(self, table: BlockTable, index: int, block_id: int, entry: PrefixEntry) -> None:
-        """Record that published block `block_id` has the content of the table's own block."""
+        """Record published block `block_id` as the duplicate of a table's block `index`."""
         if block_id != table.block_ids[index]:
             table._duplicates[index] = (block_id, entry)
 
     def adopt(self, table: BlockTable, num_full: int) -> int:
-        """Replace a table's blocks by their published duplicates; return how many blocks changed.
+        """Replace a table's blocks with their published duplicates.
 
-        Only the first `num_full` blocks, all computed, are considered. Tables that bypass the cache
-        or have spans are left alone.
+        Only the first `num_full` blocks are considered. If a duplicate was evicted, the table's own
+        block is published instead. Tables that bypass the cache or have spans are left unchanged.
+
+        Returns:
+            the number of blocks that were replaced or published.
         """
         if not table._duplicates or not table._shares or table.spans or self._is_disabled:
             return 0
@@ -73,7 +80,7 @@ class DuplicateBlocks:
         for index in indices:
             block_id, entry = table._duplicates.pop(index)
             if self._index.entry(block_id) != entry:
-                # The duplicate was evicted: use another equal block, or publish the table's own.
+                # The duplicate was evicted. Use another equal block, or publish the table's own.
                 found = self._index.find(entry.prefix_hash, entry.tokens, entry.parent_serial)
                 if found is None:
                     self._index.restore(table.block_ids[index], entry)
@@ -86,7 +93,7 @@ class DuplicateBlocks:
     def _replace(self, table: BlockTable, index: int, block_id: int) -> None:
         entry = self._index.entry(block_id)
         own = table.block_ids[index]
-        assert entry is not None  # it is published
+        assert entry is not None  # `block_id` is published
         self._pool.touch(block_id)
         table.block_ids[index] = block_id
         if index == table._num_hashed - 1:
@@ -96,8 +103,8 @@ class DuplicateBlocks:
             self._released[own] = None
 
     def keep(self, table: BlockTable, index: int) -> None:
-        """Mark the duplicate of a block as recently used, before the table frees its own block."""
-        # The blocks after it are matched through the duplicate, so it must outlive them.
+        """Mark a block's duplicate as recently used, before the table frees its own block."""
+        # Lookups reach the table's later blocks through the duplicate, so it must outlive them.
         duplicate, entry = table._duplicates.get(index, (-1, None))
         if entry is not None and self._index.entry(duplicate) == entry:
             self._pool.refresh(duplicate)

@@ -1,4 +1,4 @@
-"""Log of prefixes that entered or left the cache, for cache-aware routing."""
+"""Log of prefixes that entered or left the cache, for cache-aware routers."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ __all__ = ["CacheEvents", "EventLog"]
 
 
 class CacheEvents(NamedTuple):
-    """Changes of the cache, as 32-byte prefix hashes of blocks and hashes of recurrent states.
+    """Changes of the cache, as 32-byte hashes of block prefixes and of recurrent states.
 
-    State hashes (`state_hash`) occur only for hybrid models. A hash is in at most one of the two
-    tuples.
+    State hashes (see `state_hash`) occur only for hybrid models. No hash is in both tuples.
 
     Attributes:
-        is_whole: `published` lists everything that can be matched now; earlier events are void.
-        published: hashes that changed since the last events and can be matched now.
-        evicted: hashes that cannot be matched now. Some may never have been reported as published.
+        is_whole: whether `published` lists the whole cache. If so, the reader must discard all
+            earlier events.
+        published: hashes that changed since the last call and can be matched now.
+        evicted: hashes that can no longer be matched. Some may never have been reported as
+            published.
     """
 
     is_whole: bool
@@ -31,14 +32,14 @@ class CacheEvents(NamedTuple):
 
 
 class EventLog:
-    """Log of changes in a `PrefixIndex` and in its snapshots, for one reader.
+    """Log of changes to a `PrefixIndex` and its snapshots, for a single reader.
 
-    It starts watching at the first `take`. It remembers at most `num_blocks` changed hashes; if
-    more change, the next result is whole.
+    Logging starts with the first `take`. The log holds at most `num_blocks` changed hashes. If more
+    change, the next `take` returns the whole cache.
 
     Args:
         index: the prefix index.
-        num_blocks: size of the pool.
+        num_blocks: number of blocks in the pool.
         slots: snapshots of recurrent state, or None if the model has no recurrent layers.
     """
 
@@ -58,17 +59,17 @@ class EventLog:
         self._index = index
         self._max_changes = num_blocks
         self._slots = slots
-        self._by_block: dict[int, bytes] | None = None  # None: not watching yet
-        # Number of snapshots by state hash: duplicate blocks may have one each.
+        self._by_block: dict[int, bytes] | None = None  # None until the first `take`
+        # Number of snapshots by state hash. Duplicate blocks may each have one.
         self._states: Counter[bytes] = Counter()
         self._changed: dict[bytes, None] = {}
         self._is_whole = True
 
     def take(self, whole: bool = False) -> CacheEvents:
-        """Return the changes since the last call, and forget them.
+        """Return the changes since the last call.
 
-        The result lists the whole cache at the first call, after an overflow, and with
-        `whole=True`.
+        The result lists the whole cache on the first call, after an overflow, or if `whole` is
+        true.
         """
         if self._by_block is None:
             self._by_block = {}
@@ -99,13 +100,13 @@ class EventLog:
         self._note(self._by_block.pop(block_id))
 
     def kept(self, block_id: int) -> None:
-        """Record a new snapshot after a published block."""
+        """Record that a snapshot was taken after a published block."""
         state = self._state_of(block_id)
         self._states[state] += 1
         self._note(state)
 
     def dropped(self, block_id: int) -> None:
-        """Record the end of a snapshot. If its block is withdrawn too, this call comes first."""
+        """Record that a snapshot was dropped. Must be called before `left` for the same block."""
         state = self._state_of(block_id)
         self._states[state] -= 1
         if not self._states[state]:

@@ -1,8 +1,8 @@
 """Prefix hashes: a SHA-256 chain over blocks of tokens.
 
-The root of a chain covers everything else that affects KV: model, KV format, RoPE, adapter and
-tenant. Python's `hash()` is unsuitable because it is salted per process and has 64 bits. SHA-256
-takes about 0.6 us per 16 tokens.
+The root of a chain covers everything else that affects the KV: model, KV format, RoPE, adapter and
+tenant. Python's `hash()` is unsuitable, because it is salted per process and has only 64 bits.
+SHA-256 takes about 0.6 us per 16 tokens.
 """
 
 from __future__ import annotations
@@ -49,23 +49,23 @@ STATE_MASK = 2**64 - 256
 def state_hash(prefix_hash: bytes) -> bytes:
     """Return the 32-byte hash that identifies the recurrent state after a block.
 
-    Each of its four little-endian u64 words is `(word of prefix_hash ^ STATE_WORD) & STATE_MASK`.
-    No block of a chain has this hash.
+    Each of its four little-endian u64 words is `(w ^ STATE_WORD) & STATE_MASK`, where w is the same
+    word of `prefix_hash`. No block has a state hash as its prefix hash.
     """
-    # A router that knows one word of a block's hash can compute that word of its state's hash. The
-    # last 8 bits are 0, which keeps states in every sample: under memory pressure, routers keep the
-    # hashes that end in zero bits, and one state is worth many blocks.
+    # A router that knows one word of a block's hash can compute the same word of the state's hash.
+    # The last 8 bits are 0, because routers short of memory keep only hashes that end in zero bits.
+    # States must survive this sampling, since one state is worth many blocks.
     return _WORDS.pack(*[(word ^ STATE_WORD) & STATE_MASK for word in _WORDS.unpack(prefix_hash)])
 
 
 class BlockAddress(NamedTuple):
     """Content address of a full block, in the pool and in every tier.
 
-    Blocks with equal addresses hold bit-identical KV.
+    Blocks with the same address hold bit-identical KV.
 
     Attributes:
         prefix_hash: SHA-256 chain hash of the block and all blocks before it, 32 bytes.
-        parent_hash: prefix hash of the block before it, 32 bytes; for the first block, the root.
+        parent_hash: prefix hash of the previous block, or the root for the first block, 32 bytes.
         tokens: the block's own tokens, little-endian u32.
     """
 
@@ -75,20 +75,20 @@ class BlockAddress(NamedTuple):
 
     @property
     def state_address(self) -> BlockAddress:
-        """Address of the recurrent state after the block. Tiers store it as one more block."""
+        """Address of the recurrent state after the block. Tiers store the state like a block."""
         return BlockAddress(state_hash(self.prefix_hash), self.prefix_hash, self.tokens)
 
 
 class LoneRoot(bytes):
     """Root of chains for text that is computed on its own and shared at other positions.
 
-    No prompt's chain starts here, so these blocks are never matched as a prefix. The first
-    `num_hidden` blocks of a chain only provide context and are never shared. The later blocks are
-    shared by prompts whose chains start at `user`.
+    No prompt starts with this root, so these blocks never match as a prefix. The first `num_hidden`
+    blocks of a chain only provide context and are never shared. Later blocks can be shared by
+    prompts whose root is `user`.
 
     Attributes:
         user: root of the prompts that may share the blocks.
-        num_hidden: blocks at the start of a chain that are never shared.
+        num_hidden: number of blocks at the start of a chain that are never shared.
     """
 
     user: bytes
@@ -96,7 +96,7 @@ class LoneRoot(bytes):
 
     @classmethod
     def of(cls, user: bytes, num_hidden: int) -> LoneRoot:
-        """Return the root for these values. Equal values give equal bytes."""
+        """Return the root for this user root and number of hidden blocks."""
         root = cls(narrowed_root(user, "lone", str(num_hidden)))
         root.user = user
         root.num_hidden = num_hidden
@@ -105,7 +105,7 @@ class LoneRoot(bytes):
     def shared_with(self, index: int) -> bytes:
         """Return the root whose prompts may share block `index`.
 
-        The result is this root itself for a hidden block.
+        For a hidden block, the result is this root itself.
         """
         return self.user if index >= self.num_hidden else self
 
@@ -114,7 +114,7 @@ def root_hash(
     *, model_fingerprint: str, kv_format: str, rope: str = "", adapter: str = "", tenant: str = ""
 ) -> bytes:
     """Return the 32-byte root of all chains with these settings."""
-    # Each field is hashed with its name and length, so different settings never encode alike.
+    # Each field is hashed with its name and length, so different settings have different encodings.
     fields = {
         "model_fingerprint": model_fingerprint,
         "kv_format": kv_format,
@@ -126,14 +126,14 @@ def root_hash(
 
 
 def narrowed_root(root: bytes, name: str, value: str) -> bytes:
-    """Return a 32-byte root that only requests with this `value` of `name` share."""
+    """Return a 32-byte root derived from `root` for requests with this `value` of `name`."""
     return _digest_of(b"kvboost-edge narrowed root 1\n" + root, {name: value})
 
 
 def shared_root(root: bytes, tenant: str | None, cache_salt: str | None) -> bytes:
-    """Return the root for the prompts of a tenant and cache salt.
+    """Return the root for prompts with this tenant and cache salt.
 
-    None or "" means the engine's own `root`, or no salt.
+    Without a tenant or salt (None or ""), the result is the engine's `root`.
     """
     for name, value in (("tenant", tenant), ("cache_salt", cache_salt)):
         root = narrowed_root(root, name, value) if value else root
@@ -143,7 +143,7 @@ def shared_root(root: bytes, tenant: str | None, cache_salt: str | None) -> byte
 def _digest_of(start: bytes, fields: Mapping[str, str]) -> bytes:
     digest = hashlib.sha256(start)
     for name, value in fields.items():
-        # surrogatepass: a tenant name from undecodable header bytes must still get its own root.
+        # With surrogatepass, a tenant name from undecodable header bytes still gets its own root.
         for part in (name.encode(), value.encode("utf-8", "surrogatepass")):
             digest.update(len(part).to_bytes(8, "little"))
             digest.update(part)
@@ -151,7 +151,7 @@ def _digest_of(start: bytes, fields: Mapping[str, str]) -> bytes:
 
 
 def chain_hash(parent: bytes, tokens_le_u32: bytes) -> bytes:
-    """Return the prefix hash of a full block: SHA-256 of its parent's hash and its own tokens."""
+    """Return a block's prefix hash: the SHA-256 of its parent's hash and its own tokens."""
     return hashlib.sha256(parent + tokens_le_u32).digest()
 
 
@@ -159,7 +159,7 @@ def prefix_hashes(token_ids: Sequence[int], root: bytes, block_size: int) -> tup
     """Return the 32-byte prefix hashes of a prompt's full blocks, in order.
 
     Raises:
-        RequestError: an id is not an integer in [0, 2^32).
+        RequestError: a token id is not an integer in [0, 2^32).
     """
     data = encode_tokens(token_ids)
     size = block_size * TOKEN_BYTES
@@ -172,19 +172,20 @@ def prefix_hashes(token_ids: Sequence[int], root: bytes, block_size: int) -> tup
 
 
 def known_hash(known: bytes, index: int) -> bytes:
-    """Return hash `index` of precomputed 32-byte hashes in one string; b"" beyond its end.
+    """Return hash `index` of concatenated 32-byte hashes, or b"" beyond the end.
 
-    Use it only to look up blocks whose tokens and parents are compared afterwards. Never publish a
-    block under it, or load one from a tier by it: the caller's hashes are not verified.
+    The hashes come from the caller and are not verified. Use them only to look up blocks whose
+    tokens and parents are then compared. Never publish a block or load one from a tier under such a
+    hash.
     """
     return known[index * HASH_BYTES : (index + 1) * HASH_BYTES]
 
 
 def encode_tokens(token_ids: Sequence[int]) -> bytes:
-    """Return token ids as little-endian u32, 4 bytes each.
+    """Return token ids encoded as little-endian u32, 4 bytes each.
 
     Raises:
-        RequestError: an id is not an integer in [0, 2^32).
+        RequestError: a token id is not an integer in [0, 2^32).
     """
     try:
         packed = array("I", token_ids)
@@ -198,7 +199,7 @@ def encode_tokens(token_ids: Sequence[int]) -> bytes:
 
 
 def decode_tokens(data: bytes) -> list[int]:
-    """Return the token ids that `encode_tokens` encoded."""
+    """Return the token ids encoded in `data`, the inverse of `encode_tokens`."""
     packed = array("I", data)
     if sys.byteorder == "big":
         packed.byteswap()

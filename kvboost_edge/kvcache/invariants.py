@@ -1,4 +1,4 @@
-"""Checks that recompute the manager's bookkeeping of tables, claims and chains from scratch."""
+"""Consistency checks that recompute the manager's tables, claims and chains from scratch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,17 @@ def check_tables(
     in_flight: Mapping[bytes, int],
     block_size: int,
 ) -> None:
-    """Check that `tables` are exactly the live ones, that each is sound, and that claims match."""
+    """Check that `tables` are exactly the live tables, and that they are consistent.
+
+    Args:
+        tables: the tables to check.
+        live: live tables of the manager, by serial.
+        in_flight: claims of the manager: prefix hash -> serial of the claiming table.
+        block_size: tokens per block.
+
+    Raises:
+        CacheCorruption: a check failed.
+    """
     if {id(table) for table in tables} != {id(table) for table in live.values()} or len(
         tables
     ) != len(live):
@@ -33,7 +43,7 @@ def check_tables(
             own[table.num_cached_tokens // block_size :]
         ):
             raise CacheCorruption(
-                f"a table lists a block twice: {table.block_ids}, {table.reserve} reserved"
+                f"a table lists a block twice: block_ids={table.block_ids}, reserve={table.reserve}"
             )
         if table.num_computed_tokens > table.num_slots(block_size):
             raise CacheCorruption(
@@ -46,7 +56,10 @@ def check_tables(
                 f"a table of {len(table.block_ids)} blocks has {table._num_hashed} hashed blocks"
             )
         if any(index >= len(table.block_ids) for index in (*table._duplicates, *table._withdrawn)):
-            raise CacheCorruption("a table refers to a block beyond its end")
+            raise CacheCorruption(
+                f"a table of {len(table.block_ids)} blocks has a duplicate or rewritten block "
+                "beyond its end"
+            )
         claims.update(dict.fromkeys(table._claims.values(), table._serial))
     if claims != in_flight:
         raise CacheCorruption(
@@ -55,15 +68,17 @@ def check_tables(
 
 
 def _check_segments(table: BlockTable, block_size: int) -> None:
-    """Check that a table's segments follow one another without gaps and lie inside its blocks."""
+    """Check that a table's segments are contiguous and stay within its blocks."""
     if not table.segments or table.segments[0] != WHOLE:
-        raise CacheCorruption(f"a table begins with segments {table.segments[:1]}, not {WHOLE}")
+        raise CacheCorruption(
+            f"a table begins with segments {table.segments[:1]}, but must begin with {WHOLE}"
+        )
     for one, other in itertools.pairwise(table.segments):
         end = one.first_position + (other.first_index - one.first_index) * block_size
         if not (
             one.valid_from < other.valid_from <= end and other.first_position <= other.valid_from
         ):
-            raise CacheCorruption(f"{other} does not follow {one}")
+            raise CacheCorruption(f"table segment {other} does not directly follow {one}")
     if table.segments[-1].first_index > len(table.block_ids):
         raise CacheCorruption(
             f"{table.segments[-1]} begins beyond the {len(table.block_ids)} blocks of its table"
@@ -73,7 +88,13 @@ def _check_segments(table: BlockTable, block_size: int) -> None:
 def check_chains(
     tables: Sequence[BlockTable], index: PrefixIndex, hash_fn: HashFn, block_size: int
 ) -> None:
-    """Recompute hashes of published blocks with known parents; compare tables with entries."""
+    """Check the hashes of published blocks, and compare tables with the index.
+
+    The hash of a block can be recomputed only if its parent is published too.
+
+    Raises:
+        CacheCorruption: a check failed.
+    """
     num_bytes = block_size * TOKEN_BYTES
     entries = index.entries()
     by_serial = {entry.serial: entry for entry in entries.values()}
@@ -82,19 +103,26 @@ def check_chains(
         tokens = entry.tokens[-num_bytes:]
         if len(tokens) != num_bytes or (root and entry.parent_serial != ROOT_SERIAL):
             raise CacheCorruption(
-                f"block {block_id} is published with {len(entry.tokens)} bytes of tokens"
+                f"block {block_id} is published with {len(entry.tokens)} bytes of tokens, not "
+                f"{num_bytes}"
             )
         parent = by_serial.get(entry.parent_serial)
         parent_hash = root if entry.parent_serial == ROOT_SERIAL else parent and parent.prefix_hash
         if parent_hash is not None and hash_fn(parent_hash, tokens) != entry.prefix_hash:
-            raise CacheCorruption(f"block {block_id} is published under a wrong hash")
+            raise CacheCorruption(
+                f"the prefix hash of published block {block_id} does not match its tokens"
+            )
     for table in tables:
         if table._num_hashed:
             last = entries.get(table.block_ids[table._num_hashed - 1])
             if last is not None and last.serial != table._chain_serial:
-                raise CacheCorruption("the last chained block of a table has a different serial")
+                raise CacheCorruption(
+                    f"the last chained block of a table has serial {last.serial}, but the table "
+                    f"recorded {table._chain_serial}"
+                )
         for block_index in table._withdrawn:
             if table.block_ids[block_index] in entries:
                 raise CacheCorruption(
-                    f"block {table.block_ids[block_index]} is rewritten while it can be matched"
+                    f"block {table.block_ids[block_index]} is being rewritten but is still "
+                    "published"
                 )

@@ -1,4 +1,4 @@
-"""Lookups in the prefix index: servable prefixes, blocks worth waiting for, reasons for misses."""
+"""Lookups in the prefix index: cached prefixes, blocks worth waiting for, and miss reasons."""
 
 from __future__ import annotations
 
@@ -13,26 +13,30 @@ from kvboost_edge.kvcache.prefix_index import PrefixIndex, PrefixMatch, rest_has
 
 __all__ = ["Lookup"]
 
-_FORGOTTEN_PER_BLOCK = 2  # evictions remembered for the policy, per block of the pool
-_REASONS_PER_BLOCK = 8  # evictions remembered to explain misses
+_FORGOTTEN_PER_BLOCK = 2  # evictions remembered for the policy, per block in the pool
+_REASONS_PER_BLOCK = 8  # evictions remembered for miss reasons, per block in the pool
 _LEAST_REASONS = 1 << 15
 
 
 class Lookup:
     """Lookups in a `PrefixIndex`.
 
-    The methods take these arguments: `data`, the encoded tokens of a prompt; `root`, the root hash
-    of its chain; `known`, precomputed hashes of its first blocks, see `PrefixIndex.match`.
+    The methods share these arguments:
+
+    - `data`: the encoded tokens of a prompt.
+    - `root`: the root hash of the prompt's chain.
+    - `known`: precomputed hashes of the prompt's first blocks, see `PrefixIndex.match`.
 
     Args:
         index: the prefix index.
-        num_blocks: size of the pool.
-        block_size: tokens of a block.
+        num_blocks: number of blocks in the pool.
+        block_size: tokens per block.
         hash_fn: chain hash function.
-        whole_blocks: full blocks cannot be written into again (quantized KV). The block with the
-            last token is then never served. Other storage serves all of it except that token.
-        deepest: returns how many blocks of a published prefix precede the deepest snapshot of
-            recurrent state. Blocks after it are not shared.
+        whole_blocks: full blocks cannot be rewritten, because their KV is quantized. The block with
+            a prompt's last token is then never shared. Otherwise it is shared, and only the last
+            token is recomputed.
+        deepest: function that returns how many of the given blocks precede the deepest snapshot of
+            recurrent state. Later blocks are not shared.
     """
 
     __slots__ = (
@@ -60,19 +64,20 @@ class Lookup:
         self._index = index
         self._block_size = block_size
         self._hash_fn = hash_fn
-        # Recently dropped blocks, oldest first: 1 if used again, else 0. None if that was already
-        # reported, or if the block was dropped without an eviction.
+        # Recently dropped blocks, oldest first. The value is 1 if the block was used again and 0 if
+        # not. It is None if the miss was already counted, or if the block was dropped without an
+        # eviction.
         self._forgotten: OrderedDict[bytes, int | None] = OrderedDict()
         self._dropped = Dropped(max(_LEAST_REASONS, _REASONS_PER_BLOCK * num_blocks))
         self._most_forgotten = _FORGOTTEN_PER_BLOCK * num_blocks
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of a block's encoded tokens."""
+        """Size of one block's encoded tokens, in bytes."""
         return self._block_size * TOKEN_BYTES
 
     def published(self, data: bytes, root: bytes, known: bytes = b"") -> PrefixMatch:
-        """Return the longest published prefix, shareable or not."""
+        """Return the longest published prefix, including blocks that cannot be shared."""
         return self._index.match(data, root, self._block_size * TOKEN_BYTES, self._hash_fn, known)
 
     def match(self, data: bytes, root: bytes, known: bytes = b"") -> PrefixMatch:
@@ -80,14 +85,14 @@ class Lookup:
         found = self.published(data, root, known)
         covers_all = len(found.block_ids) * self._block_size * TOKEN_BYTES == len(data)
         if self.whole_blocks and found.block_ids and covers_all:
-            # The last block is cached but must not be written, so there is no block to wait for.
+            # The last block is cached but not writable, so there is no block to wait for.
             found = self._cut(found, root, len(found.block_ids) - 1)._replace(next_hash=None)
         depth = self._deepest(found.block_ids)
         beyond = len(found.block_ids) - depth
         return found if not beyond else self._cut(found, root, depth)._replace(beyond=beyond)
 
     def _cut(self, found: PrefixMatch, root: bytes, depth: int) -> PrefixMatch:
-        """Return the first `depth` blocks of a match that has more."""
+        """Return a match reduced to its first `depth` blocks."""
         following = self._index.entry(found.block_ids[depth])
         last = self._index.entry(found.block_ids[depth - 1]) if depth else None
         if following is None or (depth and last is None):
@@ -100,7 +105,7 @@ class Lookup:
         )
 
     def servable(self, match: PrefixMatch, num_tokens: int) -> int:
-        """Return how many tokens a match serves. At least the last token is left to compute."""
+        """Return how many tokens a match serves, which excludes the last token of the prompt."""
         return min(len(match.block_ids) * self._block_size, max(num_tokens - 1, 0))
 
     def rest(self, data: bytes, match: PrefixMatch, known: bytes = b"") -> Iterator[bytes]:
@@ -108,7 +113,7 @@ class Lookup:
         return rest_hashes(data, match, self._block_size * TOKEN_BYTES, self._hash_fn, known)
 
     def awaitable(self, data: bytes, match: PrefixMatch, known: bytes = b"") -> Iterator[bytes]:
-        """Return the hashes of full blocks after the match that could be served once published."""
+        """Return the hashes of full blocks after the match that can be shared once published."""
         rest = self.rest(data, match, known)
         if not self.whole_blocks:
             return rest
@@ -116,7 +121,7 @@ class Lookup:
         return itertools.islice(rest, max(0, servable_blocks - len(match.block_ids)))
 
     def named(self, data: bytes, match: PrefixMatch) -> PrefixMatch:
-        """Return the match with a `next_hash` computed here instead of taken from known hashes."""
+        """Return the match with its `next_hash` recomputed instead of taken from `known`."""
         if match.next_hash is None:
             return match
         start = len(match.block_ids) * self.block_bytes
@@ -125,12 +130,12 @@ class Lookup:
         )
 
     def forget(self, prefix_hash: bytes, again: int | None = None) -> None:
-        """Remember a published block that was dropped.
+        """Remember that a published block was dropped.
 
         Args:
-            prefix_hash: the block's hash.
-            again: 1 if it was evicted after more than one use, 0 after one use, None if not
-                evicted.
+            prefix_hash: prefix hash of the block.
+            again: 1 if the block was evicted after repeated use, 0 if it was evicted after a single
+                use, None if it was not evicted.
         """
         self._dropped.add([prefix_hash])
         self._forgotten[prefix_hash] = again
@@ -139,9 +144,9 @@ class Lookup:
             self._forgotten.popitem(last=False)
 
     def lost(self, hashes: Iterable[bytes]) -> tuple[int, int]:
-        """Return how many of these blocks were evicted after one use, and after more.
+        """Return how many of these blocks were evicted after a single use, and after repeated use.
 
-        Each eviction is counted once over all calls.
+        Each eviction is counted only once over all calls.
         """
         counts = [0, 0]
         forgotten = self._forgotten
@@ -155,11 +160,13 @@ class Lookup:
     def miss_reason(self, match: PrefixMatch, num_tokens: int) -> str:
         """Return why the first token after the served prefix was missed.
 
-        "" means that only the last token is left. "state" means that its KV is cached, but no
-        recurrent state before it. "first_seen" and "evicted" (or reset) refer to a full block.
-        "tail" is a block that is not full or must not be written.
+        - "": only the last token is left to compute.
+        - "state": the token's KV is cached, but the recurrent state before it is not.
+        - "evicted": the token's block is full and was dropped, by eviction or reset.
+        - "first_seen": the token's block is full and was not recently cached.
+        - "tail": the token's block is not full, or it cannot be rewritten.
         """
-        # Hashes start at the tenant's root, so the result reveals nothing about other tenants.
+        # Hashes depend on the tenant's root, so the result reveals nothing about other tenants.
         if match.beyond:
             return "state"
         if match.next_hash is not None:

@@ -1,8 +1,8 @@
 """KV cache manager: opens, extends, publishes, forks and frees the block tables of sequences.
 
-It handles integers only. When content has to move it returns `CopyOp`s, which the owner of the KV
-applies in order before the next forward pass. Only one thread may call it, but any thread may read
-the counters and `block_states`.
+It handles integers only. If content has to move, it returns `CopyOp`s. The owner of the KV applies
+them in order before the next forward pass. Only one thread may call the manager, but any thread may
+read its counters and `block_states`.
 """
 
 from __future__ import annotations
@@ -39,34 +39,33 @@ __all__ = ["BLOCK_CACHED", "BLOCK_FREE", "BLOCK_REFERENCED", "BLOCK_SHARED", "KV
 class KVCacheManager(PoolUsage):
     """Block tables over a pool of blocks, with exact prefix sharing.
 
-    A full block is published: it enters the prefix index, and other tables can match it. It stays
-    published after its last reference is gone, until it is evicted.
+    Once a block is full, it is published in the prefix index, where other tables can match it. It
+    stays published without references until it is evicted.
 
     Args:
-        num_blocks: blocks of the pool.
-        block_size: tokens of a block.
+        num_blocks: number of blocks in the pool.
+        block_size: tokens per block.
         hash_fn: chain hash, `hash_fn(parent, tokens) -> bytes`. Tests pass one that always
             collides.
-        whole_blocks: full blocks are never written again (quantized KV), see `Lookup`.
-        policy: makes the eviction policy.
-        max_pinned_blocks: most blocks that can be pinned. None: half the pool.
-        state_sizes: sizes for recurrent state. None: the model has no recurrent layers.
+        whole_blocks: full blocks are never rewritten, because their KV is quantized. See `Lookup`.
+        policy: factory that builds the eviction policy.
+        max_pinned_blocks: maximum number of pinned blocks. None means half the pool.
+        state_sizes: sizes for recurrent state, or None if the model has no recurrent layers.
 
     Attributes:
-        cow_copies: blocks copied because another table still reads them.
-        evictions: published blocks that were reused for other tokens.
-        hit_tokens: tokens that the cache served to tables opened with `use_cache` and then
-            extended.
-        miss_tokens: tokens that those tables had to compute. Tables freed before they were extended
-            do not count.
-        spans: blocks reused at other positions, see `Spans`.
-        content: content addresses of blocks, for the offload tiers.
-        events: prefixes that entered or left the cache, for cache-aware routing.
-        duplicates: private blocks that have a published duplicate.
-        pins: pinned prompts, at most `max_pinned_blocks` blocks, see `Pins`.
-        recurrent: recurrent state of the tables, see `TableStates`; `NoTableStates` without
-            `state_sizes`.
-        block_size: tokens of a block.
+        cow_copies: number of blocks copied because another table still reads the original.
+        evictions: number of published blocks that were reused for other tokens.
+        hit_tokens: number of tokens served from the cache. Only tables opened with `use_cache` and
+            then extended count.
+        miss_tokens: number of prompt tokens that those tables had to compute.
+        spans: blocks reused at other positions. See `Spans`.
+        content: content addresses of blocks, and change logs for the offload tiers.
+        events: log of prefixes that entered or left the cache, for cache-aware routers.
+        duplicates: private blocks that have a published duplicate. See `DuplicateBlocks`.
+        pins: pinned and retained prompts. See `Pins`.
+        recurrent: recurrent state of the tables. It is a `NoTableStates` if the model has no
+            recurrent layers.
+        block_size: tokens per block.
     """
 
     def __init__(
@@ -94,8 +93,8 @@ class KVCacheManager(PoolUsage):
         else:
             held = self._pool.held()
             self.recurrent = TableStates(state_sizes, block_size, self._index, held)
-            # A snapshot holds the state after a block's last token, and at least one token is left
-            # to compute. So the block with a prompt's last token is never shared.
+            # Snapshots are taken at the ends of blocks, and the last token of a prompt must be
+            # computed. The block with the last token is therefore never shared.
             self._lookup = Lookup(
                 self._index, num_blocks, block_size, hash_fn, True, self.recurrent.deepest
             )
@@ -106,8 +105,8 @@ class KVCacheManager(PoolUsage):
         )
         self.content = BlockContents(self._index, self._lookup)
         self.events = EventLog(self._index, num_blocks, self.recurrent.slots)
-        # Ids handed out, and ids freed without matchable content, since the last drain. Dicts serve
-        # as ordered sets.
+        # Ids of blocks allocated, and of unmatchable blocks freed, since the last drain. The dicts
+        # are used as ordered sets.
         self._fresh: dict[int, None] = {}
         self._released: dict[int, None] = {}
         self.duplicates = DuplicateBlocks(self._index, self._pool, self.content, self._released)
@@ -142,28 +141,31 @@ class KVCacheManager(PoolUsage):
 
         At least the last token is left to compute. If the whole prompt is cached, the table shares
         all its blocks, num_cached_tokens is len(token_ids) - 1, and `extend` makes the last block
-        writable. With `whole_blocks` the last block is not shared. The blocks that are left to
-        compute are claimed, see `awaited_hash`. No free block outside the match is taken, so lack
-        of room is not an error here.
+        writable. With `whole_blocks`, the last block is not shared in this case.
+
+        The table claims the full blocks that it will compute, see `awaited_hash`. Opening a table
+        allocates no blocks, so it never fails for lack of room.
 
         Args:
             token_ids: the prompt.
-            root: root hash of its chain.
-            use_cache: share and claim blocks.
-            count: add this lookup to hit_tokens and miss_tokens. False for a preempted sequence,
-                which counted before.
-            owner: owner of the blocks, for the eviction policy. Tables of one root have one owner.
-            again: count all blocks as used again, see `Uses`.
-            known: precomputed hashes of the first blocks, see `Lookup`.
-            hints: positions at which a prompt with the same beginning may diverge. Snapshots of
-                recurrent state are kept there.
+            root: root hash of the prompt's chain.
+            use_cache: share cached blocks and claim the missing ones. If False, the table bypasses
+                the cache.
+            count: add this lookup to hit_tokens and miss_tokens. Pass False for a preempted
+                sequence, which was counted before.
+            owner: owner of the blocks, for the eviction policy. All tables of a root must have the
+                same owner.
+            again: count all blocks as used again. See `Uses`.
+            known: precomputed hashes of the first blocks. See `Lookup`.
+            hints: positions where prompts with the same beginning may diverge, at which snapshots
+                of recurrent state are kept.
             publish: publish blocks and keep snapshots for other tables.
 
         Returns:
-            the table. Its `miss_reason` says why the prefix ends where it does.
+            the table. Its `miss_reason` explains why the cached prefix ends.
 
         Raises:
-            RequestError: an id is outside [0, 2^32).
+            RequestError: a token id is outside [0, 2^32).
         """
         data = encode_tokens(token_ids)
         table = BlockTable(
@@ -178,10 +180,10 @@ class KVCacheManager(PoolUsage):
     def open_load(
         self, token_ids: Sequence[int], root: bytes, *, owner: bytes = b"", known: bytes = b""
     ) -> BlockTable:
-        """Open a table for full blocks, and recurrent state, that are loaded from a tier.
+        """Open a table whose missing blocks and recurrent state will be loaded from a tier.
 
-        It shares all published blocks, with or without a snapshot after them, and claims the
-        others. Hits and misses are not counted.
+        The table shares all published blocks, even those without a later snapshot, and claims the
+        other full blocks. The lookup does not count as hits or misses.
         """
         table = BlockTable(self._next_table, root, owner)
         self._opener.share_all(table, encode_tokens(token_ids), known)
@@ -194,7 +196,7 @@ class KVCacheManager(PoolUsage):
         return table
 
     def peek(self, token_ids: Sequence[int], root: bytes) -> int:
-        """Return how many tokens `open_table` would serve now. Changes nothing."""
+        """Return how many tokens `open_table` would serve from the cache now."""
         return self._lookup.servable(
             self._lookup.match(encode_tokens(token_ids), root), len(token_ids)
         )
@@ -202,18 +204,19 @@ class KVCacheManager(PoolUsage):
     def awaited_hash(
         self, token_ids: Sequence[int], root: bytes, known: bytes = b""
     ) -> bytes | None:
-        """Return the hash of the last block worth waiting for, or None.
+        """Return the hash of the last block of a prompt that is worth waiting for, or None.
 
-        These are the blocks after the longest published prefix that live tables are computing. The
-        caller waits while `is_in_flight`. Blocks are published as their table commits; claims end
-        when it is freed. For a hybrid model the table is asked to keep a snapshot after the block.
+        Blocks are worth waiting for if live tables are computing them and they directly follow the
+        published prefix. The caller waits while `is_in_flight` is true for the hash. A block is
+        published when its table commits it. A claim also ends when its table is freed. For hybrid
+        models, this call also requests a snapshot after the block.
 
         Args:
             token_ids: the prompt.
-            root: root hash of its chain.
-            known: precomputed hashes of the first blocks, see `Lookup`.
+            root: root hash of the prompt's chain.
+            known: precomputed hashes of the first blocks. See `Lookup`.
         """
-        # Claims compare hashes alone: a collision makes a request wait but never serves wrong KV.
+        # Claims compare hashes only. A collision makes a request wait but never serves wrong KV.
         data = encode_tokens(token_ids)
         rest = self._lookup.awaitable(data, self._lookup.match(data, root, known), known)
         found = self._claims.last_promised(rest)
@@ -228,19 +231,19 @@ class KVCacheManager(PoolUsage):
         return prefix_hash in self._claims
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Return the number of blocks of a table with `num_tokens` tokens and no spans."""
+        """Return how many blocks a table without spans needs for `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
 
     def blocks_needed(self, table: BlockTable, num_tokens: int) -> int:
-        """Return how many free blocks `extend(table, num_tokens)` would take.
+        """Return how many free blocks `extend(table, num_tokens)` would allocate.
 
-        These are new blocks and copies of shared ones. Changes nothing.
+        The count includes copies of shared blocks. Does not modify the table.
         """
         self._check_live(table)
         return self._taken(table, *self._written(table, num_tokens))
 
     def _taken(self, table: BlockTable, first: int, stop: int) -> int:
-        """Return how many free blocks it takes to own the blocks with indices [first, stop)."""
+        """Return how many blocks to allocate to make blocks [first, stop) of a table writable."""
         ids = table.block_ids
         ref_count = self._pool.ref_count
         return max(0, stop - len(ids)) + sum(
@@ -248,23 +251,23 @@ class KVCacheManager(PoolUsage):
         )
 
     def _written(self, table: BlockTable, num_tokens: int) -> tuple[int, int]:
-        """Return indices [first, stop) of the blocks to write up to token num_tokens - 1."""
+        """Return the index range [first, stop) of the blocks that `extend` must make writable."""
         size = self.block_size
-        if len(table.segments) == 1:  # the fast path: this runs in every step of a sequence
+        if len(table.segments) == 1:  # fast path, because this runs in every step of a sequence
             return table.num_computed_tokens // size, -(-num_tokens // size)
         stop = table.index_of(num_tokens - 1, size) + 1 if num_tokens > 0 else 0
         first = table.index_of(table.num_computed_tokens, size)
-        # Blocks between spans are allocated and owned already; only the last segment can grow.
+        # Blocks between spans are already allocated and writable. Only the last segment can grow.
         return (max(first, table.segments[-1].first_index), stop) if table.spans else (first, stop)
 
     def extend(self, table: BlockTable, num_tokens: int) -> list[CopyOp]:
         """Allocate writable slots for tokens num_computed_tokens to num_tokens - 1.
 
-        Apply the returned copies in order before the next forward pass, and before the blocks of
-        `drain_new_blocks` are poisoned.
+        The caller must apply the returned copies in order before the next forward pass, and before
+        it poisons the blocks from `drain_new_blocks`.
 
         Raises:
-            CapacityError: too few blocks or state slots are free. Nothing is changed.
+            CapacityError: too few blocks or state slots are free. The table is unchanged.
         """
         self._check_live(table)
         first, stop = self._written(table, num_tokens)
@@ -289,11 +292,11 @@ class KVCacheManager(PoolUsage):
         return copies
 
     def make_writable(self, table: BlockTable, block_index: int) -> CopyOp | None:
-        """Let the table write into its block `block_index` (copy-on-write).
+        """Make block `block_index` of a table writable (copy-on-write).
 
-        A block with other holders is replaced by a new one, and the copy to make is returned. A
-        published block that only this table holds stays in place and cannot be matched until
-        `commit`.
+        A block that other tables also use is replaced with a new block, and the required copy is
+        returned. A published block that only this table uses is kept, but it cannot be matched
+        until `commit`.
 
         Raises:
             CapacityError: no block is free for the copy.
@@ -315,7 +318,7 @@ class KVCacheManager(PoolUsage):
                 self._claims.make(table, block_index, entry.prefix_hash)
             return None
         new = self._take(1, table.owner)[0]
-        self._fresh.pop(new, None)  # a copy fills it, so it must not be poisoned
+        self._fresh.pop(new, None)  # the copy fills it, so it must not be poisoned
         table.block_ids[block_index] = new
         self._pool.release(block_id, matchable=True)
         if entry is not None:
@@ -351,7 +354,7 @@ class KVCacheManager(PoolUsage):
         return taken
 
     def mark_filled(self, block_ids: Iterable[int]) -> None:
-        """Exclude new blocks that already hold content from `drain_new_blocks`."""
+        """Exclude blocks that have been filled from the result of `drain_new_blocks`."""
         for block_id in block_ids:
             self._fresh.pop(block_id, None)
 
@@ -365,19 +368,19 @@ class KVCacheManager(PoolUsage):
     ) -> None:
         """Record that the KV of token_ids[:num_computed] is in the pool, and publish full blocks.
 
-        If an equal block is published already, the table shares that one (`DuplicateBlocks`).
+        If an equal block is already published, the table shares that block (`DuplicateBlocks`).
 
         Args:
             table: the table.
             token_ids: running list of prompt and generated tokens. Only unpublished blocks are
                 read.
             num_computed: tokens whose KV is in the pool.
-            publish: False if the KV depends on more than the tokens. The table then publishes
-                nothing from here on.
+            publish: pass False if the KV depends on more than the tokens. The table then stops
+                publishing blocks.
 
         Raises:
-            CacheCorruption: the count is below the last one, or beyond the tokens or blocks, or
-                tokens of a rewritten block changed.
+            CacheCorruption: `num_computed` is less than in the previous call or exceeds the tokens
+                or blocks, or the tokens of a rewritten block changed.
         """
         self._check_live(table)
         limit = min(len(token_ids), table.num_slots(self.block_size))
@@ -397,9 +400,9 @@ class KVCacheManager(PoolUsage):
         table.num_computed_tokens = num_computed
 
     def shrink(self, table: BlockTable, num_tokens: int) -> None:
-        """Free the blocks at a table's end that `num_tokens` tokens do not need.
+        """Free the blocks at the end of a table that `num_tokens` tokens do not need.
 
-        `extend` added these blocks, and nothing in them was committed.
+        Only blocks that `extend` added and that hold no committed tokens may be freed.
 
         Raises:
             CacheCorruption: num_tokens is below the number of computed tokens, or a block to free
@@ -409,13 +412,14 @@ class KVCacheManager(PoolUsage):
         keep = table.index_of(num_tokens - 1, self.block_size) + 1 if num_tokens else 0
         if num_tokens < table.num_computed_tokens or keep < table.segments[-1].first_index:
             raise CacheCorruption(
-                f"a table of {table.num_computed_tokens} computed tokens cannot be cut to "
+                f"a table with {table.num_computed_tokens} computed tokens cannot be cut to "
                 f"{num_tokens}"
             )
         for block_id in reversed(table.block_ids[keep:]):
             if self._pool.ref_count(block_id) != 1 or self._index.entry(block_id) is not None:
                 raise CacheCorruption(
-                    f"block {block_id} after the tokens of a table is shared or published"
+                    f"block {block_id} at the end of a table cannot be freed: it is shared or "
+                    "published"
                 )
             self._pool.release(block_id, matchable=False, owner=table.owner)
             self._fresh.pop(block_id, None)
@@ -425,10 +429,10 @@ class KVCacheManager(PoolUsage):
             self._progress += 1
 
     def fork(self, table: BlockTable) -> BlockTable:
-        """Return a second table over the same blocks, the partial tail included. Takes no block.
+        """Return a second table that shares all blocks of this one, including a partial last block.
 
-        Call it between `commit` and `extend`. A block made writable before the fork is shared after
-        it.
+        No block is allocated. Call this between `commit` and `extend`, because forking makes
+        writable blocks shared again.
         """
         self._check_live(table)
         child = BlockTable(self._next_table, table.root, table.owner, shares=table._shares)
@@ -448,7 +452,7 @@ class KVCacheManager(PoolUsage):
         return self._enter(child)
 
     def free(self, table: BlockTable) -> None:
-        """Release the blocks and claims of a table, which is empty afterwards.
+        """Release the blocks and claims of a table, and empty it.
 
         Published blocks stay matchable until they are evicted.
 
@@ -461,7 +465,7 @@ class KVCacheManager(PoolUsage):
         if table._extends_chain:
             self._uses.mark(table.block_ids)
         rank = self._uses.rank
-        # Last block first: LRU then evicts a chain from its end.
+        # Release the last block first, so that LRU evicts a chain from its end.
         for index in range(len(table.block_ids) - 1, -1, -1):
             self.duplicates.keep(table, index)
             block_id = table.block_ids[index]
@@ -479,7 +483,7 @@ class KVCacheManager(PoolUsage):
         self._progress += 1
 
     def reset(self, among: Iterable[int] | None = None) -> int:
-        """Drop all idle cached blocks, or those in `among`; return how many were dropped."""
+        """Drop all idle cached blocks, or only those in `among`, and return their number."""
         ids = self._pool.free_ids() if among is None else among
         idle = [
             one
@@ -496,33 +500,36 @@ class KVCacheManager(PoolUsage):
     def progress(self) -> int:
         """Counter of freed tables, published blocks and ended pins.
 
-        While it is unchanged, a table that found no room will not find any.
+        As long as it does not change, retrying an allocation that failed is pointless.
         """
         return self._progress + self.pins.num_ended + self.recurrent.num_released
 
     def drain_new_blocks(self) -> list[int]:
-        """Return the empty blocks that `extend` added to tables since the last call.
+        """Return the empty blocks that were allocated since the last call.
 
-        Targets of copies are not among them.
+        Blocks allocated as copy targets are not included.
         """
         fresh = list(self._fresh)
         self._fresh.clear()
         return fresh
 
     def drain_released(self) -> list[int]:
-        """Return the blocks freed without matchable content since the last call.
+        """Return the blocks without matchable content that were freed since the last call.
 
-        Data kept outside the pool for these partial blocks can be dropped.
+        The caller can drop data that it keeps outside the pool for these blocks.
         """
         released = list(self._released)
         self._released.clear()
         return released
 
     def check_invariants(self, tables: Iterable[BlockTable]) -> None:
-        """Recompute all bookkeeping from `tables`, all live ones, and from the pins.
+        """Recompute all bookkeeping from the live tables and the pins.
+
+        Args:
+            tables: all live tables.
 
         Raises:
-            CacheCorruption: something contradicts the recorded values.
+            CacheCorruption: the recorded values differ from the recomputed ones.
         """
         tables = list(tables)
         check_tables(tables, self._live, self._claims.holders, self.block_size)
@@ -537,5 +544,6 @@ class KVCacheManager(PoolUsage):
     def _check_live(self, table: BlockTable) -> None:
         if self._live.get(table._serial) is not table:
             raise CacheCorruption(
-                "stale block table: it was already freed (double free) or belongs to another pool"
+                "stale block table: it was already freed (double free) or belongs to another "
+                "manager"
             )

@@ -1,4 +1,4 @@
-"""Prefix index: published full blocks by prefix hash, confirmed by tokens and parent."""
+"""Prefix index: published full blocks by prefix hash, verified by tokens and parent."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ from kvboost_edge.kvcache.hashing import HashFn, known_hash
 
 __all__ = ["ROOT_SERIAL", "PrefixIndex", "PrefixMatch", "Watcher", "rest_hashes"]
 
-ROOT_SERIAL = 0  # parent of every first block; that block's `tokens` begin with the root itself
+ROOT_SERIAL = 0  # parent of every first block, whose `tokens` begin with the root itself
 
 
 class PrefixMatch(NamedTuple):
     """Longest published prefix of a prompt.
 
     Attributes:
-        block_ids: its blocks, in order.
-        prefix_hash: chain hash at its end; the root if it is empty.
-        serial: serial of its last block; `ROOT_SERIAL` if it is empty.
-        next_hash: hash of the next full block; None if the prompt has no such block.
-        beyond: published blocks after it that cannot be shared because no recurrent state was kept.
+        block_ids: blocks of the prefix, in order.
+        prefix_hash: chain hash at the end of the prefix, or the root if it is empty.
+        serial: serial of the last block, or `ROOT_SERIAL` if the prefix is empty.
+        next_hash: hash of the next full block, or None if the prompt has no further full block.
+        beyond: number of published blocks after the prefix that cannot be shared for lack of a
+            snapshot.
     """
 
     block_ids: list[int]
@@ -33,7 +34,7 @@ class PrefixMatch(NamedTuple):
 
 
 class Watcher(Protocol):
-    """Receiver of all index changes, called synchronously in the thread that changes the index."""
+    """Observer of the index, called synchronously in the thread that changes it."""
 
     def entered(self, block_id: int, entry: PrefixEntry) -> None: ...
 
@@ -43,13 +44,13 @@ class Watcher(Protocol):
 def rest_hashes(
     data: bytes, match: PrefixMatch, block_bytes: int, hash_fn: HashFn, known: bytes = b""
 ) -> Iterator[bytes]:
-    """Yield the hashes of the full blocks of `data` after its match, in order.
+    """Yield the hashes of the full blocks of `data` after a match, in order.
 
     Args:
         data: encoded tokens.
-        match: published prefix of `data`.
-        block_bytes: bytes of a block in `data`.
-        hash_fn: chain hash.
+        match: longest published prefix of `data`.
+        block_bytes: encoded bytes per block.
+        hash_fn: chain hash function.
         known: precomputed hashes of the first blocks, see `PrefixIndex.match`.
     """
     prefix_hash = match.next_hash
@@ -64,24 +65,24 @@ def rest_hashes(
 
 
 class PrefixIndex:
-    """Entries of published blocks, found by hash.
+    """Hash table of the entries of published blocks.
 
-    A lookup compares hash, tokens and parent serial. By induction over the chain the whole prefix
-    is then equal, root included, so a hash collision never serves wrong KV.
+    A lookup compares hash, tokens and parent serial. By induction over the chain, this verifies the
+    whole prefix, including the root. A hash collision therefore never serves wrong KV.
     """
 
     __slots__ = ("_buckets", "_entries", "_next_serial", "_watchers")
 
     def __init__(self, num_blocks: int) -> None:
         self._entries: list[PrefixEntry | None] = [None] * num_blocks
-        # Blocks by hash. Nearly all buckets hold one block, and a tuple takes half as much memory
-        # as a list.
+        # Block ids by hash. Nearly all buckets hold a single block, and a tuple takes half the
+        # memory of a list.
         self._buckets: dict[bytes, tuple[int, ...]] = {}
         self._next_serial = ROOT_SERIAL + 1
         self._watchers: list[Watcher] = []
 
     def watch(self, watcher: Watcher) -> None:
-        """Report all existing entries to a watcher, and every change from now on."""
+        """Report all existing entries to a watcher, then every later change."""
         for block_id, entry in self.entries().items():
             watcher.entered(block_id, entry)
         self._watchers.append(watcher)
@@ -94,7 +95,7 @@ class PrefixIndex:
         return prefix_hash in self._buckets
 
     def hashes(self) -> Iterable[bytes]:
-        """Return the hashes of all published blocks, without repeats."""
+        """Return the distinct hashes of all published blocks."""
         return self._buckets.keys()
 
     def entry(self, block_id: int) -> PrefixEntry | None:
@@ -108,7 +109,7 @@ class PrefixIndex:
         }
 
     def find(self, prefix_hash: bytes, tokens: bytes, parent_serial: int) -> int | None:
-        """Return the block that holds exactly this prefix, or None."""
+        """Return the published block that holds exactly this prefix, or None."""
         for block_id in self._buckets.get(prefix_hash, ()):
             entry = self._entries[block_id]
             if (
@@ -127,10 +128,10 @@ class PrefixIndex:
         Args:
             data: encoded tokens.
             root: root hash of the chain.
-            block_bytes: bytes of a block in `data`.
-            hash_fn: chain hash.
-            known: hashes of the first blocks, used instead of hashing (`known_hash`). A wrong one
-                ends the match, because tokens and parent are compared.
+            block_bytes: encoded bytes per block.
+            hash_fn: chain hash function.
+            known: hashes of the first blocks, which save hashing (see `known_hash`). A wrong hash
+                ends the match early, because tokens and parent are compared too.
         """
         entries = self._entries
         find = self.find
@@ -154,9 +155,9 @@ class PrefixIndex:
     def publish(
         self, block_id: int, prefix_hash: bytes, tokens: bytes, parent_serial: int, *place: Any
     ) -> int:
-        """Publish a full block under a new serial, and return the serial.
+        """Publish a full block under a new serial, and return that serial.
 
-        `place` holds the other fields of the `PrefixEntry`, from `parent_hash` on.
+        `place` holds the remaining fields of the `PrefixEntry`, from `parent_hash` on.
         """
         serial = self._next_serial
         self._next_serial += 1
@@ -164,7 +165,7 @@ class PrefixIndex:
         return serial
 
     def restore(self, block_id: int, entry: PrefixEntry) -> None:
-        """Publish a block under an entry that it had before.
+        """Publish a withdrawn block again under its previous entry.
 
         Raises:
             CacheCorruption: the block is already published.
@@ -177,7 +178,7 @@ class PrefixIndex:
             watcher.entered(block_id, entry)
 
     def withdraw(self, block_id: int) -> PrefixEntry:
-        """Make a published block unmatchable and return its entry.
+        """Remove a published block from the index, and return its entry.
 
         Raises:
             CacheCorruption: the block is not published.
@@ -196,16 +197,18 @@ class PrefixIndex:
         return entry
 
     def check(self) -> None:
-        """Compare entries, buckets and serials; raise CacheCorruption on any difference."""
+        """Compare entries, buckets and serials, and raise CacheCorruption on any mismatch."""
         listed = sorted(block_id for bucket in self._buckets.values() for block_id in bucket)
         published = [block_id for block_id, entry in enumerate(self._entries) if entry is not None]
         if listed != published:
-            raise CacheCorruption(f"buckets list blocks {listed}, entries exist for {published}")
+            raise CacheCorruption(
+                f"the hash buckets list blocks {listed}, but entries exist for blocks {published}"
+            )
         for prefix_hash, bucket in self._buckets.items():
             for block_id in bucket:
                 entry = self._entries[block_id]
                 if entry is None or entry.prefix_hash != prefix_hash:
-                    raise CacheCorruption(f"block {block_id} is in the bucket of another hash")
+                    raise CacheCorruption(f"block {block_id} is in the bucket of a different hash")
         entries = [entry for entry in self._entries if entry is not None]
         serials = {entry.serial for entry in entries}
         if len(serials) != len(entries) or not all(
@@ -213,7 +216,7 @@ class PrefixIndex:
         ):
             raise CacheCorruption("serials of published blocks repeat or were never assigned")
         if any(not ROOT_SERIAL <= entry.parent_serial < entry.serial for entry in entries):
-            raise CacheCorruption("a published block is older than its parent")
+            raise CacheCorruption("a published block has a lower serial than its parent")
         prefixes = {(entry.parent_serial, entry.tokens) for entry in entries}
         if len(prefixes) != len(entries):
-            raise CacheCorruption("one prefix is published by two blocks")
+            raise CacheCorruption("two blocks are published for the same prefix")

@@ -1,8 +1,8 @@
 """Sharing and publishing of prefixes by block tables.
 
-A new table shares the published blocks of its prompt and claims the others (single flight). Other
-requests then wait for the claimed blocks instead of computing them too. Each full block enters the
-prefix index as the next link of the table's chain.
+A new table shares the published blocks of its prompt and claims the other full blocks (single
+flight). Requests that need claimed blocks can wait for them instead of computing them too. When a
+block is full, it enters the prefix index as the next link of its table's chain.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ __all__ = ["Claims", "Opener", "Publisher"]
 
 
 class Claims:
-    """Claims of tables to compute blocks, at most one table for each prefix hash.
+    """Claims on blocks that tables are about to compute, at most one table per prefix hash.
 
-    Only hashes are compared. A collision makes a request wait, but it never reads wrong KV.
+    Only hashes are compared. A collision makes a request wait but never serves wrong KV.
 
     Attributes:
-        holders: prefix hash -> serial of the live table that computes the block.
+        holders: prefix hash -> serial of the live table that claims the block.
     """
 
     __slots__ = ("holders",)
@@ -42,33 +42,32 @@ class Claims:
         return prefix_hash in self.holders
 
     def make(self, table: BlockTable, index: int, prefix_hash: bytes) -> None:
-        """Claim a block for a table, unless its hash is already claimed."""
+        """Claim a block for a table, unless another table already claims its hash."""
         if prefix_hash not in self.holders:
             self.holders[prefix_hash] = table._serial
             table._claims[index] = prefix_hash
 
     def drop(self, table: BlockTable, index: int) -> None:
-        """End a table's claim of a block, whether or not the block was published."""
+        """End a table's claim on one block."""
         prefix_hash = table._claims.pop(index, None)
         if prefix_hash is not None:
             del self.holders[prefix_hash]
 
     def drop_all(self, table: BlockTable) -> None:
-        """End all claims of a table."""
+        """End all of a table's claims."""
         for index in list(table._claims):
             self.drop(table, index)
 
     def last_promised(self, hashes: Iterable[bytes]) -> bytes | None:
-        """Return the last of the leading `hashes` that are all claimed, or None."""
+        """Return the last hash of the longest claimed run at the start of `hashes`, or None."""
         promised = list(itertools.takewhile(self.holders.__contains__, hashes))
         return promised[-1] if promised else None
 
 
 class Opener:
-    """Opens new tables on the published blocks of their prompt, and claims the other blocks.
+    """Fills new tables with the published blocks of their prompts, and claims the other blocks.
 
-    The methods take `data`, the encoded tokens, and `known`, precomputed hashes of the first
-    blocks, see `Lookup`.
+    The methods take the same `data` and `known` arguments as those of `Lookup`.
     """
 
     __slots__ = ("_block_size", "_claims", "_lookup", "_pool", "_uses")
@@ -85,7 +84,7 @@ class Opener:
     def share(
         self, table: BlockTable, data: bytes, known: bytes, *, count: bool, again: bool
     ) -> PrefixMatch:
-        """Share the longest prefix from which the table can compute on, and return the match.
+        """Share the longest prefix that a new table can continue from, and return the match.
 
         At least one token is left to compute.
 
@@ -94,7 +93,8 @@ class Opener:
             data: encoded tokens.
             known: precomputed hashes of the first blocks.
             count: record the lookup in the counters and the usage of the matched blocks.
-            again: mark the table's blocks as used again in any case.
+            again: count the table's blocks as used again, even if the prompt extends no published
+                chain.
         """
         match = self._lookup.match(data, table.root, known)
         num_tokens = len(data) // TOKEN_BYTES
@@ -110,9 +110,9 @@ class Opener:
         return match
 
     def share_all(self, table: BlockTable, data: bytes, known: bytes) -> None:
-        """Share all published blocks, for a table that computes nothing.
+        """Share all published blocks with a new table that computes nothing.
 
-        These include the block of the last token, and blocks without a snapshot after them.
+        This includes the block with the last token, and blocks without a later snapshot.
         """
         match = self._lookup.published(data, table.root, known)
         self._take(table, data, match, known, len(match.block_ids) * self._block_size)
@@ -120,14 +120,14 @@ class Opener:
     def _take(
         self, table: BlockTable, data: bytes, match: PrefixMatch, known: bytes, num_tokens: int
     ) -> list[bytes]:
-        """Share the matched blocks, claim the full blocks after them and return those hashes.
+        """Share the matched blocks, claim the full blocks after them, and return their hashes.
 
         Args:
             table: the new table.
             data: encoded tokens.
             match: published prefix to share.
             known: precomputed hashes of the first blocks.
-            num_tokens: tokens that the match serves.
+            num_tokens: number of tokens that the match serves.
         """
         for block_id in match.block_ids:
             self._pool.touch(block_id)
@@ -144,7 +144,7 @@ class Opener:
 
 
 class Publisher:
-    """Publishes full blocks of tables, or replaces them by published duplicates."""
+    """Publishes full blocks of tables, or replaces them with published duplicates."""
 
     __slots__ = ("_block_size", "_claims", "_content", "_duplicates", "_hash_fn", "_index")
 
@@ -165,12 +165,13 @@ class Publisher:
         self._block_size = block_size
 
     def publish(self, table: BlockTable, token_ids: Sequence[int], num_full: int) -> int:
-        """Publish the unpublished blocks among the first `num_full`.
+        """Publish those of the first `num_full` blocks that are not published yet.
 
         Args:
             table: the table.
-            token_ids: running list of its tokens. Only unpublished blocks are read.
-            num_full: number of full blocks.
+            token_ids: running list of the table's tokens. Only the tokens of unpublished blocks are
+                read.
+            num_full: number of full blocks in the table.
 
         Returns:
             the number of blocks that were published or replaced by duplicates.
@@ -211,7 +212,7 @@ class Publisher:
         return known is None
 
     def _republish(self, table: BlockTable, index: int, tokens: bytes) -> bool:
-        """Publish a rewritten block under its old entry; return False if its equal is published."""
+        """Publish a rewritten block under its old entry; return False if it is a duplicate."""
         # The old entry keeps its serial, so cached blocks after this one stay reachable.
         entry = table._withdrawn[index]
         if entry.tokens != (tokens if index else table.root + tokens):
@@ -231,8 +232,8 @@ class Publisher:
         return known is None
 
     def _note(self, table: BlockTable, index: int, known: int) -> int:
-        """Record published block `known` as the duplicate of the table's own; return its serial."""
+        """Record published block `known` as the duplicate of a table's block; return its serial."""
         entry = self._index.entry(known)
-        assert entry is not None  # it was just found there
+        assert entry is not None  # the caller just found it
         self._duplicates.note(table, index, known, entry)
         return entry.serial

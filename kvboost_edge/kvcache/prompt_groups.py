@@ -1,4 +1,4 @@
-"""Common prefixes of several prompts, and KVBoost's hashes of token ids."""
+"""Common prefixes of a list of prompts, and KVBoost-compatible hashes of token ids."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ __all__ = [
 
 
 def find_common_chunk_prefix(all_token_ids: Sequence[Sequence[int]], chunk_size: int) -> int:
-    """Return the length in tokens of the longest common prefix, rounded down to whole chunks.
+    """Return the number of tokens in the longest common prefix, rounded down to whole chunks.
 
-    The result for a single prompt is its full length.
+    For a single prompt, the result is its full length, not rounded.
     """
     _check_count("chunk_size", chunk_size, 1)
     if len(all_token_ids) < 2:
@@ -43,11 +43,12 @@ def group_by_prefix(
 ) -> dict[str, list[int]]:
     """Group prompts by their first `n_prefix_chunks * chunk_size` tokens.
 
-    A shorter prompt counts with all its tokens.
+    A prompt with fewer tokens is grouped by all of them.
 
     Returns:
-        indices of the prompts by key, in order of appearance. The key is the
-            `content_hash_from_tokens` of those tokens, or "empty" if there are none.
+        prompt indices by group key, in order of appearance. The key is the
+            `content_hash_from_tokens` of the leading tokens, or "empty" for a prompt without
+            tokens.
     """
     _check_count("chunk_size", chunk_size, 1)
     _check_count("n_prefix_chunks", n_prefix_chunks, 0)
@@ -65,15 +66,15 @@ def group_by_prefix(
 
 
 def content_hash_from_tokens(token_ids: Sequence[int]) -> str:
-    """Return the SHA-256 of token ids as 64 hexadecimal digits, without a root or parent."""
+    """Return the SHA-256 of the token ids alone, as 64 hexadecimal digits."""
     return hashlib.sha256(encode_tokens(token_ids)).hexdigest()
 
 
 def chained_hash(token_ids: Sequence[int], parent_hash: str | None = None) -> str:
-    """Return the SHA-256 of a chunk and its parent's hash, as 64 hexadecimal digits.
+    """Return the SHA-256 of the parent's hash and a chunk, as 64 hexadecimal digits.
 
-    This is KVBoost's hash. The prefix hashes of this package's cache also cover model, KV format
-    and tenant.
+    This is KVBoost's hash. It differs from the prefix hashes of this package's cache, which also
+    cover the model, KV format and tenant.
     """
     parent = (parent_hash or "root").encode()
     return hashlib.sha256(parent + encode_tokens(token_ids)).hexdigest()

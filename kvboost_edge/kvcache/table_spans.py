@@ -1,7 +1,7 @@
 """Placement of spans in block tables, for non-prefix KV reuse.
 
-A span serves blocks of another context at new positions. The table's own blocks fill the gaps
-between spans.
+A span reuses blocks that were computed in another context at new positions. The table's own blocks
+fill the gaps between spans.
 """
 
 from __future__ import annotations
@@ -19,19 +19,20 @@ __all__ = ["Spans", "own_blocks"]
 
 
 class Spans:
-    """Placement of spans in the tables of one manager.
+    """Places spans in the tables of one manager.
 
     Args:
         pool: the block pool.
         index: the prefix index.
-        claims: claims of the tables.
-        take: takes `count` free blocks for an owner, `take(count, owner)`.
-        released: receives ids of freed blocks that cannot be matched.
-        block_size: tokens of a block.
+        claims: claims on blocks that tables are about to compute.
+        take: function `take(count, owner)` that allocates free blocks.
+        released: ordered set that collects the ids of freed blocks that cannot be matched.
+        block_size: tokens per block.
 
     Attributes:
-        num_tokens: tokens reused in spans since the start, over tables that count their lookups.
-        num_cut_tokens: those of them that `cut` removed again. They count as misses.
+        num_tokens: number of tokens reused in spans since the start. Only tables whose lookups are
+            counted contribute.
+        num_cut_tokens: number of span tokens that `cut` removed. They count as misses.
     """
 
     def __init__(
@@ -52,10 +53,10 @@ class Spans:
         self.num_tokens = self.num_cut_tokens = 0
 
     def watch(self, watcher: Watcher) -> None:
-        """Report the blocks that can be shared, and every change from now on, to a watcher.
+        """Report all published blocks to a watcher, then every later change.
 
-        These are the published blocks. Their content depends only on their tokens and those before
-        them.
+        Spans may use any published block, because its KV depends only on its own and earlier
+        tokens.
         """
         self._index.watch(watcher)
 
@@ -68,21 +69,21 @@ class Spans:
         *,
         num_reserved: int = 0,
     ) -> bool:
-        """Place spans in a new table, and allocate its own blocks for the other tokens.
+        """Place spans in a new table, and allocate blocks for the other tokens.
 
-        The first span begins whole blocks after the matched prefix, and each further one whole
-        blocks after the span before it. The table publishes nothing from the first span on, and its
-        claims there end.
+        There must be a whole number of blocks between the matched prefix and the first span, and
+        between consecutive spans. From the first span on, the table publishes no blocks and gives
+        up its claims.
 
         Args:
-            table: the table.
+            table: the new table.
             spans: spans in order.
-            num_tokens: tokens of the table.
-            spare: most free blocks that this may take.
-            num_reserved: blocks to reserve for `cut`.
+            num_tokens: number of tokens in the table.
+            spare: maximum number of free blocks to use.
+            num_reserved: number of blocks to reserve for `cut`.
 
         Returns:
-            False, without any change, if more than `spare` free blocks are needed.
+            False if more than `spare` free blocks are needed. The table is then unchanged.
 
         Raises:
             CacheCorruption: a span does not fit at its position.
@@ -107,9 +108,9 @@ class Spans:
         return True
 
     def cut(self, table: BlockTable, spans: Sequence[Span]) -> None:
-        """Replace the spans of a table by these, which lack whole blocks of its tokens.
+        """Replace the spans of a table with `spans`, which cover fewer whole blocks of its tokens.
 
-        Reserved blocks take the tokens that were removed. Unused reserved blocks are freed.
+        Reserved blocks take the place of the removed blocks. Unused reserved blocks are freed.
         """
         if table._counts_spans:
             taken_out = _num_tokens(table.spans) - _num_tokens(spans)
@@ -139,14 +140,14 @@ class Spans:
         self.give_back(table)
 
     def give_back(self, table: BlockTable) -> None:
-        """Free the blocks reserved for `cut`."""
+        """Free the blocks that were reserved for `cut`."""
         for block_id in table.reserve:
             self._pool.release(block_id, matchable=False)
             self._released[block_id] = None
         table.reserve = []
 
     def _num_own(self, table: BlockTable, spans: Sequence[Span], num_tokens: int) -> int:
-        """Return how many own blocks the table needs between its spans and after the last one."""
+        """Return how many blocks the table needs between its spans and after the last one."""
         count = 0
         position = len(table) * self._size
         for span in spans:
@@ -166,9 +167,9 @@ class Spans:
     def _lay_out(
         self, table: BlockTable, spans: Sequence[Span], end: int, block_at: Callable[[int], int]
     ) -> None:
-        """Append spans, and own blocks up to position `end`, to a table without spans.
+        """Append spans to a table, with its own blocks in between and up to position `end`.
 
-        `block_at(position)` returns the own block whose slot 0 holds the position.
+        `block_at(position)` returns the block whose slot 0 holds the position.
         """
         position = len(table) * self._size
         for span in spans:
@@ -191,7 +192,7 @@ def _num_tokens(spans: Sequence[Span]) -> int:
 
 
 def own_blocks(table: BlockTable, block_size: int) -> dict[int, int]:
-    """Return the blocks of a table that belong to no span, by the position of their slot 0."""
+    """Return the blocks of a table outside spans, by the position of their slot 0."""
     starts = {span.start for span in table.spans}
     found: dict[int, int] = {}
     for segment, end in zip(
@@ -205,6 +206,6 @@ def own_blocks(table: BlockTable, block_size: int) -> dict[int, int]:
                 segment.first_position + (end - segment.first_index) * block_size,
                 block_size,
             )
-            # Not strict: invariant checks also pass broken tables.
+            # Not strict, because invariant checks also pass inconsistent tables.
             found |= zip(places, table.block_ids[segment.first_index : end], strict=False)
     return found

@@ -35,7 +35,7 @@ class BlockHistory:
 
     Args:
         limit: most blocks to remember.
-        block_size: tokens of a block.
+        block_size: tokens per block.
 
     Attributes:
         index: span index of the blocks.

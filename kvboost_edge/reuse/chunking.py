@@ -38,7 +38,7 @@ class ChunkOptions:
             chunk_size.
         sink_tokens: first tokens of the document, computed before those and not cached, less than
             chunk_size.
-        block_size: tokens of a block in the pool.
+        block_size: tokens per block in the pool.
 
     Raises:
         ConfigError: a value is out of range or contradicts another one.

@@ -160,7 +160,7 @@ class QueryProbe(Probe):
 
     Args:
         table: the table.
-        block_size: tokens of a block.
+        block_size: tokens per block.
         stop: position after the tokens to run, after all spans and at most the prompt's end.
 
     Attributes:

@@ -35,8 +35,8 @@ class SpanIndex:
     It is not thread-safe, and takes about 130 bytes per block of 16 tokens.
 
     Args:
-        num_blocks: size of the pool.
-        block_size: tokens of a block.
+        num_blocks: number of blocks in the pool.
+        block_size: tokens per block.
         hash_bits: bits of a span hash that are used, 1 to 61. Fewer bits cause collisions, which
             cost time but do not change results.
     """

@@ -25,7 +25,7 @@ def plan_spans(
     Args:
         runs: runs of the prompt, in order.
         start: tokens of the exact prefix.
-        block_size: tokens of a block.
+        block_size: tokens per block.
         num_boundary_tokens: tokens to recompute after a chunk boundary.
     """
     spans: list[Span] = []

@@ -1,3 +1,3 @@
-"""Eviction of cached blocks: policies, eviction order, usage of blocks, and pins."""
+"""Eviction of cached blocks: policies, eviction order, usage tracking and pins."""
 
 from __future__ import annotations

@@ -1,31 +1,32 @@
 """Eviction order of cached entries: a segmented LRU with an adaptive share.
 
 The adaptation follows ARC (Megiddo and Modha, "ARC: A Self-Tuning, Low Overhead Replacement Cache",
-FAST 2003). An entry is a block of the pool or a record of a tier. There are three queues, each with
-the oldest entry first:
+FAST 2003). An entry is a block in the pool or a record in a tier. Entries are in one of three
+queues, ordered from least to most recently used:
 
-- Entries used once. Its oldest entry is evicted first while the queue is longer than its share.
-- Entries used again. Otherwise the oldest entry of these two queues is evicted.
-- Retained entries. An owner's retained entries are evicted after its other entries. At most as many
-  as its floor are retained; the others count as used again.
+- Entries used once. While this queue is longer than its share, its oldest entry is evicted first.
+- Entries used again. If the first queue is within its share, the oldest entry of both queues is
+  evicted.
+- Retained entries. An owner's retained entries are evicted after its other entries. An owner can
+  retain at most as many entries as its floor. Any excess counts as used again.
 
 The share starts at a tenth of the capacity and can grow to all of it, which is plain LRU. It grows
-when a missed entry was evicted after one use, and shrinks when the entry had been used again. Data
-that is read only once therefore never flushes the cache. Workloads in which all data returns later
-quickly reach plain LRU.
+when a missed entry had been evicted after a single use. It shrinks when a missed entry had been
+evicted after repeated use. Data that is read only once therefore never flushes the cache. Workloads
+that return to all their data quickly converge to plain LRU.
 
-An optional recency window treats the latest entries of each owner like retained ones. An entry that
-leaves the window counts as used at that moment, once or again as before.
+An optional recency window treats each owner's most recent entries like retained ones. An entry that
+leaves the window joins the queue of its rank as if used at that moment.
 
-Half of the capacity is divided evenly among the owners that have entries. This part is the floor of
-an owner. Entries within it are not evicted for other owners while any owner exceeds its floor. If
-none does, the oldest entry is evicted, retained or not.
+Half of the capacity is divided evenly among all owners with entries. Each owner's part is its
+floor. Entries within a floor are not evicted for other owners while any owner exceeds its floor. If
+no owner does, the oldest entry is evicted, retained or not.
 
 Entries of a chain are added from tail to head, and each use of an entry also uses its ancestors. An
 ancestor is therefore never evicted before its descendants.
 
-To add, use or evict an entry takes O(log owners). It takes O(owners) for an owner's first and last
-entry, and for the eviction of retained entries.
+Adding, using or evicting an entry takes O(log owners). An owner's first and last entry and the
+eviction of retained entries take O(owners).
 """
 
 from __future__ import annotations
@@ -45,12 +46,13 @@ ONCE, AGAIN, RETAINED = range(3)
 K = TypeVar("K", bound=Hashable)
 
 _NEVER = sys.maxsize
-# A tenth of the capacity is left for entries used once, so that a second use can happen.
+# At least a tenth of the capacity is kept for entries used once, to give them time for a second
+# use.
 _LEAST_SHARE = 10
 
 
 class _Queue(OrderedDict[K, int]):
-    """Entries of one owner in one line: key -> time of the last use, oldest first."""
+    """Entries of one owner and rank: key -> time of the last use, oldest first."""
 
     def __init__(self, line: _Line[K], owner: bytes) -> None:
         super().__init__()
@@ -59,7 +61,7 @@ class _Queue(OrderedDict[K, int]):
 
     @property
     def first(self) -> int:
-        """Time at which the oldest entry was used."""
+        """Time of the oldest entry's last use."""
         return next(iter(self.values()))
 
 
@@ -67,10 +69,11 @@ class _Line(Generic[K]):
     """Queues of all owners for one usage rank.
 
     Attributes:
-        heap: (time, owner) for each listed owner. The time is that of its oldest entry or earlier,
-            and is corrected when it reaches the top.
-        listed: owners in the heap. An owner within its floor is removed; `enlist` adds it again.
-        length: entries of all queues.
+        heap: (time, owner) for each listed owner. The time is a lower bound on the last use of its
+            oldest entry, corrected when it reaches the top.
+        listed: owners in the heap. Owners within their floor are removed, and `enlist` adds them
+            back.
+        length: number of entries in all queues.
         queues: queues by owner.
     """
 
@@ -83,14 +86,14 @@ class _Line(Generic[K]):
         self.length = 0
 
     def enlist(self, owner: bytes) -> None:
-        """Add an owner with entries to the heap."""
+        """Add an owner to the heap if it has entries."""
         queue = self.queues.get(owner)
         if queue and owner not in self.listed:
             self.listed.add(owner)
             heapq.heappush(self.heap, (queue.first, owner))
 
     def oldest(self, counts: dict[bytes, int], floor: int) -> _Queue[K] | None:
-        """Return the queue with the oldest entry among listed owners above `floor` entries."""
+        """Return the queue with the oldest entry among owners with more than `floor` entries."""
         heap = self.heap
         while heap:
             stamp, owner = heap[0]
@@ -106,29 +109,29 @@ class _Line(Generic[K]):
         return None
 
     def second_oldest(self) -> int:
-        """Return a time before which only the first owner of the heap has entries."""
+        """Return a time before which only the first owner in the heap has entries."""
         return min([stamp for stamp, _ in self.heap[1:3]], default=_NEVER)
 
 
 _Run = tuple[_Queue[K], int, int]
-"""Entries that can be evicted in one go: a queue, the time before which they were used, and their
-greatest number.
-"""
+"""Entries to evict together: (queue, exclusive bound on the last use, maximum number)."""
 
 
 class CachedOrder(Generic[K]):
-    """Eviction order of entries of several owners, as described in the module docstring.
+    """Eviction order of entries from several owners, as described in the module docstring.
 
-    Example with capacity 12: owners a and b have 5 entries each, all used once, and the floor is 12
-    // 2 // 2 = 3. If c takes 6 entries, the first four are the oldest ones, but at most two of each
-    owner. No owner then exceeds its floor, so the last two are the oldest of all.
+    Example with capacity 12: owners a and b have 5 entries each, all used once. The floor is 12 //
+    2 // 2 = 3. If c takes 6 entries, the first four are the two oldest entries of a and of b, which
+    are then at their floors. The last two are the oldest remaining entries of any owner.
 
     Args:
-        capacity: most entries.
-        window: size of each owner's recency window, in entries. At most the floor is evicted last.
+        capacity: maximum number of entries.
+        window: number of entries in each owner's recency window, effectively at most its floor. 0
+            disables the window.
 
     Attributes:
-        once_share: entries used once that are kept. More than these are evicted before all others.
+        once_share: target number of entries used once. Any excess is evicted before all other
+            entries.
     """
 
     __slots__ = (
@@ -152,18 +155,19 @@ class CachedOrder(Generic[K]):
         self._capacity = capacity
         self.once_share = capacity // _LEAST_SHARE
         self._window = window
-        # Entries in each owner's window, oldest first: ONCE or AGAIN, their rank when they leave.
+        # Each owner's window, oldest entry first: key -> rank after leaving the window, ONCE or
+        # AGAIN.
         self._recent: dict[bytes, OrderedDict[K, int]] = {}
         self._once: _Line[K] = _Line()
         self._again: _Line[K] = _Line()
-        # The heap of this line is not used: evictions of retained entries are rare.
+        # The heap of this line is not used, because evictions of retained entries are rare.
         self._retained: _Line[K] = _Line()
         self._lines = (self._once, self._again, self._retained)
         self._where: dict[K, _Queue[K]] = {}
-        self._counts: dict[bytes, int] = {}  # number of entries by owner, at least 1
+        self._counts: dict[bytes, int] = {}  # number of entries by owner, only owners with entries
         self._floor = capacity // 2
-        self._num_guarded = 0  # entries of all owners within their floors
-        self._evicted = [0, 0]  # recent evictions after one use, and after more
+        self._num_guarded = 0  # number of entries within their owners' floors
+        self._evicted = [0, 0]  # recent evictions after a single use, and after repeated use
         self._stamps = itertools.count()
 
     def __len__(self) -> int:
@@ -173,7 +177,7 @@ class CachedOrder(Generic[K]):
         return key in self._where
 
     def put(self, key: K, owner: bytes, *, again: int = ONCE) -> None:
-        """Add an entry as used now, with rank ONCE, AGAIN or RETAINED."""
+        """Add an entry used now. `again` is its rank: ONCE, AGAIN or RETAINED."""
         if self._window and again != RETAINED:
             self._recent.setdefault(owner, OrderedDict())[key] = again
             again = RETAINED
@@ -184,7 +188,7 @@ class CachedOrder(Generic[K]):
             self._update_floor()
         elif count <= self._floor:
             self._num_guarded += 1
-        if count == self._floor + 1:  # its queues may have left the heaps while it was below
+        if count == self._floor + 1:  # the owner may have left the heaps while within its floor
             self._once.enlist(owner)
             self._again.enlist(owner)
         elif count > self._floor and again != RETAINED and owner not in line.listed:
@@ -202,7 +206,7 @@ class CachedOrder(Generic[K]):
         return queue
 
     def _trim(self, queue: _Queue[K]) -> None:
-        """Settle an owner's least recently used entries beyond its floor or its recency window."""
+        """Settle an owner's oldest retained entries that exceed its floor or its recency window."""
         while len(queue) > self._floor:
             self._settle(next(iter(queue)))
         recent = self._recent.get(queue.owner, ())
@@ -210,13 +214,13 @@ class CachedOrder(Generic[K]):
             self._settle(next(iter(recent)))
 
     def demote(self, key: K) -> None:
-        """Turn a retained entry into one used again now; leave any other entry as it is."""
+        """Turn a retained entry into one used again now. Does nothing to other entries."""
         queue = self._where[key]
         if queue.line is self._retained and key not in self._recent.get(queue.owner, ()):
             self._settle(key)
 
     def _settle(self, key: K) -> None:
-        """Move an entry that is retained, or in the window, to its own line, as used now."""
+        """Move a retained or windowed entry to the line of its rank, as if used now."""
         owner = self._where[key].owner
         line = self._lines[self._leave_window(owner, key)]
         del self._where[key][key]
@@ -226,7 +230,7 @@ class CachedOrder(Generic[K]):
             line.enlist(owner)
 
     def _leave_window(self, owner: bytes, key: K) -> int:
-        """Remove an entry from the window; return its rank without it, ONCE or AGAIN."""
+        """Remove an entry from the window, and return its rank outside it, ONCE or AGAIN."""
         recent = self._recent.get(owner)
         return AGAIN if recent is None else recent.pop(key, AGAIN)
 
@@ -254,7 +258,7 @@ class CachedOrder(Generic[K]):
             recent.move_to_end(key)
 
     def take(self, count: int, owner: bytes) -> list[K]:
-        """Evict `count` entries for an owner, at most all, and return them in eviction order."""
+        """Evict up to `count` entries for an owner, and return them in eviction order."""
         count = min(count, len(self._where))
         if len(self._counts) == 1 and owner in self._counts:
             return self._take_own(count, owner)
@@ -262,18 +266,23 @@ class CachedOrder(Generic[K]):
         for floor in (self._floor, 0):
             if len(taken) == count:
                 break
-            if not floor:  # no owner exceeds its floor, so the heaps are empty by now
+            if not floor:  # no owner exceeds its floor any more, so the heaps are empty
                 self._enlist_all()
             while len(taken) < count and (run := self._next_run(owner, floor)) is not None:
                 taken += self._evict_run(run, count - len(taken))
         return taken
 
     def missed(self, *, once: int, again: int) -> None:
-        """Adapt the share to misses of entries evicted after one use, or after more (`again`)."""
-        # A miss counts for more if evictions of its kind are rarer, by the root of their ratio. The
-        # whole ratio (ARC's rule) follows a few misses too far: on a trace whose once-used entries
-        # return later it hits 1.4% less than LRU. Without the ratio a small pool does not notice a
-        # scan (3% more hits than LRU instead of 20%).
+        """Adapt the share to the misses of evicted entries.
+
+        Args:
+            once: number of misses of entries evicted after a single use.
+            again: number of misses of entries evicted after repeated use.
+        """
+        # A miss has more weight if evictions of its kind are rarer, by the square root of their
+        # ratio. ARC uses the full ratio, which overreacts to a few misses. On a trace whose
+        # once-used entries return later, it gets 1.4% fewer hits than LRU. Without any ratio, a
+        # small pool does not adapt to a scan (3% more hits than LRU instead of 20%).
         of_once, of_again = (max(1, number) for number in self._evicted)
         step = once * max(1.0, (of_again / of_once) ** 0.5) - again * max(
             1.0, (of_once / of_again) ** 0.5
@@ -282,14 +291,14 @@ class CachedOrder(Generic[K]):
         self.once_share = min(self._capacity, max(least, self.once_share + round(step)))
 
     def protected(self, owner: bytes) -> int:
-        """Return the number of other owners' entries within their floors.
+        """Return how many entries of other owners are protected by their floors.
 
-        This owner gets them only as a last resort.
+        They are evicted for this owner only as a last resort.
         """
         return self._num_guarded - min(self._counts.get(owner, 0), self._floor)
 
     def oldest_first(self) -> list[K]:
-        """Return the order of eviction if no owner had a floor and no entry were added or used."""
+        """Return all entries in eviction order, ignoring floors and later uses."""
         once, again, retained = (
             sorted(
                 ((stamp, key) for queue in line.queues.values() for key, stamp in queue.items()),
@@ -306,7 +315,7 @@ class CachedOrder(Generic[K]):
         return found + [key for _, key in reversed(retained)]
 
     def _take_own(self, count: int, owner: bytes) -> list[K]:
-        """Evict entries while their only owner takes them: the common case, without comparisons."""
+        """Evict entries for the only owner. This common case needs no comparison of owners."""
         once, again, retained = (
             line.queues.get(owner) or _Queue(line, owner) for line in self._lines
         )
@@ -325,7 +334,7 @@ class CachedOrder(Generic[K]):
         return taken
 
     def _next_run(self, owner: bytes, floor: int) -> _Run[K] | None:
-        """Return the next entries to evict, of the owner itself or of owners above the floor."""
+        """Return the next entries to evict from the owner itself or from owners above the floor."""
         once = self._oldest(self._once, owner, floor)
         if once is not None and self._once.length > self.once_share:
             queue, until, number = once
@@ -340,7 +349,7 @@ class CachedOrder(Generic[K]):
         return again[0], min(again[1], once[0].first), again[2]
 
     def _oldest(self, line: _Line[K], owner: bytes, floor: int) -> _Run[K] | None:
-        """Return the next entries to evict from one line."""
+        """Return the next entries to evict from a line, or None if it has none to evict."""
         if not line.length:
             return None
         own = line.queues.get(owner)
@@ -356,10 +365,10 @@ class CachedOrder(Generic[K]):
         return found, until, self._counts[found.owner] - floor
 
     def _last_run(self, runs: list[_Run[K]], owner: bytes, floor: int) -> _Run[K] | None:
-        """Return the next entries to evict when retained ones may be among them.
+        """Return the next entries to evict, which may be retained ones.
 
-        An owner's retained entries qualify once it has no others. `runs` holds the entries of the
-        other lines.
+        An owner's retained entries qualify once it has no other entries. `runs` holds the
+        candidates from the other lines.
         """
         for queue in self._retained.queues.values():
             count = self._counts[queue.owner]
@@ -389,12 +398,12 @@ class CachedOrder(Generic[K]):
             return
         evicted = self._evicted
         evicted[queue.line is not self._once] += number
-        if evicted[0] + evicted[1] > self._capacity:  # older evictions count for less
+        if evicted[0] + evicted[1] > self._capacity:  # give less weight to older evictions
             evicted[:] = [evicted[0] // 2, evicted[1] // 2]
         self._record_removed(queue, number)
 
     def _record_removed(self, queue: _Queue[K], number: int) -> None:
-        """Account for `number` entries that left a queue."""
+        """Update counts and floors for `number` entries that left a queue."""
         owner = queue.owner
         floor = self._floor
         queue.line.length -= number

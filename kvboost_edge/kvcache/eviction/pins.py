@@ -1,7 +1,7 @@
 """Pinned and retained prompts.
 
-The blocks of a pinned prompt stay in the pool until it is unpinned or its time is over. Retained
-blocks are evicted after all other blocks of their owner, but they are evicted when room is needed.
+The blocks of a pinned prompt stay in the pool until it is unpinned or the pin expires. Retained
+blocks are only evicted after all other blocks of their owner.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from kvboost_edge.kvcache.prefix_index import PrefixIndex, PrefixMatch
 
 __all__ = ["Pins"]
 
-_BETWEEN_LOOKS = 1.0  # least seconds between two scans for ended retention
+_BETWEEN_LOOKS = 1.0  # minimum seconds between scans for expired retention
 
 
 class _Pin(NamedTuple):
-    """One pinned prompt.
+    """A pinned prompt.
 
     Attributes:
-        block_ids: its full blocks.
+        block_ids: full blocks of the prompt.
         owner: owner of the blocks once they are unpinned.
-        until: time at which the pin ends; None: only by a call.
+        until: time at which the pin expires. None means never.
     """
 
     block_ids: list[int]
@@ -37,27 +37,28 @@ class _Pin(NamedTuple):
 
 
 class Pins:
-    """Pins of one pool.
+    """Pinned and retained prompts of one pool.
 
-    A pinned block has one reference of the pool, no matter how many pins share it. It stays
-    published, and a table that writes into it gets a copy. A pin is identified by root and tokens,
-    so a caller can end, renew or see only pins of its own root.
+    The pool holds one reference to each pinned block, no matter how many pins share it. A pinned
+    block stays published, and a table that writes to it gets a copy. Pins are identified by root
+    and tokens, so callers can only see, renew or end pins of their own root.
 
-    At most half of the pool can be pinned; the other half holds the tenants' floors. An owner may
-    be limited to a share of that bound. If the shares add up to at most 1, refusals depend only on
-    the owner's own pins and reveal nothing about other tenants.
+    At most half of the pool can be pinned. The other half is for the tenants' floors. An owner may
+    be limited to a share of the pinnable blocks. If the shares add up to at most 1, refusals depend
+    only on the owner's own pins and reveal nothing about other tenants.
 
     Args:
         pool: the block pool.
         index: the prefix index.
         uses: usage of the blocks.
-        block_size: tokens of a block.
-        hash_fn: chain hash.
-        max_blocks: most pinned blocks, at most half the pool. None: half the pool.
+        block_size: tokens per block.
+        hash_fn: chain hash function.
+        max_blocks: maximum number of pinned blocks, at most half the pool. None means half the
+            pool.
 
     Attributes:
-        max_blocks: most pinned blocks.
-        num_ended: counter of ended pins.
+        max_blocks: maximum number of pinned blocks.
+        num_ended: number of pins that ended since the start.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class Pins:
         if not 0 <= self.max_blocks <= half:
             raise ConfigError(
                 f"max_pinned_blocks={max_blocks} must be in 0..{half}, half of the "
-                f"{pool.num_blocks} blocks of the pool"
+                f"{pool.num_blocks} blocks in the pool"
             )
         self.num_ended = 0
         self._pool = pool
@@ -82,41 +83,42 @@ class Pins:
         self._uses = uses
         self._block_size = block_size
         self._hash_fn = hash_fn
-        # By the serial of the last block, which identifies the whole prefix and is never reused.
+        # Pins by the serial of their last block, which identifies the whole prefix and is never
+        # reused.
         self._pins: dict[int, _Pin] = {}
         self._counts: dict[int, int] = {}  # pinned block -> number of pins
         self._owners: dict[int, bytes] = {}  # pinned block -> owner
         self._soonest: float | None = None
-        self._next_look = math.inf  # next time at which retention may end
+        self._next_look = math.inf  # next time to look for expired retention
 
     def __len__(self) -> int:
         return len(self._pins)
 
     @property
     def num_blocks(self) -> int:
-        """Number of pinned blocks, without repeats."""
+        """Number of distinct pinned blocks."""
         return len(self._counts)
 
     @property
     def num_retained(self) -> int:
-        """Number of retained blocks, referenced ones included."""
+        """Number of retained blocks, including referenced ones."""
         return len(self._uses.retained)
 
     @property
     def next_end(self) -> float | None:
-        """Time at which the next pin ends, or None."""
+        """Time at which the next pin expires, or None if no pin expires."""
         return self._soonest
 
     def num_owned(self, owner: bytes) -> int:
-        """Return the number of pinned blocks of one owner; approximate from other threads."""
+        """Return an owner's number of pinned blocks. The result is approximate in other threads."""
         return list(self._owners.values()).count(owner)
 
     def check_size(self, num_tokens: int, share: float = 1.0) -> None:
-        """Check that a prompt could be pinned if its owner had no other pins.
+        """Check that a prompt is small enough to be pinned if there were no other pins.
 
         Args:
             num_tokens: tokens of the prompt.
-            share: the owner's share of the bound.
+            share: the owner's share of `max_blocks`.
 
         Raises:
             RequestError: the prompt has no full block.
@@ -140,19 +142,19 @@ class Pins:
         until: float | None = None,
         share: float = 1.0,
     ) -> int:
-        """Pin the full blocks of a cached prompt; return their number.
+        """Pin the full blocks of a cached prompt, and return their number.
 
         Args:
             token_ids: the prompt.
             root: root hash of its chain.
             owner: owner of the pin.
-            until: time at which the pin ends, by the caller's clock. A prompt that is already
-                pinned gets this end.
-            share: part of the bound that its owner's pins may take, in (0, 1].
+            until: time at which the pin expires, by the caller's clock. If the prompt is already
+                pinned, its expiry is replaced.
+            share: fraction of `max_blocks` available to the owner's pins, in (0, 1].
 
         Raises:
             RequestError: the prompt has no full block.
-            CapacityError: other pins leave too little room, or blocks are not cached.
+            CapacityError: other pins leave too little room, or some blocks are not cached.
         """
         self.check_size(len(token_ids), share)
         num_full = len(token_ids) // self._block_size
@@ -179,9 +181,9 @@ class Pins:
         return num_full
 
     def end(self, token_ids: Sequence[int], root: bytes) -> int:
-        """End the pin of exactly this prompt; return how many blocks are no longer pinned.
+        """End the pin of exactly this prompt, and return how many blocks were unpinned.
 
-        Blocks of other pins stay pinned. The result is 0 if there is no such pin.
+        Blocks that other pins share stay pinned. The result is 0 if the prompt is not pinned.
         """
         num_full = len(token_ids) // self._block_size
         match = self._match(token_ids, root)
@@ -193,7 +195,7 @@ class Pins:
         return before - self.num_blocks
 
     def expire(self, now: float) -> None:
-        """End the pins whose time is over, and retention that ended, at most a second late."""
+        """End expired pins, and expired retention with up to a second of delay."""
         if now >= self._next_look:
             self._end_retained(now)
         if self._soonest is None or now < self._soonest:
@@ -208,18 +210,18 @@ class Pins:
         self._find_soonest()
 
     def published(self, token_ids: Sequence[int], root: bytes) -> list[int]:
-        """Return the blocks of the longest published prefix."""
+        """Return the blocks of a prompt's longest published prefix."""
         return self._match(token_ids, root).block_ids
 
     def retain(self, block_ids: Sequence[int], owner: bytes, until: float) -> None:
-        """Retain published blocks.
+        """Retain published blocks until the given time.
 
-        Until the given time, evict them only after all other blocks of their owner. Blocks already
-        retained until a later time keep that time. Retained blocks still count as free: no request
-        waits for them or fails because of them.
+        They are then evicted only after all other blocks of their owner. A block that is already
+        retained for longer keeps its later end. Retained blocks still count as free, so no request
+        waits or fails because of them.
 
         Args:
-            block_ids: blocks of a chain from its head.
+            block_ids: blocks of a chain, starting at its head.
             owner: owner of the blocks.
             until: end of the retention, by the caller's clock.
         """
@@ -231,11 +233,14 @@ class Pins:
         self._next_look = min(self._next_look, until)
 
     def num_of(self, token_ids: Sequence[int], root: bytes) -> int:
-        """Return how many leading blocks of a prompt are pinned; approximate from other threads."""
+        """Return how many of a prompt's blocks are pinned.
+
+        The result is approximate in other threads.
+        """
         return sum(block_id in self._counts for block_id in self._match(token_ids, root).block_ids)
 
     def check(self) -> None:
-        """Recount the pinned blocks; raise CacheCorruption if pool or index disagree."""
+        """Recount the pinned blocks, and raise CacheCorruption if the pool or index disagrees."""
         counted: dict[int, int] = {}
         for serial, pin in self._pins.items():
             last = self._index.entry(pin.block_ids[-1])
@@ -262,7 +267,8 @@ class Pins:
         pin = self._pins.pop(serial)
         self._uses.mark(pin.block_ids)
         rank = self._uses.rank
-        for block_id in reversed(pin.block_ids):  # last block first, as in `KVCacheManager.free`
+        # Release the last block first, as in `KVCacheManager.free`.
+        for block_id in reversed(pin.block_ids):
             self._counts[block_id] -= 1
             if not self._counts[block_id]:
                 del self._counts[block_id], self._owners[block_id]
@@ -270,10 +276,10 @@ class Pins:
         self.num_ended += 1
 
     def _end_retained(self, now: float) -> None:
-        """End the retention of blocks whose time is over, so that they count as used again now."""
+        """End expired retention of blocks, which then count as used again now."""
         retained = self._uses.retained
         over = [block_id for block_id, until in retained.items() if until <= now]
-        # Last block first: LRU then evicts a chain from its end.
+        # Demote the last block first, so that LRU evicts a chain from its end.
         for block_id in sorted(over, key=self._serial_of, reverse=True):
             del retained[block_id]
             self._pool.demote(block_id)
@@ -290,13 +296,13 @@ class Pins:
         )
 
     def _most(self, share: float) -> int:
-        """Return the number of blocks in a share of the bound."""
-        # The small number undoes rounding: a third of 9 blocks is 3, not 2.
+        """Return the number of pinned blocks that a share of `max_blocks` allows."""
+        # The small offset compensates for rounding: a third of 9 blocks is 3, not 2.
         return int(self.max_blocks * share + 1e-6)
 
     def _refusal(self, num_blocks: int, share: float) -> str:
         # The message omits the number of pinned blocks, which may belong to other tenants. If
-        # tenants have shares it also omits the total, which would reveal the number of tenants.
+        # tenants have shares, it also omits the total, which would reveal the number of tenants.
         bound = (
             f"the limit is max_pinned_blocks={self.max_blocks} of the {self._pool.num_blocks} "
             "blocks in the pool"

@@ -1,9 +1,9 @@
-"""Eviction policies: the order in which free blocks are handed out.
+"""Eviction policies: the order in which free blocks are reused.
 
-The pool keeps reference counts and the policy keeps the order. A block belongs to the policy from
-its last release until it is handed out or shared again. `LeastRecentlyUsed` follows two rules:
+The pool counts references, and the policy keeps the order of free blocks. A block is in the policy
+from its last release until it is allocated or shared again. `LeastRecentlyUsed` follows two rules:
 
-1. A released block that can still be matched goes to the back, to live longest.
+1. A released block that can still be matched goes to the back, to be reused last.
 2. A released block that cannot be matched goes to the front, to be reused before cached blocks.
 """
 
@@ -19,9 +19,9 @@ __all__ = ["EvictionPolicy", "LeastRecentlyUsed", "TenantFloors"]
 
 
 class EvictionPolicy(Protocol):
-    """Order of the free blocks.
+    """Eviction order of the free blocks.
 
-    Only the pool calls it, with ids that it has checked. Each free block is in the order once.
+    Only the pool calls these methods, with valid ids. Each free block is in the order exactly once.
     """
 
     def __len__(self) -> int:
@@ -33,13 +33,13 @@ class EvictionPolicy(Protocol):
         ...
 
     def put(self, block_id: int, *, matchable: bool, owner: bytes = ..., again: int = ...) -> None:
-        """Add a block that its last holder released.
+        """Add a block after its last reference was released.
 
         Args:
             block_id: the block.
-            matchable: its content can still be matched.
-            owner: owner of the content.
-            again: its usage rank, ONCE, AGAIN or RETAINED, see `CachedOrder`.
+            matchable: whether the block is still in the prefix index.
+            owner: tenant whose prompts can match the block.
+            again: usage rank of the block, which is ONCE, AGAIN or RETAINED. See `CachedOrder`.
         """
         ...
 
@@ -56,32 +56,37 @@ class EvictionPolicy(Protocol):
         ...
 
     def take(self, count: int, owner: bytes = ...) -> list[int]:
-        """Hand out `count` blocks to an owner, in eviction order.
+        """Remove and return the next `count` blocks in eviction order, for use by an owner.
 
-        The caller asks for at most `len(self)` blocks.
+        `count` must be at most `len(self)`.
         """
         ...
 
     def protected(self, owner: bytes) -> int:
-        """Return the number of free blocks that this owner gets only as a last resort."""
+        """Return how many free blocks are protected for owners other than this one."""
         ...
 
     def order(self) -> list[int]:
-        """Return the free blocks in eviction order. Changes nothing."""
+        """Return all free blocks in eviction order, without removing them."""
         ...
 
     def missed(self, *, once: int, again: int) -> None:
-        """Learn from misses of blocks evicted after one use (`once`) or after more (`again`)."""
+        """Adapt to the misses of evicted blocks.
+
+        Args:
+            once: number of misses of blocks evicted after a single use.
+            again: number of misses of blocks evicted after repeated use.
+        """
         ...
 
 
 class LeastRecentlyUsed:
-    """Free list and LRU order in one ordered dict."""
+    """LRU policy that keeps the free list in one ordered dict."""
 
     __slots__ = ("_order",)
 
     def __init__(self, block_ids: Iterable[int]) -> None:
-        # A deque would need O(n) to remove a shared block from the middle; this takes O(1).
+        # Removing a shared block from the middle takes O(1), compared to O(n) in a deque.
         self._order: OrderedDict[int, None] = OrderedDict.fromkeys(block_ids)
 
     def __len__(self) -> int:
@@ -105,15 +110,15 @@ class LeastRecentlyUsed:
         self._order.move_to_end(block_id)
 
     def demote(self, block_id: int) -> None:
-        """Do nothing: this policy has no retention."""
+        """Do nothing, because this policy has no retention."""
 
     def take(self, count: int, owner: bytes = b"") -> list[int]:
-        """Hand out blocks from the front, for any owner."""
+        """Remove and return blocks from the front, for any owner."""
         pop = self._order.popitem
         return [pop(last=False)[0] for _ in range(count)]
 
     def protected(self, owner: bytes) -> int:
-        """Return 0: this policy protects no owner."""
+        """Return 0, because this policy protects no owner."""
         return 0
 
     def order(self) -> list[int]:
@@ -121,25 +126,25 @@ class LeastRecentlyUsed:
         return list(self._order)
 
     def missed(self, *, once: int, again: int) -> None:
-        """Do nothing: this policy does not learn."""
+        """Do nothing, because this policy does not adapt."""
 
 
 class TenantFloors:
-    """Eviction policy with a guaranteed share for each tenant, on top of a `CachedOrder`.
+    """Eviction policy that guarantees each tenant a share, based on `CachedOrder`.
 
-    Blocks that cannot be matched are handed out first, then cached blocks in the order of
-    `CachedOrder`. With one owner, and until a block is used again or retained, it behaves like
+    Blocks that cannot be matched are reused first, then cached blocks in the order of
+    `CachedOrder`. With a single owner and no blocks used again or retained, it behaves like
     `LeastRecentlyUsed`.
 
     Args:
-        block_ids: all blocks of the pool.
-        window: cached blocks in the recency window of each owner, see `CachedOrder`.
+        block_ids: ids of all blocks in the pool.
+        window: number of cached blocks in each owner's recency window. See `CachedOrder`.
     """
 
     __slots__ = ("_cached", "_plain")
 
     def __init__(self, block_ids: Iterable[int], window: int = 0) -> None:
-        # Blocks that cannot be matched, handed out first.
+        # Blocks that cannot be matched, which are reused first.
         self._plain: OrderedDict[int, None] = OrderedDict.fromkeys(block_ids)
         self._cached: CachedOrder[int] = CachedOrder(len(self._plain), window)
 
@@ -150,7 +155,7 @@ class TenantFloors:
         return block_id in self._cached or block_id in self._plain
 
     def put(self, block_id: int, *, matchable: bool, owner: bytes = b"", again: int = ONCE) -> None:
-        """Add a block to the cached ones if it can be matched, else in front of all blocks."""
+        """Add a block to the cached order if it can be matched, else in front of all blocks."""
         if matchable:
             self._cached.put(block_id, owner, again=again)
             return
@@ -177,18 +182,18 @@ class TenantFloors:
             self._cached.demote(block_id)
 
     def take(self, count: int, owner: bytes = b"") -> list[int]:
-        """Hand out blocks that cannot be matched, then cached blocks in eviction order."""
+        """Remove and return unmatchable blocks first, then cached blocks in eviction order."""
         taken = [self._plain.popitem(last=False)[0] for _ in range(min(count, len(self._plain)))]
         return taken + self._cached.take(count - len(taken), owner) if len(taken) < count else taken
 
     def protected(self, owner: bytes) -> int:
-        """Return the number of cached blocks of other owners that are within their floors."""
+        """Return how many cached blocks of other owners are protected by their floors."""
         return self._cached.protected(owner)
 
     def missed(self, *, once: int, again: int) -> None:
-        """Adapt the share of blocks used once."""
+        """Adapt the share of blocks used once to the misses of evicted blocks."""
         self._cached.missed(once=once, again=again)
 
     def order(self) -> list[int]:
-        """Return the eviction order while no owner is at its floor."""
+        """Return all free blocks in eviction order, ignoring floors."""
         return [*self._plain, *self._cached.oldest_first()]

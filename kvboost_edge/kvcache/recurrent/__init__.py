@@ -1,3 +1,3 @@
-"""Recurrent state of hybrid models: slots, snapshots, and the positions of snapshots."""
+"""Recurrent state of hybrid models: state slots, snapshots, and where snapshots are taken."""
 
 from __future__ import annotations

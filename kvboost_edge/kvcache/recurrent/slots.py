@@ -1,9 +1,9 @@
-"""Slots for recurrent state: reference counts, snapshots and their eviction, in integers only.
+"""Slots for recurrent state, with reference counts, snapshots and eviction. Integers only.
 
-A recurrent layer keeps a fixed-size state of all tokens before the current one. A snapshot is the
-state after the last token of a published block. A sequence that shares the blocks up to there
-continues from it. A snapshot never changes. It ends with its block, or earlier when its slot is
-needed.
+A recurrent layer keeps a fixed-size state that summarizes all tokens so far. A snapshot is the
+state after the last token of a published block. A sequence that shares all blocks up to a snapshot
+continues from it. Snapshots are immutable. A snapshot is dropped with its block, or earlier if its
+slot is needed.
 """
 
 from __future__ import annotations
@@ -25,25 +25,24 @@ __all__ = [
     "StateSlots",
 ]
 
-# Kinds of snapshots. The strings are keys of `state_snapshots` in `paged_stats()`, so they must not
-# change.
+# Reasons for snapshots. The strings are keys of `state_snapshots` in `paged_stats()`, so they must
+# not change.
 PROMPT = "prompt"
 ANSWER = "answer"
 BRANCH_POINT = "junction"
 HINT = "hint"
 CHECKPOINT = "backbone"
 
-# Reason of a snapshot -> its class. Snapshots of a higher class count as used more recently than
-# they were, see `StateSlots`.
+# Reason for a snapshot -> its class. Snapshots of a higher class are kept longer. See `StateSlots`.
 REASONS = {CHECKPOINT: 0, PROMPT: 1, BRANCH_POINT: 2, HINT: 2, ANSWER: 3}
 
 
 class _Snapshot(NamedTuple):
-    """Snapshot in a slot.
+    """Snapshot of recurrent state in a slot.
 
     Attributes:
-        block_id: published block after which it was taken.
-        reason: kind of snapshot, a key of `REASONS`.
+        block_id: published block after which the snapshot was taken.
+        reason: reason for the snapshot, a key of `REASONS`.
         owner: tenant that it belongs to.
     """
 
@@ -53,7 +52,7 @@ class _Snapshot(NamedTuple):
 
 
 class SnapshotWatcher(Protocol):
-    """Receiver of new and dropped snapshots, called at once in the thread that changes them."""
+    """Observer of snapshots, called synchronously in the thread that adds or drops them."""
 
     def kept(self, block_id: int) -> None: ...
 
@@ -61,31 +60,33 @@ class SnapshotWatcher(Protocol):
 
 
 class StateSlots:
-    """State slots 0 to num_slots - 1, all free at first.
+    """State slots 0 to num_slots - 1, all empty at first.
 
-    A referenced slot is never reused. Among snapshots that no sequence reads, the least recently
-    used one is evicted first. Its age is counted in snapshots taken or read. Checkpoints, and
-    snapshots that move along with a growing answer, do not count.
+    A slot in use by a sequence is never reused. Among snapshots that no sequence is reading, the
+    least recently used one is evicted first. Time advances with each snapshot that is taken or
+    read. Checkpoints do not advance it, nor do snapshots that replace an earlier one of the same
+    growing answer.
 
-    Some kinds count as used more recently than they were, by a multiple of `num_slots`:
+    Some snapshots count as used more recently than they were, by a multiple of `num_slots`:
 
-        kind                              bonus   reason
+        reason                            bonus   why
         periodic checkpoint                   0   for unforeseen branches
         end of a prompt                       1   the prompt may repeat, or its answer may be edited
         branch point, message boundary        2   several prompts share the text before it
         end of an answer                      3   the conversation continues here
 
-    No bonus lasts forever. A read also uses the first branch point or message boundary before it,
-    which more conversations share. `benchmarks/simulators/snapshots.py` compares alternatives.
+    The bonus is finite, so every unused snapshot is evicted eventually. Reading a snapshot also
+    counts as a use of the first branch point or message boundary before it, which more
+    conversations share. `benchmarks/simulators/snapshots.py` compares alternatives.
 
     Each owner is guaranteed half of the slots divided by the number of owners. A new snapshot never
-    evicts one of another owner within this share, so a flood of requests leaves other tenants their
-    snapshots.
+    evicts another owner's snapshots within this share. A flood of requests from one tenant
+    therefore cannot evict all snapshots of the others.
 
     Args:
         num_slots: number of slots.
-        pinned: pinned blocks, a live view. While they are at most half the slots, their snapshots
-            are evicted last, and only for running sequences.
+        pinned: live view of the pinned blocks. If they have at most half of the slots, their
+            snapshots are evicted last, and only for running sequences.
     """
 
     __slots__ = (
@@ -107,28 +108,28 @@ class StateSlots:
             raise ConfigError(f"num_state_slots={num_slots!r} must be an integer of at least 1")
         self._refs = [0] * num_slots
         self._free = list(range(num_slots - 1, -1, -1))
-        self._snapshots: dict[int, _Snapshot] = {}  # by slot
+        self._snapshots: dict[int, _Snapshot] = {}  # snapshots by slot
         self._by_block: dict[int, int] = {}
-        # By class: slot -> time of the last use, oldest first.
+        # One queue per class: slot -> time of the last use, oldest first.
         self._queues: tuple[OrderedDict[int, int], ...] = tuple(
             OrderedDict() for _ in set(REASONS.values())
         )
-        self._num_idle = 0  # snapshots that no sequence reads
-        self._read: set[int] = set()  # slots of snapshots that a sequence has read
-        self._num_owned: Counter[bytes] = Counter()  # snapshots by owner
+        self._num_idle = 0  # number of snapshots that no sequence is reading
+        self._read: set[int] = set()  # slots of snapshots that some sequence has read
+        self._num_owned: Counter[bytes] = Counter()  # number of snapshots by owner
         self._clock = 0
         self._pinned = pinned
         self._watchers: list[SnapshotWatcher] = []
 
     def watch(self, watcher: SnapshotWatcher) -> None:
-        """Report all existing snapshots to a watcher, and every change from now on."""
+        """Report all existing snapshots to a watcher, then every later change."""
         for block_id in self._by_block:
             watcher.kept(block_id)
         self._watchers.append(watcher)
 
     @property
     def num_slots(self) -> int:
-        """Number of slots."""
+        """Total number of slots."""
         return len(self._refs)
 
     @property
@@ -143,7 +144,7 @@ class StateSlots:
 
     @property
     def num_available(self) -> int:
-        """Number of slots for running sequences: empty ones and snapshots without readers."""
+        """Number of slots available to running sequences: empty slots and unread snapshots."""
         return len(self._free) + self._num_idle
 
     def free_ids(self) -> list[int]:
@@ -151,40 +152,40 @@ class StateSlots:
         return self._free.copy()
 
     def counts(self) -> dict[str, int]:
-        """Return the number of snapshots for every reason."""
+        """Return the number of snapshots by reason."""
         found = dict.fromkeys(REASONS, 0)
         for snapshot in list(self._snapshots.values()):
             found[snapshot.reason] += 1
         return found
 
     def of_block(self, block_id: int) -> int | None:
-        """Return the slot of the snapshot after a published block, or None."""
+        """Return the slot of the snapshot after a block, or None if it has no snapshot."""
         return self._by_block.get(block_id)
 
     def snapshots(self) -> dict[int, int]:
-        """Return the slots of all snapshots by block id."""
+        """Return the slots of all snapshots, by block id."""
         return dict(self._by_block)
 
     def is_own(self, slot: int) -> bool:
-        """Return whether the slot may be written: one reference, and not a snapshot."""
+        """Return whether a slot may be written: it has one reference and holds no snapshot."""
         return self._refs[slot] == 1 and slot not in self._snapshots
 
     def is_passed(self, block_id: int) -> bool:
-        """Return whether a block's snapshot is of an answer and was never read."""
+        """Return whether a block's snapshot belongs to an answer and was never read."""
         slot = self._by_block.get(block_id)
         return (
             slot is not None and self._snapshots[slot].reason == ANSWER and slot not in self._read
         )
 
     def take(self, reason: str | None = None, owner: bytes = b"") -> int | None:
-        """Return a slot with one reference, or None.
+        """Allocate a slot with one reference, or return None.
 
-        If no slot is empty, the oldest snapshot is evicted. A running sequence may also evict
-        pinned snapshots, and those within another owner's share, if there are no others. A new
-        snapshot evicts an old one only if that counts as older.
+        If no slot is empty, the oldest snapshot is evicted. As a last resort, a running sequence
+        may also evict pinned snapshots and those within another owner's share. A new snapshot may
+        only evict one that counts as older than itself.
 
         Args:
-            reason: reason of the new snapshot; None for the state of a running sequence.
+            reason: reason for the new snapshot, or None for the state of a running sequence.
             owner: tenant that the slot is for.
         """
         if not self._free:
@@ -201,7 +202,7 @@ class StateSlots:
         return slot
 
     def share(self, slot: int) -> None:
-        """Add a reference to a slot that has some. This counts as a use of a snapshot."""
+        """Add a reference to a slot in use. If it holds a snapshot, this counts as a use."""
         if not self._refs[slot]:
             raise CacheCorruption(f"state slot {slot} is empty and cannot be shared")
         if slot in self._snapshots:
@@ -210,10 +211,10 @@ class StateSlots:
         self.hold(slot)
 
     def use_first(self, block_ids: Iterable[int]) -> None:
-        """Mark the first snapshot at a branch point or message boundary as used.
+        """Mark the first branch point or message boundary among these blocks' snapshots as used.
 
         Args:
-            block_ids: blocks that a prompt shares with others.
+            block_ids: cached blocks that a prompt shares, in order.
         """
         for block_id in block_ids:
             slot = self._by_block.get(block_id)
@@ -222,16 +223,16 @@ class StateSlots:
                 return
 
     def hold(self, slot: int) -> None:
-        """Add a reference without counting a use.
+        """Add a reference to a slot without counting it as a use.
 
-        A table does this when it continues from a snapshot that it just took.
+        A table does this when it continues from a snapshot that it has just taken.
         """
         if slot in self._snapshots:
             self._num_idle -= self._refs[slot] == 1
         self._refs[slot] += 1
 
     def release(self, slot: int) -> None:
-        """Drop a reference; the last one empties the slot."""
+        """Drop a reference to a slot. Dropping the last one empties the slot."""
         if not self._refs[slot]:
             raise CacheCorruption(f"state slot {slot} is empty and cannot be released")
         self._refs[slot] -= 1
@@ -243,18 +244,21 @@ class StateSlots:
     def attach(
         self, slot: int, block_id: int, reason: str, owner: bytes = b"", *, moved: bool = False
     ) -> bool:
-        """Make an own slot the snapshot after a published block, and return True.
+        """Turn a private slot into the snapshot after a published block.
 
-        If the block already has a snapshot, that one stays with the better of both reasons. The
-        slot is then released, and the result is False.
+        If the block already has a snapshot, the existing one is kept with the better of the two
+        reasons, and the slot is released.
 
         Args:
-            slot: slot that only the caller references. The snapshot takes over the reference.
+            slot: slot with one reference, held by the caller. The snapshot takes it over.
             block_id: published block.
-            reason: reason of the snapshot.
-            owner: tenant that it belongs to.
-            moved: it replaces an earlier snapshot of the same answer, so the other snapshots do not
-                age.
+            reason: reason for the snapshot.
+            owner: tenant that the snapshot belongs to.
+            moved: the snapshot replaces an earlier one of the same answer, so it does not age the
+                others.
+
+        Returns:
+            False if the block already had a snapshot.
         """
         known = self._by_block.get(block_id)
         if known is not None:
@@ -276,13 +280,13 @@ class StateSlots:
         return True
 
     def demote(self, block_id: int) -> None:
-        """Turn the snapshot of an answer that has grown since into a checkpoint."""
+        """Turn a block's snapshot into a checkpoint, because its answer has grown beyond it."""
         slot = self._by_block.get(block_id)
         if slot is not None:
             self._give_reason(slot, CHECKPOINT)
 
     def drop(self, block_id: int) -> None:
-        """Drop the snapshot of a block. A table that still reads it keeps the slot."""
+        """Drop the snapshot of a block. Tables that are still reading it keep the slot in use."""
         slot = self._by_block.pop(block_id, None)
         if slot is not None:
             snapshot = self._snapshots.pop(slot)
@@ -297,7 +301,7 @@ class StateSlots:
                 watcher.dropped(block_id)
 
     def check(self, references: Iterable[int]) -> None:
-        """Recount all references and snapshots; raise CacheCorruption on any difference.
+        """Recount all references and snapshots, and raise CacheCorruption on any mismatch.
 
         Args:
             references: one slot for each reference that a table holds.
@@ -316,10 +320,10 @@ class StateSlots:
         if {slot: one.block_id for slot, one in self._snapshots.items()} != {
             s: b for b, s in self._by_block.items()
         }:
-            raise CacheCorruption("the maps between snapshots and blocks contradict each other")
+            raise CacheCorruption("the snapshots by slot and by block do not match")
         queued = {slot: rank for rank, queue in enumerate(self._queues) for slot in queue}
         if queued != {slot: REASONS[one.reason] for slot, one in self._snapshots.items()}:
-            raise CacheCorruption("the eviction queues do not hold exactly the snapshots")
+            raise CacheCorruption("the eviction queues do not match the snapshots")
         if Counter(one.owner for one in self._snapshots.values()) != self._num_owned:
             raise CacheCorruption(
                 f"snapshot counts by owner are wrong: {sorted(self._num_owned.values())}"
@@ -349,14 +353,14 @@ class StateSlots:
         return REASONS[reason] * self.num_slots
 
     def _age_of(self, slot: int) -> int:
-        """Return the time at which a snapshot counts as used."""
+        """Return the time of a snapshot's last use, including the bonus for its reason."""
         reason = self._snapshots[slot].reason
         return self._queues[REASONS[reason]][slot] + self._grace(reason)
 
     def _victim(self, owner: bytes, *, spares: bool) -> int | None:
-        """Return the unread snapshot that is evicted next for an owner, or None.
+        """Return the slot of the unread snapshot to evict next for an owner, or None.
 
-        With `spares`, pinned snapshots and those within other owners' shares are excluded.
+        If `spares` is true, pinned snapshots and those within other owners' shares are excluded.
         """
         if not self._num_idle:
             return None
@@ -371,13 +375,14 @@ class StateSlots:
             slot = next(iter(queue))
             if self._refs[slot] == 1 and not is_spared(self._snapshots[slot]):
                 return slot
-            # It is in use or spared. Move it to the end so that the next search does not meet it.
+            # This slot is being read or spared. Move it to the end, so the next search does not
+            # visit it again.
             queue[slot] = self._clock
             queue.move_to_end(slot)
         return None
 
     def _spared_from(self, owner: bytes) -> Callable[[_Snapshot], bool]:
-        """Return a function that says whether a snapshot is spared from this owner."""
+        """Return a predicate for snapshots that must not be evicted for this owner."""
         part = self.num_slots // (2 * (len(self._num_owned) + (owner not in self._num_owned)))
         pinned = self._pinned
         if (

@@ -1,10 +1,11 @@
-"""Recurrent state of block tables: the slots that a pass reads and writes, and snapshots.
+"""Recurrent state of block tables: the slots that each pass reads and writes, and its snapshots.
 
-Attention can continue after any cached token, but a recurrent layer only from a snapshot. A table
-of a hybrid model therefore shares blocks up to the deepest snapshot. Its first pass reads that
-snapshot and writes a slot of the table's own; later passes read and write that slot. If a pass ends
-where a snapshot is wanted, its slot becomes the snapshot, and the next pass reads it and writes
-another slot. Snapshots inside a pass are written in addition to the table's own state.
+Attention can continue after any cached token, but a recurrent layer can only continue from a
+snapshot. A table of a hybrid model therefore shares blocks up to the deepest snapshot. Its first
+pass reads that snapshot and writes to a private slot. Later passes read and write the private slot.
+If a pass ends where a snapshot is wanted, the private slot becomes the snapshot. The next pass then
+reads the snapshot and writes to a new slot. Snapshots inside a pass are written to slots of their
+own.
 """
 
 from __future__ import annotations
@@ -38,19 +39,23 @@ __all__ = [
 ]
 
 
-_CHECKPOINT_SHARE = 8  # a prompt's checkpoints are thinned out beyond 1/8 of the slots
-_EVERY_BLOCK_SHARE = 2  # checkpoints after every block: beyond 1/2 of the slots
-_BOUNDARY_SHARE = 4  # a prompt's message boundaries take at most 1/4 of the slots, or two
+# A prompt's checkpoints are thinned out if they need more than 1/8 of the slots.
+_CHECKPOINT_SHARE = 8
+_EVERY_BLOCK_SHARE = 2  # the same for checkpoints after every block: more than 1/2 of the slots
+_BOUNDARY_SHARE = 4  # a prompt's message boundaries take at most 1/4 of the slots, but at least two
 
 
 def checkpoint_positions(
     start: int, stop: int, step: int, num_slots: int, *, small: bool
 ) -> Iterable[int]:
-    """Return the positions of a prompt's periodic checkpoints in (start, stop).
+    """Return the positions of a prompt's periodic checkpoints, between `start` and `stop`.
 
-    They are `step` tokens apart. If that takes too many slots, only the first one and those at
-    doubling distances from the end are kept. A prompt that diverges late then finds one nearby.
-    Small states are kept after every block, and thinned to equal distances.
+    Checkpoints are `step` tokens apart. If they need too many slots, only the first one and those
+    at doubling distances from the end are kept. A prompt that diverges near the end then still
+    finds one nearby.
+
+    If `small` is true, a state is so small that a step is a single block. Such checkpoints are
+    thinned out to equal distances.
     """
     every = range((start // step + 1) * step, stop, step)
     if small:
@@ -61,30 +66,33 @@ def checkpoint_positions(
 
 
 def boundary_positions(hints: Sequence[int], num_slots: int) -> Sequence[int]:
-    """Return the message boundaries, of those in ascending order, at which to keep snapshots.
+    """Return the message boundaries at which to keep snapshots.
 
-    The first one, which follows the system message of a new conversation, is always kept. Of many
-    others the last ones at doubling distances are kept.
+    The first boundary is always kept, because it follows the system message of a new conversation.
+    If there are too many, only the last ones at doubling distances from the end are kept besides.
+
+    Args:
+        hints: positions of message boundaries, in ascending order.
+        num_slots: number of state slots.
     """
     most = max(2, num_slots // _BOUNDARY_SHARE)
     return hints if len(hints) <= most else sorted({hints[0], *_doubling(hints)[: most - 1]})
 
 
 def _doubling(points: Sequence[int]) -> list[int]:
-    """Return the last point, the second to last, the fourth to last, the eighth to last etc."""
+    """Return the last point, the second to last, the fourth to last, and so on."""
     return [points[-(1 << n)] for n in range(len(points).bit_length())]
 
 
 class StateSizes(NamedTuple):
-    """Sizes for recurrent state.
+    """Sizes that configure the storage of recurrent state.
 
     Attributes:
         num_slots: number of state slots.
-        interval: tokens between the periodic checkpoints of a prompt.
-        every_block: keep a snapshot after every block, because a state is no larger than a few
+        interval: number of tokens between periodic checkpoints in a prompt.
+        every_block: keep a snapshot after every block. Used if a state is no larger than a few
             blocks.
-        num_draft_rows: most draft tokens of a pass, over all sequences, whose state updates can be
-            stored.
+        num_draft_rows: maximum number of draft tokens per pass, over all sequences.
     """
 
     num_slots: int
@@ -94,14 +102,15 @@ class StateSizes(NamedTuple):
 
 
 class PassSlots(NamedTuple):
-    """Slots that a forward pass uses for the state of one table.
+    """Slots that a forward pass uses for the recurrent state of one table.
 
     Attributes:
-        read: slot to read; -1 for a state of zeros.
+        read: slot to read, or -1 for a state of zeros.
         write: slot to write.
-        saves: (rows, slot) for each snapshot inside the pass, taken after that many rows.
-        keeps: the written state becomes a snapshot too; for an answer, only if a slot is free at
-            commit.
+        saves: (rows, slot) for each snapshot inside the pass, where `rows` is the number of tokens
+            before it.
+        keeps: whether the written state also becomes a snapshot. In an answer, this requires a free
+            slot at commit.
     """
 
     read: int
@@ -112,21 +121,22 @@ class PassSlots(NamedTuple):
 
 @dataclasses.dataclass(slots=True)
 class _State:
-    """Recurrent state of one table. Each slot named here holds one reference.
+    """Recurrent state of one table. Each slot in these fields holds one reference.
 
     Attributes:
-        slot: slot with the state after `position` tokens; -1: zeros before the first token.
-        position: tokens that the state covers.
-        following: slot that the next pass writes, if `slot` is a snapshot; -1: none was taken.
+        slot: slot with the state after `position` tokens, or -1 for zeros before the first token.
+        position: number of tokens that the state covers.
+        following: slot that the next pass writes if `slot` is a snapshot, or -1 if none is
+            allocated.
         wanted: position -> reason for a snapshot there.
-        known: number of tokens when the table was opened. Later tokens are the answer.
-        planned: position at the end of the running pass; None if no pass runs.
-        saves: (position, slot, reason) of the snapshots of that pass. A slot at its end is for the
-            next pass; -1: it is taken at commit.
-        tail: (block, serial of its entry) with the snapshot of the answer so far, or None.
-        replayed: tokens that are recomputed only for their state, because their KV is cached.
-        awaited: blocks are being loaded without a state, until the state after the last one
-            arrives.
+        known: number of tokens when the table was opened. Later tokens belong to the answer.
+        planned: position at the end of the running pass, or None if no pass is running.
+        saves: (position, slot, reason) for each snapshot of the running pass. At the end of the
+            pass, `slot` is the one that the next pass writes, or -1 if it is allocated at commit.
+        tail: (block, serial of its entry) of the latest snapshot in the answer, or None.
+        replayed: number of tokens whose KV is cached but which are recomputed for their state.
+        awaited: whether the table is waiting for a state to be loaded. Its blocks are loaded
+            without one.
     """
 
     slot: int = -1
@@ -149,9 +159,9 @@ class _State:
 
 
 class NoTableStates:
-    """Null object for models without recurrent layers.
+    """Stand-in for `TableStates` for models without recurrent layers.
 
-    Every table has room, and no snapshot is kept.
+    Every table has room, and no snapshots are kept.
     """
 
     slots = None
@@ -190,19 +200,19 @@ class NoTableStates:
 
 
 class TableStates:
-    """Recurrent state of one manager's tables.
+    """Recurrent state of all tables of one manager.
 
     Args:
         sizes: sizes for recurrent state.
-        block_size: tokens of a block.
+        block_size: tokens per block.
         index: the prefix index.
-        pinned: pinned blocks, see `StateSlots`.
+        pinned: live view of the pinned blocks. See `StateSlots`.
 
     Attributes:
-        slots: the slots.
-        num_replayed: tokens recomputed only for their state since the start.
-        num_released: counter of released references. While it is unchanged, a table that found no
-            slot will not find any.
+        slots: the state slots.
+        num_replayed: number of tokens recomputed only for their state since the start.
+        num_released: counter of released slot references. As long as it does not change, retrying
+            an allocation that failed is pointless.
     """
 
     def __init__(
@@ -215,28 +225,29 @@ class TableStates:
         self._states: dict[int, _State] = {}
         self._kept: dict[int, None] = {}
         self.num_replayed = self.num_released = 0
-        # The first watcher: others are notified of a snapshot's end before that of its block.
+        # This must be the first watcher. Later watchers then learn of a dropped snapshot before
+        # they learn of its withdrawn block.
         index.watch(self)
 
     @property
     def num_draft_rows(self) -> int:
-        """Most draft tokens of a pass, over all sequences."""
+        """Maximum number of draft tokens per pass, over all sequences."""
         return self._sizes.num_draft_rows
 
-    # Watcher of the prefix index.
+    # `Watcher` methods, called by the prefix index.
 
     def entered(self, block_id: int, entry: object) -> None:
-        """Ignore a published block: it cannot have a snapshot yet."""
+        """Do nothing, because a newly published block has no snapshot yet."""
 
     def left(self, block_id: int) -> None:
         """Drop the snapshot of a block that is no longer published."""
         self.slots.drop(block_id)
         self._kept.pop(block_id, None)
 
-    # State of a table, from open to free.
+    # Life cycle of a table's state, from `open` to `free`.
 
     def deepest(self, block_ids: Sequence[int]) -> int:
-        """Return how many blocks of a published prefix precede its deepest snapshot."""
+        """Return how many blocks of a published prefix are covered by its deepest snapshot."""
         of_block = self.slots.of_block
         return next(
             (n for n in range(len(block_ids), 0, -1) if of_block(block_ids[n - 1]) is not None), 0
@@ -250,7 +261,7 @@ class TableStates:
         Args:
             table: the new table.
             num_tokens: tokens of the prompt.
-            match: shared prefix, whose last block has a snapshot; None if nothing was looked up.
+            match: shared prefix, whose last block has a snapshot. None if no lookup was made.
             hints: positions of message boundaries.
         """
         state = self._states[table._serial] = _State(known=num_tokens)
@@ -270,8 +281,8 @@ class TableStates:
                 state.position = len(match.block_ids) * size
             state.replayed = match.beyond * size
         wanted = dict.fromkeys(self._checkpoints(state.position, num_tokens), CHECKPOINT)
-        # If this prompt repeats, it is served up to the block with its last token. A prompt that
-        # extends it is served all full blocks.
+        # Two snapshots are useful near the end. If the prompt repeats, its blocks before the last
+        # token are shared. A prompt that extends it can share all its full blocks.
         ends = {max(num_tokens - 1, 0) // size * size, num_tokens // size * size}
         borders = sorted(
             {position // size * size for position in hints if position <= num_tokens} - ends
@@ -291,7 +302,7 @@ class TableStates:
         return checkpoint_positions(start, stop, step, self._sizes.num_slots, small=small)
 
     def ask(self, table: BlockTable, index: int) -> None:
-        """Request a snapshot after block `index`, up to which another prompt shares this table."""
+        """Request a snapshot after block `index`, where another prompt diverges from this table."""
         state = self._states[table._serial]
         position = (index + 1) * self._size
         if (
@@ -301,14 +312,14 @@ class TableStates:
             state.wanted[position] = BRANCH_POINT
 
     def has_room(self, table: BlockTable) -> bool:
-        """Return whether the table has a slot to write, or can get one."""
+        """Return whether the table has a writable slot or can get one."""
         return self._has_own(self._states[table._serial]) or self.slots.num_available > 0
 
     def prepare(self, table: BlockTable) -> None:
-        """Take the slot that the table's next pass writes, unless it has one.
+        """Allocate the slot that the table's next pass writes, unless it already has one.
 
         Raises:
-            CapacityError: all slots belong to running sequences.
+            CapacityError: running sequences use all slots.
         """
         state = self._states[table._serial]
         if self._has_own(state):
@@ -327,24 +338,26 @@ class TableStates:
         return state.following >= 0 or (state.slot >= 0 and self.slots.is_own(state.slot))
 
     def plan(self, table: BlockTable, start: int, stop: int) -> PassSlots:
-        """Return the slots of a pass over tokens start to stop - 1.
+        """Return the slots for a pass over tokens start to stop - 1.
 
-        The pass ends with `commit`, or with `free` if it failed.
+        The caller must end the pass with `commit`, or with `free` if the pass failed.
         """
         state = self._states[table._serial]
         if state.planned is not None or state.position != start or stop <= start:
             raise CacheCorruption(
-                f"a pass from {start} to {stop} does not continue the state at {state.position}"
+                f"a pass over tokens {start} to {stop} cannot continue the state after "
+                f"{state.position} tokens"
             )
         write = state.following if state.following >= 0 else state.slot
         if write < 0 or (write == state.slot and not self.slots.is_own(write)):
             raise CacheCorruption(
-                f"the state after {start} tokens is shared, and no slot was taken to write"
+                f"the state after {start} tokens is shared, and no slot to write was allocated; "
+                "call prepare first"
             )
         state.planned = stop
         if table._publishes:
-            # Deepest first, checkpoints last: if slots are scarce, a message boundary must not take
-            # the slot of the prompt's end.
+            # Deepest first and checkpoints last. If slots are scarce, the end of the prompt must
+            # get its slot before a message boundary does.
             points = self._save_points(state, start, stop).items()
             for position, reason in sorted(
                 points, key=lambda point: (point[1] != CHECKPOINT, point[0]), reverse=True
@@ -360,8 +373,8 @@ class TableStates:
     def _save_points(self, state: _State, start: int, stop: int) -> dict[int, str]:
         """Return the positions in (start, stop] at which to take snapshots, with their reasons.
 
-        An answer has one after its last full block. Small states also get checkpoints after its
-        other blocks.
+        An answer gets a snapshot after its last full block. With `every_block`, its other blocks
+        get checkpoints.
         """
         found = {
             position: why for position, why in state.wanted.items() if start < position <= stop
@@ -379,16 +392,17 @@ class TableStates:
         return found
 
     def _save(self, table: BlockTable, state: _State, position: int, reason: str) -> None:
-        """Reserve a slot for a snapshot at a position; skip the snapshot if there is no slot."""
+        """Reserve a slot for a snapshot at a position, or skip the snapshot if there is none."""
         if reason == ANSWER:
-            # At the end of the pass: `commit` takes a slot once the old snapshot is dropped.
+            # The snapshot is at the end of the pass. `commit` allocates its slot after dropping the
+            # old one.
             if position == state.planned:
                 state.saves.append((position, -1, reason))
                 return
-            # Inside the pass: accepted draft tokens cross the end of a block. If no slot is free,
-            # drop the answer's old snapshot now. Otherwise each running answer would evict a
-            # snapshot of another request just to hold two of its own for a moment. If the pass
-            # reads the old snapshot, dropping it would not free its slot.
+            # The snapshot is inside the pass, because accepted draft tokens cross the end of a
+            # block. If no slot is free, drop the answer's old snapshot now. Otherwise each running
+            # answer would evict another request's snapshot just to hold two of its own briefly. If
+            # the pass reads the old snapshot, dropping it would not free its slot.
             if (
                 not self.slots.num_free
                 and state.tail is not None
@@ -400,30 +414,30 @@ class TableStates:
             state.saves.append((position, slot, reason))
 
     def wait(self, table: BlockTable) -> None:
-        """Set up a table that computes nothing, but waits for blocks and a state to be loaded.
+        """Set up the state of a table that waits for blocks and a state to be loaded.
 
-        Until that state arrives, the deepest snapshot in the pool is held.
+        The table holds the deepest snapshot in the pool until that state arrives.
         """
         state = self._states[table._serial] = _State(
             position=table.num_computed_tokens, awaited=True
         )
         if depth := self.deepest(table.block_ids):
             slot = self.slots.of_block(table.block_ids[depth - 1])
-            assert slot is not None  # that is what deepest looks for
+            assert slot is not None  # `deepest` found this snapshot
             self.slots.share(slot)
             state.slot = slot
 
     def arrive(self, table: BlockTable, num_blocks: int, write: Callable[[int], None]) -> None:
-        """Store the loaded state after the first `num_blocks` blocks of a waiting table.
+        """Store a loaded state, which covers the first `num_blocks` blocks of a waiting table.
 
-        The state after the last block becomes the table's own. Any other becomes a snapshot for
-        tables that are opened later, and this table keeps none. If this raises, the table still
-        waits.
+        The state after the last block becomes the table's own. A state after an earlier block
+        becomes a snapshot for tables opened later, and this table no longer holds one. If this
+        method raises, the table is still waiting.
 
         Args:
-            table: table that waits; its first `num_blocks` blocks are loaded.
-            num_blocks: number of blocks before the state.
-            write: writes the state to the given slot.
+            table: waiting table, whose first `num_blocks` blocks are loaded.
+            num_blocks: number of blocks that the state covers.
+            write: function that writes the state to the given slot.
 
         Raises:
             CapacityError: no slot is available.
@@ -432,7 +446,7 @@ class TableStates:
         position = num_blocks * self._size
         if not state.awaited or not 0 < position <= state.position:
             raise CacheCorruption(
-                f"unexpected state after {position} tokens: the table does not wait for it"
+                f"unexpected state after {position} tokens: the table is not waiting for it"
             )
         self.prepare(table)
         write(state.following if state.following >= 0 else state.slot)
@@ -450,23 +464,23 @@ class TableStates:
             self.slots.attach(slot, block_id, PROMPT, table.owner)
 
     def _move_on(self, state: _State) -> None:
-        """Continue in the slot that was taken, if any."""
+        """Make the newly written slot the table's current one, if the pass wrote a new slot."""
         if state.following >= 0:
             self._release(state.slot)
             state.slot = state.following
             state.following = -1
 
     def drain_kept(self) -> list[int]:
-        """Return blocks that got a snapshot since the last call, checkpoints excluded.
+        """Return the blocks that got a snapshot since the last call, except for checkpoints.
 
-        Some of the snapshots may have been dropped since.
+        Some of the snapshots may have been dropped in the meantime.
         """
         kept = self._kept
         self._kept = {}
         return list(kept)
 
     def commit(self, table: BlockTable, num_computed: int) -> None:
-        """End a pass: its blocks are published, and its snapshots become available."""
+        """End a pass whose blocks are published, and make its snapshots available."""
         state = self._states[table._serial]
         if state.awaited:
             state.position = num_computed
@@ -506,10 +520,11 @@ class TableStates:
             if taken is None:
                 return
             slot = taken
-        if is_own:  # the written slot becomes the snapshot; continue in the new one
+        if is_own:  # the written slot becomes the snapshot, and the next pass writes the new slot
             state.following = slot
             slot = state.slot
-        # Tiers store no checkpoints, and only the last snapshot of an answer, when it ends.
+        # Tiers do not store checkpoints. They store only the last snapshot of an answer, once the
+        # answer is complete.
         if reason not in (CHECKPOINT, ANSWER):
             self._kept[block_id] = None
         is_new = self.slots.attach(slot, block_id, reason, table.owner, moved=moved)
@@ -520,9 +535,9 @@ class TableStates:
             state.tail = (block_id, entry.serial) if entry is not None and is_new else None
 
     def _drop_old_tail(self, state: _State) -> None:
-        """Drop the old snapshot of a growing answer, unless other tables continued from it.
+        """Drop the previous snapshot of a growing answer, unless another table uses it.
 
-        A small state is kept as a checkpoint instead.
+        With `every_block`, the snapshot is kept as a checkpoint instead.
         """
         if state.tail is not None:
             block_id, serial = state.tail
@@ -535,7 +550,7 @@ class TableStates:
             state.tail = None
 
     def _offer_tail(self, state: _State) -> None:
-        """Mark the last snapshot of a finished answer for the tiers."""
+        """Add the last snapshot of a finished answer to those that the tiers store."""
         if state.tail is not None:
             block_id, serial = state.tail
             entry = self._index.entry(block_id)
@@ -547,10 +562,12 @@ class TableStates:
                 self._kept[block_id] = None
 
     def fork(self, table: BlockTable, child: BlockTable) -> None:
-        """Set up the state of a second table that continues from this one."""
+        """Set up the state of a forked table."""
         state = self._states[table._serial]
         if state.planned is not None:
-            raise CacheCorruption("a table cannot be forked while its state is being computed")
+            raise CacheCorruption(
+                "a table cannot be forked while its state is being computed; commit the pass first"
+            )
         if state.slot >= 0:
             self.slots.share(state.slot)
         wanted = dict(state.wanted)
@@ -559,10 +576,10 @@ class TableStates:
         )
 
     def free(self, table: BlockTable) -> None:
-        """Release a table's slots.
+        """Release the slots of a table.
 
-        A state after a published block is kept as a snapshot, so that a preempted sequence can
-        continue from it. The state of a failed pass is not kept.
+        A state at the end of a published block is kept as a snapshot, from which a preempted
+        sequence can continue. The state of a failed pass is discarded.
         """
         state = self._states.pop(table._serial)
         slot = state.slot
@@ -592,16 +609,19 @@ class TableStates:
             self.num_released += 1
 
     def unwritten(self) -> list[int]:
-        """Return the slots without content: free ones, and those that a next pass will write."""
+        """Return the slots without content: the empty ones, and those reserved for a next pass."""
         return self.slots.free_ids() + [
             one.following for one in self._states.values() if one.following >= 0
         ]
 
     def check(self, tables: Iterable[BlockTable]) -> None:
-        """Recompute all references from the live tables, and look up the block of each snapshot.
+        """Recount all slot references, and check that each snapshot has a published block.
+
+        Args:
+            tables: all live tables.
 
         Raises:
-            CacheCorruption: something contradicts the recorded values.
+            CacheCorruption: the recorded values are inconsistent.
         """
         tables = list(tables)
         if {table._serial for table in tables} != set(self._states):
@@ -617,7 +637,7 @@ class TableStates:
                 )
             if not state.awaited and (state.slot < 0) != (state.position == 0):
                 raise CacheCorruption(
-                    f"the state after {state.position} tokens is in slot {state.slot}"
+                    f"the state after {state.position} tokens cannot be in slot {state.slot}"
                 )
         self.slots.check(slot for state in self._states.values() for slot in state.references())
         for block_id in self.slots.snapshots():
