@@ -1,1 +1,1 @@
-"""GGUF files: header, block formats, and metadata as a config."""
+"""GGUF files: headers, block formats, and configs derived from the metadata."""

@@ -1,13 +1,13 @@
-"""Tensor types of GGUF files, converted to float32 or to the codes of the packed formats.
+"""Conversion of GGUF tensor types to float32 or to the codes of the packed formats.
 
-A type is one entry of `BLOCKS` and the functions that it names. A row is a whole number of blocks.
-Functions take blocks, uint8 [blocks, bytes of a block]. Formulas and the order of float operations
-are llama.cpp's, so float32 values equal those of the `gguf` package to the bit.
+`BLOCKS` describes each type and names its functions. A row consists of whole blocks. Functions take
+blocks as uint8 [blocks, bytes of a block]. Formulas and the order of float operations are those of
+llama.cpp, so float32 values are bit-identical to those of the `gguf` package.
 
     Q4_0 -> int4, Q5_0 and Q8_0 -> int8, Q4_1 -> int4-asym   exact
-    Q4_K -> q4k, Q5_K -> q5k, Q6_K -> q6k   exact: the file's blocks in another order
-    Q3_K -> q6k      exact: its codes and scales fit those of Q6_K, in nearly twice the bytes
-    Q5_1 -> int8     quantized again: scale = max|w| / 127 of each group of 32
+    Q4_K -> q4k, Q5_K -> q5k, Q6_K -> q6k   exact: the blocks of the file, reordered
+    Q3_K -> q6k      exact: codes and scales fit those of Q6_K, in nearly twice the bytes
+    Q5_1 -> int8     requantized with scale = max|w| / 127 for each group of 32
 
 Types whose 4-bit codes are indices into a table become int4t, with a float16 scale for each group:
 
@@ -15,8 +15,8 @@ Types whose 4-bit codes are indices into a table become int4t, with a float16 sc
     IQ4_XS   float16 d, 6-bit scales of 8 groups, codes   d * (scale - 32) * table[code]
     MXFP4    exponent byte e, codes                       2 ** (e - 128) * table[code]
 
-The conversion is exact for IQ4_NL, and for MXFP4 while the scale is a float16. It is rounded for
-IQ4_XS.
+The conversion of IQ4_NL is exact. MXFP4 is exact where the scale can be represented as a float16.
+IQ4_XS is rounded.
 """
 
 from __future__ import annotations
@@ -54,19 +54,20 @@ _NL = np.array(
 
 
 class BlockFormat(NamedTuple):
-    """Storage and conversion of a tensor type.
+    """Storage format of a tensor type, and its conversion.
 
     Attributes:
-        weights: weights of a block.
-        nbytes: bytes of a block.
-        kind: packed format that it becomes; None for floats.
-        exact: the conversion is exact.
+        weights: number of weights in a block.
+        nbytes: size of a block in bytes.
+        kind: packed format that the type is converted to; None for float types.
+        exact: True if the conversion is exact.
         halves: byte offsets of the float16 numbers in a block, which must be finite.
-        to_float: blocks -> float32 [..., weights of a group or block].
-        codes: blocks -> codes, scales and minima or None, as in `QuantRows`.
-        table: weight of each code, without its scale.
-        count_lost: blocks -> number of groups whose weights become 0 because a float16 scale is too
-            small. Where this function exists, scales may also be too large for a float16.
+        to_float: function of blocks -> float32 [..., weights of a group or block].
+        codes: function of blocks -> codes, scales and minima (or None), as in `QuantRows`.
+        table: weight of each code, before scaling.
+        count_lost: function of blocks -> number of groups whose weights become 0, because the scale
+            is too small for a float16. Types with this function may also have scales that are too
+            large.
     """
 
     weights: int
@@ -117,10 +118,10 @@ TYPE_NAMES: dict[int, str] = {
     41: "Q1_0",
     42: "Q2_0",
 }
-"""Names of tensor types by their number in the file, including unsupported ones."""
+"""Name of each tensor type by its number in the file, including unsupported types."""
 
 _INSTEAD = "use a Q4_K_M or IQ4_XS file of this model"
-# Prefix of a type's name -> reason why it is not read, and what to use instead.
+# Prefix of a type's name -> reason why the type is not supported, and what to use instead.
 _REFUSED = {
     "Q2_K": (
         "it has a scale and a minimum per 16 weights, so the packed formats would be larger and "
@@ -143,7 +144,7 @@ _REFUSED = {
 
 
 def refusal(name: str) -> str:
-    """Return why a type that is not in BLOCKS is not read, and what to use instead."""
+    """Return why a type that is not in BLOCKS is not supported, and what to use instead."""
     found = next((text for beginning, text in _REFUSED.items() if name.startswith(beginning)), None)
     return found or f"the supported types are {', '.join(BLOCKS)}; {_INSTEAD}"
 
@@ -152,14 +153,18 @@ def dequantize(name: str, data: Bytes) -> Floats:
     """Return rows of any type in `BLOCKS` as float32 [rows, weights of a row].
 
     Args:
+        name: tensor type.
         data: uint8 [rows, bytes of a row].
     """
     return BLOCKS[name].to_float(_blocks(name, data)).reshape(len(data), -1)
 
 
 def quant_rows_of(name: str, data: Bytes) -> QuantRows:
-    """Return codes and scales of rows of a quantized type, or its blocks; the kind is
-    BLOCKS[name].kind.
+    """Return the codes and scales, or the blocks, of rows of a quantized type.
+
+    Args:
+        name: tensor type.
+        data: uint8 [rows, bytes of a row].
     """
     block = BLOCKS[name]
     if block.codes is None or block.kind is None:
@@ -176,7 +181,7 @@ def quant_rows_of(name: str, data: Bytes) -> QuantRows:
 
 
 def scales_of(name: str, data: Bytes) -> Halves:
-    """Return the float16 numbers of every block, [blocks, numbers of a block]."""
+    """Return the float16 numbers of each block, [blocks, numbers of a block]."""
     return _halves_at(BLOCKS[name].halves, _blocks(name, data))
 
 
@@ -190,7 +195,7 @@ def _blocks(name: str, data: Bytes) -> Bytes:
 
 
 def _requantized(weights: Floats) -> tuple[Bytes, Halves, None]:
-    """Return the int8 codes of groups, float32 [groups, 32]."""
+    """Return the int8 codes and the scales of groups, float32 [groups, 32]."""
     scales = _as_half(np.abs(weights).max(axis=1) / np.float32(127.0))
     wide = scales.astype(np.float32)
     inverse = np.divide(np.float32(1.0), wide, out=np.zeros_like(wide), where=wide != 0)
@@ -203,7 +208,7 @@ def _as_half(values: Floats) -> npt.NDArray[np.float16]:
 
 
 def _half(blocks: Bytes, at: int) -> npt.NDArray[np.float16]:
-    """Return the float16 at byte `at` of every block, [blocks, 1]."""
+    """Return the float16 at byte offset `at` of each block, [blocks, 1]."""
     return blocks[:, at : at + 2].view("<f2").astype(np.float16)
 
 
@@ -212,9 +217,9 @@ def _scale(blocks: Bytes, at: int) -> Floats:
 
 
 def _nibbles(packed: Bytes) -> Bytes:
-    """Return low nibbles, then high ones: [blocks, 16] -> [blocks, 32]."""
-    # Sixteen bytes are moved as one item and eight are masked at once, because NumPy's byte loops
-    # take six times as long.
+    """Unpack the low nibbles, then the high nibbles of each block: [blocks, 16] -> [blocks, 32]."""
+    # Move 16 bytes as one item and mask 8 at once, because byte loops in NumPy take six times as
+    # long.
     words = np.ascontiguousarray(packed.view(_SIXTEEN)).view(np.uint64)
     both = np.empty((len(packed), 2), dtype=_SIXTEEN)
     both[:, 0] = (words & _LOW).view(_SIXTEEN)[:, 0]
@@ -223,32 +228,28 @@ def _nibbles(packed: Bytes) -> Bytes:
 
 
 def _flipped(codes: Bytes) -> Bytes:
-    """Return signed bytes as codes with an offset of 128: [blocks, 32]."""
+    """Return signed bytes as codes with an offset of 128, [blocks, 32]."""
     words = np.ascontiguousarray(codes.view(_SIXTEEN)).view(np.uint64)
     return (words ^ np.uint64(0x8080808080808080)).view(np.uint8)
 
 
 def _fives(blocks: Bytes, at: int) -> Bytes:
-    """Return 5-bit codes from 4 bytes of fifth bits at byte `at`, followed by 16 bytes of
-    nibbles.
-    """
+    """Unpack 5-bit codes: 4 bytes of fifth bits at offset `at`, then 16 bytes of nibbles."""
     high = np.unpackbits(blocks[:, at : at + 4], axis=1, bitorder="little")
     return _nibbles(blocks[:, at + 4 :]) | (high << np.uint8(4))
 
 
 def _k_nibbles(packed: Bytes) -> Bytes:
-    """Return the low nibbles of each 32 bytes, then the high ones: [blocks, 128] -> [blocks,
-    256].
-    """
+    """Unpack the low, then the high nibbles of every 32 bytes: [blocks, 128] -> [blocks, 256]."""
     quarters = packed.reshape(len(packed), 4, 1, 32)
     both = np.concatenate([quarters & np.uint8(15), quarters >> np.uint8(4)], axis=2)
     return both.reshape(len(packed), 256)
 
 
 def _k_scales(blocks: Bytes) -> tuple[Floats, Floats]:
-    """Return the scales and minima of the 8 groups of Q4_K and Q5_K blocks, float32 [blocks, 8].
+    """Return the scales and minima of the 8 groups of Q4_K or Q5_K blocks, float32 [blocks, 8].
 
-    They are products of 6-bit factors and two float16 numbers.
+    They are products of 6-bit factors with two float16 numbers per block.
     """
     low, middle, high = (blocks[:, at : at + 4] for at in (4, 8, 12))
     scales = np.concatenate([low & 63, (high & 15) | ((low >> 2) & 48)], axis=1)
@@ -308,7 +309,8 @@ def _q3_k_parts(blocks: Bytes) -> tuple[Bytes, Bytes]:
     """Return the codes and scales of Q3_K blocks.
 
     Returns:
-        Codes 0..7 of the weights -4..3, [blocks, 256], and 6-bit scales plus 32, [blocks, 16].
+        Codes [blocks, 256], from 0 to 7 for the weights -4 to 3, and 6-bit scales plus 32, [blocks,
+            16].
     """
     shifts = np.array([0, 2, 4, 6], dtype=np.uint8).reshape(1, 1, 4, 1)
     low = (blocks[:, 32:96].reshape(-1, 2, 1, 32) >> shifts & np.uint8(3)).reshape(-1, 256)
@@ -331,9 +333,9 @@ def _q3_k(blocks: Bytes) -> Floats:
 
 
 def _q3_k_as_q6_k(blocks: Bytes) -> Bytes:
-    """Return the same weights as Q6_K blocks, [blocks, 210].
+    """Convert Q3_K blocks to Q6_K blocks with the same weights, [blocks, 210].
 
-    Q6_K's codes are 32 above the weight, Q3_K's 4, so 28 is added.
+    The offset of codes is 32 in Q6_K and 4 in Q3_K, so 28 is added.
     """
     codes, scales = _q3_k_parts(blocks)
     halves = (codes + np.uint8(28)).reshape(-1, 2, 2, 64)
@@ -346,16 +348,16 @@ def _q3_k_as_q6_k(blocks: Bytes) -> Bytes:
 
 
 def _table_codes(at: int, blocks: Bytes) -> Bytes:
-    """Return the codes 0..15 of every group, [groups, 32], from byte `at` of a block on.
+    """Unpack the 4-bit codes of each group, [groups, 32], starting at byte `at` of a block.
 
-    Of each 16 bytes the low nibbles come first, then the high ones.
+    The low nibbles of 16 bytes come first, then their high nibbles.
     """
     packed = blocks[:, at:].reshape(-1, 16)
     return np.concatenate([packed & np.uint8(15), packed >> np.uint8(4)], axis=1)
 
 
 def _iq4_xs_scales(blocks: Bytes) -> Floats:
-    """Return the exact scale of every group, float32 [groups]."""
+    """Return the exact scale of each group, float32 [groups]."""
     high = blocks[:, 2:4].view("<u2").astype(np.uint16) >> np.arange(0, 16, 2, dtype=np.uint16)
     low = np.stack([blocks[:, 4:8] & np.uint8(15), blocks[:, 4:8] >> np.uint8(4)], axis=2).reshape(
         -1, 8
@@ -376,22 +378,22 @@ def _iq4_xs(blocks: Bytes) -> Floats:
 
 
 def _mxfp4(blocks: Bytes) -> Floats:
-    with np.errstate(over="ignore"):  # as in the `gguf` package
+    with np.errstate(over="ignore"):  # like the `gguf` package
         scales = mxfp4.float_scales(blocks[:, 0])
         weights: Floats = scales[:, None] * mxfp4.TABLE[_table_codes(1, blocks)]
     return weights
 
 
 def _iq4_xs_codes(blocks: Bytes) -> tuple[Bytes, Halves, None]:
-    """Return codes and scales; a scale that is too large for a float16 becomes infinite."""
+    """Return codes and scales. Scales that are too large for a float16 become infinite."""
     with np.errstate(over="ignore"):
         return _table_codes(8, blocks), _iq4_xs_scales(blocks).astype(np.float16), None
 
 
 def _mxfp4_codes(blocks: Bytes) -> tuple[Bytes, Halves, None]:
-    """Return codes and scales, like `_iq4_xs_codes`.
+    """Return codes and scales, see `_iq4_xs_codes`.
 
-    Groups of zeros, and groups whose scale is below 2 ** -24, have the scale 0.
+    The scale is 0 for groups of zeros, and for scales below 2 ** -24.
     """
     return _table_codes(1, blocks), mxfp4.half_scales(blocks[:, 0], blocks[:, 1:]), None
 
@@ -409,10 +411,14 @@ def _as_blocks(
     to_float: Callable[[Bytes], Floats],
     stored: Callable[[Bytes], Bytes] = lambda blocks: blocks,
 ) -> BlockFormat:
-    """Return the format of blocks of 256 weights that are reordered, not converted.
+    """Return the format of a type with blocks of 256 weights that are reordered, not converted.
 
     Args:
-        stored: blocks -> blocks of the packed format.
+        nbytes: size of a block in bytes.
+        kind: packed format.
+        halves: byte offsets of the float16 numbers in a block.
+        to_float: function of blocks -> float32.
+        stored: function of blocks -> blocks of the packed format.
     """
     codes = partial(_taken_over, halves, stored)
     return BlockFormat(256, nbytes, kind, True, halves, to_float, codes)
@@ -476,4 +482,4 @@ BLOCKS: dict[str, BlockFormat] = {
         lambda b: mxfp4.count_lost(b[:, 0], b[:, 1:]),
     ),
 }
-"""Supported types by name."""
+"""Supported tensor types by name."""

@@ -1,4 +1,4 @@
-"""Dense projections after the pooling of an embedding model, from a GGUF file."""
+"""Dense projections that an embedding model in a GGUF file applies after pooling."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ Floats = npt.NDArray[np.float32]
 
 
 def gguf_dense(header: GgufHeader, config: Mapping[str, Any]) -> Matrices:
-    """Return the matrices; empty for architectures without them.
+    """Return the matrices of the dense projections; () for architectures without them.
 
     Raises:
-        ModelFormatError: the file lacks them, as many do, so its embeddings would be wrong.
+        ModelFormatError: the file lacks the matrices. Many files do, and their embeddings would be
+            wrong.
     """
     names = architecture_of(header).dense
     missing = [name for name in names if name not in header.tensors]

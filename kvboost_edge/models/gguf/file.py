@@ -1,11 +1,12 @@
-"""Reader of GGUF files (versions 2 and 3) that checks every length, offset, type and count first.
+"""Reader for GGUF files (versions 2 and 3) that checks every length, offset, type and count before
+use.
 
     "GGUF" | u32 version | u64 tensor count | u64 key count | metadata | tensor infos | padding |
     tensor data
 
-The `gguf` package is not used for reading. Its reader trusts counts, offsets and string lengths, so
-a damaged file becomes an endless loop, a huge allocation or a wrong view instead of an error. The
-tests use it as the oracle.
+Files are not read with the `gguf` package, which trusts counts, offsets and string lengths. With
+it, a damaged file can cause an endless loop, a huge allocation or a wrong view instead of an error.
+The tests compare results with those of the `gguf` package.
 """
 
 from __future__ import annotations
@@ -30,18 +31,21 @@ __all__ = ["GgufHeader", "GgufPart", "GgufTensor", "read_gguf"]
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
-# Metadata and tensor infos. The largest vocabularies take about 10 MB; more is a damaged count.
+# Limit for metadata and tensor infos. The largest vocabularies take about 10 MB, so a larger header
+# is damaged.
 _MAX_HEADER_BYTES = 100_000_000
 _MAX_KEY_BYTES = 65_535
 _MAX_NAME_BYTES = 1024
 _MAX_DIMS = 4
 _MAX_ALIGNMENT = 1 << 20
-_MAX_PADDING = 4096  # zeros after the last tensor, written by tools that pad to a page
+_MAX_PADDING = 4096  # zeros after the last tensor, from tools that pad to a page
 _MAX_KEYS = 10_000  # real files have about a hundred
 _MAX_STRINGS = 4_000_000  # in all arrays; the largest vocabularies with merges have 800,000
-_MANY_TENSORS = 10_000  # more tensors need data in proportion, because their checks take seconds
-_MIN_TENSOR_BYTES = 1024  # least average size of this many tensors, with their infos
-_MAX_NESTED = 100_000  # arrays inside an array, which no key used here has
+_MANY_TENSORS = (
+    10_000  # above this, files must have _MIN_TENSOR_BYTES per tensor, because checks take seconds
+)
+_MIN_TENSOR_BYTES = 1024  # minimum average size of a tensor and its info
+_MAX_NESTED = 100_000  # arrays in an array; no key used here has any
 _DEFAULT_ALIGNMENT = 32
 _BOOL = 7
 _STRING = 8
@@ -60,21 +64,21 @@ _SCALARS: dict[int, npt.DTypeLike] = {
     11: "<i8",
     12: "<f8",
 }
-# A key has a length, a type and a value. A tensor info has a length, a number of dimensions, at
-# least one dimension, a type and an offset.
+# A key consists of a length, a type and a value. A tensor info consists of a length, a number of
+# dimensions, at least one dimension, a type and an offset.
 _MIN_KEY_BYTES = 8 + 4 + 1
 _MIN_INFO_BYTES = 8 + 4 + 8 + 4 + 8
 _LENGTH = struct.Struct("<Q")
 
 
 class _Nested(NamedTuple):
-    """Array of arrays, which is skipped. Asking for it raises an error."""
+    """Array of arrays, whose contents are skipped. Reading it raises an error."""
 
     length: int
 
 
 class _Strings(NamedTuple):
-    """Array of strings left in the file, at its bytes [start, stop).
+    """Array of strings that was not read, at bytes [start, stop) of the file.
 
     Vocabularies are large and are needed only once.
     """
@@ -86,13 +90,13 @@ class _Strings(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """Location of one tensor.
+    """Location of a tensor.
 
     Attributes:
         shape: shape with the outermost axis first.
-        start: offset of the data in the file.
-        stop: offset of the end of the data.
-        part: number of the file among the model's files.
+        start: byte offset of the data in the file.
+        stop: byte offset of the end of the data.
+        part: index of the file among the model's files.
     """
 
     name: str
@@ -104,11 +108,11 @@ class GgufTensor:
 
 
 class GgufPart(NamedTuple):
-    """A file of a model.
+    """One of the files of a model.
 
     Attributes:
-        stamp: identity of the file when it was read. If the file at `path` has another one, the
-            header's positions are invalid.
+        stamp: stamp of the file when its header was read. If the file now has another stamp, the
+            offsets in the header are invalid.
     """
 
     path: Path
@@ -119,12 +123,13 @@ class GgufPart(NamedTuple):
 class GgufHeader:
     """Contents of a GGUF model without the tensor data.
 
-    Values are int, float, bool, str, NumPy arrays, arrays of strings (read by `strings`), or arrays
-    of arrays, which are not kept. Those of a split model come from its first part.
+    A metadata value is an int, float, bool, str or NumPy array, an array of strings (see
+    `strings`), or an array of arrays, which is not kept. A split model has its metadata in the
+    first file.
 
     Attributes:
         tensors: tensors in the order of their data.
-        parts: files of the model, one unless it is split.
+        parts: files of the model, more than one if it is split.
     """
 
     parts: tuple[GgufPart, ...]
@@ -134,14 +139,20 @@ class GgufHeader:
 
     @property
     def path(self) -> Path:
-        """File that the values are read from: the only file, or the first part."""
+        """Path of the file that contains the metadata: the only file, or the first of a split
+        model.
+        """
         return self.parts[0].path
 
     def path_of(self, tensor: GgufTensor) -> Path:
         return self.parts[tensor.part].path
 
     def strings(self, key: str) -> list[str]:
-        """Read an array of strings; raise ModelFormatError if it is missing or has another type."""
+        """Return an array of strings.
+
+        Raises:
+            ModelFormatError: the key is missing or has another type.
+        """
         found = self.values.get(key)
         if not isinstance(found, _Strings):
             raise ModelFormatError(
@@ -160,7 +171,8 @@ class GgufHeader:
     def value(self, key: str, *kinds: type) -> Any:
         """Return the value of a key, or None if it is missing.
 
-        Raises ModelFormatError unless its type is one of `kinds`.
+        Raises:
+            ModelFormatError: the type of the value is not one of `kinds`.
         """
         found = self.values.get(key)
         if found is None or (
@@ -174,14 +186,15 @@ class GgufHeader:
         return isinstance(self.values.get(key), _Strings)
 
     def length(self, key: str) -> int:
-        """Return the number of strings of an array that `has_strings`."""
+        """Return the length of an array of strings."""
         return int(self.values[key].length)
 
 
 def read_gguf(path: Path | str) -> GgufHeader:
     """Return the header of one GGUF file.
 
-    Raises ModelFormatError that names the file and the wrong key or tensor.
+    Raises:
+        ModelFormatError: the file is invalid; the message names the key or tensor.
     """
     path = Path(path)
     try:
@@ -198,7 +211,7 @@ def read_gguf(path: Path | str) -> GgufHeader:
 
 
 class _Cursor:
-    """Position in the header that never passes its end."""
+    """Reading position in the header, which never passes its end."""
 
     def __init__(self, path: Path, data: mmap.mmap | bytes, end: int) -> None:
         self.path = path
@@ -211,7 +224,7 @@ class _Cursor:
         return self.end - self.at
 
     def take(self, count: int, what: str) -> int:
-        """Skip `count` bytes; return their position."""
+        """Advance by `count` bytes and return the previous position."""
         if count > self.left():
             raise ModelFormatError(
                 f"{self.path}: {what} needs {count} bytes at {self.at}, but only {self.left()} "
@@ -325,7 +338,7 @@ def _read_value(cursor: _Cursor, key: str, kind: int) -> Any:
         return cursor.text(f"the value of key {key!r}", _MAX_HEADER_BYTES)
     value = _read_numbers(cursor, key, kind, 1)[0]
     if kind == _FLOAT32:
-        return float(str(value))  # 1e-05, the number that was written, not 9.999999747378752e-06
+        return float(str(value))  # The value as written, 1e-05 instead of 9.999999747378752e-06.
     return value.item()
 
 
@@ -341,7 +354,10 @@ def _read_array(cursor: _Cursor, key: str) -> Any:
 
 
 def _skip_arrays(cursor: _Cursor, key: str, count: int) -> None:
-    """Skip `count` arrays, which may be nested. All of them count, so a damaged count ends soon."""
+    """Skip `count` arrays, which may be nested.
+
+    All nested arrays count toward one limit, so that a damaged count soon raises an error.
+    """
     left = [count]
     num_skipped = 0
     while left:
@@ -380,7 +396,7 @@ def _read_numbers(cursor: _Cursor, key: str, kind: int, count: int) -> npt.NDArr
 
 
 def _read_info(cursor: _Cursor, alignment: int) -> tuple[str, str, tuple[int, ...], int]:
-    """Return name, type, shape and data offset of a tensor."""
+    """Return the name, type, shape and data offset of a tensor."""
     name = cursor.text("the name of a tensor", _MAX_NAME_BYTES)
     what = f"tensor {name!r}"
     num_dims = cursor.number(4, what)
@@ -422,7 +438,7 @@ def _place(
 ) -> dict[str, GgufTensor]:
     """Return the tensors by name, in the order of their data.
 
-    The data must begin at `start`, and be aligned and without gaps.
+    The first must begin at `start`. All must be aligned and without gaps.
     """
     tensors: dict[str, GgufTensor] = {}
     for name, kind, shape, offset in sorted(infos, key=lambda info: info[3]):
@@ -453,9 +469,7 @@ def _place(
 
 
 def _decoded(path: Path, key: str, data: bytes, count: int) -> list[str]:
-    """Return `count` strings, each preceded by its length; a vocabulary has hundreds of
-    thousands.
-    """
+    """Decode `count` strings, each preceded by its length."""
     found = []
     at = 0
     unpack = _LENGTH.unpack_from

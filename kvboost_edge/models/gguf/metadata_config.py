@@ -1,6 +1,6 @@
-"""Conversion of a GGUF file's metadata to a config as transformers writes it.
+"""Conversion of GGUF metadata to a config in transformers' format.
 
-Unknown metadata is refused by name.
+Unknown metadata keys are refused by name.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from kvboost_edge.models.gguf.source import (
 __all__ = ["TOKENS", "gguf_config", "gguf_generation"]
 
 TOKENS = "tokenizer.ggml.tokens"
-"""Metadata key of the vocabulary."""
+"""Metadata key that contains the vocabulary."""
 
 _SUPPRESSED = "tokenizer.ggml.suppress_tokens"
 _SAMPLING_KEYS = {
@@ -66,17 +66,17 @@ _COMMON_KEYS = _ROPE_KEYS | {
     "expert_used_count",
     "pooling_type",
 }
-# Keys of parts for images and sound.
+# Prefixes of keys for image and audio parts.
 _OTHER_KEYS = ("vision.", "audio.", "mm.")
-# Keys of some architectures, with the values that have no effect in the others.
+# Keys that only some architectures use, with the values that have no effect in the others.
 _NEUTRAL = {
     "attention.sliding_window": 0,
     "rope.scaling.attn_factor": 1.0,
     "logit_scale": 1.0,
-    "expert_gating_func": 1,  # softmax, as in all supported families
+    "expert_gating_func": 1,  # softmax, which all other families use
 }
 _FACTORS = (ROPE_FACTORS, SHORT_FACTORS, LONG_FACTORS)
-# Tokens that end an answer in some chat format. A file may name only one of them.
+# Tokens that end an answer in some chat format. A file may declare only one of them.
 _ENDINGS = (
     "<|eot_id|>",
     "<|im_end|>",
@@ -90,24 +90,24 @@ _ENDINGS = (
     "<|return|>",
     "<|call|>",
 )
-# In vocabularies with these tokens (gpt-oss), "<|end|>" ends a message, but not the answer.
+# If a vocabulary has these tokens (gpt-oss), "<|end|>" ends a message but not the answer.
 _TURN_ENDINGS = {"<|return|>", "<|call|>"}
 _MESSAGE_ENDING = "<|end|>"
-# Endings that Gemma 4's files mark as visible text: this one asks the caller for a tool's result.
+# Token that asks the caller for the result of a tool. Gemma 4's files mark it as visible text.
 _SEEN_ENDINGS = ("<|tool_response>",)
 _CONTROL = 3
 _USER_DEFINED = 4
 
 
 def gguf_config(header: GgufHeader, vocabulary: Sequence[str]) -> dict[str, Any]:
-    """Return a config for `describe_model`.
+    """Return the config of a GGUF file for `describe_model`.
 
     Args:
+        header: header of the file.
         vocabulary: tokens of the file; may be empty.
 
     Raises:
-        ModelFormatError: a key is missing, contradicts another key or the tensors, or has an
-            unknown meaning.
+        ModelFormatError: a key is missing, unknown, or contradicts another key or the tensors.
     """
     architecture = architecture_of(header)
     keys = Keys(header)
@@ -162,7 +162,7 @@ def gguf_config(header: GgufHeader, vocabulary: Sequence[str]) -> dict[str, Any]
 def _kv_heads(keys: Keys, architecture: GgufArchitecture) -> int | None:
     """Return the number of KV heads.
 
-    If layers differ, it is that of the first layer that attends.
+    If layers differ, it is the number of the first layer with attention.
     """
     name = "attention.head_count_kv"
     if architecture.by_layer:
@@ -182,11 +182,12 @@ def _kv_heads(keys: Keys, architecture: GgufArchitecture) -> int | None:
 
 
 def _mlp_width(keys: Keys, architecture: GgufArchitecture) -> int:
-    """Return the width of the MLPs. A mixture's file without one gives that of the shared
-    expert.
+    """Return the width of the MLPs.
+
+    If a mixture's file has no such key, it is the width of the shared expert.
     """
     if architecture.alone:
-        return max(keys.sizes("feed_forward_length", 0)) or 1  # a width that no layer has
+        return max(keys.sizes("feed_forward_length", 0)) or 1  # any width; no layer has an MLP
     if architecture.experts and keys.name("feed_forward_length") not in keys.header.values:
         return keys.size("expert_shared_feed_forward_length")
     return keys.size("feed_forward_length")
@@ -195,9 +196,10 @@ def _mlp_width(keys: Keys, architecture: GgufArchitecture) -> int:
 def gguf_generation(
     header: GgufHeader, config: Mapping[str, Any], tokenizer_eos: int | None = None
 ) -> GenerationDefaults:
-    """Return the special ids and the sampling values of a GGUF file.
+    """Return the special token ids and the sampling values of a GGUF file.
 
-    Raises ModelFormatError for an invalid list of ids.
+    Raises:
+        ModelFormatError: the list of suppressed tokens is invalid.
     """
     found = header.values.get(_SUPPRESSED)
     if found is not None and (not isinstance(found, np.ndarray) or found.dtype.kind not in "iu"):
@@ -205,7 +207,8 @@ def gguf_generation(
             f"{header.path}: {_SUPPRESSED}={found!r:.200} must be a list of token ids"
         )
     fields = {} if found is None else {"suppress_tokens": found.tolist()}
-    # `penalty_repeat` is left out: it covers the last 64 tokens, repetition_penalty all of them.
+    # `penalty_repeat` is ignored because it covers the last 64 tokens, but repetition_penalty all
+    # of them.
     for key, name in _SAMPLING_KEYS.items():
         if key in header.values:
             fields[name] = header.values[key]
@@ -213,9 +216,9 @@ def gguf_generation(
 
 
 def _token_ids(header: GgufHeader, vocabulary: Sequence[str]) -> dict[str, Any]:
-    """Return bos_token_id, pad_token_id and all ids of eos_token_id that the file has.
+    """Return bos_token_id, pad_token_id and a list of all end tokens, as far as the file has them.
 
-    Ids beyond the vocabulary are refused.
+    An id outside the vocabulary raises ModelFormatError.
     """
     found: dict[str, Any] = {}
     for name, key in (("bos_token_id", "bos"), ("pad_token_id", "padding")):
@@ -323,7 +326,7 @@ def _vocab_size(header: GgufHeader, keys: Keys, hidden: int) -> int:
 
 
 def _rope(header: GgufHeader, keys: Keys, head_dim: int) -> dict[str, Any]:
-    """Return `rope_parameters`, with the rotated part of each head."""
+    """Return `rope_parameters`, including the rotated part of each head."""
     settings: dict[str, Any] = {"rope_theta": keys.number("rope.freq_base") or 10000.0}
     rotated = keys.optional_size("rope.dimension_count", 0) or head_dim
     if rotated > head_dim or rotated % 2:
@@ -371,10 +374,11 @@ def _rope(header: GgufHeader, keys: Keys, head_dim: int) -> dict[str, Any]:
 
 
 def _longrope(keys: Keys) -> dict[str, Any]:
-    """Return the parameters of longrope.
+    """Return the settings of longrope.
 
-    Some converters write the original length, which llama.cpp otherwise takes for the whole
-    context, and the factor of cosines and sines. Otherwise the factor follows from the two lengths.
+    Some converters write the original length and the factor of cosines and sines. If the original
+    length is missing, it is the context length, as in llama.cpp. If the factor is missing, it is
+    computed from the two lengths.
     """
     old = keys.optional_size("rope.scaling.original_context_length") or keys.size("context_length")
     found: dict[str, Any] = {"original_max_position_embeddings": old}
@@ -385,7 +389,7 @@ def _longrope(keys: Keys) -> dict[str, Any]:
 def _yarn(keys: Keys) -> dict[str, Any]:
     factor = keys.number("rope.scaling.factor")
     old = keys.optional_size("rope.scaling.original_context_length")
-    # Converters copy the config's factor, which may equal YaRN's default (as in OLMo 3).
+    # Converters copy the factor from the config, where it may equal YaRN's default (as in OLMo 3).
     usual = 1 + 0.1 * math.log(factor) if factor is not None and factor > 1 else 1.0
     for key, allowed in (("yarn_ext_factor", 1.0), ("yarn_attn_factor", usual)):
         value = keys.number(f"rope.scaling.{key}", -math.inf)
@@ -414,7 +418,7 @@ def _yarn(keys: Keys) -> dict[str, Any]:
 
 
 def _rope_factors(header: GgufHeader, name: str, count: int) -> list[float] | None:
-    """Return the stored divisors of RoPE frequencies (as in Llama 3), or None."""
+    """Return the stored divisors of RoPE frequencies (as in Llama 3), or None if there are none."""
     tensor = header.tensors.get(name)
     if tensor is None:
         return None

@@ -1,4 +1,4 @@
-"""Tensors of a GGUF file under transformers' names, with llama.cpp's reordering of rows undone."""
+"""Tensors of a GGUF file under transformers' names and with rows in transformers' order."""
 
 from __future__ import annotations
 
@@ -34,22 +34,26 @@ __all__ = [
 ]
 
 ROPE_FACTORS = "rope_freqs.weight"
-"""Tensor of RoPE frequency divisors, a setting that becomes part of the config."""
+"""Tensor with divisors of RoPE frequencies, which become part of the config."""
 
 SHORT_FACTORS = "rope_factors_short.weight"
 LONG_FACTORS = "rope_factors_long.weight"
-"""Tensors of frequency divisors for the two ranges of longrope."""
+"""Tensors with divisors of RoPE frequencies for the two ranges of longrope."""
 
 _LOG = logging.getLogger(__name__)
 
 Floats = npt.NDArray[np.float32]
 _QUERY = (".self_attn.q_proj.weight", ".self_attn.q_proj.bias")
-_PLAIN_NORM = ".linear_attn.norm.weight"  # stored without the offset of the other norms
+_PLAIN_NORM = ".linear_attn.norm.weight"  # norm weights stored without an offset
 _KEY = (".self_attn.k_proj.weight", ".self_attn.k_proj.bias")
 
 
 def architecture_of(header: GgufHeader) -> GgufArchitecture:
-    """Return the architecture of a file; raise ModelFormatError for an unknown one."""
+    """Return the architecture of a file.
+
+    Raises:
+        ModelFormatError: the architecture is missing or not supported.
+    """
     name = header.value("general.architecture", str)
     if name is None:
         raise ModelFormatError(
@@ -66,20 +70,18 @@ def architecture_of(header: GgufHeader) -> GgufArchitecture:
 
 
 def own_layers(header: GgufHeader) -> int:
-    """Return the number of the model's layers.
+    """Return the number of layers of the model.
 
-    Files also count layers of multi-token prediction (MTP) after them as blocks.
+    The block count in files also includes layers for multi-token prediction (MTP).
     """
     return Keys(header).layers()
 
 
 class GgufSource:
-    """`WeightSource` of one GGUF model, whose files must be unchanged since the header
-    was read.
+    """`WeightSource` of a GGUF model, whose files must not have changed since the header was read.
 
-    The header is interpreted once. As a context manager the source may be entered any number of
-    times, also by several users at once. Files are opened when rows are first read, and closed by
-    the last user.
+    The header is interpreted once. The source may be entered repeatedly, also by several users at
+    once. Files are opened when rows are first read, and closed by the last user.
     """
 
     def __init__(self, header: GgufHeader) -> None:
@@ -114,7 +116,7 @@ class GgufSource:
         self._lock = threading.Lock()
         self._lost = set[str]()
         self._users = 0
-        self._files: list[FileBytes] = []  # open ones
+        self._files: list[FileBytes] = []  # open files
 
     def __enter__(self) -> GgufSource:
         with self._lock:
@@ -153,7 +155,7 @@ class GgufSource:
         return BLOCKS[self._tensor(name).type].kind
 
     def rows(self, name: str, start: int = 0, stop: int | None = None) -> Floats:
-        """Return rows [start, stop) as float32 (a copy); a vector's entries are its rows."""
+        """Return a copy of rows [start, stop) as float32. The rows of a vector are its elements."""
         tensor = self._tensor(name)
         stop = tensor.shape[0] if stop is None else stop
         values = dequantize(tensor.type, self._bytes(name, tensor, start, stop))
@@ -181,7 +183,7 @@ class GgufSource:
         return found
 
     def _note_lost(self, name: str, groups: int) -> None:
-        """Log once for a tensor that some of its weights become zero."""
+        """Log a warning, once per tensor, that some of its weights become zero."""
         with self._lock:
             is_new = groups > 0 and name not in self._lost
             self._lost |= {name} if is_new else set()
@@ -220,7 +222,7 @@ class GgufSource:
         """Return the bytes of rows [start, stop) in transformers' order, uint8 [rows, bytes of a
         row].
 
-        They are copied from the file.
+        The result is a copy of the file's data.
         """
         if not 0 <= start < stop <= tensor.shape[0]:
             raise ModelFormatError(
@@ -242,8 +244,8 @@ class GgufSource:
 
 
 def _head_counts(header: GgufHeader, architecture: GgufArchitecture) -> dict[str, int]:
-    """Return the number of heads by the ending of a tensor's name, for tensors whose rows are
-    reordered.
+    """Return the number of heads for tensors whose rows are reordered, by the end of the tensor's
+    name.
     """
     keys = Keys(header)
     name = "attention.head_count_kv"
@@ -255,8 +257,9 @@ def _head_counts(header: GgufHeader, architecture: GgufArchitecture) -> dict[str
 
 
 def _stored_rows(name: str, tensor: GgufTensor, heads: int) -> npt.NDArray[np.int64]:
-    """Return the file's row for each row of transformers' order: (head, half, i) is stored at
-    (head, i, half).
+    """Return the row of the file for each row in transformers' order.
+
+    Row (head, half, i) of transformers is stored as row (head, i, half).
     """
     rows = tensor.shape[0]
     if rows % (2 * heads):

@@ -1,6 +1,6 @@
-"""Headers of GGUF models, from one file or from split files (`-00001-of-00003.gguf`).
+"""Headers of GGUF models in one file or in split files (`-00001-of-00003.gguf`).
 
-The first part holds all metadata. Each part holds its own tensors, at its own offsets.
+The first file holds all metadata. Each file holds some of the tensors, with offsets into that file.
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ __all__ = ["read_gguf_model"]
 
 
 def read_gguf_model(path: Path | str) -> GgufHeader:
-    """Return the header of the model that a file, or any of its parts, belongs to.
+    """Return the header of the model that a file belongs to. Any file of a split model may be
+    given.
 
-    Raises ModelFormatError that names the file and the fault: also for a part that is missing,
-    belongs to another model, or contradicts its name.
+    Raises:
+        ModelFormatError: a file is invalid or missing, or the files do not belong together; the
+            message names the file.
     """
     path = Path(path)
     header = read_gguf(path)

@@ -1,4 +1,4 @@
-"""Check of a GGUF file before loading: its tensors fit the config, and no number is NaN."""
+"""Check of GGUF tensors before loading: they fit the config, and no number is NaN or infinite."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from kvboost_edge.models.weights.source import WeightSummary
 
 __all__ = ["check_gguf"]
 
-_CHUNK_BYTES = 1 << 18  # fits the L2 cache
-_EXPONENT = np.uint16(0x7C00)  # all bits set: NaN or infinity
+_CHUNK_BYTES = 1 << 18  # fits in the L2 cache
+_EXPONENT = np.uint16(0x7C00)  # exponent of NaN and infinity, with all bits set
 
 
 def check_gguf(
@@ -36,10 +36,11 @@ def check_gguf(
     *,
     cache_dir: Path | None = None,
 ) -> WeightSummary:
-    """Check a GGUF model against its own config, as `check_weights` checks a directory.
-
-    All floats and all scales of quantized tensors must be finite. The result is stored in the cache
+    """Check the tensors of a GGUF model against its config, as `check_weights` does for a
     directory.
+
+    All floats, and all scales of quantized tensors, must be finite. The result of this check is
+    cached.
     """
     header = source.header
     path = header.path
@@ -87,12 +88,12 @@ def _check_part(path: Path, tensors: Sequence[GgufTensor]) -> None:
 
 
 def _first_damaged(path: Path, tensor: GgufTensor) -> int | None:
-    """Return the index of the first block with a number that is NaN or infinite, or None."""
+    """Return the index of the first block that contains NaN or infinity, or None."""
     block = BLOCKS[tensor.type]
     if block.kind is None:
         return first_non_finite(path, tensor.type, tensor.start, tensor.stop)
     step = _CHUNK_BYTES // block.nbytes * block.nbytes
-    # Private buffers, not a mapping: mapped pages would count as memory of this process.
+    # Read into private buffers, because mapped pages would count as memory of this process.
     chunk = np.empty(min(step, tensor.stop - tensor.start), dtype=np.uint8)
     with open(path, "rb", buffering=0) as file:
         source = FileAt(file)
@@ -108,12 +109,11 @@ def _first_damaged(path: Path, tensor: GgufTensor) -> int | None:
 
 
 def _first_non_finite_half(blocks: npt.NDArray[np.uint8], halves: Sequence[int]) -> int | None:
-    """Return the index of the first block with a float16 at offsets `halves` that is NaN or
-    infinite.
+    """Return the index of the first block with a NaN or infinite float16, or None.
 
     Args:
         blocks: uint8 [blocks, bytes of a block].
-        halves: byte offsets in a block.
+        halves: byte offsets of the float16 numbers in a block.
     """
     exponents = [blocks[:, at : at + 2].view("<u2")[:, 0] & _EXPONENT for at in halves]
     if all(bits.max() < _EXPONENT for bits in exponents):

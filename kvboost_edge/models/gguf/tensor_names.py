@@ -1,4 +1,4 @@
-"""Mapping of GGUF tensor names to transformers'."""
+"""Mapping from GGUF tensor names to transformers'."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from kvboost_edge.models.families.gguf_names import GgufArchitecture
 
 __all__ = ["OTHER_PARTS", "counted_parts", "hf_name", "is_ahead", "is_other_part"]
 
-# Names without an ending in GGUF files, too. Decays are stored there as -exp(A_log).
+# Names without an ending in GGUF files. Decays are stored as -exp(A_log).
 _ENDLESS = ("linear_attn.decay", "mamba.decay", "mamba.D", "pre_ff_layernorm.weight")
-# Names without ".weight" in transformers.
+# Names that have no ".weight" in transformers.
 _BARE = (
     "layer_scalar",
     "mlp.moe_statics.e_score_correction_bias",
@@ -27,28 +27,27 @@ _LAYER = re.compile(r"blk\.(0|[1-9]\d{0,5})\.([a-z_][a-z0-9_.]*?)(?:\.(weight|bi
 _WHOLE = re.compile(r"([a-z_]+)\.(weight|bias)")
 
 OTHER_PARTS = ("v.", "mm.", "a.")
-"""Prefixes of vision and audio tensors, which Ollama's files contain along with the language
-model's.
-"""
+"""Prefixes of vision and audio tensors. Ollama's files contain them besides the language model."""
 
 
 def is_other_part(name: str) -> bool:
-    """Return whether a tensor belongs to a part for images or sound."""
+    """Return whether a tensor belongs to a vision or audio part."""
     return name.startswith(OTHER_PARTS)
 
 
 def is_ahead(name: str, layers: int) -> bool:
-    """Return whether a tensor belongs to a multi-token prediction layer after the model's own
-    layers.
+    """Return whether a tensor belongs to a layer for multi-token prediction.
+
+    These layers follow the `layers` layers of the model.
     """
     found = _LAYER.fullmatch(name)
     return found is not None and int(found[1]) >= layers
 
 
 def counted_parts(names: Iterable[str], layers: int) -> dict[str, int]:
-    """Return the number of tensors in each other part of a model with this many layers.
+    """Return the number of tensors in each part other than the language model.
 
-    "nextn" counts those of multi-token prediction.
+    The part "nextn" is multi-token prediction. `layers` is the number of layers of the model.
     """
     counts: dict[str, int] = {}
     for name in names:
@@ -59,12 +58,12 @@ def counted_parts(names: Iterable[str], layers: int) -> dict[str, int]:
 
 
 def hf_name(architecture: GgufArchitecture, name: str) -> str | None:
-    """Return transformers' name of a tensor; None if the architecture lacks it."""
+    """Return transformers' name for a tensor, or None if the architecture has no such tensor."""
     found = _LAYER.fullmatch(name)
     if found is not None:
         is_scale = found[3] == "scale"
         inner = architecture.layer.get(f"{found[2]}.scale" if is_scale else found[2])
-        # The ending is missing, or the name must not have one.
+        # The ending is missing, or there is an ending where none is allowed.
         if inner is None or (found[3] is None) != (inner in _ENDLESS):
             return None
         if is_scale:

@@ -1,4 +1,4 @@
-"""Model locations: names, directories, files, the hub, and stores of other programs."""
+"""Lookup of models by path, hub name, or name in the store of another program."""
 
 from kvboost_edge.models.locate.model import BUNDLED_MODEL, locate_model
 from kvboost_edge.models.locate.names import model_name

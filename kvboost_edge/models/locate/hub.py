@@ -1,6 +1,6 @@
-"""Models of the Hugging Face hub: whole snapshots, and single GGUF files.
+"""Models on the Hugging Face hub: whole snapshots, and single GGUF files.
 
-`huggingface_hub` fetches and caches them, shows the progress, and resumes downloads.
+`huggingface_hub` downloads and caches files, shows progress, and resumes interrupted downloads.
 """
 
 from __future__ import annotations
@@ -22,17 +22,18 @@ __all__ = ["HubName", "gguf_file", "gguf_models", "snapshot"]
 
 _LOG = logging.getLogger(__name__)
 _WANTED = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
-# Subfolders hold other formats of the same weights, except those that sentence-transformers numbers
-# (1_Pooling, 2_Dense); `consolidated` files are a second copy.
+# Most subfolders contain other formats of the same weights. Numbered folders of
+# sentence-transformers (1_Pooling, 2_Dense) are needed. `consolidated` files are a second copy of
+# the weights.
 _UNWANTED = ["[!0-9]*/*", "[0-9][!_]*/*", "[0-9]_[!PD]*/*", "consolidated*"]
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-# GGUF files next to a model that are not models: image projectors and importance matrices.
+# GGUF files that are not language models: image projectors and importance matrices.
 _NO_MODELS = re.compile(r"mmproj|imatrix", re.IGNORECASE)
 _MAX_NAMED = 20
 
 
 class HubName(NamedTuple):
-    """Model on the hub, with revision, token and permission to use the network."""
+    """Name of a hub model, with its revision, a token, and whether downloads are forbidden."""
 
     name: str
     revision: str | None
@@ -45,22 +46,25 @@ class HubName(NamedTuple):
 
 
 def snapshot(model: HubName) -> Path:
-    """Return the directory with config, tokenizer and safetensors of a hub model; fetch it if
-    needed.
+    """Return the directory with the config, tokenizer and safetensors of a hub model.
+
+    Missing files are downloaded.
     """
     return _fetched(model, _WANTED, _UNWANTED)
 
 
 def gguf_file(model: HubName, wanted: str | None) -> Path:
-    """Return a GGUF file of a hub model, or the first part of a split one; fetch it if needed.
+    """Return a GGUF file of a hub model, or the first file of a split one. Missing files are
+    downloaded.
 
-    Nothing else is fetched, and the file's digest is checked.
+    No other files are downloaded, and the digest of the file is checked.
 
     Args:
-        wanted: quantization such as Q4_K_M, or a file's name; None: the only file.
+        model: hub model.
+        wanted: quantization such as Q4_K_M, or a file name. None for the only GGUF file.
 
     Raises:
-        ModelFormatError: no single file matches; names the files on the hub.
+        ModelFormatError: no file or more than one matches; the message names the files on the hub.
     """
     digests = _listed(model)
     names = _chosen(model, gguf_models(digests), wanted)
@@ -71,7 +75,10 @@ def gguf_file(model: HubName, wanted: str | None) -> Path:
 
 
 def gguf_models(names: Iterable[str]) -> dict[str, list[str]]:
-    """Return the GGUF files by model: the stem of a split file, or the file's name -> its files."""
+    """Group GGUF files by model.
+
+    The key is the stem of a split model, or the name of a single file.
+    """
     found: dict[str, list[str]] = {}
     for name in sorted(names):
         if name.lower().endswith(".gguf") and not _NO_MODELS.search(PurePosixPath(name).name):
@@ -81,7 +88,7 @@ def gguf_models(names: Iterable[str]) -> dict[str, list[str]]:
 
 
 def _chosen(model: HubName, models: Mapping[str, list[str]], wanted: str | None) -> list[str]:
-    """Return all parts of the one model that matches."""
+    """Return all files of the only model that matches `wanted`."""
     found = [
         stem for stem, names in models.items() if wanted is None or _is_meant(stem, names, wanted)
     ]
@@ -109,8 +116,9 @@ def _chosen(model: HubName, models: Mapping[str, list[str]], wanted: str | None)
 
 
 def _is_meant(stem: str, names: Iterable[str], wanted: str) -> bool:
-    """Return whether a model matches a file name, or the quantization that ends its file or
-    directory name.
+    """Return whether a model matches `wanted`.
+
+    `wanted` is a file name, or a quantization at the end of the file or directory name.
     """
     wanted = wanted.lower()
     if wanted.endswith(".gguf"):
@@ -121,9 +129,9 @@ def _is_meant(stem: str, names: Iterable[str], wanted: str) -> bool:
 
 
 def _listed(model: HubName) -> dict[str, str | None]:
-    """Return the files of a hub model with their SHA-256, if known.
+    """Return the files of a hub model, each with its SHA-256 or None.
 
-    If the hub cannot be reached, these are the cached files.
+    If the hub cannot be reached, the result lists the cached files.
     """
     import huggingface_hub
     from huggingface_hub import constants, errors
@@ -152,7 +160,7 @@ def _listed(model: HubName) -> dict[str, str | None]:
 def _cached(model: HubName) -> dict[str, str | None]:
     folder = _fetched(model, [], None)
     files = [path for path in folder.rglob("*.gguf") if path.is_file()]
-    # The cache stores a large file under its digest.
+    # The hub cache names large files by their digest.
     return {
         path.relative_to(folder).as_posix(): path.resolve().name
         if _SHA256.fullmatch(path.resolve().name)
@@ -178,7 +186,9 @@ def _fetched(model: HubName, allowed: list[str], ignored: list[str] | None) -> P
 
 
 def _check_digest(path: Path, expected: str | None) -> None:
-    """Remove a file whose digest differs from the hub's, and raise ModelFormatError."""
+    """Check the digest of a downloaded file. A damaged file is deleted, and ModelFormatError is
+    raised.
+    """
     try:
         stamp = FileStamp.of(path)
         if expected is None or recall(stamp).get("sha256") == expected:
@@ -221,7 +231,7 @@ def _clear_errors(model: HubName) -> Iterator[None]:
         raise ModelFormatError(
             f"{model.name!r} is neither a directory nor a valid hub id: {error}"
         ) from error
-    except Exception as error:  # of the HTTP library, which differs between versions of the client
+    except Exception as error:  # from the HTTP library, which depends on the client's version
         raise ModelFormatError(_unreachable(model, error)) from error
 
 

@@ -1,4 +1,4 @@
-"""Location of a model: bundled, local directory or file, Ollama's store, or the Hugging Face hub.
+"""Lookup of a model: bundled, local directory or file, Ollama's store, or the Hugging Face hub.
 
 The network is used only for hub names, and never in offline mode.
 """
@@ -23,15 +23,15 @@ __all__ = [
 
 BUNDLED_MODEL = "kvboost-edge/demo"
 READ_BYTES_PER_SECOND = 500e6
-"""Estimated bytes per second for reading and hashing the files of a new model."""
+"""Estimated speed, in bytes per second, at which the files of a new model are read and hashed."""
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-# A file of a repository: owner/name:Q4_K_M or owner/name:folder/file.gguf.
+# A file in a hub repository: owner/name:Q4_K_M or owner/name:folder/file.gguf.
 _HUB_FILE = re.compile(
     r"(?P<id>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*):(?P<wanted>[A-Za-z0-9][\w.+ /-]*)"
 )
 _GGUF_MAGIC = b"GGUF"
 _CONFIGS = ("config.json", "genai_config.json")
-_MAX_NAMED = 20  # files in one message
+_MAX_NAMED = 20  # maximum number of files named in an error
 
 
 def locate_model(
@@ -41,21 +41,29 @@ def locate_model(
     token: str | None = None,
     local_files_only: bool = False,
 ) -> Path:
-    """Return the directory with the model's files, or the GGUF file (any part of a split one).
+    """Return the directory or GGUF file of a model. Missing files are downloaded.
+
+    For a split GGUF model, the result may be any of its files.
 
     `path_or_id` is one of these:
 
-    - 'kvboost-edge/demo': part of the package.
-    - A directory. Without a config, its only GGUF model is used.
+    - 'kvboost-edge/demo', the bundled model.
+    - A directory. If it has no config, it must contain a single GGUF model.
     - A GGUF file.
-    - 'ollama:NAME:TAG': a model that Ollama has on this machine.
-    - A hub id. For 'owner/name' only config, tokenizer and safetensors are fetched. For
-      'owner/name:Q4_K_M' and 'owner/name:file.gguf' only that GGUF file is fetched, for
-      'owner/name-GGUF' its only one.
+    - 'ollama:NAME:TAG', a model in Ollama's store on this machine.
+    - 'owner/name', a model on the hub. Its config, tokenizer and safetensors are downloaded. If the
+      name ends in '-GGUF', its only GGUF file is downloaded instead.
+    - 'owner/name:Q4_K_M' or 'owner/name:file.gguf', a single GGUF file on the hub.
+
+    Args:
+        path_or_id: name of the model.
+        revision: branch, tag or commit on the hub.
+        token: access token for the hub.
+        local_files_only: forbid downloads.
 
     Raises:
-        ConfigError: it is neither a string nor a path.
-        ModelFormatError: the model does not exist or cannot be fetched.
+        ConfigError: the name is neither a string nor a path.
+        ModelFormatError: the model does not exist or cannot be downloaded.
     """
     if not isinstance(path_or_id, (str, Path)):
         raise ConfigError(
@@ -91,7 +99,7 @@ def locate_model(
 
 
 def _with_hint(error: ModelFormatError, path_or_id: str | Path) -> ModelFormatError:
-    """Return the error with a hint at what an unknown name may mean."""
+    """Return the error, with a suggestion if the name resembles that of a known model."""
     hint = "" if isinstance(path_or_id, Path) else name_hint(path_or_id, ollama_names())
     if not hint:
         return error
@@ -99,9 +107,10 @@ def _with_hint(error: ModelFormatError, path_or_id: str | Path) -> ModelFormatEr
 
 
 def _directory(path: Path) -> Path:
-    """Return a directory with a config, or the GGUF file that is the only model in it.
+    """Return a directory with a config, or the only GGUF model in a directory.
 
-    Raises ModelFormatError, which names them, if there are several.
+    Raises:
+        ModelFormatError: the directory contains several GGUF models; the message names them.
     """
     if any((path / name).is_file() for name in _CONFIGS):
         return path
@@ -120,10 +129,10 @@ def _directory(path: Path) -> Path:
 
 
 def _file(path: Path) -> Path:
-    """Return a GGUF file, recognized by its name or its first bytes (for Ollama's blobs), or an
-    ONNX file.
+    """Return the absolute path of a GGUF or ONNX file.
 
-    Links are not followed, because the hub's cache holds links whose names matter.
+    GGUF files are recognized by their name or, as for Ollama's blobs, by their first bytes. Links
+    are not resolved, because the names of links in the hub cache matter.
     """
     try:
         with open(path, "rb") as file:
@@ -149,6 +158,6 @@ def bundled_directory() -> Path:
 
 
 def size_on_disk(path: Path) -> int:
-    """Return the bytes of a model's directory or file; 0 if it does not exist."""
+    """Return the size in bytes of a model's directory or file; 0 if it does not exist."""
     files = [one for one in path.iterdir() if one.is_file()] if path.is_dir() else [path]
     return sum(file.stat().st_size for file in files if file.exists())

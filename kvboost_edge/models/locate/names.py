@@ -1,4 +1,4 @@
-"""Display names of models, which reveal no other part of their paths."""
+"""Display names of models, which reveal nothing else of a local path."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _BLOB = "sha256-"
 def model_name(path: Path) -> str:
     """Return the display name of a model.
 
-    For bundled, hub (owner/name, owner/name:FILE) and Ollama models, `locate_model` accepts it. For
-    others it is the last part of the path.
+    For bundled, hub (owner/name, owner/name:FILE) and Ollama models, `locate_model` accepts the
+    name. For other models it is the last component of the path.
     """
     real = Path(os.path.abspath(path))
     if real == bundled_directory():

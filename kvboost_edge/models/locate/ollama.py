@@ -1,6 +1,6 @@
-"""Models in Ollama's store, read in place.
+"""Models in Ollama's store, which are used in place.
 
-Manifests name blobs by digest, and the blob of a model is a GGUF file:
+A manifest lists blobs by digest. The blob of a model is a GGUF file:
 
     manifests/registry.ollama.ai/library/NAME/TAG -> {"layers": [{"mediaType": "...model", "digest":
     "sha256:..."}]}
@@ -21,7 +21,7 @@ from kvboost_edge.errors import ModelFormatError
 __all__ = ["OLLAMA", "ollama_model", "ollama_names"]
 
 OLLAMA = "ollama:"
-"""Prefix of names in Ollama's store."""
+"""Prefix of model names in Ollama's store."""
 
 _MODEL = "application/vnd.ollama.image.model"
 _DIGEST = re.compile(r"sha256:([0-9a-f]{64})")
@@ -31,15 +31,15 @@ _NAME = re.compile(rf"(?P<path>{_PIECE}(/{_PIECE}){{0,2}})(:(?P<tag>{_PIECE}))?"
 _HOST = "registry.ollama.ai"
 _NAMESPACE = "library"
 _MAX_MANIFEST_BYTES = 1_000_000
-# Model directory of the installer's service on Linux.
+# Default store of the Linux service.
 _SERVICE = Path("/usr/share/ollama/.ollama/models")
 
 
 def ollama_model(name: str) -> Path:
-    """Return the GGUF file of a model that Ollama has on this machine, such as 'qwen3:0.6b'.
+    """Return the GGUF file of a model in Ollama's store, such as 'qwen3:0.6b'.
 
     Raises:
-        ModelFormatError: the name is invalid, or the model is missing.
+        ModelFormatError: the name is invalid, or the model is not in the store.
     """
     found = _NAME.fullmatch(name)
     if found is None:
@@ -60,7 +60,7 @@ def ollama_model(name: str) -> Path:
 
 
 def ollama_names() -> Iterator[str]:
-    """Yield the name of every model in the store, in the form of `locate_model`."""
+    """Yield the names of all models in the store, as `locate_model` accepts them."""
     seen: set[str] = set()
     for root in _roots():
         manifests = root / "manifests"
@@ -110,8 +110,9 @@ def _models(layers: Any) -> list[dict[str, Any]]:
 
 
 def _digest(manifest: Path, layer: dict[str, Any]) -> str:
-    """Return the digest of a layer; it becomes a file name, so only hexadecimal digits are
-    allowed.
+    """Return the SHA-256 digest of a layer.
+
+    It becomes part of a file name, so only hexadecimal digits are allowed.
     """
     found = _DIGEST.fullmatch(str(layer.get("digest")))
     if found is None:

@@ -1,4 +1,4 @@
-"""File names of a split GGUF model: NAME-00001-of-00003.gguf and so on, in one directory."""
+"""File names of split GGUF models: NAME-00001-of-00003.gguf and so on, in one directory."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _PART = re.compile(
 
 
 class PartName(NamedTuple):
-    """Components of a part's name.
+    """Components of the name of a split file.
 
     Attributes:
-        number: number of the part, from 1.
+        number: number of the file, starting at 1.
     """
 
     stem: str
@@ -26,7 +26,7 @@ class PartName(NamedTuple):
     ending: str
 
     def names(self) -> list[str]:
-        """Return the names of all parts, in order."""
+        """Return the names of all files of the model, in order."""
         return [
             f"{self.stem}-{number:05d}-of-{self.total:05d}{self.ending}"
             for number in range(1, self.total + 1)
@@ -34,7 +34,7 @@ class PartName(NamedTuple):
 
 
 def part_name(name: str) -> PartName | None:
-    """Return the components of a part's name or path; None for other names."""
+    """Return the components of the name or path of a split file, or None for other names."""
     found = _PART.fullmatch(name)
     if found is None or not 1 <= int(found["number"]) <= int(found["count"]):
         return None

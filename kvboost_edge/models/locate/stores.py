@@ -1,6 +1,7 @@
 """Models on this machine, in the stores of kvboost-edge, the hub, llama.cpp, LM Studio and Ollama.
 
-Directories are listed, but no file is read, so thousands of models cost nothing.
+Listing is fast even for thousands of models, because directories and a few small files are read,
+but no model files.
 """
 
 from __future__ import annotations
@@ -21,15 +22,17 @@ __all__ = ["StoredModel", "own_models", "real_model", "stored_models"]
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _REPOSITORY = "models--"
-_MAX_DEPTH = 6  # folders below a store that are searched
+_MAX_DEPTH = 6  # maximum depth of folders searched in a store
 
 
 class StoredModel(NamedTuple):
     """Model on this machine.
 
     Attributes:
-        name: name in the form of `locate_model`.
-        path: directory or file; None with a `problem`.
+        name: name that `locate_model` accepts.
+        store: name of the store.
+        path: directory or file; None if there is a `problem`.
+        problem: reason why the model cannot be used; "" for none.
     """
 
     name: str
@@ -39,25 +42,25 @@ class StoredModel(NamedTuple):
 
 
 def own_models() -> Path:
-    """Return the directory of models that kvboost-edge has fetched."""
+    """Return the directory where kvboost-edge keeps the models that it downloads."""
     return cache_directory() / "models"
 
 
 def real_model() -> Path:
-    """Return the directory in which `make real-model` stores its model."""
+    """Return the path of the model file that `make real-model` downloads."""
     return own_models() / "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def stored_models() -> Iterator[StoredModel]:
-    """Yield every model found, store by store; the same file is listed once.
+    """Yield the models in each store. Models that several stores share are listed once.
 
-    A store that cannot be listed is an entry with its problem.
+    For a store that cannot be listed, an entry with the problem is yielded.
     """
     seen: set[Path] = set()
     for store, listed in _STORES.items():
         try:
             for model in listed():
-                # Not `resolve`, which fails at circular links in some versions of Python.
+                # `Path.resolve` fails at circular links in some versions of Python.
                 real = None if model.path is None else Path(os.path.realpath(model.path))
                 if real is None or real not in seen:
                     seen |= {real} if real is not None else set()
@@ -67,8 +70,9 @@ def stored_models() -> Iterator[StoredModel]:
 
 
 def _hub() -> Iterator[StoredModel]:
-    """Yield the models of each cached repository, from the snapshot of its main branch or the
-    newest.
+    """Yield the models in the hub cache.
+
+    Each repository is represented by the snapshot of its main branch, or else by the newest one.
     """
     from huggingface_hub import constants
 
@@ -100,7 +104,9 @@ def _snapshot(folder: Path) -> Path | None:
 
 
 def _in_folders(*folders: Path) -> Iterator[StoredModel]:
-    """Yield GGUF files at any depth, and directories with config.json and safetensors."""
+    """Yield GGUF files, and directories with config.json and safetensors, in folders and
+    subfolders.
+    """
     for folder in folders:
         files = sorted(_files_below(folder, ".gguf"))
         for parts in gguf_models(str(path) for path in files).values():

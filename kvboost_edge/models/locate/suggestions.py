@@ -1,4 +1,4 @@
-"""Recommended models by memory size, and hints for unknown model names."""
+"""Recommended models by memory size, and suggestions for unknown model names."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ class Suggestion(NamedTuple):
     """Recommended model.
 
     Attributes:
-        memory_gb: memory of a machine, in GB, that runs it with room for its KV cache.
-        name: its name on the hub, as `-m` takes it.
-        file_bytes: approximate size of the file.
-        licence: its licence.
-        ollama: its name in Ollama's library.
+        memory_gb: memory in GB of a machine that can run the model with enough room for its KV
+            cache.
+        name: name on the hub, as accepted by `-m`.
+        file_bytes: approximate size of the file in bytes.
+        licence: licence of the model.
+        ollama: name in Ollama's library.
     """
 
     memory_gb: int
@@ -44,10 +45,12 @@ SUGGESTIONS = (
 
 
 def name_hint(name: str, ollama_names: Iterable[str]) -> str:
-    """Return a hint at the meaning of a name such as `qwen3:0.6b` or `qwen3`; "" for other forms.
+    """Return advice for an unknown model name such as `qwen3:0.6b`, or "" for names of another
+    form.
 
     Args:
-        ollama_names: models that Ollama has on this machine, as `-m` takes them.
+        name: unknown name.
+        ollama_names: models in Ollama's store on this machine, as accepted by `-m`.
     """
     if not _EVERYDAY_NAME.fullmatch(name):
         return ""
@@ -64,5 +67,5 @@ def name_hint(name: str, ollama_names: Iterable[str]) -> str:
 
 
 def _is_meant(wanted: str, name: str) -> bool:
-    """Return whether a name begins with the wanted one, up to a tag, size or version."""
+    """Return whether a name starts with `wanted`, followed by a tag, size or version."""
     return re.match(rf"{re.escape(wanted)}(?![a-z])", name.lower()) is not None
