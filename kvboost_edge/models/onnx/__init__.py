@@ -1,3 +1,3 @@
-"""ONNX files, read without the `onnx` package, recognized as decoders, and packed for the native
+"""ONNX files: read without the `onnx` package, recognized as decoders, and converted for the native
 runner.
 """

@@ -1,13 +1,13 @@
 """Recognition of a decoder in an ONNX graph.
 
-Every operator from the logits back to the token ids must fit, or the graph is refused. The form is
-that of onnxruntime-genai's builder and of graphs fused to the same operators:
+Each operator on the path from the token ids to the logits must match, or the graph is refused.
+Graphs have the form that onnxruntime-genai's builder writes, or are fused to the same operators:
 
     graph   embedding -> layers -> norm -> head
     layer   norm -> q, k, v -> GroupQueryAttention -> o -> add
             norm -> gate, up -> act(gate) * up -> down -> add
 
-The computation is read from the graph; names are not used.
+Recognition depends on the operators of the graph, not on the names of nodes or tensors.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _LENGTHS = (
 )
 _INPUTS = ("attention_mask", "input_ids", "position_ids")
 _MATRICES = ("MatMulNBits", "MatMul")
-# Inputs of GroupQueryAttention.
+# Indices of GroupQueryAttention's inputs.
 _PAST_KEY, _PAST_VALUE, _LENGTH, _TOTAL, _COS, _SIN, _POSITIONS, _BIAS, _SINK = range(3, 12)
 
 
@@ -47,12 +47,12 @@ class DecoderLayer:
     """Computation of one layer.
 
     Attributes:
-        weights: rows of the matrices by transformers' names inside a layer, such as
+        weights: rows of each matrix, by transformers' name inside a layer, such as
             "self_attn.q_proj".
-        vectors: biases and norms by name, such as "self_attn.q_proj.bias" and
+        vectors: biases and norm weights, by name, such as "self_attn.q_proj.bias" and
             "input_layernorm.weight".
-        window: tokens that a query sees, itself included; 0: all before it.
-        rope: tables of cosines and sines [positions, pairs].
+        window: number of tokens that a query sees, including its own; 0 for all earlier tokens.
+        rope: tables of cosines and sines, each [positions, pairs].
     """
 
     weights: dict[str, Rows]
@@ -72,7 +72,7 @@ class DecoderLayer:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Decoder:
-    """Computation of a whole graph. A tied head is None in `head`."""
+    """Computation of a whole graph. `head` is None if it is tied to the embedding."""
 
     layers: tuple[DecoderLayer, ...]
     embedding: OnnxMatrix
@@ -84,10 +84,10 @@ class Decoder:
 
 
 class _Branch(NamedTuple):
-    """Summand of the residual stream: factor * norm(linear).
+    """Summand of the residual stream, factor * norm(linear).
 
     Attributes:
-        before: the value that it is added to.
+        before: value of the residual stream to which the summand is added.
     """
 
     linear: Linear
@@ -97,8 +97,10 @@ class _Branch(NamedTuple):
 
 
 def recognise(model: OnnxModel) -> Decoder:
-    """Return the decoder that a graph computes; raise ModelFormatError that names an unknown
-    node.
+    """Return the decoder that a graph computes.
+
+    Raises:
+        ModelFormatError: a node is not supported; the message names it.
     """
     for node in model.nodes:
         if node.has_graph:
@@ -145,7 +147,9 @@ class _Search:
         )
 
     def _logits(self, value: str) -> tuple[str, float, float]:
-        """Return the head's output, the cap on logits (0: none) and the factor."""
+        """Return the output of the head, the softcap on logits (0 for none) and the factor on
+        logits.
+        """
         graph = self.graph
         inner, factor = graph.scaled(value)
         found = graph.maker(inner)
@@ -225,7 +229,9 @@ class _Search:
         return layer, attention.before
 
     def _branch(self, stream: str) -> _Branch:
-        """Return the newer summand of a sum of the residual stream: a matrix's output."""
+        """Return the summand that a block adds to the residual stream, which is the output of a
+        matrix.
+        """
         graph = self.graph
         found = graph.summands(stream)
         if found is None:
@@ -253,9 +259,7 @@ class _Search:
         return node.op == "Add" and any(self.graph.tensor(name) is not None for name in node.inputs)
 
     def _norm_of(self, value: str, stream: str) -> Norm:
-        """Return the norm that makes a value; its input must be the residual stream at that
-        point.
-        """
+        """Return the norm whose output is `value`. It must read the residual stream `stream`."""
         norm = self.graph.norm(value)
         if norm.source != stream:
             raise self.graph.error(
@@ -264,7 +268,7 @@ class _Search:
         return norm
 
     def _gated(self, product: OnnxNode) -> tuple[Linear, Linear, str]:
-        """Return gate, up and activation of act(gate) * up."""
+        """Return the linear layers gate and up, and the activation, of act(gate) * up."""
         graph = self.graph
         for first, second in ((0, 1), (1, 0)):
             found = graph.maker(graph.input(product, first))
@@ -277,7 +281,7 @@ class _Search:
         raise graph.error(f"{product} is not the product of an activation and a matrix's output")
 
     def _activation(self, node: OnnxNode) -> tuple[str, str] | None:
-        """Return an activation's input and its name; None for another node."""
+        """Return the input and the name of an activation, or None for another node."""
         graph = self.graph
         kind = {"FastGelu": "gelu_tanh", "Swish": "silu"}.get(node.op, "")
         if node.op == "Gelu":
@@ -345,7 +349,7 @@ class _Search:
         return node, cut[0], cut[1], cut[2]
 
     def _heads(self, value: str) -> _Heads:
-        """Return queries, keys or values: a matrix, then perhaps a norm of each head, then perhaps
+        """Return the queries, keys or values, which are a matrix, an optional norm and optional
         RoPE.
         """
         graph = self.graph
@@ -370,8 +374,9 @@ class _Search:
         return _Heads(graph.linear(value), norm, rope)
 
     def _rope(self, node: OnnxNode, queries: _Heads, keys: _Heads) -> tuple[OnnxTensor, OnnxTensor]:
-        """Return the tables of cosines and sines, from attention itself or from operators before
-        it.
+        """Return the tables of cosines and sines.
+
+        RoPE is applied by the attention operator itself, or by operators before it.
         """
         graph = self.graph
         if graph.integer(node, "do_rotary", 0):
@@ -404,7 +409,7 @@ class _Search:
         return table
 
     def _check_sizes(self, node: OnnxNode, layer: DecoderLayer) -> None:
-        """Raise ModelFormatError unless heads and widths of a layer agree."""
+        """Raise ModelFormatError unless head counts and channels of a layer are consistent."""
         rows = {name: part.stop - part.start for name, part in layer.weights.items()}
         q, k, v = (rows[f"self_attn.{name}_proj"] for name in "qkv")
         dim, rest = divmod(q, layer.num_heads)
@@ -434,7 +439,7 @@ class _Search:
         ):
             raise graph.error(f"{node} has an axis other than rows and columns")
         source = graph.input(node, 0)
-        if graph.tensor(source) is None:  # rows of blocks, seen as rows of bytes
+        if graph.tensor(source) is None:  # blocks reshaped to rows of bytes
             source = graph.input(graph.expect(source, "Reshape"), 0)
         data = graph.tensor(source)
         scales = graph.weight(node, 2)
@@ -463,7 +468,7 @@ class _Search:
 
 
 class _Heads(NamedTuple):
-    """Queries, keys or values before attention."""
+    """Queries, keys or values, as computed before attention."""
 
     linear: Linear
     norm: Norm | None

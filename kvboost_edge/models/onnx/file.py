@@ -1,7 +1,7 @@
-"""Reader of ONNX files: the graph, and the byte range of each tensor.
+"""Reader for ONNX files that returns the graph and the byte range of each tensor.
 
-Everything is checked against the sizes of the files. The fields that are read, by number
-(onnx.proto):
+Everything is checked against the sizes of the files. These fields of the format (onnx.proto) are
+read:
 
     ModelProto      1 ir_version, 2 producer_name, 7 graph, 8 opset_import
     GraphProto      1 node, 5 initializer, 11 input, 12 output, 15 sparse_initializer
@@ -37,10 +37,10 @@ __all__ = [
     "read_onnx",
 ]
 
-_MAX_PROTO_BYTES = (1 << 31) - 1  # protobuf's own limit; larger weights are external data
+_MAX_PROTO_BYTES = (1 << 31) - 1  # protobuf's limit; larger models store weights as external data
 _MAX_NAME = 4096
 _MAX_NODES = 200_000
-_MAX_ITEMS = 65_536  # inputs and attributes of a node, numbers of an attribute
+_MAX_ITEMS = 65_536  # limit for inputs and attributes of a node, and for numbers in an attribute
 _MAX_DIMS = 8
 _EXTERNAL = 1
 _LOCATION_BYTES = 1024
@@ -79,18 +79,18 @@ DTYPE_BITS = {
     "U4": 4,
     "I4": 4,
 }
-"""Bits per element of the types whose data can be read."""
+"""Bits per element, for each type whose data can be read."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class OnnxTensor:
-    """Location of one tensor.
+    """Location of a tensor.
 
-    Its data are bytes [start, stop) of `path`, little-endian.
+    The data is stored in bytes [start, stop) of `path`, in little-endian order.
 
     Attributes:
-        values: values of a small integer tensor that is written as numbers; its byte range is
-            empty.
+        values: values of a small integer tensor that the file stores as numbers. The byte range of
+            such a tensor is empty.
     """
 
     name: str
@@ -108,10 +108,10 @@ class OnnxTensor:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class OnnxNode:
-    """An operator.
+    """Operator of the graph.
 
-    Attributes are int, float, str, lists of numbers, an OnnxTensor, or None for kinds that are not
-    read.
+    An attribute is an int, float, str, list of numbers or OnnxTensor. It is None if its type is not
+    supported.
     """
 
     index: int
@@ -129,10 +129,10 @@ class OnnxNode:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class OnnxValue:
-    """An input or output of the graph.
+    """Input or output of the graph.
 
     Attributes:
-        shape: sizes, with names for open ones; None if the graph does not say.
+        shape: sizes, where a name stands for an unknown size; None if the graph gives no shape.
     """
 
     name: str
@@ -141,10 +141,10 @@ class OnnxValue:
 
 
 class OnnxFile(NamedTuple):
-    """A file of a model.
+    """One of the files of a model.
 
     Attributes:
-        stamp: identity of the file when it was read. If the file at `path` has another one, the
+        stamp: stamp of the file when the graph was read. If the file now has another stamp, the
             byte ranges are invalid.
     """
 
@@ -154,10 +154,10 @@ class OnnxFile(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class OnnxModel:
-    """Contents of a model without tensor data.
+    """Contents of an ONNX model without tensor data.
 
     Attributes:
-        files: the file itself, then those of external data.
+        files: the ONNX file, then the files with external data.
     """
 
     path: Path
@@ -170,9 +170,10 @@ class OnnxModel:
 
 
 def read_onnx(path: Path | str) -> OnnxModel:
-    """Return the graph of an ONNX file.
+    """Return the contents of an ONNX file.
 
-    Raises ModelFormatError that names the file and the wrong tensor or node.
+    Raises:
+        ModelFormatError: the file is invalid; the message names the tensor or node.
     """
     path = Path(path)
     try:
@@ -236,7 +237,7 @@ class _Reader:
                     f"contains more than {_MAX_NODES} nodes, tensors, inputs or outputs"
                 )
         for name in tensors:
-            inputs.pop(name, None)  # older files list the weights among the inputs
+            inputs.pop(name, None)  # in older files, the inputs include the weights
         return OnnxModel(
             self.path,
             tuple(self.files.values()),
@@ -328,7 +329,7 @@ class _Reader:
                 name = message.text(field, _MAX_NAME)
             elif field.number == 9 or (field.number == 4 and number == 1 and field.wire == 2):
                 inner = message.inner(field, "the data")
-                raw = (inner.start, inner.stop)  # packed floats are the same bytes as raw ones
+                raw = (inner.start, inner.stop)  # packed floats have the same bytes as raw data
             elif field.number in (5, 7):
                 values = (values or []) + message.numbers(field, _MAX_ITEMS)
             elif field.number == 13:
@@ -371,8 +372,9 @@ class _Reader:
     def _external(
         self, what: str, fields: Mapping[str, str], needed: int | None
     ) -> tuple[Path, int, int]:
-        """Return file and range of an external tensor; the file must be in the model's
-        directory.
+        """Return the file and the byte range of an external tensor.
+
+        The file must be in the directory of the model.
         """
         location = fields.get("location", "")
         if not location or location in (".", "..") or any(char in location for char in "/\\:\0"):

@@ -1,6 +1,6 @@
-"""Directories with ONNX files.
+"""Directories with ONNX files, in the layout of onnxruntime-genai or of the hub.
 
-They are onnxruntime-genai's (genai_config.json) or the hub's (config.json and onnx/model_q4.onnx).
+The former have genai_config.json. The latter have config.json and files such as onnx/model_q4.onnx.
 """
 
 from __future__ import annotations
@@ -15,18 +15,19 @@ from kvboost_edge.host.json_file import read_json_object
 __all__ = ["GENAI_CONFIG", "OnnxFolder", "find_onnx"]
 
 GENAI_CONFIG = "genai_config.json"
-# Of several files with the same weights, the smallest with little loss is used. Callers select
-# another one by its path.
+# If several files have the same weights, the smallest one with little loss is used. Callers choose
+# a different one by its path.
 _PREFERRED = ("model_q4.onnx", "model_q4f16.onnx", "model.onnx", "model_fp16.onnx")
 _MAX_NAMED = 10
 
 
 class OnnxFolder(NamedTuple):
-    """Location of a model.
+    """Location of an ONNX model and its configs.
 
     Attributes:
         root: directory of the configs and the tokenizer.
-        genai: path of genai_config.json, if it exists.
+        model: the ONNX file.
+        genai: contents of genai_config.json; None if the file does not exist.
     """
 
     root: Path
@@ -39,10 +40,12 @@ class OnnxFolder(NamedTuple):
 
 
 def find_onnx(path: Path) -> OnnxFolder | None:
-    """Return the ONNX model at a path; None if it is something else.
+    """Return the ONNX model at a path, or None if there is no ONNX model.
 
-    The path is a file, or a directory without other weights. Raises ModelFormatError if there is no
-    config, or several files without a known name.
+    The path is a file, or a directory without other weights.
+
+    Raises:
+        ModelFormatError: there is no config, or several ONNX files have unknown names.
     """
     if path.is_file():
         return _of_file(path)

@@ -1,8 +1,8 @@
 """Config of an ONNX model in transformers' format, and its comparison with the graph.
 
-A directory of onnxruntime-genai lacks config.json. Sizes, norms, scales and RoPE then come from
-the graph, ids and context length from genai_config.json. An existing config.json is used if the
-graph computes the same.
+A directory from onnxruntime-genai has no config.json. In this case, ids and the context length come
+from genai_config.json; sizes, norms, scales and RoPE come from the graph. An existing config.json
+is used if it describes the same computation as the graph.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kvboost_edge.models.onnx.rope_tables import rope_difference, rope_settings
 
 __all__ = ["check_spec", "onnx_config", "outer_config"]
 
-# genai_config.json's type of a model -> transformers' model_type, where they differ.
+# Model type in genai_config.json -> model_type in transformers, where the two differ.
 _TYPES = {"gemma3": "gemma3_text", "mistral3": "mistral"}
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _SIZES = {
@@ -41,7 +41,7 @@ _CLOSE_FACTOR = 1e-3
 
 
 def outer_config(folder: OnnxFolder) -> dict[str, Any]:
-    """Return the config without reading the graph, from config.json or genai_config.json."""
+    """Return the config from config.json or genai_config.json, without reading the graph."""
     if folder.has_config:
         return read_config(folder.root)
     path = folder.root / GENAI_CONFIG
@@ -68,7 +68,7 @@ def outer_config(folder: OnnxFolder) -> dict[str, Any]:
 def onnx_config(folder: OnnxFolder, decoder: Decoder) -> dict[str, Any]:
     """Return the config of a recognized decoder.
 
-    The graph decides whether head and embedding are one tensor.
+    The graph decides whether the head is tied to the embedding.
     """
     config = outer_config(folder)
     if "text_config" in config:
@@ -81,7 +81,7 @@ def onnx_config(folder: OnnxFolder, decoder: Decoder) -> dict[str, Any]:
 
 
 def _of_graph(config: Mapping[str, Any], decoder: Decoder) -> dict[str, Any]:
-    """Return the config that config.json would hold."""
+    """Return the entries of config.json that can be derived from the graph."""
     layer = decoder.layers[0]
     kind = config["model_type"]
     if layer.activation not in _ACTIVATIONS:
@@ -147,8 +147,9 @@ def _ropes(config: Mapping[str, Any], decoder: Decoder) -> dict[str, Any]:
 
 
 def check_spec(spec: ModelSpec, decoder: Decoder) -> None:
-    """Raise ModelFormatError with the first difference between the native runner's computation and
-    the graph.
+    """Raise ModelFormatError if the native runner's computation differs from the graph.
+
+    The message gives the first difference.
     """
     for what, ours, theirs, close in _facts(spec, decoder):
         equal = (
@@ -174,7 +175,7 @@ def check_spec(spec: ModelSpec, decoder: Decoder) -> None:
 
 
 def _facts(spec: ModelSpec, decoder: Decoder) -> Iterator[tuple[str, Any, Any, float]]:
-    """Yield (name, config's value, graph's value, tolerance) of everything except RoPE."""
+    """Yield (name, config's value, graph's value, tolerance) for everything except RoPE."""
     yield "num_hidden_layers", len(spec.layers), len(decoder.layers), 0
     yield "vocab_size", spec.vocab_size, decoder.embedding.shape[0], 0
     yield "hidden_size", spec.hidden_size, decoder.embedding.shape[1], 0
@@ -220,5 +221,5 @@ def _rows(layer: DecoderLayer, name: str) -> int:
 
 
 def _plain(value: float) -> float:
-    """Return the shortest number that is this float32: 1e-06, not 9.999999974752427e-07."""
+    """Return the shortest decimal that rounds to this float32: 1e-06, not 9.999999974752427e-07."""
     return float(str(np.float32(value)))

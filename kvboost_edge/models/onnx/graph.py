@@ -1,7 +1,7 @@
-"""Queries on a graph for the recognition of a decoder.
+"""Queries on an ONNX graph, used to recognize a decoder.
 
-They find the node that makes a value, constants, norms and matrices. Matching nodes are marked as
-seen. A node that no query asked for is not understood, and the model is refused.
+They find constants, norms, matrices, and the node that computes a value. Nodes that match are
+marked as seen. If any node is left unseen at the end, the model is refused.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _CASTS = (1, 10, 16)  # to float32, float16 and bfloat16
 
 
 class Rows(NamedTuple):
-    """Rows [start, stop) of a matrix in the file, or entries of a vector."""
+    """Rows [start, stop) of a matrix in the file, or elements of a vector."""
 
     matrix: OnnxMatrix
     start: int
@@ -35,7 +35,7 @@ class Rows(NamedTuple):
 
 
 class Linear(NamedTuple):
-    """Linear layer x W^T + bias, of which a later operator takes the outputs [start, stop)."""
+    """Linear layer x W^T + bias. Only its outputs [start, stop) are used."""
 
     matrix: OnnxMatrix
     bias: OnnxMatrix | None
@@ -56,7 +56,7 @@ class Norm(NamedTuple):
     """RMS norm.
 
     Attributes:
-        source: value that is normalized, a key of `Graph.summands`.
+        source: value that is normalized, as a key for `Graph.summands`.
     """
 
     weight: OnnxMatrix
@@ -65,7 +65,10 @@ class Norm(NamedTuple):
 
 
 class Graph:
-    """Queries on the graph of one model. ModelFormatError names a node that was not expected."""
+    """Queries on the graph of one model.
+
+    If a query finds an unexpected node, it raises ModelFormatError, which names the node.
+    """
 
     def __init__(self, model: OnnxModel) -> None:
         self.model = model
@@ -81,8 +84,9 @@ class Graph:
         return ModelFormatError(f"{self.model.path}: {problem}")
 
     def maker(self, value: str) -> tuple[OnnxNode, int] | None:
-        """Return the node that makes a value, and the index of its output; casts between floats are
-        skipped.
+        """Return the node that computes a value, and the index of the node's output.
+
+        Casts between float types are skipped.
         """
         for _ in range(_MAX_CASTS):
             found = self._maker.get(value)
@@ -97,7 +101,7 @@ class Graph:
         return None
 
     def expect(self, value: str, *ops: str) -> OnnxNode:
-        """Return the node that makes a value; it must have one of the types."""
+        """Return the node that computes a value, which must be of one of the types `ops`."""
         found = self.maker(value)
         if found is None:
             raise self.error(f"no node makes value {value!r}, expected {' or '.join(ops)}")
@@ -108,7 +112,7 @@ class Graph:
         return node
 
     def input(self, node: OnnxNode, index: int) -> str:
-        """Return a required input."""
+        """Return the name of a required input."""
         if index >= len(node.inputs) or not node.inputs[index]:
             raise self.error(f"{node} lacks its input {index}")
         return node.inputs[index]
@@ -117,7 +121,7 @@ class Graph:
         return node.inputs[index] if index < len(node.inputs) else ""
 
     def tensor(self, value: str) -> OnnxTensor | None:
-        """Return a weight, or the value of a Constant."""
+        """Return a weight or the value of a Constant node, or None for a computed value."""
         found = self.model.tensors.get(value)
         if found is not None:
             return found
@@ -128,7 +132,7 @@ class Graph:
         return tensor if isinstance(tensor, OnnxTensor) else None
 
     def weight(self, node: OnnxNode, index: int) -> OnnxTensor:
-        """Return an input that must be a weight of the file."""
+        """Return an input that must be a weight in the file."""
         name = self.input(node, index)
         found = self.tensor(name)
         if found is None:
@@ -136,21 +140,23 @@ class Graph:
         return found
 
     def scalar(self, value: str) -> float | None:
-        """Return the number that a constant value holds; None for other values."""
+        """Return the number in a constant with one element, or None for other values."""
         tensor = self.tensor(value)
         if tensor is None or tensor.count != 1 or tensor.dtype not in FLOATS:
             return None
         return float(read_whole(tensor).reshape(-1)[0])
 
     def sizes(self, value: str) -> list[int]:
-        """Return the integers that a constant value holds; [] if it is computed."""
+        """Return the integers in a constant, or [] for a computed value."""
         tensor = self.tensor(value)
         if tensor is None or tensor.dtype not in ("I64", "I32") or tensor.count > 16:
             return []
         return [int(size) for size in read_whole(tensor).reshape(-1)]
 
     def scaled(self, value: str) -> tuple[str, float]:
-        """Return a value without its constant factor, and the factor (1 without one)."""
+        """Split a value into an unscaled value and its constant factor, which is 1 if there is
+        none.
+        """
         found = self.maker(value)
         if found is None or found[0].op not in ("Mul", "Div") or len(found[0].inputs) != 2:
             return value, 1.0
@@ -171,7 +177,7 @@ class Graph:
         return inner, factor
 
     def linear(self, value: str) -> Linear:
-        """Return the matrix that makes a value, or the part of its outputs."""
+        """Return the linear layer that computes a value, with the outputs that are used."""
         found = self.maker(value)
         if found is not None and found[0].op == "Split":
             node, index = found
@@ -240,9 +246,7 @@ class Graph:
         return float(value)
 
     def _part(self, node: OnnxNode, index: int, size: int) -> tuple[int, int]:
-        """Return the range of `size` outputs that a Split along the last axis gives as output
-        `index`.
-        """
+        """Return the range that output `index` of a Split has along the last axis."""
         self.seen.add(node.index)
         axis = self.integer(node, "axis", 0)
         given = (
@@ -261,7 +265,7 @@ class Graph:
         return found is not None and found[0].op in _NORMS and found[1] == 0
 
     def norm(self, value: str) -> Norm:
-        """Return the RMS norm that makes a value."""
+        """Return the RMS norm that computes a value."""
         node = self.expect(value, *_NORMS)
         is_skip = node.op == _SKIP
         if is_skip and self.optional(node, 3):
@@ -275,14 +279,14 @@ class Graph:
         return Norm(weight, self.number(node, "epsilon", 1e-5), source)
 
     def stream(self, value: str) -> str:
-        """Return the key of a value of the residual stream; one sum has several names."""
+        """Return a unique key for a value of the residual stream, which may have several names."""
         found = self.maker(value)
         if found is not None and found[0].op == _SKIP and found[1] == 3:
             return _sum_of(found[0])
         return value if found is None else found[0].outputs[found[1]]
 
     def summands(self, key: str) -> tuple[str, str] | None:
-        """Return the summands of a sum of the residual stream; None for other values."""
+        """Return the two summands of a sum in the residual stream, or None for other values."""
         if key.startswith("\0"):
             node = self.model.nodes[int(key[1:])]
             return self.input(node, 0), self.input(node, 1)
@@ -297,8 +301,12 @@ class Graph:
         return self.input(found[0], 0), self.input(found[0], 1)
 
     def mark_ancestors(self, value: str, ops: tuple[str, ...], inputs: tuple[str, ...]) -> None:
-        """Mark all nodes that make a value; they must have these types and begin at these graph
-        inputs.
+        """Mark all nodes that contribute to a value as seen.
+
+        Args:
+            value: name of the value.
+            ops: allowed types of these nodes.
+            inputs: allowed inputs of the graph.
         """
         waiting = [value]
         known = set()
@@ -321,7 +329,7 @@ class Graph:
             waiting += node.inputs
 
     def check_all_seen(self) -> None:
-        """Raise ModelFormatError for a node that no query asked for."""
+        """Raise ModelFormatError if a node has not been marked as seen."""
         for node in self.model.nodes:
             if node.index not in self.seen and node.op != "Constant":
                 raise self.error(f"{node} is not part of a decoder that the native runner supports")

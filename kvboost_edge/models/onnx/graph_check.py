@@ -1,4 +1,4 @@
-"""Check of an ONNX file before loading: its tensors fit the config, and no number is NaN."""
+"""Check of ONNX tensors before loading: they fit the config, and no number is NaN or infinite."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def check_onnx(
     *,
     cache_dir: Path | None = None,
 ) -> WeightSummary:
-    """Check a model against its config, as `check_weights` checks a directory.
+    """Check the tensors of a model against its config, as `check_weights` does for a directory.
 
-    All floats and scales of a recognized decoder must be finite. The result is stored in the cache
-    directory. Other graphs may hold infinite numbers, such as masks, so their results are checked
-    instead.
+    All floats and scales of a recognized decoder must be finite. The result of this check is
+    cached. Other graphs are not checked, because they may contain infinite constants such as masks.
+    Instead, the runner checks their results.
     """
     files = tuple(part.path for part in model.files)
     if decoder is None:
@@ -61,8 +61,9 @@ def check_onnx(
 
 
 def onnx_types(model: OnnxModel) -> set[str]:
-    """Return the storage types of the weights, from the operators that use them and their
-    dtypes.
+    """Return the storage types of the weights.
+
+    They follow from the operators that use the weights and from dtypes.
     """
     bits = {node.attributes.get("bits", 4) for node in model.nodes if node.op == "MatMulNBits"}
     return {f"{count} bit" for count in bits} or {

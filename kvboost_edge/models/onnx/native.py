@@ -1,4 +1,4 @@
-"""ONNX decoders for the native runner: recognized, described by a config, and compared with it."""
+"""ONNX decoders for the native runner, each with a config that is checked against the graph."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ __all__ = ["OnnxDecoder", "native_decoder"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class OnnxDecoder:
-    """A recognized decoder.
+    """Recognized decoder.
 
     Attributes:
-        tensors: rows of the file's matrices for each tensor of the family, by transformers' names.
-        zeros: sizes of biases that the family has and the file omits because they are zeros.
+        tensors: for each tensor that the family needs, its rows in the matrices of the file.
+        zeros: sizes of biases that the family needs and the file omits because they are zero.
     """
 
     model: OnnxModel
@@ -40,11 +40,11 @@ class OnnxDecoder:
 
 
 def native_decoder(folder: OnnxFolder, model: OnnxModel) -> OnnxDecoder:
-    """Return the decoder of a file.
+    """Return the decoder in an ONNX file.
 
     Raises:
-        ModelFormatError: names a part that the native runner does not support, or would compute
-            differently from the graph.
+        ModelFormatError: the native runner does not support a part of the graph, or would compute
+            it differently; the message names the part.
     """
     found = recognise(model)
     config = onnx_config(folder, found)

@@ -1,6 +1,4 @@
-"""Layout of the KV inputs and outputs (past and present) of an ONNX decoder, which a runner
-binds.
-"""
+"""Layout of past and present KV, the inputs and outputs with which an ONNX decoder passes KV."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ _SHARED = "GroupQueryAttention"
 
 
 class LayerPast(NamedTuple):
-    """Names of a layer's inputs and outputs, keys first, and the shape of its KV."""
+    """Names of a layer's KV inputs and outputs (key, then value), and the size of its KV."""
 
     past: tuple[str, str]
     present: tuple[str, str]
@@ -34,9 +32,9 @@ class PastLayout(NamedTuple):
 
     Attributes:
         dtype: dtype of KV, "float32" or "float16".
-        inputs: types of the other inputs by name, "I64" or "I32".
-        shared: past and present may be one buffer, longer than its content. Otherwise present is
-            past followed by the new tokens.
+        inputs: type ("I64" or "I32") of each input other than past KV, by name.
+        shared: True if past and present may be the same buffer, which may be longer than its
+            content. Otherwise present is past followed by the new tokens.
     """
 
     layers: tuple[LayerPast, ...]
@@ -46,9 +44,12 @@ class PastLayout(NamedTuple):
 
 
 def past_layout(model: OnnxModel, config: Mapping[str, Any]) -> PastLayout:
-    """Return the layout of a graph; the config gives the head size if the graph leaves it open.
+    """Return the layout of past and present KV in a graph.
 
-    Raises ModelFormatError that names an input, output or operator that is not supported.
+    The config gives the head size if the graph does not.
+
+    Raises:
+        ModelFormatError: an input, output or operator is not supported; the message names it.
     """
     _refuse_operators(model)
     found: dict[tuple[int, str], OnnxValue] = {}

@@ -1,4 +1,4 @@
-"""RoPE of an ONNX graph: settings recovered from its tables of cosines and sines."""
+"""RoPE settings recovered from the tables of cosines and sines in an ONNX graph."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvboost_edge.models.onnx.tensors import read_rows
 __all__ = ["rope_difference", "rope_settings"]
 
 Doubles = npt.NDArray[np.float64]
-# Rounding of the tables' own dtype, plus that of their makers' float32.
+# Rounding error of the tables' dtype, plus that of the float32 computation that made them.
 _ROUNDING = {"F32": 1e-4, "F16": 1.5e-3, "BF16": 1e-2}
 _PER_RADIAN = 3e-7
 _THETAS = (1e4, 1e5, 5e5, 1e6, 1e7, 2e6, 3e6, 5e6, 1.5e5, 1.3e5, 1e3, 25e4, 2.5e5)
@@ -27,9 +27,9 @@ Tables = tuple[OnnxTensor, OnnxTensor]
 
 
 def rope_difference(tables: Tables, kind: RopeKind, max_context: int) -> str:
-    """Describe the difference between the tables and a RoPE at positions below `max_context`.
+    """Describe the first difference between tables and a RoPE, at positions below `max_context`.
 
-    The result is "" if they are equal except for rounding.
+    The result is "" if they agree except for rounding errors.
     """
     cosines, sines = tables
     for table in tables:
@@ -56,10 +56,13 @@ def rope_difference(tables: Tables, kind: RopeKind, max_context: int) -> str:
 
 
 def rope_settings(tables: Tables, head_dim: int, max_context: int) -> dict[str, Any]:
-    """Return the `rope_parameters` that make these tables: default, linear, or a divisor for each
-    frequency.
+    """Return `rope_parameters` that reproduce the tables.
 
-    Raises ModelFormatError if none do: frequencies change with the position, or cosines are scaled.
+    The RoPE type is default, linear, or one with a divisor for each frequency.
+
+    Raises:
+        ModelFormatError: no settings reproduce the tables, because frequencies depend on the
+            position or cosines are scaled.
     """
     cosines, sines = tables
     if min(cosines.shape[0], sines.shape[0]) < 2 or cosines.shape != sines.shape:
@@ -113,9 +116,7 @@ def _rounded(value: float) -> float:
 
 
 def _sample(count: int) -> list[int]:
-    """Return the positions that are compared: the first ones, then ever wider apart, and the
-    last.
-    """
+    """Return the positions to compare: the first ones, then at growing distances, and the last."""
     rows = [0, 1]
     step = 1
     while rows[-1] + step < count:

@@ -1,13 +1,13 @@
-"""Tensors of a recognized ONNX decoder under transformers' names, as a weight source.
+"""Weight source for the tensors of a recognized ONNX decoder, under transformers' names.
 
-A matrix of MatMulNBits becomes one of these packed formats (float32 scales are rounded to float16,
-an error of at most 2^-11 of a weight):
+A MatMulNBits matrix becomes one of these packed formats. Float32 scales are rounded to float16,
+with an error of at most 2^-11 of a weight:
 
     4 bits, blocks of at least 32    int4: the same codes, a scale for each group of 32
       with zero points               int4-asym: minimum = scale * zero point, rounded to float16
     8 bits, blocks of at least 32    int8: the same codes
-      with zero points               int8, quantized again: scale = max|w| / 127 of each group of 32
-    blocks of 16                     int8, quantized again
+      with zero points               int8, requantized: scale = max|w| / 127 of each group of 32
+    blocks of 16                     int8, requantized
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = ["OnnxSource", "tensors_of"]
 Floats = npt.NDArray[np.float32]
 Bytes = npt.NDArray[np.uint8]
 GROUP = 32
-# Cached transposed matrices, which are read whole: the most that are packed at the same time.
+# Number of cached transposed matrices, which are read whole. At most this many are packed at once.
 _KEPT = 4
 _FUSED = {
     "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -42,10 +42,11 @@ _FUSED = {
 
 
 def tensors_of(decoder: Decoder, *, fused: bool) -> dict[str, tuple[Rows, ...]]:
-    """Return the rows that make each tensor, by transformers' names.
+    """Return the rows that make up each tensor, by transformers' name.
 
     Args:
-        fused: QKV is one matrix, as are gate and up.
+        decoder: the recognized decoder.
+        fused: True if the family has one matrix for QKV, and one for gate and up.
     """
     found: dict[str, tuple[Rows, ...]] = {"model.embed_tokens.weight": (_whole(decoder.embedding),)}
     for index, layer in enumerate(decoder.layers):
@@ -74,12 +75,11 @@ def _whole(matrix: OnnxMatrix) -> Rows:
 
 
 class OnnxSource:
-    """A `WeightSource` over the files of one ONNX model, which must be unchanged since its graph
-    was read.
+    """`WeightSource` for an ONNX model, whose files must not have changed since the graph was read.
 
     Attributes:
-        zeros: names and sizes of vectors of zeros that the file omits.
-        norm_offset: number that the file's norm weights exceed transformers' by (Gemma's norms
+        zeros: sizes of zero vectors that the file omits, by name.
+        norm_offset: difference between the file's norm weights and transformers' (Gemma's norms
             multiply by 1 + weight).
     """
 
@@ -124,7 +124,7 @@ class OnnxSource:
         return (sum(part.stop - part.start for part in parts), *parts[0].matrix.shape[1:])
 
     def type_of(self, name: str) -> str:
-        """Return the storage type of the tensor, such as "4 bit in blocks of 64"."""
+        """Return the storage type of a tensor, such as "4 bit in blocks of 64"."""
         if name in self._zeros:
             return "zeros"
         return " and ".join(sorted({part.matrix.label for part in self._parts(name)}))
@@ -147,7 +147,9 @@ class OnnxSource:
         return "int8" if kinds == {"int4", "int8"} else None
 
     def rows(self, name: str, start: int = 0, stop: int | None = None) -> Floats:
-        """Return rows [start, stop) as float32: scale * (code - zero point) if quantized."""
+        """Return rows [start, stop) as float32, where quantized weights are scale * (code - zero
+        point).
+        """
         if name in self._zeros:
             return np.zeros((self._zeros[name] if stop is None else stop) - start, dtype=np.float32)
         size = self.shape(name)[0]
@@ -186,9 +188,7 @@ class OnnxSource:
         return found
 
     def _cut(self, name: str, start: int, stop: int) -> list[tuple[Rows, tuple[int, int]]]:
-        """Return the parts that hold rows [start, stop), each with its first and last row in its
-        matrix.
-        """
+        """Return the parts that contain rows [start, stop), each with its row range."""
         size = self.shape(name)[0]
         if not 0 <= start < stop <= size:
             raise ModelFormatError(
@@ -239,12 +239,14 @@ class OnnxSource:
             return QuantRows(kind, codes, halves)
         minima = _as_half(
             _as_half(scales).astype(np.float32) * zeros
-        )  # so that a code at the zero point stays nearly 0
+        )  # use the rounded scale, so that a code at the zero point stays nearly 0
         return QuantRows(kind, codes, halves, np.repeat(minima, times, axis=1)[:, :groups])
 
     def _read(self, matrix: OnnxMatrix, start: int, stop: int) -> tuple[Bytes, Floats, Floats]:
-        """Return codes [rows, inputs], scales and zero points [rows, blocks] of rows [start,
-        stop).
+        """Read rows [start, stop) of a matrix.
+
+        Returns:
+            Codes [rows, inputs], scales [rows, blocks] and zero points [rows, blocks].
         """
         outputs, inputs = matrix.shape
         assert matrix.scales is not None
@@ -264,7 +266,7 @@ class OnnxSource:
         return np.ascontiguousarray(codes[:, :inputs]), scales, zeros
 
     def _find_middle_zeros(self, matrix: OnnxMatrix) -> bool:
-        """Return whether every zero point is the middle of the codes, which is the default."""
+        """Return whether every zero point has the default value, the middle of the code range."""
         if matrix.zeros is None:
             return True
         middle = float(1 << (matrix.bits - 1))
@@ -284,8 +286,13 @@ class OnnxSource:
         return found
 
     def _bytes(self, tensor: OnnxTensor, start: int, stop: int, rows: int) -> Bytes:
-        """Return the bytes of rows [start, stop) of a tensor of `rows` rows, uint8 [rows, bytes of
-        a row].
+        """Return the bytes of rows [start, stop) of a tensor, uint8 [rows, bytes of a row].
+
+        Args:
+            tensor: location of the tensor.
+            start: first row.
+            stop: end of the rows.
+            rows: number of rows in the whole tensor.
         """
         width = (tensor.stop - tensor.start) // rows
         data = np.empty((stop - start, width), dtype=np.uint8)
@@ -294,7 +301,7 @@ class OnnxSource:
 
 
 def _nibbles(packed: Bytes) -> Bytes:
-    """Return [rows, n] as [rows, 2 n], low nibbles first."""
+    """Unpack nibbles, low ones first: [rows, n] -> [rows, 2 n]."""
     codes = np.empty((*packed.shape, 2), dtype=np.uint8)
     np.bitwise_and(packed, 15, out=codes[:, :, 0])
     np.right_shift(packed, 4, out=codes[:, :, 1])
@@ -302,7 +309,7 @@ def _nibbles(packed: Bytes) -> Bytes:
 
 
 def _as_half(values: Floats) -> npt.NDArray[np.float16]:
-    with np.errstate(over="ignore"):  # packing rejects infinity
+    with np.errstate(over="ignore"):  # infinity is rejected during packing
         return values.astype(np.float16)
 
 

@@ -1,4 +1,4 @@
-"""Values of ONNX tensors: floats of any width as float32, and the matrices of MatMulNBits.
+"""Values of ONNX tensors: float types as float32, and MatMulNBits matrices.
 
 MatMulNBits (com.microsoft) has these inputs, with blocks = ceil(K / block_size):
 
@@ -51,12 +51,15 @@ _SMALL = 1 << 16
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class OnnxMatrix:
-    """A matrix, or a vector, of the file.
+    """Matrix or vector in the file.
 
     Attributes:
         shape: shape as in torch, [outputs, inputs] or [size].
-        bits: bits of a code; 0: the weights are floats.
-        transposed: floats that the file holds as [inputs, outputs].
+        bits: bits per code; 0 for float weights.
+        block: number of weights that share a scale.
+        scales: scales of quantized weights.
+        zeros: zero points of quantized weights; None for the default.
+        transposed: True for float weights that the file stores as [inputs, outputs].
     """
 
     weight: OnnxTensor
@@ -92,14 +95,17 @@ def bit_matrix(
     scales: OnnxTensor,
     zeros: OnnxTensor | None,
 ) -> OnnxMatrix:
-    """Return the matrix of a MatMulNBits or GatherBlockQuantized.
+    """Return the matrix of a MatMulNBits or GatherBlockQuantized node.
 
     Args:
-        where: beginning of error messages.
-        size: outputs, inputs, bits and block size.
+        where: prefix for error messages.
+        size: number of outputs, number of inputs, bits, and block size.
+        weight: codes.
+        scales: scales.
+        zeros: zero points; None for the default.
 
     Raises:
-        ModelFormatError: the tensors do not fit the sizes, or the form is not supported.
+        ModelFormatError: the tensors do not match `size`, or the format is not supported.
     """
     outputs, inputs, bits, block = size
     if bits not in (4, 8):
@@ -148,8 +154,10 @@ def float_matrix(where: str, weight: OnnxTensor, *, transposed: bool) -> OnnxMat
 
 
 def read_whole(tensor: OnnxTensor, limit: int = _SMALL) -> npt.NDArray[Any]:
-    """Return a small tensor, floats as float32; raise ModelFormatError for more than `limit`
-    elements.
+    """Return a small tensor, with floats converted to float32.
+
+    Raises:
+        ModelFormatError: the tensor has more than `limit` elements or another type.
     """
     if tensor.values is not None:
         return np.array(tensor.values, dtype=np.int64).reshape(tensor.shape)
@@ -164,7 +172,7 @@ def read_whole(tensor: OnnxTensor, limit: int = _SMALL) -> npt.NDArray[Any]:
 
 
 def as_float32(dtype: str, data: bytes | npt.NDArray[np.uint8]) -> npt.NDArray[Any]:
-    """Return bytes as numbers: float types become float32, integers stay."""
+    """Convert bytes to numbers. Float types become float32, and integers keep their type."""
     stored = np.frombuffer(data, dtype=_STORED[dtype])
     if dtype == "BF16":
         return (stored.astype(np.uint32) << np.uint32(16)).view(np.float32)

@@ -1,7 +1,7 @@
-"""Protobuf's wire format as ONNX files use it: numbered fields, never past the end of a message.
+"""Reader for the parts of the protobuf wire format that ONNX files use.
 
-Nothing is copied, and reading does not recurse. A field that is a message or a string is a byte
-range, which the caller reads or skips.
+Nothing is copied, and the reader does not recurse. A field that contains a message or a string is a
+byte range, which the caller reads or skips.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _FLOAT = struct.Struct("<f")
 
 
 class ProtobufField(NamedTuple):
-    """A field: the `value` of a varint, or bytes [start, stop) of the file."""
+    """Field of a message: the `value` of a varint, or bytes [start, stop) of the file."""
 
     number: int
     wire: int
@@ -34,10 +34,12 @@ class ProtobufField(NamedTuple):
 
 
 class Message(NamedTuple):
-    """Bytes [start, stop) of a file, read as a message. ModelFormatError names file and position.
+    """Message in bytes [start, stop) of a file.
+
+    Errors are ModelFormatError and give the file and the position.
 
     Attributes:
-        what: description of the message in errors.
+        what: description of the message for errors.
     """
 
     data: mmap.mmap | bytes
@@ -79,12 +81,12 @@ class Message(NamedTuple):
         )
 
     def inner(self, field: ProtobufField, what: str) -> Message:
-        """Return a field as a message."""
+        """Return the message in a field. `what` describes it in errors."""
         self._expect(field, _BYTES)
         return Message(self.data, self.path, field.start, field.stop, what)
 
     def text(self, field: ProtobufField, limit: int) -> str:
-        """Return a field as a string of at most `limit` bytes."""
+        """Return the string in a field, at most `limit` bytes long."""
         self._expect(field, _BYTES)
         if field.stop - field.start > limit:
             raise self.error(
@@ -104,12 +106,12 @@ class Message(NamedTuple):
         return _signed(field.value)
 
     def real(self, field: ProtobufField) -> float:
-        """Return a float of 4 bytes."""
+        """Return a 32-bit float."""
         self._expect(field, _FOUR)
         return float(_FLOAT.unpack_from(self.data, field.start)[0])
 
     def numbers(self, field: ProtobufField, limit: int) -> list[int]:
-        """Return a repeated integer, packed or one of many; at most `limit`."""
+        """Return the integers in a field: one integer, or a packed list of at most `limit`."""
         if field.wire == _VARINT:
             return [_signed(field.value)]
         self._expect(field, _BYTES)
@@ -124,7 +126,7 @@ class Message(NamedTuple):
         return found
 
     def reals(self, field: ProtobufField, limit: int) -> list[float]:
-        """Return a repeated float, packed or one of many; at most `limit`."""
+        """Return the floats in a field: one float, or a packed list of at most `limit`."""
         if field.wire == _FOUR:
             return [self.real(field)]
         self._expect(field, _BYTES)

@@ -1,1 +1,1 @@
-"""Packed weights: planned, packed in the kernels' layout, and stored in one checked file."""
+"""Packed weights: planned, packed in the layout of the kernels, and cached in a checked file."""

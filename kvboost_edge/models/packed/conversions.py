@@ -1,4 +1,4 @@
-"""Errors of converting a quantized checkpoint's tensors to packed formats."""
+"""Errors caused by converting the tensors of a quantized checkpoint to packed formats."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ __all__ = ["ConversionError", "conversion_error", "log_conversions"]
 _LOG = logging.getLogger(__name__)
 _SAMPLE_BYTES = 4 << 20
 _MUCH = 1.2
-# Size of the matrix whose packed bytes are compared with the file's.
+# Size of an example matrix, whose packed bytes per weight are compared with those of the file.
 _ROWS = 1024
 _INPUTS = 4096
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ConversionError:
-    """Relative error of a tensor in a packed format: |difference| / |tensor| in the Euclidean norm.
+    """Relative error of a converted tensor, |difference| / |tensor| in the Euclidean norm.
 
     It is 0 for an exact conversion.
     """
@@ -37,11 +37,12 @@ class ConversionError:
 
 
 def conversion_error(source: WeightSource, name: str, kind: str) -> ConversionError:
-    """Return the error of a matrix in the packed format `kind`, measured on its first rows (up to 4
-    MB of floats).
+    """Return the error of a matrix in the packed format `kind`.
+
+    It is measured on the first rows of the matrix, up to 4 MB of floats.
     """
     if FORMATS[kind].block_bytes:
-        return ConversionError(source.type_of(name), kind, 0.0)  # the file's own bits
+        return ConversionError(source.type_of(name), kind, 0.0)  # the blocks of the file are kept
     count, width = source.shape(name)
     rows = max(1, min(count, _SAMPLE_BYTES // (4 * width)))
     stored = source.rows(name, 0, rows)
@@ -64,12 +65,12 @@ def conversion_error(source: WeightSource, name: str, kind: str) -> ConversionEr
 
 
 def log_conversions(plan: Sequence[PackEntry], source: WeightSource) -> None:
-    """Log a line for each inexact pair of file type and packed format of a quantized checkpoint.
+    """Log the conversions of a quantized checkpoint that lose precision or take more memory.
 
-    A line states the number of tensors and the error of the first one. A tensor that shares a
-    matrix with a wider one takes the wider one's format. An exact conversion is logged if it takes
-    more than `_MUCH` times the file's bytes. Floats are not logged, because their format was chosen
-    by the caller.
+    There is one line for each pair of file type and packed format, with the number of tensors and
+    the error of the first one. Exact conversions are logged if the result is more than `_MUCH`
+    times as large. Float tensors are not logged, because the user chose their format. A tensor may
+    be converted because it shares a matrix with a tensor in a wider format.
     """
     if not is_quantized(source):
         return

@@ -1,13 +1,16 @@
-"""Packed weights: one memory-mapped file per (model, format) in the cache directory, or memory
-alone.
+"""Packed weights, kept in one memory-mapped file per (model, format) in the cache directory.
+
+If the file cannot be stored, the weights are packed into memory. The file has this layout:
 
     8 bytes magic | u32 version | u32 header length | JSON header | sections, each at a multiple of
     64 | digest
 
-The header names the model's fingerprint, the format, and every section. The digest, xxh3-128 over
-the xxh3-128 of every 8 MB, covers all bytes before it. A file is written under another name and
-renamed when complete. It is checked against its digest whenever its stamp (size, times, inode)
-differs from that of the last check. A file that fails any check is written again.
+The header contains the fingerprint of the model, the format, and the name of every section. The
+digest covers all bytes before it. It is the xxh3-128 of the xxh3-128 digests of every 8 MB.
+
+A file is written under a temporary name and renamed when complete. It is checked against its digest
+whenever its stamp (size, times, inode) differs from that of the last check. A file that fails a
+check is written again.
 """
 
 from __future__ import annotations
@@ -57,13 +60,13 @@ __all__ = [
 
 _LOG = logging.getLogger(__name__)
 _MAGIC = b"KVBPACK\0"
-# Version of the layout and of the quantization; raise it when either changes.
+# Version of the layout and of the quantization. Increase it when either changes.
 PACKED_VERSION = 4
 MODEL_FACT = "model"
-"""Key of the model's name among the stored facts about a packed file."""
+"""Key for the model's name in the cached facts about a packed file."""
 _ALIGN = 64
 _DIGEST_BYTES = 16
-_PART_BYTES = 8 << 20  # that one thread digests
+_PART_BYTES = 8 << 20  # bytes that one thread digests at a time
 
 Progress = Callable[[int, int], None]
 
@@ -81,12 +84,15 @@ class Packable(Protocol):
     def fingerprint(self, *, cache_dir: Path | None = None) -> str: ...
 
     def changed_files(self) -> list[str]:
-        """Return the files that changed since the fingerprint was taken."""
+        """Return the files that have changed since the fingerprint was computed."""
         ...
 
 
 class PackedWeights:
-    """A mapped packed file, or the same in memory. Arrays and addresses are valid until `close`."""
+    """Packed weights in a memory-mapped file or in memory.
+
+    Arrays and addresses are valid until `close`.
+    """
 
     def __init__(self, mapped: mmap.mmap, sections: dict[str, tuple[int, int]]) -> None:
         self._mapped = mapped
@@ -97,24 +103,25 @@ class PackedWeights:
 
     @property
     def region(self) -> Region:
-        """Memory region of all sections."""
+        """Memory region that contains all sections."""
         return Region(self._base, self.nbytes)
 
     def address(self, name: str) -> int:
-        """Return the address of a section, a multiple of 64; 0 if it does not exist."""
+        """Return the address of a section, a multiple of 64, or 0 if there is no such section."""
         found = self._sections.get(name)
         return 0 if found is None else self._base + found[0]
 
     def array(self, name: str) -> npt.NDArray[np.uint8]:
-        """Return the bytes of a section (a view)."""
+        """Return the bytes of a section as a view."""
         if self._data is None:
             raise ModelFormatError("the packed weights are closed")
         start, size = self._sections[name]
         return self._data[start : start + size]
 
     def close(self) -> None:
-        """Unmap the file. If arrays of it are still in use, it is unmapped with the last of
-        them.
+        """Unmap the file.
+
+        If arrays are still in use, the file is unmapped when the last of them is freed.
         """
         self._data = None
         with contextlib.suppress(BufferError):
@@ -122,7 +129,7 @@ class PackedWeights:
 
 
 class _Job(NamedTuple):
-    """Weights to be packed."""
+    """Packing job: the model, its plan, and how to pack it."""
 
     model: Packable
     plan: Sequence[PackEntry]
@@ -142,22 +149,23 @@ def load_packed(
     num_threads: int | None = None,
     progress: Progress | None = None,
 ) -> PackedWeights:
-    """Return the packed weights of a model, from the cache directory or packed now.
+    """Return the packed weights of a model, from the cache or newly packed.
 
     Args:
-        cache_dir: directory of packed files. With `NO_CACHE`, or if it is not writable or full,
-            weights are packed into memory; the latter is logged as a warning.
+        model: the model.
+        plan: entries to pack, see `pack_plan`.
+        weights: weight format.
+        cache_dir: directory for packed files. With `NO_CACHE`, weights are packed into memory. If
+            the directory is not writable or full, they are too, and a warning is logged.
+        num_threads: threads for packing; by default, as many as the machine offers.
         progress: called with (bytes done, total bytes) while packing.
-        num_threads: threads for packing; None: all of the machine's.
 
     Raises:
-        ModelFormatError: the checkpoint does not fit the plan, holds weights that the format cannot
-            represent, or changes meanwhile.
+        ModelFormatError: the checkpoint does not fit the plan, contains weights that the format
+            cannot represent, or changes during packing.
         CapacityError: the system refuses the memory.
     """
-    fingerprint = model.fingerprint(
-        cache_dir=cache_dir
-    )  # the packed weights match the fingerprint, or are refused
+    fingerprint = model.fingerprint(cache_dir=cache_dir)  # packed weights must match it
     header = _header(plan, fingerprint, weights)
     job = _Job(
         model,
@@ -187,13 +195,13 @@ def load_packed(
 
 
 def packed_path(fingerprint: str, weights: str, cache_dir: Path | None = None) -> Path:
-    """Return the path of a model's packed weights in a format."""
+    """Return the path of a model's packed weights in a weight format."""
     directory = (cache_dir if cache_dir is not None else cache_directory()) / "packed"
     return directory / f"{fingerprint[:40]}-{weights}.kvpack"
 
 
 def free_bytes(directory: Path) -> int:
-    """Return the free disk space for a directory that may not exist yet; 0 if unknown."""
+    """Return the free disk space in bytes for a directory that need not exist; 0 if unknown."""
     for path in (directory, *directory.parents):
         if path.is_dir():
             try:
@@ -204,7 +212,7 @@ def free_bytes(directory: Path) -> int:
 
 
 def _pack_into_memory(job: _Job) -> PackedWeights:
-    """Pack into anonymous memory that is private to this process."""
+    """Pack into anonymous private memory."""
     size = _size(job.header)
     try:
         if sys.platform == "win32":
@@ -226,8 +234,10 @@ def _pack_into_memory(job: _Job) -> PackedWeights:
 
 
 def _pack_into_file(job: _Job, path: Path, cache_dir: Path | None) -> PackedWeights:
-    """Write the file under another name, verify and rename it; OSError if the directory is not
-    writable.
+    """Write the packed weights to a temporary file, verify it and rename it to `path`.
+
+    Raises:
+        OSError: the directory is not writable, or the disk is full.
     """
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     if path.is_dir():
@@ -250,7 +260,7 @@ def _pack_into_file(job: _Job, path: Path, cache_dir: Path | None) -> PackedWeig
 
 
 def _take(path: Path, own: FileStamp, job: _Job, cache_dir: Path | None) -> PackedWeights:
-    """Return the file just written, or the equal one of another process that replaced it."""
+    """Open the file just written, or an equal file with which another process replaced it."""
     with open(path, "rb") as file:
         stamp = FileStamp.of_open(file, path)
         if (stamp.inode, stamp.modified_ns, stamp.size) == (own.inode, own.modified_ns, own.size):
@@ -267,7 +277,8 @@ def _take(path: Path, own: FileStamp, job: _Job, cache_dir: Path | None) -> Pack
 def _header(plan: Sequence[PackEntry], fingerprint: str, weights: str) -> bytes:
     """Return the bytes before the first section.
 
-    They depend on the plan alone, so an old file is recognized by comparing them.
+    They depend only on the fingerprint, format and plan, so comparing them reveals an outdated
+    file.
     """
     sections: dict[str, tuple[int, int]] = {}
     offset = 0
@@ -298,14 +309,16 @@ def _size(header: bytes) -> int:
 
 
 def _facts(name: str) -> dict[str, Any]:
-    """Return the stored facts about a valid file: the version that checked it, and its model."""
+    """Return the facts to cache about a valid file: the version that checked it, and the model's
+    name.
+    """
     return {"packed": PACKED_VERSION, **({MODEL_FACT: name} if name else {})}
 
 
 def _open_checked(
     path: Path, header: bytes, cache_dir: Path | None, name: str = ""
 ) -> PackedWeights | None:
-    """Return the file if it exists, has this header, and is valid."""
+    """Return the weights in the file, or None if it is missing, outdated or damaged."""
     try:
         with open(path, "rb") as file:
             stamp = FileStamp.of_open(file, path)
@@ -348,20 +361,20 @@ def _digest(file: IO[bytes], size: int) -> bytes:
 
 
 def _places(header: bytes) -> dict[str, tuple[int, int]]:
-    """Return the offset and size of each section in the file."""
+    """Return the offset and the size of each section in the file."""
     sections = _fields(header)["sections"]
     return {name: (len(header) + start, size) for name, (start, size) in sections.items()}
 
 
 def _map(file: IO[bytes], header: bytes) -> PackedWeights:
-    hold_open(file)  # the mapping keeps it open
+    hold_open(file)  # keep the file open as long as it is mapped
     return PackedWeights(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), _places(header))
 
 
 def _write(file: IO[bytes], job: _Job, path: Path) -> None:
-    """Write header, sections, and the digest of the data read back.
+    """Write the header, the sections, and the digest of the data as read back.
 
-    Gaps between sections are holes, which read as zeros.
+    Gaps between sections become holes, which read as zeros.
     """
     size = _size(job.header)
     target = FileAt(file)
@@ -389,9 +402,9 @@ def _write(file: IO[bytes], job: _Job, path: Path) -> None:
 
 
 def _pack(job: _Job, put: Callable[[int, npt.NDArray[np.uint8]], None], target: str) -> None:
-    """Pack all entries, and `put` them and the header at their offsets.
+    """Pack all entries, and pass them and the header to `put` with their offsets.
 
-    This happens a few megabytes at a time, in any order and on several threads.
+    Entries are packed in pieces of a few megabytes, on several threads and in any order.
     """
     total = _size(job.header)
     places = _places(job.header)

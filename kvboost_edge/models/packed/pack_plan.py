@@ -1,6 +1,6 @@
-"""Pack plan: the list of packed entries for a model's spec and a weight format.
+"""Pack plan: the list of entries to pack for a model's spec and a weight format.
 
-Each entry names its tensors, format and size.
+An entry is a matrix or vector of the packed file. It gives its tensors, its format and its size.
 """
 
 from __future__ import annotations
@@ -42,24 +42,25 @@ WEIGHT_FORMATS = tuple(
 )
 """Formats that can be requested for the matrices of layers, widest first."""
 STORED = "auto"
-"""Weight format that keeps the stored format of each tensor, for quantized checkpoints."""
+"""Weight format that keeps the stored format of each tensor in a quantized checkpoint."""
 VECTOR = "vector"
 ROUTER_KIND = "f32"
-"""Format of router matrices. A wrongly selected expert costs more than these bytes."""
-# From narrow to wide. int8 is used for tensors that no other format represents, and for float
+"""Format of router matrices, in full precision because selecting a wrong expert is costly."""
+# Ordered from narrow to wide. int8 serves tensors that no other format represents, and float
 # matrices of a quantized checkpoint.
 _WIDENING = tuple(name for name, form in FORMATS.items() if not form.is_float)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PackEntry:
-    """Packed matrix of stacked `parts`, or float32 vector of concatenated parts.
+    """Entry of a pack plan: a matrix of stacked tensors, or a float32 vector of concatenated
+    tensors.
 
     Attributes:
-        parts: pairs of (tensor name, rows).
-        inputs: columns; 0 for a vector.
+        parts: the tensors, as pairs (tensor name, rows).
+        inputs: number of columns; 0 for a vector.
         kind: one of `FORMATS`, or "vector".
-        offset: amount added to a vector's values.
+        offset: number added to each value of a vector.
     """
 
     name: str
@@ -74,8 +75,9 @@ class PackEntry:
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        """Bytes of the codes (or floats), scales and minima; vectors are zero-padded to a multiple
-        of 32.
+        """Bytes of the codes (or floats), of the scales and of the minima.
+
+        Vectors are zero-padded to a multiple of 32 values.
         """
         if self.kind == VECTOR:
             return -(-self.rows // 32) * 32 * 4, 0, 0
@@ -83,19 +85,22 @@ class PackEntry:
 
     @property
     def sections(self) -> tuple[tuple[str, int], ...]:
-        """Names and sizes of the entry's sections in a packed file."""
+        """Name and size of each section that the entry has in a packed file."""
         names = (self.name, f"{self.name}.scales", f"{self.name}.minima")
         return tuple((name, size) for name, size in zip(names, self.sizes, strict=True) if size)
 
 
 def pack_plan(spec: ModelSpec, weights: str, source: WeightSource | None = None) -> list[PackEntry]:
-    """Return the entries of a model in the order of use. A tied head is the entry "embed" itself.
+    """Return the pack plan of a model, in the order of use. A tied head uses the entry "embed".
+
+    With STORED, a matrix of tensors in several formats takes the widest of them. QKV in formats
+    that can share a panel becomes several entries instead, see `run_name`.
 
     Args:
-        weights: one of WEIGHT_FORMATS; with int4 and int4-asym the head and the embedding are int8.
-            Or STORED, for a quantized `source`: each matrix keeps the format of its tensors. A
-            matrix of several tensors takes the widest of their formats. QKV in different formats
-            that share a panel becomes several entries, see `run_name`.
+        spec: spec of the model.
+        weights: one of WEIGHT_FORMATS, or STORED to keep the formats of a quantized `source`. With
+            int4 and int4-asym, the head and the embedding are int8.
+        source: the tensors, required for STORED.
     """
     if weights == STORED:
         if source is None or not is_quantized(source):
@@ -110,7 +115,7 @@ def pack_plan(spec: ModelSpec, weights: str, source: WeightSource | None = None)
 
 
 def _entries(spec: ModelSpec, weights: str) -> list[PackEntry]:
-    """Return the entries in a format that is the same for all matrices of a kind."""
+    """Return the entries for a weight format other than STORED."""
     outer = "int8" if FORMATS[weights].bits < 8 else weights
     vocab = (("model.embed_tokens.weight", spec.vocab_size),)
     plan = [PackEntry("embed", outer, vocab, spec.hidden_size)]
@@ -135,31 +140,32 @@ def _entries(spec: ModelSpec, weights: str) -> list[PackEntry]:
 
 
 def is_quantized(source: WeightSource) -> bool:
-    """Return whether any tensor of the checkpoint is stored quantized."""
+    """Return whether the checkpoint has any quantized tensor."""
     return any(source.kind(name) is not None for name in source.names())
 
 
 def holds_exactly(kind: str, stored: str | None) -> bool:
-    """Return whether the packed format `kind` represents tensors of format `stored` (None: floats)
-    exactly.
+    """Return whether the packed format `kind` represents a stored format exactly.
+
+    Args:
+        kind: packed format.
+        stored: format of the tensor; None for floats.
     """
     return stored is not None and kind in (stored, *FORMATS[stored].exact_in)
 
 
 def plan_bytes(plan: Sequence[PackEntry]) -> int:
-    """Return the size of all sections, which is the memory that the packed weights take."""
+    """Return the total size of all sections in bytes, which is the memory that the weights take."""
     return sum(size for entry in plan for size in entry.sizes)
 
 
 def kinds_of(plan: Sequence[PackEntry]) -> set[int]:
-    """Return the kinds of the matrices, in the kernels' numbering."""
+    """Return the formats of all matrices as numbers, as the kernels use them."""
     return {FORMATS[entry.kind].kind for entry in plan if entry.kind != VECTOR}
 
 
 def plan_label(plan: Sequence[PackEntry], weights: str) -> str:
-    """Return the name of a plan's weights: the requested format, or those of STORED
-    ("int4+int8").
-    """
+    """Return a label for a plan's weight format, such as "int8", or "int4+int8" for STORED."""
     if weights != STORED:
         return weights
     return "+".join(
@@ -168,7 +174,9 @@ def plan_label(plan: Sequence[PackEntry], weights: str) -> str:
 
 
 def run_name(name: str, index: int) -> str:
-    """Return the name of entry `index` of a matrix split into runs of rows with a format each."""
+    """Return the name of entry `index` of a matrix that is split because its tensors differ in
+    format.
+    """
     return name if index == 0 else f"{name}+{index}"
 
 
@@ -182,7 +190,7 @@ def _as_stored(entry: PackEntry, source: WeightSource) -> list[PackEntry]:
             f"{entry.name}: the source contains unknown formats {sorted(unknown)}; supported: "
             f"{_WIDENING}"
         )
-    # Tensors may have different tables, and a tile has one.
+    # Tensors may have different tables, but a tile can only have one.
     in_tiles = all(rows % LANES == 0 for _, rows in entry.parts[:-1])
     alike = all(FORMATS[kind].shares_panel for kind in kinds)
     if alike and entry.name.endswith((".qkv", ".mixer_in")):
@@ -194,9 +202,9 @@ def _as_stored(entry: PackEntry, source: WeightSource) -> list[PackEntry]:
 
 
 def _runs(entry: PackEntry, kinds: Sequence[str]) -> list[PackEntry]:
-    """Return an entry for each run of neighbouring tensors with one format.
+    """Split a matrix into one entry for each run of neighboring tensors in the same format.
 
-    The matrices read the same inputs, in a layout that these formats share.
+    The entries read the same inputs, so their formats must share an input layout.
     """
     runs: list[PackEntry] = []
     for kind, part in zip(kinds, entry.parts, strict=True):
@@ -209,10 +217,12 @@ def _runs(entry: PackEntry, kinds: Sequence[str]) -> list[PackEntry]:
 
 
 def _widest(kinds: set[str], *, in_tiles: bool) -> str:
-    """Return the narrowest format that represents all of them, or int8 (inexact) without one.
+    """Return the narrowest format that represents all formats exactly, or int8 (inexact) if none
+    does.
 
     Args:
-        in_tiles: every tensor starts with a tile.
+        kinds: formats to represent.
+        in_tiles: True if every tensor starts at a tile boundary.
     """
     formats = [kind for kind in _WIDENING if in_tiles or not FORMATS[kind].table]
     holding = (wide for wide in formats if all(holds_exactly(wide, kind) for kind in kinds))
@@ -224,8 +234,9 @@ def _vector(spec: ModelSpec, name: str, tensor: str, count: int) -> PackEntry:
 
 
 def row_tables(spec: ModelSpec) -> list[PackEntry]:
-    """Return the tables read row by row from the checkpoint, never packed; their `kind` is
-    unused.
+    """Return the tables whose rows are read from the checkpoint and never packed.
+
+    The `kind` of these entries has no meaning.
     """
     if spec.per_layer is None:
         return []
@@ -249,7 +260,7 @@ def _layer_plan(spec: ModelSpec, kind: str, index: int) -> list[PackEntry]:
     if layer.attends:
         matrices.append(("qkv", _qkv(spec, index), hidden, spec.qkv_bias))
         matrices.append(("out", ((spec.family.out, hidden),), q_rows, spec.output_bias))
-    if wide:  # for layers with experts, the shared expert's, if it exists
+    if wide:  # in layers with experts, the shared expert
         matrices.append((spec.family.way_in, way_in, hidden, spec.mlp_bias))
         matrices.append(("down", ((down, hidden),), wide, spec.mlp_bias))
     norms = _norm_names(
@@ -294,8 +305,9 @@ def _layer_plan(spec: ModelSpec, kind: str, index: int) -> list[PackEntry]:
 def _experts_plan(
     spec: ModelSpec, experts: Experts, kind: str, source: str, to: str
 ) -> list[PackEntry]:
-    """Return the router, and one matrix of all experts for each projection, with their rows in
-    order.
+    """Return the entries for the router and the experts of a layer.
+
+    For each projection, one matrix contains the rows of all experts in order.
     """
     names = experts.names
     hidden = spec.hidden_size
@@ -331,9 +343,9 @@ def _experts_plan(
 
 
 def _mixer_matrices(spec: ModelSpec) -> list[tuple[str, tuple[tuple[str, int], ...], int, bool]]:
-    """Return the projections of a recurrent layer, in place of "qkv" and "out" of other layers.
+    """Return the projections of a recurrent layer, which it has instead of "qkv" and "out".
 
-    They are the mixer's inputs, which all read the same rows, and its output.
+    The input projections are stacked into one matrix, because they read the same inputs.
     """
     (mixer, names) = spec.named_mixer
     hidden = spec.hidden_size
@@ -347,10 +359,10 @@ def _mixer_matrices(spec: ModelSpec) -> list[tuple[str, tuple[tuple[str, int], .
 
 
 def _mixer_rest(spec: ModelSpec, source: str, to: str) -> list[PackEntry]:
-    """Return the small tensors of a mixer.
+    """Return the entries for the small tensors of a mixer.
 
-    They are its gates (floats, like routers), the taps of its convolution from the oldest input on,
-    [taps + 1, channels], and vectors.
+    They are the gates (floats, like routers), the convolution and vectors. The weights of the
+    convolution are [taps + 1, channels], with the oldest input first.
     """
     mixer, names = spec.named_mixer
     normed = mixer.value_dim * (mixer.value_heads if mixer.norm_groups else 1)
@@ -377,7 +389,9 @@ def _mixer_rest(spec: ModelSpec, source: str, to: str) -> list[PackEntry]:
 
 
 def _qkv(spec: ModelSpec, index: int) -> tuple[tuple[str, int], ...]:
-    """Return the QKV tensors of a layer, with their rows; only queries if it shares KV."""
+    """Return the QKV tensors of a layer with their rows.
+
+    A layer that shares the KV of another layer has only queries."""
     layer = spec.layers[index]
     q_rows = spec.num_heads * layer.head_dim
     kv_rows = layer.num_kv_heads * layer.head_dim
@@ -400,11 +414,12 @@ def _named(
 
 
 def _norm_names(spec: ModelSpec, *, mixes: bool, mlp: bool) -> dict[str, str]:
-    """Return the checkpoint's names of a layer's norms by their position.
+    """Return the tensor names of a layer's norms by their position.
 
     Args:
-        mixes: the layer mixes tokens.
-        mlp: the layer has an MLP after that.
+        spec: spec of the model.
+        mixes: True if the layer mixes tokens.
+        mlp: True if the layer has an MLP.
     """
     found = _all_norm_names(spec)
     return {to: name for to, name in found.items() if (mixes if to.startswith("attn_") else mlp)}
@@ -428,9 +443,10 @@ def _all_norm_names(spec: ModelSpec) -> dict[str, str]:
 def check_tensors(
     plan: Sequence[PackEntry], source: WeightSource, tables: Sequence[PackEntry] = ()
 ) -> None:
-    """Raise ModelFormatError unless the checkpoint has exactly the tensors of plan and tables.
+    """Check that the checkpoint has exactly the tensors of a plan and of tables, in their shapes.
 
-    Every tensor must have its shape, and no weights may be unused.
+    Raises:
+        ModelFormatError: a tensor is missing, has another shape, or would be unused.
     """
     used = set()
     for entry in (*plan, *tables):
@@ -442,7 +458,7 @@ def check_tensors(
                     f"{source.shape(tensor)}, expected {expected} by the config"
                 )
             used.add(tensor)
-    ignored = {"lm_head.weight"}  # a tied head that was saved anyway
+    ignored = {"lm_head.weight"}  # tied, but saved anyway
     left = {
         name
         for name in source.names() - used - ignored
@@ -466,9 +482,10 @@ def check_tensors(
 
 
 def _is_of_sharing_layer(name: str, used: set[str]) -> bool:
-    """Return whether a tensor belongs to the KV projections of a layer that shares another's KV.
+    """Return whether a tensor is a KV projection or norm of a layer that uses KV from another
+    layer.
 
-    Files contain them although they are unused.
+    Files contain these tensors although they are unused.
     """
     layer, _, rest = name.partition(".self_attn.")
     return (

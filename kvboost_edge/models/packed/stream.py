@@ -1,8 +1,8 @@
-"""Stream of packed entries: rows are read and packed a few megabytes at a time, on several threads.
+"""Packing of a plan as a stream: rows are read and packed in pieces of a few megabytes, on threads.
 
-Quantized tensors keep their codes if the entry's format represents them exactly. Everything else is
-quantized from float32. Weights that a format cannot represent, including NaN and infinity, raise
-ModelFormatError.
+Quantized tensors keep their codes if the format of the entry represents them exactly. All others
+are quantized from float32. ModelFormatError is raised for weights that a format cannot represent,
+including NaN and infinity.
 """
 
 from __future__ import annotations
@@ -36,11 +36,13 @@ from kvboost_edge.models.weights.source import QuantRows, WeightSource
 
 __all__ = ["EntryRows", "pack_stream", "packing_bytes", "packing_entries", "pieces_of", "read_rows"]
 
-_PIECE_BYTES = 4 << 20  # float32 bytes of rows that a thread packs at once
-_ALL_PIECES = 64 << 20  # float32 bytes of all threads; many threads take smaller pieces
-# Pieces of working memory per thread: stored bytes, floats, codes and the packed result.
+_PIECE_BYTES = 4 << 20  # float32 bytes of the rows that a thread packs at a time
+_ALL_PIECES = (
+    64 << 20
+)  # float32 bytes of the pieces of all threads; with many threads, pieces are smaller
+# Working memory per thread, in pieces: stored bytes, floats, codes and the packed result.
 _WORKING_PIECES = 8
-_PIECES_PER_THREAD = 2  # pieces in flight per thread, so that no thread waits for the writer
+_PIECES_PER_THREAD = 2  # pieces in flight per thread, to avoid waiting for the writer
 
 _NOTHING = np.empty(0, dtype=np.uint8)
 
@@ -50,10 +52,12 @@ Floats = npt.NDArray[np.float32]
 def packing_entries(
     plan: Sequence[PackEntry], source: WeightSource, tables: Sequence[PackEntry] = ()
 ) -> list[KernelEntry]:
-    """Return the kernel entries, slowest to compile first.
+    """Return the kernel entries that packing a plan needs, slowest to compile first.
 
     Args:
-        tables: tables that are read row by row.
+        plan: entries to pack.
+        source: the tensors.
+        tables: tables whose rows are read one by one.
     """
     found = set()
     for entry in plan:
@@ -75,7 +79,9 @@ def packing_entries(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EntryRows:
-    """Rows [start, stop) of an entry. All pieces but an entry's last hold whole tiles."""
+    """Rows [start, stop) of an entry, packed as one piece. Only the last piece may have a partial
+    tile.
+    """
 
     entry: PackEntry
     start: int
@@ -87,7 +93,7 @@ class EntryRows:
 
     @property
     def parts(self) -> list[tuple[str, int, int]]:
-        """Tensors of the rows, each with its first and last row."""
+        """Tensors that contain the rows, each with a row range."""
         found = []
         first = 0
         for tensor, rows in self.entry.parts:
@@ -102,7 +108,7 @@ class EntryRows:
 def pieces_of(plan: Sequence[PackEntry], num_threads: int = 1) -> Iterator[EntryRows]:
     """Yield the entries in order, split into pieces.
 
-    A piece boundary falls on a tensor boundary wherever that is also a tile boundary.
+    Pieces end at tensor boundaries where these are also tile boundaries.
     """
     piece_bytes = _piece_bytes(num_threads)
     for entry in plan:
@@ -121,8 +127,8 @@ def pieces_of(plan: Sequence[PackEntry], num_threads: int = 1) -> Iterator[Entry
             start = stop
 
 
-# Kernels, and memory held between pieces. One thread, whose pieces take 46 MB, was measured at 71
-# to 77 MB.
+# Memory of the kernels and of data held between pieces. With one thread, whose pieces take 46 MB,
+# the total was measured at 71 to 77 MB.
 _BASE_BYTES = 32 << 20
 
 
@@ -131,12 +137,11 @@ def _piece_bytes(num_threads: int) -> int:
 
 
 def packing_bytes(num_threads: int) -> int:
-    """Return the most memory that packing takes in addition to the packed weights.
+    """Return the peak memory in bytes that packing takes, in addition to the packed weights.
 
-    It does not depend on tensor sizes: even a tensor of all experts of a layer is read a few
-    megabytes at a time. Vectors are small and packed whole. Not counted are expert matrices that
-    the file holds transposed (gpt-oss's as floats). Two of these are held whole as float32, in
-    addition to the one that is read.
+    It does not depend on tensor sizes, because tensors are read a few megabytes at a time. Vectors
+    are small and packed whole. Expert matrices that the file stores transposed (gpt-oss as floats)
+    are not included. In addition to the one being read, two of them are held as float32.
     """
     waiting = _PIECES_PER_THREAD * num_threads + 1
     return _BASE_BYTES + (waiting + _WORKING_PIECES * num_threads) * _piece_bytes(num_threads)
@@ -148,11 +153,14 @@ def pack_stream(
     num_threads: int,
     put: Callable[[EntryRows, PackedRows], None] | None = None,
 ) -> Iterator[tuple[EntryRows, PackedRows]]:
-    """Yield all pieces of a plan in order with their bytes.
+    """Yield all pieces of a plan in order, with their packed bytes.
 
     Args:
-        put: called with each piece on the thread that packed it, in any order, before it is
-            yielded. Writing on one thread would take a third of the time on two cores.
+        plan: entries to pack.
+        source: the tensors.
+        num_threads: number of packing threads.
+        put: called with each piece before it is yielded, in any order, on the thread that packed
+            it. If one thread did all the writing, it would take a third of the time on two cores.
     """
 
     def pack(piece: EntryRows) -> PackedRows:
@@ -184,16 +192,17 @@ def _next(
 
 
 def read_rows(piece: EntryRows, source: WeightSource) -> Floats:
-    """Return the rows as float32, with matrix parts stacked and vector parts concatenated.
+    """Return the rows of a piece as float32, with tensors stacked or concatenated.
 
-    Raises ModelFormatError for weights that the entry's format cannot represent.
+    Raises:
+        ModelFormatError: the entry's format cannot represent a weight.
     """
     rows = [_checked(source, *part, piece.entry.kind) for part in piece.parts]
     return _joined(rows)
 
 
 def _joined(parts: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:
-    """Return the stacked parts; a single part, the usual case, is not copied."""
+    """Stack arrays. A single array, the usual case, is not copied."""
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
@@ -206,8 +215,8 @@ def _pack(piece: EntryRows, source: WeightSource) -> PackedRows:
         blocks = [_stored(source, *part, entry.kind).codes for part in piece.parts]
         return pack_blocks(_joined(blocks), entry.kind)
     if form.table:
-        # The rows belong to one tensor: in these entries each tensor starts with a tile, and pieces
-        # end there.
+        # The rows belong to one tensor, because in these entries tensors start at tile boundaries
+        # and pieces end there.
         (part,) = piece.parts
         rows = _stored(source, *part, entry.kind)
         return pack_codes(rows.codes, rows.scales, None, entry.kind, rows.table)
@@ -264,7 +273,7 @@ def _checked(source: WeightSource, tensor: str, start: int, stop: int, kind: str
 
 
 def _stored(source: WeightSource, tensor: str, start: int, stop: int, kind: str) -> QuantRows:
-    """Return quantized rows unchanged, in a format that represents them exactly."""
+    """Return the stored codes of rows, in the format `kind`, which represents them exactly."""
     rows = source.quant_rows(tensor, start, stop)
     if rows.kind != kind:
         rows = _widened(rows, kind)
@@ -277,7 +286,7 @@ def _stored(source: WeightSource, tensor: str, start: int, stop: int, kind: str)
 
 
 def _widened(rows: QuantRows, kind: str) -> QuantRows:
-    """Return rows in another format that represents them exactly."""
+    """Convert quantized rows to another format that represents them exactly."""
     stored = FORMATS[rows.kind]
     form = FORMATS[kind]
     rows = rows._replace(kind=kind)
@@ -289,20 +298,20 @@ def _widened(rows: QuantRows, kind: str) -> QuantRows:
     if form.table:
         return rows._replace(table=np.arange(stored.lowest, stored.highest + 1, dtype=np.int8))
     if form.minima:
-        with np.errstate(over="ignore"):  # `_stored` finds infinity
+        with np.errstate(over="ignore"):  # `_stored` checks for infinity
             return rows._replace(minima=rows.scales * np.float16(stored.offset))
     return rows._replace(codes=rows.codes + np.uint8(form.offset - stored.offset))
 
 
 def _with_fifth_bits(codes: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
-    """Return Q4_K blocks as Q5_K blocks, with zeros as fifth bits (32 bytes after the scales)."""
+    """Convert Q4_K blocks to Q5_K blocks by inserting 32 zero bytes of fifth bits."""
     blocks = codes.reshape(-1, FORMATS["q4k"].block_bytes)
     none = np.zeros((len(blocks), BLOCK_WEIGHTS // 8), dtype=np.uint8)
     return np.concatenate([blocks[:, :16], none, blocks[:, 16:]], axis=1).reshape(len(codes), -1)
 
 
 def _unpacked(packed: PackedRows, rows: int, inputs: int, kind: str) -> QuantRows:
-    """Return packed rows as plain rows, so that they can share a tile with others."""
+    """Convert packed rows back to plain rows, which can then share a tile with other rows."""
     form = FORMATS[kind]
     signed = unpack_codes(packed.codes, rows, inputs, form.bits)[:rows, :inputs]
     codes = (signed.astype(np.int16) + (1 << form.bits - 1)).astype(np.uint8)

@@ -1,4 +1,4 @@
-"""Error of packed weights against the checkpoint, tensor by tensor."""
+"""Errors of packed weights, measured against the checkpoint for each matrix."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class WeightReport:
     """Errors of all matrices of a model in a weight format.
 
     Attributes:
-        nbytes: size of the packed sections, including vectors.
+        nbytes: size of the packed sections in bytes, including vectors.
     """
 
     weights: str
@@ -66,7 +66,7 @@ class WeightReport:
 
     @property
     def relative(self) -> float:
-        """Relative L2 error over all matrices together."""
+        """Relative L2 error over all matrices."""
         energy = sum(matrix.energy for matrix in self.matrices)
         return (
             float((sum(matrix.error for matrix in self.matrices) / energy) ** 0.5)
@@ -90,10 +90,11 @@ class WeightReport:
 def weight_error(
     model: Packable, weights: str, *, progress: Progress | None = None
 ) -> WeightReport:
-    """Pack a model's matrices in memory and compare each with the checkpoint's weights, in float64.
+    """Pack a model's matrices in memory and compare each with the checkpoint, in float64.
 
     Args:
-        weights: as in `pack_plan`.
+        model: the model.
+        weights: weight format, see `pack_plan`.
         progress: called with (bytes packed, total bytes).
 
     Raises:
@@ -114,7 +115,7 @@ def measure_plan(
     *,
     progress: Progress | None = None,
 ) -> WeightReport:
-    """Return the report of a plan; `weights` is only its name."""
+    """Return the errors of a plan. `weights` is the format's name for the report."""
     matrices = [entry for entry in plan if entry.kind != VECTOR]
     total = sum(sum(entry.sizes) for entry in matrices)
     done = 0

@@ -1,1 +1,1 @@
-"""Weight sources: the tensors of a checkpoint, checked before they are read."""
+"""Weight sources, which check the tensors of a checkpoint and read them."""

@@ -1,8 +1,8 @@
-"""Weight source for 4-bit AWQ and GPTQ checkpoints, which keeps their codes.
+"""Weight source for 4-bit AWQ and GPTQ checkpoints that keeps their codes.
 
     weight[out, in] = scale[group, out] * (code - zero[group, out])
 
-Layouts, with 8 nibbles in each int32 word, lowest first:
+Each int32 word contains 8 nibbles, lowest first:
 
     AWQ ("gemm")  qweight int32 [in, out / 8], qzeros int32 [groups, out / 8]; the nibbles of a
                   word are columns 0 2 4 6 1 3 5 7
@@ -10,8 +10,9 @@ Layouts, with 8 nibbles in each int32 word, lowest first:
                   [groups, out / 8] in order, stored minus 1 ("gptq") or unchanged ("gptq_v2")
     both          scales float16 [groups, out]
 
-A tensor whose zero points are all 8 becomes int4, exactly. Others become int4-asym with minimum =
-scale * zero, rounded to float16. The error is at most scale * zero / 2048, equal within a group.
+A tensor becomes int4 if its zero points are all 8, which is exact. Otherwise it becomes int4-asym
+with minimum = scale * zero, rounded to float16. The rounding error is at most scale * zero / 2048,
+and equal for all weights of a group.
 """
 
 from __future__ import annotations
@@ -36,19 +37,19 @@ Floats = npt.NDArray[np.float32]
 Bytes = npt.NDArray[np.uint8]
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 _PARTS = (".qweight", ".qzeros", ".scales", ".g_idx")
-# Cached words and scales: enough for four tensors, the most that are packed at the same time.
+# Number of cached qweight and scales tensors: two for each of the up to four packed at once.
 _KEPT = 8
 _MIDDLE = 8  # zero point of a symmetric tensor
 
 
 class PackedQuantSource:
-    """`WeightSource` that shows "m.qweight" and its related tensors as "m.weight" [out, in]."""
+    """`WeightSource` that presents "m.qweight" and related tensors as "m.weight" [out, in]."""
 
     def __init__(self, model_dir: Path | str, config: Mapping[str, Any]) -> None:
         self._layout = packed_layout(config)
         self._files = SafetensorsSource(model_dir)
-        # These files store rows as columns. A tensor is read whole and cached while its rows are
-        # read.
+        # The files store rows as columns, so a tensor is read whole and cached while its rows are
+        # used.
         self._whole = functools.lru_cache(maxsize=_KEPT)(self._files.stored)
         try:
             names = self._files.names()
@@ -73,8 +74,10 @@ class PackedQuantSource:
         self._files.__exit__(kind, error, trace)
 
     def names(self) -> set[str]:
-        """Return the tensor names, without the zero biases that some writers add to layers without
-        one.
+        """Return the tensor names.
+
+        Biases that are all zero are left out, because some writers add them to layers without a
+        bias.
         """
         found = {f"{module}.weight" for module in self._packed}
         for name in self._files.names():
@@ -91,8 +94,9 @@ class PackedQuantSource:
         return self._files.shape(name) if module is None else self._shapes[module]
 
     def rows(self, name: str, start: int = 0, stop: int | None = None) -> Floats:
-        """Return rows [start, stop) as float32. Packed rows are scale * (code - zero), without
-        rounding of the minima.
+        """Return rows [start, stop) as float32.
+
+        Quantized rows are scale * (code - zero), without the rounding of int4-asym minima.
         """
         module = self._module(name)
         if module is None:
@@ -150,7 +154,7 @@ class PackedQuantSource:
         return module if module != name and module in self._packed else None
 
     def _check(self, module: str) -> tuple[int, int]:
-        """Check the parts of a packed tensor against one another and return its shape [out, in]."""
+        """Check that the parts of a quantized tensor match, and return its shape [out, in]."""
         first, last = self._files.stored_shape(f"{module}.qweight", "I32", 2)
         awq = self._layout.method == "awq"
         inputs, outputs = (first, 8 * last) if awq else (8 * first, last)
@@ -179,7 +183,11 @@ class PackedQuantSource:
     def _read(
         self, module: str, start: int, stop: int
     ) -> tuple[Bytes, npt.NDArray[np.float16], Bytes]:
-        """Return rows [start, stop): codes [rows, in], scales and zero points [rows, groups]."""
+        """Read rows [start, stop) of a quantized tensor.
+
+        Returns:
+            Codes [rows, in], scales [rows, groups] and zero points [rows, groups].
+        """
         outputs = self._shapes[module][0]
         if not 0 <= start < stop <= outputs:
             raise self._error(module, "qweight", f"has no rows {start} to {stop} of {outputs}")
@@ -198,8 +206,9 @@ class PackedQuantSource:
         )
 
     def _zeros_of(self, module: str) -> Bytes:
-        """Return the zero points, uint8 [out, groups]. They are cached: they are small and decide
-        the tensor's format.
+        """Return the zero points, uint8 [out, groups].
+
+        They are cached because they are small and decide the format of the tensor.
         """
         known = self._zeros.get(module)
         if known is None:
@@ -226,8 +235,9 @@ def _nibble(words: npt.NDArray[np.int32], index: int) -> Bytes:
 
 
 def _nibbles(words: npt.NDArray[np.int32], order: tuple[int, ...] | range) -> Bytes:
-    """Unpack words [n, words] to uint8 [n, 8 * words]. Nibble i, lowest first, is column order[i]
-    of its word's eight.
+    """Unpack nibbles: int32 [n, words] -> uint8 [n, 8 * words].
+
+    Nibble i of a word, lowest first, becomes column order[i] of the word's eight columns.
     """
     codes = np.empty((*words.shape, 8), dtype=np.uint8)
     for index, column in enumerate(order):

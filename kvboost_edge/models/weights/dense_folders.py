@@ -1,5 +1,5 @@
-"""Dense projections after the pooling of an embedding model, one folder each, as
-sentence-transformers stores them.
+"""Dense projections that an embedding model applies after pooling, in sentence-transformers'
+folders.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _IDENTITY = "Identity"
 
 
 def read_dense(folders: Sequence[Path], config: Mapping[str, Any]) -> Matrices:
-    """Return the matrices of these folders. The first has the config's hidden size as inputs.
+    """Return the matrices in these folders, in order.
 
     Raises:
-        ModelFormatError: names the folder of a projection with a bias or an activation, or whose
-            inputs are not the outputs of the one before.
+        ModelFormatError: a projection has a bias or an activation, or its inputs do not match the
+            outputs of the previous one; the message names the folder.
     """
     found = tuple(_read(folder) for folder in folders)
     check_dense(found, config, [str(folder) for folder in folders])
@@ -40,7 +40,9 @@ def read_dense(folders: Sequence[Path], config: Mapping[str, Any]) -> Matrices:
 
 
 def check_dense(matrices: Matrices, config: Mapping[str, Any], names: Sequence[str]) -> None:
-    """Check that each matrix takes the outputs of the one before.
+    """Check that the inputs of each matrix match the outputs of the previous one.
+
+    The first matrix takes the hidden size as inputs.
 
     Args:
         matrices: matrices in order.
@@ -48,7 +50,8 @@ def check_dense(matrices: Matrices, config: Mapping[str, Any], names: Sequence[s
         names: name of each matrix, for messages.
 
     Raises:
-        ModelFormatError: names the matrix whose shape does not fit or that has NaN or infinity.
+        ModelFormatError: a matrix does not match, or contains NaN or infinity; the message names
+            it.
     """
     inputs = size_of(text_config(config), "hidden_size")
     for matrix, name in zip(matrices, names, strict=True):

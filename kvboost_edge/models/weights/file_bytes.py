@@ -1,7 +1,8 @@
 """Reads of large files into private buffers.
 
-Nothing is mapped. A file that is truncated, or whose disk fails, while it is read raises an error
-instead of killing the process with SIGBUS. Its pages do not count as memory of this process.
+Files are not memory-mapped. If a file is truncated or its disk fails while it is read, an error is
+raised, whereas a mapping would kill the process with SIGBUS. Pages of the file do not count as
+memory of this process.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ __all__ = ["FileBytes", "check_stamped", "open_stamped"]
 
 
 class FileBytes:
-    """Open file that any number of threads can read at any offset. Errors are ModelFormatError and
-    name the file.
+    """Open file that any number of threads can read at any offset.
+
+    Errors are ModelFormatError and name the file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -49,20 +51,19 @@ class FileBytes:
             )
 
     def announce(self, starts: Iterable[int], count: int) -> None:
-        """Tell the system that `count` bytes at each offset will be read, so that a disk reads them
-        together.
-        """
+        """Announce reads of `count` bytes at each offset, so that the system can combine them."""
         if hasattr(os, "posix_fadvise"):
-            with contextlib.suppress(OSError):  # some file systems do not support it
+            with contextlib.suppress(OSError):  # not supported by some file systems
                 for start in starts:
                     os.posix_fadvise(self._file.fileno(), start, count, os.POSIX_FADV_WILLNEED)
 
     def check_unchanged(self) -> None:
-        """Check that the file was not written to or truncated since it was opened. A moved or
-        renamed file can still be read.
+        """Check that the file was not modified since it was opened.
+
+        A file that was moved or renamed can still be read.
 
         Raises:
-            ModelFormatError: the file changed.
+            ModelFormatError: the file was modified or truncated.
         """
         now = os.fstat(self._file.fileno())
         if (now.st_size, now.st_mtime_ns) != (self.stamp.size, self.stamp.modified_ns):
@@ -76,7 +77,7 @@ class FileBytes:
 
 
 def check_stamped(files: Iterable[tuple[Path, FileStamp]], what: str) -> None:
-    """Make the checks of `open_stamped` without opening the files."""
+    """Check files as `open_stamped` does, without opening them."""
     for path, stamp in files:
         try:
             found = FileStamp.of(path)
@@ -86,14 +87,14 @@ def check_stamped(files: Iterable[tuple[Path, FileStamp]], what: str) -> None:
 
 
 def open_stamped(files: Iterable[tuple[Path, FileStamp]], what: str) -> list[FileBytes]:
-    """Open these files and return them in order.
+    """Open files and return them in order.
 
     Args:
-        files: paths, with the stamps of the files at an earlier read.
-        what: part that was read then, for messages.
+        files: paths, each with the stamp of the file when it was first read.
+        what: name of the part that was read then, for messages.
 
     Raises:
-        ModelFormatError: a file is missing or has another stamp. No file stays open.
+        ModelFormatError: a file is missing or has another stamp. In this case no file stays open.
     """
     with contextlib.ExitStack() as stack:
         opened: list[FileBytes] = []

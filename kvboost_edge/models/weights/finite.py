@@ -1,4 +1,4 @@
-"""Search for NaN and infinity in a tensor on disk, by exponent bits, in one streaming pass."""
+"""Search for NaN and infinity in a tensor on disk, in one streaming pass over the exponent bits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 __all__ = ["DTYPE_BITS", "first_non_finite"]
 
-# Bits of an element, by dtype name of the format.
+# Element type and exponent bits, by dtype name in the file format.
 DTYPE_BITS: dict[str, int] = {
     **dict.fromkeys(("F64", "I64", "U64", "C64"), 64),
     **dict.fromkeys(("F32", "I32", "U32"), 32),
@@ -18,22 +18,22 @@ DTYPE_BITS: dict[str, int] = {
     **dict.fromkeys(("F8_E4M3", "F8_E5M2", "F8_E8M0", "I8", "U8", "BOOL"), 8),
     "F4": 4,
 }
-# A number whose exponent bits are all set is NaN or infinite.
+# All exponent bits of NaN and infinity are set.
 _EXPONENTS: dict[str, tuple[type[np.unsignedinteger], int]] = {
     "F64": (np.uint64, 0x7FF0_0000_0000_0000),
     "F32": (np.uint32, 0x7F80_0000),
     "F16": (np.uint16, 0x7C00),
     "BF16": (np.uint16, 0x7F80),
 }
-# Fits the L2 cache, and is large enough to hide the overhead of calls.
+# Fits in the L2 cache, and is large enough to amortize the cost of calls.
 _CHUNK_BYTES = 1 << 18
 
 
 def first_non_finite(path: Path, dtype: str, start: int, stop: int) -> int | None:
-    """Return the index of the first element in bytes [start, stop) that is NaN or infinite, or
+    """Return the index of the first NaN or infinite element in bytes [start, stop) of a file, or
     None.
 
-    Integer and 8-bit types count as finite.
+    Integers and 8-bit types are not searched.
 
     Raises:
         OSError: the file ends early.
@@ -42,7 +42,7 @@ def first_non_finite(path: Path, dtype: str, start: int, stop: int) -> int | Non
         return None
     kind, exponent = _EXPONENTS[dtype]
     mask = kind(exponent)
-    # Private buffers, not a mapping: mapped pages would count as memory of this process.
+    # Read into private buffers, because mapped pages would count as memory of this process.
     chunk: npt.NDArray[Any] = np.empty(_CHUNK_BYTES // np.dtype(kind).itemsize, dtype=kind)
     scratch = np.empty_like(chunk)
     raw = chunk.data.cast("B")

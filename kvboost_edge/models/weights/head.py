@@ -1,4 +1,4 @@
-"""Detection of tied or separate output heads if a config is silent or contradicts the files."""
+"""Detection of tied and separate output heads when the config is unclear or wrong."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ _BYTES_AT_ONCE = 1 << 24
 def with_found_head(
     config: Mapping[str, Any], model_dir: Path, *, is_embedding: bool
 ) -> Mapping[str, Any]:
-    """Return the config with `tie_word_embeddings` corrected by the files.
+    """Return the config with `tie_word_embeddings` corrected according to the files.
 
     The files decide in these cases:
 
     - An embedding model may have been saved without its unused head.
     - The parts of a composite config disagree.
-    - The config ties the head to the embedding, or does not say, and the files have another head,
-      such as a fine-tuned one.
+    - The config ties the head to the embedding or does not say, but the files contain a different
+      head, such as a fine-tuned one.
     """
     said = [part.get("tie_word_embeddings") for part in _parts(config)]
     if is_nested(config):
         unknown = (
             None in said or said[0] != said[1]
-        )  # versions of transformers differ in which part counts
+        )  # transformers versions differ in which part they use
     else:
         unknown = is_embedding and not said[0] and not config.get("quantization_config")
     if unknown:
@@ -64,9 +64,9 @@ def _parts(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
 
 
 def _other_head(model_dir: Path) -> Path | None:
-    """Return the file with a head that differs from the embedding.
+    """Return the file that contains a head different from the embedding, or None.
 
-    None without one, and if files cannot be read, which is reported when weights are read.
+    The result is also None if files cannot be read. That error is reported when weights are read.
     """
     try:
         with SafetensorsSource(model_dir, split_experts=False) as source:
@@ -77,7 +77,7 @@ def _other_head(model_dir: Path) -> Path | None:
 
 
 def _differ(source: SafetensorsSource) -> bool:
-    """Return whether head and embedding differ in shape or any number."""
+    """Return whether head and embedding differ in their shape or in any number."""
     shape = source.shape(_HEAD)
     if source.shape(_EMBEDDING) != shape or len(shape) != 2:
         return True

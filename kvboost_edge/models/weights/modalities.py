@@ -1,4 +1,4 @@
-"""Tensor names of composite models: which belong to the language model, and their names in it."""
+"""Tensor names in composite models, and their names in the language model alone."""
 
 from __future__ import annotations
 
@@ -12,24 +12,22 @@ __all__ = ["counted_parts", "is_other_part", "text_names"]
 _OTHER = re.compile(
     r"(?:^|\.)(vision_\w+|visual|audio_\w+|multi_modal_projector|embed_vision|embed_audio)\.|^(mtp)\."
 )
-# Prefix of the language model in current files, and in those of earlier versions of transformers.
+# Prefix of the language model in current files, or in files of earlier transformers versions.
 _INSIDE = re.compile(r"^(?:model\.language_model\.|language_model\.model\.)")
-_AHEAD = "mtp."  # layers for multi-token prediction, which are not used
+_AHEAD = "mtp."  # layers for multi-token prediction, which are unused
 _HEAD = re.compile(r"^language_model\.(?=lm_head\.)")
 
 
 def is_other_part(name: str) -> bool:
-    """Return whether a tensor belongs to a vision or audio part, or to layers for multi-token
-    prediction.
-    """
+    """Return whether a tensor belongs to a vision or audio part or to multi-token prediction."""
     return _OTHER.search(name) is not None
 
 
 def text_names(names: Iterable[str]) -> Mapping[str, str]:
-    """Map names in the file to names in the language model alone, for its tensors.
+    """Return a mapping from tensor names in the files to names in the language model alone.
 
-    If no language model is nested, the result has all names except layers for multi-token
-    prediction, unchanged or mapped to Llama's.
+    For a composite model, it contains only the tensors of the language model. For other models, it
+    contains all tensors except those for multi-token prediction, under Llama's names.
     """
     names = list(names)
     if not any(_INSIDE.match(name) for name in names):
@@ -45,7 +43,7 @@ def _in_llamas_words(name: str) -> str:
 
 
 def counted_parts(names: Iterable[str]) -> dict[str, int]:
-    """Return the number of tensors of each other part, by the part's name."""
+    """Return the number of tensors in each part other than the language model."""
     counts: dict[str, int] = {}
     for name in names:
         found = _OTHER.search(name)

@@ -2,8 +2,8 @@
 
     weight = 2 ** (exponent - 128) * TABLE[code]
 
-The exponent is a byte. Codes have 4 bits, two in a byte. As int4t they are exact if the scale is a
-float16.
+The exponent is a byte, and each byte of codes contains two 4-bit codes. The conversion to int4t is
+exact if the scale can be represented as a float16.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
 
 TABLE = np.array((0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12), dtype=np.int8)
-"""Doubled E2M1 value of each code."""
+"""Weight of each code, which is twice its E2M1 value."""
 LEAST_WEIGHT = 12 * 2.0**-25
-"""Limit up to which weights may become 0: their scales are below the smallest float16."""
-_LEAST_EXPONENT = 104  # 2 ** -24, the smallest float16
+"""Weights below this limit may become 0, because their scale is too small for a float16."""
+_LEAST_EXPONENT = 104  # exponent of 2 ** -24, the smallest float16
 
 
 def float_scales(exponents: Bytes) -> Floats:
-    """Return the exact scale of every block as float32."""
+    """Return the exact scale of each block as float32."""
     wide = exponents.astype(np.uint32)
     tiny = np.uint32(0x00200000) << np.minimum(wide, np.uint32(1))
     bits = np.where(
@@ -34,12 +34,13 @@ def float_scales(exponents: Bytes) -> Floats:
 
 
 def half_scales(exponents: Bytes, codes: Bytes) -> npt.NDArray[np.float16]:
-    """Return the scale of every block as float16: infinity if it is too large, 0 if it is too small
-    or all weights are 0.
+    """Return the scale of each block as float16.
+
+    It is infinite if it is too large, and 0 if it is too small or all weights of the block are 0.
 
     Args:
         exponents: uint8 [...].
-        codes: uint8 [..., bytes of a block], two codes in each byte.
+        codes: uint8 [..., bytes of a block], with two codes in each byte.
     """
     with np.errstate(over="ignore"):
         scales = float_scales(exponents).astype(np.float16)
@@ -54,5 +55,5 @@ def count_lost(exponents: Bytes, codes: Bytes) -> int:
 
 
 def _has_weights(codes: Bytes) -> npt.NDArray[np.bool_]:
-    """Return a mask of the blocks with a nonzero weight. Codes 0 and 8 are zeros of either sign."""
+    """Return a mask of the blocks with any nonzero weight. Codes 0 and 8 stand for zero."""
     return np.asarray((codes & np.uint8(0x77)).any(axis=-1), dtype=np.bool_)

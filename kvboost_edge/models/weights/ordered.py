@@ -1,13 +1,15 @@
-"""Weight sources that reorder and convert a checkpoint's tensors for the kernels.
+"""Weight sources that reorder and convert the tensors of a checkpoint for the kernels.
 
-conv.conv.weight, linear_attn.conv1d.weight   [channels, taps + 1] or [channels, 1, taps + 1]
-                                              to a vector ordered by tap
-linear_attn.A_log                             linear_attn.decay = -exp(A_log); files may also
-                                              store the decay
-mamba.in_proj                                 its rows as separate matrices, see PieceSource
-shared_mlp.input_linear                       its rows as matrices of gate and up
-self_attn.q_proj, each head [query | gate]    self_attn.q_proj and self_attn.output_gate
-self_attn.q_proj, k_proj with paired RoPE     rows in halves, see HalvedSource
+The left column is the tensor in the checkpoint, the right column its form for the kernels:
+
+    conv.conv.weight, linear_attn.conv1d.weight   [channels, taps + 1] or [channels, 1, taps + 1]
+                                                  to a vector ordered by tap
+    linear_attn.A_log                             linear_attn.decay = -exp(A_log); files may also
+                                                  store the decay
+    mamba.in_proj                                 its rows as separate matrices, see PieceSource
+    shared_mlp.input_linear                       its rows as matrices of gate and up
+    self_attn.q_proj, each head [query | gate]    self_attn.q_proj and self_attn.output_gate
+    self_attn.q_proj, k_proj with paired RoPE     rows in halves, see HalvedSource
 """
 
 from __future__ import annotations
@@ -40,13 +42,13 @@ _TURNED = tuple(f".self_attn.{name}_proj.{what}" for name in "qk" for what in ("
 
 
 class HalvedSource(WrappedSource):
-    """`source` with the rows of queries and keys reordered within each head.
+    """`WeightSource` with the rows of queries and keys reordered within each head.
 
-    Of the first 2 * half channels, the even ones come first, then the odd ones; the others stay.
-    Scores are sums over channels, so this changes nothing else.
+    Of the first 2 * half channels, the even ones come first, followed by the odd ones. The other
+    channels keep their order. Attention scores are sums over channels, so they do not change.
 
     Args:
-        source: the checkpoint's tensors, with paired channels (2i, 2i + 1).
+        source: tensors of a checkpoint that rotates the channel pairs (2i, 2i + 1).
         head_dim: size of a head.
         half: number of rotated pairs.
     """
@@ -89,7 +91,7 @@ class HalvedSource(WrappedSource):
         return self._source.stored_rows(name)
 
     def _stored(self, name: str, start: int, stop: int) -> npt.NDArray[np.int64]:
-        """Return the rows of the source that rows [start, stop) are."""
+        """Return the row of the source for each of rows [start, stop)."""
         rows = self.shape(name)[0]
         dim = len(self._order)
         if rows % dim or not 0 <= start < stop <= rows:
@@ -104,10 +106,10 @@ class HalvedSource(WrappedSource):
 def in_kernel_order(
     open_files: Callable[[], WeightSource], config: Mapping[str, Any], describe: Describe
 ) -> WeightSource:
-    """Open the tensors of a checkpoint in the order of the native runner's kernels.
+    """Open the tensors of a checkpoint in the layout of the native runner's kernels.
 
     Args:
-        open_files: function that opens the tensors in the order of the files.
+        open_files: function that opens the tensors in the layout of the files.
         config: object in config.json.
         describe: function that returns the spec of a config.
     """
@@ -129,8 +131,10 @@ def in_kernel_order(
 
 
 class MixerSource(WrappedSource):
-    """`source` with the tensors of mixers and of gated attention in kernel order. Quantized queries
-    and gates keep their codes: whole rows are moved.
+    """`WeightSource` with the tensors of mixers and of gated attention in the layout of the
+    kernels.
+
+    Quantized queries and gates keep their codes, because only whole rows are moved.
     """
 
     def __init__(self, source: WeightSource, spec: ModelSpec) -> None:
@@ -172,7 +176,7 @@ class MixerSource(WrappedSource):
         values = self._source.rows(self._stored_as(name), start, stop)
         if self._stored_as(name) == name:
             return values
-        with np.errstate(over="ignore"):  # infinity is detected when weights are packed
+        with np.errstate(over="ignore"):  # infinity is detected during packing
             decay: Floats = (-np.exp(values.astype(np.float64))).astype(np.float32)
         return decay
 
@@ -193,7 +197,7 @@ class MixerSource(WrappedSource):
         return self._source.stored_rows(name)
 
     def _stored_as(self, name: str) -> str:
-        """Return the name of the source's tensor that holds this one."""
+        """Return the name of the source's tensor that contains this tensor."""
         if name.endswith(_DECAY):
             logs = name.removesuffix(_DECAY) + _LOG
             return logs if logs in self._source.names() else name
@@ -221,8 +225,10 @@ class MixerSource(WrappedSource):
     def _stored(
         self, name: str, start: int, stop: int
     ) -> tuple[tuple[int, int], npt.NDArray[np.int64]]:
-        """Return the range of the source's rows that contains rows [start, stop), and their indices
-        in that range.
+        """Locate rows [start, stop) in the source.
+
+        Returns:
+            The smallest row range that contains them, and the index of each row in that range.
         """
         if not 0 <= start < stop <= self.shape(name)[0]:
             raise ModelFormatError(
@@ -236,8 +242,9 @@ class MixerSource(WrappedSource):
 
 
 def mixer_pieces(mixer: Mixer, names: MixerNames) -> dict[str, int]:
-    """Return the pieces of `names.whole`, whose rows are [z | x | B | C | dt], with the rows of
-    each, in order.
+    """Return the name and number of rows of each piece of `names.whole`, in order.
+
+    The rows of the whole matrix are [z | x | B | C | dt].
     """
     (xbc, z) = names.inputs
     (dt,) = names.gates
@@ -245,17 +252,15 @@ def mixer_pieces(mixer: Mixer, names: MixerNames) -> dict[str, int]:
 
 
 class PieceSource(WrappedSource):
-    """`source` with the matrices named `whole` in each layer split into pieces, in any stored
-    format.
-    """
+    """`WeightSource` with one matrix in each layer split into pieces, in any stored format."""
 
     def __init__(self, source: WeightSource, whole: str, pieces: Mapping[str, int]) -> None:
-        """Split the matrices.
+        """Initialize the source.
 
         Args:
-            source: the checkpoint's tensors.
-            whole: name of the matrices inside a layer.
-            pieces: name and rows of each piece, in the order of the rows.
+            source: tensors of the checkpoint.
+            whole: name of the matrix inside a layer.
+            pieces: number of rows of each piece by name, in the order of the rows.
         """
         super().__init__(source)
         self._whole = f".{whole}."
@@ -310,8 +315,11 @@ class PieceSource(WrappedSource):
         return self._place(name)[0]
 
     def _place(self, name: str) -> tuple[str, int, int]:
-        """Return the source's name of the tensor that holds this one, and the first row and number
-        of rows of the piece.
+        """Locate a piece in the source.
+
+        Returns:
+            Name of the tensor that contains it, its first row, and its number of rows. For a tensor
+                that is not a piece, its own name and zeros.
         """
         for piece, (first, rows) in self._pieces.items():
             if piece in name:

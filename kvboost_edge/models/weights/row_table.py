@@ -1,10 +1,11 @@
-"""Tables with a row per token, such as Gemma 4's per-layer embeddings, of which few rows are read.
+"""Tables with a row per token of which few rows are needed, such as Gemma 4's per-layer embeddings.
 
-The table is not packed and stays in the model's file. Rows are read when their tokens occur. Reads
-go through the file, not through a mapping, so truncation raises an error instead of killing the
-process, and pages do not count as memory of this process. A cached row of 5 KB takes 2.5 us (a
-mapping: 1.5 us, or 12 us on first touch). From a disk it takes 75 us, or 14 us if all rows are
-announced first.
+A table is not packed. It stays in the model's file, and rows are read when their tokens occur. The
+file is read, not memory-mapped. Truncation therefore raises an error instead of killing the
+process, and pages do not count as memory of this process.
+
+A cached row of 5 KB takes 2.5 us (with a mapping 1.5 us, or 12 us on first touch). From disk, it
+takes 75 us, or 14 us if all rows are announced first.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ Floats = npt.NDArray[np.float32]
 Tokens = npt.NDArray[np.int64]
 
 ROW_TYPES = ("F32", "BF16", *DECODED)
-"""Types that can be decoded row by row, of safetensors and of GGUF."""
+"""Types that can be decoded row by row, in safetensors and in GGUF files."""
 
 
 class CheckpointFiles(Protocol):
-    """Part of `Checkpoint` that a table uses."""
+    """Part of `Checkpoint` that a table needs."""
 
     def open_source(self) -> WeightSource: ...
 
@@ -41,7 +42,7 @@ class CheckpointFiles(Protocol):
 
 
 class RowTable:
-    """Rows of one tensor, read on demand from any number of threads."""
+    """Rows of one tensor, which any number of threads can read on demand."""
 
     def __init__(self, file: FileBytes, stored: StoredRows, num_rows: int, width: int) -> None:
         self.num_rows = num_rows
@@ -51,19 +52,19 @@ class RowTable:
 
     @classmethod
     def open(cls, model: CheckpointFiles, tensor: str, rows: int, width: int) -> RowTable:
-        """Open a tensor [rows, width] of a type in `ROW_TYPES`.
+        """Open a tensor [rows, width] whose type is in `ROW_TYPES`.
 
         Args:
             model: the checkpoint.
             tensor: name of the tensor.
-            rows: its rows, one per token.
-            width: weights of a row.
+            rows: number of rows, one per token.
+            width: number of weights in a row.
 
         Raises:
-            ModelFormatError: shape or type differ, or a file changed since the fingerprint was
-                computed.
+            ModelFormatError: the shape or type is wrong, or a file changed since the fingerprint
+                was computed.
         """
-        model.fingerprint()  # cached, unless this is its first use
+        model.fingerprint()  # computed on first use, then cached
         with model.open_source() as source:
             stored = source.stored_rows(tensor)
             shape = source.shape(tensor)
@@ -106,7 +107,7 @@ class RowTable:
             token_ids: int64 [n].
 
         Raises:
-            RequestError: an id has no row.
+            RequestError: the table has no row for an id.
             ModelFormatError: see `read_into`.
         """
         out = np.empty((len(token_ids), self.width), dtype=np.float32)
@@ -114,16 +115,16 @@ class RowTable:
         return out
 
     def read_into(self, token_ids: Tokens, out: Floats) -> None:
-        """Read the rows of tokens.
+        """Read the rows of tokens into `out`.
 
         Args:
             token_ids: int64 [n].
             out: float32 [n, width], contiguous.
 
         Raises:
-            RequestError: an id has no row.
-            ModelFormatError: the file was written to or truncated since it was opened. The contents
-                of `out` are undefined.
+            RequestError: the table has no row for an id.
+            ModelFormatError: the file was modified since it was opened. The contents of `out` are
+                then undefined.
         """
         if not len(token_ids):
             return

@@ -1,7 +1,6 @@
-"""Checks of safetensors before anything is loaded: complete, within bounds, consistent with the
-config, finite.
+"""Checks of safetensors before loading: complete, in bounds, consistent with the config, finite.
 
-Memory is allocated for headers only, up to a limit; tensor data is read in small pieces. Pickle
+Memory is allocated only for headers, up to a limit. Tensor data is read in small pieces, and pickle
 files are never opened.
 """
 
@@ -27,29 +26,31 @@ __all__ = ["TensorEntry", "check_weights", "read_header", "weight_files"]
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-# Header limit of the format itself.
+# Header limit in the format's specification.
 _MAX_HEADER_BYTES = 100_000_000
-# Larger headers take seconds to check, so they must describe at least this multiple of their size.
-# An entry takes about 100 bytes, a real tensor thousands.
+# Larger headers take seconds to check. They must describe at least this multiple of their own size
+# in data. An entry takes about 100 bytes, and a real tensor has thousands.
 _SMALL_HEADER_BYTES = 1 << 20
 _DATA_PER_HEADER = 4
-# Mask constant in old GPT-NeoX and GPT-2 checkpoints, -inf in half precision. No model reads it.
+# Mask constant in old GPT-NeoX and GPT-2 checkpoints, which is -inf in half precision. Models do
+# not read it.
 _MASK_CONSTANT = ".masked_bias"
-# Weights per element, by the last word of a tensor's name and its dtype: AWQ and GPTQ, MXFP4.
+# Weights per element in packed tensors, by the last word of the name and the dtype: AWQ and GPTQ,
+# then MXFP4.
 _PACKED = {("qweight", "I32"): 8, ("blocks", "U8"): 2}
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """Tensor of a file.
+    """Entry for a tensor in the header of a file.
 
     Attributes:
-        name: its name in the file.
-        dtype: its dtype, such as "BF16".
-        shape: its shape.
-        start: byte offset of its data in the file.
-        stop: byte offset of the end of its data.
+        name: name in the file.
+        dtype: dtype, such as "BF16".
+        shape: shape.
+        start: byte offset of the data in the file.
+        stop: byte offset of the end of the data.
     """
 
     name: str
@@ -66,17 +67,18 @@ def check_weights(
     check_finite: bool = True,
     cache_dir: Path | None = None,
 ) -> WeightSummary:
-    """Check all weight files of a model directory and their agreement with the config.
+    """Check that the weight files of a model directory are valid and match the config.
 
     Args:
         model_dir: directory of the model.
         config: object in config.json.
-        check_finite: search float tensors for NaN and infinity. A success is cached, so each file
-            is read once.
-        cache_dir: directory of that cache.
+        check_finite: also search float tensors for NaN and infinity. If a file passes, this is
+            cached and the file is not searched again.
+        cache_dir: directory for cached results.
 
     Raises:
-        ModelFormatError: names the file and the tensor.
+        ModelFormatError: a file is invalid or does not match; the message names the file and the
+            tensor.
     """
     directory = Path(model_dir)
     entries: dict[str, tuple[Path, TensorEntry]] = {}
@@ -114,8 +116,9 @@ def check_weights(
 
 
 def weight_files(model_dir: Path) -> list[Path]:
-    """Return the safetensors files of a model directory: the single file, or the shards of its
-    index, sorted by name.
+    """Return the safetensors files of a model directory.
+
+    They are the single file, or the shards in the index, sorted by name.
     """
     single = model_dir / SINGLE_FILE
     index = model_dir / INDEX_FILE
@@ -145,8 +148,9 @@ def weight_files(model_dir: Path) -> list[Path]:
 
 
 def read_header(path: Path) -> list[TensorEntry]:
-    """Return the tensors of a safetensors file in the order of their data, with offsets checked
-    against the file's size.
+    """Return the tensors in a safetensors file, in the order of their data.
+
+    Offsets are checked against the size of the file.
     """
     try:
         size = path.stat().st_size
@@ -200,7 +204,7 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _check_layout(
     path: Path, header: dict[str, Any], data_start: int, size: int
 ) -> list[TensorEntry]:
-    """Check that the data fills the file from the header to the end, without overlap or gap."""
+    """Check that tensor data fills the file after the header, without overlaps or gaps."""
     entries = sorted(
         (_entry(path, name, fields, data_start) for name, fields in header.items()),
         key=lambda e: (e.start, e.stop),

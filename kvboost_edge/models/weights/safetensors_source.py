@@ -1,4 +1,4 @@
-"""Weight source for a directory of safetensors."""
+"""Weight source for a directory with safetensors."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _STORED: dict[str, npt.DTypeLike] = {"F16": np.float16, "I32": np.int32, "U8": n
 
 
 class SafetensorsSource:
-    """`WeightSource` of the float tensors in a model directory, as float32.
+    """`WeightSource` for the float tensors in a model directory.
 
-    Headers are checked on opening. Of a composite model it has the tensors of the language model,
-    under their names there.
+    Headers are checked when the source is opened. For a composite model, it contains the tensors of
+    the language model, under the names that they have in the language model alone.
 
     Attributes:
-        parts: number of tensors of each other part.
+        parts: number of tensors in each part other than the language model.
     """
 
     def __init__(self, model_dir: Path | str, *, split_experts: bool = True) -> None:
@@ -40,8 +40,8 @@ class SafetensorsSource:
 
         Args:
             model_dir: directory of the model.
-            split_experts: show the matrices of each expert as separate tensors, even if the files
-                join them.
+            split_experts: present the matrices of each expert as separate tensors, even if the
+                files store them as one tensor.
         """
         self._stack = contextlib.ExitStack()
         self._entries: _Entries = {}
@@ -63,7 +63,7 @@ class SafetensorsSource:
             raise
 
     def _language_part(self, entries: _Entries) -> _Entries:
-        """Return the tensors of the language model under their names there."""
+        """Return the tensors of the language model, under their names without the outer model."""
         found: _Entries = {}
         for name, to in text_names(entries).items():
             if to in found:
@@ -91,7 +91,7 @@ class SafetensorsSource:
         return self._entry(name)[0].shape
 
     def rows(self, name: str, start: int = 0, stop: int | None = None) -> Floats:
-        """Return rows [start, stop) of the first axis, converted to float32 (a copy)."""
+        """Return rows [start, stop) of the first axis, copied and converted to float32."""
         entry, file = self._entry(name)
         width = int(np.prod(entry.shape[1:], dtype=np.int64))
         stop = entry.shape[0] if stop is None else stop
@@ -104,7 +104,7 @@ class SafetensorsSource:
         return values.reshape(stop - start, *entry.shape[1:])
 
     def kind(self, name: str) -> str | None:
-        """Return None: safetensors hold floats."""
+        """Return None, because the tensors are floats."""
         self._find(name)
         return None
 
@@ -115,12 +115,12 @@ class SafetensorsSource:
         raise ModelFormatError(f"tensor {name!r} is not stored quantized")
 
     def stored_shape(self, name: str, dtype: str, num_dims: int) -> tuple[int, ...]:
-        """Return the shape of a tensor.
+        """Return the shape of a tensor after checking its type.
 
         Args:
             name: name of the tensor.
-            dtype: "I32", "F16" or "U8".
-            num_dims: number of dimensions.
+            dtype: required dtype, "I32", "F16" or "U8".
+            num_dims: required number of dimensions.
 
         Raises:
             ModelFormatError: the tensor has another dtype or number of dimensions.
@@ -134,7 +134,7 @@ class SafetensorsSource:
         return entry.shape
 
     def stored(self, name: str, dtype: str, num_dims: int) -> npt.NDArray[Any]:
-        """Return a whole tensor in its stored dtype, checked as by `stored_shape`."""
+        """Return a whole tensor in its stored dtype, checked like `stored_shape`."""
         shape = self.stored_shape(name, dtype, num_dims)
         return self.stored_span(
             name, dtype, num_dims, 0, int(np.prod(shape, dtype=np.int64))
@@ -143,8 +143,9 @@ class SafetensorsSource:
     def stored_span(
         self, name: str, dtype: str, num_dims: int, first: int, count: int
     ) -> npt.NDArray[Any]:
-        """Return `count` elements from element `first` in the file's order, checked as by
-        `stored_shape`.
+        """Return `count` elements in the file's order, starting at index `first`.
+
+        The tensor is checked like `stored_shape`.
         """
         self.stored_shape(name, dtype, num_dims)
         values = np.empty(count, dtype=_STORED[dtype])
@@ -182,7 +183,7 @@ class SafetensorsSource:
 
 
 def _with_experts(entries: _Entries) -> _Entries:
-    """Split tensors of all experts into tensors of each expert."""
+    """Split each tensor that contains all experts into tensors of the single experts."""
     found: _Entries = {}
     for name, (entry, file) in entries.items():
         pieces = expert_rows(name, entry.shape) or [ExpertRows(name, 0, entry.shape)]

@@ -1,4 +1,4 @@
-"""Checks that the tensors of a checkpoint fit its config: widths, rows and number of layers."""
+"""Checks that the tensors of a checkpoint match its config in width, rows and number of layers."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ def check_shapes(
     *,
     describe: Describe = describe_model,
 ) -> None:
-    """Compare tensor shapes with the config. Tensors of other parts (vision) are ignored.
+    """Compare the shapes of tensors with the config. Tensors of vision and audio parts are ignored.
 
     Args:
         shapes: file and shape of each tensor, by name.
         config: object in config.json.
-        model: directory or file of the whole model, for messages.
+        model: directory or file of the model, for messages.
         said_by: origin of the config, for messages.
         describe: function that returns the spec of a config.
 
     Raises:
-        ModelFormatError: names file, tensor and key.
+        ModelFormatError: a shape does not match; the message names the file, tensor and key.
     """
     inner = text_config(config)
     own = {name: found for name, found in shapes.items() if not is_other_part(name)}
@@ -72,7 +72,7 @@ def _check_vocabulary(shapes: Shapes, config: Mapping[str, Any], model: Path, sa
                 f"{path}: tensor {name!r} has {shape[0]} rows, but {said_by} gives "
                 f"vocab_size={vocab}"
             )
-        # The embeddings of some families are narrower than the hidden size.
+        # In some families, embeddings are narrower than the hidden size.
         if hidden is not None and shape[1] != hidden and "word_embed_proj_dim" not in config:
             raise ModelFormatError(
                 f"{path}: tensor {name!r} has {shape[1]} columns, but {said_by} gives "
@@ -92,7 +92,7 @@ def _check_layers(shapes: Shapes, config: Mapping[str, Any], model: Path, said_b
             f"num_hidden_layers={expected}"
         )
     last = max(found)
-    extra = 0  # layers for multi-token prediction, after the others
+    extra = 0  # layers for multi-token prediction, which follow the others
     if config.get("num_nextn_predict_layers") is not None:
         extra = integer_of(config, "num_nextn_predict_layers", 0, model)
     if last >= expected + extra:

@@ -1,8 +1,8 @@
 """Protocol of weight sources, which read the tensors of a checkpoint in pieces.
 
 Tensor names are those of the family in transformers, such as
-"model.layers.0.self_attn.q_proj.weight". Sources of files with other names or another order of rows
-map them. Reads are thread-safe.
+"model.layers.0.self_attn.q_proj.weight". If files have other names or another order of rows, their
+source converts them. Reads are thread-safe.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ Floats = npt.NDArray[np.float32]
 
 
 class QuantRows(NamedTuple):
-    """Rows of a quantized tensor, in groups of 32 inputs of a row; the last group may be shorter.
+    """Rows of a quantized tensor, with one scale for each group of 32 inputs.
 
-    Formats, by `kind`:
+    The last group of a row may be shorter. These are the formats, by `kind`:
 
         "int8"                 weight = scale * (code - 128)
         "int4"                 weight = scale * (code - 8)
@@ -35,9 +35,9 @@ class QuantRows(NamedTuple):
 
     Attributes:
         kind: packed format.
-        codes: uint8 [rows, inputs], 0 to 255 for int8, else 0 to 15. For blocks their bytes, uint8
-            [rows, bytes of a row].
-        scales: float16 [rows, groups]. For blocks all their float16 numbers.
+        codes: uint8 [rows, inputs], from 0 to 255 for int8 and from 0 to 15 for int4. For block
+            formats, the bytes of the blocks, uint8 [rows, bytes of a row].
+        scales: float16 [rows, groups]. For block formats, all float16 numbers in the blocks.
         minima: float16 [rows, groups] for "int4-asym", else None.
         table: int8 [16] for "int4t", else None.
     """
@@ -50,15 +50,16 @@ class QuantRows(NamedTuple):
 
 
 class StoredRows(NamedTuple):
-    """Location of the rows of a tensor, which are contiguous: row i begins at byte start + i *
-    row_bytes.
+    """Location of the rows of a tensor in a file.
+
+    Rows are contiguous: row i begins at byte start + i * row_bytes.
 
     Attributes:
-        path: the file.
-        stamp: stamp of the file that the source has open.
-        type: stored type, as `WeightSource.type_of`.
+        path: path of the file.
+        stamp: stamp of the file when the source opened it.
+        type: stored type, see `WeightSource.type_of`.
         start: byte offset of the first row.
-        row_bytes: bytes of a row.
+        row_bytes: size of a row in bytes.
     """
 
     path: Path
@@ -71,8 +72,8 @@ class StoredRows(NamedTuple):
 class WeightSource(Protocol):
     """Tensors of a checkpoint.
 
-    Sources are context managers; results stay valid after they are closed. Files are read, not
-    mapped. Unknown names, unreadable tensors and truncated files raise ModelFormatError.
+    A source is a context manager, and its results stay valid after it is closed. Files are read,
+    not memory-mapped. Unknown names, unreadable tensors and truncated files raise ModelFormatError.
     """
 
     def __enter__(self) -> WeightSource: ...
@@ -93,15 +94,13 @@ class WeightSource(Protocol):
         ...
 
     def kind(self, name: str) -> str | None:
-        """Return the packed format that stores the tensor without conversion, see `QuantRows.kind`;
-        None for floats.
+        """Return the packed format that keeps the stored codes (see `QuantRows`), or None for
+        floats.
         """
         ...
 
     def type_of(self, name: str) -> str:
-        """Return the checkpoint's name of the stored type, such as "Q4_K" or "BF16", for
-        messages.
-        """
+        """Return the checkpoint's name for the stored type, such as "Q4_K" or "BF16"."""
         ...
 
     def quant_rows(self, name: str, start: int, stop: int) -> QuantRows:
@@ -113,7 +112,7 @@ class WeightSource(Protocol):
         ...
 
     def stored_rows(self, name: str) -> StoredRows:
-        """Return the location of the tensor's rows, so that single rows can be read.
+        """Return the location of a tensor's rows, with which single rows can be read.
 
         Raises:
             ModelFormatError: the rows are not stored contiguously and in order.
@@ -123,10 +122,10 @@ class WeightSource(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WeightSummary:
-    """Contents of the weight files.
+    """Summary of the weight files.
 
     Attributes:
-        files: the files.
+        files: paths of the files.
         num_params: number of parameters.
         nbytes: bytes of tensor data.
         dtypes: number of parameters of each stored type.
@@ -139,10 +138,11 @@ class WeightSummary:
 
 
 class WrappedSource:
-    """Base of sources that read another source's tensors under other names or in another order.
+    """Base class of sources that read another source and change its names or its order of rows.
 
-    It opens and closes that source. Format and file of a tensor are those of the tensor that
-    `_stored_as` names. Subclasses implement the rest of `WeightSource`.
+    The other source is opened and closed together with this one. Format and file of a tensor are
+    those of the tensor that `_stored_as` returns. Subclasses implement the remaining methods of
+    `WeightSource`.
     """
 
     def __init__(self, source: WeightSource) -> None:
@@ -170,5 +170,5 @@ class WrappedSource:
         return self._source.file_of(self._stored_as(name))
 
     def _stored_as(self, name: str) -> str:
-        """Return the source's name of the tensor that holds this one."""
+        """Return the name of the source's tensor that contains this tensor."""
         return name

@@ -1,5 +1,6 @@
-"""Split of tensors that hold all experts of a layer into a tensor per expert, and reshaping of
-related tensors that some files store in another shape.
+"""Split of tensors that contain all experts of a layer into one tensor per expert.
+
+Related tensors that some files store in another shape are reshaped.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ __all__ = ["ExpertRows", "expert_number", "expert_rows"]
 
 
 class ExpertRows(NamedTuple):
-    """Matrix inside a tensor.
+    """Matrix inside a larger tensor.
 
     Attributes:
         name: name of the matrix.
         first: index of its first element in the tensor.
-        shape: its shape.
+        shape: shape of the matrix.
     """
 
     name: str
@@ -27,15 +28,21 @@ class ExpertRows(NamedTuple):
     shape: tuple[int, ...]
 
     def bytes_in(self, start: int, stop: int, shape: tuple[int, ...]) -> tuple[int, int]:
-        """Return the byte range of the matrix, given the byte range and shape of the tensor."""
+        """Return the byte range of the matrix.
+
+        Args:
+            start: byte offset of the tensor.
+            stop: byte offset of the end of the tensor.
+            shape: shape of the tensor.
+        """
         nbytes = stop - start
         elements = max(1, math.prod(shape))
         first = start + nbytes * self.first // elements
         return first, first + nbytes * math.prod(self.shape) // elements
 
 
-# Names of whole tensors in transformers, with the place of an expert's number, and the matrices in
-# one expert's part.
+# Names of tensors with all experts in transformers, and the matrices that each expert has in them.
+# The number of an expert is inserted after the first group.
 _GATE_UP = ("gate_proj", "up_proj")
 _WHOLE = (
     (re.compile(r"(.*\.experts\.)gate_up_proj(?:\.weight)?"), _GATE_UP),
@@ -46,7 +53,7 @@ _WHOLE = (
 _BIASES = re.compile(r"(.*\.experts\.)(gate_proj|up_proj|down_proj)\.bias")
 _BIAS = ".e_score_correction_bias"
 _SHARED_GATE = ".shared_expert_gate.weight"
-# Vectors that GGUF files store as matrices: with one column, or with a row per group.
+# Vectors that GGUF files store as matrices, with one column or with one row per group.
 _COLUMN = re.compile(r".*\.mamba\.(?:decay|D)")
 _GROUPED = re.compile(r".*\.mamba\.norm\.weight")
 _NUMBER = re.compile(r"\.experts\.(\d+)\.")
@@ -59,8 +66,10 @@ def expert_number(name: str) -> int | None:
 
 
 def expert_rows(name: str, shape: tuple[int, ...]) -> list[ExpertRows]:
-    """Return the matrices of the experts in a tensor [experts, rows, columns], or their biases in a
-    tensor [experts, rows]; [] for any other tensor.
+    """Return the matrices or biases of single experts in a tensor, or [] if it has no experts.
+
+    The shape of the tensor is [experts, rows, columns] for matrices and [experts, rows] for biases.
+    A vector that is stored as a matrix also has an entry, which gives its proper shape.
 
     Raises:
         ModelFormatError: the rows of an expert cannot be divided among its matrices.

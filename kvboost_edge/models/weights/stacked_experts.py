@@ -1,4 +1,4 @@
-"""Weight source for gpt-oss directories, which store all experts of a layer in one tensor.
+"""Weight source for gpt-oss directories, in which one tensor contains all experts of a layer.
 
     gate_up_proj  [experts, inputs, 2 * width]        floats, one column per row of the matrix
     down_proj     [experts, width, outputs]           floats, one column per row of the matrix
@@ -6,8 +6,9 @@
     ..._scales    uint8 [experts, rows, groups]       MXFP4 exponents
     ..._bias      [experts, rows]
 
-Even rows of gate_up belong to gate, odd rows to up. A byte of blocks holds two neighboring codes,
-the low nibble first. The matrices and biases of each expert appear as separate tensors.
+Even rows of gate_up belong to gate, and odd rows to up. A byte of blocks contains two neighboring
+codes, the low nibble first. The source presents the matrices and biases of each expert as separate
+tensors.
 """
 
 from __future__ import annotations
@@ -38,20 +39,20 @@ _WHOLE = re.compile(r"(.*\.experts\.)(gate_up_proj|down_proj)(_bias|_blocks|_sca
 _PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 _GROUP = 32
 _BLOCK_BYTES = 16
-_KEPT = 2  # experts whose floats are cached while parts of them are packed
+_KEPT = 2  # number of experts whose floats are cached while they are packed
 
 
 class _Rows(NamedTuple):
-    """Rows of one expert: every `step`-th row of a tensor.
+    """Rows of one expert in a tensor that contains all experts.
 
     Attributes:
         whole: name of the tensor, without "_blocks" or "_bias".
-        form: "" for floats in columns, "_blocks", or "_bias".
+        form: "" for transposed floats, "_blocks", or "_bias".
         expert: number of the expert.
-        first: first row.
-        step: distance between rows.
-        rows: rows of the matrix, or entries of the bias.
-        inputs: inputs of the matrix.
+        first: index of the expert's first row that is used.
+        step: distance between the rows that are used.
+        rows: number of rows of the matrix, or elements of the bias.
+        inputs: number of inputs of the matrix.
     """
 
     whole: str
@@ -64,16 +65,17 @@ class _Rows(NamedTuple):
 
 
 class ColumnExperts:
-    """`WeightSource` of a gpt-oss directory. Raises ModelFormatError if blocks, scales and biases
-    do not fit together.
+    """`WeightSource` for a gpt-oss directory.
+
+    The constructor raises ModelFormatError if blocks, scales and biases do not fit together.
     """
 
     def __init__(self, model_dir: Path | str) -> None:
         self._files = SafetensorsSource(model_dir, split_experts=False)
-        # These files store rows as columns. An expert is read whole and cached while its rows are
-        # read.
+        # The files store rows as columns, so an expert is read whole and cached while its rows are
+        # used.
         self._expert = functools.lru_cache(maxsize=_KEPT)(self._read_expert)
-        # One read at a time. Otherwise every packing thread would read and hold the same expert.
+        # Serialize reads. Otherwise every packing thread would read and hold the same expert.
         self._reading = threading.Lock()
         self._lock = threading.Lock()
         self._lost = set[str]()
@@ -90,7 +92,7 @@ class ColumnExperts:
             raise
 
     def _add(self, name: str) -> None:
-        """Add the parts of a tensor of all experts."""
+        """Register the matrices or biases of all experts in a tensor."""
         found = _WHOLE.fullmatch(name)
         assert found is not None
         prefix, base, form = found.groups()
@@ -117,7 +119,7 @@ class ColumnExperts:
                 )
 
     def _sizes(self, whole: str, form: str) -> tuple[int, int, int]:
-        """Return the number of experts, the rows of each, and the inputs of a row (0 for
+        """Return the number of experts, the rows per expert, and the inputs of a row (0 for
         biases).
         """
         name = whole + form
@@ -151,7 +153,8 @@ class ColumnExperts:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        # The cache and this object refer to each other. Without this the floats would not be freed.
+        # The cache refers to this object and vice versa, so the floats would otherwise not be
+        # freed.
         self._expert.cache_clear()
         self._files.__exit__(kind, error, trace)
 
@@ -171,7 +174,7 @@ class ColumnExperts:
         stop = piece.rows if stop is None else stop
         if piece.form == "_blocks":
             codes, exponents, _ = self._blocks(piece, start, stop)
-            with np.errstate(over="ignore"):  # infinity is refused when the tensor is packed
+            with np.errstate(over="ignore"):  # infinity is rejected during packing
                 scales = mxfp4.float_scales(exponents)
                 return np.repeat(scales, _GROUP, axis=1) * mxfp4.TABLE[codes].astype(np.float32)
         picked = slice(
@@ -219,7 +222,7 @@ class ColumnExperts:
         return QuantRows("int4t", codes, scales, None, mxfp4.TABLE)
 
     def _note_lost(self, whole: str, blocks: int) -> None:
-        """Warn once per tensor that some of its weights become 0."""
+        """Log a warning, once per tensor, that some of its weights become 0."""
         with self._lock:
             is_new = blocks > 0 and whole not in self._lost
             self._lost |= {whole} if is_new else set()
@@ -243,8 +246,10 @@ class ColumnExperts:
         return self._files.stored_rows(name)
 
     def _blocks(self, piece: _Rows, start: int, stop: int) -> tuple[Bytes, Bytes, Bytes]:
-        """Return rows [start, stop): codes [rows, inputs], exponents [rows, groups] and the file's
-        bytes [rows, groups, 16].
+        """Read rows [start, stop) of an expert in MXFP4.
+
+        Returns:
+            Codes [rows, inputs], exponents [rows, groups] and the stored bytes [rows, groups, 16].
         """
         if not 0 <= start < stop <= piece.rows:
             raise self._error(
@@ -263,7 +268,7 @@ class ColumnExperts:
         return codes, np.ascontiguousarray(exponents), packed
 
     def _span(self, name: str, num_dims: int, first: int, rows: int, width: int) -> Bytes:
-        """Return rows of a uint8 tensor whose leading axes are joined."""
+        """Return rows of a uint8 tensor, where all axes but those of a row are joined."""
         found: npt.NDArray[Any] = self._files.stored_span(
             name, "U8", num_dims, first * width, rows * width
         )
