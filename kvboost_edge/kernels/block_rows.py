@@ -172,8 +172,7 @@ def _groups(kind: int, data: Bytes, halves: Floats, out: Floats) -> None:
     """Decode blocks of 32 weights (Q4_0, Q4_1, Q5_0, Q5_1).
 
     A block consists of a float16 scale, a float16 minimum (Q4_1 and Q5_1 only), 4 bytes of fifth
-    bits
-    (Q5_0 and Q5_1 only) and 16 bytes of nibbles, low nibbles first.
+    bits (Q5_0 and Q5_1 only) and 16 bytes of nibbles, low nibbles first.
     """
     has_minimum = kind in (_Q4_1, _Q5_1)
     has_fifths = kind in (_Q5_0, _Q5_1)
@@ -207,8 +206,7 @@ def _scaled_twice(block: Bytes, halves: Floats, out: Floats) -> None:
     """Decode a Q4_K block, or a Q5_K block, which also has 32 bytes of fifth bits.
 
     Each of the 8 groups of 32 weights has a 6-bit multiple of the block's scale and a 6-bit
-    multiple of
-    the block's minimum.
+    multiple of the block's minimum.
     """
     scale = _half(block, 0, halves)
     minimum = _half(block, 2, halves)

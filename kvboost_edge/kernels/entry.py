@@ -31,8 +31,7 @@ class KernelEntry:
 
     Args:
         kernel: a module-level kernel, or a kernel in its module's table of entries. Its `__name__`
-            is
-            its name there.
+            is its name there.
         arguments: Numba types of the arguments.
     """
 

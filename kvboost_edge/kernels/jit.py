@@ -88,8 +88,7 @@ class _PackageCache(FunctionCache):  # type: ignore[misc]
         function: the Python function to compile.
         is_named: True for `named_kernel`, whose code is identified by its name and the sources. If
             False, Numba adds a hash of the closure. That hash differs in every process if the
-            closure
-            holds other kernels.
+            closure holds other kernels.
     """
 
     def __init__(self, function: Callable[..., Any], *, is_named: bool = False) -> None:
@@ -127,8 +126,7 @@ def on_first_compilation(tell: Callable[[], None] | None) -> None:
     """Set a callback that runs once, before the first kernel that must be compiled.
 
     A kernel that is already in memory or on disk does not trigger the callback. It runs in the
-    thread
-    that called the kernel. Compiling takes seconds.
+    thread that called the kernel. Compiling takes seconds.
 
     Args:
         tell: the new callback, which replaces the previous one; None removes it.

@@ -81,8 +81,7 @@ def find_end(tail: Ints, found: Longs, total: Longs, tokens: Ints, heads: Longs)
     Args:
         tail: int32 [n], n >= GRAM.
         found: int64 [2], written: the number of matching tokens (0, or at least GRAM) and the
-            position
-            after them.
+            position after them.
         total: see `Ring`.
         tokens: see `Ring`.
         heads: see `Ring`.

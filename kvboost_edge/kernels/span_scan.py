@@ -222,8 +222,7 @@ def scan(
     The scan is greedy: each run is extended as far as possible and never revised. The time does not
     grow with the number of cached blocks. A token outside all runs costs at most about MOST_TRIED *
     (min_tokens + MOST_TRIED * block_size) comparisons. A prompt of 10,000 tokens takes 0.3 to 1 ms,
-    an
-    adversarial one 9 ms.
+    an adversarial one 9 ms.
 
     Args:
         tables: the cached blocks. Block ids are not checked.
@@ -231,8 +230,7 @@ def scan(
         runs: int64 [most, NUM_FIELDS], written; most >= (stop - start) // max(min_tokens,
             block_size).
         path: int32 [n], written: block ids of all runs, one run after another; n >= (stop - start)
-            //
-            block_size + 2 * most.
+            // block_size + 2 * most.
     """
     # Use addresses instead of arrays, because taking an array out of a tuple updates its reference
     # count. For a prompt of 10,000 equal tokens and 600 cached blocks of that token, arrays take 24

@@ -37,10 +37,8 @@ class SpanTables(NamedTuple):
     """The blocks that a search can find.
 
     All arrays are C-contiguous. Arrays of links hold block ids or NONE. Blocks of one root with
-    equal
-    tokens form a group, led by the newest block. Groups in the same hash slot are chained. Inside
-    the
-    kernel, addresses replace the arrays.
+    equal tokens form a group, led by the newest block. Groups in the same hash slot are chained.
+    Inside the kernel, addresses replace the arrays.
 
     Attributes:
         tokens: uint32 [num_blocks, block_size].

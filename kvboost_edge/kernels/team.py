@@ -147,8 +147,7 @@ class KernelTeam:
         """Run the nogil kernel `function(job)` on the team until counters[done] >= units.
 
         The function takes units until all are taken, and adds 1 to counters[done] after each unit.
-        A helper
-        may call it after the last unit is taken. It must then return at once.
+        A helper may call it after the last unit is taken. It must then return at once.
 
         Args:
             function: the kernel.

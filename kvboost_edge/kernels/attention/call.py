@@ -173,8 +173,7 @@ class Unit(NamedTuple):
         first_index: index of the block-table entry that holds the tokens from `shift` on.
         shift: position of slot 0 of that entry.
         whole: 0 if the rows' own tokens are in this segment. Otherwise `high`, and every row sees
-            all
-            tokens before it.
+            all tokens before it.
         head: index of the KV head.
         num_rows: query rows (tokens x query heads of the KV head).
         first_position: position of the first query token.
@@ -184,8 +183,7 @@ class Unit(NamedTuple):
         scores: address of float32 [padded_rows, 64].
         rescale: address of float32 [padded_rows].
         stage: address of the staged strips: 4 x keys [head_dim, 16], 4 x values [16, padded_dim],
-            and
-            a row of zeros [padded_dim].
+            and a row of zeros [padded_dim].
         table: address of the tile table; see float_tiles.py.
     """
 

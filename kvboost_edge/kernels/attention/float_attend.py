@@ -2,8 +2,8 @@
 
 The kernel computes an online softmax (Milakov and Gimelshein, 2018) over tiles of 64 tokens, as in
 FlashAttention-2 (Dao, 2023). Partitions of 512 tokens are merged by their log-sum-exp, as in
-Flash-Decoding; see units.py. Tiles and partitions start at absolute positions. All query heads of
-a KV head share one read of its KV. Decode is bound by reading KV from memory, prefill by fma
+Flash-Decoding; see units.py. Tiles and partitions start at absolute positions. All query heads of a
+KV head share one read of its KV. Decode is bound by reading KV from memory, prefill by fma
 throughput. benchmarks/bench/bench_kernels.py compares decode with the bandwidth of a plain read.
 
 A complete strip of 16 float32 tokens is read in place if head_dim is a multiple of 16. A complete
@@ -278,8 +278,7 @@ def attend(call: AttentionCall) -> None:
     """Process units until all are taken.
 
     Every thread of a team runs this function on the same call. A thread that starts after the last
-    unit
-    is taken returns at once.
+    unit is taken returns at once.
     """
     job = addresses_of(Job, call)
     attend_units(job, addresses_of(RotationPointers, call), job)

@@ -186,8 +186,7 @@ def make_call(
         space: threads and buffers.
         plan: result of `plan_work`.
         more_scratch: function (padded_rows, padded_dim) -> floats per thread to add to the scratch
-            of
-            float attention.
+            of float attention.
         turning: queries before RoPE, for segments with a delta.
     """
     num_kv_heads, head_dim, block_size = pool.keys.shape[1:]

@@ -299,8 +299,7 @@ def softmax_rows(typing: Any, scores: Any, maxima: Any, totals: Any, rescale: An
             token.
         totals: address of float32 [4], updated: running sums of exponentials.
         rescale: address of float32 [4], written: factor of the earlier sums, 1 if the maximum did
-            not
-            change.
+            not change.
     """
 
     def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:

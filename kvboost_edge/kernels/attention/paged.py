@@ -89,8 +89,7 @@ class PagedBatch(NamedTuple):
         block_tables: int32 [num_seqs, max_blocks], block ids in order. Entries after the sequence's
             end are not read.
         segments: positions that the entries hold; see segments.py. None means that entry i holds
-            the
-            positions from i * block_size on.
+            the positions from i * block_size on.
     """
 
     cu_seqlens_q: Ints
@@ -105,12 +104,10 @@ class AttentionOptions(NamedTuple):
     Attributes:
         softmax_scale: factor of scores.
         window: sliding window in tokens; a query at position p sees keys at (p - window, p]. 0 lets
-            it
-            see all keys up to p.
+            it see all keys up to p.
         softcap: scores become softcap * tanh(score / softcap); 0 disables it.
         sinks: float32 [num_q_heads], an additional logit per head that is part of the denominator
-            and
-            has no value; None disables sinks.
+            and has no value; None disables sinks.
         ahead: number of keys after p that are also visible, up to the sequence's end; 0 for causal
             attention. It cannot be combined with segments.
     """
@@ -158,8 +155,7 @@ class Item(NamedTuple):
         shift: position of slot 0 of that entry. The item's other positions are relative to it.
         valid_from: first position that the segment serves.
         valid_to: end of the positions that the segment serves, or NO_END if it holds the queries'
-            own
-            tokens.
+            own tokens.
         delta: the segment's delta, by which the queries are rotated back; 0 without a shift.
     """
 
@@ -378,8 +374,7 @@ def _walks(
         sequence: int64 [num_tiles].
         position: int64 [num_tiles], position of the tile's first query row.
         seen: int64 [num_tiles], number of tokens visible from `position` on: the tile's rows, and
-            more
-            if queries look ahead.
+            more if queries look ahead.
         segments: segments of the batch.
         window: sliding window in tokens, or 0 for full attention.
     """

@@ -190,8 +190,7 @@ def unit_loop(name: str, lay_out: Any, attend_partition: Any, add_last: Any) -> 
     """Return the kernel `loop(job, turn, whole)`, which processes units until all are taken.
 
     A unit of a split tile covers one partition and stores its softmax state in `partials`. The
-    thread
-    that finishes the tile's last partition merges all states in order.
+    thread that finishes the tile's last partition merges all states in order.
 
     Args:
         name: the kernel's name.

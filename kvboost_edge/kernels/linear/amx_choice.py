@@ -73,8 +73,7 @@ def amx_choice() -> AmxChoice:
     """Decide whether to use AMX and return the decision with its reason.
 
     The decision is made once per process, in a trial of a few milliseconds. The trial's two kernels
-    are
-    compiled or loaded first.
+    are compiled or loaded first.
     """
     if not has_tile_registers():
         return AmxChoice(False, "kernels are compiled without AMX")

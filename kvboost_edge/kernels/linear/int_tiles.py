@@ -85,8 +85,7 @@ class Tile(NamedTuple):
         groups: groups of 32 inputs; for float formats, inputs.
         runs: number of tiles, or of pairs if the microkernel takes two tiles; 1 for float formats.
         panel_step: 0, or the bytes from one panel to the next. If it is not 0, the runs are panels
-            for
-            one tile (or pair) instead of tiles.
+            for one tile (or pair) instead of tiles.
     """
 
     weights: int
@@ -107,8 +106,7 @@ class Target(NamedTuple):
         out: address of float32 [tokens, 16].
         out_step: bytes from one token to the next.
         tile_step: bytes to the next tile's outputs. It is 0 if the steps of the `Tile` are 0, which
-            makes
-            a pair of the same tile.
+            makes a pair of the same tile.
         bias: address of float32 [16], or 0. The next tile's bias follows after `tile_step` bytes.
         add: nonzero to add to `out`.
         factor: float32 factor.
@@ -277,8 +275,7 @@ class IntTiles:
         """Prefetch weights and scales for later iterations.
 
         With one tile, the distance is fixed. With two tiles, the same group of the next two tiles
-        is
-        prefetched.
+        is prefetched.
         """
         ahead = int_constant(AHEAD)
         scales_ahead = int_constant(AHEAD * SCALE_BYTES // self.group_bytes)

@@ -144,8 +144,7 @@ def _codes_of_pairs(words: Words, codes: Words, kind: int) -> None:
     """Unpack the codes of Q4_K and Q5_K.
 
     The low nibbles of 32 bytes form one group, the high nibbles the next group. In Q5_K, the 32
-    bytes
-    before them hold bit 4 of all groups: bit g of these bytes belongs to group g.
+    bytes before them hold bit 4 of all groups: bit g of these bytes belongs to group g.
     """
     start = _LOW_Q5K if kind == _Q5K else _LOW_Q4K
     for pair in range(BLOCK_GROUPS // 2):

@@ -2,8 +2,7 @@
 
 The method uses only the weights and needs no calibration data. It starts from several initial
 scales (and minima). From each it iterates: round the weights to codes, fit the scale to the codes
-by
-least squares, round the scale to float16. It keeps the codes and scale with the smallest error.
+by least squares, round the scale to float16. It keeps the codes and scale with the smallest error.
 Errors are measured with the scale as stored. reference/weights.py is the NumPy equivalent.
 """
 
@@ -189,8 +188,7 @@ def _search(b: Builder, form: WeightFormat, at: Value, count: Value, extent: _Ex
     """Search for the scale and minimum with the least squared error.
 
     From each initial scale of the format's fit, the search repeats two steps a few times: quantize,
-    then
-    fit the scale and minimum to the codes.
+    then fit the scale and minimum to the codes.
     """
     fit = form.fit
     assert fit is not None

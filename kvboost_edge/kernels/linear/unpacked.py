@@ -2,8 +2,7 @@
 
 The kernel is built around `vpmaddubsw`. Sixteen 256-bit registers hold the 16-bit sums of 16 rows x
 4 tokens and the weights of two quads. Groups of a tile are unpacked into the L1 cache and
-multiplied
-by up to 32 panels.
+multiplied by up to 32 panels.
 """
 
 from __future__ import annotations

@@ -64,8 +64,7 @@ class GroupDot:
 
     Call `start`, then `prepare` and `add` for each quad, then `sums`. To keep sums in a loop of the
     generated code, begin with `zero`, call `add_to` for up to `quads_at_once` quads, and then
-    `widened`.
-    In that case the caller adds the seed if `seeded`.
+    `widened`. In that case the caller adds the seed if `seeded`.
 
     Args:
         b: the builder.
@@ -188,7 +187,7 @@ class GroupDot:
         return self._pairs(sums) if self._short else sums
 
     def _add_avx2(self, state: Value, quad: Any, x: Value) -> Value:
-        """Add the products of int8 weights; a sum of two, at most 2 * 128 * 127, fits 16 bits."""
+        """Add the products of int8 weights in pairs, at most 2 * 128 * 127, which fits 16 bits."""
         b = self._b
         magnitude, signed = quad
         turned = b.bitcast(

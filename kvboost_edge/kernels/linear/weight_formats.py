@@ -11,8 +11,7 @@ are the operand of `vpdpbusd` or `sdot`. 8-bit codes have 8 lines per group, one
 codes, a line holds two quads: quad 2j in the low nibbles, quad 2j + 1 in the high nibbles.
 
 Codes of more than 4 bits have one more line per part, which holds the bits above the nibbles. Quad
-k
-has the (bits - 4) bits from bit (4 + (bits - 4) * k) % 8 of a byte. In formats with two `parts`,
+k has the (bits - 4) bits from bit (4 + (bits - 4) * k) % 8 of a byte. In formats with two `parts`,
 each half of a group has its own scales, lines of nibbles and line of high bits.
 
 Scales and minima are float16 [tile][group][16]. Block formats (256 inputs per block) have 32 bytes
@@ -79,9 +78,8 @@ class QuantizationFit:
     Attributes:
         deltas: offsets of the initial scales. For symmetric formats, an initial scale is -largest /
             (offset + delta), where `largest` is the signed weight with the largest magnitude. It
-            then
-            gets the code that has no counterpart of the opposite sign. For formats with minima, an
-            initial scale is (max - min) / (highest code + delta).
+            then gets the code that has no counterpart of the opposite sign. For formats with
+            minima, an initial scale is (max - min) / (highest code + delta).
         rounds: iterations per initial scale.
     """
 

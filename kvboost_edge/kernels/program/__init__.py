@@ -1,1 +1,1 @@
-"""Forward pass as a table of operations that one kernel call runs."""
+"""Forward pass as a table of operations, executed by one kernel call."""

@@ -1,4 +1,4 @@
-"""MLP activations of 16 lanes: act(gate) * up, or act(up) for MLPs without a gate."""
+"""MLP activations on vectors of 16 lanes: act(gate) * up, or act(up) for MLPs without a gate."""
 
 from __future__ import annotations
 
@@ -50,20 +50,20 @@ def _splat(value: float) -> ir.Constant:
 
 @kernel
 def matrices_in(act: int) -> Any:
-    """Return the input matrices of an MLP with this activation: 2 (gate and up), or 1 (up)."""
+    """Return how many input matrices an MLP with this activation has: 2 (gate and up) or 1 (up)."""
     return 1 if act == ACT_RELU2 else 2
 
 
 def _emit_limit(b: Builder, x: Value, limit: float) -> Value:
-    """Clip at a limit above or below 0; NaN stays NaN."""
+    """Clip at a limit: an upper limit if positive, a lower limit if negative; NaN stays NaN."""
     return b.select(b.fcmp_ordered(">" if limit > 0 else "<", x, _splat(limit)), _splat(limit), x)
 
 
 def emit_activate(b: Builder, x: Value, up: Value, act: Value) -> Value:
-    """Return act(x) * up for an activation that is known at run time.
+    """Return act(x) * up, for an activation that is selected at run time.
 
     - ACT_SILU: x / (1 + exp(-x)) * up.
-    - ACT_GELU_TANH: GELU in its tanh form, as x / (1 + exp(-2 * inner)), times up.
+    - ACT_GELU_TANH: the tanh form of GELU, computed as x / (1 + exp(-2 * inner)), times up.
     - ACT_CLAMPED_SWIGLU: x / (1 + exp(-1.702 * x)) * (up + 1), with x <= 7 and -7 <= up <= 7
       (gpt-oss).
     - ACT_SIGMOID: 1 / (1 + exp(-x)) * up.
@@ -98,7 +98,7 @@ def _emit_one_and_power(b: Builder, x: Value) -> Value:
 
 
 def emit_silu(b: Builder, x: Value) -> Value:
-    """Return x / (1 + exp(-x)) of 16 lanes, bit-identical to ACT_SILU."""
+    """Return x / (1 + exp(-x)) for 16 lanes, bit-identical to ACT_SILU."""
     return b.fdiv(x, _emit_one_and_power(b, x))
 
 
@@ -112,7 +112,8 @@ def activate_vectors(
         gate: address of float32 [16 * vectors].
         up: address of float32 [16 * vectors].
         kind: the activation, an ACT_* number.
-        count: outputs from this index on become 0; their inputs are still read.
+        count: number of outputs to keep. Later outputs are set to 0, but their inputs are still
+            read.
         vectors: number of vectors.
         out: address of float32 [16 * vectors], written; may be `gate`.
     """
@@ -133,6 +134,6 @@ def activate_vectors(
 
 
 def _clamp(b: Builder, left: Value) -> Value:
-    """Clip to 0..16, so that it fits the lane index type."""
+    """Clip an index to 0..16, so it fits the type of a lane index."""
     left = b.select(b.icmp_signed("<", left, int_constant(0)), int_constant(0), left)
     return b.select(b.icmp_signed(">", left, int_constant(LANES)), int_constant(LANES), left)

@@ -1,4 +1,7 @@
-"""Attention inside a layer program: a row of int64 per layer, so a pass is one kernel call."""
+"""Attention inside a layer program, with one row of int64 per layer that describes the call.
+
+With attention inside the program, a whole forward pass is one kernel call.
+"""
 
 from __future__ import annotations
 
@@ -63,17 +66,18 @@ __all__ = [
 
 
 class AttentionRow(NamedTuple):
-    """Inputs and outputs of one layer's attention in a pass, stored in memory as in tuples.py.
+    """Inputs and outputs of one layer's attention in a pass, stored as described in tuples.py.
 
     Attributes:
-        job: the attention call. If the pool is not quantized, only `plain` and `slots` are used.
+        job: the attention call. If the pool is not quantized, only its `plain` field is used.
         turn: queries before RoPE; zeros if no segment has a delta.
-        slots: address of int64 [tokens], slots of the tokens.
-        continued: address of int64 pairs (from, to) of buffers, copied before anything is written.
+        slots: address of int64 [tokens], the slot of each token.
+        continued: address of int64 pairs (from, to) of buffers that are copied before any write.
         num_continued: number of these pairs.
-        closed: address of int64 pairs (buffer, block), quantized after everything is written.
+        closed: address of int64 pairs (buffer, block) of blocks that are quantized after all
+            writes.
         num_closed: number of these pairs.
-        stage: address of float32 [num_threads, dim * block], scratch for quantizing.
+        stage: address of float32 [num_threads, dim * block], scratch for quantization.
     """
 
     job: CodedJob
@@ -93,7 +97,7 @@ def _at(path: str) -> int:
 ROW_NUMBERS = -(-num_numbers(AttentionRow) // 8) * 8  # whole cache lines
 _PLAIN = _at("job.plain")
 _TURN = _at("turn")
-# Columns that differ between layers, or that are known only in a pass.
+# Indices of the numbers that differ between layers or are known only during a pass.
 R_KEYS = _at("job.plain.keys")
 R_VALUES = _at("job.plain.values")
 R_SINKS = _at("job.plain.sinks")
@@ -123,9 +127,9 @@ R_NUM_CLOSED = _at("num_closed")
 
 
 def row_of(call: AttentionCall) -> npt.NDArray[np.int64]:
-    """Return the row of a call, int64 [ROW_NUMBERS].
+    """Return the attention row of a call, int64 [ROW_NUMBERS].
 
-    It holds addresses of the call's arrays, which must outlive it.
+    The row holds addresses of the call's arrays, which must outlive it.
     """
     row = np.zeros(ROW_NUMBERS, dtype=np.int64)
     for first, kind in (
@@ -160,20 +164,20 @@ def _attend_codes(at: int) -> None:
 
 @kernel
 def is_attended(at: int) -> Any:
-    """Return whether all units of the call are done."""
+    """Return whether all units of the attention call are done."""
     job = load_row(AttentionRow, at).job.plain
     return load_acquire(job.counters + 8 * UNITS_DONE) >= job.num_items * job.shape.num_kv_heads
 
 
 @kernel
 def store_token(at: int, keys: int, values: int, token: int) -> None:
-    """Write a token's keys and values to its slot in the call's pool.
+    """Write a token's keys and values to the token's slot in the call's pool.
 
     Args:
         at: address of the layer's attention row.
         keys: address of float32 [num_kv_heads, head_dim].
         values: address of float32 [num_kv_heads, head_dim].
-        token: row of the pass.
+        token: index of the token in the pass.
     """
     row = load_row(AttentionRow, at)
     job = row.job.plain
@@ -204,7 +208,7 @@ def continuing_units(at: int) -> Any:
 
 @kernel
 def continue_block(at: int, index: int) -> None:
-    """Copy the float16 content of a block that the pass continues into its new buffer."""
+    """Copy a partial float16 block, which this pass continues, into its new buffer."""
     row = load_row(AttentionRow, at)
     job = row.job.plain
     shape = row.job.plain.shape
@@ -218,7 +222,10 @@ def continue_block(at: int, index: int) -> None:
 
 @kernel
 def closing_units(at: int) -> Any:
-    """Return the number of units of `close_blocks`: at most one per thread, as each has scratch."""
+    """Return the number of units of `close_blocks`.
+
+    Each unit needs its own scratch, so there is at most one unit per thread.
+    """
     row = load_row(AttentionRow, at)
     return min(row.job.plain.num_threads, row.num_closed * row.job.plain.shape.num_kv_heads)
 

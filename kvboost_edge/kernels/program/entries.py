@@ -1,4 +1,4 @@
-"""The entries (kernels/entry.py) that a program needs, and the table of their addresses."""
+"""The separately compiled kernels (kernels/entry.py) that a program needs, and their addresses."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["entries_of", "kernel_table", "pass_entries", "table_entries"]
 
 
 def entries_of(operations: Iterable[type[lt.Operation]]) -> list[int]:
-    """Return the entries that run these operations: K_PROGRAM and indices of a job's `kernels`.
+    """Return the entries that run these operations, as indices in a job's `kernels` or K_PROGRAM.
 
     Raises:
         ConfigError: no entry runs one of the operations.
@@ -41,12 +41,12 @@ def entries_of(operations: Iterable[type[lt.Operation]]) -> list[int]:
 def table_entries(
     kinds: Iterable[int], operations: Iterable[type[lt.Operation]], quantized: bool | None
 ) -> dict[int, KernelEntry]:
-    """Return index in a job's `kernels` -> entry.
+    """Map indices in a job's `kernels` to entries.
 
     Args:
         kinds: numbers of the weight formats.
         operations: operations of the program.
-        quantized: whether the pool is quantized; None if the program does not run attention.
+        quantized: True if the pool is quantized; None if the program has no attention.
     """
     found = {kind: ladders[kind] for kind in sorted(set(kinds))}
     found |= {
@@ -62,12 +62,12 @@ def table_entries(
 def pass_entries(
     kinds: Iterable[int], operations: Iterable[type[lt.Operation]], *, quantized: bool
 ) -> list[KernelEntry]:
-    """Return all entries of a pass, the slowest to compile first.
+    """Return all entries that a pass needs, slowest to compile first.
 
     Args:
         kinds: numbers of the weight formats.
         operations: operations of the program.
-        quantized: whether the pool is quantized.
+        quantized: True if the pool is quantized.
     """
     of_table = table_entries(kinds, operations, quantized)
     longest = [
@@ -79,7 +79,7 @@ def pass_entries(
 def kernel_table(
     kinds: Iterable[int], operations: Iterable[type[lt.Operation]], quantized: bool | None = None
 ) -> npt.NDArray[np.int64]:
-    """Return a job's `kernels`, int64 [NUM_KERNELS]; compile entries that are not on disk."""
+    """Return a job's `kernels`, int64 [NUM_KERNELS], and compile entries that are not on disk."""
     table = np.zeros(lt.NUM_KERNELS, dtype=np.int64)
     for index, entry in table_entries(kinds, operations, quantized).items():
         table[index] = entry.address

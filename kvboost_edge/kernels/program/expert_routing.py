@@ -1,17 +1,18 @@
-"""Mixture of experts: choice of each token's experts, and the tokens of each expert.
+"""Mixture of experts: selects each token's experts and lists the tokens of each expert.
 
-B_CHOSEN is int64 [tokens, used], each token's experts in ascending order. B_SHARES is float32 of
-the same shape. The index of an entry, token * used + rank, is its place. B_DISPATCH is int64:
+B_CHOSEN is int64 [tokens, used] and holds each token's experts in ascending order. B_SHARES is
+float32 of the same shape. The flat index of an entry, token * used + rank, is called its place.
+B_DISPATCH is int64:
 
     numbers        content
-    1              active experts: those that have tokens
+    1              number of active experts, those that have tokens
     experts        the active experts, ascending
     experts + 1    first slot of each active expert, and the end of the last
     experts        counters
     tokens * used  slots: places of the first active expert, ascending, then of the next
 
-Only these integers depend on the other tokens of a pass. A token's experts and shares depend on
-its own row.
+Only these integers depend on the other tokens of a pass. A token's experts and shares depend only
+on its own row.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ _HIGHEST = np.float32(np.inf)
 
 
 def dispatch_numbers(experts: int) -> int:
-    """Return the numbers in B_DISPATCH before the slots."""
+    """Return how many numbers precede the slots in B_DISPATCH."""
     return 2 + 3 * experts
 
 
@@ -64,35 +65,38 @@ def active_expert(job: ProgramJob, index: int) -> Any:
 
 @kernel
 def first_slot(job: ProgramJob, experts: int, index: int) -> Any:
-    """Return the first slot of active expert `index`; for `count_active`, the end of all slots."""
+    """Return the first slot of active expert `index`.
+
+    If `index` equals the number of active experts, this is the end of all slots.
+    """
     return load_i64(job.buffers[lt.B_DISPATCH] + 8 * (1 + experts + index))
 
 
 @kernel
 def place_at(job: ProgramJob, experts: int, slot: int) -> Any:
-    """Return the place in a slot, token * used + rank."""
+    """Return the place that a slot holds: token * used + rank."""
     return load_i64(job.buffers[lt.B_DISPATCH] + 8 * (2 + 3 * experts + slot))
 
 
 @kernel
 def most_active(job: ProgramJob, experts: ExpertCounts) -> Any:
-    """Return the most experts that can have tokens."""
-    # Independent of the routing, because threads that join late ask for it, too.
+    """Return the maximum number of experts that can have tokens."""
+    # The result must not depend on the routing, because threads that join late also compute it.
     return min(experts.total, job.tokens * experts.used)
 
 
 @kernel
 def sigmoid_f32(x: Any) -> Any:
-    """Return 1 / (1 + exp(-x)); NaN for NaN."""
+    """Return 1 / (1 + exp(-x)), or NaN for NaN."""
     power = -x
-    if power > _MAX_EXPONENT:  # min() could lose a NaN
+    if power > _MAX_EXPONENT:  # min() could drop a NaN
         power = _MAX_EXPONENT
     return np.float32(1.0) / (np.float32(1.0) + exp_f32(power))
 
 
 @kernel
 def _softmax(row: int, count: int) -> None:
-    """Compute the softmax of `count` float32 in place, summing in ascending order."""
+    """Compute the softmax of `count` float32 in place, summing in ascending order of index."""
     largest = load_f32(row)
     total = np.float32(0.0)
     for index in range(1, count):
@@ -107,17 +111,17 @@ def _softmax(row: int, count: int) -> None:
 
 @kernel
 def _wanted(scores: int, bias: int, index: int) -> Any:
-    """Return the number by which an expert is chosen: its score plus the bias."""
+    """Return the number that experts are ranked by: the score plus the bias, if there is one."""
     score = load_f32(scores + 4 * index)
     return score if bias == 0 else score + load_f32(bias + 4 * index)
 
 
 @kernel
 def _choose(scores: int, bias: int, experts: int, used: int, chosen: int) -> bool:
-    """Write the `used` experts with the largest scores, ascending, to `chosen`.
+    """Write the `used` experts with the largest scores to `chosen`, in ascending order.
 
-    Of equal scores, the lower expert number is chosen. If a score is NaN, write the first experts
-    and return False.
+    Ties go to the lower expert number. If any score is NaN, write the first experts and return
+    False.
     """
     for index in range(experts):
         number = _wanted(scores, bias, index)
@@ -128,7 +132,7 @@ def _choose(scores: int, bias: int, experts: int, used: int, chosen: int) -> boo
     last = _HIGHEST
     place = -1
     for rank in range(used):
-        # The largest after the previous one, ordered by falling score and rising index.
+        # Find the next largest score, in order of decreasing score and increasing index.
         best = _LOWEST
         found = -1
         for index in range(experts):
@@ -150,7 +154,7 @@ def _choose(scores: int, bias: int, experts: int, used: int, chosen: int) -> boo
 
 @kernel
 def route(job: ProgramJob, op: lt.RouteOp, token: int) -> None:
-    """Compute a token's experts and shares from its row of logits, which becomes scores."""
+    """Compute a token's experts and shares; its row of logits is replaced by scores."""
     experts = op.experts.total
     used = op.experts.used
     row = job.buffers[lt.B_ROUTED] + 4 * token * op.step
@@ -185,7 +189,7 @@ def route(job: ProgramJob, op: lt.RouteOp, token: int) -> None:
 
 @kernel
 def dispatch(job: ProgramJob, counts: ExpertCounts) -> None:
-    """List each expert's slots in the order of the tokens (a counting sort)."""
+    """List the slots of each expert in token order, with a counting sort."""
     experts = counts.total
     places = job.tokens * counts.used
     chosen = job.buffers[lt.B_CHOSEN]

@@ -1,9 +1,10 @@
-"""Matrix products of experts; all experts of a layer are one matrix, expert after expert.
+"""Matrix products of experts; the experts of a layer are stored one after another in one matrix.
 
-Threads divide output rows, never a sum. A thread that computes rows of the down projection walks
-the experts in ascending order and adds each share to its tokens. So no two threads write the same
-number, and a token's sum has one order, whatever else is in the pass. A share multiplies the
-result including its bias. See expert_routing.py for the tokens of each expert.
+Threads divide output rows but never a sum. A thread that computes rows of the down projection
+processes the experts in ascending order and adds each weighted result to the outputs of its tokens.
+No two threads write the same number, and the order of a token's sum does not depend on the other
+tokens of the pass. A share multiplies the result including its bias. expert_routing.py lists the
+tokens of each expert.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ from kvboost_edge.kernels.vectors import (
 __all__ = ["add_shared", "experts_down", "experts_gated", "experts_units", "spread"]
 
 _LINE = 4 * LANES
-# Fewest tiles in a unit with many tokens: each unit reads the rows of all experts.
+# Limit of tiles per unit if there are many tokens. Each unit reads the rows of all experts.
 _DOWN_TILES = 16
 
 
@@ -100,22 +101,22 @@ def _add_scaled(typing: Any, x: Any, share: Any, vectors: Any, out: Any) -> Any:
 
 @kernel
 def _runs(job: ProgramJob, op: lt.ExpertsGatedOp) -> Any:
-    """Return the units per expert: runs of groups of inner channels."""
+    """Return the number of units per expert; each unit is a run of groups of inner channels."""
     size = tiles_in_unit(op.matrix.unit, job.tokens)
     return (op.inner.size // GROUP + size - 1) // size
 
 
 @kernel
 def _down_tiles(job: ProgramJob, size: int) -> Any:
-    """Return the tiles in a unit of the down projection; `size` if there are few tokens."""
+    """Return the number of tiles per unit of the down projection: `size` for few tokens."""
     return size if job.tokens <= SMALL_TOKENS[-1] else min(size, _DOWN_TILES)
 
 
 @kernel
 def experts_units(job: ProgramJob, at: int) -> Any:
-    """Return the units of an operation on experts, or 0 for an operation on tokens."""
-    # Independent of the routing, because threads that join late count them again. Units of experts
-    # without tokens do nothing.
+    """Return the number of units of an operation on experts, or 0 for an operation on tokens."""
+    # The number must not depend on the routing, because threads that join late also compute it.
+    # Units of experts without tokens do nothing.
     if lt.is_op(lt.DispatchOp, at):
         return 1
     if lt.is_op(lt.SpreadOp, at):
@@ -132,7 +133,7 @@ def experts_units(job: ProgramJob, at: int) -> Any:
 
 @kernel
 def spread(job: ProgramJob, op: lt.SpreadOp, index: int) -> None:
-    """Copy the rows of an active expert's tokens next to each other, as panels or float32."""
+    """Copy the rows of an active expert's tokens to consecutive memory, as panels or float32."""
     if index >= count_active(job):
         return
     experts = op.experts.total
@@ -155,7 +156,7 @@ def spread(job: ProgramJob, op: lt.SpreadOp, index: int) -> None:
 
 @kernel
 def _matrix_of(matrix: lt.PackedMatrix, expert: int, rows: int, panels: int, first: int) -> Any:
-    """Return the operands for one expert's matrix of `rows` rows and its panel."""
+    """Return the operands for one expert's matrix of `rows` rows and the expert's panel."""
     kind = matrix.kind
     groups = (matrix.inputs + GROUP - 1) // GROUP
     tile = expert * (rows // LANES)
@@ -168,13 +169,13 @@ def _matrix_of(matrix: lt.PackedMatrix, expert: int, rows: int, panels: int, fir
 
 @kernel
 def _bias_of(bias: int, first: int) -> Any:
-    """Return the address of the bias of a row, counted over all experts; 0: no bias."""
+    """Return the address of a row's bias, or 0 without biases; rows count over all experts."""
     return bias + 4 * first if bias != 0 else 0
 
 
 @kernel
 def experts_gated(job: ProgramJob, op: lt.ExpertsGatedOp, unit: int) -> None:
-    """Run a unit: gate and up (or up alone) and activation for groups of one expert's channels."""
+    """Run a unit: gate and up (or only up) and activation, for groups of one expert's channels."""
     runs = _runs(job, op)
     matrix = op.matrix
     size = tiles_in_unit(matrix.unit, job.tokens)
@@ -232,12 +233,12 @@ def _add_shares(
     tile: int,
     count: int,
 ) -> None:
-    """Add `rows` rows of `count` result tiles, times the tokens' shares, to the output.
+    """Multiply rows of result tiles by the tokens' shares and add them to the output.
 
     Args:
         job: the call.
         op: the operation.
-        scratch: address of float32 [rows, count * 16].
+        scratch: address of float32 [rows, count * 16], the results.
         slot: slot of the first row.
         rows: number of rows.
         tile: first tile of the output.
@@ -261,7 +262,7 @@ def _clear(job: ProgramJob, rows: lt.BufferRows, begin: int, end: int) -> None:
 
 @kernel
 def experts_down(job: ProgramJob, op: lt.ExpertsDownOp, unit: int) -> None:
-    """Run a unit: a run of down-projection tiles, for all experts in ascending order."""
+    """Run a unit: some tiles of the down projection, for all experts in ascending order."""
     experts = op.experts.total
     matrix = op.matrix
     kind = matrix.kind
@@ -313,7 +314,7 @@ def experts_down(job: ProgramJob, op: lt.ExpertsDownOp, unit: int) -> None:
 
 @kernel
 def add_shared(job: ProgramJob, op: lt.AddSharedOp, token: int) -> None:
-    """Add a row of the shared expert, times its gate."""
+    """Add a token's result of the shared expert, multiplied by its gate, to the output."""
     gate = load_f32(row_at(job, op.by, token))
     share = sigmoid_f32(gate) * op.factor
     source = row_at(job, op.source, token)

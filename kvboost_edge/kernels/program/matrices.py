@@ -1,4 +1,4 @@
-"""Units of a layer program's operations: some tokens, or a run of weight tiles."""
+"""Units of a layer program's operations: each unit is some tokens or a run of weight tiles."""
 
 from __future__ import annotations
 
@@ -48,7 +48,14 @@ _run_apart = caller(*APART)
 
 @kernel
 def _matrix_units(matrix: lt.PackedMatrix, count: int, size: int, tokens: int) -> Any:
-    """Return the units of a matrix of `count` rows (channels), `size` per tile (group)."""
+    """Return the number of units of a matrix.
+
+    Args:
+        matrix: the matrix.
+        count: number of rows (or channels).
+        size: rows per tile (or channels per group).
+        tokens: tokens of the pass.
+    """
     unit = size * tiles_in_unit(matrix.unit, tokens)
     return (count + unit - 1) // unit
 
@@ -78,7 +85,7 @@ def units_of(job: ProgramJob, at: int) -> Any:
 
 @kernel
 def _operands(job: ProgramJob, matrix: lt.PackedMatrix) -> Any:
-    """Return a matrix and the panel that it reads."""
+    """Return the operands of a product: a matrix and the panel that it reads."""
     groups = (matrix.inputs + GROUP - 1) // GROUP
     return MatmulOperands(
         matrix.kind,
@@ -94,7 +101,7 @@ def _operands(job: ProgramJob, matrix: lt.PackedMatrix) -> Any:
 @kernel
 def _linear(job: ProgramJob, op: lt.LinearOp, unit: int) -> None:
     """Run a unit of a linear layer: a run of tiles for all tokens."""
-    # Each tile's weights are read from memory once, then from the cache.
+    # A tile's weights are read from memory for the first tokens and from the cache for all others.
     matrix = op.matrix
     kind = matrix.kind
     inputs = matrix.inputs
@@ -146,7 +153,7 @@ def _gated(job: ProgramJob, op: lt.GatedOp, unit: int) -> None:
 
 @kernel
 def run_unit(job: ProgramJob, at: int, unit: int) -> None:
-    """Run a unit of the operation whose fields are at an address."""
+    """Run a unit of the operation whose fields are at address `at`."""
     entry = entry_at(at)
     if entry != lt.K_PROGRAM:
         _run_apart(job.kernels[entry], (job, at, unit))

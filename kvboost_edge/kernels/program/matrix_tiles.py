@@ -1,4 +1,4 @@
-"""Products of integer weight tiles and panels, and gated groups, for layers and for experts."""
+"""Products of integer weight tiles and panels, and gated groups, for dense layers and experts."""
 
 from __future__ import annotations
 
@@ -45,14 +45,16 @@ __all__ = [
 ]
 
 _MANY_UNIT = 4
-_GATED_GROUPS = 4  # groups of 32 channels at once
+_GATED_GROUPS = 4  # groups of 32 channels per call
 GATED_GROUP_ROW = 2 * 4 * GROUP
 """Bytes of a token in a group: 32 floats of the gate, then 32 of the up projection."""
-_GATED_TOKENS = 64 if UNPACKED else 32  # tokens of one group at once; with several groups, fewer
-# Panels at once if a group's tiles are one call: their inputs and outputs stay in the L1 cache. If
-# weights are unpacked first, there is no such limit.
+# tokens of one group per call; fewer if a call takes several groups
+_GATED_TOKENS = 64 if UNPACKED else 32
+# Maximum number of panels per call. The inputs and outputs of a group's tiles stay in the L1 cache,
+# so one call can take several panels if it covers all of these tiles. If weights are unpacked
+# first, the number is not limited.
 _GATED_PANELS = _GATED_TOKENS if UNPACKED else 4 if GROUP // LANES == TILES_AT_ONCE else 1
-_FEW = 8  # up to this many tokens, weights stream from memory and long runs are best
+_FEW = 8  # up to this many tokens, weights stream from memory and long runs are fastest
 SCRATCH_BYTES = _GATED_TOKENS * GATED_GROUP_ROW
 """Size of `tile_scratch` in bytes."""
 
@@ -62,8 +64,8 @@ class MatmulOperands(NamedTuple):
 
     Attributes:
         kind: number of the weight format.
-        groups: groups of 32 inputs.
-        fine: not 0: fine activation codes.
+        groups: number of groups of 32 inputs.
+        fine: nonzero for fine activation codes.
         weights: address of the codes.
         scales: address of the scales.
         minima: address of the minima, block scales or tables.
@@ -91,17 +93,20 @@ def tile_scratch(typing: Any) -> Any:
 
 @kernel
 def tiles_in_unit(unit: int, tokens: int) -> Any:
-    """Return the tiles (or groups of 32 channels) in a unit.
+    """Return the number of tiles (or groups of 32 channels) per unit.
 
-    `unit` is that of `PackedMatrix`.
+    Args:
+        unit: `PackedMatrix.unit`.
+        tokens: tokens of the pass.
     """
-    # Long runs where weights stream from memory, short ones to share work.
+    # With few tokens, weights stream from memory, so use long runs. With many tokens, use short
+    # runs to share the work evenly.
     return unit if tokens <= _FEW else min(unit, _MANY_UNIT)
 
 
 @kernel
 def panels_at_once(tokens: int, token: int, n: int, most: int) -> Any:
-    """Return how many panels of n tokens one call takes: many if weights stay in the cache."""
+    """Return how many panels of n tokens one call takes: several if weights stay in the cache."""
     return min(most, (tokens - token) // n) if tokens > SMALL_TOKENS[-1] else 1
 
 
@@ -116,17 +121,17 @@ def int_tiles(
     panels: int,
     target: Target,
 ) -> None:
-    """Multiply tiles of 16 rows with panels of n tokens.
+    """Multiply tiles of 16 rows by panels of n tokens.
 
     Args:
-        job: holds the microkernels.
+        job: the call, which holds the microkernels.
         of: the matrix and its panel.
         tile: first tile.
         count: number of tiles; with more than one panel, at most TILES_AT_ONCE.
         token: first token of the first panel.
         n: tokens per panel.
         panels: number of panels.
-        target: where the outputs of the first tile and token go.
+        target: destination of the outputs of the first tile and token.
     """
     kind = of.kind
     fine = of.fine
@@ -155,7 +160,7 @@ def int_tiles(
         )
         int_panel(microkernel, (n, fine, where, panel, target))
     if count % 2 == 1:
-        # The last tile of an odd number is paired with itself.
+        # If the number of tiles is odd, the last tile is paired with itself.
         weights = weights + 2 * pairs * bytes_each
         scales = scales + 2 * pairs * scales_each
         minima += 2 * pairs * minima_each
@@ -168,7 +173,7 @@ def int_tiles(
 
 @kernel
 def rows_at_once(left: int) -> int:
-    """Return the rows that are multiplied with float weights at once."""
+    """Return how many rows are multiplied by float weights at once."""
     if left >= 8:
         return 8
     if left >= 4:
@@ -178,13 +183,13 @@ def rows_at_once(left: int) -> int:
 
 @kernel
 def float_tile_bytes(kind: int, inputs: int) -> int:
-    """Return the bytes of a tile of float weights."""
+    """Return the size in bytes of a tile of float weights."""
     return inputs * LANES * (4 if kind == KIND_F32 else 2)
 
 
 @kernel
 def few_tiles(tokens: int, fine: int, matrix: int) -> bool:
-    """Return whether all tokens are one panel, so that weights of several tiles stream."""
+    """Return whether all tokens fit in one panel, so the weights of several tiles stream."""
     return panel_tokens(tokens, tokens, fine, matrix) == tokens
 
 
@@ -202,13 +207,13 @@ def gated_groups(
 ) -> None:
     """Compute groups [group, end) of 32 inner channels into the panel at `out`.
 
-    For each group: gate and up rows (or up alone), activation, quantization. The wide result is
-    never stored in memory.
+    Each group takes the gate and up rows (or only the up rows), applies the activation and
+    quantizes the result. The unquantized inner channels are never stored outside `scratch`.
 
     Args:
         job: the call.
         inner: number of inner channels and their activation.
-        of: the matrix (gate rows, then up rows; or up rows only) and its panel.
+        of: the matrix (gate rows, then up rows; or only up rows) and its panel.
         bias: address of float32, one per row, or 0.
         tokens: tokens of the panel.
         group: first group.
@@ -218,7 +223,7 @@ def gated_groups(
     """
     groups = inner.size // GROUP
     tiles = GROUP // LANES
-    # If all tokens are one panel, the weights of several groups stream in one run. Otherwise
+    # If all tokens fit in one panel, the weights of several groups stream in one run. Otherwise
     # several panels share the weights of one group.
     one_panel = tokens <= SMALL_TOKENS[-1] and few_tiles(tokens, 0, job.matrix)
     most = _GATED_GROUPS if one_panel else 1

@@ -1,7 +1,7 @@
-"""Row kernels: RMS norm, and int8 quantization of activations, in a fixed order of 16 lanes.
+"""Row kernels: RMS norm and int8 quantization of activations, in a fixed order of 16 lanes.
 
-Addresses are int64, in bytes. Numbers after the last multiple of 16 are computed one by one.
-Padding of a row to groups of 32 is written as zeros.
+Addresses are int64, in bytes. The elements after the last multiple of 16 are processed one by one.
+A row is padded with zeros to whole groups of 32.
 """
 
 from __future__ import annotations
@@ -47,14 +47,15 @@ __all__ = [
 ]
 
 _VECTOR = 4 * LANES
-# A group with a smaller largest magnitude is quantized to zeros: its scale would be subnormal.
+# A group whose largest magnitude is below this is quantized to zeros, because its scale would be
+# subnormal.
 _TINY = 1e-30
 _ROUNDER = 12582912.0  # 1.5 * 2^23
 _ROUNDER_BITS = 0x4B400000
-_AT_ONCE = 4  # groups of a row
+_AT_ONCE = 4  # groups quantized at once
 _WITH_SEEDS = [kind for kind, form in FORMAT_OF.items() if form.shares_panel]
 _WITH_MINIMA = [kind for kind, form in FORMAT_OF.items() if form.minima]
-# Terms of other formats are sums of codes times the offset.
+# The terms of other formats are sums of codes times the offset.
 _OFFSETS = {
     kind: form.offset
     for kind, form in FORMAT_OF.items()
@@ -89,7 +90,7 @@ def _fold(b: Builder, vector: Value, combine: Any) -> Value:
 
 @intrinsic
 def sqrt_f32(typing: Any, x: Any) -> Any:
-    """Return the square root of a float32, correctly rounded."""
+    """Return the correctly rounded square root of a float32."""
 
     def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
         return _unary(b, "sqrt", arguments[0])
@@ -99,7 +100,7 @@ def sqrt_f32(typing: Any, x: Any) -> Any:
 
 @intrinsic
 def _sum_squares_vectors(typing: Any, address: Any, vectors: Any) -> Any:
-    """Return the sum of squares of 16 * vectors float32 at an address: 16 chains, then a fold."""
+    """Return the sum of squares of 16 * vectors float32 at an address, in 16 chains and a fold."""
 
     def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
         address, vectors = arguments
@@ -117,7 +118,8 @@ def _sum_squares_vectors(typing: Any, address: Any, vectors: Any) -> Any:
 def sum_squares(address: int, count: int) -> Any:
     """Return the sum of squares of `count` float32.
 
-    The order is 16 fma chains, folded 8 + 8, 4 + 4, 2 + 2, 1 + 1, then the remaining numbers.
+    The order is fixed: 16 fma chains, folded 8 + 8, 4 + 4, 2 + 2, 1 + 1, then the remaining
+    numbers.
     """
     total = _sum_squares_vectors(address, count // LANES)
     for index in range(count // LANES * LANES, count):
@@ -144,12 +146,12 @@ def _scale_vectors(typing: Any, x: Any, weight: Any, factor: Any, vectors: Any, 
 
 @kernel
 def norm_row(x: int, weight: int, count: int, eps: float, out: int) -> None:
-    """Compute RMS norm: out = (x / sqrt(mean(x^2) + eps)) * weight (Zhang and Sennrich, 2019).
+    """Compute the RMS norm (Zhang and Sennrich, 2019): out = (x / sqrt(mean(x^2) + eps)) * weight.
 
     Args:
         x: address of float32 [count].
         weight: address of float32 [count].
-        count: channels.
+        count: number of channels.
         eps: added to the mean square.
         out: address of float32 [count], written; may be `x`.
     """
@@ -161,7 +163,7 @@ def norm_row(x: int, weight: int, count: int, eps: float, out: int) -> None:
 
 
 class _Panel(NamedTuple):
-    """Addresses of the quantized numbers of one group of one token.
+    """Addresses in a panel for one group of one token.
 
     Attributes:
         codes: codes of each plane.
@@ -184,23 +186,24 @@ def _emit_codes(b: Builder, codes: Sequence[Value], out: Value) -> None:
 
 
 def _nan_or_max(b: Builder, x: Value, y: Value) -> Value:
-    """Return the larger of two non-negative numbers as bits; the bits of NaN are the largest."""
+    """Return the larger of two non-negative floats given as bits; NaN counts as the largest."""
     return b.select(b.icmp_unsigned(">", x, y), x, y)
 
 
 def _reduce_lanes(b: Builder, rows: Sequence[Value], combine: Any) -> Value:
-    """Reduce 1, 2 or 4 rows with `emit_reduce_rows`, repeating rows to fill four."""
+    """Reduce 1, 2 or 4 rows with `emit_reduce_rows`; fewer than four rows are repeated."""
     return emit_reduce_rows(b, list(rows) * (4 // len(rows)), combine)
 
 
 def _emit_quantize(
     b: Builder, groups: Sequence[Sequence[Value]], panels: Sequence[_Panel], kind: Value
 ) -> None:
-    """Quantize 1, 2 or 4 groups of 32 (two vectors each): codes, term, scale.
+    """Quantize 1, 2 or 4 groups of 32 (two vectors each) to codes, a term and a scale.
 
     With two planes, a code is FINE_BASE * first + second.
     """
-    # Four groups at once: the maximum and the two divisions take as long for four as for one.
+    # Quantize four groups at once, because the maximum and the two divisions take as long for four
+    # as for one.
     levels = 127.0 if len(panels[0].codes) == 1 else 127.0 * FINE_BASE
     sign = ir.Constant(V16I, [0x7FFFFFFF] * LANES)
     absolute = [[b.and_(b.bitcast(vector, V16I), sign) for vector in group] for group in groups]
@@ -209,8 +212,8 @@ def _emit_quantize(
     )
     top = b.bitcast(tops, V16)
     empty = b.fcmp_ordered("<", top, _splat(_TINY))
-    # top - top is 0, or NaN if top is infinite. Codes are then 0, because variants differ in what
-    # they would compute.
+    # `top - top` is 0, or NaN if `top` is infinite. The codes must then be 0, because the variants
+    # would compute different codes.
     scales = b.select(empty, _splat(0.0), b.fadd(b.fdiv(top, _splat(levels)), b.fsub(top, top)))
     inverses = b.select(empty, _splat(0.0), b.fdiv(_splat(levels), top))
     totals = []
@@ -236,7 +239,7 @@ def _emit_quantize(
 
 
 def _emit_total(b: Builder, rows: Sequence[Value], rounders: int) -> Value:
-    """Return the lane sums of each row in lanes 4 * row, minus `rounders` times _ROUNDER's bits."""
+    """Return each row's lane sum, minus `rounders` times _ROUNDER's bits, in lane 4 * row."""
     total = _reduce_lanes(b, rows, b.add)
     bits = rounders * _ROUNDER_BITS % 2**32
     return (
@@ -252,9 +255,10 @@ def _is_one_of(b: Builder, kind: Value, kinds: Sequence[int]) -> Value:
 
 
 def _emit_seeds(b: Builder, first: Value, total: Value, panels: Sequence[_Panel]) -> None:
-    """Store the seeds of the halves of a group and of the group.
+    """Store the seeds of a group and of its halves.
 
     Args:
+        b: the builder.
         first: sums of the codes of the first half.
         total: sums of the codes of the group.
         panels: target addresses.
@@ -270,7 +274,7 @@ def _emit_seeds(b: Builder, first: Value, total: Value, panels: Sequence[_Panel]
 
 
 def _emit_two_planes(b: Builder, shifted: Sequence[Value], panel: _Panel) -> list[Value]:
-    """Store 16-bit codes in two planes of bytes; return the codes as integers."""
+    """Store 16-bit codes as two planes of bytes, and return the codes as integers."""
     base = ir.Constant(V16I, [FINE_BASE] * LANES)
     rounded = [b.fsub(vector, _splat(_ROUNDER)) for vector in shifted]
     codes = [b.fptosi(vector, V16I) for vector in rounded]
@@ -290,9 +294,10 @@ def _emit_two_planes(b: Builder, shifted: Sequence[Value], panel: _Panel) -> lis
 def _emit_terms(
     b: Builder, total: Value, scales: Value, panels: Sequence[_Panel], kind: Value
 ) -> None:
-    """Store terms and scales.
+    """Store the terms and scales.
 
     Args:
+        b: the builder.
         total: sums of each group's codes, in lanes 4 * group.
         scales: scales of each group, in the same lanes.
         panels: target addresses.
@@ -312,7 +317,7 @@ def _emit_terms(
 
 
 class _PanelRow(NamedTuple):
-    """One token's part of a panel; see `quantize_groups`."""
+    """One token's row in a panel; see `quantize_groups` for the fields."""
 
     cell: Value
     size: Value
@@ -321,7 +326,7 @@ class _PanelRow(NamedTuple):
     kind: Value
 
     def at(self, b: Builder, group: Value) -> _Panel:
-        """Return the addresses for a group."""
+        """Return the addresses for one group."""
         plain = FINE_BYTES if self.planes == 2 else COARSE_BYTES
         has_seeds = _is_one_of(b, self.kind, _WITH_SEEDS)
         more = b.select(has_seeds, int_constant(SEED_BYTES), int_constant(0))
@@ -341,7 +346,7 @@ class _PanelRow(NamedTuple):
 def _emit_row_groups(
     b: Builder, x: Value, first: Value, count: int, row: _PanelRow, kind: Value
 ) -> None:
-    """Quantize `count` groups of a token's float32 at address x, from group `first` on."""
+    """Quantize `count` groups of a token's float32 at address x, starting at group `first`."""
     start = b.add(x, b.mul(first, int_constant(2 * _VECTOR)))
     places = [b.add(start, int_constant(_VECTOR * index)) for index in range(2 * count)]
     vectors = [emit_load(b, V16, place) for place in places]
@@ -364,7 +369,7 @@ def quantize_groups(
         size: tokens of the panel.
         place: index of this token in the panel.
         kind: number of the weight format that reads the panel.
-        fine: not 0: codes have two planes.
+        fine: nonzero if codes have two planes.
     """
 
     def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
@@ -392,23 +397,23 @@ def quantize_groups(
 def activate_group(
     typing: Any, rows: Any, step: Any, size: Any, act: Any, cell: Any, kind: Any
 ) -> Any:
-    """Compute act(gate) * up of 32 channels of `size` tokens and quantize it into a cell.
+    """Compute act(gate) * up for 32 channels of `size` tokens and quantize the result into a cell.
 
     Args:
-        rows: address of the first token's 32 float32 of the gate; those of the up projection
+        rows: address of the first token's 32 gate values (float32). The values of the up projection
             follow after step / 2 bytes.
         step: bytes from one token to the next.
         size: tokens of the panel.
         act: the activation, an ACT_* number.
-        cell: address of the cell, with one plane of codes.
+        cell: address of the cell, which has one plane of codes.
         kind: number of the weight format that reads the panel.
     """
 
     def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
         rows, step, size, act, cell, kind = arguments
         half = b.lshr(step, int_constant(1))
-        # Two short loops: a processor with an instruction window of about 400 overlaps several
-        # tokens of one loop.
+        # Use two short loops, because a processor with an instruction window of about 400 can then
+        # overlap several tokens of one loop.
         with cgutils.for_range(b, size, intp=I64) as loop:
             at = b.add(rows, b.mul(loop.index, step))
             for gate in (at, b.add(at, int_constant(_VECTOR))):

@@ -1,12 +1,12 @@
 """Execution of a layer program: a thread team runs a table of operations in order, in one call.
 
-Every operation is divided into units (some tokens, or a run of weight tiles) that threads take
-from a counter. A thread that finds no unit left waits until all units of the operation are done,
-then goes on to the next operation. A thread that joins late skips finished operations. Reductions
-are never divided, so results do not depend on the threads.
+Every operation is divided into units (some tokens, or a run of weight tiles) that threads take from
+a counter. A thread that finds no more units waits until all units of the operation are done, then
+goes on to the next operation. A thread that joins late skips finished operations. Reductions are
+never divided among threads, so results do not depend on the number of threads.
 
-Operations that few models have are separate entries, called by address once per unit: a program
-compiles only those that it has.
+Operations that few models need are separate entries, called by address once per unit. A program
+compiles only those that it contains.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ _NAP_S = 50e-6
 
 @kernel
 def _take_units(job: ProgramJob, spins: int) -> bool:
-    """Run operations [first, last).
+    """Run operations [first, last) of a job.
 
-    Return False if another thread holds up an operation for `spins` reads of its counter.
+    Return False if a wait for other threads took more than `spins` reads of a counter.
     """
     counters = address_of(job.counters)
     for index in range(job.first, job.last):
@@ -70,7 +70,8 @@ def _take_units(job: ProgramJob, spins: int) -> bool:
             left -= 1
             if left == 0:
                 return False
-    # A thread that gets here has seen every unit done, so one thread can end the call for all.
+    # A thread that gets here has seen that every unit is done, so one thread can end the call for
+    # all.
     fetch_add(counters + 8 * COUNTERS_PER_OP * (job.last - job.first), _WHOLE)
     return True
 
@@ -105,13 +106,13 @@ def _run_conv(job: ProgramJob, at: int, unit: int) -> None:
 
 @kernel
 def _run_tails(job: ProgramJob, at: int, unit: int) -> None:
-    """Run a unit of a `KeepConvOp`."""
+    """Run a unit of a `KeepConvOp`, which stores conv states."""
     store_tails(job, load_row(lt.KeepConvOp, at).conv, unit)
 
 
 @kernel
 def _run_scan(job: ProgramJob, at: int, unit: int) -> None:
-    """Run a unit of a scan, or of the operation before or after it."""
+    """Run a unit of a `ScanOp`, `ScanInputsOp` or `GateOp`."""
     if lt.is_op(lt.ScanOp, at):
         scan(job, load_row(lt.ScanOp, at), unit)
         return
@@ -136,6 +137,6 @@ program_entry = KernelEntry(_take_units, JOB_TYPE, types.int64)
 
 def run_program(job: ProgramJob) -> None:
     """Run operations [first, last) of a job; every thread of a team calls this on the same job."""
-    # A thread that waits long for a descheduled one yields its core for a moment.
+    # If another thread was descheduled by the OS, yield this thread's core for a moment.
     while not _take_units(job, _SPINS):
         time.sleep(_NAP_S)

@@ -1,8 +1,9 @@
-"""Format of a layer program: operations, their fields, and buffers.
+"""Format of a layer program: its operations, their fields, and the buffers.
 
-An operation is a NamedTuple. In the table it is a row of int64: its code, then its fields as in
-tuples.py. Kernels get the address of the fields, test the operation with `is_op` and read it with
-`load_row`. Operands are buffer numbers; each call brings the buffers' addresses.
+Each operation is a NamedTuple. The table stores it as a row of int64: the operation's code, then
+its fields as described in tuples.py. Kernels get the address of the fields, test the class of the
+operation with `is_op` and read the fields with `load_row`. Operands are buffer numbers, and each
+call passes the addresses of the buffers.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ class BufferRows(NamedTuple):
     Attributes:
         buffer: number of the buffer.
         step: floats from one row to the next.
-        first: index of the first float of a row that is used.
+        first: index of the first float in a row that is used.
     """
 
     buffer: int = 0
@@ -91,18 +92,18 @@ class BufferRows(NamedTuple):
 
 
 class PackedMatrix(NamedTuple):
-    """A matrix of packed weights and the panel that it multiplies.
+    """A matrix of packed weights and the panel that it is multiplied by.
 
     Attributes:
         kind: number of the weight format.
-        inputs: columns.
+        inputs: number of columns.
         weights: address of the codes or floats.
         scales: address of the scales.
         minima: address of minima, block scales or tables; see linear/weight_formats.py.
         bias: address of float32, or 0.
-        unit: tiles in a unit of work; for gated operations, groups.
-        panel: buffer of the quantized rows that it multiplies.
-        fine: 1: their codes have two planes.
+        unit: tiles per unit of work; for gated operations, groups.
+        panel: buffer of the quantized input rows.
+        fine: 1 if the codes of the panel have two planes.
     """
 
     kind: int
@@ -117,12 +118,12 @@ class PackedMatrix(NamedTuple):
 
 
 class PanelTarget(NamedTuple):
-    """The panel that a result is quantized into.
+    """The panel into which a result is quantized.
 
     Attributes:
-        kind: number of the weight format that reads it; 0: the result stays float32.
+        kind: number of the weight format that reads the panel, or 0 to keep the result in float32.
         buffer: number of the buffer.
-        fine: 1: codes have two planes.
+        fine: 1 if codes have two planes.
     """
 
     kind: int = 0
@@ -136,7 +137,7 @@ class InnerChannels(NamedTuple):
     Attributes:
         size: number of channels.
         act: the activation, an ACT_* number.
-        kind: number of the weight format that reads them quantized; 0: they stay float32.
+        kind: number of the weight format that reads the quantized channels, or 0 to keep float32.
     """
 
     size: int
@@ -145,11 +146,11 @@ class InnerChannels(NamedTuple):
 
 
 class ExpertCounts(NamedTuple):
-    """Numbers of experts.
+    """Number of experts per layer and per token.
 
     Attributes:
-        total: experts of the layer.
-        used: experts of each token.
+        total: number of experts in the layer.
+        used: number of experts per token.
     """
 
     total: int
@@ -161,14 +162,14 @@ class ConvInputs(NamedTuple):
 
     Attributes:
         rows: the inputs.
-        channels: channels of a row, a multiple of 16.
-        width: inputs before a token's own that it reads.
+        channels: channels per row, a multiple of 16.
+        width: number of earlier inputs that a token reads.
         state: byte offset of the conv state in a slot.
         weights: address of float32 [width + 1, channels].
         bias: address of float32 [channels], or 0.
-        gated: 1: a row is [B | C | x] and the input is B * x.
+        gated: 1 if a row is [B | C | x] and the input is B * x.
         draft: byte offset in a row of draft inputs.
-        draft_step: bytes of such a row.
+        draft_step: bytes per row of draft inputs.
     """
 
     rows: BufferRows
@@ -183,14 +184,15 @@ class ConvInputs(NamedTuple):
 
 
 class StateHeads(NamedTuple):
-    """Heads of a layer whose recurrent state is a matrix per head.
+    """Heads of a layer whose recurrent state is one matrix per head.
 
     Attributes:
-        key_heads: heads of keys and queries.
-        key_dim: channels of a key.
-        heads: heads of values.
-        dim: channels of a value.
-        tiled: 1: value head h reads key head h mod key_heads; 0: h // (heads / key_heads).
+        key_heads: number of key and query heads.
+        key_dim: channels per key.
+        heads: number of value heads.
+        dim: channels per value.
+        tiled: 1 if value head h reads key head h mod key_heads, 0 if it reads h // (heads /
+            key_heads).
         rule: number in `RULES`.
     """
 
@@ -203,7 +205,7 @@ class StateHeads(NamedTuple):
 
 
 class EmbedOp(NamedTuple):
-    """Rows of the embedding, times `factor`."""
+    """Embedding rows of the tokens, multiplied by `factor`."""
 
     out: BufferRows
     matrix: PackedMatrix
@@ -211,7 +213,7 @@ class EmbedOp(NamedTuple):
 
 
 class NormOp(NamedTuple):
-    """RMS norm of the first `size` floats of a row; `weight` is an address of float32."""
+    """RMS norm of the first `size` floats of each row; `weight` is an address of float32."""
 
     source: BufferRows
     out: BufferRows
@@ -236,7 +238,7 @@ class AddNormOp(NamedTuple):
 class PerLayerOp(NamedTuple):
     """Per-layer inputs, in place: (norm(piece) + factor * piece of `by`) * sum_factor.
 
-    A piece is the `size` floats of one layer.
+    A piece is the `size` floats of a row that belong to one layer.
     """
 
     out: BufferRows
@@ -259,7 +261,7 @@ class QuantizeOp(NamedTuple):
 class ActivateOp(NamedTuple):
     """act(source) * by, quantized into `panel`.
 
-    If `by` has no buffer, it is the second half of the source's row.
+    If `by` has no buffer, the second half of the source row takes its place.
     """
 
     source: BufferRows
@@ -271,22 +273,22 @@ class ActivateOp(NamedTuple):
 
 
 class RopeOp(NamedTuple):
-    """Norms and RoPE of queries, keys and values; KV goes to the pool or to buffers.
+    """Norms and RoPE of queries, keys and values; stores KV in the pool or in buffers.
 
     Attributes:
         source: rows [queries | keys | values].
-        heads: query heads.
-        kv_heads: KV heads; 0: the layer attends to another layer's KV.
-        dim: channels of a head.
-        half: rotary pairs.
+        heads: number of query heads.
+        kv_heads: number of KV heads, or 0 if the layer attends to another layer's KV.
+        dim: channels per head.
+        half: rotary pairs per head.
         table: buffer of cosines; the next buffer holds the sines.
         q_norm: address of the queries' norm weights.
         k_norm: address of the keys' norm weights.
-        v_norm: address of ones, or 0: no norm of values.
-        keys_twice: 1: values are the keys before their norm.
-        norm_all: 0: no norm of queries and keys; 1: of each head; 2: of all heads as one row.
-        late_norm: 1: these norms come after the rotation.
-        query_scale: buffer with a factor of queries per position, or 0.
+        v_norm: address of ones, or 0 if values are not normed.
+        keys_twice: 1 if the values are the keys before their norm.
+        norm_all: norm of queries and keys: 0 for none, 1 for each head, 2 for all heads as one row.
+        late_norm: 1 if these norms come after the rotation.
+        query_scale: buffer that holds a factor of queries for each position, or 0.
         layer: index of the attention row.
         eps: epsilon of the norms.
     """
@@ -314,11 +316,11 @@ class LinearOp(NamedTuple):
     Integer weights read a panel instead of `source`.
 
     Attributes:
-        source: input rows of float weights.
+        source: input rows for float weights.
         out: output rows; `first` is a multiple of 16.
         matrix: the weights.
-        size: rows of the matrix.
-        add: 1: the result is added to `out`.
+        size: number of rows of the matrix.
+        add: 1 to add the result to `out`.
         factor: factor of the result.
     """
 
@@ -331,7 +333,7 @@ class LinearOp(NamedTuple):
 
 
 class GatedOp(NamedTuple):
-    """Gate and up matrices (or up alone), activation and quantization into buffer `out`, fused."""
+    """Fused gate and up matrices (or only up), activation, and quantization into buffer `out`."""
 
     matrix: PackedMatrix
     inner: InnerChannels
@@ -353,28 +355,28 @@ class ContinueOp(NamedTuple):
 
 
 class CloseOp(NamedTuple):
-    """Quantization of completed blocks of a quantized pool, after KV is written."""
+    """Quantization of the completed blocks of a quantized pool, after KV is written."""
 
     layer: int
 
 
 class AttendOp(NamedTuple):
-    """Attention of a layer."""
+    """Attention of one layer."""
 
     layer: int
 
 
 class RouteOp(NamedTuple):
-    """Router: each token's experts and shares from its row of logits.
+    """Router: computes each token's experts and shares from its row of logits.
 
     Attributes:
-        experts: numbers of experts.
-        step: floats of a row.
+        experts: number of experts.
+        step: floats per row.
         score: number in `SCORES`.
         renorm: number in `RENORMS`.
-        bias: address of float32 added to scores for the choice, or 0.
-        factors: address of a float32 factor of each expert's share, or 0.
-        eps: added to the sum of shares, or its lower limit; see `renorm`.
+        bias: address of float32 that is added to scores for the selection only, or 0.
+        factors: address of a float32 factor for each expert's share, or 0.
+        eps: added to the sum of shares, or its lower limit, depending on `renorm`.
         factor: factor of all shares.
     """
 
@@ -389,13 +391,13 @@ class RouteOp(NamedTuple):
 
 
 class DispatchOp(NamedTuple):
-    """Lists of each expert's tokens."""
+    """Lists of the tokens of each expert."""
 
     experts: ExpertCounts
 
 
 class SpreadOp(NamedTuple):
-    """Rows of each expert's tokens, one after another.
+    """Rows of each expert's tokens, stored one after another.
 
     They are panels for weight format `kind`, or float32 if `kind` is 0.
     """
@@ -407,7 +409,7 @@ class SpreadOp(NamedTuple):
 
 
 class ExpertsGatedOp(NamedTuple):
-    """`GatedOp` for every expert and its tokens; `step`: floats of a float32 row."""
+    """`GatedOp` for every expert and its tokens; `step` is the number of floats per float32 row."""
 
     experts: ExpertCounts
     matrix: PackedMatrix
@@ -416,7 +418,7 @@ class ExpertsGatedOp(NamedTuple):
 
 
 class ExpertsDownOp(NamedTuple):
-    """Down projection of all experts, summed with the tokens' shares."""
+    """Down projection of all experts, summed with the tokens' shares as weights."""
 
     experts: ExpertCounts
     matrix: PackedMatrix
@@ -444,7 +446,7 @@ class ConvOp(NamedTuple):
 
 
 class KeepConvOp(NamedTuple):
-    """Conv state for the next pass."""
+    """Conv state that the next pass needs."""
 
     conv: ConvInputs
 
@@ -453,9 +455,9 @@ class ScanInputsOp(NamedTuple):
     """Queries, keys, values and gates of each token for `ScanOp`.
 
     Attributes:
-        conv: the short convolution that queries, keys and values pass.
+        conv: the short convolution of queries, keys and values.
         heads: the heads.
-        gates: rows that decays and shares (Mamba2: dt) are computed from.
+        gates: rows from which decays and shares (Mamba2: dt) are computed.
         decay: address of float32 [heads].
         dt_bias: address of float32 [heads].
         q_norm: address of the queries' norm weights, or 0.
@@ -478,13 +480,13 @@ class ScanInputsOp(NamedTuple):
 
 
 class ScanOp(NamedTuple):
-    """Update of a layer's recurrent state by the tokens of a pass.
+    """Update of a layer's recurrent state with the tokens of a pass.
 
     Attributes:
         heads: the heads.
         state: byte offset of the matrices in a slot.
-        skip: address of float32 [heads], factor of a value that is added to its result (Mamba2's
-            D).
+        skip: address of float32 [heads]; each value times this factor is added to its result
+            (Mamba2's D).
     """
 
     heads: StateHeads
@@ -500,9 +502,9 @@ class GateOp(NamedTuple):
         out: output rows.
         heads: the heads.
         weight: address of the norm's weights.
-        groups: groups of channels that are normed separately; 0: no norm.
-        weight_step: floats from the weights of one group to those of the next.
-        gate_first: 1: the gate comes before the norm.
+        groups: number of groups of channels with a separate norm, or 0 for no norm.
+        weight_step: floats from one group's weights to the next group's.
+        gate_first: 1 if the gate comes before the norm.
         eps: epsilon of the norm.
     """
 
@@ -566,9 +568,9 @@ Operation = tuple[Any, ...]
     B_TABLES,
 ) = range(27)
 
-# Indices of entry addresses in a job. Indices below K_ATTEND are numbers of weight formats. Those
-# after K_CLOSE run operations that few models have, see run.py. K_PROGRAM is not an index: it is
-# the entry that runs the program.
+# Indices of entry addresses in a job. Indices below K_ATTEND are numbers of weight formats. Indices
+# after K_CLOSE run operations that few models need; see run.py. K_PROGRAM is not an index but
+# denotes the entry that runs the program.
 K_PROGRAM = -1
 K_ATTEND, K_CLOSE, K_EXPERTS, K_CONV, K_TAILS, K_SCAN, NUM_KERNELS = range(16, 23)
 OPERATIONS: dict[int, tuple[type[Operation], ...]] = {
@@ -593,7 +595,7 @@ OPERATIONS: dict[int, tuple[type[Operation], ...]] = {
     K_SCAN: (ScanInputsOp, ScanOp, GateOp),
 }
 """Entry -> operations that it runs. Each operation has one entry; unknown ones are refused."""
-_KINDS = [kind for kinds in OPERATIONS.values() for kind in kinds]  # by code
+_KINDS = [kind for kinds in OPERATIONS.values() for kind in kinds]  # indexed by code
 ENTRY_OF = np.array([entry for entry, kinds in OPERATIONS.items() for _ in kinds])
 """int64: code of an operation -> its entry."""
 
@@ -612,18 +614,18 @@ def table_of(operations: Sequence[Operation]) -> npt.NDArray[np.int64]:
 
 
 class ProgramJob(NamedTuple):
-    """Arguments that the threads of one call share.
+    """Arguments shared by all threads of one call.
 
     Attributes:
         ops: int64 [num_ops, OP_NUMBERS].
         buffers: int64 [num_buffers], addresses.
-        counters: int64, zeros: COUNTERS_PER_OP per operation from `first` on, then one for the
+        counters: int64, zeros: COUNTERS_PER_OP for each operation from `first` on, then one for the
             whole call.
-        kernels: int64 [NUM_KERNELS], addresses of entries, see entries.py; 0 if not needed.
+        kernels: int64 [NUM_KERNELS], addresses of entries, 0 if not needed; see entries.py.
         first: first operation to run.
         last: end of the operations to run.
         tokens: rows of this pass.
-        matrix: 1: panels have AMX sizes; 0: not.
+        matrix: 1 if panels have AMX sizes, else 0.
     """
 
     ops: npt.NDArray[np.int64]

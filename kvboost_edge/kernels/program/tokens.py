@@ -1,4 +1,4 @@
-"""Token-wise operations of a layer program: embedding, norms, activation, quantization, RoPE."""
+"""Token-wise operations of a layer program: embedding, norms, activation, quantization and RoPE."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ _BITS, _OFFSET, _PARTS, _MINIMA, _TABLE, _BLOCK_BYTES = (
     per_kind(name) for name in ("bits", "offset", "parts", "minima", "table", "block_bytes")
 )
 _LINE = 4 * LANES
-_PIECE = 32  # groups of 32 in a piece of a row
-# Tokens in a unit: neighbours share cache lines of a panel. With one token per unit, the norms of
-# 2,112 tokens took 100 ms on two threads and 75 ms on one.
+_PIECE = 32  # groups of 32 per piece of a row
+# Tokens per unit. Neighboring tokens share cache lines of a panel, so one token per unit causes
+# false sharing: the norms of 2,112 tokens took 100 ms on two threads and 75 ms on one.
 _UNIT = 12
 
 
@@ -62,20 +62,20 @@ def _load_byte(typing: Any, address: Any) -> Any:
 
 @kernel
 def _tokens_in_unit(tokens: int) -> Any:
-    """Return the tokens in a unit; fewer if there are few, so that every thread gets some."""
+    """Return the tokens per unit; with few tokens, units are smaller so every thread gets some."""
     return min(_UNIT, (tokens + 3) // 4)
 
 
 @kernel
 def tokens_of(job: ProgramJob, unit: int) -> Any:
-    """Return the first token of a unit of whole rows and the end of its tokens."""
+    """Return the first token of a unit of whole rows, and the end of its tokens."""
     size = _tokens_in_unit(job.tokens)
     return unit * size, min(job.tokens, unit * size + size)
 
 
 @kernel
 def _pieces(at: int) -> Any:
-    """Return the pieces into which a row is divided."""
+    """Return the number of pieces that a row is divided into."""
     if lt.is_op(lt.QuantizeOp, at):
         return _pieces_of(load_row(lt.QuantizeOp, at).size)
     if lt.is_op(lt.ActivateOp, at):
@@ -90,14 +90,17 @@ def _pieces_of(count: int) -> int:
 
 @kernel
 def token_units(job: ProgramJob, at: int) -> Any:
-    """Return the units of a token-wise operation: one piece of each of some tokens."""
+    """Return the number of units of a token-wise operation.
+
+    A unit is one piece of the rows of some tokens.
+    """
     size = _tokens_in_unit(job.tokens)
     return (job.tokens + size - 1) // size * _pieces(at)
 
 
 @kernel
 def _code(matrix: lt.PackedMatrix, group: int, lane: int, index: int) -> Any:
-    """Return the stored code (or table index) of an input.
+    """Return the stored code (or table index) of one weight.
 
     Args:
         matrix: the weights.
@@ -124,7 +127,7 @@ def _code(matrix: lt.PackedMatrix, group: int, lane: int, index: int) -> Any:
 
 @kernel
 def _factors(matrix: lt.PackedMatrix, tile: int, group: int, part: int, lane: int) -> Any:
-    """Return (scale, minimum) of a part of a group, float32, for row `lane` of a tile."""
+    """Return (scale, minimum) for one part of a group and row `lane` of a tile, in float32."""
     kind = matrix.kind
     groups = (matrix.inputs + GROUP - 1) // GROUP
     scale_at = matrix.scales + (tile * groups + group) * SCALE_BYTES
@@ -137,7 +140,7 @@ def _factors(matrix: lt.PackedMatrix, tile: int, group: int, part: int, lane: in
     block_at = minima_at + group // BLOCK_GROUPS * minima_bytes(kind, 1)
     scale = _load_byte(scale_at + part * LANES + lane)
     d = load_scalar(block_at, KIND_F16)
-    if _MINIMA[kind] == 0:  # scales are signed
+    if _MINIMA[kind] == 0:  # scales are signed bytes
         return np.float32(scale - 256 if scale > 127 else scale) * d, minimum
     minimum = np.float32(_load_byte(scale_at + LANES + lane)) * load_scalar(
         block_at + 2 * LANES, KIND_F16
@@ -147,7 +150,7 @@ def _factors(matrix: lt.PackedMatrix, tile: int, group: int, part: int, lane: in
 
 @kernel
 def _embed(job: ProgramJob, op: lt.EmbedOp, token: int) -> None:
-    """Dequantize a token's row of the embedding matrix, times `factor`; padding is 0."""
+    """Dequantize a token's row of the embedding matrix, times `factor`; padding becomes 0."""
     token_id = load_i64(job.buffers[lt.B_TOKENS] + 8 * token)
     out = row_at(job, op.out, token)
     matrix = op.matrix
@@ -195,9 +198,9 @@ def _quantize(
     Args:
         job: the call.
         panel: the target.
-        count: floats of the row.
+        count: floats per row.
         source: address of the first of these groups.
-        token: row of the pass.
+        token: index of the token in the pass.
         first: first group.
         groups: number of groups.
     """
@@ -211,7 +214,7 @@ def _quantize(
 
 @kernel
 def _norm(job: ProgramJob, op: lt.NormOp, token: int) -> None:
-    """Norm a token's row, set the padding of the result to 0, and quantize it if a panel is set."""
+    """Norm a token's row, zero the padding of the result, and quantize it if there is a panel."""
     count = op.size
     out = row_at(job, op.out, token)
     norm_row(row_at(job, op.source, token), op.weight, count, op.eps, out)
@@ -223,7 +226,7 @@ def _norm(job: ProgramJob, op: lt.NormOp, token: int) -> None:
 
 @kernel
 def _add_norm(job: ProgramJob, op: lt.AddNormOp, token: int) -> None:
-    """Run `AddNormOp` for a token; the source row is overwritten with its norm."""
+    """Run `AddNormOp` for one token; the norm overwrites the source row."""
     source = row_at(job, op.source, token)
     out = row_at(job, op.out, token)
     norm_row(source, op.weight, op.size, op.eps, source)
@@ -234,7 +237,7 @@ def _add_norm(job: ProgramJob, op: lt.AddNormOp, token: int) -> None:
 
 @kernel
 def _per_layer(job: ProgramJob, op: lt.PerLayerOp, token: int) -> None:
-    """Run `PerLayerOp` for a token."""
+    """Run `PerLayerOp` for one token."""
     count = op.size
     row = row_at(job, op.out, token)
     other = row_at(job, op.by, token)
@@ -249,14 +252,14 @@ def _per_layer(job: ProgramJob, op: lt.PerLayerOp, token: int) -> None:
 def _quantize_piece(
     job: ProgramJob, panel: lt.PanelTarget, count: int, source: int, token: int, first: int
 ) -> None:
-    """Quantize a piece of a row of `count` floats, from group `first` at address `source`."""
+    """Quantize one piece of a row of `count` floats, from group `first` at address `source`."""
     groups = min(_PIECE, (count + GROUP - 1) // GROUP - first)
     _quantize(job, panel, count, source, token, first, groups)
 
 
 @kernel
 def _activate(job: ProgramJob, op: lt.ActivateOp, token: int, first: int) -> None:
-    """Activate a piece of a row, from group `first` on."""
+    """Apply the activation to one piece of a row, starting at group `first`."""
     count = op.size
     at = 4 * GROUP * first
     source = row_at(job, op.source, token) + at
@@ -275,9 +278,9 @@ def _heads(source: int, num: int, dim: int, norm: int, mode: int, eps: float) ->
     Args:
         source: address of the heads.
         num: number of heads.
-        dim: channels of a head.
+        dim: channels per head.
         norm: address of the norm's weights.
-        mode: 0: no norm, 1: each head, 2: all heads as one row.
+        mode: 0 for no norm, 1 for each head, 2 for all heads as one row.
         eps: epsilon of the norm.
     """
     if mode == 1:
@@ -290,7 +293,8 @@ def _heads(source: int, num: int, dim: int, norm: int, mode: int, eps: float) ->
 @kernel
 def _scale_queries(source: int, count: int, factor: float) -> None:
     """Scale queries in place, before RoPE."""
-    # RoPE is linear. Before it, queries that attention rotates itself are scaled, too.
+    # RoPE is linear, so scaling may come first. This also scales the queries that attention rotates
+    # itself.
     if factor != np.float32(1.0):
         for index in range(count):
             store_f32(source + 4 * index, load_f32(source + 4 * index) * factor)
@@ -298,7 +302,7 @@ def _scale_queries(source: int, count: int, factor: float) -> None:
 
 @kernel
 def _rope(job: ProgramJob, op: lt.RopeOp, token: int) -> None:
-    """Run `RopeOp` for a token: norms, RoPE, and the store of its KV."""
+    """Run `RopeOp` for one token: norms, RoPE, and storing its KV."""
     heads = op.heads
     kv_heads = op.kv_heads
     dim = op.dim
@@ -339,7 +343,7 @@ def _rope(job: ProgramJob, op: lt.RopeOp, token: int) -> None:
 
 @kernel
 def _cap(job: ProgramJob, op: lt.CapOp, token: int) -> None:
-    """Apply cap * tanh(x / cap), with tanh through exp(-2 |x / cap|)."""
+    """Compute cap * tanh(x / cap) for a row, with tanh computed from exp(-2 |x / cap|)."""
     row = row_at(job, op.rows, token)
     cap = op.cap
     one = np.float32(1.0)
@@ -352,7 +356,7 @@ def _cap(job: ProgramJob, op: lt.CapOp, token: int) -> None:
 
 @kernel
 def _on_token(job: ProgramJob, at: int, token: int, piece: int) -> None:
-    """Run a token operation for one token; with pieces, for one piece of its row."""
+    """Run a token-wise operation for one token, or for one piece of the token's row."""
     if lt.is_op(lt.NormOp, at):
         _norm(job, load_row(lt.NormOp, at), token)
     elif lt.is_op(lt.RopeOp, at):
@@ -375,7 +379,7 @@ def _on_token(job: ProgramJob, at: int, token: int, piece: int) -> None:
 
 @kernel
 def run_tokens(job: ProgramJob, at: int, unit: int) -> None:
-    """Run a unit of the operation whose fields are at an address."""
+    """Run a unit of the token-wise operation whose fields are at an address."""
     pieces = _pieces(at)
     first, end = tokens_of(job, unit // pieces)
     for token in range(first, end):

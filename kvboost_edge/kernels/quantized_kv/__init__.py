@@ -1,1 +1,1 @@
-"""Quantized KV cache: layout, quantization, and integer attention."""
+"""Quantized KV cache: layout, quantization and integer attention."""

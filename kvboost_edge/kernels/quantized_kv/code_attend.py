@@ -1,8 +1,8 @@
-"""Paged attention over quantized blocks, in integers; a query's own block in float16.
+"""Paged attention over quantized blocks in integers, and over a query's own block in float16.
 
-Units, partitions, tiles and their merging are those of float attention (attention/units.py). A row
-attends to the codes before its own block, partition by partition. The float16 copy of its own
-block is merged last. So a row's bits depend on its sequence and position, not on the blocks that a
+Units, partitions, tiles and merging are the same as in float attention (attention/units.py). A row
+attends to the codes before its own block, partition by partition. The float16 copy of its own block
+is merged last. A row's bits therefore depend on its sequence and position, not on which blocks a
 pass completes.
 """
 
@@ -57,14 +57,12 @@ class CodedCall(NamedTuple):
     """Arguments of a call on a quantized pool.
 
     Attributes:
-        plain: call whose pool is the float16 copies of own blocks, and whose block tables locate
-            them.
+        plain: a call whose pool is the float16 copies of own blocks, located by its block tables.
         codes: address of uint8 [num_blocks, num_kv_heads, layout.nbytes].
         layout: sizes and offsets of the codes of one block and KV head.
         block_tables: int32 [num_seqs, max_blocks], tables of the quantized blocks.
-        max_blocks: columns of block_tables.
-        first: int32 [num_seqs], position of slot 0 of the first block in a row of the own blocks'
-            tables.
+        max_blocks: number of columns of block_tables.
+        first: int32 [num_seqs], position of slot 0 of each sequence's first own block.
     """
 
     plain: AttentionCall
@@ -87,14 +85,14 @@ class CodedJob(NamedTuple):
 
 
 class _Coded(NamedTuple):
-    """Scratch of a unit for quantized tiles; byte addresses.
+    """Addresses of a unit's scratch for quantized tiles.
 
     Attributes:
         rows: float32 [padded_rows / 4, dim / 16, 4, 16], queries; see `fold_rows`.
-        units: float32 like `rows`, queries divided by their largest; see `divide_row`.
-        row_steps: float32 [padded_rows], size of 1 in `units`.
+        units: float32 like `rows`, queries scaled to the integer range; see `divide_row`.
+        row_steps: float32 [padded_rows], the value in `rows` that corresponds to 1 in `units`.
         zeros: float32 [4 strips, dim], key zeros.
-        steps: float32 [4 strips, dim], key steps divided by the strip's largest.
+        steps: float32 [4 strips, dim], key steps divided by the strip's largest step.
         tops: float32 [4 strips], largest key step.
         scales: float32 [64], value scales.
         middles: float32 [64], value middles.
@@ -102,7 +100,7 @@ class _Coded(NamedTuple):
         dots: float32 [4 strips, 4], query . zeros.
         weight_codes: uint8 [4, 64], quantized softmax weights.
         numbers: float32 [3, 4]: rescale, factor and shift of each row.
-        blank: zero bytes, as many as a strip of codes has.
+        blank: zero bytes, which take the place of the codes of a strip without visible tokens.
     """
 
     rows: int
@@ -121,8 +119,8 @@ class _Coded(NamedTuple):
 
 
 def coded_scratch_floats(padded_rows: int, dim: int) -> int:
-    """Return the floats of scratch per thread, in addition to those of float attention."""
-    # The sections of `_lay_out`, rounded up.
+    """Return how many floats of scratch each thread needs besides those of float attention."""
+    # Sizes of the sections of `_lay_out`, rounded up.
     sections = (
         2 * padded_rows * dim,
         padded_rows,
@@ -137,7 +135,7 @@ def coded_scratch_floats(padded_rows: int, dim: int) -> int:
 
 @kernel
 def _lay_out(job: CodedJob, unit: Unit) -> _Coded:
-    """Lay out the scratch after the tile table and prepare the unit's query rows."""
+    """Lay out the scratch after the tile table, and prepare the unit's query rows."""
     shape = job.plain.shape
     dim = job.layout.dim
     rows = after(unit.table + 8 * 6 * STRIPS, 0)
@@ -183,13 +181,13 @@ def _lay_out(job: CodedJob, unit: Unit) -> _Coded:
 def _place_coded(
     job: CodedJob, unit: Unit, coded: _Coded, strip: int, position: int, high: int
 ) -> None:
-    """Fill a column of the tile table for 16 tokens at `position`; decode their scales.
+    """Fill a column of the tile table for the 16 tokens at `position`, and decode their scales.
 
     Args:
         job: the call.
         unit: the rows that attend.
         coded: scratch; zeros, steps, tops, scales and middles of the strip are written.
-        strip: 0 to 3.
+        strip: index of the strip, 0 to 3.
         position: first token of the strip.
         high: end of the tokens that are read as codes.
     """
@@ -234,8 +232,9 @@ def _codes_at(job: CodedJob, unit: Unit, position: int) -> Any:
 
 @kernel
 def _ask_ahead(job: CodedJob, unit: Unit, start: int, part: int) -> None:
-    """Prefetch a quarter of the tile after the next one."""
-    # In parts between computations: all at once would stall this tile.
+    """Prefetch a quarter of the codes that the tile after the next one needs."""
+    # Prefetch in parts between computations, because prefetching everything at once would stall
+    # this tile.
     few = unit.num_rows <= ROWS
     size = job.layout.nbytes
     strip, half = (part, 0) if few else (part // 2, part % 2)
@@ -250,14 +249,17 @@ def _ask_ahead(job: CodedJob, unit: Unit, start: int, part: int) -> None:
 def _own_start(unit: Unit, position: int, size: int) -> Any:
     """Return the end of the codes that a query at this position attends to.
 
-    It is the beginning of the query's own block, or the end of the segment.
+    The end is the start of the query's own block or, if `unit.whole` is set, the end of the
+    segment.
     """
     return unit.whole if unit.whole > 0 else position // size * size
 
 
 @kernel
 def _coded_tile(job: CodedJob, unit: Unit, coded: _Coded, start: int, state: int) -> None:
-    """Add the 64 tokens at `start`, located by the tile table, to the softmax state of all rows.
+    """Add the 64 tokens at `start` to the softmax state of all rows.
+
+    The tile table gives the location of the tokens.
 
     Args:
         job: the call.
@@ -361,12 +363,12 @@ def _attend_partition(job: CodedJob, unit: Unit, coded: _Coded, partition: int, 
 
 @kernel
 def _own_tile(job: Job, unit: Unit, start: int, state: int, ones: int) -> None:
-    """Add the 64 tokens at `start` to the rows whose own block holds them.
+    """Add the 64 tokens at `start` to the rows whose own block contains them.
 
     Args:
         job: the call on the float16 copies.
-        unit: the rows, with positions counted from the first own block.
-        start: first token, counted from the first own block.
+        unit: the rows, with positions relative to the first own block.
+        start: first token, relative to the first own block.
         state: address of the softmax state.
         ones: address of float32 [4], all 1.
     """
@@ -444,7 +446,7 @@ def _attend_own(job: CodedJob, unit: Unit, coded: _Coded, state: int) -> None:
         while start < min(block + size, high):
             for strip in range(STRIPS):
                 at = start + strip * LANES
-                # A tile ends with its block: the next block belongs to other rows.
+                # A tile must end with its block, because the next block belongs to other rows.
                 place_strip(job.plain, own, strip, at if at < block + size else high, False)
             _own_tile(job.plain, own, start, state, coded.dots)
             start += TILE
@@ -453,7 +455,7 @@ def _attend_own(job: CodedJob, unit: Unit, coded: _Coded, state: int) -> None:
 
 @kernel
 def _add_own(job: CodedJob, unit: Unit, coded: _Coded, merged: int, state: int) -> None:
-    """Merge the own blocks, after the last partition."""
+    """Merge the softmax state of the own blocks, after the last partition."""
     _attend_own(job, unit, coded, state)
     merge_partition(job.plain.shape, unit.num_rows, merged, state)
 
@@ -463,9 +465,10 @@ attend_coded_units = unit_loop("attend_coded_units", _lay_out, _attend_partition
 
 @kernel
 def attend_coded(call: CodedCall) -> None:
-    """Take units until none is left.
+    """Process units until all are taken.
 
-    Every thread of a team runs this on the same call. A thread that starts late returns at once.
+    Every thread of a team runs this function on the same call. A thread that starts after the last
+    unit is taken returns at once.
     """
     job = addresses_of(CodedJob, call)
     attend_coded_units(job.plain, addresses_of(RotationPointers, call.plain), job)

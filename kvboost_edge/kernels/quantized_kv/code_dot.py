@@ -1,7 +1,7 @@
 """Integer dot product of attention over codes: 16 sums of 4 products of unsigned x signed bytes.
 
-Built around `vpdpbusd` (AVX512-VNNI, AVX-VNNI) and `sdot` (ARM dotprod); otherwise widening
-multiply-adds. All variants give equal integers.
+It uses `vpdpbusd` (AVX512-VNNI, AVX-VNNI), `sdot` (ARM dotprod), or widening multiply-adds. All
+variants give equal integers.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ Builder = Any
 
 
 def coded_dot_form() -> str:
-    """Return the dot-product variant of this process: "vnni512", "vnni256", "neon" or "plain"."""
+    """Return this process's dot-product variant: "vnni512", "vnni256", "neon" or "plain"."""
     form = dot_form()
     return form if form in ("vnni512", "vnni256", "neon") else "plain"
 
 
 def emit_dot(b: Builder, form: str, sums: Value, unsigned: Value, signed: Value) -> Value:
-    """Return sums[lane] + the dot product of the lane's 4 unsigned and 4 signed bytes.
+    """Return sums[lane] plus the dot product of the lane's 4 unsigned and 4 signed bytes.
 
     All three operands are <16 x i32>.
     """
@@ -54,7 +54,7 @@ def emit_dot(b: Builder, form: str, sums: Value, unsigned: Value, signed: Value)
 
 
 def _dot_halves(b: Builder, sums: Value, unsigned: Value, signed: Value) -> Value:
-    """Emit `vpdpbusd` on vectors of 256 bits, twice."""
+    """Emit `vpdpbusd` twice, on vectors of 256 bits."""
     kind = ir.FunctionType(_V8I, [_V8I, _V32B, _V32B])
     function = cgutils.get_or_insert_function(b.module, kind, "llvm.x86.avx512.vpdpbusd.256")
     undefined = ir.Constant(V16I, ir.Undefined)
@@ -69,8 +69,9 @@ def _dot_halves(b: Builder, sums: Value, unsigned: Value, signed: Value) -> Valu
 
 
 def _dot_quarters(b: Builder, sums: Value, unsigned: Value, signed: Value) -> Value:
-    """Emit `sdot`, whose operands are both signed."""
-    # 128 is subtracted from the codes; adding 64 times the signed bytes twice compensates.
+    """Emit `sdot`, which takes two signed operands."""
+    # Subtract 128 from the codes to make them signed. Adding 64 times the signed bytes twice
+    # compensates.
     kind = ir.FunctionType(_V4I, [_V4I, _V16B, _V16B])
     function = cgutils.get_or_insert_function(b.module, kind, "llvm.aarch64.neon.sdot.v4i32.v16i8")
     centred = b.bitcast(b.xor(b.bitcast(unsigned, _V64B), ir.Constant(_V64B, [-128] * 64)), V16I)
@@ -99,8 +100,8 @@ def _dot_plain(b: Builder, sums: Value, unsigned: Value, signed: Value) -> Value
         strict=True,
     )
     if b.module.triple.startswith(("aarch64", "arm64")):
-        # A product fits 16 bits (255 * -128 = -32,640), and `saddlp` adds neighbours into 32 bits:
-        # 45 instructions instead of 78.
+        # A product fits 16 bits (255 * -128 = -32,640), and `saddlp` adds neighbors into 32 bits.
+        # This takes 45 instructions instead of 78.
         for x, y in halves:
             sums = b.add(sums, emit_pair_sums(b, b.mul(x, y)))
         return sums

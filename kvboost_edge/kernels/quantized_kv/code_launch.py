@@ -1,4 +1,4 @@
-"""Entry point of paged attention over quantized KV: checks, buffers and threads."""
+"""Entry point of paged attention over quantized KV: argument checks, buffers and threads."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ def paged_attention_coded(
     plan: WorkPlan | None = None,
     turning: QueryRotation | None = None,
 ) -> tuple[Floats, Floats]:
-    """Compute causal attention over quantized blocks and float16 copies of own blocks.
+    """Compute causal attention over quantized blocks and the float16 copies of own blocks.
 
-    Block ids and lengths are trusted.
+    Block ids and lengths are not checked.
 
     Args:
         queries: float32 [num_tokens, num_q_heads, head_dim].
@@ -55,15 +55,15 @@ def paged_attention_coded(
         batch: query rows and block tables of each sequence.
         own: float16 copies of the blocks that the pass writes.
         options: softmax scale, window, softcap, sinks.
-        workspace: threads and buffers; None: one thread with buffers of its own.
-        plan: result of `plan_work` for this batch, these head counts and this window, if known.
+        workspace: threads and buffers; None uses one thread and temporary buffers.
+        plan: result of `plan_work` for this batch, head counts and window; None computes it.
         turning: queries before RoPE; required if the batch has segments with a delta.
 
     Returns:
         (out, lse): float32 like `queries`, float32 [num_tokens, num_q_heads].
 
     Raises:
-        ConfigError: shapes do not fit, `turning` is missing, or `options.ahead` is set.
+        ConfigError: shapes do not match, `turning` is missing, or `options.ahead` is set.
     """
     if options.ahead:
         raise ConfigError(

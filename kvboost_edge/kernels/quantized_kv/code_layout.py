@@ -1,7 +1,7 @@
-"""Byte layout of a quantized block: one run of codes and scales per block and KV head.
+"""Byte layout of a quantized block, one run of codes and scales per block and KV head.
 
-A block has `block` tokens and `dim` channels (padded to 16). Sections start at multiples of 64
-bytes, in this order:
+A block has `block` tokens and `dim` channels (padded to a multiple of 16). Sections start at
+multiples of 64 bytes, in this order:
 
     section        type and shape              content
     key codes      uint8 [dim / 4][block][4]   key = zero + step * code, code in 0..top
@@ -11,12 +11,12 @@ bytes, in this order:
     value scales   float16 [block]             scale of the token
     value middles  float16 [block]             4 bits: value = middle + scale * (code - 8), 0..15
 
-A quad, the last axis, is 4 channels of a key or 4 tokens of a value: the 4 bytes of one lane that
-`vpdpbusd` and `sdot` multiply and add. `top` is 255 or 15. With 4 bits, two quads share bytes:
-quad 2j in the low nibbles, quad 2j + 1 in the high ones. Keys per channel and values per token, as
-in KIVI (Liu et al., 2024).
+The last axis is a quad: 4 channels of a key or 4 tokens of a value. These are the 4 bytes of one
+lane that `vpdpbusd` and `sdot` multiply and add. `top` is 255 for 8 bits and 15 for 4 bits. With 4
+bits, two quads share bytes: quad 2j is in the low nibbles, quad 2j + 1 in the high nibbles. Keys
+are quantized per channel and values per token, as in KIVI (Liu et al., 2024).
 
-This module imports no kernel.
+Importing this module does not import the compiler.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ _LINE = 64
 
 
 class CodeLayout(NamedTuple):
-    """Sizes and byte offsets of the codes of one block and KV head; key codes start at 0.
+    """Sizes and byte offsets of the codes of one block and KV head; key codes start at byte 0.
 
     Attributes:
-        block_size: tokens of a block.
-        head_dim: channels of a head.
+        block_size: tokens per block.
+        head_dim: channels per head.
         dim: head_dim rounded up to a multiple of 16.
-        k_bits: bits of keys, 8 or 4.
-        v_bits: bits of values, 8 or 4.
+        k_bits: bits per key, 8 or 4.
+        v_bits: bits per value, 8 or 4.
         key_zeros: byte offset of the key zeros.
         key_steps: byte offset of the key steps.
         values: byte offset of the value codes.
         value_scales: byte offset of the value scales.
         value_middles: byte offset of the value middles, which exist with 4 bits only.
-        nbytes: bytes in total, a multiple of 64.
+        nbytes: total size in bytes, a multiple of 64.
     """
 
     block_size: int
@@ -66,9 +66,9 @@ def code_layout(block_size: int, head_dim: int, bits: tuple[int, int]) -> CodeLa
     """Return the layout of one block and KV head.
 
     Args:
-        block_size: tokens, a multiple of 16.
-        head_dim: channels.
-        bits: (bits of keys, bits of values), one of BIT_PAIRS.
+        block_size: tokens per block, a multiple of 16.
+        head_dim: channels per head.
+        bits: (bits per key, bits per value), one of BIT_PAIRS.
     """
     k_bits, v_bits = bits
     dim = _up(head_dim, 16)

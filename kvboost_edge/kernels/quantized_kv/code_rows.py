@@ -1,8 +1,8 @@
 """Queries and block scales of attention over codes, prepared for integer dot products.
 
-The score of a query and a key is `sum(q[d] * step[d] * code[d]) + sum(q[d] * zero[d])`. The
-products q * step are rounded to `256 * high + low`, two signed bytes. So two dot products of bytes
-give their exact sum with the codes.
+The score of a query and a key is `sum(q[d] * step[d] * code[d]) + sum(q[d] * zero[d])`. Each
+product q * step is rounded to an integer `256 * high + low`, where `high` and `low` are signed
+bytes. Two dot products of bytes then give the exact sum over the codes.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ __all__ = [
     "prefetch_lines",
 ]
 
-Q_TOP = 32512.0  # 127 * 256: a query's integers fit two signed bytes
+Q_TOP = 32512.0  # 127 * 256, so a query's integers fit in two signed bytes
 TINY = 1e-30  # avoids a division by 0 if all numbers are 0
 ROUNDER = 12582912.0  # 1.5 * 2^23: adding it rounds to an integer in the low bits of the mantissa
 LINE = 64
@@ -98,7 +98,7 @@ def emit_store_codes(b: Builder, codes: Value, address: Value) -> None:
 
 
 def emit_slots(b: Builder, start: Value, count: int) -> list[Value]:
-    """Return `count` variables initialized with a value."""
+    """Return `count` stack variables that are initialized to a value."""
     slots = [cgutils.alloca_once(b, start.type) for _ in range(count)]
     for slot in slots:
         b.store(start, slot)
@@ -106,7 +106,7 @@ def emit_slots(b: Builder, start: Value, count: int) -> list[Value]:
 
 
 def _spread_max(b: Builder, x: Value) -> Value:
-    """Return the largest lane in every lane."""
+    """Return a vector whose lanes all hold the largest lane of the input."""
     for step in (8, 4, 2, 1):
         x = emit_max(b, x, emit_shuffle(b, x, x, [lane ^ step for lane in range(LANES)]))
     return x
@@ -120,14 +120,14 @@ def _first(b: Builder, x: Value) -> Value:
 def decode_keys(
     typing: Any, zeros: Any, steps: Any, dim: Any, out_zeros: Any, out_steps: Any
 ) -> Any:
-    """Decode a block's key zeros and steps; return the largest step.
+    """Decode a block's key zeros and steps, and return the largest step.
 
     Args:
         zeros: address of float16 [dim].
         steps: address of uint8 [dim]; see code_layout.STEP_BIAS.
-        dim: channels, a multiple of 16.
+        dim: number of channels, a multiple of 16.
         out_zeros: address of float32 [dim], written.
-        out_steps: address of float32 [dim], written: steps divided by the largest.
+        out_steps: address of float32 [dim], written: steps divided by the largest step.
     """
 
     def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
@@ -159,11 +159,13 @@ def decode_keys(
 def divide_row(typing: Any, out: Any, row: Any, dim: Any) -> Any:
     """Scale a query row to the integer range: out = row * (Q_TOP / largest |row|).
 
+    In both rows, 16 channels are contiguous and the next 16 channels follow after ROWS * 16 floats;
+    see `fold_rows`.
+
     Args:
         out: address of float32 [dim], written.
-        row: address of float32 [dim]. In both, the next 16 channels are ROWS * 16 floats further;
-            see `fold_rows`.
-        dim: channels, a multiple of 16.
+        row: address of float32 [dim].
+        dim: number of channels, a multiple of 16.
 
     Returns:
         The value in `row` that corresponds to 1 in `out`.
@@ -189,7 +191,7 @@ def divide_row(typing: Any, out: Any, row: Any, dim: Any) -> Any:
 
 
 def plane_offset(row: int, strip: int, plane: int, quad: int) -> int:
-    """Return the offset of 4 channels among the integers of 16 channels of a query.
+    """Return the byte offset of a quad of channels among the integers of 16 channels of queries.
 
     Plane 0 holds the high bytes, plane 1 the low bytes.
     """
@@ -197,9 +199,9 @@ def plane_offset(row: int, strip: int, plane: int, quad: int) -> int:
 
 
 def _emit_planes(b: Builder, numbers: Sequence[Value], place: Value) -> None:
-    """Store the integers of two rows for one strip, ordered by `plane_offset`.
+    """Store the integers of two rows for one strip, in the order of `plane_offset`.
 
-    Each is <16 x i32> with 128 added.
+    Each row is <16 x i32> with 128 added.
     """
     words = ir.VectorType(_I16, 2 * LANES)
     low_halves = ir.Constant(ir.VectorType(_I32, 2 * LANES), list(range(0, 4 * LANES, 2)))
@@ -221,12 +223,12 @@ def _emit_planes(b: Builder, numbers: Sequence[Value], place: Value) -> None:
 def fold_rows(
     typing: Any, rows: Any, units: Any, dim: Any, zeros: Any, steps: Any, planes: Any, dots: Any
 ) -> Any:
-    """Fold the key steps and zeros of the tile's four strips into four query rows.
+    """Multiply four query rows by the key steps and key zeros of the tile's four strips.
 
     Args:
         rows: address of float32 [dim / 16, 4 rows, 16], the queries.
         units: address of float32 like `rows`, the queries scaled by `divide_row`.
-        dim: channels, a multiple of 16.
+        dim: number of channels, a multiple of 16.
         zeros: address of float32 [4 strips, dim]; see `decode_keys`.
         steps: address of float32 [4 strips, dim]; see `decode_keys`.
         planes: address of int8 [dim / 16, 4 strips, 4 rows, 32], written: high and low bytes of
@@ -256,7 +258,7 @@ def fold_rows(
                     slot = sums[strip * ROWS + row]
                     b.store(emit_fma(b, queries[row], zero, b.load(slot)), slot)
                 # With 128 added, the upper byte is the nearest multiple of 256 and the lower byte
-                # is the rest + 128.
+                # is the remainder + 128.
                 numbers = [
                     b.bitcast(emit_fma(b, unit, step, float_lanes(ROUNDER + 128.0)), V16I)
                     for unit in integers

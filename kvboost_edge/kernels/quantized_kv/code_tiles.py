@@ -1,7 +1,7 @@
 """Integer attention microkernels: four query rows x one tile of 64 tokens of codes.
 
-A tile is four strips of 16 tokens, each inside one block (see code_layout.py). A tile table, int64
-[4, 4] in memory with one column per strip, locates them:
+A tile consists of four strips of 16 tokens, each inside one block (see code_layout.py). The tile
+table, int64 [4, 4] in memory with one column per strip, holds their locations:
 
     row  content
       0  address of the key codes
@@ -9,9 +9,9 @@ A tile is four strips of 16 tokens, each inside one block (see code_layout.py). 
       2  address of the value codes
       3  bytes from one row of value quads to the next
 
-Query rows are integers of two bytes (code_rows.py). Softmax weights times value scales become one
-unsigned byte, relative to the row's largest in the tile. Both products are `vpdpbusd` or `sdot`
-(code_dot.py).
+Query rows are integers of two bytes (code_rows.py). The product of a softmax weight and a value
+scale becomes one unsigned byte, relative to the row's largest product in the tile. Scores and
+weighted values are both computed by `vpdpbusd` or `sdot` (code_dot.py).
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ from kvboost_edge.kernels.vectors import (
 __all__ = ["coded_scores", "coded_values", "weigh_rows"]
 
 _PAIRS = LANES // 8  # pairs of quads in 16 channels or tokens
-# Strips, planes and vectors that four rows are multiplied with at once, so that the sums stay in
-# registers: 32 of 512 bits, or 16 of 256 bits or less.
+# Number of strips, planes and vectors that are multiplied with four rows at once. They are chosen
+# to keep the sums in registers: 32 of 512 bits, or 16 of 256 bits or less.
 _STRIPS_AT_ONCE, _PLANES_AT_ONCE, _VECTORS_AT_ONCE = (
     (2, 2, 4) if coded_dot_form() == "vnni512" else (1, 1, 1)
 )
@@ -69,7 +69,7 @@ Builder = Any
 
 
 def _nan_or_max(b: Builder, x: Value, y: Value) -> Value:
-    """Return the larger of two non-negative numbers, or NaN: as an integer, NaN is the largest."""
+    """Return the larger of two non-negative floats, or NaN, which is the largest as an integer."""
     x = b.bitcast(x, V16I)
     y = b.bitcast(y, V16I)
     return b.bitcast(b.select(b.icmp_unsigned(">", x, y), x, y), V16)
@@ -80,7 +80,7 @@ def _column(b: Builder, table: Value, row: int, strip: int) -> Value:
 
 
 def _quads(b: Builder, bits: int, address: Value, step: Value) -> list[Value]:
-    """Load two quads of unsigned codes from an address, <16 x i32> each."""
+    """Load two quads of unsigned codes from an address, as <16 x i32> each."""
     first = emit_load_bytes(b, address)
     if bits == 8:
         return [first, emit_load_bytes(b, b.add(address, step))]
@@ -89,7 +89,7 @@ def _quads(b: Builder, bits: int, address: Value, step: Value) -> list[Value]:
 
 
 def _emit_scores(b: Builder, arguments: Sequence[Value], bits: int) -> None:
-    """Emit scores in groups of strips and query planes whose sums fit the registers."""
+    """Emit `scores` in groups of strips and query planes whose sums fit in the registers."""
     planes, table, dim, tops, row_steps, dots, scores = arguments
     place = emit_scratch(b, ROWS * 2 * _STRIPS_AT_ONCE * LINE)
     with emit_loop(b, emit_int(STRIPS // _STRIPS_AT_ONCE)) as part:
@@ -118,9 +118,9 @@ def _emit_scores(b: Builder, arguments: Sequence[Value], bits: int) -> None:
 
 
 def _emit_strip_sums(b: Builder, arguments: Sequence[Value], bits: int) -> None:
-    """Emit integer sums of a tile's next strips and a query's next planes.
+    """Emit integer sums of some strips of a tile and some planes of the queries.
 
-    They are stored as int32 [4, strips, 2, 16].
+    The sums are stored as int32 [4, strips, 2, 16].
     """
     planes, table, dim, out = arguments
     form = coded_dot_form()
@@ -193,14 +193,14 @@ coded_scores = {bits: _coded_scores(bits) for bits in (8, 4)}
 def weigh_rows(
     typing: Any, weights: Any, scales: Any, middles: Any, codes: Any, factors: Any, shifts: Any
 ) -> Any:
-    """Quantize four rows of softmax weights times value scales to unsigned bytes.
+    """Quantize the products of softmax weights and value scales of four rows to unsigned bytes.
 
     Args:
         weights: address of float32 [4, 64].
         scales: address of float32 [64]; ignored where the weight is 0.
-        middles: address of float32 [64], ignored where the weight is 0; 0: none.
+        middles: address of float32 [64], or 0 without middles; ignored where the weight is 0.
         codes: address of uint8 [4, 64], written: round(weight * scale / factor).
-        factors: address of float32 [4], written: size of 1 in `codes`.
+        factors: address of float32 [4], written: the product that corresponds to 1 in `codes`.
         shifts: address of float32 [4], written: sum of weight * middle.
     """
 
@@ -250,7 +250,7 @@ def weigh_rows(
 
 
 def _emit_values(b: Builder, arguments: Sequence[Value], bits: int, num_vectors: int) -> None:
-    """Emit `coded_values` in panels whose sums fit the registers."""
+    """Emit `coded_values` in panels whose sums fit in the registers."""
     codes, table, channel, numbers, out, row_bytes = arguments
     at_once = min(num_vectors, _VECTORS_AT_ONCE)
     with emit_loop(b, emit_int(num_vectors // at_once)) as part:
@@ -313,8 +313,8 @@ def _coded_values(bits: int, num_vectors: int) -> Any:
             table: address of the tile table.
             channel: first channel of the panel.
             numbers: address of float32 [3, 4]: rescale, factor and shift of each row.
-            out: address of float32 [4, row_bytes / 4]; the panel's columns are updated.
-            row_bytes: bytes of a row of `out`.
+            out: address of float32 [4, row_bytes / 4]; only the panel's columns are updated.
+            row_bytes: bytes per row of `out`.
         """
 
         def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:

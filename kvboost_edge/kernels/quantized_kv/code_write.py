@@ -1,6 +1,6 @@
-"""Quantization of full KV blocks: float16 buffers to codes (layout in code_layout.py).
+"""Quantization of full KV blocks, from float16 buffers to codes (layout in code_layout.py).
 
-Rounding is that of reference/quantized_kv.py, step by step.
+Each rounding step is the same as in reference/quantized_kv.py.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ __all__ = ["quantize_block", "quantize_blocks"]
 
 _ROUNDER = 12582912.0  # 1.5 * 2^23: adding it rounds to an integer in the low bits of the mantissa
 _ROUNDER_BITS = 0x4B400000
-# More than half of float16's smallest step, and of its precision: a scale never rounds down below
-# the value that it must cover.
+# Added to scales before rounding to float16. They exceed half of float16's smallest step and half
+# of its precision, so a scale never rounds down below the value that it must cover.
 _SCALE_FLOOR = 6e-8
 _SCALE_SLACK = 1.0 + 2.0**-10
 _QUAD = 4
@@ -78,15 +78,15 @@ def _smallest(b: Builder, x: Value, y: Value) -> Value:
 def _fold(
     b: Builder, rows: Value, row_bytes: Value, vectors: Value, start: Any, combine: Any
 ) -> Value:
-    """Fold each of four rows to one float32; lanes 4r to 4r + 3 of the result hold row r's.
+    """Fold each of four rows to one float32; lanes 4r to 4r + 3 of the result hold that of row r.
 
     Args:
         b: the builder.
         rows: address of float32 [4, 16 * vectors].
         row_bytes: bytes from one row to the next.
         vectors: vectors of 16 per row, at least 1.
-        start: maps a loaded vector to the operand of `combine`.
-        combine: emits the fold of two vectors.
+        start: function that maps a loaded vector to an operand of `combine`.
+        combine: function that emits the fold of two vectors.
     """
     slots = [cgutils.alloca_once(b, V16) for _ in range(_QUAD)]
     at = [b.add(rows, b.mul(row_bytes, _int(row))) for row in range(_QUAD)]
@@ -102,7 +102,7 @@ def _fold(
 
 
 def _broken(b: Builder, rows: Value, row_bytes: Value, vectors: Value) -> Value:
-    """Return 0 for each of four rows, or NaN if a number in it is not finite."""
+    """Return 0 for each of four rows, or NaN if the row has a number that is not finite."""
     return _fold(
         b, rows, row_bytes, vectors, lambda x: b.fmul(x, _floats(0.0)), lambda b, x, y: b.fadd(x, y)
     )
@@ -113,7 +113,7 @@ def _own(b: Builder, x: Value, row: int) -> Value:
 
 
 def _four(b: Builder, x: Value) -> Value:
-    """Return lanes 0, 4, 8 and 12."""
+    """Return lanes 0, 4, 8 and 12 of a vector."""
     undefined = ir.Constant(x.type, ir.Undefined)
     return b.shuffle_vector(x, undefined, ir.Constant(ir.VectorType(_I32, _QUAD), [0, 4, 8, 12]))
 
@@ -123,7 +123,7 @@ def _store_any(b: Builder, value: Value, address: Value) -> None:
 
 
 def _codes(b: Builder, scaled: Value, low: int, high: int, add: int) -> Value:
-    """Return round(scaled), clipped to [low, high], plus `add`, as an unsigned byte in an i32."""
+    """Return round(scaled) clipped to [low, high], plus `add`, as an unsigned byte in an i32."""
     bits = b.bitcast(b.fadd(scaled, _floats(_ROUNDER)), V16I)
     code = b.sub(bits, _ints(_ROUNDER_BITS))
     code = b.select(b.icmp_signed("<", code, _ints(low)), _ints(low), code)
@@ -132,7 +132,7 @@ def _codes(b: Builder, scaled: Value, low: int, high: int, add: int) -> Value:
 
 
 def _store_quad(b: Builder, codes: Sequence[Value], place: Value, shift: Value, bits: int) -> None:
-    """Store four codes as bytes of each lane; with 4 bits, or them into nibbles at `shift`."""
+    """Store four codes as the bytes of each lane; 4-bit codes are or-ed into nibbles at `shift`."""
     joined = codes[0]
     for index in range(1, _QUAD):
         joined = b.or_(joined, b.shl(codes[index], _ints(8 * index)))
@@ -155,9 +155,9 @@ def _encode_keys(bits: int) -> Any:
 
         Args:
             keys: address of float32 [4, size].
-            size: tokens of the block, a multiple of 16.
-            codes: address of a row of codes; with 4 bits they are or-ed into it.
-            shift: 0 or 4: the bits by which 4-bit codes are shifted.
+            size: tokens per block, a multiple of 16.
+            codes: address of a row of codes; 4-bit codes are or-ed into it.
+            shift: number of bits that 4-bit codes are shifted by, 0 or 4.
             zeros: address of float16 [4], written.
             steps: address of uint8 [4], written.
         """
@@ -196,7 +196,7 @@ def _encode_keys(bits: int) -> Any:
 def _value_scales(
     b: Builder, bits: int, values: Value, row_bytes: Value, vectors: Value
 ) -> tuple[Value, Value]:
-    """Return scales and middles of four tokens (in lanes 4r), float32 values that float16 holds.
+    """Return the scales and middles of four tokens, in lanes 4r, rounded to float16 values.
 
     With 8 bits, the middles are 0.
     """
@@ -236,12 +236,12 @@ def _encode_values(bits: int) -> Any:
         Args:
             values: address of float32 [4, dim]; channels from head_dim on repeat others and get
                 code 0.
-            dim: padded channels, a multiple of 16.
-            head_dim: channels.
-            codes: address of a row of codes; with 4 bits they are or-ed into it.
-            shift: 0 or 4: the bits by which 4-bit codes are shifted.
+            dim: padded number of channels, a multiple of 16.
+            head_dim: number of channels.
+            codes: address of a row of codes; 4-bit codes are or-ed into it.
+            shift: number of bits that 4-bit codes are shifted by, 0 or 4.
             scales: address of float16 [4], written.
-            middles: address of float16 [4], written with 4 bits.
+            middles: address of float16 [4], written with 4 bits only.
         """
 
         def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
@@ -389,13 +389,13 @@ def _quantize(
 def quantize_blocks(
     own: KVPool, sources: Longs, codes: npt.NDArray[np.uint8], targets: Longs, layout: CodeLayout
 ) -> None:
-    """Quantize float16 blocks into a quantized pool. Block numbers are trusted.
+    """Quantize float16 blocks into a quantized pool. Block ids are not checked.
 
     Args:
         own: float16 buffers.
-        sources: int64 [n], blocks of `own`.
+        sources: int64 [n], indices of blocks in `own`.
         codes: uint8 [num_blocks, num_kv_heads, layout.nbytes], written.
-        targets: int64 [n], blocks of `codes`.
+        targets: int64 [n], indices of blocks in `codes`.
         layout: sizes and offsets.
     """
     pairs = np.stack([sources, targets], axis=1)

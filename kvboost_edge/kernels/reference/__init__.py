@@ -1,1 +1,1 @@
-"""NumPy oracles of the kernels, which serve as their specification."""
+"""NumPy reference implementations of the kernels, which serve as oracle and specification."""

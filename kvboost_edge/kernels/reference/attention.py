@@ -1,4 +1,4 @@
-"""Paged attention and KV storage in plain NumPy, with float64 sums: the oracle of the kernels."""
+"""Paged attention and KV storage in plain NumPy with float64 sums: the oracle of the kernels."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def gather_kv(
     segments: Segments = None,
     sequence: int = 0,
 ) -> tuple[Doubles, Doubles]:
-    """Return keys and values of tokens [start, stop) of one sequence.
+    """Return the keys and values of tokens [start, stop) of one sequence.
 
     Both are float64 [num_kv_heads, stop - start, head_dim].
     """
@@ -85,7 +85,7 @@ def paged_attention(
 def _attend_row(
     query: Doubles, keys: Doubles, values: Doubles, options: AttentionOptions
 ) -> tuple[Doubles, Doubles]:
-    """Attend with a query [num_q_heads, head_dim] to KV [num_kv_heads, tokens, head_dim]."""
+    """Attend with one query [num_q_heads, head_dim] to KV [num_kv_heads, tokens, head_dim]."""
     grouped = query.reshape(keys.shape[0], -1, query.shape[1])
     scores = np.einsum("hgd,htd->hgt", grouped, keys) * options.softmax_scale
     if options.softcap > 0:

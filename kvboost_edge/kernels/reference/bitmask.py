@@ -1,4 +1,4 @@
-"""Token masks of structured output in plain NumPy."""
+"""Token masks for structured output in plain NumPy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def mask_logits(
     """Copy the logits of allowed tokens and set the others to -inf.
 
     Args:
-        words: int32 [ceil(vocab_size / 32)], bits of tokens, lowest first.
+        words: int32 [ceil(vocab_size / 32)], one bit per token, lowest bit first.
         logits: float32 [vocab_size].
         out: float32 [vocab_size], written.
     """

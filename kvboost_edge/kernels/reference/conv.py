@@ -17,10 +17,10 @@ Floats = npt.NDArray[np.floating[Any]]
 def conv_rows(
     inputs: Floats, tail: Floats, weights: Floats, bias: Floats | None = None
 ) -> tuple[Floats, Floats]:
-    """Return the convolution of each channel and the conv state after the last token.
+    """Return the convolution of each channel, and the conv state after the last token.
 
     Args:
-        inputs: [tokens, channels]; its dtype is that of the results.
+        inputs: [tokens, channels]; the results have the same dtype.
         tail: [taps, channels], the inputs before the first token, oldest first.
         weights: [taps + 1, channels], oldest input first.
         bias: [channels], or None.

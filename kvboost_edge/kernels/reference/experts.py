@@ -1,8 +1,8 @@
 """Mixture of experts in plain NumPy: routing, and the sum of the experts' results.
 
-The order is part of the specification: a token's experts are added in ascending order, whatever
-else is in the pass. So its result is bit-identical for any chunking of a prompt. A share
-multiplies an expert's result including its biases.
+The order is part of the specification. A token's experts are added in ascending order, regardless
+of the other tokens in the pass, so the result is bit-identical for any chunking of a prompt. A
+share multiplies an expert's result including its biases.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ class Routing(NamedTuple):
     """Rule that turns router logits into experts and shares.
 
     Attributes:
-        used: experts of a token.
-        score: "softmax" of all logits, "sigmoid" of each, or "chosen": softmax of the chosen
-            logits.
-        renorm: "": shares are not normalized; "add": divided by their sum + eps; "least": by their
-            sum, at least eps.
+        used: number of experts per token.
+        score: "softmax" of all logits, "sigmoid" of each logit, or "chosen" for the softmax of the
+            chosen logits.
+        renorm: divisor of the shares: "add" for their sum + eps, "least" for their sum but at least
+            eps, or "" for none.
         eps: see `renorm`.
         scale: factor of all shares.
     """
@@ -44,14 +44,14 @@ def route_rows(
 ) -> tuple[Longs, Floats]:
     """Return each token's experts, int64 [tokens, used] ascending, and their shares.
 
-    Of equal scores, the lower number is chosen. If a score is NaN, the token gets the first
-    experts, with NaN shares.
+    Ties go to the lower expert number. If any score is NaN, the token gets the first experts with
+    NaN shares.
 
     Args:
-        logits: [tokens, experts]; its dtype is that of the shares.
+        logits: [tokens, experts]; the shares have the same dtype.
         routing: the rule.
-        bias: [experts], added to scores for the choice only.
-        factors: [experts], factors of shares.
+        bias: [experts], added to scores for the selection only.
+        factors: [experts], factors of the shares.
     """
     dtype = logits.dtype
     used = routing.used
@@ -94,7 +94,7 @@ def _scores(logits: Floats, score: str) -> Floats:
 
 
 def slots_of(chosen: Longs, num_experts: int) -> list[tuple[int, Longs]]:
-    """Return each expert that has tokens, ascending, with its places: token * used + rank."""
+    """Map each expert that has tokens, ascending, to its places: token * used + rank."""
     flat = chosen.reshape(-1)
     return [
         (expert, found)
@@ -124,7 +124,8 @@ def expert_rows(
 ) -> Floats:
     """Return down(activate(gate, up)) of rows [tokens, hidden].
 
-    Each matrix's sums are float64 and rounded once, with the bias, to the dtype of `x`.
+    Each matrix product is summed in float64. The sum with its bias is rounded once to the dtype of
+    `x`.
     """
 
     def linear(rows: Floats, matrix: Floats, bias: Floats | None) -> Floats:
@@ -143,7 +144,7 @@ def mixed_rows(
     mlp: Callable[[int, Floats], Floats],
     num_experts: int,
 ) -> Floats:
-    """Add each token's experts, ascending, as share * mlp(expert, row of x), to `before`.
+    """Add share * mlp(expert, row of x) to `before` for each of a token's experts, ascending.
 
     Each step is rounded once to the dtype of `before`.
     """

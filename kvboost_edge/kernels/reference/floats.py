@@ -1,4 +1,4 @@
-"""Float32 functions in plain NumPy with the kernels' rounding steps."""
+"""Float32 functions in plain NumPy, with the rounding steps of the kernels."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def fma_f32(x: Any, y: Any, z: Any) -> Any:
     ).astype(F32)
 
 
-@np.errstate(invalid="ignore")  # of -inf, whose exp is 0
+@np.errstate(invalid="ignore")  # for x = -inf, where r is NaN but the result is 0
 def exp_f32(x: Floats) -> Floats:
-    """Return exp(x) for x <= 88, by the kernels' polynomial."""
+    """Return exp(x) for x <= 88, using the kernels' polynomial."""
     magic = F32(12582912.0)
     shifted = fma_f32(x, F32(1.44269504088896341), magic)
     n = shifted - magic
@@ -45,8 +45,8 @@ def sigmoid_f32(x: npt.NDArray[Any]) -> Floats:
 
 
 def softplus_f32(x: npt.NDArray[Any]) -> Floats:
-    """Return log(1 + exp(x)), by the kernels' series."""
-    # max(x, 0) + log1p(y) with y = exp(-|x|); log1p(y) = 2 artanh(y / (2 + y)).
+    """Return log(1 + exp(x)), using the kernels' series."""
+    # Compute max(x, 0) + log1p(y) with y = exp(-|x|) and log1p(y) = 2 artanh(y / (2 + y)).
     y = exp_f32(-np.abs(x))
     s = y / (F32(2.0) + y)
     square = s * s
@@ -58,9 +58,9 @@ def softplus_f32(x: npt.NDArray[Any]) -> Floats:
 
 
 def norm_rows_f32(x: npt.NDArray[Any], weight: Floats, eps: float) -> Floats:
-    """Return the RMS norm of rows [..., count], count a multiple of 16.
+    """Return the RMS norm of rows [..., count]; count must be a multiple of 16.
 
-    Squares are summed in 16 chains, which are folded by halves.
+    Squares are summed in 16 chains that are then folded by halves.
     """
     count = x.shape[-1]
     lanes: Floats = np.zeros((*x.shape[:-1], 16), F32)

@@ -1,4 +1,4 @@
-"""Gate and norm of recurrent layers' results in plain NumPy, in float64 or with float32 steps."""
+"""Gate and norm of recurrent layers in plain NumPy, in float64 or with float32 rounding steps."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def gated_rows(
     Args:
         rows: [tokens, width].
         gates: [tokens, width].
-        weight: [width], or [width / groups] shared by all groups; None: no norm.
-        groups: groups of a row.
+        weight: [width], or [width / groups] shared by all groups; None for no norm.
+        groups: number of groups per row.
         eps: epsilon of the norm.
-        gate_first: the gate comes before the norm.
+        gate_first: True applies the gate before the norm.
     """
     if weight is None:
         return _gated(rows, gates)
@@ -41,7 +41,7 @@ def _gated(rows: Floats, gates: Floats) -> Floats:
 
 
 def _normed(rows: Floats, weight: Floats, groups: int, eps: float) -> Floats:
-    """Return rows normed in `groups` parts each."""
+    """Return rows with each of their `groups` parts normed separately."""
     cut = rows.reshape(len(rows), groups, rows.shape[1] // groups)
     each = weight.reshape(-1, cut.shape[2])
     if rows.dtype == np.float64:

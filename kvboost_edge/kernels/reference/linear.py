@@ -50,8 +50,7 @@ def quantize_rows(
     Codes are within +-127, or within +-127 * 255 if `fine`.
 
     Returns:
-        (codes [tokens, groups * 32], float32 scales [tokens, groups], int32 sums [tokens,
-            groups]).
+        (codes [tokens, groups * 32], float32 scales [tokens, groups], int32 sums [tokens, groups]).
     """
     tokens, count = x.shape
     groups = -(-count // _GROUP)
@@ -62,7 +61,8 @@ def quantize_rows(
     empty = top < np.float32(1e-30)
     safe = np.where(empty, np.float32(1.0), top)
     inverse = np.where(empty, np.float32(0.0), levels / safe)
-    with np.errstate(invalid="ignore"):  # an infinite top has no scale: inf - inf is NaN
+    # an infinite `top` gives a NaN scale, because inf - inf is NaN
+    with np.errstate(invalid="ignore"):
         scales = np.where(empty, np.float32(0.0), top / levels + (top - top)).astype(np.float32)
     codes = np.rint(padded * inverse[:, :, None]).astype(np.int16)
     return codes.reshape(tokens, -1), scales, codes.sum(axis=2, dtype=np.int32)
@@ -103,7 +103,7 @@ def pack_panel(
 def unpack_codes(
     packed: npt.NDArray[np.uint8], rows: int, inputs: int, bits: int
 ) -> npt.NDArray[np.int8]:
-    """Return signed weights, int8 [padded rows, padded inputs], of an int8 or int4 matrix."""
+    """Return the signed weights of an int8 or int4 matrix, int8 [padded rows, padded inputs]."""
     tiles = -(-rows // _LANES)
     groups = -(-inputs // _GROUP)
     if bits == 4:
@@ -119,7 +119,7 @@ def unpack_codes(
 def unpack_table_codes(
     packed: npt.NDArray[np.uint8], tables: npt.NDArray[np.uint8], rows: int, inputs: int
 ) -> npt.NDArray[np.int8]:
-    """Return signed weights, int8 [padded rows, padded inputs], of an int4t matrix.
+    """Return the signed weights of an int4t matrix, int8 [padded rows, padded inputs].
 
     `tables` is int8 [tiles][16] as bytes.
     """
@@ -132,7 +132,7 @@ def unpack_table_codes(
 def unpack_block_codes(
     packed: npt.NDArray[np.uint8], rows: int, inputs: int, kind: str
 ) -> npt.NDArray[np.int8]:
-    """Return codes, int8 [padded rows, padded inputs], of a block format; those of q6k minus 32."""
+    """Return the codes of a block format, int8 [padded rows, padded inputs], minus 32 for q6k."""
     tiles = -(-rows // _LANES)
     groups = -(-inputs // _GROUP)
     parts = 2 if kind == "q6k" else 1
@@ -158,9 +158,9 @@ def unpack_block_scales(
     inputs: int,
     kind: str,
 ) -> tuple[Floats, Floats | None]:
-    """Return scales and minima (or None) of a block format; the products are exact.
+    """Return the scales and minima (or None) of a block format; the products are exact.
 
-    Scales are float32 [padded rows, groups], for q6k [padded rows, 2 * groups].
+    Scales are float32 [padded rows, groups], or [padded rows, 2 * groups] for q6k.
     """
     tiles = -(-rows // _LANES)
     groups = -(-inputs // _GROUP)
@@ -225,16 +225,15 @@ def linear_int(
 ) -> Floats:
     """Return a product with integer weights, float32 [tokens, rows].
 
-    Groups are added in order: out = fma(sum * token scale, weight scale, out).
-
-    With minima, out = fma(-(sum of the token's codes * token scale), minimum, out) follows in each
-    group; the product is rounded once. Each half of a q6k group is a separate step.
+    Groups are added in order: out = fma(sum * token scale, weight scale, out). With minima, each
+    group also adds out = fma(-(sum of the token's codes * token scale), minimum, out), whose inner
+    product is rounded once. Each half of a q6k group is a separate step.
 
     Args:
         codes: activations [tokens, padded inputs].
         scales: float32 [tokens, groups].
         weights: int8 [rows, padded inputs]; unsigned codes if the format has minima.
-        weight_scales: float32 [rows, groups], for q6k [rows, 2 * groups].
+        weight_scales: float32 [rows, groups], or [rows, 2 * groups] for q6k.
         minima: float32 [rows, groups], for int4-asym, q4k and q5k.
     """
     parts = weight_scales.shape[1] // scales.shape[1]
@@ -291,7 +290,10 @@ def squared_rows(x: Floats) -> Floats:
 
 
 def rotate(x: Floats, cos: Floats, sin: Floats) -> Floats:
-    """Rotate pairs (i, i + half) of rows [tokens, dim] by tables [tokens, half]; copy the rest."""
+    """Rotate pairs (i, i + half) of rows [tokens, dim] by tables [tokens, half].
+
+    Channels from 2 * half on are copied.
+    """
     half = cos.shape[1]
     out = x.copy()
     a = x[:, :half]

@@ -1,7 +1,8 @@
 """Quantized KV in plain NumPy: codes of a block, and attention over them.
 
-Everything that determines a code is float32 in the kernels' order, so codes and integer sums equal
-the kernels'. A query's own block is added in float64, so results can differ in the last bits.
+Every step that determines a code is computed in float32 in the kernels' order, so codes and integer
+sums equal those of the kernels. A query's own block is added in float64, so results can differ in
+the last bits.
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ Longs = npt.NDArray[np.int64]
 
 F32 = np.float32
 TILE = 64
-Q_TOP = F32(32512.0)  # 127 * 256: a query's integers fit two signed bytes
+Q_TOP = F32(32512.0)  # 127 * 256, so a query's integers fit in two signed bytes
 TINY = F32(1e-30)
 SCALE_FLOOR = F32(6e-8)
 SCALE_SLACK = F32(1.0 + 2.0**-10)
 
 
 def _pack(codes: npt.NDArray[Any], bits: int) -> Bytes:
-    """Pack quads [quads, lanes, 4] to the bytes of the section, flat."""
+    """Pack quads [quads, lanes, 4] into the bytes of a section, flat."""
     wide = codes.astype(np.int64) & 0xFF
     if bits == 4:
         wide = wide[0::2] | (wide[1::2] << 4)
@@ -56,7 +57,7 @@ def _unpack(section: Bytes, quads: int, lanes: int, bits: int) -> npt.NDArray[np
 
 
 def _steps(layout: CodeLayout, codes: Bytes) -> Floats:
-    """Decode the bytes of key steps to float32."""
+    """Decode key steps from bytes to float32."""
     return ((codes.astype(np.uint32) + np.uint32((127 - STEP_BIAS) << 3)) << np.uint32(20)).view(
         F32
     )
@@ -154,7 +155,7 @@ class _Coded(NamedTuple):
 
 
 def _take_apart(stored: Bytes, layout: CodeLayout) -> _Coded:
-    """Unpack a head's block, uint8 [bytes]."""
+    """Unpack the sections of one head's block, uint8 [bytes]."""
     dim = layout.dim
     size = layout.block_size
 
@@ -184,7 +185,7 @@ def _take_apart(stored: Bytes, layout: CodeLayout) -> _Coded:
 
 
 def decode_block(stored: Bytes, layout: CodeLayout) -> tuple[Doubles, Doubles]:
-    """Return the keys and values that a block's codes encode, float64 [block, head_dim] each."""
+    """Return the keys and values that a block's codes represent, each float64 [block, head_dim]."""
     coded = _take_apart(stored, layout)
     keys = coded.zeros.astype(np.float64) + coded.keys.T * coded.steps.astype(np.float64)
     values = (
@@ -195,7 +196,7 @@ def decode_block(stored: Bytes, layout: CodeLayout) -> tuple[Doubles, Doubles]:
 
 
 def _reduce(lanes: Floats, combine: Any) -> Floats:
-    """Reduce [..., 16] to [...] by halves."""
+    """Reduce [..., 16] to [...] by repeatedly combining halves."""
     while lanes.shape[-1] > 1:
         half = lanes.shape[-1] // 2
         lanes = combine(lanes[..., :half], lanes[..., half:])
@@ -204,7 +205,7 @@ def _reduce(lanes: Floats, combine: Any) -> Floats:
 
 
 def _sum_tile(tile: Floats) -> Floats:
-    """Sum [rows, 64] to [rows]: the four strips pairwise, then the lanes."""
+    """Sum [rows, 64] to [rows]: first the four strips in pairs, then the lanes."""
     strips = tile.reshape(*tile.shape[:-1], 4, 16)
     return _reduce(
         (strips[..., 0, :] + strips[..., 1, :]) + (strips[..., 2, :] + strips[..., 3, :]), np.add
@@ -212,7 +213,7 @@ def _sum_tile(tile: Floats) -> Floats:
 
 
 class _State(NamedTuple):
-    """An unfinished softmax, float32.
+    """Softmax state before the final division, float32.
 
     Attributes:
         sums: [rows, dim].
@@ -242,9 +243,9 @@ class _Rows(NamedTuple):
     """Query rows of one token and KV head.
 
     Attributes:
-        scaled: [rows, dim], times the softmax scale.
-        unit: `scaled` divided so that the largest is Q_TOP.
-        step: [rows], size of 1 in `unit`.
+        scaled: [rows, dim], multiplied by the softmax scale.
+        unit: `scaled`, divided to make the largest magnitude Q_TOP.
+        step: [rows], the value in `scaled` that corresponds to 1 in `unit`.
     """
 
     scaled: Floats
@@ -260,7 +261,7 @@ def _query_rows(query: Floats, scale: float, dim: int) -> _Rows:
 
 
 def _scores(rows: _Rows, coded: _Coded, tokens: slice) -> Floats:
-    """Return scores [rows, 16] for 16 tokens of a block."""
+    """Return the scores of 16 tokens of a block, [rows, 16]."""
     top = coded.steps.max()
     folded = np.rint(
         rows.unit.astype(np.float64) * (coded.steps * (F32(1) / top)).astype(np.float64)
@@ -322,7 +323,7 @@ class _Sequence(NamedTuple):
 def _attend_partitions(
     rows: _Rows, where: _Sequence, low: int, high: int, softcap: float
 ) -> _State:
-    """Attend to quantized tokens [low, high), partition by partition, merged in order."""
+    """Attend to quantized tokens [low, high), partition by partition, and merge in order."""
     layout = where.layout
     merged = _empty(len(rows.scaled), layout.dim)
     apart: dict[int, _Coded] = {}
@@ -360,7 +361,7 @@ def _attend_partitions(
 
 
 def _attend_own(rows: _Rows, keys: Floats, values: Floats, softcap: float) -> _State:
-    """Attend to the rows' own block: keys [head_dim, tokens], values [tokens, head_dim]."""
+    """Attend to the rows' own block with keys [head_dim, tokens] and values [tokens, head_dim]."""
     dim = len(keys)
     scores = rows.scaled[:, :dim].astype(np.float64) @ keys.astype(np.float64)
     if softcap > 0:
@@ -373,7 +374,7 @@ def _attend_own(rows: _Rows, keys: Floats, values: Floats, softcap: float) -> _S
 
 
 class _SegmentRange(NamedTuple):
-    """Positions [low, high) of one segment, counted from slot 0 of its first entry."""
+    """Positions [low, high) of one segment, relative to slot 0 of its first entry."""
 
     first_index: int
     low: int
@@ -382,7 +383,7 @@ class _SegmentRange(NamedTuple):
 
 
 def _segments_of(batch: PagedBatch, sequence: int, low: int, high: int) -> list[_SegmentRange]:
-    """Return the parts of a sequence's segments that hold positions [low, high)."""
+    """Return the segment ranges of a sequence that hold positions [low, high)."""
     if batch.segments is None:
         return [_SegmentRange(0, low, high, 0)]
     ends = valid_to(batch.segments)
@@ -407,7 +408,7 @@ def paged_attention_coded(
     options: AttentionOptions,
     turning: QueryRotation | None = None,
 ) -> tuple[Floats, Floats]:
-    """Compute causal attention over quantized blocks and float16 copies of own blocks.
+    """Compute causal attention over quantized blocks and the float16 copies of own blocks.
 
     Args:
         queries: float32 [num_tokens, num_q_heads, head_dim].
@@ -470,7 +471,7 @@ def paged_attention_coded(
 
 
 def _finish(state: _State, sinks: Floats | None, dim: int) -> tuple[Floats, Floats]:
-    """Return (out, lse) of a softmax state; a sink is a logit without a value."""
+    """Return (out, lse) of a softmax state, adding sinks as logits without a value."""
     maxima = state.maxima
     totals = state.totals
     factor = np.ones_like(state.totals)

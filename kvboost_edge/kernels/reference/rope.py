@@ -1,4 +1,4 @@
-"""RoPE in plain NumPy: rotating a query, and shifting keys to other positions."""
+"""RoPE in plain NumPy: rotates queries, and shifts keys to other positions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Doubles = npt.NDArray[np.float64]
 
 
 def rotate_heads(heads: Floats, position: int, turning: QueryRotation) -> Floats:
-    """Rotate heads [n, head_dim] to a position, float32, with the kernel's rounding steps."""
+    """Rotate heads [n, head_dim] to a position in float32, with the kernel's rounding steps."""
     cos = turning.cos[position]
     sin = turning.sin[position]
     half = turning.cos.shape[1]
@@ -28,8 +28,9 @@ def rotate_heads(heads: Floats, position: int, turning: QueryRotation) -> Floats
 def turn_keys(keys: Doubles, deltas: Longs, turning: QueryRotation) -> Doubles:
     """Shift keys [num_kv_heads, tokens, head_dim] by `deltas` [tokens] positions.
 
-    The tables must have max(abs(deltas)) + 1 rows. Row 0 holds RoPE's factor, which the keys
-    already contain.
+    The tables must have max(abs(deltas)) + 1 rows. Row 0 holds RoPE's factor, which is divided out
+    of
+    the tables because the keys already contain it.
     """
     half = turning.cos.shape[1]
     factor = turning.cos[:1].astype(np.float64)

@@ -25,7 +25,7 @@ __all__ = [
 ]
 
 Floats = npt.NDArray[np.floating[Any]]
-_CHAINS = 4  # of a sum over keys
+_CHAINS = 4  # chains of a sum over keys
 
 
 class DeltaSteps(NamedTuple):
@@ -57,10 +57,10 @@ def delta_steps(
     dt_bias: Floats,
     eps: float = 1e-6,
 ) -> DeltaSteps:
-    """Normalize queries and keys to unit length, and compute shares and decays.
+    """Norm queries and keys to unit length, and compute shares and decays.
 
-    Queries are also divided by sqrt(key_dim). Shares are sigmoid(b), decays exp(decay * softplus(a
-    + dt_bias)).
+    Queries are also divided by sqrt(key_dim). Shares are sigmoid(b), decays are exp(decay *
+    softplus(a + dt_bias)).
 
     Args:
         queries: [tokens, key_heads, key_dim].
@@ -88,11 +88,11 @@ def delta_steps(
 def delta_rows(
     steps: DeltaSteps, values: Floats, state: Floats, *, tiled: bool = False
 ) -> tuple[Floats, Floats]:
-    """Return the results of tokens and the states after the last token.
+    """Return the results of all tokens and the states after the last token.
 
     Args:
         steps: inputs of the update.
-        values: [tokens, value_heads, value_dim]; its dtype is that of the results.
+        values: [tokens, value_heads, value_dim]; the results have the same dtype.
         state: [value_heads, key_dim, value_dim], before the first token.
         tiled: see `key_head_of`.
 
@@ -122,7 +122,10 @@ def multiply_add(x: Any, y: Any, z: Any) -> Any:
 
 
 def sum_over_keys(fma: Any, x: Floats, state: Floats) -> Floats:
-    """Sum x [heads, key_dim, 1] * state [heads, key_dim, value_dim], key i in chain i mod 4."""
+    """Sum x [heads, key_dim, 1] * state [heads, key_dim, value_dim] over keys in four chains.
+
+    Key i is added to chain i mod 4.
+    """
     chains = np.zeros((_CHAINS, state.shape[0], state.shape[2]), state.dtype)
     for key in range(state.shape[1]):
         chains[key % _CHAINS] = fma(x[:, key], state[:, key], chains[key % _CHAINS])

@@ -1,4 +1,4 @@
-"""Span search by definition: every block is compared at every place, without hashes."""
+"""Brute-force span search, which compares every block at every position without hashes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ __all__ = ["StoredBlock", "StoredRun", "scan"]
 
 
 class StoredBlock(NamedTuple):
-    """A block that can be found; `serial` identifies it, `parent_serial` the block before it."""
+    """A block that the search can find.
+
+    `serial` identifies the block, `parent_serial` the block before it.
+    """
 
     root: bytes
     block_id: int
@@ -25,8 +28,8 @@ class StoredRun(NamedTuple):
     """A run of prompt tokens that stored blocks hold.
 
     Attributes:
-        first: place of its first token in the prompt.
-        context: position of its first token when it was computed.
+        first: index of the run's first token in the prompt.
+        context: position of that token when its KV was computed.
         slots: (block id, slot in the block) of each token.
     """
 
@@ -38,9 +41,9 @@ class StoredRun(NamedTuple):
 def scan(
     blocks: Sequence[StoredBlock], prompt: Sequence[int], start: int, root: bytes, min_tokens: int
 ) -> list[StoredRun]:
-    """Return runs of prompt[start:-1] in the blocks of a root, left to right.
+    """Return the runs of prompt[start:-1] that are in the blocks of a root, left to right.
 
-    `blocks` are in the order in which they were offered.
+    `blocks` are in the order in which they were stored.
     """
     newest_first = [block for block in reversed(blocks) if block.root == root]
     wanted = tuple(prompt[:-1])
@@ -51,7 +54,7 @@ def scan(
             _run(newest_first, wanted, floor, place, block)
             for block in _at(newest_first, wanted, place)
         ]
-        # `max` returns the first of equals.
+        # `max` returns the first of several equal runs
         best = max(candidates, key=lambda run: (len(run.slots), run.context), default=None)
         if best is None or len(best.slots) < min_tokens:
             place += 1
@@ -64,7 +67,7 @@ def scan(
 def _at(
     newest_first: Sequence[StoredBlock], wanted: tuple[int, ...], place: int
 ) -> list[StoredBlock]:
-    """Return the whole blocks at a place that are tried."""
+    """Return the whole blocks that match at an index, up to the limit of candidates."""
     found = [
         block for block in newest_first if wanted[place : place + len(block.tokens)] == block.tokens
     ]
@@ -91,7 +94,7 @@ def _before(
     place: int,
     block: StoredBlock,
 ) -> Iterator[tuple[int, int]]:
-    """Yield the slots before a block at `place`, the last one first."""
+    """Yield the slots before a block at `place`, in reverse order."""
     by_serial = {block.serial: block for block in newest_first}
     while block.parent_serial in by_serial:
         block = by_serial[block.parent_serial]
@@ -105,7 +108,7 @@ def _before(
 def _after(
     newest_first: Sequence[StoredBlock], wanted: tuple[int, ...], place: int, block: StoredBlock
 ) -> Iterator[tuple[int, int]]:
-    """Yield the slots of a block at `place` and of blocks after it."""
+    """Yield the slots of a block at `place` and of the blocks after it."""
     count = len(block.tokens)
     while count:
         yield from ((block.block_id, offset) for offset in range(count))

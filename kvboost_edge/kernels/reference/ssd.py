@@ -1,4 +1,4 @@
-"""Mamba2's state space in plain NumPy, token by token, in float64 or float32 steps."""
+"""Mamba2's state space in plain NumPy, token by token, in float64 or in float32 rounding steps."""
 
 from __future__ import annotations
 
@@ -39,7 +39,9 @@ def ssd_steps(
     dt_bias: Floats,
     limit: tuple[float, float],
 ) -> SsdSteps:
-    """Compute times softplus(step + dt_bias), clipped to the limit, and decays exp(decay * time).
+    """Compute times and decays.
+
+    Times are softplus(step + dt_bias), clipped to the limit. Decays are exp(decay * time).
 
     Args:
         queries: [tokens, key_heads, key_dim].
@@ -57,12 +59,12 @@ def ssd_steps(
 
 
 def ssd_rows(steps: SsdSteps, values: Floats, skip: Floats, state: Floats) -> tuple[Floats, Floats]:
-    """Return the results of tokens and the states after the last token.
+    """Return the results of all tokens and the states after the last token.
 
     Args:
         steps: inputs of the update.
-        values: [tokens, value_heads, value_dim]; its dtype is that of the results.
-        skip: [value_heads], factor of a value that is added to its result.
+        values: [tokens, value_heads, value_dim]; the results have the same dtype.
+        skip: [value_heads]; each value times this factor is added to its result.
         state: [value_heads, key_dim, value_dim], before the first token.
 
     Returns:

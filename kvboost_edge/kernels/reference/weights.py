@@ -1,8 +1,8 @@
-"""Weight quantization in plain NumPy: the oracle of linear/least_squares.py, and dequantization.
+"""Weight quantization and dequantization in plain NumPy, the oracle of linear/least_squares.py.
 
 Packed minima have the layout of scales, float16 [tile][group][16]. Codes of int4-asym are nibbles
-like those of int4, without an offset. Padded rows have scale 0. Padded inputs may have any code,
-as their activations are 0.
+like those of int4, without an offset. Padding rows have scale 0. Padding inputs may have any code,
+because their activations are 0.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ def round_to_nearest(weights: Floats, kind: str) -> Floats:
 def fit_rows(weights: Floats, kind: str) -> tuple[npt.NDArray[np.int16], Halves, Halves]:
     """Quantize weights by least squares.
 
-    The operations and their order are the kernel's, except rare double rounding of fused
-    multiply-adds.
+    The operations and their order are the same as in the kernel, except that fused multiply-adds
+    are in rare cases rounded twice.
 
     Returns:
         (codes, scales, minima): signed int16 [rows, groups, 32], and float16 [rows, groups] each.
@@ -116,8 +116,8 @@ def _groups(weights: Floats) -> Floats:
     """Return weights [rows, inputs] as padded groups, [rows, groups, 32]."""
     rows, inputs = weights.shape
     groups = -(-inputs // GROUP)
-    # Repeating the first weight of the last group changes neither its smallest nor its largest
-    # weight.
+    # Pad the last group with its first weight, which changes neither the smallest nor the largest
+    # weight of the group.
     padded = np.zeros((rows, groups * GROUP), np.float32)
     padded[:, :inputs] = weights
     padded[:, inputs:] = weights[:, (groups - 1) * GROUP, None]
@@ -142,14 +142,14 @@ def _codes(w: Floats, fit: WeightFormat, scale: Floats, minimum: Floats) -> Floa
 def _fitted(
     w: Floats, code: Floats, counts: Floats, scale: Floats, total: Floats | None
 ) -> tuple[Floats, Floats]:
-    """Return (scales, minima) of least squared error for given codes.
+    """Return (scales, minima) with the least squared error for given codes.
 
     Args:
         w: float32 [rows, groups, 32].
         code: float32 like `w`.
-        counts: inputs of each group.
-        scale: float32 [rows, groups], returned where the codes do not determine it.
-        total: sums of the weights, or None: minima are 0.
+        counts: number of inputs in each group.
+        scale: float32 [rows, groups], returned where the codes do not determine the scale.
+        total: sums of the weights; None makes the minima 0.
     """
     square = _chain(code, counts, lambda x, out: _fma(x, x, out))
     product = np.zeros_like(scale)
@@ -163,7 +163,7 @@ def _fitted(
 
 
 def _chain(values: Floats, counts: Floats, add: Callable[[Floats, Floats], Floats]) -> Floats:
-    """Fold the existing inputs of each group in order."""
+    """Fold the inputs of each group in order, without the padding."""
     out = np.zeros(values.shape[:2], np.float32)
     for i in range(GROUP):
         out = np.where(i < counts, add(values[:, :, i], out), out)

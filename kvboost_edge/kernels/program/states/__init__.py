@@ -1,1 +1,1 @@
-"""Operations of recurrent layers: short convolutions, Mamba2, gated delta rule."""
+"""Operations of recurrent layers: short convolutions, Mamba2, and the gated delta rule."""

@@ -1,8 +1,8 @@
 """Short causal convolutions along a sequence, and their conv state.
 
-Inputs are rows of the pass; inputs before its first row come from the conv state. Rows are not
-overwritten, so tokens can be computed in any order. `KeepConvOp` writes the state when all are
-done. Inputs of draft tokens are kept separately, see sequences.py.
+The inputs are rows of the pass. Inputs before the first row come from the conv state. Rows are not
+overwritten, so tokens can be computed in any order. `KeepConvOp` writes the state after all tokens
+are done. The inputs of draft tokens are stored separately; see sequences.py.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from kvboost_edge.kernels.vectors import (
 
 __all__ = ["conv_gated", "conv_silu", "keep_draft", "store_tails", "tail_units", "window_of"]
 
-_RUN = 512  # channels of a unit of `KeepConvOp`
+_RUN = 512  # channels per unit of `KeepConvOp`
 _LINE = 4 * LANES
 
 Value = Any
@@ -43,18 +43,18 @@ Builder = Any
 
 
 class Window(NamedTuple):
-    """Inputs of a token's convolution.
+    """Inputs of one token's convolution.
 
     Attributes:
         tail: address of the oldest input in the conv state; inputs are `width` bytes apart.
-        num_tail: inputs from the conv state.
+        num_tail: number of inputs from the conv state.
         rows: address of the oldest input in a row of the pass; rows are `step` bytes apart.
-        num_rows: inputs from rows.
-        weights: address of the weights of the oldest input in the state; `width` bytes apart.
-        rows_weights: address of the weights of the oldest row.
+        num_rows: number of inputs from rows.
+        weights: address of the weights for the oldest input in the state; `width` bytes apart.
+        rows_weights: address of the weights for the oldest row.
         bias: address of all channels' biases, or 0.
         step: bytes from one row to the next.
-        width: bytes of all channels.
+        width: size of all channels in bytes.
     """
 
     tail: int
@@ -93,12 +93,12 @@ def window_of(job: ProgramJob, conv: ConvInputs, token: int) -> Window:
 def _emit_taps(
     b: Builder, total: Value, x: Value, weights: Value, apart: tuple[Value, Value], count: Value
 ) -> Any:
-    """Add weight * x of `count` inputs to `total`, one fma each.
+    """Add weight * x for `count` inputs to `total`, one fma each.
 
     Args:
-        b: builder.
-        total: slot of 16 float32.
-        x: function of a byte offset that loads an input.
+        b: the builder.
+        total: stack slot of 16 float32.
+        x: function that takes a byte offset and loads an input.
         weights: address of the first weight.
         apart: bytes from one input to the next, and from one weight to the next.
         count: number of inputs.
@@ -113,12 +113,12 @@ def _emit_conv(b: Builder, window: Value, place: tuple[Value, ...], behind: Valu
     """Emit the convolution of some vectors of channels, oldest input first, then silu or a gate.
 
     Args:
-        b: builder.
+        b: the builder.
         window: a `Window`.
-        place: byte offset of the first channel, vectors, address of the result, bytes between its
-            vectors.
-        behind: None: plain inputs, followed by silu. Otherwise bytes of each part of a row [B | C
-            | x]: the input is B * x, and the result is C times the sum.
+        place: byte offset of the first channel, number of vectors, address of the result, and bytes
+            between its vectors.
+        behind: None for plain inputs, followed by silu. Otherwise the bytes of each part of a row
+            [B | C | x]: the input is B * x, and the result is C times the sum.
     """
     w = Window(*cgutils.unpack_tuple(b, window))
     first, vectors, out, out_step = place
@@ -153,7 +153,7 @@ def _emit_conv(b: Builder, window: Value, place: tuple[Value, ...], behind: Valu
 
 @intrinsic
 def conv_silu(typing: Any, window: Any, first: Any, vectors: Any, out: Any, step: Any) -> Any:
-    """Set out = silu(convolution) of `vectors` vectors of channels.
+    """Set out = silu(convolution) for `vectors` vectors of channels.
 
     Args:
         window: a `Window`.
@@ -201,7 +201,7 @@ def _multiply(typing: Any, x: Any, y: Any, vectors: Any, out: Any) -> Any:
 
 @kernel
 def conv_gated(job: ProgramJob, op: ConvOp, token: int) -> None:
-    """Compute a token's result from a row [B | C | x]; keep its input if it is a draft token."""
+    """Compute a token's result from its row [B | C | x]; store the input of a draft token."""
     out = row_at(job, op.out, token)
     _conv_gated(window_of(job, op.conv, token), op.conv.channels // LANES, out)
     keep_draft(job, op.conv, token, 0, 0)
@@ -209,10 +209,10 @@ def conv_gated(job: ProgramJob, op: ConvOp, token: int) -> None:
 
 @kernel
 def keep_draft(job: ProgramJob, conv: ConvInputs, token: int, gates: int, num_gates: int) -> None:
-    """Keep a draft token's conv input, and `num_gates` float32 at address `gates`.
+    """Store a draft token's conv input, followed by `num_gates` float32 at address `gates`.
 
-    `Runner.accept_drafts` computes them again if they are accepted. Nothing is kept of other
-    tokens.
+    `Runner.accept_drafts` processes these inputs again if the draft tokens are accepted. For other
+    tokens, nothing is stored.
     """
     sequence = ls.sequence_of(job, token)
     ahead = (
@@ -235,7 +235,7 @@ def keep_draft(job: ProgramJob, conv: ConvInputs, token: int, gates: int, num_ga
 
 @kernel
 def tail_units(job: ProgramJob, conv: ConvInputs) -> Any:
-    """Return the units of a `KeepConvOp`: runs of channels, sequence by sequence."""
+    """Return the number of units of a `KeepConvOp`: runs of channels, sequence by sequence."""
     return job.buffers[lt.B_SEQUENCES] * ((conv.channels + _RUN - 1) // _RUN)
 
 
@@ -247,11 +247,11 @@ def _store_tail(
 
     Args:
         job: the call.
-        conv: the inputs and their place in the state.
+        conv: the inputs and the location of the conv state.
         sequence: index of the sequence.
-        rows: rows of the sequence that count.
+        rows: number of rows of the sequence to include.
         first: first channel of the run.
-        slot: address of the state slot, written; may be the one that holds the earlier inputs.
+        slot: address of the state slot, written; may be the slot that holds the earlier inputs.
     """
     channels = conv.channels
     step = 4 * conv.rows.step
@@ -275,8 +275,8 @@ def _store_tail(
 
 @kernel
 def store_tails(job: ProgramJob, conv: ConvInputs, unit: int) -> None:
-    """Store the conv state after a sequence's last non-draft row, for a run of channels."""
-    # Snapshots first: the last write may overwrite the state that the pass began with.
+    """Store the conv state after a sequence's last non-draft row, for one run of channels."""
+    # Store the snapshots first, because the last write may overwrite the initial state.
     runs = (conv.channels + _RUN - 1) // _RUN
     sequence = unit // runs
     first = unit % runs * _RUN

@@ -1,19 +1,19 @@
-"""Recurrent layers token by token: each value head has a state S, float32 [key_dim, value_dim].
+"""Recurrent layers, token by token; each value head has a state S, float32 [key_dim, value_dim].
 
 RULES["delta"] is the gated delta rule (Yang et al., 2024); RULES["ssd"] is in ssd.py:
 
     S = decay * S;  d = share * (v - S^T k);  S = S + k d^T;  out = S^T q
 
-`ScanInputsOp` writes q, k, v and gates so that a unit of `ScanOp` reads consecutive memory. That is
-six times as fast as reading the 50 KB rows of the pass:
+`ScanInputsOp` writes q, k, v and gates in a layout that lets a unit of `ScanOp` read consecutive
+memory. That is six times as fast as reading the 50 KB rows of the pass:
 
     buffer         shape
     B_QUERY, B_KEY [key_heads, tokens, key_dim]
     B_VALUE        [value_heads, value_dim / 16, tokens, 16], then gates [value_heads, tokens, 2]
 
-A unit is a tile of 16 value columns of one head of one sequence: 8 KB, which stay in the L1 cache
-for the whole pass. Columns are independent, and each lane processes tokens in order. So bits do
-not depend on where a text was split. Draft tokens update a copy of the tile.
+A unit is a tile of 16 value columns of one head of one sequence. Its 8 KB stay in the L1 cache for
+the whole pass. Columns are independent, and each lane processes tokens in order, so the bits do not
+depend on how a prompt was split into passes. Draft tokens update a copy of the tile.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ _MAX_EXPONENT = np.float32(88.0)
 @kernel
 def softplus_f32(x: Any) -> Any:
     """Return log(1 + exp(x))."""
-    # max(x, 0) + log1p(y) with y = exp(-|x|). log1p(y) = 2 artanh(s) with s = y / (2 + y) <= 1 / 3,
-    # by its series, whose first omitted term is below 2e-8.
+    # Compute max(x, 0) + log1p(y) with y = exp(-|x|). Here log1p(y) = 2 artanh(s) with s = y / (2 +
+    # y) <= 1 / 3, from a series whose first omitted term is below 2e-8.
     one = np.float32(1.0)
     two = np.float32(2.0)
     y = exp_f32(-abs(x))
@@ -100,7 +100,10 @@ def softplus_f32(x: Any) -> Any:
 
 @kernel
 def store_gates(job: ProgramJob, op: ScanInputsOp, token: int) -> None:
-    """Store each value head's (share, decay) from a row [b | a]; "ssd": (time, decay) from [dt]."""
+    """Compute and store a token's gates for each value head.
+
+    The gates are (share, decay) from a row [b | a], or (time, decay) from [dt] for RULES["ssd"].
+    """
     heads = op.heads.heads
     is_ssd = op.heads.rule == _SSD
     source = row_at(job, op.gates, token)
@@ -108,7 +111,7 @@ def store_gates(job: ProgramJob, op: ScanInputsOp, token: int) -> None:
     out = gates_at(job, op.heads) + 8 * token
     for head in range(heads):
         first = softplus_f32(load_f32(wide_at + 4 * head) + load_f32(op.dt_bias + 4 * head))
-        if is_ssd and first < op.least:  # min() and max() could lose a NaN
+        if is_ssd and first < op.least:  # min() and max() could drop a NaN
             first = op.least
         if is_ssd and first > op.most:
             first = op.most
@@ -130,7 +133,7 @@ def gates_at(job: ProgramJob, heads: StateHeads) -> Any:
 
 @kernel
 def gate(job: ProgramJob, op: GateOp, token: int) -> None:
-    """Compute a token's output row from the results of `ScanOp` and the gates in its source row."""
+    """Compute a token's output row from the results of `ScanOp` and its gates."""
     width = op.heads.heads * op.heads.dim
     gates = row_at(job, op.source, token)
     out = row_at(job, op.out, token)
@@ -148,7 +151,7 @@ def gate(job: ProgramJob, op: GateOp, token: int) -> None:
 
 @kernel
 def value_at(job: ProgramJob, tile: int, token: int) -> Any:
-    """Return the address of a token's 16 values (or results) of a tile, counted over all heads."""
+    """Return the address of a token's 16 values (or results); tiles are counted over all heads."""
     return job.buffers[lt.B_VALUE] + LINE * (tile * job.tokens + token)
 
 
@@ -188,7 +191,7 @@ def steps(job: ProgramJob, op: ScanInputsOp, token: int) -> None:
 
 @intrinsic
 def _dots(typing: Any, tile: Any, dim: Any, key: Any, out: Any) -> Any:
-    """Set out = key . tile: float32 [16] from float32 [dim] and [dim, 16]."""
+    """Set out = key . tile, float32 [16], from float32 [dim] and [dim, 16]."""
 
     def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
         tile, dim, key, out = arguments
@@ -259,15 +262,15 @@ def _turn(
 
     Args:
         tile: address of float32 [dim, 16].
-        dim: channels of a key.
+        dim: channels per key.
         query: address of float32 [dim].
         key: address of float32 [dim].
         after: address of the next token's key.
         values: address of float32 [16], updated.
-        apart: bytes from a tile's values to the next tile's.
+        apart: bytes from one tile's values to the next tile's.
         gates: address of float32 (share, decay).
-        dots: address of float32 [16], `_dots` of `key`. Replaced by that of `after`: one read of
-            the tile serves both.
+        dots: address of float32 [16], the `_dots` of `key`. It is replaced by the `_dots` of
+            `after`, because both can share one read of the tile.
     """
 
     def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
@@ -290,7 +293,7 @@ def _turn_two(
     gates: Any,
     dots: Any,
 ) -> Any:
-    """Process one token in two consecutive tiles; arguments as in `_turn`."""
+    """Process one token in two consecutive tiles; see `_turn` for the arguments."""
 
     def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
         _emit_turn(b, arguments, 2)
@@ -307,7 +310,7 @@ def _units_of_head(heads: StateHeads) -> Any:
 
 @intrinsic
 def _drafts_scratch(typing: Any) -> Any:
-    """Return the address of a unit's tiles on the kernel's stack."""
+    """Return the address of stack memory for a unit's tiles."""
 
     def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
         return emit_scratch(b, LINE * MOST_KEYS)
@@ -317,13 +320,13 @@ def _drafts_scratch(typing: Any) -> Any:
 
 @kernel
 def scan_units(job: ProgramJob, heads: StateHeads) -> Any:
-    """Return the units of a `ScanOp`, sequence by sequence."""
+    """Return the number of units of a `ScanOp`, sequence by sequence."""
     return job.buffers[lt.B_SEQUENCES] * heads.heads * _units_of_head(heads)
 
 
 @kernel
 def _begin(state: int, before: int, floats: int) -> None:
-    """Copy tiles from the state before the pass, or set them to 0."""
+    """Initialize tiles with the state before the pass, or with 0 if there is none."""
     if before == 0:
         for index in range(floats):
             store_f32(state + 4 * index, np.float32(0.0))
@@ -333,7 +336,7 @@ def _begin(state: int, before: int, floats: int) -> None:
 
 @kernel
 def scan(job: ProgramJob, op: ScanOp, unit: int) -> None:
-    """Process all rows of a sequence in one or two tiles of one head; values become results."""
+    """Process all rows of a sequence in one or two tiles of a head; results overwrite values."""
     heads = op.heads.heads
     tiles = op.heads.dim // LANES
     dim = op.heads.key_dim
@@ -375,7 +378,8 @@ def scan(job: ProgramJob, op: ScanOp, unit: int) -> None:
         after = key if row + 1 == rows else key + 4 * dim
         if is_ssd and count == 2 and row > 0:
             advance_two(state, dim, query, key, values, apart, gates, skip)
-        elif is_ssd:  # the first row reads tiles from memory: one after another is faster
+        # the first row reads the tiles from memory, which is faster one tile at a time
+        elif is_ssd:
             for index in range(count):
                 place = state + index * dim * LINE
                 advance(place, dim, query, key, values + index * apart, apart, gates, skip)

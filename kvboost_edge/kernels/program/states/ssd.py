@@ -81,11 +81,11 @@ def advance(
 
     Args:
         tile: address of float32 [dim, 16].
-        dim: channels of a key.
+        dim: channels per key.
         query: address of float32 [dim].
         key: address of float32 [dim].
         values: address of float32 [16], updated.
-        apart: bytes from a tile's values to the next tile's.
+        apart: bytes from one tile's values to the next tile's.
         gates: address of float32 (time, decay).
         skip: address of a float32.
     """
@@ -109,7 +109,7 @@ def advance_two(
     gates: Any,
     skip: Any,
 ) -> Any:
-    """Process one token in two consecutive tiles; arguments as in `advance`."""
+    """Process one token in two consecutive tiles; see `advance` for the arguments."""
 
     def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
         _emit_advance(b, arguments, 2)

@@ -1,7 +1,7 @@
-"""Loops over the rows of state tiles: broadcast keys, sums in four chains.
+"""Loops over the rows of state tiles, with broadcast keys and sums in four chains.
 
-A loop takes one tile or two neighbours, which then share the loads of keys and queries. Two need
-512-bit registers; otherwise the chains alone take all registers.
+A loop processes one tile, or two neighboring tiles that share the loads of keys and queries. Two
+tiles need 512-bit registers; on smaller registers, the chains of one tile already take them all.
 """
 
 from __future__ import annotations
@@ -42,7 +42,10 @@ Builder = Any
 
 @kernel
 def tiles_at_once(dim: int) -> Any:
-    """Return the tiles of `dim` rows in a unit; the last unit of a head may have fewer."""
+    """Return the number of tiles per unit; the last unit of a head may have fewer.
+
+    `dim` is the number of rows per tile.
+    """
     return _MOST if 2 * dim <= MOST_KEYS else 1
 
 
@@ -52,7 +55,7 @@ def neighbours(b: Builder, address: Value, step: Value, count: int) -> list[Valu
 
 
 def emit_sums(b: Builder) -> list[Value]:
-    """Return slots for the chains of a sum, initialized with 0."""
+    """Return stack slots for the chains of a sum, initialized to 0."""
     chains = [cgutils.alloca_once(b, V16) for _ in range(CHAINS)]
     for chain in chains:
         b.store(emit_splat(b, F32(0.0)), chain)
@@ -66,7 +69,7 @@ def emit_total(b: Builder, chains: Sequence[Value]) -> Value:
 
 
 def emit_number(b: Builder, address: Value, index: Value) -> Value:
-    """Broadcast a float32 of an array to all lanes."""
+    """Broadcast one float32 of an array to all lanes."""
     return emit_splat(b, emit_load(b, F32, b.add(address, b.mul(index, int_constant(4)))))
 
 
