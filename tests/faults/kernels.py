@@ -98,8 +98,8 @@ FAULTS = (
     fault(
         "one expert too few is chosen",
         "kernels/program/expert_routing.py",
-        "for rank in range(used):\n        # The",
-        "for rank in range(used - 1):\n        # The",
+        "for rank in range(used):\n        # Find",
+        "for rank in range(used - 1):\n        # Find",
         *_ROUTED,
     ),
     fault(
