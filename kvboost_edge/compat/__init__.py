@@ -1,4 +1,4 @@
-"""Interfaces of other projects, over this package's block pool."""
+"""Compatibility APIs: interfaces of other projects, built on this package's block pool."""
 
 from __future__ import annotations
 

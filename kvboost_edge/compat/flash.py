@@ -1,7 +1,7 @@
-"""Flash attention for transformers models outside the engine.
+"""Flash attention for transformers models that run outside of the engine.
 
-The names are those of KVBoost. torch and transformers are loaded on first use. The engine does not
-use this module: its backends choose their kernels themselves.
+The functions have KVBoost's names. torch and transformers are loaded on first use. The engine does
+not use this module, because its backends choose their own kernels.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ __all__ = [
 
 
 def flash_attention_available() -> bool:
-    """Return whether the machine has a GPU with a flash-attention kernel.
+    """Return whether this machine has a GPU and a flash-attention kernel for it.
 
-    False on every machine without a CUDA device.
+    Without a CUDA device, the result is always False.
     """
     return get_flash_attn_tier() != "vanilla"
 
 
 def get_flash_attn_tier() -> str:
-    """Return the best flash attention of this machine.
+    """Return the name of the best flash attention on this machine.
 
-    - "kvboost_cuda": the project's kernels are installed and passed their test on the first CUDA
-      device
-    - "torch_flash": torch's own
-    - "vanilla": neither
+    - "kvboost_cuda": the project's own kernels are installed, and passed their test on the first
+      CUDA device
+    - "torch_flash": torch's kernel
+    - "vanilla": no flash attention
     """
     if importlib.util.find_spec("torch") is None:
         return "vanilla"
@@ -44,11 +44,11 @@ def get_flash_attn_tier() -> str:
 
 
 def install_flash_attention(model: Any) -> int:
-    """Make a transformers model call the best kernel of its device.
+    """Make a transformers model call the best attention kernel of its device.
 
-    Changes nothing on a CPU, on a GPU without a kernel, and if it is installed already. Calls whose
-    mask is not plainly causal (padding, packed sequences) are computed by torch with that mask, so
-    results stay right.
+    The call has no effect on a CPU, on a GPU without such a kernel, or if a kernel is already
+    installed. The kernel computes only plain causal attention. For other masks (padding, packed
+    sequences) the model falls back to torch.
 
     Returns:
         The number of attention modules that now call the kernel.
@@ -64,10 +64,10 @@ def install_flash_attention(model: Any) -> int:
 
 
 def uninstall_flash_attention(model: Any) -> int:
-    """Restore the model's own attention.
+    """Restore the original attention of a model.
 
     Returns:
-        The number of attention modules changed; 0 if nothing was installed.
+        The number of attention modules that were changed; 0 if no kernel was installed.
     """
     require_torch("uninstall_flash_attention", "transformers")
     from kvboost_edge.runners.torch import flash

@@ -1,7 +1,8 @@
-"""Batches over a plain transformers model, outside the engine.
+"""Batched decoding with a plain transformers model, outside of the engine.
 
-Shared prefixes, left padding and batched decoding, with KVBoost's names and signatures. Masks and
-positions are right for every row. torch and transformers are loaded on first use.
+The functions have KVBoost's names and signatures, and support shared prefixes and left padding.
+Attention masks and positions are correct for every row. torch and transformers are loaded on first
+use.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ __all__ = [
 def broadcast_kv(kv: LegacyKV, batch_size: int) -> LegacyKV:
     """Expand the KV of each layer from [1, heads, tokens, dim] to [batch_size, …].
 
-    The returned tensors are views; nothing is copied.
+    The returned tensors are views, so nothing is copied.
     """
     return tuple(
         (k.expand(batch_size, -1, -1, -1), v.expand(batch_size, -1, -1, -1)) for k, v in kv
@@ -46,15 +47,17 @@ def broadcast_kv(kv: LegacyKV, batch_size: int) -> LegacyKV:
 def pad_and_mask(
     suffix_ids_list: Sequence[Sequence[int]], pad_token_id: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Pad rows of token ids on the left.
+    """Pad rows of token ids on the left, and return the padded ids and masks.
 
-    Padding is on the left so that the last column holds each row's last token. After a shared
+    With left padding, the last column holds the last token of each row. For suffixes after a shared
     prefix of P tokens, the attention mask is P ones followed by the row's mask. The positions are P
-    + cumsum(mask) - 1. transformers measures a sliding window in slots, padding included. For
-    models with one, pad whole prompts, not suffixes of a prefix.
+    + cumsum(mask) - 1.
+
+    transformers counts padding slots in a sliding window. For a model with such a window, pad whole
+    prompts instead of suffixes.
 
     Returns:
-        Ids and masks, both int64 [batch, longest suffix]; masks are 1 on tokens and 0 on padding.
+        Ids and masks, both int64 [batch, longest suffix]. A mask is 1 for tokens and 0 for padding.
     """
     require_torch("pad_and_mask (kvboost_edge.batch has one without)")
     import torch
@@ -82,31 +85,30 @@ def batched_decode(
 ) -> tuple[list[list[int]], LegacyKV]:
     """Decode a batch whose prompts are already in `past_kv`.
 
-    A row ends with its EOS token, which is part of its output. Sampling draws from torch's global
-    generator.
+    The output of a row includes its EOS token. Sampling uses torch's global random generator.
 
     Args:
         model: a transformers model.
-        past_kv: (keys, values) of each layer, [batch, kv_heads, slots, dim]. The cache of a sliding
-            window may be cut to the window.
-        first_tokens: [batch] the first new token of each row, counted in max_new_tokens and part of
-            the output.
-        start_pos: position of the first new token; a list if the rows' lengths differ.
-        max_new_tokens: largest number of new tokens of each row.
-        eos_token_id: token or tokens that end a row.
+        past_kv: (keys, values) of each layer, [batch, kv_heads, slots, dim]. With a sliding window,
+            the cache may be cut to the window.
+        first_tokens: [batch], the first new token of each row. It counts towards max_new_tokens and
+            is part of the output.
+        start_pos: position of the first new token; a list if the rows differ in length.
+        max_new_tokens: maximum number of new tokens per row.
+        eos_token_id: one or more tokens that end a row.
         temperature: sampling temperature.
-        do_sample: sample; otherwise take the most likely token.
+        do_sample: whether to sample; False selects the most likely token.
         device: device of the new tensors.
-        attention_mask: [batch, slots], a tensor or lists; 0 hides a slot, so padding may be
-            anywhere. None: each row's last start_pos slots hold tokens, as left padding leaves
-            them. Rows that share a prefix need a mask if their lengths differ, because padding may
-            follow the prefix. start_pos=slots means that no slot is padding.
+        attention_mask: [batch, slots], a tensor or lists; 0 marks padding, which may be anywhere.
+            None assumes left padding: the last start_pos slots of each row hold tokens. Rows with a
+            shared prefix and different lengths need a mask, because padding may follow the prefix.
+            start_pos=slots means that there is no padding.
 
     Returns:
-        Token ids of each row, and the grown KV.
+        Token ids of each row, and the KV including the new tokens.
 
     Raises:
-        RequestError: the arguments leave open which slots hold tokens.
+        RequestError: the arguments do not determine which slots hold tokens.
     """
     require_torch("batched_decode", "transformers")
     import torch
@@ -161,11 +163,11 @@ def batched_decode(
 
 
 def _check_shared_prefix(kv: LegacyKV, start_pos: int | Sequence[int], *, is_full: bool) -> None:
-    """Raise RequestError if rows share a prefix and may have padding after it.
+    """Raise RequestError if rows share a prefix and padding may follow it.
 
-    Rows with equal first slots share a prefix. Only a mask tells where padding is, unless
-    `is_full`: start_pos counts every slot. One number for all rows may be the padded length, so
-    that is logged once.
+    Rows share a prefix if their first slots are equal. Without a mask, the position of padding is
+    unknown unless `is_full` (start_pos counts every slot). A single start_pos for all rows may be
+    the padded length by mistake, so a warning is logged once.
     """
     first = kv[0][0][:, :, 0]
     if len(first) < 2 or not bool((first == first[:1]).all()):
@@ -195,10 +197,10 @@ def _check_temperature(temperature: object) -> None:
 
 
 def _left_padded(kv: LegacyKV, mask: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return the KV with each row's hidden slots moved to its front.
+    """Move the padding slots of each row to the front of its KV.
 
-    Distances in slots are then distances in positions, as sliding windows require. Tensors are
-    copied only if something moves.
+    Distances in slots then equal distances in positions, as sliding windows require. Tensors are
+    copied only if a slot moves.
     """
     order = mask.argsort(dim=1, stable=True)
     if bool((order[:, 1:] > order[:, :-1]).all()):

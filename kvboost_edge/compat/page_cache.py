@@ -1,8 +1,8 @@
-"""llmds' page cache over the integer block pool, with prefix sharing and copy-on-write.
+"""llmds' page cache on top of the integer block pool, with prefix sharing and copy-on-write.
 
-Payloads may be of any type. Sequences are attached and detached as a whole; `get` returns the
-attached payloads. Pages with equal prefix tokens and payloads are held once. `KVCacheManager` does
-the bookkeeping; the payloads are kept separately, by page.
+Payloads may be of any type. Sequences are attached and detached as a whole, and `get` returns their
+payloads. Pages with equal prefix tokens and payloads are stored once. `KVCacheManager` does the
+bookkeeping, and the payloads are kept in a separate list by page.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from kvboost_edge.kvcache.manager import BLOCK_FREE, KVCacheManager
 
 __all__ = ["Draft", "KVCache", "PageAllocator", "PageStats"]
 
-# Fills the key of a page at positions after the prefix. A prefix that ends with this id finds the
-# same page. That is harmless, because the payloads of a page are compared before it is shared.
+# Pads the key of a partly covered page. A prefix that really ends with this id finds the same page.
+# That is harmless, because payloads are compared before a page is shared.
 _FILLER = 2**32 - 1
 _ROOT = b"llmds"
 _NOT_OFFERED = {
@@ -37,19 +37,21 @@ _NOT_OFFERED = {
 
 
 class KVCache:
-    """Payloads of sequences in `max_pages` pages of `page_size` each. Not thread-safe.
+    """Payloads of sequences in `max_pages` pages of `page_size` payloads each. Not thread-safe.
 
-    An example with page_size 4: attach("a", [k0 .. k5], prefix_tokens=[7, 8, 9, 10]) takes two
-    pages; the first one is keyed by the four tokens. Then attach("b", [k0 .. k3, x],
-    prefix_tokens=[7, 8, 9, 10]) shares that page and takes one more.
+    Example with page_size 4: attach("a", [k0 .. k5], prefix_tokens=[7, 8, 9, 10]) takes two pages,
+    and the four tokens are the key of the first one. Then attach("b", [k0 .. k3, x],
+    prefix_tokens=[7, 8, 9, 10]) shares the first page and takes one more.
 
-    Payloads are deep-copied on the way in and out, so no caller can change those of another
-    sequence. Objects that Python cannot copy (a lock, a generator) are kept by reference. Two
-    payloads are equal if `==` says so and their types and signs are equal, also inside them; for
-    arrays and tensors shape, dtype and every element. If in doubt, they differ and nothing is
-    shared.
+    Payloads are deep-copied when they are stored and returned, so callers cannot change payloads of
+    other sequences. Objects that Python cannot copy (a lock, a generator) are kept by reference.
 
-    The prefix pages of a detached sequence are free, yet stay matchable until they are reused.
+    Payloads are equal if `==`, their types and the signs of their numbers agree, at every level of
+    nesting. For arrays and tensors, the shape, dtype and all elements must be equal. Payloads that
+    cannot be compared count as different and are not shared.
+
+    The prefix pages of a detached sequence become free, but they can still be matched until they
+    are reused.
     """
 
     def __init__(
@@ -64,17 +66,17 @@ class KVCache:
         self._page_size = page_size
         self._enable_prefix_sharing = enable_prefix_sharing
         self._manager = KVCacheManager(max_pages, page_size)
-        self._manager.duplicates.keep_apart()  # payloads of equal tokens may differ
+        self._manager.duplicates.keep_apart()  # Payloads of equal tokens may differ.
         self._payloads: list[list[Any]] = [[] for _ in range(max_pages)]
         self._sequences: dict[Hashable, BlockTable] = {}
         self._drafts: dict[Hashable, list[Draft]] = {}
         self._prefix_shares = 0
-        # Hash of the last page of each prefix attached; some may have been evicted since.
+        # Hash of the last page of each attached prefix. Some of these pages may have been evicted.
         self._prefixes: dict[bytes, None] = {}
 
     @property
     def page_size(self) -> int:
-        """Number of payloads in a page."""
+        """Number of payloads per page."""
         return self._page_size
 
     @property
@@ -85,19 +87,19 @@ class KVCache:
     def attach(
         self, seq_id: Hashable, kv_tokens: Sequence[Any], prefix_tokens: Sequence[int] | None = None
     ) -> None:
-        """Store a sequence's payloads, replacing a sequence with the same id.
+        """Store the payloads of a sequence, replacing a sequence with the same id.
 
         Open drafts of a replaced sequence are rejected.
 
         Args:
             seq_id: id of the sequence, hashable.
             kv_tokens: the payloads.
-            prefix_tokens: token ids of the first payloads; ids beyond the last payload are ignored.
-                Their pages are shared with sequences of the same prefix and payloads. From the
-                first page with other payloads on, the sequence has its own.
+            prefix_tokens: token ids of the first payloads. Ids beyond the last payload are ignored.
+                Pages are shared with sequences that have the same prefix and payloads, up to the
+                first page whose payloads differ.
 
         Raises:
-            CapacityError: the pages do not suffice even without the replaced sequence. The cache is
+            CapacityError: too few pages are free, even without the replaced sequence. The cache is
                 unchanged.
             RequestError: prefix_tokens are not token ids. The cache is unchanged.
         """
@@ -117,7 +119,7 @@ class KVCache:
             )
         self.detach(seq_id)
         for index in range(num_shared, len(table)):
-            # The payloads differ and are overwritten as a whole, so nothing is copied.
+            # The whole page is overwritten with other payloads, so its content is not copied.
             self._manager.make_writable(table, index)
         self._manager.commit(
             table, key, max(num_shared * self._page_size, table.num_computed_tokens)
@@ -131,7 +133,7 @@ class KVCache:
         self._note_prefix(key)
 
     def detach(self, seq_id: Hashable) -> None:
-        """Release a sequence's pages and reject its open drafts; ignore an unknown id."""
+        """Release the pages of a sequence and reject its open drafts. An unknown id is ignored."""
         table = self._sequences.pop(seq_id, None)
         if table is not None:
             self._close_drafts(seq_id)
@@ -143,15 +145,15 @@ class KVCache:
         return None if table is None else self._read(table)
 
     def stats(self) -> dict[str, int]:
-        """Return the current counts by name.
+        """Return the current statistics by name.
 
-        - total_sequences: sequences attached.
+        - total_sequences: attached sequences.
         - total_pages: `max_pages`.
         - allocated_pages: pages held by sequences and open drafts.
-        - free_pages: the other pages, including idle matchable ones.
-        - prefix_shares: attaches so far that shared at least one page.
-        - prefix_map_size: prefixes attached that can still be matched to their end.
-        - shared_pages_count: pages held more than once.
+        - free_pages: all other pages, including free ones that can still be matched.
+        - prefix_shares: number of attaches so far that shared at least one page.
+        - prefix_map_size: attached prefixes whose last page can still be matched.
+        - shared_pages_count: pages with more than one reference.
         - total_page_refs: references to all pages.
         """
         return {
@@ -168,16 +170,16 @@ class KVCache:
     def hook_speculative_decode(
         self, seq_id: Hashable, draft_tokens: Sequence[Any]
     ) -> Draft | None:
-        """Append draft payloads to a sequence, copy-on-write.
+        """Open a draft: payloads appended to a sequence, copy-on-write.
 
-        The sequence itself is unchanged until the draft is accepted; several drafts may be open at
-        once.
+        The sequence is unchanged until the draft is accepted. Several drafts of a sequence may be
+        open at the same time.
 
         Returns:
-            The draft, which is accepted or rejected by its methods; None for an unknown id.
+            The draft, with methods to accept or reject it; None for an unknown id.
 
         Raises:
-            CapacityError: the pages do not suffice. The cache is unchanged.
+            CapacityError: too few pages are free. The cache is unchanged.
         """
         table = self._sequences.get(seq_id)
         if table is None:
@@ -194,10 +196,10 @@ class KVCache:
         return draft
 
     def check_invariants(self) -> None:
-        """Recompute the bookkeeping from scratch.
+        """Recompute the bookkeeping and compare it with the current one.
 
         Raises:
-            CacheCorruption: the bookkeeping contradicts itself.
+            CacheCorruption: the bookkeeping is inconsistent.
         """
         drafts = [draft._table for drafts in self._drafts.values() for draft in drafts]
         self._manager.check_invariants([*self._sequences.values(), *drafts])
@@ -205,8 +207,8 @@ class KVCache:
     # ---- drafts
 
     def _accept(self, draft: Draft, payloads: list[Any]) -> None:
-        # Drop the drafts before appending: their pages suffice for the new payloads, so this cannot
-        # fail halfway.
+        # Dropping the drafts first frees enough pages for the new payloads, so this cannot fail
+        # halfway.
         self._close_drafts(draft._seq_id)
         self._append(self._sequences[draft._seq_id], payloads)
 
@@ -229,7 +231,7 @@ class KVCache:
         return -(-num_payloads // self._page_size)
 
     def _key(self, prefix_tokens: Sequence[int] | None, num_payloads: int) -> list[int]:
-        """Return the token ids of the prefix, padded to whole pages; empty if nothing is shared."""
+        """Return the prefix's token ids, padded to whole pages; [] if no page can be shared."""
         if not self._enable_prefix_sharing or prefix_tokens is None:
             return []
         if isinstance(prefix_tokens, (str, bytes)) or not hasattr(prefix_tokens, "__getitem__"):
@@ -245,7 +247,7 @@ class KVCache:
         return key + [_FILLER] * (-len(key) % self._page_size)
 
     def _note_prefix(self, key: Sequence[int]) -> None:
-        """Remember a prefix, and forget those evicted once there are many."""
+        """Remember a prefix. If there are many, forget those whose pages were evicted."""
         if key:
             self._prefixes[prefix_hashes(key, _ROOT, self._page_size)[-1]] = None
         if len(self._prefixes) > 2 * self._manager.num_blocks:
@@ -253,7 +255,7 @@ class KVCache:
             self._prefixes = dict.fromkeys(live)
 
     def _num_equal_pages(self, table: BlockTable, payloads: list[Any]) -> int:
-        """Return the number of matched pages with equal payloads, up to the first that differs."""
+        """Return how many matched pages, counted from the first, have equal payloads."""
         for index, page_id in enumerate(table.block_ids):
             if not _equal(
                 self._payloads[page_id],
@@ -263,7 +265,10 @@ class KVCache:
         return len(table)
 
     def _available_for(self, seq_id: Hashable, table: BlockTable, num_shared: int) -> int:
-        """Return the pages free without `seq_id` if `table` keeps its first `num_shared`."""
+        """Return the number of available pages if `seq_id` is replaced by `table`.
+
+        Only the first `num_shared` pages of `table` are kept.
+        """
         leaving = [draft._table for draft in self._drafts.get(seq_id, [])]
         if seq_id in self._sequences:
             leaving.append(self._sequences[seq_id])
@@ -287,12 +292,12 @@ class KVCache:
         self._seal(table)
 
     def _seal(self, table: BlockTable) -> None:
-        """Mark all pages as written, but never publish them: their payloads have no token ids."""
+        """Mark all pages as written, without publishing them: payloads have no token ids."""
         num_slots = len(table) * self._page_size
         self._manager.commit(table, range(num_slots), num_slots, publish=False)
 
     def _write(self, table: BlockTable, start: int, payloads: list[Any]) -> None:
-        """Write payloads at positions from `start` on; later content of a page is dropped."""
+        """Write payloads at positions from `start` on, dropping later payloads of each page."""
         position = start
         while position < start + len(payloads):
             index, offset = divmod(position, self._page_size)
@@ -318,13 +323,13 @@ class KVCache:
 
 
 class PageStats(NamedTuple):
-    """Counts of the pages.
+    """Page counts of a cache.
 
     Attributes:
-        total_pages: all pages.
-        allocated_pages: pages in use.
-        free_pages: pages not in use.
-        fragmentation_ratio: share of allocated pages, as in llmds.
+        total_pages: number of pages.
+        allocated_pages: number of pages in use.
+        free_pages: number of pages not in use.
+        fragmentation_ratio: share of pages in use; llmds uses this name.
     """
 
     total_pages: int
@@ -337,7 +342,7 @@ class PageStats(NamedTuple):
 
 
 class PageAllocator:
-    """A read-only view of a cache's pages, with the names of llmds' PagedAllocator."""
+    """A read-only view of a cache's pages under the names of llmds' PagedAllocator."""
 
     __slots__ = ("_manager",)
 
@@ -346,7 +351,7 @@ class PageAllocator:
 
     @property
     def page_size(self) -> int:
-        """Number of payloads in a page."""
+        """Number of payloads per page."""
         return self._manager.block_size
 
     @property
@@ -365,16 +370,16 @@ class PageAllocator:
 
 
 def _refuse(view: object, name: str) -> NoReturn:
-    """Raise AttributeError for a name that a view lacks, with the reason if llmds has it."""
+    """Raise AttributeError for a missing name, with the reason if llmds has that name."""
     reason = f" is not supported: {_NOT_OFFERED[name]}" if name in _NOT_OFFERED else ""
     raise AttributeError(f"{type(view).__name__}.{name}{reason or ' does not exist'}")
 
 
 class Draft:
-    """Draft payloads of a sequence: `accept(n)` keeps the first n of them, `reject()` none.
+    """A draft of a sequence: `accept(n)` keeps its first n payloads, `reject()` drops all.
 
-    A draft closes when it is accepted or rejected, when another draft of its sequence is accepted,
-    and when the sequence is detached or replaced.
+    A draft is closed when it is accepted or rejected, when another draft of its sequence is
+    accepted, or when the sequence is detached or replaced.
     """
 
     __slots__ = ("_cache", "_open", "_payloads", "_seq_id", "_table")
@@ -390,11 +395,11 @@ class Draft:
 
     @property
     def is_open(self) -> bool:
-        """True while the draft can be accepted."""
+        """True until the draft is closed."""
         return self._open
 
     def get(self) -> list[Any]:
-        """Return copies of the sequence's payloads followed by the drafts.
+        """Return copies of the sequence's payloads followed by those of the draft.
 
         Raises:
             RequestError: the draft is closed.
@@ -403,10 +408,10 @@ class Draft:
         return self._cache._read(self._table)
 
     def accept(self, n: int) -> None:
-        """Append the first `n` drafts to the sequence and close all its drafts.
+        """Append the first `n` payloads of the draft to the sequence, and close all its drafts.
 
         Raises:
-            RequestError: `n` is not between 0 and the number of drafts, or the draft is closed.
+            RequestError: `n` is not between 0 and the number of payloads, or the draft is closed.
         """
         self._check_open()
         count = _integer(n)
@@ -417,7 +422,7 @@ class Draft:
         self._cache._accept(self, self._payloads[:count])
 
     def reject(self) -> None:
-        """Drop the drafts and leave the sequence unchanged; do nothing on a closed draft."""
+        """Drop the draft and leave the sequence unchanged. A closed draft is ignored."""
         if self._open:
             self._cache._reject(self)
 
@@ -439,15 +444,15 @@ def _check_hashable(seq_id: Hashable) -> None:
 
 
 def _integer(value: object) -> int | None:
-    """Return `value` as an int, or None for booleans, floats and other types.
+    """Return an integer as an int, and None for any other value, including booleans.
 
-    NumPy's integers are accepted.
+    NumPy integers are accepted.
     """
     if isinstance(value, (bool, np.bool_)) or not hasattr(value, "__index__"):
         return None
     try:
         return operator.index(value)
-    except TypeError:  # an array has __index__, but is not an integer
+    except TypeError:  # Arrays have __index__ without being integers.
         return None
 
 
@@ -467,18 +472,18 @@ def _copies(name: str, payloads: object) -> list[Any]:
 def _copied(payload: Any) -> Any:
     try:
         return copy.deepcopy(payload)
-    except Exception:  # an object that cannot be copied is still a payload
+    except Exception:  # Objects that cannot be copied are stored by reference.
         return payload
 
 
 def _equal(left: Any, right: Any) -> bool:
-    """Return whether two payloads, or lists of them, are certainly equal, including types.
+    """Return whether two payloads, or lists of payloads, are equal, including their types.
 
-    Never raises.
+    Never raises. Payloads that cannot be compared count as different.
     """
     try:
         return _compared(left, right)
-    except Exception:  # an object that cannot be compared counts as different
+    except Exception:
         return False
 
 
@@ -490,7 +495,7 @@ def _compared(left: Any, right: Any) -> bool:
     if isinstance(left, (list, tuple)):
         return len(left) == len(right) and all(map(_compared, left, right))
     if isinstance(left, dict):
-        # Pair by pair: 1 and True are the same key, and the order is part of the payload.
+        # Compare pairs in order: 1 and True are the same key, and the order of a dict counts.
         return len(left) == len(right) and all(map(_compared, left.items(), right.items()))
     if isinstance(left, (set, frozenset)):
         return left == right and all(type(item) is str for item in left | right)
@@ -498,18 +503,18 @@ def _compared(left: Any, right: Any) -> bool:
         return left == right and repr(left) == repr(right)  # 0.0 == -0.0
     result = left == right
     if not isinstance(result, bool):
-        # Arrays and tensors compare elementwise, and would broadcast different shapes.
+        # Arrays and tensors compare elementwise and broadcast, so shapes are checked first.
         same_kind = left.shape == right.shape and left.dtype == right.dtype
         return bool(same_kind and result.all() and _bits(left) == _bits(right))
     if not result or isinstance(left, (int, str, bytes, bytearray)):
         return result
-    # Parts of equal objects may differ in type or sign.
+    # Members of equal objects may differ in type or sign.
     return _compared(left.__reduce_ex__(4), right.__reduce_ex__(4))
 
 
 def _bits(array: Any) -> bytes:
     """Return the elements of an array or tensor as bytes."""
-    if hasattr(array, "untyped_storage"):  # a tensor; NumPy lacks some of torch's types
+    if hasattr(array, "untyped_storage"):  # NumPy lacks some of torch's types
         array = array.detach().cpu().contiguous().reshape(-1)
         array = array.view(sys.modules["torch"].uint8).numpy()
     return np.asarray(array).tobytes()

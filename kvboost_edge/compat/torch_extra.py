@@ -1,4 +1,4 @@
-"""Check that torch and transformers are installed, before they are imported."""
+"""A check that torch and transformers are installed, before they are imported."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["require_torch"]
 
 
 def require_torch(caller: str, *others: str) -> None:
-    """Raise BackendUnavailable, with the extra to install, if a package is missing.
+    """Raise BackendUnavailable if a package is missing, and name the extra to install.
 
     Args:
         caller: name of the function that needs torch.

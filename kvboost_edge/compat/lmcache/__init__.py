@@ -1,4 +1,4 @@
-"""LMCache's engine: KV chunks found by prefix, in memory, on disk and in Redis."""
+"""LMCache's engine: a store of KV chunks in memory, on disk and in Redis, found by prefix."""
 
 from kvboost_edge.compat.lmcache.builder import LMCacheEngineBuilder
 from kvboost_edge.compat.lmcache.config import LMCacheEngineConfig, LMCacheEngineMetadata

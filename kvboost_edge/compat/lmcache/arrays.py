@@ -1,8 +1,8 @@
 """Conversion between KV arrays and the bytes of chunks.
 
-KV are NumPy arrays or torch tensors of any real type. A chunk's bytes are one blob [num_layers, 2,
-…] of its tokens, k before v, in the format of the engine. A `ChunkShape` describes the blob, and
-whether arrays or tensors were stored. The same kind is returned, on the CPU.
+KV arrays are NumPy arrays or torch tensors of any real type. The bytes of a chunk are one blob
+[num_layers, 2, …] of its tokens, keys before values, in the engine's format. A `ChunkShape`
+describes the blob and the kind of array. Loading returns the same kind, on the CPU.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ _TOKEN_AXIS = {"huggingface": 1, "vllm": 0}
 
 
 class ChunkShape(NamedTuple):
-    """Description of a chunk's bytes.
+    """Shape and type of a chunk's arrays.
 
     Attributes:
         library: "numpy" or "torch".
-        dtype: type by that library's name.
-        itemsize: bytes of the type.
-        num_layers: layers of the model.
-        num_heads: KV heads.
-        head_size: elements of a head.
-        num_tokens: tokens of the chunk.
+        dtype: element type, as named by the library.
+        itemsize: bytes per element.
+        num_layers: number of layers.
+        num_heads: number of KV heads.
+        head_size: elements per head.
+        num_tokens: number of tokens in the chunk.
     """
 
     library: str
@@ -53,29 +53,30 @@ class ChunkShape(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Length of the chunk in bytes."""
+        """Size of the chunk in bytes."""
         return (
             self.itemsize * self.num_layers * 2 * self.num_heads * self.head_size * self.num_tokens
         )
 
     def encode(self) -> bytes:
-        """Return the shape encoded in `SHAPE_BYTES` bytes."""
+        """Encode the shape as `SHAPE_BYTES` bytes."""
         return _PACKED.pack(_MAGIC[self.library], self.dtype.encode(), *self[2:])
 
 
 class KeysAndValues(NamedTuple):
-    """A view of the KV of each layer.
+    """A view of the KV of all layers.
 
     Attributes:
         shape: shape of all tokens.
-        layers: (k, v) of each layer, three axes in the engine's format, elements as unsigned words.
+        layers: (k, v) of each layer. Each has three axes in the engine's format, and its elements
+            are viewed as unsigned integers.
     """
 
     shape: ChunkShape
     layers: list[tuple[NDArray[Any], NDArray[Any]]]
 
     def chunk(self, start: int, end: int, fmt: str) -> tuple[ChunkShape, NDArray[np.uint8]]:
-        """Return a copy of the tokens [start, end)."""
+        """Copy the tokens [start, end) to a chunk."""
         shape = self.shape._replace(num_tokens=end - start)
         blob = np.empty(_blob_shape(shape, fmt), _WORDS[shape.itemsize])
         window = (slice(None),) * _TOKEN_AXIS[fmt] + (slice(start, end),)
@@ -86,7 +87,7 @@ class KeysAndValues(NamedTuple):
 
 
 def read_kv(kv: Any, fmt: str) -> KeysAndValues:
-    """Return a view of (k, v) of each layer, or of a blob [num_layers, 2, …].
+    """View KV arrays, given as (k, v) of each layer or as a blob [num_layers, 2, …].
 
     Raises:
         RequestError: the arrays differ in shape or type, or cannot be stored.
@@ -126,12 +127,12 @@ def read_kv(kv: Any, fmt: str) -> KeysAndValues:
 
 
 def assemble(chunks: Sequence[tuple[ChunkShape, NDArray[np.uint8]]], skip: int, fmt: str) -> Any:
-    """Copy the chunks' tokens, without the first `skip`, into one blob [num_layers, 2, …].
+    """Copy the tokens of chunks, except the first `skip`, into one blob [num_layers, 2, …].
 
-    The blob is of the stored kind.
+    The blob is an array or a tensor, as stored.
 
     Raises:
-        BackendUnavailable: tensors were stored and torch is missing.
+        BackendUnavailable: the chunks hold tensors, and torch is not installed.
     """
     first = chunks[0][0]
     total = sum(shape.num_tokens for shape, _ in chunks) - skip
@@ -159,7 +160,7 @@ def assemble(chunks: Sequence[tuple[ChunkShape, NDArray[np.uint8]]], skip: int, 
 
 
 def decode_shape(data: bytes, num_tokens: int) -> ChunkShape | None:
-    """Return the decoded shape of a chunk of `num_tokens` tokens; None for an unknown shape."""
+    """Decode the shape of a chunk of `num_tokens` tokens; return None if it is invalid."""
     magic, name, *numbers = _PACKED.unpack(data)
     library = next((library for library, own in _MAGIC.items() if own == magic), None)
     dtype = name.rstrip(b"\0").decode("ascii", "replace")
@@ -183,7 +184,7 @@ def _blob_shape(shape: ChunkShape, fmt: str) -> tuple[int, ...]:
 
 
 def _as_words(array: Any) -> tuple[tuple[str, str, int], NDArray[Any]]:
-    """Return (library, type, item size), and the elements as unsigned words.
+    """Return (library, type, item size), and the elements as unsigned integers.
 
     Elements on the CPU are not copied.
     """
@@ -211,6 +212,9 @@ def _as_words(array: Any) -> tuple[tuple[str, str, int], NDArray[Any]]:
 
 
 def _is_numpy_type(name: str, itemsize: int) -> bool:
-    """Return whether a type is a real number; an object's bytes would be an address."""
+    """Return whether a NumPy type is a real number.
+
+    Objects must not be stored, because their bytes are addresses.
+    """
     found = re.fullmatch(r"[<>|][fiub]([1248])", name)
     return found is not None and int(found[1]) == itemsize

@@ -1,4 +1,4 @@
-"""Engines by name, for callers that cannot pass one around."""
+"""A registry of engines by name, for callers that cannot pass an engine around."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ __all__ = ["LMCacheEngineBuilder"]
 
 
 class LMCacheEngineBuilder:
-    """Table of one engine for each `instance_id` in this process. Safe to use from any thread."""
+    """Registry of engines by `instance_id` in this process. Safe to use from any thread."""
 
     _lock = threading.Lock()
-    # The interface guarantees one table for the whole process.
+    # LMCache's interface promises one registry per process.
     _engines: dict[str, LMCacheEngine] = {}  # noqa: RUF012
 
     @classmethod
     def get_or_create(
         cls, instance_id: str, config: LMCacheEngineConfig, metadata: LMCacheEngineMetadata
     ) -> LMCacheEngine:
-        """Return the engine of that name, creating it if needed.
+        """Return the engine named `instance_id`, creating it if needed.
 
         Raises:
-            ConfigError: the engine has another configuration. It is a ValueError.
+            ConfigError: the engine exists with another configuration. ConfigError is a ValueError.
         """
         with cls._lock:
             engine = cls._engines.get(instance_id)
@@ -40,13 +40,13 @@ class LMCacheEngineBuilder:
 
     @classmethod
     def get(cls, instance_id: str) -> LMCacheEngine | None:
-        """Return the engine of that name, or None."""
+        """Return the engine named `instance_id`, or None."""
         with cls._lock:
             return cls._engines.get(instance_id)
 
     @classmethod
     def destroy(cls, instance_id: str) -> None:
-        """Close and remove the engine of that name; ignore an unknown name."""
+        """Close and remove the engine named `instance_id`. An unknown name is ignored."""
         with cls._lock:
             engine = cls._engines.pop(instance_id, None)
         if engine is not None:

@@ -1,4 +1,4 @@
-"""Token ids and masks, and the chunks of a sequence."""
+"""Token ids, masks and chunk addresses of a sequence."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ _MAX_TOKEN_ID = 2**32 - 1
 
 
 def is_tensor(value: object) -> bool:
-    """Return whether this is a torch tensor, without loading torch."""
+    """Return whether a value is a torch tensor, without loading torch."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(value, torch.Tensor)
 
 
 def token_bytes(tokens: Any) -> bytes:
-    """Return token ids [num_tokens], of any integer type, as little-endian u32.
+    """Convert token ids [num_tokens] of any integer type to little-endian u32 bytes.
 
-    Equal ids have equal bytes.
+    Equal ids give equal bytes.
     """
     array = _array(tokens)
     if array.ndim != 1 or (array.dtype.kind not in "iu" and array.size):
@@ -38,7 +38,7 @@ def token_bytes(tokens: Any) -> bytes:
 
 
 def chunk_addresses(space: bytes, tokens: bytes, chunk_size: int) -> list[BlockAddress]:
-    """Return the addresses of a sequence's chunks; the last chunk may hold fewer tokens."""
+    """Return the addresses of a sequence's chunks. The last chunk may have fewer tokens."""
     addresses: list[BlockAddress] = []
     parent = space
     step = chunk_size * TOKEN_BYTES
@@ -50,7 +50,7 @@ def chunk_addresses(space: bytes, tokens: bytes, chunk_size: int) -> list[BlockA
 
 
 def num_skipped(name: str, mask: Any, num_tokens: int) -> int:
-    """Return the number of tokens that a mask False* True* skips at the front; 0 for None."""
+    """Return how many leading tokens a mask skips. All later entries must be True."""
     if mask is None:
         return 0
     array = _array(mask)
@@ -65,7 +65,7 @@ def num_skipped(name: str, mask: Any, num_tokens: int) -> int:
 
 
 def mask_like(tokens: Any, start: int, end: int, num_tokens: int) -> Any:
-    """Return a mask [num_tokens], True in [start, end), of the tokens' kind: tensor or array."""
+    """Return a mask [num_tokens] that is True in [start, end): a tensor if the tokens are one."""
     mask: NDArray[np.bool_] = np.zeros(num_tokens, np.bool_)
     mask[start:end] = True
     return sys.modules["torch"].from_numpy(mask).to(tokens.device) if is_tensor(tokens) else mask

@@ -34,24 +34,24 @@ _REDIS = ("redis://", "rediss://", "unix://", "valkey://")
 
 @dataclasses.dataclass(frozen=True)
 class LMCacheEngineConfig:
-    """Chunk size and backends of an engine. The repr shows neither URLs nor secrets.
+    """Chunk size and backends of an engine. URLs and secrets are left out of the repr.
 
     Attributes:
-        chunk_size: tokens in a chunk, at least 1.
-        save_decode_cache: whether connectors store the KV of decoding. They read this option; the
-            engine itself stores everything it is given.
+        chunk_size: tokens per chunk, at least 1.
+        save_decode_cache: whether connectors store the KV of generated tokens. Only connectors read
+            this option. The engine stores everything that is passed to it.
         backend: "memory" (or "cpu"), "file:///directory", or a URL with redis://, rediss://,
-            unix:// or valkey://. Of several backends, nearest first, all are written, and the first
-            that has a chunk serves it.
-        max_memory_bytes: limit of "memory", a number or a text such as "4GB". Least recently used
-            chains are evicted first, tails before heads.
-        max_disk_bytes: limit of the directory, in the same form; None: the smaller of 16 GiB and a
-            fifth of the free space.
-        redis_secret: secret that seals values; None: the environment variable
-            KVBOOST_EDGE_REDIS_SECRET.
-        redis_trust: without a secret, trust every value on the server.
-        redis_ttl_s: seconds that a chunk lives in Redis after its last use.
-        save_unfull_chunk: whether a last chunk of fewer tokens is stored.
+            unix:// or valkey://. A list of backends is ordered from nearest to farthest: all of
+            them are written, and the first one that has a chunk serves it.
+        max_memory_bytes: limit of "memory", as a number or a text such as "4GB". The least recently
+            used chains are evicted first, beginning at their tails.
+        max_disk_bytes: limit of the directory, as a number or a text. The default, None, means 16
+            GiB or a fifth of the free space, whichever is smaller.
+        redis_secret: secret that authenticates stored values. The default, None, reads the
+            environment variable KVBOOST_EDGE_REDIS_SECRET.
+        redis_trust: whether to trust all values on the server if there is no secret.
+        redis_ttl_s: seconds that a chunk stays in Redis after its last use.
+        save_unfull_chunk: whether to store a last chunk with fewer tokens.
 
     Raises:
         ConfigError: an option is invalid.
@@ -95,13 +95,15 @@ class LMCacheEngineConfig:
 
     @classmethod
     def from_defaults(cls, **options: Any) -> LMCacheEngineConfig:
-        """Return a configuration with the later engine's names and defaults; sizes are in GiB.
+        """Build a configuration from lmcache.v1's options, whose sizes are in GiB.
 
-        The options are chunk_size=256, local_cpu=True, max_local_cpu_size=5.0, local_disk=None (a
-        directory or file:// URL), max_local_disk_size=0.0, remote_url=None (Redis),
-        remote_serde="naive", cache_policy="LRU", save_decode_cache=False and
-        save_unfull_chunk=False. redis_secret, redis_trust and redis_ttl_s are as above. Other
-        options are refused by name.
+        The options and their defaults are chunk_size=256, local_cpu=True, max_local_cpu_size=5.0,
+        local_disk=None (a directory or file:// URL), max_local_disk_size=0.0, remote_url=None
+        (Redis), remote_serde="naive", cache_policy="LRU", save_decode_cache=False and
+        save_unfull_chunk=False. redis_secret, redis_trust and redis_ttl_s are accepted too.
+
+        Raises:
+            ConfigError: an option is unknown or invalid.
         """
         unknown = sorted(options.keys() - _LATER.keys() - _OWN)
         if unknown:
@@ -130,10 +132,13 @@ class LMCacheEngineConfig:
 
     @classmethod
     def from_env(cls, environment: Mapping[str, str] | None = None) -> LMCacheEngineConfig:
-        """Return the configuration in LMCACHE_CHUNK_SIZE, LMCACHE_LOCAL_CPU and so on.
+        """Build a configuration from LMCACHE_CHUNK_SIZE, LMCACHE_LOCAL_CPU and similar variables.
 
-        The options are those of `from_defaults`. Unsupported variables are refused by name. The
-        secret is KVBOOST_EDGE_REDIS_SECRET.
+        The options are those of `from_defaults`. The Redis secret is read from
+        KVBOOST_EDGE_REDIS_SECRET.
+
+        Raises:
+            ConfigError: a variable is not supported, or its value is invalid.
         """
         environment = os.environ if environment is None else environment
         options: dict[str, Any] = {}
@@ -148,20 +153,20 @@ class LMCacheEngineConfig:
 
     @property
     def places(self) -> tuple[tuple[str, str], ...]:
-        """Kind ("memory", "disk", "redis") and path or URL of each backend, nearest first."""
+        """Kind ("memory", "disk" or "redis") and path or URL of each backend, nearest first."""
         given = (self.backend,) if isinstance(self.backend, str) else self.backend
         return tuple((_kind(backend), backend.removeprefix("file://")) for backend in given)
 
 
 @dataclasses.dataclass(frozen=True)
 class LMCacheEngineMetadata:
-    """Identity of the KV; engines of equal metadata share it, all others do not.
+    """Identity of the stored KV. Only engines with equal metadata share chunks.
 
     Attributes:
-        model_name: any text that names the model.
+        model_name: any text that identifies the model.
         world_size: number of workers of the model.
-        worker_id: this worker.
-        fmt: axes of k and v: "huggingface" is [num_heads, num_tokens, head_size], "vllm" is
+        worker_id: index of this worker.
+        fmt: axes of k and v: "huggingface" for [num_heads, num_tokens, head_size], "vllm" for
             [num_tokens, num_heads, head_size].
     """
 
@@ -182,12 +187,12 @@ class LMCacheEngineMetadata:
 
     @property
     def space(self) -> bytes:
-        """Root hash of its chunk chains."""
+        """Root hash of the engine's chunk chains."""
         return space_of(self.model_name, self.world_size, self.worker_id, self.fmt)
 
 
 class Metadata(Protocol):
-    """Metadata that an engine uses: axes of k and v, and root hash of its chunk chains."""
+    """Metadata that an engine needs: the axes of k and v, and the root hash of its chunk chains."""
 
     @property
     def fmt(self) -> str: ...
@@ -197,9 +202,9 @@ class Metadata(Protocol):
 
 
 def space_of(*fields: object) -> bytes:
-    """Return a 32-byte hash of fields, the root of chunk chains.
+    """Return a 32-byte hash of fields, used as the root of chunk chains.
 
-    Only equal fields in equal order have the same hash.
+    Fields have the same hash only if they and their order are equal.
     """
     root = b"kvboost-edge lmcache space 1"
     for index, field in enumerate(fields):
@@ -214,7 +219,7 @@ def _gib(name: str, value: object) -> int:
 
 
 def _parsed(variable: str, text: str, default: object) -> object:
-    """Return the text converted to the type of the option's default."""
+    """Convert the text of a variable to the type of the option's default."""
     words = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
     try:
         if isinstance(default, bool):

@@ -1,4 +1,4 @@
-"""`LMCacheEngine`: storage of KV by tokens, with lookup of the longest stored prefix."""
+"""`LMCacheEngine`: a KV store that is looked up by the longest stored token prefix."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from kvboost_edge.tiers.redis.tier import RedisTier
 
 __all__ = ["LMCacheEngine", "open_stores"]
 
-_BATCH_BYTES = 32 << 20  # chunks cut and written at once
-_MOST_PENDING_BYTES = 256 << 20  # of stores without waiting
+_BATCH_BYTES = 32 << 20  # chunks copied and written together
+_MOST_PENDING_BYTES = 256 << 20  # written in the background
 
 
 class LMCacheEngine:
     """A cache of KV in chunks of `chunk_size` tokens. Safe to use from any thread.
 
-    Tokens are one row of integers of any type: list, NumPy array or torch tensor. A mask is
-    returned as a tensor if the tokens were one. KV is returned as stored (NumPy or torch, type and
-    bits), as copies on the CPU. A failure of a device, file or server is never an error here: it is
-    a miss.
+    Tokens are one row of integers of any type: a list, NumPy array or torch tensor. Masks are
+    returned as tensors if the tokens are a tensor. KV is returned as CPU copies with the stored
+    library, type and bits. A failure of a device, file or server counts as a miss and raises no
+    error.
 
     Invalid arguments raise RequestError, a ValueError, and change nothing.
     """
@@ -51,7 +51,7 @@ class LMCacheEngine:
 
     @property
     def hit_rate(self) -> float:
-        """Share of requested tokens that `retrieve` has found; 0.0 before the first call."""
+        """Share of requested tokens that `retrieve` found; 0.0 before the first call."""
         with self._lock:
             asked = self.hit_tokens_count + self.miss_tokens_count
             return self.hit_tokens_count / asked if asked else 0.0
@@ -66,16 +66,17 @@ class LMCacheEngine:
     ) -> None:
         """Store the KV of a sequence.
 
-        Data that could not be stored is missing afterwards; `stats` counts it.
+        Data that cannot be stored is dropped, and counted in `stats`.
 
         Args:
             tokens: [num_tokens], the whole sequence from its first token on.
-            kv_tensors_raw: (k, v) of each layer, or one blob [num_layers, 2, …], of the tokens
-                where the mask is True.
-            kv_tensors_mask: booleans False* True*; the number of False is a multiple of chunk_size.
-            skip_existing: keep existing chunks; if False, they are replaced.
-            blocking: if False, a thread of the engine writes disk and Redis from a copy made here.
-                The call then waits only if more than 256 MiB are pending.
+            kv_tensors_raw: KV of the tokens where the mask is True, as (k, v) of each layer or as
+                one blob [num_layers, 2, …].
+            kv_tensors_mask: booleans, False for the skipped leading tokens and True for all others.
+                The number of skipped tokens is a multiple of chunk_size.
+            skip_existing: whether to keep existing chunks; False replaces them.
+            blocking: if False, the data is copied here, and a thread of the engine writes it to
+                disk and Redis. The call then waits only while more than 256 MiB are pending.
         """
         self._check_open()
         ids, num_tokens = self._tokens(tokens)
@@ -107,16 +108,18 @@ class LMCacheEngine:
     def retrieve(self, tokens: Any, mask: Any = None, return_tuple: bool = True) -> tuple[Any, Any]:
         """Return the KV of the longest stored prefix, without the tokens that the mask skips.
 
-        Requested tokens that were not found count as missed.
+        Requested tokens that are not found count as misses.
 
         Args:
             tokens: [num_tokens], the whole sequence.
-            mask: booleans False* True*, any number of False; None asks for all tokens.
-            return_tuple: if False, one blob [num_layers, 2, …] instead of (k, v) of each layer.
+            mask: booleans, False for any number of skipped leading tokens and True for all others.
+                None requests all tokens.
+            return_tuple: whether to return (k, v) of each layer; False returns one blob
+                [num_layers, 2, …].
 
         Returns:
-            KV and a mask [num_tokens], True for the tokens in the KV. If nothing is found, the KV
-                is () and the mask is False everywhere.
+            The KV, and a mask [num_tokens] that is True for its tokens. If nothing is found, the KV
+                is () and the mask is all False.
         """
         self._check_open()
         ids, num_tokens = self._tokens(tokens)
@@ -149,22 +152,21 @@ class LMCacheEngine:
     def lookup(self, tokens: Any) -> int:
         """Return the length of the longest stored prefix, in tokens.
 
-        Counts neither hits nor misses.
+        The lookup counts neither as a hit nor as a miss.
         """
         return self.find_prefix(tokens, None)
 
     def find_prefix(
         self, tokens: Any, kinds: Sequence[str] | None, pin: list[bytes] | None = None
     ) -> int:
-        """Return the length of the longest prefix in some kinds of stores.
+        """Return the length in tokens of the longest prefix in the given kinds of stores.
 
-        One store may continue where another ends.
+        The prefix may be spread over several stores.
 
         Args:
             tokens: [num_tokens], the whole sequence.
-            kinds: "memory", "disk", "redis"; None for all.
-            pin: list that receives the keys of chunks in memory, which are pinned; None for no
-                pins.
+            kinds: any of "memory", "disk" and "redis"; None for all.
+            pin: if given, chunks in memory are pinned and their keys are added to this list.
         """
         self._check_open()
         ids, num_tokens = self._tokens(tokens)
@@ -183,13 +185,13 @@ class LMCacheEngine:
         return min(held * self.chunk_size, num_tokens)
 
     def unpin(self, keys: Sequence[bytes]) -> None:
-        """Release the pins of `find_prefix`."""
+        """Release pins, given by the keys from `find_prefix`."""
         for store in self._stores:
             if isinstance(store, MemoryStore):
                 store.unpin(keys)
 
     def forget(self, tokens: Any, kinds: Sequence[str] | None) -> int:
-        """Drop the chunks of a sequence from stores of these kinds; return their number.
+        """Drop the chunks of a sequence, and return the number of dropped chunks.
 
         Args:
             tokens: the sequence; None for all chunks in memory.
@@ -201,7 +203,7 @@ class LMCacheEngine:
             other = [store.name for store in stores if not isinstance(store, MemoryStore)]
             if other:
                 raise RequestError(
-                    f"all of {', '.join(other)} cannot be cleared; pass the tokens to drop"
+                    f"{', '.join(other)} cannot be cleared as a whole; pass the tokens to drop"
                 )
             return sum(store.clear() for store in stores if isinstance(store, MemoryStore))
         ids, _ = self._tokens(tokens)
@@ -209,16 +211,16 @@ class LMCacheEngine:
         return sum(store.drop(addresses) for store in stores)
 
     def stats(self) -> dict[str, TierStats]:
-        """Return counters by kind of store.
+        """Return statistics for each kind of store.
 
-        A block is one chunk in memory, and half a chunk in a tier.
+        In memory, a block is one chunk. On disk and in Redis, a chunk takes two blocks.
         """
         return {store.name: store.stat() for store in self._stores}
 
     def close(self) -> None:
-        """Finish pending writes and release memory, files and connections.
+        """Finish pending writes, and release memory, files and connections.
 
-        A second call does nothing.
+        A second call has no effect.
         """
         with self._lock:
             was_closed = self._closed
@@ -244,9 +246,13 @@ class LMCacheEngine:
     def _cut(
         self, kv: KeysAndValues, addresses: Sequence[BlockAddress], first: int, *, replace: bool
     ) -> Iterator[tuple[int, list[StoredChunk]]]:
-        """Yield batches of copied chunks that some store lacks, from number `first` on.
+        """Copy the chunks that a store lacks, and yield them in batches with their first index.
 
-        Each comes with the number of its first chunk.
+        Args:
+            kv: KV of the chunks from index `first` on.
+            addresses: addresses of all chunks.
+            first: index of the first chunk to store.
+            replace: whether to yield existing chunks too.
         """
         here = addresses[first:]
         held = 0 if replace else min((store.holds(here) for store in self._stores), default=0)
@@ -264,9 +270,10 @@ class LMCacheEngine:
             yield len(addresses) - len(batch), batch
 
     def _find(self, addresses: Sequence[BlockAddress]) -> list[StoredChunk]:
-        """Return the stored chunks of one kind from the first on, and copy them to memory.
+        """Read the longest run of stored chunks, and copy it to memory.
 
-        Each chunk is read from the nearest store that has it.
+        Each chunk comes from the nearest store that has it. The run ends where the shape or type of
+        the chunks changes.
         """
         found: list[StoredChunk] = []
         before = -1
@@ -293,9 +300,9 @@ class LMCacheEngine:
         replace: bool,
         wait: bool,
     ) -> None:
-        """Store chunks in the order of the calls.
+        """Write chunks to a store, keeping the order of the calls.
 
-        After the first write without waiting, all writes go through the writer thread.
+        After the first call that does not wait, all writes go through the writer thread.
         """
         nbytes = sum(chunk.nbytes for chunk in chunks)
         with self._lock:
@@ -321,7 +328,7 @@ class LMCacheEngine:
         replace: bool,
         nbytes: int,
     ) -> None:
-        """Store chunks in the writer thread."""
+        """Write chunks in the writer thread."""
         try:
             store.put(chunks, chain, replace=replace)
         finally:
@@ -330,7 +337,7 @@ class LMCacheEngine:
 
 
 def open_stores(config: LMCacheEngineConfig, space: bytes) -> list[ChunkStore]:
-    """Return the stores of a configuration, nearest first.
+    """Open the stores of a configuration, nearest first.
 
     Raises:
         ConfigError: an option is invalid.
@@ -360,5 +367,5 @@ def open_stores(config: LMCacheEngineConfig, space: bytes) -> list[ChunkStore]:
 
 
 def _kind(shape: ChunkShape) -> ChunkShape:
-    """Return the properties that all chunks of one blob have in common."""
+    """Return the part of a shape that all chunks of one blob share."""
     return shape._replace(num_tokens=0)

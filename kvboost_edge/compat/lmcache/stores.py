@@ -1,8 +1,8 @@
-"""Chunk stores, in this process's memory or in a tier.
+"""Chunk stores: in this process's memory, or in an offload tier.
 
-In a tier, each chunk takes two blocks. The block at the chunk's own address is its shape. Its bytes
-are at an address that includes the shape. Bytes are therefore never read in a shape other than the
-one in which they were written, whatever is overwritten meanwhile.
+A tier stores each chunk as two blocks. The block at the chunk's own address holds its shape. The
+bytes are in a second block, whose address includes the shape. Bytes are therefore never read with a
+wrong shape, even if another process replaces the chunk meanwhile.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _LOG = logging.getLogger(__name__)
 
 
 class StoredChunk(NamedTuple):
-    """KV of one chunk.
+    """The KV of one chunk.
 
     Attributes:
         address: address of the chunk.
-        shape: description of the bytes.
-        data: the bytes, which belong to the stores and never change.
+        shape: shape and type of the arrays.
+        data: bytes of the arrays. They belong to the stores and must not be changed.
     """
 
     address: BlockAddress
@@ -42,40 +42,40 @@ class StoredChunk(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes in memory."""
+        """Size in memory, in bytes."""
         return self.data.nbytes + len(self.address.tokens)
 
 
 class ChunkStore(Protocol):
-    """A store of chunks. Safe to use from any thread.
+    """Interface of a chunk store. Safe to use from any thread.
 
-    `addresses` are consecutive chunks of a sequence.
+    `addresses` always means consecutive chunks of a sequence.
     """
 
     name: str
 
     def holds(self, addresses: Sequence[BlockAddress]) -> int:
-        """Return the number of stored chunks from the first on."""
+        """Return how many chunks are stored without a gap, counted from the first."""
         ...
 
     def get(self, addresses: Sequence[BlockAddress]) -> list[StoredChunk]:
-        """Return the stored chunks from the first on and mark them as used."""
+        """Return the chunks that are stored without a gap from the first, and mark them as used."""
         ...
 
     def put(
         self, chunks: Sequence[StoredChunk], chain: Sequence[BlockAddress], *, replace: bool
     ) -> int:
-        """Store chunks of a sequence; return the number stored afterwards.
+        """Store chunks of a sequence, and return how many of them are stored afterwards.
 
         Args:
             chunks: the chunks.
-            chain: addresses of the sequence up to the last of the chunks.
-            replace: replace existing chunks.
+            chain: addresses of the sequence's chunks, from the first one to the last of `chunks`.
+            replace: whether to replace existing chunks.
         """
         ...
 
     def drop(self, addresses: Sequence[BlockAddress]) -> int:
-        """Drop these chunks; return their number, as far as known."""
+        """Drop these chunks, and return the number of dropped chunks, as far as it is known."""
         ...
 
     def stat(self) -> TierStats:
@@ -88,10 +88,10 @@ class ChunkStore(Protocol):
 
 
 class MemoryStore:
-    """Chunks in a bounded number of bytes.
+    """A chunk store in memory, limited in bytes.
 
-    Least recently used chains are evicted first, tails before heads. The first sequence that does
-    not fit and the first eviction are logged, once each.
+    The least recently used chains are evicted first, beginning at their tails. A warning is logged
+    for the first sequence that does not fit and for the first eviction.
     """
 
     name = "memory"
@@ -126,7 +126,8 @@ class MemoryStore:
     ) -> int:
         """See ChunkStore.
 
-        A chunk is not stored if only its own chain or pinned chunks could be evicted for it.
+        Making room for a chunk never evicts pinned chunks or chunks of its own chain. A chunk that
+        does not fit is not stored.
         """
         kept = {address.prefix_hash for address in chain}
         there = 0
@@ -173,7 +174,7 @@ class MemoryStore:
             return count
 
     def pin(self, addresses: Sequence[BlockAddress]) -> list[bytes]:
-        """Pin the stored chunks, so that they are not evicted; return the keys for `unpin`."""
+        """Protect the stored chunks from eviction, and return their keys for `unpin`."""
         with self._lock:
             pinned = [
                 address.prefix_hash for address in addresses if address.prefix_hash in self._chunks
@@ -182,7 +183,7 @@ class MemoryStore:
             return pinned
 
     def unpin(self, keys: Iterable[bytes]) -> None:
-        """Release pins, one for each key."""
+        """Release one pin per key."""
         with self._lock:
             for key in keys:
                 self._pins[key] -= 1
@@ -247,12 +248,12 @@ class MemoryStore:
 
 
 class TierStore:
-    """Chunks in a tier of whole blocks."""
+    """A chunk store in an offload tier."""
 
     def __init__(self, tier: Tier) -> None:
         self.name = tier.name
         self._tier = tier
-        self._lock = threading.Lock()  # only one thread may use a tier at a time
+        self._lock = threading.Lock()  # A tier may be used by one thread at a time.
 
     def holds(self, addresses: Sequence[BlockAddress]) -> int:
         """See ChunkStore."""
@@ -270,7 +271,7 @@ class TierStore:
             places = [_data_address(a, s) for a, s in zip(addresses, shapes, strict=False)]
             try:
                 data = [np.empty(shape.nbytes, np.uint8) for shape in shapes]
-            except (MemoryError, ValueError):  # a corrupt shape
+            except (MemoryError, ValueError):  # from a corrupt shape
                 return []
             count = self._tier.read(places, [array.data for array in data])
             self._tier.touch(
@@ -285,7 +286,7 @@ class TierStore:
     def put(
         self, chunks: Sequence[StoredChunk], chain: Sequence[BlockAddress], *, replace: bool
     ) -> int:
-        """See ChunkStore. Bytes are written first, so that every visible shape has its bytes."""
+        """See ChunkStore. The bytes are written before the shape, so no shape lacks its bytes."""
         if replace:
             self.drop([chunk.address for chunk in chunks])
         with self._lock:

@@ -1,8 +1,8 @@
-"""Names of LMCache's later engine (lmcache.v1) that make sense without a GPU connector.
+"""The part of LMCache's later engine (lmcache.v1) that works without a GPU connector.
 
-A connector moves KV between the cache and a GPU's paged memory. Here the caller's own arrays
-replace it: `kvcaches`, (k, v) of each layer, [num_tokens, num_heads, head_size], one row for each
-token of the whole sequence. Features that need a connector are refused by name.
+A connector moves KV between the cache and the paged memory of a GPU. Here the caller passes
+`kvcaches` instead: (k, v) of each layer, [num_tokens, num_heads, head_size], with a row for each
+token of the whole sequence. Features that need a connector raise an error that names them.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ _REFUSED = {
 
 @dataclasses.dataclass(frozen=True)
 class LMCacheMetadata:
-    """Identity of the KV.
+    """Identity of the stored KV.
 
-    model_name, world_size, worker_id, kv_dtype and kv_shape without its chunk size are part of the
-    key. The other fields describe where an engine runs; engines that differ only in them share
-    chunks.
+    The key consists of model_name, world_size, worker_id, kv_dtype, and kv_shape without its chunk
+    size. The other fields describe where an engine runs. Engines that differ only in those fields
+    share chunks.
 
     Attributes:
-        model_name: any text that names the model.
+        model_name: any text that identifies the model.
         world_size: number of workers of the model.
-        worker_id: number of this worker.
-        kv_dtype: type of the stored KV, as text or by its library; None for any.
+        worker_id: index of this worker.
+        kv_dtype: type of the stored KV, as text or as a library's type; None for any.
         kv_shape: (num_layers, 2, chunk_size, num_kv_heads, head_size); None for any.
-        use_mla: must be False: keys and values are two tensors.
+        use_mla: must be False, because keys and values are stored as two tensors.
     """
 
     model_name: str
@@ -80,12 +80,12 @@ class LMCacheMetadata:
 
     @property
     def fmt(self) -> str:
-        """Format of k and v: tokens first."""
+        """Format of k and v: the token axis comes first."""
         return "vllm"
 
     @property
     def space(self) -> bytes:
-        """Root hash of its chunk chains."""
+        """Root hash of the engine's chunk chains."""
         shape = None if self.kv_shape is None else (*self.kv_shape[:2], *self.kv_shape[3:])
         dtype = "" if self.kv_dtype is None else str(self.kv_dtype)
         return space_of("v1", self.model_name, self.world_size, self.worker_id, dtype, shape)
@@ -94,7 +94,7 @@ class LMCacheMetadata:
 class LMCacheEngine:
     """lmcache.v1's engine without a connector. Safe to use from any thread.
 
-    Invalid arguments raise RequestError, a ValueError.
+    Invalid arguments raise RequestError, which is a ValueError.
     """
 
     def __init__(self, config: LMCacheEngineConfig, metadata: LMCacheMetadata) -> None:
@@ -110,7 +110,7 @@ class LMCacheEngine:
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def post_init(self, **_: Any) -> None:
-        """Do nothing: the constructor does everything."""
+        """Do nothing, because the constructor does all the work."""
 
     def store(
         self,
@@ -121,12 +121,14 @@ class LMCacheEngine:
         *,
         kvcaches: Any = None,
     ) -> None:
-        """Store the KV in `kvcaches` of the tokens where `mask` is True.
+        """Store the KV of the tokens where `mask` is True, taken from `kvcaches`.
 
         Args:
             tokens: [num_tokens], the whole sequence.
-            hashes, offsets: not supported.
-            mask: booleans False* True*; the number of False is a multiple of chunk_size.
+            hashes: not supported.
+            offsets: not supported.
+            mask: booleans, False for the skipped leading tokens and True for all others. The number
+                of skipped tokens is a multiple of chunk_size.
             kvcaches: (k, v) of each layer.
         """
         ids = self._tokens("store", tokens, hashes=hashes, offsets=offsets)
@@ -136,11 +138,12 @@ class LMCacheEngine:
         self._engine.store(ids, tuple((k[start:], v[start:]) for k, v in layers), mask)
 
     def retrieve(self, tokens: Any, mask: Any = None, *, kvcaches: Any = None) -> Any:
-        """Write the stored KV of the tokens where `mask` is True into `kvcaches`.
+        """Write stored KV into `kvcaches`, for the tokens where `mask` is True.
 
         Args:
             tokens: [num_tokens], the whole sequence.
-            mask: booleans False* True*; None for all tokens.
+            mask: booleans, False for the skipped leading tokens and True for all others. None
+                requests all tokens.
             kvcaches: (k, v) of each layer, changed in place.
 
         Returns:
@@ -179,11 +182,12 @@ class LMCacheEngine:
 
         Args:
             tokens: [num_tokens], the whole sequence.
-            hashes, request_configs: not supported.
+            hashes: not supported.
             search_range: any of "LocalCPUBackend", "LocalDiskBackend" and "RemoteBackend"; None for
-                all that the engine has.
-            lookup_id: name of the pins.
-            pin: keep the chunks in memory until `lookup_unpin(lookup_id)`.
+                all backends of the engine.
+            lookup_id: name under which the chunks are pinned.
+            pin: whether to keep the chunks in memory until `lookup_unpin(lookup_id)`.
+            request_configs: not supported.
         """
         self._tokens("lookup", tokens, hashes=hashes, request_configs=request_configs)
         if pin and lookup_id is None:
@@ -196,7 +200,7 @@ class LMCacheEngine:
         return length
 
     def lookup_unpin(self, lookup_ids: Sequence[str] | str) -> None:
-        """Release the pins of these lookups; ignore unknown ones."""
+        """Release the pins of these lookups. Unknown ids are ignored."""
         with self._lock:
             names = [lookup_ids] if isinstance(lookup_ids, str) else list(lookup_ids)
             keys = [key for name in names for key in self._pins.pop(name, [])]
@@ -208,21 +212,21 @@ class LMCacheEngine:
         locations: Sequence[str] | None = None,
         request_configs: Any = None,
     ) -> int:
-        """Drop the chunks of a sequence; return their number, summed over the locations.
+        """Drop the chunks of a sequence, and return their number, summed over the locations.
 
-        Without tokens, all chunks in memory are dropped; other locations cannot be cleared this
-        way.
+        Without tokens, all chunks in memory are dropped. Other locations cannot be cleared as a
+        whole.
         """
         if request_configs is not None:
             raise RequestError("clear(request_configs=) is not supported")
         return self._engine.forget(tokens, _kinds("locations", locations))
 
     def health(self) -> bool:
-        """Return whether every backend works, as far as observed."""
+        """Return whether all backends have worked so far."""
         return not any(stat.state for stat in self._engine.stats().values())
 
     def close(self) -> None:
-        """Release memory, files and connections. A second call does nothing."""
+        """Release memory, files and connections. A second call has no effect."""
         self._engine.close()
 
     def _tokens(self, method: str, tokens: Any, **refused: Any) -> Any:
@@ -247,7 +251,7 @@ class LMCacheEngine:
 
 
 def _layers(kvcaches: Any, num_tokens: int) -> list[tuple[Any, Any]]:
-    """Return (k, v) of each layer; each must have `num_tokens` rows."""
+    """Return (k, v) of each layer, after checking that each has `num_tokens` rows."""
     if not isinstance(kvcaches, Sequence) or not kvcaches:
         raise RequestError(
             "kvcaches must hold one (k, v) pair per layer, each [num_tokens, num_heads, "
@@ -275,7 +279,7 @@ def _is_cache(array: Any, num_tokens: int) -> bool:
 
 
 def _kind(array: Any) -> tuple[str, tuple[int, ...]]:
-    """Return the type, and the axes after the tokens."""
+    """Return the type of an array, and its axes after the token axis."""
     return str(array.dtype), tuple(array.shape[1:])
 
 
