@@ -1,4 +1,4 @@
-"""KV storage in blocks and paged attention: reference, cpu (Numba), torch, cuda.
+"""Backends for paged KV storage and attention: reference, cpu (Numba), torch and cuda.
 
-Importing this package loads no backend; `backends.select` chooses one and loads it.
+Importing this package loads no backend. `backends.select` chooses a backend and imports it.
 """

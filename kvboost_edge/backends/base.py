@@ -1,8 +1,8 @@
-"""The contract of a KV backend: storage of KV in blocks, and attention that reads it in place.
+"""The interface of a KV backend: paged KV storage, and attention that reads it in place.
 
 A backend knows neither requests nor models. It owns one pool of `num_blocks` blocks for all layers.
 The engine moves whole blocks: `copy_blocks` before a pass, `read_blocks` and `write_blocks` for
-tiers. A runner computes: `prepare` once for each forward pass, then `write_kv` and `attention` for
+offload tiers. A runner calls `prepare` once per forward pass, then `write_kv` and `attention` for
 each layer.
 """
 
@@ -47,10 +47,10 @@ class LayerKVSpec:
 
     Attributes:
         num_kv_heads: Number of KV heads.
-        head_dim: Size of a key and of a value.
-        apart: A number shared by layers whose KV later layers attend to as well; else 0. In a
-            quantized pool, such a layer's open buffers are not overwritten before the pass ends;
-            other layers share theirs.
+        head_dim: Size of a key or a value.
+        apart: Group number of layers whose KV is also read by later layers; 0 for other layers. In
+            a quantized pool, layers with 0 share temporary buffers. The buffers of other layers are
+            not overwritten before the pass ends.
     """
 
     num_kv_heads: int
@@ -60,16 +60,16 @@ class LayerKVSpec:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class KVSpec:
-    """KV storage of all layers, which may differ in shape.
+    """KV storage of all layers. Layers may differ in shape.
 
     Attributes:
         layers: Layers with KV.
-        block_size: Tokens in a block.
+        block_size: Tokens per block.
         dtype: "float32", "float16" or "bfloat16".
         bits: Bits of keys and of values. (16, 16) stores `dtype` unchanged. (8, 8), (8, 4), (4, 8)
-            and (4, 4) quantize full blocks; `dtype` is then "float16", the dtype of open (partly
-            written) blocks.
-        states: Layers with recurrent state instead of KV, which are not among `layers`.
+            and (4, 4) quantize full blocks. Open (partly written) blocks then have `dtype`
+            "float16".
+        states: Layers with recurrent state instead of KV. They are not in `layers`.
     """
 
     layers: tuple[LayerKVSpec, ...]
@@ -80,12 +80,12 @@ class KVSpec:
 
     @property
     def bytes_per_state(self) -> int:
-        """Bytes of one slot: a sequence's recurrent state in all layers; 0 without such layers."""
+        """Bytes of a sequence's recurrent state in all layers; 0 without recurrent layers."""
         return sum(state.nbytes for state in self.states)
 
     @property
     def bytes_per_draft(self) -> int:
-        """Bytes of a draft token for recurrent state, over all layers; 0 without such layers."""
+        """Bytes of a draft token's inputs to all recurrent layers; 0 without recurrent layers."""
         return sum(state.draft_bytes for state in self.states)
 
     @property
@@ -94,7 +94,7 @@ class KVSpec:
 
     @property
     def bytes_per_block(self) -> int:
-        """Bytes of one block over all layers, including quantization scales."""
+        """Bytes of one block in all layers, including quantization scales."""
         if not self.is_quantized:
             return self._bytes_as_stored
         return sum(
@@ -104,7 +104,7 @@ class KVSpec:
 
     @property
     def bytes_per_open_block(self) -> int:
-        """Bytes of one open block's buffer outside the pool; 0 if the pool is not quantized."""
+        """Bytes of an open block's buffer outside the pool; 0 if the pool is not quantized."""
         return self._bytes_as_stored if self.is_quantized else 0
 
     @property
@@ -116,19 +116,19 @@ class KVSpec:
 class PassStates(NamedTuple):
     """Slots of recurrent state that a pass reads and writes.
 
-    No slot is written twice, and no slot is written that another sequence reads.
+    Each slot is written at most once. A slot that another sequence reads is not written.
 
     Attributes:
-        state_in (int32 [num_seqs]): Slot before each sequence's first row; -1 for zeros, at the
-        start of a text.
-        state_out (int32 [num_seqs]): Slot for the state after its last certain row; may equal
-        state_in.
-        saves (int32 [n, 3]): Rows (sequence, rows, slot). The state after that many of the
-        sequence's rows in this pass is also written to the slot. Ascending by sequence, then by
-        rows, from 1 to the number of certain rows.
-        certain (int32 [num_seqs]): Number of certain rows, which come first. Later rows are draft
-        tokens: they see all rows before them, but no slot includes them; see
-        `Runner.accept_drafts`. None if all rows are certain.
+        state_in (int32 [num_seqs]): Slot of the state before each sequence's first row; -1 for
+            zeros, at the start of a text.
+        state_out (int32 [num_seqs]): Slot for the state after the last certain row; may equal
+            state_in.
+        saves (int32 [n, 3]): Entries (sequence, rows, slot), which also save the state after the
+            first `rows` rows of the sequence to the slot. They ascend by sequence, then by rows.
+            `rows` is at least 1, and at most the number of certain rows.
+        certain (int32 [num_seqs]): Number of certain rows per sequence, which come first; None if
+            all rows are certain. The other rows are draft tokens. They see all earlier rows, but
+            their state is not stored in any slot, see `Runner.accept_drafts`.
     """
 
     state_in: npt.NDArray[np.int32]
@@ -139,25 +139,25 @@ class PassStates(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BatchLayout:
-    """Positions and storage of the tokens of a forward pass, concatenated over its sequences.
+    """Positions and storage of the tokens in a forward pass, concatenated over its sequences.
 
     Query row i of sequence s has position seq_lens[s] - (cu_seqlens_q[s+1] - cu_seqlens_q[s]) + i.
-    Its slot is the one of its position in the sequence's last segment.
+    Its KV slot belongs to that position in the sequence's last segment.
 
-    Example with block_size 16: sequence 0 has 20 tokens, of which the last 4 are computed now
-    (positions 16..19); sequence 1 decodes its 33rd token. Then num_tokens = 5, cu_seqlens_q = [0,
+    Example with block_size 16: sequence 0 has 20 tokens, of which the pass computes the last 4
+    (positions 16..19). Sequence 1 decodes its 33rd token. Then num_tokens = 5, cu_seqlens_q = [0,
     4, 5], seq_lens = [20, 33], block_tables = [[7, 2, -1], [7, 9, 4]] and slot_mapping = [2*16+0 ..
     2*16+3, 4*16+0].
 
     Attributes:
         cu_seqlens_q (int32 [num_seqs + 1]): First query row of each sequence.
         seq_lens (int32 [num_seqs]): KV length of each sequence, including the tokens of this pass.
-        block_tables (int32 [num_seqs, max_blocks]): Block ids in order; -1 beyond the end (never
-        read).
-        slot_mapping (int64 [num_tokens]): block_id * block_size + offset for each new token.
-        segments: Positions that the blocks of a table hold, see segments.py. None if block i of
-            every table holds the positions from i * block_size on.
-        states: Slots of recurrent state; None for models without.
+        block_tables (int32 [num_seqs, max_blocks]): Block ids in order. Entries beyond the end are
+            -1 and never read.
+        slot_mapping (int64 [num_tokens]): block_id * block_size + offset of each new token.
+        segments: Positions that the blocks of a table hold, see segments.py. With None, block i of
+            each table holds the positions from i * block_size on.
+        states: Slots of recurrent state; None for models without recurrent state.
     """
 
     cu_seqlens_q: npt.NDArray[np.int32]
@@ -173,10 +173,11 @@ class AttentionParams(NamedTuple):
 
     Attributes:
         softmax_scale: Factor of the scores.
-        window: A query at position p sees keys at positions (p - window, p]; 0 for no window.
-        softcap: Scaled scores become softcap * tanh(scores / softcap); 0 for none.
-        sinks: float32 [num_q_heads], an extra logit per query head that joins the softmax
-            denominator and has no value; None for none.
+        window: Sliding window: a query at position p sees keys at positions (p - window, p]. 0
+            means no window.
+        softcap: Scaled scores become softcap * tanh(scores / softcap). 0 means no cap.
+        sinks: Extra logits, float32 [num_q_heads], that are added to the softmax denominator and
+            have no values. None means no sinks.
     """
 
     softmax_scale: float
@@ -191,11 +192,12 @@ class BackendInfo(NamedTuple):
     Attributes:
         name: Name of the backend.
         device: A torch device string.
-        attention_path: Variant of the project's own attention kernels; "none" if others run.
-        threading_layer: Owner of the threads that compute attention; "none" if it is the caller's
-            thread.
+        attention_path: Variant of the project's own attention kernels; "none" if it uses other
+            kernels.
+        threading_layer: Owner of the threads that compute attention; "none" if attention runs on
+            the caller's thread.
         num_threads: Number of threads; None if the backend does not control it.
-        pool_regions: Current location of the pool in this process's memory; empty if unknown.
+        pool_regions: Current memory regions of the pool in this process; empty if unknown.
     """
 
     name: str
@@ -211,8 +213,9 @@ class Backend(Protocol):
 
     Arrays are NumPy arrays if `array_kind` is "numpy", and torch tensors if it is "torch". Queries,
     keys and values are [num_tokens, heads, head_dim]. NumPy backends take and return float32, and
-    convert to the storage dtype on write; torch backends use the model's dtype. `lse` is float32
-    [num_tokens, num_q_heads], the natural log of the sum of exp(scores), including sinks.
+    convert to the storage dtype when they write. Torch backends use the model's dtype. `lse` is
+    float32 [num_tokens, num_q_heads], the natural logarithm of the sum of exp(scores), including
+    sinks.
     """
 
     name: str
@@ -226,59 +229,62 @@ class Backend(Protocol):
     def pool_bytes(self) -> int:
         """Allocated bytes of the pool, including the buffers of open blocks.
 
-        Recurrent state is not included; `states.nbytes` has its size.
+        Recurrent state is not included. Its size is `states.nbytes`.
         """
         ...
 
     @property
     def kernel_access(self) -> KernelAccess | None:
-        """Access for runners that call the compiled kernels on this pool, or None."""
+        """Storage access for runners that call the compiled kernels themselves, or None."""
         ...
 
     def describe(self) -> BackendInfo:
-        """Return device, kernels and threads, as `paged_stats()` names them."""
+        """Return the device, kernels and threads, as reported by `paged_stats()`."""
         ...
 
     def prepare(self, layout: BatchLayout) -> Any:
-        """Check the layout's shapes, and convert it for `write_kv` and `attention` of one pass.
+        """Check a layout's shapes, and convert it for `write_kv` and `attention` in one pass.
 
-        In a quantized pool, a layout opens the blocks that it starts to write, and closes those
-        whose last slot it writes. A block is written in order from its first slot. Raises
-        ConfigError if the open copy of a block is gone, or if more blocks would be open than there
-        are buffers.
+        In a quantized pool, a block is opened when a layout first writes to it, and closed when its
+        last slot is written. A block must be written in order from its first slot.
+
+        Raises:
+            ConfigError: The layout is inconsistent, or continues a block that is no longer open.
+            CapacityError: More blocks would be open than there are buffers.
         """
         ...
 
     def copy_blocks(self, ops: Sequence[CopyOp]) -> None:
-        """Copy whole blocks of all layers in order. A copy of an open block is open."""
+        """Copy whole blocks of all layers in order. The copy of an open block is open too."""
         ...
 
     def read_blocks(self, block_ids: Sequence[int]) -> npt.NDArray[np.uint8]:
         """Copy whole blocks to host memory, uint8 [len(block_ids), spec.bytes_per_block].
 
-        A row has layer 0, layer 1, ...; of each layer the keys, then the values. In a quantized
-        pool it has the codes of all KV heads with their scales, as stored. Backends of the same
-        name and spec read and write the same bytes. The caller knows which blocks are full.
+        A row contains layer 0, layer 1, and so on; each layer has its keys, then its values. In a
+        quantized pool, a row contains the stored codes of all KV heads with their scales. Backends
+        with the same name and spec use the same bytes. The backend does not know which blocks are
+        full, so the caller must.
 
         Raises:
-            ConfigError: An id is outside the pool, or is an open block of a quantized pool, whose
-                bytes are not final.
+            ConfigError: An id is outside the pool, or belongs to an open block of a quantized pool,
+                whose bytes are not final.
         """
         ...
 
     def write_blocks(self, block_ids: Sequence[int], data: npt.NDArray[np.uint8]) -> None:
-        """Write the bytes of `read_blocks` into these blocks. In a quantized pool they become full.
+        """Overwrite blocks with bytes from `read_blocks`. In a quantized pool, they become full.
 
-        The bytes are not checked. After an error nothing is changed.
+        The content of the bytes is not checked. After an error, no block has changed.
 
         Raises:
-            ConfigError: The data has another shape or dtype, or an id is outside the pool,
-                repeated, or an open block.
+            ConfigError: The data has the wrong shape or dtype, or an id is outside the pool,
+                repeated, or belongs to an open block.
         """
         ...
 
     def release_blocks(self, block_ids: Sequence[int]) -> None:
-        """Free the buffers of those blocks that are open; other blocks are ignored."""
+        """Free the buffers of open blocks. Blocks that are not open are ignored."""
         ...
 
     def write_kv(self, layer: int, keys: Any, values: Any, batch: Any) -> None:
@@ -290,20 +296,20 @@ class Backend(Protocol):
     ) -> tuple[Any, Any]:
         """Compute causal attention of the new tokens over their sequences' blocks.
 
-        It reads nothing beyond a sequence's seq_len or before its window, so poisoned memory is
+        No memory beyond a sequence's seq_len or before its window is read, so NaN there is
         harmless.
 
         Returns:
-            The output, like queries, and `lse`.
+            The output, shaped like the queries, and `lse`.
         """
         ...
 
     def poison_blocks(self, block_ids: Sequence[int]) -> None:
-        """Fill blocks with NaN, to expose reads of unwritten memory. For debugging."""
+        """Fill blocks with NaN to expose reads of unwritten memory. For debugging."""
         ...
 
     def checksum_blocks(self, block_ids: Sequence[int]) -> list[int]:
-        """Return a checksum of each block's content over all layers. For debugging."""
+        """Return a checksum of each block over all layers. For debugging."""
         ...
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Checks of a pass's layout and of block ids, shared by all backends. Does not import Numba."""
+"""Checks of batch layouts and block ids, shared by all backends. Does not import Numba."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from kvboost_edge.segments import Longs, Segment, entry_positions, has_delta, is
 
 __all__ = ["check_block", "check_layout", "refuse_deltas"]
 
-# Entries of block tables. Lists are checked in 4 us plus 0.03 us per entry, NumPy arrays of any
-# size in 9 us.
+# Tables with at most this many entries are checked as lists, which takes 4 us plus 0.03 us per
+# entry. NumPy takes 9 us for any size.
 _FEW_ENTRIES = 128
 
 
@@ -27,10 +27,10 @@ def check_layout(
     num_state_slots: int = 0,
     num_draft_rows: int = 0,
 ) -> None:
-    """Raise ConfigError, naming the fault, unless the layout is consistent.
+    """Raise ConfigError that names the fault if a layout is inconsistent.
 
-    Shapes must agree, and every id and slot must be in the pool. For a model with recurrent state,
-    the layout must name its slots, and have at most `num_draft_rows` draft tokens.
+    Shapes must agree, and all ids and slots must be in the pool. For a model with recurrent state,
+    the layout must have state slots, and at most `num_draft_rows` draft tokens.
     """
     num_seqs = len(layout.seq_lens)
     cu_seqlens = layout.cu_seqlens_q
@@ -41,7 +41,7 @@ def check_layout(
             f"a layout of {num_seqs} sequences needs cu_seqlens_q of shape ({num_seqs + 1},) and "
             f"{num_seqs} block tables; got {cu_seqlens.shape} and {tables.shape}"
         )
-    # Python integers, because for a few sequences NumPy's overhead would exceed the work.
+    # For a few sequences, NumPy's overhead would exceed the work.
     starts = cu_seqlens.tolist()
     seq_lens = layout.seq_lens.tolist()
     lengths = [end - first for first, end in pairwise(starts)]
@@ -79,12 +79,12 @@ def check_layout(
 
 
 def _check_states(states: PassStates, lengths: list[int], num_slots: int) -> list[int]:
-    """Check the slots of recurrent state; return the number of certain rows of each sequence.
+    """Check the slots of recurrent state, and return the number of certain rows per sequence.
 
     Args:
         states: The slots.
-        lengths: Rows of each sequence in the pass.
-        num_slots: Number of slots.
+        lengths: Number of rows of each sequence in the pass.
+        num_slots: Number of slots in the pool.
     """
     num_seqs = len(lengths)
     shapes = states.state_in.shape, states.state_out.shape, states.saves.shape
@@ -138,7 +138,7 @@ def _check_states(states: PassStates, lengths: list[int], num_slots: int) -> lis
 
 
 def refuse_deltas(layout: BatchLayout, who: str) -> None:
-    """Raise ConfigError, naming `who` cannot use them, if a segment has a position delta."""
+    """Raise ConfigError that names `who` if a segment has a position delta."""
     if layout.segments is not None and has_delta(layout.segments):
         raise ConfigError(
             f"{who} does not support segments with a position delta, "
@@ -187,13 +187,13 @@ def _bounds(ids: npt.NDArray[np.int32]) -> list[int]:
 
 
 class _CheckedParts(NamedTuple):
-    """Properties of a layout's segments; read only, as they are shared by several steps.
+    """Checked properties of a layout's segments. Read-only, because several steps share them.
 
     Attributes:
-        is_used: bool [num_seqs, width], the table entries that serve positions.
+        is_used: bool [num_seqs, width], True for table entries that hold KV in use.
         served: int64 [num_seqs, width], the first position of each entry.
         room: int64 [num_seqs], the first position beyond the table.
-        written_from: int32 [num_seqs], the first position of the segment that is written.
+        written_from: int32 [num_seqs], the first position of the last segment, which is written.
     """
 
     is_used: npt.NDArray[np.bool_]
@@ -212,7 +212,7 @@ def _checked(
 
 @lru_cache(maxsize=64)
 def _check_again(data: bytes, shape: tuple[int, ...], block_size: int) -> _CheckedParts:
-    """Return the checked properties of segments; cached, because the check takes 0.5 ms."""
+    """Check segments and return their properties. Cached, because the check takes 0.5 ms."""
     segments = np.frombuffer(data, dtype=np.int32).reshape(-1, len(Segment._fields))
     _check_segments(segments, shape, block_size)
     _, served, until = entry_positions(shape, segments, block_size)
@@ -227,9 +227,9 @@ def _check_again(data: bytes, shape: tuple[int, ...], block_size: int) -> _Check
 def _check_segments(
     segments: npt.NDArray[np.int32], shape: tuple[int, ...], block_size: int
 ) -> None:
-    """Raise ConfigError unless each sequence's segments are consecutive from position 0 on.
+    """Raise ConfigError unless the segments of each sequence are consecutive from position 0 on.
 
-    The last one must have no delta, and no other one KV that was computed before position 0.
+    Position deltas are checked too, see `_check_deltas`.
     """
     num_seqs, width = shape
     steps = np.diff(segments[:, 0])
@@ -262,11 +262,14 @@ def _check_segments(
 
 
 def _check_deltas(segment: Segment, last: npt.NDArray[np.bool_]) -> None:
-    """Check the position deltas of segments.
+    """Raise ConfigError if a segment has an invalid position delta.
+
+    The last segment of a sequence must have delta 0. Other segments must not contain KV that was
+    computed before position 0.
 
     Args:
-        segment: Segments, int64 [num_segments] each.
-        last: Marks the segments that are written.
+        segment: Fields of all segments, int64 [num_segments] each.
+        last: Marks the last segment of each sequence.
     """
     if segment.delta[last].any():
         raise ConfigError(
@@ -284,6 +287,6 @@ def _check_deltas(segment: Segment, last: npt.NDArray[np.bool_]) -> None:
 
 
 def check_block(block_id: int, num_blocks: int) -> None:
-    """Raise ConfigError unless the pool has this block."""
+    """Raise ConfigError unless the block id is in the pool."""
     if not 0 <= block_id < num_blocks:
         raise ConfigError(f"block id {block_id} must be in the pool's 0..{num_blocks - 1}")

@@ -1,7 +1,7 @@
-"""Whole blocks as bytes, for storage outside the pool, by plain memory copies.
+"""Conversion of whole blocks to bytes and back, for storage outside the pool.
 
-A pool's arrays are viewed as rows of bytes, uint8 [num_blocks, n]: row b is the array's part of
-block b. A block's bytes are its rows of all arrays, concatenated.
+Each array of a pool is viewed as uint8 [num_blocks, n], so row b is the part of block b in this
+array. The bytes of a block are its rows in all arrays, concatenated.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ def as_rows(array: npt.NDArray[np.generic]) -> Bytes:
 
 
 def check_block_ids(block_ids: Sequence[int], num_blocks: int) -> None:
-    """Raise ConfigError unless all ids are in the pool."""
+    """Raise ConfigError unless all block ids are in the pool."""
     for block_id in block_ids:
         check_block(block_id, num_blocks)
 
 
 def check_content(block_ids: Sequence[int], data: Bytes, bytes_per_block: int) -> None:
-    """Raise ConfigError unless `data` has the size of these blocks, and their ids are distinct."""
+    """Raise ConfigError unless `data` has the size of these blocks and their ids are distinct."""
     expected = (len(block_ids), bytes_per_block)
     if data.dtype != np.uint8 or data.shape != expected:
         raise ConfigError(
@@ -43,7 +43,7 @@ def check_content(block_ids: Sequence[int], data: Bytes, bytes_per_block: int) -
 
 
 def gather(arrays: Sequence[Bytes], block_ids: Sequence[int]) -> Bytes:
-    """Concatenate the rows of all arrays: uint8 [len(block_ids), bytes of a block]."""
+    """Concatenate the rows of blocks in all arrays to uint8 [len(block_ids), bytes per block]."""
     ids = np.array(block_ids, dtype=np.intp)
     ends = np.cumsum([rows.shape[1] for rows in arrays])
     data = np.empty((len(ids), int(ends[-1])), dtype=np.uint8)
@@ -53,7 +53,7 @@ def gather(arrays: Sequence[Bytes], block_ids: Sequence[int]) -> Bytes:
 
 
 def scatter(arrays: Sequence[Bytes], block_ids: Sequence[int], data: Bytes) -> None:
-    """Write the result of `gather` into these rows."""
+    """Write bytes from `gather` to the rows of blocks."""
     ids = np.array(block_ids, dtype=np.intp)
     end = 0
     for rows in arrays:

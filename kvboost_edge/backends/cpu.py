@@ -1,4 +1,4 @@
-"""The backend of compiled CPU kernels: NumPy arrays, and paged attention by Numba with SIMD."""
+"""The backend of compiled CPU kernels: NumPy arrays, and paged attention with Numba and SIMD."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ __all__ = [
     "unsupported_reason",
 ]
 
-THREADING_LAYER = "kernel-team"  # the kernels' own threads, separate from Numba's and torch's
+THREADING_LAYER = "kernel-team"  # The kernels' threads are separate from Numba's and torch's.
 
 Floats = npt.NDArray[np.float32]
 
 
 class PreparedBatch:
-    """A checked layout for one pass, and its attention schedules by head counts and window."""
+    """A checked layout of one pass, with its attention schedules by head counts and window."""
 
     __slots__ = ("_num_threads", "_plans", "coded", "paged", "slot_mapping")
 
@@ -62,7 +62,7 @@ class PreparedBatch:
         self._plans: dict[tuple[int, int, int, int], WorkPlan] = {}
 
     def plan(self, heads_per_kv: int, num_kv_heads: int, window: int, ahead: int = 0) -> WorkPlan:
-        """Return the attention schedule of one kind of layer."""
+        """Return the attention schedule for layers with these head counts and this window."""
         key = (heads_per_kv, num_kv_heads, window, ahead)
         if key not in self._plans:
             self._plans[key] = plan_work(
@@ -71,10 +71,10 @@ class PreparedBatch:
         return self._plans[key]
 
     def narrowed(self, rows: npt.NDArray[np.int64]) -> PreparedBatch:
-        """Return the pass for some of its query rows, in ascending order.
+        """Return the pass restricted to some query rows, given in ascending order.
 
-        Consecutive rows of a sequence become a sequence of their own. Their KV is written already,
-        and each row attends to the same keys as before.
+        Each run of consecutive rows becomes a sequence. Their KV is already written, and each row
+        attends to the same keys as before.
         """
         paged = self.paged
         sequence = np.searchsorted(paged.cu_seqlens_q, rows, side="right") - 1
@@ -83,7 +83,7 @@ class PreparedBatch:
         )
         counts = np.diff(np.append(starts, len(rows)))
         source = sequence[starts]
-        # Rows from the first one to the end of its sequence.
+        # number of rows from the first one to the end of its sequence
         behind = paged.cu_seqlens_q[source + 1] - rows[starts]
         layout = BatchLayout(
             np.concatenate([[0], np.cumsum(counts)]).astype(np.int32),
@@ -98,19 +98,19 @@ class PreparedBatch:
 
 
 class CPUBackend(NumpyBlocks):
-    """`Backend` of compiled CPU kernels, for one calling thread at a time.
+    """`Backend` of compiled CPU kernels. Only one thread may call it at a time.
 
-    A row's results depend only on its own sequence and position, bit for bit. `close` ends the
+    The results of a row depend only on its own sequence and position, bit for bit. `close` ends the
     threads and releases the pool.
 
     Args:
-        spec: Layers and storage.
-        num_blocks: Blocks of the pool.
-        num_threads: Threads, including the calling one; None for all cores of this process, at most
-            NUMBA_NUM_THREADS.
-        num_open: Blocks of a quantized pool that may be partly written at a time.
-        num_state_slots: Slots of recurrent state.
-        num_draft_rows: Draft tokens whose inputs to recurrent state can be held.
+        spec: Shapes and storage of all layers.
+        num_blocks: Number of blocks in the pool.
+        num_threads: Number of threads, including the calling one. None uses all cores of this
+            process, at most NUMBA_NUM_THREADS.
+        num_open: Number of blocks of a quantized pool that may be partly written at a time.
+        num_state_slots: Number of slots of recurrent state.
+        num_draft_rows: Number of draft tokens whose inputs to recurrent state can be stored.
     """
 
     name = "cpu"
@@ -139,12 +139,12 @@ class CPUBackend(NumpyBlocks):
 
     @property
     def num_threads(self) -> int:
-        """Number of threads that attention uses."""
+        """Number of threads that compute attention."""
         return self._workspace.num_threads
 
     @property
     def kernel_access(self) -> KernelAccess | None:
-        """Workspace and storage for a runner that calls the kernels itself."""
+        """Storage and workspace for runners that call the kernels themselves."""
         plain = () if self.spec.is_quantized else tuple(self._pools)
         return KernelAccess(self._workspace, plain, self._quant)
 
@@ -156,7 +156,7 @@ class CPUBackend(NumpyBlocks):
         )
 
     def prepare(self, layout: BatchLayout) -> PreparedBatch:
-        """Check the layout and convert it; raise ConfigError, naming the fault."""
+        """Check a layout and convert it; raise ConfigError that names a fault."""
         check_layout(layout, self.spec.block_size, self.num_blocks, *self._state_rows)
         batch = PreparedBatch(layout, self.num_threads)
         if self._quant is not None:
@@ -164,7 +164,7 @@ class CPUBackend(NumpyBlocks):
         return batch
 
     def copy_blocks(self, ops: Sequence[CopyOp]) -> None:
-        """Copy whole blocks of all layers, in order."""
+        """Copy whole blocks of all layers in order."""
         self._begin_copy(ops)
         if self._quant is not None:
             self._quant.copy_blocks(ops)
@@ -172,7 +172,10 @@ class CPUBackend(NumpyBlocks):
             storage.copy_blocks(pool, ops)
 
     def write_kv(self, layer: int, keys: Floats, values: Floats, batch: PreparedBatch) -> None:
-        """Store KV, each float32 [num_tokens, num_kv_heads, head_dim], at the batch's slots."""
+        """Store keys and values at the batch's slots.
+
+        Both are float32 [num_tokens, num_kv_heads, head_dim].
+        """
         if batch.coded is not None:
             self._coded.write_kv(layer, keys, values, batch.coded)
         else:
@@ -181,7 +184,7 @@ class CPUBackend(NumpyBlocks):
     def attention(
         self, layer: int, queries: Floats, batch: PreparedBatch, params: AttentionParams
     ) -> tuple[Floats, Floats]:
-        """Compute causal attention; return the output (like queries) and lse, both float32."""
+        """Compute causal attention; return the float32 output, shaped like the queries, and lse."""
         num_tokens = int(batch.paged.cu_seqlens_q[-1])
         num_kv_heads = self.spec.layers[layer].num_kv_heads
         if len(queries) != num_tokens:
@@ -213,7 +216,7 @@ class CPUBackend(NumpyBlocks):
 
 
 def attention_path(*, is_quantized: bool) -> str:
-    """Return the variant of the attention kernels: the integer dot product's, or "float"."""
+    """Return the variant of the attention kernels: an integer dot product, or "float"."""
     return coded_dot_form() if is_quantized else "float"
 
 

@@ -1,10 +1,11 @@
-"""The torch backend with the project's own CUDA kernels for writes, block copies and attention.
+"""The torch backend with the project's CUDA kernels for KV writes, block copies and attention.
 
-The pool is stored as torch's, so bytes, checksums and poison are torch's. The kernels come from the
-package `kvboost_edge_cuda` (`FORCE_CUDA=1 pip install ./cuda_ext`), and are compared with torch in
-float32 on the device before use. Unsupported work runs on torch's path, with one warning: KV in
-float32 (and in bfloat16 below sm_80), head dims that are not multiples of 8, and tables with
-segments.
+The pool has torch's format, so torch code also computes bytes, checksums and poison. The kernels
+are in the package `kvboost_edge_cuda` (`FORCE_CUDA=1 pip install ./cuda_ext`). Before use they are
+compared with torch in float32 on the device.
+
+Work that the kernels do not support falls back to torch, with one warning: KV in float32 (and in
+bfloat16 below sm_80), head dims that are not multiples of 8, and tables with segments.
 """
 
 from __future__ import annotations
@@ -44,11 +45,11 @@ _LOG = logging.getLogger(__name__)
 _PACKAGE = "kvboost_edge_cuda"
 _INSTALL = "FORCE_CUDA=1 pip install ./cuda_ext"
 _MOST_HEAD_DIM = 256
-_FIRST_TORCH_FLASH = (8, 0)  # the lowest compute capability with torch's flash kernels
+_FIRST_TORCH_FLASH = (8, 0)  # lowest compute capability of torch's flash kernels
 
 
 def extension() -> Any:
-    """Import `kvboost_edge_cuda`; raise BackendUnavailable, naming what is missing."""
+    """Import `kvboost_edge_cuda`; raise BackendUnavailable with the reason if that fails."""
     if importlib.util.find_spec(_PACKAGE) is None:
         raise BackendUnavailable(f"{_PACKAGE} is not installed; {_INSTALL}")
     package = importlib.import_module(_PACKAGE)
@@ -61,7 +62,7 @@ def extension() -> Any:
 def unsupported_reason(device: str, spec: KVSpec | None = None) -> str | None:
     """Return why the kernels cannot use a device or store KV of this kind, or None.
 
-    The first call for a device runs its test.
+    The first call for a device tests the kernels on it.
     """
     if device.partition(":")[0] != "cuda":
         return f"{_PACKAGE} runs on CUDA devices"
@@ -84,8 +85,9 @@ def _untrusted_reason(device: str) -> str | None:
 def find_tier(device: torch.device | str = "cuda") -> str:
     """Return the best flash attention on a device.
 
-    "kvboost_cuda" for this project's kernels, "torch_flash", or "vanilla" for neither, as on every
-    device other than CUDA.
+    - "kvboost_cuda": the project's kernels
+    - "torch_flash": torch's kernel
+    - "vanilla": no flash attention, as on all devices other than CUDA
     """
     at = torch.device(device)
     if at.type != "cuda" or not torch.cuda.is_available():
@@ -113,7 +115,7 @@ def make(
     num_state_slots: int = 0,
     num_draft_rows: int = 0,
 ) -> CUDABackend:
-    """Allocate the backend; see `select.BackendModule`. It has no open blocks."""
+    """Allocate the backend; see `select.BackendModule`. It supports no quantized pools."""
     reason = unsupported_reason(device, spec)
     if reason is not None:
         raise BackendUnavailable(f"backend 'cuda' on device={device!r}: {reason}")
@@ -122,14 +124,14 @@ def make(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Tables:
-    """A pass in the kernels' form, int32 on the device.
+    """The layout of a pass for the kernels, int32 on the device.
 
     Attributes:
         cu_seqlens_q: [num_seqs + 1], first query row of each sequence.
         seq_lens: [num_seqs], KV length of each sequence.
         block_tables: [num_seqs, max_blocks].
         longest_q: Largest number of new tokens of a sequence.
-        longest_k: Largest KV length.
+        longest_k: Largest KV length of a sequence.
     """
 
     cu_seqlens_q: torch.Tensor
@@ -140,7 +142,7 @@ class _Tables:
 
 
 class CUDABatch(TorchBatch):
-    """A prepared pass: torch's, and the kernels' tables if they support it."""
+    """A prepared pass: torch's batch, and the kernels' tables if they support the pass."""
 
     def __init__(self, layout: BatchLayout, block_size: int, device: torch.device) -> None:
         super().__init__(layout, block_size, device)
@@ -150,7 +152,7 @@ class CUDABatch(TorchBatch):
 def _tables(layout: BatchLayout, device: torch.device) -> _Tables:
     num_seqs = len(layout.seq_lens)
     rows = (layout.cu_seqlens_q, layout.seq_lens, layout.block_tables.ravel())
-    # One copy to the device.
+    # Everything is copied to the device at once.
     together = torch.from_numpy(np.concatenate(rows).astype(np.int32)).to(device)
     starts, lengths, tables = together.split([num_seqs + 1, num_seqs, layout.block_tables.size])
     longest = int(np.diff(layout.cu_seqlens_q).max(initial=0))
@@ -164,9 +166,9 @@ def _tables(layout: BatchLayout, device: torch.device) -> _Tables:
 
 
 class CUDABackend(TorchBackend):
-    """`Backend` of CUDA kernels, which fall back to torch for unsupported layers and dtypes.
+    """`Backend` of CUDA kernels. Unsupported layers and dtypes fall back to torch.
 
-    Raises the errors of `TorchBackend`. `kernels` is the package `kvboost_edge_cuda`.
+    Raises the same errors as `TorchBackend`. `kernels` is the package `kvboost_edge_cuda`.
     """
 
     name = "cuda"
@@ -186,7 +188,7 @@ class CUDABackend(TorchBackend):
             _LOG.warning("backend 'cuda': %s", self._path())
 
     def describe(self) -> BackendInfo:
-        """Return the description of the kernels, and of the layers that they do not support."""
+        """Return the description of the kernels and of the layers that they do not support."""
         return BackendInfo(
             self.name, self.device, attention_path=self._path(), threading_layer="torch"
         )
@@ -211,16 +213,16 @@ class CUDABackend(TorchBackend):
         return self._blocks
 
     def prepare(self, layout: BatchLayout) -> CUDABatch:
-        """Check the layout and bind it to the device for one pass.
+        """Check a layout and convert it for one pass on the device.
 
-        Raises ConfigError, naming the fault.
+        Raises ConfigError that names a fault.
         """
         check_layout(layout, self.spec.block_size, self.num_blocks)
         refuse_deltas(layout, f"backend {self.name!r}")
         return CUDABatch(layout, self.spec.block_size, self._device)
 
     def copy_blocks(self, ops: Sequence[CopyOp]) -> None:
-        """Copy whole blocks of all layers, in order."""
+        """Copy whole blocks of all layers in order."""
         self._check_copies(ops)
         halves = self._blocks.whole_blocks
         if ops and all(half[0].numel() * half.element_size() % 16 == 0 for half in halves):
@@ -249,10 +251,10 @@ class CUDABackend(TorchBackend):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute causal attention.
 
-        Tables with segments use torch's path, because the kernels know one position for each slot.
+        Passes with segments fall back to torch, because the kernels assume one position per slot.
 
         Returns:
-            The output, like queries, and lse, float32 [num_tokens, num_q_heads].
+            The output, shaped like the queries, and lse, float32 [num_tokens, num_q_heads].
         """
         pool = self._plain.of(layer)
         tables = batch.tables if isinstance(batch, CUDABatch) else None
@@ -275,7 +277,7 @@ class CUDABackend(TorchBackend):
         return out, lse.transpose(0, 1)
 
     def _on_device(self, layer: int, sinks: npt.NDArray[np.float32] | None) -> torch.Tensor | None:
-        """Return a layer's sinks on the device, copied once."""
+        """Return a layer's sinks on the device. They are copied there once."""
         if sinks is None:
             return None
         held = self._sinks.get(layer)

@@ -1,4 +1,4 @@
-"""A comparison of the CUDA kernels with torch in float32 on their device, before they are used."""
+"""A test of the CUDA kernels on their device: they are compared with torch in float32."""
 
 from __future__ import annotations
 
@@ -17,10 +17,8 @@ from kvboost_edge.kvcache.block_table import CopyOp
 __all__ = ["failed_check", "kernel_dtypes"]
 
 _BLOCK = 16
-_TOLERANCE = {
-    "float16": 4e-3,
-    "bfloat16": 3e-2,
-}  # of values around 1 as the dtype rounds weights and results
+# Maximum absolute difference of outputs around 1. The dtypes round weights and results.
+_TOLERANCE = {"float16": 4e-3, "bfloat16": 3e-2}
 _LSE_TOLERANCE = 2e-3
 _FIRST_BF16 = (8, 0)
 
@@ -29,7 +27,7 @@ class _Case(NamedTuple):
     """Shape of one comparison.
 
     Attributes:
-        lengths: New tokens and all tokens of each sequence.
+        lengths: (new tokens, all tokens) of each sequence.
         group: Query heads per KV head.
     """
 
@@ -53,10 +51,10 @@ _CASES = (
 
 
 def failed_check(make: Callable[[KVSpec, int], Backend], device: torch.device) -> str | None:
-    """Return the difference from torch, or None if there is none.
+    """Compare the kernels with torch; describe a difference, or return None.
 
-    Compares written tokens, a copied block, and attention of a ragged batch, in float16 and, from
-    sm_80 on, in bfloat16. An error of the device counts as a difference.
+    The test covers written tokens, a copied block, and attention of a ragged batch, in float16 and,
+    from sm_80 on, in bfloat16. A device error counts as a difference.
     """
     for dtype, case in itertools.product(kernel_dtypes(device), _CASES):
         try:
@@ -73,7 +71,7 @@ def failed_check(make: Callable[[KVSpec, int], Backend], device: torch.device) -
 
 @lru_cache
 def kernel_dtypes(device: torch.device) -> tuple[str, ...]:
-    """Return the dtypes of the kernels on a device: float16, and bfloat16 from sm_80 on."""
+    """Return the dtypes that the kernels support: float16, and bfloat16 from sm_80 on."""
     has_bf16 = device.type != "cuda" or torch.cuda.get_device_capability(device) >= _FIRST_BF16
     return ("float16", "bfloat16") if has_bf16 else ("float16",)
 
@@ -109,8 +107,8 @@ def _compare(
 
 
 def _layouts(case: _Case, rng: np.random.Generator) -> tuple[BatchLayout, BatchLayout, int]:
-    """Return layouts of the new and of all tokens, and the number of blocks of a pool for them."""
-    # The blocks are scattered, and one is spare.
+    """Return a layout of the new tokens, one of all tokens, and the number of blocks they need."""
+    # The blocks of a sequence are scattered, and one block is spare.
     needed = [-(-total // _BLOCK) for _, total in case.lengths]
     free = iter(rng.permutation(sum(needed)).tolist())
     tables = np.full((len(needed), max(needed)), -1, np.int32)
@@ -141,6 +139,6 @@ def _difference(
         ("lse", mine[1], torchs[1], _LSE_TOLERANCE),
     ):
         off = float((got - wanted).abs().max())
-        if not off <= limit:  # also true for NaN
+        if not off <= limit:  # the negation is also true for NaN
             return f"{name} is off by {off:.2g}, more than {limit:.2g}"
     return ""

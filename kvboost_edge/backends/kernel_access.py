@@ -1,4 +1,4 @@
-"""Access to a backend's storage for runners that call the compiled kernels themselves."""
+"""Storage access for runners that call the compiled kernels themselves."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ Longs = npt.NDArray[np.int64]
 
 
 class Places(NamedTuple):
-    """The buffers of a pass as indices in an arena, for each layer of one shape; see `PassPlan`.
+    """Arena indices of the buffers of a pass, for each layer of one shape; see `PassPlan`.
 
     Attributes:
-        slots: int64 [num_layers, num_tokens].
-        tables: int32 [num_layers, num_seqs, width].
-        continued: int64 [num_layers, n, 2].
-        closed: int64 [num_layers, n, 2].
+        slots: int64 [num_layers, num_tokens], arena slot of each new token.
+        tables: int32 [num_layers, num_seqs, width], buffers that each sequence writes.
+        continued: int64 [num_layers, n, 2], pairs (buffer, temporary buffer) to copy.
+        closed: int64 [num_layers, n, 2], pairs (temporary buffer, block id) to quantize.
     """
 
     slots: Longs
@@ -38,29 +38,30 @@ class QuantizedStorage(Protocol):
 
     @property
     def codes(self) -> tuple[list[npt.NDArray[np.uint8]], list[CodeLayout]]:
-        """Codes of each layer, uint8 [num_blocks, num_kv_heads, bytes], and their layouts."""
+        """Codes of each layer, uint8 [num_blocks, num_kv_heads, bytes], and the layout of each."""
         ...
 
     def same_shape(self, shape: Any, batch: Any) -> tuple[OwnBlocks, Places]:
-        """Return what a prepared pass reads and writes in the layers of one shape.
+        """Return the buffers that a prepared pass reads and writes in layers of one shape.
 
         Args:
             shape: A `LayerKVSpec`.
             batch: The prepared pass.
 
         Returns:
-            The own blocks of the first such layer, and the places of all of them, in order.
+            The own blocks of the first such layer, and the arena indices of all such layers in
+                order.
         """
         ...
 
 
 class KernelAccess(NamedTuple):
-    """The storage and workspace of a backend of compiled kernels.
+    """The storage and workspace of a backend with compiled kernels.
 
     Attributes:
-        workspace: Threads and buffers of attention. Kernels that alternate with it use its threads.
-        plain_pools: The pools of all layers; empty if they are quantized.
-        coded_blocks: The storage of a quantized pool; None if it is not quantized.
+        workspace: Threads and buffers of attention. Other kernels of the runner share the threads.
+        plain_pools: Pools of all layers; empty if the pool is quantized.
+        coded_blocks: Storage of a quantized pool; None if the pool is not quantized.
     """
 
     workspace: AttentionWorkspace

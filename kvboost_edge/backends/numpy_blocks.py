@@ -1,4 +1,4 @@
-"""Common parts of the NumPy backends: block pool, whole blocks as bytes, and debugging aids."""
+"""Base class of the NumPy backends: block pool, conversion to bytes, and debugging aids."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ __all__ = ["NumpyBlocks", "unsupported_reason"]
 
 
 def unsupported_reason(device: str, spec: KVSpec | None = None) -> str | None:
-    """Return why these pools cannot use a device or store a spec, or None."""
+    """Return why a NumPy pool cannot use a device or store a spec, or None."""
     if device != "cpu":
         return f"NumPy arrays are on the CPU, not on device={device!r}"
     if spec is None:
@@ -47,7 +47,7 @@ def unsupported_reason(device: str, spec: KVSpec | None = None) -> str | None:
 
 
 class NumpyBlocks:
-    """The pools of all layers.
+    """Block pool of all layers in NumPy arrays.
 
     Raises:
         ConfigError: The spec is not supported.
@@ -90,8 +90,8 @@ class NumpyBlocks:
                 self._quant = QuantBlocks(spec, num_blocks, num_open, self.quant_kernels)
             else:
                 self._pools = [_layer_pool(spec, layer, num_blocks) for layer in spec.layers]
-            # Number of changes of each block as a whole (copied to, written, poisoned), for runners
-            # that keep copies.
+            # Number of times that each block was replaced as a whole (copied to, written,
+            # poisoned). Runners that keep copies of blocks compare it.
             self.changes = np.zeros(num_blocks, dtype=np.int64)
         except MemoryError as error:
             raise CapacityError(
@@ -109,13 +109,13 @@ class NumpyBlocks:
 
     @property
     def _state_rows(self) -> tuple[int, int]:
-        """Slots of recurrent state, and rows for draft tokens."""
+        """Number of recurrent state slots and of draft rows."""
         return (
             (0, 0) if self.states is None else (self.states.num_slots, self.states.num_draft_rows)
         )
 
     def _regions(self) -> tuple[Region, ...]:
-        """Return the memory regions of the arrays that `pool_bytes` counts."""
+        """Return the memory regions of the arrays counted by `pool_bytes`."""
         arrays = (
             [array for pool in self._pools for array in pool]
             if self._quant is None
@@ -140,12 +140,12 @@ class NumpyBlocks:
         return [self._checksum(block_id) for block_id in block_ids]
 
     def read_blocks(self, block_ids: Sequence[int]) -> npt.NDArray[np.uint8]:
-        """Copy whole blocks, uint8 [len(block_ids), bytes_per_block]; see `Backend`."""
+        """Copy whole blocks to uint8 [len(block_ids), bytes_per_block]; see `Backend`."""
         self._check_whole(block_ids)
         return gather(self._byte_rows(), block_ids)
 
     def write_blocks(self, block_ids: Sequence[int], data: npt.NDArray[np.uint8]) -> None:
-        """Write bytes of `read_blocks` into whole blocks; see `Backend`."""
+        """Overwrite whole blocks with bytes from `read_blocks`; see `Backend`."""
         self._check_whole(block_ids)
         check_content(block_ids, data, self.spec.bytes_per_block)
         self.changes[list(block_ids)] += 1
@@ -154,10 +154,12 @@ class NumpyBlocks:
     def gather_kv(
         self, block_ids: npt.NDArray[np.int32]
     ) -> list[tuple[npt.NDArray[Any], npt.NDArray[Any]]]:
-        """Return the KV of blocks, concatenated, for each layer.
+        """Concatenate the KV of blocks for each layer.
 
         Keys and values are [num_kv_heads, blocks * block_size, head_dim] in the storage dtype.
-        Raises ConfigError if the pool is quantized.
+
+        Raises:
+            ConfigError: The pool is quantized.
         """
         if self.spec.is_quantized:
             raise ConfigError(
@@ -184,7 +186,7 @@ class NumpyBlocks:
         return [as_rows(array) for array in arrays]
 
     def release_blocks(self, block_ids: Sequence[int]) -> None:
-        """Free the buffers of those blocks that are open; see `Backend`."""
+        """Free the buffers of open blocks; see `Backend`."""
         if self._quant is not None:
             self._quant.release(block_ids)
 
@@ -197,7 +199,7 @@ class NumpyBlocks:
 
     @property
     def _coded(self) -> QuantBlocks:
-        """The quantized storage; raises ConfigError after `close`."""
+        """Storage of the quantized pool. Raises ConfigError after `close`."""
         if self._quant is None:
             raise ConfigError(f"backend {self.name!r} holds no quantized pool (it may be closed)")
         return self._quant
@@ -210,7 +212,7 @@ class NumpyBlocks:
         return crc
 
     def _begin_copy(self, ops: Sequence[tuple[int, int]]) -> None:
-        """Check the ids of a copy, and count the blocks that it changes."""
+        """Check the block ids of copies, and count the blocks as changed."""
         for pair in ops:
             for block_id in pair:
                 check_block(block_id, self.num_blocks)

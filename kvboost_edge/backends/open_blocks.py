@@ -1,8 +1,8 @@
-"""Open (partly written) blocks of a quantized pool, their buffers, and their changes in a pass.
+"""Open (partly written) blocks of a quantized pool: their buffers, and changes per pass.
 
-Integers only. A block that a pass fills is in a temporary buffer for that pass, with its earlier
-content copied into it. So the pass's queries read it in float16 in every layer, and its old buffer
-is free for the next block at once.
+This module handles indices only. During a pass, each block that the pass fills moves to a temporary
+buffer with its earlier content. Queries of the pass then read it in float16 in every layer, and its
+old buffer is free for the next block at once.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ Longs = npt.NDArray[np.int64]
 
 
 class PassPlan(NamedTuple):
-    """Writes of one pass. Buffers from `num_open` on are temporary.
+    """The writes of one pass. Buffers from `num_open` on are temporary.
 
     Attributes:
         slots (int64 [num_tokens]): buffer * block_size + offset of each new token.
         tables (int32 [num_seqs, width]): Buffers of the blocks that each sequence writes, in order.
-        first (int32 [num_seqs]): Position of slot 0 of the first of those blocks.
-        continued: Pairs (buffer, temporary buffer) that are copied before anything is written.
-        closed: Pairs (temporary buffer, block id) that are quantized after everything is written.
+        first (int32 [num_seqs]): Position of slot 0 of the first block that each sequence writes.
+        continued: Pairs (buffer, temporary buffer) to copy before anything is written.
+        closed: Pairs (temporary buffer, block id) to quantize after everything is written.
         num_temporary: Number of temporary buffers.
     """
 
@@ -43,7 +43,7 @@ class PassPlan(NamedTuple):
 
 
 class OpenBlocks:
-    """`num_open` buffers, and the open blocks in them."""
+    """The open blocks of a pool, in `num_open` buffers."""
 
     def __init__(self, num_open: int, block_size: int) -> None:
         self.num_open = num_open
@@ -56,7 +56,7 @@ class OpenBlocks:
         return self._buffers.get(block_id)
 
     def check_full(self, block_ids: Iterable[int]) -> None:
-        """Raise ConfigError if one of the blocks is open."""
+        """Raise ConfigError if any of the blocks is open."""
         for block_id in block_ids:
             if block_id in self._buffers:
                 raise ConfigError(
@@ -65,14 +65,14 @@ class OpenBlocks:
                 )
 
     def release(self, block_ids: Iterable[int]) -> None:
-        """Free the buffers of those blocks that are open."""
+        """Free the buffers of open blocks. Blocks that are not open are ignored."""
         for block_id in block_ids:
             buffer = self._buffers.pop(block_id, None)
             if buffer is not None:
                 self._free.append(buffer)
 
     def copied(self, src: int, dst: int) -> tuple[int, int] | None:
-        """Make `dst` a copy of `src`; return their buffers if `src` is open."""
+        """Make block `dst` a copy of `src`. If `src` is open, return both buffers."""
         if src == dst:
             return None
         source = self._buffers.get(src)
@@ -82,18 +82,18 @@ class OpenBlocks:
         return source, self._take(dst)
 
     def plan(self, layout: BatchLayout) -> PassPlan:
-        """Open and close blocks for the tokens of a layout. An error changes nothing.
+        """Plan the writes of a layout, opening and closing its blocks. An error changes nothing.
 
         Raises:
-            ConfigError: A slot differs from its position in the block table, or a block is written
-                from its middle on without being open, or an earlier segment has a block that stays
-                open.
+            ConfigError: A slot contradicts the block table, a block that is not open is written
+                from its middle on, two sequences write one block, or an earlier segment has a block
+                that stays open.
             CapacityError: Too many blocks would be open.
         """
         size = self._block_size
         lengths = np.diff(layout.cu_seqlens_q)
-        # Everything below counts from slot 0 of each sequence's last segment, which gets its new
-        # tokens.
+        # From here on, positions count from slot 0 of each sequence's last segment, which receives
+        # the new tokens.
         own_index, own_position = own_segments(len(lengths), layout.segments)
         ends = layout.seq_lens - own_position
         starts = ends - lengths
@@ -147,8 +147,8 @@ class OpenBlocks:
         return PassPlan(slots, tables, positions, continued, closed, len(closed))
 
     def _check_closed(self, layout: BatchLayout, own_index: Longs, still_open: set[int]) -> None:
-        """Raise ConfigError if an earlier segment holds a block that is open after the pass."""
-        # Attention needs its codes, which exist at that time for a block that the pass fills.
+        """Raise ConfigError if an earlier segment has a block that is still open after the pass."""
+        # Attention reads earlier segments as codes, which exist only for full blocks.
         if layout.segments is None:
             return
         for table, end in zip(layout.block_tables.tolist(), own_index.tolist(), strict=True):
@@ -184,9 +184,9 @@ class OpenBlocks:
 
 
 def _first_positions(layout: BatchLayout, positions: Longs) -> npt.NDArray[np.int32]:
-    """Return the positions of slot 0 of each sequence's first written block.
+    """Return the position of slot 0 of the first block that each sequence writes.
 
-    Raises ConfigError if a last segment does not begin at slot 0 of a block, where writing starts.
+    Raises ConfigError if a last segment does not begin at slot 0 of a block.
     """
     if layout.segments is not None:
         last = Segment(*layout.segments[is_last(layout.segments)].T)
@@ -201,7 +201,7 @@ def _first_positions(layout: BatchLayout, positions: Longs) -> npt.NDArray[np.in
 def _check_slots(
     layout: BatchLayout, rows: Longs, numbers: Longs, offsets: Longs, size: int
 ) -> None:
-    """Raise ConfigError unless each token's slot matches its position in the block table.
+    """Raise ConfigError unless each token's slot agrees with the block table.
 
     Args:
         layout: The layout.

@@ -1,9 +1,9 @@
-"""Storage of a quantized pool: codes of full blocks, and float16 buffers of open ones.
+"""Storage of a quantized pool: codes of full blocks, and float16 buffers of open blocks.
 
-`write_kv` of a layer copies the earlier content of filled blocks into the pass's temporary buffers,
-writes the new tokens in float16, and quantizes the blocks that are now full. Attention then reads a
-query's own block from its buffer, and all blocks before it from their codes. So results do not
-depend on where a pass begins or ends.
+`write_kv` of a layer copies the earlier content of blocks that become full into temporary buffers,
+writes the new tokens in float16, and quantizes the full blocks. Attention then reads a query's own
+block from its buffer, and all earlier blocks from their codes. Results therefore do not depend on
+where a pass begins or ends.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Longs = npt.NDArray[np.int64]
 
 
 class QuantKernels(NamedTuple):
-    """The three functions that move KV: compiled, or of the reference."""
+    """The three functions that move KV, compiled or from the reference."""
 
     write_kv: Callable[[Floats, Floats, KVPool, npt.NDArray[np.int64]], None]
     copy_blocks: Callable[[KVPool, Sequence[tuple[int, int]]], None]
@@ -38,7 +38,7 @@ class QuantKernels(NamedTuple):
 
 
 class QuantPass(NamedTuple):
-    """One prepared pass over a quantized pool."""
+    """A prepared pass over a quantized pool."""
 
     layout: BatchLayout
     plan: PassPlan
@@ -46,7 +46,7 @@ class QuantPass(NamedTuple):
 
 
 class CodedLayer(NamedTuple):
-    """Storage that attention reads; `codes` is uint8 [num_blocks, num_kv_heads, bytes]."""
+    """Layer storage that attention reads. `codes` is uint8 [num_blocks, num_kv_heads, bytes]."""
 
     codes: Bytes
     layout: CodeLayout
@@ -54,7 +54,7 @@ class CodedLayer(NamedTuple):
 
 
 def read_only_pass(batch: QuantPass, layout: BatchLayout, source: Longs) -> QuantPass:
-    """Return the readable part of a pass whose KV is written, for its sequences `source`."""
+    """Return a pass without writes for the sequences `source` of a pass whose KV is written."""
     places = {}
     for shape, one in batch.places.items():
         nothing = np.empty((len(one.tables), 0, 2), dtype=np.int64)
@@ -66,7 +66,7 @@ def read_only_pass(batch: QuantPass, layout: BatchLayout, source: Longs) -> Quan
 
 
 class _Arena:
-    """Float16 buffers of layers of one shape: `num_open` each, then shared temporary ones."""
+    """Float16 buffers for layers of one shape: `num_open` per layer, and shared temporary ones."""
 
     def __init__(self, spec: KVSpec, shape: LayerKVSpec, num_layers: int, num_open: int) -> None:
         self.shape = shape
@@ -90,7 +90,7 @@ class _Arena:
         return KVPool(keys, values)
 
     def grow(self, num_temporary: int) -> None:
-        """Make room for `num_temporary` temporary buffers; other buffers keep their contents."""
+        """Make room for `num_temporary` temporary buffers. The other buffers keep their content."""
         if len(self.pool.keys) >= self.num_kept + num_temporary:
             return
         larger = self._make(self.num_kept + num_temporary)
@@ -108,9 +108,9 @@ class _Arena:
         return placed
 
     def places(self, plan: PassPlan) -> Places:
-        """Return a plan's places for every layer of this shape, in order."""
+        """Map a plan's buffers to arena indices for each layer of this shape."""
         if not plan.closed:
-            # Most decode steps use no temporary buffers.
+            # Most decode steps need no temporary buffers.
             slots = self._first_slots + plan.slots
             return Places(slots, self._first_buffers + plan.tables, self._no_pairs, self._no_pairs)
         layers = np.arange(self.num_layers)[:, None]
@@ -127,7 +127,7 @@ class _Arena:
 
 
 class QuantBlocks:
-    """Codes and open buffers of all layers of a storable spec. Raises MemoryError unchanged."""
+    """Codes and open buffers of all layers. MemoryError is passed on to the caller."""
 
     def __init__(self, spec: KVSpec, num_blocks: int, num_open: int, kernels: QuantKernels) -> None:
         if num_open < 1:
@@ -154,17 +154,17 @@ class QuantBlocks:
 
     @property
     def num_bytes(self) -> int:
-        """Total bytes of `arrays`."""
+        """Total bytes of the `arrays`."""
         return sum(array.nbytes for array in self.arrays)
 
     @property
     def arrays(self) -> list[npt.NDArray[Any]]:
-        """Codes and open buffers. Temporary buffers of a pass are workspace and not included."""
+        """Codes and open buffers. Temporary buffers are workspace and not included."""
         kept = [array[: arena.num_kept] for arena in self._arenas.values() for array in arena.pool]
         return [*self._pools, *kept]
 
     def prepare(self, layout: BatchLayout) -> QuantPass:
-        """Open and close the blocks of a pass whose layout was checked."""
+        """Plan the writes of a checked layout, opening and closing its blocks."""
         plan = self._open.plan(layout)
         for arena in self._arenas.values():
             arena.grow(plan.num_temporary)
@@ -176,11 +176,11 @@ class QuantBlocks:
         self._open.release(block_ids)
 
     def check_full(self, block_ids: Sequence[int]) -> None:
-        """Raise ConfigError if one of the blocks is open."""
+        """Raise ConfigError if any of the blocks is open."""
         self._open.check_full(block_ids)
 
     def copy_blocks(self, ops: Sequence[tuple[int, int]]) -> None:
-        """Copy blocks in order, open ones from buffer to buffer."""
+        """Copy blocks in order. Open blocks are copied from buffer to buffer."""
         for src, dst in ops:
             buffers = self._open.copied(src, dst)
             if buffers is None:
@@ -217,17 +217,17 @@ class QuantBlocks:
         return CodedLayer(self._pools[layer], self._layouts[layer], own)
 
     def same_shape(self, shape: LayerKVSpec, batch: QuantPass) -> tuple[OwnBlocks, Places]:
-        """Return a pass's storage in the layers of one shape, see `QuantizedStorage`."""
+        """Return the buffers of a pass in layers of one shape, see `QuantizedStorage`."""
         places = batch.places[shape]
         return OwnBlocks(self._arenas[shape].pool, places.tables[0], batch.plan.first), places
 
     @property
     def codes(self) -> tuple[list[Bytes], list[CodeLayout]]:
-        """Codes of each layer, uint8 [num_blocks, num_kv_heads, bytes], and their layouts."""
+        """Codes of each layer, uint8 [num_blocks, num_kv_heads, bytes], and the layout of each."""
         return self._pools, self._layouts
 
     def poison(self, block_ids: Sequence[int]) -> None:
-        """Fill blocks with bytes of ones, which are NaN in every float16."""
+        """Fill blocks with 0xFF bytes, which are NaN in float16."""
         ids = list(block_ids)
         for pool in self._pools:
             pool[ids] = 0xFF
@@ -236,7 +236,7 @@ class QuantBlocks:
                 array[place] = np.nan
 
     def checksum(self, block_id: int) -> int:
-        """Return the CRC-32 of a block, or of an open block's buffer, over all layers."""
+        """Return the CRC-32 of a block over all layers. For an open block, its buffer counts."""
         crc = 0
         buffers = self._buffers([block_id])
         for arena, place in buffers:
@@ -248,7 +248,7 @@ class QuantBlocks:
         return crc
 
     def _buffers(self, block_ids: Sequence[int]) -> list[tuple[_Arena, int]]:
-        """Return the arena and index of every layer's buffer of those blocks that are open."""
+        """Return (arena, index) of each layer's buffer for those blocks that are open."""
         held = [buffer for buffer in map(self._open.buffer, block_ids) if buffer is not None]
         return [
             (self._arenas[layer], int(self._arenas[layer].place(ordinal, np.array(buffer))))

@@ -28,9 +28,10 @@ Floats = npt.NDArray[np.float32]
 
 
 class ReferenceBackend(NumpyBlocks):
-    """`Backend` of the reference kernels (kernels/reference/), one query row at a time.
+    """`Backend` of the reference kernels (kernels/reference/), which compute row by row.
 
-    Sums are float64 if the pool is not quantized; otherwise the kernels' own rounding steps apply.
+    Sums are float64 if the pool is not quantized. Otherwise they follow the rounding steps of the
+    compiled kernels.
     """
 
     name = "reference"
@@ -40,21 +41,21 @@ class ReferenceBackend(NumpyBlocks):
 
     @property
     def kernel_access(self) -> None:
-        """None: no compiled kernels run on this pool."""
+        """None, because no compiled kernels run on this pool."""
         return None
 
     def describe(self) -> BackendInfo:
-        """Return the description of a backend without its own kernels and threads."""
+        """Return the description of a backend that has no own kernels or threads."""
         return BackendInfo(self.name, self.device, pool_regions=self._regions())
 
     def prepare(self, layout: BatchLayout) -> BatchLayout | QuantPass:
-        """Check the layout and convert it; raise ConfigError, naming the fault."""
+        """Check a layout and convert it; raise ConfigError that names a fault."""
         check_layout(layout, self.spec.block_size, self.num_blocks, *self._state_rows)
         refuse_deltas(layout, f"backend {self.name!r}")
         return layout if self._quant is None else self._quant.prepare(layout)
 
     def copy_blocks(self, ops: Sequence[CopyOp]) -> None:
-        """Copy whole blocks of all layers, in order."""
+        """Copy whole blocks of all layers in order."""
         self._begin_copy(ops)
         if self._quant is not None:
             self._quant.copy_blocks(ops)
@@ -64,7 +65,10 @@ class ReferenceBackend(NumpyBlocks):
     def write_kv(
         self, layer: int, keys: Floats, values: Floats, batch: BatchLayout | QuantPass
     ) -> None:
-        """Store KV, each float32 [num_tokens, num_kv_heads, head_dim], at the batch's slots."""
+        """Store keys and values at the batch's slots.
+
+        Both are float32 [num_tokens, num_kv_heads, head_dim].
+        """
         if isinstance(batch, QuantPass):
             self._coded.write_kv(layer, keys, values, batch)
         else:
@@ -73,7 +77,7 @@ class ReferenceBackend(NumpyBlocks):
     def attention(
         self, layer: int, queries: Floats, batch: BatchLayout | QuantPass, params: AttentionParams
     ) -> tuple[Floats, Floats]:
-        """Compute causal attention; return the output (like queries) and lse, both float32."""
+        """Compute causal attention; return the float32 output, shaped like the queries, and lse."""
         layout = batch.layout if isinstance(batch, QuantPass) else batch
         paged = PagedBatch(
             layout.cu_seqlens_q, layout.seq_lens, layout.block_tables, layout.segments
@@ -97,7 +101,7 @@ def make(
     num_state_slots: int = 0,
     num_draft_rows: int = 0,
 ) -> ReferenceBackend:
-    """Allocate the backend; see `select.BackendModule`. It uses one thread."""
+    """Allocate the backend; see `select.BackendModule`. It uses a single thread."""
     return ReferenceBackend(
         spec,
         num_blocks,

@@ -1,6 +1,7 @@
-"""The selection of a backend, with its reason. A requested backend is used or refused.
+"""The selection of a backend, with its reason. A backend requested by name is used or refused.
 
-A backend is a module (`BackendModule`) and a row of the table. The module is imported on first use.
+A backend is a module (`BackendModule`) with an entry in the table `BACKENDS`. The module is
+imported on first use.
 """
 
 from __future__ import annotations
@@ -26,14 +27,13 @@ __all__ = [
 
 
 class _Row(NamedTuple):
-    """Properties of a backend that are known before its module is imported.
+    """A table entry: properties of a backend that are known before its module is imported.
 
     Attributes:
         module: Name of the module.
-        devices: Kinds of torch devices, the usual one first.
+        devices: Types of torch devices, the preferred one first.
         array_kind: "numpy" or "torch".
-        extra: The required package, which is also the name of its extra; "" if it is always
-            installed.
+        extra: Required package and name of the extra that installs it; "" if nothing is required.
     """
 
     module: str
@@ -50,8 +50,8 @@ BACKENDS = {
     ),
     "reference": _Row("kvboost_edge.backends.reference"),
 }
-# In order of preference. Each is also a value of the option `backend`: the first backend that
-# supports that device.
+# In order of preference. As a value of the option `backend`, each selects the first backend that
+# supports the device.
 _ACCELERATORS = ("cuda", "mps")
 BACKEND_NAMES = tuple(dict.fromkeys(("auto", *BACKENDS, *_ACCELERATORS)))
 
@@ -74,11 +74,11 @@ class BackendModule(Protocol):
         num_state_slots: int = ...,
         num_draft_rows: int = ...,
     ) -> Backend:
-        """Allocate the backend; parameters that do not apply to it are ignored.
+        """Allocate the backend. Parameters that do not apply to it are ignored.
 
         Raises:
-            ConfigError: A reason of `unsupported_reason`.
-            BackendUnavailable: A reason of `unsupported_reason`.
+            ConfigError: The spec is not supported, see `unsupported_reason`.
+            BackendUnavailable: The device is not usable, see `unsupported_reason`.
             CapacityError: The memory cannot be allocated.
         """
         ...
@@ -86,13 +86,13 @@ class BackendModule(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BackendChoice:
-    """The selected backend.
+    """A selected backend.
 
     Attributes:
-        name: A row of the table.
+        name: Name of the backend in the table.
         device: A torch device string.
         reason: One sentence for users.
-        wanted: False if a faster backend of the device was not available.
+        wanted: False if a faster backend for the device was not available.
     """
 
     name: str
@@ -102,14 +102,14 @@ class BackendChoice:
 
 
 def choose_backend(name: str = "auto", device: str | None = None) -> BackendChoice:
-    """Select a backend by the options `backend` and `device`.
+    """Select a backend from the options `backend` and `device`.
 
-    "auto" selects an available accelerator (or the one that `device` names), else the compiled CPU
+    "auto" selects an available accelerator (or the one given by `device`), else the compiled CPU
     kernels.
 
     Raises:
         ConfigError: A name is unknown, or the options contradict each other.
-        BackendUnavailable: This machine lacks the device.
+        BackendUnavailable: The device is not available on this machine.
     """
     if name not in BACKEND_NAMES:
         raise ConfigError(f"backend={name!r} is not one of {BACKEND_NAMES}")
@@ -150,12 +150,12 @@ def _choose_auto(device: str | None, kind: str | None) -> BackendChoice:
 
 
 def _serving(device: str) -> list[str]:
-    """Return the backends of a device by preference; the last one has the fewest requirements."""
+    """Return the backends for a device by preference. The last one has the fewest requirements."""
     return [name for name, row in BACKENDS.items() if device.partition(":")[0] in row.devices]
 
 
 def _accelerated(device: str, reason: str) -> BackendChoice:
-    """Choose the first backend that can use an accelerator, and say why earlier ones cannot."""
+    """Choose the first backend that can use an accelerator, and say why faster ones cannot."""
     *better, last = _serving(device)
     choice = _available(last, device, reason)
     problem = None
@@ -180,24 +180,24 @@ def _available(name: str, device: str, reason: str) -> BackendChoice:
 
 
 def _missing(name: str, device: str) -> str | None:
-    """Return why a backend cannot use a device here, or None."""
+    """Return why a backend cannot use a device on this machine, or None."""
     extra = BACKENDS[name].extra
     if not extra:
-        return None  # its dependencies are always installed, so the module need not be imported
+        return None  # Nothing else is required, so the module need not be imported.
     if importlib.util.find_spec(extra) is None:
         return f"{extra} is not installed; install the extra: {install_extra(extra)}"
     return load_module(name).unsupported_reason(device)
 
 
 def array_kind_of(name: str) -> str:
-    """Return the arrays of a selected backend, "numpy" or "torch"; "" for "auto"."""
+    """Return the arrays of a backend, "numpy" or "torch"; "" for "auto"."""
     kind = name.partition(":")[0]
     row = BACKENDS.get(_serving(kind)[0] if kind in _ACCELERATORS else kind)
     return "" if row is None else row.array_kind
 
 
 def load_module(name: str) -> BackendModule:
-    """Import the module of a row."""
+    """Import the module of a backend."""
     return cast(BackendModule, importlib.import_module(BACKENDS[name].module))
 
 
@@ -214,13 +214,13 @@ def make_backend(
     """Allocate the selected backend.
 
     Args:
-        choice: The backend.
-        spec: Layers and storage.
-        num_blocks: Blocks of the pool.
-        num_threads: Threads of the CPU kernels.
-        num_open: Blocks of a quantized pool that may be partly written at a time.
-        num_state_slots: Slots of recurrent state.
-        num_draft_rows: Draft tokens whose inputs to recurrent state can be held.
+        choice: The selected backend.
+        spec: Shapes and storage of all layers.
+        num_blocks: Number of blocks in the pool.
+        num_threads: Number of threads of the CPU kernels.
+        num_open: Number of blocks of a quantized pool that may be partly written at a time.
+        num_state_slots: Number of slots of recurrent state.
+        num_draft_rows: Number of draft tokens whose inputs to recurrent state can be stored.
     """
     make = load_module(choice.name).make
     return make(

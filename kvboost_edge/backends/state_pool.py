@@ -1,4 +1,4 @@
-"""Slots of recurrent state, for layers that have it instead of KV."""
+"""A pool of slots for recurrent state, used by layers that have it instead of KV."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ __all__ = ["LayerStateSpec", "StatePool"]
 Bytes = npt.NDArray[np.uint8]
 
 _CACHE_LINE = 64
-_TILE_VALUES = 16  # value columns in a tile of a matrix
+_TILE_VALUES = 16  # value columns per matrix tile
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LayerStateSpec:
-    """Shape of one layer's recurrent state of a sequence, in float32.
+    """Shape of a sequence's recurrent state in one layer, in float32.
 
-    First comes the conv state: the last inputs, [taps, channels], oldest first. A layer with heads
-    has a matrix for each, in tiles of 16 value columns: [heads, value_dim / 16 rounded up, key_dim,
-    16]. Both start at a cache line.
+    The conv state comes first: the last inputs, [taps, channels], oldest first. A layer with heads
+    then has a matrix per head, in tiles of 16 value columns: [heads, value_dim / 16 rounded up,
+    key_dim, 16]. Both parts are aligned to a cache line.
 
     Attributes:
-        taps: Inputs before a token that its convolution reads.
+        taps: Number of earlier inputs that the convolution reads.
         channels: Channels of an input.
         heads: Number of heads.
         key_dim: Rows of a head's matrix.
@@ -46,12 +46,12 @@ class LayerStateSpec:
 
     @property
     def tail_bytes(self) -> int:
-        """Bytes before the matrices."""
+        """Bytes of the conv state, which precedes the matrices."""
         return _in_lines(4 * self.taps * self.channels)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of one sequence's state."""
+        """Bytes of a sequence's state in this layer."""
         tiles = -(-self.value_dim // _TILE_VALUES)
         return self.tail_bytes + _in_lines(4 * self.heads * tiles * self.key_dim * _TILE_VALUES)
 
@@ -66,14 +66,16 @@ def _in_lines(num_bytes: int) -> int:
 
 
 class StatePool:
-    """`num_slots` slots of recurrent state, uint8 [num_slots, slot_bytes].
+    """A pool of `num_slots` slots of recurrent state, uint8 [num_slots, slot_bytes].
 
-    A slot holds the layers' states in order, in the shape of `LayerStateSpec`. Rows of draft tokens
-    follow the slots, uint8 [num_draft_rows, draft_row_bytes]: the contributions of the last pass's
-    draft tokens to each layer. The accepted ones are applied later.
+    A slot holds the states of all layers in order, as described by `LayerStateSpec`. Draft rows
+    follow the slots, uint8 [num_draft_rows, draft_row_bytes]. They hold the contributions of the
+    last pass's draft tokens to each layer, which are applied later if the tokens are accepted.
 
-    The content of a slot or row is undefined until a pass writes it. Raises CapacityError if the
-    memory cannot be allocated.
+    The content of a slot or row is undefined until a pass writes it.
+
+    Raises:
+        CapacityError: The memory cannot be allocated.
     """
 
     def __init__(
@@ -125,15 +127,15 @@ class StatePool:
         return int(self._slots.ctypes.data) + slot * self.slot_bytes
 
     def offset(self, layer: int) -> int:
-        """Return the offset of a layer's state in a slot, which is the offset of its conv state.
+        """Return the offset of a layer's conv state in a slot. Its matrices follow.
 
-        Layers are counted among those with recurrent state. The matrices start
-        `specs[layer].tail_bytes` later.
+        `layer` counts only layers with recurrent state. The matrices start
+        `specs[layer].tail_bytes` after the conv state.
         """
         return self._offsets[layer]
 
     def tail(self, slot: int, layer: int) -> npt.NDArray[np.float32]:
-        """Return a view of the conv state, float32 [taps, channels]."""
+        """Return a view of a layer's conv state, float32 [taps, channels]."""
         spec = self.specs[layer]
         start = self._offsets[layer]
         floats: npt.NDArray[np.float32] = self._row(slot)[start : start + spec.tail_bytes].view(
@@ -142,7 +144,7 @@ class StatePool:
         return floats[: spec.taps * spec.channels].reshape(spec.taps, spec.channels)
 
     def matrices(self, slot: int, layer: int) -> npt.NDArray[np.float32]:
-        """Return a view of the matrices of a layer's heads, float32 [heads, tiles, key_dim, 16]."""
+        """Return a view of a layer's matrices, float32 [heads, tiles, key_dim, 16]."""
         spec = self.specs[layer]
         start = self._offsets[layer]
         floats: npt.NDArray[np.float32] = self._row(slot)[
@@ -157,11 +159,11 @@ class StatePool:
         return int(self._slots.ctypes.data) + self._slots.nbytes
 
     def draft_offset(self, layer: int) -> int:
-        """Return the offset of a layer's contribution in a draft row; layers as in `offset`."""
+        """Return the offset of a layer's part in a draft row. `layer` counts as in `offset`."""
         return self._draft_offsets[layer]
 
     def draft(self, row: int, layer: int) -> npt.NDArray[np.float32]:
-        """Return a view of a draft token's contribution to a layer, float32 [channels + gates]."""
+        """Return a view of a layer's part of a draft row, float32 [channels + gates]."""
         spec = self.specs[layer]
         start = self._draft_offsets[layer]
         floats: npt.NDArray[np.float32] = self._drafts[row, start : start + spec.draft_bytes].view(
@@ -170,15 +172,16 @@ class StatePool:
         return floats[: spec.channels + spec.gates]
 
     def read_slots(self, slots: Sequence[int]) -> Bytes:
-        """Copy the bytes of slots, uint8 [len(slots), slot_bytes]."""
+        """Copy slots to bytes, uint8 [len(slots), slot_bytes]."""
         self._check(slots)
         return self._slots.take(list(slots), axis=0)
 
     def write_slots(self, slots: Sequence[int], data: Bytes) -> None:
-        """Write bytes of `read_slots` into these slots.
+        """Overwrite slots with bytes from `read_slots`. After an error, no slot has changed.
 
-        After an error nothing is changed. Raises ConfigError for data of another shape or dtype,
-        and for a slot that is outside the pool or repeated.
+        Raises:
+            ConfigError: The data has the wrong shape or dtype, or a slot is outside the pool or
+                repeated.
         """
         self._check(slots)
         expected = (len(slots), self.slot_bytes)
@@ -192,16 +195,16 @@ class StatePool:
         self._slots[list(slots)] = data
 
     def poison(self, slots: Sequence[int]) -> None:
-        """Fill slots with NaN, to expose reads of unwritten states. For debugging."""
+        """Fill slots with NaN to expose reads of unwritten states. For debugging."""
         self._check(slots)
         self._slots.view(np.float32)[list(slots)] = np.nan
 
     def poison_drafts(self) -> None:
-        """Fill the draft rows with NaN, to expose reads of another pass's rows. For debugging."""
+        """Fill the draft rows with NaN to expose reads of stale rows. For debugging."""
         self._drafts.view(np.float32)[:] = np.nan
 
     def checksums(self, slots: Sequence[int]) -> list[int]:
-        """Return the CRC-32 of each slot's bytes. For debugging."""
+        """Return the CRC-32 of each slot. For debugging."""
         self._check(slots)
         return [zlib.crc32(self._slots[slot]) for slot in slots]
 

@@ -1,8 +1,9 @@
-"""KV storage and paged attention in plain torch, for the devices cpu, mps and cuda.
+"""Paged KV storage and attention in plain torch, for the devices cpu, mps and cuda.
 
-Sequences with equally many new tokens are computed together: their blocks are gathered through the
-block tables into one padded tensor, and a masked softmax follows. Gather indices and masks are
-built once for each pass and window, and shared by all layers. There is no Python loop over tokens.
+Sequences with the same number of new tokens are computed together. Their blocks are gathered
+through the block tables into one padded tensor, followed by a masked softmax. Gather indices and
+masks are built once per pass and window, and all layers share them. There is no Python loop over
+tokens.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ __all__ = ["TorchBackend", "make", "turn_keys", "unsupported_reason"]
 
 
 def unsupported_reason(device: str, spec: KVSpec | None = None) -> str | None:
-    """Return why torch cannot use a device here or store KV of this kind, or None.
+    """Return why torch cannot use a device or store KV of this kind, or None.
 
-    An Apple GPU is tested once in a process: its attention is compared with the CPU's.
+    An Apple GPU is tested once per process: its attention is compared with the CPU's.
     """
     problem = _refusal(device, spec)
     if problem is None and device.partition(":")[0] == "mps":
@@ -81,7 +82,7 @@ def make(
     num_state_slots: int = 0,
     num_draft_rows: int = 0,
 ) -> TorchBackend:
-    """Allocate the backend; see `select.BackendModule`. torch sets its own number of threads."""
+    """Allocate the backend; see `select.BackendModule`. The number of threads is torch's own."""
     return TorchBackend(spec, num_blocks, device=device, num_open=num_open)
 
 
@@ -89,13 +90,13 @@ class TorchBackend:
     """`Backend` of torch tensors. Scores and softmax are float32 for every storage dtype.
 
     Raises:
-        BackendUnavailable: torch has no such device here.
+        BackendUnavailable: torch cannot use the device.
         CapacityError: The pool cannot be allocated.
     """
 
     name = "torch"
     array_kind = "torch"
-    states: StatePool | None = None  # hybrid models are refused
+    states: StatePool | None = None  # Hybrid models are refused.
 
     def __init__(
         self,
@@ -108,7 +109,7 @@ class TorchBackend:
         self.spec = spec
         self.num_blocks = num_blocks
         self.device = device
-        # torch's own setting, which a thread adopts when it first computes.
+        # torch's own setting, which applies to a thread once it computes
         self._num_threads = torch.get_num_threads()
         if num_blocks < 1:
             raise ConfigError(f"num_blocks={num_blocks} must be at least 1")
@@ -123,7 +124,7 @@ class TorchBackend:
             self._most_slots = apple.most_slots(spec)
         try:
             self._device = torch.device(device)
-            # NumPy copies rows of bytes there about fifty times as fast as torch.
+            # NumPy copies rows of bytes about fifty times as fast as torch on the CPU.
             self._in_host_memory = self._device.type == "cpu"
             self._held = self._allocate(num_open)
         except torch.OutOfMemoryError as error:
@@ -160,7 +161,7 @@ class TorchBackend:
 
     @property
     def kernel_access(self) -> None:
-        """None: torch's kernels run on this pool."""
+        """None, because torch's kernels run on this pool."""
         return None
 
     def describe(self) -> BackendInfo:
@@ -170,10 +171,10 @@ class TorchBackend:
         )
 
     def prepare(self, layout: BatchLayout) -> TorchBatch:
-        """Check the layout and bind it to the device for one pass.
+        """Check a layout and convert it for one pass on the device.
 
-        Opens and closes blocks of a quantized pool, see `Backend`. Raises ConfigError, naming the
-        fault.
+        In a quantized pool, blocks are opened and closed, see `Backend`. Raises ConfigError that
+        names a fault.
         """
         check_layout(layout, self.spec.block_size, self.num_blocks)
         plan = self._blocks.prepare(layout)
@@ -182,7 +183,7 @@ class TorchBackend:
         )
 
     def copy_blocks(self, ops: Sequence[CopyOp]) -> None:
-        """Copy whole blocks of all layers, in order."""
+        """Copy whole blocks of all layers in order."""
         self._check_copies(ops)
         for src, dst in ops:
             self._blocks.copy(src, dst)
@@ -195,7 +196,7 @@ class TorchBackend:
                 )
 
     def read_blocks(self, block_ids: Sequence[int]) -> npt.NDArray[np.uint8]:
-        """Copy whole blocks, uint8 [len(block_ids), bytes_per_block]; see `Backend`."""
+        """Copy whole blocks to uint8 [len(block_ids), bytes_per_block]; see `Backend`."""
         rows = self._byte_rows(block_ids)
         if self._in_host_memory:
             return gather([some.numpy() for some in rows], block_ids)
@@ -204,14 +205,14 @@ class TorchBackend:
         return data
 
     def write_blocks(self, block_ids: Sequence[int], data: npt.NDArray[np.uint8]) -> None:
-        """Write bytes of `read_blocks` into whole blocks; see `Backend`."""
+        """Overwrite whole blocks with bytes from `read_blocks`; see `Backend`."""
         rows = self._byte_rows(block_ids)
         check_content(block_ids, data, self.spec.bytes_per_block)
         if self._in_host_memory:
             scatter([some.numpy() for some in rows], block_ids, data)
             return
         ids = torch.tensor(block_ids, dtype=torch.int64).to(self._device)
-        # A copy, because torch has no read-only tensors.
+        # Copied, because torch has no read-only tensors.
         source = torch.from_numpy(data.copy()).to(self._device)
         for some, part in zip(
             rows, source.split([some.shape[1] for some in rows], dim=1), strict=True
@@ -219,9 +220,9 @@ class TorchBackend:
             some[ids] = part
 
     def _byte_rows(self, block_ids: Sequence[int]) -> list[torch.Tensor]:
-        """Return views of whole blocks, uint8 [num_blocks, n] each.
+        """Return views of the pool's blocks as bytes, uint8 [num_blocks, n] each.
 
-        Raises ConfigError unless all of these blocks are full blocks of the pool.
+        Raises ConfigError unless all ids belong to full blocks of the pool.
         """
         rows = [half.flatten(1).view(torch.uint8) for half in self._blocks.whole_blocks]
         check_block_ids(block_ids, self.num_blocks)
@@ -229,7 +230,7 @@ class TorchBackend:
         return rows
 
     def release_blocks(self, block_ids: Sequence[int]) -> None:
-        """Free the buffers of those blocks that are open; see `Backend`."""
+        """Free the buffers of open blocks; see `Backend`."""
         self._blocks.release(block_ids)
 
     def write_kv(
@@ -249,15 +250,15 @@ class TorchBackend:
         """Compute causal attention.
 
         Args:
-            layer: The layer.
+            layer: Index of the layer.
             queries: [num_tokens, num_q_heads, head_dim].
             batch: The prepared pass.
             params: Constants of the layer.
-            frequencies: Frequencies of the layer's plain RoPE, see `turn_keys`, to rotate the keys
-                of segments with a delta.
+            frequencies: Frequencies of the layer's plain RoPE, see `turn_keys`. They are used to
+                rotate the keys of segments with a delta.
 
         Returns:
-            The output, like queries, and lse, float32 [num_tokens, num_q_heads].
+            The output, shaped like the queries, and lse, float32 [num_tokens, num_q_heads].
 
         Raises:
             ConfigError: A segment has a delta, and `frequencies` is None.
@@ -274,7 +275,7 @@ class TorchBackend:
             if group.k_turns is not None and frequencies is not None:
                 keys = turn_keys(keys, batch.deltas, group.k_turns[:, None], frequencies)
             for chosen in query_slices(group, queries.shape[1]):
-                # Later columns are in the future of every chosen query, unless buffers follow them.
+                # Unless buffers follow, later columns are in the future of all chosen queries.
                 seen = slice(group.lead + chosen.stop if group.buffers is None else None)
                 rows = group.rows.view(-1, group.q_len)[:, chosen]
                 visible = visible_slots(group, chosen, params.window)[:, :, seen]
@@ -287,13 +288,13 @@ class TorchBackend:
 
     def _gather(self, layer: int, group: SameLength) -> tuple[torch.Tensor, torch.Tensor]:
         """Gather the KV of a group in float32, [num_seqs, num_kv_heads, num_slots, head_dim]."""
-        # Values of invisible slots become 0: their weight is 0, but 0 x NaN of unwritten memory is
-        # NaN.
+        # Values of invisible slots are set to 0. Unwritten memory may be NaN, and a weight of 0
+        # times NaN is NaN.
         keys, values = self._blocks.gather(layer, group)
         return keys, torch.where(group.k_valid[:, None, :, None], values, 0.0)
 
     def stored(self, layer: int, slots: npt.NDArray[np.int64]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return a layer's KV at slots of full blocks.
+        """Return a layer's KV at given slots of full blocks.
 
         Keys and values are float32 [num_slots, num_kv_heads, head_dim].
         """
@@ -329,7 +330,7 @@ def turn_keys(
     which: torch.Tensor,
     frequencies: npt.NDArray[np.float64],
 ) -> torch.Tensor:
-    """Rotate keys [..., head_dim] to later positions by plain RoPE.
+    """Rotate keys [..., head_dim] to later positions with plain RoPE.
 
     With n frequencies, channels i and i + n of a head rotate by position x frequencies[i]. Channels
     from 2n on are unchanged.
@@ -343,7 +344,7 @@ def turn_keys(
     count = len(frequencies)
     if not count:
         return keys
-    angles = deltas[:, None] * frequencies  # float64 on the CPU, because MPS has none
+    angles = deltas[:, None] * frequencies  # computed on the CPU, because MPS has no float64
     cos, sin = (
         torch.from_numpy(f(angles).astype(np.float32)).to(keys.device)[which]
         for f in (np.cos, np.sin)

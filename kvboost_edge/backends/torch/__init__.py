@@ -1,1 +1,1 @@
-"""Parts of the torch backend: padded groups, attention, float and quantized blocks, Apple GPUs."""
+"""Parts of the torch backend: padded groups, attention, KV blocks, and Apple GPU support."""

@@ -1,8 +1,8 @@
-"""Apple GPUs (MPS): availability, memory, and a test of their attention.
+"""Apple GPUs (MPS): availability, memory, and a test of attention.
 
-torch's MPS kernels have had silent errors in various versions. Instead of a list of versions,
-attention is compared with the CPU's on a few shapes at the start, and a device that fails is
-refused.
+Several versions of torch's MPS kernels compute wrong results without an error. No list of versions
+is kept. Instead, attention is compared with the CPU's on a few shapes at startup, and a device that
+fails is refused.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from kvboost_edge.kernels.quantized_kv.code_layout import code_layout
 
 __all__ = ["available_bytes", "check_buffers", "find_fault", "missing", "most_slots"]
 
-_BUFFER_BYTES = 1 << 32  # size of a Metal buffer; torch's kernels also fail beyond 2^32 elements
+_BUFFER_BYTES = 1 << 32  # Largest Metal buffer. torch's kernels also fail beyond 2^32 elements.
 _BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 _BLOCK = 16
-# Relative L2 distance and absolute difference. Attending to one token too many exceeds both by far.
+# Relative L2 distance, and absolute difference. Attending to one wrong token exceeds both by far.
 _OUT_ERROR = 2e-3
 _LSE_ERROR = 5e-3
 
 
 def missing() -> str | None:
-    """Return why torch has no Apple GPU here, or None."""
+    """Return why torch cannot use an Apple GPU here, or None."""
     if torch.backends.mps.is_available():
         return None
     if not torch.backends.mps.is_built():
@@ -43,13 +43,13 @@ def missing() -> str | None:
 
 
 def available_bytes() -> int:
-    """Return the memory that the GPU may still use, by torch's and the machine's figures."""
+    """Return the bytes that the GPU may still allocate, as reported by torch and the machine."""
     left = int(torch.mps.recommended_max_memory()) - int(torch.mps.current_allocated_memory())
     return max(0, min(left, memory.available_bytes()))
 
 
 def check_buffers(spec: KVSpec, num_blocks: int) -> None:
-    """Raise CapacityError if a layer's keys, values or codes exceed a buffer."""
+    """Raise CapacityError if a layer's keys, values or codes exceed the largest buffer."""
     per_block = max(_tensor_bytes(spec, layer) for layer in spec.layers)
     if num_blocks * per_block >= _BUFFER_BYTES:
         most = (_BUFFER_BYTES - 1) // per_block
@@ -68,7 +68,7 @@ def _tensor_bytes(spec: KVSpec, layer: LayerKVSpec) -> int:
 
 
 def most_slots(spec: KVSpec) -> int:
-    """Return the number of slots whose float32 keys fit into a buffer."""
+    """Return the number of slots whose float32 keys fit in one buffer."""
     return (_BUFFER_BYTES - 1) // max(
         4 * layer.num_kv_heads * layer.head_dim for layer in spec.layers
     )
@@ -78,7 +78,7 @@ class _Trial(NamedTuple):
     """Shape of one test.
 
     Attributes:
-        lengths: New tokens and all tokens of each sequence.
+        lengths: (new tokens, all tokens) of each sequence.
         per_kv: Query heads per KV head.
     """
 
@@ -91,8 +91,8 @@ class _Trial(NamedTuple):
     params: AttentionParams
 
 
-# Decoding and prefill; one and many query heads per KV head; head dims from 64 on; lengths around
-# multiples of 4 and of the block size.
+# The trials cover decoding and prefill, one and many query heads per KV head, head dims from 64 on,
+# and lengths around multiples of 4 and of the block size.
 _TRIALS = (
     _Trial("float32", (16, 16), 2, 1, 64, ((7, 7), (7, 40)), AttentionParams(0.125)),
     _Trial("float16", (16, 16), 2, 4, 64, ((1, 33), (1, 130), (1, 16)), AttentionParams(0.125)),
@@ -113,13 +113,13 @@ _TRIALS = (
 
 @functools.cache
 def find_fault(make: Callable[..., Any], device: str) -> str | None:
-    """Compare attention on this device with the CPU's; return the difference, or None.
+    """Compare attention on this device with the CPU's; describe a difference, or return None.
 
-    Takes about 50 ms, once.
+    The comparison takes about 50 ms. Its result is cached.
 
     Args:
-        make: Function of (spec, num_blocks, device=) that returns a backend on torch tensors.
-        device: The device.
+        make: Function (spec, num_blocks, device=) that returns a backend with torch tensors.
+        device: The device to test.
     """
     with _one_thread():
         return _find_fault(make, device)
@@ -127,9 +127,9 @@ def find_fault(make: Callable[..., Any], device: str) -> str | None:
 
 @contextlib.contextmanager
 def _one_thread() -> Iterator[None]:
-    """Let torch compute on the caller's thread only."""
-    # With small shapes its threads wait for one another. Next to other work the trials took 800 ms
-    # instead of 20.
+    """Make torch compute on the calling thread only."""
+    # With small shapes, torch's threads mostly wait for each other. On a busy machine, the trials
+    # took 800 ms instead of 20 ms.
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -165,7 +165,7 @@ def _refused(number: int, trial: _Trial, what: str) -> str:
 
 
 def _run(make: Callable[..., Any], device: str, trial: _Trial) -> tuple[np.ndarray, np.ndarray]:
-    """Run two passes, the earlier tokens and the new ones; return out and lse of the second."""
+    """Compute the earlier tokens, then the new ones; return the output and lse of the new ones."""
     rng = np.random.default_rng(trial.head_dim)
     blocks = [-(-total // _BLOCK) for _, total in trial.lengths]
     spec = KVSpec(

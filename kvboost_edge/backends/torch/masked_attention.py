@@ -1,7 +1,7 @@
-"""Masked attention of a group of sequences, in operations that CPU, CUDA and Apple GPUs share.
+"""Masked attention of a group of sequences, with operations that work on CPU, CUDA and MPS.
 
 torch's scaled_dot_product_attention is not used. On MPS it was wrong for strided inputs (torch
-#181133), attended to later tokens with is_causal (#195910), and ran out of bounds with grouped
+#181133), attended to later tokens with is_causal (#195910), and read out of bounds with grouped
 heads (#174861). The mask is always explicit. It replaces scores instead of adding minus infinity,
 because unwritten slots may be NaN. Inputs of matrix products are contiguous.
 """
@@ -17,14 +17,13 @@ from kvboost_edge.backends.torch.padded_groups import SameLength
 
 __all__ = ["attend", "query_slices", "visible_slots"]
 
-# Float32 scores held at once; further query rows are computed afterwards. On the CPU they should
-# stay in the cache.
+# Most float32 scores held at once. On the CPU, they should fit in the cache.
 _MAX_SCORES = {"cpu": 1 << 20}
 _MAX_SCORES_ELSEWHERE = 1 << 26
 
 
 def query_slices(group: SameLength, num_q_heads: int) -> Iterator[slice]:
-    """Divide the query rows of a group to limit the number of scores held at once."""
+    """Split the query rows of a group so that each slice has a limited number of scores."""
     per_query = group.k_positions.numel() * num_q_heads
     step = max(1, _MAX_SCORES.get(group.rows.device.type, _MAX_SCORES_ELSEWHERE) // per_query)
     for start in range(0, group.q_len, step):
@@ -32,9 +31,9 @@ def query_slices(group: SameLength, num_q_heads: int) -> Iterator[slice]:
 
 
 def visible_slots(group: SameLength, chosen: slice, window: int) -> torch.Tensor:
-    """Return which slots each chosen query sees, bool [num_seqs, q, num_slots].
+    """Return a mask of the slots that each chosen query sees, bool [num_seqs, q, num_slots].
 
-    In a quantized pool, a query sees its own block in the buffer, and earlier blocks as codes.
+    In a quantized pool, a query sees its own block in a buffer, and earlier blocks as codes.
     """
     queries = group.q_positions[:, chosen, None]
     keys = group.k_positions[:, None, :]
@@ -58,12 +57,12 @@ def attend(
         queries: [s, q, num_q_heads, d].
         keys: float32 [s, num_kv_heads, k, d].
         values: float32 [s, num_kv_heads, k, d].
-        visible: bool [s, q, k]; every query sees at least itself.
+        visible: bool [s, q, k]. Every query sees at least its own key.
         params: Constants of the layer.
         sinks: [num_q_heads], or None.
 
     Returns:
-        The output, float32 like queries, and lse, float32 [s, q, num_q_heads].
+        The float32 output, shaped like the queries, and lse, float32 [s, q, num_q_heads].
     """
     num_seqs, q_len, num_q_heads, _ = queries.shape
     num_kv_heads = keys.shape[1]
@@ -95,7 +94,7 @@ def attend(
 
 def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """Return left @ right."""
-    # On Apple GPUs inputs must be contiguous. Elsewhere the product packs them itself.
+    # On MPS, inputs must be contiguous. Elsewhere the product packs them itself.
     if left.device.type == "mps":
         left = left.contiguous()
         right = right.contiguous()

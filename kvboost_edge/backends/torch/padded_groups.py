@@ -1,6 +1,6 @@
-"""A pass in the torch backend's form: sequences with equally many new tokens, padded together.
+"""A pass in the torch backend's form: padded groups of sequences with equal query lengths.
 
-Positions are int32. Ids of blocks, rows and slots are int64, which devices use only as indices.
+Positions are int32. Ids of blocks, rows and slots are int64, because devices only index with them.
 """
 
 from __future__ import annotations
@@ -26,23 +26,24 @@ Longs = npt.NDArray[np.int64]
 class SameLength:
     """Sequences with the same number of new tokens, padded to the longest KV among them.
 
-    Slots are those of the gathered blocks. In a quantized pool, those of the gathered buffers
-    follow: float16 copies of the blocks that the pass writes.
+    The slots are those of the gathered blocks. In a quantized pool, the slots of gathered buffers
+    follow, which are float16 copies of the blocks that the pass writes.
 
     Attributes:
-        q_len: New tokens of each sequence.
-        lead: Gathered slot of the first query, in the sequence where it is largest.
+        q_len: Number of new tokens of each sequence.
+        lead: Largest index of the slot that holds a sequence's first query.
         rows (int64 [num_seqs * q_len]): Rows of the flat batch.
         blocks (int64 [num_seqs, max_blocks]): Block ids to gather; 0 where masked.
         buffers (int64 [num_seqs, max_buffers]): Buffers to gather, see `PassPlan`; None if the pool
-        is not quantized.
+            is not quantized.
         q_positions (int32 [num_seqs, q_len]): Positions of the queries.
-        q_starts (int32 [num_seqs, q_len]): Start of the block that holds a query; None without
-        buffers.
+        q_starts (int32 [num_seqs, q_len]): First position of the block that holds each query; None
+            without buffers.
         k_positions (int32 [num_seqs, num_slots]): Absolute positions of the gathered slots.
-        k_valid (bool, like k_positions): Slots that some query of the sequence sees.
-        k_own (bool [num_slots]): Slots of buffers; None without buffers.
-        k_turns (int64, like k_positions): Index of the batch's delta; None without deltas.
+        k_valid (bool, like k_positions): Slots that at least one query of the sequence sees.
+        k_own (bool [num_slots]): True for slots of buffers; None without buffers.
+        k_turns (int64, like k_positions): Index of each slot's delta in the batch's deltas; None
+            without deltas.
     """
 
     q_len: int
@@ -59,7 +60,7 @@ class SameLength:
 
 
 class TorchBatch:
-    """A prepared pass: the layout on the device, and its groups by window, built on first use."""
+    """A prepared pass: the layout on the device, and groups by window, built on first use."""
 
     def __init__(
         self,
@@ -70,13 +71,13 @@ class TorchBatch:
         plan: PassPlan | None = None,
         most_slots: int | None = None,
     ) -> None:
-        """Bind a checked layout to a device.
+        """Copy a checked layout to a device.
 
         Args:
             layout: The layout.
-            block_size: Tokens in a block.
+            block_size: Tokens per block.
             device: The device.
-            plan: Buffers of a quantized pool.
+            plan: Writes of a quantized pool; None for other pools.
             most_slots: Most slots to gather at once; None for no limit.
         """
         self.layout = layout
@@ -88,8 +89,8 @@ class TorchBatch:
         self._most_slots = most_slots
         self._groups: dict[int, list[SameLength]] = {}
         self._entries = entry_positions(layout.block_tables.shape, layout.segments, block_size)
-        # Position deltas of keys, int64 [num_deltas], and the index of each entry's delta. Empty
-        # without deltas.
+        # Distinct position deltas of keys, int64 [num_deltas], and the index of each table entry's
+        # delta. Without deltas, they are empty and None.
         self.deltas = np.zeros(0, np.int64)
         self._turns = None
         if layout.segments is not None and has_delta(layout.segments):
@@ -98,9 +99,10 @@ class TorchBatch:
             self._turns = turns.reshape(deltas.shape)
 
     def groups(self, window: int) -> list[SameLength]:
-        """Return the groups for a window (0 for none), which limits the gathered blocks.
+        """Return the groups for a window, which limits the gathered blocks; 0 means no window.
 
-        Raises CapacityError if one sequence has more slots than can be gathered at once.
+        Raises:
+            CapacityError: A single sequence has more slots than can be gathered at once.
         """
         if window not in self._groups:
             q_lens = np.diff(self.layout.cu_seqlens_q)
@@ -112,7 +114,7 @@ class TorchBatch:
         return self._groups[window]
 
     def _fitting(self, seqs: Longs) -> list[Longs]:
-        """Divide sequences so that the gathered slots of each part stay within the limit."""
+        """Split sequences so that each part gathers at most the largest number of slots."""
         width = self.layout.block_tables.shape[1] * self._block_size
         if self._most_slots is None:
             return [seqs]
@@ -132,7 +134,7 @@ class TorchBatch:
         q_first = seq_lens - q_len
         q_positions = q_first[:, None] + np.arange(q_len)
         k_first = np.maximum(q_first - window + 1, 0) if window else np.zeros_like(q_first)
-        # Later queries of the pass read a quantized block as codes.
+        # Later queries of the pass read a full block as codes.
         first_own = (
             np.zeros_like(seq_lens) if self.plan is None else self.plan.first[seqs].astype(np.int64)
         )
@@ -193,15 +195,15 @@ class TorchBatch:
 
 
 class PlannedWrites:
-    """Writes of a pass in a quantized pool, int64 each.
+    """Writes of a pass in a quantized pool, as int64 tensors.
 
     Attributes:
         buffers: Buffer of each new token.
-        offsets: Its offset in the buffer.
+        offsets: Offset of each new token in its buffer.
         continued_from: Buffers to copy first.
-        continued_to: Their copies.
+        continued_to: Buffers that receive these copies.
         closed: Buffers to quantize last.
-        targets: Their blocks.
+        targets: Blocks that receive the quantized buffers.
     """
 
     def __init__(self, plan: PassPlan, block_size: int, device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""KV storage in torch tensors without quantization."""
+"""Unquantized KV storage in torch tensors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 
 
 class PlainBlocks:
-    """Blocks of each layer, keys and values [num_blocks, block_size, num_kv_heads, head_dim]."""
+    """Blocks of each layer, with keys and values [num_blocks, block_size, num_kv_heads, head_dim]."""
 
     def __init__(self, spec: KVSpec, num_blocks: int, device: torch.device) -> None:
         self._pools = [
@@ -37,25 +37,25 @@ class PlainBlocks:
 
     @property
     def arrays(self) -> list[torch.Tensor]:
-        """Tensors that `pool_bytes` counts."""
+        """Tensors counted by `pool_bytes`."""
         return self.whole_blocks
 
     @property
     def whole_blocks(self) -> list[torch.Tensor]:
-        """Tensors [num_blocks, ...] whose rows are the bytes of a block, in order."""
+        """Tensors [num_blocks, ...] in whose rows the bytes of a block are stored, in order."""
         return [half for pool in self._pools for half in pool]
 
     def prepare(self, layout: BatchLayout) -> None:
-        """Do nothing: there is no plan."""
+        """Do nothing, because unquantized pools need no plan."""
 
     def release(self, block_ids: Sequence[int]) -> None:
-        """Do nothing: no block is open."""
+        """Do nothing, because no block has a buffer."""
 
     def check_full(self, block_ids: Sequence[int]) -> None:
-        """Do nothing: the caller knows which blocks are full."""
+        """Do nothing, because only the caller knows which blocks are full."""
 
     def copy(self, src: int, dst: int) -> None:
-        """Copy a whole block over all layers."""
+        """Copy a whole block in all layers."""
         for half in self.whole_blocks:
             half[dst].copy_(half[src])
 
@@ -82,12 +82,12 @@ class PlainBlocks:
     def stored(
         self, layer: int, blocks: torch.Tensor, which: torch.Tensor, offsets: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return KV at offsets of full blocks, float32 [num_slots, num_kv_heads, head_dim].
+        """Return KV at given slots of full blocks, float32 [num_slots, num_kv_heads, head_dim].
 
         Args:
-            layer: The layer.
+            layer: Index of the layer.
             blocks: Block ids.
-            which: Index of each slot's block.
+            which: Index into `blocks` for each slot.
             offsets: Offset of each slot in its block.
         """
         keys, values = (half[blocks][which, offsets].float() for half in self._pools[layer])
@@ -99,5 +99,5 @@ class PlainBlocks:
             half[torch.tensor(list(block_ids), dtype=torch.int64).to(half.device)] = float("nan")
 
     def content(self, block_id: int) -> list[torch.Tensor]:
-        """Return the tensors that a checksum of the block covers."""
+        """Return the tensors of a block that its checksum covers."""
         return [half[block_id] for half in self.whole_blocks]

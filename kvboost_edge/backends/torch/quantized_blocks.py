@@ -1,10 +1,10 @@
-"""KV of full blocks at 8 bits, in torch tensors.
+"""8-bit KV storage of full blocks in torch tensors.
 
-The bytes are those of kernels/quantized_kv/code_layout.py, packed and unpacked on the tensors'
-device, so that an Apple GPU stores half the bytes of 16 bits.
+The byte format is the one of kernels/quantized_kv/code_layout.py. Packing and unpacking run on the
+tensors' device, so an Apple GPU stores half the bytes of 16-bit KV.
 
-As in other quantized pools, a query reads its own block from a float16 buffer, and all blocks
-before it from their codes. So results do not depend on where a pass begins or ends. Codes are
+As in other quantized pools, a query reads its own block from a float16 buffer, and all earlier
+blocks from their codes. Results therefore do not depend on where a pass begins or ends. Codes are
 decoded in float32, as in the reference. Attention sums are float32 too, while the CPU kernels round
 weights to bytes.
 """
@@ -27,7 +27,8 @@ __all__ = ["BITS", "TorchQuantBlocks", "decode", "encode"]
 
 BITS = (8, 8)
 _TOP = 255.0
-# A scale is never 0, and in float16 still reaches the largest value.
+# The floor keeps scales above 0. With the slack, a scale that was rounded down to float16 still
+# reaches the largest value.
 _SCALE_FLOOR = 6e-8
 _SCALE_SLACK = 1.0 + 2.0**-10
 _STEPS = np.ldexp(1 + np.arange(256) % 8 / 8, np.arange(256) // 8 - STEP_BIAS).astype(np.float32)
@@ -42,15 +43,15 @@ def encode(
         keys: [n, block, num_kv_heads, head_dim].
         values: [n, block, num_kv_heads, head_dim].
         layout: Layout of the codes.
-        steps: float32 [256], the value of each byte of a key step.
+        steps: float32 [256], the key step that each byte stands for.
     """
     num, size, heads, head_dim = keys.shape
     dim = layout.dim
     out = torch.zeros((num, heads, layout.nbytes), dtype=torch.uint8, device=keys.device)
-    keys = keys.permute(0, 2, 3, 1).float().contiguous()  # the keys of a channel are adjacent
+    keys = keys.permute(0, 2, 3, 1).float().contiguous()  # makes the keys of a channel adjacent
     low = keys.amin(dim=-1)
     high = keys.amax(dim=-1)
-    zeros = (low + (keys * 0.0).sum(dim=-1)).half()  # NaN where a key is not finite
+    zeros = (low + (keys * 0.0).sum(dim=-1)).half()  # NaN if a key is not finite
     found = torch.searchsorted(steps, ((high - low) / _TOP).contiguous(), out_int32=True).clamp(
         max=255
     )
@@ -106,18 +107,18 @@ def decode(
 
 
 class _Half(NamedTuple):
-    """Float16 buffers, keys and values each [num_buffers, block_size, num_kv_heads, head_dim]."""
+    """Float16 buffers. Keys and values are [num_buffers, block_size, num_kv_heads, head_dim]."""
 
     keys: torch.Tensor
     values: torch.Tensor
 
 
 class _Arena:
-    """Buffers of all layers of one shape: `num_open` per layer, then shared temporary ones.
+    """Buffers for layers of one shape: `num_open` per layer, and shared temporary ones.
 
     Attributes:
-        index: int64 [num_layers, num_open + num_temporary], the location of a plan's buffers for
-            each layer of this shape.
+        index: int64 [num_layers, num_open + num_temporary], the arena index of each of a plan's
+            buffers in each layer.
     """
 
     def __init__(
@@ -145,7 +146,7 @@ class _Arena:
         return torch.from_numpy(np.hstack([kept, temporary])).to(self._device)
 
     def grow(self, num_temporary: int) -> None:
-        """Make room for `num_temporary` temporary buffers; other buffers keep their contents."""
+        """Make room for `num_temporary` temporary buffers. The other buffers keep their content."""
         if len(self.buffers.keys) >= self.num_kept + num_temporary:
             return
         larger = self._make(self.num_kept + num_temporary)
@@ -156,9 +157,9 @@ class _Arena:
 
 
 class TorchQuantBlocks:
-    """Codes of all layers, uint8 [num_blocks, num_kv_heads, bytes], and the buffers of open blocks.
+    """Codes of all layers, uint8 [num_blocks, num_kv_heads, bytes], and buffers of open blocks.
 
-    Raises ConfigError for a spec whose blocks cannot be quantized.
+    Raises ConfigError for a spec that cannot be quantized.
     """
 
     def __init__(self, spec: KVSpec, num_blocks: int, num_open: int, device: torch.device) -> None:
@@ -194,7 +195,7 @@ class TorchQuantBlocks:
 
     @property
     def arrays(self) -> list[torch.Tensor]:
-        """Tensors that `pool_bytes` counts: codes and open buffers, but not temporary buffers."""
+        """Tensors counted by `pool_bytes`: codes and open buffers, without temporary buffers."""
         arenas = list(dict.fromkeys(self._arenas))
         return [
             *self._pools,
@@ -203,26 +204,26 @@ class TorchQuantBlocks:
 
     @property
     def whole_blocks(self) -> list[torch.Tensor]:
-        """Tensors [num_blocks, ...] whose rows are the bytes of a block, in order."""
+        """Tensors [num_blocks, ...] in whose rows the bytes of a block are stored, in order."""
         return self._pools
 
     def prepare(self, layout: BatchLayout) -> PassPlan:
-        """Open and close the blocks of a pass whose layout was checked."""
+        """Plan the writes of a checked layout, opening and closing its blocks."""
         plan = self._open.plan(layout)
         for arena in dict.fromkeys(self._arenas):
             arena.grow(plan.num_temporary)
         return plan
 
     def release(self, block_ids: Sequence[int]) -> None:
-        """Free the buffers of those blocks that are open."""
+        """Free the buffers of open blocks. Blocks that are not open are ignored."""
         self._open.release(block_ids)
 
     def check_full(self, block_ids: Sequence[int]) -> None:
-        """Raise ConfigError if one of the blocks is open."""
+        """Raise ConfigError if any of the blocks is open."""
         self._open.check_full(block_ids)
 
     def copy(self, src: int, dst: int) -> None:
-        """Copy a block over all layers, an open one from buffer to buffer."""
+        """Copy a block in all layers. An open block is copied from buffer to buffer."""
         pair = self._open.copied(src, dst)
         if pair is None:
             for pool in self._pools:
@@ -253,7 +254,7 @@ class TorchQuantBlocks:
     def gather(self, layer: int, group: SameLength) -> tuple[torch.Tensor, torch.Tensor]:
         """Gather the KV of a group in float32, [num_seqs, num_kv_heads, num_slots, head_dim].
 
-        Decoded codes come first, then buffers.
+        Slots of decoded codes come first, then slots of buffers.
         """
         assert group.buffers is not None
         arena = self._arenas[layer]
@@ -271,12 +272,12 @@ class TorchQuantBlocks:
     def stored(
         self, layer: int, blocks: torch.Tensor, which: torch.Tensor, offsets: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return KV at offsets of full blocks, float32 [num_slots, num_kv_heads, head_dim].
+        """Return KV at given slots of full blocks, float32 [num_slots, num_kv_heads, head_dim].
 
         Args:
-            layer: The layer.
+            layer: Index of the layer.
             blocks: Block ids.
-            which: Index of each slot's block.
+            which: Index into `blocks` for each slot.
             offsets: Offset of each slot in its block.
         """
         decoded = decode(self._pools[layer][blocks], self._layouts[layer], self._steps)
@@ -284,7 +285,7 @@ class TorchQuantBlocks:
         return keys, values
 
     def poison(self, block_ids: Sequence[int]) -> None:
-        """Fill blocks with bytes of ones, which are NaN in every float16."""
+        """Fill blocks with 0xFF bytes, which are NaN in float16."""
         for pool in self._pools:
             pool[torch.tensor(list(block_ids), dtype=torch.int64).to(pool.device)] = 0xFF
         for block_id in block_ids:
@@ -293,12 +294,12 @@ class TorchQuantBlocks:
                 half.fill_(float("nan"))
 
     def content(self, block_id: int) -> list[torch.Tensor]:
-        """Return the tensors that a checksum covers: buffers of an open block, else its codes."""
+        """Return the tensors that a checksum covers: an open block's buffers, else its codes."""
         buffer = self._open.buffer(block_id)
         return [pool[block_id] for pool in self._pools] if buffer is None else self._halves(buffer)
 
     def _halves(self, buffer: int) -> list[torch.Tensor]:
-        """Return keys and values of an open block's buffer, layer by layer."""
+        """Return the keys and values in an open block's buffers, layer by layer."""
         return [
             half[ordinal * self._open.num_open + buffer]
             for arena, ordinal in zip(self._arenas, self._ordinals, strict=True)

@@ -140,7 +140,9 @@ def test_a_sequence_is_cleared_everywhere_or_where_one_says(make):
         engine.store(each, kvcaches=kv_of(each))
     assert engine.clear(tokens) == 4, "two chunks in two places"
     assert (engine.lookup(tokens), engine.lookup(kept)) == (0, 8)
-    with pytest.raises(RequestError, match="disk cannot be cleared as a whole; pass the tokens to drop"):
+    with pytest.raises(
+        RequestError, match="disk cannot be cleared as a whole; pass the tokens to drop"
+    ):
         engine.clear()
     assert engine.health()
 
