@@ -172,10 +172,7 @@ class CPUBackend(NumpyBlocks):
             storage.copy_blocks(pool, ops)
 
     def write_kv(self, layer: int, keys: Floats, values: Floats, batch: PreparedBatch) -> None:
-        """Store keys and values at the batch's slots.
-
-        Both are float32 [num_tokens, num_kv_heads, head_dim].
-        """
+        """Store KV, float32 [num_tokens, num_kv_heads, head_dim] each, at the batch's slots."""
         if batch.coded is not None:
             self._coded.write_kv(layer, keys, values, batch.coded)
         else:

@@ -65,10 +65,7 @@ class ReferenceBackend(NumpyBlocks):
     def write_kv(
         self, layer: int, keys: Floats, values: Floats, batch: BatchLayout | QuantPass
     ) -> None:
-        """Store keys and values at the batch's slots.
-
-        Both are float32 [num_tokens, num_kv_heads, head_dim].
-        """
+        """Store KV, float32 [num_tokens, num_kv_heads, head_dim] each, at the batch's slots."""
         if isinstance(batch, QuantPass):
             self._coded.write_kv(layer, keys, values, batch)
         else:

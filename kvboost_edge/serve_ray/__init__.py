@@ -1,4 +1,4 @@
-"""Replicas on Ray Serve: several engines, on one or more machines, with one server."""
+"""Replicas on Ray Serve: one server in front of several engines, on one or more machines."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["app"]
 
 
 def app(args: dict[str, Any]) -> serve.Application:
-    """Build the application for `serve run` and for the `import_path` of a serve.yaml.
+    """Build the application for `serve run`, or for the `import_path` of a serve.yaml.
 
     Args:
         args: Flags of `kvboost-edge serve` by name, see `start.flags_of`.

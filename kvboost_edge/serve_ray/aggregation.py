@@ -1,4 +1,4 @@
-"""Statistics of several replicas, combined into those of one engine."""
+"""Aggregation of the statistics of several replicas."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any
 __all__ = ["summed_cache", "summed_paged"]
 
 _SAME = ("block_size", "bytes_per_block")  # equal in all replicas
-_COUNTS = ("state_snapshots", "step_counts")  # dictionaries of numbers
-_SHARED_TIERS = ("redis",)  # one server for all replicas, whose sizes are counted once
+_COUNTS = ("state_snapshots", "step_counts")  # dictionaries of counts
+_SHARED_TIERS = ("redis",)  # All replicas share one server, so its sizes count once.
 _SIZES = ("blocks", "bytes", "max_bytes")
 
 
 def summed_paged(stats: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Combine several `paged_stats`.
+    """Aggregate the `paged_stats` of several replicas.
 
-    Sum the counts, take names from one replica, and recompute the ratios.
+    Counts are summed, ratios are recomputed, and other values are those of the first replica.
     """
     summed: dict[str, Any] = dict(stats[0])
     for name, value in summed.items():
@@ -34,7 +34,7 @@ def summed_paged(stats: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def summed_cache(stats: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Combine several `cache_stats`."""
+    """Aggregate the `cache_stats` of several replicas."""
     summed = {name: sum(one.get(name, 0) for one in stats) for name in stats[0]}
     summed["budget_utilization"] = (
         summed["hot_memory_mb"] / summed["budget_mb"] if summed["budget_mb"] else 0.0
@@ -54,9 +54,9 @@ def _summed_tier(name: str, stats: Sequence[Mapping[str, Any]]) -> dict[str, Any
         values = [one[field] for one in stats if one[field] is not None]
         if not values:
             continue
-        if isinstance(values[0], str):  # the problem of one replica
+        if isinstance(values[0], str):  # the first problem of any replica
             summed[field] = next(filter(None, values), "")
-        elif isinstance(values[0], bool):  # ownership of a shared directory, which one replica has
+        elif isinstance(values[0], bool):  # Only one replica owns a shared directory.
             summed[field] = any(values)
         elif name in _SHARED_TIERS and field in _SIZES:
             summed[field] = max(values)

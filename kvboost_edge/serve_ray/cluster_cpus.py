@@ -1,4 +1,4 @@
-"""CPUs of the machines of a cluster, and the cluster's address."""
+"""The CPUs of a Ray cluster's machines, and a check of the cluster's address."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from kvboost_edge.errors import BackendUnavailable, ConfigError
 __all__ = ["check_address", "cpus_of_each"]
 
 _ANSWERING_SECONDS = 10.0
-# An HTTP/2 client preface, and the type of a server's first frame. Ray's head node is an HTTP/2
-# server.
+# An HTTP/2 client preface, and the type of the frame with which an HTTP/2 server answers. Ray's
+# head node is such a server.
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
 _SETTINGS = 4
 _FRAME_HEAD = 9  # bytes
@@ -21,16 +21,17 @@ _FRAME_HEAD = 9  # bytes
 def cpus_of_each(
     workers: int, num_threads: int | None, machines: Sequence[int], free: int | None = None
 ) -> int:
-    """Return the CPUs that each replica reserves: its threads, or as many as possible.
+    """Return the number of CPUs that each replica reserves.
 
     Args:
         workers: Number of replicas.
-        num_threads: Threads of a replica; None to choose the largest number with which all fit.
-        machines: CPUs of each machine. A replica runs on one machine.
-        free: Unreserved CPUs of all machines; None for all.
+        num_threads: Threads of each replica, one CPU each. None chooses the largest number with
+            which all replicas fit.
+        machines: Number of CPUs of each machine. A replica does not span machines.
+        free: Number of unreserved CPUs on all machines; None if all CPUs are unreserved.
 
     Raises:
-        ConfigError: There are too few CPUs.
+        ConfigError: The cluster has too few CPUs.
     """
     free = sum(machines) if free is None else free
     most = max(machines, default=0)
@@ -63,20 +64,20 @@ def cpus_of_each(
 
 
 def _places(machines: Sequence[int], each: int) -> int:
-    """Return the number of replicas of `each` CPUs that fit on these machines."""
+    """Return how many replicas with `each` CPUs fit on these machines."""
     return sum(cpus // each for cpus in machines)
 
 
 def check_address(address: str) -> None:
-    """Check that a Ray cluster answers at an address.
+    """Check that a Ray cluster listens at an address.
 
-    With Ray's TLS, an open port is enough, because only Ray has the keys.
+    If Ray uses TLS, an open port is enough, because only Ray has the keys.
 
     Raises:
         ConfigError: The address is invalid.
         BackendUnavailable: No cluster answers.
     """
-    # Ray itself would wait for minutes.
+    # Ray itself would wait for minutes before it reports an error.
     if address == "auto":
         return
     host, _, port = address.rpartition(":")

@@ -1,4 +1,4 @@
-"""The Ray Serve deployment of the replicas. Imports Ray."""
+"""The Ray Serve deployment of the replicas. This module imports Ray."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _MOST_AT_ONCE = 1_000_000  # the ingress limits requests in flight, and the engi
 
 
 class RayReplica(EngineReplica):
-    """A replica in a process that Ray started."""
+    """A replica in a process started by Ray."""
 
     def __init__(self, options: ReplicaOptions) -> None:
         configure_logging(ServerSettings())
@@ -40,7 +40,7 @@ class RayReplica(EngineReplica):
         engine = own_options(options.engine, cpus, memory)
 
         def ready(engine: CPUPagedEngine) -> None:
-            # The ingress refuses a mode that the model does not support.
+            # The ingress rejects modes that the model does not support.
             can_reuse = engine.default_reuse_refusal is None
             mode = options.mode if can_reuse else GenerationMode.PREFIX_CACHE
             prepare(engine, options.warm, options.warm_documents, options.tenants, mode)
@@ -50,8 +50,9 @@ class RayReplica(EngineReplica):
         super().__init__(options._replace(engine=engine), name, ready)
 
     async def check_health(self) -> None:
-        """Check the replica; end this process at once if its engine is stuck."""
-        # Other replicas compute the requests, or their clients are notified, so Ray need not wait.
+        """Check the replica's health. If its engine is stuck, end this process at once."""
+        # Requests of this process are retried on other replicas or fail, so Ray need not wait for
+        # them.
         try:
             await super().check_health()
         except EngineStuck as error:
@@ -65,7 +66,7 @@ class RayReplica(EngineReplica):
 
 
 def _share(cpus: float, memory: int) -> float:
-    """Return a replica's fraction of this machine's memory: as reserved, else by its CPUs."""
+    """Return a replica's share of this machine's memory: as reserved, else by its CPUs."""
     if memory:
         return min(1.0, memory / available_bytes())
     here = ray.get_runtime_context().get_node_id()
@@ -78,14 +79,14 @@ def _share(cpus: float, memory: int) -> float:
 def replica_deployment(
     options: ReplicaOptions, *, workers: int, cpus: int, ingress: str, drain_seconds: float
 ) -> serve.Application:
-    """Build the deployment of `workers` replicas with `cpus` each.
+    """Build the deployment of `workers` replicas with `cpus` CPUs each.
 
     Args:
-        options: The parameters of every replica.
+        options: Parameters of each replica.
         workers: Number of replicas.
-        cpus: CPUs that each replica reserves.
+        cpus: Number of CPUs that each replica reserves.
         ingress: Name of the ingress, see `TargetRouter`.
-        drain_seconds: Time for running requests before a replica is closed.
+        drain_seconds: Time that running requests get before a replica is closed.
     """
     made = serve.deployment(
         RayReplica,

@@ -1,4 +1,4 @@
-"""One request from the ingress to a replica and back, on the pool's event loop."""
+"""The way of a request from the ingress to a replica and back, on the pool's event loop."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _ENDING_SECONDS = 5.0  # wait for a cancelled request to end
 class ReplicaLost(ApiError):
     """503: the replica ended in the middle of an answer.
 
-    If the request is sent again, another replica computes it.
+    A client may send the request again. Another replica then computes it.
     """
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class Cancelled(KVBoostError):
 
 
 class Stream(Protocol):
-    """Ray's stream of a streaming call."""
+    """The stream of a streaming Ray call."""
 
     def __aiter__(self) -> AsyncIterator[Any]: ...
 
@@ -48,7 +48,7 @@ class Stream(Protocol):
 
 
 def is_loss(error: BaseException) -> bool:
-    """Return whether a call's error means that the replica or the connection to it is lost."""
+    """Return whether an error means that a replica, or the connection to it, is lost."""
     from ray import exceptions
     from ray.serve.exceptions import DeploymentUnavailableError
 
@@ -62,20 +62,20 @@ def is_loss(error: BaseException) -> bool:
 
 
 class Flight:
-    """The transport of one request's answer into its handle.
+    """A request in flight: sends it to a replica and passes the answer to its handle.
 
     Args:
         sent: The request.
-        chain: Its prompt.
+        chain: The prompt of the request.
         handle: Receives the answer.
-        router: Is informed of the request's start.
-        choices: Returns at most this many replicas for a prompt, best first.
-        call: Sends the request and returns the stream of its answer.
-        end: Asks the replicas to cancel it.
-        keep: Receives the token ids of the answer's text.
+        router: Router to inform when the request starts.
+        choices: Function of (prompt, count) that returns at most `count` replicas, best first.
+        call: Function that sends the request and returns the stream of its answer.
+        end: Function that asks the replicas to cancel the request.
+        keep: Function that stores the token ids of the answer's text.
 
     Attributes:
-        progress: Progress of the prompt, as reported by the replica.
+        progress: Progress of the prompt, as last reported by the replica.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class Flight:
         self._call = call
         self._end = end
         self._keep = keep
-        self._queued: RoutingDecision | None = None  # the replica where its tokens count as waiting
+        self._queued: RoutingDecision | None = None  # where the tokens count as queued
         self.progress: Progress | None = None
         self._begun = time.monotonic()
         self._has_begun = self._has_events = self._is_cancelled = False
@@ -107,10 +107,10 @@ class Flight:
         self._task: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
-        """Run until the handle has its result or error."""
+        """Run until the handle has a result or an error."""
         self._task = asyncio.current_task()
         try:
-            if self._is_cancelled:  # before this began
+            if self._is_cancelled:  # cancelled before this task began
                 raise asyncio.CancelledError
             await self._run()
         except asyncio.CancelledError:
@@ -120,12 +120,12 @@ class Flight:
         finally:
             self._settle()
             if self._stream is not None:
-                self._stream.cancel()  # harmless once it has ended
+                self._stream.cancel()  # harmless if the stream has ended
             if self._ending is not None:
                 self._ending.cancel()
 
     def cancel(self) -> None:
-        """Cancel the request: in the replica if it has begun there, else here."""
+        """Cancel the request: in the replica if it has begun there, else only here."""
         self._is_cancelled = True
         if self._ending is None and self._task is not None and not self._task.done():
             if self._has_begun:
@@ -152,7 +152,7 @@ class Flight:
                 if await self._follow(sent):
                     return
                 tries += 1
-            except CapacityError as error:  # another replica may have a larger pool
+            except CapacityError as error:  # Another replica may have a larger pool.
                 if self._has_events or self._ending is not None or choice is None:
                     raise
                 refusal = error
@@ -162,7 +162,7 @@ class Flight:
                 tries += 1
             if self._has_events or self._ending is not None:
                 raise ReplicaLost
-            # The client has not seen any of it, so another replica may compute it.
+            # The client has seen nothing yet, so another replica may compute the answer.
             if self._stream is not None:
                 self._stream.cancel()
             self._settle()
@@ -172,13 +172,13 @@ class Flight:
         raise NoReplica if refusal is None else refusal
 
     def _settle(self) -> None:
-        """Tell the router that the request's tokens no longer wait."""
+        """Tell the router that the request's tokens are no longer queued."""
         if self._queued is not None:
             self._router.note_not_started(self._queued)
             self._queued = None
 
     def _placed(self, lost: set[str]) -> tuple[RoutingDecision | None, Sent]:
-        """Return the request with its target replicas. Lost ones are not among them."""
+        """Choose targets that are not lost; return the best one, and the request for them."""
         now = time.monotonic()
         choices = [
             choice
@@ -200,7 +200,7 @@ class Flight:
         return choices[0], sent
 
     async def _follow(self, sent: Sent) -> bool:
-        """Pass the answer on; return False if the replica ended before the answer did."""
+        """Pass the answer on; return False if the replica ended before the answer was complete."""
         handle = self._handle
         self._stream = self._call(sent)
         async for came in self._stream:

@@ -1,6 +1,6 @@
-"""The server as a Ray Serve deployment, for `serve run` and clusters. Imports Ray.
+"""The server as a Ray Serve deployment, for `serve run` and clusters. This module imports Ray.
 
-The server and its replicas are one application.
+The server and its replicas form one application.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from kvboost_edge.server.serve_options import ServeOptions
 __all__ = ["application"]
 
 _PROG = "kvboost_edge.serve_ray:app"
-_OPENING_SECONDS = 3600.0  # packing a large model takes long; Ray's own limits are shorter
+_OPENING_SECONDS = 3600.0  # Packing a large model takes longer than Ray's default limits.
 
 
 def application(arguments: Mapping[str, Any]) -> serve.Application:
-    """Build the whole application: the server and its replicas."""
+    """Build the application, which consists of the server and its replicas."""
     flags = flags_of(arguments)
     options = _parsed(flags)
     cpus = options.engine.get("num_threads") or 1
@@ -40,17 +40,17 @@ def application(arguments: Mapping[str, Any]) -> serve.Application:
         ingress=NAME,
         drain_seconds=options.settings.drain_seconds,
     )
-    # Created by the decorator.
+    # The decorator creates this method.
     bound: serve.Application = Server.bind(flags, engines)  # type: ignore[attr-defined]
     return bound
 
 
 def _parsed(flags: Sequence[str]) -> ServeOptions:
-    """Parse flags; raise ConfigError for unknown ones, where argparse would end Ray's process."""
+    """Parse flags; raise ConfigError for invalid ones. argparse alone would end Ray's process."""
     try:
         return parse_flags(flags, _PROG)
     except SystemExit as error:
-        # Values may be secrets, and Ray logs this message.
+        # Values may be secrets, so they are left out: Ray logs this message.
         named = " ".join(flag.partition("=")[0] for flag in flags if flag.startswith("--"))
         raise ConfigError(
             f"invalid flags or values: {named}; see `kvboost-edge serve --help`"
@@ -60,7 +60,7 @@ def _parsed(flags: Sequence[str]) -> ServeOptions:
 def _is_settled() -> bool:
     """Return whether all replicas have this version.
 
-    During an update, earlier replicas may have another model.
+    During an update, replicas of the previous version may have another model.
     """
     status = serve.status().applications.get(serve.get_replica_context().app_name)
     engines = None if status is None else status.deployments.get(NAME)
@@ -69,14 +69,14 @@ def _is_settled() -> bool:
 
 @serve.deployment(
     name="server",
-    num_replicas=1,  # the server counts requests in flight and keeps their history
+    num_replicas=1,  # it keeps the history and counts requests
     ray_actor_options={"num_cpus": 1},
     max_ongoing_requests=100_000,
     graceful_shutdown_wait_loop_s=0.1,
 )
 @serve.ingress()
 class Server:
-    """The process of the HTTP application. It reads API keys from its own environment or files."""
+    """The HTTP server's process. API keys are read from its own environment or files."""
 
     def __init__(self, flags: Sequence[str], engines: Any) -> None:
         options = _parsed(flags)
@@ -101,7 +101,7 @@ class Server:
         return create_app(self._pool, self._settings)
 
     def check_health(self) -> None:
-        """Do nothing: without replicas the server still answers, with an error."""
+        """Do nothing: the server stays healthy without replicas, and answers with an error."""
 
     def __del__(self) -> None:
         if hasattr(self, "_pool"):

@@ -1,4 +1,4 @@
-"""Messages between ingress and replicas, which Ray carries between the processes of a cluster."""
+"""Messages that Ray transports between the ingress and the replicas."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class Failure(NamedTuple):
 
     Attributes:
         kind: Name of the error's class.
-        message: Its message; "" for an error that is not of this package.
-        has_died: True if the engine has died, so that another replica may succeed.
+        message: Message of the error; "" if its class is not of this package.
+        has_died: True if the replica's engine has died, so another replica may succeed.
     """
 
     kind: str
@@ -45,33 +45,35 @@ class Failure(NamedTuple):
     has_died: bool = False
 
     def as_error(self) -> Exception:
-        """Return the same error; for foreign errors, a RuntimeError without their message."""
-        # A foreign message may quote the client's text.
+        """Return the error; those of other packages become a RuntimeError without a message."""
+        # The message of another package may quote the client's text.
         kind = _KINDS.get(self.kind)
         return RuntimeError(f"{self.kind} in a replica") if kind is None else kind(self.message)
 
 
 def failure_of(error: Exception, is_alive: bool = True) -> Failure:
-    """Return the `Failure` that reports an error to the ingress."""
+    """Convert an error to a `Failure` for the ingress."""
     return Failure(
         type(error).__name__, str(error) if isinstance(error, KVBoostError) else "", not is_alive
     )
 
 
 class Description(NamedTuple):
-    """The description of a replica.
+    """Properties of a replica that do not change.
 
     Attributes:
-        replica: The replica's name.
-        pid: Its process id.
+        replica: Name of the replica.
+        pid: Process id of the replica.
         model: Digest of the model's files; equal in all replicas.
-        root: Digest of these and of everything else that determines the KV; equal in all replicas.
+        root: Digest of the model's files and everything else that determines the KV; equal in all
+            replicas.
         block_size: Tokens per block.
-        info: Its runner's description.
+        info: Description of the replica's runner.
         sampling_defaults: The model's default sampling parameters.
-        reuse_refusal: Why the model refuses non-prefix reuse; None if it does not.
-        embedding_size: Length of an embedding; 0 if unsupported.
-        default_reuse_refusal: Why it refuses non-prefix reuse with the default options.
+        reuse_refusal: Reason why the model does not support non-prefix KV reuse; None if it does.
+        embedding_size: Length of an embedding; 0 if embeddings are not supported.
+        default_reuse_refusal: Reason why non-prefix KV reuse with default options is not supported;
+            None if it is.
     """
 
     replica: str
@@ -87,21 +89,21 @@ class Description(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """A request on its way to a replica.
+    """A request as it is sent to a replica.
 
     Attributes:
         request: Unique name of the request.
-        targets: Replicas to try in order; empty for any.
-        tokens: The prompt's tokens, little-endian uint32.
+        targets: Names of replicas to try in order; empty for any replica.
+        tokens: Token ids of the prompt, as little-endian uint32.
         sampling: Sampling parameters.
-        terms: Further options, without the deadline, which depends on this machine's clock.
-        prompt_text: Text of the prompt; None if it was given as tokens.
+        terms: Further options without the deadline, which depends on this machine's clock.
+        prompt_text: Text of the prompt; None if the prompt was given as tokens.
         since: Seconds since the call began.
-        left: Seconds until the deadline; None without one.
-        missing_tokens: Prompt tokens that the router expects to be computed.
-        restored_tokens: Prompt tokens that the router expects in an offload tier.
-        hashes: Hashes of the prompt's full blocks, 32 bytes each, concatenated. The replica looks
-            up its blocks by them.
+        left: Seconds until the deadline; None for no deadline.
+        missing_tokens: Prompt tokens that the replica must compute, as expected by the router.
+        restored_tokens: Prompt tokens in an offload tier, as expected by the router.
+        hashes: Hashes of the prompt's full blocks, 32 bytes each, concatenated. The replica uses
+            them to look up blocks.
     """
 
     request: str
@@ -121,9 +123,9 @@ class ReplicaCall(NamedTuple):
     """A call to one particular replica.
 
     Attributes:
-        targets: The replica's name.
-        method: The name of its method.
-        arguments: The method's arguments.
+        targets: Name of the replica, as a tuple.
+        method: Name of the replica's method.
+        arguments: Arguments of the method.
     """
 
     targets: tuple[str, ...]
@@ -132,7 +134,7 @@ class ReplicaCall(NamedTuple):
 
 
 class Came(NamedTuple):
-    """A part of an answer. The first one has only the replica's name: the request has begun.
+    """A part of an answer. The first part has only the replica's name: the request has begun.
 
     Attributes:
         replica: The replica's name.
@@ -158,12 +160,12 @@ class Came(NamedTuple):
 
 
 class Computed(NamedTuple):
-    """The outcome of an engine call that returns a value of its own.
+    """The outcome of an engine call such as `embed`.
 
     Attributes:
-        value: The value; None after an error.
+        value: Return value of the call; None after an error.
         results: Results of the call's requests.
-        failure: The error.
+        failure: Error of the call, or None.
     """
 
     value: Any
@@ -173,7 +175,7 @@ class Computed(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReplicaFigures:
-    """All statistics of one replica's engine."""
+    """Statistics of one replica's engine."""
 
     replica: str
     paged: dict[str, Any]

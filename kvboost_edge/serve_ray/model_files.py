@@ -1,4 +1,4 @@
-"""The model's files for ingress and replicas. The ingress needs only the tokenizer."""
+"""Model files as seen by the ingress and the replicas. The ingress needs only the tokenizer."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ __all__ = ["model_digest", "open_tokenizer"]
 
 
 def open_tokenizer(path_or_id: str, config: EngineConfig) -> tuple[Tokenizer, str]:
-    """Return a model's tokenizer with chat template, and the digest of all its files.
+    """Return a model's tokenizer with its chat template, and the digest of all its files.
 
-    Raises the errors of loading the model for missing or invalid files.
+    Missing or invalid files raise the same errors as loading the model.
     """
     checkpoint = _open(path_or_id, config)
     return load_tokenizer(checkpoint), checkpoint.fingerprint()
 
 
 def model_digest(path_or_id: str, config: EngineConfig) -> str:
-    """Return the digest of a model's files. Each file is read once, and again after a change."""
+    """Return the digest of a model's files. A file is read again only if it has changed."""
     return _open(path_or_id, config).fingerprint()
 
 

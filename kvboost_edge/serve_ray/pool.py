@@ -1,4 +1,4 @@
-"""Replicas behind the interface of one engine, for the server."""
+"""A pool of replicas with the interface of one engine, for the server."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ from kvboost_edge.text.tokenizer import Tokenizer
 
 __all__ = ["ReplicaView", "ReplicatedEngine"]
 
-# A replica that does not answer within this time is left out.
-_ASKING_SECONDS = 10.0  # actions
-_SAYING_SECONDS = 5.0  # statistics
+# Time after which a replica without an answer is left out.
+_ASKING_SECONDS = 10.0  # for actions
+_SAYING_SECONDS = 5.0  # for statistics
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReplicaView:
-    """One replica's statistics at the time of the query; its block map is current."""
+    """Statistics of one replica when it was asked. The block map is always current."""
 
     pool: ReplicatedEngine = dataclasses.field(repr=False)
     figures: ReplicaFigures
@@ -72,12 +72,13 @@ class ReplicaView:
 
 
 class ReplicatedEngine:
-    """Several replicas as one engine, for `server.app.create_app`.
+    """Several replicas with the interface of `CPUPagedEngine`, for `server.app.create_app`.
 
     Prompts are tokenized here. A request goes to the replica with the shortest expected time to
-    first token. Members are those of `CPUPagedEngine`. Resets, unpins, and documents for reuse at
-    other positions go to all replicas. Statistics are sums; `replicas` has them for each replica.
-    Closing the pool ends its thread, not the replicas, which belong to Ray.
+    first token. Resets, unpins and documents for non-prefix reuse go to all replicas. Statistics
+    are sums over the replicas, and `replicas` returns them one by one.
+
+    Closing the pool ends its thread. The replicas belong to Ray and keep running.
     """
 
     def __init__(self, replicas: Replicas, tokenizer: Tokenizer, config: EngineConfig) -> None:
@@ -91,7 +92,7 @@ class ReplicatedEngine:
 
     @property
     def _about(self) -> Description:
-        """Description of the replicas. It changes when a newer version has replaced all of them."""
+        """Description of the replicas. It changes once a newer version has replaced all of them."""
         return self._replicas.about
 
     @property
@@ -133,10 +134,10 @@ class ReplicatedEngine:
         entry: RequestArrival | None = None,
         **options: Any,
     ) -> RequestHandle:
-        """Send a request to a replica and return at once.
+        """Send a request to a replica, and return its handle at once.
 
-        Raises RequestError for an invalid request. Errors that only a replica detects, such as a
-        full pool, are raised by the handle.
+        Raises RequestError for an invalid request. The handle raises errors that only a replica
+        detects, such as a full pool.
         """
         entry = RequestArrival(time.perf_counter()) if entry is None else entry
         self._check_open()
@@ -199,8 +200,9 @@ class ReplicatedEngine:
         handles: list[RequestHandle] | None = None,
         **options: Any,
     ) -> WarmResult:
-        """Compute a prompt prefix in one replica; documents or a text at an offset in all."""
-        # A prefix has a home replica. A prompt that contains documents may go to any replica.
+        """Compute a prompt prefix in one replica, or documents and a text at an offset in all."""
+        # Prompts with the prefix go to the replica that has it. Prompts with the documents may go
+        # to any replica.
         if documents is None and not position_offset:
             terms = {name: options[name] for name in ("tenant", "cache_salt") if name in options}
             handle = self.submit(text or "", sampling=SamplingParams(max_new_tokens=0), **options)
@@ -216,7 +218,7 @@ class ReplicatedEngine:
     def warm_result(
         self, token_ids: Sequence[int], *, tenant: str | None = None, cache_salt: str | None = None
     ) -> WarmResult:
-        """Return the result of the replica that holds the most."""
+        """Return the result of the replica that holds the largest part of the prompt."""
         found: list[WarmResult] = self._ask(
             "warm_result", encode_tokens(token_ids), tenant, cache_salt
         )
@@ -240,12 +242,13 @@ class ReplicatedEngine:
     def reset_cache(self) -> int:
         return sum(self._ask("reset_cache"))
 
-    # What there is to know.
+    # Statistics.
 
     def replicas(self, *, patient: bool = False) -> dict[str, ReplicaView]:
-        """Return the replicas by name, sorted.
+        """Return statistics of the replicas by name, sorted.
 
-        Replicas that do not answer are left out. Silent ones are asked only if `patient`.
+        Replicas that do not answer are left out. Replicas that were silent before are asked only if
+        `patient`.
         """
         asked = self._replicas.usable if patient else self._replicas.talking
         found: list[ReplicaFigures] = self._replicas.ask(
@@ -262,7 +265,7 @@ class ReplicatedEngine:
         return summed_paged([view.paged_stats() for view in self.replicas().values()])
 
     def block_map(self) -> list[int]:
-        """Return the block maps of all replicas, concatenated in the order of `replicas`."""
+        """Return the block maps of all replicas, concatenated in the order of their names."""
         return [state for states, _ in self._blocks(0, self._replicas.talking) for state in states]
 
     def block_details(self, limit: int = 4096) -> list[BlockDetail]:
@@ -270,7 +273,7 @@ class ReplicatedEngine:
         return details[: max(0, limit)]
 
     def blocks_of(self, replica: str, limit: int) -> tuple[list[int], list[BlockDetail]]:
-        """Return `block_map` and `block_details` of one replica; empty if it is gone."""
+        """Return `block_map` and `block_details` of one replica; both are empty if it is gone."""
         return next(iter(self._blocks(limit, (replica,))), ([], []))
 
     def _blocks(
@@ -289,14 +292,14 @@ class ReplicatedEngine:
         return sum(view.waiting_tokens() for view in self.replicas().values())
 
     def is_alive(self) -> bool:
-        """Return whether at least one replica is known to take requests."""
+        """Return whether at least one replica accepts requests, as far as known."""
         return self._replicas.is_open and bool(self._replicas.usable)
 
     def read_ahead(self) -> None:
-        """Do nothing: every replica reads ahead when it starts."""
+        """Do nothing, because every replica reads ahead when it starts."""
 
     def close(self) -> None:
-        """Cancel requests in flight and end the pool's thread. May be called again."""
+        """Cancel requests in flight, and end the pool's thread. A second call has no effect."""
         self._replicas.close()
 
     def __enter__(self) -> ReplicatedEngine:
@@ -351,7 +354,10 @@ class ReplicatedEngine:
         )
 
     def _ask(self, method: str, *arguments: Any) -> list[Any]:
-        """Return each replica's answer; raise NoReplica if there is none."""
+        """Call a method of every replica, and return the answers.
+
+        Raises NoReplica if no replica answers.
+        """
         found = self._replicas.ask(method, *arguments, seconds=_ASKING_SECONDS)
         if not found:
             raise NoReplica
@@ -365,10 +371,10 @@ class ReplicatedEngine:
         *,
         everywhere: bool = False,
     ) -> Any:
-        """Call a method of the engine in one replica or in all.
+        """Call a method of the engine in one replica, or in all.
 
-        While it runs, `handles` contains a handle that cancels it, afterwards those of its
-        requests.
+        `handles` receives a handle that cancels the call. After the call, the handles of its
+        requests replace it.
         """
         self._check_open()
         given = options.pop("handles", None)

@@ -1,4 +1,4 @@
-"""A replica: one engine as a Ray Serve deployment. Ray starts it, checks its health and ends it."""
+"""A replica: a Ray Serve deployment of one engine. Ray starts it, checks its health and ends it."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ from kvboost_edge.serve_ray.watch.stall_detection import Stillness, major_faults
 
 __all__ = ["EngineReplica", "EngineStuck", "ReplicaOptions", "own_options"]
 
-_PROGRESS_SECONDS = 0.5  # interval between progress reports of a prompt
-_COMPUTING_THREADS = 32  # each waits for one `embed`, `rerank` or `warm`
-_MEASURED_TOKENS = 64  # length of the prompt that measures a new replica's speed
-# Statistics of which at least one changes with every step.
+_PROGRESS_SECONDS = 0.5  # interval between progress reports
+_COMPUTING_THREADS = 32  # each runs one `embed`, `rerank` or `warm`
+_MEASURED_TOKENS = 64  # prompt length for measuring a new replica's speed
+# Every engine step changes at least one of these statistics.
 _MOVING = (
     "num_running",
     "num_waiting",
@@ -52,20 +52,20 @@ _MOVING = (
     "generated_tokens",
 )
 _PLACES = {"disk": Place.DISK, "redis": Place.SHARED}
-# Assumed speeds in bytes per second before the first read.
+# Bytes per second, assumed before the first read.
 _GUESSED_SPEEDS = {"disk": 500e6, "redis": 200e6}
 
 
 class ReplicaOptions(NamedTuple):
-    """Parameters of every replica.
+    """Parameters of each replica.
 
     Attributes:
         model: Path or id of the model.
         engine: Engine options.
-        warm: Prompt prefixes to compute before taking requests.
-        warm_documents: Documents to compute before taking requests.
-        tenants: Tenants that each get a copy of those texts.
-        mode: Mode of requests that choose none.
+        warm: Prompt prefixes to compute before requests are accepted.
+        warm_documents: Documents to compute before requests are accepted.
+        tenants: Tenants whose caches each get these prefixes and documents.
+        mode: Cache mode of requests that do not set one.
     """
 
     model: str
@@ -76,21 +76,21 @@ class ReplicaOptions(NamedTuple):
     mode: GenerationMode = GenerationMode.PREFIX_CACHE
 
     def __repr__(self) -> str:
-        """Represent the options without those of the engine, which may contain a password."""
-        # Ray logs its arguments.
+        """Return a text without the engine options, which may contain a password."""
+        # Ray logs the arguments of a deployment.
         return f"ReplicaOptions({self.model!r})"
 
 
 def own_options(engine: Mapping[str, Any], cpus: float, memory: int) -> dict[str, Any]:
-    """Return the engine options of a replica with reserved CPUs and memory.
+    """Return a replica's engine options for its reserved CPUs and memory.
 
     Args:
-        engine: Options of every replica.
-        cpus: Reserved CPUs, the default number of threads.
-        memory: Reserved bytes; 0 for none.
+        engine: Engine options of every replica.
+        cpus: Number of reserved CPUs, which is the default number of threads.
+        memory: Reserved bytes; 0 if no memory is reserved.
 
     Raises:
-        CapacityError: More memory is reserved than available.
+        CapacityError: More memory is reserved than is available.
     """
     options = dict(engine)
     if cpus >= 1:
@@ -104,19 +104,19 @@ def own_options(engine: Mapping[str, Any], cpus: float, memory: int) -> dict[str
 
 
 class EngineStuck(KVBoostError):
-    """An engine that makes no progress; its requests will never end."""
+    """The engine makes no progress, so its requests will never end."""
 
 
 class EngineReplica:
-    """The owner of one engine. Its methods run on one event loop, blocking calls in threads.
+    """The owner of one engine. Its methods run on one event loop, and blocking calls in threads.
 
     Args:
-        options: The parameters of every replica.
-        name: Name for the router; "" outside of Ray.
-        prepare: Called with the engine before it takes requests.
+        options: Parameters of each replica.
+        name: Name of the replica for the router; "" outside of Ray.
+        prepare: Function that is called with the engine before requests are accepted.
     """
 
-    still_seconds = 120.0  # time without progress after which a busy engine counts as stuck
+    still_seconds = 120.0  # A busy engine counts as stuck after this time without progress.
 
     def __init__(
         self,
@@ -131,8 +131,8 @@ class EngineReplica:
         self._handles: dict[str, RequestHandle] = {}
         self._stillness = Stillness()
         self._learning: asyncio.Task[None] | None = None
-        # Its own pool: long calls in the event loop's threads would delay health checks and new
-        # requests.
+        # A separate thread pool. Long calls in the event loop's threads would delay health checks
+        # and new requests.
         self._computing = ThreadPoolExecutor(
             _COMPUTING_THREADS, thread_name_prefix="kvboost-compute"
         )
@@ -154,14 +154,14 @@ class EngineReplica:
             self._engine.close()
             raise
 
-    # Calls of Ray.
+    # Methods called by Ray.
 
     async def check_health(self) -> None:
-        """Check the engine. After an error, Ray replaces this process.
+        """Check the engine's health. After an error, Ray replaces this process.
 
         Raises:
             KVBoostError: The engine's thread has died.
-            EngineStuck: The engine has requests, and has made no progress for `still_seconds`.
+            EngineStuck: The engine has had requests but made no progress for `still_seconds`.
         """
         engine = self._engine
         if not engine.is_alive():
@@ -177,34 +177,34 @@ class EngineReplica:
             )
 
     def record_replica_metadata(self) -> dict[str, Any]:
-        """Return the metadata that every ingress receives when this replica starts."""
+        """Return the metadata that all ingresses receive when this replica starts."""
         return {"model": self._model, "root": self._engine.cache_root.hex()}
 
     async def record_routing_stats(self) -> dict[str, Any]:
-        """Return the load, for other routers and for Ray's dashboard."""
+        """Return this replica's load, for other routers and Ray's dashboard."""
         return dataclasses.asdict(
             self._meter.report(time.monotonic(), free_blocks=await self._free_blocks())
         )
 
     def close(self) -> None:
-        """Close the engine after its tiers have stored pending blocks."""
+        """Store pending blocks in the tiers, and close the engine."""
         self._engine.close()
         self._computing.shutdown(wait=False)
 
-    # Requests.
+    # Requests from the ingress.
 
     async def generate(self, sent: Sent) -> AsyncIterator[Came]:
-        """Yield the parts of a request's answer, see `Came`.
+        """Compute a request, and yield the parts of its answer, see `Came`.
 
-        Closing the stream, as Ray does to cancel it, cancels the request.
+        Closing the stream cancels the request. Ray does this to cancel a call.
         """
         now = time.monotonic()
         deadline = None if sent.left is None else now + sent.left
         terms = dataclasses.replace(sent.terms, deadline=deadline)
         try:
             ids = decode_tokens(sent.tokens)
-            # The ingress does not know this replica's latest blocks. Without hashes, no block is
-            # found.
+            # The ingress does not know the latest blocks of this replica. Without hashes, nothing
+            # is found in the cache.
             full = len(ids) // self._engine.config.block_size
             hashes = sent.hashes if len(sent.hashes) == full * HASH_BYTES else b""
             entry = RequestArrival(time.perf_counter() - sent.since, sent.prompt_text, hashes)
@@ -218,7 +218,7 @@ class EngineReplica:
             try:
                 handle = await asyncio.shield(submitting)
             except asyncio.CancelledError:
-                submitting.add_done_callback(_cancel_submitted)  # its thread continues
+                submitting.add_done_callback(_cancel_submitted)  # The thread continues.
                 raise
         except Exception as error:
             yield Came(self.name, failure=self._failure(error))
@@ -244,7 +244,7 @@ class EngineReplica:
             yield Came(self.name, failure=self._failure(error))
         finally:
             handle.cancel()
-            # A retry may have sent the same request here again.
+            # A retry may have sent the same request to this replica again.
             if self._handles.get(sent.request) is handle:
                 del self._handles[sent.request]
             self._meter.end(sent.request, time.monotonic(), num_tokens)
@@ -265,7 +265,7 @@ class EngineReplica:
         )
 
     def _note_restored(self, result: GenerationResult) -> None:
-        """Measure a tier's speed, if all restored tokens came from the same tier."""
+        """Record the read speed of a tier if all restored tokens came from that tier."""
         read = [
             (name, tokens)
             for name, tokens in result.hit_tokens.items()
@@ -280,7 +280,7 @@ class EngineReplica:
     async def compute(
         self, sent: Sent, call: str, arguments: tuple[Any, ...], options: Mapping[str, Any]
     ) -> AsyncIterator[Computed | None]:
-        """Run the engine's `embed`, `rerank` or `warm`; yield None at once, then the outcome.
+        """Run the engine's `embed`, `rerank` or `warm`. Yield None at the start, then the outcome.
 
         Closing the stream cancels the work.
         """
@@ -319,12 +319,12 @@ class EngineReplica:
             task.exception()
             self._meter.end(sent.request, time.monotonic())
 
-    # Calls of an ingress to this replica.
+    # Calls from the ingress to this replica.
 
     async def ask(self, asked: ReplicaCall) -> Any:
-        """Call one of the methods below.
+        """Call one of the methods listed in `_QUESTIONS`.
 
-        Returns a `Failure` for an error of this package, and None if the call is for another
+        Returns a `Failure` for an error of this package, and None if the call is meant for another
         replica.
         """
         if self.name not in asked.targets:
@@ -335,7 +335,7 @@ class EngineReplica:
             return self._failure(error)
 
     async def _cancel(self, request: str) -> bool:
-        """Cancel a request; return False if it is unknown or done."""
+        """Cancel a request; return False if it is unknown or has ended."""
         handle = self._handles.get(request)
         if handle is not None:
             handle.cancel()
@@ -349,7 +349,7 @@ class EngineReplica:
             model=self._model,
             root=engine.cache_root,
             block_size=engine.config.block_size,
-            # Addresses of the weights mean nothing in another process.
+            # Memory addresses are meaningless in another process.
             info=dataclasses.replace(engine.runner_info, weight_region=Region(0, 0)),
             sampling_defaults=engine.sampling_defaults,
             reuse_refusal=engine.reuse_refusal,
@@ -358,10 +358,11 @@ class EngineReplica:
         )
 
     async def _tell(self, cursor: Cursor) -> ReplicaUpdate:
-        """Return this replica's load, and the cache events that an ingress does not know yet."""
+        """Return this replica's load, and the cache events after the ingress's cursor."""
         alive = self._engine.is_alive()
         if alive:
-            # A separate task: the engine reports each event once, even if the caller stops waiting.
+            # The engine reports each event once. A separate task receives it even if the caller
+            # stops waiting.
             if self._learning is None or self._learning.done():
                 self._learning = asyncio.ensure_future(self._learn())
             await asyncio.shield(self._learning)
@@ -370,9 +371,9 @@ class EngineReplica:
         return ReplicaUpdate(self.name, alive, report, self._journal.since(cursor))
 
     async def _learn(self) -> None:
-        """Record the blocks that were added to the engine's cache and evicted from it."""
+        """Record which blocks were added to the engine's cache and evicted from it."""
         engine = self._engine
-        with contextlib.suppress(KVBoostError):  # the engine may stop in the meantime
+        with contextlib.suppress(KVBoostError):  # The engine may stop meanwhile.
             pool, tiers = await asyncio.to_thread(
                 lambda: (engine.take_cache_events(), engine.take_tier_events())
             )
@@ -436,8 +437,8 @@ _QUESTIONS: dict[str, Callable[..., Awaitable[Any]]] = {
 
 
 def _measured_speed(engine: CPUPagedEngine) -> float:
-    """Return the seconds per prompt token, measured with one uncached prompt."""
-    # Unequal machines are known as such from the first request on.
+    """Measure the seconds per prompt token with one uncached prompt."""
+    # The router then knows the speeds of unequal machines from the first request on.
     capacity = int(engine.paged_stats()["num_blocks"]) * engine.config.block_size
     prompt = [0] * max(1, min(_MEASURED_TOKENS, engine.runner_info.max_context - 1, capacity - 1))
     began = time.perf_counter()
@@ -449,13 +450,13 @@ def _measured_speed(engine: CPUPagedEngine) -> float:
 
 
 def _cancel_submitted(submitting: asyncio.Future[RequestHandle]) -> None:
-    """Cancel a request that no client waits for any more."""
+    """Cancel a submitted request that no client waits for any more."""
     if not submitting.cancelled() and submitting.exception() is None:
         submitting.result().cancel()
 
 
 def _results_of(handles: Sequence[RequestHandle]) -> tuple[GenerationResult, ...]:
-    """Return the available results, ignoring failed requests."""
+    """Return the results of requests that have succeeded so far."""
     found = []
     for handle in handles:
         with contextlib.suppress(Exception):

@@ -1,6 +1,6 @@
-"""The replicas of a deployment for an ingress: membership, load, and calls to them.
+"""The replicas of a deployment as seen by the ingress: membership, load and calls.
 
-One thread with an event loop does all of it, so the router needs no lock.
+One thread with an event loop does all the work, so the router needs no lock.
 """
 
 from __future__ import annotations
@@ -39,11 +39,10 @@ __all__ = ["Replicas"]
 
 T = TypeVar("T")
 
-# Seconds.
-_BUSY_SECONDS = 0.1  # polling interval with requests in flight
-_IDLE_SECONDS = 1.0  # polling interval without
-_TELLING_SECONDS = 2.0  # a replica that does not answer within this time is not chosen
-_WATCHED_SECONDS = 1.0  # polling stays frequent for this time after a request
+_BUSY_SECONDS = 0.1  # polling interval while requests are in flight
+_IDLE_SECONDS = 1.0  # polling interval otherwise
+_TELLING_SECONDS = 2.0  # A replica that takes longer to answer is not chosen.
+_WATCHED_SECONDS = 1.0  # Polling stays fast for this time after a request.
 _TRIES = 3
 _CANCEL_SECONDS = 0.1  # before unfinished work is cancelled again
 
@@ -53,13 +52,12 @@ class Replicas:
 
     Args:
         handle: Ray's handle of the deployment.
-        model: Digest of the files from which the ingress reads the tokenizer.
+        model: Digest of the model files from which the ingress reads the tokenizer.
 
     Attributes:
-        about: After `open`, the description of a usable replica, or of the last one that was
-            usable.
+        about: Description of a replica that is or was usable; set by `open`.
         router: Chooses the replica of a request.
-        usable: Names of the replicas that match the model and each other.
+        usable: Names of replicas that have the ingress's model and the same settings.
         is_open: False after `close`.
     """
 
@@ -80,19 +78,19 @@ class Replicas:
         self._silent: set[str] = set()
         self._looks = HealthChecks(self._look_at)
         self._busy_until = 0.0
-        self._changed = asyncio.Event()  # the membership has changed, so poll soon
+        self._changed = asyncio.Event()  # set when the membership changes, to poll soon
         self._tasks: set[asyncio.Task[Any]] = set()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run_loop, name="kvboost-replicas", daemon=True)
         self._thread.start()
 
     def open(self, seconds: float, is_settled: Callable[[], bool] = lambda: True) -> None:
-        """Wait for the first replica, and start polling all of them.
+        """Wait for the first replica, and start to poll all replicas.
 
         Args:
             seconds: Longest time to wait.
-            is_settled: Returns False while further replicas may start, such as those of a newer
-                version.
+            is_settled: Function that returns False while more replicas may start, such as those of
+                a newer version.
 
         Raises:
             ConfigError: The replicas have another model or other settings.
@@ -108,7 +106,7 @@ class Replicas:
             ]
             if found:
                 self.about = found[0]
-                # Poll first, so that cached blocks are known before the first request.
+                # Poll first, to know the cached blocks before the first request.
                 self.start(self._look_at_all()).result()
                 self.start(self._look_after())
                 return
@@ -128,7 +126,7 @@ class Replicas:
                 str(one.get("root")) for one in members.values() if one.get("model") == self._model
             }:
                 self._root = (
-                    None  # all replicas of this version are gone, so a newer one may follow
+                    None  # All replicas of this version are gone, so a newer version may follow.
                 )
             accepted = set()
             for name in sorted(members):
@@ -149,12 +147,12 @@ class Replicas:
 
     @property
     def talking(self) -> frozenset[str]:
-        """Usable replicas that answer; all usable ones while none answers."""
+        """Usable replicas that answer, or all usable replicas if none answers."""
         return self.usable - self._silent or self.usable
 
     def _refusal(self, name: str, about: Mapping[str, Any]) -> str | None:
         """Return why a replica cannot join the others, or None."""
-        # The first accepted replica defines the settings.
+        # The first accepted replica determines the settings.
         model = str(about.get("model"))
         root = str(about.get("root"))
         if model != self._model:
@@ -178,8 +176,8 @@ class Replicas:
         self._changed.set()
 
     def choices(self, chain: PromptChain, count: int) -> list[RoutingDecision]:
-        """Return replicas for a request, best first; silent ones only if all are silent."""
-        # The router keeps its knowledge of silent replicas, which may only be busy.
+        """Return replicas for a request, best first. Silent ones only serve if all are silent."""
+        # The router keeps its knowledge of silent replicas, because they may just be busy.
         return self.router.choose(chain, time.monotonic(), among=self.talking or None, count=count)
 
     # Calls.
@@ -202,7 +200,7 @@ class Replicas:
         options: Mapping[str, Any],
         everywhere: bool,
     ) -> Computed:
-        """Call an engine method in one replica, or in all and return the largest result."""
+        """Call an engine method in one replica, or in all replicas for the largest result."""
         if everywhere:
             names = sorted(self.usable)
             each = [self._compute_at(sent, (name,), call, arguments, options) for name in names]
@@ -226,7 +224,7 @@ class Replicas:
         arguments: tuple[Any, ...],
         options: Mapping[str, Any],
     ) -> Computed | None:
-        """Call an engine method in a target; return None if the replica has ended."""
+        """Call an engine method in one of the targets; return None if the replica has ended."""
         self._busy_until = time.monotonic() + _WATCHED_SECONDS
         stream = self._computing.remote(
             sent._replace(targets=targets), call, arguments, dict(options)
@@ -248,15 +246,15 @@ class Replicas:
     def ask(
         self, method: str, *arguments: Any, seconds: float, among: Iterable[str] | None = None
     ) -> list[Any]:
-        """Return the answers of usable replicas, in the order of their names.
+        """Call a method of usable replicas, and return the answers in the order of their names.
 
-        Blocks, so do not call it on the event loop. A KVBoostError of a replica is raised here.
+        This method blocks, so do not call it on the event loop. A replica's KVBoostError is raised.
 
         Args:
             method: Name of the replica's method.
-            *arguments: Its arguments.
-            seconds: Time after which a replica is left out.
-            among: Ask only these replicas; None for all usable ones.
+            *arguments: Arguments of the method.
+            seconds: Time after which a replica without an answer is left out.
+            among: Names of replicas to ask; None for all usable ones.
         """
         if not self.is_open:
             raise KVBoostError("the pool of replicas is closed")
@@ -291,7 +289,7 @@ class Replicas:
     # Polling.
 
     async def _look_after(self) -> None:
-        """Poll the load and the cache events of each replica until cancelled."""
+        """Poll the load and cache events of all replicas until cancelled."""
         try:
             while True:
                 self._looks.begin(self._looked_at())
@@ -313,7 +311,7 @@ class Replicas:
         return self.usable & frozenset(self.router.members())
 
     async def _look_at(self, name: str) -> None:
-        if name not in self.router.members():  # it has left
+        if name not in self.router.members():  # The replica has left.
             return
         told = await self._ask_quietly(name, "tell", self.router.cursor(name))
         if not isinstance(told, ReplicaUpdate):
@@ -327,8 +325,8 @@ class Replicas:
             await self._learn_from(name)
 
     def _is_about_gone(self) -> bool:
-        """Return whether the replica that defined the settings is gone."""
-        # If so, another replica defines them, possibly of a newer version.
+        """Return whether the replica that `about` describes is gone."""
+        # Another replica is described then, possibly one of a newer version.
         return self.about.replica not in self.usable
 
     async def _learn_from(self, name: str) -> None:
@@ -341,7 +339,7 @@ class Replicas:
             self.about = found
 
     async def _ask_quietly(self, name: str, method: str, *arguments: Any) -> Any:
-        """Call a method of one replica; return None if it fails or times out."""
+        """Call a method of one replica; return None and log a warning if it fails or times out."""
         # A failure of one replica must not stop the polling of the others.
         try:
             return await self._ask_one(ReplicaCall((name,), method, arguments), _TELLING_SECONDS)
@@ -351,10 +349,10 @@ class Replicas:
             )
             return None
 
-    # The loop.
+    # Event loop.
 
     def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Run a coroutine on the loop, outside of any Ray request."""
+        """Run a coroutine on the event loop, outside of any Ray request."""
         # Inside a request, all calls would have the same id, by which Ray's router distinguishes
         # them.
         with self._lock:  # nothing may start after the loop has ended
@@ -366,7 +364,7 @@ class Replicas:
             )
 
     def call_soon(self, work: Callable[[], object]) -> None:
-        """Call a function on the loop; do nothing after `close`."""
+        """Call a function on the event loop. Do nothing after `close`."""
         try:
             self._loop.call_soon_threadsafe(work, context=contextvars.Context())
         except RuntimeError:
@@ -374,7 +372,7 @@ class Replicas:
                 raise
 
     def close(self) -> None:
-        """Cancel all work and end the thread."""
+        """Cancel all work, and end the thread."""
         with self._lock:
             if not self.is_open:
                 return
@@ -395,9 +393,8 @@ class Replicas:
             self._tasks.discard(task)
 
     async def _end_all(self) -> None:
-        """Cancel all work until it has ended."""
-        # Ray may answer a cancelled call with an error of its own, after which a polling loop
-        # continues.
+        """Cancel all tasks repeatedly, until every task has ended."""
+        # Ray may answer a cancelled call with its own error. A polling loop would then continue.
         while tasks := list(self._tasks):
             for task in tasks:
                 task.cancel()

@@ -1,4 +1,4 @@
-"""The directory for files of the server's own Ray."""
+"""The directory for the files of a Ray instance that the server starts."""
 
 from __future__ import annotations
 
@@ -19,29 +19,28 @@ from kvboost_edge.server.logs import log_facts
 
 __all__ = ["MEMORY_PLACE", "STORE_BYTES", "ray_directory"]
 
-STORE_BYTES = 80 << 20  # Ray's minimum, because answers are small
+STORE_BYTES = 80 << 20  # Ray's minimum; answers are small
 MEMORY_PLACE = "/dev/shm"
-# Space for Ray's object store, for objects beyond it, and for logs.
+# For Ray's object store, spilled objects and logs.
 _MEMORY_BYTES = 4 * STORE_BYTES
-_RANDOM = 8  # characters that `mkdtemp` appends
+_RANDOM = 8  # characters appended by `mkdtemp`
 _INSIDE = "r"
-_MOST_SOCKET_PATH = 107  # characters of a Unix socket's path; Ray's sockets are in the directory
-_SESSION_PATH = 70  # characters that Ray appends
+_MOST_SOCKET_PATH = 107  # characters of a Unix socket's path
+_SESSION_PATH = 70  # characters that Ray appends for its sockets
 
 
 @contextlib.contextmanager
 def ray_directory() -> Iterator[str]:
-    """Create a directory for the files of one Ray, and remove it at the end.
+    """Create a directory for the files of one Ray instance, and remove it at the end.
 
     Directories of killed servers are removed first. Raises ConfigError if the path is too long for
-    Ray.
+    Ray's sockets.
     """
     _remove_abandoned()
-    # Ray makes its directory accessible to every user, so it is inside one that only this user may
-    # enter.
+    # Ray makes its directory accessible to all users, so a directory of this user encloses it.
     outer = Path(tempfile.mkdtemp(prefix=_prefix(), dir=_place()))
     try:
-        with open_unfinished(outer):  # while it is locked, no other server removes the directory
+        with open_unfinished(outer):  # The lock keeps other servers from removing it.
             inner = outer / _INSIDE
             if len(str(inner)) + _SESSION_PATH > _MOST_SOCKET_PATH:
                 most = _MOST_SOCKET_PATH - _SESSION_PATH - len(f"/{_prefix()}/{_INSIDE}") - _RANDOM
@@ -56,8 +55,8 @@ def ray_directory() -> Iterator[str]:
 
 
 def _prefix() -> str:
-    """Return the prefix of directory names for this machine since its start."""
-    # Machines may share the directory over a file system that does not share their locks.
+    """Return the prefix of directory names, which depends on the machine and its last boot."""
+    # Machines may share a file system that does not share locks.
     boot = b""
     with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_bytes()
@@ -65,7 +64,7 @@ def _prefix() -> str:
 
 
 def _place() -> str:
-    """Return the parent directory: in memory if there is enough space, else for temporary files."""
+    """Return the parent directory: in memory if there is space, else for temporary files."""
     with contextlib.suppress(OSError):
         if shutil.disk_usage(MEMORY_PLACE).free >= _MEMORY_BYTES:
             return MEMORY_PLACE
@@ -87,9 +86,9 @@ def _remove_abandoned() -> None:
 
 
 def _remove(outer: Path) -> None:
-    """Remove a directory, its locked file last.
+    """Remove a directory. Its locked file is removed last.
 
-    Without the lock, a later server could not tell that the rest may be removed.
+    Without that file, later servers could not tell that the directory is abandoned.
     """
     shutil.rmtree(outer / _INSIDE, ignore_errors=True)
     if not (outer / _INSIDE).exists():
@@ -97,5 +96,5 @@ def _remove(outer: Path) -> None:
 
 
 def _is_own(path: Path) -> bool:
-    """Return whether a directory belongs to this user. Files of other users are not opened."""
+    """Return whether a directory belongs to this user. Other users' files are never opened."""
     return sys.platform != "win32" and path.lstat().st_uid == os.getuid() and path.is_dir()

@@ -1,4 +1,4 @@
-"""`kvboost-edge serve --workers N`: one server with replicas on its own Ray or on a cluster."""
+"""`kvboost-edge serve --workers N`: a server with replicas, on its own Ray or on a cluster."""
 
 from __future__ import annotations
 
@@ -44,22 +44,22 @@ __all__ = [
 ]
 
 FLAGS_VARIABLE = "KVBOOST_EDGE_SERVE_FLAGS"
-# Not in a serve.yaml, which runs on its own cluster with Ray's proxy.
+# Not allowed in a serve.yaml: its cluster and port are those of Ray.
 _REFUSED = ("ray_address", "port")
 
-_OPENING_SECONDS = 60.0  # from a ready deployment to the first replica's answer
-_ENDING_SECONDS = 10.0  # wait for killed processes
+_OPENING_SECONDS = 60.0  # from the deployment to the first replica's answer
+_ENDING_SECONDS = 10.0  # for killed processes to end
 _WAITING_SECONDS = 0.1  # polling interval while replicas start
-_MOST_REASON = 500  # characters from the end of Ray's message
-# One token per process, because Ray remembers the first one.
+_MOST_REASON = 500  # taken from the end of Ray's message
+# One token per process, because Ray keeps the first one.
 _TOKEN = secrets.token_hex(32)
 _LOOPBACK = "127.0.0.1"
-# Environment variables for Ray on this machine; None to unset one.
+# Environment of a Ray instance on this machine. None unsets a variable.
 _OWN: dict[str, str | None] = {
     "RAY_ADDRESS": None,
-    "RAY_AUTH_MODE": None,  # the default requires tokens
+    "RAY_AUTH_MODE": None,  # Ray's default requires tokens.
     "RAY_AUTH_TOKEN": _TOKEN,
-    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # loopback only, on every system
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # loopback only, on all systems
     "RAY_USAGE_STATS_ENABLED": "0",
 }
 _ERRORS = {kind.__name__ for kind in vars(errors).values() if isinstance(kind, type)}
@@ -67,7 +67,7 @@ _LINE = re.compile(r"(?:[\w.]+\.)?(?P<kind>[A-Z]\w+): (?P<text>.*)")
 
 
 def replica_options(options: ServeOptions) -> ReplicaOptions:
-    """Return the parameters of every replica."""
+    """Return the parameters of each replica."""
     tenants: tuple[str | None, ...] = tuple(tenant_of_key(key) for key in options.settings.all_keys)
     return ReplicaOptions(
         options.model,
@@ -80,11 +80,13 @@ def replica_options(options: ServeOptions) -> ReplicaOptions:
 
 
 def flags_of(arguments: Mapping[str, Any]) -> list[str]:
-    """Convert arguments of `serve.yaml` or `serve run` to flags of `kvboost-edge serve`.
+    """Convert the arguments of a serve.yaml or `serve run` to flags of `kvboost-edge serve`.
 
-    Examples: `num_threads: 4`; a list for a repeatable flag; true for a flag without a value.
-    Without arguments, the environment variable KVBOOST_EDGE_SERVE_FLAGS is used. Raises ConfigError
-    for arguments that Ray's configuration sets.
+    Examples are `num_threads: 4`, a list for a repeatable flag, and true for a flag without a
+    value. Without arguments, flags are read from the environment variable KVBOOST_EDGE_SERVE_FLAGS.
+
+    Raises:
+        ConfigError: An argument belongs to Ray's own configuration.
     """
     if not arguments:
         return shlex.split(os.environ.get(FLAGS_VARIABLE, ""))
@@ -103,9 +105,9 @@ def flags_of(arguments: Mapping[str, Any]) -> list[str]:
 
 @contextlib.contextmanager
 def replicated(options: ServeOptions) -> Iterator[ReplicatedEngine]:
-    """Start the replicas, and yield them as one engine; end them afterwards."""
+    """Start the replicas, and yield them as one engine. They end afterwards."""
     config = EngineConfig.from_options(**options.engine)
-    # Before Ray starts, so that invalid options and files are reported at once.
+    # Done before Ray starts, to report invalid options and files at once.
     tokenizer, digest = open_tokenizer(options.model, config)
     threads = options.engine.get("num_threads")
     with cluster(options.ray_address, options.workers, threads) as each:
@@ -130,14 +132,16 @@ def pooled(
 ) -> Iterator[ReplicatedEngine]:
     """Yield the replicas of a handle as one engine, once the first one is ready.
 
+    Raises the errors of `Replicas.open`.
+
     Args:
         handle: Ray's handle of the deployment.
         name: Name of the ingress, see `TargetRouter`.
         tokenizer: The model's tokenizer.
         digest: Digest of the model's files, see `open_tokenizer`.
-        config: The engine's configuration.
-        seconds: As for `Replicas.open`, whose errors it raises.
-        is_settled: As for `Replicas.open`.
+        config: Configuration of the engines.
+        seconds: Longest time to wait, see `Replicas.open`.
+        is_settled: See `Replicas.open`.
     """
     from kvboost_edge.serve_ray.pool import ReplicatedEngine
     from kvboost_edge.serve_ray.replicas import Replicas
@@ -185,13 +189,16 @@ def own_cluster(num_cpus: int) -> Iterator[None]:
     """Start Ray on this machine only, and stop it afterwards.
 
     Ray listens on loopback with its own token, without dashboard and usage reports. Its files are
-    in a directory that is removed at the end. Raises BackendUnavailable if Ray does not start.
+    in a directory that is removed at the end.
+
+    Raises:
+        BackendUnavailable: Ray does not start.
     """
     with ray_directory() as directory, _environment(_OWN):
         import ray
 
         try:
-            # Quiet: Ray would only log that it requires tokens.
+            # Ray would log that it requires tokens.
             with _kept_signals(), _on_loopback(), _quiet("ray._private.authentication"):
                 ray.init(
                     address="local",
@@ -204,9 +211,7 @@ def own_cluster(num_cpus: int) -> Iterator[None]:
                     _temp_dir=directory,
                     _node_ip_address=_LOOPBACK,
                 )
-        except (
-            BaseException
-        ) as error:  # signals, and Ray's timeouts, which have no class of their own
+        except BaseException as error:  # Ray raises signals and untyped timeouts.
             _end_processes(directory)  # before the directory is removed
             if not isinstance(error, Exception):
                 raise
@@ -225,7 +230,7 @@ def own_cluster(num_cpus: int) -> Iterator[None]:
 
 def _end_processes(directory: str) -> None:
     """Kill the processes of a partly started Ray that uses `directory`."""
-    # They would run as long as this process.
+    # They would otherwise run until this process ends.
     import psutil
 
     found = []
@@ -268,15 +273,15 @@ def deployed(options: ServeOptions, name: str, cpus: int) -> Iterator[Any]:
         yield handle
     finally:
         log_facts(logging.INFO, "stopping replicas")
-        serve.delete(name)  # waits until the replicas have closed their engines
+        serve.delete(name)  # waits until all engines are closed
 
 
 def _wait_for(name: str) -> None:
-    """Wait until all replicas of an application run, and log the reason for a long wait.
+    """Wait until all replicas of an application run. Log the reason if the wait is long.
 
     Raises the error of a replica that fails to load.
     """
-    # Ray may wait forever, for example for CPUs that another application has reserved.
+    # Ray may wait forever, for example for CPUs that are reserved by another application.
     from ray import serve
 
     told = ""
@@ -296,7 +301,7 @@ def _wait_for(name: str) -> None:
 
 
 def _messages(name: str) -> str:
-    """Return Ray Serve's messages about the application's deployments."""
+    """Return Ray Serve's status messages about the application's deployments."""
     from ray import serve
 
     status = serve.status().applications.get(name)
@@ -304,7 +309,7 @@ def _messages(name: str) -> str:
 
 
 def loading_error(text: str) -> KVBoostError:
-    """Return the error of a replica from Ray's message, which contains a traceback."""
+    """Extract a replica's error from Ray's message, which contains a traceback."""
     found = [
         match
         for line in text.splitlines()
@@ -327,7 +332,7 @@ def _first_line(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def _environment(values: Mapping[str, str | None]) -> Iterator[None]:
-    """Set environment variables for this process and its children; None unsets one."""
+    """Set environment variables for this process and its children. None unsets a variable."""
     before = {name: os.environ.get(name) for name in values}
     _set(values)
     try:
@@ -338,9 +343,9 @@ def _environment(values: Mapping[str, str | None]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _on_loopback() -> Iterator[None]:
-    """Make Ray use the loopback address, and any free port for its node's agent."""
-    # `ray.init` has no arguments for these. By default every Ray uses the same port, and a second
-    # one would not start.
+    """Make Ray use the loopback address, and any free port for the node's agent."""
+    # `ray.init` has no arguments for these. By default all Ray instances use the same port, so a
+    # second one would not start.
     from ray._private import parameter, ray_constants
 
     made = parameter.RayParams
@@ -356,7 +361,7 @@ def _on_loopback() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet(name: str) -> Iterator[None]:
-    """Suppress messages of a logger below errors."""
+    """Suppress a logger's messages below the level of errors."""
     logger = logging.getLogger(name)
     before = logger.level
     logger.setLevel(logging.ERROR)
@@ -376,7 +381,7 @@ def _set(values: Mapping[str, str | None]) -> None:
 
 @contextlib.contextmanager
 def _kept_signals() -> Iterator[None]:
-    """Keep Ray from installing its SIGTERM handler, which it would never remove."""
+    """Keep Ray from installing a SIGTERM handler, because Ray never removes it."""
     from ray._private import utils
 
     take = utils.set_sigterm_handler
@@ -388,7 +393,7 @@ def _kept_signals() -> Iterator[None]:
 
 
 def log_replicas(pool: ReplicatedEngine) -> None:
-    """Log each replica's runner, backend, threads and pool."""
+    """Log the runner, backend, threads and pool of each replica."""
     for name, view in pool.replicas().items():
         stats = view.paged_stats()
         shown = {

@@ -1,7 +1,7 @@
-"""The request router that Ray runs in an ingress: it sends requests to the selected replicas.
+"""Ray's request router in an ingress: it sends requests to the replicas that were chosen.
 
-Ray calls it in the ingress process, in a separate thread, and updates its list of replicas. Ray
-creates the class from a copy of this module's code, so this module cannot hold state; see
+Ray calls the router in the ingress process, on a separate thread, and updates its replicas. Ray
+creates the class from a copy of this module's code, so the module cannot hold state, see
 members.py.
 """
 
@@ -16,9 +16,9 @@ __all__ = ["TargetRouter"]
 
 
 class TargetRouter(RequestRouter):  # type: ignore[misc] # Ray's own types are not checked
-    """A router that tries a request's `targets` in order, then other usable replicas.
+    """A request router that tries the `targets` of a request in order, then other usable replicas.
 
-    Of those it takes the least busy one first. A `ReplicaCall` goes to its target only.
+    Of the others, the least busy replica is used. A `ReplicaCall` goes only to its target.
     """
 
     def initialize_state(self, ingress: str = "") -> None:
@@ -27,7 +27,7 @@ class TargetRouter(RequestRouter):  # type: ignore[misc] # Ray's own types are n
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         """Set Ray's current replicas."""
         found = {replica.replica_id.unique_id: replica.replica_metadata for replica in replicas}
-        # First, because super() sends waiting requests.
+        # Done first, because super() sends waiting requests.
         tell_members(self._ingress, found)
         super().update_replicas(replicas)
 
@@ -36,7 +36,7 @@ class TargetRouter(RequestRouter):  # type: ignore[misc] # Ray's own types are n
         candidate_replicas: list[RunningReplica],
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
-        """Return the ranks of replicas: each available target, then all others together.
+        """Rank the replicas: each available target in order, then all others together.
 
         A request without targets may go to any replica.
         """

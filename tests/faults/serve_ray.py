@@ -94,7 +94,7 @@ FAULTS = (
     fault(
         "a cancelled prompt counts as computed",
         "serve_ray/routing/meter.py",
-        "            self._free_since = now  # its time is not used as a measurement\n",
+        "            self._free_since = now  # The time of an incomplete prompt is not a measurement.\n",
         "",
         f"{_METER}::test_a_cancelled_prompt_measures_nothing",
     ),
@@ -122,7 +122,7 @@ FAULTS = (
     fault(
         "what was cancelled before it began is sent",
         "serve_ray/in_flight.py",
-        "            if self._is_cancelled:  # before this began\n",
+        "            if self._is_cancelled:  # cancelled before this task began\n",
         "            if self._is_cancelled and self._has_begun:\n",
         "tests/serve_ray/test_in_flight.py::test_what_is_cancelled_before_it_begins_is_never_sent",
     ),

@@ -15,7 +15,7 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 
 
 class PlainBlocks:
-    """Blocks of each layer, with keys and values [num_blocks, block_size, num_kv_heads, head_dim]."""
+    """KV blocks of each layer, k and v [num_blocks, block_size, num_kv_heads, head_dim]."""
 
     def __init__(self, spec: KVSpec, num_blocks: int, device: torch.device) -> None:
         self._pools = [

@@ -107,7 +107,7 @@ def decode(
 
 
 class _Half(NamedTuple):
-    """Float16 buffers. Keys and values are [num_buffers, block_size, num_kv_heads, head_dim]."""
+    """Float16 KV buffers, k and v [num_buffers, block_size, num_kv_heads, head_dim]."""
 
     keys: torch.Tensor
     values: torch.Tensor

@@ -1,1 +1,1 @@
-"""Prefix-aware routing: replicas by cached prefixes, load and expected time. No network code."""
+"""Prefix-aware routing: choice of replicas by cached prefixes and load. No network code."""

@@ -1,4 +1,4 @@
-"""Messages between replicas and the router: small frozen records of integers, floats and bytes."""
+"""Messages between replicas and the router: frozen records of integers, floats and bytes."""
 
 from __future__ import annotations
 
@@ -35,10 +35,9 @@ difference.
 
 
 class Place(enum.IntEnum):
-    """The location of a block: a replica's pool, a disk that it can read, or a shared server.
+    """The location of a block: a replica's pool, a disk that the replica reads, or a shared server.
 
-    At each place the key of a hash is a different part of it: the 8 bytes from 8 times the number
-    on.
+    The key of a block at place n consists of bytes 8 n to 8 n + 7 of its hash.
     """
 
     POOL = 0
@@ -49,7 +48,7 @@ class Place(enum.IntEnum):
 class Cursor(NamedTuple):
     """A position in a replica's events: all batches of `epoch` up to `serial` are known.
 
-    The value (0, -1) means none.
+    (0, -1) means that no batch is known.
     """
 
     epoch: int
@@ -63,13 +62,13 @@ class EventBatch(NamedTuple):
     """Changes of a replica's pool and tiers since the previous batch, or their whole content.
 
     Attributes:
-        epoch: Random number of the replica's process, never 0. A new one means an empty cache and
-            new serials.
-        serial: Number of the batch in its epoch, from 0.
-        is_whole: True if `published` is the whole content after batch `serial`, which replaces
+        epoch: Random number of the replica's process, never 0. A new epoch starts with an empty
+            cache and serial 0.
+        serial: Number of the batch within its epoch, from 0.
+        is_whole: True if `published` is the whole content after batch `serial`, which replaces all
             earlier knowledge.
-        published: Keys of added blocks at a `Place`, KEY_BYTES each, concatenated.
-        evicted: Keys of evicted blocks. A key is in at most one of both.
+        published: Keys of blocks added at any `Place`, KEY_BYTES each, concatenated.
+        evicted: Keys of evicted blocks. No key is in both `published` and `evicted`.
     """
 
     epoch: int
@@ -81,24 +80,25 @@ class EventBatch(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaReport:
-    """A replica's load at one moment. Raises ConfigError for an invalid value.
+    """A replica's load at one moment. The constructor raises ConfigError for an invalid value.
 
     Attributes:
-        serial: Number of the report; an older one is ignored.
-        seconds_per_token: Measured time of a prompt token without other prompts in its batch; above
-            0.
-        queued_tokens: Prompt tokens that wait or are being computed.
-        num_running: Requests after their first token.
-        decode_seconds: Current time of a decode step; 0 without running requests.
-        step_tokens: Most tokens in a step (`max_batch_tokens`), for running requests and prompts.
-        num_waiting: Requests before their first token.
-        max_running: Most requests that run together (`max_num_seqs`).
-        free_blocks: Blocks without references, including cached ones.
-        answer_seconds: Average time from a request's first to its last token; 0 if unknown.
-        is_draining: True if the replica takes no more requests.
-        disk_token_seconds: Measured time to read a prompt token from disk; 0 without a disk tier.
-        shared_token_seconds: Measured time to read a prompt token from the shared server; 0 without
-            one.
+        serial: Number of the report. Older reports are ignored.
+        seconds_per_token: Measured seconds per prompt token, without other prompts in the batch;
+            above 0.
+        queued_tokens: Prompt tokens that are waiting or being computed.
+        num_running: Number of requests after their first token.
+        decode_seconds: Current seconds per decode step; 0 without running requests.
+        step_tokens: Most tokens per step (`max_batch_tokens`), for running requests and prompts.
+        num_waiting: Number of requests before their first token.
+        max_running: Most requests that run at the same time (`max_num_seqs`).
+        free_blocks: Blocks without references, including cached blocks.
+        answer_seconds: Average seconds from a request's first to its last token; 0 if unknown.
+        is_draining: True if the replica accepts no more requests.
+        disk_token_seconds: Measured seconds to read a prompt token from disk; 0 without a disk
+            tier.
+        shared_token_seconds: Measured seconds to read a prompt token from the shared server; 0
+            without a server.
     """
 
     serial: int
@@ -138,16 +138,17 @@ class ReplicaReport:
 
 
 class RoutingDecision(NamedTuple):
-    """A replica for a request.
+    """A replica chosen for a request.
 
     Attributes:
         replica_id: Name of the replica.
-        matched_tokens: Prompt tokens believed to be in its pool.
-        missing_tokens: Tokens to compute, at least 1. The replica's `Meter` counts them as queued.
+        matched_tokens: Prompt tokens believed to be in the replica's pool.
+        missing_tokens: Prompt tokens to compute, at least 1. The replica's `Meter` counts them as
+            queued.
         expected_seconds: Expected time to first token.
         restored_tokens: Prompt tokens believed to be in a tier that the replica reads.
-        present_tokens: Those of `restored_tokens` also believed to be in its pool, so that only the
-            recurrent state after them is read.
+        present_tokens: Part of `restored_tokens` whose KV is believed to be in the pool too, so
+            that only the recurrent state after it is read.
     """
 
     replica_id: str

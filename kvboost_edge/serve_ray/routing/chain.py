@@ -1,4 +1,4 @@
-"""A prompt in the router's form: the prefix hashes of its full blocks."""
+"""A prompt as the router sees it: the prefix hashes of its full blocks."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def key_of(prefix_hash: bytes, place: Place = Place.POOL) -> int:
 
 
 class Outside(NamedTuple):
-    """The blocks of a chain that are reported at a place outside of pools (`OUTSIDE_MASK`).
+    """The blocks of a prompt that are reported outside of pools, a subset (`OUTSIDE_MASK`).
 
     Attributes:
-        keys: Their keys, in order.
-        ends: For each of them, the number of the chain's blocks up to its end.
+        keys: Keys of these blocks, in order.
+        ends: For each key, the number of the prompt's blocks up to and including this block.
     """
 
     keys: tuple[int, ...] = ()
@@ -39,18 +39,18 @@ class Outside(NamedTuple):
 
 
 class PromptChain(NamedTuple):
-    """A prompt to be routed, without its text and tokens.
+    """A prompt to route, without its text and tokens.
 
     Attributes:
-        keys: Keys of its full blocks, in order.
-        num_tokens: Tokens of the prompt, at least 1.
-        block_size: Tokens of a block.
-        cache_key: Hash of the caller's `prompt_cache_key`, or None. Prompts with the same one
+        keys: Keys of the prompt's full blocks, in order.
+        num_tokens: Number of tokens, at least 1.
+        block_size: Tokens per block.
+        cache_key: Hash of the caller's `prompt_cache_key`, or None. Prompts with the same key
             prefer the same replica.
         disk: The same blocks on disk.
         shared: The same blocks on the shared server.
-        states: For hybrid models, the keys of the states after all these blocks by `Place`; else
-            ().
+        states: For hybrid models, the keys of the recurrent states after all these blocks, by
+            `Place`; () for other models.
     """
 
     keys: tuple[int, ...]
@@ -71,14 +71,15 @@ class PromptChain(NamedTuple):
         *,
         has_states: bool = False,
     ) -> PromptChain:
-        """Build a chain from a prompt's tokens.
+        """Build a chain from the tokens of a prompt.
 
         Args:
-            token_ids: The prompt.
-            root: Root hash of its tenant and salt, see `hashing.shared_root`.
-            block_size: Tokens of a block.
+            token_ids: Token ids of the prompt.
+            root: Root hash of the tenant and salt, see `hashing.shared_root`.
+            block_size: Tokens per block.
             prompt_cache_key: The caller's key for a preferred replica.
-            has_states: As for `of_hashes`.
+            has_states: Whether the model has recurrent state. Its blocks are usable only with a
+                state.
         """
         hashes = prefix_hashes(token_ids, root, block_size)
         return cls.of_hashes(
@@ -96,15 +97,16 @@ class PromptChain(NamedTuple):
         *,
         has_states: bool = False,
     ) -> PromptChain:
-        """Build a chain from known hashes.
+        """Build a chain from known block hashes.
 
         Args:
-            hashes: Prefix hashes of the full blocks.
-            num_tokens: Tokens of the prompt.
-            block_size: Tokens of a block.
-            root: Root hash of the tenant; only used with a `prompt_cache_key`.
+            hashes: Prefix hashes of the prompt's full blocks.
+            num_tokens: Number of tokens of the prompt.
+            block_size: Tokens per block.
+            root: Root hash of the tenant. Only used with a `prompt_cache_key`.
             prompt_cache_key: The caller's key for a preferred replica.
-            has_states: Whether the model has recurrent state, without which blocks cannot be used.
+            has_states: Whether the model has recurrent state. Its blocks are usable only with a
+                state.
         """
         if num_tokens < 1 or len(hashes) != num_tokens // block_size:
             raise RequestError(
@@ -123,8 +125,8 @@ class PromptChain(NamedTuple):
         return cls(keys, num_tokens, block_size, cache_key, disk, shared, states)
 
     def servable_states(self, place: Place) -> tuple[int, ...]:
-        """Return the keys at a place of the states that this prompt could continue from."""
-        # At least the last token is computed, so a state after it is useless.
+        """Return the keys of recurrent states at a place from which this prompt can continue."""
+        # The last token is always computed, so a state after it is useless.
         return self.states[place][: (self.num_tokens - 1) // self.block_size]
 
 

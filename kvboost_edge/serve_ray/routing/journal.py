@@ -1,7 +1,7 @@
-"""A replica's journal of cache events, for several routers that poll at their own pace.
+"""A replica's journal of cache events. Several routers poll it, each at its own pace.
 
-Events are in numbered batches that are kept for a while. A router that is too late gets the whole
-content.
+Events are stored in numbered batches for a while. A router that is too late receives the whole
+content instead.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Journal:
 
     Args:
         max_changes: Most keys in stored batches.
-        epoch: Number of the process, never 0; random by default.
+        epoch: Number that identifies the process, never 0. None chooses a random number.
     """
 
     def __init__(self, max_changes: int = 100_000, epoch: int | None = None) -> None:
@@ -39,7 +39,7 @@ class Journal:
         self._held: dict[Place, set[bytes]] = {place: set() for place in Place}
 
     def add(self, events: CacheEvents, place: Place = Place.POOL) -> EventBatch | None:
-        """Add events of the engine's `take_cache_events`, or of `take_tier_events` for a tier.
+        """Add events from the engine's `take_cache_events`, or from `take_tier_events` for a tier.
 
         Returns the new batch, or None if nothing changed.
         """
@@ -48,7 +48,7 @@ class Journal:
         if events.is_whole:
             evicted = held - published
         else:
-            # If two hashes share a key, an added block outweighs an evicted one: a false belief
+            # If an added and an evicted block share a key, the key is kept, because a false belief
             # only costs time.
             evicted = (_keys(events.evicted, place) - published) & held
         published -= held
@@ -68,7 +68,8 @@ class Journal:
     def since(self, cursor: Cursor) -> list[EventBatch]:
         """Return the batches after a cursor, in order.
 
-        Returns one whole batch if they are no longer stored, or if the cursor has another epoch.
+        Returns a single batch with the whole content if they are no longer stored, or if the cursor
+        has another epoch.
         """
         if self._serial < 0:
             return []
@@ -82,7 +83,7 @@ class Journal:
 
 
 def _keys(prefix_hashes: Iterable[bytes], place: Place) -> set[bytes]:
-    """Return the keys of those hashes that are reported for a place."""
+    """Return the keys of the hashes that are reported for a place."""
     start = place * KEY_BYTES
     keys = {prefix_hash[start : start + KEY_BYTES] for prefix_hash in prefix_hashes}
     return keys if place is Place.POOL else {key for key in keys if not key[0] & OUTSIDE_MASK}

@@ -1,4 +1,4 @@
-"""The load of replicas, and the cost of a first token on each: arrays with an entry per replica."""
+"""The load of replicas and the expected time to first token, as arrays over replicas."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["ReplicaLoads"]
 
 Vector = npt.NDArray[np.float64]
 
-_ASSUMED_SECONDS = 1e-3  # per token, before the first report of any replica
+_ASSUMED_SECONDS = 1e-3  # seconds per token before any replica's first report
 _FIGURES = """busy_until seconds_per_token decode_seconds step_tokens num_running num_waiting
 max_running free_blocks answer_seconds disk_token_seconds shared_token_seconds""".split()
 
@@ -21,12 +21,13 @@ max_running free_blocks answer_seconds disk_token_seconds shared_token_seconds""
 class ReplicaLoads:
     """The load of the replicas in slots 0, 1, ...
 
-    The last report of each replica is updated by the requests routed since. A replica works through
-    its queue without reports, so the time when the queue will be empty is stored, not its length.
+    It combines the last report of each replica with the requests routed since. A replica works off
+    its queue without new reports. Therefore, the time at which the queue will be empty is stored,
+    not its length.
 
     Args:
-        report_seconds: Maximum age of a report when it arrives. A report may miss requests routed
-            within that time.
+        report_seconds: Maximum age of a report when it arrives. Requests routed within this time
+            may be missing in the report.
 
     Attributes:
         usable: bool [slots], True for replicas that exist and are not draining.
@@ -35,13 +36,13 @@ class ReplicaLoads:
     def __init__(self, report_seconds: float) -> None:
         self._report_seconds = report_seconds
         self._serials: dict[int, int] = {}
-        # Recently routed requests: (time, tokens, blocks).
+        # Recently routed requests: (time, tokens, blocks) of each.
         self._underway: dict[int, deque[tuple[float, float, float]]] = {}
         self.usable = np.zeros(0, bool)
         self._figures: dict[str, Vector] = {name: np.zeros(0) for name in _FIGURES}
 
     def open(self, slot: int) -> None:
-        """Add a replica with unknown load: idle, and as fast as the others."""
+        """Add a replica with unknown load. It counts as idle, and as fast as the others."""
         if slot >= len(self.usable):
             more = max(64, slot)
             self.usable = np.concatenate([self.usable, np.zeros(more, bool)])
@@ -68,7 +69,7 @@ class ReplicaLoads:
         self.usable[slot] = not report.is_draining
 
     def take(self, slot: int, report: ReplicaReport, now: float) -> None:
-        """Take a replica's report, and add later requests. Old reports are ignored."""
+        """Apply a replica's report, and add requests routed later. Old reports are ignored."""
         if report.serial <= self._serials[slot]:
             return
         self._serials[slot] = report.serial
@@ -81,7 +82,7 @@ class ReplicaLoads:
             self._add(slot, tokens, blocks, now)
 
     def note_routed(self, slot: int, num_tokens: int, num_blocks: int, now: float) -> None:
-        """Add prompt tokens sent to a replica, and the free blocks that they need."""
+        """Add a request sent to a replica: its prompt tokens, and the free blocks they need."""
         self._underway[slot].append((now, num_tokens, num_blocks))
         self._add(slot, num_tokens, num_blocks, now)
 
@@ -101,7 +102,7 @@ class ReplicaLoads:
         figures["free_blocks"][slot] -= num_blocks
 
     def token_seconds(self, place: Place) -> Vector:
-        """Return the seconds to read a token at a place, [slots]; 0 where a replica cannot."""
+        """Return the seconds to read a token from a place, [slots]; 0 if a replica cannot."""
         return self._figures[
             "disk_token_seconds" if place is Place.DISK else "shared_token_seconds"
         ]
@@ -113,22 +114,22 @@ class ReplicaLoads:
         now: float,
         restoring: Vector | float = 0.0,
     ) -> tuple[Vector, Vector]:
-        """Return the expected time to first token in each slot, and the prompt's own part of it.
+        """Return the expected time to first token, and the part spent on computing the prompt.
 
-        Both are [slots]. The rest is the queue, the running step, and in a full replica the time
-        until a request ends.
+        Both are [slots]. The other parts are the queue, the running step and, in a full replica,
+        the time until a request ends.
 
         Args:
             missing_tokens: Tokens to compute, [slots].
             missing_blocks: Blocks to compute, [slots].
             now: Monotonic time in seconds.
-            restoring: Seconds to read blocks, during which the queue is computed.
+            restoring: Seconds to read blocks from tiers. The queue is computed meanwhile.
         """
         figures = self._figures
         running = figures["num_running"]
         step_tokens = figures["step_tokens"]
         wait = np.maximum(figures["busy_until"] - now, restoring)
-        # The part of a step that is left to prompts.
+        # share of a step that is available to prompts
         share = np.maximum(1.0 - running / np.maximum(step_tokens, 1.0), 0.125)
         own = missing_tokens * figures["seconds_per_token"] / share
         too_many = np.maximum(running + figures["num_waiting"] + 1.0 - figures["max_running"], 0.0)

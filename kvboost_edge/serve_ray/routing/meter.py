@@ -1,4 +1,4 @@
-"""Measurement of a replica's load, from the times at which its requests begin, answer and end."""
+"""Measurement of a replica's load, from the times at which requests start, answer and end."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from kvboost_edge.serve_ray.routing.cache_records import Place, ReplicaReport
 
 __all__ = ["Meter"]
 
-_REMEMBERED_TOKENS = 20_000  # measurements before that many tokens count less than a third
+_REMEMBERED_TOKENS = 20_000  # older measurements weigh less than a third
 _PRIOR_TOKENS = 512.0
 _REMEMBERED_ANSWERS = 20.0
 
 
 class Meter:
-    """Measurements for a `ReplicaReport`. Not thread-safe; `now` as in `PrefixRouter`.
+    """Measurements for a `ReplicaReport`. Not thread-safe.
 
-    Prompts count as computed one after another. A request's tokens took the time since its
-    beginning, or since the previous first token if that was later.
+    Prompts count as computed one after another. The time of a request's tokens begins at its start,
+    or at the previous request's first token if that was later. `now` is a monotonic time in
+    seconds.
 
     Args:
         seconds_per_token: Assumed before the first measurement.
@@ -35,7 +36,7 @@ class Meter:
         max_running: int,
         tiers: Mapping[Place, float] | None = None,
     ) -> None:
-        # Raises ConfigError for invalid figures.
+        # Validates the arguments: raises ConfigError.
         ReplicaReport(
             serial=0,
             seconds_per_token=seconds_per_token,
@@ -46,30 +47,30 @@ class Meter:
         self._max_running = max_running
         self._tokens = _PRIOR_TOKENS
         self._seconds = _PRIOR_TOKENS * seconds_per_token
-        # By place: tokens read, and their seconds.
+        # (tokens read, seconds) by place.
         self._read = {
             place: (_PRIOR_TOKENS, _PRIOR_TOKENS * seconds)
             for place, seconds in (tiers or {}).items()
         }
-        # Requests before their first token: start, missing tokens, and whether all of the time is
-        # theirs.
+        # Requests before their first token: start, missing tokens, and whether the time can be used
+        # as a measurement.
         self._begun: dict[Hashable, tuple[float, int, bool]] = {}
         self._running: dict[Hashable, float] = {}  # time of the first token
         self._queued_tokens = 0
-        self._free_since = -math.inf  # time of the last first token
+        self._free_since = -math.inf  # time of the latest first token
         self._answer_seconds = self._step_seconds = 0.0
         self._serial = -1
 
     def begin(
         self, request: Hashable, missing_tokens: int, now: float, restored_tokens: int = 0
     ) -> None:
-        """Record the start of a request; a known request starts again.
+        """Record the start of a request. A known request starts again.
 
         Args:
             request: The request.
             missing_tokens: Prompt tokens to compute, see `RoutingDecision`.
             now: Monotonic time in seconds.
-            restored_tokens: Prompt tokens to read first.
+            restored_tokens: Prompt tokens to read from a tier first.
         """
         before = self._begun.pop(request, None)
         self._queued_tokens -= 0 if before is None else before[1]
@@ -78,7 +79,7 @@ class Meter:
         self._queued_tokens += missing_tokens
 
     def first_token(self, request: Hashable, now: float) -> None:
-        """Record a request's first token; later calls for the same request do nothing."""
+        """Record a request's first token. Later calls for the same request have no effect."""
         begun = self._begun.pop(request, None)
         if begun is None:
             return
@@ -91,16 +92,16 @@ class Meter:
         self._running[request] = now
 
     def restored(self, place: Place, num_tokens: int, seconds: float) -> None:
-        """Record prompt tokens that were read for one request from this place only."""
+        """Record the time of reading prompt tokens of one request, all from this place."""
         if place in self._read and num_tokens > 0:
             self._read[place] = _faded(*self._read[place], num_tokens, seconds)
 
     def end(self, request: Hashable, now: float, num_tokens: int = 0) -> None:
-        """Record the end of a request after `num_tokens` tokens of its answer."""
+        """Record the end of a request whose answer has `num_tokens` tokens."""
         begun = self._begun.pop(request, None)
         if begun is not None:
             self._queued_tokens -= begun[1]
-            self._free_since = now  # its time is not used as a measurement
+            self._free_since = now  # The time of an incomplete prompt is not a measurement.
             return
         since = self._running.pop(request, None)
         if since is None:
@@ -114,7 +115,7 @@ class Meter:
         self._serial += 1
         return ReplicaReport(
             serial=self._serial,
-            # With a clock too coarse for a step, the time of a token would be 0.
+            # A clock that is coarser than a step may measure 0 seconds.
             seconds_per_token=max(self._seconds / self._tokens, 1e-9),
             queued_tokens=self._queued_tokens,
             num_running=len(self._running),
@@ -137,11 +138,11 @@ class Meter:
 def _faded(
     tokens: float, seconds: float, more_tokens: int, more_seconds: float
 ) -> tuple[float, float]:
-    """Add tokens and their time to sums in which older values count less."""
+    """Add tokens and seconds to sums in which older values decay."""
     fades = math.exp(-more_tokens / _REMEMBERED_TOKENS)
     return tokens * fades + more_tokens, seconds * fades + more_seconds
 
 
 def _moved(mean: float, value: float) -> float:
-    """Update a moving average; the first value sets it."""
+    """Update a moving average. The first value replaces 0."""
     return value if mean == 0.0 else mean + (value - mean) / _REMEMBERED_ANSWERS

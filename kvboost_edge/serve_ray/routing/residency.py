@@ -1,13 +1,13 @@
-"""Beliefs about each replica's cache: a bounded map from block keys to the replicas that have them.
+"""Beliefs about each replica's cache: a bounded map from block keys to replicas that hold them.
 
-Replicas are numbers, called slots. The holders of a block are one integer with a bit for each slot,
-so the holders of all blocks of a prefix are an AND of two integers for any number of replicas.
+Replicas are numbered by slots. The holders of a block are stored as an integer with one bit per
+slot. An AND of two integers thus finds the common holders, for any number of replicas.
 
-Beliefs come from the replicas' events, in order and without gaps. Prompts sent to a replica are
-beliefs that expire. After a gap, all reported content expires in the same way until the replica has
+Beliefs come from the replicas' events, which arrive in order. Prompts sent to a replica add beliefs
+that expire. If events are missing, all reported content gets an expiry too, until the replica has
 reported everything again. A wrong belief only costs time.
 
-Recurrent states have their own keys (`hashing.state_hash`), and are stored likewise.
+Recurrent states have their own keys (`hashing.state_hash`), and are stored in the same way.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from kvboost_edge.serve_ray.routing.cache_records import (
 
 __all__ = ["MOST_LEVELS", "Level", "Residency"]
 
-_TOLD = math.inf  # expiry of reported content
+_TOLD = math.inf  # Reported content does not expire.
 MOST_LEVELS = 32
 
 
@@ -40,7 +40,7 @@ class Level(NamedTuple):
 
     Attributes:
         num_blocks: Length of the prefix in blocks.
-        holders: Bits of the slots that hold it.
+        holders: Integer with the bits of the slots that hold the prefix.
     """
 
     num_blocks: int
@@ -51,8 +51,8 @@ class _Known:
     """Knowledge about one replica.
 
     Attributes:
-        until: Keys that it is believed to hold, with their expiry.
-        cursor: The last batch applied or seen.
+        until: Expiry of each key that the replica is believed to hold.
+        cursor: Last batch that was applied or seen.
         is_synced: True if no batch is missing.
     """
 
@@ -65,13 +65,13 @@ class _Known:
 
 
 class _Expiry(NamedTuple):
-    """The expiry of beliefs that are not renewed.
+    """A time at which beliefs end unless they were renewed.
 
     Attributes:
         at: Time of the expiry.
-        slot: The replica.
-        known: The knowledge about it.
-        keys: The keys; None for everything that the replica has not reported since.
+        slot: Slot of the replica.
+        known: Knowledge about the replica.
+        keys: The keys; None for everything that the replica has not reported again.
     """
 
     at: float
@@ -84,11 +84,12 @@ class Residency:
     """Beliefs about the replicas in slots 0, 1, ... Not thread-safe.
 
     Args:
-        max_entries: Most (replica, block) pairs. Beyond it, the map keeps only blocks whose key has
-            one more zero bit at its end: half of them, the same ones for all replicas. Matches
-            become less precise, but no prefix is forgotten. The others are dropped gradually.
-            States have 8 zero bits, so they are dropped only when one block in 256 is left.
-        believed_seconds: Lifetime of a belief that no replica has reported.
+        max_entries: Most (replica, block) pairs. Above this number, the map keeps only blocks whose
+            keys end with one more zero bit. That is half of the blocks, the same ones for all
+            replicas, and the others are dropped gradually. Matches become less precise, but no
+            prefix is forgotten. Keys of states end with 8 zero bits, so states are dropped only
+            after 255 of 256 blocks.
+        believed_seconds: Lifetime of a belief that the replica has not reported.
     """
 
     def __init__(self, max_entries: int, believed_seconds: float) -> None:
@@ -100,14 +101,14 @@ class Residency:
         self._believed_seconds = believed_seconds
         self._holders: dict[int, int] = {}
         self._known: dict[int, _Known] = {}
-        self._expiries: deque[_Expiry] = deque()  # in order, as all have the same lifetime
-        self._coarse = 0  # keys with these bits set are dropped
-        self._unswept: list[int] = []  # slots that may hold other keys
+        self._expiries: deque[_Expiry] = deque()  # ordered, because all lifetimes are equal
+        self._coarse = 0  # Keys with any of these bits are dropped.
+        self._unswept: list[int] = []  # slots that may still hold such keys
         self.num_entries = 0
 
     @property
     def num_blocks(self) -> int:
-        """Number of blocks with a believed holder."""
+        """Number of blocks that at least one replica is believed to hold."""
         return len(self._holders)
 
     def open(self, slot: int) -> None:
@@ -120,14 +121,14 @@ class Residency:
         del self._known[slot]
 
     def cursor(self, slot: int) -> Cursor:
-        """Return the position in the replica's events to poll from; NOTHING_KNOWN after a gap."""
+        """Return the position from which to poll events; NOTHING_KNOWN if batches are missing."""
         known = self._known[slot]
         return known.cursor if known.is_synced else NOTHING_KNOWN
 
     def apply(self, slot: int, batch: EventBatch, now: float) -> bool:
-        """Apply a batch; return False if earlier ones are missing. Old ones are ignored."""
+        """Apply a batch; return False if earlier batches are missing. Old batches are ignored."""
         known = self._known[slot]
-        if batch.epoch != known.cursor.epoch:  # a new process, with an empty cache
+        if batch.epoch != known.cursor.epoch:  # A new process has an empty cache.
             self._forget(slot)
             known = self._known[slot]
             known.is_synced = not batch.is_whole and batch.serial == 0
@@ -154,14 +155,14 @@ class Residency:
         return known.is_synced
 
     def _expire_at(self, slot: int, batch: EventBatch, now: float) -> float:
-        """Let a batch's content expire while batches are missing; return the time."""
-        # It is true now, but a missing batch may have evicted it.
+        """Let a batch's content expire, because batches are missing; return its expiry."""
+        # The content is true now, but a missing later batch may have evicted it.
         at = now + self._believed_seconds
         self._expiries.append(_Expiry(at, slot, self._known[slot], tuple(_keys(batch.published))))
         return at
 
     def _doubt(self, slot: int, now: float) -> None:
-        """Let earlier content expire unless it is reported again, because batches are missing."""
+        """Let reported content expire unless it is reported again, because batches are missing."""
         known = self._known[slot]
         known.is_synced = False
         at = now + self._believed_seconds
@@ -171,13 +172,13 @@ class Residency:
         self._expiries.append(_Expiry(at, slot, known, None))
 
     def believe(self, slot: int, keys: Sequence[int], num_matched: int, now: float) -> None:
-        """Record that a replica will have these blocks of a prompt sent to it.
+        """Record that a replica will hold the blocks of a prompt sent to it.
 
         Args:
-            slot: The replica.
+            slot: Slot of the replica.
             keys: Keys of the prompt's blocks.
-            num_matched: Number of them that were believed before. They are renewed only if the last
-                one is about to expire.
+            num_matched: Number of leading blocks that were believed before. They are renewed only
+                if the last one will expire soon.
             now: Monotonic time in seconds.
         """
         until = self._known[slot].until
@@ -209,8 +210,9 @@ class Residency:
     def levels(self, keys: Sequence[int], most: int = MOST_LEVELS) -> list[Level]:
         """Return prefixes of a chain with their holders, each longer and with fewer holders.
 
-        Returns [] without holders, and at most `most` levels, which ignores small differences.
-        Blocks are found by bisection, assuming that a replica with a block has all earlier ones.
+        Returns [] if no replica holds the first block. There are at most `most` levels, so small
+        differences between replicas are ignored. The search is a bisection. It assumes that a
+        replica with a block has all earlier ones.
         """
         places = self._places(keys)
         found: list[Level] = []
@@ -238,10 +240,10 @@ class Residency:
         return found
 
     def deepest(self, keys: Sequence[int], most: int = MOST_LEVELS) -> list[Level]:
-        """Return the last state along a chain that each replica has, like `levels`.
+        """Return the last recurrent state on a chain that each replica holds, like `levels`.
 
-        Earlier states need not exist. The deepest one is exact. The chain has `most` parts, and
-        other states count as the first one of their part.
+        Earlier states need not be held. The chain is divided into `most` parts. The deepest state
+        is exact, and any other state counts as the first held one of its part.
         """
         found: list[Level] = []
         seen = 0
@@ -260,7 +262,7 @@ class Residency:
         return found[::-1]
 
     def _places(self, keys: Sequence[int]) -> Sequence[int]:
-        """Return the indices of keys that the map keeps."""
+        """Return the indices of the keys that the map keeps."""
         return (
             range(len(keys))
             if not self._coarse
@@ -268,14 +270,14 @@ class Residency:
         )
 
     def reach(self, keys: Sequence[int]) -> int:
-        """Return the length of the longest reported prefix of a chain, in blocks."""
+        """Return the length in blocks of the longest prefix that any replica holds."""
         places = self._places(keys)
         holders = self._holders
         held = bisect.bisect_left(places, True, key=lambda index: keys[index] not in holders)
         return places[held - 1] + 1 if held else 0
 
     def keys_of(self, slot: int) -> dict[int, bool]:
-        """Return the keys that a replica is believed to hold, and whether it reported each."""
+        """Return the keys that a replica is believed to hold, and whether each was reported."""
         return {
             key: until == _TOLD
             for key, until in self._known[slot].until.items()
@@ -283,7 +285,7 @@ class Residency:
         }
 
     def num_bytes(self) -> int:
-        """Return the memory of beliefs and expiries, from the size of each object (slow)."""
+        """Return the bytes of beliefs and expiries, summed over their objects. This is slow."""
         tables: list[Mapping[int, object]] = [
             self._holders,
             *(known.until for known in self._known.values()),
@@ -294,7 +296,7 @@ class Residency:
         return sum(map(sys.getsizeof, tables)) + sum(sizes.values())
 
     def check(self) -> None:
-        """Recompute the map from each replica's content; raise AssertionError if it differs."""
+        """Recompute the map from each replica's content; raise AssertionError if they differ."""
         holders: dict[int, int] = {}
         for slot, known in self._known.items():
             for key in known.until:
@@ -337,7 +339,7 @@ class Residency:
         self._known[slot] = _Known()
 
     def _bound(self) -> None:
-        """Reduce the map towards `max_entries`, one slot per call."""
+        """Shrink the map towards `max_entries`, one slot per call."""
         if self._unswept:
             slot = self._unswept.pop()
             if slot in self._known:
@@ -349,6 +351,8 @@ class Residency:
 
 def _keys(data: bytes) -> list[int]:
     if len(data) % KEY_BYTES:
-        raise ConfigError(f"{len(data)} bytes are not a multiple of {KEY_BYTES}, a key's size")
+        raise ConfigError(
+            f"{len(data)} bytes of keys must be a multiple of the key size, {KEY_BYTES}"
+        )
     keys: list[int] = np.frombuffer(data, dtype="<u8").tolist()
     return keys

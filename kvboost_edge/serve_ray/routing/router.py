@@ -1,4 +1,4 @@
-"""The router: members, their cache content and load, and the placement of requests."""
+"""The router: it tracks the cache content and load of replicas, and places requests."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ __all__ = ["PrefixRouter", "choose", "home", "seed_of"]
 
 Depths = npt.NDArray[np.int64]
 
-_KEY_SHARE = 0.8  # weight of a second at the home of a prompt's cache key
-_OTHERS = 0.5  # share of a prompt's own seconds that is added for the delay of later requests
-_DISK_LEVELS = 8  # parts of a chain; reading an eighth takes little time
-_FEW_HOLDERS = 8  # up to this many bits are handled one by one
+_KEY_SHARE = 0.8  # factor on the time of the preferred replica of a cache key
+_OTHERS = 0.5  # weight of the delay that computing causes for later requests
+_DISK_LEVELS = 8  # parts of a chain; an eighth is read quickly
+_FEW_HOLDERS = 8  # Up to this many bits are handled one by one.
 
 
 _TIE_SHARE = 0.02
@@ -37,14 +37,17 @@ Slots = npt.NDArray[np.intp]
 
 
 def seed_of(replica_id: str) -> int:
-    """Return a replica's seed for rendezvous hashing, the same in every process."""
+    """Return a replica's seed for rendezvous hashing. It is the same in every process."""
     return int.from_bytes(
         hashlib.sha256(replica_id.encode("utf-8", "surrogatepass")).digest()[:8], "little"
     )
 
 
 def home(key: int, slots: Slots, seeds: Seeds) -> int:
-    """Return the home slot of a key by rendezvous hashing; stable unless it is removed."""
+    """Return the home slot of a key by rendezvous hashing.
+
+    The home of a key changes only if its slot is removed, or if a new slot becomes the home.
+    """
     mixed = seeds[slots] ^ np.uint64(key)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
@@ -54,9 +57,9 @@ def home(key: int, slots: Slots, seeds: Seeds) -> int:
 def choose(
     seconds: npt.NDArray[np.float64], depths: npt.NDArray[np.int64], key: int, seeds: Seeds
 ) -> int:
-    """Return the slot with the fewest `seconds`; inf marks unusable ones.
+    """Return the slot with the shortest time; inf marks unusable slots.
 
-    Of nearly equal slots it is the one with the most blocks, and of equal ones the home of `key`.
+    Among nearly equal slots, the ones with the most blocks are preferred, then the home of `key`.
     """
     least = float(seconds.min())
     near = np.flatnonzero(seconds <= least * (1 + _TIE_SHARE) + _TIE_SECONDS)
@@ -67,19 +70,19 @@ def choose(
 
 
 class PrefixRouter:
-    """A router that chooses replicas by their expected time to first token. Not thread-safe.
+    """Chooses replicas by their expected time to first token. Not thread-safe.
 
-    Blocks in no pool and no tier are computed, and blocks in a tier are read. For a hybrid model,
-    blocks after a replica's deepest state are computed too.
+    Blocks that are neither in the pool nor in a tier are computed, and blocks in a tier are read.
+    For a hybrid model, blocks after the deepest recurrent state of a replica are computed too.
 
-    The router's beliefs about caches may be wrong, which costs time. The set of usable replicas is
-    always exact: those added, not removed, and not draining. `now` is a monotonic time in seconds
-    (`time.monotonic`).
+    Beliefs about caches may be wrong, which only costs time. The set of usable replicas is always
+    exact: those that were added, not removed and are not draining. `now` is a monotonic time in
+    seconds (`time.monotonic`).
 
     Args:
         max_entries: Most (replica, block) pairs to remember, see `Residency`.
         believed_seconds: Lifetime of the belief that a replica holds a prompt sent to it.
-        report_seconds: Possible age of a report on arrival.
+        report_seconds: Maximum age of a report when it arrives.
     """
 
     def __init__(
@@ -98,7 +101,7 @@ class PrefixRouter:
         self._num_routed = 0
 
     def set_members(self, replica_ids: Iterable[str]) -> None:
-        """Set the replicas. New ones hold nothing, and knowledge about removed ones is dropped."""
+        """Set the replicas. New ones hold nothing, and beliefs about removed ones are dropped."""
         members = dict.fromkeys(replica_ids)
         for replica_id in self._slots.keys() - members.keys():
             self.remove(replica_id)
@@ -110,7 +113,7 @@ class PrefixRouter:
         return list(self._slots)
 
     def add(self, replica_id: str) -> None:
-        """Add a replica; a known one is unchanged."""
+        """Add a replica. A known replica is unchanged."""
         if replica_id in self._slots:
             return
         slot = self._free.pop() if self._free else len(self._ids)
@@ -126,7 +129,7 @@ class PrefixRouter:
         self._seeds[slot] = seed_of(replica_id)
 
     def remove(self, replica_id: str) -> None:
-        """Remove a replica; ignore an unknown one."""
+        """Remove a replica. An unknown replica is ignored."""
         slot = self._slots.pop(replica_id, None)
         if slot is None:
             return
@@ -136,14 +139,14 @@ class PrefixRouter:
         self._free.append(slot)
 
     def cursor(self, replica_id: str) -> Cursor:
-        """Return a replica's position for `Journal.since`; NOTHING_KNOWN after a gap."""
+        """Return a replica's position for `Journal.since`; NOTHING_KNOWN if batches are missing."""
         return self._residency.cursor(self._slots[replica_id])
 
     def take_events(self, replica_id: str, batches: Iterable[EventBatch], now: float) -> bool:
         """Apply a replica's event batches; return False if some are missing.
 
-        After False, poll again from `cursor`. Repeated and late batches are ignored, and so are
-        those of an unknown replica (True).
+        After False, poll again from `cursor`. Repeated and late batches are ignored. For an unknown
+        replica, nothing is applied and True is returned.
         """
         slot = self._slots.get(replica_id)
         if slot is None:
@@ -154,7 +157,7 @@ class PrefixRouter:
         return is_synced
 
     def take_report(self, replica_id: str, report: ReplicaReport, now: float) -> None:
-        """Take a replica's report. Late ones and those of an unknown replica are ignored."""
+        """Apply a replica's load report. Late reports and unknown replicas are ignored."""
         slot = self._slots.get(replica_id)
         if slot is not None:
             self._loads.take(slot, report, now)
@@ -162,14 +165,14 @@ class PrefixRouter:
     def choose(
         self, chain: PromptChain, now: float, among: Collection[str] | None = None, count: int = 1
     ) -> list[RoutingDecision]:
-        """Return at most `count` replicas for a prompt, best first; [] if none takes requests.
+        """Return at most `count` replicas for a prompt, best first; [] if no replica is usable.
 
-        Changes nothing except expired beliefs.
+        The call removes expired beliefs and changes nothing else.
 
         Args:
             chain: The prompt.
             now: Monotonic time in seconds.
-            among: Choose from these replicas only; None for all.
+            among: Names of the replicas to choose from; None for all.
             count: Most replicas to return.
         """
         self._residency.expire(now)
@@ -180,10 +183,11 @@ class PrefixRouter:
         levels = self._residency.levels(chain.keys)
         depths = ties = held = _depths(levels, len(usable))
         if chain.states:
-            # Prefer the replica with more blocks, because the next state will be at their end.
+            # Of equal replicas, prefer the one with more blocks, because the next state will be
+            # after them.
             depths = self._state_ends(chain, Place.POOL, len(usable))
             ties = depths * (len(chain.keys) + 1) + held
-        most = chain.num_tokens - 1  # the last token is always computed
+        most = chain.num_tokens - 1  # The last token is always computed.
         matched = np.minimum(depths * chain.block_size, most)
         reached, restoring = self._restoring(chain, depths, held)
         served = np.minimum(reached * chain.block_size, most)
@@ -192,7 +196,7 @@ class PrefixRouter:
         missing_blocks = (-(-chain.num_tokens // chain.block_size) - shared).astype(np.float64)
         missing_tokens = (chain.num_tokens - served).astype(np.float64)
         seconds, own = self._loads.seconds(missing_tokens, missing_blocks, now, restoring)
-        # Computing also delays other requests, so it weighs more than waiting.
+        # Computing delays later requests too, so it weighs more than waiting.
         ranks = np.where(usable, seconds + _OTHERS * own, np.inf)
         if chain.cache_key is not None:
             ranks[home(chain.cache_key, slots, self._seeds)] *= _KEY_SHARE
@@ -205,7 +209,7 @@ class PrefixRouter:
             replica_id = self._ids[slot]
             here = int(matched[slot])
             there = int(served[slot])
-            assert replica_id is not None  # only members are usable
+            assert replica_id is not None  # Only members are usable.
             expected = float(seconds[slot])
             found.append(
                 RoutingDecision(
@@ -222,12 +226,12 @@ class PrefixRouter:
     def _restoring(
         self, chain: PromptChain, depths: Depths, held: Depths
     ) -> tuple[Depths, npt.NDArray[np.float64] | float]:
-        """Return the blocks of a chain that each slot has after reading its tiers, and the seconds.
+        """Return the blocks that each slot has after reading its tiers, and the seconds to read.
 
         Both are [slots].
         """
-        # A disk is read before a shared server, each after the `held` blocks of the pool. Only the
-        # deepest state is read, which takes as long as a block.
+        # A replica reads its disk before the shared server, and both after the `held` blocks of its
+        # pool. Of the states, only the deepest one is read. It takes as long as a block.
         on_disk, on_server = (
             self._loads.token_seconds(place) for place in (Place.DISK, Place.SHARED)
         )
@@ -243,7 +247,7 @@ class PrefixRouter:
             )
         if reached is depths:
             return depths, 0.0
-        in_pool = np.maximum(held, depths)  # blocks before a state in the pool are in the pool too
+        in_pool = np.maximum(held, depths)  # A state in the pool implies the blocks before it.
         from_disk = disk_end - np.minimum(in_pool, disk_end)
         from_server = reached - np.minimum(np.maximum(in_pool, disk_end), reached)
         if chain.states:
@@ -255,25 +259,25 @@ class PrefixRouter:
         )
 
     def _on_disk(self, chain: PromptChain, num_slots: int) -> Depths:
-        """Return the usable blocks of a chain on each slot's disk, [num_slots]."""
+        """Return the number of usable blocks of a chain on each slot's disk, [num_slots]."""
         if chain.states:
             return self._state_ends(chain, Place.DISK, num_slots)
-        # A block is evicted from a disk only after all later ones.
+        # A disk evicts a block only after all later blocks.
         told = _depths(self._residency.levels(chain.disk.keys, _DISK_LEVELS), num_slots)
         ends: Depths = np.array((0, *chain.disk.ends))
         return ends[told]
 
     def _on_server(self, chain: PromptChain) -> int:
-        """Return the usable blocks of a chain on the shared server."""
-        # A state was written after its blocks, and has their lifetime. Blocks that were not used
-        # recently exist, but are no longer reported.
+        """Return the number of usable blocks of a chain on the shared server."""
+        # A state is written after its blocks, and has their lifetime. Blocks that were not used
+        # recently exist, but are not reported.
         if not chain.states:
             return (0, *chain.shared.ends)[self._residency.reach(chain.shared.keys)]
         levels = self._residency.deepest(chain.servable_states(Place.SHARED))
         return levels[-1].num_blocks if levels else 0
 
     def _state_ends(self, chain: PromptChain, place: Place, num_slots: int) -> Depths:
-        """Return the blocks before the last state of each slot at a place, [num_slots]."""
+        """Return the blocks before each slot's last recurrent state at a place, [num_slots]."""
         return _depths(self._residency.deepest(chain.servable_states(place)), num_slots)
 
     def _usable(self, among: Collection[str] | None) -> npt.NDArray[np.bool_]:
@@ -284,12 +288,12 @@ class PrefixRouter:
         return asked & self._loads.usable
 
     def _tie_key(self, chain: PromptChain, levels: Sequence[Level]) -> int:
-        """Return a key of the prompt's new part."""
-        # Prompts that continue in the same way after the known part meet at that key's home.
+        """Return the key whose home is preferred among equal slots."""
+        # This is the first block after the known part, so prompts with the same continuation meet.
         if chain.cache_key is not None:
             return chain.cache_key
         if not chain.keys:
-            # No block can be found again, so any replica will do.
+            # Without full blocks nothing can be reused, so requests are spread evenly.
             return self._num_routed * 0x9E3779B97F4A7C15 % 2**64
         known = levels[-1].num_blocks if levels else 0
         return chain.keys[min(known, len(chain.keys) - 1)]
@@ -297,7 +301,7 @@ class PrefixRouter:
     def note_routed(self, choice: RoutingDecision, chain: PromptChain, now: float) -> None:
         """Record that a request was sent to a replica.
 
-        Its tokens count as queued until the next report, and its blocks as cached for
+        Until the next report, its tokens count as queued. Its blocks count as cached for
         `believed_seconds`.
         """
         self._num_routed += 1
@@ -308,12 +312,12 @@ class PrefixRouter:
         num_blocks = -(-taking // chain.block_size)
         self._loads.note_routed(slot, choice.missing_tokens, num_blocks, now)
         self._residency.believe(slot, chain.keys, choice.matched_tokens // chain.block_size, now)
-        if chain.states:  # states for a repeated prompt, and for its continuation
+        if chain.states:  # for a repeated prompt, and its continuation
             ends = {*chain.servable_states(Place.POOL)[-1:], *chain.states[Place.POOL][-1:]}
             self._residency.believe(slot, tuple(ends), 0, now)
 
     def note_not_started(self, choice: RoutingDecision) -> None:
-        """Undo `note_routed` for a request that did not start in the replica."""
+        """Undo `note_routed` for a request that did not start on the replica."""
         slot = self._slots.get(choice.replica_id)
         if slot is not None:
             self._loads.note_not_started(slot, choice.missing_tokens)
@@ -323,15 +327,15 @@ class PrefixRouter:
         return self._residency.num_entries
 
     def num_bytes(self) -> int:
-        """Return the memory of the beliefs in bytes, approximately."""
+        """Return the approximate memory of the beliefs, in bytes."""
         return self._residency.num_bytes()
 
     def beliefs(self, replica_id: str) -> dict[int, bool]:
-        """Return the keys that a replica is believed to hold, and whether it reported each."""
+        """Return the keys that a replica is believed to hold, and whether each was reported."""
         return self._residency.keys_of(self._slots[replica_id])
 
     def check(self) -> None:
-        """Recompute all bookkeeping; raise AssertionError on the first contradiction."""
+        """Recompute all bookkeeping; raise AssertionError at the first contradiction."""
         self._residency.check()
         assert all(self._ids[slot] == replica_id for replica_id, slot in self._slots.items())
         assert len(self._slots) + len(self._free) == len(self._ids)
@@ -339,7 +343,7 @@ class PrefixRouter:
 
 
 def _depths(levels: Sequence[Level], num_slots: int) -> Depths:
-    """Return the blocks of a chain that each slot holds, [num_slots]."""
+    """Return the number of a chain's blocks that each slot holds, [num_slots]."""
     depths = np.zeros(num_slots, np.int64)
     many = [level for level in levels if level.holders.bit_count() > _FEW_HOLDERS]
     if many:
@@ -351,7 +355,7 @@ def _depths(levels: Sequence[Level], num_slots: int) -> Depths:
             packed.reshape(len(many), size), axis=1, count=num_slots, bitorder="little"
         )
         ends = np.array([0, *(level.num_blocks for level in many)])
-        # A holder of a level holds all earlier levels, so their count gives the last one.
+        # A holder of a level holds all earlier levels, so their number identifies its last one.
         depths = ends[bits.sum(axis=0, dtype=np.uint8)]
     for num_blocks, holders in levels[len(many) :]:
         while holders:

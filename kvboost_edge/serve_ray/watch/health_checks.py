@@ -1,4 +1,4 @@
-"""Independent health checks of replicas: a hanging replica does not delay the others' checks."""
+"""Independent health checks of replicas. A replica that hangs does not delay other checks."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ __all__ = ["HealthChecks"]
 
 
 class HealthChecks:
-    """At most one check of each replica at a time, on one event loop.
+    """Health checks on one event loop, at most one at a time for each replica.
 
     Args:
-        look: Checks a replica by its name, in bounded time. An exception is logged and ends only
-            that check.
+        look: Function that checks the replica with a given name, in bounded time. An exception is
+            logged and ends only that check.
     """
 
     def __init__(self, look: Callable[[str], Awaitable[None]]) -> None:
@@ -24,13 +24,13 @@ class HealthChecks:
         self._under_way: dict[str, asyncio.Task[None]] = {}
 
     def begin(self, names: Iterable[str]) -> None:
-        """Start a check of each replica that is not being checked."""
+        """Start a check of each replica that is not already being checked."""
         for name in names:
             if name not in self._under_way:
                 self._under_way[name] = asyncio.ensure_future(self._look_at(name))
 
     async def settle(self) -> None:
-        """Wait until the running checks have ended."""
+        """Wait until all running checks have ended."""
         await asyncio.gather(*self._under_way.values())
 
     async def end(self) -> None:
@@ -44,7 +44,7 @@ class HealthChecks:
     async def _look_at(self, name: str) -> None:
         try:
             await self._look(name)
-        except Exception as error:  # later checks must go on
+        except Exception as error:  # must not stop later checks
             facts = {"replica": name, "error": type(error).__name__, "place": failure_place(error)}
             log_facts(logging.WARNING, "health check failed", **facts)
         finally:

@@ -1,4 +1,4 @@
-"""The replicas that Ray reports to its routers, for the ingresses of this process."""
+"""The replicas that Ray reports to its routers, by ingress of this process."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _watchers: dict[str, Callable[[Members], frozenset[str]]] = {}
 
 
 def watch_members(ingress: str, watcher: Callable[[Members], frozenset[str]] | None) -> None:
-    """Call `watcher` with all replicas and their metadata, now if known and after every change.
+    """Call `watcher` with all replicas and their metadata, at once if known and after each change.
 
     Args:
         ingress: Name of the ingress.
-        watcher: Returns the usable replicas. Called in any thread, one call at a time; must not
-            block. None stops watching.
+        watcher: Function that returns the usable replicas. It is called on any thread, one call at
+            a time, and must not block. None stops watching.
     """
     with _lock:
         if watcher is None:
@@ -36,7 +36,7 @@ def watch_members(ingress: str, watcher: Callable[[Members], frozenset[str]] | N
 
 
 def tell_members(ingress: str, members: Members) -> None:
-    """Set the current replicas of an ingress."""
+    """Set the current replicas of an ingress, and call its watcher."""
     with _lock:
         _members[ingress] = members
         watcher = _watchers.get(ingress)
@@ -44,5 +44,5 @@ def tell_members(ingress: str, members: Members) -> None:
 
 
 def usable_members(ingress: str) -> frozenset[str]:
-    """Return the usable replicas of an ingress; all of them without a watcher."""
+    """Return the usable replicas of an ingress. Without a watcher, all are usable."""
     return _usable.get(ingress, frozenset())

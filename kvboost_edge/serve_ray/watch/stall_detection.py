@@ -1,4 +1,4 @@
-"""Stall detection: an engine that has work and makes no progress."""
+"""Stall detection for an engine that has work but makes no progress."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Hashable
 
 __all__ = ["Stillness", "major_faults"]
 
-_CPU_SHARE = 0.2  # of one core; polling a replica takes less, computing takes more
-_UNWATCHED_SECONDS = 60.0  # after such a gap the process itself was stopped
+_CPU_SHARE = 0.2  # of one core; polling uses less, computing more
+_UNWATCHED_SECONDS = 60.0  # After a longer gap, the process itself was stopped.
 
 
 def major_faults() -> int:
-    """Return the number of page faults that waited for a disk; 0 if unknown."""
-    # They count as progress: an engine that reads its weights uses no CPU time.
+    """Return the number of page faults that waited for the disk; 0 if unknown."""
+    # Page faults count as progress, because an engine that reads its weights uses no CPU time.
     try:
         import resource
     except ImportError:  # Windows
@@ -21,10 +21,10 @@ def major_faults() -> int:
 
 
 class Stillness:
-    """The time without progress, from repeated statistics of an engine. Not thread-safe.
+    """Measurement of the time without progress, from repeated engine statistics. Not thread-safe.
 
-    A slow engine is not stalled, because its step uses CPU time. Nor is an engine whose process was
-    frozen: after a long gap between calls the measurement starts again.
+    A slow engine is not stalled, because its step uses CPU time. An engine whose process was frozen
+    is not stalled either, so the measurement restarts after a long gap between calls.
     """
 
     def __init__(self) -> None:
@@ -32,10 +32,10 @@ class Stillness:
         self._since = self._cpu_seconds = self._looked = 0.0
 
     def look(self, figures: Hashable, has_work: bool, cpu_seconds: float, now: float) -> float:
-        """Return the seconds up to `now` without progress.
+        """Return the seconds without progress up to `now`.
 
         Args:
-            figures: Statistics that change when the engine computes.
+            figures: Statistics that change when the engine makes progress.
             has_work: Whether the engine has requests.
             cpu_seconds: CPU time of the process since its start.
             now: Monotonic time in seconds.
