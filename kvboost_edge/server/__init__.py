@@ -1,1 +1,1 @@
-"""The HTTP server: OpenAI-compatible and other APIs, metrics and a web page."""
+"""HTTP server with OpenAI-compatible and other APIs, metrics and a web page."""

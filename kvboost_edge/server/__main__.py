@@ -36,10 +36,10 @@ _EXTRA = ("fastapi", "h11", "prometheus_client", "pydantic", "starlette", "uvico
 
 
 def serve(options: ServeOptions) -> None:
-    """Load the model and serve it until a signal ends the process.
+    """Load the model and serve requests until a signal ends the process.
 
     Raises:
-        KVBoostError: the model or the address cannot be used.
+        KVBoostError: the model cannot be loaded, or the address cannot be used.
     """
     with _ended_by_signal() as ended:
         _serve(options, ended)
@@ -74,11 +74,12 @@ def _serve(options: ServeOptions, ended: threading.Event) -> None:
 
     configure_logging(options.settings)
     log_default_mode(options)
-    # Bind before the model is loaded, so that an address in use is reported at once.
+    # Bind before loading the model, to report an address in use at once.
     with contextlib.closing(bind(options.settings)) as listener:
         on_compiling(_log_compiling)
         on_first_compilation(lambda: log_facts(logging.INFO, "compiling more kernels, once"))
-        # Computed before the first model is loaded: all models share the memory that is free then.
+        # Compute the limits before the first model is loaded, because all models share the memory
+        # that is free now.
         options, process = _bounded(options)
         budget = _budget(options)
 
@@ -110,15 +111,15 @@ def _serve(options: ServeOptions, ended: threading.Event) -> None:
             run_server(app, options.settings, listener)
             _close_from_now(ended)
     if app.state.kv.models.loader.left is not None:
-        # The interpreter would wait for the threads of a download, however long that takes.
-        # Everything else is closed.
+        # At exit, the interpreter would wait for the threads of an unfinished download. Everything
+        # else is closed already.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)
 
 
 def _serve_replicas(options: ServeOptions, ended: threading.Event) -> None:
-    """Run the server over engines in processes of their own."""
+    """Run the server with several engines, each in a separate process."""
     from kvboost_edge.server.app import create_app
     from kvboost_edge.server.serve import bind, run_server
 
@@ -146,11 +147,15 @@ def _serve_replicas(options: ServeOptions, ended: threading.Event) -> None:
 
 
 def _bounded(options: ServeOptions) -> tuple[ServeOptions, ProcessMemory | None]:
-    """Return the options with `--max-memory` applied to one engine or to the loader.
+    """Apply `--max-memory` to the single engine or to the model loader.
 
-    A single engine enforces the bound itself. For several models the loader enforces it, and each
-    engine sizes its pool as if the machine had no more memory. If `--max-model-bytes` is set too,
-    the smaller allowance applies, which is logged.
+    A single engine enforces the limit itself. With several models, the loader enforces it, and each
+    engine sizes its pool as if the machine had only this much memory. If `--max-model-bytes` is
+    also given, the smaller limit applies, and the server logs both.
+
+    Returns:
+        The changed options, and the memory limit for the loader. The limit is None with a single
+        model or without `--max-memory`.
     """
     bound = options.engine.get("max_memory")
     if bound is None:
@@ -186,7 +191,7 @@ def _bounded(options: ServeOptions) -> tuple[ServeOptions, ProcessMemory | None]
 
 
 def _budget(options: ServeOptions) -> int | None:
-    """Return the bytes for all models together; None for a single model, which is always loaded."""
+    """Return the memory limit of all models in bytes, or None for a single permanent model."""
     if options.settings.max_model_bytes is not None or not options.others:
         return options.settings.max_model_bytes
     from kvboost_edge.engine.memory.selection import available_on
@@ -202,12 +207,12 @@ def _planned(model: str, options: ServeOptions) -> PlannedMemory:
 
 
 def _engine_options(model: str, options: ServeOptions) -> dict[str, Any]:
-    """Return the engine options of one of the models."""
+    """Return the engine options for one of the models."""
     from kvboost_edge.config import EngineConfig
     from kvboost_edge.engine.memory.check import planned_memory
 
-    # A model without recurrent state refuses max_state_bytes. If several models share the options,
-    # leave it out for those.
+    # Models without recurrent state reject max_state_bytes. If several models share the options,
+    # leave it out for those models.
     if not options.others or options.engine.get("max_state_bytes") is None:
         return options.engine
     without = {name: value for name, value in options.engine.items() if name != "max_state_bytes"}
@@ -219,12 +224,12 @@ def _engine_options(model: str, options: ServeOptions) -> dict[str, Any]:
 
 
 def _load(model: str, options: ServeOptions, stopped: threading.Event) -> CPUPagedEngine:
-    """Return an engine that is ready for requests.
+    """Load a model and prepare its engine for requests.
 
     Args:
         model: directory, file or name of the model.
         options: options of the server.
-        stopped: once set, packing of the weights ends with an error.
+        stopped: event that, once set, stops the packing of weights with an error.
     """
     from kvboost_edge.engine.engine import CPUPagedEngine
     from kvboost_edge.engine.offload.tiering import tier_places
@@ -271,7 +276,7 @@ def _load(model: str, options: ServeOptions, stopped: threading.Event) -> CPUPag
 
 
 def _log_packing(stopped: threading.Event | None = None) -> Callable[[int, int], None]:
-    """Return a progress callback that logs a line every few seconds during packing."""
+    """Return a progress callback that logs a line every few seconds while weights are packed."""
     due = time.monotonic() + _PROGRESS_S
     first: tuple[float, int] | None = None
 
@@ -303,8 +308,8 @@ def _log_packing(stopped: threading.Event | None = None) -> Callable[[int, int],
 def _ended_by_signal() -> Iterator[threading.Event]:
     """Make SIGTERM end the process with exit code 0 while the model loads.
 
-    A second SIGTERM ends it at once. After serving, `_close_from_now` lets a signal cut short the
-    closing too.
+    A second SIGTERM ends the process at once. After serving, `_close_from_now` makes a signal end
+    the shutdown early too.
 
     Yields:
         An event that is set by the signal.
@@ -335,9 +340,10 @@ def _ended_by_signal() -> Iterator[threading.Event]:
 
 
 def _close_from_now(ended: threading.Event) -> None:
-    """Make any further signal end the process at once, including Ctrl-C."""
+    """Make the next signal, including Ctrl-C, end the process at once."""
     ended.set()
-    # KeyboardInterrupt would only end one wait, and the next one would begin.
+    # KeyboardInterrupt would only end the current wait, and the shutdown would go on to the next
+    # one.
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.getsignal(signal.SIGTERM))
 
@@ -346,7 +352,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command.
 
     Returns:
-        The exit code: 0 ended on request, 1 error, 2 wrong usage, 130 interrupted.
+        The exit code: 0 after a regular end, 1 after an error, 2 for wrong usage, 130 if
+        interrupted.
     """
     given = sys.argv[1:] if argv is None else list(argv)
     if given in (["--help"], ["-h"]):  # without typer, which is slow to import

@@ -1,4 +1,4 @@
-"""The ASGI application."""
+"""ASGI application of the server."""
 
 from __future__ import annotations
 
@@ -46,7 +46,8 @@ if TYPE_CHECKING:
 
 __all__ = ["ROUTERS", "create_app"]
 
-# Routers of all endpoints. Routes are tried in this order, so the busy ones come first.
+# Routers of all endpoints. FastAPI tries them in this order, so frequently used endpoints come
+# first.
 ROUTERS = (
     generation.router,
     anthropic.router,
@@ -60,7 +61,7 @@ ROUTERS = (
     health.router,
     page.router,
 )
-# Fixed paths, so that no path parameter can widen the set of paths that need no key.
+# Paths without parameters, so that this list is all that can be reached without a key.
 _PAGE_PATHS = frozenset(
     {"/", *(f"/static/{name}" for name in page.STATIC_FILES if name != "index.html")}
 )
@@ -74,17 +75,17 @@ def create_app(
     budget: int | None = None,
     process: ProcessMemory | None = None,
 ) -> FastAPI:
-    """Create the ASGI application; `app.state.kv` is its `ServerState`.
+    """Create the ASGI application. `app.state.kv` holds its `ServerState`.
 
     Args:
-        engine: the first model, already loaded.
+        engine: engine of the first model, already loaded.
         settings: settings of the server.
-        source: reloads the first model after it was unloaded and `engine` closed; None keeps it
+        source: source for loading the first model again after it was unloaded; None keeps the model
             loaded.
-        others: names and sources of further models, loaded on request.
-        budget: limit of the bytes of weights, pools and recurrent state of all loaded models; None
-            for the memory that is available now.
-        process: memory bound of the whole process, which may lower `budget`.
+        others: names and sources of further models, which are loaded on demand.
+        budget: maximum bytes of weights, pools and recurrent state of all loaded models; None for
+            the memory that is available now.
+        process: memory limit of the whole process, which may lower `budget`.
 
     Raises:
         ConfigError: the first model exceeds the budget.
@@ -111,7 +112,7 @@ def create_app(
     app = FastAPI(
         title="kvboost-edge",
         version=__version__,
-        docs_url=None,  # the pages would load scripts from a CDN
+        docs_url=None,  # FastAPI's documentation pages would load scripts from a CDN
         redoc_url=None,
         redirect_slashes=False,
     )

@@ -1,4 +1,4 @@
-"""Default generation mode of requests, `serve --mode`."""
+"""Default cache mode of requests, set by `serve --mode`."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ __all__ = ["check_default_mode", "default_mode", "log_default_mode"]
 
 
 def default_mode(settings: ServerSettings, engine: Engine) -> GenerationMode:
-    """Return the server's default mode, or prefix_cache if the model refuses that mode."""
+    """Return the server's default mode, or prefix_cache if the model does not allow that mode."""
     mode = GenerationMode(settings.mode)
     is_refused = mode is GenerationMode.CHUNK_KV_REUSE and engine.default_reuse_refusal is not None
     return GenerationMode.PREFIX_CACHE if is_refused else mode
 
 
 def log_default_mode(options: ServeOptions) -> None:
-    """Log that requests are approximate by default, or that few requests use the reuse options."""
+    """Log whether answers are approximate by default, and options that only other modes use."""
     given = sorted(name for name in options.engine if name.startswith("recompute_"))
     if options.settings.mode is GenerationMode.CHUNK_KV_REUSE:
         log_facts(
@@ -41,12 +41,12 @@ def log_default_mode(options: ServeOptions) -> None:
 
 
 def check_default_mode(engine: Engine, model: str, options: ServeOptions) -> GenerationMode:
-    """Return the mode of requests that choose none, and log if a model refuses the server's.
+    """Return the default mode for a model, and log if the model does not allow the server's mode.
 
-    One of several models then uses prefix_cache.
+    If the server has several models, such a model uses prefix_cache.
 
     Raises:
-        ConfigError: the only model refuses the mode.
+        ConfigError: the only model does not allow the mode.
     """
     mode = default_mode(options.settings, engine)
     if mode is options.settings.mode:

@@ -1,6 +1,6 @@
-"""The engine protocol that the server needs.
+"""Protocol of the engines that the server can use.
 
-`CPUPagedEngine` implements it in this process. Any other implementation can be served too.
+`CPUPagedEngine` implements it in this process. Other implementations work too.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["Engine", "Replicated", "StatsProvider", "replicas_of"]
 
 
 class StatsProvider(Protocol):
-    """Current figures of an engine."""
+    """Object that provides current statistics of an engine."""
 
     def cache_stats(self) -> dict[str, float]: ...
 
@@ -46,11 +46,11 @@ class StatsProvider(Protocol):
 
 
 class Engine(StatsProvider, Protocol):
-    """An engine as the server uses it; its members are described in `CPUPagedEngine`.
+    """Interface of an engine that the server uses. `CPUPagedEngine` describes the members.
 
-    Safe to use from any thread. `submit`, `kept_answers`, `is_alive` and the properties are used on
-    the event loop, so they must not block. All other methods are called in worker threads and may
-    block.
+    Safe to use from any thread. The server calls `submit`, `kept_answers`, `is_alive` and the
+    properties on the event loop, so they must not block. It calls all other methods in worker
+    threads, where they may block.
     """
 
     @property
@@ -126,19 +126,20 @@ class Engine(StatsProvider, Protocol):
 
 @runtime_checkable
 class Replicated(Protocol):
-    """An engine that consists of several engines."""
+    """An engine that consists of several replicas."""
 
     def replicas(self, *, patient: bool = False) -> Mapping[str, StatsProvider]:
-        """Return the figures of each engine by name. Blocks; do not call it on the event loop.
+        """Return the statistics of each replica by name. Blocks, so do not call it on the event
+        loop.
 
         Args:
-            patient: also wait for engines that did not respond recently.
+            patient: also wait for replicas that did not respond recently.
         """
         ...
 
 
 def replicas_of(engine: Engine, *, patient: bool = False) -> Mapping[str, StatsProvider]:
-    """Return the figures of each replica by name; those of a single engine under "".
+    """Return the statistics of each replica by name. A single engine has the name "".
 
     Args:
         engine: an engine, replicated or not.

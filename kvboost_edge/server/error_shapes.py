@@ -11,7 +11,7 @@ __all__ = ["ErrorInfo", "id_headers", "shape_of"]
 
 
 class ErrorInfo(Protocol):
-    """Content of an error answer, see `ApiError`."""
+    """Content of an error response, see `ApiError`."""
 
     status_code: int
     message: str
@@ -69,14 +69,14 @@ _BY_PATH: Mapping[str, Shape] = {
 }
 
 
-# Chosen by path, because an error may occur before a route is matched.
+# The path decides, because an error may occur before a route is matched.
 def shape_of(path: str) -> Shape:
-    """Return the error format of the API that a path belongs to; OpenAI's by default."""
+    """Return the error format of the API that a path belongs to. OpenAI's format is the default."""
     if path.startswith("/api/"):
         return _ollama
     return _BY_PATH.get("/v1/messages" if path.startswith("/v1/messages/") else path, _openai)
 
 
 def id_headers(path: str) -> tuple[bytes, ...]:
-    """Return the response headers that carry the request id in the API of a path."""
+    """Return the names of the response headers for the request id, in the API of a path."""
     return (b"x-request-id", b"request-id") if shape_of(path) is _anthropic else (b"x-request-id",)

@@ -1,8 +1,8 @@
-"""API errors, and their responses in the format of the API that was called (error_shapes.py).
+"""API errors and their responses, in the format of the API that was called (error_shapes.py).
 
-Routes and admission raise `ApiError`. `install_error_handlers` converts it, the engine's errors,
-validation errors and unknown routes into responses. Internal details (tracebacks, messages of
-libraries) are logged only.
+Routes and admission raise `ApiError`. `install_error_handlers` converts these errors, the engine's
+errors, validation errors and unknown routes into responses. Internal details such as tracebacks and
+library messages appear only in the log.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ __all__ = [
 _CODES = {404: "not_found", 405: "method_not_allowed", 413: "request_too_large"}
 _KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
 _MAX_MESSAGE = 2000
-_MAX_CLOSE = 3  # routes that a 404 suggests
-_SHORT = 1e30  # limit of numbers that a message repeats
+_MAX_CLOSE = 3  # maximum number of routes that a 404 suggests
+_SHORT = 1e30  # largest number that a message quotes
 
 
 class ApiError(HTTPException):
     """An error response.
 
     Attributes:
-        message: text for people.
+        message: description for people.
         code: identifier for programs.
-        param: name of the field with the error.
-        kind: OpenAI's error type; by default the one of the status.
+        param: name of the invalid field.
+        kind: OpenAI's error type; by default, the type that belongs to the status.
     """
 
     def __init__(
@@ -76,14 +76,14 @@ class ApiError(HTTPException):
 
 
 class QueueFull(ApiError):
-    """503: the server is at its limit of requests or tokens in flight."""
+    """503: the server has reached its limit of requests or tokens in flight."""
 
     def __init__(self, message: str, retry_after: int) -> None:
         super().__init__(503, message, code="queue_full", headers={"Retry-After": str(retry_after)})
 
 
 class ShuttingDown(ApiError):
-    """503: the server finishes its requests and accepts no new ones."""
+    """503: the server is shutting down and accepts no new requests."""
 
     def __init__(self) -> None:
         headers = {"Retry-After": "5", "Connection": "close"}
@@ -91,7 +91,7 @@ class ShuttingDown(ApiError):
 
 
 class EngineStopped(ApiError):
-    """503: the engine thread has ended; a restart is needed."""
+    """503: the engine thread has stopped, and the server must be restarted."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -108,7 +108,7 @@ class NoReplica(ApiError):
 
 
 def stopped(engine: Engine) -> ApiError:
-    """Return the error for an engine that is not alive."""
+    """Return the error for an engine that no longer runs."""
     return NoReplica() if isinstance(engine, Replicated) else EngineStopped()
 
 
@@ -123,14 +123,14 @@ class DeadlineExceeded(ApiError):
 
 
 class ClientGone(ApiError):
-    """499, only logged: the client closed the connection and the work was stopped."""
+    """499, only logged: the client closed the connection and the request was cancelled."""
 
     def __init__(self) -> None:
         super().__init__(499, "the client closed the connection", code="client_closed_request")
 
 
 def as_api_error(error: BaseException, *, engine_alive: bool = True) -> ApiError:
-    """Return the ApiError for an exception; an unexpected one becomes a plain 500."""
+    """Convert an exception to an ApiError. An unexpected exception becomes a 500 without details."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, HTTPException):
@@ -156,16 +156,16 @@ def as_api_error(error: BaseException, *, engine_alive: bool = True) -> ApiError
 
 
 def error_body(error: ApiError, path: str = "") -> Mapping[str, Any]:
-    """Return the JSON of an error in the format of the API that `path` belongs to.
+    """Return the JSON body of an error in the format of the API that `path` belongs to.
 
-    Streams send it as an event.
+    Streams send this body as an event.
     """
     return shape_of(path)(error)
 
 
 def error_response(error: ApiError, path: str = "") -> Response:
-    """Return the response for an error in the format of the API that `path` belongs to."""
-    # ASCII only, so that no lone surrogate of the client's input can break the encoding.
+    """Return the response to an error in the format of the API that `path` belongs to."""
+    # ASCII only, because unpaired surrogates in the client's input cannot be encoded as UTF-8.
     body = json.dumps(error_body(error, path)).encode("ascii")
     return Response(
         body, status_code=error.status_code, headers=error.headers, media_type="application/json"
@@ -173,11 +173,11 @@ def error_response(error: ApiError, path: str = "") -> Response:
 
 
 def install_error_handlers(app: FastAPI, paths: Iterable[str]) -> None:
-    """Convert every exception inside the app into a response in the format of its API.
+    """Install handlers that convert every exception in the app into an error response.
 
     Args:
         app: the application.
-        paths: paths of the routes, suggested in a 404.
+        paths: paths of the routes, to suggest in 404 responses.
     """
     known = [path for path in paths if "{" not in path]
 
@@ -195,7 +195,7 @@ def install_error_handlers(app: FastAPI, paths: Iterable[str]) -> None:
 
 
 def log_failure(scope: Mapping[str, Any], error: BaseException) -> None:
-    """Log the type and place of an unexpected exception, with the request's id."""
+    """Log the type and source line of an unexpected exception, with the request's id."""
     request_id = scope.get("kvboost", {}).get("id")
     log_facts(
         logging.ERROR,
@@ -207,7 +207,7 @@ def log_failure(scope: Mapping[str, Any], error: BaseException) -> None:
 
 
 def _no_route(path: str, known: Sequence[str]) -> ApiError:
-    """Return the 404 of an unknown path, with similar routes."""
+    """Return the 404 error for an unknown path, with suggestions of similar routes."""
     close = _close_routes(path, known)
     meant = f"did you mean {' or '.join(close)}? " if close else ""
     message = f"there is no such route; {meant}docs/apis.md and /openapi.json list the routes"
@@ -215,7 +215,7 @@ def _no_route(path: str, known: Sequence[str]) -> ApiError:
 
 
 def _close_routes(path: str, known: Sequence[str]) -> list[str]:
-    """Return up to three routes: first those that share the path's ending, then similar ones."""
+    """Return up to three suggested routes: those with the same ending first, then similar ones."""
     path = path.rstrip("/").lower()
     if not path:
         return []
@@ -231,13 +231,15 @@ def _plain(error: HTTPException) -> str:
 
 
 def _given(value: object) -> str:
-    """Return the refused value as text if it is a number."""
+    """Return the rejected value as text if it is a number, otherwise ""."""
     # Other values may be long or contain the prompt.
     return f", not {value}" if isinstance(value, int | float) and abs(value) < _SHORT else ""
 
 
 def _validation_error(error: RequestValidationError) -> ApiError:
-    """Return pydantic's first complaint, naming the field by its path in the body."""
+    """Convert pydantic's first validation error. The message names the field by its path in the
+    body.
+    """
     problems: Sequence[Any] = error.errors()
     first: Mapping[str, Any] = (
         problems[0] if problems else {"loc": (), "msg": "the request is invalid", "type": ""}

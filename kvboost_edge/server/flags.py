@@ -28,14 +28,14 @@ USAGE_ERROR = cast(type[Exception], typer.BadParameter.__bases__[0])
 
 
 class _ServeCommand(TyperCommand):
-    """A command that shows its flags by group."""
+    """A command whose help shows the flags by group."""
 
     def get_help(self, ctx: Any) -> str:
         return help_text(ctx.command_path)
 
 
 def serve_command(run: Callable[[ServeOptions], Any]) -> TyperCommand:
-    """Return the server's command, which calls `run` with the options of the command line."""
+    """Return the server's command, which calls `run` with the parsed options."""
 
     def serve(**given: Any) -> Any:
         return run(options_from(given))
@@ -52,7 +52,7 @@ def parse_flags(argv: Sequence[str], prog: str) -> ServeOptions:
     """Parse a command line.
 
     Raises:
-        SystemExit: with 2 for wrong usage, with 0 after `--help`.
+        SystemExit: the usage is wrong (exit code 2), or `--help` was given (0).
         ConfigError: a value is out of range.
     """
     command = serve_command(lambda options: options)
@@ -63,18 +63,18 @@ def parse_flags(argv: Sequence[str], prog: str) -> ServeOptions:
         message = error.format_message()  # type: ignore[attr-defined]
         print(f"{prog}: error: {message}\nTry '{prog} --help'.", file=sys.stderr)
         raise SystemExit(2) from error
-    if not isinstance(found, ServeOptions):  # the exit code after --help
+    if not isinstance(found, ServeOptions):  # an exit code, as after --help
         raise SystemExit(found)
     return found
 
 
 def suggest_flag(error: Any, advice: Callable[[str, Collection[str]], str] | None = None) -> None:
-    """Add the nearest flag to the message of a usage error about an unknown flag.
+    """Add a suggestion to the message of a usage error about an unknown flag.
 
     Args:
-        error: the usage error, which is changed.
-        advice: called with the unknown flag and the command's flags; returns the hint to show, or
-            "" for the nearest flag.
+        error: the usage error, which is modified.
+        advice: function that gets the unknown flag and the command's flags, and returns a
+            suggestion. If it returns "", the most similar flag is suggested.
     """
     if not hasattr(error, "possibilities") or error.ctx is None:
         return
@@ -89,7 +89,7 @@ def suggest_flag(error: Any, advice: Callable[[str, Collection[str]], str] | Non
 
 
 def _parameter(name: str, declared: Option) -> inspect.Parameter:
-    """Return typer's parameter for an option."""
+    """Return the typer parameter for an option."""
     default = None
     if declared.kind is bool:
         default = False
@@ -105,7 +105,7 @@ def _parameter(name: str, declared: Option) -> inspect.Parameter:
 
 
 def _read(declared: Option, of_engine: bool, text: str) -> Any:
-    """Parse a flag's value; raise BadParameter for a wrong type or choice."""
+    """Parse the value of a flag. Raises BadParameter for a wrong type or choice."""
     try:
         if declared.read is not None:
             return declared.read(text)
@@ -118,7 +118,7 @@ def _read(declared: Option, of_engine: bool, text: str) -> Any:
         example = " such as 4096" if declared.unit == "tokens" else ""
         problem = str(error) if is_size else f"{text!r} is not a number{example}"
         raise typer.BadParameter(problem) from None
-    # The engine itself refuses wrong choices of its options.
+    # EngineConfig checks the choices of engine options.
     if declared.choices and not of_engine and text not in declared.choices:
         raise typer.BadParameter(f"{text!r} is not one of {', '.join(declared.choices)}")
     return text

@@ -1,7 +1,7 @@
-"""Structured logging: JSON, key=value, or plain lines in a terminal.
+"""Structured logging as JSON, as key=value pairs, or as plain lines in a terminal.
 
-Prompts, answers and keys are never logged. Exceptions are logged by type and place only, because
-messages of libraries may quote client input.
+Prompts, answers and keys are never logged. For exceptions, only the type and source line are
+logged, because messages of libraries may quote client input.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _LOGGERS = (_PACKAGE, LOGGER_NAME, "uvicorn.error")
 class _JsonLines(logging.Formatter):
     """Formatter that writes one JSON object per line.
 
-    Control characters are escaped, so that input cannot forge a line.
+    Control characters are escaped, which keeps input from forging log lines.
     """
 
     def format(self, record: logging.LogRecord) -> str:
@@ -32,7 +32,7 @@ class _JsonLines(logging.Formatter):
 
 
 class _Plain(logging.Formatter):
-    """Formatter for a terminal: time of day, event and facts."""
+    """Formatter for a terminal that writes the time of day, the event and its facts."""
 
     def format(self, record: logging.LogRecord) -> str:
         fields = _fields(record)
@@ -56,10 +56,10 @@ class _KeyValues(logging.Formatter):
 
 
 def configure_logging(settings: ServerSettings, stream: TextIO | None = None) -> None:
-    """Send the log messages of the server and uvicorn, and the package's warnings, to `stream`.
+    """Write the logs of the server and uvicorn, and the package's warnings, to `stream`.
 
     Args:
-        settings: log level and format.
+        settings: settings with log level and format.
         stream: destination; None for standard error.
     """
     stream = sys.stderr if stream is None else stream
@@ -86,7 +86,7 @@ def _formatter(settings: ServerSettings, stream: TextIO) -> logging.Formatter:
 
 
 def log_facts(level: int, event: str, **facts: Any) -> None:
-    """Log an event with its facts, leaving out those that are None."""
+    """Log an event with its facts. Facts that are None are left out."""
     logger = logging.getLogger(LOGGER_NAME)
     if logger.isEnabledFor(level):
         logger.log(
@@ -95,7 +95,7 @@ def log_facts(level: int, event: str, **facts: Any) -> None:
 
 
 def failure_place(error: BaseException) -> str:
-    """Return file, line and function where an exception was raised."""
+    """Return the file, line and function where an exception was raised."""
     place = "unknown"
     trace = error.__traceback__
     while trace is not None:

@@ -1,8 +1,8 @@
-"""Prometheus metrics: those of vLLM and llama.cpp under their names, and our own.
+"""Prometheus metrics, under the names of vLLM and llama.cpp where they exist there.
 
-Dashboards made for vLLM or llama.cpp therefore work. Request metrics are counted as requests end.
-Engine metrics (pool, memory, queue) are read when Prometheus scrapes. Every model has its own
-registry; models/exposition.py merges them into one text.
+Dashboards made for vLLM or llama.cpp therefore work. Request metrics are counted when requests end.
+Engine metrics (pool, memory, queue) are read when Prometheus scrapes. Every model has a separate
+registry, and models/exposition.py merges them into one text.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ _REQUEST: tuple[float, ...] = (
     60.0,
 )
 _REQUEST += (120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0)
-# Fields of TierStats: metric names and help texts.
+# Metric name and help text of each field of TierStats.
 _TIER_GAUGES = {
     "blocks": ("blocks", "Blocks in the tier."),
     "bytes": ("bytes", "Bytes in the tier."),
@@ -121,7 +121,7 @@ _FINISHED = {"stop": "stop", "length": "length", "cancelled": "abort", "timeout"
 class Metrics:
     """All metrics of one model, labelled with its name.
 
-    `observe` is cheap. A scrape reads the engine, if the model is loaded.
+    `observe` is cheap. A scrape reads statistics from the engine if the model is loaded.
     """
 
     def __init__(self, engine: Engine, model_name: str, admission: AdmissionQueue) -> None:
@@ -156,7 +156,7 @@ class Metrics:
         self._collector.read = None if engine is None or admission is None else (engine, admission)
 
     def observe(self, result: GenerationResult) -> None:
-        """Count one finished sequence."""
+        """Count a finished sequence."""
         self._vllm.observe(result)
         self._speeds.observe(result)
         self._reuse.observe(result)
@@ -170,11 +170,11 @@ class Metrics:
         self._causes.labels(self._model_name, cause).inc()
 
     def observe_aborted(self, num_sequences: int) -> None:
-        """Count sequences that were aborted: client disconnect, deadline or shutdown."""
+        """Count sequences that were aborted by a disconnect, a deadline or the shutdown."""
         self._vllm.count("cancelled", num_sequences)
 
     def throughput(self) -> Throughput:
-        """Return token totals since the start and mean speeds of the last minute.
+        """Return token totals since the start, and mean speeds over the last minute.
 
         The speeds are tokens per second of one request.
         """
@@ -188,7 +188,9 @@ class Metrics:
         }
 
     def recent_prompts(self) -> tuple[Mapping[str, int], int, int]:
-        """Return prompt tokens of the last minute: hits by tier, reused elsewhere, computed."""
+        """Return the prompt tokens of the last minute: hits by tier, reused at other positions, and
+        computed.
+        """
         return self._speeds.recent_prompts()
 
 
@@ -268,7 +270,7 @@ class _RequestMetrics:
 
 
 class _ReuseMetrics:
-    """Counters of modes and of non-prefix KV reuse."""
+    """Counters of cache modes and of non-prefix KV reuse."""
 
     def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
         def counter(name: str, text: str) -> Counter:
@@ -298,10 +300,10 @@ class _ReuseMetrics:
 
 
 class _EngineCollector(Collector):
-    """Collector that reads the engine at a scrape.
+    """Collector that reads the engine's statistics at a scrape.
 
-    A stopped engine leaves `kvboost:engine_alive 0` and the server's own figures. A model that is
-    not loaded has no metrics here.
+    For a stopped engine, it yields only `kvboost:engine_alive 0` and the server's own values. For a
+    model that is not loaded, it yields nothing.
     """
 
     def __init__(
@@ -521,9 +523,9 @@ class _EngineCollector(Collector):
 
 
 def _by_replica(engines: Iterable[tuple[str, Iterable[Metric]]]) -> Iterator[Metric]:
-    """Merge metrics of several engines, labelling each value with its replica's name.
+    """Merge the metrics of several engines, and label each value with its replica's name.
 
-    Metrics of an engine without a name get no label.
+    Metrics of an engine with the name "" get no label.
     """
     merged: dict[str, Metric] = {}
     for replica, metrics in engines:
@@ -540,7 +542,7 @@ def _by_replica(engines: Iterable[tuple[str, Iterable[Metric]]]) -> Iterator[Met
 
 
 def _one_two_five(highest: int) -> Iterator[float]:
-    """Yield 1, 2, 5, 10, 20, 50 … up to `highest`, vLLM's buckets of token counts."""
+    """Yield 1, 2, 5, 10, 20, 50 … up to `highest`. These are vLLM's buckets for token counts."""
     for exponent in itertools.count():
         for mantissa in (1, 2, 5):
             if mantissa * 10**exponent > highest:

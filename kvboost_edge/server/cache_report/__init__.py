@@ -1,1 +1,1 @@
-"""Cache-miss reports: first diverging token, cause, cost and remedy of a request."""
+"""Cache-miss reports, with a request's first diverging token, the cause, the cost and a remedy."""

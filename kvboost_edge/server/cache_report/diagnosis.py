@@ -1,4 +1,4 @@
-"""Diagnosis of a cache miss: first diverging token of a prompt, and the cause."""
+"""Diagnosis of cache misses, which finds the first diverging token of a prompt and the cause."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ __all__ = ["CAUSES", "diagnose", "placed", "tool_field"]
 # Tokens shown before and after the first diverging token.
 _BEFORE = 6
 _AFTER = 24
-_SPACE = 2  # characters before a message that may be part of its first token
-_PROBE = 48  # first characters by which a field is located in a prompt; at most as many tokens
-_WORTH = 64  # least number of unchanged tokens after a change worth reporting
-_MAX_COMPARED = 32  # earlier requests that a prompt is compared with
-_ALIKE = 0.5  # least share of equal tokens after the change, for prompts with a short common prefix
+_SPACE = 2  # characters before a message that may be merged into its first token
+# number of first characters used to find a field in a prompt; also the maximum in tokens
+_PROBE = 48
+_WORTH = 64  # minimum number of unchanged tokens after a change that make a report useful
+_MAX_COMPARED = 32  # maximum number of earlier requests to compare a prompt with
+_ALIKE = 0.5  # minimum fraction of equal tokens after the change, if the common prefix is short
 
 CAUSES: tuple[Cause, ...] = get_args(Cause)
 """Causes of a cache miss, the reasons why prompt tokens were computed:
@@ -64,17 +65,18 @@ def diagnose(
     thinks: str,
     compares: bool = True,
 ) -> Diagnosis:
-    """Find the cause of a request's cache miss. The report has no texts yet, see `placed`.
+    """Find the cause of a request's cache miss. `placed` adds the texts to the report.
 
     Args:
         record: the request.
-        earlier: the tenant's earlier requests with a common prefix, each with the length of the
-            prefix in tokens, longest first.
+        earlier: the tenant's earlier requests with a common prefix, each with the length of this
+            prefix in tokens; longest prefix first.
         result: the engine's result.
-        block_size: tokens of a block.
-        decode: decodes token ids.
-        thinks: opening marker of reasoning; "" without reasoning in the template.
-        compares: earlier requests are kept; if False, only the engine's own reason is reported.
+        block_size: number of tokens in a block.
+        decode: function that decodes token ids.
+        thinks: opening marker of reasoning; "" if the template has no reasoning.
+        compares: False if the server keeps no earlier requests. The report then contains only the
+            reason that the engine gives.
     """
     found = Diagnosis(
         request_id=record.request_id,
@@ -108,8 +110,8 @@ def diagnose(
         (None, 0),
     )
     if closest is None or result.exact_cached_tokens > common:
-        # No earlier request has this prefix. The cache may contain more, such as other choices of
-        # an answer.
+        # The cache may contain more than the earlier requests, for example other choices of an
+        # answer.
         cause = "new_text" if is_new and result.exact_cached_tokens else found.cause
         longest = earlier[0][1] if earlier and cause != "first_seen" else 0
         position = max(longest, result.exact_cached_tokens)
@@ -118,7 +120,7 @@ def diagnose(
         )
     found = dataclasses.replace(found, compared_with=closest.request_id)
     if result.exact_cached_tokens + block_size <= common // block_size * block_size:
-        # The pool is dropped when its model is unloaded, and the new pool cannot know about it.
+        # Unloading a model drops its pool, and the new pool has no record of the blocks.
         pool = ("pool",) if record.loading != closest.loading else ()
         dropped = tuple(dict.fromkeys((*pool, *result.evicted_from)))
         return dataclasses.replace(
@@ -132,7 +134,7 @@ def diagnose(
 def _distinct(
     earlier: Sequence[tuple[RequestRecord, int]],
 ) -> Iterator[tuple[RequestRecord, int]]:
-    """Yield the records with distinct tokens after the common prefix, up to a limit."""
+    """Yield a limited number of records that differ right after the common prefix."""
     seen: set[tuple[int, bytes]] = set()
     for other, common in earlier:
         key = (common, other.ids[common : common + _AFTER].tobytes())
@@ -144,9 +146,10 @@ def _distinct(
 
 
 def _is_alike(record: RequestRecord, other: RequestRecord, common: int, decode: Decode) -> bool:
-    """Return whether two prompts that differ in their first block are one prompt with a change.
+    """Return whether two prompts that differ in their first block are versions of the same prompt.
 
-    They must share more than the opening of the template, and much of the text after the change.
+    The prompts must share more than the beginning of the template, and most of the text after the
+    change.
     """
     begun = len(decode(record.ids[:common].tolist()))
     text = decode(record.ids[: common + _PROBE].tolist())
@@ -192,7 +195,9 @@ def _cause(
 
 
 def _common_end(record: RequestRecord, other: RequestRecord, common: int) -> int:
-    """Return the number of equal tokens at the ends of two prompts, after their common prefix."""
+    """Return the number of equal tokens at the ends of two prompts, not counting their common
+    prefix.
+    """
     mine = record.ids[common : record.num_prompt][::-1]
     before = other.ids[common : other.num_prompt][::-1]
     length = min(len(mine), len(before))
@@ -201,9 +206,9 @@ def _common_end(record: RequestRecord, other: RequestRecord, common: int) -> int
 
 
 def _is_in_last_message(record: RequestRecord, position: int, decode: Decode) -> bool:
-    """Return whether the position is in the last message."""
+    """Return whether a position is in the last message."""
     fields = record.asked.fields
-    # A raw prompt is one field; a chat has at least one message.
+    # A raw prompt has a single field, and a chat has at least one message.
     has_messages = bool(fields) and fields[-1].name.startswith("message")
     last = fields[-1].text.strip() if has_messages else ""
     if not last:
@@ -216,15 +221,15 @@ def _is_in_last_message(record: RequestRecord, position: int, decode: Decode) ->
 def placed(
     found: Diagnosis, record: RequestRecord, other: RequestRecord | None, decode: Decode
 ) -> Diagnosis:
-    """Return the report with the texts at the first diverging token.
+    """Add the texts around the first diverging token to a report, and return it.
 
     Takes about 10 ms for 30,000 tokens.
 
     Args:
         found: the report.
-        record: its request.
-        other: the request that it was compared with; None if it is no longer kept.
-        decode: decodes token ids.
+        record: the request of the report.
+        other: the request that it was compared with; None if that request was dropped meanwhile.
+        decode: function that decodes token ids.
     """
     prompt = record.ids[: record.num_prompt]
     return dataclasses.replace(
@@ -241,10 +246,10 @@ def _around(ids: Ids, position: int, decode: Decode) -> str:
 
 
 def _field_at(record: RequestRecord, ids: Ids, position: int, decode: Decode) -> str:
-    """Return the name of the field at a position.
+    """Return the name of the request's field that contains a position of the prompt.
 
-    "answer" is after the last field, "template" before the first. "prompt" is a prompt of token
-    ids.
+    The name is "template" before the first field and "answer" after the last one. For a prompt
+    given as token ids, the name is "prompt".
     """
     if position >= record.num_prompt:
         return "answer" if position < len(ids) else ""
@@ -254,7 +259,7 @@ def _field_at(record: RequestRecord, ids: Ids, position: int, decode: Decode) ->
     text = decode(ids[: position + _PROBE].tolist())
     found = (-1, "template")
     last_end = len(text)
-    after = 0  # messages are in order; the template decides where the tools are
+    after = 0  # Messages are in order, but the template decides where to put the tools.
     for field in record.asked.fields:
         probe = field.text.strip()[:_PROBE]
         is_tool = field.name.startswith("tool ")
@@ -268,5 +273,5 @@ def _field_at(record: RequestRecord, ids: Ids, position: int, decode: Decode) ->
 
 
 def tool_field(number: int, name: str) -> PromptField:
-    """Return the field of a tool, which is located by its name."""
+    """Return a prompt field for a tool. The tool's name is used to find it in the prompt."""
     return PromptField(f"tool {number} ({name})", f'"{name}"')

@@ -1,7 +1,7 @@
-"""Request normalization: undoing client changes that would break the prefix.
+"""Request normalization, which undoes client changes that would break the prefix.
 
-The model sees the same tools, arguments and text, except for lines that are known to be meant for
-another service.
+The model sees the same tools, arguments and text as without normalization. Only lines meant for
+another service are removed.
 """
 
 from __future__ import annotations
@@ -25,17 +25,18 @@ Json = dict[str, Any]
 
 
 class Normaliser:
-    """Store of the first form of tools and arguments, by root (tenant and salt).
+    """Store of the first version of tools and arguments, for each root (tenant and salt).
 
-    Bounded as `TenantLRU`. Safe to use from any thread. The kinds of normalization are:
+    The store is bounded as in `TenantLRU`. Safe to use from any thread. The kinds of normalization
+    are:
 
-    - "tools": tools in another order, or with keys in another order, are replaced by the form that
-      was given first.
-    - "arguments": the same for the arguments of past calls.
+    - "tools": tools in another order, or with keys in another order, are replaced by the version
+      that was sent first.
+    - "arguments": arguments of earlier tool calls are treated in the same way.
     - "billing": lines of system messages that begin with one of `_BILLING` are removed, because
       they change with each request.
-    - "thinking": the model's own turns keep their thinking, if the template shows it with
-      preserve_thinking.
+    - "thinking": the reasoning in the model's earlier turns is kept, if the template can show it
+      with preserve_thinking.
 
     Attributes:
         kinds: enabled kinds of normalization.
@@ -49,7 +50,7 @@ class Normaliser:
     def tools(
         self, answers: KeptAnswers, tools: list[Json] | None
     ) -> tuple[list[Json] | None, bool]:
-        """Return the tools in the form in which they were first given, and whether that differs."""
+        """Return the version of the tools that was sent first, and whether it differs from `tools`."""
         if not tools or "tools" not in self.kinds:
             return tools, False
         parts = sorted(_canonical(tool) for tool in tools)
@@ -60,7 +61,7 @@ class Normaliser:
     ) -> tuple[list[Json], list[str]]:
         """Return normalized messages, and the kinds of normalization that changed them.
 
-        Arguments of calls are in the form in which they were first given, and billing lines are
+        Arguments of tool calls are replaced by the version that was sent first. Billing lines are
         removed.
         """
         done: list[str] = []
@@ -86,10 +87,10 @@ class Normaliser:
         return {**call, "function": {**function, "arguments": arguments}}, changed
 
     def _as_first(self, whose: KeptAnswers, what: bytes, value: Any) -> tuple[Any, bool]:
-        """Return the first value equal to this one, and whether it is written differently."""
+        """Return the stored value that equals this one, and whether its JSON text differs."""
         key = hashlib.sha256(what).digest()
         size = 2 * len(what) + _OBJECT_BYTES
-        with self._lock:  # one of two concurrent requests is first
+        with self._lock:  # of two concurrent requests, one is first
             known = self._first.find(whose.root, key)
             if known is None:
                 self._first.keep(whose.owner, whose.root, key, value, size)
@@ -100,7 +101,7 @@ class Normaliser:
 def without_billing(text: str) -> str:
     """Return a system message without its billing lines.
 
-    The lines are meant for the service that the client was made for, and change with each request.
+    Clients write these lines for another service and change them with each request.
     """
     if not any(mark in text for mark in _BILLING):
         return text

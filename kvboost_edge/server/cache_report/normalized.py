@@ -1,4 +1,4 @@
-"""A chat request with normalized tools, arguments and messages."""
+"""Normalization of the tools, arguments and messages of a chat request."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ def normal(
     """Normalize a chat request.
 
     Args:
-        normaliser: store of first forms.
+        normaliser: store of the first versions of tools and arguments.
         tokenizer: tokenizer of the model.
-        answers: earlier answers of the tenant and salt.
+        answers: earlier answers to requests of the same tenant and salt.
         messages: messages in the format of chat templates.
         tools: tools in the format of chat templates.
-        variables: variables of the chat template, as the client gives them.
+        variables: variables of the chat template, as sent by the client.
     """
     same_tools, reordered = normaliser.tools(answers, tools)
     plain, changed = normaliser.messages(answers, messages)
@@ -70,9 +70,9 @@ def normal(
 def _with_thoughts(
     tokenizer: Tokenizer, answers: KeptAnswers, messages: list[Json], given: Json
 ) -> tuple[list[Json], Json, bool]:
-    """Return the messages with the thinking of the model's turns, and variables that show it.
+    """Return the messages with the reasoning of the model's turns, and variables that show it.
 
-    Nothing changes if the template does not show thinking, or if the client sets the variable to
+    Nothing changes if the template cannot show reasoning, or if the client set the variable to
     false.
     """
     if not any(message["role"] == "assistant" for message in messages):

@@ -1,7 +1,8 @@
-"""Recent requests of each tenant, with which new prompts are compared.
+"""Recent requests of each tenant, to compare new prompts with.
 
-Token ids and texts of a request's fields are kept in memory for a limited time, never on disk or in
-logs. Requests of different tenants are never compared. `--request-history 0` keeps nothing.
+Token ids and texts of a request's fields are kept in memory for a limited time, and never written
+to disk or logs. Requests of different tenants are never compared. `--request-history 0` turns the
+history off.
 """
 
 from __future__ import annotations
@@ -23,19 +24,21 @@ __all__ = ["NOT_SAID", "Diagnosis", "History", "PromptField", "PromptInputs", "R
 
 Ids = npt.NDArray[np.int32]
 
-_MAX_REQUESTS = 256  # per tenant; comparing with this many of 30,000 tokens takes up to 2 ms
-_MAX_BYTES = 64 << 20  # of all tenants
+# maximum number of records per tenant; comparing a prompt of 30,000 tokens with all of them takes
+# up to 2 ms
+_MAX_REQUESTS = 256
+_MAX_BYTES = 64 << 20  # bytes, for all tenants together
 _MAX_TENANT_BYTES = 16 << 20
-_HEAD = 64  # tokens compared first, which distinguish most pairs
+_HEAD = 64  # number of tokens compared first, enough to tell most pairs apart
 _OBJECT_BYTES = 500
 
 
 class PromptField(NamedTuple):
-    """A text in the prompt.
+    """A field of the request whose text is part of the prompt.
 
     Attributes:
-        name: name in the request, such as "system", "tool 3 (search)" or "message 7".
-        text: the text.
+        name: name of the field, such as "system", "tool 3 (search)" or "message 7".
+        text: text of the field.
     """
 
     name: str
@@ -43,10 +46,10 @@ class PromptField(NamedTuple):
 
 
 class PromptInputs(NamedTuple):
-    """Inputs from which a prompt was rendered.
+    """Inputs that a prompt was rendered from.
 
     Attributes:
-        fields: texts, in the order of the request.
+        fields: text fields, in the order of the request.
         tools: names of the tools, in the order of the request.
         settings: variables of the chat template, as text.
         normalised: kinds of normalization that changed the request, see normalization.py.
@@ -63,17 +66,18 @@ NOT_SAID = PromptInputs()
 
 @dataclasses.dataclass(slots=True, eq=False)
 class RequestRecord:
-    """One request.
+    """A request in the history.
 
     Attributes:
         request_id: id of the request.
         asked: inputs of the prompt.
-        ids: token ids of the prompt, later followed by the computed ones of the answer.
-        num_prompt: tokens of the prompt.
+        ids: token ids of the prompt, later also the computed token ids of the answer.
+        num_prompt: number of prompt tokens.
         at: time of the request, in seconds since the epoch.
-        num_reasoning: tokens of the answer that are reasoning.
-        loading: number of the loading of the model that answers it.
-        diagnosis: the report, once the request has ended.
+        num_reasoning: number of reasoning tokens in the answer.
+        loading: number of the model load that serves the request; it changes when the model is
+            loaded again.
+        diagnosis: cache-miss report, once the request has ended.
     """
 
     request_id: str
@@ -116,21 +120,22 @@ class Diagnosis:
         request_id: id of the request.
         at: time of the request, in seconds since the epoch.
         cause: one of `diagnosis.CAUSES`.
-        prompt_tokens: tokens of the prompt.
-        hit_tokens: prompt tokens found in each tier.
-        reused_span_tokens: prompt tokens reused at other positions.
-        computed_tokens: prompt tokens that were computed.
-        seconds: time that this took.
-        position: first token that differs from the earlier request with the longest common prefix.
-        field: part of the request at this position, such as "message 7".
-        field_before: part of the earlier request at this position.
+        prompt_tokens: number of prompt tokens.
+        hit_tokens: number of prompt tokens found in each tier.
+        reused_span_tokens: number of prompt tokens reused at other positions.
+        computed_tokens: number of prompt tokens that were computed.
+        seconds: time spent on computing these tokens.
+        position: index of the first token that differs from the earlier request with the longest
+            common prefix.
+        field: field of the request at this position, such as "message 7".
+        field_before: field of the earlier request at this position.
         text: text around the position.
         text_before: text of the earlier request around the position.
-        compared_with: id of the earlier request; "" without one.
+        compared_with: id of the earlier request; "" if there is none.
         evicted_from: the pool and tiers that evicted the block.
         normalised: kinds of normalization that changed the request.
         model: name of the model.
-        step_share: mean share of the request in the tokens of its steps, 0 to 1.
+        step_share: mean fraction of its steps' tokens that belong to the request, 0 to 1.
     """
 
     request_id: str
@@ -153,7 +158,7 @@ class Diagnosis:
     step_share: float = 0.0
 
     def as_json(self) -> PromptCache:
-        """Return all fields, with times rounded to milliseconds."""
+        """Return all fields as a dict, with times rounded to milliseconds."""
         return {
             "request_id": self.request_id,
             "at": round(self.at, 3),
@@ -182,10 +187,10 @@ class _Kept(NamedTuple):
 
 
 class History:
-    """Requests by tenant, used by the event loop's thread only.
+    """Recent requests by tenant, used only by the event loop's thread.
 
     Attributes:
-        seconds: time that a record is kept; 0 keeps none.
+        seconds: time that a record is kept; 0 keeps no records.
         kept: records of each tenant, oldest first.
     """
 
@@ -199,11 +204,12 @@ class History:
         """Create an empty history.
 
         Args:
-            seconds: time that a record is kept; 0 keeps none.
-            max_bytes: limit for all tenants together.
-            max_tenant_bytes: limit for each tenant. It holds for all salts together, so that many
-                salts neither evict other tenants' records nor slow down comparisons.
-            clock: source of the time in seconds.
+            seconds: time that a record is kept; 0 keeps no records.
+            max_bytes: maximum bytes of the records of all tenants.
+            max_tenant_bytes: maximum bytes of the records of one tenant. The limit covers all of
+                the tenant's salts. A tenant with many salts therefore cannot evict other tenants'
+                records or slow down comparisons.
+            clock: function that returns the time in seconds.
         """
         self.seconds = seconds
         self.kept: TenantLRU[_Kept] = TenantLRU(
@@ -218,7 +224,7 @@ class History:
 
     @property
     def nbytes(self) -> int:
-        """Approximate bytes of all records."""
+        """Approximate size of all records in bytes."""
         return self.kept.num_bytes
 
     def add(self, tenant: str | None, salt: str | None, record: RequestRecord) -> None:
@@ -227,7 +233,7 @@ class History:
             self.kept.keep(tenant, tenant, record.request_id, _Kept(salt, record), record.nbytes)
 
     def extend(self, tenant: str | None, record: RequestRecord, answer: Sequence[int]) -> None:
-        """Append the computed tokens of a record's answer, if it is still kept."""
+        """Append the computed tokens of an answer to its record, if the record is still kept."""
         if self._keeps(tenant, record):
             record.ids = np.concatenate([record.ids, np.asarray(answer, dtype=np.int32)])
             self.kept.resize(tenant, record.request_id, record.nbytes)
@@ -235,9 +241,10 @@ class History:
     def closest(
         self, tenant: str | None, salt: str | None, record: RequestRecord
     ) -> list[tuple[RequestRecord, int]]:
-        """Return the earlier records of the same salt with a common prefix.
+        """Return the earlier records with the same salt and a common prefix.
 
-        Each comes with the length of the prefix in tokens; the longest come first, then the latest.
+        Each record comes with the length of the common prefix in tokens. The longest prefixes come
+        first, and among equal ones the latest record.
         """
         ids = record.ids[: record.num_prompt]
         earlier = list(
@@ -254,7 +261,7 @@ class History:
 
     def sweep_later(self) -> None:
         """Start the timer that drops expired records."""
-        # Records must expire even if no request arrives or their model is unloaded.
+        # Records must expire even if no request arrives, or if their model is unloaded.
         if self.seconds and self._sweep is None:
             self._sweep = asyncio.get_running_loop().call_later(self.seconds, self._swept)
 
@@ -265,7 +272,7 @@ class History:
             self.sweep_later()
 
     def find(self, tenant: str | None, request_id: str) -> RequestRecord | None:
-        """Return the tenant's record of a request, under any salt."""
+        """Return the tenant's record of a request, whatever its salt."""
         found = self.kept.peek(tenant, request_id)
         return None if found is None else found.record
 

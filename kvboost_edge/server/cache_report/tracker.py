@@ -1,4 +1,4 @@
-"""Tracker of requests, which explains their cache misses."""
+"""Tracking of requests, to explain their cache misses."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _loadings = itertools.count(1)
 
 
 class Doctor:
-    """Tracker of a loaded model's requests, used by the event loop's thread only.
+    """Tracker for the requests of a loaded model, used only by the event loop's thread.
 
     Attributes:
-        history: earlier requests; if it keeps none, only the engine's own reason is reported.
+        history: earlier requests. If the history is off, reports contain only the engine's reason.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Doctor:
             engine: engine of the model.
             model: name of the model.
             history: earlier requests.
-            count: called with the cause of each request.
+            count: function called with the cause of each request's cache miss.
         """
         self.history = history
         self._engine = engine
@@ -58,7 +58,7 @@ class Doctor:
         token_ids: Sequence[int],
         asked: PromptInputs,
     ) -> Watch:
-        """Record a request that starts, and return its watch."""
+        """Record a request that starts, and return its `Watch`."""
         self.settle()
         self.history.sweep_later()
         ids = np.asarray(token_ids, dtype=np.int32)
@@ -69,7 +69,7 @@ class Doctor:
     def diagnose(
         self, tenant: str | None, salt: str | None, record: RequestRecord, result: GenerationResult
     ) -> Diagnosis:
-        """Return and count the report of a request that has ended."""
+        """Return the report of a request that has ended, and count its cause."""
         tokenizer = self._engine.tokenizer
         found = diagnose(
             record,
@@ -85,13 +85,15 @@ class Doctor:
         return found
 
     def left(self, watch: Watch, handle: RequestHandle) -> None:
-        """Take over a cancelled request, which ends within a step."""
+        """Take over a cancelled request until the engine has stopped it, which takes at most one
+        step.
+        """
         self._left.append((watch, handle))
 
     def explained(
         self, tenant: str | None, record: RequestRecord
     ) -> Callable[[], Diagnosis] | None:
-        """Return a function that makes the report with texts; None while the request runs.
+        """Return a function that makes the report with texts, or None while the request runs.
 
         The function may be called in any thread.
         """
@@ -107,8 +109,8 @@ class Doctor:
         )
 
     def settle(self) -> None:
-        """Finish the cancelled requests that have ended."""
-        # Their computed blocks are in the cache, so they are kept in the history. A request that
+        """Finish the records of cancelled requests that the engine has stopped."""
+        # The blocks that they computed are in the cache, so their records are kept. A request that
         # never started or failed is removed.
         left = self._left
         self._left = []
@@ -116,7 +118,7 @@ class Doctor:
             if not handle.done:
                 self._left.append((watch, handle))
                 continue
-            with contextlib.suppress(Exception):  # its client has got the error, or is gone
+            with contextlib.suppress(Exception):  # its client got the error or has disconnected
                 result = handle.result(timeout=0)
                 if result.token_times_ms:
                     watch.finish(result)
@@ -124,7 +126,7 @@ class Doctor:
             watch.forget()
 
     def _thinks(self) -> str:
-        """Return the opening marker of reasoning; "" without reasoning in the template."""
+        """Return the opening marker of reasoning, or "" if the template has no reasoning."""
         try:
             reasoning = self._engine.tokenizer.turn_format.reasoning
         except KVBoostError:  # no chat template
@@ -133,7 +135,7 @@ class Doctor:
 
 
 class Watch:
-    """Tracking of one request."""
+    """Tracking of a single request."""
 
     def __init__(
         self, doctor: Doctor, tenant: str | None, salt: str | None, record: RequestRecord
@@ -148,7 +150,7 @@ class Watch:
         self._record.diagnosis = self._doctor.diagnose(
             self._tenant, self._salt, self._record, result
         )
-        computed = result.output_token_ids[:-1]  # the KV of the last token was not computed
+        computed = result.output_token_ids[:-1]  # the KV of the last token was never computed
         self._doctor.history.extend(self._tenant, self._record, computed)
 
     @property
@@ -158,12 +160,12 @@ class Watch:
 
     @property
     def cause(self) -> str:
-        """Cause of the cache miss; "" before the request has ended."""
+        """Cause of the cache miss, or "" before the request has ended."""
         found = self._record.diagnosis
         return "" if found is None else found.cause
 
     def forget(self) -> None:
-        """Remove the request, which has left nothing in the cache."""
+        """Remove a request that left nothing in the cache."""
         self._doctor.history.remove(self._tenant, self._record)
 
     def reasoned(self, num_tokens: int) -> None:
@@ -171,7 +173,7 @@ class Watch:
         self._record.num_reasoning = num_tokens
 
     def explained(self) -> Callable[[], Diagnosis] | None:
-        """Return a function that makes the report with texts; None while the request runs.
+        """Return a function that makes the report with texts, or None while the request runs.
 
         The function may be called in any thread.
         """

@@ -1,1 +1,1 @@
-"""HTTP: protocol and deadlines, hosts, API keys, headers, static files of the web page."""
+"""HTTP layer: protocol with deadlines, host checks, API keys, headers and the web page's files."""

@@ -1,9 +1,9 @@
-"""Lingering close of connections, so that a client that still sends can read its answer.
+"""Lingering close of connections, which lets a client that is still sending read its response.
 
-Closing a socket with unread data makes the kernel reset the connection. A reset discards data that
-the client has not read yet, such as the error about its body. Therefore the writing half is closed
-first, and incoming data is read and dropped. Time and number of bytes are limited, and a client
-that falls silent is disconnected.
+If a socket is closed with unread data, the kernel resets the connection. A reset discards data that
+the client has not read yet, such as an error about its request body. The transport therefore closes
+its sending side first, and reads and drops incoming data. It limits time and bytes, and disconnects
+a client that stops sending.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import Any
 
 __all__ = ["QUIET_SECONDS", "LingeringTransport"]
 
-QUIET_SECONDS = 2.0  # a client that is silent for this long has read its answer, or never will
+QUIET_SECONDS = 2.0  # after this silence, the client has read its response or never will
 _MOST_BYTES = 128 * 1024 * 1024
 
 
 class LingeringTransport:
-    """Wrapper of a connection's transport with a lingering `close`."""
+    """Wrapper of a connection's transport whose `close` lingers."""
 
     def __init__(
         self,
@@ -34,9 +34,9 @@ class LingeringTransport:
         Args:
             transport: the transport.
             loop: the event loop.
-            may_send: returns whether the client may still be sending; called when the connection
-                closes.
-            seconds: longest time to drop incoming data.
+            may_send: function called when the connection closes, to find out whether the client may
+                still be sending.
+            seconds: maximum time to drop incoming data.
         """
         self._transport = transport
         self._loop = loop
@@ -51,15 +51,15 @@ class LingeringTransport:
 
     @property
     def is_lingering(self) -> bool:
-        """True while incoming data is dropped after everything was written."""
+        """True after everything was written, while incoming data is dropped."""
         return self._end is not None
 
     def is_closing(self) -> bool:
-        """Return whether the transport is closing or lingers."""
+        """Return whether the transport is closing or lingering."""
         return self.is_lingering or self._transport.is_closing()
 
     def close(self) -> None:
-        """Close after pending data is written and the client has stopped sending."""
+        """Close after the pending data is written and the client has stopped sending."""
         if self.is_closing():
             return
         if self._may_send():
@@ -68,14 +68,14 @@ class LingeringTransport:
             self._transport.close()
 
     def linger(self, seconds: float) -> None:
-        """Write no more, drop incoming data for at most `seconds`, then close."""
+        """Stop writing, drop incoming data for at most `seconds`, then close."""
         if self.is_closing():
             return
         self._end = self._loop.call_later(seconds, self.close_now)
         self._quiet = self._loop.call_later(min(QUIET_SECONDS, seconds), self.close_now)
         try:
             self._transport.write_eof()
-        except OSError:  # the client has gone
+        except OSError:  # the client has disconnected
             self.close_now()
         else:
             self._transport.resume_reading()
@@ -95,7 +95,7 @@ class LingeringTransport:
         self._transport.close()
 
     def stop_clocks(self) -> None:
-        """Cancel the timers, because the connection is lost."""
+        """Cancel the timers after the connection is lost."""
         for timer in (self._end, self._quiet):
             if timer is not None:
                 timer.cancel()

@@ -1,10 +1,10 @@
-"""Security headers of API answers and of the web page."""
+"""Security headers of API responses and the web page."""
 
 from __future__ import annotations
 
 __all__ = ["PAGE_HEADERS", "SECURITY_HEADERS"]
 
-# Defaults of every answer.
+# Defaults for every response.
 SECURITY_HEADERS = {
     "Content-Security-Policy": "default-src 'self'; frame-ancestors 'none'",
     "Cross-Origin-Resource-Policy": "same-origin",
@@ -13,8 +13,8 @@ SECURITY_HEADERS = {
     "X-Frame-Options": "DENY",
 }
 
-# Allow scripts, styles, images and connections of this server only. Inline scripts and styles,
-# framing, and conversion of strings to markup (trusted types without a policy) are forbidden.
+# Allow scripts, styles, images and connections of this server only. Forbid inline scripts and
+# styles, framing, and the conversion of strings to markup (trusted types without a policy).
 _PAGE_POLICY = "; ".join(
     (
         "default-src 'self'",

@@ -1,7 +1,8 @@
 """Checks of the Host and Origin headers against DNS rebinding and cross-site requests.
 
-A page of another site that points its own name at this address (DNS rebinding) is refused by its
-Host header. A page that posts from a browser is refused by its Origin header.
+In a DNS rebinding attack, a page of another site points its domain name at this server's address.
+The Host header reveals it. The Origin header reveals requests that pages of other sites send from a
+browser.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ _HOST = re.compile(r"(?:\[(?P<address>[^\[\]]+)\]|(?P<name>[^\[\]:@/]+))(?::[0-9
 
 
 class HostList:
-    """The accepted hosts and origins.
+    """List of accepted hosts and origins.
 
-    Accepted hosts are loopback names, the bind address, `allowed_hosts`, and the address of the
-    connection itself.
+    Accepted hosts are loopback names, the bind address, `allowed_hosts`, and the local address of
+    the connection.
     """
 
     def __init__(self, settings: ServerSettings) -> None:
@@ -39,14 +40,15 @@ class HostList:
         """Check the Host and Origin headers of a request.
 
         Raises:
-            ApiError: there is not exactly one Host header (400), or the host (421) or origin (403)
-                is not accepted.
+            ApiError: the request does not have exactly one Host header (400), or its host (421) or
+                origin (403) is not accepted.
         """
         hosts = _values(scope, b"host")
         if len(hosts) != 1 or not hosts[0]:
             raise ApiError(400, "send one Host header", code="invalid_host")
         host = _without_port(hosts[0])
-        # A browser sends the address itself as Host only for pages of that address, so it is safe.
+        # A browser sends the server's address as Host only for pages of that address, so it is
+        # safe.
         address = (scope.get("server") or ("", 0))[0]
         if _ANY not in self._hosts and host not in self._hosts and host != address.lower():
             raise ApiError(
@@ -70,9 +72,9 @@ def _values(scope: Scope, name: bytes) -> list[str]:
 
 
 def _without_port(host: str) -> str:
-    """Return the host in lower case, without brackets and port; "" if it is invalid.
+    """Return the host in lower case, without brackets and port, or "" if it is invalid.
 
-    "[::1]:8000" becomes "::1".
+    For example, "[::1]:8000" becomes "::1".
     """
     match = _HOST.fullmatch(host)
     return (match["address"] or match["name"]).lower() if match else ""

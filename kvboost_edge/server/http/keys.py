@@ -1,7 +1,7 @@
-"""API keys, stored as digests only and compared in constant time.
+"""API keys, stored only as digests and compared in constant time.
 
-The digest of a request's key is its tenant, which is the root of its prefix hashes. A key therefore
-never finds blocks that another key has cached.
+The digest of a request's key identifies its tenant and is the root of its prefix hashes. Requests
+with one key therefore never find blocks cached with another key.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ _MAX_HEADER = 4096
 
 
 class KeyRing:
-    """The accepted keys, as SHA-256 digests.
+    """Accepted API keys, as SHA-256 digests.
 
-    An empty ring is false; requests then need no key and have no tenant. Admin keys are also
+    An empty ring is false. Requests then need no key and have no tenant. Admin keys also work as
     ordinary keys.
     """
 
@@ -34,7 +34,7 @@ class KeyRing:
         return bool(self._digests)
 
     def tenant(self, headers: Iterable[tuple[bytes, bytes]]) -> str:
-        """Return the tenant of a request by its Authorization or x-api-key header.
+        """Return the tenant that a request's Authorization or x-api-key header identifies.
 
         Raises:
             ApiError: the request has no valid key (401).
@@ -48,7 +48,7 @@ class KeyRing:
         (key,) = found_keys
         digest = hashlib.sha256(key).digest()
         found = 0
-        # Compare with all keys, so that the time does not depend on the key.
+        # Compare with all keys. Stopping at a match would reveal its position by the time taken.
         for known in self._digests:
             found |= hmac.compare_digest(digest, known)
         if not found:
@@ -56,9 +56,9 @@ class KeyRing:
         return digest.hex()
 
     def check_admin(self, tenant: str) -> None:
-        """Raise ApiError 403 unless the tenant may access data of all tenants.
+        """Raise ApiError 403 unless the tenant may access the data of all tenants.
 
-        An admin key, or the only key, may.
+        Tenants with an admin key may, and so may the tenant of the only key.
         """
         if len(self._digests) > 1 and tenant not in self._admins:
             raise ApiError(
@@ -70,7 +70,7 @@ class KeyRing:
 
 
 def _key_of(name: bytes, value: bytes) -> bytes:
-    """Return the key in one of the two headers; raise ApiError 401 for an invalid header."""
+    """Return the key in one of the two headers. Raises ApiError 401 for an invalid header."""
     if len(value) > _MAX_HEADER:
         raise _unauthorized("the header with the API key is too long")
     if name == b"x-api-key":

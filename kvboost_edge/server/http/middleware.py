@@ -1,9 +1,9 @@
-"""ASGI middleware around all routes; it neither hides disconnects nor buffers streams.
+"""ASGI middleware around all routes. It passes on disconnects and does not buffer streams.
 
-`Envelope` (outermost) assigns the request id, checks host and origin, adds the security headers,
-converts exceptions to error responses and logs the request. `AuthMiddleware` answers OPTIONS,
-checks the API key, limits the body, and refuses generating requests while the queue is full, before
-their bodies are read.
+`Envelope` is the outermost middleware. It assigns the request id, checks host and origin, adds the
+security headers, converts exceptions to error responses and logs the request. `AuthMiddleware`
+answers OPTIONS requests, checks the API key and limits the body. While the queue is full, it
+rejects generating requests before it reads their bodies.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ __all__ = [
     "new_request_id",
 ]
 
-# Routes that show or change data of all tenants. Totals of hits and blocks would reveal the
-# activity of other tenants.
+# Routes that show or change data of all tenants. Even the total numbers of hits and blocks would
+# reveal the activity of other tenants.
 ADMIN_PATHS = frozenset({"/cache/reset", "/metrics", "/slots", "/v1/blocks", "/v1/stats"})
-# Routes that work inside `admit`. If the queue is full, they are refused before their bodies are
-# read.
+# Routes that work inside `admit`. If the queue is full, their requests are rejected before the
+# bodies are read.
 ADMITTED_PATHS = frozenset(
     {
         "/v1/completions",
@@ -67,7 +67,7 @@ _CLIENT_GONE = 499
 
 
 class Envelope:
-    """Outermost middleware: request id, host and origin, headers, errors and log line."""
+    """Outermost middleware, for request id, host and origin checks, headers, errors and the log."""
 
     def __init__(self, app: ASGIApp, state: ServerState, hosts: HostList) -> None:
         self._app = app
@@ -82,7 +82,7 @@ class Envelope:
         started = time.perf_counter()
         status = _CLIENT_GONE
         method = scope["method"]
-        if method == "HEAD":  # routes handle it as GET; the protocol omits the body
+        if method == "HEAD":  # routes handle HEAD as GET, and the protocol omits the body
             scope = {**scope, "method": "GET"}
 
         async def send_dressed(message: Message) -> None:
@@ -107,12 +107,13 @@ class Envelope:
             answer = as_api_error(error, engine_alive=self._state.engine_alive(scope))
             if answer.status_code == 500:
                 log_failure(scope, error)
-            if status == _CLIENT_GONE:  # nothing was sent yet
+            if status == _CLIENT_GONE:  # no response was sent yet
                 await error_response(answer, scope["path"])(scope, receive, send_dressed)
         finally:
             facts.pop(MODEL_FACT, None)
             facts = {name: value for name, value in facts.items() if name != "tenant"}
-            # Status of the protocol's own answer, if the body was incomplete or malformed.
+            # If the body was incomplete or malformed, the protocol has sent an error with this
+            # status.
             status = facts.pop("refused", status)
             route = getattr(scope.get("route"), "path", "unmatched")
             account(
@@ -121,14 +122,14 @@ class Envelope:
 
 
 def new_request_id() -> str:
-    """Return a new request id, which clients see and logs contain."""
+    """Return a new request id, to show to the client and in logs."""
     return f"req-{secrets.token_hex(12)}"
 
 
 def account(
     state: ServerState, route: str, status: int, seconds: float, *, id: str, **facts: object
 ) -> None:
-    """Record one answer in the metrics and the log."""
+    """Record one response in the metrics and the log."""
     state.metrics.observe_http(route, status, seconds)
     shown = {"route": route, "status": status, "ms": round(seconds * 1e3, 2)}
     log_facts(logging.INFO, "request", request_id=id, **{**facts, **shown})
@@ -158,7 +159,7 @@ class AuthMiddleware:
         self._routes = [route for route in routes if isinstance(route, Route)]
         self._state = state
         self._keys = keys
-        # Compared with the raw path, byte by byte: a path that becomes one of these only by
+        # Compare with the raw path, byte by byte. A path that equals an open path only after
         # decoding or normalization needs a key.
         self._open_paths = frozenset(path.encode("ascii") for path in open_paths)
 
@@ -182,8 +183,8 @@ class AuthMiddleware:
             self._state.bodies.free(body.tenant, body.num_bytes)
 
     def _methods(self, path: str) -> set[str]:
-        """Return the methods of a path's routes; empty if there is no such route."""
-        # They are not secret: docs/apis.md lists the routes.
+        """Return the allowed methods of a path, or an empty result if no route has this path."""
+        # The methods are not secret, because docs/apis.md lists the routes.
         found = {
             method
             for route in self._routes
@@ -198,7 +199,7 @@ class AuthMiddleware:
         """Raise ApiError for a request that is not allowed, before its body is read."""
         if self._keys and scope["raw_path"] not in self._open_paths:
             tenant = scope["kvboost"]["tenant"] = self._keys.tenant(scope["headers"])
-            if scope["path"] in ADMIN_PATHS:  # the decoded path, which selects the route
+            if scope["path"] in ADMIN_PATHS:  # the decoded path, which routing uses
                 self._keys.check_admin(tenant)
         limit = self._state.settings.max_body_bytes
         for name, value in scope["headers"]:
@@ -209,7 +210,9 @@ class AuthMiddleware:
 
 
 class _Body:
-    """A request's body, limited in size and counted among all bodies until the request ends."""
+    """Body of a request, with a size limit. Its bytes count towards the limit for all bodies until
+    the request ends.
+    """
 
     def __init__(self, receive: Receive, state: ServerState, tenant: str | None) -> None:
         self.tenant = tenant
@@ -219,10 +222,10 @@ class _Body:
         self._limit = state.settings.max_body_bytes
 
     async def receive(self) -> Message:
-        """Return the next message.
+        """Return the next ASGI message.
 
         Raises:
-            ApiError: the body is over the limit (413), or all bodies together are (503).
+            ApiError: the body exceeds its limit (413), or all bodies together exceed theirs (503).
         """
         message = await self._receive()
         size = len(message.get("body", b""))

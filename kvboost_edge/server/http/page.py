@@ -1,8 +1,8 @@
-"""The web page at `/`: a fixed table of files from the package.
+"""Web page at `/`, served from a fixed table of files in the package.
 
-The files are read once, when the module is imported. Each has a route of its own, so no path of a
-request reaches the file system. They contain no secrets and need no API key; the API calls of the
-page do.
+The files are read once, when the module is imported. Each file has a separate route, so a request's
+path never reaches the file system. The files contain no secrets and need no API key, but the API
+calls of the page do.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["STATIC_FILES", "router"]
 _HTML = "text/html; charset=utf-8"
 _SCRIPT = "text/javascript; charset=utf-8"
 
-# File name -> media type. The first is the page.
+# Media type of each file. The first file is the page.
 STATIC_FILES = {
     "index.html": _HTML,
     "style.css": "text/css; charset=utf-8",
@@ -58,7 +58,7 @@ STATIC_FILES = {
 
 
 class _Asset(NamedTuple):
-    """A file ready to send, with a strong entity tag of its bytes."""
+    """A file that is ready to send, with an entity tag computed from its bytes."""
 
     body: bytes
     media_type: str
@@ -71,7 +71,7 @@ def _read(name: str) -> _Asset:
 
 
 def _answer(asset: _Asset, request: Request) -> Response:
-    """Return the asset, 304 if the client has the same version, or headers only for HEAD."""
+    """Return the file, a 304 if the client has the same version, or only headers for HEAD."""
     headers = {**PAGE_HEADERS, "ETag": asset.etag, "Cache-Control": "no-cache"}
     if _matches(request.headers.get("if-none-match", ""), asset.etag):
         return Response(status_code=304, headers=headers)
@@ -82,7 +82,7 @@ def _answer(asset: _Asset, request: Request) -> Response:
 
 
 def _matches(if_none_match: str, etag: str) -> bool:
-    """Return whether If-None-Match names this entity tag."""
+    """Return whether If-None-Match contains this entity tag."""
     # RFC 9110 requires the weak comparison for this header.
     tags = [tag.strip().removeprefix("W/") for tag in if_none_match.split(",")]
     return etag in tags or "*" in tags

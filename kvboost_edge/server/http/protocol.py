@@ -1,18 +1,19 @@
 """uvicorn's HTTP/1.1 protocol with additional deadlines and strict parsing.
 
-A head must be complete within `header_seconds`, a body within `body_seconds`. A client that reads
-nothing for `write_seconds` is disconnected. The number of connections is limited. Each deadline is
-one timer of the event loop, so slow clients cost other clients nothing.
+A request head must be complete within `header_seconds`, and a body within `body_seconds`. A client
+that reads nothing for `write_seconds` is disconnected. The number of connections is limited. Each
+deadline is a single timer of the event loop, so slow clients do not slow down others.
 
-The server refuses ambiguous requests (two Content-Length headers, or one with Transfer-Encoding),
-bare line feeds, folded headers, more than 100 headers, and chunks too small for their framing.
+The server rejects ambiguous requests (with two Content-Length headers, or one together with
+Transfer-Encoding). It also rejects bare line feeds, folded headers, more than 100 headers, and
+bodies of many tiny chunks.
 
-A client may shut down its writing half once its requests are complete, and still gets the answers.
-TCP signals the end of a connection in the same way; only a later write can distinguish the two.
-Such a client is therefore sent bytes that change nothing. Before its answer, these are interim
-responses (100 Continue, which every HTTP/1.1 client skips). Between the chunks of a stream, they
-are zeros before the length of the next chunk. A client of HTTP/1.0 knows neither, so its end is
-noticed when its answer is written.
+A client may shut down its sending side after its requests are complete, and still gets the
+responses. To the server, this looks like a closed connection, and only a later write reveals the
+difference. The server therefore probes such a client with bytes that have no effect. Before the
+response, it sends interim responses (100 Continue, which every HTTP/1.1 client skips). Between the
+chunks of a stream, it sends leading zeros of the next chunk's length. HTTP/1.0 allows neither, so
+the server notices such a client's disconnect only when it writes the response.
 
 None of the maintained ASGI servers has all three deadlines (checked in November 2026):
 
@@ -21,9 +22,9 @@ None of the maintained ASGI servers has all three deadlines (checked in November
 - Hypercorn 0.18 limits each single read, so a client that sends a byte per minute is never late,
   and it does not limit writes.
 
-Without a body deadline, a client holds memory and a connection for as long as it likes. Without a
-write deadline, it holds a model's stream. A reverse proxy provides both, but local servers
-usually run without one.
+Without a deadline for the body, a client can hold memory and a connection indefinitely. Without one
+for writes, it can block a model's stream. A reverse proxy has both deadlines, but local servers
+usually run without a proxy.
 """
 
 from __future__ import annotations
@@ -53,17 +54,17 @@ __all__ = ["make_protocol"]
 
 _MAX_HEADERS = 100
 _MAX_HEAD_BYTES = 16 * 1024
-# Seconds until a client that has shut down its writing half is probed again, doubled each time.
+# Seconds until a client that stopped sending is probed again. The time doubles after each probe.
 _FIRST_ASK = 0.02
 _LONGEST_ASK = 5.0
-_MOST_ZEROS = 8  # before the length of a chunk; some clients read 16 digits
-_MAX_PIPELINED = 64 * 1024  # bytes kept of requests that follow the one in progress
-# Chunks of a body. If there are more, they must have _MEAN_CHUNK bytes on average, because each
-# takes about 12 us of the event loop.
+_MOST_ZEROS = 8  # zeros before the length of a chunk; some clients read 16 digits
+_MAX_PIPELINED = 64 * 1024  # bytes kept of pipelined requests
+# Maximum number of tiny chunks in a body. Each chunk takes about 12 us of the event loop, so
+# further chunks must have _MEAN_CHUNK bytes on average.
 _FEW_CHUNKS = 1000
 _MEAN_CHUNK = 64
 _VERSIONS = (b"1.0", b"1.1")
-# Public, but not in h11's __all__.
+# Documented by h11, but not in its __all__.
 _WAITING = (h11.DONE, h11.MIGHT_SWITCH_PROTOCOL)  # type: ignore[attr-defined]
 _MESSAGES = {
     400: ("the HTTP request is malformed", "malformed_request"),
@@ -78,15 +79,16 @@ _MESSAGES = {
 }
 
 
-# A bare line feed, or a line that begins with white space and would continue the previous header.
+# A bare line feed, or a folded header: a line that starts with white space and continues the
+# previous header.
 _AMBIGUOUS = re.compile(rb"(?<!\r)\n|\n[ \t]")
 _LENGTH = re.compile(rb"^content-length[ \t]*:.*", re.IGNORECASE | re.MULTILINE)
 
 
 class _StrictBuffer(ReceiveBuffer):
-    """h11's buffer, without its tolerance for ambiguous heads and trailers.
+    """h11's receive buffer, without its tolerance for ambiguous heads and trailers.
 
-    It refuses bare line feeds, folded headers, and several Content-Length headers, even equal ones.
+    It rejects bare line feeds, folded headers, and more than one Content-Length header.
     """
 
     def maybe_extract_lines(self) -> list[bytearray] | None:
@@ -95,7 +97,8 @@ class _StrictBuffer(ReceiveBuffer):
             self._extract(2)
             return []
         end = self._data.find(b"\r\n\r\n", searched)
-        # Search by position, not in a slice, so that the lookbehind sees the byte before the start.
+        # Search from a position instead of in a slice, because the lookbehind needs the byte before
+        # it.
         if _AMBIGUOUS.search(
             self._data, max(0, searched - 1), len(self._data) if end < 0 else end + 2
         ):
@@ -111,7 +114,7 @@ class _StrictBuffer(ReceiveBuffer):
 
 
 class _StrictConnection(h11.Connection):
-    """h11's server connection, which refuses ambiguous requests and reports progress."""
+    """h11's server connection, which rejects ambiguous requests and reports its progress."""
 
     def __init__(self, protocol: DeadlineProtocol) -> None:
         super().__init__(h11.SERVER, _MAX_HEAD_BYTES)
@@ -123,7 +126,7 @@ class _StrictConnection(h11.Connection):
 
     @property
     def num_buffered(self) -> int:
-        """Bytes received and not parsed yet."""
+        """Number of bytes that were received but not parsed yet."""
         return len(self._receive_buffer)
 
     def next_event(self) -> Any:
@@ -147,14 +150,16 @@ class _StrictConnection(h11.Connection):
         return event
 
     def send_with_data_passthrough(self, event: h11.Event) -> list[bytes] | None:
-        """Return the bytes of an event; `send` calls this."""
+        """Return the bytes of an event. h11's `send` calls this method."""
         pieces = super().send_with_data_passthrough(event)
         if pieces:
             self._zeros = 0
         return pieces
 
     def ask(self) -> bytes:
-        """Return bytes that have no effect on a connected client; b"" if there are none."""
+        """Return bytes that probe a client and have no effect on it, or b"" if none can be sent
+        now.
+        """
         if self.their_http_version == b"1.0":
             return b""
         if self.our_state is h11.SEND_RESPONSE:
@@ -173,7 +178,7 @@ class _StrictConnection(h11.Connection):
 
 
 class DeadlineProtocol(H11Protocol):
-    """One connection; `make_protocol` sets `kv` and `settings`."""
+    """Protocol of one connection. `make_protocol` sets the attributes `kv` and `settings`."""
 
     kv: ServerState
     settings: ServerSettings
@@ -189,16 +194,16 @@ class DeadlineProtocol(H11Protocol):
         super().__init__(config, server_state, app_state, _loop)
         self.conn = _StrictConnection(self)
         self.access_log = False
-        # uvicorn declares integers, but only passes the value to a timer.
+        # uvicorn declares an integer, but only passes the value to a timer.
         self.timeout_keep_alive = self.settings.keep_alive_seconds  # type: ignore[assignment]
         self._read_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
         self._ask_timer: asyncio.TimerHandle | None = None
         self._half_closed = False
-        self._surplus: int | None = None  # bytes of a body whose answer was sent before its end
+        self._surplus: int | None = None  # bytes received of a body after its response was sent
         self._reading_since = self.loop.time()
 
-    # Beginning and end.
+    # Start and end of the connection.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
@@ -212,7 +217,8 @@ class DeadlineProtocol(H11Protocol):
         if len(self.connections) > self.settings.max_connections:
             self._refuse(503)
             if len(self.connections) > 2 * self.settings.max_connections:
-                self._closing.close_now()  # do not wait for the client to read the answer
+                # close without waiting until the client has read the response
+                self._closing.close_now()
             return
         self._read_within(self.settings.header_seconds)
 
@@ -243,16 +249,16 @@ class DeadlineProtocol(H11Protocol):
             self._read_within(self.settings.header_seconds)
         super().data_received(data)
         if self.flow.read_paused and self.conn.their_state in _WAITING:
-            # h11 parses pipelined requests only after the answer. Keep reading nevertheless,
-            # because only a read detects that the client has disconnected. A client that pipelines
-            # more than the limit is disconnected.
+            # h11 parses pipelined requests only after the response. Keep reading nevertheless,
+            # because only a read detects a disconnect. A client that pipelines more than the limit
+            # is disconnected.
             if self.conn.num_buffered > _MAX_PIPELINED:
                 self.transport.abort()
                 return
             self.flow.resume_reading()
 
     def eof_received(self) -> bool:  # type: ignore[override]  # uvicorn's closes
-        """Note that the client sends no more; return whether the connection stays open."""
+        """Note that the client stopped sending, and return whether the connection stays open."""
         if self.transport.is_closing() or not self._owes_answer():
             return False
         if not self._half_closed:
@@ -261,27 +267,27 @@ class DeadlineProtocol(H11Protocol):
         return True
 
     def _owes_answer(self) -> bool:
-        """Return whether a complete request is in progress."""
+        """Return whether a complete request waits for its response."""
         return not self._between_requests() and self.conn.their_state is not h11.SEND_BODY
 
     def _ask(self, seconds: float) -> None:
-        """Write bytes to find out whether a client that sends no more has disconnected."""
+        """Probe whether a client that stopped sending has disconnected."""
         if self.transport.is_closing():
             return
-        # If the client's system has closed the connection, it answers with a reset, and the next
+        # If the client's system has closed the connection, it replies with a reset, and the next
         # write fails.
         self.transport.write(self.conn.ask())
         self._ask_timer = self.loop.call_later(seconds, self._ask, min(2 * seconds, _LONGEST_ASK))
 
     def head_complete(self) -> None:
-        """Start the deadline of the body, because the head is complete."""
+        """Start the deadline of the body after the head is complete."""
         self._read_within(self.settings.body_seconds)
-        # Unless the transport has paused writing, the client has read the earlier answers.
+        # If the transport has not paused writing, the client has read the earlier responses.
         if not self.flow.write_paused:
             self._stop_writing_clock()
 
     def body_complete(self) -> None:
-        """Stop the deadline of the body, because the request is complete."""
+        """Stop the deadline of the body after the request is complete."""
         self._stop_reading_clock()
         self._surplus = None
 
@@ -317,8 +323,8 @@ class DeadlineProtocol(H11Protocol):
         if self._half_closed and not self._owes_answer():
             self.transport.close()
         if self.conn.their_state is h11.SEND_BODY and not self.transport.is_closing():
-            # The answer was sent before the end of the body. If the body ends soon, the connection
-            # is kept.
+            # The response was sent before the end of the body. If the body ends soon, the
+            # connection stays open.
             self._surplus = 0
             self._read_within(QUIET_SECONDS)
         self._drain_before_idle()
@@ -335,7 +341,7 @@ class DeadlineProtocol(H11Protocol):
         self._drain_before_idle()
 
     def _drain_before_idle(self) -> None:
-        """Set the write deadline for pending data when no more will be written soon."""
+        """Set the write deadline for pending data if nothing more will be written soon."""
         if self.transport.get_write_buffer_size():
             self._drain_within(self.settings.write_seconds)
 
@@ -350,34 +356,34 @@ class DeadlineProtocol(H11Protocol):
             self._write_timer = None
 
     def _check_progress(self, seconds: float, size: int) -> None:
-        """Disconnect a client that read nothing since `size` bytes were pending.
+        """Disconnect a client that has read nothing since `size` bytes were pending.
 
-        A slow client gets the same time again.
+        A client that has read something gets another deadline.
         """
         self._write_timer = None
-        # Nothing is written while the timer runs, so the pending data can only shrink.
+        # Nothing is written while the timer runs, so the amount of pending data can only shrink.
         waiting = self.transport.get_write_buffer_size()
         if waiting >= size > 0:
             self.transport.abort()
         elif waiting:
             self._drain_within(seconds)
 
-    # Refusing.
+    # Rejected requests.
 
     def _should_upgrade(self) -> bool:
         return False
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse a request that h11 could not parse; called by uvicorn."""
+        """Reject a request that h11 could not parse. uvicorn calls this method."""
         self._refuse(self.conn.error_status)
 
     def _refuse(self, status: int) -> None:
-        """Send an error response if no response has begun, and close."""
+        """Send an error response if no response has begun, and close the connection."""
         if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
             self._close(QUIET_SECONDS)
             return
         message, code = _MESSAGES[status]
-        # Without a head, the API is unknown and OpenAI's format is used.
+        # Before the head is complete, the API is unknown, and the error has OpenAI's format.
         path = "" if self._between_requests() else self.cycle.scope["path"]
         body = json.dumps(error_body(ApiError(status, message, code=code), path)).encode()
         request_id = self._account(status)
@@ -402,9 +408,9 @@ class DeadlineProtocol(H11Protocol):
         self._close(QUIET_SECONDS)
 
     def _account(self, status: int) -> str:
-        """Count and log a refusal, and return the request's id."""
+        """Count and log a rejected request, and return its id."""
         if not self._between_requests():
-            # The app has begun this request and will count it.
+            # The app has started this request and will count it.
             scope: Any = self.cycle.scope
             facts: dict[str, Any] = scope.setdefault("kvboost", {"id": new_request_id()})
             facts["refused"] = status
@@ -414,7 +420,7 @@ class DeadlineProtocol(H11Protocol):
         return request_id
 
     def _close(self, seconds: float) -> None:
-        """Close, dropping incoming data for `seconds`; the app sees a disconnect."""
+        """Close the connection, dropping incoming data for `seconds`. The app sees a disconnect."""
         self._stop_reading_clock()
         self._closing.linger(seconds)
         if not self._between_requests():
@@ -429,7 +435,7 @@ def make_protocol(state: ServerState, settings: ServerSettings) -> type[Deadline
 
 
 def _origin_form(request: h11.Request) -> h11.Request:
-    """Return a request for "http://host/path" as one for "/path" with that Host (RFC 9112)."""
+    """Convert a request for "http://host/path" to one for "/path" with that Host (RFC 9112)."""
     scheme, separator, rest = request.target.partition(b"://")
     if not separator or scheme.lower() not in (b"http", b"https"):
         return request
@@ -446,11 +452,11 @@ def _origin_form(request: h11.Request) -> h11.Request:
 
 
 def _check_head(request: h11.Request) -> None:
-    """Check version, size, number and combination of headers."""
+    """Check the HTTP version and the size, number and combination of headers."""
     if request.http_version not in _VERSIONS:
         raise h11.RemoteProtocolError("an unsupported HTTP version", error_status_hint=505)
     names = [name for name, _ in request.headers]
-    # h11 limits incomplete heads only, so a head that arrives in one piece is measured here.
+    # h11 limits only incomplete heads. Measure the head here, in case it arrived in one piece.
     if (
         len(request.target) + sum(len(name) + len(value) for name, value in request.headers)
         > _MAX_HEAD_BYTES
