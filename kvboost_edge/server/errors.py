@@ -130,7 +130,7 @@ class ClientGone(ApiError):
 
 
 def as_api_error(error: BaseException, *, engine_alive: bool = True) -> ApiError:
-    """Convert an exception to an ApiError. An unexpected exception becomes a 500 without details."""
+    """Convert an exception to an ApiError. Unexpected exceptions become a 500 without details."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, HTTPException):

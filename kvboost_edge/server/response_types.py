@@ -1,7 +1,7 @@
-"""Types of response bodies, for our own and OpenAI's routes.
+"""Types of response bodies of this project's own routes and OpenAI's routes.
 
-The functions that write the bodies return these types, and the OpenAPI document shows them. Routes
-of other projects' APIs declare no types; their vendors document them.
+The functions that build the bodies return these types, and the OpenAPI document describes them.
+Routes of other projects' APIs declare no types, because their vendors document them.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ FinishReason = Literal["stop", "length", "tool_calls"]
 
 @with_config(ConfigDict(extra="forbid"))
 class _Answer(TypedDict):
-    """Base of all response bodies, which allow no other keys."""
+    """Base class of all response bodies. It allows no undeclared keys."""
 
 
 # Errors.
@@ -77,10 +77,10 @@ class _Answer(TypedDict):
 class ErrorDetail(_Answer):
     """Content of an error."""
 
-    message: Annotated[str, Field(description="Text for people.")]
+    message: Annotated[str, Field(description="Description of the error for people.")]
     type: Annotated[str, Field(description="OpenAI's error type.")]
-    param: Annotated[str | None, Field(description="Name of the field with the error.")]
-    code: Annotated[str, Field(description="Identifier for programs.")]
+    param: Annotated[str | None, Field(description="Name of the invalid field.")]
+    code: Annotated[str, Field(description="Error code for programs.")]
 
 
 class ErrorAnswer(_Answer):
@@ -123,37 +123,48 @@ Cause = Literal[
 
 
 class PromptCache(_Answer):
-    """A cache-miss report: the first token that differs from an earlier request, and the cause."""
+    """Cache-miss report, with the first token that differs from an earlier request."""
 
-    request_id: Annotated[str, Field(description="The x-request-id of the answer.")]
+    request_id: Annotated[
+        str, Field(description="Request id from the x-request-id response header.")
+    ]
     at: Annotated[float, Field(description="Time of the request, in seconds since the epoch.")]
-    cause: Annotated[Cause, Field(description="Why prompt tokens were computed.")]
-    prompt_tokens: Annotated[int, Field(description="Tokens of the prompt.")]
+    cause: Annotated[Cause, Field(description="Reason why prompt tokens were computed.")]
+    prompt_tokens: Annotated[int, Field(description="Number of prompt tokens.")]
     hit_tokens: Annotated[
-        dict[str, int], Field(description="Prompt tokens found in the pool and in each tier.")
+        dict[str, int],
+        Field(description="Number of prompt tokens found in the pool and in each tier."),
     ]
     reused_span_tokens: Annotated[
-        int, Field(description="Prompt tokens reused at other positions.")
+        int, Field(description="Number of prompt tokens reused at other positions.")
     ]
-    computed_tokens: Annotated[int, Field(description="Prompt tokens that were computed.")]
-    seconds: Annotated[float, Field(description="Time that computing them took.")]
+    computed_tokens: Annotated[
+        int, Field(description="Number of prompt tokens that were computed.")
+    ]
+    seconds: Annotated[float, Field(description="Time spent on computing these tokens.")]
     step_share: Annotated[
-        float, Field(description="Mean share of the request in the tokens of its steps, 0 to 1.")
+        float,
+        Field(description="Mean fraction of its steps' tokens that belong to the request, 0 to 1."),
     ]
     position: Annotated[
         int, Field(description="Index of the first token that differs from the earlier request.")
     ]
     field: Annotated[
-        str, Field(description='Part of the request at this position, such as "message 7".')
+        str, Field(description='Field of the request at this position, such as "message 7".')
     ]
-    field_before: Annotated[str, Field(description="Part of the earlier request at this position.")]
-    text: Annotated[str, Field(description="Text around the position.")]
+    field_before: Annotated[
+        str, Field(description="Field of the earlier request at this position.")
+    ]
+    text: Annotated[str, Field(description="Text of the request around the position.")]
     text_before: Annotated[
         str, Field(description="Text of the earlier request around the position.")
     ]
-    compared_with: Annotated[str, Field(description='Id of the earlier request, or "".')]
+    compared_with: Annotated[
+        str,
+        Field(description='Request id of the earlier request, or "" without an earlier request.'),
+    ]
     evicted_from: Annotated[
-        list[str], Field(description="The pool and tiers that evicted the blocks.")
+        list[str], Field(description="Names of the tiers (or pool) that evicted the blocks.")
     ]
     normalised: Annotated[
         list[str], Field(description="Kinds of normalization that changed the request.")
@@ -162,14 +173,16 @@ class PromptCache(_Answer):
 
 
 class PromptCaches(_Answer):
-    """Cache-miss reports on the last prompts of an API key, latest first, without texts."""
+    """Cache-miss reports on the latest prompts of an API key, latest first, without texts."""
 
     object: Literal["list"]
     data: list[PromptCache]
     kept_seconds: Annotated[
         float,
         Field(
-            description=("Time that requests are kept (--request-history); 0 if they are not kept.")
+            description=(
+                "Time that requests are kept (--request-history), or 0 if they are not kept."
+            )
         ),
     ]
 
@@ -209,20 +222,20 @@ class Model(_Answer):
     object: Literal["model"]
     created: int
     owned_by: str
-    root: Annotated[str, Field(description="Name of the model in answers.")]
+    root: Annotated[str, Field(description="Name of the model in responses.")]
     parent: None
     max_model_len: Annotated[int | None, Field(description="Context length in tokens.")]
     sampling: Annotated[
         SamplingValues | None,
-        Field(description="Sampling parameters of requests that leave them out."),
+        Field(description="Default sampling parameters of requests."),
     ]
-    mode: Annotated[str | None, Field(description="Mode of requests that choose none.")]
+    mode: Annotated[str | None, Field(description="Default mode of requests.")]
     approximate: Annotated[
-        bool | None, Field(description="Answers in that mode may be approximate.")
+        bool | None, Field(description="True if answers in the default mode may be approximate.")
     ]
     meta: ModelMeta | None
     state: Phase
-    failure: Annotated[str | None, Field(description="Why the last loading failed.")]
+    failure: Annotated[str | None, Field(description="Reason why the last load failed.")]
 
 
 class ModelList(_Answer):
@@ -233,25 +246,29 @@ class ModelList(_Answer):
 
 
 class ModelFigures(_Answer):
-    """Memory and use of one model."""
+    """Memory and requests of one model."""
 
     id: str
     state: Phase
     bytes: Annotated[int, Field(description="Bytes of weights, pool and recurrent state.")]
-    in_use: Annotated[int, Field(description="Requests that use the model or wait for it.")]
+    in_use: Annotated[
+        int, Field(description="Number of requests that use the model or wait for it.")
+    ]
     unloads_in_seconds: Annotated[
         float | None,
-        Field(description="Time until the model is unloaded; null without a time limit."),
+        Field(description="Time until the model is unloaded, or null without a time limit."),
     ]
-    waits_for: Annotated[str, Field(description='Reason why loading is pending, or "".')]
+    waits_for: Annotated[str, Field(description='Reason why loading has not finished, or "".')]
 
 
 class ModelsMemory(_Answer):
-    """Memory and use of all models."""
+    """Memory of all models."""
 
-    max_bytes: Annotated[int, Field(description="Limit of the memory of all models.")]
-    taken_bytes: Annotated[int, Field(description="Memory in use.")]
-    waiting: Annotated[int, Field(description="Requests that wait for a model to be loaded.")]
+    max_bytes: Annotated[int, Field(description="Memory limit of all models.")]
+    taken_bytes: Annotated[int, Field(description="Memory in use by all models.")]
+    waiting: Annotated[
+        int, Field(description="Number of requests that wait for a model to be loaded.")
+    ]
     data: list[ModelFigures]
 
 
@@ -283,8 +300,8 @@ class Usage(_Answer):
             bool,
             Field(
                 description=(
-                    "True if tokens were reused at other positions. Present if true, or if the "
-                    "server's default mode is approximate."
+                    "True if tokens were reused at other positions. Absent if false, unless "
+                    "the server's default mode is approximate."
                 )
             ),
         ]
@@ -294,84 +311,90 @@ class Usage(_Answer):
 class Timings(_Answer):
     """llama.cpp's timings of an answer."""
 
-    cache_n: Annotated[int, Field(description="Prompt tokens found in the cache.")]
-    prompt_n: Annotated[int, Field(description="Prompt tokens that were computed.")]
+    cache_n: Annotated[int, Field(description="Number of prompt tokens found in the cache.")]
+    prompt_n: Annotated[int, Field(description="Number of prompt tokens that were computed.")]
     prompt_ms: float
     prompt_per_token_ms: float
     prompt_per_second: float
-    predicted_n: Annotated[int, Field(description="Generated tokens.")]
+    predicted_n: Annotated[int, Field(description="Number of generated tokens.")]
     predicted_ms: float
     predicted_per_token_ms: float
     predicted_per_second: float
-    draft_n: Annotated[int, Field(description="Draft tokens (speculative decoding).")]
-    draft_n_accepted: Annotated[int, Field(description="Draft tokens that were accepted.")]
+    draft_n: Annotated[int, Field(description="Number of draft tokens in speculative decoding.")]
+    draft_n_accepted: Annotated[int, Field(description="Number of accepted draft tokens.")]
 
 
 class Costs(_Answer):
-    """Mode, times and origin of cached tokens of a request."""
+    """Mode, times and cached tokens of a request."""
 
-    mode: Annotated[str, Field(description="Mode that was used.")]
+    mode: Annotated[str, Field(description="Cache mode that the request used.")]
     approximate: Annotated[
         bool, Field(description="True if tokens were reused at other positions.")
     ]
     reused_span_tokens: Annotated[
-        int, Field(description="Prompt tokens reused at other positions.")
+        int, Field(description="Number of prompt tokens reused at other positions.")
     ]
     recomputed_tokens: Annotated[
-        int, Field(description="Prompt tokens found at other positions and recomputed.")
+        int, Field(description="Number of prompt tokens found at other positions and recomputed.")
     ]
     hit_tokens: Annotated[
-        dict[str, int], Field(description="Prompt tokens found in the pool and in each tier.")
+        dict[str, int],
+        Field(description="Number of prompt tokens found in the pool and in each tier."),
     ]
     matched_tokens: Annotated[
         int,
         Field(
             description=(
-                "Prompt tokens whose KV was cached. More than hit_tokens if a hybrid model "
-                "lacked the recurrent state."
+                "Number of prompt tokens whose KV was cached. It exceeds hit_tokens if a "
+                "hybrid model lacked the recurrent state."
             )
         ),
     ]
-    cause: Annotated[Cause, Field(description="Why prompt tokens were computed.")]
-    miss_reason: Annotated[str, Field(description='Same as cause, but "" for "none".')]
+    cause: Annotated[Cause, Field(description="Reason why prompt tokens were computed.")]
+    miss_reason: Annotated[str, Field(description='Same as cause, except that "none" becomes "".')]
     tokenize_ms: float
-    queue_ms: Annotated[float, Field(description="Time in the queue.")]
-    lookup_ms: Annotated[float, Field(description="Time of the prefix lookup.")]
-    load_ms: Annotated[float, Field(description="Time of loading blocks from tiers.")]
+    queue_ms: Annotated[float, Field(description="Time that the request waited in the queue.")]
+    lookup_ms: Annotated[float, Field(description="Time spent on the prefix lookup.")]
+    load_ms: Annotated[float, Field(description="Time spent on loading blocks from tiers.")]
     probe_ms: Annotated[
-        float, Field(description="Time of deviation scoring, for non-prefix KV reuse.")
+        float, Field(description="Time spent on deviation scoring in non-prefix KV reuse.")
     ]
     repair_ms: Annotated[
         float,
         Field(
             description=(
-                "Time of computing the prompt up to the last reused token, for non-prefix KV reuse."
+                "Time spent on computing the prompt up to the last reused token in non-prefix "
+                "KV reuse."
             )
         ),
     ]
-    prefill_ms: Annotated[float, Field(description="Time of computing the rest of the prompt.")]
-    decode_ms: Annotated[float, Field(description="Time of generating the output.")]
+    prefill_ms: Annotated[
+        float, Field(description="Time spent on computing the rest of the prompt.")
+    ]
+    decode_ms: Annotated[float, Field(description="Time spent on generating the output.")]
     ttft_ms: Annotated[float, Field(description="Time to the first token.")]
     total_ms: float
     dropped_messages: Annotated[
-        int, Field(description="Messages that were left out to fit the context.")
+        int, Field(description="Number of messages left out to fit the context.")
     ]
     preemptions: Annotated[
-        int, Field(description="Times that the request lost its blocks and was recomputed.")
+        int,
+        Field(description="Number of times that the request lost its blocks and was recomputed."),
     ]
     step_share: Annotated[
-        float, Field(description="Mean share of the request in the tokens of its steps, 0 to 1.")
+        float,
+        Field(description="Mean fraction of its steps' tokens that belong to the request, 0 to 1."),
     ]
     seeds: Annotated[list[int], Field(description="Seed of each sequence.")]
 
 
 class Explained(Costs):
-    """Mode, times and origin of cached tokens of a request, with an optional cache-miss report."""
+    """Mode, times and cached tokens of a request, with an optional cache-miss report."""
 
     cache: NotRequired[
         Annotated[
             PromptCache,
-            Field(description="Report on the first prompt, if kvboost.explain is true."),
+            Field(description="Cache-miss report on the first prompt, if kvboost.explain is true."),
         ]
     ]
 
@@ -384,7 +407,7 @@ class Spent(_Answer):
 
 
 class Figures(Spent):
-    """Figures of a completion or chat completion."""
+    """Usage and costs of a completion or chat completion."""
 
     usage: Usage
 
@@ -393,7 +416,7 @@ class Figures(Spent):
 
 
 class _Head(_Answer):
-    """First members of an answer."""
+    """First members of a response."""
 
     id: str
     created: int
@@ -402,7 +425,7 @@ class _Head(_Answer):
 
 
 class ChunkHead(_Head):
-    """First members of an answer and of each chunk."""
+    """First members of a response and of each stream chunk."""
 
     object: str
 
@@ -476,10 +499,13 @@ class ChatMessageAnswer(_Answer):
 
     role: Literal["assistant"]
     content: Annotated[
-        str | None, Field(description="Text of the message; null if it has tool calls and no text.")
+        str | None,
+        Field(description="Text of the message, or null if it has tool calls and no text."),
     ]
     refusal: None
-    reasoning_content: NotRequired[Annotated[str, Field(description="Reasoning, if any.")]]
+    reasoning_content: NotRequired[
+        Annotated[str, Field(description="Reasoning of the model, if any.")]
+    ]
     tool_calls: NotRequired[Annotated[list[ToolCall], Field(description="Tool calls, if any.")]]
 
 
@@ -551,7 +577,10 @@ class Vector(_Answer):
     index: int
     embedding: Annotated[
         list[float] | str,
-        Field(description="A list of numbers, or their base64 as little-endian float32."),
+        Field(
+            description="The vector as a list of numbers, or as base64 of little-endian "
+            "float32 values."
+        ),
     ]
 
 
@@ -573,7 +602,7 @@ class RankedText(_Answer):
 class Ranked(_Answer):
     """A document and its relevance."""
 
-    index: Annotated[int, Field(description="Place of the document in the request.")]
+    index: Annotated[int, Field(description="Index of the document in the request.")]
     relevance_score: float
     document: NotRequired[
         Annotated[RankedText, Field(description="Present if return_documents is true.")]
@@ -593,21 +622,23 @@ class RerankAnswer(_Answer):
 
 
 class Warmed(_Answer):
-    """The part of a text, or of documents, that is now cached."""
+    """Result of warming, which tells how much of a text or of documents is now cached."""
 
     object: Literal["warm"]
     usage: Usage
-    timings: Annotated[Timings | None, Field(description="Null if everything was cached already.")]
-    kvboost: Annotated[Costs | None, Field(description="Null if everything was cached already.")]
-    chunks_stored: Annotated[int, Field(description="Cached chunks.")]
-    token_count: Annotated[int, Field(description="Tokens of the text.")]
-    chunk_size: Annotated[int, Field(description="Tokens of a chunk.")]
+    timings: Annotated[Timings | None, Field(description="Null if everything was already cached.")]
+    kvboost: Annotated[Costs | None, Field(description="Null if everything was already cached.")]
+    chunks_stored: Annotated[int, Field(description="Number of cached chunks.")]
+    token_count: Annotated[int, Field(description="Number of tokens in the text.")]
+    chunk_size: Annotated[int, Field(description="Number of tokens in a chunk.")]
     chunk_boundary_aligned: Annotated[
         bool, Field(description="True if fewer than 32 tokens at the end are not cached.")
     ]
-    partial_tail_tokens: Annotated[int, Field(description="Tokens after the last full chunk.")]
+    partial_tail_tokens: Annotated[
+        int, Field(description="Number of tokens after the last full chunk.")
+    ]
     alignment_warning: Annotated[
-        str | None, Field(description="Text about the tokens that are not cached, if it matters.")
+        str | None, Field(description="Note about the tokens that are not cached, if they matter.")
     ]
 
 
@@ -619,8 +650,8 @@ class Unpinned(_Answer):
         int,
         Field(
             description=(
-                "Number of blocks that are no longer pinned; 0 if the text was not pinned "
-                "with this key and salt."
+                "Number of blocks that were unpinned, or 0 if the text was not pinned with "
+                "this key and salt."
             )
         ),
     ]
@@ -636,28 +667,35 @@ class Reset(_Answer):
 class Queue(_Answer):
     """Requests in flight."""
 
-    running: Annotated[int, Field(description="Running requests.")]
-    waiting: Annotated[int, Field(description="Waiting requests.")]
-    waiting_tokens: Annotated[int, Field(description="Prompt tokens of the waiting requests.")]
-    in_flight: Annotated[int, Field(description="Admitted sequences.")]
-    max_in_flight: Annotated[int, Field(description="Limit of admitted sequences.")]
-    refused: Annotated[int, Field(description="Requests refused because the queue was full.")]
+    running: Annotated[int, Field(description="Number of running requests.")]
+    waiting: Annotated[int, Field(description="Number of waiting requests.")]
+    waiting_tokens: Annotated[
+        int, Field(description="Number of prompt tokens in the waiting requests.")
+    ]
+    in_flight: Annotated[int, Field(description="Number of admitted sequences.")]
+    max_in_flight: Annotated[int, Field(description="Maximum number of admitted sequences.")]
+    refused: Annotated[
+        int, Field(description="Number of requests rejected because the queue was full.")
+    ]
 
 
 class _TierStorage(_Answer):
     """Storage of an offload tier."""
 
     blocks: Annotated[
-        int | None, Field(description="Stored blocks; null if only the tier's server knows.")
+        int | None,
+        Field(description="Number of stored blocks, or null if only the tier's server knows it."),
     ]
     bytes: Annotated[
-        int | None, Field(description="Stored bytes; null if only the tier's server knows.")
+        int | None,
+        Field(description="Number of stored bytes, or null if only the tier's server knows it."),
     ]
     max_bytes: Annotated[
-        int | None, Field(description="Limit of the bytes; null if the tier's server sets it.")
+        int | None,
+        Field(description="Maximum number of bytes, or null if the tier's server sets it."),
     ]
-    writable: Annotated[bool, Field(description="The tier stores blocks.")]
-    state: Annotated[str, Field(description='Description of a failure, or "".')]
+    writable: Annotated[bool, Field(description="True if the tier accepts blocks.")]
+    state: Annotated[str, Field(description='Description of the failure, or "".')]
 
 
 class TierFigures(_TierStorage):
@@ -667,13 +705,16 @@ class TierFigures(_TierStorage):
     read_bytes: int
     written_blocks: int
     written_bytes: int
-    missing: Annotated[int, Field(description="Blocks that were requested and not found.")]
+    missing: Annotated[
+        int, Field(description="Number of blocks that were requested and not found.")
+    ]
     refused: Annotated[
-        int, Field(description="Blocks that were damaged or did not match, and were dropped.")
+        int,
+        Field(description="Number of blocks dropped because they were damaged or did not match."),
     ]
     evicted: int
-    not_written: Annotated[int, Field(description="Blocks that could not be stored.")]
-    errors: Annotated[int, Field(description="Failed operations.")]
+    not_written: Annotated[int, Field(description="Number of blocks that could not be stored.")]
+    errors: Annotated[int, Field(description="Number of failed operations.")]
 
 
 class Throughput(_Answer):
@@ -682,15 +723,15 @@ class Throughput(_Answer):
     prompt_tokens_total: int
     generated_tokens_total: int
     prompt_tokens_per_second: Annotated[
-        float, Field(description="Mean speed of one request, over the last minute.")
+        float, Field(description="Mean speed of one request over the last minute.")
     ]
     generated_tokens_per_second: Annotated[
-        float, Field(description="Mean speed of one request, over the last minute.")
+        float, Field(description="Mean speed of one request over the last minute.")
     ]
 
 
 class HeldInCache(_Answer):
-    """Cache, pool, tiers and memory of one engine; the keys are the engine's names."""
+    """Cache, pool, tiers and memory of one engine, under the keys that the engine uses."""
 
     cache: dict[str, float]
     pool: dict[str, Any]
@@ -717,8 +758,8 @@ class EngineStats(HeldInCache):
         dict[str, ReplicaStats],
         Field(
             description=(
-                "Statistics of each replica by name; empty without replicas. The other "
-                "members are their totals."
+                "Statistics of each replica by name, empty without replicas. The other members "
+                "are totals over the replicas."
             )
         ),
     ]
@@ -737,7 +778,7 @@ class BlockCounts(_Answer):
     cached: int
     used: int
     shared: int
-    span: Annotated[int, Field(description="Blocks in use at another position.")]
+    span: Annotated[int, Field(description="Number of blocks in use at another position.")]
 
 
 class Memory(_Answer):
@@ -754,16 +795,16 @@ class TierView(_TierStorage):
     """Contents of the pool or of an offload tier."""
 
     recent_hit_tokens: Annotated[
-        int, Field(description="Prompt tokens found here in the last minute.")
+        int, Field(description="Number of prompt tokens found in this tier in the last minute.")
     ]
 
 
 class PoolBytes(_Answer):
-    """Matchable blocks of a pool."""
+    """Bytes of the blocks that prompts can match."""
 
-    blocks: Annotated[int, Field(description="Blocks that prompts can match.")]
-    bytes: Annotated[int, Field(description="Bytes of these blocks.")]
-    max_bytes: Annotated[int, Field(description="Bytes of the pool.")]
+    blocks: Annotated[int, Field(description="Number of blocks that prompts can match.")]
+    bytes: Annotated[int, Field(description="Size of these blocks.")]
+    max_bytes: Annotated[int, Field(description="Size of the pool.")]
 
 
 class ReplicaPool(PoolBytes):
@@ -778,17 +819,20 @@ class ReplicaPool(PoolBytes):
 class Blocks(_Answer):
     """State of each block of a model's pool, and contents of the tiers.
 
-    With several replicas, the pool consists of their pools in the order of `replicas`.
+    With several replicas, the blocks of all their pools are listed in the order of `replicas`.
     """
 
     num_blocks: int
     block_size: int
-    states: Annotated[str, Field(description="Base64 of one byte per block, its state.")]
+    states: Annotated[
+        str, Field(description="State of each block, as base64 of one byte per block.")
+    ]
     refs: Annotated[
         str | None,
         Field(
             description=(
-                "Base64 of one byte per block, its number of references; null for a large pool."
+                "Number of references to each block, as base64 of one byte per block. Null for "
+                "a large pool."
             )
         ),
     ]
@@ -796,7 +840,8 @@ class Blocks(_Answer):
         str | None,
         Field(
             description=(
-                "Base64 of one byte per block, its number of tokens; null for a large pool."
+                "Number of tokens in each block, as base64 of one byte per block. Null for a "
+                "large pool."
             )
         ),
     ]
@@ -809,24 +854,30 @@ class Blocks(_Answer):
     hit_rate: float | None
     memory: Memory
     tiers: Annotated[
-        dict[str, TierView], Field(description="The pool and the tiers below it, nearest first.")
+        dict[str, TierView], Field(description="The pool and the tiers below it, fastest first.")
     ]
     recent_span_tokens: Annotated[
-        int, Field(description="Prompt tokens reused at other positions in the last minute.")
+        int,
+        Field(description="Number of prompt tokens reused at other positions in the last minute."),
     ]
     recent_computed_tokens: Annotated[
-        int, Field(description="Prompt tokens computed in the last minute.")
+        int, Field(description="Number of prompt tokens computed in the last minute.")
     ]
     generated_tokens_total: int
     evictions: int
     preemptions: int
-    state_slots: Annotated[int, Field(description="Slots for recurrent state of hybrid models.")]
+    state_slots: Annotated[
+        int, Field(description="Slots for the recurrent state of hybrid models.")
+    ]
     state_slots_used: int
     replayed_tokens: Annotated[
         int,
-        Field(description="Prompt tokens recomputed because their recurrent state was not cached."),
+        Field(
+            description="Number of prompt tokens recomputed because their recurrent state "
+            "was not cached."
+        ),
     ]
     replicas: Annotated[
         dict[str, ReplicaPool],
-        Field(description="Pool of each replica by name; empty without replicas."),
+        Field(description="Pool of each replica by name, empty without replicas."),
     ]

@@ -1,8 +1,8 @@
-"""The server process: uvicorn with our protocol, signal handling and logs.
+"""Server process, which runs uvicorn with this project's protocol, signal handling and logs.
 
-The first SIGTERM or SIGINT makes /ready return 503 and refuses new generating requests. Those in
-progress continue for at most `drain_seconds`. Then the listener closes and the process exits with
-0. A second signal exits immediately.
+After the first SIGTERM or SIGINT, /ready returns 503 and new generating requests are rejected.
+Running requests continue for at most `drain_seconds`. Then the listener closes and the process
+exits with code 0. A second signal ends the process immediately.
 """
 
 from __future__ import annotations
@@ -37,27 +37,28 @@ if TYPE_CHECKING:
 __all__ = ["DrainingServer", "bind", "freeze_heap", "run_server"]
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-# Time for cancelled requests to send their error, and for clients to read it.
+# Time for cancelled requests to send their error and for clients to read it.
 _LAST_SECONDS = 2
 _CUT_SECONDS = 1  # time for tasks to notice that their connection was aborted
 _BACKLOG = 1024
-# Descriptors for model files, segments of the disk tier, connections to Redis and the event loop.
+# Descriptors reserved for model files, segments of the disk tier, Redis connections and the event
+# loop.
 _OTHER_FILES = 64
 _AT_ONCE = 64  # connections that the event loop accepts in one iteration
-_ROUNDS = 4  # iterations until the first refused connection is closed
+_ROUNDS = 4  # iterations until the first rejected connection is closed
 _NO_RESOURCE = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class DrainingServer(uvicorn.Server):
-    """uvicorn's server with a graceful shutdown as described above."""
+    """uvicorn's server with the graceful shutdown that the module describes."""
 
     def __init__(self, app: FastAPI, settings: ServerSettings, at_once: int = _AT_ONCE) -> None:
         """Create the server.
 
         Args:
-            app: an app of `create_app`.
+            app: an app from `create_app`.
             settings: settings of the server.
-            at_once: connections that the event loop accepts in one iteration.
+            at_once: maximum number of connections that the event loop accepts in one iteration.
         """
         super().__init__(
             uvicorn.Config(
@@ -66,7 +67,8 @@ class DrainingServer(uvicorn.Server):
                 port=settings.port,
                 loop="asyncio",
                 http=make_protocol(app.state.kv, settings),
-                backlog=at_once,  # asyncio also accepts this many at once; see `startup`
+                # asyncio also accepts this many connections at once; see `startup`
+                backlog=at_once,
                 ws="none",
                 lifespan="off",
                 log_config=None,
@@ -81,7 +83,8 @@ class DrainingServer(uvicorn.Server):
         self._told_of_accept = False
 
     def drain(self) -> None:
-        """Start the shutdown: refuse new requests, and give the others `drain_seconds`.
+        """Start the shutdown: reject new requests, and let running ones continue for
+        `drain_seconds`.
 
         Safe to call from any thread.
         """
@@ -109,8 +112,8 @@ class DrainingServer(uvicorn.Server):
         self._state.models.loader.watch_idle(self._state.models.first)
 
     def _on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """Log once that no descriptor is left for new connections."""
-        # The loop retries, and fails, many times a second.
+        """Log, only once, that no file descriptor is left for new connections."""
+        # The loop retries many times a second, and fails each time.
         error = context.get("exception")
         if not (isinstance(error, OSError) and error.errno in _NO_RESOURCE and "socket" in context):
             loop.default_exception_handler(context)
@@ -142,7 +145,7 @@ class DrainingServer(uvicorn.Server):
         await self._state.models.close()
 
     def _cut_off(self) -> None:
-        """Abort connections whose client has not sent its request or not read its answer."""
+        """Abort connections with an incomplete request or an unread response."""
         connections = list(self.server_state.connections)
         if connections:
             log_facts(logging.WARNING, "connections cut off", count=len(connections))
@@ -153,8 +156,8 @@ class DrainingServer(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         """Handle signals while the server runs.
 
-        Unlike uvicorn's method, it does not raise the signal again at the end: a graceful shutdown
-        exits with 0.
+        uvicorn's method raises the signal again at the end. This method does not, and a graceful
+        shutdown exits with code 0.
         """
         if threading.current_thread() is not threading.main_thread():
             yield
@@ -168,9 +171,9 @@ class DrainingServer(uvicorn.Server):
 
 
 def bind(settings: ServerSettings) -> socket.socket:
-    """Return a socket bound to the address, not listening yet.
+    """Return a socket that is bound to the address and not listening yet.
 
-    Port 0 takes a free port.
+    Port 0 picks a free port.
 
     Raises:
         ConfigError: the address cannot be used.
@@ -196,9 +199,9 @@ def bind(settings: ServerSettings) -> socket.socket:
 
 
 def run_server(app: FastAPI, settings: ServerSettings, listener: socket.socket) -> None:
-    """Serve an app of `create_app` on a socket from `bind` until a signal ends the server.
+    """Serve an app from `create_app` on a socket from `bind` until a signal ends the server.
 
-    The first engine and the socket stay open.
+    Does not close the first engine and the socket.
     """
     host, port = listener.getsockname()[:2]
     max_connections, at_once = _connections_within_limit(settings.max_connections)
@@ -220,8 +223,8 @@ def run_server(app: FastAPI, settings: ServerSettings, listener: socket.socket) 
         api_keys=len(settings.all_keys),
     )
     freeze_heap()
-    # Started as late as possible. It delays requests by up to a second, no longer than a later
-    # start of the server would.
+    # Start this as late as possible. It delays requests by up to a second, which is no longer than
+    # a later start of the server would.
     app.state.kv.first.engine.read_ahead()
     try:
         server.run(sockets=[listener])
@@ -231,13 +234,14 @@ def run_server(app: FastAPI, settings: ServerSettings, listener: socket.socket) 
 
 
 def _connections_within_limit(asked: int) -> tuple[int, int]:
-    """Return the number of connections for the limit of open files, and how many to accept at once.
+    """Return the connection limit that fits the limit of open files, and how many to accept at
+    once.
 
-    The limit is raised as far as needed and allowed. Refused connections need descriptors too,
-    until the client has read the refusal, so each connection counts twice.
+    Raises the limit of open files as far as needed and allowed. A rejected connection also keeps a
+    descriptor until the client has read the response, so each connection counts twice.
 
     Args:
-        asked: largest number of connections.
+        asked: maximum number of connections that the settings ask for.
     """
     in_use = num_open_files()
     wanted = in_use + _OTHER_FILES + 2 * asked + _ROUNDS * _AT_ONCE
@@ -260,21 +264,21 @@ def _connections_within_limit(asked: int) -> tuple[int, int]:
 
 
 def _opened(host: str, url: str) -> str:
-    """Return the URL for a browser on this machine; a wildcard address becomes loopback."""
+    """Return the URL for a local browser. Wildcard addresses become loopback addresses."""
     return (
         url.replace(host, "127.0.0.1", 1) if host == "0.0.0.0" else url.replace("[::]", "[::1]", 1)
     )
 
 
 def freeze_heap() -> None:
-    """Exempt all present objects from garbage collection."""
+    """Exempt all existing objects from garbage collection."""
     gc.collect()
-    # A full collection would visit all of them and block the event loop for 50 ms.
+    # A full collection would visit all of these objects and block the event loop for 50 ms.
     gc.freeze()
-    # CPython delays a full collection until the new objects are a quarter of those that survived
-    # the last one. This second collection has nothing to visit and sets that number to zero.
-    # Otherwise the garbage of tens of thousands of requests would be kept, because their tasks and
-    # errors form reference cycles.
+    # CPython delays a full collection until the number of new objects is a quarter of those that
+    # survived the last one. The second collection below has nothing to visit and resets that number
+    # to zero. Otherwise, the garbage of tens of thousands of requests would accumulate, because
+    # tasks and errors form reference cycles.
     gc.collect()
 
 

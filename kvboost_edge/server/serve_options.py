@@ -1,6 +1,6 @@
 """Options of the server's command, and its help text.
 
-Importing it needs neither a web framework nor typer, so `--help` is fast.
+The module imports neither a web framework nor typer, which keeps `--help` fast.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ many shares. Weights are accepted wherever keys are given."""
 
 
 class NamedModel(NamedTuple):
-    """A model on the command line: its names, and a directory, GGUF file or hub id."""
+    """A model on the command line, with its names and its directory, GGUF file or hub id."""
 
     names: tuple[str, ...]
     model: str
@@ -57,17 +57,18 @@ class NamedModel(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ServeOptions:
-    """Options of a command line.
+    """Options given on the command line.
 
     Attributes:
-        model: the first model, whose names are in `settings`.
+        model: the first model; `settings` holds its names.
         engine: options of the engine.
         settings: settings of the server.
-        warm: texts that the first model computes before the first request.
-        warm_documents: documents that it computes, each on its own, before the first request.
-        others: models that are loaded on request.
-        workers: number of engines, each in a process of its own.
-        ray_address: address of the Ray cluster for the engines; None with one worker needs no Ray.
+        warm: texts that the first model caches before the first request.
+        warm_documents: documents that the first model caches one by one before the first request.
+        others: models that are loaded on demand.
+        workers: number of engines, each in a separate process.
+        ray_address: address of the Ray cluster for the engines. Ray is not needed if this is None
+            and there is one worker.
     """
 
     model: str
@@ -81,7 +82,7 @@ class ServeOptions:
 
     @property
     def is_replicated(self) -> bool:
-        """True if engines run in processes of their own."""
+        """True if the engines run in separate processes."""
         return self.workers > 1 or self.ray_address is not None
 
 
@@ -152,9 +153,9 @@ _REDIS_VARIABLE = "KVBOOST_EDGE_REDIS_URL"
 
 @functools.cache
 def command_options() -> dict[str, Option]:
-    """Return the options that have a flag of the server's command, by name."""
-    # The command's own options come first and win: --model-name is repeatable, while the setting is
-    # a single name.
+    """Return the options that have a flag, by name."""
+    # The command's own options come first and take precedence. For example, --model-name is
+    # repeatable, while the setting is a single name.
     declared = {**_COMMAND, **options_of(ServerSettings), **options_of(EngineConfig), **_COMMAND}
     declared["disk_cache_dir"] = dataclasses.replace(
         declared["disk_cache_dir"], unset="the user cache directory"
@@ -184,7 +185,7 @@ def help_text(prog: str) -> str:
 
 
 def _described(name: str, declared: Option) -> tuple[str, str]:
-    """Return the placeholder of a flag's value ("" for a switch) and its help text."""
+    """Return the placeholder of a flag's value ("" for a switch), and the flag's help text."""
     if declared.kind is bool:
         return "", declared.off or declared.help
     default = declared.shown_default
@@ -195,7 +196,7 @@ def _described(name: str, declared: Option) -> tuple[str, str]:
 
 
 def options_from(flags: Mapping[str, Any]) -> ServeOptions:
-    """Return the options of a command line.
+    """Convert the flags of a command line to options.
 
     Raises:
         ConfigError: a value is out of range.
@@ -229,8 +230,10 @@ def options_from(flags: Mapping[str, Any]) -> ServeOptions:
         )
     chosen = ServerSettings(**settings | named)
     engine = {name: given[name] for name in options_of(EngineConfig) if name in given}
-    if engine.get("pack_cache", True):  # otherwise the cache directory stays unused
-        from kvboost_edge.tiers.disk.survey import default_directory  # slow, not for --help
+    # with --no-pack-cache, nothing is stored in the cache directory
+    if engine.get("pack_cache", True):
+        # slow import, not needed for --help
+        from kvboost_edge.tiers.disk.survey import default_directory
 
         engine.setdefault("disk_cache_dir", str(default_directory()))
     if os.environ.get(_REDIS_VARIABLE):
@@ -262,7 +265,7 @@ def _models(given: Sequence[str], model_names: Sequence[str]) -> list[NamedModel
     for text in given:
         before, sign, behind = text.partition("=")
         named = bool(sign) and not Path(text).exists()
-        # After "NAME=", the shell does not expand "~".
+        # The shell does not expand "~" after "NAME=".
         model = os.path.expanduser(behind) if named else text
         lists = [before, *model_names] if named else model_names
         names = tuple(dict.fromkeys(name.strip() for one in lists for name in one.split(","))) or (
@@ -282,8 +285,8 @@ def _models(given: Sequence[str], model_names: Sequence[str]) -> list[NamedModel
 
 
 def _served_name(model: str) -> str:
-    """Return the name of a model without one: a hub id, or a local path's last part."""
-    # Clients must not see paths of this machine.
+    """Return the default name of a model: its hub id, or the last part of a local path."""
+    # Clients must not see the paths of this machine.
     path = Path(model)
     return path.resolve().name if model != DEMO_MODEL and path.exists() else model
 

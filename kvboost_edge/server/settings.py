@@ -1,4 +1,4 @@
-"""Settings of the server; importing this needs no web framework."""
+"""Settings of the server. This module needs no web framework."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ _KEEP_ALIVE = 300.0
 _KEY_PATTERN = re.compile(r"(?P<key>[\x21-\x7e]+)([ \t]+weight=(?P<weight>[\x21-\x7e]*))?")
 _HOST_PATTERN = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,251}[A-Za-z0-9])?|[0-9a-fA-F:]+|\*")
 _ORIGIN_PATTERN = re.compile(r"https?://[A-Za-z0-9._\-\[\]:]+")
-_DAY_SECONDS = 86_400.0  # largest value of timers
+_DAY_SECONDS = 86_400.0  # maximum value of timers
 
 
 def _kinds(text: str) -> tuple[str, ...]:
-    """Parse "tools,billing", or "off" for none."""
+    """Parse a list such as "tools,billing", or "off" for none."""
     return () if text == "off" else tuple(part.strip() for part in text.split(","))
 
 
@@ -50,7 +50,7 @@ def _kinds(text: str) -> tuple[str, ...]:
 class ServerSettings:
     """Settings of the server, checked on construction (ConfigError).
 
-    docs/reference/options.md lists them.
+    docs/reference/options.md lists the settings.
     """
 
     host: str = option(
@@ -336,10 +336,10 @@ class ServerSettings:
         return tuple(dict.fromkeys((self.model_name, *self.model_aliases)))
 
     def keep_alive_of(self, number: int) -> float:
-        """Return the seconds until an idle model is unloaded; infinite if it stays loaded.
+        """Return the seconds until an idle model is unloaded, or infinity if it stays loaded.
 
         Args:
-            number: place of the model on the command line; 0 is the first.
+            number: index of the model on the command line, from 0.
         """
         if self.keep_alive is not None:
             return self.keep_alive
@@ -352,7 +352,7 @@ class ServerSettings:
 
     @property
     def tenant_weights(self) -> dict[str, float]:
-        """Weight of each key's tenant."""
+        """Weight of each tenant, one tenant per key."""
         return {tenant_of_key(key): _weight_of_key(key) for key in self.all_keys}
 
 
@@ -378,7 +378,7 @@ def _weight_of_key(key: str) -> float:
 
 def _parts_of_key(key: str) -> re.Match[str]:
     found = _KEY_PATTERN.fullmatch(key) if isinstance(key, str) else None
-    if found is None:  # do not put the key in the message
+    if found is None:  # the message must not contain the key
         raise ConfigError(
             "an API key must be at least one character of printable ASCII without spaces; a space "
             "and weight=NUMBER may follow it"
@@ -387,7 +387,9 @@ def _parts_of_key(key: str) -> re.Match[str]:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether only this machine reaches `host`: a loopback address or "localhost"."""
+    """Return whether `host` is a loopback address or "localhost", which only this machine can
+    reach.
+    """
     if host.lower() == "localhost":
         return True
     try:
@@ -402,18 +404,19 @@ def collect_api_keys(
     environment: Mapping[str, str] | None = None,
     variable: str = "KVBOOST_API_KEY",
 ) -> tuple[str, ...]:
-    """Return the API keys of the command line, a file and the environment, without duplicates.
+    """Return the API keys from the command line, a file and the environment, without duplicates.
 
     A weight may follow each key, see `ServerSettings`.
 
     Args:
-        given: keys of the command line.
-        file: file with one key per line; "#" begins a comment.
+        given: keys from the command line.
+        file: file with one key per line; lines that start with "#" are comments.
         environment: environment variables; None for those of the process.
-        variable: variable with one key; `variable` + "S" holds several, separated by commas.
+        variable: name of the variable with one key. The variable with an added "S" holds several
+            keys, separated by commas.
 
     Raises:
-        ConfigError: the file cannot be read, or a file or variable holds no key.
+        ConfigError: the file cannot be read, or a file or variable contains no key.
     """
     environment = os.environ if environment is None else environment
     keys = list(given)

@@ -1,4 +1,4 @@
-"""Token throughput and origin of prompt tokens over the last minute."""
+"""Token throughput and sources of prompt tokens over the last minute."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ if TYPE_CHECKING:
 
 __all__ = ["Speeds"]
 
-# One sum is kept per second, so memory is bounded however many requests end.
+# Keep one sum per second, which bounds the memory for any number of requests.
 _WINDOW_SECONDS = 60
 
 
 @dataclasses.dataclass(slots=True)
 class _Sums:
-    """Sums over the requests that ended within one second.
+    """Sums over the requests that ended within the same second.
 
     Attributes:
-        second: the second, by the monotonic clock.
+        second: the second, on the monotonic clock.
         hit_tokens: prompt tokens found in the cache, by tier.
         span_tokens: prompt tokens reused at other positions.
         prompt_tokens: computed prompt tokens.
@@ -42,9 +42,9 @@ class _Sums:
 
 
 class Speeds:
-    """llama.cpp's totals, and its mean speeds over the last minute.
+    """Token totals as in llama.cpp, and mean speeds over the last minute.
 
-    As in llama.cpp, totals count computed prompt tokens only.
+    As in llama.cpp, the totals count only computed prompt tokens.
     """
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class Speeds:
         self._recent: deque[_Sums] = deque()  # by second, oldest first
 
     def observe(self, result: GenerationResult) -> None:
-        """Count one finished sequence."""
+        """Count a finished sequence."""
         with self._lock:
             second = self._forget_old()
             if not self._recent or self._recent[-1].second != second:
@@ -72,7 +72,7 @@ class Speeds:
     def recent(self) -> tuple[float, float]:
         """Return prompt and output tokens per second of the requests that ended in the last minute.
 
-        A speed is 0 without such requests.
+        A speed is 0 if no request ended.
         """
         with self._lock:
             self._forget_old()
@@ -86,7 +86,9 @@ class Speeds:
         )
 
     def recent_prompts(self) -> tuple[Mapping[str, int], int, int]:
-        """Return prompt tokens of the last minute: hits by tier, reused elsewhere, computed."""
+        """Return the prompt tokens of the last minute: hits by tier, reused at other positions, and
+        computed.
+        """
         with self._lock:
             self._forget_old()
             hits = sum((sums.hit_tokens for sums in self._recent), Counter[str]())
@@ -94,7 +96,7 @@ class Speeds:
             return hits, spans, sum(sums.prompt_tokens for sums in self._recent)
 
     def _forget_old(self) -> int:
-        """Drop the sums older than a minute, and return the current second."""
+        """Drop the sums that are older than a minute, and return the current second."""
         second = int(time.monotonic())
         while self._recent and self._recent[0].second <= second - _WINDOW_SECONDS:
             self._recent.popleft()

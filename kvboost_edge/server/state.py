@@ -1,4 +1,4 @@
-"""State for handling a request: the loaded model, and objects shared by all models."""
+"""State for handling a request, with the loaded model and objects shared by all models."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ ends.
 
 @dataclasses.dataclass(slots=True)
 class Shared:
-    """Objects that all models of a server share.
+    """Objects shared by all models of a server.
 
     Attributes:
         settings: settings of the server.
         remembered: stored responses.
         normaliser: request normalization.
-        draining: the server is shutting down; set once.
+        draining: True once the server is shutting down.
         created: start of the server, in seconds since the epoch.
     """
 
@@ -61,7 +61,7 @@ class Shared:
 
 
 class EngineLeases:
-    """Count of uses of a model's engine other than requests.
+    """Count of the current users of a model's engine other than requests.
 
     Only the event loop's thread uses it.
     """
@@ -92,16 +92,17 @@ class EngineLeases:
 class ModelState:
     """A loaded model, until it is unloaded.
 
-    Requests hold it by a lease. Other users, such as metrics, hold its engine by `looks`.
+    Requests hold a lease on the model. Other users of its engine, such as metrics, register in
+    `looks`.
 
     Attributes:
         engine: the engine.
-        model_name: the first of the model's names, which answers show.
+        model_name: first name of the model, which responses contain.
         metrics: metrics of the model.
         admission: queue of the model.
-        doctor: cache-miss reports.
-        shared: objects that all models share.
-        looks: uses of the engine other than requests.
+        doctor: cache-miss tracking.
+        shared: objects shared by all models.
+        looks: users of the engine other than requests.
     """
 
     engine: Engine
@@ -118,7 +119,7 @@ class ModelState:
 
     @property
     def mode(self) -> GenerationMode:
-        """Mode of requests that choose none."""
+        """Default mode of requests."""
         return default_mode(self.settings, self.engine)
 
     @property
@@ -130,7 +131,8 @@ class ModelState:
         return self.shared.normaliser
 
     def admit(self, request: Request, num_tokens: int, num_sequences: int = 1) -> Admission:
-        """Return an admission to enter with `async with`; the request's body must have been read.
+        """Return an admission to enter with `async with`. The request's body must have been read
+        before.
 
         Args:
             request: the HTTP request.
@@ -138,8 +140,8 @@ class ModelState:
             num_sequences: number of prompts times choices.
 
         Raises:
-            ShuttingDown, EngineStopped, NoReplica: no new request is accepted (503). Entering the
-                admission raises further errors, see `Admission`.
+            ShuttingDown, EngineStopped, NoReplica: the server accepts no new request (503).
+            Entering the admission raises further errors, see `Admission`.
         """
         if not self.engine.is_alive():
             raise stopped(self.engine)
@@ -160,6 +162,6 @@ def model_of(scope: Scope) -> ModelState | None:
 
 
 def state_of(request: Request) -> ModelState:
-    """Return the model that a request uses, see `Models.lease`."""
+    """Return the state of the model that a request uses, see `Models.lease`."""
     state: ModelState = request.scope["kvboost"][MODEL_FACT]
     return state

@@ -50,7 +50,7 @@ class Normaliser:
     def tools(
         self, answers: KeptAnswers, tools: list[Json] | None
     ) -> tuple[list[Json] | None, bool]:
-        """Return the version of the tools that was sent first, and whether it differs from `tools`."""
+        """Return the version of the tools that was sent first, and whether it differs."""
         if not tools or "tools" not in self.kinds:
             return tools, False
         parts = sorted(_canonical(tool) for tool in tools)

@@ -131,7 +131,7 @@ class Diagnosis:
         field_before: field of the earlier request at this position.
         text: text around the position.
         text_before: text of the earlier request around the position.
-        compared_with: id of the earlier request; "" if there is none.
+        compared_with: id of the earlier request; "" without an earlier request.
         evicted_from: the pool and tiers that evicted the block.
         normalised: kinds of normalization that changed the request.
         model: name of the model.

@@ -1,1 +1,1 @@
-"""Served models: loading, unloading, memory, and their listing."""
+"""Served models, including loading, unloading, memory and listings."""

@@ -1,4 +1,4 @@
-"""Prometheus exposition: metrics of all models, of HTTP requests and of the process."""
+"""Prometheus exposition of the metrics of all models, HTTP requests and the process."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ _COUNTERS = {
 
 
 class ServerMetrics:
-    """All metrics of one server.
+    """All metrics of a server.
 
-    `observe_http` is cheap; `render` reads the engines.
+    `observe_http` is cheap. `render` reads statistics from the engines.
     """
 
     def __init__(self, models: Models, bodies: Bodies) -> None:
@@ -69,7 +69,9 @@ class ServerMetrics:
         self.registry.register(_ModelsCollector(models, bodies))
 
     def observe_http(self, route: str, status: int, seconds: float) -> None:
-        """Count one HTTP answer; the status is 499 if the client disconnected before it."""
+        """Count one HTTP response. The status is 499 if the client disconnected before the
+        response.
+        """
         self._http.labels(route, str(status)).inc()
         self._http_seconds.labels(route).observe(seconds)
 
@@ -85,9 +87,9 @@ class ServerMetrics:
 
 
 class _Merged(Collector):
-    """Collector that merges families of the same name from several registries.
+    """Collector that merges metric families of the same name from several registries.
 
-    Their samples differ in labels.
+    The samples of the registries differ in their labels.
     """
 
     def __init__(self, registries: list[CollectorRegistry]) -> None:
@@ -108,7 +110,7 @@ class _Merged(Collector):
 
 
 class _ModelsCollector(Collector):
-    """Collector of figures of the process and of each model."""
+    """Collector of metrics about the process and each model."""
 
     def __init__(self, models: Models, bodies: Bodies) -> None:
         self._models = models

@@ -1,7 +1,7 @@
-"""Loading and unloading of models, within one memory budget.
+"""Loading and unloading of models within a memory budget.
 
 If a model does not fit, the least recently used idle models are unloaded, provided that this frees
-enough. A model in use is never unloaded. Models are loaded one at a time, in a thread.
+enough memory. A model in use is never unloaded. Models are loaded one at a time, in a thread.
 """
 
 from __future__ import annotations
@@ -32,21 +32,22 @@ if TYPE_CHECKING:
 
 __all__ = ["Loader", "ProcessMemory", "reserved_bytes"]
 
-_PINNED_SECONDS = 1.0  # least interval of checks of an idle model with pinned blocks
+_PINNED_SECONDS = 1.0  # minimum interval between checks of an idle model with pinned blocks
 _SOON = 0.01  # tolerance for timers that fire early
-_FAILED_SECONDS = 15.0  # time until a failed loading may be retried
-# Time for loadings in progress at shutdown. Packing stops by itself, a download may not.
+_FAILED_SECONDS = 15.0  # time before a failed load may be retried
+# Time that models may take to finish loading at shutdown. Packing can be stopped, but a download
+# may not stop.
 _ENDING_SECONDS = 5.0
 
 _FOLDERS = re.compile(r"(?:/[^\s/:'\"]+)+/(?=[^\s/:'\"])")
 
 
 class ProcessMemory(NamedTuple):
-    """Memory bound of the process.
+    """Memory limit of the process.
 
     Attributes:
-        bound: largest resident memory, in bytes.
-        base: resident memory before the first model was loaded, in bytes.
+        bound: maximum resident memory in bytes.
+        base: resident memory in bytes before the first model was loaded.
     """
 
     bound: int
@@ -54,19 +55,19 @@ class ProcessMemory(NamedTuple):
 
     @property
     def for_models(self) -> int:
-        """Bytes for all models, including their overhead."""
+        """Bytes available to all models, including their overhead."""
         return self.bound - self.base
 
 
 class _NobodyWaits(Exception):
-    """No request waits for the model any more, or the server is shutting down."""
+    """Raised when no request waits for the model any more, or when the server is shutting down."""
 
 
 class Loader:
-    """Loader of the models, used by the event loop's thread only.
+    """Loader of the models, used only by the event loop's thread.
 
     Attributes:
-        left: model whose loading had not ended when the server did; its threads still run.
+        left: model that was still loading when the server ended; its threads keep running.
     """
 
     def __init__(
@@ -80,9 +81,9 @@ class Loader:
 
         Args:
             served: all models of the server.
-            shared: objects that the models share.
-            budget: limit of the bytes of weights, pools and recurrent state of all loaded models.
-            process: memory bound of the process, which may lower `budget`; None without a bound.
+            shared: objects shared by all models.
+            budget: maximum bytes of weights, pools and recurrent state of all loaded models.
+            process: memory limit of the process, which may lower `budget`; None without a limit.
         """
         self._budget = budget
         self._process = process
@@ -97,27 +98,27 @@ class Loader:
 
     @property
     def budget(self) -> int:
-        """Limit of the bytes of weights, pools and recurrent state of all loaded models."""
+        """Maximum bytes of weights, pools and recurrent state of all loaded models."""
         return self._allowed(sum(one.overhead for one in self._all))
 
     def _allowed(self, overhead: int) -> int:
-        """Return the bytes for all models if their overhead is `overhead` bytes."""
+        """Return the bytes available to all models if their overhead is `overhead` bytes."""
         if self._process is None:
             return self._budget
         return max(0, min(self._budget, self._process.for_models - overhead))
 
     @property
     def taken(self) -> int:
-        """Bytes of the budget in use."""
+        """Bytes of the budget that are in use."""
         return sum(one.num_bytes for one in self._all)
 
     @property
     def ended(self) -> bool:
-        """True once no more models are loaded."""
+        """True after shutdown began and no more models will be loaded."""
         return self._ended.is_set()
 
     def prepared(self, served: ServedModel, engine: Engine) -> ModelState:
-        """Return the state for requests of a loaded engine; may wait for the engine."""
+        """Return the `ModelState` for a loaded engine. May wait for the engine."""
         admission = AdmissionQueue(engine, self._shared.settings)
         metrics = served.metrics or Metrics(engine, served.name, admission)
         metrics.follow(engine, admission)
@@ -130,10 +131,10 @@ class Loader:
         return ModelState(engine, served.name, metrics, admission, doctor, self._shared)
 
     def _measured_overhead(self, served: ServedModel, engine: Engine) -> int:
-        """Return the memory overhead of a model that was just loaded, in bytes.
+        """Return the memory overhead in bytes of a model that was just loaded.
 
-        It is the growth of the process without weights, pools and recurrent state, plus the buffers
-        that the model's passes will fill.
+        The overhead is the growth of the process apart from weights, pools and recurrent state,
+        plus the buffers that the model will need to run.
         """
         assert self._process is not None
         if engine.runner_info.name != "native":
@@ -158,10 +159,10 @@ class Loader:
         served.loaded_at = served.idle_since = time.monotonic()
 
     def begin(self, served: ServedModel) -> asyncio.Task[None]:
-        """Return the task that loads a model, started if necessary.
+        """Return the task that loads a model. Starts the task if necessary.
 
-        The task never fails. When it ends, the model has a state or a refusal, or no request wants
-        it any more.
+        The task never raises an error. When it ends, the model has a state or a refusal, or no
+        request waits for the model any more.
         """
         if served.loading is not None:
             return served.loading
@@ -172,13 +173,13 @@ class Loader:
         return task
 
     def released(self, served: ServedModel) -> None:
-        """Note that the last request of the model has ended."""
+        """Note that the last request of a model has ended."""
         served.idle_since = time.monotonic()
         self._changed.set()
         self.watch_idle(served)
 
     def watch_idle(self, served: ServedModel) -> None:
-        """Start the timer that unloads the model, if it is idle."""
+        """Start the timer that unloads a model if it is idle."""
         served.stop_clock()
         if (end := served.unloads_at) is not None and not self._ended.is_set():
             loop = asyncio.get_running_loop()
@@ -187,7 +188,7 @@ class Loader:
     async def close(self) -> None:
         """Unload the models that were loaded on demand.
 
-        Loadings in progress get a few seconds to end and are then abandoned.
+        Models that are still loading get a few seconds to finish and are then abandoned.
         """
         self._ended.set()
         self._changed.set()
@@ -214,7 +215,7 @@ class Loader:
                     raise _NobodyWaits
                 if served.unloading is not None:
                     served.waits_for = "it is being unloaded"
-                    # Closing continues if this task is cancelled.
+                    # If this task is cancelled, the closing continues.
                     await asyncio.shield(served.unloading)
                 served.phase = "loading"
                 self._under_way = served
@@ -236,7 +237,7 @@ class Loader:
             served.waits_for = ""
             if self._under_way is served:
                 self._under_way = None
-            # A model that is being unloaded still takes memory.
+            # A model that is being unloaded still occupies memory.
             if served.state is None and served.unloading is None:
                 served.phase = "not_loaded"
                 served.num_bytes = served.overhead = 0
@@ -255,7 +256,7 @@ class Loader:
         self.adopt(served, state)
 
     async def _loaded(self, served: ServedModel) -> Engine:
-        """Make room for a model and return its engine."""
+        """Make room for a model, load it and return its engine."""
         source = served.source
         assert source is not None
         if served.planned is None:
@@ -274,7 +275,7 @@ class Loader:
                     lambda: source.load(self._ended), unwanted=lambda engine: engine.close()
                 )
             except CapacityError:
-                # The machine has less memory than the budget. Unloading an idle model may free
+                # The machine has less free memory than the budget. Unloading an idle model may free
                 # enough.
                 served.num_bytes = served.overhead = 0
                 leaving = self._idle(besides=served)
@@ -285,7 +286,7 @@ class Loader:
                 served.load_seconds = time.monotonic() - started
 
     async def _make_room(self, served: ServedModel, needed: int, overhead: int) -> None:
-        """Wait until a model fits, and unload idle models if that frees enough.
+        """Wait until a model fits in memory. Unloads idle models if that frees enough.
 
         Args:
             served: the model.
@@ -324,17 +325,17 @@ class Loader:
                         await self._unload(one, "memory for another model")
 
     def _missing(self, needed: int, overhead: int) -> int:
-        """Return the bytes to free before a model can be loaded."""
+        """Return how many bytes must be freed before a model can be loaded."""
         others = sum(one.overhead for one in self._all)
         return self.taken + needed - self._allowed(others + overhead)
 
     @property
     def _option(self) -> str:
-        """Option that limits the memory of all models."""
+        """The option that limits the memory of all models."""
         return "--max-model-bytes" if self._process is None else "--max-memory"
 
     async def _keep_within(self, served: ServedModel) -> None:
-        """Unload idle models if a new one takes more than planned."""
+        """Unload idle models if a new model takes more memory than planned."""
         served.planned = served.num_bytes
         for one in self._idle(besides=served):
             if self.taken <= self.budget:
@@ -345,7 +346,7 @@ class Loader:
             log_facts(logging.WARNING, "models over budget", bytes=self.taken, budget=self.budget)
 
     async def _change(self, seconds: float | None) -> None:
-        """Wait for a change, at most `seconds`."""
+        """Wait at most `seconds` until a model is released, loaded or unloaded."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._changed.wait(), seconds)
 
@@ -355,7 +356,7 @@ class Loader:
         return sorted(idle, key=lambda one: one.idle_since)
 
     def _shortage(self, needed: int, why: str) -> str:
-        """Return the memory figures, and why no model is unloaded."""
+        """Describe the memory in use, and the reason why no model can be unloaded."""
         others = ", ".join(f"{one.name} {gb(one.num_bytes)}" for one in self._all if one.num_bytes)
         return (
             f"it needs {gb(needed)}, but {gb(self.taken)} of {gb(self.budget)} for all models "
@@ -366,7 +367,7 @@ class Loader:
         served.num_failures += 1
         ours = isinstance(error, KVBoostError)
         fits = not isinstance(error, CapacityError)
-        # The log may name folders of this machine; an answer must name files only.
+        # The log may contain paths of this machine, but a response must contain only file names.
         reason = _FOLDERS.sub("", str(error)) if ours else "an internal error; see the log"
         message = f"the model {served.name!r} could not be loaded: {reason}" if fits else reason
         code = "model_failed" if fits else "model_does_not_fit"
@@ -396,9 +397,9 @@ class Loader:
         if self._ended.is_set() or not served.may_leave or served.state.engine is not engine:
             return
         if served.unloads_at is None or served.unloads_at - _SOON > time.monotonic():
-            self.watch_idle(served)  # other requests used it meanwhile
+            self.watch_idle(served)  # a request used the model meanwhile
             return
-        if pinned:  # pinned blocks must stay
+        if pinned:  # keep the model, because its pinned blocks must stay in memory
             loop = asyncio.get_running_loop()
             served.clock = loop.call_later(
                 max(_PINNED_SECONDS, served.keep_alive), self._expire, served
@@ -407,11 +408,11 @@ class Loader:
             await self._unload(served, "idle")
 
     async def _unload(self, served: ServedModel, why: str) -> None:
-        """Unload a model, and wait until its memory is free."""
+        """Unload a model and wait until its memory is free."""
         await asyncio.shield(self._begin_unloading(served, why))
 
     def let_go_if_stopped(self, served: ServedModel) -> None:
-        """Unload a model whose engine stopped after an error, if it can be loaded again.
+        """Unload a model whose engine stopped after an error, if the model can be loaded again.
 
         The next request loads it.
         """
@@ -467,18 +468,18 @@ class Loader:
 
 def reserved_bytes(engine: Engine) -> int:
     """Return the bytes of a model's weights, pool and recurrent state."""
-    # Includes memory that is reserved and not resident yet.
+    # This includes memory that is reserved but not resident yet.
     stats = engine.paged_stats()
     return sum(int(stats[name]) for name in ("weight_bytes", "pool_bytes", "state_bytes"))
 
 
 def _cost(served: ServedModel) -> int:
-    """Return the bytes of the process that unloading the model frees."""
+    """Return the bytes that unloading a model frees in the process."""
     return served.num_bytes + served.overhead
 
 
 def _closed(engine: Engine, abilities: tuple[str, ...]) -> tuple[str, ...]:
-    """Close an engine and return the model's abilities."""
+    """Close an engine and return the model's capabilities."""
     try:
         return abilities or (abilities_of(engine) if engine.is_alive() else ())
     finally:

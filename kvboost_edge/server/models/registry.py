@@ -1,7 +1,7 @@
-"""The models of a server by name, and the requests that wait for them.
+"""Registry of a server's models by name, and of the requests that wait for a model.
 
-A request holds a lease of its model while it runs; an idle model may be unloaded. A request for a
-model that is not loaded waits until it is loaded, the request times out, the client disconnects or
+A request holds a lease on its model while it runs, and idle models may be unloaded. If the model is
+not loaded, the request waits until it is, unless the request times out, the client disconnects or
 the server shuts down.
 """
 
@@ -29,12 +29,12 @@ _MOST_RETRY_SECONDS = 60
 
 
 class Models:
-    """All models of a server, used by the event loop's thread only.
+    """All models of a server, used only by the event loop's thread.
 
     Attributes:
         all: the models, the first one first.
         loader: loader of the models.
-        num_refused: requests refused before a model was loaded.
+        num_refused: number of requests rejected before their model was loaded.
     """
 
     def __init__(
@@ -47,10 +47,10 @@ class Models:
         """Create the registry.
 
         Args:
-            served: the models, with distinct names; the first is the default.
-            shared: objects that the models share.
-            budget: limit of the bytes of weights, pools and recurrent state of all loaded models.
-            process: memory bound of the process; None without a bound.
+            served: the models, with distinct names; the first one is the default.
+            shared: objects shared by all models.
+            budget: maximum bytes of weights, pools and recurrent state of all loaded models.
+            process: memory limit of the process; None without a limit.
         """
         self.all = tuple(served)
         self.loader = Loader(self.all, shared, budget, process)
@@ -64,7 +64,7 @@ class Models:
 
     @property
     def first(self) -> ServedModel:
-        """Model of requests that name none."""
+        """Model of requests that do not name one."""
         return self.all[0]
 
     @property
@@ -82,13 +82,15 @@ class Models:
         return self._waiting.used
 
     def find(self, name: str | None) -> ServedModel | None:
-        """Return the model of a name, the first one for None, or None for an unknown name."""
+        """Return the model with this name, the first model for None, or None if the name is
+        unknown.
+        """
         return self.first if name is None else self._by_name.get(name)
 
     def heeds(self, served: ServedModel) -> bool:
         """Return whether requests may set how long a model stays loaded.
 
-        False if there are several API keys, or if the model always stays loaded.
+        They may not if there are several API keys, or if the model is permanent.
         """
         return served.source is not None and len(self._shared.settings.all_keys) < 2
 
@@ -96,18 +98,18 @@ class Models:
     async def lease(
         self, request: Request, served: ServedModel, keep_alive: float | None = None
     ) -> AsyncGenerator[ModelState]:
-        """Keep a model loaded while the block runs, and load it first if necessary.
+        """Keep a model loaded while the block runs. Loads the model if necessary.
 
-        The body of the request must have been read.
+        The request's body must have been read before.
 
         Args:
             request: the HTTP request.
             served: the model.
-            keep_alive: seconds that the model stays loaded afterwards, unless a later request
-                changes it; None for the server's default. Ignored unless `heeds`.
+            keep_alive: seconds that the model stays loaded after the request, unless a later
+                request changes it; None for the server's default. Ignored unless `heeds` is true.
 
         Raises:
-            ApiError: the model cannot be loaded, or not in time (503).
+            ApiError: the model cannot be loaded, or is not loaded in time (503).
         """
         served.in_use += 1
         if keep_alive is None or not self.heeds(served):
@@ -127,17 +129,17 @@ class Models:
                 self.loader.released(served)
 
     def refuse_waiting(self) -> None:
-        """Make the requests that wait for a model fail, because the server is shutting down."""
+        """Fail the requests that wait for a model, because the server is shutting down."""
         for future in self._told:
             if not future.done():
                 future.set_result(None)
 
     async def close(self) -> None:
-        """Unload the models that were loaded on demand, and load no more."""
+        """Unload the models that were loaded on demand, and stop loading models."""
         self.refuse_waiting()
         await self.loader.close()
 
-    # Waiting.
+    # Requests that wait for a model.
 
     async def _when_loaded(self, request: Request, served: ServedModel) -> ModelState:
         facts: dict[str, Any] = request.scope["kvboost"]
@@ -201,7 +203,7 @@ class Models:
         return served.state
 
     def _told_of(self, served: ServedModel) -> str:
-        """Return the reason why loading is pending, without revealing the use by other keys."""
+        """Return the reason why loading takes long, without revealing other keys' requests."""
         several = len(self._shared.settings.all_keys) > 1
         return (
             "other models use the memory" if several and not served.num_bytes else served.waits_for
@@ -210,7 +212,7 @@ class Models:
 
 async def _until_gone(request: Request) -> None:
     """Wait until the client disconnects."""
-    # The body has been read, so the only message left is the disconnect.
+    # The body was read before, so the only message that can arrive is the disconnect.
     while (await request.receive())["type"] != "http.disconnect":
         pass
 

@@ -1,4 +1,4 @@
-"""A model of a server, loaded or not."""
+"""A model that the server serves, loaded or not."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ __all__ = ["Known", "ModelSource", "Refusal", "ServedModel", "abilities_of"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ModelSource:
-    """Source of a model; both functions run in a thread and raise KVBoostError.
+    """Functions that plan and load a model. Both run in a thread and raise KVBoostError.
 
     Attributes:
-        plan: returns the bytes that weights and pool will take.
-        load: returns an engine that is ready for requests. Raises an error soon after the event is
-            set.
+        plan: function that returns the bytes that weights and pool will take.
+        load: function that returns an engine that is ready for requests. It raises an error soon
+            after the given event is set.
     """
 
     plan: Callable[[], int]
@@ -40,7 +40,7 @@ class ModelSource:
 
 
 class Known(NamedTuple):
-    """Properties of a model that are kept after it is unloaded."""
+    """Properties of a model that remain known after it is unloaded."""
 
     runner: str
     architecture: str
@@ -74,7 +74,7 @@ class Refusal(NamedTuple):
     Attributes:
         message: the reason.
         code: error code.
-        again: time of the monotonic clock from which loading may be retried.
+        again: time from which loading may be retried, on the monotonic clock.
     """
 
     message: str
@@ -82,37 +82,37 @@ class Refusal(NamedTuple):
     again: float
 
     def as_error(self) -> ApiError:
-        """Return a 503 with the reason and a Retry-After header."""
+        """Return a 503 error with the reason and a Retry-After header."""
         seconds = max(1, round(self.again - time.monotonic()))
         return ApiError(503, self.message, code=self.code, headers={"Retry-After": str(seconds)})
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class ServedModel:
-    """A model and its state, used by the event loop's thread only.
+    """A served model and its state, used only by the event loop's thread.
 
     Attributes:
-        names: names in requests; answers show the first.
-        source: source for loading it; None for a model that always stays loaded.
+        names: names for requests; responses contain the first one.
+        source: source for loading the model; None for a permanent model.
         default_keep_alive: default of `keep_alive`.
-        history: requests for cache-miss reports, kept when the model is unloaded.
-        keep_alive: seconds that it stays loaded while idle, as set by the last request; infinite
-            until another model needs the memory.
-        state: state for requests; None while it is not loaded.
-        known: properties that are kept after unloading.
-        abilities: Ollama's names of its capabilities; () until they are requested.
-        planned: bytes that it will take, once known.
-        num_bytes: bytes of the budget that it takes, or will take once loaded.
-        overhead: further bytes that it takes in the process, measured when it was loaded; 0 without
+        history: recent requests for cache-miss reports, kept when the model is unloaded.
+        keep_alive: seconds that the model stays loaded while idle, as set by the last request. With
+            infinity, it stays until another model needs the memory.
+        state: state for requests; None while the model is not loaded.
+        known: properties that remain known after unloading.
+        abilities: capabilities by Ollama's names; () until they are requested.
+        planned: bytes that the model will take, once they are known.
+        num_bytes: bytes of the budget that the model takes, or will take once loaded.
+        overhead: further bytes that the model takes in the process, measured at loading; 0 without
             --max-memory.
-        last_overhead: overhead when it was loaded last.
-        in_use: requests that use it or wait for it.
-        idle_since: end of the last request, by the monotonic clock.
-        loaded_at: time of the last loading, by the monotonic clock.
-        load_seconds: duration of the last loading.
-        waits_for: reason, for people, why loading is not done yet.
-        refusal: reason why the last loading failed.
-        clock: timer that unloads it.
+        last_overhead: overhead measured at the last load.
+        in_use: number of requests that use the model or wait for it.
+        idle_since: end of the last request, on the monotonic clock.
+        loaded_at: time of the last load, on the monotonic clock.
+        load_seconds: duration of the last load.
+        waits_for: reason, for people, why loading has not finished.
+        refusal: reason why the last load failed.
+        clock: timer that unloads the model.
     """
 
     names: tuple[str, ...]
@@ -151,19 +151,19 @@ class ServedModel:
 
     @property
     def may_leave(self) -> bool:
-        """True if it can be unloaded now."""
+        """True if the model can be unloaded now."""
         return self.source is not None and self.phase == "loaded" and not self.in_use
 
     @property
     def rested_at(self) -> float:
-        """Time from which it may be unloaded to make room for another model."""
-        # It stays at least as long as loading took, so that two alternating models spend at most
-        # half of the time on loading.
+        """Earliest time at which the model may be unloaded to make room for another."""
+        # The model stays at least as long as loading took. Two alternating models then spend at
+        # most half of the time on loading.
         return self.loaded_at + self.load_seconds
 
     @property
     def unloads_at(self) -> float | None:
-        """Time at which it will be unloaded if no request arrives; None without a time limit."""
+        """Time at which the model is unloaded if it stays idle, or None without a time limit."""
         return (
             self.idle_since + self.keep_alive
             if self.may_leave and self.keep_alive < math.inf
@@ -185,7 +185,7 @@ def abilities_of(engine: Engine) -> tuple[str, ...]:
         return ("completion",)
     try:
         format = engine.tokenizer.turn_format
-    except KVBoostError:  # a template in an unknown format
+    except KVBoostError:  # the template's format is unknown
         return ("completion",)
     calls = not format.shows_tools or format.calls is not None
     return (

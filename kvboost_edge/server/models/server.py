@@ -1,4 +1,4 @@
-"""State of one running server, available to requests as `request.app.state.kv`."""
+"""State of a running server, available to requests as `request.app.state.kv`."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class ServerState:
     """State of a server.
 
     Attributes:
-        shared: objects that all models share.
+        shared: objects shared by all models.
         models: the models.
-        bodies: request bodies that are held.
+        bodies: request bodies held in memory.
         metrics: metrics of the server.
     """
 
@@ -59,19 +59,21 @@ class ServerState:
 
     @property
     def sequences(self) -> int:
-        """Sequences in flight."""
+        """Number of sequences in flight."""
         return sum(state.admission.sequences for state in self.models.loaded)
 
     @staticmethod
     def engine_alive(scope: Scope) -> bool:
-        """Return whether the engine of a request's model runs; True if it has no model."""
+        """Return whether the engine of a request's model runs. True if the request has no model
+        yet.
+        """
         state = model_of(scope)
         return state is None or state.engine.is_alive()
 
     def stopped(self) -> ApiError | None:
-        """Return the error of the first engine that has stopped for good, or None.
+        """Return the error of the first engine that stopped for good, or None.
 
-        A model that can be loaded again does not count: the next request loads it.
+        An engine whose model can be loaded again does not count, because the next request loads it.
         """
         lasting = (
             one.state.engine
@@ -81,7 +83,7 @@ class ServerState:
         return next((stopped(engine) for engine in lasting if not engine.is_alive()), None)
 
     def trouble(self) -> str | None:
-        """Return why the server cannot accept requests, or None."""
+        """Return the reason why the server cannot accept requests, or None."""
         error = self.stopped()
         if error is not None:
             return error.message
@@ -91,7 +93,7 @@ class ServerState:
         """Raise QueueFull if no model has room for a request.
 
         The request's model is not known yet. If several models are full, the server counts the
-        refusal and none of the models does.
+        rejected request and none of the models does.
         """
         refusals: list[QueueFull] = []
         for one in self.models.all:
@@ -106,15 +108,15 @@ class ServerState:
         raise refusals[0]
 
     def retry_after(self) -> int:
-        """Return the estimated seconds until a place is free."""
+        """Return the estimated seconds until the queue has room."""
         return max((state.admission.retry_after() for state in self.models.loaded), default=1)
 
     def drain(self) -> None:
-        """Refuse new requests from now on; safe to call from any thread."""
+        """Reject new requests from now on. Safe to call from any thread."""
         self.shared.draining = True
 
     def cancel_all(self) -> None:
-        """Cancel all requests in flight, and those that wait for a model."""
+        """Cancel all requests in flight and all requests that wait for a model."""
         self.models.refuse_waiting()
         for state in self.models.loaded:
             state.admission.cancel_all()

@@ -1,4 +1,4 @@
-"""Models in the format of /v1/models and /v1/stats."""
+"""Descriptions of models for /v1/models and /v1/stats."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def listed(served: ServedModel, shared: Shared, name: str) -> Model:
 
 
 def memory_of(models: Models) -> ModelsMemory:
-    """Return the memory of each model, and of all together."""
+    """Return the memory of each model and the total."""
     now = time.monotonic()
     return {
         "max_bytes": models.loader.budget,

@@ -1,1 +1,1 @@
-"""Request handling: admission queue, bridge to the engine, streams."""
+"""Request handling, with the admission queue, the bridge to the engine, and streams."""

@@ -1,8 +1,8 @@
-"""Admission control: a bounded queue, deadlines, and cancellation when the client disconnects.
+"""Admission control with a bounded queue, deadlines and cancellation on disconnect.
 
-`async with state.admit(request, num_tokens) as admission` encloses the whole life of a generating
-request. Entering takes microseconds and comes before any expensive work, so a full server refuses
-at once.
+`async with state.admit(request, num_tokens) as admission` encloses the entire handling of a
+generating request. Entering takes microseconds and precedes any expensive work, so a full server
+rejects requests at once.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ if TYPE_CHECKING:
 __all__ = ["Admission", "AdmissionQueue", "Bodies", "Observer"]
 
 _MAX_RETRY_AFTER = 60
-_LARGEST_BODIES = 8  # memory limit of held bodies, in bodies of --max-body-bytes
-_QUEUE_TOKENS_PER_POOL = 16  # default of --max-queue-tokens, in pool capacities
+_LARGEST_BODIES = 8  # limit of all held bodies, as a multiple of --max-body-bytes
+_QUEUE_TOKENS_PER_POOL = 16  # default of --max-queue-tokens, as a multiple of the pool's capacity
 
 
 class Observer(Protocol):
-    """Counter of finished and aborted sequences."""
+    """Interface that counts finished and aborted sequences."""
 
     def observe(self, result: GenerationResult) -> None: ...
 
@@ -55,12 +55,12 @@ class AdmissionQueue:
     """
 
     def __init__(self, engine: Engine, settings: ServerSettings) -> None:
-        # Read once, when the server starts. `patient` includes replicas that are busy just now.
+        # Read once, when the server starts. With `patient`, this includes replicas that are busy.
         pools = [figures.paged_stats() for figures in replicas_of(engine, patient=True).values()]
         self.weights = settings.tenant_weights
         self.batch = settings.max_batch_size or sum(int(pool["max_num_seqs"]) for pool in pools)
         sizes = [int(pool["num_blocks"]) * int(pool["block_size"]) for pool in pools]
-        self.pool_tokens = min(sizes)  # a request may run in any of the pools
+        self.pool_tokens = min(sizes)  # a request may run in the pool of any replica
         self.request_timeout = settings.request_timeout
         self._places = Shares(self.batch + settings.max_queue_size, self.weights, least=1)
         most_tokens = settings.max_queue_tokens or _QUEUE_TOKENS_PER_POOL * sum(sizes)
@@ -72,17 +72,17 @@ class AdmissionQueue:
 
     @property
     def sequences(self) -> int:
-        """Sequences in flight."""
+        """Number of sequences in flight."""
         return self._places.used
 
     @property
     def max_sequences(self) -> int:
-        """Limit of sequences in flight."""
+        """Maximum number of sequences in flight."""
         return self._places.limit
 
     @property
     def tokens(self) -> int:
-        """Estimated tokens of the requests in flight."""
+        """Estimated number of tokens of the requests in flight."""
         return self._tokens.used
 
     def check(self, tenant: str | None, num_sequences: int = 1, num_tokens: int = 0) -> None:
@@ -90,7 +90,7 @@ class AdmissionQueue:
 
         Raises:
             QueueFull: they do not fit together with the requests in flight (503).
-            ApiError: they exceed the tenant's maximum (400).
+            ApiError: they exceed the tenant's maximum, so they can never fit (400).
         """
         most_sequences = self._places.most(tenant)
         most_tokens = self._tokens.most(tenant)
@@ -118,7 +118,7 @@ class AdmissionQueue:
     ) -> QueueFull | None:
         """Return the error for sequences and tokens that do not fit now, or None if they fit.
 
-        Nothing is counted.
+        Does not count the request as rejected.
         """
         if not self._places.fit(tenant, num_sequences):
             return self._full(tenant, self._places, "{} requests{} are in flight")
@@ -127,7 +127,7 @@ class AdmissionQueue:
         return None
 
     def enter(self, tenant: str | None, num_sequences: int, num_tokens: int) -> None:
-        """Count an admitted request; raise as `check` does if it does not fit."""
+        """Count an admitted request. Raises the errors of `check` if it does not fit."""
         self.check(tenant, num_sequences, num_tokens)
         self._places.take(tenant, num_sequences)
         self._tokens.take(tenant, num_tokens)
@@ -138,17 +138,17 @@ class AdmissionQueue:
         self._tokens.give_back(tenant, num_tokens)
 
     def cancel_all(self) -> None:
-        """End every request in flight."""
+        """Cancel every request in flight."""
         for admission in list(self.admitted):
             admission.cancel(ShuttingDown())
 
     def took(self, seconds: float) -> None:
-        """Update the mean time in flight with one request's time."""
+        """Update the mean duration of requests with the duration of one request."""
         self._mean_seconds += 0.1 * (seconds - self._mean_seconds)
 
     def retry_after(self, tenant: str | None = None) -> int:
-        """Return the estimated seconds until a place is free: one batch at the recent mean time."""
-        # With several tenants each sees its own count only: the estimate must not reveal other
+        """Return the estimated seconds until the queue has room."""
+        # With several tenants, use only this tenant's count. The estimate must not reveal other
         # tenants' requests.
         in_flight = self._places.used_by(tenant) if self._places.are_kept else self.sequences
         seconds = self._mean_seconds * max(1, in_flight) / self.batch
@@ -159,7 +159,7 @@ class AdmissionQueue:
 
 
 class Bodies:
-    """Request bodies that the server holds for all models, and the lock for reading long ones.
+    """Request bodies that the server holds for all models, and a lock for parsing long ones.
 
     Only the event loop's thread uses it.
     """
@@ -178,7 +178,7 @@ class Bodies:
         return self._held.used
 
     def hold(self, tenant: str | None, num_bytes: int) -> None:
-        """Count received bytes of a body; raise QueueFull if all bodies together are too large."""
+        """Count received bytes of a body. Raises QueueFull if all bodies together are too large."""
         if not self._held.fit(tenant, num_bytes):
             self.refused += 1
             raise _full(tenant, self._held, "request bodies{1} take {0} bytes", 1)
@@ -201,17 +201,17 @@ def _full(tenant: str | None, shares: Shares, what: str, retry_after: int) -> Qu
 
 
 class Admission:
-    """One admitted request, as an async context manager.
+    """An admitted request, as an async context manager.
 
-    If the client disconnects or the deadline passes, the task inside the `async with` is cancelled.
-    Leaving the block then raises the matching ApiError. Entering raises QueueFull (503), or
-    ApiError 400 for a request that could never fit.
+    If the client disconnects or the deadline passes, the task inside the `async with` is cancelled,
+    and leaving the block raises the matching ApiError. Entering raises QueueFull (503), or ApiError
+    400 for a request that can never fit.
 
     Attributes:
-        facts: facts for the request's log line; AuthMiddleware has stored the tenant here.
-        tenant: the API key's tenant, None without keys.
+        facts: facts for the request's log line, which include the tenant from AuthMiddleware.
+        tenant: tenant of the API key; None without keys.
         weight: scheduling weight of the tenant.
-        pin_share: fraction of the pinnable memory that the tenant may use, by weight.
+        pin_share: fraction of the pinnable blocks that the tenant may pin, by its weight.
     """
 
     def __init__(
@@ -227,7 +227,7 @@ class Admission:
         self.weight = 1.0 if self.tenant is None else queue.weights[self.tenant]
         self.pin_share = 1.0 if self.tenant is None else self.weight / sum(queue.weights.values())
         self.timeout = queue.request_timeout
-        # Waiting for the model to load counts towards the deadline.
+        # The time spent waiting for the model to load counts towards the deadline.
         self.deadline = (
             time.monotonic() + self.timeout - float(self.facts.get("load_wait_seconds", 0.0))
         )
@@ -274,21 +274,21 @@ class Admission:
             self._timer.cancel()
         if self._watch is not None:
             self._watch.cancel()
-        # A cancelled task keeps its error, whose traceback refers to this admission. Holding the
-        # task too would make a reference cycle of all the request's objects, which only the garbage
+        # A cancelled task keeps its error, whose traceback refers to this admission. A reference to
+        # the task would close a cycle of all the request's objects, which only the garbage
         # collector could free.
         self._watch = None
         if self._reason is None or self._task is None:
             return
         if not isinstance(error, asyncio.CancelledError):
             with contextlib.suppress(asyncio.CancelledError):
-                # The block ended by itself. Take the cancellation that is still pending.
+                # The block ended before the cancellation arrived. Consume the pending cancellation.
                 await asyncio.sleep(0)
         if not self._task.uncancel() and isinstance(error, asyncio.CancelledError):
             raise self._reason from None
 
     def cancel(self, reason: ApiError) -> None:
-        """End the work inside the block; leaving it raises `reason`."""
+        """Cancel the work inside the block. Leaving the block then raises `reason`."""
         if self._reason is None and self._task is not None:
             self._reason = reason
             self._task.cancel()
@@ -306,7 +306,7 @@ class Admission:
             self.facts[name] = self.facts.get(name, 0) + count
 
     async def group(self, prompt_ids: Sequence[int]) -> None:
-        """Wait, at most the batch window, while another request computes the same first block.
+        """Wait, at most for the batch window, while another request computes the same first block.
 
         Call it immediately before the prompt is submitted.
         """
@@ -321,7 +321,7 @@ class Admission:
 
     async def _await_disconnect(self) -> None:
         """Cancel the work when the client disconnects."""
-        # The body has been read, so the only message left is the disconnect.
+        # The body was read before, so the only message that can arrive is the disconnect.
         while (await self._request.receive())["type"] != "http.disconnect":
             pass
         self.cancel(ClientGone())

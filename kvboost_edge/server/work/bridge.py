@@ -2,7 +2,7 @@
 
 Nothing here blocks the loop. Tokenization, chat templates and submission run in worker threads,
 except for short texts. Results and tokens arrive through the handles. When a task is cancelled
-(client gone, deadline, shutdown), its requests are cancelled in every phase.
+(disconnect, deadline or shutdown), its requests are cancelled too, in every phase.
 """
 
 from __future__ import annotations
@@ -56,25 +56,26 @@ T = TypeVar("T")
 
 Item = TokenEvent | GenerationResult | Progress
 
-# Characters or tokens. Tokenizing this many takes a fraction of a millisecond, as does handing the
-# work to a thread.
+# Number of characters or tokens. Tokenizing them takes a fraction of a millisecond, and so does
+# handing the work to a thread.
 _SHORT = 1000
-_FEW = 8  # sequences submitted on the event loop
-_LONG = 1 << 16  # characters; tokenizing them takes about 50 ms
+_FEW = 8  # maximum number of sequences submitted on the event loop
+_LONG = 1 << 16  # number of characters; tokenizing them takes about 50 ms
 _PREFILL_LOG_SECONDS = 5.0
-_AT_ONCE = 32  # results counted before the loop runs other tasks: about a millisecond
+_AT_ONCE = 32  # number of results counted before other tasks run, in about a millisecond
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EncodedPrompt:
-    """A prompt as tokens.
+    """A tokenized prompt.
 
     Attributes:
-        text: the prompt's text for `echo`; "" when the request does not ask for it.
-        from_text: the tokens come from text or messages, not from token ids in the request.
-        turn: parser of tool calls and reasoning in the answers; None if they are plain text.
-        pins: pins of the first tokens, see the engine's `Terms`.
-        asked: messages, tools and template values that the prompt was rendered from.
+        text: the prompt's text for `echo`; "" if the request does not ask for it.
+        from_text: True if the tokens come from text or messages, False if the request gave token
+            ids.
+        turn: parser of tool calls and reasoning in the answers; None for plain text.
+        pins: pins of the prompt's first tokens, see the engine's `Terms`.
+        asked: messages, tools and template variables that the prompt was rendered from.
         dropped: number of messages left out because they did not fit.
     """
 
@@ -88,16 +89,16 @@ class EncodedPrompt:
 
 
 class EngineRequest(ABC):
-    """One HTTP request as work for the engine.
+    """An HTTP request in the form that the engine needs.
 
-    Subclasses tokenize the prompts and make the sampling parameters of each sequence.
+    Subclasses tokenize the prompts and create the sampling parameters of each sequence.
 
     Attributes:
-        renders: `encode` runs a chat template, which may take arbitrarily long.
-        size: characters or tokens of all prompts, plus an allowance for each message.
-        per_prompt: sequences computed for each prompt.
-        terms: options of its sequences. `submit` adds tenant, weight, deadline and pins.
-        is_default_mode: the server chose the mode.
+        renders: True if `encode` runs a chat template, which may take arbitrarily long.
+        size: number of characters or tokens of all prompts, plus an allowance for each message.
+        per_prompt: number of sequences computed for each prompt.
+        terms: options of the sequences. `submit` adds tenant, weight, deadline and pins.
+        is_default_mode: True if the server chose the mode.
     """
 
     renders = False
@@ -117,17 +118,17 @@ class EngineRequest(ABC):
 
     @abstractmethod
     def encode(self, answers: KeptAnswers) -> list[EncodedPrompt]:
-        """Tokenize the prompts; runs in a worker thread unless they are short texts.
+        """Tokenize the prompts. Runs in a worker thread unless the prompts are short texts.
 
         Args:
-            answers: token ids of earlier answers, used in place of tokenizing their text.
+            answers: token ids of earlier answers, used instead of tokenizing their text.
         """
 
     def mode_of(self, prompt: EncodedPrompt, params: SamplingParams) -> GenerationMode | str:
         """Return the mode of one sequence.
 
-        A request that needs exact KV gets it if the server, not the request, chose an approximate
-        mode.
+        A sequence that needs exact KV gets an exact mode if the server, and not the request, chose
+        an approximate one.
         """
         needs_exact = (
             bool(prompt.pins) or params.prompt_logprobs is not None or params.max_new_tokens == 0
@@ -139,7 +140,7 @@ class EngineRequest(ABC):
 
     @abstractmethod
     def params(self, prompt: EncodedPrompt, choice: int) -> SamplingParams:
-        """Return the sampling parameters of sequence number `choice` of a prompt.
+        """Return the sampling parameters for sequence number `choice` of a prompt.
 
         Runs in the same thread as `encode`. May raise ApiError.
         """
@@ -150,12 +151,12 @@ _Planned = list[tuple[EncodedPrompt, SamplingParams]]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Running:
-    """The sequences of one request in the engine.
+    """Sequences of one request in the engine.
 
     Attributes:
-        prompts: the encoded prompts.
+        prompts: the tokenized prompts.
         handles: `per_prompt` handles for each prompt, in the order of the prompts.
-        tokenize_ms: milliseconds spent on encoding.
+        tokenize_ms: time spent on tokenization, in milliseconds.
         answers: token ids of earlier answers.
         watch: cache-miss tracking of the first sequence.
     """
@@ -169,7 +170,7 @@ class Running:
 
     @property
     def cause(self) -> str:
-        """Why part of the first prompt was not in the cache; "" until the request has ended."""
+        """Reason why part of the first prompt was not cached, or "" until the request ends."""
         return "" if self.watch is None else self.watch.cause
 
 
@@ -181,19 +182,19 @@ class Answer(Response):
         self._work = work
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        # All work happens in the request's own task and inside the app's error handlers, so an
-        # error before the first byte still gets its own status.
+        # All work happens in the request's task and inside the app's error handlers. An error
+        # before the first byte can therefore still set the status.
         await self._work(send)
 
 
 async def off_loop(work: Callable[[], T], size: int = 0) -> T:
     """Run `work` in a worker thread.
 
-    A cancelled caller does not wait; the work must end by itself.
+    If the caller is cancelled, it does not wait for the thread, and `work` must end by itself.
 
     Args:
-        size: number of characters or tokens to read. Long texts have threads of their own, so that
-            a short request never waits for them.
+        size: number of characters or tokens to read. Long texts use separate threads, so short
+            requests never wait for them.
     """
     if size > _LONG:
         return await asyncio.get_running_loop().run_in_executor(_long_workers(), work)
@@ -201,21 +202,21 @@ async def off_loop(work: Callable[[], T], size: int = 0) -> T:
 
 
 async def to_its_end(work: Callable[[], T], size: int, handles: Handles) -> T:
-    """Run `work`, which computes, in a worker thread; a cancelled caller stops it and waits.
+    """Run computing `work` in a worker thread. A cancelled caller stops the work and waits for it.
 
-    A second cancellation, as at the server's shutdown, ends the wait.
+    A second cancellation, as at shutdown, ends the wait.
 
     Args:
-        work: submits requests to the engine and puts their handles into `handles`.
+        work: function that submits requests to the engine and adds their handles to `handles`.
         size: number of characters or tokens to read, see `off_loop`.
-        handles: handles that are cancelled.
+        handles: handles to cancel.
     """
     task = asyncio.ensure_future(off_loop(work, size))
     try:
         return await asyncio.shield(task)
     except asyncio.CancelledError:
         handles.stop()
-        # Retrieve the exception, which no other code does.
+        # Retrieve the exception, because no other code does.
         task.add_done_callback(lambda done: done.cancelled() or done.exception())
         await asyncio.wait([task])
         raise
@@ -230,7 +231,7 @@ def _long_workers() -> ThreadPoolExecutor:
 async def running(
     engine: Engine, request: EngineRequest, admission: Admission
 ) -> AsyncGenerator[Running]:
-    """Tokenize and queue a request; cancel unfinished sequences when the block is left."""
+    """Tokenize and queue a request. Leaving the block cancels unfinished sequences."""
     started = time.perf_counter()
     answers = engine.kept_answers(tenant=admission.tenant, cache_salt=request.terms.cache_salt)
     encode = functools.partial(request.encode, answers)
@@ -251,7 +252,7 @@ async def running(
 
 
 class _PrefillLog:
-    """Log lines with the progress of a long prompt, every few seconds until its first token."""
+    """Log of the progress of a long prompt, with a line every few seconds until the first token."""
 
     def __init__(self, handle: RequestHandle, request_id: str | None) -> None:
         self._handle = handle
@@ -281,7 +282,7 @@ class _PrefillLog:
 
 
 class EngineBridge:
-    """Submission of the sequences of one request: all of them, or none."""
+    """Submission of the sequences of a request. Either all or none are submitted."""
 
     def __init__(
         self, engine: Engine, request: EngineRequest, admission: Admission, entry: RequestArrival
@@ -294,7 +295,7 @@ class EngineBridge:
         self._abandoned = False
 
     async def submit(self, prompts: Sequence[EncodedPrompt]) -> list[RequestHandle]:
-        """Queue all sequences; an error or a cancellation meanwhile cancels the queued ones."""
+        """Queue all sequences. An error or a cancellation cancels those already queued."""
         request = self._request
         few = request.size <= _SHORT and len(prompts) * request.per_prompt <= _FEW
         planned = self._plan(prompts) if few else None
@@ -348,7 +349,7 @@ class EngineBridge:
         )
 
     def _take_back(self, done: asyncio.Future[None]) -> None:
-        done.exception()  # no caller retrieves it
+        done.exception()  # no caller retrieves the exception
         self._cancel()
 
     def _cancel(self) -> None:
@@ -359,7 +360,7 @@ class EngineBridge:
 async def wait_all(
     admission: Admission, handles: Sequence[RequestHandle]
 ) -> list[GenerationResult]:
-    """Return all results in order; raise the first error.
+    """Return all results in order. Raises the first error.
 
     The caller's `running` block cancels the remaining sequences.
     """
@@ -372,7 +373,7 @@ async def wait_all(
 
 
 def finished(admission: Admission, result: GenerationResult) -> GenerationResult:
-    """Count a result and return it; raise ApiError if the deadline or the server ended it."""
+    """Count a result and return it. Raises ApiError if the deadline or the server ended it."""
     admission.first_token()
     admission.observe(result)
     if result.finish_reason == "timeout":
@@ -385,15 +386,15 @@ def finished(admission: Admission, result: GenerationResult) -> GenerationResult
 async def merged(
     handles: Sequence[RequestHandle], *, every: float | None = None, followed: Sequence[int] = (0,)
 ) -> AsyncGenerator[list[tuple[int, Item]]]:
-    """Yield events of all handles as they arrive, each with the number of its handle.
+    """Yield events of all handles as they arrive, each with the index of its handle.
 
-    Each list holds all events that are ready. A handle's last item is its result. An error of any
-    handle is raised.
+    Each yielded list contains all events that are ready. The last item of each handle is its
+    result. An error of any handle is raised.
 
     Args:
         every: seconds between progress items of the `followed` handles, until their first event;
             None for no progress items.
-        followed: numbers of the handles whose progress is reported.
+        followed: indexes of the handles whose progress to report.
     """
     if len(handles) == 1:
         while every is not None and not await handles[0].astarted(every):

@@ -1,8 +1,9 @@
-"""The batch window: requests that share a prefix which is being computed start together.
+"""Batch window, in which requests with the same uncomputed prefix start together.
 
-The engine computes a shared prefix once in any case: later requests wait for the blocks of the
-first. The window also submits the requests that arrive meanwhile together, so that their suffixes
-run in one step. A request is held only while another one computes the same prefix.
+The engine computes a shared prefix only once in any case, because later requests wait for the
+blocks of the first. With the window, requests that arrive meanwhile are also submitted together,
+and their suffixes run in one step. A request waits only while another request computes the same
+prefix.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ class _Group:
     """Requests with the same first block whose prompts are not computed yet.
 
     Attributes:
-        members: requests that compute or wait.
-        gate: event on which later requests wait; None if no request waits.
-        timer: opens the gate when the window ends.
+        members: number of requests that compute or wait.
+        gate: event that later requests wait for; None if no request waits.
+        timer: timer that sets the event when the window ends.
     """
 
     members: int = 0
@@ -32,13 +33,13 @@ class _Group:
 
 
 class PrefixGroups:
-    """Groups of requests by first block, used by the event loop's thread only.
+    """Groups of requests by first block, used only by the event loop's thread.
 
-    Call `join` before a prompt is submitted and `leave` at its first token or its end.
+    Call `join` before a prompt is submitted, and `leave` at its first token or its end.
     """
 
     def __init__(self, window_seconds: float, block_size: int) -> None:
-        self.held = 0  # requests that waited since the server started
+        self.held = 0  # number of requests that waited since the server started
         self._window = window_seconds
         self._block_size = block_size
         self._groups: dict[bytes, _Group] = {}
@@ -46,10 +47,11 @@ class PrefixGroups:
     async def join(self, tenant: str | None, prompt_ids: Sequence[int]) -> bytes | None:
         """Wait while another request computes the same first block, at most until the window ends.
 
-        The window begins when the first request waits.
+        The window starts when the first request waits.
 
         Returns:
-            The key for `leave`; None if the prompt has no full block to share or the window is off.
+            The key for `leave`. None if the prompt has no full block to share, or if the window is
+            off.
         """
         if not self._window or len(prompt_ids) <= self._block_size:
             return None
@@ -63,12 +65,15 @@ class PrefixGroups:
         try:
             await self._wait(group)
         except BaseException:
-            self._drop(key)  # a waiting request computes nothing, so the others wait on
+            # a request that only waited computes nothing, so the others keep waiting
+            self._drop(key)
             raise
         return key
 
     def leave(self, key: bytes) -> None:
-        """Release the waiting requests: this member's prompt is computed, or the request ended."""
+        """Release the waiting requests after a member's prompt is computed or its request has
+        ended.
+        """
         self._open(self._groups[key])
         self._drop(key)
 

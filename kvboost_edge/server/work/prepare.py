@@ -1,4 +1,4 @@
-"""Preparation of an engine before it takes requests."""
+"""Preparation of an engine before the first request."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ def prepare(
     tenants: Sequence[str | None],
     mode: GenerationMode = GenerationMode.PREFIX_CACHE,
 ) -> None:
-    """Run the model once and cache the warm texts.
+    """Run the model once, and cache the warm texts.
 
-    The run loads the kernels, so that the first client does not wait for them.
+    The run loads the kernels, which saves the first client the wait.
 
     Args:
         warm: texts to cache.
         warm_documents: documents to cache as chunks for non-prefix reuse.
-        tenants: tenants that each get their own copy; empty for a server without API keys.
-        mode: mode of requests that choose none.
+        tenants: tenants that each get a separate copy; empty for a server without API keys.
+        mode: default mode of requests.
 
     Raises:
-        RequestError: the quality gate refuses `mode`.
+        RequestError: the quality gate rejects `mode`.
     """
     learn_template(engine.tokenizer)
     if engine.pooling.source:
@@ -58,8 +58,8 @@ def prepare(
 
 def learn_template(tokenizer: Tokenizer) -> None:
     """Detect how the chat template writes turns."""
-    # Done before requests arrive: running a template may take arbitrarily long, and the event loop
-    # must not wait for it.
+    # This must happen before requests arrive. Running a template may take arbitrarily long, and the
+    # event loop must not wait for it.
     if tokenizer.chat_template is None:
         return
     try:

@@ -1,4 +1,4 @@
-"""Responses that clients asked to store: bounded, in memory only, separate for each tenant."""
+"""Responses that clients asked to store, bounded, only in memory, and separate for each tenant."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _OVERHEAD = 512  # bytes of an entry in addition to its texts
 
 
 class StoredResponse(NamedTuple):
-    """One turn of a conversation, as JSON.
+    """A turn of a conversation, as JSON.
 
     Attributes:
         answer: the response.
-        sent: list of the input items.
-        previous: id of the turn before it.
+        sent: input items, as a list.
+        previous: id of the previous turn.
     """
 
     answer: bytes
@@ -56,11 +56,11 @@ class ResponseStore:
         """Create an empty store.
 
         Args:
-            num_tenants: number of API keys, or 1.
-            max_bytes: bytes of all tenants' turns.
-            max_entries: turns of all tenants.
+            num_tenants: number of API keys, at least 1.
+            max_bytes: maximum bytes of all tenants' turns.
+            max_entries: maximum number of all tenants' turns.
             seconds: lifetime of a turn.
-            clock: source of the time in seconds.
+            clock: function that returns the time in seconds.
         """
         self.kept: TenantLRU[StoredResponse] = TenantLRU(
             max_bytes // max(1, num_tenants),
@@ -72,14 +72,14 @@ class ResponseStore:
         )
 
     def keep(self, tenant: str | None, name: str, turn: StoredResponse) -> bool:
-        """Store a turn under a new id; return False if it is larger than the tenant's share."""
+        """Store a turn under a new id. Returns False if it is larger than the tenant's share."""
         return self.kept.keep(tenant, tenant, name, turn, turn.size)
 
     def conversation(self, tenant: str | None, name: str) -> list[StoredResponse]:
-        """Return the turns up to this one, oldest first.
+        """Return a turn and all turns before it, oldest first.
 
         Raises:
-            KeyError: a turn is not stored; the argument is its id.
+            KeyError: a turn is not stored; the error's argument is its id.
         """
         found: list[StoredResponse] = []
         at: str | None = name
@@ -92,14 +92,14 @@ class ResponseStore:
         return found[::-1]
 
     def find(self, tenant: str | None, name: str) -> StoredResponse | None:
-        """Return the turn of this id, or None if the tenant has no such turn."""
+        """Return the tenant's turn with this id, or None."""
         return self.kept.peek(tenant, name)
 
     def forget(self, tenant: str | None, name: str) -> bool:
-        """Delete a turn; return whether it existed."""
+        """Delete a turn, and return whether it existed."""
         return self.kept.drop(tenant, name)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all tenants' turns."""
+        """Size of all tenants' turns in bytes."""
         return self.kept.num_bytes

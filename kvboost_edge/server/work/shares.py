@@ -1,8 +1,9 @@
-"""A bounded amount that tenants share, with a reserved part for each tenant.
+"""Limited resource that tenants share, with a reserved share for each tenant.
 
-Half of the amount is reserved for the tenants, divided by their weights, used or not. The other
-half is taken first come, first served. Of an amount R, a tenant with the share S therefore gets at
-least S and at most R/2 + S. With one tenant, or without API keys, the only bound is R.
+Half of the resource is reserved for the tenants in proportion to their weights, whether they use it
+or not. The other half is first come, first served. With a total of R and a reserved share of S, a
+tenant therefore gets at least S and at most R/2 + S. With one tenant, or without API keys, the only
+limit is R.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ __all__ = ["Shares"]
 
 
 class Shares:
-    """Amounts in use by tenant, and the shares that are reserved for them.
+    """Amounts in use by each tenant, and the tenants' reserved shares.
 
-    Requests without a tenant (None) have no share if there are several tenants. Every call takes
+    If there are several tenants, requests without a tenant (None) have no share. Every call takes
     constant time.
 
     Attributes:
-        limit: the whole amount.
+        limit: total amount.
         used: amount used by all tenants.
     """
 
@@ -28,9 +29,10 @@ class Shares:
         """Create shares of `limit`.
 
         Args:
-            limit: the whole amount.
-            weights: weight of each tenant; with fewer than two nothing is reserved.
-            least: minimum share of each tenant; ignored if these minima exceed `limit`.
+            limit: total amount.
+            weights: weight of each tenant; with fewer than two tenants, nothing is reserved.
+            least: minimum share of each tenant; ignored if the minimum shares add up to more than
+                `limit`.
         """
         self.limit = limit
         self._used: Counter[str | None] = Counter()
@@ -42,13 +44,14 @@ class Shares:
             self._kept = {
                 tenant: least + int(rest * weight / whole) for tenant, weight in weights.items()
             }
-        # Sum over tenants of the larger of used and reserved. Never above the limit.
+        # Sum, over all tenants, of the larger of the used and reserved amounts. Never exceeds the
+        # limit.
         self._committed = sum(self._kept.values())
         self.used = 0
 
     @property
     def are_kept(self) -> bool:
-        """True if shares are reserved: there are several tenants."""
+        """True if shares are reserved, because there are several tenants."""
         return bool(self._kept)
 
     def used_by(self, tenant: str | None) -> int:
@@ -56,19 +59,19 @@ class Shares:
         return self._used[tenant]
 
     def kept_for(self, tenant: str | None) -> int:
-        """Return the reserved share of a tenant, 0 by default."""
+        """Return the reserved share of a tenant, or 0 for an unknown tenant."""
         return self._kept.get(tenant, 0)
 
     def most(self, tenant: str | None) -> int:
-        """Return the most that a tenant could use if it were alone: all but the others' shares."""
+        """Return the maximum for a tenant, which is all but the other tenants' shares."""
         return self.limit - sum(self._kept.values()) + self.kept_for(tenant)
 
     def fit(self, tenant: str | None, amount: int) -> bool:
-        """Return whether a tenant may take `amount` more now; always true within its share."""
+        """Return whether a tenant may take `amount` more. Always true within its share."""
         return self._committed + self._growth(tenant, amount) <= self.limit
 
     def take(self, tenant: str | None, amount: int) -> None:
-        """Add to the amount that a tenant uses. The caller has checked `fit`."""
+        """Add to the amount that a tenant uses. The caller must have checked `fit`."""
         self._change(tenant, amount)
 
     def give_back(self, tenant: str | None, amount: int) -> None:

@@ -1,4 +1,4 @@
-"""Streamed answers, such as server-sent events, and whole JSON answers."""
+"""Streamed responses such as server-sent events, and complete JSON responses."""
 
 from __future__ import annotations
 
@@ -26,18 +26,19 @@ __all__ = [
 EVENTS = "text/event-stream; charset=utf-8"
 _DONE = b"data: [DONE]\n\n"
 _SEND_BYTES = 1 << 18
-_SLICE = 1 << 14  # characters or entries encoded as JSON at once: less than a millisecond
-_ROWS = 1 << 7  # nested entries encoded at once
-_DEPTH = 2  # nesting down to the members of a choice's logprobs
+# number of characters or entries encoded as JSON at once, in less than a millisecond
+_SLICE = 1 << 14
+_ROWS = 1 << 7  # number of nested entries encoded at once
+_DEPTH = 2  # nesting depth of the members of a choice's logprobs
 
 
 class EventStream:
-    """An answer that is sent in pieces.
+    """A response that is sent in pieces.
 
-    Nothing is sent before the first `flush`, so an error before it can still set the status.
+    Nothing is sent before the first `flush`, so an earlier error can still set the status.
 
     Attributes:
-        started: the status and headers are sent.
+        started: True once the status and headers are sent.
     """
 
     def __init__(
@@ -52,8 +53,8 @@ class EventStream:
 
         Args:
             send: the ASGI send function.
-            failure: encodes an error that occurs after the start.
-            last: bytes at the end of the answer.
+            failure: function that encodes an error that occurs after the start.
+            last: bytes to send at the end.
             content_type: value of the Content-Type header.
         """
         self.started = False
@@ -73,12 +74,12 @@ class EventStream:
             await self._write(more=True)
 
     async def end(self) -> None:
-        """Send the pending data and the last bytes, and end the answer."""
+        """Send the pending data and the last bytes, and end the response."""
         self.add(self._last)
         await self._write(more=False)
 
     async def fail(self, error: ApiError) -> None:
-        """Send an error after the stream has begun, and end it."""
+        """Send an error after the stream has started, and end the stream."""
         self.add(self._failure(error))
         await self.end()
 
@@ -89,7 +90,7 @@ class EventStream:
                 (b"content-type", self._content_type.encode()),
                 (b"cache-control", b"no-store"),
             ]
-            # Asks proxies such as nginx not to buffer events.
+            # Tells proxies such as nginx not to buffer events.
             headers.append((b"x-accel-buffering", b"no"))
             await self._send({"type": "http.response.start", "status": 200, "headers": headers})
         data = b"".join(self._waiting)
@@ -105,8 +106,9 @@ class ChunkStream(EventStream):
 
         Args:
             send: the ASGI send function.
-            head: members that every chunk begins with.
-            include_usage: every chunk has a `usage` member, which is null in all but the last.
+            head: members at the start of every chunk.
+            include_usage: True to add a `usage` member to every chunk, which is null in all but the
+                last.
         """
         super().__init__(send, lambda error: event(error_body(error)), last=_DONE)
         members = json.dumps(dict(head), separators=(",", ":"), ensure_ascii=False)
@@ -116,7 +118,7 @@ class ChunkStream(EventStream):
     def chunk(
         self, choices: Sequence[Mapping[str, Any]], *, long: bool = False, **members: Any
     ) -> None:
-        """Add one chunk to the pending data; `long` encodes its choices with `dumps_long`."""
+        """Add a chunk to the pending data. `long` encodes its choices with `dumps_long`."""
         if self._include_usage:
             members.setdefault("usage", None)
         written = b",".join(map(dumps_long if long else dumps, choices))
@@ -125,7 +127,7 @@ class ChunkStream(EventStream):
 
 
 def event(data: Mapping[str, Any], name: str = "") -> bytes:
-    """Encode a server-sent event, with an `event` line if it has a name."""
+    """Encode a server-sent event. If it has a name, add an `event` line."""
     kind = f"event: {name}\n".encode() if name else b""
     return kind + b"data: " + dumps(data) + b"\n\n"
 
@@ -138,7 +140,7 @@ def json_response(
 
 
 async def send_json(send: Send, body: bytes | bytearray) -> None:
-    """Send a whole JSON answer; a large one is sent in pieces, as fast as the client reads."""
+    """Send a complete JSON response. A large one is sent in pieces, as fast as the client reads."""
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     for start in range(0, len(body) - _SEND_BYTES, _SEND_BYTES):
@@ -149,7 +151,7 @@ async def send_json(send: Send, body: bytes | bytearray) -> None:
                 "more_body": True,
             }
         )
-        # Other tasks run, and a lost connection is noticed before more is written.
+        # Let other tasks run, and notice a lost connection before writing more.
         await asyncio.sleep(0)
     rest = body[(len(body) - 1) // _SEND_BYTES * _SEND_BYTES :]
     await send({"type": "http.response.body", "body": rest, "more_body": False})
@@ -161,9 +163,9 @@ def dumps(value: Mapping[str, Any]) -> bytes:
 
 
 def dumps_long(value: Mapping[str, Any]) -> bytes:
-    """Encode an object with long texts and lists, for worker threads.
+    """Encode an object with long texts and lists. Meant for worker threads.
 
-    The object is encoded in slices, between which other threads run.
+    The object is encoded in slices. Other threads can run between them.
     """
     return b"".join(_sliced(value, 0))
 
@@ -175,7 +177,8 @@ def _sliced(item: Any, depth: int) -> Iterator[bytes]:
             yield from _sliced(member, depth + 1)
         yield b"}" if item else b"{}"
     elif isinstance(item, (str, list)):
-        nested = any(isinstance(entry, (dict, list)) for entry in item[:2])  # the first may be None
+        # the first entry may be None
+        nested = any(isinstance(entry, (dict, list)) for entry in item[:2])
         size = _ROWS if nested else _SLICE
         begin, end = (b'"', b'"') if isinstance(item, str) else (b"[", b"]")
         yield begin

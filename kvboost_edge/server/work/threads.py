@@ -1,4 +1,4 @@
-"""Long work in threads of its own."""
+"""Long-running work in separate threads."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ __all__ = ["in_thread"]
 
 T = TypeVar("T")
 
-_LOOK_SECONDS = 1.0  # interval of the check whether the loop has closed
+_LOOK_SECONDS = 1.0  # interval between checks whether the loop has closed
 
 
 async def in_thread(work: Callable[[], T], *, unwanted: Callable[[T], object] | None = None) -> T:
-    """Run `work` in a thread of its own and return its result.
+    """Run `work` in a separate thread and return its result.
 
-    A caller that is cancelled meanwhile does not wait.
+    If the caller is cancelled, it does not wait for the thread.
 
     Args:
-        unwanted: called in that thread with a result that has no receiver any more. The process may
-            end without waiting for the thread.
+        unwanted: function called in that thread with a result that nobody waits for any more. The
+            process may end without waiting for the thread.
     """
-    # Loading a model takes too long for the shared worker threads.
+    # Loading a model would occupy a shared worker thread for too long.
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
     taken: queue.SimpleQueue[bool] = queue.SimpleQueue()
@@ -58,10 +58,10 @@ async def in_thread(work: Callable[[], T], *, unwanted: Callable[[T], object] | 
 
 
 def _taken(told: queue.SimpleQueue[bool], loop: asyncio.AbstractEventLoop) -> bool:
-    """Return whether the loop delivered the result; False if the loop closed first."""
-    # Wait however long the loop takes: a result must not be both delivered and discarded.
+    """Return whether the loop delivered the result. False if the loop closed first."""
+    # Wait as long as the loop takes. A result must not be both delivered and discarded.
     while True:
-        # Read first: anything reported before the loop closed is in the queue by now.
+        # Read this first. Anything reported before the loop closed is already in the queue.
         ended = loop.is_closed()
         try:
             return told.get(block=not ended, timeout=_LOOK_SECONDS)
