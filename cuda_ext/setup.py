@@ -1,11 +1,17 @@
 """Build script: `FORCE_CUDA=1 pip install ./cuda_ext` builds the compiled part.
 
-pip builds in an isolated environment. The torch that will run the extension is found in the target
-environment. Without FORCE_CUDA, if torch or nvcc lacks CUDA, only the Python part is installed;
-importing it reports the missing part. With FORCE_CUDA=1 this is an error.
+pip builds in an isolated environment, so this script imports torch from the target environment.
+That torch will also run the extension. If torch or nvcc lacks CUDA, FORCE_CUDA=1 makes the build
+fail. Without FORCE_CUDA, only the Python part is installed, and its functions report the missing
+part.
 
-Environment variables: FORCE_CUDA=1; CUDA_HOME (default: that of nvcc); TORCH_CUDA_ARCH_LIST
-(default: all of 7.0 to 9.0 that nvcc supports, and PTX for later ones); MAX_JOBS.
+Environment variables:
+
+- FORCE_CUDA: 1 requires the compiled part.
+- CUDA_HOME: folder of the CUDA toolkit. The default is that of nvcc.
+- TORCH_CUDA_ARCH_LIST: architectures to build for. The default is all of 7.0 to 9.0 that nvcc
+  supports, and PTX for later architectures.
+- MAX_JOBS: maximum number of parallel compiler processes.
 """
 
 from __future__ import annotations
@@ -31,22 +37,22 @@ class NotBuildable(Exception):
 
 
 def find_nvcc(home: str | None) -> tuple[int, int]:
-    """Return the version of nvcc; raise NotBuildable unless it is 11.8 or later."""
+    """Return the CUDA version of nvcc; raise NotBuildable unless it is 11.8 or later."""
     nvcc = Path(home or "/usr/local/cuda") / "bin" / "nvcc"
     if not nvcc.exists():
-        raise NotBuildable(f"there is no nvcc at {nvcc}; install the CUDA toolkit or set CUDA_HOME")
+        raise NotBuildable(f"no nvcc at {nvcc}; install the CUDA toolkit or set CUDA_HOME")
     said = subprocess.run(
         [str(nvcc), "--version"], capture_output=True, text=True, check=True
     ).stdout
     found = re.search(r"release (\d+)\.(\d+)", said)
     version = (int(found[1]), int(found[2])) if found else (0, 0)
     if version < OLDEST_CUDA:
-        raise NotBuildable(f"{nvcc} is CUDA {version[0]}.{version[1]}; 11.8 or later is needed")
+        raise NotBuildable(f"{nvcc} is CUDA {version[0]}.{version[1]}; install CUDA 11.8 or later")
     return version
 
 
 def architectures(cuda: tuple[int, int]) -> str:
-    """Return the architectures of 7.0 to 9.0 that this nvcc supports; CUDA 13 has dropped 7.0."""
+    """Return the architectures from 7.0 to 9.0 that this nvcc supports; CUDA 13 dropped 7.0."""
     return ";".join(arch for arch in ARCHITECTURES if cuda < (13, 0) or arch != "7.0") + "+PTX"
 
 

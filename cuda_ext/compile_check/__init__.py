@@ -1,1 +1,1 @@
-"""`make cuda-check`: properties of the kernels that NVIDIA's compilers prove without a GPU."""
+"""Checks of the CUDA kernels that NVIDIA's compilers can run without a GPU (`make cuda-check`)."""

@@ -1,9 +1,11 @@
-"""`make cuda-check` and `make cuda-table`: checks of the kernels compiled for all architectures.
+"""Command line of `make cuda-check` and `make cuda-table`: checks kernels on all architectures.
 
 Each instantiation is one check: no spills from sm_80 on, registers and shared memory within the
-architecture's limits, tensor-core instructions in the machine code. The last line counts results
-as pytest does. Opcodes are counted in the machine code, because the disassembler of CUDA 13 does
-not support sm_70. Where it works, its count must be equal.
+architecture's limits, and tensor-core instructions in the machine code. The last line counts
+results in pytest's style.
+
+Opcodes are counted in the machine code, because the disassembler of CUDA 13 does not support sm_70.
+On architectures that it supports, its count must be equal.
 """
 
 from __future__ import annotations
@@ -65,7 +67,7 @@ def main(arguments: list[str]) -> int:
 def _check_program(
     machine: Machine, source: str, forms: list[Form], folder: Path
 ) -> tuple[list[Row], Results]:
-    """Return the rows and results of a program's instantiations."""
+    """Return the table rows and check results for a program's instantiations."""
     try:
         rows, cubin = build(machine, source, forms)
     except CompileError as error:
@@ -86,7 +88,7 @@ def _name(form: Form) -> str:
 
 
 def _check_host(objects: list[Callable[[], Path]], folder: Path) -> Iterator[tuple[str, str]]:
-    """Yield the results of nvcc: its objects are linked, and the launchers called."""
+    """Compile and link with nvcc, call the launchers, and yield the results."""
     try:
         built = [job() for job in objects]
         yield "nvcc 13 compiles the launchers", ""

@@ -1,4 +1,4 @@
-"""Reader of ptxas output: an ELF file with a section of instructions per kernel."""
+"""Reader of the ELF files that ptxas writes, with one section of instructions per kernel."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 __all__ = ["opcodes", "read_int"]
 
-_INSTRUCTION = 16  # bytes, from sm_70 on
+_INSTRUCTION = 16  # bytes per instruction, from sm_70 on
 
 
 class _Section(NamedTuple):
@@ -21,7 +21,7 @@ class _Section(NamedTuple):
 
 
 def opcodes(cubin: bytes) -> dict[str, Counter[int]]:
-    """Return kernel -> count of each opcode, the low 12 bits of an instruction."""
+    """Return each kernel's opcode counts; an opcode is the low 12 bits of an instruction."""
     return {
         section.name.removeprefix(".text."): Counter(
             struct.unpack_from("<H", cubin, at)[0] & 0xFFF
@@ -33,7 +33,7 @@ def opcodes(cubin: bytes) -> dict[str, Counter[int]]:
 
 
 def read_int(cubin: bytes, symbol: str) -> int:
-    """Return the initial value of a global int; raise KeyError if it does not exist."""
+    """Return the initial value of a global int; raise KeyError if the symbol does not exist."""
     sections = list(_sections(cubin))
     for table in sections:
         if table.kind != 2:  # SHT_SYMTAB

@@ -1,4 +1,4 @@
-"""Kernel instantiations of each architecture, and their requirements."""
+"""Kernel instantiations for each architecture, and their requirements."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MANGLED = re.compile(r"(attention_mma|attention_wmma|merge_splits|write_kv|copy
 
 
 class Form(NamedTuple):
-    """An instantiated kernel; "" and 0 mark parameters that it does not have."""
+    """A kernel instantiation; "" and 0 mark parameters that the kernel does not have."""
 
     kernel: str
     dtype: str = ""
@@ -45,15 +45,15 @@ class Form(NamedTuple):
 
 
 class Row(NamedTuple):
-    """An instantiation on an architecture.
+    """An instantiation compiled for one architecture.
 
     Attributes:
         machine: the architecture.
         form: the instantiation.
-        used: registers, stack and spills that ptxas reports.
+        used: registers, stack and spills as reported by ptxas.
         shared: bytes of shared memory.
-        hmma: tensor-core instructions.
-        ctas: CTAs that fit on a multiprocessor.
+        hmma: number of tensor-core instructions.
+        ctas: number of CTAs that fit on a multiprocessor.
     """
 
     machine: Machine
@@ -65,7 +65,10 @@ class Row(NamedTuple):
 
 
 def programs(machine: Machine) -> Iterator[tuple[str, list[Form]]]:
-    """Yield sources and their instantiations: a program per head dim, and one for the rest."""
+    """Yield each program's source with its instantiations.
+
+    There is one program per head dim, and one for the other kernels.
+    """
     mma = machine.number >= _FIRST_MMA
     dtypes = ("F16", "BF16") if mma else ("F16",)
     kernel = "attention_mma" if mma else "attention_wmma"
@@ -98,7 +101,7 @@ def _shared_line(form: Form) -> str:
 
 
 def build(machine: Machine, source: str, forms: list[Form]) -> tuple[list[Row], bytes]:
-    """Compile a program; return a row for each of its instantiations, and the machine code."""
+    """Compile a program; return one row per instantiation, and the machine code."""
     built = compile_program(source, machine.name)
     counts = {_form_of(name): count for name, count in opcodes(built.cubin).items()}
     used = {_form_of(name): figures for name, figures in built.used.items()}
@@ -123,7 +126,7 @@ def _form_of(mangled: str) -> Form:
 
 
 def requirements(row: Row) -> Iterator[str]:
-    """Yield a text for each requirement that a row does not meet."""
+    """Yield a message for each requirement that a row does not meet."""
     machine = row.machine
     form = row.form
     used = row.used
@@ -133,7 +136,7 @@ def requirements(row: Row) -> Iterator[str]:
         used.registers > machine.registers_per_thread
         or used.registers * THREADS > machine.registers_per_sm
     ):
-        yield f"{used.registers} registers a thread"
+        yield f"{used.registers} registers per thread"
     if row.shared > machine.shared_per_cta:
         yield f"{row.shared} bytes of shared memory, of {machine.shared_per_cta}"
     if form.is_attention and not row.hmma:

@@ -1,4 +1,4 @@
-"""nvcc 13 on the .cu files: device code, host code and linking; then the launchers are called."""
+"""Compiles host and device code of the .cu files with nvcc 13, links it and calls the launchers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from compile_check.nvrtc import CSRC, SITE
 
 __all__ = ["NvccError", "call_launchers", "compile_source", "disassembled_hmma", "link"]
 
-_ARCHITECTURES = ("sm_75", "sm_80")  # one with wmma kernels and one with mma kernels
+_ARCHITECTURES = ("sm_75", "sm_80")  # one architecture with wmma kernels and one with mma kernels
 _HOME = SITE / "cu13"
 _FUNCTIONS = ("attention", "write_kv", "copy_blocks")
 
@@ -22,7 +22,7 @@ class NvccError(Exception):
 
 
 def compile_source(name: str, folder: Path) -> Path:
-    """Compile a source to an object file in `folder`, host and device code."""
+    """Compile the host and device code of a source to an object file in `folder`."""
     target = folder / f"{name}.o"
     codes = [f"-gencode=arch=compute_{arch[3:]},code={arch}" for arch in _ARCHITECTURES]
     _nvcc(
@@ -42,7 +42,7 @@ def compile_source(name: str, folder: Path) -> Path:
 
 
 def link(objects: Sequence[Path], folder: Path) -> Path:
-    """Link all launchers to a shared library."""
+    """Link all launchers into a shared library."""
     target = folder / "launchers.so"
     undefined = ["-Xlinker", "--no-undefined"]
     _nvcc(
@@ -79,7 +79,7 @@ def call_launchers(path: Path) -> dict[str, str]:
 
 
 def disassembled_hmma(cubin: bytes, folder: Path) -> int:
-    """Return the number of HMMA instructions that nvdisasm finds in machine code."""
+    """Return the number of HMMA instructions that nvdisasm finds in the machine code."""
     path = folder / "form.cubin"
     path.write_bytes(cubin)
     done = subprocess.run(

@@ -1,6 +1,7 @@
-"""Limits of each architecture's multiprocessors, and occupancy: computed, not measured.
+"""Multiprocessor limits of each architecture, and the occupancy computed from them.
 
-From the CUDA C++ Programming Guide, table "Technical Specifications per Compute Capability".
+The limits are from the CUDA C++ Programming Guide, table "Technical Specifications per Compute
+Capability".
 """
 
 from __future__ import annotations
@@ -17,16 +18,16 @@ class Machine(NamedTuple):
     """Limits of one architecture.
 
     Attributes:
-        name: such as "sm_80".
-        shared_per_cta: most bytes of shared memory of a CTA.
-        shared_per_sm: bytes of shared memory of a multiprocessor.
-        shared_reserved: bytes that each CTA takes in addition to its own.
-        warps_per_sm: most warps.
-        ctas_per_sm: most CTAs.
+        name: name of the architecture, such as "sm_80".
+        shared_per_cta: maximum bytes of shared memory per CTA.
+        shared_per_sm: bytes of shared memory per multiprocessor.
+        shared_reserved: bytes that the system reserves for each CTA in addition.
+        warps_per_sm: maximum number of warps per multiprocessor.
+        ctas_per_sm: maximum number of CTAs per multiprocessor.
         hmma: opcode of tensor-core multiplications, the low 12 bits of an instruction.
-        registers_per_sm: registers of a multiprocessor.
-        registers_per_thread: most registers of a thread.
-        registers_at_once: registers are allocated to a warp in multiples of this.
+        registers_per_sm: number of registers per multiprocessor.
+        registers_per_thread: maximum number of registers per thread.
+        registers_at_once: allocation unit of a warp's registers.
     """
 
     name: str
@@ -56,7 +57,7 @@ MACHINES = (
 
 
 def ctas_that_fit(machine: Machine, threads: int, registers: int, shared: int) -> int:
-    """Return the CTAs that one multiprocessor holds at a time; 0 if none fits."""
+    """Return how many CTAs fit on one multiprocessor at a time; 0 if none fits."""
     if registers > machine.registers_per_thread or shared > machine.shared_per_cta:
         return 0
     warps = -(-threads // _WARP)

@@ -1,4 +1,4 @@
-"""NVRTC, CUDA's compiler as a library, through ctypes."""
+"""ctypes interface to NVRTC, CUDA's compiler library."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class CompileError(Exception):
 
 
 class Used(NamedTuple):
-    """Resources of a kernel that ptxas reports.
+    """Resources of a kernel as reported by ptxas.
 
     Attributes:
-        registers: registers of a thread.
-        stack: bytes of its stack.
-        spilled: bytes of spills.
+        registers: registers per thread.
+        stack: bytes of stack per thread.
+        spilled: bytes of spill stores and loads.
         static_shared: bytes of static shared memory.
     """
 
@@ -48,9 +48,10 @@ class Built(NamedTuple):
 
 
 def compile_program(source: str, architecture: str) -> Built:
-    """Compile for an architecture such as "sm_80"; kernels have their mangled names.
+    """Compile a program for an architecture such as "sm_80".
 
-    It may be called from several threads.
+    The result refers to kernels by their mangled names. Several threads may call this function at
+    once.
 
     Raises:
         CompileError: NVRTC rejects the program.

@@ -1,4 +1,4 @@
-"""The table of docs/cuda.md: written by `make cuda-table`, verified by `make cuda-check`."""
+"""The table in docs/cuda.md, which `make cuda-table` writes and `make cuda-check` verifies."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _WARPS = 4
 
 
 def as_lines(rows: Sequence[Row]) -> list[str]:
-    """Return the lines of the table without its head."""
+    """Return the lines of the table without its header."""
     return [_line(row) for row in rows]
 
 
@@ -46,7 +46,7 @@ def _line(row: Row) -> str:
 
 
 def replace_table(rows: Sequence[Row]) -> None:
-    """Write the table into the document."""
+    """Replace the table in the document."""
     text = DOCS.read_text(encoding="utf-8")
     before, _, rest = text.partition(BEGIN)
     after = rest.partition(END)[2]
@@ -55,6 +55,6 @@ def replace_table(rows: Sequence[Row]) -> None:
 
 
 def stale_lines(rows: Sequence[Row]) -> list[str]:
-    """Return the lines that the document lacks."""
+    """Return the table lines that are missing from the document."""
     held = set(DOCS.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0].splitlines())
     return [line for line in as_lines(rows) if line not in held]

@@ -1,8 +1,8 @@
 """FlashAttention-2 forward kernels for NVIDIA GPUs, sm_70 to sm_90: dense, ragged and paged.
 
-The functions named `flash_attn_*` take flash-attn's arguments in the same order. If they cannot
-run here, `unavailable_reason` returns the reason, and calling them raises `ExtensionUnavailable`
-with it.
+The functions named `flash_attn_*` take flash-attn's arguments in the same order. If the kernels
+cannot run in this process, `unavailable_reason` returns the reason, and the functions raise
+`ExtensionUnavailable` with the same reason.
 """
 
 from __future__ import annotations

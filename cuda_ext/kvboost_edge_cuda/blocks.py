@@ -1,4 +1,4 @@
-"""Writing of KV into a paged pool, and copying of its blocks."""
+"""Writing KV to a paged pool, and copying blocks."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def write_kv(
         values: like `keys`.
         k_cache: [num_blocks, block_size, num_kv_heads, head_dim], same dtype.
         v_cache: like `k_cache`.
-        slot_mapping: int64 [num_tokens], block id * block_size + offset; a token with a negative
-            slot is skipped.
-        check_values: False avoids a device synchronization if the caller knows that all slots are
-            in the pool.
+        slot_mapping: int64 [num_tokens], block id * block_size + offset. Tokens with a negative
+            slot are skipped.
+        check_values: whether to check that all slots are in the pool, which synchronizes with the
+            device.
 
     Raises:
         ValueError: a slot is outside the pool.
-        RuntimeError: the tensors do not fit together.
+        RuntimeError: the shapes, dtypes or devices of the tensors do not match.
     """
     checks = IndexChecks(check_values=check_values)
     checks.index("slot_mapping", slot_mapping, (keys.shape[0],), torch.int64)
@@ -48,12 +48,14 @@ def write_kv(
 
 
 def copy_blocks(pools: list[torch.Tensor], pairs: list[tuple[int, int]]) -> None:
-    """Copy whole blocks in every pool, in order: a block may be the source of a later pair.
+    """Copy whole blocks in every pool.
+
+    Pairs are processed in order, so a block may be the source of a later pair.
 
     Args:
-        pools: contiguous tensors [num_blocks, ...] on one device; a block is a multiple of 16
-            bytes.
-        pairs: (source, destination), block ids of every pool.
+        pools: contiguous tensors [num_blocks, ...] on one device. The size of a block is a multiple
+            of 16 bytes.
+        pairs: (source, destination) block ids, which apply to every pool.
 
     Raises:
         ValueError: a pool or a block id is invalid.

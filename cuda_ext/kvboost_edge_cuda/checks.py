@@ -1,8 +1,8 @@
-"""Checks of index tensors and of unsupported arguments, before a launch.
+"""Checks of index tensors and unsupported arguments before a launch.
 
-Values are on the device. All conditions of a call are collected there and read at once, which
-synchronizes. Callers that know their values pass `check_values=False`; this is required while a
-CUDA graph is captured.
+Index values are on the device. All conditions of a call are collected there and read once, which
+synchronizes with the device. A caller that knows its values are valid passes `check_values=False`,
+which is required while a CUDA graph is captured.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class IndexChecks:
         shape: tuple[int, ...],
         dtype: torch.dtype = torch.int32,
     ) -> None:
-        """Raise ValueError unless the tensor has this dtype and shape; -1 is any size."""
+        """Raise ValueError unless the tensor has this dtype and shape; -1 matches any size."""
         matches = tensor.dim() == len(shape) and all(
             want in (-1, size) for want, size in zip(shape, tensor.shape, strict=True)
         )
@@ -52,7 +52,10 @@ class IndexChecks:
             )
 
     def cumulative(self, name: str, tensor: torch.Tensor, total: int | None, longest: int) -> None:
-        """Require a start at 0, steps in 0..longest, and `total` at the end if known."""
+        """Require a cumulative sum from 0 to `total` with steps in 0..longest.
+
+        If `total` is None, the end is not checked.
+        """
         if not self._check_values:
             return
         steps = tensor.diff()
@@ -70,7 +73,7 @@ class IndexChecks:
         block_size: int,
         num_blocks: int,
     ) -> None:
-        """Require room for every length, and existing blocks in the entries that are used."""
+        """Require enough blocks for every length, and valid block ids in the entries in use."""
         if not self._check_values:
             return
         columns = torch.arange(tensor.shape[1], device=tensor.device)
@@ -116,7 +119,7 @@ def refuse_unsupported(function: str, **given: object) -> None:
 
 
 def refuse_gradients(function: str, *tensors: torch.Tensor | None) -> None:
-    """Raise NotImplementedError if a gradient would be needed: there is no backward pass."""
+    """Raise NotImplementedError if a gradient is required, because there is no backward pass."""
     if torch.is_grad_enabled() and any(
         tensor is not None and tensor.requires_grad for tensor in tensors
     ):

@@ -1,18 +1,19 @@
-"""flash-attn's functions, with its names and order of arguments, and `paged_attention`.
+"""flash-attn's functions with the same names and argument order, and `paged_attention`.
 
-Differences from flash-attn 2: blocks of a paged cache may be any multiple of 16 tokens, and
-head_dim any multiple of 8 up to 256. The keywords `sinks`, `check_values` and, where it is
-missing, `return_softmax_lse` are added. There is no backward pass. An unsupported argument raises
-NotImplementedError with its name.
+Differences from flash-attn 2: blocks of a paged cache may hold any multiple of 16 tokens, and
+head_dim may be any multiple of 8 up to 256. The keywords `sinks`, `check_values` and, where
+flash-attn lacks it, `return_softmax_lse` are added. There is no backward pass. An unsupported
+argument raises NotImplementedError with its name.
 
-A query i sees key j if -left <= j - (i + seqlen_k - seqlen_q) <= right: the mask is aligned bottom
-right. With causal=True, for 2 queries and 5 keys and for 5 queries and 2 keys, it is
+Query i sees key j if -left <= j - (i + seqlen_k - seqlen_q) <= right, so the mask is aligned to the
+bottom right. With causal=True, it looks like this for 2 queries and 5 keys (left) and for 5 queries
+and 2 keys (right):
 
     1 1 1 1 0        0 0
     1 1 1 1 1        0 0
-                    0 0
-                    1 0
-                    1 1
+                     0 0
+                     1 0
+                     1 1
 
 A query that sees no key returns 0, and lse -inf (or the logit of its sink).
 """
@@ -43,13 +44,13 @@ _DECODE_ROWS = 16
 
 
 class Mask(NamedTuple):
-    """Constants of the scores, as in params.cuh.
+    """Scale and mask of the scores, as in params.cuh.
 
     Attributes:
-        softmax_scale: factor of products of queries and keys.
-        left: keys before the diagonal that are seen; -1: all.
-        right: keys after the diagonal that are seen; -1: all.
-        softcap: 0: none.
+        softmax_scale: factor of the products of queries and keys.
+        left: number of visible keys before the diagonal, or -1 for all.
+        right: number of visible keys after the diagonal, or -1 for all.
+        softcap: softcap of scores, or 0 for none.
     """
 
     softmax_scale: float
@@ -59,7 +60,7 @@ class Mask(NamedTuple):
 
 
 class Indices(NamedTuple):
-    """Checked index tensors of a call, on its device; None if the call has no such tensor."""
+    """Checked index tensors of a call, on its device; None where the call has no such tensor."""
 
     cu_seqlens_q: torch.Tensor | None = None
     cu_seqlens_k: torch.Tensor | None = None
@@ -84,32 +85,30 @@ def flash_attn_func(
     sinks: torch.Tensor | None = None,
     return_softmax_lse: bool = False,
 ) -> Out:
-    """Compute attention of sequences of equal lengths.
-
-    `deterministic` is ignored: the forward pass is always deterministic.
+    """Compute attention of sequences of equal length.
 
     Args:
         q: [batch, seqlen_q, num_q_heads, head_dim], float16 or (from sm_80) bfloat16.
         k: [batch, seqlen_k, num_kv_heads, head_dim]; num_kv_heads divides num_q_heads.
         v: like `k`.
         dropout_p: not supported.
-        softmax_scale: factor of scores; None: head_dim ** -0.5.
-        causal: sets the window's right side to 0.
-        window_size: (left, right); -1: unbounded.
-        softcap: scores become softcap * tanh(score / softcap); 0: none.
+        softmax_scale: factor of scores; None uses head_dim ** -0.5.
+        causal: True sets the window's right side to 0.
+        window_size: (left, right) in keys; -1 is unbounded.
+        softcap: scores become softcap * tanh(score / softcap); 0 disables it.
         alibi_slopes: not supported.
-        deterministic: ignored.
+        deterministic: ignored, because the forward pass is always deterministic.
         return_attn_probs: not supported.
-        sinks: float32 [num_q_heads], one more logit in each softmax's denominator, without a
+        sinks: float32 [num_q_heads], an additional logit in each softmax's denominator, without a
             value.
-        return_softmax_lse: also return lse.
+        return_softmax_lse: True also returns lse.
 
     Returns:
         out like `q`; with return_softmax_lse (out, lse). lse is the natural log of the sum of
             exp(scores), including sinks, float32 [batch, num_q_heads, seqlen_q].
 
     Raises:
-        NotImplementedError: an unsupported argument is set, or a gradient would be needed.
+        NotImplementedError: an unsupported argument is set, or a gradient is required.
     """
     name = "flash_attn_func"
     refuse_unsupported(
@@ -146,27 +145,27 @@ def flash_attn_varlen_func(
     return_softmax_lse: bool = False,
     check_values: bool = True,
 ) -> Out:
-    """Compute attention of sequences of different lengths, concatenated; k and v may be paged.
+    """Compute attention of concatenated sequences of different lengths; k and v may be paged.
 
-    Arguments that are not listed are those of `flash_attn_func`.
+    Other arguments are the same as in `flash_attn_func`.
 
     Args:
         q: [total_q, num_q_heads, head_dim].
         k: [total_k, num_kv_heads, head_dim], or [num_blocks, block_size, num_kv_heads, head_dim].
         v: like `k`.
         cu_seqlens_q: int32 [batch + 1], first row of each sequence in q, then total_q.
-        cu_seqlens_k: int32 [batch + 1], likewise for k.
+        cu_seqlens_k: int32 [batch + 1], first row of each sequence in k, then total_k.
         max_seqlen_q: upper bound of query lengths.
         max_seqlen_k: upper bound of key lengths.
         block_table: int32 [batch, max_blocks], blocks of each sequence in order.
-        check_values: False skips checks of values in index tensors, which synchronize.
+        check_values: False skips the checks of index values, which synchronize with the device.
 
     Returns:
         out like `q`; with return_softmax_lse (out, lse), lse float32 [num_q_heads, total_q].
 
     Raises:
-        ValueError: index tensors, or their values, do not fit.
-        NotImplementedError: an unsupported argument is set, or a gradient would be needed.
+        ValueError: index tensors have a wrong dtype, shape or value.
+        NotImplementedError: an unsupported argument is set, or a gradient is required.
     """
     name = "flash_attn_varlen_func"
     refuse_unsupported(
@@ -225,9 +224,9 @@ def flash_attn_with_kvcache(
     sinks: torch.Tensor | None = None,
     check_values: bool = True,
 ) -> Out:
-    """Compute attention over a KV cache, after appending new KV to it.
+    """Append new KV to a KV cache, then compute attention over the cache.
 
-    Arguments that are not listed are those of `flash_attn_varlen_func`.
+    Other arguments are the same as in `flash_attn_varlen_func`.
 
     Args:
         q: [batch, seqlen_q, num_q_heads, head_dim].
@@ -236,21 +235,22 @@ def flash_attn_with_kvcache(
         v_cache: like `k_cache`.
         k: [batch, seqlen_new, num_kv_heads, head_dim], written to the cache after cache_seqlens.
         v: like `k`.
-        rotary_cos: not supported; rotate before the call.
+        rotary_cos: not supported; apply RoPE before the call.
         rotary_sin: not supported.
-        cache_seqlens: int, or int32 [batch]: keys in the cache before the new ones; None: all.
+        cache_seqlens: int, or int32 [batch]: number of keys in the cache before the new keys. None
+            uses the whole cache.
         cache_batch_idx: int32 [batch], row of each sequence in the cache.
         cache_leftpad: not supported.
         rotary_interleaved: ignored.
-        num_splits: parts that the keys are split into; 0: chosen automatically.
+        num_splits: number of parts that the keys are split into; 0 chooses it automatically.
 
     Returns:
         out like `q`; with return_softmax_lse (out, lse), lse float32 [batch, num_q_heads,
             seqlen_q].
 
     Raises:
-        ValueError: index tensors, or their values, do not fit.
-        NotImplementedError: an unsupported argument is set, or a gradient would be needed.
+        ValueError: index tensors have a wrong dtype, shape or value.
+        NotImplementedError: an unsupported argument is set, or a gradient is required.
     """
     name = "flash_attn_with_kvcache"
     refuse_unsupported(
@@ -308,17 +308,17 @@ def _append(
 ) -> torch.Tensor | None:
     """Check the cache's indices and append new KV; return the new lengths.
 
-    None means that the whole cache is used.
+    Returns None if the whole cache is used.
     """
     if (k is None) != (v is None):
-        raise ValueError("k and v must be given together")
+        raise ValueError("k and v must be passed together")
     if cache.block_table is not None and cache.batch_idx is not None:
         raise ValueError(
             "cache_batch_idx cannot be combined with block_table; leave one of them out"
         )
     num_new = 0 if k is None else k.shape[1]
     if k is not None and cache.seqlens is None:
-        raise ValueError("k and v are written after cache_seqlens; pass cache_seqlens, too")
+        raise ValueError("k and v are appended after cache_seqlens; pass cache_seqlens too")
     rows = k_cache.shape[0]
     size = k_cache.shape[1]
     device = k_cache.device
@@ -344,7 +344,7 @@ def _append(
         checks.within("cache_batch_idx", cache.batch_idx, 0, rows - 1)
     elif cache.block_table is None and rows != batch:
         raise ValueError(
-            f"the cache has {rows} sequences, q has {batch}; select them with cache_batch_idx"
+            f"the cache has {rows} sequences, but q has {batch}; select them with cache_batch_idx"
         )
     checks.raise_first()
     if k is not None and v is not None and seqlens is not None:
@@ -387,23 +387,24 @@ def paged_attention(
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute causal attention of ragged sequences over blocks; index tensors are trusted.
+    """Compute causal attention of ragged sequences over blocks, without checking index values.
 
-    Nothing is read before the launch, so it does not synchronize. Invalid lengths and block ids
-    read memory outside the pool.
+    No value is read before the launch, so the call does not synchronize with the device. Invalid
+    lengths or block ids read memory outside the pool.
 
     Args:
         q: [total_q, num_q_heads, head_dim].
         k_cache: [num_blocks, block_size, num_kv_heads, head_dim].
         v_cache: like `k_cache`.
         cu_seqlens_q: int32 [batch + 1].
-        seqused_k: int32 [batch], keys of each sequence, including those of its queries.
+        seqused_k: int32 [batch], number of keys of each sequence, including those of its queries.
         block_table: int32 [batch, max_blocks].
         max_seqlen_q: upper bound of query lengths.
         max_seqlen_k: upper bound of key lengths.
         softmax_scale: factor of scores.
-        window: a query at position p sees keys at (p - window, p]; 0: all up to p.
-        softcap: 0: none.
+        window: sliding window in tokens; a query at position p sees keys at (p - window, p]. 0 lets
+            it see all keys up to p.
+        softcap: softcap of scores; 0 disables it.
         sinks: float32 [num_q_heads], or None.
 
     Returns:
@@ -427,9 +428,9 @@ def _launch(
     sinks: torch.Tensor | None = None,
     num_splits: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Allocate the results and launch; index tensors are trusted.
+    """Allocate the results and launch the kernels, without checking index values.
 
-    The operator checks every tensor's shape, dtype, device, strides and alignment.
+    The operator checks the shape, dtype, device, strides and alignment of every tensor.
 
     Returns:
         (out, lse): like `q`, float32 [batch, heads, seqlen_q], or [heads, total_q] for a flat q.
@@ -453,14 +454,14 @@ def _launch(
 
 
 def _num_ctas(longest_q: int, num_q_heads: int, num_kv_heads: int, num_seqs: int) -> int:
-    """Return the CTAs of a launch without splits, with rows packed as in params.cuh."""
+    """Return the number of CTAs of a launch without splits, with rows packed as in params.cuh."""
     packed = longest_q * (num_q_heads // max(1, num_kv_heads))
     rows = _DECODE_ROWS if packed <= _DECODE_ROWS else 4 * _DECODE_ROWS
     return math.ceil(packed / rows) * num_kv_heads * num_seqs
 
 
 def _check_dims(**tensors: tuple[torch.Tensor, int]) -> None:
-    """Check the number of dimensions, head_dim and dtype of named tensors."""
+    """Raise unless the named tensors have valid dimensions, head_dim and dtype."""
     for name, (tensor, dims) in tensors.items():
         if tensor.dim() != dims:
             raise ValueError(f"{name} of shape {tuple(tensor.shape)} must have {dims} dimensions")
@@ -496,7 +497,7 @@ def _mask(
     window_size: tuple[int, int],
     softcap: float,
 ) -> Mask:
-    """Return the scale and the mask as FlashAttention defines them; -1 is an unlimited side."""
+    """Return the scale and mask as FlashAttention defines them; -1 is an unbounded side."""
     left, right = (max(-1, int(side)) for side in window_size)
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     return Mask(float(scale), left, 0 if causal else right, float(softcap))

@@ -1,4 +1,4 @@
-"""Loading of the compiled part, and the reason if it cannot be loaded."""
+"""Loading of the compiled part of the package."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _HERE = Path(__file__).parent
 
 
 class ExtensionUnavailable(ImportError):
-    """Raised if the compiled part is missing or was built for another torch.
+    """Raised if the compiled part is missing or was built for another torch version.
 
-    The message says which, and what to do.
+    The message gives the cause and the remedy.
     """
 
 
 def operators() -> Any:
-    """Return the loaded operators, `torch.ops.kvboost_edge_cuda`; raise ExtensionUnavailable."""
+    """Load and return `torch.ops.kvboost_edge_cuda`; raise ExtensionUnavailable on failure."""
     reason = unavailable_reason()
     if reason is not None:
         raise ExtensionUnavailable(reason)
@@ -33,9 +33,9 @@ def operators() -> Any:
 
 @lru_cache(maxsize=1)
 def unavailable_reason() -> str | None:
-    """Return why the compiled part cannot be loaded into this process, or None.
+    """Return why the compiled part cannot be loaded into this process, or None if it can.
 
-    It does not look for a GPU.
+    The function does not check for a GPU.
     """
     compiled = sorted(_HERE.glob("_compiled*.so")) + sorted(_HERE.glob("_compiled*.pyd"))
     if not compiled:
@@ -45,8 +45,8 @@ def unavailable_reason() -> str | None:
     built_for = _built_for()
     if built_for != (torch.__version__, torch.version.cuda):
         return (
-            f"kvboost_edge_cuda was built for torch {built_for[0]} (CUDA {built_for[1]}), this is "
-            f"torch {torch.__version__} (CUDA {torch.version.cuda}); rebuild it: {_REBUILD}"
+            f"kvboost_edge_cuda was built for torch {built_for[0]} (CUDA {built_for[1]}), but this "
+            f"is torch {torch.__version__} (CUDA {torch.version.cuda}); rebuild it: {_REBUILD}"
         )
     try:
         torch.ops.load_library(str(compiled[0]))

@@ -1,6 +1,6 @@
-"""Split-K: number of parts of the keys, so that a few long sequences fill the GPU.
+"""Split-K: the keys of a few long sequences are split into parts to fill the GPU.
 
-As in Flash-Decoding; `merge_splits` combines the parts.
+The method is that of Flash-Decoding; `merge_splits` combines the parts.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ _TILES_TO_A_PART = 4
 
 
 def choose_num_splits(device: torch.device, num_ctas: int, longest_k: int) -> int:
-    """Return the fewest parts that give every multiprocessor two CTAs; 1 if there are enough.
+    """Return the smallest number of parts that gives every multiprocessor two CTAs.
 
     Args:
         device: the GPU.
-        num_ctas: CTAs without splits.
-        longest_k: keys of the longest sequence, or an upper bound.
+        num_ctas: number of CTAs without splits.
+        longest_k: number of keys of the longest sequence, or an upper bound.
     """
     wanted = 2 * _num_multiprocessors(device)
     if num_ctas < 1 or num_ctas >= wanted:

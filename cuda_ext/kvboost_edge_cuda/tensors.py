@@ -1,4 +1,4 @@
-"""Alignment and streams of tensors for the kernels."""
+"""Alignment and CUDA streams of tensors."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["aligned", "current_stream"]
 
 
 def aligned(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor; a copy unless rows are contiguous and aligned to 16 bytes."""
+    """Return the tensor, or a copy unless its rows are contiguous and aligned to 16 bytes."""
     *outer, inner = tensor.stride()
     strides = [stride for stride, size in zip(outer, tensor.shape, strict=False) if size > 1]
     if inner == 1 and all(stride % 8 == 0 for stride in strides) and tensor.data_ptr() % 16 == 0:
@@ -17,7 +17,7 @@ def aligned(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def current_stream(tensor: torch.Tensor) -> int:
-    """Return the address of the device's current stream; 0 for a tensor in host memory."""
+    """Return the address of the device's current stream, or 0 for a tensor in host memory."""
     if tensor.device.type != "cuda":
         return 0
     return int(torch.cuda.current_stream(tensor.device).cuda_stream)

@@ -119,7 +119,7 @@ def test_without_nvcc_it_says_where_it_looked(run_setup, monkeypatch, tmp_path):
 
 def test_an_old_cuda_is_refused(run_setup, monkeypatch, tmp_path):
     have_nvcc(monkeypatch, tmp_path, "11.7")
-    with pytest.raises(SystemExit, match=r"CUDA 11\.7; 11\.8 or later"):
+    with pytest.raises(SystemExit, match=r"CUDA 11\.7; install CUDA 11\.8 or later"):
         run_setup("1")
 
 

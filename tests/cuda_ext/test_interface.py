@@ -379,7 +379,7 @@ def slots(kernels, values):
         (((1, 4, 3, 64), KV, KV), "3 query heads must be a multiple of 2"),
         ((Q, KV, (1, 9, 2, 64)), "must be equal"),
         ((Q, (1, 8, 2, 72), (1, 8, 2, 72)), "head_dim"),
-        ((Q, (2, 8, 2, 64), (2, 8, 2, 64)), "2 sequences, q has 1"),
+        ((Q, (2, 8, 2, 64), (2, 8, 2, 64)), "2 sequences, but q has 1"),
     ],
 )
 def test_tensors_that_do_not_fit_are_refused_by_the_operator(kernels, shapes, message):

@@ -51,14 +51,14 @@ FAULTS = faults(
     (
         "values take the queries' place too early",
         _MMA,
-        "        __syncthreads();  // before values take their place\n",
+        "        __syncthreads();  // all queries are read before the values overwrite them\n",
         "",
         _ATTENTION,
     ),
     (
         "keys are overwritten by values",
         _WMMA,
-        "        __syncthreads();  // nor the keys\n",
+        "        __syncthreads();  // the keys are no longer read\n",
         "",
         _ATTENTION,
     ),

@@ -1,11 +1,10 @@
-// Launchers of the attention kernels of one head dim; each head dim has a .cu file, so that they
-// compile in parallel. Host code: NVRTC and g++ do not read this file.
+// Launchers of the attention kernels for one head dim. Each head dim has its own .cu file, so the
+// files compile in parallel. This is host code that NVRTC and g++ do not read.
 #pragma once
 
 #include <cuda_runtime.h>
 
-// nvcc passes initializers of device constructors to the host's compiler, which lacks this
-// function.
+// nvcc passes initializers of device constructors to the host compiler, which lacks this function.
 #if !defined(__CUDA_ARCH__) && defined(__GNUC__)
 #define __ffs __builtin_ffs
 #endif
@@ -15,8 +14,8 @@
 
 namespace kvboost_edge_cuda {
 
-// Up to this many rows, the decode variant runs: 16 packed rows per CTA, whose warps share the
-// keys.
+// Up to this many rows, the decode variant runs. It has 16 packed rows per CTA, and the CTA's warps
+// share the keys.
 constexpr int kDecodeRows = 16;
 constexpr int kFreeSharedBytes = 48 * 1024;  // larger dynamic shared memory must be requested
 

@@ -1,32 +1,32 @@
-// FlashAttention-2 forward for sm_80 and later (Dao, 2023), built around mma.m16n8k16, ldmatrix and
-// cp.async. A warp holds the sums of 16 rows in registers. Keys and values pass through shared
-// memory by asynchronous copies: V of a tile while its scores are computed, K of the next tile
-// while P V is computed.
+// FlashAttention-2 forward pass for sm_80 and later (Dao, 2023), built around mma.m16n8k16,
+// ldmatrix and cp.async. A warp holds the sums of 16 rows in registers. Keys and values pass
+// through shared memory by asynchronous copies. The V of a tile is copied while its scores are
+// computed, and the K of the next tile while P V is computed.
 #pragma once
 
 #include "work.cuh"
 
 namespace kvboost_edge_cuda {
 
-// Shared memory: queries [kRows], values [kKeys], keys [kKeys]; a row is kTileStride elements. If
-// queries are kept in registers, the values take their place.
+// Layout of shared memory: queries [kRows], values [kKeys], keys [kKeys]. A row has kTileStride
+// elements. If queries are kept in registers, the values use the space of the queries.
 template <int kHeadDim, int kWarpsM>
 struct MmaShape {
     static constexpr int kWarpsN = kThreads / 32 / kWarpsM;
     static constexpr int kRows = 16 * kWarpsM;
-    static constexpr int kKeys = kHeadDim > 128 && kWarpsM > 1 ? 32 : 64;  // more do not fit next to 128 sums per lane
+    static constexpr int kKeys = kHeadDim > 128 && kWarpsM > 1 ? 32 : 64;  // more keys do not fit next to 128 sums per lane
     static constexpr int kWarpKeys = kKeys / kWarpsN;
-    static constexpr bool kKeepsQueries = kHeadDim <= 128;  // in registers; otherwise they are read again for each tile
+    static constexpr bool kKeepsQueries = kHeadDim <= 128;  // in registers; otherwise each tile reads them again
     static constexpr int kSharedRows = kKeepsQueries ? 2 * kKeys : kRows + 2 * kKeys;
     static constexpr int kSharedBytes = kSharedRows * kTileStride<kHeadDim> * 2;
-    static_assert(!kKeepsQueries || kRows <= kKeys, "the queries must fit where the values will be");  // queries must fit in the place of the values
+    static_assert(!kKeepsQueries || kRows <= kKeys, "the queries must fit where the values will be");
     static_assert(kWarpKeys % 16 == 0, "a warp multiplies 16 keys at a time");
 };
 
 #if KVBOOST_EDGE_HAS_MMA
 
-// A lane's part of rows lane / 4 and lane / 4 + 8 of its warp: maximum of the scores, the lane's
-// share of their sum (base 2), and weighted values in the layout of multiply_add.
+// A lane's part of rows lane / 4 and lane / 4 + 8 of its warp: the maximum of the scores, the
+// lane's part of their sum (base 2), and weighted values in the layout of multiply_add.
 template <int kHeadDim>
 struct LaneRows {
     float largest[2];
@@ -44,13 +44,13 @@ __device__ __forceinline__ float quad_sum(float x) {
     return x + __shfl_xor_sync(0xffffffffu, x, 2);
 }
 
-// Load the fragment of queries' channels [16 step, 16 step + 16) of the warp's rows.
+// Load the fragment with channels [16 step, 16 step + 16) of the warp's query rows.
 template <int kHeadDim>
 __device__ __forceinline__ void load_query(unsigned (&a)[4], const unsigned short *tile, int lane, int step) {
     load_matrices(a, tile + lane % 16 * kTileStride<kHeadDim> + step * 16 + lane / 16 * 8);
 }
 
-// products[n] = queries . keys [8 n, 8 n + 8) of the warp's keys.
+// products[n] = queries . keys [8 n, 8 n + 8), where keys are the warp's keys.
 template <class Element, int kHeadDim, class Shape>
 __device__ __forceinline__ void multiply_keys(float (&products)[Shape::kWarpKeys / 8][4], const unsigned (&kept)[kHeadDim / 16][4],
                                               const unsigned short *queries, const unsigned short *keys, int lane) {
@@ -138,7 +138,7 @@ __device__ __forceinline__ void add_values(LaneRows<kHeadDim> &rows, const float
     }
 }
 
-// Store a warp's state in shared memory: number by number, 32 lanes next to each other.
+// Store a warp's state in shared memory, one number after another for all 32 lanes.
 template <int kHeadDim>
 __device__ __forceinline__ void put_rows(float *area, const LaneRows<kHeadDim> &rows, int lane) {
 #pragma unroll
@@ -170,8 +170,8 @@ __device__ __forceinline__ void merge_rows(LaneRows<kHeadDim> &rows, const float
     }
 }
 
-// Merge four warps that shared the keys of 16 rows into warp 0. The order of sums is fixed: (0 + 2)
-// + (1 + 3). Tiles are not read any more: the last barrier comes after the last tile.
+// Merge the states of four warps that shared the keys of 16 rows into warp 0. The order of sums is
+// fixed: (0 + 2) + (1 + 3). The tiles may be overwritten, because a barrier follows the last tile.
 template <int kHeadDim>
 __device__ __forceinline__ void merge_warps(LaneRows<kHeadDim> &rows, float *area, int warp, int lane) {
     constexpr int kFloats = (4 + kHeadDim / 2) * 32;
@@ -237,7 +237,7 @@ __global__ void __launch_bounds__(kThreads) attention_mma(AttentionParams p) {
     if constexpr (Shape::kKeepsQueries) {
 #pragma unroll
         for (int step = 0; step < kHeadDim / 16; ++step) load_query<kHeadDim>(kept[step], warp_queries, lane, step);
-        __syncthreads();  // before values take their place
+        __syncthreads();  // all queries are read before the values overwrite them
     }
 
     const int first_row = work.first_row + warp_m * 16;
@@ -256,14 +256,14 @@ __global__ void __launch_bounds__(kThreads) attention_mma(AttentionParams p) {
         const int warp_key = warp_n * Shape::kWarpKeys;
         multiply_keys<Element, kHeadDim, Shape>(scores, kept, warp_queries, keys + warp_key * kTileStride<kHeadDim>, lane);
         wait_copies();
-        __syncthreads();  // the values have arrived, and the keys are not read any more
+        __syncthreads();  // the values have arrived, and the keys are no longer read
         const int next = first + Shape::kKeys;
         if (next < work.keys.end) load_keys<kHeadDim, Shape::kKeys, true>(keys, key_rows, next, work.keys, p.head_dim);
         const bool is_clear = first >= work.clear.begin && next <= work.clear.end;
         soften<kHeadDim, Shape::kWarpKeys>(scores, rows, sees, scale, first + warp_key, is_clear, lane);
         add_values<Element, kHeadDim, Shape::kWarpKeys>(rows, scores, values + warp_key * kTileStride<kHeadDim>, lane);
         wait_copies();
-        __syncthreads();  // the next keys have arrived, and the values are not read any more
+        __syncthreads();  // the next keys have arrived, and the values are no longer read
     }
 
     if constexpr (Shape::kWarpsN > 1) {

@@ -1,7 +1,7 @@
-// FlashAttention-2 forward for sm_70 and sm_75, f16, built around wmma 16x16x16. Its fragments are
-// opaque: scores pass through shared memory for the softmax, and a fragment of row numbers shows
-// the row of each element of a sum. Keys and values of a tile alternate in one buffer, as sm_75 has
-// 64 KiB.
+// FlashAttention-2 forward pass for sm_70 and sm_75 in f16, built around wmma 16x16x16. Its
+// fragments are opaque, so scores pass through shared memory for the softmax. A fragment of row
+// numbers gives the row of each element of a sum. Keys and values of a tile alternate in one
+// buffer, because sm_75 has only 64 KiB of shared memory.
 #pragma once
 
 #include "work.cuh"
@@ -12,8 +12,8 @@
 
 namespace kvboost_edge_cuda {
 
-// Shared memory: queries [kRows], one tile of keys or values [kKeys]; a row is kTileStride
-// elements. Then for each warp 16 rows of kScoreStride floats and 32 floats of factors.
+// Layout of shared memory: queries [kRows], then one tile of keys or values [kKeys]. A row has
+// kTileStride elements. Then each warp has 16 rows of kScoreStride floats and 32 floats of factors.
 template <int kHeadDim, int kWarpsM>
 struct WmmaShape {
     static constexpr int kWarps = kThreads / 32;
@@ -36,9 +36,9 @@ using ValueFragment = wmma::fragment<wmma::matrix_b, 16, 16, 16, half, wmma::row
 using SumFragment = wmma::fragment<wmma::accumulator, 16, 16, 16, float>;
 constexpr int kSums = SumFragment::num_elements;
 
-// A lane's part of the warp's 16 rows: maximum and sum of row lane / 2 (equal in both lanes of a
-// pair; base 2), and elements of the weighted values. Element t of any `out` is in row
-// (element_rows >> 4 t) & 15.
+// A lane's part of the warp's 16 rows: the maximum and sum (base 2) of row lane / 2, which are
+// equal in both lanes of a pair, and elements of the weighted values. Element t of any `out` is in
+// row (element_rows >> 4 t) & 15.
 template <int kHeadDim>
 struct WarpRows {
     float largest, sum;
@@ -61,7 +61,7 @@ __device__ __forceinline__ void start_rows(WarpRows<kHeadDim> &rows, float *scor
     for (int n = 0; n < kHeadDim / 16; ++n) wmma::fill_fragment(rows.out[n], 0.0f);
 }
 
-// Multiply row r of the weighted values by factors[r], which the warp has just written.
+// Multiply row r of the weighted values by factors[r], which this warp has just written.
 template <int kHeadDim>
 __device__ __forceinline__ void scale_rows(WarpRows<kHeadDim> &rows, const float *factors) {
     __syncwarp();
@@ -74,7 +74,7 @@ __device__ __forceinline__ void scale_rows(WarpRows<kHeadDim> &rows, const float
     __syncwarp();
 }
 
-// scores[r][n] = queries[r] . keys[n] of the warp's rows and keys.
+// scores[r][n] = queries[r] . keys[n] for the warp's rows and keys.
 template <int kHeadDim, class Shape>
 __device__ __forceinline__ void multiply_keys_wmma(float *scores, const half *queries, const half *keys) {
     SumFragment products[Shape::kWarpKeys / 16];
@@ -96,12 +96,12 @@ __device__ __forceinline__ void multiply_keys_wmma(float *scores, const half *qu
         wmma::store_matrix_sync(scores + n * 16, products[n], Shape::kScoreStride, wmma::mem_row_major);
 }
 
-// Online softmax: replace products in shared memory by weights exp2(score - largest), as f16 in the
-// same rows, which are then 2 * kScoreStride apart.
+// Online softmax: replace the products in shared memory by the weights exp2(score - largest). The
+// weights are f16 in the same rows, which makes the row stride 2 * kScoreStride.
 template <int kHeadDim, class Shape>
 __device__ __forceinline__ void soften_wmma(float *scores, float *factors, WarpRows<kHeadDim> &rows, Span sees, ScoreScale scale,
                                             int first_key, int lane) {
-    constexpr int kOwn = Shape::kWarpKeys / 2;  // a pair of lanes shares a row
+    constexpr int kOwn = Shape::kWarpKeys / 2;  // two lanes share a row
     const int start = lane % 2 * kOwn;
     float *row = scores + lane / 2 * Shape::kScoreStride;
     float own[kOwn];
@@ -125,7 +125,7 @@ __device__ __forceinline__ void soften_wmma(float *scores, float *factors, WarpR
     rows.largest = largest;
     rows.sum = rows.sum * shrink + sum;
     if (lane % 2 == 0) factors[lane / 2] = shrink;
-    __syncwarp();  // the pair has read its row, as its shuffles imply
+    __syncwarp();  // both lanes have read their row; the shuffles above imply it
     unsigned *weights = reinterpret_cast<unsigned *>(row) + start / 2;
 #pragma unroll
     for (int c = 0; c < kOwn; c += 2) weights[c / 2] = pack<F16>(own[c], own[c + 1]);
@@ -179,7 +179,8 @@ __device__ __forceinline__ void merge_rows_wmma(WarpRows<kHeadDim> &rows, const 
     }
 }
 
-// Merge four warps that shared the keys of 16 rows into warp 0, in the order (0 + 2) + (1 + 3).
+// Merge the states of four warps that shared the keys of 16 rows into warp 0, in the order (0 + 2)
+// + (1 + 3).
 template <int kHeadDim>
 __device__ __forceinline__ void merge_warps_wmma(WarpRows<kHeadDim> &rows, float *area, float *factors, int warp, int lane) {
     constexpr int kFloats = 64 + kHeadDim / 16 * kSums * 32;
@@ -254,11 +255,11 @@ __global__ void __launch_bounds__(kThreads) attention_wmma(AttentionParams p) {
     start_rows<kHeadDim, Shape>(rows, scores, lane);
 
     for (int first = work.keys.begin; first < work.keys.end; first += Shape::kKeys) {
-        __syncthreads();  // the last values are not read any more
+        __syncthreads();  // the previous values are no longer read
         load_keys<kHeadDim, Shape::kKeys, false>(tile, key_rows, first, work.keys, p.head_dim);
         __syncthreads();
         multiply_keys_wmma<kHeadDim, Shape>(scores, warp_queries, warp_tile);
-        __syncthreads();  // nor the keys
+        __syncthreads();  // the keys are no longer read
         load_keys<kHeadDim, Shape::kKeys, false>(tile, value_rows, first, work.keys, p.head_dim);
         soften_wmma<kHeadDim, Shape>(scores, factors, rows, sees, scale, first + warp_n * Shape::kWarpKeys, lane);
         __syncthreads();

@@ -1,9 +1,8 @@
-// torch operators over the launchers. The requirements of params.cuh on tensors are checked here,
-// before every launch. Values of index tensors (lengths, block ids, slots) are checked in Python,
-// unless the caller has done so.
+// torch operators for the launchers. Before every launch, this file checks the requirements of
+// params.cuh on tensors. Values of index tensors (lengths, block ids, slots) are checked in Python,
+// unless the caller disables that.
 //
-// Built with KVBOOST_EDGE_CUDA_DEVICE=CPU, this file binds launchers that compute on the host, for
-// tests.
+// For tests, KVBOOST_EDGE_CUDA_DEVICE=CPU builds this file with launchers that compute on the host.
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <c10/core/DeviceGuard.h>
@@ -24,10 +23,10 @@ namespace {
 using at::Tensor;
 using Optional = std::optional<Tensor>;
 
-constexpr int64_t kMostCtas = 65535;  // along the second and third axis of a grid
+constexpr int64_t kMostCtas = 65535;  // limit of the second and third grid dimension
 
-// Elements between batches (or blocks), rows and heads of [batch, rows, heads, dim] or [rows,
-// heads, dim].
+// Strides in elements of the batches (or blocks), rows and heads of a tensor [batch, rows, heads,
+// dim] or [rows, heads, dim].
 struct Strides {
     int64_t batch, row, head;
 
@@ -47,28 +46,28 @@ DType dtype_of(const Tensor &tensor) {
 }
 
 void check_device(const Tensor &tensor, const Tensor &like, const char *name) {
-    TORCH_CHECK(tensor.device() == like.device(), name, " is on ", tensor.device(), ", the other tensors are on ", like.device());
+    TORCH_CHECK(tensor.device() == like.device(), name, " is on ", tensor.device(), ", but the other tensors are on ", like.device());
 }
 
-// Check a tensor of 16-bit elements that kernels read in chunks of 16 bytes.
+// Check a tensor of 16-bit elements, which kernels read in chunks of 16 bytes.
 void check_elements(const Tensor &tensor, const Tensor &like, const char *name) {
     check_device(tensor, like, name);
-    TORCH_CHECK(tensor.scalar_type() == like.scalar_type(), name, " is ", tensor.scalar_type(), ", q is ", like.scalar_type());
-    TORCH_CHECK(tensor.dim() == 3 || tensor.dim() == 4, name, " has ", tensor.dim(), " dimensions, not 3 or 4");
+    TORCH_CHECK(tensor.scalar_type() == like.scalar_type(), name, " is ", tensor.scalar_type(), ", but the other tensors are ", like.scalar_type());
+    TORCH_CHECK(tensor.dim() == 3 || tensor.dim() == 4, name, " has ", tensor.dim(), " dimensions; it must have 3 or 4");
     const int64_t dim = tensor.size(-1);
-    TORCH_CHECK(dim > 0 && dim % 8 == 0 && dim <= 256, name, " has head_dim ", dim, ", not a multiple of 8 up to 256");
-    TORCH_CHECK(tensor.stride(-1) == 1, name, " must be contiguous in its last dimension, its stride is ", tensor.stride(-1));
+    TORCH_CHECK(dim > 0 && dim % 8 == 0 && dim <= 256, name, " has head_dim ", dim, "; it must be a multiple of 8 up to 256");
+    TORCH_CHECK(tensor.stride(-1) == 1, name, " must be contiguous in its last dimension, but its stride is ", tensor.stride(-1));
     for (int64_t axis = 0; axis + 1 < tensor.dim(); ++axis)
         TORCH_CHECK(tensor.size(axis) <= 1 || tensor.stride(axis) % 8 == 0,
-                    name, " has a stride of ", tensor.stride(axis), " elements, not a multiple of 8");
-    TORCH_CHECK(reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % 16 == 0, name, " is not aligned to 16 bytes");
+                    name, " has a stride of ", tensor.stride(axis), " elements; it must be a multiple of 8");
+    TORCH_CHECK(reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % 16 == 0, name, " must be aligned to 16 bytes");
 }
 
 template <class Number>
 const Number *index(const Optional &tensor, const Tensor &like, c10::IntArrayRef sizes, const char *name) {
     if (!tensor) return nullptr;
     check_device(*tensor, like, name);
-    TORCH_CHECK(tensor->scalar_type() == c10::CppTypeToScalarType<Number>::value, name, " is ", tensor->scalar_type());
+    TORCH_CHECK(tensor->scalar_type() == c10::CppTypeToScalarType<Number>::value, name, " is ", tensor->scalar_type(), "; it must be ", c10::CppTypeToScalarType<Number>::value);
     TORCH_CHECK(tensor->is_contiguous() && tensor->sizes() == sizes, name, " has shape ", tensor->sizes(),
                 "; it must be contiguous and of shape ", sizes);
     return tensor->const_data_ptr<Number>();
@@ -76,21 +75,21 @@ const Number *index(const Optional &tensor, const Tensor &like, c10::IntArrayRef
 
 void launched(int error) { TORCH_CHECK(error == 0, "kvboost_edge_cuda: ", kvboost_edge_cuda_error(error)); }
 
-// Shapes and strides of q, k, v, out and lse.
+// Check q, k, v, out and lse, and return their sizes and strides.
 AttentionParams tensors_of(const Tensor &q, const Tensor &k, const Tensor &v, Tensor &out, Tensor &lse) {
     check_elements(q, q, "q");
     check_elements(k, q, "k");
     check_elements(v, q, "v");
     check_elements(out, q, "out");
     check_device(lse, q, "lse");
-    TORCH_CHECK(k.sizes() == v.sizes(), "k has shape ", k.sizes(), ", v has shape ", v.sizes(), "; they must be equal");
-    TORCH_CHECK(out.sizes() == q.sizes(), "out has shape ", out.sizes(), ", q has shape ", q.sizes(), "; they must be equal");
+    TORCH_CHECK(k.sizes() == v.sizes(), "k has shape ", k.sizes(), ", but v has shape ", v.sizes(), "; they must be equal");
+    TORCH_CHECK(out.sizes() == q.sizes(), "out has shape ", out.sizes(), ", but q has shape ", q.sizes(), "; they must be equal");
     TORCH_CHECK(lse.scalar_type() == at::kFloat && lse.sizes() == q.sizes().slice(0, q.dim() - 1),
                 "lse is ", lse.scalar_type(), " of shape ", lse.sizes(), "; it must be float32 of q's shape ", q.sizes(),
-                " less the last dimension");
+                " without the last dimension");
     const int64_t heads = q.size(-2), kv_heads = k.size(-2);
     TORCH_CHECK(kv_heads > 0 && heads % kv_heads == 0, heads, " query heads must be a multiple of ", kv_heads, " KV heads");
-    TORCH_CHECK(q.size(-1) == k.size(-1), "q has head_dim ", q.size(-1), ", k and v have ", k.size(-1));
+    TORCH_CHECK(q.size(-1) == k.size(-1), "q has head_dim ", q.size(-1), ", but k and v have ", k.size(-1), "; they must be equal");
     AttentionParams params{};
     params.q = q.const_data_ptr();
     params.k = k.const_data_ptr();
@@ -122,21 +121,21 @@ void attention(const Tensor &q, const Tensor &k, const Tensor &v, Tensor out, Te
     const bool flat_q = q.dim() == 3, flat_k = k.dim() == 3;
     TORCH_CHECK(flat_q == cu_seqlens_q.has_value(), "q must have 3 dimensions with cu_seqlens_q and 4 without it");
     TORCH_CHECK(flat_k ? cu_seqlens_k.has_value() && !block_table && !cache_batch_idx : true,
-                "k of 3 dimensions needs cu_seqlens_k, and takes no block_table or cache_batch_idx");
-    TORCH_CHECK(flat_k || block_table || !cu_seqlens_k, "k of 4 dimensions takes cu_seqlens_k only with block_table");
+                "k with 3 dimensions requires cu_seqlens_k and excludes block_table and cache_batch_idx");
+    TORCH_CHECK(flat_k || block_table || !cu_seqlens_k, "k with 4 dimensions accepts cu_seqlens_k only together with block_table");
     TORCH_CHECK(num_splits >= 1 && num_splits <= 256, "num_splits=", num_splits, " must be 1 to 256");
     const int64_t batch = flat_q ? cu_seqlens_q->numel() - 1 : q.size(0);
-    TORCH_CHECK(batch >= 0, "cu_seqlens_q is empty");
+    TORCH_CHECK(batch >= 0, "cu_seqlens_q is empty; it must have one element more than there are sequences");
     TORCH_CHECK(flat_k || block_table || cache_batch_idx || k.size(0) == batch,
-                "k has ", k.size(0), " sequences, q has ", batch);
+                "k has ", k.size(0), " sequences, but q has ", batch, "; they must be equal");
     params.cu_seqlens_q = index<int>(cu_seqlens_q, q, {batch + 1}, "cu_seqlens_q");
     params.cu_seqlens_k = index<int>(cu_seqlens_k, q, {batch + 1}, "cu_seqlens_k");
     params.seqused_k = index<int>(seqused_k, q, {batch}, "seqused_k");
     params.cache_batch_idx = index<int>(cache_batch_idx, q, {batch}, "cache_batch_idx");
     params.sinks = index<float>(sinks, q, {q.size(-2)}, "sinks");
     if (block_table) {
-        TORCH_CHECK(block_table->dim() == 2, "block_table has ", block_table->dim(), " dimensions, not 2");
-        TORCH_CHECK(k.size(1) % 16 == 0, "blocks of ", k.size(1), " tokens are not a multiple of 16");
+        TORCH_CHECK(block_table->dim() == 2, "block_table has ", block_table->dim(), " dimensions; it must have 2");
+        TORCH_CHECK(k.size(1) % 16 == 0, "block_size=", k.size(1), " must be a multiple of 16");
         params.block_table = index<int>(block_table, q, {batch, block_table->size(1)}, "block_table");
         params.block_table_stride = block_table->size(1);
         params.block_size = narrow(k.size(1), "block_size");

@@ -1,12 +1,12 @@
-// Kernels of the KV pool: writing keys and values to slots, copying blocks. They move bytes of any
-// dtype.
+// Kernels for the KV pool, which write keys and values to slots and copy blocks. They move bytes,
+// whatever the dtype.
 #pragma once
 
 #include "device.cuh"
 
 namespace kvboost_edge_cuda {
 
-// One CTA per token; a thread moves 16 bytes of a key and of a value.
+// One CTA per token; each thread copies 16 bytes of a key and 16 bytes of a value.
 __global__ void __launch_bounds__(kThreads) write_kv(WriteKVParams p) {
     const long long token = blockIdx.x;
     const long long slot = p.slot_mapping[token];
@@ -24,8 +24,8 @@ __global__ void __launch_bounds__(kThreads) write_kv(WriteKVParams p) {
     }
 }
 
-// A thread owns the same 16 bytes of every block of a pool and processes the pairs in order, so no
-// two threads write the same bytes.
+// Each thread owns the same 16 bytes of every block of a pool and processes the pairs in order, so
+// no two threads write the same bytes.
 __global__ void __launch_bounds__(kThreads) copy_blocks(CopyBlocksParams p) {
     unsigned char *pool = static_cast<unsigned char *>(p.pools[blockIdx.y]);
     const long long block_bytes = p.block_bytes[blockIdx.y];

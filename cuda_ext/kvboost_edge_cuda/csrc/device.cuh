@@ -1,6 +1,6 @@
-// Instructions without a C++ equivalent: asynchronous copies, matrix loads, tensor-core products,
-// conversions. With g++ (KVBOOST_EDGE_CUDA_ON_CPU), tests/cuda_ext/cuda_on_cpu.h defines the same
-// names.
+// Instructions without a C++ equivalent: asynchronous copies, matrix loads, tensor-core products
+// and conversions. For g++ (KVBOOST_EDGE_CUDA_ON_CPU), tests/cuda_ext/cuda_on_cpu.h defines the
+// same names.
 #pragma once
 
 #include "params.cuh"
@@ -40,8 +40,8 @@ __device__ __forceinline__ unsigned shared_address(const void *pointer) {
     return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
 }
 
-// Asynchronous copy16: visible to the issuing thread after wait_copies, to others after a barrier
-// that follows it.
+// Asynchronous copy16. The result is visible to the issuing thread after wait_copies, and to other
+// threads after the barrier that follows it.
 __device__ __forceinline__ void copy16_async(unsigned short *target, const unsigned short *source, bool is_read) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(target)), "l"(source), "r"(is_read ? 16 : 0)
                  : "memory");
@@ -51,7 +51,7 @@ __device__ __forceinline__ void copy16_async(unsigned short *target, const unsig
 __device__ __forceinline__ void wait_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 // Load four 8 x 8 matrices of 16-bit elements. Lane 8 i + j passes the address of row j of matrix
-// i. Of matrix i, a lane gets row lane / 4, columns 2 (lane % 4) and the next, in r[i].
+// i. For matrix i, r[i] of a lane holds columns 2 (lane % 4) and 2 (lane % 4) + 1 of row lane / 4.
 __device__ __forceinline__ void load_matrices(unsigned (&r)[4], const unsigned short *row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -59,7 +59,7 @@ __device__ __forceinline__ void load_matrices(unsigned (&r)[4], const unsigned s
                  : "memory");
 }
 
-// As load_matrices, with each matrix transposed.
+// Like load_matrices, with each matrix transposed.
 __device__ __forceinline__ void load_matrices_transposed(unsigned (&r)[4], const unsigned short *row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])

@@ -1,23 +1,23 @@
-// Merging of splits: results of the same rows over different keys.
+// Merging of splits: combines results for the same rows over different keys.
 #pragma once
 
 #include "work.cuh"
 
 namespace kvboost_edge_cuda {
 
-// One warp per row and head: out = sum over splits of exp(lse_split - lse) out_split. The sink
-// joins the denominator here.
+// One warp per row and head: out = sum over splits of exp(lse_split - lse) out_split. The sink is
+// added to the denominator here.
 template <class Element>
 __global__ void __launch_bounds__(kThreads) merge_splits(AttentionParams p) {
     const int lane = threadIdx.x % 32;
-    const int index = blockIdx.x * (kThreads / 32) + threadIdx.x / 32;  // of a row and head
+    const int index = blockIdx.x * (kThreads / 32) + threadIdx.x / 32;  // index of a row and head
     const long long num_rows = p.total_q * p.num_q_heads;
     if (index >= num_rows) return;
     const int row = index / p.num_q_heads, head = index % p.num_q_heads;
 
     float largest = p.sinks ? p.sinks[head] * kLog2e : negative_infinity();
     float total = p.sinks ? 1.0f : 0.0f;
-    for (int split = 0; split < p.num_splits; ++split) {  // equal in all lanes
+    for (int split = 0; split < p.num_splits; ++split) {  // all lanes compute the same values
         const float score = p.partial_lse[split * num_rows + index] * kLog2e;
         const float top = fmaxf(largest, score);
         if (top == negative_infinity()) continue;

@@ -1,4 +1,5 @@
-// A CTA's rows and keys, their visibility and addresses, and loads of tiles into shared memory.
+// The rows and keys of a CTA: their visibility, their addresses, and loading tiles into shared
+// memory.
 #pragma once
 
 #include "device.cuh"
@@ -15,7 +16,7 @@ struct Span {
     __device__ __forceinline__ bool holds(int key) const { return key >= begin && key < end; }
 };
 
-// Return the keys that query i sees. No sum overflows, whatever the window.
+// Return the keys that query i sees. The sums cannot overflow, whatever the window.
 __device__ __forceinline__ Span visible_keys(const AttentionParams &p, int len_q, int len_k, int i) {
     const int center = i + len_k - len_q;
     Span keys;
@@ -24,11 +25,11 @@ __device__ __forceinline__ Span visible_keys(const AttentionParams &p, int len_q
     return keys;
 }
 
-// One CTA's share.
-//   rows   packed rows [first_row, first_row + kRows) of a sequence that has num_rows of them
-//   keys   keys that some row of the CTA sees, in this split: whole tiles from keys.begin on, except the last one. Other keys
-//          are never read.
-//   clear  keys that every row sees: a tile inside needs no mask
+// The work of one CTA.
+//   rows   packed rows [first_row, first_row + kRows) of a sequence with num_rows packed rows
+//   keys   keys of this split that some row of the CTA sees. They form whole tiles from keys.begin on, except for the last
+//          tile. Other keys are never read.
+//   clear  keys that every row sees, so a tile inside this span needs no mask
 struct Work {
     int sequence, kv_head, split, group;
     int len_q, len_k;
@@ -37,7 +38,7 @@ struct Work {
     Span keys, clear;
 };
 
-// Return false if there is nothing to compute; equal for all threads of the CTA.
+// Return false if there is nothing to compute. The result is equal for all threads of the CTA.
 template <int kRows, int kKeys>
 __device__ __forceinline__ bool find_work(const AttentionParams &p, Work &work) {
     work.sequence = blockIdx.z;
@@ -48,7 +49,7 @@ __device__ __forceinline__ bool find_work(const AttentionParams &p, Work &work) 
     work.flat_row = p.cu_seqlens_q ? p.cu_seqlens_q[b] : static_cast<long long>(b) * p.seqlen_q;
     work.len_q = p.cu_seqlens_q ? p.cu_seqlens_q[b + 1] - p.cu_seqlens_q[b] : p.seqlen_q;
     work.len_k = p.seqused_k ? p.seqused_k[b] : p.cu_seqlens_k ? p.cu_seqlens_k[b + 1] - p.cu_seqlens_k[b] : p.seqlen_k;
-    work.first_row = (gridDim.x - 1 - blockIdx.x) * kRows;  // with a causal mask the last rows take longest: they start first
+    work.first_row = (gridDim.x - 1 - blockIdx.x) * kRows;  // with a causal mask the last rows take longest, so they start first
     work.num_rows = work.len_q * work.group;
     if (work.first_row >= work.num_rows) return false;
 
@@ -66,7 +67,7 @@ __device__ __forceinline__ bool find_work(const AttentionParams &p, Work &work) 
 // The 16-bit elements of one KV head's keys or values.
 struct KeyRows {
     const unsigned short *base;
-    const int *table;  // null: not paged
+    const int *table;  // null if the cache is not paged
     long long block_stride, row_stride;
     int block_size, shift;  // shift: log2 of block_size, or -1 if it is not a power of 2
 
@@ -93,8 +94,8 @@ struct KeyRows {
     }
 };
 
-// Rows of a tile in shared memory are kHeadDim + 8 elements apart: chunks of 16 bytes of eight rows
-// are then in different banks.
+// Rows of a tile in shared memory are kHeadDim + 8 elements apart. This puts the 16-byte chunks of
+// eight rows into different banks.
 template <int kHeadDim>
 constexpr int kTileStride = kHeadDim + 8;
 
@@ -109,8 +110,8 @@ __device__ __forceinline__ void copy_chunk(unsigned short *target, const unsigne
     }
 }
 
-// Load keys or values [first, first + kRows) of the CTA, with zeros outside `keys` and after
-// head_dim.
+// Load rows [first, first + kRows) of the CTA's keys or values; write zeros outside `keys` and
+// after head_dim.
 template <int kHeadDim, int kRows, bool kIsAsync>
 __device__ __forceinline__ void load_keys(unsigned short *tile, const KeyRows &rows, int first, Span keys, int head_dim) {
     constexpr int kChunks = kHeadDim / 8;
@@ -144,9 +145,9 @@ __device__ __forceinline__ void load_queries(unsigned short *tile, const Attenti
     }
 }
 
-// Scores of one row in base 2, from products of query and key.
+// Converts products of a query and keys to scores in base 2.
 struct ScoreScale {
-    float scale;        // without softcap: softmax_scale * log2(e)
+    float scale;        // softmax_scale * log2(e), used without softcap
     float cap, inverse; // with softcap: cap * tanh(product * inverse), cap in base 2; otherwise cap is 0
 
     __device__ __forceinline__ explicit ScoreScale(const AttentionParams &p)
@@ -158,12 +159,13 @@ struct ScoreScale {
     }
 };
 
-// Final numbers of a row, whose sums are in base 2.
+// Final factor and lse of a row, whose sums are in base 2.
 struct RowEnd {
-    float factor;  // of the row's weighted sum of values
+    float factor;  // multiplies the row's weighted sum of values
     float lse;  // natural log
 
-    // `largest` and `sum` of the row's exp2(score - largest); `sink` in natural units, -inf: none.
+    // `largest` and `sum` are those of the row's exp2(score - largest). `sink` is in natural units,
+    // or -inf for no sink.
     __device__ __forceinline__ RowEnd(float largest, float sum, float sink) {
         const float sink2 = sink * kLog2e;
         const float top = fmaxf(largest, sink2);
@@ -179,7 +181,7 @@ struct RowEnd {
     }
 };
 
-// Return the sink that a CTA adds to a row: none if a merge follows.
+// Return the sink that a CTA adds to a row; -inf if there is none, or if merge_splits will add it.
 __device__ __forceinline__ float sink_of(const AttentionParams &p, const Work &work, int row) {
     if (!p.sinks || p.num_splits > 1) return negative_infinity();
     return p.sinks[work.kv_head * work.group + row % work.group];
