@@ -1,7 +1,7 @@
 """CPU-first inference for decoder-only language models.
 
-The public names are importable from here and loaded on first use. Importing the package imports
-none of torch, transformers and Numba. KVBoost's modules export their names through the same table.
+All public names can be imported from here and are loaded on first use. Importing the package does
+not import torch, transformers or Numba. The modules that mirror KVBoost's use the same table.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# Module that defines each public name. Aliases have the attribute after a colon.
+# Module that defines each public name. For an alias, the defined name follows the colon.
 _EXPORTS = {
     "BackendUnavailable": "kvboost_edge.errors",
     "CPUPagedEngine": "kvboost_edge.engine.engine",
@@ -109,8 +109,8 @@ _EXPORTS = {
     "uninstall_flash_attention": "kvboost_edge.compat.flash",
 }
 
-# Names that KVBoost's modules export in addition to those that they define. The modules get them by
-# `_load`, so only this table names modules above them.
+# Names that the modules mirroring KVBoost's re-export. They load them by `_load`, so that they need
+# not import higher-level modules.
 _MODULES: dict[str, set[str]] = {
     "kvboost_edge.batch": {
         "batched_decode",
@@ -118,7 +118,7 @@ _MODULES: dict[str, set[str]] = {
         "find_common_chunk_prefix",
         "group_by_prefix",
     },
-    "kvboost_edge.chunk_registry": set(),  # defines its own names
+    "kvboost_edge.chunk_registry": set(),  # only names that it defines
     "kvboost_edge.compat": {
         "SUPPORTED_ARCHITECTURES",
         "UNSUPPORTED_ARCHITECTURES",
@@ -144,7 +144,7 @@ _MODULES: dict[str, set[str]] = {
 }
 
 _ENGINE_CACHE = "KV is stored in the engine's block pool; use "
-# KVBoost's public names that do not exist here, and their replacements.
+# Public names of KVBoost without an equivalent here, and what to use instead.
 _NOT_OFFERED = {
     **dict.fromkeys(
         ("AssembledPrompt", "CachedChunk", "ChunkMatch", "PastKVType"),
@@ -224,16 +224,16 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Load a public name, or one of KVBoost's modules, on first use (PEP 562) and cache it."""
+    """Load a public name or a module that mirrors KVBoost's on first use (PEP 562)."""
     module = f"{__name__}.{name}"
     return importlib.import_module(module) if module in _MODULES else _load(__name__, name)
 
 
 def _load(module: str, name: str) -> Any:
-    """Load a name that a module exports through the table, and set it there.
+    """Load a name that a module exports through the table, and cache it in the module.
 
     Raises:
-        ImportError: The name is KVBoost's, and does not exist here.
+        ImportError: KVBoost has the name, but this package does not.
         AttributeError: The name is unknown.
     """
     if name in _NOT_OFFERED:

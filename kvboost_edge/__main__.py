@@ -1,4 +1,4 @@
-"""`python -m kvboost_edge` and the `kvboost-edge` command."""
+"""Entry point of `python -m kvboost_edge` and of the `kvboost-edge` command."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ __all__ = ["main"]
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line; return the exit code.
+    """Run the command line and return its exit code.
 
-    It is 0 after success, 1 after an error, 2 for wrong usage, and 130 after an interrupt.
+    The code is 0 for success, 1 for an error, 2 for wrong usage, and 130 for an interrupt.
     """
     from kvboost_edge.cli.app import run
 

@@ -1,7 +1,6 @@
-"""KVBoost's batch functions, with the names and shapes of its module `batch`.
+"""Batch functions of KVBoost's module `batch`, with the same names and shapes.
 
-`pad_and_mask` differs from the top-level function of that name, which pads on the left and returns
-tensors.
+`kvboost_edge.pad_and_mask` is a different function. It pads on the left and returns tensors.
 """
 
 from __future__ import annotations
@@ -18,11 +17,14 @@ __all__ = ["pad_and_mask"]
 def pad_and_mask(
     suffix_ids_list: Sequence[Sequence[int]], pad_token_id: int
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """Pad rows on the right to the longest one; return lists (ids, masks).
+    """Pad rows of token ids on the right to the longest row.
 
-    A mask is 1 on tokens and 0 on padding. After a shared prefix of P tokens, the attention mask of
-    `batched_decode` is P ones followed by the row's mask, and start_pos is its sum. The logits of a
-    row's next token are at the last 1 of its mask.
+    Masks are 1 on tokens and 0 on padding. After a shared prefix of P tokens, the attention mask
+    for `batched_decode` is P ones followed by the row's mask, and start_pos is the sum of that
+    mask. The logits of a row's next token are at the last 1 of its mask.
+
+    Returns:
+        The padded rows and their masks.
     """
     if not len(suffix_ids_list):
         raise RequestError("pad_and_mask needs at least one row")

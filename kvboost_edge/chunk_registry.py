@@ -1,4 +1,4 @@
-"""KVBoost's module `chunk_registry`: the rules for cutting token ids into chunks."""
+"""Counterpart of KVBoost's module `chunk_registry`, which splits token ids into chunks."""
 
 from __future__ import annotations
 
@@ -17,14 +17,16 @@ __all__ = ["ChunkRegistry", "ChunkStrategy"]
 
 @dataclasses.dataclass(frozen=True)
 class ChunkRegistry:
-    """Rules for cutting token ids into chunks.
+    """Rules for splitting token ids into chunks.
 
     Attributes:
-        chunk_size: Tokens of a chunk.
+        chunk_size: Number of tokens in a chunk.
         strategy: A ChunkStrategy or its value.
-        min_chunk_tokens: Shorter chunks are dropped, except whole documents.
-        boundary_window: Tokens that a semantic cut may be before or after chunk_size.
-        piece_of: Returns the text of a token, for semantic cuts; `engine.chunk_registry` has one.
+        min_chunk_tokens: Minimum size of a chunk in tokens. Shorter chunks are dropped, except
+            whole documents.
+        boundary_window: Maximum number of tokens by which a semantic boundary may move.
+        piece_of: Function that returns the text of a token, needed for semantic boundaries.
+            `engine.chunk_registry` has one.
     """
 
     chunk_size: int = 128
@@ -39,20 +41,24 @@ class ChunkRegistry:
     def split(
         self, token_ids: Sequence[int], text: str = "", boundary_tokens: object = None
     ) -> list[tuple[int, int, list[int]]]:
-        """Return (start, end, token ids) of each chunk, in order; `end` is exclusive.
+        """Split token ids into chunks.
 
         Args:
-            token_ids: The text.
-            text: Not used: semantic cuts read the text of the tokens.
+            token_ids: Token ids of the document.
+            text: Ignored, because semantic boundaries are found in the text of the tokens.
             boundary_tokens: Not supported.
 
+        Returns:
+            (start, end, token ids) of each chunk in order. `end` is exclusive.
+
         Raises:
-            RequestError: `boundary_tokens` is given, or semantic cuts lack `piece_of`.
+            RequestError: `boundary_tokens` is given, or semantic boundaries lack `piece_of`.
         """
         if boundary_tokens:
             raise RequestError(
-                "boundary_tokens= is not offered: semantic cuts find the ends of sentences in the "
-                "text of the tokens"
+                "boundary_tokens= is not supported: semantic boundaries are found in the "
+                "text of the "
+                "tokens; leave it out"
             )
         if self.strategy == ChunkStrategy.SEMANTIC and self.piece_of is None:
             raise RequestError(

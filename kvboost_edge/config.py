@@ -1,4 +1,4 @@
-"""Engine options, and the public enums. Importing this loads no heavy dependency."""
+"""Engine options and public enums. Importing this module loads no heavy dependency."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ __all__ = [
 ]
 
 MAX_RECOMPUTE_OVERLAP = 4096
-MAX_WEIGHT = 1000.0  # largest weight of a tenant; the smallest is its inverse
+MAX_WEIGHT = 1000.0  # largest weight of a tenant; the smallest weight is 1/1000
 
 
 class GenerationMode(enum.StrEnum):
-    """The use of cached KV by a request.
+    """Use of the KV cache by a request.
 
     Attributes:
-        BASELINE: Neither read nor write the cache and the history of prompt lookup.
+        BASELINE: Neither use nor fill the KV cache and the history of prompt lookup.
         PREFIX_CACHE: Reuse exact prefixes.
-        CHUNK_KV_REUSE: Reuse exact prefixes and, after them, chunks that were computed at other
-            positions. The answer is approximate and marked as such.
+        CHUNK_KV_REUSE: Reuse exact prefixes, then chunks that were computed at other positions. The
+            answer is approximate and marked as such.
     """
 
     BASELINE = "baseline"
@@ -44,15 +44,15 @@ class GenerationMode(enum.StrEnum):
 
 
 class RecomputeStrategy(enum.StrEnum):
-    """The tokens to recompute among those reused at other positions.
+    """Choice of the tokens to recompute in chunks that are reused at another position.
 
     Attributes:
-        NONE: No tokens.
-        SELECTIVE: The first `recompute_overlap` tokens after each chunk boundary.
-        CACHEBLEND: As SELECTIVE, and the `recompute_ratio` of blocks whose values deviate most
-            (after Yao et al., "CacheBlend", EuroSys 2025).
-        QUERY: As SELECTIVE, and the `recompute_ratio` of blocks that the prompt's end attends to
-            most.
+        NONE: Recompute nothing.
+        SELECTIVE: Recompute the first `recompute_overlap` tokens after each chunk boundary.
+        CACHEBLEND: Like SELECTIVE, plus the fraction `recompute_ratio` of blocks whose values
+            deviate most (Yao et al., "CacheBlend", EuroSys 2025).
+        QUERY: Like SELECTIVE, plus the fraction `recompute_ratio` of blocks that the end of the
+            prompt attends to most.
     """
 
     NONE = "none"
@@ -62,13 +62,13 @@ class RecomputeStrategy(enum.StrEnum):
 
 
 class ChunkStrategy(enum.StrEnum):
-    """The positions where documents are cut into chunks.
+    """Choice of the positions where documents are split into chunks.
 
     Attributes:
-        FIXED: After every chunk_size tokens.
-        SEMANTIC: As FIXED, but moved to the end of a paragraph or sentence within
+        FIXED: Split after every chunk_size tokens.
+        SEMANTIC: Like FIXED, but move each boundary to the end of a paragraph or sentence within
             chunk_boundary_window tokens.
-        DOCUMENT: No cuts: a document is one chunk.
+        DOCUMENT: Do not split documents.
     """
 
     FIXED = "fixed"
@@ -76,7 +76,7 @@ class ChunkStrategy(enum.StrEnum):
     DOCUMENT = "document"
 
 
-CHOICES: dict[str, tuple[str, ...]] = {  # by option
+CHOICES: dict[str, tuple[str, ...]] = {  # allowed values by option
     "runner": ("auto", "native", "torch", "onnx"),
     "backend": ("auto", "cpu", "torch", "mps", "cuda", "reference"),
     "dtype": ("auto", "float32", "bfloat16", "float16"),
@@ -87,7 +87,8 @@ CHOICES: dict[str, tuple[str, ...]] = {  # by option
     "generation_config": ("model", "none"),
 }
 _LEAST_DISK_BYTES = 1 << 20
-# More than the cores of any machine: each thread takes a stack, and the system limits their number.
+# More threads than any machine has cores. Each thread takes a stack, and the system limits their
+# number.
 _MAX_THREADS = 1024
 _MOST_PRIMER_TOKENS = 65536
 DEFAULT_DRAFT_TOKENS = 31
@@ -102,22 +103,22 @@ KV_BIT_PAIRS = ((16, 16), (8, 8), (8, 4), (4, 8), (4, 4))
 
 
 def _backend(text: str) -> str:
-    """Parse a backend, also by the names of earlier programs."""
+    """Parse a backend name, which may be one of an earlier program."""
     return {"default": "auto", "cpu-paged": "cpu"}.get(text, text)
 
 
 def _kv_bits(text: str) -> int | tuple[int, ...]:
-    """Parse "8", or "8,4" for keys and values."""
+    """Parse one number of bits, such as "8", or two for keys and values, such as "8,4"."""
     parts = tuple(int(part) for part in text.split(","))
     return parts[0] if len(parts) == 1 else parts
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """Options of `CPUPagedEngine`, checked on construction (ConfigError).
+    """Options of `CPUPagedEngine`. Invalid options raise ConfigError.
 
-    `max_cache_bytes`, `num_blocks` and `max_chunks` limit the pool; the smallest limit applies.
-    docs/reference/options.md lists all options.
+    `max_cache_bytes`, `num_blocks` and `max_chunks` limit the pool, and the smallest limit applies.
+    All options are listed in docs/reference/options.md.
     """
 
     runner: str = option(
@@ -565,15 +566,18 @@ class EngineConfig:
             object.__setattr__(self, "disk_cache_dir", None)
         if self.disk_cache_dir is None and self.max_disk_bytes is not None:
             raise ConfigError(
-                f"max_disk_bytes={self.max_disk_bytes} needs a disk_cache_dir, which is off"
+                f"max_disk_bytes={self.max_disk_bytes} needs the disk tier, which is off; "
+                "give disk_cache_dir or leave max_disk_bytes out"
             )
         if self.redis_url is not None and (
             not isinstance(self.redis_url, str) or not self.redis_url
         ):
-            # Without the value, because it may contain a password.
+            # The value is omitted, because it may contain a password.
             raise ConfigError("redis_url must be a URL such as redis://localhost:6379/0, or None")
         if self.redis_trust and self.redis_url is None:
-            raise ConfigError("redis_trust=True needs a redis_url; give one, or leave it out")
+            raise ConfigError(
+                "redis_trust=True needs a redis_url; give one or leave redis_trust out"
+            )
 
     def _check_kv_bits(self) -> None:
         value: object = self.kv_cache_bits
@@ -587,22 +591,22 @@ class EngineConfig:
             )
         if value is not None and numbers not in KV_BIT_PAIRS:
             raise ConfigError(
-                f"kv_cache_bits={value!r} is not supported: keys and values have both 16 bits, or "
-                "8 or 4 each"
+                f"kv_cache_bits={value!r} is not supported; use 16 for both keys and values, or 8 "
+                "or 4 for each"
             )
         if isinstance(value, list):
             object.__setattr__(self, "kv_cache_bits", numbers)
 
     @property
     def chunk_tokens(self) -> int:
-        """Tokens of a chunk."""
+        """Number of tokens in a chunk."""
         if self.chunk_size is None:
             return max(_DEFAULT_CHUNK_TOKENS, self.block_size)
         return self.chunk_size
 
     @property
     def counted_blocks(self) -> int | None:
-        """Blocks by num_blocks and max_chunks, the smaller number; None without both."""
+        """Number of blocks that num_blocks and max_chunks allow, or None if neither is set."""
         counts = [] if self.num_blocks is None else [self.num_blocks]
         if self.max_chunks is not None:
             counts.append(self._blocks_of(self.max_chunks))
@@ -610,7 +614,7 @@ class EngineConfig:
 
     @property
     def recency_blocks(self) -> int:
-        """Blocks of recency_window_chunks."""
+        """Number of blocks in recency_window_chunks."""
         return self._blocks_of(self.recency_window_chunks)
 
     def _blocks_of(self, num_chunks: int) -> int:
@@ -618,7 +622,7 @@ class EngineConfig:
 
     @property
     def kv_bits(self) -> tuple[int, int]:
-        """Bits of keys and of values; (16, 16) if not quantized."""
+        """Bits per value of keys and of values. (16, 16) means not quantized."""
         value = self.kv_cache_bits
         if isinstance(value, tuple):
             return value
@@ -626,7 +630,7 @@ class EngineConfig:
 
 
 def kv_bits_from_text(text: str) -> int | tuple[int, int]:
-    """Parse a value of `kv_cache_bits`: "16", "8", "4", or "8,4" for keys and values."""
+    """Parse `kv_cache_bits`: "16", "8", "4", or a pair for keys and values such as "8,4"."""
     parts = text.split(",")
     if not 1 <= len(parts) <= 2 or not all(part.strip().isdecimal() for part in parts):
         raise ConfigError(

@@ -1,6 +1,6 @@
-"""The exceptions of the package. Imports no dependency and no other module of the package.
+"""Exceptions of the package. This module imports nothing but the standard library.
 
-Every message names the invalid value, the limit that it exceeds, and the option that changes the
+Every message contains the invalid value, the limit that it exceeds, and the option that sets the
 limit.
 """
 
@@ -17,11 +17,12 @@ __all__ = [
     "install_extra",
 ]
 
-_INSTALL = "pip install '.[{extra}]' in a clone of the repository"  # not yet on PyPI
+# The package is not on PyPI yet.
+_INSTALL = "pip install '.[{extra}]' in a clone of the repository"
 
 
 def install_extra(extra: str) -> str:
-    """Return the command that installs an extra, for messages."""
+    """Return the command that installs an extra, for use in messages."""
     return _INSTALL.format(extra=extra)
 
 
@@ -30,27 +31,27 @@ class KVBoostError(Exception):
 
 
 class ConfigError(KVBoostError, ValueError):
-    """An option is unknown, out of range, of the wrong type, or not supported."""
+    """Error for an option that is unknown, out of range, of the wrong type, or unsupported."""
 
 
 class ModelFormatError(KVBoostError, ValueError):
-    """A model's file or config is missing, damaged, inconsistent or not supported."""
+    """Error for a model file or config that is missing, damaged, inconsistent or unsupported."""
 
 
 class CapacityError(KVBoostError):
-    """A request does not fit in the pool, or the pool does not fit in memory.
+    """Error for a request that does not fit in the pool, or a pool that does not fit in memory.
 
-    The message shows the arithmetic.
+    The message shows the calculation.
     """
 
 
 class BackendUnavailable(KVBoostError):
-    """A requested backend, runner or optional dependency is not usable on this machine."""
+    """Error for a backend, runner or optional dependency that cannot be used on this machine."""
 
 
 class RequestError(KVBoostError, ValueError):
-    """A prompt or a request parameter is invalid. Nothing was computed."""
+    """Error for an invalid prompt or request parameter, raised before anything is computed."""
 
 
 class CacheCorruption(KVBoostError):
-    """Inconsistent bookkeeping of the block pool: double free, stale id, broken invariant."""
+    """Error for inconsistent bookkeeping of the block pool, such as a double free or a stale id."""

@@ -1,8 +1,8 @@
-"""Declarations of options: the accepted values of a dataclass field, and its help text.
+"""Declarations of options: allowed values, defaults and help texts of dataclass fields.
 
 `EngineConfig`, `SamplingParams`, `Terms` and `ServerSettings` declare each option once, as a field
-made by `option`. Range checks, server flags, their help, HTTP bounds and docs/reference/options.md
-use these declarations.
+created by `option`. The range checks, the server's flags and help, the limits in HTTP requests, and
+docs/reference/options.md are all derived from these declarations.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = [
 
 T = TypeVar("T")
 
-# Options of other programs, and their names here.
+# Option names of other programs, and the equivalent names here.
 _ELSEWHERE = {
     **dict.fromkeys(("n_predict", "num_predict", "max_tokens"), ("max_new_tokens",)),
     **dict.fromkeys(
@@ -47,7 +47,7 @@ _ELSEWHERE = {
 }
 
 
-# A number with a unit. GB and G are equal, and so are GiB and Gi.
+# A number with a unit. The final B is optional, so GB equals G and GiB equals Gi.
 _SIZE = re.compile(
     r"(?P<number>[0-9.]+(?:e[0-9]+)?) ?(?P<unit>[kmgt])(?P<binary>i)?b?", re.IGNORECASE
 )
@@ -56,27 +56,29 @@ _SIZE_WORDS = "a size in bytes, such as 500M, 1GB, 8GiB or 1e9"
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
-    """The declaration of an option.
+    """Declaration of an option.
 
     Attributes:
-        help: Help text, without default and unit.
-        off: Help text of the flag that turns it off.
-        kind: Type of the value: int, float, bool, str or a StrEnum; object if its class checks it.
+        help: Help text without default and unit.
+        off: Help text of the flag that turns the option off.
+        kind: Type of the value: int, float, bool, str or a StrEnum. Use object if the class checks
+            the value itself.
         group: Heading in the help.
         unit: Unit of a number, such as tokens or seconds.
-        low: Smallest value; for a text, its smallest length in characters.
-        high: Largest value; for a text, its largest length in characters.
-        open_low: True if `low` itself is not allowed.
-        multiple: The value must be a multiple of this number.
-        choices: The allowed texts.
+        low: Minimum of a number, or minimum length of a string in characters.
+        high: Maximum of a number, or maximum length of a string in characters.
+        open_low: Whether `low` itself is excluded.
+        multiple: Number that the value must be a multiple of.
+        choices: Allowed strings.
         unset: Meaning of None.
-        optional: True if None is allowed.
-        flag: Flags of the server command; "" for one with the field's name, None for no flag.
-        many: True if the flag may be repeated.
-        read: Parses a flag's text; None to parse by `kind`.
-        metavar: Name of the value in the help; "" to derive it from choices, unit and kind.
-        advice: End of the message for a value of another type.
-        secret: True to keep the value out of messages and `repr`.
+        optional: Whether None is allowed.
+        flag: Flags of the server command. "" derives the flag from the field's name, and None means
+            that there is no flag.
+        many: Whether the flag may be repeated.
+        read: Function that parses the flag's text. By default, `kind` parses it.
+        metavar: Placeholder for the value in the help. "" derives it from choices, unit and kind.
+        advice: End of the error message for a value of another type.
+        secret: Whether to keep the value out of messages and `repr`.
         default: Default value.
     """
 
@@ -101,13 +103,13 @@ class Option:
     default: Any = None
 
     def flags(self, name: str) -> tuple[str, ...]:
-        """Return the flags of the option; for a switch that is on, the one that turns it off."""
+        """Return the flags of the option. For a switch that is on by default, they turn it off."""
         prefix = "--no-" if self.kind is bool and self.default else "--"
         return tuple((self.flag or prefix + name.replace("_", "-")).split())
 
     @property
     def values(self) -> tuple[str, ...]:
-        """The allowed texts, including those of a StrEnum."""
+        """Allowed strings, including those of a StrEnum."""
         if issubclass(self.kind, enum.Enum):
             return tuple(one.value for one in self.kind)
         return self.choices
@@ -123,7 +125,7 @@ class Option:
 
     @property
     def allowed(self) -> str:
-        """The allowed values; "" if the option's class checks them."""
+        """Description of the allowed values, or "" if the option's class checks them."""
         if self.values:
             return ", ".join(self.values)
         if self.kind is bool:
@@ -137,9 +139,12 @@ class Option:
         return "string" if self.kind is str else ""
 
     def checked(self, name: str, value: Any, error: type[Exception]) -> Any:
-        """Return the value in the declared type.
+        """Check a value and return it in the declared type.
 
-        Raises `error` with the name, the value and the allowed values.
+        Args:
+            name: Name of the option.
+            value: Value to check.
+            error: Exception class to raise for an invalid value.
         """
         if self.kind is object or (value is None and self.optional):
             return value
@@ -160,7 +165,7 @@ class Option:
         return number
 
     def describe(self) -> str:
-        """Return the range of a number, as in "at least 1" or "in 0..100"."""
+        """Describe the range of a number, such as "at least 1" or "in 0..100"."""
         show = (lambda bound: str(int(bound))) if self.kind is int else "{:g}".format
         if self.low is None:
             return "finite"
@@ -177,7 +182,8 @@ class Option:
             return math.isfinite(number)
         above = number > self.low if self.open_low else number >= self.low
         divided = self.multiple is None or not number % self.multiple
-        return above and (self.high is None or number <= self.high) and divided  # False for NaN
+        # the comparisons are false for NaN
+        return above and (self.high is None or number <= self.high) and divided
 
     def _member(self, name: str, value: Any, error: type[Exception]) -> enum.Enum:
         kind = cast(type[enum.Enum], self.kind)
@@ -207,10 +213,12 @@ class Option:
 
 
 def read_bytes(text: str) -> int:
-    """Parse a size: an integer, a number such as 4e9, or one with a unit such as 500M, 1GB or 8GiB.
+    """Parse a size in bytes, such as 4096, 4e9, 500M, 1GB or 8GiB.
 
-    K, M, G and T are powers of 1000; Ki, Mi, Gi and Ti are powers of 1024. Both may be followed by
-    B. Raises ValueError for other texts.
+    K, M, G and T are powers of 1000. Ki, Mi, Gi and Ti are powers of 1024. A final B is optional.
+
+    Raises:
+        ValueError: The text is not a size.
     """
     with contextlib.suppress(ValueError):
         return int(text)
@@ -228,7 +236,7 @@ def read_bytes(text: str) -> int:
 
 
 def _as_bytes(name: str, value: Any, error: type[Exception]) -> Any:
-    """Return a text or float as a number of bytes; leave other types unchanged."""
+    """Convert a string or float to a number of bytes. Other types are returned unchanged."""
     if isinstance(value, str):
         try:
             value = read_bytes(value)
@@ -246,7 +254,7 @@ def _listed(choices: tuple[str, ...]) -> str:
 
 
 def option(default: T, help: str, kind: type = object, **more: Any) -> T:
-    """Declare a dataclass field. `more` are further fields of `Option`."""
+    """Declare an option as a dataclass field. `more` sets further attributes of `Option`."""
     more.setdefault("optional", default is None)
     declared = Option(help=help, kind=kind, default=default, **more)
     field: Any = dataclasses.field(
@@ -257,7 +265,7 @@ def option(default: T, help: str, kind: type = object, **more: Any) -> T:
 
 @functools.cache
 def options_of(cls: type) -> dict[str, Option]:
-    """Return the options that a dataclass declares, by name, in order."""
+    """Return the options of a dataclass by name, in the order of declaration."""
     return {
         field.name: field.metadata["option"]
         for field in dataclasses.fields(cls)
@@ -266,14 +274,14 @@ def options_of(cls: type) -> dict[str, Option]:
 
 
 def option_of(cls: type, name: str) -> Option:
-    """Return one option of a dataclass."""
+    """Return an option of a dataclass by name."""
     return options_of(cls)[name]
 
 
 def check_options(instance: Any, error: type[Exception]) -> None:
-    """Check every option of a frozen dataclass, and store its value in the declared type.
+    """Check every option of a frozen dataclass and convert its value to the declared type.
 
-    Raises `error` for the first invalid one.
+    Raises `error` for the first invalid option.
     """
     cls: type = type(instance)
     for name, declared in options_of(cls).items():
@@ -284,9 +292,10 @@ def check_options(instance: Any, error: type[Exception]) -> None:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return the known name that is most likely meant; "" if none is close.
+    """Return the known name that the caller probably meant, or "" if none is similar.
 
-    Names of other programs are translated. A prefix of a name is preferred over a similar name.
+    Names from other programs are translated. A known name with this prefix is preferred to a
+    similar one.
     """
     names = list(known)
     plain = name.lstrip("-").replace("-", "_")
@@ -300,13 +309,13 @@ def nearest(name: str, known: Iterable[str]) -> str:
 def refuse_unknown(
     what: str, names: Iterable[str], known: Iterable[str], error: type[Exception]
 ) -> None:
-    """Raise `error` for the first of `names`, in alphabetical order, that is not in `known`.
+    """Raise `error` for the alphabetically first name that is not known.
 
     Args:
-        what: Kind of the names, for the message.
-        names: The names to check.
-        known: The known names.
-        error: The exception's class.
+        what: Kind of the names, such as "option", for the message.
+        names: Names to check.
+        known: Known names.
+        error: Exception class.
     """
     listed = list(known)
     unknown = sorted(set(names) - set(listed))
@@ -317,23 +326,23 @@ def refuse_unknown(
 
 
 def as_int(name: str, value: object, error: type[Exception] = RequestError) -> int:
-    """Return `value` as int.
+    """Convert an integer, possibly of NumPy, to int.
 
-    Accepts NumPy integers. Raises `error` for booleans, floats and strings.
+    Raises `error` for booleans, floats and strings.
     """
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise error(f"{name}={value!r} must be an integer")
     try:
         return operator.index(value)
-    except TypeError:  # an array of one element has __index__, but is not an integer
+    except TypeError:  # a one-element array has __index__, but is not an integer
         raise error(f"{name}={value!r} must be an integer") from None
 
 
 def as_float(name: str, value: object, error: type[Exception] = RequestError) -> float:
-    """Return `value` as float.
+    """Convert a number, possibly of NumPy, to float.
 
-    Accepts NumPy scalars. Raises `error` for booleans, strings and arrays. An integer too large for
-    a float becomes infinite.
+    Raises `error` for booleans, strings and arrays. An integer that is too large for a float
+    becomes infinity.
     """
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise error(f"{name}={value!r} must be a number")

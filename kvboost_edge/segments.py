@@ -1,4 +1,4 @@
-"""Segments of block tables: the positions that their entries hold, in plain NumPy."""
+"""Segments of block tables, which map table entries to positions, in plain NumPy."""
 
 from __future__ import annotations
 
@@ -25,28 +25,28 @@ __all__ = [
 
 Longs = npt.NDArray[np.int64]
 Segments = npt.NDArray[np.int32] | None
-"""Rows of `Segment`, int32 [num_segments, 5]; None if every sequence has one plain segment.
+"""Rows of `Segment`, int32 [num_segments, 5], or None if every sequence has one plain segment.
 
-Rows are ordered by sequence, then by position. Every sequence has at least one. A plain segment's
-block 0 begins at position 0.
+Rows are ordered by sequence, then by position. Every sequence has at least one segment. Block 0 of
+a plain segment begins at position 0.
 """
 
 _END = np.iinfo(np.int32).max
 
 
 class Segment(NamedTuple):
-    """Consecutive entries of one sequence's block table that hold consecutive positions.
+    """Consecutive entries in a sequence's block table that store consecutive positions.
 
     Attributes:
         sequence: Index of the sequence.
-        first_index: The first of the entries.
-        first_position: Position of its slot 0, at most `valid_from`; negative if position 0 is
-            inside a block.
-        valid_from: The first position that the segment serves. It serves all up to the next
-            segment's; the last segment serves all later ones.
+        first_index: Index of the first table entry.
+        first_position: Position of slot 0 in the first entry's block, at most `valid_from`. It is
+            negative if position 0 is inside the block.
+        valid_from: First position that is read from this segment. The segment ends where the next
+            one begins, and the last segment is unlimited.
         delta: Shift of the keys from the positions where they were computed (new - old). A query at
-            position p attends to them as if it were at p - delta. It is 0 in the last segment,
-            which is written.
+            position p attends to them as if it were at p - delta. The last segment has delta 0,
+            because new tokens are written to it.
     """
 
     sequence: Any
@@ -57,9 +57,9 @@ class Segment(NamedTuple):
 
 
 def valid_to(segments: npt.NDArray[np.int32]) -> Longs:
-    """Return the end of each segment's positions, int64 [num_segments].
+    """Return the end position of each segment, int64 [num_segments].
 
-    It is 2^31 - 1 for the last segment of a sequence.
+    The end is 2^31 - 1 for the last segment of a sequence.
     """
     one = Segment(*segments.T)
     ends = np.full(len(segments), _END, dtype=np.int64)
@@ -69,19 +69,19 @@ def valid_to(segments: npt.NDArray[np.int32]) -> Longs:
 
 
 def is_last(segments: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
-    """Return which segments are the last of their sequences, bool [num_segments]."""
+    """Return whether each segment is the last of its sequence, bool [num_segments]."""
     last: npt.NDArray[np.bool_] = valid_to(segments) == _END
     return last
 
 
 def has_delta(segments: Segments) -> bool:
-    """Return whether some segment has keys that were computed at other positions."""
-    # An invalid array with fewer columns has no delta.
+    """Return whether any segment contains keys that were computed at other positions."""
+    # An invalid array with fewer columns is treated as having no delta.
     return segments is not None and bool(segments[..., Segment._fields.index("delta") :].any())
 
 
 def turned_positions(segments: npt.NDArray[np.int32], seq_lens: npt.NDArray[np.int32]) -> int:
-    """Return one more than the largest position that a query of these sequences is rotated to."""
+    """Return the number of positions that RoPE tables must cover for the rotated queries."""
     segment = Segment(*segments.astype(np.int64).T)
     return int((seq_lens[segment.sequence] - segment.delta).max())
 
@@ -89,11 +89,11 @@ def turned_positions(segments: npt.NDArray[np.int32], seq_lens: npt.NDArray[np.i
 def entry_positions(
     shape: tuple[int, ...], segments: Segments, block_size: int
 ) -> tuple[Longs, Longs, Longs]:
-    """Return the positions of every entry of block tables int32 [num_seqs, width].
+    """Return the positions of each entry in block tables int32 [num_seqs, width].
 
     Returns:
-        The position of slot 0, the first position served, and the position after the last one
-        served, each int64 [num_seqs, width].
+        The position of slot 0, the first position read from the entry, and the position after the
+            last one read, each int64 [num_seqs, width].
     """
     num_seqs, width = shape
     first: Longs = np.broadcast_to(np.arange(width, dtype=np.int64) * block_size, (num_seqs, width))
@@ -119,7 +119,7 @@ def entry_positions(
 
 
 def entry_deltas(shape: tuple[int, ...], segments: npt.NDArray[np.int32]) -> Longs:
-    """Return the delta of the segment of every entry of block tables, int64 [num_seqs, width]."""
+    """Return the delta of each block table entry, int64 [num_seqs, width]."""
     deltas = np.zeros(shape, dtype=np.int64)
     for segment in (Segment(*row) for row in segments.tolist()):
         deltas[segment.sequence, segment.first_index :] = segment.delta
@@ -129,7 +129,7 @@ def entry_deltas(shape: tuple[int, ...], segments: npt.NDArray[np.int32]) -> Lon
 def entry_of(
     segments: Segments, sequence: int, positions: Longs, block_size: int
 ) -> tuple[Longs, Longs]:
-    """Return table entries and offsets in their blocks for positions of a sequence."""
+    """Return the table index and the offset in the block for positions of a sequence."""
     if segments is None:
         indices, offsets = np.divmod(positions, block_size)
         return indices, offsets
@@ -139,7 +139,7 @@ def entry_of(
 
 
 def deltas_of(segments: Segments, sequence: int, positions: Longs) -> Longs:
-    """Return the delta of the segment that serves each position of a sequence."""
+    """Return the delta of the keys at each position of a sequence."""
     if segments is None:
         return np.zeros(len(positions), dtype=np.int64)
     found: Longs = _segments_at(segments, sequence, positions).delta
@@ -147,7 +147,7 @@ def deltas_of(segments: Segments, sequence: int, positions: Longs) -> Longs:
 
 
 def _segments_at(segments: npt.NDArray[np.int32], sequence: int, positions: Longs) -> Segment:
-    """Return the segment that serves each position of a sequence, int64 [num_positions] each."""
+    """Return the segments that contain positions of a sequence, int64 [num_positions] each."""
     mine = segments[Segment(*segments.T).sequence == sequence].astype(np.int64)
     return Segment(
         *mine[np.searchsorted(Segment(*mine.T).valid_from, positions, side="right") - 1].T
@@ -155,7 +155,7 @@ def _segments_at(segments: npt.NDArray[np.int32], sequence: int, positions: Long
 
 
 def own_segments(num_seqs: int, segments: Segments) -> tuple[Longs, Longs]:
-    """Return first index and first position of each sequence's last segment."""
+    """Return the first table index and the first position of each sequence's last segment."""
     if segments is None:
         zeros = np.zeros(num_seqs, dtype=np.int64)
         return zeros, zeros
@@ -164,8 +164,8 @@ def own_segments(num_seqs: int, segments: Segments) -> tuple[Longs, Longs]:
 
 
 def repeated_segments(segments: Segments, source: Longs) -> Segments:
-    """Return the segments of sequences `source`, in this order, as sequences 0, 1, ..."""
-    # A sequence may occur several times.
+    """Return the segments of the sequences `source`, renumbered 0, 1, ... in this order."""
+    # A sequence may occur several times in `source`.
     if segments is None:
         return None
     chosen = [segments[segments[:, 0] == sequence] for sequence in source]

@@ -51,7 +51,7 @@ def test_semantic_cuts_need_the_text_of_tokens():
     registry = ChunkRegistry(16, "semantic", 1, 4)
     with pytest.raises(RequestError, match=r"engine\.chunk_registry, which has a tokenizer"):
         registry.split(IDS)
-    with pytest.raises(RequestError, match="boundary_tokens= is not offered"):
+    with pytest.raises(RequestError, match="boundary_tokens= is not supported"):
         registry.split(IDS, "", {1})
     speaking = dataclasses.replace(
         registry, piece_of=lambda token: "end. " if token == 1017 else "word "

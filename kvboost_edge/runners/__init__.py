@@ -1,1 +1,1 @@
-"""Runners: a flat batch of tokens to logits; importing this package loads no torch."""
+"""Runners, which compute logits for flat batches of tokens. Importing this loads no torch."""

@@ -1,4 +1,4 @@
-"""Attention of a prompt's end to stored keys, in plain NumPy, to choose what to recompute."""
+"""Attention from the end of a prompt to stored keys, which decides what to recompute."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ Longs = npt.NDArray[np.int64]
 
 
 def asked_layer(windows: Sequence[int]) -> int:
-    """Return the layer whose attention decides which stored keys matter to a prompt's end.
+    """Return the layer whose attention decides which stored keys matter.
 
-    It is the layer at two thirds of the depth, or the nearest one without a window.
+    It is the layer at two thirds of the depth, or the nearest layer without a sliding window.
 
     Args:
-        windows: sliding window of each layer; 0: none.
+        windows: sliding window of each layer, or 0 without a window.
     """
-    # Measured on SmolLM2 (30 layers, 15% of the blocks): layer 1 is no better than chance, layers
-    # 10 and 15 are worse than this one.
+    # Measured on SmolLM2 (30 layers, 15% of the blocks): layer 1 is no better than chance, and
+    # layers 10 and 15 are worse than layer 20.
     wanted = 2 * len(windows) // 3
     return min(
         range(len(windows)), key=lambda layer: (windows[layer] > 0, abs(layer - wanted), layer)
@@ -39,18 +39,18 @@ def attended_masses(
     key_positions: Longs,
     params: AttentionParams,
 ) -> Floats:
-    """Return the probability that queries give to each key, summed over queries and heads.
+    """Return the attention probability of each key, summed over queries and heads.
 
     Args:
         queries: float32 [num_queries, num_q_heads, head_dim], after RoPE.
-        lse: float32 [num_queries, num_q_heads], log-sum-exp of their whole attention.
-        positions: int64 [num_queries].
+        lse: float32 [num_queries, num_q_heads], log-sum-exp of each query's scores over all keys.
+        positions: int64 [num_queries], positions of the queries.
         keys: float32 [num_keys, num_kv_heads, head_dim], rotated to `key_positions`.
-        key_positions: int64 [num_keys].
-        params: the layer's attention constants.
+        key_positions: int64 [num_keys], positions of the keys.
+        params: attention constants of the layer.
 
     Returns:
-        float32 [num_keys].
+        Summed probabilities, float32 [num_keys].
     """
     seen = key_positions <= positions[:, None]
     if params.window:

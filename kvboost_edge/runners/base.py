@@ -1,4 +1,4 @@
-"""The runner interface: a flat batch of tokens to logits, without queues or requests."""
+"""Runner interface: computes logits for a flat batch of tokens, without queues or requests."""
 
 from __future__ import annotations
 
@@ -29,23 +29,26 @@ KEEPS_STATES = "layers of this family keep a recurrent state, which only the nat
 
 
 class PassAbandoned(Exception):
-    """Raised when a pass ends early because its result is not wanted; its KV is incomplete."""
+    """Raised when a pass ends early because its result is no longer needed.
+
+    The KV of the pass is incomplete.
+    """
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ForwardBatch:
-    """Input of one step.
+    """Input of one pass.
 
     Attributes:
-        token_ids: int64 [num_tokens], new tokens of all sequences, one sequence after another.
-        positions: int64 [num_tokens], their absolute positions.
-        layout: slots of their KV, and the tables of the blocks that they attend to.
-        logit_rows: int64 [num_logits], rows of the flat batch whose logits are wanted, ascending.
-        state_rows: int64 [num_states], rows whose hidden state after the last norm is wanted
-            instead, without the LM head.
-        states: float32 [num_states, hidden_size], written: those hidden states.
-        is_abandoned: called from time to time during a long pass, if the runner supports it; if it
-            returns True, the runner raises PassAbandoned.
+        token_ids: int64 [num_tokens], new tokens of all sequences, concatenated.
+        positions: int64 [num_tokens], absolute positions of the tokens.
+        layout: slots for the new KV, and block tables for attention.
+        logit_rows: int64 [num_logits], rows of the flat batch that need logits, ascending.
+        state_rows: int64 [num_states], rows that need the hidden state after the last norm instead,
+            without the LM head.
+        states: float32 [num_states, hidden_size], receives those hidden states.
+        is_abandoned: called repeatedly during a long pass, if the runner supports it. If it returns
+            True, the runner raises PassAbandoned.
     """
 
     token_ids: npt.NDArray[np.int64]
@@ -68,19 +71,18 @@ class RunnerInfo:
     Attributes:
         name: "torch", "native" or "onnx".
         architecture: model_type of the Hugging Face config.
-        dtype: compute dtype, or weight format.
-        vocab_size: width of the logits.
-        max_context: longest sequence in tokens.
-        weight_bytes: bytes of the weights.
-        kv_spec: storage of KV and recurrent states.
-        weight_region: memory of the weights in this process; empty if unknown.
-        kernel_path: variant of this project's linear kernels; "none" if other kernels run.
-        copies_kv: True if KV of running sequences is also held outside the pool, at most as many
-            bytes.
-        hidden_size: floats of a hidden state; 0: the runner returns none.
-        stores_kv: False if a text is one whole pass that stores nothing; results are hidden
-            states.
-        numerics: versions of everything else that the bits of KV depend on.
+        dtype: compute dtype or weight format.
+        vocab_size: number of logits per token.
+        max_context: maximum sequence length in tokens.
+        weight_bytes: size of the weights in bytes.
+        kv_spec: storage format of KV and recurrent states.
+        weight_region: memory region of the weights in this process, or empty if unknown.
+        kernel_path: variant of this project's linear kernels, or "none" if other kernels are used.
+        copies_kv: whether the runner also stores KV of running sequences outside the pool, in at
+            most as many bytes as the pool.
+        hidden_size: size of a hidden state, or 0 if the runner does not return hidden states.
+        stores_kv: False if each text is one pass that stores no KV. Results are then hidden states.
+        numerics: versions of everything else that the exact bits of KV depend on.
     """
 
     name: str
@@ -99,12 +101,12 @@ class RunnerInfo:
 
 
 class StoredKeys(NamedTuple):
-    """Tokens whose keys are stored.
+    """Tokens whose keys are stored in the pool.
 
     Attributes:
-        slots: int64 [num_tokens], slots of the pool.
-        positions: int64 [num_tokens], their positions now.
-        deltas: int64 [num_tokens], new position - position at which the key was computed.
+        slots: int64 [num_tokens], slots in the pool.
+        positions: int64 [num_tokens], current positions.
+        deltas: int64 [num_tokens], current position minus the position where the key was computed.
     """
 
     slots: npt.NDArray[np.int64]
@@ -113,17 +115,19 @@ class StoredKeys(NamedTuple):
 
 
 class ModelTraits(NamedTuple):
-    """Facts about a model before it is loaded.
+    """Facts about a model that are known before it is loaded.
 
     Attributes:
         config: the Hugging Face config.
-        is_gguf: True for a GGUF file.
-        is_quantized: True if the weights are stored in a quantized format, which is then kept.
-        native_refusal: why the native runner cannot read the files; "" if it can.
-        onnx_refusal: why the ONNX runner cannot run the file; None without an ONNX file.
-        onnx_layers: layers of the ONNX graph that have KV.
-        describe: returns the model's spec, if it is known already.
-        packed_bytes: (weight format) -> bytes of packed weights, for `choose_weights`.
+        is_gguf: whether the model is a GGUF file.
+        is_quantized: whether the weights are stored in a quantized format, which is then kept.
+        native_refusal: reason why the native runner cannot read the files, or "".
+        onnx_refusal: reason why the ONNX runner cannot run the file, or "". None without an ONNX
+            file.
+        onnx_layers: number of layers with KV in the ONNX graph.
+        describe: returns the model's spec, if it is already known.
+        packed_bytes: returns the size of the packed weights in bytes for a weight format, used by
+            `choose_weights`.
     """
 
     config: Mapping[str, Any]
@@ -137,21 +141,21 @@ class ModelTraits(NamedTuple):
 
     @property
     def spec(self) -> ModelSpec:
-        """The native runner's model description; raises ModelFormatError if unknown."""
+        """Model description of the native runner. Unknown models raise ModelFormatError."""
         return describe_model(self.config) if self.describe is None else self.describe()
 
 
 class LoadOptions(NamedTuple):
-    """Options for loading a model; each runner uses the ones that apply to it.
+    """Options for loading a model. Each runner uses those that apply to it.
 
     Attributes:
         weights: weight format.
         dtype: compute dtype.
         device: torch device.
-        num_threads: threads of the kernels.
-        block_size: tokens of a KV block.
-        kv_bits: (bits of keys, bits of values) in the pool.
-        progress: called with (bytes done, bytes in total).
+        num_threads: number of kernel threads.
+        block_size: number of tokens in a KV block.
+        kv_bits: bits of keys and bits of values in the pool.
+        progress: called with the bytes done and the bytes in total.
     """
 
     weights: str
@@ -164,29 +168,29 @@ class LoadOptions(NamedTuple):
 
 
 class Runner(Protocol):
-    """A loaded model; `bind` sets the backend that holds its KV, before `forward`."""
+    """A loaded model. `bind` sets the backend that stores its KV, and must precede `forward`."""
 
     info: RunnerInfo
 
     @property
     def moved_keys_refusal(self) -> str | None:
-        """Reason why keys cannot be used at other positions, or None.
+        """Reason why keys cannot be reused at other positions, or None.
 
-        It is final once a backend is bound.
+        The answer is final once a backend is bound.
         """
         ...
 
     @property
     def copied_bytes(self) -> int:
-        """Bytes of KV copies outside the pool, at present; 0 unless `info.copies_kv`."""
+        """Current size of KV copies outside the pool in bytes. It is 0 unless `info.copies_kv`."""
         ...
 
     def bind(self, backend: Backend) -> None: ...
 
     def forward(self, batch: ForwardBatch) -> npt.NDArray[np.float32]:
-        """Run the tokens, store their KV, and fill `batch.states`.
+        """Compute a pass: store its KV, fill `batch.states` and return logits.
 
-        Logits and states of a sequence are NaN if any key or value that it stored is not finite.
+        If a key or value that a sequence stores is not finite, all its logits and states are NaN.
         `batch.state_rows` requires `info.hidden_size` > 0.
 
         Returns:
@@ -197,30 +201,30 @@ class Runner(Protocol):
     def accept_drafts(
         self, layout: BatchLayout, accepted: npt.NDArray[np.int32], states: PassStates
     ) -> None:
-        """Advance recurrent states by accepted draft tokens of the last pass.
+        """Advance the recurrent state by accepted draft tokens of the last pass.
 
-        The result is bit-identical to a pass in which they were ordinary tokens. Only for models
-        with recurrent state.
+        The result is bit-identical to a pass with the same tokens as ordinary tokens. Models
+        without recurrent state do not support this.
 
         Args:
             layout: layout of the last pass.
-            accepted: int32 [num_seqs], accepted draft tokens of each sequence; at least one in
-                total.
-            states: slots to read (left by the pass) and to write; ignored for sequences without
-                accepted draft tokens. Snapshots are after accepted draft tokens.
+            accepted: int32 [num_seqs], number of accepted draft tokens per sequence. At least one
+                must be positive.
+            states: slots to read (as the pass left them) and to write. Sequences without accepted
+                draft tokens are ignored. Snapshot positions count accepted draft tokens.
         """
         ...
 
     def deviations(
         self, batch: ForwardBatch, rows: npt.NDArray[np.int64], slots: npt.NDArray[np.int64]
     ) -> npt.NDArray[np.float32]:
-        """Return how far the values of tokens are from stored ones in the second layer.
+        """Return how far tokens' values in the second layer deviate from stored values.
 
-        KV of the first two layers is stored. A model with one layer returns 0. Only if
-        `moved_keys_refusal` is None.
+        The pass also stores the KV of the first two layers. A model with one layer returns 0.
+        Requires `moved_keys_refusal` to be None.
 
         Args:
-            batch: the pass.
+            batch: input of the pass.
             rows: int64 [n], rows of the flat batch.
             slots: int64 [n], slots of the stored values to compare with.
 
@@ -232,14 +236,14 @@ class Runner(Protocol):
     def masses(
         self, batch: ForwardBatch, rows: npt.NDArray[np.int64], stored: StoredKeys
     ) -> npt.NDArray[np.float32]:
-        """Return the attention probability that tokens give to each stored key.
+        """Return the attention probability of stored keys in the layer `asked_layer`.
 
-        It is measured in `asked_layer`, summed over tokens and heads. KV of the layers up to it is
-        stored. Only if `moved_keys_refusal` is None.
+        The probability is summed over tokens and heads. The pass also stores the KV of all layers
+        up to that layer. Requires `moved_keys_refusal` to be None.
 
         Args:
-            batch: the pass.
-            rows: int64 [n], rows of the flat batch.
+            batch: input of the pass.
+            rows: int64 [n], rows of the flat batch whose attention counts.
             stored: the keys.
 
         Returns:

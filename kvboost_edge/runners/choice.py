@@ -1,7 +1,7 @@
-"""Choice of a runner for a model, with the reason. It loads no model and imports no torch.
+"""Choice of the runner for a model, with a reason. Loads no model and imports no torch.
 
-A runner is a folder and a row of RUNNERS. Its module `select_<name>` implements `RunnerPlan` and
-is cheap to import. Its module `runner` has `load` and is imported only if it is chosen.
+A runner is a folder and an entry in RUNNERS. Its module `select_<name>` implements `RunnerPlan` and
+is cheap to import. Its module `runner` defines `load` and is imported only if the runner is chosen.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["RUNNERS", "RunnerChoice", "RunnerPlan", "choose_runner", "load_runner", "plan_of"]
 
-# In order of preference.
+# Runners in order of preference.
 RUNNERS = {
     "native": "kvboost_edge.runners.native",
     "torch": "kvboost_edge.runners.torch",
@@ -33,9 +33,9 @@ class RunnerPlan(Protocol):
     """Interface of a runner's module `select_<name>`.
 
     Attributes:
-        WORKS_WITH: supported backends, for messages.
+        WORKS_WITH: supported backends, for error messages.
         AUTO_BACKEND: backend that backend="auto" selects.
-        AUTO_BACKEND_REASON: why; "" if the backend's own choice states a reason.
+        AUTO_BACKEND_REASON: reason for that backend, or "" if the backend selection states one.
     """
 
     WORKS_WITH: str
@@ -47,15 +47,15 @@ class RunnerPlan(Protocol):
         ...
 
     def unsupported_reason(self, model: ModelTraits) -> str | None:
-        """Return why it cannot run the model, as far as the config shows; None if it can."""
+        """Return why the runner cannot run the model, or None if the config shows no reason."""
         ...
 
     def missing_package(self, model_config: Mapping[str, Any]) -> str | None:
-        """Return "needs ..." if a package must be installed to load this model; otherwise None."""
+        """Return "needs ..." if a package must be installed to load this model, or None."""
         ...
 
     def moved_keys_refusal(self, model_config: Mapping[str, Any], backend: str) -> str | None:
-        """Return `Runner.moved_keys_refusal` for this backend, as far as the config shows."""
+        """Return `Runner.moved_keys_refusal` for a backend, as far as the config shows."""
         ...
 
     def choose_weights(
@@ -65,13 +65,16 @@ class RunnerPlan(Protocol):
         plan_pool: Callable[[KVSpec, int], int],
         available: int,
     ) -> tuple[str, str]:
-        """Return (weight format, reason); "" for runners without formats of their own.
+        """Return the weight format and the reason for it.
+
+        Both are "" for runners that keep the weights of the file.
 
         Args:
             config: options of the engine.
             model: the model.
-            plan_pool: (KV spec, longest sequence) -> bytes of the pool.
-            available: bytes of available memory.
+            plan_pool: returns the size of the pool in bytes for a KV spec and a maximum sequence
+                length.
+            available: available memory in bytes.
         """
         ...
 
@@ -85,10 +88,10 @@ class RunnerChoice:
     """The chosen runner.
 
     Attributes:
-        name: key of RUNNERS.
-        weights: weight format; "" for runners without formats of their own.
-        reason: why it was chosen.
-        wanted: True if it was requested, or is the first in order of preference.
+        name: key in RUNNERS.
+        weights: weight format, or "" if the runner keeps the weights of the file.
+        reason: why the runner was chosen.
+        wanted: whether it was requested or is the first in order of preference.
     """
 
     name: str
@@ -98,13 +101,13 @@ class RunnerChoice:
 
 
 def choose_runner(config: EngineConfig, model: ModelTraits) -> RunnerChoice:
-    """Return the runner that an option requires, or the first that can run the model.
+    """Return the runner that an option requires, or the first that supports the model.
 
-    Its `weights` are still empty.
+    The field `weights` of the result is still empty.
 
     Raises:
         ConfigError: options contradict each other.
-        ModelFormatError: no runner, or not the required one, can run the model.
+        ModelFormatError: the required runner, or every runner, rejects the model.
     """
     wishes = {name: wish for name in RUNNERS if (wish := _wish(name, config, model))}
     if model.is_gguf and "torch" in wishes:
@@ -143,6 +146,6 @@ def plan_of(name: str) -> RunnerPlan:
 
 
 def load_runner(name: str, checkpoint: Checkpoint, options: LoadOptions) -> Runner:
-    """Load a model into a runner; raise ModelFormatError if it cannot be loaded completely."""
+    """Load a model with a runner; raise ModelFormatError if it cannot be loaded completely."""
     module = cast(_RunnerModule, importlib.import_module(f"{RUNNERS[name]}.runner"))
     return module.load(checkpoint, options)

@@ -169,7 +169,7 @@ def test_a_loaded_model_without_rope_keeps_the_compiled_kernels(tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(save_tiny_model("gpt2", tmp_path))
     with KVBoost(build_tiny_model("gpt2"), tokenizer, num_blocks=32, strict=False) as engine:
         assert engine.paged_stats()["backend"] == "cpu"
-        with pytest.raises(RequestError, match="uses positions in other ways than RoPE"):
+        with pytest.raises(RequestError, match="uses positions other than by RoPE"):
             engine.generate(QUESTION, 3, GenerationMode.CHUNK_KV_REUSE)
 
 

@@ -1,1 +1,1 @@
-"""Native runner: model families on the project's own kernels, without torch."""
+"""Native runner: runs supported model families on the project's own kernels, without torch."""

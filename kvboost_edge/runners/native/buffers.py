@@ -1,4 +1,4 @@
-"""Activation buffers of a pass, which grow to the largest pass."""
+"""Activation buffers of a pass. They grow to the size of the largest pass."""
 
 from __future__ import annotations
 
@@ -20,17 +20,18 @@ from kvboost_edge.runners.native.sizes import MixtureSizes, Sizes
 
 __all__ = ["ProgramBuffers", "largest_bytes"]
 
-_KEPT_ROWS = 64  # rows of logits: a decode step, not a whole prompt
-_MORE_POSITIONS = 1024  # computed ahead, so that the table does not grow at every token
-_SLACK = 4 * GROUP  # floats that a vector may read after the last row
+# rows of logits that are kept allocated: enough for decode steps, not for whole prompts
+_KEPT_ROWS = 64
+_MORE_POSITIONS = 1024  # extra positions, so that the table does not grow with every token
+_SLACK = 4 * GROUP  # floats that a vector load may read past the last row
 
 
 class ProgramBuffers:
-    """Buffers of a model by their number in the program, and RoPE tables.
+    """Activation buffers of a model by their number in the program, and its RoPE tables.
 
     Args:
         spec: the model.
-        float_experts: True if the experts' weights are floats.
+        float_experts: whether the experts' weights are floats.
     """
 
     def __init__(self, spec: ModelSpec, *, float_experts: bool = False) -> None:
@@ -48,13 +49,13 @@ class ProgramBuffers:
         self._addresses = np.zeros(lt.B_TABLES + 2 * len(self._tables) + 1, dtype=np.int64)
 
     def addresses(self, num_tokens: int, num_positions: int) -> npt.NDArray[np.int64]:
-        """Return addresses of buffers, int64 [num_buffers], for a pass.
+        """Return the buffer addresses for a pass, int64 [num_buffers].
 
-        The caller fills in tokens, positions, attention results and logits.
+        The caller adds the addresses of tokens, positions, attention output and logits.
 
         Args:
-            num_tokens: tokens of the pass.
-            num_positions: the highest position + 1.
+            num_tokens: number of tokens in the pass.
+            num_positions: highest position + 1.
         """
         if num_tokens > self._capacity:
             self._grow(num_tokens)
@@ -63,10 +64,11 @@ class ProgramBuffers:
         return self._addresses.copy()
 
     def turning(self) -> dict[int, Any]:
-        """Return columns of the attention rows for segments with a delta.
+        """Return the columns of attention rows that segments with a delta need.
 
-        They locate the queries before RoPE and each layer's RoPE tables: a number for all layers,
-        or a list. Valid until the next call of `addresses`.
+        They contain the address of the queries before RoPE and each layer's RoPE tables. A value is
+        one number for all layers or a list by layer. It is valid until the next call of
+        `addresses`.
         """
         tables = [
             None if layer.rope < 0 else self._tables[layer.rope] for layer in self._spec.layers
@@ -82,9 +84,9 @@ class ProgramBuffers:
     def turned(
         self, layer: int, keys: npt.NDArray[np.float32], deltas: npt.NDArray[np.int64]
     ) -> npt.NDArray[Any]:
-        """Return a layer's keys [tokens, num_kv_heads, head_dim], shifted by `deltas` positions.
+        """Rotate a layer's keys [tokens, num_kv_heads, head_dim] by `deltas` positions.
 
-        Call it after `addresses` of a pass whose queries attend to them.
+        Must be called after `addresses` of the pass whose queries attend to the keys.
         """
         rope = self._spec.layers[layer].rope
         if rope < 0:
@@ -100,7 +102,7 @@ class ProgramBuffers:
 
     @property
     def query(self) -> npt.NDArray[np.float32]:
-        """The query buffer, with rows as in `rows`."""
+        """Buffer of the queries, as a flat array. See `rows`."""
         return self._arrays[lt.B_QUERY]
 
     def hidden(self, num_tokens: int) -> npt.NDArray[np.float32]:
@@ -116,23 +118,23 @@ class ProgramBuffers:
         ]
 
     def per_layer(self, num_tokens: int) -> npt.NDArray[np.float32]:
-        """Return the first rows of the per-layer inputs, float32 [num_tokens, padded]."""
+        """Return the first rows of the per-layer inputs, float32 [num_tokens, padded size]."""
         row = self.sizes.per_layer
         return self._arrays[lt.B_PER_LAYER][: num_tokens * row].reshape(num_tokens, row)
 
     def wide(self, num_tokens: int) -> npt.NDArray[np.float32]:
-        """Return the first rows of the QKV projection's output, float32 [num_tokens, padded]."""
+        """Return the first rows of the QKV projection, float32 [num_tokens, padded size]."""
         row = self.sizes.wide
         return self._arrays[lt.B_WIDE][: num_tokens * row].reshape(num_tokens, row)
 
     def copied(
         self, rows: BufferRows, num_tokens: int, which: npt.NDArray[np.int64]
     ) -> npt.NDArray[np.float32]:
-        """Return a copy of some rows of a buffer, float32, flat, sized as the buffer is for them.
+        """Copy some rows of a buffer to a flat float32 array, sized as a buffer for these rows.
 
         Args:
-            rows: the buffer.
-            num_tokens: rows of the pass.
+            rows: number and row size of the buffer.
+            num_tokens: number of rows in the pass.
             which: int64, rows to copy.
         """
         number = rows.buffer
@@ -144,9 +146,9 @@ class ProgramBuffers:
         return copy
 
     def logits(self, num_rows: int) -> npt.NDArray[np.float32]:
-        """Return float32 [num_rows, padded vocabulary], uninitialized.
+        """Return an uninitialized array for logits, float32 [num_rows, padded vocabulary].
 
-        Few rows are the same memory in each call.
+        Up to 64 rows reuse the same memory in each call.
         """
         if num_rows > _KEPT_ROWS:
             return aligned_empty((num_rows, self.sizes.logits), np.float32)
@@ -156,7 +158,7 @@ class ProgramBuffers:
 
     def _cover(self, num_positions: int) -> None:
         """Extend RoPE tables and query factors to at least `num_positions` positions."""
-        # Addresses are updated table by table, so that they stay valid after a MemoryError.
+        # Updated table by table, so that all addresses are valid even after a MemoryError.
         for index, table in enumerate(self._tables):
             table.cover(num_positions)
             self._addresses[lt.B_TABLES + 2 * index] = table.cos.ctypes.data
@@ -169,7 +171,7 @@ class ProgramBuffers:
         self._num_positions = min(held, default=num_positions)
 
     def _grow(self, num_tokens: int) -> None:
-        """Replace all buffers by larger ones; on MemoryError they stay unchanged."""
+        """Replace all buffers by larger ones. On MemoryError they remain unchanged."""
         arrays = self._of_size(num_tokens)
         for number, array in arrays.items():
             self._addresses[number] = array.ctypes.data
@@ -177,7 +179,7 @@ class ProgramBuffers:
         self._capacity = num_tokens
 
     def _of_size(self, num_tokens: int) -> dict[int, npt.NDArray[Any]]:
-        """Return buffers for passes of up to `num_tokens` tokens, by number."""
+        """Allocate buffers for passes of up to `num_tokens` tokens."""
         sizes = self.sizes
         floats = {
             lt.B_HIDDEN: sizes.hidden,
@@ -199,18 +201,18 @@ class ProgramBuffers:
 
 
 def largest_bytes(spec: ModelSpec, num_tokens: int, num_positions: int) -> int:
-    """Return the bytes of all buffers for passes of up to `num_tokens` tokens."""
+    """Return the size of all buffers in bytes for passes of up to `num_tokens` tokens."""
     buffers = ProgramBuffers(spec, float_experts=True)
-    arrays = buffers._of_size(num_tokens).values()  # nothing is written, so nothing is resident
+    arrays = buffers._of_size(num_tokens).values()  # never written, so it takes no physical memory
     logits = 4 * _KEPT_ROWS * buffers.sizes.logits
     each = sum(2 * len(rope.frequencies) for rope in spec.ropes) + (spec.query_scale is not None)
-    # Growing a table copies it.
+    # Growing a table copies it, so old and new exist at the same time.
     tables = 2 * 4 * each * (num_positions + _MORE_POSITIONS)
     return sum(array.nbytes for array in arrays) + logits + tables
 
 
 def _of_mixture(sizes: MixtureSizes, num_tokens: int) -> dict[int, npt.NDArray[Any]]:
-    """Return the buffers of experts, by number."""
+    """Allocate the buffers of layers with experts."""
     places = num_tokens * sizes.used
     return {
         lt.B_ROUTED: aligned_empty((num_tokens * sizes.routed,), np.float32),

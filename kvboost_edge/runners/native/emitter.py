@@ -1,4 +1,4 @@
-"""Operations that layers of all kinds emit into a program."""
+"""Emission of operations that all kinds of layers use."""
 
 from __future__ import annotations
 
@@ -22,12 +22,11 @@ from kvboost_edge.runners.native.sizes import Sizes, padded
 
 __all__ = ["ACTIVATIONS", "MAX_TILES", "Emitter"]
 
-# Where weights stream from memory, long runs are best: 2 units per thread instead of 8 raise the
-# GB/s by 20 to 50%.
+# Long runs stream weights from memory fastest: 2 units per thread give 20 to 50% more GB/s than 8.
 _UNITS_PER_THREAD = 2
 MAX_TILES = 256
-# Matrices whose inputs have 16-bit codes: errors in queries, keys and logits matter most, and the
-# cost is least there.
+# Matrices whose inputs are quantized to 16 bits. Errors in queries, keys and logits matter most,
+# and the cost is lowest there.
 _FINE = ("qkv", "embed", "head")
 ACTIVATIONS = {
     "silu": ACT_SILU,
@@ -38,16 +37,16 @@ ACTIVATIONS = {
 
 
 def _is_fine(name: str) -> bool:
-    """Return whether the inputs of a matrix, or of a run of its rows, have 16-bit codes."""
+    """Return whether the inputs of a matrix, or of some of its rows, are quantized to 16 bits."""
     return name.rpartition(".")[2].partition("+")[0] in _FINE
 
 
 class Emitter:
-    """The operations of a program.
+    """Builder for the list of operations of a program.
 
     Attributes:
         ops: operations emitted so far.
-        scaled_vectors: vectors made by `scaled`, by name; operations point to them.
+        scaled_vectors: vectors created by `scaled`, by name. Operations contain their addresses.
     """
 
     def __init__(
@@ -71,17 +70,17 @@ class Emitter:
         return not FORMATS[self.entries[name].kind].is_float
 
     def read_by(self, name: str) -> int:
-        """Return the weight format that a result is quantized for; 0 for float weights."""
+        """Return the weight format that a matrix's inputs are quantized for; 0 for floats."""
         return self.kind(name) if self.is_quantized(name) else 0
 
     def panel(self, reader: str, buffer: int = lt.B_PANEL) -> lt.PanelTarget:
-        """Return the panel into which a result is quantized for the matrix `reader`."""
+        """Return the panel that receives the quantized input of the matrix `reader`."""
         if not self.is_quantized(reader):
             return lt.PanelTarget()
         return lt.PanelTarget(self.kind(reader), buffer, int(_is_fine(reader)))
 
     def scaled(self, name: str, factors: npt.NDArray[np.float32]) -> int:
-        """Return the address of a packed vector, its first elements multiplied by `factors`."""
+        """Return the address of a packed vector with its first elements times `factors`."""
         if (factors == 1).all():
             return self.packed.address(name)
         if name not in self.scaled_vectors:
@@ -90,7 +89,13 @@ class Emitter:
         return self.scaled_vectors[name].ctypes.data
 
     def norm(self, weight: str, reader: str, *, factor: float = 1.0) -> None:
-        """Emit the norm of the hidden state, times `factor`, for the matrix `reader`."""
+        """Emit a norm of the hidden state as input of the matrix `reader`.
+
+        Args:
+            weight: name of the norm's weight.
+            reader: name of the matrix.
+            factor: factor of the result.
+        """
         size = self.spec.hidden_size
         address = self.scaled(weight, np.full(size, factor, dtype=np.float32))
         self.ops.append(
@@ -102,7 +107,14 @@ class Emitter:
             self.ops.append(lt.QuantizeOp(source, count, self.panel(reader)))
 
     def matrix(self, name: str, unit: int, num_units: int, panel: int) -> lt.PackedMatrix:
-        """Return a matrix and its bias, in runs of `unit` of its num_units tiles (or groups)."""
+        """Return a matrix and its bias, divided into runs of tiles or groups.
+
+        Args:
+            name: name of the matrix.
+            unit: maximum number of tiles or groups in a run.
+            num_units: number of tiles or groups in the matrix.
+            panel: buffer of the quantized inputs.
+        """
         return lt.PackedMatrix(
             self.kind(name),
             self.entries[name].inputs,
@@ -125,9 +137,9 @@ class Emitter:
         factor: float = 1.0,
         panel: int = lt.B_PANEL,
     ) -> None:
-        """Emit the product of the matrix `name`, or of its runs.
+        """Emit the product with a matrix, which may be stored in several runs of rows.
 
-        It reads `source` if its weights are floats, otherwise `panel`.
+        A matrix with float weights reads `source`. Other matrices read `panel`.
         """
         bias = self.packed.address(f"{name}_bias")
         done = 0
@@ -142,7 +154,7 @@ class Emitter:
             index += 1
 
     def gated(self, layer: str, source: BufferRows, inner: int, scalar: float) -> None:
-        """Emit a whole MLP; the hidden state is then multiplied by `scalar`."""
+        """Emit an MLP that adds to the hidden state, then multiply the hidden state by `scalar`."""
         rows = self.inner(layer, source, inner)
         factor = self.spec.factors.mlp_out
         names = (f"{layer}down", f"{layer}mlp_out")
@@ -151,10 +163,10 @@ class Emitter:
         )
 
     def inner(self, layer: str, source: BufferRows, inner: int) -> BufferRows:
-        """Emit gate and up (or up alone) and the activation.
+        """Emit the gate and up projections (or up alone) and the activation.
 
         Returns:
-            The rows that a float down projection reads; a quantized one reads B_INNER.
+            The rows that a float down projection reads. A quantized one reads B_INNER.
         """
         spec = self.spec
         way_in = layer + spec.family.way_in
@@ -167,7 +179,7 @@ class Emitter:
             self.ops.append(lt.GatedOp(matrix, channels, lt.B_INNER))
         else:
             self.linear(way_in, source, self.wide)
-            # Without a gate `up` is ignored, but its address must be valid.
+            # Without a gate, `by` is ignored but needs a valid address.
             by = BufferRows() if spec.family.gated else self.wide
             panel = self.panel(down, lt.B_INNER)
             self.ops.append(lt.ActivateOp(self.wide, rows, inner, act, by, panel))
@@ -183,9 +195,15 @@ class Emitter:
         sum_factor: float = 1.0,
         factor: float = 1.0,
     ) -> None:
-        """Emit a matrix product, times `factor`, that is added to the hidden state.
+        """Emit a matrix product that is added to the hidden state.
 
-        If the family has a norm after it, the norm comes first; only then may `sum_factor` be set.
+        Args:
+            name: name of the matrix.
+            source: input rows.
+            norm: name of the norm after the product, for families that have one.
+            panel: buffer of the quantized inputs.
+            sum_factor: factor of the hidden state after the addition. It requires such a norm.
+            factor: factor of the product.
         """
         spec = self.spec
         if spec.family.norms == "pre":

@@ -1,4 +1,4 @@
-"""Attention between two parts of a program, for backends whose kernels a program cannot call."""
+"""Attention layer by layer, for backends whose kernels a program cannot call."""
 
 from __future__ import annotations
 
@@ -27,7 +27,11 @@ def attend_layer(
     prepared: Any,
     params: AttentionParams,
 ) -> Floats:
-    """Store a layer's KV, if it has its own, and return its attention, padded to whole groups."""
+    """Store a layer's KV, unless it shares another layer's, and compute its attention.
+
+    Returns:
+        The attention output, float32 [num_tokens, padded size].
+    """
     own = spec.layers[layer]
     query = buffers.rows(lt.B_QUERY, num_tokens, spec.num_heads, own.head_dim)
     if own.owns_kv:

@@ -1,4 +1,4 @@
-"""Operations of a layer's mixture of experts."""
+"""Emission of mixture-of-experts layers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["emit_mixture", "emit_mixture_beside"]
 
 def emit_mixture(out: Emitter, layer: str, experts: Experts) -> None:
     """Emit experts that replace the MLP."""
-    # The norm serves the router (floats), and a shared expert (quantized) if there is one.
+    # The norm's output is read by the router as floats, and by a shared expert in quantized form.
     router = f"{layer}router"
     out.norm(f"{layer}mlp_in", f"{layer}{out.spec.family.way_in}" if experts.shared else router)
     routed = BufferRows(lt.B_ROUTED, _sizes(out).routed)
@@ -31,10 +31,11 @@ def emit_mixture(out: Emitter, layer: str, experts: Experts) -> None:
 def emit_mixture_beside(
     out: Emitter, layer: str, experts: Experts, inner: int, sum_factor: float
 ) -> None:
-    """Emit experts in parallel to an MLP of `inner` channels.
+    """Emit experts in parallel to an MLP with `inner` channels.
 
-    Both read the hidden state through norms of their own. The sum of their norms is normed and
-    added to the hidden state, which is then multiplied by `sum_factor`.
+    The MLP and the experts read the hidden state through separate norms, and each output is normed.
+    Their sum is normed again and added to the hidden state, which is then multiplied by
+    `sum_factor`.
     """
     spec = out.spec
     size = spec.hidden_size
@@ -47,7 +48,7 @@ def emit_mixture_beside(
     routed = BufferRows(lt.B_ROUTED, _sizes(out).routed)
     out.linear(f"{layer}router", out.normed, routed, factor=size**-0.5)
     _route(out, layer, experts)
-    # The router's format is a float format: the rows are quantized when they are spread.
+    # The router has a float format, so this norm does not quantize. `SpreadOp` quantizes the rows.
     out.norm(f"{layer}experts_in", f"{layer}router")
     _all_experts(out, layer, experts, out.wide, add=False)
     norm = out.packed.address(f"{layer}experts_out")
@@ -62,7 +63,7 @@ def _sizes(out: Emitter) -> MixtureSizes:
 
 
 def _route(out: Emitter, layer: str, experts: Experts) -> None:
-    """Emit the routing from logits to each expert's tokens."""
+    """Emit the operations that turn router logits into a list of tokens for each expert."""
     counts = ExpertCounts(experts.count, experts.used)
     out.ops.append(
         lt.RouteOp(
@@ -80,7 +81,10 @@ def _route(out: Emitter, layer: str, experts: Experts) -> None:
 
 
 def _all_experts(out: Emitter, layer: str, experts: Experts, to: BufferRows, *, add: bool) -> None:
-    """Emit all experts on B_NORMED; the sum of shares is stored in `to`, or added to it."""
+    """Emit all experts, which read B_NORMED.
+
+    Their weighted sum is stored in `to` or, with `add`, added to it.
+    """
     spec = out.spec
     size = spec.hidden_size
     counts = ExpertCounts(experts.count, experts.used)
@@ -97,7 +101,7 @@ def _all_experts(out: Emitter, layer: str, experts: Experts, to: BufferRows, *, 
 
 
 def _shared_by_gate(out: Emitter, layer: str, experts: Experts, gate: BufferRows) -> None:
-    """Emit the shared expert, times the sigmoid of the router's last number."""
+    """Emit the shared expert, multiplied by the sigmoid of the router's last output."""
     rows = out.inner(layer, out.normed, experts.shared)
     out.linear(f"{layer}down", rows, out.wide, panel=lt.B_INNER)
     size = out.spec.hidden_size

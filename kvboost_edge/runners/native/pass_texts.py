@@ -1,7 +1,7 @@
-"""KV of bidirectional models: held for one layer at a time, while its attention runs.
+"""KV of bidirectional models, kept only while a layer's attention runs.
 
-No backend's pool holds it, and it is never reused. Each text is complete in its pass, so blocks
-are numbered here, text after text, independent of the engine's block tables.
+It is not stored in a backend's pool and never reused. Each text is complete within one pass. Its
+blocks are numbered consecutively here, independent of the engine's block tables.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ __all__ = ["PassTexts"]
 
 Floats = npt.NDArray[np.float32]
 
-_BLOCK = 16  # tokens
+_BLOCK = 16  # tokens per block
 
 
 class PassTexts:
-    """A float32 pool that all layers share in turn, which grows to the largest pass.
+    """A float32 KV pool that all layers overwrite, which grows to the largest pass.
 
     Attributes:
-        whole: attention as operations of one kernel call. None without `access`, or if heads x
-            head_dim is not a multiple of 32: then `write_kv` and `attention` run layer by layer.
+        whole: attention as operations of one kernel call. It is None without `access`, or if heads
+            x head_dim is not a multiple of 32. `write_kv` and `attention` then run layer by layer.
     """
 
     def __init__(self, spec: ModelSpec, access: KernelAccess | None) -> None:
@@ -41,7 +41,7 @@ class PassTexts:
         self._grow(1)
 
     def prepare(self, layout: BatchLayout) -> PreparedBatch:
-        """Return the batch of a pass; only the lengths of the layout matter.
+        """Return the backend's batch for a pass. Only the lengths in the layout are used.
 
         Raises:
             ConfigError: a sequence is not complete in the pass.
@@ -49,8 +49,8 @@ class PassTexts:
         lengths = np.diff(layout.cu_seqlens_q)
         if not np.array_equal(lengths, layout.seq_lens) or layout.segments is not None:
             raise ConfigError(
-                "a bidirectional model computes whole sequences, but the pass contains "
-                f"{lengths.tolist()} tokens of sequences of {layout.seq_lens.tolist()}"
+                "a bidirectional model needs whole sequences, but the pass contains "
+                f"{lengths.tolist()} tokens of sequences with {layout.seq_lens.tolist()} tokens"
             )
         counts = -(-lengths // _BLOCK)
         first = np.cumsum(counts) - counts
@@ -67,20 +67,24 @@ class PassTexts:
         return PreparedBatch(own, 1 if self._access is None else self._access.workspace.num_threads)
 
     def write_kv(self, layer: int, keys: Floats, values: Floats, batch: PreparedBatch) -> None:
-        """Store a layer's keys and values over those of the previous layer."""
+        """Store a layer's keys and values, overwriting those of the previous layer."""
         reference.write_kv(keys, values, self._pool, batch.slot_mapping)
 
     def attention(
         self, layer: int, queries: Floats, batch: PreparedBatch, params: AttentionParams
     ) -> tuple[Floats, Floats]:
-        """Compute bidirectional attention; return (out like queries, lse)."""
+        """Compute bidirectional attention.
+
+        Returns:
+            The output, shaped like the queries, and the log-sum-exp.
+        """
         options = AttentionOptions(*params, ahead=self._spec.layers[layer].ahead)
         if self._access is None:
             return reference.paged_attention(queries, self._pool, batch.paged, options)
         return paged_attention(queries, self._pool, batch.paged, options, self._access.workspace)
 
     def _grow(self, num_blocks: int) -> None:
-        """Allocate a pool of `num_blocks` blocks and, on the kernels' backend, its `WholePass`."""
+        """Allocate a pool of `num_blocks` blocks and, for the CPU backend, its `WholePass`."""
         spec = self._spec
         shape = LayerKVSpec(spec.num_kv_heads, spec.head_dim)
         sizes = (num_blocks, shape.num_kv_heads)
@@ -99,6 +103,6 @@ class PassTexts:
             whole = WholePass(
                 access, KVSpec((shape,) * layers, _BLOCK, "float32"), options, range(layers)
             )
-        # both, or neither if memory does not suffice
+        # Assigned together, so that a MemoryError above changes neither.
         self._pool = pool
         self.whole = whole

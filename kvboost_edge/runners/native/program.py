@@ -1,4 +1,4 @@
-"""Building of a program of operations from a model's spec and packed weights."""
+"""Construction of a program of operations from a model's spec and packed weights."""
 
 from __future__ import annotations
 
@@ -26,26 +26,28 @@ __all__ = ["LayerProgram", "attention_params", "build_program", "possible_operat
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LayerProgram:
-    """Operations of a model and their division into parts.
+    """Operations of a model, divided into parts.
 
-    Part 0 embeds and prepares layer 0's attention. Part i > 0 finishes layer i - 1 and prepares
-    layer i. The last part finishes the last layer and computes logits; up to `normed` it leaves
-    the hidden state after the last norm in B_NORMED. Between two parts are the layer's `CloseOp`
-    (if it has its own KV) and `AttendOp`, for passes that run attention in the program. A layer
-    without attention has neither.
+    Part 0 computes the embedding and prepares the attention of layer 0. Part i > 0 finishes layer i
+    - 1 and prepares layer i. The last part finishes the last layer and computes logits. Its
+    operations up to `normed` leave the hidden state after the last norm in B_NORMED.
+
+    Between two parts are the layer's `AttendOp` and, if the layer has its own KV, its `CloseOp`.
+    They are used by passes that run attention inside the program. A layer without attention has
+    neither.
 
     Attributes:
         operations: the operations in order.
-        ops: their table; see program/table.py.
-        parts: (first, end) of each part.
-        narrow: from this part on, no KV and no recurrent states are computed: it runs only on rows
-            whose logits are wanted.
-        normed: end of the operations up to the last norm.
-        border: buffer that part `narrow` reads in addition to the hidden state, attention results
-            and B_PER_LAYER; None: no other.
-        accept: (first, end) of the operations that advance recurrent states by accepted draft
-            tokens; empty without recurrent states.
-        held: vectors that operations point to.
+        ops: table of the operations, described in program/table.py.
+        parts: first and end index of each part.
+        narrow: first part that computes no KV and no recurrent state. From there on, the program
+            runs only on rows that need logits.
+        normed: end index of the operations up to the last norm.
+        border: buffer that part `narrow` reads in addition to the hidden state, the attention
+            output and B_PER_LAYER, or None.
+        accept: first and end index of the operations that advance the recurrent state by accepted
+            draft tokens. The range is empty without recurrent state.
+        held: arrays whose addresses the operations contain.
     """
 
     operations: tuple[lt.Operation, ...]
@@ -64,7 +66,7 @@ class LayerProgram:
 
 
 class _Builder(Emitter):
-    """Emitter of a decoder's operations."""
+    """Builder for the operations of a decoder."""
 
     def __init__(
         self, spec: ModelSpec, plan: list[PackEntry], packed: PackedWeights, num_threads: int
@@ -74,7 +76,7 @@ class _Builder(Emitter):
         self.states = None if spec.mixer is None else StateOperations(self, spec.mixer)
 
     def embed(self) -> None:
-        """Emit the embedding, and per-layer inputs if the model has them."""
+        """Emit the embedding and, if the model has them, the per-layer inputs."""
         spec = self.spec
         matrix = self.matrix("embed", 1, 1, 0)
         self.ops.append(lt.EmbedOp(self.hidden, matrix, spec.embedding_factor))
@@ -130,7 +132,7 @@ class _Builder(Emitter):
         )
 
     def gate(self, index: int, rows: BufferRows) -> None:
-        """Emit attention results times sigmoid(gates), in place, for the output projection."""
+        """Emit the output gate: attention output times sigmoid(gates), in place."""
         own = self.spec.layers[index]
         count = self.spec.num_heads * own.head_dim
         gates = self.wide._replace(first=count + 2 * own.num_kv_heads * own.head_dim)
@@ -138,7 +140,7 @@ class _Builder(Emitter):
         self.ops.append(lt.ActivateOp(gates, rows, count, ACT_SIGMOID, rows, panel))
 
     def before_mixing(self, index: int) -> None:
-        """Emit a layer's recurrent mixer, if it has one, and the preparation of its attention."""
+        """Emit a layer's recurrent mixer and the preparation of its attention, if it has them."""
         layer = self.spec.layers[index]
         if layer.keeps_state:
             assert self.states is not None
@@ -147,7 +149,11 @@ class _Builder(Emitter):
             self.before_attention(index)
 
     def accept_drafts(self) -> tuple[int, int]:
-        """Emit the operations of `LayerProgram.accept`."""
+        """Emit the operations that advance recurrent states by accepted draft tokens.
+
+        Returns:
+            Their first and end index.
+        """
         first = len(self.ops)
         for index, layer in enumerate(self.spec.layers):
             if layer.state >= 0:
@@ -184,7 +190,7 @@ class _Builder(Emitter):
             self.into_hidden(name, rows, f"{layer}attn_out", factor=spec.factors.mixer_out)
 
     def behind_mixing(self, index: int) -> None:
-        """Emit the layer's MLP or experts, and the per-layer input."""
+        """Emit a layer's MLP or experts, and its per-layer input."""
         spec = self.spec
         layer = f"layer{index}."
         experts = spec.experts if spec.experts is not None and spec.experts.sparse[index] else None
@@ -210,13 +216,13 @@ class _Builder(Emitter):
             self.per_layer(layer, index, spec.per_layer.width, scalar)
 
     def scalar(self, layer: str) -> float:
-        """Return the factor of the layer's result."""
+        """Return the factor that the layer's output is multiplied by."""
         if not self.spec.family.layer_scalar:
             return 1.0
         return float(self.packed.array(f"{layer}scalar").view(np.float32)[0])
 
     def per_layer(self, layer: str, index: int, width: int, scalar: float) -> None:
-        """Emit the layer's own input, gated by the hidden state, and its projection."""
+        """Emit a layer's per-layer input, gated by the hidden state, and its projection."""
         names = (f"{layer}ple_gate", f"{layer}ple_out")
         rows = BufferRows(lt.B_NORMED, padded(width, GROUP))
         self.quantize(self.hidden, self.spec.hidden_size, names[0])
@@ -228,7 +234,11 @@ class _Builder(Emitter):
         self.into_hidden(names[1], rows, f"{layer}ple_norm", panel=lt.B_INNER, sum_factor=scalar)
 
     def head(self) -> int:
-        """Emit the last norm and the head; return the index of the operation after the norm."""
+        """Emit the last norm and the LM head.
+
+        Returns:
+            The index of the operation after the norm.
+        """
         spec = self.spec
         name = "embed" if spec.tied else "head"
         self.norm("norm", name)
@@ -243,7 +253,10 @@ class _Builder(Emitter):
 def build_program(
     spec: ModelSpec, plan: list[PackEntry], packed: PackedWeights, num_threads: int
 ) -> LayerProgram:
-    """Return a model's program; it holds addresses of `packed`, which must outlive it."""
+    """Build a model's program.
+
+    The program contains addresses in `packed`, which must outlive it.
+    """
     builder = _Builder(spec, plan, packed, num_threads)
     ops = builder.ops
     parts = []
@@ -278,12 +291,12 @@ def build_program(
         accept,
         held,
     )
-    entries_of(program.kinds)  # raises for an operation without an entry
+    entries_of(program.kinds)  # raises an error for an operation without an entry
     return program
 
 
 def possible_operations(spec: ModelSpec) -> list[type[lt.Operation]]:
-    """Return all operations that a program of the model may have, before its weights are packed."""
+    """Return all operations that a model's program may contain, before its weights are packed."""
     found = [lt.K_PROGRAM]
     if spec.experts is not None:
         found.append(lt.K_EXPERTS)
@@ -293,7 +306,10 @@ def possible_operations(spec: ModelSpec) -> list[type[lt.Operation]]:
 
 
 def attention_params(spec: ModelSpec, packed: PackedWeights) -> list[AttentionParams]:
-    """Return each layer's attention constants; sinks are float32 [num_heads], views of `packed`."""
+    """Return the attention constants of each layer.
+
+    Sinks are float32 [num_heads], as views of `packed`.
+    """
 
     def sinks(layer: int) -> npt.NDArray[np.float32] | None:
         if not spec.family.sinks:

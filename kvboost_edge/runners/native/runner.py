@@ -1,7 +1,7 @@
-"""Native runner: batches of tokens to logits on quantized or float weights, without torch.
+"""Native runner: computes logits with quantized or float weights, without torch.
 
-A token's logits depend only on its sequence and position, bit for bit: not on the batch, the
-chunks of the prompt, cached KV or the number of threads.
+A token's logits depend only on its sequence and position. They are bit-identical for any batch,
+prompt chunks, cached KV and number of threads.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ __all__ = [
     "load_kernels",
 ]
 
-_SHORT_PASS = 32  # tokens; shorter passes are one call, which is cheapest
-_CALL_SECONDS = 0.025  # target duration of a call; a pass can be abandoned between calls
+_SHORT_PASS = 32  # tokens; a shorter pass is one call, which is cheapest
+_CALL_SECONDS = 0.025  # target duration of a call in seconds; a pass can be abandoned between calls
 
 Floats = npt.NDArray[np.float32]
 Longs = npt.NDArray[np.int64]
@@ -80,28 +80,28 @@ Ints = npt.NDArray[np.int32]
 
 
 NUMERICS_VERSION = 2
-"""Raised with every change of the bits that a kernel or a program computes.
+"""Version of the exact bits that kernels and programs compute. Increment it with every change.
 
-Blocks stored under another number are not found again. A test compares the bits of a small model
-with this number.
+Blocks stored by another version are not reused. A test detects a change in the bits of a small
+model.
 """
 
 
 def describe_numerics() -> str:
-    """Return the versions of the kernels, LLVM and NumPy, on which the bits of KV depend."""
+    """Return the versions of the kernels, LLVM and NumPy, which the exact bits of KV depend on."""
     llvm = ".".join(map(str, llvmlite.binding.llvm_version_info))
     return f"kernels {NUMERICS_VERSION} llvm {llvm} numpy {np.__version__}"
 
 
 class _Rest(NamedTuple):
-    """State of a pass whose remaining layers run on some of its rows only.
+    """State of a pass whose remaining layers run only on some of its rows.
 
     Attributes:
-        batch: the pass.
+        batch: input of the pass.
         prepared: the backend's batch.
-        addresses: addresses of the buffers.
-        attended: attention results of all rows.
-        layers: layers whose attention is still to run.
+        addresses: buffer addresses.
+        attended: attention output of all rows.
+        layers: layers whose attention has not run yet.
     """
 
     batch: ForwardBatch
@@ -112,7 +112,7 @@ class _Rest(NamedTuple):
 
 
 class NativeRunner:
-    """Runner for the families of models/config/spec.py, on a NumPy backend; not thread-safe."""
+    """Runner for the model families in models/config/spec.py. Not thread-safe."""
 
     def __init__(
         self,
@@ -169,16 +169,17 @@ class NativeRunner:
         cache_dir: Path | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> NativeRunner:
-        """Load a checkpoint; weights are packed, or taken from the cache directory.
+        """Load a checkpoint. Packed weights are taken from the cache directory if possible.
 
         Args:
             model: a checkpoint or its path.
             weights: weight format.
-            num_threads: threads of the kernels.
-            block_size: tokens of a KV block.
-            kv_bits: (bits of keys, bits of values) in the pool.
-            cache_dir: directory of packed weights; None: the default; NO_CACHE: only in memory.
-            progress: called with (bytes done, bytes in total).
+            num_threads: number of kernel threads.
+            block_size: number of tokens in a KV block.
+            kv_bits: bits of keys and bits of values in the pool.
+            cache_dir: directory of packed weights, or None for the default. NO_CACHE keeps them in
+                memory only.
+            progress: called with the bytes done and the bytes in total.
 
         Raises:
             ModelFormatError: the native runner cannot run the model.
@@ -236,7 +237,12 @@ class NativeRunner:
         return 0
 
     def bind(self, backend: Backend) -> None:
-        """Use this backend; raise ConfigError unless it has NumPy arrays of this model's shapes."""
+        """Set the backend.
+
+        Raises:
+            ConfigError: the backend does not use NumPy arrays, or its layers differ from the
+                model's.
+        """
         if backend.array_kind != "numpy":
             raise ConfigError(
                 "the native runner works with NumPy backends (cpu, reference), not "
@@ -250,8 +256,8 @@ class NativeRunner:
                 f"the layers of backend {backend.name!r} differ from those of this model"
             )
         self._backend = backend
-        # One team for both: two teams would compete for the same cores, and their kernels never
-        # overlap.
+        # Runner and backend share one team, because two teams would compete for the same cores.
+        # Their kernels never run at the same time.
         access = backend.kernel_access
         shared = access is not None and access.workspace.num_threads == self._own_team.num_threads
         self._team = access.workspace.team if access is not None and shared else self._own_team
@@ -272,14 +278,16 @@ class NativeRunner:
         self._kernels = kernel_table(self.kinds, self._program.kinds, quantized)
 
     def forward(self, batch: ForwardBatch) -> Floats:
-        """Run the tokens, store their KV, and fill `batch.states`.
+        """Compute a pass: store its KV, fill `batch.states` and return logits.
 
         Returns:
             Logits, float32 [num_logits, vocab_size].
         """
         backend = self._backend
         if backend is None:
-            raise ConfigError("forward before bind: the runner has no backend for its KV")
+            raise ConfigError(
+                "forward was called before bind, so the runner has no backend for its KV"
+            )
         spec = self._spec
         num_tokens = len(batch.token_ids)
         tokens, positions = (
@@ -311,7 +319,7 @@ class NativeRunner:
         return self._outputs(batch, addresses, attended, len(self._program.parts) - 1)
 
     def accept_drafts(self, layout: BatchLayout, accepted: Ints, states: PassStates) -> None:
-        """Advance recurrent states by accepted draft tokens; see `Runner.accept_drafts`."""
+        """Advance recurrent states by accepted draft tokens. See `Runner.accept_drafts`."""
         if self._backend is None or self._backend.states is None:
             raise ConfigError("accept_drafts: the model has no recurrent state")
         rows = accepted_rows(layout, self._backend.states, accepted, states)
@@ -322,14 +330,14 @@ class NativeRunner:
         self._run(self._program.accept, addresses, rows.num_rows)
 
     def deviations(self, batch: ForwardBatch, rows: Longs, slots: Longs) -> Floats:
-        """Return distances of computed values from stored ones; see `Runner.deviations`."""
+        """Return distances of computed values from stored ones. See `Runner.deviations`."""
         spec = self._spec
         if len(spec.kv_layers) < 2:
             return np.zeros(len(rows), dtype=np.float32)
         second = [index for index, layer in enumerate(spec.layers) if layer.owns_kv][1]
         layer = spec.layers[second]
         whole, _ = self._run_begin(batch, second, self._program.parts[second][1])
-        # `RopeOp` has left the values of the second layer with KV in its wide row.
+        # `RopeOp` has left the values of this layer in its wide row.
         first = (spec.num_heads + layer.num_kv_heads) * layer.head_dim
         width = layer.num_kv_heads * layer.head_dim
         computed = self._buffers.wide(len(batch.token_ids))[rows, first : first + width]
@@ -338,10 +346,10 @@ class NativeRunner:
         return distances
 
     def masses(self, batch: ForwardBatch, rows: Longs, stored: StoredKeys) -> Floats:
-        """Return the attention that tokens give to stored keys; see `Runner.masses`."""
+        """Return the attention that tokens give to stored keys. See `Runner.masses`."""
         layer = asked_layer([one.window for one in self._spec.layers])
         behind = self._program.parts[layer + 1][0]
-        # The operation before that is attention.
+        # The last operation before the next part is attention, which is skipped without rows.
         whole, memory = self._run_begin(batch, layer, behind - int(len(rows) == 0))
         if not len(rows):
             return np.zeros(len(stored.slots), dtype=np.float32)
@@ -362,7 +370,7 @@ class NativeRunner:
         )
 
     def _run_begin(self, batch: ForwardBatch, layer: int, end: int) -> tuple[WholePass, PassMemory]:
-        """Run operations [0, end) on all rows; they end in `layer`."""
+        """Run the operations [0, end), of which the last belongs to `layer`, on all rows."""
         backend = self._backend
         whole = self._whole
         if backend is None or whole is None:
@@ -379,9 +387,9 @@ class NativeRunner:
     def _addresses(
         self, batch: ForwardBatch, tokens: Longs, positions: Longs
     ) -> tuple[Longs, list[Any]]:
-        """Return the addresses of a pass's buffers, and arrays that must outlive it.
+        """Return the buffer addresses of a pass, and arrays that must outlive the pass.
 
-        `tokens` and `positions` must outlive it, too.
+        `tokens` and `positions` must outlive it as well.
         """
         num_positions = int(positions.max()) + 1
         parts = batch.layout.segments
@@ -409,7 +417,7 @@ class NativeRunner:
         part: tuple[int, int],
         layers: range,
     ) -> PassMemory:
-        """Return memory for operations [first, end); enter it into the addresses."""
+        """Allocate memory for attention in the operations `part`, and enter it in the addresses."""
         turning = self._buffers.turning() if has_delta(batch.layout.segments) else {}
         heads = self._spec.num_heads
         widest = max(self._buffers.sizes.attended)
@@ -424,9 +432,9 @@ class NativeRunner:
     def _forward_whole(
         self, whole: WholePass, batch: ForwardBatch, prepared: Any, addresses: Longs
     ) -> Floats:
-        """Run the program with attention in one call.
+        """Run the program, including attention, in one kernel call.
 
-        If only some rows' logits are wanted, a second call runs the layers that need only those.
+        If only some rows need logits, a second call runs the remaining layers on those rows.
         """
         parts = self._program.parts
         narrow = self._program.narrow
@@ -441,8 +449,8 @@ class NativeRunner:
             addresses[lt.B_LOGITS] = logits.ctypes.data
             self._run_layers(end, addresses, batch, memory.counters)
             return logits[:, : self._spec.vocab_size]
-        # Attention is the last operation before a part. A chunk of a prompt without wanted logits
-        # skips it. A recurrent state is always advanced.
+        # Attention is the last operation before a part. A prompt chunk that needs no logits skips
+        # it. A recurrent state is always advanced.
         first = parts[narrow][0]
         if len(batch.logit_rows) + num_states == 0 and isinstance(
             self._program.operations[first - 1], lt.AttendOp
@@ -462,9 +470,9 @@ class NativeRunner:
         part: int,
         prepared: Any = None,
     ) -> Floats:
-        """Run the operations from `part` on, for rows whose logits or hidden states are wanted.
+        """Run the operations from `part` on, for rows that need logits or hidden states.
 
-        `prepared` is the backend's batch, if layers from there on attend.
+        `prepared` is the backend's batch. It is only needed if a layer from there on attends.
         """
         program = self._program
         first = program.parts[part][0]
@@ -483,7 +491,7 @@ class NativeRunner:
         return logits[:, : self._spec.vocab_size]
 
     def _run_rows(self, part: tuple[int, int], rows: Longs, rest: _Rest) -> None:
-        """Run operations on copies of these rows, which are ascending."""
+        """Run operations on copies of some rows, given in ascending order."""
         addresses = rest.addresses.copy()
         num_tokens = len(rest.batch.token_ids)
         counters = None
@@ -511,12 +519,12 @@ class NativeRunner:
         self._run(part, addresses, len(rows), counters)
 
     def _run_layers(self, end: int, addresses: Longs, batch: ForwardBatch, counters: Longs) -> None:
-        """Run operations [0, end), a few layers per call if the pass is long.
+        """Run the operations [0, end), a few layers per call if the pass is long.
 
         Args:
-            end: end of the operations.
-            addresses: addresses of the buffers.
-            batch: the pass.
+            end: end index of the operations.
+            addresses: buffer addresses.
+            batch: input of the pass.
             counters: zeros, at least `_num_counters`.
 
         Raises:
@@ -528,7 +536,7 @@ class NativeRunner:
             return
         ends = [last for _, last in self._program.parts if last < end]
         start = done = 0
-        count = 1  # layers in the next call
+        count = 1  # number of layers in the next call
         used = 0
         while start < end:
             if batch.is_abandoned():
@@ -542,7 +550,7 @@ class NativeRunner:
             count = max(1, round(count * _CALL_SECONDS / (time.perf_counter() - began)))
 
     def _num_counters(self, first: int, end: int) -> int:
-        """Return the counters of operations [first, end), in one call or one call per layer."""
+        """Return how many counters the operations [first, end) need, for any number of calls."""
         return lt.COUNTERS_PER_OP * (end - first + len(self._program.parts))
 
     def _run(
@@ -552,7 +560,7 @@ class NativeRunner:
         num_tokens: int,
         counters: Longs | None = None,
     ) -> None:
-        """Run operations [first, end); `counters` are zeros, at least `_num_counters`."""
+        """Run the operations in `part`. `counters` must be zeros, at least `_num_counters`."""
         first, end = part
         if counters is None:
             counters = np.zeros(self._num_counters(first, end), dtype=np.int64)
@@ -584,7 +592,10 @@ class NativeRunner:
 
 
 def load_kernels(checkpoint: Checkpoint, weights: str, kv_bits: tuple[int, int]) -> None:
-    """Load the machine code of a model's passes into this process, compiling it if needed."""
+    """Load the machine code that a model's passes need into this process.
+
+    Missing code is compiled.
+    """
     entries = _pass_entries(checkpoint.spec, checkpoint.plan(weights), kv_bits)
     compile_ahead(entries, default_num_threads())
     for entry in entries:
@@ -594,13 +605,13 @@ def load_kernels(checkpoint: Checkpoint, weights: str, kv_bits: tuple[int, int])
 def _pass_entries(
     spec: ModelSpec, plan: list[PackEntry], kv_bits: tuple[int, int]
 ) -> list[KernelEntry]:
-    """Return the entries that passes of a model need, before its weights are packed."""
+    """Return the kernel entries that a model's passes need, before its weights are packed."""
     possible = possible_operations(spec)
     return pass_entries(kinds_of(plan), possible, quantized=kv_bits != (16, 16))
 
 
 def load(checkpoint: Checkpoint, options: LoadOptions) -> NativeRunner:
-    """Return the runner of a checkpoint; its weights decide the dtype."""
+    """Load a checkpoint with this runner. The weights determine the dtype."""
     runner = NativeRunner.from_dir(
         checkpoint,
         weights=options.weights,

@@ -1,4 +1,4 @@
-"""`RunnerPlan` of the native runner, and its KV spec; imports no kernel."""
+"""`RunnerPlan` and KV spec of the native runner. Imports no kernel."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvboost_edge.models.config.spec import ModelSpec, describe_model
 from kvboost_edge.models.families.mixers import Mixer
 from kvboost_edge.runners.base import ModelTraits, RunnerInfo
 
-if TYPE_CHECKING:  # imports kernels
+if TYPE_CHECKING:  # this import loads kernels
     from kvboost_edge.models.checkpoint import Checkpoint
 
 __all__ = [
@@ -46,7 +46,7 @@ LATE_NORM = (
     "this family norms queries and keys after RoPE, so stored keys cannot be moved to other "
     "positions"
 )
-"""Reason for which keys of such a family are not used at other positions."""
+"""Reason why keys of these families cannot be reused at other positions."""
 RECURRENT = (
     "recurrent: layers of this model keep a state of all earlier tokens, so cached text cannot be "
     "reused at other positions"
@@ -54,9 +54,10 @@ RECURRENT = (
 _OF_DTYPE = {"float32": "f32", "bfloat16": "bf16"}
 _UNQUANTIZED = (16, 16)
 STORES_NOTHING = "the model is bidirectional: each text is one pass, and no KV is stored"
-# Inputs per quantization group; kernels/linear/weight_formats.py has it, but imports the compiler.
+# Inputs per quantization group. Defined in kernels/linear/weight_formats.py, which imports the
+# compiler.
 _GROUP = 32
-_ANYWHERE = (8, 8)  # kv_bits that the torch runner supports, too
+_ANYWHERE = (8, 8)  # kv_bits that the torch runner supports as well
 
 
 def wish(config: EngineConfig, model: ModelTraits) -> str:
@@ -71,7 +72,7 @@ def wish(config: EngineConfig, model: ModelTraits) -> str:
 
 
 def unsupported_reason(model: ModelTraits) -> str | None:
-    """Return why the model is unknown to this runner; None if it is known."""
+    """Return why this runner does not support the model, or None if it does."""
     if model.native_refusal:
         return model.native_refusal
     try:
@@ -82,13 +83,13 @@ def unsupported_reason(model: ModelTraits) -> str | None:
 
 
 def missing_package(model_config: Mapping[str, Any]) -> str | None:
-    """Return None: every installation has the packages of this runner."""
+    """Return None, because every installation has the packages of this runner."""
     return None
 
 
 def moved_keys_refusal(model_config: Mapping[str, Any], backend: str) -> str | None:
-    """Return why keys cannot be used at other positions; None if they can."""
-    # Attention can rotate queries again only if the pass is one kernel call, which keeps them
+    """Return why keys cannot be reused at other positions, or None if they can."""
+    # Attention can rotate queries again only if the pass is one kernel call, which keeps queries
     # before RoPE.
     spec = describe_model(model_config)
     if spec.both_ways:
@@ -117,18 +118,20 @@ def choose_weights(
     plan_pool: Callable[[KVSpec, int], int],
     available: int,
 ) -> tuple[str, str]:
-    """Return (weight format, reason).
+    """Return the weight format and the reason for it.
 
-    A quantized checkpoint keeps its formats. A float checkpoint becomes int8 if weights and pool
-    take at most half of the memory, otherwise int4; LM head and embedding stay at 8 bits.
+    A quantized checkpoint keeps its formats. A float checkpoint is converted to int8 if weights and
+    pool take at most half of the available memory, otherwise to int4. The LM head and the embedding
+    stay at 8 bits.
 
     Args:
         config: options of the engine.
         model: the model.
-        plan_pool: (KV spec, longest sequence) -> bytes of the pool.
-        available: bytes of available memory.
+        plan_pool: returns the size of the pool in bytes for a KV spec and a maximum sequence
+            length.
+        available: available memory in bytes.
     """
-    # Imported here because it imports the kernels' layouts, and so Numba.
+    # Imported here because it loads the kernels' layouts and with them Numba.
     from kvboost_edge.models.packed.pack_plan import STORED
 
     spec = model.spec
@@ -158,12 +161,13 @@ def choose_weights(
 def native_kv_spec(
     spec: ModelSpec, weights: str, block_size: int, bits: tuple[int, int] = _UNQUANTIZED
 ) -> KVSpec:
-    """Return the KV spec: float32 for f32 weights, otherwise float16, or quantized to `bits`.
+    """Return the KV spec for a weight format and the bits of keys and values.
 
-    A bidirectional model stores no KV. Recurrent states are always float32.
+    Unquantized KV is float32 with f32 weights, otherwise float16. A bidirectional model stores no
+    KV. Recurrent states are always float32.
 
     Raises:
-        ConfigError: `bits` for a bidirectional model.
+        ConfigError: `bits` is given for a bidirectional model.
     """
     if spec.both_ways:
         if bits != _UNQUANTIZED:
@@ -184,7 +188,7 @@ def native_kv_spec(
 
 
 def state_spec(mixer: Mixer) -> LayerStateSpec:
-    """Return the recurrent state that a layer with this mixer keeps per sequence."""
+    """Return the recurrent state that a layer with this mixer stores per sequence."""
     if mixer.kind == "conv":
         return LayerStateSpec(mixer.taps, mixer.channels)
     heads = mixer.value_heads
@@ -193,7 +197,7 @@ def state_spec(mixer: Mixer) -> LayerStateSpec:
 
 
 def log_notices(checkpoint: Checkpoint) -> None:
-    """Log limits of a loaded model: a pinned context, unused parts."""
+    """Log that the context of a loaded model is limited, or that parts of it are unused."""
     notice = pin_notice(checkpoint.config)
     parts = checkpoint.other_parts
     if notice:
@@ -204,15 +208,15 @@ def log_notices(checkpoint: Checkpoint) -> None:
 
 
 def log_dtype(dtype: str, info: RunnerInfo) -> None:
-    """Log which formats the runner uses instead of a dtype that it cannot compute in."""
+    """Warn about a dtype that the runner does not compute in, and name the formats it uses."""
     if dtype == "auto" or dtype in _OF_DTYPE:
         return
     kv = info.kv_spec
     stored = f"{kv.bits[0]} and {kv.bits[1]} bits" if kv.is_quantized else kv.dtype
     keys = f", KV in {stored}" if info.stores_kv else ""
     _LOG.warning(
-        "dtype=%r: the native runner does not compute in it. It uses weights in %s%s; only the "
-        "torch runner computes in %s",
+        "the native runner does not support dtype=%r. It uses weights in %s%s. Only the torch "
+        "runner computes in %s",
         dtype,
         info.dtype,
         keys,

@@ -1,4 +1,4 @@
-"""Sizes of a pass's buffers, from a model's spec."""
+"""Buffer sizes of a pass, derived from a model's spec."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvboost_edge.models.families.moe import Experts
 
 __all__ = ["MixerSizes", "MixtureSizes", "Sizes", "padded"]
 
-# A value head must fit the scratch of a thread.
+# A value head must fit in the scratch memory of a thread.
 _MOST_TAPS = 15
 _MOST_DIM = SCRATCH_BYTES // 4
 
@@ -32,12 +32,12 @@ class MixtureSizes(NamedTuple):
     """Buffer sizes of layers with experts.
 
     Attributes:
-        used: experts of a token.
+        used: number of experts per token.
         routed: floats in a row of router logits, padded to tiles.
-        numbers: numbers of B_DISPATCH before its slots.
-        spread: bytes of a slot's input row, as codes or floats.
-        inner: bytes of a slot's row after gate and up.
-        beside: floats in a row of the parallel MLP; 0 without one.
+        numbers: length of the header of B_DISPATCH.
+        spread: bytes of a routed input row, as codes or floats.
+        inner: bytes of a routed row after gate and up.
+        beside: floats in a row of the parallel MLP, or 0 without one.
     """
 
     used: int
@@ -49,7 +49,13 @@ class MixtureSizes(NamedTuple):
 
     @classmethod
     def of(cls, experts: Experts, hidden: int, *, floats: bool) -> MixtureSizes:
-        """Return the sizes for experts of `hidden` padded inputs; `floats`: float weights."""
+        """Return the sizes for some experts.
+
+        Args:
+            experts: the experts.
+            hidden: padded hidden size.
+            floats: whether the experts' weights are floats.
+        """
         rows = experts.count + (1 if experts.names.shared_gate else 0)
         each = 4 * GROUP if floats else COARSE_BYTES + SEED_BYTES
         spread, inner = (count // GROUP * each for count in (hidden, experts.width))
@@ -68,9 +74,9 @@ class MixerSizes(NamedTuple):
     """Floats per token in the buffers of a recurrent mixer.
 
     Attributes:
-        wide: output of its input matrices.
+        wide: outputs of the input projections.
         gates: index of the first gate in `wide`.
-        mixed: input of its output projection.
+        mixed: input of the output projection.
         key: queries, or keys.
         value: values and gates of `ScanInputsOp`.
     """
@@ -83,7 +89,7 @@ class MixerSizes(NamedTuple):
 
     @classmethod
     def of(cls, mixer: Mixer) -> MixerSizes:
-        """Return the sizes of a mixer; raise ModelFormatError if they are unsupported."""
+        """Return the sizes of a mixer; raise ModelFormatError if it is not supported."""
         width = mixer.value_heads * mixer.value_dim or mixer.channels
         uneven = (
             mixer.channels % LANES
@@ -113,7 +119,7 @@ class MixerSizes(NamedTuple):
 
 
 def _check_heads(mixer: Mixer, width: int) -> None:
-    """Raise ModelFormatError for inconsistent heads; `width` is that of all value heads."""
+    """Raise ModelFormatError for inconsistent heads. `width` is the size of all value heads."""
     if mixer.key_heads < 1 or mixer.value_heads % mixer.key_heads:
         raise ModelFormatError(
             f"{mixer.value_heads} value heads are not a multiple of {mixer.key_heads} key heads"
@@ -127,8 +133,8 @@ def _check_heads(mixer: Mixer, width: int) -> None:
         raise ModelFormatError(f"mixer norm {mixer.norm!r} is not one of {MIXER_NORMS}")
     if mixer.norm_groups and width % (LANES * mixer.norm_groups):
         raise ModelFormatError(
-            f"{width} values in {mixer.norm_groups} norm groups: a group must be a multiple of "
-            f"{LANES}"
+            f"{width} values in {mixer.norm_groups} norm groups: the size of a group must be a "
+            f"multiple of {LANES}"
         )
     least, most = mixer.time_limit
     if not 0 <= least <= most:
@@ -141,17 +147,17 @@ def _check_heads(mixer: Mixer, width: int) -> None:
 class Sizes:
     """Floats in a row of each buffer, for the widest layer.
 
-    Rows are padded so that vectors and groups may run past their end.
+    Rows are padded, because vector operations and groups may extend past their end.
 
     Attributes:
         hidden: hidden state.
-        normed: output of a norm, or of an activation.
+        normed: output of a norm or an activation.
         wide: output of the QKV, gate and up, or mixer projections.
         query: queries, or mixer buffers.
         key: keys.
         value: values.
-        attended: attention output of each layer, padded.
-        mixed: output of a recurrent mixer in a layer that also attends; 0 if no layer does both.
+        attended: padded attention output of each layer.
+        mixed: output of a recurrent mixer in a layer that also attends, or 0 without such layers.
         per_layer: per-layer inputs of all layers.
         logits: padded vocabulary.
         groups: groups of 32 in the widest quantized row.
@@ -173,7 +179,7 @@ class Sizes:
 
     @classmethod
     def of(cls, spec: ModelSpec, *, floats: bool = False) -> Sizes:
-        """Return the sizes for a model; `floats`: the experts' weights are floats."""
+        """Return the sizes for a model. `floats` means that the experts' weights are floats."""
         query = max(spec.num_heads * layer.head_dim for layer in spec.layers)
         key = max(layer.num_kv_heads * layer.head_dim for layer in spec.layers)
         gated = 2 if spec.family.output_gate else 1

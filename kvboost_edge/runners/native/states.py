@@ -1,4 +1,4 @@
-"""Recurrent layers: their operations in a program, and the state slots of a pass."""
+"""Operations of recurrent layers, and the state slots of a pass."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ __all__ = ["AcceptedRows", "StateOperations", "accepted_rows", "pass_states"]
 
 Ints = npt.NDArray[np.int32]
 
-_L2_EPS = 1e-6  # epsilon of the length of queries and keys
+_L2_EPS = 1e-6  # epsilon added to the squared length of queries and keys
 
 
 class StateOperations:
-    """Operations of recurrent layers.
+    """Builder for the operations of recurrent layers.
 
     Attributes:
-        mixed: rows that their output projections read.
-        held: norm weights that operations point to; they must outlive them.
+        mixed: rows that the output projections read.
+        held: norm weights whose addresses the operations contain. They must outlive the program.
     """
 
     def __init__(self, builder: Emitter, mixer: Mixer) -> None:
@@ -40,8 +40,8 @@ class StateOperations:
         self._sizes = MixerSizes.of(mixer)
         self._spec = state_spec(mixer)
         self._num_states = sum(layer.state >= 0 for layer in builder.spec.layers)
-        # B_QUERY is free there: this layer's attention has no queries, and `ScanOp` has read its
-        # own.
+        # B_QUERY is free at that point, because the layer does not attend and `ScanOp` has already
+        # read its queries.
         number = lt.B_MIXED if builder.sizes.mixed else lt.B_QUERY
         self.mixed = BufferRows(number, self._sizes.mixed)
         self._taps = _tap_factors(mixer, builder.spec.factors.mixer_conv)
@@ -57,9 +57,9 @@ class StateOperations:
         )
 
     def before(self, layer: str, state: int) -> None:
-        """Emit operations from the hidden state to the rows of the output projection.
+        """Emit the operations from the hidden state to the input of the output projection.
 
-        `state` is the layer's number in the state pool.
+        `state` is the layer's index in the state pool.
         """
         builder = self._builder
         wide = builder.wide
@@ -83,7 +83,7 @@ class StateOperations:
         builder.ops.append(self._gate(layer))
 
     def accept(self, layer: str, state: int) -> None:
-        """Emit operations that advance the state by the kept inputs of draft tokens."""
+        """Emit operations that advance a state by the stored inputs of draft tokens."""
         first, step = (each * self._spec.draft_bytes // 4 for each in (state, self._num_states))
         rows = BufferRows(lt.B_DRAFTS, step, first)
         conv = self._conv(layer, state, rows)
@@ -126,7 +126,7 @@ class StateOperations:
         self._builder.ops += [inputs, lt.KeepConvOp(conv), scan]
 
     def _gate(self, layer: str) -> lt.GateOp:
-        """Return the operation that norms and gates the heads' results."""
+        """Return the operation that applies the norm and the gate to the heads' outputs."""
         mixer = self._mixer
         gates = self._builder.wide._replace(first=mixer.channels)
         op = lt.GateOp(
@@ -146,7 +146,7 @@ class StateOperations:
 
 
 def _tap_factors(mixer: Mixer, factors: tuple[float, float, float]) -> npt.NDArray[np.float32]:
-    """Return the factor of each convolution weight, for channels [values | keys | queries]."""
+    """Return a factor for each convolution weight, with channels [values | keys | queries]."""
     keys = mixer.key_heads * mixer.key_dim
     channels = np.repeat(
         np.array(factors, dtype=np.float32), (mixer.channels - 2 * keys, keys, keys)
@@ -155,9 +155,9 @@ def _tap_factors(mixer: Mixer, factors: tuple[float, float, float]) -> npt.NDArr
 
 
 def pass_states(layout: BatchLayout, pool: StatePool) -> npt.NDArray[np.int64]:
-    """Return B_STATES of a checked layout; see program/states/sequences.py.
+    """Return B_STATES for a valid layout, as described in program/states/sequences.py.
 
-    It holds addresses of itself and of the pool.
+    The array contains addresses of itself and of the pool.
     """
     assert layout.states is not None
     states = layout.states
@@ -175,7 +175,7 @@ class AcceptedRows(NamedTuple):
     """A pass over rows of draft tokens.
 
     Attributes:
-        numbers: int64, its B_STATES.
+        numbers: int64, B_STATES of the pass.
         drafts: address of the first row.
         num_rows: number of rows.
     """
@@ -188,9 +188,9 @@ class AcceptedRows(NamedTuple):
 def accepted_rows(
     layout: BatchLayout, pool: StatePool, accepted: Ints, states: PassStates
 ) -> AcceptedRows:
-    """Return the pass over accepted draft tokens: the first ones of each sequence's draft rows.
+    """Return a pass over the accepted draft tokens, which come first in each sequence's rows.
 
-    At least one must be accepted. Rejected rows in between belong to no sequence.
+    At least one draft token must be accepted. Rejected rows in between belong to no sequence.
     """
     assert layout.states is not None
     assert layout.states.certain is not None
@@ -200,7 +200,7 @@ def accepted_rows(
     firsts = (np.cumsum(drafted) - drafted)[which]
     saves = states.saves.copy()
     saves[:, 0] = np.searchsorted(which, saves[:, 0])
-    # A sequence's length here extends to the next sequence's first row, so that every row has a
+    # Each length extends to the first row of the next sequence, so that every row belongs to a
     # sequence and reads valid memory.
     lengths = np.diff(firsts, append=firsts[-1] + own[-1])
     taken = PassStates(states.state_in[which], states.state_out[which], saves)
@@ -214,14 +214,14 @@ def accepted_rows(
 def _numbers(
     lengths: list[int], states: PassStates, pool: StatePool, certain: list[int], drafts: list[int]
 ) -> npt.NDArray[np.int64]:
-    """Return B_STATES.
+    """Build the array B_STATES.
 
     Args:
-        lengths: rows of each sequence.
-        states: slots that are read, written and saved.
+        lengths: number of rows of each sequence.
+        states: slots to read, to write and to save.
         pool: the state pool.
-        certain: rows of each sequence that are not drafts.
-        drafts: addresses of each sequence's rows of drafts; 0: none.
+        certain: number of rows of each sequence that are not drafts.
+        drafts: address of each sequence's draft rows, or 0 without drafts.
     """
     read = states.state_in.tolist()
     written = states.state_out.tolist()

@@ -1,4 +1,4 @@
-"""A pass as one kernel call: writing KV and attention are operations of the program.
+"""Passes as one kernel call, with KV writes and attention as operations of the program.
 
 Returning to Python between layers would cost a tenth of a decode step.
 """
@@ -40,10 +40,10 @@ class PassMemory(NamedTuple):
     Attributes:
         counters: int64, counters of the program, then attention rows, then counters of attention
             calls.
-        rows: address of layer 0's attention row, even if the range begins later.
-        attended: float32, attention output, [num_tokens, num_heads * head_dim] of a layer.
+        rows: address that layer 0's attention row has, or would have if the range begins later.
+        attended: float32, attention output of a layer, [num_tokens, num_heads * head_dim].
         lse: float32 [num_tokens, num_heads], log-sum-exp of the last attention.
-        held: calls and arrays that the rows point to.
+        held: calls and arrays whose addresses the rows contain.
     """
 
     counters: npt.NDArray[np.int64]
@@ -55,7 +55,7 @@ class PassMemory(NamedTuple):
 
 _Which = Longs | slice
 _NONE = np.empty(0, dtype=np.int64)
-# Fields of a call that belong to one pass, and so are 0 in `_AlikeRows`.
+# Fields of a call that differ in each pass, and are therefore 0 in `_AlikeRows`.
 _OF_A_PASS: dict[str, Any] = {
     **dict.fromkeys(("out", "lse", "counters", "cu_seqlens_q", "seq_lens", "block_tables"), _NONE),
     **dict.fromkeys(("keys", "values", "max_blocks"), 0),
@@ -63,14 +63,14 @@ _OF_A_PASS: dict[str, Any] = {
 
 
 class _Storage(NamedTuple):
-    """Location of KV of one shape for a pass.
+    """Location of the KV of layers with one shape, for a pass.
 
     Attributes:
         pool: KV that attention reads as floats.
         batch: the pass, with block tables of the first layer of this shape in that pool.
-        columns: index in a row -> number, equal in all layers.
-        layered: index in a row -> number of each layer.
-        held: arrays that the columns point to.
+        columns: values that all layers share, by index in an attention row.
+        layered: values of each layer, by index in an attention row.
+        held: arrays whose addresses the columns contain.
     """
 
     pool: KVPool
@@ -83,12 +83,12 @@ class _Storage(NamedTuple):
 class _AlikeRows(NamedTuple):
     """Cached attention rows of a range of layers, for passes with the same work plan.
 
-    Decode steps share a plan for a while. Numbers that change with each pass are 0.
+    Consecutive decode steps often share a plan. Values that change with each pass are 0.
 
     Attributes:
-        key: identifies such passes; see `WholePass._alike_rows`.
-        rows: int64 [num_layers, ROW_NUMBERS]; counters are offsets from those of the first layer.
-        each: counters of a layer.
+        key: key of the cache. See `WholePass._alike_rows`.
+        rows: int64 [num_layers, ROW_NUMBERS]. Counters are offsets from those of the first layer.
+        each: number of counters per layer.
         held: objects that the key and the rows refer to.
     """
 
@@ -99,14 +99,14 @@ class _AlikeRows(NamedTuple):
 
 
 class _Members(NamedTuple):
-    """Layers of a range whose pools have one shape, counted from the range's first layer.
+    """Layers of a range that share a KV shape.
 
     Attributes:
-        shape: shape of a layer's KV.
-        first: first of the layers.
-        layers: their rows of the range.
-        places: int64, their indices among the pool's layers of this shape.
-        kinds: attention options -> rows of the layers that have them.
+        shape: KV shape of each layer.
+        first: index of the first such layer in the range.
+        layers: indices of the layers in the range.
+        places: int64, indices of the layers among the pool's layers of this shape.
+        kinds: indices of the layers in the range, by attention options.
     """
 
     shape: LayerKVSpec
@@ -120,10 +120,10 @@ class WholePass:
     """Attention operations of all layers on one backend.
 
     Args:
-        access: the backend's kernels and pools.
+        access: kernels and pools of the backend.
         spec: the KV spec.
         params: attention constants of each layer.
-        kv: pool layer that each layer reads; -1: the layer does not attend.
+        kv: index of the pool layer that each layer reads, or -1 if the layer does not attend.
     """
 
     def __init__(
@@ -136,10 +136,10 @@ class WholePass:
         self._space, self._pools, self._coded = access
         self._spec = spec
         self._kv = list(kv)
-        # Sinks are excluded: arrays do not hash.
+        # Sinks are excluded, because arrays are not hashable.
         self._params = [AttentionOptions(*one)._replace(sinks=None) for one in params]
         fixed: dict[int, Any] = {}
-        # Rows of layers that do not attend are never read.
+        # Rows of layers that do not attend are never read, so any index is valid.
         kv = [max(index, 0) for index in kv]
         if self._coded is None:
             fixed[la.R_KEYS] = np.array([self._pools[index].keys.ctypes.data for index in kv])
@@ -152,7 +152,8 @@ class WholePass:
             fixed[la.R_STAGE] = np.full(len(kv), self._stage.ctypes.data)
             for index, numbers in enumerate(np.array([layouts[index] for index in kv]).T):
                 fixed[la.R_LAYOUT + index] = numbers
-        self._sinks = [one.sinks for one in params]  # kept alive: the rows hold their addresses
+        # kept alive because the rows contain their addresses
+        self._sinks = [one.sinks for one in params]
         fixed[la.R_SINKS] = np.array(
             [0 if sinks is None else sinks.ctypes.data for sinks in self._sinks]
         )
@@ -171,7 +172,7 @@ class WholePass:
 
     @property
     def is_quantized(self) -> bool:
-        """True if the pool is quantized."""
+        """Whether the pool is quantized."""
         return self._coded is not None
 
     def stored_keys(self, layer: int, slots: Longs) -> Floats:
@@ -189,7 +190,7 @@ class WholePass:
         return self._decoded(self._coded, layer, slots, 1)
 
     def _decoded(self, coded: QuantizedStorage, layer: int, slots: Longs, which: int) -> Floats:
-        """Return dequantized keys (`which` 0) or values (1)."""
+        """Return dequantized keys (`which` is 0) or values (`which` is 1)."""
         blocks, offsets = np.divmod(slots, self._spec.block_size)
         pools, layouts = coded.codes
         pool = pools[self._kv[layer]]
@@ -212,16 +213,16 @@ class WholePass:
         layers: range,
         attended_floats: int,
     ) -> PassMemory:
-        """Return memory for a pass over some layers.
+        """Allocate memory for attention in a range of layers.
 
         Args:
-            query: float32 [num_tokens, num_heads, head_dim], buffer of each layer's queries.
-            num_heads: query heads.
+            query: float32 [num_tokens, num_heads, head_dim], query buffer of all layers.
+            num_heads: number of query heads.
             prepared: the backend's batch.
-            num_counters: counters of the program.
-            turning: see `ProgramBuffers.turning`; empty if no segment has a delta.
+            num_counters: number of counters of the program.
+            turning: result of `ProgramBuffers.turning`, or empty if no segment has a delta.
             layers: range of layers.
-            attended_floats: most floats per token in attention's output.
+            attended_floats: maximum number of floats per token in the attention output.
         """
         num_layers = len(layers)
         num_tokens = len(prepared.slot_mapping)
@@ -265,7 +266,7 @@ class WholePass:
         storages: Sequence[tuple[_Members, _Storage]],
         layers: range,
     ) -> _AlikeRows:
-        """Return the rows of a range of layers, from the cache if the work plans are the same."""
+        """Return the rows of a range of layers, cached for passes with the same work plans."""
         num_tokens = len(prepared.slot_mapping)
         plans = [
             prepared.plan(
@@ -311,7 +312,7 @@ class WholePass:
         storages: Sequence[tuple[_Members, _Storage]],
         layers: range,
     ) -> _AlikeRows:
-        """Return the rows of a range of layers from one attention call per kind of layer."""
+        """Build the rows of a range of layers from one attention call per kind of layer."""
         each = -(-max(call.counters.size for call in calls) // 8) * 8
         rows = self._fixed[layers.start : layers.stop].copy()
         rows[:, la.R_COUNTERS] = 8 * each * np.arange(len(layers))
@@ -322,7 +323,7 @@ class WholePass:
         return _AlikeRows(key, rows, each, held)
 
     def _members(self, layers: range) -> list[_Members]:
-        """Return the layers of a range grouped by the shape of their KV; cached."""
+        """Return the layers of a range, grouped by KV shape. The result is cached."""
         found = self._ranges.get(layers)
         if found is None:
             by_shape: dict[LayerKVSpec, dict[AttentionOptions, list[int]]] = {}
@@ -337,7 +338,7 @@ class WholePass:
     def _one_shape(
         self, shape: LayerKVSpec, kinds: dict[AttentionOptions, list[int]], layers: range
     ) -> _Members:
-        """Return the layers of a range that share a shape of KV."""
+        """Return the layers of a range that share a KV shape."""
         own = sorted(layer for members in kinds.values() for layer in members)
         places = [self._spec.layers[: self._kv[layers.start + layer]].count(shape) for layer in own]
         of_kinds = {params: _which(members, len(layers)) for params, members in kinds.items()}
@@ -346,7 +347,7 @@ class WholePass:
         )
 
     def _storage(self, members: _Members, layers: range, prepared: PreparedBatch) -> _Storage:
-        """Return the pool that a shape's layers read, and its columns of their rows."""
+        """Return the pool that layers of one shape read, and the values for their rows."""
         if self._coded is not None:
             return self._open(self._coded, members, prepared)
         slots = np.ascontiguousarray(prepared.slot_mapping, dtype=np.int64)
@@ -362,7 +363,7 @@ class WholePass:
     def _open(
         self, coded: QuantizedStorage, members: _Members, prepared: PreparedBatch
     ) -> _Storage:
-        """Return the storage of a quantized pool: KV goes to float16 copies of open blocks."""
+        """Return the storage for a quantized pool, where open blocks have float16 copies."""
         assert prepared.coded is not None
         own, places = coded.same_shape(members.shape, prepared.coded)
         tables = np.ascontiguousarray(prepared.paged.block_tables, dtype=np.int32)
@@ -392,5 +393,5 @@ class WholePass:
 
 
 def _which(layers: Sequence[int], count: int) -> _Which:
-    """Return an index of rows; a slice, which is faster, if it is all of them."""
+    """Return an index for these rows. All rows are indexed by a slice, which is faster."""
     return slice(None) if len(layers) == count else np.array(layers, dtype=np.int64)

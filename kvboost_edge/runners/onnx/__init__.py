@@ -1,1 +1,1 @@
-"""ONNX runner: decoders with past key/value inputs, on onnxruntime."""
+"""ONNX runner: runs decoders with past key/value inputs on onnxruntime."""

@@ -1,8 +1,8 @@
-"""Contiguous KV of running sequences, as onnxruntime takes it.
+"""Contiguous KV of running sequences, in the layout that onnxruntime needs.
 
-The block pool is the source of truth. A buffer is a copy of the blocks of one block table:
-gathered when a sequence arrives, extended by each computed token. Change counters of blocks show
-whether a buffer is still equal to the pool.
+The block pool is the source of truth. A buffer is a copy of the blocks in one block table. It is
+gathered when a sequence arrives and extended by each computed token. Change counters of the blocks
+show whether a buffer still equals the pool.
 
 If a graph shares past and present, a layer's buffer is [1, heads, capacity, dim] and grows in
 place. Otherwise past and present are [1, heads, count, dim] arrays that alternate between two
@@ -24,22 +24,22 @@ __all__ = ["Buffer", "PastBuffers"]
 
 Array = npt.NDArray[Any]
 Ints = npt.NDArray[np.int64]
-_LEAST = 64  # tokens; a full buffer is replaced by one of twice the size
+_LEAST = 64  # minimum capacity in tokens; a full buffer is replaced by one of twice the size
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Buffer:
-    """KV of the first `count` tokens of a block table.
+    """KV of the first `count` tokens in a block table.
 
     Attributes:
-        capacity: tokens that fit.
-        memory: allocations of each layer's keys and values, keys first; two each if past and
+        capacity: maximum number of tokens.
+        memory: allocations for each layer's keys, then its values. There are two each if past and
             present are separate arrays.
-        count: tokens held.
-        turn: index of the allocation that holds the past.
-        binding: onnxruntime binding, made once if past and present are shared.
-        blocks: int32, ids of the blocks that it copies.
-        marks: int64, how often each of these blocks had changed.
+        count: number of stored tokens.
+        turn: index of the allocation that contains the past.
+        binding: onnxruntime binding, created once if past and present are shared.
+        blocks: int32, ids of the copied blocks.
+        marks: int64, change counters of these blocks when they were copied.
     """
 
     capacity: int
@@ -60,10 +60,10 @@ class PastBuffers:
 
     Args:
         layout: inputs and outputs of the graph.
-        block_size: tokens of a block.
-        most_bytes: limit of all buffers together; a single buffer may exceed it.
-        gather: (block ids) -> keys and values of each layer, [heads, len(blocks) * block_size,
-            dim].
+        block_size: number of tokens in a block.
+        most_bytes: limit of all buffers together in bytes. A single buffer may exceed it.
+        gather: returns the keys and values of each layer for some block ids, [heads, len(blocks) *
+            block_size, dim].
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class PastBuffers:
 
     @property
     def nbytes(self) -> int:
-        # A copy: other threads read this while the engine runs.
+        # Copied, because other threads call this while the engine runs.
         return sum(buffer.nbytes for buffer in tuple(self._kept))
 
     def take(self, table: npt.NDArray[np.int32], start: int, stop: int, marks: Ints) -> Buffer:
@@ -117,26 +117,26 @@ class PastBuffers:
         return self._past(buffer, layer, index, buffer.count)
 
     def present(self, buffer: Buffer, layer: int, index: int, stop: int) -> Array:
-        """Return the array to bind as a layer's present keys or values of `stop` tokens."""
+        """Return the array to bind as a layer's present keys or values for `stop` tokens."""
         if self._layout.shared:
             return buffer.memory[2 * layer + index][0]
         return self._view(buffer.memory[2 * layer + index][1 - buffer.turn], layer, stop)
 
     def advance(self, buffer: Buffer, stop: int) -> None:
-        """Make the computed present arrays the past."""
+        """Make the computed present arrays the past of the next run."""
         buffer.count = stop
         if not self._layout.shared:
             buffer.turn = 1 - buffer.turn
 
     def added(self, buffer: Buffer, layer: int, index: int, start: int) -> Array:
-        """Return a view of keys or values from token `start` on, [heads, tokens, dim]."""
+        """Return a view of the keys or values from token `start` on, [heads, tokens, dim]."""
         return self._past(buffer, layer, index, buffer.count)[0, :, start : buffer.count]
 
     def clear(self) -> None:
         self._kept.clear()
 
     def _find(self, table: npt.NDArray[np.int32], start: int, marks: Ints) -> Buffer | None:
-        """Return the buffer whose blocks are the table's first ones, unchanged, or None."""
+        """Return an unchanged buffer whose blocks are the first ones of the table, or None."""
         for buffer in reversed(self._kept):
             count = len(buffer.blocks)
             if (
@@ -172,11 +172,11 @@ class PastBuffers:
         return [(layer, index) for layer in range(len(self._layout.layers)) for index in (0, 1)]
 
     def _empty(self, layer: LayerPast, capacity: int) -> Array:
-        # Zeros: the graph multiplies masked entries, which must not be NaN.
+        # Initialized to zero, because the graph multiplies masked entries, which must not be NaN.
         return np.zeros((1, layer.num_kv_heads, capacity, layer.head_dim), dtype=self._dtype)
 
     def _view(self, memory: Array, layer: int, count: int) -> Array:
-        """Return the beginning of an allocation as a contiguous array of `count` tokens."""
+        """Return the start of an allocation as a contiguous array for `count` tokens."""
         one = self._layout.layers[layer]
         return memory.reshape(-1)[: one.num_kv_heads * count * one.head_dim].reshape(
             1, one.num_kv_heads, count, one.head_dim

@@ -1,4 +1,4 @@
-"""ONNX runner: decoders with past key/value inputs on onnxruntime, with KV in the block pool."""
+"""ONNX runner for decoders with past key/value inputs, with KV in the block pool."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ __all__ = ["OnnxRunner", "load"]
 _LOG = logging.getLogger(__name__)
 _INTEGERS: dict[str, npt.DTypeLike] = {"I64": np.int64, "I32": np.int32}
 _FLOATS: dict[str, npt.DTypeLike] = {"tensor(float)": np.float32, "tensor(float16)": np.float16}
-# A graph returns the logits of every token of a call: this many bytes of them at a time.
+# A graph returns the logits of every token in a call. This limits their size in bytes per call.
 _LOGIT_BYTES = 64 << 20
 _LEAST_TOKENS = 16
-_WARNINGS = 3  # of onnxruntime: only errors are logged
+_WARNINGS = 3  # onnxruntime's severity level for errors only
 
 
 class OnnxRunner:
-    """Runner over an onnxruntime session; sequences of a batch are computed one after another.
+    """Runner over an onnxruntime session. The sequences of a batch are computed one by one.
 
-    Greedy tokens equal those of the torch runner, with logits within 1e-4 in float32.
-    onnxruntime's kernels depend on the shape of a call, so results are not bit-identical across
-    batches.
+    Greedy tokens equal those of the torch runner, and logits agree within 1e-4 in float32. Results
+    are not bit-identical across batches, because onnxruntime's kernels depend on the shape of a
+    call.
 
     Raises:
-        ModelFormatError: onnxruntime cannot load or run the file. Construction runs one token,
-            which also shows the width of the logits.
+        ModelFormatError: onnxruntime cannot load or run the file. The constructor runs one token,
+            which also shows the number of logits.
     """
 
     def __init__(
@@ -106,7 +106,11 @@ class OnnxRunner:
         raise BackendUnavailable(str(self.moved_keys_refusal))
 
     def bind(self, backend: Backend) -> None:
-        """Use this backend; raise ConfigError unless it has NumPy blocks for this model."""
+        """Set the backend.
+
+        Raises:
+            ConfigError: the backend does not store this model's KV in NumPy blocks.
+        """
         if not isinstance(backend, NumpyBlocks) or backend.spec != self.info.kv_spec:
             raise ConfigError(
                 f"the ONNX runner supports backend='cpu' and 'reference', not {backend.name!r}"
@@ -114,20 +118,20 @@ class OnnxRunner:
         self._backend = backend
         self._blocks = backend
         self._written = np.zeros(backend.num_blocks, dtype=np.int64)
-        # At most as many bytes as the pool: running sequences are in both.
+        # Limited to the size of the pool, because every running sequence is also stored there.
         self._buffers = PastBuffers(
             self._layout, self.info.kv_spec.block_size, backend.pool_bytes, backend.gather_kv
         )
 
     @property
     def buffers(self) -> PastBuffers:
-        """KV copies of running sequences, once a backend is bound."""
+        """KV copies of running sequences. Available once a backend is bound."""
         return self._buffers
 
     def forward(self, batch: ForwardBatch) -> npt.NDArray[np.float32]:
-        """Run the tokens and store their KV; return logits, float32 [num_logits, vocab_size]."""
+        """Compute a pass, store its KV and return logits, float32 [num_logits, vocab_size]."""
         if self._backend is None:
-            raise ConfigError("forward before bind: the runner has no backend for its KV")
+            raise ConfigError("call bind before forward: the runner has no backend for its KV")
         layout = batch.layout
         refuse_deltas(layout, "the ONNX runner")
         if layout.segments is not None:
@@ -148,7 +152,7 @@ class OnnxRunner:
     def _sequence(
         self, batch: ForwardBatch, index: int, rows: npt.NDArray[np.int64]
     ) -> npt.NDArray[np.float32]:
-        """Run one sequence's tokens, store their KV, and return the logits of `rows`."""
+        """Compute one sequence, store its KV, and return the logits of `rows`."""
         assert self._backend is not None
         layout = batch.layout
         first = int(layout.cu_seqlens_q[index])
@@ -157,7 +161,7 @@ class OnnxRunner:
         start = stop - (last - first)
         table = layout.block_tables[index]
         buffer = self._buffers.take(table, start, stop, self._marks())
-        # If this call fails, the buffer must not be found: it has no blocks until they are written.
+        # The buffer has no blocks until they are written, so it is not reused if this call fails.
         buffer.blocks = buffer.blocks[:0]
         logits = np.empty((len(rows), self.info.vocab_size), dtype=np.float32)
         for at in range(start, stop, self._most_tokens):
@@ -174,13 +178,13 @@ class OnnxRunner:
         return logits
 
     def _marks(self) -> npt.NDArray[np.int64]:
-        """Return how often each block has changed, by passes and by copies."""
+        """Return how often each block was changed, by passes and by copies."""
         return self._written + self._blocks.changes
 
     def _run(
         self, buffer: Buffer, token_ids: npt.NDArray[np.int64], start: int
     ) -> npt.NDArray[Any]:
-        """Run tokens from `start` on and extend the buffer; return logits [tokens, vocab_size]."""
+        """Run tokens from `start` on, extend the buffer, and return logits [tokens, vocab_size]."""
         count = len(token_ids)
         stop = start + count
         binding = self._binding(buffer, stop)
@@ -200,7 +204,7 @@ class OnnxRunner:
         return found
 
     def _binding(self, buffer: Buffer, stop: int) -> Any:
-        """Return a binding of all layers' past and present; other inputs are bound per call."""
+        """Return a binding of all layers' past and present. Other inputs are bound per call."""
         if buffer.binding is not None:
             return buffer.binding
         binding = self._session.io_binding()
@@ -217,7 +221,7 @@ class OnnxRunner:
         return binding
 
     def _store(self, buffer: Buffer, layout: BatchLayout, index: int, start: int) -> bool:
-        """Write computed KV to the pool; return False if a number is not finite."""
+        """Write computed KV to the pool and return whether all values are finite."""
         assert self._backend is not None
         first = int(layout.cu_seqlens_q[index])
         last = int(layout.cu_seqlens_q[index + 1])
@@ -241,10 +245,11 @@ class OnnxRunner:
         return sound
 
     def _probe(self) -> int:
-        """Run one token and return the width of the logits.
+        """Run one token and return the number of logits.
 
         Raises:
-            ModelFormatError: onnxruntime cannot run the graph, or its outputs have other shapes.
+            ModelFormatError: onnxruntime cannot run the graph, or its outputs have unexpected
+                shapes.
         """
         feeds: dict[str, npt.NDArray[Any]] = {
             name: (self._range if name != "attention_mask" else self._ones)[kind][None, :1]
@@ -275,8 +280,8 @@ class OnnxRunner:
             if keys.shape != shape or values.shape != shape:
                 raise ModelFormatError(
                     f"{self._path}: output {layer.present[0]!r} of one token has shape "
-                    f"{keys.shape}, expected {shape}: present keys and values must be the past "
-                    "ones followed by the new ones"
+                    f"{keys.shape}, expected {shape}; present keys and values must contain the "
+                    "past ones followed by the new ones"
                 )
         return int(logits.shape[2])
 
@@ -300,12 +305,12 @@ def _session(path: Path, num_threads: int) -> Any:
 
 
 def _bind(bind: Any, name: str, array: npt.NDArray[Any]) -> None:
-    """Bind a contiguous array, which must live until the run ends."""
+    """Bind a contiguous array, which must stay alive until the run ends."""
     bind(name, "cpu", 0, array.dtype, array.shape, array.ctypes.data)
 
 
 def load(checkpoint: Checkpoint, options: LoadOptions) -> OnnxRunner:
-    """Return the runner of an ONNX file; weights and dtypes are those of the file."""
+    """Load an ONNX file with this runner. Weights and dtypes are those of the file."""
     config = checkpoint.config
     length = context_length(config)
     pinned = pinned_context(config)

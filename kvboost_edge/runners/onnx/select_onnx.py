@@ -1,4 +1,4 @@
-"""`RunnerPlan` of the ONNX runner; imports no onnxruntime."""
+"""`RunnerPlan` of the ONNX runner. Imports no onnxruntime."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ AUTO_BACKEND_REASON = "blocks in NumPy arrays, which the ONNX runner copies to a
 
 
 def wish(config: EngineConfig, model: ModelTraits) -> str:
-    """Return "": no option but runner="onnx" selects this runner."""
+    """Return "", because only runner="onnx" requires this runner."""
     return ""
 
 
 def moved_keys_refusal(model_config: Mapping[str, Any], backend: str) -> str | None:
-    """Return the refusal: the graph applies RoPE to keys before they can be read."""
+    """Return that keys cannot be moved, because the graph applies RoPE before they are readable."""
     return MOVED_KEYS_REFUSAL
 
 
 def unsupported_reason(model: ModelTraits) -> str | None:
-    """Return why the graph cannot be run, as far as it shows; None if it can."""
+    """Return why the graph cannot be run, or None if no reason is visible."""
     if model.onnx_refusal is None:
         return "the model is not an ONNX file"
-    # A graph with recurrent states would start each pass without them.
+    # A graph with recurrent state would start each pass without it.
     if refusal := states_refusal(model.config):
         return refusal
     return (
@@ -58,7 +58,7 @@ def unsupported_reason(model: ModelTraits) -> str | None:
 
 
 def missing_package(model_config: Mapping[str, Any]) -> str | None:
-    """Return "needs onnxruntime ..." if it is not installed; otherwise None."""
+    """Return "needs onnxruntime ..." if it is not installed, or None."""
     if importlib.util.find_spec("onnxruntime") is None:
         return (
             f"needs onnxruntime, which is not installed; install the extra: {install_extra('onnx')}"
@@ -72,7 +72,7 @@ def choose_weights(
     plan_pool: Callable[[KVSpec, int], int],
     available: int,
 ) -> tuple[str, str]:
-    """Return ("", ""): weights and dtype are those of the file.
+    """Return ("", ""), because weights and dtype are those of the file.
 
     Raises:
         ConfigError: `dtype` or `kv_cache_bits` is set.

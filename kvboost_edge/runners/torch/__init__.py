@@ -1,1 +1,1 @@
-"""Torch runner: causal models of transformers with paged attention."""
+"""Torch runner: runs causal models of transformers with paged attention."""

@@ -1,11 +1,12 @@
-"""Paged attention for transformers models through `AttentionInterface`; modules stay unpatched.
+"""Paged attention for transformers models through `AttentionInterface`, without patches.
 
-While an `AttentionHook` is active, the model's configs name our attention and mask functions.
-Transformers then calls `_paged_mask` instead of building a mask tensor, and `_paged_attention` in
-each layer with q, k and v after RoPE. The active pass of the thread determines what a call does:
+While an `AttentionHook` is active, the model's configs name the attention and mask functions of
+this module. Transformers then calls `_paged_mask` instead of building a mask tensor, and in each
+layer `_paged_attention` with q, k and v after RoPE. The thread's active pass determines what a call
+does:
 
-- `ProbePass` (once, at load) records each layer's shapes, constants and keys. It evaluates the mask
-  function around every edge to verify that the mask is causal, with at most a sliding window.
+- `ProbePass` (once, at load) records each layer's shapes, constants and keys. It evaluates the
+  mask function around every edge to verify that the mask is causal, with at most a sliding window.
 - `PagedPass` (each forward) writes k and v to the backend and returns its attention. It checks
   that every layer attends exactly once, and records sequences that wrote NaN or infinite values.
 - `LookPass` is a `PagedPass` that ends at a layer in the middle of the model.
@@ -41,7 +42,7 @@ __all__ = [
 ]
 
 ATTENTION_NAME = "kvboost_edge_paged"
-# Other tensors, such as a position bias, would change the scores.
+# Any other tensor, such as a position bias, would change the scores.
 _KNOWN_TENSORS = {"s_aux", "position_ids", "cache_position"}
 
 
@@ -57,12 +58,12 @@ class LayerPlan:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _MaskSpec:
-    """Object passed through the model instead of a mask tensor.
+    """Object that is passed through the model instead of a mask tensor.
 
     Attributes:
-        window: sliding window in keys; 0: none.
-        problem: why a layer that uses this mask is not supported. Models also build masks that no
-            layer uses.
+        window: sliding window in keys, or 0.
+        problem: reason why layers with this mask are not supported, or None. Models also build
+            masks that no layer uses.
     """
 
     window: int
@@ -70,9 +71,9 @@ class _MaskSpec:
 
 
 class AttentionPass(Protocol):
-    """Handler of a layer's tensors.
+    """Handler for the tensors of attention layers.
 
-    q is [num_q_heads, num_tokens, head_dim], k and v are [num_kv_heads, num_tokens, head_dim]. The
+    q is [num_q_heads, num_tokens, head_dim]. k and v are [num_kv_heads, num_tokens, head_dim]. The
     result is [num_tokens, num_q_heads, head_dim].
     """
 
@@ -90,7 +91,8 @@ class AttentionPass(Protocol):
     def wants_params(self) -> bool: ...
 
 
-# Engines that share a model take turns: the attention function's name is in the model's config.
+# Engines that share a model run one at a time, because the model's config names the attention
+# function.
 _locks: weakref.WeakKeyDictionary[PreTrainedModel, threading.Lock] = weakref.WeakKeyDictionary()
 _active: contextvars.ContextVar[AttentionPass | None] = contextvars.ContextVar(
     "kvboost_edge_pass", default=None
@@ -100,7 +102,7 @@ _active: contextvars.ContextVar[AttentionPass | None] = contextvars.ContextVar(
 class ProbePass:
     """Pass that records each layer's `LayerPlan`, keys and values.
 
-    Its tokens see only themselves, so the attention output of a token is its own value.
+    Each token attends only to itself, so its attention output is its own value.
     """
 
     def __init__(self) -> None:
@@ -113,7 +115,7 @@ class ProbePass:
     def find_mask_problem(
         self, mask_function: Callable[..., torch.Tensor], window: int
     ) -> str | None:
-        """Return None if the mask is causal with that window, otherwise the problem."""
+        """Return why the mask is not causal with this window, or None if it is."""
         points = {0, 1, 2, 3, 7, 64}
         if window:
             points |= {max(0, at + step) for at in (window, 2 * window) for step in range(-2, 4)}
@@ -161,7 +163,7 @@ class ProbePass:
 
 
 class PagedPass:
-    """A forward pass on a backend."""
+    """Forward pass on a backend."""
 
     def __init__(
         self,
@@ -176,8 +178,8 @@ class PagedPass:
         self._turning = turning
         self._calls = [0] * len(layers)
         self._starts = layout.cu_seqlens_q
-        # Sums over everything that a token wrote. None if every sequence has one token, which
-        # attends to its own KV and so shows NaN itself.
+        # Sums over all KV of a token. They are not needed if every sequence has one token, whose
+        # logits then show NaN, because it attends to its own KV.
         self._checks_rows = len(layout.slot_mapping) > len(layout.seq_lens)
         self._row_sums: torch.Tensor | None = None
 
@@ -187,8 +189,8 @@ class PagedPass:
     def find_mask_problem(
         self, mask_function: Callable[..., torch.Tensor], window: int
     ) -> str | None:
-        """Return None: the probe has checked the mask."""
-        # Here the mask also separates sequences, which the backend does.
+        """Return None, because the probe has already checked the mask."""
+        # In this pass the mask also separates sequences, which is the backend's task.
         return None
 
     def attend(
@@ -201,7 +203,7 @@ class PagedPass:
         backend = self._backend
         query, key, value = (tensor.transpose(0, 1) for tensor in tensors)
         if self._checks_rows:
-            # In float32, sums of finite half-precision numbers stay finite, and NaN and infinity
+            # In float32, sums of finite half-precision numbers remain finite, and NaN and infinity
             # persist.
             sums = key.sum((1, 2), dtype=torch.float32) + value.sum((1, 2), dtype=torch.float32)
             self._row_sums = sums if self._row_sums is None else self._row_sums + sums
@@ -221,8 +223,9 @@ class PagedPass:
         return backend.attention(layer, query, self._batch, self._layers[layer].params, frequencies)
 
     def blank_broken(self, logits: np.ndarray, logit_rows: np.ndarray) -> None:
-        """Set the logits of sequences that wrote a NaN or infinite key or value to NaN."""
-        # Their last row might not show it: with a sliding window it does not see all earlier rows.
+        """Set the logits of sequences that wrote NaN or infinite KV to NaN."""
+        # With a sliding window, the last row does not see all earlier rows, so it might not show
+        # the NaN.
         if self._row_sums is None:
             return
         broken = np.flatnonzero(~torch.isfinite(self._row_sums).cpu().numpy())
@@ -235,8 +238,8 @@ class PagedPass:
         if wrong:
             raise ModelFormatError(
                 f"{architecture}: layer {wrong[0]} called the attention function "
-                f"{self._calls[wrong[0]]} times in one pass instead of once; its results cannot be "
-                "trusted"
+                f"{self._calls[wrong[0]]} times in one pass instead of once, so its results cannot "
+                "be trusted; use another runner or report this model"
             )
 
 
@@ -245,12 +248,12 @@ class Seen(Exception):
 
 
 class LookPass(PagedPass):
-    """A pass that ends at a layer, with `Seen`, once its KV is stored.
+    """Pass that raises `Seen` at a layer once the layer's KV is stored.
 
     Attributes:
         values: values of that layer, [num_tokens, num_kv_heads, head_dim].
         query: queries of that layer, [num_tokens, num_q_heads, head_dim].
-        lse: log-sum-exp of its attention, [num_tokens, num_q_heads].
+        lse: log-sum-exp of its attention scores, [num_tokens, num_q_heads].
     """
 
     values: torch.Tensor
@@ -283,7 +286,7 @@ def _to_numpy(tensor: torch.Tensor) -> np.ndarray:
 
 
 class AttentionHook:
-    """Switch that makes a model use paged attention inside `active` and only there."""
+    """Switch that makes a model use paged attention, but only inside `active`."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         AttentionInterface.register(ATTENTION_NAME, _paged_attention)
@@ -298,7 +301,7 @@ class AttentionHook:
 
     @contextlib.contextmanager
     def active(self, attention_pass: AttentionPass) -> Iterator[None]:
-        """Route attention to `attention_pass` in this thread."""
+        """Route this thread's attention to `attention_pass`."""
         token = _active.set(attention_pass)
         try:
             with self._named(ATTENTION_NAME):
@@ -307,11 +310,11 @@ class AttentionHook:
             _active.reset(token)
 
     def eager(self) -> contextlib.AbstractContextManager[None]:
-        """Use transformers' own eager attention, as a reference."""
+        """Use transformers' eager attention, as a reference."""
         return self._named("eager")
 
     def rename(self, name: str) -> list[str | None]:
-        """Make the model call this attention function; return the old names for `restore`."""
+        """Make the model call an attention function; return the previous names for `restore`."""
         with self._lock:
             before = [config._attn_implementation for config in self._configs]
             self._set_names([name] * len(before))
@@ -324,7 +327,7 @@ class AttentionHook:
 
     def _set_names(self, names: Sequence[str | None]) -> None:
         for config, name in zip(self._configs, names, strict=True):
-            config._attn_implementation = {"": name}  # the dict form leaves sub-configs alone
+            config._attn_implementation = {"": name}  # the dict form does not change sub-configs
 
     @contextlib.contextmanager
     def _named(self, name: str) -> Iterator[None]:
@@ -353,9 +356,9 @@ def _paged_mask(
     local_size: int | None = None,
     **kwargs: Any,
 ) -> _MaskSpec:
-    """Return the mask spec of a layer; called by transformers.
+    """Return the mask spec of a layer. Transformers calls this function.
 
-    `local_size` is the window of a sliding layer.
+    `local_size` is the window of a sliding-window layer.
     """
     window = int(local_size or 0)
     return _MaskSpec(window, _current().find_mask_problem(mask_function, window))
@@ -370,19 +373,19 @@ def _paged_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Run attention of a layer; called by transformers.
+    """Compute the attention of a layer. Transformers calls this function.
 
     Args:
         module: the attention module.
         query: [1, num_q_heads, num_tokens, head_dim], after RoPE.
         key: [1, num_kv_heads, num_tokens, head_dim], after RoPE.
         value: [1, num_kv_heads, num_tokens, head_dim].
-        attention_mask: the `_MaskSpec`.
-        scaling: factor of scores; None: head_dim ** -0.5.
+        attention_mask: a `_MaskSpec`.
+        scaling: factor of the scores. Defaults to head_dim ** -0.5.
         kwargs: further constants and tensors.
 
     Returns:
-        ([1, num_tokens, num_q_heads, head_dim], None).
+        The output, [1, num_tokens, num_q_heads, head_dim], and None.
     """
     attention_pass = _current()
     layer = getattr(module, "layer_idx", None)
@@ -404,11 +407,11 @@ def _read_params(
     scaling: float | None,
     kwargs: dict[str, Any],
 ) -> AttentionParams:
-    """Return a layer's constants; raise ModelFormatError if they are unsupported."""
+    """Return a layer's attention constants; raise ModelFormatError if they are unsupported."""
     kind = type(module).__name__
     if not isinstance(attention_mask, _MaskSpec):
         raise ModelFormatError(
-            f"{kind} does not take its mask from transformers' mask functions; it is not supported"
+            f"{kind} does not use transformers' mask functions, which is not supported"
         )
     if attention_mask.problem is not None:
         raise ModelFormatError(f"{kind} layer {module.layer_idx}: {attention_mask.problem}")

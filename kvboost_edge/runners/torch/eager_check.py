@@ -1,8 +1,8 @@
-"""Comparison of a loaded model with transformers' eager attention, for untested families.
+"""Check of a loaded model against transformers' eager attention, for untested families.
 
-Attention layers are checked one by one when a model is loaded, but the layers between them are not
-visible there. A convolution or a recurrent state would mix the sequences of a flat batch, and lose
-what earlier passes computed. Two short sequences in two mixed passes reveal that.
+Loading checks each attention layer but does not see the layers in between. A convolution or a
+recurrent state would mix the sequences of a flat batch and lose what earlier passes computed. The
+check computes two short sequences in two mixed passes, which reveals this.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from kvboost_edge.runners.base import ForwardBatch, Runner
 __all__ = ["check_against_eager"]
 
 _LENGTHS = (13, 9)
-# Relative. Rounding is 10 times smaller; mixed-up tokens are far larger.
+# Relative distances. Rounding errors are 10 times smaller, and mixed-up tokens give far larger
+# ones.
 _TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.1}
 
 
@@ -32,7 +33,7 @@ class EagerRunner(Runner, Protocol):
     device: str
 
     def eager_logits(self, token_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
-        """Return logits, float32 [tokens, vocab_size], of one sequence with eager attention."""
+        """Return the logits of one sequence with eager attention, float32 [tokens, vocab_size]."""
         ...
 
     def unbind(self) -> None:
@@ -41,18 +42,18 @@ class EagerRunner(Runner, Protocol):
 
 
 def check_against_eager(runner: EagerRunner) -> float:
-    """Return the relative L2 distance of paged logits from eager logits.
+    """Return the relative L2 distance between paged and eager logits.
 
     The runner is unbound afterwards.
 
     Raises:
-        ModelFormatError: the distance exceeds rounding errors.
+        ModelFormatError: the distance is larger than rounding errors explain.
     """
     info = runner.info
     rng = np.random.default_rng(0)
     sequences = [rng.integers(0, info.vocab_size, length) for length in _LENGTHS]
     tables = [np.array([1, 3]), np.array([2, 0])]
-    # In the model's dtype: errors of a quantized KV cache are not the model's.
+    # The model's dtype is used, so that errors of a quantized KV cache do not count.
     spec = dataclasses.replace(info.kv_spec, dtype=info.dtype, bits=(16, 16))
     backend = TorchBackend(spec, 4, device=runner.device)
     runner.bind(backend)
@@ -84,7 +85,7 @@ def _flat_batch(
     cut: slice,
     block_size: int,
 ) -> ForwardBatch:
-    """Return the tokens `cut` of each sequence as one pass."""
+    """Return a flat batch with the tokens `cut` of each sequence."""
     positions = [np.arange(len(token_ids))[cut] for token_ids in sequences]
     slots = [
         table[at // block_size] * block_size + at % block_size

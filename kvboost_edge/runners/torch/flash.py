@@ -1,9 +1,9 @@
-"""Flash attention for a transformers model that runs outside the engine, installed by name.
+"""Flash attention for transformers models that run outside the engine.
 
-As in attention.py, no module is replaced: the model's configs name our attention and mask
-functions. The mask function compares transformers' mask with the causal one (with its window,
-aligned bottom right). Calls with that mask use the flash kernel; all others (padding, packed
-sequences, chunks, no mask) use torch with their mask.
+As in attention.py, no module is replaced. The model's configs name the attention and mask functions
+of this module. The mask function compares transformers' mask with the causal one (including its
+window, aligned bottom right). Calls with a causal mask use the flash kernel. All others (padding,
+packed sequences, chunks, no mask) use torch with their own mask.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _NAME = "kvboost_edge_flash"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Causal:
-    """Object passed through a model instead of a causal mask, aligned bottom right.
+    """Object that is passed through a model instead of a causal mask, aligned bottom right.
 
     Attributes:
-        window: sliding window in keys; 0: none.
+        window: sliding window in keys, or 0.
     """
 
     window: int
@@ -43,13 +43,13 @@ class _Causal:
 
 @dataclasses.dataclass(slots=True)
 class _Installed:
-    """State of an installed model.
+    """State of a model with flash attention installed.
 
     Attributes:
-        hook: switch of its attention function.
-        before: names in its configs before the installation.
-        tier: attention tier; see `find_tier`.
-        modules: ids of the modules that our function serves.
+        hook: switch for the model's attention function.
+        before: names in the model's configs before the installation.
+        tier: attention tier, as returned by `find_tier`.
+        modules: ids of the modules that call the function of this module.
     """
 
     hook: AttentionHook
@@ -63,7 +63,7 @@ _tiers: weakref.WeakKeyDictionary[torch.nn.Module, _Installed] = weakref.WeakKey
 
 
 def is_model(model: object) -> bool:
-    """Return whether this is a transformers model."""
+    """Return whether an object is a transformers model."""
     return isinstance(model, PreTrainedModel)
 
 
@@ -71,11 +71,11 @@ def install(model: PreTrainedModel) -> int:
     """Make the model's attention modules call the flash kernel of its device.
 
     Returns:
-        Number of attention modules that newly use it. It is 0, and nothing changes, if the tier is
-            "vanilla" or the kernel is already installed.
+        The number of attention modules that newly use it. If the tier is "vanilla" or the kernel is
+            already installed, nothing changes and the result is 0.
 
     Raises:
-        ModelFormatError: the model does not run with it; nothing changes.
+        ModelFormatError: the model does not run with the kernel. The model is left unchanged.
     """
     tier = find_tier(model.device)
     if tier == "vanilla" or model in _installed:
@@ -87,7 +87,7 @@ def install(model: PreTrainedModel) -> int:
     for module in model.modules():
         _tiers[module] = found
     try:
-        # A pass of one token shows which modules call the function, independent of class names.
+        # A pass of one token finds the modules that call the function, whatever their class names.
         with torch.inference_mode():
             model(
                 input_ids=torch.zeros((1, 1), dtype=torch.int64, device=model.device),
@@ -106,7 +106,7 @@ def install(model: PreTrainedModel) -> int:
 
 
 def uninstall(model: PreTrainedModel) -> int:
-    """Restore the model's previous attention functions; return the number of modules."""
+    """Restore a model's previous attention functions and return the number of modules."""
     found = _installed.pop(model, None)
     if found is None:
         return 0
@@ -129,9 +129,9 @@ def _flash_mask(
     device: torch.device | str = "cpu",
     **kwargs: Any,
 ) -> _Causal | torch.Tensor:
-    """Return `_Causal` if the mask is causal, otherwise bool [batch, 1, q, kv].
+    """Return `_Causal` if the mask is causal, otherwise the mask as bool [batch, 1, q, kv].
 
-    Transformers calls it.
+    Transformers calls this function.
     """
     kwargs |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
     mask = sdpa_mask(
@@ -162,7 +162,7 @@ def _flash_attention(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Run attention of a layer; called by transformers.
+    """Compute the attention of a layer. Transformers calls this function.
 
     Args:
         module: the attention module.
@@ -170,13 +170,14 @@ def _flash_attention(
         key: [batch, kv_heads, seqlen_kv, head_dim].
         value: [batch, kv_heads, seqlen_kv, head_dim].
         attention_mask: `_Causal`, a tensor, or None.
-        dropout: probability.
-        scaling: factor of scores; None: head_dim ** -0.5.
-        is_causal: used without a mask; None: the module's attribute.
-        kwargs: softcap, sinks (`s_aux`).
+        dropout: dropout probability.
+        scaling: factor of the scores. Defaults to head_dim ** -0.5.
+        is_causal: whether to use a causal mask if there is no mask. Defaults to the module's
+            attribute.
+        kwargs: softcap and sinks (`s_aux`).
 
     Returns:
-        ([batch, seqlen_q, heads, head_dim], None).
+        The output, [batch, seqlen_q, heads, head_dim], and None.
     """
     found = _tiers[module]
     found.modules.add(id(module))
@@ -205,7 +206,7 @@ def _flash_attention(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Call:
-    """Constants of a layer's call."""
+    """Constants of an attention call."""
 
     scaling: float
     softcap: float
@@ -217,7 +218,7 @@ _Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def _is_served(query: torch.Tensor, dropout: float) -> bool:
-    """Return whether the kernels support the call: half precision, forward only."""
+    """Return whether the kernels support a call: half precision and forward only."""
     half = str(query.dtype).removeprefix("torch.") in kernel_dtypes(query.device)
     wants_gradient = torch.is_grad_enabled() and query.requires_grad
     return (
@@ -230,7 +231,7 @@ def _is_served(query: torch.Tensor, dropout: float) -> bool:
 
 
 def _attend_by_kvboost(tensors: _Tensors, mask: _Causal, call: _Call) -> torch.Tensor:
-    """Call the extension's causal attention; tensors are [batch, heads, seqlen, head_dim]."""
+    """Call the causal attention of the CUDA extension on [batch, heads, seqlen, head_dim]."""
     query, key, value = (tensor.transpose(1, 2) for tensor in tensors)
     out: torch.Tensor = cuda.extension().flash_attn_func(
         query,
@@ -246,7 +247,7 @@ def _attend_by_kvboost(tensors: _Tensors, mask: _Causal, call: _Call) -> torch.T
 
 
 def _attend_by_torch(tensors: _Tensors, mask: _Causal, call: _Call) -> torch.Tensor:
-    """Use torch's flash kernel if it supports the mask; a single query needs no mask."""
+    """Call torch's flash kernel if it supports the mask. A single query needs no mask."""
     query, key, _ = tensors
     if mask.window or call.softcap or call.sinks is not None:
         return _attend_plainly(tensors, mask, call)
@@ -262,7 +263,7 @@ def _attend_plainly(
 ) -> torch.Tensor:
     """Compute attention in torch with any mask, softcap and sinks.
 
-    A bool mask marks visible keys; a float mask is added to the scores.
+    A bool mask marks visible keys, and a float mask is added to the scores.
     """
     query, key, value = _repeated(tensors)
     seen = mask

@@ -1,4 +1,4 @@
-"""Torch runner: any causal language model of transformers on paged KV, with unmodified modules."""
+"""Torch runner: causal language models of transformers with paged KV and unmodified modules."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ from kvboost_edge.runners.torch.turning import NUM_PROBED, RopeFrequencies, find
 __all__ = ["TorchRunner", "load"]
 
 _LOG = logging.getLogger(__name__)
-_PROBED_TOKEN = 1  # any token but 0, which is padding in some vocabularies and has a zero embedding
+_PROBED_TOKEN = 1  # not 0, which is padding in some vocabularies and has a zero embedding
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _LOADING_ERRORS = (
     OSError,
@@ -71,16 +71,16 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 class TorchRunner:
     """Runner over a loaded transformers model.
 
-    A pass at construction finds each layer's KV shape, window, scale, softcap, sinks and RoPE as
-    transformers uses them. A family that no test covers is also compared with eager attention.
-    Between forward passes the model is unchanged, and its owner can use it.
+    The constructor runs a pass to find each layer's KV shape, window, scale, softcap, sinks and
+    RoPE as transformers uses them. A family that no test covers is also compared with eager
+    attention. Between forward passes the model is unchanged, so its owner can use it.
 
     Args:
         model: the transformers model.
-        model_type: overrides the config's model_type.
-        max_context: longest sequence in tokens; None: that of the config.
-        block_size: tokens of a KV block.
-        kv_bits: (bits of keys, bits of values) in the pool; (16, 16): the model's dtype.
+        model_type: overrides the model_type of the config.
+        max_context: maximum sequence length in tokens. Defaults to that of the config.
+        block_size: number of tokens in a KV block.
+        kv_bits: bits of keys and bits of values in the pool. (16, 16) uses the model's dtype.
 
     Raises:
         ModelFormatError: paged attention does not support the model.
@@ -106,7 +106,8 @@ class TorchRunner:
         self.device = str(model.device)
         if model.dtype not in _NAMES:
             raise ModelFormatError(
-                f"{self._kind} computes in {model.dtype}; supported: {', '.join(_DTYPES)}"
+                f"{self._kind} computes in {model.dtype}, which is not supported; use "
+                f"{', '.join(_DTYPES)}"
             )
         longest = _context_length(config, max_context)
         with self._watched() as states:
@@ -138,7 +139,7 @@ class TorchRunner:
 
     @property
     def turning_refusal(self) -> str | None:
-        """Reason why no backend can use the model's keys at other positions, or None."""
+        """Reason why no backend can reuse the model's keys at other positions, or None."""
         if self._turning.refusal is not None:
             return f"{self._kind}: {self._turning.refusal}; use runner='native'"
         return None
@@ -164,7 +165,7 @@ class TorchRunner:
     def deviations(
         self, batch: ForwardBatch, rows: npt.NDArray[np.int64], slots: npt.NDArray[np.int64]
     ) -> npt.NDArray[np.float32]:
-        """Return distances of computed values from stored ones; see `Runner.deviations`."""
+        """Return distances of computed values from stored ones. See `Runner.deviations`."""
         if len(self._layers) < 2:
             return np.zeros(len(rows), dtype=np.float32)
         backend, seen = self._look(batch, 1)
@@ -174,7 +175,7 @@ class TorchRunner:
     def masses(
         self, batch: ForwardBatch, rows: npt.NDArray[np.int64], stored: StoredKeys
     ) -> npt.NDArray[np.float32]:
-        """Return the attention that tokens give to stored keys; see `Runner.masses`."""
+        """Return the attention that tokens give to stored keys. See `Runner.masses`."""
         layer = asked_layer([one.params.window for one in self._layers])
         backend, seen = self._look(batch, layer)
         if not len(rows):
@@ -188,7 +189,7 @@ class TorchRunner:
         return attended_masses(query, lse, batch.positions[rows], turned, stored.positions, params)
 
     def _look(self, batch: ForwardBatch, layer: int) -> tuple[TorchBackend, LookPass]:
-        """Run the layers up to this one, with its attention, and store their KV."""
+        """Run the layers up to and including `layer`, and store their KV."""
         backend = self._backend
         if self.moved_keys_refusal is not None or not isinstance(backend, TorchBackend):
             raise BackendUnavailable(str(self.moved_keys_refusal))
@@ -209,16 +210,16 @@ class TorchRunner:
         block_size: int = 16,
         kv_bits: tuple[int, int] = (16, 16),
     ) -> TorchRunner:
-        """Load a model directory: safetensors only, no remote code, no network.
+        """Load a model directory. Only safetensors are read, without remote code or network.
 
         Args:
             model_dir: the directory.
-            dtype: compute dtype; "auto": see `compute_dtype`.
+            dtype: compute dtype. For "auto", see `compute_dtype`.
             device: torch device.
-            num_threads: threads of torch in this process; None: unchanged.
-            max_context: longest sequence in tokens; None: that of the config.
-            block_size: tokens of a KV block.
-            kv_bits: (bits of keys, bits of values) in the pool.
+            num_threads: number of torch threads in this process. None keeps the current number.
+            max_context: maximum sequence length in tokens. Defaults to that of the config.
+            block_size: number of tokens in a KV block.
+            kv_bits: bits of keys and bits of values in the pool.
 
         Raises:
             ModelFormatError: the model cannot be loaded completely.
@@ -255,7 +256,11 @@ class TorchRunner:
         )
 
     def _probe(self, num_layers: int, longest: int) -> tuple[list[LayerPlan], RopeFrequencies, int]:
-        """Run one token at some positions; return layer plans, RoPE frequencies, logits' width."""
+        """Run one token at several positions.
+
+        Returns:
+            The plan of each layer, the RoPE frequencies, and the number of logits.
+        """
         probe = ProbePass()
         positions = np.arange(min(NUM_PROBED, longest))
         try:
@@ -275,9 +280,8 @@ class TorchRunner:
                 f"{self._kind}: {len(probe.layers)} of {num_layers} layers use transformers' "
                 "attention interface; the others keep state that the block pool cannot hold"
             )
-        if may_keep_states(
-            self.model.config.to_dict()
-        ):  # a state in parallel to attention does not show in the layers above
+        # A state in parallel to attention is not visible in the layers that were probed.
+        if may_keep_states(self.model.config.to_dict()):
             raise ModelFormatError(f"{self._kind}: {KEEPS_STATES}")
         kv = [probe.kv[layer] for layer in range(num_layers)]
         with torch.inference_mode():
@@ -285,10 +289,10 @@ class TorchRunner:
         return [probe.layers[layer] for layer in range(num_layers)], turning, logits.shape[-1]
 
     def bind(self, backend: Backend) -> None:
-        """Use this backend; raise ConfigError if its layers or device do not fit the model."""
+        """Set the backend; raise ConfigError if its layers or device do not match the model."""
         if backend.spec.layers != self.info.kv_spec.layers:
             raise ConfigError(
-                f"the backend has layers {backend.spec.layers}, but the model has "
+                f"the backend was created for layers {backend.spec.layers}, but the model has "
                 f"{self.info.kv_spec.layers}"
             )
         if (
@@ -301,14 +305,14 @@ class TorchRunner:
         self._backend = backend
 
     def forward(self, batch: ForwardBatch) -> npt.NDArray[np.float32]:
-        """Run the tokens, store their KV, and fill `batch.states`.
+        """Compute a pass: store its KV, fill `batch.states` and return logits.
 
         Returns:
             Logits, float32 [num_logits, vocab_size].
         """
         backend = self._backend
         if backend is None:
-            raise ConfigError("forward before bind: the runner has no backend for its KV")
+            raise ConfigError("call bind before forward: the runner has no backend for its KV")
         refusal = self.moved_keys_refusal
         if refusal is not None:
             refuse_deltas(batch.layout, "the torch runner")
@@ -330,7 +334,7 @@ class TorchRunner:
 
     @contextlib.contextmanager
     def _watched(self) -> Iterator[list[torch.Tensor]]:
-        """Collect the hidden states after the last norm, [1, num_tokens, hidden_size] per pass."""
+        """Collect each pass's hidden states after the last norm, [1, num_tokens, hidden_size]."""
         found: list[torch.Tensor] = []
         thread = threading.get_ident()  # the owner may run the model in another thread
 
@@ -350,10 +354,10 @@ class TorchRunner:
         positions: npt.NDArray[np.int64],
         logit_rows: npt.NDArray[np.int64],
     ) -> torch.Tensor:
-        """Return logits [num_logits, vocab_size] of a flat batch from the model's own forward.
+        """Run the model's own forward on a flat batch and return logits [num_logits, vocab_size].
 
         The forward applies the family's logit scales and softcaps. With `logits_to_keep`, the LM
-        head skips other rows.
+        head skips all other rows.
         """
         ids, at, rows = (
             torch.from_numpy(array).to(self.device) for array in (token_ids, positions, logit_rows)
@@ -366,9 +370,10 @@ class TorchRunner:
         return logits if self._keeps_rows else logits[rows]
 
     def eager_logits(self, token_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
-        """Return logits, float32 [num_tokens, vocab_size], of one sequence with eager attention.
+        """Return logits of one sequence with dense eager attention, as a reference.
 
-        Dense attention without a cache, as a reference.
+        Returns:
+            float32 [num_tokens, vocab_size].
         """
         rows = np.arange(len(token_ids), dtype=np.int64)
         with torch.inference_mode(), self._hook.eager():
@@ -382,16 +387,16 @@ class TorchRunner:
         self._backend = None
 
     def close(self) -> None:
-        """Release backend and model; afterwards only `info` may be read.
+        """Release the backend and the model. Afterwards only `info` may be read.
 
-        Weights without another owner are freed.
+        Weights that nothing else references are freed.
         """
         self.unbind()
         vars(self).pop("model", None)
 
 
 def _state_size(model: PreTrainedModel, states: list[torch.Tensor]) -> int:
-    """Return the size of the hidden state that the LM head reads, or 0 if it cannot be captured."""
+    """Return the size of the hidden state that the LM head reads, or 0 if it is unavailable."""
     head = model.get_output_embeddings()
     if model.base_model is model or head is None or not states:
         return 0
@@ -405,7 +410,7 @@ def _numpy(tensor: torch.Tensor) -> npt.NDArray[np.float32]:
 
 
 def load(checkpoint: Checkpoint, options: LoadOptions) -> TorchRunner:
-    """Return the runner of a checkpoint, whose weights keep their format."""
+    """Load a checkpoint with this runner. Its weights keep their format."""
     return TorchRunner.from_dir(
         checkpoint.path,
         dtype=options.dtype,
@@ -417,10 +422,11 @@ def load(checkpoint: Checkpoint, options: LoadOptions) -> TorchRunner:
 
 
 def _context_length(config: PreTrainedConfig, asked: int | None) -> int:
-    """Return the longest sequence in tokens.
+    """Return the maximum sequence length in tokens.
 
-    RoPE types whose frequencies depend on the longest position in a call (dynamic, longrope) are
-    pinned to their first range, where frequencies are constant. So a batch cannot change a result.
+    The frequencies of some RoPE types (dynamic, longrope) depend on the longest position in a call.
+    Their context is limited to the first range, where frequencies are constant. A batch therefore
+    cannot change a result.
     """
     fields = config.to_dict()
     length = context_length(fields)
@@ -429,8 +435,8 @@ def _context_length(config: PreTrainedConfig, asked: int | None) -> int:
     pinned = pinned_context(fields)
     if pinned is not None and pinned.length < length:
         _LOG.warning(
-            "rope_type=%r: the context is pinned to %d of %d tokens, beyond which its "
-            "frequencies depend on the batch",
+            "rope_type=%r: the context is limited to %d of %d tokens, because its frequencies "
+            "depend on the batch beyond that",
             pinned.rope_type,
             pinned.length,
             length,
@@ -440,13 +446,13 @@ def _context_length(config: PreTrainedConfig, asked: int | None) -> int:
 
 
 def _resolve_dtype(name: str, config: PreTrainedConfig, device: str) -> torch.dtype | str:
-    """Return the dtype to load in; "auto" if neither the option nor the config names one."""
+    """Return the dtype to load in, or "auto" if neither the option nor the config names one."""
     stored = config.get_text_config().dtype or config.dtype
     stored_name = _NAMES.get(stored, "")
     chosen = compute_dtype(name, stored_name, device)
     if name == "auto" and chosen != stored_name:
         _LOG.info(
-            "the %s checkpoint is computed in %s: half precision is slow on the CPU",
+            "the %s checkpoint is computed in %s, because half precision is slow on the CPU",
             stored_name,
             chosen,
         )
@@ -454,7 +460,7 @@ def _resolve_dtype(name: str, config: PreTrainedConfig, device: str) -> torch.dt
 
 
 def _weight_bytes(model: PreTrainedModel) -> int:
-    """Return the bytes of parameters and buffers; tied ones are counted once."""
+    """Return the size of parameters and buffers in bytes, with tied ones counted once."""
     tensors = {tensor.data_ptr(): tensor for tensor in [*model.parameters(), *model.buffers()]}
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 

@@ -1,4 +1,4 @@
-"""`RunnerPlan` of the torch runner, and its compute dtype; imports no torch."""
+"""`RunnerPlan` and compute dtype of the torch runner. Imports no torch."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ BOTH_WAYS = (
     "runner='native'"
 )
 _PACKAGES = ("torch", "transformers")
-# Packages that transformers needs to load weights of these quantization methods.
+# Packages that transformers needs to load weights quantized by these methods.
 _QUANTIZERS = {
     "awq": ("gptqmodel", "accelerate"),
     "gptq": ("optimum", "gptqmodel"),
@@ -53,8 +53,8 @@ def wish(config: EngineConfig, model: ModelTraits) -> str:
 
 
 def unsupported_reason(model: ModelTraits) -> str | None:
-    """Return why the model is unsupported: ONNX, bidirectional or recurrent; otherwise None."""
-    # Other limits of transformers show when the model is loaded.
+    """Return why the model (ONNX, bidirectional or recurrent) is unsupported, or None."""
+    # Loading the model shows other limits of transformers.
     if model.onnx_refusal is not None:
         return "transformers does not load ONNX files"
     if attends_both_ways(model.config):
@@ -63,7 +63,7 @@ def unsupported_reason(model: ModelTraits) -> str | None:
 
 
 def missing_package(model_config: Mapping[str, Any]) -> str | None:
-    """Return "needs ..." if a package must be installed to load this model; otherwise None."""
+    """Return "needs ..." if a package must be installed to load this model, or None."""
     method = str((model_config.get("quantization_config") or {}).get("quant_method"))
     for package in (*_PACKAGES, *_QUANTIZERS.get(method, ())):
         if importlib.util.find_spec(package) is None:
@@ -77,8 +77,8 @@ def missing_package(model_config: Mapping[str, Any]) -> str | None:
 
 
 def moved_keys_refusal(model_config: Mapping[str, Any], backend: str) -> str | None:
-    """Return why keys cannot be used at other positions, as far as the config shows, or None."""
-    # Only a loaded model shows interleaved RoPE and learned positions.
+    """Return why keys cannot be reused at other positions, or None if no reason is visible."""
+    # Interleaved RoPE and learned positions are only visible in a loaded model.
     others = sorted(rope_types(model_config) - {"default"})
     if others:
         return (
@@ -99,15 +99,15 @@ def choose_weights(
     plan_pool: Callable[[KVSpec, int], int],
     available: int,
 ) -> tuple[str, str]:
-    """Return ("", ""): weights stay as in the checkpoint, in the compute dtype."""
+    """Return ("", ""), because weights keep their format, in the compute dtype."""
     return "", ""
 
 
 def compute_dtype(asked: str, stored: str, device: str) -> str:
-    """Return the name of the compute dtype; "" if neither option nor checkpoint names one.
+    """Return the compute dtype, or "" if neither the option nor the checkpoint names one.
 
-    "auto" is the stored dtype, but float32 instead of float16 on the CPU, where half precision is
-    slow.
+    "auto" means the stored dtype, except that float16 becomes float32 on the CPU, where half
+    precision is slow.
     """
     if asked != "auto":
         return asked

@@ -1,9 +1,9 @@
-"""RoPE frequencies of a transformers model, found by observing keys.
+"""Detection of a transformers model's RoPE frequencies from its keys.
 
-The same token was computed at several positions, where it sees only itself. So its hidden state is
-the same everywhere, and its keys differ only by their positions. Either one of the model's
-frequency tables maps them to each other, or they are all equal (no RoPE), or the layer does not
-use plain RoPE.
+The probe computes the same token at several positions, where it attends only to itself. Its hidden
+state is therefore equal everywhere, and its keys differ only by position. If one of the model's
+frequency tables maps the keys to each other, it is the layer's table. If all keys are equal, the
+layer has no RoPE. Otherwise the layer does not use plain RoPE.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ from kvboost_edge.models.config.architectures import rope_types
 __all__ = ["NUM_PROBED", "RopeFrequencies", "find_turning"]
 
 NUM_PROBED = 32
-"""Positions of the probe, from 0 on; transformers would treat positions with gaps as several
-sequences.
+"""Number of consecutive positions in the probe, from 0.
+
+Transformers would treat positions with gaps as several sequences.
 """
-# Relative. The error of another theta is far larger.
+# Relative distances. A wrong theta gives far larger ones.
 _TOLERANCE = {"float32": 1e-4, "bfloat16": 0.02, "float16": 0.004}
 
 Frequencies = npt.NDArray[np.float64]
@@ -37,8 +38,8 @@ class RopeFrequencies(NamedTuple):
     """RoPE frequencies of each layer.
 
     Attributes:
-        layers: float64, radians per position; empty for layers without RoPE.
-        refusal: why frequencies cannot be determined, or None.
+        layers: float64, radians per position. Empty for layers without RoPE.
+        refusal: reason why frequencies cannot be determined, or None.
     """
 
     layers: list[Frequencies]
@@ -52,8 +53,8 @@ def find_turning(
 
     Args:
         model: the transformers model.
-        layers: keys and values of each layer, [num_kv_heads, num_positions, head_dim], of one
-            token that sees only itself at positions 0, 1, ...
+        layers: keys and values of each layer, [num_kv_heads, num_positions, head_dim], for one
+            token that attends only to itself at positions 0, 1, ...
         dtype: compute dtype.
     """
     others = sorted(rope_types(model.config.to_dict()) - {"default"})
@@ -71,7 +72,7 @@ def find_turning(
     for number, (keys, values) in enumerate(layers):
         tolerance = _TOLERANCE[dtype]
         if _distance(values, values[:, :1].expand_as(values)) > tolerance:
-            return RopeFrequencies([], f"layer {number} uses positions in other ways than RoPE")
+            return RopeFrequencies([], f"layer {number} uses positions other than by RoPE")
         best = min(
             (one for one in known if 2 * len(one) <= keys.shape[-1]),
             key=lambda one: _misfit(keys, one),
@@ -79,14 +80,14 @@ def find_turning(
         if _misfit(keys, best) > tolerance:
             return RopeFrequencies(
                 [],
-                f"layer {number} does not apply plain RoPE to its keys, in halves of a head",
+                f"layer {number} does not apply plain RoPE to the halves of its key heads",
             )
         found.append(best)
     return RopeFrequencies(found)
 
 
 def _misfit(keys: torch.Tensor, frequencies: Frequencies) -> float:
-    """Return the relative distance of the first key, rotated to all positions, from the keys."""
+    """Return the relative distance between the keys and the first key rotated to all positions."""
     wide = keys.to("cpu", torch.float32)
     count = wide.shape[1]
     turned = turn_keys(
@@ -96,7 +97,7 @@ def _misfit(keys: torch.Tensor, frequencies: Frequencies) -> float:
 
 
 def _distance(some: torch.Tensor, others: torch.Tensor) -> float:
-    """Return the relative distance; infinite if `others` is zero."""
-    # Not `Tensor.norm`, which takes a deprecated path on Apple GPUs.
+    """Return the relative distance, which is infinite if `others` is zero."""
+    # `Tensor.norm` takes a deprecated path on Apple GPUs.
     size = float(torch.linalg.vector_norm(others.float()))
     return float(torch.linalg.vector_norm((some - others).float())) / size if size else math.inf

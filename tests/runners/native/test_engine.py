@@ -102,7 +102,7 @@ def test_float16_keeps_the_native_runner_and_logs_what_it_does(
     ) as engine:
         assert (engine.runner_info.name, engine.runner_info.dtype) == ("native", "int8")
     (said,) = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
-    assert said.startswith("dtype='float16': the native runner does not compute in it")
+    assert said.startswith("the native runner does not support dtype='float16'")
     assert f"weights in int8, KV in {stored};" in said
 
 

@@ -290,7 +290,7 @@ def test_pairs_of_neighbours_are_refused():
 
 def test_learned_positions_are_refused():
     model = build_tiny_model("gpt2", n_embd=64, n_layer=2, n_head=4, n_positions=128)
-    refused(Hand(model), "uses positions in other ways than RoPE")
+    refused(Hand(model), "uses positions other than by RoPE")
 
 
 def test_a_token_embedded_as_nothing_tells_nothing():
