@@ -132,7 +132,7 @@ class _Child:
             code = self._process.wait()
             raise BackendUnavailable(
                 f"the process that compiled the kernel {entry.name} exited with {code}: "
-                f"{self._last_words()}; machine code is written to {cache_path()} (NUMBA_CACHE_DIR)"
+                f"{self._last_words()}; check that {cache_path()} (NUMBA_CACHE_DIR) is writable"
             )
 
     def _last_words(self) -> str:

@@ -50,4 +50,4 @@ def mask_logits(words: Ints, logits: Floats, out: Floats) -> None:
 
 _FLOATS = types.Array(types.float32, 1, "C")
 mask_logits_entry = KernelEntry(mask_logits, types.Array(types.int32, 1, "C"), _FLOATS, _FLOATS)
-"""The kernel that runs before a token of structured output is sampled."""
+"""Entry of `mask_logits` for ahead-of-time compilation; sampling structured output needs it."""

@@ -38,7 +38,7 @@ DECODED: dict[str, int] = {
     "IQ4_XS": _IQ4_XS,
     "MXFP4": _MXFP4,
 }
-"""GGUF type -> its number in the kernel. F32 and BF16 are absent: NumPy is as fast."""
+"""GGUF type -> number in the kernel. F32 and BF16 are absent, because NumPy is as fast for them."""
 
 # Table of all 65,536 float16 numbers as float32, because Numba has no float16 scalars. It fits in
 # the L2 cache. Converting signalling NaNs raises "invalid" on ARM.
@@ -251,4 +251,4 @@ _FLOATS = types.Array(types.float32, 1, "C")
 decode_rows_entry = KernelEntry(
     _decode, types.int64, types.Array(types.uint8, 1, "C"), _FLOATS, _FLOATS
 )
-"""The kernel of `decode_rows`, to compile ahead of time."""
+"""Entry of `decode_rows` for ahead-of-time compilation."""

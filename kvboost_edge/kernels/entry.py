@@ -47,7 +47,7 @@ class KernelEntry:
         return self.arguments in self._kernel.overloads or is_on_disk(self._kernel, self.arguments)
 
     def compile(self) -> None:
-        """Compile the kernel, or load its machine code from disk."""
+        """Compile the kernel, or load its machine code from disk if it exists there."""
         self._kernel.compile(self.arguments)
 
     @property

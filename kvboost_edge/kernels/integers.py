@@ -113,7 +113,7 @@ def follows_pages() -> bool:
 
 
 def _processor() -> str:
-    """Return LLVM's name of the processor that kernels are compiled for."""
+    """Return the LLVM name of the processor that kernels are compiled for."""
     return str(numba.config.CPU_NAME or binding.get_host_cpu_name())
 
 
@@ -153,7 +153,7 @@ def emit_loop(b: Builder, count: Value) -> Iterator[Value]:
         latch = b.block
     once = b.module.add_metadata(["llvm.loop.unroll.disable"])
     own = ir.MDValue(b.module, (once,), name=str(len(b.module.metadata)))
-    own.operands = (own, once)  # loop metadata must refer to itself to be distinct
+    own.operands = (own, once)  # LLVM requires self-referencing loop metadata
     latch.terminator.set_metadata("llvm.loop", own)
 
 

@@ -135,7 +135,10 @@ def on_first_compilation(tell: Callable[[], None] | None) -> None:
 
 
 def kernel(function: _Function) -> _Function:
-    """Compile without the GIL and fastmath, with NumPy's division, and cache on disk."""
+    """Compile a function for nopython mode without the GIL, and cache the machine code on disk.
+
+    Division follows NumPy's rules, and fastmath is off.
+    """
     # With fastmath, LLVM may fuse or reorder additions depending on context, and a row's bits would
     # differ between a batch of one and a batch of many. Kernels write fused multiply-adds
     # explicitly.
@@ -230,7 +233,7 @@ class _Kernel(CPUDispatcher):  # type: ignore[misc]
         self._part = _Part(function)
 
     def get_call_template(self, arguments: Any, names: Any) -> Any:
-        """Return the signature that a calling kernel resolves."""
+        """Return the signature for a call from another kernel."""
         return self._part.get_call_template(arguments, names)
 
     def get_overload(self, signature: Any) -> Any:

@@ -25,7 +25,7 @@ Ints = npt.NDArray[np.int32]
 Longs = npt.NDArray[np.int64]
 
 GRAM = 8
-"""Length of an n-gram. Shorter ones occur in too many texts by chance."""
+"""Length of an n-gram in tokens. Shorter n-grams match too many texts by chance."""
 
 _MULTIPLIER = 0x9E3779B97F4A7C1
 
@@ -106,4 +106,4 @@ _INTS = types.Array(types.int32, 1, "C")
 _LONGS = types.Array(types.int64, 1, "C")
 append_entry = KernelEntry(append_tokens, _INTS, _LONGS, _INTS, _LONGS)
 find_entry = KernelEntry(find_end, _INTS, _LONGS, _LONGS, _INTS, _LONGS)
-"""The kernels `append_tokens` and `find_end`, to compile ahead of time."""
+"""Entries of `append_tokens` and `find_end` for ahead-of-time compilation."""

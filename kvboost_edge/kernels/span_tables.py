@@ -14,19 +14,21 @@ __all__ = ["HASH_BITS", "MODULUS", "MOST_TRIED", "NONE", "NUM_FIELDS", "SpanSear
 
 HASH_BITS = 61
 MODULUS = (1 << HASH_BITS) - 1
-"""A Mersenne prime. The span hash of tokens t_0 .. t_(n-1) is the sum of t_i * base^(n-1-i) modulo
-it. Moving the span by one token takes two multiplications. If the base is secret, two different
-spans of 16 tokens collide with probability 15 / 2^61.
+"""A Mersenne prime, the modulus of span hashes.
+
+The span hash of tokens t_0 .. t_(n-1) is the sum of t_i * base^(n-1-i). Moving the span by one
+token takes two multiplications. If the base is secret, two different spans of 16 tokens collide
+with probability 15 / 2^61.
 """
 
 MOST_TRIED = 8
-"""Most blocks of equal tokens tried at one place, and most children of a block; newest first."""
+"""Maximum number of equal blocks tried at one position, and of children per block, newest first."""
 
 NONE = -1
 """Marks a missing block id."""
 
 NUM_FIELDS = 4
-"""Numbers of a run: prompt_start, length, stored position of its first token, blocks touched."""
+"""Fields of a run: prompt_start, length, stored position of its first token, blocks touched."""
 
 Ints = npt.NDArray[np.int32]
 Longs = npt.NDArray[np.int64]

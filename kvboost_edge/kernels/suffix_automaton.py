@@ -23,9 +23,10 @@ Ints = npt.NDArray[np.int32]
 Longs = npt.NDArray[np.int64]
 
 NUM_TOKENS, NUM_STATES, LAST, MATCH_LENGTH, MATCH_END = range(5)
-"""Indices in `Automaton.counts`. MATCH_LENGTH is the length of the longest suffix that occurred
-before, at most all tokens but the first. MATCH_END is the position after its latest known
-occurrence.
+"""Indices in `Automaton.counts`.
+
+MATCH_LENGTH is the length of the longest suffix of the text that occurred earlier. MATCH_END is the
+position after the latest known occurrence of that suffix.
 """
 
 _EMPTY = -1
@@ -62,7 +63,7 @@ class Automaton(NamedTuple):
 
     @property
     def room(self) -> int:
-        """Capacity in tokens."""
+        """Capacity of the automaton in tokens."""
         return len(self.lengths) // 2
 
     @property
@@ -116,7 +117,7 @@ def _add(
     state: int,
     token: int,
 ) -> None:
-    """Add an edge in an empty slot; the caller sets its target."""
+    """Add an edge in an empty slot; the caller must set its target."""
     keys[slot] = (state << 32) | token
     next_edges[slot] = first_edges[state]
     first_edges[state] = slot
@@ -225,4 +226,4 @@ def extend(
 _INTS = types.Array(types.int32, 1, "C")
 _LONGS = types.Array(types.int64, 1, "C")
 extend_entry = KernelEntry(extend, _INTS, _LONGS, _INTS, _INTS, _INTS, _INTS, _LONGS, _INTS, _INTS)
-"""The kernel `extend`, to compile ahead of time."""
+"""Entry of `extend` for ahead-of-time compilation."""

@@ -61,7 +61,7 @@ team_entries = [
     KernelEntry(_wait_for, _COUNTERS, *[types.int64] * 3),
     KernelEntry(_look_out, _COUNTERS, types.int64, types.int64),
 ]
-"""Kernels that every team runs."""
+"""Entries of the kernels that every team runs."""
 
 
 class _Work(NamedTuple):

@@ -35,7 +35,7 @@ __all__ = [
 Value = Any
 Builder = Any
 Float32 = Annotated[float, np.float32]
-"""A float that is a float32 in memory and in kernels."""
+"""Annotation of a float that is stored as float32 in memory and in kernels."""
 
 # Maps an annotation to (struct format, LLVM type, Numba type).
 _NUMBERS: dict[Any, tuple[str, ir.Type, Any]] = {
@@ -76,7 +76,7 @@ def number_at(kind: Any, path: str) -> int:
 
 
 def numbers_of(kind: Any, values: Any) -> npt.NDArray[np.int64]:
-    """Return the row, int64 [num_numbers(kind)], of any tuple that has the fields of `kind`."""
+    """Return a tuple with the fields of `kind` as a row, int64 [num_numbers(kind)]."""
     return np.frombuffer(struct.pack(_format(kind), *_flat(kind, values)), dtype=np.int64)
 
 
@@ -123,7 +123,7 @@ def _load(context: Any, b: Builder, kind: Any, address: Value) -> Value:
 
 @intrinsic
 def load_row(typing: Any, kind: Any, address: Any) -> Any:
-    """Load the tuple of class `kind` from its row at a byte address."""
+    """Load a tuple of class `kind` from a row at a byte address."""
 
     def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
         return _load(context, b, kind.instance_class, arguments[1])
@@ -133,7 +133,7 @@ def load_row(typing: Any, kind: Any, address: Any) -> Any:
 
 @intrinsic
 def load_i32_row(typing: Any, kind: Any, address: Any) -> Any:
-    """Load a tuple of class `kind`, all ints, from a row of int32 at a byte address."""
+    """Load a tuple of class `kind` from a row of int32 at a byte address; all fields are ints."""
 
     def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
         places = [

@@ -124,7 +124,7 @@ def emit_fma(b: Builder, x: Value, y: Value, z: Value) -> Value:
 
 
 def emit_max(b: Builder, x: Value, y: Value) -> Value:
-    """Return x if x > y else y, for each lane."""
+    """Return the larger of x and y in each lane; y if they are unordered."""
     return b.select(b.fcmp_ordered(">", x, y), x, y)
 
 
@@ -156,8 +156,8 @@ def emit_reduce_rows(b: Builder, rows: Sequence[Value], combine: Any) -> Value:
     return quads
 
 
-# Cephes expf: 2^n * p(r) with |r| <= ln2 / 2. The relative error is below 2e-7; exp(0) is exactly
-# 1.
+# exp(x) follows Cephes' expf: 2^n * p(r) with |r| <= ln2 / 2. The relative error is below 2e-7, and
+# exp(0) is exactly 1.
 _EXP_COEFFICIENTS = (
     1.9875691500e-4,
     1.3981999507e-3,
@@ -169,7 +169,7 @@ _EXP_COEFFICIENTS = (
 _LOG2_E = 1.44269504088896341
 _LN2_HIGH = 0.693359375
 _LN2_LOW = -2.12194440e-4
-_EXP_LOWEST = -87.0  # results below are 0
+_EXP_LOWEST = -87.0  # exp(x) of smaller x is 0
 _ROUNDER = 12582912.0  # 1.5 * 2^23: adding it rounds to an integer in the low bits of the mantissa
 
 
@@ -299,7 +299,7 @@ def store_i64(typing: Any, address: Any, value: Any) -> Any:
 
 @intrinsic
 def address_of(typing: Any, array: Any) -> Any:
-    """Return the byte address (int64) of an array's first element."""
+    """Return the byte address of an array's first element as int64."""
 
     def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
         structure = context.make_array(signature.args[0])(context, b, arguments[0])

@@ -443,7 +443,7 @@ def _row_intrinsic(num_floats: int, combine: Any) -> Any:
 
 @intrinsic
 def mix_row(typing: Any, out: Any, source: Any, count: Any, keep: Any, add: Any) -> Any:
-    """Set out = out * keep + source * add for `count` float32 at addresses out and source."""
+    """Set out = out * keep + source * add, for `count` float32 at addresses `out` and `source`."""
     return _row_intrinsic(
         2, lambda b, old, new, keep, add: emit_fma(b, new, add, b.fmul(old, keep))
     )
@@ -451,7 +451,7 @@ def mix_row(typing: Any, out: Any, source: Any, count: Any, keep: Any, add: Any)
 
 @intrinsic
 def scale_row(typing: Any, out: Any, source: Any, count: Any, factor: Any) -> Any:
-    """Set out = source * factor for `count` float32 at addresses out and source."""
+    """Set out = source * factor, for `count` float32 at addresses `out` and `source`."""
     return _row_intrinsic(1, lambda b, old, new, factor: b.fmul(new, factor))
 
 

@@ -42,7 +42,7 @@ _KINDS: dict[np.dtype[Any], int] = {
     np.dtype(np.float16): KIND_F16,
     np.dtype(np.uint16): KIND_BF16,
 }
-# Query rows (tokens x query heads of a KV head) that share one read of KV.
+# Number of query rows (tokens x query heads of a KV head) that share one read of KV.
 _ROWS_PER_ITEM = 64
 # If each thread would get fewer items than this, the partitions of a sequence are split over
 # threads.
@@ -223,7 +223,7 @@ def plan_work(
     """
     if ahead and batch.segments is not None:
         raise ConfigError(
-            f"ahead={ahead}: later keys cannot be seen in a batch with segments; use ahead=0"
+            f"ahead={ahead}: queries cannot see later keys in a batch with segments; use ahead=0"
         )
     tile_rows = max(1, _ROWS_PER_ITEM // heads_per_kv)
     starts = batch.cu_seqlens_q.tolist()
@@ -418,7 +418,7 @@ def _walks(
 
 
 def _repeated(counts: Longs) -> tuple[Longs, Longs]:
-    """Return each index i repeated counts[i] times, and the number of each repetition from 0."""
+    """Return each index i repeated counts[i] times, and a counter that restarts at 0 for each i."""
     source = np.repeat(np.arange(counts.size), counts)
     return source, np.arange(source.size) - np.repeat(np.cumsum(counts) - counts, counts)
 
@@ -437,7 +437,9 @@ def storage_kind(pool: KVPool) -> int:
             f"{[kind.name for kind in _KINDS]}"
         )
     if not (pool.keys.flags.c_contiguous and pool.values.flags.c_contiguous):
-        raise ConfigError("the pool's arrays must be C-contiguous")
+        raise ConfigError(
+            "the pool's keys and values must be C-contiguous; allocate them with aligned_empty"
+        )
     num_blocks, kv_heads, head_dim, block_size = pool.keys.shape
     if pool.values.shape != (num_blocks, kv_heads, block_size, head_dim) or block_size % LANES:
         raise ConfigError(
@@ -448,8 +450,8 @@ def storage_kind(pool: KVPool) -> int:
 
 
 def aligned_empty(shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-    """Return an uninitialized C-contiguous array that starts at a cache line (64 bytes)."""
-    # Aligned vectors never straddle two cache lines.
+    """Return an uninitialized C-contiguous array, aligned to a cache line (64 bytes)."""
+    # An aligned vector never straddles two cache lines.
     kind = np.dtype(dtype)
     size = int(np.prod(shape, dtype=np.int64)) * kind.itemsize
     raw = np.empty(size + 64, dtype=np.uint8)

@@ -110,8 +110,8 @@ def write_kv(
     expected = (slot_mapping.size, num_heads, head_dim)
     if keys.shape != expected or values.shape != expected:
         raise ConfigError(
-            f"keys {keys.shape} and values {values.shape} must have shape {expected}, as the slots "
-            "and the pool do"
+            f"keys {keys.shape} and values {values.shape} must have shape {expected} to match the "
+            "slots and the pool"
         )
     _store(
         np.ascontiguousarray(keys, dtype=np.float32),
@@ -126,7 +126,7 @@ def write_kv(
 
 @kernel
 def _copy(pool: npt.NDArray[np.uint8], ops: npt.NDArray[np.int64]) -> None:
-    """Copy blocks of `pool`, uint8 [num_blocks, bytes]; `ops` is int64 [num_ops, 2]: (src, dst)."""
+    """Copy blocks in `pool`, uint8 [num_blocks, bytes]; `ops` is int64 [num_ops, 2] (src, dst)."""
     for op in range(ops.shape[0]):
         src = ops[op, 0]
         dst = ops[op, 1]

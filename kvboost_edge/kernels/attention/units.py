@@ -76,7 +76,7 @@ def merge_partition(shape: AttentionShape, num_rows: int, merged: int, state: in
 
 @kernel
 def _first_row(job: Job, item: Item) -> Any:
-    """Return the first query row of an item in the flat batch."""
+    """Return the index of an item's first query row in the flat batch."""
     return load_i32(job.cu_seqlens_q + 4 * item.sequence) + item.first_row
 
 
@@ -162,7 +162,7 @@ def _open_unit(job: Job, item: Item, head: int, scratch: int) -> Unit:
 
 @kernel
 def _store_rows(job: Job, unit: Unit, item: Item, merged: int) -> None:
-    """Add the sinks to the denominator, divide, and write the unit's rows of `out` and `lse`."""
+    """Normalize the unit's rows, including sinks, and write them to `out` and `lse`."""
     shape = job.shape
     heads = shape.heads_per_kv
     dim = shape.head_dim

@@ -177,7 +177,7 @@ class AmxTiles(IntTiles):
         return b.add(self._at(b, offset), b.mul(index, int_constant(_LINE)))
 
     def _turn(self, b: Builder, part: Value) -> Value:
-        """Return the address of a part's unpacked weights."""
+        """Return the scratch address of a part's unpacked weights."""
         return b.add(
             self._at(b, _WEIGHTS_AT), b.mul(b.and_(part, int_constant(1)), int_constant(_TURN))
         )
@@ -197,7 +197,7 @@ class AmxTiles(IntTiles):
                     b.store(dot.prepare(quad), b.inttoptr(line, _POINTER), align=_LINE)
 
     def _here(self, b: Builder, source: _Source, part: Value) -> Value:
-        """Return the address of the cell that holds a part."""
+        """Return the address of the panel cell that holds a part."""
         group = part if self.parts == 1 else b.udiv(part, int_constant(self.parts))
         return b.add(source.panel, b.mul(group, int_constant(self.cell)))
 
@@ -219,7 +219,7 @@ class AmxTiles(IntTiles):
             )
 
     def _multiply(self, b: Builder, t: int) -> None:
-        """Emit `tdpbssd` for tile `t`: int32 sums in two tile registers."""
+        """Emit `tdpbssd` for tile `t`, which leaves int32 sums in two tile registers."""
         for number, rows in zip(_SUMS[t], _ROWS, strict=True):
             _call(b, "tilezero", number)
             _call(b, "tdpbssd", number, rows, _WEIGHTS[t])

@@ -125,7 +125,7 @@ trial_entries = (
     if has_tile_registers()
     else []
 )
-"""Kernels of the trial."""
+"""Kernels that the trial runs."""
 
 
 class _Trial:

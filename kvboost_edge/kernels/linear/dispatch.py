@@ -116,7 +116,7 @@ ladders = {
 """Weight format number -> dispatching kernel, called through `int_panel` or `float_rows`."""
 
 int_panel = caller(*_INT_ARGUMENTS)
-"""Call `ladders[kind]` with (n, fine, tile, panel, target): tiles x a panel of n tokens.
+"""Call `ladders[kind]` with (n, fine, tile, panel, target): multiply tiles by a panel of n tokens.
 
 The call multiplies one tile, or two if panels of n tokens take two tiles at once.
 """

@@ -62,8 +62,8 @@ _LINE = 64
 _PAGE = 4096
 _WHOLE = 2  # index of the whole group's seed, after the seeds of its halves
 AHEAD = 8192
-"""Prefetch distance in bytes. Measured from DRAM: 4 and 16 KB perform the same, 1 KB or no prefetch
-worse.
+"""Prefetch distance in bytes. With weights in DRAM, 4 and 16 KB perform equally well; 1 KB or no
+prefetch is slower.
 """
 
 Value = Any
@@ -121,7 +121,7 @@ class Target(NamedTuple):
 
 
 def emit_place(b: Builder, address: Value, index: Value, size: int, offset: int = 0) -> Value:
-    """Return address + index * size + offset."""
+    """Return the IR value of address + index * size + offset."""
     return b.add(b.add(address, b.mul(index, int_constant(size))), int_constant(offset))
 
 
@@ -213,7 +213,7 @@ class IntTiles:
         self.cell = tokens * bytes_of_cell(fine, kind)
 
     def emit(self, b: Builder, tile: Tile, panel: Value, target: Target) -> None:
-        """Emit the loop over all runs."""
+        """Emit the loop over all runs of tiles or panels."""
         # A single loop without calls between runs keeps memory reads in flight.
         over_tokens = b.icmp_signed("!=", tile.panel_step, int_constant(0))
         with emit_loop(b, tile.runs) as run:
@@ -322,7 +322,7 @@ class IntTiles:
         part: int,
         tables: Sequence[Value | None],
     ) -> list[list[Value]]:
-        """Return the integer sums of a part of a group, [tile][token]."""
+        """Return the integer sums of one part of a group, indexed [tile][token]."""
         dot = GroupDot(b, self.kind, self.form)
         zero = ir.Constant(V16I, [0] * LANES)
         places = [

@@ -33,7 +33,7 @@ _BITS = per_kind("bits")
 _PARTS = per_kind("parts")
 _QUADS = GROUP // 4
 _BLOCK_QUADS = BLOCK_WEIGHTS // 4
-# Word offsets in a block.
+# Offsets of a block's sections in words.
 _HIGH_Q5K = 16 // 4
 _LOW_Q5K = 48 // 4
 _LOW_Q4K = 16 // 4
@@ -50,11 +50,11 @@ Words = npt.NDArray[np.uint32]
 
 
 def pack_blocks(blocks: Bytes, name: str) -> PackedRows:
-    """Pack rows of whole blocks.
+    """Pack rows of GGUF blocks as tiles.
 
     Args:
-        blocks: uint8 [rows, bytes of a row], as in the file.
-        name: a weight format with blocks.
+        blocks: uint8 [rows, bytes per row], as in the file.
+        name: name of a weight format with blocks.
 
     Raises:
         ConfigError: the rows are not whole blocks.
@@ -63,7 +63,9 @@ def pack_blocks(blocks: Bytes, name: str) -> PackedRows:
     form = FORMATS[name]
     nbytes = form.block_bytes
     if not nbytes or width % nbytes:
-        raise ConfigError(f"rows of {width} bytes are not whole blocks of {name!r}")
+        raise ConfigError(
+            f"rows of {width} bytes are not whole blocks of {name!r} ({nbytes} bytes each)"
+        )
     inputs = width // nbytes * BLOCK_WEIGHTS
     codes, scales, minima = (
         np.zeros(size, dtype=np.uint8) for size in packed_sizes(rows, inputs, name)
@@ -219,4 +221,4 @@ _HALVES = types.Array(types.uint16, 1, "C")
 blocks_entry = KernelEntry(
     _pack, types.Array(types.uint8, 2, "C"), types.int64, types.int64, _WORDS, _BYTES, _HALVES
 )
-"""The kernel of `pack_blocks`, to compile ahead of time."""
+"""Entry of `pack_blocks` for ahead-of-time compilation."""

@@ -59,7 +59,7 @@ def _slot(b: Builder, value: Value | float) -> Value:
 
 
 def _half(b: Builder, x: Value) -> Value:
-    """Round to float16, clipped to its finite range."""
+    """Round to float16 and clip to its finite range."""
     inside = emit_max(b, _min(b, x, _splat(_HALF_MAX)), _splat(-_HALF_MAX))
     return b.fpext(b.fptrunc(inside, _VHALF), V16)
 

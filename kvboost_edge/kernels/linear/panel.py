@@ -48,11 +48,11 @@ __all__ = [
 ]
 
 FINE_BASE = 255
-"""Odd, so that bytes of both planes stay within +-127, as coarse codes do."""
+"""Base of fine codes, odd to keep the bytes of both planes within +-127, like coarse codes."""
 COARSE_BYTES = GROUP + 8
 FINE_BYTES = 2 * GROUP + 8
 SEED_BYTES = 12
-"""Bytes of a token's seeds in a cell."""
+"""Size of one token's seeds in a cell, in bytes."""
 LARGEST_CELL = FINE_BYTES + SEED_BYTES
 _SHARES_PANEL = per_kind("shares_panel")
 

@@ -198,7 +198,7 @@ def emit_scales(
 
 
 def _emit_bytes_as_f32(b: Builder, address: Value, *, signed: bool) -> Value:
-    """Load 16 bytes as float32."""
+    """Load 16 bytes and convert them to float32."""
     loaded = b.load(
         b.inttoptr(address, ir.PointerType()), align=1, typ=ir.VectorType(ir.IntType(8), LANES)
     )

@@ -123,7 +123,7 @@ class UnpackedTiles(IntTiles):
             )
 
     def _unpack(self, b: Builder, tile: Tile, first: Value, group: Value, places: _Places) -> None:
-        """Unpack group `first + group` of a tile into slot `group`."""
+        """Unpack group `first + group` of a tile into slot `group` of the buffers."""
         number = b.add(first, group)
         weights = emit_place(b, tile.weights, number, self.group_bytes)
         scales = emit_place(b, tile.scales, number, SCALE_BYTES)
@@ -174,7 +174,7 @@ class UnpackedTiles(IntTiles):
                 emit_store(b, result, place)
 
     def _unpacked_dots(self, b: Builder, here: Value, codes: Value, part: Value) -> list[Value]:
-        """Return the integer sums of a part of a group, [token]."""
+        """Return the integer sums of one part of a group, indexed by token."""
         dot = GroupDot(b, self.kind, self.form)
         count = self.planes * self.tokens
         codes = emit_place(b, codes, part, _LINE * self.quads)

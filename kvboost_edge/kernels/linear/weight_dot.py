@@ -94,7 +94,7 @@ class GroupDot:
         )
 
     def start(self, seed: Value) -> Any:
-        """Return the initial state of a group.
+        """Return the initial state for the sums of a group.
 
         Args:
             seed: <16 x i32>, -(offset * sum of the token's codes).
@@ -170,7 +170,7 @@ class GroupDot:
 
     @property
     def zero(self) -> ir.Constant:
-        """Initial sums for `add_to`."""
+        """Initial value of the sums for `add_to`."""
         return ir.Constant(_V32S, [0] * 32) if self._short else ir.Constant(V16I, [0] * LANES)
 
     @property
@@ -179,7 +179,7 @@ class GroupDot:
         return self._quads if self._short else GROUP // 4
 
     def add_to(self, sums: Value, quad: Any, x: Value) -> Value:
-        """Add a prepared quad's products to sums that started as `zero`."""
+        """Add a prepared quad's products to sums that began as `zero`."""
         return self._add_short(sums, quad, x) if self._short else self.add(sums, quad, x)
 
     def widened(self, sums: Value) -> Value:

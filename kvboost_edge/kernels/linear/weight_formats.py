@@ -63,12 +63,12 @@ _BLOCK_LOG = 3
 BLOCK_GROUPS = 1 << _BLOCK_LOG
 """Groups per block of 256 inputs."""
 SCALE_BYTES = 2 * LANES
-"""Bytes of a group's scales in every quantized format."""
+"""Size of a group's scales in bytes, equal for all quantized formats."""
 TABLE_BYTES = 16
-"""Bytes of a tile's lookup table."""
+"""Size of a tile's lookup table in bytes."""
 HALF_OFFSET = 32
 TABLE_OFFSET = 128
-"""Offsets of formats with two parts and with a table. Panels have seeds for these; see panel.py."""
+"""Code offsets of formats with two parts and with a table; see panel.py for their seeds."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -158,7 +158,7 @@ class WeightFormat:
 
     @property
     def group_bytes(self) -> int:
-        """Bytes of a group's codes."""
+        """Size of a group's codes in bytes."""
         return GROUP * LANES * self.bits // 8
 
     @property
@@ -221,9 +221,9 @@ FORMATS = {
         WeightFormat("f32", kind=KIND_F32, bits=32),
     )
 }
-"""Formats by name."""
+"""Weight formats by name, from narrow to wide."""
 FORMAT_OF = {form.kind: form for form in FORMATS.values()}
-"""Formats by number."""
+"""Weight formats by number."""
 INT_KINDS = tuple(kind for kind, form in FORMAT_OF.items() if not form.is_float)
 
 

@@ -140,7 +140,9 @@ def pack_codes(
         raise ConfigError(f"codes of {name!r} cannot be packed {shape}")
     limit = (1 << form.bits) - 1
     if codes.size and int(codes.max()) > limit:
-        raise ConfigError(f"code {int(codes.max())} of {name!r} exceeds {limit}")
+        raise ConfigError(
+            f"code {int(codes.max())} of {name!r} exceeds {limit}, the largest {form.bits}-bit code"
+        )
     packed = _empty(rows, inputs, name)
     padded = np.ascontiguousarray(codes)
     if padded.shape != (tiles * LANES, groups * GROUP):
@@ -283,7 +285,7 @@ def store_lines(codes: Words, first: int, quads: int, bits: int, out: Words, at:
 
 @kernel
 def _store_words(words: Words, out: Words, bits: int) -> None:
-    """Store `words`, uint32 [rows, inputs / 4] of four codes each, as tiles."""
+    """Store `words`, uint32 [rows, inputs / 4] with four codes each, as tiles."""
     rows, count = words.shape
     quads = GROUP // 4
     codes = np.zeros(quads * LANES, np.uint32)
@@ -303,9 +305,9 @@ fit_entries = {
     name: KernelEntry(fit_rows, _FLOATS, _BYTES, _BYTES, _BYTES)
     for name, fit_rows in _fit_rows.items()
 }
-"""Format name -> the kernel that `pack_rows` runs for it."""
+"""Format name -> kernel that `pack_rows` runs for that format."""
 floats_entry = KernelEntry(_store_floats, _FLOATS, _BYTES, types.int64)
 codes_entry = KernelEntry(
     _store_words, types.Array(types.uint32, 2, "C"), types.Array(types.uint32, 1, "C"), types.int64
 )
-"""The kernels of `pack_rows` for floats and of `pack_codes`."""
+"""Entries of `pack_rows` for float formats and of `pack_codes`."""

@@ -94,7 +94,7 @@ def _at(path: str) -> int:
     return number_at(AttentionRow, path)
 
 
-ROW_NUMBERS = -(-num_numbers(AttentionRow) // 8) * 8  # whole cache lines
+ROW_NUMBERS = -(-num_numbers(AttentionRow) // 8) * 8  # rounded up to whole cache lines
 _PLAIN = _at("job.plain")
 _TURN = _at("turn")
 # Indices of the numbers that differ between layers or are known only during a pass.
@@ -142,12 +142,12 @@ def row_of(call: AttentionCall) -> npt.NDArray[np.int64]:
 
 @kernel
 def attention_row(job: ProgramJob, layer: int) -> Any:
-    """Return the address of a layer's attention row."""
+    """Return the address of the attention row of a layer."""
     return job.buffers[B_ROWS] + 8 * ROW_NUMBERS * layer
 
 
 attend_row = caller(types.int64)
-"""Call an entry of `attend_entries` with (at): take units of the attention call at this row."""
+"""Call an entry of `attend_entries` with the address of an attention row to run its units."""
 
 
 @kernel
@@ -232,7 +232,7 @@ def closing_units(at: int) -> Any:
 
 @kernel
 def _close_blocks(at: int, unit: int) -> None:
-    """Quantize this unit's share of the completed blocks."""
+    """Quantize the completed blocks that are assigned to this unit."""
     row = load_row(AttentionRow, at)
     job = row.job.plain
     layout = row.job.layout
@@ -254,4 +254,4 @@ attend_entries = {
     False: KernelEntry(_attend_floats, types.int64),
     True: KernelEntry(_attend_codes, types.int64),
 }
-"""True if the pool is quantized -> attention entry."""
+"""Attention entry by whether the pool is quantized."""

@@ -81,7 +81,7 @@ _DOWN_TILES = 16
 
 @intrinsic
 def _add_scaled(typing: Any, x: Any, share: Any, vectors: Any, out: Any) -> Any:
-    """Set out = fma(x, share, out) for 16 * vectors float32 at addresses x and out."""
+    """Set out = fma(x, share, out), for 16 * vectors float32 at addresses `x` and `out`."""
 
     def codegen(context: Any, b: Any, signature: Any, arguments: Sequence[Any]) -> Any:
         x, share, vectors, out = arguments
@@ -253,7 +253,7 @@ def _add_shares(
 
 @kernel
 def _clear(job: ProgramJob, rows: lt.BufferRows, begin: int, end: int) -> None:
-    """Set tiles [begin, end) of all output rows to 0."""
+    """Set output tiles [begin, end) to 0 in the rows of all tokens."""
     for token in range(job.tokens):
         row = row_at(job, rows, token)
         for index in range(begin * LANES, end * LANES):

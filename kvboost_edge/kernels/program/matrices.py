@@ -42,7 +42,7 @@ from kvboost_edge.kernels.vectors import LANES
 __all__ = ["APART", "run_unit", "units_of"]
 
 APART = (JOB_TYPE, types.int64, types.int64)
-"""Argument types of an entry that runs its own operations: (job, address of fields, unit)."""
+"""Argument types of entries for rarely used operations: (job, address of fields, unit)."""
 _run_apart = caller(*APART)
 
 
@@ -62,7 +62,7 @@ def _matrix_units(matrix: lt.PackedMatrix, count: int, size: int, tokens: int) -
 
 @kernel
 def units_of(job: ProgramJob, at: int) -> Any:
-    """Return the number of units of an operation."""
+    """Return the number of units of the operation whose fields are at address `at`."""
     if lt.is_op(lt.LinearOp, at):
         linear = load_row(lt.LinearOp, at)
         return _matrix_units(linear.matrix, linear.size, LANES, job.tokens)
@@ -100,7 +100,7 @@ def _operands(job: ProgramJob, matrix: lt.PackedMatrix) -> Any:
 
 @kernel
 def _linear(job: ProgramJob, op: lt.LinearOp, unit: int) -> None:
-    """Run a unit of a linear layer: a run of tiles for all tokens."""
+    """Run a unit of a linear layer: multiply a run of weight tiles by all tokens."""
     # A tile's weights are read from memory for the first tokens and from the cache for all others.
     matrix = op.matrix
     kind = matrix.kind
@@ -142,7 +142,7 @@ def _linear(job: ProgramJob, op: lt.LinearOp, unit: int) -> None:
 
 @kernel
 def _gated(job: ProgramJob, op: lt.GatedOp, unit: int) -> None:
-    """Run a unit of a gated MLP: a run of groups of 32 inner channels."""
+    """Run a unit of a gated MLP: compute a run of groups of 32 inner channels."""
     size = tiles_in_unit(op.matrix.unit, job.tokens)
     first = unit * size
     end = min(op.inner.size // GROUP, unit * size + size)

@@ -47,7 +47,7 @@ __all__ = [
 _MANY_UNIT = 4
 _GATED_GROUPS = 4  # groups of 32 channels per call
 GATED_GROUP_ROW = 2 * 4 * GROUP
-"""Bytes of a token in a group: 32 floats of the gate, then 32 of the up projection."""
+"""Bytes per token in a group: 32 floats of the gate, then 32 floats of the up projection."""
 # tokens of one group per call; fewer if a call takes several groups
 _GATED_TOKENS = 64 if UNPACKED else 32
 # Maximum number of panels per call. The inputs and outputs of a group's tiles stay in the L1 cache,

@@ -50,7 +50,7 @@ _VECTOR = 4 * LANES
 # A group whose largest magnitude is below this is quantized to zeros, because its scale would be
 # subnormal.
 _TINY = 1e-30
-_ROUNDER = 12582912.0  # 1.5 * 2^23
+_ROUNDER = 12582912.0  # 1.5 * 2^23; see `_emit_quantize`
 _ROUNDER_BITS = 0x4B400000
 _AT_ONCE = 4  # groups quantized at once
 _WITH_SEEDS = [kind for kind, form in FORMAT_OF.items() if form.shares_panel]

@@ -78,7 +78,7 @@ def _take_units(job: ProgramJob, spins: int) -> bool:
 
 @kernel
 def _run_experts(job: ProgramJob, at: int, unit: int) -> None:
-    """Run a unit of an operation on experts."""
+    """Run a unit of one of the operations on experts."""
     if lt.is_op(lt.DispatchOp, at):
         dispatch(job, load_row(lt.DispatchOp, at).experts)
     elif lt.is_op(lt.SpreadOp, at):
@@ -98,7 +98,7 @@ def _run_experts(job: ProgramJob, at: int, unit: int) -> None:
 
 @kernel
 def _run_conv(job: ProgramJob, at: int, unit: int) -> None:
-    """Run a unit of tokens of a `ConvOp`."""
+    """Run a unit of a `ConvOp`: the convolution of some tokens."""
     first, end = tokens_of(job, unit)
     for token in range(first, end):
         conv_gated(job, load_row(lt.ConvOp, at), token)
@@ -130,7 +130,7 @@ apart_entries = {
     lt.K_TAILS: KernelEntry(_run_tails, *APART),
     lt.K_SCAN: KernelEntry(_run_scan, *APART),
 }
-"""Index in a job's `kernels` -> entry for those of its `OPERATIONS`."""
+"""Index in a job's `kernels` -> entry that runs the `OPERATIONS` of that index."""
 
 program_entry = KernelEntry(_take_units, JOB_TYPE, types.int64)
 

@@ -251,7 +251,7 @@ class PerLayerOp(NamedTuple):
 
 
 class QuantizeOp(NamedTuple):
-    """Quantization of rows of `size` floats into a panel."""
+    """Quantization of the first `size` floats of each row into a panel."""
 
     source: BufferRows
     size: int
@@ -349,7 +349,10 @@ class CapOp(NamedTuple):
 
 
 class ContinueOp(NamedTuple):
-    """Copy of the blocks of a quantized pool that this pass continues, before KV is written."""
+    """Copy of partial blocks of a quantized pool into new buffers, before KV is written.
+
+    These are the blocks that earlier passes began and this pass continues.
+    """
 
     layer: int
 
@@ -439,7 +442,7 @@ class AddSharedOp(NamedTuple):
 
 
 class ConvOp(NamedTuple):
-    """Gated short convolution."""
+    """Gated short convolution of each token; see `ConvInputs`."""
 
     conv: ConvInputs
     out: BufferRows
@@ -519,25 +522,26 @@ class GateOp(NamedTuple):
 
 
 Operation = tuple[Any, ...]
-"""An operation of any kind."""
+"""Any of the operations above."""
 
-# Buffers with a fixed meaning. Pairs of RoPE tables (cos, sin) follow, then factors of queries.
+# Numbers of the buffers with a fixed meaning. The buffers from B_TABLES on hold pairs of RoPE tables
+# (cos, sin), followed by factors of queries. These names need an explanation:
 #
 #   B_PANEL, B_INNER          quantized rows
-#   B_ROWS                    attention rows of all layers, see attention_calls.py; without them
-#                             RopeOp leaves KV in its buffers
-#   B_PER_LAYER               each token's input of every layer
-#   B_TABLE_ROWS              part of it from a table of tokens
+#   B_ROWS                    attention rows of all layers, see attention_calls.py; if it is 0,
+#                             RopeOp leaves KV in B_KEY and B_VALUE
+#   B_PER_LAYER               per-layer inputs of each token, for all layers
+#   B_TABLE_ROWS              the part of these inputs that comes from a table of tokens
 #   B_ROUTED                  router logits
-#   B_CHOSEN, B_SHARES        each token's experts and shares
-#   B_DISPATCH                each expert's tokens, see expert_routing.py
+#   B_CHOSEN, B_SHARES        experts and shares of each token
+#   B_DISPATCH                tokens of each expert, see expert_routing.py
 #   B_SPREAD, B_EXPERTS_INNER rows or panels of one expert after another
 #   B_BESIDE                  result of an MLP that runs in parallel to the experts
-#   B_MIXED                   result of a recurrent mixer if its layer also attends; otherwise it
-#                             is in B_QUERY
+#   B_MIXED                   result of a recurrent mixer if its layer also has attention; otherwise
+#                             the result is in B_QUERY
 #   B_STATES                  recurrent states of the pass, see states/sequences.py
-#   B_SEQUENCES               not an address: their number
-#   B_DRAFTS                  inputs of draft tokens to recurrent states
+#   B_SEQUENCES               number of sequences in B_STATES, not an address
+#   B_DRAFTS                  inputs of recurrent states for draft tokens
 (
     B_TOKENS,
     B_POSITIONS,
@@ -594,17 +598,18 @@ OPERATIONS: dict[int, tuple[type[Operation], ...]] = {
     K_TAILS: (KeepConvOp,),
     K_SCAN: (ScanInputsOp, ScanOp, GateOp),
 }
-"""Entry -> operations that it runs. Each operation has one entry; unknown ones are refused."""
+"""Entry -> operations that it runs. Each operation has one entry; others are rejected."""
 _KINDS = [kind for kinds in OPERATIONS.values() for kind in kinds]  # indexed by code
 ENTRY_OF = np.array([entry for entry, kinds in OPERATIONS.items() for _ in kinds])
-"""int64: code of an operation -> its entry."""
+"""int64, the entry of each operation, indexed by the operation's code."""
 
-OP_NUMBERS = -(-max(1 + num_numbers(kind) for kind in _KINDS) // 8) * 8  # whole cache lines
+# rounded up to whole cache lines
+OP_NUMBERS = -(-max(1 + num_numbers(kind) for kind in _KINDS) // 8) * 8
 COUNTERS_PER_OP = 16  # two counters on separate cache lines
 
 
 def table_of(operations: Sequence[Operation]) -> npt.NDArray[np.int64]:
-    """Return the table of operations, int64 [num_ops, OP_NUMBERS]."""
+    """Return the table of the given operations, int64 [num_ops, OP_NUMBERS]."""
     table = np.zeros((len(operations), OP_NUMBERS), dtype=np.int64)
     for row, operation in zip(table, operations, strict=True):
         numbers = numbers_of(type(operation), operation)
@@ -657,7 +662,7 @@ def op_at(job: ProgramJob, index: int) -> Any:
 
 @kernel
 def row_at(job: ProgramJob, rows: BufferRows, token: int) -> Any:
-    """Return the address of a token's row."""
+    """Return the address of a token's row in a buffer."""
     return job.buffers[rows.buffer] + 4 * (token * rows.step + rows.first)
 
 

@@ -292,7 +292,7 @@ def _heads(source: int, num: int, dim: int, norm: int, mode: int, eps: float) ->
 
 @kernel
 def _scale_queries(source: int, count: int, factor: float) -> None:
-    """Scale queries in place, before RoPE."""
+    """Multiply queries by a factor in place, before RoPE."""
     # RoPE is linear, so scaling may come first. This also scales the queries that attention rotates
     # itself.
     if factor != np.float32(1.0):

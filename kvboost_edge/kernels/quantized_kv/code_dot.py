@@ -14,8 +14,8 @@ from numba.core import cgutils
 from kvboost_edge.kernels.integers import V16I, dot_form, emit_byte_halves, emit_pair_sums
 from kvboost_edge.kernels.vectors import LANES
 
-# There is no `vpmaddubsw` variant for AVX2: both operands use their full range (0 to 255 and -128
-# to 127), so a pair of products does not fit 16 bits.
+# There is no variant with `vpmaddubsw` for AVX2. Both operands use their full range (0 to 255 and
+# -128 to 127), so the sum of two products does not fit 16 bits.
 __all__ = ["coded_dot_form", "emit_dot"]
 
 _I8 = ir.IntType(8)
@@ -93,7 +93,7 @@ def _dot_quarters(b: Builder, sums: Value, unsigned: Value, signed: Value) -> Va
 
 
 def _dot_plain(b: Builder, sums: Value, unsigned: Value, signed: Value) -> Value:
-    """Emit 16-bit multiplications of bytes 0 and 2 of each lane, then of bytes 1 and 3."""
+    """Emit the dot product as 16-bit multiplications of bytes 0 and 2, then bytes 1 and 3."""
     halves = zip(
         emit_byte_halves(b, unsigned, signed=False),
         emit_byte_halves(b, signed, signed=True),

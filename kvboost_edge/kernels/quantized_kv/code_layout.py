@@ -26,7 +26,7 @@ from typing import NamedTuple
 __all__ = ["BIT_PAIRS", "STEP_BIAS", "CodeLayout", "code_layout"]
 
 BIT_PAIRS = ((8, 8), (8, 4), (4, 8), (4, 4))
-"""Supported (bits of keys, bits of values) of a quantized pool."""
+"""Supported pairs (bits per key, bits per value) of a quantized pool."""
 STEP_BIAS = 18
 """A key step's byte b encodes 2^(b // 8 - STEP_BIAS) * (1 + b % 8 / 8)."""
 _LINE = 64

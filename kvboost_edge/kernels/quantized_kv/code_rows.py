@@ -74,12 +74,12 @@ def emit_int(value: int) -> ir.Constant:
 
 
 def float_lanes(value: float) -> ir.Constant:
-    """Return a float32 constant in 16 lanes."""
+    """Return a constant of 16 equal float32 lanes."""
     return ir.Constant(V16, [value] * LANES)
 
 
 def int_lanes(value: int) -> ir.Constant:
-    """Return an i32 constant in 16 lanes."""
+    """Return a constant of 16 equal i32 lanes."""
     return ir.Constant(V16I, [value] * LANES)
 
 
@@ -93,7 +93,7 @@ def _load_codes(b: Builder, address: Value) -> Value:
 
 
 def emit_store_codes(b: Builder, codes: Value, address: Value) -> None:
-    """Store 16 bytes."""
+    """Store a vector of 16 bytes."""
     b.store(codes, b.inttoptr(address, ir.PointerType()), align=1)
 
 

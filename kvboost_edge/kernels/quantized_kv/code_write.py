@@ -280,13 +280,13 @@ _VALUES_4 = _encode_values(4)
 
 @kernel
 def _quantize_keys(keys: int, stage: int, out: int, layout: CodeLayout) -> None:
-    """Quantize the keys of one block and head.
+    """Quantize the keys of one block and KV head.
 
     Args:
         keys: address of float16 [head_dim, block].
         stage: address of float32 [dim, block], scratch.
         out: address of the block's codes.
-        layout: sizes and offsets.
+        layout: sizes and offsets of the codes.
     """
     size = layout.block_size
     for start in range(0, size, LANES):
@@ -306,13 +306,13 @@ def _quantize_keys(keys: int, stage: int, out: int, layout: CodeLayout) -> None:
 
 @kernel
 def _quantize_values(values: int, stage: int, out: int, layout: CodeLayout) -> None:
-    """Quantize the values of one block and head.
+    """Quantize the values of one block and KV head.
 
     Args:
         values: address of float16 [block, head_dim].
         stage: address of float32 [block, dim], scratch.
         out: address of the block's codes.
-        layout: sizes and offsets.
+        layout: sizes and offsets of the codes.
     """
     size = layout.block_size
     dim = layout.dim
@@ -342,14 +342,14 @@ def _quantize_values(values: int, stage: int, out: int, layout: CodeLayout) -> N
 
 @kernel
 def quantize_block(keys: int, values: int, stage: int, out: int, layout: CodeLayout) -> None:
-    """Quantize one block of one KV head.
+    """Quantize the keys and values of one block and KV head.
 
     Args:
         keys: address of float16 [head_dim, block].
         values: address of float16 [block, head_dim].
         stage: address of float32 [dim * block], scratch.
         out: address of uint8 [layout.nbytes], written.
-        layout: sizes and offsets.
+        layout: sizes and offsets of the codes.
     """
     fill(out, layout.nbytes // 4, np.float32(0.0))
     _quantize_keys(keys, stage, out, layout)
@@ -366,15 +366,15 @@ def _quantize(
     num_heads: int,
     stage: npt.NDArray[np.float32],
 ) -> None:
-    """Quantize blocks of all KV heads.
+    """Quantize some blocks of all KV heads.
 
     Args:
         keys: address of float16 [blocks, num_heads, head_dim, block].
         values: address of float16 [blocks, num_heads, block, head_dim].
         pairs: int64 [n, 2], (source, target) blocks.
         codes: address of uint8 [num_blocks, num_heads, layout.nbytes], written.
-        layout: sizes and offsets.
-        num_heads: KV heads.
+        layout: sizes and offsets of the codes.
+        num_heads: number of KV heads.
         stage: float32 [dim * block], scratch.
     """
     block_bytes = 2 * layout.head_dim * layout.block_size

@@ -105,7 +105,7 @@ def _attend_row(
 def write_kv(
     keys: Floats, values: Floats, pool: KVPool, slot_mapping: npt.NDArray[np.int64]
 ) -> None:
-    """Store float32 [num_tokens, num_kv_heads, head_dim] at slots (block * block_size + offset)."""
+    """Store float32 [num_tokens, num_kv_heads, head_dim] at slots, block * block_size + offset."""
     blocks, offsets = np.divmod(slot_mapping, pool.keys.shape[3])
     pool.keys[blocks, :, :, offsets] = to_storage(keys, pool.keys.dtype)
     pool.values[blocks, :, offsets, :] = to_storage(values, pool.values.dtype)

@@ -77,7 +77,7 @@ def route_rows(
 
 
 def _scores(logits: Floats, score: str) -> Floats:
-    """Return sigmoid or softmax of the logits, or the logits for "chosen"."""
+    """Return the sigmoid or softmax of the logits; for "chosen", return the logits."""
     one = logits.dtype.type(1)
     with np.errstate(over="ignore", invalid="ignore"):
         if score == "chosen":

@@ -71,7 +71,7 @@ def quantize_rows(
 def pack_panel(
     x: Floats, kind: str, sizes: Sequence[int], *, fine: bool = False
 ) -> npt.NDArray[np.uint8]:
-    """Return the bytes of panels of `sizes` tokens for a weight format; see panel.py."""
+    """Return the bytes of panels with `sizes` tokens each for a weight format; see panel.py."""
     codes, scales, sums = quantize_rows(x, fine=fine)
     planes = [codes]
     if fine:
@@ -183,7 +183,7 @@ def unpack_block_scales(
 
 
 def unpack_scales(packed: npt.NDArray[np.float16], rows: int, inputs: int) -> Floats:
-    """Return scales, float32 [padded rows, groups]."""
+    """Return the scales of a matrix, float32 [padded rows, groups]."""
     tiles = -(-rows // _LANES)
     groups = -(-inputs // _GROUP)
     ordered = (
@@ -193,7 +193,7 @@ def unpack_scales(packed: npt.NDArray[np.float16], rows: int, inputs: int) -> Fl
 
 
 def unpack_floats(packed: npt.NDArray[Any], rows: int, inputs: int) -> Floats:
-    """Return float32 [rows, inputs] of a packed matrix of float32 or bfloat16 bits."""
+    """Return float32 [rows, inputs] from a packed matrix of float32 or bfloat16 bits."""
     if packed.dtype == np.uint16:
         packed = (packed.astype(np.uint32) << np.uint32(16)).view(np.float32)
     tiles = -(-rows // _LANES)
@@ -272,8 +272,8 @@ def norm_rows(x: Floats, weight: Floats, eps: float) -> Floats:
 def activate_rows(gate: Floats, up: Floats, *, gelu: bool = False, clamped: bool = False) -> Floats:
     """Return act(gate) * up, computed in float64.
 
-    The activation is silu, or gelu in its tanh form. If `clamped`, it is gate * sigmoid(1.702 *
-    gate) * (up + 1) with gate <= 7 and -7 <= up <= 7.
+    The activation is silu, or GELU in its tanh form. If `clamped`, the result is gate *
+    sigmoid(1.702 * gate) * (up + 1), with gate <= 7 and -7 <= up <= 7.
     """
     x = gate.astype(np.float64)
     if clamped:

@@ -64,7 +64,7 @@ def _steps(layout: CodeLayout, codes: Bytes) -> Floats:
 
 
 def _quantize_keys(keys: Floats, layout: CodeLayout, out: Bytes) -> None:
-    """Quantize keys, float32 [head_dim, block]."""
+    """Quantize the keys of one block and head, float32 [head_dim, block]."""
     top = F32(2**layout.k_bits - 1)
     low = keys.min(axis=1)
     high = keys.max(axis=1)
@@ -91,7 +91,7 @@ def _quantize_keys(keys: Floats, layout: CodeLayout, out: Bytes) -> None:
 
 
 def _quantize_values(values: Floats, layout: CodeLayout, out: Bytes) -> None:
-    """Quantize values, float32 [block, head_dim]."""
+    """Quantize the values of one block and head, float32 [block, head_dim]."""
     size = layout.block_size
     dim = layout.head_dim
     broken = (values * F32(0)).sum(axis=1)
@@ -121,7 +121,7 @@ def _quantize_values(values: Floats, layout: CodeLayout, out: Bytes) -> None:
 def quantize_blocks(
     own: KVPool, sources: Longs, codes: Bytes, targets: Longs, layout: CodeLayout
 ) -> None:
-    """Quantize float16 blocks `sources` of `own` into blocks `targets` of `codes`.
+    """Quantize the float16 blocks `sources` of `own` into the blocks `targets` of `codes`.
 
     `codes` is uint8 [num_blocks, num_kv_heads, bytes].
     """

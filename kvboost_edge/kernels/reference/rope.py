@@ -29,8 +29,7 @@ def turn_keys(keys: Doubles, deltas: Longs, turning: QueryRotation) -> Doubles:
     """Shift keys [num_kv_heads, tokens, head_dim] by `deltas` [tokens] positions.
 
     The tables must have max(abs(deltas)) + 1 rows. Row 0 holds RoPE's factor, which is divided out
-    of
-    the tables because the keys already contain it.
+    of the tables because the keys already contain it.
     """
     half = turning.cos.shape[1]
     factor = turning.cos[:1].astype(np.float64)

@@ -29,7 +29,7 @@ _CHAINS = 4  # chains of a sum over keys
 
 
 class DeltaSteps(NamedTuple):
-    """Inputs of the state update.
+    """Inputs of the gated delta rule for each token.
 
     Attributes:
         queries: [tokens, key_heads, key_dim].

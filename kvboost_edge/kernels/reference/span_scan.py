@@ -130,7 +130,7 @@ def _after(
 
 
 def _num_same(tokens: tuple[int, ...], wanted: tuple[int, ...]) -> int:
-    """Return the number of equal leading tokens."""
+    """Return the length of the common prefix of two token sequences."""
     count = 0
     while count < min(len(tokens), len(wanted)) and tokens[count] == wanted[count]:
         count += 1

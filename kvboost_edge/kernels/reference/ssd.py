@@ -16,12 +16,12 @@ Floats = npt.NDArray[np.floating[Any]]
 
 
 class SsdSteps(NamedTuple):
-    """Inputs of the state update.
+    """Inputs of Mamba2's state update for each token.
 
     Attributes:
         queries: [tokens, key_heads, key_dim], C in the paper.
         keys: [tokens, key_heads, key_dim], B in the paper.
-        times: [tokens, value_heads], dt.
+        times: [tokens, value_heads], dt in the paper.
         decays: [tokens, value_heads].
     """
 

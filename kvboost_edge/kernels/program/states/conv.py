@@ -73,7 +73,7 @@ _WINDOW = BaseTuple.from_types([types.int64] * len(Window._fields), Window)
 
 @kernel
 def window_of(job: ProgramJob, conv: ConvInputs, token: int) -> Window:
-    """Return the inputs of a token's convolution."""
+    """Return the `Window` of a token: the inputs and weights of its convolution."""
     sequence = ls.sequence_of(job, token)
     step = 4 * conv.rows.step
     width = 4 * conv.channels
@@ -186,7 +186,7 @@ def _conv_gated(typing: Any, window: Any, vectors: Any, out: Any) -> Any:
 
 @intrinsic
 def _multiply(typing: Any, x: Any, y: Any, vectors: Any, out: Any) -> Any:
-    """Set out = x * y for 16 * vectors float32 at addresses x, y and out."""
+    """Set out = x * y, for 16 * vectors float32 at addresses `x`, `y` and `out`."""
 
     def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
         x, y, vectors, out = arguments

@@ -127,7 +127,7 @@ def store_gates(job: ProgramJob, op: ScanInputsOp, token: int) -> None:
 
 @kernel
 def gates_at(job: ProgramJob, heads: StateHeads) -> Any:
-    """Return the address of the first token's gates."""
+    """Return the address of the gates of the first token and value head."""
     return job.buffers[lt.B_VALUE] + 4 * job.tokens * heads.heads * heads.dim
 
 
@@ -157,7 +157,7 @@ def value_at(job: ProgramJob, tile: int, token: int) -> Any:
 
 @kernel
 def steps(job: ProgramJob, op: ScanInputsOp, token: int) -> None:
-    """Compute a token's queries, keys, values and gates.
+    """Compute the queries, keys, values and gates of one token.
 
     The convolution's channels are [q | k | v], or [v | k | q] for RULES["ssd"].
     """

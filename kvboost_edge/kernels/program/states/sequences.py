@@ -44,7 +44,7 @@ __all__ = [
 # of snapshots; number of rows that are not drafts; address of the row for its first draft token, or
 # 0 if drafts are not stored.
 S_FIRST, S_ROWS, S_IN, S_OUT, S_SAVES, S_NUM_SAVES, S_CERTAIN, S_DRAFTS = range(8)
-SEQUENCE_NUMBERS = 8  # a cache line
+SEQUENCE_NUMBERS = 8  # one cache line of int64
 
 
 @kernel
@@ -71,5 +71,5 @@ def saved_rows(job: ProgramJob, sequence: int, index: int) -> Any:
 
 @kernel
 def saved_at(job: ProgramJob, sequence: int, index: int) -> Any:
-    """Return the address of the slot of snapshot `index`."""
+    """Return the address of the slot that snapshot `index` is stored in."""
     return load_i64(of_sequence(job, sequence, S_SAVES) + 16 * index + 8)

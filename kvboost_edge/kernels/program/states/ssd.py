@@ -1,10 +1,10 @@
-"""Mamba2's state space (SSD; Dao and Gu, 2024), token by token.
+"""Mamba2's state-space recurrence (SSD; Dao and Gu, 2024), token by token.
 
 Each head has a state S, float32 [key_dim, value_dim]:
 
     S = decay * S + k (time * v)^T;  out = S^T q + skip * v
 
-In the paper's notation: keys are B, queries C, values x, time dt, skip D.
+In the paper's notation, keys are B, queries C, values x, time dt, and skip D.
 """
 
 from __future__ import annotations

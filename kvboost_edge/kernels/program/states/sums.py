@@ -28,11 +28,14 @@ __all__ = [
 ]
 
 LINE = 4 * LANES
-"""Bytes of a tile's row: 16 value columns."""
+"""Bytes per row of a tile, which has 16 value columns."""
 CHAINS = 4
-"""Chains of a sum over keys: key i is added to chain i mod 4."""
+"""Number of chains in a sum over keys; key i is added to chain i mod 4."""
 MOST_KEYS = 256
-"""Most rows of a tile, and of two tiles at once: 16 KB, which stay in the L1 cache."""
+"""Maximum number of rows of a tile, or of two tiles processed together.
+
+Their 16 KB stay in the L1 cache.
+"""
 
 _MOST = 2 if has_wide_registers() else 1
 
@@ -63,7 +66,7 @@ def emit_sums(b: Builder) -> list[Value]:
 
 
 def emit_total(b: Builder, chains: Sequence[Value]) -> Value:
-    """Return the sum of the chains."""
+    """Return the sum of the chains, added in pairs."""
     first, second, third, fourth = (b.load(chain) for chain in chains)
     return b.fadd(b.fadd(first, second), b.fadd(third, fourth))
 
@@ -74,5 +77,5 @@ def emit_number(b: Builder, address: Value, index: Value) -> Value:
 
 
 def emit_quads(b: Builder, dim: Value) -> Any:
-    """Return a loop over keys, four at a time."""
+    """Return a loop over keys that takes four keys per iteration."""
     return cgutils.for_range(b, b.lshr(dim, int_constant(2)), intp=I64)
