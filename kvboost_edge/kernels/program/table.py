@@ -524,8 +524,8 @@ class GateOp(NamedTuple):
 Operation = tuple[Any, ...]
 """Any of the operations above."""
 
-# Numbers of the buffers with a fixed meaning. The buffers from B_TABLES on hold pairs of RoPE tables
-# (cos, sin), followed by factors of queries. These names need an explanation:
+# Numbers of the buffers with a fixed meaning. The buffers from B_TABLES on hold pairs of RoPE
+# tables (cos, sin), followed by factors of queries. These names need an explanation:
 #
 #   B_PANEL, B_INNER          quantized rows
 #   B_ROWS                    attention rows of all layers, see attention_calls.py; if it is 0,
