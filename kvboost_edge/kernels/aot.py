@@ -82,7 +82,11 @@ def compile_ahead(entries: Sequence[KernelEntry], num_processes: int) -> None:
             if children
             else "this process, whose memory grows by about 200 MB"
         )
-        _LOG.info("compiling %d kernels for this machine in %s, once", len(missing), where)
+        _LOG.info(
+            "compiling %d kernels for this machine in %s; later runs load them from disk",
+            len(missing),
+            where,
+        )
         tell(0, len(missing))
         for index, _ in enumerate(
             _compiled_by(children, missing) if children else _compiled_here(missing)

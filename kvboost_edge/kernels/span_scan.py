@@ -174,7 +174,7 @@ def _reach_back(tables: SpanTables, search: SpanSearch, floor: int, place: int, 
 
 @kernel
 def _reach_on(tables: SpanTables, search: SpanSearch, place: int, block: int) -> Any:
-    """Return the end of the run that contains `block` at `place`."""
+    """Extend a run forwards from `block` at `place` and return its end."""
     count = tables.block_size
     while block != NONE:
         place += count

@@ -192,7 +192,7 @@ def _try() -> AmxChoice:
         if amx.result().tobytes() != vnni.result().tobytes():
             _LOG.warning("AMX is not used: its results differ from AVX512-VNNI on this machine")
             return AmxChoice(False, "its results differ from AVX512-VNNI on this machine")
-    # Time only the last format, int4, because most models have no other.
+    # Time only the last format, int4, because most models use no other format.
     amx_s, vnni_s = (
         min(times)
         for times in zip(*[(_seconds(amx), _seconds(vnni)) for _ in range(_ROUNDS)], strict=True)

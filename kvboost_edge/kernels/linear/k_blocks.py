@@ -134,7 +134,7 @@ def _pack(blocks: Bytes, kind: int, nbytes: int, out: Words, scales: Bytes, mini
 
 @kernel
 def _read_words(at: int, nbytes: int, words: Words, lane: int) -> None:
-    """Read a block's bytes as the words of one lane; a trailing half word becomes a low half."""
+    """Read a block's bytes as words of one lane; a trailing half word fills a low half."""
     for w in range(nbytes // 4):
         words[w * LANES + lane] = np.uint32(load_i32(at + 4 * w))
     if nbytes % 4:

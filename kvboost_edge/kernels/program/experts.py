@@ -314,7 +314,7 @@ def experts_down(job: ProgramJob, op: lt.ExpertsDownOp, unit: int) -> None:
 
 @kernel
 def add_shared(job: ProgramJob, op: lt.AddSharedOp, token: int) -> None:
-    """Add a token's result of the shared expert, multiplied by its gate, to the output."""
+    """Add a token's shared-expert result, multiplied by its gate, to the output."""
     gate = load_f32(row_at(job, op.by, token))
     share = sigmoid_f32(gate) * op.factor
     source = row_at(job, op.source, token)

@@ -130,7 +130,7 @@ def sum_squares(address: int, count: int) -> Any:
 
 @intrinsic
 def _scale_vectors(typing: Any, x: Any, weight: Any, factor: Any, vectors: Any, out: Any) -> Any:
-    """Set out = x * factor * weight for 16 * vectors float32 at addresses x, weight and out."""
+    """Set out = x * factor * weight for 16 * vectors float32; x, weight and out are addresses."""
 
     def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
         x, weight, factor, vectors, out = arguments

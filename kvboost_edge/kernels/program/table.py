@@ -137,7 +137,7 @@ class InnerChannels(NamedTuple):
     Attributes:
         size: number of channels.
         act: the activation, an ACT_* number.
-        kind: number of the weight format that reads the quantized channels, or 0 to keep float32.
+        kind: number of the weight format that reads the channels, or 0 if they stay in float32.
     """
 
     size: int

@@ -68,7 +68,7 @@ def _tokens_in_unit(tokens: int) -> Any:
 
 @kernel
 def tokens_of(job: ProgramJob, unit: int) -> Any:
-    """Return the first token of a unit of whole rows, and the end of its tokens."""
+    """Return the range [first, end) of tokens of a unit that processes whole rows."""
     size = _tokens_in_unit(job.tokens)
     return unit * size, min(job.tokens, unit * size + size)
 
@@ -302,7 +302,7 @@ def _scale_queries(source: int, count: int, factor: float) -> None:
 
 @kernel
 def _rope(job: ProgramJob, op: lt.RopeOp, token: int) -> None:
-    """Run `RopeOp` for one token: norms, RoPE, and storing its KV."""
+    """Run `RopeOp` for one token: apply norms and RoPE, and store the token's KV."""
     heads = op.heads
     kv_heads = op.kv_heads
     dim = op.dim

@@ -42,7 +42,7 @@ SCALE_SLACK = F32(1.0 + 2.0**-10)
 
 
 def _pack(codes: npt.NDArray[Any], bits: int) -> Bytes:
-    """Pack quads [quads, lanes, 4] into the bytes of a section, flat."""
+    """Pack quads [quads, lanes, 4] into the flat bytes of a section."""
     wide = codes.astype(np.int64) & 0xFF
     if bits == 4:
         wide = wide[0::2] | (wide[1::2] << 4)

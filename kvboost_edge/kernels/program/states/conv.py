@@ -235,7 +235,7 @@ def keep_draft(job: ProgramJob, conv: ConvInputs, token: int, gates: int, num_ga
 
 @kernel
 def tail_units(job: ProgramJob, conv: ConvInputs) -> Any:
-    """Return the number of units of a `KeepConvOp`: runs of channels, sequence by sequence."""
+    """Return the number of units of a `KeepConvOp`; a unit is a run of channels of one sequence."""
     return job.buffers[lt.B_SEQUENCES] * ((conv.channels + _RUN - 1) // _RUN)
 
 

@@ -320,7 +320,7 @@ def _drafts_scratch(typing: Any) -> Any:
 
 @kernel
 def scan_units(job: ProgramJob, heads: StateHeads) -> Any:
-    """Return the number of units of a `ScanOp`, sequence by sequence."""
+    """Return the number of units of a `ScanOp`; a unit is one or two tiles of a sequence's head."""
     return job.buffers[lt.B_SEQUENCES] * heads.heads * _units_of_head(heads)
 
 
