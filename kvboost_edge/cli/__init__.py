@@ -1,1 +1,1 @@
-"""The command line: `kvboost-edge`."""
+"""Command line interface, `kvboost-edge`."""

@@ -1,6 +1,6 @@
-"""The commands and their options.
+"""Commands of `kvboost-edge` and their options.
 
-Each command imports its heavy modules itself, so that `--help` is fast.
+Each command imports its heavy modules when it runs, which keeps `--help` fast.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ DEMO_MODEL = "kvboost-edge/demo"
 
 
 class _Commands(TyperGroup):
-    """The group of all commands. An unknown flag gets a suggestion."""
+    """Group of all commands, which suggests similar flags for an unknown flag."""
 
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
@@ -46,7 +46,7 @@ class _Commands(TyperGroup):
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         command = super().get_command(ctx, cmd_name)
         if command is not None:
-            _describe(command.get_params(ctx))  # with --help, which typer makes on demand
+            _describe(command.get_params(ctx))  # includes --help, which typer creates on demand
         return command
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -69,7 +69,7 @@ class _Commands(TyperGroup):
 
 
 def _describe(parameters: list[Any]) -> list[Any]:
-    """Hide the placeholder of flags without a value, and put defaults into the help texts."""
+    """Hide the placeholders of switches, and append defaults to the help texts."""
     for one in parameters:
         if getattr(one, "is_flag", False):
             one.metavar = ""
@@ -80,7 +80,7 @@ def _describe(parameters: list[Any]) -> list[Any]:
 
 
 def _lacks_value(error: Any, names: tuple[str, ...]) -> bool:
-    """Return whether one of these options was given without its value."""
+    """Return whether one of these options was given without a value."""
     is_unknown = hasattr(error, "possibilities")  # the command has no such option
     return not is_unknown and getattr(error, "option_name", None) in names
 
@@ -264,7 +264,10 @@ RatioOption = Annotated[
     ),
 ]
 SameModelOption = Annotated[
-    str | None, typer.Option("--model", "-m", metavar="MODEL", help="Same as the MODEL argument.")
+    str | None,
+    typer.Option(
+        "--model", "-m", metavar="MODEL", help="Model, as an alternative to the MODEL argument."
+    ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 
@@ -453,8 +456,8 @@ def chat(
     if url is None:
         from kvboost_edge.tiers.disk.survey import default_directory
 
-        # A resumed conversation finds its KV on disk, unless nothing may be written to the cache
-        # directory. `-o disk_cache_dir=off` turns that off.
+        # Store KV blocks on disk for when the conversation is resumed, unless --no-pack-cache
+        # forbids writing to the cache directory. `-o disk_cache_dir=off` also turns this off.
         if pack_cache:
             options.setdefault("disk_cache_dir", str(default_directory()))
         run_chat(model or DEMO_MODEL, options, settings, system)
@@ -521,7 +524,7 @@ def models(
         str,
         typer.Argument(
             metavar="WORD",
-            help="Text that the names of the listed models contain. Default: list all models.",
+            help="Text to search for in model names. Default: list all models.",
         ),
     ] = "",
     suggest: Annotated[
@@ -537,7 +540,7 @@ def models(
 ) -> None:
     """List the models on this machine and show whether each one can run here.
 
-    Searches the hub cache and the folders of llama.cpp, LM Studio and Ollama.
+    Searches the Hugging Face cache and the folders of llama.cpp, LM Studio and Ollama.
     """
     from kvboost_edge.cli.models import run_models, run_suggest
     from kvboost_edge.cli.options import engine_options
@@ -580,7 +583,7 @@ def inspect(
 
 
 class _Serve(TyperCommand):
-    """The `serve` command. It imports the server when it is called."""
+    """The `serve` command, which imports the server only when it runs."""
 
     def make_context(self, *args: Any, **extra: Any) -> Any:
         from kvboost_edge.server.__main__ import serve as run_server
@@ -698,7 +701,7 @@ def reuse_check(
 
 
 class Client(enum.StrEnum):
-    """Clients that `kvboost-edge launch` can start."""
+    """Programs that `kvboost-edge launch` can start."""
 
     CLAUDE = "claude"
     CODEX = "codex"
@@ -762,9 +765,9 @@ add_commands(app)
 
 
 def run(argv: list[str] | None = None) -> int:
-    """Run one command line, and return its exit code.
+    """Run a command line and return its exit code.
 
-    An error of the package becomes one line on standard error and exit code 1.
+    If the command raises a KVBoostError, prints one line to standard error and returns 1.
     """
     try:
         app(args=argv, prog_name="kvboost-edge")

@@ -1,4 +1,4 @@
-"""`kvboost-edge chat`: a conversation with a local engine or a server."""
+"""The `kvboost-edge chat` command, for a conversation with a local engine or a server."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ _HELP = (
     "the conversation as JSON, /stats shows the block pool, /quit or Ctrl-D exits; Ctrl-C stops "
     "an answer."
 )
-_COMMANDS = ("/help", "/save")  # they print the help; /save does so without a file
+# These commands print the help when arguments are wrong; /save does so without a file.
+_COMMANDS = ("/help", "/save")
 _OFFER = (
     "the conversation is unchanged: /drop removes its oldest turn and asks again, /save FILE saves "
     "it, /reset starts a new one"
@@ -45,7 +46,7 @@ _COLOURS = re.compile(r"(\x1b\[[0-9;]*m)")
 
 
 class Lines:
-    """A reader of lines from the user, with editing and history where readline exists."""
+    """Reader for the user's lines, with editing and history where readline exists."""
 
     def __init__(self, console: Console, prompt: str, style: str) -> None:
         self._console = console
@@ -55,7 +56,7 @@ class Lines:
             self._readline.clear_history()
 
     def read(self) -> str:
-        """Return the next line without its end.
+        """Return the next line without the line break.
 
         Raises EOFError at the end of input, and KeyboardInterrupt on Ctrl-C.
         """
@@ -64,14 +65,14 @@ class Lines:
         return input(self._shown())
 
     def _shown(self) -> str:
-        """Return the prompt for readline, with its colour codes marked as taking no columns."""
+        """Return the prompt for readline, with its colour codes marked as zero-width."""
         with self._console.capture() as capture:
             self._console.print(self._prompt, end="")
         return _COLOURS.sub("\x01\\1\x02", capture.get())
 
 
 def _readline() -> Any:
-    """Return the module that makes `input` editable; None on systems without it."""
+    """Return the module that makes `input` editable, or None on systems without it."""
     try:
         return importlib.import_module("readline")
     except ImportError:
@@ -79,11 +80,12 @@ def _readline() -> Any:
 
 
 class _Partner(NamedTuple):
-    """The model of a conversation.
+    """Model in a conversation.
 
     Attributes:
-        reply: Streams the answer to the messages, and returns its message and a line of statistics.
-        show_stats: Prints the engine's or server's statistics.
+        reply: Function that streams the answer to the messages, and returns its message and a line
+            of statistics.
+        show_stats: Function that prints the statistics of the engine or server.
     """
 
     reply: Callable[[Messages, Write], tuple[dict[str, str], str]]
@@ -145,12 +147,12 @@ def _remote(remote: RemoteChat, settings: dict[str, Any], console: Console) -> _
 
 
 def _for_server(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return keyword arguments of `submit` as fields of a request to a server."""
+    """Convert keyword arguments of `submit` to fields of a server request."""
     named = {
         "max_tokens" if name == "max_new_tokens" else name: value
         for name, value in settings.items()
     }
-    if named.get("max_tokens", 0) is None:  # some servers refuse null
+    if named.get("max_tokens", 0) is None:  # some servers reject null
         del named["max_tokens"]
     use = {name: named.pop(name) for name in CACHE_USE if name in named}
     if use:
@@ -171,7 +173,7 @@ def _show_calls(answer: RemoteAnswer, console: Console) -> None:
 
 
 class _Conversation:
-    """The messages so far, and the last user message if it was refused."""
+    """Messages so far, and the last user message if the engine or server rejected it."""
 
     def __init__(self, partner: _Partner, console: Console, system: str) -> None:
         self._partner = partner
@@ -181,7 +183,9 @@ class _Conversation:
         self._refused = ""
 
     def take(self, line: str) -> None:
-        """Send a user message and append the answer; a refused or interrupted turn is dropped."""
+        """Send a user message and append the answer. Drops the turn if it is rejected or
+        interrupted.
+        """
         turn = [*self._messages, {"role": "user", "content": line}]
         self._refused = ""
         try:
@@ -205,10 +209,10 @@ class _Conversation:
         self._console.print("new conversation", style="dim")
 
     def drop(self, number: str) -> None:
-        """Remove the oldest turns, and send a refused message again.
+        """Remove the oldest turns, and resend a rejected message.
 
         Args:
-            number: The number of turns; "" for one.
+            number: Number of turns, as text; "" for one turn.
         """
         turns = self._turns()
         number = number or "1"
@@ -227,7 +231,7 @@ class _Conversation:
             self.take(self._refused)
 
     def save(self, file: str) -> None:
-        """Write the messages to a file as JSON, including a refused one."""
+        """Write the messages, including a rejected one, to a file as JSON."""
         refused = [{"role": "user", "content": self._refused}] if self._refused else []
         try:
             Path(file).expanduser().write_text(
@@ -240,7 +244,7 @@ class _Conversation:
         self._console.print(f"saved to {file}", style="dim")
 
     def _turns(self) -> list[int]:
-        """Return the index of each turn's first message."""
+        """Return the index of the first message of each turn."""
         return [at for at, one in enumerate(self._messages) if one["role"] == "user"]
 
     def _write(self, piece: str) -> None:
@@ -266,7 +270,7 @@ def _converse(console: Console, partner: _Partner, system: str) -> None:
         elif command == "/stats":
             try:
                 partner.show_stats()
-            except RequestError as error:  # a server may not publish its statistics
+            except RequestError as error:  # a server may not provide its statistics
                 print(f"no statistics: {error}", file=sys.stderr)
         elif line.startswith("/"):
             if command not in _COMMANDS:
@@ -277,7 +281,7 @@ def _converse(console: Console, partner: _Partner, system: str) -> None:
 
 
 def _read_line(lines: Lines, console: Console) -> str | None:
-    """Return one stripped line from the user; None at the end of input and on Ctrl-C."""
+    """Return a stripped line from the user, or None at the end of input and on Ctrl-C."""
     try:
         return lines.read().strip()
     except (EOFError, KeyboardInterrupt):

@@ -1,4 +1,4 @@
-"""Consoles that print text as it is: brackets in paths or answers are not markup."""
+"""Consoles that print text literally, because brackets in paths or answers are not markup."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ __all__ = ["counted", "open_console", "spinner", "text_column"]
 
 
 def open_console(*, stderr: bool = False, quiet: bool = False) -> Console:
-    """Open a console without markup. Styles are arguments of `print`, or part of a `Text`."""
+    """Open a console without markup. Pass styles to `print`, or use a `Text`."""
     return Console(stderr=stderr, quiet=quiet, markup=False, emoji=False)
 
 
 def text_column(text: str, style: str = "none") -> TextColumn:
-    """Make a text column of a progress bar, with fields of the task in braces."""
+    """Create a text column for a progress bar. Braces in the format refer to fields of the task."""
     return TextColumn(text, style=style, markup=False)
 
 
@@ -26,5 +26,5 @@ def spinner(console: Console, text: str) -> Status:
 
 
 def counted(number: int, one: str, many: str) -> str:
-    """Format a count and its noun: "1 file", "2,000 files"."""
+    """Format a count with its noun, such as "1 file" or "2,000 files"."""
     return f"{number:,} {one if number == 1 else many}"

@@ -1,4 +1,6 @@
-"""`kvboost-edge demo`: several questions about one shared document, with and without the cache."""
+"""The `kvboost-edge demo` command, which asks questions about a document with and without the
+cache.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = ["command_name", "run_demo"]
 
-# Questions about the document, and the word that a correct answer contains.
+# Each question about the document, and a word that a correct answer contains.
 QUESTIONS = (
     ("What is the metal of Worr camera?", "bronze"),
     ("What is the festival of Mount Hanol?", "August"),
@@ -44,9 +46,9 @@ _NAME = "kvboost-edge"
 
 
 def command_name() -> str:
-    """Return the command's name or path for hints.
+    """Return the name or path of the command, for use in hints.
 
-    The path is relative if the environment is in the current directory.
+    The path is relative if the virtual environment is in the current directory.
     """
     own = Path(sysconfig.get_path("scripts")) / _NAME
     found = shutil.which(_NAME)
@@ -56,7 +58,7 @@ def command_name() -> str:
 
 
 def run_demo(model: str, options: dict[str, Any]) -> None:
-    """Print the whole demo; needs the bundled model and no network."""
+    """Run and print the whole demo. Needs the bundled model and no network."""
     console = open_console()
     document = (
         resources.files("kvboost_edge")
@@ -85,7 +87,7 @@ def _prompt(document: str, question: str) -> list[dict[str, str]]:
 
 
 def _warm_up(engine: CPUPagedEngine) -> None:
-    """Run unrelated prompts cold, warm and batched, then clear the cache."""
+    """Run unrelated prompts cold, cached and in a batch, then clear the cache."""
     filler = "".join(f"Note {number}. " for number in range(100))
     for _ in range(2):
         engine.generate_batch([_prompt(filler, "Hello!"), _prompt(filler, "Hi")], **SETTINGS)
@@ -93,7 +95,9 @@ def _warm_up(engine: CPUPagedEngine) -> None:
 
 
 def _one_by_one(engine: CPUPagedEngine, console: Console, document: str) -> None:
-    """Ask questions one by one, the first one cold; ask the last one also without the cache."""
+    """Ask questions one by one, starting with an empty cache. Repeat the last one without the
+    cache.
+    """
     table = Table(title="Questions one after another", title_justify="left")
     for name in ("", "question", "answer"):
         table.add_column(name)
@@ -142,7 +146,7 @@ def _all_at_once(
     """Ask all questions in one batch.
 
     Returns:
-        `paged_stats()` and the block map at the moment when most blocks were shared.
+        `paged_stats()` and the block map, taken when the most blocks were shared.
     """
     started = time.perf_counter()
     handles = [engine.submit(_prompt(document, question), **SETTINGS) for question, _ in QUESTIONS]

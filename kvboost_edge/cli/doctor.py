@@ -1,4 +1,4 @@
-"""`kvboost-edge doctor`: this machine's hardware, and how a model would run on it."""
+"""The `kvboost-edge doctor` command, which reports the hardware and how a model would run on it."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ _PACKAGES = (
     "kvboost-edge-cuda",
 )
 
-# The HTTP server's 24 MB, measured, and the spread between starts.
+# Measured: the HTTP server takes 24 MB. The rest is the variation between starts.
 _SERVE_EXTRA_BYTES = 32_000_000
 
 
 def run_doctor(model: str, options: dict[str, Any], *, as_json: bool) -> None:
-    """Print all sections; exit with 1 if the model does not run or fit."""
+    """Print all sections. Exits with code 1 if the model does not run or does not fit."""
     config = EngineConfig.from_options(**options)
     report = doctor_report(model, options, config)
     if as_json:
@@ -71,8 +71,9 @@ def run_doctor(model: str, options: dict[str, Any], *, as_json: bool) -> None:
 def doctor_report(
     model: str, options: dict[str, Any], config: EngineConfig
 ) -> dict[str, dict[str, Any]]:
-    """Return all sections: processor, memory, accelerator, versions, and the path of `model`."""
-    # First, because other sections may import torch, which an engine's process would not contain.
+    """Return all sections: processor, memory, accelerator, versions and the route of `model`."""
+    # This comes first, because other sections may import torch, which an engine's process would not
+    # contain.
     path = _model(model, options, config)
     return {
         "Processor": _processor(),
@@ -102,7 +103,9 @@ def _processor() -> dict[str, Any]:
 
 
 def _kernel_path() -> str:
-    """Return the variant of the linear kernels; NUMBA_CPU_FEATURES may disable instructions."""
+    """Return which variant of the linear kernels is used. NUMBA_CPU_FEATURES may disable
+    instructions.
+    """
     from kvboost_edge.kernels.linear.amx_choice import linear_path
 
     return linear_path()
@@ -116,7 +119,7 @@ def _attention_path() -> str:
 
 
 def _threading_layer() -> str:
-    """Return the threading layer. The kernels use their own threads, so Numba's is irrelevant."""
+    """Return the threading layer. The kernels use this project's threads and not Numba's."""
     from kvboost_edge.backends.cpu import THREADING_LAYER
 
     return f"{THREADING_LAYER}: own threads, needs neither OpenMP (libgomp) nor TBB"
@@ -146,7 +149,7 @@ def _memory() -> dict[str, Any]:
 
 
 def _accelerator() -> dict[str, Any]:
-    """Describe the device that a model on the torch runner would use for attention."""
+    """Describe the device on which the torch runner would compute attention."""
     choice = choose_backend()
     return {
         "backend": choice.name if choice.name != "cpu" else "none",
@@ -182,7 +185,7 @@ def _model(model: str, options: dict[str, Any], config: EngineConfig) -> dict[st
 
 
 def _chunk_reuse(checkpoint: Checkpoint, config: EngineConfig, found: Mapping[str, Any]) -> str:
-    """Return whether mode="chunk_kv_reuse" would be accepted, as far as known before loading."""
+    """Return whether chunk_kv_reuse mode would be accepted, as far as known before loading."""
     if found["runner"] not in RUNNERS:
         return "no: no runner supports this model"
     refusal = plan_of(found["runner"]).moved_keys_refusal(checkpoint.config, found["backend"])
@@ -196,7 +199,7 @@ def _chunk_reuse(checkpoint: Checkpoint, config: EngineConfig, found: Mapping[st
 def _memory_of(
     checkpoint: Checkpoint, config: EngineConfig, found: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Report whether the model fits, by the engine's own arithmetic, without loading it."""
+    """Report whether the model fits, by the engine's estimate, without loading the model."""
     if found["runner"] not in RUNNERS:
         return {"fits": False, "fit_reason": found["runner_reason"]}
     selected = select_path(checkpoint, config)
@@ -220,8 +223,8 @@ def _memory_of(
     if overhead is not None:
         sizes["overhead_bytes"] = overhead.nbytes
         sizes["serve_extra_bytes"] = _SERVE_EXTRA_BYTES
-    # CUDA's memory is checked while loading. Pools of other runners are not refused before loading,
-    # but the report covers them.
+    # CUDA memory is checked only at loading. Other runners do not reject pools before loading, but
+    # the report includes them.
     fits = not fit.refusal and (
         selected.backend.device.startswith("cuda") or fit.needed <= fit.available
     )
@@ -240,13 +243,13 @@ def _memory_of(
 
 
 def _overhead(checkpoint: Checkpoint, config: EngineConfig, selected: Selection) -> Overhead | None:
-    """Measure the overhead with the engine's modules and a tokenizer loaded."""
+    """Measure the process's memory overhead with the engine's modules and a tokenizer loaded."""
     if config.max_memory is None:
         return None
     importlib.import_module("kvboost_edge.engine.engine")
     tokenizer = load_tokenizer(checkpoint)
     overhead = measured_overhead(checkpoint, config, selected)
-    del tokenizer  # kept alive for the measurement
+    del tokenizer  # kept alive during the measurement
     return overhead
 
 
@@ -267,7 +270,7 @@ def _arithmetic(fit: MemoryCheck) -> str:
 def _packing(
     checkpoint: Checkpoint, weights: str, size: int, files: Sequence[Path], num_threads: int | None
 ) -> dict[str, Any]:
-    """Report where packed weights are stored, and the memory to pack them."""
+    """Report where packed weights are stored and how much memory packing takes."""
     place = packed_place(checkpoint, weights, files, num_threads)
     if place.is_there:
         return {"packed_file": f"{place.path}: already packed"}
@@ -289,7 +292,7 @@ def _packing(
 
 
 def _knobs(fit: MemoryCheck, packed: Mapping[str, int], config: EngineConfig) -> str:
-    """List the options that reduce memory, with their effect."""
+    """List the options that reduce memory, and their effect."""
     smaller = {name: count for name, count in packed.items() if count < fit.info.weight_bytes}
     found = [
         f"weights={name!r}: {gb(count)}"
@@ -304,7 +307,7 @@ def _knobs(fit: MemoryCheck, packed: Mapping[str, int], config: EngineConfig) ->
             f"max_state_bytes or max_num_seqs: the states, {gb(fit.info.kv_spec.bytes_per_state)} "
             "each"
         )
-        if asks_for_drafts(config):  # otherwise their number shrinks to fit
+        if asks_for_drafts(config):  # without a given number, the number shrinks to fit
             size = gb(fit.info.kv_spec.bytes_per_draft)
             found.append(f"max_draft_tokens: draft tokens, {size} each")
     return "; ".join(found)

@@ -1,4 +1,4 @@
-"""`kvboost-edge eval`: perplexity of a text, and the effect of other weight or KV formats."""
+"""The `kvboost-edge eval` command, for perplexity and the effect of weight and KV formats."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def run_eval(
     window: int | None,
     as_json: bool,
 ) -> None:
-    """Print the perplexity, and the divergence of each set of options in `against`.
+    """Print the perplexity, and the divergence for each set of options in `against`.
 
-    Each of those engines is loaded in turn, next to the first one.
+    Loads an engine for each of these sets, one after another, while the first engine stays loaded.
     """
     others = [(text, {**options, **parse_against(text)}) for text in against]
     for _, changed in others:
-        EngineConfig.from_options(**changed)  # fail before loading anything
+        EngineConfig.from_options(**changed)  # fail before any model is loaded
     text = _read(file)
     notes = open_console(stderr=True, quiet=as_json)
     with loaded_engine(model, options, notes) as engine:
@@ -74,9 +74,9 @@ def run_eval(
 
 
 def parse_against(text: str) -> dict[str, Any]:
-    """Return the engine options of one `--against`: NAME=VALUE pairs separated by commas.
+    """Parse the value of an `--against` flag: NAME=VALUE pairs separated by commas.
 
-    A value such as 8,4 may contain a comma itself.
+    A value may contain a comma, such as 8,4.
     """
     if not text.strip():
         raise ConfigError(
@@ -96,7 +96,7 @@ def _read(file: str) -> str:
 
 @contextmanager
 def _bar(notes: Console, what: str) -> Iterator[Callable[[int, int], None]]:
-    """Show a progress bar over tokens."""
+    """Show a progress bar that counts tokens."""
     columns = (
         text_column("{task.description}"),
         BarColumn(),

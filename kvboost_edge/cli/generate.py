@@ -1,4 +1,4 @@
-"""`kvboost-edge generate`: one answer to one prompt."""
+"""The `kvboost-edge generate` command, for one answer to one prompt."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def run_generate(
     """Stream the text to standard output and a summary to standard error, or print JSON.
 
     Args:
-        prompt: The prompt; "-" reads standard input.
+        prompt: Text of the prompt; "-" reads standard input.
         model: Path or id of the model.
         options: Engine options.
         settings: Sampling parameters and other request options.
-        chat: Send the prompt as a user message (True) or unchanged (False); None sends a message if
-            the model has a chat template.
-        system: System message; needs a chat template.
-        as_json: Print the result as JSON instead.
+        chat: True to send the prompt as a user message, False to send it unchanged. With None, it
+            is a message if the model has a chat template.
+        system: System message, which needs a chat template.
+        as_json: True to print the result as JSON.
     """
     if system and chat is False:
         raise RequestError(
@@ -69,4 +69,4 @@ def _write(piece: str) -> None:
 
 
 def _ignore(piece: str) -> None:
-    """Discard a piece: JSON output prints the text at the end."""
+    """Discard a piece of text, because JSON output prints the whole text at the end."""

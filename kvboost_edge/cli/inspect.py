@@ -1,4 +1,4 @@
-"""`kvboost-edge inspect`: a report of a model's files, checked without loading the model."""
+"""The `kvboost-edge inspect` command, which checks a model's files without loading the model."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _LONG = 80
 
 
 def run_inspect(model: str, options: dict[str, Any], *, as_json: bool) -> None:
-    """Print the report of `model`; an error names a damaged or missing file."""
+    """Print the report on `model`. Errors name the damaged or missing file."""
     notes = open_console(stderr=True, quiet=as_json)
     with found_model(model, options, notes) as path, spinner(notes, f"checking {model} …"):
         config = EngineConfig.from_options(**options)
@@ -45,7 +45,7 @@ def run_inspect(model: str, options: dict[str, Any], *, as_json: bool) -> None:
 
 
 def model_report(checkpoint: Checkpoint, config: EngineConfig) -> dict[str, Any]:
-    """Return properties of a model by name. Raises ModelFormatError if it cannot load."""
+    """Return properties of a model by name. Raises ModelFormatError for an invalid model."""
     fields = checkpoint.config
     weights = checkpoint.summary()
     inner = text_config(fields)
@@ -76,7 +76,7 @@ def model_report(checkpoint: Checkpoint, config: EngineConfig) -> dict[str, Any]
 
 
 def _known_of(architecture: str) -> dict[str, str]:
-    """Return the entries of docs/models.md for an architecture."""
+    """Return the rows of docs/models.md for an architecture."""
     known = SUPPORTED_ARCHITECTURES.get(architecture)
     if known is None:
         return {"runs_on": "unknown", "read_from": "unknown", "compared_with": "nothing"}
@@ -88,9 +88,9 @@ def _known_of(architecture: str) -> dict[str, str]:
 
 
 def route(checkpoint: Checkpoint, config: EngineConfig) -> dict[str, Any]:
-    """Return the runner, weights and backend that a model would use here, and why.
+    """Return the runner, weights and backend that a model would use here, and the reasons.
 
-    A refusal is reported, not raised.
+    If no runner accepts the model, the report contains the reason and nothing is raised.
     """
     compatibility = check_model_compatibility(checkpoint.config, strict=False)
     report: dict[str, Any] = {
@@ -122,7 +122,7 @@ def route(checkpoint: Checkpoint, config: EngineConfig) -> dict[str, Any]:
 
 
 def installed_route(checkpoint: Checkpoint, config: EngineConfig) -> dict[str, Any]:
-    """Return `route`'s report; a runner whose packages are not installed counts as none."""
+    """Return the report of `route`. A runner with missing packages does not count."""
     report = route(checkpoint, config)
     name = report["runner"]
     missing = plan_of(name).missing_package(checkpoint.config) if name in RUNNERS else None
@@ -132,7 +132,7 @@ def installed_route(checkpoint: Checkpoint, config: EngineConfig) -> dict[str, A
 
 
 def report_table(report: Mapping[str, Any], title: str) -> Table:
-    """Return a table of names and values. A repeated long reason refers to its first row."""
+    """Create a table of names and values. If a long reason repeats, refer to its first row."""
     table = Table(title=title, title_justify="left", show_header=False)
     said: dict[str, str] = {}
     for name, value in report.items():

@@ -1,4 +1,4 @@
-"""`kvboost-edge launch`: settings that connect a client to a server, printed or applied."""
+"""The `kvboost-edge launch` command, which prints or applies the settings of a client program."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvboost_edge.errors import BackendUnavailable, ConfigError
 __all__ = ["CLIENTS", "Launch", "Served", "run_launch"]
 
 
-_ANY_KEY = "none"  # clients require a key even if the server does not
+_ANY_KEY = "none"  # clients require a key even if the server needs none
 _TIMEOUT_MS = 3_600_000  # a long prompt takes minutes on a CPU
 _CODEX_KEY = "KVBOOST_API_KEY"
 
@@ -37,7 +37,7 @@ class Served(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """A command, and the environment variables to add for it."""
+    """A command and the environment variables that it needs."""
 
     command: tuple[str, ...]
     environment: dict[str, str]
@@ -45,8 +45,8 @@ class Launch(NamedTuple):
 
 def _claude(server: Served) -> Launch:
     """Return the settings of Claude Code."""
-    # Its attribution header, which precedes the system prompt, changes with each request and would
-    # prevent cache hits.
+    # Claude Code's attribution header comes before the system prompt and changes with each request,
+    # which would prevent cache hits.
     models = (
         "ANTHROPIC_MODEL",
         *(f"ANTHROPIC_DEFAULT_{size}_MODEL" for size in ("OPUS", "SONNET", "HAIKU")),
@@ -66,7 +66,7 @@ def _claude(server: Served) -> Launch:
 
 def _codex(server: Served) -> Launch:
     """Return the settings of Codex, which uses /v1/responses."""
-    # Codex reads TOML; strings and numbers have the same syntax in JSON.
+    # Codex reads TOML, whose strings and numbers can be written as in JSON.
     settings: dict[str, Any] = {
         "model": server.model,
         "model_provider": "kvboost",
@@ -124,11 +124,11 @@ CLIENTS: dict[str, Callable[[Served], Launch]] = {
 def run_launch(
     client: str, url: str, api_key: str, model: str, arguments: Sequence[str], *, execute: bool
 ) -> None:
-    """Print a client's environment and command as shell lines, or run the client with `execute`.
+    """Print a client's environment and command as shell lines, or run the client if `execute`.
 
     Raises:
         ConfigError: The server does not have the model.
-        BackendUnavailable: No server answers, or the client is not installed.
+        BackendUnavailable: No server responds, or the client is not installed.
     """
     launch = CLIENTS[client](_served(url, api_key, model))
     command = [*launch.command, *arguments]
@@ -145,7 +145,7 @@ def run_launch(
 
 
 def _served(url: str, api_key: str, model: str) -> Served:
-    """Return the server and its named or first model."""
+    """Return the server, with the named model or its first model."""
     key = api_key or os.environ.get("KVBOOST_API_KEY", "")
     with RemoteChat(url, api_key=key) as server:
         served = {str(one["id"]): one for one in server.models()}

@@ -1,4 +1,4 @@
-"""`kvboost-edge models`: the models on this machine, and whether they run here."""
+"""The `kvboost-edge models` command, which lists the models on this machine."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from kvboost_edge.text.gguf_tokenizer import check_vocabulary_kind
 __all__ = ["model_rows", "run_models", "run_suggest"]
 
 _REFUSED = "refused"
-_GB = 0.95e9  # a machine of 8 GB reports slightly less
+_GB = 0.95e9  # a machine with 8 GB reports slightly less
 
 
 def run_models(word: str, options: dict[str, Any], *, as_json: bool) -> None:
-    """Print a row for each model whose name contains `word`, also for unreadable ones."""
+    """Print a row for each model whose name contains `word`, including unreadable models."""
     console = open_console()
     config = EngineConfig.from_options(**options)
     with spinner(open_console(stderr=True, quiet=as_json), "looking for models …"):
         rows = model_rows(word, config)
     if as_json:
-        print(json.dumps(rows))  # ASCII, because a name may hold bytes that are not UTF-8
+        print(json.dumps(rows))  # ASCII, because a name may contain bytes that are not UTF-8
         return
     if not rows:
         console.print(
@@ -54,7 +54,7 @@ def run_models(word: str, options: dict[str, Any], *, as_json: bool) -> None:
 
 
 def run_suggest(word: str, *, as_json: bool) -> None:
-    """Print the recommended models whose name contains `word`, dimmed if memory is too small."""
+    """Print recommended models whose name contains `word`. Dim those that need more memory."""
     memory = total_bytes()
     wanted = [one for one in SUGGESTIONS if word.lower() in one.name.lower()]
     rows = [{**one._asdict(), "fits": one.memory_gb * _GB <= memory} for one in wanted]
@@ -68,7 +68,7 @@ def run_suggest(word: str, *, as_json: bool) -> None:
     width = max(len(one.name) for one in SUGGESTIONS)
     heading = f"memory   {'name (-m)':<{width}}     size   licence      with Ollama"
     console.print(heading, style="bold", soft_wrap=True)
-    # Lines instead of a table, so that names can be copied.
+    # Print lines instead of a table, because names must stay whole to be copied.
     for one, row in zip(wanted, rows, strict=True):
         console.print(
             f"{one.memory_gb:3} GB   {one.name:<{width}}   {one.file_bytes / 1e9:4.1f} GB   "
@@ -84,7 +84,7 @@ def run_suggest(word: str, *, as_json: bool) -> None:
 
 
 def _printable(text: str) -> str:
-    """Escape unprintable characters: a file's name may move the cursor, or be invalid text."""
+    """Escape unprintable characters, because a file name may move the cursor or be invalid text."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 

@@ -1,6 +1,6 @@
-"""Conversion of `NAME=VALUE` command line options to keyword arguments.
+"""Conversion of `NAME=VALUE` options on the command line to keyword arguments.
 
-Unknown names are passed on, and the engine refuses them.
+Unknown names are passed on to the engine, which rejects them.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ CACHE_USE = ("mode", "recompute_strategy", "recompute_overlap", "recompute_ratio
 _MAX_WIDTH = 100
 _WORDS = {"true": True, "false": False, "none": None}
 _NO_LIMIT = ("max", "none")
-# Options whose values are never parsed as numbers or booleans.
+# Options whose values always stay text, even if they look like numbers or booleans.
 _ENGINE_TEXT = frozenset({"revision", "token", "tenant", "device"})
 
 
@@ -68,17 +68,17 @@ def list_parameters(pairs: list[str] | None) -> list[str] | None:
 
 
 def print_engine_options() -> NoReturn:
-    """Print name, type and meaning of each engine option, and exit."""
+    """Print the name, type and meaning of each engine option, and exit."""
     _print_options(EngineConfig)
 
 
 def print_sampling_parameters() -> NoReturn:
-    """Print name, type and meaning of each parameter of a request, and exit."""
+    """Print the name, type and meaning of each request parameter, and exit."""
     _print_options(SamplingParams, Terms)
 
 
 def option_advice(flag: str, flags: Collection[str]) -> str:
-    """Return advice for an option or parameter that has no flag of this name; "" for others.
+    """Return advice for an unknown flag that is the name of an option, or "" for other flags.
 
     Args:
         flag: The unknown flag.
@@ -88,7 +88,7 @@ def option_advice(flag: str, flags: Collection[str]) -> str:
     if flag in ("-o", "-s"):
         return f"Give it after a command; kvboost-edge generate {flag} list shows its names."
     if name == "num_threads" and "--threads" in flags:
-        return ""  # the nearest flag is suggested
+        return ""  # the caller suggests the nearest flag
     if name in options_of(EngineConfig) and "--option" in flags:
         return f"Use -o {name}=VALUE."
     if name in _parameters() and "--sampling" in flags:
@@ -102,7 +102,7 @@ def _parameters() -> set[str]:
 
 
 def _print_options(*classes: type) -> NoReturn:
-    """Print the options of these classes, and exit."""
+    """Print the options that these classes declare, and exit."""
     fill = textwrap.TextWrapper(
         min(shutil.get_terminal_size().columns, _MAX_WIDTH),
         initial_indent="    ",
@@ -119,7 +119,7 @@ def _print_options(*classes: type) -> NoReturn:
 
 
 def read_size(text: str) -> int:
-    """Parse the value of a flag that takes bytes."""
+    """Parse the value of a flag that takes a size in bytes."""
     try:
         return read_bytes(text)
     except ValueError as error:
@@ -127,7 +127,7 @@ def read_size(text: str) -> int:
 
 
 def read_tokens(text: str) -> int:
-    """Parse the value of a flag that takes tokens."""
+    """Parse the value of a flag that takes a number of tokens."""
     try:
         return int(text)
     except ValueError:
@@ -135,7 +135,7 @@ def read_tokens(text: str) -> int:
 
 
 def parse_value(text: str) -> Any:
-    """Return True, False, None, an integer or a float if the text is one, else the text."""
+    """Parse a text as True, False, None, an integer or a float, or return it unchanged."""
     if text.lower() in _WORDS:
         return _WORDS[text.lower()]
     for kind in (int, float):
@@ -147,9 +147,9 @@ def parse_value(text: str) -> Any:
 
 
 def token_limit(text: str | int) -> int | None:
-    """Return an integer, or None (fill the context) for 'max' and 'none'.
+    """Parse a token limit. 'max' and 'none' return None, which means to fill the context.
 
-    Raises typer.BadParameter for other texts.
+    Raises typer.BadParameter for other texts that are not integers.
     """
     if str(text).lower() in _NO_LIMIT:
         return None
@@ -166,13 +166,13 @@ def engine_options(
     pack_cache: bool = True,
     **flags: int | None,
 ) -> dict[str, Any]:
-    """Return keyword arguments of the engine's config.
+    """Convert `-o` pairs and flags to keyword arguments for the engine's config.
 
     Args:
-        pairs: `NAME=VALUE` texts.
+        pairs: Texts of the form `NAME=VALUE`.
         kv_cache_bits: Value of `--kv-cache-bits`, such as "8" or "8,4"; None if not given.
         pack_cache: False for `--no-pack-cache`.
-        **flags: Options with their own flags, such as `num_threads`; None if not given.
+        **flags: Values of options with separate flags, such as `num_threads`; None if not given.
 
     Raises:
         ConfigError: A pair is malformed, or an option is given twice.
@@ -204,16 +204,16 @@ def sampling_options(
     schema_file: str | None = None,
     named: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return sampling keyword arguments.
+    """Convert `-s` pairs and flags to sampling keyword arguments.
 
     Args:
-        pairs: `NAME=VALUE` texts; `stop` may occur several times.
+        pairs: Texts of the form `NAME=VALUE`; `stop` may occur several times.
         schema_file: File whose JSON schema becomes `json_schema`.
-        named: Parameters with their own flags; None if not given.
+        named: Values of parameters with separate flags; None if not given.
 
     Raises:
         RequestError: A pair is malformed.
-        ConfigError: A parameter is given twice, or the file holds no schema.
+        ConfigError: A parameter is given twice, or the file contains no schema.
     """
     options: dict[str, Any] = {
         name: value for name, value in (named or {}).items() if value is not None
@@ -249,7 +249,7 @@ def sampling_options(
 def _schema(file: str) -> dict[str, Any]:
     try:
         schema = json.loads(Path(file).read_text(encoding="utf-8-sig"))
-        # Python reads values that JSON does not allow, such as NaN.
+        # Python also parses values that JSON does not allow, such as NaN.
         json.dumps(schema, allow_nan=False, ensure_ascii=False).encode()
     except OSError as error:
         raise ConfigError(f"--json-schema {file!r} cannot be read: {error.strerror}") from None
@@ -263,9 +263,9 @@ def _schema(file: str) -> dict[str, Any]:
 
 
 def one_model(argument: str | None, option: str | None, default: str | None = None) -> str:
-    """Return the model that is given as an argument or as --model.
+    """Return the model that is given either as an argument or as --model.
 
-    Raises typer.BadParameter if both are given, or neither and there is no default.
+    Raises typer.BadParameter if both are given, or if neither is given and there is no default.
     """
     if argument is not None and option is not None:
         raise typer.BadParameter(
@@ -274,7 +274,7 @@ def one_model(argument: str | None, option: str | None, default: str | None = No
     found = argument or option or default
     if found is None:
         raise typer.BadParameter(
-            "give a model: a directory, a GGUF file, a hub id, ollama:NAME:TAG"
+            "no model is given; give a directory, a GGUF file, a hub id or ollama:NAME:TAG"
         )
     return found
 
@@ -285,13 +285,13 @@ def cache_use(
     overlap: int | None,
     ratio: float | None,
 ) -> dict[str, Any]:
-    """Return the given arguments as keywords of `submit`."""
+    """Return the given cache options as keyword arguments of `submit`."""
     given = zip(CACHE_USE, (mode, strategy, overlap, ratio), strict=True)
     return {name: value for name, value in given if value is not None}
 
 
 def remote_options(url: str | None, options: Mapping[str, Any], api_key: str) -> None:
-    """Raise ConfigError for engine options with --url, and for an API key without it."""
+    """Raise ConfigError for engine options with --url, and for an API key without --url."""
     if url is not None and options:
         name = next(iter(options))
         raise ConfigError(

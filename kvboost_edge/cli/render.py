@@ -1,4 +1,4 @@
-"""Terminal output: block map, pool statistics, cache use of an answer, progress of a prompt."""
+"""Terminal output of block maps, pool statistics, cache use and prompt progress."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from kvboost_edge.engine.request.progress import Progress
 
 __all__ = ["PromptBar", "block_map", "duration_words", "pool_panel", "reuse_words", "tokens_words"]
 
-# (glyph, style, meaning) by block state. The glyphs differ, so that no colour is needed.
+# Glyph, style and meaning of each block state. The glyphs differ, so the map is readable without
+# colour.
 STATES = (
     ("·", "bright_black", "free"),
     ("░", "blue", "idle, cached"),
@@ -35,10 +36,10 @@ _LINE_SECONDS = 5.0
 
 
 class PromptBar:
-    """A progress bar for a prompt.
+    """Progress bar for a prompt.
 
-    On a terminal it appears after half a second, and disappears when it is closed. Other output to
-    the terminal would break it. Elsewhere it is one line for a long prompt.
+    On a terminal, it appears after half a second and disappears when it is closed. Nothing else may
+    be printed to the terminal meanwhile. Elsewhere, it prints one line for a long prompt.
     """
 
     def __init__(self, console: Console) -> None:
@@ -59,7 +60,7 @@ class PromptBar:
         self.close()
 
     def show(self, progress: Progress) -> None:
-        """Show the progress."""
+        """Update the bar."""
         patience = _PATIENCE_SECONDS if self._console.is_terminal else _LINE_SECONDS
         if not self.is_wanted or time.monotonic() - self._begun < patience:
             return
@@ -96,7 +97,7 @@ class PromptBar:
 
 
 def progress_words(progress: Progress) -> str:
-    """Format progress: "2,560 of 4,210 tokens, 495 per second, about 4 s left"."""
+    """Format progress, such as "2,560 of 4,210 tokens, 495 per second, about 4 s left"."""
     speed = progress.tokens_per_second
     words = f"{progress.computed:,} of {progress.total:,} tokens"
     words += f", {speed:,.0f} per second" if speed else ""
@@ -105,15 +106,15 @@ def progress_words(progress: Progress) -> str:
 
 
 def duration_words(seconds: float) -> str:
-    """Format a duration: "4 s", "10 min"."""
+    """Format a duration, such as "4 s" or "10 min"."""
     return f"{max(1, round(seconds))} s" if seconds < 90 else f"{seconds / 60:.0f} min"
 
 
 def block_map(states: Sequence[int], *, width: int) -> Group:
-    """Draw one glyph per block, `width` to a line, and a legend with counts.
+    """Draw one glyph per block, `width` glyphs per line, and a legend with counts.
 
-    In a pool of more than MAX_CELLS blocks a glyph represents several blocks and shows the busiest
-    one.
+    In a pool of more than MAX_CELLS blocks, a glyph represents several blocks and shows the state
+    of the busiest one.
     """
     per_cell = -(-len(states) // MAX_CELLS) or 1
     cells = [max(states[start : start + per_cell]) for start in range(0, len(states), per_cell)]
@@ -135,7 +136,7 @@ def block_map(states: Sequence[int], *, width: int) -> Group:
 def pool_panel(
     states: Sequence[int], stats: dict[str, Any], *, width: int, title: str = "Block pool"
 ) -> Panel:
-    """Draw the block map and the statistics of `paged_stats()`."""
+    """Draw the block map and the statistics from `paged_stats()`."""
     picture = block_map(list(states), width=max(16, min(width, 120) - 6))
     columns = 3 if width >= 110 else 2
     return Panel(Group(picture, Text(), _stats_table(stats, columns)), title=title, expand=False)
@@ -148,10 +149,11 @@ def reuse_words(
     reused_span_tokens: int,
     recomputed: int,
 ) -> str:
-    """Format cache use: "90 prompt tokens, 64 from the cache (48 from disk)".
+    """Format the cache use of a prompt, such as "90 prompt tokens, 64 from the cache (48 from
+    disk)".
 
-    Brackets contain the tokens from offload tiers. Tokens reused at other positions follow, with
-    the recomputed ones.
+    The brackets contain the tokens from offload tiers. Tokens reused at other positions and
+    recomputed tokens follow.
     """
     outside = [
         f"{tokens} from {tier}" for tier, tokens in hit_tokens.items() if tier != "pool" and tokens
@@ -167,12 +169,12 @@ def reuse_words(
 
 
 def tokens_words(number: int, kind: str = "token") -> str:
-    """Format a count of tokens: "1 token", "2 tokens"."""
+    """Format a number of tokens, such as "1 token" or "2 tokens"."""
     return f"{number} {kind}{'' if number == 1 else 's'}"
 
 
 def _stats_table(stats: dict[str, Any], columns: int) -> Table:
-    """Make a table of statistics with this many columns of name and value."""
+    """Create a table of statistics with this many pairs of name and value per row."""
     table = Table.grid(padding=(0, 2))
     cells = [
         (name, _figure(name, value)) for name, value in stats.items() if name not in _NO_FIGURES
@@ -188,7 +190,7 @@ def _stats_table(stats: dict[str, Any], columns: int) -> Table:
 
 
 def _tier_figure(tier: Mapping[str, Any]) -> str:
-    """Format the contents of a tier, or its problem."""
+    """Format the contents of a tier, or its failure."""
     if tier["state"] or tier["blocks"] is None:
         return tier["state"] or "ready"
     return f"{tier['blocks']:,} blocks, {tier['bytes'] / 1e6:,.1f} MB"

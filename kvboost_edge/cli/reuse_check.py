@@ -1,4 +1,4 @@
-"""`kvboost-edge reuse-check`: a test of how much non-prefix KV reuse changes a model's answers."""
+"""The `kvboost-edge reuse-check` command, which tests how non-prefix KV reuse changes answers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["run_reuse_check", "verdict_words"]
 
 
 def run_reuse_check(model: str, options: dict[str, Any], *, as_json: bool) -> None:
-    """Run the quality gate's test, or show its stored verdict; exit with 1 for a refused model."""
+    """Run the quality gate's test or show its stored result. Exits with code 1 if it fails."""
     notes = open_console(stderr=True, quiet=as_json)
     with loaded_engine(model, options, notes) as engine:
         notes.print("testing non-prefix KV reuse: about 4,000 tokens")
@@ -33,6 +33,6 @@ def run_reuse_check(model: str, options: dict[str, Any], *, as_json: bool) -> No
 
 
 def verdict_words(verdict: Verdict) -> str:
-    """Format a verdict and its figures as one line."""
+    """Format the result of the test and its figures as one line."""
     word = "passed" if verdict.passed else "failed"
     return f"non-prefix KV reuse {word} its quality test: {verdict}"

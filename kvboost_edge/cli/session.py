@@ -1,4 +1,4 @@
-"""Functions of several commands: loading a model with progress, streaming an answer."""
+"""Functions shared by several commands, to load a model with progress and to stream an answer."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _LOOK_SECONDS = 0.1  # interval between updates of a progress bar
 
 @contextmanager
 def found_model(model: str, options: dict[str, Any], notes: Console) -> Iterator[Path]:
-    """Yield the model's local directory or file; a model on the hub is downloaded first."""
+    """Yield the model's local directory or file. Downloads the model first if necessary."""
     wanted = {
         name: options[name] for name in ("revision", "token", "local_files_only") if name in options
     }
@@ -46,7 +46,7 @@ def loaded_engine(
         model: Path or id of the model.
         options: Engine options.
         notes: Console for progress and notes.
-        settings: Options of the requests to come. Invalid ones are refused before the model is
+        settings: Options of later requests. Invalid options are rejected before the model is
             downloaded or packed.
     """
     from kvboost_edge.config import EngineConfig
@@ -87,7 +87,7 @@ def loaded_engine(
 
 @contextmanager
 def _loading_shown(notes: Console, model: str, path: Path) -> Iterator[Callable[[int, int], None]]:
-    """Show progress while the model is loaded; yield the callback for packing."""
+    """Show progress while the model is loaded, and yield the callback for packing."""
     if notes.is_terminal:
         with _loading_bar(notes, model) as progress:
             yield progress
@@ -104,7 +104,7 @@ def _loading_shown(notes: Console, model: str, path: Path) -> Iterator[Callable[
 
 
 class _LoadingLines:
-    """Progress of loading outside a terminal: a line for each phase, with its estimated time."""
+    """Progress of loading outside a terminal, with one line and a time estimate per phase."""
 
     def __init__(self, notes: Console, model: str) -> None:
         self._notes = notes
@@ -113,12 +113,12 @@ class _LoadingLines:
         self._has_said_packing = False
 
     def loading(self, num_bytes: int) -> None:
-        """Announce that a model of `num_bytes` is being loaded."""
+        """Print that a model of `num_bytes` is being loaded."""
         about = duration_words(num_bytes / READ_BYTES_PER_SECOND)
         self._say(f"loading {self._model}, {num_bytes / 1e6:,.0f} MB, about {about}")
 
     def compiling(self, done: int, total: int) -> None:
-        """Announce once how many kernels are compiled, with an estimate of the time."""
+        """Print once how many kernels are being compiled, with a time estimate."""
         from kvboost_edge.kernels.aot import expected_seconds
 
         if done == 0:
@@ -127,7 +127,7 @@ class _LoadingLines:
             self._say(f"compiling {kernels} for this machine, once, about {about}")
 
     def packing(self, done: int, total: int) -> None:
-        """Announce once how long packing takes, when its speed is known."""
+        """Print once how long packing will take, as soon as its speed is known."""
         now = time.monotonic()
         if self._packing_began is None:
             self._packing_began = (now, done)
@@ -147,7 +147,7 @@ class _LoadingLines:
 
 @contextmanager
 def _loading_bar(notes: Console, model: str) -> Iterator[Callable[[int, int], None]]:
-    """Show a bar while the model is loaded, kernels are compiled and weights are packed."""
+    """Show a progress bar for loading the model, compiling kernels and packing weights."""
     from kvboost_edge.kernels.aot import on_compiling
 
     columns = (text_column("{task.description}"), BarColumn(), text_column("{task.fields[told]}"))
@@ -191,10 +191,10 @@ def answer(
     write: Callable[[str], None],
     notes: Console,
 ) -> GenerationResult:
-    """Generate an answer, passing each piece of text to `write` as it arrives.
+    """Generate an answer, and pass each piece of text to `write` as it arrives.
 
-    `notes` shows a bar while a long prompt is computed. Sampling parameters that `settings` lacks
-    have the engine's defaults. Ctrl-C cancels the request.
+    `notes` shows a progress bar while a long prompt is computed. Sampling parameters missing in
+    `settings` get the engine's defaults. Ctrl-C cancels the request.
     """
     names = {field.name for field in dataclasses.fields(SamplingParams)}
     sampling = {name: value for name, value in settings.items() if name in names}
@@ -215,7 +215,7 @@ def answer(
 
 
 def memory_line(stats: Mapping[str, Any]) -> str:
-    """Format the largest size of the pool and the resident memory of the process."""
+    """Format the maximum size of the pool and the resident memory of the process."""
     resident = f"{_size(stats['process_rss_bytes'])} resident"
     if not stats["pool_bytes"]:
         return resident

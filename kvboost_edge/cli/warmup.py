@@ -1,4 +1,4 @@
-"""`kvboost-edge warmup`: compiles all kernels for this machine, so that later starts are fast."""
+"""The `kvboost-edge warmup` command, which compiles all kernels to make later starts fast."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ _OF_ONE_MODEL = (*_SIZES, "revision", "token", "local_files_only", "strict")
 def run_warmup(model: str, options: dict[str, Any], mode: GenerationMode | None = None) -> None:
     """Compile the kernels, then load and run `model`.
 
-    Kernels of every KV and weight format are compiled with short prompts through the bundled model,
-    unless the options choose a format. Running `model` packs its weights in the format that the
-    options choose.
+    To compile the kernels of every KV and weight format, short prompts run through the bundled
+    model. If the options choose a format, only its kernels are compiled. Running `model` then packs
+    its weights.
 
     Args:
         model: Path or id of the model.
         options: Engine options.
-        mode: CHUNK_KV_REUSE also runs the quality gate's test and prints its verdict.
+        mode: Cache mode. CHUNK_KV_REUSE also runs the quality gate's test and prints the result.
     """
     console = open_console()
     started = time.perf_counter()
@@ -80,8 +80,8 @@ def run_warmup(model: str, options: dict[str, Any], mode: GenerationMode | None 
 
 
 def _forms(options: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the options of each run; given options stay fixed."""
-    # The torch runner compiles nothing.
+    """Return the options of each run. Options that the user gave stay the same in all runs."""
+    # The torch runner has no kernels to compile.
     if options.get("runner") == "torch":
         return []
     if "weights" in options or "runner" in options or "dtype" in options:
@@ -90,7 +90,7 @@ def _forms(options: dict[str, Any]) -> list[dict[str, Any]]:
         first = [{"weights": weights} for weights in _WEIGHTS]
     if "kv_cache_bits" in options:
         return first
-    # Weight formats and KV formats have separate kernels, so each is run once, not in all
+    # Weight formats and KV formats have separate kernels. Run each format once instead of all
     # combinations.
     return [*first, *({"kv_cache_bits": bits} for bits in KV_BIT_PAIRS if bits != (16, 16))]
 
@@ -105,7 +105,7 @@ def _compile(options: dict[str, Any]) -> None:
 
 
 def _compile_rest() -> None:
-    """Compile kernels for GGUF packing, experts and recurrent layers."""
+    """Compile the kernels for GGUF packing, experts and recurrent layers."""
     import numpy as np
 
     from kvboost_edge.host.cpu import default_num_threads

@@ -1,1 +1,1 @@
-"""The host machine: processor, memory, container limits and files; and a per-tenant LRU cache."""
+"""Host machine: processor, memory, container limits and files, plus an LRU cache by tenant."""

@@ -1,7 +1,7 @@
 """Files that are written under a temporary name with a lock, and renamed when complete.
 
-The lock ends with its process. An unlocked temporary file was left by a writer that was killed; the
-next writer in the directory removes it.
+The lock ends with its process. An unlocked temporary file therefore comes from a writer that was
+killed. The next writer in the directory removes it.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ __all__ = ["alone_in", "finish_file", "is_abandoned", "open_unfinished", "synced
 
 _PREFIX = ".new-"
 _SYNC_S = 0.1
-_LEFTOVER_S = 24 * 3600  # age of a leftover where files cannot be locked
+_LEFTOVER_S = 24 * 3600  # age of an abandoned file on systems where files cannot be locked
 
 
 def open_unfinished(directory: Path) -> IO[bytes]:
-    """Open a new temporary file for `finish_file`, and remove leftovers in the directory.
+    """Open a new temporary file for `finish_file`, and remove abandoned files in the directory.
 
     Raises OSError.
     """
@@ -44,9 +44,9 @@ def open_unfinished(directory: Path) -> IO[bytes]:
 
 
 def is_abandoned(directory: Path) -> bool:
-    """Return whether the directory has unfinished files, and all their writers have died.
+    """Return whether the directory has unfinished files whose writers have all died.
 
-    False if files cannot be locked. Raises OSError.
+    Returns False if files cannot be locked. Raises OSError.
     """
     with alone_in(directory):
         paths = list(directory.glob(f"{_PREFIX}*"))
@@ -57,7 +57,8 @@ def finish_file(file: IO[bytes], path: Path) -> None:
     """Close a complete file and rename it to `path`, read-only. Raises OSError."""
     file.flush()
     os.fsync(file.fileno())
-    with alone_in(path.parent):  # the file is unlocked between closing and renaming
+    # Other writers must stay out, because the file is unlocked between closing and renaming.
+    with alone_in(path.parent):
         file.close()
         if sys.platform != "win32":  # Windows cannot replace a read-only file
             os.chmod(file.name, 0o400)
@@ -66,9 +67,9 @@ def finish_file(file: IO[bytes], path: Path) -> None:
 
 @contextlib.contextmanager
 def synced_meanwhile(file: IO[bytes]) -> Iterator[None]:
-    """Sync a file to disk continuously while the body writes it. Raises OSError at the end."""
-    # Little is left to sync at the end, where 342 MB would take 150 ms. The system reports a write
-    # error only once, so an error of this thread is raised after the body.
+    """Sync a file to disk continuously while the body writes to it. Raises OSError at the end."""
+    # This leaves little to sync at the end, where 342 MB would take 150 ms. The system reports a
+    # write error only once, so an error in this thread is raised after the body.
     done = threading.Event()
     refused = list[OSError]()
 
@@ -94,8 +95,8 @@ def synced_meanwhile(file: IO[bytes]) -> Iterator[None]:
 def alone_in(directory: Path) -> Iterator[None]:
     """Lock a directory against other processes and threads that use this function.
 
-    Unfinished files are created, renamed and removed inside it. Does nothing where files cannot be
-    locked. Raises OSError.
+    Callers hold this lock while they create, rename and remove unfinished files. Does nothing if
+    files cannot be locked. Raises OSError.
     """
     if sys.platform == "win32":
         yield
@@ -119,13 +120,15 @@ def _try_lock(path: Path) -> bool | None:
 
 
 def _lock(handle: int, *, wait: bool) -> bool | None:
-    """Lock an open file until it is closed; return whether that worked, None if unsupported."""
+    """Lock an open file until it is closed. Returns whether that worked, or None if locks are
+    unsupported.
+    """
     if sys.platform == "win32":
         return None
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except BlockingIOError:
         return False
-    except OSError:  # some network file systems lack locks
+    except OSError:  # some network file systems do not support locks
         return None
     return True

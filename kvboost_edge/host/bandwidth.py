@@ -1,4 +1,4 @@
-"""A measurement of memory bandwidth, which bounds decoding: each token reads all weights."""
+"""Measurement of memory bandwidth, which limits decoding because each token reads all weights."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ from kvboost_edge.host.memory import available_bytes
 
 __all__ = ["measure_read_bandwidth"]
 
-_BYTES = 192 << 20  # more than the caches of most machines
+_BYTES = 192 << 20  # larger than the caches of most machines
 _LEAST_BYTES = 8 << 20
 
 
 def measure_read_bandwidth(num_threads: int, seconds: float = 0.3) -> float:
     """Return the bytes per second that `num_threads` threads read together.
 
-    This is the best round within `seconds`. NumPy reads a little slower than streaming kernels. The
-    measurement takes up to 192 MB, and at most a quarter of the available memory.
+    The result is the best of the rounds within `seconds`. NumPy reads a little more slowly than
+    streaming kernels. The measurement takes up to 192 MB, and at most a quarter of the available
+    memory.
     """
     size = max(_LEAST_BYTES, min(_BYTES, available_bytes() // 4)) // 8 // num_threads * num_threads
-    # Written once, because untouched pages are not mapped.
+    # Write to the buffer once, because untouched pages are not mapped.
     words = np.full(size, 1, np.uint64)
     parts = np.split(words, num_threads)
     best = float("inf")

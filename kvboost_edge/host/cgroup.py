@@ -1,7 +1,7 @@
-"""Linux control groups, version 1 and 2: the memory and CPU limits of this process.
+"""Memory and CPU limits of this process from Linux control groups, versions 1 and 2.
 
-Functions return None without cgroups (macOS, Windows, an unreadable /proc). They take the root of
-the file system, so that tests can build their own.
+Without cgroups (macOS, Windows, an unreadable /proc), the functions return None. They take the root
+of the file system as an argument, because tests build their own.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ _NO_LIMIT = 1 << 60
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MemoryLimit:
-    """The tightest memory limit of this process's groups, in bytes.
+    """Tightest memory limit of this process's groups.
 
     Attributes:
-        limit: The limit.
-        used: Memory in use, without reclaimable file cache.
+        limit: Limit in bytes.
+        used: Bytes in use, without reclaimable file cache.
     """
 
     limit: int
@@ -36,13 +36,13 @@ class MemoryLimit:
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Mount:
     point: Path
-    root: PurePosixPath  # the part of the hierarchy that is visible at `point`
+    root: PurePosixPath  # part of the hierarchy that is visible at `point`
     version: int
     controllers: frozenset[str]
 
 
 def memory_limit(root: Path = Path("/")) -> MemoryLimit | None:
-    """Return the limit that leaves the least free memory; None without a limit."""
+    """Return the limit that leaves the least free memory, or None without a limit."""
     found = [
         limit
         for directory, version in _groups("memory", root)
@@ -52,7 +52,7 @@ def memory_limit(root: Path = Path("/")) -> MemoryLimit | None:
 
 
 def cpu_quota(root: Path = Path("/")) -> float | None:
-    """Return the CPU seconds per second that this process may use; None without a quota."""
+    """Return the CPU seconds per second that this process may use, or None without a quota."""
     found = [
         quota
         for directory, version in _groups("cpu", root)
@@ -103,8 +103,8 @@ def _groups(controller: str, root: Path) -> Iterator[tuple[Path, int]]:
             if not mine:
                 continue
             group = PurePosixPath(path)
-            # A container's mount shows only a part of the hierarchy. A path outside it belongs to
-            # the top.
+            # A container's mount shows only a part of the hierarchy. For a path outside it, use the
+            # top of the mount.
             relative = (
                 group.relative_to(mount.root)
                 if group.is_relative_to(mount.root)

@@ -1,4 +1,4 @@
-"""The processor: model, vector instructions, and the threads that may run on it."""
+"""Processor model, vector instructions, and the number of usable threads."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvboost_edge.host.cgroup import cpu_quota
 __all__ = ["CpuInfo", "default_num_threads", "describe_cpu", "isa_label", "parse_cpuinfo"]
 
 _ALIASES = {"amd64": "x86_64", "x64": "x86_64", "arm64": "aarch64"}
-# sysctl keys of macOS and the Linux flags that they correspond to.
+# Sysctl keys of macOS, and the corresponding Linux flags.
 _DARWIN_ARM = {
     "hw.optional.arm.FEAT_DotProd": "asimddp",
     "hw.optional.arm.FEAT_I8MM": "i8mm",
@@ -27,12 +27,12 @@ _DARWIN_ARM = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CpuInfo:
-    """The processor of this machine.
+    """Properties of this machine's processor.
 
     Attributes:
-        model: Name of the processor or the board, or "unknown".
+        model: Name of the processor or the board; "unknown" if it cannot be determined.
         arch: Architecture, such as "x86_64" or "aarch64".
-        flags: Instruction set flags as Linux spells them, sorted.
+        flags: Instruction set flags in Linux's spelling, sorted.
         isa: Short name of the widest supported instruction set, see `isa_label`.
         physical: Number of cores.
         logical: Number of hardware threads.
@@ -51,7 +51,7 @@ class CpuInfo:
 
 
 def describe_cpu() -> CpuInfo:
-    """Describe the processor. Never raises: unknown properties are "unknown" or empty."""
+    """Describe the processor. Never raises an error: unknown properties are "unknown" or empty."""
     machine = platform.machine().lower()
     arch = _ALIASES.get(machine, machine) or "unknown"
     model, flags = _identify(arch)
@@ -70,11 +70,12 @@ def describe_cpu() -> CpuInfo:
 
 
 def default_num_threads() -> int:
-    """Return the default number of threads: this process's CPUs, limited by the cgroup's quota.
+    """Return the number of CPUs that this process may use, limited by the cgroup's quota.
 
-    A quota of 2.5 gives 2 threads.
+    For example, a quota of 2.5 gives 2 threads.
     """
-    # With 3 threads on a quota of 2.5 one would sleep half of the time, and the others wait for it.
+    # With 3 threads and a quota of 2.5, one thread would sleep half of the time and the others
+    # would wait for it.
     affinity = _affinity()
     quota = cpu_quota()
     return affinity if quota is None else max(1, min(affinity, math.floor(quota)))
@@ -105,7 +106,7 @@ def _x86_label(flags: frozenset[str]) -> str:
 
 
 def parse_cpuinfo(text: str) -> tuple[str, frozenset[str]]:
-    """Return model name and flags from Linux's /proc/cpuinfo (x86 'flags', ARM 'Features')."""
+    """Return the model name and flags from Linux's /proc/cpuinfo (x86 'flags', ARM 'Features')."""
     fields: dict[str, str] = {}
     for line in text.splitlines():
         key, separator, value = line.partition(":")
@@ -123,7 +124,7 @@ def _identify(arch: str) -> tuple[str, frozenset[str]]:
         except OSError:
             return "", frozenset()
         model, flags = parse_cpuinfo(text)
-        # ARM boards have their name in the device tree.
+        # ARM boards store their name in the device tree.
         return model or _device_tree_model(), flags
     if system == "Darwin":
         return _identify_darwin(arch)
@@ -163,7 +164,7 @@ def _sysctl(key: str) -> str:
 
 
 def _llvm_flags() -> frozenset[str]:
-    """Return LLVM's flags, for systems without a list of their own (Windows)."""
+    """Return the CPU flags that LLVM detects, for systems that do not list them (Windows)."""
     from llvmlite import binding
 
     names = {

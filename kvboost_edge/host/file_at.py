@@ -1,4 +1,4 @@
-"""Positional reads and writes of a file, from any number of threads."""
+"""Reads and writes at a position of a file, from any number of threads."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["FileAt"]
 
 
 class _File(Protocol):
-    """An open file of any kind."""
+    """Interface of an open file."""
 
     def fileno(self) -> int: ...
     def seek(self, offset: int, /) -> int: ...
@@ -18,10 +18,10 @@ class _File(Protocol):
 
 
 class FileAt:
-    """An open binary file for positional access. Both methods raise OSError.
+    """An open binary file with reads and writes at a position. Both methods raise OSError.
 
-    Without `preadv` and `pwrite`, threads take turns, because the file has one position for all of
-    them. The file must not be used otherwise in the meantime.
+    Without `preadv` and `pwrite`, the threads take turns because they share one file position.
+    Other code must not use the file meanwhile.
     """
 
     def __init__(self, file: _File) -> None:
@@ -29,9 +29,9 @@ class FileAt:
         self._turn = threading.Lock()
 
     def read_into(self, view: memoryview, start: int) -> int:
-        """Fill a view with the bytes from `start` on; return their number.
+        """Fill a view with the bytes from position `start`, and return the number of bytes read.
 
-        It is less than the view's length only at the end of the file.
+        The number is smaller than the view's length only at the end of the file.
         """
         done = 0
         while done < len(view):
@@ -42,7 +42,7 @@ class FileAt:
         return done
 
     def write(self, view: memoryview, start: int) -> None:
-        """Write all bytes of a view at `start`."""
+        """Write all bytes of a view at position `start`."""
         if hasattr(os, "pwrite"):
             done = 0
             while done < len(view):

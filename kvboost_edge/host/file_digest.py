@@ -1,4 +1,4 @@
-"""Digests of large files in parts, so that all cores work on one file."""
+"""Digests of large files, computed in parts to use all cores."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ def digest_in_parts(
     num_threads: int,
     algorithm: Callable[[], _Digest] = hashlib.sha256,
 ) -> str:
-    """Return the hexadecimal digest over the digests of a file's parts.
+    """Return a hexadecimal digest of a file, computed from the digests of its parts.
 
     The file's position is undefined afterwards.
 
     Args:
         file: An open binary file.
-        stop: Number of bytes to digest, from the file's start.
-        part_bytes: Size of a part.
+        stop: Number of bytes to digest, from the start of the file.
+        part_bytes: Size of a part in bytes.
         num_threads: Number of threads.
-        algorithm: SHA-256 to identify content, even from untrusted writers. `xxhash.xxh3_128` is
-            some 30 times as fast and detects damage only.
+        algorithm: Hash function. SHA-256 identifies content, even from untrusted writers.
+            `xxhash.xxh3_128` is about 30 times as fast and only detects damage.
 
     Raises:
         OSError: The file ends early or cannot be read.
@@ -47,7 +47,7 @@ def digest_in_parts(
     def digest(start: int) -> bytes:
         found = algorithm()
         end = min(start + part_bytes, stop)
-        # Read into one buffer: mapped pages would count as this process's memory.
+        # Read into one buffer, because mapped pages would count as this process's memory.
         view = memoryview(bytearray(min(_READ_BYTES, end - start)))
         while start < end:
             count = source.read_into(view[: min(len(view), end - start)], start)

@@ -1,8 +1,8 @@
-"""Cached facts about large files, such as digests, so that each file is read only once.
+"""Cached facts about large files, such as digests, which save reading a file again.
 
-The cache directory has one small JSON file per weight file. It holds the facts and the file's path,
-size, times and inode. A file is re-read when its stamp differs. Without a usable cache directory
-nothing is cached, and nothing fails.
+The cache directory contains one small JSON file per weight file. It holds the facts, and the weight
+file's path, size, times and inode. If these differ, the weight file is read again. Without a usable
+cache directory, nothing is cached and no error is raised.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ NO_CACHE = Path(os.devnull)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FileStamp:
-    """Metadata that changes with a file's content."""
+    """Metadata that changes when the content of a file changes."""
 
     path: str
     size: int
     modified_ns: int
-    changed_ns: int  # ctime: unlike mtime it cannot be set, for example by a copy that keeps times
+    # Ctime, because programs can set mtime, for example when they copy a file with its times.
+    changed_ns: int
     inode: int
 
     @classmethod
@@ -40,7 +41,7 @@ class FileStamp:
 
     @classmethod
     def of_open(cls, file: IO[bytes], path: Path) -> FileStamp:
-        """Return the stamp of the open file, even if another file has replaced it at `path`."""
+        """Return the stamp of an open file, even if another file has replaced it at `path`."""
         return cls._with(path.resolve(), os.fstat(file.fileno()))
 
     @classmethod
@@ -49,7 +50,7 @@ class FileStamp:
 
 
 def cache_directory() -> Path:
-    """Return KVBOOST_EDGE_CACHE, or the platform's cache directory."""
+    """Return the directory in KVBOOST_EDGE_CACHE, or the platform's cache directory."""
     named = os.environ.get("KVBOOST_EDGE_CACHE")
     if named:
         return Path(named).expanduser()
@@ -65,7 +66,7 @@ def cache_directory() -> Path:
 
 
 def recall(stamp: FileStamp, cache_dir: Path | None = None) -> dict[str, Any]:
-    """Return the cached facts about the file with exactly this stamp; may be empty."""
+    """Return the cached facts about the file with exactly this stamp, possibly none."""
     directory = _directory(cache_dir)
     if not _trusted(directory):
         return {}
@@ -85,7 +86,8 @@ def remember(stamp: FileStamp, facts: dict[str, Any], cache_dir: Path | None = N
         return
     directory = _directory(cache_dir)
     entry = {"stamp": dataclasses.asdict(stamp), "facts": {**recall(stamp, cache_dir), **facts}}
-    with contextlib.suppress(OSError):  # on a read-only or full disk the next start takes longer
+    # Without the cache, on a read-only or full disk, only the next start takes longer.
+    with contextlib.suppress(OSError):
         directory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         directory.mkdir(mode=0o700, exist_ok=True)
         if _trusted(directory):

@@ -1,4 +1,4 @@
-"""JSON files, read with errors that name the file."""
+"""Reader of JSON files whose errors name the file."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from kvboost_edge.errors import ModelFormatError
 
 __all__ = ["read_json_object"]
 
-# The largest files, weight indexes of models with hundreds of experts, have some 40 MB.
+# Weight indexes of models with hundreds of experts are the largest files, with about 40 MB.
 _MAX_BYTES = 64_000_000
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
     """Return the object in a model's JSON file.
 
-    Raises ModelFormatError, which names the file, if it is damaged or holds something else.
+    Raises ModelFormatError if the file is damaged or does not contain an object. The message names
+    the file.
     """
     try:
         size = path.stat().st_size

@@ -1,4 +1,4 @@
-"""Memory of this process and of the machine or container, in bytes."""
+"""Memory of this process, and of the machine or container, in bytes."""
 
 from __future__ import annotations
 
@@ -35,21 +35,22 @@ __all__ = [
 _WORTH = 8 << 20  # growth of the process after which memory is returned to the system again
 _MADV_DONTNEED = 4  # Linux
 _COMPILER = "libllvmlite"
-_ENTRY = 8  # bytes per page in /proc/self/pagemap; the highest bit is set if it is in memory
+_ENTRY = 8  # bytes per page in /proc/self/pagemap; the highest bit is set if the page is in memory
 _ENTRIES_BYTES = 1 << 18
 
 
 class Region(NamedTuple):
-    """A contiguous part of this process's memory, in bytes."""
+    """A contiguous region of this process's memory, in bytes."""
 
     address: int
     nbytes: int
 
 
 def available_bytes() -> int:
-    """Return the memory that can be taken without swapping.
+    """Return the memory that can be allocated without swapping.
 
-    This is the minimum for the machine, the cgroup and `set_own_limit`.
+    The result is the minimum of the machine's available memory, the cgroup's and the limit from
+    `set_own_limit`.
     """
     available = int(psutil.virtual_memory().available)
     group = memory_limit()
@@ -58,7 +59,7 @@ def available_bytes() -> int:
 
 
 def total_bytes() -> int:
-    """Return the memory of the machine, or the cgroup's limit if that is less."""
+    """Return the memory of the machine, or the cgroup's limit if that is smaller."""
     total = int(psutil.virtual_memory().total)
     group = memory_limit()
     return total if group is None else min(total, group.limit)
@@ -68,7 +69,7 @@ _own_limit: int | None = None
 
 
 def set_own_limit(num_bytes: int | None) -> None:
-    """Limit what `available_bytes` returns in this process; None for no limit."""
+    """Limit the result of `available_bytes` in this process; None removes the limit."""
     global _own_limit  # noqa: PLW0603 - one value of the process
     _own_limit = num_bytes
 
@@ -77,7 +78,7 @@ _own_share = 1.0
 
 
 def set_own_share(share: float) -> None:
-    """Set this process's share of memory that several processes divide, in (0, 1]."""
+    """Set this process's share, in (0, 1], of memory that several processes divide."""
     global _own_share  # noqa: PLW0603 - one value of the process
     if not 0 < share <= 1:
         raise ValueError(f"share={share!r} must be above 0 and at most 1")
@@ -97,10 +98,11 @@ def process_rss() -> int:
 def process_peak() -> int:
     """Return the largest resident memory of this process so far."""
     if sys.platform == "linux":
-        # Not getrusage: ru_maxrss is inherited from the parent process.
+        # Getrusage cannot be used, because ru_maxrss is inherited from the parent process.
         for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
             if line.startswith("VmHWM:"):
-                # The kernel batches its counts, so the peak may lag behind the current value.
+                # The kernel updates its counters in batches, so the peak may lag behind the current
+                # value.
                 return max(int(line.split()[1]) * 1024, process_rss())
     if sys.platform == "win32":
         return int(psutil.Process().memory_info().peak_wset)
@@ -111,7 +113,7 @@ def process_peak() -> int:
 
 
 def resident_bytes(regions: Iterable[Region]) -> int | None:
-    """Return the bytes of the regions that are resident, in whole pages; None except on Linux.
+    """Return the resident bytes of the regions in whole pages, or None on systems other than Linux.
 
     Takes about 9 ms per resident gigabyte.
     """
@@ -138,16 +140,16 @@ def _resident(pages: int, region: Region) -> int:
 
 
 class Slack:
-    """Unused memory of a process, released to the system when the process is idle."""
+    """Unused memory of the process, to return to the system when the process is idle."""
 
     def __init__(self) -> None:
         self._last = 0
 
     def give_back(self) -> None:
-        """Release memory to the system if the process has grown.
+        """Return memory to the system if the process has grown.
 
-        Takes a few milliseconds then, else 20 us. If the memory cannot be read, for example for
-        lack of file descriptors, the next call tries again.
+        Takes a few milliseconds if it has, otherwise 20 us. If the process's memory cannot be read,
+        for example for lack of file descriptors, the next call tries again.
         """
         with contextlib.suppress(OSError):
             if process_rss() > self._last + _WORTH:
@@ -157,8 +159,8 @@ class Slack:
 
 @contextlib.contextmanager
 def uncollected() -> Iterator[None]:
-    """Disable garbage collection while the body makes many objects that stay."""
-    # The collector would scan all objects again and again: 40% of the time to make 50,000.
+    """Disable garbage collection while the body creates many permanent objects."""
+    # The collector would scan all objects repeatedly, which takes 40% of the time to create 50,000.
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -169,15 +171,15 @@ def uncollected() -> Iterator[None]:
 
 
 def give_back() -> None:
-    """Release memory that loading and compiling no longer need. Linux only.
+    """Return memory to the system that loading and compiling no longer need. Linux only.
 
-    These are free heap pages that glibc keeps, and some 70 MB of the compiler's code. The code is
-    read from its file again when it is needed.
+    This includes free heap pages that glibc keeps, and about 70 MB of the compiler's code. The code
+    is read from its file again when it is needed.
     """
     if sys.platform != "linux":
         return
     library = ctypes.CDLL(None)
-    if hasattr(library, "malloc_trim"):  # musl lacks it, and keeps less
+    if hasattr(library, "malloc_trim"):  # musl lacks this function, and keeps less memory
         library.malloc_trim(ctypes.c_size_t(0))
     if hasattr(library, "madvise"):
         for region in _unwritten_code(_COMPILER):
@@ -187,7 +189,7 @@ def give_back() -> None:
 
 
 def _unwritten_code(name: str) -> list[Region]:
-    """Return the read-only mappings of a library whose pages all equal the file's."""
+    """Return the read-only mappings of a library whose pages all equal the file's pages."""
     found = []
     region = None
     for line in Path("/proc/self/smaps").read_text(encoding="utf-8", errors="replace").splitlines():

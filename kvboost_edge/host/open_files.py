@@ -1,4 +1,4 @@
-"""Open files and sockets of this process, and their limit."""
+"""Number and limit of this process's open files and sockets."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ def num_open_files() -> int:
 
 
 def allow_open_files(wanted: int) -> int:
-    """Raise the limit of open files to `wanted` if it is lower and the system allows it.
+    """Raise the limit of open files to `wanted` if it is lower and the system permits it.
 
     Returns:
-        The number of files that may be open: at least `wanted`, or the limit in force.
+        The number of files that may be open: at least `wanted`, or the limit that applies.
     """
-    if sys.platform == "win32":  # Windows does not limit sockets
+    if sys.platform == "win32":  # Windows does not limit the number of sockets
         return wanted
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= wanted:
         return wanted
     allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-    with contextlib.suppress(ValueError, OSError):  # macOS has a further limit in the kernel
+    with contextlib.suppress(ValueError, OSError):  # macOS also has a limit in the kernel
         resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
         return allowed
     return soft

@@ -1,4 +1,4 @@
-"""A bounded LRU cache of several tenants. No tenant can evict the values of another one."""
+"""Bounded LRU cache for several tenants. No tenant can evict another tenant's values."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class _Entry(NamedTuple, Generic[V]):
 
 
 class _Root(Generic[V]):
-    """The values of a root by key, with their sizes, least recently used first."""
+    """Values of a root by key, with their sizes, least recently used first."""
 
     def __init__(self, owner: Hashable) -> None:
         self.owner = owner
@@ -33,7 +33,7 @@ class _Root(Generic[V]):
 
 
 class _Owner:
-    """The roots of a tenant, least recently used first."""
+    """Roots of a tenant, least recently used first."""
 
     def __init__(self) -> None:
         self.roots: OrderedDict[Hashable, None] = OrderedDict()
@@ -41,27 +41,26 @@ class _Owner:
 
 
 class TenantLRU(Generic[V]):
-    """An LRU cache of values by root and key. Thread-safe.
+    """LRU cache of values by root and key. Thread-safe.
 
-    A root belongs to a tenant and a salt; its owner is the tenant. A value is found only under its
-    own root.
+    A root belongs to a tenant (its owner) and a salt. A value is found only under its root.
 
     Evicts:
 
-    - values kept more than `seconds` ago, even if used since;
+    - values stored more than `seconds` ago, even if they were used since;
     - the oldest values of a root that exceeds `max_root_bytes` or `max_root_values`;
     - if all values exceed `max_bytes`, the oldest values of the owner with the most bytes. An owner
       within its equal share loses nothing, however many salts others use;
     - beyond `max_owners`, all values of the least recently used owner.
 
     Args:
-        max_root_bytes: Most bytes of a root.
-        max_bytes: Most bytes of all values.
-        max_root_values: Most values of a root; None for no limit.
-        max_owners: Most tenants.
+        max_root_bytes: Maximum bytes of a root.
+        max_bytes: Maximum bytes of all values.
+        max_root_values: Maximum number of values of a root; None for no limit.
+        max_owners: Maximum number of tenants.
         root_bytes: Bytes counted for each root in addition to its values.
         seconds: Lifetime of a value; None for no limit.
-        clock: Returns seconds; for tests.
+        clock: Function that returns the time in seconds.
     """
 
     def __init__(
@@ -90,14 +89,14 @@ class TenantLRU(Generic[V]):
 
     @property
     def num_bytes(self) -> int:
-        """Approximate bytes of all values."""
+        """Approximate size of all values in bytes."""
         return self._num_bytes
 
     def keep(self, owner: Hashable, root: Hashable, key: Hashable, value: V, size: int) -> bool:
-        """Store a value of `size` bytes, replacing one with the same key.
+        """Store a value of `size` bytes, replacing a value with the same key.
 
-        Returns False, without storing it, if the value is too large for a root. A root must have
-        the same owner each time.
+        Returns False, without storing the value, if it is too large for a root. The owner of a root
+        must always be the same.
         """
         if size + self._root_bytes > min(self.max_root_bytes, self._max_bytes):
             return False
@@ -127,7 +126,7 @@ class TenantLRU(Generic[V]):
                 self._evict(root)
 
     def find(self, root: Hashable, key: Hashable) -> V | None:
-        """Return the value of a key and mark it as used; None if it is not stored."""
+        """Return the value of a key and mark it as used, or return None if it is not stored."""
         with self._lock:
             self._expire()
             found = None if root not in self._roots else self._roots[root].entries.get(key)
@@ -137,7 +136,7 @@ class TenantLRU(Generic[V]):
             return found.value
 
     def peek(self, root: Hashable, key: Hashable) -> V | None:
-        """Return the value of a key without marking it as used; None if it is not stored."""
+        """Return the value of a key without marking it as used, or None if it is not stored."""
         with self._lock:
             self._expire()
             found = None if root not in self._roots else self._roots[root].entries.get(key)
@@ -151,7 +150,7 @@ class TenantLRU(Generic[V]):
             return [] if found is None else [entry.value for entry in found.entries.values()]
 
     def drop(self, root: Hashable, key: Hashable) -> bool:
-        """Drop the value of a key; return whether there was one."""
+        """Remove the value of a key, and return whether it was stored."""
         with self._lock:
             self._expire()
             if root not in self._roots or key not in self._roots[root].entries:
@@ -160,20 +159,20 @@ class TenantLRU(Generic[V]):
             return True
 
     def forget(self, *roots: Hashable) -> None:
-        """Drop all values of these roots."""
+        """Remove all values of these roots."""
         with self._lock:
             for root in roots:
                 if root in self._roots:
                     self._forget(root)
 
     def clear(self) -> None:
-        """Drop all values."""
+        """Remove all values."""
         with self._lock:
             for root in list(self._roots):
                 self._forget(root)
 
     def expire(self) -> None:
-        """Drop expired values; every other call does so too."""
+        """Remove expired values. Reading and storing values does this too."""
         with self._lock:
             self._expire()
 
@@ -185,7 +184,7 @@ class TenantLRU(Generic[V]):
             self._drop(*next(iter(self._kept_at)))
 
     def _evict(self, root: Hashable) -> None:
-        """Evict until all limits hold, after a root has grown."""
+        """Evict values until all limits hold, after a root has grown."""
         found = self._roots[root]
         most = self._max_root_values
         while found.num_bytes > self.max_root_bytes or (most and len(found.entries) > most):

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Metrics"]
 
-# vLLM's buckets, in seconds.
+# VLLM's buckets, in seconds.
 _FIRST_TOKEN: tuple[float, ...] = (
     0.001,
     0.005,
@@ -114,7 +114,7 @@ _TIER_COUNTERS = {
 }
 _IN_USE = "Share of blocks used by requests or pins; cached blocks count as free"
 
-# vLLM's names of our finish reasons.
+# VLLM's names of our finish reasons.
 _FINISHED = {"stop": "stop", "length": "length", "cancelled": "abort", "timeout": "abort"}
 
 

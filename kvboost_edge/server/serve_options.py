@@ -67,8 +67,8 @@ class ServeOptions:
         warm_documents: documents that the first model caches one by one before the first request.
         others: models that are loaded on demand.
         workers: number of engines, each in a separate process.
-        ray_address: address of the Ray cluster for the engines. Ray is not needed if this is None
-            and there is one worker.
+        ray_address: address of the Ray cluster for the engines. Without an address, a single
+            worker needs no Ray.
     """
 
     model: str
@@ -230,9 +230,9 @@ def options_from(flags: Mapping[str, Any]) -> ServeOptions:
         )
     chosen = ServerSettings(**settings | named)
     engine = {name: given[name] for name in options_of(EngineConfig) if name in given}
-    # with --no-pack-cache, nothing is stored in the cache directory
+    # With --no-pack-cache, nothing is stored in the cache directory.
     if engine.get("pack_cache", True):
-        # slow import, not needed for --help
+        # Slow import, not needed for --help.
         from kvboost_edge.tiers.disk.survey import default_directory
 
         engine.setdefault("disk_cache_dir", str(default_directory()))

@@ -1,1 +1,1 @@
-"""Commands that list, verify and clear the KV blocks and packed weights on disk."""
+"""Command that lists, verifies and removes the KV blocks and packed weights on disk."""

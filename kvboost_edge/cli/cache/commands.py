@@ -1,4 +1,4 @@
-"""`kvboost-edge cache` and its options."""
+"""The `kvboost-edge cache` command and its options."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def cache(
         str,
         typer.Argument(
             metavar="WORD",
-            help="Text that the model name or fingerprint of the entries contains. Default: "
+            help="Text to search for in the entries' model names and fingerprints. Default: "
             "all entries.",
         ),
     ] = "",

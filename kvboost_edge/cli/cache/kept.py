@@ -1,4 +1,4 @@
-"""Cached files on this machine's disk: KV blocks, packed weights and tokenizers of each model."""
+"""Cached files on disk: KV blocks, packed weights and tokenizers of each model."""
 
 from __future__ import annotations
 
@@ -31,22 +31,22 @@ TOKENIZER = "tokenizer"
 _ENDINGS = {".kvpack": WEIGHTS, ".kvtok": TOKENIZER}
 _DAY_S = 86_400.0
 _DESCRIBED = ("model", "kv_format", "block_size", "numerics")
-_SHORT = 16  # digits of a fingerprint in a space's description
+_SHORT = 16  # number of fingerprint digits shown for a space
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Kept:
-    """A cache entry: the blocks of a space, a file of packed weights, or a tokenizer.
+    """A cache entry, which is the blocks of a space, a file of packed weights, or a tokenizer.
 
     Attributes:
         kind: BLOCKS, WEIGHTS or TOKENIZER.
-        model: The model's name; "" if unknown.
+        model: Name of the model; "" if unknown.
         name: Fingerprint and format.
-        path: The file or directory.
-        nbytes: Size on disk.
-        changed: Last use, in seconds since 1970.
-        in_use: True if a process has it open.
-        space: The space of a BLOCKS entry.
+        path: File or directory of the entry.
+        nbytes: Size on disk in bytes.
+        changed: Time of the last use, in seconds since 1970.
+        in_use: True if a process has the entry open.
+        space: Space of a BLOCKS entry.
     """
 
     kind: str
@@ -60,15 +60,15 @@ class Kept:
 
     @property
     def days(self) -> float:
-        """Days since the last use."""
+        """Number of days since the last use."""
         return max(0.0, (time.time() - self.changed) / _DAY_S)
 
     def matches(self, word: str) -> bool:
-        """Return whether the model's or the entry's name contains `word`."""
+        """Return whether the name of the model or the entry contains `word`."""
         return word.lower() in f"{self.model} {self.name}".lower()
 
     def row(self) -> dict[str, Any]:
-        """Return the entry as JSON fields."""
+        """Return the entry's fields for JSON output."""
         described = self.space.description if self.space is not None else {}
         fields = {"kind": self.kind, "model": self.model, "name": self.name, "path": str(self.path)}
         figures = {"bytes": self.nbytes, "days": round(self.days, 2), "in_use": self.in_use}
@@ -82,15 +82,15 @@ def packed_directory() -> Path:
 
 def printable(text: str) -> str:
     """Replace unprintable characters with "?"."""
-    # Names from a damaged or forged file may contain terminal escapes.
+    # Names in a damaged or forged file may contain terminal escape sequences.
     return "".join(character if character.isprintable() else "?" for character in text)
 
 
 def find_kept(root: Path, files: Files) -> list[Kept]:
-    """Return all entries, blocks first, least recently used first. Raises OSError."""
+    """Return all entries, blocks first, then by last use, oldest first. Raises OSError."""
     spaces = find_spaces(root, files)
     packed = sorted(_packed(files), key=lambda one: one.changed)
-    # A model's name may be known from another of its files.
+    # Another file of the same model may contain its name.
     names = {_fingerprint(one.name): one.model for one in packed if one.model}
     for space in spaces:
         described = {key: space.description.get(key) for key in ("model", "name")}
@@ -104,7 +104,7 @@ def find_kept(root: Path, files: Files) -> list[Kept]:
 
 
 def delete(one: Kept, files: Files) -> bool:
-    """Delete an entry; return False if a process has it open. Raises OSError."""
+    """Delete an entry. Returns False if a process has it open. Raises OSError."""
     if one.space is not None:
         return delete_space(one.space, files)
     handle = files.open(one.path, READ)
@@ -118,7 +118,7 @@ def delete(one: Kept, files: Files) -> bool:
 
 
 def _fingerprint(name: str) -> str:
-    """Return the start of an entry's name, which all entries of a model have in common."""
+    """Return the beginning of an entry's name, which is the same for all entries of a model."""
     return name[:_SHORT]
 
 
@@ -158,7 +158,7 @@ def _is_open(path: Path, files: Files) -> bool:
 
 
 def _is_held(handle: int, files: Files) -> bool:
-    """Return whether a process has mapped an open file; False where files cannot be locked."""
+    """Return whether a process has mapped an open file. False if files cannot be locked."""
     try:
         return not files.lock(handle)
     except OSError:

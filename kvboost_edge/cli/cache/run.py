@@ -1,4 +1,4 @@
-"""`kvboost-edge cache`: size, verification and removal of cached blocks and packed weights."""
+"""The `kvboost-edge cache` actions, which show, verify and remove cached files."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ __all__ = ["run_cache"]
 
 _DAY_S = 86_400.0
 _FINGERPRINT = re.compile(r"^([0-9a-f]{8})[0-9a-f]{8,}[ -]")
-_NAME_WIDTH = 19  # a short fingerprint and a format such as "int4-asym"
-_OTHERS_WIDTH = 61  # columns of a row without its name
+_NAME_WIDTH = 19  # width of a short fingerprint and a format such as "int4-asym"
+_OTHERS_WIDTH = 61  # width of a row without its name
 _KINDS = {
     BLOCKS: ("KV cache", "KV caches"),
     WEIGHTS: ("file of packed weights", "files of packed weights"),
@@ -57,20 +57,22 @@ def run_cache(
 ) -> None:
     """Run one of the actions status, list, verify, prune and clear.
 
-    Clearing everything asks for confirmation on the terminal, unless `sure`.
+    The action clear asks for confirmation on the terminal if it would remove everything, unless
+    `sure`.
 
     Args:
         action: The action.
-        word: Select entries whose name contains it; "" for all.
+        word: Text that the names of the selected entries contain; "" for all entries.
         disk_cache_dir: Directory of the disk tier; None for the default.
-        max_disk_bytes: Largest size of all blocks after prune; None for the default.
+        max_disk_bytes: Maximum total size of the blocks after prune; None for the default.
         older_than: Days without use after which prune removes an entry.
-        dry_run: Remove nothing.
-        sure: Do not ask for confirmation.
-        as_json: Print JSON.
+        dry_run: True to remove nothing.
+        sure: True to skip the confirmation.
+        as_json: True to print JSON.
 
     Raises:
-        ConfigError: The action does not have the option, or there is no terminal to ask.
+        ConfigError: The action does not support an option, or there is no terminal for the
+            confirmation.
         KVBoostError: Damaged blocks were found, or an entry could not be removed.
     """
     _check(action, max_disk_bytes, older_than, dry_run)
@@ -99,7 +101,7 @@ def run_cache(
     answer |= {"disk_cache_dir": str(root), "packed_dir": str(packed_directory())}
     answer["bytes"] = sum(row["bytes"] for row in answer["rows"])
     if as_json:
-        print(json.dumps(answer))  # ASCII, as a path may hold bytes that are not valid text
+        print(json.dumps(answer))  # ASCII, because a path may contain bytes that are not valid text
     elif action == "status":
         _print_status(kept, root, console)
     else:
@@ -140,9 +142,9 @@ def _pruned(
     max_disk_bytes: int | None,
     older_than: float | None,
 ) -> list[Kept]:
-    """Return the entries to remove: old ones, and the oldest blocks beyond the cap.
+    """Return the entries to remove: old entries, and the oldest blocks beyond the size limit.
 
-    Includes entries that a process has open, which are reported as kept.
+    Includes entries that a process has open. The caller reports them as kept.
     """
     cap = default_cap(root, files) if max_disk_bytes is None else max_disk_bytes
     excess = sum(one.nbytes for one in kept if one.space is not None) - cap
@@ -156,7 +158,7 @@ def _pruned(
 
 
 def _remove(going: Sequence[Kept], files: Files, dry_run: bool) -> dict[str, Any]:
-    """Delete entries, except those that a process has open, and return a row for each."""
+    """Delete the entries that no process has open, and return a row for each entry."""
     rows = []
     for one in going:
         row = one.row()

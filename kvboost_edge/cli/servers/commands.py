@@ -1,4 +1,4 @@
-"""The commands that query a running server, and their options."""
+"""Commands that query a running server, and their options."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ KeyOption = Annotated[
 def run_warm(
     file: str, url: str, api_key: str, *, pin: bool, ttl: float | None, as_json: bool
 ) -> None:
-    """Warm the whole prompt of the chat request in a file, including template and tools."""
+    """Warm the whole prompt of a chat request in a file, including the template and tools."""
     body = {"add_generation_prompt": True, **_recorded(Path(file))}
     body |= {"pin": True} if pin else {}
     body |= {} if ttl is None else {"ttl": ttl}
@@ -110,9 +110,7 @@ def warm(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Compute the prompt of a recorded request on a server and keep it in the cache for later
-    requests.
-    """
+    """Compute the prompt of a recorded request on a server and cache it for later requests."""
     run_warm(from_request, url, api_key, pin=pin, ttl=ttl, as_json=as_json)
 
 

@@ -1,4 +1,4 @@
-"""The client of a running server, over its OpenAI-compatible endpoints."""
+"""Client for a running server with OpenAI-compatible endpoints."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ __all__ = ["RemoteAnswer", "RemoteChat", "RemoteToolCall", "Thought"]
 
 _CONNECT_SECONDS = 5.0
 _READ_SECONDS = 300.0
-# Servers that support return_progress, by `owned_by` of their models.
+# Servers that support return_progress, by the `owned_by` field of their models.
 _TELLING = ("kvboost-edge", "llamacpp")
 _KEY_VARIABLE = "KVBOOST_API_KEY"
 
 
 class Thought(NamedTuple):
-    """A piece of the model's reasoning before its answer."""
+    """A piece of the reasoning that precedes the model's answer."""
 
     text: str
 
 
 class RemoteToolCall(NamedTuple):
-    """A tool call of the model. `arguments` is JSON, possibly cut off."""
+    """A tool call of the model. `arguments` is JSON text, which may be truncated."""
 
     name: str
     arguments: str
@@ -49,20 +49,20 @@ class RemoteToolCall(NamedTuple):
 class RemoteAnswer(NamedTuple):
     """A complete answer and its statistics.
 
-    Numbers of tokens are None, and those of the KV cache 0 or empty, if the server does not report
-    them.
+    If the server does not report them, token counts are None and figures of the KV cache are 0 or
+    empty.
 
     Attributes:
         text: The answer.
         finish_reason: The server's finish reason.
-        prompt_tokens: Tokens of the prompt.
-        cached_tokens: Prompt tokens found in the cache.
-        generated_tokens: Tokens of the answer.
+        prompt_tokens: Number of prompt tokens.
+        cached_tokens: Number of prompt tokens found in the cache.
+        generated_tokens: Number of tokens in the answer.
         ttft_ms: Time to the first token in milliseconds.
         total_ms: Time to the last token in milliseconds.
-        hit_tokens: Cached tokens by tier.
-        reused_span_tokens: Tokens reused at other positions.
-        recomputed_tokens: Tokens found at other positions and recomputed.
+        hit_tokens: Number of cached tokens by tier.
+        reused_span_tokens: Number of tokens reused at other positions.
+        recomputed_tokens: Number of tokens found at other positions and recomputed.
         reasoning: The model's reasoning.
         tool_calls: The model's tool calls.
     """
@@ -100,12 +100,12 @@ class RemoteAnswer(NamedTuple):
 
 
 class RemoteChat:
-    """A client of one server, and a context manager. Every failure is a KVBoostError.
+    """Client for one server, usable as a context manager. Every failure raises a KVBoostError.
 
     Args:
-        url: The server's URL, with or without a trailing /v1.
-        api_key: API key; default: $KVBOOST_API_KEY.
-        model: Name of the model; default: the server's first one.
+        url: URL of the server, with or without a trailing /v1.
+        api_key: API key; by default $KVBOOST_API_KEY.
+        model: Name of the model; by default the server's first model.
     """
 
     def __init__(self, url: str, *, api_key: str = "", model: str = "") -> None:
@@ -144,13 +144,13 @@ class RemoteChat:
     ) -> Iterator[str | Thought | Progress | RemoteAnswer]:
         """Yield pieces of reasoning and answer as they arrive, then the `RemoteAnswer`.
 
-        Closing the iterator disconnects, which cancels the request. Raises RequestError for a
-        request that the server refuses.
+        Closing the iterator disconnects from the server, which cancels the request. Raises
+        RequestError if the server rejects the request.
 
         Args:
             messages: The conversation.
             settings: Further fields of the request.
-            progress: Also yield the prompt's progress, if the server reports it.
+            progress: True to also yield the prompt's progress, if the server reports it.
         """
         body = {
             "model": self.model,
@@ -179,27 +179,27 @@ class RemoteChat:
         yield heard.answer()
 
     def stats(self) -> Any:
-        """Return the server's statistics, /v1/stats."""
+        """Return the server's statistics from /v1/stats."""
         return self._get("/v1/stats")
 
     def models(self) -> list[dict[str, Any]]:
-        """Return the list of /v1/models."""
+        """Return the server's models from /v1/models."""
         return [dict(one) for one in self._get("/v1/models")["data"]]
 
     def last_requests(self) -> Any:
-        """Return the cache reports of this key's last requests, /v1/requests."""
+        """Return the cache-miss reports of this key's latest requests from /v1/requests."""
         return self._get("/v1/requests")
 
     def request_cache(self, request_id: str) -> Any:
-        """Return the cache-miss report of a request; "last" for the last one."""
+        """Return the cache-miss report of a request. The id "last" selects the latest request."""
         return self._get(f"/v1/requests/{quote(request_id, safe='')}/cache")
 
     def warm(self, body: Mapping[str, Any]) -> Any:
-        """Compute a prompt prefix on the server, /v1/warm."""
+        """Compute a prompt prefix on the server through /v1/warm."""
         return self._got(lambda: self._client.post("/v1/warm", json=body))
 
     def _tells_progress(self) -> bool:
-        """Return whether the server supports `return_progress`; others might refuse it."""
+        """Return whether the server supports `return_progress`. Other servers might reject it."""
         if self._telling is None:
             try:
                 self._telling = any(model.get("owned_by") in _TELLING for model in self.models())
@@ -263,7 +263,7 @@ class RemoteChat:
 
 
 class _Heard:
-    """The parts of an answer that have arrived."""
+    """Parts of an answer that have arrived so far."""
 
     def __init__(self) -> None:
         self._started = time.perf_counter()
@@ -276,7 +276,7 @@ class _Heard:
         self._told: dict[str, Any] = {}
 
     def take(self, chunk: Mapping[str, Any]) -> Iterator[str | Thought]:
-        """Store the contents of a chunk; yield its pieces of text."""
+        """Store the contents of a chunk, and yield its pieces of text."""
         self._usage = chunk.get("usage") or self._usage
         self._told = chunk.get("kvboost") or self._told
         for choice in chunk.get("choices", ()):
@@ -305,7 +305,7 @@ class _Heard:
         self._calls[index] = RemoteToolCall(known.name + name, known.arguments + arguments)
 
     def answer(self) -> RemoteAnswer:
-        """Return the answer, as far as it has arrived."""
+        """Return the part of the answer that has arrived so far."""
         now = time.perf_counter()
         details = self._usage.get("prompt_tokens_details") or {}
         return RemoteAnswer(
@@ -341,7 +341,7 @@ def _events(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
 
 
 def _progress(told: Any) -> Progress | None:
-    """Parse a chunk's `prompt_progress`; None if it is missing or incomplete."""
+    """Parse a chunk's `prompt_progress`. Returns None if it is missing or incomplete."""
     figures = told if isinstance(told, dict) else {}
     known = {
         name: one

@@ -1,4 +1,4 @@
-"""`kvboost-edge why`: cache-miss reports of a server's requests."""
+"""The `kvboost-edge why` command, which shows cache-miss reports of a server's requests."""
 
 from __future__ import annotations
 
@@ -116,12 +116,12 @@ def _figures(found: Mapping[str, Any]) -> str:
 
 
 def _tiers(found: Mapping[str, Any]) -> str:
-    """Format cached tokens by tier: "4096 pool, 128 disk"."""
+    """Format the number of cached tokens by tier, such as "4096 pool, 128 disk"."""
     return ", ".join(f"{tokens} {tier}" for tier, tokens in found["hit_tokens"].items() if tokens)
 
 
 def _texts(found: Mapping[str, Any]) -> Table:
-    """Make a table of both texts. The differences are marked, also without colour."""
+    """Create a table of both texts. The differences are marked, even without colour."""
     now = found["text"]
     before = found["text_before"]
     same = sum(

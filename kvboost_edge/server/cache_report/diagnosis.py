@@ -17,7 +17,7 @@ __all__ = ["CAUSES", "diagnose", "placed", "tool_field"]
 _BEFORE = 6
 _AFTER = 24
 _SPACE = 2  # characters before a message that may be merged into its first token
-# number of first characters used to find a field in a prompt; also the maximum in tokens
+# Number of first characters used to find a field in a prompt; also the maximum in tokens.
 _PROBE = 48
 _WORTH = 64  # minimum number of unchanged tokens after a change that make a report useful
 _MAX_COMPARED = 32  # maximum number of earlier requests to compare a prompt with

@@ -24,8 +24,8 @@ __all__ = ["NOT_SAID", "Diagnosis", "History", "PromptField", "PromptInputs", "R
 
 Ids = npt.NDArray[np.int32]
 
-# maximum number of records per tenant; comparing a prompt of 30,000 tokens with all of them takes
-# up to 2 ms
+# Maximum number of records per tenant; comparing a prompt of 30,000 tokens with all of them takes
+# up to 2 ms.
 _MAX_REQUESTS = 256
 _MAX_BYTES = 64 << 20  # bytes, for all tenants together
 _MAX_TENANT_BYTES = 16 << 20

@@ -217,7 +217,7 @@ class DeadlineProtocol(H11Protocol):
         if len(self.connections) > self.settings.max_connections:
             self._refuse(503)
             if len(self.connections) > 2 * self.settings.max_connections:
-                # close without waiting until the client has read the response
+                # Close without waiting until the client has read the response.
                 self._closing.close_now()
             return
         self._read_within(self.settings.header_seconds)

@@ -65,7 +65,7 @@ class PrefixGroups:
         try:
             await self._wait(group)
         except BaseException:
-            # a request that only waited computes nothing, so the others keep waiting
+            # A request that only waited computes nothing, so the others keep waiting.
             self._drop(key)
             raise
         return key

@@ -26,7 +26,7 @@ __all__ = [
 EVENTS = "text/event-stream; charset=utf-8"
 _DONE = b"data: [DONE]\n\n"
 _SEND_BYTES = 1 << 18
-# number of characters or entries encoded as JSON at once, in less than a millisecond
+# Number of characters or entries encoded as JSON at once, in less than a millisecond.
 _SLICE = 1 << 14
 _ROWS = 1 << 7  # number of nested entries encoded at once
 _DEPTH = 2  # nesting depth of the members of a choice's logprobs
@@ -177,7 +177,7 @@ def _sliced(item: Any, depth: int) -> Iterator[bytes]:
             yield from _sliced(member, depth + 1)
         yield b"}" if item else b"{}"
     elif isinstance(item, (str, list)):
-        # the first entry may be None
+        # The first entry may be None.
         nested = any(isinstance(entry, (dict, list)) for entry in item[:2])
         size = _ROWS if nested else _SLICE
         begin, end = (b'"', b'"') if isinstance(item, str) else (b"[", b"]")
