@@ -1,1 +1,1 @@
-"""Non-prefix KV reuse: index, search, recompute plans, and chunking of documents."""
+"""Non-prefix KV reuse: span index, search, recompute settings, and chunking of documents."""

@@ -1,4 +1,4 @@
-"""History of published blocks, some of which are gone from the pool but may be stored in a tier."""
+"""History of published blocks, including blocks that are now only stored in a tier."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ __all__ = ["BlockHistory", "Chain"]
 
 
 class Chain(NamedTuple):
-    """Text from its first token to the end of some block.
+    """Chain of full blocks, from the first token of a text to the end of some block.
 
     Attributes:
-        tokens: its tokens, little-endian u32.
-        root: root of its chain.
+        tokens: tokens of the chain, little-endian u32.
+        root: root hash of the chain.
     """
 
     tokens: bytes
@@ -27,27 +27,28 @@ class Chain(NamedTuple):
 
 
 class BlockHistory:
-    """The last `limit` published blocks, whether or not they are still published.
+    """Record of the last `limit` published blocks, including those that left the pool.
 
     Blocks keep the serials that they had in the pool. A block that is published again gets a new
-    serial, but blocks after it that are still gone refer to the old one. One run may therefore be
-    found as two.
+    serial. Later blocks of its chain that have not returned still refer to the old serial. A run
+    may therefore be found as two runs.
 
     Args:
-        limit: most blocks to remember.
+        limit: maximum number of blocks to remember.
         block_size: tokens per block.
 
     Attributes:
-        index: span index of the blocks.
+        index: span index of the remembered blocks.
     """
 
     def __init__(self, limit: int, block_size: int) -> None:
         self.index = SpanIndex(limit, block_size)
         self._size = block_size
         self._free = list(range(limit))
-        self._places: OrderedDict[bytes, int] = OrderedDict()  # by prefix hash, the oldest first
-        self._entries: dict[int, PrefixEntry] = {}  # by place in the index
-        self._in_pool: dict[int, bytes] = {}  # by block id
+        # Index slots by prefix hash, oldest first.
+        self._places: OrderedDict[bytes, int] = OrderedDict()
+        self._entries: dict[int, PrefixEntry] = {}  # entries by index slot
+        self._in_pool: dict[int, bytes] = {}  # prefix hashes by block id
         self._num_inside: Counter[bytes] = Counter()
 
     def entered(self, block_id: int, entry: PrefixEntry) -> None:
@@ -80,10 +81,10 @@ class BlockHistory:
             del self._num_inside[prefix_hash]
 
     def lost_chains(self, runs: Sequence[Run]) -> list[Chain]:
-        """Return the texts to load from tiers for the runs that lost blocks.
+        """Return the chains to load from tiers for runs with blocks that left the pool.
 
-        Each text ends with the last block of its run. Texts whose beginning is not remembered are
-        left out.
+        Each chain ends with the last block of its run. Chains whose beginning is not remembered are
+        omitted.
         """
         found: dict[Chain, None] = {}
         for run in runs:
@@ -103,7 +104,8 @@ class BlockHistory:
             entry = self._entries[place]
             pieces.append(entry.tokens[-self._size * TOKEN_BYTES :])
         root = entry.root
-        if root != entry.parent_hash:  # computed on its own, after less than a block of context
+        # The text was computed on its own, after less than a block of context.
+        if root != entry.parent_hash:
             root = LoneRoot.of(root, 0)
         return Chain(b"".join(reversed(pieces)), root) if root == entry.parent_hash else None
 

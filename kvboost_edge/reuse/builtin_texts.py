@@ -1,7 +1,7 @@
-"""Built-in texts: the primer that documents are computed after, and the test of reuse quality.
+"""Built-in texts: the primer that precedes documents, and the test of reuse quality.
 
-Passages and questions share no sentence with the primer. Good results on text that resembles the
-primer would prove little.
+Passages and questions share no sentence with the primer, because good results on text that
+resembles the primer would prove little.
 """
 
 from __future__ import annotations

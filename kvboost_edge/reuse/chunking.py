@@ -1,4 +1,4 @@
-"""Chunking of documents: cuts lists of token ids into chunks that are computed and cached."""
+"""Chunking: divides documents into chunks that are computed and cached separately."""
 
 from __future__ import annotations
 
@@ -20,28 +20,29 @@ CHUNK_OPTIONS = (
     "overlap_k",
     "sink_tokens",
 )
-"""Options of an engine and of a call that control chunking."""
+"""Names of the chunking options of an engine, which a call can override."""
 
 PieceOf = Callable[[int], str]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkOptions:
-    """Options for chunking.
+    """Options that control how documents are divided into chunks.
 
     Attributes:
-        strategy: a ChunkStrategy or its value.
-        chunk_size: tokens of a chunk, at least `block_size`. DOCUMENT ignores it.
-        chunk_boundary_window: for SEMANTIC, the tokens by which a cut may differ from chunk_size.
-            It is less than chunk_size; 0 means half of chunk_size. Other strategies accept only 0.
-        overlap_k: tokens before a chunk that are computed with it but not cached, less than
-            chunk_size.
-        sink_tokens: first tokens of the document, computed before those and not cached, less than
-            chunk_size.
+        strategy: a `ChunkStrategy` or its value.
+        chunk_size: tokens per chunk, at least `block_size`. DOCUMENT ignores it.
+        chunk_boundary_window: number of tokens by which SEMANTIC chunks may be shorter or longer
+            than chunk_size. It must be less than chunk_size, and 0 means half of chunk_size. Other
+            strategies accept only 0.
+        overlap_k: number of tokens directly before a chunk that are computed with it but not
+            cached. It must be less than chunk_size.
+        sink_tokens: number of tokens at the start of the document that are computed before the
+            overlap but not cached. It must be less than chunk_size.
         block_size: tokens per block in the pool.
 
     Raises:
-        ConfigError: a value is out of range or contradicts another one.
+        ConfigError: a value is out of range or contradicts another value.
     """
 
     strategy: ChunkStrategy | str = ChunkStrategy.FIXED
@@ -72,17 +73,17 @@ class ChunkOptions:
         elif self.chunk_boundary_window:
             raise ConfigError(
                 f"chunk_boundary_window={self.chunk_boundary_window} with chunk strategy "
-                f"{self.strategy}: only strategy semantic has a window"
+                f"{self.strategy} is not supported; use strategy semantic, or set it to 0"
             )
         if self.strategy == ChunkStrategy.DOCUMENT and (self.overlap_k or self.sink_tokens):
             raise ConfigError(
                 f"overlap_k={self.overlap_k}, sink_tokens={self.sink_tokens} with chunk strategy "
-                "document: a document is one chunk, and no tokens precede it"
+                "document is not supported, because no tokens precede a document; set both to 0"
             )
 
 
 def chunk_options(config: EngineConfig, given: Mapping[str, Any] | None = None) -> ChunkOptions:
-    """Return the chunk options of an engine, with those `given` in a call.
+    """Return the chunk options of an engine, overridden by those `given` in a call.
 
     Raises:
         ConfigError: the options contradict one another.
@@ -101,16 +102,17 @@ def chunk_options(config: EngineConfig, given: Mapping[str, Any] | None = None) 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Chunk:
-    """Part of a document that is cached, and its context, which is only computed.
+    """Part of a document that is cached, with context tokens that are computed but not cached.
 
-    Positions refer to the document: 0 <= num_sink_tokens <= overlap_start <= start < stop.
+    Positions are those in the document, with 0 <= num_sink_tokens <= overlap_start <= start < stop.
 
     Attributes:
         document: index of the document.
-        start: first token that is cached.
+        start: position of the first cached token.
         stop: end of the cached tokens, exclusive.
-        overlap_start: tokens [overlap_start, start) are the context right before them.
-        num_sink_tokens: tokens [0, num_sink_tokens) are the context before that.
+        overlap_start: start of the context directly before the chunk, tokens [overlap_start,
+            start).
+        num_sink_tokens: number of sink tokens, [0, num_sink_tokens), which are computed first.
     """
 
     document: int
@@ -121,32 +123,32 @@ class Chunk:
 
     @property
     def num_context_tokens(self) -> int:
-        """Number of context tokens."""
+        """Total number of context tokens."""
         return self.num_sink_tokens + self.start - self.overlap_start
 
     def tokens(self, document: Sequence[int]) -> list[int]:
-        """Return the tokens to compute: context, then the cached tokens."""
+        """Return the tokens to compute: first the context, then the tokens to cache."""
         return [*document[: self.num_sink_tokens], *document[self.overlap_start : self.stop]]
 
 
 def cut(
     documents: Sequence[Sequence[int]], options: ChunkOptions, piece_of: PieceOf | None = None
 ) -> list[Chunk]:
-    """Cut documents into chunks, so that each token is in exactly one chunk, in order.
+    """Divide documents into chunks, which cover each token exactly once and in order.
 
-    The last chunk of a document may be short. An empty document has no chunk.
+    The last chunk of a document may be short. An empty document has no chunks.
 
     Args:
-        documents: token ids of each document.
+        documents: the token ids of each document.
         options: chunk options.
-        piece_of: returns the text of a token with its spaces and line ends. Only SEMANTIC uses it.
-            Its result for special tokens and partial characters does not matter.
+        piece_of: function that returns the text of a token, including whitespace. Only SEMANTIC
+            uses it. The results for special tokens and partial characters do not matter.
 
     Raises:
-        ConfigError: SEMANTIC without `piece_of`.
+        ConfigError: the strategy is SEMANTIC, but `piece_of` is missing.
     """
     if options.strategy == ChunkStrategy.SEMANTIC and piece_of is None:
-        raise ConfigError("chunk strategy semantic needs the text of tokens (piece_of)")
+        raise ConfigError("chunk strategy semantic needs the text of tokens; pass piece_of")
     chunks: list[Chunk] = []
     for number, document in enumerate(documents):
         if options.strategy == ChunkStrategy.DOCUMENT:
@@ -168,17 +170,19 @@ def cut(
 
 
 _PARAGRAPH, _SENTENCE, _NO_END = range(3)  # lower is better
-_TOKENS_AROUND = 8  # tokens around a position whose text shows whether a sentence ends there
-# End punctuation and closing quotes or brackets. After the punctuation in the group, a sentence
-# begins without a space.
+# Number of tokens on each side of a position that show whether a sentence ends there.
+_TOKENS_AROUND = 8
+# End punctuation, and closing quotes or brackets. The punctuation in the group needs no space
+# before the next sentence.
 _END = re.compile(r"""(?:[.!?…]|([。！？]))["'”’»)\]」』）*_]*$""")
 
 
 def _semantic_stops(document: Sequence[int], options: ChunkOptions, piece_of: PieceOf) -> list[int]:
-    """Return the ends of the chunks of a document.
+    """Return the end positions of a document's chunks.
 
-    A chunk ends at the nearest end of a paragraph in the window, else of a sentence, else in the
-    middle.
+    A chunk ends at the end of a paragraph in the window, or else at the end of a sentence. Among
+    several, the one nearest to chunk_size is chosen. If there are none, the chunk has exactly
+    chunk_size tokens.
     """
     stops: list[int] = []
     target = options.chunk_size
@@ -192,7 +196,7 @@ def _semantic_stops(document: Sequence[int], options: ChunkOptions, piece_of: Pi
 
 
 def _ends(document: Sequence[int], places: range, piece_of: PieceOf) -> dict[int, int]:
-    """Map each position to the text unit that ends just before its token."""
+    """Map each position to the kind of text unit that ends just before it."""
     first = max(0, places[0] - _TOKENS_AROUND)
     pieces = [piece_of(token) for token in document[first : places[-1] + _TOKENS_AROUND]]
     text = "".join(pieces)
@@ -201,9 +205,9 @@ def _ends(document: Sequence[int], places: range, piece_of: PieceOf) -> dict[int
 
 
 def _end_at(text: str, offset: int) -> int:
-    """Return the text unit that ends at text[:offset].
+    """Return the kind of text unit that ends at `offset`.
 
-    Line ends after a paragraph belong to it. Spaces may be on either side.
+    Newlines after a paragraph belong to it. Spaces may be on either side of the end.
     """
     left = text[:offset]
     right = text[offset:]

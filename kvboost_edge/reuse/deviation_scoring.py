@@ -1,13 +1,13 @@
-"""Deviation scoring: selects the blocks of a prompt's spans to recompute.
+"""Deviation scoring: selects the blocks in a prompt's spans to recompute.
 
-`Probe` selects the blocks that deviate most from the stored values, measured in one layer for all
-tokens. The method is that of CacheBlend (Yao et al., "CacheBlend: Fast Large Language Model Serving
-for RAG with Cached Knowledge Fusion", EuroSys 2025). Tokens whose values in the second layer differ
-most are worth recomputing, and they are mostly the same in all layers. This module selects whole
+`Probe` selects the blocks that deviate most from their stored values, measured in one layer for all
+tokens. This is the method of CacheBlend (Yao et al., "CacheBlend: Fast Large Language Model Serving
+for RAG with Cached Knowledge Fusion", EuroSys 2025). Tokens whose values differ most in the second
+layer are worth recomputing, and they are mostly the same in all layers. This module selects whole
 blocks, because only whole blocks can be closed and quantized.
 
 `QueryProbe` selects the blocks that the end of the prompt, with the question, attends to most. It
-runs some layers of the tokens that are computed in any case.
+runs only some layers, and only for tokens that must be computed in any case.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from kvboost_edge.runners.base import StoredKeys
 __all__ = ["NUM_QUERY_TOKENS", "Probe", "ProbeRow", "QueryProbe", "num_probed_blocks"]
 
 NUM_QUERY_TOKENS = 32
-"""Tokens at the end of a prompt whose attention is used."""
+"""Number of tokens at the end of a prompt whose attention is scored."""
 
 Floats = npt.NDArray[np.float32]
 Longs = npt.NDArray[np.int64]
 
 
 class ProbeRow(NamedTuple):
-    """Consecutive tokens of a prompt whose first layer is computed.
+    """Run of consecutive prompt tokens to compute in a probe.
 
     Attributes:
         start: position of the first token.
         stop: position after the last token.
-        block_ids: blocks of the table before them, then the blocks that they are written to.
-        segments: positions that the blocks hold. The last segment is that of the tokens.
-        stored: slots of their KV computed at other positions; empty if there is none.
+        block_ids: blocks with the KV of earlier tokens, followed by the blocks to write.
+        segments: positions that the blocks hold. The last segment covers the tokens of this row.
+        stored: slots of the tokens' reused KV, or an empty list if they have none.
     """
 
     start: int
@@ -50,35 +50,40 @@ class ProbeRow(NamedTuple):
 
 
 def num_probed_blocks(spans: Sequence[Span], ratio: float, block_size: int) -> int:
-    """Return how many whole blocks of the spans to select: this share, at least one if above 0."""
+    """Return how many whole blocks of the spans to select for recomputing.
+
+    The result is the share `ratio` of all whole blocks. If `ratio` is above 0, at least one block
+    is selected.
+    """
     whole = sum((span.stop - span.start) // block_size for span in spans)
     return min(whole, max(1, round(ratio * whole))) if ratio > 0 else 0
 
 
 class Probe:
-    """Deviation scores of one table.
+    """Deviation scores of the span blocks in one table.
 
-    The probe writes to the table's reserved blocks. There are as many of them as blocks to select.
+    The probe writes to the table's reserved blocks. Their number is the number of blocks to select.
     """
 
     def __init__(self, table: BlockTable, block_size: int) -> None:
         self._table = table
         self._size = block_size
         self._num_chosen = len(table.reserve)
-        self._weights: dict[int, float] = {}  # of blocks, by the position they begin at
+        # Scores of blocks, by the position of their first token.
+        self._weights: dict[int, float] = {}
         self._ahead = self._stretches()
         self.seconds = 0.0
 
     @property
     def is_done(self) -> bool:
-        """True if no tokens are left to score."""
+        """True once all tokens are scored."""
         return not self._ahead
 
     def next_rows(self, limit: int) -> list[ProbeRow]:
-        """Return the next tokens to compute, in whole blocks.
+        """Return the next tokens to compute, as whole blocks.
 
         Args:
-            limit: approximate number of tokens. At least one block is returned.
+            limit: approximate maximum number of tokens. At least one block is returned.
         """
         rows: list[ProbeRow] = []
         left = max(1, limit // self._size) * self._size
@@ -102,12 +107,12 @@ class Probe:
         return rows
 
     def take(self, rows: Sequence[ProbeRow], deviations: Floats) -> None:
-        """Record the deviations of rows.
+        """Record the deviations of computed rows.
 
         Args:
-            rows: the rows.
-            deviations: squared distances from the stored values, float32 [tokens of all rows with
-                stored KV].
+            rows: rows from `next_rows`.
+            deviations: squared distance of each token from its stored values, float32 [number of
+                tokens in rows with stored KV].
         """
         first = 0
         for row in rows:
@@ -119,12 +124,16 @@ class Probe:
                 first += count
 
     def spans(self) -> list[Span]:
-        """Return the table's spans without the highest-scoring blocks. Earlier blocks win ties."""
+        """Return the table's spans without the highest-scoring blocks. Ties go to earlier ones."""
         ranked = sorted(self._weights, key=lambda start: (-self._weights[start], start))
         return cut_spans(self._table.spans, ranked[: self._num_chosen], self._size)
 
     def _stretches(self) -> list[tuple[int, int, Span | None]]:
-        """Return [start, stop) of whole blocks before the end of the last span, last ones first."""
+        """Return the stretches to compute, last one first.
+
+        Each is (start, stop, span), where `span` is None between spans. Stretches in spans cover
+        whole blocks.
+        """
         position = self._table.num_computed_tokens
         found = list[tuple[int, int, Span | None]]()
         for span in self._table.spans:
@@ -153,18 +162,19 @@ class Probe:
 
 
 class QueryProbe(Probe):
-    """Attention scores of one table, from tokens that are computed in any case.
+    """Attention scores of the span blocks in one table.
 
-    The last NUM_QUERY_TOKENS tokens before `stop` attend to the spans. No reserved block is
-    written.
+    The scores are the attention of the last NUM_QUERY_TOKENS tokens before `stop` to the spans. The
+    probe computes only tokens outside spans, and it does not write to reserved blocks.
 
     Args:
         table: the table.
         block_size: tokens per block.
-        stop: position after the tokens to run, after all spans and at most the prompt's end.
+        stop: position after the last token to compute. It is after all spans and at most at the
+            prompt's end.
 
     Attributes:
-        stored: stored keys of the spans.
+        stored: stored keys of the whole blocks in spans.
     """
 
     def __init__(self, table: BlockTable, block_size: int, stop: int) -> None:
@@ -184,20 +194,25 @@ class QueryProbe(Probe):
         self._weights = dict.fromkeys(positions[::block_size].tolist(), 0.0)
 
     def query_indices(self, rows: Sequence[ProbeRow]) -> Longs:
-        """Return the indices of the attending tokens among the tokens of these rows, int64."""
+        """Return the indices of the scored query tokens among the tokens of these rows, int64."""
         positions = np.concatenate([np.arange(row.start, row.stop) for row in rows])
         return np.flatnonzero(
             positions >= max(self._stop - NUM_QUERY_TOKENS, self._table.spans[-1].stop)
         )
 
     def take(self, rows: Sequence[ProbeRow], masses: Floats) -> None:
-        """Add the rows' attention to each of `stored`, float32 [len(stored.slots)]."""
+        """Add the attention of computed rows to the scores.
+
+        Args:
+            rows: rows from `next_rows`.
+            masses: attention to each stored key, float32 [len(stored.slots)].
+        """
         of_blocks = masses.reshape(-1, self._size).sum(axis=1).tolist()
         for start, mass in zip(self._weights, of_blocks, strict=True):
             self._weights[start] += mass
 
     def _stretches(self) -> list[tuple[int, int, Span | None]]:
-        """Return [start, stop) of the tokens that no span serves, last ones first."""
+        """Return the stretches outside spans as (start, stop, None), last one first."""
         position = self._table.num_computed_tokens
         found = list[tuple[int, int, Span | None]]()
         for span in self._table.spans:
@@ -208,5 +223,5 @@ class QueryProbe(Probe):
 
 
 def _whole(span: Span, block_size: int) -> int:
-    """Return the position at which the whole blocks of a span end."""
+    """Return the end position of the whole blocks in a span."""
     return span.start + (span.stop - span.start) // block_size * block_size

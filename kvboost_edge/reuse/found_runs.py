@@ -1,4 +1,4 @@
-"""Runs of a prompt that were found at other positions, as plain data. Does not import Numba."""
+"""Plain data types for runs of a prompt found at other positions. Importing this skips Numba."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["Run", "RunBlock"]
 
 
 class RunBlock(NamedTuple):
-    """Part of a run in one block: slots [valid_from, valid_to).
+    """Part of a run in one block, which covers slots [valid_from, valid_to).
 
     The bounds satisfy 0 <= valid_from < valid_to <= block_size.
     """
@@ -21,16 +21,16 @@ class RunBlock(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Run:
-    """Consecutive tokens of a prompt whose KV is in the pool, all moved by the same distance.
+    """Consecutive prompt tokens whose KV is in the pool, all moved by the same distance.
 
     Attributes:
-        prompt_start: position of its first token in the prompt.
+        prompt_start: position of the run's first token in the prompt.
         length: number of tokens.
-        pieces: consecutive parts in blocks. The first may begin inside its block and the last may
-            end inside; all others are whole.
-        delta: prompt_start - context. 0 means that only the text before it differs.
-        context: position at which its first token was computed, and so the number of its context
-            tokens there.
+        pieces: parts of the run in consecutive blocks. The first may start inside its block, and
+            the last may end inside its block. All others cover whole blocks.
+        delta: prompt_start - context. 0 means that only the preceding text differs.
+        context: position at which the run's first token was computed, which is also the number of
+            tokens before it there.
     """
 
     prompt_start: int
@@ -41,5 +41,5 @@ class Run:
 
     @property
     def prompt_stop(self) -> int:
-        """Position after its last token in the prompt."""
+        """Position in the prompt after the run's last token."""
         return self.prompt_start + self.length

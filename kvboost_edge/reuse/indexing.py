@@ -1,4 +1,4 @@
-"""Index of the blocks that can be shared at other positions, and lookup of prompts in it."""
+"""Lookup of KV that a prompt can share at other positions, in an index of published blocks."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ from kvboost_edge.reuse.span_search import find_runs
 
 __all__ = ["Found", "SpanFinder"]
 
-_REMEMBERED = 4  # blocks in the history, as a multiple of the pool; about 0.5 KB each
+# Number of blocks in the history, as a multiple of the pool size. Each takes about 0.5 KB.
+_REMEMBERED = 4
 
 
 class Found(NamedTuple):
-    """Reusable KV found for a sequence.
+    """KV found for reuse in a sequence.
 
     Attributes:
         spans: spans to share.
-        runs: [start, stop) of all runs, including tokens that are recomputed.
+        runs: [start, stop) of each run, including tokens that will be recomputed.
     """
 
     spans: list[Span]
@@ -35,12 +36,12 @@ class SpanFinder:
     """Lookup of KV that a sequence can share at other positions.
 
     From the first lookup on, it indexes the pool's published blocks by their own tokens. Only
-    exactly computed blocks are published, so approximate KV is never indexed.
+    blocks that were computed exactly are published, so approximate KV is never indexed.
 
     Args:
         manager: KV cache manager of the pool.
-        min_chunk_tokens: shortest run that is used.
-        remembers: keep a history of blocks that left the pool since the first lookup, because a
+        min_chunk_tokens: minimum length of a run to use, in tokens.
+        remembers: keep a history of blocks that left the pool since the first lookup. Useful if a
             tier may store them.
     """
 
@@ -55,7 +56,7 @@ class SpanFinder:
             self._remembered = BlockHistory(_REMEMBERED * manager.num_blocks, manager.block_size)
 
     def lost(self, token_ids: Sequence[int], root: bytes) -> list[Chain]:
-        """Return the texts to load from tiers for a prompt's runs, each from its first token."""
+        """Return the chains to load from tiers for blocks of a prompt's runs that left the pool."""
         size = self._manager.block_size
         if self._remembered is None or len(token_ids) <= size:
             return []
@@ -65,9 +66,9 @@ class SpanFinder:
         )
 
     def find(self, token_ids: Sequence[int], start: int, root: bytes, repair: Repair) -> Found:
-        """Return the KV that can be shared after the first `start` tokens.
+        """Return the KV that a prompt can share after its first `start` tokens.
 
-        The last token is excluded. The result is valid until the next change of the pool.
+        The last token is never shared. The result is valid until the pool changes.
         """
         size = self._manager.block_size
         if len(token_ids) <= size:
@@ -77,11 +78,11 @@ class SpanFinder:
         return Found(plan_spans(runs, start, size, repair.num_boundary_tokens), where)
 
     def context_of(self, token_ids: Sequence[int], root: bytes) -> int | None:
-        """Return the number of context tokens before a run that holds all of these tokens, or None.
+        """Return the number of context tokens before a cached run of exactly these tokens, or None.
 
-        None also means that there are too few tokens for a lookup.
+        None means that there is no such run, or that there are too few tokens for a lookup.
         """
-        # Append a token, because the last token of a prompt is never covered.
+        # Append a token, because the last token of a prompt is never part of a run.
         runs = find_runs((*token_ids, 0), 0, self._offered(), root, self._least)
         return runs[0].context if runs and runs[0].length == len(token_ids) else None
 
@@ -96,7 +97,7 @@ class SpanFinder:
         assert self._index is not None
         if self._remembered is not None:
             self._remembered.entered(block_id, entry)
-        if isinstance(entry.root, LoneRoot):  # a hidden block, which is only context
+        if isinstance(entry.root, LoneRoot):  # a hidden block, which only provides context
             return
         size = self._manager.block_size
         tokens = entry.tokens[-size * TOKEN_BYTES :]

@@ -1,8 +1,9 @@
-"""Quality gate of non-prefix KV reuse: its text, measure and bound, and the stored verdict.
+"""Quality gate of non-prefix KV reuse: the test text, the measure, its bound and stored verdicts.
 
-A single request does not show whether reuse harms it. The gate measures a model on text that is
-short enough to be computed in full. Its bound is the model's own sensitivity to the order of the
-documents, which should not matter either. This module handles plain numbers; callers run the model.
+A single request does not show whether reuse harms its answer. The gate therefore tests a model on
+text that is short enough to be computed in full. The bound is the model's own sensitivity to the
+order of the documents, which should not affect the answer either. This module handles only numbers,
+and callers run the model.
 """
 
 from __future__ import annotations
@@ -35,25 +36,28 @@ __all__ = [
     "write",
 ]
 
-ANSWER_TOKENS = 16  # most tokens of an answer
-_VERSION = 1  # raise it when text, measure or bound change, to invalidate stored verdicts
-_NEGLIGIBLE = 1e-3  # nats; kernels that round differently are about 2e-4 apart
+ANSWER_TOKENS = 16  # maximum number of tokens in an answer
+_VERSION = 1  # increment to invalidate stored verdicts when the text, measure or bound changes
+_NEGLIGIBLE = 1e-3  # in nats. Kernels that round differently are about 2e-4 apart.
 _LEAST_DOCUMENTS = 3
 
 Floats = npt.NDArray[np.float32]
 
 
 class Material(NamedTuple):
-    """Token ids of the test. Each prompt is the introduction, all documents and a question."""
+    """Token ids of the test prompts.
+
+    Each prompt consists of the introduction, all documents and one question.
+    """
 
     introduction: tuple[int, ...]
     documents: tuple[tuple[int, ...], ...]
     questions: tuple[tuple[int, ...], ...]
 
     def prompts(self, *, reordered: bool = False) -> list[list[int]]:
-        """Return one prompt for each question.
+        """Return one prompt per question.
 
-        With `reordered`, no document follows the one that it followed before.
+        If `reordered` is true, every document follows a different one than in the original order.
         """
         documents = (*self.documents[1::2], *self.documents[::2]) if reordered else self.documents
         head = [*self.introduction, *(token for document in documents for token in document)]
@@ -68,16 +72,17 @@ def make_material(
     most_tokens: int,
     least_tokens: int,
 ) -> Material | None:
-    """Return the test for a tokenizer, or None if fewer than three documents fit.
+    """Return the test material for a tokenizer, or None if fewer than three documents fit.
 
-    It has as many documents as possible, at most one for each built-in passage.
+    The material has as many documents as possible, at most one per built-in passage.
 
     Args:
-        encode: returns the token ids of a text, without special tokens.
+        encode: function that returns the token ids of a text, without special tokens.
         before: tokens at the beginning of a chat.
-        after: tokens between a question and its answer; None: no chat, plain text to continue.
-        most_tokens: most tokens of a prompt with its answer.
-        least_tokens: least tokens of a document.
+        after: tokens between a question and its answer. None means plain text completion without a
+            chat.
+        most_tokens: maximum number of tokens in a prompt and its answer.
+        least_tokens: minimum number of tokens in a document.
     """
     introduction = (*before, *encode(INTRODUCTION))
     passages = [tuple(encode(passage)) for passage in PASSAGES]
@@ -94,11 +99,11 @@ def make_material(
 
 
 class Comparison(NamedTuple):
-    """Comparison of next-token distributions with those of the full computation.
+    """Comparison of next-token distributions with those of a full computation.
 
     Attributes:
-        kl: sum of KL(full || other), in nats.
-        num_agreed: tokens for which both have the same most likely token.
+        kl: sum of KL(full || other) over all tokens, in nats.
+        num_agreed: number of tokens for which both have the same most likely token.
         num_tokens: number of tokens compared.
     """
 
@@ -119,7 +124,7 @@ class Comparison(NamedTuple):
 
 
 def compare(full: Floats, other: Floats) -> Comparison:
-    """Compare two sets of logits, float32 [num_tokens, vocab_size]."""
+    """Compare the logits of a full computation with others, float32 [num_tokens, vocab_size]."""
     kl = 0.0
     for p, q in zip(full, other, strict=True):
         p_logs = log_softmax(p)
@@ -129,7 +134,7 @@ def compare(full: Floats, other: Floats) -> Comparison:
 
 
 def log_softmax(row: Floats) -> npt.NDArray[np.float64]:
-    """Return the natural log probabilities [vocab_size] of logits."""
+    """Return the log probabilities of a row of logits, float64 [vocab_size]."""
     wide = row.astype(np.float64)
     wide -= wide.max()
     return np.asarray(wide - np.log(np.exp(wide).sum()), np.float64)
@@ -137,15 +142,15 @@ def log_softmax(row: Floats) -> npt.NDArray[np.float64]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Verdict:
-    """Result of the test, averaged over the tokens of the answers.
+    """Result of the quality test, averaged over the tokens of all answers.
 
     Attributes:
         kl_reuse: KL(full || reuse), in nats.
         kl_order: KL(full || full computation with reordered documents), in nats.
-        agreement: share of tokens for which reuse and full computation have the same most likely
+        agreement: fraction of tokens for which reuse and full computation have the same most likely
             token.
         num_tokens: number of tokens compared.
-        reused_share: share of the prompts' tokens that was reused at other positions.
+        reused_share: fraction of the prompt tokens that were reused at other positions.
     """
 
     kl_reuse: float
@@ -156,12 +161,12 @@ class Verdict:
 
     @property
     def passed(self) -> bool:
-        """True if reuse changes answers no more than reordering does, or only negligibly."""
+        """True if reuse changes answers no more than reordering does, or by a negligible amount."""
         return self.kl_reuse <= self.bound
 
     @property
     def bound(self) -> float:
-        """Greatest KL(full || reuse) that passes."""
+        """Maximum KL(full || reuse) that passes, in nats."""
         return max(self.kl_order, _NEGLIGIBLE)
 
     def __str__(self) -> str:
@@ -175,13 +180,13 @@ class Verdict:
 def outcome_stamp(
     model: bytes, repair: Repair, lead: Sequence[int], material: Material
 ) -> FileStamp:
-    """Return the key of a verdict in the file memo, which covers everything that it depends on.
+    """Return the file memo key of a verdict, which covers everything the verdict depends on.
 
     Args:
-        model: digest of model, numerics and KV format.
-        repair: recompute strategy.
-        lead: tokens that the documents are computed after.
-        material: the test.
+        model: digest of the model, numerics and KV format.
+        repair: recompute settings.
+        lead: tokens that precede the documents when they are computed.
+        material: the test material.
     """
     repaired = [str(repair.strategy), repair.num_boundary_tokens, repair.block_ratio or 0]
     text = json.dumps([_VERSION, model.hex(), repaired, list(lead), material])
@@ -189,7 +194,7 @@ def outcome_stamp(
 
 
 def read(stamp: FileStamp, cache_dir: Path | None = None) -> Verdict | None:
-    """Return a stored verdict, or None."""
+    """Return the stored verdict for a key, or None if there is none."""
     facts = recall(stamp, cache_dir)
     try:
         return Verdict(**{field.name: facts[field.name] for field in dataclasses.fields(Verdict)})
@@ -198,5 +203,5 @@ def read(stamp: FileStamp, cache_dir: Path | None = None) -> Verdict | None:
 
 
 def write(stamp: FileStamp, verdict: Verdict, cache_dir: Path | None = None) -> None:
-    """Store a verdict in the cache directory, if that is writable."""
+    """Store a verdict in the cache directory, if the directory is writable."""
     remember(stamp, dataclasses.asdict(verdict), cache_dir)

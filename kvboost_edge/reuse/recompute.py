@@ -16,18 +16,18 @@ _TESTED_RATIOS = (0.0, 0.05, 0.1, 0.25)
 class Repair:
     """Settings that select which reused tokens are recomputed.
 
-    Strategies:
+    The strategies recompute these tokens:
 
         NONE         no tokens
         SELECTIVE    the first tokens after every chunk boundary
-        CACHEBLEND   those, and the blocks whose values deviate most
-        QUERY        those, and the blocks that the end of the prompt attends to most
+        CACHEBLEND   as SELECTIVE, and the blocks whose values deviate most
+        QUERY        as SELECTIVE, and the blocks that the end of the prompt attends to most
 
     Attributes:
-        strategy: one of these strategies.
-        overlap: tokens to recompute after a chunk boundary, at most 4096. Rounding to whole blocks
-            can add up to `block_size - 1` tokens.
-        ratio: additional share of the tokens in spans that CACHEBLEND and QUERY recompute, in [0,
+        strategy: recompute strategy.
+        overlap: number of tokens to recompute after a chunk boundary, at most 4096. Rounding to
+            whole blocks can add up to `block_size - 1` tokens.
+        ratio: additional fraction of the span tokens that CACHEBLEND and QUERY recompute, in [0,
             1].
     """
 
@@ -37,10 +37,10 @@ class Repair:
 
     @property
     def tested(self) -> Repair:
-        """Settings that the model is tested with before these are used.
+        """Settings with which the quality gate tests a model before allowing these settings.
 
-        They recompute at most as much. There are only a few of them, so clients that choose their
-        own numbers cause few tests.
+        They recompute at most as many tokens as these. Settings are rounded down to a few values,
+        so clients that choose their own numbers cause few tests.
         """
         if self.strategy is RecomputeStrategy.NONE:
             return Repair(strategy=self.strategy, overlap=0, ratio=0.0)
@@ -50,11 +50,11 @@ class Repair:
 
     @property
     def block_ratio(self) -> float:
-        """Share of the tokens in spans that is selected by scores."""
+        """Fraction of the span tokens to recompute because of their scores."""
         looks = self.strategy in (RecomputeStrategy.CACHEBLEND, RecomputeStrategy.QUERY)
         return self.ratio if looks else 0.0
 
     @property
     def num_boundary_tokens(self) -> int:
-        """Tokens to recompute after a chunk boundary."""
+        """Number of tokens to recompute after a chunk boundary."""
         return 0 if self.strategy is RecomputeStrategy.NONE else self.overlap

@@ -1,4 +1,4 @@
-"""Span index: finds blocks by their own tokens, whatever tokens precede them."""
+"""Span index: finds blocks by their own tokens, regardless of the tokens before them."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ Ints = npt.NDArray[np.int32]
 
 
 class SpanIndex:
-    """Indexed blocks by span hash, the hash of a block's own tokens without those before it.
+    """Index of blocks by span hash, which is the hash of a block's own tokens only.
 
-    Between `offer` and `withdraw`, a block must keep the KV of exactly these tokens, computed at
-    these positions after exactly the chain of its serial. Offer the blocks of a `PrefixIndex`, and
-    withdraw a block before it is reused or written. A block may be offered before its parent, and
-    it may be withdrawn and offered again while its children stay.
+    Between `offer` and `withdraw`, a block must hold the KV of exactly these tokens, computed at
+    these positions and after the chain identified by its serial. Offer the blocks of a
+    `PrefixIndex`, and withdraw a block before it is reused or rewritten. A block may be offered
+    before its parent. A block may also be withdrawn and offered again while its children stay.
 
-    Blocks of one root are never found from another. Of blocks with equal tokens, the MOST_TRIED
-    newest are tried, so repeated text does not slow down a search. The newest are also evicted
-    last. Older ones stay indexed and replace withdrawn ones. They are also reached through their
-    neighbours in a chain.
+    Lookups only find blocks of their own root. Of several blocks with equal tokens, only the
+    MOST_TRIED newest are tried, so repeated text does not slow down a search. The newest ones are
+    also evicted last. Older blocks stay indexed, and take the place of withdrawn ones. They can
+    also be reached through their neighbours in a chain.
 
-    It is not thread-safe, and takes about 130 bytes per block of 16 tokens.
+    The index is not thread-safe. It takes about 130 bytes per block of 16 tokens.
 
     Args:
         num_blocks: number of blocks in the pool.
         block_size: tokens per block.
-        hash_bits: bits of a span hash that are used, 1 to 61. Fewer bits cause collisions, which
-            cost time but do not change results.
+        hash_bits: number of bits to use of a span hash, 1 to 61. Fewer bits cause more collisions,
+            which cost time but do not change results.
     """
 
     def __init__(self, num_blocks: int, block_size: int, *, hash_bits: int = HASH_BITS) -> None:
@@ -72,22 +72,22 @@ class SpanIndex:
         )
         self._newer = _links(num_blocks)
         self._newer_siblings = _links(num_blocks)
-        # By block id: (serial, serial of the parent, root) of an offered block.
+        # (serial, parent serial, root) of each offered block, by block id.
         self._offered: list[tuple[int, int, bytes] | None] = [None] * num_blocks
         self._by_serial: dict[int, int] = {}
-        # Serial that is not offered itself -> its newest child.
+        # Serial of a block that is not offered -> its newest offered child.
         self._orphans: dict[int, int] = {}
-        # Root -> [number, offered blocks]. Numbers are never reused.
+        # Root -> [number of the root, count of its offered blocks]. Numbers are never reused.
         self._roots: dict[bytes, list[int]] = {}
         self._next_root = 0
 
     @property
     def tables(self) -> SpanTables:
-        """Arrays that the search kernel reads. They are valid until the next change."""
+        """Arrays that the search kernel reads, valid until the index changes."""
         return self._tables
 
     def root_number(self, root: bytes) -> int | None:
-        """Return the number of a root in `tables`, or None if no block of it is offered."""
+        """Return the number of a root in `tables`, or None if none of its blocks is offered."""
         known = self._roots.get(root)
         return None if known is None else known[0]
 
@@ -116,19 +116,19 @@ class SpanIndex:
 
         Args:
             root: root that the block belongs to.
-            block_id: id in [0, num_blocks).
-            serial: `PrefixEntry.serial`, at least 1. It identifies the block with all blocks before
-                it. A block that is offered again has the same serial.
-            parent_serial: serial of the block before it, which is lower and need not be offered.
-                ROOT_SERIAL for the first block of a context. Two blocks of one root must not have
-                the same parent and tokens.
+            block_id: id of the block, in [0, num_blocks).
+            serial: `PrefixEntry.serial` of the block, at least 1. It identifies the block and all
+                blocks before it. A block that is offered again must have the same serial.
+            parent_serial: serial of the previous block, or ROOT_SERIAL for the first block of a
+                chain. It must be lower than `serial`, but its block need not be offered. Two blocks
+                of a root must not have the same parent and tokens.
             tokens: the block's own tokens, little-endian u32.
-            first_position: position at which its first token was computed, and so the number of its
-                context tokens.
+            first_position: position at which the block's first token was computed, which is also
+                the number of tokens before it.
 
         Raises:
-            CacheCorruption: block or serial are already offered, an argument is out of range, or
-                the parent or a child does not fit. Nothing is changed.
+            CacheCorruption: the block or serial is already offered, an argument is out of range, or
+                the block does not fit its parent or a child. The index is unchanged.
         """
         self._check_offer(root, block_id, serial, parent_serial, tokens, first_position)
         tables = self._tables
@@ -180,7 +180,9 @@ class SpanIndex:
                 f"stale block id {block_id}: the index has blocks 0 .. {self.num_blocks - 1}"
             )
         if block_id in self or serial in self._by_serial:
-            raise CacheCorruption(f"block {block_id}, or serial {serial}, is already offered")
+            raise CacheCorruption(
+                f"block {block_id}, or serial {serial}, is already offered; withdraw it first"
+            )
         if len(tokens) != self.block_size * TOKEN_BYTES or first_position < 0:
             raise CacheCorruption(
                 f"block {block_id} of {self.block_size} tokens is offered with {len(tokens)} bytes "
@@ -188,7 +190,7 @@ class SpanIndex:
             )
         if not ROOT_SERIAL <= parent_serial < serial:
             raise CacheCorruption(
-                f"serial {serial} must be greater than serial {parent_serial} of its parent"
+                f"serial {serial} must be greater than its parent's serial {parent_serial}"
             )
         kin = [(self._by_serial.get(parent_serial, NONE), -self.block_size)]
         kin.append((self._orphans.get(serial, NONE), self.block_size))
@@ -207,9 +209,10 @@ class SpanIndex:
         return (int(tables.hashes[block_id]) + int(tables.roots[block_id])) & tables.slot_mask
 
     def _leader_before(self, block_id: int) -> tuple[int, int]:
-        """Return the leader of the block's group, and the leader linked before it.
+        """Return the leader of a block's group, and the group leader linked before it.
 
-        A group has one root and equal tokens. Either leader is NONE if it does not exist.
+        A group is the blocks of one root with equal tokens, led by the newest. Either result is
+        NONE if there is no such leader.
         """
         tables = self._tables
         value = tables.hashes[block_id]
@@ -226,14 +229,14 @@ class SpanIndex:
         return leader, before
 
     def _relink(self, block_id: int, before: int, to: int) -> None:
-        """Link `to` in the place of the group that `block_id` belongs to."""
+        """Replace the group of `block_id` with `to` in its linked list."""
         if before == NONE:
             self._tables.heads[self._slot(block_id)] = to
         else:
             self._tables.next_groups[before] = to
 
     def _lead(self, block_id: int) -> None:
-        """Make a block the leader of its group."""
+        """Make a newly offered block the leader of its group."""
         tables = self._tables
         slot = self._slot(block_id)
         leader, before = self._leader_before(block_id)
@@ -264,7 +267,7 @@ class SpanIndex:
             self._relink(block_id, before, older)
 
     def _join(self, block_id: int, serial: int, parent_serial: int) -> None:
-        """Link a block with its parent, siblings and children."""
+        """Link a newly offered block with its parent, siblings and children."""
         tables = self._tables
         self._set_parent(self._orphans.get(serial, NONE), block_id)
         tables.first_children[block_id] = self._orphans.pop(serial, NONE)
@@ -301,7 +304,7 @@ class SpanIndex:
             self._set_first_child(int(tables.parents[block_id]), parent_serial, older)
 
     def _set_first_child(self, parent: int, parent_serial: int, child: int) -> None:
-        """Record the newest child of a block, which is offered or (NONE) not."""
+        """Record the newest child of a block. `parent` is NONE if that block is not offered."""
         if parent != NONE:
             self._tables.first_children[parent] = child
         elif child != NONE:
@@ -310,18 +313,18 @@ class SpanIndex:
             del self._orphans[parent_serial]
 
     def _set_parent(self, child: int, parent: int) -> None:
-        """Set the parent of a child and of its older siblings."""
+        """Set the parent of a child and of all its older siblings."""
         while child != NONE:
             self._tables.parents[child] = parent
             child = int(self._tables.older_siblings[child])
 
     def check(self) -> None:
-        """Recompute all links from the offered blocks; raise CacheCorruption if any differs."""
+        """Recompute all links from the offered blocks, and raise CacheCorruption if any differs."""
         offered = {
             block_id: entry for block_id, entry in enumerate(self._offered) if entry is not None
         }
         if self._by_serial != {entry[0]: block_id for block_id, entry in offered.items()}:
-            raise CacheCorruption("the map of serials does not hold exactly the offered blocks")
+            raise CacheCorruption("the map of serials does not match the offered blocks")
         counts: dict[bytes, int] = {}
         children: dict[int, set[int]] = {}
         groups: dict[Any, set[int]] = {}
@@ -332,7 +335,8 @@ class SpanIndex:
                 children.setdefault(parent_serial, set()).add(block_id)
             if tables.parents[block_id] != self._by_serial.get(parent_serial, NONE):
                 raise CacheCorruption(
-                    f"block {block_id} is linked to a wrong parent, {tables.parents[block_id]}"
+                    f"block {block_id} is linked to the wrong parent, block "
+                    f"{tables.parents[block_id]}"
                 )
             for links, back in (
                 (tables.older, self._newer),
@@ -356,14 +360,14 @@ class SpanIndex:
         if {
             serial: self._listed(child, tables.older_siblings) for serial, child in firsts.items()
         } != children:
-            raise CacheCorruption("a list of children does not hold exactly the offered blocks")
+            raise CacheCorruption("a list of children does not match the offered blocks")
         linked = [int(head) for head in tables.heads if head != NONE]
-        for leader in linked:  # grows while it is walked
+        for leader in linked:  # the list grows during the loop
             if tables.next_groups[leader] != NONE:
                 linked.append(int(tables.next_groups[leader]))
         found = sorted(sorted(self._listed(leader, tables.older)) for leader in linked)
         if found != sorted(sorted(group) for group in groups.values()):
-            raise CacheCorruption("the groups do not hold exactly the offered blocks")
+            raise CacheCorruption("the groups do not match the offered blocks")
 
     def _listed(self, block_id: int, links: Ints) -> set[int]:
         found: set[int] = set()

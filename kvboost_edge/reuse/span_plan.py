@@ -1,6 +1,6 @@
-"""Span planning: turns the runs found in a prompt into spans that a table can share.
+"""Span planning: converts the runs found in a prompt into spans that a table can share.
 
-Tokens after chunk boundaries are recomputed, in whole blocks.
+The tokens after chunk boundaries are recomputed, in whole blocks.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ __all__ = ["cut_spans", "plan_spans"]
 def plan_spans(
     runs: Iterable[Run], start: int, block_size: int, num_boundary_tokens: int
 ) -> list[Span]:
-    """Return the spans of a prompt whose first `start` tokens, whole blocks, are shared exactly.
+    """Return the spans to share in a prompt.
 
-    The first block of a prompt is never in a span. Whole blocks of computed tokens precede each
-    span, so up to a block less one token is recomputed in addition to the chunk boundary. A run
-    that leaves less than a block is not shared.
+    The first block of a prompt is never in a span. The computed tokens before each span form whole
+    blocks, so up to `block_size - 1` tokens are recomputed in addition to those of the chunk
+    boundary. A run with less than a block left is not shared.
 
     Args:
         runs: runs of the prompt, in order.
-        start: tokens of the exact prefix.
+        start: number of tokens in the exactly shared prefix, a multiple of `block_size`.
         block_size: tokens per block.
-        num_boundary_tokens: tokens to recompute after a chunk boundary.
+        num_boundary_tokens: number of tokens to recompute after a chunk boundary.
     """
     spans: list[Span] = []
     # All later tokens attend strongly to the keys of the first block (Xiao et al., "Efficient
@@ -34,7 +34,7 @@ def plan_spans(
     position = max(start, block_size)
     for run in runs:
         first = max(run.prompt_start + num_boundary_tokens, position)
-        # Computed stretches end with a full block, because later tokens attend to it quantized.
+        # Computed stretches end with a full block, because later tokens attend to its quantized KV.
         first += (position - first) % block_size
         if run.prompt_stop - first >= block_size:
             spans.append(_span_of(run, first, block_size))
@@ -43,9 +43,9 @@ def plan_spans(
 
 
 def cut_spans(spans: Iterable[Span], computed: Sequence[int], block_size: int) -> list[Span]:
-    """Return the spans without the blocks of tokens that begin at these positions.
+    """Return the spans without the blocks that begin at the positions in `computed`.
 
-    Each such block is full and a whole number of blocks after the start of its span.
+    Each removed block must be full, and a whole number of blocks after the start of its span.
     """
     found: list[Span] = []
     wanted = set(computed)
@@ -74,7 +74,7 @@ def _span_of(run: Run, first: int, block_size: int) -> Span:
 
 
 def _part_of(span: Span, start: int, stop: int, block_size: int) -> Span:
-    """Return positions [start, stop) of a span."""
+    """Return the part of a span that serves positions [start, stop)."""
     index, last = ((position - span.first_position) // block_size for position in (start, stop - 1))
     first_position = span.first_position + index * block_size
     return Span(span.block_ids[index : last + 1], first_position, start, stop, span.delta)

@@ -1,4 +1,4 @@
-"""Search for the runs of a prompt in the span index. Importing it imports Numba."""
+"""Search for the runs of a prompt in the span index. Importing this module imports Numba."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ DEFAULT_MIN_CHUNK_TOKENS = 32
 
 @functools.cache
 def prepare_search() -> None:
-    """Compile the search kernel in another process, unless its machine code is on disk.
+    """Compile the search kernel in another process, unless its machine code is cached on disk.
 
     Raises:
-        BackendUnavailable: compilation failed. The message contains the compiler's output.
+        BackendUnavailable: the compilation failed. The message contains the compiler output.
     """
-    # Otherwise the first search would spend 1.6 s on it, in the thread that computes.
+    # Without this, the first search would spend 1.6 s on compiling in the engine thread.
     compile_ahead([scan_entry], 1)
 
 
@@ -38,30 +38,30 @@ def find_runs(
     root: bytes,
     min_chunk_tokens: int = DEFAULT_MIN_CHUNK_TOKENS,
 ) -> list[Run]:
-    """Return the runs of a prompt that the index holds, from left to right, without overlap.
+    """Return the runs of a prompt that the index holds, in order and without overlap.
 
     A run grows from the first position at which the tokens of a whole indexed block occur. It is
-    extended backward, down to `start` or the run before, and forward, as far as the tokens agree.
-    Both ends may be inside a block. If several blocks match, the MOST_TRIED newest are tried. The
-    longest run is chosen, then the one with more context, then the newest. The search continues
-    after it.
+    extended in both directions for as long as the tokens agree, but not before `start` or the end
+    of the previous run. Both ends may be inside a block. If several blocks match, the MOST_TRIED
+    newest ones are tried. The longest run wins, then the one with more context, then the newest.
+    The search continues after that run.
 
     A run of at least 2 * block_size - 1 tokens contains a whole block, so it is always found. Two
     adjacent runs may have the same delta, if a block between them is gone or was not tried. Tokens
-    are compared, so hash collisions cannot produce a wrong run. The runs are valid until the next
-    change of the index. The time depends on the prompt, not on the size of the index.
+    are compared, so hash collisions cannot produce a wrong run. The runs are valid until the index
+    changes. The search time depends on the prompt, not on the size of the index.
 
     Args:
-        prompt_tokens: token ids of the whole prompt. The last token is never covered, because it
-            has to be computed.
-        start: tokens served by an exact prefix. They are never covered.
+        prompt_tokens: token ids of the whole prompt. The last token is never part of a run, because
+            it must be computed.
+        start: number of tokens served by an exact prefix, which are never part of a run.
         index: the span index.
-        root: root whose blocks may be used.
-        min_chunk_tokens: shortest run to return.
+        root: root of the blocks that may be used.
+        min_chunk_tokens: minimum length of a run, in tokens.
 
     Raises:
-        RequestError: `start` is outside the prompt, or an id is outside [0, 2^32).
-        ConfigError: min_chunk_tokens is below 1.
+        RequestError: `start` is outside the prompt, or a token id is outside [0, 2^32).
+        ConfigError: `min_chunk_tokens` is below 1.
     """
     if (
         isinstance(min_chunk_tokens, bool)
@@ -96,7 +96,7 @@ def find_runs(
 
 
 def _pieces(block_ids: list[int], offset: int, length: int, size: int) -> tuple[RunBlock, ...]:
-    """Return the pieces of a run that begins `offset` slots into its first block."""
+    """Return the parts of a run that begins `offset` slots into its first block."""
     pieces = [RunBlock(block_id, 0, size) for block_id in block_ids]
     pieces[0] = pieces[0]._replace(valid_from=offset)
     pieces[-1] = pieces[-1]._replace(valid_to=offset + length - (len(block_ids) - 1) * size)

@@ -1,1 +1,1 @@
-"""Offload tiers below the block pool, and the I/O thread that moves blocks."""
+"""Offload tiers below the block pool, and the I/O thread that moves blocks to and from them."""

@@ -1,8 +1,9 @@
 """Protocols of offload tiers, which store whole blocks outside the pool.
 
-A tier may lose a block but never returns wrong data. It knows bytes and addresses, nothing about
-requests, tensors or positions. Only the I/O thread reads and writes. `holds`, `known`, `dropped`,
-`touch` and `stat` do no I/O and may be called from any thread at any time.
+A tier may lose a block but never returns wrong data. It works with bytes and addresses, and knows
+nothing about requests, tensors or positions. Only the I/O thread may call its methods, with these
+exceptions: `holds`, `known`, `dropped`, `touch` and `stat` do no I/O and may be called from any
+thread.
 """
 
 from __future__ import annotations
@@ -18,26 +19,26 @@ __all__ = ["ClosedTier", "OffloadStore", "Tier", "TierStats"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TierStats:
-    """Counters since the tier was opened, and its current contents.
+    """Counters of a tier since it was opened, and its current contents.
 
-    Bytes are those of whole records, headers included.
+    All sizes are those of whole records, including headers.
 
     Attributes:
-        blocks: stored blocks; None if only a remote server knows.
-        bytes: bytes of the stored blocks; None if only a remote server knows.
-        max_bytes: capacity; None if a remote server sets it.
-        read_blocks: blocks that were read and verified.
-        read_bytes: bytes of those blocks.
-        written_blocks: blocks that were stored.
-        written_bytes: bytes of those blocks.
-        missing: requested blocks that were not stored.
-        refused: stored blocks that failed verification. They are dropped, never served.
-        evicted: blocks dropped to make room.
-        not_written: blocks that could not be stored: no room, a failed device, a full queue, or
-            another process owns the directory.
-        errors: failed operations of the device or of the connection.
-        writable: the tier stores blocks at the moment.
-        state: one line on why it does not store, or on a problem; "" if there is none.
+        blocks: number of stored blocks. None if only a remote server knows.
+        bytes: size of the stored blocks, in bytes. None if only a remote server knows.
+        max_bytes: capacity in bytes. None if a remote server sets it.
+        read_blocks: number of blocks that were read and verified.
+        read_bytes: size of the blocks that were read and verified, in bytes.
+        written_blocks: number of blocks that were written.
+        written_bytes: size of the blocks that were written, in bytes.
+        missing: number of requested blocks that were not stored.
+        refused: number of blocks that failed verification. They are dropped and never served.
+        evicted: number of blocks dropped to make room.
+        not_written: number of blocks that could not be stored. Reasons are lack of room, a failed
+            device, a full queue, or another process that owns the directory.
+        errors: number of failed operations on the device or connection.
+        writable: whether the tier currently stores blocks.
+        state: one line that says why the tier stores nothing or what is wrong. "" if all is well.
     """
 
     blocks: int | None = 0
@@ -57,30 +58,33 @@ class TierStats:
 
 
 class Tier(Protocol):
-    """Store for the blocks of one space: one model, KV format and numerics version.
+    """Storage for the blocks of one space: one model, KV format and numerics version.
 
-    No method raises for a failure of a device, file or server. Such a failure is a miss, counted in
-    `stat`.
+    No method raises because a device, file or server failed. Such a failure counts as a miss and is
+    reported by `stat`.
 
     Attributes:
-        name: "disk" or "redis", the key in `hit_tokens`.
+        name: "disk" or "redis", which is the tier's key in `hit_tokens`.
     """
 
     name: str
 
     def begin(self) -> None:
-        """Check that the tier works, for `stat` to report. The I/O thread calls this first."""
+        """Check that the tier works, and record the result for `stat`.
+
+        The I/O thread calls this before any other method.
+        """
         ...
 
     def holds(self, prefix_hash: bytes) -> bool | None:
-        """Return whether the block is stored, as far as is known without I/O.
+        """Return whether a block is stored, if that is known without I/O.
 
-        None means that only `read` can tell.
+        None means that only I/O can tell.
         """
         ...
 
     def ask(self, prefix_hashes: Sequence[bytes]) -> list[bool]:
-        """Return whether each of these blocks is stored, unverified. Does I/O, unlike `holds`."""
+        """Return for each block whether it is stored, without verifying it. May do I/O."""
         ...
 
     def known(self) -> list[bytes]:
@@ -88,51 +92,55 @@ class Tier(Protocol):
         ...
 
     def dropped(self, prefix_hash: bytes) -> bool:
-        """Return whether the block was stored and then dropped, as far as is remembered."""
+        """Return whether a block is remembered as stored and later dropped."""
         ...
 
     def touch(self, prefix_hashes: Sequence[bytes]) -> None:
-        """Record that these blocks of one chain, in its order, were used, here or in the pool."""
+        """Record a use of these blocks, in this tier or in the pool.
+
+        Args:
+            prefix_hashes: blocks of one chain, in the order of the chain.
+        """
         ...
 
     def read(self, blocks: Sequence[BlockAddress], into: Sequence[memoryview]) -> int:
-        """Read consecutive blocks of a chain into `into`; return how many are verified.
+        """Read consecutive blocks of a chain, and return how many were read and verified.
 
-        Reading ends at the first block that is missing, damaged, or of another address or length. A
-        bad block is dropped. The rest of `into` is undefined.
+        Reading ends at the first block that is missing, is damaged, or has a different address or
+        length. An invalid block is dropped. Buffers after the last verified block are undefined.
 
         Args:
-            blocks: addresses in the order of the chain.
-            into: one writable, contiguous buffer of the payload's exact length for each block.
+            blocks: addresses of the blocks, in the order of the chain.
+            into: one writable, contiguous buffer per block, with the exact length of its payload.
         """
         ...
 
     def write(self, blocks: Sequence[BlockAddress], payloads: Sequence[memoryview]) -> int:
-        """Store the blocks that are missing; return how many of `blocks` are stored afterwards.
+        """Store the blocks that are missing, and return how many of `blocks` are then stored.
 
-        Order and lengths are arbitrary.
+        The blocks may be in any order and have any length.
         """
         ...
 
     def drop(self, prefix_hashes: Sequence[bytes]) -> None:
-        """Delete these blocks, and ignore those that are not stored."""
+        """Delete these blocks. Blocks that are not stored are ignored."""
         ...
 
     def tend(self) -> None:
-        """Do background maintenance. The I/O thread calls this now and then while it is idle."""
+        """Do background maintenance. The I/O thread calls this periodically while it is idle."""
         ...
 
     def stat(self) -> TierStats:
-        """Return counters and sizes."""
+        """Return the tier's counters and sizes."""
         ...
 
     def close(self) -> None:
-        """Write out pending data, and release files and connections. A second call does nothing."""
+        """Flush pending data, and close files and connections. A second call does nothing."""
         ...
 
 
 class ClosedTier:
-    """Tier that could not be opened. It stores nothing and reports the reason in its state."""
+    """Stand-in for a tier that could not be opened. Its `state` reports the reason."""
 
     def __init__(self, name: str, state: str) -> None:
         self.name = name
@@ -176,26 +184,26 @@ class ClosedTier:
 
 
 class OffloadStore:
-    """Offload tiers as the scheduler sees them. No call waits.
+    """Interface of the offload tiers to the scheduler. No method blocks.
 
-    This base class is the null object, without any tier.
+    This base class serves as the implementation without any tiers.
     """
 
     @property
     def has_tiers(self) -> bool:
-        """True if there is a tier."""
+        """True if at least one tier is configured."""
         return False
 
     def may_hold(self, prefix_hash: bytes) -> bool:
-        """Return whether a tier has the block, or might have it."""
+        """Return whether some tier has the block or might have it."""
         return False
 
     def holds(self, prefix_hash: bytes) -> bool:
-        """Return whether a tier is known to have the block."""
+        """Return whether some tier is known to have the block."""
         return False
 
     def dropped_from(self, prefix_hash: bytes) -> list[str]:
-        """Return the names of the tiers that had the block and dropped it."""
+        """Return the names of the tiers that once stored the block and dropped it."""
         return []
 
     def load(
@@ -205,22 +213,24 @@ class OffloadStore:
         states: Mapping[int, BlockAddress] | None = None,
         num_in_pool: int = 0,
     ) -> None:
-        """Start to read consecutive blocks of a chain, as far as a tier has them.
+        """Start loading consecutive blocks of a chain, up to the first that no tier has.
 
-        The results arrive as chunks; the last one says so. For a hybrid model, blocks are read up
-        to the deepest state that a tier has, and then that state. If the state or a block before it
-        is lost, the next shallower state is tried, up to three states in all.
+        The results arrive as chunks, the last of which is marked. For a hybrid model, blocks are
+        read up to the deepest recurrent state that a tier has, followed by that state. If the state
+        or a block before it turns out to be lost, a shallower state is tried, up to three states in
+        total.
 
         Args:
             ticket: identifies the load.
-            addresses: the blocks to read, in order.
-            states: addresses of states that a tier may have, by the number of blocks before each.
-            num_in_pool: number of blocks before the first address. They are in the pool already.
+            addresses: addresses of the blocks to load, in order.
+            states: addresses of the states that a tier may have, by the number of blocks that each
+                state covers.
+            num_in_pool: number of blocks before the first address, which are already in the pool.
         """
         raise AssertionError("there is no tier to load from")
 
     def cancel(self, ticket: int) -> None:
-        """Cancel a load. Chunks that are under way still arrive, and so does the last one."""
+        """Cancel a load. Chunks already being read and the final chunk are still delivered."""
 
     def touch(self, prefix_hashes: Sequence[bytes]) -> None:
-        """Record that these blocks were used. They are in the order of one chain."""
+        """Record a use of these blocks, given in the order of their chain."""

@@ -1,4 +1,4 @@
-"""Log of the blocks that entered or left a tier, for cache-aware routing."""
+"""Log of the blocks that entered or left a tier, for cache-aware routers."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ from kvboost_edge.tiers.base import Tier
 
 __all__ = ["Held", "Holdings"]
 
-_CHECKED_AGAIN = 512  # reported blocks that each call checks again, in about 50 us
+_CHECKED_AGAIN = 512  # reported blocks that each call rechecks, in about 50 us
 
 
 class Held(NamedTuple):
     """Changes of a tier's contents, as 32-byte prefix hashes.
 
-    A hash is in at most one of the two tuples.
+    No hash is in both tuples.
 
     Attributes:
-        is_whole: `came` lists everything that the tier is known to hold; earlier reports are void.
-        came: blocks that are known to be stored and were not reported yet.
-        left: blocks that were reported and are not known to be stored any longer.
+        is_whole: whether `came` lists the tier's whole known contents. If so, the reader must
+            discard all earlier reports.
+        came: blocks that are known to be stored and have not been reported yet.
+        left: reported blocks that are no longer known to be stored.
     """
 
     is_whole: bool
@@ -31,22 +32,22 @@ class Held(NamedTuple):
 
 
 class Holdings:
-    """Log of changes in a tier's contents, for one reader.
+    """Log of changes to a tier's contents, for a single reader.
 
-    It starts watching at the first `take`. Tiers do not announce evictions. Each call therefore
-    checks some of the reported blocks again, in turn, and reports evictions late. A router that
-    relies on a stale report loses only time.
+    Logging starts with the first `take`. Tiers do not announce evictions. Each call therefore
+    rechecks some of the reported blocks in rotation, and evictions are reported late. A router that
+    relies on a stale report only loses time.
     """
 
     def __init__(self, tier: Tier) -> None:
         self._tier = tier
         self._lock = threading.Lock()
-        # Reported blocks, in the order in which they are checked again. None: not watching yet.
+        # Reported blocks, in the order in which they are rechecked. None until the first `take`.
         self._reported: dict[bytes, None] | None = None
         self._noted: dict[bytes, None] = {}
 
     def note(self, prefix_hashes: Iterable[bytes]) -> None:
-        """Record blocks that were written, read or not found. Any thread may call this."""
+        """Record that blocks were written, read or not found. Any thread may call this."""
         if self._reported is not None:
             with self._lock:
                 self._noted.update(dict.fromkeys(prefix_hashes))
@@ -54,7 +55,7 @@ class Holdings:
     def take(self, whole: bool = False) -> Held:
         """Return the changes since the last call.
 
-        The result lists the whole tier at the first call and with `whole=True`.
+        The result lists the tier's whole contents on the first call, or if `whole` is true.
         """
         holds = self._tier.holds
         with self._lock:

@@ -1,8 +1,9 @@
-"""I/O thread that moves blocks between tiers and memory, so that the engine never waits for I/O.
+"""I/O thread that moves blocks between tiers and memory, so the engine never waits for I/O.
 
-It handles bytes and addresses. Blocks that it has read and verified stay in staging buffers until
-the engine has copied them into the pool. Blocks to write were copied out of the pool before. Both
-buffers are bounded: reading waits for room, and blocks to write that find no room are not accepted.
+The thread works with bytes and addresses. Blocks that were read and verified stay in staging
+buffers until the engine has copied them into the pool. Blocks to write have already been copied out
+of the pool. Both directions have bounded buffers. If the staging buffers are full, reading waits.
+If the write queue is full, no more blocks are accepted.
 """
 
 from __future__ import annotations
@@ -27,29 +28,29 @@ __all__ = ["IOChunk", "IOThread"]
 _LOG = logging.getLogger(__name__)
 Bytes = npt.NDArray[np.uint8]
 
-_CHUNK_BYTES = 8 << 20  # per chunk of a read: copied in 1-2 ms, within a step of 20 ms
+_CHUNK_BYTES = 8 << 20  # per chunk of a read, which takes 1-2 ms to copy within a step of 20 ms
 _STAGING_BYTES = 64 << 20
 _QUEUE_BYTES = 64 << 20
-_ASKED_AT_ONCE = 1000  # states looked up per round trip: enough for 16,000 tokens
-_MOST_STATES_TRIED = 3  # per load: a state that is lost or damaged costs a useless read
-_TEND_SECONDS = 10.0  # between two maintenance calls while idle
-_LAST_SECONDS = 10.0  # for the operation that is running at `close`
+_ASKED_AT_ONCE = 1000  # states looked up per round trip, enough for 16,000 tokens
+_MOST_STATES_TRIED = 3  # per load, because each lost or damaged state costs a useless read
+_TEND_SECONDS = 10.0  # between maintenance calls while idle
+_LAST_SECONDS = 10.0  # extra time for an operation that is still running at `close`
 
 
 class IOChunk(NamedTuple):
-    """Blocks, or a recurrent state, that a load has read.
+    """Blocks or recurrent state read by a load.
 
-    The receiver releases the buffer with `IOThread.release`.
+    The receiver must release the buffer with `IOThread.release`.
 
     Attributes:
-        ticket: load that they belong to.
-        data: uint8 [count, bytes_per_block], verified, in the order of the addresses; for a state,
-            uint8 [1, state_bytes].
-        tier: name of the tier that had them.
-        is_last: the load is complete.
-        num_blocks_before: None for blocks. For a state, the number of the load's blocks before it,
-            those in the pool included; 0 means that no state was found. Blocks after the state may
-            have arrived before it.
+        ticket: identifies the load.
+        data: verified payloads, uint8 [count, bytes_per_block], in the order of the addresses. For
+            a state, uint8 [1, state_bytes].
+        tier: name of the tier that the data was read from.
+        is_last: whether the load is complete.
+        num_blocks_before: None for blocks. For a state, the number of blocks that it covers,
+            including those in the pool. 0 means that no state was found. Blocks after the state may
+            have arrived earlier.
     """
 
     ticket: int
@@ -72,12 +73,12 @@ class _Store(NamedTuple):
 
 
 class IOThread(OffloadStore):
-    """I/O thread over one or more tiers, nearest first.
+    """I/O thread that serves one or more tiers, nearest first.
 
     Args:
         tiers: the tiers.
-        block_bytes: bytes of a block's payload.
-        state_bytes: bytes of a recurrent state; 0 without recurrent layers.
+        block_bytes: payload size of a block, in bytes.
+        state_bytes: size of a recurrent state in bytes, or 0 if the model has no recurrent layers.
     """
 
     def __init__(self, tiers: Sequence[Tier], block_bytes: int, state_bytes: int = 0) -> None:
@@ -98,11 +99,11 @@ class IOThread(OffloadStore):
         self._thread = threading.Thread(target=self._run, name="kvboost-edge-tiers", daemon=True)
 
     def start(self, deliver: Callable[[IOChunk], None]) -> None:
-        """Start the thread. It calls `deliver` with each chunk, which must not block."""
+        """Start the thread, which passes each chunk to `deliver`. That function must not block."""
         self._deliver = deliver
         self._thread.start()
 
-    # Called by the engine. None of these blocks.
+    # Methods called by the engine. None of them blocks.
 
     @property
     def has_tiers(self) -> bool:
@@ -119,11 +120,11 @@ class IOThread(OffloadStore):
 
     @property
     def stores(self) -> bool:
-        """True if a tier stores blocks at the moment."""
+        """True if some tier currently stores blocks."""
         return bool(self._storing())
 
     def lacking(self, prefix_hashes: Sequence[bytes]) -> list[bool]:
-        """Return for each block whether a tier that stores blocks at the moment lacks it."""
+        """Return for each block whether it is missing from a tier that currently stores blocks."""
         tiers = self._storing()
         return [
             any(tier.holds(prefix_hash) is not True for tier in tiers)
@@ -151,7 +152,7 @@ class IOThread(OffloadStore):
             self._changed.notify_all()
 
     def release(self, chunk: IOChunk) -> None:
-        """Release the buffer of a chunk that was copied or is not needed."""
+        """Release the buffer of a chunk that was copied or is no longer needed."""
         with self._changed:
             self._staged -= chunk.data.nbytes
             if chunk.is_last:
@@ -160,18 +161,22 @@ class IOThread(OffloadStore):
 
     @property
     def room(self) -> int:
-        """Number of blocks that `store` accepts now."""
+        """Number of blocks that `store` would accept now."""
         return max(0, (_QUEUE_BYTES - self._queued) // self._block_bytes)
 
     @property
     def has_state_room(self) -> bool:
-        """True if `store` accepts a state now. A state larger than the queue is accepted alone."""
+        """True if `store` would accept a state now. An empty queue accepts a state of any size."""
         return not self._queued or self._queued + self._state_bytes <= _QUEUE_BYTES
 
     def store(self, addresses: Sequence[BlockAddress], data: Bytes) -> None:
-        """Queue blocks or states, uint8 [len(addresses), bytes], for every tier that lacks them.
+        """Queue blocks or states for every tier that lacks them.
 
-        The caller checks for room before, and does not change the array afterwards.
+        The caller must first check that there is room, and must not modify the array afterwards.
+
+        Args:
+            addresses: addresses of the blocks or states.
+            data: their payloads, uint8 [len(addresses), bytes].
         """
         with self._changed:
             self._stores.append(_Store(addresses, data))
@@ -179,17 +184,17 @@ class IOThread(OffloadStore):
             self._changed.notify_all()
 
     def note_lost(self, count: int) -> None:
-        """Count blocks that could not be queued."""
+        """Count blocks that could not be queued for writing."""
         self._not_queued += count
 
     def stats(self) -> dict[str, TierStats]:
-        """Return the statistics of each tier, by name."""
+        """Return the statistics of all tiers, by tier name."""
         return {tier.name: tier.stat() for tier in self._tiers}
 
     def take_held(self, whole: bool = False) -> dict[str, Held]:
-        """Return the changes of each working tier's contents, by name, for one reader.
+        """Return the changes of each working tier's contents, by tier name.
 
-        See `Holdings`. A tier that failed is reported once, as empty.
+        The result is for a single reader, see `Holdings`. A failed tier is reported once, as empty.
         """
         working = self._working()
         held = {tier.name: self._holdings[tier.name].take(whole) for tier in working}
@@ -199,18 +204,18 @@ class IOThread(OffloadStore):
 
     @property
     def num_lost(self) -> int:
-        """Number of blocks that were evicted before they could be queued."""
+        """Number of evicted blocks that could not be queued for writing."""
         return self._not_queued
 
     @property
     def staging_bytes(self) -> int:
-        """Bytes of blocks that are being moved, in both directions."""
+        """Size of all data being read or waiting to be written, in bytes."""
         return self._staged + self._queued
 
     def close(self, seconds: float = 10.0) -> None:
-        """Write queued blocks for at most `seconds`, end the thread, then close the tiers.
+        """Write queued blocks for at most `seconds`, stop the thread and close the tiers.
 
-        Pending loads are not read.
+        Pending loads are abandoned.
         """
         with self._changed:
             self._closing = True
@@ -219,12 +224,14 @@ class IOThread(OffloadStore):
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(seconds + _LAST_SECONDS)
             if self._thread.is_alive():
-                _LOG.warning("a tier hangs; its I/O thread and unwritten blocks are abandoned")
+                _LOG.warning(
+                    "a tier does not respond; its I/O thread and unwritten blocks are abandoned"
+                )
                 return
         for tier in self._tiers:
             tier.close()
 
-    # Called by the I/O thread.
+    # Methods called by the I/O thread.
 
     def _working(self) -> list[Tier]:
         return [tier for tier in self._tiers if tier.name not in self._broken]
@@ -278,7 +285,7 @@ class IOThread(OffloadStore):
         for end in itertools.islice(usable, _MOST_STATES_TRIED):
             room = self._stage(load.ticket, 1, self._state_bytes)
             if not len(room):
-                break  # the load was cancelled, or memory was refused and will be again
+                break  # the load was cancelled, or out of memory
             if self._read_state(load, end, room):
                 return
         self._deliver(
@@ -292,9 +299,9 @@ class IOThread(OffloadStore):
         )
 
     def _ends(self, load: _Load) -> Iterator[int]:
-        """Yield the numbers of blocks after which tiers report a state, deepest first and lazily.
+        """Lazily yield how many blocks each state that a tier reports covers, deepest first.
 
-        The deepest one may occur twice.
+        The deepest one may be yielded twice.
         """
         ends = sorted(load.states, reverse=True)
         heads = [one.prefix_hash for one in load.addresses[:1]]
@@ -308,11 +315,11 @@ class IOThread(OffloadStore):
             yield from (
                 end for end in itertools.compress(asked, found[len(heads) :]) if end <= reach
             )
-            # A state is useless without the blocks before it.
+            # A state is useless without the blocks that it covers.
             ends = [end for end in ends if end <= reach]
 
     def _ask(self, prefix_hashes: Sequence[bytes]) -> list[bool]:
-        """Return for each of these blocks and states whether a tier reports it."""
+        """Return for each block or state whether some tier reports it as stored."""
         found = [False] * len(prefix_hashes)
         for tier in self._working():
             try:
@@ -324,9 +331,9 @@ class IOThread(OffloadStore):
         return found
 
     def _read_blocks(self, ticket: int, addresses: Sequence[BlockAddress], *, is_all: bool) -> int:
-        """Deliver chunks until no tier has the next block; return the number of blocks.
+        """Deliver chunks until no tier has the next block, and return the number of blocks.
 
-        With `is_all`, the last chunk ends the load.
+        If `is_all` is true, the last chunk completes the load.
         """
         at = 0
         per_chunk = max(1, _CHUNK_BYTES // self._block_bytes)
@@ -344,7 +351,7 @@ class IOThread(OffloadStore):
         return at
 
     def _read_state(self, load: _Load, end: int, data: Bytes) -> bool:
-        """Read the state after `end` blocks, and deliver it as the last chunk; return success."""
+        """Read the state after `end` blocks and deliver it as the last chunk; return success."""
         tier, count = self._read_some([load.states[end]], data)
         with self._changed:
             self._staged -= data[count:].nbytes
@@ -355,13 +362,13 @@ class IOThread(OffloadStore):
         return count == 1
 
     def _is_unwanted(self, ticket: int) -> bool:
-        """Return whether a load was cancelled, or the thread is closing."""
+        """Return whether a load was cancelled or the thread is closing."""
         return self._closing or ticket in self._cancelled
 
     def _stage(self, ticket: int, count: int, row_bytes: int) -> Bytes:
-        """Wait for staging room and return it, uint8 [count, row_bytes].
+        """Wait for room and return a staging buffer, uint8 [count, row_bytes].
 
-        The result is empty if the load was cancelled or memory was refused.
+        The result is empty if the load was cancelled or memory ran out.
         """
         nbytes = count * row_bytes
         with self._changed:
@@ -379,11 +386,15 @@ class IOThread(OffloadStore):
         try:
             return np.empty((count, row_bytes), dtype=np.uint8)
         except MemoryError:
-            _LOG.warning("out of memory to load %d blocks; they are computed instead", count)
+            _LOG.warning("not enough memory to load %d blocks; they are computed instead", count)
             return np.empty((0, row_bytes), dtype=np.uint8)
 
     def _read_some(self, addresses: Sequence[BlockAddress], data: Bytes) -> tuple[str, int]:
-        """Return the nearest tier that has the first blocks, and how many it has."""
+        """Read blocks from the nearest tier that has the first one.
+
+        Returns:
+            name of the tier, and the number of blocks that were read.
+        """
         if not len(data):
             return "", 0
         rows = [memoryview(row) for row in data]
@@ -423,12 +434,12 @@ class IOThread(OffloadStore):
             self._changed.notify_all()
 
     def _failed(self, tier: Tier, error: Exception) -> None:
-        """Disable a tier that raised, so that requests do not fail with it."""
-        # A tier reports device failures in its state, so an exception is a bug. Refused memory is
-        # not: the blocks are recomputed, and the tier stays in use.
+        """Disable a tier that raised an exception, so requests do not fail because of it."""
+        # Tiers report device failures in their state, so an exception is a bug. Running out of
+        # memory is not. The blocks are then recomputed, and the tier stays in use.
         if isinstance(error, MemoryError):
             _LOG.warning(
-                "tier %s is out of memory; the blocks that it was moving are computed instead",
+                "tier %s ran out of memory; the blocks that it was moving are computed instead",
                 tier.name,
             )
             return

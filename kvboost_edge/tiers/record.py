@@ -1,4 +1,4 @@
-"""Record format: a header that identifies the block, followed by the bytes of the pool.
+"""Record format: a header that identifies the block, followed by its payload.
 
     offset  bytes
     0       8      magic and version
@@ -13,8 +13,9 @@
             ...    zeros
     -16     16     xxh3-128 of the header before it
 
-A header takes 256 bytes with 16 tokens per block. The SHA-256 chain identifies the block. xxh3-128
-(75 GB/s) detects damage, but not tampering. A tier that others can write to adds a keyed MAC.
+The payload is a copy of the block's bytes in the pool. A header takes 256 bytes with 16 tokens per
+block. The SHA-256 chain identifies the block. xxh3-128 (75 GB/s) detects damage but not tampering.
+Tiers that other clients can write to add a keyed MAC.
 """
 
 from __future__ import annotations
@@ -42,11 +43,11 @@ _FIXED = struct.Struct("<8sIIQ16s32s32s32s")
 _SUM_BYTES = 16
 ALIGNMENT = 64
 FIXED_BYTES = _FIXED.size
-"""Length of the header's fixed part, which includes the length of the whole header."""
+"""Size of the header's fixed part, which contains the length of the whole header."""
 
 
 class RecordHeader(NamedTuple):
-    """Contents of a header whose checksum was verified. Lengths are in bytes."""
+    """Contents of a header with a valid checksum. Lengths are in bytes."""
 
     space: bytes
     address: BlockAddress
@@ -56,12 +57,12 @@ class RecordHeader(NamedTuple):
 
 
 def header_bytes(num_tokens: int) -> int:
-    """Return the length of the header of a block with `num_tokens` tokens."""
+    """Return the header length in bytes for a block of `num_tokens` tokens."""
     return -(-(FIXED_BYTES + 4 * num_tokens + _SUM_BYTES) // ALIGNMENT) * ALIGNMENT
 
 
 def encode_header(space: bytes, address: BlockAddress, payload: memoryview) -> bytes:
-    """Return the header of a record. The payload follows it."""
+    """Return the encoded header of a record, without the payload."""
     num_tokens = len(address.tokens) // 4
     length = header_bytes(num_tokens)
     fixed = _FIXED.pack(
@@ -73,7 +74,7 @@ def encode_header(space: bytes, address: BlockAddress, payload: memoryview) -> b
 
 
 def decode_header(data: bytes | memoryview) -> RecordHeader | None:
-    """Return the header at the start of `data`, or None if it is incomplete or damaged."""
+    """Decode the header at the start of `data`. Return None if it is incomplete or damaged."""
     if len(data) < FIXED_BYTES:
         return None
     magic, length, num_tokens, payload_bytes, payload_sum, space, prefix_hash, parent_hash = (
@@ -90,7 +91,7 @@ def decode_header(data: bytes | memoryview) -> RecordHeader | None:
 
 
 def is_intact(header: RecordHeader, payload: memoryview) -> bool:
-    """Return whether the payload is the one that the header was written for."""
+    """Return whether a payload matches the length and checksum in its header."""
     return (
         payload.nbytes == header.payload_bytes
         and xxhash.xxh3_128_digest(payload) == header.payload_sum

@@ -47,8 +47,8 @@ def two_blocks():
         ((ROOT, -1, 9, 0, TOKENS, 0), "stale block id -1"),
         ((ROOT, 1, 9, 0, TOKENS[:-4], 0), "block 1 of 4 tokens is offered with 12 bytes"),
         ((ROOT, 1, 9, 0, TOKENS, -1), "at position -1"),
-        ((ROOT, 1, 9, 9, TOKENS, 0), "serial 9 must be greater than serial 9"),
-        ((ROOT, 1, 0, 0, TOKENS, 0), "serial 0 must be greater than serial 0"),
+        ((ROOT, 1, 9, 9, TOKENS, 0), "serial 9 must be greater than its parent's serial 9"),
+        ((ROOT, 1, 0, 0, TOKENS, 0), "serial 0 must be greater than its parent's serial 0"),
         ((ROOT, 1, 9, 1, TOKENS, 5), "block 1 at position 5 does not adjoin block 0 at position 0"),
         ((OTHER, 1, 9, 1, TOKENS, 4), "does not adjoin block 0"),
         (

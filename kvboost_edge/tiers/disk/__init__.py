@@ -1,1 +1,1 @@
-"""Disk tier: append-only segment files, an index in memory, and one owner per directory."""
+"""Disk tier: append-only segment files and an in-memory index, with one owner per directory."""

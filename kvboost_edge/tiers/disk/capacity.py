@@ -1,7 +1,7 @@
-"""Capacity of the disk tier: a cap over all spaces of a cache directory, and free space to leave.
+"""Capacity of the disk tier: a cap over all spaces in a cache directory, and a free-space reserve.
 
-Segments of spaces without an owner are deleted before a space gives up its own blocks, least
-recently used space first.
+Before a space evicts its own blocks, segments of spaces without an owner are deleted, starting with
+the least recently used space.
 """
 
 from __future__ import annotations
@@ -19,19 +19,20 @@ from kvboost_edge.tiers.disk.files import Files
 __all__ = ["LEAST_BYTES", "Room", "default_cap", "free_floor", "segment_sizes", "space_directories"]
 
 LEAST_BYTES = 1 << 20
-"""Smallest cap in bytes."""
+"""Minimum cap, in bytes."""
 _DEFAULT_CAP = 16 << 30
-_DEFAULT_SHARE = 5  # at most a fifth of the free space
+_DEFAULT_SHARE = 5  # or a fifth of the free space, if that is less
 _LOCK_WAIT_S = 0.5
 _FLOOR_BYTES = 1 << 30
 _FLOOR_SHARE = 20  # or a twentieth of the file system, if that is less
 
 
 class _Other(NamedTuple):
-    """Segment of another space.
+    """Segment that belongs to another space.
 
     Attributes:
-        used: number of the space's last opening; the smallest is the least recently used.
+        used: serial number of the space's last opening. The smallest belongs to the least recently
+            used space.
         directory: directory of the space.
         number: number of the segment.
         nbytes: size of the segment.
@@ -53,14 +54,14 @@ def space_directories(root: Path) -> list[Path]:
 
 
 def free_floor(total: int) -> int:
-    """Return the bytes to leave free on a file system of `total` bytes."""
+    """Return how many bytes must stay free on a file system of `total` bytes."""
     return min(_FLOOR_BYTES, total // _FLOOR_SHARE)
 
 
 def default_cap(root: Path, files: Files) -> int:
     """Return the default cap: 16 GiB or a fifth of the free space, whichever is less.
 
-    Space that the tier already takes counts as free. May raise OSError.
+    Space that the tier already occupies counts as free. May raise OSError.
     """
     free, _ = files.space(root)
     taken = (
@@ -72,9 +73,9 @@ def default_cap(root: Path, files: Files) -> int:
 
 
 def segment_sizes(directory: Path, files: Files) -> dict[int, int]:
-    """Return the sizes of a space's segments by number. May raise OSError.
+    """Return the sizes of a space's segments, by segment number. May raise OSError.
 
-    The result is empty if the directory is gone or cannot be read.
+    The result is empty if the directory does not exist or cannot be read.
     """
     try:
         sizes = files.sizes(directory)
@@ -84,12 +85,12 @@ def segment_sizes(directory: Path, files: Files) -> dict[int, int]:
 
 
 class Room:
-    """Room on disk for one space.
+    """Disk space available to one space.
 
     Args:
         directory: directory of the space.
-        files: system calls.
-        max_bytes: cap over all spaces; None: `default_cap`.
+        files: system calls to use.
+        max_bytes: cap over all spaces, in bytes. None means `default_cap`.
 
     Raises:
         ConfigError: the cap is below LEAST_BYTES.
@@ -106,7 +107,7 @@ class Room:
         )
 
     def limit(self, max_bytes: int) -> None:
-        """Set another cap, which applies from the next segment on.
+        """Set a new cap, which applies from the next segment on.
 
         Raises:
             ConfigError: the cap is below LEAST_BYTES.
@@ -114,9 +115,9 @@ class Room:
         self.max_bytes = _checked(max_bytes)
 
     def allowed(self, own_bytes: int) -> int:
-        """Return how many bytes this space may take in total, if it takes `own_bytes` now.
+        """Return how many bytes this space may occupy in total.
 
-        Inspects the disk; may raise OSError.
+        `own_bytes` is its current size. Inspects the disk and may raise OSError.
         """
         others = [path for path in space_directories(self._root) if path != self._directory]
         self._others = [segment for path in others for segment in self._segments(path)]
@@ -128,11 +129,11 @@ class Room:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[bool]:
-        """Wait briefly for the lock that serializes making room, and yield whether it was acquired.
+        """Hold the lock that serializes making room, and yield whether it was acquired in time.
 
-        On file systems without locks it always yields True.
+        On file systems without locks, it always yields True.
         """
-        # Without the lock, two processes would both use the room that one of them made.
+        # Without the lock, two processes could both use the room that one of them made.
         try:
             handle = lock_with_retry(self._root, self._files, _LOCK_WAIT_S)
         except OSError:
@@ -146,10 +147,10 @@ class Room:
                     self._files.close(handle)
 
     def take_from_others(self) -> bool:
-        """Delete a segment of the least recently used space without an owner.
+        """Delete a segment from the least recently used space without an owner.
 
         Returns:
-            False if there is no such segment.
+            False if no such segment could be deleted.
         """
         for other in sorted(self._others):
             with contextlib.suppress(OSError):
@@ -165,7 +166,7 @@ class Room:
         return False
 
     def why_none(self) -> str:
-        """Return one line on why `allowed` left no room at its last call."""
+        """Return one line that says why the last call of `allowed` left no room."""
         free, total = self._files.space(self._root)
         if self._is_disk_full:
             return (
@@ -173,7 +174,7 @@ class Room:
                 f"{free_floor(total) / 1e6:,.1f} MB must stay free"
             )
         theirs = sum(other.nbytes for other in self._others)
-        return f"other open models take {theirs / 1e6:,.0f} MB of max_disk_bytes={self.max_bytes}"
+        return f"other open models use {theirs / 1e6:,.0f} MB of max_disk_bytes={self.max_bytes}"
 
     def _segments(self, path: Path) -> list[_Other]:
         sizes = segment_sizes(path, self._files)

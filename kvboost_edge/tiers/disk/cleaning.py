@@ -1,9 +1,9 @@
 """Cleaner of the disk tier, which makes room for new segments.
 
-It evicts the least recently used blocks, copies the remaining blocks of the emptiest segment into
-the active one, and deletes the segment's file. A segment is copied only if at most half of it is
-live, and each new segment causes at most half a segment of copies. So copies never exceed the room
-gained, and total writes are at most twice the stored bytes.
+It evicts the least recently used blocks, copies the remaining blocks of the emptiest segment to the
+active one, and deletes the emptied file. A segment is copied only if at most half of it is live,
+and each new segment causes at most half a segment of copies. Copies therefore never exceed the
+space gained, and total writes are at most twice the stored bytes.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from kvboost_edge.tiers.record import decode_header, is_intact
 __all__ = ["Cleaner"]
 
 _SLACK = 4
-"""Spare room in segments: one for this segment, one for the next, and two that are being emptied.
+"""Spare room, in segments: one for this segment, one for the next, and two being emptied.
 
-Blocks close to eviction are then evicted before their segment is copied. A stream of new prompts
-needs no copies at all; without the spare room it writes 1.8 bytes per stored byte.
+With this spare room, blocks close to eviction are evicted before their segment is copied. A stream
+of new prompts then needs no copies at all. Without the spare room, it writes 1.8 bytes per stored
+byte.
 """
 
 
@@ -28,9 +29,9 @@ class Cleaner:
     """Frees room in the segments of one space. All methods may raise OSError.
 
     Attributes:
-        evicted: blocks evicted since the start.
-        refused: damaged blocks dropped since the start.
-        copied_bytes: bytes copied since the start.
+        evicted: number of blocks evicted since the start.
+        refused: number of damaged blocks dropped since the start.
+        copied_bytes: number of bytes copied since the start.
     """
 
     def __init__(self, index: Index, segments: SegmentFiles, room: Room) -> None:
@@ -42,7 +43,7 @@ class Cleaner:
         self.copied_bytes = 0
 
     def make_room(self, nbytes: int) -> bool:
-        """Delete segments until a new one of `nbytes` fits; return whether it fits."""
+        """Delete segments until a new one of `nbytes` fits, and return whether it does."""
         while self._excess(nbytes) > 0:
             if self._room.take_from_others():
                 continue
@@ -53,7 +54,7 @@ class Cleaner:
         return True
 
     def keep_room(self, nbytes: int, *, copies: int) -> None:
-        """Free the room for the next segment of `nbytes`, copying at most `copies` bytes."""
+        """Free space for the next segment of `nbytes`, copying at most `copies` bytes."""
         while (excess := self._excess(nbytes)) > 0:
             if self._room.take_from_others():
                 continue
@@ -73,7 +74,7 @@ class Cleaner:
         return own + nbytes - self._room.allowed(own)
 
     def _emptiest(self) -> SegmentFile | None:
-        """Return the settled segment with the fewest live bytes, the oldest in case of a tie."""
+        """Return the settled segment with the fewest live bytes, or the oldest of several."""
         return min(
             self._segments.settled(),
             key=lambda segment: self._index.live[segment.number],
@@ -81,7 +82,7 @@ class Cleaner:
         )
 
     def _evict_down_to(self, nbytes: int, victim: SegmentFile) -> SegmentFile:
-        """Evict blocks until some settled segment has at most `nbytes` live bytes; return it."""
+        """Evict blocks until a settled segment has at most `nbytes` live bytes, and return it."""
         live = self._index.live
         settled = {segment.number: segment for segment in self._segments.settled()}
         while live[victim.number] > nbytes and (entry := self._evict()) is not None:
@@ -102,7 +103,7 @@ class Cleaner:
         self._segments.remove(victim.number)
 
     def _copy(self, victim: SegmentFile) -> None:
-        """Copy the live records of a segment to the active one; drop damaged records."""
+        """Copy the live records of a segment to the active one, and drop damaged records."""
         for record in self._segments.records(victim.number):
             entry = self._index.get(record.prefix_hash)
             if entry is not None and (entry.segment, entry.offset) == (

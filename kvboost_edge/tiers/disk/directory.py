@@ -1,8 +1,8 @@
 """Directory of a space: creation, checks and locking.
 
-The process that holds the lock owns the directory and writes; all others only read. The lock ends
-with its process, however that ends. A forked child closes its copy of the lock, so that the
-parent's exit releases it.
+The process that holds the lock owns the directory and may write. All other processes only read. The
+lock is released when its process ends, even after a crash. A forked child closes its copy of the
+lock, so the lock is released when the parent exits.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ _KNOB = "choose another disk_cache_dir, or 'off'"
 
 
 class SpaceDirectory:
-    """Directory of a space, and its lock if this process owns it.
+    """Directory of a space, with its lock if this process owns it.
 
     Attributes:
         path: the directory.
-        why_not: one line on why nothing is written; "" for the owner.
+        why_not: one line that says why this process does not write. "" if it owns the directory.
     """
 
     def __init__(self, path: Path, files: Files, lock: int | None, why_not: str) -> None:
@@ -58,10 +58,10 @@ class SpaceDirectory:
 
     @property
     def is_lost(self) -> bool:
-        """True if `path` no longer names the locked directory or lock.
+        """True if the locked directory no longer exists at `path`.
 
-        It was deleted, moved or replaced, and another process may own its successor. False if the
-        system call fails.
+        The directory was deleted, moved or replaced, and another process may own its replacement.
+        False if this cannot be determined.
         """
         try:
             return self._lock is not None and not self._files.is_same(self._lock, self.path / LOCK)
@@ -80,13 +80,13 @@ class SpaceDirectory:
 def open_directory(
     root: Path, space: bytes, description: Mapping[str, Any] | None, files: Files
 ) -> SpaceDirectory:
-    """Open the directory of a space in `root`, and create it if necessary.
+    """Open the directory of a space in `root`, creating it if necessary.
 
     Args:
         root: the cache directory.
-        space: 32 bytes of the space.
-        description: contents of space.json; None: keep the existing ones.
-        files: system calls.
+        space: 32-byte id of the space.
+        description: contents of space.json. None keeps the existing contents.
+        files: system calls to use.
 
     Raises:
         ConfigError: the directory can be neither written nor read, or is not safe to use.
@@ -122,7 +122,9 @@ def open_directory(
 
 
 def lock_directory(path: Path, files: Files) -> int | None:
-    """Lock a space's directory until the handle is closed; return None if another process owns it.
+    """Lock a space's directory until the returned handle is closed.
+
+    Returns None if another process owns the directory.
 
     May raise OSError.
     """
@@ -137,12 +139,14 @@ def lock_directory(path: Path, files: Files) -> int | None:
         except BaseException:
             files.close(handle)
             raise
-        files.close(handle)  # the last owner removed the directory meanwhile: try again
-    raise OSError(f"{path / LOCK} was replaced {_LOCK_TRIES} times while it was locked")
+        files.close(handle)  # the last owner has removed the directory, so try again
+    raise OSError(
+        f"{path / LOCK} was replaced {_LOCK_TRIES} times while this process tried to lock it"
+    )
 
 
 def is_locked(path: Path, files: Files) -> bool:
-    """Return whether a process owns a space's directory. Creates no file; may raise OSError."""
+    """Return whether a process owns a space's directory. May raise OSError."""
     try:
         handle = files.open(path / LOCK, CHANGE)
     except FileNotFoundError:
@@ -156,9 +160,9 @@ def is_locked(path: Path, files: Files) -> bool:
 def lock_with_retry(
     path: Path, files: Files, seconds: float = _LOCK_TRIES * _LOCK_RETRY_S
 ) -> int | None:
-    """Lock a space's directory, and retry for some time if it is locked. May raise OSError.
+    """Lock a space's directory, retrying for `seconds` if it is locked. May raise OSError.
 
-    A process that only inspects it or makes room holds the lock for a moment.
+    Retrying helps because processes that inspect the directory or make room hold the lock briefly.
     """
     for _ in range(round(seconds / _LOCK_RETRY_S)):
         handle = lock_directory(path, files)
@@ -171,7 +175,7 @@ def lock_with_retry(
 def describe(path: Path, files: Files) -> dict[str, Any]:
     """Return the contents of a directory's space.json.
 
-    `used` is 0 if it is missing or invalid.
+    The value of `used` is 0 if it is missing or invalid.
     """
     try:
         found = json.loads(read_file(files, path / DESCRIPTION) or b"")
@@ -207,8 +211,8 @@ def _make(path: Path, files: Files) -> None:
 
 
 def _check_owner(path: Path) -> None:
-    """Check that the directory belongs to this user, and is a directory."""
-    # A user who can write here controls the KV that the model reads.
+    """Check that `path` is a directory that belongs to this user."""
+    # Anyone who can write to this directory controls the KV that the model reads.
     found = path.stat()
     if hasattr(os, "getuid") and found.st_uid != os.getuid():
         raise ConfigError(

@@ -1,11 +1,11 @@
 """File layout of the disk tier: one directory per space in the cache directory.
 
-<cache directory>/lock  locked by a process while it makes room for a segment
+<cache directory>/lock  held by a process while it makes room for a segment
 <cache directory>/<64 hex digits of the space>/
-    lock          locked by the process that owns the directory; only the owner writes
-    space.json    description of the space, and `used`, a number that grows with every
-                  opening of any space
-    00000001.kvs  segment: records, each at a multiple of 64 bytes, then possibly zeros
+    lock          held by the process that owns the directory; only the owner writes
+    space.json    description of the space, and `used`, a serial number that grows each time
+                  any space is opened
+    00000001.kvs  segment: records, each at a multiple of 64 bytes, possibly followed by zeros
     00000001.kvx  sidecar of a complete segment: positions and hashes of its records
     order         manifest: the valid records, least recently used first
     *.new         file that is still being written
@@ -42,7 +42,7 @@ _SPACE = re.compile(r"[0-9a-f]{64}")
 _SEGMENT = re.compile(r"([0-7][0-9a-f]{7})\.kvs")
 _OWN = re.compile(r"lock|(space\.json|order|[0-7][0-9a-f]{7}\.kvx)(\.new)?|[0-7][0-9a-f]{7}\.kvs")
 LAST_SEGMENT = 0x7FFFFFFF
-"""Greatest segment number: the manifest has 31 bits for it."""
+"""Largest segment number, limited by the 31 bits that the manifest has for it."""
 
 
 def is_space(name: str) -> bool:
@@ -53,7 +53,7 @@ def is_space(name: str) -> bool:
 def is_own(name: str) -> bool:
     """Return whether a file with this name in a space's directory belongs to the tier.
 
-    All other files are left alone.
+    The tier never touches other files.
     """
     return _OWN.fullmatch(name) is not None
 
@@ -67,12 +67,15 @@ def sidecar_path(directory: Path, number: int) -> Path:
 
 
 def segment_ids(sizes: Iterable[str]) -> list[int]:
-    """Return the segment numbers among these file names, in ascending order."""
+    """Return the segment numbers in a list of file names, in ascending order."""
     return sorted(int(found[1], 16) for found in map(_SEGMENT.fullmatch, sizes) if found)
 
 
 def leftovers(sizes: Iterable[str]) -> list[str]:
-    """Return the files of a killed process: unfinished ones, and sidecars without a segment."""
+    """Return the names of files left by a killed process.
+
+    These are unfinished files, and sidecars without a segment.
+    """
     held = {sidecar_path(Path(), number).name for number in segment_ids(sizes)}
     return [
         name
@@ -82,25 +85,25 @@ def leftovers(sizes: Iterable[str]) -> list[str]:
 
 
 def write_whole(files: Files, path: Path, data: bytes, *, durable: bool = True) -> None:
-    """Write a file atomically: completely or not at all.
+    """Write a file atomically.
 
     Args:
-        files: system calls.
-        path: the file, which is replaced if it exists.
+        files: system calls to use.
+        path: path of the file, which is replaced if it exists.
         data: its contents.
-        durable: sync the contents to the device before the file gets its name.
+        durable: sync the contents to the device before the file is renamed to `path`.
 
     Raises:
         OSError: the file could not be written.
     """
     new = path.with_name(path.name + _NEW)
-    # An existing file might be a link to another file: never write into it.
+    # Never write into an existing file, because it might be a link to another file.
     files.unlink(new)
     handle = files.open(new, NEW)
     try:
         try:
             if transferred(files.write, handle, [memoryview(data)], 0) != len(data):
-                raise OSError(f"short write to {new}")
+                raise OSError(f"only a part of {new} could be written")
             if durable:
                 files.sync(handle)
         finally:
@@ -108,5 +111,5 @@ def write_whole(files: Files, path: Path, data: bytes, *, durable: bool = True) 
         files.replace(new, path)
     except OSError:
         with contextlib.suppress(OSError):
-            files.unlink(new)  # do not waste space on a full disk
+            files.unlink(new)  # do not waste space if the disk is full
         raise

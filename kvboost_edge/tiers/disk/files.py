@@ -1,4 +1,4 @@
-"""System calls of the disk tier, in one class.
+"""System calls of the disk tier, gathered in one class.
 
 Platform differences are handled only here, and tests replace the class to make calls fail. All
 methods may raise OSError.
@@ -27,8 +27,8 @@ READ = os.O_RDONLY
 CHANGE = os.O_RDWR
 WRITE = CHANGE | os.O_CREAT
 NEW = WRITE | os.O_EXCL
-# Do not follow links, which another user may have created; do not wait for a pipe in place of a
-# file; do not pass handles to child processes.
+# Do not follow links that another user may have created, do not block on a pipe in place of a file,
+# and do not pass handles to child processes.
 _NAMES = ("O_NOFOLLOW", "O_NONBLOCK", "O_CLOEXEC", "O_BINARY")
 _ALWAYS = functools.reduce(operator.or_, (getattr(os, name, 0) for name in _NAMES))
 _NOT_HERE = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
@@ -38,17 +38,18 @@ _PASSING = frozenset(
 
 
 class Files:
-    """Calls of the operating system.
+    """System calls for files.
 
-    A handle is a file descriptor from `open`. Calls pass explicit offsets instead of using a file
-    position. Windows lacks such calls, so there only one thread may use a handle at a time.
+    A handle is a file descriptor from `open`. Reads and writes pass explicit offsets and do not use
+    the file position. Windows has no such calls, so only one thread at a time may use a handle
+    there.
     """
 
     def open(self, path: Path, flags: int) -> int:
-        """Open a file, created with access for this user only.
+        """Open a file. New files are accessible only to this user.
 
-        READ and CHANGE open an existing file. WRITE also creates a missing one. NEW only creates,
-        and raises FileExistsError if the name is taken.
+        READ and CHANGE require an existing file. WRITE creates a missing file. NEW raises
+        FileExistsError if the file exists.
         """
         return os.open(path, flags | _ALWAYS, 0o600)
 
@@ -56,21 +57,21 @@ class Files:
         os.close(handle)
 
     def make_directory(self, path: Path) -> None:
-        """Create a directory for this user only, with its parents, unless it exists.
+        """Create a directory accessible only to this user, and its parents, unless it exists.
 
         Raises:
-            FileExistsError: a file has this name.
+            FileExistsError: the path exists but is not a directory.
         """
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def make_private(self, path: Path) -> None:
-        """Remove all access of other users to a directory."""
+        """Revoke other users' access to a directory."""
         os.chmod(path, 0o700)
 
     def read(self, handle: int, buffers: Sequence[memoryview], offset: int) -> int:
-        """Fill the buffers in turn from `offset`; return how many bytes were read.
+        """Read from `offset` into consecutive buffers, and return the number of bytes read.
 
-        The number may be smaller than asked for, not only at the end of the file.
+        Fewer bytes than requested may be read, even before the end of the file.
         """
         if sys.platform != "win32":
             return os.preadv(handle, buffers, offset)
@@ -80,9 +81,9 @@ class Files:
         return len(data)
 
     def write(self, handle: int, buffers: Sequence[memoryview], offset: int) -> int:
-        """Write the buffers in turn at `offset`; return how many bytes were written.
+        """Write consecutive buffers at `offset`, and return the number of bytes written.
 
-        The number may be smaller than asked for.
+        Fewer bytes than requested may be written.
         """
         if sys.platform != "win32":
             return os.pwritev(handle, buffers, offset)
@@ -90,7 +91,7 @@ class Files:
         return os.write(handle, buffers[0])
 
     def allocate(self, handle: int, nbytes: int) -> None:
-        """Reserve disk space as zeros, if the system supports it."""
+        """Reserve zeroed disk space for a file, if the system supports it."""
         if sys.platform == "linux":
             try:
                 os.posix_fallocate(handle, 0, nbytes)
@@ -102,11 +103,11 @@ class Files:
         os.ftruncate(handle, nbytes)
 
     def sync(self, handle: int) -> None:
-        """Wait until the contents of a file are on the device."""
+        """Flush the contents of a file to the device."""
         os.fsync(handle)
 
     def sync_directory(self, path: Path) -> None:
-        """Wait until the names in a directory are on the device, if the system supports it."""
+        """Flush a directory's entries to the device, if the system supports it."""
         if sys.platform == "win32":
             return
         handle = os.open(path, os.O_RDONLY | _ALWAYS)
@@ -116,7 +117,7 @@ class Files:
             os.close(handle)
 
     def forget(self, handle: int) -> None:
-        """Allow the page cache to drop this file."""
+        """Allow the operating system to drop a file from its page cache."""
         if sys.platform == "linux":
             with contextlib.suppress(OSError):
                 os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -125,11 +126,11 @@ class Files:
         return os.fstat(handle).st_size
 
     def is_unlinked(self, handle: int) -> bool:
-        """Return whether the open file was deleted."""
+        """Return whether an open file was deleted."""
         return os.fstat(handle).st_nlink == 0
 
     def is_same(self, handle: int, path: Path) -> bool:
-        """Return whether `path` still names the open file."""
+        """Return whether `path` still refers to an open file."""
         try:
             return os.path.samestat(os.fstat(handle), os.stat(path, follow_symlinks=False))
         except (FileNotFoundError, NotADirectoryError):
@@ -146,15 +147,15 @@ class Files:
         found = {}
         with os.scandir(directory) as entries:
             for entry in entries:
-                with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
+                with contextlib.suppress(FileNotFoundError):  # the file was deleted in the meantime
                     if entry.is_file(follow_symlinks=False):
                         found[entry.name] = entry.stat(follow_symlinks=False).st_size
         return found
 
     def space(self, path: Path) -> tuple[int, int]:
-        """Return the free bytes for this user, and all bytes, of the file system of `path`.
+        """Return the free space for this user and the total size of a file system, in bytes.
 
-        If `path` does not exist, its nearest existing parent decides.
+        The file system is that of `path`, or of its nearest existing parent.
         """
         while not path.exists() and path != path.parent:
             path = path.parent
@@ -162,7 +163,7 @@ class Files:
         return usage.free, usage.total
 
     def lock(self, handle: int) -> bool:
-        """Lock an open file until it is closed or the process ends; return False if locked."""
+        """Lock an open file until it is closed. Return False if it is already locked."""
         try:
             if sys.platform == "win32":
                 msvcrt.locking(handle, msvcrt.LK_NBLCK, 1)
@@ -174,9 +175,9 @@ class Files:
 
 
 def passes(error: OSError) -> bool:
-    """Return whether an error is temporary and unrelated to the file.
+    """Return whether an error is transient and unrelated to the file.
 
-    Examples are a limit of the process or system, and an interrupted call.
+    Examples are an exhausted limit of the process or system, and an interrupted call.
     """
     return error.errno in _PASSING
 
@@ -187,7 +188,7 @@ def transferred(
     buffers: Sequence[memoryview],
     offset: int,
 ) -> int:
-    """Repeat `read` or `write` until all buffers are done or no byte is transferred.
+    """Repeat a read or write until all buffers are done or no more bytes are transferred.
 
     Returns:
         the number of bytes transferred.

@@ -1,12 +1,12 @@
-"""Index of the disk tier: stored blocks, their positions, and the eviction order.
+"""Index of the disk tier: stored blocks, their positions, and their eviction order.
 
-It is in memory, does no I/O and is thread-safe. A block without its ancestors is useless. Using a
-block therefore also uses its ancestors, last block first, so the least recently used block is
-always a leaf.
+The index is in memory, does no I/O and is thread-safe. A block is useless without its ancestors.
+Using a block therefore also uses its ancestors, after the block itself. The least recently used
+block is then always a leaf.
 
-Blocks that were written but never requested are on probation. Beyond a share of the capacity they
-are evicted first, so a scan of one-time prompts does not evict blocks in use. The small queue of
-S3-FIFO (Yang et al., 2023) serves the same purpose.
+Blocks that were written but never requested are on probation. Once they exceed a share of the
+capacity, they are evicted first, so a scan of one-time prompts does not evict blocks in use. The
+small queue of S3-FIFO (Yang et al., 2023) serves the same purpose.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from kvboost_edge.tiers.disk.sidecar import SegmentRecord, padded
 
 __all__ = ["Index", "IndexEntry", "Use"]
 
-_ON_PROBATION = 0.1  # share of the capacity for blocks that were never requested
+_ON_PROBATION = 0.1  # share of the capacity for blocks that have never been requested
 
 
 class Use(NamedTuple):
-    """Record in the manifest.
+    """Record as listed in the manifest.
 
     Attributes:
-        segment: number of its segment.
-        offset: its position, in bytes.
-        proven: it was requested since it was written.
+        segment: number of the record's segment.
+        offset: position of the record in the segment, in bytes.
+        proven: whether the record was requested since it was written.
     """
 
     segment: int
@@ -41,18 +41,18 @@ class Use(NamedTuple):
 
 
 class IndexEntry:
-    """Block in the index.
+    """Stored block in the index.
 
     Attributes:
-        segment: number of its segment.
-        offset: position of its record, in bytes.
-        header_bytes: length of the header.
-        payload_bytes: length of the payload.
-        prefix_hash: hash of the block.
-        parent_hash: hash of the block before it.
-        nbytes: bytes that its record takes.
-        last_use: serial number of its last use.
-        proven: it was requested since it was written.
+        segment: number of the block's segment.
+        offset: position of its record in the segment, in bytes.
+        header_bytes: length of the record's header.
+        payload_bytes: length of the record's payload.
+        prefix_hash: prefix hash of the block.
+        parent_hash: prefix hash of the previous block.
+        nbytes: size of the record on disk, including padding.
+        last_use: serial number of the block's last use.
+        proven: whether the block was requested since it was written.
     """
 
     __slots__ = (
@@ -79,12 +79,12 @@ class IndexEntry:
 
 
 class Index:
-    """Blocks by prefix hash, in two LRU orders: on probation and proven.
+    """Stored blocks by prefix hash, with one LRU order for probation and one for proven blocks.
 
     Attributes:
-        nbytes: bytes of all records.
-        live: bytes of live records by segment.
-        dropped: hashes of dropped blocks.
+        nbytes: size of all records, in bytes.
+        live: size of the live records in each segment, in bytes.
+        dropped: hashes of recently dropped blocks.
     """
 
     def __init__(self) -> None:
@@ -108,17 +108,20 @@ class Index:
         return self._entries.get(prefix_hash)
 
     def hashes(self) -> list[bytes]:
-        """Return the hashes of all blocks."""
+        """Return the prefix hashes of all stored blocks."""
         with self._lock:
             return list(self._entries)
 
     def add(self, entry: IndexEntry) -> None:
-        """Add a block that was just written. It inherits the use of a block with the same hash."""
+        """Add a block that was just written, replacing any block with the same hash.
+
+        If the replaced block was proven, so is the new one.
+        """
         with self._lock:
             self._replace(entry)
 
     def move(self, entry: IndexEntry, segment: int, offset: int) -> None:
-        """Record a new position of a block. Its place in the LRU order stays."""
+        """Record that a block was moved. Its place in the LRU order does not change."""
         with self._lock:
             if self._entries.get(entry.prefix_hash) is entry:
                 self.live[entry.segment] -= entry.nbytes
@@ -128,13 +131,13 @@ class Index:
                 self._frontier = max(self._frontier, (segment, offset))
 
     def drop(self, prefix_hash: bytes) -> IndexEntry | None:
-        """Drop a block; return its entry, or None."""
+        """Drop a block, and return its entry, or None if it is not stored."""
         with self._lock:
             self.dropped.add([prefix_hash] * (prefix_hash in self._entries))
             return self._remove(prefix_hash)
 
     def drop_segment(self, segment: int) -> int:
-        """Drop all blocks of a segment; return their number."""
+        """Drop all blocks in a segment, and return their number."""
         with self._lock:
             gone: list[bytes] = []
             if self.live[segment]:
@@ -161,14 +164,18 @@ class Index:
     def renew(self, prefix_hashes: Iterable[bytes], *, proven: bool) -> None:
         """Mark these blocks and all their ancestors as used now.
 
-        With `proven` they also end their probation: a request asked for them.
+        If `proven` is true, a request asked for the blocks, which ends their probation.
         """
         with self._lock:
             for prefix_hash in reversed(self._most_recent_first(prefix_hashes)):
                 self._renew(self._entries[prefix_hash], proven)
 
     def oldest(self, room: int) -> IndexEntry | None:
-        """Return the block to evict next if the capacity is `room` bytes, or None."""
+        """Return the block to evict next, or None if the index is empty.
+
+        Args:
+            room: capacity in bytes.
+        """
         with self._lock:
             fronts = [next(iter(order.values()), None) for order in self._orders]
             probation, proven = fronts
@@ -184,14 +191,15 @@ class Index:
         uses: Sequence[Use],
         frontier: tuple[int, int],
     ) -> None:
-        """Fill an empty index with the records of segments.
+        """Fill an empty index with the records of all segments.
 
-        If two records have the same hash, the later one is used. Of the records before `frontier`,
-        only those in `uses` are live. Records after it are the most recently used.
+        If several records have the same hash, the latest one wins. Records up to `frontier` are
+        live only if `uses` lists them. Records after `frontier` are live and count as most recently
+        used.
 
         Args:
-            segments: number and records of each segment, in the order of writing.
-            uses: records in the manifest, least recently used first.
+            segments: number and records of each segment, in the order in which they were written.
+            uses: records listed in the manifest, least recently used first.
             frontier: segment and offset of the last record before the manifest was written.
         """
         places: dict[int, dict[int, SegmentRecord]] = {}
@@ -212,8 +220,9 @@ class Index:
                 self._renew(self._entries[prefix_hash], False)
 
     def _fill(self, places: Mapping[int, Mapping[int, SegmentRecord]], uses: Sequence[Use]) -> None:
-        """Insert the records of the manifest, in bulk."""
-        # Startup waits for this, with tens of thousands of records; `_insert` would be slower.
+        """Insert the records listed in the manifest, in bulk."""
+        # Startup waits for this. Calling `_insert` for tens of thousands of records would be
+        # slower.
         entries = self._entries
         uses_before = self._uses
         nothing = dict[int, SegmentRecord]()
@@ -230,7 +239,7 @@ class Index:
             entries[entry.prefix_hash] = entry
             live[segment] += entry.nbytes
             probation += 0 if proven else entry.nbytes
-        # The dict is in insertion order, which is the LRU order.
+        # The dict is in insertion order, which is also the LRU order.
         for is_proven, order in enumerate(self._orders):
             order.update(
                 (hash_, entry) for hash_, entry in entries.items() if entry.proven == is_proven
@@ -243,8 +252,8 @@ class Index:
         )
 
     def snapshot(self) -> tuple[list[Use], tuple[int, int]]:
-        """Return the records and frontier for the manifest."""
-        with self._lock:  # later changes are after the frontier, or remove records
+        """Return the records and the frontier to save in the manifest."""
+        with self._lock:  # later changes only add records after the frontier or remove records
             orders = [list(order.values()) for order in self._orders]
             frontier = self._frontier
         entries = heapq.merge(*orders, key=lambda entry: entry.last_use)
@@ -253,7 +262,7 @@ class Index:
     def _most_recent_first(self, prefix_hashes: Iterable[bytes]) -> list[bytes]:
         """Return these blocks and all their ancestors, each before its descendants.
 
-        The last of the given blocks comes before the others.
+        The last of the given blocks and its ancestors come first.
         """
         order: dict[bytes, None] = {}
         for prefix_hash in reversed(list(prefix_hashes)):

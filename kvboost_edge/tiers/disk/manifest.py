@@ -1,7 +1,7 @@
-"""Manifest of a space: its records in LRU order, so that the order survives a restart.
+"""Manifest of a space: its records in LRU order, which preserves the order across restarts.
 
-The format is `_FIXED`, one u64 for each record, and the xxh3-128 of all bytes before it. A u64
-holds segment, offset / 64, and whether the record was requested since it was written. Records after
+The format is `_FIXED`, one u64 per record, and the xxh3-128 of all preceding bytes. Each u64 holds
+the segment, offset / 64, and whether the record was requested since it was written. Records after
 the frontier were written later and are not listed.
 """
 
@@ -26,12 +26,12 @@ _PROVEN = 1 << 63
 
 
 def encode_manifest(space: bytes, uses: Sequence[Use], frontier: tuple[int, int]) -> bytes:
-    """Return the bytes of a manifest.
+    """Return an encoded manifest.
 
     Args:
-        space: 32 bytes of the space.
+        space: 32-byte id of the space.
         uses: records, least recently used first.
-        frontier: segment and offset of the last record that existed.
+        frontier: segment and offset of the last record when the manifest was written.
     """
     rows = array(
         "Q",
@@ -47,9 +47,10 @@ def encode_manifest(space: bytes, uses: Sequence[Use], frontier: tuple[int, int]
 
 
 def decode_manifest(data: bytes, space: bytes) -> tuple[list[Use], tuple[int, int]]:
-    """Return the listed records and the frontier.
+    """Return the records in a manifest, and its frontier.
 
-    Both are empty for a manifest that is damaged or belongs to another space.
+    If the manifest is damaged or belongs to another space, there are no records and the frontier is
+    (0, 0).
     """
     nothing: tuple[list[Use], tuple[int, int]] = ([], (0, 0))
     body = len(data) - _SUM_BYTES

@@ -1,4 +1,4 @@
-"""Background jobs that seal segments, one at a time, in a thread that ends with the last job."""
+"""Background jobs that seal segments one at a time, in a thread that ends after the last job."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Job = Callable[[], None]
 
 
 class Sealer:
-    """Runs jobs in their order of arrival."""
+    """Runs jobs one at a time in a background thread, in the order of their arrival."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -25,8 +25,8 @@ class Sealer:
     def start(self, job: Job) -> None:
         """Queue a job.
 
-        It runs in the caller's thread if no thread can be started, because of a system limit or at
-        interpreter exit.
+        The job runs in the caller's thread if no thread can be started. This happens at a system
+        limit or at interpreter exit.
         """
         with self._lock:
             self._jobs.append(job)
@@ -59,7 +59,7 @@ class Sealer:
 
 
 class InlineSealer(Sealer):
-    """Sealer that runs each job at once, for tests that count system calls."""
+    """Sealer that runs each job synchronously, for tests that count system calls."""
 
     def start(self, job: Job) -> None:
         job()

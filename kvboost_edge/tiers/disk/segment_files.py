@@ -1,11 +1,11 @@
-"""Segment files of one directory. They are appended to, sealed, read and removed.
+"""Segment files of one directory: creating, appending, sealing, reading and deleting them.
 
     active    accepts records; its disk space is reserved
     retired   full, or abandoned after a failed write; waits to be sealed
     sealed    truncated, synced and listed in a sidecar; never written again
 
-This module knows nothing about eviction. One thread at a time calls it, except for `seal`, which
-only uses the files of its own segment.
+This module knows nothing about eviction. Only one thread at a time may call it, except for `seal`,
+which only touches the files of its own segment.
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ __all__ = ["SegmentFile", "SegmentFiles"]
 
 _LOG = logging.getLogger(__name__)
 _TOO_MANY = (errno.EMFILE, errno.ENFILE)
-_LONGEST = 4 << 30  # longest segment that is scanned; the tier writes none of that length
+_LONGEST = 4 << 30  # maximum size of a segment to scan. The tier never writes larger ones.
 _OPEN = 32
-"""Segments kept open for reading. Few, because a removed file takes space until it is closed."""
+"""Number of segments kept open for reading. A deleted file takes space until it is closed."""
 
 
 @dataclasses.dataclass(slots=True)
 class SegmentFile:
-    """Segment file.
+    """File that holds the records of a segment.
 
     Attributes:
-        number: its number.
-        nbytes: bytes that it takes on disk.
-        end: end of its last record.
-        settled: it is sealed, or sealing failed.
-        records: its records until it is sealed.
+        number: number of the segment.
+        nbytes: size of the file on disk, in bytes.
+        end: offset of the end of the last record.
+        settled: whether the segment is sealed or sealing it failed.
+        records: records of the segment. Empty once it is sealed.
     """
 
     number: int
@@ -66,16 +66,17 @@ class SegmentFile:
 class SegmentFiles:
     """Segment files of one directory.
 
-    Only the owner may call `append`, `begin`, `retire`, `seal` and `remove`.
+    Only the process that owns the directory may call `append`, `begin`, `retire`, `seal` and
+    `remove`.
 
     Args:
         directory: directory of the space.
-        space: 32 bytes of the space.
-        files: system calls.
-        owned: this process owns the directory.
+        space: 32-byte id of the space.
+        files: system calls to use.
+        owned: whether this process owns the directory.
 
     Attributes:
-        active: segment that accepts records, or None.
+        active: segment that accepts records, or None if there is no active segment.
     """
 
     def __init__(self, directory: Path, space: bytes, files: Files, *, owned: bool) -> None:
@@ -90,18 +91,19 @@ class SegmentFiles:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the segments take on disk."""
+        """Size of all segments on disk, in bytes."""
         return sum(segment.nbytes for segment in list(self._all.values()))
 
     def settled(self) -> list[SegmentFile]:
-        """Return the segments that are never written again, oldest first."""
+        """Return the segments that will never be written again, oldest first."""
         return [segment for segment in self._all.values() if segment.settled]
 
     def load(self, last: int) -> Iterator[tuple[int, list[SegmentRecord]]]:
-        """Yield number and records of each segment. May raise OSError.
+        """Yield the number and the records of each segment. May raise OSError.
 
-        New segments get numbers after these and after `last`. A segment without a valid sidecar is
-        scanned. The owner then truncates it after its last record and seals it.
+        A segment without a valid sidecar is scanned. The owner also truncates it after its last
+        record and seals it. Numbers of new segments will be greater than all existing ones and
+        `last`.
         """
         sizes = self._files.sizes(self._directory)
         self._last = last
@@ -123,7 +125,7 @@ class SegmentFiles:
     def records(self, number: int) -> list[SegmentRecord]:
         """Return the records of a settled segment. May raise OSError.
 
-        They come from its sidecar, or else from a scan.
+        The records are read from its sidecar, or found by a scan if there is no valid sidecar.
         """
         size = self._all[number].nbytes
         known = self._sidecar(number, size)
@@ -133,7 +135,7 @@ class SegmentFiles:
         return [] if found is None else found.records
 
     def begin(self, nbytes: int) -> SegmentFile:
-        """Create a new active segment with room for `nbytes`. May raise OSError."""
+        """Create a new active segment of `nbytes`. May raise OSError."""
         number, handle = self._new_file()
         try:
             self._files.allocate(handle, nbytes)
@@ -149,10 +151,10 @@ class SegmentFiles:
     def append(
         self, header: memoryview, payload: memoryview, prefix_hash: bytes, parent_hash: bytes
     ) -> SegmentRecord:
-        """Append a record to the active segment, which has room for it.
+        """Append a record to the active segment, which must have room for it.
 
         Raises:
-            OSError: the record was not written. Bytes after the last record are ignored.
+            OSError: the record could not be written. Any bytes after the last record are ignored.
         """
         segment = self.active
         assert segment is not None
@@ -161,27 +163,27 @@ class SegmentFiles:
             self._files.write, self._handle(segment.number, CHANGE), [header, payload], segment.end
         )
         if done != header.nbytes + payload.nbytes:
-            raise OSError("short write")
+            raise OSError(f"only {done} of {header.nbytes + payload.nbytes} bytes were written")
         segment.records.append(record)
         segment.end = record.end
         return record
 
     def read(self, number: int, buffers: Sequence[memoryview], offset: int) -> int:
-        """Fill the buffers from a segment; return how many bytes were read.
+        """Read from a segment into consecutive buffers, and return the number of bytes read.
 
         Raises:
-            FileNotFoundError: the owner removed the segment.
-            OSError: it cannot be read.
+            FileNotFoundError: the owner of the directory deleted the segment.
+            OSError: the segment cannot be read.
         """
         handle = self._handle(number, READ)
         if not self._owned and self._files.is_unlinked(handle):
-            raise FileNotFoundError(f"segment {number} was removed by its owner")
+            raise FileNotFoundError(f"segment {number} was deleted by the process that owns it")
         return transferred(self._files.read, handle, buffers, offset)
 
     def retire(self) -> SegmentFile | None:
-        """Stop writing to the active segment; return it for sealing, or None if it was empty.
+        """Stop writing to the active segment, and return it for sealing.
 
-        An empty segment is removed.
+        An empty segment is deleted, and the result is None.
         """
         segment = self.active
         self.active = None
@@ -193,7 +195,7 @@ class SegmentFiles:
     def seal(self, segment: SegmentFile) -> None:
         """Truncate a retired segment, sync it to the device, and write its sidecar.
 
-        A failure is logged. The segment is then scanned at the next opening.
+        A failure is logged. The segment is then scanned the next time it is loaded.
         """
         try:
             path = segment_path(self._directory, segment.number)
@@ -212,10 +214,10 @@ class SegmentFiles:
         segment.settled = True
 
     def remove(self, number: int) -> None:
-        """Delete a segment without live records.
+        """Delete a segment that has no live records.
 
         Raises:
-            OSError: the file could not be deleted. It still counts as used space.
+            OSError: the file could not be deleted. Its size still counts as used space.
         """
         self.forget(number)
         self._files.unlink(segment_path(self._directory, number))
@@ -228,14 +230,14 @@ class SegmentFiles:
             )
 
     def forget(self, number: int) -> None:
-        """Close a segment's file. It is reopened when needed."""
+        """Close the file of a segment. It is reopened when needed."""
         handle = self._handles.pop(number, None)
         if handle is not None:
             with contextlib.suppress(OSError):
                 self._files.close(handle)
 
     def close(self) -> None:
-        """Close all files."""
+        """Close all segment files."""
         for number in list(self._handles):
             self.forget(number)
 
@@ -259,10 +261,10 @@ class SegmentFiles:
             self._forget_one(number)
 
     def _forget_one(self, number: int) -> bool:
-        """Close the least recently used file except this one and the active one.
+        """Close the least recently used file other than this segment's and the active one.
 
         Returns:
-            False if there is no such file.
+            False if no other file is open.
         """
         active = 0 if self.active is None else self.active.number
         other = next((other for other in self._handles if other not in (number, active)), None)
@@ -271,7 +273,7 @@ class SegmentFiles:
         return other is not None
 
     def _new_file(self) -> tuple[int, int]:
-        """Create an empty file under the next free number. May raise OSError."""
+        """Create an empty segment file with the next free number. May raise OSError."""
         while self._last < LAST_SEGMENT:
             self._last += 1
             with contextlib.suppress(FileExistsError):
@@ -297,7 +299,7 @@ class SegmentFiles:
             self._files.close(handle)
 
     def _settle(self, segment: SegmentFile, records: list[SegmentRecord]) -> None:
-        """Seal or remove a segment that a killed process left."""
+        """Seal a segment left by a killed process, or delete it if it is empty."""
         if records:
             segment.records = records
             segment.end = records[-1].end

@@ -1,7 +1,7 @@
-"""Sidecars: lists of the records in a segment, and the scan that recovers them from headers.
+"""Sidecars, which list the records of a segment, and the scan that recovers them from headers.
 
-A sidecar consists of `_FIXED`, `_ROW` for each record in the order of writing, and the xxh3-128 of
-all bytes before it.
+A sidecar consists of `_FIXED`, one `_ROW` per record in the order of writing, and the xxh3-128 of
+all preceding bytes.
 """
 
 from __future__ import annotations
@@ -18,14 +18,16 @@ from kvboost_edge.tiers.record import ALIGNMENT, MAGIC, decode_header, is_intact
 __all__ = ["Scan", "SegmentRecord", "decode_sidecar", "encode_sidecar", "padded", "read_file"]
 
 _MAGIC = b"KVBIDX\x00\x01"
-# Magic, space, segment, number of records, bytes up to the end of the last record.
+# Magic, space, segment number, number of records, offset of the end of the last record.
 _FIXED = struct.Struct("<8s32sIIQ")
-# Offset / 64, bytes of the header, bytes of the payload, prefix hash, parent hash.
+# Offset / 64, header length, payload length, prefix hash, parent hash.
 _ROW = struct.Struct("<IIQ32s32s")
 _SUM_BYTES = 16
-_HEADER_BYTES = 4096  # first read of a header; a longer one is read a second time as a whole
+# Bytes of the first read of a header. Longer headers are read again as a whole.
+_HEADER_BYTES = 4096
 _SEARCH_BYTES = 1 << 20
-_LONGEST = 256 << 20  # longest file read as a whole: a manifest of 30 million blocks
+# Maximum size of a file read as a whole, enough for a manifest of 30 million blocks.
+_LONGEST = 256 << 20
 
 
 class SegmentRecord(NamedTuple):
@@ -39,17 +41,17 @@ class SegmentRecord(NamedTuple):
 
     @property
     def end(self) -> int:
-        """Offset of the next record."""
+        """Offset of the end of the record, where the next one begins."""
         return self.offset + padded(self.header_bytes + self.payload_bytes)
 
 
 def padded(nbytes: int) -> int:
-    """Return the space that a record of this length takes in a segment."""
+    """Return the space in bytes that a record of `nbytes` takes in a segment."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def encode_sidecar(space: bytes, segment: int, records: list[SegmentRecord]) -> bytes:
-    """Return the bytes of a sidecar."""
+    """Return the encoded sidecar of a segment."""
     end = records[-1].end if records else 0
     rows = [_ROW.pack(offset // ALIGNMENT, *rest) for offset, *rest in records]
     data = b"".join([_FIXED.pack(_MAGIC, space, segment, len(records), end), *rows])
@@ -61,8 +63,8 @@ def decode_sidecar(
 ) -> list[SegmentRecord] | None:
     """Return the records of a sidecar, or None if it is invalid.
 
-    It is invalid if it is damaged, belongs to another segment, or the segment is shorter than
-    listed.
+    A sidecar is invalid if it is damaged, belongs to another segment, or lists records beyond the
+    end of the segment.
     """
     body = len(data) - _SUM_BYTES
     if body < _FIXED.size or xxhash.xxh3_128_digest(memoryview(data)[:body]) != data[body:]:
@@ -73,27 +75,28 @@ def decode_sidecar(
     if body != _FIXED.size + count * _ROW.size:
         return None
     rows = _ROW.iter_unpack(memoryview(data)[_FIXED.size : body])
-    # Calling the class takes twice as long, and opening a tier creates tens of thousands of them.
+    # Calling the class would take twice as long, and opening a tier creates tens of thousands of
+    # records.
     new = tuple.__new__
     return [new(SegmentRecord, (place * ALIGNMENT, a, b, c, d)) for place, a, b, c, d in rows]
 
 
 class Scan:
-    """Scan of a segment for records with valid headers, no matter how damaged the rest is.
+    """Scan of a segment for records with valid headers.
 
-    After a record the next one follows. If none does, the scan tries every multiple of 64, so
-    damage costs only the records that it hit. The payload of the last record is verified too,
-    because the process may have ended while writing it.
+    After each record, the scan expects the next one. If there is no valid header, it tries every
+    multiple of 64. Damage therefore only loses the records that it affects. The payload of the last
+    record is verified too, because the process may have ended while writing it.
 
     Args:
-        files: system calls.
-        handle: the segment.
-        size: bytes of the segment.
-        space: 32 bytes of the space.
+        files: system calls to use.
+        handle: open file of the segment.
+        size: size of the segment, in bytes.
+        space: 32-byte id of the space.
 
     Attributes:
-        records: the records.
-        unread: the device could not read some of the segment, which counts as zeros.
+        records: records that were found.
+        unread: whether the device could not read parts of the segment. Such parts count as zeros.
     """
 
     def __init__(self, files: Files, handle: int, size: int, space: bytes) -> None:
@@ -145,7 +148,10 @@ class Scan:
         )
 
     def _next_magic(self, offset: int) -> int:
-        """Return the next multiple of 64 from `offset` on where a record may begin, or the size."""
+        """Return the next aligned offset from `offset` on at which a record may begin.
+
+        If there is none, the result is the size of the segment.
+        """
         while offset < self._size:
             data = self._read(offset, _SEARCH_BYTES)
             at = data.find(MAGIC)
@@ -157,7 +163,7 @@ class Scan:
         return self._size
 
     def payload_holds(self, record: SegmentRecord) -> bool:
-        """Return whether a record is intact."""
+        """Return whether the header and payload of a record are intact."""
         data = self._read(record.offset, record.header_bytes + record.payload_bytes)
         header = decode_header(data)
         return header is not None and is_intact(header, memoryview(data)[header.header_bytes :])
@@ -166,10 +172,10 @@ class Scan:
 def read_file(files: Files, path: Path) -> bytes | None:
     """Return the contents of a small file, or None.
 
-    None means that the file does not exist, cannot be read, or is too long for a file of the tier.
+    None means that the file does not exist, cannot be read, or is too large to belong to the tier.
 
     Raises:
-        OSError: a temporary failure, after which a retry may succeed.
+        OSError: a transient failure, after which a retry may succeed.
     """
     handle = None
     try:

@@ -1,7 +1,7 @@
-"""Store of one space on disk, shared by all tiers of this process on that directory.
+"""Store of one space on disk, shared by all tiers in this process that use its directory.
 
-Reading, writing and cleaning are serialized by `_lock`. `holds`, `touch` and `stat` never wait for
-the disk.
+`_lock` serializes reading, writing and cleaning. `holds`, `touch` and `stat` never wait for the
+disk.
 """
 
 from __future__ import annotations
@@ -31,28 +31,28 @@ __all__ = ["SEGMENT_BYTES", "Store"]
 _LOG = logging.getLogger(__name__)
 SEGMENT_BYTES = 64 << 20
 _RETRY_S = 30.0
-"""Pause after a failed write, in seconds."""
+"""Pause in writing after a failed write, in seconds."""
 _GONE = "was deleted or replaced while it was open"
 _SEGMENTS_AT_LEAST = 32
-"""Segments that fit under the cap at least. The cleaner always has a few of them to empty."""
+"""Minimum number of segments that fit under the cap, so the cleaner always has some to empty."""
 
 
 class Store:
-    """Blocks of one space on disk.
+    """On-disk store of the blocks of one space.
 
-    If the directory is deleted, moved or replaced, the next read, write or `tend` releases it.
-    `open_space` opens its successor when the next block is written.
+    If the directory is deleted, moved or replaced, the next read, write or `tend` releases it. When
+    the next block is written, `open_space` creates or opens the directory again.
 
     Args:
-        open_space: opens the directory.
-        space: 32 bytes of the space.
-        files: system calls.
-        max_bytes: cap over all spaces; None: `default_cap`.
-        clock: monotonic time in seconds.
-        sealer: background jobs.
+        open_space: function that opens the directory.
+        space: 32-byte id of the space.
+        files: system calls to use.
+        max_bytes: cap over all spaces, in bytes. None means `default_cap`.
+        clock: function that returns monotonic time in seconds.
+        sealer: runs the background jobs that seal segments.
 
     Raises:
-        ConfigError: the directory or the cap is not usable.
+        ConfigError: the directory cannot be used, or the cap is too small.
         OSError: the directory cannot be read.
     """
 
@@ -97,9 +97,9 @@ class Store:
 
     @property
     def state(self) -> str:
-        """One line on why blocks are not stored or could not be read; "" if all is well."""
+        """One line that says why blocks are not stored or could not be read. "" if all is well."""
         gone = (
-            f"{self.directory.path} {_GONE}; it is created again for the next block"
+            f"{self.directory.path} {_GONE}; it is recreated when the next block is stored"
             if self._gone
             else ""
         )
@@ -107,8 +107,8 @@ class Store:
 
     @property
     def writable(self) -> bool:
-        """True if a write would be tried now."""
-        # True after the pause that follows a failure; otherwise writing would never resume.
+        """True if the store would try to write a block now."""
+        # This must be True after the pause that follows a failure, or writing would never resume.
         return self.directory.owned and not self.closed and not self._is_paused
 
     @property
@@ -118,7 +118,10 @@ class Store:
     def read(
         self, blocks: Sequence[BlockAddress], into: Sequence[memoryview], counts: Counter[str]
     ) -> int:
-        """Read blocks as in `Tier.read`; count in `counts`, fields of the tier's `TierStats`."""
+        """Read blocks as described in `Tier.read`.
+
+        The results are counted in `counts`, by the field names of `TierStats`.
+        """
         done = 0
         with self._lock:
             self._check_directory()
@@ -138,13 +141,16 @@ class Store:
     def write(
         self, blocks: Sequence[BlockAddress], payloads: Sequence[memoryview], counts: Counter[str]
     ) -> int:
-        """Write blocks as in `Tier.write`; count in `counts`, fields of the tier's `TierStats`."""
+        """Write blocks as described in `Tier.write`.
+
+        The results are counted in `counts`, by the field names of `TierStats`.
+        """
         wanted = list(zip(blocks, payloads, strict=True))
         with self._lock:
             self._check_directory()
             if self._gone and not self.closed and not self._is_paused:
                 self._reopen()
-            # Twice: making room for some of the blocks may have evicted others of them.
+            # Try twice, because making room for some of the blocks may have evicted others.
             for _ in range(2):
                 self.index.renew(
                     [one.prefix_hash for one in blocks if one.prefix_hash in self.index],
@@ -162,12 +168,12 @@ class Store:
         return len(there)
 
     def drop(self, prefix_hashes: Sequence[bytes]) -> None:
-        """Drop blocks, see `Tier.drop`."""
+        """Drop blocks as described in `Tier.drop`."""
         for prefix_hash in prefix_hashes:
             self.index.drop(prefix_hash)
 
     def tend(self) -> None:
-        """Release a directory that was deleted or replaced."""
+        """Release the directory if it was deleted, moved or replaced."""
         with self._lock:
             self._check_directory()
 
@@ -195,18 +201,18 @@ class Store:
         self.directory.close()
 
     def _check_directory(self) -> None:
-        """Release everything if the directory is no longer the one that was opened."""
+        """Release everything if the directory was deleted, moved or replaced."""
         if self.closed or self._gone or not self.directory.is_lost:
             return
         _LOG.warning("the disk tier starts over: %s %s", self.directory.path, _GONE)
-        self._sealer.join()  # its jobs belong to the old directory
+        self._sealer.join()  # pending jobs belong to the old directory
         self._release()
         self._gone = True
         self._problem = ""
 
     def _reopen(self) -> None:
-        """Open the directory again, once there is a block to store."""
-        # Not sooner: the user may still be deleting the directory.
+        """Reopen the directory, once there is a block to store."""
+        # Not earlier, because the user may still be deleting the directory.
         try:
             self.directory = self._open_space()
             self._load()
@@ -214,7 +220,7 @@ class Store:
             self._problem = ""
         except (ConfigError, OSError) as error:
             self.directory.close()
-            self._pause(f"{self.directory.path} {_GONE}, and cannot be opened again: {error}")
+            self._pause(f"{self.directory.path} {_GONE}, and cannot be reopened: {error}")
 
     def _release(self) -> None:
         self._segments.close()
@@ -224,7 +230,10 @@ class Store:
     def _read(
         self, entry: IndexEntry, address: BlockAddress, payload: memoryview, counts: Counter[str]
     ) -> bool:
-        """Read one block into `payload`; drop it and return False if it fails verification."""
+        """Read one block into `payload`, and return whether it was read and verified.
+
+        A block that fails verification is dropped.
+        """
         if (header_bytes(len(address.tokens) // 4), payload.nbytes) == (
             entry.header_bytes,
             entry.payload_bytes,
@@ -258,7 +267,7 @@ class Store:
         return False
 
     def _write(self, address: BlockAddress, payload: memoryview, counts: Counter[str]) -> bool:
-        """Append one block; return whether it is stored."""
+        """Append one block, and return whether it was stored."""
         if not self.writable or self._gone:
             return False
         nbytes = padded(header_bytes(len(address.tokens) // 4) + payload.nbytes)
@@ -291,7 +300,7 @@ class Store:
         return True
 
     def _why_no_room(self, nbytes: int) -> str:
-        """Make room for a record of `nbytes`; return "", or one line on why there is none.
+        """Make room for a record of `nbytes`. Return "" or one line that says why there is no room.
 
         May raise OSError.
         """
@@ -313,17 +322,16 @@ class Store:
         """Retire the active segment and seal it in the background."""
         segment = self._segments.retire()
         if segment is not None:
-            # In the background: syncing 64 MiB to a slow device takes seconds, and reads must not
-            # wait for that.
+            # Syncing 64 MiB to a slow device takes seconds, and reads must not wait for that.
             self._sealer.start(lambda: self._seal(segment))
 
     def _seal(self, segment: SegmentFile) -> None:
-        """Seal a segment, and save the LRU order if that is small compared to the bytes written.
+        """Seal a segment, and save the LRU order if enough bytes were written since the last save.
 
-        This runs on the sealing thread.
+        This method runs on the sealing thread.
         """
         if self.directory.is_lost:
-            return  # its successor may belong to another process
+            return  # a new directory may belong to another process
         self._segments.seal(segment)
         self._unsaved_bytes += segment.nbytes
         if self._unsaved_bytes > 256 * len(self.index):
@@ -339,6 +347,6 @@ class Store:
 
     def _pause(self, problem: str) -> None:
         if not self._problem:
-            _LOG.warning("the disk tier stores no blocks for now: %s", problem)
+            _LOG.warning("the disk tier cannot store blocks at the moment: %s", problem)
         self._problem = problem
         self._retry_at = self._clock() + _RETRY_S

@@ -1,6 +1,6 @@
-"""Survey of a cache directory for administration: list, verify and delete spaces.
+"""Survey of a cache directory for administration: list, verify and delete its spaces.
 
-It takes no ownership, and never deletes files that a process has open.
+It never takes ownership of a space, and never deletes files that another process has open.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = [
 
 
 def default_directory() -> Path:
-    """Return the directory of the disk tier if disk_cache_dir is not set."""
+    """Return the directory that the disk tier uses if disk_cache_dir is not set."""
     return cache_directory() / "blocks"
 
 
@@ -40,11 +40,11 @@ class FoundSpace:
     Attributes:
         path: the directory.
         description: contents of space.json, without `used`.
-        used: number of the last opening; the greatest is the most recent.
-        nbytes: bytes of its segments.
+        used: serial number of the last opening. The largest is the most recent.
+        nbytes: size of all segments, in bytes.
         segments: number of segments.
-        changed: time of the last write, in seconds since 1970.
-        in_use: a process owns it at the moment.
+        changed: time of the last write, in seconds since the epoch.
+        in_use: whether some process currently owns the space.
     """
 
     path: Path
@@ -61,8 +61,8 @@ class SurveyResult:
     """Result of verifying the records of a space.
 
     Attributes:
-        sound: intact records.
-        damaged: records that are listed or found but not intact.
+        sound: number of intact records.
+        damaged: number of records that are listed or found but not intact.
     """
 
     sound: int
@@ -72,7 +72,7 @@ class SurveyResult:
 def find_spaces(root: Path, files: Files) -> list[FoundSpace]:
     """Return the spaces in a cache directory, least recently used first. May raise OSError.
 
-    Directories without files of the tier, or without read permission, are skipped.
+    Directories that contain no files of the tier or cannot be read are skipped.
     """
     found = [_look(path, files) for path in space_directories(root)] if root.is_dir() else []
     return sorted(
@@ -81,14 +81,14 @@ def find_spaces(root: Path, files: Files) -> list[FoundSpace]:
 
 
 def verify_space(space: FoundSpace, files: Files, progress: Callable[[int], None]) -> SurveyResult:
-    """Read every record and compare its checksums. Changes nothing. May raise OSError.
+    """Read all records of a space and verify their checksums. May raise OSError.
 
-    Segments that the owner deletes meanwhile are skipped.
+    Files are not modified. Segments that the owner deletes in the meantime are skipped.
 
     Args:
         space: the space.
-        files: system calls.
-        progress: called with the bytes of each segment that is done.
+        files: system calls to use.
+        progress: function that is called with the size of each finished segment.
     """
     sound = damaged = 0
     sizes = files.sizes(space.path)
@@ -110,15 +110,15 @@ def verify_space(space: FoundSpace, files: Files, progress: Callable[[int], None
 
 
 def delete_space(space: FoundSpace, files: Files) -> bool:
-    """Delete a space; return False if a process has it open. May raise OSError.
+    """Delete a space. Return False if another process owns it. May raise OSError.
 
-    Its directory stays if it contains other files.
+    The directory is kept if it contains other files.
     """
     handle = lock_directory(space.path, files)
     if handle is None:
         return False
     try:
-        # The lock last: a process that creates a new one owns the directory from then on.
+        # Delete the lock last, because a process that creates a new lock then owns the directory.
         for name in sorted(filter(is_own, files.sizes(space.path)), key=LOCK.__eq__):
             files.unlink(space.path / name)
         with contextlib.suppress(OSError):

@@ -1,8 +1,8 @@
 """Disk tier: a persistent KV cache that may lose blocks but never returns wrong ones.
 
-Engines of one process with the same directory and space share one store. Of several processes, the
-first owns the directory and writes. The others only read, and only the blocks that existed when
-they opened it.
+Engines in one process with the same directory and space share a store. If several processes open a
+directory, the first one owns it and writes. The others only read, and they only see the blocks that
+existed when they opened it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SPACE_BYTES = 32
 
 
 class _Shared:
-    """Store, and the number of tiers that use it."""
+    """Store with the number of tiers that use it."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
@@ -42,7 +42,7 @@ _stores_lock = threading.Lock()
 
 
 class DiskTier:
-    """Tier on a local directory. See `tiers/base.py` for the protocol; create one with `open`."""
+    """Tier in a local directory, created with `open`. The protocol is `tiers.base.Tier`."""
 
     name = "disk"
 
@@ -62,20 +62,21 @@ class DiskTier:
         clock: Callable[[], float] = time.monotonic,
         sealer: Sealer | None = None,
     ) -> DiskTier:
-        """Open the tier of one space in a cache directory, which is created if necessary.
+        """Open the tier of one space in a cache directory, creating the directory if necessary.
 
         Args:
             directory: the cache directory.
-            space: 32 bytes that identify everything that affects a block's bytes: model, KV format,
+            space: 32-byte id of everything that affects a block's bytes: model, KV format and
                 numerics.
-            max_bytes: cap over all spaces of the directory; None: 16 GiB or a fifth of the free
-                space, whichever is less. If several tiers share a space, the last one's cap
-                applies.
-            description: description of the space for space.json, without text of prompts; None:
-                keep the existing one.
-            files: system calls. The first tier of a store determines them.
-            clock: monotonic time in seconds, likewise.
-            sealer: background jobs, likewise.
+            max_bytes: cap over all spaces in the directory, in bytes. None means 16 GiB or a fifth
+                of the free space, whichever is less. If several tiers share a space, the last cap
+                that was set applies.
+            description: description of the space for space.json, which must not contain prompt
+                text. None keeps the existing one.
+            files: system calls to use. Only the first tier of a store sets `files`, `clock` and
+                `sealer`.
+            clock: function that returns monotonic time in seconds.
+            sealer: runs the background jobs that seal segments.
 
         Raises:
             ConfigError: the directory can be neither written nor read, or the cap is below 1 MiB.
@@ -99,18 +100,18 @@ class DiskTier:
 
     @property
     def directory(self) -> Path | None:
-        """Directory of the space; None once closed."""
+        """Directory of the space, or None once the tier is closed."""
         return None if self._store is None else self._store.directory.path
 
     def begin(self) -> None:
-        """Do nothing: opening the tier has checked it."""
+        """Do nothing, because `open` has already checked the directory."""
 
     def holds(self, prefix_hash: bytes) -> bool:
-        """Return whether the block is stored. It may still turn out to be damaged."""
+        """Return whether the block is stored, although it may turn out to be damaged."""
         return self._store is not None and prefix_hash in self._store.index
 
     def ask(self, prefix_hashes: Sequence[bytes]) -> list[bool]:
-        """Return whether each block is stored. Unlike in other tiers, this does no I/O."""
+        """Return for each block whether it is stored. For this tier, this does no I/O."""
         return [self.holds(prefix_hash) for prefix_hash in prefix_hashes]
 
     def known(self) -> list[bytes]:
@@ -118,37 +119,37 @@ class DiskTier:
         return [] if self._store is None else self._store.index.hashes()
 
     def dropped(self, prefix_hash: bytes) -> bool:
-        """Return whether the block was evicted or found damaged since the directory was opened."""
+        """Return whether the block was dropped since the directory was opened."""
         index = None if self._store is None else self._store.index
         return index is not None and prefix_hash in index.dropped and prefix_hash not in index
 
     def touch(self, prefix_hashes: Sequence[bytes]) -> None:
-        """Record a use of these blocks of one chain, and of the blocks before them."""
+        """Record a use of these blocks and of all their ancestors."""
         if self._store is not None:
             self._store.index.renew(prefix_hashes, proven=True)
 
     def read(self, blocks: Sequence[BlockAddress], into: Sequence[memoryview]) -> int:
-        """Fill `into` with verified payloads; return how many. See `Tier.read`."""
+        """Fill `into` with verified payloads, and return how many were read. See `Tier.read`."""
         return 0 if self._store is None else self._store.read(blocks, into, self._counts)
 
     def write(self, blocks: Sequence[BlockAddress], payloads: Sequence[memoryview]) -> int:
-        """Store the blocks that are missing; return how many of `blocks` are stored afterwards."""
+        """Store the blocks that are missing, and return how many of `blocks` are then stored."""
         return 0 if self._store is None else self._store.write(blocks, payloads, self._counts)
 
     def drop(self, prefix_hashes: Sequence[bytes]) -> None:
-        """Drop these blocks. After a crash they may be stored again."""
+        """Drop these blocks. They may reappear after a crash."""
         if self._store is not None:
             self._store.drop(prefix_hashes)
 
     def tend(self) -> None:
-        """Release the directory if it was deleted or replaced."""
+        """Release the directory if it was deleted, moved or replaced."""
         if self._store is not None:
             self._store.tend()
 
     def stat(self) -> TierStats:
-        """Return this tier's counters, and sizes, evictions and state of the store.
+        """Return this tier's counters, with the sizes, evictions and state of its store.
 
-        Engines of a process share the store.
+        The store may be shared by several engines in this process.
         """
         store = self._store
         counts = self._counts
@@ -168,7 +169,7 @@ class DiskTier:
     def close(self) -> None:
         """Close the tier. A second call does nothing.
 
-        The last tier of a store writes out pending data.
+        Closing the last tier of a store also flushes pending data and closes the store.
         """
         with _stores_lock:
             store = self._store
@@ -187,7 +188,7 @@ def _root_of(directory: str | os.PathLike[str]) -> Path:
         if b"\0" not in os.fsencode(root):
             return root
         why = "embedded null byte"
-    # An unknown user after ~, or characters that are invalid in a file name.
+    # The path names an unknown user after ~, or has characters that are invalid in a file name.
     except (RuntimeError, ValueError) as error:
         why = str(error)
     raise ConfigError(f"disk_cache_dir={os.fspath(directory)!r} is not a valid path: {why}")
@@ -210,7 +211,7 @@ def _opened(
 
 
 def _after_fork() -> None:
-    """Close all tiers in a forked child, which holds no lock and must not write."""
+    """Close all stores in a forked child, which holds no lock and must not write."""
     global _stores_lock  # noqa: PLW0603 - one lock of the process
     _stores_lock = threading.Lock()
     for shared in _stores.values():

@@ -1,1 +1,1 @@
-"""Redis and Valkey tier: authenticated blocks on a server that several machines share."""
+"""Redis and Valkey tier: authenticated blocks on a server shared by several machines."""

@@ -1,4 +1,4 @@
-"""Strict parser for Redis URLs. No message or repr shows user names or passwords."""
+"""Strict parser for Redis URLs. User names and passwords never appear in messages or reprs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ServerAddress:
     """Address of a Redis server.
 
     Attributes:
-        place: URL without secrets, for messages.
+        place: URL without user name and password, for messages.
         options: keyword arguments for `redis.Redis`.
     """
 
@@ -38,20 +38,22 @@ class ServerAddress:
 def parse_url(url: str, password: str = "") -> ServerAddress:
     """Parse a redis://, rediss:// (verified TLS), unix:// or valkey:// URL.
 
-    User, password and database are optional. TLS takes the paths ?ssl_ca_certs=, ?ssl_certfile= and
-    ?ssl_keyfile=.
+    User, password and database are optional. For TLS, the query may set the paths ssl_ca_certs,
+    ssl_certfile and ssl_keyfile.
 
     Args:
         url: the URL.
-        password: used if the URL contains none.
+        password: password to use if the URL contains none.
 
     Raises:
-        ConfigError: the URL is invalid. The message never repeats it, because any part may hold a
-            password.
+        ConfigError: the URL is invalid. The message never quotes the URL, because any part of it
+            may be a password.
     """
     scheme = url.partition("://")[0].lower() if "://" in url else ""
     if "cluster" in scheme or "sentinel" in scheme or ("," in url and scheme in _SCHEMES):
-        raise ConfigError("redis_url names a cluster, which is not supported; name one server")
+        raise ConfigError(
+            "redis_url names a cluster, which is not supported; give the URL of a single server"
+        )
     if scheme not in _SCHEMES:
         raise ConfigError("redis_url must begin with redis://, rediss://, unix:// or valkey://")
     try:
@@ -66,7 +68,7 @@ def parse_url(url: str, password: str = "") -> ServerAddress:
         place, options = _socket(parts, query) if kind == "unix" else _host(parts, kind)
     except ConfigError:
         raise
-    except ValueError:  # its text repeats parts of the URL
+    except ValueError:  # its text quotes parts of the URL
         raise _malformed(scheme) from None
     if kind == "rediss":
         options |= {name: query.pop(name) for name in _TLS_FILES if name in query}

@@ -1,4 +1,4 @@
-"""Circuit breaker, which stops requests to a failing server for a while."""
+"""Circuit breaker that pauses requests to a failing server."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ __all__ = ["CircuitBreaker"]
 
 
 class CircuitBreaker:
-    """Circuit breaker that opens after a number of failures in a row.
+    """Circuit breaker that opens after a number of consecutive failures.
 
-    After the pause, one attempt decides whether it opens again or closes. Any thread may read its
-    state; one thread reports results.
+    After the pause, the next attempt decides whether the breaker closes or opens again. Any thread
+    may read its state, but only one thread may report results.
 
     Args:
-        clock: monotonic time in seconds.
-        failures: failures in a row that open it.
-        pause_s: seconds for which it stays open.
+        clock: function that returns monotonic time in seconds.
+        failures: number of consecutive failures that open the breaker.
+        pause_s: time for which the breaker stays open, in seconds.
     """
 
     def __init__(
@@ -30,12 +30,12 @@ class CircuitBreaker:
 
     @property
     def is_open(self) -> bool:
-        """True while no requests should be sent."""
+        """True while requests must not be sent."""
         until = self._closed_again_at
         return until is not None and self._clock() < until
 
     def failed(self) -> bool:
-        """Count a failure; return whether it opened the breaker."""
+        """Count a failure, and return whether it opened the breaker."""
         self._in_a_row += 1
         if self._in_a_row < self._failures:
             return False
@@ -44,7 +44,7 @@ class CircuitBreaker:
         return first
 
     def succeeded(self) -> bool:
-        """Close the breaker; return whether it had been open."""
+        """Close the breaker, and return whether it had been open."""
         was_open = self._closed_again_at is not None
         self._in_a_row = 0
         self._closed_again_at = None

@@ -1,6 +1,7 @@
-"""Connection to a Redis server: pipelines of commands, error texts, and a circuit breaker.
+"""Connection to a Redis server, with pipelined commands, readable errors and a circuit breaker.
 
-Errors of the server are never quoted, because they may repeat what was sent, passwords included.
+Error texts from the server are never quoted, because they may repeat what was sent, including
+passwords.
 """
 
 from __future__ import annotations
@@ -39,10 +40,10 @@ _CODE = re.compile(r"[A-Z]{2,20}(?= |$)")
 
 
 class ServerError(Exception):
-    """Error reply to one command.
+    """Error reply of the server to one command.
 
     Attributes:
-        code: first word of the reply.
+        code: error code, which is the first word of the reply.
     """
 
     def __init__(self, code: str) -> None:
@@ -51,13 +52,13 @@ class ServerError(Exception):
 
 
 class RedisConnection:
-    """Connection to a server, opened on first use.
+    """Connection to a Redis server, opened on first use.
 
-    Only one thread at a time may call `ask`. Everything else is safe from any thread.
+    Only one thread at a time may call `ask`. All other members are safe to use from any thread.
 
     Attributes:
         place: URL of the server without secrets.
-        trouble: reason why it is not used or was not reached; "" if all is well.
+        trouble: why the server is not used or could not be reached. "" if all is well.
     """
 
     def __init__(self, address: ServerAddress, clock: Callable[[], float]) -> None:
@@ -74,8 +75,8 @@ class RedisConnection:
         self.place = address.place
         self.trouble = ""
         self._breaker = CircuitBreaker(clock)
-        # A retry would double the time that a request waits for an unreachable server. Protocol 2
-        # needs no HELLO command.
+        # Do not retry, which would double the time that requests wait for an unreachable server.
+        # Use protocol 2, because it needs no HELLO command.
         self._client: redis.Redis = self._redis.Redis(
             **address.options,
             socket_timeout=_TIMEOUT_S,
@@ -86,18 +87,18 @@ class RedisConnection:
 
     @property
     def is_off(self) -> bool:
-        """True while the server is not used because of failures."""
+        """True while the server is not used, because it failed repeatedly."""
         return self._breaker.is_open
 
     def ask(self, commands: Sequence[Command], at_once: int) -> list[Any] | None:
-        """Send commands in pipelines and return one reply each, or None if that failed.
+        """Send commands in pipelines, and return one reply for each.
 
-        None means that the server is unreachable or not used at the moment. A reply may be a
-        `ServerError`.
+        A failed command has a `ServerError` as its reply. The result is None if the server is
+        unreachable or currently not used.
 
         Args:
-            commands: the commands.
-            at_once: commands per pipeline.
+            commands: the commands to send.
+            at_once: maximum number of commands per pipeline.
         """
         answers: list[Any] = []
         if not commands:
@@ -165,12 +166,12 @@ class RedisConnection:
 
 
 _OF_ONE_COMMAND = frozenset({"WRONGTYPE", "OOM", "READONLY", "MISCONF", "NOPERM"})
-"""Error codes after which the server is still usable, for other keys or for reading."""
+"""Error codes that leave the server usable, at least for other keys or for reading."""
 
 
 def _code(error: Exception) -> str:
-    """Return the code of an error reply."""
-    # redis-py removes the code from some messages and raises its own classes for them.
+    """Return the error code of an error reply."""
+    # redis-py strips the code from some messages and raises a specific class for each instead.
     named = _CLASSES.get(type(error).__name__)
     found = _CODE.match(str(error))
     return named or (found.group() if found else "ERR")

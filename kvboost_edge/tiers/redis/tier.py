@@ -38,12 +38,12 @@ PASSWORD_VARIABLE = "KVBOOST_EDGE_REDIS_PASSWORD"
 _SHORTEST_SECRET = 16
 _PIPELINE_BYTES = 8 << 20
 _SMALL_COMMANDS = 1024  # commands without payload per pipeline
-_MOST_TOUCHED = 4096  # touched blocks remembered between two refreshes
-_MOST_REFRESHED = 256  # refreshes along with a read or write, because the next one is waiting
-_STALE_SHARE = 8  # the TTL of a used block is renewed once 1/8 of it is over
+_MOST_TOUCHED = 4096  # touched blocks to remember between refreshes
+_MOST_REFRESHED = 256  # limit per read or write, because the next operation is waiting
+_STALE_SHARE = 8  # the TTL of a used block is renewed once 1/8 of it has passed
 _MOST_SEEN = 1 << 16
 _SEEN_S = 600.0
-# Pause after a failed write, or a failed refresh: the user may lack the permission for EXPIRE.
+# Pause after a failed write or refresh. The user may lack permission for SET or EXPIRE.
 _NO_WRITES_S = 30.0
 _DAY_S = 86_400
 
@@ -51,29 +51,31 @@ _DAY_S = 86_400
 class RedisTier:
     """Tier on a Redis or Valkey server.
 
-    Values carry a MAC under a secret that all machines of one cache share. Without a secret, every
-    client that can write to the server could change the KV that the model reads, so the tier
-    requires `trust`.
+    Each value carries a MAC with a secret that all machines sharing the cache must know. Without a
+    secret, every client that can write to the server could change the KV that the model reads.
+    Running without a secret therefore requires `trust`.
 
-    Opening it does no I/O. If the server is down or rejects the password, `stat().state` says so
-    after the first attempt, which the I/O thread makes. After 3 failures in a row the server is not
-    used for 30 s.
+    Opening the tier does no I/O. If the server is down or rejects the password, `stat().state` says
+    so after the I/O thread's first attempt. After 3 consecutive failures, the server is not used
+    for 30 s.
 
     Args:
-        url: URL of the server. A URL without a password uses that of KVBOOST_EDGE_REDIS_PASSWORD.
-        space: 32 bytes that identify model, KV format and numerics.
-        secret: at least 16 characters; None: the environment variable KVBOOST_EDGE_REDIS_SECRET.
-        trust: accept values without a secret.
+        url: URL of the server. If it contains no password, that in KVBOOST_EDGE_REDIS_PASSWORD is
+            used.
+        space: 32-byte id of everything that affects a block's bytes: model, KV format and numerics.
+        secret: secret of at least 16 characters. None means the environment variable
+            KVBOOST_EDGE_REDIS_SECRET.
+        trust: accept values without a MAC if there is no secret.
         ttl_s: time to live after a write or the last use, in seconds.
-        clock: monotonic time in seconds.
-        environment: environment variables; None: those of the process.
+        clock: function that returns monotonic time in seconds.
+        environment: environment variables to use instead of those of the process.
 
     Attributes:
         place: URL of the server without secrets.
 
     Raises:
         ConfigError: the URL, secret or `ttl_s` is invalid.
-        BackendUnavailable: the package redis is not installed.
+        BackendUnavailable: the `redis` package is not installed.
     """
 
     name = "redis"
@@ -106,8 +108,8 @@ class RedisTier:
         self._touched: dict[bytes, None] = {}
         self._refreshed: dict[bytes, float] = {}  # block -> time of the last TTL renewal
         self._refreshes_again_at = 0.0
-        # Block -> time at which it was last known to be on the server, so that it is not sent
-        # again. The server may drop it at any time; a later read notices that.
+        # Block -> time at which it was last known to be on the server, which saves sending it
+        # again. The server may drop a block at any time, and a later read notices that.
         self._seen: dict[bytes, float] = {}
         self._seen_s = min(_SEEN_S, ttl_s / 2)
         self._dropped = Dropped()
@@ -120,14 +122,14 @@ class RedisTier:
         return f"RedisTier({self.place!r})"
 
     def begin(self) -> None:
-        """Ping the server, and log a warning if something is wrong. Does I/O."""
+        """Ping the server, and log a warning if it has a problem. Does I/O."""
         if not self.ping() or self._advice:
             _LOG.warning("%s", self.stat().state)
 
     def holds(self, prefix_hash: bytes) -> bool | None:
-        """Return True for a block written or read in the last minutes, otherwise None.
+        """Return True for a block that was recently written or read, otherwise None.
 
-        The result is False while the server is not used.
+        The result is always False while the server is not used.
         """
         if self._closed or self._server.is_off:
             return False
@@ -144,17 +146,17 @@ class RedisTier:
             return [prefix_hash for prefix_hash, seen in self._seen.items() if seen > since]
 
     def dropped(self, prefix_hash: bytes) -> bool:
-        """Return whether the block was written or read here and was missing later.
+        """Return whether the block was once written or read here and is now missing.
 
-        The server evicted it, or its time to live ended.
+        The server evicted the block, or its time to live expired.
         """
         with self._lock:
             return prefix_hash in self._dropped and prefix_hash not in self._seen
 
     def touch(self, prefix_hashes: Sequence[bytes]) -> None:
-        """Schedule a renewal of these blocks' time to live, without I/O.
+        """Schedule renewal of these blocks' time to live. Does no I/O.
 
-        Each block is renewed only now and then, no matter how often it is used.
+        A block that was recently renewed is skipped, no matter how often it is used.
         """
         since = self._clock() - self._ttl_s / _STALE_SHARE
         with self._lock:
@@ -165,9 +167,10 @@ class RedisTier:
                     self._touched[prefix_hash] = None
 
     def ping(self) -> bool:
-        """Return whether the server answers; warn about a memory policy that will refuse writes.
+        """Return whether the server answers, and check its memory policy.
 
-        This does I/O and may take seconds.
+        If the policy will make a full server refuse writes, `stat` reports this. Does I/O, which
+        may take seconds.
         """
         answers = self._ask([("PING",), ("INFO", "memory")], _SMALL_COMMANDS)
         if answers is None or isinstance(answers[0], ServerError):
@@ -182,7 +185,7 @@ class RedisTier:
         return True
 
     def ask(self, prefix_hashes: Sequence[bytes]) -> list[bool]:
-        """Return whether the server has a value for each of these blocks, unverified. Does I/O."""
+        """Return for each block whether the server has an unverified value for it. Does I/O."""
         commands: list[Command] = [
             ("EXISTS", *keys_of(self._space, prefix_hash, 0)) for prefix_hash in prefix_hashes
         ]
@@ -195,7 +198,7 @@ class RedisTier:
         return [answer == 1 for answer in answers]
 
     def read(self, blocks: Sequence[BlockAddress], into: Sequence[memoryview]) -> int:
-        """Read blocks in pipelines of about 8 MiB, up to the first that is missing or invalid.
+        """Read blocks in pipelines of about 8 MiB, up to the first missing or invalid one.
 
         See `Tier.read`.
         """
@@ -208,8 +211,8 @@ class RedisTier:
                 keys_of(self._space, blocks[index].prefix_hash, sizes[index]) for index in batch
             ]
             commands: list[Command] = [
-                # GETRANGE instead of GET: a huge foreign value is not transferred as a whole. The
-                # range is a byte too long, so that a longer value is noticed.
+                # Use GETRANGE instead of GET, so a huge foreign value is not transferred as a
+                # whole. The range is a byte too long, which reveals a longer value.
                 ("GETRANGE", key, 0, length)
                 for index, names in zip(batch, keys, strict=True)
                 for key, length in zip(names, piece_lengths(sizes[index]), strict=True)
@@ -223,7 +226,8 @@ class RedisTier:
                 if not self._accept(
                     blocks[index], [next(pieces) for _ in names], names, into[index]
                 ):
-                    # The following blocks are probably gone too. Check before writing them.
+                    # The following blocks are probably gone too, so check before writing them
+                    # again.
                     self._lost(*(block.prefix_hash for block in blocks[index:]))
                     self._refresh()
                     return index
@@ -231,7 +235,7 @@ class RedisTier:
         return len(blocks)
 
     def write(self, blocks: Sequence[BlockAddress], payloads: Sequence[memoryview]) -> int:
-        """Store the blocks that are missing; return how many of `blocks` are stored afterwards."""
+        """Store the blocks that are missing, and return how many of `blocks` are then stored."""
         sizes = [
             stored_bytes(self._seal, block, view.nbytes)
             for block, view in zip(blocks, payloads, strict=True)
@@ -252,12 +256,12 @@ class RedisTier:
     def tend(self) -> None:
         """Renew the time to live of touched blocks. Does I/O.
 
-        Blocks that the pool serves are neither read nor written here, but they are in use.
+        This keeps blocks alive that are in use in the pool and are therefore not read here.
         """
         self._refresh(_MOST_TOUCHED)
 
     def stat(self) -> TierStats:
-        """Return counters. The sizes are unknown here."""
+        """Return the tier's counters. The sizes of its contents are not known."""
         refused = self._no_writes if self._clock() < self._writes_again_at else ""
         trouble = self._server.trouble or refused or self._advice
         with self._lock:
@@ -270,7 +274,7 @@ class RedisTier:
             )
 
     def close(self) -> None:
-        """Renew the time to live of touched blocks and close the connection. Does I/O."""
+        """Renew the time to live of touched blocks, and close the connection. Does I/O."""
         if not self._closed:
             self._refresh(_MOST_TOUCHED)
             self._closed = True
@@ -318,10 +322,10 @@ class RedisTier:
                 continue
             missing.append(index)
             pieces = pieces_of(self._seal.value(blocks[index], payloads[index].cast("B")))
-            # NX: if another machine stores the same block meanwhile, its value stays. A partial
-            # value, or one of another length, is replaced as a whole, so that all pieces match.
+            # With NX, a value that another machine stored in the meantime is kept. A value with
+            # missing pieces or another length is replaced as a whole, so all pieces match.
             condition = () if any(held) else ("NX",)
-            # First piece last: its presence then means that the others are stored.
+            # Write the first piece last. Its presence then implies that the others are stored.
             commands += [
                 ("SET", key, piece, "EX", self._ttl_s, *condition)
                 for key, piece in zip(reversed(names), reversed(pieces), strict=True)
@@ -357,7 +361,7 @@ class RedisTier:
     def _refresh(self, most: int = _MOST_REFRESHED) -> None:
         """Renew the time to live of up to `most` touched blocks, oldest first.
 
-        Blocks that fail stay touched, like those beyond `most`.
+        Blocks beyond `most` and blocks whose renewal failed remain scheduled.
         """
         with self._lock:
             touched = list(itertools.islice(self._touched, most))
@@ -372,7 +376,7 @@ class RedisTier:
             self._refreshes_again_at = now if len(done) == len(touched) else now + _NO_WRITES_S
 
     def _renewed(self, prefix_hashes: Sequence[bytes]) -> list[bytes]:
-        """Renew the time to live of these blocks; return those that succeeded or do not exist."""
+        """Renew the time to live of these blocks, and return all except those that failed."""
         names = self._names_of(prefix_hashes) or {}
         keys = list(itertools.chain(*names.values()))
         answers = self._ask([("EXPIRE", key, self._ttl_s) for key in keys], _SMALL_COMMANDS)
@@ -386,10 +390,10 @@ class RedisTier:
         return [prefix_hash for prefix_hash, pieces in names.items() if errors.isdisjoint(pieces)]
 
     def _names_of(self, prefix_hashes: Sequence[bytes]) -> dict[bytes, list[str]] | None:
-        """Return the keys of all pieces of each block, or None if the server is unreachable.
+        """Return the keys of each block's pieces, or None if the server is unreachable.
 
-        The first piece determines their number. The list is empty for a missing block or a foreign
-        value. Blocks with other errors are left out.
+        The length in the first piece determines the number of keys. The list is empty if the block
+        is missing or has a foreign value. Blocks with other errors are omitted.
         """
         commands: list[Command] = [
             ("GETRANGE", *keys_of(self._space, prefix_hash, 0), *HEAD)
@@ -415,14 +419,15 @@ class RedisTier:
         return answers
 
     def _saw(self, prefix_hash: bytes) -> None:
-        """Record that the block is on the server now."""
+        """Record that a block is on the server now."""
         with self._lock:
             _remember(self._seen, [prefix_hash], self._clock())
 
     def _lost(self, *prefix_hashes: bytes) -> None:
-        """Record that the first block is missing, and forget when all of them were seen.
+        """Record that the first of these blocks is missing from the server.
 
-        The others follow it in the chain, so they are probably gone too.
+        The other blocks follow it in the chain and are probably gone too, so none counts as seen
+        any longer.
         """
         with self._lock:
             self._dropped.add(hash_ for hash_ in prefix_hashes[:1] if hash_ in self._seen)
@@ -439,7 +444,7 @@ _COUNTERS = [field.name for field in dataclasses.fields(TierStats) if field.type
 
 
 def _remember(times: dict[bytes, float], prefix_hashes: Sequence[bytes], now: float) -> None:
-    """Set the time of these blocks, and keep the last `_MOST_SEEN` ones."""
+    """Set the time of these blocks, and keep only the latest `_MOST_SEEN` entries."""
     for prefix_hash in prefix_hashes:
         times.pop(prefix_hash, None)
         times[prefix_hash] = now
@@ -465,7 +470,7 @@ def _secret(secret: str | None, environment: Mapping[str, str], trust: bool) -> 
 
 
 def _batches(sizes: Sequence[int]) -> Iterator[list[int]]:
-    """Yield consecutive indices in batches of about 8 MiB and at least one block."""
+    """Yield batches of consecutive indices, each with about 8 MiB and at least one block."""
     batch: list[int] = []
     taken = 0
     for index, size in enumerate(sizes):
@@ -480,5 +485,5 @@ def _batches(sizes: Sequence[int]) -> Iterator[list[int]]:
 
 
 def _at_once(value_bytes: int) -> int:
-    """Return the number of commands in a pipeline of about 8 MiB for values of this length."""
+    """Return how many commands make a pipeline of about 8 MiB, for values of this length."""
     return max(1, _PIPELINE_BYTES // piece_lengths(value_bytes)[0])

@@ -4,9 +4,9 @@
     keys    kvb:{space, 16 hex digits}:{prefix hash, hex}        first piece
             kvb:{...}:{...}:1, :2 and so on                      further pieces
 
-The MAC is BLAKE2b over header and payload, keyed with a shared secret. Without the secret, a client
-of the server can delete a value but not forge one. A value of another block, space or tenant does
-not match the requested header.
+The MAC is BLAKE2b over header and payload, keyed with a shared secret. A client without the secret
+can delete a value but not forge one. A value copied from another block, space or tenant does not
+match the requested header.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ __all__ = [
 
 PIECE_BYTES = 1 << 20
 _MAC_BYTES = 32
-_LONGEST_VALUE = 4096 * PIECE_BYTES  # longest length that is accepted before the MAC is checked
+_LONGEST_VALUE = 4096 * PIECE_BYTES  # maximum length that is accepted before the MAC is checked
 _LENGTHS = struct.Struct("<IIQ")
 HEAD = (8, 23)
-"""First and last byte of a value's length fields, as arguments of GETRANGE."""
+"""Byte range of a value's length fields, as arguments of GETRANGE."""
 
 
 class Seal:
-    """Creates and verifies the values of one space.
+    """Encodes, decodes and verifies the values of one space.
 
-    Without a secret there is no MAC, and every client that can write to the server is trusted.
+    Without a secret, there is no MAC, and every client that can write to the server is trusted.
     """
 
     def __init__(self, space: bytes, secret: str | None) -> None:
@@ -50,18 +50,21 @@ class Seal:
 
     @property
     def mac_bytes(self) -> int:
-        """Bytes after the payload."""
+        """Length of the MAC after the payload, in bytes."""
         return 0 if self._key is None else _MAC_BYTES
 
     def value(self, address: BlockAddress, payload: memoryview) -> bytes:
-        """Return the complete value of a block."""
+        """Return the complete value to store for a block."""
         header = encode_header(self._space, address, payload)
         return b"".join((header, payload, self._mac(header, payload)))
 
     def open(self, value: bytes, address: BlockAddress, into: memoryview) -> bool:
-        """Copy the payload into `into` if the value is the block asked for; return whether it is.
+        """Verify the value of a block and copy its payload into `into`.
 
         The MAC is verified before anything else.
+
+        Returns:
+            False if the value is invalid or belongs to another block.
         """
         start = header_bytes(len(address.tokens) // 4)
         end = start + into.nbytes
@@ -94,12 +97,12 @@ def _mac_key(secret: str) -> bytes:
 
 
 def stored_bytes(seal: Seal, address: BlockAddress, payload_bytes: int) -> int:
-    """Return the length of a block's value."""
+    """Return the length of a block's value, in bytes."""
     return header_bytes(len(address.tokens) // 4) + payload_bytes + seal.mac_bytes
 
 
 def value_bytes_at(seal: Seal, head: bytes) -> int:
-    """Return the length that a value's length fields claim, unverified; 0 if they are invalid."""
+    """Return a value's unverified length from its length fields, or 0 if they are invalid."""
     if len(head) != _LENGTHS.size:
         return 0
     header, _, payload = _LENGTHS.unpack(head)
@@ -108,21 +111,21 @@ def value_bytes_at(seal: Seal, head: bytes) -> int:
 
 
 def piece_lengths(value_bytes: int) -> list[int]:
-    """Return the lengths of a value's pieces: as few as possible, at most 1 MiB, nearly equal."""
-    # Redis serves one command at a time, so a long value would block it for other clients.
+    """Return the lengths of a value's pieces, which are nearly equal and at most 1 MiB."""
+    # Redis serves one command at a time, so a long value would block other clients.
     count = max(1, -(-value_bytes // PIECE_BYTES))
     step = -(-value_bytes // count)
     return [min(step, value_bytes - start) for start in range(0, value_bytes, step)]
 
 
 def pieces_of(value: bytes) -> list[memoryview]:
-    """Return the pieces of a value."""
+    """Split a value into its pieces."""
     ends = list(itertools.accumulate(piece_lengths(len(value))))
     view = memoryview(value)
     return [view[start:end] for start, end in zip([0, *ends], ends, strict=False)]
 
 
 def keys_of(space: bytes, prefix_hash: bytes, value_bytes: int) -> list[str]:
-    """Return the keys of the pieces of a value of that length, in order."""
+    """Return the keys for the pieces of a value of `value_bytes`, in order."""
     first = f"kvb:{space[:8].hex()}:{prefix_hash.hex()}"
     return [first, *(f"{first}:{index}" for index in range(1, -(-value_bytes // PIECE_BYTES)))]

@@ -126,7 +126,7 @@ def test_a_full_or_broken_disk_is_read_and_written_again_later(tmp_path, code, c
         clock.now = 31.0
         assert write(tier, BLOCKS[0]) == len(BLOCKS[0])
         assert tier.stat().state == ""
-    assert sum("stores no blocks" in record.message for record in caplog.records) == 1
+    assert sum("cannot store blocks" in record.message for record in caplog.records) == 1
     with opened(tmp_path) as tier:
         assert read(tier, KEPT) == len(KEPT)
 
