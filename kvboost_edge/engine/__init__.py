@@ -7,5 +7,5 @@ from typing import Any
 
 
 def __getattr__(name: str) -> Any:
-    """Load a public name of KVBoost's module on first use."""
+    """Load a public name of the KVBoost compatibility module on first use."""
     return import_module("kvboost_edge")._load(__name__, name)

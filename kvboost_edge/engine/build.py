@@ -1,4 +1,4 @@
-"""The assembly of an engine: checks files, plans memory, makes runner, backend and pool."""
+"""Engine construction: check files, plan memory, load the runner and allocate the pool."""
 
 from __future__ import annotations
 
@@ -75,20 +75,20 @@ _DEFAULTS = EngineConfig()
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EngineParts:
-    """The parts of an engine.
+    """The components that an engine is built from.
 
     Attributes:
         root: root of the engine's prefix hashes.
-        identity: digest of model, numerics and KV format, the same for all tenants.
-        memory_report: memory by owner.
-        backend_reason: reason for the choice of the backend.
-        max_num_seqs: sequences that run together.
+        identity: hash of the model, its numerics and the KV format. All tenants share it.
+        memory_report: memory use by owner, such as weights and pool.
+        backend_reason: why this backend was chosen.
+        max_num_seqs: maximum number of sequences that run at the same time.
         tiers: offload tiers, fastest first.
         pooling: pooling of an embedding model.
         dense: matrices that an embedding model applies after pooling.
-        suppressed: tokens that never occur in answers.
-        sampling: sampling values of requests that do not set their own.
-        history_bytes: limit of the draft history; None: the default.
+        suppressed: token ids that are never generated.
+        sampling: sampling values for requests that do not set their own.
+        history_bytes: byte limit of the draft history, or None for the default.
     """
 
     runner: Runner
@@ -114,11 +114,11 @@ def build_from_path(
 ) -> EngineParts:
     """Load a model directory, a GGUF file, a hub id or the bundled model.
 
-    Everything is checked before the weights are loaded.
+    All options and files are checked before the weights are loaded.
 
     Args:
-        progress: called with (bytes done, bytes in all) while weights are packed, once per model
-            and format.
+        progress: called with (bytes done, total bytes) while weights are packed. Packing runs once
+            per model and weight format.
     """
     check_tiers(config)
     chunk_options(config)
@@ -130,7 +130,8 @@ def build_from_path(
     )
     cache_dir = None if config.pack_cache else NO_CACHE
     checkpoint = Checkpoint.open(model_path, cache_dir=cache_dir, rope_range=config.rope_range)
-    # An ONNX file describes itself, and the runners report unsupported operations.
+    # ONNX models skip this check. Their graph describes the model, and the runners report
+    # unsupported operators.
     if checkpoint.onnx_refusal is None:
         check_model_compatibility(checkpoint.config, strict=config.strict)
     pooling = checkpoint.pooling
@@ -141,7 +142,8 @@ def build_from_path(
     selected = select_path(checkpoint, config)
     device = selected.backend.device
     pool_bytes = None
-    tokenizer = load_tokenizer(checkpoint)  # loaded first, as part of the measured overhead
+    # Load the tokenizer before measuring, so its memory counts as overhead.
+    tokenizer = load_tokenizer(checkpoint)
     overhead = measured_overhead(checkpoint, config, selected)
     if not device.startswith("cuda"):
         available = available_on(device)
@@ -172,30 +174,30 @@ def build_from_path(
 
 
 def _check_both_ways(checkpoint: Checkpoint, config: EngineConfig) -> None:
-    """Check a bidirectional model.
+    """Check the files and options of a bidirectional model.
 
     Raises:
-        ModelFormatError: its files do not name the pooling.
-        ConfigError: an option is about stored KV, which it does not have.
+        ModelFormatError: the model's files do not name a pooling method.
+        ConfigError: an option for cached KV is set, but this model caches none.
     """
     if not checkpoint.pooling.source:
         raise ModelFormatError(
             f"{checkpoint.path}: the model is bidirectional and makes embeddings, but its files do "
-            "not name the pooling: modules.json and 1_Pooling/config.json, or the key pooling_type "
-            "of a GGUF file, are missing"
+            "not name the pooling method; add modules.json and 1_Pooling/config.json, or the key "
+            "pooling_type to a GGUF file"
         )
     for name in ("max_cache_bytes", "disk_cache_dir", "redis_url"):
         if getattr(config, name) is not None:
             raise ConfigError(
                 f"{name} has no effect: the model is bidirectional, and its KV is not cached; "
-                "leave it out"
+                "remove the option"
             )
 
 
 def load_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
-    """Return the tokenizer of a model, from its files or the metadata of a GGUF file.
+    """Load a model's tokenizer from its directory or from GGUF metadata.
 
-    A tokenizer made from metadata is kept in the checkpoint's cache directory.
+    A tokenizer built from GGUF metadata is cached in the checkpoint's cache directory.
     """
     if not checkpoint.is_gguf:
         return Tokenizer.from_dir(checkpoint.path)
@@ -213,7 +215,7 @@ def _load_runner(
     checkpoint: Checkpoint, config: EngineConfig, selected: Selection, progress: Progress | None
 ) -> Runner:
     choice = selected.runner
-    # A slower choice that was not asked for is a warning.
+    # Warn if the engine fell back to a slower runner that the user did not request.
     _LOG.log(
         logging.INFO if choice.wanted else logging.WARNING,
         "runner %s: %s",
@@ -234,18 +236,19 @@ def _load_runner(
 
 
 def build_from_model(model: Any, tokenizer: Any, config: EngineConfig) -> EngineParts:
-    """Wrap a loaded transformers model and its tokenizer, on the model's own device and dtype.
+    """Wrap a loaded transformers model and its tokenizer.
 
-    `num_threads` sets torch's number of threads; without it that number stays.
+    The model keeps its device and dtype. If `num_threads` is None, torch's thread count is left
+    unchanged.
 
     Raises:
-        ConfigError: an option is about loading a model.
+        ConfigError: an option applies only when the engine loads the model itself.
     """
     chunk_options(config)
     for name in _LOADING_OPTIONS:
         if getattr(config, name) != getattr(_DEFAULTS, name):
             raise ConfigError(
-                f"option {name!r} does not apply to a model that is already loaded; leave it out "
+                f"option {name!r} does not apply to a model that is already loaded; remove it "
                 "or use from_pretrained"
             )
     _require_packages("torch", "a loaded transformers model was given", {})
@@ -256,26 +259,27 @@ def build_from_model(model: Any, tokenizer: Any, config: EngineConfig) -> Engine
     if config.max_memory is not None:
         raise ConfigError(
             f"max_memory={config.max_memory} needs the native runner: a loaded transformers model "
-            "runs on the torch runner, whose buffers are not known; use from_pretrained(path), or "
-            "bound the pool with max_cache_bytes"
+            "runs on the torch runner, whose buffer sizes are unknown; use from_pretrained(path), "
+            "or limit the pool with max_cache_bytes"
         )
     if config.runner in ("native", "onnx") or config.weights != "auto":
         raise ConfigError(
-            "a loaded transformers model runs on the torch runner, which has no weights=; give a "
-            "path for another runner"
+            f"runner={config.runner!r} and weights={config.weights!r} are not supported: a loaded "
+            "transformers model runs on the torch runner with its own weights; use "
+            "from_pretrained(path)"
         )
     if config.kv_bits not in ((16, 16), (8, 8)):
         raise ConfigError(
             f"kv_cache_bits={config.kv_cache_bits!r} needs the native runner: a loaded "
             "transformers model runs on the torch runner, which keeps KV at kv_cache_bits=16 or 8; "
-            f"give one of these, or from_pretrained(path, kv_cache_bits={config.kv_cache_bits!r})"
+            f"use one of these, or from_pretrained(path, kv_cache_bits={config.kv_cache_bits!r})"
         )
     check_model_compatibility(model.config.to_dict(), strict=config.strict)
     own = str(model.device)
     choice = choose_backend(config.backend, config.device or own)
     text = tokenizer if isinstance(tokenizer, Tokenizer) else Tokenizer.from_transformers(tokenizer)
     generation = getattr(model, "generation_config", None)
-    # Values that differ from transformers' own defaults were chosen for this model.
+    # Use only values that differ from transformers' defaults. Those were set for this model.
     chosen = {} if generation is None else generation.to_diff_dict()
     defaults = generation_defaults(model.config.to_dict(), chosen, tokenizer_eos=text.eos_token_id)
     if config.num_threads is not None:
@@ -294,11 +298,11 @@ def build_from_model(model: Any, tokenizer: Any, config: EngineConfig) -> Engine
 
 
 def _warn_of_threads(num_threads: int | None) -> None:
-    """Log a warning if there are more threads than usable processors."""
+    """Warn if `num_threads` exceeds the number of usable CPUs."""
     usable = default_num_threads()
     if num_threads is not None and num_threads > usable:
         _LOG.warning(
-            "num_threads=%d: this process may use %d CPU%s; more threads only wait for each other",
+            "num_threads=%d exceeds the %d usable CPU%s; extra threads only wait for each other",
             num_threads,
             usable,
             "" if usable == 1 else "s",
@@ -306,11 +310,11 @@ def _warn_of_threads(num_threads: int | None) -> None:
 
 
 def _bounded(info: RunnerInfo, config: EngineConfig) -> RunnerInfo:
-    """Return the runner's facts with the context that `max_model_len` allows."""
+    """Limit the context length in `info` to `max_model_len`."""
     if config.max_model_len is not None and config.max_model_len > info.max_context:
         _LOG.warning(
-            "max_model_len=%d (--ctx-size) is more than the model's context of %d tokens, which is "
-            "used",
+            "max_model_len=%d (--ctx-size) exceeds the model's context of %d tokens; the model's "
+            "context is used",
             config.max_model_len,
             info.max_context,
         )
@@ -318,12 +322,12 @@ def _bounded(info: RunnerInfo, config: EngineConfig) -> RunnerInfo:
 
 
 class _MemoryBudget(NamedTuple):
-    """Memory figures from before the weights were loaded.
+    """Memory figures measured before the weights are loaded.
 
     Attributes:
-        pool_bytes: memory planned for the block pool; None: not planned.
-        overhead: measured overhead of the process; None: `max_memory` is not given.
-        buffer_bytes: buffers of the largest pass; 0: unknown.
+        pool_bytes: bytes planned for the block pool, or None if no plan was made.
+        overhead: measured overhead of the process, or None without `max_memory`.
+        buffer_bytes: bytes of buffers that the largest forward pass needs, or 0 if unknown.
     """
 
     pool_bytes: int | None = None
@@ -332,13 +336,13 @@ class _MemoryBudget(NamedTuple):
 
 
 class _PoolPlan(NamedTuple):
-    """Sizes of the block pool.
+    """Planned sizes of the block pool.
 
     Attributes:
-        num_blocks: blocks of the pool.
-        state_sizes: slots of recurrent state; None: the model has no recurrent state.
-        max_num_seqs: sequences that run together.
-        history_bytes: limit of the draft history; None: the default.
+        num_blocks: number of blocks in the pool.
+        state_sizes: slots for recurrent state, or None if the model has no recurrent state.
+        max_num_seqs: maximum number of sequences that run at the same time.
+        history_bytes: byte limit of the draft history, or None for the default.
     """
 
     num_blocks: int
@@ -358,11 +362,11 @@ def _assemble(
     name: str = "",
     budget: _MemoryBudget,
 ) -> EngineParts:
-    """Make the parts around a loaded runner.
+    """Build the engine's components around a loaded runner.
 
     Args:
-        fingerprint: fingerprint of the model, see `Checkpoint.fingerprint`.
-        name: name of the model, for people.
+        fingerprint: fingerprint of the model from `Checkpoint.fingerprint`.
+        name: display name of the model.
     """
     runner.info = info = _bounded(runner.info, config)
     _warn_of_threads(config.num_threads)
@@ -385,7 +389,8 @@ def _assemble(
         manager=_make_manager(config, info, plan),
         tokenizer=tokenizer,
         eos_token_ids=eos_token_ids,
-        # The fingerprint contains the RoPE settings of the model's config; the format, the range.
+        # The fingerprint covers the RoPE settings in the model's config. `kv_format` covers the
+        # `rope_range` option.
         root=root_hash(model_fingerprint=fingerprint, kv_format=kv_format, tenant=config.tenant),
         identity=root_hash(model_fingerprint=fingerprint, kv_format=kv_format),
         memory_report=_make_memory_report(config, runner, backend, plan, budget.buffer_bytes),
@@ -399,13 +404,18 @@ def _assemble(
 def _plan_pool(
     config: EngineConfig, choice: BackendChoice, info: RunnerInfo, budget: _MemoryBudget
 ) -> _PoolPlan:
-    """Return the sizes of the block pool; raise CapacityError if it does not fit."""
+    """Plan the sizes of the block pool.
+
+    Raises:
+        CapacityError: the pool does not fit in memory.
+    """
     available = available_on(choice.device)
     if budget.pool_bytes is not None:
         available = min(budget.pool_bytes, available)
     overhead = budget.overhead
     if overhead is not None:
-        give_back()  # free memory that packing left counts as the process's
+        # Return memory freed after packing to the OS. Otherwise it counts as overhead.
+        give_back()
         overhead = overhead.measured_again((info.weight_region,))
         check_process(config, info, overhead)
         available = room_in_process(config, info.weight_bytes, available, overhead)
@@ -457,10 +467,10 @@ def _make_memory_report(
 
 
 def _log_process(config: EngineConfig, info: RunnerInfo, overhead: Overhead) -> None:
-    """Log how `max_memory` is divided."""
+    """Log how `max_memory` is divided between weights, overhead, buffers and the pool."""
     _LOG.info(
         "max_memory %.1f MB: weights %.1f MB, measured overhead %.1f MB, buffers %.1f MB; the rest "
-        "is for pool, recurrent state and draft history",
+        "is for the pool, recurrent state and draft history",
         (config.max_memory or 0) / 1e6,
         info.weight_bytes / 1e6,
         overhead.resident / 1e6,
@@ -471,9 +481,9 @@ def _log_process(config: EngineConfig, info: RunnerInfo, overhead: Overhead) -> 
 def _log_choice(
     choice: BackendChoice, runner: Runner, backend: Backend, num_blocks: int, max_num_seqs: int
 ) -> None:
-    """Log which runner and backend serve the model, and the size of the pool."""
+    """Log the runner and backend that serve the model, and the pool size."""
     info = runner.info
-    # A slower choice that was not asked for is a warning.
+    # Warn if the engine fell back to a slower backend that the user did not request.
     _LOG.log(
         logging.INFO if choice.wanted else logging.WARNING,
         "runner %s (%s), backend %s on %s (%s), pool of %d blocks, %.1f MB, up to %d sequences "
@@ -490,12 +500,12 @@ def _log_choice(
 
 
 def _log_sizes(config: EngineConfig, num_blocks: int) -> None:
-    """Log the size of the pool if several sizes are given."""
+    """Log the resulting pool size if several size options are set."""
     sizes = {name: getattr(config, name) for name in _POOL_SIZES}
     given = [f"{name}={value}" for name, value in sizes.items() if value is not None]
     if len(given) > 1:
         _LOG.info(
-            "%s are given: the pool has the smallest of these sizes, %d blocks of %d tokens",
+            "%s are set; the pool uses the smallest, %d blocks of %d tokens",
             " and ".join(given),
             num_blocks,
             config.block_size,
@@ -503,22 +513,25 @@ def _log_sizes(config: EngineConfig, num_blocks: int) -> None:
 
 
 def _log_cuts(config: EngineConfig) -> None:
-    """Warn of options that change only how documents are computed."""
+    """Warn about chunking options, which do not apply to prompts."""
     values = {name: getattr(config, name) for name in _CUTS}
     given = [f"{name}={value}" for name, value in values.items() if value]
     if given:
         _LOG.warning(
-            "%s: for documents of engine.warm(documents=...) only; a prompt is computed in one "
-            "piece and cached in blocks of %d tokens",
+            "%s: applies only to engine.warm(documents=...); prompts are not split and are cached "
+            "in blocks of %d tokens",
             ", ".join(given),
             config.block_size,
         )
 
 
 def _kv_format(config: EngineConfig, runner: Runner, backend: Backend) -> str:
-    """Return the name of the stored KV's format: equal names hold equal bits."""
-    # Stored KV must not count as exact in another version or with other kernel variants, so both
-    # are part of the name.
+    """Return an identifier of the stored KV's format.
+
+    KV stored under equal identifiers is bit-identical for the same tokens.
+    """
+    # KV from another version or other kernel variants is not bit-identical, so the identifier
+    # includes both.
     info = runner.info
     kv = info.kv_spec
     found = f"{kv.dtype}/{kv.bits[0]},{kv.bits[1]}/{config.block_size}"
@@ -532,7 +545,10 @@ def _kv_format(config: EngineConfig, runner: Runner, backend: Backend) -> str:
 
 
 def _regions(runner: Runner, backend: Backend) -> Sequence[Region]:
-    """Return the memory regions of weights, pool and recurrent state; empty if one is unknown."""
+    """Return the memory regions of weights, pool and recurrent state.
+
+    The tuple is empty if the weights' or the pool's region is unknown.
+    """
     weights = runner.info.weight_region
     pool = backend.describe().pool_regions
     states = () if backend.states is None else (backend.states.region,)
@@ -540,7 +556,11 @@ def _regions(runner: Runner, backend: Backend) -> Sequence[Region]:
 
 
 def _require_packages(name: str, reason: str, model_config: Mapping[str, Any]) -> None:
-    """Raise BackendUnavailable if the runner needs a missing package to load this model."""
+    """Check that the packages that a runner needs are installed.
+
+    Raises:
+        BackendUnavailable: a package is missing.
+    """
     missing = plan_of(name).missing_package(model_config)
     if missing is not None:
         raise BackendUnavailable(f"runner {name!r} ({reason}) {missing}")

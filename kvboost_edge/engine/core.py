@@ -1,8 +1,8 @@
-"""The engine thread: takes requests from an inbox and runs steps.
+"""The engine thread, which takes requests from an inbox and runs forward passes step by step.
 
-It alone uses the scheduler, the blocks and the runner. Callers put messages into the inbox and wait
-on handles. A lock guards the bookkeeping for readers in other threads (statistics, reset). It is
-free during forward passes, so that readers do not wait for them.
+Only this thread uses the scheduler, the blocks and the runner. Callers put messages into the inbox
+and wait on handles. A lock protects the bookkeeping while other threads read it, for example for
+statistics. The engine thread releases the lock during forward passes so readers do not wait.
 """
 
 from __future__ import annotations
@@ -62,24 +62,24 @@ _FORKED = (
     "this process was forked from the one that runs the engine, and a fork does not copy the "
     "engine's thread; make an engine in this process, or start processes with 'spawn', not 'fork'"
 )
-# Longest sleeps of an idle engine, in seconds.
-_WHILE_LOADING = 1.0  # while a prefetch is running
-_WHILE_SAVING = 0.02  # while blocks can be copied to the tiers
-_WHILE_COMPUTED = 0.002  # while other threads compute something for a sequence
-_LONG_SLEEP = 3600.0  # some systems do not allow timeouts of many days
+# Maximum sleep of an idle engine in each situation, in seconds.
+_WHILE_LOADING = 1.0  # a prefetch from a tier is running
+_WHILE_SAVING = 0.02  # blocks are waiting to be copied to the tiers
+_WHILE_COMPUTED = 0.002  # another thread prepares a sequence, for example its grammar
+_LONG_SLEEP = 3600.0  # some systems reject timeouts of many days
 
-_SPARE = 64  # deadlines of ended requests that are kept before a cleanup
+_SPARE = 64  # deadlines of finished requests to keep before a cleanup
 
 
 class Started(Protocol):
-    """An object with a thread."""
+    """An object that owns a running thread."""
 
     def close(self) -> None:
-        """End the thread."""
+        """Stop the thread and wait for it."""
         ...
 
     def after_fork(self) -> None:
-        """Note in a forked child that the thread does not exist there."""
+        """Handle a fork in the child process, where the thread does not exist."""
         ...
 
 
@@ -87,14 +87,17 @@ _started: weakref.WeakSet[Started] = weakref.WeakSet()
 
 
 def note_started(one: Started) -> None:
-    """Register an object with a started thread, to be closed at exit. The reference is weak."""
+    """Register an object so that its thread is stopped at exit.
+
+    Only a weak reference is kept.
+    """
     _started.add(one)
 
 
 @atexit.register
 def _close_all() -> None:
-    """Close the engines that are still open."""
-    # A thread that is still inside torch aborts the interpreter during shutdown.
+    """Close all open engines."""
+    # The interpreter aborts at shutdown if a thread is still inside torch.
     for one in list(_started):
         one.close()
 
@@ -109,34 +112,35 @@ if hasattr(os, "register_at_fork"):
 
 
 class Submit(NamedTuple):
-    """A message: a new request."""
+    """A message that adds a request."""
 
     sequence: Sequence
 
 
 class Cancel(NamedTuple):
-    """A message: a request that may have ended is cancelled."""
+    """A message that cancels a request, which may already have finished."""
 
     request_index: int
 
 
 class Arrived(NamedTuple):
-    """A message: blocks came from a tier."""
+    """A message with blocks that were read from a tier."""
 
     piece: IOChunk
 
 
 class Close(NamedTuple):
-    """A message: the engine is to end."""
+    """A message that stops the engine."""
 
 
 Message = Submit | Cancel | Arrived | Close
 
 
 class Deadlines:
-    """The deadlines of requests, as a heap of (seconds of `time.monotonic`, request index).
+    """A heap of request deadlines.
 
-    Entries of requests that ended stay in it for a while.
+    Entries are (time, request index), with times from `time.monotonic`. Entries of finished
+    requests are removed lazily.
     """
 
     def __init__(self) -> None:
@@ -149,7 +153,7 @@ class Deadlines:
         """Add a request's deadline.
 
         Args:
-            live: indices of live requests; entries of others may be dropped.
+            live: indices of unfinished requests. Entries of other requests may be dropped.
         """
         if len(self._heap) > 2 * len(live) + _SPARE:
             self._heap = sorted(entry for entry in self._heap if entry[1] in live)
@@ -157,11 +161,11 @@ class Deadlines:
 
     @property
     def first(self) -> float | None:
-        """The next deadline, or None."""
+        """The earliest deadline, or None if the heap is empty."""
         return self._heap[0][0] if self._heap else None
 
     def passed(self, now: float) -> list[int]:
-        """Remove and return the requests whose deadline has passed."""
+        """Remove and return the indices of requests whose deadline has passed."""
         found: list[int] = []
         while self._heap and self._heap[0][0] <= now:
             found.append(heapq.heappop(self._heap)[1])
@@ -169,14 +173,16 @@ class Deadlines:
 
 
 class EngineCore:
-    """Runs requests.
+    """The step loop, which runs requests on its own thread.
 
-    `start` begins the thread. Tests call `step` themselves instead.
+    Call `start` to start the thread. Tests call `step` directly instead.
 
-    A request that fails (NaN logits, an error while sampling or decoding its text) ends alone, and
-    its last tokens are not published. A failed forward pass ends the requests in it. A
-    contradiction in the bookkeeping ends the engine: every request, and every later call, gets the
-    error.
+    Errors end as little as possible:
+
+    - An error in one request, such as NaN logits or a sampling error, ends only that request. The
+      blocks of its last step are not added to the cache.
+    - A failed forward pass ends the requests in its batch.
+    - Inconsistent bookkeeping stops the engine. All requests and later calls raise the error.
     """
 
     def __init__(
@@ -194,17 +200,17 @@ class EngineCore:
         self._sequences = sequences
         self._prober = Prober(runner, scheduler.manager, scheduler.max_batch_tokens)
         self._watch = BlockWatch(scheduler.manager, backend) if debug_checks else Unwatched()
-        # SimpleQueue.put is reentrant: a finalizer may call it at any moment, in any thread.
+        # SimpleQueue.put is reentrant, so finalizers can call it at any time from any thread.
         self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
-        self._live: dict[int, Sequence] = {}  # from submit to the end
+        self._live: dict[int, Sequence] = {}  # unfinished requests by index
         self._estimate = ProgressEstimate(self._live, scheduler)
         self._accepted = AcceptedDrafts(runner, scheduler.manager)
         self._deadlines = Deadlines()
         self._slack = Slack()
         self._stalls = StallWatchdog(scheduler)
         self.step_times = StepTimes()
-        self._kept: list[int] = []  # freed blocks that were not reported to the backend yet
-        # Held only briefly, so that submitting never waits for the bookkeeping.
+        self._kept: list[int] = []  # freed blocks not yet reported to the backend
+        # A separate lock lets callers submit without waiting for `lock`.
         self._submit_lock = threading.Lock()
         self._close_requested = False
         self._closing = False
@@ -217,15 +223,18 @@ class EngineCore:
         self._thread = threading.Thread(target=self._run, name="kvboost-edge-engine", daemon=True)
 
     def use_tiers(self, tiering: Untiered) -> None:
-        """Use offload tiers; called before `start`."""
+        """Attach offload tiers. Call this before `start`."""
         self.tiering = tiering
         tiering.start(self.arrived)
 
     def arrived(self, piece: IOChunk) -> None:
-        """Accept blocks that a prefetch has read. Called from the I/O thread."""
+        """Accept blocks that a prefetch has read.
+
+        The I/O thread calls this.
+        """
         self._inbox.put(Arrived(piece))
 
-    # The callers' side.
+    # Methods for callers on any thread.
 
     def start(self) -> None:
         """Start the engine thread."""
@@ -233,7 +242,11 @@ class EngineCore:
         note_started(self)
 
     def check_open(self) -> None:
-        """Raise KVBoostError if the engine is closed, failed, or a copy in a forked process."""
+        """Check that the engine can take calls.
+
+        Raises:
+            KVBoostError: the engine is closed, has failed, or was copied by a fork.
+        """
         if self._is_copy:
             raise KVBoostError(_FORKED)
         if self._failure is not None:
@@ -241,44 +254,51 @@ class EngineCore:
                 f"the engine stopped after an error: {self._failure!r}"
             ) from self._failure
         if self._stopped:
-            raise KVBoostError("the engine is closed; make a new one")
+            raise KVBoostError("the engine is closed; create a new one")
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """Lock the bookkeeping for reading; a forward pass may continue."""
+        """Lock the bookkeeping for reading.
+
+        A forward pass can run while the lock is held.
+        """
         with self.lock:
             self.check_open()
             yield
 
     @property
     def failure(self) -> BaseException | None:
-        """The error that stopped the engine, or None."""
+        """The error that stopped the engine, or None if no error did."""
         return self._failure
 
     def is_alive(self) -> bool:
-        """Return whether the engine is started, not closed, and its thread alive."""
+        """Return whether the engine thread runs and no error has stopped it."""
         return self._failure is None and not self._stopped and self._thread.is_alive()
 
     def num_waiting(self) -> int:
-        """Return the number of requests that hold no block: submitted, queued, or preempted."""
+        """Return the number of requests that wait to be scheduled, including preempted ones."""
         return sum(
             sequence.status is SequenceStatus.WAITING for sequence in list(self._live.values())
         )
 
     def waiting_tokens(self) -> int:
-        """Return the number of tokens that waiting requests have to compute."""
+        """Return the number of tokens still to compute for waiting requests."""
         waiting = [s for s in list(self._live.values()) if s.status is SequenceStatus.WAITING]
         return sum(sequence.num_pending for sequence in waiting)
 
     def submit(self, request: Request) -> RequestHandle:
-        """Queue a request; raise CapacityError if it could not run even alone."""
+        """Queue a request.
+
+        Raises:
+            CapacityError: the request would not fit even if it ran alone.
+        """
         return self._submit(request).handle
 
     def submit_logits(self, request: Request) -> tuple[RequestHandle, list[Floats]]:
         """Queue a request for logits.
 
         Returns:
-            The handle, and the list that holds the logits in order once the handle is done.
+            The handle and a list. The list holds the logits in order once the request is done.
         """
         sequence = self._submit(request)
         return sequence.handle, sequence.scores.logits
@@ -291,27 +311,30 @@ class EngineCore:
         sequence = self._sequences.make(request, handle)
         with self._submit_lock:
             self.check_open()
-            message = Submit(sequence)  # first: Ctrl-C must not come between the next two lines
+            # Build the message first so that Ctrl-C cannot interrupt between the next two lines.
+            message = Submit(sequence)
             self._live[sequence.index] = sequence
             self._inbox.put(message)
         return sequence
 
     def cancel(self, index: int) -> None:
-        """Cancel a request; unknown or finished ones are ignored."""
+        """Cancel a request. Unknown and finished requests are ignored."""
         self._inbox.put(Cancel(index))
-        # The message comes first: a pass may be abandoned for it, and the next step must find it.
+        # Queue the message before setting the flag. The flag may abort a forward pass, and the next
+        # step must then find the message.
         sequence = self._live.get(index)
         if sequence is not None:
             sequence.handle.cancel_requested = True
 
     def request_close(self) -> None:
-        """Ask the thread to end. A finalizer may call it."""
+        """Ask the engine thread to stop. Finalizers may call this."""
         self._inbox.put(Close())
         self._close_requested = True
 
     def close(self) -> None:
-        """End the thread after the current step and release runner and backend; running requests
-        fail.
+        """Stop the engine thread after the current step and release the runner and backend.
+
+        Unfinished requests fail with KVBoostError.
         """
         if self._stopped and not self._thread.is_alive():
             return
@@ -324,8 +347,8 @@ class EngineCore:
             self._thread.join()
 
     def after_fork(self) -> None:
-        """Make every call in a forked child raise an error."""
-        # The thread does not exist here, and locks that were held stay held.
+        """Make every later call raise an error in a forked child process."""
+        # The child has no engine thread, and a lock held at the fork would never be released.
         self.lock = threading.RLock()
         self._submit_lock = threading.Lock()
         self._inbox = queue.SimpleQueue()
@@ -337,7 +360,7 @@ class EngineCore:
         for sequence in list(self._live.values()):
             sequence.handle.after_fork(self._failure)
 
-    # The engine thread's side.
+    # Methods for the engine thread.
 
     def _run(self) -> None:
         try:
@@ -345,7 +368,8 @@ class EngineCore:
                 if not self.step():
                     self._idle()
         except BaseException as error:
-            # No state can be trusted after this. Callers get the error and do not wait forever.
+            # The engine's state can no longer be trusted. Report the error so that no caller waits
+            # forever.
             self._failure = error
         reason = self._failure or KVBoostError("the engine was closed before the request was done")
         with self.lock:
@@ -364,7 +388,10 @@ class EngineCore:
         self._backend.close()
 
     def _idle(self) -> None:
-        """Save blocks to the tiers, then sleep until a message, a deadline or the end of a pin."""
+        """Save blocks to the tiers, then sleep until there is something to do.
+
+        A message, a deadline or an expiring pin ends the sleep.
+        """
         if self._closing:
             return
         if self.scheduler.awaits_features:
@@ -387,14 +414,18 @@ class EngineCore:
         self._sleep(min([longest, *(max(0.0, end - time.monotonic()) for end in ends)]))
 
     def _sleep(self, seconds: float) -> None:
-        """Wait for a message, at most this many seconds, and handle it."""
+        """Wait up to `seconds` for a message and handle it."""
         with contextlib.suppress(queue.Empty):
             message = self._inbox.get(timeout=seconds)
             with self.lock:
                 self._handle(message)
 
     def step(self) -> bool:
-        """Run one step: plan, score, compute, sample. Return False if there was nothing to do."""
+        """Run one step: plan, score reused spans, run the forward pass and sample.
+
+        Returns:
+            False if there was nothing to do.
+        """
         planned = time.perf_counter()
         with self.lock:
             plan = self._plan()
@@ -411,7 +442,7 @@ class EngineCore:
         return True
 
     def _batch_of(self, plan: StepPlan) -> ForwardBatch | None:
-        """Return the batch of a step; None if it computes nothing."""
+        """Build the batch of a step, or return None if the step computes no tokens."""
         if not plan.work:
             return None
         members = plan.members
@@ -424,7 +455,10 @@ class EngineCore:
         )
 
     def _prepare(self, sequences: list[Sequence]) -> None:
-        """Score a part of each sequence's spans; one that fails ends alone."""
+        """Score the next part of the reused spans of each sequence.
+
+        An error ends only the sequence that caused it.
+        """
         if not sequences:
             return
         failed = self._prober.look(sequences)
@@ -436,10 +470,11 @@ class EngineCore:
     def _compute(self, plan: StepPlan, batch: ForwardBatch | None) -> list[Floats] | None:
         """Copy blocks and run the forward pass.
 
-        If it fails, all sequences that depend on it end.
+        A failed pass ends all sequences in it.
 
         Returns:
-            The rows of each item of work; None if the pass failed or all its sequences are ending.
+            One array of rows per work item. None if the pass failed or was abandoned because all of
+                its sequences are ending.
         """
         try:
             if plan.copies:
@@ -448,7 +483,7 @@ class EngineCore:
                 return []
             return split_rows(plan.work, self._runner.forward(batch), batch.states)
         except PassAbandoned:
-            return None  # the next step ends all its sequences
+            return None  # the next step ends all sequences of this pass
         except Exception as error:
             with self.lock:
                 for sequence in plan.members:
@@ -458,7 +493,7 @@ class EngineCore:
     def _finish(
         self, plan: StepPlan, batch: ForwardBatch | None, found: list[Floats], began: float
     ) -> None:
-        """Give each sequence its rows, commit accepted draft tokens, and write back blocks."""
+        """Sample the next tokens, commit accepted draft tokens, and save blocks to the tiers."""
         seconds = time.perf_counter() - began
         self._estimate.observe(plan, seconds)
         _note_shares(plan.work, seconds)
@@ -476,9 +511,12 @@ class EngineCore:
             self.tiering.save_some(time.perf_counter() - began)
 
     def _plan(self) -> StepPlan | None:
-        """Return the plan of the next step; None if nothing can be done.
+        """Plan the next step and reserve its blocks.
 
-        Its blocks are reserved, and freed blocks are reported to the backend.
+        Blocks freed meanwhile are reported to the backend.
+
+        Returns:
+            The plan, or None if there is nothing to compute.
         """
         self._drain_inbox()
         self._expire()
@@ -493,7 +531,7 @@ class EngineCore:
                 self._end(sequence, error=error)
             plan.work = [one for one in plan.work if one.sequence.status is SequenceStatus.RUNNING]
         self.tiering.save_evicted()
-        # The content of a block that is about to be copied is still needed, even if the block has a
+        # Blocks that are about to be copied must keep their content, even if they already have a
         # new owner.
         sources = frozenset([copy.src for copy in plan.copies])
         self._release_blocks(sources)
@@ -510,7 +548,7 @@ class EngineCore:
         """Report freed blocks to a quantized backend.
 
         Args:
-            wanted: freed blocks that are still needed; they are reported at the next step.
+            wanted: freed blocks that are still needed. They are reported in the next step.
         """
         if self._backend.spec.is_quantized:
             self._kept += self.scheduler.manager.drain_released()
@@ -518,7 +556,7 @@ class EngineCore:
             self._kept = [block for block in self._kept if block in wanted]
 
     def _drain_inbox(self) -> None:
-        while not self._inbox.empty():  # no other thread reads from it
+        while not self._inbox.empty():  # only this thread reads the inbox
             self._handle(self._inbox.get_nowait())
 
     def _handle(self, message: Message) -> None:
@@ -536,7 +574,7 @@ class EngineCore:
             self._closing = True
 
     def _expire(self) -> None:
-        """End requests whose deadline has passed, and pins whose time is over."""
+        """End requests whose deadline has passed, and remove expired pins."""
         now = time.monotonic()
         self.scheduler.manager.pins.expire(now)
         for index in self._deadlines.passed(now):
@@ -544,10 +582,10 @@ class EngineCore:
                 self._end(self._live[index], reason="timeout")
 
     def _take(self, work: list[ScheduledTokens[Sequence]], found: list[Floats]) -> None:
-        """Give each sequence its logits, publish full blocks, end finished sequences."""
+        """Pass each sequence its logits, cache its full blocks, and end finished sequences."""
         for one, rows in zip(work, found, strict=True):
             if one.sequence.status is not SequenceStatus.RUNNING:
-                continue  # an earlier stretch of the sequence failed
+                continue  # earlier work for this sequence in the same step failed
             try:
                 reason = self._advance(one, rows)
             except CacheCorruption:
@@ -559,19 +597,20 @@ class EngineCore:
                 self._end(one.sequence, reason=reason)
 
     def _advance(self, work: ScheduledTokens[Sequence], rows: Floats) -> str | None:
-        """Take one sequence's logits; return its finish reason, or None.
+        """Pass a sequence its logits and return its finish reason, or None if it continues.
 
-        Nothing is published unless all of it worked.
+        If an error occurs, no blocks are added to the cache.
         """
-        # Index of the largest logit of each certain row, or of the first NaN. NaN anywhere in the
-        # tokens' KV shows here: the runner makes these rows NaN if attention did not.
+        # Find the largest logit of each row whose token is certain. argmax returns the first NaN if
+        # there is one. NaN in the KV of earlier tokens also shows here, because the runner sets
+        # such rows to NaN.
         largest = rows[: len(rows) - work.num_drafted].argmax(axis=1).tolist()
         if not all(map(math.isfinite, map(rows.item, range(len(largest)), largest))):
             raise KVBoostError(
                 f"the model returned NaN or infinite logits near token {work.certain_stop - 1}; "
-                "the request ends and its blocks are not published; try runner='torch' or "
-                "weights='f32', and if the model has worked before, remove its packed weights "
-                f"from {cache_directory() / 'packed'}: they may be damaged"
+                "the request ends and its blocks are not cached; try runner='torch' or "
+                "weights='f32'; if the model worked before, its packed weights may be damaged, so "
+                f"remove them from {cache_directory() / 'packed'}"
             )
         sequence = work.sequence
         known = sequence.num_tokens
@@ -586,7 +625,7 @@ class EngineCore:
     def _end(
         self, sequence: Sequence, *, reason: str = "", error: BaseException | None = None
     ) -> None:
-        """Free a sequence's blocks, then finish its handle."""
+        """Free a sequence's blocks and finish its handle with a result or an error."""
         if self._live.pop(sequence.index, None) is None:
             return
         if error is None and reason in ("stop", "length"):
@@ -602,7 +641,7 @@ class EngineCore:
 
 
 def _note_shares(work: list[ScheduledTokens[Sequence]], seconds: float) -> None:
-    """Record for each sequence of a step its share of the step's tokens."""
+    """Record each sequence's share of the tokens in a step."""
     tokens: Counter[Sequence] = Counter()
     for one in work:
         tokens[one.sequence] += len(one.token_ids)
@@ -612,7 +651,7 @@ def _note_shares(work: list[ScheduledTokens[Sequence]], seconds: float) -> None:
 
 
 def _is_ending(sequence: Sequence) -> bool:
-    """Return whether the next step will end a sequence: cancelled, or past its deadline."""
+    """Return whether a sequence is cancelled or past its deadline."""
     deadline = sequence.request.terms.deadline
     return sequence.handle.cancel_requested or (
         deadline is not None and time.monotonic() >= deadline

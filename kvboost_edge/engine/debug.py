@@ -1,4 +1,4 @@
-"""The block checks of `debug_checks=True`. They are slow."""
+"""Slow consistency checks of KV blocks, enabled by `debug_checks=True`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["BlockWatch", "Unwatched"]
 
 
 class Unwatched:
-    """The null implementation, which checks nothing."""
+    """A null implementation that checks nothing."""
 
     def idle(self) -> None:
         """Check the bookkeeping of an idle engine."""
@@ -21,7 +21,7 @@ class Unwatched:
         """Prepare the checks of a forward pass.
 
         Args:
-            new_blocks: blocks that hold no KV yet.
+            new_blocks: newly allocated blocks that hold no KV yet.
             sources: blocks that are about to be copied.
         """
 
@@ -30,13 +30,12 @@ class Unwatched:
 
 
 class BlockWatch(Unwatched):
-    """Detects wrong reads and writes of blocks and recurrent state slots.
+    """Checks that detect wrong reads and writes of blocks and recurrent state slots.
 
-    - New blocks, and the draft slots of recurrent state, are filled with NaN before each pass. A
-      read of unwritten KV then shows.
-    - Blocks that must not be written (shared or cached), and snapshots, are compared before and
-      after a pass.
-    - The bookkeeping of an idle engine is recomputed.
+    - New blocks and the draft slots of recurrent state are filled with NaN before each pass, so
+      reads of unwritten KV become visible.
+    - Checksums of shared blocks, cached blocks and snapshots are compared before and after a pass.
+    - The block manager's bookkeeping is recomputed whenever the engine is idle.
     """
 
     def __init__(self, manager: KVCacheManager, backend: Backend) -> None:
@@ -46,11 +45,15 @@ class BlockWatch(Unwatched):
         self._snapshots: dict[tuple[int, int], int] = {}  # (block, slot) -> checksum of the state
 
     def idle(self) -> None:
-        """Raise CacheCorruption if blocks are held although nothing runs."""
+        """Check that an idle engine holds no blocks.
+
+        Raises:
+            CacheCorruption: blocks are held, or the bookkeeping is inconsistent.
+        """
         self._manager.check_invariants([])
 
     def before(self, new_blocks: Iterable[int], sources: Set[int]) -> None:
-        """Fill new blocks with NaN and store checksums of the others."""
+        """Fill new blocks with NaN and record checksums of shared and cached blocks."""
         self._backend.poison_blocks([block for block in new_blocks if block not in sources])
         states = self._manager.block_states()
         blocks = [
@@ -71,7 +74,11 @@ class BlockWatch(Unwatched):
         )
 
     def after(self) -> None:
-        """Raise CacheCorruption if a shared or cached block was written."""
+        """Check that the forward pass wrote to no shared or cached block.
+
+        Raises:
+            CacheCorruption: a shared or cached block, or a snapshot, was overwritten.
+        """
         found = self._backend.checksum_blocks(list(self._checksums))
         for (block, old), new in zip(self._checksums.items(), found, strict=True):
             if old != new:

@@ -1,4 +1,4 @@
-"""`CPUPagedEngine`, the public class. One engine thread runs all requests."""
+"""The public class `CPUPagedEngine`, which runs all requests on one engine thread."""
 
 from __future__ import annotations
 
@@ -56,29 +56,35 @@ _MAX_NEW_TOKENS = option_of(SamplingParams, "max_new_tokens").default
 
 
 class TellsResidency:
-    """The part of the cache that others may see: figures and hashes, no tokens."""
+    """Cache figures and prefix hashes that may be shared with other processes.
+
+    They contain no tokens.
+    """
 
     _core: EngineCore
     _parts: EngineParts
 
     @property
     def cache_root(self) -> bytes:
-        """Root of the prefix hashes of prompts without tenant and salt.
+        """Root of the prefix hashes of prompts that have no tenant and no salt.
 
-        `hashing.shared_root` makes the roots of other tenants and salts from it. Engines with equal
-        roots have the same model and KV format.
+        `hashing.shared_root` derives the roots of other tenants and salts from this one. Engines
+        with
+        equal roots have the same model and KV format.
         """
         return self._parts.root
 
     def take_cache_events(self, whole: bool = False) -> CacheEvents:
         """Return the prefix hashes that entered and left the pool since the last call.
 
-        Snapshots of recurrent state are reported by their `state_hash`. One caller may call it;
-        nothing is recorded before the first call.
+        Snapshots of recurrent state are reported by their `state_hash`. Only one caller may use
+        this
+        method, because each call consumes the events. Recording starts with the first call.
 
         Args:
-            whole: list all current hashes. The first call does so too, and a call after more
-                changes than are recorded (one for each block).
+            whole: list all current hashes instead of changes. The first call always does, and so
+                does
+                a call after more changes than there are blocks.
         """
         with self._core.reading():
             return self._parts.manager.events.take(whole)
@@ -86,11 +92,13 @@ class TellsResidency:
     def take_tier_events(self, whole: bool = False) -> dict[str, CacheEvents]:
         """Return the prefix hashes that entered and left each offload tier since the last call.
 
-        The engine does not query devices or servers, so that a hash that leaves a tier is reported
-        later. One caller may call it; nothing is recorded before the first call.
+        The engine does not query devices or servers, so hashes that left a tier may be reported
+        late.
+        Only one caller may use this method, because each call consumes the events. Recording starts
+        with the first call.
 
         Args:
-            whole: list all current hashes.
+            whole: list all current hashes instead of changes.
 
         Returns:
             The events by tier name.
@@ -101,14 +109,15 @@ class TellsResidency:
         }
 
     def cache_stats(self) -> dict[str, float]:
-        """Return hits, misses and sizes of the cache; `stats.cache_stats` lists the keys."""
+        """Return hits, misses and sizes of the cache, keyed as in `stats.cache_stats`."""
         with self._core.reading():
             return stats.cache_stats(self._parts, self._core.tiering)
 
 
-_Build = Callable[[EngineConfig], EngineParts]  # may be called again for the same model
+# Can be called again to build another engine over the same model.
+_Build = Callable[[EngineConfig], EngineParts]
 
-# Options of an engine's memory and tiers, which the quality gate's engine does not share.
+# Memory and tier options that are reset for the quality gate's separate engine.
 _OWN_MEMORY: dict[str, Any] = {
     "max_memory": None,
     "max_cache_bytes": None,
@@ -124,13 +133,12 @@ _OWN_MEMORY: dict[str, Any] = {
 class CPUPagedEngine(Embeds, KVBoostViews, TellsResidency):
     """A language model with a paged KV cache that requests share.
 
-    Make one with `from_pretrained`, or from a loaded transformers model and its tokenizer. Options
-    are the fields of `EngineConfig`.
+    Create an engine with `from_pretrained`, or from a loaded transformers model and its tokenizer.
+    Options are the fields of `EngineConfig`.
 
-    All methods may be called from several threads at once, and their requests are computed in one
-    batch. Close the engine (`close()` or `with`) to free its memory. A later call raises
-    KVBoostError, and so does any call in a process forked from this one, because the engine's
-    thread does not exist there.
+    Methods may be called from several threads at once. The engine batches their requests. Close the
+    engine with `close()` or `with` to free its memory. Calls to a closed engine raise KVBoostError.
+    So do calls in a forked child process, because the engine thread does not exist there.
     """
 
     def __init__(
@@ -155,22 +163,23 @@ class CPUPagedEngine(Embeds, KVBoostViews, TellsResidency):
         progress: Callable[[int, int], None] | None = None,
         **options: Any,
     ) -> Self:
-        """Load a model directory, a GGUF file or a model of the hub.
+        """Load a model directory, a GGUF file or a model from the hub.
 
         Args:
-            model_name_or_path: model directory, GGUF file, hub id, or "kvboost-edge/demo", which is
-                part of the package; None: that one.
-            strict: option of this name, also by position.
-            model_name: another name of model_name_or_path.
-            path_or_id: another name of model_name_or_path.
-            progress: called with (bytes done, bytes in all) while the native runner packs the
-                weights, once per model.
+            model_name_or_path: model directory, GGUF file or hub id. "kvboost-edge/demo" is the
+                bundled model, which is also the default.
+            strict: the option of the same name. It may be passed by position.
+            model_name: alias of model_name_or_path.
+            path_or_id: alias of model_name_or_path.
+            progress: called with (bytes done, total bytes) while the native runner packs the
+                weights,
+                once per model.
             options: fields of `EngineConfig`.
 
         Raises:
             ConfigError: an option is invalid.
             ModelFormatError: the files are damaged or not supported.
-            CapacityError: weights and pool do not fit in memory.
+            CapacityError: the weights and the pool do not fit in memory.
             BackendUnavailable: the backend is not available on this machine.
         """
         model = _one_model(
@@ -230,8 +239,8 @@ class CPUPagedEngine(Embeds, KVBoostViews, TellsResidency):
             self._documents,
             functools.partial(_gate_apart, build, config),
         )
-        # The thread references only the core. An engine without references is therefore collected,
-        # and its finalizer ends the thread.
+        # The thread references only the core. An unused engine can therefore be garbage collected,
+        # and its finalizer stops the thread.
         self._finalizer = weakref.finalize(self, self._core.request_close)
         self._core.start()
 
@@ -245,24 +254,24 @@ class CPUPagedEngine(Embeds, KVBoostViews, TellsResidency):
 
     @property
     def runner_info(self) -> RunnerInfo:
-        """Constants of the loaded model: architecture, dtype, vocabulary, context."""
+        """Constants of the loaded model, such as architecture, dtype and context."""
         return self._parts.runner.info
 
     @property
     def sampling_defaults(self) -> SamplingDefaults:
-        """Sampling values of requests that are sampled and do not name their own."""
+        """Sampling values for sampled requests that do not set their own."""
         return self._parts.sampling
 
     @property
     def reuse_refusal(self) -> str | None:
-        """Reason that mode="chunk_kv_reuse" is refused for this model, or None."""
+        """Reason why this model does not support mode="chunk_kv_reuse", or None if it does."""
         return self._reuse.refusal
 
     @property
     def default_reuse_refusal(self) -> str | None:
-        """Reason that mode="chunk_kv_reuse" with the engine's options is refused, or None.
+        """Reason why mode="chunk_kv_reuse" is refused with the engine's options, or None.
 
-        It is `reuse_refusal`, or a stored verdict of the quality gate.
+        The reason is `reuse_refusal` or a stored verdict of the quality gate.
         """
         return self.reuse_refusal or self._gate.refusal(self._reuse.own_repair())
 
@@ -277,18 +286,18 @@ class CPUPagedEngine(Embeds, KVBoostViews, TellsResidency):
         entry: RequestArrival | None = None,
         **options: Any,
     ) -> RequestHandle:
-        """Queue a request and return at once.
+        """Queue a request and return its handle without waiting.
 
         Args:
             prompt: text, token ids or chat messages.
-            sampling: sampling parameters; or give its fields as options.
-            terms: mode, tenant, cache_salt, priority, deadline, retention and others; or give its
-                fields as options.
-            entry: start of the call, if that was earlier.
+            sampling: sampling parameters. Their fields may be given as options instead.
+            terms: request settings such as mode, tenant, priority and deadline. Their fields may be
+                given as options instead.
+            entry: start time of the call, if it began before this method was called.
             options: fields of `SamplingParams` and `Terms`.
 
         Raises:
-            RequestError: the prompt or an option is wrong.
+            RequestError: the prompt or an option is invalid.
             CapacityError: the request is larger than the pool.
         """
         return self._submit(
@@ -304,8 +313,8 @@ class CPUPagedEngine(Embeds, KVBoostViews, TellsResidency):
             The number of prompt tokens.
 
         Raises:
-            RequestError: as `submit`.
-            CapacityError: as `submit`.
+            RequestError: the prompt or an option is invalid.
+            CapacityError: the request is larger than the pool.
         """
         request = self._builder.read(prompt, options)
         self._scheduler.check_fits(request)
@@ -329,11 +338,14 @@ class CPUPagedEngine(Embeds, KVBoostViews, TellsResidency):
 
         Args:
             prompt: text, token ids or chat messages.
-            max_new_tokens: most tokens to generate; None: up to the end of the context.
-            mode: use of the cache.
+            max_new_tokens: maximum number of tokens to generate. None allows output up to the end
+                of
+                the context.
+            mode: how the request uses the cache.
             temperature: sampling temperature.
-            do_sample: draw tokens at random.
-            sampling: sampling parameters, with their own max_new_tokens.
+            do_sample: sample tokens at random instead of taking the most likely one.
+            sampling: sampling parameters. Their max_new_tokens applies unless the argument is
+                given.
             options: fields of `SamplingParams` and `Terms`.
         """
         options |= _given(temperature=temperature, do_sample=do_sample)
@@ -355,13 +367,14 @@ class CPUPagedEngine(Embeds, KVBoostViews, TellsResidency):
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         **options: Any,
     ) -> list[GenerationResult]:
-        """Generate for all prompts together; return the results in their order.
+        """Generate for all prompts in one batch and return the results in order.
 
-        All prompts are checked before the first is queued. A request's error is raised once all are
-        done.
+        All prompts are checked before the first one is queued. If a request fails, its error is
+        raised
+        after all requests are done.
 
         Args:
-            sampling: sampling parameters for all prompts, or a list with one entry for each.
+            sampling: sampling parameters for all prompts, or a list with one entry per prompt.
         """
         options |= _given(temperature=temperature, do_sample=do_sample)
         options |= _length(sampling, max_new_tokens)
@@ -378,9 +391,9 @@ class CPUPagedEngine(Embeds, KVBoostViews, TellsResidency):
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         **options: Any,
     ) -> list[GenerationResult]:
-        """Generate for many prompts like `generate_batch`, grouped by prefix.
+        """Generate for many prompts, with prompts that share a prefix scheduled together.
 
-        Prompts that share a prefix run together, while it is in the pool.
+        Arguments and errors are those of `generate_batch`.
         """
         options |= _given(temperature=temperature, do_sample=do_sample)
         options |= _length(sampling, max_new_tokens)
@@ -394,10 +407,10 @@ class CPUPagedEngine(Embeds, KVBoostViews, TellsResidency):
         return [by_index[index] for index in range(len(requests))]
 
     def stream(self, prompt: Prompt, **options: Any) -> Iterator[str]:
-        """Return an iterator over pieces of the output text, as they become certain.
+        """Return an iterator over pieces of the output text.
 
-        The request is checked at once and queued by the first `next`. Closing the iterator cancels
-        it.
+        The request is checked immediately but queued only by the first `next`. Closing the iterator
+        cancels the request.
 
         Args:
             options: options of `submit`.
@@ -407,7 +420,7 @@ class CPUPagedEngine(Embeds, KVBoostViews, TellsResidency):
         return self._stream(request)
 
     async def agenerate(self, prompt: Prompt, **options: Any) -> GenerationResult:
-        """Generate and wait for the whole result; `generate` for asyncio.
+        """Generate and wait for the whole result with asyncio.
 
         Cancelling the task cancels the request.
         """
@@ -418,7 +431,7 @@ class CPUPagedEngine(Embeds, KVBoostViews, TellsResidency):
             handle.cancel()
 
     async def astream(self, prompt: Prompt, **options: Any) -> AsyncIterator[str]:
-        """Yield pieces of the output text; `stream` for asyncio.
+        """Yield pieces of the output text with asyncio.
 
         Closing the iterator cancels the request.
         """
@@ -430,9 +443,7 @@ class CPUPagedEngine(Embeds, KVBoostViews, TellsResidency):
             handle.cancel()
 
     def read_ahead(self) -> None:
-        """Prepare structured output in the background, so that the first such request need not
-        wait.
-        """
+        """Prepare structured output in the background to speed up its first request."""
         self._sequences.read_ahead()
 
     # Cache.
@@ -446,18 +457,22 @@ class CPUPagedEngine(Embeds, KVBoostViews, TellsResidency):
         handles: list[RequestHandle] | None = None,
         **options: Any,
     ) -> WarmResult:
-        """Compute a text once, so that prompts that begin with it find it in the cache.
+        """Compute the KV of a text in advance so that later prompts can reuse it.
 
-        Documents, and text at another position, are found anywhere by mode="chunk_kv_reuse".
+        Prompts that begin with the text reuse its KV as a cached prefix. Documents and text at
+        other
+        positions are reused only with mode="chunk_kv_reuse".
 
         Args:
             text: text, token ids or chat messages.
-            position_offset: number of tokens before the text in later prompts. The text is then
-                computed without special tokens.
-            documents: texts or token ids, split by the options of `EngineConfig` or those given
-                here.
-            handles: list that receives the handles of the computed parts, for cancelling.
-            options: fields of `Terms`: tenant, cache_salt, priority, ...; pin and ttl as in `pin`.
+            position_offset: number of tokens that precede the text in later prompts. If given, the
+                text
+                is computed without special tokens.
+            documents: texts or token ids. They are split by the chunking options of `EngineConfig`
+                or
+                those passed here.
+            handles: list that receives the handles of the computed parts, which allows cancelling.
+            options: fields of `Terms`, such as tenant, cache_salt, priority, pin and ttl.
 
         Raises:
             RequestError: the text is invalid, or mode="chunk_kv_reuse" is refused.
@@ -474,10 +489,11 @@ class CPUPagedEngine(Embeds, KVBoostViews, TellsResidency):
         )
 
     def check_reuse(self, **options: Any) -> Verdict:
-        """Return the quality gate's verdict on mode="chunk_kv_reuse", stored or tested now.
+        """Return the quality gate's verdict on mode="chunk_kv_reuse".
 
-        The test runs on another engine over the same model. It evicts nothing from this cache and
-        does not count in its figures.
+        If no verdict is stored, the test runs now on a separate engine over the same model. The
+        test
+        changes neither this cache nor its statistics.
 
         Args:
             options: recompute_* options.
@@ -494,24 +510,25 @@ class CPUPagedEngine(Embeds, KVBoostViews, TellsResidency):
     ) -> WarmResult:
         """Compute a prompt if it is not cached, and pin its full blocks.
 
-        Pinning it again sets a new end.
+        Pinning a prompt again replaces its expiry time.
 
         Args:
-            ttl: seconds until the pin ends; None: until `unpin`.
+            ttl: seconds until the pin expires. None keeps the pin until `unpin`.
 
         Raises:
-            CapacityError: `max_pinned_blocks` leaves no room.
+            CapacityError: the pins would exceed `max_pinned_blocks`.
         """
         return self.warm(prompt, tenant=tenant, cache_salt=cache_salt, pin=True, ttl=ttl)
 
     def unpin(
         self, prompt: Prompt, *, tenant: str | None = None, cache_salt: str | None = None
     ) -> int:
-        """End the pin of a prompt; its blocks stay cached like others.
+        """Remove the pin of a prompt. Its blocks stay cached but can be evicted.
 
         Returns:
-            The number of blocks that other pins do not hold either. 0 if this tenant and salt did
-                not pin the prompt.
+            The number of blocks that no pin holds any more. 0 if this tenant and salt did not pin
+            the
+                prompt.
         """
         terms = Terms(tenant=tenant, cache_salt=cache_salt)
         token_ids = self._builder.token_ids(prompt, terms)
@@ -521,10 +538,13 @@ class CPUPagedEngine(Embeds, KVBoostViews, TellsResidency):
     def warm_result(
         self, token_ids: Sequence[int], *, tenant: str | None = None, cache_salt: str | None = None
     ) -> WarmResult:
-        """Return the cached part of a prompt as `warm` reports it, without computing anything."""
+        """Return the cached part of a prompt in the form that `warm` returns.
+
+        Nothing is computed.
+        """
         root = self._builder.root(Terms(tenant=tenant, cache_salt=cache_salt))
         with self._core.reading():
-            # One more token, because the last token of a prompt is never taken from the cache.
+            # The last token of a prompt is never served from the cache, so look up one extra token.
             servable = self._parts.manager.peek((*token_ids, 0), root)
         config = self._config
         return WarmResult.of(servable, len(token_ids), config.chunk_tokens, config.block_size)
@@ -536,7 +556,7 @@ class CPUPagedEngine(Embeds, KVBoostViews, TellsResidency):
     ) -> KeptAnswers:
         """Return the stored token ids of this tenant's answers.
 
-        Chat messages given as a prompt use them automatically.
+        They are used automatically when a prompt is given as chat messages.
         """
         owner, root = (
             self._builder.root(Terms(tenant=tenant, cache_salt=salt)) for salt in (None, cache_salt)
@@ -544,13 +564,13 @@ class CPUPagedEngine(Embeds, KVBoostViews, TellsResidency):
         return KeptAnswers(self._core.answers, owner, root)
 
     def logits(self, token_ids: Prompt, start: int = 0) -> npt.NDArray[np.float32]:
-        """Return the logits of token_ids[start:], computed by the normal paged path.
+        """Return the logits of token_ids[start:].
 
         Tokens before `start` may come from the cache.
 
         Returns:
-            float32 [num_tokens - start, vocab_size]. Row i belongs to token start + i and predicts
-                the next token.
+            float32 array [num_tokens - start, vocab_size]. Row i predicts the token after token
+                start + i.
         """
         return self._logits(token_ids, start, GenerationMode.PREFIX_CACHE)
 
@@ -562,26 +582,32 @@ class CPUPagedEngine(Embeds, KVBoostViews, TellsResidency):
         mode: GenerationMode | str = GenerationMode.PREFIX_CACHE,
         **options: Any,
     ) -> CorrectnessReport:
-        """Run each prompt without and with the cache; compare tokens, logits and distributions.
+        """Compare the output of each prompt with and without the cache.
+
+        The report compares tokens, logits and distributions.
 
         Args:
-            prompts: prompts; None: prompts made from the tokenizer. An integer here is
-                max_new_tokens.
-            mode: the mode to compare. chunk_kv_reuse is approximate, so the report measures how far
-                greedy answers change.
-            options: sampling options; with mode="chunk_kv_reuse", only recompute_*.
+            prompts: list of prompts, or None for prompts made from the tokenizer. An integer is
+                taken
+                as max_new_tokens.
+            mode: mode to compare. chunk_kv_reuse is approximate, so its report measures how much
+                greedy
+                answers change.
+            options: sampling options. With mode="chunk_kv_reuse", only recompute_* options.
         """
         if isinstance(prompts, str):
-            raise RequestError("prompts is a string; verify_correctness takes a list of prompts")
+            raise RequestError("prompts must be a list of prompts, not str; put it in a list")
         if isinstance(prompts, (int, np.integer)):
             if max_new_tokens != 32:
-                raise RequestError(f"max_new_tokens is given twice: {prompts} and {max_new_tokens}")
+                raise RequestError(
+                    f"max_new_tokens is given twice: {prompts} and {max_new_tokens}; give it once"
+                )
             max_new_tokens = as_int("max_new_tokens", prompts)
             prompts = None
         return verify(self, self._gate, self._reuse, mode, prompts, max_new_tokens, options)
 
     def paged_stats(self) -> dict[str, Any]:
-        """Return figures of pool, memory and engine; `stats.paged_stats` lists the keys."""
+        """Return figures of the pool, memory and engine, keyed as in `stats.paged_stats`."""
         with self._core.reading():
             return stats.paged_stats(
                 self._parts,
@@ -592,35 +618,45 @@ class CPUPagedEngine(Embeds, KVBoostViews, TellsResidency):
             )
 
     def block_map(self) -> list[int]:
-        """Return one number per block.
+        """Return the status of each block as a number.
 
-        0: free, 1: cached, 2: in use, 3: shared, 4: in use at another position.
+        0 is free, 1 cached, 2 in use, 3 shared, and 4 in use at another position.
         """
         with self._core.reading():
             return stats.block_map(self._parts, self._scheduler)
 
     def block_details(self, limit: int = 4096) -> list[BlockDetail]:
-        """Return state, tokens and references of the first `limit` blocks, without prompt text."""
+        """Return state, token count and reference count of the first `limit` blocks.
+
+        The prompt text is not included.
+        """
         with self._core.reading():
             return stats.block_details(self._parts, self._scheduler, limit)
 
     def num_running(self) -> int:
-        """Return the number of requests that hold blocks, without waiting for the engine."""
+        """Return the number of requests that hold blocks.
+
+        The call does not wait for a running step.
+        """
         return len(self._scheduler.running)
 
     def num_waiting(self) -> int:
-        """Return the number of queued or preempted requests, without waiting."""
+        """Return the number of queued and preempted requests.
+
+        The call does not wait for a running step.
+        """
         return self._core.num_waiting()
 
     def waiting_tokens(self) -> int:
-        """Return the number of tokens of waiting requests, without waiting.
+        """Return the number of tokens still to compute for waiting requests.
 
-        The output that a preempted request had generated is included.
+        The generated tokens of preempted requests count too. The call does not wait for a running
+        step.
         """
         return self._core.waiting_tokens()
 
     def is_alive(self) -> bool:
-        """Return whether the engine can take requests: not closed, and its thread is alive."""
+        """Return whether the engine is open and its thread is running."""
         return self._core.is_alive()
 
     def failure(self) -> BaseException | None:
@@ -628,19 +664,19 @@ class CPUPagedEngine(Embeds, KVBoostViews, TellsResidency):
         return self._core.failure
 
     def reset_cache(self) -> int:
-        """Remove all cached blocks of the pool that are not in use. Tiers keep theirs.
+        """Evict all cached blocks that are not in use. Offload tiers are not changed.
 
         Returns:
-            The number of removed blocks.
+            The number of evicted blocks.
         """
         with self._core.reading():
             self._scheduler.speculation.forget_all()
             return self._parts.manager.reset()
 
     def close(self) -> None:
-        """End the engine thread and free pool and model; running requests fail.
+        """Stop the engine thread and free the pool and the model.
 
-        It may be called again.
+        Unfinished requests fail with KVBoostError. Closing an engine twice has no effect.
         """
         self._finalizer.detach()
         self._core.close()
@@ -663,13 +699,13 @@ class CPUPagedEngine(Embeds, KVBoostViews, TellsResidency):
         return requests
 
     def _say_raw(self) -> None:
-        """Log once that text is used as it is although the model has a chat template."""
+        """Warn once if plain text is used without applying the model's chat template."""
         if self._said_raw or not self._parts.tokenizer.chat_template:
             return
         self._said_raw = True
         _LOG.warning(
-            "generate(text) uses the text as it is; chat messages, as in "
-            "generate([{'role': 'user', 'content': text}]), use the model's chat template"
+            "generate(text) does not apply the model's chat template; to apply it, pass chat "
+            "messages: generate([{'role': 'user', 'content': text}])"
         )
 
     def _submit(self, request: Request) -> RequestHandle:
@@ -682,14 +718,17 @@ class CPUPagedEngine(Embeds, KVBoostViews, TellsResidency):
             yield from self._submit(request)
 
     def _run(self, requests: Sequence[Request]) -> list[GenerationResult]:
-        """Queue all requests, or none, and wait for the results."""
+        """Check all requests, queue them, and wait for the results."""
         for request in requests:
             self._gate.checked(request)
         return self._calls.run(requests, self._submit)
 
     async def _asubmit(self, prompt: Prompt, options: dict[str, Any]) -> RequestHandle:
-        """Queue a request in another thread; cancelling the task cancels it."""
-        # Tokenizing may take long, so it does not run in the event loop.
+        """Queue a request in a worker thread.
+
+        Cancelling the task cancels the request.
+        """
+        # Tokenizing a long prompt would block the event loop.
         entry = RequestArrival(time.perf_counter())
         task = asyncio.ensure_future(
             asyncio.to_thread(lambda: self._submit(self._builder.read(prompt, options, entry)))
@@ -706,29 +745,28 @@ class CPUPagedEngine(Embeds, KVBoostViews, TellsResidency):
         self, token_ids: Prompt, start: int, mode: GenerationMode
     ) -> npt.NDArray[np.float32]:
         if isinstance(token_ids, str):
-            raise RequestError(
-                "logits takes token ids, not text; encode it with engine.tokenizer.encode"
-            )
+            raise RequestError("token_ids is text; encode it with engine.tokenizer.encode")
         request = self._builder.make(
             token_ids, Terms(mode=mode), SamplingParams(), logits_start=as_int("start", start)
         )
         if not 0 <= start < request.num_prompt_tokens:
             raise RequestError(
-                f"start={start} must be in 0..{request.num_prompt_tokens - 1}, the tokens given"
+                f"start={start} must be in 0..{request.num_prompt_tokens - 1} for this prompt"
             )
         return self._calls.logits(request)[1]
 
 
 def _one_model(**names: str | Path | None) -> str | Path:
-    """Return the model that is given under one of these names, or the bundled one.
+    """Return the model given under one of several argument names, or the bundled model.
 
-    Raises ConfigError if it is given under two names.
+    Raises:
+        ConfigError: more than one name is used.
     """
     given = _given(**names)
     if len(given) > 1:
         raise ConfigError(f"{' and '.join(given)} both name the model; give only one of them")
     if not given:
-        _LOG.info("no model is given: %s, which is part of the package", BUNDLED_MODEL)
+        _LOG.info("no model given; using the bundled model %s", BUNDLED_MODEL)
     return next(iter(given.values()), BUNDLED_MODEL)
 
 
@@ -738,21 +776,24 @@ def _given(**options: Any) -> dict[str, Any]:
 
 
 def _length(sampling: object, max_new_tokens: int | None) -> dict[str, Any]:
-    """Return the option max_new_tokens; nothing if `sampling` has its own and it is not given."""
+    """Return max_new_tokens as an option, or no option if `sampling` should decide.
+
+    `sampling` decides if it is given and max_new_tokens has its default value.
+    """
     unset = sampling is not None and max_new_tokens == _MAX_NEW_TOKENS
     return {} if unset else {"max_new_tokens": max_new_tokens}
 
 
 @contextlib.contextmanager
 def _gate_apart(build: _Build, config: EngineConfig, num_blocks: int) -> Iterator[QualityGate]:
-    """Open another engine over the same model, without tiers; yield its quality gate."""
+    """Open a separate engine over the same model, without tiers, and yield its quality gate."""
     small = dataclasses.replace(config, num_blocks=num_blocks, **_OWN_MEMORY)
     with CPUPagedEngine._built_by(build, small) as engine:
         yield engine._gate
 
 
 def _logged(warmed: WarmResult) -> WarmResult:
-    """Log the alignment warning of a result, if it has one, and return the result."""
+    """Log the alignment warning of a result, if any, and return the result."""
     if warmed.alignment_warning is not None:
         _LOG.warning("warm: %s", warmed.alignment_warning)
     return warmed

@@ -1,4 +1,4 @@
-"""The caller's handle of a request: token events, the result, and cancellation."""
+"""The caller's handle of a request, with token events, result and cancellation."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from kvboost_edge.engine.request.results import GenerationResult, TokenLogprobs
 
 __all__ = ["Handles", "RequestHandle", "TokenEvent", "wait_for_all"]
 
-# A signal right before a wait, or during one that cannot be interrupted, is handled after it.
+# On some systems a signal is handled only after a blocking wait ends, so waits are kept short.
 _LONGEST_WAIT_S = 1.0
 
 
 class TokenEvent(NamedTuple):
-    """One output token.
+    """One generated token.
 
     Attributes:
         token_id: id of the token.
-        text: text that became certain with the token. It is empty while a character or a possible
-            stop string is incomplete, and for the EOS token. The texts of all events, joined, are
-            the result's `output_text`.
+        text: text that the token completed. It is empty for the EOS token, and while a character or
+            a possible stop string is incomplete. Joining the texts of all events gives the result's
+            `output_text`.
         time_ms: milliseconds since the start of the caller's call.
         logprobs: log probabilities, if requested.
     """
@@ -41,17 +41,21 @@ class TokenEvent(NamedTuple):
 class _Alarm:
     """Wakes coroutines of one event loop from other threads."""
 
-    # Wakes that come before the loop runs are combined. Otherwise each step would pay a system call
-    # for each stream.
+    # Several wakes before the loop runs are combined into one, which saves a system call per stream
+    # and step.
 
     def __init__(self) -> None:
         self._due: deque[asyncio.Event] = deque()
         self._ringing = False
 
     def wake(self, loop: asyncio.AbstractEventLoop, changed: asyncio.Event) -> None:
-        """Set an event in its loop; raise RuntimeError if the loop is closed."""
+        """Set an event in its loop.
+
+        Raises:
+            RuntimeError: the loop is closed.
+        """
         self._due.append(changed)
-        # If it is ringing, `_ring` has not cleared it and so will still empty the queue.
+        # While `_ringing` is set, a scheduled `_ring` call will still empty the queue.
         if not self._ringing or loop.is_closed():
             self._ringing = True
             loop.call_soon_threadsafe(self._ring)
@@ -67,13 +71,13 @@ _alarms_lock = threading.Lock()
 
 
 class _Listener(NamedTuple):
-    """A waiting coroutine.
+    """A coroutine that waits for changes of a request.
 
     Attributes:
-        loop: its event loop.
-        alarm: wakes coroutines of that loop.
+        loop: event loop of the coroutine.
+        alarm: alarm that wakes coroutines of that loop.
         changed: event that the coroutine waits for.
-        each_event: True if each token wakes it, False if only the end does.
+        each_event: whether each token wakes the coroutine, or only the end of the request.
     """
 
     loop: asyncio.AbstractEventLoop
@@ -83,21 +87,22 @@ class _Listener(NamedTuple):
 
 
 class RequestHandle:
-    """The handle of a request, returned by `submit`. Safe to use from any thread.
+    """The handle of a request, returned by `submit`. All methods are thread-safe.
 
-    Iterate (`for` or `async for`) over pieces of text, or over `events()` or `aevents()`; each
-    event is returned once. `result()` waits for the end, and `cancel()` ends the request within one
-    step. The iteration and `result()` raise the error that ended the request.
+    Iterate over the handle with `for` or `async for` to get pieces of text. `events()` and
+    `aevents()`
+    yield token events, each of them once. `result()` waits for the end, and `cancel()` stops the
+    request within one step. If the request failed, iterating and `result()` raise its error.
 
     Args:
-        look: returns the progress of a request by its index; None once it has ended.
+        look: function that returns the progress of a request by its index, or None after the end.
 
     Attributes:
         index: index of the request.
-        prompt_logprobs: log probabilities of the prompt, if requested; set before the first event.
-        cached_tokens: prompt tokens found in the cache; set before the first event.
-        pinned_tokens: tokens of the request's `pins` that were pinned; set with the result.
-        cancel_requested: True once the engine has noted that the request is to end.
+        prompt_logprobs: log probabilities of the prompt, if requested. Set before the first event.
+        cached_tokens: number of prompt tokens found in the cache. Set before the first event.
+        pinned_tokens: number of tokens pinned for the request's `pins`. Set with the result.
+        cancel_requested: True once the request was cancelled, even if a step still computes it.
     """
 
     def __init__(
@@ -124,23 +129,23 @@ class RequestHandle:
 
     def _make_lock(self) -> None:
         self._lock = threading.RLock()
-        # A caller that only waits for the result is not woken by each token.
+        # A separate condition, so that callers of `result()` are not woken by each token.
         self._changed = threading.Condition(self._lock)
         self._ended = threading.Condition(self._lock)
 
     def keep_alive(self, owner: object) -> None:
-        """Keep a reference to the engine. An engine without references is closed."""
+        """Keep a reference to the engine, which would be closed if nothing referenced it."""
         self._owner = owner
 
     @property
     def done(self) -> bool:
-        """True once the result or the error is set."""
+        """True once the request has a result or an error."""
         return self._result is not None or self._error is not None
 
     def progress(self) -> Progress:
-        """Return the progress of the prompt and an estimate of the time to the first token.
+        """Return the prompt's progress and the estimated time to the first token.
 
-        It does not wait.
+        The call does not block.
         """
         found = None if self.done else self._look(self.index)
         with self._lock:
@@ -161,19 +166,19 @@ class RequestHandle:
             return self._progress
 
     def started(self, timeout: float | None = None) -> bool:
-        """Wait for the first token or the end.
+        """Wait for the first token or the end of the request.
 
         Args:
-            timeout: longest wait in seconds; None: no limit.
+            timeout: maximum wait in seconds, or None to wait without a limit.
 
         Returns:
-            False on timeout.
+            False if the timeout expired.
         """
         with self._lock:
             return self._changed.wait_for(lambda: self._has_started or self.done, timeout)
 
     async def astarted(self, timeout: float | None = None) -> bool:
-        """Wait for the first token or the end; `started()` for asyncio."""
+        """Wait for the first token or the end of the request with asyncio."""
         changed = self._listen()
         try:
             async with asyncio.timeout(timeout):
@@ -187,18 +192,20 @@ class RequestHandle:
         return True
 
     def cancel(self) -> None:
-        """Cancel the request within one step. Without effect once it is done."""
+        """Cancel the request within one step. A finished request is not affected."""
         if not self.done:
             self._request_cancel(self.index)
 
     def result(self, timeout: float | None = None) -> GenerationResult:
-        """Wait for the end and return the result, or raise the request's error.
+        """Wait for the end and return the result.
+
+        If the request failed, its error is raised.
 
         Args:
-            timeout: longest wait in seconds; None: no limit.
+            timeout: maximum wait in seconds, or None to wait without a limit.
 
         Raises:
-            TimeoutError: the request is not done; it continues.
+            TimeoutError: the request is not done. It keeps running.
         """
         end = math.inf if timeout is None else time.monotonic() + timeout
         with self._lock:
@@ -206,7 +213,7 @@ class RequestHandle:
                 left = end - time.monotonic()
                 if left <= 0:
                     raise TimeoutError(
-                        f"request {self.index} is not done after timeout={timeout} seconds"
+                        f"request {self.index} is not done after timeout={timeout} s; it continues"
                     )
                 self._ended.wait(min(left, _LONGEST_WAIT_S))
         return self._outcome()
@@ -216,7 +223,7 @@ class RequestHandle:
         return (event.text for event in self.events() if event.text)
 
     def events(self) -> Iterator[TokenEvent]:
-        """Yield one event per output token, as they come."""
+        """Yield one event per generated token as it arrives."""
         while True:
             with self._lock:
                 self._changed.wait_for(lambda: self._events or self.done)
@@ -227,7 +234,7 @@ class RequestHandle:
             yield event
 
     async def aresult(self) -> GenerationResult:
-        """Wait for the result; `result()` for asyncio.
+        """Wait for the result with asyncio.
 
         Cancelling the task does not cancel the request.
         """
@@ -246,7 +253,7 @@ class RequestHandle:
                 yield event.text
 
     async def aevents(self) -> AsyncIterator[TokenEvent]:
-        """Yield one event per output token; `events()` for asyncio."""
+        """Yield one event per generated token with asyncio."""
         changed = self._listen()
         try:
             while True:
@@ -261,15 +268,15 @@ class RequestHandle:
         self._outcome()
 
     async def abatches(self) -> AsyncIterator[list[TokenEvent | GenerationResult]]:
-        """Yield lists of all new events; the last list ends with the result.
+        """Yield lists of all new events. The last list ends with the result.
 
-        Use it if the reader may be slower than the engine.
+        Use this method if the reader may be slower than the engine.
         """
         changed = self._listen()
         try:
             while True:
                 changed.clear()
-                done = self.done  # read first: once it is done, all its events can be taken
+                done = self.done  # read before taking events, so that none can arrive after them
                 batch: list[TokenEvent | GenerationResult] = [*self._pop_all()]
                 if done and self._result is not None:
                     batch.append(self._result)
@@ -311,7 +318,7 @@ class RequestHandle:
         with self._lock:
             self._listeners = tuple(item for item in self._listeners if item.changed is not changed)
 
-    # The engine thread's side.
+    # Methods for the engine thread.
 
     def _push(self, event: TokenEvent) -> None:
         with self._lock:
@@ -333,37 +340,36 @@ class RequestHandle:
         self._wake(listeners)
 
     def after_fork(self, error: BaseException) -> None:
-        """End the handle in a forked child, where no event comes any more."""
-        self._make_lock()  # a thread of the parent may have held the old one
-        self._listeners = ()  # waking the parent's listeners would write into its event loop
+        """Fail the handle in a forked child, where no more events arrive."""
+        self._make_lock()  # a parent thread may have held the old lock
+        self._listeners = ()  # waking them would write into the parent's event loop
         self._finish(None, error)
 
     def _wake(self, listeners: tuple[_Listener, ...]) -> None:
-        """Wake the listeners. The caller does not hold the lock."""
-        # Without the lock: a system call in here yields the interpreter to the reader, which would
-        # wait for the lock.
+        """Wake the listeners. The caller must not hold the lock."""
+        # Waking makes a system call, which lets the reader run. With the lock held, the reader
+        # would only wait for it.
         for listener in listeners:
-            # A listener that only wants the result is not woken for each token, to save the engine
-            # thread's time.
+            # Do not wake a listener for each token if it only waits for the result.
             if not (listener.each_event or self.done or listener.loop.is_closed()):
                 continue
             try:
                 listener.alarm.wake(listener.loop, listener.changed)
-            except RuntimeError:  # the reader's loop was closed
+            except RuntimeError:  # the listener's event loop is closed
                 self._request_cancel(self.index)
 
 
 class Handles(list[RequestHandle]):
-    """The handles of requests that a worker thread submits.
+    """A list of request handles that a worker thread fills.
 
-    After `stop`, a handle that is appended later is cancelled at once.
+    After `stop`, handles that are appended are cancelled immediately.
     """
 
     _stopped = False
 
     def append(self, handle: RequestHandle) -> None:
         super().append(handle)
-        if self._stopped:  # read after the append, because `stop` may have read the list before
+        if self._stopped:  # checked after appending, because `stop` may have read the list before
             handle.cancel()
 
     def stop(self) -> None:
@@ -373,9 +379,9 @@ class Handles(list[RequestHandle]):
 
 
 def wait_for_all(handles: Sequence[RequestHandle]) -> list[GenerationResult]:
-    """Return all results in order.
+    """Wait for all requests and return their results in order.
 
-    A request's error is raised once all are done.
+    If a request failed, its error is raised after all requests are done.
     """
     results: list[GenerationResult] = []
     failure: Exception | None = None

@@ -1,4 +1,4 @@
-"""Read-only views of an engine by the names of KVBoost's attributes."""
+"""Read-only views of an engine under KVBoost's attribute names."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ _NOT_OF_THE_ENGINE = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CacheManagerView:
-    """Figures of an engine's cache, by the names of KVBoost's cache manager.
+    """Cache figures under the attribute names of KVBoost's cache manager.
 
     Attributes:
         max_cache_bytes: size of the pool, in bytes.
         kv_cache_bits: bits of keys and of values in the pool, as in `EngineConfig`.
-        read_stats: returns the current figures, see `engine.cache_stats`.
+        read_stats: function that returns the current figures of `engine.cache_stats`.
     """
 
     max_cache_bytes: int
@@ -61,22 +61,22 @@ class CacheManagerView:
 
     @property
     def hits(self) -> int:
-        """Chunks found as a prefix."""
+        """Number of chunks found as part of a cached prefix."""
         return int(self.read_stats()["cache_hits"])
 
     @property
     def approximate_hits(self) -> int:
-        """Chunks reused from other positions."""
+        """Number of chunks reused from other positions."""
         return int(self.read_stats()["approximate_hits"])
 
     @property
     def misses(self) -> int:
-        """Chunks computed."""
+        """Number of chunks that had to be computed."""
         return int(self.read_stats()["cache_misses"])
 
     @property
     def evictions(self) -> int:
-        """Chunks evicted."""
+        """Number of evicted chunks."""
         return int(self.read_stats()["evictions"])
 
     if not TYPE_CHECKING:
@@ -86,7 +86,7 @@ class CacheManagerView:
 
 
 class KVBoostViews:
-    """The attributes of an engine by KVBoost's names, a part of `CPUPagedEngine`."""
+    """A mixin that gives `CPUPagedEngine` the attributes of KVBoost's engine."""
 
     _config: EngineConfig
     _parts: EngineParts
@@ -97,7 +97,7 @@ class KVBoostViews:
 
     @property
     def model(self) -> Any:
-        """The transformers model that the torch runner calls; missing on other runners."""
+        """The transformers model that the torch runner calls. Other runners do not have it."""
         runner = self._parts.runner
         if not hasattr(runner, "model"):
             _refuse(self, "model", _NOT_OF_THE_ENGINE)
@@ -105,19 +105,19 @@ class KVBoostViews:
 
     @property
     def device(self) -> str:
-        """The device that computes: "cpu", "mps" or "cuda:<index>"."""
+        """The compute device, such as "cpu", "mps" or "cuda:0"."""
         return self._parts.backend.device
 
     @property
     def cache_manager(self) -> CacheManagerView:
-        """Figures of the cache."""
+        """Cache figures under KVBoost's names."""
         parts = self._parts
         size = parts.manager.num_blocks * parts.backend.spec.bytes_per_block
         return CacheManagerView(size, self._config.kv_cache_bits, self.cache_stats)
 
     @property
     def chunk_registry(self) -> ChunkRegistry:
-        """Rules by which warmed documents are split."""
+        """Settings for splitting warmed documents into chunks."""
         options = chunk_options(self._config)
         codec = self._parts.tokenizer.codec
         return ChunkRegistry(
@@ -135,7 +135,10 @@ class KVBoostViews:
 
 
 def _refuse(owner: object, name: str, reasons: dict[str, str]) -> NoReturn:
-    """Raise AttributeError for a missing attribute, with the way out if KVBoost has it."""
+    """Raise AttributeError for a missing attribute.
+
+    If KVBoost has the attribute, the message names the replacement.
+    """
     kind = type(owner).__name__
     if name in reasons:
         raise AttributeError(f"{kind}.{name} is not offered: {reasons[name]}")

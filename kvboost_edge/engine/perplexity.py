@@ -1,4 +1,4 @@
-"""Perplexity of a model on a text, and the difference that other weights or caches make."""
+"""Perplexity of a model on a text, and its change under other weights or cache settings."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ if TYPE_CHECKING:
 __all__ = ["Difference", "TextScore", "score_text"]
 
 Floats = npt.NDArray[np.float32]
-_ROWS = 64  # logits held at a time; tens of megabytes with a large vocabulary
+_ROWS = 64  # rows of logits held at a time, tens of MB with a large vocabulary
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Difference:
-    """The difference of another engine from the first one, over all scored tokens.
+    """A comparison of a second engine with the first, over all scored tokens.
 
     Attributes:
-        perplexity: perplexity of the other engine.
-        mean_kl: mean KL(first || other), in nats.
-        max_kl: largest KL(first || other), in nats.
-        top1_agreement: share of tokens for which both have the same most likely token.
+        perplexity: perplexity of the second engine.
+        mean_kl: mean KL(first || second), in nats.
+        max_kl: largest KL(first || second), in nats.
+        top1_agreement: share of tokens for which both engines have the same most likely token.
     """
 
     perplexity: float
@@ -44,12 +44,12 @@ class TextScore:
     """The score of a text.
 
     Attributes:
-        tokens: tokens of the text.
-        scored_tokens: predicted tokens. Each is predicted from at least half a window of earlier
-            tokens, if the text has them.
-        window: tokens of a window.
+        tokens: number of tokens in the text.
+        scored_tokens: number of tokens that were predicted. Each prediction sees at least half a
+            window of earlier tokens where the text has that many.
+        window: window size in tokens.
         perplexity: exp(mean negative log-likelihood) of the scored tokens.
-        difference: comparison with another engine, or None.
+        difference: comparison with a second engine, or None.
     """
 
     tokens: int
@@ -67,16 +67,18 @@ def score_text(
     against: CPUPagedEngine | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> TextScore:
-    """Score a text by windows of `window` tokens, each half a window after the one before.
+    """Compute the perplexity of a text with a sliding window.
 
-    Each token is scored once.
+    The window moves by half its size. Each token after the first is scored once.
 
     Args:
-        against: another engine to compare with.
+        window: window size in tokens.
+        against: second engine to compare with.
         progress: called with (tokens scored, tokens to score).
 
     Raises:
-        RequestError: the text has fewer than two tokens, or an engine cannot take the window.
+        RequestError: the text has fewer than two tokens, `window` is out of range, or the
+            vocabularies differ.
     """
     _check(engine, token_ids, window, against)
     total = len(token_ids) - 1
@@ -110,10 +112,13 @@ def score_text(
 
 
 def _pieces(token_ids: Sequence[int], window: int) -> Iterator[tuple[list[int], int]]:
-    """Yield parts of windows as (tokens up to the last one to score, first row wanted).
+    """Split the windows into pieces of at most `_ROWS` scored tokens.
 
-    Rows start .. predict tokens start + 1 .. The parts of a window share their beginning, which is
-    cached.
+    The pieces of a window share a prefix, which the engine caches.
+
+    Yields:
+        The piece's tokens from the start of its window, and the index of the first logits row to
+            score. Row i predicts token i + 1.
     """
     first = 0
     scored = 1
@@ -131,8 +136,7 @@ def _check(
 ) -> None:
     if len(token_ids) < 2:
         raise RequestError(
-            f"the text has {len(token_ids)} tokens; give at least 2, of which the second is "
-            "predicted"
+            f"the text has {len(token_ids)} tokens; give at least 2; the first is not scored"
         )
     longest = min(e.runner_info.max_context for e in (engine, against) if e is not None)
     if not 4 <= window <= longest:
@@ -140,5 +144,5 @@ def _check(
     if against is not None and against.runner_info.vocab_size != engine.runner_info.vocab_size:
         raise RequestError(
             f"vocabularies of {engine.runner_info.vocab_size} and {against.runner_info.vocab_size} "
-            "tokens cannot be compared; give the same model"
+            "tokens cannot be compared; use two variants of the same model"
         )

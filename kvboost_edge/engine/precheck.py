@@ -1,4 +1,4 @@
-"""Checks of a request before a model is loaded, packed or compiled."""
+"""Request checks that run before a model is loaded, packed or compiled."""
 
 from __future__ import annotations
 
@@ -19,15 +19,17 @@ from kvboost_edge.models.checkpoint import Checkpoint
 
 __all__ = ["check_limit", "check_request"]
 
-_FEW = 512  # tokens; not worth reading the file: 40 ms for a GGUF file with 49,000 tokens
+# Limits up to this many tokens are not checked here. Reading a GGUF file with 49,000 tokens takes
+# 40 ms.
+_FEW = 512
 
 
 def check_request(options: Mapping[str, Any]) -> None:
-    """Check options of `CPUPagedEngine.submit`.
+    """Check the options of a `CPUPagedEngine.submit` call.
 
     Raises:
         RequestError: an option is unknown or out of range, or the grammar is invalid.
-        BackendUnavailable: the package for structured output is missing.
+        BackendUnavailable: the package for structured output is not installed.
     """
     given = dict(options)
     Terms.taken_from(given)
@@ -38,12 +40,12 @@ def check_request(options: Mapping[str, Any]) -> None:
 
 
 def check_limit(path: Path, config: EngineConfig, max_new_tokens: int | None) -> None:
-    """Check `max_new_tokens` against the context of the model at a path.
+    """Check that `max_new_tokens` is less than the context of the model at `path`.
 
-    Small values are left to the engine.
+    Small values are not checked here. The engine checks them later.
 
     Raises:
-        RequestError: no room is left for a prompt.
+        RequestError: `max_new_tokens` leaves no room for a prompt.
     """
     if max_new_tokens is None or max_new_tokens <= _FEW:
         return

@@ -1,4 +1,4 @@
-"""The request builder: checks a caller's arguments and makes frozen requests."""
+"""The request builder, which checks a caller's arguments and creates immutable requests."""
 
 from __future__ import annotations
 
@@ -31,12 +31,13 @@ __all__ = ["RequestBuilder", "Seeds"]
 
 
 class Seeds:
-    """Hands out seeds in [0, 2^64). Safe to use from any thread.
+    """A thread-safe source of sampling seeds in [0, 2^64).
 
     Args:
-        seed: None: each seed is random. Otherwise a seed depends only on this number, the tenant
-            and the number of seeds that the tenant drew before. Anyone who knows the number and a
-            tenant's name can compute its seeds, so a server with several tenants gives None.
+        seed: None makes every seed random. A number makes seeds reproducible: each seed is then
+            derived from the number, the tenant, and how many seeds the tenant has drawn. Anyone who
+            knows the number and a tenant's name can compute that tenant's seeds. Servers with
+            several tenants should therefore use None.
     """
 
     def __init__(self, seed: int | None) -> None:
@@ -48,7 +49,7 @@ class Seeds:
             ).digest()
 
     def draw(self, tenant: bytes) -> int:
-        """Return the next seed of a tenant."""
+        """Return the next seed for a tenant."""
         if self._key is None:
             return secrets.randbits(64)
         number = next(self._counts.setdefault(tenant, itertools.count()))
@@ -59,7 +60,7 @@ class Seeds:
 
 
 class RequestBuilder:
-    """Builds the requests of one engine and numbers them. Safe to use from any thread."""
+    """A thread-safe builder that creates and numbers the requests of one engine."""
 
     def __init__(
         self,
@@ -80,11 +81,11 @@ class RequestBuilder:
     def read(
         self, prompt: Prompt, options: dict[str, Any], entry: RequestArrival | None = None
     ) -> Request:
-        """Return a request from a prompt and keyword options.
+        """Build a request from a prompt and keyword options.
 
         Args:
             options: `terms` or fields of `Terms`, and `sampling` or fields of `SamplingParams`.
-            entry: start of the caller's call; None: now.
+            entry: start time of the caller's call, or None for now.
         """
         terms = Terms.taken_from(options, options.pop("terms", None))
         sampling = options.pop("sampling", None)
@@ -97,10 +98,10 @@ class RequestBuilder:
         sampling: SamplingParams | Sequence[SamplingParams] | None,
         options: Any,
     ) -> list[Request]:
-        """Return one request for each prompt.
+        """Build one request per prompt.
 
         Args:
-            sampling: for all prompts, or a list with one entry for each.
+            sampling: sampling parameters for all prompts, or a list with one entry per prompt.
         """
         entry = RequestArrival(time.perf_counter())
         if isinstance(prompts, str) or not isinstance(prompts, Sequence):
@@ -110,7 +111,7 @@ class RequestBuilder:
             if len(sampling) != len(prompts):
                 raise RequestError(
                     f"sampling has {len(sampling)} entries for {len(prompts)} prompts; give one "
-                    "for each"
+                    "entry per prompt"
                 )
             params = [resolve_sampling(item, options) for item in sampling]
         else:
@@ -129,13 +130,14 @@ class RequestBuilder:
         logits_start: int | None = None,
         wants_states: bool = False,
     ) -> Request:
-        """Check everything and return the frozen request.
+        """Check all arguments and return an immutable request.
 
         Args:
-            entry: start of the caller's call; None: now.
-            prefill_only: compute the prompt and generate nothing.
-            logits_start: first token whose logits are returned; None: text is generated.
-            wants_states: return hidden states in place of logits.
+            entry: start time of the caller's call, or None for now.
+            prefill_only: compute the prompt's KV but generate nothing.
+            logits_start: index of the first token whose logits are returned, or None to generate
+                text.
+            wants_states: return hidden states instead of logits.
         """
         if entry is None:
             entry = RequestArrival(time.perf_counter())
@@ -155,7 +157,8 @@ class RequestBuilder:
         if not shown and entry.prompt_text is None:
             shown = tokenizer.decode(ids, skip_special_tokens=False)
         inputs = RequestInputs(terms, params, ids, generates=not needs_logits)
-        # Before index and seed: a request that a feature refuses takes neither.
+        # Check features before taking an index and a seed, so that a refused request uses up
+        # neither.
         fields: dict[str, Any] = {}
         for feature in self._features:
             fields.update(feature.prepare(inputs))
@@ -188,34 +191,43 @@ class RequestBuilder:
         )
 
     def _max_tokens(self, num_tokens: int, params: SamplingParams, *, needs_logits: bool) -> int:
-        """Return the most tokens of prompt and output; RequestError beyond the context."""
+        """Return the maximum number of tokens in prompt and output together.
+
+        Raises:
+            RequestError: the number exceeds the model's context.
+        """
         limit = self._parts.runner.info.max_context
         if not needs_logits:
             return resolve_max_tokens(num_tokens, params, limit)
         if num_tokens > limit:
-            raise RequestError(f"{num_tokens} tokens are more than the model's context of {limit}")
+            raise RequestError(f"{num_tokens} tokens exceed the model's context of {limit} tokens")
         return num_tokens
 
     def _check_kind(self, terms: Terms, *, generates: bool, wants_states: bool) -> None:
-        """Raise RequestError for calls that a model of this kind does not support."""
+        """Check that this kind of model supports the call.
+
+        Raises:
+            RequestError: the model cannot do what the call needs.
+        """
         stores_kv = self._parts.runner.info.stores_kv
         if generates and self._parts.pooling.source:
             raise RequestError(
                 f"the model makes embeddings ({self._parts.pooling.source} says so) and cannot "
-                "generate text; use engine.embed or /v1/embeddings, or serve a model that chats"
+                "generate text; use engine.embed or /v1/embeddings, or load a generative model"
             )
         if not stores_kv and not wants_states:
             raise RequestError(
-                "the model is bidirectional: it makes embeddings (engine.embed, /v1/embeddings), "
-                "predicts no tokens, and its KV is not cached"
+                "the model is bidirectional and only makes embeddings; it predicts no tokens and "
+                "caches no KV; use engine.embed or /v1/embeddings"
             )
         if terms.pin and not stores_kv:
             raise RequestError(
-                "pin=True has no effect: the model is bidirectional, and its KV is not cached"
+                "pin=True has no effect: the model is bidirectional, and its KV is not cached; "
+                "remove pin"
             )
 
     def _known_hashes(self, known: bytes, num_tokens: int) -> bytes:
-        """Return the hashes given for the prompt's blocks; only their number is checked."""
+        """Return the caller's hashes of the prompt's blocks. Only their number is checked."""
         full = num_tokens // self._config.block_size
         if len(known) % HASH_BYTES or len(known) > full * HASH_BYTES:
             raise RequestError(
@@ -225,7 +237,7 @@ class RequestBuilder:
         return known
 
     def token_ids(self, prompt: Prompt, terms: Terms) -> list[int]:
-        """Return the token ids of a request with this prompt, without an index or a seed."""
+        """Return the token ids of a prompt without creating a request."""
         self._check_open()
         root = self.root(terms)
         info = self._parts.runner.info
@@ -233,12 +245,12 @@ class RequestBuilder:
         return encode_prompt(prompt, self._parts.tokenizer, info.vocab_size, find)[1]
 
     def root(self, terms: Terms) -> bytes:
-        """Return the root of the prefix hashes of a tenant and salt."""
+        """Return the root of the prefix hashes for a tenant and salt."""
         return shared_root(self._parts.root, terms.tenant, terms.cache_salt)
 
     def _tenant_root(self, terms: Terms) -> bytes:
         return shared_root(self._parts.root, terms.tenant, None)
 
     def renumbered(self, request: Request) -> Request:
-        """Return the same request as the latest arrival, which changes the order of service."""
+        """Return a copy of the request with a new index, as if it had just arrived."""
         return dataclasses.replace(request, index=next(self._next_index))

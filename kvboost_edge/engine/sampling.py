@@ -1,8 +1,8 @@
-"""Sampling: from logits to the next token, with only the enabled steps. NumPy only.
+"""Sampling of the next token from logits, using NumPy only.
 
-The steps run in this order: penalties, logit bias, suppressed tokens, temperature, top_k, top_p,
-min_p, draw. Ties are broken by token id. The random number of a token is Philox keyed by (seed,
-position), so that it depends neither on the batch nor on preemption.
+Only enabled steps run. Their order is penalties, logit bias, suppressed tokens, temperature, top_k,
+top_p, min_p and the draw. Ties are broken by token id. Each random number comes from Philox keyed
+by (seed, position), so it depends on neither the batch nor preemption.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Floats = npt.NDArray[np.float32]
 
 
 class Sampler(Protocol):
-    """A function that chooses the next token from logits, which it does not change."""
+    """A function that chooses the next token from logits without modifying them."""
 
     def __call__(
         self,
@@ -36,20 +36,20 @@ class Sampler(Protocol):
 
         Args:
             logits: float32 [vocab_size].
-            token_ids: prompt and output so far.
+            token_ids: token ids of the prompt and the output so far.
             num_prompt: number of prompt tokens.
             largest: index of the largest logit, if known.
         """
         ...
 
 
-# Sorting 150,000 logits takes about 10 ms. The nucleus is nearly always within this many of the
-# largest ones.
+# Sorting 150,000 logits takes about 10 ms. The top_p nucleus almost always lies within this many of
+# the largest logits, so only these are sorted first.
 _TOP_P_CANDIDATES = 1024
 
 
 def uniform(seed: int, position: int) -> float:
-    """Return the random number in [0, 1) of the token at `position` under `seed`."""
+    """Return the random number in [0, 1) for the token at `position`, given a seed."""
     return float(
         np.random.Generator(
             np.random.Philox(key=np.array([seed, position], dtype=np.uint64))
@@ -58,11 +58,11 @@ def uniform(seed: int, position: int) -> float:
 
 
 def make_sampler(params: SamplingParams, seed: int, suppressed: Sequence[int] = ()) -> Sampler:
-    """Return the sampler of one request, which keeps no state between calls.
+    """Return a stateless sampler for one request.
 
     Args:
-        suppressed: tokens that are never drawn, whatever their bias. Log probabilities still count
-            them.
+        suppressed: token ids that are never drawn, even with a positive logit bias. They still
+            count in log probabilities.
     """
     adjust = _make_adjust(params, suppressed)
 
@@ -79,7 +79,7 @@ def make_sampler(params: SamplingParams, seed: int, suppressed: Sequence[int] = 
         cumulative = np.cumsum(probs)
         draw = uniform(seed, len(token_ids)) * cumulative[-1]
         index = int(np.searchsorted(cumulative, draw, side="right"))
-        # Rounding can put the draw at the very end. It then belongs to the last token with any
+        # Rounding can place the draw past the last token. Take the last token with a nonzero
         # probability.
         index = min(index, int(np.flatnonzero(probs)[-1]))
         return index if ids is None else int(ids[index])
@@ -90,9 +90,9 @@ def make_sampler(params: SamplingParams, seed: int, suppressed: Sequence[int] = 
 def sampling_distribution(
     logits: Floats, token_ids: Sequence[int], num_prompt: int, params: SamplingParams
 ) -> npt.NDArray[np.float64]:
-    """Return the distribution from which the next token is drawn, float64 [vocab_size].
+    """Return the distribution that the next token is drawn from, as float64 [vocab_size].
 
-    For greedy sampling it is the model's own softmax.
+    For greedy sampling, return the softmax of the unmodified logits.
     """
     adjusted = _make_adjust(params)(logits, token_ids, num_prompt)
     if not params.samples:
@@ -105,7 +105,7 @@ def sampling_distribution(
 
 
 def token_logprobs(logits: Floats, token_id: int, num_top: int) -> TokenLogprobs:
-    """Return log probabilities under the model's own logits.
+    """Return log probabilities computed from the unmodified logits.
 
     Args:
         token_id: the chosen token.
@@ -127,7 +127,7 @@ def _make_adjust(
 ) -> Callable[[Floats, Sequence[int], int], Floats]:
     """Return a function that applies penalties, bias and suppression to logits.
 
-    It returns the given array itself if none is enabled, else a copy.
+    The function returns the input array itself if no step is enabled, otherwise a copy.
     """
     steps: list[Callable[[Floats, Sequence[int], int], None]] = []
     if params.repetition_penalty not in (None, 1.0):
@@ -181,14 +181,16 @@ def _make_adjust(
 def _filtered(
     logits: Floats, params: SamplingParams
 ) -> tuple[npt.NDArray[np.int64] | None, npt.NDArray[np.float64]]:
-    """Return the tokens that remain after all filters.
+    """Return the tokens that pass all filters.
 
     Returns:
-        Their ids (None: all, in order), and their probabilities, which need not sum to 1.
+        Their ids, or None for all tokens in order, and their probabilities. The probabilities need
+            not sum to 1.
     """
     temperature = 1.0 if params.temperature is None else params.temperature
     scaled = logits.astype(np.float64)
-    # A tiny temperature may overflow to -inf below the peak, with the correct probability 0.
+    # A tiny temperature can overflow to -inf for tokens below the maximum. Their probability is
+    # then correctly 0.
     with np.errstate(over="ignore"):
         probs = np.exp((scaled - scaled.max()) / temperature)
     ids: npt.NDArray[np.int64] | None = None
@@ -205,10 +207,10 @@ def _filtered(
 def _nucleus(
     logits: Floats, ids: npt.NDArray[np.int64] | None, probs: npt.NDArray[np.float64], top_p: float
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
-    """Return the smallest set of most likely tokens whose share reaches `top_p`.
+    """Return the smallest set of most likely tokens whose total probability reaches `top_p`.
 
     Args:
-        ids: token ids, best first; None: all tokens.
+        ids: token ids, most likely first, or None for all tokens.
     """
     total = probs.sum()
     if ids is None:
@@ -223,7 +225,7 @@ def _nucleus(
 
 
 def _largest(logits: Floats, count: int) -> npt.NDArray[np.int64]:
-    """Return the ids of the `count` largest logits, best first; ties by token id."""
+    """Return the ids of the `count` largest logits in descending order. Ties are broken by id."""
     if count < len(logits):
         threshold = np.partition(logits, len(logits) - count)[len(logits) - count]
         candidates = np.flatnonzero(logits >= threshold)

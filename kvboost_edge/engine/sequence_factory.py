@@ -1,4 +1,4 @@
-"""The scheduler and the sequences of an engine, with the features that plug into them."""
+"""Factories for the scheduler and the sequences of an engine, with their optional features."""
 
 from __future__ import annotations
 
@@ -33,10 +33,11 @@ def make_scheduler(
     """Return a scheduler with all features, and its draft planner.
 
     Args:
-        target_tpot: milliseconds of a step while sequences decode, see `StepPacing`.
-        closes_blocks: a full block is quantized, so that only a certain token may fill it.
-        whole: a step computes all tokens of a sequence or none.
-        history_bytes: limit of the draft history; None: the default.
+        target_tpot: maximum step time in milliseconds while sequences decode, see `StepPacing`.
+        closes_blocks: whether full blocks are quantized. Only accepted tokens may then fill a
+            block.
+        whole: whether each step must compute all tokens of a sequence at once.
+        history_bytes: byte limit of the draft history, or None for the default.
     """
     speculation = Speculation(manager, closes_blocks=closes_blocks, history_bytes=history_bytes)
     scheduler = Scheduler(
@@ -53,7 +54,7 @@ def make_scheduler(
 
 
 class Sequences:
-    """Makes the sequences of an engine. Safe to use from any thread."""
+    """A thread-safe factory for an engine's sequences."""
 
     def __init__(
         self,
@@ -67,11 +68,11 @@ class Sequences:
         self._grammars = GrammarCompiler(tokenizer, vocab_size, eos_token_ids)
 
     def make(self, request: Request, handle: RequestHandle) -> Sequence:
-        """Return the sequence of a request.
+        """Create the sequence of a request.
 
         Raises:
-            RequestError: its grammar is invalid.
-            BackendUnavailable: the package for structured output is missing.
+            RequestError: the request's grammar is invalid.
+            BackendUnavailable: the package for structured output is not installed.
         """
         grammar = request.grammar
         return Sequence(
@@ -86,9 +87,9 @@ class Sequences:
         )
 
     def read_ahead(self) -> None:
-        """Begin the preparations for structured output in the background."""
+        """Prepare structured output in the background."""
         self._grammars.read_ahead()
 
     def close(self) -> None:
-        """Wait for work in the background."""
+        """Stop background work and wait for it."""
         self._grammars.close()

@@ -1,4 +1,4 @@
-"""Spans of non-prefix KV reuse: placed at admission, scored before tokens are computed."""
+"""Non-prefix KV reuse, which places cached spans at admission and scores them before prefill."""
 
 from __future__ import annotations
 
@@ -38,11 +38,12 @@ from kvboost_edge.segments import Segment
 __all__ = ["Prober", "ReuseFields", "SequenceSpans", "SpanSharing"]
 
 _REPAIRS = ("recompute_strategy", "recompute_overlap", "recompute_ratio")
-_GATES = {"auto": "unchecked", "off": "off"}  # until a stored verdict says "passed"
+# Initial gate status by the `reuse_gate` option. A stored verdict can change it to "passed".
+_GATES = {"auto": "unchecked", "off": "off"}
 
 
 class ReuseFields(RequestFeature):
-    """Non-prefix KV reuse of a request: its recomputation and its quality gate."""
+    """Request fields for non-prefix KV reuse: recompute settings and the quality gate's status."""
 
     def __init__(self, config: EngineConfig, runner: Runner) -> None:
         self._config = config
@@ -50,14 +51,14 @@ class ReuseFields(RequestFeature):
 
     @property
     def refusal(self) -> str | None:
-        """Reason that the model or its runner allows no non-prefix reuse, or None."""
+        """Reason why the model or its runner does not support non-prefix reuse, or None."""
         return states_refusal(self._runner.info) or self._runner.moved_keys_refusal
 
     def prepare(self, inputs: RequestInputs) -> dict[str, Any]:
-        """Return the recomputation and the state of the quality gate.
+        """Return the recompute settings and the quality gate's status.
 
         Raises:
-            RequestError: the request cannot reuse KV at other positions, or has options of reuse in
+            RequestError: the request cannot use non-prefix reuse, or sets recompute_* options in
                 another mode.
         """
         repair = self._repair(inputs.terms, inputs.params, generates=inputs.generates)
@@ -67,15 +68,15 @@ class ReuseFields(RequestFeature):
         }
 
     def own_repair(self, options: Mapping[str, Any] | None = None) -> Repair:
-        """Return the engine's recomputation, changed by the given recompute_* options.
+        """Return the engine's recompute settings with the given recompute_* options applied.
 
         Raises:
-            RequestError: another option is given, or non-prefix reuse is refused.
+            RequestError: an option is unknown, or non-prefix reuse is refused.
         """
         given = dict(options or {})
         for name in sorted(given.keys() - set(_REPAIRS)):
             raise RequestError(
-                f"option {name!r} is not supported with mode='chunk_kv_reuse' here; known: "
+                f"option {name!r} is not supported here with mode='chunk_kv_reuse'; use only "
                 f"{', '.join(_REPAIRS)}"
             )
         terms = Terms(mode=GenerationMode.CHUNK_KV_REUSE, **given)
@@ -84,9 +85,10 @@ class ReuseFields(RequestFeature):
         return repair
 
     def _repair(self, terms: Terms, params: SamplingParams, *, generates: bool) -> Repair | None:
-        """Return the recomputation of a request, or None in other modes.
+        """Return the recompute settings of a request, or None in other modes.
 
-        Raises RequestError if the request needs exact KV.
+        Raises:
+            RequestError: the request needs exact KV, or sets recompute_* options in another mode.
         """
         given = {name: value for name in _REPAIRS if (value := getattr(terms, name)) is not None}
         if terms.mode is not GenerationMode.CHUNK_KV_REUSE:
@@ -117,13 +119,13 @@ class ReuseFields(RequestFeature):
 
 
 class SequenceSpans(SharedSpans):
-    """The spans of one sequence."""
+    """The reused spans of one sequence."""
 
     def __init__(self, request: Request) -> None:
-        self._lost_runs: list[Chain] | None = None  # last first; None: not looked for yet
+        self._lost_runs: list[Chain] | None = None  # reversed order; None before the search
         self._request = request
         self._found: list[tuple[int, int]] = []
-        self._ahead: list[tuple[int, int]] = []  # last first
+        self._ahead: list[tuple[int, int]] = []  # in reversed order
         self._num_found = 0
 
     def next_lost_run(self, find: Callable[[], list[Chain]]) -> Chain | None:
@@ -142,8 +144,8 @@ class SequenceSpans(SharedSpans):
         self._ahead = [(span.start, span.stop) for span in reversed(table.spans)]
         self.num_ahead = sum(stop - start for start, stop in self._ahead)
         shared = self._num_in_prompt(self._ahead)
-        # A single token computed from a span makes the answer approximate, so that spans before a
-        # preemption count too.
+        # One token computed from a span makes the answer approximate, so spans used before a
+        # preemption also count.
         if self.probe is None and shared > self.num_shared:
             self.num_shared = shared
             self._num_found = self._num_in_prompt(self._found)
@@ -161,10 +163,10 @@ class SequenceSpans(SharedSpans):
         self.probe = None
 
     def end_probe(self, table: BlockTable, seconds: float) -> None:
-        """Replace the spans by those that deviation scoring left in `table`.
+        """Update the spans to those that remain in `table` after deviation scoring.
 
         Args:
-            seconds: time of the scoring.
+            seconds: time that the scoring took.
         """
         self.probe = None
         self.probe_seconds += seconds
@@ -172,7 +174,7 @@ class SequenceSpans(SharedSpans):
 
     def result_fields(self) -> dict[str, Any]:
         return {
-            # Without a shared span an approximate request is exact.
+            # A request that reuses no span from another position is exact.
             "mode": self._request.mode if self.num_shared else GenerationMode.PREFIX_CACHE,
             "reused_span_tokens": self.num_shared,
             "recomputed_tokens": self._num_found - self.num_shared,
@@ -185,10 +187,10 @@ class SequenceSpans(SharedSpans):
 
 
 class SpanSharing(SpanPlacement):
-    """Lets sequences reuse KV of runs of tokens that are cached at other positions.
+    """A feature that lets sequences reuse KV of token runs cached at other positions.
 
     Args:
-        min_chunk_tokens: tokens of the shortest run.
+        min_chunk_tokens: minimum length of a run, in tokens.
         remembers: also find runs whose blocks left the pool, because a tier may store them.
     """
 
@@ -199,9 +201,12 @@ class SpanSharing(SpanPlacement):
         self.finder = SpanFinder(manager, min_chunk_tokens, remembers=remembers)
 
     def bring(self, sequence: Sequence, loads: PrefetchQueue, spare: int) -> Prefetch | None:
-        """Begin to load the next run that the sequence could reuse, or return None.
+        """Start to load the next reusable run from a tier.
 
-        Each run is tried once. Runs loaded before are in the cache.
+        Each run is tried once. Runs that were loaded earlier are already in the cache.
+
+        Returns:
+            The prefetch, or None if no run is left.
         """
 
         def find() -> list[Chain]:
@@ -217,12 +222,11 @@ class SpanSharing(SpanPlacement):
         return self.finder.context_of(token_ids, root)
 
     def place(self, sequence: Sequence, table: BlockTable, spare: int) -> bool | None:
-        """Place spans in a fresh table and take its blocks.
+        """Place reused spans in a new block table and allocate its blocks.
 
         Returns:
-            True: all blocks are taken.
-            False: `spare` free blocks do not suffice, and nothing changed.
-            None: there is nothing to reuse.
+            True if all blocks were allocated. False if `spare` free blocks do not suffice, in which
+                case nothing changed. None if there is nothing to reuse.
         """
         request = sequence.request
         size = self._manager.block_size
@@ -248,10 +252,10 @@ class SpanSharing(SpanPlacement):
 
 
 class Prober:
-    """Scores reused spans in some layers of the model, a few blocks at a time.
+    """A scorer of reused spans, which runs some layers of the model on a few blocks at a time.
 
     Args:
-        limit: tokens of a sequence that one call scores, rounded to blocks.
+        limit: maximum number of tokens scored per sequence and call, rounded to blocks.
     """
 
     def __init__(self, runner: Runner, manager: KVCacheManager, limit: int) -> None:
@@ -260,10 +264,12 @@ class Prober:
         self._limit = limit
 
     def look(self, sequences: Several[Sequence]) -> list[tuple[Sequence, Exception]]:
-        """Score the next part of each sequence's spans, in blocks of its own.
+        """Score the next part of each sequence's spans.
+
+        Each sequence uses its own reserved blocks.
 
         Returns:
-            The sequences that failed, with their errors.
+            Pairs of a failed sequence and its error.
         """
         failed: list[tuple[Sequence, Exception]] = []
         for sequence in sequences:
@@ -274,7 +280,7 @@ class Prober:
         return failed
 
     def end(self, sequences: Several[Sequence]) -> None:
-        """Finish sequences whose spans are all scored: tokens to recompute leave the spans."""
+        """Finish fully scored sequences by removing the tokens to recompute from their spans."""
         for sequence in sequences:
             probe = sequence.spans.probe
             if probe is not None and probe.is_done and sequence.status is SequenceStatus.RUNNING:

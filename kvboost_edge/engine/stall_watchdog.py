@@ -1,7 +1,8 @@
-"""The watchdog of the step loop: one warning per stall in which requests wait but nothing runs.
+"""A watchdog that warns when requests wait but the step loop computes nothing.
 
-A stall is a fault of the scheduler or of a tier. The warning holds the plan in numbers and request
-ids, with the reason that each request waits. It holds no text and no tokens.
+Each stall is logged once. A stall is a bug in the scheduler or a tier. The warning gives request
+ids, the reason that each request waits, and numbers from the schedule. It contains no text or
+tokens.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ STALL_SECONDS = 10.0
 """Seconds without a computed token after which a stall is logged. A load that
 does not arrive is cancelled after 30 s (`PATIENCE`), a slow token mask after 2 s."""
 
-_SHOWN = 16  # requests of each kind that a warning names
+_SHOWN = 16  # maximum number of requests listed per group
 
 
 class StallWatchdog:
-    """The time since the step loop last had anything to compute while there were requests."""
+    """A timer for how long requests have existed without any token being computed."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
@@ -34,12 +35,12 @@ class StallWatchdog:
         self._is_logged = False
 
     def progressed(self) -> None:
-        """Record progress: a step is computing, or no requests are left."""
+        """Reset the timer, because a step computes tokens or no requests are left."""
         self._began = None
         self._is_logged = False
 
     def idled(self) -> None:
-        """Note that a step computes nothing though there are requests; log a stall once."""
+        """Note a step that computed nothing although requests exist, and log a long stall once."""
         now = time.monotonic()
         if self._began is None:
             self._began = now
@@ -54,7 +55,7 @@ class StallWatchdog:
 
 
 def _described(scheduler: Scheduler) -> str:
-    """Return why each request waits, and the places, blocks and loads, in one line."""
+    """Describe in one line why each request waits, with sequence slots, blocks and loads."""
     manager = scheduler.manager
     arriving = {load.sequence.index for load in scheduler.loads if not load.is_done}
     arrived = {load.sequence.index for load in scheduler.loads if load.is_done}
@@ -83,7 +84,7 @@ def _described(scheduler: Scheduler) -> str:
 
 
 def _listed(sequences: list[Sequence], state_of: Callable[[Sequence], str]) -> str:
-    """Return the first sequences, each as index, priority, tokens to compute and state."""
+    """Format the first sequences with index, priority, tokens to compute and wait reason."""
     named = (
         f"request {one.index} (priority {one.priority}, {one.num_pending} tokens, {state_of(one)})"
         for one in islice(sequences, _SHOWN)

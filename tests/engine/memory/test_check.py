@@ -253,7 +253,7 @@ def test_a_context_beyond_the_models_is_the_models_and_logged(model, caplog):
     with CPUPagedEngine.from_pretrained(model, max_model_len=longest + 1, max_num_seqs=1) as engine:
         assert engine.runner_info.max_context == longest
     (said,) = [text for text in caplog.messages if "max_model_len" in text]
-    assert said.startswith(f"max_model_len={longest + 1} (--ctx-size) is more than the model's")
+    assert said.startswith(f"max_model_len={longest + 1} (--ctx-size) exceeds the model's")
 
 
 def test_every_format_is_weighed(model):
