@@ -745,7 +745,9 @@ class CPUPagedEngine(Embeds, KVBoostViews, TellsResidency):
         self, token_ids: Prompt, start: int, mode: GenerationMode
     ) -> npt.NDArray[np.float32]:
         if isinstance(token_ids, str):
-            raise RequestError("token_ids is text; encode it with engine.tokenizer.encode")
+            raise RequestError(
+                "token_ids must be token ids, not text; encode it with engine.tokenizer.encode"
+            )
         request = self._builder.make(
             token_ids, Terms(mode=mode), SamplingParams(), logits_start=as_int("start", start)
         )

@@ -200,7 +200,10 @@ class RequestBuilder:
         if not needs_logits:
             return resolve_max_tokens(num_tokens, params, limit)
         if num_tokens > limit:
-            raise RequestError(f"{num_tokens} tokens exceed the model's context of {limit} tokens")
+            raise RequestError(
+                f"{num_tokens} tokens are more than the model's context of {limit}; shorten the "
+                "input"
+            )
         return num_tokens
 
     def _check_kind(self, terms: Terms, *, generates: bool, wants_states: bool) -> None:

@@ -1,4 +1,4 @@
-"""Statistics of a running engine, read under its lock. Counters count since the start."""
+"""Statistics of a running engine, read under its lock. Counters start at zero with the engine."""
 
 from __future__ import annotations
 

@@ -394,7 +394,7 @@ def test_verify_correctness_by_position(engine):
     assert all(len(engine.tokenizer.encode(one.cold_text, False)) <= 4 for one in short.checks)
     with pytest.raises(RequestError, match="max_new_tokens is given twice: 4 and 5"):
         engine.verify_correctness(4, 5)
-    with pytest.raises(RequestError, match="prompts is a string"):
+    with pytest.raises(RequestError, match="prompts must be a list of prompts, not str"):
         engine.verify_correctness(QUESTION)
 
 

@@ -40,7 +40,7 @@ def test_a_text_for_a_model_with_a_chat_template_is_logged_once(caplog, template
         engine.tokenizer.chat_template = template
         for prompt in (PROMPT, "one", "two"):
             assert engine.generate(prompt, max_new_tokens=1).prompt
-        said = [text for text in caplog.messages if "use the model's chat template" in text]
+        said = [text for text in caplog.messages if "apply the model's chat template" in text]
     assert len(said) == (template is not None)
 
 

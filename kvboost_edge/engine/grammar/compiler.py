@@ -1,6 +1,7 @@
-"""The compiler for structured output: JSON schemas, regular expressions, grammars and choices.
+"""The compiler for structured output from JSON schemas, regular expressions, grammars and choices.
 
-The parser is llguidance (extra [structured]). Limits bound the time and memory of compilation.
+llguidance parses the grammars (extra [structured]). Limits bound the time and memory of
+compilation.
 """
 
 from __future__ import annotations
@@ -39,32 +40,33 @@ T = TypeVar("T")
 
 _LIMITS: dict[str, Any] = {
     "max_items_in_row": 2_000,
-    "initial_lexer_fuel": 1_000_000,  # 20 ms of compilation
-    "step_lexer_fuel": 200_000,  # 14 ms per step
-    # The default of 50,000 allows an ambiguous grammar 3 s per step. 5,000 items take 10 ms and
-    # hold 200 optional properties.
+    "initial_lexer_fuel": 1_000_000,  # limits compilation to 20 ms
+    "step_lexer_fuel": 200_000,  # limits a step to 14 ms
+    # The default of 50,000 lets a step of an ambiguous grammar take 3 s. 5,000 items take at most
+    # 10 ms and are enough for 200 optional properties.
     "step_max_items": 5_000,
     "max_lexer_states": 20_000,  # 10 to 40 MB per sequence
     "max_grammar_size": 500_000,
-    "verbose_errors": False,  # verbose errors would contain generated text
+    "verbose_errors": False,  # verbose errors would reveal generated text
 }
-# Bytes of a grammar per unit of fuel. 512 tools make 700 KB, whose longest step takes 16 ms.
+# Grammar size in bytes for each unit of lexer fuel. The longest step of a 700 KB grammar for 512
+# tools takes 16 ms.
 _FUELLED_BYTES = 1 << 17
-_STACK_BYTES = 128 << 20  # address space; untouched pages take no memory
-# Niceness of the threads that compute slow masks. At 0 a mask takes a third of two cores from a
-# forward pass of two threads. A high value would let other programs stop a thread that holds the
-# GIL.
+_STACK_BYTES = 128 << 20  # reserved address space; untouched pages use no memory
+# Niceness of the threads that compute slow masks. At 0, a mask takes a third of two cores from a
+# forward pass with two threads. A high value would let other programs starve a thread that holds
+# the GIL.
 _MASK_NICE = 5
-_IN_GRAMMAR = "failed to compile JSON schema: "  # prefix for a schema inside a grammar
-# llguidance's messages about schemas that break the standard.
+_IN_GRAMMAR = "failed to compile JSON schema: "  # llguidance's prefix for a schema inside a grammar
+# llguidance's messages about schemas that violate the JSON Schema standard.
 _MALFORMED = re.compile(r"Invalid type: |Expected |Pointer |\S+ must be ")
 _NOT_INSTALLED = f"needs the package llguidance: {install_extra('structured')}"
 
 
 class GrammarCompiler:
-    """The compiler of an engine's grammars. Thread-safe.
+    """A thread-safe compiler for an engine's grammars.
 
-    The vocabulary is read once, by `read_ahead` or when it is first needed.
+    The vocabulary is read once, either by `read_ahead` or on first use.
     """
 
     def __init__(
@@ -77,7 +79,8 @@ class GrammarCompiler:
         self._known: LLTokenizer | None = None
         self._room: Floats = np.empty(0, np.float32)
         self._reader: threading.Thread | None = None
-        # Threads start with the first slow mask. With two, one slow grammar does not block another.
+        # The threads start with the first slow mask. Two threads keep one slow grammar from
+        # blocking another.
         self._mask_threads = ThreadPoolExecutor(
             2, thread_name_prefix="kvboost-masks", initializer=_lower_priority
         )
@@ -95,9 +98,9 @@ class GrammarCompiler:
         return _on_deep_stack(lambda: self._compile(grammar, tokenizer))
 
     def read_ahead(self) -> None:
-        """Start reading the vocabulary and compiling the mask kernel in the background.
+        """Start to read the vocabulary and compile the mask kernel in the background.
 
-        Does nothing without llguidance.
+        Without llguidance, this does nothing.
         """
         if _is_installed() and self._reader is None:
             self._reader = threading.Thread(
@@ -125,7 +128,7 @@ class GrammarCompiler:
             raise RequestError(f"{grammar.kind} is not supported: {error}") from None
 
     def _prepare(self) -> None:
-        # Requests that need a grammar report the error.
+        # Errors are ignored here. Requests that need a grammar will raise them.
         with contextlib.suppress(RequestError, BackendUnavailable):
             prepare_masks()
             self._vocabulary()
@@ -147,8 +150,8 @@ class GrammarCompiler:
         known = [token_id for token_id in self._eos if token_id < codec.vocab_size]
         if not known:
             raise RequestError(
-                "structured output needs an end-of-sequence token, and the model names none that "
-                "its tokenizer knows; use a model with one"
+                "structured output needs an end-of-sequence token, but the model names none that "
+                "its tokenizer knows; use a model that does"
             )
         from llguidance import LLTokenizer
 
@@ -156,20 +159,24 @@ class GrammarCompiler:
 
 
 class GrammarFields(RequestFeature):
-    """The grammar of a request."""
+    """The request field for structured output."""
 
     def prepare(self, inputs: RequestInputs) -> dict[str, Any]:
-        """Return the grammar; RequestError if it is invalid or nothing is generated."""
+        """Return the request's grammar, if any.
+
+        Raises:
+            RequestError: the grammar is invalid, or the request generates no text.
+        """
         grammar = read_grammar({kind: getattr(inputs.params, kind) for kind in KINDS})
         if grammar is not None and not inputs.generates:
             raise RequestError(
-                f"{grammar.kind} needs generated text, and this request generates none"
+                f"{grammar.kind} needs generated text, but this request generates none; remove it"
             )
         return {"grammar": grammar}
 
 
 def check_grammar(grammar: Grammar) -> None:
-    """Validate a grammar, as far as that is possible without a model.
+    """Validate a grammar without a model.
 
     Raises:
         RequestError: The grammar is invalid, unsupported or too large.
@@ -180,9 +187,11 @@ def check_grammar(grammar: Grammar) -> None:
 
 
 def fits_schema(schema: Mapping[str, Any], value: Any) -> bool:
-    """Return whether a JSON value matches the schema, with its members in any order.
+    """Return whether a JSON value matches the schema, in any order of its members.
 
-    Raises RequestError and BackendUnavailable like `GrammarCompiler.make`.
+    Raises:
+        RequestError: The schema is invalid, unsupported or too large.
+        BackendUnavailable: The package llguidance is not installed.
     """
     grammar = read_grammar({"json_schema": schema})
     assert grammar is not None
@@ -191,7 +200,7 @@ def fits_schema(schema: Mapping[str, Any], value: Any) -> bool:
     ordered = in_order(value, made, made)
     try:
         text = json.dumps(ordered, ensure_ascii=False).encode()
-    except UnicodeEncodeError:  # a lone surrogate
+    except UnicodeEncodeError:  # a lone surrogate cannot be encoded
         return False
     return _on_deep_stack(lambda: _takes(grammar, text))
 
@@ -211,14 +220,14 @@ def _check_text(grammar: Grammar) -> None:
     from llguidance import LLMatcher
 
     text = _compiler_text(grammar)
-    if grammar.kind != "grammar":  # a grammar may name tokens of the vocabulary
+    if grammar.kind != "grammar":  # a Lark grammar may name tokens of the vocabulary
         refusal = LLMatcher.validate_grammar(text, None, limits=_limits_of(grammar))
         if refusal:
             raise _refusal(grammar, refusal)
 
 
 def _refusal(grammar: Grammar, problem: str) -> RequestError:
-    """Return the error for a grammar that the compiler refused with the message `problem`."""
+    """Return the RequestError for an llguidance error message about a grammar."""
     line = first_line(problem)
     of_schema = line if grammar.kind == "json_schema" else line.partition(_IN_GRAMMAR)[2]
     if _MALFORMED.match(of_schema):
@@ -227,7 +236,11 @@ def _refusal(grammar: Grammar, problem: str) -> RequestError:
 
 
 def _compiler_text(grammar: Grammar) -> str:
-    """Return llguidance's form of a grammar; raises RequestError if it is invalid."""
+    """Convert a grammar to llguidance's format.
+
+    Raises:
+        RequestError: The grammar is invalid.
+    """
     from llguidance import LLMatcher, grammar_from
 
     try:
@@ -243,19 +256,20 @@ def _compiler_text(grammar: Grammar) -> str:
 
 
 def _lower_priority() -> None:
-    """Lower this thread's priority, so that forward passes come first if cores are scarce."""
-    # Other systems have only one priority for the whole process.
+    """Lower this thread's priority so that forward passes run first when cores are scarce."""
+    # Only Linux has a priority per thread. Elsewhere it applies to the whole process.
     if sys.platform != "linux":
         return
     thread = threading.get_native_id()
-    with contextlib.suppress(OSError):  # a sandbox may forbid it; masks are computed anyway
+    with contextlib.suppress(OSError):  # sandboxes may forbid this; masks work anyway
         priority = os.getpriority(os.PRIO_PROCESS, thread)
         os.setpriority(os.PRIO_PROCESS, thread, priority + _MASK_NICE)
 
 
 def _choice_rules(text: str) -> str:
-    """Return the Lark grammar of choices, given as JSON."""
-    # One terminal: alternatives of a rule would become parser items, and a row holds few of them.
+    """Return a Lark grammar for choices, which are given as JSON."""
+    # Use a single terminal. Alternatives of a rule would become parser items, and a row is limited
+    # to few of them.
     choices = " | ".join(map(json.dumps, json.loads(text)))
     return f"start: CHOICE\nCHOICE: {choices}"
 
@@ -271,7 +285,7 @@ def _is_installed() -> bool:
 
 def _on_deep_stack(work: Callable[[], T]) -> T:
     """Run `work` in a thread with a large stack and return its result."""
-    # The compiler follows references and rules by recursion, and a stack overflow kills the
+    # The compiler follows references and rules recursively. A stack overflow would kill the
     # process.
     outcome: Future[T] = Future()
 
@@ -292,12 +306,12 @@ def _on_deep_stack(work: Callable[[], T]) -> T:
     return outcome.result()
 
 
-_STACK_SIZE = threading.Lock()  # stack_size applies to all threads that start
+_STACK_SIZE = threading.Lock()  # threading.stack_size applies to every thread started
 
 
 def _limits_of(grammar: Grammar) -> LLParserLimits:
-    """Return the compiler's limits."""
-    # Large grammars made from many tools need more fuel for their first steps.
+    """Return the compiler limits for a grammar."""
+    # Large grammars for many tools need more fuel for their first steps.
     from llguidance import LLParserLimits
 
     more = 1 + len(grammar.text) // _FUELLED_BYTES if isinstance(grammar.text, MadeGrammar) else 1

@@ -1,12 +1,12 @@
-"""Token masks for structured output: tokens that would leave the grammar are never chosen.
+"""Token masks for structured output, which prevent tokens that would violate the grammar.
 
-Each sequence has its own llguidance parser, which reports after each token which tokens may follow.
-The parser advances with accepted tokens only: draft tokens are masked and sampled row by row, like
-any other token. Where only one text can follow, its tokens become draft tokens.
+Each sequence has its own llguidance parser. After each token, the parser reports which tokens may
+follow. The parser advances with accepted tokens only. Draft tokens are masked and sampled row by
+row, like any other token. Where the grammar allows only one text, its tokens become draft tokens.
 
-A mask usually takes less than a millisecond, and the engine thread computes it on demand. An
-ambiguous grammar takes a hundred times as long. Its masks are computed in a separate thread, and
-the sequence skips forward passes until its mask is ready.
+A mask usually takes less than a millisecond and is computed on the engine thread. Masks of an
+ambiguous grammar can take a hundred times as long. They are computed in a separate thread, and the
+sequence skips forward passes until its mask is ready.
 """
 
 from __future__ import annotations
@@ -32,34 +32,36 @@ __all__ = ["GrammarConstraint", "first_line", "prepare_masks"]
 
 Floats = npt.NDArray[np.float32]
 
-# Seconds of processor time.
-_SLOW_SECONDS = 0.004  # a slower mask would delay the engine thread
-_SLOW_TOKENS = 32  # the masks of this many tokens after a slow one use a separate thread
-_TOKEN_SECONDS = 0.05  # average per token, over at least _MEASURED_TOKENS
-_TOTAL_SECONDS = 2.0  # all masks of a request
+# Limits on mask computation, in seconds of CPU time.
+_SLOW_SECONDS = 0.004  # slower masks would delay the engine thread
+_SLOW_TOKENS = 32  # tokens after a slow mask whose masks use a separate thread
+_TOKEN_SECONDS = 0.05  # average per token, after at least _MEASURED_TOKENS tokens
+_TOTAL_SECONDS = 2.0  # total for all masks of a request
 _MEASURED_TOKENS = 8
-# Tokens. If the model leaves a longer forced text, forced tokens are no longer computed.
+# Length of a forced text in tokens. If the model deviates from a longer one, forced tokens are no
+# longer computed for the request.
 _LONG_TEXT = 256
 
 
 @functools.cache
 def prepare_masks() -> None:
-    """Compile the mask kernel in a separate process, unless its machine code is on disk.
+    """Compile the mask kernel in a separate process, unless its machine code is cached on disk.
 
-    Raises BackendUnavailable with the compiler's message if that fails.
+    Raises:
+        BackendUnavailable: The compilation failed. The message contains the compiler's error.
     """
     compile_ahead([mask_logits_entry], 1)
 
 
 class GrammarConstraint(Constraint):
-    """The grammar of one sequence: its parser, and the mask of tokens that may follow.
+    """The grammar of one sequence, with its parser and the mask of allowed tokens.
 
     Args:
-        matcher: The parser.
-        room: float32 [vocab_size], the buffer that `masked` writes. All grammars of an engine share
-            it.
-        submit: Runs a function in a thread for slow masks; None computes them in the caller's
-            thread.
+        matcher: The llguidance parser.
+        room: float32 [vocab_size], the buffer that `masked` writes to. All grammars of an engine
+            share it.
+        submit: Function that runs another function in a thread for slow masks. With None, masks
+            are computed in the caller's thread.
     """
 
     def __init__(
@@ -82,11 +84,11 @@ class GrammarConstraint(Constraint):
 
     @property
     def is_ready(self) -> bool:
-        """True if the next mask is ready or fast enough to compute on demand."""
+        """True if the next mask is ready, or fast enough to compute on demand."""
         return self._pending is None or self._pending.done()
 
     def masked(self, logits: Floats) -> Floats:
-        """Return the logits [vocab_size] with those of tokens that cannot follow set to -inf.
+        """Return a copy of logits [vocab_size] with disallowed tokens set to -inf.
 
         The result is valid until the next call.
         """
@@ -97,11 +99,11 @@ class GrammarConstraint(Constraint):
         return self._room
 
     def constrain(self, logits: Floats, largest: int | None) -> tuple[Floats, int | None]:
-        """Return the masked logits, and None because their maximum is unknown."""
+        """Return the masked logits. The second value is None because their maximum is unknown."""
         return self.masked(logits), None
 
     def advance(self, token_id: int) -> bool:
-        """Accept the chosen token; return whether the text must end after it."""
+        """Accept the chosen token and return whether the output must end after it."""
         began = time.thread_time()
         if not self._matcher.consume_token(token_id):
             self._check()
@@ -120,8 +122,9 @@ class GrammarConstraint(Constraint):
     def forced(self) -> list[int]:
         """Return the tokens that must follow.
 
-        Empty where their text has several tokenizations, or after a mask failed: the next call of
-        `masked` raises its error.
+        The list is empty if the forced text has several tokenizations. It is also empty after a
+        mask
+        failed, in which case the next call of `masked` raises the error.
         """
         if self._pending is not None and self._pending.exception() is not None:
             return []
@@ -130,7 +133,7 @@ class GrammarConstraint(Constraint):
         return self._forced
 
     def _settle(self) -> None:
-        """Wait for the mask that another thread computes, and raise its error."""
+        """Wait for a mask that another thread computes, and raise the error if it failed."""
         if self._pending is not None:
             pending = self._pending
             self._pending = None
@@ -150,7 +153,11 @@ class GrammarConstraint(Constraint):
         self._is_found = True
 
     def _check_time(self) -> None:
-        """Raise RequestError if the masks so far took too long."""
+        """Check the time spent on masks so far.
+
+        Raises:
+            RequestError: The masks took too long.
+        """
         each = self._seconds / max(self._num_tokens, _MEASURED_TOKENS)
         if self._seconds > _TOTAL_SECONDS or each > _TOKEN_SECONDS:
             raise RequestError(
@@ -161,7 +168,11 @@ class GrammarConstraint(Constraint):
             )
 
     def _check(self) -> None:
-        """Raise RequestError if the parser failed."""
+        """Check the parser.
+
+        Raises:
+            RequestError: The parser failed.
+        """
         if self._matcher.is_error():
             raise RequestError(
                 f"the grammar's parser failed: {first_line(self._matcher.get_error())}"
@@ -169,7 +180,7 @@ class GrammarConstraint(Constraint):
 
 
 def first_line(text: str) -> str:
-    """Return the first non-empty line of an error's text, at most 500 characters."""
+    """Return the first non-empty line of an error message, cut to 500 characters."""
     return next((line.strip() for line in text.splitlines() if line.strip()), "no reason given")[
         :500
     ]

@@ -1,1 +1,1 @@
-"""Memory: runner and format selection, pool sizing, the memory check and the memory report."""
+"""Memory planning: runner and format selection, pool sizing, the memory check and the report."""

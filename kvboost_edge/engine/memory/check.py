@@ -1,4 +1,4 @@
-"""The memory check before anything is packed or loaded, used by `doctor` and by the engine."""
+"""The memory check, which runs before weights are packed or loaded."""
 
 from __future__ import annotations
 
@@ -60,17 +60,17 @@ __all__ = [
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MemoryCheck:
-    """The memory that a model needs and the memory that is available. All sizes are in bytes.
+    """The memory that a model needs and the memory that is available, in bytes.
 
     Attributes:
         info: The planned runner's description.
         available: Available memory before the weights are loaded.
-        beside: Available memory after the weights are loaded.
+        beside: Memory left after the weights are loaded.
         pool: The planned KV pool.
-        states: The planned recurrent state slots, with the rows for draft tokens.
-        shortage: A message if there is room for fewer draft tokens than wanted; else "".
-        refusal: The error of the engine's start, with the arithmetic; "" if the model fits.
-        overhead: Further memory of the process; None without `max_memory`.
+        states: The planned recurrent state slots, including rows for draft tokens.
+        shortage: A message if memory limits the number of draft tokens, else "".
+        refusal: The error that starting the engine would raise, or "" if the model fits.
+        overhead: Other memory of the process, or None without `max_memory`.
     """
 
     info: RunnerInfo
@@ -84,17 +84,21 @@ class MemoryCheck:
 
     @property
     def needed(self) -> int:
-        """Weights, pool, recurrent state and the runner's copies of running sequences' KV."""
+        """Total size of weights, pool, recurrent state and the runner's KV copies."""
         return self.info.weight_bytes + (2 if self.info.copies_kv else 1) * self.pool + self.states
 
     @property
     def pool_tokens(self) -> int:
-        """Approximate number of tokens that the pool holds; 0 without a KV cache."""
+        """Approximate number of tokens that the pool holds, or 0 without a KV cache."""
         spec = self.info.kv_spec
         return self.pool // spec.bytes_per_block * spec.block_size if spec.bytes_per_block else 0
 
     def check(self) -> None:
-        """Raise CapacityError if the model does not fit."""
+        """Check that the model fits in memory.
+
+        Raises:
+            CapacityError: The model does not fit.
+        """
         if self.refusal:
             raise CapacityError(self.refusal)
 
@@ -107,9 +111,9 @@ def plan_fit(
     available: int,
     overhead: Overhead | None = None,
 ) -> MemoryCheck:
-    """Compare the memory of weights and pool with the available memory.
+    """Compare the memory that weights and pool need with the available memory.
 
-    The weights of a CUDA device are not checked: their size is not known before loading.
+    On CUDA devices the weights are not checked, because their size is unknown before loading.
 
     Args:
         checkpoint: The model.
@@ -117,10 +121,10 @@ def plan_fit(
         selected: The selected backend and runner.
         summary: Sizes of the model's weights.
         available: Available memory in bytes before the weights are loaded.
-        overhead: Measured overhead if `max_memory` bounds the process.
+        overhead: Measured overhead if `max_memory` limits the process.
 
     Raises:
-        ConfigError: An option does not fit a model with or without recurrent state.
+        ConfigError: An option for recurrent state is set, but the model has none.
     """
     info = planned_info(checkpoint, config, selected, summary)
     check_options(config, info)
@@ -137,8 +141,9 @@ def plan_fit(
             check_process(config, info, overhead, packing, formats)
         if is_known:
             check_weights_fit(info.weight_bytes, available)
-        # Packing weights takes long, and a runner's copies double the pool, so the pool is checked
-        # now. The torch runner checks it after loading, when it knows exactly what it stores.
+        # Check the pool before the weights are packed, because packing is slow and a runner's
+        # copies double the pool. The torch runner checks the pool after loading, when exact sizes
+        # are known.
         if (selected.runner.weights or info.copies_kv) and info.stores_kv:
             plan_states(config, info, plan_num_blocks(config, info, beside), beside)
     except CapacityError as error:
@@ -147,7 +152,7 @@ def plan_fit(
             _check_files(checkpoint, selected.runner.weights)
     if info.stores_kv:
         pool = planned_pool_bytes(config, info.kv_spec, info.max_context, beside)
-        with contextlib.suppress(CapacityError):  # then `refusal` is set
+        with contextlib.suppress(CapacityError):  # `refusal` has the message already
             states = planned_states(config, info, beside)
     state_room = 0 if states is None else state_bytes(info, states)
     shortage = drafts_shortage(config, info, states)
@@ -161,7 +166,10 @@ def _packing_bytes(
     info: RunnerInfo,
     summary: WeightSummary,
 ) -> int:
-    """Return the bytes that packing takes, with weights kept in memory; 0 if packed already."""
+    """Return the memory that packing needs, including packed weights kept in memory.
+
+    The result is 0 if the weights are already packed.
+    """
     weights = selected.runner.weights
     place = packed_place(checkpoint, weights, summary.files, config.num_threads)
     if place.is_there:
@@ -171,9 +179,12 @@ def _packing_bytes(
 
 
 def _check_files(checkpoint: Checkpoint, weights: str) -> None:
-    """Raise ModelFormatError if the files contradict the config.
+    """Check that the weight files match the config.
 
-    A wrong size in the config would otherwise be reported as a lack of memory.
+    Without this check, a wrong size in the config would be reported as a lack of memory.
+
+    Raises:
+        ModelFormatError: The files contradict the config.
     """
     plan = checkpoint.plan(weights)
     with checkpoint.open_source() as source:
@@ -181,10 +192,10 @@ def _check_files(checkpoint: Checkpoint, weights: str) -> None:
 
 
 class PlannedMemory(NamedTuple):
-    """The memory that a model would take.
+    """The memory that a model would use.
 
     Attributes:
-        nbytes: Bytes of weights, pool, recurrent state and the runner's copies.
+        nbytes: Total size of weights, pool, recurrent state and the runner's copies, in bytes.
         device: The device that holds them.
         has_states: True for a hybrid or recurrent model.
     """
@@ -195,10 +206,11 @@ class PlannedMemory(NamedTuple):
 
 
 def planned_memory(path_or_id: str | Path, config: EngineConfig) -> PlannedMemory:
-    """Return the memory that a model would take if it were loaded now.
+    """Return the memory that a model would use if it were loaded now.
 
-    A model on a hub is downloaded. Nothing is loaded. Raises the errors of loading it, except for a
-    lack of memory.
+    A model on a hub is downloaded but not loaded. Errors are those of loading the model, except
+    that
+    a lack of memory is not an error.
     """
     path = locate_model(
         path_or_id,
@@ -217,26 +229,26 @@ def planned_memory(path_or_id: str | Path, config: EngineConfig) -> PlannedMemor
 
 
 def format_bytes(checkpoint: Checkpoint) -> Mapping[str, int]:
-    """Return the bytes of the packed weights in each format that the model can be packed in."""
+    """Return the size of the packed weights in bytes for each format the model supports."""
     found = {}
     for weights in ((STORED,) if checkpoint.is_quantized else ()) + WEIGHT_FORMATS:
         try:
             found[weights] = checkpoint.packed_bytes(weights)
         except KVBoostError:
-            continue  # the runner selection reports why
+            continue  # the runner selection reports the error
     return found
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PackedPlace:
-    """The location of packed weights, and the cost of packing them.
+    """The location of packed weights and the cost of packing them.
 
     Attributes:
-        path: The file, or its directory before the weight files have been hashed; None if packed
-            weights are kept in memory only (`pack_cache=False`).
-        is_there: True if the weights are packed already.
-        free: Free bytes on that disk.
-        peak: Most bytes of memory that packing takes in addition to the weights.
+        path: The packed file, or its directory if the weight files have not been hashed. None if
+            packed weights are kept only in memory (`pack_cache=False`).
+        is_there: True if the weights are already packed.
+        free: Free disk space at the location, in bytes.
+        peak: Peak memory for packing in addition to the weights, in bytes.
     """
 
     path: Path | None
@@ -253,9 +265,9 @@ def packed_place(
     Args:
         checkpoint: The model.
         weights: The weight format.
-        files: The weight files. They are not read: files that have never been hashed count as not
+        files: The weight files. They are not read, so files that were never hashed count as not
             packed.
-        num_threads: Threads for packing; None for the default.
+        num_threads: Number of threads for packing, or None for the default.
     """
     peak = packing_bytes(num_threads or default_num_threads())
     if checkpoint.cache_dir == NO_CACHE:

@@ -1,4 +1,4 @@
-"""The memory limit of the whole process (`max_memory`)."""
+"""The memory limit of the whole process, set by `max_memory`."""
 
 from __future__ import annotations
 
@@ -31,18 +31,19 @@ __all__ = [
     "room_in_process",
 ]
 
-_LEAST_ADVISED_CONTEXT = 256  # tokens; the error does not advise a shorter context
-_RESIDENT_SPREAD = 4 << 20  # measured overhead varies by less between starts
-_HISTORY_SHARE = 16  # the draft history gets 1/16 of the memory after weights and overhead
+_LEAST_ADVISED_CONTEXT = 256  # tokens; error messages do not suggest a shorter context
+_RESIDENT_SPREAD = 4 << 20  # measured overhead varies by less than this between starts
+_HISTORY_SHARE = 16  # the draft history gets 1/16 of what weights and overhead leave
 _MOST_HISTORY_BYTES = 128 << 20
 
 
 class Overhead(NamedTuple):
-    """Memory of the process in addition to weights, pool and recurrent state, in bytes.
+    """Memory of the process other than weights, pool and recurrent state, in bytes.
 
     Attributes:
-        resident: Measured: interpreter, packages, machine code, tokenizer.
-        buffers: Computed: buffers of the largest passes. They become resident once such passes run.
+        resident: Measured memory of the interpreter, packages, machine code and tokenizer.
+        buffers: Computed size of the buffers for the largest passes. They become resident when such
+            passes run.
     """
 
     resident: int
@@ -53,8 +54,11 @@ class Overhead(NamedTuple):
         return self.resident + self.buffers
 
     def measured_again(self, weights: Iterable[Region]) -> Overhead:
-        """Return the overhead as of now, without resident weights; never less than before."""
-        # Machine code that was unmapped may be mapped again.
+        """Measure the overhead again, without resident weights.
+
+        The result is never less than the first measurement.
+        """
+        # The OS may have dropped pages of machine code that will be loaded again.
         resident = process_rss() - (resident_bytes(weights) or 0)
         return self._replace(resident=max(self.resident, resident))
 
@@ -62,28 +66,32 @@ class Overhead(NamedTuple):
 def measured_overhead(
     checkpoint: Checkpoint, config: EngineConfig, selected: Selection
 ) -> Overhead | None:
-    """Measure the process before the weights are loaded; None without `max_memory`.
+    """Measure the process before the weights are loaded.
 
-    Raises ConfigError if the runner's buffers are unknown.
+    Returns:
+        The overhead, or None without `max_memory`.
+
+    Raises:
+        ConfigError: The runner's buffer sizes are unknown.
     """
     if config.max_memory is None:
         return None
     if selected.runner.name != "native":
         raise ConfigError(
-            f"max_memory={config.max_memory} needs the native runner, and the model runs on the "
-            f"{selected.runner.name} runner, whose buffers are unknown; leave it out and limit "
-            "the pool with max_cache_bytes"
+            f"max_memory={config.max_memory} needs the native runner, but the model runs on the "
+            f"{selected.runner.name} runner, whose buffers are unknown; remove max_memory and "
+            "limit the pool with max_cache_bytes"
         )
     from kvboost_edge.runners.native.runner import load_kernels
 
-    give_back()  # memory that reading the tokenizer left
-    # Count the machine code of the model's passes.
+    give_back()  # return freed memory to the OS, mainly from loading the tokenizer
+    # Load the kernels so that their machine code is measured too.
     load_kernels(checkpoint, selected.runner.weights, config.kv_bits)
     return Overhead(process_rss(), pass_bytes(checkpoint, config, selected))
 
 
 def pass_bytes(checkpoint: Checkpoint, config: EngineConfig, selected: Selection) -> int:
-    """Return the bytes of the largest pass's buffers; 0 if unknown."""
+    """Return the size of the buffers for the largest pass in bytes, or 0 if unknown."""
     if selected.runner.name != "native":
         return 0
     from kvboost_edge.runners.native.buffers import largest_bytes
@@ -95,13 +103,13 @@ def pass_bytes(checkpoint: Checkpoint, config: EngineConfig, selected: Selection
 def room_in_process(
     config: EngineConfig, weight_bytes: int, beside: int, overhead: Overhead | None
 ) -> int:
-    """Return the bytes for pool and recurrent state.
+    """Return the memory for the pool and recurrent state, in bytes.
 
     Args:
         config: Options of the engine.
         weight_bytes: Size of the weights.
-        beside: Available memory of the machine after the weights; an upper limit.
-        overhead: Measured overhead; None without `max_memory`.
+        beside: Available memory of the machine after the weights. It is an upper limit.
+        overhead: Measured overhead, or None without `max_memory`.
     """
     if overhead is None:
         return beside
@@ -110,14 +118,19 @@ def room_in_process(
 
 
 def most_history_bytes(config: EngineConfig, bound: int | None) -> int:
-    """Return the largest size of the draft history in bytes; `bound` is from `history_bytes`."""
+    """Return the maximum size of the draft history in bytes.
+
+    Args:
+        config: Options of the engine.
+        bound: Result of `history_bytes`.
+    """
     if config.speculation == "off":
         return 0
     return _MOST_HISTORY_BYTES if bound is None else bound
 
 
 def history_bytes(config: EngineConfig, weight_bytes: int, overhead: Overhead | None) -> int | None:
-    """Return the limit of the draft history in bytes; None for the default."""
+    """Return the byte limit of the draft history, or None for the default."""
     if overhead is None:
         return None
     return _history(max(0, _rest(config, weight_bytes, overhead)))
@@ -130,16 +143,20 @@ def check_process(
     packing: int = 0,
     formats: Callable[[], Mapping[str, int]] = dict,
 ) -> None:
-    """Raise CapacityError, with the arithmetic, if `max_memory` is too small.
+    """Check that `max_memory` is large enough.
 
-    It must hold weights, overhead, and the requested pool or one context.
+    It must hold the weights, the overhead, and either the requested pool or one full context.
 
     Args:
         config: Options of the engine.
         info: The planned runner's description.
-        overhead: Measured overhead; None without `max_memory`.
-        packing: Bytes that packing the weights takes, before buffers and pool exist.
-        formats: Returns the bytes of the weights in each format that they can be packed in.
+        overhead: Measured overhead, or None without `max_memory`.
+        packing: Memory in bytes for packing the weights, which happens before buffers and pool
+            exist.
+        formats: Function that returns the size of the weights in each supported format, in bytes.
+
+    Raises:
+        CapacityError: `max_memory` is too small. The message lists each part.
     """
     if overhead is None:
         return
@@ -183,9 +200,10 @@ def check_process(
 
 
 def _smaller_weights(current: int, missing: int, formats: Mapping[str, int]) -> str:
-    """Return advice to use smaller weights than `current` bytes; "" if no format is smaller.
+    """Return advice to use a weight format smaller than `current` bytes.
 
-    It names the largest format that saves the missing bytes, else the smallest.
+    The advice names the largest format that saves the missing bytes, or else the smallest format.
+    It is "" if no format is smaller.
     """
     sizes = {count: name for name, count in formats.items() if count < current}
     if not sizes:
@@ -196,7 +214,7 @@ def _smaller_weights(current: int, missing: int, formats: Mapping[str, int]) -> 
 
 
 def _context(config: EngineConfig, info: RunnerInfo, overhead: Overhead) -> int:
-    """Return the longest context whose smallest pool fits; 0 if it is too short to advise."""
+    """Return the longest context whose smallest pool fits, or 0 if it is too short to suggest."""
     rest = _rest(config, info.weight_bytes, overhead) - _RESIDENT_SPREAD
     block_size = info.kv_spec.block_size
 
@@ -210,7 +228,11 @@ def _context(config: EngineConfig, info: RunnerInfo, overhead: Overhead) -> int:
 
 
 def _least_room(config: EngineConfig, info: RunnerInfo, *, is_sized: bool) -> tuple[int, int, int]:
-    """Return the bytes of the smallest pool, its states, and both with bookkeeping and drafts."""
+    """Return the bytes needed by the smallest pool.
+
+    Returns:
+        The pool, its recurrent state, and the total of both with bookkeeping and draft history.
+    """
     spec = info.kv_spec
     if not info.stores_kv:
         return 0, 0, 0
@@ -223,7 +245,7 @@ def _least_room(config: EngineConfig, info: RunnerInfo, *, is_sized: bool) -> tu
     num_open = num_open_blocks(config, num_blocks, spec.block_size)
     pool = num_blocks * spec.bytes_per_block + num_open * open_bytes
     room = pool + num_blocks * BLOCK_BOOKKEEPING
-    if not is_sized:  # `_left_for_pool` rounds down
+    if not is_sized:  # `_left_for_pool` rounds down, so add a margin
         room += 2 * (spec.bytes_per_block + BLOCK_BOOKKEEPING) + open_bytes
     states = config.max_state_bytes or least_state_bytes(config, spec)
     if states and not is_sized and config.max_state_bytes is None:
@@ -234,7 +256,7 @@ def _least_room(config: EngineConfig, info: RunnerInfo, *, is_sized: bool) -> tu
 
 
 def _rest(config: EngineConfig, weight_bytes: int, overhead: Overhead) -> int:
-    """Return the bytes after weights and overhead; negative if they do not fit."""
+    """Return the bytes left after weights and overhead. Negative if these do not fit."""
     return shared_out(config.max_memory or 0) - weight_bytes - overhead.nbytes
 
 
@@ -243,5 +265,5 @@ def _history(rest: int) -> int:
 
 
 def _mb_up(num_bytes: int) -> str:
-    """Format a size as an option takes it, rounded up."""
+    """Format a size, rounded up, in the syntax of an option value."""
     return f"{-(-num_bytes // 10**6)}MB"

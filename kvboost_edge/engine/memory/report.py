@@ -1,4 +1,4 @@
-"""Pool sizing, checked before anything is allocated, and the memory report."""
+"""Pool sizing, which is checked before allocation, and the memory report."""
 
 from __future__ import annotations
 
@@ -28,38 +28,41 @@ __all__ = [
     "planned_pool_bytes",
 ]
 
-_POOL_SHARE = 4  # by default the pool takes at most 1/4 of the available memory
-_CONTEXTS = 16  # and at most this many whole contexts, unless max_num_seqs is given
-LEAST_STATES = 4  # slots of recurrent state in addition to those of the sequences
-STATES_PER_SEQUENCE = 2  # a sequence writes one and may read another
-# Bytes of Python objects per block, with a margin; an empty block has 138.
+_POOL_SHARE = 4  # by default the pool uses at most 1/4 of the available memory
+_CONTEXTS = 16  # default maximum pool size in full contexts, without max_num_seqs
+LEAST_STATES = 4  # recurrent state slots in addition to those of running sequences
+STATES_PER_SEQUENCE = 2  # a sequence writes one slot and may read another
+# Size of the Python objects for a block, in bytes. An empty block uses 138; the rest is a margin.
 BLOCK_BOOKKEEPING = 1024
 _TOKENS_PER_SEQUENCE = 512
 _MOST_SEQUENCES = 64
-# A page count is reused for this many times as long as it took: 9 ms per gigabyte.
+# Counting pages takes 9 ms per GB. A count is reused for this many times that duration.
 _COUNTED_TIMES = 100
 
 
 class MemoryReport:
     """The memory of the process in bytes, by owner.
 
-    `other_bytes` is the remaining resident memory: the interpreter and its packages (mainly
-    Numba and its compiler), compiled kernels, tokenizer, activations, the draft history (limited by
-    `TenantHistory`), and the vocabulary of grammar parsers (75 MB for 151,000 tokens).
+    `other_bytes` is the remaining resident memory. It holds the interpreter and its packages
+    (mainly
+    Numba and its compiler), compiled kernels, tokenizer, activations and the draft history, which
+    `TenantHistory` limits. It also holds the vocabulary of grammar parsers (75 MB for 151,000
+    tokens).
 
-    On Linux, resident pages of mapped weights and of the pool are counted, in at most 1% of the
-    time. Elsewhere, and for torch, weights and pool count as fully resident. Until they are,
-    `other_bytes` is too small.
+    On Linux, resident pages of mapped weights and of the pool are counted. Counting takes at most
+    1%
+    of the time. On other systems and for torch, weights and pool count as fully resident. Until
+    they
+    are, `other_bytes` is too small.
 
     Args:
         weight_bytes: Size of the weights.
         pool_bytes: Size of the KV pool.
-        regions: Returns the current memory regions of weights, pool and recurrent state; an empty
-            sequence if unknown.
-        copied: Returns the current bytes of the runner's copies of KV.
+        regions: Function that returns the memory regions of weights, pool and recurrent state, or
+            an empty sequence if unknown.
+        copied: Function that returns the size of the runner's KV copies.
         state_bytes: Size of the recurrent state slots.
-        buffer_bytes: Size of the buffers of the largest pass and of the draft history, as far as
-            known.
+        buffer_bytes: Size of the draft history and of the buffers of the largest pass, if known.
     """
 
     def __init__(
@@ -113,28 +116,32 @@ class MemoryReport:
 
 
 def check_weights_fit(weight_bytes: int, available: int) -> None:
-    """Raise CapacityError if the weights exceed the available memory."""
+    """Check that the weights fit in memory.
+
+    Raises:
+        CapacityError: The weights exceed the available memory.
+    """
     if weight_bytes > available:
         raise CapacityError(
-            f"the weights take {gb(weight_bytes)}, and {gb(available)} of memory are available; "
+            f"the weights take {gb(weight_bytes)}, but only {gb(available)} is available; "
             "use a smaller model, weights='int4' (native runner) or dtype='bfloat16'; "
             "`kvboost-edge doctor MODEL` shows the size of each format"
         )
 
 
 def memory_beside(available: int, weight_bytes: int) -> int:
-    """Return the bytes that weights leave of the memory available before they were loaded."""
-    # Mapped weights still count as available after loading. A pool of that size would evict them
-    # from the page cache again and again.
+    """Return the memory that is left after loading the weights, in bytes."""
+    # The OS counts mapped weights as available. A pool of that size would keep evicting them from
+    # the page cache, so subtract them.
     return max(0, available - weight_bytes)
 
 
 def plan_num_blocks(config: EngineConfig, info: RunnerInfo, available: int) -> int:
-    """Return the number of blocks of the pool.
+    """Return the number of blocks in the pool.
 
-    This is the smallest size that the config gives. The default is the smaller of 25% of the
-    available memory and max_num_seqs (16 if not given) contexts. It includes the buffers of open
-    blocks of a quantized pool.
+    If the config sets sizes, the smallest applies. The default is the smaller of 25% of the
+    available memory and max_num_seqs full contexts (16 if not set). For a quantized pool, the size
+    includes the buffers of partly filled blocks.
 
     Args:
         config: Options of the engine.
@@ -142,8 +149,8 @@ def plan_num_blocks(config: EngineConfig, info: RunnerInfo, available: int) -> i
         available: Memory in bytes after the weights, see `memory_beside`.
 
     Raises:
-        CapacityError: The configured size holds no block, or the pool does not fit, including the
-            runner's copies.
+        CapacityError: The configured size holds no block, or the pool and the runner's copies do
+            not fit.
     """
     spec = info.kv_spec
     num_blocks = _wanted_blocks(config, spec, info.max_context, available)
@@ -155,8 +162,9 @@ def plan_num_blocks(config: EngineConfig, info: RunnerInfo, available: int) -> i
             f" in addition to {open_bytes} bytes for partly written blocks" if open_bytes else ""
         )
         raise CapacityError(
-            f"max_cache_bytes={config.max_cache_bytes} holds no block: one of {spec.block_size} "
-            f"tokens takes {block_bytes} bytes in this model{beside}; raise it to at least that"
+            f"max_cache_bytes={config.max_cache_bytes} holds no block: a block of "
+            f"{spec.block_size} tokens takes {block_bytes} bytes in this model{beside}; raise "
+            "max_cache_bytes to at least that"
         )
     pool_bytes = num_blocks * block_bytes + open_bytes
     needed = 2 * pool_bytes if info.copies_kv else pool_bytes
@@ -164,14 +172,14 @@ def plan_num_blocks(config: EngineConfig, info: RunnerInfo, available: int) -> i
         copies = f" + the same for the {info.name} runner's copies" if info.copies_kv else ""
         raise CapacityError(
             f"weights {gb(info.weight_bytes)} + pool {gb(pool_bytes)} ({num_blocks} blocks of "
-            f"{block_bytes} bytes){copies} exceed memory: {gb(available)} are available after "
-            "the weights; lower max_cache_bytes or num_blocks"
+            f"{block_bytes} bytes){copies} exceed memory: only {gb(available)} is available "
+            "after the weights; lower max_cache_bytes or num_blocks"
         )
     return num_blocks
 
 
 def planned_pool_bytes(config: EngineConfig, spec: KVSpec, max_context: int, available: int) -> int:
-    """Return the planned bytes of the pool, without checking that they fit."""
+    """Return the planned size of the pool in bytes, without checking that it fits."""
     num_blocks = planned_blocks(config, spec, max_context, available)
     num_open = num_open_blocks(config, num_blocks, spec.block_size)
     return num_blocks * spec.bytes_per_block + num_open * spec.bytes_per_open_block
@@ -183,21 +191,21 @@ def planned_blocks(config: EngineConfig, spec: KVSpec, max_context: int, availab
 
 
 def most_sequences(config: EngineConfig, num_blocks: int, block_size: int) -> int:
-    """Return the number of sequences that run together on a pool of this size."""
+    """Return the maximum number of sequences that run at once on a pool of this size."""
     if config.max_num_seqs is not None:
         return config.max_num_seqs
     return max(1, min(_MOST_SEQUENCES, num_blocks * block_size // _TOKENS_PER_SEQUENCE))
 
 
 def num_open_blocks(config: EngineConfig, num_blocks: int, block_size: int) -> int:
-    """Return the most blocks that are partly filled: one for each sequence and a spare one."""
+    """Return the maximum number of partly filled blocks, one per sequence and one spare."""
     return most_sequences(config, num_blocks, block_size) + 1
 
 
 def _wanted_blocks(config: EngineConfig, spec: KVSpec, max_context: int, available: int) -> int:
     counted = config.counted_blocks
     whole = -(-max_context // spec.block_size) * (config.max_num_seqs or _CONTEXTS)
-    if not spec.bytes_per_block:  # blocks without KV are only bookkeeping
+    if not spec.bytes_per_block:  # without KV, blocks are only bookkeeping
         return whole if counted is None else counted
     if counted is None:
         return _affordable_blocks(config, spec, whole, available)
@@ -207,15 +215,15 @@ def _wanted_blocks(config: EngineConfig, spec: KVSpec, max_context: int, availab
 
 
 def _affordable_blocks(config: EngineConfig, spec: KVSpec, whole: int, available: int) -> int:
-    """Return the blocks of a pool whose number is not given, at most `whole` by default."""
+    """Return the number of blocks that fit the memory budget, at most `whole` by default."""
     if config.max_cache_bytes is not None:
         budget = config.max_cache_bytes
     elif config.max_memory is not None:
         budget = _left_for_pool(config, spec, available)
     else:
         budget = shared_out(available) // _POOL_SHARE
-    # The number of open blocks depends on the number of blocks. Computing it from the whole budget
-    # gives at least as many as will be needed.
+    # The number of open blocks depends on the number of blocks, which is not known yet. The whole
+    # budget gives an upper bound.
     gross = budget // spec.bytes_per_block
     num_open = num_open_blocks(
         config, gross if config.max_cache_bytes else min(gross, whole), spec.block_size
@@ -225,13 +233,16 @@ def _affordable_blocks(config: EngineConfig, spec: KVSpec, whole: int, available
 
 
 def least_state_bytes(config: EngineConfig, spec: KVSpec) -> int:
-    """Return the bytes of the fewest slots of recurrent state; 0 without recurrent state."""
+    """Return the size in bytes of the minimum number of recurrent state slots.
+
+    The result is 0 for a model without recurrent state.
+    """
     num_slots = LEAST_STATES + STATES_PER_SEQUENCE * (config.max_num_seqs or 1)
     return num_slots * spec.bytes_per_state
 
 
 def _left_for_pool(config: EngineConfig, spec: KVSpec, available: int) -> int:
-    """Return the bytes of the pool under `max_memory`, without state and bookkeeping."""
+    """Return the pool size in bytes that `max_memory` leaves after recurrent state and bookkeeping."""
     if config.max_state_bytes is not None:
         available -= config.max_state_bytes
     elif spec.states:
@@ -241,5 +252,5 @@ def _left_for_pool(config: EngineConfig, spec: KVSpec, available: int) -> int:
 
 
 def gb(num_bytes: int) -> str:
-    """Format a size for an error, in GB or MB."""
+    """Format a size in GB or MB for a message."""
     return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:.2f} MB"

@@ -1,4 +1,4 @@
-"""The selection of runner, weight format and backend, with reasons and planned memory."""
+"""Selection of runner, weight format and backend, with reasons and planned memory."""
 
 from __future__ import annotations
 
@@ -39,19 +39,19 @@ _SHAPE = ("num_hidden_layers", "num_attention_heads", "hidden_size")
 
 
 class Selection(NamedTuple):
-    """The selected backend and runner. Each has a `reason`, a sentence to show to users."""
+    """The selected backend and runner. Each has a `reason` to show to users."""
 
     backend: BackendChoice
     runner: RunnerChoice
 
 
 def select_path(checkpoint: Checkpoint, config: EngineConfig) -> Selection:
-    """Select backend, runner and weight format. Nothing is loaded.
+    """Select backend, runner and weight format without loading anything.
 
     Raises:
-        ConfigError: The options do not go together or do not fit the model.
+        ConfigError: Options contradict each other or do not fit the model.
         ModelFormatError: The model's files are not supported.
-        BackendUnavailable: A requested backend cannot run here.
+        BackendUnavailable: A requested backend cannot run on this machine.
     """
     model = ModelTraits(
         checkpoint.config,
@@ -70,7 +70,7 @@ def select_path(checkpoint: Checkpoint, config: EngineConfig) -> Selection:
     if is_auto and plan.AUTO_BACKEND_REASON:
         backend = dataclasses.replace(backend, reason=plan.AUTO_BACKEND_REASON)
     available = min(available_bytes(), config.max_memory or _ANY)
-    # Weights are chosen as without max_memory on a machine with that much memory.
+    # max_memory acts here as the memory of the machine, so ignore it in the pool plan.
     unbound = dataclasses.replace(config, max_memory=None)
 
     def plan_pool(kv_spec: KVSpec, max_context: int) -> int:
@@ -88,7 +88,7 @@ def select_path(checkpoint: Checkpoint, config: EngineConfig) -> Selection:
 def planned_info(
     checkpoint: Checkpoint, config: EngineConfig, selected: Selection, summary: WeightSummary
 ) -> RunnerInfo:
-    """Return the memory-related part of the runner's description, without loading anything."""
+    """Return the planned runner's description for memory planning, without loading anything."""
     device = selected.backend.device
     runner = selected.runner
     stores_kv = not attends_both_ways(checkpoint.config)
@@ -111,7 +111,7 @@ def planned_info(
 def planned_kv_spec(
     checkpoint: Checkpoint, config: EngineConfig, runner: str, weights: str, device: str
 ) -> KVSpec:
-    """Return how the named runner would store KV, with weights of that format."""
+    """Return the KV layout that a runner would use with a given weight format."""
     fields = checkpoint.config
     if runner == "onnx":
         return onnx_kv_spec(checkpoint.past_layout(), config.block_size)
@@ -126,12 +126,12 @@ def planned_kv_spec(
 
 
 def bounded_context(max_context: int, config: EngineConfig) -> int:
-    """Return the longest sequence that the engine accepts for a model's context, in tokens."""
+    """Return the maximum sequence length that the engine accepts, in tokens."""
     return min(max_context, config.max_model_len or max_context)
 
 
 def usable_context(fields: Mapping[str, Any]) -> int:
-    """Return the longest sequence in tokens that the model takes."""
+    """Return the maximum sequence length that the model supports, in tokens."""
     length = context_length(fields)
     pinned = pinned_context(fields)
     return length if pinned is None else min(length, pinned.length)
@@ -140,7 +140,7 @@ def usable_context(fields: Mapping[str, Any]) -> int:
 def loaded_bytes(
     checkpoint: Checkpoint, summary: WeightSummary, selected: RunnerChoice, dtype: str, device: str
 ) -> int:
-    """Return the bytes of the weights, packed or in the compute dtype on that device."""
+    """Return the size of the loaded weights in bytes, packed or in the compute dtype of the device."""
     if selected.weights:
         return checkpoint.packed_bytes(selected.weights)
     if selected.name == "onnx":
@@ -150,9 +150,9 @@ def loaded_bytes(
 
 
 def available_on(device: str) -> int:
-    """Return the bytes of memory available on a device.
+    """Return the memory available on a device, in bytes.
 
-    Apple GPUs share the machine's memory up to a limit of their own.
+    Apple GPUs share the machine's memory and have their own limit on it.
     """
     if device.startswith("cuda"):
         import torch

@@ -1,4 +1,4 @@
-"""The budget of recurrent state: the number of slots, and of sequences that run together."""
+"""The memory budget for recurrent state, which sets its slots and the number of running sequences."""
 
 from __future__ import annotations
 
@@ -30,32 +30,32 @@ __all__ = [
     "states_refusal",
 ]
 
-_POOL_SHARE = 4  # by default recurrent state takes 1/4 of the KV pool's bytes
-_WANTED_SEQUENCES = 4  # by default at least this many, if memory allows
+_POOL_SHARE = 4  # by default recurrent state gets 1/4 of the KV pool's size
+_WANTED_SEQUENCES = 4  # default minimum of running sequences, if memory allows
 _ANY = 1 << 60  # bytes; more than any machine has
-_SMALL = 2  # a state of at most this many blocks' bytes is kept after every block
+_SMALL = 2  # states no larger than this many blocks are kept after every block
 
 
 def plan_states(
     config: EngineConfig, info: RunnerInfo, num_blocks: int, available: int
 ) -> tuple[StateSizes | None, int]:
-    """Return the slots of recurrent state, and the number of sequences that run together.
+    """Plan the slots of recurrent state and the number of sequences that run at once.
 
-    The slots get max_state_bytes, including the rows for draft tokens. By default they get a
-    quarter of the pool's bytes, but at least 4 + 2 x max_num_seqs slots, plus the rows for draft
-    tokens. Unless draft tokens were requested, their number shrinks to fit, down to 0.
+    Slots and draft token rows together use max_state_bytes. By default the slots get a quarter of
+    the pool's size, but at least 4 + 2 x max_num_seqs slots, and draft token rows are added. The
+    number of rows shrinks to fit, down to 0, unless the config asks for draft tokens.
 
     Args:
         config: Options of the engine.
         info: The runner's description.
-        num_blocks: Blocks of the pool.
-        available: Bytes of memory for pool and recurrent state.
+        num_blocks: Number of blocks in the pool.
+        available: Memory for pool and recurrent state, in bytes.
 
     Returns:
-        The sizes, None for a model without recurrent state; and the number of sequences.
+        The sizes, or None for a model without recurrent state, and the number of sequences.
 
     Raises:
-        ConfigError: max_state_bytes is given for a model without recurrent state.
+        ConfigError: max_state_bytes is set for a model without recurrent state.
         CapacityError: The slots are too few for the sequences, or do not fit.
     """
     check_options(config, info)
@@ -72,7 +72,7 @@ def plan_states(
 
 
 def _draft_rows(config: EngineConfig) -> Iterable[int]:
-    """Return the numbers of draft rows to try, largest first."""
+    """Return the numbers of draft token rows to try, largest first."""
     if config.speculation == "off":
         return (0,)
     if asks_for_drafts(config):
@@ -81,7 +81,7 @@ def _draft_rows(config: EngineConfig) -> Iterable[int]:
 
 
 def asks_for_drafts(config: EngineConfig) -> bool:
-    """Return whether draft tokens were requested, so that their number must not shrink to fit."""
+    """Return whether the config asks for draft tokens. Their number must then not shrink to fit."""
     return config.speculation == "on" or (
         config.speculation != "off" and config.max_draft_tokens is not None
     )
@@ -89,7 +89,7 @@ def asks_for_drafts(config: EngineConfig) -> bool:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Room:
-    """The memory that a pool of `num_blocks` blocks and its recurrent state may take."""
+    """The memory for recurrent state next to a pool of `num_blocks` blocks."""
 
     config: EngineConfig
     spec: KVSpec
@@ -104,7 +104,7 @@ class _Room:
         )
 
     def shared_out(self, num_draft_rows: int) -> tuple[StateSizes, int]:
-        """Return slots and sequences for this many draft rows, without checking that they fit."""
+        """Return slots and sequences for a number of draft rows, without checking that they fit."""
         config = self.config
         size = self.spec.bytes_per_state
         draft_bytes = num_draft_rows * self.spec.bytes_per_draft
@@ -129,7 +129,7 @@ class _Room:
         ), num_seqs
 
     def refusal(self, sizes: StateSizes, num_seqs: int) -> str:
-        """Return why these slots are too few or do not fit, with the arithmetic; "" if they do."""
+        """Return why the slots are too few or do not fit, or "" if they fit."""
         given = self.config.max_state_bytes
         size = self.spec.bytes_per_state
         num_slots = sizes.num_slots
@@ -161,9 +161,9 @@ class _Room:
 
 
 def planned_states(config: EngineConfig, info: RunnerInfo, available: int) -> StateSizes | None:
-    """Return the sizes that `plan_states` would choose for this much available memory.
+    """Return the sizes that `plan_states` would choose with this much available memory.
 
-    A lack of memory is not an error here, because another model may be unloaded first.
+    A lack of memory raises no error, because another model may be unloaded first.
     """
     num_blocks = planned_blocks(config, info.kv_spec, info.max_context, available)
     try:
@@ -173,7 +173,7 @@ def planned_states(config: EngineConfig, info: RunnerInfo, available: int) -> St
 
 
 def state_bytes(info: RunnerInfo, sizes: StateSizes) -> int:
-    """Return the bytes of the slots and of the rows for draft tokens."""
+    """Return the size of the slots and the draft token rows, in bytes."""
     return (
         sizes.num_slots * info.kv_spec.bytes_per_state
         + sizes.num_draft_rows * info.kv_spec.bytes_per_draft
@@ -181,9 +181,10 @@ def state_bytes(info: RunnerInfo, sizes: StateSizes) -> int:
 
 
 def most_draft_tokens(config: EngineConfig, states: StateSizes | TableStates | None) -> int:
-    """Return the most draft tokens per step of a request that sets no limit.
+    """Return the default maximum number of draft tokens per step.
 
-    With recurrent state it is the limit of all requests together; 0 if memory does not suffice.
+    With recurrent state, all requests together share this number. It is 0 if memory does not
+    suffice.
     """
     return (
         (config.max_draft_tokens or DEFAULT_DRAFT_TOKENS)
@@ -193,7 +194,7 @@ def most_draft_tokens(config: EngineConfig, states: StateSizes | TableStates | N
 
 
 def drafts_shortage(config: EngineConfig, info: RunnerInfo, sizes: StateSizes | None) -> str:
-    """Return a message if there is room for fewer draft tokens than wanted; else ""."""
+    """Return a message if memory limits the number of draft tokens, else ""."""
     wanted = max(_draft_rows(config))
     if sizes is None or sizes.num_draft_rows == wanted:
         return ""
@@ -204,7 +205,7 @@ def drafts_shortage(config: EngineConfig, info: RunnerInfo, sizes: StateSizes | 
 
 
 def states_refusal(info: RunnerInfo) -> str | None:
-    """Return why recurrent state prevents reuse at other positions, or None."""
+    """Return why recurrent state prevents KV reuse at other positions, or None if it does not."""
     if not info.kv_spec.states:
         return None
     return (
@@ -224,7 +225,7 @@ def _more_room(config: EngineConfig) -> str:
 
 
 def speculation_refusal(config: EngineConfig, states: TableStates | None) -> str | None:
-    """Return why requests cannot use speculative decoding; None if they can."""
+    """Return why requests cannot use speculative decoding, or None if they can."""
     if states is None or states.num_draft_rows:
         return None
     if config.speculation == "off":
@@ -240,11 +241,15 @@ def speculation_refusal(config: EngineConfig, states: TableStates | None) -> str
 
 
 def check_options(config: EngineConfig, info: RunnerInfo) -> None:
-    """Raise ConfigError for options of recurrent state if the model lacks it."""
+    """Check options that apply only to models with recurrent state.
+
+    Raises:
+        ConfigError: Such an option is set, but the model has no recurrent state.
+    """
     if config.max_state_bytes is not None and not info.kv_spec.states:
         raise ConfigError(
             f"max_state_bytes={config.max_state_bytes} has no effect: the model has no recurrent "
-            "state; leave it out"
+            "state; remove max_state_bytes"
         )
 
 
