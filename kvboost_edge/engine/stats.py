@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["BLOCK_SPAN", "BlockDetail", "block_details", "block_map", "cache_stats", "paged_stats"]
 
 BLOCK_SPAN = 4
-"""The state of a block that a request uses at another position; the manager's states are 0 to 3."""
+"""State of a block that a request uses at another position. The manager's states are 0 to 3."""
 
 
 def cache_stats(parts: EngineParts, tiering: Untiered) -> dict[str, float]:

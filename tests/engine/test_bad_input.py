@@ -38,7 +38,7 @@ BAD_PROMPTS = [
     ([1, None], "token 1 of the prompt=None"),
     (
         ["a"],
-        "the prompt is a list of strings, which are several prompts: generate_batch takes them",
+        "the prompt is a list of strings; use generate_batch for several prompts",
     ),
     ([[1, 2]], r"token 0 of the prompt=\[1, 2\]"),
     (np.array([0.5]), "token 0 of the prompt=0.5"),

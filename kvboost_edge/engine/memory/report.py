@@ -242,7 +242,7 @@ def least_state_bytes(config: EngineConfig, spec: KVSpec) -> int:
 
 
 def _left_for_pool(config: EngineConfig, spec: KVSpec, available: int) -> int:
-    """Return the pool size in bytes that `max_memory` leaves after recurrent state and bookkeeping."""
+    """Return the pool size in bytes that `max_memory` allows after state and bookkeeping."""
     if config.max_state_bytes is not None:
         available -= config.max_state_bytes
     elif spec.states:

@@ -140,7 +140,7 @@ def usable_context(fields: Mapping[str, Any]) -> int:
 def loaded_bytes(
     checkpoint: Checkpoint, summary: WeightSummary, selected: RunnerChoice, dtype: str, device: str
 ) -> int:
-    """Return the size of the loaded weights in bytes, packed or in the compute dtype of the device."""
+    """Return the size in bytes of the loaded weights, packed or in the device's compute dtype."""
     if selected.weights:
         return checkpoint.packed_bytes(selected.weights)
     if selected.name == "onnx":

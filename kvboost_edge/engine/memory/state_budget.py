@@ -1,4 +1,4 @@
-"""The memory budget for recurrent state, which sets its slots and the number of running sequences."""
+"""The memory budget for recurrent state, which determines its slots and the running sequences."""
 
 from __future__ import annotations
 

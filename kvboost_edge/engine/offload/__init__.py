@@ -1,1 +1,1 @@
-"""KV offload: prefetch from the tiers below the block pool, and write-back to them."""
+"""KV offload, which prefetches blocks from tiers below the block pool and writes blocks back."""

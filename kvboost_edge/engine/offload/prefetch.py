@@ -1,9 +1,9 @@
-"""Prefetch of KV blocks from the offload tiers into the pool. Integers only.
+"""Prefetch of KV blocks from the offload tiers into the pool. This module handles integers only.
 
-A prefetch holds an ordinary block table over the tokens that a tier may have, so its blocks are
-claimed: other sequences with the same prefix wait for it as for a sequence that computes it. A
-prefetch is opportunistic: a sequence that needs its blocks ends it, and missing blocks are
-computed.
+A prefetch holds an ordinary block table over the tokens that a tier may have. This claims the
+blocks, so other sequences with the same prefix wait for the prefetch as they would wait for a
+sequence that computes the prefix. A prefetch is best effort. It ends when a sequence needs its
+blocks, and missing blocks are computed.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ __all__ = ["PATIENCE", "Prefetch", "PrefetchQueue"]
 _LOG = logging.getLogger(__name__)
 
 PATIENCE = 30.0
-"""Seconds that a prefetch may make no progress.
+"""Seconds without progress after which a prefetch ends.
 
-A slower disk or network takes longer for 8 MiB than computing them.
+If loading 8 MiB takes longer, computing the blocks is faster.
 """
 
 
 class Prefetch:
-    """The prefetch of a sequence's prefix, or of another text that shares a run with it.
+    """A prefetch of a sequence's prefix, or of another text that shares a run of tokens with it.
 
     Attributes:
-        table: Holds the blocks that were in the pool, and those that arrived.
-        token_ids: The tokens of all blocks that may arrive.
-        is_prefix: True if they are the sequence's own first tokens.
-        num_found: Blocks that were in the pool at the start.
-        num_in_pool: The last blocks of `num_found` that no recurrent state follows. The state to
-            restore may belong after one of them.
-        arrived: Tokens by tier.
-        states: Hashes of the recurrent states of hybrid models; one of them may arrive.
-        waiting: Indexes of sequences that also wait for one of these states.
-        is_done: True if nothing more arrives.
+        table: Block table with the blocks already in the pool and those that arrived.
+        token_ids: Token ids of all blocks that may arrive.
+        is_prefix: True if the blocks are the sequence's own prefix.
+        num_found: Number of blocks that were in the pool at the start.
+        num_in_pool: Number of blocks at the end of `num_found` whose recurrent state is missing in
+            the pool. The state to restore may follow one of them.
+        arrived: Number of tokens that arrived, by tier.
+        states: Hashes of the recurrent states of a hybrid model. One of them may arrive.
+        waiting: Indices of other sequences that wait for one of these states.
+        is_done: True if nothing more will arrive.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Prefetch:
         return time.perf_counter() - self._news_at
 
     def note_news(self) -> None:
-        """Record that blocks arrived."""
+        """Record that a chunk arrived."""
         self._news_at = time.perf_counter()
 
     def cut(self, num_tokens: int) -> None:
@@ -95,7 +95,7 @@ class Prefetch:
         self.arrived = +kept
 
     def end(self) -> None:
-        """End the prefetch and report it to its sequence."""
+        """End the prefetch and report its tokens and duration to the sequence."""
         if not self.is_done:
             self.is_done = True
             self.sequence.features.restored.note(
@@ -104,7 +104,7 @@ class Prefetch:
 
 
 class PrefetchQueue(Prefetcher):
-    """The prefetches of all sequences, by ticket."""
+    """The prefetches of all sequences."""
 
     def __init__(self, manager: KVCacheManager, store: OffloadStore) -> None:
         self._manager = manager
@@ -121,7 +121,7 @@ class PrefetchQueue(Prefetcher):
         return iter(self._by_ticket.values())
 
     def heard(self, ticket: int) -> Prefetch | None:
-        """Return the prefetch that a chunk belongs to, or None if it has ended."""
+        """Return the prefetch that an arrived chunk belongs to, or None if it has ended."""
         self._is_stuck = False
         load = self._by_ticket.get(ticket)
         if load is not None:
@@ -129,14 +129,14 @@ class PrefetchQueue(Prefetcher):
         return load
 
     def give_up_silent(self) -> None:
-        """End prefetches that made no progress for `PATIENCE` seconds; their blocks are computed.
+        """End prefetches without progress for `PATIENCE` seconds. Their blocks are computed.
 
-        Nothing more is requested until a chunk arrives.
+        No new prefetch starts until a chunk arrives.
         """
         for load in list(self._by_ticket.values()):
             if not load.is_done and load.silent_seconds > PATIENCE:
                 _LOG.warning(
-                    "an offload tier did not answer for %.0f s; the prompt is computed",
+                    "an offload tier did not answer for %.0f s; the prompt is computed instead",
                     load.silent_seconds,
                 )
                 self._is_stuck = True
@@ -144,16 +144,16 @@ class PrefetchQueue(Prefetcher):
 
     @property
     def has_tiers(self) -> bool:
-        """True if there is an offload tier."""
+        """True if the engine has an offload tier."""
         return self._store.has_tiers
 
     def of(self, sequence: Request) -> Prefetch | None:
-        """Return a sequence's prefetch, under way or done and not used yet."""
+        """Return a sequence's prefetch until it is used, or None."""
         return self._by_sequence.get(sequence.index)
 
     @property
     def num_arriving(self) -> int:
-        """Number of prefetches under way."""
+        """Number of prefetches that are still loading."""
         return sum(not load.is_done for load in self._by_ticket.values())
 
     def num_arriving_besides(self, sequence: Request) -> int:
@@ -176,11 +176,12 @@ class PrefetchQueue(Prefetcher):
             self.finish(load)
 
     def begin(self, sequence: Request, spare_blocks: int) -> Prefetch | None:
-        """Start a prefetch of blocks after the sequence's longest prefix in the pool.
+        """Start to prefetch the blocks after the sequence's longest prefix in the pool.
 
         Returns:
-            The prefetch, or another sequence's that brings the same state. None if no tier may hold
-            blocks, or if `spare_blocks` do not hold the whole sequence.
+            The prefetch, or another sequence's prefetch that loads the same state. None if no tier
+            may
+                hold the blocks, or if `spare_blocks` are too few for the whole sequence.
         """
         others = (load for load in self if not load.is_done and sequence.index in load.waiting)
         if (other := next(others, None)) is not None:
@@ -194,18 +195,20 @@ class PrefetchQueue(Prefetcher):
     def begin_run(
         self, sequence: Request, token_ids: Sequence[int], root: bytes, spare_blocks: int
     ) -> Prefetch | None:
-        """Start a prefetch of another cached text that holds a run of the sequence's tokens.
+        """Start to prefetch another cached text that contains a run of the sequence's tokens.
 
         Args:
             sequence: The sequence.
-            token_ids: The text, whole blocks.
-            root: Its root hash.
-            spare_blocks: Free blocks for the prefetch and the rest of the sequence.
+            token_ids: Token ids of the text, in whole blocks.
+            root: Root hash of the text.
+            spare_blocks: Number of free blocks for the prefetch and the rest of the sequence.
 
         Returns:
-            As `begin`.
+            The prefetch, or another sequence's prefetch that loads the same state. None if no tier
+            may
+                hold the blocks, or if `spare_blocks` are too few.
         """
-        # One token more: the block of the last token is never served, because of quantized pools.
+        # Add one token, because a quantized pool never serves the block of the last token.
         return self._begin(sequence, [*token_ids, 0], root, spare_blocks, b"", is_prefix=False)
 
     def _begin(
@@ -227,11 +230,11 @@ class PrefetchQueue(Prefetcher):
         blocks += itertools.takewhile(lambda block: self._store.may_hold(block.prefix_hash), after)
         states = self._stored_states(blocks)
         if manager.states is not None:
-            # Blocks after the deepest state are useless.
+            # Without a recurrent state after them, later blocks cannot be used.
             blocks = blocks[: max(states, default=0)]
         wanted = frozenset(state.prefix_hash for state in states.values())
-        # Blocks are published as they arrive, after which no sequence waits for them. Their state
-        # is still on its way.
+        # Blocks are published as they arrive, so no sequence waits for them any more. Their state
+        # may still be loading in another prefetch, which this sequence then waits for.
         others = (load for load in self if not load.is_done and not load.states.isdisjoint(wanted))
         if (other := next(others, None)) is not None:
             other.waiting.add(sequence.index)
@@ -246,7 +249,8 @@ class PrefetchQueue(Prefetcher):
             return None
         if (before := self._by_sequence.get(sequence.index)) is not None:
             self.finish(before)
-        # Only the deepest state arrives. If only the tier knows which one that is, it may be any.
+        # Only the deepest state is loaded. If only the tier knows which state that is, any may
+        # arrive.
         deepest = frozenset([states[len(blocks)].prefix_hash] if states else [])
         coming = deepest if all(map(self._store.holds, deepest)) else wanted
         ticket = next(self._tickets)
@@ -265,7 +269,7 @@ class PrefetchQueue(Prefetcher):
         return load
 
     def _stored_states(self, blocks: list[BlockAddress]) -> dict[int, BlockAddress]:
-        """Return the recurrent states that tiers may hold, by the number of blocks before them."""
+        """Return the states that a tier may hold, keyed by the number of blocks before each."""
         if self._manager.states is None:
             return {}
         kept = ((number, block.state_address) for number, block in enumerate(blocks, 1))
@@ -275,19 +279,19 @@ class PrefetchQueue(Prefetcher):
         """Return whether blocks and a state slot for a prefetch are free.
 
         Args:
-            table: Its table, with the blocks that are in the pool.
-            first: Number of its blocks that the pool served as a prefix.
-            num_tokens: Tokens that the table is to hold.
-            spare_blocks: Free blocks that it may take.
+            table: Block table of the prefetch, with the blocks that are in the pool.
+            first: Number of blocks that the pool served as a prefix.
+            num_tokens: Number of tokens that the table will hold.
+            spare_blocks: Number of free blocks that the prefetch may use.
         """
         manager = self._manager
         needed = manager.blocks_needed(table, num_tokens)
-        # Cached blocks that no sequence uses count as free.
+        # Cached blocks used only by this table counted as free before, so they count as needed.
         needed += sum(manager.ref_count(block_id) == 1 for block_id in table.block_ids[first:])
         return manager.recurrent.has_room(table) and needed <= spare_blocks
 
     def used(self, table: BlockTable) -> None:
-        """Mark a sequence's cached blocks as used in the tiers, after its admission."""
+        """Tell the tiers that an admitted sequence uses its cached blocks."""
         if table.num_cached_tokens and self.has_tiers:
             hashes = self._manager.content.chain(table)
             self._store.touch(
@@ -295,7 +299,7 @@ class PrefetchQueue(Prefetcher):
             )
 
     def missed(self, table: BlockTable) -> Missed:
-        """Return why a table's first uncached token missed, and where it was cached before."""
+        """Return why a table's first uncached token missed, and which tiers evicted its block."""
         if table.missed_hash is None or table.miss_reason not in ("evicted", "first_seen"):
             return Missed(table.miss_reason)
         pool = ["pool"] if table.miss_reason == "evicted" else []
@@ -303,22 +307,22 @@ class PrefetchQueue(Prefetcher):
         return Missed("evicted" if dropped else table.miss_reason, dropped)
 
     def finish(self, load: Prefetch) -> None:
-        """End a prefetch and free its table; arrived blocks stay cached in the pool.
+        """End a prefetch and free its table.
 
-        A second call does nothing.
+        Arrived blocks stay cached in the pool. Finishing a prefetch twice has no effect.
         """
         if self._by_ticket.pop(load.ticket, None) is None:
             return
         if not load.is_done:
             if self._manager.states is not None:
-                load.cut(0)  # the state arrives last, and blocks are useless without it
+                load.cut(0)  # the state arrives last, and the blocks cannot be used without it
             load.end()
             self._store.cancel(load.ticket)
         del self._by_sequence[load.sequence.index]
         self._manager.free(load.table)
 
     def make_room(self) -> bool:
-        """End all prefetches to free their blocks; return whether there were any."""
+        """End all prefetches to free their blocks, and return whether there were any."""
         ended = list(self._by_ticket.values())
         for load in ended:
             load.sequence.features.restored.was_asked = False  # allows another attempt

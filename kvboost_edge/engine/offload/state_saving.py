@@ -1,8 +1,8 @@
-"""Write-back and restore of recurrent state between its slots and the offload tiers.
+"""Write-back of recurrent state to the offload tiers, and its restore.
 
-In a tier, the state after a block is a record of its own. Periodic checkpoints are not written,
-only states that a request is likely to continue from: a state may be as large as hundreds of
-blocks.
+A tier stores the state after a block as a separate record. A state can be as large as hundreds of
+blocks, so only states that a request is likely to continue from are written. Periodic checkpoints
+are not.
 """
 
 from __future__ import annotations
@@ -20,19 +20,23 @@ _LOG = logging.getLogger(__name__)
 
 
 class SavedStates:
-    """The recurrent state side of `Tiering`; does nothing for models without recurrent state."""
+    """The part of `Tiering` that handles recurrent state.
+
+    For models without recurrent state, it does nothing.
+    """
 
     def __init__(self, manager: KVCacheManager, backend: Backend, io_thread: IOThread) -> None:
         self._manager = manager
         self._backend = backend
         self._io_thread = io_thread
-        # Blocks with snapshots that were not copied out, the oldest first.
+        # Blocks whose snapshots have not been saved yet, oldest first.
         self._unsaved: dict[int, None] = {}
-        # Unused bytes of earlier steps: a state may be larger than one step may copy.
+        # Byte budget carried over from earlier steps, because a state may exceed the budget of one
+        # step.
         self._credit = 0
 
     def put(self, table: BlockTable, num_blocks: int, data: Bytes) -> None:
-        """Put an arrived state into a slot.
+        """Write a state that arrived from a tier into a slot.
 
         Args:
             table: A block table that waits for a state.
@@ -45,10 +49,10 @@ class SavedStates:
         self._manager.states.arrive(table, num_blocks, lambda slot: write_slots([slot], data))
 
     def save_next(self, most_bytes: int | None) -> bool:
-        """Copy out the oldest unsaved state that no tier holds, if the byte budget allows it.
+        """Save the oldest unsaved state that no tier holds, if the byte budget allows it.
 
         Args:
-            most_bytes: Bytes added to the budget; None for no limit.
+            most_bytes: Bytes to add to the budget, or None for no limit.
 
         Returns:
             Whether unsaved states remain.
@@ -69,7 +73,7 @@ class SavedStates:
             slot = self._manager.states.slots.of_block(block_id)
             block = self._manager.content.address(block_id)
             if slot is None or block is None or not self._manager.content.leaves_pool(block_id):
-                continue  # dropped in the meantime
+                continue  # evicted or dropped in the meantime
             if not self._io_thread.lacking([block.state_address.prefix_hash])[0]:
                 continue
             try:

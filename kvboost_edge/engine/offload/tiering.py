@@ -1,8 +1,7 @@
-"""The engine thread's side of the offload tiers: fills arrived blocks and writes back others.
+"""The engine thread's side of the offload tiers, for arriving blocks and write-back.
 
-Blocks are copied out of the pool after each step, a few at a time. All of them are copied when the
-engine is idle or closes, and a block at the latest when it is evicted. Nothing here waits for a
-tier.
+After each step, a few blocks are copied out of the pool. When the engine is idle or closes, all of
+them are. A block that is about to be evicted is copied immediately. Nothing here waits for a tier.
 """
 
 from __future__ import annotations
@@ -36,13 +35,13 @@ __all__ = [
 ]
 
 _LOG = logging.getLogger(__name__)
-# Bytes to copy per second of the step before: at 4 GB/s, 1% of its time.
+# Number of bytes to save per second of step time. At 4 GB/s, copying takes 1% of the time.
 _BYTES_A_SECOND = 40e6
 _LEAST_BYTES = 256 << 10
 _MOST_BYTES = 16 << 20
-# Bytes per copy while the engine is idle. A new request waits some 2 ms for such a copy.
+# Number of bytes per copy while the engine is idle. A new request waits about 2 ms for one copy.
 _IDLE_BYTES = 4 << 20
-_CLOSING_SECONDS = 10.0  # limit for saving blocks when the engine closes
+_CLOSING_SECONDS = 10.0  # time limit for saving blocks when the engine closes
 
 
 def open_tiers(
@@ -50,22 +49,23 @@ def open_tiers(
 ) -> tuple[Tier, ...]:
     """Open the tiers that a config names, nearest first.
 
-    An unusable tier is logged and replaced by a `ClosedTier`, whose statistics give the reason.
+    If a tier cannot be opened, the error is logged and a `ClosedTier` takes its place. The
+    statistics of a `ClosedTier` give the reason.
 
     Args:
         config: Options of the engine.
-        fingerprint: Digest of the model's files.
-        kv_format: Format of the KV.
+        fingerprint: Fingerprint of the model's files.
+        kv_format: Identifier of the KV format.
         architecture: The model's architecture.
-        name: The model's display name; may be empty.
+        name: The model's display name, or "".
 
     Raises:
-        ConfigError: As `check_tiers`.
-        BackendUnavailable: As `check_tiers`.
+        ConfigError: `redis_url` is invalid or has no secret.
+        BackendUnavailable: The Redis client is not installed.
     """
-    # One space for all tenants: their hash chains have separate roots.
+    # All tenants share one directory, because the roots of their hash chains differ.
     space = root_hash(model_fingerprint=fingerprint, kv_format=kv_format)
-    # The Redis tier is opened before the disk tier because it may raise.
+    # Open Redis before the disk tier, because opening Redis may raise.
     shared = () if config.redis_url is None else (_redis_tier(config, space),)
     if config.disk_cache_dir is None:
         return shared
@@ -78,7 +78,7 @@ def open_tiers(
             config.disk_cache_dir, space, max_bytes=config.max_disk_bytes, description=description
         )
     except ConfigError as error:
-        _LOG.warning("no blocks are saved on disk: %s", error)
+        _LOG.warning("KV blocks are not saved to disk: %s", error)
         disk = ClosedTier("disk", str(error))
     return (disk, *shared)
 
@@ -95,7 +95,7 @@ def check_tiers(config: EngineConfig) -> None:
 
 
 def tier_places(config: EngineConfig) -> dict[str, str]:
-    """Return each tier's directory or address by name, without user and password."""
+    """Return each tier's directory or address by name. Addresses omit user and password."""
     places = {} if config.disk_cache_dir is None else {"disk": os.fspath(config.disk_cache_dir)}
     if config.redis_url is not None:
         from kvboost_edge.tiers.redis.address import parse_url
@@ -115,7 +115,10 @@ def _redis_tier(config: EngineConfig, space: bytes) -> Tier:
 def make_tiering(
     manager: KVCacheManager, backend: Backend, tiers: Sequence[Tier]
 ) -> tuple[PrefetchQueue, Untiered]:
-    """Return the scheduler's prefetch queue and the engine's side of tiers, nearest first."""
+    """Return the scheduler's prefetch queue and the engine's `Tiering` object.
+
+    `tiers` lists the nearest tier first.
+    """
     if not tiers:
         return PrefetchQueue(manager, OffloadStore()), Untiered()
     io_thread = IOThread(tiers, backend.spec.bytes_per_block, backend.spec.bytes_per_state)
@@ -124,25 +127,29 @@ def make_tiering(
 
 
 class Untiered:
-    """The null object for an engine without offload tiers."""
+    """The null implementation for an engine without offload tiers."""
 
     def start(self, deliver: Callable[[IOChunk], None]) -> None:
-        """Start the I/O thread; `deliver` puts arrived chunks into the engine's inbox."""
+        """Start the I/O thread.
+
+        Args:
+            deliver: Function that puts arrived chunks into the engine's inbox.
+        """
 
     def fill(self, piece: IOChunk) -> None:
-        """Write arrived blocks into the pool and publish them."""
+        """Write arrived blocks into the pool and add them to the cache."""
 
     def save_first(self, block_ids: Sequence[int]) -> None:
-        """Move published blocks to the front of the write-back queue."""
+        """Move cached blocks to the front of the write-back queue."""
 
     def save_evicted(self) -> None:
         """Copy out evicted blocks that no tier holds, before they are overwritten."""
 
     def save_some(self, seconds: float) -> None:
-        """Copy out some unsaved blocks after a step of `seconds`."""
+        """Save some unsaved blocks after a step that took `seconds`."""
 
     def save_more(self) -> bool:
-        """Copy out unsaved blocks while the engine is idle; return whether any remain."""
+        """Save unsaved blocks while the engine is idle, and return whether any remain."""
         return False
 
     def stats(self) -> Mapping[str, TierStats]:
@@ -150,28 +157,40 @@ class Untiered:
         return {}
 
     def take_held(self, whole: bool = False) -> Mapping[str, Held]:
-        """Return the hashes that each tier gained and lost since the last call, by name.
+        """Return the hashes that each tier gained and lost since the last call.
 
-        May be called from any thread, by one caller. `whole` returns all hashes.
+        Any thread may call this method, but only one caller, because each call consumes the
+        changes.
+
+        Args:
+            whole: Return all current hashes instead of changes.
         """
         return {}
 
     @property
     def num_lost(self) -> int:
-        """Blocks that were evicted before they could be copied out."""
+        """Number of blocks that were evicted before they could be saved."""
         return 0
 
     @property
     def staging_bytes(self) -> int:
-        """Bytes of blocks on their way to or from a tier."""
+        """Size in bytes of blocks in transit to or from a tier."""
         return 0
 
     def close(self, *, save: bool) -> None:
-        """Close the tiers, after saving unsaved blocks if `save`."""
+        """Close the tiers.
+
+        Args:
+            save: Save unsaved blocks first.
+        """
 
 
 class Tiering(Untiered):
-    """Offload tiers over an I/O thread. `loads` is the scheduler's prefetch queue."""
+    """The engine's offload tiers, served by an I/O thread.
+
+    Args:
+        loads: The scheduler's prefetch queue.
+    """
 
     def __init__(
         self, manager: KVCacheManager, backend: Backend, loads: PrefetchQueue, io_thread: IOThread
@@ -180,7 +199,7 @@ class Tiering(Untiered):
         self._backend = backend
         self._loads = loads
         self._io_thread = io_thread
-        # Published blocks that were not copied out: urgent ones (True) first, then the oldest.
+        # Cached blocks that have not been saved. Urgent blocks (True) come first, then the oldest.
         self._unsaved: OrderedDict[int, bool] = OrderedDict()
         self._states = SavedStates(manager, backend, io_thread)
         manager.content.track()
@@ -189,7 +208,8 @@ class Tiering(Untiered):
         self._io_thread.start(deliver)
 
     def fill(self, piece: IOChunk) -> None:
-        # The prefetch ends if the pool has no room for arrived blocks; the rest is computed.
+        # If the pool has no room for the arrived blocks, the prefetch ends and the rest is
+        # computed.
         load = self._loads.heard(piece.ticket)
         try:
             if load is not None and not load.is_done:
@@ -198,7 +218,7 @@ class Tiering(Untiered):
             raise
         except Exception:
             _LOG.exception(
-                "blocks from tier %s could not be written into the pool; they are computed",
+                "blocks from tier %s could not be written into the pool; they are computed instead",
                 piece.tier,
             )
             if load is not None:
@@ -224,30 +244,30 @@ class Tiering(Untiered):
         if piece.is_last:
             load.end()
             if stop < len(load.token_ids):
-                self._loads.finish(load)  # no tier has the rest, which other sequences may wait for
+                self._loads.finish(load)  # no tier has the rest, so free it for other sequences
 
     def _take_state(self, load: Prefetch, behind: int, piece: IOChunk) -> None:
-        """Handle the last chunk for a hybrid model: its deepest state, or none."""
+        """Handle the last chunk for a hybrid model, which holds its deepest state or nothing."""
         if not self._manager.recurrent.has_room(load.table):
-            behind = 0  # a prefetch of a state alone has reserved no slot
+            behind = 0  # a prefetch of only a state reserved no slot
         num_blocks = load.num_found - load.num_in_pool + behind
         if behind:
             self._states.put(load.table, num_blocks, piece.data)
         load.cut(max(0, behind - load.num_in_pool) * self._manager.block_size)
         load.end()
         if num_blocks * self._manager.block_size < len(load.token_ids):
-            self._loads.finish(load)  # no tier has the rest, which other sequences may wait for
+            self._loads.finish(load)  # no tier has the rest, so free it for other sequences
 
     def _put(self, table: BlockTable, token_ids: list[int], stop: int, piece: IOChunk) -> None:
         """Write an arrived chunk into the next blocks of a table."""
         first = len(table)
         copies = self._manager.extend(table, stop)
-        assert not copies  # a prefetch ends at a block boundary, so it starts with new blocks
+        assert not copies  # a prefetch ends at a block boundary, so no block is copied
         new = table.block_ids[first:]
         self._manager.mark_filled(new)
         self.save_evicted()
         if self._backend.spec.is_quantized:
-            # A new block may have been freed while it was open.
+            # A reused block may have been freed while it was partly filled.
             self._backend.release_blocks(new)
         self._backend.write_blocks(new, piece.data)
         self._manager.commit(table, token_ids, stop)
@@ -287,9 +307,9 @@ class Tiering(Untiered):
         return (bool(self._unsaved) or are_left) and self._io_thread.stores
 
     def _save_next(self, most_bytes: int) -> None:
-        """Copy out the oldest unsaved blocks, at least one if there is room."""
+        """Save the oldest unsaved blocks. At least one is saved if the I/O thread has room."""
         self._note_published()
-        # While no tier stores, blocks wait in the pool: a full disk may get room again.
+        # Keep blocks in the pool while no tier can store them. A full disk may have room later.
         if not self._unsaved or not self._io_thread.stores:
             return
         most = min(max(1, most_bytes // self._backend.spec.bytes_per_block), self._io_thread.room)
@@ -302,7 +322,7 @@ class Tiering(Untiered):
         )
 
     def _lacking(self, blocks: Mapping[int, BlockAddress]) -> dict[int, BlockAddress]:
-        """Return the blocks that some tier lacks."""
+        """Return the blocks that at least one tier does not hold."""
         lacking = self._io_thread.lacking([block.prefix_hash for block in blocks.values()])
         return dict(itertools.compress(blocks.items(), lacking))
 

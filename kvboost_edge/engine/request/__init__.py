@@ -1,1 +1,1 @@
-"""Requests: prompts, terms, checks before anything is loaded, progress and results."""
+"""Requests with their prompts, terms, checks, progress and results."""

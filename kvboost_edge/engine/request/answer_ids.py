@@ -1,8 +1,9 @@
-"""Token ids of generated answers by their text, so that the next turn of a chat is cached.
+"""Token ids of generated answers by their text, which keep the next turn of a chat cached.
 
-A model may write a text with other tokens than the tokenizer. Such an answer, encoded from its
-text, differs from the cached tokens, and everything after it misses the cache. The ids of answers
-are therefore kept in memory. They replace a message's own ids if its text equals an answer's.
+A model may generate a text with different tokens than the tokenizer would produce. Encoding the
+answer's text again then gives other tokens than the cached ones, and everything after them misses
+the cache. The ids of answers are therefore kept in memory. They replace the ids of a message whose
+text equals an answer.
 """
 
 from __future__ import annotations
@@ -15,20 +16,20 @@ from kvboost_edge.host.tenant_lru import TenantLRU
 
 __all__ = ["AnswerStore", "KeptAnswers"]
 
-_ENTRY_BYTES = 300  # about the size of the Python objects around a text and its ids
+_ENTRY_BYTES = 300  # estimated size of the Python objects for one text and its ids
 
 
 class AnswerStore:
-    """Token ids of answers by root (tenant and salt) and text, limited by `TenantLRU`.
+    """A thread-safe store of answers' token ids by root (tenant and salt) and text.
 
-    1 MiB of a root holds a few thousand answers. Safe to use from any thread.
+    `TenantLRU` limits its size. 1 MiB holds a few thousand answers of a root.
     """
 
     def __init__(self) -> None:
         self._kept: TenantLRU[array[int]] = TenantLRU()
 
     def keep(self, owner: bytes, root: bytes, text: str, token_ids: Sequence[int]) -> None:
-        """Store the token ids of a text; the latest ones win.
+        """Store the token ids of a text, replacing earlier ones.
 
         Args:
             owner: root of the tenant without a salt.
@@ -66,5 +67,5 @@ class KeptAnswers(NamedTuple):
         return self.store.find(self.root, text)
 
     def keep(self, text: str, token_ids: Sequence[int]) -> None:
-        """Store the ids of a text that is not a whole output; whole outputs are stored already."""
+        """Store the ids of a partial output. Whole outputs are stored already."""
         self.store.keep(self.owner, self.root, text, token_ids)

@@ -1,7 +1,7 @@
-"""Grammars of requests for structured output, read and limited before they are compiled.
+"""Grammars of requests for structured output, which are read and limited before compilation.
 
-The limits cover sizes that the compiler leaves open: its recursion depth, states that a number
-causes, and literal text.
+The limits cover what the compiler does not limit: recursion depth, the number of states that a
+number causes, and literal text.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ __all__ = ["KINDS", "MOST_BYTES", "Grammar", "MadeGrammar", "read_grammar", "sch
 KINDS = ("json_schema", "regex", "grammar", "choice")
 MOST_BYTES = {"json_schema": 1 << 20, "regex": 1 << 16, "grammar": 1 << 18, "choice": 1 << 17}
 _MOST_MADE = 1 << 22
-_MOST_DEPTH = 120  # the compiler's own limit is 128
+_MOST_DEPTH = 120  # the compiler's limit is 128
 _MOST_CHOICES = 10_000
-_MOST_OBJECTS = 8_000  # a chain of $ref through all of them takes the compiler 64 MB of stack
-# Characters of names and values. Forced text is tokenized at once: 3 ms for each 10,000.
+_MOST_OBJECTS = 8_000  # a chain of $ref through all objects takes 64 MB of the compiler's stack
+# Characters in names and values. Forced text is tokenized at once, which takes 3 ms per 10,000.
 _MOST_TEXT = 1 << 17
-_MOST_MULTIPLE = 10_000  # each is a state of the compiler; a million takes seven seconds
-_MOST_LINES = 1_000  # a chain of rules through all of them takes 3 MB of stack
+_MOST_MULTIPLE = 10_000  # each needs a compiler state; a million states take seven seconds
+_MOST_LINES = 1_000  # a chain of rules through all lines takes 3 MB of stack
 _SCHEMA_MARK = re.compile(r"%json\s*")
 _REMARKS = frozenset({"description", "title", "$comment", "default", "examples"})
 
 
 class MadeGrammar(str):
-    """A grammar that this package made around callers' schemas.
+    """A grammar that this package generated around callers' schemas.
 
-    Only the schemas in it are limited, because its rules are nested only a few levels deep.
+    Only the schemas in it are checked against the limits, because its rules are not nested deeply.
     """
 
 
@@ -45,7 +45,7 @@ class Grammar(NamedTuple):
 
     Attributes:
         kind: "json_schema", "regex", "grammar" (Lark or GBNF) or "choice".
-        text: the grammar; JSON for a schema or a choice.
+        text: text of the grammar, which is JSON for a schema or a choice.
     """
 
     kind: str
@@ -53,20 +53,20 @@ class Grammar(NamedTuple):
 
 
 def read_grammar(given: Mapping[str, Any]) -> Grammar | None:
-    """Return the grammar of a request without compiling it; None if it has no grammar.
+    """Return the grammar of a request without compiling it, or None if it has none.
 
     Args:
-        given: values of json_schema (a dict or its JSON), regex, grammar and choice.
+        given: values of json_schema (a dict or JSON text), regex, grammar and choice.
 
     Raises:
-        RequestError: two of them are given, or one is invalid or too large.
+        RequestError: more than one is given, or the grammar is invalid or too large.
     """
     named = {kind: value for kind, value in given.items() if value is not None}
     if not named:
         return None
     if len(named) > 1:
         first, second = sorted(named)[:2]
-        raise RequestError(f"{first}= and {second}= are both given; an answer fits one of them")
+        raise RequestError(f"{first}= and {second}= are both given; give only one of them")
     ((kind, value),) = named.items()
     if kind == "json_schema":
         text = _schema_text(value)
@@ -93,15 +93,17 @@ def read_grammar(given: Mapping[str, Any]) -> Grammar | None:
 
 
 def _check_grammar(text: str) -> None:
-    """Raise RequestError for too many rules, each on a line of its own, and for bad schemas in
-    %json.
+    """Check the number of rules in a grammar and the schemas after %json.
 
-    The compiler refuses text after %json that is not JSON.
+    Each rule takes one line. The compiler rejects text after %json that is not JSON.
+
+    Raises:
+        RequestError: there are too many rules, or a schema is invalid.
     """
     num_lines = len(text.splitlines())
     if num_lines > _MOST_LINES and not isinstance(text, MadeGrammar):
         raise RequestError(f"grammar has {num_lines} lines; at most {_MOST_LINES} are allowed")
-    # A schema is decoded from its start, because its strings may contain the next mark.
+    # Decode each schema from its start, because its strings may contain another %json.
     for mark in _SCHEMA_MARK.finditer(text):
         try:
             schema, _ = json.JSONDecoder().raw_decode(text, mark.end())
@@ -111,10 +113,10 @@ def _check_grammar(text: str) -> None:
 
 
 def schema_of(value: object) -> dict[str, Any] | bool:
-    """Return a JSON schema that is given as a value or as JSON text.
+    """Return a JSON schema given as a value or as JSON text.
 
     Raises:
-        RequestError: it is not a schema, is too large, or matches no value.
+        RequestError: the value is not a schema, is too large, or allows no value.
     """
     schema = value
     if isinstance(value, str):
@@ -129,7 +131,7 @@ def schema_of(value: object) -> dict[str, Any] | bool:
             raise RequestError(f"json_schema is not valid JSON: {error}") from None
     if not isinstance(schema, (dict, bool)):
         raise RequestError(
-            f"json_schema must be an object, or its JSON, not {type(schema).__name__}"
+            f"json_schema must be an object or its JSON text, not {type(schema).__name__}"
         )
     _check_schema(schema)
     return schema
@@ -147,16 +149,24 @@ def _schema_text(value: object) -> str:
 
 
 def _check_schema(schema: object) -> None:
-    """Raise RequestError for a schema that is too large, or that no value matches."""
+    """Check that a schema is not too large and allows a value.
+
+    Raises:
+        RequestError: the schema is too large or allows no value.
+    """
     _check_size(schema)
     if is_circular(schema):
         raise RequestError(
-            "json_schema matches no value: its $ref leads back to itself, without an alternative"
+            "json_schema matches no value: its $ref refers to itself, without an alternative"
         )
 
 
 def _check_size(schema: object) -> None:
-    """Raise RequestError for a schema that is nested too deep or has too many members."""
+    """Check a schema's nesting depth and number of members.
+
+    Raises:
+        RequestError: the schema exceeds a limit.
+    """
     layer = [schema]
     depth = 0
     num_objects = 0
@@ -164,7 +174,9 @@ def _check_size(schema: object) -> None:
     while layer:
         depth += 1
         if depth > _MOST_DEPTH:
-            raise RequestError(f"json_schema is nested more than {_MOST_DEPTH} deep")
+            raise RequestError(
+                f"json_schema is nested more than {_MOST_DEPTH} levels deep; flatten it"
+            )
         objects = [value for value in layer if isinstance(value, dict)]
         num_objects += len(objects)
         num_chars += sum(len(value) for value in layer if isinstance(value, str))
@@ -195,7 +207,11 @@ def _inside(value: object) -> list[object]:
 
 
 def _check_multiple(value: object) -> None:
-    """Raise RequestError for a number whose digits exceed the limit."""
+    """Check the digits of a `multipleOf` value.
+
+    Raises:
+        RequestError: the number formed by its digits exceeds the limit.
+    """
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         return
     _, digits, exponent = decimal.Decimal(str(value)).normalize().as_tuple()

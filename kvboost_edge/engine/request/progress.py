@@ -11,12 +11,12 @@ class Progress(NamedTuple):
     """The prefill progress of a request.
 
     Attributes:
-        total: tokens of the prompt.
-        cached: tokens found in the cache; 0 while the request waits.
-        computed: tokens computed or found in the cache; it never decreases.
-        elapsed: seconds since admission; 0 while the request waits.
-        seconds_left: estimated seconds until the first token, 0 after it. None: not measured yet.
-            It may rise when other requests arrive or the request loses its blocks.
+        total: number of prompt tokens.
+        cached: number of tokens found in the cache, or 0 while the request waits.
+        computed: number of tokens computed or found in the cache. It never decreases.
+        elapsed: seconds since admission, or 0 while the request waits.
+        seconds_left: estimated seconds until the first token, and 0 after it. None until step times
+            have been measured. It may rise when other requests arrive or the request is preempted.
     """
 
     total: int
@@ -27,5 +27,5 @@ class Progress(NamedTuple):
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens computed per second since admission; 0 while the request waits."""
+        """Number of tokens computed per second since admission, or 0 while the request waits."""
         return (self.computed - self.cached) / self.elapsed if self.elapsed else 0.0

@@ -1,4 +1,4 @@
-"""Prompts: text, token ids or chat messages, encoded as checked token ids."""
+"""Prompts as text, token ids or chat messages, and their conversion to token ids."""
 
 from __future__ import annotations
 
@@ -41,8 +41,10 @@ def encode_prompt(
 ) -> tuple[str, list[int]]:
     """Return a prompt as text and as token ids in [0, vocab_size).
 
+    The text is "" for a prompt of token ids.
+
     Args:
-        find_answer: returns the ids with which an assistant's message was generated, see
+        find_answer: function that returns the token ids a message was generated with, see
             `encode_with_answers`.
 
     Raises:
@@ -57,8 +59,8 @@ def encode_prompt(
             text, ids = _encode_chat(items, tokenizer, find_answer)
         elif items and isinstance(items[0], str):
             raise RequestError(
-                "the prompt is a list of strings, which are several prompts: generate_batch takes "
-                "them; one is a string, a list of token ids or a list of chat messages"
+                "the prompt is a list of strings; use generate_batch for several prompts, or give "
+                "one prompt as a string, a list of token ids or a list of chat messages"
             )
         else:
             text = ""
@@ -73,7 +75,7 @@ def encode_document(
     """Return the token ids of a document, all in [0, vocab_size).
 
     Raises:
-        RequestError: the document is invalid; the message has its name.
+        RequestError: the document is invalid. The message begins with `name`.
     """
     if isinstance(document, str):
         ids = _encode_text(name, document, tokenizer, add_special_tokens=False)
@@ -84,7 +86,7 @@ def encode_document(
 
 
 def _as_ids(name: str, items: list[Any]) -> list[int]:
-    if set(map(type, items)) == {int}:  # fast path; otherwise 1 ms for each 2,000 tokens
+    if set(map(type, items)) == {int}:  # fast path, which saves 1 ms per 2,000 tokens
         return items
     return [as_int(f"token {i} of {name}", token_id) for i, token_id in enumerate(items)]
 
@@ -101,7 +103,7 @@ def _check_ids(name: str, ids: list[int], vocab_size: int) -> None:
 
 
 def resolve_max_tokens(num_prompt_tokens: int, params: SamplingParams, max_context: int) -> int:
-    """Return the largest length of a sequence, prompt included.
+    """Return the maximum length of a sequence including its prompt, in tokens.
 
     Raises:
         RequestError: the prompt or the requested length exceeds the context.
@@ -126,7 +128,7 @@ _KINDS = "a string, a list of token ids or a list of chat messages"
 
 
 def _as_list(prompt: object, name: str = "a prompt", kinds: str = _KINDS) -> list[Any]:
-    if hasattr(prompt, "tolist"):  # NumPy arrays and torch tensors
+    if hasattr(prompt, "tolist"):  # a NumPy array or torch tensor
         prompt = prompt.tolist()
     if isinstance(prompt, (bytes, Mapping)) or not isinstance(prompt, Sequence):
         raise RequestError(f"{name} must be {kinds}, not {type(prompt).__name__}")
@@ -134,7 +136,11 @@ def _as_list(prompt: object, name: str = "a prompt", kinds: str = _KINDS) -> lis
 
 
 def check_text(name: str, text: str) -> None:
-    """Raise RequestError for empty or invalid text."""
+    """Check that a text is not empty and can be encoded as UTF-8.
+
+    Raises:
+        RequestError: the text is empty or contains a lone surrogate.
+    """
     if not text:
         raise RequestError(f"{name} is empty; give at least one character")
     try:
@@ -170,19 +176,20 @@ def _encode_chat(
         raise
     except (
         Exception
-    ) as error:  # a template is a program that came with the model: it may raise anything
+        # A template is code that comes with the model, so it can raise anything.
+    ) as error:
         raise RequestError(f"the model's chat template refused the messages: {error}") from error
 
 
 class SnapshotFields(RequestFeature):
-    """Positions of a prompt at which snapshots of recurrent state are kept."""
+    """The prompt positions at which snapshots of recurrent state are kept."""
 
     def __init__(self, tokenizer: Tokenizer, *, is_recurrent: bool) -> None:
         self._tokenizer = tokenizer
         self._is_recurrent = is_recurrent
 
     def prepare(self, inputs: RequestInputs) -> dict[str, Any]:
-        """Return the positions that the caller gave, or the starts of the user's messages."""
+        """Return the caller's positions, or by default the starts of the user's messages."""
         if not self._is_recurrent:
             return {}
         hints = inputs.terms.snapshot_hints or user_starts(self._tokenizer, inputs.token_ids)

@@ -1,4 +1,4 @@
-"""Sampling parameters and the frozen request."""
+"""Sampling parameters and immutable requests."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = [
 _SAMPLING_KEYWORDS = ("temperature", "top_p", "top_k", "min_p", "seed")
 _MAX_LOGPROBS = 100
 _MAX_STOPS = 64
-# Limits far beyond any use that keep the arithmetic on logits finite.
+# These limits keep the arithmetic on logits finite. Practical values are far below them.
 _MAX_TEMPERATURE = 1e3
 _MAX_REPETITION_PENALTY = 1e3
 _MAX_LOGIT_BIAS = 1e4
@@ -34,9 +34,9 @@ _MAX_LOGIT_BIAS = 1e4
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """Sampling and stop conditions, checked on construction (RequestError).
+    """Sampling and stop parameters, which raise RequestError if invalid.
 
-    docs/reference/options.md lists the fields.
+    The fields are listed in docs/reference/options.md.
     """
 
     temperature: float | None = option(
@@ -167,7 +167,11 @@ class SamplingParams:
 
     @classmethod
     def from_options(cls, **options: Any) -> SamplingParams:
-        """Build from keyword options; raise RequestError for an unknown name."""
+        """Create parameters from keyword options.
+
+        Raises:
+            RequestError: an option is unknown or its value is invalid.
+        """
         known = (f.name for f in dataclasses.fields(cls))
         refuse_unknown("sampling option", options, known, RequestError)
         return cls(**options)
@@ -182,7 +186,7 @@ class SamplingParams:
 
     @property
     def samples(self) -> bool:
-        """True if tokens are drawn at random, False if the most likely one is taken."""
+        """True if tokens are sampled at random, False if the most likely token is chosen."""
         if self.temperature == 0.0:
             return False
         if self.do_sample is not None:
@@ -191,13 +195,17 @@ class SamplingParams:
 
     @property
     def fits(self) -> bool:
-        """True for structured output, whose grammar takes a while to compile."""
+        """True if the output is structured, which requires compiling a grammar."""
         return any(
             each is not None for each in (self.json_schema, self.regex, self.grammar, self.choice)
         )
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """Raise RequestError for token ids outside the model's vocabulary."""
+        """Check that token ids are in the model's vocabulary.
+
+        Raises:
+            RequestError: a token id is out of range.
+        """
         for name, ids in (
             ("stop_token_ids", self.stop_token_ids),
             ("logit_bias", tuple(self.logit_bias or ())),
@@ -205,18 +213,19 @@ class SamplingParams:
             for token_id in ids:
                 if not 0 <= token_id < vocab_size:
                     raise RequestError(
-                        f"{name} holds token id {token_id}; the vocabulary is 0..{vocab_size - 1}"
+                        f"{name} holds token id {token_id}; use ids in 0..{vocab_size - 1}"
                     )
 
 
 class RequestArrival(NamedTuple):
-    """The arrival of a request.
+    """How and when a request arrived.
 
     Attributes:
         at: start of the caller's call, in seconds of `time.perf_counter`.
-        prompt_text: `prompt` of the result; None: the text, or the decoded token ids.
-        prefix_hashes: hashes of the prompt's first full blocks that the caller computed, 32 bytes
-            each, joined. `hashing.known_hash` handles wrong ones.
+        prompt_text: text to report as the result's `prompt`. None reports the prompt's text or its
+            decoded token ids.
+        prefix_hashes: the caller's hashes of the prompt's first full blocks, as concatenated
+            32-byte values. `hashing.known_hash` handles wrong ones.
     """
 
     at: float
@@ -226,36 +235,37 @@ class RequestArrival(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """A checked request. Times are seconds of `time.perf_counter`.
+    """A checked request. Times are in seconds of `time.perf_counter`.
 
     Attributes:
-        index: arrival number in this engine; earlier requests are served first.
+        index: arrival number in this engine. Requests with lower numbers are served first.
         prompt: text of the prompt, for the result.
         prompt_ids: token ids of the prompt.
         params: sampling parameters.
         terms: other options of the request, see `Terms`.
-        max_tokens: most tokens of the sequence, prompt included.
+        max_tokens: maximum number of tokens in prompt and output together.
         seed: the caller's seed, or one drawn for the request, see `Seeds`.
-        stop_ids: tokens that end the output: `stop_token_ids`, and the model's EOS ids unless
-            ignored.
-        root: root of its prefix hashes, made from tenant and salt.
+        stop_ids: token ids that end the output. They are `stop_token_ids` and, without ignore_eos,
+            the model's EOS ids.
+        root: root of the prefix hashes, derived from tenant and salt.
         entered_at: start of the caller's call.
-        tokenized_at: time at which the prompt was tokenized.
-        logits_start: first token whose logits the request returns; None: it generates text.
-        wants_states: return hidden states after the last norm in place of logits.
-        stores_nothing: the request is one pass whose KV is not cached.
-        prefill_only: compute the prompt and generate nothing.
-        suppressed: tokens that the model's files exclude from answers.
-        tenant: digest of the tenant: the root without the salt.
-        cache_key: digest of the terms' key, see engine/schedule/retention.py; None without one.
+        tokenized_at: time at which tokenizing the prompt ended.
+        logits_start: index of the first token whose logits are returned, or None to generate text.
+        wants_states: whether to return hidden states after the final norm instead of logits.
+        stores_nothing: whether the request is a single pass whose KV is not cached.
+        prefill_only: whether to compute the prompt but generate nothing.
+        suppressed: token ids that the model's files exclude from answers.
+        tenant: digest of the tenant, equal to the root without the salt.
+        cache_key: digest of the terms' cache_key, see engine/schedule/retention.py. None without a
+            key.
         snapshot_hints: positions of the prompt at which snapshots of recurrent state are kept.
-        repair: recomputation of tokens reused from other positions; None without such reuse.
-        gate: result of the quality gate, see `GenerationResult`.
-        max_draft_tokens: most draft tokens in a step; 0: none.
-        always_drafts: verify draft tokens even if that is not expected to pay off.
-        grammar: grammar of the answer; None: any text.
-        prefix_hashes: hashes of the prompt's first full blocks, given by the caller
-            (`RequestArrival`).
+        repair: recompute settings for tokens reused from other positions, or None without such
+            reuse.
+        gate: status of the quality gate, see `GenerationResult`.
+        max_draft_tokens: maximum number of draft tokens per step, or 0 for none.
+        always_drafts: whether to verify draft tokens even if that is not expected to save time.
+        grammar: grammar that the answer must match, or None for any text.
+        prefix_hashes: the caller's hashes of the prompt's first full blocks, see `RequestArrival`.
     """
 
     index: int
@@ -286,12 +296,12 @@ class Request:
 
     @property
     def rank(self) -> tuple[int, int]:
-        """Sort key of the order of service; the smallest comes first."""
+        """Sort key for scheduling. The smallest key is served first."""
         return self.terms.priority, self.index
 
     @property
     def mode(self) -> GenerationMode:
-        """The use of the cache."""
+        """How the request uses the cache."""
         return GenerationMode(self.terms.mode)
 
     @property
@@ -300,39 +310,40 @@ class Request:
 
     @property
     def shares_prompt(self) -> bool:
-        """True if the cache may serve all of the prompt but its last token."""
+        """True if all prompt tokens but the last may come from the cache."""
         bypassed = self.logits_start is not None or self.params.prompt_logprobs is not None
         return self.uses_cache and not bypassed
 
     @property
     def uses_cache(self) -> bool:
-        """True if the cache may serve part of the request."""
+        """True if some of the request's tokens may come from the cache."""
         return self.mode is not GenerationMode.BASELINE and not self.stores_nothing
 
     @property
     def publishes(self) -> bool:
-        """True if other requests can find the KV that it computes."""
-        # A baseline request leaves nothing in the cache, so that it can be compared in any order.
+        """True if the KV that the request computes is added to the cache."""
+        # A baseline request leaves nothing in the cache, so comparison runs do not depend on their
+        # order.
         if self.stores_nothing or self.mode is GenerationMode.BASELINE:
             return False
-        # A request for logits after reused spans leaves the prompt as it was. Otherwise the next
-        # one would find more of it computed.
+        # A request for logits with reused spans must not cache its KV. Otherwise the next such
+        # request would find exact KV and reuse less.
         return self.repair is None or self.logits_start is None
 
     @property
     def max_slots(self) -> int:
-        """Most KV slots of the request; the last sampled token needs none."""
+        """Maximum number of KV slots. The last sampled token needs none."""
         return max(self.max_tokens - 1, len(self.prompt_ids))
 
 
 class RequestInputs(NamedTuple):
-    """Inputs that features use to build their fields of a request.
+    """Inputs from which features build their fields of a request.
 
     Attributes:
         terms: validated non-sampling options.
         params: validated sampling options.
         token_ids: token ids of the prompt.
-        generates: False if only logits or the prompt's KV are wanted.
+        generates: False if the request only computes logits or the prompt's KV.
     """
 
     terms: Terms
@@ -342,15 +353,19 @@ class RequestInputs(NamedTuple):
 
 
 class RequestFeature:
-    """A feature's part of making requests. This null implementation adds nothing."""
+    """A feature that adds fields to requests. This null implementation adds none."""
 
     def prepare(self, inputs: RequestInputs) -> dict[str, Any]:
-        """Return the feature's fields of the `Request`; raise RequestError to refuse it."""
+        """Return the feature's fields of the `Request`.
+
+        Raises:
+            RequestError: the feature refuses the request.
+        """
         return {}
 
 
 def resolve_sampling(sampling: SamplingParams | None, options: Mapping[str, Any]) -> SamplingParams:
-    """Return `sampling`, or parameters made from keyword options.
+    """Return `sampling`, or parameters created from keyword options.
 
     Raises:
         RequestError: both are given, or an option is invalid.
@@ -358,7 +373,7 @@ def resolve_sampling(sampling: SamplingParams | None, options: Mapping[str, Any]
     if sampling is None:
         return SamplingParams.from_options(**options)
     if not isinstance(sampling, SamplingParams):
-        raise RequestError(f"sampling={sampling!r} must be a SamplingParams")
+        raise RequestError(f"sampling={sampling!r} must be a SamplingParams object")
     if options:
         raise RequestError(
             f"sampling= and {sorted(options)[0]}= are both given; put all options into one of them"
@@ -367,7 +382,11 @@ def resolve_sampling(sampling: SamplingParams | None, options: Mapping[str, Any]
 
 
 def check_mode(mode: GenerationMode | str) -> GenerationMode:
-    """Return the mode as an enum; raise RequestError for an unknown one."""
+    """Return the mode as an enum member.
+
+    Raises:
+        RequestError: the mode is unknown.
+    """
     try:
         return GenerationMode(mode)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Results of calls. Times are milliseconds on one clock that starts when the call began."""
+"""Results of calls. Times are in milliseconds since the start of the call."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ __all__ = [
     "WarmResult",
 ]
 
-_MIN_CHUNK_TOKENS = 32  # a shorter tail of a warmed text causes no warning
+_MIN_CHUNK_TOKENS = 32  # an uncached tail shorter than this causes no warning
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Log probabilities (natural logarithm) at one output token.
+    """Log probabilities (natural logarithm) for one token position.
 
     Attributes:
         logprob: log probability of the token.
-        top: (token id, log probability) of the most likely tokens, best first.
+        top: pairs of token id and log probability for the most likely tokens, best first.
     """
 
     token_id: int
@@ -36,7 +36,7 @@ class TokenLogprobs:
 
 
 class Missed(NamedTuple):
-    """The reason that no further prompt token was cached, see `GenerationResult`."""
+    """Why no further prompt tokens were cached, see `GenerationResult`."""
 
     miss_reason: str
     evicted_from: tuple[str, ...] = ()
@@ -44,53 +44,55 @@ class Missed(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationResult:
-    """The outcome of one request.
+    """The result of one request.
 
-    Values of `miss_reason`, the reason that the first prompt token after the cached ones was
-    computed:
+    `miss_reason` tells why the first prompt token after the cached ones was computed:
 
     - "": every token was cached.
-    - "first_seen": this tenant and salt never cached its block.
-    - "evicted": its block was cached and evicted.
-    - "tail": it is in the last block, which is not full.
-    - "state": its KV is cached, but no snapshot of the recurrent state.
-    - "bypassed": the mode or prompt_logprobs asked for a computation.
+    - "first_seen": this tenant and salt never cached the token's block.
+    - "evicted": the block was cached and then evicted.
+    - "tail": the token is in the last block, which is not full.
+    - "state": the KV is cached, but a snapshot of the recurrent state is missing.
+    - "bypassed": the mode or prompt_logprobs required a computation.
     - "not_started": the request ended while it waited.
 
     Attributes:
-        mode: the mode that ran; CHUNK_KV_REUSE only if KV of other positions was reused.
-        approximate: True if KV of other positions was reused. The output may then differ from a
+        mode: the mode that was used. CHUNK_KV_REUSE only if KV from other positions was reused.
+        approximate: True if KV from other positions was reused. The output may then differ from a
             full computation.
-        reused_span_tokens: prompt tokens whose KV was reused from other positions.
-        recomputed_tokens: prompt tokens found at other positions and still recomputed.
-        gate: quality gate of that reuse: "passed"; "unchecked" without a stored verdict; "off"
-            (reuse_gate="off"); "" if nothing was reused.
+        reused_span_tokens: number of prompt tokens whose KV was reused from other positions.
+        recomputed_tokens: number of prompt tokens that were found at other positions but
+            recomputed.
+        gate: quality gate status of the reuse. "passed", "unchecked" without a stored verdict,
+            "off" with reuse_gate="off", or "" if nothing was reused.
         output_text: text without the EOS or stop token and without the stop string.
-        output_token_ids: token ids of the output, with the EOS or stop token that ended it.
+        output_token_ids: token ids of the output, including the EOS or stop token that ended it.
         generated_tokens: number of output tokens.
-        finish_reason: "stop", "length", "cancelled" or "timeout" (past its deadline).
-        cached_tokens: prompt tokens whose KV came from the cache: `exact_cached_tokens`, which
-            `hit_tokens` splits by tier, and `reused_span_tokens`.
-        matched_tokens: prompt tokens whose KV was in the cache. They exceed `exact_cached_tokens`
-            if a snapshot of the recurrent state was missing.
+        finish_reason: "stop", "length", "cancelled" or "timeout" (the deadline passed).
+        cached_tokens: number of prompt tokens whose KV came from the cache. This is the sum of
+            `exact_cached_tokens`, which `hit_tokens` splits by tier, and `reused_span_tokens`.
+        matched_tokens: number of prompt tokens whose KV was in the cache. It exceeds
+            `exact_cached_tokens` if a snapshot of the recurrent state was missing.
         kv_reuse_ratio: cached_tokens / prompt_tokens.
-        miss_reason: see above.
-        evicted_from: the pool and tiers that evicted the block, nearest first; () unless "evicted".
-        ttft_ms: time from the call to the first token, or the whole time without one.
+        miss_reason: reason for the first cache miss, listed above.
+        evicted_from: the pool and tiers that evicted the block, nearest first. Empty unless
+            miss_reason is "evicted".
+        ttft_ms: time from the call to the first token, or to the end if there was no token.
         total_ms: time from the call to the end.
-        tokens_per_sec: generated tokens over the whole time.
+        tokens_per_sec: generated tokens divided by the total time.
         token_times_ms: time from the call to each output token.
         phases: milliseconds of tokenize, queue, lookup, load, probe, repair, prefill and decode.
-            Their sum is total_ms, and each is an attribute such as `queue_ms`. probe is the
-            deviation scoring of reused spans, repair the prefill up to the end of the last span.
-        seed: the seed that reproduces a sampled output.
+            They add up to total_ms, and each is also an attribute such as `queue_ms`. probe is the
+            deviation scoring of reused spans. repair is the prefill up to the end of the last
+            span.
+        seed: seed that reproduces a sampled output.
         preemptions: number of times that the request lost its blocks and was recomputed.
-        step_share: the request's share of the tokens of its steps, 0 to 1; a mean weighted by step
+        step_share: the request's mean share of the tokens in its steps, 0 to 1, weighted by step
             time.
-        drafted_tokens: draft tokens verified, see `EngineConfig.speculation`.
-        accepted_tokens: draft tokens accepted.
-        prompt_logprobs: one entry per prompt token, the first one None, because nothing predicts
-            it; None if not requested.
+        drafted_tokens: number of draft tokens verified, see `EngineConfig.speculation`.
+        accepted_tokens: number of draft tokens accepted.
+        prompt_logprobs: one entry per prompt token, or None if not requested. The first entry is
+            None, because nothing predicts the first token.
     """
 
     mode: GenerationMode
@@ -128,17 +130,17 @@ class GenerationResult:
 
     @property
     def exact_cached_tokens(self) -> int:
-        """Prompt tokens of the cached prefix, whose KV equals a full computation."""
+        """Number of prompt tokens in the cached prefix, whose KV equals a full computation."""
         return self.cached_tokens - self.reused_span_tokens
 
     @property
     def computed_prompt_tokens(self) -> int:
-        """Prompt tokens that were computed: neither cached nor reused from other positions."""
+        """Number of prompt tokens that were computed instead of cached or reused."""
         return self.prompt_tokens - self.cached_tokens
 
     @property
     def prompt_ms(self) -> float:
-        """Time of the prompt: probe, repair and prefill."""
+        """Milliseconds spent on the prompt in the phases probe, repair and prefill."""
         return self.phases["probe"] + self.phases["repair"] + self.phases["prefill"]
 
     @property
@@ -177,21 +179,22 @@ class GenerationResult:
 @functools.total_ordering
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class WarmResult:
-    """The outcome of `warm`. It compares, and tests as true, like the number `chunks_stored`.
+    """The result of `warm`, which compares like the number `chunks_stored`.
 
-    The start of prompts is counted in chunks of chunk_size tokens; a last chunk of at least 32
-    tokens counts too. Documents, and a text for another position, are counted in the chunks that
-    they were split into. Without a split, chunk_size is the length of the longest document.
+    A text at the start of prompts is counted in chunks of chunk_size tokens. A last chunk counts if
+    it has at least 32 tokens. Documents and text for another position are counted in the chunks
+    they
+    were split into. If they were not split, chunk_size is the length of the longest document.
 
     Attributes:
-        chunks_stored: chunks in the cache now, including those cached before.
-        token_count: tokens of the text or documents.
-        chunk_size: tokens in a chunk.
-        partial_tail_tokens: tokens after the last full chunk; for documents, tokens in chunks that
-            cannot be found.
-        chunk_boundary_aligned: True if fewer than 32 tokens at the end are not cached: those after
-            the last full block, or the partial tail of documents.
-        alignment_warning: message about these tokens, or None if aligned; `warm` logs it.
+        chunks_stored: number of chunks in the cache now, including those cached before.
+        token_count: number of tokens in the text or documents.
+        chunk_size: number of tokens in a chunk.
+        partial_tail_tokens: number of tokens after the last full chunk. For documents, the number
+            of tokens in chunks that cannot be found.
+        chunk_boundary_aligned: True if fewer than 32 tokens are uncached, counting tokens after the
+            last full block or the partial tail of documents.
+        alignment_warning: message about these tokens, or None if aligned. `warm` logs it.
     """
 
     chunks_stored: int
@@ -203,7 +206,7 @@ class WarmResult:
 
     @classmethod
     def of(cls, num_cached: int, num_tokens: int, chunk_size: int, block_size: int) -> WarmResult:
-        """Describe a text of `num_tokens` tokens, the first `num_cached` of which are cached.
+        """Describe a text whose first `num_cached` of `num_tokens` tokens are cached.
 
         A chunk counts as stored if its full blocks are cached.
         """
@@ -235,10 +238,10 @@ class WarmResult:
         """Describe documents that are split into chunks.
 
         Args:
-            num_stored: chunks that can be found.
-            stored_tokens: tokens in these chunks.
-            num_tokens: tokens of all documents.
-            least_tokens: tokens of the shortest chunk that can be found.
+            num_stored: number of chunks that can be found.
+            stored_tokens: number of tokens in these chunks.
+            num_tokens: number of tokens in all documents.
+            least_tokens: minimum length in tokens of a chunk that can be found.
         """
         lost = num_tokens - stored_tokens
         warning = (
@@ -280,19 +283,19 @@ def _number_of(other: object) -> object:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PromptCheck:
-    """One prompt, run without and with the cache.
+    """The comparison of one prompt without and with the cache.
 
     Attributes:
-        reused_tokens: prompt tokens that the second run took from the cache; with mode
-            chunk_kv_reuse, those reused from other positions. 0 fails the check.
-        max_logit_difference: largest absolute difference over the checked positions.
-        relative_logit_l2: L2 norm of the difference over the norm of the logits without the cache.
-        kl_divergence: largest KL(cold || warm) over the checked positions, of the distributions
-            that tokens are drawn from.
-        mean_kl: mean KL(cold || warm), of the model's own distributions.
+        reused_tokens: number of prompt tokens that the second run took from the cache. With mode
+            chunk_kv_reuse, only tokens reused from other positions count. 0 fails the check.
+        max_logit_difference: largest absolute logit difference over the checked positions.
+        relative_logit_l2: L2 norm of the difference divided by the norm of the uncached logits.
+        kl_divergence: largest KL(cold || warm) over the checked positions, for the distributions
+            that tokens are sampled from.
+        mean_kl: mean KL(cold || warm) of the model's unmodified distributions.
         agreement: share of the checked positions with the same most likely token.
-        text_equal: True if both runs gave the same tokens.
-        problem: reason of a failure, or None.
+        text_equal: True if both runs generated the same tokens.
+        problem: reason why the check failed, or None.
     """
 
     prompt: str
@@ -315,15 +318,15 @@ class PromptCheck:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CorrectnessReport:
-    """All checks of `verify_correctness`. It is true if there are checks and all passed.
+    """All checks of `verify_correctness`. The report is true if it has checks and all passed.
 
     Attributes:
         mode: the mode that was compared with a full computation.
-        logit_tolerance: relative L2 distance of the logits that rounding alone explains; 0:
-            bit-identical.
-        kl_limit: largest allowed `mean_kl` with mode chunk_kv_reuse, else None. It is the change
-            that another order of the documents causes. A check then passes if KV was reused and the
-            answers have the same text.
+        logit_tolerance: relative L2 distance of logits that rounding can cause. 0 requires
+            bit-identical logits.
+        kl_limit: maximum `mean_kl` for mode chunk_kv_reuse, else None. It is the change that
+            reordering the documents causes. A check then passes if KV was reused and the answers
+            have the same text.
     """
 
     checks: tuple[PromptCheck, ...]
@@ -333,12 +336,12 @@ class CorrectnessReport:
 
     @property
     def mean_kl(self) -> float:
-        """Mean of `mean_kl` over the checks; 0 without checks."""
+        """Mean of `mean_kl` over the checks, or 0 without checks."""
         return sum(check.mean_kl for check in self.checks) / max(1, len(self.checks))
 
     @property
     def text_agreement(self) -> float:
-        """Share of the checks with equal answers; 0 without checks."""
+        """Share of the checks with equal answers, or 0 without checks."""
         return sum(check.text_equal for check in self.checks) / max(1, len(self.checks))
 
     @property

@@ -1,7 +1,7 @@
-"""Sampling values of requests that do not set their own, by one rule for all interfaces.
+"""Default sampling values, resolved by the same rule for all interfaces.
 
-A request's own value comes first. Then come the engine's option, the model's generation config
-(generation_config.json, or `general.sampling.*` of a GGUF file), and the values below.
+A value in the request comes first, then the engine's option, then the model's generation config
+(generation_config.json, or `general.sampling.*` of a GGUF file), then the values in this module.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["DEFAULT_SAMPLING", "SamplingDefaults", "sampling_defaults"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SamplingDefaults:
-    """Values of the sampling parameters that a request leaves out. Temperature 0 is greedy."""
+    """Default values of the sampling parameters. Temperature 0 is greedy."""
 
     temperature: float = 0.7
     top_p: float = 0.95
@@ -31,9 +31,9 @@ class SamplingDefaults:
         return dataclasses.asdict(self)
 
     def values_for(self, request: object) -> dict[str, Any]:
-        """Return the values in force for a request.
+        """Return the values that apply to a request.
 
-        These are its attributes of the same names, and the default for each one that is None.
+        Each is the request's attribute of the same name, or the default if that attribute is None.
         """
         named = {name: getattr(request, name, None) for name in self.as_dict()}
         return {
@@ -42,9 +42,9 @@ class SamplingDefaults:
         }
 
     def fill(self, params: SamplingParams) -> SamplingParams:
-        """Return the parameters with a value for each one that is unset.
+        """Return the parameters with unset ones replaced by the defaults.
 
-        With do_sample=True, a model that is greedy by default is sampled at the temperature of
+        If the model is greedy by default, do_sample=True samples at the temperature of
         `DEFAULT_SAMPLING`.
         """
         values = self.values_for(params)
@@ -53,9 +53,9 @@ class SamplingDefaults:
         return dataclasses.replace(params, **values)
 
     def fill_sampled(self, params: SamplingParams) -> SamplingParams:
-        """Return the parameters, filled if they ask for sampling and unchanged if they are greedy.
+        """Return the parameters, with defaults filled in if they ask for sampling.
 
-        Calls in Python follow this rule.
+        Greedy parameters are returned unchanged. Python calls follow this rule.
         """
         if not params.samples:
             return params
@@ -63,11 +63,11 @@ class SamplingDefaults:
 
 
 DEFAULT_SAMPLING = SamplingDefaults()
-"""Values for a model whose files name none."""
+"""Defaults for a model whose files set no sampling values."""
 
 
 def sampling_defaults(model: Mapping[str, float], config: EngineConfig) -> SamplingDefaults:
-    """Return the values for requests to an engine.
+    """Return the default sampling values of an engine.
 
     Args:
         model: sampling values of the model's generation config, by name.

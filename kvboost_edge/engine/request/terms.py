@@ -1,4 +1,4 @@
-"""Options of a request other than its prompt and its sampling."""
+"""Request options other than the prompt and sampling."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ __all__ = ["Terms"]
 
 _MAX_PRIORITY = 2**31 - 1
 _MAX_NAME = 1024
-_MAX_SECONDS = 1e9  # some 30 years, within the range of every clock
+_MAX_SECONDS = 1e9  # about 30 years, which every clock can represent
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """Options of a request other than prompt and sampling, checked on construction (RequestError).
+    """Request options other than prompt and sampling, which raise RequestError if invalid.
 
-    docs/reference/options.md lists the fields.
+    The fields are listed in docs/reference/options.md.
     """
 
     mode: GenerationMode | str = option(
@@ -183,12 +183,12 @@ class Terms:
 
     @classmethod
     def taken_from(cls, options: dict[str, Any], terms: Terms | None = None) -> Terms:
-        """Remove the fields from keyword options and return them, or return `terms`.
+        """Remove the fields of `Terms` from keyword options and return them as an object.
 
-        Sampling options are left.
+        If `terms` is given, return it instead. Sampling options stay in `options`.
 
         Raises:
-            RequestError: terms and fields of them are given.
+            RequestError: both terms and some of its fields are given.
         """
         given = {
             field.name: options.pop(field.name)
@@ -201,8 +201,8 @@ class Terms:
             raise RequestError(f"terms={terms!r:.200} must be a Terms object")
         if given:
             raise RequestError(
-                f"terms= and {', '.join(given)} are given; set the fields in terms, or leave "
-                "terms out"
+                f"terms= and {', '.join(given)} are both given; set the fields in terms, or omit "
+                "terms"
             )
         return terms
 
@@ -210,28 +210,28 @@ class Terms:
         check_options(self, RequestError)
         if self.cache_salt == "":
             raise RequestError(
-                "cache_salt='' must have at least one character; leave it out to share with your "
-                "own"
+                "cache_salt='' must have at least one character; omit it to share prefixes with "
+                "your requests that have no salt"
             )
         for num_tokens, seconds in self.pins:
             if as_int("pins", num_tokens) < 0 or not 0 < as_float("pins", seconds) <= _MAX_SECONDS:
                 raise RequestError(
-                    f"pins={self.pins!r} must be pairs of tokens and of (0, {_MAX_SECONDS:g}] "
-                    "seconds"
+                    f"pins={self.pins!r} must be pairs of a token count and seconds in (0, "
+                    f"{_MAX_SECONDS:g}]"
                 )
         if any(as_int("snapshot_hints", position) < 0 for position in self.snapshot_hints):
             raise RequestError(
-                f"snapshot_hints={self.snapshot_hints!r} must be positions in the prompt, from 0 on"
+                f"snapshot_hints={self.snapshot_hints!r} must hold prompt positions, at least 0"
             )
         if self.ttl is not None and not self.pin:
-            raise RequestError(f"ttl={self.ttl:g} is how long a pin lasts; give pin=True with it")
+            raise RequestError(f"ttl={self.ttl:g} has no effect without a pin; add pin=True")
         if self.pin and self.mode is GenerationMode.BASELINE:
             raise RequestError(
-                "pin=True keeps the prompt's blocks, and mode='baseline' leaves none; use "
+                "pin=True keeps the prompt's blocks, and mode='baseline' caches none; use "
                 "mode='prefix_cache'"
             )
 
     @property
     def is_kept_longer(self) -> bool:
-        """True if its blocks are evicted like blocks that were used twice."""
+        """True if the request's blocks are evicted later, like blocks that were used twice."""
         return self.expect_reuse or self.retention is not None
