@@ -93,7 +93,7 @@ def test_both_sizes_of_the_pool_give_the_smaller(caplog):
         ) as engine,
     ):
         assert engine.paged_stats()["num_blocks"] == 819
-    assert "max_cache_bytes=4000000000 and num_blocks=819 are given" in caplog.text
+    assert "max_cache_bytes=4000000000 and num_blocks=819 are set" in caplog.text
     assert "smallest of these sizes, 819 blocks" in caplog.text
     with CPUPagedEngine.from_pretrained(DEMO, max_cache_bytes=1e6, num_blocks=819) as engine:
         assert 0 < engine.paged_stats()["pool_bytes"] <= 1_000_000
@@ -536,7 +536,10 @@ def test_options_that_act_on_documents_alone_say_so(caplog):
     with KVBoost.from_pretrained(DEMO, num_blocks=32, **options):
         said = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
     assert len(said) == 1
-    assert "chunk_boundary_window=16, overlap_k=16, sink_tokens=32: for documents" in said[0]
+    assert (
+        "chunk_boundary_window=16, overlap_k=16, sink_tokens=32: applies only to engine.warm"
+        in said[0]
+    )
     caplog.clear()
     with KVBoost.from_pretrained(DEMO, num_blocks=32, chunk_size=128):
         assert not caplog.records

@@ -354,12 +354,12 @@ def test_what_does_not_fit_is_refused_with_the_arithmetic():
     with pytest.raises(CapacityError, match=r"max_cache_bytes=1000 holds no block: .* 65536 bytes"):
         plan(GB, max_cache_bytes=1000)
     with pytest.raises(
-        CapacityError, match=r"weights 2\.00 GB \+ pool 1\.31 GB .*1\.00 GB are available"
+        CapacityError, match=r"weights 2\.00 GB \+ pool 1\.31 GB .*only 1\.00 GB is available"
     ):
         plan(GB, num_blocks=20_000)
     assert_raises(CapacityError, "max_cache_bytes", plan, GB, max_cache_bytes=4e9)
     with pytest.raises(
-        CapacityError, match=r"the weights take 3\.00 GB, and 1\.00 GB of memory are available"
+        CapacityError, match=r"the weights take 3\.00 GB, but only 1\.00 GB is available"
     ):
         check_weights_fit(3 * GB, GB)
     check_weights_fit(GB, GB)

@@ -153,7 +153,7 @@ class _Room:
             return (
                 f"{num_slots} recurrent states of {_mib(size)} ({num_seqs} sequences need "
                 f"{num_seqs} x {_mib(size)}){drafts} and a pool of {_mib(self.pool_bytes)} exceed "
-                f"memory: {_mib(self.available)} are available after the weights; lower "
+                f"memory: {_mib(self.available)} is available after the weights; lower "
                 f"max_num_seqs, max_state_bytes, {fewer and f'{fewer}, '}max_cache_bytes or "
                 "num_blocks"
             )

@@ -1,1 +1,1 @@
-"""The scheduler: running sequences, token budget, tenant fairness, and the batch of a step."""
+"""The scheduler with its token budget, tenant fairness, step pacing and batch construction."""

@@ -1,4 +1,4 @@
-"""The batch of a step, in the flat layout that runners take."""
+"""Construction of a step's batch in the flat layout that runners take."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ def build_batch(
     hidden_size: int = 0,
     is_abandoned: Callable[[], bool] | None = None,
 ) -> ForwardBatch:
-    """Return the batch of a step: the tokens of `work`, one sequence after another.
+    """Build the batch of a step from the tokens of `work`, one sequence after another.
 
-    Each stretch of a sequence is a row of its own. Later stretches attend to the KV that earlier
-    ones store in the same pass.
+    Each contiguous run of a sequence's tokens is a separate row. Later runs attend to the KV that
+    earlier ones store in the same pass.
 
     Args:
-        work: at least one item; each sequence has its blocks.
+        work: tokens to compute, at least one item. The sequences must have their blocks.
         hidden_size: width of the hidden states that some sequences want.
-        is_abandoned: see `ForwardBatch`.
+        is_abandoned: function that tells the runner to abandon the pass, see `ForwardBatch`.
     """
     tables = [one.sequence.blocks for one in work]
     block_tables = np.full((len(work), max(map(len, tables))), -1, np.int32)
-    # Lists are faster than one array for each piece, because a step has few tokens.
+    # A step has few tokens per sequence, so lists are faster here than many small arrays.
     starts = [0]
     tokens: list[int] = []
     positions: list[int] = []
@@ -74,10 +74,10 @@ def build_batch(
 def split_rows(
     work: Several[ScheduledTokens[Sequence]], logits: Floats, states: Floats
 ) -> list[Floats]:
-    """Return the rows of a forward pass for each item of `work`.
+    """Split the output rows of a forward pass by item of `work`.
 
     Returns:
-        Logits [num_rows, vocab_size] or hidden states [num_rows, hidden_size].
+        Logits [num_rows, vocab_size] or hidden states [num_rows, hidden_size] per item.
     """
     found: list[Floats] = []
     ends: dict[bool, int] = {False: 0, True: 0}
@@ -92,7 +92,7 @@ def split_rows(
 def _states_of(
     work: Several[ScheduledTokens[Sequence]], tables: Several[BlockTable], manager: KVCacheManager
 ) -> PassStates | None:
-    """Return the recurrent state slots of the tables; None if the model has no recurrent state."""
+    """Return the tables' recurrent state slots, or None if the model has no recurrent state."""
     if manager.states is None:
         return None
     plans = [
@@ -109,9 +109,10 @@ def _states_of(
 
 
 def _segments_of(work: Several[ScheduledTokens[Sequence]], tables: Several[BlockTable]) -> Segments:
-    """Return the segments of all tables, each table's up to the one that holds the row's tokens.
+    """Return the segments of all tables, up to the segment that holds each row's tokens.
 
-    None if every table has a single segment.
+    Returns:
+        The segments, or None if every table has a single one.
     """
     if all(len(table.segments) == 1 for table in tables):
         return None

@@ -1,7 +1,7 @@
-"""The division of a step among the running sequences: the number of tokens of each.
+"""The division of a step's budget among the running sequences.
 
-A step is limited in units of work. Without pacing, a token of any sequence is one unit. With pacing
-(`StepPacing`), the price of a prompt token is the time that it takes.
+The budget is counted in units of work. Without pacing, each token costs one unit. With pacing
+(`StepPacing`), the cost of a prompt token is the time that it takes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kvboost_edge.engine.schedule.sequence import Sequence
 
 __all__ = ["Budget"]
 
-_OLDEST_PART = 4  # one in four tokens of a step goes to the oldest prompt, whatever its length
+_OLDEST_PART = 4  # the oldest prompt gets 1/4 of the prompt tokens of a step, whatever its length
 
 _BY_PRIORITY = attrgetter("priority")
 _BY_ARRIVAL = attrgetter("index")
@@ -24,7 +24,7 @@ _BY_TURN = attrgetter("priority", "last_turn", "index")
 
 
 class Budget:
-    """The tokens of each step, divided by the rules in scheduler.py."""
+    """The token budget of each step, divided by the rules in scheduler.py."""
 
     def __init__(self, fairness: Fairness) -> None:
         self._fairness = fairness
@@ -32,7 +32,10 @@ class Budget:
         self._turns = itertools.count()
 
     def share(self, running: list[Sequence], limit: StepLimit) -> dict[int, int]:
-        """Return the tokens of the next step, by sequence index."""
+        """Return the number of tokens that each sequence computes in the next step.
+
+        The keys are sequence indices.
+        """
         self._step += 1
         shares: dict[int, int] = {}
         for members, budget in self._of_tenants(running, limit):
@@ -40,11 +43,11 @@ class Budget:
         return shares
 
     def share_whole(self, running: list[Sequence], limit: StepLimit) -> dict[int, int]:
-        """Return the tokens of the next step for sequences that are computed whole, by sequence
-        index.
+        """Return the next step's tokens per sequence when each must be computed in one step.
 
-        Sequences are taken by priority, tenant share and arrival. The first one always gets all its
-        tokens, the others only if they fit.
+        Sequences are served by priority, tenant share and arrival. The first one always gets all
+        its
+        tokens. The others get theirs only if all of them fit. The keys are sequence indices.
         """
         most = limit.total
         turn = list(running)
@@ -63,11 +66,13 @@ class Budget:
     def _of_tenants(
         self, running: list[Sequence], limit: StepLimit
     ) -> list[tuple[list[Sequence], int]]:
-        """Return each tenant's running sequences and its part of the step, in units of work.
+        """Return each tenant's running sequences and its part of the step in units of work.
 
-        Priority decides first, then the tenants' shares. If the step has room for them, single
-        tokens count as urgent as the most urgent prompt. An urgent prompt therefore does not stop
-        the decoding of less urgent sequences.
+        Priority decides first, then the tenants' shares. If the step has room, decoding sequences
+        are
+        treated like the most urgent prompt. An urgent prompt therefore does not stall the decoding
+        of
+        less urgent sequences.
         """
         if not self._fairness.is_shared:
             return [(running, limit.total)]
@@ -101,15 +106,15 @@ class Budget:
             if pending := sequence.num_pending:
                 (decoding if pending == 1 else filling).append(sequence)
         budget = limit.total
-        # Neither prefill nor decoding starves: one token is kept for prefill, and a budget of one
-        # token alternates between them.
+        # Reserve one token for prefill so that neither prefill nor decoding starves. If the budget
+        # is only one token, steps alternate between them.
         kept = 0
         if decoding and filling:
             kept = min(map(limit.price, filling))
             if budget <= kept:
                 kept *= self._step % 2
-        # The least recently served ones come first. This matters only if the budget is smaller than
-        # their number.
+        # Serve the least recently served sequences first. This matters only if the budget is
+        # smaller than their number.
         chosen = sorted(decoding, key=_BY_TURN)[: max(0, budget - kept)]
         budget -= len(chosen)
         for sequence in chosen:
@@ -117,7 +122,7 @@ class Budget:
             sequence.last_turn = next(self._turns)
         filling.sort(key=_BY_PRIORITY)
         if budget > 0 and filling:
-            # One token is computed even if it costs more than the tenant's part.
+            # Compute at least one token, even if it costs more than the tenant's part.
             most_urgent = (one for one in filling if one.priority == filling[0].priority)
             budget = max(budget, limit.price(min(most_urgent, key=_BY_ARRIVAL)))
         for _, group in itertools.groupby(filling, key=_BY_PRIORITY):
@@ -125,10 +130,10 @@ class Budget:
 
 
 def _fill(prompts: list[Sequence], limit: StepLimit, shares: dict[int, int]) -> int:
-    """Divide units of work among prompts; return the units used.
+    """Divide units of work among prompts and return the number of units used.
 
-    A part goes to the oldest prompt, at least one token. The rest goes to the prompts with the
-    fewest pending tokens first.
+    The oldest prompt gets a fixed part, at least one token. The rest goes to prompts in order of
+    pending tokens, fewest first.
     """
     oldest = min(prompts, key=_BY_ARRIVAL)
     kept = max(-(-limit.total // _OLDEST_PART), min(limit.price(oldest), limit.total))

@@ -1,8 +1,7 @@
-"""Fairness between tenants: tokens of a step and places, in proportion to the tenants' weights.
+"""Fairness between tenants, which share step tokens and running slots by weight.
 
-With a single tenant, nothing here has an effect. A tenant that wants less than its share leaves the
-rest to the others. A tenant that had no requests for a while gains nothing from it: it starts level
-with the least served one.
+With a single tenant, this has no effect. If a tenant wants less than its share, the others get the
+rest. A tenant that was idle does not build up credit. It starts level with the least served tenant.
 """
 
 from __future__ import annotations
@@ -17,15 +16,15 @@ if TYPE_CHECKING:
 
 __all__ = ["Fairness"]
 
-# Tokens that a tenant may be ahead of a waiting one before it loses a place at equal shares.
+# Number of tokens that a tenant may be ahead of a waiting one before it gives up a running slot.
 _SLICE = 256
 
 
 class Fairness:
-    """One account for each tenant that has requests: tokens computed for it, over its weight.
+    """Accounts of the tokens computed for each tenant that has requests, divided by its weight.
 
-    Recomputed tokens after a preemption are not charged, so that a preempted sequence is not set
-    back again.
+    Tokens recomputed after a preemption are not charged, so a preempted sequence is not penalized
+    twice.
 
     Attributes:
         is_shared: True if several tenants have requests.
@@ -37,7 +36,7 @@ class Fairness:
         self.is_shared = False
 
     def update(self, live: Iterable[running_state.Sequence]) -> None:
-        """Note the tenants that have requests, with the weight of the latest request of each."""
+        """Update the tenants that have requests, with the weight of each one's latest request."""
         self._weights = {sequence.tenant: sequence.request.terms.weight for sequence in live}
         self.is_shared = len(self._weights) > 1
         if not self.is_shared:
@@ -48,7 +47,7 @@ class Fairness:
         self._served = {tenant: self._served.get(tenant, start) for tenant in self._weights}
 
     def charge(self, work: ScheduledTokens[running_state.Sequence]) -> None:
-        """Charge a sequence's tenant for tokens of this step."""
+        """Charge a sequence's tenant for the tokens it computes in this step."""
         sequence = work.sequence
         stop = work.certain_stop
         num_new = stop - max(work.start, sequence.num_charged_tokens)
@@ -58,10 +57,11 @@ class Fairness:
                 self._served[sequence.tenant] += num_new / self._weights[sequence.tenant]
 
     def divide(self, budget: int, wants: Mapping[bytes, int]) -> dict[bytes, int]:
-        """Return the tokens of each tenant, at most as many as it wants.
+        """Divide a budget of tokens among tenants, giving none more than it wants.
 
-        The whole budget is used while a tenant wants more. An indivisible rest goes to the least
-        served tenants.
+        The whole budget is used as long as a tenant wants more. Tokens that cannot be divided by
+        weight
+        go to the least served tenants.
         """
         given = dict.fromkeys(wants, 0)
         while budget and (hungry := [tenant for tenant in wants if given[tenant] < wants[tenant]]):
@@ -84,10 +84,11 @@ class Fairness:
     def in_turn(
         self, waiting: Iterable[running_state.Sequence], running: Sequence[running_state.Sequence]
     ) -> Iterator[running_state.Sequence]:
-        """Yield the waiting sequences of one priority, each tenant's by arrival.
+        """Yield waiting sequences of one priority in fair order.
 
-        Next is always the tenant with the fewest running sequences for its weight; on a tie, the
-        least served one.
+        The next sequence is from the tenant with the fewest running sequences relative to its
+        weight.
+        Ties go to the least served tenant. Within a tenant, sequences are in order of arrival.
         """
         queues: dict[bytes, deque[running_state.Sequence]] = {}
         for sequence in waiting:
@@ -105,16 +106,20 @@ class Fairness:
     def who_yields(
         self, sequence: running_state.Sequence, running: Sequence[running_state.Sequence]
     ) -> running_state.Sequence | None:
-        """Return the running sequence whose place a waiting one takes, or None.
+        """Return the running sequence to preempt for a waiting one, or None.
 
-        It is the last one of the tenant that has the most for its weight. That tenant must still
-        have at least as much as the other one afterwards, or be far ahead in served tokens.
+        It is the lowest-ranked sequence of the tenant with the most running sequences relative to
+        its
+        weight. Afterwards that tenant must still have at least as many as the waiting one's tenant,
+        or
+        be far ahead in served tokens.
         """
-        # Places do not go back and forth: in the first case the tenant cannot take its place back,
-        # and in the second case many tokens are computed before it can.
+        # These conditions prevent the two tenants from preempting each other in turn. In the first
+        # case the other tenant cannot take the slot back. In the second case many tokens are
+        # computed before it can.
         counts = Counter(other.tenant for other in running)
         mine = sequence.tenant
-        for other in reversed(running):  # the last in rank of each tenant
+        for other in reversed(running):  # finds the lowest-ranked sequence of each tenant
             if other.priority < sequence.priority:
                 return None
             theirs = other.tenant
@@ -135,9 +140,10 @@ class Fairness:
     def who_is_preempted(self, running: Sequence[running_state.Sequence]) -> running_state.Sequence:
         """Return the sequence to preempt when blocks run out.
 
-        It is one of the least urgent sequences: the last one of the tenant with the most running
-        for its weight. The first of several sequences is never preempted, so that one always
-        advances.
+        It is one of the least urgent sequences, from the tenant with the most running sequences
+        relative to its weight. The first of several sequences is never preempted, so that one
+        sequence
+        always advances.
         """
         last = [other for other in running[1:] if other.priority == running[-1].priority] or running
         counts = Counter(other.tenant for other in running)

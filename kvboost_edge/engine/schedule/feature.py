@@ -1,11 +1,11 @@
-"""The interface between a sequence and the features that take part in it.
+"""The interface between a sequence and optional features.
 
-The classes here are the null implementations, and a feature subclasses one of them: speculative
-decoding `Drafting`, structured output `Constraint`, non-prefix KV reuse `SharedSpans`. Callers call
-them in the same way whether or not a feature is on. `Restored` has no subclass: without offload
-tiers it counts nothing.
+The classes here are null implementations, which features subclass. Speculative decoding subclasses
+`Drafting`, structured output `Constraint`, and non-prefix KV reuse `SharedSpans`. Callers use the
+same methods whether or not a feature is on. `Restored` has no subclass. Without offload tiers, its
+counts stay 0.
 
-`planners.py` holds the interface for all sequences together.
+`planners.py` holds the interfaces of features that plan for all sequences together.
 """
 
 from __future__ import annotations
@@ -29,34 +29,34 @@ Floats = npt.NDArray[np.float32]
 
 
 class Feature:
-    """A feature's part of one sequence."""
+    """The state of a feature for one sequence."""
 
     @property
     def is_ready(self) -> bool:
-        """True if the sequence may take part in the next step."""
+        """True if the sequence can be in the next step."""
         return True
 
     @property
     def prepares(self) -> bool:
-        """True if the feature computes something before the sequence's next tokens."""
+        """True if the feature must compute something before the sequence's next tokens."""
         return False
 
     def admit(self, table: BlockTable) -> None:
-        """Note the fresh table on which the sequence starts or resumes."""
+        """Set up the feature for the block table on which the sequence starts or resumes."""
 
     def forget(self) -> None:
-        """Drop everything that depended on the sequence's blocks, which are freed."""
+        """Drop everything that depends on the sequence's freed blocks."""
 
     def release(self) -> None:
-        """Free the feature's resources; the sequence has ended."""
+        """Free the feature's resources when the sequence ends."""
 
     def result_fields(self) -> dict[str, Any]:
-        """Return the feature's fields of the sequence's `GenerationResult`."""
+        """Return the fields that the feature adds to the `GenerationResult`."""
         return {}
 
 
 class Constraint(Feature):
-    """Structured output: the tokens that may follow. The null implementation allows all."""
+    """Structured output for one sequence. The null implementation allows all tokens."""
 
     def constrain(self, logits: Floats, largest: int | None) -> tuple[Floats, int | None]:
         """Return the logits [vocab_size] with forbidden tokens masked.
@@ -65,24 +65,24 @@ class Constraint(Feature):
             largest: index of the largest logit, or None if unknown.
 
         Returns:
-            The masked logits, and the index of the largest one, or None if unknown.
+            The masked logits, and the index of the largest one or None if unknown.
         """
         return logits, largest
 
     def advance(self, token_id: int) -> bool:
-        """Accept the chosen token; return whether the output is complete."""
+        """Accept the chosen token and return whether the output is complete."""
         return False
 
     def forced(self) -> list[int]:
-        """Return the tokens that must follow."""
+        """Return the tokens that the grammar forces next."""
         return []
 
 
 class Drafting(Feature):
-    """Speculative decoding: the draft tokens of one sequence. The null implementation has none.
+    """Draft tokens of one sequence. The null implementation has none.
 
     Attributes:
-        tokens: draft tokens that the next step computes after the last certain token.
+        tokens: draft tokens to compute in the next step, after the last certain token.
         proposes: True if there can be draft tokens.
     """
 
@@ -92,23 +92,23 @@ class Drafting(Feature):
         self.tokens: list[int] = []
 
     def count(self, num_drafted: int, num_accepted: int) -> None:
-        """Count a step's draft tokens and drop them."""
+        """Record the numbers of a step's draft tokens and drop the tokens."""
 
     def learn(self, num_drafted: int, num_accepted: int) -> None:
-        """Learn from the outcome of a draft; 0 and 0 mean that none was computed."""
+        """Learn from the outcome of a draft. Both numbers are 0 if the step had no draft."""
 
 
 class SharedSpans(Feature):
-    """Non-prefix KV reuse: spans of tokens whose KV comes from other positions.
+    """Reused spans of one sequence, whose KV comes from other positions.
 
     The null implementation has no spans.
 
     Attributes:
-        num_ahead: tokens in spans that the sequence has not reached.
+        num_ahead: number of tokens in spans after the sequence's current position.
         num_shared: largest number of prompt tokens reused this way.
-        probe: deviation scoring that runs before anything else is computed, or None.
+        probe: deviation scoring to run before other computation, or None.
         recomputed_at: time at which the last span was passed, see `PhaseMarks.phases`.
-        probe_seconds: time of deviation scoring.
+        probe_seconds: time spent on deviation scoring.
     """
 
     num_ahead = 0
@@ -126,15 +126,15 @@ class SharedSpans(Feature):
         return self.probe is not None
 
     def next_lost_run(self, find: Callable[[], list[Chain]]) -> Chain | None:
-        """Return the next run that only a tier may hold, each run once; None at the end.
+        """Return the next run that only a tier may hold, or None when all were returned.
 
         Args:
-            find: returns all such runs.
+            find: function that returns all such runs.
         """
         return None
 
     def place(self, found: list[tuple[int, int]], probe: Probe | None) -> None:
-        """Note the runs found at other positions.
+        """Record the runs found at other positions.
 
         Args:
             found: [start, stop) of each run.
@@ -142,27 +142,27 @@ class SharedSpans(Feature):
         """
 
     def end_probe(self, table: BlockTable, seconds: float) -> None:
-        """Replace the spans by those that deviation scoring left in `table`.
+        """Update the spans to those that remain in `table` after deviation scoring.
 
         Args:
-            seconds: time of the scoring.
+            seconds: time that the scoring took.
         """
 
     def ahead(self) -> Iterable[tuple[int, int]]:
-        """Return [start, stop) of the spans that the sequence has not reached, in order."""
+        """Return [start, stop) of the spans after the current position, in order."""
         return ()
 
     def pass_over(self, position: int) -> int:
-        """Return the position after the spans that begin at `position`; they count as computed."""
+        """Skip the spans that begin at `position` and return the position after them."""
         return position
 
 
 class Restored(Feature):
-    """Tokens of one sequence whose KV came from offload tiers.
+    """Counts of one sequence's tokens whose KV came from offload tiers.
 
     Attributes:
-        seconds: total time of the prefetches.
-        was_asked: True if the tiers were asked since the sequence last lost its blocks.
+        seconds: total duration of the prefetches.
+        was_asked: True if the tiers were queried since the sequence last lost its blocks.
     """
 
     def __init__(self) -> None:
@@ -179,11 +179,11 @@ class Restored(Feature):
         self.was_asked = False
 
     def note(self, tokens: Mapping[str, int], seconds: float) -> None:
-        """Count tokens that came before the first admission; later ones are not counted.
+        """Count the tokens of a prefetch until the first admission. Later ones are ignored.
 
         Args:
             tokens: number of tokens by tier name.
-            seconds: time of the prefetch.
+            seconds: duration of the prefetch.
         """
         if self._num_cached is None:
             self._tokens.update(tokens)
@@ -193,10 +193,10 @@ class Restored(Feature):
         return {"hit_tokens": self._split(self._num_cached or 0)}
 
     def _split(self, num_cached: int) -> dict[str, int]:
-        """Return the cached tokens by tier, "pool" included.
+        """Return the number of cached tokens by tier, including "pool".
 
-        The counts are cut to `num_cached`: the last token of a fully cached prompt may be
-        recomputed, and arrived blocks may have been evicted before use.
+        The counts add up to `num_cached` at most. The last token of a fully cached prompt may be
+        recomputed, and arrived blocks may be evicted before use.
         """
         rest = num_cached
         found = {}
@@ -208,7 +208,7 @@ class Restored(Feature):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SequenceFeatures:
-    """The features of one sequence, null implementations unless given."""
+    """The features of one sequence. Each defaults to its null implementation."""
 
     drafting: Drafting = dataclasses.field(default_factory=Drafting)
     grammar: Constraint = dataclasses.field(default_factory=Constraint)

@@ -1,4 +1,4 @@
-"""The output of a running sequence: text, logits, log probabilities and times."""
+"""The output of a running sequence, with text, logits, log probabilities and times."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Floats = npt.NDArray[np.float32]
 
 
 class OutputText:
-    """The text of a sequence's output, as far as it is certain."""
+    """The output text of a sequence, up to the part that can no longer change."""
 
     def __init__(self, request: Request, tokenizer: Tokenizer) -> None:
         self._stop_ids = request.stop_ids
@@ -36,14 +36,14 @@ class OutputText:
         return "".join(self._pieces)
 
     def push(self, token_id: int, *, is_whole: bool, is_last: bool) -> tuple[str, str | None]:
-        """Append a token; return the text that became certain and the finish reason.
+        """Append a token and return the text that it completes.
 
         Args:
-            is_whole: nothing can follow the token.
-            is_last: no further token is wanted.
+            is_whole: whether the token completes the output, so that nothing can follow it.
+            is_last: whether the token is the last one that the request allows.
 
         Returns:
-            The text, and "stop", "length" or None.
+            The text, and the finish reason "stop", "length" or None.
         """
         text, reason = self._read(token_id, is_whole, is_last)
         self._pieces.append(text)
@@ -68,7 +68,7 @@ class TokenScores:
     """Logits and log probabilities that a request asked for.
 
     Attributes:
-        logits: rows of a request for logits, float32 [num_rows, vocab_size] each.
+        logits: arrays of float32 [num_rows, vocab_size] for a logits request.
     """
 
     def __init__(self, request: Request) -> None:
@@ -79,34 +79,37 @@ class TokenScores:
 
     @property
     def chosen(self) -> tuple[TokenLogprobs, ...] | None:
-        """Log probabilities of the output tokens; None if not requested."""
+        """Log probabilities of the output tokens, or None if not requested."""
         return None if self._request.params.logprobs is None else tuple(self._chosen)
 
     @property
     def prompt(self) -> tuple[TokenLogprobs | None, ...] | None:
-        """Log probabilities of the prompt tokens; None if not requested."""
+        """Log probabilities of the prompt tokens, or None if not requested."""
         return None if self._request.params.prompt_logprobs is None else tuple(self._prompt)
 
     @property
     def prompt_logits_from(self) -> int | None:
-        """The first prompt token whose logits are still needed, or None."""
+        """Index of the first prompt token whose logits are still needed, or None."""
         known = len(self._prompt)
         return known - 1 if known < self._request.num_prompt_tokens else None
 
     def keep_logits(self, first: int, rows: Floats) -> None:
-        """Keep the rows that the request wants; they belong to positions first, first + 1, ..."""
+        """Store the rows of logits that the request wants.
+
+        Args:
+            first: position of the first row. The following rows are at consecutive positions.
+        """
         if self._request.logits_start is not None:
             wanted = rows[max(0, self._request.logits_start - first) :]
             if len(wanted):
                 self.logits.append(wanted.copy())
 
     def read_prompt(self, first: int, logits: Floats) -> bool:
-        """Read log probabilities of prompt tokens from logits; return whether the prompt is
-        complete.
+        """Compute log probabilities of prompt tokens and return whether the prompt is complete.
 
         Args:
             first: position of the first row.
-            logits: [num_tokens, vocab_size]; each row predicts the token after it.
+            logits: [num_tokens, vocab_size]. Each row predicts the token after its position.
         """
         count = self._request.params.prompt_logprobs
         if count is None:
@@ -120,7 +123,7 @@ class TokenScores:
         return len(known) == len(prompt)
 
     def note_chosen(self, logits: Floats, token_id: int) -> TokenLogprobs | None:
-        """Keep and return the log probabilities of a chosen token; None if not requested."""
+        """Store and return the log probabilities of a chosen token, or None if not requested."""
         count = self._request.params.logprobs
         if count is None:
             return None
@@ -130,7 +133,7 @@ class TokenScores:
 
 
 class PhaseMarks:
-    """Times of a request's phases, in seconds of `time.perf_counter`."""
+    """Timestamps of a request's phases, in seconds of `time.perf_counter`."""
 
     def __init__(self, request: Request) -> None:
         self._request = request
@@ -141,10 +144,10 @@ class PhaseMarks:
         self._own_seconds = 0.0
 
     def took_part(self, seconds: float, share: float) -> None:
-        """Count a step that computed some of the request's tokens.
+        """Record a step that computed some of the request's tokens.
 
         Args:
-            seconds: time of the step.
+            seconds: duration of the step.
             share: the request's share of the step's tokens, in (0, 1].
         """
         self._step_seconds += seconds
@@ -152,13 +155,13 @@ class PhaseMarks:
 
     @property
     def step_share(self) -> float:
-        """Mean share of its steps' tokens, weighted by step time; 0 before the first step."""
+        """Mean share of the tokens in the request's steps, weighted by step time. Initially 0."""
         return self._own_seconds / self._step_seconds if self._step_seconds else 0.0
 
     def phases(self, now: float, features: SequenceFeatures) -> dict[str, float]:
         """Return the duration of each phase in milliseconds.
 
-        A mark that was never reached takes the time of the next one.
+        A phase that was not reached has duration 0.
         """
         request = self._request
         spans = features.spans

@@ -1,10 +1,10 @@
-"""The time limit of each step, so that no request holds up the others.
+"""The time limit of each step, which keeps requests from holding up each other.
 
-- While sequences decode, a step may take 1.75 times as long as their decoding alone, plus 40 ms.
-  Decoding continues, and prompts get the rest of the step.
-- While several prompts are computed and nothing decodes, a step takes 0.2 s. A new request can then
-  join soon.
-- A request that is alone gets steps of up to 1 s.
+- While sequences decode, a step may take 1.75 times as long as decoding alone, plus 40 ms. Prompts
+  are computed in the time that decoding leaves.
+- While several prompts are computed and nothing decodes, a step takes 0.2 s, so that new requests
+  can join soon.
+- While only one request exists, a step takes up to 1 s.
 """
 
 from __future__ import annotations
@@ -18,37 +18,37 @@ from kvboost_edge.engine.schedule.step_plan import ScheduledTokens
 
 __all__ = ["StepLimit", "StepPacing"]
 
-_STRETCH = 1.75  # times the duration of decoding alone
-_EXTRA = 0.04  # seconds
-_PROMPTS = 0.2  # seconds of a step of several prompts
-_ALONE = 1.0  # seconds of a step of one request
-_FIRST_TOKENS = 64  # of prompts in a step with decoding, before any time is known
-_LEAST_TOKENS = 4  # of prompts in a step, at any cost
-_MEASURED_EVERY = 32  # steps with prompts before one that only decodes, to measure decoding
+_STRETCH = 1.75  # maximum step time relative to decoding alone
+_EXTRA = 0.04  # seconds added to that maximum
+_PROMPTS = 0.2  # seconds per step with several prompts
+_ALONE = 1.0  # seconds per step with a single request
+_FIRST_TOKENS = 64  # prompt tokens in a step with decoding, before step times are known
+_LEAST_TOKENS = 4  # minimum prompt tokens per step, however long they take
+_MEASURED_EVERY = 32  # steps with prompts before a step only decodes, which measures decoding
 
 
 class StepLimit(NamedTuple):
     """The size limit of a step.
 
     Attributes:
-        total: units of work.
-        prices: units of one token, by sequence index; sequences that are missing cost 1.
+        total: limit in units of work.
+        prices: units per token, by sequence index. The default is 1.
     """
 
     total: int
     prices: dict[int, int]
 
     def price(self, sequence: Sequence) -> int:
-        """Return the units of a sequence's next token."""
+        """Return the cost of a sequence's next token in units of work."""
         return self.prices.get(sequence.index, 1)
 
 
 class StepPacing:
-    """The limit of each step, from the predicted cost of its tokens.
+    """Step limits computed from the predicted cost of the tokens.
 
     Attributes:
-        target: seconds of a step while sequences decode. None: derived from the time of decoding
-            alone. 0: no limit but `max_batch_tokens`.
+        target: maximum step time in seconds while sequences decode. None derives it from the time
+            of decoding alone. 0 applies only `max_batch_tokens`.
     """
 
     def __init__(self, target: float | None = 0.0) -> None:
@@ -57,7 +57,7 @@ class StepPacing:
         self._since_measured = 0
 
     def observe(self, work: Several[ScheduledTokens[Sequence]], seconds: float) -> None:
-        """Learn from the time of a step."""
+        """Update the cost model with the measured time of a step."""
         shape = StepShape.of(work)
         self._cost.observe(shape, seconds)
         if not shape.tokens:
@@ -68,14 +68,14 @@ class StepPacing:
     def limit(
         self, running: Several[Sequence], num_waiting: int, max_batch_tokens: int
     ) -> tuple[list[Sequence], StepLimit]:
-        """Return the sequences that take part in the next step, and its limit."""
+        """Return the sequences to compute in the next step, and the step's limit."""
         everyone = [one for one in running if one.is_ready]
         plain = StepLimit(max_batch_tokens, {})
         if self._target == 0.0:
             return everyone, plain
         decoding = [one for one in everyone if one.num_pending == 1]
         prompts = [one for one in everyone if one.num_pending > 1]
-        room = max_batch_tokens - len(decoding)  # tokens of prompts
+        room = max_batch_tokens - len(decoding)  # maximum number of prompt tokens
         if not prompts or room < len(prompts):
             return everyone, plain
         if decoding and (not self._cost.knows_decode or self._since_measured >= _MEASURED_EVERY):
@@ -90,24 +90,26 @@ class StepPacing:
     def _limit_of(
         self, prompts: list[Sequence], seconds: float, room: int, num_decoding: int
     ) -> StepLimit:
-        """Return the limit of a step with prompts, in microseconds of their work.
+        """Return the limit of a step with prompts.
 
-        A decoding sequence costs one unit, so that each one gets its token before any prompt does.
+        A unit of prompt work is one microsecond. A decoding sequence costs one unit, so that each
+        gets
+        its token before any prompt does.
 
         Args:
             seconds: time for the prompts.
-            room: largest number of prompt tokens.
+            room: maximum number of prompt tokens.
         """
         costs = {
             one.index: self._cost.prompt_token(one.num_computed_tokens) * 1e6 for one in prompts
         }
         total = max(1, int(max(seconds * 1e6, _LEAST_TOKENS * min(costs.values()))))
-        least = -(-total // room)  # no price is so low that more tokens fit
+        least = -(-total // room)  # lower prices would allow more than `room` tokens
         prices = {index: max(least, round(cost)) for index, cost in costs.items()}
         return StepLimit(total + num_decoding, prices)
 
     def _seconds_for_prompts(self, decoding: list[Sequence]) -> float:
-        """Return the time of a step that decoding leaves for prompts."""
+        """Return the seconds of a step that decoding leaves for prompts."""
         if not decoding:
             return max(self._target or 0.0, _PROMPTS)
         depth = sum(one.num_computed_tokens for one in decoding)

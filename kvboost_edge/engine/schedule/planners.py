@@ -1,8 +1,8 @@
-"""The interface between the scheduler and the features that plan for all sequences together.
+"""The interface between the scheduler and features that plan for all sequences together.
 
-The classes here are the null implementations, and a feature subclasses one of them: speculative
-decoding `DraftPlanner`, non-prefix KV reuse `SpanPlacement`, KV offload `Prefetcher`. `feature.py`
-holds the interface for a single sequence.
+The classes here are null implementations, which features subclass. Speculative decoding subclasses
+`DraftPlanner`, non-prefix KV reuse `SpanPlacement`, and KV offload `Prefetcher`. `feature.py` holds
+the interface for a single sequence.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ __all__ = ["DraftPlanner", "PendingPrefetch", "Prefetcher", "SpanPlacement"]
 
 
 class DraftPlanner:
-    """Speculative decoding of all sequences. The null implementation makes no draft tokens."""
+    """A planner of draft tokens for all sequences. The null implementation plans none."""
 
     num_drafted = 0
     num_accepted = 0
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes of the draft history."""
+        """Size of the draft history, in bytes."""
         return 0
 
     def draft(
@@ -37,44 +37,43 @@ class DraftPlanner:
         budget: int,
         reserve: Callable[[Sequence, int], bool],
     ) -> None:
-        """Give draft tokens to sequences that compute one token.
+        """Assign draft tokens to sequences that decode.
 
         Args:
-            wanted: tokens that the step computes, by sequence index.
-            budget: rows that the step has room for in addition to those.
-            reserve: reserves slots up to a position of a sequence; returns False if it has too few
-                spare blocks.
+            wanted: number of tokens that the step computes, by sequence index.
+            budget: maximum number of rows to add to the step.
+            reserve: function that reserves a sequence's slots up to a position. It returns False if
+                too few spare blocks are left.
         """
 
     def settle(self, work: ScheduledTokens[Sequence], num_accepted: int) -> None:
-        """Record the outcome of a step's draft tokens; free the blocks of rejected ones."""
+        """Record the outcome of a step's draft tokens and free the blocks of rejected ones."""
 
     def remember(self, sequence: Sequence) -> None:
-        """Add the tokens that a finished request computed to the draft history."""
+        """Add the tokens of a finished request to the draft history."""
 
     def forget_all(self) -> None:
         """Clear the draft history."""
 
 
 class SpanPlacement:
-    """Non-prefix KV reuse of all sequences. The null implementation reuses nothing."""
+    """A planner of non-prefix KV reuse. The null implementation reuses nothing."""
 
     def bring(self, sequence: Sequence, prefetcher: Any, spare: int) -> PendingPrefetch | None:
-        """Begin to load the next run that only a tier holds; return None without one."""
+        """Start to load the next run that only a tier holds, or return None if there is none."""
         return None
 
     def place(self, sequence: Sequence, table: BlockTable, spare: int) -> bool | None:
-        """Place spans in a fresh table and take its blocks.
+        """Place reused spans in a new block table and allocate its blocks.
 
         Returns:
-            True: all blocks are taken.
-            False: `spare` free blocks do not suffice, and nothing changed.
-            None: there is nothing to reuse.
+            True if all blocks were allocated. False if `spare` free blocks do not suffice, in which
+                case nothing changed. None if there is nothing to reuse.
         """
         return None
 
     def context_of(self, token_ids: Several[int], root: bytes) -> int | None:
-        """Return the number of tokens before a document in its own context; None if not indexed."""
+        """Return the number of tokens computed before a document, or None if it is not indexed."""
         return None
 
 
@@ -86,7 +85,7 @@ class PendingPrefetch(Protocol):
 
 
 class Prefetcher:
-    """Prefetch from the offload tiers for all sequences. The null implementation has no tiers."""
+    """A prefetcher from the offload tiers. The null implementation has no tiers."""
 
     @property
     def num_arriving(self) -> int:
@@ -104,24 +103,24 @@ class Prefetcher:
         return 0
 
     def bring(self, sequence: Sequence, spare_blocks: int, sharing: SpanPlacement) -> bool:
-        """Return whether blocks of a sequence are arriving; ask the tiers first if not done yet."""
+        """Query the tiers for a sequence's blocks, once, and return whether any are arriving."""
         return False
 
     def end(self, sequence: Sequence) -> None:
-        """End a sequence's prefetch, if it has one, and free its blocks."""
+        """End a sequence's prefetch, if any, and free its blocks."""
 
     def make_room(self) -> bool:
-        """End all prefetches to free their blocks; return whether there were any."""
+        """End all prefetches to free their blocks, and return whether there were any."""
         return False
 
     def give_up_silent(self) -> None:
-        """End prefetches that brought nothing for a long time."""
+        """End prefetches that have made no progress for a long time."""
 
     def used(self, table: BlockTable) -> None:
-        """Mark the copies of a table's cached blocks in the tiers as used."""
+        """Tell the tiers that the cached blocks of a table were used."""
 
     def missed(self, table: BlockTable) -> Missed:
-        """Return why the token after the cached ones is not cached, and who evicted it."""
+        """Return why the token after the cached ones missed, and which tiers evicted it."""
         if table.miss_reason == "evicted" and table.missed_hash is not None:
             return Missed("evicted", ("pool",))
         return Missed(table.miss_reason)

@@ -1,7 +1,8 @@
-"""Progress of prompts and time left, estimated from the step times at each depth.
+"""Estimates of prompt progress and remaining time, based on the step times at each depth.
 
-The engine's thread reports each step, and callers read the estimate without waiting. The cost of
-attention grows with the tokens before, so seconds per token are kept by depth.
+The depth of a token is its position. Attention takes longer for later tokens, so the time per
+token is recorded by depth. The engine thread reports each step, and callers read the estimate
+without blocking.
 """
 
 from __future__ import annotations
@@ -20,21 +21,21 @@ from kvboost_edge.engine.schedule.sequence import Sequence, SequenceStatus
 
 __all__ = ["ProgressEstimate"]
 
-_FIRST_DEPTH = 1024  # tokens of the first depth; each further depth ends at twice the one before
+_FIRST_DEPTH = 1024  # tokens in the first depth range; each further range doubles the end
 _KEPT = 9  # steps per depth; their median ignores a step that compiled a kernel
-_MIN_TOKENS = 32  # of a prompt in a step; with fewer, most of the time is spent elsewhere
+_MIN_TOKENS = 32  # prompts with fewer tokens in a step are ignored, because overhead dominates
 _BOARD_SECONDS = 0.5
-_LATEST = 0.1  # weight of the latest step or output in a mean
+_LATEST = 0.1  # weight of the latest value in a running mean
 
 
 class _Board(NamedTuple):
-    """All requests at one moment, in seconds of computing.
+    """A snapshot of all requests, with times in seconds of computation.
 
     Attributes:
-        made_at: seconds of `time.monotonic`.
+        made_at: time of the snapshot, in seconds of `time.monotonic`.
         ranks: ranks of the waiting requests, in order.
-        ahead: seconds before the first waiting request, before the second, and so on; the last
-            entry is the total.
+        ahead: seconds of prompt computation before each waiting request. The last entry is the
+            total.
         prompts: (index, tenant, seconds) of running requests with unfinished prompts.
         ends: seconds until each running request is done, ascending.
     """
@@ -47,26 +48,26 @@ class _Board(NamedTuple):
 
 
 class ProgressEstimate:
-    """The estimate of each request's progress.
+    """An estimator of each request's progress.
 
-    The engine's thread calls `observe` and `ended`. Any thread may call `progress`.
+    The engine thread calls `observe` and `ended`. Any thread may call `progress`.
 
     Args:
-        live: requests by index, from submit to their end.
+        live: unfinished requests by index.
     """
 
     def __init__(self, live: Mapping[int, Sequence], scheduler: Scheduler) -> None:
         self._live = live
         self._most_running = scheduler.max_num_seqs
         self._min_tokens = min(_MIN_TOKENS, scheduler.max_batch_tokens)
-        # (position, seconds per token) of the last steps at each depth
+        # (position, seconds per token) of the latest steps at each depth
         self._recent: dict[int, deque[tuple[float, float]]] = {}
-        self._known: list[tuple[float, float]] = []  # their mean position and median, ascending
+        self._known: list[tuple[float, float]] = []  # mean position and median time per depth
         self._step_seconds = self._mean_outputs = 0.0
         self._board = _Board(-1.0, [], [0.0], [], [])
 
     def observe(self, plan: StepPlan, seconds: float) -> None:
-        """Record the time of a step."""
+        """Update the estimate with the measured time of a step."""
         self._step_seconds = _mean(self._step_seconds, seconds)
         prompts = [
             one for one in plan.work if len(one.token_ids) - one.num_drafted >= self._min_tokens
@@ -88,12 +89,12 @@ class ProgressEstimate:
         ]
 
     def ended(self, sequence: Sequence) -> None:
-        """Record the output length of a finished request."""
+        """Update the mean output length with a finished request."""
         if (outputs := sequence.num_tokens - sequence.request.num_prompt_tokens) > 0:
             self._mean_outputs = _mean(self._mean_outputs, outputs)
 
     def progress(self, index: int) -> Progress | None:
-        """Return the current progress of a request; None once it has ended."""
+        """Return the current progress of a request, or None after its end."""
         sequence = self._live.get(index)
         if sequence is None:
             return None
@@ -106,8 +107,10 @@ class ProgressEstimate:
         )
 
     def seconds(self, start: int, stop: int) -> float | None:
-        """Return the seconds to compute a prompt's tokens [start, stop); None before any
-        measurement.
+        """Return the estimated seconds to compute a prompt's tokens [start, stop).
+
+        Returns:
+            None before any measurement.
         """
         if not self._known:
             return None
@@ -131,7 +134,7 @@ class ProgressEstimate:
         return second + (max(0.0, slope) if depth > high else slope) * (depth - high)
 
     def _prompt_seconds(self, sequence: Sequence) -> float:
-        """Return the seconds to compute a prompt's pending tokens; 0 for a decoding sequence."""
+        """Return the seconds to compute a prompt's pending tokens, or 0 for a decoding sequence."""
         pending = sequence.num_pending
         start = sequence.num_computed_tokens
         stop = sequence.num_tokens
@@ -140,10 +143,9 @@ class ProgressEstimate:
         return (self.seconds(start, stop) or 0.0) * min(1.0, pending / (stop - start))
 
     def _seconds_left(self, sequence: Sequence) -> float | None:
-        """Return the seconds until the first token, without later arrivals.
+        """Return the seconds until the first token, assuming that no further requests arrive.
 
-        A waiting request counts with its whole prompt, because its cached tokens are only looked up
-        at admission.
+        The cache lookup happens at admission, so a waiting request counts with its whole prompt.
         """
         if not self._known:
             return None
@@ -158,10 +160,10 @@ class ProgressEstimate:
         return max(board.ahead[at], self._until_ended(board, lacking)) + own
 
     def _share(self, sequence: Sequence, own: float, other: tuple[int, bytes, float]) -> float:
-        """Return the seconds that another prompt takes from this one.
+        """Return the seconds by which another prompt delays this one.
 
-        Within a tenant the shorter prompt is computed first, except for the share of the oldest
-        one. Tenants share equally.
+        Within a tenant, shorter prompts are computed first, except for the share of the oldest one.
+        Tenants share equally.
         """
         index, tenant, seconds = other
         if index == sequence.index:
@@ -180,7 +182,7 @@ class ProgressEstimate:
         return board.ends[at] + rounds * self._mean_outputs * self._step_seconds
 
     def _now(self) -> _Board:
-        """Return the board; make a new one if it is old."""
+        """Return a recent snapshot, taking a new one if the last is too old."""
         now = time.monotonic()
         if now - self._board.made_at < _BOARD_SECONDS:
             return self._board
@@ -208,15 +210,17 @@ def _depth(position: int) -> int:
 
 
 def _mean(mean: float, latest: float) -> float:
-    """Return a running mean updated with the latest value; the first value becomes the mean."""
+    """Return a running mean updated with the latest value. A mean of 0 is replaced by the value."""
     return mean + _LATEST * (latest - mean) if mean else latest
 
 
 def _steps_left(sequence: Sequence, mean: float) -> float:
     """Return the expected number of steps after a sequence's prompt.
 
+    The first output token takes no step, because the prompt's last step computes it.
+
     Args:
-        mean: mean output length in tokens; 0 if unknown. The first token takes no step.
+        mean: mean output length in tokens, or 0 if unknown.
     """
     request = sequence.request
     if request.prefill_only or request.logits_start is not None:

@@ -1,9 +1,9 @@
-"""Pinned prompts, and prompts retained without a guarantee, such as by `prompt_cache_key`.
+"""Pinned prompts, and prompts retained on a best-effort basis, such as by `prompt_cache_key`.
 
-A key announces that prompts come again. Blocks that two consecutive calls under a key have in
-common, from the first on, are retained for an hour. The first call under a key, and text that only
-one call has, are cached like any other text. A client therefore gains nothing from new keys, or
-from one key for texts that never come again.
+A client uses a key to announce that a prefix will recur. If two consecutive calls with a key share
+leading blocks, these blocks are retained for an hour. The first call with a key, and text that only
+one call has, are cached like any other text. A client therefore gains nothing from using new keys,
+or one key for texts that never recur.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ KEY_SECONDS = 3600.0
 """Seconds that blocks common to a key's calls are retained after the last call."""
 
 MOST_KEYS = 4096
-"""Largest number of keys of all tenants; they take a few MiB."""
+"""Maximum number of keys of all tenants, which take a few MiB."""
 
 _MARKS = 32
-# Bytes of a shortened prefix hash. A collision only retains a block without need.
+# Length of a shortened prefix hash in bytes. A collision only causes needless retention.
 _MARK_BYTES = 8
 
 
 class _Chain(NamedTuple):
-    """The prefix hashes of a chain of blocks, shortened.
+    """The shortened prefix hashes of a chain of blocks.
 
     Attributes:
-        num_blocks: blocks of the chain.
+        num_blocks: number of blocks in the chain.
         stride: distance between marks, in blocks.
-        marks: shortened hashes of every `stride`-th block.
+        marks: shortened hash of every `stride`-th block, concatenated.
         last: shortened hash of the last block.
     """
 
@@ -50,7 +50,7 @@ class _Chain(NamedTuple):
 
     @classmethod
     def of(cls, hashes: Sequence[bytes]) -> _Chain:
-        """Return the chain of these hashes, with at most `_MARKS` marks."""
+        """Build a chain from prefix hashes, with at most `_MARKS` marks."""
         stride = 1
         while len(hashes) // stride > _MARKS:
             stride *= 2
@@ -58,7 +58,7 @@ class _Chain(NamedTuple):
         return cls(len(hashes), stride, marks, hashes[-1][:_MARK_BYTES] if hashes else b"")
 
     def common(self, hashes: Sequence[bytes]) -> int:
-        """Return the number of leading blocks that another chain has too.
+        """Return the number of leading blocks that another chain shares.
 
         The result may be up to `stride` - 1 too small if the chains diverge between two marks.
         """
@@ -75,12 +75,12 @@ _NOTHING = _Chain.of(())
 
 
 class _Calls(NamedTuple):
-    """The last call under a key.
+    """The last two calls with a key.
 
     Attributes:
-        began: start of the call, in seconds of `time.perf_counter`.
-        last: blocks that the call left in the cache.
-        before: blocks that the call before it left.
+        began: start of the latest call, in seconds of `time.perf_counter`.
+        last: blocks that the latest call left in the cache.
+        before: blocks that the previous call left in the cache.
     """
 
     began: float
@@ -89,12 +89,12 @@ class _Calls(NamedTuple):
 
 
 class CacheKeys:
-    """The last two calls of each key, by the key's digest. Neither key text nor tokens are stored.
+    """The last two calls with each key. Only digests of keys and tokens are stored.
 
-    Several sequences of one call (choices, a list of prompts) are one call. Above `capacity` keys,
-    the least recently used key is evicted. If more than half of the keys were sent only once, one
-    of those is evicted. Tenants share the capacity like blocks (`CachedOrder`): a tenant's new keys
-    do not evict another's below its floor.
+    The sequences of one call, such as several choices or prompts, count as one call. If there are
+    more than `capacity` keys, the least recently used key is evicted. If more than half of the keys
+    were used only once, one of those is evicted. Tenants share the capacity like blocks
+    (`CachedOrder`). New keys of one tenant do not evict another's keys below its floor.
     """
 
     def __init__(self, capacity: int = MOST_KEYS) -> None:
@@ -110,11 +110,11 @@ class CacheKeys:
         """Record the blocks that a sequence of a call left in the cache.
 
         Args:
-            began: start of the call; sequences of one call have the same.
+            began: start of the call, which is the same for all sequences of the call.
             hashes: prefix hashes of the blocks.
 
         Returns:
-            The number of leading blocks that the call before had too.
+            The number of leading blocks that the previous call had too.
         """
         known = self._calls.get(key)
         if known is None:
@@ -134,20 +134,21 @@ class CacheKeys:
 
 
 class Retention:
-    """Retains blocks of finished sequences. Only the engine's thread calls it."""
+    """Retention of finished sequences' blocks. Only the engine thread uses it."""
 
     def __init__(self, manager: KVCacheManager) -> None:
         self.keys = CacheKeys()
         self._manager = manager
 
     def ended(self, sequence: RunningSequence, now: float) -> list[int]:
-        """Retain blocks of a finished sequence that still holds them.
+        """Retain blocks of a finished sequence before they are freed.
 
-        The full blocks of its prompt are retained for as long as the request asked. Blocks that the
-        last call under its key had too are retained for an hour.
+        The full blocks of the prompt are retained for the time that the request asked for. Blocks
+        that
+        the previous call with the same key had too are retained for an hour.
 
         Args:
-            now: seconds of the pins' clock.
+            now: current time of the pins' clock, in seconds.
 
         Returns:
             The ids of the retained blocks.
@@ -173,12 +174,12 @@ class Retention:
 
 
 def pin_prompt(pins: Pins, sequence: RunningSequence, now: float) -> CapacityError | None:
-    """Pin the parts of a prompt that its request asked for; the sequence still holds its blocks.
+    """Pin the parts of a prompt that its request asked for, before its blocks are freed.
 
-    The request's `pins` are optional: those without room are skipped.
+    Entries of the request's `pins` that do not fit are skipped.
 
     Returns:
-        The error if other pins leave no room for the whole prompt.
+        The error if other pins leave no room for the whole prompt, else None.
     """
     request = sequence.request
     terms = request.terms

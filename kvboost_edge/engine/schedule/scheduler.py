@@ -1,16 +1,16 @@
-"""The scheduler: admission, token budget and preemption. Integers only: no tensor, text or clock.
+"""The scheduler, which admits and preempts sequences and plans each step.
 
-Prefill and decode are not separate phases (chunked prefill). Each sequence has one counter that
-catches up with its tokens, and each step has a budget, in tokens and in time (`StepPacing`):
+It handles integers only and uses no tensors, text or clock. Prefill and decode are not separate
+phases (chunked prefill). Each sequence counts its computed tokens, and each step has a budget in
+tokens and in time (`StepPacing`):
 
-- Sequences that lack one token (decoding) come first.
-- Of the other sequences, those with the fewest pending tokens get the most, so that short prompts
-  finish one after another. A quarter of the budget goes to the oldest one, so that a long prompt
-  always advances.
-- Sequences are admitted in order of arrival. The latest arrival is preempted when blocks run out.
+- Decoding sequences, which lack one token, come first.
+- Then prompts with the fewest pending tokens get the most, so that short prompts finish early. A
+  quarter of the budget goes to the oldest prompt, so that a long prompt always advances.
+- Sequences are admitted in order of arrival. When blocks run out, the latest arrival is preempted.
 
-A lower priority number comes first in all of this. At equal priority the tenants share the budget,
-the places and the preemptions (`Fairness`). The rules above then apply within each tenant.
+All rules serve lower priority numbers first. At equal priority, tenants share the budget, the
+running slots and the preemptions (`Fairness`). The rules then apply within each tenant.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ class StepPlan:
     Attributes:
         work: tokens to compute.
         copies: blocks to copy before the forward pass.
-        copied_for: sequences that get the copies. They depend on the pass even if it computes none
+        copied_for: sequences that own the copies. They depend on the pass even if it computes none
             of their tokens.
-        preparing: sequences of which a feature computes something before the forward pass.
+        preparing: sequences for which a feature computes something before the forward pass.
         failed: sequences that failed during planning, with their errors.
     """
 
@@ -66,17 +66,17 @@ class StepPlan:
 
 
 class Scheduler:
-    """The waiting and running sequences over one `KVCacheManager`.
+    """The waiting and running sequences of an engine.
 
-    Not thread-safe: only the engine's thread calls it.
+    Not thread-safe. Only the engine thread uses it.
 
     Args:
-        pacing: limits the time of a step; None: only `max_batch_tokens` limits it.
-        whole: a step computes all tokens of a sequence or none.
+        pacing: time limit of each step. None limits steps only by `max_batch_tokens`.
+        whole: whether each step must compute all tokens of a sequence at once.
 
     Attributes:
-        waiting: sequences that hold no blocks, by rank: priority, then arrival.
-        running: sequences that hold blocks, by rank.
+        waiting: sequences without blocks, ordered by priority, then arrival.
+        running: sequences with blocks, in the same order.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class Scheduler:
 
     @property
     def only_waits(self) -> bool:
-        """True if nothing can be done until a prefetch brings something."""
+        """True if there is nothing to compute until a prefetch makes progress."""
         return not self.running and self.loads.num_arriving > 0
 
     @property
@@ -124,7 +124,7 @@ class Scheduler:
         """Check that a request could run alone and that its prompt can be pinned.
 
         Raises:
-            CapacityError: it could not; the message has the arithmetic.
+            CapacityError: the request does not fit. The message shows the calculation.
         """
         manager = self.manager
         usable = self.manager.usable_block_count
@@ -133,8 +133,8 @@ class Scheduler:
         needed = manager.blocks_for(request.max_slots)
         if needed <= usable:
             return
-        # Pinned blocks serve the prompts that begin with them. One more is needed, because the last
-        # one may have to be copied.
+        # The request can share pinned blocks of its prefix. The last of them may have to be copied,
+        # which takes one more block.
         shared = (
             manager.pins.num_of(request.prompt_ids, request.root) if request.shares_prompt else 0
         )
@@ -153,7 +153,7 @@ class Scheduler:
             and self.manager.pins.num_owned(request.tenant) == held
         ):
             room = f"the pool has {num_blocks - held} of {num_blocks} that are not pinned"
-        elif held and needed <= num_blocks:  # do not reveal the number of others' pins
+        elif held and needed <= num_blocks:  # do not reveal how many blocks others pinned
             room = "which is more than pinned prompts leave (max_pinned_blocks)"
         return CapacityError(
             f"the request needs {needed} blocks ({request.num_prompt_tokens} prompt tokens and up "
@@ -163,11 +163,11 @@ class Scheduler:
         )
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a sequence by its rank."""
+        """Add a sequence to the waiting queue."""
         bisect.insort(self.waiting, sequence, key=_BY_RANK)
 
     def finish(self, sequence: Sequence) -> None:
-        """Remove a sequence, whatever its status, and free its blocks."""
+        """Remove a sequence in any status and free its blocks."""
         self.loads.end(sequence)
         if sequence.status is SequenceStatus.WAITING:
             self.waiting.remove(sequence)
@@ -177,7 +177,11 @@ class Scheduler:
         sequence.finish()
 
     def schedule(self) -> StepPlan:
-        """Plan the next step and reserve its blocks; an empty plan: nothing can be done."""
+        """Plan the next step and reserve its blocks.
+
+        Returns:
+            The plan, which is empty if nothing can be computed.
+        """
         plan = StepPlan()
         self._fairness.update(itertools.chain(self.waiting, self.running))
         if self.waiting:
@@ -202,7 +206,7 @@ class Scheduler:
 
     @property
     def _is_alone(self) -> bool:
-        """True if neither a running sequence nor a prefetch holds blocks."""
+        """True if no running sequence and no prefetch holds blocks."""
         return not self.running and not self.loads
 
     def _admit(self, plan: StepPlan) -> None:
@@ -213,7 +217,8 @@ class Scheduler:
                 return
             try:
                 if not self._is_alone and self._awaits(sequence):
-                    # The same prefix is being computed or loaded. Later sequences may go ahead.
+                    # Another sequence or a prefetch brings the same prefix. Later sequences may be
+                    # admitted first.
                     continue
                 if self.loads.bring(sequence, self._spare_blocks_of(sequence), self.sharing):
                     continue
@@ -238,12 +243,12 @@ class Scheduler:
             yield from self._fairness.in_turn(group, self.running)
 
     def _has_place(self, sequence: Sequence) -> bool:
-        """Return whether to try to admit a sequence.
+        """Return whether a sequence may be admitted.
 
-        Preempts a sequence of a tenant that has more than its share, if that makes room.
+        If that makes room, preempt a sequence of a tenant that has more than its share.
         """
-        # Sequences whose prefixes are arriving have a place too. Once a prefix has arrived, its
-        # sequence waits like any other: with a place it could block a more urgent request forever.
+        # A sequence whose prefix is being prefetched counts as running. After the prefetch it waits
+        # like others. Otherwise it could block a more urgent request forever.
         taken = len(self.running) + self.loads.num_arriving_besides(sequence)
         full = taken >= self.max_num_seqs
         if not full and not (self.running and sequence.blocked_at == self.manager.progress):
@@ -254,17 +259,19 @@ class Scheduler:
         if other is None:
             return False
         freed = sum(self.manager.ref_count(block_id) == 1 for block_id in other.blocks.block_ids)
-        needed = -(-sequence.num_tokens // self.manager.block_size) + 1  # one may have to be copied
+        # Add one, because a shared block may have to be copied.
+        needed = -(-sequence.num_tokens // self.manager.block_size) + 1
         if needed > self._spare_blocks_of(sequence) + freed:
             return False
         self._preempt(other)
         return True
 
     def _awaits(self, sequence: Sequence) -> bool:
-        """Return whether another sequence computes, or a prefetch brings, blocks that this one can
-        share.
+        """Return whether to wait for shareable blocks.
+
+        A running sequence or a prefetch will bring these blocks.
         """
-        # Looked up again only when the awaited block has come, or never will.
+        # Repeat the lookup only after the awaited block has arrived or can no longer arrive.
         if sequence.uses_cache and not self.manager.is_in_flight(sequence.awaited_hash):
             request = sequence.request
             awaited = self.manager.awaited_hash(
@@ -274,24 +281,25 @@ class Scheduler:
         return sequence.awaited_hash is not None
 
     def _spare_blocks_of(self, sequence: Sequence) -> int:
-        """Return the number of free blocks that admitting a sequence may take."""
+        """Return the number of free blocks that admitting a sequence may use."""
         if not self.running:
             return self.manager.free_block_count
-        # Each running sequence will need another block. Without one kept for it, the admitted
-        # sequence would soon be preempted. Protected blocks of other tenants are kept, too.
+        # Keep one block for each running sequence, or the admitted one would soon be preempted.
+        # Also keep the protected blocks of other tenants.
         kept = self.manager.protected_block_count(sequence.tenant)
         return self.manager.free_block_count - len(self.running) - kept
 
     def _try_admit(self, sequence: Sequence, plan: StepPlan) -> bool:
         """Open a block table and reserve blocks for all tokens of a sequence.
 
-        Return False, and change nothing, if they are not free.
+        Returns:
+            False if too few blocks are free. Nothing has changed then.
         """
         sequence.look_up()
-        # Prefetched blocks are cached now, and no other sequence is admitted in between.
+        # Prefetched blocks are in the cache now, and no other sequence is admitted before this one.
         self.loads.end(sequence)
         for use_cache, use_spans in self._ways(sequence):
-            # After a preemption it finds its own blocks; these are not hits.
+            # After a preemption, a sequence finds its own blocks, which do not count as hits.
             first = not sequence.was_admitted
             table = self.manager.open_table(
                 sequence.cacheable_ids,
@@ -318,17 +326,18 @@ class Scheduler:
             self.manager.free(table)
             if not self._is_alone:
                 return False
-            # Alone and still too large: spans begin and end inside blocks, and copying a shared
-            # block takes one more than recomputing it.
+            # The sequence is alone and still too large. Try again with less reuse, because a shared
+            # block that must be copied takes an extra block. Reused spans take more blocks too,
+            # because they start and end inside blocks.
         self.check_fits(sequence.request)
-        if len(self.manager.pins):  # more were pinned since it was queued
+        if len(self.manager.pins):  # pins were added after it was queued
             raise self._too_large(sequence.request)
         raise CacheCorruption(
-            f"request {sequence.index} fits the empty pool by its size and yet finds no blocks"
+            f"request {sequence.index} fits the empty pool by its size but finds no free blocks"
         )
 
     def _ways(self, sequence: Sequence) -> Iterator[tuple[bool, bool]]:
-        """Yield the uses of the cache to try, as (prefix, spans), best first."""
+        """Yield the ways to use the cache, as (prefix, spans), best first."""
         if sequence.uses_cache:
             if sequence.request.repair is not None:
                 yield True, True
@@ -338,7 +347,7 @@ class Scheduler:
     def _has_room(self, sequence: Sequence, table: BlockTable, *, use_spans: bool) -> bool:
         """Return whether blocks for all tokens and a slot for the recurrent state are free.
 
-        With spans, the blocks are taken.
+        With spans, the blocks are allocated here.
         """
         if not self.manager.recurrent.has_room(table):
             return False
@@ -347,10 +356,10 @@ class Scheduler:
             return placed
         return self.manager.blocks_needed(table, sequence.num_tokens) <= spare
 
-    # Memory.
+    # Block allocation.
 
     def _reserve(self, wanted: dict[int, int], plan: StepPlan) -> None:
-        """Reserve slots for all wanted tokens by rank; preempt the last in rank if needed."""
+        """Reserve slots for all wanted tokens by rank, preempting from the last in rank."""
         for sequence in list(self.running):
             if wanted.get(sequence.index, 0) and sequence.status is SequenceStatus.RUNNING:
                 try:
@@ -381,9 +390,10 @@ class Scheduler:
             )
 
     def _reserve_spare(self, plan: StepPlan, sequence: Sequence, num_tokens: int) -> bool:
-        """Reserve slots up to `num_tokens` of a sequence without preempting another one.
+        """Reserve a sequence's slots up to `num_tokens` without preempting another sequence.
 
-        Return False, and reserve nothing, if too few blocks are spare.
+        Returns:
+            False if too few blocks are spare. Nothing is reserved then.
         """
         table = sequence.blocks
         if self.manager.blocks_needed(table, num_tokens) > self._spare_blocks_of(sequence):
@@ -400,7 +410,7 @@ class Scheduler:
             plan.copied_for.append(sequence)
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Free a sequence's blocks and queue it again. Its tokens stay and are recomputed."""
+        """Free a sequence's blocks and queue it again. Its tokens are kept and recomputed later."""
         self.running.remove(sequence)
         self._release(sequence)
         sequence.status = SequenceStatus.WAITING

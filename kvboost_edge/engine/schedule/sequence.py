@@ -1,4 +1,4 @@
-"""A sequence: the progress of one request, with its tokens, blocks, text and times."""
+"""A sequence, which is the progress of one request with its tokens, blocks, text and times."""
 
 from __future__ import annotations
 
@@ -26,11 +26,14 @@ __all__ = ["Sequence", "SequenceStatus"]
 
 Floats = npt.NDArray[np.float32]
 
-_MAX_LOGPROB_ROWS = 64  # tens of megabytes with a large vocabulary
+_MAX_LOGPROB_ROWS = 64  # rows of logits per step; tens of MB with a large vocabulary
 
 
 class SequenceStatus(enum.Enum):
-    """WAITING (new or preempted) and FINISHED hold no blocks; RUNNING has a block table."""
+    """The status of a sequence. Only RUNNING sequences have a block table.
+
+    WAITING sequences are new or preempted.
+    """
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -38,28 +41,28 @@ class SequenceStatus(enum.Enum):
 
 
 class Sequence:
-    """A request in progress: its counter `num_computed_tokens` catches up with `num_tokens`.
+    """A request in progress, whose `num_computed_tokens` catches up with `num_tokens`.
 
     Example: a prompt of 40 tokens with 32 cached starts at num_computed_tokens 32. The step that
     computes tokens 32..39 samples token 40. num_tokens becomes 41, and the next step computes that
-    token. After a preemption, the counter restarts at the tokens that are still cached. Sampled
-    tokens stay.
+    token. After a preemption, num_computed_tokens is reset to the number of tokens still cached.
+    Sampled tokens are kept.
 
-    The counter passes over each span from another position when it reaches it.
+    When num_computed_tokens reaches a span from another position, it skips the span.
 
     Attributes:
         index: the request's index.
         rank: the request's rank.
-        table: block table; None unless RUNNING.
-        num_charged_tokens: tokens charged to the tenant (fairness).
-        last_turn: number of its last turn to decode; turns are counted over all sequences
-            (fairness).
-        blocked_at: the cache's `progress` at the last failed admission; None: not tried.
-        awaited_hash: hash of the block that another sequence or a prefetch brings, or None.
-        features: the features that take part in it, see `Feature`.
-        drafting: its speculative decoding.
-        grammar: its structured output.
-        spans: its non-prefix KV reuse.
+        table: block table, or None unless RUNNING.
+        num_charged_tokens: number of tokens charged to the tenant for fairness.
+        last_turn: number of the sequence's last decoding turn, counted over all sequences. Used for
+            fairness.
+        blocked_at: the cache's `progress` at the last failed admission, or None.
+        awaited_hash: hash of the block that another sequence or a prefetch will bring, or None.
+        features: optional features of the sequence, see `Feature`.
+        drafting: speculative decoding.
+        grammar: structured output.
+        spans: non-prefix KV reuse.
     """
 
     def __init__(
@@ -86,7 +89,7 @@ class Sequence:
         self.awaited_hash: bytes | None = None
         self.missed = Missed("not_started")
         self.features = features or SequenceFeatures()
-        # Attributes of their own, because every step uses them.
+        # These features are used in every step, so keep direct references.
         self.drafting = self.features.drafting
         self.grammar = self.features.grammar
         self.spans = self.features.spans
@@ -105,12 +108,12 @@ class Sequence:
 
     @property
     def is_ready(self) -> bool:
-        """True if its features let it take part in the next step."""
+        """True if its features allow the sequence in the next step."""
         return self.grammar.is_ready and self.spans.is_ready
 
     @property
     def prepares(self) -> bool:
-        """True if a feature computes something before the sequence's next tokens."""
+        """True if a feature must compute something before the sequence's next tokens."""
         return self.spans.prepares
 
     @property
@@ -119,7 +122,7 @@ class Sequence:
 
     @property
     def num_pending(self) -> int:
-        """Tokens whose KV is not computed yet; 1 while decoding."""
+        """Number of tokens whose KV is not computed yet. 1 while decoding."""
         return len(self.token_ids) - self.num_computed_tokens - self.spans.num_ahead
 
     @property
@@ -128,7 +131,7 @@ class Sequence:
 
     @property
     def most_at_once(self) -> int:
-        """Most tokens that one step may compute; fewer than pending if each needs logits."""
+        """Maximum number of tokens per step, limited further if each token needs logits."""
         wants_logprobs = (
             self.request.params.prompt_logprobs is not None and self.logits_from is not None
         )
@@ -136,7 +139,7 @@ class Sequence:
 
     @property
     def logits_from(self) -> int | None:
-        """The first token whose logits are still needed; None: only those to sample from."""
+        """Index of the first token whose logits are needed, or None for only the last token."""
         if self.request.logits_start is not None:
             return self.request.logits_start
         if self.request.params.prompt_logprobs is not None:
@@ -145,7 +148,7 @@ class Sequence:
 
     @property
     def cacheable_ids(self) -> list[int]:
-        """Tokens that the cache may serve at admission."""
+        """Tokens that may be served from the cache at admission."""
         start = self.logits_from
         return self.token_ids if start is None else self.token_ids[: start + 1]
 
@@ -156,10 +159,10 @@ class Sequence:
         return self.table
 
     def next_work(self, limit: int) -> list[ScheduledTokens[Sequence]]:
-        """Return the next tokens to compute, one item for each stretch between spans.
+        """Return the next tokens to compute, with one item for each run between spans.
 
         Args:
-            limit: most tokens, at least 1.
+            limit: maximum number of tokens, at least 1.
         """
         start = self.num_computed_tokens
         left = min(limit, self.most_at_once)
@@ -193,16 +196,17 @@ class Sequence:
     def take(
         self, work: ScheduledTokens[Sequence], rows: Floats, largest: Several[int] = ()
     ) -> str | None:
-        """Take the logits of computed tokens; sample the next tokens.
+        """Process the logits of computed tokens and sample the next tokens.
 
-        Rows of known tokens are kept if the request wants them. Each other row samples a token, as
-        long as the draft token after it is the same. Tokens after a rejected draft token do not
-        count as computed.
+        Rows of known tokens are stored if the request wants them. Each later row samples a token.
+        Sampling stops after the first token that differs from the draft token. Rejected draft
+        tokens do
+        not count as computed.
 
         Args:
             work: the computed tokens.
             rows: logits [num_rows, vocab_size].
-            largest: index of the largest logit of the first rows, as far as known.
+            largest: index of the largest logit for the leading rows where it is known.
 
         Returns:
             The finish reason, or None if the sequence continues.
@@ -219,8 +223,8 @@ class Sequence:
             certain = work.certain_stop
             for position in range(max(first, len(self.token_ids) - 1), computed):
                 i = position - first
-                # A draft token with logits that are not finite is recomputed as a certain token,
-                # which then fails the request.
+                # Recompute a draft token with non-finite logits as a certain token. If its logits
+                # are still non-finite, the request fails.
                 if position >= certain and not (
                     self.token_ids[position] == work.token_ids[position - work.start]
                     and np.isfinite(rows[i].max())
@@ -228,7 +232,7 @@ class Sequence:
                     break
                 computed = position + 1
                 reason = self.accept(rows[i], largest[i] if i < len(largest) else None)
-                # If the next mask takes long, the remaining draft tokens count as rejected.
+                # Reject the remaining draft tokens rather than wait for a slow mask.
                 if reason is not None or not self.grammar.is_ready:
                     break
         self.drafting.count(work.num_drafted, computed - work.certain_stop)
@@ -236,19 +240,19 @@ class Sequence:
         return reason
 
     def move_to(self, position: int) -> None:
-        """Count all tokens before `position` as computed, and the spans that begin there."""
+        """Count all tokens before `position` as computed, and skip spans that begin there."""
         self.num_computed_tokens = self.spans.pass_over(position)
 
     def look_up(self) -> None:
-        """Note the time of a cache lookup; the last one before the first admission counts."""
+        """Record the time of a cache lookup. The last one before the first admission counts."""
         if not self.was_admitted:
             self.marks.looked_up_at = time.perf_counter()
 
     def admit(self, table: BlockTable, missed: Missed) -> None:
-        """Start or resume on a fresh table; its cached tokens count as computed.
+        """Start or resume on a new block table. Its cached tokens count as computed.
 
         Args:
-            missed: the reason that no further token was cached.
+            missed: reason why no further tokens were cached.
         """
         self.table = table
         self.status = SequenceStatus.RUNNING
@@ -265,25 +269,25 @@ class Sequence:
 
     @property
     def was_admitted(self) -> bool:
-        """True after the first admission, also while it waits after a preemption."""
+        """True after the first admission, even while the sequence waits after a preemption."""
         return self.marks.admitted_at is not None
 
     def forget_computed(self) -> None:
-        """Start over without blocks: KV and requested logits are recomputed."""
+        """Reset progress after blocks are freed. KV and requested logits will be recomputed."""
         self.num_computed_tokens = 0
         for feature in self.features:
             feature.forget()
-        self.scores.logits.clear()  # the same list object, because the caller holds it
+        self.scores.logits.clear()  # cleared in place, because the caller holds this list
 
     def accept(self, logits: Floats, largest: int | None) -> str | None:
         """Sample a token, append it and send it to the handle.
 
         Args:
-            logits: [vocab_size].
+            logits: float32 [vocab_size].
             largest: index of the largest logit, if known.
 
         Returns:
-            The finish reason, or None.
+            The finish reason, or None if the sequence continues.
         """
         request = self.request
         possible, largest = self.grammar.constrain(logits, largest)
@@ -298,14 +302,14 @@ class Sequence:
         return reason
 
     def answer(self) -> tuple[str, list[int]]:
-        """Return the output's text, and its token ids without a final stop token."""
+        """Return the output's text and its token ids without a final stop token."""
         ids = self.token_ids[self.request.num_prompt_tokens :]
         return self._output.text, ids[:-1] if ids and ids[-1] in self.request.stop_ids else ids
 
     def result(self, finish_reason: str) -> GenerationResult:
-        """Return the current result, with the text that was sent to the handle.
+        """Return the result so far, with the text that was sent to the handle.
 
-        A cancelled request's text lacks the uncertain end.
+        The text of a cancelled request lacks the part that could still have changed.
         """
         request = self.request
         output_ids = tuple(self.token_ids[request.num_prompt_tokens :])

@@ -1,13 +1,13 @@
-"""The time of a step, predicted from earlier steps.
+"""A prediction of step times from earlier steps.
 
-The predicted time is the sum of two parts, each linear in the size of the step:
+The predicted time is the sum of two parts, which are linear in the size of the step:
 
-decoding    base + row * sequences + attend * tokens before them prompts     row * tokens + attend *
-tokens before each of them, summed
+    decoding:  base + row * sequences + attend * sum of their positions
+    prompts:   row * tokens + attend * sum of their positions
 
-`base` is mostly the time to read the weights, `row` the arithmetic of the linear layers, `attend`
-the arithmetic of attention. The factors differ between models. They change with the depth, the
-machine's clock and its other load, so each step corrects them.
+`base` is mostly the time to read the weights. `row` is the time of the linear layers for a token,
+and `attend` the time of attention for each earlier token. The factors depend on the model, the
+depth, the machine's clock and its other load, so each step corrects them.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ __all__ = ["StepCost", "StepShape"]
 
 Floats = npt.NDArray[np.float64]
 
-# Usual ratios of the factors, from which learning starts. Decoding one more sequence costs a
-# twentieth of reading the weights. Attention to 30,000 tokens costs as much as reading the weights.
-# A prompt token attends to 5,000 tokens in the time of its linear layers.
+# Typical ratios of the factors, used as starting values. Decoding one more sequence takes 1/20 of
+# the time to read the weights. Attention to 30,000 tokens takes as long as reading the weights. For
+# a prompt token, attention to 5,000 tokens takes as long as its linear layers.
 _DECODE_RATIOS = np.array((1.0, 1 / 20, 1 / 30_000))
 _PROMPT_RATIOS = np.array((1.0, 1 / 5_000))
-_RATE = 0.3  # part of a step's error that is corrected
-_MOST = 2.0  # largest factor by which one step changes a prediction
-_LEAST_PROMPT = 0.1  # smallest part of a step's time that is attributed to prompts
+_RATE = 0.3  # fraction of a step's error that is corrected
+_MOST = 2.0  # maximum factor by which one step changes a prediction
+_LEAST_PROMPT = 0.1  # minimum share of a step's time attributed to prompts
 
 
 class StepShape(NamedTuple):
     """The size of a step.
 
     Attributes:
-        sequences: sequences that decode.
-        decode_depth: sum of the tokens before each decoded token.
-        tokens: tokens of prompts.
-        prompt_depth: sum of the tokens before each prompt token.
+        sequences: number of decoding sequences.
+        decode_depth: sum of the positions of the decoded tokens.
+        tokens: number of prompt tokens.
+        prompt_depth: sum of the positions of the prompt tokens.
     """
 
     sequences: int = 0
@@ -52,7 +52,7 @@ class StepShape(NamedTuple):
 
     @classmethod
     def of(cls, work: Iterable[ScheduledTokens[Sequence]]) -> StepShape:
-        """Return the size of planned work. Draft tokens do not count."""
+        """Return the size of planned work, without draft tokens."""
         sequences = tokens = 0
         decode = prompt = 0.0
         for one in work:
@@ -69,8 +69,8 @@ class StepShape(NamedTuple):
 class _Factors:
     """Positive factors in `seconds = factors @ inputs`.
 
-    Each factor is multiplied by the step's error to the power of its share in the prediction (an
-    exponentiated gradient step). The factor that explains most of a time learns most from it.
+    `observe` multiplies each factor by the step's error, raised to the factor's share of the
+    prediction (an exponentiated gradient step). Factors with a larger share change more.
     """
 
     def __init__(self, ratios: Floats) -> None:
@@ -82,7 +82,7 @@ class _Factors:
         return bool(self.values[0])
 
     def observe(self, inputs: Floats, seconds: float) -> None:
-        """Learn from a measured time; the time and one of the inputs are above 0."""
+        """Update the factors with a measured time. The time and one input must be positive."""
         if not self.is_known:
             self.values = self._ratios * (seconds / float(self._ratios @ inputs))
             return
@@ -93,7 +93,7 @@ class _Factors:
 
 
 class StepCost:
-    """The factors of a step's time. Only the engine's thread uses it."""
+    """The predicted time of a step. Only the engine thread uses it."""
 
     def __init__(self) -> None:
         self._decode = _Factors(_DECODE_RATIOS)
@@ -101,16 +101,16 @@ class StepCost:
 
     @property
     def knows_decode(self) -> bool:
-        """True once a step that only decodes was observed."""
+        """True once a step that only decodes has been observed."""
         return self._decode.is_known
 
     @property
     def knows_prompts(self) -> bool:
-        """True once a step with prompt tokens was observed."""
+        """True once a step with prompt tokens has been observed."""
         return self._prompt.is_known
 
     def observe(self, shape: StepShape, seconds: float) -> None:
-        """Learn from the time of a step."""
+        """Update the factors with the measured time of a step."""
         if seconds <= 0.0:
             return
         if not shape.tokens:
@@ -121,11 +121,11 @@ class StepCost:
         self._prompt.observe(np.array((shape.tokens, shape.prompt_depth)), left)
 
     def decode_seconds(self, shape: StepShape) -> float:
-        """Return the predicted time of a step's decoding; 0 before any measurement."""
+        """Return the predicted seconds for a step's decoding, or 0 before any measurement."""
         return float(self._decode.values @ _decode_inputs(shape))
 
     def prompt_token(self, position: int) -> float:
-        """Return the seconds that another prompt token at this position adds to a step."""
+        """Return the predicted seconds that a prompt token at this position adds to a step."""
         row, attend = self._prompt.values
         return float(row + attend * position)
 

@@ -1,4 +1,4 @@
-"""The tokens of one sequence that one step computes."""
+"""The tokens of one sequence that a step computes."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ S = TypeVar("S")
 
 
 class ScheduledTokens(NamedTuple, Generic[S]):
-    """Tokens of one sequence that one step computes.
+    """Tokens of one sequence that a step computes.
 
-    `Sequence.next_work` makes it and `Sequence.take` consumes it. The class is generic because that
-    module imports this one.
+    `Sequence.next_work` creates them and `Sequence.take` processes the results. The class is
+    generic to avoid a circular import of `Sequence`.
 
     Attributes:
         sequence: the sequence of the tokens.
         start: position of the first token.
-        token_ids: the tokens at positions start, start + 1, ...
+        token_ids: ids of the tokens at consecutive positions from start.
         num_rows: number of last tokens whose logits or hidden states are wanted, at least 1. The
-            last row is sampled or reveals NaN.
+            last row is sampled, or checked for NaN.
         num_drafted: number of last tokens that are draft tokens.
     """
 

@@ -1,4 +1,4 @@
-"""The histogram of step times, from schedule to sampled tokens."""
+"""A histogram of step times, measured from scheduling to sampled tokens."""
 
 from __future__ import annotations
 
@@ -29,20 +29,18 @@ _BOUNDS = (
 
 
 class StepTimes:
-    """The number of steps by duration, since the start. Steps with a failed forward pass are
-    excluded.
-    """
+    """A histogram of step durations since the start. Failed forward passes are excluded."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
         self._counts = [0] * (len(_BOUNDS) + 1)
 
     def observe(self, seconds: float) -> None:
-        """Count a step."""
+        """Record the duration of a step."""
         self.seconds += seconds
         self._counts[bisect.bisect_left(_BOUNDS, seconds)] += 1
 
     def cumulative(self) -> dict[str, int]:
-        """Return the number of steps up to each bound in seconds, cumulative as in Prometheus."""
+        """Return the cumulative number of steps by upper bound in seconds, as in Prometheus."""
         names = (*map(str, _BOUNDS), "+Inf")
         return dict(zip(names, itertools.accumulate(self._counts), strict=True))
