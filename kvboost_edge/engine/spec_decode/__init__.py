@@ -1,1 +1,1 @@
-"""Speculative decoding: draft tokens by prompt lookup, their verification and cost."""
+"""Speculative decoding with draft tokens from prompt lookup."""

@@ -1,9 +1,10 @@
-"""Accepted draft tokens on their way into the recurrent state of hybrid models.
+"""Advancing the recurrent state of hybrid models over accepted draft tokens.
 
-A pass does not write draft tokens into a recurrent state. It leaves the state after each sequence's
-last certain token, and keeps the draft tokens' inputs to the state separately. Once the accepted
-tokens are known, the state advances over those inputs. A slot therefore never holds a rejected
-token, and between two steps it holds the state of exactly the computed tokens.
+A forward pass does not apply draft tokens to a recurrent state. It writes the state after each
+sequence's last certain token and stores the inputs of the draft tokens separately. Once the
+accepted tokens are known, the state advances over their inputs. A slot therefore never holds the
+state of a rejected token. Between two steps, the slot holds the state of exactly the computed
+tokens.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ __all__ = ["AcceptedDrafts", "End"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class End:
-    """The end of a sequence: the finish reason, or the error that ended it."""
+    """A finished sequence, with its finish reason or the error that ended it."""
 
     sequence: Sequence
     reason: str = ""
@@ -33,7 +34,7 @@ class End:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Turn:
-    """The arguments of `Runner.accept_drafts`, and the sequences whose draft tokens they are."""
+    """The arguments of `Runner.accept_drafts` and the sequences of the draft tokens."""
 
     layout: BatchLayout
     accepted: npt.NDArray[np.int32]
@@ -42,26 +43,33 @@ class _Turn:
 
 
 class AcceptedDrafts:
-    """The step that advances recurrent state over the accepted draft tokens of a pass.
+    """The step that advances recurrent state over a pass's accepted draft tokens.
 
-    After a pass: `commit` for each sequence, `plan`, `take_in` if `plan` returned True, and `ends`.
-    Models without recurrent state skip `take_in`.
+    After a pass, call `commit` for each sequence, then `plan`, then `take_in` if `plan` returned
+    True, and finally `ends`. Models without recurrent state skip `take_in`.
 
-    `take_in` reads and writes KV and state memory like a pass, but no bookkeeping. Other threads
-    may read the bookkeeping or reset the cache while it runs.
+    `take_in` reads and writes KV and state memory but no bookkeeping. Other threads may read the
+    bookkeeping or reset the cache while it runs.
     """
 
     def __init__(self, runner: Runner, manager: KVCacheManager) -> None:
         self._runner = runner
         self._manager = manager
-        self._waiting: dict[int, str] = {}  # finish reason ("" if it goes on) by sequence index
+        self._waiting: dict[
+            int, str
+        ] = {}  # finish reason by sequence index, "" if the sequence continues
         self._turn: _Turn | None = None
         self._error: Exception | None = None
 
     def commit(self, work: ScheduledTokens[Sequence], reason: str | None) -> str | None:
-        """Commit the computed blocks of a sequence; return the reason if it ends now.
+        """Commit the computed blocks of a sequence.
 
-        A sequence whose recurrent state has accepted draft tokens to take in ends later, by `ends`.
+        If the recurrent state must still advance over accepted draft tokens, the sequence is
+        committed
+        by `ends`.
+
+        Returns:
+            The reason if the sequence ends now, else None.
         """
         sequence = work.sequence
         if self._manager.states is None or sequence.num_computed_tokens <= work.certain_stop:
@@ -72,7 +80,11 @@ class AcceptedDrafts:
         return None
 
     def plan(self, works: list[ScheduledTokens[Sequence]], layout: BatchLayout) -> bool:
-        """Plan the state slots for `take_in`; return whether there is anything to take in."""
+        """Plan the state slots for `take_in`.
+
+        Returns:
+            False if no recurrent state has to advance.
+        """
         states = self._manager.states
         if states is None or not self._waiting:
             return False
@@ -96,16 +108,17 @@ class AcceptedDrafts:
 
     def take_in(self) -> None:
         """Advance the recurrent state over the accepted draft tokens."""
-        assert self._turn is not None  # `plan` returned True
+        assert self._turn is not None  # `plan` must have returned True
         try:
             self._runner.accept_drafts(self._turn.layout, self._turn.accepted, self._turn.slots)
         except Exception as error:
             self._error = error
 
     def ends(self) -> list[End]:
-        """Commit the sequences of `take_in`, and return those that end.
+        """Commit the sequences of `take_in` and return those that end.
 
-        An error of the runner ends all of its sequences, except those that were finished anyway.
+        If the runner failed, all of the sequences end. Those that were already finished keep their
+        finish reason.
         """
         if self._turn is None:
             return []

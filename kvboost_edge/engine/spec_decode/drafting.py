@@ -1,9 +1,9 @@
-"""Draft tokens by prompt lookup: the tokens that followed an earlier occurrence of the last ones.
+"""Draft tokens by prompt lookup, copied from after an earlier occurrence of the last tokens.
 
-Earlier occurrences are found in the request itself (a suffix automaton) and in its tenant's recent
-prompts and answers (a ring buffer). After Oliaro et al., "SuffixDecoding" (2024), and Saxena,
-"Prompt Lookup Decoding" (2023). The number of draft tokens depends on their cost: reading the
-weights dominates a pass of few rows, see `_COSTS`.
+Earlier occurrences are found in the request (with a suffix automaton) and in the tenant's recent
+prompts and answers (with a ring buffer). The method follows Oliaro et al., "SuffixDecoding" (2024),
+and Saxena, "Prompt Lookup Decoding" (2023). The number of draft tokens depends on their cost.
+Reading the weights dominates a pass with few rows, see `_COSTS`.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ from kvboost_edge.kernels.suffix_automaton import (
 
 __all__ = ["DraftProposal", "Drafter", "TenantHistory", "most_drafted", "prepare_drafts"]
 
-_LEAST_MATCH = 3  # tokens; shorter matches are often chance
-_ASTRAY = 3  # drafts in a row without an accepted token, after which their source is dropped
-_LONGEST_TAIL = 64  # tokens that are compared with the ring
-_LEAST_ROOM = 1024  # initial capacity of an automaton in tokens
+_LEAST_MATCH = 3  # tokens; shorter matches are often coincidental
+_ASTRAY = 3  # consecutive drafts without an accepted token before a source is dropped
+_LONGEST_TAIL = 64  # number of tokens compared with the ring
+_LEAST_ROOM = 1024  # initial capacity of an automaton, in tokens
 _RING = "ring"
 _RING_TOKENS = 1 << 17  # 1.6 MB per tenant
 _MOST_RING_BYTES = 2 << 20
 _MOST_TENANTS = 32
-_MOST_AUTOMATA_BYTES = 64 << 20  # all sequences of an engine: 350,000 to 700,000 tokens
+_MOST_AUTOMATA_BYTES = 64 << 20  # for all sequences of an engine; 350,000 to 700,000 tokens
 
-# The time of a pass by its number of rows, relative to one row: bench_speculation.py, a 0.5B model
-# with 4-bit weights on two AVX512-VNNI cores. With 135M parameters 8 rows cost 2.7 if passes follow
-# one another directly (benchmarks/LOG.md). Kernels exist for 2, 4 and 8 rows; from 12 rows on
-# passes are compute-bound.
+# Pairs of row count and duration of a pass relative to one row. Measured by bench_speculation.py
+# with a 0.5B model and 4-bit weights on two AVX512-VNNI cores. With 135M parameters, 8 rows cost
+# 2.7 if passes follow each other directly (benchmarks/LOG.md). Kernels exist for 2, 4 and 8 rows.
+# From 12 rows on, passes are compute-bound.
 _COSTS = (
     *((1, 1.0), (2, 1.08), (3, 1.35), (4, 1.17), (6, 1.64), (8, 1.56)),
     *((12, 2.54), (16, 3.28), (24, 4.31), (32, 5.57), (48, 7.85), (64, 10.23)),
@@ -61,28 +61,29 @@ _COSTS = (
 _LEVELS = (0, 1, 3, 7, 15, 31, 63)  # numbers of draft tokens per sequence to choose from
 _LEAST_GAIN = 1.02
 
-_MEMORY = 0.8  # weight of earlier outcomes after a step with a draft
-# Weight of earlier outcomes after a step without one: a source that failed is tried again after
-# some 30 tokens.
+_MEMORY = 0.8  # decay of earlier outcomes after a step with a draft
+# Decay of earlier outcomes after a step without a draft. A source that failed is tried again after
+# about 30 tokens.
 _FADING = 0.97
-_PRIOR = 2.0  # weight of the match length in the estimate, in drafts
+_PRIOR = 2.0  # weight of the match length in the estimate, counted in drafts
 
 
 @functools.cache
 def prepare_drafts() -> None:
-    """Compile the drafting kernels in a separate process, unless their machine code is on disk.
+    """Compile the drafting kernels in a separate process, unless they are cached on disk.
 
-    Raises BackendUnavailable with the compiler's message if that fails.
+    Raises:
+        BackendUnavailable: The compilation failed. The message contains the compiler's error.
     """
     compile_ahead([extend_entry, append_entry, find_entry], 1)
 
 
 class DraftProposal(NamedTuple):
-    """Draft tokens for a sequence.
+    """Proposed draft tokens for a sequence.
 
     Attributes:
-        token_ids: Tokens proposed after the sequence's last token.
-        chance: Estimated probability that a token is accepted if all before it are.
+        token_ids: Token ids proposed after the sequence's last token.
+        chance: Estimated probability that a token is accepted if all tokens before it are.
     """
 
     token_ids: list[int]
@@ -90,9 +91,9 @@ class DraftProposal(NamedTuple):
 
 
 class TenantHistory:
-    """Recent prompts and answers of each tenant, for drafts of its own requests.
+    """Recent prompts and answers of each tenant, used to draft for the tenant's later requests.
 
-    A tenant's cache salts count as separate tenants. The history limits the memory of the rings and
+    Each cache salt of a tenant has a separate history. The class limits the memory of the rings and
     of all automata.
     """
 
@@ -109,7 +110,7 @@ class TenantHistory:
 
     @classmethod
     def within(cls, num_bytes: int) -> TenantHistory:
-        """Return a history of at most `num_bytes`: half for rings, half for automata."""
+        """Create a history limited to `num_bytes`, half for rings and half for automata."""
         half = num_bytes // 2
         return cls(
             min(_MOST_AUTOMATA_BYTES, half),
@@ -118,24 +119,31 @@ class TenantHistory:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of rings and automata."""
+        """Size of the rings and automata, in bytes."""
         return self._rings.num_bytes + self._automata_bytes
 
     def reserve(self, nbytes: int) -> bool:
-        """Reserve bytes for an automaton, or free them (negative); return whether that worked."""
+        """Reserve memory for an automaton.
+
+        Args:
+            num_bytes: Bytes to reserve. A negative number frees memory.
+
+        Returns:
+            Whether the memory was available.
+        """
         if self._automata_bytes + nbytes > self._most_automata_bytes:
             return False
         self._automata_bytes += nbytes
         return True
 
     def keep(self, tenant: bytes, token_ids: Sequence[int]) -> None:
-        """Add a text to a tenant's ring."""
+        """Append a text to a tenant's ring."""
         ring = self._rings.peek(tenant, _RING) or new_ring(_RING_TOKENS)
         self._rings.keep(tenant, tenant, _RING, ring, ring.nbytes)
         append_tokens(np.array(token_ids[-_RING_TOKENS:], np.int32), *ring)
 
     def find(self, tenant: bytes, tail: Sequence[int], most: int) -> tuple[int, list[int]]:
-        """Find the latest longest match of the end of `tail` in a tenant's ring.
+        """Find the latest of the longest matches of the end of `tail` in a tenant's ring.
 
         Returns:
             The length of the match in tokens, and up to `most` tokens that followed it.
@@ -152,12 +160,12 @@ class TenantHistory:
         ].tolist() if length else []
 
     def forget(self) -> None:
-        """Drop all rings."""
+        """Delete all rings."""
         self._rings.clear()
 
 
 class Drafter:
-    """The drafter of one sequence, which learns from the acceptance of its draft tokens."""
+    """A drafter for one sequence, which learns how often its draft tokens are accepted."""
 
     def __init__(
         self,
@@ -167,12 +175,12 @@ class Drafter:
         *,
         reads_history: bool = True,
     ) -> None:
-        """Make the drafter of one sequence.
+        """Create the drafter of one sequence.
 
         Args:
-            tenant: Root hash of its prefixes.
+            tenant: Root hash of the sequence's prefixes.
             memory: The history to draft from.
-            max_tokens: Largest length of the sequence.
+            max_tokens: Maximum length of the sequence in tokens.
             reads_history: Whether drafts may come from the tenant's other requests.
         """
         self._tenant = tenant
@@ -181,8 +189,8 @@ class Drafter:
         self._most_room = 1 << (max_tokens - 1).bit_length()
         self._automaton: Automaton | None = None
         self._right = self._wrong = 0.0
-        # Where the current draft came from, and the length of the text then. After an exchanged
-        # word the old text often continues.
+        # Position that the current draft was copied from, and the length of the text at that time.
+        # After a changed word, the earlier text often continues the same way.
         self._source: tuple[int, int] | None = None
         self._num_astray = 0
 
@@ -190,8 +198,8 @@ class Drafter:
         """Propose 1 to `most` draft tokens after `token_ids`, or None.
 
         Args:
-            token_ids: All tokens of the sequence; they only grow from call to call.
-            most: Largest number of draft tokens.
+            token_ids: All tokens of the sequence. Each call must extend those of the previous call.
+            most: Maximum number of draft tokens.
         """
         length, end = self._match(token_ids)
         if self._reads_history:
@@ -207,7 +215,8 @@ class Drafter:
             start, known = self._source
             length = _LEAST_MATCH
             end = start + len(token_ids) - known
-        # If the source runs into the draft itself, as in a repeated line, so does the draft.
+        # If the copied tokens reach the end of the text, as in a repeated line, continue by
+        # cycling.
         following = list(token_ids[end : end + most])
         return self._draft(list(itertools.islice(itertools.cycle(following), most)), length)
 
@@ -218,7 +227,7 @@ class Drafter:
         return DraftProposal(token_ids, right / (right + wrong))
 
     def learn(self, num_drafted: int, num_accepted: int) -> None:
-        """Record the outcome of a draft; 0, 0 for a step without one."""
+        """Record the outcome of a draft. Both numbers are 0 for a step without a draft."""
         if num_drafted:
             self._num_astray = 0 if num_accepted else self._num_astray + 1
         fading = _MEMORY if num_drafted else _FADING
@@ -232,9 +241,11 @@ class Drafter:
             self._automaton = None
 
     def _match(self, token_ids: Sequence[int]) -> tuple[int, int]:
-        """Return the longest earlier match of the last tokens: its length, and the next position.
+        """Find the longest earlier match of the last tokens.
 
-        Returns 0, 0 if no memory is left for an automaton.
+        Returns:
+            The length of the match and the position after it, or 0, 0 if no memory is left for an
+                automaton.
         """
         automaton = self._automaton
         if automaton is None or automaton.room < len(token_ids):
@@ -247,9 +258,9 @@ class Drafter:
         return int(automaton.counts[MATCH_LENGTH]), int(automaton.counts[MATCH_END])
 
     def _grown(self, count: int) -> Automaton | None:
-        """Return a new automaton with room for twice the tokens, or None if no memory is left.
+        """Create an automaton with room for twice the tokens, or return None if no memory is left.
 
-        Its capacity stays within the sequence's largest length.
+        The capacity never exceeds what the sequence's maximum length needs.
         """
         self.release()
         room = min(
@@ -261,14 +272,14 @@ class Drafter:
 
 
 def most_drafted(drafts: Sequence[DraftProposal], num_rows: int) -> int:
-    """Return the largest number of tokens per draft that maximizes accepted tokens per time.
+    """Return the limit of draft tokens per sequence with the highest expected tokens per time.
 
     Args:
         drafts: The drafts of sequences that compute one token each.
-        num_rows: Rows of the pass without draft tokens, including those sequences' rows.
+        num_rows: Rows of the pass without draft tokens, including those of these sequences.
 
     Returns:
-        The number; 0 if draft tokens save no time.
+        The limit, or 0 if draft tokens save no time.
     """
     others = num_rows - len(drafts)
     best = 0
@@ -286,12 +297,12 @@ def most_drafted(drafts: Sequence[DraftProposal], num_rows: int) -> int:
 
 
 def _expected(chance: float, count: int) -> float:
-    """Return the expected tokens per step of a sequence with `count` draft tokens."""
+    """Return the expected number of tokens per step with `count` draft tokens."""
     return count + 1.0 if chance >= 1 else (1 - chance ** (count + 1)) / (1 - chance)
 
 
 def _cost(num_rows: int) -> float:
-    """Return the cost of a pass relative to one row, interpolated linearly between measurements."""
+    """Return the cost of a pass relative to one row, interpolated linearly from measurements."""
     at = min(max(1, bisect.bisect_left(_COSTS, (num_rows, 0.0))), len(_COSTS) - 1)
     (low, less) = _COSTS[at - 1]
     (high, more) = _COSTS[at]

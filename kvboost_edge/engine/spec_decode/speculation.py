@@ -1,9 +1,9 @@
-"""Speculative decoding: the number of draft tokens of each sequence, and their outcome.
+"""Speculative decoding, which chooses the number of draft tokens and records their outcome.
 
-Draft tokens are rows of the next pass, after the certain token. Each row samples its own token as
-it would alone. Draft tokens are accepted up to the first one that differs from the sampled token. A
-row's logits do not depend on the rest of the batch, so text, tokens and log probabilities equal
-those without drafts to the bit.
+Draft tokens are extra rows of the next pass, after the certain token. Each row samples a token as
+it would without drafts. Draft tokens are accepted up to the first one that differs from the sampled
+token. The logits of a row do not depend on the rest of the batch. Text, tokens and log
+probabilities are therefore bit-identical to those without drafts.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from kvboost_edge.kvcache.manager import KVCacheManager
 
 __all__ = ["DraftFields", "Speculation"]
 
-_FORCED = 0.98  # a grammar allows one text, but the model may tokenize it differently
+_FORCED = 0.98  # chance that the model tokenizes a text forced by the grammar in the same way
 
 
 class DraftTokens(Drafting):
-    """The draft tokens of one sequence, and its drafter."""
+    """The draft tokens of one sequence, made by its drafter."""
 
     proposes = True
 
@@ -63,11 +63,11 @@ class DraftTokens(Drafting):
 
 
 class DraftFields(RequestFeature):
-    """The draft tokens that a request may have.
+    """The request fields for speculative decoding.
 
     Args:
-        is_native: True on the native runner. Elsewhere results depend on the batch, so that only a
-            request with speculation="on" has draft tokens.
+        is_native: True on the native runner. On other runners results depend on the batch, so only
+            requests with speculation="on" use draft tokens.
     """
 
     def __init__(self, config: EngineConfig, manager: KVCacheManager, *, is_native: bool) -> None:
@@ -76,9 +76,10 @@ class DraftFields(RequestFeature):
         self._is_native = is_native
 
     def prepare(self, inputs: RequestInputs) -> dict[str, Any]:
-        """Return the most draft tokens of a step, and whether they are always verified.
+        """Return the maximum number of draft tokens per step, and whether they are always verified.
 
-        Raises RequestError for speculation="on" where the model's recurrent state leaves no room.
+        Raises:
+            RequestError: speculation="on" is set, but the model's recurrent state leaves no room.
         """
         chosen = inputs.terms.speculation or self._config.speculation
         return {
@@ -102,12 +103,12 @@ class DraftFields(RequestFeature):
 
 
 class Speculation(DraftPlanner):
-    """Draft tokens of all sequences of an engine: their numbers and outcomes.
+    """The draft tokens of all sequences of an engine.
 
     Args:
-        closes_blocks: True if a block is quantized when its last slot is written. Draft tokens then
-            stay within the block.
-        history_bytes: Limit of the draft history; None for the default.
+        closes_blocks: True if a block is quantized when its last slot is written. Draft tokens
+            then stay within the block.
+        history_bytes: Byte limit of the draft history, or None for the default.
     """
 
     def __init__(
@@ -121,19 +122,19 @@ class Speculation(DraftPlanner):
         self._closes_blocks = closes_blocks
 
     def room(self, sequence: Sequence) -> int:
-        """Return the most draft tokens for a sequence that computes one token."""
+        """Return the maximum number of draft tokens for a sequence that decodes."""
         request = sequence.request
         known = sequence.num_tokens
         most = min(request.max_draft_tokens, request.max_tokens - known - 1)
         if not self._closes_blocks:
             return most
         block_size = self._manager.block_size
-        # The last segment of a table with shared spans may start anywhere.
+        # With reused spans, the last segment of the table may start at any position.
         offset = (known - sequence.blocks.segments[-1].first_position) % block_size
         return min(most, block_size - 1 - offset)
 
     def drafter(self, request: Request) -> Drafter | None:
-        """Return the drafter of a request; None if the request takes no draft tokens."""
+        """Return a drafter for the request, or None if it uses no draft tokens."""
         return (
             Drafter(
                 request.root,
@@ -146,7 +147,7 @@ class Speculation(DraftPlanner):
         )
 
     def drafting(self, request: Request) -> Drafting:
-        """Return the draft tokens of a new sequence; the null object if it takes none."""
+        """Return the drafting feature of a new sequence, or its null implementation."""
         drafter = self.drafter(request)
         return Drafting() if drafter is None else DraftTokens(drafter)
 
@@ -157,17 +158,18 @@ class Speculation(DraftPlanner):
         budget: int,
         reserve: Callable[[Sequence, int], bool],
     ) -> None:
-        """Give draft tokens to sequences that compute one token.
+        """Assign draft tokens to sequences that decode.
 
-        A sequence gets at most an equal share of what is left for it and the following ones. Its
-        draft is cut to its own blocks where no further block is spare.
+        A sequence gets at most an equal share of the budget that remains for it and the sequences
+        after
+        it. If no spare block is left, its draft is cut to the room in its own blocks.
 
         Args:
             running: The running sequences.
-            wanted: Tokens that the step computes, by sequence index.
-            budget: Rows that the step has room for in addition to those.
-            reserve: Reserves slots up to a position of a sequence; returns False if it has too few
-                spare blocks.
+            wanted: Number of tokens that the step computes, by sequence index.
+            budget: Maximum number of rows to add to the step.
+            reserve: Function that reserves a sequence's slots up to a position. It returns False if
+                too few spare blocks are left.
         """
         budget = min(budget, self._manager.recurrent.num_draft_rows)
         num_rows = sum(wanted.values())
@@ -204,14 +206,14 @@ class Speculation(DraftPlanner):
         self.memory.forget()
 
     def remember(self, sequence: Sequence) -> None:
-        """Add a finished request's uncached tokens and answer to the tenant's history."""
+        """Add a finished request's uncached prompt tokens and answer to the tenant's history."""
         if sequence.drafting.proposes and sequence.uses_cache:
             self.memory.keep(
                 sequence.request.root, sequence.token_ids[sequence.num_cached_tokens :]
             )
 
     def settle(self, work: ScheduledTokens[Sequence], num_accepted: int) -> None:
-        """Record the outcome of a step's draft tokens; free the blocks of rejected ones."""
+        """Record the outcome of a step's draft tokens and free the blocks of rejected ones."""
         sequence = work.sequence
         self.num_drafted += work.num_drafted
         self.num_accepted += num_accepted
@@ -221,7 +223,7 @@ class Speculation(DraftPlanner):
 
 
 def _propose(sequence: Sequence, most: int) -> DraftProposal | None:
-    """Return the tokens that the sequence's grammar forces, else its drafter's proposal."""
+    """Return the tokens that the grammar forces, or else the drafter's proposal."""
     forced = sequence.grammar.forced()[:most]
     if forced:
         return DraftProposal(forced, _FORCED)

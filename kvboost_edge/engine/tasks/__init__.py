@@ -1,1 +1,1 @@
-"""Tasks that run several requests: embedding, reranking, documents, verification, quality gate."""
+"""Tasks that run several requests, such as embedding, reranking and verification."""

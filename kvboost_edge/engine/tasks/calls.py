@@ -1,4 +1,4 @@
-"""Requests of this process: submitted together, waited for, and cancelled on an interrupt."""
+"""Blocking calls that submit several requests and cancel them on an interrupt."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["Calls"]
 
 
 class Calls:
-    """Blocking calls of one engine. Safe to use from any thread but the engine's."""
+    """Blocking calls of one engine. Safe to use from any thread except the engine thread."""
 
     def __init__(self, core: EngineCore) -> None:
         self._core = core
@@ -28,7 +28,12 @@ class Calls:
     def run(
         self, requests: Sequence[Request], submit: Callable[[Request], RequestHandle] | None = None
     ) -> list[GenerationResult]:
-        """Submit all requests and wait for the results; `submit` replaces the core's method."""
+        """Submit all requests and wait for the results.
+
+        Args:
+            requests: The requests.
+            submit: Function to use instead of the core's `submit`.
+        """
         with self.cancelling(requests):
             return wait_for_all([(submit or self._core.submit)(request) for request in requests])
 
@@ -42,16 +47,16 @@ class Calls:
     def rows(
         self, requests: Sequence[Request], handles: list[RequestHandle], window: int
     ) -> Iterator[Floats]:
-        """Yield the rows of each request for logits or hidden states, in order.
+        """Yield the rows of logits or hidden states of each request, in order.
 
         Args:
             requests: The requests.
-            handles: Receives their handles.
-            window: Requests submitted at a time. It bounds the rows in memory, and other requests
-                get their share of the engine.
+            handles: List that receives the requests' handles.
+            window: Number of requests submitted at a time. It limits the rows in memory and leaves
+                capacity for other requests.
 
         Raises:
-            KVBoostError: A request was ended before it was computed.
+            KVBoostError: A request ended before it was computed.
         """
         with self.cancelling(requests):
             queued: collections.deque[tuple[RequestHandle, list[Floats]]] = collections.deque()
@@ -64,15 +69,15 @@ class Calls:
                 reason = handle.result().finish_reason
                 if reason != "length":
                     raise KVBoostError(
-                        f"an input was ended (finish_reason={reason!r}) before it was computed"
+                        f"an input ended with finish_reason={reason!r} before it was computed"
                     )
                 yield np.concatenate(rows)
 
     @contextlib.contextmanager
     def cancelling(self, requests: Sequence[Request]) -> Iterator[None]:
-        """Cancel these requests if the body raises."""
-        # Ctrl-C may arrive between submitting a request and storing its handle, so requests are
-        # cancelled by index. Cancelling an unknown index does nothing.
+        """Cancel the requests if the body raises."""
+        # Ctrl-C may arrive before a submitted request's handle is stored, so cancel by index.
+        # Cancelling an unknown index does nothing.
         try:
             yield
         except BaseException:

@@ -1,9 +1,9 @@
-"""Documents computed separately, so that prompts can reuse their KV at other positions.
+"""Computation of separate documents whose KV prompts can reuse at other positions.
 
-A document is computed after a header and a primer, whose KV is dropped. The text before a document
-decides how well its KV serves elsewhere, and text of the same kind serves best (SmolLM2: KL 0.067
-nats, against 0.128 after prose of another kind; see docs/chunk_reuse.md). So the primer is the end
-of the other documents, and built-in text where they are too short.
+A document is computed after a header and a primer, and the KV of these is dropped. The text before
+a document affects how well its KV works elsewhere. Text of the same kind works best (SmolLM2: KL
+0.067 nats, compared with 0.128 after prose of another kind; see docs/chunk_reuse.md). The primer is
+therefore taken from the end of the other documents. If they are too short, built-in text fills it.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from kvboost_edge.reuse.chunking import CHUNK_OPTIONS, Chunk, ChunkOptions, chun
 __all__ = ["Alone", "Documents", "LoneText"]
 
 _OPTIONS = (*CHUNK_OPTIONS, "primer_tokens")
-_ALONE = 64  # tokens of context; a text with fewer before it counts as computed without context
+_ALONE = 64  # tokens; a text with less context before it counts as computed without context
 
 
 class LoneText(NamedTuple):
-    """Tokens to compute after a context whose KV is not kept."""
+    """Tokens to compute after a context whose KV is dropped."""
 
     context: tuple[int, ...]
     tokens: tuple[int, ...]
@@ -50,7 +50,7 @@ class Alone(NamedTuple):
 
     Attributes:
         texts: The texts.
-        chunk_size: Longest chunk in tokens that they were cut into.
+        chunk_size: Maximum chunk length in tokens that the texts were split into.
     """
 
     texts: list[LoneText]
@@ -58,7 +58,7 @@ class Alone(NamedTuple):
 
 
 class Documents:
-    """Document computation of one engine. Safe to use from any thread but the engine's."""
+    """Document computation of one engine. Safe to use from any thread except the engine thread."""
 
     def __init__(
         self, parts: EngineParts, config: EngineConfig, builder: RequestBuilder, core: EngineCore
@@ -78,17 +78,17 @@ class Documents:
         whose: Terms,
         given: Mapping[str, Any],
     ) -> Alone | None:
-        """Validate the arguments of `warm`, and return the texts to compute separately.
+        """Validate the arguments of `warm` and return the texts to compute separately.
 
         Args:
             text: A text to compute.
             position_offset: Number of tokens before the text.
             documents: Documents to compute instead of a text.
-            whose: Tenant, salt and further terms.
-            given: Options that replace the engine's.
+            whose: Request terms, such as tenant and salt.
+            given: Options that override the engine's.
 
         Returns:
-            The texts; None for a text that prompts begin with.
+            The texts, or None for a text at the start of prompts.
         """
         position = as_int("position_offset", position_offset)
         if (text is None) == (documents is None) or (documents is not None and position):
@@ -111,7 +111,7 @@ class Documents:
         unknown = sorted(set(given) - set(_OPTIONS))
         if unknown:
             raise RequestError(
-                f"unknown option {unknown[0]!r} of warm; known with documents: "
+                f"unknown option {unknown[0]!r} of warm; options for documents are "
                 f"{', '.join(_OPTIONS)}"
             )
         options, primer_tokens = self._resolve(given)
@@ -146,20 +146,20 @@ class Documents:
             _, ids = encode_prompt(text, self._parts.tokenizer, info.vocab_size)
         if not 0 <= position <= longest - len(ids):
             raise RequestError(
-                f"position_offset={position} must be at least 0, and with the text's {len(ids)} "
-                f"tokens at most the model's context of {longest} tokens"
+                f"position_offset={position} must be in 0..{longest - len(ids)}; with the text's "
+                f"{len(ids)} tokens, it must fit the model's context of {longest} tokens"
             )
         return Alone([LoneText(self.lead(position), tuple(ids))], len(ids))
 
     def warm(
         self, alone: Alone, whose: Terms, handles: list[RequestHandle] | None = None
     ) -> WarmResult:
-        """Compute the texts that are not cached, and return which of them can be found.
+        """Compute the texts that are not cached, and report which of them can be found.
 
         Args:
             alone: The texts.
-            whose: Tenant, salt and further terms.
-            handles: Receives the handles of the computed texts.
+            whose: Request terms, such as tenant and salt.
+            handles: List that receives the handles of the computed texts.
         """
         texts = alone.texts
         root = self._builder.root(whose)
@@ -171,7 +171,10 @@ class Documents:
         )
 
     def lead(self, length: int, others: Sequence[int] = ()) -> tuple[int, ...]:
-        """Return `length` tokens of context: header, end of the primer, end of `others`."""
+        """Return `length` tokens of context, made of the header, the primer and `others`.
+
+        The end of `others` comes last. The primer fills the room before it.
+        """
         header = self.header[:length]
         if room := length - len(header):
             others = others[-room:]
@@ -193,7 +196,7 @@ class Documents:
         return tuple(self._parts.tokenizer.encode(PRIMER, False))
 
     def _resolve(self, given: Mapping[str, Any]) -> tuple[ChunkOptions, int]:
-        """Return a call's chunk options and the tokens of its primer."""
+        """Return the chunk options of a call and the number of primer tokens."""
         primer_tokens = as_int(
             "primer_tokens", given.get("primer_tokens", self._config.primer_tokens)
         )
@@ -210,11 +213,11 @@ class Documents:
     def _text_of(
         self, chunk: Chunk, documents: Sequence[list[int]], primer_tokens: int
     ) -> LoneText:
-        """Return a chunk after header, primer and the preceding part of its document."""
+        """Return a chunk with its context, which is header, primer and the text before it."""
         document = documents[chunk.document]
         tokens = chunk.tokens(document)
         before = chunk.num_context_tokens
-        # With a primer the chunk starts at a block boundary.
+        # Size the primer so that the chunk starts at a block boundary.
         count = len(self.header) + primer_tokens
         if primer_tokens:
             count += -(count + before) % self._config.block_size
@@ -223,7 +226,8 @@ class Documents:
             raise RequestError(
                 f"document {chunk.document}: {len(tokens)} tokens after {count} tokens of header "
                 f"and primer exceed the model's context of {longest}; lower "
-                f"primer_tokens={primer_tokens}, or cut it: chunk_strategy='fixed' and chunk_size"
+                f"primer_tokens={primer_tokens}, or split the document with "
+                "chunk_strategy='fixed' and chunk_size"
             )
         others = _end_of_others(documents, chunk.document, primer_tokens)
         return LoneText((*self.lead(count, others), *tokens[:before]), tuple(tokens[before:]))
@@ -231,9 +235,11 @@ class Documents:
     def compute(
         self, texts: Sequence[LoneText], whose: Terms, handles: list[RequestHandle] | None = None
     ) -> None:
-        """Compute texts so that prompts of this tenant and salt can reuse them.
+        """Compute texts so that prompts of this tenant and salt can reuse their KV.
 
-        Skips cached texts, and texts too short to be found. The context is dropped afterwards.
+        Cached texts, and texts too short to be found, are skipped. The KV of the contexts is
+        dropped
+        afterwards.
         """
         root = self._builder.root(whose)
         least = max(self._config.min_chunk_tokens, self._config.block_size)
@@ -252,7 +258,7 @@ class Documents:
                 requests, functools.partial(self._submit, [] if handles is None else handles)
             )
         finally:
-            with contextlib.suppress(KVBoostError):  # raised after the engine was closed
+            with contextlib.suppress(KVBoostError):  # the engine may have been closed
                 self.forget(*dict.fromkeys(request.root for request in requests))
 
     def _submit(self, handles: list[RequestHandle], request: Request) -> RequestHandle:
@@ -260,7 +266,7 @@ class Documents:
         return handles[-1]
 
     def forget(self, *roots: bytes) -> None:
-        """Drop unused blocks of these roots, of texts that can be reused or not (`LoneRoot`)."""
+        """Drop the unused blocks under these roots, including those of a `LoneRoot`."""
         with self._core.reading():
             manager = self._parts.manager
             manager.reset(
@@ -268,14 +274,14 @@ class Documents:
             )
 
     def _context_of(self, text: LoneText, root: bytes) -> int | None:
-        """Return the number of tokens that a cached text was computed after; None if not cached."""
-        # The lock is taken for each text, so that the engine's steps go on in between.
+        """Return the number of context tokens of a cached text, or None if it is not cached."""
+        # Take the lock per text so that the engine can run steps in between.
         with self._core.reading():
             return self._core.scheduler.sharing.context_of(text.tokens, root)
 
     def _request(self, text: LoneText, whose: Terms) -> Request:
-        """Return the request that computes a text."""
-        # The last block is padded: only full blocks are shared, and later tokens do not change a
+        """Build the request that computes a text."""
+        # Pad the last block, because only full blocks are shared. Later tokens do not change the
         # text's KV.
         size = self._config.block_size
         longest = self._parts.runner.info.max_context
@@ -294,7 +300,10 @@ class Documents:
 
 
 def _end_of_others(documents: Sequence[list[int]], number: int, length: int) -> list[int]:
-    """Return at most `length` tokens from the end of the other documents, earlier ones last."""
+    """Return up to `length` tokens from the end of the other documents.
+
+    Tokens of the documents before document `number` come last.
+    """
     found: list[int] = []
     for other in (*reversed(documents[:number]), *reversed(documents[number + 1 :])):
         if len(found) >= length:

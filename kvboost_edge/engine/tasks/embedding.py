@@ -1,4 +1,4 @@
-"""Embedding and reranking: prefill-only requests whose last hidden states are pooled."""
+"""Embedding and reranking, which pool the last hidden states of prefill-only requests."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ __all__ = ["Embedding", "Embeds"]
 
 _LOG = logging.getLogger(__name__)
 
-# The prompt that Qwen3-Reranker was trained on. Its common part is computed once.
+# The prompt format that Qwen3-Reranker was trained on. Its prefix is shared by all documents and
+# computed once.
 _RERANK_INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 _RERANK_BEFORE = (
     "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query "
@@ -39,7 +40,7 @@ _RERANK_AFTER = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 
 
 class Embedding:
-    """Embedding and reranking of one engine. Safe to use from any thread but the engine's."""
+    """Embedding and reranking of one engine, for use from any thread except the engine's."""
 
     def __init__(self, parts: EngineParts, builder: RequestBuilder, calls: Calls) -> None:
         self.pooling = parts.pooling
@@ -48,7 +49,8 @@ class Embedding:
         self._builder = builder
         self._calls = calls
         self._has_warned = False
-        # Twice the requests that run at a time, so that a request always waits for a free slot.
+        # Submit twice as many requests as run at a time, so that one is always waiting for a free
+        # slot.
         self._window = 2 * parts.max_num_seqs
 
     def embed(
@@ -58,7 +60,7 @@ class Embedding:
         if not self.size:
             name = self._parts.runner.info.name
             raise RequestError(
-                f"runner {name!r} does not return hidden states for embeddings; use 'native'"
+                f"runner {name!r} does not return hidden states for embeddings; use runner='native'"
             )
         width = self.size if dimensions is None else as_int("dimensions", dimensions)
         if not 1 <= width <= self.size:
@@ -98,11 +100,15 @@ class Embedding:
         return [_share_of_yes(logits[-1, yes], logits[-1, no]) for logits in rows]
 
     def _answer_ids(self) -> tuple[int, int]:
-        """Return the ids of "yes" and "no"; raise RequestError if the model cannot rerank."""
+        """Return the token ids of "yes" and "no".
+
+        Raises:
+            RequestError: The model cannot rerank.
+        """
         if self.pooling.source:
             raise RequestError(
                 f"the model makes embeddings ({self.pooling.source} says so) and cannot rerank; "
-                "serve a reranker such as Qwen3-Reranker, or compare embeddings"
+                "load a reranker such as Qwen3-Reranker, or compare embeddings"
             )
         tokenizer = self._parts.tokenizer
         found = {
@@ -120,9 +126,17 @@ class Embedding:
     def _request(
         self, text: Document, name: str, terms: Terms, start: int, *, wants_states: bool = True
     ) -> Request:
-        """Return a request for the rows from token `start` on; -1 for the last row.
+        """Build a request for logits or hidden states.
 
-        Errors begin with `name`.
+        Args:
+            text: The text or its token ids.
+            name: Name of the input, which error messages begin with.
+            terms: Terms of the request.
+            start: Index of the first token whose row is wanted, or -1 for the last row.
+            wants_states: Whether to return hidden states instead of logits.
+
+        Raises:
+            RequestError: The text is invalid.
         """
         entry = RequestArrival(time.perf_counter(), prompt_text="")
         try:
@@ -139,74 +153,83 @@ class Embedding:
             raise RequestError(f"{name}: {error}") from error
 
     def _warn(self) -> None:
-        """Log a warning once per engine."""
+        """Warn once per engine that the model is not an embedding model."""
         if not self._has_warned:
             self._has_warned = True
             _LOG.warning(
-                "the model's files name no pooling: embeddings are the hidden state of the last "
-                "token (pooling 'last'), which is poor for a model that was not trained for it"
+                "the model's files name no pooling, so the hidden state of the last token is used "
+                "(pooling 'last'); embeddings are poor if the model was not trained for this"
             )
 
 
 class Embeds:
-    """Embedding and reranking methods of an engine."""
+    """A mixin with the embedding and reranking methods of an engine."""
 
     _embedding: Embedding
 
     @property
     def pooling(self) -> Pooling:
-        """The model's pooling; its `source` is "" for a model that generates text."""
+        """The model's pooling. Its `source` is "" for a model that generates text."""
         return self._embedding.pooling
 
     @property
     def embedding_size(self) -> int:
-        """Length of an embedding; 0 if the runner returns no hidden states."""
+        """Length of an embedding, or 0 if the runner returns no hidden states."""
         return self._embedding.size
 
     def embed(
         self, texts: Sequence[Document], dimensions: int | None = None, **options: Any
     ) -> Floats:
-        """Return unit vectors of texts, float32 [len(texts), dimensions].
+        """Return unit vectors of texts as float32 [len(texts), dimensions].
 
-        The tokenizer adds its special tokens to texts, such as an embedding model's end of text. A
-        model without embedding training returns the state of the last token and logs a warning.
+        The tokenizer adds special tokens to texts, such as the end-of-text token of embedding
+        models.
+        For a model that was not trained to embed, the state of the last token is returned and a
+        warning
+        is logged.
 
         Args:
-            texts: Texts, or lists of token ids, which are used unchanged.
-            dimensions: Leading numbers of each vector to return, for models trained for that
-                (Matryoshka); None for all, `embedding_size`.
-            **options: `normalize=False` keeps the vectors' lengths. `handles`, a list, receives the
-                requests' handles, for cancelling. All others are fields of `Terms`.
+            texts: Texts or lists of token ids. Token ids are used unchanged.
+            dimensions: Number of leading values of each vector to return, for models trained for
+                truncation (Matryoshka). None returns all `embedding_size` values.
+            **options: `normalize=False` does not scale the vectors to length 1. `handles` is a list
+                that receives the requests' handles, which allows cancelling. All other options are
+                fields of `Terms`.
 
         Raises:
-            RequestError: An input or an option is invalid; the message names it.
+            RequestError: An input or an option is invalid. The message names it.
         """
         return self._embedding.embed(texts, dimensions, options)
 
     def rerank(self, query: str, documents: Sequence[str], **options: Any) -> list[float]:
-        """Return how well each document answers the query, in [0, 1].
+        """Return a score in [0, 1] for how well each document answers the query.
 
-        The score is the probability of "yes" against "no" for Qwen3-Reranker's prompt.
+        The score is the probability of "yes" relative to "no" after Qwen3-Reranker's prompt.
 
         Args:
             query: The question.
-            documents: The texts to judge.
-            **options: `instruction` describes the task. `handles` and the fields of `Terms` as in
-                `embed`.
+            documents: The texts to score.
+            **options: `instruction` describes the task. `handles` is a list that receives the
+                requests'
+                handles. All other options are fields of `Terms`.
         """
         return self._embedding.rerank(query, documents, options)
 
 
 def _terms_of(options: dict[str, Any]) -> tuple[list[RequestHandle], Terms]:
-    """Split the handles list and `Terms` from the options; raise RequestError for unknown ones."""
+    """Split options into the handles list and `Terms`.
+
+    Raises:
+        RequestError: An option is unknown or not supported.
+    """
     handles = options.pop("handles", None)
     terms = Terms.taken_from(options)
     for name in sorted(options):
         raise RequestError(f"unknown option {name!r}")
     if terms.mode is GenerationMode.CHUNK_KV_REUSE:
         raise RequestError(
-            "mode='chunk_kv_reuse' is approximate, and embeddings and scores are exact; use "
-            "'prefix_cache'"
+            "mode='chunk_kv_reuse' is approximate, but embeddings and scores must be exact; use "
+            "mode='prefix_cache'"
         )
     return [] if handles is None else handles, terms
 
@@ -223,16 +246,17 @@ def _check_text(name: str, text: object) -> None:
 
 
 def _pooled(states: Floats, dense: Sequence[Floats], width: int, normalize: bool) -> Floats:
-    """Pool hidden states into one float32 vector of `width` numbers.
+    """Pool hidden states into one float32 vector of `width` values.
 
     Args:
-        states: float32 [num_tokens, hidden_size]. Their mean is pooled; a single row is used as is.
-        dense: Matrices to multiply the mean with, first to last.
-        width: Leading numbers to return.
+        states: float32 [num_tokens, hidden_size]. The mean over the tokens is used.
+        dense: Matrices to multiply the mean by, in order.
+        width: Number of leading values to return.
         normalize: Whether to scale the vector to length 1.
     """
-    # In float64, row after row: the mean does not depend on how the rows arrived. Each text has its
-    # own matrix products, because a batched one would depend on the number of texts.
+    # Sum in float64 and in row order, so that the mean does not depend on how the rows arrived.
+    # Multiply each text separately, because the result of a batched product would depend on the
+    # number of texts.
     mean = states.mean(axis=0, dtype=np.float64)
     if dense:
         mean = functools.reduce(
@@ -247,5 +271,5 @@ def _pooled(states: Floats, dense: Sequence[Floats], width: int, normalize: bool
 
 
 def _share_of_yes(yes: np.float32, no: np.float32) -> float:
-    """Return the softmax probability of the first of two logits."""
+    """Return the softmax probability of `yes` over the two logits."""
     return float(0.5 * (1.0 + np.tanh(0.5 * (float(yes) - float(no)))))

@@ -1,9 +1,10 @@
 """The quality gate of non-prefix KV reuse.
 
-The gate refuses requests for a model whose stored verdict is bad. The test runs on demand only, on
-an engine of its own, so it evicts no cached blocks and changes no statistics of the user's engine.
-The model answers questions on a built-in text three times: computed in full, with the documents in
-another order, and with reuse. reuse/quality_gate.py has the comparison.
+The gate refuses requests if a stored verdict says that reuse harms the model's answers. The test
+runs only on demand and on a separate engine. It therefore evicts no cached blocks and changes no
+statistics of the user's engine. The model answers questions about a built-in text three times:
+computed in full, with the documents in another order, and with reuse. reuse/quality_gate.py
+contains the comparison.
 """
 
 from __future__ import annotations
@@ -47,14 +48,14 @@ __all__ = ["Privately", "QualityGate"]
 
 _LOG = logging.getLogger(__name__)
 _MARK = "(the text)"
-_LEAST_FOUND = 0.9  # share of the documents' tokens that the test must find in its cache
-_LOOK_AGAIN_SECONDS = 10.0  # until a missing verdict is looked up again
-_SPARE_BLOCKS = 16  # in the test's pool
+_LEAST_FOUND = 0.9  # share of the documents' tokens that must be found in the test's cache
+_LOOK_AGAIN_SECONDS = 10.0  # interval between lookups of a missing verdict
+_SPARE_BLOCKS = 16  # extra blocks in the pool of the test's engine
 _GREEDY = SamplingParams(max_new_tokens=ANSWER_TOKENS, temperature=0.0, seed=0)
 
 
 class Privately(NamedTuple):
-    """Terms of two caches that share nothing with each other or with other requests."""
+    """Terms of two private caches, shared neither with each other nor with other requests."""
 
     full: Terms
     reuse: Terms
@@ -63,12 +64,12 @@ class Privately(NamedTuple):
 class QualityGate:
     """The quality gate of one engine.
 
-    A request uses the stored verdict and never runs the test. Safe to use from any thread but the
-    engine's. One thread tests; others that ask for the verdict wait for it.
+    Requests use the stored verdict and never run the test. The class is safe to use from any thread
+    except the engine thread. Only one thread runs the test, and other callers of `verdict` wait.
 
     Args:
-        open_apart: Opens an engine for the test over the same model, with this number of blocks,
-            and yields its gate.
+        open_apart: Function that opens a separate engine over the same model with a number of
+            blocks, and yields that engine's gate.
     """
 
     def __init__(
@@ -90,16 +91,16 @@ class QualityGate:
         self._lock = threading.Lock()
         self._verdicts: dict[Repair, Verdict] = {}
         self._next_look: dict[Repair, float] = {}
-        # Stamps of verdicts; None if the test does not fit.
+        # File stamps of verdicts, or None where the test does not fit the context.
         self._stamps: dict[Repair, FileStamp | None] = {}
         self._has_warned = False
         self._cache_dir = None if config.pack_cache else NO_CACHE
 
     def checked(self, request: Request) -> Request:
-        """Return the request with `gate="passed"` if a stored verdict says so.
+        """Return the request, with `gate="passed"` if a stored verdict says so.
 
         Raises:
-            CapacityError: The request does not fit. This is checked first.
+            CapacityError: The request does not fit in the pool.
             RequestError: The stored verdict refuses this kind of reuse.
         """
         if request.repair is None or self._config.reuse_gate != "auto":
@@ -109,7 +110,11 @@ class QualityGate:
         return request if known is None else dataclasses.replace(request, gate="passed")
 
     def require_repair(self, repair: Repair) -> Verdict | None:
-        """Return the stored verdict, or None; raise RequestError if it refuses this repair."""
+        """Return the stored verdict, or None if there is none.
+
+        Raises:
+            RequestError: The verdict refuses these recompute settings.
+        """
         if self._config.reuse_gate != "auto":
             return None
         known = self._known(repair.tested)
@@ -118,13 +123,13 @@ class QualityGate:
         elif not self._has_warned:
             self._has_warned = True
             _LOG.warning(
-                "the quality of non-prefix reuse is unchecked for this model; run `kvboost-edge "
-                "reuse-check -m MODEL` with the same options once"
+                "the quality of non-prefix reuse is unchecked for this model; to check it, run "
+                "`kvboost-edge reuse-check -m MODEL` once with the same options"
             )
         return known
 
     def refusal(self, repair: Repair) -> str | None:
-        """Return why a stored verdict refuses this repair, or None."""
+        """Return why a stored verdict refuses these recompute settings, or None."""
         try:
             self.require_repair(repair)
         except RequestError as error:
@@ -132,9 +137,10 @@ class QualityGate:
         return None
 
     def verdict(self, repair: Repair) -> Verdict:
-        """Return the stored verdict, or run the test.
+        """Return the stored verdict, or run the test if there is none.
 
-        Raises RequestError if the model's context is too short for the test.
+        Raises:
+            RequestError: The model's context is too short for the test.
         """
         repair = repair.tested
         self._core.check_open()
@@ -146,7 +152,7 @@ class QualityGate:
         return known
 
     def _known(self, repair: Repair) -> Verdict | None:
-        """Return the verdict of this process or of the stored file, or None."""
+        """Return the verdict from memory or from the stored file, or None."""
         known = self._verdicts.get(repair)
         if known is None and time.monotonic() >= self._next_look.get(repair, 0.0):
             stamp = self._stamp(repair)
@@ -169,9 +175,9 @@ class QualityGate:
         return verdict
 
     def _stamp(self, repair: Repair) -> FileStamp | None:
-        """Return the stamp of a verdict's file; None if the test does not fit."""
-        # Cached, because requests need it on the server's event loop and the test's texts take time
-        # to tokenize.
+        """Return the file stamp of a verdict, or None if the test does not fit the context."""
+        # Cache the stamp. Requests need it on the server's event loop, and tokenizing the test's
+        # texts is slow.
         if repair not in self._stamps:
             stamp = None
             with contextlib.suppress(RequestError):
@@ -181,11 +187,11 @@ class QualityGate:
         return self._stamps[repair]
 
     def apart(self, repair: Repair) -> AbstractContextManager[QualityGate]:
-        """Open an engine with room for the built-in text; the context manager returns its gate."""
+        """Open a separate engine with room for the built-in text. The context yields its gate."""
         return self._open_apart(self._num_blocks(self._material(repair)))
 
     def _num_blocks(self, material: Material) -> int:
-        """Return the blocks of the test's pool, for all prompts with answers and the documents."""
+        """Return the number of blocks that the test's prompts, answers and documents need."""
         size = self._config.block_size
         texts = [len(prompt) + ANSWER_TOKENS for prompt in material.prompts()]
         texts += [len(self._lead()), *map(len, material.documents)]
@@ -198,10 +204,12 @@ class QualityGate:
         return self._documents.lead(header + primer + (-(header + primer) % size if primer else 0))
 
     def _material(self, repair: Repair) -> Material:
-        """Return the test's prompts, which fit the model's context.
+        """Return the test's prompts, made to fit the model's context.
 
-        Their documents are longer than the recomputed part after a chunk boundary. Raises
-        RequestError if the context is too short for them.
+        Each document is longer than the part that is recomputed after a chunk boundary.
+
+        Raises:
+            RequestError: The context is too short for the test.
         """
         tokenizer = self._parts.tokenizer
         size = self._config.block_size
@@ -226,7 +234,9 @@ class QualityGate:
         """Return the tokens before and after a prompt's text, by the chat template if any."""
         tokenizer = self._parts.tokenizer
         if tokenizer.chat_template is not None:
-            with contextlib.suppress(Exception):  # the model's template is a program that may fail
+            with contextlib.suppress(
+                Exception
+            ):  # the model's chat template is code that may raise anything
                 before, behind = tokenizer.apply_chat_template(
                     [{"role": "user", "content": _MARK}]
                 ).split(_MARK)
@@ -265,7 +275,7 @@ class QualityGate:
         repair: Repair,
         material: Material,
     ) -> tuple[GenerationResult, Floats]:
-        """Return the result and the logits of an answer after reused documents."""
+        """Return the result and the logits of an answer computed after reused documents."""
         result, rows = self.logits(prompt, answer, whose.reuse, repair)
         found = result.reused_span_tokens + result.recomputed_tokens
         wanted = sum(map(len, material.documents))
@@ -278,7 +288,7 @@ class QualityGate:
         return result, rows
 
     def prepare(self, repair: Repair, whose: Privately) -> Material:
-        """Compute the test's documents, each alone, and return the test's prompts."""
+        """Compute each of the test's documents separately and return the test's prompts."""
         material = self._material(repair)
         self._compute(material, whose)
         return material
@@ -291,8 +301,8 @@ class QualityGate:
 
     @contextlib.contextmanager
     def privately(self) -> Iterator[Privately]:
-        """Yield terms of two private caches; their blocks are dropped at the end."""
-        # No tier gets their blocks.
+        """Yield terms of two private caches, whose blocks are dropped at the end."""
+        # Keep the blocks out of the offload tiers.
         tenant = f"reuse gate {secrets.token_hex(16)}"
         whose = Privately(
             *(
@@ -308,7 +318,7 @@ class QualityGate:
             yield whose
         finally:
             self._core.answers.forget(*roots)
-            with contextlib.suppress(KVBoostError):  # raised after the engine was closed
+            with contextlib.suppress(KVBoostError):  # the engine may have been closed
                 self._documents.forget(*roots)
 
     def generate(
@@ -318,7 +328,14 @@ class QualityGate:
         params: SamplingParams,
         repair: Repair | None = None,
     ) -> list[GenerationResult]:
-        """Return the answers to all prompts, computed together; `repair` as in `logits`."""
+        """Generate answers to all prompts in one batch.
+
+        Args:
+            prompts: Token ids of the prompts.
+            whose: Terms of the requests.
+            params: Sampling parameters.
+            repair: If given, reuse KV from other positions with these recompute settings.
+        """
         entry = RequestArrival(time.perf_counter(), prompt_text="")
         requests = [self._builder.make(prompt, whose, params, entry=entry) for prompt in prompts]
         return self._calls.run([_reusing(request, repair) for request in requests])
@@ -330,10 +347,15 @@ class QualityGate:
         whose: Terms,
         repair: Repair | None = None,
     ) -> tuple[GenerationResult, Floats]:
-        """Return the result and the logits from which each token of an answer is sampled.
+        """Return the result and the logits that predict each token of an answer.
 
-        The logits are float32 [len(answer), vocab_size]. With `repair`, the prompt reuses KV that
-        it shares at other positions.
+        The logits are float32 [len(answer), vocab_size].
+
+        Args:
+            prompt: Token ids of the prompt.
+            answer: Token ids of the answer.
+            whose: Terms of the request.
+            repair: If given, reuse KV from other positions with these recompute settings.
         """
         entry = RequestArrival(time.perf_counter(), prompt_text="")
         ids = [*prompt, *answer[:-1]]

@@ -1,7 +1,7 @@
-"""`verify_correctness`: compares prompts with and without the cache, and with and without reuse.
+"""`verify_correctness`, which compares results with and without the cache or non-prefix reuse.
 
-It compares tokens, logits and distributions. Non-prefix reuse is approximate, so its distributions
-are compared with a limit.
+It compares tokens, logits and distributions. Non-prefix reuse is approximate, so only the distance
+of its distributions is limited.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from kvboost_edge.text.tokenizer import Tokenizer
 
 __all__ = ["verify"]
 
-# Relative L2 distance of logits that rounding alone explains, by compute dtype. The native runner's
-# weight formats have no tolerance: its runs must be equal to the bit.
+# Relative L2 distance of logits that rounding can cause, by compute dtype. Weight formats of the
+# native runner are not listed, because its results must be bit-identical.
 _TOLERANCES = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
 _TEXTS = (
     "A cache keeps what was computed once so that it need not be computed again. ",
@@ -44,7 +44,7 @@ Floats = npt.NDArray[np.float32]
 
 
 class Checked(Protocol):
-    """The part of the engine that is tested. This module may not import the engine above it."""
+    """The part of the engine that is tested. Importing the engine here would be circular."""
 
     @property
     def config(self) -> EngineConfig: ...
@@ -73,13 +73,17 @@ def verify(
     max_new_tokens: int,
     options: Mapping[str, Any],
 ) -> CorrectnessReport:
-    """Compare a mode with a full computation; raise RequestError if there is nothing to compare."""
+    """Compare the results of a mode with a full computation.
+
+    Raises:
+        RequestError: The mode reuses nothing, or an option or prompt is invalid.
+    """
     checked = check_mode(mode)
     if checked is GenerationMode.CHUNK_KV_REUSE:
         return _verify_reuse(engine, gate, reuse.own_repair(options), prompts, max_new_tokens)
     if checked is not GenerationMode.PREFIX_CACHE:
         raise RequestError(
-            f"mode={checked.value!r} reuses nothing that could be compared; use 'prefix_cache' or "
+            f"mode={checked.value!r} reuses nothing to compare; use 'prefix_cache' or "
             "'chunk_kv_reuse'"
         )
     return _verify_exact(engine, prompts, max_new_tokens, options)
@@ -91,9 +95,10 @@ def _verify_exact(
     max_new_tokens: int,
     options: Mapping[str, Any],
 ) -> CorrectnessReport:
-    """Check every prompt, with greedy decoding unless sampling options are given.
+    """Check every prompt. Decoding is greedy unless sampling options are given.
 
-    Raises RequestError for an empty list or an invalid prompt.
+    Raises:
+        RequestError: The list is empty, or a prompt is invalid.
     """
     params = SamplingParams.from_options(**options, max_new_tokens=max_new_tokens)
     chosen = _default_prompts(engine, max_new_tokens) if prompts is None else list(prompts)
@@ -115,15 +120,15 @@ def _verify_reuse(
     prompts: Sequence[Prompt] | None,
     max_new_tokens: int,
 ) -> CorrectnessReport:
-    """Compare greedy answers computed in full with answers that reuse KV at other positions.
+    """Compare greedy answers computed in full with answers that reuse KV from other positions.
 
     Args:
         engine: The engine under test.
-        gate: Its quality gate.
-        repair: The recompute options to test.
-        prompts: Prompts over documents that are cached without tenant and salt; None for the gate's
-            prompts, whose documents are computed now and then dropped.
-        max_new_tokens: Length of the answers in tokens.
+        gate: The engine's quality gate.
+        repair: The recompute settings to test.
+        prompts: Prompts over documents that are cached without tenant and salt. None uses the
+            gate's prompts, whose documents are computed now and dropped afterwards.
+        max_new_tokens: Maximum length of the answers in tokens.
 
     Raises:
         RequestError: The list is empty, a prompt is invalid, or the gate's test does not fit the
@@ -138,7 +143,7 @@ def _verify_reuse(
     given = [encode_prompt(one, engine.tokenizer, info.vocab_size)[1] for one in prompts or ()]
     limit = gate.verdict(repair).bound
     with contextlib.ExitStack() as stack:
-        if prompts is None:  # an engine of its own evicts no blocks from this one's cache
+        if prompts is None:  # a separate engine does not evict blocks from this one's cache
             gate = stack.enter_context(gate.apart(repair))
         whose = stack.enter_context(gate.privately())
         ids = given or gate.prepare(repair, whose).prompts()
@@ -208,7 +213,8 @@ def _check(
     info = engine.runner_info
     cold = engine.generate(prompt, mode=GenerationMode.BASELINE, sampling=params)
     engine.warm(prompt)
-    # Both runs use the same seed, which must not turn a greedy run into a sampled one.
+    # Both runs use the same seed. Set do_sample, because a seed alone would turn a greedy run into
+    # a sampled one.
     same_draws = dataclasses.replace(params, seed=cold.seed, do_sample=params.samples)
     warm = engine.generate(prompt, sampling=same_draws)
     _, ids = encode_prompt(prompt, engine.tokenizer, info.vocab_size)
@@ -250,8 +256,8 @@ def _check(
 def _largest_kl(
     cold: Floats, warm: Floats, tokens: list[int], num_prompt: int, params: SamplingParams
 ) -> float:
-    """Return the largest KL(cold || warm) over the positions, with penalties, in nats."""
-    # Without truncation: its sharp edge would make KL infinite for a rounding error.
+    """Return the largest KL(cold || warm) over the positions in nats, including penalties."""
+    # Disable truncation. At its sharp edge, a rounding error would make the KL infinite.
     smooth = dataclasses.replace(
         params, top_k=None, top_p=None, min_p=None, do_sample=params.samples
     )
@@ -268,7 +274,7 @@ def _largest_kl(
 
 
 def _default_prompts(engine: Checked, max_new_tokens: int) -> list[list[int]]:
-    """Return the built-in texts as token ids, repeated to a few blocks and a partial one."""
+    """Return the built-in texts as token ids, repeated to fill several blocks and a partial one."""
     length = _BLOCKS_PER_PROMPT * engine.config.block_size + 5
     length = min(length, engine.runner_info.max_context - max_new_tokens)
     prompts = []

@@ -189,7 +189,7 @@ def test_an_onnx_runner_refuses_vectors_with_what_to_use(tmp_path):
         assert answer.status_code == 400
         assert answer.json()["error"]["param"] == "input"
         assert (
-            "runner 'onnx' does not return hidden states for embeddings; use 'native'"
+            "runner 'onnx' does not return hidden states for embeddings; use runner='native'"
             in answer.json()["error"]["message"]
         )
 
