@@ -55,9 +55,8 @@ class AcceptedDrafts:
     def __init__(self, runner: Runner, manager: KVCacheManager) -> None:
         self._runner = runner
         self._manager = manager
-        self._waiting: dict[
-            int, str
-        ] = {}  # finish reason by sequence index, "" if the sequence continues
+        # Finish reason by sequence index, or "" if the sequence continues.
+        self._waiting: dict[int, str] = {}
         self._turn: _Turn | None = None
         self._error: Exception | None = None
 

@@ -234,9 +234,8 @@ class QualityGate:
         """Return the tokens before and after a prompt's text, by the chat template if any."""
         tokenizer = self._parts.tokenizer
         if tokenizer.chat_template is not None:
-            with contextlib.suppress(
-                Exception
-            ):  # the model's chat template is code that may raise anything
+            # The chat template is code from the model's files, so it can raise anything.
+            with contextlib.suppress(Exception):
                 before, behind = tokenizer.apply_chat_template(
                     [{"role": "user", "content": _MARK}]
                 ).split(_MARK)

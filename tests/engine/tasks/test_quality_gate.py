@@ -374,7 +374,7 @@ def test_verify_is_false_where_an_answer_is_another_text(monkeypatch):
         ({"temperature": 0.5}, "option 'temperature' is not supported with mode='chunk_kv_reuse'"),
         ({"recompute_ratio": 2}, "recompute_ratio=2"),
         ({"mode": "nonsense"}, "mode='nonsense' is not one of"),
-        ({"mode": "baseline"}, "mode='baseline' reuses nothing that could be compared"),
+        ({"mode": "baseline"}, "mode='baseline' reuses nothing to compare"),
     ],
     ids=str,
 )
