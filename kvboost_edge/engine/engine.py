@@ -69,8 +69,7 @@ class TellsResidency:
         """Root of the prefix hashes of prompts that have no tenant and no salt.
 
         `hashing.shared_root` derives the roots of other tenants and salts from this one. Engines
-        with
-        equal roots have the same model and KV format.
+        with equal roots have the same model and KV format.
         """
         return self._parts.root
 
@@ -78,13 +77,11 @@ class TellsResidency:
         """Return the prefix hashes that entered and left the pool since the last call.
 
         Snapshots of recurrent state are reported by their `state_hash`. Only one caller may use
-        this
-        method, because each call consumes the events. Recording starts with the first call.
+        this method, because each call consumes the events. Recording starts with the first call.
 
         Args:
             whole: list all current hashes instead of changes. The first call always does, and so
-                does
-                a call after more changes than there are blocks.
+                does a call after more changes than there are blocks.
         """
         with self._core.reading():
             return self._parts.manager.events.take(whole)
@@ -93,9 +90,8 @@ class TellsResidency:
         """Return the prefix hashes that entered and left each offload tier since the last call.
 
         The engine does not query devices or servers, so hashes that left a tier may be reported
-        late.
-        Only one caller may use this method, because each call consumes the events. Recording starts
-        with the first call.
+        late. Only one caller may use this method, because each call consumes the events. Recording
+        starts with the first call.
 
         Args:
             whole: list all current hashes instead of changes.
@@ -172,8 +168,7 @@ class CPUPagedEngine(Embeds, KVBoostViews, TellsResidency):
             model_name: alias of model_name_or_path.
             path_or_id: alias of model_name_or_path.
             progress: called with (bytes done, total bytes) while the native runner packs the
-                weights,
-                once per model.
+                weights, once per model.
             options: fields of `EngineConfig`.
 
         Raises:
@@ -339,8 +334,7 @@ class CPUPagedEngine(Embeds, KVBoostViews, TellsResidency):
         Args:
             prompt: text, token ids or chat messages.
             max_new_tokens: maximum number of tokens to generate. None allows output up to the end
-                of
-                the context.
+                of the context.
             mode: how the request uses the cache.
             temperature: sampling temperature.
             do_sample: sample tokens at random instead of taking the most likely one.
@@ -370,8 +364,7 @@ class CPUPagedEngine(Embeds, KVBoostViews, TellsResidency):
         """Generate for all prompts in one batch and return the results in order.
 
         All prompts are checked before the first one is queued. If a request fails, its error is
-        raised
-        after all requests are done.
+        raised after all requests are done.
 
         Args:
             sampling: sampling parameters for all prompts, or a list with one entry per prompt.
@@ -460,17 +453,14 @@ class CPUPagedEngine(Embeds, KVBoostViews, TellsResidency):
         """Compute the KV of a text in advance so that later prompts can reuse it.
 
         Prompts that begin with the text reuse its KV as a cached prefix. Documents and text at
-        other
-        positions are reused only with mode="chunk_kv_reuse".
+        other positions are reused only with mode="chunk_kv_reuse".
 
         Args:
             text: text, token ids or chat messages.
             position_offset: number of tokens that precede the text in later prompts. If given, the
-                text
-                is computed without special tokens.
+                text is computed without special tokens.
             documents: texts or token ids. They are split by the chunking options of `EngineConfig`
-                or
-                those passed here.
+                or those passed here.
             handles: list that receives the handles of the computed parts, which allows cancelling.
             options: fields of `Terms`, such as tenant, cache_salt, priority, pin and ttl.
 
@@ -492,8 +482,7 @@ class CPUPagedEngine(Embeds, KVBoostViews, TellsResidency):
         """Return the quality gate's verdict on mode="chunk_kv_reuse".
 
         If no verdict is stored, the test runs now on a separate engine over the same model. The
-        test
-        changes neither this cache nor its statistics.
+        test changes neither this cache nor its statistics.
 
         Args:
             options: recompute_* options.
@@ -527,8 +516,7 @@ class CPUPagedEngine(Embeds, KVBoostViews, TellsResidency):
 
         Returns:
             The number of blocks that no pin holds any more. 0 if this tenant and salt did not pin
-            the
-                prompt.
+            the prompt.
         """
         terms = Terms(tenant=tenant, cache_salt=cache_salt)
         token_ids = self._builder.token_ids(prompt, terms)
@@ -588,11 +576,9 @@ class CPUPagedEngine(Embeds, KVBoostViews, TellsResidency):
 
         Args:
             prompts: list of prompts, or None for prompts made from the tokenizer. An integer is
-                taken
-                as max_new_tokens.
+                taken as max_new_tokens.
             mode: mode to compare. chunk_kv_reuse is approximate, so its report measures how much
-                greedy
-                answers change.
+                greedy answers change.
             options: sampling options. With mode="chunk_kv_reuse", only recompute_* options.
         """
         if isinstance(prompts, str):

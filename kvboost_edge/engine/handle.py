@@ -90,9 +90,9 @@ class RequestHandle:
     """The handle of a request, returned by `submit`. All methods are thread-safe.
 
     Iterate over the handle with `for` or `async for` to get pieces of text. `events()` and
-    `aevents()`
-    yield token events, each of them once. `result()` waits for the end, and `cancel()` stops the
-    request within one step. If the request failed, iterating and `result()` raise its error.
+    `aevents()` yield token events, each of them once. `result()` waits for the end, and `cancel()`
+    stops the request within one step. If the request failed, iterating and `result()` raise its
+    error.
 
     Args:
         look: function that returns the progress of a request by its index, or None after the end.

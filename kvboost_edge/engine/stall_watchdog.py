@@ -40,7 +40,7 @@ class StallWatchdog:
         self._is_logged = False
 
     def idled(self) -> None:
-        """Note a step that computed nothing although requests exist, and log a long stall once."""
+        """Record a step that computed nothing although requests exist. Log a long stall once."""
         now = time.monotonic()
         if self._began is None:
             self._began = now

@@ -60,8 +60,8 @@ class GrammarConstraint(Constraint):
         matcher: The llguidance parser.
         room: float32 [vocab_size], the buffer that `masked` writes to. All grammars of an engine
             share it.
-        submit: Function that runs another function in a thread for slow masks. With None, masks
-            are computed in the caller's thread.
+        submit: Function that runs another function in a thread for slow masks. With None, masks are
+            computed in the caller's thread.
     """
 
     def __init__(
@@ -123,8 +123,7 @@ class GrammarConstraint(Constraint):
         """Return the tokens that must follow.
 
         The list is empty if the forced text has several tokenizations. It is also empty after a
-        mask
-        failed, in which case the next call of `masked` raises the error.
+        mask failed, in which case the next call of `masked` raises the error.
         """
         if self._pending is not None and self._pending.exception() is not None:
             return []

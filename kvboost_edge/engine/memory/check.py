@@ -209,8 +209,7 @@ def planned_memory(path_or_id: str | Path, config: EngineConfig) -> PlannedMemor
     """Return the memory that a model would use if it were loaded now.
 
     A model on a hub is downloaded but not loaded. Errors are those of loading the model, except
-    that
-    a lack of memory is not an error.
+    that a lack of memory is not an error.
     """
     path = locate_model(
         path_or_id,

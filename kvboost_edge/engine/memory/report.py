@@ -44,16 +44,13 @@ class MemoryReport:
     """The memory of the process in bytes, by owner.
 
     `other_bytes` is the remaining resident memory. It holds the interpreter and its packages
-    (mainly
-    Numba and its compiler), compiled kernels, tokenizer, activations and the draft history, which
-    `TenantHistory` limits. It also holds the vocabulary of grammar parsers (75 MB for 151,000
+    (mainly Numba and its compiler), compiled kernels, tokenizer, activations and the draft history,
+    which `TenantHistory` limits. It also holds the vocabulary of grammar parsers (75 MB for 151,000
     tokens).
 
     On Linux, resident pages of mapped weights and of the pool are counted. Counting takes at most
-    1%
-    of the time. On other systems and for torch, weights and pool count as fully resident. Until
-    they
-    are, `other_bytes` is too small.
+    1% of the time. On other systems and for torch, weights and pool count as fully resident. Until
+    they are, `other_bytes` is too small.
 
     Args:
         weight_bytes: Size of the weights.

@@ -88,7 +88,7 @@ def select_path(checkpoint: Checkpoint, config: EngineConfig) -> Selection:
 def planned_info(
     checkpoint: Checkpoint, config: EngineConfig, selected: Selection, summary: WeightSummary
 ) -> RunnerInfo:
-    """Return the planned runner's description for memory planning, without loading anything."""
+    """Describe the planned runner for memory planning, without loading anything."""
     device = selected.backend.device
     runner = selected.runner
     stores_kv = not attends_both_ways(checkpoint.config)

@@ -180,8 +180,7 @@ class PrefetchQueue(Prefetcher):
 
         Returns:
             The prefetch, or another sequence's prefetch that loads the same state. None if no tier
-            may
-                hold the blocks, or if `spare_blocks` are too few for the whole sequence.
+            may hold the blocks, or if `spare_blocks` are too few for the whole sequence.
         """
         others = (load for load in self if not load.is_done and sequence.index in load.waiting)
         if (other := next(others, None)) is not None:
@@ -205,8 +204,7 @@ class PrefetchQueue(Prefetcher):
 
         Returns:
             The prefetch, or another sequence's prefetch that loads the same state. None if no tier
-            may
-                hold the blocks, or if `spare_blocks` are too few.
+            may hold the blocks, or if `spare_blocks` are too few.
         """
         # Add one token, because a quantized pool never serves the block of the last token.
         return self._begin(sequence, [*token_ids, 0], root, spare_blocks, b"", is_prefix=False)

@@ -83,8 +83,7 @@ class GenerationResult:
         token_times_ms: time from the call to each output token.
         phases: milliseconds of tokenize, queue, lookup, load, probe, repair, prefill and decode.
             They add up to total_ms, and each is also an attribute such as `queue_ms`. probe is the
-            deviation scoring of reused spans. repair is the prefill up to the end of the last
-            span.
+            deviation scoring of reused spans. repair is the prefill up to the end of the last span.
         seed: seed that reproduces a sampled output.
         preemptions: number of times that the request lost its blocks and was recomputed.
         step_share: the request's mean share of the tokens in its steps, 0 to 1, weighted by step
@@ -183,8 +182,7 @@ class WarmResult:
 
     A text at the start of prompts is counted in chunks of chunk_size tokens. A last chunk counts if
     it has at least 32 tokens. Documents and text for another position are counted in the chunks
-    they
-    were split into. If they were not split, chunk_size is the length of the longest document.
+    they were split into. If they were not split, chunk_size is the length of the longest document.
 
     Attributes:
         chunks_stored: number of chunks in the cache now, including those cached before.

@@ -46,8 +46,7 @@ class Budget:
         """Return the next step's tokens per sequence when each must be computed in one step.
 
         Sequences are served by priority, tenant share and arrival. The first one always gets all
-        its
-        tokens. The others get theirs only if all of them fit. The keys are sequence indices.
+        its tokens. The others get theirs only if all of them fit. The keys are sequence indices.
         """
         most = limit.total
         turn = list(running)
@@ -69,10 +68,8 @@ class Budget:
         """Return each tenant's running sequences and its part of the step in units of work.
 
         Priority decides first, then the tenants' shares. If the step has room, decoding sequences
-        are
-        treated like the most urgent prompt. An urgent prompt therefore does not stall the decoding
-        of
-        less urgent sequences.
+        are treated like the most urgent prompt. An urgent prompt therefore does not stall the
+        decoding of less urgent sequences.
         """
         if not self._fairness.is_shared:
             return [(running, limit.total)]

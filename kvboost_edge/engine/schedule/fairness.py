@@ -60,8 +60,7 @@ class Fairness:
         """Divide a budget of tokens among tenants, giving none more than it wants.
 
         The whole budget is used as long as a tenant wants more. Tokens that cannot be divided by
-        weight
-        go to the least served tenants.
+        weight go to the least served tenants.
         """
         given = dict.fromkeys(wants, 0)
         while budget and (hungry := [tenant for tenant in wants if given[tenant] < wants[tenant]]):
@@ -87,8 +86,8 @@ class Fairness:
         """Yield waiting sequences of one priority in fair order.
 
         The next sequence is from the tenant with the fewest running sequences relative to its
-        weight.
-        Ties go to the least served tenant. Within a tenant, sequences are in order of arrival.
+        weight. Ties go to the least served tenant. Within a tenant, sequences are in order of
+        arrival.
         """
         queues: dict[bytes, deque[running_state.Sequence]] = {}
         for sequence in waiting:
@@ -109,10 +108,8 @@ class Fairness:
         """Return the running sequence to preempt for a waiting one, or None.
 
         It is the lowest-ranked sequence of the tenant with the most running sequences relative to
-        its
-        weight. Afterwards that tenant must still have at least as many as the waiting one's tenant,
-        or
-        be far ahead in served tokens.
+        its weight. Afterwards that tenant must still have at least as many as the waiting one's
+        tenant, or be far ahead in served tokens.
         """
         # These conditions prevent the two tenants from preempting each other in turn. In the first
         # case the other tenant cannot take the slot back. In the second case many tokens are
@@ -142,8 +139,7 @@ class Fairness:
 
         It is one of the least urgent sequences, from the tenant with the most running sequences
         relative to its weight. The first of several sequences is never preempted, so that one
-        sequence
-        always advances.
+        sequence always advances.
         """
         last = [other for other in running[1:] if other.priority == running[-1].priority] or running
         counts = Counter(other.tenant for other in running)

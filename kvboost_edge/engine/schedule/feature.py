@@ -167,7 +167,7 @@ class Restored(Feature):
 
     def __init__(self) -> None:
         self._tokens: Counter[str] = Counter()
-        self._num_cached: int | None = None  # at the first admission
+        self._num_cached: int | None = None  # cached tokens at the first admission
         self.seconds = 0.0
         self.was_asked = False
 

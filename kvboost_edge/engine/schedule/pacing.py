@@ -93,8 +93,7 @@ class StepPacing:
         """Return the limit of a step with prompts.
 
         A unit of prompt work is one microsecond. A decoding sequence costs one unit, so that each
-        gets
-        its token before any prompt does.
+        gets its token before any prompt does.
 
         Args:
             seconds: time for the prompts.

@@ -73,7 +73,7 @@ class SpanPlacement:
         return None
 
     def context_of(self, token_ids: Several[int], root: bytes) -> int | None:
-        """Return the number of tokens computed before a document, or None if it is not indexed."""
+        """Return the number of context tokens before a document, or None if it is not indexed."""
         return None
 
 

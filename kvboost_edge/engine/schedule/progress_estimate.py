@@ -1,8 +1,8 @@
 """Estimates of prompt progress and remaining time, based on the step times at each depth.
 
-The depth of a token is its position. Attention takes longer for later tokens, so the time per
-token is recorded by depth. The engine thread reports each step, and callers read the estimate
-without blocking.
+The depth of a token is its position. Attention takes longer for later tokens, so the time per token
+is recorded by depth. The engine thread reports each step, and callers read the estimate without
+blocking.
 """
 
 from __future__ import annotations

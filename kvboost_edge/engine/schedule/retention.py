@@ -144,8 +144,7 @@ class Retention:
         """Retain blocks of a finished sequence before they are freed.
 
         The full blocks of the prompt are retained for the time that the request asked for. Blocks
-        that
-        the previous call with the same key had too are retained for an hour.
+        that the previous call with the same key had too are retained for an hour.
 
         Args:
             now: current time of the pins' clock, in seconds.

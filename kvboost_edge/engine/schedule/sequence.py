@@ -200,8 +200,7 @@ class Sequence:
 
         Rows of known tokens are stored if the request wants them. Each later row samples a token.
         Sampling stops after the first token that differs from the draft token. Rejected draft
-        tokens do
-        not count as computed.
+        tokens do not count as computed.
 
         Args:
             work: the computed tokens.

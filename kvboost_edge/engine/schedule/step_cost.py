@@ -2,8 +2,8 @@
 
 The predicted time is the sum of two parts, which are linear in the size of the step:
 
-    decoding:  base + row * sequences + attend * sum of their positions
-    prompts:   row * tokens + attend * sum of their positions
+- decoding: base + row * sequences + attend * (sum of their positions)
+- prompts: row * tokens + attend * (sum of their positions)
 
 `base` is mostly the time to read the weights. `row` is the time of the linear layers for a token,
 and `attend` the time of attention for each earlier token. The factors depend on the model, the

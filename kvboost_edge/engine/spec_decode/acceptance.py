@@ -64,8 +64,7 @@ class AcceptedDrafts:
         """Commit the computed blocks of a sequence.
 
         If the recurrent state must still advance over accepted draft tokens, the sequence is
-        committed
-        by `ends`.
+        committed by `ends`.
 
         Returns:
             The reason if the sequence ends now, else None.

@@ -106,8 +106,8 @@ class Speculation(DraftPlanner):
     """The draft tokens of all sequences of an engine.
 
     Args:
-        closes_blocks: True if a block is quantized when its last slot is written. Draft tokens
-            then stay within the block.
+        closes_blocks: True if a block is quantized when its last slot is written. Draft tokens then
+            stay within the block.
         history_bytes: Byte limit of the draft history, or None for the default.
     """
 
@@ -161,8 +161,7 @@ class Speculation(DraftPlanner):
         """Assign draft tokens to sequences that decode.
 
         A sequence gets at most an equal share of the budget that remains for it and the sequences
-        after
-        it. If no spare block is left, its draft is cut to the room in its own blocks.
+        after it. If no spare block is left, its draft is cut to the room in its own blocks.
 
         Args:
             running: The running sequences.

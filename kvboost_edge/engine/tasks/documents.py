@@ -238,8 +238,7 @@ class Documents:
         """Compute texts so that prompts of this tenant and salt can reuse their KV.
 
         Cached texts, and texts too short to be found, are skipped. The KV of the contexts is
-        dropped
-        afterwards.
+        dropped afterwards.
         """
         root = self._builder.root(whose)
         least = max(self._config.min_chunk_tokens, self._config.block_size)

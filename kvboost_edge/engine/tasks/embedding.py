@@ -183,10 +183,8 @@ class Embeds:
         """Return unit vectors of texts as float32 [len(texts), dimensions].
 
         The tokenizer adds special tokens to texts, such as the end-of-text token of embedding
-        models.
-        For a model that was not trained to embed, the state of the last token is returned and a
-        warning
-        is logged.
+        models. For a model that was not trained to embed, the state of the last token is returned
+        and a warning is logged.
 
         Args:
             texts: Texts or lists of token ids. Token ids are used unchanged.
@@ -210,8 +208,7 @@ class Embeds:
             query: The question.
             documents: The texts to score.
             **options: `instruction` describes the task. `handles` is a list that receives the
-                requests'
-                handles. All other options are fields of `Terms`.
+                requests' handles. All other options are fields of `Terms`.
         """
         return self._embedding.rerank(query, documents, options)
 
