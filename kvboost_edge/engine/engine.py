@@ -270,7 +270,7 @@ class CPUPagedEngine(Embeds, KVBoostViews, TellsResidency):
         """
         return self.reuse_refusal or self._gate.refusal(self._reuse.own_repair())
 
-    # Generation.
+    # Methods for generation.
 
     def submit(
         self,
@@ -439,7 +439,7 @@ class CPUPagedEngine(Embeds, KVBoostViews, TellsResidency):
         """Prepare structured output in the background to speed up its first request."""
         self._sequences.read_ahead()
 
-    # Cache.
+    # Methods for the cache.
 
     def warm(
         self,

@@ -201,7 +201,7 @@ class SpanSharing(SpanPlacement):
         self.finder = SpanFinder(manager, min_chunk_tokens, remembers=remembers)
 
     def bring(self, sequence: Sequence, loads: PrefetchQueue, spare: int) -> Prefetch | None:
-        """Start to load the next reusable run from a tier.
+        """Start loading the next reusable run from a tier.
 
         Each run is tried once. Runs that were loaded earlier are already in the cache.
 

@@ -98,7 +98,7 @@ class GrammarCompiler:
         return _on_deep_stack(lambda: self._compile(grammar, tokenizer))
 
     def read_ahead(self) -> None:
-        """Start to read the vocabulary and compile the mask kernel in the background.
+        """Start reading the vocabulary and compiling the mask kernel in the background.
 
         Without llguidance, this does nothing.
         """

@@ -176,7 +176,7 @@ class PrefetchQueue(Prefetcher):
             self.finish(load)
 
     def begin(self, sequence: Request, spare_blocks: int) -> Prefetch | None:
-        """Start to prefetch the blocks after the sequence's longest prefix in the pool.
+        """Start prefetching the blocks after the sequence's longest prefix in the pool.
 
         Returns:
             The prefetch, or another sequence's prefetch that loads the same state. None if no tier
@@ -194,7 +194,7 @@ class PrefetchQueue(Prefetcher):
     def begin_run(
         self, sequence: Request, token_ids: Sequence[int], root: bytes, spare_blocks: int
     ) -> Prefetch | None:
-        """Start to prefetch another cached text that contains a run of the sequence's tokens.
+        """Start prefetching another cached text that contains a run of the sequence's tokens.
 
         Args:
             sequence: The sequence.

@@ -1,4 +1,4 @@
-"""A sequence, which is the progress of one request with its tokens, blocks, text and times."""
+"""The progress of one request, with its tokens, blocks, text and times."""
 
 from __future__ import annotations
 
