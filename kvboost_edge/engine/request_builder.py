@@ -210,7 +210,7 @@ class RequestBuilder:
         """Check that this kind of model supports the call.
 
         Raises:
-            RequestError: the model cannot do what the call needs.
+            RequestError: the model does not support the call.
         """
         stores_kv = self._parts.runner.info.stores_kv
         if generates and self._parts.pooling.source:

@@ -43,7 +43,7 @@ class Sampler(Protocol):
         ...
 
 
-# Sorting 150,000 logits takes about 10 ms. The top_p nucleus almost always lies within this many of
+# Sorting 150,000 logits takes about 10 ms. The top_p nucleus is almost always within this many of
 # the largest logits, so only these are sorted first.
 _TOP_P_CANDIDATES = 1024
 

@@ -1,6 +1,6 @@
 """Grammars of requests for structured output, which are read and limited before compilation.
 
-The limits cover what the compiler does not limit: recursion depth, the number of states that a
+The limits cover sizes that the compiler does not limit: recursion depth, the number of states that a
 number causes, and literal text.
 """
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Fairness"]
 
-# Number of tokens that a tenant may be ahead of a waiting one before it gives up a running slot.
+# Number of tokens that a tenant may be ahead of a waiting one before it loses a running slot.
 _SLICE = 256
 
 

@@ -60,7 +60,7 @@ class SpanPlacement:
     """A planner of non-prefix KV reuse. The null implementation reuses nothing."""
 
     def bring(self, sequence: Sequence, prefetcher: Any, spare: int) -> PendingPrefetch | None:
-        """Start loading the next run that only a tier holds, or return None if there is none."""
+        """Start loading the next run that only a tier holds, or return None."""
         return None
 
     def place(self, sequence: Sequence, table: BlockTable, spare: int) -> bool | None:

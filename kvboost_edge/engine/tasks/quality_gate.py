@@ -110,7 +110,7 @@ class QualityGate:
         return request if known is None else dataclasses.replace(request, gate="passed")
 
     def require_repair(self, repair: Repair) -> Verdict | None:
-        """Return the stored verdict, or None if there is none.
+        """Return the stored verdict, if any, or None.
 
         Raises:
             RequestError: The verdict refuses these recompute settings.
@@ -137,7 +137,7 @@ class QualityGate:
         return None
 
     def verdict(self, repair: Repair) -> Verdict:
-        """Return the stored verdict, or run the test if there is none.
+        """Return the stored verdict, or run the test now.
 
         Raises:
             RequestError: The model's context is too short for the test.
