@@ -1,7 +1,7 @@
 """Grammars of requests for structured output, which are read and limited before compilation.
 
-The limits cover sizes that the compiler does not limit: recursion depth, the number of states that a
-number causes, and literal text.
+The limits cover sizes that the compiler does not limit: recursion depth, states for numbers, and
+literal text.
 """
 
 from __future__ import annotations
