@@ -340,7 +340,7 @@ class _PoolPlan(NamedTuple):
 
     Attributes:
         num_blocks: number of blocks in the pool.
-        state_sizes: slots for recurrent state, or None if the model has no recurrent state.
+        state_sizes: slots for recurrent state, or None for a model without recurrent state.
         max_num_seqs: maximum number of sequences that run at the same time.
         history_bytes: byte limit of the draft history, or None for the default.
     """

@@ -66,7 +66,7 @@ class TellsResidency:
 
     @property
     def cache_root(self) -> bytes:
-        """Root of the prefix hashes of prompts that have no tenant and no salt.
+        """Root of the prefix hashes of prompts without tenant and salt.
 
         `hashing.shared_root` derives the roots of other tenants and salts from this one. Engines
         with equal roots have the same model and KV format.

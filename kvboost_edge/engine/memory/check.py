@@ -124,7 +124,7 @@ def plan_fit(
         overhead: Measured overhead if `max_memory` limits the process.
 
     Raises:
-        ConfigError: An option for recurrent state is set, but the model has none.
+        ConfigError: An option for recurrent state is set for a model without it.
     """
     info = planned_info(checkpoint, config, selected, summary)
     check_options(config, info)

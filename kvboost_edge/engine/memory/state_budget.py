@@ -244,7 +244,7 @@ def check_options(config: EngineConfig, info: RunnerInfo) -> None:
     """Check options that apply only to models with recurrent state.
 
     Raises:
-        ConfigError: Such an option is set, but the model has no recurrent state.
+        ConfigError: Such an option is set for a model without recurrent state.
     """
     if config.max_state_bytes is not None and not info.kv_spec.states:
         raise ConfigError(

@@ -53,7 +53,7 @@ class Grammar(NamedTuple):
 
 
 def read_grammar(given: Mapping[str, Any]) -> Grammar | None:
-    """Return the grammar of a request without compiling it, or None if it has none.
+    """Return the grammar of a request without compiling it, or None if none is given.
 
     Args:
         given: values of json_schema (a dict or JSON text), regex, grammar and choice.

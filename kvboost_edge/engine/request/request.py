@@ -218,7 +218,7 @@ class SamplingParams:
 
 
 class RequestArrival(NamedTuple):
-    """How and when a request arrived.
+    """The arrival of a request and the data that came with it.
 
     Attributes:
         at: start of the caller's call, in seconds of `time.perf_counter`.
@@ -301,7 +301,7 @@ class Request:
 
     @property
     def mode(self) -> GenerationMode:
-        """How the request uses the cache."""
+        """The mode, which sets how the request uses the cache."""
         return GenerationMode(self.terms.mode)
 
     @property

@@ -36,7 +36,7 @@ class TokenLogprobs:
 
 
 class Missed(NamedTuple):
-    """Why no further prompt tokens were cached, see `GenerationResult`."""
+    """The reason that no further prompt tokens were cached, see `GenerationResult`."""
 
     miss_reason: str
     evicted_from: tuple[str, ...] = ()

@@ -92,7 +92,7 @@ def split_rows(
 def _states_of(
     work: Several[ScheduledTokens[Sequence]], tables: Several[BlockTable], manager: KVCacheManager
 ) -> PassStates | None:
-    """Return the tables' recurrent state slots, or None if the model has no recurrent state."""
+    """Return the tables' state slots, or None for a model without recurrent state."""
     if manager.states is None:
         return None
     plans = [

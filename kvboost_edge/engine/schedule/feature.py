@@ -79,7 +79,7 @@ class Constraint(Feature):
 
 
 class Drafting(Feature):
-    """Draft tokens of one sequence. The null implementation has none.
+    """Draft tokens of one sequence. The null implementation drafts nothing.
 
     Attributes:
         tokens: draft tokens to compute in the next step, after the last certain token.
@@ -101,7 +101,7 @@ class Drafting(Feature):
 class SharedSpans(Feature):
     """Reused spans of one sequence, whose KV comes from other positions.
 
-    The null implementation has no spans.
+    The null implementation reuses nothing.
 
     Attributes:
         num_ahead: number of tokens in spans after the sequence's current position.

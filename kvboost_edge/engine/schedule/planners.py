@@ -85,7 +85,7 @@ class PendingPrefetch(Protocol):
 
 
 class Prefetcher:
-    """A prefetcher from the offload tiers. The null implementation has no tiers."""
+    """A prefetcher from the offload tiers. The null implementation loads nothing."""
 
     @property
     def num_arriving(self) -> int:
