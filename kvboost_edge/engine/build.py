@@ -302,7 +302,7 @@ def _warn_of_threads(num_threads: int | None) -> None:
     usable = default_num_threads()
     if num_threads is not None and num_threads > usable:
         _LOG.warning(
-            "num_threads=%d, but this process may use %d CPU%s; extra threads only wait",
+            "num_threads=%d: this process may use %d CPU%s; extra threads only wait",
             num_threads,
             usable,
             "" if usable == 1 else "s",

@@ -138,7 +138,7 @@ def test_what_is_expected_again_counts_as_used_again():
     [
         ({"expect_reuse": "24h"}, "expect_reuse='24h' must be True or False"),
         ({"pin": 1}, "pin=1 must be True or False"),
-        ({"ttl": 5}, "ttl=5 is how long a pin lasts"),
+        ({"ttl": 5}, "ttl=5 has no effect without a pin"),
         ({"pin": True, "ttl": 0}, r"ttl=0 must be in \(0, 1e\+09\]"),
         ({"pin": True, "ttl": float("nan")}, "ttl=nan must be in"),
         ({"pin": True, "ttl": float("inf")}, "ttl=inf must be in"),
