@@ -209,7 +209,7 @@ class Checkpoint(abc.ABC):
         return in_kernel_order(self._open_files, self.config, self._describe)
 
     def _describe(self, config: Mapping[str, Any]) -> ModelSpec:
-        """Return the cached spec. This is a `Describe` function for the checkpoint's own config."""
+        """Return the cached spec, for a `config` that is the checkpoint's own."""
         return self.spec
 
     @abc.abstractmethod

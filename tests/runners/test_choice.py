@@ -205,7 +205,7 @@ STATES_REFUSED = {
     **dict.fromkeys(("jamba", "recurrent_gemma", "falcon_mamba"), "this kind of recurrent state"),
     **dict.fromkeys(("bamba", "zamba2", "qwen3_next"), "its kind of recurrent state"),
     "kimi_linear": "its recurrent state has a decay",
-    "lfm3": "norms on both sides",
+    "lfm3": "norms before and after each layer",
     "qwen4_exp": "several streams of hidden states",
 }
 

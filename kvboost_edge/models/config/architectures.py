@@ -89,7 +89,7 @@ _ARRANGED = (
 )
 LATENT = "its multi-head latent attention (MLA) is not supported"
 """Reason for refusing a model with multi-head latent attention."""
-_LATENT_RANK = "kv_lora_rank"  # marks latent attention, whatever the model_type
+_LATENT_RANK = "kv_lora_rank"  # only models with latent attention have it
 _OWN_ATTENTION = (
     "it computes attention in its own modules (ALiBi or older code), which cannot be replaced"
 )
@@ -113,7 +113,7 @@ _KEEP_STATES: dict[str, str] = {
         "its recurrent state has a decay per channel, and its other layers use latent attention; "
         "neither is supported"
     ),
-    "lfm3": ("its norms on both sides of the layers and its gates of heads are not supported"),
+    "lfm3": "its norms before and after each layer and its gates per head are not supported",
     **dict.fromkeys(
         ("qwen4_exp", "qwen4_exp_text"),
         "its layers exchange several streams of hidden states, which is not supported",
@@ -222,7 +222,7 @@ def pinned_context(config: Mapping[str, Any]) -> PinnedContext | None:
 
 
 def has_two_ranges(config: Mapping[str, Any]) -> bool:
-    """Return whether RoPE is longrope, with other factors beyond the original length."""
+    """Return whether the model uses longrope, which has two sets of factors."""
     inner = text_config(config)
     return any(_kind_of(rope, inner) == "longrope" for rope in _rope_parts(inner))
 

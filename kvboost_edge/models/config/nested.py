@@ -70,7 +70,7 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
         both = (config.get(key), inner.get(key))
         if None not in both and both[0] != both[1]:
             raise ModelFormatError(
-                f"the config says {key}={both[0]!r:.60}, but its text_config {key}={both[1]!r:.60}"
+                f"the config gives {key}={both[0]!r:.60}, but its text_config gives {both[1]!r:.60}"
             )
     merged = {**wrapper.defaults, **inner, "model_type": text}
     merged["tie_word_embeddings"] = _tied(config, inner, wrapper)

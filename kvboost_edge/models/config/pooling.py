@@ -106,7 +106,7 @@ def _modules(path: Path) -> list[Mapping[str, Any]]:
     except (OSError, ValueError, RecursionError) as error:
         raise ModelFormatError(f"{path} is not readable JSON: {error}") from error
     if not isinstance(modules, list) or not all(isinstance(module, Mapping) for module in modules):
-        raise ModelFormatError(f"{path} must hold a list of objects")
+        raise ModelFormatError(f"{path} must contain a list of objects")
     return modules
 
 
@@ -129,6 +129,7 @@ def _described(path: Path) -> Pooling:
         found = ", ".join(map(str, on)) or "nothing"
         reason = f"; it {_NO_CLS}" if on in (["cls_token"], ["cls"]) else ""
         raise ModelFormatError(
-            f"{path} has pooling {found}; supported: lasttoken or mean_tokens, one of them{reason}"
+            f"{path} selects pooling {found}; exactly one of lasttoken and mean_tokens must be "
+            f"selected{reason}"
         )
     return Pooling(kinds[on[0]], f"{path.parent.name}/{path.name}")

@@ -140,7 +140,7 @@ def _kind(frequencies: Floats, factor: float = 1.0) -> RopeKind:
 
 
 def _number(settings: Mapping[str, Any], key: str, kind: str) -> float:
-    return number_of(settings, key, _LEAST, _MOST, f"rope of type {kind!r}")
+    return number_of(settings, key, _LEAST, _MOST, f"RoPE of type {kind!r}")
 
 
 def _optional(settings: Mapping[str, Any], key: str, default: float, kind: str) -> float:
@@ -152,7 +152,7 @@ def _factors(settings: Mapping[str, Any], key: str, kind: str, count: int) -> Fl
     values = settings.get(key)
     if not isinstance(values, list) or len(values) != count:
         raise ModelFormatError(
-            f"rope of type {kind!r}: {key} must be a list of {count} numbers, got {values!r:.60}"
+            f"RoPE of type {kind!r}: {key} must be a list of {count} numbers, got {values!r:.60}"
         )
     return np.array([_number({key: value}, key, kind) for value in values], dtype=np.float32)
 
@@ -169,7 +169,7 @@ def _llama3(base: Floats, settings: Mapping[str, Any]) -> Floats:
     )
     if high <= low:
         raise ModelFormatError(
-            f"rope of type 'llama3': high_freq_factor={high:g} must be above "
+            f"RoPE of type 'llama3': high_freq_factor={high:g} must be above "
             f"low_freq_factor={low:g}"
         )
     wavelength = 2 * math.pi / base.astype(np.float64)
@@ -187,7 +187,7 @@ def _yarn(base: Floats, theta: float, settings: Mapping[str, Any], max_positions
     scale = _optional(settings, "factor", max_positions / old, "yarn")
     dim = 2 * base.size
     if theta <= 1:
-        raise ModelFormatError(f"rope of type 'yarn': rope_theta={theta:g} must be above 1")
+        raise ModelFormatError(f"RoPE of type 'yarn': rope_theta={theta:g} must be above 1")
 
     def border(rotations: float) -> float:
         return dim * math.log(old / (rotations * 2 * math.pi)) / (2 * math.log(theta))

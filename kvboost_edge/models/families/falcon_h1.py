@@ -73,7 +73,7 @@ def _factors(config: Config, key: str, count: int) -> list[float]:
     if given is None:
         return [1.0] * count
     if not isinstance(given, (list, tuple)) or len(given) != count:
-        raise ModelFormatError(f"config: {key}={given!r:.60} must be {count} numbers")
+        raise ModelFormatError(f"config: {key}={given!r:.60} must be a list of {count} numbers")
     return [number_of({key: one}, key, _LEAST, _MOST) for one in given]
 
 

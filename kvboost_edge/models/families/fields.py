@@ -83,5 +83,5 @@ def rope_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """
     found = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(found, Mapping):
-        raise ModelFormatError(f"rope settings {found!r:.200} must be an object")
+        raise ModelFormatError(f"RoPE settings {found!r:.200} must be an object")
     return found

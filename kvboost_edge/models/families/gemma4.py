@@ -99,8 +99,7 @@ def _shapes(config: Config, windows: Sequence[int]) -> Sequence[LayerShape]:
     first = len(windows) - shared
     if first < 1:
         raise ModelFormatError(
-            f"num_kv_shared_layers={shared} leaves none of the {len(windows)} layers with its own "
-            "KV"
+            f"num_kv_shared_layers={shared} must be less than the number of layers, {len(windows)}"
         )
     wider = 2 if config.get("use_double_wide_mlp") else 1
     same = bool(config.get("attention_k_eq_v"))
@@ -121,8 +120,8 @@ def _shapes(config: Config, windows: Sequence[int]) -> Sequence[LayerShape]:
         if giver is None:
             kind = _SLIDING if window else _FULL
             raise ModelFormatError(
-                f"layer {index} ({kind}) shares KV by num_kv_shared_layers={shared}, but none of "
-                f"the {first} layers with their own KV has this type"
+                f"layer {index} ({kind}) must share KV because of num_kv_shared_layers={shared}, "
+                f"but none of the first {first} layers has the same type"
             )
         if own[giver] != own[index]:
             raise ModelFormatError(
@@ -174,8 +173,8 @@ def _own_sizes(config: Config, windows: Sequence[int]) -> list[tuple[int, int]]:
             or set(changes) - set(_OWN)
         ):
             raise ModelFormatError(
-                f"per_layer_config={{{key!r:.60}: {changes!r:.200}}} must give {_OWN} of layers "
-                f"0..{len(windows) - 1}"
+                f"per_layer_config={{{key!r:.60}: {changes!r:.200}}} must map a layer index from 0 "
+                f"to {len(windows) - 1} to an object with keys of {_OWN}"
             )
         sizes[index].update(
             {name: size_of(changes, name, f"per_layer_config {key}") or 0 for name in changes}
@@ -271,7 +270,7 @@ def _gguf_config(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
         raise keys.error(
             "attention.shared_kv_layers",
             shared,
-            f"leaves none of {len(sliding)} layers with its own KV",
+            f"must be less than the number of layers, {len(sliding)}",
         )
     full = keys.size("attention.key_length")
     local = keys.size("attention.key_length_swa")
@@ -321,8 +320,8 @@ def _is_double_wide(keys: Keys, first: int) -> bool:
         raise keys.error(
             key,
             widths,
-            f"must be one width for the first {first} layers, and the same or twice that for the "
-            "others",
+            f"must be the same for the first {first} layers, and the same or twice as large for "
+            "the others",
         )
     return sharing == {2 * widths[0]}
 
@@ -343,8 +342,8 @@ def _kv_heads(keys: Keys, sliding: Sequence[bool], first: int) -> dict[str, Any]
     is_shared = bool(without)
     if is_shared and without != [index for index in range(first) if not sliding[index]]:
         raise ModelFormatError(
-            f"{keys.header.path} lacks the tensor 'blk.{without[0]}.attn_v.weight': either all "
-            "full-attention layers or none of them may omit values"
+            f"{keys.header.path} lacks the tensor 'blk.{without[0]}.attn_v.weight'; only "
+            "full-attention layers may omit values, and then all of them must"
         )
     counts = {kind: next(iter(found)) for kind, found in by_kind.items() if found}
     config: dict[str, Any] = {
@@ -391,8 +390,7 @@ def _gguf_ropes(keys: Keys, full: dict[str, Any], head_dim: int) -> dict[str, An
     factors = full.get("factors")
     if factors is None:
         raise ModelFormatError(
-            f"{keys.header.path} lacks the tensor 'rope_freqs.weight', or also defines another "
-            "RoPE scaling"
+            f"{keys.header.path} lacks the tensor 'rope_freqs.weight', which Gemma 4 needs"
         )
     turning = sum(factor == 1.0 for factor in factors)
     if list(factors) != [1.0] * turning + [factors[-1]] * (len(factors) - turning) or (

@@ -75,7 +75,7 @@ class Keys:
         found = self.blocks()
         ahead = self.optional_size(_AHEAD, 0) or 0
         if ahead >= found:
-            raise self.error(_AHEAD, ahead, f"leaves none of block_count={found} layers")
+            raise self.error(_AHEAD, ahead, f"must be less than block_count={found}")
         return found - ahead
 
     def blocks(self) -> int:
@@ -107,7 +107,9 @@ class Keys:
             return [self.size(key)] * layers
         found: list[int] = value.tolist()
         if len(found) not in (layers, self.blocks()):
-            raise self.error(key, found[:8], f"has {len(found)} entries for {layers} layers")
+            raise self.error(
+                key, found[:8], f"has {len(found)} entries, but the model has {layers} layers"
+            )
         found = found[:layers]
         for one in found:
             if isinstance(one, bool) or not isinstance(one, int) or not least <= one <= MAX_SIZE:

@@ -41,9 +41,9 @@ def _complete(config: Config) -> Config:
     hidden = size_of(config, "hidden_size")
     dim = size_of(config, "head_dim") or (hidden // heads if hidden and heads else 0)
     if dim <= 2:
-        raise ModelFormatError(f"rope of type 'dynamic' with alpha: head_dim={dim} must be above 2")
+        raise ModelFormatError(f"RoPE of type 'dynamic' with alpha: head_dim={dim} must be above 2")
     numbers = {"rope_theta": 10000.0 if theta is None else theta, "alpha": rope["alpha"]}
-    base, alpha = (number_of(numbers, key, 1e-9, 1e12, "rope of type 'dynamic'") for key in numbers)
+    base, alpha = (number_of(numbers, key, 1e-9, 1e12, "RoPE of type 'dynamic'") for key in numbers)
     return {
         **config,
         "rope_parameters": {

@@ -63,7 +63,7 @@ def _by_indices(config: Config, layers: int) -> list[str] | None:
         isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < layers for i in indices
     ):
         raise ModelFormatError(
-            f"full_attn_idxs={indices!r:.200} must be layer indices below {layers}"
+            f"full_attn_idxs={indices!r:.200} must be a list of layer indices below {layers}"
         )
     return [FULL if index in indices else "conv" for index in range(layers)]
 
@@ -199,7 +199,7 @@ def _gguf_moe_config(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
     """
     gating = keys.size("expert_gating_func")
     if gating != SIGMOID:
-        raise keys.error("expert_gating_func", gating, f"must be {SIGMOID}, the sigmoid")
+        raise keys.error("expert_gating_func", gating, f"must be {SIGMOID} (sigmoid)")
     return {
         **_gguf_config(keys, config),
         **gguf_experts(keys),

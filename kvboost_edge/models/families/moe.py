@@ -172,7 +172,7 @@ def _by_step(config: Config, layers: int) -> list[bool]:
         isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < layers for i in dense
     ):
         raise ModelFormatError(
-            f"mlp_only_layers={dense!r:.200} must be layer indices below {layers}"
+            f"mlp_only_layers={dense!r:.200} must be a list of layer indices below {layers}"
         )
     step = integer_of({"decoder_sparse_step": 1, **config}, "decoder_sparse_step", 1)
     return [(index + 1) % step == 0 and index not in dense for index in range(layers)]

@@ -266,7 +266,7 @@ def _gguf_kinds(keys: Keys) -> list[str]:
             raise keys.error(
                 "feed_forward_length",
                 width,
-                f"of layer {index}, which also has {count} KV heads",
+                f"is not supported in layer {index}, which has {count} KV heads",
             )
         has_router = f"blk.{index}.ffn_gate_inp.weight" in keys.header.tensors
         found.append(
@@ -285,7 +285,7 @@ def _gguf_mixture(keys: Keys) -> dict[str, Any]:
     """Return config entries for the mixture of experts, whose routing weights are sigmoids."""
     gating = keys.optional_size("expert_gating_func", 0)
     if gating not in (None, SIGMOID):
-        raise keys.error("expert_gating_func", gating, f"must be {SIGMOID}, the sigmoid")
+        raise keys.error("expert_gating_func", gating, f"must be {SIGMOID} (sigmoid)")
     return {
         **gguf_experts(keys, "n_routed_experts"),
         "moe_intermediate_size": keys.size("expert_feed_forward_length"),

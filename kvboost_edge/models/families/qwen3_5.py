@@ -168,7 +168,11 @@ def _gguf_config(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
     value_heads = keys.size("ssm.time_step_rank")
     inner = keys.size("ssm.inner_size")
     if inner != dim * value_heads:
-        raise keys.error("ssm.inner_size", inner, f"must be {value_heads} value heads of {dim}")
+        raise keys.error(
+            "ssm.inner_size",
+            inner,
+            f"must equal ssm.time_step_rank={value_heads} x ssm.state_size={dim}",
+        )
     # GGUF files store value heads in tiles. A tile has one value head for each key head.
     return {
         "layer_types": [LINEAR if own else FULL for own in _recurrent(keys)],

@@ -139,7 +139,9 @@ def kinds_of_layers(
         or len(types) != layers
         or any(one not in list(known) for one in types)
     ):
-        raise ModelFormatError(f"layer_types={types!r:.200} must be {layers} of {sorted(known)}")
+        raise ModelFormatError(
+            f"layer_types={types!r:.200} must have {layers} entries, each one of {sorted(known)}"
+        )
     if rule is not None and list(types) != list(rule):
         at = next(
             index

@@ -38,7 +38,9 @@ def layer_windows(config: Config, layers: int, default: Callable[[int], bool]) -
         or len(types) != layers
         or any(kind not in list(known) for kind in types)
     ):
-        raise ModelFormatError(f"layer_types={types!r:.200} must be {layers} of {sorted(known)}")
+        raise ModelFormatError(
+            f"layer_types={types!r:.200} must have {layers} entries, each one of {sorted(known)}"
+        )
     if "sliding_attention" in types and window < 1:
         raise ModelFormatError("layer_types has sliding_attention, but sliding_window is missing")
     return [known[kind] for kind in types]

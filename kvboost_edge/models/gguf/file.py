@@ -298,8 +298,8 @@ def _read(path: Path, stamp: FileStamp, mapped: mmap.mmap) -> GgufHeader:
         )
     if counts[0] > max(_MANY_TENSORS, size // _MIN_TENSOR_BYTES):
         raise ModelFormatError(
-            f"{path} claims {counts[0]} tensors in {size} bytes, fewer than a model's tensors "
-            "need; download the file again"
+            f"{path} claims {counts[0]} tensors in {size} bytes, which is too small for them; "
+            "download the file again"
         )
     values = _read_values(cursor, counts[1])
     alignment = values.get("general.alignment", _DEFAULT_ALIGNMENT)
@@ -338,7 +338,7 @@ def _read_value(cursor: _Cursor, key: str, kind: int) -> Any:
         return cursor.text(f"the value of key {key!r}", _MAX_HEADER_BYTES)
     value = _read_numbers(cursor, key, kind, 1)[0]
     if kind == _FLOAT32:
-        return float(str(value))  # The value as written, 1e-05 instead of 9.999999747378752e-06.
+        return float(str(value))  # 1e-05 as written, not 9.999999747378752e-06
     return value.item()
 
 

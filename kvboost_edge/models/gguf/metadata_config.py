@@ -282,7 +282,7 @@ def _refuse_unknown(keys: Keys, architecture: GgufArchitecture) -> None:
     causal = keys.header.value(keys.name("attention.causal"), bool)
     if causal is architecture.both_ways:
         wanted = (
-            "contradicts the architecture"
+            "contradicts the architecture, which has bidirectional attention"
             if causal
             else ("is not supported: the model cannot generate text")
         )
@@ -331,7 +331,7 @@ def _rope(header: GgufHeader, keys: Keys, head_dim: int) -> dict[str, Any]:
     rotated = keys.optional_size("rope.dimension_count", 0) or head_dim
     if rotated > head_dim or rotated % 2:
         raise keys.error(
-            "rope.dimension_count", rotated, f"is not an even part of head_dim={head_dim}"
+            "rope.dimension_count", rotated, f"must be an even number up to head_dim={head_dim}"
         )
     settings["partial_rotary_factor"] = rotated / head_dim
     kind = keys.header.value(keys.name("rope.scaling.type"), str) or "none"
@@ -395,7 +395,7 @@ def _yarn(keys: Keys) -> dict[str, Any]:
         value = keys.number(f"rope.scaling.{key}", -math.inf)
         if value is not None and value != 1.0 and abs(value - allowed) > 1e-6:
             raise keys.error(
-                f"rope.scaling.{key}", value, f"is not supported; only 1 and {allowed:g} are"
+                f"rope.scaling.{key}", value, f"is not supported (supported: 1 and {allowed:g})"
             )
     if factor is None or old is None:
         missing = (

@@ -216,11 +216,12 @@ def _clear_errors(model: HubName) -> Iterator[None]:
         yield
     except errors.GatedRepoError as error:
         raise ModelFormatError(
-            f"hub model {model.at} is gated: accept its terms there and give token=..."
+            f"hub model {model.at} is gated; accept its terms on its page, then give token=..."
         ) from error
     except errors.RevisionNotFoundError as error:
         raise ModelFormatError(
-            f"hub model {model.name} has no revision {model.revision!r}; check revision="
+            f"hub model {model.name} has no revision {model.revision!r}; give an existing branch, "
+            "tag or commit"
         ) from error
     except errors.RepositoryNotFoundError as error:
         raise ModelFormatError(

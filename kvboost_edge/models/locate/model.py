@@ -87,7 +87,7 @@ def locate_model(
     if isinstance(path_or_id, str) and file is not None and ".." not in name:
         return gguf_file(HubName(file["id"], revision, token, local_files_only), file["wanted"])
     if path.suffix.lower() in (".gguf", ".onnx"):
-        raise ModelFormatError(f"there is no file {name}")
+        raise ModelFormatError(f"the file {name} does not exist; check the path")
     if isinstance(path_or_id, Path) or not _HUB_ID.fullmatch(name) or ".." in name:
         problem = f"there is no model directory {name}, and it is not a hub id such as 'owner/name'"
         raise _with_hint(ModelFormatError(problem), path_or_id)

@@ -159,7 +159,7 @@ class _Search:
         source, divided = graph.scaled(graph.input(found[0], 0))
         if abs(factor * divided - 1) > 1e-6:
             raise graph.error(
-                f"{found[0]} caps logits at {factor:g} but divides by {1 / divided:g}"
+                f"{found[0]}: logits are divided by {1 / divided:g} but multiplied by {factor:g}"
             )
         return source, factor, 1.0
 
@@ -187,7 +187,9 @@ class _Search:
         }
         outer = attention.norm is not None
         if outer != (mlp.norm is not None) or attention.factor != mlp.factor:
-            raise graph.error(f"{node}: attention and MLP are added in different ways")
+            raise graph.error(
+                f"{node}: attention and MLP must have the same norms and factors at their outputs"
+            )
         norms = {
             "input_layernorm": attn_norm,
             "self_attn.q_norm": queries.norm,
@@ -236,7 +238,7 @@ class _Search:
         found = graph.summands(stream)
         if found is None:
             raise graph.error(
-                f"value {stream!r} is not a sum, as the residual stream must be after a layer"
+                f"value {stream!r} is the residual stream after a layer, so it must be a sum"
             )
         for older, younger in (found, found[::-1]):
             seen = set(graph.seen)
@@ -252,7 +254,7 @@ class _Search:
                 )
             graph.seen = seen
         raise graph.error(
-            f"of the summands {found[0]!r} and {found[1]!r}, neither is the output of a matrix"
+            f"value {found[0]!r} or {found[1]!r} must be the output of a matrix multiplication"
         )
 
     def _is_biased(self, node: OnnxNode) -> bool:
@@ -263,7 +265,7 @@ class _Search:
         norm = self.graph.norm(value)
         if norm.source != stream:
             raise self.graph.error(
-                f"the norm that makes {value!r} does not read the residual stream before its layer"
+                f"the norm that computes {value!r} must read the residual stream before its layer"
             )
         return norm
 
@@ -330,7 +332,9 @@ class _Search:
         heads = graph.integer(node, "num_heads", 0)
         kv_heads = graph.integer(node, "kv_num_heads", 0)
         if heads < 1 or kv_heads < 1 or heads % kv_heads:
-            raise graph.error(f"{node} has num_heads={heads} and kv_num_heads={kv_heads}")
+            raise graph.error(
+                f"{node}: num_heads={heads} must be a multiple of kv_num_heads={kv_heads}"
+            )
         if graph.optional(node, 1) or graph.optional(node, 2):
             parts = [self._heads(graph.input(node, index)) for index in range(3)]
             return node, parts[0], parts[1], parts[2]
@@ -385,8 +389,7 @@ class _Search:
             return self._table(node, _COS), self._table(node, _SIN)
         if queries.rope is None or keys.rope is None:
             raise graph.error(
-                f"{node} must apply RoPE to both queries and keys; the native runner supports "
-                "nothing else"
+                f"{node} must apply RoPE to both queries and keys, as the native runner requires"
             )
         tables = set()
         for rope in (queries.rope, keys.rope):
@@ -404,7 +407,8 @@ class _Search:
         table = self.graph.weight(node, index)
         if table.dtype not in FLOATS or len(table.shape) != 2 or not table.count:
             raise self.graph.error(
-                f"{node}: table {table.name!r} is {table.dtype} {table.shape}, expected two axes"
+                f"{node}: table {table.name!r} is {table.dtype} {table.shape}, expected "
+                "floats with two axes"
             )
         return table
 
@@ -437,7 +441,7 @@ class _Search:
             1,
             -1,
         ):
-            raise graph.error(f"{node} has an axis other than rows and columns")
+            raise graph.error(f"{node} must gather along axis 0 and be quantized along axis 1")
         source = graph.input(node, 0)
         if graph.tensor(source) is None:  # blocks reshaped to rows of bytes
             source = graph.input(graph.expect(source, "Reshape"), 0)
@@ -462,8 +466,8 @@ class _Search:
         inputs = [name for name in self.model.inputs if name not in _INPUTS]
         if len(inputs) != 2 * len(layers):
             raise self.graph.error(
-                f"{len(inputs)} inputs are past KV, but the graph has {len(layers)} attention "
-                "layers"
+                f"the graph has {len(inputs)} past KV inputs and {len(layers)} attention layers, "
+                "expected two inputs per layer"
             )
 
 

@@ -104,7 +104,7 @@ class Graph:
         """Return the node that computes a value, which must be of one of the types `ops`."""
         found = self.maker(value)
         if found is None:
-            raise self.error(f"no node makes value {value!r}, expected {' or '.join(ops)}")
+            raise self.error(f"no node computes value {value!r}, expected {' or '.join(ops)}")
         node = found[0]
         if node.op not in ops:
             raise self.error(f"{node} is not supported here, expected {' or '.join(ops)}")
@@ -256,7 +256,8 @@ class Graph:
         parts = given if isinstance(given, list) and given else [size // count] * count
         if axis not in (-1, 2) or len(parts) != count or sum(parts) != size or min(parts) < 0:
             raise self.error(
-                f"{node} cuts {size} outputs along axis {axis} into {parts}, which is not supported"
+                f"{node} splits {size} outputs along axis {axis} into {parts}, which is not "
+                "supported"
             )
         return sum(parts[:index]), sum(parts[: index + 1])
 
@@ -319,7 +320,7 @@ class Graph:
             if found is None:
                 if name not in inputs and name not in self.model.tensors:
                     raise self.error(
-                        f"no node makes value {name!r}, and it is not one of the inputs {inputs}"
+                        f"no node computes value {name!r}, and it is not one of the inputs {inputs}"
                     )
                 continue
             node = found[0]

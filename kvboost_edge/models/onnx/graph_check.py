@@ -61,10 +61,7 @@ def check_onnx(
 
 
 def onnx_types(model: OnnxModel) -> set[str]:
-    """Return the storage types of the weights.
-
-    They follow from the operators that use the weights and from dtypes.
-    """
+    """Return the storage types of the weights, such as "4 bit" or "F16"."""
     bits = {node.attributes.get("bits", 4) for node in model.nodes if node.op == "MatMulNBits"}
     return {f"{count} bit" for count in bits} or {
         t.dtype for t in model.tensors.values() if len(t.shape) > 1

@@ -34,10 +34,13 @@ def rope_difference(tables: Tables, kind: RopeKind, max_context: int) -> str:
     cosines, sines = tables
     for table in tables:
         if table.shape != cosines.shape or table.shape[1] != kind.half:
-            return f"table {table.name!r} has shape {table.shape}, the rope turns {kind.half} pairs"
+            return (
+                f"table {table.name!r} has shape {table.shape}, but the config's RoPE has "
+                f"{kind.half} pairs"
+            )
     if cosines.shape[0] < max_context:
         return (
-            f"table {cosines.name!r} ends at position {cosines.shape[0]}, the context at "
+            f"table {cosines.name!r} ends at position {cosines.shape[0]}, but the context at "
             f"{max_context}"
         )
     frequencies = np.array(kind.frequencies, dtype=np.float64)
@@ -50,7 +53,7 @@ def rope_difference(tables: Tables, kind: RopeKind, max_context: int) -> str:
                 pair = int(np.argmax(np.nan_to_num(off - allowed, nan=np.inf)))
                 return (
                     f"table {table.name!r} has {_row(table, row)[pair]:.6g} at position {row}, "
-                    f"pair {pair}, the rope {kind.factor * wanted[pair]:.6g}"
+                    f"pair {pair}, but the config's RoPE gives {kind.factor * wanted[pair]:.6g}"
                 )
     return ""
 

@@ -245,7 +245,7 @@ def _pack_into_file(job: _Job, path: Path, cache_dir: Path | None) -> PackedWeig
     size = _size(job.header)
     free = free_bytes(path.parent)
     if free < size:
-        raise OSError(f"{free / 1e6:.1f} MB are free")
+        raise OSError(f"only {free / 1e6:.1f} MB are free")
     file = open_unfinished(path.parent)
     try:
         with file:

@@ -133,7 +133,8 @@ class PackedQuantSource:
         minima = (scales.astype(np.float32) * zeros.astype(np.float32)).astype(np.float16)
         if not np.isfinite(minima).all():
             raise ModelFormatError(
-                f"{self.file_of(name)}: tensor '{module}.scales' is too large for float16 minima"
+                f"{self.file_of(name)}: tensor '{module}.scales' times the zero points exceeds the "
+                "range of float16"
             )
         return QuantRows("int4-asym", codes, spread, np.repeat(minima, times, axis=1)[:, :groups])
 

@@ -53,7 +53,7 @@ def with_found_head(
         return config
     _LOG.warning(
         "%s has a head that differs from the embedding; using it, although the config does not "
-        "name it",
+        "mention it",
         other,
     )
     return {**config, "tie_word_embeddings": False}

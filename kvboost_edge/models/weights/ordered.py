@@ -96,7 +96,8 @@ class HalvedSource(WrappedSource):
         dim = len(self._order)
         if rows % dim or not 0 <= start < stop <= rows:
             raise ModelFormatError(
-                f"tensor {name!r} has {rows} rows; asked for {start} to {stop}, heads of {dim}"
+                f"rows {start} to {stop} of tensor {name!r} cannot be read: it has {rows} rows, "
+                f"and heads of {dim}"
             )
         index = np.arange(start, stop, dtype=np.int64)
         stored: npt.NDArray[np.int64] = index // dim * dim + self._order[index % dim]
@@ -232,7 +233,7 @@ class MixerSource(WrappedSource):
         """
         if not 0 <= start < stop <= self.shape(name)[0]:
             raise ModelFormatError(
-                f"tensor {name!r} has {self.shape(name)[0]} rows; asked for {start} to {stop}"
+                f"tensor {name!r} has no rows {start} to {stop} of {self.shape(name)[0]}"
             )
         index = np.arange(start, stop, dtype=np.int64)
         dim = self._head_dim
@@ -329,5 +330,5 @@ class PieceSource(WrappedSource):
     def _range(self, name: str, start: int, stop: int) -> tuple[int, int]:
         rows = self.shape(name)[0]
         if not 0 <= start <= stop <= rows:
-            raise ModelFormatError(f"tensor {name!r} has {rows} rows; asked for {start} to {stop}")
+            raise ModelFormatError(f"tensor {name!r} has no rows {start} to {stop} of {rows}")
         return start, stop

@@ -132,7 +132,9 @@ class RowTable:
         highest = int(token_ids.max())
         if lowest < 0 or highest >= self.num_rows:
             wrong = lowest if lowest < 0 else highest
-            raise RequestError(f"token {wrong} has no row in a table of {self.num_rows}")
+            raise RequestError(
+                f"token {wrong} is outside the table, which has {self.num_rows} rows"
+            )
         size = self._stored.row_bytes
         start = self._stored.start
         data = np.empty((len(token_ids), size), dtype=np.uint8)

@@ -189,7 +189,7 @@ def _with_experts(entries: _Entries) -> _Entries:
         pieces = expert_rows(name, entry.shape) or [ExpertRows(name, 0, entry.shape)]
         for piece in pieces:
             if piece.name in found or (piece.name != name and piece.name in entries):
-                raise ModelFormatError(f"{file.path}: duplicate {piece.name!r} for tensor {name!r}")
+                raise ModelFormatError(f"{file.path}: tensor {name!r} duplicates {piece.name!r}")
             start, stop = piece.bytes_in(entry.start, entry.stop, entry.shape)
             found[piece.name] = TensorEntry(piece.name, entry.dtype, piece.shape, start, stop), file
     return found

@@ -126,7 +126,7 @@ REFUSED = {
     ),
     "states alone": ({"model_type": "mamba2"}, "models without attention layers"),
     "decays by channel": ({"model_type": "kimi_linear"}, "a decay per channel"),
-    "head gates": ({"model_type": "lfm3"}, "gates of heads"),
+    "head gates": ({"model_type": "lfm3"}, "gates per head"),
     "hyper-connections": ({"model_type": "qwen4_exp"}, "several streams"),
     "ALiBi": ({"model_type": "bloom"}, "ALiBi"),
     "own attention": ({"model_type": "gptj"}, "in its own modules"),

@@ -45,14 +45,14 @@ def test_a_directory_without_them_says_nothing(tmp_path):
         (
             {"pooling_mode_cls_token": True},
             KINDS,
-            "has pooling cls_token; supported: lasttoken or mean_tokens",
+            "selects pooling cls_token; exactly one of lasttoken and mean_tokens",
         ),
         (
             {"pooling_mode_mean_tokens": True, "pooling_mode_max_tokens": True},
             KINDS,
-            "has pooling mean_tokens, max_tokens",
+            "selects pooling mean_tokens, max_tokens",
         ),
-        ({}, KINDS, "has pooling nothing"),
+        ({}, KINDS, "selects pooling nothing"),
         ([], KINDS, "must hold a JSON object"),
         (
             {"pooling_mode": "lasttoken"},
@@ -74,7 +74,7 @@ def test_other_poolings_are_refused_by_name(tmp_path, settings, kinds, message):
 
 def test_damaged_files_are_named(tmp_path):
     (tmp_path / "modules.json").write_text("{}")
-    with pytest.raises(ModelFormatError, match=r"modules.json must hold a list of objects"):
+    with pytest.raises(ModelFormatError, match=r"modules.json must contain a list of objects"):
         read_pooling(tmp_path)
     (tmp_path / "modules.json").write_text(
         json.dumps([{"path": "1_Pooling", "type": "models.Pooling"}])

@@ -306,17 +306,17 @@ REFUSED = {
     "a long list of widths": (
         SMALL,
         {"keys": {"feed_forward_length": [96] * 9}},
-        "has 9 entries for 8 layers",
+        "has 9 entries, but the model has 8 layers",
     ),
     "three widths": (
         SMALL,
         {"keys": {"feed_forward_length": [96, 97, *[96] * 6]}},
-        "must be one width for the first 5 layers",
+        "must be the same for the first 5 layers",
     ),
     "another width of sharing layers": (
         SMALL,
         {"keys": {"feed_forward_length": [96] * 5 + [288] * 3}},
-        "or twice that for the others",
+        "the same or twice as large for the others",
     ),
     "a list of no width": (
         SMALL,
@@ -331,7 +331,7 @@ REFUSED = {
     "few heads": (
         LARGE,
         {"keys": {"attention.head_count_kv": [2] * 7}},
-        "has 7 entries for 8 layers",
+        "has 7 entries, but the model has 8 layers",
     ),
     "other heads with values": (
         SMALL,
@@ -341,12 +341,12 @@ REFUSED = {
     "all shared": (
         SMALL,
         {"keys": {"attention.shared_kv_layers": 8}},
-        "shared_kv_layers=8 leaves none of 8 layers",
+        "shared_kv_layers=8 must be less than the number of layers, 8",
     ),
     "more shared": (
         SMALL,
         {"keys": {"attention.shared_kv_layers": 2**31}},
-        "shared_kv_layers=2147483648 leaves none",
+        "shared_kv_layers=2147483648 must be less than",
     ),
     "values of some layers": (
         LARGE,
@@ -356,7 +356,7 @@ REFUSED = {
     "no values where it slides": (
         SMALL,
         {"more": {"blk.0.attn_v.weight": None}},
-        "'blk.0.attn_v.weight': either all",
+        "'blk.0.attn_v.weight'; only full-attention layers",
     ),
     "values of another length": (
         SMALL,

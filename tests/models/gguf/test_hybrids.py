@@ -222,13 +222,13 @@ KEYS = {
     "one head too many": (
         "lfm2",
         {"attention.head_count_kv": [0, 2, 0, 2]},
-        "has 4 entries for 5 layers",
+        "has 4 entries, but the model has 5 layers",
     ),
     "no taps": ("lfm2", {"shortconv.l_cache": None}, r"lacks the key 'lfm2\.shortconv\.l_cache'"),
     "softmax for sigmoid": (
         "lfm2_moe",
         {"expert_gating_func": 1},
-        "expert_gating_func=1 must be 2, the sigmoid",
+        r"expert_gating_func=1 must be 2 \(sigmoid\)",
     ),
     "a scale of shares": (
         "lfm2_moe",
@@ -238,12 +238,12 @@ KEYS = {
     "heads of values of another size": (
         "qwen3_5_text",
         {"ssm.inner_size": 64},
-        "must be 4 value heads of 32",
+        "must equal ssm.time_step_rank=4 x ssm.state_size=32",
     ),
     "keys and an MLP in a layer": (
         "nemotron_h",
         {"feed_forward_length": [0, 96, 96, 0, 96]},
-        "=96 of layer 2, which also has 2 KV heads",
+        "=96 is not supported in layer 2, which has 2 KV heads",
     ),
     "values that are no heads": (
         "nemotron_h",
@@ -258,7 +258,7 @@ KEYS = {
     "softmax of Nemotron": (
         "nemotron_h-moe",
         {"expert_gating_func": 1},
-        "expert_gating_func=1 must be 2, the sigmoid",
+        r"expert_gating_func=1 must be 2 \(sigmoid\)",
     ),
     "groups of experts": (
         "nemotron_h-moe",
@@ -273,7 +273,7 @@ KEYS = {
     "no layers of its own": (
         "qwen3_5_text",
         {"nextn_predict_layers": 5},
-        "leaves none of block_count=5 layers",
+        "must be less than block_count=5",
     ),
     "states without heads": (
         "granitemoehybrid-h",

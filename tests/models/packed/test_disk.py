@@ -66,7 +66,7 @@ def test_a_full_disk_is_found_before_anything_is_packed(
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
     assert content(load(model_dir, tmp_path)) == good
     assert re.search(
-        r"weights \(0\.\d MB\) cannot be stored in .*packed \(0\.0 MB are free\)", caplog.text
+        r"weights \(0\.\d MB\) cannot be stored in .*packed \(only 0\.0 MB are free\)", caplog.text
     )
     assert list((tmp_path / "packed").iterdir()) == []
 

@@ -92,7 +92,7 @@ TENSORS = {
     ),
     "twice": (
         _both,
-        r"duplicate 'model\.layers\.\d\.mlp\.experts\.0\.\w+\.weight' for tensor",
+        r"tensor '.*' duplicates 'model\.layers\.\d\.mlp\.experts\.0\.\w+\.weight'",
     ),
     "a router with NaN": (_broken_router, r"mlp\.gate\.weight' .*holds NaN or infinity"),
     "a router of other rows": (
@@ -124,7 +124,7 @@ CONFIGS = {
     "step": ({"decoder_sparse_step": 0}, "decoder_sparse_step=0 must be an integer from 1"),
     "layers": (
         {"mlp_only_layers": [2]},
-        r"mlp_only_layers=\[2\] must be layer indices below 2",
+        r"mlp_only_layers=\[2\] must be a list of layer indices below 2",
     ),
 }
 

@@ -49,7 +49,8 @@ def test_rows_that_are_not_whole_heads_are_refused(tmp_path):
     path = save_gguf("ernie4_5", tmp_path, WIDE)
     with HalvedSource(GgufSource(read_gguf(path)), 96, 48) as source:
         with pytest.raises(
-            ModelFormatError, match=r"q_proj.weight' has 256 rows; asked for 0 to 256, heads of 96"
+            ModelFormatError,
+            match=r"q_proj.weight' cannot be read: it has 256 rows, and heads of 96",
         ):
             source.rows(QUERY)
         assert source.file_of(QUERY) == path
