@@ -39,7 +39,13 @@ SNIPPETS = {
         textwrap.dedent(code)
         for _, code in PYTHON.findall((ROOT / name).read_text(encoding="utf-8"))
     ]
-    for name in ("README.md", "docs/python.md", "docs/lmcache.md", *GUIDES)
+    for name in (
+        "README.md",
+        "docs/python.md",
+        "docs/lmcache.md",
+        "docs/structured.md",
+        *GUIDES,
+    )
 }
 
 

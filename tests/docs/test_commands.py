@@ -75,7 +75,7 @@ def test_a_guide_has_every_part(path):
     assert re.search(r"^1\. ", text, flags=re.MULTILINE)
     assert "\n## Check that it works\n" in text
     assert "\n## If it does not\n" in text
-    assert "\nReference: [" in text
+    assert "\nSee also " in text
 
 
 def test_the_tutorial_finds_the_source_that_it_asks_about():
