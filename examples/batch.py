@@ -1,4 +1,4 @@
-"""Ask several questions about one document in a batch. The document is computed once for all."""
+"""Ask several questions about one document in a batch. The document is computed only once."""
 
 import argparse
 import time

@@ -1,4 +1,4 @@
-"""Chat with a model. Each turn computes only its new text: the KV cache holds the turns before."""
+"""Chat with a model. Each turn computes only its new text, because the KV cache holds earlier turns."""
 
 import argparse
 

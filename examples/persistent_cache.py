@@ -1,4 +1,4 @@
-"""Load a prompt's KV cache from disk after a restart, in place of computing it again."""
+"""Load a prompt's KV cache from disk after a restart instead of recomputing it."""
 
 import argparse
 import tempfile

@@ -1,7 +1,7 @@
 """Answer a question from the most similar facts (retrieval-augmented generation).
 
 The bundled model was not trained for embeddings, so each text gets an ending that asks for its
-subject. The right fact is then among the first three for 7 of 10 questions. For real use give an
+subject. The right fact is then among the first three for 7 of 10 questions. For real use, pass an
 embedding model, such as --embedding-model Qwen/Qwen3-Embedding-0.6B-GGUF:Q8_0.
 """
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from kvboost_edge import CPUPagedEngine
 
 DOCUMENT = resources.files("kvboost_edge") / "assets/demo_document.txt"
-ENDING = " The name of"  # for models that generate: their next words name the subject
+ENDING = " The name of"  # makes a generative model name the subject next
 
 
 def most_similar(engine, ending, facts, question):

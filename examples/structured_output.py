@@ -1,7 +1,7 @@
 """Constrain answers to a list of choices, a regular expression or a JSON schema.
 
-Needs the extra [structured]. The bundled model has seen no JSON: its object matches the schema, but
-its values may be wrong. For real use give a trained model, such as
+This example needs the extra [structured]. The bundled model was not trained on JSON. Its object
+matches the schema, but the values may be wrong. For real use, pass another model, such as
 --model Qwen/Qwen2.5-0.5B-Instruct-GGUF:Q4_K_M.
 """
 

@@ -1,7 +1,7 @@
-"""Let a model call a function, and answer from its result, over HTTP (extra [server]).
+"""Let a model call a function over HTTP and answer from the result (extra [server]).
 
 A call always names one of the tools, and its arguments match their schema. The bundled model was
-not trained with tools, so it may ask for the wrong thing. For real use give a trained model, such
+not trained with tools, so it may choose the wrong arguments. For real use, pass another model, such
 as --model Qwen/Qwen2.5-1.5B-Instruct-GGUF:Q4_K_M.
 """
 
@@ -25,7 +25,7 @@ FUNCTION = {
 
 
 def read_url(log):
-    """Return the server's URL from its log, or exit with the last line of it."""
+    """Return the server's URL from its log, or exit with the last line of the log."""
     line = "the server wrote no log"
     for line in log:
         if '"listening"' in line:
@@ -51,7 +51,7 @@ def answer(url, question):
         result = f"The colour of {thing} is {COLOURS[thing]}."
         print("result:", result)
         messages.append({"role": "tool", "tool_call_id": call["id"], "content": result})
-    return post(url, messages)["content"]  # without tools: a small model would call again
+    return post(url, messages)["content"]  # no tools here, because a small model would call again
 
 
 def main():

@@ -17,7 +17,7 @@ export const CAUSES = {
   other_position: ["reused at other positions", "plain", ""],
   bypassed: ["cache not used", "plain", "The mode or prompt_logprobs does not read the cache."],
   not_started: ["ended while waiting", "plain", ""],
-  not_compared: ["not compared", "plain", "The server keeps no requests (--request-history 0)."],
+  not_compared: ["not compared", "plain", "The server does not record requests (--request-history 0)."],
   other_message: ["last message changed", "good", ""],
   new_text: ["new text only", "good", ""],
   tail: ["only the last block", "good", ""],

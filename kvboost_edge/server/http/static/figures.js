@@ -5,7 +5,7 @@ import { button, element } from "/static/dom.js";
 import { count, duration, percent, plural, rate } from "/static/format.js";
 
 const NOTICEABLE_MS = 100;
-const APPROXIMATE = "part of the prompt was reused from another position; a full computation may give a different answer";
+const APPROXIMATE = "part of the prompt was reused from another position, so a full computation may give a different answer";
 const REASONS = {
   first_seen: "new prefix",
   evicted: "evicted",

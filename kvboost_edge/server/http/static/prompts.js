@@ -91,7 +91,7 @@ export class Prompts {
     // Moving a row would lose the keyboard focus.
     [...rows.values()].forEach(({ root }, place) => { if (list.children[place] !== root) list.insertBefore(root, list.children[place] ?? null); });
     this.#rows = rows;
-    const none = kept > 0 ? "None yet." : "The server keeps no requests (--request-history 0).";
+    const none = kept > 0 ? "None yet." : "The server does not record requests (--request-history 0).";
     byId("prompts-note").textContent = requests.length > 0 ? overall(requests) : none;
     byId("prompts-legend").hidden = requests.length === 0;
     this.#filter();

@@ -9,7 +9,7 @@ export const FIELDS = [
   { name: "temperature", label: "Temperature", low: 0, high: 2, integer: false, hint: "0 takes the most likely token" },
   { name: "top_p", label: "Top p", low: 0, high: 1, integer: false, openLow: true, hint: "above 0, up to 1" },
   { name: "top_k", label: "Top k", low: -1, high: 1000000, integer: true, hint: "0 or −1: off" },
-  { name: "min_p", label: "Min p", low: 0, high: 1, integer: false, hint: "least probability, relative to the most likely token" },
+  { name: "min_p", label: "Min p", low: 0, high: 1, integer: false, hint: "minimum probability, relative to the most likely token" },
   { name: "max_tokens", label: "Max tokens", low: 1, high: 16777216, integer: true, hint: "length of an answer" },
   { name: "seed", label: "Seed", low: 0, high: Number.MAX_SAFE_INTEGER, integer: true, hint: "same seed, same answer" },
 ];

@@ -113,7 +113,7 @@ class CallView {
   settle(result) {
     this.call.result = result;
     this.#field.remove();
-    this.root.append(result === null ? element("p", { class: "note", text: "No result was entered; this call is not sent again." }) : given(result));
+    this.root.append(result === null ? element("p", { class: "note", text: "No result was entered, so this call is not sent again." }) : given(result));
   }
 }
 

@@ -145,7 +145,7 @@ class StepView {
 function errorBox(error) {
   const known = error instanceof ApiError;
   const box = element("div", { class: "error", role: "alert" });
-  box.append(element("p", { text: known ? error.message : "The page itself failed." }));
+  box.append(element("p", { text: known ? error.message : "An error occurred in this page." }));
   const detail = known ? error.detail : String(error);
   if (detail !== "") box.append(element("p", { class: "said", text: detail }));
   if (known && error.requestId !== "") {

@@ -151,7 +151,7 @@ def test_a_call_without_a_result_is_not_sent_again(weather):
     weather.ask("Never mind. Hello?")
     assert weather.asked(2)["messages"] == [{"role": "user", "content": "Never mind. Hello?"}]
     first = weather.locator(".turn").first
-    expect(first).to_contain_text("No result was entered; this call is not sent again.")
+    expect(first).to_contain_text("No result was entered, so this call is not sent again.")
     assert first.locator("textarea").count() == 0
     assert first.get_by_role("button", name="Send result").count() == 0
     weather.end("stop")
