@@ -108,18 +108,27 @@ def test_search_finds_a_page_also_in_a_site_opened_as_a_file(place, visit, origi
     assert page.locator("h1").inner_text().startswith("Speculative decoding")
 
 
-def test_the_search_finds_an_option_by_its_flag(visit, origin):
+@pytest.mark.parametrize(
+    ("words", "searched", "target"),
+    [
+        ("--max-memory", "max-memory", "reference/options.html"),
+        ("response_format", "response_format", "structured.html"),
+        ("Q4_K_M", "Q4_K_M", "models.html"),
+        ("image_url", "image_url", "apis.html"),
+    ],
+)
+def test_the_search_finds_a_name(words, searched, target, visit, origin):
     page = visit(f"{origin}/index.html")
     field = page.locator(".md-search__input")
-    found = page.locator(".md-search-result__link[href*='reference/options.html']").first
+    found = page.locator(f".md-search-result__link[href*='{target}']").first
     for _ in range(30):
         field.fill("")
-        field.press_sequentially("--max-memory")
+        field.press_sequentially(words)
         page.wait_for_timeout(1000)
         if found.is_visible():
             break
     assert found.is_visible()
-    assert field.input_value() == "max-memory"
+    assert field.input_value() == searched
 
 
 def test_the_scheme_can_be_chosen_and_stays(visit, origin):
