@@ -1,4 +1,4 @@
-"""Chat with a model. Each turn computes only its new text, because the KV cache holds earlier turns."""
+"""Chat with a model. Each turn computes only its new text, since the cache holds earlier turns."""
 
 import argparse
 
