@@ -57,7 +57,7 @@ class BlockContents:
         self._evicted: dict[int, PrefixEntry] = {}
 
     def track(self) -> None:
-        """Start to record published and evicted blocks."""
+        """Start logging published and evicted blocks."""
         self._tracks = True
 
     def keep_inside(self, *roots: bytes) -> None:

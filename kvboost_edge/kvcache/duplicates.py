@@ -56,7 +56,7 @@ class DuplicateBlocks:
     def keep_apart(self) -> None:
         """Stop replacing blocks with duplicates.
 
-        Needed for models in which equal tokens can have different KV.
+        Needed if blocks with equal tokens may have different contents.
         """
         self._is_disabled = True
 

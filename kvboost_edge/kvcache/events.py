@@ -106,7 +106,10 @@ class EventLog:
         self._note(state)
 
     def dropped(self, block_id: int) -> None:
-        """Record that a snapshot was dropped. Must be called before `left` for the same block."""
+        """Record that a snapshot was dropped.
+
+        This must be called before `left` for the same block.
+        """
         state = self._state_of(block_id)
         self._states[state] -= 1
         if not self._states[state]:

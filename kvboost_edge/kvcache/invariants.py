@@ -34,7 +34,9 @@ def check_tables(
     if {id(table) for table in tables} != {id(table) for table in live.values()} or len(
         tables
     ) != len(live):
-        raise CacheCorruption(f"{len(live)} tables are live, but the check got {len(tables)}")
+        raise CacheCorruption(
+            f"{len(live)} tables are live, but {len(tables)} were passed to the check"
+        )
     claims: dict[bytes, int] = {}
     for table in tables:
         own = [*own_blocks(table, block_size).values(), *table.reserve]
@@ -48,12 +50,13 @@ def check_tables(
         if table.num_computed_tokens > table.num_slots(block_size):
             raise CacheCorruption(
                 f"a table of {len(table.block_ids)} blocks has {table.num_computed_tokens} "
-                "computed tokens"
+                "computed tokens, more than its blocks hold"
             )
         _check_segments(table, block_size)
         if table._num_hashed > len(table.block_ids):
             raise CacheCorruption(
-                f"a table of {len(table.block_ids)} blocks has {table._num_hashed} hashed blocks"
+                f"a table of {len(table.block_ids)} blocks has more hashed blocks, "
+                f"{table._num_hashed}"
             )
         if any(index >= len(table.block_ids) for index in (*table._duplicates, *table._withdrawn)):
             raise CacheCorruption(

@@ -212,7 +212,7 @@ class QueryProbe(Probe):
             self._weights[start] += mass
 
     def _stretches(self) -> list[tuple[int, int, Span | None]]:
-        """Return the stretches outside spans as (start, stop, None), last one first."""
+        """Return the stretches outside spans, last one first, as (start, stop, None)."""
         position = self._table.num_computed_tokens
         found = list[tuple[int, int, Span | None]]()
         for span in self._table.spans:

@@ -1,4 +1,4 @@
-"""Recompute settings for reused tokens."""
+"""Settings for recomputing reused tokens."""
 
 from __future__ import annotations
 

@@ -84,11 +84,11 @@ class Tier(Protocol):
         ...
 
     def ask(self, prefix_hashes: Sequence[bytes]) -> list[bool]:
-        """Return for each block whether it is stored, without verifying it. May do I/O."""
+        """Return whether each block is stored, without verifying its contents. May do I/O."""
         ...
 
     def known(self) -> list[bytes]:
-        """Return the blocks for which `holds` is True."""
+        """Return the prefix hashes for which `holds` returns True."""
         ...
 
     def dropped(self, prefix_hash: bytes) -> bool:
@@ -233,4 +233,4 @@ class OffloadStore:
         """Cancel a load. Chunks already being read and the final chunk are still delivered."""
 
     def touch(self, prefix_hashes: Sequence[bytes]) -> None:
-        """Record a use of these blocks, given in the order of their chain."""
+        """Record a use of these blocks, which are in the order of their chain."""

@@ -124,7 +124,7 @@ class IOThread(OffloadStore):
         return bool(self._storing())
 
     def lacking(self, prefix_hashes: Sequence[bytes]) -> list[bool]:
-        """Return for each block whether it is missing from a tier that currently stores blocks."""
+        """Return whether each block is missing from some tier that currently stores blocks."""
         tiers = self._storing()
         return [
             any(tier.holds(prefix_hash) is not True for tier in tiers)
@@ -319,7 +319,7 @@ class IOThread(OffloadStore):
             ends = [end for end in ends if end <= reach]
 
     def _ask(self, prefix_hashes: Sequence[bytes]) -> list[bool]:
-        """Return for each block or state whether some tier reports it as stored."""
+        """Return whether each block or state is stored in some tier."""
         found = [False] * len(prefix_hashes)
         for tier in self._working():
             try:

@@ -155,8 +155,8 @@ class CachedOrder(Generic[K]):
         self._capacity = capacity
         self.once_share = capacity // _LEAST_SHARE
         self._window = window
-        # Each owner's window, oldest entry first: key -> rank after leaving the window, ONCE or
-        # AGAIN.
+        # Recency window of each owner, oldest entry first: key -> rank of the entry outside the
+        # window.
         self._recent: dict[bytes, OrderedDict[K, int]] = {}
         self._once: _Line[K] = _Line()
         self._again: _Line[K] = _Line()
@@ -164,7 +164,8 @@ class CachedOrder(Generic[K]):
         self._retained: _Line[K] = _Line()
         self._lines = (self._once, self._again, self._retained)
         self._where: dict[K, _Queue[K]] = {}
-        self._counts: dict[bytes, int] = {}  # number of entries by owner, only owners with entries
+        # Number of entries by owner, without owners that have none.
+        self._counts: dict[bytes, int] = {}
         self._floor = capacity // 2
         self._num_guarded = 0  # number of entries within their owners' floors
         self._evicted = [0, 0]  # recent evictions after a single use, and after repeated use

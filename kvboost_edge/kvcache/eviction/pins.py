@@ -114,10 +114,10 @@ class Pins:
         return list(self._owners.values()).count(owner)
 
     def check_size(self, num_tokens: int, share: float = 1.0) -> None:
-        """Check that a prompt is small enough to be pinned if there were no other pins.
+        """Check that a prompt could be pinned if there were no other pins.
 
         Args:
-            num_tokens: tokens of the prompt.
+            num_tokens: number of tokens in the prompt.
             share: the owner's share of `max_blocks`.
 
         Raises:

@@ -202,7 +202,7 @@ class StateSlots:
         return slot
 
     def share(self, slot: int) -> None:
-        """Add a reference to a slot in use. If it holds a snapshot, this counts as a use."""
+        """Add a reference to a slot in use. This counts as a use if the slot holds a snapshot."""
         if not self._refs[slot]:
             raise CacheCorruption(f"state slot {slot} is empty and cannot be shared")
         if slot in self._snapshots:

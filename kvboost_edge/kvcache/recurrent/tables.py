@@ -128,15 +128,15 @@ class _State:
         position: number of tokens that the state covers.
         following: slot that the next pass writes if `slot` is a snapshot, or -1 if none is
             allocated.
-        wanted: position -> reason for a snapshot there.
+        wanted: position at which to take a snapshot -> reason for it.
         known: number of tokens when the table was opened. Later tokens belong to the answer.
         planned: position at the end of the running pass, or None if no pass is running.
         saves: (position, slot, reason) for each snapshot of the running pass. At the end of the
             pass, `slot` is the one that the next pass writes, or -1 if it is allocated at commit.
         tail: (block, serial of its entry) of the latest snapshot in the answer, or None.
         replayed: number of tokens whose KV is cached but which are recomputed for their state.
-        awaited: whether the table is waiting for a state to be loaded. Its blocks are loaded
-            without one.
+        awaited: whether the table is waiting for a state to be loaded. Until then, its blocks are
+            committed without a state.
     """
 
     slot: int = -1
@@ -430,9 +430,9 @@ class TableStates:
     def arrive(self, table: BlockTable, num_blocks: int, write: Callable[[int], None]) -> None:
         """Store a loaded state, which covers the first `num_blocks` blocks of a waiting table.
 
-        The state after the last block becomes the table's own. A state after an earlier block
-        becomes a snapshot for tables opened later, and this table no longer holds one. If this
-        method raises, the table is still waiting.
+        If the state covers all blocks of the table, the table continues from it. Otherwise the
+        state becomes a snapshot for tables opened later, and this table keeps waiting without a
+        state. The table also keeps waiting if this method raises.
 
         Args:
             table: waiting table, whose first `num_blocks` blocks are loaded.
@@ -632,7 +632,7 @@ class TableStates:
             state = self._states[table._serial]
             if state.position != table.num_computed_tokens:
                 raise CacheCorruption(
-                    f"a state covers {state.position} tokens of a table with "
+                    f"a state covers {state.position} tokens, but its table has "
                     f"{table.num_computed_tokens} computed tokens"
                 )
             if not state.awaited and (state.slot < 0) != (state.position == 0):

@@ -43,7 +43,7 @@ class Cleaner:
         self.copied_bytes = 0
 
     def make_room(self, nbytes: int) -> bool:
-        """Delete segments until a new one of `nbytes` fits, and return whether it does."""
+        """Delete segments until a new segment of `nbytes` fits, and return whether it does."""
         while self._excess(nbytes) > 0:
             if self._room.take_from_others():
                 continue
@@ -82,7 +82,11 @@ class Cleaner:
         )
 
     def _evict_down_to(self, nbytes: int, victim: SegmentFile) -> SegmentFile:
-        """Evict blocks until a settled segment has at most `nbytes` live bytes, and return it."""
+        """Evict blocks until some settled segment has at most `nbytes` live bytes.
+
+        Returns:
+            that segment, or the emptiest one if there are no more blocks to evict.
+        """
         live = self._index.live
         settled = {segment.number: segment for segment in self._segments.settled()}
         while live[victim.number] > nbytes and (entry := self._evict()) is not None:

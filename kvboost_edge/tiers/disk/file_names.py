@@ -90,7 +90,7 @@ def write_whole(files: Files, path: Path, data: bytes, *, durable: bool = True) 
     Args:
         files: system calls to use.
         path: path of the file, which is replaced if it exists.
-        data: its contents.
+        data: contents to write.
         durable: sync the contents to the device before the file is renamed to `path`.
 
     Raises:

@@ -130,7 +130,7 @@ class Files:
         return os.fstat(handle).st_nlink == 0
 
     def is_same(self, handle: int, path: Path) -> bool:
-        """Return whether `path` still refers to an open file."""
+        """Return whether `path` refers to the open file `handle`."""
         try:
             return os.path.samestat(os.fstat(handle), os.stat(path, follow_symlinks=False))
         except (FileNotFoundError, NotADirectoryError):

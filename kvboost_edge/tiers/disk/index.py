@@ -79,7 +79,7 @@ class IndexEntry:
 
 
 class Index:
-    """Stored blocks by prefix hash, with one LRU order for probation and one for proven blocks.
+    """Stored blocks by prefix hash, with separate LRU orders for new and proven blocks.
 
     Attributes:
         nbytes: size of all records, in bytes.

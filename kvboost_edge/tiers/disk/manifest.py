@@ -20,7 +20,8 @@ from kvboost_edge.tiers.record import ALIGNMENT
 __all__ = ["decode_manifest", "encode_manifest"]
 
 _MAGIC = b"KVBORD\x00\x01"
-_FIXED = struct.Struct("<8s32sIIQ")  # magic, space, frontier: segment, records, frontier: offset
+# Magic, space, frontier segment, number of records, frontier offset.
+_FIXED = struct.Struct("<8s32sIIQ")
 _SUM_BYTES = 16
 _PROVEN = 1 << 63
 

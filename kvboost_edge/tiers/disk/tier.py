@@ -30,7 +30,7 @@ _SPACE_BYTES = 32
 
 
 class _Shared:
-    """Store with the number of tiers that use it."""
+    """Store that several tiers share, with the number of tiers that use it."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
@@ -42,7 +42,7 @@ _stores_lock = threading.Lock()
 
 
 class DiskTier:
-    """Tier in a local directory, created with `open`. The protocol is `tiers.base.Tier`."""
+    """`Tier` that stores blocks in a local directory. Create it with `open`."""
 
     name = "disk"
 
@@ -107,15 +107,15 @@ class DiskTier:
         """Do nothing, because `open` has already checked the directory."""
 
     def holds(self, prefix_hash: bytes) -> bool:
-        """Return whether the block is stored, although it may turn out to be damaged."""
+        """Return whether the block is stored. Its contents are not verified."""
         return self._store is not None and prefix_hash in self._store.index
 
     def ask(self, prefix_hashes: Sequence[bytes]) -> list[bool]:
-        """Return for each block whether it is stored. For this tier, this does no I/O."""
+        """Return whether each block is stored. This does no I/O."""
         return [self.holds(prefix_hash) for prefix_hash in prefix_hashes]
 
     def known(self) -> list[bytes]:
-        """Return all stored blocks."""
+        """Return the prefix hashes of all stored blocks."""
         return [] if self._store is None else self._store.index.hashes()
 
     def dropped(self, prefix_hash: bytes) -> bool:

@@ -138,7 +138,7 @@ class RedisTier:
         return True if seen is not None and self._clock() - seen < self._seen_s else None
 
     def known(self) -> list[bytes]:
-        """Return the blocks for which `holds` is True."""
+        """Return the prefix hashes for which `holds` returns True."""
         since = self._clock() - self._seen_s
         if self._closed or self._server.is_off:
             return []
@@ -185,7 +185,7 @@ class RedisTier:
         return True
 
     def ask(self, prefix_hashes: Sequence[bytes]) -> list[bool]:
-        """Return for each block whether the server has an unverified value for it. Does I/O."""
+        """Return whether the server has a value for each block, without verifying it. Does I/O."""
         commands: list[Command] = [
             ("EXISTS", *keys_of(self._space, prefix_hash, 0)) for prefix_hash in prefix_hashes
         ]
@@ -485,5 +485,5 @@ def _batches(sizes: Sequence[int]) -> Iterator[list[int]]:
 
 
 def _at_once(value_bytes: int) -> int:
-    """Return how many commands make a pipeline of about 8 MiB, for values of this length."""
+    """Return how many commands fit in a pipeline of about 8 MiB, for values of this length."""
     return max(1, _PIPELINE_BYTES // piece_lengths(value_bytes)[0])
