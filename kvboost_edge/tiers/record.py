@@ -15,7 +15,7 @@
 
 The payload is a copy of the block's bytes in the pool. A header takes 256 bytes with 16 tokens per
 block. The SHA-256 chain identifies the block. xxh3-128 (75 GB/s) detects damage but not tampering.
-Tiers that other clients can write to add a keyed MAC.
+A tier on a shared server therefore adds a keyed MAC.
 """
 
 from __future__ import annotations

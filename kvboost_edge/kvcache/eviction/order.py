@@ -109,7 +109,7 @@ class _Line(Generic[K]):
         return None
 
     def second_oldest(self) -> int:
-        """Return a time before which only the first owner in the heap has entries."""
+        """Return a lower bound on the oldest entry of all owners but the first in the heap."""
         return min([stamp for stamp, _ in self.heap[1:3]], default=_NEVER)
 
 

@@ -41,7 +41,7 @@ __all__ = [
 
 # A prompt's checkpoints are thinned out if they need more than 1/8 of the slots.
 _CHECKPOINT_SHARE = 8
-_EVERY_BLOCK_SHARE = 2  # the same for checkpoints after every block: more than 1/2 of the slots
+_EVERY_BLOCK_SHARE = 2  # checkpoints after every block are thinned out if they need more than 1/2
 _BOUNDARY_SHARE = 4  # a prompt's message boundaries take at most 1/4 of the slots, but at least two
 
 

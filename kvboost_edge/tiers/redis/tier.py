@@ -426,8 +426,8 @@ class RedisTier:
     def _lost(self, *prefix_hashes: bytes) -> None:
         """Record that the first of these blocks is missing from the server.
 
-        The other blocks follow it in the chain and are probably gone too, so none counts as seen
-        any longer.
+        The other blocks follow it in the chain and are probably gone too. All of them are removed
+        from the blocks known to be on the server.
         """
         with self._lock:
             self._dropped.add(hash_ for hash_ in prefix_hashes[:1] if hash_ in self._seen)
