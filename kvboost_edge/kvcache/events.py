@@ -40,7 +40,7 @@ class EventLog:
     Args:
         index: the prefix index.
         num_blocks: number of blocks in the pool.
-        slots: snapshots of recurrent state, or None if the model has no recurrent layers.
+        slots: snapshots of recurrent state, or None for models without recurrent layers.
     """
 
     __slots__ = (

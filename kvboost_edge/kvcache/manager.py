@@ -50,7 +50,7 @@ class KVCacheManager(PoolUsage):
         whole_blocks: full blocks are never rewritten, because their KV is quantized. See `Lookup`.
         policy: factory that builds the eviction policy.
         max_pinned_blocks: maximum number of pinned blocks. None means half the pool.
-        state_sizes: sizes for recurrent state, or None if the model has no recurrent layers.
+        state_sizes: sizes for recurrent state, or None for models without recurrent layers.
 
     Attributes:
         cow_copies: number of blocks copied because another table still reads the original.
@@ -63,7 +63,7 @@ class KVCacheManager(PoolUsage):
         events: log of prefixes that entered or left the cache, for cache-aware routers.
         duplicates: private blocks that have a published duplicate. See `DuplicateBlocks`.
         pins: pinned and retained prompts. See `Pins`.
-        recurrent: recurrent state of the tables. It is a `NoTableStates` if the model has no
+        recurrent: recurrent state of the tables. It is a `NoTableStates` for models without
             recurrent layers.
         block_size: tokens per block.
     """
@@ -121,7 +121,7 @@ class KVCacheManager(PoolUsage):
 
     @property
     def states(self) -> TableStates | None:
-        """Recurrent state of the tables, or None if the model has no recurrent layers."""
+        """Recurrent state of the tables, or None for models without recurrent layers."""
         return self.recurrent if isinstance(self.recurrent, TableStates) else None
 
     def open_table(

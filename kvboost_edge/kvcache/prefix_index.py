@@ -21,7 +21,7 @@ class PrefixMatch(NamedTuple):
         block_ids: blocks of the prefix, in order.
         prefix_hash: chain hash at the end of the prefix, or the root if it is empty.
         serial: serial of the last block, or `ROOT_SERIAL` if the prefix is empty.
-        next_hash: hash of the next full block, or None if the prompt has no further full block.
+        next_hash: hash of the next full block, or None if the prompt ends before.
         beyond: number of published blocks after the prefix that cannot be shared for lack of a
             snapshot.
     """

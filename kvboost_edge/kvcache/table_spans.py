@@ -72,8 +72,8 @@ class Spans:
         """Place spans in a new table, and allocate blocks for the other tokens.
 
         There must be a whole number of blocks between the matched prefix and the first span, and
-        between consecutive spans. From the first span on, the table publishes no blocks and gives
-        up its claims.
+        between consecutive spans. From the first span on, the table publishes no blocks and drops
+        its claims.
 
         Args:
             table: the new table.

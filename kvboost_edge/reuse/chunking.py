@@ -181,8 +181,8 @@ def _semantic_stops(document: Sequence[int], options: ChunkOptions, piece_of: Pi
     """Return the end positions of a document's chunks.
 
     A chunk ends at the end of a paragraph in the window, or else at the end of a sentence. Among
-    several, the one nearest to chunk_size is chosen. If there are none, the chunk has exactly
-    chunk_size tokens.
+    several, the one nearest to chunk_size is chosen. Without any, the chunk has exactly chunk_size
+    tokens.
     """
     stops: list[int] = []
     target = options.chunk_size

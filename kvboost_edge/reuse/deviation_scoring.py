@@ -39,7 +39,7 @@ class ProbeRow(NamedTuple):
         stop: position after the last token.
         block_ids: blocks with the KV of earlier tokens, followed by the blocks to write.
         segments: positions that the blocks hold. The last segment covers the tokens of this row.
-        stored: slots of the tokens' reused KV, or an empty list if they have none.
+        stored: slots of the tokens' reused KV. Empty for tokens outside spans.
     """
 
     start: int

@@ -194,7 +194,7 @@ def outcome_stamp(
 
 
 def read(stamp: FileStamp, cache_dir: Path | None = None) -> Verdict | None:
-    """Return the stored verdict for a key, or None if there is none."""
+    """Return the stored verdict for a key, or None if it is not stored."""
     facts = recall(stamp, cache_dir)
     try:
         return Verdict(**{field.name: facts[field.name] for field in dataclasses.fields(Verdict)})

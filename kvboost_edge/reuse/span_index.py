@@ -211,8 +211,8 @@ class SpanIndex:
     def _leader_before(self, block_id: int) -> tuple[int, int]:
         """Return the leader of a block's group, and the group leader linked before it.
 
-        A group is the blocks of one root with equal tokens, led by the newest. Either result is
-        NONE if there is no such leader.
+        A group is the blocks of one root with equal tokens, led by the newest. A missing leader is
+        reported as NONE.
         """
         tables = self._tables
         value = tables.hashes[block_id]

@@ -38,7 +38,7 @@ class TierStats:
             device, a full queue, or another process that owns the directory.
         errors: number of failed operations on the device or connection.
         writable: whether the tier currently stores blocks.
-        state: one line that says why the tier stores nothing or what is wrong. "" if all is well.
+        state: one line that describes the current problem, or "".
     """
 
     blocks: int | None = 0
@@ -140,7 +140,7 @@ class Tier(Protocol):
 
 
 class ClosedTier:
-    """Stand-in for a tier that could not be opened. Its `state` reports the reason."""
+    """Replacement of a tier that could not be opened. Its `state` reports the reason."""
 
     def __init__(self, name: str, state: str) -> None:
         self.name = name

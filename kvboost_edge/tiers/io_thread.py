@@ -78,7 +78,7 @@ class IOThread(OffloadStore):
     Args:
         tiers: the tiers.
         block_bytes: payload size of a block, in bytes.
-        state_bytes: size of a recurrent state in bytes, or 0 if the model has no recurrent layers.
+        state_bytes: size of a recurrent state in bytes, or 0 for models without recurrent layers.
     """
 
     def __init__(self, tiers: Sequence[Tier], block_bytes: int, state_bytes: int = 0) -> None:

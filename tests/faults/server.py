@@ -100,8 +100,8 @@ _ENTERING = (
     fault(
         "who waited in the batch window lets all others through",
         "server/work/grouping.py",
-        "            self._drop(key)  # a waiting request computes nothing, so the others wait on\n",
-        "            self.leave(key)\n",
+        "            self._drop(key)\n            raise\n",
+        "            self.leave(key)\n            raise\n",
         f"{_ADMISSION}::test_a_cancelled_waiter_lets_nobody_through",
     ),
     fault(
@@ -468,7 +468,7 @@ _MODELS = (
     fault(
         "a model with pinned blocks is unloaded",
         "server/models/loader.py",
-        "        if pinned:  # pinned blocks must stay\n",
+        "        if pinned:  # keep the model, because its pinned blocks must stay in memory\n",
         "        if not pinned:\n",
         f"{_ROOM}::test_an_idle_model_with_a_pin_stays_until_the_pin_ends",
     ),

@@ -164,7 +164,7 @@ class CachedOrder(Generic[K]):
         self._retained: _Line[K] = _Line()
         self._lines = (self._once, self._again, self._retained)
         self._where: dict[K, _Queue[K]] = {}
-        # Number of entries by owner, without owners that have none.
+        # Number of entries by owner. Owners without entries are not listed.
         self._counts: dict[bytes, int] = {}
         self._floor = capacity // 2
         self._num_guarded = 0  # number of entries within their owners' floors
@@ -350,7 +350,7 @@ class CachedOrder(Generic[K]):
         return again[0], min(again[1], once[0].first), again[2]
 
     def _oldest(self, line: _Line[K], owner: bytes, floor: int) -> _Run[K] | None:
-        """Return the next entries to evict from a line, or None if it has none to evict."""
+        """Return the next entries to evict from a line, or None."""
         if not line.length:
             return None
         own = line.queues.get(owner)

@@ -110,7 +110,7 @@ class LeastRecentlyUsed:
         self._order.move_to_end(block_id)
 
     def demote(self, block_id: int) -> None:
-        """Do nothing, because this policy has no retention."""
+        """Do nothing, because this policy does not support retention."""
 
     def take(self, count: int, owner: bytes = b"") -> list[int]:
         """Remove and return blocks from the front, for any owner."""

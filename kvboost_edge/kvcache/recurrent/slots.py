@@ -159,7 +159,7 @@ class StateSlots:
         return found
 
     def of_block(self, block_id: int) -> int | None:
-        """Return the slot of the snapshot after a block, or None if it has no snapshot."""
+        """Return the slot of the snapshot after a block, or None."""
         return self._by_block.get(block_id)
 
     def snapshots(self) -> dict[int, int]:

@@ -90,8 +90,7 @@ class StateSizes(NamedTuple):
     Attributes:
         num_slots: number of state slots.
         interval: number of tokens between periodic checkpoints in a prompt.
-        every_block: keep a snapshot after every block. Used if a state is no larger than a few
-            blocks.
+        every_block: keep a snapshot after every block. Used if a state is as small as a few blocks.
         num_draft_rows: maximum number of draft tokens per pass, over all sequences.
     """
 
@@ -159,7 +158,7 @@ class _State:
 
 
 class NoTableStates:
-    """Stand-in for `TableStates` for models without recurrent layers.
+    """Replacement of `TableStates` for models without recurrent layers.
 
     Every table has room, and no snapshots are kept.
     """
@@ -392,7 +391,7 @@ class TableStates:
         return found
 
     def _save(self, table: BlockTable, state: _State, position: int, reason: str) -> None:
-        """Reserve a slot for a snapshot at a position, or skip the snapshot if there is none."""
+        """Reserve a slot for a snapshot at a position, or skip the snapshot if all are in use."""
         if reason == ANSWER:
             # The snapshot is at the end of the pass. `commit` allocates its slot after dropping the
             # old one.

@@ -85,7 +85,7 @@ class Cleaner:
         """Evict blocks until some settled segment has at most `nbytes` live bytes.
 
         Returns:
-            that segment, or the emptiest one if there are no more blocks to evict.
+            that segment, or the emptiest one if all blocks have been evicted.
         """
         live = self._index.live
         settled = {segment.number: segment for segment in self._segments.settled()}

@@ -50,8 +50,7 @@ def encode_manifest(space: bytes, uses: Sequence[Use], frontier: tuple[int, int]
 def decode_manifest(data: bytes, space: bytes) -> tuple[list[Use], tuple[int, int]]:
     """Return the records in a manifest, and its frontier.
 
-    If the manifest is damaged or belongs to another space, there are no records and the frontier is
-    (0, 0).
+    If the manifest is damaged or belongs to another space, the result is ([], (0, 0)).
     """
     nothing: tuple[list[Use], tuple[int, int]] = ([], (0, 0))
     body = len(data) - _SUM_BYTES

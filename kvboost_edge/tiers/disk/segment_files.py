@@ -76,7 +76,7 @@ class SegmentFiles:
         owned: whether this process owns the directory.
 
     Attributes:
-        active: segment that accepts records, or None if there is no active segment.
+        active: segment that accepts records, or None.
     """
 
     def __init__(self, directory: Path, space: bytes, files: Files, *, owned: bool) -> None:
@@ -125,7 +125,7 @@ class SegmentFiles:
     def records(self, number: int) -> list[SegmentRecord]:
         """Return the records of a settled segment. May raise OSError.
 
-        The records are read from its sidecar, or found by a scan if there is no valid sidecar.
+        The records are read from its sidecar. Without a valid sidecar, the segment is scanned.
         """
         size = self._all[number].nbytes
         known = self._sidecar(number, size)
@@ -214,7 +214,7 @@ class SegmentFiles:
         segment.settled = True
 
     def remove(self, number: int) -> None:
-        """Delete a segment that has no live records.
+        """Delete a segment without live records.
 
         Raises:
             OSError: the file could not be deleted. Its size still counts as used space.

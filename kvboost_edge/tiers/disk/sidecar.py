@@ -23,7 +23,7 @@ _FIXED = struct.Struct("<8s32sIIQ")
 # Offset / 64, header length, payload length, prefix hash, parent hash.
 _ROW = struct.Struct("<IIQ32s32s")
 _SUM_BYTES = 16
-# Bytes of the first read of a header. Longer headers are read again as a whole.
+# Bytes of the first read of a header.  Longer headers are reread as a whole.
 _HEADER_BYTES = 4096
 _SEARCH_BYTES = 1 << 20
 # Maximum size of a file read as a whole, enough for a manifest of 30 million blocks.
@@ -84,9 +84,9 @@ def decode_sidecar(
 class Scan:
     """Scan of a segment for records with valid headers.
 
-    After each record, the scan expects the next one. If there is no valid header, it tries every
-    multiple of 64. Damage therefore only loses the records that it affects. The payload of the last
-    record is verified too, because the process may have ended while writing it.
+    After each record, the scan expects the next one. If the next header is invalid or missing, it
+    tries every multiple of 64. Damage therefore only loses the records that it affects. The payload
+    of the last record is verified too, because the process may have ended while writing it.
 
     Args:
         files: system calls to use.

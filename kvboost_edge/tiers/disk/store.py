@@ -300,7 +300,7 @@ class Store:
         return True
 
     def _why_no_room(self, nbytes: int) -> str:
-        """Make room for a record of `nbytes`. Return "" or one line that says why there is no room.
+        """Make room for a record of `nbytes`. Return "" on success, else one line with the reason.
 
         May raise OSError.
         """

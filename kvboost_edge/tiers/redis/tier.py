@@ -65,7 +65,7 @@ class RedisTier:
         space: 32-byte id of everything that affects a block's bytes: model, KV format and numerics.
         secret: secret of at least 16 characters. None means the environment variable
             KVBOOST_EDGE_REDIS_SECRET.
-        trust: accept values without a MAC if there is no secret.
+        trust: accept values without a MAC if no secret is set.
         ttl_s: time to live after a write or the last use, in seconds.
         clock: function that returns monotonic time in seconds.
         environment: environment variables to use instead of those of the process.

@@ -41,7 +41,7 @@ HEAD = (8, 23)
 class Seal:
     """Encodes, decodes and verifies the values of one space.
 
-    Without a secret, there is no MAC, and every client that can write to the server is trusted.
+    Without a secret, values carry no MAC, and every client that can write to the server is trusted.
     """
 
     def __init__(self, space: bytes, secret: str | None) -> None:
