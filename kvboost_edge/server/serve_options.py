@@ -40,12 +40,19 @@ _EXAMPLES = """Examples
 {prog} --model chat=./my-model.gguf --model coder,gpt-4o=./another --keep-alive 600
 KVBOOST_API_KEYS='key-one,key-two weight=4' {prog} --host 0.0.0.0 --allowed-host llm.example.org
 
-Environment: KVBOOST_API_KEY (one key), KVBOOST_API_KEYS (several, separated by commas),
-KVBOOST_ADMIN_API_KEY and KVBOOST_ADMIN_API_KEYS likewise; KVBOOST_EDGE_REDIS_URL (--redis-url),
-KVBOOST_EDGE_REDIS_PASSWORD, KVBOOST_EDGE_REDIS_SECRET (the same on all machines). With more than
-one key /metrics, /v1/stats, /v1/blocks and /cache/reset need an admin key: they concern all
-tenants. Keys share the machine evenly; a key with a weight, as in 'key-two weight=4', gets that
-many shares. Weights are accepted wherever keys are given."""
+Environment variables
+
+KVBOOST_API_KEY              One API key
+KVBOOST_API_KEYS             API keys, separated by commas
+KVBOOST_ADMIN_API_KEY        One admin API key
+KVBOOST_ADMIN_API_KEYS       Admin API keys, separated by commas
+KVBOOST_EDGE_REDIS_URL       Value of --redis-url
+KVBOOST_EDGE_REDIS_PASSWORD  Password of the Redis server
+KVBOOST_EDGE_REDIS_SECRET    Secret that signs blocks, the same on all machines
+
+All API keys get the same share of the compute, unless a weight follows a key, as in
+'key-two weight=4'. With more than one key, /metrics, /v1/stats, /v1/blocks and /cache/reset need
+an admin key, because they show or change the data of all tenants."""
 
 
 class NamedModel(NamedTuple):
@@ -211,8 +218,8 @@ def options_from(flags: Mapping[str, Any]) -> ServeOptions:
     first, *others = _models(given.get("model", [DEMO_MODEL]), given.get("model_name", []))
     if others and (workers > 1 or given.get("ray_address")):
         raise ConfigError(
-            f"workers={workers}: replicas serve one model; give --model once, or start a server "
-            "for each"
+            f"{1 + len(others)} models are given, but replicas (--workers, --ray-address) serve "
+            "only one; give --model once, or start a server for each model"
         )
     named = {"model_name": first.names[0], "model_aliases": first.names[1:]}
     settings: dict[str, Any] = {
@@ -259,7 +266,9 @@ def _models(given: Sequence[str], model_names: Sequence[str]) -> list[NamedModel
         ConfigError: two models have the same name, or a name is invalid.
     """
     if len(given) > 1 and model_names:
-        raise ConfigError("--model-name needs a single model; name several as --model NAME=MODEL")
+        raise ConfigError(
+            f"--model-name is given with {len(given)} models; name each model as --model NAME=MODEL"
+        )
     found = []
     known: set[str] = set()
     for text in given:
@@ -272,13 +281,16 @@ def _models(given: Sequence[str], model_names: Sequence[str]) -> list[NamedModel
             _served_name(model),
         )
         if not all(name and name.isprintable() for name in names):
-            raise ConfigError("model_name must be printable text with at least one character")
+            raise ConfigError(
+                f"model_name={names!r} must be printable text with at least one character"
+            )
         if twice := known & {*names}:
             raise ConfigError(
-                f"two models have the name {min(twice)!r}; give each its own, as --model NAME=MODEL"
+                f"two models have the name {min(twice)!r}; give each a different one, as --model "
+                "NAME=MODEL"
             )
         if model.startswith((".", "/")) and len(given) > 1 and not Path(model).exists():
-            raise ConfigError(f"the model {model!r} does not exist")
+            raise ConfigError(f"the model path {model!r} does not exist; check --model")
         known |= {*names}
         found.append(NamedModel(names, model))
     return found

@@ -301,10 +301,14 @@ class ServerSettings:
         check_options(self, ConfigError)
         unknown = [kind for kind in self.normalise if kind not in NORMALISERS]
         if unknown:
-            raise ConfigError(f"normalise={unknown[0]!r} is not one of {', '.join(NORMALISERS)}")
+            raise ConfigError(
+                f"normalise holds {unknown[0]!r}, which is not one of {', '.join(NORMALISERS)}"
+            )
         for name in self.model_names:
             if not name or not name.isprintable():
-                raise ConfigError("model_name must be printable text with at least one character")
+                raise ConfigError(
+                    f"model_name={name!r} must be printable text with at least one character"
+                )
         if len(self.tenant_weights) != len(self.all_keys):
             raise ConfigError(
                 "an API key is given twice; give each key once, and an admin key only as an admin "
@@ -323,7 +327,7 @@ class ServerSettings:
                     "https://example.org"
                 )
         if not self.host:
-            raise ConfigError("host must be an address or a name, such as 127.0.0.1")
+            raise ConfigError("host='' must be an address or a host name, such as 127.0.0.1")
         if not (is_loopback(self.host) or self.all_keys or self.insecure):
             raise ConfigError(
                 f"host={self.host!r} is reachable from other machines and no API key is set; "

@@ -45,7 +45,9 @@ class HostList:
         """
         hosts = _values(scope, b"host")
         if len(hosts) != 1 or not hosts[0]:
-            raise ApiError(400, "send one Host header", code="invalid_host")
+            raise ApiError(
+                400, "the request must have exactly one Host header", code="invalid_host"
+            )
         host = _without_port(hosts[0])
         # A browser sends the server's address as Host only for pages of that address, so it is
         # safe.
@@ -53,7 +55,7 @@ class HostList:
         if _ANY not in self._hosts and host not in self._hosts and host != address.lower():
             raise ApiError(
                 421,
-                "this server does not answer to that host; see --allowed-host",
+                "the request's Host header is not accepted; add the host with --allowed-host",
                 code="invalid_host",
             )
         for origin in _values(scope, b"origin"):
@@ -61,7 +63,8 @@ class HostList:
             if origin.lower() not in own and origin not in self._origins:
                 raise ApiError(
                     403,
-                    "pages of that origin may not call this server; see --cors-origin",
+                    "the request's Origin header is not accepted; add the origin with "
+                    "--cors-origin",
                     code="origin",
                 )
 

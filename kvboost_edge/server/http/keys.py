@@ -44,7 +44,10 @@ class KeyRing:
         ]
         found_keys = {_key_of(name, value) for name, value in given}
         if len(found_keys) != 1 or len(given) != len(dict(given)):
-            raise _unauthorized("send one key, as Authorization: Bearer KEY or as x-api-key: KEY")
+            raise _unauthorized(
+                "the request has no API key or more than one; send one key as "
+                "'Authorization: Bearer KEY' or 'x-api-key: KEY'"
+            )
         (key,) = found_keys
         digest = hashlib.sha256(key).digest()
         found = 0
@@ -52,7 +55,7 @@ class KeyRing:
         for known in self._digests:
             found |= hmac.compare_digest(digest, known)
         if not found:
-            raise _unauthorized("the API key is not valid")
+            raise _unauthorized("the API key is not valid; send a key that the server accepts")
         return digest.hex()
 
     def check_admin(self, tenant: str) -> None:
@@ -63,8 +66,8 @@ class KeyRing:
         if len(self._digests) > 1 and tenant not in self._admins:
             raise ApiError(
                 403,
-                "this route shows or changes data of all API keys; it needs an admin key "
-                "(--admin-api-key)",
+                "this route shows or changes the data of all API keys, so it needs an admin "
+                "key (--admin-api-key)",
                 code="admin_key_required",
             )
 
@@ -72,12 +75,12 @@ class KeyRing:
 def _key_of(name: bytes, value: bytes) -> bytes:
     """Return the key in one of the two headers. Raises ApiError 401 for an invalid header."""
     if len(value) > _MAX_HEADER:
-        raise _unauthorized("the header with the API key is too long")
+        raise _unauthorized("the header with the API key is too long; send only the key")
     if name == b"x-api-key":
         return value.strip(b" ")
     scheme, _, key = value.partition(b" ")
     if scheme.lower() != b"bearer":
-        raise _unauthorized("the Authorization header must begin with Bearer")
+        raise _unauthorized("the Authorization header must have the form 'Bearer KEY'")
     return key.strip(b" ")
 
 

@@ -67,13 +67,19 @@ _VERSIONS = (b"1.0", b"1.1")
 # Documented by h11, but not in its __all__.
 _WAITING = (h11.DONE, h11.MIGHT_SWITCH_PROTOCOL)  # type: ignore[attr-defined]
 _MESSAGES = {
-    400: ("the HTTP request is malformed", "malformed_request"),
-    408: ("the request did not arrive in time", "request_timeout"),
-    417: ("the only supported expectation is 100-continue", "unknown_expectation"),
-    431: ("the request's head is too large", "headers_too_large"),
-    505: ("the server supports HTTP/1.0 and HTTP/1.1", "http_version"),
+    400: ("the HTTP request is malformed; send a valid HTTP/1.1 request", "malformed_request"),
+    408: (
+        "the request did not arrive in time (--header-seconds, --body-seconds); send it faster",
+        "request_timeout",
+    ),
+    417: (
+        "the Expect header is not supported; use 100-continue or leave it out",
+        "unknown_expectation",
+    ),
+    431: ("the request's head is too large; send fewer or shorter headers", "headers_too_large"),
+    505: ("the HTTP version is not supported; use HTTP/1.0 or HTTP/1.1", "http_version"),
     503: (
-        "the server has reached its limit of connections; see --max-connections",
+        "the server has reached its limit of connections (--max-connections); try again later",
         "too_many_connections",
     ),
 }
@@ -102,14 +108,17 @@ class _StrictBuffer(ReceiveBuffer):
         if _AMBIGUOUS.search(
             self._data, max(0, searched - 1), len(self._data) if end < 0 else end + 2
         ):
-            raise h11.RemoteProtocolError("a bare line feed, or a folded header")
+            raise h11.RemoteProtocolError(
+                "the head has a bare line feed or a folded header; "
+                "end lines with CRLF and do not fold headers"
+            )
         if end < 0:
             self._multiple_lines_search = len(self._data)
             return None
         lines = self._extract(end + 4)[:-4]
         lengths = _LENGTH.findall(lines)
         if len(lengths) > 1 or any(b"," in length for length in lengths):
-            raise h11.RemoteProtocolError("more than one Content-Length")
+            raise h11.RemoteProtocolError("the head has more than one Content-Length; send one")
         return lines.split(b"\r\n")
 
 
@@ -174,7 +183,7 @@ class _StrictConnection(h11.Connection):
         self._chunks += data.chunk_start
         self._chunk_bytes += len(data.data)
         if self._chunks > _FEW_CHUNKS and self._chunk_bytes < self._chunks * _MEAN_CHUNK:
-            raise h11.RemoteProtocolError("too many tiny chunks")
+            raise h11.RemoteProtocolError("the body has too many tiny chunks; send larger chunks")
 
 
 class DeadlineProtocol(H11Protocol):
@@ -454,7 +463,10 @@ def _origin_form(request: h11.Request) -> h11.Request:
 def _check_head(request: h11.Request) -> None:
     """Check the HTTP version and the size, number and combination of headers."""
     if request.http_version not in _VERSIONS:
-        raise h11.RemoteProtocolError("an unsupported HTTP version", error_status_hint=505)
+        raise h11.RemoteProtocolError(
+            f"HTTP version {request.http_version!r} is not supported; use 1.0 or 1.1",
+            error_status_hint=505,
+        )
     names = [name for name, _ in request.headers]
     # h11 limits only incomplete heads. Measure the head here, in case it arrived in one piece.
     if (
@@ -462,14 +474,23 @@ def _check_head(request: h11.Request) -> None:
         > _MAX_HEAD_BYTES
     ):
         raise h11.RemoteProtocolError(
-            f"a head of more than {_MAX_HEAD_BYTES} bytes", error_status_hint=431
+            f"the head is larger than {_MAX_HEAD_BYTES} bytes; send shorter headers",
+            error_status_hint=431,
         )
     if len(names) > _MAX_HEADERS:
-        raise h11.RemoteProtocolError(f"more than {_MAX_HEADERS} headers", error_status_hint=431)
+        raise h11.RemoteProtocolError(
+            f"the head has {len(names)} headers; at most {_MAX_HEADERS} are allowed",
+            error_status_hint=431,
+        )
     if b"transfer-encoding" in names and b"content-length" in names:
-        raise h11.RemoteProtocolError("both Content-Length and Transfer-Encoding")
+        raise h11.RemoteProtocolError(
+            "the head has both Content-Length and Transfer-Encoding; send one of them"
+        )
     if any(
         name == b"expect" and value.strip().lower() != b"100-continue"
         for name, value in request.headers
     ):
-        raise h11.RemoteProtocolError("an unknown expectation", error_status_hint=417)
+        raise h11.RemoteProtocolError(
+            "the Expect header is not supported; use 100-continue or leave it out",
+            error_status_hint=417,
+        )
