@@ -177,8 +177,8 @@ def check_model_compatibility(model: Any, strict: bool = True) -> CompatibilityR
 
 
 def states_refusal(config: Mapping[str, Any]) -> str:
-    """Return why no runner supports the recurrent layers of this model type; "" if they are
-    supported.
+    """Return why no runner supports the recurrent layers of this model type; "" for other
+    model types.
     """
     types = [str(part.get("model_type")) for part in (config, text_config(config))]
     return next(
@@ -190,7 +190,7 @@ def pinned_context(config: Mapping[str, Any]) -> PinnedContext | None:
     """Return the context limit within which the RoPE frequencies of a model are constant.
 
     Cached keys are valid only within this limit. The result is None if the RoPE type is not
-    "dynamic" or "longrope", or if the config has no original length.
+    "dynamic" or "longrope", or if the config does not give the original length.
 
     Args:
         config: the object in config.json, or `to_dict()` of a transformers config.
@@ -314,7 +314,7 @@ def attends_both_ways(config: Mapping[str, Any]) -> bool:
 
 
 def _remote_code(config: Mapping[str, Any]) -> str:
-    """Return the model class that `auto_map` names, or "" if there is no such entry."""
+    """Return the model class that `auto_map` names, or "" without such an entry."""
     auto_map = config.get("auto_map")
     if not isinstance(auto_map, Mapping):
         return ""

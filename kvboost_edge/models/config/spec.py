@@ -125,7 +125,7 @@ def _given(config: Config, key: str, default: float, low: float, high: float) ->
 
 
 def _cap(config: Config, key: str, default: float) -> float:
-    """Return a softcap, or 0 if there is none."""
+    """Return a softcap; 0 if it is null."""
     return 0.0 if config.get(key, default) is None else _given(config, key, default, 0.0, 1e6)
 
 

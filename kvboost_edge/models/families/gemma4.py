@@ -133,7 +133,7 @@ def _shapes(config: Config, windows: Sequence[int]) -> Sequence[LayerShape]:
 
 
 def _per_layer_input(config: Config, vocab_size: int) -> PerLayerInput | None:
-    """Return the per-layer embedding of a completed config, or None if the model has none."""
+    """Return the per-layer embedding of a completed config, or None if it is not used."""
     width = integer_of(config, "hidden_size_per_layer_input", 0)
     if not width:
         return None
@@ -297,7 +297,7 @@ def _gguf_config(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _mixture(keys: Keys) -> dict[str, Any]:
-    """Return config entries of the experts in parallel with each MLP; {} if there are none."""
+    """Return config entries of the experts in parallel with each MLP; {} without experts."""
     if not keys.optional_size("expert_count", 0):
         return {}
     width = keys.size("expert_feed_forward_length")
@@ -362,7 +362,7 @@ def _kv_heads(keys: Keys, sliding: Sequence[bool], first: int) -> dict[str, Any]
 
 
 def _second_embedding(keys: Keys, vocab_size: int, layers: int) -> dict[str, Any]:
-    """Return the width and vocabulary size of the per-layer embedding; width 0 if there is none."""
+    """Return the width (0 without one) and vocabulary size of the per-layer embedding."""
     key = "embedding_length_per_layer_input"
     width = keys.optional_size(key, 0) or 0
     table = keys.header.tensors.get(_TABLE)

@@ -98,8 +98,8 @@ class GgufArchitecture:
         dense: tensors of the dense projections after pooling, which are not part of the decoder.
         both_ways: True if attention is bidirectional.
         experts: True if files may have a mixture of experts.
-        no_keys: True if layers with 0 KV heads have no attention.
-        alone: True if layers with an MLP width of 0 have no MLP. RoPE keys are then ignored,
+        no_keys: True if 0 KV heads mean a layer without attention.
+        alone: True if an MLP width of 0 means a layer without an MLP. RoPE keys are then ignored,
             because these models do not use RoPE.
         by_layer: True if sizes differ between layers.
         config: function (keys, common config) -> additional config entries. It may change

@@ -123,7 +123,7 @@ def _experts(config: Config, layers: int) -> Experts:
 
 
 def _hybrid_experts(config: Config, layers: int) -> Experts | None:
-    """Return a mixture of experts with a shared expert, or None if the model has no experts."""
+    """Return a mixture of experts with a shared expert, or None for a dense model."""
     if integer_of(config, "num_local_experts", 0) == 0:
         return None
     found = _experts(config, layers)

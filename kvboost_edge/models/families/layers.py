@@ -80,7 +80,7 @@ class LayerShape(NamedTuple):
         kv: index of the KV layer in the pool that the layer attends to; -1 without attention.
         owns_kv: False if an earlier layer computes that KV.
         has_values: False if the keys before norm and RoPE serve as values.
-        state: index of the recurrent state; -1 if the layer has none.
+        state: index of the recurrent state; -1 without one.
     """
 
     head_dim: int
@@ -156,7 +156,7 @@ def mixed_shapes(
     Args:
         shapes: shape that each layer would have with attention.
         kinds: kind of each layer: ATTENTION, PARALLEL, NO_MIXER, or one of STATE_KINDS.
-        alone: True if layers that mix tokens have no MLP.
+        alone: True if a layer has either a token mixer or an MLP, but not both.
     """
     found = []
     kv = 0

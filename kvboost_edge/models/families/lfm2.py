@@ -124,8 +124,7 @@ def _experts(config: Config, layers: int) -> Experts:
     """Return the mixture of experts.
 
     Routing weights are the sigmoids of the selected logits, divided by their sum and scaled. The
-    router may add a bias when it selects experts. The first num_dense_layers layers have no
-    experts.
+    router may add a bias when it selects experts. The first num_dense_layers layers are dense.
     """
     full = {"num_dense_layers": 2, "routed_scaling_factor": 1.0, **config}
     dense = integer_of(full, "num_dense_layers", 0)

@@ -131,7 +131,9 @@ def _types(config: Config) -> list[str]:
 
 
 def _hybrid(config: Config, layers: int) -> Hybrid:
-    """Return the Mamba2 layers according to layer_types. Layers that mix tokens have no MLP."""
+    """Return the Mamba2 layers according to layer_types.
+
+    A layer has either a token mixer or an MLP, but not both."""
     kinds = tuple(_KINDS[one] for one in config["layer_types"])
     if ATTENTION not in kinds:
         raise ModelFormatError(

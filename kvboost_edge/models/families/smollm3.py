@@ -1,4 +1,4 @@
-"""SmolLM3, in which some layers have no RoPE."""
+"""SmolLM3, in which some layers omit RoPE."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MODEL_TYPES: Mapping[str, ModelType] = MappingProxyType(
 
 def _gguf_config(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
     """Return config entries read from a GGUF file."""
-    # Every fourth layer has no RoPE. The file does not say so, and llama.cpp assumes it, too.
+    # Every fourth layer omits RoPE. The file does not say so, and llama.cpp also assumes it.
     return {"no_rope_layer_interval": 4}
 
 

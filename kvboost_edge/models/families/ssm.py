@@ -72,9 +72,9 @@ class Hybrid(NamedTuple):
 
     Attributes:
         kinds: kind of each layer, see `mixed_shapes`.
-        mixer: mixer of the recurrent layers; None if there are no such layers.
+        mixer: mixer of the recurrent layers; None without such layers.
         names: tensor names of the mixer.
-        alone: True if layers that mix tokens have no MLP.
+        alone: True if a layer has either a token mixer or an MLP, but not both.
     """
 
     kinds: tuple[str, ...]

@@ -184,7 +184,7 @@ def _kv_heads(keys: Keys, architecture: GgufArchitecture) -> int | None:
 def _mlp_width(keys: Keys, architecture: GgufArchitecture) -> int:
     """Return the width of the MLPs.
 
-    If a mixture's file has no such key, it is the width of the shared expert.
+    If the key is missing in the file of a mixture, it is the width of the shared expert.
     """
     if architecture.alone:
         return max(keys.sizes("feed_forward_length", 0)) or 1  # any width; no layer has an MLP
@@ -418,7 +418,7 @@ def _yarn(keys: Keys) -> dict[str, Any]:
 
 
 def _rope_factors(header: GgufHeader, name: str, count: int) -> list[float] | None:
-    """Return the stored divisors of RoPE frequencies (as in Llama 3), or None if there are none."""
+    """Return stored divisors of RoPE frequencies (as in Llama 3); None without the tensor."""
     tensor = header.tensors.get(name)
     if tensor is None:
         return None

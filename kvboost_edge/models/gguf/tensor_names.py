@@ -11,7 +11,7 @@ __all__ = ["OTHER_PARTS", "counted_parts", "hf_name", "is_ahead", "is_other_part
 
 # Names without an ending in GGUF files. Decays are stored as -exp(A_log).
 _ENDLESS = ("linear_attn.decay", "mamba.decay", "mamba.D", "pre_ff_layernorm.weight")
-# Names that have no ".weight" in transformers.
+# Names without ".weight" in transformers.
 _BARE = (
     "layer_scalar",
     "mlp.moe_statics.e_score_correction_bias",
@@ -58,7 +58,7 @@ def counted_parts(names: Iterable[str], layers: int) -> dict[str, int]:
 
 
 def hf_name(architecture: GgufArchitecture, name: str) -> str | None:
-    """Return transformers' name for a tensor, or None if the architecture has no such tensor."""
+    """Return transformers' name for a tensor, or None if the architecture does not use it."""
     found = _LAYER.fullmatch(name)
     if found is not None:
         is_scale = found[3] == "scale"

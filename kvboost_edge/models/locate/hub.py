@@ -129,7 +129,7 @@ def _is_meant(stem: str, names: Iterable[str], wanted: str) -> bool:
 
 
 def _listed(model: HubName) -> dict[str, str | None]:
-    """Return the files of a hub model, each with its SHA-256 or None.
+    """Return the files of a hub model, each with its SHA-256 (None if unknown).
 
     If the hub cannot be reached, the result lists the cached files.
     """

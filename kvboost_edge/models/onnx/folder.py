@@ -40,12 +40,12 @@ class OnnxFolder(NamedTuple):
 
 
 def find_onnx(path: Path) -> OnnxFolder | None:
-    """Return the ONNX model at a path, or None if there is no ONNX model.
+    """Return the ONNX model at a path, or None for other formats.
 
     The path is a file, or a directory without other weights.
 
     Raises:
-        ModelFormatError: there is no config, or several ONNX files have unknown names.
+        ModelFormatError: the config is missing, or several ONNX files have unknown names.
     """
     if path.is_file():
         return _of_file(path)

@@ -1,8 +1,8 @@
 """Config of an ONNX model in transformers' format, and its comparison with the graph.
 
-A directory from onnxruntime-genai has no config.json. In this case, ids and the context length come
-from genai_config.json; sizes, norms, scales and RoPE come from the graph. An existing config.json
-is used if it describes the same computation as the graph.
+A directory from onnxruntime-genai does not contain config.json. In this case, ids and the context
+length come from genai_config.json, and sizes, norms, scales and RoPE from the graph. An existing
+config.json is used if it describes the same computation as the graph.
 """
 
 from __future__ import annotations

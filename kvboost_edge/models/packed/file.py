@@ -107,7 +107,7 @@ class PackedWeights:
         return Region(self._base, self.nbytes)
 
     def address(self, name: str) -> int:
-        """Return the address of a section, a multiple of 64, or 0 if there is no such section."""
+        """Return the address of a section, a multiple of 64, or 0 if it does not exist."""
         found = self._sections.get(name)
         return 0 if found is None else self._base + found[0]
 
@@ -165,7 +165,9 @@ def load_packed(
             cannot represent, or changes during packing.
         CapacityError: the system refuses the memory.
     """
-    fingerprint = model.fingerprint(cache_dir=cache_dir)  # packed weights must match it
+    fingerprint = model.fingerprint(
+        cache_dir=cache_dir
+    )  # packed weights with another one are refused
     header = _header(plan, fingerprint, weights)
     job = _Job(
         model,

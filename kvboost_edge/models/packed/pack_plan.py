@@ -236,7 +236,7 @@ def _vector(spec: ModelSpec, name: str, tensor: str, count: int) -> PackEntry:
 def row_tables(spec: ModelSpec) -> list[PackEntry]:
     """Return the tables whose rows are read from the checkpoint and never packed.
 
-    The `kind` of these entries has no meaning.
+    The `kind` of these entries is not used.
     """
     if spec.per_layer is None:
         return []

@@ -107,7 +107,7 @@ class RowTable:
             token_ids: int64 [n].
 
         Raises:
-            RequestError: the table has no row for an id.
+            RequestError: an id is outside the table.
             ModelFormatError: see `read_into`.
         """
         out = np.empty((len(token_ids), self.width), dtype=np.float32)
@@ -122,7 +122,7 @@ class RowTable:
             out: float32 [n, width], contiguous.
 
         Raises:
-            RequestError: the table has no row for an id.
+            RequestError: an id is outside the table.
             ModelFormatError: the file was modified since it was opened. The contents of `out` are
                 then undefined.
         """

@@ -66,7 +66,7 @@ def expert_number(name: str) -> int | None:
 
 
 def expert_rows(name: str, shape: tuple[int, ...]) -> list[ExpertRows]:
-    """Return the matrices or biases of single experts in a tensor, or [] if it has no experts.
+    """Return the matrices or biases of single experts in a tensor, or [] for other tensors.
 
     The shape of the tensor is [experts, rows, columns] for matrices and [experts, rows] for biases.
     A vector that is stored as a matrix also has an entry, which gives its proper shape.
