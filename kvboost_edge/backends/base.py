@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 DEFAULT_NUM_OPEN = 17
-"""Default number of partly written blocks of a quantized pool: 16 sequences' and a spare one."""
+"""Default number of open blocks of a quantized pool: one each for 16 sequences, and a spare one."""
 _BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 

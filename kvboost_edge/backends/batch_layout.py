@@ -103,12 +103,13 @@ def _check_states(states: PassStates, lengths: list[int], num_slots: int) -> lis
         not min(n, 1) <= of <= n for of, n in zip(certain, lengths, strict=True)
     ):
         raise ConfigError(
-            f"certain {certain} must be 1 to all of the {lengths} rows of each sequence"
+            f"certain={certain} must be at least 1 and at most the number of rows for each "
+            f"sequence, {lengths}"
         )
     if any(not 1 <= rows <= certain[whose] for whose, rows, _ in saves):
         raise ConfigError(
-            f"saves {saves} must come after 1 to all of the {certain} certain rows of their "
-            "sequences"
+            f"saves {saves} must have at least 1 row, and at most the number of certain rows of "
+            f"their sequences, {certain}"
         )
     if any(this[:2] <= last[:2] for last, this in pairwise(saves)):
         raise ConfigError(f"saves {saves} must ascend by sequence, then rows")
@@ -167,7 +168,7 @@ def _check_tables(
         first = layout.seq_lens - np.diff(layout.cu_seqlens_q)
         if (checked.written_from > first).any():
             raise ConfigError(
-                f"new tokens from positions {first.tolist()} on are not all in their sequences' "
+                f"new tokens from positions {first.tolist()} on must all be in their sequences' "
                 "last segments"
             )
         room = checked.room.tolist()

@@ -49,8 +49,7 @@ class QuantizedStorage(Protocol):
             batch: The prepared pass.
 
         Returns:
-            The own blocks of the first such layer, and the arena indices of all such layers in
-                order.
+            `OwnBlocks` of the first such layer, and arena indices for all such layers in order.
         """
         ...
 

@@ -77,7 +77,8 @@ class NumpyBlocks:
         self.num_blocks = num_blocks
         if bool(spec.states) != (num_state_slots > 0):
             raise ConfigError(
-                f"num_state_slots={num_state_slots} does not fit a model with {len(spec.states)} "
+                f"num_state_slots={num_state_slots} must be "
+                f"{'at least 1' if spec.states else '0'} for a model with {len(spec.states)} "
                 "layers of recurrent state"
             )
         self.states = (

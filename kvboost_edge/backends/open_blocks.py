@@ -169,9 +169,9 @@ class OpenBlocks:
 
     def _too_many(self, wanted: int) -> CapacityError:
         return CapacityError(
-            f"{wanted} blocks of the quantized pool would be partly written, and there are buffers "
-            f"for num_open={self.num_open}: one for each running sequence (max_num_seqs) and a "
-            "spare one"
+            f"{wanted} blocks of the quantized pool would be partly written, but there are only "
+            f"num_open={self.num_open} buffers; use one for each running sequence (max_num_seqs) "
+            "and a spare one"
         )
 
     def _check_open(self, block_id: int, offset: int, held: int | None) -> None:

@@ -1,4 +1,4 @@
-"""The selection of a backend, with its reason. A backend requested by name is used or refused.
+"""The selection of a backend, with its reason. A backend requested by name has no fallback.
 
 A backend is a module (`BackendModule`) with an entry in the table `BACKENDS`. The module is
 imported on first use.

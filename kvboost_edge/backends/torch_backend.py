@@ -275,7 +275,8 @@ class TorchBackend:
             if group.k_turns is not None and frequencies is not None:
                 keys = turn_keys(keys, batch.deltas, group.k_turns[:, None], frequencies)
             for chosen in query_slices(group, queries.shape[1]):
-                # Unless buffers follow, later columns are in the future of all chosen queries.
+                # Unless buffers follow, later columns are in the future of all chosen queries and
+                # are skipped.
                 seen = slice(group.lead + chosen.stop if group.buffers is None else None)
                 rows = group.rows.view(-1, group.q_len)[:, chosen]
                 visible = visible_slots(group, chosen, params.window)[:, :, seen]

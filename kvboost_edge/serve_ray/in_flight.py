@@ -25,7 +25,7 @@ _ENDING_SECONDS = 5.0  # wait for a cancelled request to end
 
 
 class ReplicaLost(ApiError):
-    """503: the replica ended in the middle of an answer.
+    """Error 503: the replica ended in the middle of an answer.
 
     A client may send the request again. Another replica then computes it.
     """

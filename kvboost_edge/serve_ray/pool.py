@@ -200,7 +200,7 @@ class ReplicatedEngine:
         handles: list[RequestHandle] | None = None,
         **options: Any,
     ) -> WarmResult:
-        """Compute a prompt prefix in one replica, or documents and a text at an offset in all."""
+        """Compute a prompt prefix in one replica, but documents and texts at an offset in all."""
         # Prompts with the prefix go to the replica that has it. Prompts with the documents may go
         # to any replica.
         if documents is None and not position_offset:

@@ -120,7 +120,7 @@ class Replicas:
             pause = min(1.2 * pause, 1.0)
 
     def members_changed(self, members: Mapping[str, Mapping[str, Any]]) -> frozenset[str]:
-        """Set Ray's current replicas with their metadata; return the usable ones. Thread-safe."""
+        """Update Ray's list of replicas with metadata; return the usable ones. Thread-safe."""
         with self._lock:
             if self._root not in {
                 str(one.get("root")) for one in members.values() if one.get("model") == self._model
@@ -180,7 +180,7 @@ class Replicas:
         # The router keeps its knowledge of silent replicas, because they may just be busy.
         return self.router.choose(chain, time.monotonic(), among=self.talking or None, count=count)
 
-    # Calls.
+    # Calls to replicas.
 
     def generate(self, sent: Sent) -> Stream:
         """Send a request and return the stream of its answer."""
@@ -326,7 +326,7 @@ class Replicas:
 
     def _is_about_gone(self) -> bool:
         """Return whether the replica that `about` describes is gone."""
-        # Another replica is described then, possibly one of a newer version.
+        # If so, `about` will describe another replica, possibly one of a newer version.
         return self.about.replica not in self.usable
 
     async def _learn_from(self, name: str) -> None:

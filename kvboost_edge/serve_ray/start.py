@@ -198,7 +198,7 @@ def own_cluster(num_cpus: int) -> Iterator[None]:
         import ray
 
         try:
-            # Ray would log that it requires tokens.
+            # Ray would otherwise log that it requires tokens.
             with _kept_signals(), _on_loopback(), _quiet("ray._private.authentication"):
                 ray.init(
                     address="local",
@@ -288,7 +288,9 @@ def _wait_for(name: str) -> None:
     while True:
         found = serve.status().applications.get(name)
         if found is None or found.status == "DELETING":
-            raise BackendUnavailable("the replicas were deleted while they started")
+            raise BackendUnavailable(
+                "the replicas were deleted while they started; start the server again"
+            )
         if found.status == "RUNNING":
             return
         if found.status == "DEPLOY_FAILED":

@@ -196,8 +196,8 @@ def test_passes_over_slots_that_do_no_harm_are_taken():
         ([1, -1], [0, 1], [], "while other sequences read them"),
         ([5, -1], [0, 1], [[1, 1, 5]], "while other sequences read them"),
         ([5, -1], [0, 1], [[0, 1, 5]], "while other sequences read them"),
-        ([-1, -1], [0, 1], [[0, 0, 4]], "must come after 1 to all"),
-        ([-1, -1], [0, 1], [[0, 3, 4]], "must come after 1 to all"),
+        ([-1, -1], [0, 1], [[0, 0, 4]], "must have at least 1 row"),
+        ([-1, -1], [0, 1], [[0, 3, 4]], "must have at least 1 row"),
         ([-1, -1], [0, 1], [[2, 1, 4]], "contain sequences outside"),
         ([-1, -1], [0, 1], [[0, 2, 4], [0, 1, 5]], "must ascend"),
         ([-1, -1], [0, 1], [[0, 1, 4], [0, 1, 5]], "must ascend"),
@@ -212,10 +212,10 @@ def test_passes_whose_slots_cannot_be_are_refused(read, written, saves, reason):
 @pytest.mark.parametrize(
     ("certain", "saves", "reason"),
     [
-        ([2, 4], [], "must be 1 to all of the"),
-        ([0, 3], [], "must be 1 to all of the"),
-        ([2, 3, 1], [], "must be 1 to all of the"),
-        ([2, 1], [[1, 2, 4]], r"must come after 1 to all of the \[2, 1\] certain rows"),
+        ([2, 4], [], "must be at least 1 and at most"),
+        ([0, 3], [], "must be at least 1 and at most"),
+        ([2, 3, 1], [], "must be at least 1 and at most"),
+        ([2, 1], [[1, 2, 4]], r"certain rows of their sequences, \[2, 1\]"),
     ],
 )
 def test_what_is_certain_is_at_least_a_row_and_saves_lie_behind_nothing_else(

@@ -55,11 +55,11 @@ class ChunkStore(Protocol):
     name: str
 
     def holds(self, addresses: Sequence[BlockAddress]) -> int:
-        """Return how many chunks are stored without a gap, counted from the first."""
+        """Return the length of the longest run of stored chunks, starting at the first."""
         ...
 
     def get(self, addresses: Sequence[BlockAddress]) -> list[StoredChunk]:
-        """Return the chunks that are stored without a gap from the first, and mark them as used."""
+        """Return the longest run of stored chunks, starting at the first, and mark them as used."""
         ...
 
     def put(

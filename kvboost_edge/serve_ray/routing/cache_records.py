@@ -20,16 +20,16 @@ __all__ = [
 ]
 
 KEY_BYTES = 8
-"""Bytes of each prefix hash that are reported and stored.
+"""Size of a key: the bytes of each prefix hash that are reported and stored.
 
-Two hashes with equal keys make the router believe in a block that does not exist. The replica
+If two hashes have equal keys, the router may believe in a block that does not exist. The replica
 compares whole hashes and tokens, so this only costs time.
 """
 
 OUTSIDE_MASK = 3
-"""Outside of pools, only blocks with these bits of the key unset are reported: one in four.
+"""Key bits that must be unset for a block outside of pools to be reported: one block in four.
 
-Tiers hold many more blocks than pools, and a few blocks more or less to read make little
+Tiers hold many more blocks than pools, and reading a few blocks more or less makes little
 difference.
 """
 

@@ -242,8 +242,9 @@ class Residency:
     def deepest(self, keys: Sequence[int], most: int = MOST_LEVELS) -> list[Level]:
         """Return the last recurrent state on a chain that each replica holds, like `levels`.
 
-        Earlier states need not be held. The chain is divided into `most` parts. The deepest state
-        is exact, and any other state counts as the first held one of its part.
+        Earlier states need not be held. The position of the deepest state is exact. The chain is
+        divided into `most` parts, and in each part all other states count at the position of the
+        first held one.
         """
         found: list[Level] = []
         seen = 0

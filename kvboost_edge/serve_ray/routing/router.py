@@ -70,7 +70,7 @@ def choose(
 
 
 class PrefixRouter:
-    """Chooses replicas by their expected time to first token. Not thread-safe.
+    """Router that chooses replicas by their expected time to first token. Not thread-safe.
 
     Blocks that are neither in the pool nor in a tier are computed, and blocks in a tier are read.
     For a hybrid model, blocks after the deepest recurrent state of a replica are computed too.

@@ -82,10 +82,10 @@ BOUNDS: dict[str, Bound] = {
     "token_id": Bound(0, 2**31 - 1),
     "template_number": Bound(-(2**53), 2**53, integer=False),
 }
-"""Ranges of numbers, by field.
+"""Range of each numeric field.
 
-"logit_bias" bounds the values of that field, "token_id" each id in prompts, stop_token_ids and
-tokens, "template_number" each number in chat_template_kwargs.
+Three entries bound the members of fields: "logit_bias" the values of logit_bias, "token_id" the ids
+in prompts, stop_token_ids and tokens, and "template_number" the numbers in chat_template_kwargs.
 """
 
 COUNTS: dict[str, Bound] = {

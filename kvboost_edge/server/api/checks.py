@@ -142,7 +142,8 @@ def room_for(
         return room
     if wanted > room:
         message = (
-            f"{num_prompt_tokens} prompt tokens and {wanted_param}={wanted} are too many: {limit}"
+            f"{num_prompt_tokens} prompt tokens and {wanted_param}={wanted} are too many: {limit}; "
+            f"lower {wanted_param} or shorten the prompt"
         )
         raise ApiError(400, message, code="context_length_exceeded", param=wanted_param)
     return wanted

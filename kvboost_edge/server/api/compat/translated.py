@@ -25,7 +25,7 @@ SAMPLING_FIELDS = (
     "presence_penalty",
     "frequency_penalty",
 )
-"""Sampling fields with the same name and meaning in Ollama's, llama.cpp's and our bodies."""
+"""Sampling fields with the same name and meaning in OpenAI's, Ollama's and llama.cpp's APIs."""
 
 Body = TypeVar("Body", bound=BaseModel)
 

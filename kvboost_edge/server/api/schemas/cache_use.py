@@ -22,34 +22,39 @@ class CacheUse(Strict):
     mode: Literal["baseline", "prefix_cache", "chunk_kv_reuse"] | None = Field(
         None,
         description=(
-            "baseline: do not read or write the cache. prefix_cache: reuse cached "
-            "prefixes, exact. chunk_kv_reuse: also reuse tokens cached at other "
-            "positions, approximate."
+            "baseline: do not read or write the cache. prefix_cache: reuse cached prefixes; "
+            "answers are exact. chunk_kv_reuse: also reuse tokens cached at other positions; "
+            "answers are approximate."
         ),
     )
     recompute_strategy: Literal["none", "selective", "cacheblend", "query"] | None = Field(
-        None, description="Choice of reused tokens to recompute, for chunk_kv_reuse mode."
+        None,
+        description="Strategy that selects reused tokens to recompute, for chunk_kv_reuse mode.",
     )
     recompute_overlap: Annotated[int, bounded("recompute_overlap")] | None = Field(
         None,
         description="Tokens to recompute after each chunk boundary, for chunk_kv_reuse mode.",
     )
     recompute_ratio: Annotated[float, bounded("recompute_ratio")] | None = Field(
-        None, description="Share of the other reused tokens that cacheblend and query recompute."
+        None,
+        description=(
+            "Share of the remaining reused tokens to recompute, for the strategies cacheblend and "
+            "query."
+        ),
     )
     speculation: Literal["auto", "on", "off"] | None = Field(
         None,
-        description="Speculative decoding by prompt lookup; it does not change the output.",
+        description="Speculative decoding by prompt lookup. It does not change the output.",
     )
     max_draft_tokens: Annotated[int, bounded("max_draft_tokens")] | None = Field(
-        None, description="Maximum number of draft tokens in a step."
+        None, description="Maximum number of draft tokens per step."
     )
     context_overflow: Literal["error", "drop_oldest"] | None = Field(
         None,
         description=(
             "Handling of a chat that exceeds the context. error: return an error. "
-            "drop_oldest: leave out the oldest turns, whose number is in "
-            "kvboost.dropped_messages of the answer."
+            "drop_oldest: leave out the oldest turns, and return the number of dropped messages "
+            "as kvboost.dropped_messages."
         ),
     )
     explain: bool | None = Field(

@@ -99,7 +99,8 @@ def _check_template_value(item: Any) -> None:
             )
         if len(item) > length.high:
             raise field_error(
-                "chat_template_kwargs", f"each string must have {length.describe()} characters"
+                "chat_template_kwargs",
+                f"each string must have {length.describe()} characters, not {len(item)}",
             )
     elif isinstance(item, (int, float)):  # a bool is an int too
         if not number.low <= item <= number.high:

@@ -39,7 +39,8 @@ def _prompts(value: Any) -> list[str] | list[list[int]]:
             raise field_error("prompt", "each prompt must be a string with at least one character")
         if (longest := max(map(len, prompts))) > COUNTS["text"].high:
             raise field_error(
-                "prompt", f"one has {longest} characters; at most {COUNTS['text'].high} are allowed"
+                "prompt",
+                f"a prompt has {longest} characters; at most {COUNTS['text'].high} are allowed",
             )
         return prompts
     for prompt in prompts:
@@ -129,7 +130,7 @@ class CompletionRequest(SamplingFields):
         if total > limit.high:
             raise bad_field(
                 "n",
-                f"prompts times n or best_of are {total} sequences; at most {limit.high} are "
+                f"prompts times n (or best_of) make {total} sequences; at most {limit.high} are "
                 "allowed",
             )
 

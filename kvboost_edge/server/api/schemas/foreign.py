@@ -41,10 +41,10 @@ SAME_AS = {
     "repeat_penalty": "repetition_penalty",  # llama.cpp, Ollama
     "return_tokens": "return_token_ids",  # llama.cpp
 }
-"""Fields that are accepted under our name."""
+"""Other servers' field names, with the equivalent field of this server."""
 
 NO_IMAGES = "images are not supported; this server takes text only"
-"""Message for an image in a request."""
+"""Error message for an image in a request."""
 
 _IGNORED = Foreign("", ignored=True)
 _SAMPLER = "this sampler is not supported; use temperature, top_p, top_k and min_p"
@@ -116,7 +116,7 @@ GENERATING: dict[str, Foreign] = {
     "input": Foreign("send messages to /v1/chat/completions"),
     "max_output_tokens": Foreign("use max_tokens", ()),
 }
-"""Fields of both generating endpoints. A field that an endpoint has is not foreign there."""
+"""Other servers' fields for completions and chat. Fields that an endpoint has come first."""
 
 
 def known_fields(value: Any, fields: Collection[str], foreign: Mapping[str, Foreign]) -> Any:

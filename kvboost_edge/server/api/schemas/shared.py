@@ -93,13 +93,13 @@ def or_null(schema: dict[str, Any]) -> WithJsonSchema:
 OnlyEmpty = Annotated[None, PlainValidator(_only_empty), or_null({"type": "array", "maxItems": 0})]
 OnlyNone = Annotated[None, PlainValidator(_only_none), or_null({"const": "none"})]
 OnlyOne = Annotated[None, PlainValidator(_only_one), or_null({"const": 1})]
-"""Fields that accept only the value without effect, which clients send."""
+"""Fields that accept only the value that has no effect. Some clients always send it."""
 
 NotBuilt = Annotated[None, BeforeValidator(_refuse)]
-"""A field of OpenAI's API that is not supported: null or absent."""
+"""A field of OpenAI's API that is not supported. It must be null or absent."""
 
 OnlyFalse = Annotated[bool, AfterValidator(_only_false), WithJsonSchema({"const": False})] | None
-"""A switch that is not supported: false, null or absent."""
+"""A boolean that is not supported. It must be false, null or absent."""
 
 
 def is_text(value: Any) -> bool:
@@ -268,7 +268,7 @@ Label = Annotated[str, AfterValidator(check_text), counted("label")]
 class StreamOptions(Strict):
     """Stream options, as in OpenAI's API."""
 
-    include_usage: bool | None = Field(None, description="End the stream with a chunk of usage.")
+    include_usage: bool | None = Field(None, description="End the stream with a usage chunk.")
     include_obfuscation: OnlyFalse = Field(
         None, description="Padding of chunks, which is not supported."
     )
@@ -317,7 +317,7 @@ class SamplingFields(Strict):
     guided_regex: Text | None = Field(
         None, description="A regular expression that the output must match."
     )
-    guided_choice: Texts | None = Field(None, description="Texts, one of which is the output.")
+    guided_choice: Texts | None = Field(None, description="Texts, one of which must be the output.")
     guided_grammar: Text | None = Field(None, description="vLLM's older name of grammar.")
     structured_outputs: Structured | None = Field(
         None, description="vLLM's object with one of json, regex, choice and grammar."

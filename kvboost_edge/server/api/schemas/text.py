@@ -77,7 +77,10 @@ class TokenizeRequest(Strict):
                 and getattr(self, name) is not None
                 and given[0] not in kinds
             ):
-                raise bad_field(name, f"{name} applies to {' or '.join(kinds)}, not to {given[0]}")
+                raise bad_field(
+                    name,
+                    f"{name} only applies to {' or '.join(kinds)}, not to {given[0]}; leave it out",
+                )
 
     @property
     def with_special_tokens(self) -> bool:
@@ -118,7 +121,9 @@ class UnpinRequest(Strict):
     def _check_of_messages(self, other: str, given: object) -> None:
         for name in ("chat_template_kwargs", "tools", "add_generation_prompt"):
             if given is not None and getattr(self, name) is not None:
-                raise bad_field(name, f"{name} applies to messages, not to {other}")
+                raise bad_field(
+                    name, f"{name} only applies to messages, not to {other}; leave it out"
+                )
 
 
 Document = Annotated[Text, Field(min_length=1)] | Annotated[TokenIds, AfterValidator(_few_tokens)]
@@ -178,7 +183,7 @@ class WarmRequest(UnpinRequest):
         False, description="Keep the blocks in the pool, for ttl seconds or until /v1/unpin."
     )
     ttl: Annotated[float, bounded("ttl")] | None = Field(
-        None, description="Seconds that a pin lasts."
+        None, description="Seconds that the pin lasts; by default, until /v1/unpin."
     )
 
     @model_validator(mode="before")
@@ -208,7 +213,7 @@ class WarmRequest(UnpinRequest):
         if self.position_offset and self.text is None:
             raise bad_field("position_offset", "position_offset needs text")
         if self.alone is not None and self.pin:
-            raise bad_field("pin", f"pin applies to prompts, not to {self.alone}")
+            raise bad_field("pin", f"pin only applies to prompts, not to {self.alone}")
         self._check_of_messages("documents", self.documents)
         if self.ttl is not None and not self.pin:
             raise bad_field("ttl", "ttl needs pin: true")

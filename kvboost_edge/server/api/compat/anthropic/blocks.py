@@ -180,7 +180,7 @@ class UserMessage(Strict):
     @model_validator(mode="after")
     def _results_come_first(self) -> UserMessage:
         kinds = [block.type for block in blocks_of(self)]
-        if kinds != sorted(kinds, reverse=True):  # "tool_result" sorts before "text"
+        if kinds != sorted(kinds, reverse=True):  # "tool_result" > "text"
             raise refused_field("content", "has a tool_result after text; put results first")
         return self
 

@@ -90,7 +90,7 @@ def breakpoints(body: Prompted) -> list[Breakpoint]:
 
 
 def _marked(blocks: Sequence[Any]) -> list[tuple[int, CacheControl]]:
-    """Return the number of blocks up to each mark, and the mark."""
+    """Return (number of blocks up to the mark, mark) for each `cache_control` mark."""
     marks = [
         (number, getattr(block, "cache_control", None)) for number, block in enumerate(blocks, 1)
     ]

@@ -18,7 +18,7 @@ from kvboost_edge.text.tokenizer import Tokenizer
 __all__ = ["FIELDS", "RenderedPieces", "completion_of", "infill_of"]
 
 FIELDS = {"max_tokens": "n_predict", "repetition_penalty": "repeat_penalty"}
-"""llama.cpp's names of our fields."""
+"""llama.cpp's names of OpenAI fields."""
 
 _SAME = (
     *SAMPLING_FIELDS,

@@ -59,4 +59,4 @@ KeepAlive = Annotated[
         {"anyOf": [number_schema("keep_alive"), {"enum": ["5m", "1h30m", "-1"]}, {"type": "null"}]}
     ),
 ]
-"""Seconds that the model stays loaded while idle; infinite for no limit."""
+"""Seconds that an idle model stays loaded; infinity means no limit."""

@@ -18,7 +18,7 @@ __all__ = ["API_VERSION", "listed", "named", "running", "shown"]
 Json = dict[str, Any]
 
 API_VERSION = "0.12.0"
-"""Version of Ollama's API; clients require a minimum."""
+"""Supported version of Ollama's API. Clients require a minimum version."""
 
 _LATEST = ":latest"
 _FOREVER = "9999-12-31T23:59:59Z"

@@ -45,7 +45,7 @@ _OPTIONS = {
 }
 CHAT_FIELDS = _OPTIONS
 GENERATE_FIELDS = {**_OPTIONS, "messages": "prompt"}
-"""Ollama's names of our fields."""
+"""Ollama's names of OpenAI fields."""
 
 # Engines that have logged a num_ctx above their context.
 _TOLD: weakref.WeakSet[Engine] = weakref.WeakSet()

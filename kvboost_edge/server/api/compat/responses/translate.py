@@ -26,7 +26,7 @@ FIELDS = {
     "max_completion_tokens": "max_output_tokens",
     "response_format": "text",
 }
-"""Names of our fields in the Responses API."""
+"""The Responses API's names of chat API fields."""
 
 _SAME = (
     *(
