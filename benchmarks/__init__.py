@@ -1,1 +1,1 @@
-"""Benchmarks, quality measurements and simulators of kvboost_edge, with what they share."""
+"""Benchmarks, quality measurements and simulators of kvboost_edge, and their shared code."""

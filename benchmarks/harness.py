@@ -1,8 +1,8 @@
-"""What all benchmarks share: rounds, medians, the machine card, the table, the JSON line.
+"""Shared code of all benchmarks: timing rounds, machine card, table and JSON output.
 
-A benchmark compares contenders. `alternate` runs them in turn, round after round, so that a slow
-minute of the machine hits all of them; the warm-up round is not counted. `report` prints the
-machine, a table and, as the last line, one JSON object with everything.
+A benchmark compares contenders. `alternate` runs all of them in each round, so that a slow minute
+of the machine affects all contenders. The warm-up rounds are not counted. `report` prints the
+machine, a table and, as the last line, one JSON object with all results.
 """
 
 from __future__ import annotations
@@ -31,20 +31,18 @@ _PACK = (
 )
 
 _PACKAGES = ("numpy", "numba", "torch", "transformers")
-# Taken when the benchmark starts: at its end this is the load it made itself.
+# Read at import, because at the end the load comes from the benchmark itself.
 _LOAD_AT_START = round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
 
 
 def parser(description: str) -> argparse.ArgumentParser:
-    """The options every benchmark has: --quick (a smoke run whose figures mean little) and --out
-    FILE.
-    """
+    """Return a parser with the options of every benchmark: --quick and --out."""
     options = argparse.ArgumentParser(description=description)
     options.add_argument(
-        "--quick", action="store_true", help="a short smoke run; its figures mean little"
+        "--quick", action="store_true", help="run a short smoke test, whose figures mean little"
     )
     options.add_argument(
-        "--out", type=Path, help="also write the JSON here, for benchmarks/results/"
+        "--out", type=Path, help="file to write the JSON to, usually in benchmarks/results/"
     )
     return options
 
@@ -52,8 +50,15 @@ def parser(description: str) -> argparse.ArgumentParser:
 def alternate(
     contenders: Mapping[str, Callable[[], object]], *, rounds: int, warmups: int = 1
 ) -> dict[str, list[float]]:
-    """Seconds of each contender in each counted round; within a round they run in the order
-    given.
+    """Time contenders in alternating rounds.
+
+    Args:
+        contenders: Functions to time, by name. Each round calls them in this order.
+        rounds: Number of timed rounds.
+        warmups: Number of rounds before that are not timed.
+
+    Returns:
+        The seconds of each round, by contender.
     """
     for _ in range(warmups):
         for work in contenders.values():
@@ -66,16 +71,12 @@ def alternate(
 
 
 def pack_beforehand(model: Path | str) -> None:
-    """Pack a model's weights in a process of its own, so that no figure of this one has that in
-    it.
-    """
+    """Pack a model's weights in a separate process, so that this one measures no packing."""
     subprocess.run([sys.executable, "-c", _PACK, str(model)], check=True)
 
 
 def machine_card() -> dict[str, Any]:
-    """What the figures depend on: processor, threads, memory, load at the start, versions,
-    commit.
-    """
+    """Describe the machine and software: CPU, threads, memory, initial load, versions, commit."""
     cpu = describe_cpu()
     return {
         "date": datetime.date.today().isoformat(),
@@ -92,9 +93,7 @@ def machine_card() -> dict[str, Any]:
 
 
 def given(options: argparse.Namespace) -> dict[str, Any]:
-    """The options a run had, without paths: they are this machine's, and no figure depends on
-    them.
-    """
+    """Return the options of a run without paths, which do not affect the figures."""
     return {name: value for name, value in vars(options).items() if not _is_path(value)}
 
 
@@ -112,10 +111,14 @@ def report(
     shown: Sequence[Mapping[str, Any]] | None = None,
     **extra: Any,
 ) -> None:
-    """Print the machine card, a table of `rows` (same keys in each) and the JSON line; write it to
-    --out as well.
+    """Print the machine card, a table of the results and the JSON line.
 
-    shown: what the table has instead of `rows`, which stay numbers in the JSON.
+    Args:
+        name: Name of the benchmark.
+        rows: Results, with the same keys in each row.
+        options: Parsed options. The JSON line is also written to `options.out`.
+        shown: Rows to print instead of `rows`, which remain numbers in the JSON.
+        extra: Further entries of the JSON object.
     """
     card = machine_card()
     print(f"\n{name}{' (quick: figures mean little)' if options.quick else ''}")
@@ -139,7 +142,7 @@ def _timed(work: Callable[[], object]) -> float:
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Columns as wide as their widest cell, numbers to the right."""
+    """Format rows as a table. Columns of numbers are right-aligned."""
     if not rows:
         return ["(no rows)"]
     names = list(rows[0])

@@ -1,1 +1,1 @@
-"""The documentation site: MkDocs hooks, theme files and generated reference pages."""
+"""Documentation site: MkDocs hooks, theme files and generated reference pages."""

@@ -1,4 +1,4 @@
-"""MkDocs hooks: pages from outside docs/, llms.txt, and the Markdown text of each page."""
+"""MkDocs hooks that add pages from outside docs/, llms.txt, and each page's Markdown text."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from docs_site.notebook import notebook_page
 __all__ = ["on_config", "on_files", "on_page_markdown", "on_post_build"]
 
 _DOCS = "docs/"
-# Folder of the site for the repository's files outside docs/.
+# Folder of the site for repository files outside docs/.
 _OUTSIDE = "repository/"
-# Files that become a page with their text; others are copied.
+# File types that become pages. Other files are copied.
 _LANGUAGES = {".ipynb": "", ".py": "python", ".sh": "sh"}
 
 _FENCE = re.compile(r"^( *)(```+|~~~+)[^\n]*\n.*?^\1\2[`~]*[ \t]*$", re.DOTALL | re.MULTILINE)
 _LINK = re.compile(r"(?P<label>!?\[(?:[^\[\]]|\[[^\[\]]*\])*\])\((?P<target>[^()\s]+)\)")
 
-# Factors of a page's rank in the search, by the start of its path in the site.
+# Search rank of a page, by the start of its path in the site.
 _SEARCH_BOOSTS = {
     "repository/CHANGELOG.md": 0.1,
     "repository/": 0.5,
     "how-to/": 2,
     "reference/options.md": 4,
 }
-# Pages that the search leaves out: a log, and a copy of other pages' texts.
+# Pages excluded from the search: a log, and a copy of the text of other pages.
 _NOT_SEARCHED = ("repository/benchmarks/LOG.md", "repository/README.md")
 
 _OPTION_PAGE = "reference/options.md"
@@ -42,12 +42,12 @@ _OPTION_ROW = re.compile(
     r'^\| <a id="(?P<anchor>[^"]+)"></a>(?P<names>[^|]+) \| (?P<text>.+?) \|', re.MULTILINE
 )
 
-# The pages of this build by their path in the site.
+# Pages of this build by their path in the site.
 _pages: dict[str, Any] = {}
 
 
 def on_config(config: Any) -> Any:
-    """Give headings the anchors that GitHub gives them."""
+    """Give headings the same anchors as GitHub."""
     for extension in ("toc", "pymdownx.tabbed"):
         config.mdx_configs.setdefault(extension, {})["slugify"] = slugify(case="lower")
     _pages.clear()
@@ -55,16 +55,16 @@ def on_config(config: Any) -> Any:
 
 
 def on_files(files: Files, *, config: Any) -> Files:
-    """Add the files outside docs/ that the navigation or a page names."""
+    """Add the files outside docs/ that the navigation or a page refers to."""
     root = Path(config.config_file_path).parent
     waiting = [_repository_path(file.src_uri) for file in files if file.is_documentation_page()]
     named = {path for _, entries in _sections(config.nav) for _, path in entries}
     waiting += sorted(map(_repository_path, named - {file.src_uri for file in files}))
     seen = set(waiting)
-    for path in waiting:  # it grows
+    for path in waiting:  # the list grows during the loop
         source = root / path
         if not source.is_file():
-            continue  # the build reports it
+            continue  # the build reports missing files
         if not path.startswith(_DOCS):
             files.append(_outside_file(path, source, config))
         if source.suffix != ".md":
@@ -77,7 +77,7 @@ def on_files(files: Files, *, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Files) -> str:
-    """Point links to files outside docs/ at the site's copies, and set the rank in the search."""
+    """Redirect links to files outside docs/ to the site's copies, and set the search rank."""
     root = Path(config.config_file_path).parent
     place = page.file.src_uri
     path = _repository_path(place)
@@ -88,7 +88,7 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Files) -> 
         if target is None or not (root / target).exists():
             return found[0]
         if (root / target).is_dir():
-            return found["label"][1:-1]  # the site has no page of a directory
+            return found["label"][1:-1]  # directories have no page in the site
         link = posixpath.relpath(_site_path(target), posixpath.dirname(place) or ".")
         return f"{found['label']}({link}{hash_sign}{anchor})"
 
@@ -102,7 +102,7 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Files) -> 
 
 
 def on_post_build(*, config: Any) -> None:
-    """Write llms.txt, and the Markdown text of each page; add the options to the search."""
+    """Write llms.txt and each page's Markdown text, and add the options to the search index."""
     site = Path(config.site_dir)
     index = site / "search" / "search_index.json"
     if index.is_file():
@@ -127,7 +127,10 @@ def on_post_build(*, config: Any) -> None:
 
 
 def _sections(nav: list[Any], heading: str = "Home") -> list[tuple[str, list[tuple[str, str]]]]:
-    """Return the navigation as (heading, entries), an entry being (title, path in the site)."""
+    """Return the navigation as (heading, entries) pairs.
+
+    An entry is a pair (title, path in the site).
+    """
     found: list[tuple[str, list[tuple[str, str]]]] = [(heading, [])]
     for item in nav:
         [(title, value)] = item.items()
@@ -139,7 +142,7 @@ def _sections(nav: list[Any], heading: str = "Home") -> list[tuple[str, list[tup
 
 
 def _option_entries(markdown: str) -> list[dict[str, Any]]:
-    """Return an entry of the search index for each row of the page of options."""
+    """Return a search index entry for each row of the options page."""
     location = Path(_OPTION_PAGE).with_suffix(".html").as_posix()
     return [
         {
@@ -165,14 +168,14 @@ def _outside_file(path: str, source: Path, config: Any) -> File:
 
 
 def _site_path(path: str) -> str:
-    """Return where the site has a file of the repository."""
+    """Return the path in the site of a file in the repository."""
     if path.startswith(_DOCS):
         return path.removeprefix(_DOCS)
     return _OUTSIDE + path + (".md" if Path(path).suffix in _LANGUAGES else "")
 
 
 def _repository_path(place: str) -> str:
-    """Return the file of the repository that the site has here."""
+    """Return the path in the repository of a file in the site."""
     if not place.startswith(_OUTSIDE):
         return _DOCS + place
     path = Path(place.removeprefix(_OUTSIDE))
@@ -180,7 +183,7 @@ def _repository_path(place: str) -> str:
 
 
 def _resolve(path: str, link: str) -> str | None:
-    """Return the file that a link on the page `path` names, or None: another site or this page."""
+    """Return the file that a link on a page refers to, or None for other sites and this page."""
     if not link or re.match(r"[a-z][a-z0-9+.-]*:|/", link):
         return None
     return posixpath.normpath(posixpath.join(posixpath.dirname(path), link))
@@ -201,7 +204,7 @@ def _linked_files(text: str, path: str, root: Path) -> Iterator[str]:
 
 
 def _outside_fences(text: str, change: Callable[[str], str]) -> str:
-    """Change the text between fenced code blocks."""
+    """Apply a change to the text outside fenced code blocks."""
     parts: list[str] = []
     end = 0
     for fence in _FENCE.finditer(text):
@@ -211,7 +214,7 @@ def _outside_fences(text: str, change: Callable[[str], str]) -> str:
 
 
 def _summary(page: Any) -> str:
-    """Return the first sentence of a page without markup, or its title."""
+    """Return the first sentence of a page without markup, or the page's title."""
     for block in re.split(r"\n\s*\n", _FENCE.sub("", page.markdown)):
         line = " ".join(block.split())
         if line and not re.match(r"[#|!<:>*-]|\d+\. |\[[^\]]*\]\([^)]*\)$", line):

@@ -1,4 +1,4 @@
-"""A notebook as a Markdown page, with the output of its cells."""
+"""Conversion of a notebook to a Markdown page, with the output of its cells."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ _END_OF_CELL = "--- end of cell ---"
 
 
 def notebook_page(path: Path, *, run: bool) -> str:
-    """Return the cells of a notebook, and what they print.
+    """Return a notebook's cells and their output as Markdown.
 
     Args:
-        run: Run the cells in a process of their own; without it, the page has no output.
+        path: Path of the notebook.
+        run: Whether to run the cells in a separate process. If not, the page has no output.
 
     Raises:
         RuntimeError: A cell fails.
@@ -41,7 +42,7 @@ def notebook_page(path: Path, *, run: bool) -> str:
 
 
 def _outputs(path: Path, programs: list[str]) -> list[str]:
-    """Run the cells in order in one process; return what each prints."""
+    """Run the cells in order in one process and return the output of each."""
     ending = f"\nprint({_END_OF_CELL!r})\n"
     with tempfile.TemporaryDirectory() as folder:
         program = Path(folder) / "notebook.py"

@@ -566,8 +566,8 @@ class EngineConfig:
             object.__setattr__(self, "disk_cache_dir", None)
         if self.disk_cache_dir is None and self.max_disk_bytes is not None:
             raise ConfigError(
-                f"max_disk_bytes={self.max_disk_bytes} needs the disk tier, which is off; "
-                "give disk_cache_dir or leave max_disk_bytes out"
+                f"max_disk_bytes={self.max_disk_bytes} needs a disk_cache_dir, which is off; give "
+                "one or leave max_disk_bytes out"
             )
         if self.redis_url is not None and (
             not isinstance(self.redis_url, str) or not self.redis_url

@@ -1,19 +1,18 @@
-"""A coding agent's session over HTTP, ours beside `llama_cpp.server`: prompt tokens computed, time
-to first token.
+"""A coding agent's session over HTTP: prompt tokens computed and time to first token.
 
-Both answer the same requests of agent_sessions.py, sent by the same client: 10,000 tokens of system
-prompt and tools, 12 turns, titles and side agents between them, a restart in the middle; both run
-the same file, whose model says one written answer (data/agent_model.py). They run one after
-another, never together.
+Compares our server with `llama_cpp.server`. The same client sends both the same requests from
+agent_sessions.py: 10,000 tokens of system prompt and tools, 12 turns with titles and side agents
+between them, and a restart in the middle. Both run the same file, whose model generates one fixed
+answer (data/agent_model.py). The servers run one after another, never together.
 
-computed   prompt tokens a server computed: ours by its usage (prompt_tokens less cached_tokens),
-           llama.cpp's by its own counter, which it prints for each request
-ttft       from sending to the first text, thinking or call in the stream
-cold       our own time to first token of the same request with `cache_prompt` false, taken when the
-           session is over; with `--cold three` of three turns, and between them by their prompt
-           tokens
+    computed   prompt tokens that a server computed. Ours reports them as usage (prompt_tokens minus
+               cached_tokens), llama.cpp prints them for each request
+    ttft       time from sending to the first text, thinking or call in the stream
+    cold       our time to first token of the same request with `cache_prompt` false, measured after
+               the session. `--cold three` measures three turns and interpolates the others by
+               their prompt tokens
 
-    python benchmarks/bench/bench_agents.py                   # 0.5B shape, Q4_0, the whole session
+    python benchmarks/bench/bench_agents.py                   # 0.5B shape, Q4_0, whole session
     python benchmarks/bench/bench_agents.py --shape tiny      # the same tokens, a small model
     python benchmarks/bench/bench_agents.py --date-in system  # a date that voids tools and chat
 """
@@ -59,7 +58,7 @@ from benchmarks.data.shapes import SHAPES, Shape
 
 _BENCHMARKS = Path(__file__).parents[1]
 _REQUEST_S = 900.0
-_CONTEXT = 16384  # tokens of a prompt and its answer
+_CONTEXT = 16384  # maximum tokens of a prompt and its answer
 _BARS = {"computed": 0.10, "turn": 0.15, "restart": 0.20}
 _MODELS = {"0.5b": SHAPES["0.5b"], "tiny": Shape(256, 4, 4, 2, 512, vocab=8192, context=32768)}
 _TOLD = ("hit_tokens", "tokenize_ms", "queue_ms", "lookup_ms", "load_ms", "prefill_ms")
@@ -70,9 +69,18 @@ _COUNTED = re.compile(rb"prompt eval time = +[\d.]+ ms / +(\d+) tokens")
 
 @dataclasses.dataclass
 class Seen:
-    """What the client saw of one answer; seconds from sending. prompt_tokens: 0 where the server
-    does not tell; own: what else our server says, tokens found by tier and milliseconds by kind of
-    work.
+    """Observations of the client for one answer. Times are in seconds from sending.
+
+    Attributes:
+        first: Time to the first output.
+        total: Time to the end of the answer.
+        thought: Thinking of the answer.
+        answer: Text and call of the answer.
+        prompt_tokens: Number of prompt tokens, or 0 if the server does not report it.
+        computed: Number of computed prompt tokens.
+        normalised: Normalizations that our server applied to the request.
+        cause: Cause of the cache miss that our server reported.
+        own: Further figures of our server: tokens found by tier, and milliseconds by kind of work.
     """
 
     first: float
@@ -87,7 +95,7 @@ class Seen:
 
 
 class Ours:
-    """kvboost_edge.server, with its disk tier in a directory of its own."""
+    """kvboost_edge.server, with a separate directory for its disk tier."""
 
     label = "kvboost_edge"
 
@@ -129,7 +137,7 @@ class Ours:
         return {**request.body, **more}
 
     def counted(self, seen: Seen, last: dict[str, Any], log: bytes) -> None:
-        """Take from the last event of the stream what was computed and why."""
+        """Read from the stream's last event how many tokens were computed and why."""
         usage = last["usage"]
         told = last["kvboost"]
         seen.prompt_tokens = usage["prompt_tokens"]
@@ -140,7 +148,7 @@ class Ours:
 
 
 class LlamaCpp:
-    """llama_cpp.server, with one of its caches of states beside the one it computes in."""
+    """llama_cpp.server, with one of its caches of states in addition to the active one."""
 
     label = "llama_cpp.server"
 
@@ -164,8 +172,8 @@ class LlamaCpp:
             "false",
         ]
         command += ["--n_threads", str(options.threads), "--n_threads_batch", str(options.threads)]
-        # Each state it keeps holds the logits of a batch: those of 512 tokens, no slower than
-        # 2,048, are a quarter.
+        # Each cached state contains the logits of a batch. With 512 tokens per batch, they take a
+        # quarter of the memory of 2,048 tokens, and the speed is the same.
         command += [
             "--n_batch",
             "512",
@@ -184,7 +192,7 @@ class LlamaCpp:
         return {**request.body, "stream": True, "repeat_penalty": 1.0}
 
     def counted(self, seen: Seen, last: dict[str, Any], log: bytes) -> None:
-        """Take what was computed from what it printed of this request."""
+        """Read from the server's log how many tokens were computed for the request."""
         seen.computed = int(_COUNTED.findall(log)[-1])
 
 
@@ -227,7 +235,7 @@ def sent(server: Server, request: Request, log: Path, client: httpx.Client) -> S
                     arguments += call["function"].get("arguments") or ""
     total = time.perf_counter() - started
     if first is None:
-        raise RuntimeError(f"{server.label}: an answer without a word")
+        raise RuntimeError(f"{server.label} sent an empty answer")
     if not thought and not name:
         text, thought, (name, arguments) = taken_apart(text)
     seen = Seen(first, total, thought, Answer(text, (name, arguments) if name else None, call_id))
@@ -238,7 +246,7 @@ def sent(server: Server, request: Request, log: Path, client: httpx.Client) -> S
 
 
 def taken_apart(text: str) -> tuple[str, str, tuple[str, str]]:
-    """Text, thinking and call of an answer that a server without parsers gives as one text."""
+    """Split the text of a server without parsers into text, thinking and call."""
     thought = _THOUGHT.search(text)
     called = _CALLED.search(text)
     rest = _CALLED.sub("", _THOUGHT.sub("", text))
@@ -246,8 +254,11 @@ def taken_apart(text: str) -> tuple[str, str, tuple[str, str]]:
 
 
 def played(server: Server, plan: Plan, cold: tuple[int, ...]) -> dict[str, Any]:
-    """The session: its requests and what was seen of each; seconds of it all, starts apart; cold
-    times by turn.
+    """Run the session on a server.
+
+    Returns:
+        The requests with the client's observations, the seconds of the whole session without server
+            starts, and cold times by turn.
     """
     running = session(plan)
     request = next(running)
@@ -263,7 +274,7 @@ def played(server: Server, plan: Plan, cold: tuple[int, ...]) -> dict[str, Any]:
             "max_tokens": 4,
             "temperature": 0,
         }
-        sent(server, Request("warm-up", 0, warm), log, client)  # compiles, starts threads
+        sent(server, Request("warm-up", 0, warm), log, client)  # compiles and starts threads
         while True:
             if request.restart:
                 stack.close()
@@ -288,7 +299,7 @@ def played(server: Server, plan: Plan, cold: tuple[int, ...]) -> dict[str, Any]:
 
 
 def _started(server: Server, stack: contextlib.ExitStack, starts: list[float]) -> Path:
-    """Start the server within `stack`; the file of what it prints."""
+    """Start the server within `stack` and return the file of its output."""
     log = server.place / f"{len(starts)}.log"
     began = time.perf_counter()
     file = stack.enter_context(log.open("wb"))
@@ -298,8 +309,9 @@ def _started(server: Server, stack: contextlib.ExitStack, starts: list[float]) -
 
 
 def cold_of(colds: dict[int, float], tokens: dict[int, int]) -> dict[int, float]:
-    """The cold time of each turn: as measured, else between its neighbours by prompt tokens. {turn:
-    tokens}
+    """Return the cold time of each turn, interpolated by prompt tokens where not measured.
+
+    Args are {turn: tokens} and the measured times.
     """
     if not colds:
         return {}
@@ -313,7 +325,7 @@ def cold_of(colds: dict[int, float], tokens: dict[int, int]) -> dict[int, float]
 
 
 def rows_of(runs: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """One row for each request of the session, medians over rounds."""
+    """Return one row for each request of the session, with medians over rounds."""
     ours = runs.get(Ours.label, [])
     peer = runs.get(LlamaCpp.label, [])
     rows = []
@@ -351,7 +363,7 @@ def _cold(run: dict[str, Any]) -> dict[int, float]:
 
 
 def summary(runs: dict[str, list[dict[str, Any]]], rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Totals of each server, and the bars with what was reached."""
+    """Return the totals of each server, and each bar with the value reached."""
     servers = {}
     for label, rounds in runs.items():
         done = [seen for _, seen in rounds[0]["done"]]
@@ -395,7 +407,7 @@ def _ttfts(run: dict[str, Any]) -> Iterator[float]:
 
 
 def model_of(name: str, folder: Path) -> Path:
-    """The file of the model, written where it is missing."""
+    """Return the model's file, which is written if it is missing."""
     said = texts(Plan())
     mark = hashlib.sha256(
         json.dumps([said, TEMPLATE, THOUGHT, CONTENT, CALL]).encode()
@@ -410,26 +422,33 @@ def model_of(name: str, folder: Path) -> Path:
 def options_from() -> argparse.Namespace:
     parser = harness.parser(__doc__ or "")
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--shape", choices=tuple(_MODELS), help="0.5b; with --quick tiny")
     parser.add_argument(
-        "--rounds", type=int, default=1, help="the whole session of each server; medians"
+        "--shape",
+        choices=tuple(_MODELS),
+        help="shape of the model (default: 0.5b, or tiny with --quick)",
+    )
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=1,
+        help="number of sessions per server, of which medians are taken",
     )
     parser.add_argument(
         "--turns",
         type=int,
         default=Plan.turns,
-        help=f"{Plan.restart} at least: the restart is there",
+        help=f"{Plan.restart} or more, because the restart comes before this turn",
     )
     parser.add_argument("--date-in", choices=("context", "system"), default="context")
     parser.add_argument(
-        "--no-billing", action="store_true", help="a client without a changing first line"
+        "--no-billing", action="store_true", help="omit the client's changing first line"
     )
     parser.add_argument(
-        "--cold", choices=("three", "each"), default="three", help="turns measured cold"
+        "--cold", choices=("three", "each"), default="three", help="turns to measure cold"
     )
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--capacity", type=int, default=32768, help="tokens of KV in our pool")
-    parser.add_argument("--kv-cache-bits", default="16", help="of our server")
+    parser.add_argument("--capacity", type=int, default=32768, help="size of our pool in tokens")
+    parser.add_argument("--kv-cache-bits", default="16", help="bits per KV value of our server")
     parser.add_argument("--peer-cache", choices=("none", "ram", "disk"), default="ram")
     parser.add_argument("--peer-cache-bytes", type=int, default=8 << 30)
     parser.add_argument("--peer-flash", choices=("true", "false"), default="true")
@@ -442,7 +461,7 @@ def options_from() -> argparse.Namespace:
 
 
 def wanted(options: argparse.Namespace) -> list[type[Ours] | type[LlamaCpp]]:
-    """The servers that are asked for and there."""
+    """Return the requested servers that are available."""
     found: list[type[Ours] | type[LlamaCpp]] = []
     if Ours.label in (options.only or [Ours.label]):
         found.append(Ours)

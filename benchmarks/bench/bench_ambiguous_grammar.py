@@ -1,8 +1,8 @@
-"""Answers of one tenant alone, and while another tenant's ambiguous grammar is computed.
+"""Latency of one tenant while another tenant's ambiguous grammar is computed.
 
-Both are in one server process, each with an API key of its own. Times are from sending a request
-of four tokens to the end of its answer. A pair is one request alone and one while the other
-tenant's requests run; which of the two comes first alternates.
+Both tenants use one server process with separate API keys. Times are from sending a request of four
+tokens to the end of its answer. A pair consists of one request alone and one during the other
+tenant's requests. Their order alternates.
 
     python benchmarks/bench/bench_ambiguous_grammar.py --model FILE.gguf --pairs 20
 """
@@ -28,11 +28,12 @@ from benchmarks.bench.bench_server import free_port, served
 
 _GRAMMAR = 'start: e\ne: e e | e e e | "a" | ""'
 _KEYS = ("sk-hostile", "sk-other")
-_LEAD_SECONDS = (0.1, 1.5)  # from the first hostile request to the other: its masks get slower
+# seconds from the first hostile request to the measured one, while its masks become slower
+_LEAD_SECONDS = (0.1, 1.5)
 
 
 def ask(client: httpx.Client, prompt: str) -> float:
-    """Send a request of four tokens; return its milliseconds."""
+    """Send a request of four tokens and return its milliseconds."""
     body = {"prompt": prompt, "max_tokens": 4, "temperature": 0, "ignore_eos": True}
     began = time.perf_counter()
     response = client.post("/v1/completions", json=body)
@@ -41,7 +42,7 @@ def ask(client: httpx.Client, prompt: str) -> float:
 
 
 class Hostile:
-    """Requests with the ambiguous grammar, so many at once, one after the other until the end."""
+    """Client that keeps a number of requests with the ambiguous grammar running."""
 
     def __init__(self, port: int, streams: int) -> None:
         self.answers: dict[int, int] = {200: 0, 400: 0}
@@ -70,26 +71,29 @@ class Hostile:
                     "ignore_eos": True,
                 }
                 response = client.post("/v1/completions", json=body)
-                if response.status_code not in self.answers:  # 400: its masks took too long
+                # 400 means that its masks took too long
+                if response.status_code not in self.answers:
                     raise RuntimeError(f"{response.status_code}: {response.text[:200]}")
                 self.answers[response.status_code] += 1
 
 
 def client_of(port: int, key: str) -> httpx.Client:
-    """Return a client with one of the keys."""
+    """Return a client with one of the API keys."""
     return httpx.Client(
         base_url=f"http://127.0.0.1:{port}", headers={"Authorization": f"Bearer {key}"}, timeout=120
     )
 
 
 def main() -> None:
-    """Measure and print."""
+    """Measure and print the results."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", required=True, help="GGUF file or directory")
-    parser.add_argument("--pairs", type=int, default=20, help="number of pairs [20]")
-    parser.add_argument("--streams", type=int, default=1, help="hostile requests at once [1]")
+    parser.add_argument("--pairs", type=int, default=20, help="number of pairs (default: 20)")
+    parser.add_argument(
+        "--streams", type=int, default=1, help="number of concurrent hostile requests (default: 1)"
+    )
     options = parser.parse_args()
     port = free_port()
     command = [sys.executable, "-m", "kvboost_edge.server", "--model", options.model]

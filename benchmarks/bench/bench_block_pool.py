@@ -1,18 +1,17 @@
-"""What the bookkeeping of the block pool costs: looking up a prefix, allocating and freeing blocks,
-one decode step.
+"""Cost of the block pool's bookkeeping: prefix lookup, allocation, freeing, decode step.
 
     python benchmarks/bench/bench_block_pool.py [--quick] [--out benchmarks/results/FILE.json]
 
-lookup    `peek` of a prompt that is cached to its end, the worst case: every block is hashed, found
-          and compared open+free what a request pays around its life on that prompt: the match,
-          touching all blocks, freeing them
-cold      open, extend, commit and free of a prompt that is not cached: hashing twice (claim,
-          publish), evicting
-blocks    `extend` to many blocks, then `free`, per block; once from an empty pool, once evicting
-          cached blocks
-decode    one token of one sequence: extend by one slot, slot, commit
+    lookup    `peek` of a fully cached prompt, which is the worst case, because every block is
+              hashed, found and compared
+    open+free cost of a request on that prompt: matching, touching and freeing all blocks
+    cold      open, extend, commit and free of an uncached prompt, with two hash computations
+              (claim, publish) and eviction
+    blocks    `extend` to many blocks, then `free`, per block. Once from an empty pool, once
+              evicting cached blocks
+    decode    one token of one sequence: extend by one slot, slot, commit
 
-All of it is one thread of Python, so `best` tells what it costs and the distance of `median` how
+Everything is one thread of Python. `best` shows the cost, and its distance to `median` shows how
 busy the machine was.
 """
 

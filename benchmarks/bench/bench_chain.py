@@ -1,12 +1,13 @@
-"""What it saves a replica that a prompt comes with its prefix hashes: the lookups of a request,
-with and without them.
+"""Time that a replica saves when a request includes its prefix hashes.
 
     python benchmarks/bench/bench_chain.py [--tokens 1024 ...] [--rounds 200]
 
-Of a prompt that the pool holds and of one that it has never seen: what the scheduler asks before it
-lets a request in (`awaited_hash`, `open_table`), on the engine's thread. `hashed`: blocks hashed by
-it, the same on every machine; times in ms, the median of the rounds. `travel`: bytes of the hashes
-beside those of the tokens.
+Measures the lookups of a request with and without prefix hashes, for a prompt that the pool
+contains and for a new one. These are the calls that the scheduler makes before it admits a request
+(`awaited_hash`, `open_table`), on the engine's thread.
+
+`hashed` is the number of blocks hashed, which is the same on every machine. Times are in ms, as
+medians over rounds. `travel` compares the size of the hashes with that of the tokens in bytes.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class _Hashes:
 
 
 def measured(num_tokens: int, is_held: bool, knows: bool, rounds: int) -> tuple[float, int]:
-    """(median ms of a request's lookups, blocks hashed by it)."""
+    """Return the median ms of a request's lookups, and the number of blocks hashed."""
     hashes = _Hashes()
     tokens = [number % 50_000 for number in range(num_tokens)]
     manager = KVCacheManager(num_tokens // BLOCK_TOKENS + 2, BLOCK_TOKENS, hash_fn=hashes)

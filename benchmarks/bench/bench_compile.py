@@ -1,11 +1,11 @@
-"""What a first start compiles, and what that takes.
+"""Kernels that a first start compiles, and the time that this takes.
 
     python benchmarks/bench/bench_compile.py --kinds int4-asym int8 [--quantized]
     [--layers experts scan]
 
-For models of these kinds of weights and of layers, over a pool of floats or of codes, with an empty
-cache of machine code: first in children, as a runner does (wall and CPU seconds), then in this
-process, where functions and instructions are counted.
+Covers models with these weight formats and kinds of layers, with a float or quantized pool and an
+empty kernel cache. Kernels are compiled first in child processes, as a runner does it (wall and CPU
+seconds), then in this process, where functions and instructions are counted.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _INSTRUCTION = re.compile(r"^\t[a-z]", re.MULTILINE)
 
 
 def in_children(options: argparse.Namespace) -> dict[str, float]:
-    """Seconds of `compile_ahead`, its start included."""
+    """Return the seconds of `compile_ahead`, including its start."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     started = time.perf_counter()
     compile_ahead(entries(options), options.processes)
@@ -45,7 +45,7 @@ def in_children(options: argparse.Namespace) -> dict[str, float]:
 
 
 def counted(options: argparse.Namespace) -> list[dict[str, object]]:
-    """One row an entry, compiled in this process."""
+    """Return one row for each entry, compiled in this process."""
     rows: list[dict[str, object]] = []
     for entry in entries(options):
         started = time.process_time()
@@ -73,7 +73,7 @@ def entries(options: argparse.Namespace) -> list[KernelEntry]:
 
 
 def report(options: argparse.Namespace) -> None:
-    """One part, as lines of JSON, in a process whose cache is empty."""
+    """Print the results of one part as JSON lines, in a process with an empty cache."""
     if options.part == "children":
         print(json.dumps(in_children(options)))
         return
@@ -92,9 +92,13 @@ def main() -> None:
         "--kinds", nargs="+", default=["int4-asym", "int8"], choices=sorted(FORMATS)
     )
     parser.add_argument(
-        "--layers", nargs="+", default=[], choices=sorted(_LAYERS), help="beside plain ones"
+        "--layers",
+        nargs="+",
+        default=[],
+        choices=sorted(_LAYERS),
+        help="kinds of layers in addition to plain ones",
     )
-    parser.add_argument("--quantized", action="store_true", help="the pool holds codes")
+    parser.add_argument("--quantized", action="store_true", help="use a quantized pool")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--part", choices=("children", "count"), help=argparse.SUPPRESS)
     options = parser.parse_args()

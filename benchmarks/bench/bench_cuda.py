@@ -1,9 +1,8 @@
-"""The CUDA extension against torch's SDPA and, where it is installed, flash-attn, on a GPU; part of
-`make cuda-test`.
+"""CUDA extension against torch's SDPA and, if installed, flash-attn; part of `make cuda-test`.
 
-Decode: 1 and 32 sequences at several depths; prefill: fresh tokens, causal. float16. Ours reads
-blocks of 16 tokens by a shuffled table, the others contiguous keys and values. The results are
-compared before anything is timed.
+Decode uses 1 and 32 sequences at several depths. Prefill is causal with new tokens only. All use
+float16. Our kernel reads blocks of 16 tokens through a shuffled table, the others read contiguous
+KV. The results are compared before anything is timed.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ TOLERANCE = 5e-3
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """`num_seqs` sequences of `depth` keys, of which the last `num_queries` have queries."""
+    """`num_seqs` sequences of `depth` keys. The last `num_queries` of each have queries."""
 
     num_q_heads: int
     num_kv_heads: int
@@ -54,8 +53,10 @@ def cases(quick: bool) -> list[Case]:
 
 
 def contenders(case: Case, kernels: Any, device: str) -> dict[str, Callable[[], torch.Tensor]]:
-    """Name -> a call that returns [num_seqs, num_queries, heads, head_dim]. Raises SystemExit where
-    results differ.
+    """Return the contenders by name, as calls that return [num_seqs, num_queries, heads, head_dim].
+
+    Raises:
+        SystemExit: The results differ.
     """
     generator = torch.Generator().manual_seed(0)
 
@@ -81,7 +82,7 @@ def contenders(case: Case, kernels: Any, device: str) -> dict[str, Callable[[], 
         "block_table": table.view(case.num_seqs, blocks_each).int(),
     }
     flat = q.flatten(0, 1)
-    # Heads in front and contiguous, as SDPA reads fastest.
+    # Heads first and contiguous, which SDPA reads fastest.
     q_t, k_t, v_t = (x.transpose(1, 2).contiguous() for x in (q, k, v))
 
     def ours() -> torch.Tensor:
@@ -108,12 +109,12 @@ def contenders(case: Case, kernels: Any, device: str) -> dict[str, Callable[[], 
     for name, work in found.items():
         off = float((work().float() - expected).abs().max())
         if not off <= TOLERANCE:
-            raise SystemExit(f"{case}: {name} differs from SDPA by {off:.2g}; nothing is timed")
+            raise SystemExit(f"{case}: {name} differs from SDPA by {off:.2g}, so nothing is timed")
     return found
 
 
 def timed(work: Callable[[], torch.Tensor], calls: int) -> Callable[[], None]:
-    """`calls` calls on the device, the last one finished."""
+    """Run `calls` calls on the device and wait for the last."""
 
     def run() -> None:
         for _ in range(calls):

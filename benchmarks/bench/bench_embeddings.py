@@ -1,12 +1,11 @@
-"""Texts per second made into vectors, against llama.cpp on the same random GGUF file of a real
-model's shape.
+"""Embedded texts per second, against llama.cpp on the same random GGUF file of a real shape.
 
-Each engine is a process of its own (peers/worker.py); each of them answers the same texts in turn,
-new ones every round, and the figures are medians over the rounds. llama.cpp runs with passes of 512
-and of 2,048 tokens, and the faster one counts. How near the vectors are to llama.cpp's is in the
-table too: both run on the same quantized weights.
+Each engine is a separate process (peers/worker.py). In each round, all engines embed the same new
+texts in turn, and the figures are medians over rounds. llama.cpp runs with passes of 512 and of
+2,048 tokens, and the faster one counts. The table also has the cosine similarity of our vectors to
+llama.cpp's, as both use the same quantized weights.
 
-    python benchmarks/bench/bench_embeddings.py               # Qwen3-Embedding-0.6B's shape, Q8_0
+    python benchmarks/bench/bench_embeddings.py               # Qwen3-Embedding-0.6B shape, Q8_0
     python benchmarks/bench/bench_embeddings.py --quant Q4_0
     python benchmarks/bench/bench_embeddings.py --shape embeddinggemma-300m
 """
@@ -31,12 +30,12 @@ from benchmarks.data.shapes import SHAPES, EmbeddingShape
 
 _BENCHMARKS = Path(__file__).parents[1]
 _OURS = "kvboost_edge"
-_FIRST_TEXT_TOKEN = 300  # ids below stand for bytes and control
+_FIRST_TEXT_TOKEN = 300  # first id that is a text token; smaller ids are bytes and control tokens
 _BATCHES = (512, 2048)
 
 
 def start(options: argparse.Namespace, model: Path) -> list[Worker]:
-    """The engines that start, ours first; the others are named with the reason."""
+    """Start the engines, ours first. Engines that do not start are named with the reason."""
     script = str(_BENCHMARKS / "peers" / "worker.py")
     commands = {_OURS: [sys.executable, script, "kvboost_edge", str(model)]}
     for batch in _BATCHES:
@@ -65,7 +64,7 @@ def start(options: argparse.Namespace, model: Path) -> list[Worker]:
 
 
 def texts(options: argparse.Namespace, vocab: int) -> Iterator[list[list[int]]]:
-    """New texts for every round, the same for every engine."""
+    """Yield new texts for each round, the same for every engine."""
     seed = 0
     while True:
         rng = np.random.default_rng(seed)
@@ -76,14 +75,12 @@ def texts(options: argparse.Namespace, vocab: int) -> Iterator[list[list[int]]]:
 def measure(
     workers: list[Worker], options: argparse.Namespace, vocab: int
 ) -> tuple[dict[str, list[float]], dict[str, Any]]:
-    """Texts per second of each engine in each counted round, and its vectors of the first two
-    texts.
-    """
+    """Return each engine's texts per second by round, and its vectors of the first two texts."""
     speeds: dict[str, list[float]] = {worker.label: [] for worker in workers}
     vectors: dict[str, Any] = {}
     for number, inputs in zip(range(options.rounds + 1), texts(options, vocab), strict=False):
         for worker in workers:
-            asked = inputs if number else inputs[:4]  # round 0 warms up
+            asked = inputs if number else inputs[:4]  # round 0 is the warm-up
             answer = worker.ask("embed", inputs=asked)
             vectors[worker.label] = np.array(answer["vectors"])
             if number:
@@ -94,8 +91,10 @@ def measure(
 def rows(
     speeds: dict[str, list[float]], vectors: dict[str, Any], peaks: dict[str, float]
 ) -> list[dict[str, Any]]:
-    """A row for each engine; `times`: ours against the fastest peer. cosine: the smaller of ours to
-    each peer's.
+    """Return a row for each engine.
+
+    `times` is our speed relative to the fastest peer. `cosine` is the lowest similarity of ours to
+    a peer's.
     """
     medians = {name: statistics.median(values) for name, values in speeds.items()}
     peer = max((value for name, value in medians.items() if name != _OURS), default=None)
@@ -121,7 +120,7 @@ def main() -> None:
     parser = parser_for_models(__doc__)
     parser.set_defaults(shape="qwen3-embedding-0.6b", quant="Q8_0", rounds=3)
     parser.add_argument("--texts", type=int, default=256)
-    parser.add_argument("--tokens", type=int, default=200, help="of each text")
+    parser.add_argument("--tokens", type=int, default=200, help="number of tokens per text")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument(
         "--peers-python", type=Path, default=_BENCHMARKS.parent / ".venv-peers" / "bin" / "python"
@@ -133,7 +132,7 @@ def main() -> None:
         options.texts = 8
     shape = SHAPES[options.shape]
     if not isinstance(shape, EmbeddingShape):
-        raise SystemExit(f"--shape {options.shape} makes no vectors")
+        raise SystemExit(f"--shape {options.shape} is not an embedding model; choose another shape")
     model = kept_gguf(
         options.models / f"{options.shape}-{options.quant}.gguf", shape, options.quant
     )

@@ -1,15 +1,16 @@
-"""Streams, short prompts and cancellation while a long prompt is computed: with step pacing
-(`target_tpot`) and without it.
+"""Streams, short prompts and cancellation during a long prompt, with and without step pacing.
 
-alone    time between two tokens of a stream while nothing else runs
-during   the same while the long prompt is computed
-prompt   seconds of the long prompt
-short    time to first token of a prompt of 60 tokens, sent while two long prompts are computed
-cancel   from the cancellation of a long prompt to its end
+Step pacing is the option `target_tpot`.
 
-Times are in milliseconds, those of the long prompt in seconds. Each round takes both settings in
-turn, each in a process of its own. `--shape` names a random model, also a hybrid or a mixture, that
-is written where it is not found.
+    alone    time between two tokens of a stream while nothing else runs
+    during   the same while the long prompt is computed
+    prompt   seconds of the long prompt
+    short    time to first token of a prompt of 60 tokens, sent while two long prompts are computed
+    cancel   time from the cancellation of a long prompt to its end
+
+Times are in milliseconds, except for the long prompt in seconds. Each round runs both settings in
+turn, each in a separate process. `--shape` names a random model, which may be a hybrid model or a
+mixture of experts. It is written if it does not exist.
 
     python benchmarks/bench/bench_interference.py --model FILE.gguf --streams 1 4 8 --prompt 8000
     python benchmarks/bench/bench_interference.py --shape lfm2-1.2b --streams 4
@@ -34,14 +35,14 @@ sys.path.append(str(Path(__file__).parents[2]))
 from benchmarks.bench.bench_peers import ALL_SHAPES, RandomModel, parser_for_layers
 from kvboost_edge import CPUPagedEngine
 
-_SHORT = 60  # tokens
+_SHORT = 60  # tokens of a short prompt
 _STREAM = 40  # tokens of a stream's prompt
 _PERCENTILES = (50, 99)
-_SETTINGS = {"paced": None, "unpaced": 0.0}  # of target_tpot
+_SETTINGS = {"paced": None, "unpaced": 0.0}  # value of target_tpot
 
 
 def measure(model: str, streams: int, prompt: int, target: float | None) -> dict[str, Any]:
-    """Run one setting; return times in milliseconds, the long prompt in seconds."""
+    """Run one setting and return times in milliseconds, for the long prompt in seconds."""
     rng = np.random.default_rng(1)
 
     def text(count: int) -> list[int]:
@@ -98,7 +99,7 @@ def _seconds_to_cancel(handle: Any) -> float:
 
 
 def table(rounds: list[dict[str, dict[str, Any]]]) -> str:
-    """Return the rounds' figures as a table."""
+    """Format the figures of all rounds as a table."""
     lines = [
         "| setting | alone p50, p99 | during p50, p99, max | prompt s | short | cancel |",
         "|---|---|---|---|---|---|",
@@ -120,12 +121,20 @@ def table(rounds: list[dict[str, dict[str, Any]]]) -> str:
 
 
 def main() -> None:
-    """Measure both settings in alternating rounds and print a table for each number of streams."""
+    """Run both settings in alternating rounds and print a table for each number of streams."""
     parser = parser_for_layers(__doc__, ALL_SHAPES)
     parser.set_defaults(rounds=3)
-    parser.add_argument("--model", help="GGUF file or model directory, instead of a random model")
-    parser.add_argument("--streams", type=int, nargs="+", default=[1, 4, 8], help="[1 4 8]")
-    parser.add_argument("--prompt", type=int, default=8000, help="tokens of a long prompt [8000]")
+    parser.add_argument("--model", help="GGUF file or model directory (default: a random model)")
+    parser.add_argument(
+        "--streams",
+        type=int,
+        nargs="+",
+        default=[1, 4, 8],
+        help="numbers of streams (default: 1 4 8)",
+    )
+    parser.add_argument(
+        "--prompt", type=int, default=8000, help="length of a long prompt in tokens (default: 8000)"
+    )
     parser.add_argument("--setting", choices=_SETTINGS, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.quick:

@@ -1,12 +1,13 @@
-"""Paged attention of the cpu backend against torch's SDPA on contiguous KV, and against the
-bandwidth of the memory.
+"""Paged attention of the CPU backend, against torch's SDPA and against memory bandwidth.
 
-Decode: 1 and 8 sequences at several depths, float32, two head layouts. Both read the same keys and
-values: ours by block table from a pool with shuffled blocks, torch's from one contiguous tensor per
-sequence batch. `bandwidth` is the share of a plain read of a large buffer by as many threads, timed
-in turn with the contenders: median against median (it also lets torch's threads, which spin for a
-while after a call, fall asleep before ours is timed). Prefill: 2,112 fresh tokens. The two results
-are compared before anything is timed.
+Decode uses 1 and 8 sequences at several depths, float32 and two head layouts. Both contenders read
+the same keys and values. Ours reads shuffled blocks of a pool through a block table, torch's one
+contiguous tensor per batch.
+
+`bandwidth` is the share of a plain read of a large buffer with as many threads, median against
+median. The read is timed in turn with the contenders. It also gives torch's threads, which spin for
+a while after a call, time to sleep before ours is timed. Prefill computes 2,112 new tokens. The
+results are compared before anything is timed.
 """
 
 from __future__ import annotations
@@ -32,16 +33,15 @@ from kvboost_edge.host.cpu import default_num_threads
 BLOCK_SIZE = 16
 TOLERANCE = 1e-4
 BANDWIDTH_TARGET = 0.7
-# The depth from which the share of bandwidth counts; small KV may sit in caches and exceed it.
+# Minimum depth for which the share of bandwidth counts. Smaller KV may be in CPU caches and exceed
+# it.
 DEEP = 4096
 READ_BYTES = 512 << 20
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One shape: `num_seqs` sequences of `depth` tokens, the last `num_queries` of each computed
-    now.
-    """
+    """`num_seqs` sequences of `depth` tokens. The last `num_queries` of each are computed."""
 
     num_q_heads: int
     num_kv_heads: int
@@ -71,7 +71,7 @@ def cases(quick: bool) -> list[Case]:
 
 
 def contenders(case: Case, num_threads: int) -> tuple[dict[str, Callable[[], Any]], CPUBackend]:
-    """The two ways to compute a case, on the same random numbers; checked against each other."""
+    """Return both ways to compute a case on the same random numbers, after comparing them."""
     rng = np.random.default_rng(case.depth)
     blocks_each = -(-case.depth // BLOCK_SIZE)
     backend = CPUBackend(
@@ -123,12 +123,14 @@ def contenders(case: Case, num_threads: int) -> tuple[dict[str, Callable[[], Any
     expected = sdpa().transpose(1, 2).reshape(queries.shape).numpy()
     error = float(np.linalg.norm(ours() - expected) / np.linalg.norm(expected))
     if error > TOLERANCE:
-        raise SystemExit(f"{case}: the results differ by {error:.2g} relative; nothing is timed")
+        raise SystemExit(
+            f"{case}: the results differ by {error:.2g} (relative), so nothing is timed"
+        )
     return {"ours": ours, "sdpa": sdpa}, backend
 
 
 def decode_layout(case: Case, tables: np.ndarray[Any, np.dtype[np.int32]]) -> BatchLayout:
-    """The last `num_queries` tokens of every sequence."""
+    """Return the layout for the last `num_queries` tokens of every sequence."""
     positions = np.arange(case.depth - case.num_queries, case.depth)
     slots = (
         tables[:, positions // BLOCK_SIZE].astype(np.int64) * BLOCK_SIZE + positions % BLOCK_SIZE
@@ -142,7 +144,7 @@ def decode_layout(case: Case, tables: np.ndarray[Any, np.dtype[np.int32]]) -> Ba
 
 
 def plain_read(num_threads: int) -> Callable[[], None]:
-    """Reads READ_BYTES of memory, one slice per thread (NumPy's `max` releases the GIL)."""
+    """Plain read of READ_BYTES, one slice per thread (NumPy's `max` releases the GIL)."""
     slices = np.array_split(np.ones(READ_BYTES // 4, np.float32), num_threads)
 
     def read() -> None:

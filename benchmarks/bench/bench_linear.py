@@ -1,16 +1,20 @@
-"""The native runner's linear layers at the shape of Qwen2-0.5B, random weights: bandwidth, integer
-rate, time split.
+"""Linear layers of the native runner at the shape of Qwen2-0.5B with random weights.
 
     python benchmarks/bench/bench_linear.py [--weights int4] [--threads 2] [--quick] [--model DIR]
     [--out FILE]
 
-Four tables. A decode step at depth 16, and each matrix of it over all layers so that it comes from
-memory, in GB/s and as a share of a plain read of the same bytes by as many threads (of its median
-and of its best): timed in turn, by one team of threads that has been started, with the read by one
-thread beside it. Attention and norms count in the step's time, not in its bytes. The rate of one
-matrix on one thread for several numbers of tokens. A decode step at several depths and a prefill,
-split into linear layers, attention (with writing keys and values) and the rest. Ends in one JSON
-line. The random model is packed once and kept in the cache directory.
+Measures bandwidth, integer rate and how time divides, in four tables:
+
+    1. A decode step at depth 16, and each of its matrices over all layers, so that weights come
+       from memory. Results are GB/s and the share of a plain read of the same bytes by as many
+       threads (median and best). All are timed in turn by one running team of threads. The read
+       by one thread is also shown. The step's time includes attention and norms, its bytes do not.
+    2. The rate of one matrix on one thread for several numbers of tokens.
+    3. A decode step at several depths, divided into linear layers, attention (including KV writes)
+       and the rest.
+    4. A prefill, divided in the same way.
+
+The last line is JSON. The random model is packed once and kept in the cache directory.
 """
 
 from __future__ import annotations
@@ -61,11 +65,11 @@ STEP_DEPTH = 16
 DEPTHS = (STEP_DEPTH, 512, 2048, 8192)
 PROMPTS = (512, 2112)
 TOKENS = (1, 2, 4, 8, 16, 64, 512, 2048)
-PASS = 512  # tokens of a pass, as the engine cuts a prompt
+PASS = 512  # tokens in a pass, the size of the engine's prompt chunks
 
 
 def write_random_model(directory: Path, layers: int) -> None:
-    """A checkpoint of random float16 weights in the shape of CONFIG."""
+    """Write a checkpoint of random float16 weights in the shape of CONFIG."""
     rng = np.random.default_rng(0)
     hidden = CONFIG["hidden_size"]
     wide = CONFIG["intermediate_size"]
@@ -96,14 +100,14 @@ def write_random_model(directory: Path, layers: int) -> None:
 
 
 class TimedRunner(NativeRunner):
-    """Counts the seconds its linear programs take."""
+    """Runner that measures the seconds of its linear programs."""
 
     linear_s = 0.0
 
     def bind(self, backend: Backend) -> None:
         super().bind(backend)
         if isinstance(backend, TimedBackend):
-            self._whole = None  # layer by layer, on one team all the same
+            self._whole = None  # layer by layer, but with one team of threads
 
     def _run(self, *arguments: Any) -> None:
         started = time.perf_counter()
@@ -112,7 +116,7 @@ class TimedRunner(NativeRunner):
 
 
 class TimedBackend(CPUBackend):
-    """Counts the seconds of attention and of writing keys and values."""
+    """Backend that measures the seconds of attention and KV writes."""
 
     attention_s = 0.0
 
@@ -129,7 +133,7 @@ class TimedBackend(CPUBackend):
 
 
 def batch(start: int, stop: int, *, logits: bool = True) -> ForwardBatch:
-    """Tokens [start, stop) of one sequence whose blocks are 0, 1, 2, ..."""
+    """Return the tokens [start, stop) of one sequence in blocks 0, 1, 2, ..."""
     positions = np.arange(start, stop, dtype=np.int64)
     layout = BatchLayout(
         cu_seqlens_q=np.array([0, stop - start], np.int32),
@@ -142,7 +146,7 @@ def batch(start: int, stop: int, *, logits: bool = True) -> ForwardBatch:
 
 
 class LinearOps:
-    """Single operations of a runner's program, on rows that are quantized already."""
+    """Single operations of a runner's program, on rows that are already quantized."""
 
     def __init__(self, runner: NativeRunner, tokens: int, team: KernelTeam) -> None:
         self._program = runner._program
@@ -164,7 +168,7 @@ class LinearOps:
         ]
 
     def run(self, indices: Sequence[int]) -> None:
-        """These operations one after the other, as one program."""
+        """Run operations one after another as one program."""
         if self._last != indices:
             self._last = indices
             self._ops = np.ascontiguousarray(self._program.ops[list(indices)])
@@ -183,7 +187,7 @@ def _outputs(op: lt.Operation) -> int:
 
 
 def matrices() -> dict[str, tuple[type[lt.Operation], int, int]]:
-    """name -> operation, outputs and inputs."""
+    """Return each matrix by name, as its operation, outputs and inputs."""
     hidden = CONFIG["hidden_size"]
     inner = CONFIG["intermediate_size"]
     return {
@@ -205,11 +209,10 @@ def _bytes_of(name: str, weights: str, shape: tuple[type[lt.Operation], int, int
 
 
 def measure_decode(runner: NativeRunner, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """GB/s of plain reads, of a decode step and of each matrix for one token, and their shares of
-    the plain read.
+    """Return GB/s of plain reads, a decode step and each matrix, and shares of the plain read.
 
-    One team does it all: the helpers of a second one, still looking out for work, would take the
-    cores of the first.
+    One team runs everything, because the helper threads of a second team would take the cores while
+    they look for work.
     """
     backend = CPUBackend(runner.info.kv_spec, STEP_DEPTH // BLOCK + 1, num_threads=options.threads)
     team = backend.kernel_access.workspace.team
@@ -218,7 +221,7 @@ def measure_decode(runner: NativeRunner, options: argparse.Namespace) -> list[di
     runner.forward(batch(0, STEP_DEPTH))
     ops = LinearOps(
         runner, 1, team
-    )  # after the largest pass: the runner's buffers move when they grow
+    )  # after the largest pass, because the runner's buffers move when they grow
     found = {name: ops.find(*shape) for name, shape in matrices().items()}
     step = batch(STEP_DEPTH, STEP_DEPTH + 1)
     address, nbytes = token_weights(runner._packed)
@@ -245,8 +248,9 @@ def measure_decode(runner: NativeRunner, options: argparse.Namespace) -> list[di
 def _share_row(
     name: str, seconds: Sequence[float], nbytes: int, read: Sequence[float]
 ) -> dict[str, Any]:
-    """Median and best, and the median as a share of the plain read's; `read`: its GB/s in each
-    round.
+    """Return median and best, and the median's share of the plain read.
+
+    `read` is the plain read's GB/s in each round.
     """
     middle, best = (nbytes / one / 1e9 for one in (statistics.median(seconds), min(seconds)))
     return {
@@ -260,9 +264,7 @@ def _share_row(
 
 
 def measure_rate(runner: NativeRunner, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """TOPS of the gate and up matrix of one layer on one thread, its activation and quantization
-    included.
-    """
+    """Return TOPS of one gate and up matrix on one thread, with activation and quantization."""
     rows = []
     team = KernelTeam(1)
     for tokens in TOKENS:
@@ -280,7 +282,7 @@ def measure_rate(runner: NativeRunner, options: argparse.Namespace) -> list[dict
 
 
 def _split(runner: TimedRunner, backend: CPUBackend, passes: Sequence[ForwardBatch]) -> list[float]:
-    """Milliseconds: all, linear, attention, the rest."""
+    """Return milliseconds in total, in linear layers, in attention and in the rest."""
     runner.linear_s = 0.0
     TimedBackend.attention_s = 0.0
     started = time.perf_counter()
@@ -293,8 +295,9 @@ def _split(runner: TimedRunner, backend: CPUBackend, passes: Sequence[ForwardBat
 
 
 def measure_passes(runner: TimedRunner, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """A decode step at several depths, and prefills: whole, in one kernel call, and layer by layer
-    for the split.
+    """Measure decode steps at several depths, and prefills.
+
+    The total is one kernel call. The division is measured layer by layer.
     """
     depths = DEPTHS[:2] if options.quick else DEPTHS
     prompts = PROMPTS[:1] if options.quick else PROMPTS
@@ -357,10 +360,14 @@ def main() -> None:
     options_parser.add_argument("--weights", default="int4", choices=("int8", "int4", "int4-asym"))
     options_parser.add_argument("--kv-cache-bits", type=int, default=16, choices=(16, 8, 4))
     options_parser.add_argument("--threads", type=int, default=default_num_threads())
-    options_parser.add_argument("--decode", type=int, default=24, help="decode steps at each depth")
+    options_parser.add_argument(
+        "--decode", type=int, default=24, help="number of decode steps at each depth"
+    )
     options_parser.add_argument("--layers", type=int, default=24)
     options_parser.add_argument(
-        "--model", type=Path, help="where the random model lies or is to be written"
+        "--model",
+        type=Path,
+        help="directory of the random model, which is written if it does not exist",
     )
     options = options_parser.parse_args()
     options.rounds = 3 if options.quick else 9

@@ -1,21 +1,21 @@
-"""ONNX: the native runner and the ONNX runner against onnxruntime-genai, on the files of its own
-builder.
+"""Native and ONNX runner against onnxruntime-genai, on the files of genai's builder.
 
     python benchmarks/bench/bench_onnx.py
 
-Needs the extra [bench]. A random model of Qwen2-0.5B's shape is written once and made int4 (blocks
-of 32, accuracy level 4) by onnxruntime-genai's builder; both are kept in the cache directory.
-Contenders are processes of their own, asked in turn, round after round:
+Needs the extra [bench]. A random model of Qwen2-0.5B's shape is written once and converted to int4
+(blocks of 32, accuracy level 4) by onnxruntime-genai's builder. Both are kept in the cache
+directory. Contenders are separate processes, which run in turn in each round:
 
-    native   this engine, the file's weights on its own kernels
+    native   this engine, with the file's weights on its own kernels
     onnx     this engine with runner="onnx"
     genai    onnxruntime-genai's generator
-    bare     a loop over onnxruntime alone: past and present one buffer, greedy, nothing else
+    bare     a loop over onnxruntime alone: one buffer for past and present, greedy, nothing else
 
-cold_ttft_ms: from the call to the first token of a prompt that nobody has seen. decode_tok_s:
-tokens a second behind a prompt of that length, the first one not counted. Bars: native decodes at
-least twice as fast as genai and has its first token in at most 0.3 of the time; onnx decodes at
-least at 0.9 of bare.
+cold_ttft_ms is the time from the call to the first token of a new prompt. decode_tok_s is the
+number of tokens per second after a prompt of that length, without the first token.
+
+Bars: native decodes at least twice as fast as genai and needs at most 0.3 of its time to the first
+token. onnx decodes at least at 0.9 of bare's speed.
 """
 
 from __future__ import annotations
@@ -47,13 +47,11 @@ def prompt(seed: int, length: int, vocab: int) -> list[int]:
     return np.random.default_rng(seed).integers(0, vocab, length).tolist()
 
 
-# ---- the model
+# ---- model
 
 
 def made(shape_name: str) -> Path:
-    """The folder that onnxruntime-genai's builder makes of a random model; made now if it is not
-    there.
-    """
+    """Return the builder's output folder for a random model, which is built if it is missing."""
     from kvboost_edge.host.file_memo import cache_directory
 
     target = cache_directory() / "bench" / f"onnx-{shape_name}-int4"
@@ -77,7 +75,7 @@ def made(shape_name: str) -> Path:
 
 
 def write_source(folder: Path, shape_name: str) -> None:
-    """A checkpoint of random weights that transformers loads, with a tokenizer of bytes."""
+    """Write a checkpoint of random weights for transformers, with a byte tokenizer."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
@@ -107,13 +105,13 @@ def write_source(folder: Path, shape_name: str) -> None:
     )
 
 
-# ---- the contenders: processes that answer {"tokens": [...], "count": n} with seconds
-# --------------------------------
+# ---- contenders: processes that answer {"tokens": [...], "count": n} with seconds ----
 
 
 class Ours:
-    """`native` and `onnx`: an engine with room for the prompt, without drafts, which the others
-    have not.
+    """Contenders `native` and `onnx`: an engine with room for the prompt.
+
+    Drafts are off, because the other contenders have none.
     """
 
     def __init__(self, folder: Path, threads: int, runner: str) -> None:
@@ -133,7 +131,7 @@ class Ours:
 
 
 class GenAI:
-    """onnxruntime-genai as its examples use it."""
+    """onnxruntime-genai, used as in its examples."""
 
     def __init__(self, folder: Path, threads: int) -> None:
         import onnxruntime_genai
@@ -214,7 +212,7 @@ def bind(method: Any, name: str, array: np.ndarray) -> None:
 def serve(name: str, folder: Path, threads: int) -> None:
     """Answer requests, one JSON line each."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # what the engines print is not an answer
+    os.dup2(2, 1)  # output of the engines must not mix with the answers
     contender: Any
     if name in ("native", "onnx"):
         contender = Ours(folder, threads, name)
@@ -229,7 +227,7 @@ def serve(name: str, folder: Path, threads: int) -> None:
 
 
 class Contender:
-    """The other end of `serve`."""
+    """Client of a process that runs `serve`."""
 
     def __init__(self, name: str, folder: Path, threads: int) -> None:
         command = [
@@ -269,9 +267,9 @@ def main() -> None:
     parser = harness.parser(__doc__ or "")
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument(
-        "--shape", default=None, help='"0.5b" (default) or "tiny" (default of --quick)'
+        "--shape", default=None, help='"0.5b" or "tiny" (default: 0.5b, or tiny with --quick)'
     )
-    parser.add_argument("--depth", type=int, default=_DEPTH, help="tokens of the prompt")
+    parser.add_argument("--depth", type=int, default=_DEPTH, help="length of the prompt in tokens")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--serve", choices=CONTENDERS, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
@@ -288,7 +286,7 @@ def main() -> None:
     contenders = {name: Contender(name, folder, options.threads) for name in CONTENDERS}
     found: dict[str, list[dict[str, float]]] = {name: [] for name in CONTENDERS}
     try:
-        for number in range(rounds + 1):  # the first one is not counted
+        for number in range(rounds + 1):  # the first token is not counted
             for name, contender in contenders.items():
                 answer = contender.ask(prompt(number, options.depth, vocab), count)
                 if number:

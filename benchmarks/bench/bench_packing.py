@@ -1,13 +1,12 @@
-"""What the first load of a model costs: checking, hashing and packing its weights, by the format of
-the file.
+"""Cost of a model's first load: checking, hashing and packing its weights, by file format.
 
     python benchmarks/bench/bench_packing.py
 
-Files are random, of Qwen2-1.5B's shape with fewer layers. Each is loaded by a process of its own
-into an empty cache directory: the processor time of all its threads (which other programs disturb
-little), the time that passes, the bytes read and written, the largest resident memory meanwhile and
-what stays beside the weights. Kernels are loaded before the clock starts. MB are of the file. At
-5.7 ms of processor time a MB two cores pack 350 MB of file in a second.
+Files are random, in Qwen2-1.5B's shape with fewer layers. A separate process loads each into an
+empty cache directory. Reported are the CPU time of all threads (which other programs hardly
+affect), wall time, bytes read and written, peak resident memory, and the memory that remains in
+addition to the weights. Kernels are loaded before timing starts. MB are those of the file. At 5.7
+ms of CPU time per MB, two cores pack 350 MB of file per second.
 """
 
 from __future__ import annotations
@@ -85,9 +84,7 @@ print(json.dumps({
 
 
 def random_file(directory: Path, shape: Shape, quant: str) -> Path:
-    """A model of random bits with ordinary scales: a GGUF file, or a directory of safetensors for
-    "BF16".
-    """
+    """Write a random model with ordinary scales: a GGUF file, or safetensors for "BF16"."""
     made = (
         directory
         / f"packing-{shape.hidden}x{shape.layers}-{quant}{'' if quant == 'BF16' else '.gguf'}"
@@ -207,7 +204,7 @@ def _write_safetensors(path: Path, shape: Shape, quant: str) -> None:
 
 
 def measure(large: Path, small: Path, weights: str) -> dict[str, Any]:
-    """One load of `large` in a new process, after one of `small` of the same formats."""
+    """Load `large` in a new process, after a load of `small` with the same formats."""
     with tempfile.TemporaryDirectory(dir=large.parent) as cache:
         command = [sys.executable, "-c", _WORK, str(large), str(small), weights, cache]
         done = subprocess.run(
@@ -238,9 +235,9 @@ def main() -> None:
         "--models",
         type=Path,
         default=Path(__file__).parents[1] / "models",
-        help="where files are kept",
+        help="directory for the files",
     )
-    options.add_argument("--only", default="", help="only files of this format")
+    options.add_argument("--only", default="", help="measure only this format")
     chosen = options.parse_args()
     shape = SHAPES["tiny"] if chosen.quick else _SHAPE
     rows = []

@@ -1,14 +1,14 @@
-"""This engine beside llama.cpp and OpenVINO GenAI: the same weights, bits, threads and tokens, in
-alternating rounds.
+"""This engine against llama.cpp and OpenVINO GenAI with equal weights, bits, threads and tokens.
 
-A random model of a real one's shape is written once as GGUF. Each engine lives in a process of its
-own; in each round all of them answer the same request in turn, and the figures are medians over the
-rounds (least to most in brackets). One clock around the whole call for everyone. Beside decode at
-the first depth stands what it reads of our weights a second, keys and values not counted, and a
-plain read of as many bytes by as many threads in the same process right after; the share is taken
-in each round; of a mixture of experts the weights of those that a token goes to count. Beside peak
-memory stands what ours is above the model's file, pool and states. Engines that are not installed
-are skipped by name; `make bench-peers` installs them into `.venv-peers`.
+A random model of a real shape is written once as GGUF. Each engine is a separate process. In each
+round, all engines answer the same request in turn, and the figures are medians over rounds (minimum
+and maximum in brackets). The same clock around the whole call times every engine.
+
+Decode at the first depth also shows the GB/s of our weights that it reads (without KV). A plain
+read of as many bytes with as many threads follows in the same process, and the share is computed
+for each round. For a mixture of experts, only the weights of the used experts count. Peak memory
+also shows what our engine needs in addition to model file, pool and states. Engines that are not
+installed are skipped with a message. `make bench-peers` installs them into `.venv-peers`.
 
     python benchmarks/bench/bench_peers.py                      # 0.5B shape, Q4_0
     python benchmarks/bench/bench_peers.py --shape 1.5b --quant Q8_0 --depths 0 2048
@@ -55,14 +55,14 @@ _SUFFIX = 64
 _OWN = 16
 _SHARING = 8
 ALL_SHAPES = {**SHAPES, **HYBRID_SHAPES, **MIXTURE_SHAPES}
-_FIRST_TEXT_TOKEN = 300  # ids below stand for bytes and control
+_FIRST_TEXT_TOKEN = 300  # first id that is a text token; smaller ids are bytes and control tokens
 _OURS = "kvboost_edge"
 _PEER = "llama.cpp f16"
 _MORE_IS_BETTER = ("_tok_s", "_gb_s", "_share_of_read")
 
 
 class Worker:
-    """An engine's process, seen from here."""
+    """Client of an engine's process."""
 
     def __init__(self, label: str, command: list[str], env: dict[str, str] | None) -> None:
         self.label = label
@@ -100,7 +100,7 @@ class Worker:
 
 
 def contenders(options: argparse.Namespace) -> list[tuple[str, str, Path, int]]:
-    """(label, engine, python, kv bits) of all engines that are asked for."""
+    """Return (label, engine, python, kv bits) of all requested engines."""
     own = Path(sys.executable)
     peers = options.peers_python
     every = [
@@ -118,7 +118,7 @@ def contenders(options: argparse.Namespace) -> list[tuple[str, str, Path, int]]:
 
 
 def start(options: argparse.Namespace, model: Path) -> list[Worker]:
-    """The engines that start; the others are named with the reason."""
+    """Start the engines. Those that do not start are named with the reason."""
     workers = []
     for label, engine, python, bits in contenders(options):
         if not python.exists():
@@ -136,7 +136,8 @@ def start(options: argparse.Namespace, model: Path) -> list[Worker]:
             str(bits),
         ]
         command += ["--threads", str(options.threads), "--capacity", str(options.capacity)]
-        # Nothing is shared: a recurrent model has a state for what is held, and one that goes on.
+        # A recurrent model cannot share a prefix: it needs a state for the held tokens and another
+        # to continue.
         if options.short:
             command += ["--sequences", "2"]
         env = dict(os.environ)
@@ -160,7 +161,7 @@ class Bench:
         self._seed = 0
 
     def tokens(self, count: int) -> list[int]:
-        """New tokens at every call, the same for every engine."""
+        """Return new tokens for each call, the same for every engine."""
         self._seed += 1
         return (
             np.random.default_rng(self._seed)
@@ -179,7 +180,7 @@ class Bench:
             prompt = self.tokens(length)
             for worker in self.workers:
                 seconds = worker.ask("ttft", tokens=prompt, cached=0)["seconds"]
-                if number:  # round 0 warms up
+                if number:  # round 0 is the warm-up
                     self.note(f"cold_ttft_{length}_s", worker.label, seconds)
 
     def warm(self) -> None:
@@ -193,9 +194,10 @@ class Bench:
                     self.note(f"warm_ttft_{_PREFIX}_{_SUFFIX}_s", worker.label, seconds)
 
     def decode(self, depth: int, count: int, *, with_read: bool) -> None:
-        """Tokens per second after `depth` tokens: the time of count + 1 tokens less that of one.
+        """Measure tokens per second after `depth` tokens, from the time of count + 1 tokens minus
+        one.
 
-        with_read: what that is in GB/s of weights, beside a plain read.
+        `with_read` adds the GB/s of weights and those of a plain read.
         """
         prompt = self.tokens(max(depth, _OWN))
         self.all("hold", tokens=prompt)
@@ -214,8 +216,9 @@ class Bench:
                     self.note(f"decode_{depth}_share_of_read", worker.label, step / found["gb_s"])
 
     def slope(self, depths: list[int]) -> None:
-        """What 1,000 tokens of context add to the time of a token, ms: between the least and the
-        greatest depth.
+        """Compute the ms per token that 1,000 tokens of context add.
+
+        It is the slope between the smallest and the largest depth.
         """
         first = min(depths)
         last = max(depths)
@@ -233,9 +236,7 @@ class Bench:
                 )
 
     def share(self, count: int) -> None:
-        """Aggregate decode of sequences that share a held prefix and have a few tokens of their
-        own.
-        """
+        """Measure the total decode rate of sequences with a shared held prefix."""
         prefix = self.tokens(_PREFIX)
         suffixes = [self.tokens(_OWN) for _ in range(_SHARING)]
         self.all("hold", tokens=prefix)
@@ -253,8 +254,9 @@ class Bench:
                     )
 
     def memory(self, model: Path) -> None:
-        """Peak memory; of ours beside the model's file, pool and states. The bundled model has no
-        file of its own.
+        """Measure peak memory and, for our engine, the part beyond model file, pool and states.
+
+        The bundled model has no file.
         """
         for worker in self.workers:
             peak_mb = worker.ask("memory")["peak_mb"]
@@ -265,8 +267,10 @@ class Bench:
                 self.note("beside_file_pool_states_mb", worker.label, peak_mb - known / 1e6)
 
     def check(self, model: Path, shape: Shape) -> None:
-        """Relative L2 distance of the logits to float64 on the same weights (OpenVINO shows none);
-        for shapes without a float64 model, of ours to llama.cpp's.
+        """Measure the relative L2 distance of logits to float64 with the same weights.
+
+        OpenVINO exposes no logits. For shapes without a float64 model, the distance is ours to
+        llama.cpp's.
         """
         prompt = self.tokens(48)
         found = {
@@ -288,9 +292,7 @@ class Bench:
             self.note(measure, label, float(np.linalg.norm(got - exact) / np.linalg.norm(exact)))
 
     def rows(self) -> list[dict[str, Any]]:
-        """A row for each measure: medians, the best of ours against the best of the others, least
-        and most.
-        """
+        """Return a row for each measure: medians, our best relative to the others', ranges."""
         rows = []
         for measure, by_label in self.figures.items():
             medians = {label: statistics.median(values) for label, values in by_label.items()}
@@ -307,12 +309,12 @@ class Bench:
         return rows
 
     def spread(self) -> dict[str, dict[str, list[float]]]:
-        """All rounds of every measure, for the JSON line."""
+        """Return all rounds of every measure, for the JSON line."""
         return self.figures
 
 
 def shown(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row as the table has it: "1.62 (1.58-1.70)"."""
+    """Format a row for the table, such as "1.62 (1.58-1.70)"."""
     cells = {}
     for name, value in row.items():
         if isinstance(value, float) and name in row["spread"]:
@@ -324,7 +326,7 @@ def shown(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _short(value: float) -> str:
-    """Three digits, or all before the point."""
+    """Format with three digits, or with all digits before the point."""
     if abs(value) >= 100:
         return f"{value:,.0f}"
     return f"{value:#.3g}".rstrip(".")
@@ -333,14 +335,17 @@ def _short(value: float) -> str:
 def parser_for_models(
     description: str | None, shapes: Mapping[str, Shape] = SHAPES
 ) -> argparse.ArgumentParser:
-    """The options of benchmarks on a random model, which is written where it is not found."""
+    """Return a parser with the options of benchmarks on a random model.
+
+    The model is written if it does not exist.
+    """
     parser = harness.parser(description or "")
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--shape", choices=shapes, default="0.5b")
     parser.add_argument("--quant", choices=QUANTS, default="Q4_0")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument(
-        "--models", type=Path, default=_BENCHMARKS / "models", help="where the GGUF files are kept"
+        "--models", type=Path, default=_BENCHMARKS / "models", help="directory of the GGUF files"
     )
     return parser
 
@@ -348,16 +353,18 @@ def parser_for_models(
 def parser_for_layers(
     description: str | None, shapes: Mapping[str, Shape]
 ) -> argparse.ArgumentParser:
-    """The same for shapes that may be too large as a whole."""
+    """Return the same parser for shapes that may be too large as a whole."""
     parser = parser_for_models(description, shapes)
     parser.add_argument(
-        "--layers", type=int, help="the first so many layers of the shape, where all take too much"
+        "--layers",
+        type=int,
+        help="number of first layers to use, for shapes that are too large (default: all)",
     )
     return parser
 
 
 class RandomModel(NamedTuple):
-    """A random model's file, its shape, and what it is called in results."""
+    """File of a random model, its shape, and its name in results."""
 
     path: Path
     shape: Shape
@@ -365,11 +372,13 @@ class RandomModel(NamedTuple):
 
     @classmethod
     def written(cls, options: argparse.Namespace, shapes: Mapping[str, Shape]) -> RandomModel:
-        """What the options of `parser_for_layers` name, written where it is not found."""
+        """Return the model for the options of `parser_for_layers`, written if it does not exist."""
         whole = shapes[options.shape]
         layers = options.layers
         if layers is not None and not 1 <= layers <= whole.layers:
-            raise SystemExit(f"--layers {layers}: {options.shape} has {whole.layers}")
+            raise SystemExit(
+                f"--layers {layers} is too large: {options.shape} has {whole.layers} layers"
+            )
         shape, what = (whole, "") if layers is None else (whole.cut(layers), f"-{layers}l")
         name = (
             options.shape
@@ -385,26 +394,28 @@ def options_from() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--depths", type=int, nargs="+", default=[0, 2048, 8192])
     parser.add_argument(
-        "--capacity", type=int, default=16384, help="tokens of KV every engine holds"
+        "--capacity", type=int, default=16384, help="size of every engine's KV cache in tokens"
     )
     parser.add_argument(
         "--peers-python", type=Path, default=_BENCHMARKS.parent / ".venv-peers" / "bin" / "python"
     )
     parser.add_argument(
-        "--only", nargs="+", help="labels, or how they begin, of the engines to run"
+        "--only", nargs="+", help="labels of the engines to run, or prefixes of labels"
     )
     parser.add_argument(
         "--cpu-features",
-        help="features for our kernels, e.g. +avx2,+fma,+f16c for an older machine",
+        help="CPU features for our kernels, such as +avx2,+fma,+f16c for an older machine",
     )
     parser.add_argument(
-        "--short", action="store_true", help="a cold prompt and decoding only, for large models"
+        "--short",
+        action="store_true",
+        help="measure only a cold prompt and decoding, for large models",
     )
     parser.add_argument(
-        "--prompt", type=int, default=_PREFIX + _SUFFIX, help="tokens of the cold prompt"
+        "--prompt", type=int, default=_PREFIX + _SUFFIX, help="length of the cold prompt in tokens"
     )
     parser.add_argument(
-        "--bundled", action="store_true", help="time the bundled model instead, ours only"
+        "--bundled", action="store_true", help="measure the bundled model in our engine only"
     )
     return parser.parse_args()
 
@@ -430,14 +441,14 @@ def main() -> None:
     workers = start(options, model)
     if not workers:
         raise SystemExit("no engine could be started")
-    # The bundled model runs in our engine only, which says how many tokens it knows.
+    # Only our engine runs the bundled model, which determines the vocabulary.
     vocab = workers[0].about["about"]["vocab_size"] if options.bundled else shape.vocab
     bench = Bench(workers, vocab, options.rounds)
     bench.cold(512 if options.bundled else options.prompt)
     if not options.bundled and not options.short:
         bench.warm()
     for depth in options.depths:
-        # The bundled model's weights lie in caches: no read of memory to compare with.
+        # The bundled model's weights fit in CPU caches, so a memory read is no comparison.
         with_read = depth == options.depths[0] and not options.bundled
         bench.decode(depth, 64 if depth < _PREFIX else 32, with_read=with_read)
     bench.slope(options.depths)

@@ -1,10 +1,10 @@
-"""Prefix reuse of this engine (torch runner, cpu backend) against transformers with DynamicCache.
+"""Prefix reuse of this engine (torch runner, CPU backend) against transformers' DynamicCache.
 
-A random model of Qwen2-0.5B's shape, in bf16 and fp32. Each contender lives in a process of its
-own; the parent asks them in turn, round after round, for: the time to the first token of a cold
-prompt (prefix + suffix), the same with the prefix in the cache, the time per decoded token at that
-depth, and last the memory that 8 requests sharing the prefix add. Both see the same seeded prompts,
-and both report their tokens: in fp32 they have to be equal.
+The model is random in Qwen2-0.5B's shape, in bf16 and fp32. Each contender is a separate process.
+In each round they run in turn and measure the time to the first token of a cold prompt (prefix +
+suffix), the same with a cached prefix, and the time per decoded token at that depth. Last comes the
+memory that 8 requests with a shared prefix add. Both get the same seeded prompts and report their
+tokens, which must be equal in fp32.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ NUM_SHARING = 8
 
 @dataclasses.dataclass(frozen=True)
 class Size:
-    """Shape of the model and lengths in tokens."""
+    """Shape of the model, and lengths in tokens."""
 
     config: dict[str, int]
     prefix: int
@@ -75,7 +75,7 @@ QUICK = Size(
 
 
 def build_model(size: Size, dtype: str) -> Any:
-    """The seeded random model, tied embeddings as in Qwen2-0.5B."""
+    """Return the seeded random model, with tied embeddings as in Qwen2-0.5B."""
     import torch
     from transformers import AutoModelForCausalLM, Qwen2Config
 
@@ -87,12 +87,12 @@ def build_model(size: Size, dtype: str) -> Any:
 
 
 def prompt(size: Size, number: int, length: int) -> list[int]:
-    """Token ids of prompt `number`; the same for both contenders."""
+    """Return the token ids of prompt `number`, which are the same for both contenders."""
     return np.random.default_rng(number).integers(0, size.config["vocab_size"], length).tolist()
 
 
 class Contender(Protocol):
-    """What the worker process asks for. Each timing returns (seconds, tokens)."""
+    """Interface of a contender in the worker process. Timings return (seconds, tokens)."""
 
     def cold(self, token_ids: list[int]) -> tuple[float, list[int]]: ...
     def hold_prefix(self, token_ids: list[int]) -> None: ...
@@ -105,9 +105,7 @@ class Contender(Protocol):
 
 
 class OurEngine:
-    """CPUPagedEngine with its defaults and a pool just large enough for the prefix and its eight
-    readers.
-    """
+    """CPUPagedEngine with a pool just large enough for the prefix and eight readers."""
 
     def __init__(self, size: Size, dtype: str) -> None:
         from tokenizers import Tokenizer, models
@@ -164,8 +162,9 @@ class OurEngine:
 
 
 class Transformers:
-    """The same model through transformers: DynamicCache, cropped back to the prefix after each warm
-    answer.
+    """The same model in transformers.
+
+    Its DynamicCache is cropped back to the prefix after each answer with a cached prefix.
     """
 
     def __init__(self, size: Size, dtype: str) -> None:
@@ -199,7 +198,7 @@ class Transformers:
         seconds = time.perf_counter() - started
         self.cache.crop(
             len(prefix) - self.cache.get_seq_length()
-        )  # a negative number of tokens is removed
+        )  # a negative number removes tokens
         return seconds, tokens
 
     def decode(
@@ -213,7 +212,7 @@ class Transformers:
             times.append(time.perf_counter() - started)
         self.cache.crop(
             len(prefix) - self.cache.get_seq_length()
-        )  # a negative number of tokens is removed
+        )  # a negative number removes tokens
         return statistics.median(times), tokens
 
     def share(self, prefix: list[int], suffixes: Sequence[list[int]], num_tokens: int) -> None:
@@ -223,11 +222,11 @@ class Transformers:
             rows = [[token] for token in self._next(rows, self.cache)]
 
     def close(self) -> None:
-        """Nothing runs on its own here."""
+        """Do nothing, because nothing runs in the background."""
 
 
 def work(contender: Contender, size: Size) -> None:
-    """Answer one JSON line of standard input after another: [measurement, round]."""
+    """Answer JSON lines of standard input, each [measurement, round]."""
     prefix = prompt(size, 0, size.prefix)
     for line in sys.stdin:
         measurement, number = json.loads(line)
@@ -255,7 +254,7 @@ def work(contender: Contender, size: Size) -> None:
 
 
 class Worker:
-    """A contender's process, seen from the parent."""
+    """Client of a contender's process."""
 
     def __init__(self, contender: str, dtype: str, quick: bool) -> None:
         command = [
@@ -287,8 +286,9 @@ class Worker:
 
 
 def compare(dtype: str, size: Size, quick: bool) -> list[dict[str, Any]]:
-    """One row per contender: medians in milliseconds, memory in MB, and the ratio to
-    transformers.
+    """Return one row per contender.
+
+    It has medians in milliseconds, memory in MB, and the ratio to transformers.
     """
     workers = {name: Worker(name, dtype, quick) for name in CONTENDERS}
     seconds: dict[str, dict[str, list[float]]] = {name: {} for name in CONTENDERS}
@@ -297,7 +297,7 @@ def compare(dtype: str, size: Size, quick: bool) -> list[dict[str, Any]]:
         if measurement == "warm":
             for worker in workers.values():
                 worker.ask("hold")
-        for number in range(size.rounds + 1):  # round 0 warms up
+        for number in range(size.rounds + 1):  # round 0 is the warm-up
             shift = {"cold": 0, "warm": 100, "decode": 200}[measurement]
             answers = {
                 name: worker.ask(measurement, shift + number) for name, worker in workers.items()
@@ -331,9 +331,11 @@ def compare(dtype: str, size: Size, quick: bool) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Compare in both dtypes, or (with --contender) be one contender's process."""
+    """Compare both dtypes, or (with --contender) run as one contender's process."""
     parser: argparse.ArgumentParser = harness.parser(__doc__ or "")
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="only this one")
+    parser.add_argument(
+        "--dtype", choices=("bfloat16", "float32"), help="measure only this dtype (default: both)"
+    )
     parser.add_argument("--contender", choices=CONTENDERS, help=argparse.SUPPRESS)
     options = parser.parse_args()
     size = QUICK if options.quick else FULL

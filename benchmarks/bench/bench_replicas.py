@@ -1,16 +1,19 @@
-"""Two replicas of one thread each beside one engine of one thread, with the bundled model.
+"""Two replicas with one thread each against one engine with one thread, on the bundled model.
 
     python benchmarks/bench/bench_replicas.py --quick
     python benchmarks/bench/bench_replicas.py --only redis --shape 0.5b     # a random model of that
-                                                                      shape, in Q4_0
+                                                                      # shape, in Q4_0
 
-Measured over HTTP, each server a process of its own: what the way to a replica adds to a request
-(p50, bar 10 ms); the share of prompt tokens that are found when 8 tenants ask about their own 1,000
-tokens again and again, beside one engine's (bar 95% of it); and, with a redis-server, the time to
-the first token of a prompt that only other replicas have seen, beside computing it (bar 0.2), with
-the milliseconds that the server says went where. The bundled model computes 6,000 tokens a second,
-so that reading is no bargain: the bar is for models that people serve (`--shape`). On a busy
-machine the times mean little.
+Everything is measured over HTTP, with each server in a separate process:
+
+    - the time that routing adds to a request (p50, bar 10 ms)
+    - the share of prompt tokens found when 8 tenants repeatedly ask about their own 1,000 tokens,
+      relative to one engine's (bar 95%)
+    - with a redis-server, the time to first token of a prompt that only other replicas have seen,
+      relative to computing it (bar 0.2), with the server's own breakdown in milliseconds
+
+The bundled model computes 6,000 tokens per second, so reading does not pay off. The last bar is for
+larger models (`--shape`). Times on a busy machine mean little.
 """
 
 from __future__ import annotations
@@ -48,7 +51,7 @@ _STARTING_S = 180.0
 
 @contextlib.contextmanager
 def served(*flags: str, keys: Sequence[str] = (), redis_url: str = "") -> Iterator[str]:
-    """A server with these flags; gives its address once it is ready."""
+    """Start a server with these flags and yield its address once it is ready."""
     own = {"KVBOOST_API_KEYS": ",".join(keys), "KVBOOST_EDGE_REDIS_SECRET": "0" * 32}
     environment = {name: value for name, value in {**os.environ, **own}.items() if value}
     command = [
@@ -86,7 +89,7 @@ def _address(process: subprocess.Popen[str], log: Any) -> str:
 
 
 def asked(client: httpx.Client, ids: Sequence[int], key: str = "") -> tuple[float, dict[str, Any]]:
-    """Seconds until one token came of a prompt, and the answer."""
+    """Return the seconds of a request for one token, and the answer."""
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     started = time.perf_counter()
     answer = client.post(
@@ -99,14 +102,14 @@ def asked(client: httpx.Client, ids: Sequence[int], key: str = "") -> tuple[floa
 
 
 def overhead(address: str, rounds: int) -> float:
-    """Median seconds of a short request, one after another, behind a few that do not count."""
+    """Return the median seconds of consecutive short requests, after a warm-up."""
     with httpx.Client(base_url=address, timeout=60) as client:
         times = [asked(client, [10, 11, 12, 13 + number % 50])[0] for number in range(rounds + 10)]
     return statistics.median(times[10:])
 
 
 def hit_rate(address: str, keys: Sequence[str], rounds: int) -> float:
-    """Share of the prompt tokens that were found, over all requests, 4 at a time."""
+    """Return the share of prompt tokens found over all requests, 4 at a time."""
     draw = random.Random(0)
     shared = {key: [draw.randrange(10, 250) for _ in range(SHARED_TOKENS)] for key in keys}
     jobs = [
@@ -126,7 +129,7 @@ def hit_rate(address: str, keys: Sequence[str], rounds: int) -> float:
 
 @contextlib.contextmanager
 def redis_server() -> Iterator[str | None]:
-    """The address of a server of its own; None where there is no such program."""
+    """Start a redis-server and yield its address, or None if it is not installed."""
     names = ("redis-server", "valkey-server", "redis-check-rdb")
     places = [shutil.which(name, path=f"{os.environ['PATH']}:{_REDIS}") for name in names]
     program = next(filter(None, places), None)
@@ -149,8 +152,10 @@ def redis_server() -> Iterator[str | None]:
 
 
 def restored(redis_url: str, count: int, model: Sequence[str], threads: int) -> dict[str, float]:
-    """Median milliseconds to the first token of 1,500 tokens: computed, and read by replicas that
-    never saw them. Of the latter also where the replica says it spent them.
+    """Return median milliseconds to the first token of 1,500 tokens, computed and read.
+
+    The reading replicas have never seen the prompts. Their own breakdown of the time is returned
+    too.
     """
     draw = random.Random(1)
     prompts = [[draw.randrange(10, 250) for _ in range(1500)] for _ in range(count)]
@@ -163,7 +168,7 @@ def restored(redis_url: str, count: int, model: Sequence[str], threads: int) -> 
         ):
             asked(client, range(10, 40))
             seen.append([asked(client, prompt) for prompt in prompts])
-            time.sleep(3)  # blocks are written behind
+            time.sleep(3)  # blocks are written asynchronously
     cold, warm = seen
     figures = {"cold ms": _median(1e3 * seconds for seconds, _ in cold)}
     figures["restored ms"] = _median(1e3 * seconds for seconds, _ in warm)
@@ -183,15 +188,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--quick", action="store_true", help="fewer requests: under 5 minutes")
-    parser.add_argument("--only", choices=["overhead", "redis"], help="that part alone")
     parser.add_argument(
-        "--shape", choices=list(SHAPES), help="a random model of this shape, not the bundled one"
+        "--quick", action="store_true", help="send fewer requests, for a run of under 5 minutes"
+    )
+    parser.add_argument("--only", choices=["overhead", "redis"], help="measure only this part")
+    parser.add_argument(
+        "--shape",
+        choices=list(SHAPES),
+        help="use a random model of this shape (default: the bundled model)",
     )
     parser.add_argument(
-        "--threads", type=int, default=1, help="of each replica, where a prompt is read from Redis"
+        "--threads",
+        type=int,
+        default=1,
+        help="threads of each replica, for prompts read from Redis",
     )
-    parser.add_argument("--out", type=Path, help="write the figures there as JSON")
+    parser.add_argument("--out", type=Path, help="file to write the figures to as JSON")
     options = parser.parse_args()
     figures: dict[str, Any] = {}
     with contextlib.ExitStack() as stack:
@@ -214,7 +226,7 @@ def main() -> None:
 
 
 def beside_one_engine(is_quick: bool, model: Sequence[str]) -> dict[str, Any]:
-    """What replicas add to a request, and what of prompts they find, beside one engine."""
+    """Compare replicas with one engine: the added time per request, and the tokens found."""
     rounds, requests = (60, 6) if is_quick else (400, 20)
     keys = [f"tenant-{number}-of-the-benchmark" for number in range(TENANTS)]
     one = ("--num-threads", "1")

@@ -1,24 +1,22 @@
-"""Text at other positions: documents in another order, a line changed at the top; ours beside
-engines that compute it.
+"""Text at other positions: reordered documents and a changed first line.
 
     python benchmarks/bench/bench_reuse.py                                   # 0.5B shape, Q4_0
     python benchmarks/bench/bench_reuse.py --shape 1.5b --quant Q4_K_M --rounds 1
 
-A random model (see bench_peers.py), whose reuse has no quality to speak of: the gate is off. In
-each round, in one process, over new documents:
+Compares this engine with engines that recompute the text. The model is random (see bench_peers.py),
+so the quality gate is off. Each round uses new documents in one process:
 
-    cold        a header, 8 documents of 512 tokens, 64 tokens
-    prefix      the same header and documents, 64 other tokens
-    none, selective, cacheblend   the documents in another order behind another header, by each
-                                  repair
-    exactly     the prompt of `none` again, computed: what decoding costs behind its spans and
-                behind none
-    orders      8 requests together, each with an order of its own: blocks in use beside those of
-                one
-    line        4,000 tokens whose first line is another one, by the default repair
+    cold        a header, 8 documents of 512 tokens, and 64 tokens
+    prefix      the same header and documents, and 64 other tokens
+    none, selective, cacheblend   the documents in another order after another header, with each
+                                  recompute strategy
+    exactly     the prompt of `none` again, computed exactly, to compare decoding after reused and
+                computed tokens
+    orders      8 concurrent requests with different orders: blocks in use relative to one order
+    line        4,000 tokens with another first line, with the default strategy
 
-Then, in processes of their own, what the others take for the prompt of `none` and for that of
-`line`, all of it computed: neither has anything for it. Ratios are of `cold`, round by round.
+Then the other engines, in separate processes, compute the prompts of `none` and `line` completely,
+because they can reuse nothing. Ratios are relative to `cold`, for each round.
 """
 
 from __future__ import annotations
@@ -59,7 +57,7 @@ _BARS = {
 
 
 class Bench:
-    """Figures by name, one for each round."""
+    """Figures by name, with one value per round."""
 
     def __init__(self, engine: CPUPagedEngine, options: argparse.Namespace) -> None:
         self.engine = engine
@@ -77,10 +75,10 @@ class Bench:
         self.figures.setdefault(name, []).append(value)
         print(
             f"{name}: {value:.4g}", file=sys.stderr, flush=True
-        )  # a run that is cut off has said this much
+        )  # printed at once, in case the run is interrupted
 
     def ask(self, name: str, prompt: list[int], **options: Any) -> float:
-        """Seconds to the first token; the time of each later one is noted too."""
+        """Return the seconds to the first token. The time of each later token is recorded too."""
         result = self.engine.generate(prompt, _DECODED, temperature=0.0, ignore_eos=True, **options)
         self.note(f"{name}, s", result.ttft_ms / 1000)
         self.note(f"{name}, decode ms", float(np.median(np.diff(result.token_times_ms))))
@@ -125,9 +123,7 @@ class Bench:
         self.engine.reset_cache()
 
     def _orders(self, documents: list[list[int]]) -> None:
-        """How many blocks 8 orders of the same documents take together, where each is in the pool
-        once.
-        """
+        """Measure the blocks that 8 orders of the same documents use together."""
         self.engine.reset_cache()
         self.engine.warm([token for document in documents for token in document])
         prompts = []
@@ -167,7 +163,7 @@ class Bench:
         self.prompts.setdefault("line", prompts[1])
 
     def peers(self, model: Path) -> None:
-        """What others take for the same prompts."""
+        """Measure the other engines on the same prompts."""
         python = self.options.peers_python
         options = self.options
         for engine in ("llama.cpp", "openvino") if python.exists() else ():
@@ -190,13 +186,16 @@ def options_from() -> argparse.Namespace:
     parser.set_defaults(rounds=2)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument(
-        "--document", type=int, default=512, help="tokens of each of the 8 documents"
+        "--document", type=int, default=512, help="length of each of the 8 documents in tokens"
     )
     parser.add_argument(
-        "--line", type=int, default=4000, help="tokens of the prompt whose first line changes"
+        "--line",
+        type=int,
+        default=4000,
+        help="length of the prompt with a changed first line, in tokens",
     )
     parser.add_argument(
-        "--capacity", type=int, default=32768, help="tokens of KV every engine holds"
+        "--capacity", type=int, default=32768, help="size of every engine's KV cache in tokens"
     )
     parser.add_argument(
         "--peers-python", type=Path, default=_BENCHMARKS.parent / ".venv-peers" / "bin" / "python"

@@ -1,13 +1,12 @@
-"""Layers with states: nanoseconds that a token takes in a tile of 16 value columns of one head, on
-one thread.
+"""Recurrent layers: nanoseconds per token for 16 value columns of one head, on one thread.
 
     python benchmarks/bench/bench_scan.py [--tokens 256 64 16 1] [--layers 24] [--key-dim 128]
     [--quick] [--out FILE]
 
-Rules and numbers of tokens take turns; the best and the median round. A pass goes through so many
-layers, one behind another, each with a state of 2 MiB, as models have them: of few tokens states
-come from memory. Results are the next layer's values, so numbers may grow beyond all bounds; that
-costs nothing. Ends in one JSON line.
+Rules and numbers of tokens alternate. The best and the median round are reported. A pass runs
+through several layers in order, each with a state of 2 MiB, as in real models. With few tokens,
+states therefore come from memory. Results are the next layer's values, so numbers may overflow,
+which costs no time. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ class Scans:
                 (lt.B_VALUE, heads * tokens * (dim + 2)),
             )
         }
-        arrays[lt.B_VALUE][-2 * heads * tokens :] = 0.9  # decays, and what is beside them
+        arrays[lt.B_VALUE][-2 * heads * tokens :] = 0.9  # decay and the other gates
         arrays[lt.B_STATES] = pass_states(_one_sequence(tokens), self._pool)
         self._held = [skip := np.ones(heads, np.float32), *arrays.values()]
         self._buffers = np.zeros(lt.B_TABLES + 2, np.int64)
@@ -83,7 +82,7 @@ class Scans:
 
 
 def _one_sequence(tokens: int) -> BatchLayout:
-    """Its state is read from the slot that it is written to."""
+    """Return one sequence whose state is read from the slot that it is written to."""
     ends = np.array([0, tokens], np.int32)
     slot = np.zeros(1, np.int32)
     states = PassStates(slot, slot, np.zeros((0, 3), np.int32))
@@ -120,7 +119,10 @@ def main() -> None:
     options_parser.add_argument("--tokens", nargs="+", type=int, default=(256, 64, 16, 1))
     options_parser.add_argument("--layers", type=int, default=24)
     options_parser.add_argument(
-        "--key-dim", type=int, default=128, help="of heads: a power of 2, at most 256"
+        "--key-dim",
+        type=int,
+        default=128,
+        help="key dimension of the heads, a power of 2 up to 256",
     )
     options = options_parser.parse_args()
     options.rounds = 3 if options.quick else 9

@@ -1,14 +1,14 @@
-"""Servers under load: clients that share a system prompt and arrive at random, ours beside
-llama.cpp's and OpenVINO's.
+"""Servers under load: clients with a shared system prompt arrive at random.
 
-N clients each send a few requests to /v1/completions, streamed: the shared system prompt and a
-question of their own. Arrivals and pauses are exponential and seeded, the same for every server.
-Ours and llama.cpp's (`llama_cpp.server`, which serves one request at a time) answer over HTTP;
-OpenVINO's continuous batching has no server of its own and gets the same schedule inside its
-process, without the cost of HTTP. Servers run one after another, never together.
+Compares our server with llama.cpp's and OpenVINO's. Each of N clients sends a few streamed requests
+to /v1/completions, with the shared system prompt and its own question. Arrivals and pauses are
+exponential with fixed seeds, the same for every server. Ours and llama.cpp's (`llama_cpp.server`,
+which serves one request at a time) answer over HTTP. OpenVINO's continuous batching has no server
+and runs the same schedule in its process, without the cost of HTTP. The servers run one after
+another, never together.
 
     python benchmarks/bench/bench_server.py             # 0.5B shape, Q4_0, 1, 4, 16, 64 clients
-    python benchmarks/bench/bench_server.py --overhead  # what HTTP adds, on the bundled model
+    python benchmarks/bench/bench_server.py --overhead  # cost of HTTP, on the bundled model
 """
 
 from __future__ import annotations
@@ -46,13 +46,16 @@ from kvboost_edge import CPUPagedEngine
 _BENCHMARKS = Path(__file__).parents[1]
 _START_S = 180.0
 _REQUEST_S = 900.0
-_FIRST_SHOWN = 33  # of the bytes in the tokenizer of random_model.py, token 0
+_FIRST_SHOWN = 33  # id of "a" in the tokenizer of random_model.py, where bytes are the first tokens
 
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """One request of a client: when it may start (seconds after the client's previous one ended),
-    and its prompt.
+    """One request of a client.
+
+    Attributes:
+        pause: Pause in seconds after the client's previous request ended.
+        prompt: The prompt.
     """
 
     pause: float
@@ -61,7 +64,7 @@ class Call:
 
 @dataclasses.dataclass
 class Seen:
-    """What a client saw of one request; seconds from sending."""
+    """Observations of a client for one request. Times are in seconds from sending."""
 
     first: float
     gaps: list[float]
@@ -74,7 +77,7 @@ class Seen:
 def schedule(
     num_clients: int, requests: int, system: int, question: int, pause: float
 ) -> list[list[Call]]:
-    """Calls of each client. Texts are letters, one token each."""
+    """Return the calls of each client. Texts consist of letters, one token each."""
     rng = random.Random(num_clients)
     shared = "".join(rng.choices(string.ascii_uppercase, k=system))
     return [
@@ -101,7 +104,8 @@ async def one_call(
         "stream": True,
     }
     body["stream_options"] = {"include_usage": True}
-    # A random model says tokens that have no text, and a stream shows text: keep it to letters.
+    # A random model generates tokens without text, which a stream does not show, so it is
+    # restricted to letters.
     body["logit_bias"] = {str(ord(letter) - _FIRST_SHOWN): 100 for letter in string.ascii_uppercase}
     if model != "peer":
         body["ignore_eos"] = True
@@ -120,7 +124,7 @@ async def one_call(
             usage = event.get("usage") or usage
             if event["choices"]:
                 times.append(time.perf_counter() - started)
-    made = usage.get("completion_tokens", tokens)  # llama_cpp.server reports none in a stream
+    made = usage.get("completion_tokens", tokens)  # llama_cpp.server does not report it in a stream
     cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
     gaps = [b - a for a, b in itertools.pairwise(times)]
     return Seen(times[0], gaps, times[-1], made, usage.get("prompt_tokens", 0), cached)
@@ -129,7 +133,11 @@ async def one_call(
 async def drive(
     url: str, model: str, calls: list[list[Call]], tokens: int
 ) -> tuple[float, list[Seen]]:
-    """All clients at once; (seconds from start to the last answer, what they saw)."""
+    """Run all clients at once.
+
+    Returns:
+        The seconds from the start to the last answer, and the clients' observations.
+    """
     limits = httpx.Limits(max_connections=len(calls) + 4)
     async with httpx.AsyncClient(timeout=_REQUEST_S, limits=limits) as client:
 
@@ -149,9 +157,7 @@ async def drive(
 def served(
     command: list[str], port: int, *, log: IO[bytes] | None = None, cwd: Path | None = None
 ) -> Iterator[psutil.Process]:
-    """A server process, from the moment it answers until it has ended. log: takes what it
-    prints.
-    """
+    """Run a server process from its first answer to its end. `log` receives its output."""
     output = subprocess.DEVNULL if log is None else log
     process = subprocess.Popen(command, stdout=output, stderr=output, cwd=cwd)
     try:
@@ -159,7 +165,7 @@ def served(
         while True:
             with contextlib.suppress(httpx.HTTPError):
                 answer = httpx.get(f"http://127.0.0.1:{port}/v1/models", timeout=2)
-                if answer.status_code in (200, 401):  # 401: with API keys
+                if answer.status_code in (200, 401):  # 401 with API keys
                     break
             if process.poll() is not None or time.monotonic() > deadline:
                 raise RuntimeError(f"{command[0]} ... did not start (exit status {process.poll()})")
@@ -183,7 +189,7 @@ def free_port() -> int:
 def summary(
     label: str, clients: int, seconds: float, seen: list[Seen], rss: float
 ) -> dict[str, Any]:
-    """One row of the table."""
+    """Return one row of the table."""
     first = [s.first * 1000 for s in seen]
     gaps = [gap * 1000 for s in seen for gap in s.gaps] or [0.0]
     prompt = sum(s.prompt_tokens for s in seen)
@@ -205,7 +211,8 @@ def over_http(
     rows = []
     url = f"http://127.0.0.1:{port}"
     with served(command, port) as process:
-        asyncio.run(drive(url, model, schedule(2, 1, 64, 16, 0.01), 4))  # compiles, starts threads
+        # compiles and starts threads
+        asyncio.run(drive(url, model, schedule(2, 1, 64, 16, 0.01), 4))
         for clients in options.clients:
             calls = schedule(
                 clients, options.requests, options.system, options.question, options.pause
@@ -217,7 +224,7 @@ def over_http(
 
 
 def in_process(model: Path, options: argparse.Namespace) -> list[Any]:
-    """OpenVINO's continuous batching, driven by peers/openvino_load.py in its own environment."""
+    """Run the schedule on OpenVINO's continuous batching (peers/openvino_load.py)."""
     rows = []
     for clients in options.clients:
         calls = schedule(clients, options.requests, options.system, options.question, options.pause)
@@ -245,13 +252,14 @@ def in_process(model: Path, options: argparse.Namespace) -> list[Any]:
 
 
 def overhead(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """What HTTP adds on the bundled model, beside an engine in this process that runs the same
-    requests in turn.
+    """Measure what HTTP adds on the bundled model, against an engine in this process.
 
-    added_ms    the client's time less the engine's own, of the same request
-    slower_ms   the client's time less that of the engine without a server: the loop takes time from
-                the engine too
-    cpu_ms      processor time of the server process less that of the engine without a server
+    Both run the same requests in turn.
+
+        added_ms    the client's time minus the server engine's time for the same request
+        slower_ms   the client's time minus that of the engine without a server, which includes what
+                    the event loop takes from the engine
+        cpu_ms      CPU time of the server process minus that of the engine without a server
     """
     port = free_port()
     command = [
@@ -325,27 +333,38 @@ def options_from() -> argparse.Namespace:
     parser = harness.parser(__doc__ or "")
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 4, 16, 64])
-    parser.add_argument("--requests", type=int, default=2, help="of each client, one after another")
     parser.add_argument(
-        "--system", type=int, default=1000, help="tokens of the shared system prompt"
+        "--requests", type=int, default=2, help="number of consecutive requests per client"
     )
-    parser.add_argument("--question", type=int, default=48, help="tokens of each question")
-    parser.add_argument("--tokens", type=int, default=48, help="tokens generated per request")
     parser.add_argument(
-        "--pause", type=float, default=0.5, help="mean seconds before each request of a client"
+        "--system", type=int, default=1000, help="length of the shared system prompt in tokens"
+    )
+    parser.add_argument(
+        "--question", type=int, default=48, help="length of each question in tokens"
+    )
+    parser.add_argument(
+        "--tokens", type=int, default=48, help="number of tokens to generate per request"
+    )
+    parser.add_argument(
+        "--pause",
+        type=float,
+        default=0.5,
+        help="mean pause before each request of a client, in seconds",
     )
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument(
-        "--capacity", type=int, default=32768, help="tokens of KV every server holds"
+        "--capacity", type=int, default=32768, help="size of every server's KV cache in tokens"
     )
-    parser.add_argument("--kv-cache-bits", default="16", help="of our server")
+    parser.add_argument("--kv-cache-bits", default="16", help="bits per KV value of our server")
     parser.add_argument("--models", type=Path, default=_BENCHMARKS / "models")
     parser.add_argument(
         "--peers-python", type=Path, default=_BENCHMARKS.parent / ".venv-peers" / "bin" / "python"
     )
     parser.add_argument("--only", nargs="+", choices=("kvboost_edge", "llama.cpp", "openvino"))
     parser.add_argument(
-        "--overhead", action="store_true", help="only what HTTP adds, on the bundled model"
+        "--overhead",
+        action="store_true",
+        help="measure only the cost of HTTP, on the bundled model",
     )
     parser.add_argument("--overhead-rounds", type=int, default=200)
     return parser.parse_args()
@@ -377,7 +396,7 @@ def main() -> None:
         command += ["--model-name", "own", "--num-blocks", str(options.capacity // 16)]
         command += ["--num-threads", str(options.threads), "--kv-cache-bits", options.kv_cache_bits]
         command += ["--request-timeout", str(_REQUEST_S), "--log-level", "warning"]
-        # Else a second run has all prompts of the first on disk, questions too.
+        # Otherwise a second run would find all prompts of the first one on disk.
         command += ["--disk-cache-dir", "off"]
         rows += over_http(f"kvboost_edge kv{options.kv_cache_bits}", command, port, "own", options)
     if "llama.cpp" in wanted and options.peers_python.exists():

@@ -1,12 +1,11 @@
-"""Do slow clients cost the good ones anything? Throughput of good clients with and without a
-hundred slow sockets.
+"""Throughput of good clients with and without a hundred slow sockets.
 
     python benchmarks/bench/bench_slow_clients.py
 
-Good clients ask one request after another. In every other round slow ones are attached as well:
-heads that come a byte at a time, bodies that come a byte at a time, and answers that are read a
-byte at a time; whom the server drops comes back. They live in a process of their own. Printed:
-requests a second of both kinds of rounds and the ratio of their medians; the promise is 0.95.
+Good clients send one request after another. In every other round, slow clients are attached that
+send headers or bodies, or read answers, one byte at a time. When the server drops them, they
+reconnect. They run in a separate process. Printed are the requests per second of both kinds of
+rounds and the ratio of the medians. The promise is 0.95.
 """
 
 from __future__ import annotations
@@ -31,12 +30,12 @@ from benchmarks import harness
 from benchmarks.bench.bench_server import free_port, served
 
 _MODEL = "kvboost-edge/demo"
-_PAUSE_S = 0.5  # of a slow client, between two bytes
+_PAUSE_S = 0.5  # seconds between two bytes of a slow client
 _TOKENS = 24
 
 
 async def good(url: str, clients: int, seconds: float) -> float:
-    """Requests a second of clients that wait for each answer."""
+    """Return the requests per second of clients that wait for each answer."""
     until = time.perf_counter() + seconds
     done = 0
 
@@ -62,7 +61,7 @@ async def good(url: str, clients: int, seconds: float) -> float:
 
 
 async def slow(port: int, count: int) -> None:
-    """Attach slow sockets, say so, and go on until killed."""
+    """Attach slow sockets, report this, and continue until killed."""
     attached = 0
 
     async def client(number: int) -> None:
@@ -72,7 +71,7 @@ async def slow(port: int, count: int) -> None:
         while True:
             with contextlib.suppress(OSError, asyncio.IncompleteReadError):
                 connection = socket.socket()
-                # Small buffers, so that what is not read stays in the server's.
+                # Small buffers, so that unread data stays in the server's buffers.
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
                 connection.setblocking(False)
                 await asyncio.get_running_loop().sock_connect(connection, ("127.0.0.1", port))
@@ -93,7 +92,7 @@ async def slow(port: int, count: int) -> None:
 async def _dawdle(
     kind: int, rng: random.Random, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
 ) -> None:
-    """One slow visit: head (two of four), body, or answer by single bytes."""
+    """Make one slow request, with the header (two of four), the body or the answer byte by byte."""
     head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     if kind == 3:
         writer.write(b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n" * 8)
@@ -112,7 +111,7 @@ async def _dawdle(
 
 @contextlib.contextmanager
 def attached_slowly(port: int, count: int) -> Iterator[None]:
-    """`count` slow sockets while the block runs."""
+    """Attach `count` slow sockets while the block runs."""
     command = [sys.executable, __file__, "--attach", str(port), "--sockets", str(count)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
@@ -130,9 +129,11 @@ def options_from() -> argparse.Namespace:
     parser.add_argument("--sockets", type=int, default=100)
     parser.add_argument("--clients", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--seconds", type=float, default=4.0, help="of each half of a round")
     parser.add_argument(
-        "--attach", type=int, metavar="PORT", help="only be the slow clients of this server"
+        "--seconds", type=float, default=4.0, help="duration of each half of a round in seconds"
+    )
+    parser.add_argument(
+        "--attach", type=int, metavar="PORT", help="run only the slow clients of this server"
     )
     return parser.parse_args()
 
@@ -153,7 +154,7 @@ def main() -> None:
     with served([*command, "--log-level", "warning"], port):
         asyncio.run(good(url, options.clients, 1.0))
         for number in range(options.rounds):
-            # Which half comes first changes, so that a machine that grows busier favours neither.
+            # The order alternates, so that increasing load on the machine favors neither half.
             for with_slow in (False, True) if number % 2 else (True, False):
                 with (
                     attached_slowly(port, options.sockets)

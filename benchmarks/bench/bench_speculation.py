@@ -1,13 +1,13 @@
-"""Tokens guessed ahead: what answers take with and without, by how much of them was said before.
+"""Speculative decoding: speedup of answers, by how much of them repeats earlier text.
 
     make real-model && python benchmarks/bench/bench_speculation.py
     python benchmarks/bench/bench_speculation.py --shape 1.5b --quant Q4_K_M
 
-The random model cannot answer, so each step's token is the given answer's, whatever its logits say:
-what is computed, and what time it takes, is the same. The real model answers by itself, greedily.
-Each task is answered with drafts and without in turn, by one engine whose cache is empty each time;
-the ratio is of the time behind the first token, round by round. "together": eight free chats at
-once. First, what a pass costs by its rows, in terms of one.
+The random model cannot answer, so each step's token is taken from a given answer, whatever the
+logits. The computation and its time are the same. The real model answers by itself, greedily. One
+engine answers each task with and without drafts in turn, each time with an empty cache. The ratio
+is that of the time after the first token, for each round. "together" means eight free chats at
+once. First, the cost of a pass is measured by its rows, relative to one row.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ Script = dict[tuple[int, ...], list[int]]
 
 
 class Bench:
-    """One engine. `script`: the answer to each prompt, for a model that cannot answer."""
+    """The measurements on one engine. `script` has the answer to each prompt for a random model."""
 
     def __init__(
         self, engine: CPUPagedEngine, label: str, rounds: int, script: Script | None = None
@@ -56,8 +56,9 @@ class Bench:
         self.rows: list[dict[str, Any]] = []
 
     def costs(self) -> None:
-        """What a pass of so many rows behind `_DEPTH` tokens takes, each row's logits wanted.
-        Nobody else computes.
+        """Measure the cost of a pass by its rows after `_DEPTH` tokens, with logits per row.
+
+        Nothing else is computed at the time.
         """
         runner = self.engine._parts.runner
         batches = {count: _batch(count, self.engine.config.block_size) for count in _ROWS}
@@ -107,7 +108,7 @@ class Bench:
         self._row("eight free chats together, times as fast", ratios, 0.98)
 
     def _prompt(self, task: Task) -> list[int]:
-        """Token ids, and the answer put into the script."""
+        """Return the token ids of a task, after adding its answer to the script."""
         tokenizer = self.engine.tokenizer
         if self.script is None:
             messages = [{"role": "user", "content": task.question}]
@@ -147,7 +148,7 @@ class Bench:
 
 
 def _batch(count: int, block_size: int) -> ForwardBatch:
-    """Tokens of one sequence behind `_DEPTH` others, in the pool's first blocks."""
+    """Return tokens of one sequence after `_DEPTH` others, in the first blocks of the pool."""
     positions = np.arange(_DEPTH, _DEPTH + count, dtype=np.int64)
     layout = BatchLayout(
         cu_seqlens_q=np.array([0, count], np.int32),
@@ -161,7 +162,7 @@ def _batch(count: int, block_size: int) -> ForwardBatch:
 
 
 class Lookup:
-    """llama.cpp and its prompt lookup, in a process of their own."""
+    """llama.cpp with its prompt lookup, in a separate process."""
 
     def __init__(self, python: Path, model: Path, options: argparse.Namespace) -> None:
         script = Path(__file__).parents[1] / "peers" / "lookup.py"
@@ -175,7 +176,7 @@ class Lookup:
         self._worker = Worker("llama.cpp", command, dict(os.environ))
 
     def task(self, bench: Bench, task: Task) -> None:
-        """How much faster its lookup makes it, and how fast ours is beside it."""
+        """Measure the speedup of its lookup, and our speed relative to it."""
         prompt = bench._prompt(task)
         ratios = list[float]()
         beside = list[float]()
@@ -205,16 +206,16 @@ _tokenizer: Any = None
 
 
 def _words(text: str) -> list[int]:
-    """The real model's tokens, which any random model has too."""
+    """Return the real model's tokenizer, whose tokens every random model has too."""
     return list(_tokenizer.encode(text))
 
 
 def _follow(script: Script) -> None:
-    """Have every sequence say what the script has for its prompt."""
+    """Make every sequence generate its answer from the script."""
 
     def sampler(params: Any, seed: int) -> Any:
         def sample(logits: Any, token_ids: Sequence[int], num_prompt: int) -> int:
-            logits.argmax()  # what a greedy step does
+            logits.argmax()  # the work of a greedy step
             return script[tuple(token_ids[:num_prompt])][len(token_ids) - num_prompt]
 
         return sample
@@ -226,9 +227,11 @@ def main() -> None:
     global _tokenizer  # noqa: PLW0603 - the patched sampler reads it
     options: argparse.ArgumentParser = parser_for_models(__doc__)
     options.add_argument("--threads", type=int, default=2)
-    options.add_argument("--capacity", type=int, default=16384, help="tokens of KV")
+    options.add_argument(
+        "--capacity", type=int, default=16384, help="size of the KV cache in tokens"
+    )
     options.add_argument("--kv-cache-bits", type=int, default=16, choices=(16, 8, 4))
-    options.add_argument("--only", choices=("real", "random"), help="one of the models alone")
+    options.add_argument("--only", choices=("real", "random"), help="measure only this model")
     options.add_argument(
         "--peers-python", type=Path, default=Path(__file__).parents[2] / ".venv-peers/bin/python"
     )

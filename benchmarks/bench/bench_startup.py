@@ -1,11 +1,11 @@
-"""How soon a new process speaks, and what a running engine holds in memory, at the 0.5B shape.
+"""Time until a new process outputs text, and memory of a running engine, at the 0.5B shape.
 
     python benchmarks/bench/bench_startup.py
 
-The model is a random GGUF of Qwen2-0.5B's shape (see bench_peers.py). Timed: from starting the
-process to the first byte of `kvboost-edge generate`; the first round, which packs the weights, is
-not counted. Memory: resident pages of an engine that has prefilled and decoded, mapped weights
-included, less weights and pool.
+The model is a random GGUF of Qwen2-0.5B's shape (see bench_peers.py). The time is measured from
+starting the process to the first byte of `kvboost-edge generate`. The first round, which packs the
+weights, is not counted. The memory is that of resident pages of an engine after prefill and
+decoding, including mapped weights, minus weights and pool.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _TARGET_MB = 250.0
 
 
 def first_byte(model: Path) -> float:
-    """Seconds from starting `kvboost-edge generate` to its first byte of output."""
+    """Return the seconds from starting `kvboost-edge generate` to its first byte of output."""
     command = [
         sys.executable,
         "-m",
@@ -59,7 +59,7 @@ def first_byte(model: Path) -> float:
 
 
 def loads_torch(model: Path) -> bool:
-    """Whether a process that generates has imported torch."""
+    """Return whether a process that generates text has imported torch."""
     code = (
         "import sys; from kvboost_edge import CPUPagedEngine\n"
         "with CPUPagedEngine.from_pretrained(sys.argv[1], num_blocks=64) as engine:\n"
@@ -73,8 +73,9 @@ def loads_torch(model: Path) -> bool:
 
 
 def held(model: Path, bits: int) -> dict[str, Any]:
-    """Memory of a worker with a pool of 16,384 tokens after 2,112 tokens of prefill and some
-    decoding.
+    """Return the memory of a worker with a pool of 16,384 tokens.
+
+    It has computed 2,112 tokens of prefill and some decode steps.
     """
     command = [
         sys.executable,

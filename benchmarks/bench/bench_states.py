@@ -1,29 +1,24 @@
-"""Models with states on this engine: what going on in a chat costs, what shared prefixes find, what
-snapshots cost.
+"""Hybrid models: cost of follow-up turns, reuse of shared prefixes, and cost of snapshots.
 
-A random hybrid of a real one's shape, in this process; the figures are medians over rounds that ask
-for the contenders in turn (least to most in the JSON). Every row has its bar:
+A random hybrid model of a real shape runs in this process. Figures are medians over rounds in which
+the contenders alternate (minimum and maximum in the JSON). Every row has a bar:
 
-  second turn      2,000 tokens of history, the last 48 of them an answer, and 64 new ones, to the
-                   first token: of the time that as many tokens as were computed take behind a
-                   prompt that is held up to there, and of the time that they take alone, where they
-                   attend to nothing before them: 1.15
-  shared prefix    tokens found of a prefix of 300 tokens that other prompts begin with: by the
-                   second prompt where the first one named the border (as chats do), by the third
-                   where nobody did: all full blocks
-  snapshots        a cold prompt of 2,000 tokens, and 64 tokens behind one that is held, of the time
-                   without any snapshot: 1.01 and 1.05. Without: every slot but the one that the
-                   request writes
-                     is held meanwhile
-  decode           GB/s of weights and of states, read and written, of what a dense model of the
-                   same sizes reaches in turn with it: 0.95. Not of mixtures of experts, which read
-                   some of their weights only
-  memory           peak RSS beside the file, the pool and the states, MB: 300
+    second turn      time to first token after 2,000 tokens of history, the last 48 of which are an
+                     answer, plus 64 new tokens. It is relative to computing the same number of
+                     tokens after a held prompt, and to computing them alone without context: 1.15
+    shared prefix    tokens found of a shared prefix of 300 tokens: all full blocks by the second
+                     prompt if the first one named the boundary (as chats do), else by the third
+    snapshots        a cold prompt of 2,000 tokens, and 64 tokens after a held prompt, relative to
+                     the time without snapshots: 1.01 and 1.05. Without snapshots, every slot is
+                     held except the one that the request writes
+    decode           GB/s of weights and states, read and written, relative to a dense model of the
+                     same sizes: 0.95. Not for mixtures of experts, which read only some weights
+    memory           peak RSS beyond the file, the pool and the states in MB: 300
 
     python benchmarks/bench/bench_states.py                             # LFM2-1.2B
     python benchmarks/bench/bench_states.py --shape qwen3.5-0.8b
     python benchmarks/bench/bench_states.py --shape qwen3.6-35b-a3b --layers 4 --rounds 3
-    python benchmarks/bench/bench_states.py --shape lfm2-tiny --quick   # seconds, a smoke run
+    python benchmarks/bench/bench_states.py --shape lfm2-tiny --quick   # seconds, a smoke test
 """
 
 from __future__ import annotations
@@ -56,7 +51,7 @@ _ANSWER = 48
 _NEW = 64
 _PREFIX = 300
 _OWN = 100
-_FIRST_TEXT_TOKEN = 300  # ids below stand for bytes and control
+_FIRST_TEXT_TOKEN = 300  # first id that is a text token; smaller ids are bytes and control tokens
 _BLOCK = 16
 STATE_SHAPES = {
     name: shape for name, shape in {**HYBRID_SHAPES, **MIXTURE_SHAPES}.items() if shape.keeps_states
@@ -66,8 +61,9 @@ _LEAST = {"decode": 0.95}
 
 
 class States:
-    """The measurements on one engine; `seconds` and other figures of all rounds by what they are
-    of.
+    """The measurements on one engine.
+
+    `seconds` and the other figures have the values of all rounds by name.
     """
 
     def __init__(self, engine: CPUPagedEngine, vocab: int, rounds: int) -> None:
@@ -78,7 +74,7 @@ class States:
         self._seed = 0
 
     def tokens(self, count: int) -> list[int]:
-        """New tokens at every call."""
+        """Return new tokens for each call."""
         self._seed += 1
         return (
             np.random.default_rng(self._seed)
@@ -95,14 +91,15 @@ class States:
         )
 
     def timed(self, tokens: list[int]) -> tuple[float, int]:
-        """Seconds to the first token, and how many tokens of the prompt were found."""
+        """Return the seconds to the first token, and the number of prompt tokens found."""
         started = time.perf_counter()
         found = self.ask(tokens).cached_tokens
         return time.perf_counter() - started, found
 
     def turns(self) -> None:
-        """Second turns of chats, each beside as many tokens as it computed behind a held prompt,
-        and alone.
+        """Time second turns of chats.
+
+        Each is compared with the same number of computed tokens after a held prompt, and alone.
         """
         for number in range(self.rounds + 1):
             self.engine.reset_cache()
@@ -112,14 +109,14 @@ class States:
             computed = _HISTORY + _NEW - found
             behind, _ = self.timed(first + self.tokens(computed))
             alone, _ = self.timed(self.tokens(computed))
-            if number:  # round 0 warms up
+            if number:  # round 0 is the warm-up
                 self.note("second turn", seconds)
                 self.note("as many tokens behind a prompt", behind)
                 self.note("as many tokens alone", alone)
                 self.note("second turn, computed", computed)
 
     def shared(self) -> None:
-        """What prompts that begin alike find, and how long they take."""
+        """Measure what prompts with a shared prefix find, and their times."""
         for _ in range(self.rounds):
             self.engine.reset_cache()
             prefix = self.tokens(_PREFIX)
@@ -133,13 +130,13 @@ class States:
             self.note("second of a named prefix, found", found)
 
     def snapshots(self) -> None:
-        """Cold prompts and turns, with snapshots and without."""
+        """Time cold prompts and turns with and without snapshots."""
         ways = [
             ("with", contextlib.nullcontext),
             ("without", lambda: without_snapshots(self.engine)),
         ]
         for number in range(self.rounds):
-            # Who goes first changes: what one leaves in caches is there for the next.
+            # The order alternates, because each run warms the CPU caches for the next.
             for name, context in ways[:: 1 if number % 2 else -1]:
                 self.engine.reset_cache()
                 with context():
@@ -148,22 +145,22 @@ class States:
         self.engine.reset_cache()
         held = self.tokens(_HISTORY)
         self.ask(held)
-        for number in range(4 * self.rounds + 1):  # they are short
+        for number in range(4 * self.rounds + 1):  # repeated, because they are short
             for name, context in ways[:: 1 if number % 2 else -1]:
                 with context():
                     seconds, found = self.timed(held + self.tokens(_NEW))
                 if found != _HISTORY // _BLOCK * _BLOCK:
-                    raise RuntimeError(f"{found} tokens of {_HISTORY} that are held were found")
+                    raise RuntimeError(f"{found} of {_HISTORY} held tokens were found")
                 if number:
                     self.note(f"turn {name}", seconds)
 
     def decode(self, count: int) -> float:
-        """Seconds of a token behind a short prompt."""
+        """Return the seconds per token after a short prompt."""
         times = self.ask(self.tokens(_BLOCK), count + 1).token_times_ms
         return float(np.median(np.diff(times))) / 1000
 
     def moved_gb(self) -> float:
-        """What a step reads and writes of weights and states."""
+        """Return the GB of weights and states that a step reads and writes."""
         _, nbytes = runner_token_weights(self.engine._parts.runner)
         return (nbytes + 2 * self.engine.runner_info.kv_spec.bytes_per_state) / 1e9
 
@@ -171,7 +168,7 @@ class States:
         return statistics.median(self.figures[what])
 
     def ratio(self, what: str, other: str) -> float:
-        """The median of what each round found: a slow minute is in both."""
+        """Return the median ratio over rounds, as a slow minute affects both sides."""
         return statistics.median(
             a / b for a, b in zip(self.figures[what], self.figures[other], strict=True)
         )
@@ -179,8 +176,9 @@ class States:
 
 @contextlib.contextmanager
 def without_snapshots(engine: CPUPagedEngine) -> Iterator[None]:
-    """All slots of states but one are held, those with a snapshot too: a request has where to
-    write, and keeps nothing.
+    """Hold all state slots except one, including those with a snapshot.
+
+    A request can then write its state but store no snapshot.
     """
     assert engine._parts.manager.states is not None
     slots = engine._parts.manager.states.slots
@@ -199,8 +197,9 @@ def without_snapshots(engine: CPUPagedEngine) -> Iterator[None]:
 
 
 def compare_decode(states: States, dense: States, count: int) -> None:
-    """The hybrid and a dense model of its sizes in turn; GB/s are noted as "decode" and "decode,
-    dense".
+    """Time the hybrid and a dense model of its sizes in turn.
+
+    The GB/s are recorded as "decode" and "decode, dense".
     """
     for number in range(2 * states.rounds + 1):
         for one, name in ((states, "decode"), (dense, "decode, dense")):
@@ -213,8 +212,9 @@ def compare_decode(states: States, dense: States, count: int) -> None:
 def row(
     measure: str, value: float, beside: float | None, reached: float, what: str
 ) -> dict[str, Any]:
-    """One line of the table: a figure, what it is compared with, the ratio or number that its bar
-    is about.
+    """Return one row of the table.
+
+    It has a figure, the figure to compare with, and the ratio or number that the bar limits.
     """
     least = _LEAST.get(what)
     bar = _BARS[what] if least is None else least
@@ -230,7 +230,7 @@ def row(
 
 
 def rows_of(states: States, beside_mb: float) -> list[dict[str, Any]]:
-    """All that was measured against the bars; times in ms."""
+    """Return rows for all measurements with bars, with times in ms."""
     of = states.median
     found = []
     for what in ("as many tokens behind a prompt", "as many tokens alone"):
@@ -292,12 +292,12 @@ def started(model: Path, options: argparse.Namespace) -> CPUPagedEngine:
         num_blocks=options.capacity // _BLOCK,
         num_threads=options.threads,
         kv_cache_bits=options.kv,
-        speculation="off",  # a token costs a pass
+        speculation="off",  # drafts are off, so that a token costs a pass
     )
 
 
 def run(options: argparse.Namespace) -> tuple[str, list[dict[str, Any]], dict[str, Any]]:
-    """(the name of the run, its rows, what else the JSON has)."""
+    """Run the benchmark; return its name, its rows and further entries of the JSON."""
     model, shape, what = RandomModel.written(options, STATE_SHAPES)
     harness.pack_beforehand(model)
     with started(model, options) as engine:
@@ -337,13 +337,13 @@ def run(options: argparse.Namespace) -> tuple[str, list[dict[str, Any]], dict[st
 
 
 def _say(part: str, states: States) -> None:
-    """What is known by now: a whole run takes minutes."""
+    """Print intermediate results, because a whole run takes minutes."""
     known = ", ".join(f"{what} {states.median(what):.4g}" for what in states.figures)
     print(f"{part}: {known}", file=sys.stderr, flush=True)
 
 
 def _twin(model: Path, shape: Shape, quant: str) -> Path:
-    """The file of a dense model of the same sizes, written where it is not found."""
+    """Return the file of a dense model with the same sizes, written if it does not exist."""
     path = kept_gguf(model.with_name(f"dense-{model.name}"), DenseTwin.of(shape), quant)
     harness.pack_beforehand(path)
     return path
@@ -353,12 +353,10 @@ def options_from(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = parser_for_layers(__doc__, STATE_SHAPES)
     parser.set_defaults(shape="lfm2-1.2b", rounds=3)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--capacity", type=int, default=16384, help="size of the pool in tokens")
+    parser.add_argument("--kv", type=int, default=16, choices=(16, 8), help="bits per KV value")
     parser.add_argument(
-        "--capacity", type=int, default=16384, help="tokens of keys and values that the pool holds"
-    )
-    parser.add_argument("--kv", type=int, default=16, choices=(16, 8), help="bits of a KV number")
-    parser.add_argument(
-        "--tokens", type=int, default=48, help="decoded for each figure of decoding"
+        "--tokens", type=int, default=48, help="number of tokens to decode for each figure"
     )
     options = parser.parse_args(arguments)
     if options.quick:

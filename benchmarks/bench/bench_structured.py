@@ -1,12 +1,11 @@
-"""What it costs to keep an answer to a schema: decoding with and without in turn, the first mask,
-the slowest step.
+"""Cost of structured output: decoding with and without a schema, first mask, slowest step.
 
     python benchmarks/bench/bench_structured.py        # 0.5B shape, a vocabulary of 151,936
 
-The random model cannot answer, so an answer that fits is given token by token: what is computed is
-the same. "sampled" rows are its own, at temperature 1: whatever fits, which is mostly one long
-string. Both contenders make as many tokens. No drafts, but for the last row of a task, where the
-tokens that a schema forces are guessed ahead.
+The random model cannot answer, so a matching answer is given token by token. The computation is the
+same. "sampled" rows are its own output at temperature 1, which is mostly one long string. Both
+contenders generate the same number of tokens. Drafts are off, except in the last row of a task,
+where tokens that the schema forces are drafted.
 """
 
 from __future__ import annotations
@@ -38,12 +37,18 @@ from kvboost_edge.engine.request.grammar import read_grammar
 from kvboost_edge.engine.schedule import sequence as running_state
 
 _PROMPT = 256
-_SPECIAL = 290  # of a model's 151,936 rows so many have no token
+_SPECIAL = 290  # rows without a token among the model's 151,936
 _BARS = {"overhead": 0.02, "first mask, ms": 20.0, "slowest step, ms": 30.0}
 
 
 class Task(NamedTuple):
-    """name. options: what an answer has to fit. answer: one that does."""
+    """A task for structured output.
+
+    Attributes:
+        name: Name of the task.
+        options: Sampling options with the constraint.
+        answer: An answer that matches.
+    """
 
     name: str
     options: dict[str, Any]
@@ -121,7 +126,7 @@ def _list(items: dict[str, Any]) -> dict[str, Any]:
 
 
 class Clock:
-    """Seconds that the steps of an engine spend on structures."""
+    """Timer for the seconds that an engine's steps spend on grammars."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
@@ -156,7 +161,7 @@ class Bench:
         _follow(self)
 
     def vocabulary(self) -> None:
-        """Once per model."""
+        """Measure the preparation of a vocabulary, which happens once per model."""
         self._row("vocabulary", "read, s", [self._seconds_of(lambda: self._make({"regex": "a"}))])
 
     def task(self, task: Task) -> None:
@@ -193,7 +198,7 @@ class Bench:
             self._row(name, "slowest step, ms", slowest)
 
     def _ahead(self, task: Task) -> None:
-        """With what is forced guessed ahead."""
+        """Decode with forced tokens as drafts."""
         ratios = []
         for number in range(self.options.rounds + 1):
             fitted = self._ask(
@@ -241,12 +246,12 @@ class Bench:
 
 
 def _behind_first(result: GenerationResult) -> float:
-    """Milliseconds."""
+    """Return the milliseconds after the first token."""
     return result.token_times_ms[-1] - result.token_times_ms[0]
 
 
 def _follow(bench: Bench) -> None:
-    """Have sequences say what the bench's script has, where it has one."""
+    """Make sequences generate the answers of the bench's script, if they have one."""
     make_sampler = running_state.make_sampler
 
     def sampler(params: Any, seed: int) -> Any:
@@ -269,7 +274,7 @@ def _follow(bench: Bench) -> None:
 def main() -> None:
     options = parser_for_models(__doc__)
     options.add_argument("--threads", type=int, default=2)
-    options.add_argument("--tokens", type=int, default=200, help="of each answer")
+    options.add_argument("--tokens", type=int, default=200, help="number of tokens per answer")
     chosen = options.parse_args()
     if chosen.quick:
         chosen.shape = "tiny"

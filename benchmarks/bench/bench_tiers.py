@@ -1,27 +1,25 @@
-"""The disk tier: what a restart costs, what writing behind costs, and llama.cpp's files of states
-beside it.
+"""Disk tier: cost of a restart and of writing, against llama.cpp's state files.
 
     python benchmarks/bench/bench_tiers.py                                   # 0.5B shape, Q4_0
     python benchmarks/bench/bench_tiers.py --shape 1.5b --quant Q4_K_M --rounds 3
     python benchmarks/bench/bench_tiers.py --redis-url redis://127.0.0.1:6379/0
 
-A random model (see bench_peers.py). In each round, one after the other, each engine in a process of
-its own:
+The model is random (see bench_peers.py). Each round runs these steps in order, with each engine in
+a separate process:
 
-    cold      an 8,192-token prompt and 64 tokens more, by an engine without a tier and by one that
-              writes to a new directory: time to first token, and tokens per second right behind it,
-              while the last
-                of it is written
-    pool      the same prompt again, by the engine that has it
-    restart   that engine is closed and started again; once with its files dropped from the page
-              cache, once not
-    redis     another engine, which has only the Redis server that a first one wrote to, where one
-              is given
-    llama.cpp the same prompt cold; its state saved to a file; restored from there, dropped and not
+    cold      an 8,192-token prompt and 64 more tokens, in an engine without a tier and in one that
+              writes to a new directory. Measured are the time to first token, and the tokens per
+              second directly after it, while the last blocks are being written
+    pool      the same prompt again, in the engine that has it in its pool
+    restart   that engine after closing and starting again, with its files dropped from the page
+              cache and without
+    redis     another engine that has only the Redis server of the first one, if one is given
+    llama.cpp the same prompt cold, saving its state to a file, and restoring it, with the file
+              dropped from the page cache and without
 
-Then: from starting a process to its being ready, with 10 GB of records (holes for payloads: nobody
-reads them at the start) and without a tier; and an agent (agent_turns.py) whose pool holds its head
-and little more.
+Last come the time from starting a process to readiness with 10 GB of records (whose payloads are
+holes, as the start does not read them) and without a tier, and an agent (agent_turns.py) whose pool
+holds little more than its head.
 """
 
 from __future__ import annotations
@@ -65,7 +63,7 @@ _BARS = {
 
 
 class SparseFiles(Files):
-    """Payloads are holes in the file: of records that nobody reads."""
+    """Files whose payloads are holes, for records that are never read."""
 
     def write(self, handle: int, buffers: Sequence[memoryview], offset: int) -> int:
         super().write(handle, buffers[:1], offset)
@@ -76,7 +74,7 @@ class SparseFiles(Files):
 
 
 class Bench:
-    """Figures by name, a list of one for each round."""
+    """Figures by name, each a list with one value per round."""
 
     def __init__(self, options: argparse.Namespace, model: Path, scratch: Path) -> None:
         self.options = options
@@ -87,7 +85,7 @@ class Bench:
         self._vocab = SHAPES[options.shape].vocab
 
     def tokens(self, count: int) -> list[int]:
-        """New ones at every call."""
+        """Return new tokens for each call."""
         self._number += 1
         return np.random.default_rng(self._number).integers(300, self._vocab, count).tolist()
 
@@ -95,7 +93,7 @@ class Bench:
         self.figures.setdefault(name, []).append(value)
         print(
             f"{name}: {value:.4g}", file=sys.stderr, flush=True
-        )  # a run that is cut off has said this much
+        )  # printed at once, in case the run is interrupted
 
     def median(self, name: str) -> float:
         return statistics.median(self.figures[name])
@@ -104,7 +102,7 @@ class Bench:
     def engine(
         self, disk: Path | None = None, *, capacity: int | None = None, redis: str | None = None
     ) -> Iterator[Worker]:
-        """A process of ours, ready and warmed up; when it ends all is on its tier."""
+        """Start our engine, ready and warmed up. When it ends, everything is in its tier."""
         tier = [] if disk is None else ["--disk", str(disk), "--disk-bytes", str(16e9)]
         tier += [] if redis is None else ["--redis", redis]
         worker = self._start(
@@ -123,15 +121,13 @@ class Bench:
         prompt = self.tokens(self.options.length)
         disk = self.scratch / f"disk-{number}"
         with self.engine() as plain, self.engine(disk) as kept:
-            # Whoever comes first in a round is the other one in the next.
+            # The order alternates between rounds.
             for name, worker in sorted((("off", plain), ("on", kept)), reverse=bool(number % 2)):
                 found = worker.ask("ask", tokens=prompt, count=_DECODED)
                 self.note(f"cold, tier {name}, s", found["ttft_s"])
                 self.note(f"decode, tier {name}, tok/s", 1 / found["step_s"])
             expected = found["tokens"]
-            for _ in range(
-                2
-            ):  # the first of them computes the logits of the last token of a block anew
+            for _ in range(2):  # the first answer recomputes the logits of a block's last token
                 found = kept.ask("ask", tokens=prompt, count=2)
             self.note("pool, s", found["ttft_s"])
             assert found["tokens"] == expected[:2]
@@ -151,7 +147,7 @@ class Bench:
         self._llama(prompt)
 
     def _redis(self, prompt: list[int], expected: list[int]) -> None:
-        """One engine computes and writes, another one reads."""
+        """Measure an engine that reads from Redis what another one computed and wrote."""
         with self.engine(redis=self.options.redis_url) as worker:
             worker.ask("ask", tokens=prompt, count=2)
         with self.engine(redis=self.options.redis_url) as worker:
@@ -187,8 +183,9 @@ class Bench:
         path.unlink()
 
     def ready(self) -> None:
-        """From starting a process to its answer that it is ready, with many records and without a
-        tier.
+        """Measure the time from starting a process to readiness.
+
+        It is measured with many records and without a tier.
         """
         disk = self.scratch / "many"
         with self.engine(disk, capacity=1024) as worker:
@@ -215,7 +212,7 @@ class Bench:
                 worker.close()
 
     def agent(self, turns: Turns) -> Outcome:
-        """Its pool holds one chat and one side request at a time."""
+        """Measure an agent whose pool holds one chat and one side request at a time."""
         longest = turns.head + turns.turns * (turns.message + turns.answer)
         with self.engine(self.scratch / "agent", capacity=longest + turns.side // 2) as worker:
 
@@ -227,7 +224,7 @@ class Bench:
             return play(turns, ask)
 
     def derive(self) -> None:
-        """Ratios round by round."""
+        """Compute ratios for each round."""
         both = self.figures
         for state in ("dropped", "warm"):
             pairs = zip(
@@ -255,7 +252,7 @@ class Bench:
 
 
 def fill(space: Path, bytes_per_block: int, nbytes: int) -> int:
-    """Add records to a space's directory until they take so many bytes; how many there are."""
+    """Fill a space's directory with records up to a size, and return their number."""
     tier = DiskTier.open(
         space.parent, bytes.fromhex(space.name), max_bytes=2 * nbytes, files=SparseFiles()
     )
@@ -286,21 +283,24 @@ def _drop_from_page_cache(path: Path) -> None:
 def options_from() -> argparse.Namespace:
     parser = parser_for_models(__doc__)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--length", type=int, default=8192, help="tokens of the prompt")
+    parser.add_argument("--length", type=int, default=8192, help="length of the prompt in tokens")
     parser.add_argument(
-        "--capacity", type=int, default=16384, help="tokens of KV every engine holds"
+        "--capacity", type=int, default=16384, help="size of every engine's KV cache in tokens"
     )
     parser.add_argument(
-        "--fill", type=float, default=10e9, help="bytes of records for the time to ready"
+        "--fill",
+        type=float,
+        default=10e9,
+        help="size of the records for the time to readiness, in bytes",
     )
     parser.add_argument(
         "--peers-python", type=Path, default=_BENCHMARKS.parent / ".venv-peers" / "bin" / "python"
     )
+    parser.add_argument("--redis-url", help="URL of a Redis server to share blocks (default: none)")
     parser.add_argument(
-        "--redis-url", help="a Redis server to share blocks through; by default it is left out"
-    )
-    parser.add_argument(
-        "--scratch", type=Path, help="a directory on the disk to be measured; default: the system's"
+        "--scratch",
+        type=Path,
+        help="directory on the disk to measure (default: the system's temporary directory)",
     )
     options = parser.parse_args()
     if options.quick:

@@ -1,14 +1,13 @@
-"""One matrix in every integer weight format: time of one token, where weights come from memory, and
-rate of many.
+"""One matrix in every integer weight format: time of one token, and rate of many tokens.
 
     python benchmarks/bench/bench_weight_formats.py [--formats int4 int4t] [--rows 17920]
     [--inputs 1536] [--threads 2] [--quick] [--out FILE]
 
-The shape is that of the gate and up matrix of Qwen2-1.5B. One token goes through as many copies of
-the matrix as take some 200 MB, so that no cache holds them. Both precisions of a token's codes are
-timed (`fine`: 16 bits, as queries and logits have them). Formats take turns in one process, by one
-team of threads; the best round counts, and the last column is the median over the rounds of the
-time relative to int4's of the same round. Ends in one JSON line.
+The shape is that of Qwen2-1.5B's gate and up matrix. One token runs through enough copies of the
+matrix to take some 200 MB, so that weights come from memory. Both precisions of a token's codes are
+timed (`fine` has 16 bits, as for queries and logits). Formats alternate in one process with one
+team of threads. The best round counts. The last column is the median over rounds of the time
+relative to int4's in the same round. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ MANY = 256
 
 
 class Matrices:
-    """Copies of a random matrix of a format, and a number of tokens to go through them."""
+    """Copies of a random matrix in a format, and a number of tokens to multiply."""
 
     def __init__(
         self, kind: str, options: argparse.Namespace, tokens: int, *, fine: bool, copies: int
@@ -98,7 +97,7 @@ class Matrices:
 def measure(
     options: argparse.Namespace, team: KernelTeam, tokens: int, *, fine: bool
 ) -> list[dict[str, Any]]:
-    """Microseconds of a matrix, GB/s of its bytes, TOPS, and the time relative to int4's."""
+    """Return microseconds per matrix, GB/s of its bytes, TOPS, and the time relative to int4's."""
     weights = options.rows * options.inputs
     copies = max(1, MEMORY // weights * 2) if tokens == 1 else 1
     formats = [kind for kind in QUANTIZED if kind in ("int4", *options.formats)]
@@ -129,10 +128,18 @@ def measure(
 def main() -> None:
     options_parser = parser(__doc__ or "")
     options_parser.add_argument(
-        "--formats", nargs="+", default=QUANTIZED, choices=QUANTIZED, help="beside int4"
+        "--formats",
+        nargs="+",
+        default=QUANTIZED,
+        choices=QUANTIZED,
+        help="formats to measure in addition to int4",
     )
-    options_parser.add_argument("--rows", type=int, default=17920, help="a multiple of 16")
-    options_parser.add_argument("--inputs", type=int, default=1536, help="a multiple of 256")
+    options_parser.add_argument(
+        "--rows", type=int, default=17920, help="number of rows, a multiple of 16"
+    )
+    options_parser.add_argument(
+        "--inputs", type=int, default=1536, help="number of inputs, a multiple of 256"
+    )
     options_parser.add_argument("--threads", type=int, default=default_num_threads())
     options = options_parser.parse_args()
     options.rounds = 5 if options.quick else 15

@@ -1,4 +1,4 @@
-"""Charts of the README and of docs/figures.md, drawn from recorded results: `make docs-images`."""
+"""Charts of the README and of docs/figures.md, drawn from recorded results (`make docs-images`)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _COLOURS = {
     "llama.cpp q8_0": "#f2c14e",
     "OpenVINO GenAI": "#8d8d8d",
 }
-# Columns of bench_peers.py by their names in charts.
+# Names of bench_peers.py's columns in charts.
 _LABELS = {
     "kvboost_edge": "kvboost_edge kv16",
     "kvboost_edge KV 8": "kvboost_edge kv8",
@@ -39,7 +39,7 @@ _BAR_STEP = 22
 
 
 class Bar(NamedTuple):
-    """One contender's figure. `value` is None where it was not measured."""
+    """Figure of one contender. `value` is None if it was not measured."""
 
     contender: str
     value: float | None
@@ -159,7 +159,7 @@ def draw_chart(panels: Sequence[Panel], note: str, title: str) -> str:
 
 
 def charts() -> dict[str, str]:
-    """Draw all charts from the recorded results; return them by file name."""
+    """Draw all charts from the recorded results and return them by file name."""
     peers, agents = (
         json.loads((RESULTS / name).read_text(encoding="utf-8"))
         for name in ("peers-0.5b-q4_0.json", "agents.json")
@@ -181,9 +181,9 @@ def charts() -> dict[str, str]:
 
 
 def main() -> None:
-    """Write the charts."""
+    """Write the charts to a folder."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=IMAGES, help="folder to write into")
+    parser.add_argument("--out", type=Path, default=IMAGES, help="output folder")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     for name, chart in charts().items():

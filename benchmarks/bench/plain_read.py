@@ -1,9 +1,8 @@
-"""A plain read of memory by a team of threads: the measure of a decode step, which reads every
-weight once.
+"""Plain read of memory by a team of threads.
 
-The threads take chunks from a counter, as those of the linear kernels take their units, and have
-been started before the clock is. No NamedTuple goes into the kernel: its type would tie the code
-cached on disk to the process's modules.
+It is the yardstick for a decode step, which reads every weight once. The threads take chunks from a
+counter, like the linear kernels, and are started before timing. The kernel takes no NamedTuple,
+whose type would tie the code cached on disk to the process's modules.
 """
 
 from __future__ import annotations
@@ -25,12 +24,13 @@ from kvboost_edge.runners.native.runner import NativeRunner
 
 __all__ = ["idle_read_gb_s", "plain_read", "runner_token_weights", "token_weights"]
 
-_LINES = 8  # cache lines read at a time, each into a sum of its own
+_LINES = 8  # cache lines read at a time, each into a separate sum
 _STEP = 64 * _LINES
-_CHUNK = 1 << 20  # some 50 us of one thread: small beside a read, large beside the counter
-_CHUNKS_PER_THREAD = 4  # at least, so that every thread has its part of a small model
-# Places of a job's int64: what is read, and, on cache lines of their own, the chunks taken and done
-# and their sum.
+# bytes; some 50 us of one thread, which is short for a read but long for the counter
+_CHUNK = 1 << 20
+_CHUNKS_PER_THREAD = 4  # minimum, so that every thread reads a part of a small model
+# Indices into a job's int64 array: what to read and, on separate cache lines, the chunks taken, the
+# chunks done and their sum.
 _ADDRESS = 0
 _NBYTES = 1
 _CHUNK_BYTES = 2
@@ -42,7 +42,7 @@ _SIZE = 32
 
 @intrinsic
 def _sum_lines(typing: Any, address: Any, steps: Any) -> Any:
-    """The sum of `steps` times 8 cache lines as 32-bit numbers, modulo 2^32."""
+    """Return the sum of `steps` times 8 cache lines as 32-bit numbers, modulo 2^32."""
 
     def codegen(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
         address, steps = arguments
@@ -70,7 +70,7 @@ def _sum_lines(typing: Any, address: Any, steps: Any) -> Any:
 
 @kernel
 def _read_chunks(job: npt.NDArray[np.int64]) -> None:
-    """Read chunks until none is left; every thread of the team calls this on the same job."""
+    """Read chunks until none is left. Every thread of the team calls this on the same job."""
     counters = address_of(job)
     nbytes = job[_NBYTES]
     size = job[_CHUNK_BYTES]
@@ -86,8 +86,9 @@ def _read_chunks(job: npt.NDArray[np.int64]) -> None:
 
 
 def plain_read(address: int, nbytes: int, team: KernelTeam) -> int:
-    """Read bytes once (whole steps of 512); their sum as 32-bit numbers, so that the read cannot be
-    left out.
+    """Read bytes once, in whole steps of 512, and return their sum as 32-bit numbers.
+
+    The sum prevents the compiler from removing the read.
     """
     nbytes = nbytes // _STEP * _STEP
     each = -(-nbytes // (_CHUNKS_PER_THREAD * team.num_threads) // _STEP) * _STEP
@@ -101,8 +102,9 @@ def plain_read(address: int, nbytes: int, team: KernelTeam) -> int:
 
 
 def idle_read_gb_s(address: int, nbytes: int, num_threads: int, *, times: int = 8) -> float:
-    """GB/s of reading these bytes `times` times over, by threads that one uncounted read has
-    started.
+    """Return the GB/s of reading these bytes `times` times.
+
+    One read before that is not timed and starts the threads.
     """
     team = KernelTeam(num_threads)
     plain_read(address, nbytes, team)
@@ -115,12 +117,12 @@ def idle_read_gb_s(address: int, nbytes: int, num_threads: int, *, times: int = 
 
 
 def token_weights(packed: PackedWeights, share: float = 1.0) -> tuple[int, int]:
-    """Address and bytes of what one decoded token reads of the weights: every matrix once, of those
-    of experts `share`.
+    """Return the address and bytes of the weights that one decoded token reads.
 
-    A tied embedding is read as the head; one that is not is the first thing in the file and left
-    out, as a token reads a single row of it. Of a mixture the bytes are as many, not the same ones:
-    they lie behind each other.
+    Every matrix counts once, and matrices of experts count with `share`. A tied embedding is read
+    as the head. An untied one is first in the file and omitted, because a token reads only one of
+    its rows. For a mixture of experts, the number of bytes is right but not their location, as the
+    bytes here are contiguous.
     """
     sections = packed._sections
     untied = ("embed", "embed.scales", "embed.minima") if "head" in sections else ()
@@ -132,6 +134,6 @@ def token_weights(packed: PackedWeights, share: float = 1.0) -> tuple[int, int]:
 
 
 def runner_token_weights(runner: NativeRunner) -> tuple[int, int]:
-    """`token_weights` of the model that a runner runs."""
+    """Return `token_weights` of the model that a runner runs."""
     experts = runner._spec.experts
     return token_weights(runner._packed, experts.used / experts.count if experts else 1.0)

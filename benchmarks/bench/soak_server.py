@@ -1,18 +1,18 @@
-"""A long run against one server: cancels and bad requests among good ones; does memory grow, does
-it slow down?
+"""Long run against one server, with cancelled and malformed requests among good ones.
 
     python benchmarks/bench/soak_server.py --minutes 10
 
-Clients ask at random pauses; a fifth of the requests is dropped by its client, some before the
-first token and most after a random one, one in twenty is malformed. Every few seconds the server's
-memory, threads and open files are read. Printed: memory at each minute and its slope over the
-second half, latencies of the first and the last third, and whether memory, blocks, threads and
-files are back where they were when all is quiet.
+It shows whether memory grows or the server slows down. Clients send requests after random pauses.
+They drop a fifth of the requests, some before the first token and most after a random one. One
+request in twenty is malformed. The server's memory, threads and open files are sampled every few
+seconds. Printed are the memory at each minute and its slope over the second half, the latencies of
+the first and the last third, and whether memory, blocks, threads and files return to their initial
+values when all is quiet.
 
-It is warm when every block of the pool was used, a pass of the largest size was computed and the
-garbage collector has made full rounds. Memory at each minute is what the process has, with garbage
-that waits for its collection and heap that the allocator keeps for later; the rows "in use" are
-what is left after both were given back, before and after the run: a leak would show there.
+The server is warm once every block of the pool was used, a pass of the largest size was computed
+and the garbage collector has made full rounds. The memory at each minute includes uncollected
+garbage and heap that the allocator keeps. The rows "in use" exclude both, before and after the run,
+so a leak would show there.
 """
 
 from __future__ import annotations
@@ -49,23 +49,22 @@ _BAD: tuple[dict[str, Any], ...] = (
     {"top_p": 2},
 )
 _MODEL = "kvboost-edge/demo"
-_SERVE = "--serve"  # this file as the server
-_WARM_SECONDS = (
-    90.0  # so many requests that garbage has reached its most: a full collection comes every 2,000
-)
-_LONG_WORDS = 300  # a prompt longer than the largest pass
+_SERVE = "--serve"  # runs this file as the server
+# Enough requests for the maximum of garbage: a full collection comes every 2,000.
+_WARM_SECONDS = 90.0
+_LONG_WORDS = 300  # words; a prompt longer than the largest pass
 
 
 @dataclass(frozen=True)
 class Leave:
-    """When a client goes away: after some seconds, or after some events of the stream."""
+    """Time when a client disconnects: after some seconds, or after some events of the stream."""
 
     seconds: float | None = None
     events: int | None = None
 
 
 class Soak:
-    """Clients, counts and latencies."""
+    """Clients, counters and latencies."""
 
     def __init__(self, url: str, seconds: float, clients: int) -> None:
         self.url = url
@@ -75,8 +74,8 @@ class Soak:
         self.counts = {"good": 0, "cancelled": 0, "bad": 0, "refused": 0}
         self.latencies: list[tuple[float, float]] = []
         self.samples: list[tuple[float, int, int, int]] = []
-        # Of few words: the tokenizer remembers up to 10,000, which is no leak and would look like
-        # one.
+        # Few different words are used, because the tokenizer caches up to 10,000, which would look
+        # like a leak.
         rng = random.Random(0)
         self.words = [
             "".join(rng.choices(string.ascii_lowercase, k=rng.randrange(1, 9))) for _ in range(500)
@@ -104,8 +103,10 @@ class Soak:
 
     @staticmethod
     def _leave(rng: random.Random, max_tokens: int) -> Leave:
-        """By the clock one time in four, while the prompt waits or is computed; else after a token
-        of the first.
+        """Choose when a client leaves.
+
+        One time in four it is after some seconds, while the prompt waits or is computed, otherwise
+        after a random token.
         """
         if rng.random() < 0.25:
             return Leave(seconds=rng.uniform(0, 0.02))
@@ -161,7 +162,7 @@ class Soak:
             await asyncio.sleep(2)
 
     async def largest_pass(self) -> None:
-        """Every client a long prompt of its own at once: the buffers of a pass grow to their final
+        """Send a long prompt from every client at once, so that the pass buffers reach their final
         size.
         """
         rng = random.Random("long")
@@ -181,17 +182,15 @@ class Soak:
 
 
 def percentile(pairs: list[tuple[float, float]], low: float, high: float, share: float) -> float:
-    """Of the latencies that began between two moments, in milliseconds."""
+    """Return a percentile of the latencies that began between two times, in milliseconds."""
     chosen = [value for at, value in pairs if low <= at < high]
     return 1000 * float(np.percentile(chosen, share)) if chosen else float("nan")
 
 
 def warm_up(url: str, process: psutil.Process, seconds: float, clients: int) -> None:
-    """Requests until nothing grows by being used for the first time: the pool's pages, the buffers
-    of a pass.
-    """
+    """Send requests until the first use of everything (pool pages, pass buffers) is over."""
     evictions = 0
-    while not evictions:  # a block is taken from somebody only when all were used
+    while not evictions:  # blocks are evicted only after all were used
         soak = Soak(url, seconds, clients)
         asyncio.run(soak.largest_pass())
         asyncio.run(soak.run(process))
@@ -199,10 +198,10 @@ def warm_up(url: str, process: psutil.Process, seconds: float, clients: int) -> 
 
 
 def quiet(url: str, process: psutil.Process) -> dict[str, Any]:
-    """The state some seconds after the last request."""
+    """Return the server's figures some seconds after the last request."""
     time.sleep(3)
     stats = httpx.get(f"{url}/v1/blocks", timeout=30).json()
-    time.sleep(1)  # that connection too is closed then
+    time.sleep(1)  # by then this connection is closed too
     process.send_signal(signal.SIGUSR1)
     time.sleep(1)
     return {
@@ -216,8 +215,9 @@ def quiet(url: str, process: psutil.Process) -> dict[str, Any]:
 
 
 def serve(arguments: list[str]) -> int:
-    """The server; SIGUSR1 makes it give back garbage and, where that is known how, the allocator's
-    free heap.
+    """Run the server.
+
+    SIGUSR1 makes it release garbage and, where supported, the allocator's free heap.
     """
     from kvboost_edge.server.__main__ import main as serve_main
 

@@ -1,9 +1,11 @@
-"""A random model of a real shape that says one written answer, with thinking, text and a call, and
-a chat template with tools: what a coding agent's session runs on, the same file for every server.
+"""Random model of a real shape that generates one fixed answer with thinking, text and a call.
 
-The answer is a chain of tokens, each in it once. Their embeddings are much longer than all that
-random layers add, and the MLP of the first layer answers each with the embedding of the next one;
-the time a token takes is that of the shape.
+Its chat template has tools. Coding agent sessions run on this file, which is the same for every
+server.
+
+The answer is a chain of tokens that each occur once in it. Their embeddings are much longer than
+anything that random layers add, and the first layer's MLP maps each to the embedding of the next
+token. The time per token is that of the shape.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ __all__ = ["TEMPLATE", "Vocabulary", "write_agent_model"]
 _LEARNED = 3000
 _END = "<|im_end|>"
 _CONTROL = ("<|im_start|>", _END)
-# Whole in the text, as with Qwen; the pieces of a call each once, as a chain needs it.
+# Tags that are single tokens, as in Qwen, and the pieces of a call, each once, because the chain
+# needs unique tokens.
 _WHOLE = (
     "<think>",
     "</think>",
@@ -38,7 +41,7 @@ _WHOLE = (
     '", "arguments": {"path": "',
     '"}}',
 )
-# How "qwen2" splits a text before it merges.
+# Regular expression with which "qwen2" splits text before merging.
 _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -77,12 +80,13 @@ TEMPLATE = """\
 for.
 """
 
-# Lengths beside embeddings of length 1 and what a layer adds, about 30: of the chain's embeddings;
-# of what the first layer answers, a hundred times it: silu(10) * 10, the key read at 10.
+# Lengths relative to embeddings of length 1 and what a layer adds (about 30): the chain's
+# embeddings, and the output of the first layer, a hundred times larger: silu(10) * 10, with the key
+# read as 10.
 _TOKEN = 300.0
 _NEXT = 30.0
 _KEY = 10.0
-_SLOTS = 64  # whole blocks of 32: what lies beside them in a row keeps its own scale
+_SLOTS = 64  # whole blocks of 32, so that neighbors in a row keep their own scale
 
 
 class Vocabulary:
@@ -100,7 +104,7 @@ class Vocabulary:
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
             show_progress=False,
         )
-        # The answer's words are there often enough to be tokens of their own.
+        # The answer's words are repeated, so that they become single tokens.
         said = [*texts, TEMPLATE, *[THOUGHT, CONTENT, "\n\n", *self._called()] * 50]
         whole = re.compile("|".join(map(re.escape, _WHOLE)))
         learner.train_from_iterator([part for text in said for part in whole.split(text)], trainer)
@@ -116,12 +120,12 @@ class Vocabulary:
 
     @staticmethod
     def _called() -> tuple[str, str]:
-        """The words of the call: its name and its path."""
+        """Return the words of the call: tool name and path."""
         return CALL[0], json.loads(CALL[1])["path"]
 
     @property
     def chain(self) -> list[int]:
-        """The tokens of the answer, from the line end it stands behind to the end of the turn."""
+        """Return the answer's tokens, from the newline before the answer to the end of the turn."""
         name, arguments = CALL
         call = f'<tool_call>{{"name": "{name}", "arguments": {arguments}}}</tool_call>'
         ids = self._learner.encode(f"\n<think>{THOUGHT}</think>\n\n{CONTENT}{call}{_END}").ids
@@ -131,7 +135,7 @@ class Vocabulary:
         return list(ids)
 
     def add_to(self, writer: gguf.GGUFWriter, size: int) -> None:
-        """Write it, padded to `size` tokens."""
+        """Write the vocabulary, padded to `size` tokens."""
         assert len(self.tokens) <= size
         unused = size - len(self.tokens)
         kinds = [gguf.TokenType.NORMAL] * len(self.learned)
@@ -152,7 +156,7 @@ class Vocabulary:
 
 
 def write_agent_model(path: Path, shape: Shape, texts: Sequence[str], quant: str = "Q4_0") -> None:
-    """Write the model; `texts` are what its tokenizer learns from."""
+    """Write the model. Its tokenizer learns from `texts`."""
     vocabulary = Vocabulary(texts)
     chain = vocabulary.chain
     keys = np.random.default_rng(1).standard_normal((len(chain), shape.hidden)).astype(np.float32)

@@ -1,13 +1,13 @@
-"""A coding agent's session as its client sends it: a long head of system prompt and tools, turns
-with calls and their results, a title for what the user says, agents of its own beside it, a restart
-of the server.
+"""Session of a coding agent, as its client sends it.
 
-What real clients change between two requests without meaning anything by it is changed here, too:
-the billing line in front of the system prompt with each request, the date once at midnight, the
-places of two tools and the order of keys in one at some turns, and the thinking of answers, which
-is never sent back. The shape (number of tools, lengths of their descriptions, fields of each, the
-date in a context in front of the user's first words) is that of a recorded request; the words are
-made up here, and always the same.
+A long system prompt with tools is followed by turns with calls and their results. The client also
+requests a title for what the user says and runs side agents. The server restarts once.
+
+The client also makes the irrelevant changes of real clients. They are the billing line before the
+system prompt in each request, the date at midnight, the order of two tools and of the keys in one
+tool at some turns, and the thinking of answers, which is never sent back. The shape is that of a
+recorded request (number of tools, lengths of their descriptions, fields of each, the date before
+the user's first words). The words are invented and always the same.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ THOUGHT = "They want more of this, so I look at what that module does before it 
 CONTENT = "I read its code now:"
 CALL = ("read_file", '{"path": "src/main.py"}')
 
-# Words of each description and fields of each tool: a tenth of the letters, and the fields, of a
-# recorded request.
+# Words in each description and fields of each tool. The words are a tenth of a recorded request's,
+# and the fields are its own.
 _TOOLS = {
     "start_task": (122, 6),
     "run_command": (119, 5),
@@ -96,16 +96,18 @@ _WORDS = """
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """When what happens, by the numbers of turns from 1, and how long texts are, in words.
+    """Events of a session by turn (from 1), and lengths of texts in words.
 
-    speaks      turns that begin with words of the user; the others bring a call's result. Each is
-                asked a title for
-    midnight    the turn from which on the date is another
-    swaps       turns at which tools have changed places; keys: at which the keys of one have
-    restart     the turn in front of which the server is restarted
-    sides       turns behind which an agent beside this one works for `side_requests` requests
-    date_in     "context": in front of the user's first words; "system": the last line of the system
-                prompt
+    Attributes:
+        speaks: Turns that begin with words of the user and request a title. Other turns bring the
+            result of a call.
+        midnight: First turn with the next date.
+        swaps: Turns at which two tools are swapped.
+        keys: Turns at which the keys of a tool are swapped.
+        restart: Turn before which the server restarts.
+        sides: Turns after which a side agent works for `side_requests` requests.
+        date_in: "context" puts the date before the user's first words, "system" into the last line
+            of the system prompt.
     """
 
     turns: int = 12
@@ -133,9 +135,13 @@ QUICK = Plan(system=120, tools=0.05, side_system=60, said=12, result=20)
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """One request. `kind`: "turn", "title" or "side"; `number`: the turn it belongs to; `changes`:
-    what is not as it was in the request before of the same agent, beside what is new; `restart`:
-    the server is restarted first.
+    """One request of a session.
+
+    Attributes:
+        kind: "turn", "title" or "side".
+        number: Number of the turn.
+        changes: Differences from the agent's previous request, apart from new messages.
+        restart: Whether the server restarts before the request.
     """
 
     kind: str
@@ -147,8 +153,9 @@ class Request:
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """What a client keeps of an answer: its text, and its call as (name, arguments as JSON) with
-    the id it has.
+    """Parts of an answer that a client keeps: its text, its call and the id of the call.
+
+    The call is a pair of name and arguments as JSON.
     """
 
     content: str = CONTENT
@@ -160,7 +167,7 @@ Session = Generator[Request, Answer, None]
 
 
 def session(plan: Plan) -> Session:
-    """The requests in their order; each answer is sent back in."""
+    """Yield the requests in order. The caller sends each answer in."""
     agent = _Agent(plan)
     for turn in range(1, plan.turns + 1):
         said = agent.next_words(turn)
@@ -173,7 +180,7 @@ def session(plan: Plan) -> Session:
 
 
 def texts(plan: Plan) -> list[str]:
-    """All that is said in a session whose answers are `Answer()`, for a tokenizer to learn from."""
+    """Return all text of a session with default answers, for training a tokenizer."""
     found = []
     running = session(plan)
     request = next(running)
@@ -187,7 +194,7 @@ def texts(plan: Plan) -> list[str]:
 
 
 class _Agent:
-    """A client: what it has said and heard so far."""
+    """A client with its message history."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
@@ -198,8 +205,9 @@ class _Agent:
         self._sent = 0
 
     def next_words(self, turn: int) -> str | None:
-        """Add what comes next to the messages; the user's words, None where a call's result comes
-        alone.
+        """Add the next messages, and return the user's words.
+
+        Returns None if the turn only brings the result of a call.
         """
         if self._messages:
             self._messages.append(self._result(turn, self._messages[-1]))
@@ -215,12 +223,12 @@ class _Agent:
     def request(self, turn: int) -> Request:
         plan = self._plan
         changes = ["billing"] * (plan.billing and turn > 1) + ["date"] * (turn == plan.midnight)
-        # A tool that has changed places or keys for one turn is back where it was at the next.
+        # A tool that is moved or reordered in one turn is back in the next.
         changes += ["tools"] * (
             (turn in plan.swaps) != (turn - 1 in plan.swaps) or turn in plan.swaps
         )
         changes += ["keys"] * ((turn in plan.keys) != (turn - 1 in plan.keys))
-        # The answer before was thought about, and comes back without its thinking.
+        # The previous answer contained thinking, which is not sent back.
         changes += ["thinking"] * (turn > 1)
         tools = copy.deepcopy(self._tools)
         if turn in plan.swaps:
@@ -236,14 +244,16 @@ class _Agent:
         return Request("turn", turn, body, tuple(changes), restart=turn == plan.restart)
 
     def title(self, turn: int, said: str) -> Request:
-        """A name for what the user said: instructions of its own, no tools, no thinking."""
+        """Return a request for a title, with other instructions and without tools or thinking."""
         instructions = "Give this a title of few words. " + _Writer(2).words(self._plan.said)
         messages = [{"role": "system", "content": instructions}, {"role": "user", "content": said}]
         return Request("title", turn, self._body(messages, self._plan.title_tokens, thinks=False))
 
     def side(self, turn: int) -> Session:
-        """An agent with a task of its own; all are of one kind, with another system prompt than
-        this and few tools.
+        """Yield the requests of a side agent.
+
+        All side agents share a system prompt, which differs from the main agent's, and have few
+        tools.
         """
         plan = self._plan
         tools = [tool for tool in self._tools if tool["function"]["name"] in _SIDE_TOOLS]
@@ -259,7 +269,7 @@ class _Agent:
             messages += [spoken, self._result(1000 * turn + number, spoken)]
 
     def _result(self, number: int, spoken: Json) -> Json:
-        """What a call found; to an answer without one the client says to go on."""
+        """Return the result of a call, or a message to continue after an answer without a call."""
         text = _Writer(10_000 + number).words(self._plan.result)
         if not spoken.get("tool_calls"):
             return {"role": "user", "content": "Go on. " + text}
@@ -300,8 +310,9 @@ class _Agent:
 
 
 def _spoken(answer: Answer, call_id: str) -> Json:
-    """An answer as it is sent back: without its thinking. `call_id`: for a call that was given no
-    id.
+    """Return an answer as it is sent back, without its thinking.
+
+    `call_id` is used for a call without an id.
     """
     message: Json = {"role": "assistant", "content": answer.content}
     if answer.call is not None:
@@ -313,13 +324,13 @@ def _spoken(answer: Answer, call_id: str) -> Json:
 
 
 class _Writer:
-    """Texts and tools that are the same for the same seed."""
+    """Generator of texts and tools, which are the same for the same seed."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
 
     def words(self, count: int) -> str:
-        """So many words as sentences of 6 to 14, three of them a line."""
+        """Return a number of words in sentences of 6 to 14 words, with three sentences per line."""
         sentences = []
         while count > 0:
             length = min(count, self._random.randint(6, 14))
@@ -329,14 +340,14 @@ class _Writer:
         return "\n".join(" ".join(sentences[at : at + 3]) for at in range(0, len(sentences), 3))
 
     def tools(self, share: float) -> list[Json]:
-        """The tools, with that share of their descriptions' words."""
+        """Return the tools with a share of their descriptions' words."""
         return [
             self._tool(name, max(3, int(share * words)), fields)
             for name, (words, fields) in _TOOLS.items()
         ]
 
     def _tool(self, name: str, words: int, fields: int) -> Json:
-        # Every tool knows a path: a call that is made without looking fits.
+        # Every tool accepts a path, so that the fixed call is valid for each.
         names = list(dict(zip(_FIELDS[:fields], _KINDS[:fields], strict=True)).items())
         properties = {field: {"type": kind, "description": self.words(4)} for field, kind in names}
         parameters = {"type": "object", "properties": properties, "required": list(properties)[:1]}

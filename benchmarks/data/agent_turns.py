@@ -1,8 +1,6 @@
-"""What agents send, as token ids: a long head with tools, chats in turn, short requests of other
-kinds between.
+"""Agent traffic as token ids: chats that share a long head with tools, and other requests.
 
-`play` sends it to an engine and counts the full blocks that are computed though they were computed
-before.
+`play` sends the traffic to an engine and counts full blocks that are computed more than once.
 """
 
 from __future__ import annotations
@@ -18,9 +16,10 @@ __all__ = ["AGENT", "Outcome", "Turns", "play"]
 
 @dataclasses.dataclass(frozen=True)
 class Turns:
-    """Lengths in tokens. Each of `chats` begins with the same head; between two turns come a
-    request for a title, which has instructions of its own before the chat's first message, and side
-    requests that share nothing.
+    """Lengths of the traffic in tokens.
+
+    Each of `chats` begins with the same head. Between two turns there are a title request, whose
+    own instructions precede the chat's first message, and side requests that share nothing.
     """
 
     head: int
@@ -33,7 +32,7 @@ class Turns:
     vocab: int
 
     def draw(self, number: int, length: int) -> list[int]:
-        """The tokens of text `number`, always the same."""
+        """Return the tokens of text `number`, which are always the same."""
         return np.random.default_rng(number).integers(0, self.vocab, length).tolist()
 
 
@@ -42,9 +41,7 @@ AGENT = Turns(head=10_000, chats=2, turns=4, message=200, answer=48, side=1500, 
 
 @dataclasses.dataclass
 class Outcome:
-    """requests; prompt tokens of all; those of them that were computed; full blocks computed once
-    more, by request.
-    """
+    """Requests, prompt tokens, computed prompt tokens, and recomputed blocks by request."""
 
     requests: int = 0
     prompt_tokens: int = 0
@@ -55,7 +52,7 @@ class Outcome:
 def play(
     turns: Turns, ask: Callable[[list[int], int], tuple[int, Sequence[int]]], block_size: int = 16
 ) -> Outcome:
-    """`ask(prompt, count)` generates and returns (cached tokens, output)."""
+    """Send all requests. `ask(prompt, count)` generates and returns (cached tokens, output)."""
     known: set[bytes] = set()
     outcome = Outcome()
 
@@ -63,8 +60,7 @@ def play(
         cached, output = ask(prompt, count)
         chains = _chains(prompt + list(output)[:-1], block_size)
         outcome.twice.append(sum(chain in known for chain in chains[cached // block_size :]))
-        # Of a prompt that is cached to its end the last token is computed again, into a block that
-        # is there already.
+        # The last token of a fully cached prompt is recomputed into an existing block.
         if cached % block_size:
             outcome.twice[-1] -= 1
         known.update(chains)
@@ -90,7 +86,7 @@ def play(
 
 
 def _chains(token_ids: list[int], block_size: int) -> list[bytes]:
-    """A name for each full block and all before it."""
+    """Return a key for each full block together with all blocks before it."""
     names = []
     parent = b""
     for end in range(block_size, len(token_ids) + 1, block_size):

@@ -1,13 +1,12 @@
-"""Traces of requests for `simulators/eviction.py`: generated ones under fixed seeds, and
-recorded ones.
+"""Traces of requests for `simulators/eviction.py`, generated with fixed seeds or recorded.
 
-A trace names blocks, not tokens: an id stands for one block and all before it, so that equal ids
-mean equal prefixes. The `hash_ids` of Mooncake's published traces are that, one for each 512
-tokens; `read_mooncake` reads them.
+A trace consists of block ids, not tokens. An id stands for one block and all blocks before it, so
+equal ids mean equal prefixes. The `hash_ids` in Mooncake's published traces are such ids, one per
+512 tokens. `read_mooncake` reads them.
 
-The generators know nothing of any policy. Their parameters are sizes and habits of chats and agents
-as people describe them; a conversation's turns are seconds to minutes apart, and many run at a
-time.
+The generators do not depend on any policy. Their parameters are typical sizes and habits of chats
+and agents. The turns of a conversation are seconds to minutes apart, and many conversations run at
+a time.
 """
 
 from __future__ import annotations
@@ -28,12 +27,13 @@ BLOCK_TOKENS = 512
 class Access(NamedTuple):
     """One request.
 
-    at           seconds since the trace began
-    tenant       whose it is; ids of two tenants are never equal
-    prompt_ids   the blocks of its prompt
-    output_ids   the full blocks that its answer adds; where these are known, a later prompt has
-                 them
-    num_tokens   tokens of the prompt
+    Attributes:
+        at: Seconds since the start of the trace.
+        tenant: Tenant of the request. Ids of different tenants are never equal.
+        prompt_ids: Block ids of the prompt.
+        output_ids: Ids of the full blocks that the answer adds. If they are known, a later prompt
+            contains them.
+        num_tokens: Number of prompt tokens.
     """
 
     at: float
@@ -48,7 +48,7 @@ Session = Iterator[tuple[float, Access]]
 
 
 class _Maker:
-    """Random sizes and times, and ids that nobody else has."""
+    """Generator of random sizes, times and unique ids."""
 
     def __init__(self, seed: int, tenant: str = "") -> None:
         self.rng = random.Random(seed)
@@ -56,7 +56,7 @@ class _Maker:
         self._ids = itertools.count(1 + (seed << 20))
 
     def blocks(self, low: int, high: int) -> tuple[int, ...]:
-        """Between `low` and `high` new blocks."""
+        """Return between `low` and `high` new block ids."""
         return tuple(next(self._ids) for _ in range(self.rng.randint(low, high)))
 
     def pause(self, mean: float) -> float:
@@ -66,12 +66,12 @@ class _Maker:
         return Access(0.0, self.tenant, prompt, answer, len(prompt) * BLOCK_TOKENS)
 
     def pick(self, choices: list[tuple[int, ...]]) -> tuple[int, ...]:
-        """One of several heads, the first twice as often as the second, and so on."""
+        """Pick one of several heads, the first twice as often as the second, and so on."""
         return self.rng.choices(choices, [1 / (rank + 1) for rank in range(len(choices))])[0]
 
 
 def _chat(make: _Maker, head: tuple[int, ...], *, turns: float = 6, pause: float = 60) -> Session:
-    """A conversation: each prompt is all before it and a new message."""
+    """Generate a conversation, in which each prompt extends the one before by a new message."""
     history = head
     wait = 0.0
     while True:
@@ -85,8 +85,9 @@ def _chat(make: _Maker, head: tuple[int, ...], *, turns: float = 6, pause: float
 
 
 def _agent(make: _Maker, head: tuple[int, ...], side_head: tuple[int, ...]) -> Session:
-    """A tool user: many steps, seconds apart, on a long head; now and then a title, and side
-    requests of its own.
+    """Generate an agent with a long head and many steps, seconds apart.
+
+    Between them are title requests and independent side requests.
     """
     history = head + make.blocks(1, 3)
     wait = 0.0
@@ -103,12 +104,12 @@ def _agent(make: _Maker, head: tuple[int, ...], side_head: tuple[int, ...]) -> S
 
 
 def _scan(make: _Maker, head: tuple[int, ...]) -> Session:
-    """A document that is read once."""
+    """Generate a document that is read once."""
     yield 0.0, make.ask(head + make.blocks(20, 60), make.blocks(0, 1))
 
 
 def _questions(make: _Maker, head: tuple[int, ...]) -> Session:
-    """A document about which one to six questions are asked, each alone, minutes apart."""
+    """Generate one to six separate questions about a document, minutes apart."""
     document = head + make.blocks(10, 40)
     for number in range(make.rng.choice((1, 1, 2, 3, 4, 6))):
         yield (
@@ -118,12 +119,12 @@ def _questions(make: _Maker, head: tuple[int, ...]) -> Session:
 
 
 def _question(make: _Maker, head: tuple[int, ...]) -> Session:
-    """One question on a head."""
+    """Generate one question after a head."""
     yield 0.0, make.ask(head + make.blocks(1, 1), make.blocks(0, 1))
 
 
 def _play(sessions: Iterable[tuple[float, Session]], until: float) -> list[Access]:
-    """The requests of all sessions, each of which begins at its time, by the time they come."""
+    """Return the requests of all sessions, each with its start time, in order of time."""
     order = itertools.count()
     due: list[tuple[float, int, Access, Session]] = []
 
@@ -144,7 +145,7 @@ def _play(sessions: Iterable[tuple[float, Session]], until: float) -> list[Acces
 
 
 def _arrivals(make: _Maker, every: float, until: float, start: float = 0.0) -> Iterator[float]:
-    """Times at which sessions begin, `every` seconds on average."""
+    """Yield start times of sessions, on average `every` seconds apart."""
     at = start + make.pause(every)
     while at < until:
         yield at
@@ -152,14 +153,14 @@ def _arrivals(make: _Maker, every: float, until: float, start: float = 0.0) -> I
 
 
 def chats(seed: int = 1, until: float = 7200.0) -> list[Access]:
-    """Chats on four heads, about 40 at a time."""
+    """Return chats with four heads, about 40 at a time."""
     make = _Maker(seed)
     heads = [make.blocks(1, 8) for _ in range(4)]
     return _play([(at, _chat(make, make.pick(heads))) for at in _arrivals(make, 10, until)], until)
 
 
 def agents(seed: int = 2, until: float = 3600.0) -> list[Access]:
-    """Agents of three kinds with their side requests, about eight at a time."""
+    """Return agents of three kinds with side requests, about eight at a time."""
     make = _Maker(seed)
     heads = [make.blocks(15, 25) for _ in range(3)]
     sides = [make.blocks(4, 10) for _ in range(3)]
@@ -168,7 +169,7 @@ def agents(seed: int = 2, until: float = 3600.0) -> list[Access]:
 
 
 def scans(seed: int = 3, until: float = 7200.0) -> list[Access]:
-    """Chats, and documents that are read once: most of the blocks that are computed."""
+    """Return chats, and documents that are read once and make up most computed blocks."""
     make = _Maker(seed)
     heads = [make.blocks(1, 8) for _ in range(4)]
     reader = make.blocks(2, 2)
@@ -177,16 +178,14 @@ def scans(seed: int = 3, until: float = 7200.0) -> list[Access]:
 
 
 def questions(seed: int = 4, until: float = 7200.0) -> list[Access]:
-    """Questions about documents: what is seen once is often asked again, and much later."""
+    """Return questions about documents, which are often asked again much later."""
     make = _Maker(seed)
     head = make.blocks(2, 2)
     return _play([(at, _questions(make, head)) for at in _arrivals(make, 8, until)], until)
 
 
 def tenants(seed: int = 5, until: float = 7200.0) -> list[Access]:
-    """Five tenants who chat, each on heads of its own, one who uses agents and one who reads
-    documents once.
-    """
+    """Return five chat tenants with their own heads, an agent tenant and a document tenant."""
     sessions: list[tuple[float, Session]] = []
     for number in range(5):
         make = _Maker(100 * seed + number, f"chats {number}")
@@ -205,7 +204,7 @@ def tenants(seed: int = 5, until: float = 7200.0) -> list[Access]:
 
 
 def drift(seed: int = 6, until: float = 9000.0) -> list[Access]:
-    """Three days: what all used yesterday, long heads too, nobody uses today."""
+    """Return three days of traffic, where all heads change every day."""
     make = _Maker(seed)
     sessions: list[tuple[float, Session]] = []
     for day in range(3):
@@ -216,9 +215,7 @@ def drift(seed: int = 6, until: float = 9000.0) -> list[Access]:
 
 
 def floods(seed: int = 7, until: float = 7200.0) -> list[Access]:
-    """Questions on four long heads, each asked again and again, and every 20 minutes a flood of 60
-    documents that are read once.
-    """
+    """Return questions on four long heads, and every 20 minutes 60 documents that are read once."""
     make = _Maker(seed)
     heads = [make.blocks(10, 20) for _ in range(4)]
     sessions = [(at, _question(make, make.pick(heads))) for at in _arrivals(make, 20, until)]
@@ -239,11 +236,13 @@ TRACES: dict[str, Callable[[], list[Access]]] = {
 
 
 def read_mooncake(path: Path) -> list[Access]:
-    """A trace in Mooncake's format: JSON lines with timestamp (ms), input_length, output_length
-    (tokens), hash_ids.
+    """Read a trace in Mooncake's format.
 
-    Which blocks an answer makes is not recorded: as many as it has tokens for get ids that never
-    come again. ValueError names the line that is not of this form.
+    It consists of JSON lines with timestamp (ms), input_length, output_length (tokens) and
+    hash_ids. The blocks of answers are not recorded, so they get ids that do not occur again.
+
+    Raises:
+        ValueError: A line does not have this form.
     """
     found: list[Access] = []
     fresh = itertools.count(1 << 31)
@@ -257,11 +256,12 @@ def read_mooncake(path: Path) -> list[Access]:
                 )
             except (ValueError, KeyError, TypeError) as error:
                 raise ValueError(
-                    f"{path}, line {number} is no record of a trace: {error!r}"
+                    f"{path}, line {number} is not a record of a trace: {error!r}"
                 ) from error
             if not ids or min(ids) < 0 or max(ids) >= 1 << 31:
                 raise ValueError(
-                    f"{path}, line {number}: hash_ids must be in 0..2^31 - 1 and at least one"
+                    f"{path}, line {number}: hash_ids must be a non-empty list of "
+                    "integers in 0..2^31 - 1"
                 )
             output = tuple(next(fresh) for _ in range(int(num_output) // BLOCK_TOKENS))
             found.append(Access(at / 1000, "", ids, output, int(num_tokens)))

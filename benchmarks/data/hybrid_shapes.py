@@ -1,5 +1,6 @@
-"""Shapes of models with layers that keep a state: LFM2, Qwen3.5, Granite 4, Nemotron-H, Falcon-H1.
-Those with experts: mixture_shapes.py.
+"""Shapes of hybrid models: LFM2, Qwen3.5, Granite 4, Nemotron-H and Falcon-H1.
+
+Hybrid models with experts are in mixture_shapes.py.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ __all__ = [
 
 @dataclasses.dataclass(frozen=True)
 class LFM2Shape(Shape):
-    """LFM2: short convolutions, attention in the layers of `attends`."""
+    """LFM2: short convolutions, with attention in the layers of `attends`."""
 
     architecture = "lfm2"
     wide_ends = True
@@ -59,7 +60,7 @@ class LFM2Shape(Shape):
 
 @dataclasses.dataclass(frozen=True)
 class Qwen35Shape(Shape):
-    """Qwen3.5: the gated delta rule in all layers but every fourth, which attend through a gate."""
+    """Qwen3.5: gated delta rule, with gated attention in every fourth layer."""
 
     architecture = "qwen35"
     wide_ends = True
@@ -74,7 +75,7 @@ class Qwen35Shape(Shape):
         super().describe(writer)
         pairs = (
             self.head_dim // 8
-        )  # a quarter of a head turns; in three parts, as of text, height and width
+        )  # a quarter of a head is rotated, in three sections as for text, height and width
         third = -(-pairs // 3)
         writer.add_rope_dimension_sections([third, third, pairs - 2 * third, 0])
         writer.add_rope_dimension_count(2 * pairs)
@@ -108,7 +109,7 @@ class Qwen35Shape(Shape):
 
 @dataclasses.dataclass(frozen=True)
 class StateSpaceShape(Shape):
-    """What models with state spaces (Mamba2) share."""
+    """Common base of models with Mamba2 layers."""
 
     wide_ends = True
     epsilon = 1e-5
@@ -142,8 +143,9 @@ class StateSpaceShape(Shape):
 
 @dataclasses.dataclass(frozen=True)
 class GraniteShape(StateSpaceShape):
-    """Granite 4: state spaces (Mamba2), attention without rope in the layers of `attends`. `wide`
-    is the width of the MLPs that all tokens go through.
+    """Granite 4: Mamba2, with attention without RoPE in the layers of `attends`.
+
+    `wide` is the width of the MLPs that all tokens use.
     """
 
     architecture = "granitehybrid"
@@ -156,7 +158,8 @@ class GraniteShape(StateSpaceShape):
         return [self.kv_heads * (index in self.attends) for index in range(self.layers)]
 
     def describe(self, writer: gguf.GGUFWriter) -> None:
-        writer.add_context_length(2**20)  # as its converter writes it where there is no rope
+        # value that llama.cpp's converter writes for models without RoPE
+        writer.add_context_length(2**20)
         writer.add_embedding_length(self.hidden)
         writer.add_block_count(self.layers)
         writer.add_feed_forward_length(self.wide)
@@ -185,8 +188,9 @@ class GraniteShape(StateSpaceShape):
 
 @dataclasses.dataclass(frozen=True)
 class NemotronShape(StateSpaceShape):
-    """Nemotron-H: each layer a state space, attention without rope, or an MLP without a gate; of
-    `kinds` "M", "*" or "-", as the makers write them.
+    """Nemotron-H: each layer is Mamba2, attention without RoPE, or an MLP without a gate.
+
+    `kinds` lists the layers as "M", "*" or "-", like the original config.
     """
 
     architecture = "nemotron_h"
@@ -211,7 +215,7 @@ class NemotronShape(StateSpaceShape):
         writer.add_layer_norm_rms_eps(self.epsilon)
         writer.add_rope_dimension_count(
             self.hidden // self.heads
-        )  # as its converter writes it, for no rope
+        )  # value that llama.cpp's converter writes for models without RoPE
         writer.add_rope_scaling_finetuned(False)
         self.describe_states(writer)
 
@@ -229,8 +233,9 @@ class NemotronShape(StateSpaceShape):
 
 @dataclasses.dataclass(frozen=True)
 class FalconShape(StateSpaceShape):
-    """Falcon-H1: a state space beside attention in every layer; what its config multiplies with is
-    in the weights.
+    """Falcon-H1: Mamba2 in parallel to attention in every layer.
+
+    The multipliers of its config are part of the weights.
     """
 
     architecture = "falcon-h1"
@@ -245,13 +250,13 @@ class FalconShape(StateSpaceShape):
         yield "attn_norm.weight", (self.hidden,)
         yield from self.attention()
         yield from self.mixer(has_norm=False)
-        yield "ffn_norm", (self.hidden,)  # so called in its files, as nothing else is
+        yield "ffn_norm", (self.hidden,)  # only this model's files use the name
         yield from self.behind(index)
 
 
 @dataclasses.dataclass(frozen=True)
 class DenseTwin(Shape):
-    """A dense model of a hybrid's sizes: every layer attends."""
+    """Dense model of a hybrid model's size, in which every layer attends."""
 
     in_float64 = False
     wide_ends = True

@@ -1,5 +1,6 @@
-"""A tokenizer of any size, trained on made words: byte-level BPE that cuts text as Qwen2's does.
-The same each time.
+"""Tokenizer of any size, trained on invented words: byte-level BPE that splits text like Qwen2.
+
+The result is always the same.
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ _MARKS = "\"{}[](),.:;'!?<>=+-*/\\|&%$#@~^_`"
 
 
 def made_tokenizer(size: int) -> tuple[Tokenizer, int]:
-    """A tokenizer of `size` entries, three of them special, and the id of its end token. 151,643
-    take 20 s to train, once: the result is kept.
+    """Return a tokenizer with `size` entries, three of them special, and its end token id.
+
+    Training 151,643 entries takes 20 s. The result is cached.
     """
     path = cache_directory() / "bench" / f"vocabulary-{size}.json"
     if not path.exists():
@@ -42,7 +44,7 @@ def made_tokenizer(size: int) -> tuple[Tokenizer, int]:
 
 
 def made_words(count: int) -> list[str]:
-    """Words of one to four syllables, a few of which are in most of them."""
+    """Return words of one to four syllables, most of which contain a few common syllables."""
     rng = random.Random(0)
     syllables = [onset + vowel + coda for onset in _ONSETS for vowel in _VOWELS for coda in _CODAS]
     rng.shuffle(syllables)
@@ -75,7 +77,7 @@ def _trained(size: int) -> tokenizers.Tokenizer:
 
 
 def _texts() -> Iterator[str]:
-    """Words as they stand in texts and in code, signs, white space, and two other scripts."""
+    """Yield words as in text and code, with symbols, white space and two more scripts."""
     rng = random.Random(1)
     for number, word in enumerate(made_words(140_000)):
         often = 1 + 200_000 // (number + 20)

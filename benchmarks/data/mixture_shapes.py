@@ -1,7 +1,6 @@
-"""Shapes of mixtures of experts: Qwen3, gpt-oss, Gemma 4, and with layers that keep a state LFM2,
-Qwen3.5 and Granite 4.
+"""Shapes of mixtures of experts: Qwen3, gpt-oss, Gemma 4, LFM2, Qwen3.5 and Granite 4.
 
-The large ones are measured with their first layers alone (`Shape.cut`).
+The large ones are measured with only their first layers (`Shape.cut`).
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ __all__ = [
 
 @dataclasses.dataclass(frozen=True)
 class Experts:
-    """How many there are, how many a token goes to, and their width."""
+    """Number of experts, experts per token, and width of an expert."""
 
     count: int
     used: int
@@ -40,7 +39,7 @@ class Experts:
         writer.add_expert_feed_forward_length(self.wide)
 
     def tensors(self, hidden: int, *, biases: bool = False) -> Iterator[Tensor]:
-        """The router's matrix and those of all experts."""
+        """Yield the matrices of the router and of all experts."""
         rows = {"gate": (self.wide, hidden), "up": (self.wide, hidden), "down": (hidden, self.wide)}
         yield "ffn_gate_inp.weight", (self.count, hidden)
         if biases:
@@ -53,7 +52,7 @@ class Experts:
 
 @dataclasses.dataclass(frozen=True)
 class Qwen3MoeShape(Shape):
-    """Qwen3 with experts in the place of MLPs."""
+    """Qwen3 with experts instead of MLPs."""
 
     architecture = "qwen3moe"
     tied = False
@@ -71,8 +70,9 @@ class Qwen3MoeShape(Shape):
 
 @dataclasses.dataclass(frozen=True)
 class GptOssShape(Shape):
-    """gpt-oss: a window in every other layer, a sink for each head, biases everywhere. `wide` is
-    that of an expert.
+    """gpt-oss: a window in every other layer, a sink per head, and biases everywhere.
+
+    `wide` is the width of an expert.
     """
 
     architecture = "gpt-oss"
@@ -101,8 +101,9 @@ class GptOssShape(Shape):
 
 @dataclasses.dataclass(frozen=True)
 class Gemma4MoeShape(Gemma4Shape):
-    """Gemma 4 with experts beside every MLP. Full layers have `full_kv_heads` heads of keys, and
-    these for values.
+    """Gemma 4 with experts in parallel to every MLP.
+
+    Layers with full attention have `full_kv_heads` key heads, which also serve as values.
     """
 
     experts: Experts = Experts(128, 8, 704)
@@ -131,7 +132,7 @@ class Gemma4MoeShape(Gemma4Shape):
 
 @dataclasses.dataclass(frozen=True)
 class LFM2MoeShape(LFM2Shape):
-    """LFM2 with experts behind the first `dense` layers."""
+    """LFM2 with experts after the first `dense` layers."""
 
     architecture = "lfm2moe"
 
@@ -154,7 +155,7 @@ class LFM2MoeShape(LFM2Shape):
 
 @dataclasses.dataclass(frozen=True)
 class Qwen35MoeShape(Qwen35Shape):
-    """Qwen3.5 with experts in the place of MLPs, and one of width `wide` that all tokens share."""
+    """Qwen3.5 with experts instead of MLPs, and a shared expert of width `wide`."""
 
     architecture = "qwen35moe"
     tied = False
@@ -174,8 +175,9 @@ class Qwen35MoeShape(Qwen35Shape):
 
 @dataclasses.dataclass(frozen=True)
 class GraniteMoeShape(GraniteShape):
-    """Granite 4 with experts, and one of width `wide` that all tokens share. Its makers call the
-    first one h-tiny.
+    """Granite 4 with experts, and a shared expert of width `wide`.
+
+    Its smallest model is called h-tiny.
     """
 
     experts: Experts = Experts(64, 6, 512)

@@ -1,8 +1,7 @@
-"""A seeded random model of a real shape as a GGUF file, with a small tokenizer: what every engine
-is timed on.
+"""Seeded random model of a real shape as a GGUF file, on which every engine is timed.
 
-Weights are normal numbers, never zeros. Needs numpy and gguf only, so that it runs in any engine's
-environment.
+It has a small tokenizer. Weights are normally distributed and never zero. Only numpy and gguf are
+needed, so this runs in any engine's environment.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ QUANTS = {
 }
 
 
-# Vectors that files may have as matrices.
+# Vectors that some files store as matrices.
 _VECTORS = ("ssm_a", "ssm_d", "ssm_norm.weight")
 
 
@@ -51,12 +50,17 @@ def write_gguf(
     tokenizer: Callable[[gguf.GGUFWriter, int], None] | None = None,
     taught: Callable[[str, npt.NDArray[np.float32]], None] | None = None,
 ) -> None:
-    """Write the model; matrices in `quant` of `QUANTS`, head and embedding too, norms and biases in
-    float32.
+    """Write the model, with all matrices in `quant` and norms and biases in float32.
 
-    Q4_K_M is the usual mixture: Q6_K for the embedding and for `more_bits`, else Q4_K. MXFP4 is for
-    experts alone, all else is Q8_0. tokenizer: adds another one than `add_tokenizer`, of so many
-    tokens. taught: changes a matrix, by its name, before it is quantized.
+    Q4_K_M is the usual mixture of Q6_K (embedding and `more_bits`) and Q4_K. MXFP4 applies only to
+    experts, and the other matrices are Q8_0.
+
+    Args:
+        path: File to write.
+        shape: Shape of the model.
+        quant: Key of `QUANTS`. It also applies to head and embedding.
+        tokenizer: Adds a tokenizer with a number of tokens, instead of `add_tokenizer`.
+        taught: Changes a matrix, given by name, before it is quantized.
     """
     writer = gguf.GGUFWriter(path, shape.architecture)
     writer.add_name(f"random {quant}")
@@ -85,7 +89,7 @@ def write_gguf(
 
 
 def kept_gguf(path: Path, shape: Shape, quant: str) -> Path:
-    """The model's file, written where it is not there yet."""
+    """Return the model's file, which is written if it does not exist."""
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         print(f"writing {path} ...", file=sys.stderr)
@@ -94,7 +98,7 @@ def kept_gguf(path: Path, shape: Shape, quant: str) -> Path:
 
 
 def _type_of(name: str, quant: str, shape: Shape) -> _Type:
-    """The storage type of a matrix in a file of this kind."""
+    """Return the storage type of a matrix in a file of this kind."""
     own = shape.storage(name)
     if own or quant not in ("Q4_K_M", "MXFP4"):
         return _Type[own or quant]
@@ -110,12 +114,13 @@ def _type_of(name: str, quant: str, shape: Shape) -> _Type:
 def _vector(
     rng: np.random.Generator, name: str, count: int, shape: Shape
 ) -> npt.NDArray[np.float32]:
-    """Scales are 1, norms about so; of rope_freqs a quarter turns, as Gemma 4 has it; biases are
-    small.
+    """Return a vector: scales are 1, norms about 1, and biases small.
+
+    A quarter of rope_freqs rotates, as in Gemma 4.
     """
     if name == "rope_freqs.weight":
         return np.where(np.arange(count) < count // 4, 1, 1e30).astype(np.float32)
-    if name.endswith("ssm_a"):  # how fast heads of a state forget: -exp(A_log)
+    if name.endswith("ssm_a"):  # decay rate of the state heads: -exp(A_log)
         return -np.geomspace(0.05, 8.0, count).astype(np.float32)
     if "norm" in name or "scale" in name:
         return np.full(count, shape.norm(name, count), np.float32)
@@ -130,9 +135,10 @@ def _matrix(
     as_blocks: bool,
     taught: Callable[[npt.NDArray[np.float32]], None] | None = None,
 ) -> npt.NDArray[np.uint8]:
-    """A random matrix [rows, width], or several of them, whose products keep the size of what goes
-    in. `as_blocks`: random codes instead of quantized normal numbers, which take a minute for a
-    thousand million.
+    """Return one or several random matrices [rows, width] that preserve the size of their input.
+
+    `as_blocks` generates random codes instead of quantizing normal numbers, which would take a
+    minute per billion weights.
     """
     if len(dims) == 3:
         rows = dims[0] * dims[1]
@@ -156,8 +162,9 @@ _PLAIN_BLOCKS = {_Type.Q4_0: random_q4_0, _Type.Q8_0: random_q8_0, _Type.MXFP4: 
 
 
 def add_tokenizer(writer: gguf.GGUFWriter, vocab: int) -> None:
-    """Byte-level BPE of 256 bytes and one merge, padded to the vocabulary with tokens no text
-    contains.
+    """Add byte-level BPE with 256 bytes and one merge.
+
+    The vocabulary is padded with tokens that no text contains.
     """
     shown = [b for b in range(256) if 33 <= b <= 126 or 161 <= b <= 172 or 174 <= b <= 255]
     others = [b for b in range(256) if b not in shown]

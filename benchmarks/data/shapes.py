@@ -1,6 +1,6 @@
-"""Sizes, metadata and tensors of the models that the random files have the shape of.
+"""Sizes, metadata and tensors of the model shapes for random files.
 
-Names and metadata are what llama.cpp's converter writes. Needs gguf only, so that it runs in any
+Names and metadata are those of llama.cpp's converter. Only gguf is needed, so this runs in any
 engine's environment.
 """
 
@@ -25,11 +25,11 @@ __all__ = [
 ]
 
 Tensor = tuple[str, tuple[int, ...]]
-# Where every token's logits are made.
+# Matrices that compute logits: the tied embedding and the LM head.
 _ENDS = ("token_embd.weight", "output.weight")
-# Endings of matrices that are of one type in every file: convolutions, routers, biases of experts
-# (which have two dimensions), what stands behind the mean of an embedding, and a projection of
-# Gemma 4 that is left as it was.
+# Suffixes of matrices with the same type in every file: convolutions, routers, expert biases (which
+# have two dimensions), the layers after mean pooling, and a projection of Gemma 4 that is not
+# quantized.
 _OWN_TYPES = {
     ".conv.weight": "F32",
     ".ssm_conv1d.weight": "F32",
@@ -42,7 +42,7 @@ _OWN_TYPES = {
 
 
 class Heads(NamedTuple):
-    """Query heads, key heads, the size of a head, and how many times as many rows queries have."""
+    """Query heads, KV heads, head size, and the multiple of query rows for gates."""
 
     count: int
     kv_count: int
@@ -52,13 +52,15 @@ class Heads(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """Sizes of a model: Qwen2, or Qwen3 (heads of a size of their own, norms of queries and keys,
-    no biases). Other families are classes, which say what all their models have in common:
+    """Shape of a model: Qwen2, or Qwen3 (own head size, norms of queries and keys, no biases).
 
-    tied        the embedding is the head too
-    wide_ends   embedding and head have 8 bits in every file, as public ones have them
-    epsilon     of the norms
-    last_norm   the name of the norm before the head
+    Other families are subclasses, whose class attributes are common to all their models.
+
+    Attributes:
+        tied: Whether the embedding is also the LM head.
+        wide_ends: Whether embedding and head have 8 bits in every file, as in public files.
+        epsilon: Epsilon of the norms.
+        last_norm: Name of the norm before the head.
     """
 
     tied: ClassVar[bool] = True
@@ -82,50 +84,50 @@ class Shape:
 
     @property
     def architecture(self) -> str:
-        """llama.cpp's name; an attribute of other families."""
+        """Architecture name in llama.cpp. Other families define it as an attribute."""
         return "qwen3" if self.own_head_dim else "qwen2"
 
     @property
     def in_float64(self) -> bool:
-        """Whether float64_qwen.py computes it."""
+        """Whether float64_qwen.py supports the model."""
         return self.architecture in ("qwen2", "qwen3")
 
     @property
     def is_mixture(self) -> bool:
-        """Whether a token reads some of the weights only."""
+        """Whether a token reads only some of the weights."""
         return any("_exps." in name for name, _ in self.tensors())
 
     @property
     def keeps_states(self) -> bool:
-        """Whether some layers keep a state instead of keys and values."""
+        """Whether some layers have a recurrent state instead of KV."""
         return any(".shortconv." in name or ".ssm_" in name for name, _ in self.tensors())
 
     @property
     def widths(self) -> int | list[int]:
-        """Of the MLPs of all layers, or of each."""
+        """Width of the MLPs, for all layers or for each."""
         return self.wide
 
     @property
     def kv_counts(self) -> int | list[int]:
-        """Heads of keys of all layers, or of each."""
+        """Number of KV heads, for all layers or for each."""
         return self.kv_heads
 
     def cut(self, layers: int) -> Self:
-        """The same with its first layers only."""
+        """Return the shape with only the first layers."""
         return dataclasses.replace(self, layers=layers)
 
     def storage(self, name: str) -> str:
-        """The type of a matrix that has its own in every file, "" for those of the file."""
+        """Return the type of a matrix that is the same in every file, or "" for other matrices."""
         if self.wide_ends and name in _ENDS:
             return "Q8_0"
         return next((kind for ending, kind in _OWN_TYPES.items() if name.endswith(ending)), "")
 
     def norm(self, name: str, size: int) -> float:
-        """What the weights of a norm are."""
+        """Return the weights of a norm."""
         return 1.0
 
     def describe(self, writer: gguf.GGUFWriter) -> None:
-        """Metadata besides name, file type and tokenizer."""
+        """Write the metadata except name, file type and tokenizer."""
         self.describe_sizes(writer)
         if self.own_head_dim:
             writer.add_key_length(self.head_dim)
@@ -142,7 +144,7 @@ class Shape:
         writer.add_head_count_kv(self.kv_counts)
 
     def tensors(self) -> Iterator[Tensor]:
-        """Names and dimensions [rows, columns], in the order of the file."""
+        """Yield names and dimensions [rows, columns], in the order of the file."""
         yield "token_embd.weight", (self.vocab, self.hidden)
         yield f"{self.last_norm}.weight", (self.hidden,)
         for index in range(self.layers):
@@ -168,12 +170,13 @@ class Shape:
         made: str = "qkv",
         heads: Heads | None = None,
     ) -> Iterator[Tensor]:
-        """The matrices of a layer that attends.
+        """Yield the matrices of an attention layer.
 
-        norms   sizes of the norms of queries and of keys, 0 for none
-        biases  which of "qkvo" have one
-        made    which of "qkv" the layer makes itself
-        heads   other ones than the shape's
+        Args:
+            norms: Sizes of the norms of queries and of keys, or 0 without norms.
+            biases: Which of "qkvo" have a bias.
+            made: Which of "qkv" the layer computes itself.
+            heads: Heads, if they differ from the shape's.
         """
         count, kv_count, dim, each = heads or Heads(self.heads, self.kv_heads, self.head_dim)
         rows = {"q": each * count * dim, "k": kv_count * dim, "v": kv_count * dim}
@@ -189,7 +192,7 @@ class Shape:
             yield "attn_output.bias", (self.hidden,)
 
     def behind(self, index: int) -> Iterator[Tensor]:
-        """What stands behind the mixer of a layer and its norm."""
+        """Yield the tensors after a layer's mixer and its norm."""
         yield from self.mlp(self.wide)
 
     def mlp(self, wide: int, ending: str = "") -> Iterator[Tensor]:
@@ -200,7 +203,7 @@ class Shape:
 
 @dataclasses.dataclass(frozen=True)
 class Ministral3Shape(Shape):
-    """Ministral 3: yarn, queries scaled by position."""
+    """Ministral 3: YaRN, and queries scaled by position."""
 
     architecture = "mistral3"
 
@@ -221,7 +224,7 @@ class Ministral3Shape(Shape):
 
 @dataclasses.dataclass(frozen=True)
 class Olmo3Shape(Shape):
-    """OLMo 3: norms behind the blocks, three of four layers with a window, a head of its own."""
+    """OLMo 3: norms after the blocks, a window in three of four layers, and an untied head."""
 
     architecture = "olmo2"
     tied = False
@@ -242,9 +245,10 @@ class Olmo3Shape(Shape):
 
 @dataclasses.dataclass(frozen=True)
 class Gemma4Shape(Shape):
-    """Gemma 4: two kinds of layers, the last ones without keys and values of their own, and these
-    with MLPs twice as wide; a second embedding of `per_layer` numbers for each layer, 0 for none.
-    `head_dim` is that of the full layers.
+    """Gemma 4: two kinds of layers, and a second embedding for each layer.
+
+    The last layers share KV and have MLPs of twice the width. The second embedding has `per_layer`
+    values per layer, or 0 without one. `head_dim` is that of the layers with full attention.
     """
 
     architecture = "gemma4"
@@ -265,7 +269,8 @@ class Gemma4Shape(Shape):
         return [self.heads_of(index).kv_count for index in range(self.layers)]
 
     def norm(self, name: str, size: int) -> float:
-        # Scores are not divided by sqrt(head_dim) here: weights do it, as trained ones do.
+        # Scores are not divided by sqrt(head_dim), so the weights are scaled instead, as in trained
+        # models.
         return size**-0.5 if name.endswith("attn_q_norm.weight") else 1.0
 
     def is_full(self, index: int) -> bool:
@@ -285,9 +290,10 @@ class Gemma4Shape(Shape):
     def cut(self, layers: int) -> Self:
         if layers % self.every:
             raise ValueError(
-                f"the last layer is a full one: layers={layers} must be a multiple of {self.every}"
+                f"layers={layers} must be a multiple of {self.every}, so that the last "
+                "layer has full attention"
             )
-        # What is shared must be some other layer's of the same kind.
+        # KV is shared from another layer of the same kind.
         shared = min(self.shared * layers // self.layers, layers - self.every)
         return dataclasses.replace(self, layers=layers, shared=shared)
 
@@ -340,7 +346,7 @@ class Gemma4Shape(Shape):
 
 @dataclasses.dataclass(frozen=True)
 class EmbeddingShape(Shape):
-    """A model that makes vectors of texts. `pooling`: 1 the mean, 3 the last token."""
+    """A model for text embeddings. `pooling` is 1 for the mean or 3 for the last token."""
 
     pooling: int = 3
 
@@ -351,9 +357,7 @@ class EmbeddingShape(Shape):
 
 @dataclasses.dataclass(frozen=True)
 class EmbeddingGemmaShape(EmbeddingShape):
-    """EmbeddingGemma: attention both ways, five of six layers with a window, two matrices behind
-    the mean.
-    """
+    """EmbeddingGemma: bidirectional, five of six layers with a window, two final matrices."""
 
     architecture = "gemma-embedding"
 

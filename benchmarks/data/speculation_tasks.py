@@ -1,6 +1,4 @@
-"""Prompts and answers whose words repeat what was said, or do not: what people ask, from copying to
-free chat.
-"""
+"""Prompts whose answers repeat earlier words more or less often, from copying to free chat."""
 
 from __future__ import annotations
 
@@ -16,8 +14,12 @@ _README = Path(__file__).parents[2] / "README.md"
 
 
 class Task(NamedTuple):
-    """question: what a person asks. answer: what a good assistant would write, for models that
-    cannot. bar: how many times faster it is to be with drafts.
+    """A task for speculative decoding.
+
+    Attributes:
+        question: What the user asks.
+        answer: What a good assistant would write, for models that cannot.
+        bar: Required speedup with drafts.
     """
 
     name: str
@@ -34,7 +36,7 @@ def _paragraphs() -> str:
 
 
 def code_edited(source: str) -> str:
-    """The change that is asked for: another name in a few places, one line more."""
+    """Return the requested edit: another name in a few places, and one more line."""
     return source.replace("seconds", "durations").replace(
         "return durations", "    # each round of each\n    return durations"
     )

@@ -1,5 +1,6 @@
-"""llama.cpp making vectors of texts for worker.py, through the C interface of llama-cpp-python: as
-many texts in a pass as fit, pooled as the file says.
+"""llama.cpp embeddings for worker.py, through the C interface of llama-cpp-python.
+
+Each pass takes as many texts as fit, pooled as the file specifies.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ _MOST_TEXTS = 64
 
 
 class Engine:
-    """One context for embeddings with flash attention; a pass of `options.batch` tokens at most is
-    one micro batch, which attention both ways needs.
+    """A llama.cpp context for embeddings with flash attention.
+
+    A pass of at most `options.batch` tokens is one micro batch, which bidirectional attention
+    requires.
     """
 
     def __init__(self, options: Any) -> None:
@@ -85,4 +88,4 @@ class Engine:
 
 @ll.llama_log_callback
 def _silent(level: int, text: bytes, data: ctypes.c_void_p) -> None:
-    """Nothing is printed."""
+    """Discard the library's log."""

@@ -1,4 +1,4 @@
-"""This project's engine for worker.py, which puts the benchmarks' own modules within reach."""
+"""This project's engine for worker.py. Importing this makes the benchmarks importable."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvboost_edge import CPUPagedEngine
 
 
 class Engine:
-    """CPUPagedEngine on the file's own weights."""
+    """CPUPagedEngine with the file's own weights."""
 
     def __init__(self, options: Any) -> None:
         disk = (
@@ -25,7 +25,7 @@ class Engine:
             num_blocks=options.capacity // 16,
             num_threads=options.threads,
             kv_cache_bits=options.kv,
-            speculation="off",  # others guess nothing: a token costs a pass
+            speculation="off",  # off because other engines do not speculate
             **disk,
             **shared,
         )
@@ -52,7 +52,7 @@ class Engine:
         return {"vectors": self.engine.embed(inputs)[:2].tolist()}
 
     def hold(self, tokens: list[int]) -> None:
-        """Have these tokens in the cache and nothing else."""
+        """Make the cache contain exactly these tokens."""
         self.engine.reset_cache()
         self._generate(tokens, 1)
 
@@ -67,8 +67,11 @@ class Engine:
         return {"tokens": list(self._generate(tokens, count).output_token_ids)}
 
     def ask(self, tokens: list[int], count: int) -> dict[str, Any]:
-        """With nothing forgotten: what came from where, the time to the first token and that of
-        each later one.
+        """Answer a prompt without clearing the cache.
+
+        Returns:
+            Where the prompt's tokens came from, the time to the first token, and that of each later
+                token.
         """
         result = self._generate(tokens, count)
         return {
@@ -83,7 +86,7 @@ class Engine:
         }
 
     def stats(self) -> dict[str, Any]:
-        """As `paged_stats` has it."""
+        """Return `paged_stats`."""
         stats = self.engine.paged_stats()
         return {
             key: stats[key]
@@ -96,16 +99,14 @@ class Engine:
         return {}
 
     def read(self) -> dict[str, Any]:
-        """A plain read of what a token reads of the weights, by as many threads as the engine
-        has.
-        """
+        """Time a plain read of the weights that one token reads, with the engine's threads."""
         address, nbytes = runner_token_weights(self.engine._parts.runner)
         return {"nbytes": nbytes, "gb_s": idle_read_gb_s(address, nbytes, self.num_threads)}
 
     def close(self) -> None:
-        """What is left goes to the disk."""
+        """Close the engine, which writes remaining blocks to the disk tier."""
         self.engine.close()
 
     def logits(self, tokens: list[int]) -> list[float]:
-        """Of the last token."""
+        """Return the logits of the last token."""
         return [float(x) for x in np.asarray(self.engine.logits(tokens, start=len(tokens) - 1))[0]]

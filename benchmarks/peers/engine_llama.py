@@ -1,5 +1,6 @@
-"""llama.cpp for worker.py, through the C interface of llama-cpp-python: sequences share a prefix as
-its server does.
+"""llama.cpp for worker.py, through the C interface of llama-cpp-python.
+
+Sequences share a prefix as in llama.cpp's server.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ _ONWARD = 1
 
 
 class Engine:
-    """One context with a unified KV cache, flash attention, f16 or q8_0 keys and values.
+    """A llama.cpp context with unified KV cache, flash attention, and f16 or q8_0 KV.
 
-    Sequence 0 is what is held; requests take its end off and put their own there. The memory of a
-    recurrent model cannot be rolled back: there sequence 0 stays where it is, a copy of it goes on,
-    and where it is too far it is computed again from its start. None of that is on the clock.
+    Sequence 0 holds the cached tokens. Requests replace its end by their own tokens. The memory of
+    a recurrent model cannot be rolled back, so sequence 0 is kept and a copy of it continues. If it
+    is too far, it is recomputed from the start. This work is not timed.
     """
 
     def __init__(self, options: Any) -> None:
@@ -48,11 +49,11 @@ class Engine:
         self.is_recurrent = ll.llama_model_is_recurrent(self.model) or ll.llama_model_is_hybrid(
             self.model
         )
-        self.position = -1  # tokens of sequence 0, where it is recurrent and one that is held
+        self.position = -1  # of a recurrent model's sequence 0, and of one that is held
         self.about = {"system_info": ll.llama_print_system_info().decode()}
 
     def _run(self, rows: list[tuple[int, int, int, bool]]) -> None:
-        """Rows (token, position, sequence, wants logits), at most _BATCH."""
+        """Decode rows of (token, position, sequence, wants logits), at most _BATCH."""
         batch = self.batch
         batch.n_tokens = len(rows)
         for index, (token, position, sequence, wanted) in enumerate(rows):
@@ -83,7 +84,7 @@ class Engine:
         self.position = -1
 
     def _take_up(self, tokens: list[int], count: int) -> int:
-        """The sequence that has the first `count` tokens, which are held, and may go on."""
+        """Return the sequence that contains the first `count` cached tokens and may be extended."""
         if not self.is_recurrent:
             ll.llama_memory_seq_rm(self.memory, _HELD, count, -1)
             return _HELD
@@ -101,8 +102,8 @@ class Engine:
 
     def hold(self, tokens: list[int]) -> None:
         self._clear()
-        # Who decodes behind all of them computes the last one again; a recurrent model's memory
-        # does not go back to it.
+        # Decoding after all cached tokens recomputes the last one, which a recurrent model's memory
+        # cannot do.
         self.position = len(tokens) - 1 if self.is_recurrent else len(tokens)
         self._prefill(tokens[: self.position], 0, _HELD)
 
@@ -113,24 +114,22 @@ class Engine:
         return {"tokens": [made], "seconds": time.perf_counter() - started}
 
     def save(self, tokens: list[int], path: str) -> dict[str, Any]:
-        """Write the keys and values of these tokens, which are held, to a file."""
+        """Write the KV of these cached tokens to a file."""
         array = (ll.llama_token * len(tokens))(*tokens)
         nbytes = ll.llama_state_seq_save_file(self.context, path.encode(), 0, array, len(tokens))
         if not nbytes:
-            raise RuntimeError(f"nothing was saved to {path}")
+            raise RuntimeError(f"llama.cpp saved nothing to {path}")
         return {"nbytes": nbytes}
 
     def restore(self, tokens: list[int], path: str) -> dict[str, Any]:
-        """The first token of a prompt whose keys and values are in a file: reading it, and one pass
-        of one token.
-        """
+        """Compute a prompt's first token from KV in a file: read the file, then run one token."""
         self._clear()
         array = (ll.llama_token * len(tokens))()
         count = ctypes.c_size_t()
         if not ll.llama_state_seq_load_file(
             self.context, path.encode(), 0, array, len(tokens), ctypes.byref(count)
         ):
-            raise RuntimeError(f"nothing was restored from {path}")
+            raise RuntimeError(f"llama.cpp restored nothing from {path}")
         assert list(array)[: count.value] == tokens
         return self.first_token(tokens, len(tokens) - 1)
 
@@ -168,8 +167,9 @@ class Engine:
         return {}
 
     def all_logits(self, tokens: list[int], path: str) -> None:
-        """Of every token, float32 [len(tokens), vocab], into a .npy file; `tokens` fit one
-        batch.
+        """Write the logits of every token, float32 [len(tokens), vocab], to a .npy file.
+
+        `tokens` must fit in one batch.
         """
         self._clear()
         self._run([(token, i, 0, True) for i, token in enumerate(tokens)])
@@ -177,7 +177,7 @@ class Engine:
         np.save(path, np.stack([np.ctypeslib.as_array(row, shape=(self.vocab,)) for row in rows]))
 
     def logits(self, tokens: list[int]) -> list[float]:
-        """Of the last token."""
+        """Return the logits of the last token."""
         self._clear()
         self._prefill(tokens, 0, _HELD)
         return np.ctypeslib.as_array(
@@ -185,9 +185,9 @@ class Engine:
         ).tolist()
 
     def close(self) -> None:
-        """The process ends."""
+        """Do nothing, because the process ends."""
 
 
 @ll.llama_log_callback
 def _silent(level: int, text: bytes, data: Any) -> None:
-    """The library's log is not wanted here."""
+    """Discard the library's log."""

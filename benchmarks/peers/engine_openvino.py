@@ -1,6 +1,4 @@
-"""OpenVINO GenAI for worker.py: LLMPipeline on the GGUF file, paged attention with prefix caching,
-u8 KV.
-"""
+"""OpenVINO GenAI for worker.py: LLMPipeline with paged attention, prefix caching and u8 KV."""
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ import openvino_genai as genai
 
 
 class Engine:
-    """Its own defaults otherwise; KV blocks for the same number of tokens as the others."""
+    """OpenVINO GenAI with its defaults, and KV blocks for as many tokens as the other engines."""
 
     def __init__(self, options: Any) -> None:
         scheduler = genai.SchedulerConfig()
@@ -43,7 +41,7 @@ class Engine:
         self._generate([tokens], 1)
 
     def first_token(self, tokens: list[int], cached: int) -> dict[str, Any]:
-        """A cold prompt must be new to the process: the parent sends others each time."""
+        """Time the first token of a prompt. The parent sends new prompts, so each one is cold."""
         return {"tokens": self._generate([tokens], 1)[0]}
 
     def decode(self, tokens: list[int], count: int) -> dict[str, Any]:
@@ -54,4 +52,4 @@ class Engine:
         return {}
 
     def close(self) -> None:
-        """The process ends."""
+        """Do nothing, because the process ends."""

@@ -1,11 +1,11 @@
-"""llama.cpp's logits of prompts, and its tokens of texts, for gguf_crosscheck.py; run with its own
-Python.
+"""llama.cpp's logits and token ids for gguf_crosscheck.py, run with llama.cpp's own Python.
 
     python gguf_logits.py JOBS.json OUT.npz
 
-JOBS: {"models": {name: [path, token ids]}, "vocabularies": {name: [path, texts]}}. OUT: float32
-[tokens, vocabulary] by "models/NAME", JSON of lists of ids as bytes by "vocabularies/NAME";
-"error/..." with what was said where one failed.
+JOBS: {"models": {name: [path, token ids]}, "vocabularies": {name: [path, texts]}}.
+
+OUT contains float32 [tokens, vocabulary] as "models/NAME", lists of ids in JSON as
+"vocabularies/NAME", and the messages of failures as "error/...".
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from typing import Any
 import llama_cpp as ll
 import numpy as np
 
-_ROOM = 256  # tokens of a context and of a batch
+_ROOM = 256  # size of a context and of a batch in tokens
 _said: list[str] = []
 
 
 @ll.llama_log_callback
 def _listen(level: int, text: bytes, _: Any) -> None:
-    if level >= 3:  # warnings and errors
+    if level >= 3:  # log levels of warnings and errors
         _said.append(text.decode(errors="replace").strip())
 
 
@@ -33,12 +33,12 @@ def _loaded(path: str, *, vocab_only: bool) -> Any:
     params.vocab_only = vocab_only
     model = ll.llama_model_load_from_file(path.encode(), params)
     if not model:
-        raise RuntimeError(" | ".join(_said[-3:]) or "it was not loaded")
+        raise RuntimeError(" | ".join(_said[-3:]) or "llama.cpp could not load the file")
     return model
 
 
 def logits_of(path: str, tokens: list[int]) -> np.ndarray:
-    """Keys and values are kept in float32, as the weights are read: what differs is the model."""
+    """Return the logits of a prompt. KV is kept in float32, so only the model can differ."""
     model = _loaded(path, vocab_only=False)
     params = ll.llama_context_default_params()
     params.n_ctx = params.n_batch = params.n_ubatch = _ROOM
@@ -69,7 +69,7 @@ def logits_of(path: str, tokens: list[int]) -> np.ndarray:
 
 
 def tokens_of(path: str, texts: list[str]) -> np.ndarray:
-    """Control tokens in a text are found as such, and no BOS is added."""
+    """Return the token ids of texts, with control tokens recognized and without BOS."""
     model = _loaded(path, vocab_only=True)
     vocab = ll.llama_model_get_vocab(model)
     found = []

@@ -1,8 +1,8 @@
-"""llama.cpp's prompt lookup for bench_speculation.py: a process that answers prompts with it and
-without.
+"""llama.cpp's prompt lookup for bench_speculation.py, as a process that answers prompts.
 
-lookup.py MODEL THREADS CAPACITY    then lines {"tokens": [...], "count": n, "drafts": true} on
-                                    standard input
+    lookup.py MODEL THREADS CAPACITY
+
+Each line of standard input is {"tokens": [...], "count": n, "drafts": true}.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from llama_cpp import Llama
 from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
 _DRAFTED = (
-    10  # the default, and what its documentation advises for a GPU; 2 for a CPU was not faster
+    10  # the default, which its documentation recommends for GPUs; the 2 for CPUs was not faster
 )
 
 

@@ -1,10 +1,10 @@
-"""The schedule of bench_server.py on OpenVINO GenAI's continuous batching, inside one process.
+"""Runs the schedule of bench_server.py on OpenVINO GenAI's continuous batching, in one process.
 
     python openvino_load.py MODEL.gguf THREADS TOKENS CAPACITY < schedule.json
 
-Schedule: for each client a list of [pause in seconds, prompt token ids]. One thread steps the
-pipeline and keeps the clients' clocks. The last line is JSON: seconds, rss, and for each request
-first, gaps, total (seconds) and tokens.
+The schedule has a list of [pause in seconds, prompt token ids] for each client. One thread steps
+the pipeline and keeps the clients' clocks. The last line of output is JSON with seconds and rss,
+and for each request first, gaps, total (in seconds) and tokens.
 """
 
 from __future__ import annotations

@@ -1,20 +1,27 @@
-"""The process of one engine: answers one JSON request per line of standard input with one JSON
-line.
+"""Process of one engine, which answers one JSON request per line of standard input.
 
     python worker.py ENGINE MODEL.gguf --threads 2 --capacity 16384 [--kv 16|8]
 
-Requests: {"do": "ttft", "tokens": [...], "cached": n} (n > 0: the first n tokens were computed
-before, by "hold"), {"do": "hold", "tokens": [...]}, {"do": "decode", "tokens": [...], "count": n}
-(all but the last tokens are held), {"do": "share", "prefix": [...], "suffixes": [[...], ...],
-"count": n}, {"do": "memory"}, {"do": "logits", "tokens": [...]}, {"do": "all_logits", "tokens":
-[...], "path": FILE.npy} (llama.cpp only), {"do": "read"} (ours only: a plain read of the weights),
-{"do": "ask", "tokens": [...], "count": n} (ours only: with what came from where), {"do": "stats"}
-(ours only), {"do": "save", "tokens": [...], "path": ...}, {"do": "restore", ...} (llama.cpp only:
-what is held to a file, and from there to the first token), {"do": "embed", "inputs": [[...], ...]}
-(ours and "llama.cpp embed": vectors of length 1; the answer has those of the first two). One clock
-around the whole call for every engine; llama.cpp's stands still while it goes back to what is held,
-which a recurrent model has to compute again. Runs in any environment: the engine is imported here
-and nothing of the project but it.
+Requests:
+
+    {"do": "ttft", "tokens": [...], "cached": n}    if n > 0, "hold" has computed n tokens before
+    {"do": "hold", "tokens": [...]}
+    {"do": "decode", "tokens": [...], "count": n}   all tokens except the last are held
+    {"do": "share", "prefix": [...], "suffixes": [[...], ...], "count": n}
+    {"do": "memory"}
+    {"do": "logits", "tokens": [...]}
+    {"do": "all_logits", "tokens": [...], "path": FILE.npy}    llama.cpp only
+    {"do": "read"}                                  ours only: a plain read of the weights
+    {"do": "ask", "tokens": [...], "count": n}      ours only: also reports the cache hits
+    {"do": "stats"}                                 ours only
+    {"do": "save", "tokens": [...], "path": ...}    llama.cpp only: write held tokens to a file
+    {"do": "restore", ...}                          llama.cpp only: first token from that file
+    {"do": "embed", "inputs": [[...], ...]}         ours and "llama.cpp embed": unit vectors, of
+                                                    which the answer contains the first two
+
+One clock around the whole call times every engine. For llama.cpp it stops while a recurrent model
+recomputes held tokens. The worker runs in any environment, because it imports only the engine and
+nothing else of the project.
 """
 
 from __future__ import annotations
@@ -37,17 +44,17 @@ _ENGINES = {
 
 
 def memory() -> dict[str, float]:
-    """Resident and peak resident memory of this process, MB."""
+    """Return the current and peak resident memory of this process in MB."""
     found = {}
     for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
         name, _, value = line.partition(":")
         if name in ("VmRSS", "VmHWM"):
-            found[name] = int(value.split()[0]) * 1024 / 1e6  # "kB" there are of 1,024 bytes
+            found[name] = int(value.split()[0]) * 1024 / 1e6  # "kB" means 1,024 bytes in this file
     return {"rss_mb": found["VmRSS"], "peak_mb": found["VmHWM"]}
 
 
 def answer(engine: Any, request: dict[str, Any]) -> dict[str, Any]:
-    """Time one request."""
+    """Answer and time one request."""
     what = request["do"]
     if what == "memory":
         return memory()
@@ -88,29 +95,31 @@ def main() -> None:
     parser.add_argument("engine", choices=_ENGINES)
     parser.add_argument("model", type=Path)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--capacity", type=int, default=16384, help="tokens the KV cache holds")
-    parser.add_argument("--kv", type=int, default=16, choices=(16, 8), help="bits of a KV number")
+    parser.add_argument(
+        "--capacity", type=int, default=16384, help="size of the KV cache in tokens"
+    )
+    parser.add_argument("--kv", type=int, default=16, choices=(16, 8), help="bits per KV value")
     parser.add_argument(
         "--sequences",
         type=int,
         default=9,
-        help="llama.cpp only: sequences at a time, each with a state",
+        help="llama.cpp only: maximum number of sequences, each with a state",
     )
     parser.add_argument(
-        "--batch", type=int, default=512, help="llama.cpp embed only: tokens of a pass"
+        "--batch", type=int, default=512, help="llama.cpp embed only: maximum tokens per pass"
     )
     parser.add_argument("--disk", help="ours only: directory of the disk tier")
-    parser.add_argument("--disk-bytes", type=float, help="ours only: its cap")
     parser.add_argument(
-        "--redis", help="ours only: URL of a Redis server, whoever writes to it is believed"
+        "--disk-bytes", type=float, help="ours only: size limit of the disk tier in bytes"
     )
+    parser.add_argument("--redis", help="ours only: URL of a trusted Redis server")
     options = parser.parse_args()
-    # Engines print to standard output: the answers get a file of their own.
+    # Engines print to standard output, so answers use a copy of it.
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     sys.path.append(
         str(Path(__file__).parents[2])
-    )  # last: names of ours hide none of an engine's environment
+    )  # appended last, so that our modules hide none of the engine's environment
     module, name = _ENGINES[options.engine]
     started = time.perf_counter()
     engine = getattr(importlib.import_module(module), name)(options)

@@ -1,10 +1,11 @@
-"""What the real model answers where tokens are guessed ahead, and where its answer has to fit a
-schema.
+"""Quality of a real model's answers with speculative decoding and with JSON schemas.
 
-`speculation`: each task of `speculation_tasks` answered greedily with drafts and without: what
-  share of them was right, and that nothing else changed. `schemas`: 20 small questions whose right
-  answers are known: an answer that ends is valid, and sensible where every field is right. Beside
-  it the same questions with the schema in words alone.
+`speculation` answers each task of `speculation_tasks` greedily with and without drafts. It reports
+the share of accepted draft tokens and whether anything else differs.
+
+`schemas` asks 20 small questions with known answers. It reports how many finished answers are valid
+and how many answers have only correct fields. For comparison, the same questions are asked with the
+schema only described in words.
 """
 
 from __future__ import annotations
@@ -25,8 +26,14 @@ _MOST_FITTED = 96
 
 
 class Question(NamedTuple):
-    """kind. text: what is asked about. asks: what for. properties: of the schema. right: the fields
-    of a right answer.
+    """A question whose answer is a JSON object.
+
+    Attributes:
+        kind: Kind of question.
+        text: Text that the question is about.
+        asks: The question itself.
+        properties: Properties of the answer's schema.
+        right: Correct value of each field.
     """
 
     kind: str
@@ -154,7 +161,7 @@ QUESTIONS = tuple(_questions())
 
 
 def speculation_rows(engine: CPUPagedEngine) -> list[dict[str, Any]]:
-    """A row for each task."""
+    """Return a row for each task."""
     rows = []
     for task in TASKS:
         results = {}
@@ -193,7 +200,7 @@ def _outcome(result: GenerationResult) -> tuple[Any, ...]:
 
 
 def schema_rows(engine: CPUPagedEngine) -> list[dict[str, Any]]:
-    """A row for each kind of question, with the schema enforced and in words alone."""
+    """Return rows for each kind of question, with an enforced schema and with one in words."""
     rows = []
     for kind in dict.fromkeys(question.kind for question in QUESTIONS):
         for enforced in (True, False):
@@ -226,7 +233,7 @@ def _asked(engine: CPUPagedEngine, question: Question, *, enforced: bool) -> Gen
 
 
 def is_valid(question: Question, text: str) -> bool:
-    """Whether the whole text is JSON that fits the schema."""
+    """Return whether the whole text is JSON that matches the schema."""
     try:
         value = json.loads(text)
     except ValueError:
@@ -235,7 +242,7 @@ def is_valid(question: Question, text: str) -> bool:
 
 
 def is_sensible(question: Question, text: str) -> bool:
-    """Whether it is valid and every field is right, whatever the case of its letters."""
+    """Return whether the text is valid and every field is correct, ignoring case."""
     if not is_valid(question, text):
         return False
     value = json.loads(text)

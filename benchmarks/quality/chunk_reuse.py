@@ -1,16 +1,18 @@
-"""`make quality`: what reuse at other positions costs: mode="chunk_kv_reuse" against the full
-computation.
+"""`make quality`: quality cost of non-prefix KV reuse (mode="chunk_kv_reuse").
 
-A round serves texts exactly, then asks prompts that hold them in another context. For each prompt
-the full computation answers greedily (24 tokens); every rule of repair then has the same prompt and
-the same answer before it, token by
-token. KL(full || rule) in nats and the same top token: over the first 16 tokens of the answer, all
-logits. Right: the rule's own greedy answer holds what was asked for. "other order" is a full
-computation too, of the same documents in another order: what re-ordering alone changes. Shares of
-the documents' tokens: found in another context or exactly (the beginning of a first document may
-be), and of those recomputed.
+A round warms texts exactly, then asks prompts that contain them in another context. For each
+prompt, the full computation answers greedily with 24 tokens. Each recompute rule then computes the
+same prompt and the same answer, token by token.
 
-Seeds with which texts and rules were developed are not those that are reported.
+KL(full || rule) in nats and the agreement of the top token cover all logits of the answer's first
+16 tokens. A rule is "right" if its own greedy answer contains what was asked for. "other order" is
+a full computation of the same documents in another order, which shows the effect of reordering
+alone.
+
+Two shares of the documents' tokens are reported. "found" tokens were reused, exactly (possible at
+the start of a first document) or at another position. "recomputed" tokens were recomputed.
+
+The rules and texts were developed with other seeds than those of the reported figures.
 """
 
 from __future__ import annotations
@@ -54,12 +56,12 @@ RULES = {
     "query": Repair(strategy=RecomputeStrategy.QUERY),
 }
 OTHER_ORDER = "full, other order"
-_EXACT = "exact"  # the salt of full computations, which reuse must not find
+_EXACT = "exact"  # cache salt of full computations, which keeps them out of reuse
 Floats = npt.NDArray[np.float32]
 
 
 class Series(NamedTuple):
-    """Rounds of one kind under some rules, by harvest."""
+    """Rounds of one kind, with the rules to try for each way of warming."""
 
     case: str
     make: Callable[[CPUPagedEngine, str, int], Round]
@@ -110,8 +112,17 @@ SERIES = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Answered:
-    """One prompt under one harvest and rule against the full computation. kl and same: of each
-    compared token; right: None where nobody judges.
+    """Comparison of one rule with the full computation, for one prompt.
+
+    Attributes:
+        harvest: Way in which the texts were warmed.
+        rule: Name of the recompute rule.
+        kl: KL divergence of each compared token.
+        same: Whether the top token is equal, for each compared token.
+        found: Share of the documents' tokens that were reused.
+        recomputed: Share of the documents' tokens that were recomputed.
+        right: Whether the rule's answer is right, or None if it is not judged.
+        full_right: Whether the full computation's answer is right, or None.
     """
 
     harvest: str
@@ -127,8 +138,10 @@ class Answered:
 def ask_round(
     engine: CPUPagedEngine, made: Round, rules: Mapping[str, Sequence[str]]
 ) -> Iterator[Answered]:
-    """Serve what the round serves, ask what it asks: for each prompt the other order where there is
-    one, then the rules of each harvest.
+    """Warm the texts of a round and ask its prompts.
+
+    For each prompt, the other order comes first (if there is one), then the rules of each way of
+    warming.
     """
     engine.reset_cache()
     for harvest in rules:
@@ -164,9 +177,13 @@ def _logits(
     salt: str = _EXACT,
     repair: Repair | None = None,
 ) -> tuple[Floats, tuple[int, int, int]]:
-    """Logits of the last `count` tokens [count, vocab], and how many tokens were cached exactly,
-    shared elsewhere and recomputed. The public API refuses logits that are not exact, so the
-    request is changed behind it.
+    """Return the logits of the last tokens, and how much of the prompt was cached.
+
+    The public API rejects logits that are not exact, so the request is changed internally.
+
+    Returns:
+        Logits [count, vocab], and the number of tokens that were cached exactly, reused at another
+            position, and recomputed.
     """
     request = engine._builder.make(
         tokens, Terms(cache_salt=salt), SamplingParams(), logits_start=len(tokens) - count
@@ -197,7 +214,7 @@ def _generate(engine: CPUPagedEngine, prompt: list[int], salt: str, repair: Repa
 
 
 def _agree(rows: Floats, answer: list[int]) -> bool:
-    """Whether greedy decoding would have given this answer."""
+    """Return whether greedy decoding with these logits gives this answer."""
     return rows.argmax(axis=1).tolist() == answer
 
 
@@ -232,9 +249,10 @@ def _log_softmax(rows: Floats) -> npt.NDArray[np.float64]:
 
 
 def row_of(case: str, harvest: str, rule: str, all_answered: Sequence[Answered]) -> dict[str, Any]:
-    """Means over all compared tokens, accuracies over the judged prompts; intervals of 95%: of KL
-    and of the share of the full computation's accuracy by drawing prompts anew, of the accuracies
-    by Wilson's formula.
+    """Return means over all compared tokens and accuracies over the judged prompts.
+
+    The 95% intervals of KL and of the accuracy relative to the full computation are bootstrapped
+    over prompts. Those of accuracies are Wilson intervals.
     """
     judged = [one for one in all_answered if one.right is not None]
     right = sum(bool(one.right) for one in judged)
@@ -275,7 +293,7 @@ def _share_of_full(some: Sequence[Answered]) -> float:
 def _drawn(
     some: Sequence[Answered], figure: Callable[[Sequence[Answered]], float]
 ) -> list[float] | None:
-    """95% interval of a figure, by the bootstrap."""
+    """Return the bootstrap 95% interval of a figure, or None for fewer than two prompts."""
     if len(some) < 2:
         return None
     rng = random.Random(0)
@@ -284,7 +302,7 @@ def _drawn(
 
 
 def wilson(right: int, total: int) -> list[float] | None:
-    """95% interval of a share."""
+    """Return the Wilson 95% interval of a share, or None without samples."""
     if not total:
         return None
     z = 1.96
@@ -295,8 +313,9 @@ def wilson(right: int, total: int) -> list[float] | None:
 
 
 class Kept:
-    """What was measured so far, a line for each prompt and rule: a run that was stopped goes on
-    where it was. The file is good for one state of the code; who changes that removes it.
+    """File of completed rounds, which lets an interrupted run continue.
+
+    The file is valid for one version of the code. Delete it after a change.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -352,20 +371,23 @@ def _run(series: Series, seed: str, kept: Kept, until: float) -> None:
 def main() -> None:
     options = parser(__doc__ or "")
     options.add_argument(
-        "--only", nargs="*", default=[], help="cases, by the beginnings of their names"
+        "--only", nargs="*", default=[], help="prefixes of the cases to run (default: all)"
     )
     options.add_argument(
-        "--seed", default="reported", help="of the texts; figures with others are for development"
+        "--seed", default="reported", help="seed of the texts; use others for development only"
     )
     options.add_argument(
-        "--minutes", type=float, default=math.inf, help="begin no round after that"
+        "--minutes",
+        type=float,
+        default=math.inf,
+        help="time after which no round starts (default: no limit)",
     )
     options.add_argument(
-        "--partial", type=Path, help="file of what is done: a run that was stopped goes on"
+        "--partial", type=Path, help="file of completed rounds, to continue an interrupted run"
     )
     given = options.parse_args()
     if not is_whole(real_model()):
-        raise SystemExit(f"{real_model()} is missing: run `make real-model`")
+        raise SystemExit(f"{real_model()} is missing; run `make real-model`")
     series = [one for one in SERIES if not given.only or one.case.startswith(tuple(given.only))]
     if given.quick:
         series = [one._replace(rounds=1) for one in series]

@@ -1,6 +1,4 @@
-"""The random model in float64, plain NumPy, from the same quantized weights: the truth for the
-logits.
-"""
+"""Reference logits of the random model: float64 NumPy with the same quantized weights."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ _THETA = 1e6
 
 
 def last_logits(path: Path, token_ids: list[int], heads: int, kv_heads: int) -> Doubles:
-    """Logits float64 [vocab] of the last token."""
+    """Return the logits of the last token, float64 [vocab]."""
     tensors = {t.name: t for t in gguf.GGUFReader(path).tensors}
 
     def read(name: str) -> Doubles:

@@ -1,14 +1,15 @@
-"""Every kind of GGUF file that the tests write, in llama.cpp and in the native runner: do both
-compute the same?
+"""Comparison of the native runner with llama.cpp, for every kind of GGUF file in the tests.
 
-A tiny random model of each architecture is written with the tests' writer, and all logits of a
-prompt longer than its
-windows are compared, |ours - theirs| / |theirs|. With F32 only the order of sums differs, and
-llama.cpp's GELU: it is a table of float16 numbers. With Q8_0 both round activations to 8 bits, each
-in its own way: there the rows say how far each is from the same weights in float32, and ours may
-not be much farther. Ways of splitting text are compared by ids of texts on which they differ, with
-a vocabulary that shows every split; the tests list where the makers' expressions are not
-llama.cpp's. The exit status is 1 where something disagrees.
+The tests' writer creates a tiny random model of each architecture. All logits of a prompt that is
+longer than the model's windows are compared as |ours - theirs| / |theirs|.
+
+With F32 weights, only the order of sums and llama.cpp's GELU (a float16 table) differ. With Q8_0
+weights, both round activations to 8 bits in different ways. The rows then show the distance of each
+from the same weights in float32, and ours may not be much larger.
+
+Pre-tokenizers are compared by the token ids of texts on which they differ, with a vocabulary that
+reveals every split. The tests list the cases where the original regular expressions differ from
+llama.cpp's. The exit status is 1 if anything disagrees.
 """
 
 from __future__ import annotations
@@ -40,23 +41,24 @@ from kvboost_edge.text.pre_tokenizers import PRE_TOKENIZERS
 
 PROMPT = np.random.default_rng(7).integers(0, 256, 61).tolist()
 KINDS = ("F32", "Q8_0")
-# with that table in transformers, 4.0e-3 of gemma4-wide become 7e-4
+# Tolerance for models with GELU. With llama.cpp's table in transformers, the 4.0e-3 of gemma4-wide
+# become 7e-4.
 TOLERANCE = 1e-4
 GELU_TOLERANCE = 6e-3
-# how much of llama.cpp's own distance from float32 ours may have; the most it can be
+# Limits for our distance from float32, relative to llama.cpp's and absolute.
 FARTHER = 1.5
 FARTHEST = 0.5
-# What llama.cpp (of llama-cpp-python 0.3.36) computes otherwise, and why that is no error here.
+# Known differences of llama.cpp (llama-cpp-python 0.3.36) that are not errors of ours.
 KNOWN = {
     "phi3": "llama.cpp has Phi's windows switched off; phi3-full has none",
     "exaone4": "llama.cpp reads windows for 64 layers only; exaone4-full has none",
 }
 Row = tuple[str, str, str, bool]
-"""What was compared, how far it is apart, a comment, and whether it agrees or is known not to."""
+"""What was compared, the difference, a comment, and whether it agrees or is a known difference."""
 
 
 def native_logits(path: Path, weights: str) -> np.ndarray:
-    """float32 [tokens of PROMPT, vocabulary]."""
+    """Return the logits of PROMPT, float32 [tokens, vocabulary]."""
     runner = NativeRunner.from_dir(path, weights=weights)
     driver = driver_of(runner)
     logits = np.array(driver.prefill(driver.open(PROMPT), 23))
@@ -69,7 +71,7 @@ def distance(found: np.ndarray, expected: np.ndarray) -> float:
 
 
 def write_vocabulary(path: Path, metadata: Mapping[str, Any]) -> str:
-    """A file of nothing but a tokenizer."""
+    """Write a GGUF file that contains only a tokenizer."""
     writer = GGUFWriter(path, metadata["general.architecture"])
     add_keys(writer, metadata)
     writer.write_header_to_file()
@@ -102,12 +104,12 @@ def compare_models(options: argparse.Namespace, folder: Path) -> list[Row]:
 
 
 def compare(name: str, kind: str, path: Path, theirs: np.ndarray) -> tuple[str, bool, str]:
-    """How far apart, whether that is all right, and by what measure."""
+    """Return the difference, whether it is acceptable, and the measure used."""
     exact = native_logits(path, "f32")
     if kind == "F32":
         most = GELU_TOLERANCE if name.startswith("gemma") else TOLERANCE
         apart = distance(exact, theirs)
-        return f"{apart:.1e}", bool(apart <= most), f"at most {most:g}"  # NaN is not
+        return f"{apart:.1e}", bool(apart <= most), f"at most {most:g}"  # also false for NaN
     ours = distance(native_logits(path, "auto"), exact)
     other = distance(theirs, exact)
     agrees = bool(other <= FARTHEST and ours <= FARTHER * other)
@@ -158,7 +160,7 @@ def compare_words(options: argparse.Namespace, folder: Path) -> list[Row]:
 
 
 def ask(options: argparse.Namespace, folder: Path, jobs: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What llama.cpp computes, in its own environment."""
+    """Compute with llama.cpp in its own environment."""
     (folder / "jobs.json").write_text(json.dumps(jobs))
     script = Path(__file__).parents[1] / "peers" / "gguf_logits.py"
     command = [
@@ -181,7 +183,9 @@ def main() -> None:
         type=Path,
         default=Path(__file__).parents[2] / ".venv-peers" / "bin" / "python",
     )
-    parser.add_argument("--families", nargs="*", help="these alone, and no ways of splitting text")
+    parser.add_argument(
+        "--families", nargs="*", help="check only these families, and no pre-tokenizers"
+    )
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         rows = compare_models(options, Path(name))

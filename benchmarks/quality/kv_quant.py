@@ -1,21 +1,22 @@
-"""How to store keys and values in few bits: errors of the candidates, of the chosen scheme, and the
-kernels' speed.
+"""Accuracy and speed of quantized KV: candidate schemes, the chosen scheme and its kernels.
 
-Keys are synthetic, with biases like Qwen2's in slow, middle and fast rope pairs, and real ones of
-the bundled model. Each candidate keeps blocks of 16 keys of one head; a query's own block is exact,
-as it is in the cache.
+Keys are synthetic, with biases like Qwen2's in slow, middle and fast RoPE pairs, or real keys of
+the bundled model. Each candidate stores blocks of 16 keys of one head. As in the cache, a query's
+own block is exact.
 
-    token        one scale a token
-    centred      the block's mean key taken off first; q . mean added back
-    smoothed     channels divided by sqrt(max |k| / max |q|) of their rope pair over the text, then
-                 one scale a token
-    channel      zero and step of each channel in the block (KIVI's axis)
+    token        one scale per token
+    centred      the block's mean key is subtracted, and q . mean is added back
+    smoothed     channels are divided by sqrt(max |k| / max |q|) of their RoPE pair over the text,
+                 then one scale per token
+    channel      zero point and step for each channel in the block (KIVI's axis)
 
-each with queries in 8 bits (one scale a head and block) and in 16 (two bytes). The error of a score
-is the root mean square of what is wrong with differences of a query's scores (a constant changes no
-softmax); that of the output is relative L2 with exact values. Then the compiled backend, keys and
-values, in each pair of bits (float16 alone is off where biases make keys large); then its speed on
-the shape of Qwen2-0.5B (24 layers, 14 heads on 2, 64 channels).
+Queries have 8 bits (one scale per head and block) or 16 bits (two bytes). The error of the scores
+is the root mean square error of differences between a query's scores, because a constant does not
+change the softmax. The error of the output is the relative L2 error with exact values.
+
+Then the compiled backend is measured with each pair of bits for keys and values. Its float16 error
+is visible only where biases make keys large. Last comes its speed at the shape of Qwen2-0.5B (24
+layers, 14 query heads, 2 KV heads, head_dim 64).
 """
 
 from __future__ import annotations
@@ -44,8 +45,9 @@ BLOCK = 16
 
 
 class Case(NamedTuple):
-    """queries, keys, values of one head group: [heads, tokens, dim], [tokens, dim], [tokens,
-    dim].
+    """Queries, keys and values of one KV head and its query heads.
+
+    Their shapes are [heads, tokens, dim], [tokens, dim] and [tokens, dim].
     """
 
     name: str
@@ -55,7 +57,7 @@ class Case(NamedTuple):
 
 
 def rotate(rows: Array, positions: npt.NDArray[np.int64], base: float) -> Array:
-    """RoPE of [.., tokens, dim], halves paired."""
+    """Apply RoPE to [..., tokens, dim], pairing the two halves of a head."""
     half = rows.shape[-1] // 2
     angles = positions[:, None] * base ** (-np.arange(half) / half)
     cos = np.cos(angles)
@@ -68,8 +70,12 @@ def rotate(rows: Array, positions: npt.NDArray[np.int64], base: float) -> Array:
 def synthetic(
     name: str, pairs: slice, size: float, *, tokens: int = 1024, dim: int = 64, heads: int = 7
 ) -> Case:
-    """Unit-variance content plus a key and query bias of `size` in some rope pairs (index 0 turns
-    fastest).
+    """Return content of unit variance with a bias in some RoPE pairs of keys and queries.
+
+    Args:
+        name: Name of the case.
+        pairs: RoPE pairs with a bias. Pair 0 rotates fastest.
+        size: Size of the bias.
     """
     rng = np.random.default_rng(1)
     content = rng.standard_normal((tokens, 8)) @ rng.standard_normal(
@@ -95,26 +101,30 @@ def _half(values: Array) -> Array:
 
 
 def _codes(values: Array, axis: int, bits: int) -> Array:
-    """Symmetric codes with one float16 scale along an axis, decoded."""
+    """Quantize symmetrically with one float16 scale along an axis, and dequantize."""
     top = 2.0 ** (bits - 1) - 1
     scale = _half(np.maximum(np.abs(values).max(axis=axis, keepdims=True) / top, 1e-7))
     return np.clip(np.rint(values / scale), -top, top) * scale
 
 
 def _short_up(values: Array) -> Array:
-    """The next float with 3 mantissa bits that is not smaller, as the records' key steps are."""
+    """Round up to floats with 3 mantissa bits, like the key steps in stored records."""
     fraction, exponent = np.frexp(np.maximum(values, 2.0**-18))
     return np.ldexp(np.ceil(fraction * 16) / 16, exponent)
 
 
 class Stored(NamedTuple):
-    """Keys as codes around a centre per block: key = centre + factor * code, the query's integers
-    meet `coded`.
+    """Quantized keys of each block: key = centre + factor * coded.
+
+    Attributes:
+        centre: [blocks, dim], added after the product with the codes.
+        factor: [blocks, dim], multiplied with the query before it is quantized.
+        coded: [blocks, BLOCK, dim], multiplied with the quantized query.
     """
 
-    centre: Array  # [blocks, dim]
-    factor: Array  # [blocks, dim], multiplies the query before it is quantized
-    coded: Array  # [blocks, BLOCK, dim]
+    centre: Array
+    factor: Array
+    coded: Array
 
 
 def by_token(keys: Array, queries: Array, bits: int) -> Stored:
@@ -160,7 +170,7 @@ CANDIDATES: dict[str, Callable[[Array, Array, int], Stored]] = {
 
 
 def scores_of(queries: Array, stored: Stored, q_bits: int) -> Array:
-    """Scores [heads, tokens, tokens] of queries in q_bits."""
+    """Return the scores [heads, tokens, tokens] of queries quantized to `q_bits`."""
     heads, tokens, dim = queries.shape
     out = np.empty((heads, tokens, tokens))
     for block in range(tokens // BLOCK):
@@ -186,9 +196,7 @@ def _softmax(scores: Array) -> Array:
 
 
 def errors(case: Case, stored: Stored, q_bits: int) -> tuple[float, float]:
-    """(score error in units of score: root mean square of differences, relative L2 error of the
-    output).
-    """
+    """Return the RMS error of score differences and the relative L2 error of the output."""
     exact = case.queries @ case.keys.T / np.sqrt(case.keys.shape[1])
     got = _own_block_exact(scores_of(case.queries, stored, q_bits), exact)
     seen = np.tril(np.ones(exact.shape[1:], dtype=bool))
@@ -204,13 +212,14 @@ def errors(case: Case, stored: Stored, q_bits: int) -> tuple[float, float]:
 
 
 def real_cases(model_dir: Path, text: str, tokens: int) -> Iterator[Case]:
-    """Queries, keys and values of every layer and kv head of a model, caught at the backend of the
-    native runner.
+    """Yield queries, keys and values of every layer and KV head of a model.
+
+    They are captured at the backend of the native runner.
     """
     caught: dict[int, list[Any]] = {}
 
     class Catching(CPUBackend):
-        kernel_access = None  # layer by layer
+        kernel_access = None  # forces one kernel call per layer
 
         def write_kv(self, layer: int, keys: Any, values: Any, batch: Any) -> None:
             caught[layer] = [keys.copy(), values.copy()]
@@ -240,7 +249,7 @@ def real_cases(model_dir: Path, text: str, tokens: int) -> Iterator[Case]:
 
 
 def _layout(start: int, stop: int) -> BatchLayout:
-    """One sequence in blocks 0, 1, ..., of which tokens [start, stop) are new."""
+    """Return the layout of one sequence in blocks 0, 1, ..., with new tokens [start, stop)."""
     tables = np.arange(-(-stop // BLOCK), dtype=np.int32)[None]
     return BatchLayout(
         np.array([0, stop - start], np.int32),
@@ -251,7 +260,7 @@ def _layout(start: int, stop: int) -> BatchLayout:
 
 
 def backend_error(case: Case, bits: tuple[int, int]) -> float:
-    """Relative L2 error of the compiled backend's output against float64 attention."""
+    """Return the relative L2 error of the compiled backend against float64 attention."""
     _, tokens, dim = case.queries.shape
     backend = CPUBackend(
         KVSpec((LayerKVSpec(1, dim),), BLOCK, "float16", bits), tokens // BLOCK, num_threads=1
@@ -267,8 +276,10 @@ def backend_error(case: Case, bits: tuple[int, int]) -> float:
 
 
 def speeds(bits: tuple[int, int], dtype: str, threads: int, layers: int = 24) -> dict[str, float]:
-    """Milliseconds of all layers' attention: a prefill of 2,112 tokens, and a decode step at depth
-    8,192 (whose pool is larger than the caches); best of several.
+    """Return the milliseconds of all layers' attention, as the best of several runs.
+
+    Measured are a prefill of 2,112 tokens and a decode step at depth 8,192, whose pool is larger
+    than the CPU caches.
     """
     rng = np.random.default_rng(0)
     spec = KVSpec((LayerKVSpec(2, 64),) * layers, BLOCK, dtype, bits)
@@ -335,7 +346,10 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--tokens", type=int, default=1024, help="length of the text for the real keys"
+        "--tokens",
+        type=int,
+        default=1024,
+        help="length of the text for real keys, in tokens (default: 1024)",
     )
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--only", choices=("errors", "speed"))

@@ -1,13 +1,12 @@
-"""Whether other programs' ONNX files are understood: onnxruntime-genai's builder, and torch's
-exporter (dynamo).
+"""Check that ONNX files of other programs work: onnxruntime-genai's builder and torch's exporter.
 
     python benchmarks/quality/onnx_exports.py
 
-Needs the extra [bench]. A tiny random model of each family is made into both forms. The builder's
-float32 and int4 files must be recognised by the native runner; with float32 weights it must be
-within 1e-4 of the ONNX runner on the first, and within 5e-2 on the second, whose activations
-onnxruntime rounds to 8 bit. torch's export must run on the ONNX runner within 1e-4 of transformers.
-Exits with 1 where one is not.
+Needs the extra [bench]. A tiny random model of each family is exported by both programs. The native
+runner must recognize the builder's float32 and int4 files. With float32 weights, its logits must be
+within 1e-4 of the ONNX runner's. With int4 weights, for which onnxruntime rounds activations to 8
+bits, they must be within 5e-2. torch's (dynamo) export must run on the ONNX runner within 1e-4 of
+transformers. The exit status is 1 if a check fails.
 """
 
 from __future__ import annotations
@@ -39,11 +38,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "phi3": {
         "sliding_window": None,
         "original_max_position_embeddings": 512,
-    },  # else the builder takes it for longrope
+    },  # otherwise the builder treats it as longrope
 }
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "head_dim": 64}
 PROMPT = np.random.default_rng(7).integers(0, 256, 45).tolist()
-NOT_MADE = "the builder itself fails"  # which says nothing about us
+NOT_MADE = "the builder itself fails"  # a warning that does not concern this check
 CLOSE = {"fp32": 1e-4, "int4": 5e-2, "torch": 1e-4}
 
 
@@ -59,7 +58,7 @@ def distance(ours: np.ndarray, theirs: np.ndarray) -> float:
 
 
 def from_builder(family: str, folder: Path, precision: str) -> str:
-    """What is wrong with the builder's file; "" if nothing is."""
+    """Check the builder's files and return the problem, or ""."""
     source = save_tiny_model(family, folder / "source", **{**SIZES, **FAMILIES[family]})
     target = folder / "built"
     options = ["-p", precision, "-e", "cpu", "-c", str(folder / "cache")]
@@ -85,7 +84,7 @@ def from_builder(family: str, folder: Path, precision: str) -> str:
 
 
 class WithCache(torch.nn.Module):
-    """A model whose cache is a list of tensors on the way in and out, as exporters want it."""
+    """A model that takes and returns its cache as a list of tensors, as exporters require."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -112,7 +111,7 @@ class WithCache(torch.nn.Module):
 
 
 def from_torch(family: str, folder: Path, form: str) -> str:
-    """What is wrong with torch's export; "" if nothing is."""
+    """Check torch's export and return the problem, or ""."""
     model = build_tiny_model(family, **{**SIZES, **FAMILIES[family]})
     model.set_attn_implementation("eager")
     folder.mkdir(parents=True)

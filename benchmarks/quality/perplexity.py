@@ -1,13 +1,13 @@
-"""`make quality`: what a format of weights, or fewer bits of keys and values, costs a model that
-was really trained.
+"""`make quality`: quality cost of weight formats and KV quantization on a real model.
 
-Perplexity, mean and largest KL divergence (nats) and how often the most likely token is the same,
-each against the same model with float32 weights and float32 keys and values, over the beginnings of
-packages' descriptions: texts that every installation of the pinned versions has. "stored" are the
-GGUF file's own types; other formats are made of its floats, so their error comes on top of what
-Q4_1 lost already. llama.cpp, where it is installed, computes on the file's types. And what its
-answers are with drafts and with schemas, see `answers.py`, and with tools, see
-`tool_calls.py`.
+Reported are perplexity, mean and maximum KL divergence (nats), and how often the top token agrees.
+The reference is the same model with float32 weights and float32 KV. The texts are the beginnings of
+package descriptions, which every installation of the pinned versions has.
+
+"stored" means the GGUF file's own types. Other formats are converted from its dequantized weights,
+so their error adds to what Q4_1 has already lost. If llama.cpp is installed, it computes with the
+file's types. `answers.py` adds answers with drafts and schemas, and `tool_calls.py` adds tool
+calls.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ FORMS: dict[str, dict[str, Any]] = {
 
 
 def descriptions() -> Iterator[tuple[str, str]]:
-    """(package and version, its description)."""
+    """Yield the package name and version, and the text, of each description."""
     for name in PACKAGES:
         found = importlib.metadata.metadata(name)
         yield f"{name} {found['Version']}", str(found.get_payload() or found["Description"])
@@ -62,8 +62,9 @@ def descriptions() -> Iterator[tuple[str, str]]:
 def row_of(
     form: str, scores: list[Any], perplexities: list[float], counts: list[int]
 ) -> dict[str, Any]:
-    """Figures of all texts together, each weighted by its tokens; `scores`: Difference of each,
-    none for the first.
+    """Return the figures of all texts, weighted by their tokens.
+
+    `scores` has a Difference for each text. It is empty for the reference.
     """
     total = sum(counts)
 
@@ -84,7 +85,7 @@ def row_of(
 def ours(
     model: Path, texts: list[list[int]], window: int, forms: list[str]
 ) -> list[dict[str, Any]]:
-    """A row for float32 and one for each form, which is loaded beside it in turn."""
+    """Return a row for float32 and one for each format, each loaded next to the reference."""
     rows = []
     with CPUPagedEngine.from_pretrained(str(model), weights="f32", num_blocks=256) as first:
         for form in forms:
@@ -104,8 +105,9 @@ def ours(
 
 
 class LlamaCpp:
-    """llama.cpp's logits of a file, one window at a time, from a process of its own; looks like an
-    engine where `score_text` compares with it.
+    """llama.cpp in a separate process, with the interface that `score_text` needs of an engine.
+
+    It computes the logits of a file, one window at a time.
     """
 
     def __init__(self, python: Path, model: Path, kv_bits: int, info: Any) -> None:
@@ -121,7 +123,7 @@ class LlamaCpp:
         )
 
     def logits(self, token_ids: list[int], start: int = 0) -> Any:
-        """float32 [len(token_ids) - start, vocab]."""
+        """Return the logits from token `start` on, float32 [len(token_ids) - start, vocab]."""
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "rows.npy"
             self._worker.ask("all_logits", tokens=token_ids, path=str(path))
@@ -134,9 +136,7 @@ class LlamaCpp:
 def llama_rows(
     python: Path, model: Path, texts: list[list[int]], window: int
 ) -> list[dict[str, Any]]:
-    """A row for each width of llama.cpp's cache, on the file's own types, against the same
-    float32.
-    """
+    """Return a row for each KV width of llama.cpp, with the file's types, against float32."""
     rows = []
     with CPUPagedEngine.from_pretrained(str(model), weights="f32", num_blocks=256) as first:
         for name, bits in (("llama.cpp, kv f16", 16), ("llama.cpp, kv q8_0", 8)):
@@ -159,21 +159,23 @@ def llama_rows(
 
 def main() -> None:
     options = parser(__doc__ or "")
-    options.add_argument("--tokens", type=int, default=512, help="of each text")
+    options.add_argument(
+        "--tokens", type=int, default=512, help="number of tokens per text (default: 512)"
+    )
     options.add_argument("--window", type=int, default=256)
     peers = Path(__file__).parents[2] / ".venv-peers" / "bin" / "python"
     options.add_argument(
-        "--peers-python", type=Path, default=peers, help="of an environment that has llama.cpp"
+        "--peers-python", type=Path, default=peers, help="Python of an environment with llama.cpp"
     )
     options.add_argument(
         "--answers",
         action="store_true",
-        help="with drafts and with schemas alone, into an --out that is there",
+        help="measure only drafts and schemas, and add the results to an existing --out file",
     )
     given = options.parse_args()
     model = real_model()
     if not is_whole(model):
-        raise SystemExit(f"{model} is missing: run `make real-model`")
+        raise SystemExit(f"{model} is missing; run `make real-model`")
     with CPUPagedEngine.from_pretrained(str(model), num_blocks=256) as engine:
         answers = {
             "speculation": speculation_rows(engine),

@@ -1,16 +1,16 @@
-"""`make quality-source`: accuracy of answers about source code under non-prefix KV reuse.
+"""`make quality-source`: accuracy of answers about source code with non-prefix KV reuse.
 
-A context holds six functions of Python's standard library, each a document. Each function has one
-question: the default value of a parameter, or the exception that it raises. The greedy answer is
+A context contains six functions of Python's standard library, each as a document. Each function has
+one question: the default value of a parameter, or the exception that it raises. A greedy answer is
 right if its first line is that value or name. Every question is asked in four ways:
 
     full          all documents in the prompt, computed exactly
-    other order   the same, with the documents in reverse
-    reuse         mode="chunk_kv_reuse" over documents that were warmed one by one
-    closed book   no documents: what the model knows of the standard library
+    other order   the same, with the documents in reverse order
+    reuse         mode="chunk_kv_reuse" with documents that were warmed one by one
+    closed book   no documents, which shows what the model knows of the standard library
 
-The intervals are Wilson's, 95 %. The difference from `full` is paired: the p-value is that of the
-exact McNemar test on the questions where just one of the two is right.
+The intervals are 95% Wilson intervals. The difference from `full` is paired. Its p-value is that of
+the exact McNemar test, on questions where only one of the two answers is right.
 """
 
 from __future__ import annotations
@@ -37,19 +37,20 @@ from kvboost_edge.config import GenerationMode
 __all__ = ["Context", "Function", "contexts", "mcnemar", "right", "stdlib_functions", "wilson"]
 
 PER_CONTEXT = 6
-LENGTHS = range(250, 1400)  # characters of a function that is taken
+LENGTHS = range(250, 1400)  # maximum characters of a function
 ANSWER_TOKENS = 16
 WAYS = ("full", "other order", "reuse", "closed book")
 _LEFT_OUT = {"test", "tests", "idlelib", "lib2to3", "site-packages", "__pycache__"}
 _MARK = "(the text)"
-_Z = 1.959964  # 95 %
+_Z = 1.959964  # for a 95% interval
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Function:
-    """One function of the standard library with its question.
+    """A function of the standard library and its question.
 
-    value   the right answer
+    Attributes:
+        value: The right answer.
     """
 
     name: str
@@ -66,13 +67,14 @@ class Context:
 
 
 def stdlib_functions() -> list[Function]:
-    """Return the functions of the standard library that a question can be asked about."""
+    """Return the functions of the standard library that have a question."""
     root = Path(sysconfig.get_path("stdlib"))
     found: dict[str, Function] = {}
     for path in sorted(root.rglob("*.py")):
         if not _LEFT_OUT & set(path.relative_to(root).parts):
             for function in _functions_of(path):
-                found.setdefault(function.name, function)  # a name once: questions go by it
+                # names are unique, because questions refer to them
+                found.setdefault(function.name, function)
     return list(found.values())
 
 
@@ -89,7 +91,7 @@ def _functions_of(path: Path) -> Iterator[Function]:
 
 
 def _questions(node: ast.FunctionDef) -> Iterator[tuple[str, str]]:
-    """Yield questions about a function, each with its answer."""
+    """Yield questions about a function with their answers."""
     for parameter, default in _defaults(node.args):
         if _tells_reading(default):
             yield (
@@ -111,7 +113,7 @@ def _raised(node: ast.Raise) -> str | None:
 
 
 def _defaults(arguments: ast.arguments) -> Iterator[tuple[str, ast.expr]]:
-    """Yield each parameter with a default, and the default's expression."""
+    """Yield each parameter that has a default, and the default's expression."""
     named = [one.arg for one in (*arguments.posonlyargs, *arguments.args)]
     if arguments.defaults:
         yield from zip(named[-len(arguments.defaults) :], arguments.defaults, strict=True)
@@ -121,7 +123,7 @@ def _defaults(arguments: ast.arguments) -> Iterator[tuple[str, ast.expr]]:
 
 
 def _tells_reading(default: ast.expr) -> bool:
-    """Return whether a default is too rare to be guessed: not None, a flag, 0, 1 or ""."""
+    """Return whether a default is hard to guess, unlike None, a flag, 0, 1 or ""."""
     if not isinstance(default, ast.Constant) or isinstance(default.value, bool):
         return False
     value = default.value
@@ -129,9 +131,9 @@ def _tells_reading(default: ast.expr) -> bool:
 
 
 def contexts(functions: Sequence[Function], number: int, seed: str) -> list[Context]:
-    """Return so many contexts of `PER_CONTEXT` functions, drawn by the seed.
+    """Return contexts of `PER_CONTEXT` functions, drawn with the seed.
 
-    A function is in several contexts if there are fewer than are wanted.
+    If there are too few functions, some occur in several contexts.
     """
     draw = random.Random(f"{seed} source questions")
     drawn: list[Function] = []
@@ -142,13 +144,13 @@ def contexts(functions: Sequence[Function], number: int, seed: str) -> list[Cont
 
 
 def right(answer: str, value: str) -> bool:
-    """Return whether the answer's first line is the value, in quotes or as code or not."""
+    """Return whether the answer's first line is the value, possibly in quotes or as code."""
     line = answer.strip().split("\n")[0].strip().rstrip(".").strip("`'\" ")
     return line == value.strip("'\" ")
 
 
 def wilson(hits: int, total: int) -> tuple[float, float]:
-    """Return Wilson's 95 % interval of a share."""
+    """Return the 95% Wilson interval of a share."""
     if total == 0:
         return 0.0, 1.0
     share = hits / total
@@ -166,7 +168,7 @@ def mcnemar(only_first: int, only_second: int) -> float:
 
 
 class Asker:
-    """Prompts of one engine, put together from tokens so that documents are found again."""
+    """Builder of prompts for one engine, from tokens, so that documents are found in the cache."""
 
     def __init__(self, engine: CPUPagedEngine) -> None:
         self._engine = engine
@@ -183,7 +185,7 @@ class Asker:
         return [*self._before, *(id for one in documents for id in one), *asked, *self._after]
 
     def ask(self, context: Context) -> Iterator[dict[str, Any]]:
-        """Ask every question of a context in every way; yield one row per question."""
+        """Ask every question of a context in every way and yield one row per question."""
         engine = self._engine
         engine.reset_cache()
         documents = [self.document(one) for one in context.functions]
@@ -210,7 +212,7 @@ class Asker:
 
 
 def summary(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return one row per way: accuracy with its interval, and the paired difference from `full`."""
+    """Return one row per way: its accuracy with interval, and the paired difference from `full`."""
     found = []
     for way in WAYS:
         hits = sum(row[way] for row in rows)
@@ -240,9 +242,11 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def main() -> None:
     options = parser(__doc__ or "")
-    options.add_argument("--model", required=True, help="a model directory or GGUF file")
-    options.add_argument("--questions", type=int, default=300, help="number of questions; 300")
-    options.add_argument("--seed", default="reported", help="of the functions that are drawn")
+    options.add_argument("--model", required=True, help="model directory or GGUF file")
+    options.add_argument(
+        "--questions", type=int, default=300, help="number of questions (default: 300)"
+    )
+    options.add_argument("--seed", default="reported", help="seed for drawing functions")
     given = options.parse_args()
     wanted = 12 if given.quick else given.questions
     drawn = contexts(stdlib_functions(), -(-wanted // PER_CONTEXT), given.seed)

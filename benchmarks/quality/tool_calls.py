@@ -1,9 +1,9 @@
-"""What the real model calls when it is given tools, over the server's own API.
+"""Quality of a real model's tool calls over the server's API.
 
-12 requests whose right calls are known, with four tools at hand. A call is valid that names one of
-them and fits its schema, and right where tool and arguments are those that were asked for, whatever
-the case of letters. `required` binds from the start, `auto` leaves it to the model whether to call
-at all. 12 questions that need no tool, with `auto`: the fewer calls, the better.
+12 requests with known correct calls have four tools available. A call is valid if it names one of
+them and matches its schema. It is right if the tool and the arguments are correct, ignoring case.
+tool_choice `required` forces a call, and `auto` lets the model decide whether to call. 12 further
+questions need no tool. With `auto`, fewer calls are better there.
 
     python benchmarks/quality/tool_calls.py MODEL...
 """
@@ -93,7 +93,7 @@ NEEDLESS = (
 
 
 def tool_rows(engine: CPUPagedEngine) -> list[dict[str, Any]]:
-    """A row for each tool_choice, and one for the questions that need no tool."""
+    """Return a row for each tool_choice, and one for the questions that need no tool."""
     return [
         *(asyncio.run(_row(engine, choice)) for choice in ("required", "auto")),
         asyncio.run(_needless_row(engine)),
@@ -148,7 +148,7 @@ async def _answers(
 
 
 def _first_call(answer: dict[str, Any]) -> Any:
-    """None where nothing is called."""
+    """Return the first call, or None if there is none."""
     return answer["message"].get("tool_calls", [None])[0]
 
 
@@ -168,7 +168,7 @@ async def _asked(client: httpx.AsyncClient, question: str, choice: str) -> dict[
 
 
 def is_valid_call(call: dict[str, Any]) -> bool:
-    """Whether it names one of the tools and fits its schema."""
+    """Return whether a call names one of the tools and matches its schema."""
     known = {tool["function"]["name"]: tool["function"]["parameters"] for tool in TOOLS}
     function = call["function"]
     try:
@@ -179,7 +179,7 @@ def is_valid_call(call: dict[str, Any]) -> bool:
 
 
 def is_right(call: dict[str, Any] | None, name: str, arguments: dict[str, Any]) -> bool:
-    """Whether it is the call that was asked for."""
+    """Return whether a call is the correct one for the request."""
     if call is None or not is_valid_call(call) or call["function"]["name"] != name:
         return False
     given = json.loads(call["function"]["arguments"])
@@ -192,7 +192,7 @@ def _plain(value: Any) -> str:
 
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__)
-    options.add_argument("models", nargs="+", help="GGUF files or folders of models")
+    options.add_argument("models", nargs="+", help="GGUF files or model directories")
     given = options.parse_args()
     for model in given.models:
         print(model, flush=True)

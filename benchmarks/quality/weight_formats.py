@@ -1,14 +1,13 @@
-"""What each weight format costs in quality, on the bundled model or another that
-train_demo_model.py trained.
+"""Quality cost of each weight format, on the bundled model or one from train_demo_model.py.
 
     python benchmarks/quality/weight_formats.py [--model DIR] [--questions 100] [--facts 16 64]
     [--quick] [--out FILE]
 
-Prints, per format: bits per weight, relative L2 error of the weights, mean KL of the next-token
-distributions against the f32 weights, how often the likeliest token is the same, and the share of
-held-out questions answered exactly, greedy decoding. Everything runs on the native runner. Below
-the formats of the runner stand variants of the 4-bit weights written back as f32, so that only the
-weights are rounded and not the activations.
+For each format, it prints bits per weight, relative L2 error of the weights, mean KL of the
+next-token distributions against f32 weights, top-token agreement, and the share of held-out
+questions that greedy decoding answers exactly. Everything runs on the native runner. The last rows
+are variants of 4-bit weights converted back to f32, so that only the weights are rounded and not
+the activations.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from safetensors.numpy import save_file
 sys.path.append(str(Path(__file__).parents[2]))
 sys.path.append(
     str(Path(__file__).parents[2] / "training")
-)  # the questions are those of the demo model
+)  # The questions are those of the demo model.
 
 import demo_corpus as corpus
 from benchmarks import harness
@@ -47,7 +46,7 @@ Change = Callable[[str, Floats], Floats]
 
 
 def fitted(kind: str) -> Change:
-    """Layer matrices through a format and back."""
+    """Quantize and dequantize layer matrices with a format."""
 
     def change(name: str, weights: Floats) -> Floats:
         if "_proj" not in name:
@@ -58,7 +57,7 @@ def fitted(kind: str) -> Change:
 
 
 def rounded(kind: str) -> Change:
-    """The same by plain rounding to nearest."""
+    """Quantize and dequantize by plain rounding to nearest."""
     return lambda name, weights: round_to_nearest(weights, kind) if "_proj" in name else weights
 
 
@@ -71,8 +70,10 @@ VARIANTS: dict[str, tuple[Change, float]] = {
 
 
 def write_changed(model_dir: Path, target: Path, change: Change) -> float:
-    """A copy of a model whose matrices are changed, in float32; the relative L2 error of the
-    matrices changed.
+    """Write a float32 copy of a model with changed matrices.
+
+    Returns:
+        The relative L2 error of the changed matrices.
     """
     shutil.copytree(model_dir, target, ignore=shutil.ignore_patterns("*.safetensors"))
     tensors = {}
@@ -100,7 +101,7 @@ def log_softmax(logits: Floats) -> Floats:
 
 
 class Judge:
-    """The held-out questions, and what the f32 weights say to them."""
+    """Held-out questions and the answers of the f32 weights."""
 
     def __init__(self, facts: Sequence[int], questions: int) -> None:
         self.asked = {
@@ -151,7 +152,7 @@ def main() -> None:
         "What each weight format costs in quality, on models of train_demo_model.py."
     )
     parser.add_argument(
-        "--model", default=BUNDLED_MODEL, help="a model directory; the bundled model if not given"
+        "--model", default=BUNDLED_MODEL, help="model directory (default: the bundled model)"
     )
     parser.add_argument("--questions", type=int, default=100)
     parser.add_argument("--facts", type=int, nargs="+", default=[16, 64])

@@ -1,20 +1,19 @@
-"""Which eviction order keeps what comes again: traces of requests replayed on the block manager
-itself.
+"""Simulator of eviction policies: replays traces of requests on the real block manager.
 
     python benchmarks/simulators/eviction.py [--quick] [--trace FILE.jsonl ...] [--out
     benchmarks/results/FILE.json]
 
-Each trace runs under each order, in pools that hold 1%, 2% and 5% of its distinct blocks, none
-smaller than twice its longest request: with more, plain LRU serves nearly all there is. A block of
-the pool stands for one id of the trace. Up to four requests run at a time, as far as the pool has
-room. `--trace` adds recorded traces in Mooncake's format.
+Each trace runs under each policy, in pools of 1%, 2% and 5% of its distinct blocks, but at least
+twice its longest request. In larger pools, plain LRU already serves nearly everything. A block of
+the pool stands for one id of the trace. Up to four requests run at a time if the pool has room.
+`--trace` adds recorded traces in Mooncake's format.
 
-hit Mtokens    prompt tokens that the pool served, in millions
-against lru    the same over plain LRU's
-evictions      matchable blocks that were handed out again
-prefills       requests that computed blocks of their prompt anew which had been in the pool before
+    hit Mtokens    millions of prompt tokens that the pool served
+    against lru    the same divided by plain LRU's
+    evictions      matchable blocks that were reused for other content
+    prefills       requests that recomputed prompt blocks which had been in the pool before
 
-Nothing here is timed: a run gives the same figures on every machine.
+Nothing is timed, so a run gives the same figures on every machine.
 """
 
 from __future__ import annotations
@@ -41,20 +40,18 @@ __all__ = ["POLICIES", "FirstInFirstOut", "LeastFrequentlyUsed", "Replayed", "re
 
 _SHARES = (0.01, 0.02, 0.05)
 _AT_A_TIME = 4
-# Tokens to a block of the pool: both are the id, and one token more makes the whole prompt
-# servable.
+# Tokens per block of the pool. A block has its id in all tokens, and one more token makes the whole
+# prompt matchable.
 _SIZE = 2
 
 
 class LeastFrequentlyUsed:
-    """Evicts what was used the fewest times since it was computed, among equals the least recently
-    used.
-    """
+    """Policy that evicts the least frequently used block, and the least recently used of equals."""
 
     def __init__(self, block_ids: Iterable[int]) -> None:
         self._plain = dict.fromkeys(block_ids)
         self._uses: dict[int, int] = {}
-        self._ranks: dict[int, tuple[int, int]] = {}  # of the matchable ones
+        self._ranks: dict[int, tuple[int, int]] = {}  # counts of the matchable blocks
         self._heap: list[tuple[tuple[int, int], int]] = []
         self._clock = 0
 
@@ -112,7 +109,7 @@ class LeastFrequentlyUsed:
 
 
 class FirstInFirstOut(LeastFrequentlyUsed):
-    """Evicts what was computed first, however often it was used since."""
+    """Policy that evicts the oldest block, however often it was used."""
 
     def __init__(self, block_ids: Iterable[int]) -> None:
         super().__init__(block_ids)
@@ -140,7 +137,7 @@ POLICIES: dict[str, Callable[[Iterable[int]], EvictionPolicy]] = {
 
 @dataclasses.dataclass(slots=True)
 class Replayed:
-    """What a replay counted; see the head of the file. `hits` are tokens by tenant."""
+    """Counts of a replay, described in the module docstring. `hits` are tokens by tenant."""
 
     hits: dict[str, int] = dataclasses.field(default_factory=dict)
     evictions: int = 0
@@ -157,7 +154,7 @@ def replay(
     policy: Callable[[Iterable[int]], EvictionPolicy],
     check_every: int = 0,
 ) -> Replayed:
-    """Run a trace on a pool; `check_every` so many requests the whole bookkeeping is recomputed."""
+    """Replay a trace on a pool, and verify all bookkeeping after each `check_every` requests."""
     manager = KVCacheManager(num_blocks, _SIZE, policy=policy)
     roots = {
         name: root_hash(model_fingerprint="replay", kv_format="", tenant=name)
@@ -190,14 +187,14 @@ def replay(
 
 
 def pool_sizes(trace: Sequence[Access]) -> list[int]:
-    """The pools a trace runs in."""
+    """Return the pool sizes to replay a trace with."""
     distinct = len({one for access in trace for one in (*access.prompt_ids, *access.output_ids)})
     longest = max(len(access.prompt_ids) + len(access.output_ids) for access in trace) + 1
     return sorted({max(int(share * distinct), 2 * longest) for share in _SHARES})
 
 
 def rows_of(name: str, trace: Sequence[Access], sizes: Sequence[int]) -> list[dict[str, Any]]:
-    """One row for each pool and order."""
+    """Return one row for each pool size and policy."""
     asked = sum(access.num_tokens for access in trace)
     rows: list[dict[str, Any]] = []
     for num_blocks in sizes:
@@ -227,7 +224,7 @@ def main() -> None:
         type=Path,
         action="append",
         default=[],
-        help="a recorded trace, Mooncake's format",
+        help="recorded trace in Mooncake's format",
     )
     given: argparse.Namespace = options.parse_args()
     traces = {name: make() for name, make in TRACES.items()}

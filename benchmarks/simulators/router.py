@@ -1,38 +1,36 @@
-"""How replicas fare under ways to route: the package's own routing code on a virtual clock, against
-rivals.
+"""Simulator of routing policies: the package's routing code and others on a virtual clock.
 
     python benchmarks/simulators/router.py [--quick] [--replicas 4 ...] [--traces chats ...]
     [--policies ours ...] [--out FILE]
 
-Traces are those of `eviction.py`: as many copies with seeds of their own as give the replicas
-so much work that they were busy for `--load` of the time if nothing was ever found in a cache, from
-their beginning on. A block of a trace is 64 tokens here. "unique" are the chats' prompts without
-anything in common. What arrives in the first half of the time warms the caches and is not counted,
-whatever the way. See `router_replicas.py` for a replica's costs.
+Traces are those of `eviction.py`. Several copies with different seeds run at once, so that without
+any cache the replicas would be busy for `--load` of the time. A block of a trace has 64 tokens
+here. "unique" are the prompts of the chats with nothing in common. Requests in the first half of
+the time only warm the caches and are not counted. Costs of a replica are described in
+`router_replicas.py`.
 
-hit rate     of the prompt tokens, found by the replica itself
-p50, p99     seconds from the arrival at the router to the first token
-"told at once"   our way, with replicas that tell it everything before each request: what messages
-                 cost
-"floor"      no way at all: what these were if each prompt found all that was ever computed
-             anywhere, and nobody waited
-imbalance    the busiest replica's busy time over the mean
-messages     a second, from all replicas to the router: events and figures, every 200 ms if there is
-             anything new
-lost, late   shares of the messages that never come, or one second late
-unknown      replicas of which the router believes, once all messages have come, anything else than
-             they hold
-read         share of the tokens found that came from a tier all replicas share (`--shared`: seconds
-             to read a token)
-missed       share of the prompt tokens that the router expected a replica to find, and that it
-             computed (`--states`: replicas of a model that keeps states, so many each;
-             `--blocks-alone`: the router does not look at them)
-stray        requests sent to a replica that had been removed or was draining
-CPU          of this process in `choose` and `note_routed`, mean and 99th percentile, in ms; prefix
-             hashes are not in it
-memory       MB that the map of beliefs takes
+    hit rate     share of the prompt tokens that the replica found in its cache
+    p50, p99     seconds from arrival at the router to the first token
+    "told at once"   our policy with replicas that report everything before each request, which
+                     shows the cost of delayed messages
+    "floor"      no policy: the times if each prompt found everything ever computed anywhere, and
+                 no request waited
+    imbalance    busy time of the busiest replica, divided by the mean
+    messages     messages per second from all replicas to the router: events and figures, every
+                 200 ms if there is news
+    lost, late   shares of the messages that are lost, or arrive one second late
+    unknown      replicas about which the router's beliefs are wrong after all messages arrived
+    read         share of the found tokens that came from a tier shared by all replicas (`--shared`:
+                 seconds to read a token)
+    missed       share of the prompt tokens that the router expected a replica to find but that the
+                 replica computed (`--states`: replicas of a hybrid model with so many states each;
+                 `--blocks-alone`: the router ignores states)
+    stray        requests sent to a replica that had been removed or was draining
+    CPU          time of this process in `choose` and `note_routed`, mean and 99th percentile, in
+                 ms, without computing prefix hashes
+    memory       size of the router's map of beliefs in MB
 
-Every figure but CPU is the same on every machine.
+Every figure except CPU is the same on every machine.
 """
 
 from __future__ import annotations
@@ -72,15 +70,20 @@ __all__ = ["Faults", "Outcome", "floor", "simulate", "workload"]
 
 BLOCK_TOKENS = 64
 POOL_BLOCKS = 512
-EVERY = 0.2  # seconds between a replica's messages
+EVERY = 0.2  # seconds between two messages of a replica
 NETWORK = 0.005  # seconds from the router to a replica, and for a message back
 _ANSWER_TOKEN = 2e-3  # seconds of a replica's time for a token of answer beside others
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Faults:
-    """Shares of lost and late messages; times at which a replica dies, and at which another
-    drains.
+    """Faults of a run.
+
+    Attributes:
+        lost: Share of messages that are lost.
+        late: Share of messages that arrive late.
+        dies_at: Time at which the first replica dies.
+        drains_at: Time at which the second replica drains.
     """
 
     lost: float = 0.0
@@ -91,7 +94,7 @@ class Faults:
 
 @dataclasses.dataclass(slots=True)
 class Outcome:
-    """What a run counted; see the head of the file."""
+    """Counts of a run, described in the module docstring."""
 
     ttft: list[float] = dataclasses.field(default_factory=list)
     hit_tokens: int = 0
@@ -110,9 +113,10 @@ class Outcome:
 def workload(
     name: str, num_replicas: int, load: float, seconds: float, most: int | None = None
 ) -> list[Access]:
-    """The requests of so many seconds, in order, of as many copies as give the load in the second
-    half of them: by then conversations have begun as often as they end. At most `most` of them, the
-    first ones.
+    """Return the requests for a number of seconds, in order of arrival.
+
+    So many copies of the trace run that they reach the load in the second half of the time. By
+    then, conversations begin as often as they end. At most the first `most` requests are returned.
     """
     make = TRACES["chats" if name == "unique" else name]
     copies: list[list[Access]] = []
@@ -120,13 +124,14 @@ def workload(
     while load * num_replicas > work:
         copies.append(make(1 + 7 * len(copies), seconds))
         work += sum(_work(one) for one in copies[-1] if one.at >= seconds / 2) / (seconds / 2)
-    faster = load * num_replicas / work  # the last copy is a part too much: all are slowed down
+    # the last copy exceeds the load, so all copies are slowed down
+    faster = load * num_replicas / work
     tagged = ((one.at / faster, number, one) for number, copy in enumerate(copies) for one in copy)
     chosen = sorted(tagged, key=lambda one: one[:2])[:most]
     fresh = itertools.count()
 
     def ids(given: Sequence[int]) -> tuple[int, ...]:
-        """Ids that fit 32 bits. Those of two copies need not differ: their tenants do."""
+        """Return ids that fit in 32 bits. Copies may share ids, because their tenants differ."""
         return tuple(next(fresh) if name == "unique" else one % 2**32 for one in given)
 
     return [
@@ -141,14 +146,14 @@ def workload(
 
 
 def _work(access: Access) -> float:
-    """Seconds of a replica that finds nothing."""
+    """Return the seconds that a replica needs for a request without cache hits."""
     prompt = len(access.prompt_ids) * BLOCK_TOKENS
     answer = 24 + len(access.output_ids) * BLOCK_TOKENS
     return prompt * PROMPT_TOKEN + answer * _ANSWER_TOKEN
 
 
 class _Run:
-    """One way to route, one trace."""
+    """Run of one policy on one trace."""
 
     def __init__(
         self,
@@ -223,7 +228,7 @@ class _Run:
         self.at(now + NETWORK, self._put, job, number)
 
     def _put(self, job: Job, number: int, now: float) -> None:
-        if number in self.dead:  # it died while the request was on its way
+        if number in self.dead:  # the replica died while the request was on its way
             self.load[number] -= 1
             self._route(job, now)
             return
@@ -235,7 +240,7 @@ class _Run:
 
     def _step(self, number: int, now: float) -> None:
         replica = self.replicas[number]
-        if number not in self.dead and replica.next_end == now:  # else it was put off
+        if number not in self.dead and replica.next_end == now:  # the request was rejected
             replica.step_done(now)
             if replica.next_end is not None:
                 self.at(replica.next_end, self._step, number)
@@ -253,7 +258,7 @@ class _Run:
             outcome.prompt_tokens += job.num_tokens
 
     def _tell(self, number: int, now: float) -> None:
-        """What a replica says from time to time: what came and left, and its figures."""
+        """Send a replica's regular message: added and removed blocks, and its figures."""
         if number in self.dead:
             return
         assert self.ours is not None
@@ -269,7 +274,7 @@ class _Run:
             self.at(now + EVERY, self._tell, number)
 
     def _batches(self, replica: Replica) -> list[Any]:
-        """What came and left since the last time, in its pool and in the tier."""
+        """Return the blocks added to and removed from the pool and the tier since the last call."""
         found = [replica.journal.add(replica.manager.events.take())]
         events = replica.tier_events()
         if events is not None:
@@ -281,7 +286,7 @@ class _Run:
         return [batch for batch in found if batch is not None]
 
     def _tell_all(self, now: float) -> None:
-        """Everybody tells all there is, in no time."""
+        """Send all news of all replicas without delay."""
         assert self.ours is not None
         for number in self.policy.alive:
             replica = self.replicas[number]
@@ -301,7 +306,8 @@ class _Run:
         router = self.ours.router
         name = str(number)
         if not router.take_events(name, batches, now):
-            # A gap: what is missing is asked for, and comes 2 ways of the network later.
+            # After a gap, the router asks for the missing messages, which takes two more network
+            # delays.
             self.at(now + 2 * NETWORK, self._resync, number)
         router.take_report(name, report, now)
 
@@ -315,18 +321,18 @@ class _Run:
         router.take_events(name, self.replicas[number].journal.since(router.cursor(name)), now)
 
     def _die(self, now: float) -> None:
-        """The first replica is gone at once: what has had no first token goes elsewhere."""
+        """Remove the first replica. Its requests without a first token go to other replicas."""
         self._leave(0, dies=True)
         replica = self.replicas[0]
         lost = replica.drain_out()
-        self.outcome.num_done += len(replica.running)  # their streams end with an error
+        self.outcome.num_done += len(replica.running)  # these streams end with an error
         for job in lost:
             job.hit_tokens = 0
             job.table = None
             self._route(job, now)
 
     def _drain(self, now: float) -> None:
-        """The second one takes no more, and ends what it has."""
+        """Drain the second replica, which then accepts no more requests and finishes its own."""
         self._leave(1, dies=False)
         if self.ours is not None:
             self.ours.router.take_report("1", self._report(1, now), now)
@@ -340,7 +346,7 @@ class _Run:
                 self.ours.router.remove(str(number))
 
     def _compare(self, now: float) -> None:
-        """Once everybody has told the rest: does the router believe what is so?"""
+        """Count wrong beliefs of the router after all remaining messages have arrived."""
         assert self.ours is not None
         router = self.ours.router
         for number, replica in enumerate(self.replicas):
@@ -348,7 +354,8 @@ class _Run:
                 continue
             self._batches(replica)
             router.take_events(str(number), replica.journal.since(router.cursor(str(number))), now)
-        router.choose(PromptChain((), 1, 1), now + 1e6)  # what was sent and never told has expired
+        # sent requests that were never confirmed have expired
+        router.choose(PromptChain((), 1, 1), now + 1e6)
         router.check()
         for number, replica in enumerate(self.replicas):
             if number not in self.dead:
@@ -371,13 +378,13 @@ def simulate(
     shared: Shared | None = None,
     states: States | None = None,
 ) -> tuple[Outcome, Any]:
-    """Run a trace; what was counted, and the policy after it."""
+    """Run a trace; return its counts and the policy after the run."""
     run = _Run(trace, num_replicas, policy, faults, seed, shared, states)
     return run.run(), run.policy
 
 
 def floor(trace: Sequence[Access]) -> Outcome:
-    """What the best cache in the world would leave of the time to the first token."""
+    """Return the time to the first token that a perfect cache would leave."""
     outcome = Outcome(busy=[1.0], seconds=1.0)
     seen = set[tuple[str, int]]()
     for access in trace:
@@ -396,7 +403,7 @@ def floor(trace: Sequence[Access]) -> Outcome:
 def row_of(
     trace_name: str, num_replicas: int, policy: str, outcome: Outcome, made: Any
 ) -> dict[str, Any]:
-    """One row of the table."""
+    """Return one row of the table."""
     p50, p99 = np.percentile(outcome.ttft, [50, 99])
     cpu = 1e3 * np.array(made.cpu_seconds) if isinstance(made, Ours) else None
     return {
@@ -426,35 +433,39 @@ def main() -> None:
     )
     usual = [
         name for name in POLICIES if name != "told at once"
-    ]  # that takes hours with many replicas
+    ]  # with many replicas this would take hours
     options.add_argument("--policies", nargs="+", default=usual, choices=list(POLICIES))
     options.add_argument(
-        "--load", type=float, default=0.7, help="share of time replicas work if nothing is found"
+        "--load",
+        type=float,
+        default=0.7,
+        help="share of time that replicas would be busy without a cache",
     )
     options.add_argument(
-        "--seconds", type=float, help="of the trace; default: 9,600 over the replicas, at least 150"
+        "--seconds",
+        type=float,
+        help="length of the trace (default: 9,600 divided by the replicas, at least 150)",
     )
     options.add_argument("--lost", type=float, default=0.0)
     options.add_argument("--late", type=float, default=0.0)
     options.add_argument(
         "--shared",
         type=float,
-        help="seconds a token is read in from a tier that all replicas share",
+        help="seconds to read a token from a tier that all replicas share",
     )
     options.add_argument(
-        "--untold", action="store_true", help="the router is not told what the shared tier has"
+        "--untold",
+        action="store_true",
+        help="do not report the contents of the shared tier to the router",
     )
     options.add_argument(
-        "--states", type=int, help="of a model that keeps states: slots of each replica"
+        "--states", type=int, help="simulate a hybrid model with this many state slots per replica"
     )
-    options.add_argument(
-        "--blocks-alone", action="store_true", help="the router does not look at states"
-    )
+    options.add_argument("--blocks-alone", action="store_true", help="let the router ignore states")
     given: argparse.Namespace = options.parse_args()
     if given.shared is not None and given.states is not None:
         raise SystemExit(
-            "--states and --shared are not for one run: the tier of this simulator has blocks, no "
-            "states"
+            "--states and --shared cannot be combined, because the simulated tier stores no states"
         )
     rows: list[dict[str, Any]] = []
     for num_replicas in given.replicas:

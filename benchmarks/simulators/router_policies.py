@@ -1,10 +1,10 @@
-"""Ways to choose a replica, for `router.py`: ours, which is the package's own code, and rivals.
+"""Routing policies for `router.py`: the package's own code and two policies of other projects.
 
-Rivals know at once, and exactly, how many requests each replica has that are not done; ours knows
-what replicas report from time to time. The two rules of other projects are written from their
-descriptions: both remember what they sent where, not what is there. Their thresholds for "out of
-balance" are 8 requests here, which suits replicas of 16 places; as they come (none, and 64) they
-hardly look at the load of such replicas.
+The other policies know at any time how many unfinished requests each replica has. Ours knows what
+replicas report regularly. The policies of other projects are written from their descriptions. Both
+remember the prompts that they sent, not the actual cache contents. Their threshold for "out of
+balance" is 8 requests here, which suits replicas that run 16 requests. With their defaults (none,
+and 64) they would hardly consider the load of such replicas.
 """
 
 from __future__ import annotations
@@ -24,19 +24,24 @@ _OUT_OF_BALANCE = 8
 
 
 class Policy(Protocol):
-    """Chooses among the replicas in `alive`, by number."""
+    """Interface of a policy that chooses among the replicas in `alive`, by number."""
 
     alive: list[int]
 
     def choose(self, chain: PromptChain, load: Sequence[int], now: float) -> tuple[int, int, int]:
-        """(replica, prompt tokens believed to be missing there, and to be read there); `load`:
-        requests of each that are not done.
+        """Choose a replica for a request.
+
+        `load` has the number of unfinished requests of each replica.
+
+        Returns:
+            The replica, the prompt tokens believed to be missing there, and those to be read there
+                from a tier.
         """
         ...
 
 
 class Blind:
-    """Looks at no prompt."""
+    """Policy that ignores the prompt."""
 
     def __init__(self, num_replicas: int, seed: int = 0) -> None:
         self.alive = list(range(num_replicas))
@@ -50,7 +55,7 @@ class Blind:
         return self.rng.choice(self.alive)
 
     def least(self, load: Sequence[int]) -> int:
-        """The one with the fewest requests, any of several."""
+        """Return the replica with the fewest requests, at random if there are several."""
         fewest = min(load[one] for one in self.alive)
         return self.rng.choice([one for one in self.alive if load[one] == fewest])
 
@@ -67,7 +72,7 @@ class LeastLoaded(Blind):
 
 
 class _Remembers(Blind):
-    """Knows which blocks it sent where."""
+    """Base of policies that remember which blocks they sent to which replica."""
 
     def __init__(self, num_replicas: int, seed: int = 0) -> None:
         super().__init__(num_replicas, seed)
@@ -75,7 +80,7 @@ class _Remembers(Blind):
         self._sizes = [0] * num_replicas
 
     def matched(self, chain: PromptChain) -> tuple[float, list[int]]:
-        """(the longest match as a share of the prompt, who has it)."""
+        """Return the longest match as a share of the prompt, and the replicas that have it."""
         best = set(self.alive)
         depth = 0
         for key in chain.keys:
@@ -102,8 +107,11 @@ class _Remembers(Blind):
 
 
 class RayPrefix(_Remembers):
-    """Ray's prefix-aware rule: out of balance, the better of two; a match of a tenth or more, the
-    better of two who have most of it; else of two with the least remembered.
+    """Ray's prefix-aware policy.
+
+    If the load is out of balance, it takes the less loaded of two random replicas. With a match of
+    a tenth or more, it takes the less loaded of two replicas with the longest match. Otherwise it
+    takes one of two replicas for which the fewest blocks are remembered.
     """
 
     def pick(self, chain: PromptChain, load: Sequence[int]) -> int:
@@ -116,8 +124,11 @@ class RayPrefix(_Remembers):
 
 
 class CacheAware(_Remembers):
-    """SGLang's cache_aware: out of balance, the fewest requests; a match over the threshold, who
-    has it; else the smallest tree.
+    """SGLang's cache_aware policy.
+
+    If the load is out of balance, it takes the replica with the fewest requests. With a match over
+    the threshold, it takes a replica that has it. Otherwise it takes the one with the smallest
+    tree.
     """
 
     def pick(self, chain: PromptChain, load: Sequence[int]) -> int:
@@ -131,9 +142,11 @@ class CacheAware(_Remembers):
 
 
 class Ours:
-    """The package's own router, and the processor time it takes. tells_at_once: replicas tell it
-    everything before each request, which no network can: what is left between that and `floor` is
-    no message's fault.
+    """The package's own router, and its CPU time.
+
+    Attributes:
+        tells_at_once: Replicas report everything before each request, which no network could do.
+            The remaining distance from `floor` is then not caused by delayed messages.
     """
 
     tells_at_once = False

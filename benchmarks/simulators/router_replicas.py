@@ -1,16 +1,16 @@
-"""A replica on a virtual clock: the block manager itself, and steps that take as long as they were
-measured to take.
+"""Simulated replica: the real block manager, and steps on a virtual clock.
 
-Costs are of the 0.5B shape in Q4_0 on two cores (LOG.md): a prompt token 1.8 ms, a step that
-decodes one sequence 10 ms and 7.5% more for each other. A step computes at most 512 tokens of
-prompts, first come first served, beside one token of each running request. A block of the manager
-stands for one id of the trace.
+Costs were measured for the 0.5B shape in Q4_0 on two cores (LOG.md): 1.8 ms per prompt token, 10 ms
+for a decode step of one sequence, and 7.5% more for each further sequence. A step computes at most
+512 prompt tokens, first come first served, and one token of each running request. A block of the
+manager stands for one id of the trace.
 
-With `States` the model keeps states: a prompt is one pass, an answer another, and what is behind
-the deepest state that was kept is computed again.
+With `States` the model is a hybrid model. A prompt is one pass and an answer another, and
+everything after the deepest stored state is recomputed.
 
-With a `Shared` tier what was computed anywhere is there at once, for ever; a prompt is read from
-where its pool ends, while others are computed, and computed from where the tier ends.
+With a `Shared` tier, everything that any replica computed is available at once and forever. A
+prompt is read from where its pool ends, while other prompts are computed, and it is computed from
+where the tier ends.
 """
 
 from __future__ import annotations
@@ -46,20 +46,23 @@ DECODE_STEP = 10e-3
 DECODE_MORE = 0.075
 STEP_TOKENS = 512
 PLACES = 16
-# Tokens of a block of the manager: both are the id, and one token more makes all of a prompt
-# servable.
+# Tokens per block of the manager. A block has its id in all tokens, and one more token makes the
+# whole prompt matchable.
 POOL_TOKENS = 2
 
 
 def pool_tokens(ids: Sequence[int]) -> list[int]:
-    """What the manager is given for blocks of a trace."""
+    """Return the token ids that stand for blocks of a trace in the manager."""
     return [token for one in ids for token in (one, one)]
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Shared:
-    """A tier that all replicas read and write. token_seconds: a prompt token that is read; is_told:
-    whether replicas tell the router what is there.
+    """A tier that all replicas read and write.
+
+    Attributes:
+        token_seconds: Seconds to read a prompt token.
+        is_told: Whether replicas report the contents of the tier to the router.
     """
 
     token_seconds: float
@@ -69,9 +72,7 @@ class Shared:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class States:
-    """Of a model that keeps states: slots of each replica, and whether the router looks at what is
-    told of them.
-    """
+    """Settings for a hybrid model: state slots per replica, and whether the router uses states."""
 
     num_slots: int
     are_seen: bool = True
@@ -79,14 +80,16 @@ class States:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Job:
-    """A request on its way through a replica.
+    """A request in a replica.
 
-    access      what is asked; its blocks have `block_tokens` tokens each
-    root        where its tenant's chains start
-    arrived_at  when the router got it
-    missing     prompt tokens that the router believed to be missing
-    restored    and those it believed to be in the tier
-    read_blocks, read_until   how far the prompt will have been read, and when
+    Attributes:
+        access: The request of the trace. Its blocks have `block_tokens` tokens each.
+        root: Root hash of its tenant's prefix chains.
+        arrived_at: Time of arrival at the router.
+        missing: Prompt tokens that the router believed to be missing.
+        restored: Prompt tokens that the router believed to be in the tier.
+        read_blocks: Number of blocks that will have been read from the tier.
+        read_until: Time when they will have been read.
     """
 
     access: Access
@@ -112,13 +115,14 @@ class Job:
 
     @property
     def num_tokens(self) -> int:
-        """Of the prompt; the last one belongs to no block."""
+        """Number of prompt tokens. The last token belongs to no block."""
         return len(self.access.prompt_ids) * self.block_tokens + 1
 
 
 class Replica:
-    """Steps through its requests. Who drives it calls `put`, and `step_done` at the time that
-    `next_end` says.
+    """A replica that computes its requests step by step.
+
+    The caller uses `put` for new requests, and `step_done` at the time given by `next_end`.
     """
 
     def __init__(
@@ -140,7 +144,7 @@ class Replica:
         self.shared = shared
         self.read_tokens = 0
         self._seen: dict[bytes, None] = {}
-        self._is_idle = False  # until something was read
+        self._is_idle = False  # time until something was read
         self.waiting: deque[Job] = deque()
         self.prefilling: list[Job] = []
         self.running: list[Job] = []
@@ -152,9 +156,7 @@ class Replica:
         self._done = done
 
     def put(self, job: Job, now: float) -> None:
-        """A request arrives. A run of steps that only decode is cut at the end of the one that
-        runs.
-        """
+        """Add a request. A run of decode steps is cut at the end of the current step."""
         self.meter.begin(job, job.missing, now, job.restored)
         self.waiting.append(job)
         if self.next_end is None or self._is_idle:
@@ -166,8 +168,9 @@ class Replica:
             self.next_end = self._began + self._num_steps * self._step_seconds
 
     def tier_events(self) -> CacheEvents | None:
-        """What it has written to the tier, or read there, since the last call; None where nobody is
-        told.
+        """Return what was written to the tier or read from it since the last call.
+
+        Returns None if the router is not told.
         """
         seen = self._seen
         self._seen = {}
@@ -178,7 +181,7 @@ class Replica:
         )
 
     def _keep(self, job: Job) -> None:
-        """What was computed of it is in the tier."""
+        """Put the computed blocks of a request into the tier."""
         if self.shared is not None:
             assert job.table is not None
             hashes = self.manager.content.chain(job.table)
@@ -186,8 +189,9 @@ class Replica:
             self._seen.update(dict.fromkeys(hashes))
 
     def _reads(self, job: Job, now: float) -> bool:
-        """Whether a part of its prompt is on its way from the tier; asked for when it is looked at
-        first.
+        """Return whether a part of the prompt is being read from the tier.
+
+        The first call starts the reading.
         """
         if self.shared is None:
             return False
@@ -202,13 +206,13 @@ class Replica:
         return job.read_until > now
 
     def drain_out(self) -> list[Job]:
-        """It dies: what has had no first token may go elsewhere."""
+        """Stop the replica and return its requests without a first token."""
         unstarted = [*self.waiting, *self.prefilling]
         self.next_end = None
         return unstarted
 
     def step_done(self, now: float) -> None:
-        """The step, or the run of steps, ends."""
+        """End the step or the run of decode steps."""
         self.busy_seconds += 0.0 if self._is_idle else now - self._began
         for job in list(self.running):
             job.to_answer -= self._num_steps
@@ -236,7 +240,7 @@ class Replica:
         self._done(job, self, now)
 
     def _commit(self, job: Job, stop: int) -> None:
-        """Its tokens up to there are computed, in one pass."""
+        """Commit the tokens up to a position, computed in one pass."""
         assert job.table is not None
         start = job.table.num_computed_tokens
         states = self.manager.states
@@ -246,8 +250,9 @@ class Replica:
         self.manager.commit(job.table, job.tokens, stop)
 
     def _admit(self, now: float) -> None:
-        """Let in who has a place and room, in order; who would compute what is being computed waits
-        for it.
+        """Admit waiting requests in order while there is room.
+
+        A request whose blocks are being computed by another one waits for it.
         """
         passed: list[Job] = []
         while self.waiting and len(self.running) + len(self.prefilling) < PLACES:
@@ -271,7 +276,7 @@ class Replica:
         self.waiting.extendleft(reversed(passed))
 
     def _begin(self, now: float) -> None:
-        """Start the next step; nothing to do: wait."""
+        """Start the next step, or wait if there is nothing to do."""
         self._admit(now)
         self._is_idle = False
         self._prefilled = []
@@ -297,8 +302,7 @@ class Replica:
             else DECODE_STEP
         )
         self._step_seconds = max(decode, PROMPT_TOKEN * (num_tokens + len(self.running)))
-        # Steps that only decode, and that nobody waits for, are all alike until the first request
-        # is done.
+        # Decode steps are alike until the first request finishes, if no request waits.
         alone = not num_tokens and not self.waiting
         self._num_steps = min(job.to_answer for job in self.running) if alone else 1
         self._began = now

@@ -1,25 +1,23 @@
-"""Which states of a hybrid model are still there when a prompt comes: made conversations replayed
-on the block manager.
+"""Simulator of state snapshots: replays conversations with a hybrid model on the block manager.
 
     python benchmarks/simulators/snapshots.py [--quick] [--out benchmarks/results/FILE.json]
 
-Assistants with system prompts of 600 to 1,500 tokens, six conversations at a time, one after the
-other in passes of 512 tokens as an engine's; there is room for all keys and values, and for a
-number of states. `large` are states kept at places (Qwen3.5, Granite 4 h), `small` those kept
-behind every block (LFM2).
+Six conversations with assistants run at a time, with system prompts of 600 to 1,500 tokens. Their
+requests run one by one in passes of 512 tokens, as in an engine. There is room for all KV and for a
+limited number of states. `large` states are kept at selected positions (Qwen3.5, Granite 4 h),
+`small` states after every block (LFM2).
 
-chat           turns of 30 to 200 tokens, answers of 50 to 400; 15% ask for another answer, 10%
-               write the last turn anew
-mixed          three in ten prompts are documents of 500 to 6,000 tokens that nobody asks about
-               again
-rewritten      clients send only the last third of an answer back, as those do that leave thinking
-               out
-long answers   of 400 to 1,500 tokens
+    chat           turns of 30 to 200 tokens and answers of 50 to 400. 15% regenerate an answer, and
+                   10% edit the last turn
+    mixed          30% of the prompts are documents of 500 to 6,000 tokens without follow-up
+    rewritten      clients send only the last third of an answer back, like clients that drop
+                   thinking
+    long answers   answers of 400 to 1,500 tokens
 
-computed       tokens computed, of all tokens of prompts
-floor          the same if a state stood behind every block that was ever computed
+    computed       computed tokens as a share of all prompt tokens
+    floor          the same if a state were stored after every block ever computed
 
-Nothing here is timed: a run gives the same figures on every machine.
+Nothing is timed, so a run gives the same figures on every machine.
 """
 
 from __future__ import annotations
@@ -50,14 +48,20 @@ _TURNS = 8
 _SYSTEM = (600, 1500)
 _TURN = (30, 200)
 _DOCUMENT = (500, 6000)
-_NUM_BLOCKS = 200_000  # nothing is evicted but states
+_NUM_BLOCKS = 200_000  # so that only states are evicted
 _SLOTS = {"large": (16, 32, 64), "small": (64, 128, 256)}
 
 
 @dataclasses.dataclass(frozen=True)
 class Traffic:
-    """Tokens of an answer, and the shares of prompts that ask for another answer, write the last
-    turn anew, are of a document, and of answers that come back in other words.
+    """Length of answers in tokens, and shares of special prompts.
+
+    Attributes:
+        answer: Range of the answer length in tokens.
+        again: Share of prompts that regenerate the last answer.
+        edited: Share of prompts that edit the last turn.
+        documents: Share of prompts that are documents.
+        rewritten: Share of answers that clients send back changed.
     """
 
     answer: tuple[int, int] = (50, 400)
@@ -77,7 +81,7 @@ TRAFFIC = {
 
 @dataclasses.dataclass(frozen=True)
 class Replayed:
-    """Tokens of all prompts, of them computed, and of them without keys and values."""
+    """Counts of a replay: all prompt tokens, computed ones, and those without KV."""
 
     prompts: int
     computed: int
@@ -85,8 +89,11 @@ class Replayed:
 
 
 class _Conversation:
-    """tokens: all so far; borders: where its user's messages begin, the last of which can be taken
-    back.
+    """A conversation.
+
+    Attributes:
+        tokens: All tokens so far.
+        borders: Positions where user messages begin. The last message can be taken back.
     """
 
     def __init__(self, system: list[int]) -> None:
@@ -106,7 +113,7 @@ class _Conversation:
 
 
 class _Client:
-    """Makes prompts, and takes the answers in."""
+    """Client that makes prompts and receives the answers."""
 
     def __init__(self, traffic: Traffic, seed: int) -> None:
         self._traffic = traffic
@@ -119,7 +126,7 @@ class _Client:
         return list(itertools.islice(self._fresh, self._random.randint(*length)))
 
     def prompt(self) -> tuple[list[int], list[int], _Conversation | None]:
-        """Its tokens, where messages of users begin, and whose it is."""
+        """Return the next prompt, the positions where user messages begin, and its conversation."""
         system = self._random.choice(self._systems)
         if self._random.random() < self._traffic.documents:
             return system + self.text(_DOCUMENT), [len(system)], None
@@ -145,7 +152,7 @@ class _Client:
 def replay(
     traffic: Traffic, sizes: StateSizes, *, num_prompts: int = 150, seed: int = 0
 ) -> Replayed:
-    """One client's prompts, one after the other."""
+    """Replay one client's prompts in order."""
     client = _Client(traffic, seed)
     root = root_hash(model_fingerprint="random", kv_format="f16")
     manager = KVCacheManager(_NUM_BLOCKS, _BLOCK, state_sizes=sizes)
@@ -166,7 +173,7 @@ def replay(
 def _run(
     manager: KVCacheManager, root: bytes, prompt: list[int], answer: list[int], hints: Iterable[int]
 ) -> tuple[int, int]:
-    """(tokens found with their state, tokens found)"""
+    """Run a prompt; return the tokens found with a state, and all tokens found."""
     assert manager.states is not None
     table = manager.open_table(prompt, root, hints=hints)
     cached = table.num_cached_tokens
@@ -176,7 +183,7 @@ def _run(
     start = cached
     end = len(tokens) - 1
     while start < end:
-        # An answer a block at a time: what is kept of it is the same as token by token.
+        # Committing an answer block by block keeps the same snapshots as token by token.
         stop = (
             min(start + _STEP, len(prompt))
             if start < len(prompt)

@@ -1,4 +1,4 @@
-"""Writes or checks the generated reference pages.
+"""Command that writes or checks the generated reference pages.
 
 python -m docs_site.reference --write    write every page that is out of date
 python -m docs_site.reference --check    exit with 1 if a page is out of date
@@ -12,7 +12,7 @@ from docs_site.reference.pages import ROOT, generated_pages
 
 
 def main(arguments: list[str]) -> int:
-    """Write or check the pages; return the exit code."""
+    """Write or check the pages and return the exit code."""
     if arguments not in (["--write"], ["--check"]):
         raise SystemExit(__doc__)
     is_current = True

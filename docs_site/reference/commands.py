@@ -1,4 +1,4 @@
-"""The page of all commands, docs/commands.md."""
+"""Page of all commands, docs/commands.md."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def _command(name: str, one: Any) -> str:
 
 
 def _serve_flags() -> str:
-    """Return the flags of `serve` that are not options of the engine or the server."""
+    """Return the flags of `serve` that are neither engine options nor server options."""
     listed = options_of(EngineConfig).keys() | options_of(ServerSettings).keys()
     rows = [
         (", ".join(f"`{flag}`" for flag in one.flags(name)), one.help, one.shown_default)
@@ -121,7 +121,7 @@ def _flags(each: Any) -> str:
 
 
 def _choices(kind: Any, text: str) -> str:
-    """Return a sentence that lists the choices of an option, unless its text names them."""
+    """Return a sentence that lists an option's choices, unless the help text names them."""
     if not (isinstance(kind, type) and issubclass(kind, enum.Enum)):
         return ""
     values = [str(one.value) for one in kind]
@@ -135,14 +135,14 @@ def _argument(each: Any, kind: Any) -> str:
 
 
 def _split_default(each: Any, kind: Any) -> tuple[str, str]:
-    """Return the meaning of an option and its default, which the help text ends with."""
+    """Split a help text into the meaning of the option and its default."""
     text, _, said = _plain(each.help).partition(" Default: ")
     text += _choices(kind, text)
     return text, said.rstrip(".")
 
 
 def _examples(epilog: str) -> tuple[list[str], list[str]]:
-    """Return the command lines of an epilog, and its other paragraphs."""
+    """Split an epilog into its command lines and its other paragraphs."""
     lines = [_plain(part) for part in epilog.split("\n\n")]
     shown = [line for line in lines if line and not line.startswith("[b]")]
     calls = [line for line in shown if "kvboost-edge" in line]

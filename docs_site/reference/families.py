@@ -1,4 +1,4 @@
-"""The table of tested families in docs/models.md."""
+"""Table of tested model families in docs/models.md."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _TABLE = re.compile(re.escape(_HEAD) + r"\n(?:\|.*\n)*")
 
 
 def families_table() -> str:
-    """Return a row for each tested model_type, in order."""
+    """Return the table, with a row for each tested model_type in order."""
     rows = []
     for name, known in sorted(MODEL_TYPES.items()):
         one = known.architecture
@@ -26,7 +26,7 @@ def families_table() -> str:
 
 
 def with_table(page: str) -> str:
-    """Replace the table of a page. ValueError unless it has one."""
+    """Replace the table of a page. Raises ValueError unless the page has exactly one."""
     if len(_TABLE.findall(page)) != 1:
         raise ValueError("the page must have one table of families")
     return _TABLE.sub(lambda found: families_table(), page)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 __all__ = ["FIELDS"]
 
-# By field; by Type.field or answer.field where a name has several meanings.
+# The key is the field, or Type.field or answer.field if a name has several meanings.
 FIELDS = {
-    # Requests.
+    # Request fields.
     "add_generation_prompt": "Append the beginning of an answer to the messages. Default: true.",
     "annotations": "Accepted and ignored.",
     "best_of": "Only 1 is supported.",
@@ -52,7 +52,7 @@ FIELDS = {
     "UnpinRequest.messages": "Messages that were warmed.",
     "WarmRequest.text": "Text to compute.",
     "WarmRequest.messages": "Messages to compute.",
-    # Parameters of a path or query.
+    # Path and query parameters.
     "parameter.after": "Id of the item after which the list begins.",
     "parameter.limit": "Maximum number of items.",
     "parameter.model": "Name of a served model. Default: the first one.",
@@ -61,7 +61,7 @@ FIELDS = {
     "parameter.request_id": "Value of the header `x-request-id` of an answer, or `last`.",
     "parameter.response_id": "Id of a stored response.",
     "parameter.stream": "Only false is supported.",
-    # Answers.
+    # Response fields.
     "answer.kvboost": "Times of the request and its use of the cache.",
     "answer.model": "Name of the model.",
     "answer.name": "Name of the function.",
@@ -125,7 +125,7 @@ FIELDS = {
     "vocab_size": "Size of the vocabulary.",
     "Model.state": "Whether the model is loaded.",
     "ModelFigures.state": "Whether the model is loaded.",
-    # The cache.
+    # Cache.
     "cache": "Figures of `cache_stats()`.",
     "counts": "Number of blocks in each state.",
     "hit_rate": "Share of prompt tokens found in the cache, 0 to 1; null before the first.",

@@ -1,4 +1,4 @@
-"""The page of the HTTP API, docs/reference/http-api.md, from the server's OpenAPI document."""
+"""Page of the HTTP API, docs/reference/http-api.md, from the server's OpenAPI document."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def api_document() -> dict[str, Any]:
 
 
 def http_page() -> str:
-    """Return the page: the routes of each group, then the types of bodies and answers."""
+    """Return the page: the routes of each group, then the types of requests and responses."""
     document = api_document()
     rows = [
         (f"[`{_name(one)}`](#{_anchor(_name(one))})", group.title, _sentence(one))
@@ -175,7 +175,7 @@ def _types(document: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
 
 
 def _title(name: str) -> str:
-    """Return a type's name; FastAPI writes the module into names that occur twice."""
+    """Return the name of a type without the module that FastAPI adds to duplicate names."""
     *path, title = name.split("__")
     return title if not path else f"{title} ({path[-2] if path[-1] == 'schemas' else 'chat'})"
 
@@ -211,7 +211,10 @@ def _type(name: str, schema: dict[str, Any]) -> str:
 
 
 def _meaning(name: str, field: str, schema: dict[str, Any], meanings: dict[str, str]) -> str:
-    """Return the meaning of a field: its own, its class's, an option's, or one that many share."""
+    """Return the meaning of a field.
+
+    It comes from the field, its class, an option, or the table of shared meanings.
+    """
     is_answer = _is_answer(name)
     sources: list[Mapping[str, str]] = [{field: schema.get("description", "")}, meanings]
     if name in _own_types():
@@ -228,7 +231,10 @@ def _meaning(name: str, field: str, schema: dict[str, Any], meanings: dict[str, 
 
 
 def _as_sentence(text: str) -> str:
-    """Return a text with a capital letter and a full stop; values of fields and vLLM stay."""
+    """Return a text with a capital letter and a period.
+
+    Field values and the name vLLM keep their case.
+    """
     if not re.match(r"\w+:|vLLM", text):
         text = text[:1].upper() + text[1:]
     return text if not text or text[-1] in ".!?" else f"{text}."
@@ -246,7 +252,7 @@ def _is_refused(schema: dict[str, Any]) -> bool:
 
 @functools.cache
 def _answers() -> frozenset[str]:
-    """Return the types that only answers have."""
+    """Return the types that occur only in responses."""
     document = api_document()
     bodies: set[str] = set()
     answers: set[str] = set()
@@ -263,7 +269,7 @@ def _is_answer(name: str) -> bool:
 
 @functools.cache
 def _own_types() -> frozenset[str]:
-    """Return the types of all routes but those of other projects' APIs."""
+    """Return the types of all routes except those of other projects' APIs."""
     document = api_document()
     found: set[str] = set()
     for group in _GROUPS:
@@ -274,7 +280,7 @@ def _own_types() -> frozenset[str]:
 
 
 def _reached(part: Any, document: dict[str, Any]) -> set[str]:
-    """Return the names of the types that a part of the document refers to, directly or not."""
+    """Return the names of all types that a part of the document refers to, also indirectly."""
     found: set[str] = set()
     waiting = [part]
     while waiting:
@@ -297,7 +303,7 @@ def _references(part: Any) -> Iterator[str]:
 
 
 def _kind(schema: dict[str, Any]) -> tuple[str, bool]:
-    """Return a type in words, and whether null is allowed too."""
+    """Describe a type in words, and return whether null is allowed as well."""
     choices = schema.get("anyOf") or schema.get("oneOf")
     if choices:
         rest = [one for one in choices if one.get("type") != "null"]
@@ -369,5 +375,5 @@ def _json(value: Any) -> str:
 
 
 def _anchor(heading: str) -> str:
-    """Return the anchor that GitHub and the site give a heading."""
+    """Return the anchor that GitHub and the site give to a heading."""
     return re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")

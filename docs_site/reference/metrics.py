@@ -1,4 +1,4 @@
-"""The page of all metrics, docs/reference/metrics.md."""
+"""Page of all metrics, docs/reference/metrics.md."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ _GROUPS = (
 
 
 class _Zeros(SimpleNamespace):
-    """An object with the attributes given, and 0 for each other name."""
+    """An object with the given attributes. Every other attribute is 0."""
 
     def __getattr__(self, name: str) -> int:
         return 0
 
 
 class _Figures(dict[str, Any]):
-    """Figures of an engine that does nothing: 0 under each name."""
+    """Statistics of an idle engine, which are 0 for every name."""
 
     def __missing__(self, name: str) -> int:
         return 0
@@ -85,7 +85,7 @@ def families() -> list[Metric]:
 
 
 def metrics_page() -> str:
-    """Return the page: a table for each prefix of names."""
+    """Return the page, with a table for each prefix of metric names."""
     found = families()
     parts = [_HEAD]
     for prefix, title in _GROUPS:

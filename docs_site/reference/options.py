@@ -1,4 +1,4 @@
-"""The page of all options, docs/reference/options.md."""
+"""Page of all options, docs/reference/options.md."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _SECTIONS = (
 
 
 def option_page() -> str:
-    """Return the page: a table for each class of options, with an anchor for each option."""
+    """Return the page, with a table for each class of options and an anchor for each option."""
     flags = command_options()
     parts = [_HEAD]
     for title, text, cls in _SECTIONS:

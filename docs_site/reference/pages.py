@@ -1,4 +1,4 @@
-"""All generated pages by their path."""
+"""All generated pages by path."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _DOCS = ROOT / "docs"
 
 
 def generated_pages() -> dict[Path, str]:
-    """Return the text of each page that is generated, in whole or in part."""
+    """Return the text of each page that is generated completely or in part."""
     models = _DOCS / "models.md"
     return {
         _DOCS / "commands.md": command_page(),

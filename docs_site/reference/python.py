@@ -1,6 +1,6 @@
-"""The page of public Python names, docs/reference/python.md.
+"""Page of public Python names, docs/reference/python.md.
 
-mkdocstrings fills in signatures and docstrings when the site is built.
+mkdocstrings adds signatures and docstrings when the site is built.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ _GROUPS = {
     ),
 }
 _ALIASES = {"KVBoost": "CPUPagedEngine", "InferenceEngine": "CPUPagedEngine"}
-# Their members are the rows of a table elsewhere.
+# The members of these classes are listed in tables on other pages.
 _TABLES = {
     "EngineConfig": "Fields: [engine options](options.md#engine).",
     "SamplingParams": "Fields: [sampling options](options.md#sampling).",
@@ -79,7 +79,7 @@ _TABLES = {
 
 
 def python_page() -> str:
-    """Return the page: for each group of public names a directive for each name."""
+    """Return the page, with a directive for each public name in each group."""
     listed = [name for names in _GROUPS.values() for name in names]
     missing = {*kvboost_edge.__all__, "__version__"} - {*listed, *_ALIASES, "__version__"}
     if missing or len(listed) != len(set(listed)):

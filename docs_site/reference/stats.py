@@ -1,6 +1,6 @@
-"""The page of the keys of `paged_stats()` and `cache_stats()`, docs/reference/stats.md.
+"""Page of the keys in `paged_stats()` and `cache_stats()`, docs/reference/stats.md.
 
-The docstrings of these functions describe the keys; the page is made from them.
+The page is generated from the docstrings of these functions.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class _Section(NamedTuple):
 
 
 def stats_page() -> str:
-    """Return the page: a table for each section of each docstring, and one of `TierStats`."""
+    """Return the page, with a table for each section of each docstring and one for `TierStats`."""
     parts = [_HEAD]
     for name, function in _PAGES:
         parts.append(f"\n## `{name}`\n")
@@ -47,7 +47,7 @@ def stats_page() -> str:
 
 
 def described_keys(function: Callable[..., Any]) -> dict[str, str]:
-    """Return the keys that the docstring of a function describes, and their meanings."""
+    """Return the keys that a function's docstring describes, with their meanings."""
     return {key: text for section in _sections(function) for key, text in section.entries.items()}
 
 
@@ -56,7 +56,10 @@ def _meanings(column: str, entries: dict[str, str]) -> str:
 
 
 def _sections(function: Callable[..., Any]) -> list[_Section]:
-    """Return the sections of a docstring: a line that ends in a colon, then indented entries."""
+    """Return the sections of a docstring.
+
+    A section is a line that ends in a colon, followed by indented entries.
+    """
     found: list[_Section] = []
     key = ""
     for line in inspect.cleandoc(function.__doc__ or "").splitlines():
@@ -72,12 +75,12 @@ def _sections(function: Callable[..., Any]) -> list[_Section]:
 
 
 def attributes(cls: type) -> dict[str, str]:
-    """Return the fields of a class that its docstring describes, and their meanings."""
+    """Return the fields that a class's docstring describes, with their meanings."""
     return attributes_of(cls.__doc__ or "")
 
 
 def attributes_of(docstring: str) -> dict[str, str]:
-    """Return the entries of the section Attributes; several names may share one."""
+    """Return the entries of the section Attributes. Several names may share an entry."""
     text = inspect.cleandoc(docstring).partition("Attributes:\n")[2].split("\n\n")[0]
     found: dict[str, str] = {}
     for entry in re.split(r"\n(?= {4}\S)", text.rstrip()):
@@ -88,6 +91,6 @@ def attributes_of(docstring: str) -> dict[str, str]:
 
 
 def _code(text: str) -> str:
-    """Return a text with its names of keys as code, starting with a capital letter."""
+    """Return a text with key names formatted as code and a capital first letter."""
     text = re.sub(r"(?<![`\w])[a-z]+(?:_[a-z]+)+\*?(?![`\w])", lambda name: f"`{name[0]}`", text)
     return text[:1].upper() + text[1:]
