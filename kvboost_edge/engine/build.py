@@ -505,7 +505,7 @@ def _log_sizes(config: EngineConfig, num_blocks: int) -> None:
     given = [f"{name}={value}" for name, value in sizes.items() if value is not None]
     if len(given) > 1:
         _LOG.info(
-            "%s are set; the pool uses the smallest, %d blocks of %d tokens",
+            "%s are set; the pool has the smallest of these sizes, %d blocks of %d tokens",
             " and ".join(given),
             num_blocks,
             config.block_size,
