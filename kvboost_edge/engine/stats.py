@@ -26,13 +26,13 @@ BLOCK_SPAN = 4
 
 
 def cache_stats(parts: EngineParts, tiering: Untiered) -> dict[str, float]:
-    """Return the figures of the cache under KVBoost's names. A chunk is a block.
+    """Return cache statistics under KVBoost's names, which call a block a chunk.
 
     Pool:
         hot_chunks: full blocks in the prefix index, used or cached.
         hot_memory_mb: size of these blocks, in MB.
         budget_mb: size of the pool, in MB.
-        budget_utilization: share of the pool that these blocks take, 0 to 1.
+        budget_utilization: share of the pool that these blocks use, 0 to 1.
 
     Prompts, in whole blocks since the start:
         cache_hits: blocks found as a prefix.
@@ -108,7 +108,7 @@ def paged_stats(
     tiering: Untiered,
     step_times: StepTimes,
 ) -> dict[str, Any]:
-    """Return the figures of the pool and the engine, by name. Counters count since the start.
+    """Return statistics of the pool and the engine, by name. Counters count since the start.
 
     Blocks:
         num_blocks: blocks of the pool.
@@ -118,14 +118,14 @@ def paged_stats(
         cache_utilization: share of the pool that is occupied, 0 to 1. It stays near 1 once the
             cache is full.
         used_blocks: blocks that sequences or pins reference; 0 in an idle engine without pins.
-        block_utilization: share of the pool that is used, 0 to 1: the load, not the content.
+        block_utilization: share of the pool in use, 0 to 1. Cached blocks do not count.
         shared_blocks: used blocks with more than one reference.
         cached_blocks: unreferenced blocks that still match prompts.
-        free_blocks: blocks that are not used, cached ones included.
+        free_blocks: blocks that are not in use, including cached ones.
         pinned_blocks: used blocks of pinned prompts, at most max_pinned_blocks.
         max_pinned_blocks: maximum number of pinned blocks.
         pinned_bytes: size of the pinned blocks, a part of pool_bytes.
-        retained_blocks: blocks that are evicted after all others of their tenant.
+        retained_blocks: blocks that are evicted after all other blocks of their tenant.
         loaded_chunks: full blocks in the prefix index, used or cached. KVBoost's name.
         blocks_used_by_chunks: the same number, under KVBoost's other name.
         evictions: cached blocks whose space was given to other tokens.
@@ -139,14 +139,14 @@ def paged_stats(
         generated_tokens: generated tokens.
         drafted_tokens: draft tokens verified.
         accepted_tokens: draft tokens accepted, a part of generated_tokens.
-        max_draft_tokens: default limit of draft tokens in a step; for a hybrid model, of all
-            sequences together.
+        max_draft_tokens: default limit of draft tokens per sequence and step. For a hybrid model,
+            the limit for all sequences together.
 
     Requests and steps:
         num_running: sequences that hold blocks.
         num_waiting: sequences that wait for blocks.
         max_num_seqs: maximum number of sequences computed together.
-        preemptions: sequences that lost their blocks to others and were recomputed.
+        preemptions: number of times that a sequence lost its blocks and was recomputed.
         step_seconds: time of all steps, from schedule to sampled tokens, in seconds.
         step_counts: cumulative number of steps by upper bound on duration in seconds; "+Inf" counts
             all.
@@ -154,10 +154,10 @@ def paged_stats(
     Memory:
         weight_bytes: weights, in bytes.
         pool_bytes: block pool, in bytes.
-        state_bytes: slots of recurrent state, in bytes; room for draft tokens is included.
+        state_bytes: slots of recurrent state, in bytes, including room for draft tokens.
         copied_bytes: copies of KV that the runner makes, in bytes.
         buffer_bytes: buffers of the largest pass and of the draft history, in bytes.
-        draft_bytes: draft history, in bytes: at most 118 MB, a part of other_bytes.
+        draft_bytes: draft history, in bytes, at most 118 MB. It is part of other_bytes.
         other_bytes: remaining resident memory, in bytes: interpreter, packages, kernels,
             activations and the draft history.
         process_rss_bytes: resident memory of the process, in bytes.
@@ -166,22 +166,22 @@ def paged_stats(
     Recurrent state of hybrid models, 0 for other models:
         state_slots: slots for recurrent states.
         state_slots_used: slots that hold a state.
-        state_snapshots: slots that hold a snapshot, by the reason it is kept for.
-        replayed_tokens: tokens recomputed for their state alone.
+        state_snapshots: slots that hold a snapshot, by the reason for keeping it.
+        replayed_tokens: tokens recomputed only for their recurrent state.
 
     Hardware and runner:
         backend: name of the backend.
         device: device of the backend.
         runner: name of the runner: native, torch or onnx.
         isa: instruction set of the processor.
-        kernel_path: variant of the linear kernels that runs; "none" if torch's kernels run.
-        attention_path: variant of the attention kernels that runs.
-        threading_layer: name of the thread pool that computes.
-        num_threads: threads that compute.
+        kernel_path: active variant of the linear kernels, or "none" if torch's kernels run.
+        attention_path: active variant of the attention kernels.
+        threading_layer: name of the thread pool that runs the kernels.
+        num_threads: number of compute threads.
 
     Offload tiers:
         tiers: fields of `TierStats`, by tier.
-        staging_bytes: size of the blocks on their way between pool and tiers, in bytes.
+        staging_bytes: size of the blocks in transit between pool and tiers, in bytes.
         lost_blocks: blocks evicted before a tier could store them.
     """
     return {
@@ -276,12 +276,12 @@ def _state_stats(manager: KVCacheManager) -> dict[str, Any]:
 
 
 class BlockDetail(NamedTuple):
-    """One block.
+    """The status of one block.
 
     Attributes:
-        state: its state, as in `block_map`.
-        tokens: tokens whose KV it holds.
-        refs: its references.
+        state: state number, as in `block_map`.
+        tokens: number of tokens whose KV the block holds.
+        refs: number of references to the block.
     """
 
     state: int
@@ -290,7 +290,7 @@ class BlockDetail(NamedTuple):
 
 
 def block_map(parts: EngineParts, scheduler: Scheduler) -> list[int]:
-    """Return the state of every block by id: the manager's, or BLOCK_SPAN."""
+    """Return the state of every block by id, including BLOCK_SPAN for reused spans."""
     states = parts.manager.block_states()
     for sequence in scheduler.running:
         for span in sequence.blocks.spans:
@@ -300,9 +300,9 @@ def block_map(parts: EngineParts, scheduler: Scheduler) -> list[int]:
 
 
 def block_details(parts: EngineParts, scheduler: Scheduler, limit: int) -> list[BlockDetail]:
-    """Return the first `limit` blocks, by id.
+    """Return the status of the first `limit` blocks, by id.
 
-    For a block in use that is not full, only the computed tokens count.
+    Only computed tokens are counted in a partly filled block.
     """
     manager = parts.manager
     size = manager.block_size
