@@ -76,7 +76,7 @@ class ReuseFields(RequestFeature):
         given = dict(options or {})
         for name in sorted(given.keys() - set(_REPAIRS)):
             raise RequestError(
-                f"option {name!r} is not supported here with mode='chunk_kv_reuse'; use only "
+                f"option {name!r} is not supported with mode='chunk_kv_reuse' here; use only "
                 f"{', '.join(_REPAIRS)}"
             )
         terms = Terms(mode=GenerationMode.CHUNK_KV_REUSE, **given)
