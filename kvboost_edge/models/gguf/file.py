@@ -316,7 +316,9 @@ def _read(path: Path, stamp: FileStamp, mapped: mmap.mmap) -> GgufHeader:
     tensors = _place(path, infos, start, alignment, size)
     end = max((tensor.stop for tensor in tensors.values()), default=start)
     if size - end >= alignment and (size - end > _MAX_PADDING or mapped[end:].strip(b"\0")):
-        raise ModelFormatError(f"{path}: {size - end} unexpected bytes after the last tensor")
+        raise ModelFormatError(
+            f"{path} contains {size - end} unexpected bytes after the last tensor"
+        )
     return GgufHeader(
         (GgufPart(path, stamp),), version, MappingProxyType(values), MappingProxyType(tensors)
     )
@@ -462,7 +464,8 @@ def _place(
             )
         if tensor.start - end >= alignment:
             raise ModelFormatError(
-                f"{path}: {tensor.start - end} unexpected bytes before tensor {tensor.name!r}"
+                f"{path} contains {tensor.start - end} unexpected bytes before tensor "
+                f"{tensor.name!r}"
             )
         end = tensor.stop
     return tensors

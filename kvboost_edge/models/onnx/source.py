@@ -33,7 +33,7 @@ __all__ = ["OnnxSource", "tensors_of"]
 Floats = npt.NDArray[np.float32]
 Bytes = npt.NDArray[np.uint8]
 GROUP = 32
-# Number of cached transposed matrices, which are read whole. At most this many are packed at once.
+# Number of transposed matrices to cache, the maximum that is packed at once. They are read whole.
 _KEPT = 4
 _FUSED = {
     "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),

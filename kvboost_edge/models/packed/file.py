@@ -155,8 +155,8 @@ def load_packed(
         model: the model.
         plan: entries to pack, see `pack_plan`.
         weights: weight format.
-        cache_dir: directory for packed files. With `NO_CACHE`, weights are packed into memory. If
-            the directory is not writable or full, they are too, and a warning is logged.
+        cache_dir: directory for packed files. With `NO_CACHE`, weights are packed into memory. The
+            same happens, with a warning, if the directory is full or not writable.
         num_threads: threads for packing; by default, as many as the machine offers.
         progress: called with (bytes done, total bytes) while packing.
 

@@ -90,11 +90,11 @@ def open_stamped(files: Iterable[tuple[Path, FileStamp]], what: str) -> list[Fil
     """Open files and return them in order.
 
     Args:
-        files: paths, each with the stamp of the file when it was first read.
-        what: name of the part that was read then, for messages.
+        files: paths, each with the stamp that the file had at an earlier read.
+        what: name of the part that was read earlier, for messages.
 
     Raises:
-        ModelFormatError: a file is missing or has another stamp. In this case no file stays open.
+        ModelFormatError: a file is missing or has changed since then. No file stays open.
     """
     with contextlib.ExitStack() as stack:
         opened: list[FileBytes] = []

@@ -226,7 +226,8 @@ def _check_layout(
         end = entry.stop
     if end != size:
         raise ModelFormatError(
-            f"{path}: {size - end} unexpected bytes after the last tensor {entries[-1].name!r}"
+            f"{path} contains {size - end} unexpected bytes after the last tensor "
+            f"{entries[-1].name!r}"
         )
     return entries
 
