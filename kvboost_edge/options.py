@@ -326,7 +326,7 @@ def refuse_unknown(
 
 
 def as_int(name: str, value: object, error: type[Exception] = RequestError) -> int:
-    """Convert an integer, possibly of NumPy, to int.
+    """Convert a Python or NumPy integer to int.
 
     Raises `error` for booleans, floats and strings.
     """
@@ -339,7 +339,7 @@ def as_int(name: str, value: object, error: type[Exception] = RequestError) -> i
 
 
 def as_float(name: str, value: object, error: type[Exception] = RequestError) -> float:
-    """Convert a number, possibly of NumPy, to float.
+    """Convert a Python or NumPy number to float.
 
     Raises `error` for booleans, strings and arrays. An integer that is too large for a float
     becomes infinity.

@@ -431,7 +431,7 @@ def options_from() -> argparse.Namespace:
         "--rounds",
         type=int,
         default=1,
-        help="number of sessions per server, of which medians are taken",
+        help="number of sessions per server; figures are their medians",
     )
     parser.add_argument(
         "--turns",

@@ -36,7 +36,7 @@ from benchmarks.bench.bench_peers import ALL_SHAPES, RandomModel, parser_for_lay
 from kvboost_edge import CPUPagedEngine
 
 _SHORT = 60  # tokens of a short prompt
-_STREAM = 40  # tokens of a stream's prompt
+_STREAM = 40  # tokens in the prompt of a stream
 _PERCENTILES = (50, 99)
 _SETTINGS = {"paced": None, "unpaced": 0.0}  # value of target_tpot
 

@@ -109,7 +109,7 @@ def overhead(address: str, rounds: int) -> float:
 
 
 def hit_rate(address: str, keys: Sequence[str], rounds: int) -> float:
-    """Return the share of prompt tokens found over all requests, 4 at a time."""
+    """Return the share of prompt tokens found in the cache, with 4 concurrent requests."""
     draw = random.Random(0)
     shared = {key: [draw.randrange(10, 250) for _ in range(SHARED_TOKENS)] for key in keys}
     jobs = [

@@ -206,7 +206,7 @@ _tokenizer: Any = None
 
 
 def _words(text: str) -> list[int]:
-    """Return the real model's tokenizer, whose tokens every random model has too."""
+    """Return the real model's tokenizer. Its ids are valid in every random model."""
     return list(_tokenizer.encode(text))
 
 

@@ -116,7 +116,7 @@ def passages(engine: CPUPagedEngine, seed: str, number: int) -> Round:
 
 
 def passages_unjudged(engine: CPUPagedEngine, seed: str, number: int) -> Round:
-    """Return the same prompts without judging answers, which takes as long as everything else."""
+    """Return the same prompts as `passages`, but without judging answers to save time."""
     made = passages(engine, seed, number)
     return made._replace(asked=[asked._replace(gold=()) for asked in made.asked])
 

@@ -274,7 +274,7 @@ def _value(rng: random.Random, source: str) -> str:
 
 
 def make_questions(rng: random.Random, passages: list[Passage], count: int) -> list[Question]:
-    """Return questions, of which every tenth needs two passages."""
+    """Return questions. Every tenth question needs two passages."""
     made = []
     for number in range(count):
         chosen = rng.sample(passages, 2 if number % 10 == 9 else 1)

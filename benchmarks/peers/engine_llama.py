@@ -22,9 +22,10 @@ _ONWARD = 1
 class Engine:
     """A llama.cpp context with unified KV cache, flash attention, and f16 or q8_0 KV.
 
-    Sequence 0 holds the cached tokens. Requests replace its end by their own tokens. The memory of
-    a recurrent model cannot be rolled back, so sequence 0 is kept and a copy of it continues. If it
-    is too far, it is recomputed from the start. This work is not timed.
+    Sequence 0 holds the cached tokens. Each request replaces the end of this sequence with its own
+    tokens. The memory of a recurrent model cannot be rolled back, so sequence 0 is kept and a copy
+    of it continues. If sequence 0 has too many tokens, it is recomputed from the start. This work
+    is not timed.
     """
 
     def __init__(self, options: Any) -> None:

@@ -67,7 +67,7 @@ class Context:
 
 
 def stdlib_functions() -> list[Function]:
-    """Return the functions of the standard library that have a question."""
+    """Return the standard library functions for which there is a question."""
     root = Path(sysconfig.get_path("stdlib"))
     found: dict[str, Function] = {}
     for path in sorted(root.rglob("*.py")):

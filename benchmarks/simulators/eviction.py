@@ -40,8 +40,8 @@ __all__ = ["POLICIES", "FirstInFirstOut", "LeastFrequentlyUsed", "Replayed", "re
 
 _SHARES = (0.01, 0.02, 0.05)
 _AT_A_TIME = 4
-# Tokens per block of the pool. A block has its id in all tokens, and one more token makes the whole
-# prompt matchable.
+# Tokens per block of the pool. Every token of a block is the block's id, and one extra token makes
+# the whole prompt matchable.
 _SIZE = 2
 
 

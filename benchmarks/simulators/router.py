@@ -23,7 +23,7 @@ the time only warm the caches and are not counted. Costs of a replica are descri
     read         share of the found tokens that came from a tier shared by all replicas (`--shared`:
                  seconds to read a token)
     missed       share of the prompt tokens that the router expected a replica to find but that the
-                 replica computed (`--states`: replicas of a hybrid model with so many states each;
+                 replica computed (`--states`: state slots per replica of a hybrid model;
                  `--blocks-alone`: the router ignores states)
     stray        requests sent to a replica that had been removed or was draining
     CPU          time of this process in `choose` and `note_routed`, mean and 99th percentile, in
@@ -71,8 +71,8 @@ __all__ = ["Faults", "Outcome", "floor", "simulate", "workload"]
 BLOCK_TOKENS = 64
 POOL_BLOCKS = 512
 EVERY = 0.2  # seconds between two messages of a replica
-NETWORK = 0.005  # seconds from the router to a replica, and for a message back
-_ANSWER_TOKEN = 2e-3  # seconds of a replica's time for a token of answer beside others
+NETWORK = 0.005  # network delay in seconds, in each direction
+_ANSWER_TOKEN = 2e-3  # seconds per output token in a batch with other requests
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

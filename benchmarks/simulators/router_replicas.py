@@ -46,8 +46,8 @@ DECODE_STEP = 10e-3
 DECODE_MORE = 0.075
 STEP_TOKENS = 512
 PLACES = 16
-# Tokens per block of the manager. A block has its id in all tokens, and one more token makes the
-# whole prompt matchable.
+# Tokens per block of the manager. Every token of a block is the block's id, and one extra token
+# makes the whole prompt matchable.
 POOL_TOKENS = 2
 
 

@@ -78,8 +78,8 @@ class RunnerInfo:
         kv_spec: storage format of KV and recurrent states.
         weight_region: memory region of the weights in this process, or empty if unknown.
         kernel_path: variant of this project's linear kernels, or "none" if other kernels are used.
-        copies_kv: whether the runner also stores KV of running sequences outside the pool, in at
-            most as many bytes as the pool.
+        copies_kv: whether the runner also stores KV of running sequences outside the pool. The
+            copies take at most the size of the pool.
         hidden_size: size of a hidden state, or 0 if the runner does not return hidden states.
         stores_kv: False if each text is one pass that stores no KV. Results are then hidden states.
         numerics: versions of everything else that the exact bits of KV depend on.

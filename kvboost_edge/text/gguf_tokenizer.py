@@ -203,7 +203,8 @@ def _byte_level(
 def _merges(fields: _Fields, tokens: Sequence[str], types: Sequence[int]) -> list[tuple[str, str]]:
     """Return the merges of the file.
 
-    Writers omit empty arrays, so they may be missing for a vocabulary of single characters.
+    The key may be missing if all tokens are single characters, because GGUF writers omit empty
+    arrays.
     """
     if "tokenizer.ggml.merges" not in fields.metadata:
         normal = (token for token, kind in zip(tokens, types, strict=True) if kind == _NORMAL)

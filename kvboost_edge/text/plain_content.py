@@ -112,8 +112,8 @@ def free_marks(values: Sequence[Any]) -> tuple[str, str, str]:
     free = [mark for mark in _MARKS if mark not in taken]
     if len(free) < 3:
         raise RequestError(
-            "the messages contain too many of the Unicode noncharacters U+FDD0..U+FDEF, of which "
-            "three must be unused; remove them from the messages"
+            "the messages contain too many of the Unicode noncharacters U+FDD0..U+FDEF; leave at "
+            "least three of them unused"
         )
     return free[0], free[1], free[2]
 

@@ -370,7 +370,7 @@ class NativeRunner:
         )
 
     def _run_begin(self, batch: ForwardBatch, layer: int, end: int) -> tuple[WholePass, PassMemory]:
-        """Run the operations [0, end), of which the last belongs to `layer`, on all rows."""
+        """Run the operations [0, end), which cover the layers up to `layer`, on all rows."""
         backend = self._backend
         whole = self._whole
         if backend is None or whole is None:

@@ -1,6 +1,6 @@
 """Formats in which models write reasoning and tool calls.
 
-The calls of a message are one text made of these pieces, of which any except CALL may be empty:
+The calls of a message are one text made of these pieces. Any piece except CALL may be empty:
 
     opening  before CALL after  separator  before CALL after  ...  closing
 

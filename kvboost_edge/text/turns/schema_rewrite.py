@@ -482,7 +482,7 @@ def _without_types(given: dict[str, Any], other: Schema) -> Made | None:
 
 
 def _numbers_between(type_: str, refused: Iterable[float]) -> list[dict[str, Any]]:
-    """Return schemas of the ranges between these numbers."""
+    """Return number schemas that together match all numbers except these."""
     ends = [None, *sorted(refused), None]
     found = []
     for low, high in itertools.pairwise(ends):

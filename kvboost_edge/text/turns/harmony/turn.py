@@ -184,7 +184,7 @@ class ChannelTurn:
 
         Args:
             kind: kind of part to emit, or None to discard the text.
-            continued: whether the text continues a message of which a part was emitted.
+            continued: whether part of the same message was already emitted.
         """
         scanner = self._scanner
         is_next = not continued
