@@ -286,7 +286,7 @@ def main() -> None:
     contenders = {name: Contender(name, folder, options.threads) for name in CONTENDERS}
     found: dict[str, list[dict[str, float]]] = {name: [] for name in CONTENDERS}
     try:
-        for number in range(rounds + 1):  # the first token is not counted
+        for number in range(rounds + 1):  # round 0 is the warm-up
             for name, contender in contenders.items():
                 answer = contender.ask(prompt(number, options.depth, vocab), count)
                 if number:

@@ -46,7 +46,7 @@ from kvboost_edge import CPUPagedEngine
 _BENCHMARKS = Path(__file__).parents[1]
 _START_S = 180.0
 _REQUEST_S = 900.0
-_FIRST_SHOWN = 33  # id of "a" in the tokenizer of random_model.py, where bytes are the first tokens
+_FIRST_SHOWN = 33  # byte "!", which is token 0 in the tokenizer of random_model.py
 
 
 @dataclasses.dataclass(frozen=True)

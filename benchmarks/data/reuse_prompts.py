@@ -42,9 +42,8 @@ BLOCK_TOKENS = 16
 PRIMER_TOKENS = 256
 NUM_PASSAGES = 8
 NUM_FACTS = 64
-CUT_TOKENS = (
-    128  # minimum for the bundled model's documents, where a block after each boundary is an eighth
-)
+# At least 128 for the bundled model's documents: a block after each boundary is then an eighth.
+CUT_TOKENS = 128
 _SYSTEM = "You answer questions from the passages that you are given. Answer shortly."
 _ROOT = Path(__file__).parents[2]
 

@@ -50,7 +50,7 @@ class Engine:
         self.is_recurrent = ll.llama_model_is_recurrent(self.model) or ll.llama_model_is_hybrid(
             self.model
         )
-        self.position = -1  # of a recurrent model's sequence 0, and of one that is held
+        self.position = -1  # tokens that a recurrent model's sequence 0 holds
         self.about = {"system_info": ll.llama_print_system_info().decode()}
 
     def _run(self, rows: list[tuple[int, int, int, bool]]) -> None:

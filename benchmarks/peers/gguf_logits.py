@@ -24,7 +24,7 @@ _said: list[str] = []
 
 @ll.llama_log_callback
 def _listen(level: int, text: bytes, _: Any) -> None:
-    if level >= 3:  # log levels of warnings and errors
+    if level >= 3:  # keep warnings and errors only
         _said.append(text.decode(errors="replace").strip())
 
 

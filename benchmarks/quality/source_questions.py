@@ -37,7 +37,7 @@ from kvboost_edge.config import GenerationMode
 __all__ = ["Context", "Function", "contexts", "mcnemar", "right", "stdlib_functions", "wilson"]
 
 PER_CONTEXT = 6
-LENGTHS = range(250, 1400)  # maximum characters of a function
+LENGTHS = range(250, 1400)  # allowed length of a function in characters
 ANSWER_TOKENS = 16
 WAYS = ("full", "other order", "reuse", "closed book")
 _LEFT_OUT = {"test", "tests", "idlelib", "lib2to3", "site-packages", "__pycache__"}

@@ -51,7 +51,7 @@ class LeastFrequentlyUsed:
     def __init__(self, block_ids: Iterable[int]) -> None:
         self._plain = dict.fromkeys(block_ids)
         self._uses: dict[int, int] = {}
-        self._ranks: dict[int, tuple[int, int]] = {}  # counts of the matchable blocks
+        self._ranks: dict[int, tuple[int, int]] = {}  # ranks of the matchable blocks
         self._heap: list[tuple[tuple[int, int], int]] = []
         self._clock = 0
 

@@ -240,7 +240,7 @@ class _Run:
 
     def _step(self, number: int, now: float) -> None:
         replica = self.replicas[number]
-        if number not in self.dead and replica.next_end == now:  # the request was rejected
+        if number not in self.dead and replica.next_end == now:  # otherwise the step ends later
             replica.step_done(now)
             if replica.next_end is not None:
                 self.at(replica.next_end, self._step, number)

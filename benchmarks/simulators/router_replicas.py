@@ -144,7 +144,7 @@ class Replica:
         self.shared = shared
         self.read_tokens = 0
         self._seen: dict[bytes, None] = {}
-        self._is_idle = False  # time until something was read
+        self._is_idle = False  # whether all requests wait for a read from the tier
         self.waiting: deque[Job] = deque()
         self.prefilling: list[Job] = []
         self.running: list[Job] = []
