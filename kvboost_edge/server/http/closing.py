@@ -14,7 +14,8 @@ from typing import Any
 
 __all__ = ["QUIET_SECONDS", "LingeringTransport"]
 
-QUIET_SECONDS = 2.0  # after this silence, the client has read its response or never will
+# seconds without data after which the client has read its response, or never will
+QUIET_SECONDS = 2.0
 _MOST_BYTES = 128 * 1024 * 1024
 
 

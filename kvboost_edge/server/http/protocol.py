@@ -67,7 +67,7 @@ _VERSIONS = (b"1.0", b"1.1")
 # Documented by h11, but not in its __all__.
 _WAITING = (h11.DONE, h11.MIGHT_SWITCH_PROTOCOL)  # type: ignore[attr-defined]
 _MESSAGES = {
-    400: ("the HTTP request is malformed; send a valid HTTP/1.1 request", "malformed_request"),
+    400: ("the HTTP request is malformed; check its request line and headers", "malformed_request"),
     408: (
         "the request did not arrive in time (--header-seconds, --body-seconds); send it faster",
         "request_timeout",

@@ -10,7 +10,7 @@ from kvboost_edge.host.tenant_lru import TenantLRU
 
 __all__ = ["ResponseStore", "StoredResponse"]
 
-_BYTES = 64 << 20  # for all tenants together
+_BYTES = 64 << 20  # bytes, for all tenants together
 _ENTRIES = 4096
 _SECONDS = 24 * 3600.0
 _OVERHEAD = 512  # bytes of an entry in addition to its texts
