@@ -116,9 +116,8 @@ EngineOptions = Annotated[
         is_eager=True,
         callback=list_options,
         help=(
-            "Engine option such as backend=reference, dtype=float32, num_threads=2 or "
-            "max_cache_bytes=4e9, repeatable. '-o list' prints all options with their types "
-            "and defaults."
+            "Engine option, such as num_threads=2 or max_cache_bytes=4e9. Repeatable. '-o "
+            "list' prints all options with their types and defaults."
         ),
     ),
 ]
@@ -131,9 +130,8 @@ SamplingOptions = Annotated[
         is_eager=True,
         callback=list_parameters,
         help=(
-            "Sampling parameter such as temperature=0.7, top_p=0.9, top_k=40, seed=1 or "
-            "stop=END, repeatable. '-s list' prints all parameters with their types and "
-            "defaults."
+            "Sampling parameter, such as temperature=0.7 or stop=END. Repeatable. '-s list' "
+            "prints all parameters with their types and defaults."
         ),
     ),
 ]
@@ -621,7 +619,7 @@ def evaluate(
             "--against",
             metavar="NAME=VALUE,…",
             help=(
-                "Comma-separated engine options to compare with, repeatable. Shows the mean "
+                "Comma-separated engine options to compare with. Repeatable. Shows the mean "
                 "and maximum KL divergence and how often both predict the same most likely "
                 "token."
             ),

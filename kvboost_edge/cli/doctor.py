@@ -307,7 +307,7 @@ def _knobs(fit: MemoryCheck, packed: Mapping[str, int], config: EngineConfig) ->
             f"max_state_bytes or max_num_seqs: the states, {gb(fit.info.kv_spec.bytes_per_state)} "
             "each"
         )
-        if asks_for_drafts(config):  # without a given number, the number shrinks to fit
+        if asks_for_drafts(config):  # otherwise, their number shrinks to fit
             size = gb(fit.info.kv_spec.bytes_per_draft)
             found.append(f"max_draft_tokens: draft tokens, {size} each")
     return "; ".join(found)

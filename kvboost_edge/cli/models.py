@@ -54,7 +54,7 @@ def run_models(word: str, options: dict[str, Any], *, as_json: bool) -> None:
 
 
 def run_suggest(word: str, *, as_json: bool) -> None:
-    """Print recommended models whose name contains `word`. Dims those too large for this machine."""
+    """Print recommended models whose name contains `word`. Dims those that exceed the memory."""
     memory = total_bytes()
     wanted = [one for one in SUGGESTIONS if word.lower() in one.name.lower()]
     rows = [{**one._asdict(), "fits": one.memory_gb * _GB <= memory} for one in wanted]

@@ -80,7 +80,7 @@ class ErrorDetail(_Answer):
     message: Annotated[str, Field(description="Description of the error for people.")]
     type: Annotated[str, Field(description="OpenAI's error type.")]
     param: Annotated[str | None, Field(description="Name of the invalid field.")]
-    code: Annotated[str, Field(description="Error code for programs.")]
+    code: Annotated[str, Field(description="Error code that programs can check.")]
 
 
 class ErrorAnswer(_Answer):
@@ -144,7 +144,7 @@ class PromptCache(_Answer):
     seconds: Annotated[float, Field(description="Time spent on computing these tokens.")]
     step_share: Annotated[
         float,
-        Field(description="Mean fraction of its steps' tokens that belong to the request, 0 to 1."),
+        Field(description="Mean share of the request in the tokens of its engine steps, 0 to 1."),
     ]
     position: Annotated[
         int, Field(description="Index of the first token that differs from the earlier request.")
@@ -383,7 +383,7 @@ class Costs(_Answer):
     ]
     step_share: Annotated[
         float,
-        Field(description="Mean fraction of its steps' tokens that belong to the request, 0 to 1."),
+        Field(description="Mean share of the request in the tokens of its engine steps, 0 to 1."),
     ]
     seeds: Annotated[list[int], Field(description="Seed of each sequence.")]
 
@@ -447,7 +447,10 @@ class CompletionChoiceAnswer(_Answer):
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReason
     token_ids: NotRequired[
-        Annotated[list[int], Field(description="Present if return_token_ids is true.")]
+        Annotated[
+            list[int],
+            Field(description="Token ids of the output. Present if return_token_ids is true."),
+        ]
     ]
 
 
@@ -517,7 +520,10 @@ class ChatChoiceAnswer(_Answer):
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason
     token_ids: NotRequired[
-        Annotated[list[int], Field(description="Present if return_token_ids is true.")]
+        Annotated[
+            list[int],
+            Field(description="Token ids of the output. Present if return_token_ids is true."),
+        ]
     ]
 
 
@@ -545,7 +551,10 @@ class Tokenized(_Answer):
     count: int
     max_model_len: int
     token_strs: NotRequired[
-        Annotated[list[str], Field(description="Present if return_token_strs is true.")]
+        Annotated[
+            list[str],
+            Field(description="Text of each token. Present if return_token_strs is true."),
+        ]
     ]
 
 
@@ -605,7 +614,9 @@ class Ranked(_Answer):
     index: Annotated[int, Field(description="Index of the document in the request.")]
     relevance_score: float
     document: NotRequired[
-        Annotated[RankedText, Field(description="Present if return_documents is true.")]
+        Annotated[
+            RankedText, Field(description="The document. Present if return_documents is true.")
+        ]
     ]
 
 

@@ -95,9 +95,9 @@ class ServeOptions:
 
 _COMMAND = {  # flags of the command that are not settings
     "model": Option(
-        help="Model directory, GGUF file or hub id, repeatable. A prefix NAMES= gives the "
-        "model comma-separated names for clients. The first model is loaded at start, "
-        "further ones on demand",
+        help="Model directory, GGUF file or hub id. A prefix NAMES= gives the model "
+        "comma-separated names for clients. Repeatable; the first model is loaded at "
+        "start, and further ones on demand",
         group="Model",
         flag="--model -m",
         many=True,
@@ -112,15 +112,15 @@ _COMMAND = {  # flags of the command that are not settings
         unset="the hub id, or the last part of the path",
     ),
     "warm": Option(
-        help="Text that the first model caches at start, repeatable. @FILE reads the text from "
-        "a file",
+        help="Text that the first model caches at start. @FILE reads the text from a file. "
+        "Repeatable",
         group="Cache",
         many=True,
         metavar="TEXT",
     ),
     "warm_document": Option(
-        help="Text to cache at start for chunk_kv_reuse mode, which reuses it anywhere in a "
-        "prompt, repeatable. @FILE reads the text from a file",
+        help="Text to cache at start for chunk_kv_reuse mode, which can reuse it anywhere in a "
+        "prompt. @FILE reads the text from a file. Repeatable",
         group="Cache",
         many=True,
         metavar="TEXT",

@@ -71,9 +71,9 @@ class ServerSettings:
     )
     api_keys: tuple[str, ...] = option(
         (),
-        "API key that clients must send, repeatable. Each key is a separate tenant. A key with "
-        "a weight, such as 'KEY weight=4', gets that many shares of the compute. Other users "
-        "of this machine can see keys on the command line",
+        "API key that clients must send. Each key is a separate tenant. A key with a weight, "
+        "such as 'KEY weight=4', gets that many shares of the compute. Other users of this "
+        "machine can see keys on the command line. Repeatable",
         group="Security",
         flag="--api-key",
         many=True,
@@ -83,7 +83,7 @@ class ServerSettings:
     )
     admin_api_keys: tuple[str, ...] = option(
         (),
-        "API key that may also read and reset the data of all tenants, repeatable",
+        "API key that may also read and reset the data of all tenants. Repeatable",
         group="Security",
         flag="--admin-api-key",
         many=True,
@@ -99,7 +99,7 @@ class ServerSettings:
     )
     allowed_hosts: tuple[str, ...] = option(
         (),
-        "Host header to accept, repeatable. * accepts all",
+        "Host header to accept. * accepts all. Repeatable",
         group="Security",
         flag="--allowed-host",
         many=True,
@@ -109,7 +109,7 @@ class ServerSettings:
     )
     cors_origins: tuple[str, ...] = option(
         (),
-        "Web origin whose pages may call the server, such as https://example.org, repeatable",
+        "Web origin whose pages may call the server, such as https://example.org. Repeatable",
         group="Security",
         flag="--cors-origin",
         many=True,

@@ -53,7 +53,7 @@ class Speeds:
         self.output_tokens = 0
         self.output_seconds = 0.0
         self._lock = threading.Lock()
-        self._recent: deque[_Sums] = deque()  # by second, oldest first
+        self._recent: deque[_Sums] = deque()  # sums by second, oldest first
 
     def observe(self, result: GenerationResult) -> None:
         """Count a finished sequence."""

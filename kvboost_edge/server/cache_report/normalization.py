@@ -19,7 +19,7 @@ from kvboost_edge.server.settings import NORMALISERS
 __all__ = ["Normaliser", "without_billing"]
 
 _BILLING = ("x-anthropic-billing-header:",)
-_OBJECT_BYTES = 500  # approximate overhead of Python's objects
+_OBJECT_BYTES = 500  # approximate bytes that Python objects add to an entry
 
 Json = dict[str, Any]
 

@@ -135,7 +135,7 @@ class Diagnosis:
         evicted_from: the pool and tiers that evicted the block.
         normalised: kinds of normalization that changed the request.
         model: name of the model.
-        step_share: mean fraction of its steps' tokens that belong to the request, 0 to 1.
+        step_share: mean share of the request in the tokens of its engine steps, 0 to 1.
     """
 
     request_id: str

@@ -140,7 +140,7 @@ class Loader:
         if engine.runner_info.name != "native":
             raise ConfigError(
                 f"--max-memory needs the native runner, and {served.name!r} runs on the "
-                f"{engine.runner_info.name} runner, whose buffers are not known"
+                f"{engine.runner_info.name} runner, whose buffers are not known; leave it out"
             )
         loaded = [one for one in self._all if one is not served and one.state is not None]
         engines = [engine, *(one.state.engine for one in loaded if one.state is not None)]
