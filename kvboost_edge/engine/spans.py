@@ -125,7 +125,7 @@ class SequenceSpans(SharedSpans):
         self._lost_runs: list[Chain] | None = None  # reversed order; None before the search
         self._request = request
         self._found: list[tuple[int, int]] = []
-        self._ahead: list[tuple[int, int]] = []  # in reversed order
+        self._ahead: list[tuple[int, int]] = []  # spans not reached yet, last first
         self._num_found = 0
 
     def next_lost_run(self, find: Callable[[], list[Chain]]) -> Chain | None:

@@ -82,7 +82,7 @@ def cache_stats(parts: EngineParts, tiering: Untiered) -> dict[str, float]:
 
 
 def _miss_tokens(manager: KVCacheManager) -> int:
-    """Return the prompt tokens that were neither cached nor reused in spans."""
+    """Return the number of prompt tokens that were neither cached nor reused in spans."""
     return manager.miss_tokens + manager.spans.num_cut_tokens
 
 

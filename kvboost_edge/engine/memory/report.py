@@ -81,7 +81,7 @@ class MemoryReport:
         self._counted_until = -math.inf
 
     def snapshot(self) -> dict[str, int]:
-        """Return the current figures.
+        """Return the current memory use by owner, in bytes.
 
         The keys are weight_bytes, pool_bytes, state_bytes, copied_bytes, buffer_bytes, other_bytes,
         process_rss_bytes and process_peak_bytes.

@@ -81,7 +81,7 @@ def _draft_rows(config: EngineConfig) -> Iterable[int]:
 
 
 def asks_for_drafts(config: EngineConfig) -> bool:
-    """Return whether the config asks for draft tokens. Their number must then not shrink to fit."""
+    """Return whether the config asks for draft tokens, whose number must then not shrink."""
     return config.speculation == "on" or (
         config.speculation != "off" and config.max_draft_tokens is not None
     )

@@ -1,1 +1,1 @@
-"""Requests with their prompts, terms, checks, progress and results."""
+"""Requests and their prompts, options, checks, progress and results."""

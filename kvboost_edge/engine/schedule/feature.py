@@ -33,7 +33,7 @@ class Feature:
 
     @property
     def is_ready(self) -> bool:
-        """True if the sequence can be in the next step."""
+        """True if the feature lets the sequence run in the next step."""
         return True
 
     @property
