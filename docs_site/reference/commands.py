@@ -27,7 +27,7 @@ _HEAD = """# Commands
 """
 _MORE = {
     "cache": "See [inspect and clean up](disk_tier.md#inspect-and-clean-up).",
-    "chat": "A conversation that exceeds the context goes on after `/drop`.",
+    "chat": "If a conversation exceeds the context, remove its oldest turn with `/drop`.",
     "doctor": "See [models](models.md).",
     "generate": "See [structured output](structured.md) for `--json-schema`.",
     "launch": "See [connecting a client](apis.md#connecting-a-client).",
@@ -87,11 +87,11 @@ def _serve_flags() -> str:
         for name, one in command_options().items()
         if name not in listed
     ]
-    text = (
-        "\nIn addition to these flags it takes those of the tables [Engine]"
-        "(reference/options.md#engine) and [Server](reference/options.md#server).\n\n"
+    text = paragraph(
+        "`serve` also takes the flags in the tables [Engine](reference/options.md#engine) and "
+        "[Server](reference/options.md#server)."
     )
-    return text + table(("option", "meaning", "default"), rows)
+    return f"\n{text}\n" + table(("option", "meaning", "default"), rows)
 
 
 def _usage(name: str, arguments: list[Any], options: list[Any]) -> str:

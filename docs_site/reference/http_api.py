@@ -42,7 +42,7 @@ Every route of `kvboost-edge serve`, with its fields. `GET /openapi.json` return
 OpenAPI document. The web page is at `/`. [Compatibility APIs](../apis.md) compares the APIs and
 shows how to connect clients.
 
-- Bodies are JSON. Unknown fields are refused by name with status 400.
+- Bodies are JSON. An unknown field is refused with status 400 and an error that names it.
 - If keys are set, send `Authorization: Bearer KEY` or `x-api-key: KEY`. Routes marked *admin* need
   an admin key if there is more than one key.
 - A request field may be `null`, which means that it is not given. *Required* fields must be given.

@@ -48,9 +48,9 @@ class LayerKVSpec:
     Attributes:
         num_kv_heads: Number of KV heads.
         head_dim: Size of a key or a value.
-        apart: Own number of a layer whose KV later layers also read; 0 for other layers. In a
-            quantized pool, layers with equal shape and number share temporary buffers. The buffers
-            of a numbered layer thus stay unchanged until the pass ends.
+        apart: Unique number of a layer whose KV later layers also read; 0 for other layers. In a
+            quantized pool, layers with equal shape and number share temporary buffers. A unique
+            number therefore keeps the layer's buffers unchanged until the pass ends.
     """
 
     num_kv_heads: int

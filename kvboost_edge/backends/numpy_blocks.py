@@ -183,7 +183,7 @@ class NumpyBlocks:
             else [array for pool in self._pools for array in pool]
         )
         if not arrays:
-            raise ConfigError(f"backend {self.name!r} is closed: it holds no blocks")
+            raise ConfigError(f"backend {self.name!r} is closed; create a new one")
         return [as_rows(array) for array in arrays]
 
     def release_blocks(self, block_ids: Sequence[int]) -> None:

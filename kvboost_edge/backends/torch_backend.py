@@ -150,7 +150,7 @@ class TorchBackend:
     @property
     def _blocks(self) -> PlainBlocks | TorchQuantBlocks:
         if self._held is None:
-            raise ConfigError("backend 'torch' is closed: it holds no blocks")
+            raise ConfigError("backend 'torch' is closed; create a new one")
         return self._held
 
     @property

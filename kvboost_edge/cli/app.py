@@ -184,8 +184,8 @@ MaxMemoryOption = Annotated[
         "--max-memory",
         metavar="BYTES",
         parser=read_size,
-        help="Memory limit of the process in bytes, such as 1GB. The pool gets the memory left "
-        "by the weights and overhead. Default: no limit.",
+        help="Memory limit of the process in bytes, such as 1GB. The pool gets the memory that "
+        "remains after the weights and overhead. Default: no limit.",
     ),
 ]
 SchemaOption = Annotated[
@@ -565,7 +565,7 @@ def inspect(
         typer.Argument(
             metavar="MODEL",
             help="Model directory, GGUF file, hub id, Ollama model (ollama:NAME:TAG) or "
-            "kvboost-edge/demo.",
+            "kvboost-edge/demo. Required unless -m is given.",
         ),
     ] = None,
     model: SameModelOption = None,

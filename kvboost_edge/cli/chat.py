@@ -141,7 +141,9 @@ def _remote(remote: RemoteChat, settings: dict[str, Any], console: Console) -> _
                 else:
                     write(f"\n{piece}" if thinking else piece)
                 thinking = isinstance(piece, Thought)
-        raise RequestError("the server ended the answer early")
+        raise RequestError(
+            "the server closed the stream before the answer was complete; see the server's log"
+        )
 
     return _Partner(reply, lambda: console.print_json(json.dumps(remote.stats())))
 

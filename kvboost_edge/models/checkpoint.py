@@ -244,14 +244,14 @@ class Checkpoint(abc.ABC):
             cache_dir: directory for the digests of large files; by default the checkpoint's own.
 
         Raises:
-            ModelFormatError: a file changed while it was read.
+            ModelFormatError: a file changed while it was being read.
         """
         if not self._fingerprint:
             self._stamps = self._stamps or self._current_stamps()
             found = self._read_fingerprint(self.cache_dir if cache_dir is None else cache_dir)
             for path in self.changed_files():
                 raise ModelFormatError(
-                    f"{path} changed while it was read; load it again when it is complete"
+                    f"{path} changed while it was being read; load it again when it is complete"
                 )
             self._fingerprint = found
         return self._fingerprint

@@ -147,7 +147,7 @@ def _file_digest(path: Path, cache_dir: Path | None) -> str:
             )
         if FileStamp.of(path) != stamp:
             raise ModelFormatError(
-                f"{path} changed while it was read; load it again when it is complete"
+                f"{path} changed while it was being read; load it again when it is complete"
             )
     except OSError as error:
         raise ModelFormatError(f"{path} cannot be read: {error}") from error

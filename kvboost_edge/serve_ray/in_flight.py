@@ -62,7 +62,7 @@ def is_loss(error: BaseException) -> bool:
 
 
 class Flight:
-    """A request in flight: sends it to a replica and passes the answer to its handle.
+    """A request in flight, which is sent to a replica and whose answer goes to its handle.
 
     Args:
         sent: The request.

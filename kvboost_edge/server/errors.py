@@ -50,8 +50,8 @@ class ApiError(HTTPException):
     """An error response.
 
     Attributes:
-        message: description for people.
-        code: identifier for programs.
+        message: human-readable description.
+        code: machine-readable identifier.
         param: name of the invalid field.
         kind: OpenAI's error type; by default, the type that belongs to the status.
     """

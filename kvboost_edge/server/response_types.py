@@ -77,7 +77,7 @@ class _Answer(TypedDict):
 class ErrorDetail(_Answer):
     """Content of an error."""
 
-    message: Annotated[str, Field(description="Description of the error for people.")]
+    message: Annotated[str, Field(description="Human-readable description of the error.")]
     type: Annotated[str, Field(description="OpenAI's error type.")]
     param: Annotated[str | None, Field(description="Name of the invalid field.")]
     code: Annotated[str, Field(description="Error code that programs can check.")]

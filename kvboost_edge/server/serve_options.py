@@ -309,6 +309,5 @@ def _warm_text(text: str) -> str:
     try:
         return Path(text[1:]).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"the warm text {text!r} cannot be read: {type(error).__name__}"
-        ) from error
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ConfigError(f"the warm text {text!r} cannot be read: {reason}") from error

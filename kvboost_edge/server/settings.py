@@ -428,9 +428,8 @@ def collect_api_keys(
         try:
             lines = file.read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(
-                f"the API key file {str(file)!r} cannot be read: {type(error).__name__}"
-            ) from error
+            reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+            raise ConfigError(f"the API key file {str(file)!r} cannot be read: {reason}") from error
         found = [
             line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")
         ]

@@ -331,7 +331,7 @@ def _added_tokens(
 
     Control tokens are special.
     """
-    # Phi-3's control tokens consume the white space after them. The file does not record this, so
+    # Phi-3's control tokens consume the whitespace after them. The file does not record this, so
     # it is assumed, as in llama.cpp. "</s>" does the same whatever its type, because the original
     # model has it as an ordinary added token.
     strips = (

@@ -51,7 +51,7 @@ def _user_header(tokenizer: Tokenizer) -> tuple[int, ...]:
 def _read_header(tokenizer: Tokenizer) -> tuple[int, ...]:
     """Return the tokens that begin each user message, from a special token on.
 
-    Trailing white space is omitted, because the tokenizer may merge it with the text that follows.
+    Trailing whitespace is omitted, because the tokenizer may merge it with the text that follows.
     """
     messages = [
         {"role": "user", "content": _FIRST},

@@ -33,7 +33,7 @@ Messages = Sequence[Mapping[str, Any]]
 Tools = Sequence[Mapping[str, Any]]
 
 _TOKEN_FLAGS = ("lstrip", "rstrip", "single_word", "normalized")
-# Added tokens that look like tags. Others, such as white space, words and code, remain tokens in
+# Added tokens that look like tags. Others, such as whitespace, words and code, remain tokens in
 # messages.
 _MARKER = re.compile(r"[<\[\]].*\w.*[>\]\[]", re.DOTALL)
 _SPECIAL_LENGTH = 256  # characters; longer than any special token's text

@@ -160,7 +160,7 @@ def test_a_file_that_is_replaced_after_its_header_was_read_is_refused(gguf, tmp_
         checkpoint.open_source()
     with pytest.raises(ModelFormatError, match=r"m\.gguf changed since its header was read"):
         checkpoint.summary()
-    with pytest.raises(ModelFormatError, match=r"m\.gguf changed while it was read"):
+    with pytest.raises(ModelFormatError, match=r"m\.gguf changed while it was being read"):
         checkpoint.fingerprint(cache_dir=tmp_path / "cache")
 
 

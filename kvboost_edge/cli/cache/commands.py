@@ -68,7 +68,7 @@ def cache(
         typer.Option(
             "--older-than",
             metavar="DAYS",
-            help="For prune: also remove entries that were not used for this many days. "
+            help="For prune: also remove entries that have not been used for this many days. "
             "Default: no limit.",
         ),
     ] = None,

@@ -92,13 +92,13 @@ def warm(
         typer.Option(
             "--from-request",
             metavar="FILE",
-            help="File with the JSON body of a /v1/chat/completions request.",
+            help="File with the JSON body of a /v1/chat/completions request. Required.",
         ),
     ],
     url: UrlOption = "http://127.0.0.1:8000",
     api_key: KeyOption = "",
     pin: Annotated[
-        bool, typer.Option("--pin", help="Pin the blocks, which keeps them from being evicted.")
+        bool, typer.Option("--pin", help="Pin the blocks so that they are not evicted.")
     ] = False,
     ttl: Annotated[
         float | None,

@@ -150,8 +150,8 @@ class GrammarCompiler:
         known = [token_id for token_id in self._eos if token_id < codec.vocab_size]
         if not known:
             raise RequestError(
-                "structured output needs an end-of-sequence token, but the model names none that "
-                "its tokenizer knows; use a model that does"
+                "structured output needs an end-of-sequence token, but the model's tokenizer has "
+                "none of those that the model names; use another model"
             )
         from llguidance import LLTokenizer
 
@@ -187,7 +187,7 @@ def check_grammar(grammar: Grammar) -> None:
 
 
 def fits_schema(schema: Mapping[str, Any], value: Any) -> bool:
-    """Return whether a JSON value matches the schema, in any order of its members.
+    """Return whether a JSON value matches the schema, whatever the order of its members.
 
     Raises:
         RequestError: The schema is invalid, unsupported or too large.

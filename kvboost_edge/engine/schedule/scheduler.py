@@ -359,7 +359,7 @@ class Scheduler:
     # Block allocation.
 
     def _reserve(self, wanted: dict[int, int], plan: StepPlan) -> None:
-        """Reserve slots for all wanted tokens by rank, preempting from the last in rank."""
+        """Reserve slots for all wanted tokens, preempting sequences if too few blocks are free."""
         for sequence in list(self.running):
             if wanted.get(sequence.index, 0) and sequence.status is SequenceStatus.RUNNING:
                 try:

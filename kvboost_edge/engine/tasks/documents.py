@@ -137,7 +137,7 @@ class Documents:
         )
 
     def _read_text(self, text: Prompt, position: int) -> Alone:
-        """Return a text for reuse after `position` other tokens."""
+        """Return the text with `position` tokens of context before it."""
         info = self._parts.runner.info
         longest = self._parts.runner.info.max_context
         if isinstance(text, str):

@@ -48,7 +48,7 @@ class AttentionShape(NamedTuple):
         kind: dtype of the pool: KIND_F32, KIND_F16 or KIND_BF16.
         window: sliding window in tokens, or 0 for full attention.
         softcap: softcap of scores, or 0 for no softcap.
-        softmax_scale: factor of scores.
+        softmax_scale: factor applied to scores.
         ahead: number of later tokens that a query also sees, or 0 for causal attention.
     """
 

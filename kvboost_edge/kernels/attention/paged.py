@@ -102,7 +102,7 @@ class AttentionOptions(NamedTuple):
     """Softmax options of one layer.
 
     Attributes:
-        softmax_scale: factor of scores.
+        softmax_scale: factor applied to scores.
         window: sliding window in tokens; a query at position p sees keys at (p - window, p]. 0 lets
             it see all keys up to p.
         softcap: scores become softcap * tanh(score / softcap); 0 disables it.

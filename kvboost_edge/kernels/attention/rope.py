@@ -34,7 +34,7 @@ class RopeTable:
 
     Args:
         frequencies: float32 [rotary_dim / 2], radians per position.
-        factor: factor of cos and sin (YaRN's attention scale).
+        factor: factor applied to cos and sin (YaRN's attention scale).
 
     Attributes:
         cos: float32 [positions, rotary_dim / 2].

@@ -321,7 +321,7 @@ class LinearOp(NamedTuple):
         matrix: the weights.
         size: number of rows of the matrix.
         add: 1 to add the result to `out`.
-        factor: factor of the result.
+        factor: factor applied to the result.
     """
 
     source: BufferRows
@@ -380,7 +380,7 @@ class RouteOp(NamedTuple):
         bias: address of float32 that is added to scores for the selection only, or 0.
         factors: address of a float32 factor for each expert's share, or 0.
         eps: added to the sum of shares, or its lower limit, depending on `renorm`.
-        factor: factor of all shares.
+        factor: factor applied to all shares.
     """
 
     experts: ExpertCounts

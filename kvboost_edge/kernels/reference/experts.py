@@ -29,7 +29,7 @@ class Routing(NamedTuple):
         renorm: divisor of the shares: "add" for their sum + eps, "least" for their sum but at least
             eps, or "" for none.
         eps: see `renorm`.
-        scale: factor of all shares.
+        scale: factor applied to all shares.
     """
 
     used: int

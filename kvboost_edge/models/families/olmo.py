@@ -26,7 +26,7 @@ Config = Mapping[str, Any]
 
 
 def _experts(config: Config, layers: int) -> Experts:
-    """Return OLMoE's mixture of experts, which is in all layers."""
+    """Return the experts of OLMoE, whose layers all have a mixture of experts."""
     keys = ("num_experts", "num_experts_per_tok", "intermediate_size")
     return experts_of(config, keys, (64, 8, None), [True] * layers, renorm=renorm_of(config))
 

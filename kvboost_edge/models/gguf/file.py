@@ -165,7 +165,10 @@ class GgufHeader:
         except OSError as error:
             raise ModelFormatError(f"{self.path} cannot be read: {error}") from error
         if len(data) != found.stop - found.start:
-            raise ModelFormatError(f"{self.path} was truncated while it was read")
+            raise ModelFormatError(
+                f"{self.path} was truncated while it was being read; load it again when it is "
+                "complete"
+            )
         return _decoded(self.path, key, data, found.length)
 
     def value(self, key: str, *kinds: type) -> Any:

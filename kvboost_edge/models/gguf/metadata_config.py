@@ -1,6 +1,6 @@
 """Conversion of GGUF metadata to a config in transformers' format.
 
-Unknown metadata keys are refused by name.
+Unknown metadata keys are refused with an error that names them.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ def ollama_model(name: str) -> Path:
 
 
 def ollama_names() -> Iterator[str]:
-    """Yield the names of all models in the store, as `locate_model` accepts them."""
+    """Yield the names of all models in the store, in the form that `locate_model` accepts."""
     seen: set[str] = set()
     for root in _roots():
         manifests = root / "manifests"

@@ -147,8 +147,9 @@ class OnnxSource:
         return "int8" if kinds == {"int4", "int8"} else None
 
     def rows(self, name: str, start: int = 0, stop: int | None = None) -> Floats:
-        """Return rows [start, stop) as float32, where quantized weights are scale * (code - zero
-        point).
+        """Return rows [start, stop) as float32.
+
+        Quantized weights are converted by scale * (code - zero point).
         """
         if name in self._zeros:
             return np.zeros((self._zeros[name] if stop is None else stop) - start, dtype=np.float32)

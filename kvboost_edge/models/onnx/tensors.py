@@ -194,5 +194,7 @@ def _bytes(path: Path, start: int, stop: int) -> bytes:
     except OSError as error:
         raise ModelFormatError(f"{path} cannot be read: {error}") from error
     if len(data) != stop - start:
-        raise ModelFormatError(f"{path} was truncated while it was read")
+        raise ModelFormatError(
+            f"{path} was truncated while it was being read; load it again when it is complete"
+        )
     return data

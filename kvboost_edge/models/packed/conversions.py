@@ -82,7 +82,7 @@ def log_conversions(plan: Sequence[PackEntry], source: WeightSource) -> None:
         error = conversion_error(source, names[0], packed).relative
         if error > 0:
             _LOG.info(
-                "%s: %d tensors become %s with a relative error of %.2g (%s)",
+                "%s: %d tensors are converted to %s with a relative error of %.2g (measured on %s)",
                 *(kind, len(names), packed, error, names[0]),
             )
             continue
@@ -91,6 +91,7 @@ def log_conversions(plan: Sequence[PackEntry], source: WeightSource) -> None:
         each = sum(packed_sizes(_ROWS, _INPUTS, packed)) / (_ROWS * _INPUTS)
         if stored and not FORMATS[packed].is_float and each > _MUCH * stored:
             _LOG.info(
-                "%s: %d tensors become %s exactly, in %.2f bytes a weight; the file has %.2f (%s)",
+                "%s: %d tensors are converted to %s without loss, which takes %.2f bytes per "
+                "weight instead of %.2f (such as %s)",
                 *(kind, len(names), packed, each, stored, names[0]),
             )

@@ -434,7 +434,7 @@ def _pack(job: _Job, put: Callable[[int, npt.NDArray[np.uint8]], None], target: 
         log_conversions(job.plan, source)
     for path in job.model.changed_files():
         raise ModelFormatError(
-            f"{path} changed while its weights were packed; load it again when it is complete"
+            f"{path} changed while its weights were being packed; load it again when it is complete"
         )
     if job.progress is not None:
         job.progress(total, total)

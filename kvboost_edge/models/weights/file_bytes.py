@@ -47,7 +47,8 @@ class FileBytes:
             raise ModelFormatError(f"{self.path} cannot be read: {error}") from error
         if done < len(raw):
             raise ModelFormatError(
-                f"{self.path} was truncated while it was read: {len(raw) - done} bytes are missing"
+                f"{self.path} was truncated while it was being read: {len(raw) - done} bytes are "
+                "missing; load it again when it is complete"
             )
 
     def announce(self, starts: Iterable[int], count: int) -> None:

@@ -94,7 +94,7 @@ class Emitter:
         Args:
             weight: name of the norm's weight.
             reader: name of the matrix.
-            factor: factor of the result.
+            factor: factor applied to the result.
         """
         size = self.spec.hidden_size
         address = self.scaled(weight, np.full(size, factor, dtype=np.float32))
@@ -202,7 +202,7 @@ class Emitter:
             source: input rows.
             norm: name of the norm after the product, for families that have one.
             panel: buffer of the quantized inputs.
-            sum_factor: factor of the hidden state after the addition. It requires such a norm.
+            sum_factor: factor applied to the hidden state after the addition. It requires `norm`.
             factor: factor of the product.
         """
         spec = self.spec

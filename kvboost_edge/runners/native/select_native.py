@@ -215,8 +215,8 @@ def log_dtype(dtype: str, info: RunnerInfo) -> None:
     stored = f"{kv.bits[0]} and {kv.bits[1]} bits" if kv.is_quantized else kv.dtype
     keys = f", KV in {stored}" if info.stores_kv else ""
     _LOG.warning(
-        "the native runner does not support dtype=%r. It uses weights in %s%s. Only the torch "
-        "runner computes in %s",
+        "the native runner does not support dtype=%r and uses weights in %s%s; to compute in %s, "
+        "set runner='torch'",
         dtype,
         info.dtype,
         keys,

@@ -85,7 +85,7 @@ _MESSAGES = {
 }
 
 
-# A bare line feed, or a folded header: a line that starts with white space and continues the
+# A bare line feed, or a folded header: a line that starts with whitespace and continues the
 # previous header.
 _AMBIGUOUS = re.compile(rb"(?<!\r)\n|\n[ \t]")
 _LENGTH = re.compile(rb"^content-length[ \t]*:.*", re.IGNORECASE | re.MULTILINE)

@@ -110,7 +110,7 @@ class ServedModel:
         idle_since: end of the last request, on the monotonic clock.
         loaded_at: time of the last load, on the monotonic clock.
         load_seconds: duration of the last load.
-        waits_for: reason, for people, why loading has not finished.
+        waits_for: human-readable reason why loading has not finished.
         refusal: reason why the last load failed.
         clock: timer that unloads the model.
     """

@@ -112,7 +112,7 @@ class BareCall:
             return True
         try:
             arguments = json.loads(self._members[self._format.arguments_key])
-        except ValueError:  # JSON forbids this white space, or a number has too many digits
+        except ValueError:  # JSON forbids this whitespace, or a number has too many digits
             return False
         return self._accepts(self._tools[self._members[self._format.name_key]], arguments)
 
@@ -159,7 +159,7 @@ def _members(scanner: Scanner, after_key: Callable[[str], Step[bool]]) -> Step[b
 
 
 def _colon(scanner: Scanner) -> Step[bool]:
-    """Read a colon with surrounding white space and return whether there is one."""
+    """Read a colon with surrounding whitespace and return whether there is one."""
     yield from scanner.space()
     if not (yield from scanner.exactly(":")):
         return False

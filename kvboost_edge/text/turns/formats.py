@@ -16,7 +16,7 @@ The calls of a message are one text made of these pieces. Any piece except CALL 
     "channels"    {...}, the text of a message to "functions.NAME". It has no pieces. See
                   `ChannelFormat`.
 
-Models vary the white space around the pieces, so it is never required.
+Models vary the whitespace around the pieces, so it is never required.
 """
 
 from __future__ import annotations

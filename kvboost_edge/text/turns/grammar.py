@@ -201,7 +201,7 @@ class _Turn:
     # -- calls --
 
     def _calls(self) -> Rule:
-        """Return the rule for all calls of a message, from after the first call's opening."""
+        """Return the rule for all calls of a message, without the opening of the first call."""
         return self._once("calls", self._add_calls)
 
     def _add_calls(self) -> Rule:

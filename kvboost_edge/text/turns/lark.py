@@ -1,6 +1,6 @@
 """Builder for Lark grammars in llguidance's dialect.
 
-It covers literal text with free white space and special tokens, JSON schemas, and reasoning blocks.
+It covers literal text with free whitespace and special tokens, JSON schemas, and reasoning blocks.
 The right-hand side of a rule consists of atoms: a regular expression (str), the id of a special
 token (int), or a rule.
 """
@@ -30,7 +30,7 @@ __all__ = [
 
 SpecialId = Callable[[str], int | None]
 
-# JSON allows any amount of white space between tokens, and small models sometimes never stop
+# JSON allows any amount of whitespace between tokens, and small models sometimes never stop
 # writing it.
 JSON_SPACE = r"( |\n[ \t]{0,16})?"
 # Non-ASCII characters are written unescaped. llguidance allows \u only for control characters, so a
@@ -42,7 +42,7 @@ JSON_OPTIONS: dict[str, Any] = {
 }
 """llguidance options for the schemas of tool calls and of all other JSON output."""
 SPACE = r"[ \t\r\n]{0,4}"
-"""Pattern of the white space allowed between two pieces of a call."""
+"""Pattern of the whitespace allowed between two pieces of a call."""
 FREE = r"(?s:.*)"
 _ID = "[A-Za-z0-9_-]{1,64}"
 _LONGEST_MARKER = 64
@@ -131,7 +131,7 @@ class Lark:
     def literal(self, text: str) -> list[Atom]:
         """Convert a piece of a call to atoms.
 
-        Special tokens become their ids, white space is optional, and id placeholders match any id.
+        Special tokens become their ids, whitespace is optional, and id placeholders match any id.
         """
         atoms: list[Atom] = []
         at = done = 0
@@ -162,7 +162,7 @@ class Lark:
 
 
 def json_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a schema that llguidance can compile, with limited white space."""
+    """Return a schema that llguidance can compile, with limited whitespace."""
     return {**rewritten(schema), "x-guidance": JSON_OPTIONS}
 
 
@@ -178,7 +178,7 @@ def _escaped_letter(letter: str) -> str:
 
 
 def _spaced(text: str) -> str:
-    """Return a regular expression for a text with flexible white space."""
+    """Return a regular expression for a text with flexible whitespace."""
     parts = [escaped(part) if part.strip() else SPACE for part in re.split(r"(\s+)", text) if part]
     return "".join(parts).replace(escaped(ID_SLOT), _ID)
 
@@ -186,7 +186,7 @@ def _spaced(text: str) -> str:
 def _sequence(atoms: Iterable[Atom]) -> str:
     """Return a sequence of atoms as grammar text.
 
-    Adjacent regular expressions are joined, which also merges their white space.
+    Adjacent regular expressions are joined, which also merges their whitespace.
     """
     found: list[Atom] = []
     for atom in atoms:

@@ -52,7 +52,7 @@ def string_inside(text: str) -> str:
 
 
 def keyword(scanner: Scanner) -> Step[str]:
-    """Read a name and the white space after it; return "" if there is none."""
+    """Read a name and the whitespace after it; return "" if there is none."""
     return (yield from bare(scanner, _NO_LETTER)).strip()
 
 

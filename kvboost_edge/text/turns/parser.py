@@ -38,7 +38,7 @@ class TurnParser:
     """Streaming parser of one turn.
 
     `push` and `close` return the parts that are final. Merged with `folded`, they do not depend on
-    how the text was divided. White space that only separates parts (after reasoning, around calls)
+    how the text was divided. Whitespace that only separates parts (after reasoning, around calls)
     is dropped.
     """
 
@@ -138,7 +138,7 @@ class _Turn:
             if format is not None and accepts is not None
             else None
         )
-        self._bare = False  # white space that follows only separates parts
+        self._bare = False  # whitespace that follows only separates parts
         self.in_reasoning = self.in_answer = False
         self.num_thoughts = 0
 
@@ -174,7 +174,7 @@ class _Turn:
         self._bare = True
 
     def _thoughts(self, marker: str) -> Step[None]:
-        """Emit reasoning up to its closing marker, without the white space before the marker."""
+        """Emit reasoning up to its closing marker, without the whitespace before the marker."""
         scanner = self._scanner
         while (end := scanner.text.find(marker)) < 0:
             self._show_thought(len(scanner.text) - held_back(scanner.text, 0, marker))
@@ -216,7 +216,7 @@ class _Turn:
             looked = 0 if called else at + len(trigger)
 
     def _show_content(self, end: int) -> int:
-        """Emit the text up to `end` without trailing white space.
+        """Emit the text up to `end` without trailing whitespace.
 
         Returns:
             The position of `end` after the emitted text is dropped.

@@ -122,7 +122,7 @@ class TurnReader:
         elif (
             self._answer_at == len(self._ids) - 1 and self.num_reasoning_tokens and not text.strip()
         ):
-            self._answer_at += 1  # white space between the reasoning and the answer
+            self._answer_at += 1  # whitespace between the reasoning and the answer
         self.message.add(parts)
         return parts
 

@@ -59,7 +59,7 @@ class Scanner:
             yield
 
     def space(self) -> Step[None]:
-        """Consume white space, if any."""
+        """Consume whitespace, if any."""
         while (found := _NO_SPACE.search(self.text, self.at)) is None:
             self.at = len(self.text)
             yield from self.more()
@@ -75,7 +75,7 @@ class Scanner:
         return True
 
     def piece(self, piece: str) -> Step[bool]:
-        """Return whether a piece of a call is next, with any white space. If so, consume it."""
+        """Return whether a piece of a call is next, with any whitespace. If so, consume it."""
         for word in words_of(piece):
             yield from self.space()
             if word == ID_SLOT:
@@ -208,5 +208,5 @@ def held_back(text: str, start: int, marker: str, kept: str = "") -> int:
 
 @functools.cache
 def words_of(piece: str) -> tuple[str, ...]:
-    """Split a piece at white space and between tags. An id placeholder is a separate word."""
+    """Split a piece at whitespace and between tags. An id placeholder is a separate word."""
     return tuple(word for word in re.split(rf"\s+|(?<=>)|(?=<)|({ID_SLOT})", piece) if word)

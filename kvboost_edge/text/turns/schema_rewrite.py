@@ -7,7 +7,7 @@ A keyword is replaced only if other keywords accept exactly the same values:
     uniqueItems        becomes an `enum` of all possible lists if the items have few values
     not                of `enum`, `const` or `type` becomes the remaining types and values
 
-Other uses of these keywords are kept, and the compiler rejects them by name.
+Other uses of these keywords are kept, and the compiler rejects them with an error that names them.
 """
 
 from __future__ import annotations

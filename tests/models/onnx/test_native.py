@@ -190,10 +190,10 @@ def test_engine_keeps_the_files_formats_and_says_what_is_rounded(tmp_path, caplo
             assert engine.generate(messages, max_new_tokens=3).generated_tokens > 0
     assert distance(*found) <= 5e-2
     assert (
-        "4 bit in blocks of 64 with zero points: 15 tensors become int4-asym with a relative "
+        "4 bit in blocks of 64 with zero points: 15 tensors are converted to int4-asym with a relative "
         "error of" in caplog.text
     )
-    assert "F32: 1 tensors become int8 with a relative error of" in caplog.text
+    assert "F32: 1 tensors are converted to int8 with a relative error of" in caplog.text
     assert (
         "runner native: it supports this model family; weights: as the checkpoint stores them"
         in caplog.text

@@ -74,7 +74,8 @@ def test_a_tensor_beside_a_wider_one_is_named_with_what_it_becomes(model_dir, tm
     (line,) = _lines(path, STORED, caplog)
     # Queries and keys of two layers stand beside the values; the other matrices of Q4_1 are exact.
     found = re.fullmatch(
-        r"Q4_1: 4 tensors become int8 with a relative error of (\S+) \(model\.layers\.0\.self_attn\.q_proj\.weight\)",
+        r"Q4_1: 4 tensors are converted to int8 with a relative error of (\S+) "
+        r"\(measured on model\.layers\.0\.self_attn\.q_proj\.weight\)",
         line,
     )
     assert found is not None, line
@@ -85,13 +86,15 @@ def test_formats_that_were_asked_for_are_named_too(model_dir, tmp_path, caplog):
     path = write_gguf(model_dir, tmp_path / "m.gguf", kind="Q8_0")
     assert _lines(path, STORED, caplog) == []
     (line,) = _lines(path, "int4", caplog)
-    assert line.startswith("Q8_0: 14 tensors become int4 with a relative error of 0.")
+    assert line.startswith("Q8_0: 14 tensors are converted to int4 with a relative error of 0.")
     (line,) = _lines(path, "int4-asym", caplog)
-    assert line.startswith("Q8_0: 14 tensors become int4-asym with a relative error of 0.")
+    assert line.startswith(
+        "Q8_0: 14 tensors are converted to int4-asym with a relative error of 0."
+    )
     (line,) = _lines(write_gguf(model_dir, tmp_path / "n.gguf", kind="Q4_0"), "int4-asym", caplog)
     assert line.startswith(
-        "Q4_0: 2 tensors become int8 exactly, in 1.06 bytes a weight; the file has 0.56 "
-        "(model.embed"
+        "Q4_0: 2 tensors are converted to int8 without loss, which takes 1.06 bytes per weight "
+        "instead of 0.56 (such as model.embed"
     )
     floats = write_gguf(model_dir, tmp_path / "f.gguf", kind="F16")
     assert (
@@ -103,11 +106,12 @@ def test_what_grows_without_an_error_is_named(model_dir, tmp_path, caplog):
     path = write_gguf(model_dir, tmp_path / "m.gguf", kind="Q3_K")
     (line,) = _lines(path, STORED, caplog)
     assert re.fullmatch(
-        r"Q3_K: 16 tensors become q6k exactly, in 0\.82 bytes a weight; the file has 0\.43 \(\S+\)",
+        r"Q3_K: 16 tensors are converted to q6k without loss, which takes 0\.82 bytes per weight "
+        r"instead of 0\.43 \(such as \S+\)",
         line,
     ), line
     for kind, there in (
-        ("Q5_0", "int8 exactly, in 1.06 bytes a weight; the file has 0.69"),
+        ("Q5_0", "int8 without loss, which takes 1.06 bytes per weight instead of 0.69"),
         ("IQ4_NL", ""),
     ):
         lines = _lines(write_gguf(model_dir, tmp_path / f"{kind}.gguf", kind=kind), STORED, caplog)
@@ -117,7 +121,9 @@ def test_what_grows_without_an_error_is_named(model_dir, tmp_path, caplog):
 def test_the_error_of_iq4_xs_is_that_of_its_scales(model_dir, tmp_path, caplog):
     (line,) = _lines(write_gguf(model_dir, tmp_path / "m.gguf", kind="IQ4_XS"), STORED, caplog)
     found = re.fullmatch(
-        r"IQ4_XS: 16 tensors become int4t with a relative error of (\S+) \(\S+\)", line
+        r"IQ4_XS: 16 tensors are converted to int4t with a relative error of (\S+) "
+        r"\(measured on \S+\)",
+        line,
     )
     assert found is not None, line
     assert 1e-5 < float(found[1]) < 2**-11

@@ -258,7 +258,7 @@ def test_a_checkpoint_that_is_replaced_meanwhile_is_refused(tmp_path):
             os.replace(shutil.copy(path, tmp_path / "new"), first / "model.safetensors")
 
     with pytest.raises(
-        ModelFormatError, match=r"model\.safetensors changed while its weights were packed"
+        ModelFormatError, match=r"model\.safetensors changed while its weights were being packed"
     ):
         load_packed(Checkpoint.open(first), plan, weights="int8", cache_dir=cache, progress=swap)
     assert list((cache / "packed").iterdir()) == []
@@ -277,7 +277,7 @@ def test_a_checkpoint_that_is_cut_short_meanwhile_is_refused(tmp_path):
             os.truncate(directory / "model.safetensors", 4096)
 
     with pytest.raises(
-        ModelFormatError, match=r"model\.safetensors was truncated while it was read"
+        ModelFormatError, match=r"model\.safetensors was truncated while it was being read"
     ):
         load_packed(
             Checkpoint.open(directory),

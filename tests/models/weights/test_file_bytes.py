@@ -36,7 +36,7 @@ def test_a_file_that_ends_early_is_named(tmp_path):
     file = FileBytes(path)
     os.truncate(path, 10)
     with pytest.raises(
-        ModelFormatError, match="weights was truncated while it was read: 6 bytes are missing"
+        ModelFormatError, match="weights was truncated while it was being read: 6 bytes are missing"
     ):
         file.read_into(np.empty(8, np.uint8), 8)
     file.close()

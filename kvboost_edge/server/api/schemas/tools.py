@@ -117,9 +117,7 @@ def _tool(value: Any) -> dict[str, Any]:
     if not isinstance(description, (str, type(None))):
         raise field_error("tools", "a function's description must be a string")
     if not isinstance(parameters, (dict, type(None))):
-        raise field_error(
-            "tools", "a function's parameters must be a JSON schema, which is an object"
-        )
+        raise field_error("tools", "a function's parameters must be a JSON schema object")
     if "object" not in _types_of(parameters or {}):
         raise field_error(
             "tools", "a function's parameters must describe an object, of type 'object'"

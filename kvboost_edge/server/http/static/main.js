@@ -1,4 +1,4 @@
-/** Set-up of the page: views, model, chat, live view. */
+/** Setup of the page: views, model, chat, live view. */
 
 import { Chat } from "/static/chat.js";
 import { byId } from "/static/dom.js";

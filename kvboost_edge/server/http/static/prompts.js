@@ -1,4 +1,4 @@
-/** The last requests of an API key as a timeline. */
+/** The recent requests of an API key as a timeline. */
 
 import { ApiError, request } from "/static/api.js";
 import { CAUSES, causeInWords, SHAPES } from "/static/causes.js";

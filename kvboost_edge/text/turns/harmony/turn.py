@@ -165,7 +165,7 @@ class ChannelTurn:
             raise
 
     def _first_of_arguments(self) -> Step[str]:
-        """Skip white space and return "{", an end marker, or "" for anything else."""
+        """Skip whitespace and return "{", an end marker, or "" for anything else."""
         scanner = self._scanner
         while True:
             yield from scanner.space()

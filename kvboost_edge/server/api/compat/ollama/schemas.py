@@ -66,7 +66,7 @@ def _format(value: Any) -> dict[str, Any] | None:
     if value == "json":
         return dict(_ANY_OBJECT)
     if not isinstance(value, dict):
-        raise field_error("format", "must be 'json' or a JSON schema, which is an object")
+        raise field_error("format", "must be 'json' or a JSON schema object")
     return value
 
 
