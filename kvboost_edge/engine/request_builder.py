@@ -215,13 +215,14 @@ class RequestBuilder:
         stores_kv = self._parts.runner.info.stores_kv
         if generates and self._parts.pooling.source:
             raise RequestError(
-                f"the model makes embeddings ({self._parts.pooling.source} says so) and cannot "
-                "generate text; use engine.embed or /v1/embeddings, or load a generative model"
+                f"the model is an embedding model (according to {self._parts.pooling.source}) and "
+                "cannot generate text; use engine.embed or /v1/embeddings, or load a generative "
+                "model"
             )
         if not stores_kv and not wants_states:
             raise RequestError(
-                "the model is bidirectional and only makes embeddings; it predicts no tokens and "
-                "caches no KV; use engine.embed or /v1/embeddings"
+                "the model is bidirectional: it computes embeddings, but cannot generate text or "
+                "cache KV; use engine.embed or /v1/embeddings"
             )
         if terms.pin and not stores_kv:
             raise RequestError(

@@ -220,7 +220,7 @@ def emit_byte_halves(b: Builder, x: Value, *, signed: bool) -> tuple[Value, Valu
 
 
 def emit_pair_sums(b: Builder, x: Value) -> Value:
-    """Add neighboring numbers of <32 x i16> into <16 x i32>."""
+    """Add neighbouring numbers of <32 x i16> into <16 x i32>."""
     if b.module.triple.startswith(("aarch64", "arm64")):
         return emit_each(b, 4, "llvm.aarch64.neon.saddlp.v4i32.v8i16", _V4I, [(x, _V8S)])
     sixteen = ir.Constant(V16I, [16] * LANES)

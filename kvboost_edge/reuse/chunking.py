@@ -55,7 +55,7 @@ class ChunkOptions:
     def __post_init__(self) -> None:
         names = [strategy.value for strategy in ChunkStrategy]
         if self.strategy not in names:
-            raise ConfigError(f"chunk strategy {self.strategy!r} must be one of {', '.join(names)}")
+            raise ConfigError(f"chunk_strategy={self.strategy!r} must be one of {', '.join(names)}")
         object.__setattr__(self, "strategy", ChunkStrategy(self.strategy))
         _check_range("block_size", self.block_size, 1)
         _check_range(
@@ -72,13 +72,15 @@ class ChunkOptions:
             object.__setattr__(self, "chunk_boundary_window", window)
         elif self.chunk_boundary_window:
             raise ConfigError(
-                f"chunk_boundary_window={self.chunk_boundary_window} with chunk strategy "
-                f"{self.strategy} is not supported; use strategy semantic, or set it to 0"
+                f"chunk_boundary_window={self.chunk_boundary_window} is not supported with "
+                f"chunk_strategy='{self.strategy}'; set chunk_strategy='semantic' or "
+                "chunk_boundary_window=0"
             )
         if self.strategy == ChunkStrategy.DOCUMENT and (self.overlap_k or self.sink_tokens):
             raise ConfigError(
-                f"overlap_k={self.overlap_k}, sink_tokens={self.sink_tokens} with chunk strategy "
-                "document is not supported, because no tokens precede a document; set both to 0"
+                f"overlap_k={self.overlap_k} and sink_tokens={self.sink_tokens} are not supported "
+                "with chunk_strategy='document', because no tokens precede a document; set both "
+                "to 0"
             )
 
 
@@ -148,7 +150,7 @@ def cut(
         ConfigError: the strategy is SEMANTIC, but `piece_of` is missing.
     """
     if options.strategy == ChunkStrategy.SEMANTIC and piece_of is None:
-        raise ConfigError("chunk strategy semantic needs the text of tokens; pass piece_of")
+        raise ConfigError("chunk_strategy='semantic' needs the text of tokens; pass piece_of")
     chunks: list[Chunk] = []
     for number, document in enumerate(documents):
         if options.strategy == ChunkStrategy.DOCUMENT:

@@ -289,7 +289,7 @@ def _wait_for(name: str) -> None:
         found = serve.status().applications.get(name)
         if found is None or found.status == "DELETING":
             raise BackendUnavailable(
-                "the replicas were deleted while they started; start the server again"
+                "the replicas were deleted while they were starting; start the server again"
             )
         if found.status == "RUNNING":
             return
@@ -322,7 +322,7 @@ def loading_error(text: str) -> KVBoostError:
         return kind(f"a replica could not load: {found[-1]['text']}")
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return BackendUnavailable(
-        f"a replica ended while it loaded: {lines[-1] if lines else 'Ray gives no reason'}"
+        f"a replica ended while it was loading: {lines[-1] if lines else 'Ray gives no reason'}"
     )
 
 

@@ -5,7 +5,7 @@ produced token by token:
 
     BYTES   Each token is a run of bytes, and the text is the concatenated bytes read as UTF-8
             (byte-level BPE). See `token_bytes`.
-    PIECES  Each token except the first has a fixed text, independent of its neighbors
+    PIECES  Each token except the first has a fixed text, independent of its neighbours
             (sentencepiece, wordpiece). See `piece`. Byte tokens such as `<0xE4>` have text only
             as a complete run. See `joins_run`.
     WHOLE   No text is final until all tokens are known.
@@ -58,7 +58,7 @@ class TextCodec(Protocol):
         """Return the texts that `encode` turns into special tokens.
 
         Returns:
-            The texts matched exactly, and the texts matched in any case.
+            The texts matched exactly, and the texts matched case-insensitively.
         """
         ...
 
@@ -86,7 +86,7 @@ class TextCodec(Protocol):
     def token_bytes(self, token_id: int) -> bytes: ...
 
     def joins_run(self, token_id: int) -> bool:
-        """Return whether the token has text only together with its neighbors."""
+        """Return whether the token has text only together with its neighbours."""
         ...
 
     def piece(self, ids: Sequence[int]) -> str:
@@ -344,7 +344,7 @@ def _is_tag(text: str) -> bool:
 
 
 def _stands_alone(token: tokenizers.AddedToken) -> bool:
-    """Return whether an added token matches in any text without affecting its neighbors."""
+    """Return whether an added token matches in any text without affecting its neighbours."""
     return not (token.lstrip or token.rstrip or token.single_word or token.normalized)
 
 

@@ -27,7 +27,7 @@ class SpecialTexts:
 
     Args:
         exact: texts that are matched exactly.
-        folded: texts that are matched in any case, as by a normalizing tokenizer.
+        folded: texts that are matched case-insensitively, as by a normalizing tokenizer.
     """
 
     def __init__(self, exact: Iterable[str] = (), folded: Iterable[str] = ()) -> None:

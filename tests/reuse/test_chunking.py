@@ -171,8 +171,8 @@ def test_every_token_is_in_exactly_one_chunk(data):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"strategy": "gear"}, "chunk strategy 'gear' must be one of fixed, semantic, document"),
-        ({"strategy": None}, "chunk strategy None must be"),
+        ({"strategy": "gear"}, "chunk_strategy='gear' must be one of fixed, semantic, document"),
+        ({"strategy": None}, "chunk_strategy=None must be"),
         ({"chunk_size": 15}, "chunk_size=15 must be an integer of at least block_size=16"),
         ({"chunk_size": 128.0}, "chunk_size=128.0 must be"),
         ({"chunk_size": True, "block_size": 1}, "chunk_size=True must be"),
@@ -185,16 +185,22 @@ def test_every_token_is_in_exactly_one_chunk(data):
             {"strategy": "semantic", "chunk_boundary_window": 128},
             "window=128 must be less than chunk_size=128",
         ),
-        ({"chunk_boundary_window": 8}, "chunk_boundary_window=8 with chunk strategy fixed"),
+        (
+            {"chunk_boundary_window": 8},
+            "chunk_boundary_window=8 is not supported with chunk_strategy='fixed'",
+        ),
         (
             {"strategy": "document", "chunk_boundary_window": 8},
-            "chunk_boundary_window=8 with chunk strategy document",
+            "chunk_boundary_window=8 is not supported with chunk_strategy='document'",
         ),
         ({"overlap_k": -1}, "overlap_k=-1 must be"),
         ({"overlap_k": 128}, "overlap_k=128 must be less than chunk_size=128"),
         ({"sink_tokens": 200}, "sink_tokens=200 must be less than chunk_size=128"),
         ({"sink_tokens": "4"}, "sink_tokens='4' must be an integer"),
-        ({"strategy": "document", "sink_tokens": 4}, "sink_tokens=4 with chunk strategy document"),
+        (
+            {"strategy": "document", "sink_tokens": 4},
+            "sink_tokens=4 are not supported with chunk_strategy='document'",
+        ),
     ],
 )
 def test_options_are_checked_by_name(options, message):

@@ -260,7 +260,7 @@ def test_a_replica_that_is_killed_while_it_loads_ends_the_start(broken, folder):
     (folder / "dies").touch()
     try:
         with (
-            pytest.raises(BackendUnavailable, match="a replica ended while it loaded"),
+            pytest.raises(BackendUnavailable, match="a replica ended while it was loading"),
             running_replicas(options_of("--workers", "1"), "dying"),
         ):
             pass
@@ -302,4 +302,4 @@ def test_replicas_that_have_no_place_are_told(broken, caplog):
             thread.join()
     assert 'Resources required for each replica: {"CPU": 1' in told()[-1]
     assert isinstance(ended[0], BackendUnavailable)
-    assert "deleted while they started" in str(ended[0])
+    assert "deleted while they were starting" in str(ended[0])

@@ -78,7 +78,7 @@ class TorchBatch:
             block_size: Tokens per block.
             device: The device.
             plan: Writes of a quantized pool; None for other pools.
-            most_slots: Most slots to gather at once; None for no limit.
+            most_slots: Maximum number of slots to gather at once; None for no limit.
         """
         self.layout = layout
         self.plan = plan

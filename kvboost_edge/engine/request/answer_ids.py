@@ -1,9 +1,9 @@
 """Token ids of generated answers by their text, which keep the next turn of a chat cached.
 
 A model may generate a text with different tokens than the tokenizer would produce. Encoding the
-answer's text again then gives other tokens than the cached ones, and everything after them misses
-the cache. The ids of answers are therefore kept in memory. They replace the ids of a message whose
-text equals an answer.
+answer's text again then gives tokens that differ from the cached ones, and everything after them
+misses the cache. The ids of answers are therefore kept in memory. They replace the ids of a message
+whose text equals an answer.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ class GenerationResult:
     - "tail": the token is in the last block, which is not full.
     - "state": the KV is cached, but a snapshot of the recurrent state is missing.
     - "bypassed": the mode or prompt_logprobs required a computation.
-    - "not_started": the request ended while it waited.
+    - "not_started": the request ended while it was waiting.
 
     Attributes:
         mode: the mode that was used. CHUNK_KV_REUSE only if KV from other positions was reused.

@@ -107,8 +107,8 @@ class Embedding:
         """
         if self.pooling.source:
             raise RequestError(
-                f"the model makes embeddings ({self.pooling.source} says so) and cannot rerank; "
-                "load a reranker such as Qwen3-Reranker, or compare embeddings"
+                f"the model is an embedding model (according to {self.pooling.source}) and cannot "
+                "rerank; load a reranker such as Qwen3-Reranker, or compare embeddings"
             )
         tokenizer = self._parts.tokenizer
         found = {

@@ -46,7 +46,7 @@ _BITS, _OFFSET, _PARTS, _MINIMA, _TABLE, _BLOCK_BYTES = (
 )
 _LINE = 4 * LANES
 _PIECE = 32  # groups of 32 per piece of a row
-# Tokens per unit. Neighboring tokens share cache lines of a panel, so one token per unit causes
+# Tokens per unit. Neighbouring tokens share cache lines of a panel, so one token per unit causes
 # false sharing: the norms of 2,112 tokens took 100 ms on two threads and 75 ms on one.
 _UNIT = 12
 

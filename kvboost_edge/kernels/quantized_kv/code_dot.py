@@ -100,7 +100,7 @@ def _dot_plain(b: Builder, sums: Value, unsigned: Value, signed: Value) -> Value
         strict=True,
     )
     if b.module.triple.startswith(("aarch64", "arm64")):
-        # A product fits 16 bits (255 * -128 = -32,640), and `saddlp` adds neighbors into 32 bits.
+        # A product fits 16 bits (255 * -128 = -32,640), and `saddlp` adds neighbours into 32 bits.
         # This takes 45 instructions instead of 78.
         for x, y in halves:
             sums = b.add(sums, emit_pair_sums(b, b.mul(x, y)))

@@ -202,7 +202,7 @@ def _as_stored(entry: PackEntry, source: WeightSource) -> list[PackEntry]:
 
 
 def _runs(entry: PackEntry, kinds: Sequence[str]) -> list[PackEntry]:
-    """Split a matrix into one entry for each run of neighboring tensors in the same format.
+    """Split a matrix into one entry for each run of neighbouring tensors in the same format.
 
     The entries read the same inputs, so their formats must share an input layout.
     """

@@ -6,7 +6,7 @@
     ..._scales    uint8 [experts, rows, groups]       MXFP4 exponents
     ..._bias      [experts, rows]
 
-Even rows of gate_up belong to gate, and odd rows to up. A byte of blocks contains two neighboring
+Even rows of gate_up belong to gate, and odd rows to up. A byte of blocks contains two neighbouring
 codes, the low nibble first. The source presents the matrices and biases of each expert as separate
 tensors.
 """

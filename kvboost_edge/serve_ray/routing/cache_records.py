@@ -89,9 +89,9 @@ class ReplicaReport:
         queued_tokens: Prompt tokens that are waiting or being computed.
         num_running: Number of requests after their first token.
         decode_seconds: Current seconds per decode step; 0 without running requests.
-        step_tokens: Most tokens per step (`max_batch_tokens`), for running requests and prompts.
+        step_tokens: Maximum tokens per step (`max_batch_tokens`), for running requests and prompts.
         num_waiting: Number of requests before their first token.
-        max_running: Most requests that run at the same time (`max_num_seqs`).
+        max_running: Maximum number of requests that run at the same time (`max_num_seqs`).
         free_blocks: Blocks without references, including cached blocks.
         answer_seconds: Average seconds from a request's first to its last token; 0 if unknown.
         is_draining: True if the replica accepts no more requests.

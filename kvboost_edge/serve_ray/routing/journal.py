@@ -26,7 +26,7 @@ class Journal:
     """The event batches of one replica process. Not thread-safe.
 
     Args:
-        max_changes: Most keys in stored batches.
+        max_changes: Maximum number of keys in stored batches.
         epoch: Number that identifies the process, never 0. None chooses a random number.
     """
 

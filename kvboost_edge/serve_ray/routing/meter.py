@@ -92,7 +92,7 @@ class Meter:
         self._running[request] = now
 
     def restored(self, place: Place, num_tokens: int, seconds: float) -> None:
-        """Record the time of reading prompt tokens of one request, all from this place."""
+        """Record the time to read `num_tokens` prompt tokens of one request from a place."""
         if place in self._read and num_tokens > 0:
             self._read[place] = _faded(*self._read[place], num_tokens, seconds)
 

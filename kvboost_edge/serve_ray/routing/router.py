@@ -173,7 +173,7 @@ class PrefixRouter:
             chain: The prompt.
             now: Monotonic time in seconds.
             among: Names of the replicas to choose from; None for all.
-            count: Most replicas to return.
+            count: Maximum number of replicas to return.
         """
         self._residency.expire(now)
         usable = self._usable(among)

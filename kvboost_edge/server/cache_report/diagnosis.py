@@ -28,7 +28,7 @@ CAUSES: tuple[Cause, ...] = get_args(Cause)
 
 none            no miss: every token was cached
 bypassed        the mode does not read the cache, or prompt_logprobs prevents it
-not_started     the request ended while it waited
+not_started     the request ended while it was waiting
 not_compared    no earlier requests are kept (--request-history 0)
 first_seen      no recent request of the tenant has this prefix; at most the opening of the chat
                 template is shared

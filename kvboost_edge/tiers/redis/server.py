@@ -124,7 +124,7 @@ class RedisConnection:
             self._failed(str(unusable))
             return answers
         if self._breaker.succeeded():
-            _LOG.info("%s answers again", self.place)
+            _LOG.info("%s is available again", self.place)
         self.trouble = next((str(error) for error in errors if error.code == "NOPERM"), "")
         return answers
 
@@ -135,7 +135,7 @@ class RedisConnection:
     def _failed(self, reason: str) -> None:
         self.trouble = reason
         if self._breaker.failed():
-            _LOG.warning("%s is not used; it is retried every 30 s: %s", self.place, reason)
+            _LOG.warning("%s is unavailable, retrying every 30 s: %s", self.place, reason)
 
     def _in_words(self, error: Exception) -> str:
         kinds = self._redis

@@ -355,7 +355,7 @@ class RedisTier:
     def _stop_writing(self, reason: str) -> None:
         self._writes_again_at = self._clock() + _NO_WRITES_S
         if reason != self._no_writes:
-            _LOG.warning("%s accepts no blocks; it is retried every 30 s: %s", self.place, reason)
+            _LOG.warning("%s does not accept blocks, retrying every 30 s: %s", self.place, reason)
         self._no_writes = reason
 
     def _refresh(self, most: int = _MOST_REFRESHED) -> None:

@@ -157,8 +157,8 @@ def test_a_text_is_bounded_by_the_context(engine):
 
 
 def test_everything_but_vectors_is_refused_by_name(engine):
-    assert_raises(RequestError, "makes embeddings", engine.generate, "hello")
-    assert_raises(RequestError, "makes embeddings", engine.rerank, "q", ["d"])
+    assert_raises(RequestError, "embedding model", engine.generate, "hello")
+    assert_raises(RequestError, "embedding model", engine.rerank, "q", ["d"])
     for call in (
         lambda: engine.warm("hello"),
         lambda: engine.pin("hello"),
@@ -214,7 +214,7 @@ def test_a_gguf_file_gives_the_vectors_of_the_directory(tmp_path, kind):
         assert (found * expected).sum(axis=1).min() > 0.97
         assert engine.tokenizer.encode("hello")[-1] == EOS_ID
         with pytest.raises(
-            RequestError, match=r"makes embeddings \(key gemma-embedding.pooling_type"
+            RequestError, match=r"embedding model \(according to key gemma-embedding.pooling_type"
         ):
             engine.generate("hello")
 

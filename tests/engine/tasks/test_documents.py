@@ -250,13 +250,13 @@ def test_documents_are_evicted_as_others_are_and_can_be_warmed_again():
         ),
         (
             {"documents": [[1]], "chunk_strategy": "document", "overlap_k": 4},
-            "overlap_k=4.* chunk strategy document",
+            "overlap_k=4.* chunk_strategy='document'",
         ),
         (
             {"documents": [[1]], "chunk_strategy": "fixed", "chunk_boundary_window": 4},
             "chunk_boundary_window=4",
         ),
-        ({"documents": [[1]], "chunk_strategy": "left"}, "chunk strategy 'left'"),
+        ({"documents": [[1]], "chunk_strategy": "left"}, "chunk_strategy='left'"),
         ({"documents": [[1]], "chunk_tokens": 4}, "unknown option 'chunk_tokens' of warm"),
         ({"text": "words", "chunk_size": 64}, "chunk_size= applies to documents"),
         ({"text": "words", "position_offset": -1}, "position_offset=-1"),
@@ -298,7 +298,7 @@ def test_where_nothing_is_reused_at_other_positions_documents_are_refused():
         ({"chunk_size": 4}, "chunk_size=4"),
         (
             {"chunk_strategy": "document", "sink_tokens": 4},
-            "sink_tokens=4 with chunk strategy document",
+            "sink_tokens=4 are not supported with chunk_strategy='document'",
         ),
         ({"chunk_strategy": 3}, "chunk_strategy=3"),
         ({"primer_tokens": -1}, "primer_tokens=-1"),

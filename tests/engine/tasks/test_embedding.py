@@ -178,9 +178,11 @@ def test_embeddings_of_a_model_that_chats_are_allowed_with_one_warning_that_name
 
 
 def test_an_embedding_model_is_not_asked_to_generate(engine):
-    with pytest.raises(RequestError, match=r"makes embeddings \(1_Pooling/config.json says so\)"):
+    with pytest.raises(
+        RequestError, match=r"embedding model \(according to 1_Pooling/config.json\)"
+    ):
         engine.generate("hello")
-    assert_raises(RequestError, "makes embeddings", engine.rerank, "question", ["answer"])
+    assert_raises(RequestError, "embedding model", engine.rerank, "question", ["answer"])
 
 
 BAD = [
@@ -329,7 +331,7 @@ def test_a_gguf_file_of_an_embedding_model_pools_as_its_key_says(plain, tmp_path
     with load(write_gguf(plain, tmp_path / "model.gguf", keys={"pooling_type": 1})) as engine:
         expected = np.stack([unit(states_of(ids).mean(axis=0)) for ids in TEXTS])
         np.testing.assert_allclose(engine.embed(TEXTS), expected, rtol=0, atol=1e-4)
-        assert_raises(RequestError, "makes embeddings", engine.generate, "hello")
+        assert_raises(RequestError, "embedding model", engine.generate, "hello")
 
 
 def test_a_server_can_be_prepared_for_an_embedding_model(engine):

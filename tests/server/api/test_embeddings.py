@@ -172,7 +172,7 @@ def test_a_model_that_attends_both_ways_answers_with_vectors_alone(tmp_path):
             refused = client.post(path_, json=body)
             assert refused.status_code == 400, refused.text
             assert (
-                "makes embeddings (1_Pooling/config.json says so)"
+                "embedding model (according to 1_Pooling/config.json)"
                 in refused.json()["error"]["message"]
             )
             assert param is None or refused.json()["error"]["param"] == param

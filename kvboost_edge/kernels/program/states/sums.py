@@ -1,6 +1,6 @@
 """Loops over the rows of state tiles, with broadcast keys and sums in four chains.
 
-A loop processes one tile, or two neighboring tiles that share the loads of keys and queries. Two
+A loop processes one tile, or two neighbouring tiles that share the loads of keys and queries. Two
 tiles need 512-bit registers; on smaller registers, the chains of one tile already take them all.
 """
 
