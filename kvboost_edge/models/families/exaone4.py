@@ -22,7 +22,7 @@ __all__ = ["GGUF", "MODEL_TYPES"]
 MODEL_TYPES: Mapping[str, ModelType] = MappingProxyType(
     {
         "exaone4": ModelType(
-            "EXAONE 4, local layers with RoPE, global layers without",
+            "EXAONE 4, local layers with RoPE and global layers without it",
             Family(
                 norms="post",
                 head_norm="head",

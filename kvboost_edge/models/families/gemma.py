@@ -52,7 +52,7 @@ MODEL_TYPES: Mapping[str, ModelType] = MappingProxyType(
             onnx=True,
         ),
         "gemma3_text": ModelType(
-            "Gemma 3, local and global layers with their own rope",
+            "Gemma 3, local and global layers with separate RoPE settings",
             dataclasses.replace(
                 _FAMILY,
                 norms="both",

@@ -231,8 +231,8 @@ _PART = "the language part of a vision and audio model; text only"
 MODEL_TYPES: Mapping[str, ModelType] = MappingProxyType(
     {
         "gemma4_text": ModelType(
-            "Gemma 4, heads by kind of layer, shared KV, per-layer embeddings, experts in "
-            "parallel with MLPs",
+            "Gemma 4, heads that differ by kind of layer, shared KV, per-layer embeddings, "
+            "experts in parallel with MLPs",
             _FAMILY,
             gguf=True,
         ),

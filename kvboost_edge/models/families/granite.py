@@ -156,8 +156,8 @@ MODEL_TYPES: Mapping[str, ModelType] = MappingProxyType(
             ),
         ),
         "granitemoehybrid": ModelType(
-            "Granite 4, Mamba2 and attention, mixture of experts with a shared one; on torch "
-            "without Mamba2",
+            "Granite 4, Mamba2 and attention, mixture of experts with a shared expert; "
+            "without Mamba2 also on torch",
             Family(
                 multipliers=True,
                 no_rope="typed",

@@ -164,7 +164,7 @@ MODEL_TYPES: Mapping[str, ModelType] = MappingProxyType(
             "LFM2 and LFM2.5, short convolutions and attention", _FAMILY, torch=False, gguf=True
         ),
         "lfm2_moe": ModelType(
-            "LFM2, mixture of experts by sigmoids",
+            "LFM2, mixture of experts with a sigmoid router",
             dataclasses.replace(_FAMILY, experts=_experts),
             torch=False,
             gguf=True,

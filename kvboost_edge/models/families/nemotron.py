@@ -202,7 +202,7 @@ def _in_llamas_words(name: str) -> str:
 MODEL_TYPES: Mapping[str, ModelType] = MappingProxyType(
     {
         "nemotron_h": ModelType(
-            "Nemotron-H and Nemotron 3 Nano, each layer Mamba2, attention, an MLP or experts; "
+            "Nemotron-H and Nemotron 3 Nano, layers of Mamba2, attention, MLPs or experts, "
             "without gates",
             Family(
                 qkv_bias=False,

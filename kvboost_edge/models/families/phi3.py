@@ -16,7 +16,7 @@ __all__ = ["GGUF", "MODEL_TYPES"]
 MODEL_TYPES: Mapping[str, ModelType] = MappingProxyType(
     {
         "phi3": ModelType(
-            "Phi-3 and Phi-4, plain rope and longrope",
+            "Phi-3 and Phi-4, plain RoPE and longrope",
             Family(
                 qkv_bias=False,
                 fused=True,

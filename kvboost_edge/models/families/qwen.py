@@ -51,7 +51,7 @@ MODEL_TYPES: Mapping[str, ModelType] = MappingProxyType(
     {
         "qwen2": ModelType("Qwen2 and Qwen2.5", _QWEN2, gguf=True, onnx=True),
         "qwen2_moe": ModelType(
-            "Qwen1.5 and Qwen2, mixture of experts with a gated shared one",
+            "Qwen1.5 and Qwen2, mixture of experts with a gated shared expert",
             dataclasses.replace(
                 _QWEN2, experts=qwen2_experts, unless=(("qkv_bias", (None, True)),)
             ),

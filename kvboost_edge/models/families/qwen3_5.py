@@ -147,7 +147,7 @@ MODEL_TYPES: Mapping[str, ModelType] = MappingProxyType(
             gguf=True,
         ),
         "qwen3_5_moe_text": ModelType(
-            "Qwen3.5 and Qwen3.6, mixture of experts with a gated shared one",
+            "Qwen3.5 and Qwen3.6, mixture of experts with a gated shared expert",
             _MOE,
             torch=False,
             gguf=True,

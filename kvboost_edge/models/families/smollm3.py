@@ -16,7 +16,7 @@ __all__ = ["GGUF", "MODEL_TYPES"]
 MODEL_TYPES: Mapping[str, ModelType] = MappingProxyType(
     {
         "smollm3": ModelType(
-            "SmolLM3, layers without rope",
+            "SmolLM3, some layers without RoPE",
             Family(
                 tied=True,
                 theta=2e6,
