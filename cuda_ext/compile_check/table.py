@@ -13,8 +13,8 @@ DOCS = Path(__file__).parents[2] / "docs" / "cuda.md"
 BEGIN = "<!-- made by `make cuda-table` -->"
 END = "<!-- end -->"
 _HEAD = (
-    "| architecture | kernel | dtype | head dim | rows of a CTA | registers | spilled bytes | "
-    "shared bytes | HMMA | CTAs on a multiprocessor | of its warps "
+    "| architecture | kernel | dtype | head dim | rows per CTA | registers | spilled bytes | "
+    "shared bytes | HMMA | CTAs per multiprocessor | share of its warps "
     "|\n|---|---|---|---|---|---|---|---|---|---|---|"
 )
 _WARPS = 4
