@@ -11,6 +11,7 @@ from kvboost_edge.errors import ConfigError
 from kvboost_edge.options import check_options, option, refuse_unknown
 
 __all__ = [
+    "BACKGROUND",
     "CHOICES",
     "DEFAULT_DRAFT_TOKENS",
     "KV_BIT_PAIRS",
@@ -23,6 +24,9 @@ __all__ = [
     "RecomputeStrategy",
     "kv_bits_from_text",
 ]
+
+BACKGROUND = ("spare_time", "idle")
+"""Ways to run a request in the background."""
 
 MAX_RECOMPUTE_OVERLAP = 4096
 MAX_WEIGHT = 1000.0  # largest weight of a tenant; the smallest weight is 1/1000

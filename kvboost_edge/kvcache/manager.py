@@ -230,6 +230,10 @@ class KVCacheManager(PoolUsage):
         """Return whether a live table is still computing the block with this hash."""
         return prefix_hash in self._claims
 
+    def brings(self, table: BlockTable, prefix_hash: bytes) -> bool:
+        """Return whether a table will bring the block with this hash."""
+        return self._claims.holders.get(prefix_hash) == table._serial
+
     def blocks_for(self, num_tokens: int) -> int:
         """Return how many blocks a table without spans needs for `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)

@@ -297,7 +297,7 @@ class Request:
     @property
     def rank(self) -> tuple[int, int]:
         """Sort key for scheduling. The smallest key is served first."""
-        return self.terms.priority, self.index
+        return self.terms.level, self.index
 
     @property
     def mode(self) -> GenerationMode:

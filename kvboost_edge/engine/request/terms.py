@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 from kvboost_edge.config import (
+    BACKGROUND,
     CHOICES,
     MAX_RECOMPUTE_OVERLAP,
     MAX_WEIGHT,
@@ -19,6 +20,7 @@ from kvboost_edge.options import as_float, as_int, check_options, option
 __all__ = ["Terms"]
 
 _MAX_PRIORITY = 2**31 - 1
+_BACKGROUND_LEVEL = 2**32  # larger than the difference of any two priorities
 _MAX_NAME = 1024
 _MAX_SECONDS = 1e9  # about 30 years, which every clock can represent
 
@@ -60,6 +62,15 @@ class Terms:
         int,
         low=-_MAX_PRIORITY,
         high=_MAX_PRIORITY,
+    )
+    background: str | None = option(
+        None,
+        "Run the request in the background. spare_time computes it in the time that other "
+        "requests leave in each step, and idle only while no other request runs. Other requests "
+        "take its blocks and its place in the batch when they need them",
+        str,
+        choices=BACKGROUND,
+        unset="no",
     )
     weight: float = option(
         1.0,
@@ -230,6 +241,11 @@ class Terms:
                 "pin=True keeps the prompt's blocks, and mode='baseline' caches none; use "
                 "mode='prefix_cache'"
             )
+
+    @property
+    def level(self) -> int:
+        """The priority, in an order that puts background requests after all others."""
+        return self.priority + (0 if self.background is None else _BACKGROUND_LEVEL)
 
     @property
     def is_kept_longer(self) -> bool:

@@ -81,10 +81,11 @@ class Budget:
         urgent = min(
             (s.priority for s in running if s.num_pending > 1), default=running[0].priority
         )
-        roomy = 2 * sum(s.num_pending == 1 for s in running) <= limit.total
+        decoding = {s.index for s in running if s.num_pending == 1} - limit.spare
+        roomy = 2 * len(decoding) <= limit.total
         wants: dict[int, Counter[bytes]] = {}
         for sequence in running:
-            lifted = roomy and sequence.num_pending == 1
+            lifted = roomy and sequence.index in decoding
             level = min(sequence.priority, urgent) if lifted else sequence.priority
             wanted = sequence.most_at_once * limit.price(sequence)
             wants.setdefault(level, Counter())[sequence.tenant] += wanted
@@ -101,13 +102,16 @@ class Budget:
         filling: list[Sequence] = []
         for sequence in members:
             if pending := sequence.num_pending:
-                (decoding if pending == 1 else filling).append(sequence)
+                decodes = pending == 1 and sequence.index not in limit.spare
+                (decoding if decodes else filling).append(sequence)
         budget = limit.total
+        # Background sequences come after the prompts of other sequences, even while they decode.
         # Reserve one token for prefill so that neither prefill nor decoding starves. If the budget
         # is only one token, steps alternate between them.
         kept = 0
-        if decoding and filling:
-            kept = min(map(limit.price, filling))
+        prompts = [one for one in filling if one.index not in limit.spare]
+        if decoding and prompts:
+            kept = min(map(limit.price, prompts))
             if budget <= kept:
                 kept *= self._step % 2
         # Serve the least recently served sequences first. This matters only if the budget is

@@ -24,7 +24,7 @@ class Fairness:
     """Accounts of the tokens computed for each tenant that has requests, divided by its weight.
 
     Tokens recomputed after a preemption are not charged, so a preempted sequence is not penalized
-    twice.
+    twice. Background requests are not charged, because they only use what others leave.
 
     Attributes:
         is_shared: True if several tenants have requests.
@@ -49,6 +49,8 @@ class Fairness:
     def charge(self, work: ScheduledTokens[running_state.Sequence]) -> None:
         """Charge a sequence's tenant for the tokens it computes in this step."""
         sequence = work.sequence
+        if sequence.is_background:
+            return
         stop = work.certain_stop
         num_new = stop - max(work.start, sequence.num_charged_tokens)
         if num_new > 0:
@@ -90,10 +92,12 @@ class Fairness:
         arrival.
         """
         queues: dict[bytes, deque[running_state.Sequence]] = {}
+        is_background = False
         for sequence in waiting:
             queues.setdefault(sequence.tenant, deque()).append(sequence)
+            is_background = sequence.is_background
         while queues:
-            counts = Counter(sequence.tenant for sequence in running)
+            counts = _counts(running, is_background=is_background)
             tenant = min(
                 queues,
                 key=lambda t: (counts[t] / self._weights[t], self._served[t], queues[t][0].index),
@@ -114,9 +118,11 @@ class Fairness:
         # These conditions prevent the two tenants from preempting each other in turn. In the first
         # case the other tenant cannot take the slot back. In the second case many tokens are
         # computed before it can.
-        counts = Counter(other.tenant for other in running)
+        counts = _counts(running, is_background=sequence.is_background)
         mine = sequence.tenant
         for other in reversed(running):  # finds the lowest-ranked sequence of each tenant
+            if other.is_background != sequence.is_background:
+                continue
             if other.priority < sequence.priority:
                 return None
             theirs = other.tenant
@@ -151,3 +157,8 @@ class Fairness:
         return max(
             count / self._weights[tenant] for tenant, count in counts.items() if tenant != but
         )
+
+
+def _counts(running: Iterable[running_state.Sequence], *, is_background: bool) -> Counter[bytes]:
+    """Return the number of running sequences of each tenant, in the background or not."""
+    return Counter(one.tenant for one in running if one.is_background == is_background)

@@ -5,6 +5,9 @@
 - While several prompts are computed and nothing decodes, a step takes 0.2 s, so that new requests
   can join soon.
 - While only one request exists, a step takes up to 1 s.
+
+Background requests do not count as decoding. While other requests run, they get the time that the
+others leave in a step of this length, or no time if they need an idle engine.
 """
 
 from __future__ import annotations
@@ -33,10 +36,13 @@ class StepLimit(NamedTuple):
     Attributes:
         total: limit in units of work.
         prices: units per token, by sequence index. The default is 1.
+        spare: indices of background sequences, which get what other sequences leave. Empty while no
+            other sequence runs.
     """
 
     total: int
     prices: dict[int, int]
+    spare: frozenset[int] = frozenset()
 
     def price(self, sequence: Sequence) -> int:
         """Return the cost of a sequence's next token in units of work."""
@@ -69,49 +75,68 @@ class StepPacing:
         self, running: Several[Sequence], num_waiting: int, max_batch_tokens: int
     ) -> tuple[list[Sequence], StepLimit]:
         """Return the sequences to compute in the next step, and the step's limit."""
-        everyone = [one for one in running if one.is_ready]
-        plain = StepLimit(max_batch_tokens, {})
+        everyone, spare = _with_spare([one for one in running if one.is_ready])
+        plain = StepLimit(max_batch_tokens, {}, spare)
         if self._target == 0.0:
             return everyone, plain
-        decoding = [one for one in everyone if one.num_pending == 1]
-        prompts = [one for one in everyone if one.num_pending > 1]
-        room = max_batch_tokens - len(decoding)  # maximum number of prompt tokens
-        if not prompts or room < len(prompts):
+        decoding = [one for one in everyone if one.num_pending == 1 and one.index not in spare]
+        others = [one for one in everyone if one.num_pending > 1 or one.index in spare]
+        room = max_batch_tokens - len(decoding)  # maximum number of other tokens
+        if not others or room < len(others):
             return everyone, plain
         if decoding and (not self._cost.knows_decode or self._since_measured >= _MEASURED_EVERY):
             return decoding, plain
         is_alone = len(running) + num_waiting == 1
         if not self._cost.knows_prompts:
             tokens = min(room, _FIRST_TOKENS) if decoding else room
-            return everyone, StepLimit(len(decoding) + tokens, {})
-        seconds = _ALONE if is_alone else self._seconds_for_prompts(decoding)
-        return everyone, self._limit_of(prompts, seconds, room, len(decoding))
+            return everyone, StepLimit(len(decoding) + tokens, {}, spare)
+        seconds = _ALONE if is_alone else self._seconds_for_others(decoding)
+        limit = self._limit_of(others, seconds, room, len(decoding))
+        return everyone, limit._replace(spare=spare)
 
     def _limit_of(
-        self, prompts: list[Sequence], seconds: float, room: int, num_decoding: int
+        self, others: list[Sequence], seconds: float, room: int, num_decoding: int
     ) -> StepLimit:
-        """Return the limit of a step with prompts.
+        """Return the limit of a step with prompts or background sequences.
 
-        A unit of prompt work is one microsecond. A decoding sequence costs one unit, so that each
+        A unit of their work is one microsecond. A decoding sequence costs one unit, so that each
         gets its token before any prompt does.
 
         Args:
-            seconds: time for the prompts.
-            room: maximum number of prompt tokens.
+            seconds: time for the prompts and background sequences.
+            room: maximum number of their tokens.
         """
-        costs = {
-            one.index: self._cost.prompt_token(one.num_computed_tokens) * 1e6 for one in prompts
-        }
+        costs = {one.index: self._token_seconds(one) * 1e6 for one in others}
         total = max(1, int(max(seconds * 1e6, _LEAST_TOKENS * min(costs.values()))))
         least = -(-total // room)  # lower prices would allow more than `room` tokens
         prices = {index: max(least, round(cost)) for index, cost in costs.items()}
         return StepLimit(total + num_decoding, prices)
 
-    def _seconds_for_prompts(self, decoding: list[Sequence]) -> float:
-        """Return the seconds of a step that decoding leaves for prompts."""
+    def _token_seconds(self, sequence: Sequence) -> float:
+        """Return the predicted seconds that a sequence's next token adds to a step."""
+        position = sequence.num_computed_tokens
+        if sequence.num_pending == 1:
+            return self._cost.decoded_token(position)
+        return self._cost.prompt_token(position)
+
+    def _seconds_for_others(self, decoding: list[Sequence]) -> float:
+        """Return the seconds of a step that decoding leaves for prompts and the background."""
         if not decoding:
             return max(self._target or 0.0, _PROMPTS)
         depth = sum(one.num_computed_tokens for one in decoding)
         alone = self._cost.decode_seconds(StepShape(len(decoding), depth))
         target = _STRETCH * alone + _EXTRA if self._target is None else self._target
         return target - alone
+
+
+def _with_spare(ready: list[Sequence]) -> tuple[list[Sequence], frozenset[int]]:
+    """Return the sequences that may run now, and the indices of those that get what others leave.
+
+    Args:
+        ready: running sequences whose features are ready.
+    """
+    waiting = [one for one in ready if one.is_background]
+    if not waiting or len(waiting) == len(ready):
+        return ready, frozenset()
+    allowed = [one for one in ready if not one.needs_idle]
+    return allowed, frozenset(one.index for one in allowed if one.is_background)

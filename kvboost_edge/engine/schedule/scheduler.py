@@ -11,6 +11,9 @@ tokens and in time (`StepPacing`):
 
 All rules serve lower priority numbers first. At equal priority, tenants share the budget, the
 running slots and the preemptions (`Fairness`). The rules then apply within each tenant.
+
+Background sequences come after all others. They get the time that others leave in a step, and they
+are preempted when another sequence waits for their place or their blocks.
 """
 
 from __future__ import annotations
@@ -186,13 +189,14 @@ class Scheduler:
         self._fairness.update(itertools.chain(self.waiting, self.running))
         if self.waiting:
             self._admit(plan)
-        wanted = self._share(
-            *self.pacing.limit(self.running, len(self.waiting), self.max_batch_tokens)
-        )
+        members, limit = self.pacing.limit(self.running, len(self.waiting), self.max_batch_tokens)
+        wanted = self._share(members, limit)
         self._reserve(wanted, plan)
         budget = self.max_batch_tokens - sum(wanted.values())
         reserve = functools.partial(self._reserve_spare, plan)
-        self.speculation.draft(self.running, wanted, budget, reserve)
+        # Draft tokens of background sequences would take time from the others.
+        drafting = [one for one in self.running if one.index not in limit.spare]
+        self.speculation.draft(drafting, wanted, budget, reserve)
         plan.preparing = [one for one in self.running if one.prepares]
         for sequence in self.running:
             count = wanted.get(sequence.index, 0)
@@ -213,10 +217,12 @@ class Scheduler:
         """Admit waiting sequences in order, up to the first one that does not fit."""
         manager = self.manager
         for sequence in self._by_turn():
+            if sequence.needs_idle and not all(one.is_background for one in self.running):
+                continue
             if not self._has_place(sequence):
                 return
             try:
-                if not self._is_alone and self._awaits(sequence):
+                if not self._is_alone and self._awaits(sequence) and not self._overtakes(sequence):
                     # Another sequence or a prefetch brings the same prefix. Later sequences may be
                     # admitted first.
                     continue
@@ -224,6 +230,8 @@ class Scheduler:
                     continue
                 admitted = self._try_admit(sequence, plan)
                 if not admitted and self.loads.make_room():
+                    admitted = self._try_admit(sequence, plan)
+                while not admitted and self._preempt_background(sequence):
                     admitted = self._try_admit(sequence, plan)
             except CacheCorruption:
                 raise
@@ -242,6 +250,32 @@ class Scheduler:
         for _, group in itertools.groupby(list(self.waiting), key=_BY_PRIORITY):
             yield from self._fairness.in_turn(group, self.running)
 
+    def _preempt_background(self, sequence: Sequence) -> bool:
+        """Preempt the last background sequence for a waiting one, and return whether there was one.
+
+        Background sequences never preempt each other.
+        """
+        if sequence.is_background or not (self.running and self.running[-1].is_background):
+            return False
+        self._preempt(self.running[-1])
+        return True
+
+    def _overtakes(self, sequence: Sequence) -> bool:
+        """Return whether a sequence can compute a prefix itself that the background was computing.
+
+        A background prompt may wait for a long time. It is preempted, and its computed blocks stay
+        in the cache.
+        """
+        awaited = sequence.awaited_hash
+        behind = [one for one in self.running if one.is_background]
+        if sequence.is_background or awaited is None:
+            return False
+        for one in behind:
+            if self.manager.brings(one.blocks, awaited):
+                self._preempt(one)
+                return not self._awaits(sequence)
+        return False
+
     def _has_place(self, sequence: Sequence) -> bool:
         """Return whether a sequence may be admitted.
 
@@ -249,8 +283,10 @@ class Scheduler:
         """
         # A sequence whose prefix is being prefetched counts as running. After the prefetch it waits
         # like others. Otherwise it could block a more urgent request forever.
-        taken = len(self.running) + self.loads.num_arriving_besides(sequence)
-        full = taken >= self.max_num_seqs
+        arriving = self.loads.num_arriving_besides(sequence)
+        full = len(self.running) + arriving >= self.max_num_seqs
+        if full and self._preempt_background(sequence):
+            full = len(self.running) + arriving >= self.max_num_seqs
         if not full and not (self.running and sequence.blocked_at == self.manager.progress):
             return True
         if not self._fairness.is_shared:

@@ -104,7 +104,17 @@ class Sequence:
 
     @property
     def priority(self) -> int:
-        return self.request.terms.priority
+        """The priority level, which is higher for background requests than for all others."""
+        return self.request.terms.level
+
+    @property
+    def is_background(self) -> bool:
+        return self.request.terms.background is not None
+
+    @property
+    def needs_idle(self) -> bool:
+        """True for a background request that runs only while no other request runs."""
+        return self.request.terms.background == "idle"
 
     @property
     def is_ready(self) -> bool:

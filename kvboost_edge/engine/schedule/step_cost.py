@@ -124,6 +124,14 @@ class StepCost:
         """Return the predicted seconds for a step's decoding, or 0 before any measurement."""
         return float(self._decode.values @ _decode_inputs(shape))
 
+    def decoded_token(self, position: int) -> float:
+        """Return the predicted seconds that one more decoding sequence adds to a step.
+
+        Returns 0 before any measurement.
+        """
+        _, row, attend = self._decode.values
+        return float(row + attend * position)
+
     def prompt_token(self, position: int) -> float:
         """Return the predicted seconds that a prompt token at this position adds to a step."""
         row, attend = self._prompt.values

@@ -5,60 +5,8 @@ import random
 
 import pytest
 
-from helpers.engine.fake_runner import Bench
+from helpers.engine.paced_bench import Paced, machine
 from kvboost_edge.engine.schedule.step_cost import StepShape
-
-LONG = 4000
-
-
-def machine(shape):
-    """The time of a step: 10 ms, 0.5 ms a stream, 1 ms a prompt's token and more with depth."""
-    return (
-        0.010
-        + 0.0005 * shape.sequences
-        + 5e-7 * shape.decode_depth
-        + 0.001 * shape.tokens
-        + 5e-7 * shape.prompt_depth
-    )
-
-
-class Paced(Bench):
-    """A bench whose steps take `machine` seconds; `steps` lists them with their sizes."""
-
-    def __init__(self, target_tpot=None, noise=0.0, **options):
-        options = {"num_blocks": 3000, "max_batch_tokens": 512, "debug_checks": False} | options
-        super().__init__(target_tpot=target_tpot, **options)
-        self.steps = []
-        rng = random.Random(1)
-        pacing = self.scheduler.pacing
-        observe = pacing.observe
-
-        def timed(work, seconds):
-            shape = StepShape.of(work)
-            seconds = machine(shape) * (1 + noise * rng.uniform(-1, 1))
-            self.steps.append((shape, seconds))
-            observe(work, seconds)
-
-        pacing.observe = timed
-
-    def long_prompt(self, count=LONG, **options):
-        rng = random.Random(self.num_requests)
-        return self.submit([rng.randrange(256) for _ in range(count)], 1, **options)
-
-    def streams(self, count):
-        """Start streams and let them decode for a while."""
-        for _ in range(count):
-            self.long_prompt_of_stream()
-        for _ in range(10):
-            self.step()
-        self.steps.clear()
-
-    def long_prompt_of_stream(self):
-        rng = random.Random(self.num_requests)
-        self.submit([rng.randrange(256) for _ in range(30)], 5000)
-
-    def check(self):
-        """Only when asked: these runs are long."""
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.1])
