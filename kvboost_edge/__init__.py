@@ -237,7 +237,7 @@ def _load(module: str, name: str) -> Any:
         AttributeError: The name is unknown.
     """
     if name in _NOT_OFFERED:
-        raise ImportError(f"{module}.{name} is not offered: {_NOT_OFFERED[name]}", name=name)
+        raise ImportError(f"{module}.{name} is not available: {_NOT_OFFERED[name]}", name=name)
     target = _EXPORTS.get(name) if name in _MODULES.get(module, __all__) else None
     if target is None:
         raise AttributeError(f"module {module!r} has no attribute {name!r}")

@@ -103,8 +103,8 @@ def _check_states(states: PassStates, lengths: list[int], num_slots: int) -> lis
         not min(n, 1) <= of <= n for of, n in zip(certain, lengths, strict=True)
     ):
         raise ConfigError(
-            f"certain={certain} must be at least 1 and at most the number of rows for each "
-            f"sequence, {lengths}"
+            f"each number in certain={certain} must be at least 1 and at most the number of rows "
+            f"of its sequence, {lengths}"
         )
     if any(not 1 <= rows <= certain[whose] for whose, rows, _ in saves):
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""A test of the CUDA kernels on their device: they are compared with torch in float32."""
+"""A self-test of the CUDA kernels, which compares them with torch in float32."""
 
 from __future__ import annotations
 

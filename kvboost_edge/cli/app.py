@@ -387,8 +387,8 @@ def chat(
             "--model",
             "-m",
             metavar="MODEL",
-            help="Model directory, GGUF file or hub id, or with --url, the name of a model on "
-            "the server. Default: kvboost-edge/demo, or the server's first model.",
+            help="Model directory, GGUF file or hub id. With --url, the name of a model on the "
+            "server. Default: kvboost-edge/demo, or the server's first model.",
         ),
     ] = None,
     system: Annotated[

@@ -141,5 +141,5 @@ def _refuse(owner: object, name: str, reasons: dict[str, str]) -> NoReturn:
     """
     kind = type(owner).__name__
     if name in reasons:
-        raise AttributeError(f"{kind}.{name} is not offered: {reasons[name]}")
+        raise AttributeError(f"{kind}.{name} is not available: {reasons[name]}")
     raise AttributeError(f"{kind!r} object has no attribute {name!r}", name=name, obj=owner)

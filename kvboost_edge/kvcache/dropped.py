@@ -10,9 +10,9 @@ _LEAST = 1 << 15
 
 
 class Dropped:
-    """Hashes of the blocks that a pool or a tier dropped most recently.
+    """Record of the hashes of blocks that a pool or a tier dropped most recently.
 
-    It remembers between `least` and twice `least` hashes, at about 70 bytes each. Only one thread
+    It holds between `least` and twice `least` hashes, at about 70 bytes each. Only one thread
     may add hashes, but any thread may look them up. A hash is not removed when its block is stored
     again, so callers must first check that the block is missing.
     """

@@ -24,7 +24,7 @@ __all__ = ["Claims", "Opener", "Publisher"]
 
 
 class Claims:
-    """Claims on blocks that tables are about to compute, at most one table per prefix hash.
+    """Claims on blocks that tables are about to compute, at most one claim per prefix hash.
 
     Only hashes are compared. A collision makes a request wait but never serves wrong KV.
 

@@ -231,7 +231,7 @@ def _plain(error: HTTPException) -> str:
 
 
 def _given(value: object) -> str:
-    """Return the rejected value as text if it is a number, otherwise ""."""
+    """Return ", not VALUE" for a rejected value that is a short number, otherwise ""."""
     # Other values may be long or contain the prompt.
     return f", not {value}" if isinstance(value, int | float) and abs(value) < _SHORT else ""
 

@@ -126,7 +126,7 @@ _COMMAND = {  # flags of the command that are not settings
         metavar="TEXT",
     ),
     "workers": Option(
-        help="Number of engines, each in a separate process (extra [ray])",
+        help="Number of engines, each in a separate process. More than 1 requires the extra [ray]",
         kind=int,
         group="Engine",
         low=1,

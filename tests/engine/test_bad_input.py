@@ -118,7 +118,7 @@ BAD_OPTIONS = [
     ({"logit_bias": {VOCAB_SIZE: 1.0}}, "logit_bias holds token id 260"),
     ({"mode": "fast"}, "mode='fast' is not one of 'baseline', 'prefix_cache', 'chunk_kv_reuse'"),
     ({"mode": None}, "mode=None"),
-    ({"mode": "baseline", "pin": True}, "pin=True keeps the prompt's blocks, and mode='baseline'"),
+    ({"mode": "baseline", "pin": True}, "pin=True keeps the prompt's blocks, but mode='baseline'"),
     (
         {"recompute_overlap": 8},
         "recompute_overlap needs mode='chunk_kv_reuse', not mode='prefix_cache'",

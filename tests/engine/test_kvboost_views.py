@@ -1,4 +1,4 @@
-"""KVBoost's attributes of an engine: figures to read, and reasons for what is not offered."""
+"""KVBoost's attributes of an engine: figures to read, and reasons for what is not available."""
 
 import functools
 
@@ -87,7 +87,7 @@ def test_the_model_is_that_of_the_torch_runner(make, tiny_model_dir):
 def test_attributes_that_are_not_offered_say_what_to_use(make, name, way_out):
     with make() as engine, pytest.raises(AttributeError) as failure:
         getattr(engine, name)
-    assert f"CPUPagedEngine.{name} is not offered: " in str(failure.value)
+    assert f"CPUPagedEngine.{name} is not available: " in str(failure.value)
     assert way_out in str(failure.value)
 
 
@@ -102,7 +102,7 @@ def test_calls_of_the_cache_manager_that_are_not_offered_say_what_to_use(make):
             ("pin_content", "engine.pin"),
             ("register_eviction_callback", "engine.take_cache_events"),
         ):
-            with pytest.raises(AttributeError, match=f"{name} is not offered: .*{way_out}"):
+            with pytest.raises(AttributeError, match=f"{name} is not available: .*{way_out}"):
                 getattr(cache, name)
         with pytest.raises(AttributeError, match="no attribute 'other'"):
             _ = cache.other

@@ -218,7 +218,8 @@ def _check_multiple(value: object) -> None:
     assert isinstance(exponent, int)
     if decimal.Decimal((0, digits, max(0, exponent))) > _MOST_MULTIPLE:
         raise RequestError(
-            f"json_schema has multipleOf {value}; its digits may be {_MOST_MULTIPLE} at most"
+            f"json_schema has multipleOf {value}; its digits must form a number of at most "
+            f"{_MOST_MULTIPLE}"
         )
 
 

@@ -238,7 +238,7 @@ class Terms:
             raise RequestError(f"ttl={self.ttl:g} has no effect without a pin; add pin=True")
         if self.pin and self.mode is GenerationMode.BASELINE:
             raise RequestError(
-                "pin=True keeps the prompt's blocks, and mode='baseline' caches none; use "
+                "pin=True keeps the prompt's blocks, but mode='baseline' does not cache them; use "
                 "mode='prefix_cache'"
             )
 

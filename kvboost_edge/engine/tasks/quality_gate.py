@@ -379,6 +379,6 @@ def _refuse(verdict: Verdict) -> None:
     if not verdict.passed:
         raise RequestError(
             "mode='chunk_kv_reuse' is refused for this model: reuse changes its answers more than "
-            f"another order of the documents does ({verdict}); recompute more "
+            f"reordering the documents does ({verdict}); recompute more "
             "(recompute_strategy, recompute_overlap, recompute_ratio), or set reuse_gate='off'"
         )

@@ -199,7 +199,7 @@ class GroupDot:
         return b.add(state, self._pairs(products))
 
     def _pairs(self, products: Value) -> Value:
-        """Add neighbouring 16-bit numbers into <16 x i32>."""
+        """Add adjacent pairs of 16-bit integers, giving <16 x i32>."""
         if self.form == "plain":
             return emit_pair_sums(self._b, products)
         ones = ir.Constant(_V32S, [1] * 32)

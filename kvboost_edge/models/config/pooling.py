@@ -77,7 +77,10 @@ def read_pooling(model_dir: Path) -> Pooling:
         else:
             dense.append(folder)
     if kinds != sorted(kinds, key=_ORDER.index) or kinds.count("Pooling") > 1:
-        raise ModelFormatError(f"{path}: modules {kinds} are not in the order {', '.join(_ORDER)}")
+        raise ModelFormatError(
+            f"{path}: modules {kinds} are not in the order {', '.join(_ORDER)} with at most one "
+            "Pooling"
+        )
     return pooling._replace(dense=tuple(dense))
 
 

@@ -75,8 +75,7 @@ def rope_settings(tables: Tables, head_dim: int, max_context: int) -> dict[str, 
     frequencies = np.arctan2(_row(sines, 1), _row(cosines, 1))
     if not ((frequencies > 0) & (frequencies < math.pi)).all():
         raise ModelFormatError(
-            f"{cosines.path}: tables {cosines.name!r} and {sines.name!r} do not hold the angles of "
-            "a RoPE"
+            f"{cosines.path}: tables {cosines.name!r} and {sines.name!r} do not contain RoPE angles"
         )
     problem = ""
     for settings in _candidates(frequencies):
@@ -92,8 +91,8 @@ def rope_settings(tables: Tables, head_dim: int, max_context: int) -> dict[str, 
             return settings
         problem = difference
     raise ModelFormatError(
-        f"{cosines.path}: the RoPE tables do not have one frequency per pair, so the RoPE depends "
-        f"on the length ({problem}); put the model's config.json next to the file"
+        f"{cosines.path}: no constant RoPE frequencies reproduce the tables ({problem}); put the "
+        "model's config.json next to the file"
     )
 
 

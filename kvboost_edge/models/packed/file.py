@@ -262,7 +262,7 @@ def _pack_into_file(job: _Job, path: Path, cache_dir: Path | None) -> PackedWeig
 
 
 def _take(path: Path, own: FileStamp, job: _Job, cache_dir: Path | None) -> PackedWeights:
-    """Open the file just written, or an equal file with which another process replaced it."""
+    """Open the file just written, or an equal one that another process put in its place."""
     with open(path, "rb") as file:
         stamp = FileStamp.of_open(file, path)
         if (stamp.inode, stamp.modified_ns, stamp.size) == (own.inode, own.modified_ns, own.size):

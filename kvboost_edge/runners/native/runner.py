@@ -1,7 +1,7 @@
 """Native runner: computes logits with quantized or float weights, without torch.
 
-A token's logits depend only on its sequence and position. They are bit-identical for any batch,
-prompt chunks, cached KV and number of threads.
+A token's logits depend only on its sequence and position. They are bit-identical for any batch, any
+split of the prompt into chunks, any amount of cached KV and any number of threads.
 """
 
 from __future__ import annotations

@@ -295,7 +295,7 @@ class ChatRequest(SamplingFields):
         if self.continue_final_message and (
             self.messages[-1].role != "assistant" or self.add_generation_prompt
         ):
-            wrong = "needs a last message of role assistant, and no add_generation_prompt"
+            wrong = "requires a last message with role 'assistant' and no add_generation_prompt"
             raise bad_field("continue_final_message", f"continue_final_message {wrong}")
         if self.continues and self.messages[-1].tool_calls:
             raise bad_field("messages", "the last message has tool_calls; add their results")
