@@ -415,6 +415,12 @@ def options_from() -> argparse.Namespace:
         "--prompt", type=int, default=_PREFIX + _SUFFIX, help="length of the cold prompt in tokens"
     )
     parser.add_argument(
+        "--generate",
+        type=int,
+        metavar="N",
+        help="number of tokens to decode (default: 64, or 32 after a long context)",
+    )
+    parser.add_argument(
         "--bundled", action="store_true", help="measure the bundled model in our engine only"
     )
     return parser.parse_args()
@@ -450,7 +456,8 @@ def main() -> None:
     for depth in options.depths:
         # The bundled model's weights fit in CPU caches, so a memory read is no comparison.
         with_read = depth == options.depths[0] and not options.bundled
-        bench.decode(depth, 64 if depth < _PREFIX else 32, with_read=with_read)
+        count = options.generate or (64 if depth < _PREFIX else 32)
+        bench.decode(depth, count, with_read=with_read)
     bench.slope(options.depths)
     if not options.bundled and not options.short:
         bench.share(32)

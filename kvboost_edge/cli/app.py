@@ -60,9 +60,10 @@ class _Commands(TyperGroup):
         try:
             return super().invoke(ctx)
         except USAGE_ERROR as error:
-            if _lacks_value(error, ("-o", "--option")):
+            command = self.commands.get(ctx.invoked_subcommand)
+            if _lacks_value(error, command, "option"):
                 print_engine_options()
-            if _lacks_value(error, ("-s", "--sampling")):
+            if _lacks_value(error, command, "sampling"):
                 print_sampling_parameters()
             suggest_flag(error, option_advice)
             raise
@@ -79,10 +80,13 @@ def _describe(parameters: list[Any]) -> list[Any]:
     return parameters
 
 
-def _lacks_value(error: Any, names: tuple[str, ...]) -> bool:
-    """Return whether one of these options was given without a value."""
+def _lacks_value(error: Any, command: Any, name: str) -> bool:
+    """Return whether a command's parameter of this name was given without a value."""
     is_unknown = hasattr(error, "possibilities")  # the command has no such option
-    return not is_unknown and getattr(error, "option_name", None) in names
+    flag = getattr(error, "option_name", None)
+    if is_unknown or flag is None or command is None:
+        return False
+    return any(one.name == name and flag in one.opts for one in command.params)
 
 
 app = typer.Typer(
@@ -107,20 +111,24 @@ ModelOption = Annotated[
         ),
     ),
 ]
-EngineOptions = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--option",
-        "-o",
+
+
+def _engine_option(*flags: str) -> Any:
+    """Return the option for engine options, which has the given flags."""
+    return typer.Option(
+        *flags,
         metavar="NAME=VALUE",
         is_eager=True,
         callback=list_options,
         help=(
-            "Engine option, such as num_threads=2 or max_cache_bytes=4e9. Repeatable. '-o "
-            "list' prints all options with their types and defaults."
+            "Engine option, such as num_threads=2 or max_cache_bytes=4e9. Repeatable. "
+            f"'{flags[-1]} list' prints all options with their types and defaults."
         ),
-    ),
-]
+    )
+
+
+EngineOptions = Annotated[list[str] | None, _engine_option("--option", "-o")]
+LongEngineOptions = Annotated[list[str] | None, _engine_option("--option")]
 SamplingOptions = Annotated[
     list[str] | None,
     typer.Option(
@@ -646,6 +654,139 @@ def evaluate(
 
     options = engine_options(option, kv_cache_bits, pack_cache=pack_cache)
     run_eval(file, model, options, against or (), window=window, as_json=as_json)
+
+
+@app.command(
+    epilog=(
+        "[b]Examples[/b]\n\nkvboost-edge bench -m ./my-model.gguf\n\n"
+        "kvboost-edge bench -m ./my-model.gguf -p 512 -n 128 -d 0,8192 -r 3\n\n"
+        "kvboost-edge bench -m ./my-model.gguf -d 2048 --shared 16 -o json\n\n"
+        "kvboost-edge bench -m ./my-model.gguf -p 0 -n 64 --option weights=int8"
+    )
+)
+def bench(
+    model: ModelOption = DEMO_MODEL,
+    n_prompt: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--n-prompt",
+            "-p",
+            metavar="TOKENS",
+            help="Length of the prompts, or several lengths separated by commas. 0 measures no "
+            "prompt. Repeatable. Default: 512.",
+        ),
+    ] = None,
+    n_gen: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--n-gen",
+            "-n",
+            metavar="TOKENS",
+            help="Number of tokens to generate, or several numbers separated by commas. 0 "
+            "generates nothing. Repeatable. Default: 128.",
+        ),
+    ] = None,
+    n_depth: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--n-depth",
+            "-d",
+            metavar="TOKENS",
+            help="Number of tokens in the cache before each test, or several numbers separated by "
+            "commas. Repeatable. Default: 0.",
+        ),
+    ] = None,
+    warm: Annotated[
+        int,
+        typer.Option(
+            "--warm",
+            metavar="TOKENS",
+            help="Number of new tokens after cached ones, for the rows warm and restart of each "
+            "depth above 0. 0 leaves these rows out.",
+        ),
+    ] = 64,
+    restart: Annotated[
+        bool,
+        typer.Option(
+            "--restart/--no-restart",
+            help="Measure the first request after a restart too, with the cached tokens on disk.",
+        ),
+    ] = True,
+    shared: Annotated[
+        int,
+        typer.Option(
+            "--shared",
+            metavar="REQUESTS",
+            help="Number of requests at the same time over one cached prefix, for each depth "
+            "above 0. 0 leaves this row out.",
+        ),
+    ] = 8,
+    repetitions: Annotated[
+        int,
+        typer.Option(
+            "--repetitions", "-r", metavar="N", help="Number of times that each test is repeated."
+        ),
+    ] = 5,
+    warmup: Annotated[
+        bool,
+        typer.Option("--warmup/--no-warmup", help="Run each test once before it is measured."),
+    ] = True,
+    output: Annotated[
+        str,
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="FORMAT",
+            help="Output format: md (a Markdown table), csv, json or jsonl.",
+        ),
+    ] = "md",
+    kv_cache_bits: KVBitsOption = None,
+    pack_cache: PackCacheOption = True,
+    threads: Annotated[
+        int | None,
+        typer.Option(
+            "--threads",
+            "-t",
+            metavar="N",
+            help="Number of compute threads. Default: the number of CPUs available to this "
+            "process.",
+        ),
+    ] = None,
+    ctx_size: ContextOption = None,
+    max_memory: MaxMemoryOption = None,
+    option: LongEngineOptions = None,
+) -> None:
+    """Measure tokens per second of prompts, generation and cached prefixes, like llama-bench.
+
+    Options and columns have llama-bench's names. Speculative decoding is off unless --option
+    speculation=auto is given.
+    """
+    from kvboost_edge.cli.bench.cases import cases_of
+    from kvboost_edge.cli.bench.run import numbers, output_format, run_bench
+    from kvboost_edge.cli.options import engine_options
+
+    run_bench(
+        model,
+        engine_options(
+            option,
+            kv_cache_bits,
+            pack_cache=pack_cache,
+            num_threads=threads,
+            max_model_len=ctx_size,
+            max_memory=max_memory,
+        ),
+        cases_of(
+            numbers("--n-prompt", n_prompt, 512),
+            numbers("--n-gen", n_gen, 128),
+            numbers("--n-depth", n_depth, 0),
+            warm=warm,
+            is_restarted=restart,
+            shared=shared,
+        ),
+        repetitions=repetitions,
+        is_warmed_up=warmup,
+        form=output_format(output),
+    )
 
 
 @app.command(

@@ -90,7 +90,8 @@ def option_advice(flag: str, flags: Collection[str]) -> str:
     if name == "num_threads" and "--threads" in flags:
         return ""  # the caller suggests the nearest flag
     if name in options_of(EngineConfig) and "--option" in flags:
-        return f"Use -o {name}=VALUE."
+        # In `bench`, -o is the output format, as in llama-bench.
+        return f"Use {'--option' if '--output' in flags else '-o'} {name}=VALUE."
     if name in _parameters() and "--sampling" in flags:
         return f"Use -s {name}=VALUE."
     return ""

@@ -28,6 +28,7 @@ COMMANDS = (
     "models",
     "inspect",
     "eval",
+    "bench",
     "warmup",
     "launch",
     "reuse-check",

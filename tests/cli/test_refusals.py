@@ -76,6 +76,7 @@ def test_an_unknown_flag_names_the_nearest(printed, argv, meant):
         ("generate x --disk-cache-dir d", "Use -o disk_cache_dir=VALUE."),
         ("generate x --weights int4", "Use -o weights=VALUE."),
         ("doctor --weights int4", "Use -o weights=VALUE."),
+        ("bench --weights int4", "Use --option weights=VALUE."),
         ("chat --top-k 40", "Use -s top_k=VALUE."),
         ("chat --priority 1", "Use -s priority=VALUE."),
         ("-o list", "kvboost-edge generate -o list"),

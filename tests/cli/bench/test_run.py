@@ -1,0 +1,166 @@
+"""The `bench` command on a tiny model: its rows, its refusals, and its end by Ctrl-C."""
+
+import io
+import json
+import re
+import tempfile
+
+import pytest
+from rich.console import Console
+
+from kvboost_edge.cli.bench import run
+from kvboost_edge.cli.bench.measure import CaseTimer
+
+SMALL = ("--option", "num_blocks=64", "--option", "max_num_seqs=8", "-t", "1")
+SHORT = ("-p", "32", "-n", "8", "-r", "2")
+
+
+@pytest.fixture
+def bench(tiny_model_dir, printed):
+    """`bench(*argv, code=0)` runs the command on the tiny model and returns its output."""
+    return lambda *argv, code=0: printed("bench", "-m", tiny_model_dir, *SMALL, *argv, code=code)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """The directory of temporary files."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+def test_every_row_is_measured(bench, folder):
+    found = json.loads(bench(*SHORT, "-d", "0,64", "--shared", "3", "-o", "json").out)
+    assert [row["test"] for row in found] == [
+        "pp32",
+        "tg8",
+        "pp32 @ d64",
+        "tg8 @ d64",
+        "warm @ d64",
+        "shared x3 @ d64",
+        "restart @ d64",
+    ]
+    for row in found:
+        assert len(row["samples_ns"]) == 2
+        assert row["avg_ts"] > 0
+        assert (row["n_threads"], row["backends"]) == (1, "native")
+    assert not list(folder.iterdir())
+
+
+def test_the_table_is_printed_without_options(bench):
+    shown = bench(*SHORT).out
+    assert re.search(r"\| +pp32 \| +[\d.]+ ± [\d.]+ \| +[\d.]+ \|\n", shown)
+    assert "warm" not in shown
+    assert "restart" not in shown
+
+
+def test_speculation_is_off_unless_it_is_asked_for(bench, monkeypatch):
+    seen = []
+    measured = CaseTimer.sample
+
+    def sample(self, case):
+        seen.append(self._engine.config.speculation)
+        return measured(self, case)
+
+    monkeypatch.setattr(CaseTimer, "sample", sample)
+    bench("-p", "16", "-n", "0", "-r", "1")
+    bench("-p", "16", "-n", "0", "-r", "1", "--option", "speculation=on")
+    assert {*seen[:2]} == {"off"}
+    assert {*seen[2:]} == {"on"}
+
+
+def test_blocks_are_read_from_the_given_directory(bench, tmp_path, monkeypatch):
+    seen = []
+    measured = CaseTimer.restored
+
+    def restored(self, case):
+        seen.append(str(self._engine.config.disk_cache_dir))
+        found = measured(self, case)
+        assert found.num_cached == 64
+        return found
+
+    monkeypatch.setattr(CaseTimer, "restored", restored)
+    given = tmp_path / "disk"
+    given.mkdir()
+    bench("-p", "0", "-n", "0", "-r", "2", "-d", "64", "--option", f"disk_cache_dir={given}")
+    assert len(seen) == 2
+    assert all(one.startswith(str(given)) for one in seen)
+    assert not list(given.iterdir())
+
+
+def test_what_was_not_stored_is_left_out_by_name(bench, folder, monkeypatch):
+    monkeypatch.setattr(CaseTimer, "store", lambda *given: None)
+    shown = bench("-p", "0", "-n", "0", "-r", "1", "-d", "64")
+    assert "restart @ d64 is left out: only 0 of 64 tokens were found on disk" in shown.err
+    assert "restart" not in shown.out
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["-p", "many"], "--n-prompt 'many' is not a number of tokens"),
+        (["-d", "0,-5"], "--n-depth '-5' is not a number"),
+        (["-n", "1-8"], "--n-gen '1-8' is not a number"),
+        (["-p", "0", "-n", "0"], "nothing to measure"),
+        (["-o", "xml"], "--output 'xml' is not one of md, csv, json, jsonl"),
+        (["-o", "weights=int4"], "engine options need --option here: --option weights=int4"),
+        (["-r", "0"], "--repetitions 0 must be in 1..1000"),
+        (["--shared", "2000"], "--shared 2000 must be in 0..1024"),
+        (["--warm", "-1"], "--warm -1 must be at least 0"),
+        (["--option", "redis_url=redis://x"], "redis_url has no effect"),
+        (["--option", "max_disk_bytes=1GB"], "max_disk_bytes has no effect without rows"),
+        (["-d", "64", "--option", "disk_cache_dir=off"], "add --no-restart"),
+        (["-d", "64", "--option", "disk_cache_dir=/no/such"], "is not a directory"),
+        (["--option", "no_such=1"], "no_such"),
+    ],
+)
+def test_bad_options_are_refused_first(argv, message, refused, monkeypatch):
+    def looked_for(*given, **options):
+        raise AssertionError("a model was looked for")
+
+    monkeypatch.setattr("kvboost_edge.cli.session.locate_model", looked_for)
+    assert message in refused("bench", *argv)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["-p", "4096"], "pp4096 does not fit: "),
+        (["-d", "100"], "the depth 100 is not a multiple of 16"),
+        (["--max-memory", "1MB"], "max_memory"),
+    ],
+)
+def test_what_does_not_fit_is_named_before_anything_is_measured(
+    argv, message, tiny_model_dir, printed
+):
+    shown = printed("bench", "-m", tiny_model_dir, "-t", "1", *argv, code=1)
+    assert message in shown.err
+    assert not shown.out
+
+
+def test_ctrl_c_keeps_the_finished_rows_and_leaves_nothing(bench, folder, monkeypatch):
+    def restored(self, case):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(CaseTimer, "restored", restored)
+    shown = bench(*SHORT, "-d", "64", "--shared", "0", code=130)
+    assert shown.out.count(" @ d64 ") == 3
+    assert "Traceback" not in shown.err
+    assert not list(folder.iterdir())
+
+
+def test_one_bar_counts_all_repetitions(tiny_model_dir, folder, monkeypatch, printed):
+    console = Console(file=io.StringIO(), force_terminal=True, width=120)
+    monkeypatch.setattr(run, "open_console", lambda **options: console)
+    totals = []
+    bar = run._bar
+
+    def seen(notes, total):
+        totals.append(total)
+        return bar(notes, total)
+
+    monkeypatch.setattr(run, "_bar", seen)
+    shown = printed("bench", "-m", tiny_model_dir, *SMALL, *SHORT, "-d", "64", "-o", "jsonl")
+    rows = [json.loads(line)["test"] for line in shown.out.splitlines()]
+    assert len(rows) == 5
+    assert totals == [10]
+    assert "restart @ d64" in console.file.getvalue()
