@@ -38,6 +38,7 @@ from kvboost_edge.server.models.served import ModelSource, ServedModel
 from kvboost_edge.server.models.server import ServerState
 from kvboost_edge.server.settings import ServerSettings
 from kvboost_edge.server.state import Shared
+from kvboost_edge.server.traces import open_traces
 from kvboost_edge.server.work.admission import Bodies
 from kvboost_edge.server.work.remembered import ResponseStore
 
@@ -90,7 +91,12 @@ def create_app(
     Raises:
         ConfigError: the first model exceeds the budget.
     """
-    shared = Shared(settings, ResponseStore(len(settings.all_keys)), Normaliser(settings.normalise))
+    shared = Shared(
+        settings,
+        ResponseStore(len(settings.all_keys)),
+        Normaliser(settings.normalise),
+        open_traces(settings.otel_endpoint),
+    )
     sources = [(settings.model_names, source), *others]
     served = [
         ServedModel(names, one, settings.keep_alive_of(number), History(settings.request_history))

@@ -8,6 +8,7 @@ registry, and models/exposition.py merges them into one text.
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -310,6 +311,7 @@ class _EngineCollector(Collector):
         self, engine: Engine, model_name: str, admission: AdmissionQueue, speeds: Speeds
     ) -> None:
         self.read: tuple[Engine, AdmissionQueue] | None = (engine, admission)
+        self._since = time.time()
         self._model_name = model_name
         self._speeds = speeds
 
@@ -391,6 +393,15 @@ class _EngineCollector(Collector):
             num_cpu_blocks=str(stats["num_blocks"]),
             cache_dtype=cache_dtype,
             enable_prefix_caching="True",
+        )
+        # No model has LoRA adapters. The value is the time of the last change.
+        yield self._gauge(
+            "vllm:lora_requests_info",
+            "LoRA adapters of running and waiting requests, of which there are none.",
+            self._since,
+            max_lora="0",
+            running_lora_adapters="",
+            waiting_lora_adapters="",
         )
 
     def _by_llamacpp_of_server(self) -> Iterator[Metric]:

@@ -143,6 +143,8 @@ class DrainingServer(uvicorn.Server):
         finally:
             end.cancel()
         await self._state.models.close()
+        if (traces := self._state.shared.traces) is not None:
+            await asyncio.to_thread(traces.close)
 
     def _cut_off(self) -> None:
         """Abort connections with an incomplete request or an unread response."""

@@ -38,6 +38,7 @@ _KEEP_ALIVE = 300.0
 _KEY_PATTERN = re.compile(r"(?P<key>[\x21-\x7e]+)([ \t]+weight=(?P<weight>[\x21-\x7e]*))?")
 _HOST_PATTERN = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,251}[A-Za-z0-9])?|[0-9a-fA-F:]+|\*")
 _ORIGIN_PATTERN = re.compile(r"https?://[A-Za-z0-9._\-\[\]:]+")
+_COLLECTOR_PATTERN = re.compile(r"https?://[A-Za-z0-9._\-\[\]:]+(/[\x21-\x7e]*)?")
 _DAY_SECONDS = 86_400.0  # maximum value of timers
 
 
@@ -229,6 +230,15 @@ class ServerSettings:
         low=0.001,
         high=_DAY_SECONDS,
     )
+    otel_endpoint: str | None = option(
+        None,
+        "URL of an OpenTelemetry collector that receives traces over OTLP/HTTP, such as "
+        "http://127.0.0.1:4318 (extra [otel]). The standard OTEL_* variables set everything else",
+        str,
+        group="Server",
+        metavar="URL",
+        unset="OTEL_EXPORTER_OTLP_ENDPOINT, otherwise no traces",
+    )
     request_history: float = option(
         3600.0,
         "Time that requests are kept in memory for cache-miss reports. 0 keeps none",
@@ -326,6 +336,11 @@ class ServerSettings:
                     f"cors_origins holds {origin!r}; give scheme and host, such as "
                     "https://example.org"
                 )
+        if self.otel_endpoint is not None and not _COLLECTOR_PATTERN.fullmatch(self.otel_endpoint):
+            raise ConfigError(
+                f"otel_endpoint={self.otel_endpoint!r} is not a URL; give that of the collector, "
+                "such as http://127.0.0.1:4318"
+            )
         if not self.host:
             raise ConfigError("host='' must be an address or a host name, such as 127.0.0.1")
         if not (is_loopback(self.host) or self.all_keys or self.insecure):

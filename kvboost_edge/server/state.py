@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from kvboost_edge.server.engines import Engine
     from kvboost_edge.server.metrics import Metrics
     from kvboost_edge.server.settings import ServerSettings
+    from kvboost_edge.server.traces import Traces
 
 __all__ = [
     "MODEL_FACT",
@@ -49,6 +50,7 @@ class Shared:
         settings: settings of the server.
         remembered: stored responses.
         normaliser: request normalization.
+        traces: traces of requests; None if they are off.
         draining: True once the server is shutting down.
         created: start of the server, in seconds since the epoch.
     """
@@ -56,6 +58,7 @@ class Shared:
     settings: ServerSettings
     remembered: ResponseStore
     normaliser: Normaliser
+    traces: Traces | None = None
     draining: bool = False
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
 

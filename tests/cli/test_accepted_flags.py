@@ -126,6 +126,7 @@ SERVE = """
 --write-seconds 4
 --keep-alive-seconds 5
 --request-history 0
+--otel-endpoint http://127.0.0.1:4318
 --keep-alive 60
 --max-model-bytes 8e9
 --max-model-bytes 8GiB
@@ -229,6 +230,7 @@ SERVE_WRONG = {
     "--workers few": 2,
     "--host 0.0.0.0": 1,
     "--allowed-host http://x": 1,
+    "--otel-endpoint 127.0.0.1:4318": 1,
     "--cors-origin *": 1,
     "--api-key-file no-such-file": 1,
     "--warm @no-such-file": 1,

@@ -4,6 +4,7 @@ what is there.
 
 import json
 import re
+import time
 from pathlib import Path
 
 import pytest
@@ -83,6 +84,53 @@ def test_vllm_series_carry_the_model_name(server):
     for name, labels in scrape(server):
         if name.startswith("vllm:"):
             assert dict(labels)["model_name"] == MODEL, name
+
+
+# The model server protocol of the Gateway API inference extension, whose endpoint picker reads
+# these names by default.
+GATEWAY = {
+    "vllm:num_requests_waiting": set(),
+    "vllm:num_requests_running": set(),
+    "vllm:kv_cache_usage_perc": set(),
+    "vllm:cache_config_info": {"block_size", "num_gpu_blocks"},
+    "vllm:lora_requests_info": {
+        "max_lora",
+        "running_lora_adapters",
+        "waiting_lora_adapters",
+    },
+}
+
+
+@pytest.mark.parametrize("name", GATEWAY)
+def test_the_gateway_api_inference_extension_finds_its_metrics(server, name):
+    with server.client() as client:
+        text = client.get("/metrics").text
+    (family,) = [one for one in text_string_to_metric_families(text) if one.name == name]
+    (sample,) = family.samples
+    assert family.type == "gauge"
+    assert GATEWAY[name] <= set(sample.labels)
+    assert sample.value >= 0
+
+
+def test_what_the_gateway_reads_has_its_meaning(server, demo_engine):
+    samples = scrape(server)
+    stats = demo_engine.paged_stats()
+    total(
+        samples,
+        "vllm:cache_config_info",
+        block_size=str(stats["block_size"]),
+        num_gpu_blocks=str(stats["num_blocks"]),
+    )
+    assert 0 <= total(samples, "vllm:kv_cache_usage_perc") <= 1
+    # No adapters: the value is the time of the last change.
+    changed = total(
+        samples,
+        "vllm:lora_requests_info",
+        max_lora="0",
+        running_lora_adapters="",
+        waiting_lora_adapters="",
+    )
+    assert 1.7e9 < changed <= time.time()
 
 
 def test_values_agree_with_what_was_asked(server):

@@ -26,6 +26,7 @@ from kvboost_edge.server.http.keys import KeyRing
 from kvboost_edge.server.logs import log_facts
 from kvboost_edge.server.models.server import ServerState
 from kvboost_edge.server.state import MODEL_FACT
+from kvboost_edge.server.traces import TRACE_FACT
 
 __all__ = [
     "ADMIN_PATHS",
@@ -79,6 +80,10 @@ class Envelope:
             await self._app(scope, receive, send)
             return
         facts = scope.setdefault("kvboost", {"id": new_request_id()})
+        traces = self._state.shared.traces
+        trace = None
+        if traces is not None and scope["path"] in ADMITTED_PATHS:
+            trace = facts[TRACE_FACT] = traces.begin(scope, facts["id"])
         started = time.perf_counter()
         status = _CLIENT_GONE
         method = scope["method"]
@@ -111,11 +116,15 @@ class Envelope:
                 await error_response(answer, scope["path"])(scope, receive, send_dressed)
         finally:
             facts.pop(MODEL_FACT, None)
+            facts.pop(TRACE_FACT, None)
             facts = {name: value for name, value in facts.items() if name != "tenant"}
             # If the body was incomplete or malformed, the protocol has sent an error with this
             # status.
             status = facts.pop("refused", status)
             route = getattr(scope.get("route"), "path", "unmatched")
+            if trace is not None:
+                facts["trace_id"] = trace.trace_id
+                trace.end(route, status)
             account(
                 self._state, route, status, time.perf_counter() - started, method=method, **facts
             )

@@ -25,6 +25,7 @@ from kvboost_edge.server.errors import (
     QueueFull,
     ShuttingDown,
 )
+from kvboost_edge.server.traces import TRACE_FACT
 from kvboost_edge.server.work.grouping import PrefixGroups
 from kvboost_edge.server.work.shares import Shares
 
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from kvboost_edge.engine.request.results import GenerationResult
     from kvboost_edge.server.engines import Engine
     from kvboost_edge.server.settings import ServerSettings
+    from kvboost_edge.server.traces import RequestTrace
 
 __all__ = ["Admission", "AdmissionQueue", "Bodies", "Observer"]
 
@@ -212,6 +214,7 @@ class Admission:
         tenant: tenant of the API key; None without keys.
         weight: scheduling weight of the tenant.
         pin_share: fraction of the pinnable blocks that the tenant may pin, by its weight.
+        arrived_at: start of the times in the request's results, in seconds of `time.perf_counter`.
     """
 
     def __init__(
@@ -227,6 +230,7 @@ class Admission:
         self.weight = 1.0 if self.tenant is None else queue.weights[self.tenant]
         self.pin_share = 1.0 if self.tenant is None else self.weight / sum(queue.weights.values())
         self.timeout = queue.request_timeout
+        self.arrived_at = time.perf_counter()
         # The time spent waiting for the model to load counts towards the deadline.
         self.deadline = (
             time.monotonic() + self.timeout - float(self.facts.get("load_wait_seconds", 0.0))
@@ -297,6 +301,9 @@ class Admission:
         """Count a finished sequence in the metrics and in the request's log line."""
         self._num_observed += 1
         self._observer.observe(result)
+        trace: RequestTrace | None = self.facts.get(TRACE_FACT)
+        if trace is not None:
+            trace.observe(result, self.arrived_at)
         counts = {
             "prompt_tokens": result.prompt_tokens,
             "cached_tokens": result.exact_cached_tokens,

@@ -232,7 +232,7 @@ async def running(
     engine: Engine, request: EngineRequest, admission: Admission
 ) -> AsyncGenerator[Running]:
     """Tokenize and queue a request. Leaving the block cancels unfinished sequences."""
-    started = time.perf_counter()
+    started = admission.arrived_at = time.perf_counter()
     answers = engine.kept_answers(tenant=admission.tenant, cache_salt=request.terms.cache_salt)
     encode = functools.partial(request.encode, answers)
     is_quick = request.size <= _SHORT and not request.renders
