@@ -24,12 +24,15 @@ _HEAD = """# Commands
 ([details](models.md#model-names)); without it, commands use the bundled model.
 `kvboost-edge generate -o list` lists all engine options, `-s list` all sampling parameters
 ([options](reference/options.md)). `make help` lists the targets for development.
+
+`kvboost-edge --install-completion` makes the Tab key complete commands and options in bash, zsh,
+fish and PowerShell. `kvboost-edge --show-completion` prints the script instead.
 """
 _MORE = {
+    "bench": "See [measure speed](how-to/benchmark.md).",
     "cache": "See [inspect and clean up](disk_tier.md#inspect-and-clean-up).",
     "chat": "If a conversation exceeds the context, remove its oldest turn with `/drop`.",
     "doctor": "See [models](models.md).",
-    "bench": "See [measure speed](how-to/benchmark.md).",
     "generate": "See [structured output](structured.md) for `--json-schema`.",
     "launch": "See [connecting a client](apis.md#connecting-a-client).",
     "models": "See [recommended models](models.md#recommended-models).",
