@@ -182,7 +182,8 @@ def paged_stats(
     Offload tiers:
         tiers: fields of `TierStats`, by tier.
         staging_bytes: size of the blocks in transit between pool and tiers, in bytes.
-        lost_blocks: blocks evicted before a tier could store them.
+        lost_blocks: blocks evicted before a tier could store them, for example because another
+            process owns the disk cache.
     """
     return {
         **_block_stats(parts, scheduler),

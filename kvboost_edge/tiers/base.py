@@ -9,6 +9,7 @@ thread.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
@@ -37,7 +38,8 @@ class TierStats:
         not_written: number of blocks that could not be stored. Reasons are lack of room, a failed
             device, a full queue, or another process that owns the directory.
         errors: number of failed operations on the device or connection.
-        writable: whether the tier currently stores blocks.
+        writable: whether the tier currently stores blocks. False while another process owns the
+            directory.
         state: one line that describes the current problem, or "".
     """
 
@@ -68,6 +70,11 @@ class Tier(Protocol):
     """
 
     name: str
+
+    @property
+    def tend_seconds(self) -> float:
+        """Longest time between two calls of `tend`, or infinity if the tier has no preference."""
+        ...
 
     def begin(self) -> None:
         """Check that the tier works, and record the result for `stat`.
@@ -144,6 +151,7 @@ class ClosedTier:
 
     def __init__(self, name: str, state: str) -> None:
         self.name = name
+        self.tend_seconds = math.inf
         self._state = state
 
     def begin(self) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -33,7 +34,7 @@ _STAGING_BYTES = 64 << 20
 _QUEUE_BYTES = 64 << 20
 _ASKED_AT_ONCE = 1000  # states looked up per round trip, enough for 16,000 tokens
 _MOST_STATES_TRIED = 3  # per load, because each lost or damaged state costs a useless read
-_TEND_SECONDS = 10.0  # between maintenance calls while idle
+_TEND_SECONDS = 10.0  # between maintenance calls while idle, or less if a tier wants that
 _LAST_SECONDS = 10.0  # extra time for an operation that is still running at `close`
 
 
@@ -96,6 +97,7 @@ class IOThread(OffloadStore):
         self._staged = self._queued = self._not_queued = 0
         self._closing = False
         self._deadline = 0.0
+        self._tended_at: dict[str, float] = {}
         self._thread = threading.Thread(target=self._run, name="kvboost-edge-tiers", daemon=True)
 
     def start(self, deliver: Callable[[IOChunk], None]) -> None:
@@ -247,7 +249,7 @@ class IOThread(OffloadStore):
                 self._failed(tier, error)
         while True:
             with self._changed:
-                is_at_rest = not self._changed.wait_for(self._is_wanted, _TEND_SECONDS)
+                is_at_rest = not self._changed.wait_for(self._is_wanted, self._tend_pause())
                 load = self._loads.popleft() if self._loads else None
                 store = self._stores.popleft() if load is None and self._stores else None
                 if load is None and store is None and not is_at_rest:
@@ -265,8 +267,15 @@ class IOThread(OffloadStore):
     def _is_wanted(self) -> bool:
         return bool(self._loads or self._stores or self._closing)
 
+    def _tend_pause(self) -> float:
+        return min((_pause_of(tier) for tier in self._working()), default=_TEND_SECONDS)
+
     def _tend(self) -> None:
         for tier in self._working():
+            now = time.monotonic()
+            if now - self._tended_at.get(tier.name, -math.inf) < _pause_of(tier):
+                continue
+            self._tended_at[tier.name] = now
             try:
                 tier.tend()
             except Exception as error:
@@ -445,3 +454,7 @@ class IOThread(OffloadStore):
             return
         self._broken.add(tier.name)
         _LOG.error("tier %s failed and is disabled", tier.name, exc_info=error)
+
+
+def _pause_of(tier: Tier) -> float:
+    return min(_TEND_SECONDS, tier.tend_seconds)

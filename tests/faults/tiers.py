@@ -9,6 +9,7 @@ _ROOM = "tests/tiers/disk/test_capacity.py"
 _TIER = "tests/tiers/disk/test_tier.py"
 _DIRECTORY = "tests/tiers/disk/test_directory.py"
 _DAMAGE = "tests/tiers/disk/test_damage.py"
+_FOLLOWING = "tests/tiers/disk/test_following.py"
 _REDIS = "tests/tiers/redis/test_tier.py"
 _LIVING = "tests/tiers/redis/test_time_to_live.py"
 _SERVERS = "tests/tiers/redis/test_server.py"
@@ -45,9 +46,37 @@ _DISK = (
         f"{_TIER}::test_a_second_process_reads_only_and_says_so",
     ),
     fault(
+        "a reader believes a record whose payload is not there yet",
+        "tiers/disk/sidecar.py",
+        "if self.records and not self.payload_holds(self.records[-1]):",
+        "if self.records and searches and not self.payload_holds(self.records[-1]):",
+        f"{_FOLLOWING}::test_a_record_is_seen_when_it_is_whole",
+    ),
+    fault(
+        "a reader misses blocks that the owner has just moved",
+        "tiers/disk/store.py",
+        "                if not self.directory.owned:\n                    self._follow()\n",
+        "",
+        f"{_FOLLOWING}::test_blocks_that_the_owner_moves_are_found_at_once",
+    ),
+    fault(
+        "a reader takes the segment of a new owner for the old one's",
+        "tiers/disk/store.py",
+        "if self.directory.take() or self.directory.generation != self._generation:",
+        "if self.directory.take():",
+        f"{_FOLLOWING}::test_a_segment_number_that_comes_again_is_read_anew",
+    ),
+    fault(
+        "nobody takes over",
+        "tiers/disk/store.py",
+        "if self.directory.take() or self.directory.generation != self._generation:",
+        "if self.directory.generation != self._generation:",
+        f"{_FOLLOWING}::test_when_the_owner_ends_one_of_the_others_stores",
+    ),
+    fault(
         "others can read what is stored on disk",
         "tiers/disk/directory.py",
-        "        files.make_private(path)\n",
+        "                self._files.make_private(self.path)\n",
         "",
         f"{_DIRECTORY}::test_a_directory_that_others_could_read_is_closed_to_them",
     ),

@@ -291,6 +291,10 @@ class Tiering(Untiered):
         unsaved = {block_id: evicted[block_id] for block_id in wanted}
         for block_id in unsaved:
             del self._unsaved[block_id]
+        if not self._io_thread.stores:
+            holds = self._io_thread.holds
+            self._io_thread.note_lost(sum(not holds(one.prefix_hash) for one in unsaved.values()))
+            return
         dying = self._lacking(unsaved)
         room = self._io_thread.room
         self._io_thread.note_lost(max(0, len(dying) - room))

@@ -1,8 +1,8 @@
 """Directory of a space: creation, checks and locking.
 
-The process that holds the lock owns the directory and may write. All other processes only read. The
-lock is released when its process ends, even after a crash. A forked child closes its copy of the
-lock, so the lock is released when the parent exits.
+The process that holds the lock owns the directory and may write. All other processes only read, and
+try to become the owner. The lock is released when its process ends, even after a crash. A forked
+child closes its copy of the lock, so the lock is released when the parent exits.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 from kvboost_edge.errors import ConfigError
 from kvboost_edge.tiers.disk.file_names import DESCRIPTION, LOCK, is_space, write_whole
-from kvboost_edge.tiers.disk.files import CHANGE, WRITE, Files
+from kvboost_edge.tiers.disk.files import CHANGE, READ, WRITE, Files
 from kvboost_edge.tiers.disk.sidecar import read_file
 
 __all__ = [
@@ -34,31 +34,82 @@ __all__ = [
 _LOG = logging.getLogger(__name__)
 _LOCK_TRIES = 10
 _LOCK_RETRY_S = 0.005
+_LOCK_WAIT_S = _LOCK_TRIES * _LOCK_RETRY_S
 _MOST_USED = 1 << 62
 _KNOB = "choose another disk_cache_dir, or 'off'"
 
 
 class SpaceDirectory:
-    """Directory of a space, with its lock if this process owns it.
+    """Directory of a space, which this process only reads until `take` makes it the owner.
+
+    Args:
+        path: the directory.
+        description: contents of space.json. None keeps the existing contents.
+        files: system calls to use.
 
     Attributes:
         path: the directory.
         why_not: one line that says why this process does not write. "" if it owns the directory.
     """
 
-    def __init__(self, path: Path, files: Files, lock: int | None, why_not: str) -> None:
+    def __init__(self, path: Path, description: Mapping[str, Any] | None, files: Files) -> None:
         self.path = path
-        self.why_not = why_not
+        self.why_not = f"{path} is only read"
+        self._description = description
         self._files = files
-        self._lock = lock
+        # The open lock file, locked if this process owns the directory.
+        self._lock: int | None = None
 
     @property
     def owned(self) -> bool:
         return self.why_not == ""
 
+    def take(self, seconds: float = 0.0) -> bool:
+        """Become the owner unless another process is, and return whether this process is it now.
+
+        Args:
+            seconds: how long to retry while the directory is locked.
+        """
+        lock = None
+        why_not = ""
+        try:
+            lock = lock_with_retry(self.path, self._files, seconds)
+            if lock is None:
+                why_not = (
+                    f"{self.path} is owned by another process; this process reads what that one "
+                    "stores, stores nothing, and takes over when that one ends"
+                )
+            else:
+                self._files.make_private(self.path)
+                _describe(self.path, self._description, self._files)
+        except OSError as error:
+            why_not = f"{self.path} cannot be written ({error}); it is only read"
+        if why_not and lock is not None:
+            self._files.close(lock)
+            lock = None
+        if lock is None and self._lock is None:
+            # Only to notice that the directory was replaced.
+            with contextlib.suppress(OSError):
+                lock = self._files.open(self.path / LOCK, READ)
+        if lock is not None:
+            self.close()
+            self._lock = lock
+        self.why_not = why_not
+        return self.owned
+
+    def give_up(self, why_not: str) -> None:
+        """Release the lock if this process holds it, because it cannot be the owner for now."""
+        self.close()
+        self.why_not = why_not
+
+    @property
+    def generation(self) -> int:
+        """Serial number that changes when the directory gets an owner. May raise OSError."""
+        return int(describe(self.path, self._files)["used"])
+
     @property
     def is_lost(self) -> bool:
-        """True if the locked directory no longer exists at `path`.
+        """True if the directory that was opened no longer exists at `path`.
 
         The directory was deleted, moved or replaced, and another process may own its replacement.
         False if this cannot be determined.
@@ -104,21 +155,9 @@ def open_directory(
         raise ConfigError(
             f"disk_cache_dir {str(root)!r} cannot be used: {error}; {_KNOB}"
         ) from error
-    lock = None
-    why_not = ""
-    try:
-        files.make_private(path)
-        lock = lock_with_retry(path, files)
-        if lock is None:
-            why_not = f"{path} is owned by another process; this process only reads it"
-        else:
-            _describe(path, description, files)
-    except OSError as error:
-        why_not = f"{path} cannot be written ({error}); it is only read"
-    if why_not and lock is not None:
-        files.close(lock)
-        lock = None
-    return SpaceDirectory(path, files, lock, why_not)
+    directory = SpaceDirectory(path, description, files)
+    directory.take(_LOCK_WAIT_S)
+    return directory
 
 
 def lock_directory(path: Path, files: Files) -> int | None:
@@ -157,19 +196,18 @@ def is_locked(path: Path, files: Files) -> bool:
         files.close(handle)
 
 
-def lock_with_retry(
-    path: Path, files: Files, seconds: float = _LOCK_TRIES * _LOCK_RETRY_S
-) -> int | None:
+def lock_with_retry(path: Path, files: Files, seconds: float) -> int | None:
     """Lock a space's directory, retrying for `seconds` if it is locked. May raise OSError.
 
     Retrying helps because processes that inspect the directory or make room hold the lock briefly.
     """
+    handle = lock_directory(path, files)
     for _ in range(round(seconds / _LOCK_RETRY_S)):
-        handle = lock_directory(path, files)
         if handle is not None:
-            return handle
+            break
         time.sleep(_LOCK_RETRY_S)
-    return None
+        handle = lock_directory(path, files)
+    return handle
 
 
 def describe(path: Path, files: Files) -> dict[str, Any]:

@@ -125,10 +125,6 @@ class Files:
     def size(self, handle: int) -> int:
         return os.fstat(handle).st_size
 
-    def is_unlinked(self, handle: int) -> bool:
-        """Return whether an open file was deleted."""
-        return os.fstat(handle).st_nlink == 0
-
     def is_same(self, handle: int, path: Path) -> bool:
         """Return whether `path` refers to the open file `handle`."""
         try:

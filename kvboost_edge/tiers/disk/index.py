@@ -120,6 +120,14 @@ class Index:
         with self._lock:
             self._replace(entry)
 
+    def follow(self, segment: int, records: Iterable[SegmentRecord]) -> None:
+        """Add records that another process wrote, unless a later one of their hash is known."""
+        with self._lock:
+            for record in records:
+                known = self._entries.get(record.prefix_hash)
+                if known is None or (known.segment, known.offset) < (segment, record.offset):
+                    self._replace(IndexEntry(segment, record))
+
     def move(self, entry: IndexEntry, segment: int, offset: int) -> None:
         """Record that a block was moved. Its place in the LRU order does not change."""
         with self._lock:

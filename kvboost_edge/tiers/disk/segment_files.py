@@ -4,6 +4,10 @@
     retired   full, or abandoned after a failed write; waits to be sealed
     sealed    truncated, synced and listed in a sidecar; never written again
 
+A process that does not own the directory follows the owner. It reads the new records of segments
+without a sidecar after the last record that it knows, and closes all files after each use, so a
+deleted file takes no space.
+
 This module knows nothing about eviction. Only one thread at a time may call it, except for `seal`,
 which only touches the files of its own segment.
 """
@@ -51,7 +55,8 @@ class SegmentFile:
     Attributes:
         number: number of the segment.
         nbytes: size of the file on disk, in bytes.
-        end: offset of the end of the last record.
+        end: offset of the end of the last record. A process that does not own the directory only
+            needs it until the segment is sealed.
         settled: whether the segment is sealed or sealing it failed.
         records: records of the segment. Empty once it is sealed.
     """
@@ -77,6 +82,7 @@ class SegmentFiles:
 
     Attributes:
         active: segment that accepts records, or None.
+        unsealed: segments that `load` found without a sidecar, for the owner to seal.
     """
 
     def __init__(self, directory: Path, space: bytes, files: Files, *, owned: bool) -> None:
@@ -88,6 +94,7 @@ class SegmentFiles:
         self._handles: OrderedDict[int, int] = OrderedDict()
         self._last = 0
         self.active: SegmentFile | None = None
+        self.unsealed: list[SegmentFile] = []
 
     @property
     def nbytes(self) -> int:
@@ -101,9 +108,8 @@ class SegmentFiles:
     def load(self, last: int) -> Iterator[tuple[int, list[SegmentRecord]]]:
         """Yield the number and the records of each segment. May raise OSError.
 
-        A segment without a valid sidecar is scanned. The owner also truncates it after its last
-        record and seals it. Numbers of new segments will be greater than all existing ones and
-        `last`.
+        A segment without a valid sidecar is scanned. The owner must also seal it, and an empty one
+        is deleted. Numbers of new segments will be greater than all existing ones and `last`.
         """
         sizes = self._files.sizes(self._directory)
         self._last = last
@@ -118,9 +124,50 @@ class SegmentFiles:
             if records is None:
                 found = self._scanned(number, size)
                 records = [] if found is None else found.records
-                if self._owned and found is not None and not found.unread:
+                segment.end = records[-1].end if records else 0
+                if not self._owned:
+                    segment.settled = False
+                elif found is not None and not found.unread:
                     self._settle(segment, records)
             yield number, records
+
+    def follow(self) -> Iterator[tuple[int, list[SegmentRecord] | None]]:
+        """Yield the segments that the owner has changed since the last call. May raise OSError.
+
+        Each comes with its new records, in the order in which they were written. Deleted segments
+        follow, with None. The cleaner copies records before it deletes their segment, so no record
+        is missing in between.
+        """
+        sizes = self._files.sizes(self._directory)
+        numbers = segment_ids(sizes)
+        for number in numbers:
+            segment = self._all.setdefault(number, SegmentFile(number, 0))
+            if not segment.settled:
+                with contextlib.suppress(FileNotFoundError):
+                    has_sidecar = sidecar_path(self._directory, number).name in sizes
+                    records = self._new_records(segment, has_sidecar=has_sidecar)
+                    if records:
+                        yield number, records
+        for number in self._all.keys() - set(numbers):
+            del self._all[number]
+            yield number, None
+
+    def _new_records(self, segment: SegmentFile, *, has_sidecar: bool) -> list[SegmentRecord]:
+        handle = self._handle(segment.number, READ)
+        # The size in the directory may be outdated on Windows.
+        segment.nbytes = self._files.size(handle)
+        if segment.nbytes > _LONGEST:
+            return []
+        listed = self._sidecar(segment.number, segment.nbytes) if has_sidecar else None
+        if listed is not None:
+            segment.settled = True
+            return [record for record in listed if record.offset >= segment.end]
+        # The owner may be writing where there is no valid record. Should the record be damaged,
+        # those after it become known with the sidecar.
+        scan = Scan(self._files, handle, segment.nbytes, self._space, segment.end, searches=False)
+        if scan.records:
+            segment.end = scan.records[-1].end
+        return scan.records
 
     def records(self, number: int) -> list[SegmentRecord]:
         """Return the records of a settled segment. May raise OSError.
@@ -175,10 +222,7 @@ class SegmentFiles:
             FileNotFoundError: the owner of the directory deleted the segment.
             OSError: the segment cannot be read.
         """
-        handle = self._handle(number, READ)
-        if not self._owned and self._files.is_unlinked(handle):
-            raise FileNotFoundError(f"segment {number} was deleted by the process that owns it")
-        return transferred(self._files.read, handle, buffers, offset)
+        return transferred(self._files.read, self._handle(number, READ), buffers, offset)
 
     def retire(self) -> SegmentFile | None:
         """Stop writing to the active segment, and return it for sealing.
@@ -299,11 +343,11 @@ class SegmentFiles:
             self._files.close(handle)
 
     def _settle(self, segment: SegmentFile, records: list[SegmentRecord]) -> None:
-        """Seal a segment left by a killed process, or delete it if it is empty."""
+        """Leave the segment of a killed process to be sealed, or delete it if it is empty."""
         if records:
             segment.records = records
-            segment.end = records[-1].end
-            self.seal(segment)
+            segment.settled = False
+            self.unsealed.append(segment)
         else:
             self._remove_empty(segment)
 

@@ -93,27 +93,40 @@ class Scan:
         handle: open file of the segment.
         size: size of the segment, in bytes.
         space: 32-byte id of the space.
+        start: offset at which the scan begins.
+        searches: whether the scan goes on after an invalid or missing header.
 
     Attributes:
         records: records that were found.
         unread: whether the device could not read parts of the segment. Such parts count as zeros.
     """
 
-    def __init__(self, files: Files, handle: int, size: int, space: bytes) -> None:
+    def __init__(
+        self,
+        files: Files,
+        handle: int,
+        size: int,
+        space: bytes,
+        start: int = 0,
+        *,
+        searches: bool = True,
+    ) -> None:
         self.records: list[SegmentRecord] = []
         self.unread = False
         self._files = files
         self._handle = handle
         self._size = size
         self._space = space
-        offset = 0
+        offset = start
         while offset < size:
             record = self._record_at(offset)
-            if record is None:
-                offset = self._next_magic(offset + ALIGNMENT)
-            else:
+            if record is not None:
                 self.records.append(record)
                 offset = record.end
+            elif searches:
+                offset = self._next_magic(offset + ALIGNMENT)
+            else:
+                break
         if self.records and not self.payload_holds(self.records[-1]):
             self.records.pop()
 

@@ -2,11 +2,16 @@
 
 `_lock` serializes reading, writing and cleaning. `holds`, `touch` and `stat` never wait for the
 disk.
+
+If another process owns the directory, the store follows it: every `FOLLOW_S`, it looks for new and
+deleted segments and for new records, or becomes the owner if there is none. Becoming the owner is
+the same as opening the directory, recovery included.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -26,10 +31,12 @@ from kvboost_edge.tiers.disk.segment_files import SegmentFile, SegmentFiles
 from kvboost_edge.tiers.disk.sidecar import padded, read_file
 from kvboost_edge.tiers.record import decode_header, encode_header, header_bytes, is_intact
 
-__all__ = ["SEGMENT_BYTES", "Store"]
+__all__ = ["FOLLOW_S", "SEGMENT_BYTES", "Store"]
 
 _LOG = logging.getLogger(__name__)
 SEGMENT_BYTES = 64 << 20
+FOLLOW_S = 0.5
+"""Shortest time between two looks at what the owner of the directory did, in seconds."""
 _RETRY_S = 30.0
 """Pause in writing after a failed write, in seconds."""
 _GONE = "was deleted or replaced while it was open"
@@ -71,8 +78,9 @@ class Store:
         self._clock = clock
         self._sealer = sealer
         self._lock = threading.Lock()
-        self._problem = self._read_problem = ""
+        self._problem = self._read_problem = self._follow_problem = ""
         self._retry_at = 0.0
+        self._follow_at = 0.0
         self._unsaved_bytes = 0
         self._gone = self.closed = False
         self.directory = open_space()
@@ -85,15 +93,22 @@ class Store:
 
     def _load(self) -> None:
         """Load the contents of the directory. May raise OSError."""
+        self._follow_at = self._clock() + FOLLOW_S
         path = self.directory.path
+        # Read it first. If the owner changes meanwhile, everything is then loaded once more.
+        generation = self.directory.generation
         segments = SegmentFiles(path, self._space, self._files, owned=self.directory.owned)
         index = Index()
         uses, frontier = decode_manifest(read_file(self._files, path / ORDER) or b"", self._space)
         with uncollected():
             index.load(segments.load(frontier[0]), uses, frontier)
+        self._generation = generation
+        self._follow_problem = ""
         self._segments = segments
         self.index = index
         self.cleaner = Cleaner(index, segments, self.room)
+        for segment in segments.unsealed:
+            self._seal_later(segment)
 
     @property
     def state(self) -> str:
@@ -103,13 +118,15 @@ class Store:
             if self._gone
             else ""
         )
-        return self.directory.why_not or self._problem or gone or self._read_problem
+        why_not = "" if self._gone else self._follow_problem or self.directory.why_not
+        return why_not or self._problem or gone or self._read_problem
 
     @property
     def writable(self) -> bool:
         """True if the store would try to write a block now."""
         # This must be True after the pause that follows a failure, or writing would never resume.
-        return self.directory.owned and not self.closed and not self._is_paused
+        # It must be True without a directory, which only the next block recreates.
+        return (self.directory.owned or self._gone) and not self.closed and not self._is_paused
 
     @property
     def _is_paused(self) -> bool:
@@ -135,6 +152,8 @@ class Store:
                 counts["read_blocks"] += 1
                 counts["read_bytes"] += entry.nbytes
                 done += 1
+            if not self.directory.owned:
+                self._segments.close()
         self.index.renew([address.prefix_hash for address in blocks[:done]], proven=True)
         return done
 
@@ -173,9 +192,14 @@ class Store:
             self.index.drop(prefix_hash)
 
     def tend(self) -> None:
-        """Release the directory if it was deleted, moved or replaced."""
+        """Release the directory if it was deleted, moved or replaced, or follow its owner."""
         with self._lock:
             self._check_directory()
+
+    @property
+    def tend_seconds(self) -> float:
+        """Longest time between two calls of `tend`, so new blocks are seen within a second."""
+        return math.inf if self.directory.owned or self._gone else FOLLOW_S / 2
 
     def close(self) -> None:
         """Seal the active segment, save the LRU order and release the directory.
@@ -201,14 +225,47 @@ class Store:
         self.directory.close()
 
     def _check_directory(self) -> None:
-        """Release everything if the directory was deleted, moved or replaced."""
-        if self.closed or self._gone or not self.directory.is_lost:
+        """Release everything if the directory was deleted, moved or replaced.
+
+        Otherwise follow the owner if it is another process and it is time to.
+        """
+        if self.closed or self._gone:
+            return
+        if not self.directory.is_lost:
+            if not self.directory.owned and self._clock() >= self._follow_at:
+                self._follow()
             return
         _LOG.warning("the disk tier starts over: %s %s", self.directory.path, _GONE)
         self._sealer.join()  # pending jobs belong to the old directory
         self._release()
         self._gone = True
         self._problem = ""
+
+    def _follow(self) -> None:
+        """Look at what the owner did since the last time, or become the owner if there is none."""
+        self._follow_at = self._clock() + FOLLOW_S
+        problem = ""
+        try:
+            if self.directory.take() or self.directory.generation != self._generation:
+                self._segments.close()
+                self._load()
+                if self.directory.owned:
+                    _LOG.info("the disk tier stores blocks in %s now", self.directory.path)
+            else:
+                for segment, records in self._segments.follow():
+                    if records is None:
+                        self.index.drop_segment(segment)
+                    else:
+                        self.index.follow(segment, records)
+                self._segments.close()
+        except (OSError, MemoryError) as error:
+            problem = f"{self.directory.path} cannot be read: {error}"
+            if self.directory.owned:
+                self.directory.give_up(problem)  # an owner must know what it owns
+            self._segments.close()
+            if not self._follow_problem:
+                _LOG.warning("the disk tier cannot see new blocks at the moment: %s", error)
+        self._follow_problem = problem
 
     def _reopen(self) -> None:
         """Reopen the directory, once there is a block to store."""
@@ -242,9 +299,15 @@ class Store:
             try:
                 done = self._segments.read(entry.segment, [header, payload], entry.offset)
             except FileNotFoundError:
-                counts["missing"] += 1
+                # The owner may have copied the block before it deleted the segment.
                 self.index.drop_segment(entry.segment)
                 self._segments.forget(entry.segment)
+                if not self.directory.owned:
+                    self._follow()
+                moved = self.index.get(address.prefix_hash)
+                if moved is not None:
+                    return self._read(moved, address, payload, counts)
+                counts["missing"] += 1
                 return False
             except OSError as error:
                 counts["errors"] += 1
@@ -322,8 +385,11 @@ class Store:
         """Retire the active segment and seal it in the background."""
         segment = self._segments.retire()
         if segment is not None:
-            # Syncing 64 MiB to a slow device takes seconds, and reads must not wait for that.
-            self._sealer.start(lambda: self._seal(segment))
+            self._seal_later(segment)
+
+    def _seal_later(self, segment: SegmentFile) -> None:
+        # Syncing 64 MiB to a slow device takes seconds, and reads must not wait for that.
+        self._sealer.start(lambda: self._seal(segment))
 
     def _seal(self, segment: SegmentFile) -> None:
         """Seal a segment, and save the LRU order if enough bytes were written since the last save.

@@ -1,13 +1,14 @@
 """Disk tier: a persistent KV cache that may lose blocks but never returns wrong ones.
 
 Engines in one process with the same directory and space share a store. If several processes open a
-directory, the first one owns it and writes. The others only read, and they only see the blocks that
-existed when they opened it.
+directory, the first one owns it and writes. The others read what it stores, new blocks within a
+second, and one of them becomes the owner when it ends.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 import os
 import threading
 import time
@@ -111,7 +112,9 @@ class DiskTier:
         return self._store is not None and prefix_hash in self._store.index
 
     def ask(self, prefix_hashes: Sequence[bytes]) -> list[bool]:
-        """Return whether each block is stored. This does no I/O."""
+        """Return whether each block is stored. This only does I/O if another process writes."""
+        if self._store is not None and not self._store.directory.owned:
+            self._store.tend()
         return [self.holds(prefix_hash) for prefix_hash in prefix_hashes]
 
     def known(self) -> list[bytes]:
@@ -141,8 +144,13 @@ class DiskTier:
         if self._store is not None:
             self._store.drop(prefix_hashes)
 
+    @property
+    def tend_seconds(self) -> float:
+        """Longest time between two calls of `tend`."""
+        return math.inf if self._store is None else self._store.tend_seconds
+
     def tend(self) -> None:
-        """Release the directory if it was deleted, moved or replaced."""
+        """Release the directory if it was deleted, moved or replaced, or follow its owner."""
         if self._store is not None:
             self._store.tend()
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import logging
+import math
 import os
 import threading
 import time
@@ -252,6 +253,10 @@ class RedisTier:
         self._lost(*prefix_hashes)
         names = self._names_of(prefix_hashes) or {}
         self._ask([("UNLINK", *keys) for keys in names.values() if keys], _SMALL_COMMANDS)
+
+    @property
+    def tend_seconds(self) -> float:
+        return math.inf
 
     def tend(self) -> None:
         """Renew the time to live of touched blocks. Does I/O.

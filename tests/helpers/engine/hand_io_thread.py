@@ -4,6 +4,7 @@ steps can be made.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Sequence
 
@@ -21,6 +22,7 @@ class DictTier:
         self, name: str = "shelf", *, knows: bool = True, losses: float = 0.0, seed: int = 0
     ) -> None:
         self.name = name
+        self.tend_seconds = math.inf
         self.blocks: dict[bytes, tuple[BlockAddress, bytes]] = {}
         self.writable = True
         self.closed = False

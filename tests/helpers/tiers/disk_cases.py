@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from kvboost_edge.kvcache.hashing import BlockAddress
+from kvboost_edge.tiers.disk import tier as module
 from kvboost_edge.tiers.disk.sealing import InlineSealer
 from kvboost_edge.tiers.disk.tier import DiskTier
 
@@ -46,13 +47,36 @@ def payload(block: BlockAddress, nbytes: int = PAYLOAD_BYTES) -> bytes:
 @contextlib.contextmanager
 def opened(directory: Path, space: bytes = SPACE, **options: Any) -> Iterator[DiskTier]:
     """A tier with a cap of 2 MiB, so segments of 64 KiB, that seals at once."""
-    tier = DiskTier.open(
+    with contextlib.closing(tier_of(directory, space, **options)) as tier:
+        yield tier
+
+
+def tier_of(directory: Path, space: bytes = SPACE, **options: Any) -> DiskTier:
+    """The same, to be closed by the caller."""
+    return DiskTier.open(
         directory, space, **{"max_bytes": CAP, "sealer": InlineSealer(), **options}
     )
+
+
+@contextlib.contextmanager
+def opened_apart(directory: Path, space: bytes = SPACE, **options: Any) -> Iterator[DiskTier]:
+    """A tier that shares nothing with the others of this process, as if it had its own process."""
+    others = dict(module._stores)
+    module._stores.clear()
     try:
-        yield tier
+        tier = tier_of(directory, space, **options)
+        others |= {f"{key} #{id(shared)}": shared for key, shared in module._stores.items()}
     finally:
-        tier.close()
+        module._stores.clear()
+        module._stores.update(others)
+    with contextlib.closing(tier):
+        yield tier
+
+
+def die(tier: DiskTier) -> None:
+    """Let go of the files as the end of a process does: nothing is written any more."""
+    assert tier._store is not None
+    tier._store.after_fork()
 
 
 def write(tier: DiskTier, blocks: Sequence[BlockAddress], nbytes: int = PAYLOAD_BYTES) -> int:

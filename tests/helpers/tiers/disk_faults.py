@@ -20,7 +20,6 @@ CALLS = (
         "close",
         "forget",
         "is_same",
-        "is_unlinked",
         "lock",
         "make_directory",
         "make_private",
