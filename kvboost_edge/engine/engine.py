@@ -40,6 +40,7 @@ from kvboost_edge.engine.tasks.documents import Documents
 from kvboost_edge.engine.tasks.embedding import Embedding, Embeds
 from kvboost_edge.engine.tasks.quality_gate import QualityGate
 from kvboost_edge.engine.tasks.verify import verify
+from kvboost_edge.engine.thinking import ReasoningFields
 from kvboost_edge.errors import ConfigError, RequestError
 from kvboost_edge.kvcache.events import CacheEvents
 from kvboost_edge.kvcache.prompt_groups import group_by_prefix
@@ -219,6 +220,7 @@ class CPUPagedEngine(Embeds, KVBoostViews, TellsResidency):
             SnapshotFields(parts.tokenizer, is_recurrent=bool(info.kv_spec.states)),
             DraftFields(config, parts.manager, is_native=info.name == "native"),
             GrammarFields(),
+            ReasoningFields(parts.tokenizer, parts.suppressed),
         )
         self._builder = RequestBuilder(
             parts, config, self._core.check_open, self._core.answers, features

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from kvboost_edge.engine.grammar.compiler import GrammarCompiler
 from kvboost_edge.engine.handle import RequestHandle
 from kvboost_edge.engine.offload.prefetch import PrefetchQueue
@@ -12,6 +14,7 @@ from kvboost_edge.engine.schedule.scheduler import Scheduler
 from kvboost_edge.engine.schedule.sequence import Sequence
 from kvboost_edge.engine.spans import SequenceSpans, SpanSharing
 from kvboost_edge.engine.spec_decode.speculation import Speculation
+from kvboost_edge.engine.thinking import ReasoningBudget
 from kvboost_edge.kvcache.manager import KVCacheManager
 from kvboost_edge.text.tokenizer import Tokenizer
 
@@ -66,6 +69,7 @@ class Sequences:
         self._tokenizer = tokenizer
         self._speculation = speculation
         self._grammars = GrammarCompiler(tokenizer, vocab_size, eos_token_ids)
+        self._masked = np.empty(vocab_size, np.float32)
 
     def make(self, request: Request, handle: RequestHandle) -> Sequence:
         """Create the sequence of a request.
@@ -74,17 +78,25 @@ class Sequences:
             RequestError: the request's grammar is invalid.
             BackendUnavailable: the package for structured output is not installed.
         """
-        grammar = request.grammar
         return Sequence(
             request,
             handle,
             self._tokenizer,
             SequenceFeatures(
                 drafting=self._speculation.drafting(request),
-                grammar=Constraint() if grammar is None else self._grammars.make(grammar),
+                grammar=self._constraint(request),
                 spans=SharedSpans() if request.repair is None else SequenceSpans(request),
             ),
         )
+
+    def _constraint(self, request: Request) -> Constraint:
+        """Return the constraint on a request's tokens, which may combine several."""
+        grammar = request.grammar
+        made = Constraint() if grammar is None else self._grammars.make(grammar)
+        if request.reasoning is None:
+            return made
+        most = request.max_tokens - request.num_prompt_tokens
+        return ReasoningBudget(request.reasoning, most, self._tokenizer, made, self._masked)
 
     def read_ahead(self) -> None:
         """Prepare structured output in the background."""

@@ -236,6 +236,7 @@ def options_from(flags: Mapping[str, Any]) -> ServeOptions:
             given.get(f"{name}s", ()), None if file is None else Path(file), variable=variable
         )
     chosen = ServerSettings(**settings | named)
+    chosen = _with_first_names(chosen, (first, *others))
     engine = {name: given[name] for name in options_of(EngineConfig) if name in given}
     # With --no-pack-cache, nothing is stored in the cache directory.
     if engine.get("pack_cache", True):
@@ -257,6 +258,23 @@ def options_from(flags: Mapping[str, Any]) -> ServeOptions:
         workers=workers,
         ray_address=given.get("ray_address"),
     )
+
+
+def _with_first_names(settings: ServerSettings, models: Sequence[NamedModel]) -> ServerSettings:
+    """Return the settings with each model's first name in its reasoning budget.
+
+    Raises:
+        ConfigError: a budget names an unknown model.
+    """
+    first = {name: one.names[0] for one in models for name in one.names}
+    if unknown := [name for name in settings.budgeted_models if name not in first]:
+        raise ConfigError(
+            f"reasoning_budget names the model {unknown[0]!r}, which is not one of "
+            f"{', '.join(sorted(first))}"
+        )
+    budgets = (text.rpartition("=") for text in settings.reasoning_budget)
+    named = tuple(f"{first[name]}={number}" if name else number for name, _, number in budgets)
+    return dataclasses.replace(settings, reasoning_budget=named)
 
 
 def _models(given: Sequence[str], model_names: Sequence[str]) -> list[NamedModel]:

@@ -12,8 +12,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from kvboost_edge.config import MAX_WEIGHT, GenerationMode
+from kvboost_edge.engine.request.request import SamplingParams
 from kvboost_edge.errors import ConfigError
-from kvboost_edge.options import check_options, option
+from kvboost_edge.options import check_options, option, option_of
 
 __all__ = [
     "CONTEXT_OVERFLOWS",
@@ -278,6 +279,25 @@ class ServerSettings:
         GenerationMode,
         group="Cache",
     )
+    reasoning_budget: tuple[str, ...] = option(
+        (),
+        "Maximum number of tokens of the reasoning in chats that set neither a budget nor an "
+        "effort. NAME=N sets it for one model. 0 ends reasoning at once, and -1 sets no limit. "
+        "Models whose reasoning cannot be limited ignore it. The flag is repeatable",
+        group="Server",
+        many=True,
+        metavar="[NAME=]N",
+        unset="no limit",
+    )
+    reasoning_budget_message: str | None = option(
+        None,
+        "Text that ends a reasoning cut by its budget, for requests that set none",
+        str,
+        group="Server",
+        high=option_of(SamplingParams, "reasoning_budget_message").high,
+        metavar="TEXT",
+        unset="none",
+    )
     context_overflow: str = option(
         "error",
         "What to do with a chat that exceeds the context: return an error, or drop its oldest "
@@ -309,6 +329,7 @@ class ServerSettings:
 
     def __post_init__(self) -> None:
         check_options(self, ConfigError)
+        self._budgets  # noqa: B018  # checks the values
         unknown = [kind for kind in self.normalise if kind not in NORMALISERS]
         if unknown:
             raise ConfigError(
@@ -353,6 +374,41 @@ class ServerSettings:
     def model_names(self) -> tuple[str, ...]:
         """All names that requests may use, without duplicates."""
         return tuple(dict.fromkeys((self.model_name, *self.model_aliases)))
+
+    def reasoning_budget_of(self, model_name: str) -> int | None:
+        """Return the default reasoning budget of a model in tokens, or None without a limit."""
+        budgets = self._budgets
+        found = budgets.get(model_name, budgets.get(""))
+        return None if found is None or found < 0 else found
+
+    @property
+    def budgeted_models(self) -> tuple[str, ...]:
+        """Names of the models for which `reasoning_budget` has a value of their own."""
+        return tuple(name for name in self._budgets if name)
+
+    @property
+    def _budgets(self) -> dict[str, int]:
+        """Values of `reasoning_budget` by model name, "" for all models.
+
+        Raises:
+            ConfigError: a value is invalid.
+        """
+        declared = option_of(SamplingParams, "reasoning_budget")
+        found: dict[str, int] = {}
+        for text in self.reasoning_budget:
+            name, sign, number = text.rpartition("=")
+            if (sign and not name) or not re.fullmatch(r"-?[0-9]{1,9}", number):
+                raise ConfigError(
+                    f"reasoning_budget={text!r} must be a number of tokens, or NAME=N for the "
+                    "model of that name"
+                )
+            if name in found:
+                raise ConfigError(
+                    f"reasoning_budget={text!r} repeats the budget of {name or 'all models'}; give "
+                    "it once"
+                )
+            found[name] = declared.checked("reasoning_budget", int(number), ConfigError)
+        return found
 
     def keep_alive_of(self, number: int) -> float:
         """Return the seconds until an idle model is unloaded, or infinity if it stays loaded.

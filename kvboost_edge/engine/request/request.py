@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvboost_edge.config import GenerationMode
 from kvboost_edge.engine.request.grammar import Grammar
@@ -12,6 +12,9 @@ from kvboost_edge.engine.request.terms import Terms
 from kvboost_edge.errors import RequestError
 from kvboost_edge.options import as_float, as_int, check_options, option, refuse_unknown
 from kvboost_edge.reuse.recompute import Repair
+
+if TYPE_CHECKING:
+    from kvboost_edge.text.turns.thinking import ReasoningLimit
 
 __all__ = [
     "Request",
@@ -26,6 +29,7 @@ __all__ = [
 _SAMPLING_KEYWORDS = ("temperature", "top_p", "top_k", "min_p", "seed")
 _MAX_LOGPROBS = 100
 _MAX_STOPS = 64
+_MAX_MESSAGE = 1024  # characters of reasoning_budget_message
 # These limits keep the arithmetic on logits finite. Practical values are far below them.
 _MAX_TEMPERATURE = 1e3
 _MAX_REPETITION_PENALTY = 1e3
@@ -164,6 +168,23 @@ class SamplingParams:
     choice: tuple[str, ...] | None = option(
         None, "List of strings. The output must be one of them", unset="none"
     )
+    reasoning_budget: int | None = option(
+        None,
+        "Maximum number of tokens of the model's reasoning, after which its end is forced and the "
+        "answer follows. 0 ends the reasoning at once, and -1 sets no limit",
+        int,
+        unit="tokens",
+        low=-1,
+        high=2**24,
+        unset="no limit",
+    )
+    reasoning_budget_message: str | None = option(
+        None,
+        "Text that ends a reasoning cut by reasoning_budget, before its closing marker",
+        str,
+        high=_MAX_MESSAGE,
+        unset="none",
+    )
 
     @classmethod
     def from_options(cls, **options: Any) -> SamplingParams:
@@ -183,6 +204,10 @@ class SamplingParams:
             self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids)
         )
         object.__setattr__(self, "logit_bias", _logit_bias(self.logit_bias))
+        if self.reasoning_budget_message and self.reasoning_budget is None:
+            raise RequestError(
+                "reasoning_budget_message has no effect without reasoning_budget; give both"
+            )
 
     @property
     def samples(self) -> bool:
@@ -265,6 +290,7 @@ class Request:
         max_draft_tokens: maximum number of draft tokens per step, or 0 for none.
         always_drafts: whether to verify draft tokens even if that is not expected to save time.
         grammar: grammar that the answer must match, or None for any text.
+        reasoning: limit of the answer's reasoning, or None without a limit.
         prefix_hashes: the caller's hashes of the prompt's first full blocks, see `RequestArrival`.
     """
 
@@ -291,6 +317,7 @@ class Request:
     gate: str = ""
     max_draft_tokens: int = 0
     grammar: Grammar | None = None
+    reasoning: ReasoningLimit | None = None
     always_drafts: bool = False
     prefix_hashes: bytes = b""
 

@@ -90,6 +90,9 @@ class GenerationResult:
             time.
         drafted_tokens: number of draft tokens verified, see `EngineConfig.speculation`.
         accepted_tokens: number of draft tokens accepted.
+        reasoning_tokens: number of output tokens between the markers of the model's reasoning,
+            without a reasoning_budget_message. None without a reasoning_budget, because the engine
+            then does not parse reasoning.
         prompt_logprobs: one entry per prompt token, or None if not requested. The first entry is
             None, because nothing predicts the first token.
     """
@@ -122,6 +125,7 @@ class GenerationResult:
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     matched_tokens: int = 0
+    reasoning_tokens: int | None = None
 
     @property
     def approximate(self) -> bool:

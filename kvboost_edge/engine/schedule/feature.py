@@ -1,9 +1,9 @@
 """The interface between a sequence and optional features.
 
 The classes here are null implementations, which features subclass. Speculative decoding subclasses
-`Drafting`, structured output `Constraint`, and non-prefix KV reuse `SharedSpans`. Callers use the
-same methods whether or not a feature is on. `Restored` has no subclass. Without offload tiers, its
-counts stay 0.
+`Drafting`, structured output and reasoning budgets `Constraint`, and non-prefix KV reuse
+`SharedSpans`. Callers use the same methods whether or not a feature is on. `Restored` has no
+subclass. Without offload tiers, its counts stay 0.
 
 `planners.py` holds the interfaces of features that plan for all sequences together.
 """
@@ -56,7 +56,10 @@ class Feature:
 
 
 class Constraint(Feature):
-    """Structured output for one sequence. The null implementation allows all tokens."""
+    """Limits on the next tokens of one sequence, such as a grammar.
+
+    The null implementation allows all tokens.
+    """
 
     def constrain(self, logits: Floats, largest: int | None) -> tuple[Floats, int | None]:
         """Return the logits [vocab_size] with forbidden tokens masked.
@@ -74,7 +77,7 @@ class Constraint(Feature):
         return False
 
     def forced(self) -> list[int]:
-        """Return the tokens that the grammar forces next."""
+        """Return the tokens that must follow, as far as they are known."""
         return []
 
 

@@ -61,7 +61,7 @@ class Sequence:
         awaited_hash: hash of the block that another sequence or a prefetch will bring, or None.
         features: optional features of the sequence, see `Feature`.
         drafting: speculative decoding.
-        grammar: structured output.
+        grammar: structured output, and a reasoning budget around it.
         spans: non-prefix KV reuse.
     """
 

@@ -15,6 +15,7 @@ from kvboost_edge.engine.request.results import GenerationResult, TokenLogprobs
 from kvboost_edge.server.api.checks import check_logprobs, most_with_logprobs, room_for
 from kvboost_edge.server.api.logprobs import OffsetCounter, TokenTexts, chat_logprobs
 from kvboost_edge.server.api.prompts import encode_plain, estimate_messages, size_of
+from kvboost_edge.server.api.reasoning import reasoning_options
 from kvboost_edge.server.api.rendered_request import PromptLogprobs, RenderedRequest, WireNames
 from kvboost_edge.server.api.schemas.chat import ChatMessage, ChatRequest
 from kvboost_edge.server.api.turns import turn_of
@@ -114,9 +115,26 @@ class RenderedChat(RenderedRequest):
         room = room_for(self.state, len(prompt.token_ids), "messages", body.token_limit, wanted)
         if body.token_limit is None and body.num_logprobs is not None:
             room = min(room, most_with_logprobs(body.num_choices, body.num_logprobs))
-        fits = None if prompt.turn is None else prompt.turn.fits
+        return self._sampling(prompt, choice, room)
+
+    def _sampling(
+        self, prompt: EncodedPrompt, choice: int, room: int, *, budget: int | None = None
+    ) -> SamplingParams:
+        """Return the sampling parameters of one choice.
+
+        Args:
+            prompt: the prompt.
+            choice: index of the choice.
+            room: maximum number of new tokens.
+            budget: reasoning budget for models that have one, see `reasoning_options`.
+        """
+        body = self.body
+        fits = body.answer_format if prompt.turn is None else prompt.turn.fits
+        limits = reasoning_options(
+            self.state, body, room, fits, effort=body.reasoning_effort, wanted=budget
+        )
         defaults = self.state.engine.sampling_defaults
-        return body.sampling(defaults, room, body.num_logprobs, choice, fits=fits)
+        return body.sampling(defaults, room, body.num_logprobs, choice, fits=fits, **limits)
 
     def choice(self, index: int, run: Running) -> ChatChoice:
         turn = run.prompts[0].turn
@@ -191,9 +209,7 @@ def encode_asked(
     """
     plain = [message.for_template() for message in messages]
     tokenizer = state.engine.tokenizer
-    asked = normal(
-        state.normaliser, tokenizer, answers, plain, body.tools, body.chat_template_kwargs
-    )
+    asked = normal(state.normaliser, tokenizer, answers, plain, body.tools, body.template_variables)
     ids = encode_plain(
         tokenizer,
         asked.messages,
@@ -234,10 +250,12 @@ class ChatChoice:
         self._reader = reader
         self._offsets = OffsetCounter(tokenizer, 0)
         self._shown = 0
+        self._num_reasoning: int | None = None  # as counted by the engine
         self._ids: list[int] = []
         self._logprobs: list[tuple[int, TokenLogprobs]] = []  # with text offsets
 
     def whole(self, result: GenerationResult) -> ChatChoiceAnswer:
+        self._num_reasoning = result.reasoning_tokens
         message: ChatMessageAnswer = {
             "role": "assistant",
             "content": result.output_text,
@@ -282,6 +300,7 @@ class ChatChoice:
         return self._flush(self._reader.message.delta(parts), None) if parts else None
 
     def close(self, result: GenerationResult) -> dict[str, Any]:
+        self._num_reasoning = result.reasoning_tokens
         if self._reader is None:
             return self._flush({}, result.finish_reason)
         parts = self._reader.close()
@@ -292,6 +311,8 @@ class ChatChoice:
     @property
     def num_reasoning_tokens(self) -> int:
         """Number of reasoning tokens; complete once the choice is closed."""
+        if self._num_reasoning is not None:
+            return self._num_reasoning
         return 0 if self._reader is None else self._reader.num_reasoning_tokens
 
     def _add(self, token: TokenLogprobs) -> None:

@@ -88,6 +88,8 @@ class RenderedCompletion(RenderedRequest):
             logprobs,
             choice,
             prompt_logprobs=body.logprobs if body.echo else None,
+            reasoning_budget=body.reasoning_budget,
+            reasoning_budget_message=body.reasoning_budget_message,
         )
 
     def choice(self, index: int, run: Running) -> CompletionChoice:

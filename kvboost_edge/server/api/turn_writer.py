@@ -33,6 +33,7 @@ class TurnWriter(ABC):
         self._stop = stop
         self.message = TurnMessage()
         self._reader: TurnReader | None = None
+        self._num_reasoning: int | None = None  # as counted by the engine
 
     @abstractmethod
     def written(self, result: GenerationResult, reason: str) -> bytes:
@@ -53,6 +54,8 @@ class TurnWriter(ABC):
     @property
     def num_reasoning_tokens(self) -> int:
         """Number of reasoning tokens; final once the answer is complete."""
+        if self._num_reasoning is not None:
+            return self._num_reasoning
         return 0 if self._reader is None else self._reader.num_reasoning_tokens
 
     def whole(self, run: Running, results: list[GenerationResult]) -> bytes:
@@ -101,6 +104,7 @@ class TurnWriter(ABC):
         """Ignore the cache-miss report, because these APIs have no field for it."""
 
     def _finish(self, result: GenerationResult) -> list[Part]:
+        self._num_reasoning = result.reasoning_tokens
         return [] if self._reader is None else self._reader.close()
 
     def _reason(self, result: GenerationResult) -> str:

@@ -21,13 +21,13 @@ from kvboost_edge.text.turns.grammar import answer_grammar, calls_grammar
 from kvboost_edge.text.turns.no_template import GENERIC, with_tools_described
 from kvboost_edge.text.turns.reader import Turn
 from kvboost_edge.text.turns.replay import find_calls
+from kvboost_edge.text.turns.thinking import reasoning_state
 
 __all__ = ["named_by_field", "offered", "turn_of"]
 
 # Largest tool schema for checking a call without markers; it takes the compiler 0.2 s.
 _MOST_JUDGED_CHARS = 1 << 16
 _MOST_JUDGED_MEMBERS = 1 << 10
-_TAIL_TOKENS = 64  # last prompt tokens: template text before the answer
 
 Json = dict[str, Any]
 
@@ -74,8 +74,7 @@ def _takes_system(tokenizer: Tokenizer) -> bool:
 def turn_of(tokenizer: Tokenizer, body: ChatRequest, prompt_ids: Sequence[int]) -> Turn | None:
     """Return the format of the answers to a rendered chat, or None for plain text."""
     format = tokenizer.turn_format
-    tail = tokenizer.decode(prompt_ids[-_TAIL_TOKENS:], skip_special_tokens=False)
-    reasoning = "closed" if body.continues else format.reasoning_after(tail)
+    reasoning = "closed" if body.continues else reasoning_state(tokenizer, prompt_ids)
     if not body.tools:
         return _plain_turn(tokenizer, format, reasoning, body.answer_format)
     calls = _calls_of(tokenizer)

@@ -29,11 +29,13 @@ def usage_of(
     Args:
         results: results of all sequences, prompt by prompt.
         per_prompt: number of sequences per prompt.
-        reasoning_tokens: number of generated tokens that are reasoning.
+        reasoning_tokens: number of generated tokens that are reasoning, or 0 for the number that
+            the engine counted.
         default_mode: the server's default cache mode.
     """
     firsts = first_comers(results, per_prompt)
     prompt = sum(result.prompt_tokens for result in firsts)
+    reasoning_tokens = reasoning_tokens or sum(result.reasoning_tokens or 0 for result in results)
     completion = sum(result.generated_tokens for result in results)
     usage: Usage = {
         "prompt_tokens": prompt,

@@ -55,7 +55,12 @@ def turn_format(render: Render, is_token: Callable[[str], bool] = lambda _: True
     if _has_channels(turns):
         marks = ReasoningFormat(CHANNELS.header(CHANNELS.thoughts), CHANNELS.end)
         return TurnFormat(
-            _channel_calls(turns), marks, turns.shows_tools(), replays=False, channels=CHANNELS
+            _channel_calls(turns),
+            marks,
+            turns.shows_tools(),
+            replays=False,
+            channels=CHANNELS,
+            has_levels=_has_levels(turns),
         )
     reasoning = _reasoning(turns)
     plainly = _writes_plainly(turns, reasoning)
@@ -75,6 +80,8 @@ def turn_format(render: Render, is_token: Callable[[str], bool] = lambda _: True
         preserves=reasoning is not None and _preserves(turns),
         shows_calls=unshown is None,
         results_need_calls=needed,
+        has_levels=_has_levels(turns),
+        closing="" if reasoning is None else _closing(turns, reasoning),
     )
 
 
@@ -223,6 +230,31 @@ def _preserves(turns: _Turns) -> bool:
         for on in (True, False)
     ]
     return [_EARLIER in text for text in shown] == [True, False]
+
+
+def _closing(turns: _Turns, reasoning: ReasoningFormat) -> str:
+    """Return the closing marker with the white space around it, as far as the template shows it."""
+    start, end = map(re.escape, reasoning)
+    shown = re.compile(rf"{_EARLIER}(\s*{end}\s*){_CONTENT}")
+    for key in _REASONING_KEYS:
+        found = shown.search(turns.answer({"content": _CONTENT, key: _EARLIER}) or "")
+        if found is not None:
+            return found[1]
+    empty = re.compile(rf"{start}\s*?(\n?{end}\s*)\Z")
+    switched = (turns.text([_USER], variables={name: False}) or "" for name in _SWITCHES)
+    for text in (turns.prompt, *switched):
+        found = empty.search(text)
+        if found is not None:
+            return found[1]
+    return reasoning.end
+
+
+def _has_levels(turns: _Turns) -> bool:
+    shown = {
+        turns.text([_USER], variables={"enable_thinking": True, "reasoning_effort": level})
+        for level in ("low", "high")
+    }
+    return None not in shown and len(shown) > 1
 
 
 def _writes_plainly(turns: _Turns, reasoning: ReasoningFormat | None) -> bool:

@@ -150,6 +150,9 @@ class TurnFormat(NamedTuple):
         shows_calls: whether the template renders past calls. If not, they are written into the
             content, and `calls` is known from the tool list.
         results_need_calls: whether the template renders results only after a message with calls.
+        has_levels: whether the variable reasoning_effort changes the prompt.
+        closing: closing marker of reasoning with the white space that the template writes around
+            it.
     """
 
     calls: CallFormat | None
@@ -160,6 +163,8 @@ class TurnFormat(NamedTuple):
     channels: ChannelFormat | None = None
     shows_calls: bool = True
     results_need_calls: bool = False
+    has_levels: bool = False
+    closing: str = ""
 
     def reasoning_after(self, prompt: str) -> Literal["opened", "possible", "closed"]:
         """Return whether a prompt ends inside a reasoning block, or one may follow.

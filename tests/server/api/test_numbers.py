@@ -30,6 +30,7 @@ _COMPLETING = {
 } | {
     "max_tokens": "max_tokens",
     "priority": "priority",
+    "reasoning_budget": "reasoning_budget",
     "logit_bias.{}": "logit_bias",
     "stop_token_ids.*": "token_id",
 }
@@ -43,7 +44,7 @@ _OLLAMA = {**_SAMPLING, **_PENALTIES, "num_predict": "num_predict", "num_ctx": "
     "repeat_penalty": "repetition_penalty"
 }
 _OPTIONS = {f"options.{field}": bound for field, bound in _OLLAMA.items()}
-_OPTIONS |= {"keep_alive": "keep_alive"}
+_OPTIONS |= {"keep_alive": "keep_alive", "think": "reasoning_budget"}
 _THINKING = {"thinking.budget_tokens": "budget_tokens"}
 NUMBERS = {
     "/v1/completions": {
@@ -72,10 +73,15 @@ NUMBERS = {
         "max_output_tokens": "max_completion_tokens",
         "repetition_penalty": "repetition_penalty",
         "priority": "priority",
+        "reasoning_budget": "reasoning_budget",
     },
     "/api/chat": {**_OPTIONS, "messages.*.tool_calls.*.function.index": "call_index"},
     "/api/generate": _OPTIONS,
-    "/completion": {**_LLAMA, "prompt.*": "token_id"},
+    "/completion": {
+        **_LLAMA,
+        "prompt.*": "token_id",
+        "reasoning_budget": "reasoning_budget",
+    },
     "/infill": _LLAMA,
     "/apply-template": _TEMPLATE,
     "/v1/embeddings": {
@@ -106,6 +112,7 @@ TAKEN = {
     **dict.fromkeys(("prompt.*", "input.*"), ("string", "list")),
     **dict.fromkeys(("chat_template_kwargs.{}",), ("string", "true")),
     "keep_alive": ("string",),
+    "think": ("true",),
 }
 _CALL = {"function": {"name": "clock", "arguments": {}}}
 

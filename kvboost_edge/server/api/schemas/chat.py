@@ -16,6 +16,7 @@ from pydantic import (
 
 from kvboost_edge.server.api.bounds import BOUNDS, COUNTS, bounded, counted
 from kvboost_edge.server.api.schemas.foreign import NO_IMAGES, refused_field
+from kvboost_edge.server.api.schemas.reasoning import Effort, effort_variables
 from kvboost_edge.server.api.schemas.shared import (
     NotBuilt,
     OnlyEmpty,
@@ -275,7 +276,13 @@ class ChatRequest(SamplingFields):
     functions: OnlyEmpty = None
     parallel_tool_calls: bool | None = None
     prediction: NotBuilt = None
-    reasoning_effort: NotBuilt = None
+    reasoning_effort: Effort | None = Field(
+        None,
+        description=(
+            "Effort of the reasoning: a level of the chat template, or else a fraction of the "
+            "answer's tokens. none turns reasoning off."
+        ),
+    )
     tool_choice: ToolChoiceField | None = None
     tools: Tools | None = None
     verbosity: NotBuilt = None
@@ -323,6 +330,12 @@ class ChatRequest(SamplingFields):
     def called(self) -> ToolChoice:
         """Tools that the model may call. As in OpenAI's API, these are all tools by default."""
         return self.tool_choice or ToolChoice("auto" if self.tools else "none")
+
+    @property
+    def template_variables(self) -> dict[str, Any] | None:
+        """Variables of the chat template, or None if the request sets none."""
+        given = self.chat_template_kwargs or {}
+        return {**effort_variables(self.reasoning_effort), **given} or None
 
     @property
     def context_overflow(self) -> str | None:

@@ -40,6 +40,9 @@ SAME_AS = {
     "max_new_tokens": "max_tokens",  # transformers
     "repeat_penalty": "repetition_penalty",  # llama.cpp, Ollama
     "return_tokens": "return_token_ids",  # llama.cpp
+    "reasoning_budget_tokens": "reasoning_budget",  # llama.cpp
+    "thinking_budget_tokens": "reasoning_budget",  # llama.cpp
+    "thinking_token_budget": "reasoning_budget",  # vLLM
 }
 """Other servers' field names, with the equivalent field of this server."""
 
@@ -110,7 +113,7 @@ GENERATING: dict[str, Foreign] = {
     "system": Foreign("send a message with role 'system' to /v1/chat/completions", ("",)),
     "template": Foreign(_TEMPLATE, ("",)),
     "context": Foreign("send the whole prompt; cached tokens are not recomputed", ([],)),
-    "think": Foreign("use chat_template_kwargs, such as {'enable_thinking': false}"),
+    "think": Foreign("use reasoning_effort or reasoning_budget"),
     "images": Foreign(NO_IMAGES, ([],)),
     # OpenAI's other API
     "input": Foreign("send messages to /v1/chat/completions"),

@@ -43,6 +43,8 @@ __all__ = [
     "OnlyFalse",
     "OnlyNone",
     "OnlyOne",
+    "ReasoningBudgetField",
+    "ReasoningMessage",
     "SamplingFields",
     "StreamOptions",
     "TokenIds",
@@ -263,6 +265,19 @@ Metadata = Annotated[
 ModelName = Annotated[str, AfterValidator(check_text), counted("model")]
 CacheSalt = Annotated[str, AfterValidator(check_text), counted("cache_salt")]
 Label = Annotated[str, AfterValidator(check_text), counted("label")]
+ReasoningBudgetField = Annotated[
+    Annotated[int, bounded("reasoning_budget")] | None,
+    Field(
+        description=(
+            "Maximum number of tokens of the reasoning, after which its end is forced. 0 ends it "
+            "at once, -1 sets no limit."
+        )
+    ),
+]
+ReasoningMessage = Annotated[
+    Annotated[str, AfterValidator(check_text), counted("reasoning_budget_message")] | None,
+    Field(description="Text before the end of a reasoning that was cut by its budget."),
+]
 
 
 class StreamOptions(Strict):
@@ -322,6 +337,8 @@ class SamplingFields(Strict):
     structured_outputs: Structured | None = Field(
         None, description="vLLM's object with one of json, regex, choice and grammar."
     )
+    reasoning_budget: ReasoningBudgetField = None
+    reasoning_budget_message: ReasoningMessage = None
     prompt_cache_key: Label | None = Field(
         None,
         description=(

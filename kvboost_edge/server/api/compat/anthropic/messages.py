@@ -32,6 +32,7 @@ class RenderedMessages(RenderedChat):
         chat = translated(body)
         self._marks = breakpoints(body)
         self._max_tokens = body.max_tokens
+        self._budget = body.thinking_budget
         self.kept: list[tuple[int, float]] = []
         super().__init__(state, chat, pings=True)
         # Pins may take at most half of the pool, and the other half must hold any request. In a
@@ -56,9 +57,7 @@ class RenderedMessages(RenderedChat):
         """
         wanted = None if self._max_tokens else 0
         room = room_for(self.state, len(prompt.token_ids), "messages", wanted, "max_tokens")
-        fits = None if prompt.turn is None else prompt.turn.fits
-        defaults = self.state.engine.sampling_defaults
-        return self.body.sampling(defaults, min(room, self._max_tokens), None, choice, fits=fits)
+        return self._sampling(prompt, choice, min(room, self._max_tokens), budget=self._budget)
 
 
 def count_tokens(state: ModelState, chat: ChatRequest, answers: KeptAnswers) -> int:

@@ -150,7 +150,7 @@ class OneChoice(Strict):
 class Thinking(Strict):
     """The thinking option of a request.
 
-    `budget_tokens` is not a limit: thinking counts towards `max_tokens`.
+    `budget_tokens` limits the thinking of models whose thinking can be limited.
     """
 
     type: Literal["enabled", "adaptive", "between_tools", "disabled"]
@@ -159,7 +159,7 @@ class Thinking(Strict):
 
 
 class OutputConfig(Strict):
-    """Format of the answer. `effort` is ignored."""
+    """Format of the answer, and the effort of thinking without `budget_tokens`."""
 
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: Annotated[dict[str, Any] | None, PlainValidator(_format), or_null(_FORMAT)] = None
@@ -200,6 +200,16 @@ class Prompted(Strict):
                 "cache_control",
                 f"cache_control is given {count} times; at most {most} are allowed",
             )
+
+    @property
+    def thinks(self) -> bool:
+        """True if the request turns thinking on. As in Anthropic's API, it is off by default."""
+        return self.thinking is not None and self.thinking.type != "disabled"
+
+    @property
+    def thinking_budget(self) -> int | None:
+        """Maximum number of thinking tokens, or None."""
+        return self.thinking.budget_tokens if self.thinking is not None and self.thinks else None
 
     def _marks(self) -> Iterator[CacheControl]:
         blocks = [block for message in self.messages for block in blocks_of(message)]

@@ -47,7 +47,7 @@ def translated(body: Prompted) -> ChatRequest:
         ApiError: the body cannot be translated (400).
     """
     body.check_together()
-    fields: Json = {"chat_template_kwargs": {"enable_thinking": _thinks(body)}, **_tools(body)}
+    fields: Json = {"chat_template_kwargs": {"enable_thinking": body.thinks}, **_tools(body)}
     if isinstance(body, MessagesRequest):
         fields |= {
             "max_tokens": body.max_tokens or None,
@@ -58,6 +58,8 @@ def translated(body: Prompted) -> ChatRequest:
             "stream": body.stream,
             "return_progress": body.return_progress,
         }
+        if body.thinks and body.output_config is not None:
+            fields["reasoning_effort"] = body.output_config.effort
     if body.output_config is not None and body.output_config.format is not None:
         schema = {"name": "answer", "schema": body.output_config.format}
         fields["response_format"] = {"type": "json_schema", "json_schema": schema}
@@ -198,11 +200,3 @@ def _tools(body: Prompted) -> Json:
         fields["tool_choice"] = named or _CHOICES[choice.type]
         fields["parallel_tool_calls"] = not choice.disable_parallel_tool_use
     return fields
-
-
-def _thinks(body: Prompted) -> bool:
-    """Return the value of the template variable `enable_thinking`.
-
-    As in Anthropic's API, thinking is off unless the request enables it.
-    """
-    return body.thinking is not None and body.thinking.type != "disabled"

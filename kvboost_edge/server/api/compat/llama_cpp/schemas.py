@@ -14,6 +14,8 @@ from kvboost_edge.server.api.schemas.foreign import GENERATING, NO_IMAGES, Forei
 from kvboost_edge.server.api.schemas.shared import (
     CacheSalt,
     ModelName,
+    ReasoningBudgetField,
+    ReasoningMessage,
     Stop,
     check_text,
     check_token_ids,
@@ -175,6 +177,8 @@ class LlamaCompletion(_Sampling):
     """
 
     prompt: Prompt
+    reasoning_budget: ReasoningBudgetField = None
+    reasoning_budget_message: ReasoningMessage = None
 
 
 class Infill(_Sampling):

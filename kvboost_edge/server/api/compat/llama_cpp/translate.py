@@ -17,7 +17,11 @@ from kvboost_edge.text.tokenizer import Tokenizer
 
 __all__ = ["FIELDS", "RenderedPieces", "completion_of", "infill_of"]
 
-FIELDS = {"max_tokens": "n_predict", "repetition_penalty": "repeat_penalty"}
+FIELDS = {
+    "max_tokens": "n_predict",
+    "repetition_penalty": "repeat_penalty",
+    "reasoning_budget": "reasoning_budget_tokens",
+}
 """llama.cpp's names of OpenAI fields."""
 
 _SAME = (
@@ -30,6 +34,7 @@ _SAME = (
     "stream",
     "return_progress",
 )
+_REASONING = ("reasoning_budget", "reasoning_budget_message")  # not for infill
 # Infill tokens of several model families: prefix, suffix and middle.
 _INFILL = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
@@ -116,6 +121,7 @@ def _rendered(
         stop=list(body.stop) if body.stop else None,
         repetition_penalty=body.repeat_penalty,
         **{name: getattr(body, name) for name in _SAME},
+        **{name: getattr(body, name, None) for name in _REASONING},
     )
     return RenderedPieces(state, ours, pieces, with_bos=with_bos, field=field)
 

@@ -110,6 +110,7 @@ class LlamaWriter(TurnWriter):
             "model": self.state.model_name,
             "tokens_predicted": result.generated_tokens,
             "tokens_evaluated": result.prompt_tokens,
+            "tokens_reasoning": result.reasoning_tokens or 0,
             "generation_settings": self._settings(result),
             "prompt": prompt,
             "has_new_line": "\n" in result.output_text,

@@ -6,10 +6,18 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, PlainValidator, WithJsonSchema
 
-from kvboost_edge.server.api.bounds import COUNTS, bounded, counted
+from kvboost_edge.server.api.bounds import BOUNDS, COUNTS, bounded, counted
 from kvboost_edge.server.api.compat.ollama.durations import KeepAlive
 from kvboost_edge.server.api.schemas.foreign import NO_IMAGES, Foreign
-from kvboost_edge.server.api.schemas.shared import ModelName, OnlyEmpty, OnlyFalse, Stop, check_text
+from kvboost_edge.server.api.schemas.reasoning import FRACTIONS
+from kvboost_edge.server.api.schemas.shared import (
+    ModelName,
+    OnlyEmpty,
+    OnlyFalse,
+    Stop,
+    check_text,
+    number_schema,
+)
 from kvboost_edge.server.api.schemas.strict import Strict, field_error
 from kvboost_edge.server.api.schemas.tools import Tools
 
@@ -76,7 +84,37 @@ Format = Annotated[
     PlainValidator(_format),
     WithJsonSchema({"anyOf": [{"enum": ["", "json"]}, _ANY_OBJECT, {"type": "null"}]}),
 ]
-Think = bool | Literal["low", "medium", "high"]
+_LEVELS = tuple(level for level in FRACTIONS if level != "none")
+
+
+def _think(value: Any) -> bool | str | int | None:
+    """Return whether to think, the effort, or a reasoning budget in tokens."""
+    bound = BOUNDS["reasoning_budget"]
+    if value is None or isinstance(value, bool) or value in _LEVELS:
+        return value  # type: ignore[no-any-return]
+    if type(value) is not int or not bound.low <= value <= bound.high:
+        raise field_error(
+            "think",
+            f"think must be true, false, one of {', '.join(_LEVELS)}, or a number of tokens in "
+            f"{bound.describe()}",
+        )
+    return value
+
+
+Think = Annotated[
+    bool | str | int | None,
+    PlainValidator(_think),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "boolean"},
+                {"enum": list(_LEVELS)},
+                number_schema("reasoning_budget"),
+                {"type": "null"},
+            ]
+        }
+    ),
+]
 
 
 class Options(Strict):
@@ -138,7 +176,7 @@ class _Generating(Strict):
     )
     options: Options | None = None
     format: Format = None
-    think: Think | None = None
+    think: Think = None
     keep_alive: KeepAlive = Field(
         None,
         description=(

@@ -42,6 +42,8 @@ _OPTIONS = {
     "repetition_penalty": "options.repeat_penalty",
     "json_schema": "format",
     "response_format": "format",
+    "reasoning_budget": "think",
+    "reasoning_effort": "think",
 }
 CHAT_FIELDS = _OPTIONS
 GENERATE_FIELDS = {**_OPTIONS, "messages": "prompt"}
@@ -79,13 +81,15 @@ def prompt_of(body: OllamaGenerate) -> CompletionRequest:
     Raises:
         ApiError: a field needs the chat template (400).
     """
-    for name in ("system", "think"):
-        if getattr(body, name):
+    thinks = body.think is not None and body.think is not False
+    for name, given in (("system", body.system), ("think", thinks)):
+        if given:
             raise bad_field(
                 name, f"{name} needs the model's chat template; leave out {name}, or raw"
             )
     shared = _shared(body)
-    shared.pop("chat_template_kwargs")
+    for name in ("chat_template_kwargs", "reasoning_effort", "reasoning_budget"):
+        del shared[name]
     return completion_request(prompt=body.prompt, **shared)
 
 
@@ -113,19 +117,20 @@ def _shared(body: OllamaChat | OllamaGenerate) -> Json:
         "max_tokens": None if limit is None or limit < 0 else limit,
         "json_schema": body.format,
         "stream": body.streams,
-        "chat_template_kwargs": _variables(body.think),
+        **_thinking(body.think),
     }
 
 
-def _variables(think: bool | str | None) -> Json | None:
-    """Return the variables of the chat template. Templates ignore unknown ones."""
-    if think is None:
-        return None
-    return (
-        {"enable_thinking": think}
-        if isinstance(think, bool)
-        else {"enable_thinking": True, "reasoning_effort": think}
-    )
+def _thinking(think: bool | str | int | None) -> Json:
+    """Return the fields for `think`, which is a switch, an effort or a number of tokens."""
+    switch = think if think is None or isinstance(think, bool) else True
+    return {
+        "chat_template_kwargs": None if switch is None else {"enable_thinking": switch},
+        "reasoning_effort": think if isinstance(think, str) else None,
+        "reasoning_budget": think
+        if isinstance(think, int) and not isinstance(think, bool)
+        else None,
+    }
 
 
 def _messages(messages: Sequence[OllamaMessage]) -> list[Json]:

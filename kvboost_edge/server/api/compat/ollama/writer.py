@@ -130,6 +130,7 @@ class OllamaWriter(TurnWriter):
             "prompt_eval_count": usage["prompt_tokens"],
             "prompt_eval_duration": _nanoseconds(spent["timings"]["prompt_ms"]),
             "eval_count": usage["completion_tokens"],
+            "thinking_count": self.num_reasoning_tokens,
             "eval_duration": _nanoseconds(spent["timings"]["predicted_ms"]),
             "kvboost": spent["kvboost"],
         }

@@ -12,6 +12,7 @@ from kvboost_edge.server.api.compat.responses.tools import ChoiceField, TextForm
 from kvboost_edge.server.api.schemas.cache_use import CacheUse
 from kvboost_edge.server.api.schemas.chat import TemplateVariables
 from kvboost_edge.server.api.schemas.foreign import Foreign
+from kvboost_edge.server.api.schemas.reasoning import Effort
 from kvboost_edge.server.api.schemas.shared import (
     CacheSalt,
     Label,
@@ -19,6 +20,8 @@ from kvboost_edge.server.api.schemas.shared import (
     ModelName,
     NotBuilt,
     OnlyFalse,
+    ReasoningBudgetField,
+    ReasoningMessage,
     check_text,
 )
 from kvboost_edge.server.api.schemas.strict import Strict, field_error
@@ -66,12 +69,12 @@ def _include(value: Any) -> list[str]:
 class Reasoning(Strict):
     """Reasoning options of a request.
 
-    Effort "none" disables thinking if the chat template supports that. Other levels enable it, and
-    are passed to templates that have levels. The answer contains the reasoning itself, never a
-    summary.
+    Effort "none" disables thinking. Other levels enable it. They are passed to templates that have
+    levels, and otherwise are fractions of the answer's tokens. The answer contains the reasoning
+    itself, never a summary.
     """
 
-    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    effort: Effort | None = None
     summary: Literal["auto", "concise", "detailed", "none"] | None = None
     generate_summary: Literal["auto", "concise", "detailed"] | None = None
 
@@ -136,6 +139,8 @@ class ResponseRequest(Strict):
     priority: Annotated[int, bounded("priority")] | None = None
     chat_template_kwargs: TemplateVariables | None = None
     kvboost: CacheUse | None = None
+    reasoning_budget: ReasoningBudgetField = None
+    reasoning_budget_message: ReasoningMessage = None
 
     @property
     def size(self) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvboost_edge.server.api.compat.responses.items import text_of
-from kvboost_edge.server.api.compat.responses.schemas import Reasoning, ResponseRequest
+from kvboost_edge.server.api.compat.responses.schemas import ResponseRequest
 from kvboost_edge.server.api.compat.responses.tools import (
     as_chosen,
     as_format,
@@ -47,9 +47,10 @@ _SAME = (
         "cache_prompt",
         "priority",
         "kvboost",
+        "reasoning_budget",
+        "reasoning_budget_message",
     ),
 )
-_LEVELS = {"minimal": "low", "low": "low", "medium": "medium", "high": "high", "xhigh": "high"}
 
 
 def to_chat(body: ResponseRequest, before: Sequence[Json]) -> ChatRequest:
@@ -62,7 +63,6 @@ def to_chat(body: ResponseRequest, before: Sequence[Json]) -> ChatRequest:
     Raises:
         ApiError: a field is invalid (400).
     """
-    variables = {**_variables(body.reasoning), **(body.chat_template_kwargs or {})}
     return chat_request(
         **{name: getattr(body, name) for name in _SAME},
         messages=messages_of(body.instructions, [*before, *body.input]),
@@ -70,7 +70,8 @@ def to_chat(body: ResponseRequest, before: Sequence[Json]) -> ChatRequest:
         tools=[as_tool(tool) for tool in body.tools or ()] or None,
         tool_choice=_choice(body),
         response_format=as_format(body.text),
-        chat_template_kwargs=variables or None,
+        reasoning_effort=None if body.reasoning is None else body.reasoning.effort,
+        chat_template_kwargs=body.chat_template_kwargs,
         add_generation_prompt=True,  # The answer is always a new message.
     )
 
@@ -151,13 +152,3 @@ def _choice(body: ResponseRequest) -> Any:
     """Convert the tool choice to the chat API's format. Without tools it is None."""
     nothing = body.tool_choice is None or (not body.tools and body.tool_choice in ("auto", "none"))
     return None if nothing else as_chosen(body.tool_choice)
-
-
-def _variables(reasoning: Reasoning | None) -> Json:
-    """Return the variables of the chat template. Templates ignore unknown ones."""
-    effort = None if reasoning is None else reasoning.effort
-    if effort is None:
-        return {}
-    if effort == "none":
-        return {"enable_thinking": False}
-    return {"enable_thinking": True, "reasoning_effort": _LEVELS[effort]}
