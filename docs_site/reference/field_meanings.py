@@ -54,10 +54,13 @@ FIELDS = {
     "WarmRequest.messages": "Messages to compute.",
     # Path and query parameters.
     "parameter.after": "Id of the item after which the list begins.",
+    "parameter.batch_id": "Id of a batch.",
+    "parameter.file_id": "Id of a stored file.",
     "parameter.limit": "Maximum number of items.",
     "parameter.model": "Name of a served model. Default: the first one.",
     "parameter.name": "Name of a served model.",
     "parameter.order": "Order of the items: `asc` or `desc`.",
+    "parameter.purpose": "Purpose of the files to list. Default: all.",
     "parameter.request_id": "Value of the header `x-request-id` of an answer, or `last`.",
     "parameter.response_id": "Id of a stored response.",
     "parameter.stream": "Only false is supported.",

@@ -20,8 +20,10 @@ from kvboost_edge.engine.request.terms import Terms
 from kvboost_edge.options import options_of
 from kvboost_edge.server.api.routes import (
     anthropic,
+    batches,
     cache,
     embeddings,
+    files,
     generation,
     health,
     llama_cpp,
@@ -62,6 +64,8 @@ _GROUPS = (
     _Group("Completions and chat", generation),
     _Group("Embeddings and reranking", embeddings),
     _Group("Models and tokens", text),
+    _Group("Files", files),
+    _Group("Batches", batches),
     _Group("Cache", cache),
     _Group("Cache-miss reports", requests),
     _Group("Health and metrics", health),

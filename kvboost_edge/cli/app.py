@@ -603,6 +603,55 @@ def serve() -> None:
 
 
 @app.command(
+    epilog="[b]Examples[/b]\n\n"
+    "kvboost-edge batch questions.jsonl\n\n"
+    "kvboost-edge batch questions.jsonl -o answers.jsonl -m ./my-model --ctx-size 8192"
+)
+def batch(
+    file: Annotated[
+        str,
+        typer.Argument(
+            metavar="FILE",
+            help="File with one request per line, in the format of OpenAI's batch API.",
+        ),
+    ],
+    output: Annotated[
+        str | None,
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="FILE",
+            help="File for the answers. Lines that fail go to a second file with the ending "
+            ".errors.jsonl. Default: FILE with the ending .answers.jsonl.",
+        ),
+    ] = None,
+    model: ModelOption = DEMO_MODEL,
+    kv_cache_bits: KVBitsOption = None,
+    pack_cache: PackCacheOption = True,
+    threads: ThreadsOption = None,
+    ctx_size: ContextOption = None,
+    max_memory: MaxMemoryOption = None,
+    option: LongEngineOptions = None,
+) -> None:
+    """Answer a file of requests without a server, ordered by common prefix.
+
+    If the command is interrupted, run it again. It answers only the lines that have no answer yet.
+    """
+    from kvboost_edge.cli.batch import run_batch_file
+    from kvboost_edge.cli.options import engine_options
+
+    options = engine_options(
+        option,
+        kv_cache_bits,
+        pack_cache=pack_cache,
+        num_threads=threads,
+        max_model_len=ctx_size,
+        max_memory=max_memory,
+    )
+    run_batch_file(file, output, model, options)
+
+
+@app.command(
     "eval",
     epilog=(
         "[b]Examples[/b]\n\n"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
@@ -14,8 +16,10 @@ from kvboost_edge.errors import ConfigError
 from kvboost_edge.host.memory import available_bytes
 from kvboost_edge.server.api.routes import (
     anthropic,
+    batches,
     cache,
     embeddings,
+    files,
     generation,
     health,
     llama_cpp,
@@ -24,6 +28,9 @@ from kvboost_edge.server.api.routes import (
     responses,
     text,
 )
+from kvboost_edge.server.batches.calls import LineCaller
+from kvboost_edge.server.batches.service import BatchService
+from kvboost_edge.server.batches.store import BatchStore
 from kvboost_edge.server.cache_report.normalization import Normaliser
 from kvboost_edge.server.cache_report.records import History
 from kvboost_edge.server.errors import install_error_handlers
@@ -45,7 +52,7 @@ from kvboost_edge.server.work.remembered import ResponseStore
 if TYPE_CHECKING:
     from kvboost_edge.server.engines import Engine
 
-__all__ = ["ROUTERS", "create_app"]
+__all__ = ["ROUTERS", "create_app", "line_app"]
 
 # Routers of all endpoints. FastAPI tries them in this order, so frequently used endpoints come
 # first.
@@ -59,13 +66,39 @@ ROUTERS = (
     text.router,
     cache.router,
     requests.router,
+    files.router,
+    batches.router,
     health.router,
     page.router,
 )
+# Routers of the endpoints that answer lines of batches.
+LINE_ROUTERS = (generation.router, responses.router, embeddings.router)
 # Paths without parameters, so that this list is all that can be reached without a key.
 _PAGE_PATHS = frozenset(
     {"/", *(f"/static/{name}" for name in page.STATIC_FILES if name != "index.html")}
 )
+
+
+def line_app(state: ServerState) -> FastAPI:
+    """Create an app for calls inside this process: the routes for batches, without middleware."""
+    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
+    app.state.kv = state
+    for router in LINE_ROUTERS:
+        app.include_router(router)
+    install_error_handlers(app, ())
+    return app
+
+
+def _batch_service(directory: Path, state: ServerState) -> BatchService:
+    """Open the batch API. Raises ConfigError if the directory cannot be used."""
+    settings = state.settings
+
+    def places() -> int:
+        """Return the number of lines that fit in a batch of the largest loaded model."""
+        return max((one.admission.batch for one in state.models.loaded), default=1)
+
+    call = LineCaller(line_app(state), settings.batch_background)
+    return BatchService(BatchStore(directory, settings), call, settings, places)
 
 
 def create_app(
@@ -89,7 +122,7 @@ def create_app(
         process: memory limit of the whole process, which may lower `budget`.
 
     Raises:
-        ConfigError: the first model exceeds the budget.
+        ConfigError: the first model exceeds the budget, or the batch directory cannot be used.
     """
     shared = Shared(
         settings,
@@ -115,6 +148,8 @@ def create_app(
         )
     bodies = Bodies(settings)
     state = ServerState(shared, models, bodies, ServerMetrics(models, bodies))
+    if settings.batch_dir is not None:
+        state = dataclasses.replace(state, batches=_batch_service(Path(settings.batch_dir), state))
     app = FastAPI(
         title="kvboost-edge",
         version=__version__,

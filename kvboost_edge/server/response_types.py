@@ -14,6 +14,11 @@ from typing_extensions import TypedDict
 __all__ = [
     "ERRORS",
     "UNDECLARED_ERRORS",
+    "BatchAnswer",
+    "BatchCounts",
+    "BatchError",
+    "BatchErrors",
+    "BatchList",
     "BlockCounts",
     "Blocks",
     "Cause",
@@ -34,6 +39,9 @@ __all__ = [
     "ErrorAnswer",
     "Explained",
     "Figures",
+    "FileAnswer",
+    "FileDeleted",
+    "FileList",
     "FinishReason",
     "HeldInCache",
     "InputUsage",
@@ -600,6 +608,115 @@ class EmbeddingAnswer(_Answer):
     data: list[Vector]
     model: str
     usage: InputUsage
+
+
+# The batch API.
+
+
+class FileAnswer(_Answer):
+    """A stored file."""
+
+    id: str
+    object: Literal["file"]
+    bytes: Annotated[int, Field(description="Size of the file.")]
+    created_at: Annotated[int, Field(description="Time of the upload, in seconds since the epoch.")]
+    expires_at: Annotated[int, Field(description="Time at which the file is removed.")]
+    filename: Annotated[str, Field(description="Name that the client gave.")]
+    purpose: Annotated[str, Field(description="Use of the file.")]
+    status: Annotated[Literal["processed"], Field(description="Always processed.")]
+
+
+class FileList(_Answer):
+    """A page of the stored files."""
+
+    object: Literal["list"]
+    data: list[FileAnswer]
+    first_id: Annotated[str | None, Field(description="Id of the first file of the page.")]
+    last_id: Annotated[str | None, Field(description="Id of the last file of the page.")]
+    has_more: Annotated[bool, Field(description="Whether more files follow.")]
+
+
+class FileDeleted(_Answer):
+    """A deleted file."""
+
+    id: str
+    object: Literal["file"]
+    deleted: Annotated[bool, Field(description="Always true.")]
+
+
+class BatchError(_Answer):
+    """A reason why a batch failed."""
+
+    code: Annotated[str, Field(description="Error code that programs can check.")]
+    line: Annotated[int | None, Field(description="Number of the line in the input file, from 1.")]
+    message: Annotated[str, Field(description="Description of the error for people.")]
+    param: Annotated[str | None, Field(description="Name of the invalid field.")]
+
+
+class BatchErrors(_Answer):
+    """Reasons why a batch failed."""
+
+    object: Literal["list"]
+    data: list[BatchError]
+
+
+class BatchCounts(_Answer):
+    """Progress of a batch."""
+
+    total: Annotated[int, Field(description="Number of lines.")]
+    completed: Annotated[int, Field(description="Number of lines with an answer.")]
+    failed: Annotated[int, Field(description="Number of lines that failed.")]
+
+
+class BatchAnswer(_Answer):
+    """A batch. Times are in seconds since the epoch, and null before they occur."""
+
+    id: str
+    object: Literal["batch"]
+    endpoint: Annotated[str, Field(description="Route that answers the lines.")]
+    errors: Annotated[BatchErrors | None, Field(description="Reasons of a failed batch.")]
+    input_file_id: Annotated[str, Field(description="File with the lines.")]
+    completion_window: Annotated[str, Field(description="Time limit.")]
+    status: Annotated[
+        Literal[
+            "validating",
+            "failed",
+            "in_progress",
+            "finalizing",
+            "completed",
+            "expired",
+            "cancelling",
+            "cancelled",
+        ],
+        Field(description="Stage of the batch."),
+    ]
+    output_file_id: Annotated[
+        str | None, Field(description="File with the answers, once the batch has ended.")
+    ]
+    error_file_id: Annotated[
+        str | None, Field(description="File with the lines that failed, once the batch has ended.")
+    ]
+    created_at: Annotated[int, Field(description="Time of creation.")]
+    in_progress_at: Annotated[int | None, Field(description="Start of the first line.")]
+    expires_at: Annotated[int, Field(description="Time at which an unfinished batch ends.")]
+    finalizing_at: Annotated[int | None, Field(description="End of the last line.")]
+    completed_at: Annotated[int | None, Field(description="End of a complete batch.")]
+    failed_at: Annotated[int | None, Field(description="End of a batch that failed.")]
+    expired_at: Annotated[int | None, Field(description="End of a batch whose time was over.")]
+    cancelling_at: Annotated[int | None, Field(description="Time of the request to cancel.")]
+    cancelled_at: Annotated[int | None, Field(description="End of a cancelled batch.")]
+    request_counts: Annotated[BatchCounts, Field(description="Progress of the batch.")]
+    metadata: Annotated[dict[str, str] | None, Field(description="Labels from the request.")]
+
+
+class BatchList(_Answer):
+    """A page of the batches, newest first."""
+
+    object: Literal["list"]
+    data: list[BatchAnswer]
+    first_id: Annotated[str | None, Field(description="Id of the first batch of the page.")]
+    last_id: Annotated[str | None, Field(description="Id of the last batch of the page.")]
+    has_more: Annotated[bool, Field(description="Whether more batches follow.")]
 
 
 class RankedText(_Answer):

@@ -110,6 +110,8 @@ class DrainingServer(uvicorn.Server):
         for listener in sockets or ():
             listener.listen(_BACKLOG)
         self._state.models.loader.watch_idle(self._state.models.first)
+        if self._state.batches is not None:
+            self._state.batches.start()
 
     def _on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """Log, only once, that no file descriptor is left for new connections."""
@@ -132,10 +134,14 @@ class DrainingServer(uvicorn.Server):
         if self._drain_until is None:
             return False
         self._state.models.refuse_waiting()
+        if self._state.batches is not None:
+            await self._state.batches.stop()
         return not self._state.admitted or time.monotonic() >= self._drain_until
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._state.drain()
+        if self._state.batches is not None:
+            await self._state.batches.close()
         self._state.cancel_all()
         end = asyncio.get_running_loop().call_later(_LAST_SECONDS, self._cut_off)
         try:

@@ -153,7 +153,7 @@ _COMMAND = {  # flags of the command that are not settings
 }
 _GROUPS = (
     *("Model", "Server", "Limits", "Security", "Logging", "Engine", "Cache"),
-    *("Non-prefix KV reuse", "Speculative decoding"),
+    *("Non-prefix KV reuse", "Speculative decoding", "Batch API"),
 )
 _REDIS_VARIABLE = "KVBOOST_EDGE_REDIS_URL"
 

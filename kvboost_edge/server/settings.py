@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from kvboost_edge.config import MAX_WEIGHT, GenerationMode
+from kvboost_edge.config import BACKGROUND, MAX_WEIGHT, GenerationMode
 from kvboost_edge.engine.request.request import SamplingParams
 from kvboost_edge.errors import ConfigError
 from kvboost_edge.options import check_options, option, option_of
@@ -315,6 +315,68 @@ class ServerSettings:
         read=_kinds,
         metavar="KINDS",
     )
+    batch_dir: str | os.PathLike[str] | None = option(
+        None,
+        "Directory for uploaded files, batches and their answers. The directory turns on the "
+        "batch API (/v1/files, /v1/batches). Prompts and answers are stored unencrypted",
+        group="Batch API",
+        metavar="DIR",
+        unset="none, and the batch API is off",
+    )
+    batch_background: str = option(
+        "spare_time",
+        "When lines of batches are computed: spare_time in the time that other requests leave in "
+        "each step, and idle only while no other request runs",
+        str,
+        group="Batch API",
+        choices=BACKGROUND,
+    )
+    batch_retention: int = option(
+        30 * 86_400,
+        "Maximum time that files are kept, and time that finished batches are kept",
+        int,
+        group="Batch API",
+        unit="seconds",
+        low=3600,
+        high=3650 * 86_400,
+    )
+    max_files: int = option(
+        200,
+        "Maximum number of stored files of an API key. Output files of batches count, but are "
+        "never refused",
+        int,
+        group="Batch API",
+        unit="files",
+        low=1,
+        high=10_000,
+    )
+    max_file_bytes: int = option(
+        1 << 30,
+        "Maximum size of all stored files of an API key, including the answers of batches",
+        int,
+        group="Batch API",
+        unit="bytes",
+        low=1024,
+        high=2**50,
+    )
+    max_batches: int = option(
+        16,
+        "Maximum number of unfinished batches of an API key",
+        int,
+        group="Batch API",
+        unit="batches",
+        low=1,
+        high=1000,
+    )
+    max_batch_lines: int = option(
+        50_000,
+        "Maximum number of lines of a batch",
+        int,
+        group="Batch API",
+        unit="lines",
+        low=1,
+        high=10_000_000,
+    )
     log_level: str = option(
         "info", "Minimum severity of logged messages", str, group="Logging", choices=LOG_LEVELS
     )
@@ -362,6 +424,8 @@ class ServerSettings:
                 f"otel_endpoint={self.otel_endpoint!r} is not a URL; give that of the collector, "
                 "such as http://127.0.0.1:4318"
             )
+        if self.batch_dir is not None and not os.fspath(self.batch_dir):
+            raise ConfigError("batch_dir='' is empty; give a directory, or leave the option out")
         if not self.host:
             raise ConfigError("host='' must be an address or a host name, such as 127.0.0.1")
         if not (is_loopback(self.host) or self.all_keys or self.insecure):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from faults import (
     backends,
+    batches,
     cli,
     compat,
     cuda,
@@ -37,6 +38,7 @@ _MODULES = (
     engine,
     server,
     server_apis,
+    batches,
     serve_ray,
     cli,
     recurrent,

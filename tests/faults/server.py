@@ -128,8 +128,8 @@ _ENTERING = (
     fault(
         "bodies count for no key",
         "server/http/middleware.py",
-        '_Body(receive, self._state, scope["kvboost"].get("tenant"))',
-        "_Body(receive, self._state, None)",
+        '_Body(receive, self._state, scope["kvboost"].get("tenant"), limit)',
+        "_Body(receive, self._state, None, limit)",
         f"{_LIMITS}::test_the_bodies_of_one_key_leave_room_for_another_s",
     ),
     fault(

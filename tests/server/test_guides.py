@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from helpers.server.live_servers import serving
 from kvboost_edge.cli.app import run
 
 ROOT = Path(__file__).parents[2]
@@ -34,6 +35,26 @@ def test_the_client_of_the_tutorial_finds_its_prompt_in_the_cache(live_server, t
     counts = re.findall(r"^(\d+) prompt tokens, (\d+) cached, first token", done.stdout, re.M)
     (_, _), (tokens, cached) = [(int(one), int(two)) for one, two in counts]
     assert 0 < tokens - cached < 40
+
+
+def test_the_program_for_batches_answers_the_lines_of_the_guide(demo_engine, tmp_path):
+    page = (ROOT / "docs/apis.md").read_text(encoding="utf-8")
+    [program] = re.findall(r"^```python\n(import time\n.*?)^```", page, flags=re.DOTALL | re.M)
+    guide = (ROOT / "docs/how-to/batches.md").read_text(encoding="utf-8")
+    lines = re.findall(r'^ *(\{"custom_id".*)$', guide, flags=re.M)
+    (tmp_path / "questions.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    with serving(demo_engine, batch_dir=tmp_path / "batches") as server:
+        done = subprocess.run(
+            [sys.executable, "-c", program.replace("http://127.0.0.1:8000", server.base_url)],
+            capture_output=True,
+            text=True,
+            cwd=tmp_path,
+            timeout=300,
+            check=False,
+        )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("completed")
+    assert len((tmp_path / "answers.jsonl").read_text().splitlines()) == len(lines) == 2
 
 
 @pytest.mark.parametrize("client", ["claude", "codex", "opencode", "openwebui"])

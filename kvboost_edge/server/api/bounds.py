@@ -67,6 +67,8 @@ BOUNDS: dict[str, Bound] = {
     "keep_alive": Bound(-(2**63), MAX_KEEP_ALIVE, integer=False),  # seconds; negative: no limit
     "call_index": Bound(0, 2**16),  # index of a tool call, sent by Ollama's clients
     "listed": Bound(1, 100),  # page size of a list
+    "listed_files": Bound(1, 10_000),  # the same for files
+    "expires_seconds": Bound(3600, 3650 * 86_400),  # lifetime of a file
     "logprobs": Bound(0, 20),
     "top_logprobs": Bound(0, 20),
     "priority": Bound(-1_000_000, 1_000_000),

@@ -31,6 +31,7 @@ from kvboost_edge.server.traces import TRACE_FACT
 __all__ = [
     "ADMIN_PATHS",
     "ADMITTED_PATHS",
+    "UPLOAD_PATH",
     "AuthMiddleware",
     "Envelope",
     "account",
@@ -63,6 +64,8 @@ ADMITTED_PATHS = frozenset(
         "/detokenize",
     }
 )
+UPLOAD_PATH = "/v1/files"
+_FORM_BYTES = 1 << 16  # bytes of a form besides its file
 _RAW_HEADERS = [(name.lower().encode(), value.encode()) for name, value in SECURITY_HEADERS.items()]
 _CLIENT_GONE = 499
 
@@ -185,11 +188,17 @@ class AuthMiddleware:
         except ApiError as error:
             await error_response(error, scope["path"])(scope, receive, send)
             return
-        body = _Body(receive, self._state, scope["kvboost"].get("tenant"))
+        limit = None if self._takes_file(scope) else self._state.settings.max_body_bytes
+        body = _Body(receive, self._state, scope["kvboost"].get("tenant"), limit)
         try:
             await self._app(scope, body.receive, send)
         finally:
             self._state.bodies.free(body.tenant, body.num_bytes)
+
+    def _takes_file(self, scope: Scope) -> bool:
+        """Return whether the body is a file, which the route limits and writes to disk."""
+        is_upload = scope["method"] == "POST" and scope["path"] == UPLOAD_PATH
+        return is_upload and self._state.batches is not None
 
     def _methods(self, path: str) -> set[str]:
         """Return the allowed methods of a path, or an empty result if no route has this path."""
@@ -211,6 +220,8 @@ class AuthMiddleware:
             if scope["path"] in ADMIN_PATHS:  # the decoded path, which routing uses
                 self._keys.check_admin(tenant)
         limit = self._state.settings.max_body_bytes
+        if self._takes_file(scope):
+            limit = self._state.settings.max_file_bytes + _FORM_BYTES
         for name, value in scope["headers"]:
             if name == b"content-length" and int(value) > limit:
                 raise _too_large(limit)
@@ -220,15 +231,17 @@ class AuthMiddleware:
 
 class _Body:
     """Body of a request, with a size limit. Its bytes count towards the limit for all bodies until
-    the request ends.
+    the request ends. Without a limit, the route does not keep the body and its bytes do not count.
     """
 
-    def __init__(self, receive: Receive, state: ServerState, tenant: str | None) -> None:
+    def __init__(
+        self, receive: Receive, state: ServerState, tenant: str | None, limit: int | None
+    ) -> None:
         self.tenant = tenant
         self.num_bytes = 0
         self._receive = receive
         self._bodies = state.bodies
-        self._limit = state.settings.max_body_bytes
+        self._limit = limit
 
     async def receive(self) -> Message:
         """Return the next ASGI message.
@@ -237,6 +250,8 @@ class _Body:
             ApiError: the body exceeds its limit (413), or all bodies together exceed theirs (503).
         """
         message = await self._receive()
+        if self._limit is None:
+            return message
         size = len(message.get("body", b""))
         if self.num_bytes + size > self._limit:
             raise _too_large(self._limit)

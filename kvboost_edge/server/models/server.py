@@ -15,9 +15,11 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.types import Scope
 
+    from kvboost_edge.server.batches.service import BatchService
+    from kvboost_edge.server.batches.space import TenantSpace
     from kvboost_edge.server.settings import ServerSettings
 
-__all__ = ["ServerState", "server_of"]
+__all__ = ["ServerState", "batches_of", "server_of", "space_of"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -29,12 +31,14 @@ class ServerState:
         models: the models.
         bodies: request bodies held in memory.
         metrics: metrics of the server.
+        batches: service of the batch API; None if it is off.
     """
 
     shared: Shared
     models: Models
     bodies: Bodies
     metrics: ServerMetrics
+    batches: BatchService | None = None
 
     @property
     def settings(self) -> ServerSettings:
@@ -54,7 +58,7 @@ class ServerState:
 
     @property
     def admitted(self) -> set[Admission]:
-        """All requests in flight."""
+        """All requests in flight, including lines of batches."""
         return {admission for state in self.models.loaded for admission in state.admission.admitted}
 
     @property
@@ -120,6 +124,31 @@ class ServerState:
         self.models.refuse_waiting()
         for state in self.models.loaded:
             state.admission.cancel_all()
+
+
+def batches_of(request: Request) -> BatchService:
+    """Return the service of the batch API.
+
+    Raises:
+        ApiError: the batch API is off (404).
+    """
+    service = server_of(request).batches
+    if service is None:
+        raise ApiError(
+            404,
+            "the batch API is off; start the server with --batch-dir DIR",
+            code="batch_api_off",
+        )
+    return service
+
+
+def space_of(request: Request) -> TenantSpace:
+    """Return the files and batches of the request's tenant.
+
+    Raises:
+        ApiError: the batch API is off (404).
+    """
+    return batches_of(request).store.space(request.scope["kvboost"].get("tenant"))
 
 
 def server_of(request: Request) -> ServerState:

@@ -94,6 +94,14 @@ class AdmissionQueue:
             QueueFull: they do not fit together with the requests in flight (503).
             ApiError: they exceed the tenant's maximum, so they can never fit (400).
         """
+        self.check_size(tenant, num_sequences, num_tokens)
+        refusal = self.refusal(tenant, num_sequences, num_tokens)
+        if refusal is not None:
+            self.refused += 1
+            raise refusal
+
+    def check_size(self, tenant: str | None, num_sequences: int, num_tokens: int) -> None:
+        """Raise ApiError (400) if these sequences and tokens can never fit."""
         most_sequences = self._places.most(tenant)
         most_tokens = self._tokens.most(tenant)
         if num_sequences > most_sequences:
@@ -110,10 +118,6 @@ class AdmissionQueue:
                 "send less, or raise --max-queue-tokens",
                 code="request_too_large",
             )
-        refusal = self.refusal(tenant, num_sequences, num_tokens)
-        if refusal is not None:
-            self.refused += 1
-            raise refusal
 
     def refusal(
         self, tenant: str | None, num_sequences: int = 1, num_tokens: int = 0
@@ -215,6 +219,8 @@ class Admission:
         weight: scheduling weight of the tenant.
         pin_share: fraction of the pinnable blocks that the tenant may pin, by its weight.
         arrived_at: start of the times in the request's results, in seconds of `time.perf_counter`.
+        background: kind of a background request, such as a line of a batch, see the engine's
+            `Terms`. It takes no place in the queue, because its sender limits the number in flight.
     """
 
     def __init__(
@@ -229,7 +235,8 @@ class Admission:
         self.tenant: str | None = self.facts.get("tenant")
         self.weight = 1.0 if self.tenant is None else queue.weights[self.tenant]
         self.pin_share = 1.0 if self.tenant is None else self.weight / sum(queue.weights.values())
-        self.timeout = queue.request_timeout
+        self.background: str | None = self.facts.get("background")
+        self.timeout = float(self.facts.get("timeout", queue.request_timeout))
         self.arrived_at = time.perf_counter()
         # The time spent waiting for the model to load counts towards the deadline.
         self.deadline = (
@@ -250,7 +257,10 @@ class Admission:
 
     async def __aenter__(self) -> Admission:
         queue = self._queue
-        queue.enter(self.tenant, self._num_sequences, self._num_tokens)
+        if self.background is None:
+            queue.enter(self.tenant, self._num_sequences, self._num_tokens)
+        else:
+            queue.check_size(self.tenant, self._num_sequences, self._num_tokens)
         queue.admitted.add(self)
         loop = asyncio.get_running_loop()
         self._entered = time.monotonic()
@@ -268,9 +278,10 @@ class Admission:
         trace: TracebackType | None,
     ) -> None:
         queue = self._queue
-        queue.leave(self.tenant, self._num_sequences, self._num_tokens)
+        if self.background is None:
+            queue.leave(self.tenant, self._num_sequences, self._num_tokens)
+            queue.took(time.monotonic() - self._entered)
         queue.admitted.discard(self)
-        queue.took(time.monotonic() - self._entered)
         self.first_token()
         if self._reason is not None or isinstance(error, (DeadlineExceeded, ShuttingDown)):
             self._observer.observe_aborted(max(0, self._num_sequences - self._num_observed))

@@ -340,6 +340,7 @@ class EngineBridge:
             mode=request.mode_of(prompt, params),
             tenant=admission.tenant,
             weight=admission.weight,
+            background=admission.background,
             deadline=admission.deadline,
             pins=prompt.pins,
             pin_share=admission.pin_share,

@@ -126,6 +126,7 @@ async def _computed(
                     handles=handles,
                     tenant=admission.tenant,
                     weight=admission.weight,
+                    background=admission.background,
                     cache_salt=body.cache_salt,
                     priority=priority,
                     deadline=admission.deadline,

@@ -1,0 +1,279 @@
+"""Service that runs the batches of all tenants in the background of the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvboost_edge.errors import KVBoostError
+from kvboost_edge.server.batches.calls import LineAnswer, LineCaller
+from kvboost_edge.server.batches.documents import Batch, BatchStatus
+from kvboost_edge.server.batches.lines import BatchLine, by_prefix, read_bodies, read_lines
+from kvboost_edge.server.batches.records import RecordFile
+from kvboost_edge.server.batches.run import LineRecords, run_lines
+from kvboost_edge.server.errors import ApiError
+from kvboost_edge.server.logs import failure_place, log_facts
+
+if TYPE_CHECKING:
+    from kvboost_edge.server.batches.space import TenantSpace
+    from kvboost_edge.server.batches.store import BatchStore
+    from kvboost_edge.server.settings import ServerSettings
+
+__all__ = ["BatchService"]
+
+_LOOK_SECONDS = 60.0  # time between looks for expired files
+
+
+class _StorageFull(Exception):
+    """The tenant's files have reached their limit."""
+
+
+class BatchService:
+    """Runner of batches. Only the event loop's thread uses it.
+
+    Each tenant's oldest unfinished batch runs. The batches of several tenants share the places.
+
+    Attributes:
+        store: files and batches of all tenants.
+    """
+
+    def __init__(
+        self,
+        store: BatchStore,
+        call: LineCaller,
+        settings: ServerSettings,
+        places: Callable[[], int],
+    ) -> None:
+        """Create the service. `start` runs it.
+
+        Args:
+            store: files and batches.
+            call: function that sends a line to its route.
+            settings: settings of the server.
+            places: function that returns the number of lines that may run at once.
+        """
+        self.store = store
+        self._call = call
+        self._settings = settings
+        self._places = places
+        self._task: asyncio.Task[None] | None = None
+        self._running: dict[str, asyncio.Task[None]] = {}
+        self._lines: dict[str, asyncio.Task[None]] = {}
+        self._changed = asyncio.Event()
+        self._is_closed = False
+
+    @property
+    def retention(self) -> int:
+        """Maximum lifetime of a file, in seconds."""
+        return self._settings.batch_retention
+
+    def start(self) -> None:
+        """Begin or continue to run batches, and look at new ones."""
+        self._changed.set()
+        if self._task is None and not self._is_closed:
+            self._task = asyncio.get_running_loop().create_task(self._run())
+
+    async def cancel(self, space: TenantSpace, batch: Batch) -> None:
+        """Cancel a batch. Its lines in flight end, and the answers so far become a file.
+
+        Raises:
+            ApiError: the batch is finished (409).
+        """
+        if batch.is_finished:
+            raise ApiError(
+                409,
+                f"the batch is {batch.status} and cannot be cancelled",
+                code="batch_finished",
+                param="batch_id",
+            )
+        if batch.status != "cancelling":
+            batch.status = "cancelling"
+            batch.cancelling_at = space.now()
+            await asyncio.to_thread(space.save, batch)
+        if (lines := self._lines.get(batch.id)) is not None:
+            lines.cancel()
+        self.start()
+
+    async def stop(self) -> None:
+        """Stop all batches. They continue after a restart."""
+        tasks = [*self._running.values(), *([self._task] if self._task else [])]
+        if not self._is_closed:
+            self._is_closed = True
+            for task in tasks:
+                task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def close(self) -> None:
+        """Stop all batches and close the store."""
+        await self.stop()
+        self.store.close()
+
+    async def _run(self) -> None:
+        while True:
+            self._changed.clear()
+            for space in self.store:
+                try:
+                    await asyncio.to_thread(space.expire)
+                except OSError as error:
+                    _log_failure("expired files cannot be removed", error)
+                self._begin_next(space)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), _LOOK_SECONDS)
+
+    def _begin_next(self, space: TenantSpace) -> None:
+        """Run the oldest unfinished batch of a tenant, and end cancelled ones."""
+        unfinished = [one for one in reversed(space.batches()) if not one.is_finished]
+        cancelled = [one for one in unfinished if one.status == "cancelling"]
+        for batch in (*unfinished[:1], *cancelled):
+            if batch.id not in self._running:
+                task = asyncio.get_running_loop().create_task(self._run_batch(space, batch))
+                self._running[batch.id] = task
+                task.add_done_callback(functools.partial(self._ended, batch.id))
+
+    def _ended(self, batch_id: str, task: asyncio.Task[None]) -> None:
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            # The batch stays in `_running`, so that it is not tried again before a restart.
+            _log_failure("a batch stopped and continues after a restart", error, batch=batch_id)
+            return
+        self._running.pop(batch_id, None)
+        self._changed.set()
+
+    async def _run_batch(self, space: TenantSpace, batch: Batch) -> None:
+        if batch.outcome is not None:  # a crash interrupted the end
+            await self._finish(space, batch, batch.outcome)
+            return
+        path = space.input_path(batch)
+        if path is None:
+            batch.explain("input_file_missing", "the input file was deleted")
+            await self._finish(space, batch, "failed")
+            return
+        settings = self._settings
+        lines, problems = await asyncio.to_thread(
+            read_lines, path, batch.endpoint, settings.max_batch_lines, settings.max_body_bytes
+        )
+        if problems:
+            batch.errors = [one._asdict() for one in problems]
+            await self._finish(space, batch, "failed")
+            return
+        folder = space.batch_directory(batch)
+        records = await asyncio.to_thread(
+            lambda: LineRecords(
+                RecordFile(folder / "answers.jsonl"), RecordFile(folder / "errors.jsonl")
+            )
+        )
+        try:
+            batch.total = len(lines)
+            batch.completed, batch.failed = records.completed, records.failed
+            if batch.status == "validating":
+                batch.status, batch.in_progress_at = "in_progress", space.now()
+            await asyncio.to_thread(space.save, batch)
+            left = by_prefix([line for line in lines if not records.has(line)])
+            log_facts(logging.INFO, "batch", batch=batch.id, lines=len(lines), left=len(left))
+            outcome = await self._answer(space, batch, records, path, left)
+            if outcome == "expired":
+                await asyncio.to_thread(_expire, records, left)
+            batch.completed, batch.failed = records.completed, records.failed
+        finally:
+            await asyncio.to_thread(records.close)
+        await self._finish(space, batch, outcome)
+
+    async def _answer(
+        self,
+        space: TenantSpace,
+        batch: Batch,
+        records: LineRecords,
+        path: Path,
+        lines: list[BatchLine],
+    ) -> BatchStatus:
+        """Answer lines until all are answered or the batch ends early. Return the outcome."""
+        if batch.status == "cancelling":
+            return "cancelled"
+
+        async def call(url: str, body: dict[str, Any]) -> LineAnswer:
+            # The batch expires first, and cancels its lines.
+            left = max(0, batch.expires_at - space.now()) + 1
+            return await self._call(url, body, tenant=space.tenant, seconds=left)
+
+        def progress() -> None:
+            batch.completed, batch.failed = records.completed, records.failed
+            if not space.wrote(batch, records.num_bytes):
+                raise _StorageFull
+
+        if not space.wrote(batch, records.num_bytes):
+            return self._storage_full(batch)
+        task = asyncio.ensure_future(
+            run_lines(read_bodies(path, lines), call, records, self._at_once, progress)
+        )
+        self._lines[batch.id] = task
+        try:
+            await asyncio.wait({task}, timeout=max(0, batch.expires_at - space.now()))
+            is_over = task.done()
+        finally:
+            del self._lines[batch.id]
+            task.cancel()
+            await asyncio.wait({task})
+        if task.cancelled():
+            return "expired" if not is_over else "cancelled"
+        error = task.exception()
+        if isinstance(error, _StorageFull):
+            return self._storage_full(batch)
+        if error is not None:
+            raise error
+        return "completed"
+
+    def _at_once(self) -> int:
+        """Return the number of lines of each batch to run at once."""
+        return max(1, self._places() // max(1, len(self._lines)))
+
+    def _storage_full(self, batch: Batch) -> BatchStatus:
+        batch.explain(
+            "file_bytes_limit",
+            f"the files would take more than {self._settings.max_file_bytes} bytes "
+            "(--max-file-bytes); delete files, and run the other lines in a new batch",
+        )
+        return "failed"
+
+    async def _finish(self, space: TenantSpace, batch: Batch, outcome: BatchStatus) -> None:
+        if batch.outcome is None:
+            batch.outcome, batch.finalizing_at = outcome, space.now()
+            if outcome in ("completed", "expired"):
+                batch.status = "finalizing"
+            await asyncio.to_thread(space.save, batch)
+        await asyncio.to_thread(space.publish, batch)
+        batch.end(outcome, space.now())
+        await asyncio.to_thread(space.save, batch)
+        log_facts(
+            logging.INFO,
+            "batch ended",
+            batch=batch.id,
+            status=batch.status,
+            completed=batch.completed,
+            failed=batch.failed,
+            of=batch.total,
+        )
+
+
+def _expire(records: LineRecords, lines: list[BatchLine]) -> None:
+    """Write a record for each line without one."""
+    for line in lines:
+        if not records.has(line):
+            message = "the line was not answered before the batch expired"
+            records.fail(line, "batch_expired", message)
+
+
+def _log_failure(event: str, error: BaseException, **facts: str) -> None:
+    reason = str(error) if isinstance(error, KVBoostError) else None
+    log_facts(
+        logging.ERROR,
+        event,
+        error=type(error).__name__,
+        reason=reason,
+        place=failure_place(error),
+        **facts,
+    )

@@ -1,0 +1,109 @@
+"""Record files after a crash at any byte, next to another process, and on a full disk."""
+
+import errno
+import json
+import os
+
+import pytest
+
+from helpers.clocks import give_clock
+from kvboost_edge.errors import RequestError
+from kvboost_edge.server.batches import records
+from kvboost_edge.server.batches.records import RecordFile
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "answers.jsonl"
+
+
+def written(path, *names):
+    file = RecordFile(path)
+    for name in names:
+        append(file, name)
+    file.close()
+
+
+def append(file, name):
+    record = {"custom_id": name, "text": "ä\n\u2028" * 3}
+    file.append(name, json.dumps(record, indent=1, ensure_ascii=False).encode())
+
+
+def names_of(path):
+    return [json.loads(line)["custom_id"] for line in path.read_bytes().splitlines()]
+
+
+def test_a_crash_at_any_byte_loses_no_whole_record(path):
+    written(path, "a", "b", "c")
+    whole = path.read_bytes()
+    ends = [end + 1 for end in range(len(whole)) if whole[end : end + 1] == b"\n"]
+    for size in range(len(whole) + 1):
+        path.write_bytes(whole[:size])
+        kept = sum(end <= size for end in ends)
+        file = RecordFile(path)
+        assert file.answered == set("abc"[:kept])
+        append(file, "d")
+        file.close()
+        assert names_of(path) == [*"abc"[:kept], "d"]
+
+
+@pytest.mark.parametrize("damage", [b"\0" * 100, b'{"custom_id": "x"\0\n', b'\0\0\n{"cust'])
+def test_damage_after_a_loss_of_power_is_cut_off(path, damage):
+    written(path, "a")
+    with open(path, "ab") as file:
+        file.write(damage)
+    written(path, "b")
+    assert names_of(path) == ["a", "b"]
+
+
+@pytest.mark.parametrize("content", [b"notes\n", b'{"id": 1}\n{"id": 2}\n', b"[]\n"])
+def test_other_files_are_refused_and_stay_as_they_are(path, content):
+    path.write_bytes(content)
+    with pytest.raises(RequestError, match=r"line 1 of .* is no answer of a batch"):
+        RecordFile(path)
+    assert path.read_bytes() == content
+
+
+def test_two_writers(path):
+    file = RecordFile(path)
+    with pytest.raises(RequestError, match="another process writes to"):
+        RecordFile(path)
+    file.close()
+    RecordFile(path).close()
+
+
+def test_a_full_disk_leaves_whole_records(path, monkeypatch):
+    written(path, "a")
+    file = RecordFile(path)
+    real = file._file
+
+    class Full:
+        def write(self, data):
+            return real.write(data[:7])
+
+        def __getattr__(self, name):
+            return getattr(real, name)
+
+    monkeypatch.setattr(file, "_file", Full())
+    with pytest.raises(OSError) as caught:
+        append(file, "b")
+    assert caught.value.errno == errno.ENOSPC
+    assert file.answered == {"a"}
+    monkeypatch.setattr(file, "_file", real)
+    append(file, "c")
+    file.close()
+    assert names_of(path) == ["a", "c"]
+
+
+def test_records_are_synced_once_a_second_and_at_the_end(path, monkeypatch):
+    now = [0.0]
+    synced = []
+    give_clock(monkeypatch, lambda: now[0], records)
+    monkeypatch.setattr(records.os, "fsync", lambda handle: synced.append(now[0]))
+    file = RecordFile(path)
+    for number in range(25):
+        now[0] = number / 10
+        append(file, str(number))
+        assert os.stat(path).st_size == file.num_bytes, "it is written at once"
+    file.close()
+    assert synced == pytest.approx([1.0, 2.0, 2.4])
