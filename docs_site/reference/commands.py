@@ -36,6 +36,7 @@ _MORE = {
     "generate": "See [structured output](structured.md) for `--json-schema`.",
     "launch": "See [connecting a client](apis.md#connecting-a-client).",
     "models": "See [recommended models](models.md#recommended-models).",
+    "pull": "See [pull and remove models](models.md#pull-and-remove-models).",
     "reuse-check": "See [quality gate](chunk_reuse.md#quality-gate).",
     "serve": "See [running the server](deploy/README.md). `kvboost-server` is the same command.",
     "warmup": "Without it, the first start of a model compiles its kernels in 10 to 15 s.",

@@ -561,6 +561,64 @@ def models(
 
 
 @app.command(
+    epilog="[b]Examples[/b]\n\nkvboost-edge pull qwen3:0.6b\n\n"
+    "kvboost-edge pull Qwen/Qwen3-4B-GGUF:Q4_K_M\n\n"
+    "kvboost-edge pull models.example.org/team/model --registry https://models.example.org"
+)
+def pull(
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="NAME",
+            help="Hub model (owner/name or owner/name-GGUF:Q4_K_M), HOST/owner/name of a registry, "
+            "or the Ollama name of a model from `models --suggest`.",
+        ),
+    ],
+    registry: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--registry",
+            metavar="URL",
+            help="URL of a registry with the hub's API, for names with its host. Repeatable.",
+        ),
+    ] = None,
+    max_bytes: Annotated[
+        Any,
+        typer.Option(
+            "--max-bytes",
+            metavar="BYTES",
+            parser=read_size,
+            help="Maximum size of the model in bytes, such as 10GB. Default: 100GB.",
+        ),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Download a model and verify it.
+
+    An interrupted download resumes. Afterwards, -m accepts the name without a network.
+    """
+    from kvboost_edge.cli.pull import run_pull
+
+    run_pull(name, registry or (), max_bytes, as_json=as_json)
+
+
+@app.command(epilog="[b]Examples[/b]\n\nkvboost-edge rm qwen3:0.6b")
+def rm(
+    names: Annotated[
+        list[str],
+        typer.Argument(metavar="NAME…", help="Models that were pulled or created here."),
+    ],
+) -> None:
+    """Remove pulled or created models from this machine.
+
+    Files that another model uses stay. Models in the stores of other programs are not touched.
+    """
+    from kvboost_edge.cli.pull import run_rm
+
+    run_rm(names)
+
+
+@app.command(
     epilog=(
         "[b]Examples[/b]\n\nkvboost-edge inspect ./my-model\n\nkvboost-edge inspect "
         "Qwen/Qwen2-0.5B --json"

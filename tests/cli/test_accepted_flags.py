@@ -42,6 +42,8 @@ COMMANDS = {  # name: (required arguments, options with a value)
     "demo": ("", (*ENGINE, *PACKED)),
     "doctor": ("", ("x", *MODEL, *ENGINE, "--ctx-size 512", "--max-memory 4GB", "--json")),
     "models": ("", ("word", "--suggest", "--option num_threads=2", "-o dtype=float32", "--json")),
+    "pull": ("qwen3:0.6b", ("--registry https://x.example", "--max-bytes 10GB", "--json")),
+    "rm": ("qwen3:0.6b", ("other",)),
     "inspect": ("", ("x", *MODEL, *ENGINE, "--json")),
     "eval": (
         "FILE",
@@ -94,6 +96,7 @@ COMMANDS = {  # name: (required arguments, options with a value)
         ),
     ),
     "why": ("", ("req-1", *CLIENT, "--list", "--json")),
+    "ps": ("", (*CLIENT, "--json")),
     "warm": ("--from-request FILE", (*CLIENT, "--pin", "--ttl 60", "--json")),
 }
 SERVE = """

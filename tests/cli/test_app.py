@@ -26,6 +26,8 @@ COMMANDS = (
     "demo",
     "doctor",
     "models",
+    "pull",
+    "rm",
     "inspect",
     "eval",
     "bench",

@@ -114,6 +114,17 @@ def warm(
     run_warm(from_request, url, api_key, pin=pin, ttl=ttl, as_json=as_json)
 
 
+def ps(
+    url: UrlOption = "http://127.0.0.1:8000",
+    api_key: KeyOption = "",
+    as_json: JsonOption = False,
+) -> None:
+    """List the loaded models of a server and when each will be unloaded."""
+    from kvboost_edge.cli.servers.ps import run_ps
+
+    run_ps(url, api_key, as_json=as_json)
+
+
 def add_commands(app: typer.Typer) -> None:
     """Add the commands to `app`."""
     app.command(
@@ -130,3 +141,7 @@ def add_commands(app: typer.Typer) -> None:
             "sk-mine --pin --ttl 3600"
         )
     )(warm)
+    app.command(
+        epilog="[b]Examples[/b]\n\nkvboost-edge ps\n\n"
+        "kvboost-edge ps --url http://127.0.0.1:8000 --api-key sk-mine --json"
+    )(ps)

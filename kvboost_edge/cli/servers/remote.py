@@ -186,6 +186,10 @@ class RemoteChat:
         """Return the server's models from /v1/models."""
         return [dict(one) for one in self._get("/v1/models")["data"]]
 
+    def loaded_models(self) -> list[dict[str, Any]]:
+        """Return the server's loaded models from /api/ps."""
+        return [dict(one) for one in self._get("/api/ps")["models"]]
+
     def last_requests(self) -> Any:
         """Return the cache-miss reports of this key's latest requests from /v1/requests."""
         return self._get("/v1/requests")

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import fnmatch
 import glob
 import hashlib
 import logging
@@ -18,7 +19,7 @@ from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.host.file_memo import FileStamp, recall, remember
 from kvboost_edge.models.locate.split_files import part_name
 
-__all__ = ["HubName", "gguf_file", "gguf_models", "snapshot"]
+__all__ = ["HubName", "chosen_gguf", "gguf_file", "gguf_models", "snapshot", "snapshot_files"]
 
 _LOG = logging.getLogger(__name__)
 _WANTED = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
@@ -67,7 +68,7 @@ def gguf_file(model: HubName, wanted: str | None) -> Path:
         ModelFormatError: no file or more than one matches; the message names the files on the hub.
     """
     digests = _listed(model)
-    names = _chosen(model, gguf_models(digests), wanted)
+    names = chosen_gguf(model, gguf_models(digests), wanted)
     folder = _fetched(model, [glob.escape(name) for name in names], None)
     for name in names:
         _check_digest(folder / name, digests[name])
@@ -87,8 +88,24 @@ def gguf_models(names: Iterable[str]) -> dict[str, list[str]]:
     return found
 
 
-def _chosen(model: HubName, models: Mapping[str, list[str]], wanted: str | None) -> list[str]:
-    """Return all files of the only model that matches `wanted`."""
+def snapshot_files(names: Iterable[str]) -> list[str]:
+    """Return the files of a repository that `snapshot` downloads."""
+    return [
+        name
+        for name in names
+        if any(fnmatch.fnmatchcase(name, pattern) for pattern in _WANTED)
+        and not any(fnmatch.fnmatchcase(name, pattern) for pattern in _UNWANTED)
+    ]
+
+
+def chosen_gguf(model: HubName, models: Mapping[str, list[str]], wanted: str | None) -> list[str]:
+    """Return all files of the only model that matches `wanted`, see `gguf_file`.
+
+    Args:
+        model: hub model, for errors.
+        models: GGUF files of each model, from `gguf_models`.
+        wanted: quantization or file name; None for the only model.
+    """
     found = [
         stem for stem, names in models.items() if wanted is None or _is_meant(stem, names, wanted)
     ]

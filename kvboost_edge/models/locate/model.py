@@ -10,6 +10,7 @@ from pathlib import Path
 
 from kvboost_edge.errors import ConfigError, ModelFormatError
 from kvboost_edge.models.locate.hub import HubName, gguf_file, gguf_models, snapshot
+from kvboost_edge.models.locate.managed import managed_models
 from kvboost_edge.models.locate.ollama import OLLAMA, ollama_model, ollama_names
 from kvboost_edge.models.locate.suggestions import name_hint
 
@@ -50,6 +51,7 @@ def locate_model(
     - 'kvboost-edge/demo', the bundled model.
     - A directory. If it has no config, it must contain a single GGUF model.
     - A GGUF file.
+    - The name of a model that was pulled with `kvboost-edge pull`.
     - 'ollama:NAME:TAG', a model in Ollama's store on this machine.
     - 'owner/name', a model on the hub. Its config, tokenizer and safetensors are downloaded. If the
       name ends in '-GGUF', its only GGUF file is downloaded instead.
@@ -81,6 +83,9 @@ def locate_model(
         return _directory(path.resolve())
     if path.is_file():
         return _file(path)
+    pulled = _pulled(name) if isinstance(path_or_id, str) and revision is None else None
+    if pulled is not None:
+        return pulled
     if isinstance(path_or_id, str) and name.startswith(OLLAMA):
         return ollama_model(name.removeprefix(OLLAMA))
     file = _HUB_FILE.fullmatch(name)
@@ -96,6 +101,22 @@ def locate_model(
         return gguf_file(model, None) if name.lower().endswith("-gguf") else snapshot(model)
     except ModelFormatError as error:
         raise _with_hint(error, path_or_id) from error.__cause__
+
+
+def _pulled(name: str) -> Path | None:
+    """Return the path of a pulled model, or None if the name is another.
+
+    Raises:
+        ModelFormatError: the model was created with defaults, which only a server applies.
+    """
+    store = managed_models()
+    model = store.find(name.removesuffix(":latest"))
+    if model is None or not (model.has_defaults or model.served):
+        return None if model is None else store.path_of(model)
+    raise ModelFormatError(
+        f"{name!r} was created from {model.origin} with defaults of its own, which only a server "
+        f"applies; run `kvboost-edge serve` and name {name!r} in requests, or give {model.origin}"
+    )
 
 
 def _with_hint(error: ModelFormatError, path_or_id: str | Path) -> ModelFormatError:

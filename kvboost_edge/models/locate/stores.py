@@ -16,6 +16,7 @@ from typing import NamedTuple
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.host.file_memo import cache_directory
 from kvboost_edge.models.locate.hub import gguf_models
+from kvboost_edge.models.locate.managed import managed_models
 from kvboost_edge.models.locate.ollama import OLLAMA, ollama_model, ollama_names
 
 __all__ = ["StoredModel", "own_models", "real_model", "stored_models"]
@@ -103,28 +104,38 @@ def _snapshot(folder: Path) -> Path | None:
     return max(found, key=lambda path: path.stat().st_mtime, default=None)
 
 
-def _in_folders(*folders: Path) -> Iterator[StoredModel]:
+def _in_folders(*folders: Path, without: Path | None = None) -> Iterator[StoredModel]:
     """Yield GGUF files, and directories with config.json and safetensors, in folders and
     subfolders.
     """
     for folder in folders:
-        files = sorted(_files_below(folder, ".gguf"))
+        files = sorted(_files_below(folder, ".gguf", without))
         for parts in gguf_models(str(path) for path in files).values():
             yield StoredModel(parts[0], "", Path(parts[0]))
-        for directory in sorted({path.parent for path in _files_below(folder, ".safetensors")}):
+        for directory in sorted(
+            {path.parent for path in _files_below(folder, ".safetensors", without)}
+        ):
             if (directory / "config.json").is_file():
                 yield StoredModel(str(directory), "", directory)
 
 
-def _files_below(folder: Path, ending: str) -> Iterator[Path]:
+def _files_below(folder: Path, ending: str, without: Path | None = None) -> Iterator[Path]:
     for root, folders, names in os.walk(folder):
-        if len(Path(root).relative_to(folder).parts) >= _MAX_DEPTH:
+        if Path(root) == without or len(Path(root).relative_to(folder).parts) >= _MAX_DEPTH:
             folders.clear()
         yield from (Path(root) / name for name in names if name.lower().endswith(ending))
 
 
 def _own() -> Iterator[StoredModel]:
-    return _in_folders(own_models())
+    store = managed_models()
+    for model in store.models():
+        if model.has_defaults or not model.folder:
+            continue  # only a server can use it
+        try:
+            yield StoredModel(model.name, "", store.path_of(model))
+        except ModelFormatError as error:
+            yield StoredModel(model.name, "", None, str(error))
+    yield from _in_folders(own_models(), without=store.root)
 
 
 def _llama_cpp() -> Iterator[StoredModel]:

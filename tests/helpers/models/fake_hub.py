@@ -24,7 +24,8 @@ class FakeHub:
     for a file.
 
     `cut`: the next download ends after so many bytes; `damaged`: what is sent has its last byte
-      changed.
+      changed; `more`: bytes sent after the end of a file; `redirects`: where a file is instead;
+      `authorized`: the Authorization headers that came.
     """
 
     def __init__(self, name: str, files: Mapping[str, bytes]) -> None:
@@ -33,6 +34,10 @@ class FakeHub:
         self.asked: list[tuple[str, str, str | None]] = []
         self.cut: int | None = None
         self.damaged = False
+        self.more = b""
+        self.redirects: dict[str, str] = {}
+        self.authorized: list[str | None] = []
+        self.endpoint = ""
 
     def downloads(self) -> list[str]:
         """Files whose content was asked for, in order."""
@@ -88,6 +93,10 @@ def _handler(hub: FakeHub) -> type[BaseHTTPRequestHandler]:
         def _file(self, name: str) -> None:
             data = hub.files[name]
             wanted = self.headers.get("Range")
+            hub.authorized.append(self.headers.get("Authorization"))
+            if name in hub.redirects:
+                self._send(302, b"", {"Location": hub.redirects[name]})
+                return
             hub.asked.append((self.command, name, wanted))
             headers = {
                 "ETag": f'"{hashlib.sha256(data).hexdigest()}"',
@@ -99,7 +108,7 @@ def _handler(hub: FakeHub) -> type[BaseHTTPRequestHandler]:
             start = int(wanted.removeprefix("bytes=").partition("-")[0]) if wanted else 0
             if start:
                 headers["Content-Range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"
-            self._send(206 if start else 200, data[start:], headers)
+            self._send(206 if start else 200, data[start:] + hub.more, headers)
 
         def _send(self, status: int, body: bytes, headers: Mapping[str, str]) -> None:
             self.send_response(status)
@@ -131,6 +140,7 @@ def fake_hub(
     thread = threading.Thread(target=server.serve_forever, args=(0.02,))
     thread.start()
     endpoint = f"http://127.0.0.1:{server.server_port}"
+    hub.endpoint = endpoint
     monkeypatch.setattr(constants, "ENDPOINT", endpoint)
     monkeypatch.setattr(
         constants,
