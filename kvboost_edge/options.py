@@ -120,7 +120,7 @@ class Option:
         if self.default is None or self.default == ():
             return self.unset
         if isinstance(self.default, tuple):
-            return ",".join(self.default)
+            return ",".join(one.encode("unicode_escape").decode() for one in self.default)
         return f"{self.default:g}" if isinstance(self.default, float) else str(self.default)
 
     @property

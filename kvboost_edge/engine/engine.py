@@ -31,6 +31,7 @@ from kvboost_edge.engine.request.results import CorrectnessReport, GenerationRes
 from kvboost_edge.engine.request.sampling_defaults import SamplingDefaults
 from kvboost_edge.engine.request.terms import Terms
 from kvboost_edge.engine.request_builder import RequestBuilder
+from kvboost_edge.engine.samplers.vocabulary import WordFields
 from kvboost_edge.engine.sequence_factory import Sequences, make_scheduler
 from kvboost_edge.engine.spans import ReuseFields
 from kvboost_edge.engine.spec_decode.speculation import DraftFields
@@ -221,6 +222,7 @@ class CPUPagedEngine(Embeds, KVBoostViews, TellsResidency):
             DraftFields(config, parts.manager, is_native=info.name == "native"),
             GrammarFields(),
             ReasoningFields(parts.tokenizer, parts.suppressed),
+            WordFields(parts.tokenizer, info.vocab_size),
         )
         self._builder = RequestBuilder(
             parts, config, self._core.check_open, self._core.answers, features

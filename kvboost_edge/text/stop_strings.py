@@ -17,8 +17,11 @@ class StopChecker:
     that may begin a stop string is held back until this is decided.
     """
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(self, stops: Sequence[str], *, included: bool = False) -> None:
         """Prepare the stop strings.
+
+        Args:
+            included: return the stop string, too. No text is then held back.
 
         Raises:
             RequestError: `stops` is not a list, or a stop string is empty or not a string.
@@ -29,14 +32,18 @@ class StopChecker:
             if not isinstance(stop, str) or not stop:
                 raise RequestError(f"each stop string must be a non-empty string, got {stop!r}")
         self._matchers = [_Matcher(stop) for stop in dict.fromkeys(stops)]
+        self._included = included
         self._held = ""
         self.stop: str | None = None  # the stop string that was found, or None
 
-    def push(self, text: str) -> tuple[str, bool]:
+    def push(self, text: str, *, counts: bool = True) -> tuple[str, bool]:
         """Add the next text.
 
+        Args:
+            counts: whether a stop string may end in this text. If False, it is passed on.
+
         Returns:
-            The text to show now, and whether a stop string was found. After a stop, the text is
+            The text to show now, and whether a stop string was found. The text after a stop is
                 empty.
         """
         if self.stop is not None:
@@ -46,13 +53,13 @@ class StopChecker:
         stream = self._held + text
         seen = len(self._held)
         for index in range(seen, len(stream)):
-            lengths = [m.length for m in self._matchers if m.feed(stream[index])]
-            if lengths:
-                start = index + 1 - max(lengths)
-                self.stop = stream[start : index + 1]
+            found = [m.pattern for m in self._matchers if m.feed(stream[index])]
+            if found and counts:
+                self.stop = max(found, key=len)
                 self._held = ""
-                return stream[:start], True
-        keep = max(m.matched for m in self._matchers)
+                end = index + 1
+                return stream[: end if self._included else end - len(self.stop)], True
+        keep = 0 if self._included else max(m.matched for m in self._matchers)
         self._held = stream[len(stream) - keep :]
         return stream[: len(stream) - keep], False
 
@@ -68,11 +75,10 @@ class StopChecker:
 class _Matcher:
     """Knuth-Morris-Pratt matcher with amortized constant work per character."""
 
-    __slots__ = ("_fallback", "_pattern", "length", "matched")
+    __slots__ = ("_fallback", "matched", "pattern")
 
     def __init__(self, pattern: str) -> None:
-        self._pattern = pattern
-        self.length = len(pattern)
+        self.pattern = pattern
         self.matched = 0  # length of the longest prefix of the pattern that ends the stream
         self._fallback = [0] * len(pattern)
         length = 0
@@ -85,8 +91,10 @@ class _Matcher:
     def feed(self, char: str) -> bool:
         """Add one character and return whether the stream now ends with the pattern."""
         matched = self.matched
-        while matched and char != self._pattern[matched]:
+        while matched and char != self.pattern[matched]:
             matched = self._fallback[matched - 1]
-        matched += char == self._pattern[matched]
-        self.matched = matched
-        return matched == self.length
+        matched += char == self.pattern[matched]
+        # After a whole match, go on with its longest end that begins the pattern again.
+        is_whole = matched == len(self.pattern)
+        self.matched = self._fallback[-1] if is_whole else matched
+        return is_whole

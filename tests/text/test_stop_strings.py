@@ -87,3 +87,50 @@ def test_no_stop_strings_show_all_at_once():
 def test_bad_stop_strings_are_refused(stops):
     with pytest.raises(RequestError, match="stop"):
         StopChecker(stops)
+
+
+@given(
+    parts=st.lists(st.text(alphabet="aab\n🙂", max_size=5), max_size=12),
+    stops=st.lists(WORDS, max_size=3),
+)
+def test_an_included_stop_string_is_shown_and_nothing_is_held_back(parts, stops):
+    checker = StopChecker(stops, included=True)
+    shown = ""
+    for count, part in enumerate(parts, start=1):
+        text, stopped = checker.push(part)
+        shown += text
+        whole, stop = cut("".join(parts[:count]), stops)
+        assert (shown, checker.stop) == (whole + (stop or ""), stop)
+        if stopped:
+            break
+    assert checker.flush() == ""
+
+
+@given(
+    early=st.text(alphabet="aab\n", max_size=20),
+    late=st.text(alphabet="aab\n", max_size=20),
+    stops=st.lists(WORDS, max_size=3),
+    size=st.integers(1, 4),
+    included=st.booleans(),
+)
+def test_a_stop_string_that_ends_early_does_not_count(early, late, stops, size, included):
+    """The truth: of the stop strings that end in the late text, the one that ends first; it may
+    begin in the early text.
+    """
+    text = early + late
+    ends = [
+        (end, -len(stop), stop)
+        for stop in stops
+        for end in range(len(early) + 1, len(text) + 1)
+        if text[:end].endswith(stop)
+    ]
+    end, length, stop = min(ends, default=(len(text), 0, None))
+    expected = text[: end if included else end + length]
+    checker = StopChecker(stops, included=included)
+    shown = ""
+    for part, counts in ((early, False), (late, True)):
+        for at in range(0, len(part), size):
+            emit, stopped = checker.push(part[at : at + size], counts=counts)
+            shown += emit
+            assert not stopped or counts
+    assert (shown + checker.flush(), checker.stop) == (expected, stop)

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvboost_edge.config import GenerationMode
 from kvboost_edge.engine.request.grammar import Grammar
+from kvboost_edge.engine.request.sampler_order import DEFAULT_ORDER, read_samplers
 from kvboost_edge.engine.request.terms import Terms
+from kvboost_edge.engine.request.words import NO_WORDS, RequestWords
 from kvboost_edge.errors import RequestError
 from kvboost_edge.options import as_float, as_int, check_options, option, refuse_unknown
 from kvboost_edge.reuse.recompute import Repair
@@ -34,6 +36,10 @@ _MAX_MESSAGE = 1024  # characters of reasoning_budget_message
 _MAX_TEMPERATURE = 1e3
 _MAX_REPETITION_PENALTY = 1e3
 _MAX_LOGIT_BIAS = 1e4
+_MAX_BAD_WORDS = 256
+_MAX_BREAKERS = 32
+_MAX_BREAKER_LENGTH = 40
+_MAX_WORD_LENGTH = 256
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,8 +61,8 @@ class SamplingParams:
         None,
         "Sample tokens instead of always taking the most likely one",
         bool,
-        unset="true if temperature, top_p, top_k, min_p or seed is given and the temperature "
-        "is not 0",
+        unset="true if the temperature is not 0 and temperature, top_p, top_k, min_p, seed, "
+        "typical_p, top_n_sigma, dynatemp_range, xtc_probability or mirostat is given",
     )
     top_p: float | None = option(
         None,
@@ -82,6 +88,83 @@ class SamplingParams:
         low=0,
         high=1,
         unset="the model's own or 0.05, if tokens are sampled",
+    )
+    typical_p: float = option(
+        1.0,
+        "Sample from the tokens whose surprise is closest to the expected one and whose "
+        "probabilities add up to this value. 1 means all tokens",
+        float,
+        low=0,
+        high=1,
+        open_low=True,
+    )
+    top_n_sigma: float = option(
+        0.0,
+        "Sample from tokens whose logits are within this number of standard deviations of the "
+        "largest logit. 0 or less means all tokens",
+        float,
+        unit="standard deviations",
+        low=-1,
+        high=1000,
+    )
+    dynatemp_range: float = option(
+        0.0,
+        "Half the range of the dynamic temperature, which goes from temperature minus this value "
+        "to temperature plus this value with the entropy of the tokens. 0 keeps the temperature "
+        "fixed",
+        float,
+        low=0,
+        high=_MAX_TEMPERATURE,
+    )
+    dynatemp_exponent: float = option(
+        1.0,
+        "Exponent of the relative entropy from which the dynamic temperature is computed",
+        float,
+        low=0,
+        high=100,
+    )
+    xtc_probability: float = option(
+        0.0,
+        "Probability with which XTC removes, for one token, all tokens above xtc_threshold but "
+        "the least likely of them",
+        float,
+        low=0,
+        high=1,
+    )
+    xtc_threshold: float = option(
+        0.1,
+        "Minimum probability of the tokens that XTC removes. Above 0.5, XTC is off",
+        float,
+        low=0,
+        high=1,
+    )
+    mirostat: int = option(
+        0,
+        "2 samples with mirostat 2.0, which replaces all samplers but penalties, dry and "
+        "temperature. 0 turns it off",
+        int,
+        low=0,
+        high=2,
+    )
+    mirostat_tau: float = option(
+        5.0, "Surprise that mirostat aims at", float, unit="bits", low=0, high=100
+    )
+    mirostat_eta: float = option(
+        0.1, "Learning rate of mirostat, by which it adapts to each token", float, low=0, high=10
+    )
+    min_keep: int = option(
+        0,
+        "Minimum number of tokens that typical_p, top_p, min_p and xtc each keep",
+        int,
+        unit="tokens",
+        low=0,
+        high=1_000_000,
+    )
+    samplers: tuple[str, ...] | None = option(
+        None,
+        f"Order of the samplers, of {', '.join(DEFAULT_ORDER)}. Those left out do not run. May "
+        "also be a string of names separated by ; or of llama.cpp's letters",
+        unset=",".join(DEFAULT_ORDER),
     )
     seed: int | None = option(
         None,
@@ -115,6 +198,50 @@ class SamplingParams:
         low=-2,
         high=2,
     )
+    repeat_last_n: int = option(
+        -1,
+        "Number of last tokens that the three penalties cover. -1 means all, and 0 turns the "
+        "penalties off",
+        int,
+        unit="tokens",
+        low=-1,
+        high=2**24,
+    )
+    dry_multiplier: float = option(
+        0.0,
+        "Strength of DRY, a penalty for tokens that continue a repetition. 0 turns it off. The "
+        "penalty is dry_multiplier * dry_base ^ (length of the repetition - dry_allowed_length)",
+        float,
+        low=0,
+        high=1000,
+    )
+    dry_base: float = option(
+        1.75, "Base of DRY's penalty, which grows with the repetition", float, low=1, high=100
+    )
+    dry_allowed_length: int = option(
+        2,
+        "Length of the shortest repetition that DRY penalizes",
+        int,
+        unit="tokens",
+        low=1,
+        high=2**24,
+    )
+    dry_penalty_last_n: int = option(
+        -1,
+        "Number of last tokens in which DRY looks for repetitions. -1 means all",
+        int,
+        unit="tokens",
+        low=-1,
+        high=2**24,
+    )
+    dry_sequence_breakers: tuple[str, ...] = option(
+        ("\n", ":", '"', "*"),
+        f"Up to {_MAX_BREAKERS} strings of up to {_MAX_BREAKER_LENGTH} characters at which DRY "
+        "ends a repetition",
+    )
+    bad_words: tuple[str, ...] = option(
+        (), f"Up to {_MAX_BAD_WORDS} words that the output does not contain", unset="none"
+    )
     logit_bias: Mapping[int, float] | None = option(
         None,
         "Mapping of token ids to values that are added to their logits, each in "
@@ -142,6 +269,9 @@ class SamplingParams:
     stop: tuple[str, ...] = option(
         (), f"Up to {_MAX_STOPS} strings that end the output. The output does not include them"
     )
+    include_stop_str_in_output: bool = option(
+        False, "Include the stop string or stop token that ended the output in its text", bool
+    )
     stop_token_ids: tuple[int, ...] = option(
         (), "Token ids that end the output like an end-of-sequence token, even with ignore_eos"
     )
@@ -154,6 +284,15 @@ class SamplingParams:
         unit="tokens",
         low=0,
         optional=True,
+    )
+    min_tokens: int = option(
+        0,
+        "Minimum number of tokens to generate before an end-of-sequence token, a stop token or "
+        "a stop string ends the output. A complete structured output ends earlier",
+        int,
+        unit="tokens",
+        low=0,
+        high=2**24,
     )
     json_schema: Mapping[str, Any] | str | bool | None = option(
         None,
@@ -208,6 +347,29 @@ class SamplingParams:
             raise RequestError(
                 "reasoning_budget_message has no effect without reasoning_budget; give both"
             )
+        if self.samplers is not None:
+            object.__setattr__(self, "samplers", read_samplers(self.samplers))
+        object.__setattr__(
+            self,
+            "bad_words",
+            _texts("bad_words", self.bad_words, _MAX_BAD_WORDS, _MAX_WORD_LENGTH),
+        )
+        object.__setattr__(
+            self,
+            "dry_sequence_breakers",
+            _texts(
+                "dry_sequence_breakers",
+                self.dry_sequence_breakers,
+                _MAX_BREAKERS,
+                _MAX_BREAKER_LENGTH,
+            ),
+        )
+        if self.mirostat == 1:
+            raise RequestError("mirostat=1 is not supported; use mirostat=2, the newer algorithm")
+        if self.max_new_tokens is not None and self.min_tokens > self.max_new_tokens:
+            raise RequestError(
+                f"min_tokens={self.min_tokens} must be at most max_new_tokens={self.max_new_tokens}"
+            )
 
     @property
     def samples(self) -> bool:
@@ -216,7 +378,41 @@ class SamplingParams:
             return False
         if self.do_sample is not None:
             return self.do_sample
-        return any(getattr(self, name) is not None for name in _SAMPLING_KEYWORDS)
+        named = any(getattr(self, name) is not None for name in _SAMPLING_KEYWORDS)
+        return named or bool(self.mirostat) or self._narrows
+
+    @property
+    def _narrows(self) -> bool:
+        """True if a sampler is on that only a chain has."""
+        return (
+            self.typical_p < 1
+            or self.top_n_sigma > 0
+            or self.dynatemp_range > 0
+            or self.xtc_probability > 0
+        )
+
+    @property
+    def uses_chain(self) -> bool:
+        """True if temperature, top_k, top_p and min_p in their usual order do not suffice."""
+        return self.samplers is not None or self.min_keep > 1 or self._narrows
+
+    @property
+    def uses_penalties(self) -> bool:
+        """True if the repetition, presence and frequency penalties are applied."""
+        return self.repeat_last_n != 0 and self._has("penalties")
+
+    @property
+    def uses_dry(self) -> bool:
+        """True if DRY penalizes repetitions."""
+        return self.dry_multiplier > 0 and self.dry_penalty_last_n != 0 and self._has("dry")
+
+    def _has(self, sampler: str) -> bool:
+        return self.samplers is None or bool(self.mirostat) or sampler in self.samplers
+
+    @property
+    def reads_vocabulary(self) -> bool:
+        """True if words must be looked up in the vocabulary, which may take a while."""
+        return self.uses_dry or bool(self.bad_words)
 
     @property
     def fits(self) -> bool:
@@ -280,6 +476,7 @@ class Request:
         stores_nothing: whether the request is a single pass whose KV is not cached.
         prefill_only: whether to compute the prompt but generate nothing.
         suppressed: token ids that the model's files exclude from answers.
+        words: bad words and DRY's sequence breakers as token ids.
         tenant: digest of the tenant, equal to the root without the salt.
         cache_key: digest of the terms' cache_key, see engine/schedule/retention.py. None without a
             key.
@@ -310,6 +507,7 @@ class Request:
     stores_nothing: bool = False
     prefill_only: bool = False
     suppressed: tuple[int, ...] = ()
+    words: RequestWords = NO_WORDS
     tenant: bytes = b""
     cache_key: bytes | None = None
     snapshot_hints: tuple[int, ...] = ()
@@ -438,6 +636,24 @@ def _stop_strings(stop: object) -> tuple[str, ...]:
     if len(stops) > _MAX_STOPS:
         raise RequestError(f"stop holds {len(stops)} strings; at most {_MAX_STOPS} are allowed")
     return stops
+
+
+def _texts(name: str, texts: object, most: int, longest: int) -> tuple[str, ...]:
+    if texts is None:
+        return ()
+    if isinstance(texts, str):
+        texts = (texts,)
+    if not isinstance(texts, Iterable):
+        raise RequestError(f"{name}={texts!r} must be a list of strings")
+    found = tuple(dict.fromkeys(texts))
+    if len(found) > most:
+        raise RequestError(f"{name} holds {len(found)} strings; at most {most} are allowed")
+    for text in found:
+        if not isinstance(text, str) or not 1 <= len(text) <= longest:
+            raise RequestError(
+                f"{name} holds {text!r}; each must be a string of 1 to {longest} characters"
+            )
+    return found
 
 
 def _token_ids(name: str, ids: object) -> tuple[int, ...]:

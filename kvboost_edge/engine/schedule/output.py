@@ -28,7 +28,11 @@ class OutputText:
     def __init__(self, request: Request, tokenizer: Tokenizer) -> None:
         self._stop_ids = request.stop_ids
         self._detokenizer = IncrementalDetokenizer(tokenizer)
-        self._stops = StopChecker(request.params.stop)
+        params = request.params
+        self._stops = StopChecker(params.stop, included=params.include_stop_str_in_output)
+        self._shows_stop_token = params.include_stop_str_in_output
+        self._min_tokens = params.min_tokens
+        self._num_tokens = 0
         self._pieces: list[str] = []
 
     @property
@@ -50,15 +54,18 @@ class OutputText:
         return text, reason
 
     def _read(self, token_id: int, is_whole: bool, is_last: bool) -> tuple[str, str | None]:
+        self._num_tokens += 1
         if token_id in self._stop_ids:
-            text, stopped = self._stops.push(self._detokenizer.flush())
+            shown = self._detokenizer.push(token_id) if self._shows_stop_token else ""
+            text, stopped = self._stops.push(shown + self._detokenizer.flush())
             return (text if stopped else text + self._stops.flush()), "stop"
-        text, stopped = self._stops.push(self._detokenizer.push(token_id))
+        counts = self._num_tokens > self._min_tokens
+        text, stopped = self._stops.push(self._detokenizer.push(token_id), counts=counts)
         if stopped:
             return text, "stop"
         if not is_last and not is_whole:
             return text, None
-        rest, stopped = self._stops.push(self._detokenizer.flush())
+        rest, stopped = self._stops.push(self._detokenizer.flush(), counts=counts)
         if stopped:
             return text + rest, "stop"
         return text + rest + self._stops.flush(), "stop" if is_whole else "length"

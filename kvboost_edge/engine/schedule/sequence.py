@@ -95,7 +95,13 @@ class Sequence:
         self.spans = self.features.spans
         self.marks = PhaseMarks(request)
         self.scores = TokenScores(request)
-        self._sample = make_sampler(request.params, request.seed, request.suppressed)
+        self._sample = make_sampler(
+            request.params,
+            request.seed,
+            request.suppressed,
+            stop_ids=request.stop_ids,
+            words=request.words,
+        )
         self._output = OutputText(request, tokenizer)
 
     @property

@@ -139,7 +139,16 @@ class RenderedChat(RenderedRequest):
     def choice(self, index: int, run: Running) -> ChatChoice:
         turn = run.prompts[0].turn
         stop = self.body.stop or ()
-        reader = None if turn is None else TurnReader(turn, self._tokenizer, stop, run.answers.keep)
+        reader = None
+        if turn is not None:
+            reader = TurnReader(
+                turn,
+                self._tokenizer,
+                stop,
+                run.answers.keep,
+                min_tokens=self.body.min_tokens or 0,
+                stop_included=bool(self.body.include_stop_str_in_output),
+            )
         with_ids = bool(self.body.return_token_ids)
         return ChatChoice(index, self._tokenizer, self._texts, reader, with_ids=with_ids)
 

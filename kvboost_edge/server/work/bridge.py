@@ -299,8 +299,10 @@ class EngineBridge:
         request = self._request
         few = request.size <= _SHORT and len(prompts) * request.per_prompt <= _FEW
         planned = self._plan(prompts) if few else None
-        # `submit` compiles a grammar, which takes a while.
-        if planned is not None and not any(params.fits for _, params in planned):
+        # `submit` compiles grammars and looks up words, which takes a while.
+        if planned is not None and not any(
+            params.fits or params.reads_vocabulary for _, params in planned
+        ):
             self._queue(planned)
             return self._handles
         task = asyncio.ensure_future(asyncio.to_thread(self._plan_and_queue, prompts, planned))

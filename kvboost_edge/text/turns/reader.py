@@ -58,7 +58,16 @@ class Turn(NamedTuple):
 class TurnReader:
     """Parser of one answer, token by token."""
 
-    def __init__(self, turn: Turn, tokenizer: Tokenizer, stop: Sequence[str], keep: Keep) -> None:
+    def __init__(
+        self,
+        turn: Turn,
+        tokenizer: Tokenizer,
+        stop: Sequence[str],
+        keep: Keep,
+        *,
+        min_tokens: int = 0,
+        stop_included: bool = False,
+    ) -> None:
         """Start an answer.
 
         Args:
@@ -67,8 +76,12 @@ class TurnReader:
             stop: stop strings.
             keep: stores the generated ids of a text, which the client may send back in its next
                 request.
+            min_tokens: number of first tokens in which stop strings do not count.
+            stop_included: whether the answer includes the stop string.
         """
         self._keep = keep
+        self._min_tokens = min_tokens
+        self._num_tokens = 0
         self._codec = tokenizer.codec
         self._has_channels = turn.format.channels is not None
         # Special tokens are hidden, except for markers of this turn format.
@@ -78,7 +91,7 @@ class TurnReader:
         opening = "" if turn.format.calls is None else turn.format.calls.result_opening
         self._ending = tokenizer.codec.token_id(opening) if opening else None
         self._detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=False)
-        self._stops = StopChecker(tuple(stop))
+        self._stops = StopChecker(tuple(stop), included=stop_included)
         self._stopped = False
         self._parser = TurnParser(
             turn.format,
@@ -100,6 +113,7 @@ class TurnReader:
 
         The parts are also added to `message`.
         """
+        self._num_tokens += 1
         if (
             self._stopped
             or token_id == self._ending
@@ -107,7 +121,9 @@ class TurnReader:
         ):
             return []
         self._ids.append(token_id)
-        text, self._stopped = self._stops.push(self._detokenizer.push(token_id))
+        text, self._stopped = self._stops.push(
+            self._detokenizer.push(token_id), counts=self._num_tokens > self._min_tokens
+        )
         thoughts = self._parser.num_thoughts
         answers = self._parser.in_answer
         parts = self._parser.push(text)
@@ -144,7 +160,9 @@ class TurnReader:
         text = ""
         rest = ""
         if not self._stopped:
-            text, self._stopped = self._stops.push(self._detokenizer.flush())
+            text, self._stopped = self._stops.push(
+                self._detokenizer.flush(), counts=self._num_tokens > self._min_tokens
+            )
             rest = "" if self._stopped else self._stops.flush()
         parts = [*self._parser.push(text + rest), *self._parser.close()]
         if self._parser.in_reasoning:

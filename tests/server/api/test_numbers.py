@@ -17,6 +17,16 @@ from kvboost_edge.server.settings import ServerSettings
 
 _SAMPLING = {name: name for name in ("temperature", "top_p", "top_k", "min_p", "seed")}
 _PENALTIES = {name: name for name in ("presence_penalty", "frequency_penalty")}
+_OF_OLLAMA = {name: name for name in ("typical_p", "mirostat_tau", "mirostat_eta", "repeat_last_n")}
+_SAMPLERS = {
+    **_OF_OLLAMA,
+    **{name: name for name in ("top_n_sigma", "dynatemp_range", "dynatemp_exponent", "min_keep")},
+    **{name: name for name in ("xtc_probability", "xtc_threshold")},
+    **{
+        f"dry_{name}": f"dry_{name}"
+        for name in ("multiplier", "base", "allowed_length", "penalty_last_n")
+    },
+}
 _CACHE = {
     f"kvboost.{name}": name for name in ("recompute_overlap", "recompute_ratio", "max_draft_tokens")
 }
@@ -25,7 +35,9 @@ _COMPLETING = {
     **_SAMPLING,
     **_PENALTIES,
     **_CACHE,
+    **_SAMPLERS,
     "n": "n",
+    "min_tokens": "min_tokens",
     "repetition_penalty": "repetition_penalty",
 } | {
     "max_tokens": "max_tokens",
@@ -37,12 +49,17 @@ _COMPLETING = {
 _LLAMA = {
     **_SAMPLING,
     **_PENALTIES,
+    **_SAMPLERS,
     "n_predict": "num_predict",
     "repeat_penalty": "repetition_penalty",
 }
-_OLLAMA = {**_SAMPLING, **_PENALTIES, "num_predict": "num_predict", "num_ctx": "num_ctx"} | {
-    "repeat_penalty": "repetition_penalty"
-}
+_OLLAMA = {
+    **_SAMPLING,
+    **_PENALTIES,
+    **_OF_OLLAMA,
+    "num_predict": "num_predict",
+    "num_ctx": "num_ctx",
+} | {"repeat_penalty": "repetition_penalty"}
 _OPTIONS = {f"options.{field}": bound for field, bound in _OLLAMA.items()}
 _OPTIONS |= {"keep_alive": "keep_alive", "think": "reasoning_budget"}
 _THINKING = {"thinking.budget_tokens": "budget_tokens"}

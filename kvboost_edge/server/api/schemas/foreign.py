@@ -50,30 +50,12 @@ NO_IMAGES = "images are not supported; this server takes text only"
 """Error message for an image in a request."""
 
 _IGNORED = Foreign("", ignored=True)
-_SAMPLER = "this sampler is not supported; use temperature, top_p, top_k and min_p"
 _TEMPLATE = "the model's own chat template is used; its variables go in chat_template_kwargs"
 
 GENERATING: dict[str, Foreign] = {
     # llama.cpp
-    "typical_p": Foreign(_SAMPLER, (1,)),
-    "tfs_z": Foreign(_SAMPLER, (1,)),
-    "top_n_sigma": Foreign(_SAMPLER, (-1,)),
-    "mirostat": Foreign(_SAMPLER, (0,)),
-    "mirostat_tau": _IGNORED,
-    "mirostat_eta": _IGNORED,
-    "dynatemp_range": Foreign(_SAMPLER, (0,)),
-    "dynatemp_exponent": _IGNORED,
-    "xtc_probability": Foreign(_SAMPLER, (0,)),
-    "xtc_threshold": _IGNORED,
-    "dry_multiplier": Foreign("use repetition_penalty or frequency_penalty", (0,)),
-    "dry_base": _IGNORED,
-    "dry_allowed_length": _IGNORED,
-    "dry_penalty_last_n": _IGNORED,
-    "dry_sequence_breakers": _IGNORED,
-    "samplers": Foreign("the order of the samplers is fixed"),
-    "repeat_last_n": Foreign("repetition_penalty covers the whole prompt and output", (-1,)),
+    "tfs_z": Foreign("this sampler is not supported; use min_p or top_n_sigma", (1,)),
     "penalize_nl": Foreign("use logit_bias", (True,)),
-    "min_keep": Foreign(_SAMPLER, (0, 1)),
     "n_probs": Foreign("use logprobs (in chat logprobs and top_logprobs)", (0,)),
     "post_sampling_probs": Foreign("log probabilities are the model's own", (False,)),
     "n_keep": Foreign("the context is never shifted", (0, -1)),
@@ -86,17 +68,14 @@ GENERATING: dict[str, Foreign] = {
     "lora": Foreign("LoRA adapters are not supported", ([],)),
     "image_data": Foreign(NO_IMAGES, ([],)),
     # vLLM
-    "min_tokens": Foreign("use ignore_eos with max_tokens for an answer of one length", (0,)),
     "use_beam_search": Foreign("use n or best_of with a temperature", (False,)),
     "length_penalty": Foreign("beam search is not supported", (1,)),
     "early_stopping": Foreign("beam search is not supported", (False,)),
     "skip_special_tokens": Foreign("use return_token_ids and /detokenize", (True,)),
     "spaces_between_special_tokens": _IGNORED,
-    "include_stop_str_in_output": Foreign("the text ends before the stop string", (False,)),
     "truncate_prompt_tokens": Foreign("shorten the prompt before sending it", (-1,)),
     "prompt_logprobs": Foreign("use echo with logprobs in /v1/completions"),
     "allowed_token_ids": Foreign("use logit_bias", ([],)),
-    "bad_words": Foreign("use logit_bias", ([],)),
     "logits_processors": Foreign("use logit_bias", ([],)),
     "return_tokens_as_token_ids": Foreign("use return_token_ids", (False,)),
     "chat_template": Foreign(_TEMPLATE),

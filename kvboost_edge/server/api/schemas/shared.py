@@ -32,6 +32,7 @@ from kvboost_edge.server.api.schemas.answer_format import (
 )
 from kvboost_edge.server.api.schemas.cache_use import CacheUse
 from kvboost_edge.server.api.schemas.foreign import GENERATING
+from kvboost_edge.server.api.schemas.samplers import LengthFields, SamplerFields
 from kvboost_edge.server.api.schemas.strict import Strict, bad_field, field_error
 
 __all__ = [
@@ -289,7 +290,7 @@ class StreamOptions(Strict):
     )
 
 
-class SamplingFields(Strict):
+class SamplingFields(SamplerFields, LengthFields):
     """Fields of both generation endpoints: OpenAI's first, then those of vLLM and llama.cpp."""
 
     foreign = GENERATING
@@ -457,7 +458,16 @@ class SamplingFields(Strict):
             choice: index of the choice.
             fits: parameters for structured output; None for `answer_format`.
             more: further parameters.
+
+        Raises:
+            ApiError: min_tokens exceeds the limit of new tokens (400).
         """
+        if (self.min_tokens or 0) > max_new_tokens:
+            raise bad_field(
+                "min_tokens",
+                f"min_tokens={self.min_tokens} is more than the answer may have; use at most "
+                f"{max_new_tokens}, or raise max_tokens",
+            )
         seed = None if self.seed in (None, -1) else (self.seed + choice) % 2**64
         params = SamplingParams(
             temperature=self.temperature,
@@ -474,6 +484,7 @@ class SamplingFields(Strict):
             stop_token_ids=tuple(self.stop_token_ids or ()),
             ignore_eos=bool(self.ignore_eos),
             max_new_tokens=max_new_tokens,
+            **self.sampler_options,
             **(self.answer_format if fits is None else fits),
             **more,
         )

@@ -11,6 +11,7 @@ from kvboost_edge.server.api.schemas.answer_format import Schema
 from kvboost_edge.server.api.schemas.answer_format import Text as Grammar
 from kvboost_edge.server.api.schemas.chat import Messages, TemplateVariables
 from kvboost_edge.server.api.schemas.foreign import GENERATING, NO_IMAGES, Foreign
+from kvboost_edge.server.api.schemas.samplers import SamplerFields
 from kvboost_edge.server.api.schemas.shared import (
     CacheSalt,
     ModelName,
@@ -31,48 +32,14 @@ Pieces = list[str | list[int]]
 """Texts and runs of token ids, in order."""
 
 _HERE = (
-    *(
-        "typical_p",
-        "top_n_sigma",
-        "mirostat",
-        "mirostat_tau",
-        "mirostat_eta",
-        "dynatemp_range",
-        "dynatemp_exponent",
-    ),
-    *(
-        "xtc_probability",
-        "xtc_threshold",
-        "dry_multiplier",
-        "dry_base",
-        "dry_allowed_length",
-        "dry_penalty_last_n",
-    ),
-    *(
-        "dry_sequence_breakers",
-        "samplers",
-        "repeat_last_n",
-        "penalize_nl",
-        "min_keep",
-        "post_sampling_probs",
-        "n_keep",
-    ),
-    *(
-        "n_discard",
-        "n_indent",
-        "t_max_predict_ms",
-        "id_slot",
-        "timings_per_token",
-        "response_fields",
-        "lora",
-    ),
+    *("penalize_nl", "post_sampling_probs", "n_keep", "n_discard", "n_indent", "tfs_z"),
+    *("t_max_predict_ms", "id_slot", "timings_per_token", "response_fields", "lora"),
     "image_data",
 )
 _FOREIGN = {
     **{name: GENERATING[name] for name in _HERE},
     "n_probs": Foreign("use /v1/completions with logprobs", (0,)),
     "logit_bias": Foreign("use /v1/completions", ([],)),
-    "tfs_z": GENERATING["tfs_z"],
     "multimodal_data": Foreign(NO_IMAGES, ([],)),
     "n_cmpl": Foreign("use n of /v1/completions", (1,)),
 }
@@ -141,8 +108,8 @@ Prompt = Annotated[
 Text = Annotated[str, AfterValidator(check_text), counted("text")]
 
 
-class _Sampling(Strict):
-    """llama.cpp's sampling fields and defaults.
+class _Sampling(SamplerFields):
+    """llama.cpp's sampling fields.
 
     `n_predict` -1 and -2 let the answer fill the context.
     """

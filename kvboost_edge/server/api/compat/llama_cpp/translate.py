@@ -120,6 +120,10 @@ def _rendered(
         max_tokens=None if limit is None or limit < 0 else limit,
         stop=list(body.stop) if body.stop else None,
         repetition_penalty=body.repeat_penalty,
+        **{
+            name: list(value) if isinstance(value, tuple) else value
+            for name, value in body.sampler_options.items()
+        },
         **{name: getattr(body, name) for name in _SAME},
         **{name: getattr(body, name, None) for name in _REASONING},
     )

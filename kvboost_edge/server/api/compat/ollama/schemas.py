@@ -10,6 +10,7 @@ from kvboost_edge.server.api.bounds import BOUNDS, COUNTS, bounded, counted
 from kvboost_edge.server.api.compat.ollama.durations import KeepAlive
 from kvboost_edge.server.api.schemas.foreign import NO_IMAGES, Foreign
 from kvboost_edge.server.api.schemas.reasoning import FRACTIONS
+from kvboost_edge.server.api.schemas.samplers import MirostatMode
 from kvboost_edge.server.api.schemas.shared import (
     ModelName,
     OnlyEmpty,
@@ -24,7 +25,6 @@ from kvboost_edge.server.api.schemas.tools import Tools
 __all__ = ["OllamaChat", "OllamaGenerate", "OllamaMessage", "OllamaShow", "Options"]
 
 _IGNORED = Foreign("", ignored=True)
-_SAMPLER = "this sampler is not supported; use temperature, top_p, top_k and min_p"
 _LOADING = (
     *(
         "numa",
@@ -41,12 +41,7 @@ _LOADING = (
 )
 _OPTIONS = {
     **dict.fromkeys(_LOADING, _IGNORED),  # The model is already loaded with a fixed context.
-    "mirostat": Foreign(_SAMPLER, (0,)),
-    "mirostat_tau": _IGNORED,
-    "mirostat_eta": _IGNORED,
-    "tfs_z": Foreign(_SAMPLER, (1,)),
-    "typical_p": Foreign(_SAMPLER, (1,)),
-    "repeat_last_n": Foreign("repeat_penalty covers the whole prompt and output", (-1,)),
+    "tfs_z": Foreign("this sampler is not supported; use min_p or typical_p", (1,)),
     "penalize_newline": Foreign("repeat_penalty always includes line ends", (True,)),
 }
 _TEMPLATE = "the model's own chat template is used; set raw: true to send a prompt without it"
@@ -132,9 +127,14 @@ class Options(Strict):
     top_k: Annotated[int, bounded("top_k")] | None = None
     top_p: Annotated[float, bounded("top_p")] | None = None
     min_p: Annotated[float, bounded("min_p")] | None = None
+    typical_p: Annotated[float, bounded("typical_p")] | None = None
+    mirostat: MirostatMode | None = None
+    mirostat_tau: Annotated[float, bounded("mirostat_tau")] | None = None
+    mirostat_eta: Annotated[float, bounded("mirostat_eta")] | None = None
     seed: Annotated[int, bounded("seed")] | None = None
     stop: Stop | None = None
     repeat_penalty: Annotated[float, bounded("repetition_penalty")] | None = None
+    repeat_last_n: Annotated[int, bounded("repeat_last_n")] | None = None
     presence_penalty: Annotated[float, bounded("presence_penalty")] | None = None
     frequency_penalty: Annotated[float, bounded("frequency_penalty")] | None = None
 

@@ -45,6 +45,7 @@ _OPTIONS = {
     "reasoning_budget": "think",
     "reasoning_effort": "think",
 }
+_SAMPLERS = ("typical_p", "mirostat", "mirostat_tau", "mirostat_eta", "repeat_last_n")
 CHAT_FIELDS = _OPTIONS
 GENERATE_FIELDS = {**_OPTIONS, "messages": "prompt"}
 """Ollama's names of OpenAI fields."""
@@ -111,7 +112,7 @@ def _shared(body: OllamaChat | OllamaGenerate) -> Json:
     options = body.chosen
     limit = body.chosen.num_predict
     return {
-        **{name: getattr(options, name) for name in SAMPLING_FIELDS},
+        **{name: getattr(options, name) for name in (*SAMPLING_FIELDS, *_SAMPLERS)},
         "stop": list(options.stop) if options.stop else None,
         "repetition_penalty": options.repeat_penalty,
         "max_tokens": None if limit is None or limit < 0 else limit,

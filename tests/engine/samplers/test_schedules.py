@@ -1,0 +1,146 @@
+"""Samplers in an engine: tokens as of the request alone, in any batch, after preemptions and with
+any draft tokens.
+"""
+
+import random
+
+import numpy as np
+import pytest
+
+from helpers.engine.fake_hybrid import ZEROS, next_state, state_logits
+from helpers.engine.fake_runner import EOS_ID, VOCAB_SIZE, fake_tokenizer, token_logits
+from helpers.engine.hostile_drafts import KINDS, hostile
+from helpers.engine.model_kinds import PLAIN
+from kvboost_edge.engine.request.request import RequestInputs, SamplingParams
+from kvboost_edge.engine.request.terms import Terms
+from kvboost_edge.engine.samplers.vocabulary import WordFields
+from kvboost_edge.engine.sampling import make_sampler
+
+COUNT = 40
+STOP = frozenset({EOS_ID, 7, 8})
+FEW = dict.fromkeys((10, 11, 12, 13), 20.0)  # such a text repeats itself
+CASES = {
+    "min_tokens": {"temperature": 0.0, "min_tokens": 30},
+    "min_tokens, sampled": {"temperature": 3.0, "min_tokens": 20},
+    "dry": {"temperature": 0.0, "dry_multiplier": 5.0, "logit_bias": FEW},
+    "dry, sampled": {"temperature": 0.4, "dry_multiplier": 5.0, "logit_bias": FEW},
+    "bad words": {"temperature": 0.5, "bad_words": (*"aeiotu", "xy")},
+    "mirostat": {"temperature": 1.2, "mirostat": 2, "mirostat_tau": 3.0, "mirostat_eta": 0.5},
+    "xtc": {"temperature": 0.8, "xtc_probability": 0.5, "xtc_threshold": 0.05},
+    "typical": {"temperature": 1.0, "typical_p": 0.7},
+    "sigma, dynamic": {"temperature": 1.0, "top_n_sigma": 1.0, "dynatemp_range": 0.8},
+    "order": {"samplers": "dxtkm", "dry_multiplier": 1.0, "xtc_probability": 0.3, "top_k": 20}
+    | {"temperature": 1.5, "min_p": 0.01},
+}
+
+
+def words_of(params):
+    fields = WordFields(fake_tokenizer(), VOCAB_SIZE)
+    return fields.prepare(RequestInputs(Terms(), params, [1], generates=True))["words"]
+
+
+def logits_of(kind, ids):
+    if kind is PLAIN:
+        return token_logits(ids)
+    state = ZEROS
+    for token in ids:
+        state = next_state(state, token)
+    return state_logits(state, ids)
+
+
+def alone(prompt, params, seed, kind=PLAIN):
+    """The tokens of the sampler without any engine."""
+    sampler = make_sampler(params, seed, stop_ids=STOP, words=words_of(params))
+    ids = list(prompt)
+    while len(ids) < len(prompt) + COUNT:
+        ids.append(sampler(logits_of(kind, ids), ids, len(prompt)))
+        if ids[-1] in STOP:
+            break
+    return ids
+
+
+def prompt(seed, length):
+    """Every second prompt repeats itself."""
+    ids = np.random.default_rng(seed).integers(10, 250, length).tolist()
+    return ids * 3 if seed % 2 else ids
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_tokens_are_those_of_the_request_alone(kind, case):
+    """In small pools, with drafts of every kind; some requests use no such sampler."""
+    options = CASES[case]
+    preempted = accepted = rejected = 0
+    for seed in range(3):
+        rng = random.Random(seed)
+        bench = kind.bench(
+            rng.choice((8, 10)),
+            max_num_seqs=rng.choice((3, 6)),
+            max_batch_tokens=rng.choice((3, 17, 64)),
+        )
+        truths = {}
+        bench.scheduler.speculation.drafter = hostile(
+            lambda request, truths=truths: truths[request.index],
+            lambda request: KINDS[request.index % len(KINDS)],
+            VOCAB_SIZE,
+        )
+        handles = {}
+        for number in range(1, 7):
+            ids = prompt(10 * seed + number, rng.randrange(1, 20))
+            chosen = {"seed": number, **({"temperature": 0.0} if number == 3 else options)}
+            params = SamplingParams.from_options(**chosen, max_new_tokens=COUNT)
+            truths[number] = alone(ids, params, number, kind)
+            terms = {"max_draft_tokens": rng.choice((0, 5, 31)), "always_drafts": True}
+            handles[number] = (
+                len(ids),
+                params.min_tokens,
+                bench.submit(
+                    ids,
+                    COUNT,
+                    stop_ids=STOP,
+                    terms={**terms, "words": words_of(params)},
+                    **chosen,
+                ),
+            )
+            for _ in range(rng.randrange(3)):
+                bench.step()
+        bench.run()
+        for number, (length, least, handle) in handles.items():
+            found = list(handle.result(0).output_token_ids)
+            assert found == truths[number][length:], f"seed {seed}, request {number}"
+            assert len(found) > least
+        preempted += bench.scheduler.num_preemptions
+        speculation = bench.scheduler.speculation
+        accepted += speculation.num_accepted
+        rejected += speculation.num_drafted - speculation.num_accepted
+        assert bench.manager.used_block_count == 0
+    assert preempted > 0
+    assert accepted > 0
+    assert rejected > 0
+
+
+def test_each_case_changes_the_answer():
+    """Else the test above would test nothing."""
+    for case, options in CASES.items():
+        usual = {
+            name: options[name]
+            for name in ("temperature", "top_k", "min_p", "logit_bias")
+            if name in options
+        }
+        changed = 0
+        for number in range(1, 20):
+            ids = prompt(number, 12)
+            params = SamplingParams.from_options(**options, max_new_tokens=COUNT)
+            plain = SamplingParams.from_options(**usual, max_new_tokens=COUNT)
+            changed += alone(ids, params, number) != alone(ids, plain, number)
+        assert changed > 2, case
+
+
+def test_dry_ends_a_loop():
+    """A text that goes on forever is left as soon as its repetition is long enough."""
+    loop = [*range(10, 20)] * 3
+    params = SamplingParams(temperature=0.0, dry_multiplier=100.0)
+    sampler = make_sampler(params, 0, words=words_of(params))
+    logits = np.zeros(VOCAB_SIZE, np.float32)
+    logits[10] = 50.0
+    assert sampler(logits, loop, 0) != 10
+    assert sampler(logits, [*loop[:-1], 250], 0) == 10

@@ -1,0 +1,175 @@
+"""Samplers and limits of vLLM, llama.cpp and Ollama: each field reaches the engine, in every API
+that has it.
+"""
+
+import json
+
+import pytest
+
+from helpers.server.compat_apis import APIS
+from kvboost_edge.engine.request.request import SamplingParams
+
+# A request as llama.cpp's web page sends it, with all samplers set.
+LLAMA_CPP = {
+    "dynatemp_range": 0.2,
+    "dynatemp_exponent": 1.5,
+    "xtc_probability": 0.1,
+    "xtc_threshold": 0.2,
+    "typical_p": 0.9,
+    "top_n_sigma": 2,
+    "dry_multiplier": 0.8,
+    "dry_base": 1.75,
+    "dry_allowed_length": 3,
+    "dry_penalty_last_n": 512,
+    "dry_sequence_breakers": ["\n", "Human:"],
+    "repeat_last_n": 64,
+    "min_keep": 2,
+    "mirostat": 0,
+    "mirostat_tau": 4.0,
+    "mirostat_eta": 0.2,
+    "samplers": ["dry", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature"],
+}
+VLLM = {"min_tokens": 3, "include_stop_str_in_output": True, "bad_words": ["rain", "snow"]}
+OLLAMA = {
+    "typical_p": 0.7,
+    "mirostat": 2,
+    "mirostat_tau": 0.8,
+    "mirostat_eta": 0.6,
+    "repeat_last_n": 33,
+}
+OPENAI = ("/v1/completions", "/v1/chat/completions")
+ASKED = [
+    *((path, {**LLAMA_CPP, **VLLM}) for path in OPENAI),
+    *((path, LLAMA_CPP) for path in ("/completion", "/infill") if path in APIS),
+    *((path, OLLAMA) for path in ("/api/chat", "/api/generate")),
+]
+
+
+@pytest.fixture
+def submitted(spoken_engine, monkeypatch):
+    """The sampling parameters that reached the engine."""
+    found = []
+    submit = spoken_engine.submit
+
+    def recorded(*args, **options):
+        found.append(options["sampling"])
+        return submit(*args, **options)
+
+    monkeypatch.setattr(spoken_engine, "submit", recorded)
+    return found
+
+
+def placed(path, fields):
+    return {"options": fields} if path.startswith("/api/") else fields
+
+
+async def asked(app, path, fields):
+    body = APIS[path].body(temperature=0.9)
+    for name, value in placed(path, fields).items():
+        body[name] = {**body.get(name, {}), **value} if isinstance(value, dict) else value
+    answer = await app.post(path, json={**body, "stream": False})
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+@pytest.mark.parametrize(("path", "fields"), ASKED, ids=[path for path, _ in ASKED])
+async def test_each_field_reaches_the_engine(app, speaker, submitted, path, fields):
+    answer = await asked(app, path, fields)
+    (params,) = submitted
+    expected = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()
+    }
+    assert {name: getattr(params, name) for name in fields} == expected
+    if path == "/completion":
+        shown = answer["generation_settings"]
+        assert {name: shown[name] for name in fields} == fields
+
+
+@pytest.mark.parametrize("path", [path for path, _ in ASKED])
+async def test_without_the_fields_the_defaults_are_the_origins(app, speaker, submitted, path):
+    await asked(app, path, {})
+    (params,) = submitted
+    assert (params.typical_p, params.mirostat, params.xtc_probability) == (1.0, 0, 0.0)
+    assert (params.mirostat_tau, params.mirostat_eta, params.xtc_threshold) == (5.0, 0.1, 0.1)
+    assert (params.dry_multiplier, params.dry_base, params.dry_allowed_length) == (0.0, 1.75, 2)
+    assert params.dry_sequence_breakers == ("\n", ":", '"', "*")
+    assert (params.dynatemp_range, params.dynatemp_exponent) == (0.0, 1.0)
+    assert not params.uses_chain
+    assert params == SamplingParams.from_options(
+        **{
+            name: getattr(params, name)
+            for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+        },
+        max_new_tokens=params.max_new_tokens,
+    )
+
+
+@pytest.mark.parametrize("path", OPENAI)
+async def test_letters_of_llama_cpp_and_off_values(app, speaker, submitted, path):
+    await asked(app, path, {"samplers": "edkypmxt", "top_n_sigma": -1, "dry_penalty_last_n": -1})
+    (params,) = submitted
+    assert params.samplers == (
+        *("penalties", "dry", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature"),
+    )
+    assert params.top_n_sigma == -1
+
+
+REFUSED = [
+    ({"mirostat": 1}, "mirostat", "use 2"),
+    ({"samplers": ["tfs_z"]}, "samplers", "samplers holds 'tfs_z'"),
+    ({"samplers": 5}, "samplers", "a list of names"),
+    ({"dry_sequence_breakers": "x"}, "dry_sequence_breakers", "a list of strings"),
+    ({"dry_sequence_breakers": ["x" * 41]}, "dry_sequence_breakers", "1..40 characters, not 41"),
+    ({"dry_sequence_breakers": ["\ud800"]}, "dry_sequence_breakers", "lone surrogate"),
+    ({"dry_sequence_breakers": ["x"] * 33}, "dry_sequence_breakers", "0..32 strings, not 33"),
+    ({"bad_words": [3]}, "bad_words", "a list of strings"),
+    ({"bad_words": [""]}, "bad_words", "1..256 characters, not 0"),
+    ({"bad_words": ["x"] * 257}, "bad_words", "0..256 strings, not 257"),
+    ({"min_tokens": 9, "max_tokens": 8}, "min_tokens", "use at most 8"),
+    ({"min_tokens": -1}, "min_tokens", ""),
+    ({"include_stop_str_in_output": 1}, "include_stop_str_in_output", ""),
+]
+
+
+@pytest.mark.parametrize("path", OPENAI)
+@pytest.mark.parametrize(("fields", "param", "words"), REFUSED)
+async def test_refusals(app, path, fields, param, words):
+    answer = await app.post(path, content=json.dumps({**APIS[path].body(), **fields}))
+    error = answer.json()["error"]
+    assert answer.status_code == 400
+    assert error["param"] == param
+    assert words in error["message"]
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize("path", OPENAI)
+async def test_the_stop_string_is_in_the_answer_if_asked(app, speaker, path, streams):
+    speaker.text = "One END two END three"
+    api = APIS[path]
+    for fields, expected in (
+        ({}, "One "),
+        ({"include_stop_str_in_output": True}, "One END"),
+        ({"include_stop_str_in_output": True, "min_tokens": 7}, "One END two END"),
+        ({"min_tokens": 7}, "One END two "),
+        ({"min_tokens": 6}, "One "),
+    ):
+        answer = await api.ask(app, {**api.body(stop=["END"]), **fields}, streams=streams)
+        assert (api.said(answer).text, api.said(answer).reason) == (expected, "stop")
+
+
+@pytest.mark.parametrize("path", OPENAI)
+async def test_min_tokens_goes_on_after_the_end(app, speaker, path):
+    api = APIS[path]
+    usual = api.said(await api.ask(app, api.body()))
+    longer = api.said(await api.ask(app, {**api.body(), "min_tokens": usual.output + 5}))
+    assert usual.reason == "stop"
+    assert longer.output > usual.output + 5
+    assert longer.text.startswith(usual.text)
+
+
+@pytest.mark.parametrize("path", OPENAI)
+async def test_bad_words_are_not_said(app, speaker, path):
+    speaker.text = "A dry day."
+    api = APIS[path]
+    body = {**api.body(limit=30), "bad_words": ["dry"]}
+    assert "dry" not in api.said(await api.ask(app, body)).text
