@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import secrets
 import time
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,6 +33,7 @@ class OpenAIWriter:
     def __init__(self, rendered: RenderedRequest) -> None:
         self._rendered = rendered
         self._include_usage = rendered.include_usage
+        self._num_generated: Counter[int] = Counter()  # tokens of each choice so far
         self._diagnosis: Diagnosis | None = None
         self._num_reasoning = 0
         self._run: Running | None = None
@@ -81,7 +83,7 @@ class OpenAIWriter:
         def write() -> None:
             opening = choice.opening(prompt_logprobs)
             if opening is not None:
-                self._stream.chunk([opening], long=bool(prompt_logprobs))
+                self._write(index, opening, long=bool(prompt_logprobs))
 
         if prompt_logprobs:
             await off_loop(write)
@@ -89,21 +91,35 @@ class OpenAIWriter:
             write()
 
     def push(self, index: int, event: TokenEvent) -> None:
+        self._num_generated[index] += 1
         if (piece := self._choices[index].push(event)) is not None:
-            self._stream.chunk([piece])
+            self._write(index, piece)
 
     def close(self, index: int, result: GenerationResult) -> None:
         self._results[index] = result
         closing = self._choices[index].close(result)
         if len(self._results) == len(self._choices) and not self._include_usage:
             figures = self._all_figures()  # no usage was requested
-            self._stream.chunk([closing], timings=figures["timings"], kvboost=figures["kvboost"])
+            self._write(index, closing, timings=figures["timings"], kvboost=figures["kvboost"])
         else:
-            self._stream.chunk([closing])
+            self._write(index, closing)
 
     def end(self) -> None:
         if self._include_usage:
             self._stream.chunk([], **self._all_figures())
+
+    def _write(self, index: int, piece: Json, *, long: bool = False, **members: Any) -> None:
+        """Write a chunk with a piece of one choice."""
+        if self._rendered.continuous_usage:
+            assert self._run is not None
+            num_prompt = len(self._run.prompts[index // self._run.per_prompt].token_ids)
+            generated = self._num_generated[index]
+            members["usage"] = {
+                "prompt_tokens": num_prompt,
+                "completion_tokens": generated,
+                "total_tokens": num_prompt + generated,
+            }
+        self._stream.chunk([piece], long=long, **members)
 
     def _all_figures(self) -> Figures:
         assert self._run is not None

@@ -76,6 +76,7 @@ class RenderedRequest(EngineRequest):
         estimate: number of prompt and output tokens, estimated before tokenization.
         streams: whether the answer is streamed.
         include_usage: whether the stream ends with a usage chunk.
+        continuous_usage: whether every chunk contains the usage of its choice.
         explains: whether the answer contains a cache-miss report on the first prompt.
         reports_progress: whether the stream reports the progress of its prompts, twice a second.
         pings: whether a stream without progress reports sends a ping every 10 seconds until the
@@ -113,6 +114,7 @@ class RenderedRequest(EngineRequest):
         self.num_sequences = num_prompts * per_prompt
         self.streams = bool(body.stream)
         self.include_usage = body.include_usage
+        self.continuous_usage = body.continuous_usage
         self.explains = body.explain
         self.reports_progress = bool(body.return_progress)
         self.pings = pings

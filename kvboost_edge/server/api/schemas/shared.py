@@ -285,6 +285,10 @@ class StreamOptions(Strict):
     """Stream options, as in OpenAI's API."""
 
     include_usage: bool | None = Field(None, description="End the stream with a usage chunk.")
+    continuous_usage_stats: bool | None = Field(
+        None,
+        description="Add usage to every chunk, with the choice's tokens so far (vLLM).",
+    )
     include_obfuscation: OnlyFalse = Field(
         None, description="Padding of chunks, which is not supported."
     )
@@ -387,6 +391,11 @@ class SamplingFields(SamplerFields, LengthFields):
     @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def continuous_usage(self) -> bool:
+        options = self.stream_options
+        return options is not None and bool(options.continuous_usage_stats)
 
     @property
     def explain(self) -> bool:
