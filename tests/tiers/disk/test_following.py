@@ -24,6 +24,7 @@ from helpers.tiers.disk_cases import (
     opened_apart,
     present,
     read,
+    scratch,
     segments,
     space_dir,
     write,
@@ -380,12 +381,13 @@ def story(owner, reader, clock):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAULTS)
 @pytest.mark.parametrize("lasting", [False, True], ids=["once", "from then on"])
-def test_every_call_of_a_reader_fails_in_turn(tmp_path, name, lasting, scale):
+def test_every_call_of_a_reader_fails_in_turn(name, lasting, scale):
     """No error reaches the caller, and no wrong byte is served. After the faults the reader takes
     over and stores. `test_faults.py` has the calls of opening.
     """
 
-    def played(directory, at=-1):
+    def played(at=-1):
+        directory = scratch()
         clock = Clock()
         files = FaultyFiles(fault=FAULTS[name], lasting=lasting)
         with (
@@ -406,8 +408,9 @@ def test_every_call_of_a_reader_fails_in_turn(tmp_path, name, lasting, scale):
             assert has_all(tier, fresh)
             for seed in (*range(12), 99, 100):
                 present(tier, chain(5, seed), 28_000)
+        shutil.rmtree(directory)
         return files.calls - begun
 
-    step = scale(60, 1)
-    for at in range(sorted(FAULTS).index(name) % step, played(tmp_path / "count"), step):
-        played(tmp_path / str(at), at)
+    step = scale(60, len(FAULTS))  # different faults begin at different calls
+    for at in range(sorted(FAULTS).index(name) % step, played(), step):
+        played(at)
