@@ -12,6 +12,7 @@ from helpers.engine.fake_runner import Bench, assert_clean, fake_tokenizer, toke
 from helpers.engine.thinking_model import ANSWER, ASK, KINDS, OPENED, THOUGHT, thinking
 from helpers.server.scripted_model import FORMATS, scripted
 from kvboost_edge.engine.request.grammar import MadeGrammar
+from kvboost_edge.engine.thinking import ReasoningFields
 from kvboost_edge.errors import RequestError
 from kvboost_edge.text.turns.grammar import answer_grammar
 from kvboost_edge.text.turns.thinking import ReasoningLimit, reasoning_end
@@ -351,7 +352,8 @@ def test_markers_of_channels_are_refused_in_a_message(monkeypatch):
 def test_a_suppressed_end_is_refused(monkeypatch):
     with thinking(monkeypatch, "markers") as (engine, thinker):
         (closer,) = thinker.ids("</think>")
-        feature = engine._builder._features[-1]
+        features = engine._builder._features
+        (feature,) = [one for one in features if isinstance(one, ReasoningFields)]
         feature._suppressed = frozenset({closer})
         with pytest.raises(RequestError, match=f"needs token {closer}, which"):
             engine.generate(ASK, 5, reasoning_budget=5)
