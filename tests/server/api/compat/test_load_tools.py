@@ -64,7 +64,8 @@ STREAMS = {
             "stream": True,
             "return_token_ids": True,
             "stream_options": {"include_usage": True},
-            "ignore_eos": True,  # --extra-body ignore_eos=true
+            "min_tokens": LENGTH,  # --exact-tg
+            "ignore_eos": True,
         },
     ),
 }
