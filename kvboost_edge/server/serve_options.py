@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from kvboost_edge.config import EngineConfig
 from kvboost_edge.errors import ConfigError
 from kvboost_edge.options import Option, options_of
+from kvboost_edge.server.model_defaults import ModelDefaults, read_model_defaults
 from kvboost_edge.server.settings import ServerSettings, collect_api_keys
 
 __all__ = [
@@ -110,6 +111,14 @@ _COMMAND = {  # flags of the command that are not settings
         many=True,
         metavar="NAME",
         unset="the hub id, or the last part of the path",
+    ),
+    "model_defaults_file": Option(
+        help="TOML file with a system message and sampling parameters for requests that give "
+        "none, in a table for each model",
+        group="Model",
+        flag="--model-defaults",
+        metavar="FILE",
+        unset="none",
     ),
     "warm": Option(
         help="Text that the first model caches at start. @FILE reads the text from a file. "
@@ -221,7 +230,9 @@ def options_from(flags: Mapping[str, Any]) -> ServeOptions:
             f"{1 + len(others)} models are given, but replicas (--workers, --ray-address) serve "
             "only one; give --model once, or start a server for each model"
         )
-    named = {"model_name": first.names[0], "model_aliases": first.names[1:]}
+    named: dict[str, Any] = {"model_name": first.names[0], "model_aliases": first.names[1:]}
+    if (file := given.get("model_defaults_file")) is not None:
+        named["model_defaults"] = _model_defaults(Path(file), [first, *others])
     settings: dict[str, Any] = {
         name: tuple(given[name]) if one.many else given[name]
         for name, one in options_of(ServerSettings).items()
@@ -275,6 +286,30 @@ def _with_first_names(settings: ServerSettings, models: Sequence[NamedModel]) ->
     budgets = (text.rpartition("=") for text in settings.reasoning_budget)
     named = tuple(f"{first[name]}={number}" if name else number for name, _, number in budgets)
     return dataclasses.replace(settings, reasoning_budget=named)
+
+
+def _model_defaults(path: Path, models: Sequence[NamedModel]) -> dict[str, ModelDefaults]:
+    """Read the defaults of models, by each model's first name.
+
+    Raises:
+        ConfigError: the file is invalid, or names a model that is not served or twice the same.
+    """
+    first_names = {name: model.names[0] for model in models for name in model.names}
+    found: dict[str, ModelDefaults] = {}
+    for name, defaults in read_model_defaults(path).items():
+        if name not in first_names:
+            served = ", ".join(map(repr, first_names))
+            raise ConfigError(
+                f"--model-defaults {str(path)!r} has a table for {name!r}, which is not served; "
+                f"use one of {served}"
+            )
+        if first_names[name] in found:
+            raise ConfigError(
+                f"--model-defaults {str(path)!r} has two tables for the model "
+                f"{first_names[name]!r}; join them"
+            )
+        found[first_names[name]] = defaults
+    return found
 
 
 def _models(given: Sequence[str], model_names: Sequence[str]) -> list[NamedModel]:

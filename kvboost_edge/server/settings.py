@@ -15,6 +15,7 @@ from kvboost_edge.config import BACKGROUND, MAX_WEIGHT, GenerationMode
 from kvboost_edge.engine.request.request import SamplingParams
 from kvboost_edge.errors import ConfigError
 from kvboost_edge.options import check_options, option, option_of
+from kvboost_edge.server.model_defaults import NO_DEFAULTS, ModelDefaults
 
 __all__ = [
     "CONTEXT_OVERFLOWS",
@@ -70,6 +71,13 @@ class ServerSettings:
     )
     model_aliases: tuple[str, ...] = option(
         (), "Further names by which requests may select the model", group="Model", flag=None
+    )
+    model_defaults: Mapping[str, ModelDefaults] | None = option(
+        None,
+        "System message and sampling parameters of requests that give none, by model",
+        group="Model",
+        flag=None,
+        unset="none",
     )
     api_keys: tuple[str, ...] = option(
         (),
@@ -473,6 +481,14 @@ class ServerSettings:
                 )
             found[name] = declared.checked("reasoning_budget", int(number), ConfigError)
         return found
+
+    def defaults_of(self, model_name: str) -> ModelDefaults:
+        """Return the defaults of a model.
+
+        Args:
+            model_name: first name of the model.
+        """
+        return (self.model_defaults or {}).get(model_name, NO_DEFAULTS)
 
     def keep_alive_of(self, number: int) -> float:
         """Return the seconds until an idle model is unloaded, or infinity if it stays loaded.

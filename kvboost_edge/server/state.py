@@ -19,10 +19,12 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.types import Scope
 
+    from kvboost_edge.engine.request.sampling_defaults import SamplingDefaults
     from kvboost_edge.server.cache_report.normalization import Normaliser
     from kvboost_edge.server.cache_report.tracker import Doctor
     from kvboost_edge.server.engines import Engine
     from kvboost_edge.server.metrics import Metrics
+    from kvboost_edge.server.model_defaults import ModelDefaults
     from kvboost_edge.server.settings import ServerSettings
     from kvboost_edge.server.traces import Traces
 
@@ -124,6 +126,16 @@ class ModelState:
     def mode(self) -> GenerationMode:
         """Default mode of requests."""
         return default_mode(self.settings, self.engine)
+
+    @property
+    def defaults(self) -> ModelDefaults:
+        """System message and sampling parameters of requests that give none."""
+        return self.settings.defaults_of(self.model_name)
+
+    @property
+    def sampling_defaults(self) -> SamplingDefaults:
+        """Default sampling values: the server's for this model, otherwise the engine's."""
+        return self.defaults.over(self.engine.sampling_defaults)
 
     @property
     def remembered(self) -> ResponseStore:

@@ -32,7 +32,7 @@ from kvboost_edge.server.work.bridge import EncodedPrompt, Running
 from kvboost_edge.text.tokenizer import Tokenizer
 from kvboost_edge.text.turns.reader import TurnReader
 
-__all__ = ["RenderedChat", "encode_asked", "ranges_to_drop"]
+__all__ = ["RenderedChat", "encode_asked", "ranges_to_drop", "with_defaults"]
 
 # If old turns are dropped and the answer has no limit, it gets an eighth of the context.
 _ANSWER_SHARE = 8
@@ -73,6 +73,16 @@ def ranges_to_drop(
     return [range(head, end) for end in dict.fromkeys([*found, ends[-1]])]
 
 
+def with_defaults(state: ModelState, body: ChatRequest) -> ChatRequest:
+    """Return the request with the model's system message and parameters, where it has none."""
+    defaults = state.defaults
+    missing = defaults.missing_in(body)
+    if defaults.system and not any(one.role in ("system", "developer") for one in body.messages):
+        system = ChatMessage(role="system", content=defaults.system)
+        missing["messages"] = [system, *body.messages]
+    return body.model_copy(update=missing) if missing else body
+
+
 class RenderedChat(RenderedRequest):
     """A chat request that is ready to run.
 
@@ -84,6 +94,7 @@ class RenderedChat(RenderedRequest):
 
     def __init__(self, state: ModelState, body: ChatRequest, *, pings: bool = False) -> None:
         body.check_together()
+        body = with_defaults(state, body)
         body.check_vocabulary(state.engine.runner_info.vocab_size)
         check_logprobs(
             (body.token_limit or 0) * body.num_choices, body.num_logprobs, "top_logprobs"
@@ -133,7 +144,7 @@ class RenderedChat(RenderedRequest):
         limits = reasoning_options(
             self.state, body, room, fits, effort=body.reasoning_effort, wanted=budget
         )
-        defaults = self.state.engine.sampling_defaults
+        defaults = self.state.sampling_defaults
         return body.sampling(defaults, room, body.num_logprobs, choice, fits=fits, **limits)
 
     def choice(self, index: int, run: Running) -> ChatChoice:

@@ -47,6 +47,8 @@ class RenderedCompletion(RenderedRequest):
             fills: whether the answer may fill the context if max_tokens is missing.
         """
         body.check_together()
+        if missing := state.defaults.missing_in(body):
+            body = body.model_copy(update=missing)
         body.check_vocabulary(state.engine.runner_info.vocab_size)
         self.body = body
         self._limit = (
@@ -83,7 +85,7 @@ class RenderedCompletion(RenderedRequest):
             room = min(room, most_with_logprobs(body.num_sequences, body.logprobs))
         logprobs = 0 if self._is_ranked and body.logprobs is None else body.logprobs
         return body.sampling(
-            self.state.engine.sampling_defaults,
+            self.state.sampling_defaults,
             room,
             logprobs,
             choice,

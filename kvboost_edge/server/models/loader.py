@@ -123,7 +123,10 @@ class Loader:
         metrics = served.metrics or Metrics(engine, served.name, admission)
         metrics.follow(engine, admission)
         doctor = Doctor(engine, served.name, served.history, metrics.observe_cause)
-        served.known = Known.of(engine, default_mode(self._shared.settings, engine))
+        settings = self._shared.settings
+        served.known = Known.of(
+            engine, default_mode(settings, engine), settings.defaults_of(served.name)
+        )
         served.num_bytes = reserved_bytes(engine)
         if self._process is not None:
             served.overhead = served.last_overhead = self._measured_overhead(served, engine)

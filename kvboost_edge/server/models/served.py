@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from kvboost_edge.server.cache_report.records import History
     from kvboost_edge.server.engines import Engine
     from kvboost_edge.server.metrics import Metrics
+    from kvboost_edge.server.model_defaults import ModelDefaults
     from kvboost_edge.server.state import ModelState
 
 __all__ = ["Known", "ModelSource", "Refusal", "ServedModel", "abilities_of"]
@@ -54,7 +55,7 @@ class Known(NamedTuple):
     mode: GenerationMode
 
     @classmethod
-    def of(cls, engine: Engine, mode: GenerationMode) -> Known:
+    def of(cls, engine: Engine, mode: GenerationMode, defaults: ModelDefaults) -> Known:
         info = engine.runner_info
         fields = (
             info.architecture,
@@ -65,7 +66,8 @@ class Known(NamedTuple):
             info.hidden_size,
         )
         template = engine.tokenizer.chat_template or ""
-        return cls(info.name, *fields, template, engine.sampling_defaults, mode)
+        sampling = defaults.over(engine.sampling_defaults)
+        return cls(info.name, *fields, template, sampling, mode)
 
 
 class Refusal(NamedTuple):

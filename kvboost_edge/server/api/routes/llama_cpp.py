@@ -93,7 +93,7 @@ async def props(request: Request, model: ModelParam = None) -> Response:
         "params": {
             "n_predict": -1,
             "seed": -1,
-            **default_settings(state.engine.sampling_defaults),
+            **default_settings(state.sampling_defaults),
         },
     }
     return json_response(

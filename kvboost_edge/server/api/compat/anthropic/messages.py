@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from kvboost_edge.engine.request.answer_ids import KeptAnswers
 from kvboost_edge.engine.request.request import SamplingParams
-from kvboost_edge.server.api.chat import RenderedChat, encode_asked
+from kvboost_edge.server.api.chat import RenderedChat, encode_asked, with_defaults
 from kvboost_edge.server.api.checks import room_for
 from kvboost_edge.server.api.compat.anthropic.schemas import MessagesRequest
 from kvboost_edge.server.api.compat.anthropic.translate import Breakpoint, breakpoints, translated
@@ -29,6 +29,8 @@ class RenderedMessages(RenderedChat):
     """
 
     def __init__(self, state: ModelState, body: MessagesRequest) -> None:
+        if body.system is None and state.defaults.system:
+            body = body.model_copy(update={"system": state.defaults.system})
         chat = translated(body)
         self._marks = breakpoints(body)
         self._max_tokens = body.max_tokens
@@ -62,6 +64,7 @@ class RenderedMessages(RenderedChat):
 
 def count_tokens(state: ModelState, chat: ChatRequest, answers: KeptAnswers) -> int:
     """Count the tokens of a prompt. Takes long for long prompts."""
+    chat = with_defaults(state, chat)
     return len(encode_asked(state, answers, chat.messages, chat, True, continues=chat.continues)[0])
 
 

@@ -136,7 +136,7 @@ class LlamaWriter(TurnWriter):
         return {
             "n_predict": -1 if body.max_tokens is None else body.max_tokens,
             "seed": result.seed,
-            **default_settings(self.state.engine.sampling_defaults, body),
+            **default_settings(self.state.sampling_defaults, body),
             **body.sampler_options,
             "presence_penalty": body.presence_penalty or 0.0,
             "frequency_penalty": body.frequency_penalty or 0.0,

@@ -167,7 +167,7 @@ def _status(reason: str) -> str:
 def _head(state: ModelState, body: ResponseRequest) -> Json:
     """Return a response object before the first output."""
     reasoning = body.reasoning
-    sampling = state.engine.sampling_defaults.values_for(body)
+    sampling = state.sampling_defaults.values_for(body)
     return {
         "id": new_id("resp"),
         "object": "response",

@@ -1,0 +1,103 @@
+"""Requests to a model with a default system message and default sampling parameters."""
+
+import pytest
+
+from helpers.server.compat_apis import APIS
+from helpers.server.live_servers import app_client
+from kvboost_edge.engine.request.sampling_defaults import DEFAULT_SAMPLING
+from kvboost_edge.server.app import create_app
+from kvboost_edge.server.model_defaults import ModelDefaults
+from kvboost_edge.server.settings import ServerSettings
+
+DEFAULTS = ModelDefaults(
+    "Answer in one word.",
+    {"temperature": 0.3, "top_k": 7, "typical_p": 0.9, "bad_words": ("rain",)},
+)
+
+
+@pytest.fixture
+async def app(spoken_engine):
+    settings = ServerSettings(
+        model_name="fake", model_defaults={"fake": DEFAULTS}, max_queue_tokens=1 << 22
+    )
+    async with app_client(create_app(spoken_engine, settings)) as client:
+        yield client
+
+
+@pytest.fixture
+def submitted(spoken_engine, monkeypatch):
+    """The prompt's text and the sampling parameters that reached the engine."""
+    found = []
+    submit = spoken_engine.submit
+
+    def recorded(prompt, **options):
+        found.append(
+            (spoken_engine.tokenizer.decode(prompt, skip_special_tokens=False), options["sampling"])
+        )
+        return submit(prompt, **options)
+
+    monkeypatch.setattr(spoken_engine, "submit", recorded)
+    return found
+
+
+RAW = ("/v1/completions", "/completion")
+
+
+@pytest.mark.parametrize("path", APIS)
+async def test_a_request_that_gives_nothing_has_the_defaults(app, speaker, submitted, path):
+    api = APIS[path]
+    await api.ask(app, api.body(temperature=None))
+    ((prompt, params),) = submitted
+    assert {name: getattr(params, name) for name in DEFAULTS.sampling} == DEFAULTS.sampling
+    assert params.top_p == DEFAULT_SAMPLING.top_p
+    assert prompt.count("Answer in one word.") == (path not in RAW)
+
+
+@pytest.mark.parametrize("path", APIS)
+async def test_what_a_request_gives_wins(app, speaker, submitted, path):
+    api = APIS[path]
+    await api.ask(app, api.body(temperature=0.9))
+    ((_, params),) = submitted
+    assert (params.temperature, params.top_k) == (0.9, 7)
+
+
+async def test_a_system_message_of_the_request_wins(app, speaker, submitted):
+    own = {"role": "system", "content": "Be brief."}
+    ask = {"role": "user", "content": "hello"}
+    for path, body in (
+        ("/v1/chat/completions", {"messages": [own, ask]}),
+        ("/v1/chat/completions", {"messages": [{**own, "role": "developer"}, ask]}),
+        ("/v1/messages", {"messages": [ask], "system": "Be brief.", "max_tokens": 50}),
+        ("/v1/responses", {"input": "hello", "instructions": "Be brief.", "store": False}),
+        ("/api/chat", {"messages": [own, ask], "stream": False}),
+        ("/api/generate", {"prompt": "hello", "system": "Be brief.", "stream": False}),
+    ):
+        submitted.clear()
+        answer = await app.post(path, json={"model": "fake", **body})
+        assert answer.status_code == 200, answer.text
+        ((prompt, _),) = submitted
+        assert "Be brief." in prompt
+        assert "one word" not in prompt
+
+
+async def test_counted_tokens_are_those_of_the_request(app, speaker):
+    body = {"model": "fake", "messages": [{"role": "user", "content": "hello"}]}
+    counted = (await app.post("/v1/messages/count_tokens", json=body)).json()["input_tokens"]
+    usage = (await app.post("/v1/messages", json={**body, "max_tokens": 5})).json()["usage"]
+    assert counted == sum(usage[name] for name in usage if name.endswith("input_tokens"))
+
+
+async def test_cached_prefixes_begin_with_the_system_message(app, speaker, spoken_engine):
+    """A breakpoint counts the tokens of the default system message too."""
+    text = {"type": "text", "text": "x" * 64, "cache_control": {"type": "ephemeral"}}
+    body = {"model": "fake", "max_tokens": 5, "messages": [{"role": "user", "content": [text]}]}
+    usage = (await app.post("/v1/messages", json=body)).json()["usage"]
+    assert usage["cache_creation_input_tokens"] >= 80
+
+
+async def test_the_values_in_force_are_shown(app, speaker):
+    await app.post("/completion", json={"prompt": "x", "n_predict": 1})
+    (listed,) = (await app.get("/v1/models")).json()["data"]
+    props = (await app.get("/props")).json()["default_generation_settings"]["params"]
+    for shown in (listed["sampling"], props):
+        assert (shown["temperature"], shown["top_k"]) == (0.3, 7)
