@@ -39,7 +39,8 @@ def check_layout(
     if cu_seqlens.shape != (num_seqs + 1,) or tables.ndim != 2 or len(tables) != num_seqs:
         raise ConfigError(
             f"a layout of {num_seqs} sequences needs cu_seqlens_q of shape ({num_seqs + 1},) and "
-            f"{num_seqs} block tables; got {cu_seqlens.shape} and {tables.shape}"
+            f"{num_seqs} block tables; got cu_seqlens_q of shape {cu_seqlens.shape} and block "
+            f"tables of shape {tables.shape}"
         )
     # For a few sequences, NumPy's overhead would exceed the work.
     starts = cu_seqlens.tolist()
@@ -49,8 +50,8 @@ def check_layout(
         0 <= new <= known for new, known in zip(lengths, seq_lens, strict=True)
     ):
         raise ConfigError(
-            f"cu_seqlens_q {starts} must start at 0 and not decrease, and no sequence may have "
-            f"more query rows than its seq_len in {seq_lens}"
+            f"cu_seqlens_q={starts} must start at 0, not decrease, and give no sequence more "
+            f"query rows than its entry of seq_lens={seq_lens}"
         )
     if slots.shape != (starts[-1],):
         raise ConfigError(
@@ -98,21 +99,21 @@ def _check_states(states: PassStates, lengths: list[int], num_slots: int) -> lis
     saves = states.saves.tolist()
     certain: list[int] = lengths if states.certain is None else states.certain.tolist()
     if any(not 0 <= whose < num_seqs for whose, _, _ in saves):
-        raise ConfigError(f"saves {saves} contain sequences outside 0..{num_seqs - 1}")
+        raise ConfigError(f"saves={saves} contains sequences outside 0..{num_seqs - 1}")
     if len(certain) != num_seqs or any(
         not min(n, 1) <= of <= n for of, n in zip(certain, lengths, strict=True)
     ):
         raise ConfigError(
-            f"each number in certain={certain} must be at least 1 and at most the number of rows "
-            f"of its sequence, {lengths}"
+            f"certain={certain} must have numbers from 1 to the number of rows of each sequence, "
+            f"{lengths}"
         )
     if any(not 1 <= rows <= certain[whose] for whose, rows, _ in saves):
         raise ConfigError(
-            f"saves {saves} must have at least 1 row, and at most the number of certain rows of "
-            f"their sequences, {certain}"
+            f"saves={saves} must have row counts from 1 to the number of certain rows of each "
+            f"sequence, {certain}"
         )
     if any(this[:2] <= last[:2] for last, this in pairwise(saves)):
-        raise ConfigError(f"saves {saves} must ascend by sequence, then rows")
+        raise ConfigError(f"saves={saves} must be sorted by sequence, then by rows")
     slots = [slot for _, _, slot in saves]
     every = [*written, *slots]
     if not all(0 <= slot < num_slots for slot in every) or not all(
@@ -124,7 +125,7 @@ def _check_states(states: PassStates, lengths: list[int], num_slots: int) -> lis
         )
     if len(set(every)) < len(every):
         raise ConfigError(
-            f"recurrent state slots {every} contain duplicates; each may be written once"
+            f"recurrent state slots {every} contain duplicates; write each slot only once"
         )
     readers: dict[int, set[int]] = {}
     for sequence, slot in enumerate(read):
@@ -143,9 +144,8 @@ def refuse_deltas(layout: BatchLayout, who: str) -> None:
     if layout.segments is not None and has_delta(layout.segments):
         raise ConfigError(
             f"{who} does not support segments with a position delta, "
-            f"{Segment(*layout.segments.T).delta.tolist()}: use the native runner on backend 'cpu' "
-            "(all layers need keys of one shape, and heads x head_dim a multiple of 32), or the "
-            "torch runner on backend 'torch' (models with plain RoPE)"
+            f"{Segment(*layout.segments.T).delta.tolist()}; use the native runner with "
+            "backend='cpu', or for plain RoPE, the torch runner with backend='torch'"
         )
 
 
@@ -168,8 +168,8 @@ def _check_tables(
         first = layout.seq_lens - np.diff(layout.cu_seqlens_q)
         if (checked.written_from > first).any():
             raise ConfigError(
-                f"new tokens from positions {first.tolist()} on must all be in their sequences' "
-                "last segments"
+                f"new tokens start at positions {first.tolist()}, before the last segments of "
+                "their sequences; write all new tokens to the last segment"
             )
         room = checked.room.tolist()
         ids = _bounds(tables[checked.is_used & (checked.served < layout.seq_lens[:, None])])
@@ -207,7 +207,9 @@ def _checked(
     segments: npt.NDArray[np.int32], shape: tuple[int, ...], block_size: int
 ) -> _CheckedParts:
     if segments.ndim != 2 or segments.shape[1] != len(Segment._fields) or not len(segments):
-        raise ConfigError(f"segments {segments.tolist()} must be rows of {Segment._fields}")
+        raise ConfigError(
+            f"segments {segments.tolist()} must be rows with the columns {Segment._fields}"
+        )
     return _check_again(segments.astype(np.int32).tobytes(), shape, block_size)
 
 
@@ -240,8 +242,8 @@ def _check_segments(
         or (steps > 1).any()
     ):
         raise ConfigError(
-            f"segments {segments.tolist()} must be rows of {Segment._fields}, in order, for "
-            f"{num_seqs} sequences"
+            f"segments {segments.tolist()} must be sorted by sequence, with at least one segment "
+            f"for each of {num_seqs} sequences"
         )
     segment = Segment(*segments.T)
     before = Segment(*np.roll(segments, 1, axis=0).T)
@@ -274,16 +276,16 @@ def _check_deltas(segment: Segment, last: npt.NDArray[np.bool_]) -> None:
     """
     if segment.delta[last].any():
         raise ConfigError(
-            f"last segments have delta {segment.delta[last].tolist()}, but must have delta 0: new "
-            "tokens are not written among keys computed at other positions"
+            f"last segments have delta {segment.delta[last].tolist()}, but must have delta 0, "
+            "because new tokens are written to them"
         )
     computed: Longs = segment.valid_from - segment.delta
     if (computed < 0).any():
         at = int(computed.argmin())
         raise ConfigError(
-            f"keys from position {segment.valid_from[at]} on with delta {segment.delta[at]} would "
-            f"have been computed from position {computed[at]} on: a delta must be at most the "
-            "first position that its segment serves"
+            f"a segment from position {segment.valid_from[at]} has delta {segment.delta[at]}, "
+            f"but its keys cannot have been computed at position {computed[at]}; a delta must be "
+            "at most the first position of its segment"
         )
 
 

@@ -39,7 +39,7 @@ def check_content(block_ids: Sequence[int], data: Bytes, bytes_per_block: int) -
             f"{data.shape}"
         )
     if len(set(block_ids)) != len(block_ids):
-        raise ConfigError(f"blocks {list(block_ids)} contain duplicates; each may be written once")
+        raise ConfigError(f"blocks {list(block_ids)} contain duplicates; list each block only once")
 
 
 def gather(arrays: Sequence[Bytes], block_ids: Sequence[int]) -> Bytes:

@@ -186,7 +186,7 @@ class CPUBackend(NumpyBlocks):
         num_kv_heads = self.spec.layers[layer].num_kv_heads
         if len(queries) != num_tokens:
             raise ConfigError(
-                f"{len(queries)} query rows do not fit a batch of {num_tokens} tokens"
+                f"{len(queries)} query rows were given for a batch of {num_tokens} tokens"
             )
         plan = batch.plan(queries.shape[1] // num_kv_heads, num_kv_heads, params.window)
         options = AttentionOptions(*params)

@@ -176,8 +176,8 @@ class CUDABackend(TorchBackend):
     def __init__(self, spec: KVSpec, num_blocks: int, *, device: str, kernels: Any) -> None:
         if spec.is_quantized:
             raise BackendUnavailable(
-                f"backend 'cuda' stores KV at 16 or 32 bits, not at {spec.bits}: use "
-                "kv_cache_bits=16, or 8 with backend='torch'"
+                f"backend 'cuda' does not support KV at {spec.bits} bits; use kv_cache_bits=16, "
+                "or backend='torch' with kv_cache_bits=8"
             )
         super().__init__(spec, num_blocks, device=device)
         self._kernels = kernels

@@ -40,9 +40,9 @@ def unsupported_reason(device: str, spec: KVSpec | None = None) -> str | None:
     if spec.dtype not in STORAGE_DTYPES:
         return f"KV dtype {spec.dtype!r} is not one of {tuple(STORAGE_DTYPES)}"
     if spec.is_quantized and spec.bits not in BIT_PAIRS:
-        return f"KV bits {spec.bits} are not one of (16, 16), {', '.join(map(str, BIT_PAIRS))}"
+        return f"KV bits {spec.bits} must be one of (16, 16), {', '.join(map(str, BIT_PAIRS))}"
     if spec.is_quantized and spec.dtype != "float16":
-        return f"KV dtype {spec.dtype!r}: the open blocks of a quantized pool are 'float16'"
+        return f"KV dtype {spec.dtype!r} is not supported by a quantized pool; use 'float16'"
     return None
 
 
@@ -202,7 +202,10 @@ class NumpyBlocks:
     def _coded(self) -> QuantBlocks:
         """Storage of the quantized pool. Raises ConfigError after `close`."""
         if self._quant is None:
-            raise ConfigError(f"backend {self.name!r} holds no quantized pool (it may be closed)")
+            raise ConfigError(
+                f"backend {self.name!r} has no quantized pool: it is closed, or its KV is not "
+                "quantized"
+            )
         return self._quant
 
     def _checksum(self, block_id: int) -> int:

@@ -60,8 +60,8 @@ class OpenBlocks:
         for block_id in block_ids:
             if block_id in self._buffers:
                 raise ConfigError(
-                    f"block {block_id} is open: only full blocks of a quantized pool are read or "
-                    "written whole"
+                    f"block {block_id} is only partly written; in a quantized pool, only full "
+                    "blocks can be read or written as a whole"
                 )
 
     def release(self, block_ids: Iterable[int]) -> None:
@@ -121,8 +121,8 @@ class OpenBlocks:
                 held = self._buffers.get(block_id)
                 if block_id in written:
                     raise ConfigError(
-                        f"block {block_id} is written by two sequences of one batch; copy it for "
-                        "one first"
+                        f"block {block_id} is written by two sequences of the same batch; give "
+                        "one of them a copy"
                     )
                 written.add(block_id)
                 if number == 0 and begin % size:
@@ -155,8 +155,8 @@ class OpenBlocks:
             for block_id in table[:end]:
                 if block_id in still_open:
                     raise ConfigError(
-                        f"block {block_id} is open and not in the last segment of its sequence: "
-                        "fill it first"
+                        f"block {block_id} is only partly written, but is not in the last "
+                        "segment of its sequence; fill it first"
                     )
 
     def _take(self, block_id: int) -> int:
@@ -170,16 +170,15 @@ class OpenBlocks:
     def _too_many(self, wanted: int) -> CapacityError:
         return CapacityError(
             f"{wanted} blocks of the quantized pool would be partly written, but there are only "
-            f"num_open={self.num_open} buffers; use one for each running sequence (max_num_seqs) "
-            "and a spare one"
+            f"num_open={self.num_open} buffers; use at least max_num_seqs + 1"
         )
 
     def _check_open(self, block_id: int, offset: int, held: int | None) -> None:
         if held is None:
             raise ConfigError(
-                f"block {block_id} cannot be written from offset {offset}, because it is not open: "
-                "a quantized block is written from its first slot, so recompute must start at a "
-                f"multiple of block_size={self._block_size}"
+                f"block {block_id} cannot be written from offset {offset}, because a quantized "
+                "block is written from its first slot; start the recompute at a multiple of "
+                f"block_size={self._block_size}"
             )
 
 
@@ -216,6 +215,5 @@ def _check_slots(
         row = int(wrong[0])
         raise ConfigError(
             f"token {row} of the batch has slot {int(layout.slot_mapping[row])}, but its block "
-            f"table says {int(expected[row])}; a quantized pool writes blocks only through their "
-            "tables"
+            f"table gives slot {int(expected[row])}; in a quantized pool, the two must be equal"
         )

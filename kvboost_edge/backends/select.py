@@ -118,10 +118,12 @@ def choose_backend(name: str = "auto", device: str | None = None) -> BackendChoi
         raise ConfigError(f"device={device!r} is not one of 'cpu', 'mps', 'cuda' or 'cuda:<index>'")
     if name == "auto":
         return _choose_auto(device, kind)
-    asked = f"backend={name!r} was asked for"
+    asked = f"backend={name!r} was requested"
     if name in _ACCELERATORS:
         if kind not in (None, name):
-            raise ConfigError(f"backend={name!r} contradicts device={device!r}; give one of them")
+            raise ConfigError(
+                f"backend={name!r} contradicts device={device!r}; give only one of them"
+            )
         return _accelerated(device or name, asked)
     devices = BACKENDS[name].devices
     if kind is not None and kind not in devices:
@@ -134,19 +136,19 @@ def choose_backend(name: str = "auto", device: str | None = None) -> BackendChoi
 
 def _choose_auto(device: str | None, kind: str | None) -> BackendChoice:
     if kind in _ACCELERATORS and device is not None:
-        return _accelerated(device, f"device={device!r} was asked for")
+        return _accelerated(device, f"device={device!r} was requested")
     if kind is None:
         problems: list[str] = []
         for accelerator in _ACCELERATORS:
             problem = _missing(_serving(accelerator)[-1], accelerator)
             if problem is None:
-                return _accelerated(accelerator, f"torch offers the device {accelerator!r}")
+                return _accelerated(accelerator, f"torch found the device {accelerator!r}")
             problems.append(problem)
         reasons = "; ".join(dict.fromkeys(problems))
         return BackendChoice(
             "cpu", "cpu", f"no accelerator is available ({reasons}): compiled CPU kernels"
         )
-    return BackendChoice("cpu", "cpu", "device='cpu' was asked for: compiled CPU kernels")
+    return BackendChoice("cpu", "cpu", "device='cpu' was requested: compiled CPU kernels")
 
 
 def _serving(device: str) -> list[str]:

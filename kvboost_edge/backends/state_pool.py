@@ -101,7 +101,7 @@ class StatePool:
             raw = np.empty(num_bytes + _CACHE_LINE, dtype=np.uint8)
         except MemoryError as error:
             raise CapacityError(
-                f"recurrent state does not fit into memory: num_state_slots={num_slots} x "
+                f"recurrent state does not fit in memory: num_state_slots={num_slots} x "
                 f"{self.slot_bytes} bytes and {num_draft_rows} drafts x {self.draft_row_bytes} "
                 f"bytes = {num_bytes} bytes; lower max_state_bytes, max_num_seqs or "
                 "max_draft_tokens"
@@ -191,7 +191,7 @@ class StatePool:
                 f"{data.dtype} {data.shape}"
             )
         if len(set(slots)) != len(slots):
-            raise ConfigError(f"slots {list(slots)} contain duplicates; each may be written once")
+            raise ConfigError(f"slots {list(slots)} contain duplicates; list each slot only once")
         self._slots[list(slots)] = data
 
     def poison(self, slots: Sequence[int]) -> None:

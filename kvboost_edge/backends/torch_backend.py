@@ -61,13 +61,13 @@ def _refusal(device: str, spec: KVSpec | None) -> str | None:
             return problem
     if spec is not None and spec.is_quantized and spec.bits != BITS:
         return (
-            f"torch stores KV at 16 or 32 bits, or both keys and values at 8, not at {spec.bits}: "
-            "use kv_cache_bits=8, or backend='cpu' (or 'reference') and the native runner"
+            f"torch does not support KV at {spec.bits} bits; use kv_cache_bits=16 or 8, or the "
+            "native runner with backend='cpu'"
         )
     if spec is not None and spec.states:
         return (
-            f"torch stores KV only, and this model has {len(spec.states)} layers with recurrent "
-            "state: use backend='cpu' and the native runner"
+            f"torch cannot store the recurrent state of this model's {len(spec.states)} "
+            "recurrent layers; use the native runner with backend='cpu'"
         )
     return None
 
@@ -192,7 +192,7 @@ class TorchBackend:
         for src, dst in ops:
             if not (0 <= src < self.num_blocks and 0 <= dst < self.num_blocks):
                 raise ConfigError(
-                    f"copy {src} -> {dst} must be in the pool's blocks 0..{self.num_blocks - 1}"
+                    f"copy {src} -> {dst} is outside the pool's blocks 0..{self.num_blocks - 1}"
                 )
 
     def read_blocks(self, block_ids: Sequence[int]) -> npt.NDArray[np.uint8]:

@@ -279,9 +279,9 @@ def _packing(
     elif place.free < size:
         where = (
             f"no room: it needs {gb(size)} in addition to the model's "
-            f"{gb(checkpoint.file_bytes)}, and {place.path} has {gb(place.free)}; the weights "
-            "would be packed in memory at every start. Make room, or set KVBOOST_EDGE_CACHE to a "
-            "directory on another disk"
+            f"{gb(checkpoint.file_bytes)}, but {place.path} has only {gb(place.free)}; the "
+            "weights would be packed in memory at every start. Make room, or set "
+            "KVBOOST_EDGE_CACHE to a directory on another disk"
         )
     else:
         where = (

@@ -153,8 +153,8 @@ def _served(url: str, api_key: str, model: str) -> Served:
     if name not in served:
         known = ", ".join(map(repr, served))
         raise ConfigError(
-            f"--model {model!r} is not served at {url}, which serves {known}; give one of them, or "
-            "start the server with --model-name"
+            f"--model {model!r} is not served at {url}, which serves {known}; choose one of "
+            "these, or start the server with --model-name"
         )
     context = served[name].get("max_model_len")
     return Served(

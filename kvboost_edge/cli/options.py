@@ -157,7 +157,7 @@ def token_limit(text: str | int) -> int | None:
     try:
         return int(text)
     except ValueError:
-        raise typer.BadParameter(f"{text!r} is neither a whole number nor max") from None
+        raise typer.BadParameter(f"{text!r} is neither a whole number nor 'max'") from None
 
 
 def engine_options(
@@ -300,4 +300,4 @@ def remote_options(url: str | None, options: Mapping[str, Any], api_key: str) ->
             "server"
         )
     if url is None and api_key:
-        raise ConfigError("--api-key needs --url; a local model takes no key")
+        raise ConfigError("--api-key applies only to a server; add --url, or leave out --api-key")

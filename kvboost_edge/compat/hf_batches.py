@@ -133,8 +133,8 @@ def batched_decode(
         mask = mask[:, -slots:]
     if mask.shape != (batch, slots) or not torch.equal(mask.sum(1, keepdim=True), visible):
         raise RequestError(
-            f"start_pos={start_pos} and an attention mask {tuple(mask.shape)} over {slots} slots "
-            f"of {batch} rows contradict each other: each row must see exactly start_pos slots, or "
+            f"start_pos={start_pos} contradicts the attention mask of shape {tuple(mask.shape)} "
+            f"over {slots} slots and {batch} rows; each row must see exactly start_pos slots, or "
             "all slots of a sliding window"
         )
     cache = DynamicCache(_left_padded(past_kv, mask))
@@ -174,9 +174,8 @@ def _check_shared_prefix(kv: LegacyKV, start_pos: int | Sequence[int], *, is_ful
         return
     if not is_full:
         raise RequestError(
-            "the rows begin with the same keys, as after broadcast_kv: pass attention_mask (ones "
-            "for the shared prefix, followed by the masks of pad_and_mask) and its sum per row as "
-            "start_pos"
+            "the rows share a prefix, as after broadcast_kv; pass attention_mask (ones for the "
+            "prefix, then the masks of pad_and_mask), and its row sums as start_pos"
         )
     if isinstance(start_pos, int):
         _log_unpadded()

@@ -113,9 +113,10 @@ class KVCache:
         if num_pages - num_shared > available:
             self._free(table)
             raise CapacityError(
-                f"{len(payloads)} payloads need {num_pages} pages of {self._page_size}, "
-                f"{num_shared} of them shared; {available} of {self._manager.num_blocks} are "
-                "available; enlarge max_pages or detach sequences"
+                f"{len(payloads)} payloads need {num_pages} pages of {self._page_size} "
+                f"({num_shared} of them shared), but only {available} of "
+                f"{self._manager.num_blocks} pages are available; enlarge max_pages or detach "
+                "sequences"
             )
         self.detach(seq_id)
         for index in range(num_shared, len(table)):
@@ -417,7 +418,7 @@ class Draft:
         count = _integer(n)
         if count is None or not 0 <= count <= len(self._payloads):
             raise RequestError(
-                f"n={n!r} must be an integer from 0 to the {len(self._payloads)} drafts"
+                f"n={n!r} must be an integer from 0 to the number of drafts, {len(self._payloads)}"
             )
         self._cache._accept(self, self._payloads[:count])
 

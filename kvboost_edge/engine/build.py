@@ -258,21 +258,21 @@ def build_from_model(model: Any, tokenizer: Any, config: EngineConfig) -> Engine
 
     if config.max_memory is not None:
         raise ConfigError(
-            f"max_memory={config.max_memory} needs the native runner: a loaded transformers model "
-            "runs on the torch runner, whose buffer sizes are unknown; use from_pretrained(path), "
-            "or limit the pool with max_cache_bytes"
+            f"max_memory={config.max_memory} is not supported for a loaded transformers model, "
+            "because the torch runner's buffer sizes are unknown; use from_pretrained(path), or "
+            "limit the pool with max_cache_bytes"
         )
     if config.runner in ("native", "onnx") or config.weights != "auto":
         raise ConfigError(
-            f"runner={config.runner!r} and weights={config.weights!r} are not supported: a loaded "
-            "transformers model runs on the torch runner with its own weights; use "
+            f"runner={config.runner!r} and weights={config.weights!r} do not apply to a loaded "
+            "transformers model, which runs on the torch runner with its own weights; use "
             "from_pretrained(path)"
         )
     if config.kv_bits not in ((16, 16), (8, 8)):
         raise ConfigError(
-            f"kv_cache_bits={config.kv_cache_bits!r} needs the native runner: a loaded "
-            "transformers model runs on the torch runner, which keeps KV at kv_cache_bits=16 or 8; "
-            f"use one of these, or from_pretrained(path, kv_cache_bits={config.kv_cache_bits!r})"
+            f"kv_cache_bits={config.kv_cache_bits!r} is not supported for a loaded transformers "
+            "model; use kv_cache_bits=16 or 8, or from_pretrained(path, "
+            f"kv_cache_bits={config.kv_cache_bits!r})"
         )
     check_model_compatibility(model.config.to_dict(), strict=config.strict)
     own = str(model.device)
@@ -302,7 +302,8 @@ def _warn_of_threads(num_threads: int | None) -> None:
     usable = default_num_threads()
     if num_threads is not None and num_threads > usable:
         _LOG.warning(
-            "num_threads=%d: this process may use %d CPU%s; extra threads only wait",
+            "num_threads=%d is more than the %d CPU%s that this process may use; the extra "
+            "threads only wait",
             num_threads,
             usable,
             "" if usable == 1 else "s",

@@ -59,8 +59,8 @@ __all__ = [
 ]
 
 _FORKED = (
-    "this process was forked from the one that runs the engine, and a fork does not copy the "
-    "engine's thread; make an engine in this process, or start processes with 'spawn', not 'fork'"
+    "the engine does not run in a forked process, because a fork does not copy its thread; "
+    "create an engine in this process, or start processes with 'spawn'"
 )
 # Maximum sleep of an idle engine in each situation, in seconds.
 _WHILE_LOADING = 1.0  # a prefetch from a tier is running
@@ -251,7 +251,7 @@ class EngineCore:
             raise KVBoostError(_FORKED)
         if self._failure is not None:
             raise KVBoostError(
-                f"the engine stopped after an error: {self._failure!r}"
+                f"the engine stopped after an error: {self._failure!r}; create a new one"
             ) from self._failure
         if self._stopped:
             raise KVBoostError("the engine is closed; create a new one")
@@ -608,9 +608,8 @@ class EngineCore:
         if not all(map(math.isfinite, map(rows.item, range(len(largest)), largest))):
             raise KVBoostError(
                 f"the model returned NaN or infinite logits near token {work.certain_stop - 1}; "
-                "the request ends and its blocks are not cached; try runner='torch' or "
-                "weights='f32'; if the model worked before, its packed weights may be damaged, so "
-                f"remove them from {cache_directory() / 'packed'}"
+                "try runner='torch' or weights='f32'. If the model worked before, its packed "
+                f"weights may be damaged; remove them from {cache_directory() / 'packed'}"
             )
         sequence = work.sequence
         known = sequence.num_tokens

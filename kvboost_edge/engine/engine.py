@@ -586,7 +586,9 @@ class CPUPagedEngine(Embeds, KVBoostViews, TellsResidency):
             options: sampling options. With mode="chunk_kv_reuse", only recompute_* options.
         """
         if isinstance(prompts, str):
-            raise RequestError("prompts must be a list of prompts, not str; put it in a list")
+            raise RequestError(
+                "prompts must be a list of prompts, not str; put the prompt in a list"
+            )
         if isinstance(prompts, (int, np.integer)):
             if max_new_tokens != 32:
                 raise RequestError(

@@ -136,7 +136,8 @@ def _check(
 ) -> None:
     if len(token_ids) < 2:
         raise RequestError(
-            f"the text has {len(token_ids)} tokens; give at least 2; the first is not scored"
+            f"the text has {len(token_ids)} tokens; give at least 2, because the first is not "
+            "scored"
         )
     longest = min(e.runner_info.max_context for e in (engine, against) if e is not None)
     if not 4 <= window <= longest:

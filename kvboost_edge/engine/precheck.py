@@ -54,6 +54,6 @@ def check_limit(path: Path, config: EngineConfig, max_new_tokens: int | None) ->
     context = bounded_context(usable_context(checkpoint.config), config)
     if max_new_tokens >= context:
         raise RequestError(
-            f"max_new_tokens={max_new_tokens} leaves no room for a prompt: the model's context is "
-            f"{context} tokens; {LIMIT_ADVICE}"
+            f"max_new_tokens={max_new_tokens} leaves no room for a prompt in the model's context "
+            f"of {context} tokens; {LIMIT_ADVICE}"
         )

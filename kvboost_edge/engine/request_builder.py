@@ -235,8 +235,8 @@ class RequestBuilder:
         full = num_tokens // self._config.block_size
         if len(known) % HASH_BYTES or len(known) > full * HASH_BYTES:
             raise RequestError(
-                f"prefix_hashes has {len(known)} bytes; the prompt has {full} full blocks of "
-                f"{self._config.block_size} tokens, each with a hash of {HASH_BYTES} bytes"
+                f"prefix_hashes has {len(known)} bytes, expected {full} x {HASH_BYTES}: one hash "
+                f"for each of the prompt's full blocks of {self._config.block_size} tokens"
             )
         return known
 

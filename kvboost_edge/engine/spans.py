@@ -76,8 +76,7 @@ class ReuseFields(RequestFeature):
         given = dict(options or {})
         for name in sorted(given.keys() - set(_REPAIRS)):
             raise RequestError(
-                f"option {name!r} is not supported with mode='chunk_kv_reuse' here; use only "
-                f"{', '.join(_REPAIRS)}"
+                f"option {name!r} is not a recompute option; use only {', '.join(_REPAIRS)}"
             )
         terms = Terms(mode=GenerationMode.CHUNK_KV_REUSE, **given)
         repair = self._repair(terms, SamplingParams(), generates=True)

@@ -55,7 +55,7 @@ def check_tables(
         _check_segments(table, block_size)
         if table._num_hashed > len(table.block_ids):
             raise CacheCorruption(
-                f"a table of {len(table.block_ids)} blocks has more hashed blocks, "
+                f"a table of {len(table.block_ids)} blocks has more hashed blocks than that: "
                 f"{table._num_hashed}"
             )
         if any(index >= len(table.block_ids) for index in (*table._duplicates, *table._withdrawn)):

@@ -253,9 +253,9 @@ def test_open_blocks_are_refused_by_name_and_change_nothing(make_coded, cases):
     write(backend, cases, 0, 40)
     before = backend.checksum_blocks(range(NUM_BLOCKS))
     data = backend.read_blocks([5, 0])
-    refuses("block 3 is open", backend, [5, 3], [1, 3], data)
+    refuses("block 3 is only partly written", backend, [5, 3], [1, 3], data)
     backend.copy_blocks([CopyOp(3, 4)])
-    with pytest.raises(ConfigError, match="block 4 is open"):
+    with pytest.raises(ConfigError, match="block 4 is only partly written"):
         backend.read_blocks([4])
     assert backend.checksum_blocks([*range(4), 5, 6, 7]) == [*before[:4], *before[5:]]
     backend.release_blocks([4])

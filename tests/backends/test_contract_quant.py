@@ -247,7 +247,7 @@ def test_too_many_open_blocks_are_refused_until_some_are_released(make):
         backend.copy_blocks([CopyOp(int(case.tables[0, 0]), int(case.tables[2, 0]))])
     backend.release_blocks([int(case.tables[0, 0]), int(case.tables[1, 0])])
     write(backend, case, [(2, 0, 3)])
-    with pytest.raises(ConfigError, match=r"offset 5, because it is not open"):
+    with pytest.raises(ConfigError, match=r"offset 5, because a quantized block"):
         backend.prepare(case.layout([(0, 5, 6)]))
 
 
@@ -271,7 +271,7 @@ def test_blocks_may_be_begun_again_without_a_release(make):
 def test_layouts_that_break_the_order_of_writing_are_refused(make):
     case = small_case(14, ((5, 40), (5, 40)))
     backend = make(case)
-    with pytest.raises(ConfigError, match=r"offset 3, because it is not open.*block_size=16"):
+    with pytest.raises(ConfigError, match=r"offset 3, because a quantized block .*block_size=16"):
         backend.prepare(case.layout([(0, 35, 40)]))
     layout = case.layout([(0, 32, 36)])
     layout.slot_mapping[2] += 1
@@ -353,7 +353,7 @@ def test_pools_that_make_no_sense_are_refused(kind, spec, more, message):
 
 @pytest.mark.parametrize("others", [(8, 4), (4, 8), (4, 4), (16, 8)], ids=str)
 def test_torch_refuses_other_widths_by_name(others):
-    said = rf"both keys and values at 8, not at {re.escape(str(others))}: use kv_cache_bits=8"
+    said = rf"does not support KV at {re.escape(str(others))} bits; use kv_cache_bits=16 or 8"
     with pytest.raises(BackendUnavailable, match=said):
         TorchBackend(coded(others), 4)
 

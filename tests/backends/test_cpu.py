@@ -68,7 +68,7 @@ def test_plans_are_made_once_per_kind_of_layer():
 def test_rows_that_do_not_fit_the_batch_are_refused():
     backend = CPUBackend(SPEC, BLOCKS, num_threads=1)
     batch = backend.prepare(CASE.layout(CASE.spans))
-    with pytest.raises(ConfigError, match="50 query rows do not fit a batch of 51 tokens"):
+    with pytest.raises(ConfigError, match="50 query rows were given for a batch of 51 tokens"):
         backend.attention(0, np.zeros((50, 6, 24), np.float32), batch, AttentionParams(0.2))
     with pytest.raises(ConfigError, match="2 KV heads of size 24"):
         backend.attention(0, np.zeros((51, 6, 16), np.float32), batch, AttentionParams(0.2))

@@ -258,9 +258,9 @@ def test_positions_of_entries_of_plain_tables():
 @pytest.mark.parametrize(
     ("segments", "message"),
     [
-        ([(0, 0, 0, 0, 4)], "computed at other positions"),
+        ([(0, 0, 0, 0, 4)], "but must have delta 0"),
         ([(1, 0, 0, 0, 0)], "for 1 sequences"),
-        ([(0, 0, 0)], "rows of"),
+        ([(0, 0, 0)], "rows with the columns"),
         ([(0, 1, 0, 3, 0)], "skip positions or exceed tables"),
         ([(0, 0, 0, 0, 0), (0, 2, 33, 33, 0)], "skip positions or exceed tables"),
         ([(0, 0, 0, 0, 0), (0, 9, 20, 20, 0)], "skip positions or exceed tables"),
@@ -269,9 +269,9 @@ def test_positions_of_entries_of_plain_tables():
         ([(0, 0, 0, 0, 0), (0, 1, 16, 16, 3)], r"last segments have delta \[3\]"),
         (
             [(0, 0, 0, 0, 1), (0, 1, 16, 16, 0)],
-            "position 0 on with delta 1 would have been computed from position -1",
+            "position 0 has delta 1, but its keys cannot have been computed at position -1",
         ),
-        ([(0, 0, 0, 0, 0), (0, 1, 12, 14, 15), (0, 2, 20, 20, 0)], "from position -1 on"),
+        ([(0, 0, 0, 0, 0), (0, 1, 12, 14, 15), (0, 2, 20, 20, 0)], "at position -1;"),
         ([(0, 0, -16, 0, 0), (0, 1, 0, 0, 0)], "skip positions or exceed tables"),
         ([(0, 0, -3, 0, -3), (0, 1, 16, 16, 0)], "skip positions or exceed tables"),
     ],
@@ -303,6 +303,6 @@ def test_an_open_block_in_an_earlier_part_is_refused(kind):
     backend = pool(kind, (8, 8))
     seamed = Seamed(case, 0, (10,), (0,), 0)
     seamed.write_rows(backend, np.arange(10), seamed.layout(0, 10))
-    with pytest.raises(ConfigError, match="block 0 is open"):
+    with pytest.raises(ConfigError, match="block 0 is only partly written"):
         backend.prepare(seamed.layout(10, 20))
     backend.close()

@@ -73,7 +73,7 @@ def test_with_two_cuda_devices(name, device, expected, monkeypatch):
 def test_auto_takes_mps(monkeypatch):
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
     monkeypatch.setattr("kvboost_edge.backends.torch.apple.find_fault", lambda make, device: None)
-    assert choose_backend() == BackendChoice("torch", "mps", "torch offers the device 'mps'")
+    assert choose_backend() == BackendChoice("torch", "mps", "torch found the device 'mps'")
 
 
 @pytest.mark.parametrize(

@@ -155,11 +155,11 @@ def test_backends_of_tensors_refuse_states_by_name(name, device, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr("kvboost_edge.backends.torch.apple.missing", lambda: None)
-    assert "2 layers with recurrent state" in str(
+    assert "2 recurrent layers" in str(
         load_module(name).unsupported_reason(device, SPEC)
     )
     choice = dataclasses.replace(choose_backend("cpu"), name=name, device=device)
-    with pytest.raises(BackendUnavailable, match="2 layers with recurrent state"):
+    with pytest.raises(BackendUnavailable, match="2 recurrent layers"):
         make_backend(choice, SPEC, 4, num_state_slots=3)
 
 
@@ -196,12 +196,12 @@ def test_passes_over_slots_that_do_no_harm_are_taken():
         ([1, -1], [0, 1], [], "while other sequences read them"),
         ([5, -1], [0, 1], [[1, 1, 5]], "while other sequences read them"),
         ([5, -1], [0, 1], [[0, 1, 5]], "while other sequences read them"),
-        ([-1, -1], [0, 1], [[0, 0, 4]], "must have at least 1 row"),
-        ([-1, -1], [0, 1], [[0, 3, 4]], "must have at least 1 row"),
-        ([-1, -1], [0, 1], [[2, 1, 4]], "contain sequences outside"),
-        ([-1, -1], [0, 1], [[0, 2, 4], [0, 1, 5]], "must ascend"),
-        ([-1, -1], [0, 1], [[0, 1, 4], [0, 1, 5]], "must ascend"),
-        ([-1, -1], [0, 1], [[1, 1, 4], [0, 1, 5]], "must ascend"),
+        ([-1, -1], [0, 1], [[0, 0, 4]], "must have row counts from 1"),
+        ([-1, -1], [0, 1], [[0, 3, 4]], "must have row counts from 1"),
+        ([-1, -1], [0, 1], [[2, 1, 4]], "contains sequences outside"),
+        ([-1, -1], [0, 1], [[0, 2, 4], [0, 1, 5]], "must be sorted"),
+        ([-1, -1], [0, 1], [[0, 1, 4], [0, 1, 5]], "must be sorted"),
+        ([-1, -1], [0, 1], [[1, 1, 4], [0, 1, 5]], "must be sorted"),
     ],
 )
 def test_passes_whose_slots_cannot_be_are_refused(read, written, saves, reason):
@@ -212,10 +212,10 @@ def test_passes_whose_slots_cannot_be_are_refused(read, written, saves, reason):
 @pytest.mark.parametrize(
     ("certain", "saves", "reason"),
     [
-        ([2, 4], [], "must be at least 1 and at most"),
-        ([0, 3], [], "must be at least 1 and at most"),
-        ([2, 3, 1], [], "must be at least 1 and at most"),
-        ([2, 1], [[1, 2, 4]], r"certain rows of their sequences, \[2, 1\]"),
+        ([2, 4], [], "must have numbers from 1"),
+        ([0, 3], [], "must have numbers from 1"),
+        ([2, 3, 1], [], "must have numbers from 1"),
+        ([2, 1], [[1, 2, 4]], r"certain rows of each sequence, \[2, 1\]"),
     ],
 )
 def test_what_is_certain_is_at_least_a_row_and_saves_lie_behind_nothing_else(

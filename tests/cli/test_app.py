@@ -157,7 +157,7 @@ def test_generate_reads_the_prompt_from_standard_input(tiny_model_dir, answered,
         (["--kv-cache-bits", "8,4", "-o", "runner=torch"], "kv_cache_bits"),
         (["-n", "-1"], "max_new_tokens"),
         (["-n", "100000"], "max_new_tokens"),
-        (["-n", "60", "--ctx-size", "64"], "context is 64"),
+        (["-n", "60", "--ctx-size", "64"], "context of 64"),
         (["-m", "/no/such/directory"], "/no/such/directory"),
     ],
 )

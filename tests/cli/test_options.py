@@ -81,7 +81,7 @@ def test_a_limit_of_tokens_is_a_number_or_a_word_for_none(text, limit):
 
 
 def test_what_is_no_limit_is_wrong_usage():
-    with pytest.raises(typer.BadParameter, match="'many' is neither a whole number nor max"):
+    with pytest.raises(typer.BadParameter, match="'many' is neither a whole number nor 'max'"):
         token_limit("many")
 
 

@@ -162,7 +162,7 @@ def test_more_tokens_than_the_context_are_refused_before_anything_is_packed(
 ):
     monkeypatch.setenv("KVBOOST_EDGE_CACHE", str(tmp_path))
     line = refusal(*command, "-m", tiny_model_dir, "-n", "100000")
-    assert "the model's context is 512 tokens" in line
+    assert "the model's context of 512 tokens" in line
     assert "-n max" in line
     assert not (tmp_path / "packed").exists()
 

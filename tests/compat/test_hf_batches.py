@@ -89,7 +89,7 @@ def test_a_shared_prefix_and_ragged_suffixes_decode_like_single_prompts(llama, e
     outputs, grown = batched_decode(model, past, first, starts, 12, eos, attention_mask=full)
     assert outputs == singles
     assert grown[0][0].shape[0] == 3
-    with pytest.raises(RequestError, match="contradict each other"):
+    with pytest.raises(RequestError, match="contradicts the attention mask"):
         batched_decode(model, past, first, 20, 4, None, attention_mask=full)
 
 
@@ -219,7 +219,7 @@ def test_a_cache_cut_to_its_sliding_window_goes_on(ragged):
         )
         assert outputs == singles
     cut = tuple((keys[:, :, 1:], values[:, :, 1:]) for keys, values in past)
-    with pytest.raises(RequestError, match="contradict each other"):
+    with pytest.raises(RequestError, match="contradicts the attention mask"):
         batched_decode(mistral, cut, first, [len(p) for p in prompts], 6, None)
 
 

@@ -38,7 +38,7 @@ BAD_PROMPTS = [
     ([1, None], "token 1 of the prompt=None"),
     (
         ["a"],
-        "the prompt is a list of strings; use generate_batch for several prompts",
+        "the prompt is a list of strings; give a string",
     ),
     ([[1, 2]], r"token 0 of the prompt=\[1, 2\]"),
     (np.array([0.5]), "token 0 of the prompt=0.5"),
@@ -53,7 +53,7 @@ BAD_PROMPTS = [
     ([{"role": "user", "content": "x"}, 3], "chat message 1"),
     ([{"role": 3, "content": "x"}], "chat message 0"),
     ([{"role": "user", "content": "x"}], "no chat template"),
-    ([1] * CONTEXT, "the prompt has 400 tokens and leaves no room"),
+    ([1] * CONTEXT, "the prompt has 400 tokens, which leaves no room"),
     ([1] * (CONTEXT + 1), "the prompt has 401 tokens"),
 ]
 
@@ -65,7 +65,7 @@ BAD_OPTIONS = [
     ({"max_new_tokens": "8"}, "max_new_tokens='8'"),
     (
         {"max_new_tokens": CONTEXT},
-        "3 prompt tokens \\+ max_new_tokens=400 make 403; the model's context is 400",
+        "3 prompt tokens \\+ max_new_tokens=400 make 403 tokens, more than the model's context of 400",
     ),
     ({"temperature": -0.1}, r"temperature=-0\.1 must be in \[0, 1000\]"),
     ({"temperature": 1000.5}, r"temperature=1000\.5 must be in"),

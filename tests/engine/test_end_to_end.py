@@ -227,7 +227,7 @@ def test_rope_of_another_length_runs_in_its_first_range(tmp_path, rope_type):
         assert context == (64 if rope_type == "longrope" else 512)
         expected = Truth(directory).greedy(prompt, 24)
         assert greedy(engine, prompt, 24) == greedy(engine, prompt, 24) == expected
-        with pytest.raises(RequestError, match=f"context is {context}"):
+        with pytest.raises(RequestError, match=f"context of {context}"):
             engine.generate(prompt, max_new_tokens=context)
 
 

@@ -54,9 +54,9 @@ def check_buffers(spec: KVSpec, num_blocks: int) -> None:
     if num_blocks * per_block >= _BUFFER_BYTES:
         most = (_BUFFER_BYTES - 1) // per_block
         raise CapacityError(
-            f"a layer's tensor of the pool would take num_blocks={num_blocks} x {per_block} bytes "
-            f"= {num_blocks * per_block}, but an Apple GPU's buffer holds less than "
-            f"{_BUFFER_BYTES}; set at most num_blocks={most} or "
+            f"one layer of the pool needs num_blocks={num_blocks} x {per_block} bytes = "
+            f"{num_blocks * per_block} bytes, but an Apple GPU's buffer must be smaller than "
+            f"{_BUFFER_BYTES} bytes; set at most num_blocks={most} or "
             f"max_cache_bytes={most * spec.bytes_per_block}"
         )
 
@@ -151,7 +151,8 @@ def _find_fault(make: Callable[..., Any], device: str) -> str | None:
             return _refused(
                 number,
                 trial,
-                f"is {distance:.2g} (relative) away from the CPU's, limit {_OUT_ERROR:g}",
+                f"differs from the CPU's by {distance:.2g} (relative), more than the limit of "
+                f"{_OUT_ERROR:g}",
             )
     return None
 

@@ -167,8 +167,7 @@ class TorchQuantBlocks:
             raise ConfigError(f"num_open={num_open} must be at least 1")
         if spec.dtype != "float16":
             raise ConfigError(
-                f"KV dtype {spec.dtype!r} is not supported by a quantized pool, whose open blocks "
-                "are 'float16'"
+                f"KV dtype {spec.dtype!r} is not supported by a quantized pool; use 'float16'"
             )
         if spec.block_size < 16 or spec.block_size % 16:
             raise ConfigError(

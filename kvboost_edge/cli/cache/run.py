@@ -110,8 +110,8 @@ def run_cache(
         _print_rows(answer["rows"], action, console, dry_run=dry_run)
     if any(row.get("damaged") for row in answer["rows"]):
         raise KVBoostError(
-            "damaged blocks were found; they are never used, and `kvboost-edge cache clear` "
-            "removes them"
+            "damaged blocks were found and are not used; remove them with `kvboost-edge cache "
+            "clear`"
         )
     if any("error" in row for row in answer["rows"]):
         raise KVBoostError(
@@ -192,7 +192,7 @@ def _agreed(going: Sequence[Kept], as_json: bool) -> bool:
     size = sum(one.nbytes for one in going) / 1e6
     if as_json or not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise ConfigError(
-            f"cache clear would remove up to {size:,.1f} MB, and there is no terminal to confirm "
+            f"cache clear would remove up to {size:,.1f} MB, but there is no terminal to confirm "
             "it; add --yes, name a model, or check with --dry-run first"
         )
     return typer.confirm(f"Remove everything that no process has open, {size:,.1f} MB at most?")

@@ -170,7 +170,9 @@ class RemoteChat:
                     raise self._refused(response)
                 for chunk in _events(response.iter_lines()):
                     if "error" in chunk:
-                        raise RequestError(f"the server ended the answer: {_message(chunk)}")
+                        raise RequestError(
+                            f"the server ended the answer with an error: {_message(chunk)}"
+                        )
                     if (found := _progress(chunk.get("prompt_progress"))) is not None:
                         yield found
                     yield from heard.take(chunk)
@@ -217,7 +219,7 @@ class RemoteChat:
         except (LookupError, TypeError) as error:
             self._client.close()
             raise RequestError(
-                f"{self._url} answers, but not as an OpenAI-compatible server"
+                f"{self._url} answers, but not as an OpenAI-compatible server; check --url"
             ) from error
         except BaseException:
             self._client.close()

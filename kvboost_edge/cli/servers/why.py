@@ -36,7 +36,7 @@ WORDS = {
     "new_text": ("the prompt continues an earlier one; only new text was computed", ""),
     "tail": ("only the last block, which is not full, was recomputed", ""),
     "evicted": (
-        "it was cached, and evicted for other requests",
+        "it was cached, but then evicted for other requests",
         "give the pool more memory (--max-cache-bytes), keep blocks on disk (--disk-cache-dir), "
         "or pin the prompt: /v1/warm with pin",
     ),
@@ -44,7 +44,7 @@ WORDS = {
         "its KV was cached, but not the recurrent state, which is cached from now on",
         "give recurrent state more memory: --max-state-bytes",
     ),
-    "not_kept": ("an earlier request had it, but still runs or kept nothing", ""),
+    "not_kept": ("an earlier request with this prefix is still running or was not cached", ""),
     "tool_order": (
         "the order of the tools changed",
         "send tools in one order, or let the server sort them: --normalise tools",
@@ -64,7 +64,7 @@ WORDS = {
     ),
     "retokenized": (
         "the same text as different tokens",
-        "send the model's answers back unchanged, to the character",
+        "send the model's answers back unchanged",
     ),
     "other_message": ("the last message changed; everything before it was reused", ""),
     "changed_text": ("the text changed", "put changing text, such as the date, after stable text"),
@@ -79,7 +79,8 @@ def run_why(request_id: str, url: str, api_key: str, *, lists: bool, as_json: bo
         found = server.last_requests() if lists else server.request_cache(request_id)
     if lists and not found["kept_seconds"]:
         raise RequestError(
-            "the server keeps no history of requests (--request-history 0); serve without that flag"
+            "the server keeps no history of requests (--request-history 0); restart it without "
+            "that flag"
         )
     if as_json:
         print(json.dumps(found, ensure_ascii=False))

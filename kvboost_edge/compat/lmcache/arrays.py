@@ -104,15 +104,13 @@ def read_kv(kv: Any, fmt: str) -> KeysAndValues:
         or not all(isinstance(p, Sequence) and len(p) == 2 for p in kv)
     ):
         raise RequestError(
-            "KV must be one (k, v) pair for each of at least one layer, or a blob [num_layers, 2, "
-            "…]"
+            "KV must be at least one (k, v) pair, one per layer, or a blob [num_layers, 2, …]"
         )
     words = [[_as_words(array) for array in pair] for pair in kv]
     kinds = {(*kind, array.shape) for pair in words for kind, array in pair}
     if len(kinds) > 1:
         raise RequestError(
-            f"k and v of all layers must have the same type and shape, but there are {len(kinds)}: "
-            f"{sorted(kinds)}"
+            f"k and v of all layers must have the same type and shape, but have {sorted(kinds)}"
         )
     library, dtype, itemsize, axes = kinds.pop()
     if len(axes) != 3:

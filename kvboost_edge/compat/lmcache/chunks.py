@@ -77,7 +77,7 @@ def _array(value: Any) -> NDArray[Any]:
     try:
         return np.asarray(value)
     except (TypeError, ValueError, OverflowError) as error:
-        raise RequestError(f"expected a row of numbers: {error}") from error
+        raise RequestError(f"tokens and masks must be a row of numbers: {error}") from error
 
 
 def _described(array: NDArray[Any]) -> str:

@@ -191,7 +191,9 @@ class LMCacheEngine:
         """
         self._tokens("lookup", tokens, hashes=hashes, request_configs=request_configs)
         if pin and lookup_id is None:
-            raise RequestError("lookup(pin=True) needs a lookup_id, which lookup_unpin takes")
+            raise RequestError(
+                "lookup(pin=True) needs a lookup_id; pass the same one to lookup_unpin"
+            )
         keys: list[bytes] | None = [] if pin else None
         length = self._engine.find_prefix(tokens, _kinds("search_range", search_range), keys)
         if keys and lookup_id is not None:
@@ -218,7 +220,7 @@ class LMCacheEngine:
         whole.
         """
         if request_configs is not None:
-            raise RequestError("clear(request_configs=) is not supported")
+            raise RequestError("clear(request_configs=) is not supported; leave it out")
         return self._engine.forget(tokens, _kinds("locations", locations))
 
     def health(self) -> bool:
@@ -289,5 +291,5 @@ def _kinds(name: str, locations: Sequence[str] | None) -> list[str] | None:
     given = [locations] if isinstance(locations, str) else list(locations)
     unknown = [location for location in given if location not in _LOCATIONS]
     if unknown:
-        raise RequestError(f"{name}={unknown} must be any of {', '.join(_LOCATIONS)}")
+        raise RequestError(f"{name} contains {unknown}; supported: {', '.join(_LOCATIONS)}")
     return [_LOCATIONS[location] for location in given]

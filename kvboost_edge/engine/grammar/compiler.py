@@ -150,8 +150,8 @@ class GrammarCompiler:
         known = [token_id for token_id in self._eos if token_id < codec.vocab_size]
         if not known:
             raise RequestError(
-                "structured output needs an end-of-sequence token, but the model's tokenizer has "
-                "none of those that the model names; use another model"
+                "structured output needs an end-of-sequence token, but the tokenizer has none of "
+                "those that the model's config names; use another model"
             )
         from llguidance import LLTokenizer
 
@@ -252,7 +252,7 @@ def _compiler_text(grammar: Grammar) -> str:
             return LLMatcher.grammar_from_lark(_choice_rules(grammar.text))
         return grammar_from(grammar.kind, grammar.text)  # type: ignore[arg-type]
     except ValueError as error:
-        raise RequestError(f"{grammar.kind} is not understood: {first_line(str(error))}") from None
+        raise RequestError(f"{grammar.kind} is not valid: {first_line(str(error))}") from None
 
 
 def _lower_priority() -> None:

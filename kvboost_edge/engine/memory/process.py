@@ -167,8 +167,9 @@ def check_process(
     least = max(needed, overhead.resident + packing)
     if needed <= allowed < least:
         raise CapacityError(
-            f"max_memory={gb(allowed)} does not hold measured overhead {gb(overhead.resident)} + "
-            f"{gb(packing)} to pack the weights; give at least {_mb_up(least)}"
+            f"max_memory={gb(allowed)} is less than the measured overhead of "
+            f"{gb(overhead.resident)} and the {gb(packing)} needed to pack the weights; give at "
+            f"least {_mb_up(least)}"
         )
     if needed <= allowed:
         return

@@ -83,7 +83,8 @@ def read_grammar(given: Mapping[str, Any]) -> Grammar | None:
         num_bytes = len(text.encode())
     except UnicodeEncodeError as error:
         raise RequestError(
-            f"{kind} has a lone surrogate, {text[error.start]!a} at position {error.start}"
+            f"{kind} contains the lone surrogate {text[error.start]!a} at position "
+            f"{error.start}; remove it"
         ) from None
     if num_bytes > most:
         raise RequestError(f"{kind} has {num_bytes} bytes; at most {most} are allowed")
@@ -157,7 +158,8 @@ def _check_schema(schema: object) -> None:
     _check_size(schema)
     if is_circular(schema):
         raise RequestError(
-            "json_schema matches no value: its $ref refers to itself, without an alternative"
+            "json_schema matches no value, because its $ref refers to itself; add an alternative "
+            "without it"
         )
 
 
@@ -190,8 +192,8 @@ def _check_size(schema: object) -> None:
         )
     if num_chars > _MOST_TEXT:
         raise RequestError(
-            f"json_schema has {num_chars} characters of names and values; at most {_MOST_TEXT} are "
-            "allowed"
+            f"json_schema has {num_chars} characters in names and values; at most {_MOST_TEXT} "
+            "are allowed"
         )
 
 
@@ -218,7 +220,7 @@ def _check_multiple(value: object) -> None:
     assert isinstance(exponent, int)
     if decimal.Decimal((0, digits, max(0, exponent))) > _MOST_MULTIPLE:
         raise RequestError(
-            f"json_schema has multipleOf {value}; its digits must form a number of at most "
+            f"json_schema has multipleOf {value}; without its decimal point, it must be at most "
             f"{_MOST_MULTIPLE}"
         )
 

@@ -59,8 +59,8 @@ def encode_prompt(
             text, ids = _encode_chat(items, tokenizer, find_answer)
         elif items and isinstance(items[0], str):
             raise RequestError(
-                "the prompt is a list of strings; use generate_batch for several prompts, or give "
-                "one prompt as a string, a list of token ids or a list of chat messages"
+                "the prompt is a list of strings; give a string, a list of token ids or a list "
+                "of chat messages, or use generate_batch for several prompts"
             )
         else:
             text = ""
@@ -110,8 +110,8 @@ def resolve_max_tokens(num_prompt_tokens: int, params: SamplingParams, max_conte
     """
     if num_prompt_tokens >= max_context:
         raise RequestError(
-            f"the prompt has {num_prompt_tokens} tokens and leaves no room for a new one; the "
-            f"model's context is {max_context} tokens; shorten the prompt"
+            f"the prompt has {num_prompt_tokens} tokens, which leaves no room for an answer in "
+            f"the model's context of {max_context} tokens; shorten the prompt"
         )
     if params.max_new_tokens is None:
         return max_context
@@ -119,7 +119,8 @@ def resolve_max_tokens(num_prompt_tokens: int, params: SamplingParams, max_conte
     if total > max_context:
         raise RequestError(
             f"{num_prompt_tokens} prompt tokens + max_new_tokens={params.max_new_tokens} make "
-            f"{total}; the model's context is {max_context} tokens; {LIMIT_ADVICE}"
+            f"{total} tokens, more than the model's context of {max_context} tokens; "
+            f"{LIMIT_ADVICE}"
         )
     return total
 
@@ -147,7 +148,8 @@ def check_text(name: str, text: str) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         raise RequestError(
-            f"{name} holds a lone surrogate at character {error.start}; it is not valid text"
+            f"{name} contains a lone surrogate at character {error.start}, which is not valid "
+            "Unicode; remove it"
         ) from None
 
 

@@ -601,7 +601,7 @@ def resolve_sampling(sampling: SamplingParams | None, options: Mapping[str, Any]
         raise RequestError(f"sampling={sampling!r} must be a SamplingParams object")
     if options:
         raise RequestError(
-            f"sampling= and {sorted(options)[0]}= are both given; put all options into one of them"
+            f"sampling= and {sorted(options)[0]}= are both given; set the option in sampling"
         )
     return sampling
 

@@ -232,7 +232,7 @@ class Terms:
                 )
         if any(as_int("snapshot_hints", position) < 0 for position in self.snapshot_hints):
             raise RequestError(
-                f"snapshot_hints={self.snapshot_hints!r} must hold prompt positions, at least 0"
+                f"snapshot_hints={self.snapshot_hints!r} must be prompt positions of at least 0"
             )
         if self.ttl is not None and not self.pin:
             raise RequestError(f"ttl={self.ttl:g} has no effect without a pin; add pin=True")

@@ -149,18 +149,18 @@ class Scheduler:
         num_blocks = self.manager.num_blocks
         needed = self.manager.blocks_for(request.max_slots)
         held = num_blocks - self.manager.usable_block_count
-        room = f"the pool has {num_blocks}"
+        room = f"but the pool has only {num_blocks}"
         if (
             held
             and request.terms.pin_share == 1
             and self.manager.pins.num_owned(request.tenant) == held
         ):
-            room = f"the pool has {num_blocks - held} of {num_blocks} that are not pinned"
+            room = f"but only {num_blocks - held} of {num_blocks} in the pool are not pinned"
         elif held and needed <= num_blocks:  # do not reveal how many blocks others pinned
-            room = "which is more than pinned prompts leave (max_pinned_blocks)"
+            room = "more than pinned prompts leave free (max_pinned_blocks)"
         return CapacityError(
-            f"the request needs {needed} blocks ({request.num_prompt_tokens} prompt tokens and up "
-            f"to {request.max_tokens - request.num_prompt_tokens} new ones, {block_size} to a "
+            f"the request needs {needed} blocks ({request.num_prompt_tokens} prompt tokens and "
+            f"up to {request.max_tokens - request.num_prompt_tokens} new ones, {block_size} per "
             f"block), {room}; lower max_new_tokens{', unpin' if held else ''} or enlarge "
             "max_cache_bytes or num_blocks"
         )

@@ -146,8 +146,8 @@ class Documents:
             _, ids = encode_prompt(text, self._parts.tokenizer, info.vocab_size)
         if not 0 <= position <= longest - len(ids):
             raise RequestError(
-                f"position_offset={position} must be in 0..{longest - len(ids)}; with the text's "
-                f"{len(ids)} tokens, it must fit the model's context of {longest} tokens"
+                f"position_offset={position} must be in 0..{longest - len(ids)}, so that the "
+                f"text's {len(ids)} tokens fit in the model's context of {longest} tokens"
             )
         return Alone([LoneText(self.lead(position), tuple(ids))], len(ids))
 

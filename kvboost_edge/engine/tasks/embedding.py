@@ -118,8 +118,8 @@ class Embedding:
         for text, ids in found.items():
             if len(ids) != 1:
                 raise RequestError(
-                    f"reranking needs {text!r} as a single token, as in Qwen3-Reranker's prompt; "
-                    "other rerankers are not supported"
+                    f"reranking needs {text!r} as a single token, which this tokenizer lacks; "
+                    "use a Qwen3-Reranker model"
                 )
         return found["yes"][0], found["no"][0]
 
@@ -157,7 +157,7 @@ class Embedding:
         if not self._has_warned:
             self._has_warned = True
             _LOG.warning(
-                "the model's files name no pooling, so the hidden state of the last token is used "
+                "the model's files do not name the pooling method, so the last token is used "
                 "(pooling 'last'); embeddings are poor if the model was not trained for this"
             )
 

@@ -83,8 +83,8 @@ def verify(
         return _verify_reuse(engine, gate, reuse.own_repair(options), prompts, max_new_tokens)
     if checked is not GenerationMode.PREFIX_CACHE:
         raise RequestError(
-            f"mode={checked.value!r} reuses nothing to compare; use 'prefix_cache' or "
-            "'chunk_kv_reuse'"
+            f"mode={checked.value!r} does not reuse KV, so there is nothing to compare; use "
+            "'prefix_cache' or 'chunk_kv_reuse'"
         )
     return _verify_exact(engine, prompts, max_new_tokens, options)
 

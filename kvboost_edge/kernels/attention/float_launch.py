@@ -161,8 +161,8 @@ def check_turning(queries: Floats, batch: PagedBatch, turning: QueryRotation | N
     rows = min(len(turning.cos), len(turning.sin))
     if turning.queries.shape != queries.shape or rows < needed:
         raise ConfigError(
-            f"queries before RoPE have shape {turning.queries.shape}, expected {queries.shape}; "
-            f"RoPE tables have {rows} positions, at least {needed} are needed"
+            f"queries before RoPE must have shape {queries.shape}, got {turning.queries.shape}, "
+            f"and RoPE tables must have at least {needed} positions, got {rows}"
         )
 
 

@@ -223,7 +223,8 @@ def plan_work(
     """
     if ahead and batch.segments is not None:
         raise ConfigError(
-            f"ahead={ahead}: queries cannot see later keys in a batch with segments; use ahead=0"
+            f"ahead={ahead} is not supported in a batch with segments, where queries cannot see "
+            "later keys; use ahead=0"
         )
     tile_rows = max(1, _ROWS_PER_ITEM // heads_per_kv)
     starts = batch.cu_seqlens_q.tolist()

@@ -64,7 +64,7 @@ def pack_blocks(blocks: Bytes, name: str) -> PackedRows:
     nbytes = form.block_bytes
     if not nbytes or width % nbytes:
         raise ConfigError(
-            f"rows of {width} bytes are not whole blocks of {name!r} ({nbytes} bytes each)"
+            f"rows of {width} bytes are not a multiple of the {nbytes} bytes of a {name!r} block"
         )
     inputs = width // nbytes * BLOCK_WEIGHTS
     codes, scales, minima = (

@@ -67,7 +67,8 @@ def paged_attention_coded(
     """
     if options.ahead:
         raise ConfigError(
-            f"ahead={options.ahead}: attention over quantized KV is causal; use ahead=0"
+            f"ahead={options.ahead} is not supported, because attention over quantized KV is "
+            "causal; use ahead=0"
         )
     space = workspace or AttentionWorkspace(1)
     heads_per_kv = check_shapes(queries, own.pool, options)

@@ -424,7 +424,8 @@ def paged_attention_coded(
     """
     if options.ahead:
         raise ConfigError(
-            f"ahead={options.ahead}: attention over quantized KV is causal; use ahead=0"
+            f"ahead={options.ahead} is not supported, because attention over quantized KV is "
+            "causal; use ahead=0"
         )
     out = np.empty(queries.shape, F32)
     lse = np.empty(queries.shape[:2], F32)

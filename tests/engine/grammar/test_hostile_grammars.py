@@ -162,11 +162,11 @@ def test_it_ends_its_own_request_at_most(engine, name):
         ),
         (
             {"json_schema": {"enum": words(20_000)}},
-            "json_schema has 240[0-9]{3} characters of names and values",
+            "json_schema has 240[0-9]{3} characters in names and values",
         ),
         (
             {"json_schema": {"type": "integer", "multipleOf": 999_983}},
-            "multipleOf 999983; its digits must form a number of at most 10000",
+            "multipleOf 999983; without its decimal point, it must be at most 10000",
         ),
         ({"json_schema": {"type": "number", "multipleOf": 1e300}}, "multipleOf 1e.300"),
         ({"json_schema": {"type": "number", "multipleOf": 0.123456}}, "multipleOf 0.123456"),

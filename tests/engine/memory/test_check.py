@@ -242,7 +242,7 @@ def test_a_shorter_context_bounds_requests_and_the_pool(model, runner, caplog):
         prompt = [5] * 60
         result = engine.generate(prompt, max_new_tokens=4, ignore_eos=True)
         assert result.generated_tokens == 4
-        with pytest.raises(RequestError, match="context is 64 tokens"):
+        with pytest.raises(RequestError, match="context of 64 tokens"):
             engine.generate(prompt, max_new_tokens=5)
     assert not [text for text in caplog.messages if "max_model_len" in text]
 

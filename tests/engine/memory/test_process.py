@@ -196,7 +196,7 @@ def test_other_runners_have_no_bound(tmp_path):
     path = write_onnx(build_tiny_model("llama"), tmp_path / "m", Form(concat=True), ConcatDecoder)
     with pytest.raises(ConfigError, match="max_memory=1000000000 needs the native runner"):
         CPUPagedEngine.from_pretrained(path, max_memory="1GB")
-    with pytest.raises(ConfigError, match="max_memory=5 needs the native runner"):
+    with pytest.raises(ConfigError, match="max_memory=5 is not supported"):
         CPUPagedEngine(build_tiny_model("llama"), None, max_memory=5)
 
 

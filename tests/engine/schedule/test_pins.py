@@ -185,7 +185,7 @@ def test_a_request_larger_than_what_is_left_is_refused_at_once(engine):
     engine.pin([5] * 80)
     with pytest.raises(
         CapacityError,
-        match=r"the pool has 11 of 16 that are not pinned; lower max_new_tokens, unpin",
+        match=r"but only 11 of 16 in the pool are not pinned; lower max_new_tokens, unpin",
     ):
         engine.submit([1] * 180)
     assert hits(engine, [1] * 150) == 0
@@ -197,9 +197,9 @@ def test_a_prompt_that_begins_with_pinned_blocks_needs_only_the_rest(engine):
         assert hits(engine, prompt) == served
     assert hits(engine, [5] * 128 + [6] * 100, mode="prefix_cache") == 224
     for options in ({"mode": "baseline"}, {"prompt_logprobs": 0}):
-        with pytest.raises(CapacityError, match="8 of 16 that are not pinned"):
+        with pytest.raises(CapacityError, match="8 of 16 in the pool are not pinned"):
             engine.submit([5] * 128 + [6] * 100, **options)
-    with pytest.raises(CapacityError, match="8 of 16 that are not pinned"):
+    with pytest.raises(CapacityError, match="8 of 16 in the pool are not pinned"):
         engine.submit([5] * 128 + [6] * 127, max_new_tokens=2)
 
 
@@ -212,7 +212,7 @@ def test_a_request_that_fitted_when_it_was_queued_is_refused_and_not_a_contradic
     handle = bench.submit([1] * 200)
     bench.manager.pins.add([3] * 128, bench.parts.root)
     bench.run()
-    assert_raises(CapacityError, "the pool has 8 of 16 that are not pinned", handle.result, 0)
+    assert_raises(CapacityError, "but only 8 of 16 in the pool are not pinned", handle.result, 0)
     later = bench.ask([2] * 20)
     assert later.generated_tokens == 8
 
@@ -232,7 +232,7 @@ def test_pins_that_grow_while_it_runs_end_it_with_an_error_that_names_them(steps
         bench.step()
     bench.manager.pins.add([1] * 32, bench.parts.root)
     bench.run()
-    assert_raises(CapacityError, "the pool has 8 of 16 that are not pinned", late.result, 0)
+    assert_raises(CapacityError, "but only 8 of 16 in the pool are not pinned", late.result, 0)
 
 
 def test_unpinning_lets_a_waiting_request_in():
@@ -294,16 +294,16 @@ def test_what_others_pinned_keeps_a_request_out_and_is_not_told(engine):
         texts.append(str(refused.value))
         with pytest.raises(
             CapacityError,
-            match=r"more than pinned prompts leave \(max_pinned_blocks\); lower max_new",
+            match=r"more than pinned prompts leave free \(max_pinned_blocks\); lower max_new",
         ):
             engine.submit([5] * 250, max_new_tokens=1, tenant="a", pin_share=0.5)
         with pytest.raises(
-            CapacityError, match=r"more than pinned prompts leave \(max_pinned_blocks\)"
+            CapacityError, match=r"more than pinned prompts leave free \(max_pinned_blocks\)"
         ):
             engine.submit([5] * 250, max_new_tokens=1)
     assert texts[0] == texts[1]
     with pytest.raises(
-        CapacityError, match=r"the request needs 19 blocks .* the pool has 16; lower"
+        CapacityError, match=r"the request needs 19 blocks .* the pool has only 16; lower"
     ):
         engine.submit([5] * 300, max_new_tokens=1, tenant="b", pin_share=0.5)
 

@@ -480,7 +480,7 @@ def test_a_request_that_fills_the_whole_pool_runs():
         2
     ):  # the second time its prompt is cached and every block of the pool is its own
         bench.ask(prompt, 1)
-    with pytest.raises(CapacityError, match=r"needs 5 blocks .* the pool has 4"):
+    with pytest.raises(CapacityError, match=r"needs 5 blocks .* the pool has only 4"):
         bench.submit(prompt, 2)
 
 

@@ -231,7 +231,7 @@ def test_documents_are_evicted_as_others_are_and_can_be_warmed_again():
         ({"documents": [3]}, "document 0 must be a string or a list of token ids, not int"),
         ({"documents": [[1, 260]]}, "token 1 of document 0 is 260"),
         ({"documents": [[1.5]]}, "token 0 of document 0=1.5 must be an integer"),
-        ({"documents": ["\ud800"]}, "document 0 holds a lone surrogate"),
+        ({"documents": ["\ud800"]}, "document 0 contains a lone surrogate"),
         (
             {"documents": [[1] * 350]},
             r"document 0: 350 tokens after 64 .* context of 400; lower primer_tokens=64",

@@ -371,10 +371,10 @@ def test_verify_is_false_where_an_answer_is_another_text(monkeypatch):
     [
         ({"prompts": []}, "prompts is an empty list"),
         ({"prompts": [[1, 999]]}, "token 1 of the prompt is 999"),
-        ({"temperature": 0.5}, "option 'temperature' is not supported with mode='chunk_kv_reuse'"),
+        ({"temperature": 0.5}, "option 'temperature' is not a recompute option"),
         ({"recompute_ratio": 2}, "recompute_ratio=2"),
         ({"mode": "nonsense"}, "mode='nonsense' is not one of"),
-        ({"mode": "baseline"}, "mode='baseline' reuses nothing to compare"),
+        ({"mode": "baseline"}, "mode='baseline' does not reuse KV"),
     ],
     ids=str,
 )

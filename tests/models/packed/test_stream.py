@@ -296,7 +296,7 @@ def test_matrices_of_several_block_formats(kinds, expected):
 def test_floats_are_never_packed_as_blocks():
     with pytest.raises(ConfigError, match="floats cannot be packed as 'q6k'"):
         pack_rows(_float(16, 256), "q6k")
-    with pytest.raises(ConfigError, match="100 bytes are not whole blocks"):
+    with pytest.raises(ConfigError, match="100 bytes are not a multiple"):
         pack_blocks(np.zeros((16, 100), np.uint8), "q6k")
 
 

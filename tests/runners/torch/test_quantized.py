@@ -53,5 +53,5 @@ def test_an_engine_gives_the_same_text_warm_and_cold(backend, tiny_model_dir):
 
 
 def test_a_loaded_model_takes_8_bits_and_no_others():
-    with pytest.raises(ConfigError, match="kv_cache_bits=4 needs the native runner"):
+    with pytest.raises(ConfigError, match="kv_cache_bits=4 is not supported"):
         CPUPagedEngine(build_tiny_model("llama"), None, kv_cache_bits=4)

@@ -242,7 +242,7 @@ async def test_a_schema_that_matches_nothing_is_refused(app, speaker, path, stre
         body = {**api.body(form={"$ref": "#"}, limit=60, **more), "stream": streams}
         answer = await app.post(path, json=body)
         assert answer.status_code == 400
-        assert "json_schema matches no value: its $ref" in error_text(path, answer.content)
+        assert "json_schema matches no value, because its $ref" in error_text(path, answer.content)
 
 
 @pytest.mark.parametrize("path", CALLING)
@@ -251,7 +251,7 @@ async def test_a_tool_whose_arguments_match_nothing_is_refused(app, speaker, pat
     tool = {"type": "function", "function": {"name": "weather", "parameters": {"$ref": "#"}}}
     answer = await app.post(path, json=api.body(tools=[tool]))
     assert answer.status_code == 400
-    assert "matches no value: its $ref" in error_text(path, answer.content)
+    assert "matches no value, because its $ref" in error_text(path, answer.content)
 
 
 @pytest.mark.parametrize("path", CHOOSING)
