@@ -155,7 +155,7 @@ class SpanIndex:
         """
         offered = self._offered[block_id] if block_id in self else None
         if offered is None:
-            raise CacheCorruption(f"block {block_id} is not offered")
+            raise CacheCorruption(f"block {block_id} is not in the span index")
         serial, parent_serial, root = offered
         self._leave_group(block_id)
         self._leave_family(block_id, serial, parent_serial)
@@ -181,12 +181,13 @@ class SpanIndex:
             )
         if block_id in self or serial in self._by_serial:
             raise CacheCorruption(
-                f"block {block_id}, or serial {serial}, is already offered; withdraw it first"
+                f"block {block_id} or serial {serial} is already in the span index; withdraw it "
+                "first"
             )
         if len(tokens) != self.block_size * TOKEN_BYTES or first_position < 0:
             raise CacheCorruption(
-                f"block {block_id} of {self.block_size} tokens is offered with {len(tokens)} bytes "
-                f"of tokens, at position {first_position}"
+                f"block {block_id} must have {self.block_size} tokens and a position of at least "
+                f"0, not {len(tokens)} bytes of tokens at position {first_position}"
             )
         if not ROOT_SERIAL <= parent_serial < serial:
             raise CacheCorruption(
@@ -324,7 +325,7 @@ class SpanIndex:
             block_id: entry for block_id, entry in enumerate(self._offered) if entry is not None
         }
         if self._by_serial != {entry[0]: block_id for block_id, entry in offered.items()}:
-            raise CacheCorruption("the map of serials does not match the offered blocks")
+            raise CacheCorruption("the map of serials does not match the indexed blocks")
         counts: dict[bytes, int] = {}
         children: dict[int, set[int]] = {}
         groups: dict[Any, set[int]] = {}
@@ -349,7 +350,7 @@ class SpanIndex:
             groups.setdefault((root, tables.tokens[block_id].tobytes()), set()).add(block_id)
         if counts != {root: number for root, (_, number) in self._roots.items()}:
             raise CacheCorruption(
-                f"block counts by root are wrong: {len(counts)} roots have offered blocks"
+                f"block counts by root are wrong: {len(counts)} roots have indexed blocks"
             )
         firsts = {
             entry[0]: int(tables.first_children[block_id]) for block_id, entry in offered.items()
@@ -360,14 +361,14 @@ class SpanIndex:
         if {
             serial: self._listed(child, tables.older_siblings) for serial, child in firsts.items()
         } != children:
-            raise CacheCorruption("a list of children does not match the offered blocks")
+            raise CacheCorruption("a list of children does not match the indexed blocks")
         linked = [int(head) for head in tables.heads if head != NONE]
         for leader in linked:  # the list grows during the loop
             if tables.next_groups[leader] != NONE:
                 linked.append(int(tables.next_groups[leader]))
         found = sorted(sorted(self._listed(leader, tables.older)) for leader in linked)
         if found != sorted(sorted(group) for group in groups.values()):
-            raise CacheCorruption("the groups do not match the offered blocks")
+            raise CacheCorruption("the groups do not match the indexed blocks")
 
     def _listed(self, block_id: int, links: Ints) -> set[int]:
         found: set[int] = set()

@@ -46,8 +46,8 @@ def cpus_of_each(
         each = num_threads
     if workers * each > free:
         raise ConfigError(
-            f"workers={workers} with {each} threads each need {workers * each} CPUs, and {free} "
-            "are available; lower --workers or --num-threads"
+            f"workers={workers} with {each} threads each need {workers * each} CPUs, but only "
+            f"{free} are available; lower --workers or --num-threads"
         )
     if each > most:
         raise ConfigError(
@@ -57,7 +57,7 @@ def cpus_of_each(
     if (places := _places(machines, each)) < workers:
         raise ConfigError(
             f"workers={workers} with {each} threads each do not fit on machines with "
-            f"{sorted(machines)} CPUs, which have room for {places}; lower --workers or "
+            f"{sorted(machines)} CPUs, which have room for only {places}; lower --workers or "
             "--num-threads"
         )
     return each

@@ -97,8 +97,8 @@ def own_options(engine: Mapping[str, Any], cpus: float, memory: int) -> dict[str
         options.setdefault("num_threads", int(cpus))
     if memory > available_bytes():
         raise CapacityError(
-            f"memory={memory} bytes are reserved for the replica, and {available_bytes()} are "
-            "available; reserve less"
+            f"memory={memory} bytes are reserved for the replica, but only {available_bytes()} "
+            "are available; reserve less"
         )
     return options
 

@@ -157,16 +157,16 @@ class Replicas:
         root = str(about.get("root"))
         if model != self._model:
             return (
-                f"replica {name} serves another model: its files have the digest {model[:12]}, the "
-                f"server's files have {self._model[:12]}; give both the same files"
+                f"replica {name} serves another model: its files have the digest {model[:12]}, "
+                f"but the server's files have {self._model[:12]}; give both the same files"
             )
         if self._root is None:
             self._root = root
         if root != self._root:
             return (
                 f"replica {name} has other settings or another processor: its KV format is "
-                f"{root[:12]}, and the other replicas have {self._root[:12]}; start all with the "
-                "same options, on machines with the same instruction set"
+                f"{root[:12]}, but that of the other replicas is {self._root[:12]}; start all "
+                "with the same options, on machines with the same instruction set"
             )
         return None
 

@@ -45,8 +45,9 @@ def ray_directory() -> Iterator[str]:
             if len(str(inner)) + _SESSION_PATH > _MOST_SOCKET_PATH:
                 most = _MOST_SOCKET_PATH - _SESSION_PATH - len(f"/{_prefix()}/{_INSIDE}") - _RANDOM
                 raise ConfigError(
-                    f"the path of the temporary directory, {tempfile.gettempdir()!r}, is too long "
-                    f"for Ray's sockets: at most {most} characters; set TMPDIR"
+                    f"the path of the temporary directory, {tempfile.gettempdir()!r}, is too "
+                    f"long for Ray's sockets (at most {most} characters); set TMPDIR to a "
+                    "shorter path"
                 )
             inner.mkdir()
             yield str(inner)

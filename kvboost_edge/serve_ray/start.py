@@ -216,7 +216,7 @@ def own_cluster(num_cpus: int) -> Iterator[None]:
             if not isinstance(error, Exception):
                 raise
             raise BackendUnavailable(
-                f"Ray does not start on this machine: {_first_line(error)}"
+                f"Ray could not be started on this machine: {_first_line(error)}"
             ) from error
         try:
             if ray.util.get_node_ip_address() != _LOOPBACK:

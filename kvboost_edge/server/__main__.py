@@ -179,8 +179,8 @@ def _bounded(options: ServeOptions) -> tuple[ServeOptions, ProcessMemory | None]
         allowance = min(allowance, given)
     if allowance <= 0:
         raise ConfigError(
-            f"max_memory={process.bound} is less than the {process.base} bytes of a server without "
-            "a model; raise it"
+            f"max_memory={process.bound} is less than the {process.base} bytes that a server "
+            "needs without a model; raise it"
         )
     if not options.others:
         engine = {**options.engine, "max_memory": process.base + allowance}

@@ -141,8 +141,8 @@ def create_app(
     loader.adopt(models.first, loader.prepared(models.first, engine))
     if loader.taken > loader.budget:
         raise ConfigError(
-            f"{'max_model_bytes' if process is None else 'max_memory, for models,'}="
-            f"{loader.budget} is less than the {loader.taken} bytes of the first model's weights, "
+            f"{'max_model_bytes' if process is None else 'max_memory'} allows {loader.budget} "
+            f"bytes for models, less than the {loader.taken} bytes of the first model's weights, "
             "pool and recurrent state; raise it, or make the pool smaller (--max-cache-bytes, "
             "--num-blocks)"
         )

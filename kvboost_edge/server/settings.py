@@ -403,7 +403,7 @@ class ServerSettings:
         unknown = [kind for kind in self.normalise if kind not in NORMALISERS]
         if unknown:
             raise ConfigError(
-                f"normalise holds {unknown[0]!r}, which is not one of {', '.join(NORMALISERS)}"
+                f"normalise contains {unknown[0]!r}, which is not one of {', '.join(NORMALISERS)}"
             )
         for name in self.model_names:
             if not name or not name.isprintable():
@@ -418,13 +418,13 @@ class ServerSettings:
         for host in self.allowed_hosts:
             if not _HOST_PATTERN.fullmatch(host):
                 raise ConfigError(
-                    f"allowed_hosts holds {host!r}; give a host name or address without port, or "
-                    "'*'"
+                    f"allowed_hosts contains {host!r}; give a host name or address without port, "
+                    "or '*'"
                 )
         for origin in self.cors_origins:
             if not _ORIGIN_PATTERN.fullmatch(origin):
                 raise ConfigError(
-                    f"cors_origins holds {origin!r}; give scheme and host, such as "
+                    f"cors_origins contains {origin!r}; give the scheme and host, such as "
                     "https://example.org"
                 )
         if self.otel_endpoint is not None and not _COLLECTOR_PATTERN.fullmatch(self.otel_endpoint):

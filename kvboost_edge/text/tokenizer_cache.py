@@ -84,7 +84,9 @@ def _read(path: Path, key: str, name: str) -> Tokenizer | None:
         return None
     head = _MAGIC + _VERSION.to_bytes(4, "little") + hashlib.sha256(data[_HEAD:]).digest()
     if data[:_HEAD] != head:
-        _LOG.warning("%s is damaged or has another version, so the tokenizer is rebuilt", path)
+        _LOG.warning(
+            "%s is damaged or was written by another version, so the tokenizer is rebuilt", path
+        )
         return None
     start = _HEAD + 4 + int.from_bytes(data[_HEAD : _HEAD + 4], "little")
     fields: dict[str, Any] = json.loads(data[_HEAD + 4 : start])

@@ -395,7 +395,9 @@ class IOThread(OffloadStore):
         try:
             return np.empty((count, row_bytes), dtype=np.uint8)
         except MemoryError:
-            _LOG.warning("not enough memory to load %d blocks; they are computed instead", count)
+            _LOG.warning(
+                "not enough memory to load %d blocks from a tier; they are computed instead", count
+            )
             return np.empty((0, row_bytes), dtype=np.uint8)
 
     def _read_some(self, addresses: Sequence[BlockAddress], data: Bytes) -> tuple[str, int]:

@@ -145,15 +145,23 @@ def test_a_quantized_block_that_a_pass_leaves_open_is_in_no_earlier_part(kind):
     """
     backend = pool(kind, (8, 8))
     whole = plain(26, SIZE, blocks_from(4))
-    with pytest.raises(ConfigError, match="block 5 is only partly written, but is not in the last segment"):
+    with pytest.raises(
+        ConfigError, match="block 5 is only partly written, but is not in the last segment"
+    ):
         backend.prepare(layout_of([whole, rows_over(whole, 26)], SIZE))
     begun = whole._replace(stop=10)
     write(backend, [begun])
-    with pytest.raises(ConfigError, match="block 4 is only partly written, but is not in the last segment"):
+    with pytest.raises(
+        ConfigError, match="block 4 is only partly written, but is not in the last segment"
+    ):
         backend.prepare(layout_of([rows_over(begun, 10)], SIZE))
-    with pytest.raises(ConfigError, match="block 4 is only partly written, but is not in the last segment"):
+    with pytest.raises(
+        ConfigError, match="block 4 is only partly written, but is not in the last segment"
+    ):
         backend.prepare(layout_of([begun._replace(start=10, stop=13), rows_over(begun, 10)], SIZE))
-    with pytest.raises(ConfigError, match="block 5 is only partly written, but is not in the last segment"):
+    with pytest.raises(
+        ConfigError, match="block 5 is only partly written, but is not in the last segment"
+    ):
         backend.prepare(layout_of([whole._replace(start=10), rows_over(whole, 26)], SIZE))
     write(backend, [whole._replace(start=10), rows_over(whole, 16)])
     backend.close()

@@ -155,9 +155,7 @@ def test_backends_of_tensors_refuse_states_by_name(name, device, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr("kvboost_edge.backends.torch.apple.missing", lambda: None)
-    assert "2 recurrent layers" in str(
-        load_module(name).unsupported_reason(device, SPEC)
-    )
+    assert "2 recurrent layers" in str(load_module(name).unsupported_reason(device, SPEC))
     choice = dataclasses.replace(choose_backend("cpu"), name=name, device=device)
     with pytest.raises(BackendUnavailable, match="2 recurrent layers"):
         make_backend(choice, SPEC, 4, num_state_slots=3)

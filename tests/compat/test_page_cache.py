@@ -87,7 +87,8 @@ def test_pages_that_the_new_sequence_shares_with_the_replaced_one_make_no_room()
     cache.attach("other", ["x"])
     cache.attach("a", list(range(8)), [1, 2, 3, 4])
     with pytest.raises(
-        CapacityError, match="16 payloads need 4 pages of 4 \(1 of them shared\), but only 2 of 4 pages are available"
+        CapacityError,
+        match=r"16 payloads need 4 pages of 4 \(1 of them shared\), but only 2 of 4 pages are available",
     ):
         cache.attach("a", list(range(16)), [1, 2, 3, 4])
     assert cache.get("a") == list(range(8))

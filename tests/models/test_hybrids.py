@@ -248,12 +248,12 @@ TENSORS = {
     "a tap too many": (
         "lfm2",
         {"model.layers.2.conv.conv.weight": np.ones((64, 1, 4), np.float32)},
-        r"conv.weight' has shape \(64, 1, 4\); the config gives 3 taps per channel",
+        r"conv.weight' has shape \(64, 1, 4\), but the config gives 3 taps per channel",
     ),
     "another shape": (
         "qwen3_5_text",
         {"model.layers.1.linear_attn.conv1d.weight": np.ones((192, 2, 4), np.float32)},
-        r"has shape \(192, 2, 4\); the config gives 4 taps per channel",
+        r"has shape \(192, 2, 4\), but the config gives 4 taps per channel",
     ),
     "too few channels": (
         "qwen3_5_text",

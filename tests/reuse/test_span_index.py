@@ -41,11 +41,11 @@ def two_blocks():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((ROOT, 0, 9, 0, TOKENS, 0), "block 0, or serial 9, is already offered"),
-        ((ROOT, 1, 7, 0, TOKENS, 0), "block 1, or serial 7, is already offered"),
+        ((ROOT, 0, 9, 0, TOKENS, 0), "block 0 or serial 9 is already in the span index"),
+        ((ROOT, 1, 7, 0, TOKENS, 0), "block 1 or serial 7 is already in the span index"),
         ((ROOT, 8, 9, 0, TOKENS, 0), "stale block id 8: the index has blocks 0 .. 7"),
         ((ROOT, -1, 9, 0, TOKENS, 0), "stale block id -1"),
-        ((ROOT, 1, 9, 0, TOKENS[:-4], 0), "block 1 of 4 tokens is offered with 12 bytes"),
+        ((ROOT, 1, 9, 0, TOKENS[:-4], 0), "block 1 must have 4 tokens and .* not 12 bytes"),
         ((ROOT, 1, 9, 0, TOKENS, -1), "at position -1"),
         ((ROOT, 1, 9, 9, TOKENS, 0), "serial 9 must be greater than its parent's serial 9"),
         ((ROOT, 1, 0, 0, TOKENS, 0), "serial 0 must be greater than its parent's serial 0"),
@@ -74,9 +74,11 @@ def test_what_contradicts_is_refused_and_changes_nothing(arguments, message):
 @pytest.mark.parametrize("block_id", [1, 8, -1])
 def test_what_is_not_offered_cannot_be_withdrawn(block_id):
     index = two_blocks()
-    assert_raises(CacheCorruption, f"block {block_id} is not offered", index.withdraw, block_id)
+    assert_raises(
+        CacheCorruption, f"block {block_id} is not in the span index", index.withdraw, block_id
+    )
     index.withdraw(0)
-    assert_raises(CacheCorruption, "block 0 is not offered", index.withdraw, 0)
+    assert_raises(CacheCorruption, "block 0 is not in the span index", index.withdraw, 0)
     index.check()
 
 

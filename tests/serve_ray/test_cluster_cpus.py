@@ -23,13 +23,13 @@ def test_each_replica_gets_its_threads_or_an_even_part():
     ):
         cpus_of_each(2, 6, [4] * 4)
     for workers, threads in ((3, None), (2, 2)):
-        with pytest.raises(ConfigError, match=rf"workers={workers} .* and 2 are available"):
+        with pytest.raises(ConfigError, match=rf"workers={workers} .* only 2 are available"):
             cpus_of_each(workers, threads, [2])
     with pytest.raises(
-        ConfigError, match="workers=2 with 3 threads each need 6 CPUs, and 5 are available"
+        ConfigError, match="workers=2 with 3 threads each need 6 CPUs, but only 5 are available"
     ):
         cpus_of_each(2, 3, [8], free=5)
-    assert_raises(ConfigError, "and 0 are available", cpus_of_each, 1, None, [])
+    assert_raises(ConfigError, "but only 0 are available", cpus_of_each, 1, None, [])
 
 
 @pytest.mark.parametrize("machines", [[3, 3], [5, 1], [2, 2, 2], [7, 1, 1], [1, 1, 1, 1, 1]])

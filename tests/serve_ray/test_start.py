@@ -127,7 +127,9 @@ def test_of_a_ray_that_does_not_start_whole_nothing_is_left(monkeypatch):
 
     monkeypatch.setattr(ray, "init", init)
     with (
-        pytest.raises(BackendUnavailable, match="does not start on this machine: The current node"),
+        pytest.raises(
+            BackendUnavailable, match="could not be started on this machine: The current node"
+        ),
         own_cluster(1),
     ):
         pass
@@ -219,7 +221,7 @@ def test_a_cluster_without_room_is_told(ray_cluster):
         env={**os.environ, **own},
     )
     assert done.returncode == 1, done.stderr
-    assert "workers=5 with 1 threads each need 5 CPUs, and 4 are available" in done.stderr
+    assert "workers=5 with 1 threads each need 5 CPUs, but only 4 are available" in done.stderr
 
 
 @pytest.mark.cluster

@@ -241,7 +241,7 @@ class LMCacheEngine:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise RequestError("this engine is closed; create another one")
+            raise RequestError("this engine is closed; create a new one")
 
     def _cut(
         self, kv: KeysAndValues, addresses: Sequence[BlockAddress], first: int, *, replace: bool

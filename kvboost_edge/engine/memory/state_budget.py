@@ -143,8 +143,8 @@ class _Room:
                 else ""
             )
             return (
-                f"max_state_bytes={given} holds {num_slots} states of {_mib(size)}, and {num_seqs} "
-                f"sequences need {num_seqs + 1} states{drafts}: "
+                f"max_state_bytes={given} holds {num_slots} states of {_mib(size)}, but "
+                f"{num_seqs} sequences need {num_seqs + 1} states{drafts}: "
                 f"{(num_seqs + 1) * size + draft_bytes} bytes; raise max_state_bytes or lower "
                 f"max_num_seqs{fewer and f' or {fewer}'}"
             )
@@ -152,10 +152,10 @@ class _Room:
             drafts = f", draft tokens of {_mib(draft_bytes)}" if num_draft_rows else ""
             return (
                 f"{num_slots} recurrent states of {_mib(size)} ({num_seqs} sequences need "
-                f"{num_seqs} x {_mib(size)}){drafts} and a pool of {_mib(self.pool_bytes)} exceed "
-                f"memory: {_mib(self.available)} is available after the weights; lower "
-                f"max_num_seqs, max_state_bytes, {fewer and f'{fewer}, '}max_cache_bytes or "
-                "num_blocks"
+                f"{num_seqs} x {_mib(size)}){drafts} and a pool of {_mib(self.pool_bytes)} "
+                f"exceed memory: only {_mib(self.available)} is available after the weights; "
+                f"lower max_num_seqs, max_state_bytes, {fewer and f'{fewer}, '}max_cache_bytes "
+                "or num_blocks"
             )
         return ""
 
@@ -235,7 +235,7 @@ def speculation_refusal(config: EngineConfig, states: TableStates | None) -> str
         why = "recurrent state leaves no room for them"
         remedy = _more_room(config)
     return (
-        "draft tokens of this hybrid model need memory, which is reserved at the start, and "
+        "draft tokens of this hybrid model need memory that is reserved at the start, but "
         f"{why}; {remedy}"
     )
 

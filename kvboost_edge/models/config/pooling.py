@@ -78,7 +78,7 @@ def read_pooling(model_dir: Path) -> Pooling:
             dense.append(folder)
     if kinds != sorted(kinds, key=_ORDER.index) or kinds.count("Pooling") > 1:
         raise ModelFormatError(
-            f"{path}: modules {kinds} are not in the order {', '.join(_ORDER)} with at most one "
+            f"{path}: modules {kinds} must be in the order {', '.join(_ORDER)}, with at most one "
             "Pooling"
         )
     return pooling._replace(dense=tuple(dense))

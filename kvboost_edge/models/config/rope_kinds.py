@@ -96,7 +96,8 @@ def rope_kind(settings: Mapping[str, Any], head_dim: int, max_positions: int) ->
     rotary_dim = int(head_dim * share)
     if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
         raise ModelFormatError(
-            f"RoPE: {rotary_dim} rotated channels must be an even number up to head_dim={head_dim}"
+            f"RoPE rotates {rotary_dim} channels, but the number must be even and at most "
+            f"head_dim={head_dim}"
         )
     base = _default(theta, rotary_dim)
     if kind == "default":

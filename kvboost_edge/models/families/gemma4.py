@@ -120,8 +120,9 @@ def _shapes(config: Config, windows: Sequence[int]) -> Sequence[LayerShape]:
         if giver is None:
             kind = _SLIDING if window else _FULL
             raise ModelFormatError(
-                f"layer {index} ({kind}) must share KV because of num_kv_shared_layers={shared}, "
-                f"but none of the first {first} layers has the same type"
+                f"layer {index} ({kind}) needs the KV of an earlier layer "
+                f"(num_kv_shared_layers={shared}), but none of the first {first} layers has the "
+                "same type"
             )
         if own[giver] != own[index]:
             raise ModelFormatError(

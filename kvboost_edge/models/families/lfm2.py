@@ -50,7 +50,7 @@ def _hybrid(config: Config, layers: int) -> Hybrid:
     check_most("conv_L_cache", length, MOST_TAPS)
     if "conv" in kinds and hidden % GROUP:
         raise ModelFormatError(
-            f"hidden_size={hidden} is not a multiple of {GROUP}, as the recurrent kernels require"
+            f"hidden_size={hidden} must be a multiple of {GROUP} for the recurrent kernels"
         )
     return hybrid_of(kinds, Mixer("conv", length - 1, hidden), CONV_NAMES)
 

@@ -132,13 +132,13 @@ def experts_of(
         )
     if width % _GROUP:
         raise ModelFormatError(
-            f"{of_width}={width} of the experts is not a multiple of {_GROUP}, as the expert "
-            "kernels require"
+            f"{of_width}={width} of the experts must be a multiple of {_GROUP} for the expert "
+            "kernels"
         )
     hidden = integer_of(config, "hidden_size", 1)
     if hidden % _TILE:
         raise ModelFormatError(
-            f"hidden_size={hidden} is not a multiple of {_TILE}, as the expert kernels require"
+            f"hidden_size={hidden} must be a multiple of {_TILE} for the expert kernels"
         )
     return Experts(count, used, width, tuple(sparse), rest.pop("names", ExpertNames()), **rest)
 

@@ -137,7 +137,7 @@ def _hybrid(config: Config, layers: int) -> Hybrid:
     kinds = tuple(_KINDS[one] for one in config["layer_types"])
     if ATTENTION not in kinds:
         raise ModelFormatError(
-            "no layer of the model has attention, and models without attention are not supported"
+            "the model has no attention layers, and such models are not supported"
         )
     mixer = ssd_mixer(config, _KEYS, "gated_before", time_limit_of(config))
     names = ssd_names("mamba", mixer, conv_bias=flag_of(config, "use_conv_bias", True))

@@ -74,13 +74,12 @@ def _hybrid(config: Config, layers: int) -> Hybrid:
         check_most(name, dim, MOST_DIM)
         if dim % LANES:
             raise ModelFormatError(
-                f"{name}={dim} is not a multiple of {LANES}, as the recurrent kernels require"
+                f"{name}={dim} must be a multiple of {LANES} for the recurrent kernels"
             )
     if value_heads * value_dim % GROUP:
         raise ModelFormatError(
             f"linear_num_value_heads={value_heads} x linear_value_head_dim={value_dim} = "
-            f"{value_heads * value_dim} values, not a multiple of {GROUP}, as the recurrent "
-            "kernels require"
+            f"{value_heads * value_dim} must be a multiple of {GROUP} for the recurrent kernels"
         )
     channels = 2 * key_heads * key_dim + value_heads * value_dim
     tiled = bool(config.get(TILED_HEADS))

@@ -44,7 +44,7 @@ def _collected(name: str) -> Mapping[str, Any]:
         entries: Mapping[str, Any] = getattr(module, name, {})
         twice = found.keys() & entries.keys()
         if twice:
-            raise ValueError(f"{module.__name__}: {name} defines {sorted(twice)} again")
+            raise ValueError(f"{module.__name__}: {name} redefines {sorted(twice)}")
         found |= entries
     return MappingProxyType(found)
 

@@ -110,7 +110,7 @@ def hybrid_of(kinds: tuple[str, ...], mixer: Mixer, names: MixerNames) -> Hybrid
     """
     if _ATTENTION not in kinds:
         raise ModelFormatError(
-            "no layer of the model has attention, and models without attention are not supported"
+            "the model has no attention layers, and such models are not supported"
         )
     return Hybrid(kinds, mixer if mixer.kind in kinds else None, names)
 
@@ -211,13 +211,13 @@ def ssd_mixer(
     for key, value in ((keys.head_dim, dim), (keys.state, state)):
         if value % LANES:
             raise ModelFormatError(
-                f"{key}={value} is not a multiple of {LANES}, as the recurrent kernels require"
+                f"{key}={value} must be a multiple of {LANES} for the recurrent kernels"
             )
     width = heads * dim
     if width % GROUP:
         raise ModelFormatError(
-            f"{keys.heads}={heads} x {keys.head_dim}={dim} = {width} values, not a multiple of "
-            f"{GROUP}, as the recurrent kernels require"
+            f"{keys.heads}={heads} x {keys.head_dim}={dim} = {width} must be a multiple of "
+            f"{GROUP} for the recurrent kernels"
         )
     norm_groups = 0 if norm == "none" else groups
     channels = width + 2 * groups * state

@@ -168,7 +168,7 @@ def quant_rows_of(name: str, data: Bytes) -> QuantRows:
     """
     block = BLOCKS[name]
     if block.codes is None or block.kind is None:
-        raise ModelFormatError(f"tensors of type {name} are not stored quantized")
+        raise ModelFormatError(f"tensors of type {name} are not quantized")
     codes, scales, minima = block.codes(_blocks(name, data))
     rows = len(data)
     return QuantRows(

@@ -201,7 +201,8 @@ class GgufSource:
         path, stamp = self.header.parts[tensor.part]
         if len(tensor.shape) != 2 or name.endswith(tuple(self._heads)):
             raise ModelFormatError(
-                f"{path}: tensor {name!r} has shape {tensor.shape}, so single rows cannot be read"
+                f"{path}: tensor {name!r} has shape {tensor.shape}; single rows cannot be read "
+                "from it"
             )
         row_bytes = (tensor.stop - tensor.start) // tensor.shape[0]
         return StoredRows(path, stamp, tensor.type, tensor.start, row_bytes)
@@ -226,7 +227,8 @@ class GgufSource:
         """
         if not 0 <= start < stop <= tensor.shape[0]:
             raise ModelFormatError(
-                f"{self._path}: tensor {name!r} has no rows {start} to {stop} of {tensor.shape[0]}"
+                f"{self._path}: tensor {name!r} has {tensor.shape[0]} rows; rows {start} to "
+                f"{stop} are out of range"
             )
         first = start
         last = stop

@@ -69,7 +69,7 @@ def locate_model(
     """
     if not isinstance(path_or_id, (str, Path)):
         raise ConfigError(
-            f"the model {path_or_id!r} must be a string or a Path: a directory or a hub id"
+            f"the model must be a string or a Path with a directory or a hub id, not {path_or_id!r}"
         )
     name = str(path_or_id)
     if not name:

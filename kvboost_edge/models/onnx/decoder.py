@@ -159,7 +159,8 @@ class _Search:
         source, divided = graph.scaled(graph.input(found[0], 0))
         if abs(factor * divided - 1) > 1e-6:
             raise graph.error(
-                f"{found[0]}: logits are divided by {1 / divided:g} but multiplied by {factor:g}"
+                f"{found[0]} is not a softcap of logits: they are divided by {1 / divided:g} "
+                f"before it and multiplied by {factor:g} after it"
             )
         return source, factor, 1.0
 
@@ -238,7 +239,7 @@ class _Search:
         found = graph.summands(stream)
         if found is None:
             raise graph.error(
-                f"value {stream!r} is the residual stream after a layer, so it must be a sum"
+                f"value {stream!r} must be a sum, because it is the residual stream after a layer"
             )
         for older, younger in (found, found[::-1]):
             seen = set(graph.seen)
@@ -342,8 +343,8 @@ class _Search:
         dim, rest = divmod(whole.size, heads + 2 * kv_heads)
         if rest:
             raise graph.error(
-                f"{node} has {whole.size} packed rows, which do not fit {heads} query heads and 2 "
-                f"x {kv_heads} KV heads"
+                f"{node} has {whole.size} packed rows, which must be a multiple of {heads} query "
+                f"heads + 2 x {kv_heads} KV heads"
             )
         ends = (0, heads * dim, (heads + kv_heads) * dim, whole.size)
         cut = [
@@ -466,8 +467,8 @@ class _Search:
         inputs = [name for name in self.model.inputs if name not in _INPUTS]
         if len(inputs) != 2 * len(layers):
             raise self.graph.error(
-                f"the graph has {len(inputs)} past KV inputs and {len(layers)} attention layers, "
-                "expected two inputs per layer"
+                f"the graph has {len(inputs)} past KV inputs for {len(layers)} attention layers, "
+                "expected two per layer"
             )
 
 

@@ -138,8 +138,8 @@ def _ropes(config: Mapping[str, Any], decoder: Decoder) -> dict[str, Any]:
     if config["model_type"] != "gemma3_text":
         if len(found) > 1:
             raise ModelFormatError(
-                f"model_type={config['model_type']!r} needs one RoPE for all layers, but the graph "
-                f"has {len(found)}"
+                f"model_type={config['model_type']!r} needs the same RoPE in all layers, but the "
+                f"graph has {len(found)} kinds"
             )
         return {"rope_parameters": next(iter(found.values()))}
     local = next((found[layer.rope] for layer in decoder.layers if layer.window), None)

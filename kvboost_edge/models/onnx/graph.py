@@ -198,7 +198,10 @@ class Graph:
         matrix = self._bits(node) if node.op == "MatMulNBits" else self._floats(node)
         if len(node.inputs) > 5 and node.inputs[5]:
             if bias is not None:
-                raise self.error(f"{node} has a bias, and another bias is added after it")
+                raise self.error(
+                    f"{node} has a bias, but another bias is added to its output; only one is "
+                    "supported"
+                )
             bias = self.weight(node, 5)
         added = None if bias is None else float_matrix(str(node), bias, transposed=False)
         if added is not None and added.shape != matrix.shape[:1]:

@@ -117,7 +117,8 @@ def _layer(
         shapes.add((shape[1], shape[3] if isinstance(shape[3], int) else head_dim))
     if len(shapes) != 1 or min(shapes)[1] < 1:
         raise ModelFormatError(
-            f"{model.path}: KV of layer {index} has shapes {sorted(shapes)}, expected one shape"
+            f"{model.path}: KV of layer {index} has heads and dims {sorted(shapes)}, expected "
+            "the same for keys and values"
         )
     num_kv_heads, dim = shapes.pop()
     return LayerPast(
@@ -144,7 +145,7 @@ def _refuse_cache(model: OnnxModel, node: OnnxNode) -> None:
         value = node.attributes.get(name)
         if value not in (None, 0, "", "NONE"):
             raise ModelFormatError(
-                f"{model.path}: {node} has {name}={value!r:.20}: only plain KV caches are supported"
+                f"{model.path}: {node} has {name}={value!r:.20}; only plain KV caches are supported"
             )
 
 

@@ -40,7 +40,7 @@ def rope_difference(tables: Tables, kind: RopeKind, max_context: int) -> str:
             )
     if cosines.shape[0] < max_context:
         return (
-            f"table {cosines.name!r} ends at position {cosines.shape[0]}, but the context at "
+            f"table {cosines.name!r} has {cosines.shape[0]} positions, but the context has "
             f"{max_context}"
         )
     frequencies = np.array(kind.frequencies, dtype=np.float64)

@@ -61,7 +61,7 @@ def tensors_of(decoder: Decoder, *, fused: bool) -> dict[str, tuple[Rows, ...]]:
                     own[name + ending] = tuple(part for one in rows for part in one)
                 elif rows:
                     raise ModelFormatError(
-                        f"layer {index}: only some of {', '.join(parts)} have a bias"
+                        f"layer {index}: either all or none of {', '.join(parts)} must have a bias"
                     )
         found |= {f"model.layers.{index}.{name}": rows for name, rows in own.items()}
     found["model.norm.weight"] = (_whole(decoder.norm.weight),)
@@ -134,8 +134,8 @@ class OnnxSource:
 
     def stored_rows(self, name: str) -> StoredRows:
         raise ModelFormatError(
-            f"{self.file_of(name)}: tensor {name!r} is in an ONNX file, from which single rows "
-            "cannot be read"
+            f"{self.file_of(name)}: tensor {name!r} is in an ONNX file; single rows cannot be "
+            "read from such files"
         )
 
     def kind(self, name: str) -> str | None:
@@ -168,7 +168,7 @@ class OnnxSource:
     def quant_rows(self, name: str, start: int, stop: int) -> QuantRows:
         kind = self.kind(name)
         if kind is None:
-            raise ModelFormatError(f"tensor {name!r} is not stored in one quantized format")
+            raise ModelFormatError(f"tensor {name!r} is not stored in a single quantized format")
         parts = [
             self._quantized(part.matrix, kind, *ends) for part, ends in self._cut(name, start, stop)
         ]
@@ -193,7 +193,8 @@ class OnnxSource:
         size = self.shape(name)[0]
         if not 0 <= start < stop <= size:
             raise ModelFormatError(
-                f"{self._path}: tensor {name!r} has no rows {start} to {stop} of {size}"
+                f"{self._path}: tensor {name!r} has {size} rows; rows {start} to {stop} are out "
+                "of range"
             )
         found = []
         first = 0

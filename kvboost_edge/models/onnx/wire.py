@@ -70,7 +70,8 @@ class Message(NamedTuple):
                 raise self.error(f"contains a field of unknown wire type {wire} before byte {at}")
             if size > self.stop - at:
                 raise self.error(
-                    f"contains a field of {size} bytes at {at}, but only {self.stop - at} remain"
+                    f"contains a field of {size} bytes at byte {at}, but only {self.stop - at} "
+                    "remain"
                 )
             yield ProtobufField(number, wire, 0, at, at + size)
             at += size

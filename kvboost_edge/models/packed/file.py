@@ -114,7 +114,7 @@ class PackedWeights:
     def array(self, name: str) -> npt.NDArray[np.uint8]:
         """Return the bytes of a section as a view."""
         if self._data is None:
-            raise ModelFormatError("the packed weights are closed")
+            raise ModelFormatError("the packed weights are closed; load the model again")
         start, size = self._sections[name]
         return self._data[start : start + size]
 
@@ -326,7 +326,8 @@ def _open_checked(
             stamp = FileStamp.of_open(file, path)
             if stamp.size != _size(header) or file.read(len(header)) != header:
                 _LOG.warning(
-                    "%s is damaged or has another version; the weights are packed again", path
+                    "%s is damaged or was written by another version; the weights are packed again",
+                    path,
                 )
                 return None
             known = recall(stamp, cache_dir)

@@ -146,7 +146,7 @@ class PackedQuantSource:
         module = self._module(name)
         if module is not None:
             raise self._error(
-                module, "qweight", "stores rows as columns, so single rows cannot be read"
+                module, "qweight", "stores rows as columns; single rows cannot be read from it"
             )
         return self._files.stored_rows(name)
 
@@ -164,7 +164,7 @@ class PackedQuantSource:
             raise self._error(
                 module,
                 "qweight",
-                f"has {inputs} inputs and {outputs} outputs, which must be multiples of 32 and 8",
+                f"has {inputs} inputs and {outputs} outputs; they must be multiples of 32 and 8",
             )
         for part, dtype, shape in (
             ("qzeros", "I32", (groups, outputs // 8)),
@@ -191,7 +191,9 @@ class PackedQuantSource:
         """
         outputs = self._shapes[module][0]
         if not 0 <= start < stop <= outputs:
-            raise self._error(module, "qweight", f"has no rows {start} to {stop} of {outputs}")
+            raise self._error(
+                module, "qweight", f"has {outputs} rows; rows {start} to {stop} are out of range"
+            )
         qweight = self._whole(f"{module}.qweight", "I32", 2)
         scales = self._whole(f"{module}.scales", "F16", 2)[:, start:stop].T
         if self._layout.method == "awq":

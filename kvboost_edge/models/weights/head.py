@@ -52,7 +52,7 @@ def with_found_head(
     if other is None:
         return config
     _LOG.warning(
-        "%s has a head that differs from the embedding; using it, although the config does not "
+        "the head %s differs from the embedding and is used, although the config does not "
         "mention it",
         other,
     )

@@ -85,8 +85,8 @@ class HalvedSource(WrappedSource):
     def stored_rows(self, name: str) -> StoredRows:
         if name.endswith(_TURNED):
             raise ModelFormatError(
-                f"{self.file_of(name)}: tensor {name!r} stores its rows in a different order, so "
-                "single rows cannot be read from the file"
+                f"{self.file_of(name)}: tensor {name!r} stores its rows in a different order; "
+                "single rows cannot be read from it"
             )
         return self._source.stored_rows(name)
 
@@ -97,7 +97,7 @@ class HalvedSource(WrappedSource):
         if rows % dim or not 0 <= start < stop <= rows:
             raise ModelFormatError(
                 f"rows {start} to {stop} of tensor {name!r} cannot be read: it has {rows} rows, "
-                f"and heads of {dim}"
+                f"in heads of {dim} rows"
             )
         index = np.arange(start, stop, dtype=np.int64)
         stored: npt.NDArray[np.int64] = index // dim * dim + self._order[index % dim]
@@ -192,8 +192,8 @@ class MixerSource(WrappedSource):
     def stored_rows(self, name: str) -> StoredRows:
         if self._is_conv(name) or self._is_interleaved(name) or self._stored_as(name) != name:
             raise ModelFormatError(
-                f"{self.file_of(name)}: tensor {name!r} has a different layout in the file, so "
-                "single rows cannot be read"
+                f"{self.file_of(name)}: tensor {name!r} has a different layout in the file; "
+                "single rows cannot be read from it"
             )
         return self._source.stored_rows(name)
 
@@ -218,7 +218,7 @@ class MixerSource(WrappedSource):
             or stored[-1] != self._taps + 1
         ):
             raise ModelFormatError(
-                f"{self.file_of(name)}: tensor {name!r} has shape {stored}; the config gives "
+                f"{self.file_of(name)}: tensor {name!r} has shape {stored}, but the config gives "
                 f"{self._taps + 1} taps per channel"
             )
         return stored[0], stored[-1]
@@ -233,7 +233,8 @@ class MixerSource(WrappedSource):
         """
         if not 0 <= start < stop <= self.shape(name)[0]:
             raise ModelFormatError(
-                f"tensor {name!r} has no rows {start} to {stop} of {self.shape(name)[0]}"
+                f"tensor {name!r} has {self.shape(name)[0]} rows; rows {start} to {stop} are out "
+                "of range"
             )
         index = np.arange(start, stop, dtype=np.int64)
         dim = self._head_dim
@@ -330,5 +331,7 @@ class PieceSource(WrappedSource):
     def _range(self, name: str, start: int, stop: int) -> tuple[int, int]:
         rows = self.shape(name)[0]
         if not 0 <= start <= stop <= rows:
-            raise ModelFormatError(f"tensor {name!r} has no rows {start} to {stop} of {rows}")
+            raise ModelFormatError(
+                f"tensor {name!r} has {rows} rows; rows {start} to {stop} are out of range"
+            )
         return start, stop

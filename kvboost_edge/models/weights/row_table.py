@@ -132,9 +132,7 @@ class RowTable:
         highest = int(token_ids.max())
         if lowest < 0 or highest >= self.num_rows:
             wrong = lowest if lowest < 0 else highest
-            raise RequestError(
-                f"token {wrong} is outside the table, which has {self.num_rows} rows"
-            )
+            raise RequestError(f"token {wrong} is outside the table's rows, 0..{self.num_rows - 1}")
         size = self._stored.row_bytes
         start = self._stored.start
         data = np.empty((len(token_ids), size), dtype=np.uint8)

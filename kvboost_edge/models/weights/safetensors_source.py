@@ -112,7 +112,7 @@ class SafetensorsSource:
         return self._find(name)[0].dtype
 
     def quant_rows(self, name: str, start: int, stop: int) -> QuantRows:
-        raise ModelFormatError(f"tensor {name!r} is not stored quantized")
+        raise ModelFormatError(f"tensor {name!r} is not quantized")
 
     def stored_shape(self, name: str, dtype: str, num_dims: int) -> tuple[int, ...]:
         """Return the shape of a tensor after checking its type.
@@ -160,8 +160,8 @@ class SafetensorsSource:
         entry, file = self._entry(name)
         if len(entry.shape) != 2 or not entry.shape[0]:
             raise ModelFormatError(
-                f"{file.path}: tensor {name!r} has shape {entry.shape}, so single rows cannot be "
-                "read"
+                f"{file.path}: tensor {name!r} has shape {entry.shape}; single rows cannot be "
+                "read from it"
             )
         row_bytes = (entry.stop - entry.start) // entry.shape[0]
         return StoredRows(file.path, file.stamp, entry.dtype, entry.start, row_bytes)

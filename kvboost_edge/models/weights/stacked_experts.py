@@ -241,7 +241,7 @@ class ColumnExperts:
         if piece is not None:
             raise self._error(
                 piece.whole + piece.form,
-                "contains all experts, so single rows cannot be read",
+                "contains all experts; single rows cannot be read from it",
             )
         return self._files.stored_rows(name)
 
@@ -253,7 +253,8 @@ class ColumnExperts:
         """
         if not 0 <= start < stop <= piece.rows:
             raise self._error(
-                f"{piece.whole}_blocks", f"has no rows {start} to {stop} of {piece.rows}"
+                f"{piece.whole}_blocks",
+                f"has {piece.rows} rows per expert; rows {start} to {stop} are out of range",
             )
         groups = piece.inputs // _GROUP
         each = piece.rows * piece.step

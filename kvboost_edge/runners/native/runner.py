@@ -253,7 +253,8 @@ class NativeRunner:
             self.info.kv_spec.states,
         ):
             raise ConfigError(
-                f"the layers of backend {backend.name!r} differ from those of this model"
+                f"backend {backend.name!r} was created for other layers than this model's; "
+                "create a new one"
             )
         self._backend = backend
         # Runner and backend share one team, because two teams would compete for the same cores.
@@ -285,9 +286,7 @@ class NativeRunner:
         """
         backend = self._backend
         if backend is None:
-            raise ConfigError(
-                "forward was called before bind, so the runner has no backend for its KV"
-            )
+            raise ConfigError("call bind before forward: the runner has no backend for its KV")
         spec = self._spec
         num_tokens = len(batch.token_ids)
         tokens, positions = (
@@ -321,7 +320,9 @@ class NativeRunner:
     def accept_drafts(self, layout: BatchLayout, accepted: Ints, states: PassStates) -> None:
         """Advance recurrent states by accepted draft tokens. See `Runner.accept_drafts`."""
         if self._backend is None or self._backend.states is None:
-            raise ConfigError("accept_drafts: the model has no recurrent state")
+            raise ConfigError(
+                "accept_drafts is only for hybrid models, but this model has no recurrent state"
+            )
         rows = accepted_rows(layout, self._backend.states, accepted, states)
         addresses = self._buffers.addresses(rows.num_rows, 1)
         addresses[lt.B_STATES] = rows.numbers.ctypes.data

@@ -53,7 +53,7 @@ RECURRENT = (
 )
 _OF_DTYPE = {"float32": "f32", "bfloat16": "bf16"}
 _UNQUANTIZED = (16, 16)
-STORES_NOTHING = "the model is bidirectional: each text is one pass, and no KV is stored"
+STORES_NOTHING = "the model is bidirectional and stores no KV"
 # Inputs per quantization group. Defined in kernels/linear/weight_formats.py, which imports the
 # compiler.
 _GROUP = 32

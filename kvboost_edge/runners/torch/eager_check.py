@@ -72,9 +72,9 @@ def check_against_eager(runner: EagerRunner) -> float:
     distance = float(np.linalg.norm(paged - eager) / np.linalg.norm(eager))
     if not distance <= _TOLERANCE[info.dtype]:
         raise ModelFormatError(
-            f"{info.architecture}: paged logits are {distance:.2g} (relative) away from "
-            f"transformers' eager attention, limit {_TOLERANCE[info.dtype]:g}; the model keeps "
-            "state between tokens outside of its attention layers"
+            f"{info.architecture}: paged logits differ from transformers' eager attention by "
+            f"{distance:.2g} (relative), more than the limit of {_TOLERANCE[info.dtype]:g}; the "
+            "model may keep state between tokens outside its attention layers"
         )
     return distance
 

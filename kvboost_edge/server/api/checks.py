@@ -134,8 +134,8 @@ def room_for(
     limit = f"the model's context is {context} tokens and the cache holds {pool}"
     if room < (0 if wanted == 0 else 1):
         message = (
-            f"the prompt has {num_prompt_tokens} tokens and leaves no room for an answer: {limit}; "
-            "shorten it"
+            f"the prompt has {num_prompt_tokens} tokens, which leaves no room for an answer: "
+            f"{limit}; shorten it"
         )
         raise ApiError(400, message, code="context_length_exceeded", param=param)
     if wanted is None:

@@ -302,7 +302,7 @@ class Loader:
         if needed > self._allowed(overhead):
             raise CapacityError(
                 f"the model {served.name!r} does not fit: weights, pool and recurrent state take "
-                f"{gb(needed)}, and all models together may take "
+                f"{gb(needed)}, but all models together may take only "
                 f"{gb(self._allowed(overhead))} ({self._option}); make its pool smaller "
                 "(--max-cache-bytes, --num-blocks), or use smaller weights (--weights int4)"
             )

@@ -198,9 +198,9 @@ class Bodies:
 def _full(tenant: str | None, shares: Shares, what: str, retry_after: int) -> QueueFull:
     if shares.are_kept:
         reason = what.format(shares.used_by(tenant), " of this API key")
-        reason += f"; its share is {shares.kept_for(tenant)}, and no more is free"
+        reason += f" (its share is {shares.kept_for(tenant)}, and no more is free)"
     else:
-        reason = f"{what.format(shares.used, '')}, the limit is {shares.limit}"
+        reason = f"{what.format(shares.used, '')} (limit: {shares.limit})"
     return QueueFull(
         f"{reason}; try again later (--max-queue-size, --max-queue-tokens)", retry_after
     )

@@ -235,7 +235,7 @@ class Store:
             if not self.directory.owned and self._clock() >= self._follow_at:
                 self._follow()
             return
-        _LOG.warning("the disk tier starts over: %s %s", self.directory.path, _GONE)
+        _LOG.warning("%s %s; the disk tier starts empty", self.directory.path, _GONE)
         self._sealer.join()  # pending jobs belong to the old directory
         self._release()
         self._gone = True
@@ -336,7 +336,8 @@ class Store:
         nbytes = padded(header_bytes(len(address.tokens) // 4) + payload.nbytes)
         if nbytes > self.room.max_bytes // 4:
             self._pause(
-                f"a block of {nbytes} bytes is too large for max_disk_bytes={self.room.max_bytes}"
+                f"a block of {nbytes} bytes takes more than a quarter of "
+                f"max_disk_bytes={self.room.max_bytes}"
             )
             return False
         try:

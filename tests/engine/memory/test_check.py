@@ -144,7 +144,7 @@ def test_states_that_do_not_fit_are_refused_before_anything_is_packed(
         assert _fit(hybrid, available + 1, **options).refusal == ""
     refused = _fit(hybrid, available, **options).refusal
     size = r"\d\.\d\d MiB"
-    words = rf"max_state_bytes=1000 holds 0 states of {size}, and 2 sequences need 3 states"
+    words = rf"max_state_bytes=1000 holds 0 states of {size}, but 2 sequences need 3 states"
     if max_state_bytes > 1000:
         words = rf"\d+ recurrent states of {size} \(2 sequences need 2 x {size}\), draft tokens of {size} and a pool of {size} exceed m"
     assert re.match(words, refused)

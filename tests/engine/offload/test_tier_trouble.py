@@ -156,7 +156,7 @@ def test_a_directory_deleted_under_a_running_engine_is_said_once_and_begun_anew(
             "the prompts to be on disk",
         )
         assert engine.paged_stats()["tiers"]["disk"]["state"] == ""
-    assert sum("starts over" in record.getMessage() for record in caplog.records) == 1
+    assert sum("starts empty" in record.getMessage() for record in caplog.records) == 1
     assert {record.levelname for record in caplog.records} == {
         "WARNING"
     }  # of a segment on its way, perhaps

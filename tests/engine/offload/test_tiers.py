@@ -400,9 +400,7 @@ def test_a_chain_from_outside_that_lies_reads_no_other_prefix():
 def test_hashes_of_more_blocks_than_the_prompt_has_are_refused():
     with fake_engine(num_blocks=32) as engine:
         for known in (bytes(31), bytes(32 * 5)):
-            with pytest.raises(
-                RequestError, match=f"has {len(known)} bytes, expected 4 x "
-            ):
+            with pytest.raises(RequestError, match=f"has {len(known)} bytes, expected 4 x "):
                 engine.submit(PROMPT, entry=RequestArrival(0.0, None, known))
         for known in (
             b"",

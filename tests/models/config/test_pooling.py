@@ -62,9 +62,9 @@ def test_a_directory_without_them_says_nothing(tmp_path):
         (
             {"pooling_mode": "lasttoken"},
             ("Transformer", "Normalize", "Pooling"),
-            "are not in the order",
+            "must be in the order",
         ),
-        ({"pooling_mode": "lasttoken"}, (*KINDS[:2], "Pooling"), "are not in the order"),
+        ({"pooling_mode": "lasttoken"}, (*KINDS[:2], "Pooling"), "must be in the order"),
     ],
 )
 def test_other_poolings_are_refused_by_name(tmp_path, settings, kinds, message):

@@ -41,7 +41,7 @@ REFUSED = {
         ({"mamba_rms_norm": 1}, "mamba_rms_norm=1 must be true or false"),
     ],
     "granitemoehybrid-experts": [
-        ({"layer_types": None}, "no layer of the model has attention"),
+        ({"layer_types": None}, "the model has no attention layers"),
         ({"layer_types": ["mamba", "attention", "rwkv"]}, "must have 3 entries, each one of"),
         ({"layer_types": ["mamba", "attention"]}, "must have 3 entries, each one of"),
         ({"layer_types": ["mamba", "attention", ["mamba"]]}, "must have 3 entries, each one of"),
@@ -68,7 +68,7 @@ REFUSED = {
         ),
         ({"layer_types": ["conv", "full_attention"]}, "must have 5 entries, each one of"),
         ({"layer_types": "conv"}, "must have 5 entries, each one of"),
-        ({"layer_types": ["conv"] * 5}, "no layer of the model has attention"),
+        ({"layer_types": ["conv"] * 5}, "the model has no attention layers"),
         (
             {"full_attn_idxs": [1]},
             r"_attention' for layer 3, but full_attn_idxs=\[1\] gives 'conv'",
@@ -77,7 +77,7 @@ REFUSED = {
         ({"conv_bias": True}, "conv_bias=True is not supported"),
         ({"conv_L_cache": 1}, "conv_L_cache=1 must be an integer from 2"),
         ({"conv_L_cache": 17}, "conv_L_cache=17 exceeds 16, the limit of the recurrent kernels"),
-        ({"hidden_size": 80}, "hidden_size=80 is not a multiple of 32"),
+        ({"hidden_size": 80}, "hidden_size=80 must be a multiple of 32"),
         ({"block_auto_adjust_ff_dim": 1}, "must be true or false"),
     ],
     "lfm2_moe": [
@@ -87,12 +87,12 @@ REFUSED = {
     "qwen3_5_text": [
         ({"full_attention_interval": 4}, "for layer 2, but full_attention_interval=4 gives"),
         ({"linear_num_value_heads": 3}, "not a multiple of linear_num_key_h"),
-        ({"linear_value_head_dim": 24}, "linear_value_head_dim=24 is not a multiple of 16"),
+        ({"linear_value_head_dim": 24}, "linear_value_head_dim=24 must be a multiple of 16"),
         ({"linear_key_head_dim": 2064}, "linear_key_head_dim=2064 exceeds 2048"),
         ({"linear_conv_kernel_dim": 17}, "linear_conv_kernel_dim=17 exceeds 16"),
         (
             {"linear_num_key_heads": 1, "linear_num_value_heads": 3, "linear_value_head_dim": 16},
-            "linear_num_value_heads=3 x linear_value_head_dim=16 = 48 values, not a multiple of 32",
+            "linear_num_value_heads=3 x linear_value_head_dim=16 = 48 must be a multiple of 32",
         ),
         ({"attn_output_gate": False}, "attn_output_gate=False is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),
@@ -107,7 +107,7 @@ REFUSED = {
             {"layers_block_type": None, "hybrid_override_pattern": "M*X"},
             "must give one of",
         ),
-        ({"layers_block_type": ["linear_attention", "mlp"]}, "no layer of the model has attention"),
+        ({"layers_block_type": ["linear_attention", "mlp"]}, "the model has no attention layers"),
         ({"mlp_hidden_act": "silu"}, "activation 'silu' is not supported"),
         ({"mamba_hidden_act": "gelu"}, "mamba_hidden_act='gelu' is not"),
         ({"attention_bias": True}, "attention_bias=True is not supported"),

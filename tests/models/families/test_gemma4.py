@@ -125,7 +125,7 @@ def test_full_layers_turn_a_part_of_the_pairs_of_the_whole_head():
         ({"num_kv_shared_layers": -1}, "num_kv_shared_layers=-1"),
         (
             {"num_kv_shared_layers": 31},
-            r"layer 4 \(full_attention\) must share .*none of the first 4 layers",
+            r"layer 4 \(full_attention\) needs the KV .*none of the first 4 layers",
         ),
         ({"num_kv_shared_layers": "x"}, "num_kv_shared_layers='x'"),
         (

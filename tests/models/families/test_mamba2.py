@@ -47,12 +47,12 @@ def test_groups_are_those_of_the_norm():
     [
         ({"mamba_n_groups": 5}, "mamba_n_heads=48 is not a multiple of mamba_n_groups=5"),
         ({"mamba_d_head": 24}, "mamba_d_head=24 is not a multiple of 16"),
-        ({"mamba_d_state": 40}, "mamba_d_state=40 is not a multiple of 16"),
+        ({"mamba_d_state": 40}, "mamba_d_state=40 must be a multiple of 16"),
         ({"mamba_d_state": 4096}, "mamba_d_state=4096 exceeds 256"),
         ({"mamba_d_conv": 17}, "mamba_d_conv=17 exceeds 16"),
         ({"mamba_d_conv": 1}, "mamba_d_conv"),
         ({"mamba_n_heads": 0}, "mamba_n_heads"),
-        ({"mamba_n_heads": 3, "mamba_d_head": 16}, "48 values, not a multiple of 32"),
+        ({"mamba_n_heads": 3, "mamba_d_head": 16}, "48 must be a multiple of 32"),
     ],
 )
 def test_sizes_that_kernels_do_not_take_are_refused_by_their_keys(change, message):

@@ -204,7 +204,7 @@ def test_a_decoder_without_past_inputs_is_refused(tmp_path):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Decoder, "past", lambda self: [])
         folder = written(tmp_path / "m")
-    assert "the graph has 0 past KV inputs and 1 attention layers" in refusal(folder)
+    assert "the graph has 0 past KV inputs for 1 attention layers" in refusal(folder)
 
 
 @pytest.mark.parametrize(
@@ -229,7 +229,7 @@ def test_a_decoder_without_past_inputs_is_refused(tmp_path):
         ("model_type", "gemma", "the factor of embeddings|head_dim"),
         ("model_type", "ernie4_5", "model_type='ernie4_5' is not supported in ONNX files"),
         ("model_type", "mamba", "is not supported by the native runner"),
-        ("max_position_embeddings", 1024, "ends at position 512, but the context at 1024"),
+        ("max_position_embeddings", 1024, "has 512 positions, but the context has 1024"),
     ],
 )
 def test_a_config_that_means_something_else(key, value, message, tmp_path):

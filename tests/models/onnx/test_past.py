@@ -68,7 +68,7 @@ def test_the_config_says_how_wide_a_head_is_where_the_graph_does_not(tmp_path):
     assert past_layout(found, CONFIG).layers[0].head_dim == 16
     assert past_layout(found, {**CONFIG, "head_dim": 32}).layers[0].head_dim == 32
     assert past_layout(found, CONFIG).dtype == "float16"
-    with pytest.raises(ModelFormatError, match="has shapes"):
+    with pytest.raises(ModelFormatError, match="has heads and dims"):
         past_layout(found, {})
 
 

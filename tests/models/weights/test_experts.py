@@ -117,9 +117,9 @@ CONFIGS = {
     "many": ({"num_experts": 5000}, "num_experts=5000 exceeds the limit of 4096"),
     "width": (
         {"moe_intermediate_size": 80},
-        "moe_intermediate_size=80 of the experts is not a multiple of 32",
+        "moe_intermediate_size=80 of the experts must be a multiple of 32",
     ),
-    "hidden": ({"hidden_size": 72}, "hidden_size=72 is not a multiple of 16"),
+    "hidden": ({"hidden_size": 72}, "hidden_size=72 must be a multiple of 16"),
     "renorm": ({"norm_topk_prob": "yes"}, "norm_topk_prob='yes' must be true or false"),
     "step": ({"decoder_sparse_step": 0}, "decoder_sparse_step=0 must be an integer from 1"),
     "layers": (

@@ -50,7 +50,7 @@ def test_rows_that_are_not_whole_heads_are_refused(tmp_path):
     with HalvedSource(GgufSource(read_gguf(path)), 96, 48) as source:
         with pytest.raises(
             ModelFormatError,
-            match=r"q_proj.weight' cannot be read: it has 256 rows, and heads of 96",
+            match=r"q_proj.weight' cannot be read: it has 256 rows, in heads of 96 rows",
         ):
             source.rows(QUERY)
         assert source.file_of(QUERY) == path

@@ -84,8 +84,8 @@ def test_a_piece_is_a_run_of_rows(piece, source):
         raw = np.fromfile(stored.path, np.float32, rows * 8, offset=stored.start).reshape(rows, 8)
         np.testing.assert_array_equal(raw, MATRIX[first:stop])
         for start, end in ((0, rows + 1), (-1, 2), (3, 2)):
-            assert_raises(ModelFormatError, "has no rows", source.rows, name, start, end)
-            assert_raises(ModelFormatError, "has no rows", source.quant_rows, name, start, end)
+            assert_raises(ModelFormatError, "are out of range", source.rows, name, start, end)
+            assert_raises(ModelFormatError, "are out of range", source.quant_rows, name, start, end)
 
 
 def test_other_tensors_are_as_they_were(source):

@@ -188,7 +188,7 @@ def test_a_backend_of_other_states_is_refused(runners):
             1,
             num_state_slots=3 * bool(states),
         )
-        with pytest.raises(ConfigError, match="differ from those of this model"):
+        with pytest.raises(ConfigError, match="was created for other layers"):
             runner.bind(backend)
         backend.close()
 

@@ -490,7 +490,7 @@ def test_one_key_does_not_fill_the_queue_for_the_others(tiny_engine, held):
         200
     ] * 4
     assert (refused.status_code, never.status_code, second.status_code) == (503, 503, 503)
-    said = "requests of this API key are in flight; its share is 1, and no more is free; "
+    said = "requests of this API key are in flight (its share is 1, and no more is free); "
     assert refused.json()["error"]["message"].startswith(f"3 {said}")
     assert second.json()["error"]["message"].startswith(f"1 {said}")
     assert server.state.admission.sequences == 0

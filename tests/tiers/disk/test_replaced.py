@@ -45,7 +45,7 @@ TESTS = Path(__file__).parents[2]
 
 def said(caplog):
     """How often the log tells that a directory was lost."""
-    return sum("starts over" in record.getMessage() for record in caplog.records)
+    return sum("starts empty" in record.getMessage() for record in caplog.records)
 
 
 @pytest.mark.parametrize("what", ["root", "space", "files"])

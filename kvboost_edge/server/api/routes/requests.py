@@ -51,7 +51,10 @@ async def request_cache(request: Request, request_id: str) -> Response:
     kept = server.settings.request_history
     if not kept:
         raise ApiError(
-            404, "requests are not kept: the server runs with --request-history 0", code="not_found"
+            404,
+            "requests are not kept, because the server runs with --request-history 0; "
+            "restart it with a higher value",
+            code="not_found",
         )
     latest = _latest(request)
     wanted = latest[0].request_id if latest and request_id == "last" else request_id

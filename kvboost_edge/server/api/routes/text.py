@@ -121,7 +121,9 @@ def _tokenize(state: ModelState, body: TokenizeRequest) -> Tokenized:
     if len(ids) > most and (body.with_pieces or body.return_token_strs):
         field = "with_pieces" if body.with_pieces else "return_token_strs"
         raise bad_field(
-            field, f"the text has {len(ids)} tokens; at most {most} are returned one by one"
+            field,
+            f"the text has {len(ids)} tokens; at most {most} can be returned one by one; "
+            "send a shorter text",
         )
     texts = TokenTexts(tokenizer)
     pieces: list[Piece] = (

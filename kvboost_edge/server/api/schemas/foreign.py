@@ -126,14 +126,16 @@ def known_fields(value: Any, fields: Collection[str], foreign: Mapping[str, Fore
         if name not in foreign:
             ours = SAME_AS[name]
             if kept.get(ours) is not None:
-                raise refused_field(name, f"means {ours}, which is given too; give one of them")
+                raise refused_field(
+                    name, f"is another name of {ours}, which is also given; give only one of them"
+                )
             kept[ours] = item
             continue
         about = foreign[name]
         if not about.ignored and not any(
             type(item) is type(ok) and item == ok for ok in _spellings(about.harmless)
         ):
-            raise refused_field(name, f"is not accepted: {about.instead}")
+            raise refused_field(name, f"is not supported: {about.instead}")
     return kept
 
 

@@ -178,7 +178,9 @@ def check_token_ids(value: Any) -> list[int]:
         raise field_error("token_ids", "must be a list of token ids (integers)")
     bound = BOUNDS["token_id"]
     if value and not (bound.low <= min(value) and max(value) <= bound.high):
-        raise field_error("token_ids", f"token ids must be in {bound.describe()}")
+        raise field_error(
+            "token_ids", f"token ids must be in {bound.describe()}, not {min(value)}..{max(value)}"
+        )
     return value
 
 

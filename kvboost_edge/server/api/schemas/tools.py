@@ -62,7 +62,8 @@ def _name(kind: str, value: Any) -> str:
     if not isinstance(value, str) or not _NAME.fullmatch(value) or len(value) > length.high:
         raise field_error(
             kind,
-            f"a function's name must have {length.describe()} letters, digits, '_', '-' and '.'",
+            f"a function's name must consist of {length.describe()} letters, digits, '_', '-' or "
+            "'.'",
         )
     return value
 
@@ -80,7 +81,9 @@ def _tools(value: Any) -> list[dict[str, Any]]:
     tools = [_tool(one) for one in value]
     names = [tool["function"]["name"] for tool in tools]
     if twice := next((name for name in names if names.count(name) > 1), None):
-        raise field_error("tools", f"lists the function {twice!r} twice; remove one or rename it")
+        raise field_error(
+            "tools", f"contains the function {twice!r} twice; remove or rename one of them"
+        )
     size = size_of_tools(tools)
     if not _is_text(tools):
         raise field_error("tools", "contains a lone surrogate, which is not valid Unicode")
@@ -119,9 +122,7 @@ def _tool(value: Any) -> dict[str, Any]:
     if not isinstance(parameters, (dict, type(None))):
         raise field_error("tools", "a function's parameters must be a JSON schema object")
     if "object" not in _types_of(parameters or {}):
-        raise field_error(
-            "tools", "a function's parameters must describe an object, of type 'object'"
-        )
+        raise field_error("tools", "a function's parameters must be a schema of type 'object'")
     if not isinstance(function.get("strict"), (bool, type(None))):
         raise field_error("tools", "a function's strict must be true or false")
     # `strict` has no effect and is not passed to the model.
@@ -201,7 +202,7 @@ def _called(value: Any) -> Called:
     except (ValueError, RecursionError):
         given = None
     if not isinstance(given, dict) or not _is_text(given):
-        raise field_error("tool_calls", "a call's arguments must be the JSON of an object")
+        raise field_error("tool_calls", "a call's arguments must be a JSON object as text")
     return Called(call_id, _name("tool_calls", function.get("name")), arguments)
 
 

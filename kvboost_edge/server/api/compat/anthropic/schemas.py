@@ -56,7 +56,8 @@ def _stop_sequences(value: list[str]) -> list[str]:
     for text in value:
         if not length.low <= len(text) <= length.high:
             raise field_error(
-                "stop", f"each must have {length.describe()} characters, not {len(text)}"
+                "stop",
+                f"each stop sequence must have {length.describe()} characters, not {len(text)}",
             )
         check_text(text)
     return value

@@ -76,9 +76,7 @@ def _item(value: Any, number: int) -> Json:
     kind = value.get("type", "message")
     if not isinstance(kind, str) or kind not in _KINDS:
         known = ", ".join(_KINDS)
-        raise field_error(
-            "not_built", f"{where} has a type that is not supported; supported: {known}"
-        )
+        raise field_error("not_built", f"{where} has an unsupported type; supported: {known}")
     allowed, read = _KINDS[kind]
     given = {name: item for name, item in value.items() if item is not None}
     if unknown := next(
