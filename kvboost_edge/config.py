@@ -570,8 +570,8 @@ class EngineConfig:
             object.__setattr__(self, "disk_cache_dir", None)
         if self.disk_cache_dir is None and self.max_disk_bytes is not None:
             raise ConfigError(
-                f"max_disk_bytes={self.max_disk_bytes} needs a disk_cache_dir, which is off; give "
-                "one or leave max_disk_bytes out"
+                f"max_disk_bytes={self.max_disk_bytes} has no effect, because disk_cache_dir is "
+                "off; give a directory, or leave max_disk_bytes out"
             )
         if self.redis_url is not None and (
             not isinstance(self.redis_url, str) or not self.redis_url
@@ -580,7 +580,8 @@ class EngineConfig:
             raise ConfigError("redis_url must be a URL such as redis://localhost:6379/0, or None")
         if self.redis_trust and self.redis_url is None:
             raise ConfigError(
-                "redis_trust=True needs a redis_url; give one or leave redis_trust out"
+                "redis_trust=True has no effect without redis_url; give a redis_url, or leave "
+                "redis_trust out"
             )
 
     def _check_kv_bits(self) -> None:

@@ -89,7 +89,7 @@ def test_a_disk_tier_is_a_path_and_a_bound():
     [
         ({"disk_cache_dir": ""}, "disk_cache_dir=''"),
         ({"disk_cache_dir": 7}, "disk_cache_dir=7"),
-        ({"max_disk_bytes": 8e9}, "needs a disk_cache_dir"),
+        ({"max_disk_bytes": 8e9}, "has no effect, because disk_cache_dir is off"),
         ({"disk_cache_dir": "x", "max_disk_bytes": 1000}, "max_disk_bytes=1000 must be at least"),
         ({"disk_cache_dir": "x", "max_disk_bytes": float("inf")}, "max_disk_bytes=inf"),
     ],
@@ -111,7 +111,7 @@ def test_threads_are_bounded():
     [
         ({"redis_url": ["redis://:hidden@host"]}, "redis_url must be a URL"),
         ({"redis_url": ""}, "redis_url must be a URL"),
-        ({"redis_trust": True}, "redis_trust=True needs a redis_url"),
+        ({"redis_trust": True}, "redis_trust=True has no effect without redis_url"),
         ({"redis_url": "redis://:hidden@host", "redis_trust": "yes"}, "redis_trust='yes'"),
     ],
 )

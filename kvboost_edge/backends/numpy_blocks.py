@@ -164,7 +164,8 @@ class NumpyBlocks:
         """
         if self.spec.is_quantized:
             raise ConfigError(
-                f"the KV of a quantized pool (bits {self.spec.bits}) cannot be read as floats"
+                f"KV quantized to {self.spec.bits} bits cannot be read as floats; read its bytes "
+                "with read_blocks"
             )
         return [
             (_in_a_row(pool.keys[block_ids].swapaxes(2, 3)), _in_a_row(pool.values[block_ids]))

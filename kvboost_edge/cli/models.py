@@ -35,7 +35,8 @@ def run_models(word: str, options: dict[str, Any], *, as_json: bool) -> None:
         return
     if not rows:
         console.print(
-            "No models found. Try kvboost-edge demo, or a model of kvboost-edge models --suggest."
+            "No models found. Try `kvboost-edge demo`, or a model from `kvboost-edge models "
+            "--suggest`."
         )
         return
     table = Table(title="Models on this machine; the name is what -m takes", title_justify="left")

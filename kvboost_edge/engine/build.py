@@ -182,9 +182,9 @@ def _check_both_ways(checkpoint: Checkpoint, config: EngineConfig) -> None:
     """
     if not checkpoint.pooling.source:
         raise ModelFormatError(
-            f"{checkpoint.path}: the model is bidirectional and computes embeddings, but its files "
-            "do not name the pooling method; add modules.json and 1_Pooling/config.json, or for a "
-            "GGUF file, the key pooling_type"
+            f"{checkpoint.path}: the model computes embeddings, but its files do not name the "
+            "pooling method; add modules.json and 1_Pooling/config.json, or for a GGUF file, the "
+            "key pooling_type"
         )
     for name in ("max_cache_bytes", "disk_cache_dir", "redis_url"):
         if getattr(config, name) is not None:

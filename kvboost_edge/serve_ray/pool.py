@@ -310,7 +310,7 @@ class ReplicatedEngine:
 
     def _check_open(self) -> None:
         if not self._replicas.is_open:
-            raise KVBoostError("the pool of replicas is closed")
+            raise KVBoostError("the pool of replicas is closed; start the server again")
 
     def _sent(
         self,

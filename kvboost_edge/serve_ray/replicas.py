@@ -257,7 +257,7 @@ class Replicas:
             among: Names of replicas to ask; None for all usable ones.
         """
         if not self.is_open:
-            raise KVBoostError("the pool of replicas is closed")
+            raise KVBoostError("the pool of replicas is closed; start the server again")
         names = self.usable if among is None else self.usable & frozenset(among)
         found = self.start(self._gather(method, arguments, sorted(names), seconds)).result()
         for one in found:

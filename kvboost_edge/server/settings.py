@@ -438,7 +438,7 @@ class ServerSettings:
             raise ConfigError("host='' must be an address or a host name, such as 127.0.0.1")
         if not (is_loopback(self.host) or self.all_keys or self.insecure):
             raise ConfigError(
-                f"host={self.host!r} is reachable from other machines and no API key is set; "
+                f"host={self.host!r} is reachable from other machines, but no API key is set; "
                 "set one (--api-key-file, KVBOOST_API_KEY), bind 127.0.0.1, or use --insecure"
             )
 
@@ -535,8 +535,8 @@ def _parts_of_key(key: str) -> re.Match[str]:
     found = _KEY_PATTERN.fullmatch(key) if isinstance(key, str) else None
     if found is None:  # the message must not contain the key
         raise ConfigError(
-            "an API key must be at least one character of printable ASCII without spaces; a space "
-            "and weight=NUMBER may follow it"
+            "an API key must be printable ASCII without spaces, optionally followed by a space "
+            "and weight=NUMBER"
         )
     return found
 

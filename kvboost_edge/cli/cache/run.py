@@ -97,7 +97,9 @@ def run_cache(
         else:
             answer = {"rows": [one.row() for one in kept]}
     except OSError as error:
-        raise ConfigError(f"disk_cache_dir {str(root)!r}: {error}") from error
+        raise ConfigError(
+            f"disk_cache_dir {str(root)!r} cannot be read or changed: {error}"
+        ) from error
     answer |= {"disk_cache_dir": str(root), "packed_dir": str(packed_directory())}
     answer["bytes"] = sum(row["bytes"] for row in answer["rows"])
     if as_json:
@@ -195,7 +197,7 @@ def _agreed(going: Sequence[Kept], as_json: bool) -> bool:
             f"cache clear would remove up to {size:,.1f} MB, but there is no terminal to confirm "
             "it; add --yes, name a model, or check with --dry-run first"
         )
-    return typer.confirm(f"Remove everything that no process has open, {size:,.1f} MB at most?")
+    return typer.confirm(f"Remove everything that no process has open (up to {size:,.1f} MB)?")
 
 
 def _print_status(kept: Sequence[Kept], root: Path, console: Console) -> None:

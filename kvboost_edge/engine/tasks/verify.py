@@ -227,8 +227,8 @@ def _check(
     problem = None
     if warm.cached_tokens == 0:
         problem = (
-            f"nothing was reused: the prompt has {len(ids)} tokens, and a block holds "
-            f"{engine.config.block_size}"
+            f"nothing was reused: the prompt has {len(ids)} tokens, and only full blocks of "
+            f"{engine.config.block_size} are reused"
         )
     elif not (relative <= tolerance if tolerance else np.array_equal(cold_logits, warm_logits)):
         problem = f"the logits differ by {relative:.3g} relative, more than {tolerance:.3g}"

@@ -445,7 +445,7 @@ def storage_kind(pool: KVPool) -> int:
     if pool.values.shape != (num_blocks, kv_heads, block_size, head_dim) or block_size % LANES:
         raise ConfigError(
             f"keys {pool.keys.shape} and values {pool.values.shape} must be [blocks, heads, dim, "
-            f"block] and [blocks, heads, block, dim] with block a multiple of {LANES}"
+            f"block] and [blocks, heads, block, dim], where block is a multiple of {LANES}"
         )
     return kind
 

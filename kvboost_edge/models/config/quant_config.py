@@ -53,8 +53,8 @@ def packed_layout(config: Mapping[str, Any]) -> PackedLayout:
         names = ", ".join(of_mxfp4)
         raise ModelFormatError(
             f"quantization_config: quant_method={method!r} is not supported for "
-            f"model_type={config.get('model_type')!r}: mxfp4 is for {names} only, and {names} must "
-            "be mxfp4 or floats"
+            f"model_type={config.get('model_type')!r}: only {names} may be mxfp4, and must be "
+            "mxfp4 or floats"
         )
     if method == "mxfp4":
         return PackedLayout("mxfp4", GROUP, 0)

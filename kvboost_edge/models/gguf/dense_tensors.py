@@ -31,9 +31,9 @@ def gguf_dense(header: GgufHeader, config: Mapping[str, Any]) -> Matrices:
     missing = [name for name in names if name not in header.tensors]
     if missing:
         raise ModelFormatError(
-            f"{header.path} lacks the tensors {', '.join(missing)}: it was converted without the "
-            "Dense layers after pooling, so its embeddings would be wrong; convert it with "
-            "--sentence-transformers-dense-modules, or use the safetensors"
+            f"{header.path} lacks the tensors {', '.join(missing)} of the Dense layers after "
+            "pooling; convert it with --sentence-transformers-dense-modules, or use the "
+            "safetensors"
         )
     found = tuple(_read(header, name) for name in names)
     check_dense(found, config, [f"{header.path}: tensor {name!r}" for name in names])

@@ -230,8 +230,8 @@ class _Cursor:
         """Advance by `count` bytes and return the previous position."""
         if count > self.left():
             raise ModelFormatError(
-                f"{self.path}: {what} needs {count} bytes at {self.at}, but only {self.left()} "
-                "remain for the header; the file is truncated or damaged"
+                f"{self.path}: {what} needs {count} bytes at byte {self.at}, but only "
+                f"{self.left()} remain for the header; the file is truncated or damaged"
             )
         at = self.at
         self.at += count
@@ -301,8 +301,8 @@ def _read(path: Path, stamp: FileStamp, mapped: mmap.mmap) -> GgufHeader:
         )
     if counts[0] > max(_MANY_TENSORS, size // _MIN_TENSOR_BYTES):
         raise ModelFormatError(
-            f"{path} claims {counts[0]} tensors in {size} bytes, which is too small for them; "
-            "download the file again"
+            f"{path} claims {counts[0]} tensors, too many for its {size} bytes; download the "
+            "file again"
         )
     values = _read_values(cursor, counts[1])
     alignment = values.get("general.alignment", _DEFAULT_ALIGNMENT)

@@ -242,8 +242,8 @@ def _clear_errors(model: HubName) -> Iterator[None]:
         ) from error
     except errors.RepositoryNotFoundError as error:
         raise ModelFormatError(
-            f"there is no directory {model.at} and no hub model of that name that this token may "
-            "read; check the name, or give token=..."
+            f"there is no directory {model.at} and no hub model with this name that the token "
+            "can read; check the name, or give token=..."
         ) from error
     except errors.HFValidationError as error:
         raise ModelFormatError(

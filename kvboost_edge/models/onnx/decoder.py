@@ -343,8 +343,8 @@ class _Search:
         dim, rest = divmod(whole.size, heads + 2 * kv_heads)
         if rest:
             raise graph.error(
-                f"{node} has {whole.size} packed rows, which must be a multiple of {heads} query "
-                f"heads + 2 x {kv_heads} KV heads"
+                f"{node} has {whole.size} packed rows, which do not divide into {heads} query "
+                f"heads and 2 x {kv_heads} KV heads"
             )
         ends = (0, heads * dim, (heads + kv_heads) * dim, whole.size)
         cut = [

@@ -73,8 +73,8 @@ def onnx_config(folder: OnnxFolder, decoder: Decoder) -> dict[str, Any]:
     config = outer_config(folder)
     if "text_config" in config:
         raise ModelFormatError(
-            f"{folder.root}: composite models are not supported; the graph is only one part of the "
-            "model"
+            f"{folder.root}: the graph is only one part of a composite model, which is not "
+            "supported"
         )
     config["tie_word_embeddings"] = decoder.head is None
     return config if folder.has_config else {**config, **_of_graph(config, decoder)}

@@ -134,8 +134,8 @@ class Message(NamedTuple):
         count, rest = divmod(field.stop - field.start, _FLOAT.size)
         if rest or count > limit:
             raise self.error(
-                f"contains a float list of {field.stop - field.start} bytes, more than {limit} "
-                "numbers"
+                f"contains a float list of {field.stop - field.start} bytes, expected at most "
+                f"{limit} floats of {_FLOAT.size} bytes"
             )
         return [value for (value,) in _FLOAT.iter_unpack(self.data[field.start : field.stop])]
 

@@ -98,7 +98,9 @@ class OnnxRunner:
     def accept_drafts(
         self, layout: BatchLayout, accepted: npt.NDArray[np.int32], states: PassStates
     ) -> None:
-        raise BackendUnavailable("the ONNX runner does not support models with recurrent state")
+        raise BackendUnavailable(
+            "the ONNX runner does not support models with recurrent state; use runner='native'"
+        )
 
     def deviations(
         self, batch: ForwardBatch, rows: npt.NDArray[np.int64], slots: npt.NDArray[np.int64]

@@ -322,7 +322,7 @@ class SegmentFiles:
             self._last += 1
             with contextlib.suppress(FileExistsError):
                 return self._last, self._files.open(segment_path(self._directory, self._last), NEW)
-        raise OSError("all segment numbers are used up; run: kvboost-edge cache clear")
+        raise OSError("all segment numbers are used up; run `kvboost-edge cache clear`")
 
     def _sidecar(self, number: int, size: int) -> list[SegmentRecord] | None:
         data = read_file(self._files, sidecar_path(self._directory, number))

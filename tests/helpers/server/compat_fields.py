@@ -289,7 +289,7 @@ REFUSED: dict[str, list[Any]] = {
         ({"messages": user({**_RESULT, "content": [_IMAGE]})}, "images are not supported"),
         ({"messages": user(_CALL)}, "'tool_use' are not supported here"),
         ({"messages": [*ASK, {"role": "assistant", "content": [_RESULT]}]}, "'tool_result'"),
-        ({"messages": user(text("x"), _RESULT)}, "put results first"),
+        ({"messages": user(text("x"), _RESULT)}, "put tool results first"),
         ({"messages": user({"type": "text"})}, "text: Field required"),
         ({"messages": user({**text("x"), "txt": 1})}, "txt"),
         ({"messages": user(text("\ud800"))}, "surrogate"),

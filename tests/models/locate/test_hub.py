@@ -133,7 +133,7 @@ def test_what_is_there_is_said(hub):
         ModelFormatError, match=rf"5 matching GGUF files: .*as in {REPO}:Tiny-1B-BF16"
     ):
         locate_model(REPO)
-    with pytest.raises(ModelFormatError, match=r"no hub model of that name"):
+    with pytest.raises(ModelFormatError, match=r"no hub model with this name"):
         locate_model("someone/else-GGUF:Q4_K_M")
     assert not hub.downloads()
 

@@ -161,7 +161,7 @@ def test_a_model_in_the_hub_cache_is_found_offline(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        (errors.RepositoryNotFoundError, "no hub model of that name"),
+        (errors.RepositoryNotFoundError, "no hub model with this name"),
         (errors.GatedRepoError, "gated"),
         (errors.RevisionNotFoundError, "no revision 'v9'"),
         (errors.HFValidationError, "valid hub id"),

@@ -47,7 +47,7 @@ def _response_format(value: Any) -> dict[str, Any]:
         inner.get("strict", True), (bool, type(None))
     ):
         raise field_error(
-            "response_format", "json_schema.name must be a string, json_schema.strict a boolean"
+            "response_format", "json_schema.name must be a string and json_schema.strict a boolean"
         )
     return {"json_schema": _object("response_format", inner.get("schema", _ANY_OBJECT))}
 

@@ -105,7 +105,9 @@ def _check_template_value(item: Any) -> None:
             )
     elif isinstance(item, (int, float)):  # a bool is an int too
         if not number.low <= item <= number.high:
-            raise field_error("chat_template_kwargs", f"each number must be in {number.describe()}")
+            raise field_error(
+                "chat_template_kwargs", f"each number must be in {number.describe()}, not {item:g}"
+            )
     else:
         raise field_error("chat_template_kwargs", "must map names to strings, numbers or booleans")
 
@@ -302,10 +304,13 @@ class ChatRequest(SamplingFields):
         if self.continue_final_message and (
             self.messages[-1].role != "assistant" or self.add_generation_prompt
         ):
-            wrong = "requires a last message with role 'assistant' and no add_generation_prompt"
+            wrong = "requires a last message with role 'assistant', without add_generation_prompt"
             raise bad_field("continue_final_message", f"continue_final_message {wrong}")
         if self.continues and self.messages[-1].tool_calls:
-            raise bad_field("messages", "the last message has tool_calls; add their results")
+            raise bad_field(
+                "messages",
+                "the last message has tool_calls; add a tool message with the result of each call",
+            )
         self._check_tools()
         if self.top_logprobs and not self.logprobs:
             raise bad_field("top_logprobs", "top_logprobs is only allowed when logprobs is true")

@@ -166,7 +166,8 @@ def _metadata(value: Any) -> dict[str, str]:
         name.low <= len(key) <= name.high and len(item) <= text.high for key, item in value.items()
     ):
         raise field_error(
-            "metadata", f"names must have {name.describe()} characters, values {text.describe()}"
+            "metadata",
+            f"names must have {name.describe()} characters, and values {text.describe()}",
         )
     return value
 

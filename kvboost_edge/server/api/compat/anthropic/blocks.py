@@ -181,7 +181,7 @@ class UserMessage(Strict):
     def _results_come_first(self) -> UserMessage:
         kinds = [block.type for block in blocks_of(self)]
         if kinds != sorted(kinds, reverse=True):  # "tool_result" > "text"
-            raise refused_field("content", "has a tool_result after text; put results first")
+            raise refused_field("content", "has a tool_result after text; put tool results first")
         return self
 
 

@@ -80,7 +80,9 @@ def _unmanaged(value: Any) -> None:
         value.get("edits", []) if isinstance(value, dict) and value.keys() <= {"edits"} else None
     )
     if value is not None and edits not in ([], [_KEEP_ALL]):
-        raise field_error("not_built", f"edits other than {_KEEP_ALL} are not supported")
+        raise field_error(
+            "not_built", f"edits other than {_KEEP_ALL} are not supported; leave them out"
+        )
 
 
 _KEEP_ALL = {"type": "clear_thinking_20251015", "keep": "all"}

@@ -53,7 +53,7 @@ def _truncation(value: Any) -> str:
     if value != "disabled":
         raise field_error(
             "not_built",
-            "only 'disabled' is supported: nothing is truncated silently",
+            "only 'disabled' is supported; shorten the conversation instead",
         )
     return "disabled"
 
