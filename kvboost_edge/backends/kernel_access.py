@@ -18,7 +18,7 @@ Longs = npt.NDArray[np.int64]
 
 
 class Places(NamedTuple):
-    """Arena indices of the buffers of a pass, for each layer of one shape; see `PassPlan`.
+    """Arena indices of the buffers of a pass, for each layer of the same shape; see `PassPlan`.
 
     Attributes:
         slots: int64 [num_layers, num_tokens], arena slot of each new token.
@@ -42,7 +42,7 @@ class QuantizedStorage(Protocol):
         ...
 
     def same_shape(self, shape: Any, batch: Any) -> tuple[OwnBlocks, Places]:
-        """Return the buffers that a prepared pass reads and writes in layers of one shape.
+        """Return the buffers that a prepared pass reads and writes in layers of the same shape.
 
         Args:
             shape: A `LayerKVSpec`.

@@ -66,7 +66,7 @@ def read_only_pass(batch: QuantPass, layout: BatchLayout, source: Longs) -> Quan
 
 
 class _Arena:
-    """Float16 buffers for layers of one shape: `num_open` per layer, and shared temporary ones."""
+    """Float16 buffers for layers of the same shape: `num_open` each, and shared temporary ones."""
 
     def __init__(self, spec: KVSpec, shape: LayerKVSpec, num_layers: int, num_open: int) -> None:
         self.shape = shape
@@ -217,7 +217,7 @@ class QuantBlocks:
         return CodedLayer(self._pools[layer], self._layouts[layer], own)
 
     def same_shape(self, shape: LayerKVSpec, batch: QuantPass) -> tuple[OwnBlocks, Places]:
-        """Return the buffers of a pass in layers of one shape, see `QuantizedStorage`."""
+        """Return the buffers of a pass in layers of the same shape, see `QuantizedStorage`."""
         places = batch.places[shape]
         return OwnBlocks(self._arenas[shape].pool, places.tables[0], batch.plan.first), places
 

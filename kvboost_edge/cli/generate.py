@@ -40,7 +40,7 @@ def run_generate(
     """
     if system and chat is False:
         raise RequestError(
-            "--system needs the chat template, which --raw turns off; give one of the two"
+            "--system needs the chat template, which --raw turns off; give only one of them"
         )
     check_request(settings)  # before reading standard input
     text = sys.stdin.read() if prompt == "-" else prompt

@@ -85,7 +85,7 @@ class Replicas:
         self._thread.start()
 
     def open(self, seconds: float, is_settled: Callable[[], bool] = lambda: True) -> None:
-        """Wait for the first replica, and start to poll all replicas.
+        """Wait for the first replica, and start polling all replicas.
 
         Args:
             seconds: Longest time to wait.
@@ -358,7 +358,7 @@ class Replicas:
         with self._lock:  # nothing may start after the loop has ended
             if not self.is_open:
                 work.close()
-                raise KVBoostError("the pool of replicas is closed")
+                raise KVBoostError("the pool of replicas is closed; start the server again")
             return contextvars.Context().run(
                 asyncio.run_coroutine_threadsafe, self._tracked(work), self._loop
             )

@@ -351,7 +351,7 @@ def test_a_quantized_pool_is_planned_with_its_open_blocks():
 
 
 def test_what_does_not_fit_is_refused_with_the_arithmetic():
-    with pytest.raises(CapacityError, match=r"max_cache_bytes=1000 holds no block: .* 65536 bytes"):
+    with pytest.raises(CapacityError, match=r"max_cache_bytes=1000 is too small: .* 65536 bytes"):
         plan(GB, max_cache_bytes=1000)
     with pytest.raises(
         CapacityError, match=r"weights 2\.00 GB \+ pool 1\.31 GB .*only 1\.00 GB is available"

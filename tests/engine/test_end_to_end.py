@@ -269,7 +269,7 @@ def test_text_chat_and_eos(llama_dir):
 def test_a_pool_larger_than_memory_is_refused(llama_dir):
     with pytest.raises(CapacityError, match=r"weights .* \+ pool .* exceed memory"):
         CPUPagedEngine.from_pretrained(llama_dir, num_blocks=10**10, **OPTIONS)
-    with pytest.raises(CapacityError, match="holds no block"):
+    with pytest.raises(CapacityError, match="is too small: a block"):
         CPUPagedEngine.from_pretrained(llama_dir, max_cache_bytes=100, **OPTIONS)
 
 

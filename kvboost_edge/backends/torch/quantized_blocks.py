@@ -114,7 +114,7 @@ class _Half(NamedTuple):
 
 
 class _Arena:
-    """Buffers for layers of one shape: `num_open` per layer, and shared temporary ones.
+    """Buffers for layers of the same shape: `num_open` per layer, and shared temporary ones.
 
     Attributes:
         index: int64 [num_layers, num_open + num_temporary], the arena index of each of a plan's

@@ -239,7 +239,7 @@ class RemoteChat:
             return response.json()
         except ValueError as error:
             raise RequestError(
-                f"{self._url} answers, but not as an OpenAI-compatible server"
+                f"{self._url} answers, but not as an OpenAI-compatible server; check --url"
             ) from error
 
     def _refused(self, response: httpx.Response) -> KVBoostError:

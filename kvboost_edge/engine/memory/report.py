@@ -159,7 +159,7 @@ def plan_num_blocks(config: EngineConfig, info: RunnerInfo, available: int) -> i
             f" in addition to {open_bytes} bytes for partly written blocks" if open_bytes else ""
         )
         raise CapacityError(
-            f"max_cache_bytes={config.max_cache_bytes} holds no block: a block of "
+            f"max_cache_bytes={config.max_cache_bytes} is too small: a block of "
             f"{spec.block_size} tokens takes {block_bytes} bytes in this model{beside}; raise "
             "max_cache_bytes to at least that"
         )

@@ -347,7 +347,7 @@ class WholePass:
         )
 
     def _storage(self, members: _Members, layers: range, prepared: PreparedBatch) -> _Storage:
-        """Return the pool that layers of one shape read, and the values for their rows."""
+        """Return the pool that layers of the same shape read, and the values for their rows."""
         if self._coded is not None:
             return self._open(self._coded, members, prepared)
         slots = np.ascontiguousarray(prepared.slot_mapping, dtype=np.int64)

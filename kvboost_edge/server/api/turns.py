@@ -90,7 +90,7 @@ def turn_of(tokenizer: Tokenizer, body: ChatRequest, prompt_ids: Sequence[int]) 
     if body.answer_format and answer is None:
         raise bad_field(
             "tools",
-            "tools can be combined with a JSON schema only if that is an object, not true or false",
+            "tools cannot be combined with the JSON schemas true and false; give a schema object",
         )
     grammar = calls_grammar(
         format,

@@ -150,7 +150,7 @@ class Models:
             self.num_refused += 1
             used = self._waiting.used_by(tenant) if self._waiting.are_kept else self._waiting.used
             raise QueueFull(
-                f"{used} requests wait for models to be loaded, which is the limit "
+                f"{used} requests are waiting for a model to load, which is the limit "
                 "(--max-queue-size); try again later",
                 _retry_seconds(served.load_seconds),
             )

@@ -185,7 +185,7 @@ REFUSED: dict[str, list[Any]] = {
         ({"tools": [function("a", parameters={"not": {}})]}, "tools", "enforced"),
         ({"tools": [function("a", parameters={"type": "array"})]}, "tools", "object"),
         ({"tools": TOOLS, "guided_regex": "a+"}, "tools", "combined with a JSON schema"),
-        ({"tools": TOOLS, "json_schema": "true"}, "tools", "JSON schema only if that is an object"),
+        ({"tools": TOOLS, "json_schema": "true"}, "tools", "JSON schemas true and false"),
         # Messages, by their places.
         *several("messages", [], {}, "hello"),
         messages("messages.0", "hello"),

@@ -298,7 +298,9 @@ def test_very_many_tensors_need_data(tmp_path):
     header = b"GGUF" + struct.pack("<IQQ", 3, count, 0) + infos
     path = tmp_path / "m.gguf"
     path.write_bytes(header + bytes(-len(header) % 32) + bytes(32 * count))
-    with pytest.raises(ModelFormatError, match=r"m\.gguf claims 200000 tensors, too many for its \d+ bytes"):
+    with pytest.raises(
+        ModelFormatError, match=r"m\.gguf claims 200000 tensors, too many for its \d+ bytes"
+    ):
         read_gguf(path)
 
 

@@ -150,7 +150,7 @@ def _choice(value: Any) -> Any:
 
 def _text(value: Any) -> Json:
     if not isinstance(value, dict) or not value.keys() <= {"format", "verbosity"}:
-        raise field_error("text", "must be an object with format")
+        raise field_error("text", "must be an object with a format")
     if value.get("verbosity") not in (None, "medium"):
         raise field_error(
             "not_built",
