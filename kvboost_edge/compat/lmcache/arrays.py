@@ -104,7 +104,8 @@ def read_kv(kv: Any, fmt: str) -> KeysAndValues:
         or not all(isinstance(p, Sequence) and len(p) == 2 for p in kv)
     ):
         raise RequestError(
-            "KV must be at least one (k, v) pair, one per layer, or a blob [num_layers, 2, …]"
+            "KV must be at least one (k, v) pair, one per layer, or a blob [num_layers, 2, …], "
+            f"not {type(kv).__name__}"
         )
     words = [[_as_words(array) for array in pair] for pair in kv]
     kinds = {(*kind, array.shape) for pair in words for kind, array in pair}

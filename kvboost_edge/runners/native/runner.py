@@ -293,8 +293,10 @@ class NativeRunner:
             np.ascontiguousarray(a, dtype=np.int64) for a in (batch.token_ids, batch.positions)
         )
         if num_tokens == 0 or tokens.min() < 0 or tokens.max() >= spec.vocab_size:
+            found = f"{tokens.min()} to {tokens.max()}" if num_tokens else "none"
             raise RequestError(
-                f"a pass needs at least one token id, each from 0 to {spec.vocab_size - 1}"
+                f"a pass needs at least one token id, each from 0 to {spec.vocab_size - 1}, but "
+                f"has {found}"
             )
         if self._whole is None:
             refuse_deltas(batch.layout, f"the native runner on backend {backend.name!r}")
