@@ -242,8 +242,8 @@ def _check_segments(
         or (steps > 1).any()
     ):
         raise ConfigError(
-            f"segments {segments.tolist()} must be sorted by sequence, with at least one segment "
-            f"for each of {num_seqs} sequences"
+            f"segments {segments.tolist()} must be sorted by sequence and cover sequences "
+            f"0..{num_seqs - 1}"
         )
     segment = Segment(*segments.T)
     before = Segment(*np.roll(segments, 1, axis=0).T)

@@ -259,7 +259,7 @@ def test_positions_of_entries_of_plain_tables():
     ("segments", "message"),
     [
         ([(0, 0, 0, 0, 4)], "but must have delta 0"),
-        ([(1, 0, 0, 0, 0)], "for 1 sequences"),
+        ([(1, 0, 0, 0, 0)], "cover sequences 0\\.\\.0"),
         ([(0, 0, 0)], "rows with the columns"),
         ([(0, 1, 0, 3, 0)], "skip positions or exceed tables"),
         ([(0, 0, 0, 0, 0), (0, 2, 33, 33, 0)], "skip positions or exceed tables"),

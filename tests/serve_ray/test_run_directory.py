@@ -67,7 +67,7 @@ def test_a_path_that_is_too_long_for_sockets_is_refused(memory, monkeypatch):
         assert len(found) + run_directory._SESSION_PATH == run_directory._MOST_SOCKET_PATH
     monkeypatch.setattr(tempfile, "tempdir", str(too_long))
     with (
-        pytest.raises(ConfigError, match=f"at most {longest} characters; set TMPDIR"),
+        pytest.raises(ConfigError, match=rf"at most {longest} characters\); set TMPDIR"),
         ray_directory(),
     ):
         pass

@@ -285,7 +285,7 @@ def test_log_probabilities_are_the_model_s_own(engine):
         ({"regex": "a" * 70_000}, "regex has 70000 bytes"),
         ({"regex": "a\ud800"}, r"regex contains the lone surrogate '\\ud800' at position 1"),
         ({"grammar": 'start: "\udfff"'}, "grammar contains the lone surrogate"),
-        ({"json_schema": {"enum": ["\ud800"]}}, "json_schema is not understood: .* hex escape"),
+        ({"json_schema": {"enum": ["\ud800"]}}, "json_schema is not valid: .* hex escape"),
         ({"grammar": "start: nowhere"}, "grammar is not supported"),
         ({"choice": []}, "choice has 0 entries"),
         ({"choice": "yes"}, "choice must be a list"),
@@ -306,9 +306,9 @@ def test_a_deep_schema_is_refused_before_it_is_compiled(engine):
     schema = {"type": "integer"}
     for _ in range(300):
         schema = {"type": "array", "items": schema}
-    with pytest.raises(RequestError, match="nested more than 120 deep"):
+    with pytest.raises(RequestError, match="nested more than 120 levels deep"):
         engine.generate("x", json_schema=schema)
-    with pytest.raises(RequestError, match=r"nested more than 120 deep|is not valid JSON"):
+    with pytest.raises(RequestError, match=r"nested more than 120 levels deep|is not valid JSON"):
         engine.generate(
             "x",
             json_schema=json.dumps({"type": "array"})[:-1]

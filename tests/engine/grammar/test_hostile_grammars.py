@@ -170,7 +170,7 @@ def test_it_ends_its_own_request_at_most(engine, name):
         ),
         ({"json_schema": {"type": "number", "multipleOf": 1e300}}, "multipleOf 1e.300"),
         ({"json_schema": {"type": "number", "multipleOf": 0.123456}}, "multipleOf 0.123456"),
-        ({"json_schema": nested(125)}, "nested more than 120 deep"),
+        ({"json_schema": nested(125)}, "nested more than 120 levels deep"),
         ({"grammar": rules(3000)}, "grammar has 3002 lines; at most 1000"),
         ({"grammar": 'start: %json {"multipleOf": 999983} "x"'}, "multipleOf 999983"),
         ({"grammar": 'start: %json {"title": "%json", "multipleOf": 999983}'}, "multipleOf 999983"),

@@ -286,5 +286,5 @@ def test_a_delta_without_what_turns_queries_is_refused():
             turning=turning._replace(queries=turning.queries[:1]),
         )
     short = turning._replace(cos=turning.cos[:500])
-    with pytest.raises(ConfigError, match="RoPE tables have 500 positions"):
+    with pytest.raises(ConfigError, match="positions, got 500"):
         paged_attention(queries, pool, batch, OPTIONS["plain"], turning=short)

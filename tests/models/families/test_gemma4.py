@@ -163,7 +163,7 @@ def test_full_layers_turn_a_part_of_the_pairs_of_the_whole_head():
         ({**MIXTURE, "top_k_experts": 0}, "top_k_experts=0 must be an integer from 1"),
         (
             {**MIXTURE, "moe_intermediate_size": 700},
-            "moe_intermediate_size=700 of the experts is not a multiple of 32",
+            "moe_intermediate_size=700 of the experts must be a multiple of 32",
         ),
         (
             {**MIXTURE, "moe_intermediate_size": None},

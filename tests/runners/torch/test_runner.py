@@ -336,11 +336,11 @@ def test_two_runners_of_one_model_in_two_threads():
 
 def test_forward_needs_a_backend():
     runner = TorchRunner(build_tiny_model("llama"))
-    with pytest.raises(ConfigError, match="before bind"):
+    with pytest.raises(ConfigError, match="bind before forward"):
         runner.forward(flat_pass(TOKENS[:3], [0]))
     drive(runner)
     runner.close()
-    with pytest.raises(ConfigError, match="before bind"):
+    with pytest.raises(ConfigError, match="bind before forward"):
         runner.forward(flat_pass(TOKENS[:3], [0]))
 
 

@@ -334,7 +334,7 @@ def test_a_directory_that_is_deleted_under_a_reader_is_begun_anew(tmp_path, cloc
         assert not reader.stat().writable
         assert "owned by another process" in reader.stat().state
         assert read(reader, LATER) == len(LATER)
-    assert sum("starts over" in record.message for record in caplog.records) == 2
+    assert sum("starts empty" in record.message for record in caplog.records) == 2
 
 
 def test_two_engines_of_one_process_look_once(tmp_path, clock):
