@@ -51,7 +51,7 @@ def cpus_of_each(
         )
     if each > most:
         raise ConfigError(
-            f"no machine of the cluster has {each} CPUs; the largest has {most}; lower "
+            f"no machine of the cluster has {each} CPUs (the largest has {most}); lower "
             "--num-threads"
         )
     if (places := _places(machines, each)) < workers:

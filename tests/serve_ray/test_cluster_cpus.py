@@ -19,7 +19,7 @@ def test_each_replica_gets_its_threads_or_an_even_part():
     assert cpus_of_each(2, None, [4] * 4) == 4
     assert cpus_of_each(2, None, [16, 4], free=6) == 3
     with pytest.raises(
-        ConfigError, match="no machine of the cluster has 6 CPUs; the largest has 4"
+        ConfigError, match=r"no machine of the cluster has 6 CPUs \(the largest has 4\)"
     ):
         cpus_of_each(2, 6, [4] * 4)
     for workers, threads in ((3, None), (2, 2)):

@@ -69,8 +69,8 @@ class LMCacheMetadata:
             raise ConfigError(f"model_name={self.model_name!r} must be a non-empty string")
         if self.use_mla:
             raise ConfigError(
-                "use_mla=True is not supported: keys and values are stored as two tensors of the "
-                "same shape"
+                "use_mla=True is not supported, because keys and values are stored as two "
+                "tensors; set use_mla=False"
             )
         if self.kv_shape is not None and (len(self.kv_shape) != 5 or self.kv_shape[1] != 2):
             raise ConfigError(

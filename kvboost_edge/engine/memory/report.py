@@ -120,9 +120,9 @@ def check_weights_fit(weight_bytes: int, available: int) -> None:
     """
     if weight_bytes > available:
         raise CapacityError(
-            f"the weights take {gb(weight_bytes)}, but only {gb(available)} is available; "
-            "use a smaller model, weights='int4' (native runner) or dtype='bfloat16'; "
-            "`kvboost-edge doctor MODEL` shows the size of each format"
+            f"the weights take {gb(weight_bytes)}, but only {gb(available)} is available; use a "
+            "smaller model, weights='int4' (native runner) or dtype='bfloat16'. `kvboost-edge "
+            "doctor MODEL` shows the size of each format"
         )
 
 

@@ -212,7 +212,9 @@ def _gguf_mixer(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
     inner = keys.size("ssm.inner_size")
     hidden = config["hidden_size"]
     if inner % heads or inner % hidden:
-        wanted = f"must be a multiple of {heads} heads and of {hidden}, the hidden size"
+        wanted = (
+            f"must be a multiple of the number of heads, {heads}, and of the hidden size, {hidden}"
+        )
         raise keys.error("ssm.inner_size", inner, wanted)
     attends = keys.sizes("attention.head_count_kv", 0)
     shared = keys.optional_size("expert_shared_feed_forward_length", 0)

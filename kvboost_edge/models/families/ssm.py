@@ -284,5 +284,7 @@ def gguf_heads(keys: Keys) -> tuple[int, int]:
     heads = keys.size("ssm.time_step_rank")
     inner = keys.size("ssm.inner_size")
     if inner % heads:
-        raise keys.error("ssm.inner_size", inner, f"must be a multiple of {heads} heads")
+        raise keys.error(
+            "ssm.inner_size", inner, f"must be a multiple of the number of heads, {heads}"
+        )
     return heads, inner // heads

@@ -185,8 +185,8 @@ def read_onnx(path: Path | str) -> OnnxModel:
                 )
             if size > _MAX_PROTO_BYTES:
                 raise ModelFormatError(
-                    f"{path} has {size} bytes; an ONNX file has at most {_MAX_PROTO_BYTES} (2 GB, "
-                    "protobuf's limit); export it again with external data"
+                    f"{path} has {size} bytes, more than protobuf's limit of {_MAX_PROTO_BYTES}; "
+                    "export it again with external data"
                 )
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
                 return _Reader(path, FileStamp.of_open(file, path), mapped).model()

@@ -295,14 +295,15 @@ class TorchRunner:
         if backend.spec.layers != self.info.kv_spec.layers:
             raise ConfigError(
                 f"the backend was created for layers {backend.spec.layers}, but the model has "
-                f"{self.info.kv_spec.layers}"
+                f"{self.info.kv_spec.layers}; create a new backend"
             )
         if (
             backend.array_kind == "torch"
             and torch.device(backend.device).type != self.model.device.type
         ):
             raise ConfigError(
-                f"the backend is on device={backend.device!r}, but the model is on {self.device!r}"
+                f"the backend is on device={backend.device!r}, but the model is on "
+                f"{self.device!r}; create a new backend"
             )
         self._backend = backend
 

@@ -359,7 +359,7 @@ class Store:
         counts["written_blocks"] += 1
         counts["written_bytes"] += nbytes
         if self._problem:
-            _LOG.info("the disk tier stores blocks again in %s", self.directory.path)
+            _LOG.info("the disk tier in %s can store blocks again", self.directory.path)
             self._problem = ""
         return True
 

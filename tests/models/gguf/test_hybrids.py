@@ -248,7 +248,7 @@ KEYS = {
     "values that are no heads": (
         "nemotron_h",
         {"ssm.time_step_rank": 3},
-        "=128 must be a multiple of 3 heads",
+        "=128 must be a multiple of the number of heads, 3",
     ),
     "no norm's eps": (
         "nemotron_h",
@@ -283,12 +283,12 @@ KEYS = {
     "heads that do not fit": (
         "granitemoehybrid-h",
         {"ssm.time_step_rank": 3},
-        "must be a multiple of 3 heads",
+        "must be a multiple of the number of heads, 3",
     ),
     "a width that is no multiple": (
         "granitemoehybrid-h",
         {"ssm.inner_size": 96},
-        "heads and of 64, the hidden size",
+        "heads, .*, and of the hidden size, 64",
     ),
     "an uneven state": (
         "granitemoehybrid-h",

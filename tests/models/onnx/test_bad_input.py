@@ -105,7 +105,7 @@ def test_a_file_of_more_than_2_gb_is_refused_unread(tmp_path):
     with open(tmp_path / "m.onnx", "wb") as file:
         file.truncate(1 << 31)
     start = time.monotonic()
-    with pytest.raises(ModelFormatError, match="2 GB, protobuf's limit"):
+    with pytest.raises(ModelFormatError, match="more than protobuf's limit"):
         read_onnx(tmp_path / "m.onnx")
     assert time.monotonic() - start < 1
 

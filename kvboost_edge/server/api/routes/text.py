@@ -122,7 +122,7 @@ def _tokenize(state: ModelState, body: TokenizeRequest) -> Tokenized:
         field = "with_pieces" if body.with_pieces else "return_token_strs"
         raise bad_field(
             field,
-            f"the text has {len(ids)} tokens; at most {most} can be returned one by one; "
+            f"the text has {len(ids)} tokens, but at most {most} can be returned one by one; "
             "send a shorter text",
         )
     texts = TokenTexts(tokenizer)
