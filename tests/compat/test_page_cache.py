@@ -69,7 +69,7 @@ def test_what_does_not_fit_is_refused_and_leaves_the_cache_as_it_was():
     before = cache.stats()
     for seq_id in ("a", "c"):
         with pytest.raises(
-            CapacityError, match=r"17 payloads need 5 pages of 4, .* enlarge max_pages or detach"
+            CapacityError, match=r"17 payloads need 5 pages of 4 .* enlarge max_pages or detach"
         ):
             cache.attach(seq_id, list(range(17)), prefix)
         assert cache.stats() == before

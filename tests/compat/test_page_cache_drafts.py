@@ -81,7 +81,7 @@ def test_accept_takes_a_number_of_drafts(bad):
     cache = KVCache(page_size=4, max_pages=100)
     cache.attach("s", [0])
     draft = cache.hook_speculative_decode("s", [1, 2])
-    with pytest.raises(RequestError, match="from 0 to the 2 drafts"):
+    with pytest.raises(RequestError, match="from 0 to the number of drafts, 2"):
         draft.accept(bad)
     draft.accept(2)
     assert cache.get("s") == [0, 1, 2]

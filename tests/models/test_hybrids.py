@@ -240,7 +240,7 @@ def test_any_range_of_queries_and_gates(kind, tmp_path):
                     scales = whole.scales.reshape(4, 2, 32, -1)[:, at].reshape(128, -1)
                     np.testing.assert_array_equal(found.codes, codes[start:stop])
                     np.testing.assert_array_equal(found.scales, scales[start:stop])
-            with pytest.raises(ModelFormatError, match="no rows 100 to 129 of"):
+            with pytest.raises(ModelFormatError, match="rows 100 to 129 are out of range"):
                 ours.rows(name.format(part), 100, 129)
 
 

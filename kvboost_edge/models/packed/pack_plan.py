@@ -455,7 +455,7 @@ def check_tensors(
             if source.shape(tensor) != expected:
                 raise ModelFormatError(
                     f"{source.file_of(tensor)}: tensor {tensor!r} has shape "
-                    f"{source.shape(tensor)}, but the config gives {expected}"
+                    f"{source.shape(tensor)}, expected {expected} according to the config"
                 )
             used.add(tensor)
     ignored = {"lm_head.weight"}  # tied, but saved anyway

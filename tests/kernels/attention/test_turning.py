@@ -277,7 +277,7 @@ def test_a_delta_without_what_turns_queries_is_refused():
     queries, turning = moved.new(moved.row)
     with pytest.raises(ConfigError, match="pass the queries before RoPE"):
         paged_attention(queries, pool, batch, OPTIONS["plain"])
-    with pytest.raises(ConfigError, match=r"expected \(2, 6, 24\)"):
+    with pytest.raises(ConfigError, match=r"must have shape \(2, 6, 24\)"):
         paged_attention(
             queries,
             pool,

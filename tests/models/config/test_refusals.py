@@ -54,7 +54,7 @@ REFUSED = {
         ({"mamba_d_head": 16}, "mamba_n_heads=4 x mamba_d_head=16 must equal mamba_expand=2 x hid"),
         ({"mamba_d_head": "half"}, "mamba_d_head='half' must be an integer"),
         ({"mamba_n_groups": 3}, "mamba_n_heads=4 is not a multiple of mamba_n_groups=3"),
-        ({"mamba_d_state": 24}, "mamba_d_state=24 is not a multiple of 16"),
+        ({"mamba_d_state": 24}, "mamba_d_state=24 must be a multiple of 16"),
         ({"mamba_d_conv": 17}, "mamba_d_conv=17 exceeds 16"),
         ({"time_step_limit": [1.0, 0.5]}, "time_step_limit="),
         ({"num_experts_per_tok": 13}, "num_experts_per_tok=13 exceeds num_local_experts"),

@@ -46,7 +46,7 @@ def test_groups_are_those_of_the_norm():
     ("change", "message"),
     [
         ({"mamba_n_groups": 5}, "mamba_n_heads=48 is not a multiple of mamba_n_groups=5"),
-        ({"mamba_d_head": 24}, "mamba_d_head=24 is not a multiple of 16"),
+        ({"mamba_d_head": 24}, "mamba_d_head=24 must be a multiple of 16"),
         ({"mamba_d_state": 40}, "mamba_d_state=40 must be a multiple of 16"),
         ({"mamba_d_state": 4096}, "mamba_d_state=4096 exceeds 256"),
         ({"mamba_d_conv": 17}, "mamba_d_conv=17 exceeds 16"),

@@ -293,7 +293,7 @@ KEYS = {
     "an uneven state": (
         "granitemoehybrid-h",
         {"ssm.state_size": 24},
-        "mamba_d_state=24 is not a multiple of 16",
+        "mamba_d_state=24 must be a multiple of 16",
     ),
     "all layers keep a state": (
         "granitemoehybrid-h",

@@ -104,7 +104,9 @@ def test_rows_of_permuted_quantized_tensors(tmp_path):
                     assert rows.codes.shape == (stop - start, 256)
                     assert rows.scales.shape == (stop - start, 8)
             np.testing.assert_array_equal(source.rows(name), expected)
-            assert_raises(ModelFormatError, "no rows 100 to 200", source.rows, name, 100, 200)
+            assert_raises(
+                ModelFormatError, "rows 100 to 200 are out of range", source.rows, name, 100, 200
+            )
             assert_raises(ModelFormatError, "lacks tensor 'nothing'", source.rows, "nothing")
 
 
