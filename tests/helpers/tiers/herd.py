@@ -170,9 +170,11 @@ def herd(code: str, directory: Path) -> Iterator[Herd]:
         try:
             yield one
         finally:
-            for name in one.names:
-                pid = one._pids.pop(name)
+            pids = [one._pids.pop(name) for name in one.names]
+            for pid in pids:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
+            # One that is writing to a slow device ends later.
+            wait_until(lambda: not any(map(_is_running, pids)), "the processes to be gone", 60)
             assert server.stdin is not None
             server.stdin.close()
