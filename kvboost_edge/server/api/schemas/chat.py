@@ -106,7 +106,8 @@ def _check_template_value(item: Any) -> None:
     elif isinstance(item, (int, float)):  # a bool is an int too
         if not number.low <= item <= number.high:
             raise field_error(
-                "chat_template_kwargs", f"each number must be in {number.describe()}, not {item:g}"
+                "chat_template_kwargs",
+                f"each number must be in {number.describe()}, not {str(item)[:40]}",
             )
     else:
         raise field_error("chat_template_kwargs", "must map names to strings, numbers or booleans")

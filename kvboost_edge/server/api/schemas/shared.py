@@ -179,9 +179,8 @@ def check_token_ids(value: Any) -> list[int]:
         raise field_error("token_ids", "must be a list of token ids (integers)")
     bound = BOUNDS["token_id"]
     if value and not (bound.low <= min(value) and max(value) <= bound.high):
-        raise field_error(
-            "token_ids", f"token ids must be in {bound.describe()}, not {min(value)}..{max(value)}"
-        )
+        wrong = min(value) if min(value) < bound.low else max(value)
+        raise field_error("token_ids", f"token ids must be in {bound.describe()}, not {wrong}")
     return value
 
 
