@@ -238,7 +238,7 @@ REFUSED: dict[str, list[Any]] = {
                 ]
             },
             "messages",
-            "results",
+            "the result of each call",
         ),
         ({"messages": [{"role": "assistant", "content": "x", "annotations": [{}]}]}, "messages"),
     ],
