@@ -19,14 +19,16 @@ from typing import TYPE_CHECKING, Any
 from kvboost_edge.errors import BackendUnavailable, ConfigError, KVBoostError, install_extra
 from kvboost_edge.server.default_mode import check_default_mode, log_default_mode
 from kvboost_edge.server.logs import configure_logging, log_facts
-from kvboost_edge.server.serve_options import ServeOptions, help_text
+from kvboost_edge.server.serve_options import NamedModel, ServeOptions, help_text
 from kvboost_edge.server.settings import tenant_of_key
 from kvboost_edge.server.work.prepare import learn_template, prepare
 
 if TYPE_CHECKING:
     from kvboost_edge.engine.engine import CPUPagedEngine
     from kvboost_edge.engine.memory.check import PlannedMemory
+    from kvboost_edge.server.models.changes import ManagedModels
     from kvboost_edge.server.models.loader import ProcessMemory
+    from kvboost_edge.server.models.served import ModelSource
 
 __all__ = ["main", "serve"]
 
@@ -102,6 +104,7 @@ def _serve(options: ServeOptions, ended: threading.Event) -> None:
                 [(one.names, source(one.model, bare)) for one in options.others],
                 budget,
                 process,
+                _managed(bare, source),
             )
             if leaves and not engine.paged_stats()["tiers"]:
                 log_facts(
@@ -116,6 +119,32 @@ def _serve(options: ServeOptions, ended: threading.Event) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)
+
+
+def _managed(
+    options: ServeOptions, source: Callable[[str, ServeOptions], ModelSource]
+) -> ManagedModels:
+    """Return the pulled models, loaded with the options of the server."""
+    from kvboost_edge.models.locate.managed import ManagedModel, managed_models
+    from kvboost_edge.server.models.changes import ManagedModels
+    from kvboost_edge.server.models.served import ModelSource
+
+    store = managed_models()
+    first = NamedModel(options.settings.model_names, options.model)
+    texts = {one.names[0]: one.model for one in (first, *options.others)}
+    # Several models share the options, also if the command line has only one.
+    shared = dataclasses.replace(options, others=options.others or (first,))
+
+    def source_of(model: ManagedModel) -> ModelSource:
+        def path() -> str:
+            return texts[model.served] if model.served else str(store.path_of(model))
+
+        return ModelSource(
+            lambda: source(path(), shared).plan(),
+            lambda stopped: source(path(), shared).load(stopped),
+        )
+
+    return ManagedModels(store, source_of)
 
 
 def _serve_replicas(options: ServeOptions, ended: threading.Event) -> None:

@@ -38,6 +38,7 @@ from kvboost_edge.server.http import page
 from kvboost_edge.server.http.hosts import HostList
 from kvboost_edge.server.http.keys import KeyRing
 from kvboost_edge.server.http.middleware import AuthMiddleware, Envelope
+from kvboost_edge.server.models.changes import ManagedModels, ModelChanges
 from kvboost_edge.server.models.exposition import ServerMetrics
 from kvboost_edge.server.models.loader import ProcessMemory, reserved_bytes
 from kvboost_edge.server.models.registry import Models
@@ -108,6 +109,7 @@ def create_app(
     others: Sequence[tuple[tuple[str, ...], ModelSource]] = (),
     budget: int | None = None,
     process: ProcessMemory | None = None,
+    managed: ManagedModels | None = None,
 ) -> FastAPI:
     """Create the ASGI application. `app.state.kv` holds its `ServerState`.
 
@@ -120,6 +122,7 @@ def create_app(
         budget: maximum bytes of weights, pools and recurrent state of all loaded models; None for
             the memory that is available now.
         process: memory limit of the whole process, which may lower `budget`.
+        managed: pulled models to serve and to change; None if models cannot be changed.
 
     Raises:
         ConfigError: the first model exceeds the budget, or the batch directory cannot be used.
@@ -147,7 +150,8 @@ def create_app(
             "--num-blocks)"
         )
     bodies = Bodies(settings)
-    state = ServerState(shared, models, bodies, ServerMetrics(models, bodies))
+    changes = None if managed is None else ModelChanges(models, settings, managed)
+    state = ServerState(shared, models, bodies, ServerMetrics(models, bodies), changes=changes)
     if settings.batch_dir is not None:
         state = dataclasses.replace(state, batches=_batch_service(Path(settings.batch_dir), state))
     app = FastAPI(

@@ -14,6 +14,8 @@ from pathlib import Path
 from kvboost_edge.config import BACKGROUND, MAX_WEIGHT, GenerationMode
 from kvboost_edge.engine.request.request import SamplingParams
 from kvboost_edge.errors import ConfigError
+from kvboost_edge.models.pull.limits import MAX_PULL_BYTES
+from kvboost_edge.models.pull.names import checked_registry
 from kvboost_edge.options import check_options, option, option_of
 from kvboost_edge.server.model_defaults import NO_DEFAULTS, ModelDefaults
 
@@ -279,6 +281,33 @@ class ServerSettings:
         high=2**50,
         unset="the memory available at start",
     )
+    model_changes: bool = option(
+        True,
+        "Let clients pull, copy and delete models, and serve pulled models",
+        bool,
+        group="Model",
+        flag="--no-model-changes",
+        off="Do not let clients pull, copy or delete models",
+    )
+    model_registries: tuple[str, ...] = option(
+        (),
+        "URL of a registry with the hub's API, from which clients may pull models named with its "
+        "host. Repeatable",
+        group="Model",
+        flag="--model-registry",
+        many=True,
+        metavar="URL",
+        unset="none, only the hub",
+    )
+    max_pull_bytes: int = option(
+        MAX_PULL_BYTES,
+        "Maximum size of a model that clients pull, such as 10GB",
+        int,
+        group="Limits",
+        unit="bytes",
+        low=1,
+        high=2**50,
+    )
     mode: GenerationMode | str = option(
         GenerationMode.PREFIX_CACHE,
         "How requests that do not set kvboost.mode use the cache: baseline not at all, "
@@ -415,6 +444,8 @@ class ServerSettings:
                 "an API key is given twice; give each key once, and an admin key only as an admin "
                 "key"
             )
+        for url in self.model_registries:
+            checked_registry(url)
         for host in self.allowed_hosts:
             if not _HOST_PATTERN.fullmatch(host):
                 raise ConfigError(

@@ -131,6 +131,9 @@ SERVE = """
 --request-history 0
 --otel-endpoint http://127.0.0.1:4318
 --keep-alive 60
+--no-model-changes
+--model-registry https://models.example.org
+--max-pull-bytes 10GB
 --max-model-bytes 8e9
 --max-model-bytes 8GiB
 --normalise tools,billing

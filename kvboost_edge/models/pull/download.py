@@ -13,13 +13,11 @@ from kvboost_edge.errors import CapacityError, ModelFormatError
 from kvboost_edge.host.atomic_files import alone_in
 from kvboost_edge.models.locate.hub import HubName, chosen_gguf, gguf_models, snapshot_files
 from kvboost_edge.models.locate.managed import ManagedModel, ModelStore
+from kvboost_edge.models.pull.limits import MAX_PULL_BYTES
 from kvboost_edge.models.pull.names import RegistryModel, checked_name, source_of
 from kvboost_edge.models.pull.registry import PullStopped, Registry, RemoteFile
 
-__all__ = ["MAX_PULL_BYTES", "PullEvent", "PullLimits", "PullStopped", "pull_model"]
-
-MAX_PULL_BYTES = 100 * 10**9
-"""Default limit of the size of one model."""
+__all__ = ["PullEvent", "PullLimits", "PullStopped", "pull_model"]
 
 _FREE_BYTES = 10**9
 _MAX_FILES = 1000

@@ -40,7 +40,18 @@ __all__ = [
 
 # Routes that show or change data of all tenants. Even the total numbers of hits and blocks would
 # reveal the activity of other tenants.
-ADMIN_PATHS = frozenset({"/cache/reset", "/metrics", "/slots", "/v1/blocks", "/v1/stats"})
+ADMIN_PATHS = frozenset(
+    {
+        "/api/copy",
+        "/api/delete",
+        "/api/pull",
+        "/cache/reset",
+        "/metrics",
+        "/slots",
+        "/v1/blocks",
+        "/v1/stats",
+    }
+)
 # Routes that work inside `admit`. If the queue is full, their requests are rejected before the
 # bodies are read.
 ADMITTED_PATHS = frozenset(

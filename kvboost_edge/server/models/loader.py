@@ -30,7 +30,7 @@ from kvboost_edge.server.work.threads import in_thread
 if TYPE_CHECKING:
     from kvboost_edge.server.engines import Engine
 
-__all__ = ["Loader", "ProcessMemory", "reserved_bytes"]
+__all__ = ["Loader", "ProcessMemory", "reserved_bytes", "without_folders"]
 
 _PINNED_SECONDS = 1.0  # minimum interval between checks of an idle model with pinned blocks
 _SOON = 0.01  # tolerance for timers that fire early
@@ -371,7 +371,7 @@ class Loader:
         ours = isinstance(error, KVBoostError)
         fits = not isinstance(error, CapacityError)
         # The log may contain paths of this machine, but a response must contain only file names.
-        reason = _FOLDERS.sub("", str(error)) if ours else "an internal error; see the log"
+        reason = without_folders(str(error)) if ours else "an internal error; see the log"
         message = f"the model {served.name!r} could not be loaded: {reason}" if fits else reason
         code = "model_failed" if fits else "model_does_not_fit"
         served.refusal = Refusal(message[:2000], code, time.monotonic() + _FAILED_SECONDS)
@@ -409,6 +409,14 @@ class Loader:
             )
         else:
             await self._unload(served, "idle")
+
+    async def unload(self, served: ServedModel, why: str) -> None:
+        """Unload an unused model if it is loaded, and wait until its memory is free."""
+        served.stop_clock()
+        if served.state is not None:
+            await self._unload(served, why)
+        elif served.unloading is not None:
+            await asyncio.shield(served.unloading)
 
     async def _unload(self, served: ServedModel, why: str) -> None:
         """Unload a model and wait until its memory is free."""
@@ -467,6 +475,11 @@ class Loader:
     @staticmethod
     def _log(event: str, served: ServedModel, *, level: int = logging.INFO, **facts: Any) -> None:
         log_facts(level, event, model=served.name, **facts)
+
+
+def without_folders(text: str) -> str:
+    """Return a text for clients, in which paths of this machine are only file names."""
+    return _FOLDERS.sub("", text)
 
 
 def reserved_bytes(engine: Engine) -> int:

@@ -23,7 +23,7 @@ from kvboost_edge.server.work.shares import Shares
 if TYPE_CHECKING:
     from starlette.requests import Request
 
-__all__ = ["Models"]
+__all__ = ["Models", "until_gone"]
 
 _MOST_RETRY_SECONDS = 60
 
@@ -32,7 +32,6 @@ class Models:
     """All models of a server, used only by the event loop's thread.
 
     Attributes:
-        all: the models, the first one first.
         loader: loader of the models.
         num_refused: number of requests rejected before their model was loaded.
     """
@@ -52,20 +51,25 @@ class Models:
             budget: maximum bytes of weights, pools and recurrent state of all loaded models.
             process: memory limit of the process; None without a limit.
         """
-        self.all = tuple(served)
-        self.loader = Loader(self.all, shared, budget, process)
+        self._served = list(served)
+        self.loader = Loader(self._served, shared, budget, process)
         self.num_refused = 0
         self._shared = shared
-        self._by_name = {name: one for one in self.all for name in one.names}
+        self._by_name = {name: one for one in self._served for name in one.names}
         self._waiting = Shares(
             max(1, shared.settings.max_queue_size), shared.settings.tenant_weights, least=1
         )
         self._told: set[asyncio.Future[None]] = set()
 
     @property
+    def all(self) -> tuple[ServedModel, ...]:
+        """The models, the first one first."""
+        return tuple(self._served)
+
+    @property
     def first(self) -> ServedModel:
         """Model of requests that do not name one."""
-        return self.all[0]
+        return self._served[0]
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -86,6 +90,18 @@ class Models:
         unknown.
         """
         return self.first if name is None else self._by_name.get(name)
+
+    def add(self, served: ServedModel) -> None:
+        """Serve a further model, whose names are free."""
+        self._served.append(served)
+        self._by_name |= dict.fromkeys(served.names, served)
+
+    async def remove(self, served: ServedModel) -> None:
+        """Serve a model no more, which no request uses. Waits until its memory is free."""
+        for name in served.names:
+            del self._by_name[name]
+        await self.loader.unload(served, "removed")
+        self._served.remove(served)
 
     def heeds(self, served: ServedModel) -> bool:
         """Return whether requests may set how long a model stays loaded.
@@ -156,7 +172,7 @@ class Models:
             )
         self._waiting.take(tenant, 1)
         started = time.monotonic()
-        gone = asyncio.ensure_future(_until_gone(request))
+        gone = asyncio.ensure_future(until_gone(request))
         told = asyncio.get_running_loop().create_future()
         self._told.add(told)
         try:
@@ -210,7 +226,7 @@ class Models:
         )
 
 
-async def _until_gone(request: Request) -> None:
+async def until_gone(request: Request) -> None:
     """Wait until the client disconnects."""
     # The body was read before, so the only message that can arrive is the disconnect.
     while (await request.receive())["type"] != "http.disconnect":

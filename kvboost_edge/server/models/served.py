@@ -97,6 +97,7 @@ class ServedModel:
         names: names for requests; responses contain the first one.
         source: source for loading the model; None for a permanent model.
         default_keep_alive: default of `keep_alive`.
+        managed: True for a pulled model, which clients may remove.
         history: recent requests for cache-miss reports, kept when the model is unloaded.
         keep_alive: seconds that the model stays loaded while idle, as set by the last request. With
             infinity, it stays until another model needs the memory.
@@ -121,6 +122,7 @@ class ServedModel:
     source: ModelSource | None
     default_keep_alive: float
     history: History
+    managed: bool = False
     keep_alive: float = dataclasses.field(init=False)
     state: ModelState | None = None
     phase: Phase = "not_loaded"

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from kvboost_edge.server.batches.service import BatchService
     from kvboost_edge.server.batches.space import TenantSpace
+    from kvboost_edge.server.models.changes import ModelChanges
     from kvboost_edge.server.settings import ServerSettings
 
 __all__ = ["ServerState", "batches_of", "server_of", "space_of"]
@@ -32,6 +33,7 @@ class ServerState:
         bodies: request bodies held in memory.
         metrics: metrics of the server.
         batches: service of the batch API; None if it is off.
+        changes: what changes the models; None if they cannot be changed.
     """
 
     shared: Shared
@@ -39,6 +41,7 @@ class ServerState:
     bodies: Bodies
     metrics: ServerMetrics
     batches: BatchService | None = None
+    changes: ModelChanges | None = None
 
     @property
     def settings(self) -> ServerSettings:
@@ -122,6 +125,8 @@ class ServerState:
     def cancel_all(self) -> None:
         """Cancel all requests in flight and all requests that wait for a model."""
         self.models.refuse_waiting()
+        if self.changes is not None:
+            self.changes.stop()
         for state in self.models.loaded:
             state.admission.cancel_all()
 

@@ -131,6 +131,7 @@ def serving(
     others: Any = (),
     budget: int | None = None,
     process: Any = None,
+    managed: Any = None,
     **settings: Any,
 ) -> Iterator[LiveServer]:
     """Serve `engine` in a thread until the block is left; it stays open. source, others, budget, process: as
@@ -145,7 +146,7 @@ def serving(
     )
     listener = bind(chosen)
     host, port = listener.getsockname()[:2]
-    app = create_app(engine, chosen, source, others, budget, process)
+    app = create_app(engine, chosen, source, others, budget, process, managed)
     server = DrainingServer(app, chosen)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="test-server")
     thread.start()

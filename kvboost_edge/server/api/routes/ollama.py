@@ -1,7 +1,4 @@
-"""Routes of Ollama's API: chat, generate and model information.
-
-Models cannot be pulled, created or deleted here.
-"""
+"""Routes of Ollama's API: chat, generate, model information, and changes of the models."""
 
 from __future__ import annotations
 
@@ -16,6 +13,13 @@ from kvboost_edge.errors import RequestError
 from kvboost_edge.server.api.bodies import JsonRoute
 from kvboost_edge.server.api.chat import RenderedChat
 from kvboost_edge.server.api.checks import answered, served_model
+from kvboost_edge.server.api.compat.ollama.changes import (
+    OllamaCopy,
+    OllamaDelete,
+    OllamaPull,
+    changes_of,
+    send_progress,
+)
 from kvboost_edge.server.api.compat.ollama.models import (
     API_VERSION,
     listed,
@@ -42,7 +46,7 @@ from kvboost_edge.server.api.turns import named_by_field
 from kvboost_edge.server.models.server import server_of
 from kvboost_edge.server.response_types import UNDECLARED_ERRORS
 from kvboost_edge.server.state import ModelState
-from kvboost_edge.server.work.bridge import off_loop
+from kvboost_edge.server.work.bridge import Answer, off_loop
 from kvboost_edge.server.work.streams import dumps, json_response, send_json
 
 __all__ = ["router"]
@@ -116,6 +120,37 @@ async def show(request: Request, body: OllamaShow) -> Response:
     server = server_of(request)
     served = served_model(request, named(server.models, body.model or body.name))
     return json_response(await off_loop(lambda: shown(server, served)))
+
+
+@router.post("/api/pull", response_class=JSONResponse, responses={200: _STREAM})
+async def pull(request: Request, body: OllamaPull) -> Response:
+    """Download a model and serve it, with a stream of progress."""
+    changes = changes_of(request)
+    name = body.given
+
+    async def work(send: Send) -> None:
+        await send_progress(
+            request,
+            send,
+            lambda tell, stopped: changes.pull(name, tell, stopped),
+            streams=body.stream is not False,
+        )
+
+    return Answer(work)
+
+
+@router.post("/api/copy", response_class=JSONResponse)
+async def copy(request: Request, body: OllamaCopy) -> Response:
+    """Serve a model under a second name."""
+    await changes_of(request).copy(body.source, body.destination)
+    return json_response({})
+
+
+@router.delete("/api/delete", response_class=JSONResponse)
+async def delete(request: Request, body: OllamaDelete) -> Response:
+    """Unload and delete a pulled model. Files that another model uses stay."""
+    await changes_of(request).delete(body.given)
+    return json_response({})
 
 
 @router.get("/api/version", response_class=JSONResponse)

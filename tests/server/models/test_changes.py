@@ -1,0 +1,225 @@
+"""Models are pulled, copied and deleted in a running server, by those who may, within limits."""
+
+import contextlib
+import json
+import threading
+
+import httpx
+import ollama
+import pytest
+
+from helpers.gguf.writer import write_gguf
+from helpers.models.fake_hub import fake_hub
+from helpers.server.live_servers import ADMIN_KEY, KEYS, serving, wait_until
+from helpers.server.served_models import ASKED, CountedSource
+from kvboost_edge.errors import ConfigError
+from kvboost_edge.models.locate.managed import managed_models
+from kvboost_edge.models.pull import download
+from kvboost_edge.server.errors import ApiError
+from kvboost_edge.server.models.changes import ManagedModels, ModelChanges
+from kvboost_edge.server.settings import ServerSettings
+
+REPO = "someone/Tiny-GGUF"
+NAME = f"{REPO}:Q8_0"
+
+
+@pytest.fixture
+def hub(tmp_path, second_model_dir, monkeypatch):
+    monkeypatch.setenv("KVBOOST_EDGE_CACHE", str(tmp_path / "own"))
+    write_gguf(second_model_dir, tmp_path / "Tiny-Q8_0.gguf", kind="Q8_0")
+    files = {"Tiny-Q8_0.gguf": (tmp_path / "Tiny-Q8_0.gguf").read_bytes()}
+    with fake_hub(REPO, files, tmp_path / "hub", monkeypatch) as found:
+        yield found
+
+
+@pytest.fixture
+def serve(hub, first):
+    """`serve(**settings)` is a server of "a" that may change its models."""
+    store = managed_models()
+    managed = ManagedModels(store, lambda model: CountedSource(store.path_of(model)).source)
+
+    def call(engine, **settings):
+        return serving(engine, managed=managed, **{"model_name": "a", **settings})
+
+    with first.open() as engine:
+        yield lambda **settings: call(engine, **settings)
+
+
+@contextlib.contextmanager
+def closing_client(server):
+    client = ollama.Client(server.base_url)
+    try:
+        yield client
+    finally:
+        client._client.close()
+
+
+def names(server, key=""):
+    headers = {"x-api-key": key} if key else {}
+    with server.client(headers=headers) as client:
+        return [one["id"] for one in client.get("/v1/models").json()["data"]]
+
+
+def test_ollamas_client_pulls_copies_and_deletes(serve, hub):
+    with serve() as server, closing_client(server) as client:
+        events = list(client.pull(NAME, stream=True))
+        assert (events[0].status, events[-1].status) == ("pulling manifest", "success")
+        size = len(hub.files["Tiny-Q8_0.gguf"])
+        (told, *_) = [event for event in events if event.completed == size]
+        assert told.total == size
+        assert told.digest.startswith("sha256:")
+        assert names(server) == ["a", NAME]
+        assert client.pull(NAME).status == "success"
+        client.copy(NAME, "second")
+        assert names(server) == ["a", NAME, "second"]
+        with server.client() as http:
+            answers = [
+                http.post("/v1/completions", json={"model": name, **ASKED}).json()["choices"]
+                for name in (NAME, "second")
+            ]
+        assert answers[0] == answers[1]
+        assert client.delete(NAME).status == "success"
+        assert names(server) == ["a", "second"]
+        with server.client() as http:
+            again = http.post("/v1/completions", json={"model": "second", **ASKED}).json()
+        assert again["choices"] == answers[0]
+        client.delete("second:latest")
+        assert not [path for path in managed_models().root.rglob("*") if path.is_file()]
+        with pytest.raises(ollama.ResponseError, match="not found"):
+            client.delete("second")
+
+
+def test_pulled_models_are_served_after_a_restart(serve):
+    with serve() as server, closing_client(server) as client:
+        client.pull(NAME)
+        client.copy("a", "alias")
+    with serve() as server:
+        assert names(server) == ["a", "alias", NAME]
+    with serve(model_name=NAME) as server:
+        assert names(server) == [NAME]
+    with serve(model_changes=False) as server:
+        assert names(server) == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "status", "problem"),
+    [
+        ("POST", "/api/pull", {"model": "../x"}, 400, "is invalid"),
+        ("POST", "/api/pull", {}, 400, "model is missing"),
+        ("POST", "/api/pull", {"model": NAME, "insecure": True}, 400, "insecure"),
+        ("POST", "/api/pull", {"model": "10.0.0.1/a/b"}, 400, "is not configured"),
+        ("POST", "/api/pull", {"model": "a"}, 400, "given on the command line"),
+        ("POST", "/api/copy", {"source": "x", "destination": "y"}, 404, "not found"),
+        ("POST", "/api/copy", {"source": "a", "destination": "/y"}, 400, "is invalid"),
+        ("POST", "/api/copy", {"source": "a", "destination": "a"}, 400, "command line"),
+        ("DELETE", "/api/delete", {"model": "a"}, 400, "given on the command line"),
+        ("DELETE", "/api/delete", {"name": "x"}, 404, "not found"),
+    ],
+)
+def test_refusals(serve, method, path, body, status, problem):
+    with serve() as server, server.client() as client:
+        answer = client.request(method, path, json=body)
+        assert (answer.status_code, problem in answer.json()["error"]) == (status, True), (
+            answer.text
+        )
+        assert names(server) == ["a"]
+
+
+def test_the_size_is_limited(serve, hub):
+    with serve(max_pull_bytes=1000) as server, server.client() as client:
+        for stream in (True, False):
+            answer = client.post("/api/pull", json={"model": NAME, "stream": stream})
+            last = json.loads(answer.text.strip().splitlines()[-1])
+            assert "over the limit of 1000 (--max-pull-bytes)" in last["error"]
+        assert not hub.downloads()
+
+
+def test_errors_show_no_folders(serve, hub, tmp_path):
+    root = managed_models().root
+    root.parent.mkdir(parents=True)
+    (root.parent / "elsewhere").mkdir()
+    with serve() as server, server.client() as client:
+        managed_models().made("files")
+        (root / "records").symlink_to(root.parent / "elsewhere")
+        answer = client.post("/api/pull", json={"model": NAME, "stream": False})
+        assert "is a symbolic link" in answer.json()["error"]
+        assert str(tmp_path) not in answer.text
+
+
+CHANGES = [
+    ("POST", "/api/pull", {"model": NAME, "stream": False}),
+    ("POST", "/api/copy", {"source": "a", "destination": "b"}),
+    ("DELETE", "/api/delete", {"model": "b"}),
+]
+
+
+@pytest.mark.parametrize(("keys", "admins"), [(KEYS, (ADMIN_KEY,)), (KEYS[:1], ())])
+def test_with_several_keys_an_admin_changes_models(serve, keys, admins):
+    with serve(api_keys=keys, admin_api_keys=admins) as server:
+        for method, path, body in CHANGES:
+            for key, status in ((keys[0], 403 if admins else 200), *((one, 200) for one in admins)):
+                answer = httpx.request(
+                    method, server.base_url + path, json=body, headers={"x-api-key": key}
+                )
+                assert answer.status_code == status, answer.text
+
+
+def test_closed_servers(serve, hub):
+    with serve(model_changes=False) as server, server.client() as client:
+        for method, path, body in CHANGES:
+            answer = client.request(method, path, json=body)
+            assert (answer.status_code, "no-model-changes" in answer.json()["error"]) == (403, True)
+    managed = ManagedModels(managed_models(), None)
+    for host, keys, is_open in (
+        ("0.0.0.0", (), False),
+        ("0.0.0.0", KEYS[:1], True),
+        ("127.0.0.1", (), True),
+    ):
+        settings = ServerSettings(host=host, api_keys=keys, insecure=True)
+        with contextlib.nullcontext() if is_open else pytest.raises(ApiError, match="403"):
+            ModelChanges(None, settings, managed).check_allowed()
+
+
+def test_one_change_at_a_time_and_a_disconnect_stops_it(serve, hub, monkeypatch):
+    held = threading.Event()
+    real = download.Registry.files
+
+    def files(self, repo):
+        assert held.wait(30)
+        return real(self, repo)
+
+    monkeypatch.setattr(download.Registry, "files", files)
+    with serve() as server, server.client() as client:
+        sock = server.connect()
+        sock.sendall(server.request_bytes("/api/pull", {"model": NAME}))
+        wait_until(lambda: server.kv.changes._busy, "the pull to begin")
+        answer = client.post("/api/copy", json={"source": "a", "destination": "b"})
+        assert (answer.status_code, "another change" in answer.json()["error"]) == (503, True)
+        sock.close()
+        wait_until(lambda: server.kv.metrics.render().count(b"/api/pull") > 0, "the disconnect")
+        held.set()
+        wait_until(lambda: not server.kv.changes._busy, "the pull to end")
+        assert names(server) == ["a"]
+        assert not hub.downloads()
+
+
+def test_a_model_in_use_stays(serve):
+    with serve() as server, server.client() as client:
+        with closing_client(server) as ours:
+            ours.pull(NAME)
+        served = server.kv.models.find(NAME)
+        served.in_use += 1
+        for method, path, body in (
+            ("DELETE", "/api/delete", {"model": NAME}),
+            ("POST", "/api/pull", {"model": NAME, "stream": False}),
+            ("POST", "/api/copy", {"source": "a", "destination": NAME}),
+        ):
+            answer = client.request(method, path, json=body)
+            assert (answer.status_code, "is in use" in answer.json()["error"]) == (409, True)
+        served.in_use -= 1
+        assert names(server) == ["a", NAME]
+
+
+def test_registries_are_checked():
+    with pytest.raises(ConfigError, match="model_registries holds"):
+        ServerSettings(model_registries=("models.example.org",))
