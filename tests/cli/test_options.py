@@ -99,7 +99,7 @@ def test_a_server_is_sent_no_limit_where_there_is_none():
 def test_a_model_is_an_argument_or_an_option():
     assert one_model("a", None) == one_model(None, "a") == one_model(None, None, "a") == "a"
     assert_raises(typer.BadParameter, "given twice", one_model, "a", "b")
-    assert_raises(typer.BadParameter, "give a model", one_model, None, None)
+    assert_raises(typer.BadParameter, "no model is given; give a directory", one_model, None, None)
 
 
 def test_commands_about_a_model_take_it_like_the_others(tiny_model_dir, answered, printed):

@@ -319,5 +319,7 @@ def test_terms_are_given_whole_or_by_field(engine):
     )
     with pytest.raises(RequestError, match="terms='a' must be a Terms object"):
         engine.submit(PROMPT, terms="a", max_new_tokens=1)
-    with pytest.raises(RequestError, match=r"terms= and priority are given; set the fields in"):
+    with pytest.raises(
+        RequestError, match=r"terms= and priority are both given; set the fields in"
+    ):
         engine.submit(PROMPT, terms=Terms(tenant="a"), priority=2, max_new_tokens=1)

@@ -374,7 +374,7 @@ def test_without_the_package_the_request_says_what_to_install(engine, monkeypatc
 
 def test_a_model_without_an_end_token_is_refused():
     structures = GrammarCompiler(fake_tokenizer(), VOCAB_SIZE, frozenset())
-    with pytest.raises(RequestError, match="names none"):
+    with pytest.raises(RequestError, match="the tokenizer has none of those"):
         structures.make(Grammar("regex", "a"))
 
 
