@@ -108,7 +108,7 @@ class LMCacheEngineConfig:
         unknown = sorted(options.keys() - _LATER.keys() - _OWN)
         if unknown:
             raise ConfigError(
-                f"{', '.join(unknown)}: unknown options; supported: "
+                f"{', '.join(unknown)}: not supported; use only "
                 f"{', '.join(sorted(_LATER.keys() | _OWN))}"
             )
         own = {name: value for name, value in options.items() if name in _OWN}

@@ -170,7 +170,7 @@ STOPPED = [chunk("x"), {"error": {"message": "the engine stopped"}}]
     [
         ("status", 404, ConfigError, "does not know the model 'a-model'.*--model"),
         ("status", 503, RequestError, "answered 503"),
-        ("events", STOPPED, RequestError, "ended the answer: the engine stopped"),
+        ("events", STOPPED, RequestError, "ended the answer with an error: the engine stopped"),
         ("raw", b"data: {nonsense\n\n", RequestError, "not a JSON object"),
         *(
             ("models", other, RequestError, "not as an OpenAI-compatible server")

@@ -117,7 +117,7 @@ def test_a_given_size_holds_what_it_holds():
     for asked in ({"speculation": "on"}, {"max_draft_tokens": 31}):
         with pytest.raises(
             CapacityError,
-            match=r"holds 4 states of 2\.09 MiB, and 4 sequences need 5 states and 0\.98 MiB for 31 "
+            match=r"holds 4 states of 2\.09 MiB, but 4 sequences need 5 states and 0\.98 MiB for 31 "
             r"draft tokens: 12001024 bytes; raise max_state_bytes or lower max_num_seqs or max_draft_tokens$",
         ):
             plan_states(dataclasses.replace(small, **asked), info_of((LARGE,)), 256, 1 << 34)
