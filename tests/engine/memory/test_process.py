@@ -179,7 +179,7 @@ def test_what_packing_takes_is_a_part_of_the_bound(overhead, tmp_path, monkeypat
     monkeypatch.setattr(build, "measured_overhead", lambda *_: small)
     options = {"max_memory": small.resident + 40 * MB, "max_model_len": 64}
     with pytest.raises(
-        CapacityError, match=r"overhead 0\.20 GB \+ .* to pack the weights"
+        CapacityError, match=r"overhead of 0\.20 GB and the .* needed to pack the weights"
     ) as caught:
         CPUPagedEngine.from_pretrained(DEMO, **options)
     with pytest.raises(

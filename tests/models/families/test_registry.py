@@ -38,7 +38,7 @@ def test_what_is_read_is_known():
 def test_a_name_that_two_files_have_is_refused(monkeypatch):
     double = [*registry._files()]
     monkeypatch.setattr(registry, "_files", lambda: iter([*double, double[0], double[1]]))
-    with pytest.raises(ValueError, match="again"):
+    with pytest.raises(ValueError, match="redefines"):
         registry._collected("MODEL_TYPES")
 
 
