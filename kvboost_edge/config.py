@@ -16,8 +16,11 @@ __all__ = [
     "DEFAULT_DRAFT_TOKENS",
     "KV_BIT_PAIRS",
     "MAX_RECOMPUTE_OVERLAP",
+    "MAX_SESSIONS",
+    "MAX_SESSION_BYTES",
     "MAX_WEIGHT",
     "MOST_DRAFT_TOKENS",
+    "SESSION_SECONDS",
     "ChunkStrategy",
     "EngineConfig",
     "GenerationMode",
@@ -29,6 +32,9 @@ BACKGROUND = ("spare_time", "idle")
 """Ways to run a request in the background."""
 
 MAX_RECOMPUTE_OVERLAP = 4096
+MAX_SESSIONS = 64  # of a tenant, by default
+MAX_SESSION_BYTES = 4 << 30  # of a tenant's sessions by default, KV and records together
+SESSION_SECONDS = 24 * 3600.0  # default lifetime of a session after it was saved or restored
 MAX_WEIGHT = 1000.0  # largest weight of a tenant; the smallest weight is 1/1000
 
 

@@ -48,6 +48,8 @@ FIELDS = {
     "TokenizeRequest.content": "Text to tokenize, under llama.cpp's name.",
     "TokenizeRequest.prompt": "Text to tokenize, under vLLM's name.",
     "DetokenizeRequest.tokens": "Token ids.",
+    "SessionRequest.text": "Text of the conversation.",
+    "SessionRequest.messages": "Messages of the conversation.",
     "UnpinRequest.text": "Text that was warmed.",
     "UnpinRequest.messages": "Messages that were warmed.",
     "WarmRequest.text": "Text to compute.",
@@ -63,6 +65,9 @@ FIELDS = {
     "parameter.purpose": "Purpose of the files to list. Default: all.",
     "parameter.request_id": "Value of the header `x-request-id` of an answer, or `last`.",
     "parameter.response_id": "Id of a stored response.",
+    "parameter.action": "What to do with the slot.",
+    "parameter.cache_salt": "Salt with which the session was saved.",
+    "parameter.id_slot": "Number of the slot.",
     "parameter.stream": "Only false is supported.",
     # Response fields.
     "answer.kvboost": "Times of the request and its use of the cache.",

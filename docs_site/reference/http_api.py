@@ -30,6 +30,7 @@ from kvboost_edge.server.api.routes import (
     ollama,
     requests,
     responses,
+    sessions,
     text,
 )
 from kvboost_edge.server.app import ROUTERS
@@ -67,6 +68,7 @@ _GROUPS = (
     _Group("Files", files),
     _Group("Batches", batches),
     _Group("Cache", cache),
+    _Group("Named sessions", sessions),
     _Group("Cache-miss reports", requests),
     _Group("Health and metrics", health),
     _Group("OpenAI's Responses API", responses, _VENDOR.format("OpenAI", "Responses")),

@@ -384,6 +384,7 @@ def generate(
     'kvboost-edge chat -m ./my-model --system "Answer in one sentence." --temperature 0.7\n\n'
     "kvboost-edge chat --url http://127.0.0.1:8000 --api-key sk-mine --mode chunk_kv_reuse\n\n"
     "kvboost-edge chat -m ./my-model --json-schema city.json\n\n"
+    "kvboost-edge chat -m ./my-model --session travel\n\n"
     "In the chat: /reset starts a new conversation, /drop removes the oldest turn, /save FILE "
     "saves the conversation, /stats shows the block pool, /quit or Ctrl-D exits."
 )
@@ -421,6 +422,15 @@ def chat(
             "--api-key", metavar="KEY", help="API key for the server. Default: $KVBOOST_API_KEY."
         ),
     ] = "",
+    session: Annotated[
+        str | None,
+        typer.Option(
+            "--session",
+            metavar="NAME",
+            help="Named session to continue, and to save after each answer. A session ends a day "
+            "after it was last saved. Default: the conversation is not saved.",
+        ),
+    ] = None,
     max_new_tokens: MaxNewTokens = 512,
     temperature: TemperatureOption = None,
     top_p: TopPOption = None,
@@ -465,9 +475,9 @@ def chat(
         # forbids writing to the cache directory. `-o disk_cache_dir=off` also turns this off.
         if pack_cache:
             options.setdefault("disk_cache_dir", str(default_directory()))
-        run_chat(model or DEMO_MODEL, options, settings, system)
+        run_chat(model or DEMO_MODEL, options, settings, system, session)
     else:
-        run_remote_chat(url, api_key, model or "", settings, system)
+        run_remote_chat(url, api_key, model or "", settings, system, session)
 
 
 @app.command(

@@ -14,12 +14,13 @@ from rich.console import Console
 from rich.text import Text
 
 from kvboost_edge.cli.console import counted, open_console
+from kvboost_edge.cli.named_session import ChatSession, LocalSession, RemoteSession
 from kvboost_edge.cli.options import CACHE_USE
 from kvboost_edge.cli.render import PromptBar, pool_panel
 from kvboost_edge.cli.servers.remote import RemoteAnswer, RemoteChat, Thought
 from kvboost_edge.cli.session import answer, loaded_engine, timing_line
 from kvboost_edge.engine.request.progress import Progress
-from kvboost_edge.errors import KVBoostError, RequestError
+from kvboost_edge.errors import ConfigError, KVBoostError, RequestError
 
 if TYPE_CHECKING:
     from kvboost_edge.engine.engine import CPUPagedEngine
@@ -86,27 +87,77 @@ class _Partner(NamedTuple):
         reply: Function that streams the answer to the messages, and returns its message and a line
             of statistics.
         show_stats: Function that prints the statistics of the engine or server.
+        session: Named session of the conversation, if any.
     """
 
     reply: Callable[[Messages, Write], tuple[dict[str, str], str]]
     show_stats: Callable[[], None]
+    session: ChatSession | None = None
 
 
-def run_chat(model: str, options: dict[str, Any], settings: dict[str, Any], system: str) -> None:
+def run_chat(
+    model: str,
+    options: dict[str, Any],
+    settings: dict[str, Any],
+    system: str,
+    session: str | None = None,
+) -> None:
     """Chat with a local model until the end of input."""
     console = open_console()
+    kept = None if session is None else LocalSession(session, model, options)
+    opening = _opening(kept, system)
     with loaded_engine(model, options, open_console(stderr=True), settings) as engine:
-        _converse(console, _local(engine, settings, console), system)
+        if kept is not None:
+            kept.engine = engine
+        _converse(console, _local(engine, settings, console)._replace(session=kept), opening)
 
 
 def run_remote_chat(
-    url: str, api_key: str, model: str, settings: dict[str, Any], system: str
+    url: str,
+    api_key: str,
+    model: str,
+    settings: dict[str, Any],
+    system: str,
+    session: str | None = None,
 ) -> None:
     """Chat with a running server until the end of input."""
     console = open_console()
     with RemoteChat(url, api_key=api_key, model=model) as remote:
         console.print(f"{remote.model} at {url}", style="dim")
-        _converse(console, _remote(remote, settings, console), system)
+        kept = None if session is None else RemoteSession(session, remote)
+        opening = _opening(kept, system)
+        _converse(console, _remote(remote, settings, console)._replace(session=kept), opening)
+
+
+class _Opening(NamedTuple):
+    """Beginning of a conversation.
+
+    Attributes:
+        system: Messages that /reset keeps.
+        messages: All messages so far.
+    """
+
+    system: Messages
+    messages: Messages
+
+
+def _opening(session: ChatSession | None, system: str) -> _Opening:
+    """Return the messages of a session, or the system message of a new conversation.
+
+    Raises:
+        ConfigError: the session has another system message.
+    """
+    asked: Messages = [{"role": "system", "content": system}] if system else []
+    messages = session.messages() if session is not None else []
+    if not messages:
+        return _Opening(asked, asked)
+    had = [one for one in messages[:1] if one["role"] == "system"]
+    if asked and asked != had:
+        raise ConfigError(
+            "--system differs from the system message of the session; leave it out, or choose "
+            "another --session"
+        )
+    return _Opening(had, messages)
 
 
 def _local(engine: CPUPagedEngine, settings: dict[str, Any], console: Console) -> _Partner:
@@ -177,12 +228,15 @@ def _show_calls(answer: RemoteAnswer, console: Console) -> None:
 class _Conversation:
     """Messages so far, and the last user message if the engine or server rejected it."""
 
-    def __init__(self, partner: _Partner, console: Console, system: str) -> None:
+    def __init__(self, partner: _Partner, console: Console, opening: _Opening) -> None:
         self._partner = partner
         self._console = console
-        self._opening: Messages = [{"role": "system", "content": system}] if system else []
-        self._messages = list(self._opening)
+        self._opening = opening.system
+        self._messages = list(opening.messages)
         self._refused = ""
+        if partner.session is not None:
+            turns = counted(len(self._turns()), "turn", "turns")
+            console.print(f"session {partner.session.name}: {turns}", style="dim")
 
     def take(self, line: str) -> None:
         """Send a user message and append the answer. Drops the turn if it is rejected or
@@ -203,6 +257,7 @@ class _Conversation:
             return
         self._console.print(f"\n{figures}", style="dim")
         self._messages = [*turn, message]
+        self._keep()
 
     def reset(self) -> None:
         """Start a new conversation."""
@@ -245,6 +300,18 @@ class _Conversation:
             return
         self._console.print(f"saved to {file}", style="dim")
 
+    def _keep(self) -> None:
+        """Save the conversation in its session, if it has one."""
+        session = self._partner.session
+        if session is None:
+            return
+        try:
+            line = session.keep(self._messages)
+        except KVBoostError as error:
+            print(f"the session was not saved: {error}", file=sys.stderr)
+            return
+        self._console.print(f"session {session.name}: {line}", style="dim")
+
     def _turns(self) -> list[int]:
         """Return the index of the first message of each turn."""
         return [at for at, one in enumerate(self._messages) if one["role"] == "user"]
@@ -254,9 +321,9 @@ class _Conversation:
         self._console.file.flush()
 
 
-def _converse(console: Console, partner: _Partner, system: str) -> None:
+def _converse(console: Console, partner: _Partner, opening: _Opening) -> None:
     """Read user messages until the end of input."""
-    conversation = _Conversation(partner, console, system)
+    conversation = _Conversation(partner, console, opening)
     console.print(_HELP, style="dim")
     lines = Lines(console, "you ›", "bold cyan")
     while (line := _read_line(lines, console)) is not None:

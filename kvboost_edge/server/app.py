@@ -26,6 +26,7 @@ from kvboost_edge.server.api.routes import (
     ollama,
     requests,
     responses,
+    sessions,
     text,
 )
 from kvboost_edge.server.batches.calls import LineCaller
@@ -49,6 +50,7 @@ from kvboost_edge.server.state import Shared
 from kvboost_edge.server.traces import open_traces
 from kvboost_edge.server.work.admission import Bodies
 from kvboost_edge.server.work.remembered import ResponseStore
+from kvboost_edge.tiers.disk.sessions import SessionStore
 
 if TYPE_CHECKING:
     from kvboost_edge.server.engines import Engine
@@ -66,6 +68,7 @@ ROUTERS = (
     embeddings.router,
     text.router,
     cache.router,
+    sessions.router,
     requests.router,
     files.router,
     batches.router,
@@ -131,6 +134,7 @@ def create_app(
         settings,
         ResponseStore(len(settings.all_keys)),
         Normaliser(settings.normalise),
+        _session_store(engine, settings),
         open_traces(settings.otel_endpoint),
     )
     sources = [(settings.model_names, source), *others]
@@ -185,3 +189,15 @@ def create_app(
         )
     app.add_middleware(Envelope, state=state, hosts=HostList(settings))
     return app
+
+
+def _session_store(engine: Engine, settings: ServerSettings) -> SessionStore:
+    """Return the store of named sessions, in the first model's cache directory if it has one."""
+    directory = engine.config.disk_cache_dir
+    store = SessionStore(
+        None if directory is None else Path(directory),
+        max_sessions=settings.max_sessions,
+        max_bytes=settings.max_session_bytes,
+    )
+    store.sweep()
+    return store

@@ -67,6 +67,7 @@ _BY_PATH: Mapping[str, Shape] = {
     "/v1/messages": _anthropic,
     **dict.fromkeys(("/completion", "/infill", "/props", "/slots", "/apply-template"), _llama_cpp),
 }
+_WITH_PARAMETERS = ("/v1/messages", "/slots")  # paths below these have the same format
 
 
 # The path decides, because an error may occur before a route is matched.
@@ -74,7 +75,8 @@ def shape_of(path: str) -> Shape:
     """Return the error format of the API that a path belongs to. OpenAI's format is the default."""
     if path.startswith("/api/"):
         return _ollama
-    return _BY_PATH.get("/v1/messages" if path.startswith("/v1/messages/") else path, _openai)
+    api = next((api for api in _WITH_PARAMETERS if path.startswith(f"{api}/")), path)
+    return _BY_PATH.get(api, _openai)
 
 
 def id_headers(path: str) -> tuple[bytes, ...]:

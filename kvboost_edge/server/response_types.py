@@ -33,6 +33,7 @@ __all__ = [
     "CompletionChoiceAnswer",
     "CompletionLogprobs",
     "Costs",
+    "DeletedSession",
     "Detokenized",
     "EmbeddingAnswer",
     "EngineStats",
@@ -59,6 +60,10 @@ __all__ = [
     "ReplicaStats",
     "RerankAnswer",
     "Reset",
+    "SavedSession",
+    "SessionContents",
+    "SessionList",
+    "SessionView",
     "Spent",
     "Stats",
     "Throughput",
@@ -783,6 +788,82 @@ class Unpinned(_Answer):
             )
         ),
     ]
+
+
+class SessionView(_Answer):
+    """A named session."""
+
+    object: Literal["session"]
+    name: Annotated[str, Field(description="Name of the session.")]
+    model: str
+    tokens: Annotated[int, Field(description="Number of tokens of the conversation.")]
+    bytes: Annotated[
+        int,
+        Field(description="Size of its KV, its recurrent state and its record, in bytes."),
+    ]
+    created: Annotated[
+        int, Field(description="Time when the session was first saved, in seconds since 1970.")
+    ]
+    expires: Annotated[int, Field(description="Time when the session ends, in seconds since 1970.")]
+    stored: Annotated[
+        Literal["disk", "pool"],
+        Field(
+            description=(
+                "disk: the session survives a restart. pool: there is no disk cache, and a restart "
+                "ends the session."
+            )
+        ),
+    ]
+
+
+class SavedSession(SessionView):
+    """A session that was saved or restored, and the cost of it."""
+
+    pinned: Annotated[
+        bool,
+        Field(
+            description=(
+                "True if the full blocks stay in the pool until the session ends. False if other "
+                "pins leave no room, or pin is false."
+            )
+        ),
+    ]
+    usage: Usage
+    timings: Timings
+    kvboost: Explained
+
+
+class SessionContents(SessionView):
+    """A named session and its messages."""
+
+    messages: Annotated[
+        list[dict[str, Any]] | None,
+        Field(description="Messages of the session; null if it was saved as text or token ids."),
+    ]
+    tools: list[dict[str, Any]] | None
+    chat_template_kwargs: dict[str, Any] | None
+
+
+class SessionList(_Answer):
+    """Named sessions of an API key."""
+
+    object: Literal["list"]
+    data: list[SessionView]
+    sessions: Annotated[
+        int, Field(description="Number of the key's sessions, whatever their salts.")
+    ]
+    max_sessions: Annotated[int, Field(description="Maximum number of the key's sessions.")]
+    bytes: Annotated[int, Field(description="Size of the key's sessions, whatever their salts.")]
+    max_bytes: Annotated[int, Field(description="Maximum size of the key's sessions.")]
+
+
+class DeletedSession(_Answer):
+    """Result of deleting a session."""
+
+    object: Literal["session.deleted"]
+    name: Annotated[str, Field(description="Name of the session.")]
+    deleted: Annotated[Literal[True], Field(description="Always true.")]
+    blocks_unpinned: Annotated[int, Field(description="Number of blocks that were unpinned.")]
 
 
 class Reset(_Answer):

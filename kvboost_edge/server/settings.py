@@ -11,7 +11,13 @@ import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from kvboost_edge.config import BACKGROUND, MAX_WEIGHT, GenerationMode
+from kvboost_edge.config import (
+    BACKGROUND,
+    MAX_SESSION_BYTES,
+    MAX_SESSIONS,
+    MAX_WEIGHT,
+    GenerationMode,
+)
 from kvboost_edge.engine.request.request import SamplingParams
 from kvboost_edge.errors import ConfigError
 from kvboost_edge.models.pull.limits import MAX_PULL_BYTES
@@ -258,6 +264,25 @@ class ServerSettings:
         unit="seconds",
         low=0,
         high=_DAY_SECONDS,
+    )
+    max_sessions: int = option(
+        MAX_SESSIONS,
+        "Maximum number of named sessions of each API key. 0 turns sessions off",
+        int,
+        group="Limits",
+        unit="sessions",
+        low=0,
+        high=10_000,
+    )
+    max_session_bytes: int = option(
+        MAX_SESSION_BYTES,
+        "Maximum size of the named sessions of each API key, such as 4GB. It counts their KV "
+        "and their records",
+        int,
+        group="Limits",
+        unit="bytes",
+        low=0,
+        high=2**50,
     )
     keep_alive: float | None = option(
         None,

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from kvboost_edge.server.model_defaults import ModelDefaults
     from kvboost_edge.server.settings import ServerSettings
     from kvboost_edge.server.traces import Traces
+    from kvboost_edge.tiers.disk.sessions import SessionStore
 
 __all__ = [
     "MODEL_FACT",
@@ -52,6 +53,7 @@ class Shared:
         settings: settings of the server.
         remembered: stored responses.
         normaliser: request normalization.
+        sessions: named sessions.
         traces: traces of requests; None if they are off.
         draining: True once the server is shutting down.
         created: start of the server, in seconds since the epoch.
@@ -60,6 +62,7 @@ class Shared:
     settings: ServerSettings
     remembered: ResponseStore
     normaliser: Normaliser
+    sessions: SessionStore
     traces: Traces | None = None
     draining: bool = False
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
@@ -144,6 +147,10 @@ class ModelState:
     @property
     def normaliser(self) -> Normaliser:
         return self.shared.normaliser
+
+    @property
+    def sessions(self) -> SessionStore:
+        return self.shared.sessions
 
     def admit(self, request: Request, num_tokens: int, num_sequences: int = 1) -> Admission:
         """Return an admission to enter with `async with`. The request's body must have been read

@@ -38,7 +38,7 @@ COMMANDS = {  # name: (required arguments, options with a value)
         "Hello",
         (*MODEL, *REQUEST, "--chat", "--raw", "--system Text", *ENGINE, *PACKED, "--json"),
     ),
-    "chat": ("", (*MODEL, "--system Text", *CLIENT, *REQUEST, *ENGINE, *PACKED)),
+    "chat": ("", (*MODEL, "--system Text", "--session x", *CLIENT, *REQUEST, *ENGINE, *PACKED)),
     "demo": ("", (*ENGINE, *PACKED)),
     "doctor": ("", ("x", *MODEL, *ENGINE, "--ctx-size 512", "--max-memory 4GB", "--json")),
     "models": ("", ("word", "--suggest", "--option num_threads=2", "-o dtype=float32", "--json")),

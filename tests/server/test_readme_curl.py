@@ -47,6 +47,9 @@ def test_example_answers(page, example, live_server):
     if "/v1/requests/last" in example:
         with live_server.client() as client:
             client.post("/v1/completions", json={"prompt": "Doc 7.", "max_tokens": 1})
+    if "/v1/sessions/" in example:
+        with live_server.client() as client:
+            client.post("/v1/sessions", json={"name": "travel", "tokens": [5] * 20})
     done = subprocess.run(
         ["bash", "-c", command.replace("curl", f"curl {options}", 1)],
         capture_output=True,

@@ -204,6 +204,24 @@ class RemoteChat:
         """Compute a prompt prefix on the server through /v1/warm."""
         return self._got(lambda: self._client.post("/v1/warm", json=body))
 
+    def sessions(self) -> Any:
+        """Return this key's named sessions from /v1/sessions."""
+        return self._get("/v1/sessions")
+
+    def session(self, name: str) -> Any:
+        """Return a named session with its messages."""
+        return self._get(f"/v1/sessions/{quote(name, safe='')}")
+
+    def restore_session(self, name: str) -> Any:
+        """Bring the prefix of a named session into the server's pool."""
+        path = f"/v1/sessions/{quote(name, safe='')}/restore"
+        return self._got(lambda: self._client.post(path))
+
+    def save_session(self, name: str, messages: list[dict[str, str]]) -> Any:
+        """Save a conversation as a named session."""
+        body = {"name": name, "messages": messages, "model": self.model}
+        return self._got(lambda: self._client.post("/v1/sessions", json=body))
+
     def _tells_progress(self) -> bool:
         """Return whether the server supports `return_progress`. Other servers might reject it."""
         if self._telling is None:

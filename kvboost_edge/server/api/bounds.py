@@ -98,6 +98,7 @@ BOUNDS: dict[str, Bound] = {
     "budget_tokens": Bound(1, 2**24),
     "reasoning_budget": _declared(SamplingParams, "reasoning_budget"),
     "ttl": _declared(Terms, "ttl"),
+    "slot": Bound(-1, 4095),  # llama.cpp; -1 lets the server choose
     "token_id": Bound(0, 2**31 - 1),
     "template_number": Bound(-(2**53), 2**53, integer=False),
 }
@@ -143,6 +144,7 @@ COUNTS: dict[str, Bound] = {
     "breaker": Bound(1, 40),  # characters
     "samplers": Bound(0, 32),
     "cache_salt": Bound(1, 256),
+    "session_name": Bound(1, 128),
     "template_variables": Bound(0, 64),
     "template_name": Bound(1, 64),
     "template_text": Bound(0, 4096),

@@ -147,6 +147,7 @@ async def watched(
         engine_request.terms.cache_salt,
         prompt.token_ids,
         prompt.asked,
+        engine_request.slot,
     )
     try:
         yield dataclasses.replace(run, watch=watch)

@@ -5,20 +5,27 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from kvboost_edge.engine.request.answer_ids import KeptAnswers
 from kvboost_edge.errors import RequestError
 from kvboost_edge.server.api.schemas.chat import ChatMessage
 from kvboost_edge.server.api.schemas.strict import bad_field
+from kvboost_edge.server.api.schemas.text import UnpinRequest
 from kvboost_edge.server.api.schemas.tools import size_of_tools
 from kvboost_edge.server.api.turns import offered
+from kvboost_edge.server.cache_report.normalized import normal
+from kvboost_edge.server.state import ModelState
 from kvboost_edge.text.rendered_chat import FindAnswer
 from kvboost_edge.text.tokenizer import Tokenizer
 
 __all__ = [
     "encode_messages",
     "encode_plain",
+    "encode_prefix",
     "encode_text",
     "estimate_messages",
+    "estimate_prefix",
     "estimate_tokens",
+    "prefix_size",
     "size_of",
 ]
 
@@ -114,3 +121,33 @@ def encode_plain(
             "messages", "the model's chat template returns no tokens for these messages"
         )
     return ids
+
+
+def encode_prefix(state: ModelState, body: UnpinRequest, answers: KeptAnswers) -> list[int]:
+    """Return the first token ids of prompts that begin with this text or these messages."""
+    tokenizer = state.engine.tokenizer
+    if body.messages is not None:
+        plain = [message.for_template() for message in body.messages]
+        asked = normal(
+            state.normaliser, tokenizer, answers, plain, body.tools, body.chat_template_kwargs
+        )
+        whole = bool(body.add_generation_prompt)
+        return encode_plain(
+            tokenizer,
+            asked.messages,
+            asked.variables,
+            whole,
+            tools=asked.tools,
+            find_answer=answers.find,
+        )
+    return encode_text(tokenizer, body.text or "", True, "text")
+
+
+def estimate_prefix(body: UnpinRequest) -> int:
+    """Estimate the number of tokens that `encode_prefix` returns."""
+    return estimate_messages(body.messages or [], body.tools) + estimate_tokens(body.text or "")
+
+
+def prefix_size(body: UnpinRequest) -> int:
+    """Return the number of characters that `encode_prefix` tokenizes."""
+    return len(body.text or "") + size_of(body.messages or [], body.tools)

@@ -77,6 +77,8 @@ class RequestRecord:
         num_reasoning: number of reasoning tokens in the answer.
         loading: number of the model load that serves the request; it changes when the model is
             loaded again.
+        slot: llama.cpp's slot of the request, whose content it is until another request has this
+            slot; -1 for none.
         diagnosis: cache-miss report, once the request has ended.
     """
 
@@ -87,6 +89,7 @@ class RequestRecord:
     at: float = dataclasses.field(default_factory=time.time)
     num_reasoning: int = 0
     loading: int = 0
+    slot: int = -1
     diagnosis: Diagnosis | None = None
 
     @property
@@ -253,6 +256,15 @@ class History:
         others = (kept.record for kept in reversed(earlier) if kept.salt == salt)
         alike = [(other, count) for other in others if (count := other.common(ids))]
         return sorted(alike, key=lambda one: -one[1])
+
+    def in_slot(self, tenant: str | None, salt: str | None, slot: int) -> list[RequestRecord]:
+        """Return the finished records with this salt and slot, latest first."""
+        records = [
+            kept.record
+            for kept in self.kept.values(tenant)
+            if kept.salt == salt and kept.record.slot == slot and kept.record.diagnosis is not None
+        ]
+        return sorted(records, key=lambda record: record.at, reverse=True)
 
     def remove(self, tenant: str | None, record: RequestRecord) -> None:
         """Remove a record, if it is still kept."""

@@ -57,12 +57,15 @@ class Doctor:
         salt: str | None,
         token_ids: Sequence[int],
         asked: PromptInputs,
+        slot: int = -1,
     ) -> Watch:
         """Record a request that starts, and return its `Watch`."""
         self.settle()
         self.history.sweep_later()
         ids = np.asarray(token_ids, dtype=np.int32)
-        record = RequestRecord(request_id, asked, ids, len(token_ids), loading=self._loading)
+        record = RequestRecord(
+            request_id, asked, ids, len(token_ids), loading=self._loading, slot=slot
+        )
         self.history.add(tenant, salt, record)
         return Watch(self, tenant, salt, record)
 

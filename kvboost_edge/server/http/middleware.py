@@ -71,6 +71,7 @@ ADMITTED_PATHS = frozenset(
         "/v1/rerank",
         "/v1/warm",
         "/v1/unpin",
+        "/v1/sessions",
         "/tokenize",
         "/detokenize",
     }

@@ -99,9 +99,11 @@ class EngineRequest(ABC):
         per_prompt: number of sequences computed for each prompt.
         terms: options of the sequences. `submit` adds tenant, weight, deadline and pins.
         is_default_mode: True if the server chose the mode.
+        slot: llama.cpp's slot that holds the conversation afterwards; -1 for none.
     """
 
     renders = False
+    slot = 0
 
     def __init__(
         self,

@@ -24,6 +24,7 @@ from kvboost_edge.tiers.disk.sidecar import read_file
 
 __all__ = [
     "SpaceDirectory",
+    "check_owner",
     "describe",
     "is_locked",
     "lock_directory",
@@ -150,7 +151,7 @@ def open_directory(
             raise ConfigError(
                 f"{path} is a symbolic link, which the disk tier does not follow; remove it"
             )
-        _check_owner(path)
+        check_owner(path)
     except OSError as error:
         raise ConfigError(
             f"disk_cache_dir {str(root)!r} cannot be used: {error}; {_KNOB}"
@@ -248,7 +249,7 @@ def _make(path: Path, files: Files) -> None:
         ) from error
 
 
-def _check_owner(path: Path) -> None:
+def check_owner(path: Path) -> None:
     """Check that `path` is a directory that belongs to this user."""
     # Anyone who can write to this directory controls the KV that the model reads.
     found = path.stat()

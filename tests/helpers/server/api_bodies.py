@@ -43,6 +43,7 @@ ASKED: dict[str, Callable[[str], Json]] = {
     "/v1/warm": lambda text: {"messages": said(text)},
     "/v1/unpin": lambda text: {"text": text},
     "/cache/reset": lambda text: {},
+    "/v1/sessions": lambda text: {"name": "x", "messages": said(text)},
 }
 """Of each path the body that asks about a text; of those that generate, for two tokens."""
 
@@ -91,7 +92,9 @@ def error_text(path: str, content: bytes) -> str:
         assert (answer.keys(), answer["type"]) == ({"type", "error"}, "error"), answer
         assert answer["error"].keys() == {"type", "message"}, answer
         message = answer["error"]["message"]
-    elif path in ("/completion", "/infill", "/props", "/slots", "/apply-template"):
+    elif path in ("/completion", "/infill", "/props", "/apply-template") or path.startswith(
+        "/slots"
+    ):
         assert answer.keys() == {"error"}, answer
         assert answer["error"].keys() == {"code", "message", "type"}, answer
         message = answer["error"]["message"]

@@ -531,6 +531,6 @@ TAKEN: dict[str, list[Json]] = {
         }
     ],
     GENERATE: [{"keep_alive": "5m", "format": ""}],
-    LLAMA: [{"mirostat": 0, "n_probs": 0, "logit_bias": [], "id_slot": 3, "grammar": ""}],
+    LLAMA: [{"mirostat": 0, "n_probs": 0, "logit_bias": [], "id_slot": -1, "grammar": ""}],
 }
 """Of each path: fields with which the answer is as without."""

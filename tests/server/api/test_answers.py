@@ -23,7 +23,7 @@ MESSAGES = [{"role": "user", "content": "hello"}]
 EXPLAINED = {"return_token_ids": True, "kvboost": {"explain": True}}
 SHOWN = {"max_tokens": 3, "logprobs": 2, **EXPLAINED}
 CHAT = {"messages": MESSAGES, "max_tokens": 3, "logprobs": True, "top_logprobs": 2, **EXPLAINED}
-# Bodies that ask for all an answer may hold; None: GET.
+# Bodies that ask for all an answer may hold; None: GET; a text: another method.
 ASKED = [
     ("/v1/completions", {"prompt": "hello", **SHOWN}),
     ("/v1/completions", {"prompt": ["hello", "world"], "n": 2, "echo": True, **SHOWN}),
@@ -37,6 +37,11 @@ ASKED = [
     ("/v1/warm", {"text": "A text of more than one block. " * 3}),
     ("/v1/warm", {"messages": MESSAGES}),
     ("/v1/unpin", {"text": "A text of more than one block. " * 3}),
+    ("/v1/sessions", {"name": "notes", "text": "A text of more than one block. " * 3}),
+    ("/v1/sessions/notes/restore", {}),
+    ("/v1/sessions", None),
+    ("/v1/sessions/notes", None),
+    ("/v1/sessions/notes", "DELETE"),
     ("/v1/requests", None),
     ("/v1/requests/last/cache", None),
     ("/v1/stats", None),
@@ -45,28 +50,35 @@ ASKED = [
 ]
 
 ANSWERS = {
-    route.path: route.responses[200]["model"]
+    (route.path, method): route.responses[200]["model"]
     for router in ROUTERS
     for route in router.routes
+    for method in getattr(route, "methods", ())
     if isinstance(route, APIRoute) and "model" in route.responses.get(200, {})
 }
-"""The response type that each path declares."""
+"""The response type that each path and method declares."""
 
 
-def type_of(path):
+def method_of(body):
+    return "POST" if isinstance(body, dict) else body or "GET"
+
+
+def type_of(path, body):
     named = {
         "/v1/models/tiny": "/v1/models/{name:path}",
         "/v1/requests/last/cache": "/v1/requests/{request_id}/cache",
+        "/v1/sessions/notes": "/v1/sessions/{name}",
+        "/v1/sessions/notes/restore": "/v1/sessions/{name}/restore",
     }
-    return ANSWERS[named.get(path, path)]
+    return ANSWERS[named.get(path, path), method_of(body)]
 
 
 async def ask(app, path, body):
-    return await (app.get(path) if body is None else app.post(path, json=body))
+    return await app.request(method_of(body), path, json=body if isinstance(body, dict) else None)
 
 
 def test_every_declared_type_is_asked_for():
-    assert {type_of(path) for path, _ in ASKED} == {*ANSWERS.values()} - {RerankAnswer}
+    assert {type_of(path, body) for path, body in ASKED} == {*ANSWERS.values()} - {RerankAnswer}
     # RerankAnswer is checked in test_embeddings.py.
 
 
@@ -87,9 +99,12 @@ async def test_answers_have_the_keys_of_their_types(tiny_app, path, body):
         assert (
             await ask(tiny_app, "/v1/completions", {"prompt": "hello", "max_tokens": 1})
         ).status_code == 200
+    if "notes" in path:
+        text = {"name": "notes", "text": "A text of more than one block. " * 3}
+        assert (await ask(tiny_app, "/v1/sessions", text)).status_code == 200
     answer = await ask(tiny_app, path, body)
     assert answer.status_code == 200, answer.text
-    TypeAdapter(type_of(path)).validate_json(answer.content, strict=True)
+    TypeAdapter(type_of(path, body)).validate_json(answer.content, strict=True)
 
 
 @pytest.mark.parametrize(

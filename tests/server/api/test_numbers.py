@@ -52,6 +52,7 @@ _LLAMA = {
     **_SAMPLERS,
     "n_predict": "num_predict",
     "repeat_penalty": "repetition_penalty",
+    "id_slot": "slot",
 }
 _OLLAMA = {
     **_SAMPLING,
@@ -118,6 +119,12 @@ NUMBERS = {
         "ttl": "ttl",
     },
     "/v1/unpin": _TEMPLATE,
+    "/v1/sessions": {
+        **_TEMPLATE,
+        "tokens.*": "token_id",
+        "priority": "priority",
+        "ttl": "ttl",
+    },
 }
 """Of each path its numbers, "*" an entry of a list and "{}" of a map, and their names in the table
 of bounds.
@@ -168,7 +175,7 @@ TOLD += (
 BODIES = {
     route.path: get_type_hints(route.endpoint)["body"]
     for route in _ROUTES
-    if route.path in ASKED and route.path != "/cache/reset"
+    if route.path in ASKED and "POST" in route.methods and route.path != "/cache/reset"
 }
 """The model of the body of each path."""
 

@@ -28,16 +28,14 @@ from kvboost_edge.server.api.checks import (
 )
 from kvboost_edge.server.api.generation import watched
 from kvboost_edge.server.api.prompts import (
-    encode_plain,
-    encode_text,
-    estimate_messages,
+    encode_prefix,
+    estimate_prefix,
     estimate_tokens,
-    size_of,
+    prefix_size,
 )
 from kvboost_edge.server.api.schemas.strict import bad_field
 from kvboost_edge.server.api.schemas.text import ResetRequest, UnpinRequest, WarmRequest
 from kvboost_edge.server.api.usage import costs, usage_of
-from kvboost_edge.server.cache_report.normalized import normal
 from kvboost_edge.server.engines import StatsProvider, replicas_of
 from kvboost_edge.server.models.server import server_of
 from kvboost_edge.server.models.shown import memory_of
@@ -90,9 +88,7 @@ async def warm(request: Request, body: WarmRequest) -> Response:
             return
         engine = state.engine
         rendered = _RenderedWarm(state, body)
-        estimate = estimate_messages(body.messages or [], body.tools) + estimate_tokens(
-            body.text or ""
-        )
+        estimate = estimate_prefix(body)
         async with (
             state.admit(request, estimate) as admission,
             running(engine, rendered, admission) as started,
@@ -119,17 +115,15 @@ async def unpin(request: Request, body: UnpinRequest) -> Response:
     async def work(state: ModelState, send: Send) -> None:
         body.check_together()
         engine = state.engine
-        estimate = estimate_messages(body.messages or [], body.tools) + estimate_tokens(
-            body.text or ""
-        )
+        estimate = estimate_prefix(body)
         async with state.admit(request, estimate) as admission:
             whose: dict[str, Any] = {"tenant": admission.tenant, "cache_salt": body.cache_salt}
 
             def end() -> int:
-                ids = _token_ids(state, body, engine.kept_answers(**whose))
+                ids = encode_prefix(state, body, engine.kept_answers(**whose))
                 return engine.unpin(ids, **whose) if ids else 0
 
-            unpinned = await off_loop(end, _size(body))
+            unpinned = await off_loop(end, prefix_size(body))
         answer: Unpinned = {"object": "unpin", "blocks_unpinned": unpinned}
         await send_json(send, dumps(answer))
 
@@ -239,32 +233,14 @@ def _warmed(stored: WarmResult, results: Sequence[GenerationResult], spent: Spen
     }
 
 
-def _token_ids(state: ModelState, body: UnpinRequest, answers: KeptAnswers) -> list[int]:
-    """Return the first token ids of prompts that begin with this text or these messages."""
-    tokenizer = state.engine.tokenizer
-    if body.messages is not None:
-        plain = [message.for_template() for message in body.messages]
-        asked = normal(
-            state.normaliser, tokenizer, answers, plain, body.tools, body.chat_template_kwargs
-        )
-        whole = bool(body.add_generation_prompt)
-        return encode_plain(
-            tokenizer,
-            asked.messages,
-            asked.variables,
-            whole,
-            tools=asked.tools,
-            find_answer=answers.find,
-        )
-    return encode_text(tokenizer, body.text or "", True, "text")
-
-
 class _RenderedWarm(EngineRequest):
     """A warm request for a text or messages."""
 
+    slot = -1
+
     def __init__(self, state: ModelState, body: WarmRequest) -> None:
         super().__init__(
-            size=_size(body),
+            size=prefix_size(body),
             terms=Terms(
                 cache_salt=body.cache_salt,
                 priority=check_priority(state, body.priority),
@@ -277,7 +253,7 @@ class _RenderedWarm(EngineRequest):
         self._body = body
 
     def encode(self, answers: KeptAnswers) -> list[EncodedPrompt]:
-        return [EncodedPrompt(_token_ids(self._state, self._body, answers))]
+        return [EncodedPrompt(encode_prefix(self._state, self._body, answers))]
 
     def params(self, prompt: EncodedPrompt, choice: int) -> SamplingParams:
         param = "text" if self._body.messages is None else "messages"
@@ -291,10 +267,6 @@ class _RenderedWarm(EngineRequest):
         return SamplingParams(
             max_new_tokens=room_for(self._state, len(prompt.token_ids), param, 0, param)
         )
-
-
-def _size(body: UnpinRequest) -> int:
-    return len(body.text or "") + size_of(body.messages or [], body.tools)
 
 
 def _stats(state: ModelState) -> EngineStats:

@@ -5,13 +5,17 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Request
+import time
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Path, Query, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Send
 
 from kvboost_edge import __version__
 from kvboost_edge.errors import RequestError
 from kvboost_edge.server.api.bodies import JsonRoute
+from kvboost_edge.server.api.bounds import BOUNDS
 from kvboost_edge.server.api.checks import ModelParam, answered, loaded_model, looked_up
 from kvboost_edge.server.api.compat.llama_cpp.schemas import (
     ApplyTemplate,
@@ -28,8 +32,12 @@ from kvboost_edge.server.api.compat.llama_cpp.writer import LlamaWriter, default
 from kvboost_edge.server.api.compat.translated import renamed
 from kvboost_edge.server.api.generation import respond
 from kvboost_edge.server.api.prompts import estimate_messages, size_of
+from kvboost_edge.server.api.schemas.sessions import SlotAction
 from kvboost_edge.server.api.schemas.strict import bad_field
+from kvboost_edge.server.api.sessions import keep_session, missing_session, tenant_of
 from kvboost_edge.server.api.turns import offered
+from kvboost_edge.server.cache_report.records import RequestRecord
+from kvboost_edge.server.errors import ApiError
 from kvboost_edge.server.response_types import UNDECLARED_ERRORS
 from kvboost_edge.server.state import ModelState
 from kvboost_edge.server.work.bridge import off_loop
@@ -121,7 +129,7 @@ async def props(request: Request, model: ModelParam = None) -> Response:
 async def slots(request: Request, model: ModelParam = None) -> Response:
     """List one slot for each sequence that can run at the same time.
 
-    Slots hold no cache, because all requests share the blocks of the pool.
+    Slots have no blocks of their own, because all requests share the blocks of the pool.
     """
     state = loaded_model(request, model)
     running = await looked_up(state, state.engine.num_running)
@@ -137,6 +145,113 @@ async def slots(request: Request, model: ModelParam = None) -> Response:
         media_type="application/json",
         headers={"Cache-Control": "no-store"},
     )
+
+
+@router.post("/slots/{id_slot}", response_class=JSONResponse)
+async def slot_action(
+    request: Request,
+    id_slot: Annotated[int, Path(ge=0, le=int(BOUNDS["slot"].high))],
+    action: Annotated[Literal["save", "restore", "erase"], Query()],
+    body: SlotAction | None = None,
+) -> Response:
+    """Save the conversation of a slot as a named session, restore it into a slot, or erase a slot.
+
+    A slot is the latest conversation of this API key with this `id_slot`. Requests without one, and
+    those of other APIs, have slot 0.
+    """
+    given = SlotAction.model_validate({}) if body is None else body
+    run = {"save": _save_slot, "restore": _restore_slot, "erase": _erase_slot}[action]
+
+    async def work(state: ModelState, send: Send) -> None:
+        if id_slot >= state.admission.batch:
+            raise bad_field(
+                "id_slot",
+                f"id_slot={id_slot} does not exist; this server has slots 0 to "
+                f"{state.admission.batch - 1}",
+            )
+        await send_json(send, dumps(await run(request, state, id_slot, given)))
+
+    return answered(request, given.model, work)
+
+
+async def _save_slot(
+    request: Request, state: ModelState, slot: int, given: SlotAction
+) -> dict[str, Any]:
+    started = time.perf_counter()
+    name = _filename(given)
+    records = _slot_records(request, state, slot, given)
+    if not records:
+        raise ApiError(
+            400,
+            f"slot {slot} holds no conversation of this API key; generate with id_slot {slot} "
+            "before saving it",
+            code="invalid_value",
+            param="id_slot",
+        )
+    ids = records[0].ids.tolist()
+    kept = await keep_session(request, state, name, ids, cache_salt=given.cache_salt, slot=slot)
+    return {
+        "id_slot": slot,
+        "filename": name,
+        "n_saved": kept.info.num_tokens,
+        "n_written": kept.info.num_bytes,
+        "timings": {"save_ms": round((time.perf_counter() - started) * 1e3, 3)},
+    }
+
+
+async def _restore_slot(
+    request: Request, state: ModelState, slot: int, given: SlotAction
+) -> dict[str, Any]:
+    started = time.perf_counter()
+    name = _filename(given)
+    tenant = tenant_of(request)
+    found = await off_loop(lambda: state.sessions.find(tenant, given.cache_salt, name))
+    if found is None:
+        raise missing_session(name)
+    if found.info.model != state.model_name:
+        raise bad_field(
+            "filename",
+            f"the session {name!r} is of the model {found.info.model!r}, not of "
+            f"{state.model_name!r}; give its model",
+        )
+    kept = await keep_session(request, state, name, found, cache_salt=given.cache_salt, slot=slot)
+    return {
+        "id_slot": slot,
+        "filename": name,
+        "n_restored": kept.info.num_tokens,
+        "n_read": kept.info.num_bytes,
+        "timings": {"restore_ms": round((time.perf_counter() - started) * 1e3, 3)},
+    }
+
+
+async def _erase_slot(
+    request: Request, state: ModelState, slot: int, given: SlotAction
+) -> dict[str, Any]:
+    """Empty a slot. Its tokens stay cached for all requests of this API key."""
+    records = _slot_records(request, state, slot, given)
+    for record in records:
+        record.slot = -1
+    return {"id_slot": slot, "n_erased": len(records[0].ids) if records else 0}
+
+
+def _filename(given: SlotAction) -> str:
+    if given.filename is None:
+        raise bad_field("filename", "filename is missing; give the name of the session")
+    return given.filename
+
+
+def _slot_records(
+    request: Request, state: ModelState, slot: int, given: SlotAction
+) -> list[RequestRecord]:
+    history = state.doctor.history
+    if not history.seconds:
+        raise bad_field(
+            "id_slot",
+            "slots are empty because the server runs with --request-history 0; save messages or "
+            "token ids with POST /v1/sessions",
+        )
+    state.doctor.settle()
+    return history.in_slot(tenant_of(request), given.cache_salt, slot)
 
 
 async def _respond(

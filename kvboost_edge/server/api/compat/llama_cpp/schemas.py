@@ -33,7 +33,7 @@ Pieces = list[str | list[int]]
 
 _HERE = (
     *("penalize_nl", "post_sampling_probs", "n_keep", "n_discard", "n_indent", "tfs_z"),
-    *("t_max_predict_ms", "id_slot", "timings_per_token", "response_fields", "lora"),
+    *("t_max_predict_ms", "timings_per_token", "response_fields", "lora"),
     "image_data",
 )
 _FOREIGN = {
@@ -135,6 +135,7 @@ class _Sampling(SamplerFields):
     grammar: Grammar | None = None
     json_schema: Schema | None = None
     cache_salt: CacheSalt | None = None
+    id_slot: Annotated[int, bounded("slot")] | None = None
 
 
 class LlamaCompletion(_Sampling):

@@ -127,7 +127,9 @@ def _rendered(
         **{name: getattr(body, name) for name in _SAME},
         **{name: getattr(body, name, None) for name in _REASONING},
     )
-    return RenderedPieces(state, ours, pieces, with_bos=with_bos, field=field)
+    rendered = RenderedPieces(state, ours, pieces, with_bos=with_bos, field=field)
+    rendered.slot = max(0, body.id_slot or 0)
+    return rendered
 
 
 def _ids(

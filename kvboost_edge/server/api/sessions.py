@@ -1,0 +1,317 @@
+"""Saving and restoring named sessions, for /v1/sessions and llama.cpp's slots.
+
+A session is computed like a prompt without an answer, and its blocks are pinned until it ends. If
+other pins leave no room, a session with a disk cache is stored without a pin.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from starlette.requests import Request
+
+from kvboost_edge.config import SESSION_SECONDS
+from kvboost_edge.engine.request.answer_ids import KeptAnswers
+from kvboost_edge.engine.request.request import SamplingParams
+from kvboost_edge.engine.request.results import GenerationResult
+from kvboost_edge.engine.request.terms import Terms
+from kvboost_edge.errors import CapacityError
+from kvboost_edge.server.api.checks import looked_up, room_for
+from kvboost_edge.server.api.generation import watched
+from kvboost_edge.server.api.prompts import encode_prefix, estimate_prefix, prefix_size
+from kvboost_edge.server.api.schemas.sessions import SessionRequest
+from kvboost_edge.server.api.schemas.strict import bad_field
+from kvboost_edge.server.api.usage import costs, usage_of
+from kvboost_edge.server.errors import ApiError
+from kvboost_edge.server.models.server import server_of
+from kvboost_edge.server.response_types import SavedSession, SessionView
+from kvboost_edge.server.state import ModelState
+from kvboost_edge.server.work.bridge import (
+    EncodedPrompt,
+    EngineRequest,
+    off_loop,
+    running,
+    wait_all,
+)
+from kvboost_edge.tiers.disk.sessions import Session, SessionInfo, SessionStore
+
+__all__ = [
+    "KeptSession",
+    "keep_session",
+    "missing_session",
+    "release_session",
+    "saved_view",
+    "session_view",
+    "tenant_of",
+]
+
+
+class KeptSession(NamedTuple):
+    """A session that was saved or restored.
+
+    Attributes:
+        info: properties of the session.
+        result: result of computing its tokens.
+        pinned: True if the full blocks are pinned in the pool.
+        tokenize_ms: time spent on tokenization, in milliseconds.
+        cause: cause of the cache miss.
+    """
+
+    info: SessionInfo
+    result: GenerationResult
+    pinned: bool
+    tokenize_ms: float
+    cause: str
+
+
+async def keep_session(
+    request: Request,
+    state: ModelState,
+    name: str,
+    source: SessionRequest | Sequence[int] | Session,
+    *,
+    cache_salt: str | None = None,
+    ttl: float | None = None,
+    pin: bool = True,
+    priority: int = 0,
+    slot: int = -1,
+) -> KeptSession:
+    """Compute the tokens of a session, pin them, and store its record.
+
+    Args:
+        request: the HTTP request.
+        state: the model.
+        name: name of the session.
+        source: conversation to save: a request body or token ids. A stored session is restored.
+        cache_salt: salt of the prefix cache.
+        ttl: lifetime in seconds; None for that of the stored session, or the default.
+        pin: whether to pin the tokens.
+        priority: priority of the computation.
+        slot: llama.cpp's slot that holds the conversation afterwards.
+
+    Raises:
+        ApiError: the session exceeds a limit of the tenant or the pool (400).
+    """
+    store = state.sessions
+    engine = state.engine
+    if not pin and not store.on_disk:
+        raise bad_field(
+            "pin", "pin: false needs a disk cache, and this server has none (--disk-cache-dir)"
+        )
+    tenant = tenant_of(request)
+    before = await off_loop(lambda: store.find(tenant, cache_salt, name))
+    rendered = _RenderedSession(
+        state, tenant, name, source, cache_salt, ttl=ttl, pin=pin, priority=priority, slot=slot
+    )
+    async with (
+        state.admit(request, rendered.estimate) as admission,
+        running(engine, rendered, admission) as started,
+        watched(request, admission, rendered, started) as run,
+    ):
+        results = await wait_all(admission, run.handles)
+        if run.watch is not None:
+            run.watch.finish(results[0])
+        session = rendered.session
+        assert session is not None
+        pinned = run.handles[0].pinned_tokens > 0
+        if pin and not pinned and not store.on_disk:
+            raise ApiError(
+                400,
+                f"the session cannot be kept: its {session.info.num_tokens} tokens do not fit "
+                "beside the pinned blocks of the pool, and there is no disk cache; delete "
+                "sessions, enlarge the pool (--max-cache-bytes), or set --disk-cache-dir",
+                code="capacity_exceeded",
+            )
+        try:
+            info = await off_loop(lambda: store.put(tenant, cache_salt, session))
+        except CapacityError:
+            if pinned and (before is None or not _same_pin(before.info, session.info)):
+                await release_session(request, cache_salt, session)
+            raise
+        if before is not None and not _same_pin(before.info, info):
+            await release_session(request, cache_salt, before)
+    return KeptSession(info, results[0], pinned, run.tokenize_ms, run.cause)
+
+
+async def release_session(request: Request, cache_salt: str | None, session: Session) -> int:
+    """End the pin of a deleted or replaced session, unless another session shares it.
+
+    Returns:
+        The number of blocks that were unpinned.
+    """
+    server = server_of(request)
+    tenant = tenant_of(request)
+    served = server.models.find(session.info.model)
+    if served is None or (state := served.state) is None:
+        return 0  # unloading a model ends its pins
+
+    def unpin() -> int:
+        if state.sessions.shares_pin(tenant, cache_salt, session.info):
+            return 0
+        return state.engine.unpin(session.token_ids, tenant=tenant, cache_salt=cache_salt)
+
+    return await looked_up(state, unpin)
+
+
+def _same_pin(one: SessionInfo, other: SessionInfo) -> bool:
+    return (one.model, one.prefix) == (other.model, other.prefix)
+
+
+def session_view(store: SessionStore, info: SessionInfo) -> SessionView:
+    """Return a session as JSON."""
+    return {
+        "object": "session",
+        "name": info.name,
+        "model": info.model,
+        "tokens": info.num_tokens,
+        "bytes": info.num_bytes,
+        "created": int(info.created),
+        "expires": int(info.expires),
+        "stored": "disk" if store.on_disk else "pool",
+    }
+
+
+def saved_view(store: SessionStore, kept: KeptSession) -> SavedSession:
+    """Return a session that was saved or restored as JSON."""
+    spent = costs([kept.result], 1, kept.tokenize_ms, cause=kept.cause)
+    return {
+        **session_view(store, kept.info),
+        "pinned": kept.pinned,
+        "usage": usage_of([kept.result], 1),
+        "timings": spent["timings"],
+        "kvboost": spent["kvboost"],
+    }
+
+
+def missing_session(name: str) -> ApiError:
+    """Return the error for a session that does not exist (404)."""
+    message = (
+        f"there is no session {name[:128]!r} of this API key and salt: it was never saved, was "
+        "deleted, or has expired; GET /v1/sessions lists the sessions"
+    )
+    return ApiError(404, message, code="session_not_found", param="name")
+
+
+def tenant_of(request: Request) -> str | None:
+    """Return the tenant of a request."""
+    tenant: str | None = request.scope["kvboost"].get("tenant")
+    return tenant
+
+
+class _RenderedSession(EngineRequest):
+    """Computation of a session's tokens.
+
+    Attributes:
+        session: the session, once its tokens are known.
+    """
+
+    # Checking the limits reads the records of all sessions.
+    renders = True
+
+    def __init__(
+        self,
+        state: ModelState,
+        tenant: str | None,
+        name: str,
+        source: SessionRequest | Sequence[int] | Session,
+        cache_salt: str | None,
+        *,
+        ttl: float | None,
+        pin: bool,
+        priority: int,
+        slot: int,
+    ) -> None:
+        is_body = isinstance(source, SessionRequest)
+        self.session: Session | None = None
+        self.slot = slot
+        self._state = state
+        self._tenant = tenant
+        self._name = name
+        self._body = source if isinstance(source, SessionRequest) else None
+        self._stored = source if isinstance(source, Session) else None
+        given = source.tokens if isinstance(source, SessionRequest) else source
+        self._ids = given.token_ids if isinstance(given, Session) else given
+        self._ttl = ttl
+        self._pin = pin
+        self._field = "messages" if is_body else "name"
+        super().__init__(
+            size=len(self._ids) if self._ids is not None else prefix_size(self._required_body),
+            terms=Terms(cache_salt=cache_salt, priority=priority),
+        )
+
+    @property
+    def estimate(self) -> int:
+        """Estimated number of tokens."""
+        return len(self._ids) if self._ids is not None else estimate_prefix(self._required_body)
+
+    @property
+    def _required_body(self) -> SessionRequest:
+        assert self._body is not None
+        return self._body
+
+    def encode(self, answers: KeptAnswers) -> list[EncodedPrompt]:
+        state = self._state
+        ids = list(self._ids) if self._ids is not None else self._encoded(answers)
+        self._check(ids)
+        stored = self._stored
+        ttl = self._ttl or (SESSION_SECONDS if stored is None else stored.info.ttl)
+        spec = state.engine.runner_info.kv_spec
+        session = Session.of(
+            self._name,
+            state.model_name,
+            ids,
+            self._content() if stored is None else stored.content,
+            block_size=state.engine.config.block_size,
+            block_bytes=spec.bytes_per_block,
+            state_bytes=spec.bytes_per_state,
+            ttl=ttl,
+            now=time.time(),
+        )
+        if stored is not None:
+            info = dataclasses.replace(session.info, created=stored.info.created)
+            session = dataclasses.replace(session, info=info)
+        state.sessions.check(self._tenant, self.terms.cache_salt, session)
+        self.session = session
+        pins = ((len(ids), ttl),) if self._pin else ()
+        return [EncodedPrompt(ids, from_text=self._ids is None, pins=pins)]
+
+    def params(self, prompt: EncodedPrompt, choice: int) -> SamplingParams:
+        count = len(prompt.token_ids)
+        return SamplingParams(
+            max_new_tokens=room_for(self._state, count, self._field, 0, self._field)
+        )
+
+    def _encoded(self, answers: KeptAnswers) -> list[int]:
+        return encode_prefix(self._state, self._required_body, answers)
+
+    def _check(self, ids: Sequence[int]) -> None:
+        """Raise ApiError for tokens that the model or the cache cannot take."""
+        vocab_size = self._state.engine.runner_info.vocab_size
+        if ids and max(ids) >= vocab_size:
+            raise bad_field(
+                "tokens",
+                f"token id {max(ids)} is outside the model's vocabulary 0..{vocab_size - 1}",
+            )
+        block_size = self._state.engine.config.block_size
+        if len(ids) < block_size:
+            raise bad_field(
+                self._field if self._body is None or self._body.tokens is None else "tokens",
+                f"{len(ids)} tokens cannot be saved: they have no full block of {block_size} "
+                "tokens; save a longer conversation",
+            )
+
+    def _content(self) -> dict[str, Any]:
+        """Return the messages, tools and template variables as the client sent them."""
+        body = self._body
+        if body is None or body.messages is None:
+            return {}
+        return {
+            "messages": [
+                message.model_dump(mode="json", exclude_unset=True) for message in body.messages
+            ],
+            "tools": body.tools,
+            "chat_template_kwargs": body.chat_template_kwargs,
+        }

@@ -1,0 +1,74 @@
+"""`kvboost-edge chat --session`: a conversation goes on in another process, locally or on a server."""
+
+import re
+
+import pytest
+
+from helpers.server.live_servers import ENGINE_OPTIONS, KEYS, serving
+from kvboost_edge import CPUPagedEngine
+from kvboost_edge.tiers.disk.sessions import SessionStore
+
+SMALL = ("-n", "6", "--temperature", "0", "-o", "num_blocks=64", "-o", "dtype=float32")
+
+
+def cached(out):
+    return [int(count) for count in re.findall(r"(\d+) from the cache", out)]
+
+
+def test_a_local_session_goes_on_with_its_cache_after_a_restart(
+    tiny_model_dir, tmp_path, printed, typed
+):
+    chat = ("chat", "-m", tiny_model_dir, *SMALL, "-o", f"disk_cache_dir={tmp_path}")
+    chat += ("--session", "travel plans")
+    typed("Hello there, how are you today?\nAnd now?\n")
+    first = printed(*chat, "--system", "Hi").out
+    assert "session travel plans: 0 turns" in first
+    saved = re.findall(r"session travel plans: saved, (\d+) tokens, [\d.]+ MB", first)
+    assert len(saved) == 2
+    found = SessionStore(tmp_path).find(None, None, "travel plans")
+    roles = [message["role"] for message in found.content["messages"]]
+    assert roles == ["system", *["user", "assistant"] * 2]
+    assert found.info.num_tokens == int(saved[-1])
+    typed("Go on.\n")
+    second = printed(*chat).out
+    assert "session travel plans: 2 turns" in second
+    assert cached(second)[0] >= 32
+    refused = printed(*chat, "--system", "Another", code=1).err
+    assert "--system differs from the system message of the session" in refused
+
+
+def test_a_session_on_a_server(typed, printed):
+    with (
+        CPUPagedEngine.from_pretrained("kvboost-edge/demo", **ENGINE_OPTIONS) as engine,
+        serving(engine, api_keys=KEYS, max_sessions=1) as live,
+    ):
+        chat = ["chat", "--url", live.base_url, "-n", "6", "--api-key"]
+        typed("Hello there, how are you today?\n")
+        assert "session a b: saved, " in printed(*chat, KEYS[0], "--session", "a b").out
+        typed("And now?\n")
+        out = printed(*chat, KEYS[0], "--session", "a b").out
+        assert "session a b: 1 turn" in out
+        assert cached(out)[0] >= 16
+        typed("Hi, and again hi to all of you\n")
+        out, err = printed(*chat, KEYS[0], "--session", "c")
+        assert "the session was not saved" in err
+        assert "max_sessions=1" in err
+        assert len(cached(out)) == 1  # the conversation goes on
+        typed("Hello there, how are you today?\n")
+        assert "session a b: 0 turns" in printed(*chat, KEYS[1], "--session", "a b").out
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--session", "a/b"), "--session 'a/b' must be 1 to 128 printable characters"),
+        (("--session", ".."), "not begin with a dot"),
+        (("--session", ""), "must be 1 to 128"),
+        (("--session", "a", "-o", "disk_cache_dir=off"), "--session needs the disk cache"),
+        (("--session", "a", "--no-pack-cache"), "--session needs the disk cache"),
+    ],
+)
+def test_a_session_that_cannot_be_kept_is_refused_before_the_model_is_loaded(
+    options, said, refused
+):
+    assert said in refused("chat", "-m", "no-such-model", *options)

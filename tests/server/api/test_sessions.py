@@ -1,0 +1,360 @@
+"""Named sessions over HTTP: saved prefixes survive eviction and a restart, names and limits are each
+key's own, and llama.cpp's slot actions save and restore them too.
+"""
+
+from contextlib import contextmanager
+
+import pytest
+
+from helpers.models.tiny_models import save_tiny_model
+from helpers.random_ids import random_ids
+from helpers.server.live_servers import ENGINE_OPTIONS, KEYS, app_client, serving
+from kvboost_edge import CPUPagedEngine
+from kvboost_edge.server.app import create_app
+from kvboost_edge.server.settings import ServerSettings
+
+DEMO = "kvboost-edge/demo"
+TEXT = "The mine of North Romin is nickel. " * 12
+MESSAGES = [
+    {"role": "user", "content": TEXT},
+    {"role": "assistant", "content": "I have read it."},
+]
+MORE = [*MESSAGES, {"role": "user", "content": "What does it mine?"}]
+
+
+def of_key(engine, key="", **settings):
+    chosen = ServerSettings(model_name="tiny", max_queue_tokens=1 << 22, **settings)
+    return app_client(create_app(engine, chosen), key)
+
+
+async def cached(client, prompt, **more):
+    body = {"prompt": prompt, "max_tokens": 1, "temperature": 0, **more}
+    answer = (await client.post("/v1/completions", json=body)).json()
+    return answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+async def flood(client, engine):
+    """Compute other prompts until the pool has evicted all that is not pinned."""
+    size = engine.config.block_size
+    blocks = engine.paged_stats()["num_blocks"]
+    for number in range(4):
+        ids = [(number * 7 + place) % 250 + 3 for place in range(blocks * size // 3)]
+        assert (
+            await client.post("/v1/completions", json={"prompt": ids, "max_tokens": 1})
+        ).is_success
+
+
+async def test_a_session_is_saved_listed_restored_and_deleted(tiny_app, tiny_engine):
+    size = tiny_engine.config.block_size
+    ids = list(range(5, 5 + 5 * size + 3))
+    saved = (await tiny_app.post("/v1/sessions", json={"name": "notes", "tokens": ids})).json()
+    block = tiny_engine.runner_info.kv_spec.bytes_per_block
+    assert (saved["object"], saved["name"], saved["model"]) == ("session", "notes", "tiny")
+    assert (saved["tokens"], saved["pinned"]) == (len(ids), True)
+    assert saved["stored"] == "pool"  # there is no disk cache
+    assert 5 * block + 4 * len(ids) < saved["bytes"] < 5 * block + 4 * len(ids) + 1000
+    assert saved["usage"]["prompt_tokens"] == len(ids)
+    assert saved["expires"] - saved["created"] == 24 * 3600
+    listed = (await tiny_app.get("/v1/sessions")).json()
+    assert listed["data"] == [{name: saved[name] for name in listed["data"][0]}]
+    assert (listed["sessions"], listed["bytes"]) == (1, saved["bytes"])
+    assert (listed["max_sessions"], listed["max_bytes"]) == (64, 4 << 30)
+    await flood(tiny_app, tiny_engine)
+    assert await cached(tiny_app, [*ids, 7, 8]) == 5 * size
+    again = (await tiny_app.post("/v1/sessions/notes/restore", json={"ttl": 60})).json()
+    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == 5 * size
+    assert again["expires"] - again["created"] <= 62
+    deleted = await tiny_app.delete("/v1/sessions/notes")
+    assert deleted.json() == {
+        "object": "session.deleted",
+        "name": "notes",
+        "deleted": True,
+        "blocks_unpinned": 5,
+    }
+    assert tiny_engine.paged_stats()["pinned_blocks"] == 0
+    assert (await tiny_app.get("/v1/sessions")).json()["data"] == []
+    for method, path in (
+        ("GET", "/v1/sessions/notes"),
+        ("DELETE", "/v1/sessions/notes"),
+        ("POST", "/v1/sessions/notes/restore"),
+    ):
+        gone = await tiny_app.request(method, path)
+        assert (gone.status_code, gone.json()["error"]["code"]) == (404, "session_not_found")
+        assert "GET /v1/sessions lists the sessions" in gone.json()["error"]["message"]
+
+
+async def test_messages_come_back_and_the_next_turn_hits_them(app):
+    body = {"name": "chat", "messages": MESSAGES, "ttl": 100}
+    saved = (await app.post("/v1/sessions", json=body)).json()
+    found = (await app.get("/v1/sessions/chat")).json()
+    assert (found["messages"], found["tools"]) == (MESSAGES, None)
+    assert found["tokens"] == saved["tokens"]
+    answer = await app.post("/v1/chat/completions", json={"messages": MORE, "max_tokens": 2})
+    size = app.engine.config.block_size
+    hit = answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+    assert hit >= saved["tokens"] // size * size > 0
+
+
+async def test_a_session_that_grows_replaces_its_pin(tiny_app, tiny_engine):
+    size = tiny_engine.config.block_size
+    ids = list(range(3, 3 + 6 * size))
+    for blocks in (2, 4, 4, 6):
+        body = {"name": "grows", "tokens": ids[: blocks * size]}
+        assert (await tiny_app.post("/v1/sessions", json=body)).is_success
+        assert tiny_engine.paged_stats()["pinned_blocks"] == blocks
+    other = {"name": "the same", "tokens": ids}
+    assert (await tiny_app.post("/v1/sessions", json=other)).is_success
+    first = await tiny_app.delete("/v1/sessions/grows")
+    assert first.json()["blocks_unpinned"] == 0  # the other session has the same prefix
+    assert tiny_engine.paged_stats()["pinned_blocks"] == 6
+    assert (await tiny_app.delete("/v1/sessions/the%20same")).json()["blocks_unpinned"] == 6
+
+
+async def test_names_and_limits_are_each_keys_own(tiny_engine):
+    options = {"api_keys": KEYS, "max_sessions": 1}
+    app = create_app(tiny_engine, ServerSettings(model_name="tiny", **options))
+    ids = list(range(5, 90))
+    async with app_client(app, KEYS[0]) as first, app_client(app, KEYS[1]) as second:
+        assert (await first.post("/v1/sessions", json={"name": "a", "tokens": ids})).is_success
+        refused = await first.post("/v1/sessions", json={"name": "b", "tokens": ids})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "capacity_exceeded")
+        assert "max_sessions=1; delete one, or raise --max-sessions" in refused.text
+        salted = {"name": "b", "tokens": ids, "cache_salt": "s"}
+        assert (await first.post("/v1/sessions", json=salted)).status_code == 400
+        assert (await second.get("/v1/sessions")).json()["sessions"] == 0
+        assert (await second.get("/v1/sessions/a")).status_code == 404
+        assert (await second.delete("/v1/sessions/a")).status_code == 404
+        assert (
+            await second.post("/v1/sessions", json={"name": "a", "tokens": ids[::-1]})
+        ).is_success
+        assert (await first.get("/v1/sessions/a")).is_success
+        for client in (first, second):
+            assert (await client.delete("/v1/sessions/a")).is_success
+    assert tiny_engine.paged_stats()["pinned_blocks"] == 0
+
+
+async def test_the_bytes_of_a_keys_sessions_are_limited_before_anything_is_computed(tiny_engine):
+    block = tiny_engine.runner_info.kv_spec.bytes_per_block
+    size = tiny_engine.config.block_size
+    async with of_key(tiny_engine, max_session_bytes=4 * block) as client:
+        taken = {"name": "a", "tokens": list(range(5, 5 + 2 * size))}
+        assert (await client.post("/v1/sessions", json=taken)).is_success
+        before = tiny_engine.paged_stats()["miss_tokens"]
+        wanted = {"name": "b", "tokens": list(range(50, 50 + 3 * size))}
+        refused = await client.post("/v1/sessions", json=wanted)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "capacity_exceeded")
+        assert f"max_session_bytes={4 * block}" in refused.json()["error"]["message"]
+        assert tiny_engine.paged_stats()["miss_tokens"] == before
+        assert (await client.delete("/v1/sessions/a")).is_success
+        assert (await client.post("/v1/sessions", json=wanted)).is_success
+        await client.delete("/v1/sessions/b")
+
+
+async def test_salts_keep_sessions_apart(tiny_app):
+    ids = list(range(5, 90))
+    body = {"name": "a", "tokens": ids, "cache_salt": "one"}
+    assert (await tiny_app.post("/v1/sessions", json=body)).is_success
+    assert (await tiny_app.get("/v1/sessions")).json()["data"] == []
+    assert (await tiny_app.get("/v1/sessions/a")).status_code == 404
+    with_salt = {"params": {"cache_salt": "one"}}
+    assert len((await tiny_app.get("/v1/sessions", **with_salt)).json()["data"]) == 1
+    restored = await tiny_app.post("/v1/sessions/a/restore", json={"cache_salt": "one"})
+    assert restored.json()["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+    assert (await tiny_app.delete("/v1/sessions/a", **with_salt)).json()["blocks_unpinned"] > 0
+
+
+async def test_without_room_for_the_pin_and_without_a_disk_a_session_is_refused(
+    tiny_app, tiny_engine
+):
+    size = tiny_engine.config.block_size
+    blocks = tiny_engine.paged_stats()["num_blocks"] // 4 + 1  # half of the pool can be pinned
+    first, second = ([place] * blocks * size for place in (5, 6))
+    assert (await tiny_app.post("/v1/sessions", json={"name": "a", "tokens": first})).is_success
+    refused = await tiny_app.post("/v1/sessions", json={"name": "b", "tokens": second})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "capacity_exceeded")
+    assert "set --disk-cache-dir" in refused.json()["error"]["message"]
+    assert (await tiny_app.get("/v1/sessions")).json()["sessions"] == 1
+    assert tiny_engine.paged_stats()["pinned_blocks"] == blocks
+    await tiny_app.delete("/v1/sessions/a")
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"tokens": [5] * 40}, "name"),
+        ({"name": "", "tokens": [5] * 40}, "name"),
+        ({"name": "../a", "tokens": [5] * 40}, "name"),
+        ({"name": "a/b", "tokens": [5] * 40}, "name"),
+        ({"name": "a\n", "tokens": [5] * 40}, "name"),
+        ({"name": "x" * 129, "tokens": [5] * 40}, "name"),
+        ({"name": "a"}, "messages"),
+        ({"name": "a", "tokens": [5] * 40, "text": "x"}, "tokens"),
+        ({"name": "a", "tokens": [5]}, "tokens"),
+        ({"name": "a", "text": "x"}, "messages"),
+        ({"name": "a", "tokens": [10**6] * 40}, "tokens"),
+        ({"name": "a", "tokens": [5] * 40, "ttl": 0}, "ttl"),
+        ({"name": "a", "tokens": [5] * 40, "pin": False}, "pin"),
+        ({"name": "a", "tokens": [5] * 40, "tools": []}, "tools"),
+        ({"name": "a", "tokens": [5] * 40, "temperature": 1}, "temperature"),
+    ],
+)
+async def test_wrong_bodies_are_refused_by_name(tiny_app, body, param):
+    answer = await tiny_app.post("/v1/sessions", json=body)
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["param"] == param
+    assert (await tiny_app.get("/v1/sessions")).json()["sessions"] == 0
+
+
+async def test_no_sessions_with_max_sessions_0(tiny_engine):
+    async with of_key(tiny_engine, max_sessions=0) as client:
+        refused = await client.post("/v1/sessions", json={"name": "a", "tokens": [5] * 40})
+        assert "max_sessions=0" in refused.json()["error"]["message"]
+
+
+@contextmanager
+def _served(options, model=DEMO):
+    """A new engine and a client of a server over it."""
+    with (
+        CPUPagedEngine.from_pretrained(model, **options) as engine,
+        serving(engine) as server,
+        server.client() as client,
+    ):
+        yield engine, client
+
+
+@pytest.fixture
+def directory(tmp_path):
+    return {**ENGINE_OPTIONS, "disk_cache_dir": tmp_path / "blocks"}
+
+
+def test_a_session_survives_a_restart(directory):
+    with _served(directory) as (engine, client):
+        body = {"name": "mine", "messages": MESSAGES}
+        saved = client.post("/v1/sessions", json=body).json()
+        assert saved["stored"] == "disk"
+        expected = client.post(
+            "/v1/chat/completions", json={"messages": MORE, "max_tokens": 8, "temperature": 0}
+        ).json()["choices"][0]["message"]
+    with _served(directory) as (engine, client):
+        [listed] = client.get("/v1/sessions").json()["data"]
+        assert listed == {name: saved[name] for name in listed}
+        assert client.get("/v1/sessions/mine").json()["messages"] == MESSAGES
+        restored = client.post("/v1/sessions/mine/restore").json()
+        size = engine.config.block_size
+        assert restored["kvboost"]["hit_tokens"]["disk"] >= saved["tokens"] // size * size - size
+        assert restored["pinned"]
+        assert engine.paged_stats()["pinned_blocks"] == saved["tokens"] // size
+        answer = client.post(
+            "/v1/chat/completions", json={"messages": MORE, "max_tokens": 8, "temperature": 0}
+        ).json()
+        assert answer["choices"][0]["message"] == expected
+        hits = answer["kvboost"]["hit_tokens"]
+        assert hits["pool"] >= saved["tokens"] // size * size - 1
+
+
+def test_with_a_disk_a_session_that_cannot_be_pinned_is_kept_there(directory):
+    options = {**directory, "max_pinned_blocks": 0}
+    with _served(options) as (_, client):
+        for more in ({}, {"pin": False}):
+            body = {"name": "mine", "messages": MESSAGES, **more}
+            saved = client.post("/v1/sessions", json=body).json()
+            assert (saved["stored"], saved["pinned"]) == ("disk", False)
+        assert client.get("/v1/sessions").json()["sessions"] == 1
+
+
+async def test_slot_actions_of_llama_cpp(tiny_app, tiny_engine):
+    """The scenario of llama.cpp's own server test: save slot 1, restore into slot 0, erase."""
+    ids = list(range(5, 90))
+    size = tiny_engine.config.block_size
+
+    async def completed(slot, prompt=ids):
+        body = {"prompt": prompt, "n_predict": 4, "temperature": 0, "id_slot": slot}
+        return (await tiny_app.post("/completion", json=body)).json()
+
+    async def act(slot, action, **body):
+        return await tiny_app.post(f"/slots/{slot}?action={action}", json=body)
+
+    answer = await completed(1)
+    assert (await act(0, "erase")).json() == {"id_slot": 0, "n_erased": 0}
+    saved = (await act(1, "save", filename="slot.bin")).json()
+    assert saved.keys() == {"id_slot", "filename", "n_saved", "n_written", "timings"}
+    assert (saved["id_slot"], saved["filename"]) == (1, "slot.bin")
+    assert saved["n_saved"] == len(ids) + 3  # the KV of the last token was never computed
+    listed = (await tiny_app.get("/v1/sessions")).json()["data"]
+    assert [(one["name"], one["bytes"]) for one in listed] == [("slot.bin", saved["n_written"])]
+    await flood(tiny_app, tiny_engine)
+    restored = (await act(0, "restore", filename="slot.bin")).json()
+    assert restored.keys() == {"id_slot", "filename", "n_restored", "n_read", "timings"}
+    assert (restored["n_restored"], restored["n_read"]) == (saved["n_saved"], saved["n_written"])
+    again = await completed(0)
+    assert again["content"] == answer["content"]
+    assert again["tokens_cached"] >= (len(ids) - 1) // size * size
+    assert (await act(0, "erase")).json() == {"id_slot": 0, "n_erased": len(ids) + 3}
+    assert (await act(0, "erase")).json() == {"id_slot": 0, "n_erased": 0}
+    await tiny_app.delete("/v1/sessions/slot.bin")
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "said"),
+    [
+        ("/slots/0?action=save", {}, "filename is missing"),
+        ("/slots/0?action=restore", {"filename": "none"}, "there is no session 'none'"),
+        ("/slots/1?action=save", {"filename": "a"}, "slot 1 holds no conversation"),
+        ("/slots/4000?action=save", {"filename": "a"}, "id_slot=4000 does not exist"),
+        ("/slots/0?action=save", {"filename": "../a"}, "filename"),
+        ("/slots/0?action=burn", {}, "action"),
+        ("/slots/0", {}, "action"),
+        ("/slots/-1?action=save", {"filename": "a"}, "id_slot"),
+    ],
+)
+async def test_wrong_slot_actions_are_refused_in_llama_cpps_shape(tiny_app, path, body, said):
+    answer = await tiny_app.post(path, json=body)
+    assert answer.status_code == (404 if "none" in said else 400), answer.text
+    error = answer.json()["error"]
+    assert error.keys() == {"code", "message", "type"}
+    assert said in error["message"]
+
+
+async def test_slots_need_the_request_history(tiny_engine):
+    async with of_key(tiny_engine, request_history=0) as client:
+        answer = await client.post("/slots/0?action=save", json={"filename": "a"})
+        assert (
+            "--request-history 0; save messages or token ids" in answer.json()["error"]["message"]
+        )
+
+
+@pytest.mark.parametrize("family", ["lfm2", "qwen3_5_text"])
+def test_a_hybrid_models_session_survives_eviction_and_a_restart(family, tmp_path):
+    """Its state is found with its blocks, and the answer is equal to that of an empty cache."""
+    model = save_tiny_model(family, tmp_path / "model")
+    options = {"num_blocks": 64, "num_threads": 1, "dtype": "float32"}
+    ids = random_ids(100, 3, 3, 250)
+    longer = [*ids, *random_ids(20, 4, 3, 250)]
+    body = {"prompt": longer, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+
+    def told(client):
+        answer = client.post("/v1/completions", json={**body, "return_token_ids": True}).json()
+        hits = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+        return answer["choices"][0]["token_ids"], hits
+
+    with _served(options, model) as (engine, client):
+        expected, none = told(client)
+        assert none == 0
+    with _served(options, model) as (engine, client):
+        saved = client.post("/v1/sessions", json={"name": "mine", "tokens": ids}).json()
+        spec = engine.runner_info.kv_spec
+        size = engine.config.block_size
+        assert saved["bytes"] > 6 * spec.bytes_per_block + spec.bytes_per_state
+        for number in range(4):
+            other = {"prompt": random_ids(400, 10 + number, 3, 250), "max_tokens": 1}
+            assert client.post("/v1/completions", json=other).is_success
+        found, hits = told(client)
+        assert (found, hits) == (expected, len(ids) // size * size)
+    stored = {**options, "disk_cache_dir": tmp_path / "blocks"}
+    with _served(stored, model) as (engine, client):
+        assert client.post("/v1/sessions", json={"name": "mine", "tokens": ids}).is_success
+    with _served(stored, model) as (engine, client):
+        restored = client.post("/v1/sessions/mine/restore").json()
+        assert restored["kvboost"]["hit_tokens"]["disk"] > 0
+        found, hits = told(client)
+        assert (found, hits) == (expected, len(ids) // size * size)

@@ -1,0 +1,216 @@
+"""Named sessions' records: what was put is found, limits refuse, damage and names do no harm."""
+
+import dataclasses
+import os
+
+import pytest
+
+from kvboost_edge.errors import CapacityError
+from kvboost_edge.tiers.disk.files import Files
+from kvboost_edge.tiers.disk.sessions import Session, SessionStore
+
+IDS = list(range(100, 140))
+CONTENT = {"messages": [{"role": "user", "content": "grüße\n🙂"}], "tools": None}
+
+
+class Clock:
+    def __init__(self):
+        self.now = 1_000_000.0
+
+    def __call__(self):
+        return self.now
+
+
+def made(name, ids=IDS, *, clock=None, ttl=60.0, block_bytes=100, **more):
+    return Session.of(
+        name,
+        "a model",
+        ids,
+        more.pop("content", CONTENT),
+        block_size=16,
+        block_bytes=block_bytes,
+        ttl=ttl,
+        now=(clock or Clock()).now,
+        **more,
+    )
+
+
+@pytest.fixture(params=["disk", "memory"])
+def directory(request, tmp_path):
+    return tmp_path if request.param == "disk" else None
+
+
+def test_what_was_put_is_found_and_can_be_removed(directory):
+    clock = Clock()
+    store = SessionStore(directory, clock=clock)
+    assert store.on_disk is (directory is not None)
+    info = store.put("t", None, made("one", state_bytes=7))
+    found = store.find("t", None, "one")
+    assert (found.token_ids, found.content, found.info) == (IDS, CONTENT, info)
+    assert (info.num_tokens, info.kv_bytes, info.ttl) == (40, 2 * 100 + 7, 60.0)
+    assert info.num_bytes == info.kv_bytes + info.record_bytes > info.kv_bytes + 4 * len(IDS)
+    store.put("t", None, made("a second"))
+    assert [one.name for one in store.all("t")] == ["a second", "one"]
+    assert store.usage("t") == (2, sum(one.num_bytes for one in store.all("t")))
+    assert store.remove("t", None, "one")
+    assert not store.remove("t", None, "one")
+    assert store.find("t", None, "one") is None
+    assert [one.name for one in store.all("t")] == ["a second"]
+
+
+def test_tenants_and_salts_do_not_see_each_other(directory):
+    store = SessionStore(directory, clock=Clock())
+    for tenant, salt, ids in (("a", None, [1] * 20), ("b", None, [2] * 20), ("a", "s", [3] * 20)):
+        store.put(tenant, salt, made("same", ids))
+    assert store.find("a", None, "same").token_ids == [1] * 20
+    assert store.find("b", None, "same").token_ids == [2] * 20
+    assert store.find("a", "s", "same").token_ids == [3] * 20
+    assert store.find(None, None, "same") is None
+    assert [len(store.all("a")), len(store.all("a", "s")), len(store.all("a", "x"))] == [1, 1, 0]
+    assert store.usage("a")[0] == 2
+    assert not store.remove("b", "s", "same")
+    assert store.usage("a")[0] == 2
+
+
+def test_the_number_of_sessions_is_limited_for_each_tenant(directory):
+    store = SessionStore(directory, max_sessions=2, clock=Clock())
+    for name in ("one", "two", "one"):  # replacing one needs no room
+        store.put("t", None, made(name))
+    with pytest.raises(CapacityError, match=r"2 sessions are stored.*max_sessions=2"):
+        store.put("t", "salt", made("three"))
+    with pytest.raises(CapacityError, match="max_sessions=2"):
+        store.check("t", None, made("three"))
+    assert store.usage("t")[0] == 2
+    store.put("other", None, made("three"))
+
+
+def test_the_bytes_of_sessions_are_limited_for_each_tenant(directory):
+    size = SessionStore(None).put("t", None, made("one")).num_bytes
+    store = SessionStore(directory, max_bytes=2 * size + 10, clock=Clock())
+    store.put("t", None, made("one"))
+    store.put("t", None, made("two"))
+    with pytest.raises(CapacityError, match=rf"other sessions take {2 * size}.*max_session_bytes"):
+        store.put("t", None, made("six"))
+    with pytest.raises(CapacityError, match="max_session_bytes"):
+        store.put("t", None, made("one", block_bytes=200))
+    assert store.usage("t") == (2, 2 * size)
+    assert store.find("t", None, "one").info.kv_bytes == 200
+    store.put("other", None, made("six"))
+
+
+def test_sessions_expire_and_keep_the_time_of_their_creation(directory):
+    clock = Clock()
+    store = SessionStore(directory, max_sessions=1, clock=clock)
+    store.put("t", None, made("one", clock=clock))
+    began = clock.now
+    clock.now += 50
+    info = store.put("t", None, made("one", clock=clock))
+    assert (info.created, info.expires) == (began, clock.now + 60)
+    clock.now += 60
+    assert store.find("t", None, "one") is None
+    assert store.all("t") == []
+    info = store.put("t", None, made("two", clock=clock))  # what has expired takes no room
+    assert info.created == clock.now
+    clock.now += 60
+    store.sweep()
+    assert store.usage("t") == (0, 0)
+    if directory is not None:
+        assert [path for path in directory.rglob("*") if path.is_file()] == []
+
+
+def test_equal_full_blocks_share_a_pin(directory):
+    store = SessionStore(directory, clock=Clock())
+    one = store.put("t", None, made("one", IDS[:35]))
+    assert not store.shares_pin("t", None, one)
+    store.put("t", None, made("two", IDS[:33]))
+    assert store.shares_pin("t", None, one)
+    store.put("t", None, made("two", [9] * 35))
+    assert not store.shares_pin("t", None, one)
+    other = dataclasses.replace(made("two", IDS[:33]).info, model="another")
+    store.put("t", None, Session(other, IDS[:33], {}))
+    assert not store.shares_pin("t", None, one)
+
+
+def test_another_process_finds_the_records_of_this_one(tmp_path):
+    clock = Clock()
+    first, second = (SessionStore(tmp_path, clock=clock) for _ in range(2))
+    first.put("t", None, made("one"))
+    assert second.find("t", None, "one").token_ids == IDS
+    second.remove("t", None, "one")
+    assert first.all("t") == []
+
+
+@pytest.mark.parametrize("name", ["../../etc/passwd", "a/b", "CON", "x" * 128, "\u202e", "%2e%2e"])
+def test_names_and_texts_are_never_in_paths_and_files_are_private(tmp_path, name):
+    store = SessionStore(tmp_path / "cache", clock=Clock())
+    store.put("tenant-of-a-key", "salt-of-a-user", made(name))
+    assert store.find("tenant-of-a-key", "salt-of-a-user", name).info.name == name
+    paths = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert len(paths) == 1
+    parts = paths[0].relative_to(tmp_path).parts
+    assert parts[:2] == ("cache", "sessions")
+    assert [len(part) for part in parts[2:]] == [64, 64 + len(".session")]
+    assert b"salt-of-a-user" not in paths[0].read_bytes()
+    if os.name == "posix":
+        assert paths[0].stat().st_mode & 0o777 == 0o600
+        assert paths[0].parent.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_damaged_record_counts_as_missing_and_can_be_replaced(tmp_path):
+    store = SessionStore(tmp_path, clock=Clock())
+    store.put("t", None, made("one"))
+    [path] = tmp_path.rglob("*.session")
+    whole = path.read_bytes()
+    for length in range(0, len(whole), 7):
+        path.write_bytes(whole[:length])
+        assert store.find("t", None, "one") is None
+    for at in range(len(whole)):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        assert store.find("t", None, "one") is None
+        assert len(store.all("t")) <= 1
+    store.put("t", None, made("one"))
+    assert path.read_bytes() == whole
+
+
+def test_a_write_that_fails_leaves_the_old_record(tmp_path):
+    class Full(Files):
+        full = False
+
+        def sync(self, handle):
+            if self.full:
+                raise OSError(28, "No space left on device")
+            super().sync(handle)
+
+    files = Full()
+    store = SessionStore(tmp_path, files=files, clock=Clock())
+    store.put("t", None, made("one"))
+    files.full = True
+    with pytest.raises(CapacityError, match="No space left on device; free space"):
+        store.put("t", None, made("one", [5] * 40))
+    assert store.find("t", None, "one").token_ids == IDS
+    assert [path.suffix for path in tmp_path.rglob("*") if path.is_file()] == [".session"]
+
+
+def test_a_link_in_place_of_the_directory_is_refused(tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / "sessions").symlink_to(tmp_path / "elsewhere")
+    store = SessionStore(tmp_path / "cache", clock=Clock())
+    with pytest.raises(CapacityError, match="symbolic link; remove it"):
+        store.put("t", None, made("one"))
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+def test_leftovers_of_a_killed_process_are_removed_and_foreign_files_are_not(tmp_path):
+    store = SessionStore(tmp_path, clock=Clock())
+    store.put("t", None, made("one"))
+    [path] = tmp_path.rglob("*.session")
+    left = path.with_name(path.name + ".new")
+    foreign = path.with_name("notes.txt")
+    for one in (left, foreign):
+        one.write_bytes(b"x")
+    assert len(store.all("t")) == 1
+    assert left.exists()  # another process may be writing it
+    os.utime(left, (0, 0))
+    assert len(store.all("t")) == 1
+    assert (left.exists(), foreign.exists()) == (False, True)
