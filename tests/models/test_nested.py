@@ -81,16 +81,16 @@ def test_names_of_older_files(tmp_path):
 
 
 REFUSED = {
-    "two widths": ({"hidden_size": 128}, {}, "hidden_size=128, but its text_config hidden_size=64"),
+    "two widths": ({"hidden_size": 128}, {}, "hidden_size=128, but its text_config gives 64"),
     "two vocabularies": (
         {"vocab_size": 301},
         {},
-        "vocab_size=301, but its text_config vocab_size=300",
+        "vocab_size=301, but its text_config gives 300",
     ),
     "two ropes": (
         {"rope_theta": 1e4},
         {"rope_theta": 1e6},
-        "rope_theta=10000.0, but its text_config rope_theta=",
+        "rope_theta=10000.0, but its text_config gives ",
     ),
     "another language model": (
         {},
