@@ -44,6 +44,19 @@ async def flood(client, engine):
         ).is_success
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("ttl", 0), ("ttl", -1), ("ttl", "60"), ("priority", 10**7), ("priority", 0.5)],
+)
+async def test_a_bad_number_in_a_restore_is_refused(tiny_app, field, value):
+    session = {"name": "notes", "tokens": [5] * 40}
+    assert (await tiny_app.post("/v1/sessions", json=session)).is_success
+    answer = await tiny_app.post("/v1/sessions/notes/restore", json={field: value})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == field, answer.text
+    assert (await tiny_app.delete("/v1/sessions/notes")).is_success
+
+
 async def test_a_session_is_saved_listed_restored_and_deleted(tiny_app, tiny_engine):
     size = tiny_engine.config.block_size
     ids = list(range(5, 5 + 5 * size + 3))

@@ -5,11 +5,19 @@ import json
 import random
 
 import pytest
+from pydantic import TypeAdapter
 
 from helpers.server.batch_files import COMPLETIONS, batch_app, jsonl, line
 from helpers.server.live_servers import HeldForward
 from kvboost_edge.server.batches.calls import LineCaller
 from kvboost_edge.server.batches.space import TenantSpace
+from kvboost_edge.server.response_types import (
+    BatchAnswer,
+    BatchList,
+    FileAnswer,
+    FileDeleted,
+    FileList,
+)
 
 GREEDY = {"max_tokens": 4, "temperature": 0}
 
@@ -47,6 +55,26 @@ async def test_answers_are_those_of_the_routes(client):
         assert record["response"]["request_id"].startswith("req-")
         usage = record["response"]["body"]["usage"]
         assert usage["completion_tokens"] == answer["usage"]["completion_tokens"]
+
+
+async def test_answers_have_the_keys_of_their_types(client):
+    lines = jsonl([line("good"), line("bad", {"prompt": "x", "max_tokens": -1})])
+    file = await client.upload(lines)
+    created = await client.create(lines)
+    batch = f"/v1/batches/{created.json()['id']}"
+    await client.ended(created.json()["id"])
+    answers = [
+        (FileAnswer, file),
+        (BatchAnswer, created),
+        (BatchAnswer, await client.http.get(batch)),
+        (BatchList, await client.http.get("/v1/batches")),
+        (FileList, await client.http.get("/v1/files")),
+        (FileAnswer, await client.http.get(f"/v1/files/{file.json()['id']}")),
+        (FileDeleted, await client.http.delete(f"/v1/files/{file.json()['id']}")),
+    ]
+    for kind, answer in answers:
+        assert answer.status_code == 200, answer.text
+        TypeAdapter(kind).validate_json(answer.content, strict=True)
 
 
 @pytest.mark.parametrize(
