@@ -50,7 +50,16 @@ class BackendUnavailable(KVBoostError):
 
 
 class RequestError(KVBoostError, ValueError):
-    """Error for an invalid prompt or request parameter, raised before anything is computed."""
+    """Error for an invalid prompt or request parameter, raised before anything is computed.
+
+    Attributes:
+        option: name of an option that cannot be used with this model or with the request's other
+            options; None for other errors.
+    """
+
+    def __init__(self, *args: object, option: str | None = None) -> None:
+        super().__init__(*args)
+        self.option = option
 
 
 class CacheCorruption(KVBoostError):

@@ -58,13 +58,15 @@ class ReasoningFields(RequestFeature):
         if not inputs.generates:
             raise RequestError(
                 f"reasoning_budget={budget} needs generated text, but this request generates none; "
-                "leave it out"
+                "leave it out",
+                option="reasoning_budget",
             )
         end = reasoning_end(self._tokenizer, params.reasoning_budget_message or "")
         if banned := self._suppressed.intersection(end.with_message):
             raise RequestError(
                 f"reasoning_budget={budget} needs token {min(banned)}, which the model's files "
-                "suppress; leave it out"
+                "suppress; leave it out",
+                option="reasoning_budget",
             )
         state = reasoning_state(self._tokenizer, inputs.token_ids)
         if state == "closed":
@@ -74,7 +76,8 @@ class ReasoningFields(RequestFeature):
             if value is not None and not isinstance(value, MadeGrammar):
                 raise RequestError(
                     f"reasoning_budget={budget} and {kind} are both given, but {kind} applies from "
-                    "the first token, so there is no reasoning to limit; leave one of them out"
+                    "the first token, so there is no reasoning to limit; leave one of them out",
+                    option="reasoning_budget",
                 )
         return {"reasoning": ReasoningLimit(budget, self._tokenizer.turn_format, state, end)}
 

@@ -137,7 +137,8 @@ def as_api_error(error: BaseException, *, engine_alive: bool = True) -> ApiError
         code = _CODES.get(error.status_code, "http_error")
         return ApiError(error.status_code, _plain(error), code=code, headers=error.headers)
     if isinstance(error, RequestError):
-        return ApiError(400, str(error)[:_MAX_MESSAGE], code="invalid_request")
+        code = "invalid_request" if error.option is None else "invalid_value"
+        return ApiError(400, str(error)[:_MAX_MESSAGE], code=code, param=error.option)
     if isinstance(error, CapacityError):
         return ApiError(400, str(error)[:_MAX_MESSAGE], code="capacity_exceeded")
     if isinstance(error, RequestValidationError):

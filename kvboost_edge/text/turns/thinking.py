@@ -86,18 +86,21 @@ def reasoning_end(tokenizer: Tokenizer, message: str = "") -> ReasoningEnd:
     if tokenizer.chat_template is None:
         raise RequestError(
             "reasoning_budget needs the markers of the model's reasoning, but the model has no "
-            "chat template that shows them; leave it out"
+            "chat template that shows them; leave it out",
+            option="reasoning_budget",
         )
     format = tokenizer.turn_format
     if format.reasoning is None:
         raise RequestError(
             "reasoning_budget needs the markers of the model's reasoning, but its chat template "
-            "shows none; leave it out"
+            "shows none; leave it out",
+            option="reasoning_budget",
         )
     if tokenizer.codec.stream_kind is StreamKind.WHOLE:
         raise RequestError(
             "reasoning_budget needs a tokenizer that decodes token by token, but the model's "
-            "cannot; leave it out"
+            "cannot; leave it out",
+            option="reasoning_budget",
         )
     channels = format.channels
     opener, closer = format.reasoning
@@ -105,7 +108,8 @@ def reasoning_end(tokenizer: Tokenizer, message: str = "") -> ReasoningEnd:
         if mark in message:
             raise RequestError(
                 f"reasoning_budget_message contains {mark!r}, a marker of the model's reasoning; "
-                "remove it"
+                "remove it",
+                option="reasoning_budget_message",
             )
     text = format.closing if channels is None else closer + channels.start
     before, _, behind = text.partition(closer)
@@ -118,7 +122,8 @@ def reasoning_end(tokenizer: Tokenizer, message: str = "") -> ReasoningEnd:
     if closer not in tokenizer.decode(marker, skip_special_tokens=False):
         raise RequestError(
             f"reasoning_budget needs tokens for the marker {closer!r}, but the model's tokenizer "
-            "has none; leave it out"
+            "has none; leave it out",
+            option="reasoning_budget",
         )
     with_message = closing
     if message:

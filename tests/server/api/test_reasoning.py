@@ -254,14 +254,18 @@ async def test_contradictions_are_refused_by_name(monkeypatch):
             (
                 {"reasoning_budget": 1, "thinking_token_budget": 1},
                 "thinking_token_budget",
-                "given too",
+                "is also given",
             ),
             ({"reasoning_budget_message": "So."}, "reasoning_budget_message", "no effect"),
             ({"reasoning_effort": "much"}, "reasoning_effort", "low"),
-            ({"reasoning_budget": 3, "guided_regex": "a+"}, "", "applies from the first token"),
+            (
+                {"reasoning_budget": 3, "guided_regex": "a+"},
+                "reasoning_budget",
+                "applies from the first token",
+            ),
             (
                 {"reasoning_budget": 3, "reasoning_budget_message": "</think>"},
-                "",
+                "reasoning_budget_message",
                 "contains '</think>'",
             ),
         ):
