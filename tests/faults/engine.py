@@ -123,7 +123,7 @@ FAULTS = (
     ),
     fault(
         "random numbers do not depend on the position",
-        "engine/sampling.py",
+        "engine/samplers/numbers.py",
         "np.array([seed, position], dtype=np.uint64)",
         "np.array([seed, 0], dtype=np.uint64)",
         *_SAMPLING,

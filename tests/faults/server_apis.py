@@ -336,7 +336,7 @@ _OTHERS = (
     fault(
         "an error of Anthropic's API has OpenAI's shape below its path",
         "server/error_shapes.py",
-        '_BY_PATH.get("/v1/messages" if path.startswith("/v1/messages/") else path, _openai)',
+        "_BY_PATH.get(api, _openai)",
         "_BY_PATH.get(path, _openai)",
         "tests/server/test_error_shapes.py::test_an_error_has_the_shape_of_its_api",
     ),

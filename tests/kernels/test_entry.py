@@ -56,5 +56,5 @@ def test_every_entry_is_found_by_its_name():
 
 @pytest.mark.parametrize("name", ["kvboost_edge.kernels.team:nothing", "os:system", "nothing", ""])
 def test_other_names_are_refused(name):
-    with pytest.raises(ConfigError, match="is not a kernel"):
+    with pytest.raises(ConfigError, match="is not the name of a kernel"):
         entry_named(name)

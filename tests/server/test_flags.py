@@ -167,6 +167,8 @@ def test_every_setting_has_a_flag(capsys):
         "admin_api_keys": "admin-api-key",
         "allowed_hosts": "allowed-host",
         "cors_origins": "cors-origin",
+        "model_changes": "no-model-changes",
+        "model_registries": "model-registry",
     }
     for field in dataclasses.fields(ServerSettings):
         assert f"--{singular.get(field.name, field.name.replace('_', '-'))}" in shown

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import secrets
 import time
 from collections.abc import Iterable
@@ -35,6 +36,7 @@ __all__ = [
     "AuthMiddleware",
     "Envelope",
     "account",
+    "is_admitted",
     "new_request_id",
 ]
 
@@ -76,6 +78,14 @@ ADMITTED_PATHS = frozenset(
         "/detokenize",
     }
 )
+_ADMITTED_PATTERN = re.compile(r"/slots/[^/]+|/v1/sessions/[^/]+/restore")
+
+
+def is_admitted(path: str) -> bool:
+    """Return whether requests to a path wait in the queue, and are refused while it is full."""
+    return path in ADMITTED_PATHS or _ADMITTED_PATTERN.fullmatch(path) is not None
+
+
 UPLOAD_PATH = "/v1/files"
 _FORM_BYTES = 1 << 16  # bytes of a form besides its file
 _RAW_HEADERS = [(name.lower().encode(), value.encode()) for name, value in SECURITY_HEADERS.items()]
@@ -97,7 +107,7 @@ class Envelope:
         facts = scope.setdefault("kvboost", {"id": new_request_id()})
         traces = self._state.shared.traces
         trace = None
-        if traces is not None and scope["path"] in ADMITTED_PATHS:
+        if traces is not None and is_admitted(scope["path"]):
             trace = facts[TRACE_FACT] = traces.begin(scope, facts["id"])
         started = time.perf_counter()
         status = _CLIENT_GONE
@@ -237,7 +247,7 @@ class AuthMiddleware:
         for name, value in scope["headers"]:
             if name == b"content-length" and int(value) > limit:
                 raise _too_large(limit)
-        if scope["method"] == "POST" and scope["path"] in ADMITTED_PATHS:
+        if scope["method"] == "POST" and is_admitted(scope["path"]):
             self._state.check_queue(scope["kvboost"].get("tenant"))
 
 

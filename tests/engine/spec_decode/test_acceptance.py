@@ -251,7 +251,7 @@ def test_an_engine_guesses_ahead_and_one_that_was_told_not_to_says_why_it_cannot
     ) as engine:
         with pytest.raises(
             RequestError,
-            match=r"speculation='on' is refused: draft tokens .*, and the engine was",
+            match=r"speculation='on' is refused: draft tokens .*, but the engine was",
         ):
             engine.generate(text, speculation="on")
         assert engine.generate(text, max_new_tokens=40, speculation="auto").drafted_tokens == 0

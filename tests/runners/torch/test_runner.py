@@ -258,7 +258,7 @@ def test_rope_that_depends_on_the_batch_is_pinned(kind, caplog):
     assert runner.info.max_context == (40 if kind == "longrope" else 512), (
         "beyond, the frequencies change"
     )
-    assert ("pinned to 40 of 512 tokens" in caplog.text) == (kind == "longrope")
+    assert ("limited to 40 of 512 tokens" in caplog.text) == (kind == "longrope")
     driver = drive(runner)
     short = driver.open(TOKENS[:9].tolist())
     long = driver.open(TOKENS[:40].tolist())

@@ -317,7 +317,7 @@ def test_the_documentation_names_what_there_is():
     )
     defaults = EngineConfig()
     assert f"`recompute_overlap` ({defaults.recompute_overlap})" in text
-    assert f"`recompute_ratio` ({defaults.recompute_ratio:g})" in text
+    assert f"(`recompute_ratio`, {defaults.recompute_ratio:g})" in text
     assert f"`min_chunk_tokens` ({defaults.min_chunk_tokens})" in text
     assert f'| `"{defaults.recompute_strategy}"`, the default |' in text
 
