@@ -132,7 +132,7 @@ class ModelState:
 
     @property
     def defaults(self) -> ModelDefaults:
-        """System message and sampling parameters of requests that give none."""
+        """System message and sampling parameters for requests that do not set them."""
         return self.settings.defaults_of(self.model_name)
 
     @property

@@ -286,7 +286,7 @@ def _sentencepiece(
     *,
     prefix: bool,
 ) -> tokenizers.Tokenizer:
-    """Build a BPE over whole texts that replaces spaces by "▁" and falls back to bytes."""
+    """Build a BPE over whole texts that replaces spaces with "▁" and falls back to bytes."""
     unknown = next(
         (token for token, kind in zip(tokens, types, strict=True) if kind == _UNKNOWN), None
     )

@@ -203,7 +203,7 @@ class TorchQuantBlocks:
 
     @property
     def whole_blocks(self) -> list[torch.Tensor]:
-        """Tensors [num_blocks, ...] in whose rows the bytes of a block are stored, in order."""
+        """Tensors [num_blocks, ...]. Row i of each, in this order, holds the bytes of block i."""
         return self._pools
 
     def prepare(self, layout: BatchLayout) -> PassPlan:

@@ -154,7 +154,7 @@ class Documents:
     def warm(
         self, alone: Alone, whose: Terms, handles: list[RequestHandle] | None = None
     ) -> WarmResult:
-        """Compute the texts that are not cached, and report which of them can be found.
+        """Compute the texts that are not cached, and report how much of all texts can be found.
 
         Args:
             alone: The texts.

@@ -32,8 +32,8 @@ def gguf_dense(header: GgufHeader, config: Mapping[str, Any]) -> Matrices:
     if missing:
         raise ModelFormatError(
             f"{header.path} lacks the tensors {', '.join(missing)} of the Dense layers after "
-            "pooling; convert it with --sentence-transformers-dense-modules, or use the "
-            "safetensors"
+            "pooling; convert the original model with convert_hf_to_gguf.py "
+            "--sentence-transformers-dense-modules, or use its safetensors files"
         )
     found = tuple(_read(header, name) for name in names)
     check_dense(found, config, [f"{header.path}: tensor {name!r}" for name in names])

@@ -311,7 +311,7 @@ class _Search:
     def _attention(self, value: str) -> tuple[OnnxNode, _Heads, _Heads, _Heads]:
         graph = self.graph
         node = graph.expect(value, "GroupQueryAttention")
-        for index, what in ((_BIAS, "a bias of attention"), (_SINK, "sinks of attention")):
+        for index, what in ((_BIAS, "an attention bias"), (_SINK, "attention sinks")):
             if graph.optional(node, index):
                 raise graph.error(f"{node} has {what}, which the native runner does not support")
         for name in ("smooth_softmax", "rotary_interleaved", "qk_output"):

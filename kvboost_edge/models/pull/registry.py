@@ -94,10 +94,10 @@ class Registry:
             files = [_remote_file(entry) for entry in fields["siblings"]]
         except (ValueError, LookupError, TypeError, RecursionError) as error:
             raise ModelFormatError(
-                f"{self.endpoint} sent no valid list of the files of {repo}: {error!r:.200}"
+                f"{self.endpoint} returned an invalid list of files for {repo}: {error!r:.200}"
             ) from error
         if len(commit) != 40 or not {*commit} <= _HEX:
-            raise ModelFormatError(f"{self.endpoint} sent no valid commit of {repo}")
+            raise ModelFormatError(f"{self.endpoint} returned an invalid commit hash for {repo}")
         return commit, files
 
     def download(

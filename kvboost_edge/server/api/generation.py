@@ -137,7 +137,7 @@ async def watched(
 ) -> AsyncGenerator[Running]:
     """Record the cache use of the first prompt for cache-miss reports.
 
-    If the request is still running when the block ends, the tracker waits for it.
+    If the request is still running when the `with` block exits, the tracker waits for it.
     """
     prompt = run.prompts[0]
     doctor = state_of(request).doctor

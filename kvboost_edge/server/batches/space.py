@@ -234,8 +234,9 @@ class TenantSpace:
             if running >= self._settings.max_batches:
                 raise ApiError(
                     400,
-                    f"{running} batches are not finished, which is the limit (--max-batches); wait "
-                    "for their end, or cancel one",
+                    f"{running} batches are unfinished, and the limit is "
+                    f"{self._settings.max_batches} (--max-batches); wait for one to finish, or "
+                    "cancel one",
                     code="batch_limit",
                 )
             now = self.now()

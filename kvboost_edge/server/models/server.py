@@ -25,15 +25,15 @@ __all__ = ["ServerState", "batches_of", "server_of", "space_of"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ServerState:
-    """State of a server.
+    """Everything that the routes of a server share.
 
     Attributes:
         shared: objects shared by all models.
-        models: the models.
+        models: the served models, loaded or not.
         bodies: request bodies held in memory.
         metrics: metrics of the server.
         batches: service of the batch API; None if it is off.
-        changes: what changes the models; None if they cannot be changed.
+        changes: service that adds and removes models; None if models cannot be changed.
     """
 
     shared: Shared

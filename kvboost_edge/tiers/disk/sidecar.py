@@ -161,7 +161,7 @@ class Scan:
         )
 
     def _next_magic(self, offset: int) -> int:
-        """Return the next aligned offset from `offset` on at which a record may begin.
+        """Return the first aligned offset at or after `offset` at which a record may begin.
 
         If there is none, the result is the size of the segment.
         """

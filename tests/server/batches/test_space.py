@@ -118,7 +118,7 @@ def test_limit_of_batches(opened):
     space = opened(max_batches=2)
     file = put(space)
     first, _ = new_batch(space, file), new_batch(space, file)
-    with pytest.raises(ApiError, match="2 batches are not finished") as caught:
+    with pytest.raises(ApiError, match="2 batches are unfinished, and the limit is 2") as caught:
         new_batch(space, file)
     assert (caught.value.status_code, caught.value.code) == (400, "batch_limit")
     first.end("completed", space.now())
