@@ -114,7 +114,8 @@ class BatchService:
         self.store.close()
 
     async def _run(self) -> None:
-        while True:
+        # `wait_for` of Python 3.11 drops a cancellation that arrives together with a change.
+        while not self._is_closed:
             self._changed.clear()
             for space in self.store:
                 try:

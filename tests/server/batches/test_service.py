@@ -57,6 +57,13 @@ async def test_answers_are_those_of_the_routes(client):
         assert usage["completion_tokens"] == answer["usage"]["completion_tokens"]
 
 
+async def test_a_change_does_not_hide_a_stop(client):
+    service = client.app.state.kv.batches
+    await asyncio.sleep(0.05)  # the service waits for a change
+    service.start()
+    await asyncio.wait_for(service.stop(), timeout=20)
+
+
 async def test_answers_have_the_keys_of_their_types(client):
     lines = jsonl([line("good"), line("bad", {"prompt": "x", "max_tokens": -1})])
     file = await client.upload(lines)
