@@ -120,7 +120,12 @@ def test_answers_are_as_documented(case, live_server):
         said = error["message"] if isinstance(error, dict) else error
         told = any(
             words in said
-            for words in ("put tool results first", "at most 4 are allowed", "surrogate")
+            for words in (
+                "put tool results first",
+                "at most 4 are allowed",
+                "surrogate",
+                "match pattern",
+            )
         )
         coded = isinstance(error, dict) and (
             "code" in error or case.path.startswith("/v1/messages")
