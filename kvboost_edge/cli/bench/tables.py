@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import csv
 import dataclasses
 import datetime
@@ -62,7 +63,7 @@ class Subject:
     type_v: str
 
 
-class Writer:
+class Writer(abc.ABC):
     """Output of one row after another.
 
     Args:
@@ -74,11 +75,11 @@ class Writer:
         self.subject = subject
         self.write = write
 
+    @abc.abstractmethod
     def row(self, figures: CaseResult) -> None:
         """Write the figures of one case."""
-        raise NotImplementedError
 
-    def end(self) -> None:
+    def end(self) -> None:  # noqa: B027 - most formats write nothing here
         """Write what follows the last row."""
 
 
@@ -160,7 +161,12 @@ class _Json(Writer):
         self.write(f"{json.dumps(self._rows, ensure_ascii=False, indent=2)}\n")
 
 
-_WRITERS = {"md": _Markdown, "csv": _Csv, "json": _Json, "jsonl": _Lines}
+_WRITERS: dict[str, Callable[[Subject, Callable[[str], None]], Writer]] = {
+    "md": _Markdown,
+    "csv": _Csv,
+    "json": _Json,
+    "jsonl": _Lines,
+}
 
 
 def open_writer(form: str, subject: Subject, write: Callable[[str], None]) -> Writer:

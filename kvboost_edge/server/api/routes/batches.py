@@ -9,9 +9,9 @@ from starlette.responses import JSONResponse, Response
 
 from kvboost_edge.server.api.bodies import JsonRoute
 from kvboost_edge.server.api.bounds import BOUNDS
+from kvboost_edge.server.api.listing import page_of
 from kvboost_edge.server.api.routes.files import lifetime
 from kvboost_edge.server.api.schemas.batches import BatchRequest, window_seconds
-from kvboost_edge.server.api.schemas.strict import bad_field
 from kvboost_edge.server.models.server import batches_of, space_of
 from kvboost_edge.server.response_types import ERRORS, BatchAnswer, BatchList
 from kvboost_edge.server.work.bridge import off_loop
@@ -54,21 +54,7 @@ async def batches(
     after: Annotated[str | None, Query(max_length=256)] = None,
 ) -> Response:
     """List the batches, newest first."""
-    found = space_of(request).batches()
-    if after is not None:
-        ids = [one.id for one in found]
-        if after not in ids:
-            raise bad_field("after", "after must be the id of a batch in the list")
-        found = found[ids.index(after) + 1 :]
-    page = found[:limit]
-    answer: BatchList = {
-        "object": "list",
-        "data": [one.as_answer() for one in page],
-        "first_id": page[0].id if page else None,
-        "last_id": page[-1].id if page else None,
-        "has_more": len(found) > limit,
-    }
-    return json_response(answer)
+    return json_response(page_of(space_of(request).batches(), limit, after))
 
 
 @router.get(

@@ -8,6 +8,7 @@ from fastapi import APIRouter, Path, Query, Request
 from starlette.responses import FileResponse, JSONResponse, Response
 
 from kvboost_edge.server.api.bounds import BOUNDS
+from kvboost_edge.server.api.listing import page_of
 from kvboost_edge.server.api.schemas.strict import bad_field
 from kvboost_edge.server.batches.multipart import FormReader
 from kvboost_edge.server.batches.space import Upload
@@ -91,20 +92,7 @@ async def files(
     """List the stored files."""
     found = [one for one in space_of(request).files() if purpose in (None, one.purpose)]
     shown = found if order == "asc" else found[::-1]
-    if after is not None:
-        ids = [one.id for one in shown]
-        if after not in ids:
-            raise bad_field("after", "after must be the id of a file in the list")
-        shown = shown[ids.index(after) + 1 :]
-    page = shown[:limit]
-    answer: FileList = {
-        "object": "list",
-        "data": [one.as_answer() for one in page],
-        "first_id": page[0].id if page else None,
-        "last_id": page[-1].id if page else None,
-        "has_more": len(shown) > limit,
-    }
-    return json_response(answer)
+    return json_response(page_of(shown, limit, after))
 
 
 @router.get(

@@ -69,7 +69,8 @@ def changes_of(request: Request) -> ModelChanges:
     if changes is None:
         raise ApiError(
             403,
-            "this server cannot change its models, because its engines run in other processes",
+            "the models of this server are fixed, because it runs replicas or was given loaded "
+            "engines; start `kvboost-edge serve` without --workers and --ray-address",
             code="model_changes_off",
         )
     changes.check_allowed()
