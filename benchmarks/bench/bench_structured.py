@@ -33,7 +33,7 @@ from benchmarks.data.shapes import SHAPES
 from kvboost_edge import CPUPagedEngine, EngineConfig, GenerationResult
 from kvboost_edge.engine.build import build_from_path
 from kvboost_edge.engine.grammar.masks import GrammarConstraint
-from kvboost_edge.engine.request.grammar import read_grammar
+from kvboost_edge.engine.request.requested_grammar import read_grammar
 from kvboost_edge.engine.schedule import sequence as running_state
 
 _PROMPT = 256

@@ -26,11 +26,11 @@ from kvboost_edge.engine.handle import RequestHandle
 from kvboost_edge.engine.offload.tiering import Untiered
 from kvboost_edge.engine.request.answer_ids import AnswerStore
 from kvboost_edge.engine.request.request import Request
-from kvboost_edge.engine.schedule.batch import build_batch, split_rows
 from kvboost_edge.engine.schedule.progress_estimate import ProgressEstimate
 from kvboost_edge.engine.schedule.retention import Retention, pin_prompt
 from kvboost_edge.engine.schedule.scheduler import Scheduler, StepPlan
 from kvboost_edge.engine.schedule.sequence import Floats, Sequence, SequenceStatus
+from kvboost_edge.engine.schedule.step_batch import build_batch, split_rows
 from kvboost_edge.engine.schedule.step_plan import ScheduledTokens
 from kvboost_edge.engine.schedule.step_times import StepTimes
 from kvboost_edge.engine.sequence_factory import Sequences

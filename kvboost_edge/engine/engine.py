@@ -36,7 +36,7 @@ from kvboost_edge.engine.sequence_factory import Sequences, make_scheduler
 from kvboost_edge.engine.spans import ReuseFields
 from kvboost_edge.engine.spec_decode.speculation import DraftFields
 from kvboost_edge.engine.stats import BlockDetail
-from kvboost_edge.engine.tasks.calls import Calls
+from kvboost_edge.engine.tasks.blocking_calls import Calls
 from kvboost_edge.engine.tasks.documents import Documents
 from kvboost_edge.engine.tasks.embedding import Embedding, Embeds
 from kvboost_edge.engine.tasks.quality_gate import QualityGate

@@ -9,9 +9,9 @@ from typing import Any
 from kvboost_edge.config import EngineConfig
 from kvboost_edge.engine.grammar.compiler import check_grammar
 from kvboost_edge.engine.memory.selection import bounded_context, usable_context
-from kvboost_edge.engine.request.grammar import KINDS, read_grammar
 from kvboost_edge.engine.request.prompts import LIMIT_ADVICE
 from kvboost_edge.engine.request.request import resolve_sampling
+from kvboost_edge.engine.request.requested_grammar import KINDS, read_grammar
 from kvboost_edge.engine.request.terms import Terms
 from kvboost_edge.errors import RequestError
 from kvboost_edge.host.file_memo import NO_CACHE

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvboost_edge.engine.request.grammar import KINDS, MadeGrammar
 from kvboost_edge.engine.request.request import RequestFeature, RequestInputs
+from kvboost_edge.engine.request.requested_grammar import KINDS, MadeGrammar
 from kvboost_edge.engine.schedule.feature import Constraint
 from kvboost_edge.errors import RequestError
 from kvboost_edge.kvcache.block_table import BlockTable

@@ -11,7 +11,7 @@ from helpers.engine import fake_runner
 from helpers.engine.fake_runner import Bench, assert_clean, fake_tokenizer, token_logits
 from helpers.engine.thinking_model import ANSWER, ASK, KINDS, OPENED, THOUGHT, thinking
 from helpers.server.scripted_model import FORMATS, scripted
-from kvboost_edge.engine.request.grammar import MadeGrammar
+from kvboost_edge.engine.request.requested_grammar import MadeGrammar
 from kvboost_edge.engine.thinking import ReasoningFields
 from kvboost_edge.errors import RequestError
 from kvboost_edge.text.turns.grammar import answer_grammar

@@ -6,7 +6,7 @@ from faults.fault import faults
 
 _ACCEPTED = "engine/spec_decode/acceptance.py"
 _STATES = "runners/native/states.py"
-_BATCH = "engine/schedule/batch.py"
+_BATCH = "engine/schedule/step_batch.py"
 _CONV = "kernels/program/states/conv.py"
 _SCAN = "kernels/program/states/scan.py"
 _OF_MIXERS = "tests/kernels/program/states/test_mixers.py"

@@ -102,7 +102,7 @@ FAULTS = (
     ),
     fault(
         "rope positions off by one after a cut",
-        "engine/schedule/batch.py",
+        "engine/schedule/step_batch.py",
         "positions += range(one.start, one.stop)",
         "positions += range(one.start + (one.start > 0), one.stop + (one.start > 0))",
         "tests/engine/test_end_to_end.py",

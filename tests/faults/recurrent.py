@@ -7,7 +7,7 @@ from faults.fault import faults
 _SLOTS = "kvcache/recurrent/slots.py"
 _TABLES = "kvcache/recurrent/tables.py"
 _LOOKUP = "kvcache/lookup.py"
-_BATCH = "engine/schedule/batch.py"
+_BATCH = "engine/schedule/step_batch.py"
 _BUDGET = "engine/memory/state_budget.py"
 _BORDERS = "text/message_boundaries.py"
 _OF_SLOTS = "tests/kvcache/recurrent/test_slots.py"

@@ -21,8 +21,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvboost_edge.engine.grammar.masks import GrammarConstraint, first_line, prepare_masks
-from kvboost_edge.engine.request.grammar import KINDS, Grammar, MadeGrammar, read_grammar
 from kvboost_edge.engine.request.request import RequestFeature, RequestInputs
+from kvboost_edge.engine.request.requested_grammar import KINDS, Grammar, MadeGrammar, read_grammar
 from kvboost_edge.errors import BackendUnavailable, RequestError, install_extra
 from kvboost_edge.text.codec import FastCodec
 from kvboost_edge.text.tokenizer import Tokenizer

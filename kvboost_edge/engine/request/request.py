@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvboost_edge.config import GenerationMode
-from kvboost_edge.engine.request.grammar import Grammar
+from kvboost_edge.engine.request.requested_grammar import Grammar
 from kvboost_edge.engine.request.sampler_order import DEFAULT_ORDER, read_samplers
 from kvboost_edge.engine.request.terms import Terms
 from kvboost_edge.engine.request.words import NO_WORDS, RequestWords

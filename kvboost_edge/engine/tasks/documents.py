@@ -25,7 +25,7 @@ from kvboost_edge.engine.request.request import Request, RequestArrival, Samplin
 from kvboost_edge.engine.request.results import WarmResult
 from kvboost_edge.engine.request.terms import Terms
 from kvboost_edge.engine.request_builder import RequestBuilder
-from kvboost_edge.engine.tasks.calls import Calls
+from kvboost_edge.engine.tasks.blocking_calls import Calls
 from kvboost_edge.errors import ConfigError, KVBoostError, RequestError
 from kvboost_edge.kvcache.hashing import LoneRoot
 from kvboost_edge.options import as_int

@@ -19,7 +19,7 @@ from kvboost_edge.engine.request.request import Request, RequestArrival, Samplin
 from kvboost_edge.engine.request.terms import Terms
 from kvboost_edge.engine.request_builder import RequestBuilder
 from kvboost_edge.engine.schedule.sequence import Floats
-from kvboost_edge.engine.tasks.calls import Calls
+from kvboost_edge.engine.tasks.blocking_calls import Calls
 from kvboost_edge.errors import RequestError
 from kvboost_edge.models.config.pooling import Pooling
 from kvboost_edge.options import as_int

@@ -27,7 +27,7 @@ from kvboost_edge.engine.request.results import GenerationResult
 from kvboost_edge.engine.request.terms import Terms
 from kvboost_edge.engine.request_builder import RequestBuilder
 from kvboost_edge.engine.schedule.sequence import Floats
-from kvboost_edge.engine.tasks.calls import Calls
+from kvboost_edge.engine.tasks.blocking_calls import Calls
 from kvboost_edge.engine.tasks.documents import Documents, LoneText
 from kvboost_edge.errors import KVBoostError, RequestError
 from kvboost_edge.host.file_memo import NO_CACHE, FileStamp

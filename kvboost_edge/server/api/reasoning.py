@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from kvboost_edge.engine.request.grammar import MadeGrammar
+from kvboost_edge.engine.request.requested_grammar import MadeGrammar
 from kvboost_edge.errors import RequestError
 from kvboost_edge.server.api.schemas.reasoning import FRACTIONS
 from kvboost_edge.server.api.schemas.shared import SamplingFields

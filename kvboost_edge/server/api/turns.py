@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvboost_edge.engine.grammar.compiler import fits_schema
-from kvboost_edge.engine.request.grammar import MadeGrammar, schema_of
+from kvboost_edge.engine.request.requested_grammar import MadeGrammar, schema_of
 from kvboost_edge.errors import RequestError
 from kvboost_edge.server.api.schemas.chat import ChatRequest
 from kvboost_edge.server.api.schemas.strict import bad_field

@@ -24,7 +24,7 @@ from helpers.engine.fake_runner import (
 )
 from helpers.engine.schemas_made import made_schema
 from kvboost_edge.engine.grammar.compiler import GrammarCompiler, fits_schema
-from kvboost_edge.engine.request.grammar import Grammar
+from kvboost_edge.engine.request.requested_grammar import Grammar
 from kvboost_edge.errors import BackendUnavailable, KVBoostError, RequestError
 
 COUNT = 320

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from helpers.engine.fake_runner import fake_engine
-from kvboost_edge.engine.request.grammar import MadeGrammar
+from kvboost_edge.engine.request.requested_grammar import MadeGrammar
 from kvboost_edge.errors import KVBoostError, RequestError
 from kvboost_edge.server.api.bounds import COUNTS
 from kvboost_edge.text.turns.formats import Tool, TurnFormat

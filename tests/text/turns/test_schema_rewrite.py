@@ -9,7 +9,7 @@ import jsonschema_rs
 import pytest
 
 from kvboost_edge.engine.grammar.compiler import check_grammar, fits_schema
-from kvboost_edge.engine.request.grammar import read_grammar
+from kvboost_edge.engine.request.requested_grammar import read_grammar
 from kvboost_edge.errors import RequestError
 from kvboost_edge.text.turns.schema_rewrite import rewritten
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from pydantic import PlainValidator, WithJsonSchema
 
-from kvboost_edge.engine.request.grammar import KINDS
+from kvboost_edge.engine.request.requested_grammar import KINDS
 from kvboost_edge.server.api.schemas.strict import field_error
 
 __all__ = ["ResponseFormat", "Schema", "Structured", "Text", "Texts", "merged"]
