@@ -12,7 +12,7 @@ from kvboost_edge.cli.console import open_console
 from kvboost_edge.cli.session import loaded_engine
 
 if TYPE_CHECKING:
-    from kvboost_edge.reuse.quality_gate import Verdict
+    from kvboost_edge.reuse.quality_verdict import Verdict
 
 __all__ = ["run_reuse_check", "verdict_words"]
 

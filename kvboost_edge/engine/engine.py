@@ -47,7 +47,7 @@ from kvboost_edge.kvcache.events import CacheEvents
 from kvboost_edge.kvcache.prompt_groups import group_by_prefix
 from kvboost_edge.models.locate import BUNDLED_MODEL
 from kvboost_edge.options import as_int, option_of
-from kvboost_edge.reuse.quality_gate import Verdict
+from kvboost_edge.reuse.quality_verdict import Verdict
 from kvboost_edge.runners.base import RunnerInfo
 from kvboost_edge.text.tokenizer import Tokenizer
 

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvboost_edge.errors import RequestError
-from kvboost_edge.reuse.quality_gate import log_softmax
+from kvboost_edge.reuse.quality_verdict import log_softmax
 
 if TYPE_CHECKING:
     from kvboost_edge.engine.engine import CPUPagedEngine

@@ -4,7 +4,7 @@ import pytest
 
 from kvboost_edge import CPUPagedEngine
 from kvboost_edge.engine.tasks.quality_gate import QualityGate
-from kvboost_edge.reuse.quality_gate import Verdict
+from kvboost_edge.reuse.quality_verdict import Verdict
 
 
 def test_a_model_is_tested_once_by_warmup_or_reuse_check(tmp_path, monkeypatch, printed, answered):

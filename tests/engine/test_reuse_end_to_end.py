@@ -92,7 +92,7 @@ def test_verify_reports_how_far_answers_change(engine):
 
 def test_reuse_is_refused_where_another_order_changes_less(engine, monkeypatch):
     """Without another order there is nothing that could excuse a change."""
-    from kvboost_edge.reuse.quality_gate import Material
+    from kvboost_edge.reuse.quality_verdict import Material
 
     in_order = Material.prompts
     monkeypatch.setattr(Material, "prompts", lambda self, *, reordered=False: in_order(self))

@@ -14,7 +14,7 @@ from helpers.server.scripted_model import FORMATS, scripted
 from kvboost_edge.engine.request.requested_grammar import MadeGrammar
 from kvboost_edge.engine.thinking import ReasoningFields
 from kvboost_edge.errors import RequestError
-from kvboost_edge.text.turns.grammar import answer_grammar
+from kvboost_edge.text.turns.call_grammar import answer_grammar
 from kvboost_edge.text.turns.thinking import ReasoningLimit, reasoning_end
 
 EVERY = pytest.mark.parametrize("name", KINDS)

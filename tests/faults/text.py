@@ -133,14 +133,14 @@ FAULTS = (
     ),
     fault(
         "what is still open is closed once where a call breaks off",
-        "text/turns/gemma.py",
+        "text/turns/gemma_calls.py",
         '"".join(reversed(self._open))',
         '"}"',
         "tests/text/turns/test_gemma_reader.py",
     ),
     fault(
         "an enum allows values of other types",
-        "text/turns/gemma.py",
+        "text/turns/gemma_calls.py",
         "for one in choices if _is_of(one, types)",
         "for one in choices",
         "tests/text/turns/test_gemma_grammar.py",

@@ -9,7 +9,7 @@ from helpers.engine.fake_runner import fake_engine, runner_of
 from kvboost_edge.config import GenerationMode
 from kvboost_edge.engine.tasks.quality_gate import QualityGate
 from kvboost_edge.errors import ConfigError
-from kvboost_edge.reuse.quality_gate import Verdict
+from kvboost_edge.reuse.quality_verdict import Verdict
 from kvboost_edge.server.default_mode import check_default_mode, log_default_mode
 from kvboost_edge.server.flags import parse_flags
 from kvboost_edge.server.serve_options import NamedModel

@@ -3,7 +3,7 @@
 The gate refuses requests if a stored verdict says that reuse harms the model's answers. The test
 runs only on demand and on a separate engine. It therefore evicts no cached blocks and changes no
 statistics of the user's engine. The model answers questions about a built-in text three times:
-computed in full, with the documents in another order, and with reuse. reuse/quality_gate.py
+computed in full, with the documents in another order, and with reuse. reuse/quality_verdict.py
 contains the comparison.
 """
 
@@ -31,7 +31,7 @@ from kvboost_edge.engine.tasks.blocking_calls import Calls
 from kvboost_edge.engine.tasks.documents import Documents, LoneText
 from kvboost_edge.errors import KVBoostError, RequestError
 from kvboost_edge.host.file_memo import NO_CACHE, FileStamp
-from kvboost_edge.reuse.quality_gate import (
+from kvboost_edge.reuse.quality_verdict import (
     ANSWER_TOKENS,
     Comparison,
     Material,

@@ -23,7 +23,7 @@ from kvboost_edge.engine.sampling import sampling_distribution
 from kvboost_edge.engine.spans import ReuseFields
 from kvboost_edge.engine.tasks.quality_gate import QualityGate
 from kvboost_edge.errors import RequestError
-from kvboost_edge.reuse.quality_gate import compare
+from kvboost_edge.reuse.quality_verdict import compare
 from kvboost_edge.reuse.recompute import Repair
 from kvboost_edge.runners.base import RunnerInfo
 from kvboost_edge.text.tokenizer import Tokenizer

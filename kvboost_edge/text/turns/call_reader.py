@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kvboost_edge.text.turns.formats import CallFormat, Tool
-from kvboost_edge.text.turns.gemma import BracedArguments
+from kvboost_edge.text.turns.gemma_calls import BracedArguments
 from kvboost_edge.text.turns.literals import keyword, literal, string, string_inside
 from kvboost_edge.text.turns.scanner import Ended, Scanner, Step, words_of
 from kvboost_edge.text.turns.schemas import members_of, resolved, value_kind

@@ -18,8 +18,8 @@ from helpers.engine.fake_runner import fake_engine
 from kvboost_edge.engine.request.requested_grammar import MadeGrammar
 from kvboost_edge.errors import KVBoostError, RequestError
 from kvboost_edge.server.api.bounds import COUNTS
+from kvboost_edge.text.turns.call_grammar import calls_grammar
 from kvboost_edge.text.turns.formats import Tool, TurnFormat
-from kvboost_edge.text.turns.grammar import calls_grammar
 from kvboost_edge.text.turns.no_template import GENERIC
 
 EXAMPLES = 1500 if os.environ.get("KVBOOST_EDGE_TEST_LONG") else 40

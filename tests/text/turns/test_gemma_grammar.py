@@ -16,9 +16,9 @@ from helpers.text.chat_templates import MARKERS, format_of, written
 from helpers.text.grammars import Vocabulary
 from helpers.text.turn_parts import arguments_of, parts_of
 from kvboost_edge.errors import RequestError
+from kvboost_edge.text.turns.call_grammar import calls_grammar
 from kvboost_edge.text.turns.formats import Tool
-from kvboost_edge.text.turns.gemma import _NOT_HELD, _SHAPES
-from kvboost_edge.text.turns.grammar import calls_grammar
+from kvboost_edge.text.turns.gemma_calls import _NOT_HELD, _SHAPES
 from kvboost_edge.text.turns.parser import CallArguments, CallStart
 
 EITHER = pytest.mark.parametrize("markers", [False, True], ids=["as text", "as special tokens"])

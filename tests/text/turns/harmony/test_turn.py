@@ -19,9 +19,9 @@ from helpers.text.turn_parts import parts_of
 from kvboost_edge.text.chat_template import ChatTemplate
 from kvboost_edge.text.codec import FastCodec
 from kvboost_edge.text.tokenizer import Tokenizer
+from kvboost_edge.text.turns.call_grammar import answer_grammar, calls_grammar
 from kvboost_edge.text.turns.format_detection import turn_format
 from kvboost_edge.text.turns.formats import CHANNELS, Tool, TurnFormat
-from kvboost_edge.text.turns.grammar import answer_grammar, calls_grammar
 from kvboost_edge.text.turns.harmony.history import one_call_each
 from kvboost_edge.text.turns.parser import (
     CallArguments,

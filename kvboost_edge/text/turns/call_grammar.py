@@ -14,7 +14,7 @@ from typing import Any
 
 from kvboost_edge.errors import RequestError
 from kvboost_edge.text.turns.formats import CallFormat, ReasoningFormat, Tool, TurnFormat
-from kvboost_edge.text.turns.gemma import BracedGrammar
+from kvboost_edge.text.turns.gemma_calls import BracedGrammar
 from kvboost_edge.text.turns.harmony.grammar import channel_grammar
 from kvboost_edge.text.turns.lark import (
     FREE,

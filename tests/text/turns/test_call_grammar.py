@@ -11,8 +11,8 @@ from helpers.text.chat_templates import CALLING, MARKERS, TOOLS, format_of, writ
 from helpers.text.grammars import Vocabulary
 from helpers.text.turn_parts import arguments_of, calls_of, parts_of
 from kvboost_edge.errors import RequestError
+from kvboost_edge.text.turns.call_grammar import answer_grammar, calls_grammar
 from kvboost_edge.text.turns.formats import Tool, TurnFormat
-from kvboost_edge.text.turns.grammar import answer_grammar, calls_grammar
 from kvboost_edge.text.turns.parser import ReasoningDelta
 
 PARIS = ("get_weather", {"city": "Paris", "days": 3, "unit": "c"})

@@ -10,7 +10,7 @@ import pytest
 
 from kvboost_edge.config import RecomputeStrategy
 from kvboost_edge.reuse.builtin_texts import PASSAGES, PRIMER, QUESTIONS
-from kvboost_edge.reuse.quality_gate import (
+from kvboost_edge.reuse.quality_verdict import (
     ANSWER_TOKENS,
     Comparison,
     Material,
