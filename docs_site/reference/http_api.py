@@ -24,10 +24,10 @@ from kvboost_edge.server.api.routes import (
     cache,
     embeddings,
     files,
-    generation,
     health,
     llama_cpp,
     ollama,
+    openai,
     requests,
     responses,
     sessions,
@@ -62,7 +62,7 @@ class _Group(NamedTuple):
 
 _VENDOR = "Meanings of the fields: {}'s documentation. Differences: [{}](../apis.md)."
 _GROUPS = (
-    _Group("Completions and chat", generation),
+    _Group("Completions and chat", openai),
     _Group("Embeddings and reranking", embeddings),
     _Group("Models and tokens", text),
     _Group("Files", files),

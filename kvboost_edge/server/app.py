@@ -20,10 +20,10 @@ from kvboost_edge.server.api.routes import (
     cache,
     embeddings,
     files,
-    generation,
     health,
     llama_cpp,
     ollama,
+    openai,
     requests,
     responses,
     sessions,
@@ -60,7 +60,7 @@ __all__ = ["ROUTERS", "create_app", "line_app"]
 # Routers of all endpoints. FastAPI tries them in this order, so frequently used endpoints come
 # first.
 ROUTERS = (
-    generation.router,
+    openai.router,
     anthropic.router,
     responses.router,
     ollama.router,
@@ -76,7 +76,7 @@ ROUTERS = (
     page.router,
 )
 # Routers of the endpoints that answer lines of batches.
-LINE_ROUTERS = (generation.router, responses.router, embeddings.router)
+LINE_ROUTERS = (openai.router, responses.router, embeddings.router)
 # Paths without parameters, so that this list is all that can be reached without a key.
 _PAGE_PATHS = frozenset(
     {"/", *(f"/static/{name}" for name in page.STATIC_FILES if name != "index.html")}

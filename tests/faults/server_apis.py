@@ -10,8 +10,8 @@ _LLAMA_CPP = f"{_COMPAT}/test_llama_cpp.py"
 _ANTHROPIC = f"{_COMPAT}/test_anthropic.py"
 _MARKED = f"{_COMPAT}/test_anthropic_cache.py"
 _RESPONSES = f"{_COMPAT}/test_responses.py"
-_COMPLETIONS = "tests/server/api/test_completions.py"
-_CHAT = "tests/server/api/test_chat.py"
+_COMPLETIONS = "tests/server/api/test_completion_requests.py"
+_CHAT = "tests/server/api/test_chat_requests.py"
 _ADMISSION = "tests/server/work/test_admission.py"
 _STREAMS = "tests/server/work/test_streams.py"
 _EMBEDDINGS = "tests/server/api/test_embeddings.py"
@@ -68,7 +68,7 @@ _STREAMING = (
     ),
     fault(
         "the log probability of a token comes before its text",
-        "server/api/completions.py",
+        "server/api/completion_requests.py",
         (
             "        count = (\n"
             "            len(self._ids)\n"
@@ -112,7 +112,7 @@ _OPENAI = (
     ),
     fault(
         "best_of takes the least likely",
-        "server/api/completions.py",
+        "server/api/completion_requests.py",
         (
             "        chosen += sorted(results[first : first + per_prompt], key=_mean_logprob, "
             "reverse=True)[\n"
@@ -124,14 +124,14 @@ _OPENAI = (
     ),
     fault(
         "a completion without a limit has 17 tokens",
-        "server/api/completions.py",
+        "server/api/completion_requests.py",
         "_DEFAULT_MAX_TOKENS = 16",
         "_DEFAULT_MAX_TOKENS = 17",
         f"{_COMPLETIONS}::test_sixteen_tokens_unless_told_otherwise",
     ),
     fault(
         "every choice echoes the first prompt",
-        "server/api/completions.py",
+        "server/api/completion_requests.py",
         "run.prompts[index // body.num_choices] if body.echo",
         "run.prompts[0] if body.echo",
         f"{_COMPLETIONS}::test_each_choice_echoes_its_own_prompt",
@@ -203,14 +203,14 @@ _OPENAI = (
     # Embeddings and reranking.
     fault(
         "vectors in base64 have their bytes in the other order",
-        "server/api/vectors.py",
+        "server/api/embedding_responses.py",
         'row.astype("<f4")',
         'row.astype(">f4")',
         f"{_EMBEDDINGS}::test_openais_client_gets_the_vectors_of_the_engine",
     ),
     fault(
         "the worst document is ranked first",
-        "server/api/vectors.py",
+        "server/api/embedding_responses.py",
         "key=lambda index: -scores[index])",
         "key=lambda index: scores[index])",
         f"{_EMBEDDINGS}::test_documents_are_ranked_by_the_scores_of_the_engine",
@@ -224,7 +224,7 @@ _OPENAI = (
     ),
     fault(
         "ranked documents have the texts of the first ones",
-        "server/api/vectors.py",
+        "server/api/embedding_responses.py",
         '(texts or ())[item["index"]]',
         "(texts or ())[ranked.index(item)]",
         f"{_EMBEDDINGS}::test_documents_are_ranked_by_the_scores_of_the_engine",

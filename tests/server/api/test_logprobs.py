@@ -2,7 +2,7 @@
 
 from kvboost_edge.engine.handle import TokenEvent
 from kvboost_edge.engine.request.results import TokenLogprobs
-from kvboost_edge.server.api.completions import CompletionChoice
+from kvboost_edge.server.api.completion_requests import CompletionChoice
 from kvboost_edge.server.api.logprobs import (
     OffsetCounter,
     TokenTexts,

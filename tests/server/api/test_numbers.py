@@ -205,7 +205,8 @@ def numbers_of(schema, all_of_them, place=()):
         yield from numbers_of(one, all_of_them, at)
 
 
-# Bodies that need a file or a session. Their bad values are sent in test_sessions.py and batches/.
+# Bodies that need a file or a session. Their bad values are sent in test_session_saving.py and
+# batches/.
 NAMED = {
     "/v1/batches": {"output_expires_after.seconds": "expires_seconds"},
     "/v1/sessions/{name}/restore": {"priority": "priority", "ttl": "ttl"},

@@ -11,7 +11,7 @@ import pytest
 
 from helpers.server.cache_miss_cases import CHAT, app_of
 from helpers.server.scripted_model import scripted
-from kvboost_edge.server.api.chat import _tokens_around
+from kvboost_edge.server.api.chat_requests import _tokens_around
 
 CONTEXT = 600
 DROP = {"context_overflow": "drop_oldest"}

@@ -2,7 +2,7 @@
 
 import itertools
 
-from kvboost_edge.server.api.chat import ranges_to_drop
+from kvboost_edge.server.api.chat_requests import ranges_to_drop
 
 CHAT = ["system", *itertools.chain.from_iterable([["user", "assistant"]] * 10), "user"]
 

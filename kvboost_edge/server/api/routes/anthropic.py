@@ -14,7 +14,7 @@ from kvboost_edge.server.api.compat.anthropic.schemas import CountTokensRequest,
 from kvboost_edge.server.api.compat.anthropic.translate import translated
 from kvboost_edge.server.api.compat.anthropic.writer import AnthropicWriter
 from kvboost_edge.server.api.generation import respond
-from kvboost_edge.server.api.prompts import estimate_messages, size_of
+from kvboost_edge.server.api.prompt_encoding import estimate_messages, size_of
 from kvboost_edge.server.api.turns import named_by_field
 from kvboost_edge.server.response_types import UNDECLARED_ERRORS
 from kvboost_edge.server.state import ModelState

@@ -27,7 +27,7 @@ from kvboost_edge.server.api.checks import (
     room_for,
 )
 from kvboost_edge.server.api.generation import watched
-from kvboost_edge.server.api.prompts import (
+from kvboost_edge.server.api.prompt_encoding import (
     encode_prefix,
     estimate_prefix,
     estimate_tokens,

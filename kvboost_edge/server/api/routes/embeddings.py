@@ -14,10 +14,10 @@ from kvboost_edge.engine.request.results import GenerationResult
 from kvboost_edge.errors import KVBoostError, RequestError
 from kvboost_edge.server.api.bodies import JsonRoute
 from kvboost_edge.server.api.checks import answered, check_priority
-from kvboost_edge.server.api.prompts import estimate_tokens
+from kvboost_edge.server.api.embedding_responses import embedding_answer, rerank_answer
+from kvboost_edge.server.api.prompt_encoding import estimate_tokens
 from kvboost_edge.server.api.schemas.embeddings import EmbeddingRequest, RerankRequest
 from kvboost_edge.server.api.schemas.strict import bad_field
-from kvboost_edge.server.api.vectors import embedding_answer, rerank_answer
 from kvboost_edge.server.response_types import ERRORS, EmbeddingAnswer, RerankAnswer
 from kvboost_edge.server.state import ModelState
 from kvboost_edge.server.work.bridge import off_loop, to_its_end, wait_all

@@ -31,10 +31,10 @@ from kvboost_edge.server.api.compat.llama_cpp.translate import (
 from kvboost_edge.server.api.compat.llama_cpp.writer import LlamaWriter, default_settings
 from kvboost_edge.server.api.compat.translated import renamed
 from kvboost_edge.server.api.generation import respond
-from kvboost_edge.server.api.prompts import estimate_messages, size_of
+from kvboost_edge.server.api.prompt_encoding import estimate_messages, size_of
 from kvboost_edge.server.api.schemas.sessions import SlotAction
 from kvboost_edge.server.api.schemas.strict import bad_field
-from kvboost_edge.server.api.sessions import keep_session, missing_session, tenant_of
+from kvboost_edge.server.api.session_saving import keep_session, missing_session, tenant_of
 from kvboost_edge.server.api.turns import offered
 from kvboost_edge.server.cache_report.records import RequestRecord
 from kvboost_edge.server.errors import ApiError

@@ -11,7 +11,7 @@ from starlette.types import Send
 from kvboost_edge import __version__
 from kvboost_edge.errors import RequestError
 from kvboost_edge.server.api.bodies import JsonRoute
-from kvboost_edge.server.api.chat import RenderedChat
+from kvboost_edge.server.api.chat_requests import RenderedChat
 from kvboost_edge.server.api.checks import answered, served_model
 from kvboost_edge.server.api.compat.ollama.changes import (
     OllamaCopy,
@@ -38,7 +38,7 @@ from kvboost_edge.server.api.compat.ollama.translate import (
 )
 from kvboost_edge.server.api.compat.ollama.writer import LINES, OllamaWriter, loaded
 from kvboost_edge.server.api.compat.translated import renamed
-from kvboost_edge.server.api.completions import RenderedCompletion
+from kvboost_edge.server.api.completion_requests import RenderedCompletion
 from kvboost_edge.server.api.generation import respond
 from kvboost_edge.server.api.schemas.chat import ChatRequest
 from kvboost_edge.server.api.schemas.strict import bad_field

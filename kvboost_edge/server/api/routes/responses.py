@@ -12,7 +12,7 @@ from starlette.types import Send
 from kvboost_edge.errors import RequestError
 from kvboost_edge.server.api.bodies import JsonRoute
 from kvboost_edge.server.api.bounds import BOUNDS, COUNTS
-from kvboost_edge.server.api.chat import RenderedChat
+from kvboost_edge.server.api.chat_requests import RenderedChat
 from kvboost_edge.server.api.checks import answered
 from kvboost_edge.server.api.compat.responses.schemas import ResponseRequest
 from kvboost_edge.server.api.compat.responses.translate import FIELDS, to_chat

@@ -12,7 +12,7 @@ from kvboost_edge.server.api.bodies import JsonRoute
 from kvboost_edge.server.api.bounds import COUNTS
 from kvboost_edge.server.api.checks import answered, check_priority
 from kvboost_edge.server.api.schemas.sessions import RestoreRequest, SessionRequest
-from kvboost_edge.server.api.sessions import (
+from kvboost_edge.server.api.session_saving import (
     keep_session,
     missing_session,
     release_session,

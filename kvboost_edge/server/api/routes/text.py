@@ -10,7 +10,7 @@ from kvboost_edge.server.api.bodies import JsonRoute
 from kvboost_edge.server.api.bounds import COUNTS
 from kvboost_edge.server.api.checks import answered, served_model
 from kvboost_edge.server.api.logprobs import TokenTexts
-from kvboost_edge.server.api.prompts import (
+from kvboost_edge.server.api.prompt_encoding import (
     encode_messages,
     encode_text,
     estimate_messages,

@@ -16,7 +16,7 @@ from pydantic import (
 
 from kvboost_edge.server.api.bounds import BOUNDS, COUNTS, bounded, counted
 from kvboost_edge.server.api.schemas.foreign import NO_IMAGES, refused_field
-from kvboost_edge.server.api.schemas.reasoning import Effort, effort_variables
+from kvboost_edge.server.api.schemas.reasoning_effort import Effort, effort_variables
 from kvboost_edge.server.api.schemas.shared import (
     NotBuilt,
     OnlyEmpty,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from kvboost_edge.engine.request.answer_ids import KeptAnswers
 from kvboost_edge.engine.request.request import SamplingParams
-from kvboost_edge.server.api.chat import RenderedChat, encode_asked, with_defaults
+from kvboost_edge.server.api.chat_requests import RenderedChat, encode_asked, with_defaults
 from kvboost_edge.server.api.checks import room_for
 from kvboost_edge.server.api.compat.anthropic.schemas import MessagesRequest
 from kvboost_edge.server.api.compat.anthropic.translate import Breakpoint, breakpoints, translated

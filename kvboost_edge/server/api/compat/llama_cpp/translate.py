@@ -8,7 +8,7 @@ from kvboost_edge.engine.request.answer_ids import KeptAnswers
 from kvboost_edge.errors import RequestError
 from kvboost_edge.server.api.compat.llama_cpp.schemas import Infill, LlamaCompletion, Pieces
 from kvboost_edge.server.api.compat.translated import SAMPLING_FIELDS, completion_request
-from kvboost_edge.server.api.completions import RenderedCompletion
+from kvboost_edge.server.api.completion_requests import RenderedCompletion
 from kvboost_edge.server.api.schemas.completions import CompletionRequest
 from kvboost_edge.server.api.schemas.strict import bad_field
 from kvboost_edge.server.state import ModelState

@@ -9,7 +9,7 @@ from pydantic import AfterValidator, Field, PlainValidator, WithJsonSchema
 from kvboost_edge.server.api.bounds import BOUNDS, COUNTS, bounded, counted
 from kvboost_edge.server.api.compat.ollama.durations import KeepAlive
 from kvboost_edge.server.api.schemas.foreign import NO_IMAGES, Foreign
-from kvboost_edge.server.api.schemas.reasoning import FRACTIONS
+from kvboost_edge.server.api.schemas.reasoning_effort import FRACTIONS
 from kvboost_edge.server.api.schemas.samplers import MirostatMode
 from kvboost_edge.server.api.schemas.shared import (
     ModelName,

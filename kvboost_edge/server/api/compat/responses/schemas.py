@@ -12,7 +12,7 @@ from kvboost_edge.server.api.compat.responses.tools import ChoiceField, TextForm
 from kvboost_edge.server.api.schemas.cache_use import CacheUse
 from kvboost_edge.server.api.schemas.chat import TemplateVariables
 from kvboost_edge.server.api.schemas.foreign import Foreign
-from kvboost_edge.server.api.schemas.reasoning import Effort
+from kvboost_edge.server.api.schemas.reasoning_effort import Effort
 from kvboost_edge.server.api.schemas.shared import (
     CacheSalt,
     Label,

@@ -21,7 +21,7 @@ from kvboost_edge.engine.request.terms import Terms
 from kvboost_edge.errors import CapacityError
 from kvboost_edge.server.api.checks import looked_up, room_for
 from kvboost_edge.server.api.generation import watched
-from kvboost_edge.server.api.prompts import encode_prefix, estimate_prefix, prefix_size
+from kvboost_edge.server.api.prompt_encoding import encode_prefix, estimate_prefix, prefix_size
 from kvboost_edge.server.api.schemas.sessions import SessionRequest
 from kvboost_edge.server.api.schemas.strict import bad_field
 from kvboost_edge.server.api.usage import costs, usage_of

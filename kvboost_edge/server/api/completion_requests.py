@@ -11,7 +11,7 @@ from kvboost_edge.engine.request.request import SamplingParams
 from kvboost_edge.engine.request.results import GenerationResult, TokenLogprobs
 from kvboost_edge.server.api.checks import check_logprobs, most_with_logprobs, room_for
 from kvboost_edge.server.api.logprobs import OffsetCounter, TokenTexts, completion_logprobs
-from kvboost_edge.server.api.prompts import encode_text, estimate_tokens
+from kvboost_edge.server.api.prompt_encoding import encode_text, estimate_tokens
 from kvboost_edge.server.api.rendered_request import PromptLogprobs, RenderedRequest, WireNames
 from kvboost_edge.server.api.schemas.completions import CompletionRequest
 from kvboost_edge.server.api.schemas.strict import bad_field

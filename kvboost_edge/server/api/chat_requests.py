@@ -14,8 +14,8 @@ from kvboost_edge.engine.request.request import SamplingParams
 from kvboost_edge.engine.request.results import GenerationResult, TokenLogprobs
 from kvboost_edge.server.api.checks import check_logprobs, most_with_logprobs, room_for
 from kvboost_edge.server.api.logprobs import OffsetCounter, TokenTexts, chat_logprobs
-from kvboost_edge.server.api.prompts import encode_plain, estimate_messages, size_of
-from kvboost_edge.server.api.reasoning import reasoning_options
+from kvboost_edge.server.api.prompt_encoding import encode_plain, estimate_messages, size_of
+from kvboost_edge.server.api.reasoning_budget import reasoning_options
 from kvboost_edge.server.api.rendered_request import PromptLogprobs, RenderedRequest, WireNames
 from kvboost_edge.server.api.schemas.chat import ChatMessage, ChatRequest
 from kvboost_edge.server.api.turns import turn_of

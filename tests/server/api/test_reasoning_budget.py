@@ -10,7 +10,7 @@ from helpers.server.compat_apis import APIS
 from helpers.server.live_servers import app_client
 from helpers.server.scripted_model import ASK
 from kvboost_edge.errors import ConfigError
-from kvboost_edge.server.api.schemas.reasoning import FRACTIONS
+from kvboost_edge.server.api.schemas.reasoning_effort import FRACTIONS
 from kvboost_edge.server.app import create_app
 from kvboost_edge.server.serve_options import options_from
 from kvboost_edge.server.settings import ServerSettings

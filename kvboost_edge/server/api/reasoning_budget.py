@@ -17,7 +17,7 @@ from typing import Any
 
 from kvboost_edge.engine.request.requested_grammar import MadeGrammar
 from kvboost_edge.errors import RequestError
-from kvboost_edge.server.api.schemas.reasoning import FRACTIONS
+from kvboost_edge.server.api.schemas.reasoning_effort import FRACTIONS
 from kvboost_edge.server.api.schemas.shared import SamplingFields
 from kvboost_edge.server.api.schemas.strict import bad_field
 from kvboost_edge.server.state import ModelState

@@ -8,11 +8,11 @@ from starlette.types import Send
 
 from kvboost_edge.errors import RequestError
 from kvboost_edge.server.api.bodies import JsonRoute
-from kvboost_edge.server.api.chat import RenderedChat
+from kvboost_edge.server.api.chat_requests import RenderedChat
 from kvboost_edge.server.api.checks import answered
-from kvboost_edge.server.api.completions import RenderedCompletion
+from kvboost_edge.server.api.completion_requests import RenderedCompletion
 from kvboost_edge.server.api.generation import respond
-from kvboost_edge.server.api.openai import OpenAIWriter
+from kvboost_edge.server.api.openai_writer import OpenAIWriter
 from kvboost_edge.server.api.schemas.chat import ChatRequest
 from kvboost_edge.server.api.schemas.completions import CompletionRequest
 from kvboost_edge.server.api.turns import named_by_field
