@@ -17,9 +17,9 @@ from kvboost_edge.errors import BackendUnavailable, KVBoostError, RequestError, 
 
 if TYPE_CHECKING:
     from kvboost_edge.engine.engine import CPUPagedEngine
-    from kvboost_edge.server.batches.calls import LineAnswer
+    from kvboost_edge.server.batches.execution import LineRecords
     from kvboost_edge.server.batches.lines import BatchLine
-    from kvboost_edge.server.batches.run import LineRecords
+    from kvboost_edge.server.batches.route_calls import LineAnswer
 
 __all__ = ["run_batch_file"]
 
@@ -43,9 +43,9 @@ def run_batch_file(file: str, output: str | None, model: str, options: dict[str,
         KVBoostError: the file has wrong lines, or a file cannot be read or written.
     """
     try:
+        from kvboost_edge.server.batches.answered_lines import RecordFile
+        from kvboost_edge.server.batches.execution import LineRecords
         from kvboost_edge.server.batches.lines import by_prefix, read_lines
-        from kvboost_edge.server.batches.records import RecordFile
-        from kvboost_edge.server.batches.run import LineRecords
     except ModuleNotFoundError as error:
         raise BackendUnavailable(
             f"batch needs the package {error.name!r}; install the extra: {install_extra('server')}"
@@ -93,9 +93,9 @@ def _answer(
     notes: Console,
 ) -> None:
     from kvboost_edge.server.app import create_app, line_app
-    from kvboost_edge.server.batches.calls import LineCaller
+    from kvboost_edge.server.batches.execution import run_lines
     from kvboost_edge.server.batches.lines import read_bodies
-    from kvboost_edge.server.batches.run import run_lines
+    from kvboost_edge.server.batches.route_calls import LineCaller
     from kvboost_edge.server.settings import ServerSettings
     from kvboost_edge.server.work.prepare import learn_template
 

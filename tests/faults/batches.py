@@ -6,7 +6,7 @@ from faults.fault import fault
 
 _BACKGROUND = "tests/engine/schedule/test_background.py"
 _LINES = "tests/server/batches/test_lines.py"
-_RECORDS = "tests/server/batches/test_records.py"
+_RECORDS = "tests/server/batches/test_answered_lines.py"
 _SERVICE = "tests/server/batches/test_service.py"
 _SPACE = "tests/server/batches/test_space.py"
 
@@ -48,14 +48,14 @@ FAULTS = (
     ),
     fault(
         "a damaged record stays in the file",
-        "server/batches/records.py",
+        "server/batches/answered_lines.py",
         "            self._file.truncate(self.num_bytes)\n",
         "",
         f"{_RECORDS}::test_a_crash_at_any_byte_loses_no_whole_record",
     ),
     fault(
         "another file is cut off",
-        "server/batches/records.py",
+        "server/batches/answered_lines.py",
         'if line.endswith(b"\\n") and b"\\0" not in line:',
         "if False:",
         f"{_RECORDS}::test_other_files_are_refused_and_stay_as_they_are",

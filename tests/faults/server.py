@@ -15,7 +15,7 @@ _TENANTS = "tests/server/http/test_tenants.py"
 _ON_DEMAND = "tests/server/models/test_on_demand.py"
 _ROOM = "tests/server/models/test_room.py"
 _DIAGNOSIS = "tests/server/cache_report/test_diagnosis.py"
-_RECORDS = "tests/server/cache_report/test_records.py"
+_RECORDS = "tests/server/cache_report/test_recent_requests.py"
 _LLAMA_CPP = "tests/server/api/compat/test_llama_cpp.py"
 _EMBEDDINGS = "tests/server/api/test_embeddings.py"
 _NORMALISE = "tests/server/cache_report/test_normalization.py"
@@ -344,7 +344,7 @@ _APART = (
     ),
     fault(
         "the cache report of a request is shown to whoever knows its id",
-        "server/cache_report/records.py",
+        "server/cache_report/recent_requests.py",
         "        found = self.kept.peek(tenant, request_id)\n",
         "        whoever = (self.kept.peek(one, request_id) for one in list(self.kept._roots))\n"
         "        found = next(filter(None, whoever), None)\n",
@@ -352,7 +352,7 @@ _APART = (
     ),
     fault(
         "a prompt is compared with those under another salt",
-        "server/cache_report/records.py",
+        "server/cache_report/recent_requests.py",
         "for kept in reversed(earlier) if kept.salt == salt)",
         "for kept in reversed(earlier))",
         f"{_RECORDS}::test_the_closest_is_the_longest_common_prefix_of_the_same_tenant_and_salt",
@@ -569,7 +569,7 @@ _FIGURES = (
     ),
     fault(
         "the report keeps any number of a key's requests",
-        "server/cache_report/records.py",
+        "server/cache_report/recent_requests.py",
         "            max_root_values=_MAX_REQUESTS,\n",
         "",
         f"{_RECORDS}::test_many_small_requests_are_bounded_in_number",

@@ -20,7 +20,7 @@ from kvboost_edge.server.api.rendered_request import PromptLogprobs, RenderedReq
 from kvboost_edge.server.api.schemas.chat import ChatMessage, ChatRequest
 from kvboost_edge.server.api.turns import turn_of
 from kvboost_edge.server.cache_report.normalized import normal
-from kvboost_edge.server.cache_report.records import PromptInputs
+from kvboost_edge.server.cache_report.recent_requests import PromptInputs
 from kvboost_edge.server.response_types import (
     ChatChoiceAnswer,
     ChatLogprobs,

@@ -15,7 +15,7 @@ from kvboost_edge.server.api.prompt_encoding import encode_text, estimate_tokens
 from kvboost_edge.server.api.rendered_request import PromptLogprobs, RenderedRequest, WireNames
 from kvboost_edge.server.api.schemas.completions import CompletionRequest
 from kvboost_edge.server.api.schemas.strict import bad_field
-from kvboost_edge.server.cache_report.records import PromptField, PromptInputs
+from kvboost_edge.server.cache_report.recent_requests import PromptField, PromptInputs
 from kvboost_edge.server.response_types import (
     CompletionChoiceAnswer,
     CompletionLogprobs,

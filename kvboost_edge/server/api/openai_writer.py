@@ -17,7 +17,7 @@ from kvboost_edge.engine.request.progress import Progress
 from kvboost_edge.engine.request.results import GenerationResult
 from kvboost_edge.server.api.rendered_request import ChoiceWriter, RenderedRequest
 from kvboost_edge.server.api.usage import costs, progress_of, usage_of
-from kvboost_edge.server.cache_report.records import Diagnosis
+from kvboost_edge.server.cache_report.recent_requests import Diagnosis
 from kvboost_edge.server.response_types import ChunkHead, Figures
 from kvboost_edge.server.work.bridge import Running, off_loop
 from kvboost_edge.server.work.streams import ChunkStream, EventStream, dumps, dumps_long

@@ -9,7 +9,7 @@ from typing import Any
 from kvboost_edge.engine.handle import TokenEvent
 from kvboost_edge.engine.request.progress import Progress
 from kvboost_edge.engine.request.results import GenerationResult
-from kvboost_edge.server.cache_report.records import Diagnosis
+from kvboost_edge.server.cache_report.recent_requests import Diagnosis
 from kvboost_edge.server.state import ModelState
 from kvboost_edge.server.work.bridge import Running
 from kvboost_edge.text.turns.reader import TurnMessage, TurnReader

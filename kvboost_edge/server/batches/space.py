@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from kvboost_edge.host.atomic_files import finish_file, open_unfinished
-from kvboost_edge.server.batches.documents import (
+from kvboost_edge.server.batches.api_objects import (
     BATCH_ID,
     FILE_ID,
     Batch,

@@ -8,7 +8,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import cast, get_args
 
 from kvboost_edge.engine.request.results import GenerationResult
-from kvboost_edge.server.cache_report.records import Diagnosis, Ids, PromptField, RequestRecord
+from kvboost_edge.server.cache_report.recent_requests import (
+    Diagnosis,
+    Ids,
+    PromptField,
+    RequestRecord,
+)
 from kvboost_edge.server.response_types import Cause
 
 __all__ = ["CAUSES", "diagnose", "placed", "tool_field"]

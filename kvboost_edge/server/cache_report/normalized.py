@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from kvboost_edge.engine.request.answer_ids import KeptAnswers
 from kvboost_edge.server.cache_report.diagnosis import tool_field
 from kvboost_edge.server.cache_report.normalization import Normaliser
-from kvboost_edge.server.cache_report.records import PromptField, PromptInputs
+from kvboost_edge.server.cache_report.recent_requests import PromptField, PromptInputs
 from kvboost_edge.text.tokenizer import Tokenizer
 from kvboost_edge.text.turns.replay import with_thoughts
 

@@ -14,7 +14,12 @@ from kvboost_edge.engine.handle import RequestHandle
 from kvboost_edge.engine.request.results import GenerationResult
 from kvboost_edge.errors import KVBoostError
 from kvboost_edge.server.cache_report.diagnosis import diagnose, placed
-from kvboost_edge.server.cache_report.records import Diagnosis, History, PromptInputs, RequestRecord
+from kvboost_edge.server.cache_report.recent_requests import (
+    Diagnosis,
+    History,
+    PromptInputs,
+    RequestRecord,
+)
 
 if TYPE_CHECKING:
     from kvboost_edge.server.engines import Engine

@@ -17,7 +17,7 @@ from kvboost_edge.server.response_types import Phase
 if TYPE_CHECKING:
     from kvboost_edge.config import GenerationMode
     from kvboost_edge.engine.request.sampling_defaults import SamplingDefaults
-    from kvboost_edge.server.cache_report.records import History
+    from kvboost_edge.server.cache_report.recent_requests import History
     from kvboost_edge.server.engines import Engine
     from kvboost_edge.server.metrics import Metrics
     from kvboost_edge.server.model_defaults import ModelDefaults

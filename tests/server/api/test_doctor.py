@@ -19,7 +19,7 @@ from helpers.server.cache_miss_cases import (
     ask,
     complete,
 )
-from kvboost_edge.server.cache_report.records import NOT_SAID
+from kvboost_edge.server.cache_report.recent_requests import NOT_SAID
 from kvboost_edge.server.logs import configure_logging
 from kvboost_edge.server.settings import ServerSettings
 

@@ -6,9 +6,9 @@ import os
 import pytest
 
 from kvboost_edge.errors import ConfigError
-from kvboost_edge.server.batches.documents import StoredFile
+from kvboost_edge.server.batches.api_objects import StoredFile
+from kvboost_edge.server.batches.batch_store import BatchStore
 from kvboost_edge.server.batches.space import TenantSpace
-from kvboost_edge.server.batches.store import BatchStore
 from kvboost_edge.server.errors import ApiError
 from kvboost_edge.server.settings import ServerSettings
 

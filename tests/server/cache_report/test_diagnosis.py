@@ -8,7 +8,11 @@ import pytest
 from kvboost_edge.config import GenerationMode
 from kvboost_edge.engine.request.results import GenerationResult
 from kvboost_edge.server.cache_report.diagnosis import CAUSES, diagnose, placed, tool_field
-from kvboost_edge.server.cache_report.records import PromptField, PromptInputs, RequestRecord
+from kvboost_edge.server.cache_report.recent_requests import (
+    PromptField,
+    PromptInputs,
+    RequestRecord,
+)
 
 BLOCK = 4
 _PHASES = dict.fromkeys(

@@ -9,9 +9,9 @@ from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 from kvboost_edge.errors import KVBoostError
-from kvboost_edge.server.batches.calls import LineAnswer
+from kvboost_edge.server.batches.answered_lines import RecordFile
 from kvboost_edge.server.batches.lines import BatchLine
-from kvboost_edge.server.batches.records import RecordFile
+from kvboost_edge.server.batches.route_calls import LineAnswer
 from kvboost_edge.server.work.streams import dumps
 
 __all__ = ["LineRecords", "LinesStopped", "run_lines"]

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from kvboost_edge.server.cache_report.records import (
+from kvboost_edge.server.cache_report.recent_requests import (
     History,
     PromptField,
     PromptInputs,

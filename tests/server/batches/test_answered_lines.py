@@ -8,8 +8,8 @@ import pytest
 
 from helpers.clocks import give_clock
 from kvboost_edge.errors import RequestError
-from kvboost_edge.server.batches import records
-from kvboost_edge.server.batches.records import RecordFile
+from kvboost_edge.server.batches import answered_lines
+from kvboost_edge.server.batches.answered_lines import RecordFile
 
 
 @pytest.fixture
@@ -98,8 +98,8 @@ def test_a_full_disk_leaves_whole_records(path, monkeypatch):
 def test_records_are_synced_once_a_second_and_at_the_end(path, monkeypatch):
     now = [0.0]
     synced = []
-    give_clock(monkeypatch, lambda: now[0], records)
-    monkeypatch.setattr(records.os, "fsync", lambda handle: synced.append(now[0]))
+    give_clock(monkeypatch, lambda: now[0], answered_lines)
+    monkeypatch.setattr(answered_lines.os, "fsync", lambda handle: synced.append(now[0]))
     file = RecordFile(path)
     for number in range(25):
         now[0] = number / 10
