@@ -15,7 +15,7 @@ from kvboost_edge.serve_ray.messages import Came, Sent
 from kvboost_edge.serve_ray.routing.cache_records import RoutingDecision
 from kvboost_edge.serve_ray.routing.chain import PromptChain
 from kvboost_edge.serve_ray.routing.router import PrefixRouter
-from kvboost_edge.server.errors import ApiError, NoReplica
+from kvboost_edge.server.api_errors import ApiError, NoReplica
 
 __all__ = ["Cancelled", "Flight", "ReplicaLost", "Stream", "is_loss"]
 

@@ -29,12 +29,12 @@ from kvboost_edge.server.api.routes import (
     sessions,
     text,
 )
+from kvboost_edge.server.api_errors import install_error_handlers
 from kvboost_edge.server.batches.batch_store import BatchStore
 from kvboost_edge.server.batches.route_calls import LineCaller
 from kvboost_edge.server.batches.service import BatchService
 from kvboost_edge.server.cache_report.normalization import Normaliser
 from kvboost_edge.server.cache_report.recent_requests import History
-from kvboost_edge.server.errors import install_error_handlers
 from kvboost_edge.server.http import page
 from kvboost_edge.server.http.hosts import HostList
 from kvboost_edge.server.http.keys import KeyRing

@@ -23,8 +23,8 @@ from prometheus_client.registry import Collector
 
 from kvboost_edge.config import GenerationMode
 from kvboost_edge.errors import KVBoostError
+from kvboost_edge.server.api_errors import ApiError
 from kvboost_edge.server.engines import replicas_of
-from kvboost_edge.server.errors import ApiError
 from kvboost_edge.server.response_types import Throughput
 from kvboost_edge.server.speeds import Speeds
 

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from kvboost_edge.config import GenerationMode
+from kvboost_edge.server.api_errors import ShuttingDown, stopped
 from kvboost_edge.server.default_mode import default_mode
-from kvboost_edge.server.errors import ShuttingDown, stopped
 from kvboost_edge.server.work.admission import Admission, AdmissionQueue
 from kvboost_edge.server.work.remembered import ResponseStore
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvboost_edge.server.errors import ApiError, error_body
+from kvboost_edge.server.api_errors import ApiError, error_body
 
 REFUSED = ApiError(404, "the model 'x' is not served here", code="model_not_found", param="model")
 

@@ -21,7 +21,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 
 from kvboost_edge.server.api.bounds import COUNTS
-from kvboost_edge.server.errors import ApiError, as_api_error
+from kvboost_edge.server.api_errors import ApiError, as_api_error
 from kvboost_edge.server.models.server import server_of
 
 __all__ = ["JsonRoute", "parse_json"]

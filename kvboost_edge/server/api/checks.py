@@ -14,7 +14,7 @@ from kvboost_edge.errors import KVBoostError
 from kvboost_edge.server.api.bounds import COUNTS
 from kvboost_edge.server.api.schemas.shared import SamplingFields
 from kvboost_edge.server.api.schemas.strict import bad_field
-from kvboost_edge.server.errors import ApiError, stopped
+from kvboost_edge.server.api_errors import ApiError, stopped
 from kvboost_edge.server.models.served import ServedModel
 from kvboost_edge.server.models.server import server_of
 from kvboost_edge.server.state import ModelState

@@ -14,8 +14,8 @@ from kvboost_edge.engine.handle import TokenEvent
 from kvboost_edge.engine.request.progress import Progress
 from kvboost_edge.engine.request.results import GenerationResult
 from kvboost_edge.server.api.rendered_request import RenderedRequest
+from kvboost_edge.server.api_errors import ClientGone, as_api_error, log_failure
 from kvboost_edge.server.cache_report.recent_requests import Diagnosis
-from kvboost_edge.server.errors import ClientGone, as_api_error, log_failure
 from kvboost_edge.server.state import state_of
 from kvboost_edge.server.work.admission import Admission
 from kvboost_edge.server.work.bridge import (

@@ -25,7 +25,7 @@ from kvboost_edge.server.api.prompt_encoding import encode_prefix, estimate_pref
 from kvboost_edge.server.api.schemas.sessions import SessionRequest
 from kvboost_edge.server.api.schemas.strict import bad_field
 from kvboost_edge.server.api.usage import costs, usage_of
-from kvboost_edge.server.errors import ApiError
+from kvboost_edge.server.api_errors import ApiError
 from kvboost_edge.server.models.server import server_of
 from kvboost_edge.server.response_types import SavedSession, SessionView
 from kvboost_edge.server.state import ModelState

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from email.message import Message
 from email.parser import HeaderParser
 
-from kvboost_edge.server.errors import ApiError
+from kvboost_edge.server.api_errors import ApiError
 
 __all__ = ["FormReader"]
 

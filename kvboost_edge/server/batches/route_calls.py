@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from starlette.types import ASGIApp, Message
 
-from kvboost_edge.server.errors import as_api_error, error_body, log_failure
+from kvboost_edge.server.api_errors import as_api_error, error_body, log_failure
 
 __all__ = ["LineAnswer", "LineCaller"]
 

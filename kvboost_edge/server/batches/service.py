@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvboost_edge.errors import KVBoostError
+from kvboost_edge.server.api_errors import ApiError
 from kvboost_edge.server.batches.answered_lines import RecordFile
 from kvboost_edge.server.batches.api_objects import Batch, BatchStatus
 from kvboost_edge.server.batches.execution import LineRecords, run_lines
 from kvboost_edge.server.batches.lines import BatchLine, by_prefix, read_bodies, read_lines
 from kvboost_edge.server.batches.route_calls import LineAnswer, LineCaller
-from kvboost_edge.server.errors import ApiError
 from kvboost_edge.server.logs import failure_place, log_facts
 
 if TYPE_CHECKING:

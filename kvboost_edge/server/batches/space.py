@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from kvboost_edge.host.atomic_files import finish_file, open_unfinished
+from kvboost_edge.server.api_errors import ApiError
 from kvboost_edge.server.batches.api_objects import (
     BATCH_ID,
     FILE_ID,
@@ -30,7 +31,6 @@ from kvboost_edge.server.batches.api_objects import (
     new_batch_id,
     new_file_id,
 )
-from kvboost_edge.server.errors import ApiError
 
 if TYPE_CHECKING:
     from kvboost_edge.server.settings import ServerSettings

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 from starlette.types import Scope
 
-from kvboost_edge.server.errors import ApiError
+from kvboost_edge.server.api_errors import ApiError
 from kvboost_edge.server.settings import ServerSettings
 
 __all__ = ["HostList"]

@@ -10,7 +10,7 @@ import hashlib
 import hmac
 from collections.abc import Iterable
 
-from kvboost_edge.server.errors import ApiError
+from kvboost_edge.server.api_errors import ApiError
 from kvboost_edge.server.settings import tenant_of_key
 
 __all__ = ["KeyRing"]

@@ -19,8 +19,8 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from kvboost_edge.server.api_errors import ApiError, as_api_error, error_response, log_failure
 from kvboost_edge.server.error_shapes import id_headers
-from kvboost_edge.server.errors import ApiError, as_api_error, error_response, log_failure
 from kvboost_edge.server.http.headers import SECURITY_HEADERS
 from kvboost_edge.server.http.hosts import HostList
 from kvboost_edge.server.http.keys import KeyRing

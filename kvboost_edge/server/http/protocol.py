@@ -42,8 +42,8 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState as UvicornState
 
+from kvboost_edge.server.api_errors import ApiError, error_body
 from kvboost_edge.server.error_shapes import id_headers
-from kvboost_edge.server.errors import ApiError, error_body
 from kvboost_edge.server.http.closing import QUIET_SECONDS, LingeringTransport
 from kvboost_edge.server.http.headers import SECURITY_HEADERS
 from kvboost_edge.server.http.middleware import account, new_request_id

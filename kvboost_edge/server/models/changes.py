@@ -13,8 +13,8 @@ from kvboost_edge.errors import KVBoostError, ModelFormatError
 from kvboost_edge.models.locate.managed import ManagedModel, ModelStore
 from kvboost_edge.models.pull.download import PullEvent, PullLimits, PullStopped, pull_model
 from kvboost_edge.models.pull.names import checked_name
+from kvboost_edge.server.api_errors import ApiError, ShuttingDown
 from kvboost_edge.server.cache_report.recent_requests import History
-from kvboost_edge.server.errors import ApiError, ShuttingDown
 from kvboost_edge.server.logs import log_facts
 from kvboost_edge.server.models.loader import without_folders
 from kvboost_edge.server.models.registry import Models

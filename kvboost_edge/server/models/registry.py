@@ -14,7 +14,7 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvboost_edge.server.errors import ApiError, ClientGone, QueueFull, ShuttingDown
+from kvboost_edge.server.api_errors import ApiError, ClientGone, QueueFull, ShuttingDown
 from kvboost_edge.server.models.loader import Loader, ProcessMemory
 from kvboost_edge.server.models.served import ServedModel
 from kvboost_edge.server.state import ModelState, Shared, keep_state

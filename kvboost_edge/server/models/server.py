@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from kvboost_edge.server.errors import ApiError, QueueFull, stopped
+from kvboost_edge.server.api_errors import ApiError, QueueFull, stopped
 from kvboost_edge.server.models.exposition import ServerMetrics
 from kvboost_edge.server.models.registry import Models
 from kvboost_edge.server.state import ModelState, Shared, model_of

@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from starlette.requests import Request
 
-from kvboost_edge.server.engines import replicas_of
-from kvboost_edge.server.errors import (
+from kvboost_edge.server.api_errors import (
     ApiError,
     ClientGone,
     DeadlineExceeded,
     QueueFull,
     ShuttingDown,
 )
+from kvboost_edge.server.engines import replicas_of
 from kvboost_edge.server.traces import TRACE_FACT
 from kvboost_edge.server.work.grouping import PrefixGroups
 from kvboost_edge.server.work.shares import Shares

@@ -28,9 +28,9 @@ from kvboost_edge.engine.request.progress import Progress
 from kvboost_edge.engine.request.request import RequestArrival, SamplingParams
 from kvboost_edge.engine.request.results import GenerationResult
 from kvboost_edge.engine.request.terms import Terms
+from kvboost_edge.server.api_errors import DeadlineExceeded, ShuttingDown
 from kvboost_edge.server.cache_report.recent_requests import NOT_SAID, PromptInputs
 from kvboost_edge.server.cache_report.tracker import Watch
-from kvboost_edge.server.errors import DeadlineExceeded, ShuttingDown
 from kvboost_edge.server.logs import log_facts
 from kvboost_edge.server.work.admission import Admission
 from kvboost_edge.text.turns.reader import Turn

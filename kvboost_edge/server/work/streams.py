@@ -10,7 +10,7 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Send
 
-from kvboost_edge.server.errors import ApiError, error_body
+from kvboost_edge.server.api_errors import ApiError, error_body
 
 __all__ = [
     "EVENTS",

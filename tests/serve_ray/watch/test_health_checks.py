@@ -18,7 +18,7 @@ from kvboost_edge.serve_ray.pool import ReplicatedEngine
 from kvboost_edge.serve_ray.replicas import Replicas
 from kvboost_edge.serve_ray.routing.cache_records import ReplicaReport
 from kvboost_edge.serve_ray.watch.health_checks import HealthChecks
-from kvboost_edge.server.errors import NoReplica
+from kvboost_edge.server.api_errors import NoReplica
 
 ABOUT = {"model": "m", "root": b"r".hex()}
 NEVER = 600.0  # seconds: longer than any test

@@ -11,7 +11,7 @@ import pytest
 from helpers.server.live_servers import HeldForward, serving, wait_until
 from kvboost_edge import CPUPagedEngine
 from kvboost_edge.server.api import generation
-from kvboost_edge.server.errors import ShuttingDown
+from kvboost_edge.server.api_errors import ShuttingDown
 from kvboost_edge.server.work import bridge
 
 MODEL = "kvboost-edge/demo"

@@ -9,7 +9,7 @@ import pytest
 from kvboost_edge.server.api.bounds import BOUNDS
 from kvboost_edge.server.api.schemas.chat import ChatRequest
 from kvboost_edge.server.api.schemas.completions import CompletionRequest
-from kvboost_edge.server.errors import ApiError
+from kvboost_edge.server.api_errors import ApiError
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 COMPLETIONS = ("/v1/completions", {"prompt": "hello"})

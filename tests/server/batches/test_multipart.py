@@ -5,8 +5,8 @@ import random
 import httpx
 import pytest
 
+from kvboost_edge.server.api_errors import ApiError
 from kvboost_edge.server.batches.multipart import FormReader
-from kvboost_edge.server.errors import ApiError
 
 TYPE = 'multipart/form-data; boundary="b-1"'
 

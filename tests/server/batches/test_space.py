@@ -6,10 +6,10 @@ import os
 import pytest
 
 from kvboost_edge.errors import ConfigError
+from kvboost_edge.server.api_errors import ApiError
 from kvboost_edge.server.batches.api_objects import StoredFile
 from kvboost_edge.server.batches.batch_store import BatchStore
 from kvboost_edge.server.batches.space import TenantSpace
-from kvboost_edge.server.errors import ApiError
 from kvboost_edge.server.settings import ServerSettings
 
 HOUR = 3600

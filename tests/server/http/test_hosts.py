@@ -5,7 +5,7 @@ import pytest
 
 from helpers.server.live_servers import serving
 from kvboost_edge.errors import ConfigError
-from kvboost_edge.server.errors import ApiError
+from kvboost_edge.server.api_errors import ApiError
 from kvboost_edge.server.http.hosts import HostList
 from kvboost_edge.server.settings import ServerSettings, is_loopback
 

@@ -9,7 +9,7 @@ import pytest
 
 from helpers.server.live_servers import ADMIN_KEY, KEYS, raw_answer, wait_until
 from kvboost_edge.errors import ConfigError
-from kvboost_edge.server.errors import ApiError, error_body
+from kvboost_edge.server.api_errors import ApiError, error_body
 from kvboost_edge.server.http.keys import KeyRing
 from kvboost_edge.server.http.middleware import ADMIN_PATHS
 from kvboost_edge.server.logs import configure_logging

@@ -15,7 +15,7 @@ from helpers.server.served_models import ASKED, CountedSource
 from kvboost_edge.errors import ConfigError
 from kvboost_edge.models.locate.managed import managed_models
 from kvboost_edge.models.pull import download
-from kvboost_edge.server.errors import ApiError
+from kvboost_edge.server.api_errors import ApiError
 from kvboost_edge.server.models.changes import ManagedModels, ModelChanges
 from kvboost_edge.server.settings import ServerSettings
 

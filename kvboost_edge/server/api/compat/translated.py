@@ -12,7 +12,7 @@ from pydantic import BaseModel, ValidationError
 
 from kvboost_edge.server.api.schemas.chat import ChatRequest
 from kvboost_edge.server.api.schemas.completions import CompletionRequest
-from kvboost_edge.server.errors import ApiError, as_api_error
+from kvboost_edge.server.api_errors import ApiError, as_api_error
 
 __all__ = ["SAMPLING_FIELDS", "chat_request", "completion_request", "renamed"]
 

@@ -10,9 +10,9 @@ from starlette.responses import FileResponse, JSONResponse, Response
 from kvboost_edge.server.api.bounds import BOUNDS
 from kvboost_edge.server.api.listing import page_of
 from kvboost_edge.server.api.schemas.strict import bad_field
+from kvboost_edge.server.api_errors import ApiError
 from kvboost_edge.server.batches.multipart import FormReader
 from kvboost_edge.server.batches.space import Upload
-from kvboost_edge.server.errors import ApiError
 from kvboost_edge.server.models.server import batches_of, space_of
 from kvboost_edge.server.response_types import ERRORS, FileAnswer, FileDeleted, FileList
 from kvboost_edge.server.work.bridge import off_loop

@@ -13,7 +13,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
 from kvboost_edge import __version__
-from kvboost_edge.server.errors import ApiError
+from kvboost_edge.server.api_errors import ApiError
 from kvboost_edge.server.models.exposition import CONTENT_TYPE
 from kvboost_edge.server.models.server import server_of
 

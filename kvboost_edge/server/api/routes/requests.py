@@ -5,8 +5,8 @@ from __future__ import annotations
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
+from kvboost_edge.server.api_errors import ApiError
 from kvboost_edge.server.cache_report.recent_requests import RequestRecord
-from kvboost_edge.server.errors import ApiError
 from kvboost_edge.server.models.server import server_of
 from kvboost_edge.server.response_types import ERRORS, PromptCache, PromptCaches
 from kvboost_edge.server.work.bridge import off_loop

@@ -21,7 +21,7 @@ from kvboost_edge.server.api.compat.translated import renamed
 from kvboost_edge.server.api.generation import respond
 from kvboost_edge.server.api.schemas.strict import bad_field
 from kvboost_edge.server.api.turns import named_by_field
-from kvboost_edge.server.errors import ApiError
+from kvboost_edge.server.api_errors import ApiError
 from kvboost_edge.server.models.server import server_of
 from kvboost_edge.server.response_types import ERRORS
 from kvboost_edge.server.state import ModelState

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, model_validator
 from pydantic_core import PydanticCustomError
 
 from kvboost_edge.server.api.schemas.foreign import Foreign, known_fields
-from kvboost_edge.server.errors import ApiError
+from kvboost_edge.server.api_errors import ApiError
 
 __all__ = ["Strict", "bad_field", "field_error"]
 

@@ -12,7 +12,7 @@ from kvboost_edge.server.api.checks import room_for
 from kvboost_edge.server.api.compat.anthropic.schemas import MessagesRequest
 from kvboost_edge.server.api.compat.anthropic.translate import Breakpoint, breakpoints, translated
 from kvboost_edge.server.api.schemas.chat import ChatRequest
-from kvboost_edge.server.errors import ApiError
+from kvboost_edge.server.api_errors import ApiError
 from kvboost_edge.server.state import ModelState
 from kvboost_edge.server.work.bridge import EncodedPrompt
 

@@ -15,7 +15,7 @@ from kvboost_edge.server.api.compat.anthropic.schemas import MessagesRequest
 from kvboost_edge.server.api.compat.arguments import arguments_of
 from kvboost_edge.server.api.turn_writer import TurnWriter
 from kvboost_edge.server.api.usage import approximate_label, costs, progress_of
-from kvboost_edge.server.errors import error_body
+from kvboost_edge.server.api_errors import error_body
 from kvboost_edge.server.state import ModelState
 from kvboost_edge.server.work.bridge import Running
 from kvboost_edge.server.work.streams import EventStream, dumps_long, event

@@ -14,8 +14,8 @@ from kvboost_edge.engine.request.sampling_defaults import SamplingDefaults
 from kvboost_edge.server.api.schemas.completions import CompletionRequest
 from kvboost_edge.server.api.turn_writer import TurnWriter
 from kvboost_edge.server.api.usage import costs, progress_of
+from kvboost_edge.server.api_errors import ApiError
 from kvboost_edge.server.error_shapes import shape_of
-from kvboost_edge.server.errors import ApiError
 from kvboost_edge.server.state import ModelState
 from kvboost_edge.server.work.streams import EventStream, dumps_long, event
 from kvboost_edge.text.turns.turn_parts import ContentDelta, Part

@@ -15,7 +15,7 @@ from kvboost_edge.models.pull.download import PullEvent
 from kvboost_edge.server.api.compat.ollama.writer import LINES
 from kvboost_edge.server.api.schemas.shared import ModelName, OnlyFalse
 from kvboost_edge.server.api.schemas.strict import Strict, bad_field
-from kvboost_edge.server.errors import ApiError, ClientGone, as_api_error
+from kvboost_edge.server.api_errors import ApiError, ClientGone, as_api_error
 from kvboost_edge.server.models.changes import ModelChanges
 from kvboost_edge.server.models.registry import until_gone
 from kvboost_edge.server.models.server import server_of

@@ -8,7 +8,7 @@ import math
 import time
 from typing import Any
 
-from kvboost_edge.server.errors import ApiError
+from kvboost_edge.server.api_errors import ApiError
 from kvboost_edge.server.models.registry import Models
 from kvboost_edge.server.models.served import Known, ServedModel, abilities_of
 from kvboost_edge.server.models.server import ServerState

@@ -12,7 +12,7 @@ from kvboost_edge.engine.request.results import GenerationResult
 from kvboost_edge.server.api.compat.arguments import arguments_of
 from kvboost_edge.server.api.turn_writer import TurnWriter
 from kvboost_edge.server.api.usage import costs, usage_of
-from kvboost_edge.server.errors import ApiError
+from kvboost_edge.server.api_errors import ApiError
 from kvboost_edge.server.state import ModelState
 from kvboost_edge.server.work.streams import EventStream, dumps, dumps_long
 from kvboost_edge.text.turns.turn_parts import CallStart, ContentDelta, Part, ReasoningDelta

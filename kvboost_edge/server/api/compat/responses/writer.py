@@ -16,7 +16,7 @@ from kvboost_edge.server.api.compat.responses.schemas import ResponseRequest
 from kvboost_edge.server.api.compat.responses.tools import names_of
 from kvboost_edge.server.api.turn_writer import TurnWriter
 from kvboost_edge.server.api.usage import costs, usage_of
-from kvboost_edge.server.errors import ApiError
+from kvboost_edge.server.api_errors import ApiError
 from kvboost_edge.server.state import ModelState
 from kvboost_edge.server.work.streams import EventStream, dumps, dumps_long, event
 from kvboost_edge.text.turns.turn_parts import (
