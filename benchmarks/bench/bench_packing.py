@@ -46,7 +46,7 @@ from pathlib import Path
 from kvboost_edge.host.memory import process_peak, process_rss
 from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.config.spec import describe_model
-from kvboost_edge.models.packed.file import load_packed
+from kvboost_edge.models.packed.weight_file import load_packed
 from kvboost_edge.models.packed.pack_plan import pack_plan
 
 def io():

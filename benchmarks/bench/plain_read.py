@@ -19,7 +19,7 @@ from kvboost_edge.kernels.integers import V16I, emit_load_bytes, int_constant
 from kvboost_edge.kernels.jit import intrinsic, kernel
 from kvboost_edge.kernels.team import KernelTeam
 from kvboost_edge.kernels.vectors import address_of, fetch_add
-from kvboost_edge.models.packed.file import PackedWeights
+from kvboost_edge.models.packed.weight_file import PackedWeights
 from kvboost_edge.runners.native.runner import NativeRunner
 
 __all__ = ["idle_read_gb_s", "plain_read", "runner_token_weights", "token_weights"]

@@ -19,7 +19,7 @@ from kvboost_edge.models.config.architectures import (
     SUPPORTED_ARCHITECTURES,
     check_model_compatibility,
 )
-from kvboost_edge.models.config.file import text_config
+from kvboost_edge.models.config.json_readers import text_config
 from kvboost_edge.models.families.fields import size_of
 from kvboost_edge.runners.choice import RUNNERS, plan_of
 

@@ -13,7 +13,7 @@ from kvboost_edge.config import EngineConfig
 from kvboost_edge.errors import KVBoostError
 from kvboost_edge.host.memory import total_bytes
 from kvboost_edge.models.checkpoint import Checkpoint
-from kvboost_edge.models.locate.ollama import OLLAMA
+from kvboost_edge.models.locate.ollama_store import OLLAMA
 from kvboost_edge.models.locate.stores import StoredModel, stored_models
 from kvboost_edge.models.locate.suggestions import SUGGESTIONS
 from kvboost_edge.text.gguf_tokenizer import check_vocabulary_kind

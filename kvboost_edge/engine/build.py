@@ -47,11 +47,11 @@ from kvboost_edge.kvcache.manager import KVCacheManager
 from kvboost_edge.kvcache.recurrent.tables import StateSizes
 from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.config.architectures import attends_both_ways, check_model_compatibility
-from kvboost_edge.models.config.file import generation_defaults
+from kvboost_edge.models.config.json_readers import generation_defaults
 from kvboost_edge.models.config.pooling import UNSAID, Pooling
 from kvboost_edge.models.fingerprint import fingerprint_of_module
 from kvboost_edge.models.locate import locate_model, model_name
-from kvboost_edge.models.packed.file import Progress
+from kvboost_edge.models.packed.weight_file import Progress
 from kvboost_edge.models.weights.dense_folders import Matrices
 from kvboost_edge.reuse.chunking import chunk_options
 from kvboost_edge.runners.base import LoadOptions, Runner, RunnerInfo

@@ -11,7 +11,7 @@ from typing import Any
 
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.host.file_memo import FileStamp
-from kvboost_edge.models.config.file import (
+from kvboost_edge.models.config.json_readers import (
     GenerationDefaults,
     read_config,
     read_generation_config,
@@ -53,8 +53,8 @@ from kvboost_edge.models.weights.head import with_found_head
 from kvboost_edge.models.weights.ordered import in_kernel_order
 from kvboost_edge.models.weights.safetensors_check import check_weights
 from kvboost_edge.models.weights.safetensors_source import SafetensorsSource
-from kvboost_edge.models.weights.source import WeightSource, WeightSummary
 from kvboost_edge.models.weights.stacked_experts import ColumnExperts
+from kvboost_edge.models.weights.weight_source import WeightSource, WeightSummary
 
 __all__ = ["Checkpoint"]
 

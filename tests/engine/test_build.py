@@ -13,8 +13,8 @@ from kvboost_edge.engine import build
 from kvboost_edge.errors import BackendUnavailable, CapacityError
 from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.config.spec import describe_model
-from kvboost_edge.models.packed.file import load_packed
 from kvboost_edge.models.packed.pack_plan import pack_plan
+from kvboost_edge.models.packed.weight_file import load_packed
 
 WIDE = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2}
 

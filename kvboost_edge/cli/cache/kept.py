@@ -10,7 +10,7 @@ from stat import S_ISREG
 from typing import Any
 
 from kvboost_edge.host.file_memo import FileStamp, cache_directory, recall
-from kvboost_edge.models.packed.file import MODEL_FACT
+from kvboost_edge.models.packed.weight_file import MODEL_FACT
 from kvboost_edge.tiers.disk.files import READ, Files
 from kvboost_edge.tiers.disk.survey import FoundSpace, delete_space, find_spaces
 

@@ -36,7 +36,6 @@ from kvboost_edge.host.file_memo import NO_CACHE
 from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.fingerprint import are_remembered
 from kvboost_edge.models.locate import locate_model
-from kvboost_edge.models.packed.file import free_bytes, packed_path
 from kvboost_edge.models.packed.pack_plan import (
     STORED,
     WEIGHT_FORMATS,
@@ -44,7 +43,8 @@ from kvboost_edge.models.packed.pack_plan import (
     row_tables,
 )
 from kvboost_edge.models.packed.stream import packing_bytes
-from kvboost_edge.models.weights.source import WeightSummary
+from kvboost_edge.models.packed.weight_file import free_bytes, packed_path
+from kvboost_edge.models.weights.weight_source import WeightSummary
 from kvboost_edge.runners.base import RunnerInfo
 
 __all__ = [

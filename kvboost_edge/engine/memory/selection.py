@@ -13,9 +13,9 @@ from kvboost_edge.engine.memory.report import planned_pool_bytes
 from kvboost_edge.host.memory import available_bytes
 from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.config.architectures import attends_both_ways, pinned_context
-from kvboost_edge.models.config.file import context_length, stored_dtype, text_config
+from kvboost_edge.models.config.json_readers import context_length, stored_dtype, text_config
 from kvboost_edge.models.families.fields import size_of
-from kvboost_edge.models.weights.source import WeightSummary
+from kvboost_edge.models.weights.weight_source import WeightSummary
 from kvboost_edge.runners.base import ModelTraits, RunnerInfo
 from kvboost_edge.runners.choice import RunnerChoice, choose_runner, plan_of
 from kvboost_edge.runners.native.select_native import native_kv_spec

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from kvboost_edge.errors import ConfigError, ModelFormatError
 from kvboost_edge.models.config.architectures import LONG_RANGE, PHI3_LENGTH, has_two_ranges
-from kvboost_edge.models.config.file import context_length
+from kvboost_edge.models.config.json_readers import context_length
 from kvboost_edge.models.config.nested import text_config
 from kvboost_edge.models.config.rope_kinds import RopeKind, rope_kind
 from kvboost_edge.models.families.fields import number_of, size_of

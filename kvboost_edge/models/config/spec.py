@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.models.config.architectures import attends_both_ways, pinned_context
-from kvboost_edge.models.config.file import context_length
+from kvboost_edge.models.config.json_readers import context_length
 from kvboost_edge.models.config.layer_ropes import layer_ropes, rope_settings
 from kvboost_edge.models.config.nested import text_config
 from kvboost_edge.models.config.quant_config import packed_layout

@@ -30,7 +30,7 @@ import numpy.typing as npt
 
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.models.weights import mxfp4
-from kvboost_edge.models.weights.source import QuantRows
+from kvboost_edge.models.weights.weight_source import QuantRows
 
 __all__ = [
     "BLOCKS",

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from kvboost_edge.errors import ModelFormatError
-from kvboost_edge.models.config.file import GenerationDefaults, generation_defaults
+from kvboost_edge.models.config.json_readers import GenerationDefaults, generation_defaults
 from kvboost_edge.models.families.gguf_keys import Keys
 from kvboost_edge.models.families.gguf_names import GgufArchitecture
 from kvboost_edge.models.gguf.blocks import dequantize

@@ -21,8 +21,8 @@ from kvboost_edge.models.gguf.file import GgufHeader, GgufTensor
 from kvboost_edge.models.gguf.tensor_names import hf_name, is_ahead, is_other_part
 from kvboost_edge.models.weights.file_bytes import FileBytes, check_stamped, open_stamped
 from kvboost_edge.models.weights.mxfp4 import LEAST_WEIGHT
-from kvboost_edge.models.weights.source import QuantRows, StoredRows
 from kvboost_edge.models.weights.split_experts import ExpertRows, expert_rows
+from kvboost_edge.models.weights.weight_source import QuantRows, StoredRows
 
 __all__ = [
     "LONG_FACTORS",

@@ -21,7 +21,7 @@ from kvboost_edge.models.gguf.file import GgufHeader, GgufTensor
 from kvboost_edge.models.gguf.source import GgufSource
 from kvboost_edge.models.weights.finite import first_non_finite
 from kvboost_edge.models.weights.shapes import check_shapes
-from kvboost_edge.models.weights.source import WeightSummary
+from kvboost_edge.models.weights.weight_source import WeightSummary
 
 __all__ = ["check_gguf"]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from kvboost_edge.errors import ConfigError, ModelFormatError
 from kvboost_edge.models.locate.hub import HubName, gguf_file, gguf_models, snapshot
 from kvboost_edge.models.locate.managed import managed_models
-from kvboost_edge.models.locate.ollama import OLLAMA, ollama_model, ollama_names
+from kvboost_edge.models.locate.ollama_store import OLLAMA, ollama_model, ollama_names
 from kvboost_edge.models.locate.suggestions import name_hint
 
 __all__ = [

@@ -17,7 +17,7 @@ from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.host.file_memo import cache_directory
 from kvboost_edge.models.locate.hub import gguf_models
 from kvboost_edge.models.locate.managed import managed_models
-from kvboost_edge.models.locate.ollama import OLLAMA, ollama_model, ollama_names
+from kvboost_edge.models.locate.ollama_store import OLLAMA, ollama_model, ollama_names
 
 __all__ = ["StoredModel", "own_models", "real_model", "stored_models"]
 

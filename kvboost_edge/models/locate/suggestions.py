@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from kvboost_edge.models.locate.ollama import OLLAMA
+from kvboost_edge.models.locate.ollama_store import OLLAMA
 
 __all__ = ["SUGGESTIONS", "Suggestion", "name_hint"]
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from kvboost_edge.errors import ModelFormatError
-from kvboost_edge.models.config.file import read_config
+from kvboost_edge.models.config.json_readers import read_config
 from kvboost_edge.models.config.spec import ModelSpec
 from kvboost_edge.models.families.fields import MAX_LAYERS, integer_of
 from kvboost_edge.models.families.registry import FAMILIES, MODEL_TYPES

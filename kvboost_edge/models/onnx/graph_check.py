@@ -15,7 +15,7 @@ from kvboost_edge.models.onnx.native import OnnxDecoder
 from kvboost_edge.models.onnx.tensors import FLOATS, OnnxMatrix
 from kvboost_edge.models.weights.finite import first_non_finite
 from kvboost_edge.models.weights.shapes import check_shapes
-from kvboost_edge.models.weights.source import WeightSummary
+from kvboost_edge.models.weights.weight_source import WeightSummary
 
 __all__ = ["check_onnx", "onnx_types"]
 

@@ -26,7 +26,7 @@ from kvboost_edge.models.onnx.file import OnnxModel, OnnxTensor
 from kvboost_edge.models.onnx.graph import Rows
 from kvboost_edge.models.onnx.tensors import OnnxMatrix, as_float32
 from kvboost_edge.models.weights.file_bytes import open_stamped
-from kvboost_edge.models.weights.source import QuantRows, StoredRows
+from kvboost_edge.models.weights.weight_source import QuantRows, StoredRows
 
 __all__ = ["OnnxSource", "tensors_of"]
 

@@ -12,7 +12,7 @@ from kvboost_edge.kernels.linear.weight_formats import FORMATS, GROUP
 from kvboost_edge.kernels.linear.weights import pack_rows, packed_sizes
 from kvboost_edge.models.gguf.blocks import BLOCKS
 from kvboost_edge.models.packed.pack_plan import VECTOR, PackEntry, holds_exactly, is_quantized
-from kvboost_edge.models.weights.source import WeightSource
+from kvboost_edge.models.weights.weight_source import WeightSource
 
 __all__ = ["ConversionError", "conversion_error", "log_conversions"]
 

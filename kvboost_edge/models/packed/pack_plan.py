@@ -15,8 +15,8 @@ from kvboost_edge.kernels.vectors import LANES
 from kvboost_edge.models.config.spec import ModelSpec
 from kvboost_edge.models.families.moe import Experts
 from kvboost_edge.models.families.ssm import OUTPUT_GATE
-from kvboost_edge.models.weights.source import WeightSource
 from kvboost_edge.models.weights.split_experts import expert_number
+from kvboost_edge.models.weights.weight_source import WeightSource
 
 __all__ = [
     "STORED",

@@ -32,7 +32,7 @@ from kvboost_edge.kernels.linear.weights import (
 from kvboost_edge.kernels.reference.linear import unpack_codes, unpack_scales
 from kvboost_edge.kernels.vectors import LANES
 from kvboost_edge.models.packed.pack_plan import VECTOR, PackEntry, holds_exactly
-from kvboost_edge.models.weights.source import QuantRows, WeightSource
+from kvboost_edge.models.weights.weight_source import QuantRows, WeightSource
 
 __all__ = ["EntryRows", "pack_stream", "packing_bytes", "packing_entries", "pieces_of", "read_rows"]
 

@@ -10,7 +10,6 @@ import numpy as np
 from kvboost_edge.host.cpu import default_num_threads
 from kvboost_edge.kernels.reference.weights import unpack_rows
 from kvboost_edge.models.config.spec import describe_model
-from kvboost_edge.models.packed.file import Packable, Progress
 from kvboost_edge.models.packed.pack_plan import (
     VECTOR,
     PackEntry,
@@ -20,7 +19,8 @@ from kvboost_edge.models.packed.pack_plan import (
     row_tables,
 )
 from kvboost_edge.models.packed.stream import pack_stream, read_rows
-from kvboost_edge.models.weights.source import WeightSource
+from kvboost_edge.models.packed.weight_file import Packable, Progress
+from kvboost_edge.models.weights.weight_source import WeightSource
 
 __all__ = ["MatrixError", "WeightReport", "measure_plan", "weight_error"]
 

@@ -15,7 +15,7 @@ from kvboost_edge.models.locate.hub import HubName, chosen_gguf, gguf_models, sn
 from kvboost_edge.models.locate.managed import ManagedModel, ModelStore
 from kvboost_edge.models.pull.limits import MAX_PULL_BYTES
 from kvboost_edge.models.pull.names import RegistryModel, checked_name, source_of
-from kvboost_edge.models.pull.registry import PullStopped, Registry, RemoteFile
+from kvboost_edge.models.pull.registry_client import PullStopped, Registry, RemoteFile
 
 __all__ = ["PullEvent", "PullLimits", "PullStopped", "pull_model"]
 

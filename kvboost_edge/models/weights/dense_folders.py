@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.host.json_file import read_json_object
-from kvboost_edge.models.config.file import text_config
+from kvboost_edge.models.config.json_readers import text_config
 from kvboost_edge.models.families.fields import size_of
 from kvboost_edge.models.weights.safetensors_source import SafetensorsSource
 

@@ -26,7 +26,12 @@ from kvboost_edge.models.config.spec import Describe, ModelSpec
 from kvboost_edge.models.families.mixers import Mixer, MixerNames
 from kvboost_edge.models.families.registry import FAMILIES
 from kvboost_edge.models.families.ssm import OUTPUT_GATE
-from kvboost_edge.models.weights.source import QuantRows, StoredRows, WeightSource, WrappedSource
+from kvboost_edge.models.weights.weight_source import (
+    QuantRows,
+    StoredRows,
+    WeightSource,
+    WrappedSource,
+)
 
 __all__ = ["HalvedSource", "MixerSource", "PieceSource", "in_kernel_order", "mixer_pieces"]
 

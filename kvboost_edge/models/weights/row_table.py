@@ -19,7 +19,7 @@ import numpy.typing as npt
 from kvboost_edge.errors import ModelFormatError, RequestError
 from kvboost_edge.kernels.block_rows import DECODED, decode_rows
 from kvboost_edge.models.weights.file_bytes import FileBytes
-from kvboost_edge.models.weights.source import StoredRows, WeightSource
+from kvboost_edge.models.weights.weight_source import StoredRows, WeightSource
 
 __all__ = ["ROW_TYPES", "RowTable"]
 

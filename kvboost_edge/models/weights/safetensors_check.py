@@ -20,7 +20,7 @@ from kvboost_edge.host.file_memo import FileStamp, recall, remember
 from kvboost_edge.host.json_file import read_json_object
 from kvboost_edge.models.weights.finite import DTYPE_BITS, first_non_finite
 from kvboost_edge.models.weights.shapes import check_shapes
-from kvboost_edge.models.weights.source import WeightSummary
+from kvboost_edge.models.weights.weight_source import WeightSummary
 
 __all__ = ["TensorEntry", "check_weights", "read_header", "weight_files"]
 

@@ -14,8 +14,8 @@ from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.models.weights.file_bytes import FileBytes
 from kvboost_edge.models.weights.modalities import counted_parts, text_names
 from kvboost_edge.models.weights.safetensors_check import TensorEntry, read_header, weight_files
-from kvboost_edge.models.weights.source import QuantRows, StoredRows
 from kvboost_edge.models.weights.split_experts import ExpertRows, expert_rows
+from kvboost_edge.models.weights.weight_source import QuantRows, StoredRows
 
 __all__ = ["SafetensorsSource"]
 

@@ -27,7 +27,7 @@ import numpy.typing as npt
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.models.weights import mxfp4
 from kvboost_edge.models.weights.safetensors_source import SafetensorsSource
-from kvboost_edge.models.weights.source import QuantRows, StoredRows
+from kvboost_edge.models.weights.weight_source import QuantRows, StoredRows
 
 __all__ = ["ColumnExperts"]
 

@@ -14,8 +14,8 @@ from kvboost_edge.kernels.program.activations import ACT_SIGMOID
 from kvboost_edge.kernels.program.entries import entries_of
 from kvboost_edge.kernels.program.table import BufferRows
 from kvboost_edge.models.config.spec import ModelSpec
-from kvboost_edge.models.packed.file import PackedWeights
 from kvboost_edge.models.packed.pack_plan import PackEntry
+from kvboost_edge.models.packed.weight_file import PackedWeights
 from kvboost_edge.runners.native.emitter import ACTIVATIONS, Emitter
 from kvboost_edge.runners.native.mixture import emit_mixture, emit_mixture_beside
 from kvboost_edge.runners.native.sizes import padded

@@ -29,7 +29,6 @@ from kvboost_edge.kernels.program.run import run_program
 from kvboost_edge.kernels.team import KernelTeam
 from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.config.spec import ModelSpec
-from kvboost_edge.models.packed.file import PACKED_VERSION, PackedWeights, load_packed
 from kvboost_edge.models.packed.pack_plan import (
     PackEntry,
     check_tensors,
@@ -38,6 +37,7 @@ from kvboost_edge.models.packed.pack_plan import (
     row_tables,
 )
 from kvboost_edge.models.packed.stream import packing_entries
+from kvboost_edge.models.packed.weight_file import PACKED_VERSION, PackedWeights, load_packed
 from kvboost_edge.models.weights.row_table import RowTable
 from kvboost_edge.runners.attended import asked_layer, attended_masses
 from kvboost_edge.runners.base import (

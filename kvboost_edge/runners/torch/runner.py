@@ -29,7 +29,7 @@ from kvboost_edge.models.config.architectures import (
     attends_both_ways,
     pinned_context,
 )
-from kvboost_edge.models.config.file import context_length
+from kvboost_edge.models.config.json_readers import context_length
 from kvboost_edge.models.config.spec import may_keep_states
 from kvboost_edge.runners.attended import asked_layer, attended_masses
 from kvboost_edge.runners.base import (

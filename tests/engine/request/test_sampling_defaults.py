@@ -11,7 +11,7 @@ from kvboost_edge import CPUPagedEngine
 from kvboost_edge.config import EngineConfig
 from kvboost_edge.engine.request.request import SamplingParams
 from kvboost_edge.engine.request.sampling_defaults import SamplingDefaults, sampling_defaults
-from kvboost_edge.models.config.file import generation_defaults
+from kvboost_edge.models.config.json_readers import generation_defaults
 from kvboost_edge.models.locate import locate_model
 
 CONFIG = {"model_type": "llama", "vocab_size": 100}

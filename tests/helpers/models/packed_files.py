@@ -6,8 +6,8 @@ from pathlib import Path
 
 from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.config.spec import describe_model
-from kvboost_edge.models.packed.file import PackedWeights, load_packed
 from kvboost_edge.models.packed.pack_plan import PackEntry, check_tensors, pack_plan
+from kvboost_edge.models.packed.weight_file import PackedWeights, load_packed
 
 
 def load(model_dir: Path, cache: Path, weights: str = "int8") -> PackedWeights:

@@ -20,7 +20,7 @@ from kvboost_edge.kernels.reference.experts import (
 from kvboost_edge.kernels.reference.weights import unpack_rows
 from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.config.spec import describe_model
-from kvboost_edge.models.weights.source import WeightSource
+from kvboost_edge.models.weights.weight_source import WeightSource
 
 Floats = npt.NDArray[np.float64]
 

@@ -25,7 +25,7 @@ from kvboost_edge.models.config.architectures import (
     check_model_compatibility,
     pinned_context,
 )
-from kvboost_edge.models.config.file import read_config
+from kvboost_edge.models.config.json_readers import read_config
 from kvboost_edge.models.families.registry import ARCHITECTURES as GGUF
 from kvboost_edge.models.families.registry import FAMILIES as NATIVE
 from kvboost_edge.models.families.registry import WRAPPERS

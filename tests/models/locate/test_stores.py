@@ -22,7 +22,7 @@ def home(tmp_path, monkeypatch):
     monkeypatch.setenv("KVBOOST_EDGE_CACHE", str(tmp_path / "own"))
     monkeypatch.setattr("sys.platform", "linux")
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.setattr("kvboost_edge.models.locate.ollama._SERVICE", tmp_path / "none")
+    monkeypatch.setattr("kvboost_edge.models.locate.ollama_store._SERVICE", tmp_path / "none")
     return tmp_path
 
 

@@ -17,9 +17,9 @@ from kvboost_edge.host.file_at import FileAt
 from kvboost_edge.host.file_memo import NO_CACHE
 from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.config.spec import describe_model
-from kvboost_edge.models.packed import file as packed_file
-from kvboost_edge.models.packed.file import load_packed
+from kvboost_edge.models.packed import weight_file as packed_file
 from kvboost_edge.models.packed.pack_plan import pack_plan
+from kvboost_edge.models.packed.weight_file import load_packed
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +96,7 @@ import resource, signal, sys
 from pathlib import Path
 from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.config.spec import describe_model
-from kvboost_edge.models.packed.file import load_packed
+from kvboost_edge.models.packed.weight_file import load_packed
 from kvboost_edge.models.packed.pack_plan import pack_plan
 model, cache = Checkpoint.open(sys.argv[1]), Path(sys.argv[2])
 plan = pack_plan(describe_model(model.config), "f32")

@@ -65,7 +65,7 @@ from kvboost_edge.kernels.aot import compile_ahead
 from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.config.spec import describe_model
 from kvboost_edge.models.packed.stream import packing_entries
-from kvboost_edge.models.packed.file import load_packed
+from kvboost_edge.models.packed.weight_file import load_packed
 from kvboost_edge.models.packed.pack_plan import pack_plan
 model = Checkpoint.open(sys.argv[1])
 with model.open_source() as source:
@@ -84,7 +84,7 @@ from kvboost_edge.host.file_memo import NO_CACHE
 from kvboost_edge.host.memory import process_peak
 from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.config.spec import describe_model
-from kvboost_edge.models.packed.file import load_packed
+from kvboost_edge.models.packed.weight_file import load_packed
 from kvboost_edge.models.packed.pack_plan import pack_plan
 model, weights = Checkpoint.open(sys.argv[1]), sys.argv[3]
 cache = Path(sys.argv[2]) if sys.argv[2] else NO_CACHE

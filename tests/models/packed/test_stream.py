@@ -28,7 +28,7 @@ from kvboost_edge.models.packed.pack_plan import (
     plan_label,
 )
 from kvboost_edge.models.packed.stream import EntryRows, pack_stream, packing_bytes, pieces_of
-from kvboost_edge.models.weights.source import QuantRows, WeightSource
+from kvboost_edge.models.weights.weight_source import QuantRows, WeightSource
 
 TYPES = {"q4k": "Q4_K", "q5k": "Q5_K", "q6k": "Q6_K"}
 CONFIG = {

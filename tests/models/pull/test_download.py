@@ -12,7 +12,7 @@ from kvboost_edge.errors import CapacityError, ConfigError, ModelFormatError
 from kvboost_edge.models.locate import locate_model
 from kvboost_edge.models.locate.managed import managed_models
 from kvboost_edge.models.locate.stores import stored_models
-from kvboost_edge.models.pull import registry
+from kvboost_edge.models.pull import registry_client
 from kvboost_edge.models.pull.download import PullLimits, PullStopped, pull_model
 from kvboost_edge.models.pull.names import checked_name, source_of
 
@@ -28,7 +28,7 @@ FILES = {
 
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
-    monkeypatch.setattr(registry, "_RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(registry_client, "_RETRY_SECONDS", 0.0)
     with fake_hub(REPO, FILES, tmp_path / "hub", monkeypatch) as found:
         yield found
 
@@ -74,7 +74,7 @@ def test_a_directory_has_the_files_that_locate_model_takes(tmp_path, monkeypatch
 
 
 def test_a_pull_goes_on_where_another_ended(hub, store, monkeypatch):
-    monkeypatch.setattr(registry, "_ATTEMPTS", 1)
+    monkeypatch.setattr(registry_client, "_ATTEMPTS", 1)
     hub.cut = 3_000_000
     with pytest.raises(ModelFormatError, match=r"broke off|could not be downloaded"):
         pull_model(f"{REPO}:Q4_K_M", store)
@@ -122,7 +122,7 @@ def test_the_limits(hub, store, monkeypatch):
     hub.more = b"more than listed"
     with pytest.raises(ModelFormatError, match="sends more than the 5004 bytes"):
         pull_model(f"{REPO}:Q8_0", store)
-    monkeypatch.setattr(registry, "_MAX_LISTING_BYTES", 100)
+    monkeypatch.setattr(registry_client, "_MAX_LISTING_BYTES", 100)
     with pytest.raises(ModelFormatError, match="too long"):
         pull_model(f"{REPO}:Q8_0", store)
     assert store.models() == []
@@ -149,7 +149,7 @@ def test_redirects_to_private_addresses_are_refused(hub, store, monkeypatch, to,
         monkeypatch.delenv(name, raising=False)
         monkeypatch.delenv(name.upper(), raising=False)
     if "no-such" in to:
-        monkeypatch.setattr(registry, "_addresses", _nowhere)
+        monkeypatch.setattr(registry_client, "_addresses", _nowhere)
     hub.redirects[Q8] = to
     with pytest.raises(ModelFormatError, match=reason):
         pull_model(f"{REPO}:Q8_0", store)
@@ -157,7 +157,7 @@ def test_redirects_to_private_addresses_are_refused(hub, store, monkeypatch, to,
 
 def test_a_name_that_resolves_to_another_address_later_is_refused(hub, store, monkeypatch):
     """The check of the name passes, and the connection leads to this machine."""
-    monkeypatch.setattr(registry, "_addresses", lambda host: ["93.184.216.34"])
+    monkeypatch.setattr(registry_client, "_addresses", lambda host: ["93.184.216.34"])
     port = hub.endpoint.rpartition(":")[2]
     hub.redirects[Q8] = f"http://localhost:{port}/{REPO}/resolve/{COMMIT}/{Q4}"
     with pytest.raises(ModelFormatError, match=r"127\.0\.0\.1, which is not public"):

@@ -11,7 +11,7 @@ from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.models.families.ssm import MAMBA_KEYS, ssd_mixer, ssd_names
 from kvboost_edge.models.weights.ordered import PieceSource, mixer_pieces
 from kvboost_edge.models.weights.safetensors_source import SafetensorsSource
-from kvboost_edge.models.weights.source import QuantRows
+from kvboost_edge.models.weights.weight_source import QuantRows
 
 SIZES = {
     "mamba_n_heads": 4,

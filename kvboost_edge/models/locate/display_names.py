@@ -7,7 +7,7 @@ from pathlib import Path
 
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.models.locate.model import BUNDLED_MODEL, bundled_directory
-from kvboost_edge.models.locate.ollama import OLLAMA, ollama_model, ollama_names
+from kvboost_edge.models.locate.ollama_store import OLLAMA, ollama_model, ollama_names
 
 __all__ = ["model_name"]
 

@@ -46,7 +46,7 @@ from kvboost_edge.models.locate import model_name
 from kvboost_edge.models.packed.conversions import log_conversions
 from kvboost_edge.models.packed.pack_plan import PackEntry
 from kvboost_edge.models.packed.stream import EntryRows, pack_stream
-from kvboost_edge.models.weights.source import WeightSource
+from kvboost_edge.models.weights.weight_source import WeightSource
 
 __all__ = [
     "MODEL_FACT",

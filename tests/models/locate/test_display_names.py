@@ -31,7 +31,7 @@ def test_the_bundled_model_and_where_one_stands(tmp_path, monkeypatch):
 def test_ollamas_files_have_the_name_of_their_manifest(tmp_path, monkeypatch):
     monkeypatch.setenv("OLLAMA_MODELS", str(tmp_path))
     monkeypatch.setattr(
-        "kvboost_edge.models.locate.names.ollama_names",
+        "kvboost_edge.models.locate.display_names.ollama_names",
         lambda: iter(["ollama:none:1", "ollama:q:7b"]),
     )
     blob = tmp_path / "blobs" / f"sha256-{'ab' * 32}"
@@ -39,6 +39,6 @@ def test_ollamas_files_have_the_name_of_their_manifest(tmp_path, monkeypatch):
     def found(name):
         return blob if name == "q:7b" else tmp_path
 
-    monkeypatch.setattr("kvboost_edge.models.locate.names.ollama_model", found)
+    monkeypatch.setattr("kvboost_edge.models.locate.display_names.ollama_model", found)
     assert model_name(blob) == "ollama:q:7b"
     assert model_name(blob.with_name("sha256-0123456789abcdef")) == "sha256-0123456789ab"

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from kvboost_edge.errors import ModelFormatError
-from kvboost_edge.models.config.file import (
+from kvboost_edge.models.config.json_readers import (
     context_length,
     generation_defaults,
     read_config,

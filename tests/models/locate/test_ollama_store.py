@@ -6,7 +6,7 @@ from helpers.models.ollama_store import add
 from helpers.raising import assert_raises
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.models.locate import locate_model
-from kvboost_edge.models.locate.ollama import ollama_names
+from kvboost_edge.models.locate.ollama_store import ollama_names
 
 
 @pytest.fixture
