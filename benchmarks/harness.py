@@ -20,8 +20,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvboost_edge.host.cpu import default_num_threads, describe_cpu
 from kvboost_edge.host.memory import total_bytes
+from kvboost_edge.host.processor import default_num_threads, describe_cpu
 
 __all__ = ["alternate", "given", "machine_card", "pack_beforehand", "parser", "report"]
 

@@ -109,7 +109,7 @@ def one_thread_if_asked():
     """
     with pytest.MonkeyPatch.context() as patch:
         if ONE_THREAD:
-            patch.setattr("kvboost_edge.host.cpu._affinity", lambda: 1)
+            patch.setattr("kvboost_edge.host.processor._affinity", lambda: 1)
         yield
 
 

@@ -28,7 +28,7 @@ sys.path.append(str(Path(__file__).parents[2]))
 from benchmarks import harness
 from kvboost_edge.backends.base import AttentionParams, BatchLayout, KVSpec, LayerKVSpec
 from kvboost_edge.backends.cpu import CPUBackend
-from kvboost_edge.host.cpu import default_num_threads
+from kvboost_edge.host.processor import default_num_threads
 
 BLOCK_SIZE = 16
 TOLERANCE = 1e-4

@@ -37,12 +37,12 @@ from benchmarks.bench.plain_read import plain_read, token_weights
 from benchmarks.harness import alternate, parser, report
 from kvboost_edge.backends.base import Backend, BatchLayout
 from kvboost_edge.backends.cpu import CPUBackend
-from kvboost_edge.host.cpu import default_num_threads
 from kvboost_edge.host.file_memo import cache_directory
+from kvboost_edge.host.processor import default_num_threads
 from kvboost_edge.kernels.linear.amx_choice import amx_choice
 from kvboost_edge.kernels.program import table as lt
 from kvboost_edge.kernels.program.entries import kernel_table
-from kvboost_edge.kernels.program.run import run_program
+from kvboost_edge.kernels.program.interpreter import run_program
 from kvboost_edge.kernels.team import KernelTeam
 from kvboost_edge.runners.base import ForwardBatch
 from kvboost_edge.runners.native.runner import NativeRunner

@@ -28,7 +28,7 @@ from kvboost_edge.backends.base import BatchLayout, LayerStateSpec, PassStates
 from kvboost_edge.backends.state_pool import StatePool
 from kvboost_edge.kernels.program import table as lt
 from kvboost_edge.kernels.program.entries import kernel_table
-from kvboost_edge.kernels.program.run import run_program
+from kvboost_edge.kernels.program.interpreter import run_program
 from kvboost_edge.kernels.team import KernelTeam
 from kvboost_edge.runners.native.states import pass_states
 

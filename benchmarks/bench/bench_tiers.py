@@ -46,7 +46,7 @@ from benchmarks.data.agent_turns import AGENT, Outcome, Turns, play
 from benchmarks.data.random_model import kept_gguf
 from benchmarks.data.shapes import SHAPES
 from kvboost_edge.kvcache.hashing import BlockAddress
-from kvboost_edge.tiers.disk.files import Files
+from kvboost_edge.tiers.disk.system_calls import Files
 from kvboost_edge.tiers.disk.tier import DiskTier
 
 _BENCHMARKS = Path(__file__).parents[1]

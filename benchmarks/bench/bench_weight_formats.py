@@ -25,14 +25,14 @@ import numpy.typing as npt
 sys.path.append(str(Path(__file__).parents[2]))
 
 from benchmarks.harness import alternate, parser, report
-from kvboost_edge.host.cpu import default_num_threads
+from kvboost_edge.host.processor import default_num_threads
 from kvboost_edge.kernels.linear.amx_choice import amx_choice
 from kvboost_edge.kernels.linear.panel import LARGEST_CELL
 from kvboost_edge.kernels.linear.weight_formats import FORMATS
 from kvboost_edge.kernels.linear.weights import packed_sizes
 from kvboost_edge.kernels.program import table as lt
 from kvboost_edge.kernels.program.entries import kernel_table
-from kvboost_edge.kernels.program.run import run_program
+from kvboost_edge.kernels.program.interpreter import run_program
 from kvboost_edge.kernels.team import KernelTeam
 
 QUANTIZED = tuple(name for name, form in FORMATS.items() if not form.is_float)

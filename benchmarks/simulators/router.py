@@ -64,7 +64,7 @@ from benchmarks.simulators.router_replicas import (
 )
 from kvboost_edge.kvcache.hashing import root_hash
 from kvboost_edge.serve_ray.routing.cache_records import OUTSIDE_MASK, Place
-from kvboost_edge.serve_ray.routing.chain import PromptChain, key_of, prefix_hashes
+from kvboost_edge.serve_ray.routing.prompt_chain import PromptChain, key_of, prefix_hashes
 
 __all__ = ["Faults", "Outcome", "floor", "simulate", "workload"]
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from kvboost_edge.serve_ray.routing.cache_records import RoutingDecision
-from kvboost_edge.serve_ray.routing.chain import PromptChain
+from kvboost_edge.serve_ray.routing.prompt_chain import PromptChain
 from kvboost_edge.serve_ray.routing.router import PrefixRouter
 
 __all__ = ["POLICIES", "Ours", "Policy"]

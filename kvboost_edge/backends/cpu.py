@@ -20,7 +20,7 @@ from kvboost_edge.backends.kernel_access import KernelAccess
 from kvboost_edge.backends.numpy_blocks import NumpyBlocks, unsupported_reason
 from kvboost_edge.backends.quant_blocks import QuantKernels, QuantPass, read_only_pass
 from kvboost_edge.errors import ConfigError
-from kvboost_edge.host.cpu import default_num_threads
+from kvboost_edge.host.processor import default_num_threads
 from kvboost_edge.kernels.attention import storage
 from kvboost_edge.kernels.attention.float_launch import AttentionWorkspace, paged_attention
 from kvboost_edge.kernels.attention.paged import AttentionOptions, PagedBatch, WorkPlan, plan_work

@@ -26,9 +26,9 @@ from kvboost_edge.engine.memory.state_budget import asks_for_drafts
 from kvboost_edge.errors import KVBoostError
 from kvboost_edge.host.bandwidth import measure_read_bandwidth
 from kvboost_edge.host.cgroup import memory_limit
-from kvboost_edge.host.cpu import default_num_threads, describe_cpu
 from kvboost_edge.host.file_memo import NO_CACHE
 from kvboost_edge.host.memory import available_bytes, process_rss, total_bytes
+from kvboost_edge.host.processor import default_num_threads, describe_cpu
 from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.runners.choice import RUNNERS, plan_of
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from kvboost_edge.cli.render import tokens_words
 from kvboost_edge.cli.servers.remote import RemoteChat
 from kvboost_edge.errors import ConfigError
-from kvboost_edge.tiers.disk.sessions import Session, SessionStore
+from kvboost_edge.tiers.disk.session_records import Session, SessionStore
 
 if TYPE_CHECKING:
     from kvboost_edge.engine.engine import CPUPagedEngine

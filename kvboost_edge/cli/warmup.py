@@ -108,11 +108,11 @@ def _compile_rest() -> None:
     """Compile the kernels for GGUF packing, experts and recurrent layers."""
     import numpy as np
 
-    from kvboost_edge.host.cpu import default_num_threads
+    from kvboost_edge.host.processor import default_num_threads
     from kvboost_edge.kernels.aot import compile_ahead
     from kvboost_edge.kernels.linear.k_blocks import pack_blocks
     from kvboost_edge.kernels.linear.weight_formats import FORMATS
-    from kvboost_edge.kernels.program.run import apart_entries
+    from kvboost_edge.kernels.program.interpreter import apart_entries
 
     compile_ahead(list(apart_entries.values()), default_num_threads())
     for name, form in FORMATS.items():

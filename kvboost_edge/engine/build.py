@@ -38,9 +38,9 @@ from kvboost_edge.engine.request.sampling_defaults import (
     sampling_defaults,
 )
 from kvboost_edge.errors import BackendUnavailable, ConfigError, ModelFormatError
-from kvboost_edge.host.cpu import default_num_threads
 from kvboost_edge.host.file_memo import NO_CACHE
 from kvboost_edge.host.memory import Region, give_back
+from kvboost_edge.host.processor import default_num_threads
 from kvboost_edge.kvcache.eviction.policy import TenantFloors
 from kvboost_edge.kvcache.hashing import root_hash
 from kvboost_edge.kvcache.manager import KVCacheManager

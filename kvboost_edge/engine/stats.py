@@ -7,7 +7,7 @@ import functools
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvboost_edge.engine.memory.state_budget import most_draft_tokens
-from kvboost_edge.host.cpu import default_num_threads, describe_cpu
+from kvboost_edge.host.processor import default_num_threads, describe_cpu
 from kvboost_edge.kvcache.manager import BLOCK_CACHED
 from kvboost_edge.tiers.base import TierStats
 

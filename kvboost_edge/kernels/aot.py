@@ -24,7 +24,7 @@ from typing import IO
 import numba
 
 from kvboost_edge.errors import BackendUnavailable
-from kvboost_edge.host.cpu import default_num_threads
+from kvboost_edge.host.processor import default_num_threads
 from kvboost_edge.kernels.entry import KernelEntry, entry_named
 from kvboost_edge.kernels.jit import cache_path
 

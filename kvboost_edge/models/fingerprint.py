@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from kvboost_edge.errors import ModelFormatError
-from kvboost_edge.host.cpu import default_num_threads
 from kvboost_edge.host.file_digest import digest_in_parts
 from kvboost_edge.host.file_memo import FileStamp, recall, remember
+from kvboost_edge.host.processor import default_num_threads
 from kvboost_edge.models.weights.safetensors_check import weight_files
 
 __all__ = [

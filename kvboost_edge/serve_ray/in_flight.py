@@ -13,7 +13,7 @@ from kvboost_edge.engine.request.progress import Progress
 from kvboost_edge.errors import CapacityError, KVBoostError
 from kvboost_edge.serve_ray.messages import Came, Sent
 from kvboost_edge.serve_ray.routing.cache_records import RoutingDecision
-from kvboost_edge.serve_ray.routing.chain import PromptChain
+from kvboost_edge.serve_ray.routing.prompt_chain import PromptChain
 from kvboost_edge.serve_ray.routing.router import PrefixRouter
 from kvboost_edge.server.api_errors import ApiError, NoReplica
 

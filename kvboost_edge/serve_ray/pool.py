@@ -31,7 +31,7 @@ from kvboost_edge.serve_ray.aggregation import summed_cache, summed_paged
 from kvboost_edge.serve_ray.in_flight import Cancelled, Flight
 from kvboost_edge.serve_ray.messages import Description, ReplicaFigures, Sent
 from kvboost_edge.serve_ray.replicas import Replicas
-from kvboost_edge.serve_ray.routing.chain import PromptChain
+from kvboost_edge.serve_ray.routing.prompt_chain import PromptChain
 from kvboost_edge.server.api_errors import NoReplica
 from kvboost_edge.text.tokenizer import Tokenizer
 

@@ -26,7 +26,7 @@ from kvboost_edge.serve_ray.messages import (
     Sent,
 )
 from kvboost_edge.serve_ray.routing.cache_records import RoutingDecision
-from kvboost_edge.serve_ray.routing.chain import PromptChain
+from kvboost_edge.serve_ray.routing.prompt_chain import PromptChain
 from kvboost_edge.serve_ray.routing.router import PrefixRouter
 from kvboost_edge.serve_ray.watch.health_checks import HealthChecks
 from kvboost_edge.server.api_errors import NoReplica

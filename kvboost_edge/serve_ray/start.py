@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from kvboost_edge import errors
 from kvboost_edge.config import EngineConfig, GenerationMode
 from kvboost_edge.errors import BackendUnavailable, ConfigError, KVBoostError
-from kvboost_edge.host.cpu import default_num_threads
+from kvboost_edge.host.processor import default_num_threads
 from kvboost_edge.serve_ray.cluster_cpus import check_address, cpus_of_each
 from kvboost_edge.serve_ray.model_files import open_tokenizer
 from kvboost_edge.serve_ray.replica import ReplicaOptions

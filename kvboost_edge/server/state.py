@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from kvboost_edge.server.model_defaults import ModelDefaults
     from kvboost_edge.server.settings import ServerSettings
     from kvboost_edge.server.traces import Traces
-    from kvboost_edge.tiers.disk.sessions import SessionStore
+    from kvboost_edge.tiers.disk.session_records import SessionStore
 
 __all__ = [
     "MODEL_FACT",

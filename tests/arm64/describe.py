@@ -6,7 +6,7 @@ import numba
 import numpy as np
 from llvmlite import binding
 
-from kvboost_edge.host.cpu import describe_cpu
+from kvboost_edge.host.processor import describe_cpu
 from kvboost_edge.kernels.integers import dot_form
 from kvboost_edge.kernels.quantized_kv.code_dot import coded_dot_form
 

@@ -11,7 +11,7 @@ from helpers.kernels.paged_cases import make_case
 from kvboost_edge.backends.base import AttentionParams, KVSpec, LayerKVSpec
 from kvboost_edge.backends.cpu import CPUBackend
 from kvboost_edge.errors import CapacityError, ConfigError
-from kvboost_edge.host.cpu import default_num_threads
+from kvboost_edge.host.processor import default_num_threads
 
 SPEC = KVSpec((LayerKVSpec(2, 24),), 16, "float32")
 CASE = make_case(

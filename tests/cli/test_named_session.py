@@ -6,7 +6,7 @@ import pytest
 
 from helpers.server.live_servers import ENGINE_OPTIONS, KEYS, serving
 from kvboost_edge import CPUPagedEngine
-from kvboost_edge.tiers.disk.sessions import SessionStore
+from kvboost_edge.tiers.disk.session_records import SessionStore
 
 SMALL = ("-n", "6", "--temperature", "0", "-o", "num_blocks=64", "-o", "dtype=float32")
 

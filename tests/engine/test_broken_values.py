@@ -15,7 +15,7 @@ from kvboost_edge import CPUPagedEngine
 from kvboost_edge.errors import KVBoostError
 from kvboost_edge.models.packed import stream
 from kvboost_edge.models.weights import safetensors_check
-from kvboost_edge.runners.torch.attention import PagedPass
+from kvboost_edge.runners.torch.attention_hook import PagedPass
 
 BAD = 200  # the token that breaks what is computed of it
 GOOD = [i % 190 for i in range(150)]

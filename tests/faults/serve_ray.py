@@ -86,10 +86,10 @@ FAULTS = (
     ),
     fault(
         "equal cache keys of two tenants are one",
-        "serve_ray/routing/chain.py",
+        "serve_ray/routing/prompt_chain.py",
         'narrowed_root(root, "cache_key", prompt_cache_key)',
         'narrowed_root(b"", "cache_key", prompt_cache_key)',
-        "tests/serve_ray/routing/test_chain.py::test_tenants_have_no_key_in_common",
+        "tests/serve_ray/routing/test_prompt_chain.py::test_tenants_have_no_key_in_common",
     ),
     fault(
         "a cancelled prompt counts as computed",

@@ -12,7 +12,7 @@ _DAMAGE = "tests/tiers/disk/test_damage.py"
 _FOLLOWING = "tests/tiers/disk/test_following.py"
 _REDIS = "tests/tiers/redis/test_tier.py"
 _LIVING = "tests/tiers/redis/test_time_to_live.py"
-_SERVERS = "tests/tiers/redis/test_server.py"
+_SERVERS = "tests/tiers/redis/test_connection.py"
 _VALUES = "tests/tiers/redis/test_values.py"
 _BREAKER = "tests/tiers/redis/test_breaker.py"
 

@@ -9,7 +9,7 @@ import pytest
 
 from kvboost_edge.host import file_lock
 from kvboost_edge.host.file_lock import hold_open
-from kvboost_edge.tiers.disk.files import READ, Files
+from kvboost_edge.tiers.disk.system_calls import READ, Files
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="files are not locked there")
 

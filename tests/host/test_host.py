@@ -10,7 +10,7 @@ import numpy as np
 import psutil
 import pytest
 
-from kvboost_edge.host import cpu, memory
+from kvboost_edge.host import memory, processor
 from kvboost_edge.host.cgroup import MemoryLimit
 
 X86 = (
@@ -21,9 +21,9 @@ ARM = "processor\t: 0\nBogoMIPS\t: 108.00\nFeatures\t: fp asimd asimddp\nCPU par
 
 
 def test_cpuinfo_of_both_kinds():
-    assert cpu.parse_cpuinfo(X86) == ("Some CPU @ 3GHz", frozenset({"fpu", "sse2", "avx2"}))
-    assert cpu.parse_cpuinfo(ARM) == ("", frozenset({"fp", "asimd", "asimddp"}))
-    assert cpu.parse_cpuinfo("") == ("", frozenset())
+    assert processor.parse_cpuinfo(X86) == ("Some CPU @ 3GHz", frozenset({"fpu", "sse2", "avx2"}))
+    assert processor.parse_cpuinfo(ARM) == ("", frozenset({"fp", "asimd", "asimddp"}))
+    assert processor.parse_cpuinfo("") == ("", frozenset())
 
 
 @pytest.mark.parametrize(
@@ -45,14 +45,14 @@ def test_cpuinfo_of_both_kinds():
     ],
 )
 def test_isa_label(arch, flags, label):
-    assert cpu.isa_label(arch, frozenset(flags.split())) == label
+    assert processor.isa_label(arch, frozenset(flags.split())) == label
 
 
 def test_this_machine():
-    info = cpu.describe_cpu()
+    info = processor.describe_cpu()
     assert info.model
     assert info.arch
-    assert info.isa == cpu.isa_label(info.arch, frozenset(info.flags))
+    assert info.isa == processor.isa_label(info.arch, frozenset(info.flags))
     assert 1 <= info.physical <= info.logical == psutil.cpu_count()
     assert info.affinity >= 1
 
@@ -61,9 +61,9 @@ def test_this_machine():
     ("affinity", "quota", "threads"), [(8, None, 8), (8, 2.5, 2), (8, 0.5, 1), (2, 16.0, 2)]
 )
 def test_default_threads(monkeypatch, affinity, quota, threads):
-    monkeypatch.setattr(cpu, "_affinity", lambda: affinity)
-    monkeypatch.setattr(cpu, "cpu_quota", lambda: quota)
-    assert cpu.default_num_threads() == threads
+    monkeypatch.setattr(processor, "_affinity", lambda: affinity)
+    monkeypatch.setattr(processor, "cpu_quota", lambda: quota)
+    assert processor.default_num_threads() == threads
 
 
 def test_memory_is_that_of_the_machine_or_the_group(monkeypatch):
@@ -90,7 +90,7 @@ def test_peak_grows_with_what_was_touched_and_is_this_process_own():
 
 def test_import_is_light():
     code = (
-        "import sys, kvboost_edge.host.cpu, kvboost_edge.host.memory, "
+        "import sys, kvboost_edge.host.processor, kvboost_edge.host.memory, "
         "kvboost_edge.models.weights.safetensors_check, kvboost_edge.models.fingerprint, "
         "kvboost_edge.models.locate, kvboost_edge.models.config.architectures, "
         "kvboost_edge.text.detokenizer, kvboost_edge.text.stop_strings\n"

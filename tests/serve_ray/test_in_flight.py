@@ -12,7 +12,7 @@ from kvboost_edge.errors import CapacityError
 from kvboost_edge.serve_ray.in_flight import Cancelled, Flight
 from kvboost_edge.serve_ray.messages import Came, Sent, failure_of
 from kvboost_edge.serve_ray.routing.cache_records import RoutingDecision
-from kvboost_edge.serve_ray.routing.chain import PromptChain
+from kvboost_edge.serve_ray.routing.prompt_chain import PromptChain
 from kvboost_edge.serve_ray.routing.router import PrefixRouter
 
 

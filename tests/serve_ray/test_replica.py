@@ -17,7 +17,7 @@ from kvboost_edge.engine.request.terms import Terms
 from kvboost_edge.kvcache.hashing import encode_tokens, prefix_hashes
 from kvboost_edge.serve_ray.messages import Computed, ReplicaCall, ReplicaUpdate, Sent
 from kvboost_edge.serve_ray.replica import EngineReplica, ReplicaOptions
-from kvboost_edge.serve_ray.routing.chain import PromptChain
+from kvboost_edge.serve_ray.routing.prompt_chain import PromptChain
 from kvboost_edge.serve_ray.routing.router import PrefixRouter
 
 PROMPT = [

@@ -25,7 +25,7 @@ from kvboost_edge.errors import (
     ModelFormatError,
     install_extra,
 )
-from kvboost_edge.host.cpu import default_num_threads
+from kvboost_edge.host.processor import default_num_threads
 from kvboost_edge.serve_ray.replica import own_options
 from kvboost_edge.serve_ray.run_directory import MEMORY_PLACE
 from kvboost_edge.serve_ray.start import (

@@ -20,7 +20,7 @@ from kvboost_edge.cli.bench.tables import FORMATS, Subject, open_writer
 from kvboost_edge.cli.console import open_console, text_column
 from kvboost_edge.cli.session import found_model, loaded_engine
 from kvboost_edge.errors import ConfigError
-from kvboost_edge.host.cpu import describe_cpu
+from kvboost_edge.host.processor import describe_cpu
 
 if TYPE_CHECKING:
     from kvboost_edge.engine.engine import CPUPagedEngine

@@ -11,8 +11,8 @@ from typing import Any
 
 from kvboost_edge.host.file_memo import FileStamp, cache_directory, recall
 from kvboost_edge.models.packed.weight_file import MODEL_FACT
-from kvboost_edge.tiers.disk.files import READ, Files
 from kvboost_edge.tiers.disk.survey import FoundSpace, delete_space, find_spaces
+from kvboost_edge.tiers.disk.system_calls import READ, Files
 
 __all__ = [
     "BLOCKS",

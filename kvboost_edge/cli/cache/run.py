@@ -28,8 +28,8 @@ from kvboost_edge.cli.cache.kept import (
 from kvboost_edge.cli.console import counted, open_console, text_column
 from kvboost_edge.errors import ConfigError, KVBoostError
 from kvboost_edge.tiers.disk.capacity import default_cap
-from kvboost_edge.tiers.disk.files import Files
 from kvboost_edge.tiers.disk.survey import default_directory, verify_space
+from kvboost_edge.tiers.disk.system_calls import Files
 
 __all__ = ["run_cache"]
 

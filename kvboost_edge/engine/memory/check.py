@@ -31,8 +31,8 @@ from kvboost_edge.engine.memory.state_budget import (
     state_bytes,
 )
 from kvboost_edge.errors import CapacityError, KVBoostError
-from kvboost_edge.host.cpu import default_num_threads
 from kvboost_edge.host.file_memo import NO_CACHE
+from kvboost_edge.host.processor import default_num_threads
 from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.fingerprint import are_remembered
 from kvboost_edge.models.locate import locate_model

@@ -14,7 +14,7 @@ from kvboost_edge.kernels.linear.amx_choice import trial_entries
 from kvboost_edge.kernels.linear.dispatch import ladders
 from kvboost_edge.kernels.program import table as lt
 from kvboost_edge.kernels.program.attention_calls import attend_entries, close_entry
-from kvboost_edge.kernels.program.run import apart_entries, program_entry
+from kvboost_edge.kernels.program.interpreter import apart_entries, program_entry
 from kvboost_edge.kernels.team import team_entries
 
 __all__ = ["entries_of", "kernel_table", "pass_entries", "table_entries"]

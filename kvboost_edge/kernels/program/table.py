@@ -573,8 +573,8 @@ Operation = tuple[Any, ...]
 ) = range(27)
 
 # Indices of entry addresses in a job. Indices below K_ATTEND are numbers of weight formats. Indices
-# after K_CLOSE run operations that few models need; see run.py. K_PROGRAM is not an index but
-# denotes the entry that runs the program.
+# after K_CLOSE run operations that few models need; see interpreter.py. K_PROGRAM is not an index
+# but denotes the entry that runs the program.
 K_PROGRAM = -1
 K_ATTEND, K_CLOSE, K_EXPERTS, K_CONV, K_TAILS, K_SCAN, NUM_KERNELS = range(16, 23)
 OPERATIONS: dict[int, tuple[type[Operation], ...]] = {

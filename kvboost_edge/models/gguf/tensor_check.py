@@ -12,9 +12,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvboost_edge.errors import ModelFormatError
-from kvboost_edge.host.cpu import default_num_threads
 from kvboost_edge.host.file_at import FileAt
 from kvboost_edge.host.file_memo import recall, remember
+from kvboost_edge.host.processor import default_num_threads
 from kvboost_edge.models.config.spec import Describe
 from kvboost_edge.models.gguf.blocks import BLOCKS
 from kvboost_edge.models.gguf.file import GgufHeader, GgufTensor

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from kvboost_edge.errors import ModelFormatError
-from kvboost_edge.host.cpu import default_num_threads
 from kvboost_edge.host.file_memo import recall, remember
+from kvboost_edge.host.processor import default_num_threads
 from kvboost_edge.models.onnx.file import OnnxModel, OnnxTensor
 from kvboost_edge.models.onnx.native import OnnxDecoder
 from kvboost_edge.models.onnx.tensors import FLOATS, OnnxMatrix

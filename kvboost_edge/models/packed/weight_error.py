@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvboost_edge.host.cpu import default_num_threads
+from kvboost_edge.host.processor import default_num_threads
 from kvboost_edge.kernels.reference.weights import unpack_rows
 from kvboost_edge.models.config.spec import describe_model
 from kvboost_edge.models.packed.pack_plan import (

@@ -34,12 +34,12 @@ import xxhash
 
 from kvboost_edge.errors import CapacityError, ModelFormatError
 from kvboost_edge.host.atomic_files import finish_file, open_unfinished, synced_meanwhile
-from kvboost_edge.host.cpu import default_num_threads
 from kvboost_edge.host.file_at import FileAt
 from kvboost_edge.host.file_digest import digest_in_parts
 from kvboost_edge.host.file_lock import hold_open
 from kvboost_edge.host.file_memo import NO_CACHE, FileStamp, cache_directory, recall, remember
 from kvboost_edge.host.memory import Region
+from kvboost_edge.host.processor import default_num_threads
 from kvboost_edge.kernels.linear.weights import PackedRows
 from kvboost_edge.kernels.vectors import LANES
 from kvboost_edge.models.locate import model_name

@@ -18,14 +18,14 @@ import numpy.typing as npt
 from kvboost_edge.backends.base import Backend, BatchLayout, PassStates
 from kvboost_edge.backends.batch_layout import refuse_deltas
 from kvboost_edge.errors import ConfigError, RequestError
-from kvboost_edge.host.cpu import default_num_threads
+from kvboost_edge.host.processor import default_num_threads
 from kvboost_edge.kernels.aot import compile_ahead
 from kvboost_edge.kernels.entry import KernelEntry
 from kvboost_edge.kernels.linear.amx_choice import amx_choice, linear_path
 from kvboost_edge.kernels.linear.weight_formats import FORMATS, GROUP
 from kvboost_edge.kernels.program import table as lt
 from kvboost_edge.kernels.program.entries import kernel_table, pass_entries
-from kvboost_edge.kernels.program.run import run_program
+from kvboost_edge.kernels.program.interpreter import run_program
 from kvboost_edge.kernels.team import KernelTeam
 from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.config.spec import ModelSpec

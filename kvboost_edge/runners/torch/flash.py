@@ -1,9 +1,9 @@
 """Flash attention for transformers models that run outside the engine.
 
-As in attention.py, no module is replaced. The model's configs name the attention and mask functions
-of this module. The mask function compares transformers' mask with the causal one (including its
-window, aligned bottom right). Calls with a causal mask use the flash kernel. All others (padding,
-packed sequences, chunks, no mask) use torch with their own mask.
+As in attention_hook.py, no module is replaced. The model's configs name the attention and mask
+functions of this module. The mask function compares transformers' mask with the causal one
+(including its window, aligned bottom right). Calls with a causal mask use the flash kernel. All
+others (padding, packed sequences, chunks, no mask) use torch with their own mask.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvboost_edge.backends import cuda
 from kvboost_edge.backends.cuda import find_tier
 from kvboost_edge.backends.cuda_check import kernel_dtypes
 from kvboost_edge.errors import ModelFormatError
-from kvboost_edge.runners.torch.attention import AttentionHook
+from kvboost_edge.runners.torch.attention_hook import AttentionHook
 
 __all__ = ["install", "is_model", "uninstall"]
 

@@ -39,7 +39,7 @@ from kvboost_edge.runners.base import (
     RunnerInfo,
     StoredKeys,
 )
-from kvboost_edge.runners.torch.attention import (
+from kvboost_edge.runners.torch.attention_hook import (
     AttentionHook,
     LayerPlan,
     LookPass,

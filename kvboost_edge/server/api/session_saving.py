@@ -36,7 +36,7 @@ from kvboost_edge.server.work.bridge import (
     running,
     wait_all,
 )
-from kvboost_edge.tiers.disk.sessions import Session, SessionInfo, SessionStore
+from kvboost_edge.tiers.disk.session_records import Session, SessionInfo, SessionStore
 
 __all__ = [
     "KeptSession",

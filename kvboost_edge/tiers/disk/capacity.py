@@ -14,7 +14,7 @@ from typing import NamedTuple
 from kvboost_edge.errors import ConfigError
 from kvboost_edge.tiers.disk.directory import describe, lock_directory, lock_with_retry
 from kvboost_edge.tiers.disk.file_names import is_space, segment_ids, segment_path, sidecar_path
-from kvboost_edge.tiers.disk.files import Files
+from kvboost_edge.tiers.disk.system_calls import Files
 
 __all__ = ["LEAST_BYTES", "Room", "default_cap", "free_floor", "segment_sizes", "space_directories"]
 

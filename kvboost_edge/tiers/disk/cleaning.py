@@ -9,9 +9,9 @@ space gained, and total writes are at most twice the stored bytes.
 from __future__ import annotations
 
 from kvboost_edge.tiers.disk.capacity import Room
-from kvboost_edge.tiers.disk.files import passes
 from kvboost_edge.tiers.disk.index import Index, IndexEntry
 from kvboost_edge.tiers.disk.segment_files import SegmentFile, SegmentFiles
+from kvboost_edge.tiers.disk.system_calls import passes
 from kvboost_edge.tiers.record import decode_header, is_intact
 
 __all__ = ["Cleaner"]

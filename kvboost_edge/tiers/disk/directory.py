@@ -19,8 +19,8 @@ from typing import Any
 
 from kvboost_edge.errors import ConfigError
 from kvboost_edge.tiers.disk.file_names import DESCRIPTION, LOCK, is_space, write_whole
-from kvboost_edge.tiers.disk.files import CHANGE, READ, WRITE, Files
 from kvboost_edge.tiers.disk.sidecar import read_file
+from kvboost_edge.tiers.disk.system_calls import CHANGE, READ, WRITE, Files
 
 __all__ = [
     "SpaceDirectory",

@@ -18,7 +18,7 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from kvboost_edge.tiers.disk.files import NEW, Files, transferred
+from kvboost_edge.tiers.disk.system_calls import NEW, Files, transferred
 
 __all__ = [
     "DESCRIPTION",

@@ -30,7 +30,6 @@ from kvboost_edge.tiers.disk.file_names import (
     sidecar_path,
     write_whole,
 )
-from kvboost_edge.tiers.disk.files import CHANGE, NEW, READ, Files, passes, transferred
 from kvboost_edge.tiers.disk.sidecar import (
     Scan,
     SegmentRecord,
@@ -38,6 +37,7 @@ from kvboost_edge.tiers.disk.sidecar import (
     encode_sidecar,
     read_file,
 )
+from kvboost_edge.tiers.disk.system_calls import CHANGE, NEW, READ, Files, passes, transferred
 
 __all__ = ["SegmentFile", "SegmentFiles"]
 

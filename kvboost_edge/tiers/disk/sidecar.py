@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import xxhash
 
-from kvboost_edge.tiers.disk.files import READ, Files, passes, transferred
+from kvboost_edge.tiers.disk.system_calls import READ, Files, passes, transferred
 from kvboost_edge.tiers.record import ALIGNMENT, MAGIC, decode_header, is_intact
 
 __all__ = ["Scan", "SegmentRecord", "decode_sidecar", "encode_sidecar", "padded", "read_file"]

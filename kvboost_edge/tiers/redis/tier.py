@@ -20,7 +20,7 @@ from kvboost_edge.kvcache.dropped import Dropped
 from kvboost_edge.kvcache.hashing import BlockAddress
 from kvboost_edge.tiers.base import TierStats
 from kvboost_edge.tiers.redis.address import parse_url
-from kvboost_edge.tiers.redis.server import Command, RedisConnection, ServerError
+from kvboost_edge.tiers.redis.connection import Command, RedisConnection, ServerError
 from kvboost_edge.tiers.redis.values import (
     HEAD,
     Seal,

@@ -11,7 +11,7 @@ from helpers.gguf.writer import write_gguf
 from helpers.tiers.disk_cases import SPACE, chain, opened, write
 from kvboost_edge import CPUPagedEngine
 from kvboost_edge.cli.app import run
-from kvboost_edge.tiers.disk.files import Files
+from kvboost_edge.tiers.disk.system_calls import Files
 
 OPTIONS = {"num_blocks": 32, "weights": "int8"}
 

@@ -14,7 +14,7 @@ from kvboost_edge.kernels.linear.panel import LARGEST_CELL, panel_tokens
 from kvboost_edge.kernels.linear.weights import PackedRows
 from kvboost_edge.kernels.program import table as lt
 from kvboost_edge.kernels.program.entries import kernel_table
-from kvboost_edge.kernels.program.run import run_program
+from kvboost_edge.kernels.program.interpreter import run_program
 from kvboost_edge.kernels.team import KernelTeam
 
 Floats = npt.NDArray[np.float32]

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from kvboost_edge.tiers.disk.files import Files
+from kvboost_edge.tiers.disk.system_calls import Files
 
 CALLS = (
     *(

@@ -16,7 +16,7 @@ from kvboost_edge.serve_ray.routing.cache_records import (
     EventBatch,
     ReplicaReport,
 )
-from kvboost_edge.serve_ray.routing.chain import Outside, PromptChain
+from kvboost_edge.serve_ray.routing.prompt_chain import Outside, PromptChain
 from kvboost_edge.serve_ray.routing.router import PrefixRouter
 
 SPEED = 1e-3

@@ -7,7 +7,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvboost_edge.serve_ray.routing.cache_records import Place
-from kvboost_edge.serve_ray.routing.chain import PromptChain
+from kvboost_edge.serve_ray.routing.prompt_chain import PromptChain
 from serve_ray.routing.test_router import (
     DISK,
     ROOT,

@@ -23,7 +23,7 @@ from helpers.tiers.disk_faults import FaultyFiles
 from kvboost_edge.errors import ConfigError
 from kvboost_edge.tiers.disk import capacity
 from kvboost_edge.tiers.disk.capacity import default_cap, free_floor
-from kvboost_edge.tiers.disk.files import Files
+from kvboost_edge.tiers.disk.system_calls import Files
 from kvboost_edge.tiers.disk.tier import DiskTier
 
 HELD = CAP // RECORD_BYTES  # blocks that would fill the cap

@@ -24,8 +24,8 @@ from helpers.tiers.disk_cases import (
 from helpers.tiers.disk_faults import FaultyFiles
 from kvboost_edge.cli.app import run
 from kvboost_edge.errors import ConfigError
-from kvboost_edge.tiers.disk.files import Files
 from kvboost_edge.tiers.disk.survey import find_spaces
+from kvboost_edge.tiers.disk.system_calls import Files
 from kvboost_edge.tiers.disk.tier import DiskTier
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="links and pipes as POSIX has them")

@@ -6,8 +6,8 @@ import threading
 
 from helpers.tiers.disk_cases import CAP, chain, read, segments
 from helpers.tiers.disk_cases import write as write_blocks
-from kvboost_edge.tiers.disk.files import Files
 from kvboost_edge.tiers.disk.sealing import Sealer
+from kvboost_edge.tiers.disk.system_calls import Files
 from kvboost_edge.tiers.disk.tier import DiskTier
 
 

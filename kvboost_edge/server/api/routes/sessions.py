@@ -31,7 +31,7 @@ from kvboost_edge.server.response_types import (
 from kvboost_edge.server.state import ModelState
 from kvboost_edge.server.work.bridge import off_loop
 from kvboost_edge.server.work.streams import dumps, dumps_long, json_response, send_json
-from kvboost_edge.tiers.disk.sessions import Session
+from kvboost_edge.tiers.disk.session_records import Session
 
 __all__ = ["router"]
 

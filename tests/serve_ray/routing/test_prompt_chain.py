@@ -10,7 +10,7 @@ from kvboost_edge.errors import RequestError
 from kvboost_edge.kvcache.hashing import shared_root, state_hash
 from kvboost_edge.kvcache.manager import KVCacheManager
 from kvboost_edge.serve_ray.routing.cache_records import OUTSIDE_MASK, Place
-from kvboost_edge.serve_ray.routing.chain import PromptChain, key_of, prefix_hashes
+from kvboost_edge.serve_ray.routing.prompt_chain import PromptChain, key_of, prefix_hashes
 
 ROOT = b"r" * 32
 

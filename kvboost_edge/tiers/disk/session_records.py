@@ -35,7 +35,7 @@ from kvboost_edge.config import MAX_SESSION_BYTES, MAX_SESSIONS, SESSION_SECONDS
 from kvboost_edge.errors import CapacityError, ConfigError
 from kvboost_edge.tiers.disk.directory import check_owner
 from kvboost_edge.tiers.disk.file_names import write_whole
-from kvboost_edge.tiers.disk.files import READ, Files, transferred
+from kvboost_edge.tiers.disk.system_calls import READ, Files, transferred
 
 __all__ = ["Session", "SessionInfo", "SessionStore"]
 

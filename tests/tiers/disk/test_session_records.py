@@ -6,8 +6,8 @@ import os
 import pytest
 
 from kvboost_edge.errors import CapacityError
-from kvboost_edge.tiers.disk.files import Files
-from kvboost_edge.tiers.disk.sessions import Session, SessionStore
+from kvboost_edge.tiers.disk.session_records import Session, SessionStore
+from kvboost_edge.tiers.disk.system_calls import Files
 
 IDS = list(range(100, 140))
 CONTENT = {"messages": [{"role": "user", "content": "grüße\n🙂"}], "tools": None}
