@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from kvboost_edge.cli.cache.commands import add_cache
-from kvboost_edge.cli.options import (
+from kvboost_edge.cli.option_parsing import (
     list_options,
     list_parameters,
     option_advice,
@@ -22,7 +22,7 @@ from kvboost_edge.cli.options import (
     read_tokens,
     token_limit,
 )
-from kvboost_edge.cli.servers.commands import add_commands
+from kvboost_edge.cli.servers.query_commands import add_commands
 from kvboost_edge.config import GenerationMode, RecomputeStrategy
 from kvboost_edge.errors import ConfigError, KVBoostError
 from kvboost_edge.server.flags import USAGE_ERROR, suggest_flag
@@ -351,7 +351,7 @@ def generate(
 ) -> None:
     """Generate text from one prompt and stream it."""
     from kvboost_edge.cli.generate import run_generate
-    from kvboost_edge.cli.options import cache_use, engine_options, sampling_options
+    from kvboost_edge.cli.option_parsing import cache_use, engine_options, sampling_options
 
     use = cache_use(mode, recompute_strategy, recompute_overlap, recompute_ratio)
     named = {"temperature": temperature, "top_p": top_p, "seed": seed}
@@ -450,7 +450,12 @@ def chat(
 ) -> None:
     """Chat with a local model or a server, with cache statistics after each answer."""
     from kvboost_edge.cli.chat import run_chat, run_remote_chat
-    from kvboost_edge.cli.options import cache_use, engine_options, remote_options, sampling_options
+    from kvboost_edge.cli.option_parsing import (
+        cache_use,
+        engine_options,
+        remote_options,
+        sampling_options,
+    )
 
     use = cache_use(mode, recompute_strategy, recompute_overlap, recompute_ratio)
     named = {"temperature": temperature, "top_p": top_p, "seed": seed}
@@ -493,7 +498,7 @@ def demo(
     Uses the bundled model and needs no network.
     """
     from kvboost_edge.cli.demo import run_demo
-    from kvboost_edge.cli.options import engine_options
+    from kvboost_edge.cli.option_parsing import engine_options
 
     run_demo(DEMO_MODEL, engine_options(option, kv_cache_bits, pack_cache=pack_cache))
 
@@ -522,7 +527,7 @@ def doctor(
     in memory. The model is not loaded. Exits with status 1 if the model does not run here.
     """
     from kvboost_edge.cli.doctor import run_doctor
-    from kvboost_edge.cli.options import engine_options, one_model
+    from kvboost_edge.cli.option_parsing import engine_options, one_model
 
     options = engine_options(option, kv_cache_bits, max_model_len=ctx_size, max_memory=max_memory)
     run_doctor(one_model(name, model, DEMO_MODEL), options, as_json=as_json)
@@ -558,7 +563,7 @@ def models(
     Searches the Hugging Face cache and the folders of llama.cpp, LM Studio and Ollama.
     """
     from kvboost_edge.cli.models import run_models, run_suggest
-    from kvboost_edge.cli.options import engine_options
+    from kvboost_edge.cli.option_parsing import engine_options
 
     if suggest:
         if option:
@@ -650,7 +655,7 @@ def inspect(
 ) -> None:
     """Check a model's files and show its architecture, size, KV bytes per token and fingerprint."""
     from kvboost_edge.cli.inspect import run_inspect
-    from kvboost_edge.cli.options import engine_options, one_model
+    from kvboost_edge.cli.option_parsing import engine_options, one_model
 
     run_inspect(one_model(name, model), engine_options(option, kv_cache_bits), as_json=as_json)
 
@@ -706,7 +711,7 @@ def batch(
     If the command is interrupted, run it again. It answers only the lines that have no answer yet.
     """
     from kvboost_edge.cli.batch import run_batch_file
-    from kvboost_edge.cli.options import engine_options
+    from kvboost_edge.cli.option_parsing import engine_options
 
     options = engine_options(
         option,
@@ -766,7 +771,7 @@ def evaluate(
 ) -> None:
     """Measure perplexity on a text, and the effect of other weight and KV cache formats."""
     from kvboost_edge.cli.evaluate import run_eval
-    from kvboost_edge.cli.options import engine_options
+    from kvboost_edge.cli.option_parsing import engine_options
 
     options = engine_options(option, kv_cache_bits, pack_cache=pack_cache)
     run_eval(file, model, options, against or (), window=window, as_json=as_json)
@@ -879,7 +884,7 @@ def bench(
     """
     from kvboost_edge.cli.bench.cases import cases_of
     from kvboost_edge.cli.bench.run import numbers, output_format, run_bench
-    from kvboost_edge.cli.options import engine_options
+    from kvboost_edge.cli.option_parsing import engine_options
 
     run_bench(
         model,
@@ -919,7 +924,7 @@ def warmup(
     option: EngineOptions = None,
 ) -> None:
     """Compile the kernels and pack a model's weights to make later starts fast."""
-    from kvboost_edge.cli.options import engine_options
+    from kvboost_edge.cli.option_parsing import engine_options
     from kvboost_edge.cli.warmup import run_warmup
 
     run_warmup(model, engine_options(option, kv_cache_bits), mode)
@@ -948,7 +953,7 @@ def reuse_check(
     The result is stored, and engines with the same options use it. Exits with status 1 if the model
     fails.
     """
-    from kvboost_edge.cli.options import engine_options, one_model
+    from kvboost_edge.cli.option_parsing import engine_options, one_model
     from kvboost_edge.cli.reuse_check import run_reuse_check
 
     options = engine_options(option, kv_cache_bits, pack_cache=pack_cache)

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from kvboost_edge.cli.console import counted, open_console
 from kvboost_edge.cli.named_session import ChatSession, LocalSession, RemoteSession
-from kvboost_edge.cli.options import CACHE_USE
+from kvboost_edge.cli.option_parsing import CACHE_USE
 from kvboost_edge.cli.render import PromptBar, pool_panel
 from kvboost_edge.cli.servers.remote import RemoteAnswer, RemoteChat, Thought
 from kvboost_edge.cli.session import answer, loaded_engine, timing_line

@@ -16,7 +16,7 @@ from rich.progress import BarColumn, Progress, TimeRemainingColumn
 from rich.table import Table
 
 from kvboost_edge.cli.console import open_console, text_column
-from kvboost_edge.cli.options import engine_options
+from kvboost_edge.cli.option_parsing import engine_options
 from kvboost_edge.cli.session import loaded_engine
 from kvboost_edge.config import EngineConfig
 from kvboost_edge.engine.perplexity import TextScore, score_text

@@ -6,7 +6,7 @@ import os
 import jsonschema_rs
 import pytest
 
-from kvboost_edge.cli.options import sampling_options
+from kvboost_edge.cli.option_parsing import sampling_options
 from kvboost_edge.errors import ConfigError
 
 SCHEMA = {

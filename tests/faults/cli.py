@@ -5,8 +5,8 @@ from __future__ import annotations
 from faults.fault import fault
 
 _REMOTE = "tests/cli/servers/test_remote.py"
-_CACHE = "tests/cli/cache/test_run.py"
-_OPTIONS = "tests/cli/test_options.py"
+_CACHE = "tests/cli/cache/test_actions.py"
+_OPTIONS = "tests/cli/test_option_parsing.py"
 _RENDER = "tests/cli/test_render.py"
 
 FAULTS = (
@@ -26,35 +26,35 @@ FAULTS = (
     ),
     fault(
         "a dry run removes what it names",
-        "cli/cache/run.py",
+        "cli/cache/actions.py",
         "            if not dry_run:\n",
         "            if dry_run is not None:\n",
         f"{_CACHE}::test_a_dry_run_removes_nothing",
     ),
     fault(
         "what was used lately is pruned",
-        "cli/cache/run.py",
+        "cli/cache/actions.py",
         "time.time() - one.changed > older_than * _DAY_S",
         "time.time() - one.changed < older_than * _DAY_S",
         f"{_CACHE}::test_prune_removes_what_was_not_used_for_so_many_days",
     ),
     fault(
         "pruning removes one space too many",
-        "cli/cache/run.py",
+        "cli/cache/actions.py",
         "(one.space is not None and excess > 0)",
         "(one.space is not None and excess >= 0)",
         f"{_CACHE}::test_prune_removes_blocks_beyond_the_cap_those_used_longest_ago_first",
     ),
     fault(
         "everything is cleared unasked",
-        "cli/cache/run.py",
+        "cli/cache/actions.py",
         "if as_json or not (sys.stdin.isatty() and sys.stdout.isatty()):",
         "if as_json or not (sys.stdin.isatty() and sys.stderr.isatty()):",
         "tests/cli/cache/test_names.py::test_whoever_clears_everything_at_a_terminal_is_asked",
     ),
     fault(
         "damaged blocks are no failure",
-        "cli/cache/run.py",
+        "cli/cache/actions.py",
         'if any(row.get("damaged") for row in answer["rows"]):',
         'if any(row.get("damage") for row in answer["rows"]):',
         f"{_CACHE}::test_verify_counts_damaged_blocks_and_fails",
@@ -111,21 +111,21 @@ FAULTS = (
     ),
     fault(
         "whole numbers are read as fractions",
-        "cli/options.py",
+        "cli/option_parsing.py",
         "for kind in (int, float):",
         "for kind in (float, int):",
         f"{_OPTIONS}::test_values_take_the_type_they_look_like",
     ),
     fault(
         "of several stop strings the last one counts",
-        "cli/options.py",
+        "cli/option_parsing.py",
         "            stops.append(text)\n",
         "            stops[:] = [text]\n",
         f"{_OPTIONS}::test_stop_may_be_repeated_and_stays_text",
     ),
     fault(
         "a recorded request is warmed without what its answer begins with",
-        "cli/servers/commands.py",
+        "cli/servers/query_commands.py",
         'body = {"add_generation_prompt": True, **_recorded(Path(file))}',
         "body = _recorded(Path(file))",
         "tests/cli/servers/test_warm.py::test_the_request_finds_all_full_blocks",

@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress
 from kvboost_edge import __version__
 from kvboost_edge.cli.bench.cases import Case, CaseResult, Sample, check_bounds
 from kvboost_edge.cli.bench.measure import CaseTimer, RandomTokens
-from kvboost_edge.cli.bench.tables import FORMATS, Subject, open_writer
+from kvboost_edge.cli.bench.result_writers import FORMATS, Subject, open_writer
 from kvboost_edge.cli.console import open_console, text_column
 from kvboost_edge.cli.session import found_model, loaded_engine
 from kvboost_edge.errors import ConfigError

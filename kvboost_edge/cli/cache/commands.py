@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvboost_edge.cli.options import read_size
+from kvboost_edge.cli.option_parsing import read_size
 
 __all__ = ["add_cache"]
 
@@ -93,7 +93,7 @@ def cache(
 
     Does not remove files that a process has open.
     """
-    from kvboost_edge.cli.cache.run import run_cache
+    from kvboost_edge.cli.cache.actions import run_cache
 
     run_cache(
         action.value,

@@ -7,7 +7,7 @@ from helpers.raising import assert_raises
 from kvboost_edge import __version__
 from kvboost_edge.cli.app import app
 from kvboost_edge.cli.chat import _for_server
-from kvboost_edge.cli.options import (
+from kvboost_edge.cli.option_parsing import (
     engine_options,
     one_model,
     parse_value,

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from kvboost_edge.cli.bench.cases import Case, CaseResult
-from kvboost_edge.cli.bench.tables import FORMATS, Subject, open_writer
+from kvboost_edge.cli.bench.result_writers import FORMATS, Subject, open_writer
 
 # Fields of llama-bench's CSV, without those of a GPU or of options that this engine does not have.
 LLAMA_BENCH = """cpu_info,backends,model_filename,model_type,model_size,model_n_params,n_batch,
