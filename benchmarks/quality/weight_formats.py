@@ -30,12 +30,12 @@ sys.path.append(
 
 import demo_corpus as corpus
 from benchmarks import harness
+from benchmarks.quality.weight_error import weight_error
 from kvboost_edge import CPUPagedEngine
 from kvboost_edge.kernels.linear.weights import pack_rows
 from kvboost_edge.kernels.reference.weights import round_to_nearest, unpack_rows
 from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.locate import BUNDLED_MODEL, locate_model
-from kvboost_edge.models.packed.weight_error import weight_error
 from kvboost_edge.models.weights.safetensors_source import SafetensorsSource
 
 FORMATS = ("f32", "bf16", "int8", "int4", "int4-asym")

@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 
+from benchmarks.quality.weight_error import weight_error
 from helpers.gguf.writer import write_gguf
 from helpers.models.tiny_models import save_tiny_model
 from kvboost_edge.errors import ConfigError
 from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.locate import BUNDLED_MODEL, locate_model
-from kvboost_edge.models.packed.weight_error import weight_error
 
 
 # Format, relative error at most and at least, bits per weight.
