@@ -32,11 +32,11 @@ from kvboost_edge.engine.schedule.scheduler import Scheduler, StepPlan
 from kvboost_edge.engine.schedule.sequence import Floats, Sequence, SequenceStatus
 from kvboost_edge.engine.schedule.step_batch import build_batch, split_rows
 from kvboost_edge.engine.schedule.step_plan import ScheduledTokens
-from kvboost_edge.engine.schedule.step_times import StepTimes
 from kvboost_edge.engine.sequence_factory import Sequences
 from kvboost_edge.engine.spans import Prober
 from kvboost_edge.engine.spec_decode.acceptance import AcceptedDrafts
 from kvboost_edge.engine.stall_watchdog import StallWatchdog
+from kvboost_edge.engine.stats import StepTimes
 from kvboost_edge.errors import CacheCorruption, KVBoostError
 from kvboost_edge.host.file_memo import cache_directory
 from kvboost_edge.host.memory import Slack

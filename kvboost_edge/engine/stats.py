@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import functools
+import itertools
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvboost_edge.engine.memory.state_budget import most_draft_tokens
@@ -16,13 +18,58 @@ if TYPE_CHECKING:
     from kvboost_edge.engine.build import EngineParts
     from kvboost_edge.engine.offload.tiering import Untiered
     from kvboost_edge.engine.schedule.scheduler import Scheduler
-    from kvboost_edge.engine.schedule.step_times import StepTimes
     from kvboost_edge.kvcache.manager import KVCacheManager
 
-__all__ = ["BLOCK_SPAN", "BlockDetail", "block_details", "block_map", "cache_stats", "paged_stats"]
+__all__ = [
+    "BLOCK_SPAN",
+    "BlockDetail",
+    "StepTimes",
+    "block_details",
+    "block_map",
+    "cache_stats",
+    "paged_stats",
+]
 
 BLOCK_SPAN = 4
 """State of a block that a request uses at another position. The manager's states are 0 to 3."""
+
+_BOUNDS = (
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.075,
+    0.1,
+    0.15,
+    0.2,
+    0.3,
+    0.5,
+    0.75,
+    1.0,
+    2.5,
+    5.0,
+    10.0,
+)  # seconds
+
+
+class StepTimes:
+    """A histogram of step durations since the start. Failed forward passes are excluded."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._counts = [0] * (len(_BOUNDS) + 1)
+
+    def observe(self, seconds: float) -> None:
+        """Record the duration of a step."""
+        self.seconds += seconds
+        self._counts[bisect.bisect_left(_BOUNDS, seconds)] += 1
+
+    def cumulative(self) -> dict[str, int]:
+        """Return the cumulative number of steps by upper bound in seconds, as in Prometheus."""
+        names = (*map(str, _BOUNDS), "+Inf")
+        return dict(zip(names, itertools.accumulate(self._counts), strict=True))
 
 
 def cache_stats(parts: EngineParts, tiering: Untiered) -> dict[str, float]:

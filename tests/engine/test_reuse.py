@@ -7,8 +7,14 @@ import pytest
 from helpers.engine.documents import BARE, BLEND, QUERY, REUSE, SEAMS, document
 from helpers.engine.fake_runner import Bench
 from kvboost_edge.config import EngineConfig, GenerationMode
-from kvboost_edge.engine.schedule.step_times import StepTimes
-from kvboost_edge.engine.stats import BLOCK_SPAN, block_details, block_map, cache_stats, paged_stats
+from kvboost_edge.engine.stats import (
+    BLOCK_SPAN,
+    StepTimes,
+    block_details,
+    block_map,
+    cache_stats,
+    paged_stats,
+)
 from kvboost_edge.errors import KVBoostError
 
 

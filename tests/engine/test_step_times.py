@@ -5,7 +5,7 @@ import time
 import pytest
 
 from helpers.engine.fake_runner import Bench
-from kvboost_edge.engine.schedule.step_times import StepTimes
+from kvboost_edge.engine.stats import StepTimes
 
 
 def test_counts_are_cumulative_and_bounds_belong_to_their_bucket():
