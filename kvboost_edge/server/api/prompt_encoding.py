@@ -7,9 +7,9 @@ from typing import Any
 
 from kvboost_edge.engine.request.answer_ids import KeptAnswers
 from kvboost_edge.errors import RequestError
+from kvboost_edge.server.api.schemas.cache import UnpinRequest
 from kvboost_edge.server.api.schemas.chat import ChatMessage
 from kvboost_edge.server.api.schemas.strict import bad_field
-from kvboost_edge.server.api.schemas.text import UnpinRequest
 from kvboost_edge.server.api.schemas.tools import size_of_tools
 from kvboost_edge.server.api.turns import offered
 from kvboost_edge.server.cache_report.normalized import normal

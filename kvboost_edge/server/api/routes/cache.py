@@ -33,8 +33,8 @@ from kvboost_edge.server.api.prompt_encoding import (
     estimate_tokens,
     prefix_size,
 )
+from kvboost_edge.server.api.schemas.cache import ResetRequest, UnpinRequest, WarmRequest
 from kvboost_edge.server.api.schemas.strict import bad_field
-from kvboost_edge.server.api.schemas.text import ResetRequest, UnpinRequest, WarmRequest
 from kvboost_edge.server.api.usage import costs, usage_of
 from kvboost_edge.server.engines import StatsProvider, replicas_of
 from kvboost_edge.server.models.server import server_of

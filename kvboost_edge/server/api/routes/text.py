@@ -18,7 +18,7 @@ from kvboost_edge.server.api.prompt_encoding import (
     size_of,
 )
 from kvboost_edge.server.api.schemas.strict import bad_field
-from kvboost_edge.server.api.schemas.text import DetokenizeRequest, TokenizeRequest
+from kvboost_edge.server.api.schemas.tokenization import DetokenizeRequest, TokenizeRequest
 from kvboost_edge.server.models.server import server_of
 from kvboost_edge.server.models.shown import listed
 from kvboost_edge.server.response_types import (

@@ -18,6 +18,7 @@ from kvboost_edge.server.api.bounds import BOUNDS, COUNTS, bounded, counted
 from kvboost_edge.server.api.schemas.foreign import NO_IMAGES, refused_field
 from kvboost_edge.server.api.schemas.reasoning_effort import Effort, effort_variables
 from kvboost_edge.server.api.schemas.shared import (
+    BoundedText,
     NotBuilt,
     OnlyEmpty,
     OnlyNone,
@@ -196,8 +197,8 @@ class ChatMessage(Strict):
     audio: NotBuilt = None
     tool_calls: ToolCalls | None = None
     tool_call_id: Annotated[str, AfterValidator(check_text), counted("tool_call_id")] | None = None
-    reasoning_content: Annotated[str, AfterValidator(check_text), counted("text")] | None = None
-    reasoning: Annotated[str, AfterValidator(check_text), counted("text")] | None = None
+    reasoning_content: BoundedText | None = None
+    reasoning: BoundedText | None = None
     function_call: NotBuilt = None
 
     @model_validator(mode="after")

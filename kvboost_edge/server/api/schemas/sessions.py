@@ -7,6 +7,7 @@ from typing import Annotated
 from pydantic import AfterValidator, Field
 
 from kvboost_edge.server.api.bounds import bounded, counted
+from kvboost_edge.server.api.schemas.cache import UnpinRequest
 from kvboost_edge.server.api.schemas.shared import (
     CacheSalt,
     ModelName,
@@ -15,7 +16,6 @@ from kvboost_edge.server.api.schemas.shared import (
     check_text,
 )
 from kvboost_edge.server.api.schemas.strict import Strict, bad_field
-from kvboost_edge.server.api.schemas.text import UnpinRequest
 
 __all__ = ["RestoreRequest", "SessionName", "SessionRequest", "SlotAction"]
 

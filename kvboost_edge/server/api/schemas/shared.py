@@ -36,7 +36,9 @@ from kvboost_edge.server.api.schemas.samplers import LengthFields, SamplerFields
 from kvboost_edge.server.api.schemas.strict import Strict, bad_field, field_error
 
 __all__ = [
+    "BoundedText",
     "CacheSalt",
+    "FewTokenIds",
     "Label",
     "ModelName",
     "NotBuilt",
@@ -197,6 +199,14 @@ TokenIds = Annotated[
 ]
 
 
+def _few_tokens(ids: list[int]) -> list[int]:
+    check_count("too_long", "tokens", ids, "token ids")
+    return ids
+
+
+FewTokenIds = Annotated[TokenIds, AfterValidator(_few_tokens)]
+
+
 def _stop(value: Any) -> tuple[str, ...]:
     stops = [value] if isinstance(value, str) else value
     count = COUNTS["stop"]
@@ -265,6 +275,7 @@ Metadata = Annotated[
         {"type": "string", "maxLength": COUNTS["metadata_value"].high},
     ),
 ]
+BoundedText = Annotated[str, AfterValidator(check_text), counted("text")]
 ModelName = Annotated[str, AfterValidator(check_text), counted("model")]
 CacheSalt = Annotated[str, AfterValidator(check_text), counted("cache_salt")]
 Label = Annotated[str, AfterValidator(check_text), counted("label")]

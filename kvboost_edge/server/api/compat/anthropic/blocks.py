@@ -9,7 +9,7 @@ from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag,
 
 from kvboost_edge.server.api.bounds import COUNTS, counted
 from kvboost_edge.server.api.schemas.foreign import NO_IMAGES, Foreign, refused_field
-from kvboost_edge.server.api.schemas.shared import check_text
+from kvboost_edge.server.api.schemas.shared import BoundedText, check_text
 from kvboost_edge.server.api.schemas.strict import Strict, field_error
 
 __all__ = [
@@ -17,7 +17,6 @@ __all__ = [
     "Marked",
     "Message",
     "RedactedBlock",
-    "Text",
     "TextBlock",
     "Texts",
     "ThinkingBlock",
@@ -31,7 +30,6 @@ __all__ = [
 _IGNORED = Foreign("", ignored=True)
 _SECONDS = {"5m": 300.0, "1h": 3600.0}
 
-Text = Annotated[str, AfterValidator(check_text), counted("text")]
 CallId = Annotated[str, AfterValidator(check_text), counted("tool_call_id")]
 
 
@@ -60,22 +58,22 @@ class TextBlock(Marked):
     foreign = {"citations": _IGNORED}  # noqa: RUF012
 
     type: Literal["text"]
-    text: Text
+    text: BoundedText
 
 
 class ThinkingBlock(Strict):
     """A thinking block. Any signature is accepted, because this server does not sign."""
 
     type: Literal["thinking"]
-    thinking: Text
-    signature: Text | None = None
+    thinking: BoundedText
+    signature: BoundedText | None = None
 
 
 class RedactedBlock(Strict):
     """An encrypted thinking block of another server. It is ignored."""
 
     type: Literal["redacted_thinking"]
-    data: Text
+    data: BoundedText
 
 
 class ToolUseBlock(Marked):
@@ -128,7 +126,7 @@ _as_given = Discriminator(_tag)
 
 TextOnly = Annotated[TextBlock, _refusing("text")]
 Texts = Annotated[
-    Annotated[Text, Tag("text")] | Annotated[list[TextOnly], _few, Unsaid(), Tag("blocks")],
+    Annotated[BoundedText, Tag("text")] | Annotated[list[TextOnly], _few, Unsaid(), Tag("blocks")],
     _as_given,
 ]
 
@@ -162,11 +160,13 @@ _AssistantBlock = Annotated[
     _refusing("text", "thinking", "redacted_thinking", "tool_use"),
 ]
 _UserContent = Annotated[
-    Annotated[Text, Tag("text")] | Annotated[list[_UserBlock], _few, Unsaid(), Tag("blocks")],
+    Annotated[BoundedText, Tag("text")]
+    | Annotated[list[_UserBlock], _few, Unsaid(), Tag("blocks")],
     _as_given,
 ]
 _AssistantContent = Annotated[
-    Annotated[Text, Tag("text")] | Annotated[list[_AssistantBlock], _few, Unsaid(), Tag("blocks")],
+    Annotated[BoundedText, Tag("text")]
+    | Annotated[list[_AssistantBlock], _few, Unsaid(), Tag("blocks")],
     _as_given,
 ]
 

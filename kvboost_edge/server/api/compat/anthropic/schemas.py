@@ -12,13 +12,18 @@ from kvboost_edge.server.api.compat.anthropic.blocks import (
     CacheControl,
     Marked,
     Message,
-    Text,
     Texts,
     Unsaid,
     blocks_of,
 )
 from kvboost_edge.server.api.schemas.foreign import Foreign
-from kvboost_edge.server.api.schemas.shared import Label, ModelName, check_text, or_null
+from kvboost_edge.server.api.schemas.shared import (
+    BoundedText,
+    Label,
+    ModelName,
+    check_text,
+    or_null,
+)
 from kvboost_edge.server.api.schemas.strict import Strict, bad_field, field_error
 
 __all__ = ["CountTokensRequest", "MessagesRequest", "Prompted"]
@@ -130,7 +135,7 @@ class Tool(Marked):
 
     type: Literal["custom"] | None = None
     name: Name
-    description: Text | None = None
+    description: BoundedText | None = None
     input_schema: dict[str, Any]
     strict: bool | None = None
 

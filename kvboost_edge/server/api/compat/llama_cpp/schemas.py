@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, PlainValidator, WithJsonSchema
+from pydantic import PlainValidator, WithJsonSchema
 
-from kvboost_edge.server.api.bounds import COUNTS, bounded, counted
+from kvboost_edge.server.api.bounds import COUNTS, bounded
 from kvboost_edge.server.api.schemas.answer_format import Schema
 from kvboost_edge.server.api.schemas.answer_format import Text as Grammar
 from kvboost_edge.server.api.schemas.chat import Messages, TemplateVariables
 from kvboost_edge.server.api.schemas.foreign import GENERATING, NO_IMAGES, Foreign
 from kvboost_edge.server.api.schemas.samplers import SamplerFields
 from kvboost_edge.server.api.schemas.shared import (
+    BoundedText,
     CacheSalt,
     ModelName,
     ReasoningBudgetField,
     ReasoningMessage,
     Stop,
-    check_text,
     check_token_ids,
     is_text,
     number_schema,
@@ -105,7 +105,6 @@ Prompt = Annotated[
         }
     ),
 ]
-Text = Annotated[str, AfterValidator(check_text), counted("text")]
 
 
 class _Sampling(SamplerFields):
@@ -157,9 +156,9 @@ class Infill(_Sampling):
 
     foreign = _FOREIGN_TO_INFILL
 
-    input_prefix: Text
-    input_suffix: Text
-    prompt: Text | None = None
+    input_prefix: BoundedText
+    input_suffix: BoundedText
+    prompt: BoundedText | None = None
 
 
 class ApplyTemplate(Strict):

@@ -12,6 +12,7 @@ from kvboost_edge.server.api.schemas.foreign import NO_IMAGES, Foreign
 from kvboost_edge.server.api.schemas.reasoning_effort import FRACTIONS
 from kvboost_edge.server.api.schemas.samplers import MirostatMode
 from kvboost_edge.server.api.schemas.shared import (
+    BoundedText,
     ModelName,
     OnlyEmpty,
     OnlyFalse,
@@ -73,7 +74,6 @@ def _format(value: Any) -> dict[str, Any] | None:
     return value
 
 
-Text = Annotated[str, AfterValidator(check_text), counted("text")]
 Format = Annotated[
     dict[str, Any] | None,
     PlainValidator(_format),
@@ -159,8 +159,8 @@ class OllamaMessage(Strict):
     """A chat message in Ollama's format."""
 
     role: Literal["system", "user", "assistant", "tool"]
-    content: Text | None = None
-    thinking: Text | None = None
+    content: BoundedText | None = None
+    thinking: BoundedText | None = None
     images: OnlyEmpty = None
     tool_calls: Annotated[list[Call], Field(fail_fast=True), counted("tool_calls")] | None = None
     tool_name: Annotated[str, AfterValidator(check_text), counted("tool_call_id")] | None = None
@@ -206,8 +206,8 @@ class OllamaChat(_Generating):
 class OllamaGenerate(_Generating):
     """Body of /api/generate. With `raw`, the prompt bypasses the chat template."""
 
-    prompt: Text | None = None
-    system: Text | None = None
+    prompt: BoundedText | None = None
+    system: BoundedText | None = None
     raw: bool | None = Field(None, description="Continue the prompt without the chat template.")
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, PlainValidator, WithJsonSchema
+from pydantic import Field, PlainValidator, WithJsonSchema
 
-from kvboost_edge.server.api.bounds import bounded, counted
+from kvboost_edge.server.api.bounds import bounded
 from kvboost_edge.server.api.compat.responses.items import Items, size_of_items
 from kvboost_edge.server.api.compat.responses.tools import ChoiceField, TextForm, ToolList
 from kvboost_edge.server.api.schemas.cache_use import CacheUse
@@ -14,6 +14,7 @@ from kvboost_edge.server.api.schemas.chat import TemplateVariables
 from kvboost_edge.server.api.schemas.foreign import Foreign
 from kvboost_edge.server.api.schemas.reasoning_effort import Effort
 from kvboost_edge.server.api.schemas.shared import (
+    BoundedText,
     CacheSalt,
     Label,
     Metadata,
@@ -22,7 +23,6 @@ from kvboost_edge.server.api.schemas.shared import (
     OnlyFalse,
     ReasoningBudgetField,
     ReasoningMessage,
-    check_text,
 )
 from kvboost_edge.server.api.schemas.strict import Strict, field_error
 
@@ -95,7 +95,7 @@ class ResponseRequest(Strict):
 
     input: Items
     model: ModelName | None = None
-    instructions: Annotated[str, AfterValidator(check_text), counted("text")] | None = None
+    instructions: BoundedText | None = None
     previous_response_id: Label | None = None
     store: bool | None = None
     stream: bool | None = None

@@ -1,105 +1,24 @@
-"""Request bodies of /tokenize, /detokenize, /v1/warm, /v1/unpin and /cache/reset."""
+"""Request bodies of /v1/warm, /v1/unpin and /cache/reset."""
 
 from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import Field, model_validator
 
 from kvboost_edge.server.api.bounds import bounded, counted
 from kvboost_edge.server.api.schemas.chat import Messages, TemplateVariables
-from kvboost_edge.server.api.schemas.shared import (
-    CacheSalt,
-    ModelName,
-    TokenIds,
-    check_count,
-    check_text,
-)
+from kvboost_edge.server.api.schemas.shared import BoundedText, CacheSalt, FewTokenIds, ModelName
 from kvboost_edge.server.api.schemas.strict import Strict, bad_field
 from kvboost_edge.server.api.schemas.tools import Tools
 
-__all__ = ["DetokenizeRequest", "ResetRequest", "TokenizeRequest", "UnpinRequest", "WarmRequest"]
-
-
-def _few_tokens(ids: list[int]) -> list[int]:
-    check_count("too_long", "tokens", ids, "token ids")
-    return ids
-
-
-Text = Annotated[str, AfterValidator(check_text), counted("text")]
-
-
-# Fields of /tokenize, and the kinds of text to which they apply.
-_BELONGS_TO = {
-    "add_special": ("content",),
-    "add_special_tokens": ("prompt",),
-    "add_generation_prompt": ("messages",),
-    "chat_template_kwargs": ("messages",),
-    "tools": ("messages",),
-}
-
-
-class TokenizeRequest(Strict):
-    """Body of /tokenize: a text or messages.
-
-    `content` is llama.cpp's field; special tokens are not added by default. `prompt` and `messages`
-    are vLLM's fields; special tokens are added by default.
-    """
-
-    content: Text | None = None
-    add_special: bool = Field(False, description="Add special tokens to content.")
-    with_pieces: bool = Field(False, description="Return the text of each token too, as objects.")
-    prompt: Text | None = None
-    messages: Messages | None = None
-    add_special_tokens: bool | None = Field(
-        None, description="Add special tokens to prompt; true by default."
-    )
-    add_generation_prompt: bool = True
-    chat_template_kwargs: TemplateVariables | None = None
-    tools: Tools | None = None
-    return_token_strs: bool = Field(
-        False, description="Return the text of each token too, as a list."
-    )
-    model: ModelName | None = None
-
-    def check_together(self) -> None:
-        """Raise ApiError unless exactly one kind of text is given."""
-        given = [
-            name for name in ("content", "prompt", "messages") if getattr(self, name) is not None
-        ]
-        if len(given) != 1:
-            raise bad_field(
-                given[1] if given else "content", "give exactly one of content, prompt and messages"
-            )
-        for name, kinds in _BELONGS_TO.items():
-            if (
-                name in self.model_fields_set
-                and getattr(self, name) is not None
-                and given[0] not in kinds
-            ):
-                raise bad_field(
-                    name,
-                    f"{name} only applies to {' or '.join(kinds)}, not to {given[0]}; leave it out",
-                )
-
-    @property
-    def with_special_tokens(self) -> bool:
-        return (
-            self.add_special if self.content is not None else self.add_special_tokens is not False
-        )
-
-
-class DetokenizeRequest(Strict):
-    """Body of /detokenize: token ids to convert to text."""
-
-    tokens: Annotated[TokenIds, AfterValidator(_few_tokens)]
-    model: ModelName | None = None
+__all__ = ["ResetRequest", "UnpinRequest", "WarmRequest"]
 
 
 class UnpinRequest(Strict):
     """Body of /v1/unpin: the beginning of prompts, as a text or as messages."""
 
-    text: Annotated[Text, Field(min_length=1)] | None = None
+    text: Annotated[BoundedText, Field(min_length=1)] | None = None
     messages: Messages | None = None
     chat_template_kwargs: TemplateVariables | None = None
     tools: Tools | None = None
@@ -126,7 +45,7 @@ class UnpinRequest(Strict):
                 )
 
 
-Document = Annotated[Text, Field(min_length=1)] | Annotated[TokenIds, AfterValidator(_few_tokens)]
+Document = Annotated[BoundedText, Field(min_length=1)] | FewTokenIds
 
 
 _OF_ANSWERS = frozenset(
