@@ -26,12 +26,12 @@ from kvboost_edge.server.api.routes import (
     files,
     health,
     llama_cpp,
+    models_and_tokens,
     ollama,
     openai,
     requests,
     responses,
     sessions,
-    text,
 )
 from kvboost_edge.server.app import ROUTERS
 from kvboost_edge.server.http.middleware import ADMIN_PATHS
@@ -64,7 +64,7 @@ _VENDOR = "Meanings of the fields: {}'s documentation. Differences: [{}](../apis
 _GROUPS = (
     _Group("Completions and chat", openai),
     _Group("Embeddings and reranking", embeddings),
-    _Group("Models and tokens", text),
+    _Group("Models and tokens", models_and_tokens),
     _Group("Files", files),
     _Group("Batches", batches),
     _Group("Cache", cache),

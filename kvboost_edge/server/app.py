@@ -22,12 +22,12 @@ from kvboost_edge.server.api.routes import (
     files,
     health,
     llama_cpp,
+    models_and_tokens,
     ollama,
     openai,
     requests,
     responses,
     sessions,
-    text,
 )
 from kvboost_edge.server.api_errors import install_error_handlers
 from kvboost_edge.server.batches.batch_store import BatchStore
@@ -66,7 +66,7 @@ ROUTERS = (
     ollama.router,
     llama_cpp.router,
     embeddings.router,
-    text.router,
+    models_and_tokens.router,
     cache.router,
     sessions.router,
     requests.router,
