@@ -19,7 +19,7 @@ from kvboost_edge.server.api.reasoning_budget import reasoning_options
 from kvboost_edge.server.api.rendered_request import PromptLogprobs, RenderedRequest, WireNames
 from kvboost_edge.server.api.schemas.chat import ChatMessage, ChatRequest
 from kvboost_edge.server.api.turns import turn_of
-from kvboost_edge.server.cache_report.normalized import normal
+from kvboost_edge.server.cache_report.normalization import normal
 from kvboost_edge.server.cache_report.recent_requests import PromptInputs
 from kvboost_edge.server.response_types import (
     ChatChoiceAnswer,

@@ -12,7 +12,7 @@ from kvboost_edge.server.api.schemas.chat import ChatMessage
 from kvboost_edge.server.api.schemas.strict import bad_field
 from kvboost_edge.server.api.schemas.tools import size_of_tools
 from kvboost_edge.server.api.turns import offered
-from kvboost_edge.server.cache_report.normalized import normal
+from kvboost_edge.server.cache_report.normalization import normal
 from kvboost_edge.server.state import ModelState
 from kvboost_edge.text.rendered_chat import FindAnswer
 from kvboost_edge.text.tokenizer import Tokenizer
