@@ -15,7 +15,6 @@ from pydantic import (
 )
 
 from kvboost_edge.server.api.bounds import BOUNDS, COUNTS, bounded, counted
-from kvboost_edge.server.api.schemas.foreign import NO_IMAGES, refused_field
 from kvboost_edge.server.api.schemas.reasoning_effort import Effort, effort_variables
 from kvboost_edge.server.api.schemas.shared import (
     BoundedText,
@@ -33,6 +32,7 @@ from kvboost_edge.server.api.schemas.shared import (
 )
 from kvboost_edge.server.api.schemas.strict import Strict, bad_field, field_error
 from kvboost_edge.server.api.schemas.tools import ToolCalls, ToolChoice, ToolChoiceField, Tools
+from kvboost_edge.server.api.schemas.unsupported_fields import NO_IMAGES, refused_field
 from kvboost_edge.text.chat_template import is_reserved
 
 __all__ = ["ChatMessage", "ChatRequest", "Messages"]

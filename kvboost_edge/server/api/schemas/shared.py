@@ -31,9 +31,9 @@ from kvboost_edge.server.api.schemas.answer_format import (
     merged,
 )
 from kvboost_edge.server.api.schemas.cache_use import CacheUse
-from kvboost_edge.server.api.schemas.foreign import GENERATING
 from kvboost_edge.server.api.schemas.samplers import LengthFields, SamplerFields
 from kvboost_edge.server.api.schemas.strict import Strict, bad_field, field_error
+from kvboost_edge.server.api.schemas.unsupported_fields import GENERATING
 
 __all__ = [
     "BoundedText",

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from pydantic import BaseModel, ConfigDict, model_validator
 from pydantic_core import PydanticCustomError
 
-from kvboost_edge.server.api.schemas.foreign import Foreign, known_fields
+from kvboost_edge.server.api.schemas.unsupported_fields import Foreign, known_fields
 from kvboost_edge.server.api_errors import ApiError
 
 __all__ = ["Strict", "bad_field", "field_error"]

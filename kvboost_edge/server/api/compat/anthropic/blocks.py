@@ -8,9 +8,9 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from kvboost_edge.server.api.bounds import COUNTS, counted
-from kvboost_edge.server.api.schemas.foreign import NO_IMAGES, Foreign, refused_field
 from kvboost_edge.server.api.schemas.shared import BoundedText, check_text
 from kvboost_edge.server.api.schemas.strict import Strict, field_error
+from kvboost_edge.server.api.schemas.unsupported_fields import NO_IMAGES, Foreign, refused_field
 
 __all__ = [
     "CacheControl",

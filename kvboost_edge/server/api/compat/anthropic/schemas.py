@@ -16,7 +16,6 @@ from kvboost_edge.server.api.compat.anthropic.blocks import (
     Unsaid,
     blocks_of,
 )
-from kvboost_edge.server.api.schemas.foreign import Foreign
 from kvboost_edge.server.api.schemas.shared import (
     BoundedText,
     Label,
@@ -25,6 +24,7 @@ from kvboost_edge.server.api.schemas.shared import (
     or_null,
 )
 from kvboost_edge.server.api.schemas.strict import Strict, bad_field, field_error
+from kvboost_edge.server.api.schemas.unsupported_fields import Foreign
 
 __all__ = ["CountTokensRequest", "MessagesRequest", "Prompted"]
 

@@ -10,7 +10,6 @@ from kvboost_edge.server.api.bounds import COUNTS, bounded
 from kvboost_edge.server.api.schemas.answer_format import Schema
 from kvboost_edge.server.api.schemas.answer_format import Text as Grammar
 from kvboost_edge.server.api.schemas.chat import Messages, TemplateVariables
-from kvboost_edge.server.api.schemas.foreign import GENERATING, NO_IMAGES, Foreign
 from kvboost_edge.server.api.schemas.samplers import SamplerFields
 from kvboost_edge.server.api.schemas.shared import (
     BoundedText,
@@ -25,6 +24,7 @@ from kvboost_edge.server.api.schemas.shared import (
 )
 from kvboost_edge.server.api.schemas.strict import Strict, field_error
 from kvboost_edge.server.api.schemas.tools import Tools
+from kvboost_edge.server.api.schemas.unsupported_fields import GENERATING, NO_IMAGES, Foreign
 
 __all__ = ["ApplyTemplate", "Infill", "LlamaCompletion", "Pieces"]
 

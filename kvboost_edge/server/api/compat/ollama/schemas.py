@@ -8,7 +8,6 @@ from pydantic import AfterValidator, Field, PlainValidator, WithJsonSchema
 
 from kvboost_edge.server.api.bounds import BOUNDS, COUNTS, bounded, counted
 from kvboost_edge.server.api.compat.ollama.durations import KeepAlive
-from kvboost_edge.server.api.schemas.foreign import NO_IMAGES, Foreign
 from kvboost_edge.server.api.schemas.reasoning_effort import FRACTIONS
 from kvboost_edge.server.api.schemas.samplers import MirostatMode
 from kvboost_edge.server.api.schemas.shared import (
@@ -22,6 +21,7 @@ from kvboost_edge.server.api.schemas.shared import (
 )
 from kvboost_edge.server.api.schemas.strict import Strict, field_error
 from kvboost_edge.server.api.schemas.tools import Tools
+from kvboost_edge.server.api.schemas.unsupported_fields import NO_IMAGES, Foreign
 
 __all__ = ["OllamaChat", "OllamaGenerate", "OllamaMessage", "OllamaShow", "Options"]
 

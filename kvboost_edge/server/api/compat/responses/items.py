@@ -13,10 +13,10 @@ from typing import Annotated, Any
 from pydantic import PlainValidator, WithJsonSchema
 
 from kvboost_edge.server.api.bounds import COUNTS
-from kvboost_edge.server.api.schemas.foreign import NO_IMAGES
 from kvboost_edge.server.api.schemas.shared import is_text
 from kvboost_edge.server.api.schemas.strict import field_error
 from kvboost_edge.server.api.schemas.tools import NAME_SCHEMA
+from kvboost_edge.server.api.schemas.unsupported_fields import NO_IMAGES
 
 __all__ = ["Items", "new_id", "size_of_items", "text_of"]
 

@@ -11,7 +11,6 @@ from kvboost_edge.server.api.compat.responses.items import Items, size_of_items
 from kvboost_edge.server.api.compat.responses.tools import ChoiceField, TextForm, ToolList
 from kvboost_edge.server.api.schemas.cache_use import CacheUse
 from kvboost_edge.server.api.schemas.chat import TemplateVariables
-from kvboost_edge.server.api.schemas.foreign import Foreign
 from kvboost_edge.server.api.schemas.reasoning_effort import Effort
 from kvboost_edge.server.api.schemas.shared import (
     BoundedText,
@@ -25,6 +24,7 @@ from kvboost_edge.server.api.schemas.shared import (
     ReasoningMessage,
 )
 from kvboost_edge.server.api.schemas.strict import Strict, field_error
+from kvboost_edge.server.api.schemas.unsupported_fields import Foreign
 
 __all__ = ["Reasoning", "ResponseRequest", "StreamOptions"]
 
