@@ -18,6 +18,8 @@ PAGES = [
 ]
 BLOCK = re.compile(r"^( *)```(?:sh|bash)\n(.*?)^\1```", flags=re.DOTALL | re.MULTILINE)
 COMMAND = re.compile(r"\bkvboost-(edge|server)((?: +(?:\"[^\"]*\"|'[^']*'|[^\s\"'|&;)]+))*)")
+# Programs that are given names of ours.
+OF_OTHERS = ("docker ", "docs/deploy/try-image.sh ", "helm ", "kubectl ")
 FILES = ("my-model.gguf", "another", "embedding-model.gguf", "keys", "admin-keys")
 COMMANDS = typer.main.get_command(app).commands
 
@@ -27,7 +29,7 @@ def commands_of(page):
     found = []
     for _, block in BLOCK.findall(page.read_text(encoding="utf-8")):
         lines = textwrap.dedent(block).replace("\\\n", " ").splitlines()
-        for line in (line for line in lines if not line.startswith("docker ")):
+        for line in (line for line in lines if not line.startswith(OF_OTHERS)):
             found += [
                 (program, shlex.split(arguments, comments=True))
                 for program, arguments in COMMAND.findall(line)
