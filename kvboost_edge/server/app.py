@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI
 from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route
 
@@ -87,10 +87,17 @@ def line_app(state: ServerState) -> FastAPI:
     """Create an app for calls inside this process: the routes for batches, without middleware."""
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.kv = state
-    for router in LINE_ROUTERS:
-        app.include_router(router)
+    _add_routes(app, LINE_ROUTERS)
     install_error_handlers(app, ())
     return app
+
+
+def _add_routes(app: FastAPI, routers: Iterable[APIRouter]) -> None:
+    """Add the routes of routers that have no prefix and no dependencies."""
+    # `include_router` builds the types of requests and answers of each route a second time, which
+    # delays the first request to each router by 20 to 80 ms.
+    for router in routers:
+        app.router.routes.extend(router.routes)
 
 
 def _batch_service(directory: Path, state: ServerState) -> BatchService:
@@ -166,9 +173,8 @@ def create_app(
         redirect_slashes=False,
     )
     app.state.kv = state
-    for router in ROUTERS:
-        app.include_router(router)
-    routes = [route for router in (*ROUTERS, app.router) for route in router.routes]
+    _add_routes(app, ROUTERS)
+    routes = app.router.routes
     install_error_handlers(app, (one.path for one in routes if isinstance(one, Route)))
     # The middleware added last is the outermost.
     keys = KeyRing(settings.api_keys, settings.admin_api_keys)

@@ -10,7 +10,7 @@ import pytest
 
 from helpers.server.live_servers import app_client
 from kvboost_edge.server.api.bodies import parse_json
-from kvboost_edge.server.app import create_app
+from kvboost_edge.server.app import ROUTERS, create_app
 from kvboost_edge.server.settings import ServerSettings
 
 MESSAGES = [{"role": "user", "content": "hello"}]
@@ -51,6 +51,12 @@ async def test_an_unknown_route_lists_the_close_ones(tiny_app, path, routes):
     meant = error["message"].partition("did you mean ")[2].partition("?")[0]
     assert [one for one in meant.split(" or ") if one][: len(routes) or 1] == routes
     assert "docs/apis.md and /openapi.json list the routes" in error["message"]
+
+
+async def test_apps_share_the_routes(tiny_app):
+    """Otherwise the first request to each router waits until its types are built once more."""
+    served = set(map(id, tiny_app.app.router.routes))
+    assert served >= {id(route) for router in ROUTERS for route in router.routes}
 
 
 async def test_tokenize_in_both_forms(tiny_app, tiny_engine):
