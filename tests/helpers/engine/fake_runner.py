@@ -48,7 +48,9 @@ from kvboost_edge.kvcache.manager import KVCacheManager
 from kvboost_edge.reuse.recompute import Repair
 from kvboost_edge.runners.base import ForwardBatch, RunnerInfo, StoredKeys
 from kvboost_edge.segments import Segment
+from kvboost_edge.text.chat_template import ChatTemplate
 from kvboost_edge.text.tokenizer import Tokenizer
+from kvboost_edge.text.turns.formats import TurnFormat
 from kvboost_edge.tiers.base import Tier
 
 VOCAB_SIZE = 260
@@ -253,6 +255,29 @@ class FakeRunner:
         self.closed = True
 
 
+_SHARED: dict[Any, Any] = {}
+
+
+class FakeTokenizer(Tokenizer):
+    """A tokenizer of tests, which make hundreds of each kind: a chat template is compiled and
+    examined for the first of them.
+    """
+
+    def _shared(self, name: str, make: Callable[[], Any]) -> Any:
+        key = name, self.chat_template, self.codec.special_texts()[0]
+        if key not in _SHARED:
+            _SHARED[key] = make()
+        return _SHARED[key]
+
+    @functools.cached_property
+    def turn_format(self) -> TurnFormat:
+        return self._shared("turn_format", lambda: Tokenizer.turn_format.func(self))
+
+    @functools.cached_property
+    def _compiled(self) -> ChatTemplate | str:
+        return self._shared("_compiled", lambda: Tokenizer._compiled.func(self))
+
+
 def fake_tokenizer() -> Tokenizer:
     """Bytes are tokens 0..255 in the alphabet's order; those behind are special and have no text in
     answers.
@@ -262,7 +287,7 @@ def fake_tokenizer() -> Tokenizer:
     raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     raw.decoder = decoders.ByteLevel()
     raw.add_special_tokens([f"<|special {number}|>" for number in range(256, VOCAB_SIZE)])
-    return Tokenizer.from_transformers(raw)
+    return FakeTokenizer.from_transformers(raw)
 
 
 def fake_parts(

@@ -265,4 +265,4 @@ def _with_markers(raw: str, markers: Sequence[str]) -> Tokenizer:
     backend.add_special_tokens(
         [AddedToken(text, special=True, normalized=False) for text in markers]
     )
-    return Tokenizer.from_transformers(backend)
+    return fake_runner.FakeTokenizer.from_transformers(backend)
