@@ -108,7 +108,7 @@ def test_the_answer_may_name_the_markers(monkeypatch):
 @pytest.mark.parametrize("message", ["", "Enough."])
 def test_a_thought_leaves_room_for_its_end_and_an_answer(monkeypatch, name, message):
     """A budget above the limit of the output never makes the output all thought."""
-    with thinking(monkeypatch, name) as (engine, thinker):
+    with thinking(monkeypatch, name, max_context=400) as (engine, thinker):
         kind = KINDS[name]
         before = 0 if name == "opened" else len(thinker.ids(kind.opener))
         behind = len(reasoning_end(engine.tokenizer, message).with_message)

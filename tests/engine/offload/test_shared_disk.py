@@ -100,7 +100,7 @@ def run(directory, name, model, options, prompts, answer, expected):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-@pytest.mark.parametrize("model", ["plain", "hybrid"])
+@pytest.mark.parametrize("model", ["plain", pytest.param("hybrid", marks=pytest.mark.full)])
 def test_killed_engines_leave_right_answers_and_hits_to_the_others(model, tmp_path, scale):
     path = (
         "kvboost-edge/demo"

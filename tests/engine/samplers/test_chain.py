@@ -32,7 +32,8 @@ class Reference:
     def softmax(self):
         self.left.sort(key=lambda one: (-one[1], one[0]))
         weights = [math.exp(value - self.left[0][1]) for _, value in self.left]
-        return [weight / sum(weights) for weight in weights]
+        total = sum(weights)
+        return [weight / total for weight in weights]
 
     def top_n_sigma(self):
         if self.p.top_n_sigma <= 0:

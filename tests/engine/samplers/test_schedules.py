@@ -2,6 +2,7 @@
 any draft tokens.
 """
 
+import functools
 import random
 
 import numpy as np
@@ -10,7 +11,8 @@ import pytest
 from helpers.engine.fake_hybrid import ZEROS, next_state, state_logits
 from helpers.engine.fake_runner import EOS_ID, VOCAB_SIZE, fake_tokenizer, token_logits
 from helpers.engine.hostile_drafts import KINDS, hostile
-from helpers.engine.model_kinds import PLAIN
+from helpers.engine.model_kinds import PLAIN, ModelKind
+from helpers.pairwise import each_once
 from kvboost_edge.engine.request.request import RequestInputs, SamplingParams
 from kvboost_edge.engine.request.terms import Terms
 from kvboost_edge.engine.samplers.vocabulary import WordFields
@@ -34,9 +36,13 @@ CASES = {
 }
 
 
+@functools.cache
+def fields():
+    return WordFields(fake_tokenizer(), VOCAB_SIZE)
+
+
 def words_of(params):
-    fields = WordFields(fake_tokenizer(), VOCAB_SIZE)
-    return fields.prepare(RequestInputs(Terms(), params, [1], generates=True))["words"]
+    return fields().prepare(RequestInputs(Terms(), params, [1], generates=True))["words"]
 
 
 def logits_of(kind, ids):
@@ -65,7 +71,7 @@ def prompt(seed, length):
     return ids * 3 if seed % 2 else ids
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("kind", "case"), each_once(ModelKind, CASES))
 def test_tokens_are_those_of_the_request_alone(kind, case):
     """In small pools, with drafts of every kind; some requests use no such sampler."""
     options = CASES[case]

@@ -68,7 +68,7 @@ def test_every_call_fails_in_turn(tmp_path, name, lasting, scale):
     before.
     """
     calls = number_of_calls(tmp_path / "count")
-    step = scale(120, 1)
+    step = scale(360, 1)
     for at in range(first_call(name, step), calls, step):
         clock = Clock()
         directory = tmp_path / str(at)

@@ -7,16 +7,19 @@ import random
 
 import pytest
 
+from helpers.pairwise import each_once
 from helpers.tiers.disk_cases import chain, has_all, opened, space_dir
 from helpers.tiers.herd import herd
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 
 NUM_CHAINS = 400  # 10 MB
+ROOM_FOR_ALL = 32 << 20
 # Asks for chains at random and stores those that are missing. Its time runs 20 times as fast, so
 # that it looks at the directory every 25 ms.
 CODE = """
 import itertools, random, time
+from helpers.pairwise import each_once
 from helpers.tiers.disk_cases import chain, opened, read, write
 from helpers.tiers.disk_faults import FaultyFiles
 
@@ -45,12 +48,11 @@ def run(directory, name, cap, keeps_all):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_processes", [2, 3])
-@pytest.mark.parametrize("cap", [32 << 20, 2 << 20], ids=["room for all", "evicts"])
+@pytest.mark.parametrize(("num_processes", "cap"), each_once([2, 3], [ROOM_FOR_ALL, 2 << 20]))
 def test_killed_at_random_times(tmp_path, num_processes, cap, scale):
     """In the long form 100 times."""
     draw = random.Random(num_processes)
-    keeps_all = cap == 32 << 20
+    keeps_all = cap == ROOM_FOR_ALL
     with herd(CODE, tmp_path) as forks:
         survived = forks.kill_by_turns(
             *(scale(9, 100), num_processes, draw, 0.1),
