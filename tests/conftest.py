@@ -19,6 +19,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from helpers.clocks import REAL_CLOCK
+from helpers.long_files import place_of
 from helpers.tools import missing_tools
 
 LONG = os.environ.get("KVBOOST_EDGE_TEST_LONG") == "1"
@@ -41,9 +42,21 @@ LIBRARY_THREADS = ("asyncio_", "tqdm", "ThreadPoolExecutor", "pydevd", "pytest")
 RAY_SERVE_THREAD = "_run_router_event_loop"  # one for the process, with a number before it
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Let the garbage collector never visit what is collected: a million objects that stay."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
 def pytest_collection_modifyitems(config, items):
-    """Workers of `make test` run one test of a name, so there may be no two. `make test-quick`: of
-    each test the first case, of the slow ones none.
+    """Workers of `make test` run one test of a name, so there may be no two. They begin with the
+    files that take long, so that all end at the same time. `make test-quick`: of each test the
+    first case, of the slow ones none.
     """
     names = Counter(item.nodeid for item in items if item.get_closest_marker("alone") is None)
     twice = [name for name, count in names.items() if count > 1]
@@ -51,6 +64,8 @@ def pytest_collection_modifyitems(config, items):
         raise pytest.UsageError(
             f"more than one test has this name; mark them alone: {', '.join(twice)}"
         )
+    if hasattr(config, "workerinput"):
+        items.sort(key=lambda item: place_of(item.nodeid))
     if not QUICK:
         return
     first = {}

@@ -31,9 +31,13 @@ from kvboost_edge.server.serve_options import command_options
 from kvboost_edge.server.settings import ServerSettings
 
 
-@pytest.mark.parametrize("path", generated_pages(), ids=lambda path: path.name)
-def test_pages_are_current(path):
-    assert path.read_text(encoding="utf-8") == generated_pages()[path], "run make docs-reference"
+def test_pages_are_current():
+    old = [
+        path.name
+        for path, text in generated_pages().items()
+        if path.read_text(encoding="utf-8") != text
+    ]
+    assert not old, "run make docs-reference"
 
 
 def test_the_script_writes_and_checks(monkeypatch, tmp_path, capsys):

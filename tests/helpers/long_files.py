@@ -1,0 +1,43 @@
+"""The test files that take longest, by `make test-times`; workers begin with them."""
+
+from __future__ import annotations
+
+_LONG = (
+    "tests/engine/test_invariance.py",
+    "tests/server/http/page/test_live.py",
+    "tests/server/http/page/test_chat.py",
+    "tests/server/http/page/test_prompts.py",
+    "tests/server/http/page/test_models.py",
+    "tests/server/http/page/test_chats.py",
+    "tests/server/http/page/test_axe.py",
+    "tests/server/http/page/test_toolcalls.py",
+    "tests/server/http/page/test_safety.py",
+    "tests/server/http/page/test_progress.py",
+    "tests/server/http/page/test_modules.py",
+    "tests/docs_site/test_browser.py",
+    "tests/docs_site/test_site.py",
+    "tests/runners/native/test_long.py",
+    "tests/server/api/compat/test_contract.py",
+    "tests/engine/test_end_to_end.py",
+    "tests/engine/schedule/test_native_schedules.py",
+    "tests/runners/torch/test_families.py",
+    "tests/kernels/linear/test_amx.py",
+    "tests/engine/offload/test_redis.py",
+    "tests/engine/schedule/test_random_schedules.py",
+    "tests/cli/test_app.py",
+    "tests/server/test_lifecycle.py",
+    "tests/kernels/linear/test_every_form.py",
+    "tests/kvcache/test_state_machine.py",
+    "tests/tiers/disk/test_following.py",
+    "tests/tiers/disk/test_faults.py",
+    "tests/tiers/disk/test_damage.py",
+    "tests/tiers/redis/test_tier.py",
+    "tests/tiers/redis/test_server.py",
+    "tests/text/turns/test_grammar.py",
+)
+_PLACES = {name: place for place, name in enumerate(_LONG)}
+
+
+def place_of(test: str) -> int:
+    """The place of a test's file in the order of a run; the same for all files not listed."""
+    return _PLACES.get(test.partition("::")[0], len(_LONG))
