@@ -178,33 +178,17 @@ def _reuse_check(
 ) -> PromptCheck:
     num_reused = reused[0].reused_span_tokens
     warm_logits = reused[1]
-    similar = compare(cold_logits, warm_logits)
     each = [
         compare(one[None], other[None]).kl
         for one, other in zip(cold_logits, warm_logits, strict=True)
     ]
-    text_equal = cold.output_token_ids == warm.output_token_ids
+    found = _compared(text, cold, warm, cold_logits, warm_logits, max(each))
     problem = None
     if not num_reused:
         problem = "nothing was reused: warm its documents first"
-    elif not text_equal:
+    elif not found.text_equal:
         problem = "the answer with reuse is a different text"
-    return PromptCheck(
-        prompt=text,
-        prompt_tokens=cold.prompt_tokens,
-        reused_tokens=num_reused,
-        max_logit_difference=float(np.abs(cold_logits - warm_logits).max()),
-        relative_logit_l2=float(
-            np.linalg.norm(cold_logits - warm_logits) / np.linalg.norm(cold_logits)
-        ),
-        kl_divergence=max(each),
-        mean_kl=similar.mean_kl,
-        agreement=similar.agreement,
-        text_equal=text_equal,
-        cold_text=cold.output_text,
-        warm_text=warm.output_text,
-        problem=problem,
-    )
+    return dataclasses.replace(found, reused_tokens=num_reused, problem=problem)
 
 
 def _check(
@@ -221,9 +205,9 @@ def _check(
     tokens = [*ids, *cold.output_token_ids[:-1]]
     cold_logits = engine._logits(tokens, len(ids) - 1, GenerationMode.BASELINE)
     warm_logits = engine._logits(tokens, len(ids) - 1, GenerationMode.PREFIX_CACHE)
-    relative = float(np.linalg.norm(cold_logits - warm_logits) / np.linalg.norm(cold_logits))
     kl = _largest_kl(cold_logits, warm_logits, tokens, len(ids), params)
-    text_equal = cold.output_token_ids == warm.output_token_ids
+    found = _compared(cold.prompt, cold, warm, cold_logits, warm_logits, kl)
+    relative = found.relative_logit_l2
     problem = None
     if warm.cached_tokens == 0:
         problem = (
@@ -234,22 +218,36 @@ def _check(
         problem = f"the logits differ by {relative:.3g} relative, more than {tolerance:.3g}"
     elif params.samples and not kl <= tolerance:
         problem = f"the distributions differ by KL {kl:.3g}, more than {tolerance:.3g}"
-    elif not text_equal and (tolerance == 0 or not params.samples):
+    elif not found.text_equal and (tolerance == 0 or not params.samples):
         problem = "the cached run generated different tokens"
+    return dataclasses.replace(found, problem=problem)
+
+
+def _compared(
+    prompt: str,
+    cold: GenerationResult,
+    warm: GenerationResult,
+    cold_logits: Floats,
+    warm_logits: Floats,
+    kl: float,
+) -> PromptCheck:
+    """Return the differences between a full and a cached run, without a problem."""
     similar = compare(cold_logits, warm_logits)
     return PromptCheck(
-        prompt=cold.prompt,
-        prompt_tokens=len(ids),
+        prompt=prompt,
+        prompt_tokens=cold.prompt_tokens,
         reused_tokens=warm.cached_tokens,
         max_logit_difference=float(np.abs(cold_logits - warm_logits).max()),
-        relative_logit_l2=relative,
+        relative_logit_l2=float(
+            np.linalg.norm(cold_logits - warm_logits) / np.linalg.norm(cold_logits)
+        ),
         kl_divergence=kl,
         mean_kl=similar.mean_kl,
         agreement=similar.agreement,
-        text_equal=text_equal,
+        text_equal=cold.output_token_ids == warm.output_token_ids,
         cold_text=cold.output_text,
         warm_text=warm.output_text,
-        problem=problem,
+        problem=None,
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import threading
 from pathlib import Path
 from types import TracebackType
@@ -20,7 +19,7 @@ from kvboost_edge.models.gguf.blocks import BLOCKS, dequantize, quant_rows_of
 from kvboost_edge.models.gguf.file import GgufHeader, GgufTensor
 from kvboost_edge.models.gguf.tensor_names import hf_name, is_ahead, is_other_part
 from kvboost_edge.models.weights.file_bytes import FileBytes, check_stamped, open_stamped
-from kvboost_edge.models.weights.mxfp4 import LEAST_WEIGHT
+from kvboost_edge.models.weights.mxfp4 import LostWeights
 from kvboost_edge.models.weights.split_experts import ExpertRows, expert_rows
 from kvboost_edge.models.weights.weight_source import QuantRows, StoredRows
 
@@ -39,8 +38,6 @@ ROPE_FACTORS = "rope_freqs.weight"
 SHORT_FACTORS = "rope_factors_short.weight"
 LONG_FACTORS = "rope_factors_long.weight"
 """Tensors with divisors of RoPE frequencies for the two ranges of longrope."""
-
-_LOG = logging.getLogger(__name__)
 
 Floats = npt.NDArray[np.float32]
 _QUERY = (".self_attn.q_proj.weight", ".self_attn.q_proj.bias")
@@ -114,7 +111,7 @@ class GgufSource:
                     tensor, shape=piece.shape, start=start, stop=stop
                 )
         self._lock = threading.Lock()
-        self._lost = set[str]()
+        self._lost = LostWeights()
         self._users = 0
         self._files: list[FileBytes] = []  # open files
 
@@ -179,19 +176,9 @@ class GgufSource:
                 f"{self._path}: tensor {name!r} ({tensor.type}) has scales above 65504, the limit "
                 f"of {found.kind!r}, in rows {start} to {stop - 1}; set weights='f32' or 'bf16'"
             )
-        self._note_lost(name, block.count_lost(data.reshape(-1, block.nbytes)))
+        lost = block.count_lost(data.reshape(-1, block.nbytes))
+        self._lost.note(self._path, name, lost)
         return found
-
-    def _note_lost(self, name: str, groups: int) -> None:
-        """Log a warning, once per tensor, that some of its weights become zero."""
-        with self._lock:
-            is_new = groups > 0 and name not in self._lost
-            self._lost |= {name} if is_new else set()
-        if is_new:
-            _LOG.warning(
-                "%s: tensor %r has weights below %.1g, which become 0 (scales of 2**-25 and less)",
-                *(self._path, name, LEAST_WEIGHT),
-            )
 
     def file_of(self, name: str) -> Path:
         return self.header.path_of(self._tensor(name))

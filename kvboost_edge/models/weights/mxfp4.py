@@ -8,18 +8,24 @@ exact if the scale can be represented as a float16.
 
 from __future__ import annotations
 
+import logging
+import threading
+from pathlib import Path
+
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["LEAST_WEIGHT", "TABLE", "count_lost", "float_scales", "half_scales"]
+__all__ = ["TABLE", "LostWeights", "count_lost", "float_scales", "half_scales"]
+
+_LOG = logging.getLogger(__name__)
 
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
 
 TABLE = np.array((0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12), dtype=np.int8)
 """Weight of each code, which is twice its E2M1 value."""
-LEAST_WEIGHT = 12 * 2.0**-25
-"""Weights below this limit may become 0, because their scale is too small for a float16."""
+# Weights below this limit may become 0, because their scale is too small for a float16.
+_LEAST_WEIGHT = 12 * 2.0**-25
 _LEAST_EXPONENT = 104  # exponent of 2 ** -24, the smallest float16
 
 
@@ -52,6 +58,27 @@ def count_lost(exponents: Bytes, codes: Bytes) -> int:
     """Return the number of blocks with nonzero weights whose scale becomes 0."""
     small = exponents < _LEAST_EXPONENT
     return int(np.count_nonzero(small & _has_weights(codes))) if small.any() else 0
+
+
+class LostWeights:
+    """Log of the tensors with weights that become 0, one warning for each tensor."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._logged = set[str]()
+
+    def note(self, path: Path, name: str, num_blocks: int) -> None:
+        """Log a tensor if it lost the weights of any blocks."""
+        with self._lock:
+            is_new = num_blocks > 0 and name not in self._logged
+            self._logged |= {name} if is_new else set()
+        if is_new:
+            _LOG.warning(
+                "%s: tensor %r has weights below %.1g, which become 0 (scales of 2**-25 and less)",
+                path,
+                name,
+                _LEAST_WEIGHT,
+            )
 
 
 def _has_weights(codes: Bytes) -> npt.NDArray[np.bool_]:

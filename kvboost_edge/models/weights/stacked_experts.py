@@ -14,7 +14,6 @@ tensors.
 from __future__ import annotations
 
 import functools
-import logging
 import re
 import threading
 from pathlib import Path
@@ -30,8 +29,6 @@ from kvboost_edge.models.weights.safetensors_source import SafetensorsSource
 from kvboost_edge.models.weights.weight_source import QuantRows, StoredRows
 
 __all__ = ["ColumnExperts"]
-
-_LOG = logging.getLogger(__name__)
 
 Floats = npt.NDArray[np.float32]
 Bytes = npt.NDArray[np.uint8]
@@ -77,8 +74,7 @@ class ColumnExperts:
         self._expert = functools.lru_cache(maxsize=_KEPT)(self._read_expert)
         # Serialize reads. Otherwise every packing thread would read and hold the same expert.
         self._reading = threading.Lock()
-        self._lock = threading.Lock()
-        self._lost = set[str]()
+        self._lost = mxfp4.LostWeights()
         self._rows: dict[str, _Rows] = {}
         try:
             self._wholes = {name for name in self._files.names() if _WHOLE.fullmatch(name)}
@@ -218,19 +214,9 @@ class ColumnExperts:
                 f"has scales above 65504, the limit of 'int4t', for rows {start} to {stop - 1} of "
                 f"{name!r}; set weights='f32' or 'bf16'",
             )
-        self._note_lost(piece.whole, mxfp4.count_lost(exponents, packed))
+        lost = mxfp4.count_lost(exponents, packed)
+        self._lost.note(self._files.file_of(f"{piece.whole}_blocks"), piece.whole, lost)
         return QuantRows("int4t", codes, scales, None, mxfp4.TABLE)
-
-    def _note_lost(self, whole: str, blocks: int) -> None:
-        """Log a warning, once per tensor, that some of its weights become 0."""
-        with self._lock:
-            is_new = blocks > 0 and whole not in self._lost
-            self._lost |= {whole} if is_new else set()
-        if is_new:
-            _LOG.warning(
-                "%s: tensor %r has weights below %.1g, which become 0 (scales of 2**-25 and less)",
-                *(self._files.file_of(f"{whole}_blocks"), whole, mxfp4.LEAST_WEIGHT),
-            )
 
     def file_of(self, name: str) -> Path:
         piece = self._rows.get(name)
