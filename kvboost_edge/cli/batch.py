@@ -18,7 +18,7 @@ from kvboost_edge.errors import BackendUnavailable, KVBoostError, RequestError, 
 if TYPE_CHECKING:
     from kvboost_edge.engine.engine import CPUPagedEngine
     from kvboost_edge.server.batches.execution import LineRecords
-    from kvboost_edge.server.batches.lines import BatchLine
+    from kvboost_edge.server.batches.input_lines import BatchLine
     from kvboost_edge.server.batches.route_calls import LineAnswer
 
 __all__ = ["run_batch_file"]
@@ -45,7 +45,7 @@ def run_batch_file(file: str, output: str | None, model: str, options: dict[str,
     try:
         from kvboost_edge.server.batches.answered_lines import RecordFile
         from kvboost_edge.server.batches.execution import LineRecords
-        from kvboost_edge.server.batches.lines import by_prefix, read_lines
+        from kvboost_edge.server.batches.input_lines import by_prefix, read_lines
     except ModuleNotFoundError as error:
         raise BackendUnavailable(
             f"batch needs the package {error.name!r}; install the extra: {install_extra('server')}"
@@ -94,10 +94,10 @@ def _answer(
 ) -> None:
     from kvboost_edge.server.app import create_app, line_app
     from kvboost_edge.server.batches.execution import run_lines
-    from kvboost_edge.server.batches.lines import read_bodies
+    from kvboost_edge.server.batches.input_lines import read_bodies
     from kvboost_edge.server.batches.route_calls import LineCaller
     from kvboost_edge.server.settings import ServerSettings
-    from kvboost_edge.server.work.prepare import learn_template
+    from kvboost_edge.server.work.engine_warmup import learn_template
 
     learn_template(engine.tokenizer)
     state = create_app(engine, ServerSettings(request_history=0)).state.kv

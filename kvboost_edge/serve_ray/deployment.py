@@ -17,7 +17,7 @@ from kvboost_edge.serve_ray.replica import EngineReplica, EngineStuck, ReplicaOp
 from kvboost_edge.serve_ray.targets import TargetRouter
 from kvboost_edge.server.logs import configure_logging, log_facts
 from kvboost_edge.server.settings import ServerSettings
-from kvboost_edge.server.work.prepare import prepare
+from kvboost_edge.server.work.engine_warmup import prepare
 
 __all__ = ["NAME", "RayReplica", "replica_deployment"]
 

@@ -21,7 +21,7 @@ from kvboost_edge.server.default_mode import check_default_mode, log_default_mod
 from kvboost_edge.server.logs import configure_logging, log_facts
 from kvboost_edge.server.serve_options import NamedModel, ServeOptions, help_text
 from kvboost_edge.server.settings import tenant_of_key
-from kvboost_edge.server.work.prepare import learn_template, prepare
+from kvboost_edge.server.work.engine_warmup import learn_template, prepare
 
 if TYPE_CHECKING:
     from kvboost_edge.engine.engine import CPUPagedEngine

@@ -49,7 +49,7 @@ from kvboost_edge.server.settings import ServerSettings
 from kvboost_edge.server.state import Shared
 from kvboost_edge.server.traces import open_traces
 from kvboost_edge.server.work.admission import Bodies
-from kvboost_edge.server.work.remembered import ResponseStore
+from kvboost_edge.server.work.stored_responses import ResponseStore
 from kvboost_edge.tiers.disk.session_records import SessionStore
 
 if TYPE_CHECKING:

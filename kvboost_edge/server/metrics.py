@@ -25,8 +25,8 @@ from kvboost_edge.config import GenerationMode
 from kvboost_edge.errors import KVBoostError
 from kvboost_edge.server.api_errors import ApiError
 from kvboost_edge.server.engines import replicas_of
+from kvboost_edge.server.recent_throughput import Speeds
 from kvboost_edge.server.response_types import Throughput
-from kvboost_edge.server.speeds import Speeds
 
 if TYPE_CHECKING:
     from kvboost_edge.engine.request.results import GenerationResult

@@ -13,7 +13,7 @@ from kvboost_edge.config import GenerationMode
 from kvboost_edge.server.api_errors import ShuttingDown, stopped
 from kvboost_edge.server.default_mode import default_mode
 from kvboost_edge.server.work.admission import Admission, AdmissionQueue
-from kvboost_edge.server.work.remembered import ResponseStore
+from kvboost_edge.server.work.stored_responses import ResponseStore
 
 if TYPE_CHECKING:
     from starlette.requests import Request

@@ -5,10 +5,10 @@ from __future__ import annotations
 from faults.fault import fault
 
 _BACKGROUND = "tests/engine/schedule/test_background.py"
-_LINES = "tests/server/batches/test_lines.py"
+_LINES = "tests/server/batches/test_input_lines.py"
 _RECORDS = "tests/server/batches/test_answered_lines.py"
 _SERVICE = "tests/server/batches/test_service.py"
-_SPACE = "tests/server/batches/test_space.py"
+_SPACE = "tests/server/batches/test_tenant_space.py"
 
 FAULTS = (
     fault(
@@ -41,7 +41,7 @@ FAULTS = (
     ),
     fault(
         "lines run in the order of the file",
-        "server/batches/lines.py",
+        "server/batches/input_lines.py",
         "return sorted(lines, key=lambda line: (line.url, line.prefix, line.number))",
         "return lines",
         f"{_LINES}::test_lines_with_a_common_prefix_are_next_to_each_other",
@@ -76,21 +76,21 @@ FAULTS = (
     ),
     fault(
         "answers may fill the disk",
-        "server/batches/space.py",
+        "server/batches/tenant_space.py",
         "return self.num_bytes <= self._settings.max_file_bytes",
         "return True",
         f"{_SERVICE}::test_answers_stop_at_the_limit_of_bytes",
     ),
     fault(
         "any number of batches may wait",
-        "server/batches/space.py",
+        "server/batches/tenant_space.py",
         "if running >= self._settings.max_batches:",
         "if False:",
         f"{_SPACE}::test_limit_of_batches",
     ),
     fault(
         "any number of files may be stored",
-        "server/batches/space.py",
+        "server/batches/tenant_space.py",
         "if count >= self._settings.max_files:",
         "if False:",
         f"{_SPACE}::test_limits_of_files",

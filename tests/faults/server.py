@@ -5,7 +5,7 @@ from __future__ import annotations
 from faults.fault import Fault, fault
 
 _ADMISSION = "tests/server/work/test_admission.py"
-_SHARES = "tests/server/work/test_shares.py"
+_SHARES = "tests/server/work/test_tenant_shares.py"
 _KEYS = "tests/server/http/test_keys.py"
 _HOSTS = "tests/server/http/test_hosts.py"
 _PROTOCOL = "tests/server/http/test_protocol.py"
@@ -21,27 +21,27 @@ _EMBEDDINGS = "tests/server/api/test_embeddings.py"
 _NORMALISE = "tests/server/cache_report/test_normalization.py"
 _LEAVING = "tests/server/models/test_leaving.py"
 _METRICS = "tests/server/test_metrics.py"
-_SPEEDS = "tests/server/test_speeds.py"
+_SPEEDS = "tests/server/test_recent_throughput.py"
 
 _ENTERING = (
     # Admission and the queue.
     fault(
         "the last place of the queue stays empty",
-        "server/work/shares.py",
+        "server/work/tenant_shares.py",
         "self._growth(tenant, amount) <= self.limit",
         "self._growth(tenant, amount) < self.limit",
         f"{_SHARES}::test_with_one_tenant_the_bound_is_the_whole",
     ),
     fault(
         "keys have equal shares whatever their weights",
-        "server/work/shares.py",
+        "server/work/tenant_shares.py",
         "least + int(rest * weight / whole)",
         "least + int(rest / len(weights))",
         f"{_SHARES}::test_half_is_kept_by_weight_and_half_is_everybodys",
     ),
     fault(
         "a key below its share takes the room of others",
-        "server/work/shares.py",
+        "server/work/tenant_shares.py",
         "return max(kept, used + amount) - max(kept, used)",
         "return amount",
         f"{_SHARES}::test_the_rule_holds_in_any_order_of_requests",
@@ -337,7 +337,7 @@ _APART = (
     ),
     fault(
         "a remembered response is shown to whoever knows its id",
-        "server/work/remembered.py",
+        "server/work/stored_responses.py",
         "        return self.kept.peek(tenant, name)\n",
         "        return next(filter(None, (self.kept.peek(t, name) for t in list(self.kept._roots))), None)\n",
         f"{_TENANTS}::test_requests_and_responses_of_another_key_are_as_if_they_never_were",
@@ -526,14 +526,14 @@ _FIGURES = (
     ),
     fault(
         "cached tokens count as computed",
-        "server/speeds.py",
+        "server/recent_throughput.py",
         "sums.prompt_tokens += result.computed_prompt_tokens",
         "sums.prompt_tokens += result.prompt_tokens",
         f"{_SPEEDS}::test_recent_speeds_and_totals_leave_cached_tokens_out",
     ),
     fault(
         "the last minute has 61 seconds",
-        "server/speeds.py",
+        "server/recent_throughput.py",
         "self._recent[0].second <= second - _WINDOW_SECONDS",
         "self._recent[0].second < second - _WINDOW_SECONDS",
         f"{_SPEEDS}::test_what_ended_a_minute_ago_counts_in_the_totals_only",

@@ -188,17 +188,17 @@ _OPENAI = (
     ),
     fault(
         "a conversation is continued from its last turn alone",
-        "server/work/remembered.py",
+        "server/work/stored_responses.py",
         "            at = turn.previous\n",
         "            at = None\n",
-        "tests/server/work/test_remembered.py::test_a_conversation_is_its_turns_in_order",
+        "tests/server/work/test_stored_responses.py::test_a_conversation_is_its_turns_in_order",
     ),
     fault(
         "of remembered turns those used last go first",
-        "server/work/remembered.py",
+        "server/work/stored_responses.py",
         "self.kept.find(tenant, at)",
         "self.kept.peek(tenant, at)",
-        "tests/server/work/test_remembered.py::test_bytes_are_bounded_and_the_least_used_go_first",
+        "tests/server/work/test_stored_responses.py::test_bytes_are_bounded_and_the_least_used_go_first",
     ),
     # Embeddings and reranking.
     fault(

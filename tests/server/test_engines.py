@@ -50,7 +50,7 @@ def test_the_server_uses_nothing_of_the_engine_that_the_protocol_lacks():
         if path.name
         not in (
             "__main__.py",
-            "prepare.py",
+            "engine_warmup.py",
             "engines.py",
         )  # the first two have an engine of their own
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))

@@ -18,7 +18,7 @@ from kvboost_edge.server.__main__ import main
 from kvboost_edge.server.flags import parse_flags
 from kvboost_edge.server.serve_options import DEMO_MODEL, NamedModel, command_options
 from kvboost_edge.server.settings import ServerSettings, tenant_of_key
-from kvboost_edge.server.work.prepare import prepare
+from kvboost_edge.server.work.engine_warmup import prepare
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.usefixtures("kept_logging")

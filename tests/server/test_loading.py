@@ -13,7 +13,7 @@ from kvboost_edge.errors import ConfigError, RequestError
 from kvboost_edge.server import __main__ as command
 from kvboost_edge.server.flags import parse_flags
 from kvboost_edge.server.models.loader import ProcessMemory
-from kvboost_edge.server.work.prepare import prepare
+from kvboost_edge.server.work.engine_warmup import prepare
 
 
 def test_packing_is_a_line_now_and_then(monkeypatch, caplog):

@@ -479,7 +479,7 @@ def test_as_much_as_is_remembered_is_read_beside_others(large):
     """What was sent with one response, as large as a body may be, is listed page by page; and a
     whole memory of them is continued.
     """
-    from kvboost_edge.server.work.remembered import StoredResponse
+    from kvboost_edge.server.work.stored_responses import StoredResponse
 
     sent = json.dumps(
         [

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress
 from rich.table import Table
 
-from kvboost_edge.cli.cache.kept import (
+from kvboost_edge.cli.cache.cached_files import (
     BLOCKS,
     TOKENIZER,
     WEIGHTS,

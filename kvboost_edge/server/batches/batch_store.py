@@ -14,7 +14,7 @@ if sys.platform != "win32":
     import fcntl
 
 from kvboost_edge.errors import ConfigError
-from kvboost_edge.server.batches.space import TenantSpace
+from kvboost_edge.server.batches.tenant_space import TenantSpace
 from kvboost_edge.server.settings import ServerSettings, tenant_of_key
 
 __all__ = ["BatchStore"]

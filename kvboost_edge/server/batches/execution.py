@@ -10,7 +10,7 @@ from typing import Any
 
 from kvboost_edge.errors import KVBoostError
 from kvboost_edge.server.batches.answered_lines import RecordFile
-from kvboost_edge.server.batches.lines import BatchLine
+from kvboost_edge.server.batches.input_lines import BatchLine
 from kvboost_edge.server.batches.route_calls import LineAnswer
 from kvboost_edge.server.work.streams import dumps
 

@@ -44,8 +44,8 @@ from uvicorn.server import ServerState as UvicornState
 
 from kvboost_edge.server.api_errors import ApiError, error_body
 from kvboost_edge.server.error_shapes import id_headers
-from kvboost_edge.server.http.closing import QUIET_SECONDS, LingeringTransport
 from kvboost_edge.server.http.headers import SECURITY_HEADERS
+from kvboost_edge.server.http.lingering_close import QUIET_SECONDS, LingeringTransport
 from kvboost_edge.server.http.middleware import account, new_request_id
 from kvboost_edge.server.models.server import ServerState
 from kvboost_edge.server.settings import ServerSettings

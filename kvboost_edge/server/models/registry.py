@@ -18,7 +18,7 @@ from kvboost_edge.server.api_errors import ApiError, ClientGone, QueueFull, Shut
 from kvboost_edge.server.models.loader import Loader, ProcessMemory
 from kvboost_edge.server.models.served import ServedModel
 from kvboost_edge.server.state import ModelState, Shared, keep_state
-from kvboost_edge.server.work.shares import Shares
+from kvboost_edge.server.work.tenant_shares import Shares
 
 if TYPE_CHECKING:
     from starlette.requests import Request

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from starlette.types import Scope
 
     from kvboost_edge.server.batches.service import BatchService
-    from kvboost_edge.server.batches.space import TenantSpace
+    from kvboost_edge.server.batches.tenant_space import TenantSpace
     from kvboost_edge.server.models.changes import ModelChanges
     from kvboost_edge.server.settings import ServerSettings
 

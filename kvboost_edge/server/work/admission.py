@@ -27,7 +27,7 @@ from kvboost_edge.server.api_errors import (
 from kvboost_edge.server.engines import replicas_of
 from kvboost_edge.server.traces import TRACE_FACT
 from kvboost_edge.server.work.grouping import PrefixGroups
-from kvboost_edge.server.work.shares import Shares
+from kvboost_edge.server.work.tenant_shares import Shares
 
 if TYPE_CHECKING:
     from kvboost_edge.engine.request.results import GenerationResult
@@ -51,7 +51,7 @@ class Observer(Protocol):
 
 
 class AdmissionQueue:
-    """Count of the sequences and tokens in flight, by tenant (see shares.py).
+    """Count of the sequences and tokens in flight, by tenant (see tenant_shares.py).
 
     Only the event loop's thread uses it.
     """

@@ -18,7 +18,7 @@ from helpers.models.tiny_models import build_tiny_model, save_tiny_model
 from helpers.raising import assert_raises
 from kvboost_edge import CPUPagedEngine
 from kvboost_edge.errors import KVBoostError, RequestError
-from kvboost_edge.server.work.prepare import prepare
+from kvboost_edge.server.work.engine_warmup import prepare
 
 RNG = np.random.default_rng(3)
 STEM = RNG.integers(0, 250, 40).tolist()

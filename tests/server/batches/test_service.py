@@ -10,7 +10,7 @@ from pydantic import TypeAdapter
 from helpers.server.batch_files import COMPLETIONS, batch_app, jsonl, line
 from helpers.server.live_servers import HeldForward
 from kvboost_edge.server.batches.route_calls import LineCaller
-from kvboost_edge.server.batches.space import TenantSpace
+from kvboost_edge.server.batches.tenant_space import TenantSpace
 from kvboost_edge.server.response_types import (
     BatchAnswer,
     BatchList,

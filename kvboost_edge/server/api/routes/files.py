@@ -12,7 +12,7 @@ from kvboost_edge.server.api.listing import page_of
 from kvboost_edge.server.api.schemas.strict import bad_field
 from kvboost_edge.server.api_errors import ApiError
 from kvboost_edge.server.batches.multipart import FormReader
-from kvboost_edge.server.batches.space import Upload
+from kvboost_edge.server.batches.tenant_space import Upload
 from kvboost_edge.server.models.server import batches_of, space_of
 from kvboost_edge.server.response_types import ERRORS, FileAnswer, FileDeleted, FileList
 from kvboost_edge.server.work.bridge import off_loop

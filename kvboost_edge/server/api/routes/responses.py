@@ -26,7 +26,7 @@ from kvboost_edge.server.models.server import server_of
 from kvboost_edge.server.response_types import ERRORS
 from kvboost_edge.server.state import ModelState
 from kvboost_edge.server.work.bridge import off_loop
-from kvboost_edge.server.work.remembered import StoredResponse
+from kvboost_edge.server.work.stored_responses import StoredResponse
 from kvboost_edge.server.work.streams import dumps_long, json_response
 
 __all__ = ["router"]

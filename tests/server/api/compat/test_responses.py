@@ -7,7 +7,7 @@ from pathlib import Path
 
 from helpers.server.compat_apis import APIS
 from helpers.server.scripted_model import ASK, CALL, FORMATS, TOOLS
-from kvboost_edge.server.work.remembered import StoredResponse
+from kvboost_edge.server.work.stored_responses import StoredResponse
 
 API = APIS["/v1/responses"]
 PATH = API.path

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from kvboost_edge.server.work.shares import Shares
+from kvboost_edge.server.work.tenant_shares import Shares
 
 
 def fill(shares, tenant):

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from helpers.server.batch_files import jsonl, line
-from kvboost_edge.server.batches.lines import by_prefix, read_bodies, read_lines
+from kvboost_edge.server.batches.input_lines import by_prefix, read_bodies, read_lines
 
 LIMITS = (100, 10_000)
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvboost_edge.server.work.remembered import ResponseStore, StoredResponse
+from kvboost_edge.server.work.stored_responses import ResponseStore, StoredResponse
 
 
 def turn(size=1000, previous=None):

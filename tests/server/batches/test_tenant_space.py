@@ -9,7 +9,7 @@ from kvboost_edge.errors import ConfigError
 from kvboost_edge.server.api_errors import ApiError
 from kvboost_edge.server.batches.api_objects import StoredFile
 from kvboost_edge.server.batches.batch_store import BatchStore
-from kvboost_edge.server.batches.space import TenantSpace
+from kvboost_edge.server.batches.tenant_space import TenantSpace
 from kvboost_edge.server.settings import ServerSettings
 
 HOUR = 3600
@@ -160,7 +160,7 @@ def test_expiry(opened, clock, tmp_path):
 
 
 def test_finished_batches_are_bounded(opened, monkeypatch):
-    monkeypatch.setattr("kvboost_edge.server.batches.space._MAX_FINISHED", 2)
+    monkeypatch.setattr("kvboost_edge.server.batches.tenant_space._MAX_FINISHED", 2)
     space = opened()
     file = put(space)
     made = []

@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvboost_edge.server import speeds as speeds_module
-from kvboost_edge.server.speeds import Speeds
+from kvboost_edge.server import recent_throughput as speeds_module
+from kvboost_edge.server.recent_throughput import Speeds
 
 
 @pytest.fixture

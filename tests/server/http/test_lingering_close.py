@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from helpers.server.live_servers import KEYS, raw_answer, serving, wait_until
-from kvboost_edge.server.http import closing
+from kvboost_edge.server.http import lingering_close
 
 LARGE = 50_000_000
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -117,7 +117,7 @@ def test_who_expects_100_is_told_before_it_sends(server):
 
 
 def test_who_falls_silent_is_cut_off(server, monkeypatch):
-    monkeypatch.setattr(closing, "QUIET_SECONDS", 0.2)
+    monkeypatch.setattr(lingering_close, "QUIET_SECONDS", 0.2)
     with server.connect() as sock:
         sock.sendall(HEAD + KEY + b"Content-Length: 50000000\r\n\r\n" + b"x" * 100_000)
         assert raw_answer(sock).startswith(b"HTTP/1.1 413")
@@ -127,7 +127,7 @@ def test_who_falls_silent_is_cut_off(server, monkeypatch):
 
 
 def test_who_sends_more_than_is_dropped_is_cut_off(server, monkeypatch):
-    monkeypatch.setattr(closing, "_MOST_BYTES", 1_000_000)
+    monkeypatch.setattr(lingering_close, "_MOST_BYTES", 1_000_000)
     with server.connect() as sock:
         sock.sendall(HEAD + KEY + b"Content-Length: 5000000000\r\n\r\n")
         with pytest.raises((BrokenPipeError, ConnectionResetError)):
