@@ -30,7 +30,7 @@ from kvboost_edge.kernels.program import table as lt
 from kvboost_edge.kernels.program.entries import kernel_table
 from kvboost_edge.kernels.program.interpreter import run_program
 from kvboost_edge.kernels.team import KernelTeam
-from kvboost_edge.runners.native.states import pass_states
+from kvboost_edge.runners.native.recurrent_layers import pass_states
 
 LANES = 16
 STATE_BYTES = 2 << 20

@@ -34,7 +34,7 @@ from kvboost_edge.backends.base import (
 from kvboost_edge.backends.batch_layout import check_layout, refuse_deltas
 from kvboost_edge.backends.cuda_check import failed_check, kernel_dtypes
 from kvboost_edge.backends.torch.padded_groups import TorchBatch
-from kvboost_edge.backends.torch.plain import PlainBlocks
+from kvboost_edge.backends.torch.unquantized_blocks import PlainBlocks
 from kvboost_edge.backends.torch_backend import TorchBackend
 from kvboost_edge.errors import BackendUnavailable
 from kvboost_edge.kvcache.block_table import CopyOp

@@ -28,8 +28,8 @@ from kvboost_edge.backends.state_pool import StatePool
 from kvboost_edge.backends.torch import apple
 from kvboost_edge.backends.torch.masked_attention import attend, query_slices, visible_slots
 from kvboost_edge.backends.torch.padded_groups import SameLength, TorchBatch
-from kvboost_edge.backends.torch.plain import DTYPES, PlainBlocks
 from kvboost_edge.backends.torch.quantized_blocks import BITS, TorchQuantBlocks
+from kvboost_edge.backends.torch.unquantized_blocks import DTYPES, PlainBlocks
 from kvboost_edge.errors import BackendUnavailable, CapacityError, ConfigError
 from kvboost_edge.kvcache.block_table import CopyOp
 

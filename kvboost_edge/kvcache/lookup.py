@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from kvboost_edge.errors import CacheCorruption
-from kvboost_edge.kvcache.dropped import Dropped
+from kvboost_edge.kvcache.evicted_hashes import Dropped
 from kvboost_edge.kvcache.hashing import TOKEN_BYTES, HashFn
 from kvboost_edge.kvcache.prefix_index import PrefixIndex, PrefixMatch, rest_hashes
 

@@ -38,7 +38,7 @@ from kvboost_edge.models.onnx.folder import OnnxFolder, find_onnx
 from kvboost_edge.models.onnx.folder_config import outer_config
 from kvboost_edge.models.onnx.graph_check import check_onnx, onnx_types
 from kvboost_edge.models.onnx.native import OnnxDecoder, native_decoder
-from kvboost_edge.models.onnx.past import PastLayout, past_layout
+from kvboost_edge.models.onnx.past_kv import PastLayout, past_layout
 from kvboost_edge.models.packed.pack_plan import (
     STORED,
     PackEntry,
@@ -49,8 +49,8 @@ from kvboost_edge.models.packed.pack_plan import (
 )
 from kvboost_edge.models.weights.awq_gptq import PackedQuantSource
 from kvboost_edge.models.weights.dense_folders import Matrices, read_dense
-from kvboost_edge.models.weights.head import with_found_head
-from kvboost_edge.models.weights.ordered import in_kernel_order
+from kvboost_edge.models.weights.output_head import with_found_head
+from kvboost_edge.models.weights.reordered import in_kernel_order
 from kvboost_edge.models.weights.safetensors_check import check_weights
 from kvboost_edge.models.weights.safetensors_source import SafetensorsSource
 from kvboost_edge.models.weights.stacked_experts import ColumnExperts

@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from kvboost_edge.kvcache.hashing import BlockAddress
 from kvboost_edge.tiers.base import OffloadStore, Tier, TierStats
-from kvboost_edge.tiers.holdings import Held, Holdings
+from kvboost_edge.tiers.tier_events import Held, Holdings
 
 __all__ = ["IOChunk", "IOThread"]
 

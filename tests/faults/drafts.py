@@ -5,7 +5,7 @@ from __future__ import annotations
 from faults.fault import faults
 
 _ACCEPTED = "engine/spec_decode/acceptance.py"
-_STATES = "runners/native/states.py"
+_STATES = "runners/native/recurrent_layers.py"
 _BATCH = "engine/schedule/step_batch.py"
 _CONV = "kernels/program/states/conv.py"
 _SCAN = "kernels/program/states/scan.py"

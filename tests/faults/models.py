@@ -145,21 +145,21 @@ FAULTS = (
     ),
     fault(
         "taps stand from the newest on",
-        "models/weights/ordered.py",
+        "models/weights/reordered.py",
         "(values.T).reshape",
         "(values.T[::-1]).reshape",
         f"{_PACKED}[lfm2]",
     ),
     fault(
         "states grow",
-        "models/weights/ordered.py",
+        "models/weights/reordered.py",
         "(-np.exp(values",
         "(np.exp(values",
         f"{_PACKED}[qwen3_5_text]",
     ),
     fault(
         "gates stand before queries",
-        "models/weights/ordered.py",
+        "models/weights/reordered.py",
         "dim * (_GATE in name)",
         "dim * (_GATE not in name)",
         f"{_PACKED}[qwen3_5_text]",
@@ -229,7 +229,7 @@ FAULTS = (
     ),
     fault(
         "states of Granite 4 grow",
-        "models/weights/ordered.py",
+        "models/weights/reordered.py",
         "(-np.exp(values",
         "(np.exp(values",
         f"{_PACKED}[granitemoehybrid-h]",
@@ -250,7 +250,7 @@ FAULTS = (
     ),
     fault(
         "gate and up of the shared MLP change places",
-        "models/weights/ordered.py",
+        "models/weights/reordered.py",
         "dict.fromkeys(family.mlp[:-1], spec.intermediate_size)",
         "dict.fromkeys(family.mlp[1::-1], spec.intermediate_size)",
         f"{_PACKED}[granitemoehybrid-h]",

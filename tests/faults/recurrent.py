@@ -505,7 +505,7 @@ FAULTS = faults(
     ),
     (
         "state space: pieces of a matrix in another order",
-        "models/weights/ordered.py",
+        "models/weights/reordered.py",
         "return {z: mixer.value_heads * mixer.value_dim, xbc: mixer.channels, dt: "
         "mixer.value_heads}",
         "return {xbc: mixer.channels, z: mixer.value_heads * mixer.value_dim, dt: "

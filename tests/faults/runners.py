@@ -36,21 +36,21 @@ FAULTS = (
     ),
     fault(
         "the factors of the router's inputs are dropped",
-        "runners/native/mixture.py",
+        "runners/native/moe_layers.py",
         'out.norm(f"{layer}router_in", f"{layer}router")',
         'out.norm(f"{layer}experts_in", f"{layer}router")',
         *GEMMA4_EXPERTS,
     ),
     fault(
         "the router's root of the width is dropped",
-        "runners/native/mixture.py",
+        "runners/native/moe_layers.py",
         "factor=size**-0.5",
         "factor=1.0",
         *GEMMA4_EXPERTS,
     ),
     fault(
         "experts read what the MLP beside them reads",
-        "runners/native/mixture.py",
+        "runners/native/moe_layers.py",
         'f"{layer}experts_in", f"{layer}router"',
         'f"{layer}mlp_in", f"{layer}router"',
         *GEMMA4_EXPERTS,
@@ -68,7 +68,7 @@ FAULTS = (
     ),
     fault(
         "what a mixer leaves waits where queries go",
-        "runners/native/states.py",
+        "runners/native/recurrent_layers.py",
         "lt.B_MIXED if builder.sizes.mixed else lt.B_QUERY",
         "lt.B_QUERY",
         "tests/runners/native/test_hybrids.py::test_a_hybrid_equals_transformers[falcon_h1]",

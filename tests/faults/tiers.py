@@ -259,17 +259,17 @@ _SERVER = (
 _TOLD = (
     fault(
         "what nobody knows is told as held",
-        "tiers/holdings.py",
+        "tiers/tier_events.py",
         "if one not in reported and holds(one) is True)",
         "if one not in reported and holds(one) is not False)",
-        "tests/tiers/test_holdings.py::test_what_a_tier_would_have_to_ask_for_is_not_told",
+        "tests/tiers/test_tier_events.py::test_what_a_tier_would_have_to_ask_for_is_not_told",
     ),
     fault(
         "a block that left a tier is told as there",
-        "tiers/holdings.py",
+        "tiers/tier_events.py",
         "            for one in checked:\n                del reported[one]\n",
         "",
-        "tests/tiers/test_holdings.py::test_what_was_told_adds_up_to_what_is_there",
+        "tests/tiers/test_tier_events.py::test_what_was_told_adds_up_to_what_is_there",
     ),
 )
 

@@ -22,8 +22,8 @@ from kvboost_edge.kvcache.block_table import BlockTable
 from kvboost_edge.kvcache.hashing import BlockAddress, root_hash
 from kvboost_edge.kvcache.manager import KVCacheManager
 from kvboost_edge.tiers.base import ClosedTier, OffloadStore, Tier, TierStats
-from kvboost_edge.tiers.holdings import Held
 from kvboost_edge.tiers.io_thread import IOChunk, IOThread
+from kvboost_edge.tiers.tier_events import Held
 
 __all__ = [
     "Tiering",

@@ -64,8 +64,8 @@ class MixerNames(NamedTuple):
         norm: weights of the norm; "" for no norm.
         conv_bias: bias of the convolution; "" for no bias.
         skip: factor per head for the input that is added to the output (D).
-        whole: stored matrix that contains inputs and gates, see weights/ordered.py; "" if they are
-            stored separately.
+        whole: stored matrix that contains inputs and gates, see weights/reordered.py; "" if they
+            are stored separately.
     """
 
     inputs: tuple[str, ...]

@@ -19,7 +19,7 @@ from kvboost_edge.models.config.spec import Describe
 from kvboost_edge.models.gguf.blocks import BLOCKS
 from kvboost_edge.models.gguf.file import GgufHeader, GgufTensor
 from kvboost_edge.models.gguf.source import GgufSource
-from kvboost_edge.models.weights.finite import first_non_finite
+from kvboost_edge.models.weights.finite_check import first_non_finite
 from kvboost_edge.models.weights.shapes import check_shapes
 from kvboost_edge.models.weights.weight_source import WeightSummary
 

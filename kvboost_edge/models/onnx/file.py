@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.host.file_memo import FileStamp
-from kvboost_edge.models.onnx.wire import Message
+from kvboost_edge.models.onnx.protobuf import Message
 
 __all__ = [
     "DTYPE_BITS",

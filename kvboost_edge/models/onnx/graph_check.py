@@ -13,7 +13,7 @@ from kvboost_edge.host.processor import default_num_threads
 from kvboost_edge.models.onnx.file import OnnxModel, OnnxTensor
 from kvboost_edge.models.onnx.native import OnnxDecoder
 from kvboost_edge.models.onnx.tensors import FLOATS, OnnxMatrix
-from kvboost_edge.models.weights.finite import first_non_finite
+from kvboost_edge.models.weights.finite_check import first_non_finite
 from kvboost_edge.models.weights.shapes import check_shapes
 from kvboost_edge.models.weights.weight_source import WeightSummary
 

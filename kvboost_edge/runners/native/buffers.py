@@ -16,7 +16,7 @@ from kvboost_edge.kernels.program import table as lt
 from kvboost_edge.kernels.program.table import BufferRows
 from kvboost_edge.kernels.reference.rope import turn_keys
 from kvboost_edge.models.config.spec import ModelSpec
-from kvboost_edge.runners.native.sizes import MixtureSizes, Sizes
+from kvboost_edge.runners.native.buffer_sizes import MixtureSizes, Sizes
 
 __all__ = ["ProgramBuffers", "largest_bytes"]
 

@@ -18,7 +18,7 @@ from kvboost_edge.kernels.vectors import LANES
 from kvboost_edge.models.config.spec import ModelSpec
 from kvboost_edge.models.packed.pack_plan import PackEntry, run_name
 from kvboost_edge.models.packed.weight_file import PackedWeights
-from kvboost_edge.runners.native.sizes import Sizes, padded
+from kvboost_edge.runners.native.buffer_sizes import Sizes, padded
 
 __all__ = ["ACTIVATIONS", "MAX_TILES", "Emitter"]
 

@@ -16,10 +16,10 @@ from kvboost_edge.kernels.program.table import BufferRows
 from kvboost_edge.models.config.spec import ModelSpec
 from kvboost_edge.models.packed.pack_plan import PackEntry
 from kvboost_edge.models.packed.weight_file import PackedWeights
+from kvboost_edge.runners.native.buffer_sizes import padded
 from kvboost_edge.runners.native.emitter import ACTIVATIONS, Emitter
-from kvboost_edge.runners.native.mixture import emit_mixture, emit_mixture_beside
-from kvboost_edge.runners.native.sizes import padded
-from kvboost_edge.runners.native.states import StateOperations
+from kvboost_edge.runners.native.moe_layers import emit_mixture, emit_mixture_beside
+from kvboost_edge.runners.native.recurrent_layers import StateOperations
 
 __all__ = ["LayerProgram", "attention_params", "build_program", "possible_operations"]
 

@@ -39,7 +39,7 @@ from kvboost_edge.models.packed.pack_plan import (
 from kvboost_edge.models.packed.stream import packing_entries
 from kvboost_edge.models.packed.weight_file import PACKED_VERSION, PackedWeights, load_packed
 from kvboost_edge.models.weights.row_table import RowTable
-from kvboost_edge.runners.attended import asked_layer, attended_masses
+from kvboost_edge.runners.attended_keys import asked_layer, attended_masses
 from kvboost_edge.runners.base import (
     ForwardBatch,
     LoadOptions,
@@ -51,6 +51,7 @@ from kvboost_edge.runners.native.buffers import ProgramBuffers
 from kvboost_edge.runners.native.layerwise import attend_layer
 from kvboost_edge.runners.native.pass_texts import PassTexts
 from kvboost_edge.runners.native.program import attention_params, build_program, possible_operations
+from kvboost_edge.runners.native.recurrent_layers import accepted_rows, pass_states
 from kvboost_edge.runners.native.select_native import (
     LATE_NORM,
     RECURRENT,
@@ -59,7 +60,6 @@ from kvboost_edge.runners.native.select_native import (
     log_notices,
     native_kv_spec,
 )
-from kvboost_edge.runners.native.states import accepted_rows, pass_states
 from kvboost_edge.runners.native.whole_pass import PassMemory, WholePass
 from kvboost_edge.segments import has_delta, turned_positions
 

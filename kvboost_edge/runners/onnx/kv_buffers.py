@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvboost_edge.models.onnx.past import LayerPast, PastLayout
+from kvboost_edge.models.onnx.past_kv import LayerPast, PastLayout
 
 __all__ = ["Buffer", "PastBuffers"]
 

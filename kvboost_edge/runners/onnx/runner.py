@@ -18,7 +18,7 @@ from kvboost_edge.errors import BackendUnavailable, ConfigError, ModelFormatErro
 from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.config.architectures import pinned_context
 from kvboost_edge.models.config.json_readers import context_length
-from kvboost_edge.models.onnx.past import PastLayout
+from kvboost_edge.models.onnx.past_kv import PastLayout
 from kvboost_edge.runners.base import ForwardBatch, LoadOptions, RunnerInfo
 from kvboost_edge.runners.onnx.kv_buffers import Buffer, PastBuffers
 from kvboost_edge.runners.onnx.select_onnx import MOVED_KEYS_REFUSAL, onnx_kv_spec

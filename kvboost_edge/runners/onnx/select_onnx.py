@@ -11,7 +11,7 @@ from kvboost_edge.config import EngineConfig
 from kvboost_edge.errors import ConfigError, install_extra
 from kvboost_edge.models.config.architectures import states_refusal
 from kvboost_edge.models.config.spec import may_keep_states
-from kvboost_edge.models.onnx.past import PastLayout
+from kvboost_edge.models.onnx.past_kv import PastLayout
 from kvboost_edge.runners.base import KEEPS_STATES, ModelTraits
 
 __all__ = [

@@ -31,7 +31,7 @@ from kvboost_edge.models.config.architectures import (
 )
 from kvboost_edge.models.config.json_readers import context_length
 from kvboost_edge.models.config.spec import may_keep_states
-from kvboost_edge.runners.attended import asked_layer, attended_masses
+from kvboost_edge.runners.attended_keys import asked_layer, attended_masses
 from kvboost_edge.runners.base import (
     KEEPS_STATES,
     ForwardBatch,
@@ -48,8 +48,8 @@ from kvboost_edge.runners.torch.attention_hook import (
     Seen,
 )
 from kvboost_edge.runners.torch.eager_check import check_against_eager
+from kvboost_edge.runners.torch.rope_detection import NUM_PROBED, RopeFrequencies, find_turning
 from kvboost_edge.runners.torch.select_torch import BOTH_WAYS, compute_dtype
-from kvboost_edge.runners.torch.turning import NUM_PROBED, RopeFrequencies, find_turning
 
 __all__ = ["TorchRunner", "load"]
 

@@ -18,7 +18,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from kvboost_edge.kvcache.dropped import Dropped
+from kvboost_edge.kvcache.evicted_hashes import Dropped
 from kvboost_edge.tiers.disk.sidecar import SegmentRecord, padded
 
 __all__ = ["Index", "IndexEntry", "Use"]

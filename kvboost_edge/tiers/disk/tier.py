@@ -21,7 +21,7 @@ from kvboost_edge.errors import ConfigError
 from kvboost_edge.kvcache.hashing import BlockAddress
 from kvboost_edge.tiers.base import TierStats
 from kvboost_edge.tiers.disk.directory import open_directory
-from kvboost_edge.tiers.disk.sealing import Sealer
+from kvboost_edge.tiers.disk.segment_sealing import Sealer
 from kvboost_edge.tiers.disk.store import Store
 from kvboost_edge.tiers.disk.system_calls import Files
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from kvboost_edge.errors import ConfigError
-from kvboost_edge.kvcache.dropped import Dropped
+from kvboost_edge.kvcache.evicted_hashes import Dropped
 from kvboost_edge.kvcache.hashing import BlockAddress
 from kvboost_edge.tiers.base import TierStats
 from kvboost_edge.tiers.redis.address import parse_url

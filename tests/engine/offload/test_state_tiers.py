@@ -10,7 +10,7 @@ from engine.schedule.test_state_schedules import bench_of, computed_by
 from helpers.engine.fake_runner import ROOT
 from helpers.engine.hand_io_thread import DictTier
 from kvboost_edge.tiers import io_thread as io_thread_module
-from kvboost_edge.tiers.disk.sealing import InlineSealer
+from kvboost_edge.tiers.disk.segment_sealing import InlineSealer
 from kvboost_edge.tiers.disk.tier import DiskTier
 
 PROMPT = list(range(100))  # six full blocks and four tokens

@@ -15,7 +15,7 @@ from kvboost_edge.backends.base import BatchLayout, LayerStateSpec, PassStates
 from kvboost_edge.backends.batch_layout import check_layout
 from kvboost_edge.backends.state_pool import StatePool
 from kvboost_edge.kernels.program import table as lt
-from kvboost_edge.runners.native.states import accepted_rows, pass_states
+from kvboost_edge.runners.native.recurrent_layers import accepted_rows, pass_states
 
 
 class Piece(NamedTuple):

@@ -16,7 +16,7 @@ from typing import Any
 
 from kvboost_edge.kvcache.hashing import BlockAddress
 from kvboost_edge.tiers.disk import tier as module
-from kvboost_edge.tiers.disk.sealing import InlineSealer
+from kvboost_edge.tiers.disk.segment_sealing import InlineSealer
 from kvboost_edge.tiers.disk.tier import DiskTier
 
 SPACE = bytes(range(32))

@@ -8,8 +8,8 @@ import pytest
 
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.models.families.ssm import MAMBA_KEYS, ssd_mixer, ssd_names, time_limit_of
+from kvboost_edge.runners.native.buffer_sizes import MixerSizes
 from kvboost_edge.runners.native.select_native import state_spec
-from kvboost_edge.runners.native.sizes import MixerSizes
 
 TINY = {
     "mamba_n_heads": 48,

@@ -10,7 +10,7 @@ from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.gguf.file import read_gguf
 from kvboost_edge.models.gguf.source import GgufSource
-from kvboost_edge.models.weights.ordered import HalvedSource
+from kvboost_edge.models.weights.reordered import HalvedSource
 
 QUERY, VALUE = (f"model.layers.1.self_attn.{name}_proj.weight" for name in "qv")
 # Where the rows of one head of 64 are stored: of the channels that turn the even ones, then the odd

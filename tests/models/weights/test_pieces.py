@@ -9,7 +9,7 @@ from safetensors.numpy import save_file
 from helpers.raising import assert_raises
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.models.families.ssm import MAMBA_KEYS, ssd_mixer, ssd_names
-from kvboost_edge.models.weights.ordered import PieceSource, mixer_pieces
+from kvboost_edge.models.weights.reordered import PieceSource, mixer_pieces
 from kvboost_edge.models.weights.safetensors_source import SafetensorsSource
 from kvboost_edge.models.weights.weight_source import QuantRows
 

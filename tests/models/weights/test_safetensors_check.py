@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 
 from helpers.raising import assert_raises
 from kvboost_edge.errors import ModelFormatError
-from kvboost_edge.models.weights.finite import first_non_finite
+from kvboost_edge.models.weights.finite_check import first_non_finite
 from kvboost_edge.models.weights.safetensors_check import check_weights, read_header, weight_files
 
 HIDDEN = 32

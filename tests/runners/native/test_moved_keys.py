@@ -25,7 +25,7 @@ from kvboost_edge.kernels.attention.rope import RopeTable
 from kvboost_edge.kernels.reference import attention as reference
 from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.config.spec import describe_model
-from kvboost_edge.runners.attended import asked_layer
+from kvboost_edge.runners.attended_keys import asked_layer
 from kvboost_edge.runners.base import ForwardBatch, StoredKeys
 from kvboost_edge.runners.native.runner import NativeRunner
 from kvboost_edge.runners.native.select_native import moved_keys_refusal

@@ -5,7 +5,7 @@ bounded in bytes.
 import numpy as np
 import pytest
 
-from kvboost_edge.models.onnx.past import LayerPast, PastLayout
+from kvboost_edge.models.onnx.past_kv import LayerPast, PastLayout
 from kvboost_edge.runners.onnx.kv_buffers import PastBuffers
 
 BLOCK = 16

@@ -24,7 +24,7 @@ from helpers.tiers.disk_cases import (
 )
 from helpers.tiers.disk_faults import FaultyFiles
 from kvboost_edge.tiers.disk import tier as stores
-from kvboost_edge.tiers.disk.sealing import InlineSealer
+from kvboost_edge.tiers.disk.segment_sealing import InlineSealer
 from kvboost_edge.tiers.disk.tier import DiskTier
 
 BLOCKS = chain(40)

@@ -30,7 +30,7 @@ from helpers.tiers.disk_cases import (
     write,
 )
 from helpers.tiers.disk_faults import ERRORS, FaultyFiles, fails, moves_half, moves_nothing
-from kvboost_edge.tiers.disk.sealing import Sealer
+from kvboost_edge.tiers.disk.segment_sealing import Sealer
 from kvboost_edge.tiers.disk.store import FOLLOW_S
 from kvboost_edge.tiers.io_thread import IOThread
 

@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 from helpers.tiers.disk_cases import CAP, SPACE, chain, hashes_of, payload, scratch
 from helpers.tiers.disk_faults import FaultyFiles, PowerOff, powers_off
 from kvboost_edge.tiers.disk import tier as module
-from kvboost_edge.tiers.disk.sealing import InlineSealer
+from kvboost_edge.tiers.disk.segment_sealing import InlineSealer
 from kvboost_edge.tiers.disk.tier import DiskTier
 
 CHAINS = [chain(12, seed) for seed in range(6)]

@@ -7,8 +7,8 @@ from kvboost_edge.kernels.program import table as lt
 from kvboost_edge.kernels.program.table import BufferRows, ExpertCounts
 from kvboost_edge.kernels.vectors import LANES
 from kvboost_edge.models.families.moe import Experts
+from kvboost_edge.runners.native.buffer_sizes import MixtureSizes
 from kvboost_edge.runners.native.emitter import ACTIVATIONS, MAX_TILES, Emitter
-from kvboost_edge.runners.native.sizes import MixtureSizes
 
 __all__ = ["emit_mixture", "emit_mixture_beside"]
 

@@ -1,6 +1,6 @@
 """Dropped blocks are remembered up to a bound, the last ones first."""
 
-from kvboost_edge.kvcache.dropped import Dropped
+from kvboost_edge.kvcache.evicted_hashes import Dropped
 
 
 def test_the_last_ones_are_remembered():

@@ -6,7 +6,7 @@ import threading
 
 from helpers.tiers.disk_cases import CAP, chain, read, segments
 from helpers.tiers.disk_cases import write as write_blocks
-from kvboost_edge.tiers.disk.sealing import Sealer
+from kvboost_edge.tiers.disk.segment_sealing import Sealer
 from kvboost_edge.tiers.disk.system_calls import Files
 from kvboost_edge.tiers.disk.tier import DiskTier
 

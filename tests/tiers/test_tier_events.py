@@ -13,7 +13,7 @@ from helpers.server.live_servers import wait_until
 from kvboost_edge.kvcache.hashing import BlockAddress, prefix_hashes
 from kvboost_edge.tiers.base import ClosedTier
 from kvboost_edge.tiers.disk.tier import DiskTier
-from kvboost_edge.tiers.holdings import Holdings
+from kvboost_edge.tiers.tier_events import Holdings
 
 numbers = st.sets(st.integers(0, 9))
 
@@ -50,7 +50,7 @@ def test_what_was_told_adds_up_to_what_is_there(held, steps, few):
     )
     told = set(first.came)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("kvboost_edge.tiers.holdings._CHECKED_AGAIN", 2 if few else 100)
+        patch.setattr("kvboost_edge.tiers.tier_events._CHECKED_AGAIN", 2 if few else 100)
         for came, left, whole, notes_left in steps:
             held = (held | came) - left
             tier.blocks = tier_with(held).blocks

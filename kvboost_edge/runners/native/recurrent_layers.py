@@ -15,9 +15,9 @@ from kvboost_edge.kernels.program import table as lt
 from kvboost_edge.kernels.program.states import sequences as ls
 from kvboost_edge.kernels.program.table import BufferRows
 from kvboost_edge.models.families.mixers import Mixer
+from kvboost_edge.runners.native.buffer_sizes import MixerSizes
 from kvboost_edge.runners.native.emitter import Emitter
 from kvboost_edge.runners.native.select_native import state_spec
-from kvboost_edge.runners.native.sizes import MixerSizes
 
 __all__ = ["AcceptedRows", "StateOperations", "accepted_rows", "pass_states"]
 

@@ -7,7 +7,7 @@ import pytest
 from helpers.onnx import wire
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.models.onnx.file import read_onnx
-from kvboost_edge.models.onnx.past import past_layout
+from kvboost_edge.models.onnx.past_kv import past_layout
 
 CONFIG = {"num_attention_heads": 4, "hidden_size": 64}
 IDS = wire.value("input_ids", "int64", ["batch", "sequence"])
