@@ -27,8 +27,8 @@ from kvboost_edge.kvcache.eviction.policy import TenantFloors
 from kvboost_edge.kvcache.manager import KVCacheManager
 from kvboost_edge.kvcache.recurrent.tables import StateSizes
 from kvboost_edge.serve_ray.routing.cache_records import Place
-from kvboost_edge.serve_ray.routing.journal import Journal
-from kvboost_edge.serve_ray.routing.meter import Meter
+from kvboost_edge.serve_ray.routing.event_journal import Journal
+from kvboost_edge.serve_ray.routing.load_meter import Meter
 
 __all__ = [
     "DECODE_STEP",

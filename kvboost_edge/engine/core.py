@@ -21,8 +21,9 @@ from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from kvboost_edge.backends.base import Backend
-from kvboost_edge.engine.debug import BlockWatch, Unwatched
+from kvboost_edge.engine.debug_checks import BlockWatch, Unwatched
 from kvboost_edge.engine.handle import RequestHandle
+from kvboost_edge.engine.non_prefix_reuse import Prober
 from kvboost_edge.engine.offload.tiering import Untiered
 from kvboost_edge.engine.request.answer_ids import AnswerStore
 from kvboost_edge.engine.request.request import Request
@@ -33,7 +34,6 @@ from kvboost_edge.engine.schedule.sequence import Floats, Sequence, SequenceStat
 from kvboost_edge.engine.schedule.step_batch import build_batch, split_rows
 from kvboost_edge.engine.schedule.step_plan import ScheduledTokens
 from kvboost_edge.engine.sequence_factory import Sequences
-from kvboost_edge.engine.spans import Prober
 from kvboost_edge.engine.spec_decode.acceptance import AcceptedDrafts
 from kvboost_edge.engine.stall_watchdog import StallWatchdog
 from kvboost_edge.engine.stats import StepTimes

@@ -23,6 +23,7 @@ from kvboost_edge.engine.core import EngineCore
 from kvboost_edge.engine.grammar.compiler import GrammarFields
 from kvboost_edge.engine.handle import RequestHandle
 from kvboost_edge.engine.kvboost_views import KVBoostViews
+from kvboost_edge.engine.non_prefix_reuse import ReuseFields
 from kvboost_edge.engine.offload.tiering import make_tiering
 from kvboost_edge.engine.request.answer_ids import KeptAnswers
 from kvboost_edge.engine.request.prompts import Document, Prompt, SnapshotFields
@@ -33,7 +34,6 @@ from kvboost_edge.engine.request.terms import Terms
 from kvboost_edge.engine.request_builder import RequestBuilder
 from kvboost_edge.engine.samplers.vocabulary import WordFields
 from kvboost_edge.engine.sequence_factory import Sequences, make_scheduler
-from kvboost_edge.engine.spans import ReuseFields
 from kvboost_edge.engine.spec_decode.speculation import DraftFields
 from kvboost_edge.engine.stats import BlockDetail
 from kvboost_edge.engine.tasks.blocking_calls import Calls

@@ -6,13 +6,13 @@ import numpy as np
 
 from kvboost_edge.engine.grammar.compiler import GrammarCompiler
 from kvboost_edge.engine.handle import RequestHandle
+from kvboost_edge.engine.non_prefix_reuse import SequenceSpans, SpanSharing
 from kvboost_edge.engine.offload.prefetch import PrefetchQueue
 from kvboost_edge.engine.request.request import Request
 from kvboost_edge.engine.schedule.feature import Constraint, SequenceFeatures, SharedSpans
 from kvboost_edge.engine.schedule.pacing import StepPacing
 from kvboost_edge.engine.schedule.scheduler import Scheduler
 from kvboost_edge.engine.schedule.sequence import Sequence
-from kvboost_edge.engine.spans import SequenceSpans, SpanSharing
 from kvboost_edge.engine.spec_decode.speculation import Speculation
 from kvboost_edge.engine.thinking import ReasoningBudget
 from kvboost_edge.kvcache.manager import KVCacheManager

@@ -13,8 +13,8 @@ from ray.serve.schema import LoggingConfig
 from kvboost_edge.config import GenerationMode
 from kvboost_edge.engine.engine import CPUPagedEngine
 from kvboost_edge.host.memory import available_bytes, set_own_share
+from kvboost_edge.serve_ray.ray_router import TargetRouter
 from kvboost_edge.serve_ray.replica import EngineReplica, EngineStuck, ReplicaOptions, own_options
-from kvboost_edge.serve_ray.targets import TargetRouter
 from kvboost_edge.server.logs import configure_logging, log_facts
 from kvboost_edge.server.settings import ServerSettings
 from kvboost_edge.server.work.engine_warmup import prepare

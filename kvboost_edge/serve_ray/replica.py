@@ -32,8 +32,8 @@ from kvboost_edge.serve_ray.messages import (
 )
 from kvboost_edge.serve_ray.model_files import model_digest
 from kvboost_edge.serve_ray.routing.cache_records import Cursor, Place
-from kvboost_edge.serve_ray.routing.journal import Journal
-from kvboost_edge.serve_ray.routing.meter import Meter
+from kvboost_edge.serve_ray.routing.event_journal import Journal
+from kvboost_edge.serve_ray.routing.load_meter import Meter
 from kvboost_edge.serve_ray.watch.stall_detection import Stillness, major_faults
 
 __all__ = ["EngineReplica", "EngineStuck", "ReplicaOptions", "own_options"]

@@ -342,7 +342,7 @@ FAULTS = faults(
     ),
     (
         "state: a runner that writes into a snapshot is not found out",
-        "engine/debug.py",
+        "engine/debug_checks.py",
         "if self._snapshots.get((block, slot), checksum) != checksum:",
         "if False:",
         "tests/engine/schedule/test_state_schedules.py",

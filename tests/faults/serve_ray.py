@@ -5,10 +5,10 @@ from __future__ import annotations
 from faults.fault import fault
 
 _RESIDENCY = "tests/serve_ray/routing/test_residency.py"
-_JOURNAL = "tests/serve_ray/routing/test_journal.py"
+_JOURNAL = "tests/serve_ray/routing/test_event_journal.py"
 _STALL_DETECTION = "tests/serve_ray/watch/test_stall_detection.py"
 _ROUTER = "tests/serve_ray/routing/test_router.py"
-_METER = "tests/serve_ray/routing/test_meter.py"
+_METER = "tests/serve_ray/routing/test_load_meter.py"
 
 FAULTS = (
     fault(
@@ -51,21 +51,21 @@ FAULTS = (
     ),
     fault(
         "a replica that drains is chosen",
-        "serve_ray/routing/loads.py",
+        "serve_ray/routing/replica_loads.py",
         "self.usable[slot] = not report.is_draining",
         "self.usable[slot] = True",
         f"{_ROUTER}::test_nobody_is_chosen_who_is_not_there_or_drains",
     ),
     fault(
         "a report that comes late is believed",
-        "serve_ray/routing/loads.py",
+        "serve_ray/routing/replica_loads.py",
         "if report.serial <= self._serials[slot]:",
         "if report.serial == self._serials[slot]:",
         f"{_ROUTER}::test_what_was_routed_counts_until_it_is_reported_and_drains_by_itself",
     ),
     fault(
         "an idle replica seems to be busy since it was idle",
-        "serve_ray/routing/loads.py",
+        "serve_ray/routing/replica_loads.py",
         "busy[slot] = max(busy[slot], now) + num_tokens",
         "busy[slot] = busy[slot] + num_tokens",
         f"{_ROUTER}::test_what_is_routed_to_a_replica_that_was_idle_counts_from_now_on",
@@ -93,14 +93,14 @@ FAULTS = (
     ),
     fault(
         "a cancelled prompt counts as computed",
-        "serve_ray/routing/meter.py",
+        "serve_ray/routing/load_meter.py",
         "            self._free_since = now  # The time of an incomplete prompt is not a measurement.\n",
         "",
         f"{_METER}::test_a_cancelled_prompt_measures_nothing",
     ),
     fault(
         "tokens of a request that begins anew wait twice",
-        "serve_ray/routing/meter.py",
+        "serve_ray/routing/load_meter.py",
         "        self._queued_tokens -= 0 if before is None else before[1]\n",
         "",
         f"{_METER}::test_queues_are_counted_whatever_comes",
@@ -142,7 +142,7 @@ FAULTS = (
     ),
     fault(
         "a key that left and came counts as gone",
-        "serve_ray/routing/journal.py",
+        "serve_ray/routing/event_journal.py",
         "(_keys(events.evicted, place) - published) & held",
         "_keys(events.evicted, place) & held",
         f"{_JOURNAL}::test_of_two_hashes_with_one_key_the_one_that_came_counts",

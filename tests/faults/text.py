@@ -77,7 +77,7 @@ FAULTS = (
     ),
     fault(
         "any quote ends a string of a call",
-        "text/turns/literals.py",
+        "text/turns/python_literals.py",
         "not in _BEHIND_VALUE",
         "in ()",
         "tests/text/turns/test_parser.py",
@@ -154,7 +154,7 @@ FAULTS = (
     ),
     fault(
         "what ends a turn with calls is part of the answer",
-        "text/turns/reader.py",
+        "text/turns/answer_reader.py",
         "or token_id == self._ending",
         "",
         "tests/text/turns/test_gemma_replay.py",

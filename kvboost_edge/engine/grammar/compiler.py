@@ -27,7 +27,7 @@ from kvboost_edge.errors import BackendUnavailable, RequestError, install_extra
 from kvboost_edge.text.codec import FastCodec
 from kvboost_edge.text.tokenizer import Tokenizer
 from kvboost_edge.text.turns.lark import JSON_OPTIONS
-from kvboost_edge.text.turns.schemas import in_order
+from kvboost_edge.text.turns.schema_queries import in_order
 
 if TYPE_CHECKING:
     from llguidance import LLParserLimits, LLTokenizer

@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from kvboost_edge.errors import RequestError
+from kvboost_edge.text.turns.schema_queries import is_circular
 from kvboost_edge.text.turns.schema_rewrite import rewritten
-from kvboost_edge.text.turns.schemas import is_circular
 
 __all__ = ["KINDS", "MOST_BYTES", "Grammar", "MadeGrammar", "read_grammar", "schema_of"]
 

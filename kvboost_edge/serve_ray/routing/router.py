@@ -15,8 +15,8 @@ from kvboost_edge.serve_ray.routing.cache_records import (
     ReplicaReport,
     RoutingDecision,
 )
-from kvboost_edge.serve_ray.routing.loads import ReplicaLoads
 from kvboost_edge.serve_ray.routing.prompt_chain import PromptChain
+from kvboost_edge.serve_ray.routing.replica_loads import ReplicaLoads
 from kvboost_edge.serve_ray.routing.residency import Level, Residency
 
 __all__ = ["PrefixRouter", "choose", "home", "seed_of"]

@@ -30,7 +30,7 @@ from kvboost_edge.server.response_types import (
 from kvboost_edge.server.state import ModelState
 from kvboost_edge.server.work.bridge import EncodedPrompt, Running
 from kvboost_edge.text.tokenizer import Tokenizer
-from kvboost_edge.text.turns.reader import TurnReader
+from kvboost_edge.text.turns.answer_reader import TurnReader
 
 __all__ = ["RenderedChat", "encode_asked", "ranges_to_drop", "with_defaults"]
 

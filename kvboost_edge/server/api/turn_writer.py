@@ -12,7 +12,7 @@ from kvboost_edge.engine.request.results import GenerationResult
 from kvboost_edge.server.cache_report.recent_requests import Diagnosis
 from kvboost_edge.server.state import ModelState
 from kvboost_edge.server.work.bridge import Running
-from kvboost_edge.text.turns.reader import TurnMessage, TurnReader
+from kvboost_edge.text.turns.answer_reader import TurnMessage, TurnReader
 from kvboost_edge.text.turns.turn_parts import ContentDelta, Part
 
 __all__ = ["TurnWriter"]

@@ -16,10 +16,10 @@ from kvboost_edge.server.api.schemas.chat import ChatRequest
 from kvboost_edge.server.api.schemas.strict import bad_field
 from kvboost_edge.text.rendered_chat import FindAnswer
 from kvboost_edge.text.tokenizer import Tokenizer
+from kvboost_edge.text.turns.answer_reader import Turn
 from kvboost_edge.text.turns.call_grammar import answer_grammar, calls_grammar
 from kvboost_edge.text.turns.formats import CallFormat, Tool, TurnFormat
 from kvboost_edge.text.turns.no_template import GENERIC, with_tools_described
-from kvboost_edge.text.turns.reader import Turn
 from kvboost_edge.text.turns.replay import find_calls
 from kvboost_edge.text.turns.thinking import reasoning_state
 

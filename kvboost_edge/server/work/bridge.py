@@ -33,7 +33,7 @@ from kvboost_edge.server.cache_report.recent_requests import NOT_SAID, PromptInp
 from kvboost_edge.server.cache_report.tracker import Watch
 from kvboost_edge.server.logs import log_facts
 from kvboost_edge.server.work.admission import Admission
-from kvboost_edge.text.turns.reader import Turn
+from kvboost_edge.text.turns.answer_reader import Turn
 
 if TYPE_CHECKING:
     from kvboost_edge.server.engines import Engine

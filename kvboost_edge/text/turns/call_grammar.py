@@ -26,8 +26,8 @@ from kvboost_edge.text.turns.lark import (
     SpecialId,
     escaped,
 )
-from kvboost_edge.text.turns.literals import is_keyword
-from kvboost_edge.text.turns.schemas import members_of, value_kind
+from kvboost_edge.text.turns.python_literals import is_keyword
+from kvboost_edge.text.turns.schema_queries import members_of, value_kind
 
 __all__ = ["answer_grammar", "calls_grammar"]
 

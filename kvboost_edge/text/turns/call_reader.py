@@ -8,9 +8,9 @@ from typing import Any
 
 from kvboost_edge.text.turns.formats import CallFormat, Tool
 from kvboost_edge.text.turns.gemma_calls import BracedArguments
-from kvboost_edge.text.turns.literals import keyword, literal, string, string_inside
+from kvboost_edge.text.turns.python_literals import keyword, literal, string, string_inside
 from kvboost_edge.text.turns.scanner import Ended, Scanner, Step, words_of
-from kvboost_edge.text.turns.schemas import members_of, resolved, value_kind
+from kvboost_edge.text.turns.schema_queries import members_of, resolved, value_kind
 from kvboost_edge.text.turns.turn_parts import CallArguments, CallStart, Part
 
 __all__ = ["CallReader"]

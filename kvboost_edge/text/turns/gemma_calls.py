@@ -11,9 +11,9 @@ from typing import Any, NoReturn
 from kvboost_edge.errors import RequestError
 from kvboost_edge.text.turns.formats import Tool
 from kvboost_edge.text.turns.lark import Atom, Lark, Rule, escaped
-from kvboost_edge.text.turns.literals import LONGEST, bare, named, string_inside
+from kvboost_edge.text.turns.python_literals import LONGEST, bare, named, string_inside
 from kvboost_edge.text.turns.scanner import Scanner, Step
-from kvboost_edge.text.turns.schemas import members_of, resolved, types_of, without_needless
+from kvboost_edge.text.turns.schema_queries import members_of, resolved, types_of, without_needless
 
 __all__ = ["BracedArguments", "BracedGrammar", "is_braced_key"]
 

@@ -19,7 +19,7 @@ import string
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from kvboost_edge.text.turns.schemas import (
+from kvboost_edge.text.turns.schema_queries import (
     MOST_DEPTH,
     SCHEMAS_BY_NAME,
     VALUES,

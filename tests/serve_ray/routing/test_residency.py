@@ -20,7 +20,7 @@ from kvboost_edge.errors import ConfigError
 from kvboost_edge.kvcache.events import CacheEvents
 from kvboost_edge.kvcache.hashing import STATE_MASK, STATE_WORD
 from kvboost_edge.serve_ray.routing.cache_records import KEY_BYTES, NOTHING_KNOWN, EventBatch, Place
-from kvboost_edge.serve_ray.routing.journal import Journal
+from kvboost_edge.serve_ray.routing.event_journal import Journal
 from kvboost_edge.serve_ray.routing.residency import Level, Residency
 
 QUICK = os.environ.get("KVBOOST_EDGE_TEST_QUICK") == "1"

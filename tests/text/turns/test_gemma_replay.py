@@ -9,8 +9,8 @@ from helpers.text.chat_templates import HERMES, format_of
 from helpers.text.gemma_templates import GEMMA4
 from kvboost_edge.text.codec import FastCodec
 from kvboost_edge.text.tokenizer import Tokenizer
+from kvboost_edge.text.turns.answer_reader import Turn, TurnReader
 from kvboost_edge.text.turns.formats import Tool
-from kvboost_edge.text.turns.reader import Turn, TurnReader
 from kvboost_edge.text.turns.replay import call_keys
 
 SPECIALS = [

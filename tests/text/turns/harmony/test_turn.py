@@ -19,6 +19,7 @@ from helpers.text.turn_parts import parts_of
 from kvboost_edge.text.chat_template import ChatTemplate
 from kvboost_edge.text.codec import FastCodec
 from kvboost_edge.text.tokenizer import Tokenizer
+from kvboost_edge.text.turns.answer_reader import Turn, TurnReader
 from kvboost_edge.text.turns.call_grammar import answer_grammar, calls_grammar
 from kvboost_edge.text.turns.format_detection import turn_format
 from kvboost_edge.text.turns.formats import CHANNELS, Tool, TurnFormat
@@ -32,7 +33,6 @@ from kvboost_edge.text.turns.parser import (
     TurnParser,
     folded,
 )
-from kvboost_edge.text.turns.reader import Turn, TurnReader
 
 FORMAT = turn_format(ChatTemplate(TEMPLATE, model_name="m", variables={}).render)
 MARKERS = (

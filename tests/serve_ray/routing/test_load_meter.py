@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from kvboost_edge.errors import ConfigError
 from kvboost_edge.serve_ray.routing.cache_records import Place
-from kvboost_edge.serve_ray.routing.meter import Meter
+from kvboost_edge.serve_ray.routing.load_meter import Meter
 
 
 def meter(seconds_per_token=1e-3):

@@ -2,7 +2,12 @@
 
 import pytest
 
-from kvboost_edge.text.turns.schemas import is_circular, members_of, value_kind, without_needless
+from kvboost_edge.text.turns.schema_queries import (
+    is_circular,
+    members_of,
+    value_kind,
+    without_needless,
+)
 
 ROOT = {
     "$defs": {

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from kvboost_edge.kvcache.events import CacheEvents
 from kvboost_edge.serve_ray.routing.cache_records import KEY_BYTES, NOTHING_KNOWN, Cursor, Place
-from kvboost_edge.serve_ray.routing.journal import Journal
+from kvboost_edge.serve_ray.routing.event_journal import Journal
 
 
 def hash_of(number):
