@@ -249,13 +249,16 @@ class Model(_Answer):
     meta: ModelMeta | None
     state: Phase
     failure: Annotated[str | None, Field(description="Reason why the last load failed.")]
-
-
-class ModelList(_Answer):
-    """The served models."""
-
-    object: Literal["list"]
-    data: list[Model]
+    managed: Annotated[
+        bool, Field(description="True for a pulled or created model, which can be deleted.")
+    ]
+    file_bytes: Annotated[
+        int | None,
+        Field(description="Size of the files of a pulled model, or null for other models."),
+    ]
+    unloadable: Annotated[
+        bool, Field(description="True if this API key may unload the model, with `keep_alive` 0.")
+    ]
 
 
 class ModelFigures(_Answer):
@@ -283,6 +286,25 @@ class ModelsMemory(_Answer):
         int, Field(description="Number of requests that wait for a model to be loaded.")
     ]
     data: list[ModelFigures]
+
+
+class ChangesAllowed(_Answer):
+    """Whether the models may be changed with this API key."""
+
+    allowed: Annotated[bool, Field(description="True if models may be pulled and deleted.")]
+    reason: Annotated[str | None, Field(description="Reason why they may not be changed.")]
+
+
+class ModelList(_Answer):
+    """The served models."""
+
+    object: Literal["list"]
+    data: list[Model]
+    changes: ChangesAllowed
+    memory: Annotated[
+        ModelsMemory | None,
+        Field(description="Memory of all models, for admins; null for other API keys."),
+    ]
 
 
 # Figures of a request.

@@ -561,6 +561,15 @@ class ServerSettings:
         """All accepted keys, including their weights."""
         return (*self.api_keys, *self.admin_api_keys)
 
+    def is_admin(self, tenant: str | None) -> bool:
+        """Return whether a tenant may read and change the data of all tenants.
+
+        The tenant of the only key may, and so may all requests of a server without keys.
+        """
+        if len(self.all_keys) < 2:
+            return True
+        return tenant in {tenant_of_key(key) for key in self.admin_api_keys}
+
     @property
     def tenant_weights(self) -> dict[str, float]:
         """Weight of each tenant, one tenant per key."""

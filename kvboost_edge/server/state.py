@@ -37,6 +37,7 @@ __all__ = [
     "keep_state",
     "model_of",
     "state_of",
+    "tenant_of",
 ]
 
 MODEL_FACT = "model_state"
@@ -187,3 +188,9 @@ def state_of(request: Request) -> ModelState:
     """Return the state of the model that a request uses, see `Models.lease`."""
     state: ModelState = request.scope["kvboost"][MODEL_FACT]
     return state
+
+
+def tenant_of(request: Request) -> str | None:
+    """Return the tenant of a request, or None without API keys."""
+    tenant: str | None = request.scope["kvboost"].get("tenant")
+    return tenant

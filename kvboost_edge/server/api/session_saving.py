@@ -28,7 +28,7 @@ from kvboost_edge.server.api.usage import costs, usage_of
 from kvboost_edge.server.api_errors import ApiError
 from kvboost_edge.server.models.server import server_of
 from kvboost_edge.server.response_types import SavedSession, SessionView
-from kvboost_edge.server.state import ModelState
+from kvboost_edge.server.state import ModelState, tenant_of
 from kvboost_edge.server.work.bridge import (
     EncodedPrompt,
     EngineRequest,
@@ -45,7 +45,6 @@ __all__ = [
     "release_session",
     "saved_view",
     "session_view",
-    "tenant_of",
 ]
 
 
@@ -193,12 +192,6 @@ def missing_session(name: str) -> ApiError:
         "deleted, or has expired; GET /v1/sessions lists the sessions"
     )
     return ApiError(404, message, code="session_not_found", param="name")
-
-
-def tenant_of(request: Request) -> str | None:
-    """Return the tenant of a request."""
-    tenant: str | None = request.scope["kvboost"].get("tenant")
-    return tenant
 
 
 class _RenderedSession(EngineRequest):

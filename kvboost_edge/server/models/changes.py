@@ -202,6 +202,7 @@ class ModelChanges:
                 self._settings.keep_alive_of(1),
                 History(self._settings.request_history),
                 managed=True,
+                file_bytes=model.num_bytes,
             )
         )
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from kvboost_edge.server.api_errors import ApiError, ClientGone, QueueFull, ShuttingDown
 from kvboost_edge.server.models.loader import Loader, ProcessMemory
 from kvboost_edge.server.models.served import ServedModel
-from kvboost_edge.server.state import ModelState, Shared, keep_state
+from kvboost_edge.server.state import ModelState, Shared, keep_state, tenant_of
 from kvboost_edge.server.work.tenant_shares import Shares
 
 if TYPE_CHECKING:
@@ -103,12 +103,12 @@ class Models:
         await self.loader.unload(served, "removed")
         self._served.remove(served)
 
-    def heeds(self, served: ServedModel) -> bool:
-        """Return whether requests may set how long a model stays loaded.
+    def heeds(self, served: ServedModel, tenant: str | None) -> bool:
+        """Return whether requests of a tenant may set how long a model stays loaded.
 
-        They may not if there are several API keys, or if the model is permanent.
+        They may not if the model is permanent. With several API keys, only admins may.
         """
-        return served.source is not None and len(self._shared.settings.all_keys) < 2
+        return served.source is not None and self._shared.settings.is_admin(tenant)
 
     @contextlib.asynccontextmanager
     async def lease(
@@ -128,7 +128,7 @@ class Models:
             ApiError: the model cannot be loaded, or is not loaded in time (503).
         """
         served.in_use += 1
-        if keep_alive is None or not self.heeds(served):
+        if keep_alive is None or not self.heeds(served, tenant_of(request)):
             keep_alive = served.default_keep_alive
         served.keep_alive = keep_alive
         served.stop_clock()

@@ -98,6 +98,7 @@ class ServedModel:
         source: source for loading the model; None for a permanent model.
         default_keep_alive: default of `keep_alive`.
         managed: True for a pulled model, which clients may remove.
+        file_bytes: size of a pulled model's files; 0 if they belong to another model.
         history: recent requests for cache-miss reports, kept when the model is unloaded.
         keep_alive: seconds that the model stays loaded while idle, as set by the last request. With
             infinity, it stays until another model needs the memory.
@@ -123,6 +124,7 @@ class ServedModel:
     default_keep_alive: float
     history: History
     managed: bool = False
+    file_bytes: int = 0
     keep_alive: float = dataclasses.field(init=False)
     state: ModelState | None = None
     phase: Phase = "not_loaded"

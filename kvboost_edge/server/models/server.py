@@ -96,6 +96,22 @@ class ServerState:
             return error.message
         return "the server is shutting down" if self.draining else None
 
+    def allowed_changes(self) -> ModelChanges:
+        """Return what changes the models.
+
+        Raises:
+            ApiError: the models cannot be changed (403).
+        """
+        if self.changes is None:
+            raise ApiError(
+                403,
+                "the models of this server are fixed, because it runs replicas or was given loaded "
+                "engines; start `kvboost-edge serve` without --workers and --ray-address",
+                code="model_changes_off",
+            )
+        self.changes.check_allowed()
+        return self.changes
+
     def check_queue(self, tenant: str | None) -> None:
         """Raise QueueFull if no model has room for a request.
 

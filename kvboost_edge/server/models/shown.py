@@ -6,21 +6,51 @@ import time
 from typing import cast
 
 from kvboost_edge.config import GenerationMode
+from kvboost_edge.server.api_errors import ApiError
 from kvboost_edge.server.models.registry import Models
 from kvboost_edge.server.models.served import ServedModel
-from kvboost_edge.server.response_types import Model, ModelsMemory, SamplingValues
-from kvboost_edge.server.state import Shared
+from kvboost_edge.server.models.server import ServerState
+from kvboost_edge.server.response_types import (
+    ChangesAllowed,
+    Model,
+    ModelList,
+    ModelsMemory,
+    SamplingValues,
+)
 
-__all__ = ["listed", "memory_of"]
+__all__ = ["listed", "listing", "memory_of"]
 
 
-def listed(served: ServedModel, shared: Shared, name: str) -> Model:
+def listing(server: ServerState, tenant: str | None) -> ModelList:
+    """Return all models under each of their names, and what a tenant may do with them."""
+    models = server.models
+    return {
+        "object": "list",
+        "data": [listed(one, server, name, tenant) for one in models.all for name in one.names],
+        "changes": _changes_allowed(server, tenant),
+        "memory": memory_of(models) if server.settings.is_admin(tenant) else None,
+    }
+
+
+def _changes_allowed(server: ServerState, tenant: str | None) -> ChangesAllowed:
+    reason = None
+    try:
+        server.allowed_changes()
+    except ApiError as error:
+        reason = error.message
+    else:
+        if not server.settings.is_admin(tenant):
+            reason = "changing the models of all API keys needs an admin key (--admin-api-key)"
+    return {"allowed": reason is None, "reason": reason}
+
+
+def listed(served: ServedModel, server: ServerState, name: str, tenant: str | None) -> Model:
     """Return the description of a model under one of its names."""
     known = served.known
     return {
         "id": name,
         "object": "model",
-        "created": shared.created,
+        "created": server.shared.created,
         "owned_by": "kvboost-edge",
         "root": served.name,
         "parent": None,
@@ -39,6 +69,9 @@ def listed(served: ServedModel, shared: Shared, name: str) -> Model:
         },
         "state": served.phase,
         "failure": None if served.refusal is None else served.refusal.message,
+        "managed": served.managed,
+        "file_bytes": served.file_bytes or None,
+        "unloadable": server.models.heeds(served, tenant),
     }
 
 

@@ -164,6 +164,56 @@ def test_with_several_keys_an_admin_changes_models(serve, keys, admins):
                 assert answer.status_code == status, answer.text
 
 
+def test_the_list_says_who_may_change_models(serve):
+    with serve(api_keys=KEYS, admin_api_keys=(ADMIN_KEY,)) as server:
+        for key in (KEYS[0], ADMIN_KEY):
+            with server.client(headers={"x-api-key": key}) as client:
+                answer = client.get("/v1/models").json()
+            is_admin = key == ADMIN_KEY
+            assert answer["changes"]["allowed"] is is_admin
+            assert (answer["changes"]["reason"] is None) is is_admin
+            assert (answer["memory"] is not None) is is_admin
+    with serve(model_changes=False) as server, server.client() as client:
+        answer = client.get("/v1/models").json()
+        assert "--no-model-changes" in answer["changes"]["reason"]
+        assert answer["memory"]["taken_bytes"] > 0
+
+
+def test_the_list_describes_pulled_models(serve, hub):
+    with serve() as server, closing_client(server) as ours:
+        ours.pull(NAME)
+        ours.copy("a", "alias")
+        with server.client() as client:
+            rows = {one["id"]: one for one in client.get("/v1/models").json()["data"]}
+            assert client.get("/v1/models/a").json() == rows["a"]
+    told = {
+        name: (one["managed"], one["file_bytes"], one["unloadable"]) for name, one in rows.items()
+    }
+    assert told == {
+        "a": (False, None, False),
+        NAME: (True, len(hub.files["Tiny-Q8_0.gguf"]), True),
+        "alias": (True, None, True),
+    }
+
+
+def test_with_several_keys_an_admin_unloads_models(serve):
+    with serve(api_keys=KEYS, admin_api_keys=(ADMIN_KEY,)) as server:
+        with server.client(headers={"x-api-key": ADMIN_KEY}) as admin:
+            assert admin.post("/api/pull", json={"model": NAME, "stream": False}).is_success
+        served = server.kv.models.find(NAME)
+        for key, phase, reason in (
+            (KEYS[0], "loaded", "load"),
+            (ADMIN_KEY, "not_loaded", "unload"),
+        ):
+            with server.client(headers={"x-api-key": key}) as client:
+                client.post("/api/generate", json={"model": NAME})
+                body = {"model": NAME, "keep_alive": 0, "stream": False}
+                answer = client.post("/api/generate", json=body).json()
+                listed = client.get(f"/v1/models/{NAME}").json()
+            assert (answer["done_reason"], listed["unloadable"]) == (reason, key == ADMIN_KEY)
+            wait_until(lambda wanted=phase: served.phase == wanted, f"the model to be {phase}")
+
+
 def test_closed_servers(serve, hub):
     with serve(model_changes=False) as server, server.client() as client:
         for method, path, body in CHANGES:

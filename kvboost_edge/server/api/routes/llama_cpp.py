@@ -34,12 +34,12 @@ from kvboost_edge.server.api.generation import respond
 from kvboost_edge.server.api.prompt_encoding import estimate_messages, size_of
 from kvboost_edge.server.api.schemas.sessions import SlotAction
 from kvboost_edge.server.api.schemas.strict import bad_field
-from kvboost_edge.server.api.session_saving import keep_session, missing_session, tenant_of
+from kvboost_edge.server.api.session_saving import keep_session, missing_session
 from kvboost_edge.server.api.turns import offered
 from kvboost_edge.server.api_errors import ApiError
 from kvboost_edge.server.cache_report.recent_requests import RequestRecord
 from kvboost_edge.server.response_types import UNDECLARED_ERRORS
-from kvboost_edge.server.state import ModelState
+from kvboost_edge.server.state import ModelState, tenant_of
 from kvboost_edge.server.work.bridge import off_loop
 from kvboost_edge.server.work.streams import dumps, dumps_long, json_response, send_json
 

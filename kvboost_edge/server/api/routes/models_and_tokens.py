@@ -20,7 +20,7 @@ from kvboost_edge.server.api.prompt_encoding import (
 from kvboost_edge.server.api.schemas.strict import bad_field
 from kvboost_edge.server.api.schemas.tokenization import DetokenizeRequest, TokenizeRequest
 from kvboost_edge.server.models.server import server_of
-from kvboost_edge.server.models.shown import listed
+from kvboost_edge.server.models.shown import listed, listing
 from kvboost_edge.server.response_types import (
     ERRORS,
     Detokenized,
@@ -29,7 +29,7 @@ from kvboost_edge.server.response_types import (
     Piece,
     Tokenized,
 )
-from kvboost_edge.server.state import ModelState
+from kvboost_edge.server.state import ModelState, tenant_of
 from kvboost_edge.server.work.bridge import off_loop
 from kvboost_edge.server.work.streams import dumps_long, json_response, send_json
 
@@ -41,10 +41,7 @@ router = APIRouter(route_class=JsonRoute, responses=ERRORS)
 @router.get("/v1/models", response_class=JSONResponse, responses={200: {"model": ModelList}})
 async def models(request: Request) -> Response:
     """List all served models under each of their names, loaded or not."""
-    server = server_of(request)
-    data = [listed(one, server.shared, name) for one in server.models.all for name in one.names]
-    answer: ModelList = {"object": "list", "data": data}
-    return json_response(answer)
+    return json_response(listing(server_of(request), tenant_of(request)))
 
 
 @router.get(
@@ -52,7 +49,8 @@ async def models(request: Request) -> Response:
 )
 async def model(request: Request, name: str) -> Response:
     """Return the model with this name, or 404 if it is not served."""
-    return json_response(listed(served_model(request, name), server_of(request).shared, name))
+    served = served_model(request, name)
+    return json_response(listed(served, server_of(request), name, tenant_of(request)))
 
 
 @router.post("/tokenize", response_class=JSONResponse, responses={200: {"model": Tokenized}})

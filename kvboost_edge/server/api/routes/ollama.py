@@ -45,7 +45,7 @@ from kvboost_edge.server.api.schemas.strict import bad_field
 from kvboost_edge.server.api.turns import named_by_field
 from kvboost_edge.server.models.server import server_of
 from kvboost_edge.server.response_types import UNDECLARED_ERRORS
-from kvboost_edge.server.state import ModelState
+from kvboost_edge.server.state import ModelState, tenant_of
 from kvboost_edge.server.work.bridge import Answer, off_loop
 from kvboost_edge.server.work.streams import dumps, json_response, send_json
 
@@ -179,9 +179,8 @@ def _answered(
 def _stays(request: Request, body: OllamaChat | OllamaGenerate) -> bool:
     """Return whether the model stays loaded after the answer."""
     models = server_of(request).models
-    return body.keep_alive != 0 or not models.heeds(
-        served_model(request, named(models, body.model))
-    )
+    served = served_model(request, named(models, body.model))
+    return body.keep_alive != 0 or not models.heeds(served, tenant_of(request))
 
 
 async def _chat(

@@ -9,6 +9,7 @@ from kvboost_edge.server.api_errors import ApiError
 from kvboost_edge.server.cache_report.recent_requests import RequestRecord
 from kvboost_edge.server.models.server import server_of
 from kvboost_edge.server.response_types import ERRORS, PromptCache, PromptCaches
+from kvboost_edge.server.state import tenant_of
 from kvboost_edge.server.work.bridge import off_loop
 from kvboost_edge.server.work.streams import json_response
 
@@ -47,7 +48,7 @@ async def request_cache(request: Request, request_id: str) -> Response:
     The id is the x-request-id header of the answer, or "last" for the latest request.
     """
     server = server_of(request)
-    tenant = _tenant(request)
+    tenant = tenant_of(request)
     kept = server.settings.request_history
     if not kept:
         raise ApiError(
@@ -77,15 +78,10 @@ async def request_cache(request: Request, request_id: str) -> Response:
 
 def _latest(request: Request) -> list[RequestRecord]:
     """Return finished requests of this tenant on all models, latest first."""
-    tenant = _tenant(request)
+    tenant = tenant_of(request)
     found = []
     for one in server_of(request).models.all:
         if one.state is not None:
             one.state.doctor.settle()
         found += [record for record in one.history.latest(tenant) if record.diagnosis is not None]
     return sorted(found, key=lambda record: record.at, reverse=True)
-
-
-def _tenant(request: Request) -> str | None:
-    tenant: str | None = request.scope["kvboost"].get("tenant")
-    return tenant

@@ -24,7 +24,7 @@ from kvboost_edge.server.api.turns import named_by_field
 from kvboost_edge.server.api_errors import ApiError
 from kvboost_edge.server.models.server import server_of
 from kvboost_edge.server.response_types import ERRORS
-from kvboost_edge.server.state import ModelState
+from kvboost_edge.server.state import ModelState, tenant_of
 from kvboost_edge.server.work.bridge import off_loop
 from kvboost_edge.server.work.stored_responses import StoredResponse
 from kvboost_edge.server.work.streams import dumps_long, json_response
@@ -54,7 +54,7 @@ async def create(request: Request, body: ResponseRequest) -> Response:
     async def work(state: ModelState, send: Send) -> None:
         if body.stream_options is not None and not body.stream:
             raise bad_field("stream_options", "stream_options is only allowed when stream is true")
-        tenant = _tenant(request)
+        tenant = tenant_of(request)
         turns = _conversation(state, tenant, body.previous_response_id)
         with renamed(FIELDS):
             size = body.size + sum(turn.size for turn in turns)
@@ -100,7 +100,7 @@ async def retrieve(
 )
 async def delete(request: Request, response_id: ResponseId) -> Response:
     """Delete a stored response. Later responses of its conversation can no longer be continued."""
-    if not server_of(request).shared.remembered.forget(_tenant(request), response_id):
+    if not server_of(request).shared.remembered.forget(tenant_of(request), response_id):
         raise _unknown(response_id)
     return json_response({"id": response_id, "object": "response", "deleted": True})
 
@@ -141,11 +141,6 @@ async def input_items(
     return Response(await off_loop(listed), media_type="application/json")
 
 
-def _tenant(request: Request) -> str | None:
-    tenant: str | None = request.scope["kvboost"].get("tenant")
-    return tenant
-
-
 def _conversation(state: ModelState, tenant: str | None, name: str | None) -> list[StoredResponse]:
     """Return the stored turns that a request continues.
 
@@ -183,7 +178,7 @@ def _items(turns: list[StoredResponse]) -> list[dict[str, Any]]:
 
 
 def _found(request: Request, name: str) -> StoredResponse:
-    turn = server_of(request).shared.remembered.find(_tenant(request), name)
+    turn = server_of(request).shared.remembered.find(tenant_of(request), name)
     if turn is None:
         raise _unknown(name)
     return turn

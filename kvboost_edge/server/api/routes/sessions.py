@@ -18,7 +18,6 @@ from kvboost_edge.server.api.session_saving import (
     release_session,
     saved_view,
     session_view,
-    tenant_of,
 )
 from kvboost_edge.server.models.server import server_of
 from kvboost_edge.server.response_types import (
@@ -28,7 +27,7 @@ from kvboost_edge.server.response_types import (
     SessionContents,
     SessionList,
 )
-from kvboost_edge.server.state import ModelState
+from kvboost_edge.server.state import ModelState, tenant_of
 from kvboost_edge.server.work.bridge import off_loop
 from kvboost_edge.server.work.streams import dumps, dumps_long, json_response, send_json
 from kvboost_edge.tiers.disk.session_records import Session

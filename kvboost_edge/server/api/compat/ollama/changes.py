@@ -65,16 +65,7 @@ def changes_of(request: Request) -> ModelChanges:
     Raises:
         ApiError: the models cannot be changed (403).
     """
-    changes = server_of(request).changes
-    if changes is None:
-        raise ApiError(
-            403,
-            "the models of this server are fixed, because it runs replicas or was given loaded "
-            "engines; start `kvboost-edge serve` without --workers and --ray-address",
-            code="model_changes_off",
-        )
-    changes.check_allowed()
-    return changes
+    return server_of(request).allowed_changes()
 
 
 async def send_progress(
