@@ -25,24 +25,29 @@ const WORDS = {
   401: "The server does not accept the API key. Set it under Settings.",
   403: "This API key is not allowed to do that.",
   404: "The server does not know this model or address.",
+  409: "The model is in use.",
   408: "The request took too long to arrive.",
   413: "The conversation is too large for the server.",
   422: "The server does not accept this request.",
   429: "Too many requests for this API key.",
   500: "The server failed while answering.",
+  502: "The model could not be downloaded.",
   503: "The server is busy or shutting down.",
   504: "The request exceeded the server's time limit.",
 };
 
-/** A request to `path`; resolves to the Response, rejects with ApiError, or with AbortError when `signal` fired. */
-export async function request(path, { key = "", body = null, signal = null } = {}) {
+/**
+ * A request to `path`, by default a POST if it has a body; resolves to the Response, rejects with ApiError, or with
+ * AbortError when `signal` fired.
+ */
+export async function request(path, { key = "", body = null, signal = null, method = body === null ? "GET" : "POST" } = {}) {
   const headers = {};
   if (key !== "") headers.Authorization = `Bearer ${key}`;
   if (body !== null) headers["Content-Type"] = "application/json";
   let response;
   try {
     response = await fetch(path, {
-      method: body === null ? "GET" : "POST",
+      method,
       headers,
       body: body === null ? undefined : JSON.stringify(body),
       signal,
@@ -75,6 +80,21 @@ export async function* streamChat(body, { key, signal, begun }) {
   }
 }
 
+/** The objects of an answer in JSON lines. Rejects with ApiError, also for an object with an error. */
+export async function* streamLines(path, options) {
+  const response = await request(path, options);
+  const requestId = response.headers.get("x-request-id") ?? "";
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  for (;;) {
+    const { value = "", done } = await nextPiece(reader, options.signal, requestId);
+    const lines = (rest + value).split("\n");
+    rest = done ? "" : lines.pop();
+    for (const line of lines) if (line.trim() !== "") yield parsed(line, requestId, "The server reports an error.");
+    if (done) return;
+  }
+}
+
 async function nextPiece(reader, signal, requestId) {
   try {
     return await reader.read();
@@ -84,15 +104,17 @@ async function nextPiece(reader, signal, requestId) {
   }
 }
 
-function parsed(data, requestId) {
+/** `words`: those for an error without a known code. */
+function parsed(data, requestId, words = "The server failed while answering.") {
   let chunk;
   try {
     chunk = JSON.parse(data);
   } catch {
     throw new ApiError("The server sent invalid JSON.", { detail: data.slice(0, 200), requestId });
   }
-  if (chunk.error) throw new ApiError(WORDS[chunk.error.code] ?? "The server failed while answering.", { detail: chunk.error.message ?? "", requestId });
-  return chunk;
+  if (!chunk.error) return chunk;
+  const { message, code } = partsOf(chunk.error);
+  throw new ApiError(WORDS[code] ?? words, { detail: message, requestId });
 }
 
 async function refused(response) {
@@ -103,12 +125,17 @@ async function refused(response) {
   return new ApiError(message, { status: response.status, detail, requestId: response.headers.get("x-request-id") ?? "" });
 }
 
-/** The error in OpenAI's format; {} for other formats, which are shown by status. */
+/** The error in OpenAI's or Ollama's format; {} for other formats, which are shown by status. */
 async function errorOf(response) {
   try {
-    const { message, code } = (await response.json()).error;
-    return { message: String(message ?? ""), code: code ?? "" };
+    return partsOf((await response.json()).error);
   } catch {
     return {};
   }
+}
+
+/** Message and code of an error: an object in OpenAI's format, a text in Ollama's. */
+function partsOf(error) {
+  if (typeof error === "string") return { message: error, code: "" };
+  return { message: String(error.message ?? ""), code: error.code ?? "" };
 }

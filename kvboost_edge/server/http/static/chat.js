@@ -1,8 +1,10 @@
 /** The chat: turns, one running answer at a time, stop, edit, regenerate, and stored chats. */
 
 import { streamChat } from "/static/api.js";
+import { asJson, asMarkdown, download, fileName } from "/static/chatexport.js";
 import { keepChat, keptChats, removeChat } from "/static/chats.js";
 import { beginStep, Conversation, takeCall, textOf } from "/static/conversation.js";
+import { isDialogOpen, setUpDialog, showDialog } from "/static/dialog.js";
 import { button, byId, copy, element } from "/static/dom.js";
 import { figuresLine, summarize } from "/static/figures.js";
 import { plural } from "/static/format.js";
@@ -22,8 +24,8 @@ export class Chat {
   #sticks = true; // the end of the log is in view
   #prompt = byId("prompt");
 
-  /** `settings`: a SettingsForm. `connection`: {model(): promise of its name, openSettings(name of a field),
-   *  showRequest(id)}. */
+  /** `settings`: a SettingsForm. `connection`: {model(): promise of its name, modelNow(): its name or "",
+   *  openSettings(name of a field), showRequest(id)}. */
   constructor(settings, connection) {
     this.#settings = settings;
     this.#connection = connection;
@@ -41,21 +43,56 @@ export class Chat {
       this.#sticks = this.#log.scrollHeight - this.#log.scrollTop - this.#log.clientHeight < 40;
     });
     byId("stop").addEventListener("click", () => this.stop());
-    byId("new-chat").addEventListener("click", () => this.#startNew());
+    byId("new-chat").addEventListener("click", () => this.startNew());
     byId("delete-chat").addEventListener("click", () => this.#delete());
-    byId("chats").addEventListener("change", (event) => this.#open(event.target.value));
+    this.#offerExport();
+    byId("chats").addEventListener("change", (event) => this.open(event.target.value));
     // Another tab stored or deleted a chat.
     addEventListener("storage", () => this.#list());
     addEventListener("pagehide", () => { if (this.#running !== null) this.#keep(); });
-    this.#open(load("chat"));
+    this.open(load("chat"));
     document.addEventListener("keydown", (event) => {
-      if (event.key === "Escape") this.stop();
+      if (event.key === "Escape" && !isDialogOpen()) this.stop();
     });
   }
 
   /** Stops the running answer and keeps the received text. */
   stop() {
     this.#running?.abort();
+  }
+
+  get isRunning() {
+    return this.#running !== null;
+  }
+
+  get isEmpty() {
+    return this.#conversation.turns.length === 0;
+  }
+
+  /** The other stored chats, latest first: [{id, title}]. */
+  get others() {
+    return keptChats().filter(({ id }) => id !== this.#id);
+  }
+
+  /** Lets the browser save the chat as a file. `kind`: "md" or "json". */
+  exportAs(kind) {
+    const { turns } = this.#conversation;
+    const { system, sampling } = this.#settings;
+    const about = { system, sampling, settings: this.#settings.check().values, model: this.#connection.modelNow(), at: new Date() };
+    if (kind === "md") download(fileName(turns, kind), "text/markdown", asMarkdown(turns, about));
+    else download(fileName(turns, kind), "application/json", asJson(turns, about));
+    this.#say("The chat is exported.");
+  }
+
+  #offerExport() {
+    const dialog = setUpDialog(byId("export"));
+    byId("export-chat").addEventListener("click", () => showDialog(dialog));
+    for (const kind of ["md", "json"]) {
+      byId(`export-${kind}`).addEventListener("click", () => {
+        dialog.close();
+        this.exportAs(kind);
+      });
+    }
   }
 
   #send() {
@@ -117,7 +154,9 @@ export class Chat {
     let failure = null;
     try {
       const options = { key: this.#settings.key, signal, begun: (id) => { arrived.requestId = id; } };
-      for await (const chunk of streamChat(await this.#body(), options)) {
+      const body = await this.#body();
+      step.model = body.model;
+      for await (const chunk of streamChat(body, options)) {
         if (chunk.prompt_progress) part.read(chunk.prompt_progress, (text) => this.#say(text));
         else take(chunk, step, part, arrived);
       }
@@ -197,8 +236,8 @@ export class Chat {
     this.#prompt.focus();
   }
 
-  /** Shows the stored chat `id`, or a new one. */
-  #open(id) {
+  /** Shows the stored chat `id`, or a new one. Ends a running answer. */
+  open(id) {
     if (this.#running !== null) {
       this.stop();
       this.#keep();
@@ -247,11 +286,11 @@ export class Chat {
   #delete() {
     removeChat(this.#id);
     this.#conversation = new Conversation(); // otherwise a running answer would be stored
-    this.#startNew();
+    this.startNew();
   }
 
-  #startNew() {
-    this.#open("");
+  startNew() {
+    this.open("");
     this.#prompt.focus();
   }
 
@@ -261,6 +300,7 @@ export class Chat {
     byId("chats").replaceChildren(element("option", { value: "", text: "New chat" }), ...options);
     byId("chats").value = this.#id;
     byId("delete-chat").hidden = this.#id === "";
+    byId("export-chat").hidden = this.#id === "";
   }
 
   #setRunning(controller) {

@@ -18,10 +18,12 @@ export function keptChats() {
   return found.sort((one, other) => other.changed - one.changed);
 }
 
+/** The title of a chat: the beginning of its first question. */
+export const titleOf = (turns) => turns[0].question.trim().replace(/\s+/g, " ").slice(0, TITLE_LENGTH);
+
 /** Stores a chat and returns whether that worked. Deletes the oldest others if there are too many or storage is full. */
 export function keepChat(id, turns) {
-  const title = turns[0].question.trim().replace(/\s+/g, " ").slice(0, TITLE_LENGTH);
-  const text = JSON.stringify({ title, changed: Date.now(), turns });
+  const text = JSON.stringify({ title: titleOf(turns), changed: Date.now(), turns });
   const others = keptChats().filter((chat) => chat.id !== id);
   for (const chat of others.splice(MOST_CHATS - 1)) removeChat(chat.id);
   for (;;) {

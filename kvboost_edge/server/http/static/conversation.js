@@ -36,10 +36,10 @@ export class Conversation {
 
 /**
  * Appends a step to `turn` and returns it. `state`: "running", "done", "stopped" or "failed"; `finish`: the server's
- * reason for the end, "" without one.
+ * reason for the end, "" without one; `model`: the model that answers.
  */
 export function beginStep(turn) {
-  const step = { reasoning: "", answer: "", calls: [], state: "running", finish: "" };
+  const step = { reasoning: "", answer: "", calls: [], state: "running", finish: "", model: "" };
   turn.steps.push(step);
   return step;
 }
@@ -61,7 +61,7 @@ export function takeCall(step, { index, id, function: made }) {
 export const textOf = (value) => (typeof value === "string" ? value : "");
 
 /** An answer with the results of its calls, without unanswered calls and empty reasoning. */
-function messagesOf({ reasoning, answer, calls, state }) {
+export function messagesOf({ reasoning, answer, calls, state }) {
   const answered = calls.filter((call) => call.result !== null);
   if (state === "running" || (answer === "" && answered.length === 0)) return [];
   const message = { role: "assistant", content: answer };

@@ -14,6 +14,11 @@ export function element(tag, attributes = {}, ...children) {
   return made;
 }
 
+/** Sets the text of a node; the same text is left, so that screen readers do not announce it again. */
+export function setText(node, text) {
+  if (node.textContent !== text) node.textContent = text;
+}
+
 /** A button of type "button" that calls `action`. */
 export function button(label, action, attributes = {}) {
   const made = element("button", { type: "button", text: label, ...attributes });

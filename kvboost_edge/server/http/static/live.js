@@ -42,7 +42,7 @@ export class LiveView {
   #replicas = {};
   #samples = []; // [time in ms, generated tokens so far]
 
-  /** `key()`: the API key. `model`: a ModelChoice, whose pool is shown. */
+  /** `key()`: the API key. `model`: Models; the pool of the one in use is shown. */
   constructor(key, model) {
     this.#key = key;
     this.#model = model;

@@ -1,24 +1,42 @@
-/** Setup of the page: views, model, chat, live view. */
+/** Setup of the page: views, models, chat, live view, commands. */
 
 import { Chat } from "/static/chat.js";
+import { commandsOf } from "/static/commands.js";
+import { Confirmation } from "/static/confirm.js";
 import { byId } from "/static/dom.js";
+import { listenToKeys } from "/static/keys.js";
 import { LiveView } from "/static/live.js";
-import { ModelChoice } from "/static/models.js";
+import { ModelPicker } from "/static/modelpicker.js";
+import { Models } from "/static/models.js";
+import { ModelsView } from "/static/modelsview.js";
+import { Palette } from "/static/palette.js";
+import { PresetChoice } from "/static/presetchoice.js";
 import { Prompts } from "/static/prompts.js";
+import { Pulls } from "/static/pulls.js";
+import { PullView } from "/static/pullview.js";
 import { SettingsForm } from "/static/settings.js";
 
 const settings = new SettingsForm(() => {
   live.wake({ otherKey: true });
   prompts.wake({ otherKey: true });
-  showModel();
+  findModels();
 });
-const model = new ModelChoice(() => settings.key, () => {
-  settings.showDefaults(model.sampling);
+const key = () => settings.key;
+const presets = new PresetChoice(settings);
+const models = new Models(key);
+const pulls = new Pulls(key);
+new ModelPicker(models, key);
+const modelsView = new ModelsView(models, pulls, key, new Confirmation());
+new PullView(byId("pull-progress"), pulls, { use: (name) => modelsView.use(name) });
+const live = new LiveView(key, models);
+const prompts = new Prompts(key);
+const chat = new Chat(settings, { model: () => models.name(), modelNow: () => models.chosen?.id ?? "", openSettings, showRequest });
+models.listen((isOther) => {
+  if (!isOther) return;
+  settings.showDefaults(models.sampling);
   live.wake({ otherModel: true });
 });
-const live = new LiveView(() => settings.key, model);
-const prompts = new Prompts(() => settings.key);
-new Chat(settings, { model: () => model.name(), openSettings, showRequest });
+listenToKeys(new Palette(() => commandsOf({ chat, models, presets, show, openSettings })));
 
 // On wide screens, the chat is always shown, next to the live view or the settings.
 const wide = matchMedia("(min-width: 900px)");
@@ -46,7 +64,7 @@ function showRequest(id) {
 }
 
 /** Reads the models; the header shows an error. */
-const showModel = () => model.find().catch(() => {});
+const findModels = () => models.find().catch(() => {});
 
 for (const button of document.querySelectorAll("nav button")) {
   button.addEventListener("click", () => show(button.dataset.view));
@@ -57,4 +75,4 @@ wide.addEventListener("change", () => show(document.body.dataset.view));
 show("chat");
 // Without a mouse, focus would open the on-screen keyboard.
 if (matchMedia("(hover: hover)").matches) byId("prompt").focus();
-showModel();
+findModels();

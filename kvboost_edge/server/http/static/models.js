@@ -1,134 +1,168 @@
-/** The model in use (the only one, or the one chosen in the chat's head), and the state of each model. */
+/** The models of the server and the one in use, read again while their states may change. */
 
-import { request } from "/static/api.js";
-import { byId, element } from "/static/dom.js";
+import { ApiError, request } from "/static/api.js";
 import { load, save } from "/static/storage.js";
 
 const INTERVAL_MS = 2500;
+const SHORT_INTERVAL_MS = 1000; // while models change
+const HURRY_MS = 20000; // how long a change is awaited
 const LONGEST_PAUSE_MS = 16000;
 const PATIENCE_MS = 10000;
 const KEPT = "model";
+const FIXED = { allowed: false, reason: "" };
 
-/** The models of /v1/models by first name: [{id, state, failure, sampling}]; state "" if unknown. */
+/**
+ * The models of /v1/models by first name: [{id, state, failure, sampling, managed, unloadable, fileBytes, context,
+ * format}]; `state` is "" and the figures are null if unknown.
+ */
 export function different(listed) {
   const roots = new Set();
   const found = [];
-  for (const { id, root = id, state = "", failure = null, sampling = null } of listed) {
-    const remarks = { state: String(state), failure: failure === null ? "" : String(failure) };
-    if (!roots.has(root)) found.push({ id: String(id), ...remarks, sampling: sampling ?? {} });
+  for (const one of listed) {
+    const { id, root = id } = one;
+    if (!roots.has(root)) found.push(described(one));
     roots.add(root);
   }
   return found;
 }
 
-const inWords = (state) => state.replaceAll("_", " ");
-
-/** The remark below the choice; "" for a loaded model. */
-export function remark({ state, failure }) {
-  if (state === "" || state === "loaded") return "";
-  if (state === "loading") return "This model is being loaded.";
-  const next = "Your next message loads it.";
-  return failure === "" ? `This model is not loaded. ${next}` : `This model could not be loaded: ${failure}`;
+function described({ id, state = "", failure = null, sampling = null, managed, unloadable, file_bytes: fileBytes = null, max_model_len: context = null, meta = null }) {
+  return {
+    id: String(id),
+    state: String(state),
+    failure: failure === null ? "" : String(failure),
+    sampling: sampling ?? {},
+    managed: managed === true,
+    unloadable: unloadable === true,
+    fileBytes,
+    context,
+    format: meta === null ? "" : `${meta.dtype}, ${meta.runner} runner`,
+  };
 }
 
-export class ModelChoice {
+const isActive = ({ state }) => state === "loading" || state === "unloading";
+
+export class Models {
+  all = [];
+  chosen = null;
+  changes = FIXED; // {allowed, reason}: whether models may be added and deleted
+  memory = null; // memory of all models, or null if this API key may not see it
+  problem = ""; // why the list could not be read
   #key;
-  #changed;
-  #models = [];
-  #chosen = null;
+  #listeners = [];
+  #since = new Map(); // model -> time at which the page saw it loading
   #timer = 0;
   #pause = INTERVAL_MS;
+  #hurryUntil = 0;
 
-  /** `key()`: the API key. `changed()`: called if the model or its state changes. */
-  constructor(key, changed) {
+  /** `key()`: the API key. */
+  constructor(key) {
     this.#key = key;
-    this.#changed = changed;
-    byId("model-choice").addEventListener("change", (event) => {
-      save(KEPT, event.target.value);
-      this.#take(this.#models);
-    });
     document.addEventListener("visibilitychange", () => this.#schedule());
   }
 
-  /** True if the model is loaded, so that its pool can be shown. */
+  /** `listener(whether the model in use or its state is another)` is called after each change. */
+  listen(listener) {
+    this.#listeners.push(listener);
+  }
+
+  /** True if the model in use is loaded, so that its pool can be shown. */
   get isLoaded() {
-    return this.#chosen === null || ["", "loaded"].includes(this.#chosen.state);
+    return this.chosen === null || ["", "loaded"].includes(this.chosen.state);
   }
 
   /** The query that selects the model; "" if there is only one. */
   get query() {
-    return this.#chosen !== null && this.#models.length > 1 ? `?model=${encodeURIComponent(this.#chosen.id)}` : "";
+    return this.chosen !== null && this.all.length > 1 ? `?model=${encodeURIComponent(this.chosen.id)}` : "";
   }
 
   /** Default values of the sampling parameters; {} until they are known. */
   get sampling() {
-    return this.#chosen?.sampling ?? {};
+    return this.chosen?.sampling ?? {};
   }
 
-  /** Promise of the model's name; rejects with ApiError. */
+  /** Uses the model `id` from now on. */
+  choose(id) {
+    save(KEPT, id);
+    this.#choose();
+  }
+
+  /** Seconds since the page saw the model loading. */
+  loadingSeconds(id) {
+    return this.#since.has(id) ? Math.floor((performance.now() - this.#since.get(id)) / 1000) : 0;
+  }
+
+  /** Promise of the name of the model in use; rejects with ApiError. */
   async name() {
-    return this.#chosen?.id ?? this.find();
+    return this.chosen?.id ?? this.find();
   }
 
-  /** Promise of the model's name, read from the server. */
+  /** Promise of the name of the model in use, read from the server. */
   async find() {
-    this.#chosen = null;
-    const place = byId("model");
-    try {
-      await this.#read();
-    } catch (error) {
-      place.textContent = error.status === 401 ? "API key needed" : "server not responding";
-      throw error;
-    } finally {
-      place.classList.toggle("warn", this.#chosen === null);
-    }
-    return this.#chosen.id;
+    this.chosen = null;
+    await this.#read();
+    return this.chosen?.id ?? this.find(); // null if the key was changed meanwhile
+  }
+
+  /** Reads the list again; errors are kept in `problem`. */
+  async refresh() {
+    await this.#read().catch(() => {});
+  }
+
+  /** Reads again now, and for a while more often, because a model is about to change. */
+  hurry() {
+    this.#hurryUntil = performance.now() + HURRY_MS;
+    return this.refresh();
   }
 
   async #read() {
     const key = this.#key();
     try {
       const response = await request("/v1/models", { key, signal: AbortSignal.timeout(PATIENCE_MS) });
-      const models = different((await response.json()).data);
-      if (key === this.#key()) this.#take(models);
+      const answer = await response.json();
+      if (key === this.#key()) this.#take(answer);
       this.#pause = INTERVAL_MS;
     } catch (error) {
       this.#pause = Math.min(2 * this.#pause, LONGEST_PAUSE_MS);
+      this.problem = error.status === 401 ? "API key needed" : "server not responding";
+      this.#tell(false);
       throw error;
     } finally {
       this.#schedule();
     }
   }
 
-  /** Reads the states of several models again while they are visible. */
+  /** Reads again while the page is visible, if anything may change. */
   #schedule() {
     clearTimeout(this.#timer);
-    if (this.#models.length < 2 || document.visibilityState !== "visible") return;
-    this.#timer = setTimeout(() => this.#read().catch(() => {}), this.#pause);
+    const fixed = this.all.length < 2 && this.all.every(({ state }) => state === "" || state === "loaded") && !this.changes.allowed;
+    if (fixed || document.visibilityState !== "visible") return;
+    const hurries = this.all.some(isActive) || performance.now() < this.#hurryUntil;
+    this.#timer = setTimeout(() => this.refresh(), hurries && this.#pause === INTERVAL_MS ? SHORT_INTERVAL_MS : this.#pause);
   }
 
-  #take(models) {
-    const before = this.#chosen;
+  #take({ data, changes, memory }) {
+    const listed = different(data);
+    if (listed.length === 0) throw new ApiError("The server has no models.");
+    this.all = listed;
+    this.changes = { ...FIXED, ...changes };
+    this.memory = memory ?? null;
+    this.problem = "";
+    for (const one of listed) {
+      if (!isActive(one)) this.#since.delete(one.id);
+      else if (!this.#since.has(one.id)) this.#since.set(one.id, performance.now());
+    }
+    this.#choose();
+  }
+
+  #choose() {
+    const before = this.chosen;
     const kept = load(KEPT);
-    this.#models = models;
-    this.#chosen = models.find(({ id }) => id === kept) ?? models[0];
-    byId("model").textContent = this.#chosen.id;
-    this.#show();
-    if (before?.id !== this.#chosen.id || before.state !== this.#chosen.state) this.#changed();
+    this.chosen = this.all.find(({ id }) => id === kept) ?? this.all[0] ?? null;
+    this.#tell(before?.id !== this.chosen?.id || before?.state !== this.chosen?.state);
   }
 
-  #show() {
-    const choice = byId("model-choice");
-    byId("model-field").hidden = this.#models.length < 2;
-    document.body.classList.toggle("several", this.#models.length > 1); // then rows of requests name theirs
-    if (choice.options.length !== this.#models.length) choice.replaceChildren(...this.#models.map(() => element("option")));
-    this.#models.forEach(({ id, state }, at) => {
-      const text = state === "" ? id : `${id} (${inWords(state)})`;
-      if (choice.options[at].textContent !== text) choice.options[at].textContent = text;
-      choice.options[at].value = id;
-    });
-    choice.value = this.#chosen.id;
-    const said = this.#models.length < 2 ? "" : remark(this.#chosen);
-    if (byId("model-remark").textContent !== said) byId("model-remark").textContent = said;
+  #tell(isOther) {
+    for (const listener of this.#listeners) listener(isOther);
   }
 }

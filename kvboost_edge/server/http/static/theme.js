@@ -29,14 +29,18 @@
   apply(current);
   document.addEventListener("DOMContentLoaded", () => {
     apply(current);
-    document.getElementById("theme").addEventListener("click", () => {
-      current = NAMES[(NAMES.indexOf(current) + 1) % NAMES.length];
-      try {
-        localStorage.setItem("theme", current);
-      } catch {
-        // stored for this page only
-      }
-      apply(current);
-    });
+    document.getElementById("theme").addEventListener("click", () => choose(NAMES[(NAMES.indexOf(current) + 1) % NAMES.length]));
   });
+  // Modules choose colours with this event.
+  document.addEventListener("themechoice", (event) => choose(event.detail));
+
+  function choose(name) {
+    current = name;
+    try {
+      localStorage.setItem("theme", name);
+    } catch {
+      // stored for this page only
+    }
+    apply(name);
+  }
 })();

@@ -1,8 +1,8 @@
 /** A turn on the page: the question and its answers. */
 
 import { AnswerView } from "/static/answer.js";
-import { ApiError } from "/static/api.js";
 import { element } from "/static/dom.js";
+import { errorBox } from "/static/errorbox.js";
 import { ProgressView } from "/static/progress.js";
 import { ReasoningView } from "/static/reasoning.js";
 import { ToolCallsView } from "/static/toolcalls.js";
@@ -140,16 +140,4 @@ class StepView {
     if (text !== "") view.append(text);
     this.#lengths[name] += text.length;
   }
-}
-
-function errorBox(error) {
-  const known = error instanceof ApiError;
-  const box = element("div", { class: "error", role: "alert" });
-  box.append(element("p", { text: known ? error.message : "An error occurred in this page." }));
-  const detail = known ? error.detail : String(error);
-  if (detail !== "") box.append(element("p", { class: "said", text: detail }));
-  if (known && error.requestId !== "") {
-    box.append(element("p", { class: "note", text: "Request " }, element("code", { text: error.requestId })));
-  }
-  return box;
 }

@@ -2,6 +2,8 @@
 phone.
 """
 
+import json
+
 import pytest
 from playwright.sync_api import expect
 
@@ -92,6 +94,66 @@ def test_a_choice_of_models_has_no_findings(page):
     assert findings(page) == []
 
 
+@looks(0)
+def test_the_models_have_no_findings(page):
+    models = [
+        {"id": "a", "state": "loaded", "managed": True, "unloadable": True, "file_bytes": 1e9},
+        {"id": "b", "state": "not_loaded", "failure": "it is damaged"},
+        {"id": "c", "state": "loading"},
+    ]
+    memory = {"max_bytes": 8e9, "taken_bytes": 2e9, "data": []}
+    answer = {"data": models, "memory": memory, "changes": {"allowed": True}}
+    page.serve("**/v1/models", answer)
+    page.route("**/v1/blocks?*", lambda route: route.continue_(url=route.request.url.split("?")[0]))
+    event = {"status": "pulling x", "digest": "x", "total": 100, "completed": 30}
+    page.route(
+        "**/api/pull",
+        lambda route: route.fulfill(body="\n".join(map(json.dumps, [event, {"error": "cut"}]))),
+    )
+    page.reload()
+    page.evaluate(AXE)
+    page.click("nav [data-view=models]")
+    expect(page.locator(".model-row")).to_have_count(3)
+    page.button("Download").click()
+    page.expects("#pull-error").not_to_be_empty()
+    assert findings(page) == []
+    page.get_by_label("Add a model").fill("m")
+    page.button("Download").click()
+    page.expects("#pull-view").to_contain_text("was not added")
+    page.button("Delete a").click()
+    expect(page.get_by_role("alertdialog")).to_be_visible()
+    assert findings(page) == []
+    page.keyboard.press("Escape")
+    answer["changes"] = {"allowed": False, "reason": "closed"}
+    page.serve("**/v1/models", answer)
+    page.reload()
+    page.evaluate(AXE)
+    page.click("nav [data-view=models]")
+    page.expects("#models-closed").to_be_visible()
+    assert findings(page) == []
+
+
+@looks(1)
+def test_the_dialogs_have_no_findings(page):
+    page.keyboard.press("Control+k")
+    expect(page.locator("#palette-list li").first).to_be_visible()
+    assert findings(page) == []
+    page.fill("#palette-field", "zzz")
+    page.expects("#palette-count").to_be_visible()
+    assert findings(page) == []
+    page.keyboard.press("Escape")
+    page.keyboard.press("Control+/")
+    expect(page.get_by_role("dialog", name="Keyboard shortcuts")).to_be_visible()
+    assert findings(page) == []
+    page.keyboard.press("Escape")
+    page.begin("Hello")
+    page.keyboard.press("Escape")
+    page.answer("stopped")
+    page.button("Export").click()
+    expect(page.get_by_role("dialog", name="Export this chat")).to_be_visible()
+    assert findings(page) == []
+
+
 @looks(3)
 def test_an_error_has_no_findings(page):
     page.begin("Hello")
@@ -120,7 +182,13 @@ def test_a_live_view_without_an_answer_has_no_findings(page):
 def test_settings_have_no_findings(page):
     page.click("nav [data-view=settings]")
     page.fill("#tools", TOOLS)
+    page.fill("#preset-name", "Mine")
+    page.button("Save").click()
+    page.expects("#delete-preset").to_be_visible()
+    assert findings(page) == []
     page.fill("#top_p", "7")
+    page.button("Save").click()
+    page.expects("#preset-error").not_to_be_empty()
     page.fill("#schema", "{")
     page.press("#schema", "Tab")
     page.expects("#schema-error").not_to_be_empty()

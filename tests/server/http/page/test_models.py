@@ -65,10 +65,11 @@ def test_other_names_of_one_model_are_no_choice(modules):
         {"id": "d"},
         {"id": "e", "root": "a"},
     ]
-    assert modules.module("models", "return it.different(argument);", listed) == [
-        {"id": "a", "state": "loaded", "failure": "", "sampling": {}},
-        {"id": "c", "state": "loading", "failure": "no room", "sampling": {}},
-        {"id": "d", "state": "", "failure": "", "sampling": {}},
+    found = modules.module("models", "return it.different(argument);", listed)
+    assert [(one["id"], one["state"], one["failure"]) for one in found] == [
+        ("a", "loaded", ""),
+        ("c", "loading", "no room"),
+        ("d", "", ""),
     ]
 
 
@@ -102,6 +103,45 @@ def test_requests_name_the_chosen_model_and_the_choice_is_kept(several):
     several.tells(model(SMALL))
     expect(choice).to_be_hidden()
     page.shows("#model", SMALL)
+
+
+def test_a_model_is_loaded_from_the_choice_with_its_progress(several):
+    page = several.page
+    asked = []
+
+    def load(route):
+        asked.append(route.request.post_data_json)
+        route.fulfill(status=503, json={"error": "the model <b>does not fit</b>"})
+
+    page.route("**/api/generate", load)
+    page.visit.expected_failures = ("503",)
+    page.expects("#model-load").to_be_hidden()
+    page.get_by_label("Model", exact=True).select_option(value=LARGE)
+    page.button("Load now").click()
+    page.shows("#model-remark", "the model <b>does not fit</b>")
+    assert asked == [{"model": LARGE, "stream": False}]
+    several.tells(model(SMALL), model(LARGE, "loading"))
+    page.shows("#model-remark", "This model is being loaded.")
+    page.expects("#model-load").to_be_hidden()
+    bar = page.get_by_role("progressbar", name="Loading the model")
+    expect(bar).to_be_visible()
+    several.tells(model(SMALL), model(LARGE, "loading"))
+    expect(bar).to_have_attribute("aria-valuetext", re.compile(r"^\d s$"))
+    several.tells(model(SMALL), model(LARGE))
+    expect(bar).to_be_hidden()
+    page.expects("#model-remark").to_be_empty()
+
+
+def test_one_model_that_was_unloaded_is_loaded_again(stand_in):
+    page = stand_in()
+    page.serve("**/v1/models", {"data": [model(SMALL, "not_loaded")]})
+    page.reload()
+    page.shows("#model-remark", "This model is not loaded. Your next message loads it.")
+    page.shows("#live-state", "not loaded")
+    page.expects("#model-choice").to_be_hidden()
+    page.serve("**/v1/models", {"data": [model(SMALL)]})
+    page.shows("#live-state", "live")
+    page.expects("#model-remark").to_be_empty()
 
 
 def test_the_live_view_is_that_of_the_chosen_model(several):

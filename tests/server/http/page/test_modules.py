@@ -41,8 +41,9 @@ def test_a_byte_order_mark_is_not_part_of_the_first_line(modules):
 
 
 def test_the_settings_bounds_are_the_server_s(modules):
-    fields = {field["name"]: field for field in modules.module("settings", "return it.FIELDS;")}
-    assert set(fields) == {"temperature", "top_p", "top_k", "min_p", "max_tokens", "seed"}
+    fields = {field["name"]: field for field in modules.module("sampling", "return it.FIELDS;")}
+    names = {"temperature", "top_p", "top_k", "min_p", "max_tokens", "reasoning_budget", "seed"}
+    assert set(fields) == names
     for name, field in fields.items():
         bound = BOUNDS[name]
         # No token at all is for echo only, and a seed below 0 is another spelling of one that is
@@ -68,12 +69,13 @@ def test_the_settings_bounds_are_the_server_s(modules):
         ("top_k", "-1", -1),
         ("top_k", "1000000", 1000000),
         ("max_tokens", "1", 1),
+        ("reasoning_budget", "-1", -1),
         ("seed", "9007199254740991", 2**53 - 1),
         ("seed", "+12", 12),
     ],
 )
 def test_a_good_setting_is_its_number(modules, name, text, value):
-    checked = modules.module("settings", "return it.validate(argument);", {name: text})
+    checked = modules.module("sampling", "return it.validate(argument);", {name: text})
     assert checked == {"values": {name: value}, "errors": {}}
 
 
@@ -96,6 +98,7 @@ def test_a_good_setting_is_its_number(modules, name, text, value):
         ("top_k", "1.5"),
         ("top_k", "1000001"),
         ("max_tokens", "0"),
+        ("reasoning_budget", "-2"),
         ("max_tokens", "16777217"),
         ("seed", "-1"),
         ("seed", "9007199254740993"),
@@ -103,14 +106,14 @@ def test_a_good_setting_is_its_number(modules, name, text, value):
     ],
 )
 def test_a_wrong_setting_is_named_and_left_out(modules, name, text):
-    checked = modules.module("settings", "return it.validate(argument);", {name: text})
+    checked = modules.module("sampling", "return it.validate(argument);", {name: text})
     assert checked["values"] == {}
     assert list(checked["errors"]) == [name]
     assert checked["errors"][name].endswith(".")
 
 
 def test_an_empty_setting_is_not_sent(modules):
-    assert modules.module("settings", "return it.validate({temperature: ' ', seed: ''});") == {
+    assert modules.module("sampling", "return it.validate({temperature: ' ', seed: ''});") == {
         "values": {},
         "errors": {},
     }

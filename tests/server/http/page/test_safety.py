@@ -158,6 +158,43 @@ def test_what_else_the_server_says_is_shown_as_it_is(visit, live_server):
     _untouched(visit, 1)
 
 
+def test_models_and_presets_are_shown_as_they_are(visit):
+    """In the list, the choice, the palette, the confirmation and the settings."""
+    names = [payload.replace("\u0000", "") for payload in PAYLOADS]
+    rows = [
+        {"id": name, "state": "not_loaded", "failure": name, "managed": True, "meta": None}
+        for name in names
+    ]
+    said = {"allowed": True, "reason": names[0]}
+    visit.serve("**/v1/models", {"data": rows, "changes": said})
+    visit.route("**/api/pull", lambda route: route.fulfill(json={"error": names[4]}))
+    kept = [{"name": name, "texts": {"system": name}} for name in names if len(name) <= 60]
+    visit.evaluate("(text) => localStorage.setItem('presets', text)", json.dumps(kept))
+    visit.reload()
+    visit.click("nav [data-view=models]")
+    visit.expects(".model-row").to_have_count(len(names))
+    texts = "(all) => all.map((one) => one.textContent)"
+    assert visit.locator(".model-name").evaluate_all(texts) == names
+    assert visit.locator(".model-row .field-error").evaluate_all(texts) == names
+    visit.fill("#pull-name", names[4])
+    visit.keyboard.press("Enter")
+    expect(visit.locator("#pull-view .said")).to_have_text(names[4])
+    visit.locator(".model-row").nth(4).get_by_role("button", name="Delete").click()
+    visit.expects("#confirm-text").to_contain_text(names[4])
+    visit.keyboard.press("Escape")
+    visit.keyboard.press("Control+k")
+    shown = visit.locator("#palette-list .command-detail").evaluate_all(texts)
+    assert set(names[1:]) | {one["name"] for one in kept} <= set(shown)
+    visit.keyboard.press("Escape")
+    visit.click("nav [data-view=settings]")
+    assert [one["name"] for one in sorted(kept, key=lambda one: one["name"])] == sorted(
+        visit.locator("#preset optgroup[label=Yours] option").evaluate_all(texts)
+    )
+    page = "[...new Set([...document.querySelectorAll('main *, dialog *')].map((e) => e.tagName))]"
+    assert not set(visit.evaluate(page)) & {"IMG", "SCRIPT", "IFRAME", "SVG", "A", "STYLE"}
+    assert visit.evaluate("window.hacked") is None
+
+
 def test_requests_are_shown_as_they_are(visit):
     visit.evaluate("document.body.classList.add('several')")  # so that rows name their model
     texts = ("request_id", "cause", "field", "field_before", "compared_with", "model")

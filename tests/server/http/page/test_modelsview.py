@@ -1,0 +1,352 @@
+"""The view of the models: add, load, unload and delete them; and what it says where that is not
+allowed.
+"""
+
+import json
+import re
+
+import pytest
+from playwright.sync_api import expect
+
+from helpers.gguf.writer import write_gguf
+from helpers.models.fake_hub import fake_hub
+from helpers.server.live_servers import serving
+from helpers.server.served_models import CountedSource
+from kvboost_edge.models.locate.managed import managed_models
+from kvboost_edge.server.models.changes import ManagedModels
+
+pytestmark = pytest.mark.slow
+
+REPO = "someone/Tiny-GGUF"
+NAME = f"{REPO}:Q8_0"
+DIGEST = "sha256:" + "0" * 64
+MARKUP = '<img src=x onerror="window.hacked=1">'
+
+# In place of the server's download: the test says what is streamed. Bodies of other changes are
+# kept too.
+PULLS = """
+  const fetchReally = window.fetch;
+  window.changes = [];
+  window.fetch = (path, options) => {
+    if (!['/api/pull', '/api/generate', '/api/delete'].includes(path)) return fetchReally(path, options);
+    window.changes.push([options.method, path, JSON.parse(options.body)]);
+    if (path !== '/api/pull') return Promise.resolve(new Response(window.refused ?? '{}', {status: window.refused ? 409 : 200}));
+    const start = (controller) => {
+      window.tell = (...events) => events.forEach((event) => controller.enqueue(new TextEncoder().encode(JSON.stringify(event) + '\\n')));
+      window.cut = (text) => { controller.enqueue(new TextEncoder().encode(text)); };
+      window.finish = () => controller.close();
+      options.signal.addEventListener('abort', () => controller.error(options.signal.reason));
+    };
+    return Promise.resolve(new Response(new ReadableStream({start})));
+  };
+"""
+
+
+def model(name, state="loaded", **more):
+    return {"id": name, "root": name, "state": state, "unloadable": True, "managed": True} | more
+
+
+class ModelsPage:
+    """The view of models over a server that says what the test wants it to."""
+
+    def __init__(self, visit):
+        self.visit = visit
+        self.answer = {"data": [model("a", managed=False), model("b", "not_loaded")]}
+        self.answer["changes"] = {"allowed": True, "reason": None}
+        visit.route("**/v1/models", lambda route: route.fulfill(json=self.answer))
+        visit.route(
+            "**/v1/blocks*", lambda route: route.continue_(url=route.request.url.split("?")[0])
+        )
+        visit.reload()
+        visit.click("nav [data-view=models]")
+        visit.shows("#models-state", "live")
+
+    def __getattr__(self, name):
+        """All that the visit has."""
+        return getattr(self.visit, name)
+
+    def says(self, **answer):
+        """The server's next answer; the page reads it."""
+        self.answer = {**self.answer, **answer}
+        self.visit.evaluate("document.dispatchEvent(new Event('visibilitychange'))")
+        with self.visit.expect_response("**/v1/models"):
+            pass
+
+    def row(self, name):
+        return self.visit.locator(".model-row", has=self.visit.get_by_text(name, exact=True))
+
+    def changes(self):
+        return self.visit.evaluate("window.changes")
+
+    def add(self, name):
+        self.visit.get_by_label("Add a model").fill(name)
+        self.visit.keyboard.press("Enter")
+        self.visit.until("window.changes.length > 0 && 'tell' in window")
+
+    def tell(self, *events):
+        self.visit.evaluate("(events) => window.tell(...events)", list(events))
+
+
+@pytest.fixture
+def page(visiting, live_server):
+    return ModelsPage(visiting(live_server.base_url, init_script=PULLS))
+
+
+def loading(completed, total=100_000_000, digest=DIGEST):
+    return {
+        "status": f"pulling {digest[7:19]}",
+        "digest": digest,
+        "total": total,
+        "completed": completed,
+    }
+
+
+def test_a_model_is_added_loaded_unloaded_and_deleted(
+    visiting, demo_engine, tiny_model_dir, tmp_path, monkeypatch
+):
+    """With the real server and a stand-in for the hub."""
+    monkeypatch.setenv("KVBOOST_EDGE_CACHE", str(tmp_path / "own"))
+    write_gguf(tiny_model_dir, tmp_path / "Tiny-Q8_0.gguf", kind="Q8_0")
+    files = {"Tiny-Q8_0.gguf": (tmp_path / "Tiny-Q8_0.gguf").read_bytes()}
+    store = managed_models()
+    managed = ManagedModels(store, lambda model: CountedSource(store.path_of(model)).source)
+    with (
+        fake_hub(REPO, files, tmp_path / "hub", monkeypatch),
+        serving(demo_engine, managed=managed) as server,
+    ):
+        visit = visiting(server.base_url)
+        visit.expected_failures = ("503",)  # of a look at a pool in the moment before it is there
+        visit.click("nav [data-view=models]")
+        rows = visit.locator(".model-row")
+        expect(rows).to_have_count(1)
+        expect(rows.get_by_role("button", name=re.compile("Delete|Unload"))).to_have_count(0)
+        visit.get_by_label("Add a model").fill(NAME)
+        visit.button("Download").click()
+        expect(visit.locator("#pull-view")).to_contain_text(f"{NAME} was added.")
+        row = rows.nth(1)
+        expect(row.locator(".state")).to_have_text("not loaded")
+        expect(row).to_contain_text("on disk")
+        row.get_by_role("button", name=f"Load {NAME}").click()
+        expect(row.locator(".state")).to_have_text("loaded")
+        expect(row).to_contain_text("of memory")
+        visit.locator("#pull-view").get_by_role("button", name="Use in chat").click()
+        visit.shows("#model", NAME)
+        visit.settings(max_tokens="2")
+        visit.ask("Hi")
+        visit.answer()
+        visit.click("nav [data-view=models]")
+        row.get_by_role("button", name=f"Unload {NAME}").click()
+        expect(row.locator(".state")).to_have_text("not loaded")
+        row.get_by_role("button", name=f"Delete {NAME}").click()
+        asked = visit.get_by_role("alertdialog", name="Delete this model?")
+        expect(asked).to_contain_text(NAME)
+        asked.get_by_role("button", name="Cancel").click()
+        expect(rows).to_have_count(2)
+        row.get_by_role("button", name=f"Delete {NAME}").click()
+        asked.get_by_role("button", name="Delete").click()
+        expect(rows).to_have_count(1)
+        visit.expects("#models-title").to_be_focused()
+        visit.shows("#model", "kvboost-edge/demo")
+        assert not list(store.root.rglob("*.gguf"))
+        visit.context.close()
+
+
+def test_the_progress_of_a_download_is_shown(page):
+    page.add("org/model:Q4")
+    assert page.changes() == [["POST", "/api/pull", {"model": "org/model:Q4"}]]
+    view = page.locator("#pull-view")
+    bar = page.get_by_role("progressbar", name="Downloading org/model:Q4")
+    page.tell({"status": "pulling manifest"})
+    expect(view).to_contain_text("Looking up the model")
+    assert bar.get_attribute("aria-valuenow") is None
+    page.tell(loading(25_000_000))
+    expect(bar).to_have_attribute("aria-valuenow", "25")
+    expect(view).to_contain_text("25.0 MB of 100 MB")
+    page.tell(loading(100_000_000), loading(0, 2_000_000, DIGEST.replace("0", "1")))
+    expect(view).to_contain_text("file 2, 0.00 kB of 2.00 MB")
+    page.get_by_label("Add a model").fill("another")
+    page.keyboard.press("Enter")
+    page.expects("#pull-error").to_contain_text("Another model is being downloaded.")
+    page.tell({"status": "verifying sha256 digest"})
+    expect(view).to_contain_text("Checking the files")
+    page.click("nav [data-view=live]")
+    expect(page.locator("#pull-progress")).to_contain_text("Downloading org/model:Q4")
+    page.answer["data"].append(model("org/model:Q4", "not_loaded"))
+    page.tell({"status": "success"})
+    page.evaluate("window.finish()")
+    expect(page.locator("#pull-progress")).to_contain_text("org/model:Q4 was added.")
+    page.locator("#pull-progress").get_by_role("button", name="Use in chat").click()
+    page.shows("#model", "org/model:Q4")
+    page.expects("#pull-progress").to_be_hidden()
+
+
+def test_a_download_is_cancelled(page):
+    page.add("m")
+    page.tell(loading(1000))
+    page.button("Cancel").click()
+    expect(page.locator("#pull-view")).to_contain_text("The download of m was cancelled.")
+    page.button("Dismiss").click()
+    page.expects("#pull-view").to_be_hidden()
+
+
+@pytest.mark.parametrize(
+    ("end", "said"),
+    [
+        (f"""window.tell({{error: {json.dumps(MARKUP)}}})""", MARKUP),
+        ("window.finish()", "The connection ended before the download was complete."),
+        ("window.cut('{\\n')", "The server sent invalid JSON."),
+    ],
+)
+def test_a_download_that_fails_says_why_and_is_tried_again(page, end, said):
+    page.add(MARKUP)
+    page.evaluate(f"{{ {end} }}")
+    error = page.locator("#pull-view [role=alert]")
+    expect(error).to_contain_text(said)
+    expect(page.locator("#pull-view")).to_contain_text(f"{MARKUP} was not added.")
+    assert page.evaluate("window.hacked") is None
+    page.button("Try again").click()
+    page.until("window.changes.length === 2")
+    expect(error).to_have_count(0)
+
+
+def test_the_pieces_of_a_stream_are_put_together(page):
+    page.add("m")
+    line = json.dumps(loading(50_000_000, digest="ä"), ensure_ascii=False)
+    page.evaluate("(text) => [...text].forEach((piece) => window.cut(piece))", f"{line}\r\n\n")
+    expect(page.locator("#pull-view")).to_contain_text("50.0 MB of 100 MB")
+
+
+def test_speed_and_time_left_of_a_download(modules):
+    body = """
+      const pull = it.newPull('m');
+      const told = [it.pullInWords(pull, 0)];
+      it.takeEvent(pull, {status: 'pulling x', digest: 'x', total: 90e6, completed: 10e6}, 1000);
+      told.push(it.pullInWords(pull, 1500));
+      it.takeEvent(pull, {status: 'pulling x', digest: 'x', total: 90e6, completed: 50e6}, 5000);
+      told.push(it.pullInWords(pull, 5000), it.shareOf(pull));
+      it.takeEvent(pull, {status: 'something new'}, 6000);
+      return [...told, it.pullInWords(pull, 6000), it.shareOf(pull)];
+    """
+    assert modules.module("pulls", body) == [
+        "Waiting for the server",
+        "10.0 MB of 90.0 MB",
+        "50.0 MB of 90.0 MB, 10.0 MB/s, about 4 s",
+        pytest.approx(50 / 90),
+        "something new",
+        None,
+    ]
+
+
+def test_rows_show_what_the_server_says(page):
+    rows = [
+        model("a", max_model_len=4096, meta={"dtype": "int4", "runner": "native"}, managed=False),
+        model(MARKUP, "not_loaded", failure="it needs <i>9 GB</i>", file_bytes=1_500_000_000),
+        model("c", "loading"),
+        model("d", "loaded", unloadable=False),
+    ]
+    memory = {"max_bytes": 8e9, "taken_bytes": 2e9, "waiting": 0, "data": []}
+    figures = {"bytes": 1e9, "in_use": 0, "unloads_in_seconds": 90.0, "waits_for": ""}
+    waits = {"bytes": 0, "in_use": 1, "unloads_in_seconds": None, "waits_for": "no <b>room</b>"}
+    memory["data"] = [{"id": "a", **figures}, {"id": "c", **waits}]
+    page.says(data=rows, memory=memory)
+    page.shows("#models-memory", "2.00 GB of 8.00 GB of memory in use by loaded models.")
+    figures = "1.00 GB of memory, 4,096 tokens of context, int4, native runner, unloads in 90.0 s"
+    expect(page.row("a").locator(".note").first).to_have_text(figures)
+    failed = page.row(MARKUP)
+    expect(failed.locator(".note").first).to_have_text("1.50 GB on disk")
+    expect(failed.locator(".field-error")).to_have_text("it needs <i>9 GB</i>")
+    expect(failed.get_by_role("button", name="Load")).to_be_visible()
+    expect(page.row("c").get_by_role("progressbar", name="Loading c")).to_be_visible()
+    expect(page.row("c")).to_contain_text("no <b>room</b>")
+    expect(page.row("c").get_by_role("button", name="Load")).to_have_attribute(
+        "aria-disabled", "true"
+    )
+    expect(page.row("d").get_by_role("button", name="Unload")).to_have_count(0)
+    assert page.evaluate("window.hacked") is None
+
+
+def test_requests_of_the_rows(page):
+    page.row("b").get_by_role("button", name="Load").click()
+    page.row("a").get_by_role("button", name="Unload").click()
+    expect(page.row("a")).to_contain_text("waits until no request uses the model")
+    page.row("b").get_by_role("button", name="Delete").click()
+    page.get_by_role("alertdialog").get_by_role("button", name="Delete").click()
+    page.until("window.changes.length === 3")
+    assert page.changes() == [
+        ["POST", "/api/generate", {"model": "b", "stream": False}],
+        ["POST", "/api/generate", {"model": "a", "stream": False, "keep_alive": 0}],
+        ["DELETE", "/api/delete", {"model": "b"}],
+    ]
+    page.row("b").get_by_role("button", name="Use b in chat").click()
+    page.shows("#model", "b")
+
+
+def test_a_refused_change_is_shown_in_its_row(page):
+    page.evaluate('window.refused = \'{"error": "the model is <b>in use</b>"}\'')
+    page.row("b").get_by_role("button", name="Delete").click()
+    page.get_by_role("alertdialog").get_by_role("button", name="Delete").click()
+    error = page.row("b").get_by_role("alert")
+    expect(error).to_contain_text("The model is in use.")
+    expect(error.locator(".said")).to_have_text("the model is <b>in use</b>")
+    page.row("b").get_by_role("button", name="Load").click()
+    expect(error).to_have_count(1)
+
+
+@pytest.mark.parametrize("name", ["", " ", "x" * 201])
+def test_a_name_that_cannot_be_one_is_not_sent(page, name):
+    page.get_by_label("Add a model").fill(name)
+    page.button("Download").click()
+    page.expects("#pull-error").not_to_be_empty()
+    page.expects("#pull-name").to_be_focused()
+    assert page.changes() == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"allowed": False, "reason": "closed <b>here</b>"}, ": closed <b>here</b>"),
+        (None, "."),  # of an older server
+    ],
+)
+def test_where_models_cannot_be_changed_the_page_says_why(page, changes, said):
+    page.says(changes=changes)
+    page.shows("#models-closed", f"Models cannot be added or deleted here{said}")
+    page.expects("#pull-form").to_be_hidden()
+    expect(page.get_by_role("button", name=re.compile("^Delete b"))).to_be_hidden()
+    expect(page.row("b").get_by_role("button", name="Load")).to_be_visible()
+
+
+def test_one_fixed_model_is_shown(visit):
+    visit.click("nav [data-view=models]")
+    row = visit.locator(".model-row")
+    expect(row).to_have_count(1)
+    expect(row).to_contain_text("tokens of context")
+    expect(row.get_by_role("button")).to_have_count(1)  # use it
+    visit.expects("#models-closed").to_contain_text("the models of this server are fixed")
+
+
+def test_a_key_is_asked_for(visiting, keyed_server):
+    visit = visiting(keyed_server.base_url)
+    visit.expected_failures = ("401", "403")
+    visit.click("nav [data-view=models]")
+    visit.shows("#models-state", "API key needed")
+    visit.expects("#pull-form").to_be_hidden()
+    visit.settings(api_key=keyed_server.keys[0])
+    visit.press("#api-key", "Tab")
+    visit.click("nav [data-view=models]")
+    visit.shows("#models-state", "live")
+    visit.expects("#models-memory").to_be_empty()  # an admin's
+
+
+def test_long_names_fit_a_phone(visiting, live_server):
+    page = ModelsPage(
+        visiting(live_server.base_url, init_script=PULLS, viewport={"width": 320, "height": 640})
+    )
+    long = model("n" * 200, "not_loaded", failure="w" * 300, file_bytes=1)
+    page.says(data=[model("a"), long], changes={"allowed": True})
+    page.add("p" * 200)
+    page.tell(loading(1))
+    expect(page.row("n" * 200)).to_be_visible()
+    assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
+    wide = "[...document.querySelectorAll('#models *')].filter((e) => e.getBoundingClientRect().right > 320).length"
+    assert page.evaluate(wide) == 0
