@@ -7,8 +7,13 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from kvboost_edge.compat.lmcache.arrays import ChunkShape, KeysAndValues, assemble, read_kv
-from kvboost_edge.compat.lmcache.chunks import chunk_addresses, mask_like, num_skipped, token_bytes
+from kvboost_edge.compat.lmcache.chunk_addresses import (
+    chunk_addresses,
+    mask_like,
+    num_skipped,
+    token_bytes,
+)
+from kvboost_edge.compat.lmcache.chunk_arrays import ChunkShape, KeysAndValues, assemble, read_kv
 from kvboost_edge.compat.lmcache.config import LMCacheEngineConfig, Metadata
 from kvboost_edge.compat.lmcache.stores import ChunkStore, MemoryStore, StoredChunk, TierStore
 from kvboost_edge.errors import RequestError

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from kvboost_edge.compat.lmcache.arrays import SHAPE_BYTES, ChunkShape, decode_shape
+from kvboost_edge.compat.lmcache.chunk_arrays import SHAPE_BYTES, ChunkShape, decode_shape
 from kvboost_edge.kvcache.hashing import TOKEN_BYTES, BlockAddress
 from kvboost_edge.tiers.base import Tier, TierStats
 

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from kvboost_edge.compat.lmcache.chunks import is_tensor, num_skipped
+from kvboost_edge.compat.lmcache.chunk_addresses import is_tensor, num_skipped
 from kvboost_edge.compat.lmcache.config import LMCacheEngineConfig, space_of
 from kvboost_edge.compat.lmcache.engine import LMCacheEngine as _Engine
 from kvboost_edge.errors import ConfigError, RequestError

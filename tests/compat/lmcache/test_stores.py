@@ -8,8 +8,8 @@ import pytest
 from helpers.compat.lmcache_cases import equal, kv_of, kv_slice, make_engine, num_tokens_of
 from helpers.tiers.redis_servers import running_redis
 from kvboost_edge.compat.lmcache import LMCacheEngineConfig
-from kvboost_edge.compat.lmcache.arrays import ChunkShape
-from kvboost_edge.compat.lmcache.chunks import chunk_addresses, token_bytes
+from kvboost_edge.compat.lmcache.chunk_addresses import chunk_addresses, token_bytes
+from kvboost_edge.compat.lmcache.chunk_arrays import ChunkShape
 from kvboost_edge.compat.lmcache.stores import MemoryStore, StoredChunk, TierStore
 from kvboost_edge.errors import ConfigError
 from kvboost_edge.tiers.disk.tier import DiskTier

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvboost_edge.compat.lmcache.chunks import is_tensor
+from kvboost_edge.compat.lmcache.chunk_addresses import is_tensor
 from kvboost_edge.errors import BackendUnavailable, RequestError, install_extra
 
 __all__ = ["SHAPE_BYTES", "ChunkShape", "KeysAndValues", "assemble", "decode_shape", "read_kv"]
