@@ -1,4 +1,4 @@
-"""The documentation site, built once for all tests of a process."""
+"""The documentation site, built once for all tests of a run."""
 
 import os
 import subprocess
@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 ROOT = Path(__file__).parents[2]
 
@@ -13,7 +14,18 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture(scope="session")
 def site(tmp_path_factory):
     """Build the site and return its folder. A warning of the build fails."""
-    folder = tmp_path_factory.mktemp("site")
+    root = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        root = root.parent  # which all workers of a run share
+    folder = root / "site"
+    with FileLock(root / "site.lock"):
+        if not folder.exists():
+            _build(root / "new-site")
+            (root / "new-site").rename(folder)
+    return folder
+
+
+def _build(folder):
     done = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)],
         cwd=ROOT,
@@ -25,4 +37,3 @@ def site(tmp_path_factory):
     )
     assert done.returncode == 0, done.stderr
     assert not [line for line in done.stderr.splitlines() if not line.startswith("INFO")]
-    return folder

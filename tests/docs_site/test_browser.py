@@ -92,43 +92,37 @@ def test_axe_finds_nothing(path, look, visit, origin):
     assert page.evaluate(wide) == 0, "the page scrolls sideways"
 
 
+def search(page, words, target):
+    """Type the words until the page that is meant is found: the index may still be read."""
+    field = page.locator(".md-search__input")
+    found = page.locator(f".md-search-result__link[href*='{target}']").first
+    for attempt in range(40):
+        field.fill("")
+        field.press_sequentially(words)
+        page.wait_for_timeout(50 * (attempt + 1))
+        if found.is_visible():
+            break
+    return found
+
+
 @pytest.mark.parametrize("place", ["server", "file"])
 def test_search_finds_a_page_also_in_a_site_opened_as_a_file(place, visit, origin, site):
     page = visit(f"{origin}/index.html" if place == "server" else (site / "index.html").as_uri())
-    field = page.locator(".md-search__input")
-    found = page.locator(".md-search-result__link[href*='speculation.html']").first
-    for _ in range(30):  # what is typed before the index is read finds nothing
-        field.fill("")
-        field.press_sequentially("speculative decoding")
-        page.wait_for_timeout(1000)
-        if found.is_visible():
-            break
-    found.click()
+    search(page, "speculative decoding", "speculation.html").click()
     page.wait_for_url("**/speculation.html*")
     assert page.locator("h1").inner_text().startswith("Speculative decoding")
 
 
-@pytest.mark.parametrize(
-    ("words", "searched", "target"),
-    [
+def test_the_search_finds_names(visit, origin):
+    page = visit(f"{origin}/index.html")
+    for words, searched, target in (
         ("--max-memory", "max-memory", "reference/options.html"),
         ("response_format", "response_format", "structured.html"),
         ("Q4_K_M", "Q4_K_M", "models.html"),
         ("image_url", "image_url", "apis.html"),
-    ],
-)
-def test_the_search_finds_a_name(words, searched, target, visit, origin):
-    page = visit(f"{origin}/index.html")
-    field = page.locator(".md-search__input")
-    found = page.locator(f".md-search-result__link[href*='{target}']").first
-    for _ in range(30):
-        field.fill("")
-        field.press_sequentially(words)
-        page.wait_for_timeout(1000)
-        if found.is_visible():
-            break
-    assert found.is_visible()
-    assert field.input_value() == searched
+    ):
+        assert search(page, words, target).is_visible(), words
+        assert page.locator(".md-search__input").input_value() == searched
 
 
 def test_the_scheme_can_be_chosen_and_stays(visit, origin):

@@ -14,7 +14,6 @@ _LONG = (
     "tests/server/http/page/test_safety.py",
     "tests/server/http/page/test_progress.py",
     "tests/server/http/page/test_modules.py",
-    "tests/docs_site/test_browser.py",
     "tests/docs_site/test_site.py",
     "tests/runners/native/test_long.py",
     "tests/server/api/compat/test_contract.py",
@@ -33,6 +32,7 @@ _LONG = (
     "tests/tiers/disk/test_damage.py",
     "tests/tiers/redis/test_tier.py",
     "tests/tiers/redis/test_server.py",
+    "tests/docs_site/test_browser.py",
     "tests/text/turns/test_grammar.py",
 )
 _PLACES = {name: place for place, name in enumerate(_LONG)}
