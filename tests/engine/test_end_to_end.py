@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from helpers.distance import distance
 from helpers.models.tiny_models import EOS_ID, FAMILIES, save_tiny_model
 from helpers.random_ids import random_ids
+from helpers.runners.families import VARIED
 from kvboost_edge import CPUPagedEngine, GenerationMode
 from kvboost_edge.engine import build
 from kvboost_edge.errors import CapacityError, ConfigError, ModelFormatError, RequestError
@@ -61,7 +62,12 @@ def truth(request, tmp_path_factory):
     return Truth(save_tiny_model(request.param, tmp_path_factory.mktemp(request.param)))
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(name, marks=() if name in VARIED else pytest.mark.full) for name in FAMILIES
+    ],
+)
 def any_truth(request, tmp_path_factory):
     return Truth(save_tiny_model(request.param, tmp_path_factory.mktemp(request.param)))
 

@@ -8,6 +8,7 @@ import torch
 
 from helpers.distance import distance
 from helpers.models.tiny_models import FAMILIES, build_tiny_model
+from helpers.runners.families import VARIED
 from helpers.runners.logits import dense_logits
 from helpers.runners.paged_driver import PagedDriver
 from kvboost_edge.backends.torch_backend import TorchBackend
@@ -56,9 +57,8 @@ def assert_close(actual, expected):
     assert distance(actual, expected) <= 1e-4
 
 
-# These run with every family in `make test`, the others with those whose attention differs.
+# These run with every family in `make test`, the others with `VARIED`.
 WITH_EVERY_FAMILY = ("test_cold_prefill_and_decode_alone", "test_ragged_batch_of_five")
-VARIED = ("llama", "mistral", "gemma2", "gemma4", "glm4", "gpt_oss", "qwen3_moe")
 
 
 def pytest_generate_tests(metafunc):
