@@ -14,6 +14,7 @@ import pytest
 from _pytest.mark.expression import Expression
 
 from conftest import takes_all_threads
+from helpers.long_files import LONG
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "kvboost_edge"
@@ -314,3 +315,8 @@ def test_pytest_itself_leaves_nothing_out():
         for option in settings["addopts"]
         if option.startswith(("-k", "-m", "--ignore", "--deselect"))
     ]
+
+
+def test_the_files_that_begin_a_run_are_there():
+    assert len(set(LONG)) == len(LONG)
+    assert [name for name in LONG if not (ROOT / name).is_file()] == []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-_LONG = (
+LONG = (
     "tests/engine/test_invariance.py",
     "tests/server/http/page/test_live.py",
     "tests/server/http/page/test_chat.py",
@@ -35,9 +35,9 @@ _LONG = (
     "tests/docs_site/test_browser.py",
     "tests/text/turns/test_grammar.py",
 )
-_PLACES = {name: place for place, name in enumerate(_LONG)}
+_PLACES = {name: place for place, name in enumerate(LONG)}
 
 
 def place_of(test: str) -> int:
     """The place of a test's file in the order of a run; the same for all files not listed."""
-    return _PLACES.get(test.partition("::")[0], len(_LONG))
+    return _PLACES.get(test.partition("::")[0], len(LONG))

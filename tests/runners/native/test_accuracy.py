@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from helpers.models.tiny_models import build_tiny_model, save_tiny_model
+from helpers.pairwise import each_once
 from helpers.random_ids import random_ids
 from helpers.runners.logits import dense_logits, native_logits
 from kvboost_edge.kernels.linear.weights import pack_rows
@@ -63,8 +64,10 @@ _ROUTERS = (
 )  # floats
 
 
-@pytest.mark.parametrize("weights", ["int8", "int4", "int4-asym"])
-@pytest.mark.parametrize("family", [*FAMILIES, *LIMITS, *MIXTURES])
+@pytest.mark.parametrize(
+    ("family", "weights"),
+    each_once([*FAMILIES, *LIMITS, *MIXTURES], ["int8", "int4", "int4-asym"]),
+)
 def test_logits_are_near_float64_with_the_same_weights(family, weights, tmp_path):
     overrides = OVERRIDES.get(family, {})
     save_tiny_model(family, tmp_path, **overrides)

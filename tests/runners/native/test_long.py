@@ -79,7 +79,8 @@ HYBRIDS = ("lfm2", "qwen3_5", "granitemoehybrid-", "nemotron_h", "falcon_h1")
 class Case:
     """One model at one width, and the logits of LONG computed in one pass of one thread."""
 
-    def __init__(self, machine, bits):
+    def __init__(self, machine, bits, number):
+        self.number = number
         self._machine = machine
         self._bits = bits
         self.cold = self.bench(max_batch_tokens=CONTEXT).logits(LONG)
@@ -135,7 +136,7 @@ def widths():
 @pytest.fixture(scope="module", params=widths())
 def case(request, machines):
     name, bits = request.param
-    return Case(machines(name), bits)
+    return Case(machines(name), bits, list(CASES).index(name))
 
 
 def equal(actual, expected):
@@ -153,9 +154,12 @@ def test_no_family_is_forgotten():
     assert covered == set(KNOWN)
 
 
-@pytest.mark.parametrize(("budget", "threads"), [(CONTEXT, 2), (7, 1), (100, 2), (513, 1)])
-def test_any_pass_size(case, budget, threads):
-    assert equal(case.bench(max_batch_tokens=budget, threads=threads).logits(LONG), case.cold)
+def test_any_pass_size(case, scale):
+    """In `make test` each model with two of four, every second one with the same two."""
+    sizes = ((CONTEXT, 2), (7, 1), (513, 1), (100, 2))
+    for budget, threads in scale(sizes[case.number % 2 :: 2], sizes):
+        bench = case.bench(max_batch_tokens=budget, threads=threads)
+        assert equal(bench.logits(LONG), case.cold), f"passes of {budget} tokens"
 
 
 @pytest.mark.parametrize("cut", [530, 2 * PARTITION])
