@@ -347,7 +347,7 @@ def test_it_does_not_ask_while_nobody_can_see_it(visiting, live_server):
         visit.until("window.delays.includes(500)")
 
 
-@pytest.mark.parametrize("width", [320, 390])
+@pytest.mark.parametrize("width", [320, pytest.param(390, marks=pytest.mark.full)])
 def test_a_phone_shows_one_view_at_a_time_without_scrolling_sideways(
     visiting, live_server, answering, width
 ):
