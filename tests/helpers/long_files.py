@@ -31,9 +31,9 @@ LONG = (
     "tests/tiers/disk/test_faults.py",
     "tests/tiers/disk/test_damage.py",
     "tests/tiers/redis/test_tier.py",
-    "tests/tiers/redis/test_server.py",
+    "tests/tiers/redis/test_connection.py",
     "tests/docs_site/test_browser.py",
-    "tests/text/turns/test_grammar.py",
+    "tests/text/turns/test_call_grammar.py",
 )
 _PLACES = {name: place for place, name in enumerate(LONG)}
 
