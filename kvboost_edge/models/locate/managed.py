@@ -217,15 +217,26 @@ class ModelStore:
 
     def _drop_unused(self, folder: str) -> None:
         """Delete a folder with files that no model uses any more."""
-        if not folder or any(model.folder == folder for model in self.models()):
+        if not folder or folder in self._used_folders():
             return
         path = self.inside_files(folder)
         if path.is_dir():
             shutil.rmtree(path)  # does not follow links
 
+    def _used_folders(self) -> set[str]:
+        """Return the folders that records name, also in records that only a newer version can
+        read.
+        """
+        used = set()
+        for path in self._inside("records").glob("*.json"):
+            with contextlib.suppress(OSError, ValueError, RecursionError):
+                fields = _fields(path)
+                used.add(str(fields.get("folder")) if isinstance(fields, dict) else "")
+        return used
+
     def _drop_forgotten(self) -> None:
         """Delete old folders of pulls that were never finished."""
-        used = {model.folder for model in self.models()}
+        used = self._used_folders()
         for path in self.made("files").iterdir():
             age = time.time() - path.lstat().st_mtime
             if _ID.fullmatch(path.name) and path.name not in used and age > _FORGOTTEN_SECONDS:
@@ -237,12 +248,17 @@ def managed_models() -> ModelStore:
     return ModelStore(cache_directory() / "models" / "pulled")
 
 
+def _fields(path: Path) -> Any:
+    """Return the contents of a record. Raises OSError, ValueError or RecursionError."""
+    handle = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0))
+    with open(handle, "rb") as file:
+        return json.loads(file.read(_MAX_RECORD_BYTES))
+
+
 def _read(path: Path) -> ManagedModel:
     """Read a record. Raises ModelFormatError if it is damaged, or is a link."""
     try:
-        handle = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0))
-        with open(handle, "rb") as file:
-            fields = json.loads(file.read(_MAX_RECORD_BYTES))
+        fields = _fields(path)
         kinds = {field.name: field.type for field in dataclasses.fields(ManagedModel)}
         if not isinstance(fields, dict) or not {*fields} <= {*kinds}:
             raise ValueError("it has unknown fields")

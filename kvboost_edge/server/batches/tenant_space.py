@@ -370,7 +370,9 @@ class TenantSpace:
             for file_id in (batch.output_file_id, batch.error_file_id)
         }
         for path in self._files_directory.glob("file-*.jsonl"):
-            if path.stem not in self._files and path.stem not in moved:
+            # A description that cannot be read may be that of a newer version.
+            has_description = path.with_suffix(".json").exists()
+            if path.stem not in self._files and path.stem not in moved and not has_description:
                 path.unlink()  # its process died before the description was written
 
     def _hold(self, num_bytes: int) -> None:

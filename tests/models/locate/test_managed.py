@@ -114,3 +114,19 @@ def test_unfinished_pulls_are_forgotten_after_a_week(store):
     os.utime(store.root / "files" / old, (week, week))
     put(store, "a")
     assert {path.name for path in (store.root / "files").iterdir()} == {FOLDER, new}
+
+
+def test_files_of_a_model_that_a_newer_version_pulled_are_kept_for_it(store):
+    """A downgrade does not show the model and deletes none of its files."""
+    put(store, "a")
+    (path,) = (store.root / "records").glob("*.json")
+    record = path.read_text()
+    path.chmod(0o600)
+    path.write_text(json.dumps({**json.loads(record), "a_newer_field": 1}))
+    week = time.time() - 8 * 86_400
+    os.utime(store.root / "files" / FOLDER, (week, week))
+    store.put(ManagedModel(name="b", origin="b", folder=FOLDER, file="a.gguf"))
+    assert [one.name for one in store.models()] == ["b"]
+    store.remove("b")
+    path.write_text(record)
+    assert store.path_of(store.find("a")).read_bytes() == b"GGUF"

@@ -65,6 +65,30 @@ def test_files_and_batches_survive_a_restart(opened):
     assert again.num_bytes == 3
 
 
+def test_files_and_batches_of_a_newer_version_are_kept_for_it(opened, tmp_path):
+    """A downgrade does not show them; an upgrade finds them as they were."""
+    space = opened()
+    file = put(space, b"one")
+    batch = new_batch(space, file)
+    records = [
+        *(tmp_path / "space" / "files").glob("*.json"),
+        *(tmp_path / "space" / "batches").glob("*/batch.json"),
+    ]
+    before = {path: path.read_bytes() for path in records}
+    for path, data in before.items():
+        path.write_text(json.dumps({**json.loads(data), "a_newer_field": 1}))
+    older = opened()
+    assert (older.files(), older.batches()) == ([], [])
+    older.expire()
+    assert put(older, b"two").num_bytes == 3
+    for path, data in before.items():
+        path.write_bytes(data)
+    newer = opened()
+    assert newer.path_of(newer.file(file.id)).read_bytes() == b"one"
+    assert newer.batch(batch.id) == batch
+    assert len(newer.files()) == 2
+
+
 @pytest.mark.parametrize(
     "name", ["../../x", "/etc/passwd", "a\0b", "..", "", "x" * 999, "con", "a\nb\x1b[31m"]
 )
