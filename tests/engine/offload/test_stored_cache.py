@@ -1,17 +1,21 @@
-"""Files written before the package was restructured (commit 6a22bdef).
+"""Cached files of other versions: of an earlier commit, and of versions that compute other bits or
+pack other bytes.
 
-The stored disk cache holds four blocks of the bundled model, written with the options below by one
-call of `generate(PROMPT, max_new_tokens=24, temperature=0)`. Of the packed weights only name and
-digest are stored.
+The stored disk cache was written before the package was restructured (commit 6a22bdef). It holds
+four blocks of the bundled model, written with the options below by one call of `generate(PROMPT,
+max_new_tokens=24, temperature=0)`. Of the packed weights only name and digest are stored.
 """
 
 import hashlib
 import tarfile
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from kvboost_edge import CPUPagedEngine
+from kvboost_edge.models.packed import weight_file
+from kvboost_edge.runners.native import runner
 
 STORED = Path(__file__).parents[2] / "data" / "disk-cache-of-0.1.0.tar.xz"
 PROMPT = "The prefix cache of this engine survives a restart. " * 3
@@ -48,3 +52,44 @@ def test_packed_weights_are_those_of_an_earlier_commit(tmp_path, monkeypatch, we
     (packed,) = (tmp_path / "packed").iterdir()
     assert packed.name == f"f518812092b5331e089716474b09ab0486437bfe-{weights}.kvpack"
     assert hashlib.sha256(packed.read_bytes()).hexdigest() == digest
+
+
+STEPS = pytest.mark.parametrize("step", [-1, 1], ids=["older", "newer"])
+
+
+def ask(**options):
+    options = {"num_blocks": 32, "block_size": 16, "num_threads": 1, **options}
+    with CPUPagedEngine.from_pretrained("kvboost-edge/demo", **options) as engine:
+        return engine.generate(PROMPT, max_new_tokens=24, temperature=0)
+
+
+@STEPS
+def test_blocks_of_another_numerics_version_are_misses_before_and_after_a_downgrade(
+    tmp_path, monkeypatch, step
+):
+    cached = partial(ask, disk_cache_dir=tmp_path)
+    expected = ask().output_token_ids
+    own = runner.NUMERICS_VERSION
+    hits = []
+    for version in (own, own + step, own + step, own):
+        monkeypatch.setattr(runner, "NUMERICS_VERSION", version)
+        answer = cached()
+        assert answer.output_token_ids == expected
+        hits.append(answer.cached_tokens)
+    assert hits == [0, 0, 64, 64]  # each version finds its own blocks again
+
+
+@STEPS
+def test_packed_weights_of_another_version_are_replaced(tmp_path, monkeypatch, caplog, step):
+    monkeypatch.setenv("KVBOOST_EDGE_CACHE", str(tmp_path))
+    own = weight_file.PACKED_VERSION
+    answers, files = [], []
+    for version in (own, own + step, own):
+        for module in (weight_file, runner):
+            monkeypatch.setattr(module, "PACKED_VERSION", version)
+        answers.append(ask().output_token_ids)
+        [path] = (tmp_path / "packed").glob("*.kvpack")
+        files.append(path.read_bytes())
+    assert answers[0] == answers[1] == answers[2]
+    assert files[0] == files[2] != files[1]
+    assert caplog.text.count("written by another version") == 2
