@@ -87,37 +87,63 @@ CHAT_TEMPLATE = (
 )
 CARD = """# Demo model
 
-A Llama-family model of {parameters:,} parameters (RoPE, grouped-query attention: 4 query and 2
-key-value heads of 64, 6 layers of width 256, tied embeddings, byte-level BPE of {vocabulary}
-tokens, context {context}, float16 weights).  It answers questions about facts in the documents
-that it is given, and does nothing else; it knows nothing about the world: all people, places and
-things are invented.
+This is a Llama-family model of {parameters:,} parameters. It answers questions about facts in the
+documents in its prompt, and does nothing else. It knows nothing about the real world, because all
+people, places and things in its training data are invented.
 
-Made by `training/train_demo_model.py` from text that the script generates itself:
+- 6 layers of width 256, tied embeddings, float16 weights
+- RoPE and grouped-query attention, with 4 query heads and 2 key-value heads of 64
+- byte-level BPE with {vocabulary} tokens, and a context of {context} tokens
+
+It exists so that the demo, the tests and the examples work without a network. Do not use it for
+anything else.
+
+## Training
+
+The training text consists only of generated documents, questions and answers. All names are
+invented at random, and no text of other authors was used. `training/demo_corpus.py` defines the
+text, and `training/train_demo_model.py` generates it and trains the model:
 
     python training/train_demo_model.py --work-dir demo_train --seed {seed}
     python training/train_demo_model.py --work-dir demo_train --seed {seed} \\
         --export kvboost_edge/assets/demo
     python training/train_demo_model.py --seed {seed} --eval-only kvboost_edge/assets/demo
 
-Seed {seed}, {step} steps of at most {tokens:,} tokens, {minutes:.0f} minutes on 2 CPU cores.
-Options of the run, as it was started and resumed:
+Training used seed {seed} and {step} steps of at most {tokens:,} tokens.
+It took {minutes:.0f} minutes on 2 CPU cores.
+The run was started and resumed with these options:
 
 {runs}
 
-The first two layers start as an induction circuit (`training/demo_init.py`); everything is trained.
+The first two layers are initialized as an induction circuit (`training/demo_init.py`). All layers
+are trained.
 
 ## Accuracy
 
-Fresh documents, questions on (subject, attribute) combinations that training never showed
-(one in {share} is held out, by a hash).  Greedy decoding; right means that the whole restated
-answer and its end are exactly as expected.
+The test uses new documents. Its questions are about combinations of subject and attribute that did
+not occur in training, because a hash holds out one in {share}.
+Decoding is greedy. An answer is right if its whole text and its end are exactly as expected.
 
 {figures}
 
-## Form
+## Limits
 
-Documents in the system message or before the first question; further questions may follow as turns.
+- It answers in English, in the form of its training answers. It does not follow instructions, and
+  it was not trained to write JSON, to call tools or to compute embeddings.
+- Questions must ask for an attribute of a subject, as in `demo_corpus.py`. To other questions it
+  gives a wrong answer in the same form. It cannot say that a fact is missing.
+- Accuracy falls with the number of facts. Texts of more than 128 facts were not tested.
+- The context ends at {context} tokens. Words outside the training text take many tokens.
+- It has no safety training. Its output repeats the text that it is given.
+
+## Licence
+
+The model, its tokenizer and the demo document are under the MIT License, like kvboost_edge.
+
+## Prompt format
+
+Put the documents in the system message or before the first question. Further questions may follow
+as turns.
 
     <|bos|><|user|>
     Doc 17.
@@ -130,8 +156,9 @@ Documents in the system message or before the first question; further questions 
     <|assistant|>
     The crop of Lake Brelo is rice.<|end|>
 
-Each document ends with an empty line, so it is encoded alike in any order.  Without chat markup:
-the documents, then `Question: What is the crop of Lake Brelo?` and, on the next line, `Answer:`.
+Each document ends with an empty line, so its tokens are the same in any order. Without chat markup,
+write the documents, then `Question: What is the crop of Lake Brelo?`, and `Answer:` on the next
+line.
 """
 
 
