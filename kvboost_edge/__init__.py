@@ -58,8 +58,7 @@ if TYPE_CHECKING:
 
     KVBoost = CPUPagedEngine
     InferenceEngine = CPUPagedEngine
-
-__version__ = "0.1.0"
+    __version__: str
 
 # Module that defines each public name. For an alias, the defined name follows the colon.
 _EXPORTS = {
@@ -225,8 +224,20 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Load a public name or a module that mirrors KVBoost's on first use (PEP 562)."""
+    if name == "__version__":
+        return _installed_version()
     module = f"{__name__}.{name}"
     return importlib.import_module(module) if module in _MODULES else _load(__name__, name)
+
+
+def _installed_version() -> str:
+    """Return the version of the installed package; "0+unknown" for a tree that is not installed."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("kvboost-edge")
+    except PackageNotFoundError:
+        return "0+unknown"
 
 
 def _load(module: str, name: str) -> Any:

@@ -17,8 +17,8 @@ __all__ = [
     "install_extra",
 ]
 
-# The package is not on PyPI yet.
-_INSTALL = "pip install '.[{extra}]' in a clone of the repository"
+# pip keeps an installed kvboost-edge, from a wheel or a clone, and installs what it lacks.
+_INSTALL = "pip install 'kvboost-edge[{extra}]'"
 
 
 def install_extra(extra: str) -> str:

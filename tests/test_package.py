@@ -7,7 +7,6 @@ import json
 import statistics
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 
 import pytest
@@ -103,11 +102,6 @@ def test_aliases_are_the_same_class():
 def test_an_unknown_attribute_is_an_attribute_error():
     with pytest.raises(AttributeError, match="no_such_name"):
         _ = kvboost_edge.no_such_name
-
-
-def test_version_matches_the_project_file():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    assert kvboost_edge.__version__ == project["version"]
 
 
 # Ray Serve's own models are written for an older pydantic.

@@ -7,6 +7,8 @@ cannot run in this process, `unavailable_reason` returns the reason, and the fun
 
 from __future__ import annotations
 
+from importlib.metadata import PackageNotFoundError, version
+
 from kvboost_edge_cuda.blocks import copy_blocks, write_kv
 from kvboost_edge_cuda.interface import (
     flash_attn_func,
@@ -28,4 +30,12 @@ __all__ = [
     "write_kv",
 ]
 
-__version__ = "0.1.0"
+
+def __getattr__(name: str) -> str:
+    """Read `__version__` from the installed metadata, or "0+unknown" if there is none."""
+    if name != "__version__":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        return version("kvboost-edge-cuda")
+    except PackageNotFoundError:
+        return "0+unknown"

@@ -77,9 +77,12 @@ def run_demo(model: str, options: dict[str, Any]) -> None:
         console.print(
             pool_panel(states, stats, width=console.width, title="Block pool while the batch ran")
         )
-    first = "" if real_model().is_file() else "make real-model, then "
-    chat = f"{command_name()} chat -m {real_model()}"
-    console.print(f"To chat with a trained model: {first}{chat}", soft_wrap=True)
+    name = command_name()
+    if real_model().is_file():
+        way = f"{name} chat -m {real_model()}"
+    else:
+        way = f"choose one with {name} models --suggest, then {name} chat -m NAME"
+    console.print(f"To chat with a trained model: {way}", soft_wrap=True, highlight=False)
 
 
 def _prompt(document: str, question: str) -> list[dict[str, str]]:

@@ -8,6 +8,7 @@ import shutil
 import sys
 import types
 from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,20 @@ def test_one_that_cannot_be_loaded_is_named(library, tmp_path, monkeypatch):
     (tmp_path / "_compiled.so").write_bytes(b"no library")
     say_built_for(monkeypatch, torch.__version__, torch.version.cuda)
     assert "_compiled.so of kvboost_edge_cuda cannot be loaded" in library.unavailable_reason()
+
+
+def test_the_version_is_that_of_the_installed_package(monkeypatch):
+    import kvboost_edge_cuda
+
+    def not_installed(name):
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(kvboost_edge_cuda, "version", {"kvboost-edge-cuda": "1.2.3"}.get)
+    assert kvboost_edge_cuda.__version__ == "1.2.3"
+    monkeypatch.setattr(kvboost_edge_cuda, "version", not_installed)
+    assert kvboost_edge_cuda.__version__ == "0+unknown"
+    with pytest.raises(AttributeError, match="no attribute 'other'"):
+        _ = kvboost_edge_cuda.other
 
 
 @pytest.fixture
