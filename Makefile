@@ -6,6 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PEERS := .venv-peers
 CUDA_TOOLS := .venv-cuda
+RELEASE_TOOLS := .venv-release
 STAMP := $(VENV)/.setup-stamp
 DEMO_STAMP := $(VENV)/.demo-stamp
 DOCS_STAMP := $(VENV)/.docs-stamp
@@ -31,8 +32,9 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo real-model redis-server clean
-.PHONY: test test-all test-quick test-times test-loaded test-arm64 coverage lint mutants
-.PHONY: cuda-check cuda-table cuda-test quality quality-source
+.PHONY: test test-all test-quick test-times test-loaded test-arm64 test-native test-floors
+.PHONY: coverage lint mutants
+.PHONY: cuda-check cuda-table cuda-test quality quality-source release-check
 .PHONY: docs docs-images docs-reference
 .PHONY: bench bench-kernels bench-block-pool bench-eviction bench-snapshots bench-router
 .PHONY: bench-prefix-reuse bench-linear bench-startup bench-onnx bench-packing bench-bundled
@@ -118,6 +120,26 @@ test-arm64:  ## run the native runner's tests on emulated ARM (ARM64_ROOT=dir)
 	tests/arm64/run.sh make $(ARM64_ROOT)
 	tests/arm64/run.sh test $(ARM64_ROOT) benchmarks/results/test-arm64.txt
 
+# Environments of their own. What the tests need beside the package has no lower bounds to test.
+NATIVE := .venv-native
+FLOORS := .venv-floors
+NATIVE_EXTRAS := server,redis,otel
+NATIVE_PACKAGES := gguf hypothesis jsonschema-rs pytest pytest-asyncio
+
+test-native:  ## run the tests that need no torch (PYTHON=python3.14 selects the interpreter)
+	$(PYTHON) -m venv --clear $(NATIVE)
+	$(NATIVE)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+		-e '.[$(NATIVE_EXTRAS)]' $(NATIVE_PACKAGES)
+	$(NATIVE)/bin/python -m pytest -q @tests/native.txt
+
+test-floors:  ## run the same tests with the lowest supported version of each dependency
+	$(PYTHON) -m venv --clear $(FLOORS)
+	$(FLOORS)/bin/python -m pip install --quiet --disable-pip-version-check uv
+	$(FLOORS)/bin/uv pip install --quiet --python $(FLOORS)/bin/python \
+		--resolution lowest-direct -e '.[$(NATIVE_EXTRAS)]'
+	$(FLOORS)/bin/uv pip install --quiet --python $(FLOORS)/bin/python $(NATIVE_PACKAGES)
+	$(FLOORS)/bin/python -m pytest -q @tests/native.txt
+
 lint: setup  ## run ruff, mypy and the import contracts
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -125,6 +147,7 @@ lint: setup  ## run ruff, mypy and the import contracts
 	MYPYPATH=cuda_ext $(BIN)/mypy --strict cuda_ext/kvboost_edge_cuda cuda_ext/compile_check
 	$(BIN)/mypy --strict --allow-untyped-decorators training
 	$(BIN)/mypy --strict docs_site
+	$(BIN)/mypy --strict release
 	$(BIN)/lint-imports
 
 mutants: setup  ## plant about 490 faults; each must make a test fail (mutation testing)
@@ -246,6 +269,17 @@ docs-images: setup  ## draw the charts from benchmarks/results, take the web pag
 	$(BIN)/python benchmarks/bench/charts.py
 	$(BIN)/python tests/server/http/page/screenshots.py
 
+##@ Release
+
+$(RELEASE_TOOLS)/.setup-stamp: release/requirements.txt
+	$(PYTHON) -m venv $(RELEASE_TOOLS)
+	$(RELEASE_TOOLS)/bin/python -m pip install --quiet --disable-pip-version-check \
+		-r release/requirements.txt
+	@touch $@
+
+release-check: $(RELEASE_TOOLS)/.setup-stamp  ## build and check all that a release publishes
+	$(RELEASE_TOOLS)/bin/python -m release.check
+
 ##@ Other
 
 # NVIDIA's compilers in an environment of their own: about 700 MB, no GPU and no driver needed.
@@ -270,5 +304,5 @@ cuda-test: setup  ## build cuda_ext, test and time it on this machine's GPU
 clean:  ## remove build products and caches, keep .venv
 	rm -rf build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis \
 		.import_linter_cache .coverage .coverage.*
-	find kvboost_edge tests benchmarks docs_site examples training cuda_ext \
+	find kvboost_edge tests benchmarks docs_site examples training cuda_ext release \
 		-name __pycache__ -type d -prune -exec rm -rf {} +

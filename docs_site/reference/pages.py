@@ -7,6 +7,7 @@ from pathlib import Path
 from docs_site.reference.commands import command_page
 from docs_site.reference.families import with_table
 from docs_site.reference.http_api import http_page
+from docs_site.reference.licences import licence_page
 from docs_site.reference.metrics import metrics_page
 from docs_site.reference.options import option_page
 from docs_site.reference.python import python_page
@@ -25,6 +26,7 @@ def generated_pages() -> dict[Path, str]:
         _DOCS / "commands.md": command_page(),
         models: with_table(models.read_text(encoding="utf-8")),
         _DOCS / "reference" / "http-api.md": http_page(),
+        _DOCS / "reference" / "licences.md": licence_page(),
         _DOCS / "reference" / "metrics.md": metrics_page(),
         _DOCS / "reference" / "options.md": option_page(),
         _DOCS / "reference" / "python.md": python_page(),

@@ -1,0 +1,1 @@
+"""Checks that a release must pass: its version, its distributions and its other files."""

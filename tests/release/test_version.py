@@ -1,0 +1,81 @@
+"""The version is in pyproject.toml alone, and what states it elsewhere must agree."""
+
+import json
+import re
+import shutil
+from importlib.metadata import PackageNotFoundError, distribution, version
+from pathlib import Path
+
+import pytest
+
+import kvboost_edge
+from release import version as checks
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def tree(tmp_path):
+    """Copies of the files that state the version."""
+    for name in ("pyproject.toml", "CHANGELOG.md", "cuda_ext/pyproject.toml"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    (tmp_path / "CITATION.cff").write_text(f"version: {checks.project_version()}\n")
+    return tmp_path
+
+
+def test_all_places_agree():
+    assert checks.problems() == []
+    assert checks.main([]) == 0
+
+
+def test_the_package_reads_its_installed_metadata(monkeypatch):
+    assert kvboost_edge.__version__ == version("kvboost-edge")
+    assert not re.search(r"^__version__ =", Path(kvboost_edge.__file__).read_text(), re.MULTILINE)
+
+    def missing(name):
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr("importlib.metadata.version", missing)
+    assert kvboost_edge.__version__ == "0+unknown"
+
+
+def test_an_installation_of_this_tree_is_up_to_date():
+    origin = json.loads(distribution("kvboost-edge").read_text("direct_url.json") or "{}")
+    if origin.get("url") != ROOT.as_uri():
+        pytest.skip("the installed package is not this tree")
+    assert version("kvboost-edge") == checks.project_version(), "run make setup"
+
+
+@pytest.mark.parametrize("prefix", ["", "refs/tags/"])
+def test_a_tag_of_this_version_is_accepted(tree, prefix):
+    assert checks.problems(tree, f"{prefix}v{checks.project_version()}") == []
+
+
+@pytest.mark.parametrize("tag", ["v1.0.0", "1.0.0rc1", "v1.0.0rc2", "v1.0.0-rc1", "main", "v", ""])
+def test_another_tag_is_refused_with_both_versions(tree, tag):
+    (tree / "pyproject.toml").write_text('[project]\nversion = "1.0.0rc1"\n')
+    for name in ("CHANGELOG.md", "CITATION.cff", "cuda_ext/pyproject.toml"):
+        (tree / name).unlink()
+    [problem] = checks.problems(tree, tag)
+    assert problem == (f"the tag is {tag}; pyproject.toml states 1.0.0rc1, so tag it v1.0.0rc1")
+
+
+@pytest.mark.parametrize("name", ["CHANGELOG.md", "CITATION.cff", "cuda_ext/pyproject.toml"])
+@pytest.mark.parametrize("how", ["other", "none"])
+def test_another_version_elsewhere_is_named(tree, name, how):
+    path = tree / name
+    own = checks.project_version()
+    text = path.read_text().replace(own, "9.9.9", 1) if how == "other" else ""
+    path.write_text(text)
+    stated = "version 9.9.9" if how == "other" else "no version"
+    assert checks.problems(tree) == [f"{name} states {stated}; pyproject.toml states {own}"]
+
+
+def test_the_exit_code_stops_a_workflow(capsys):
+    assert checks.main([f"v{checks.project_version()}"]) == 0
+    assert checks.main(["v0.0.1"]) == 1
+    assert "the tag is v0.0.1" in capsys.readouterr().err
+    for wrong in (["v1", "v2"], ["--tag"]):
+        with pytest.raises(SystemExit, match=r"python -m release\.version"):
+            checks.main(wrong)
