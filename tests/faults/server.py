@@ -12,6 +12,7 @@ _PROTOCOL = "tests/server/http/test_protocol.py"
 _MODELS_OF = "tests/server/models/test_dialects.py"
 _LIMITS = "tests/server/http/test_limits.py"
 _TENANTS = "tests/server/http/test_tenants.py"
+_CHANGES = "tests/server/models/test_changes.py"
 _ON_DEMAND = "tests/server/models/test_on_demand.py"
 _ROOM = "tests/server/models/test_room.py"
 _DIAGNOSIS = "tests/server/cache_report/test_diagnosis.py"
@@ -379,9 +380,16 @@ _APART = (
     fault(
         "a key may say how long a model of others stays",
         "server/models/registry.py",
-        "return served.source is not None and len(self._shared.settings.all_keys) < 2",
+        "return served.source is not None and self._shared.settings.is_admin(tenant)",
         "return served.source is not None",
         f"{_MODELS_OF}::test_keep_alive_of_one_key_does_not_send_away_another_s_model",
+    ),
+    fault(
+        "the memory of all models is shown to each key",
+        "server/models/shown.py",
+        "memory_of(models) if server.settings.is_admin(tenant) else None",
+        "memory_of(models)",
+        f"{_CHANGES}::test_the_list_says_who_may_change_models",
     ),
     fault(
         "the slots of all keys are shown to each",

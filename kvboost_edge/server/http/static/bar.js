@@ -10,7 +10,7 @@ export class Bar {
   /** `label`: the bar's name for screen readers, which do not announce its changes. */
   constructor(label) {
     this.#bar = element("div", { class: "progress-bar", role: "progressbar", "aria-label": label, "aria-valuemin": "0", "aria-valuemax": "100" }, this.#fill);
-    this.root = element("div", { class: "progress", "aria-live": "off" }, this.#bar, this.#words);
+    this.root = element("div", { class: "bar-with-words", "aria-live": "off" }, this.#bar, this.#words);
   }
 
   /** `share`: 0 to 1, or null if it is unknown; the bar then moves to and fro. */
