@@ -139,12 +139,21 @@ def _managed(
         def path() -> str:
             return texts[model.served] if model.served else str(store.path_of(model))
 
+        limited = _with_context(shared, model.context)
         return ModelSource(
-            lambda: source(path(), shared).plan(),
-            lambda stopped: source(path(), shared).load(stopped),
+            lambda: source(path(), limited).plan(),
+            lambda stopped: source(path(), limited).load(stopped),
         )
 
     return ManagedModels(store, source_of)
+
+
+def _with_context(options: ServeOptions, context: int | None) -> ServeOptions:
+    """Return the options with a smaller context, if one is given."""
+    if context is None:
+        return options
+    length = min(context, options.engine.get("max_model_len", context))
+    return dataclasses.replace(options, engine={**options.engine, "max_model_len": length})
 
 
 def _serve_replicas(options: ServeOptions, ended: threading.Event) -> None:

@@ -14,7 +14,7 @@ from kvboost_edge.options import nearest
 if TYPE_CHECKING:
     from kvboost_edge.engine.request.sampling_defaults import SamplingDefaults
 
-__all__ = ["NO_DEFAULTS", "ModelDefaults", "read_model_defaults"]
+__all__ = ["NO_DEFAULTS", "ModelDefaults", "created_defaults", "read_model_defaults"]
 
 _MAX_BYTES = 1 << 20
 _PARAMETERS = (
@@ -25,6 +25,8 @@ _PARAMETERS = (
     *("dry_multiplier", "dry_base", "dry_allowed_length", "dry_penalty_last_n"),
     *("dry_sequence_breakers", "bad_words"),
 )
+# Parameters of request bodies that created models may have too, by their names in the engine.
+_CREATED = {"max_tokens": "max_new_tokens", "seed": "seed", "stop": "stop"}
 
 
 class ModelDefaults(NamedTuple):
@@ -95,11 +97,42 @@ def _defaults_of(path: Path, name: str, table: Any) -> ModelDefaults:
         raise ConfigError(
             f"{where}: {unknown[0]!r} is not a default; {hint} are system, {', '.join(_PARAMETERS)}"
         )
+    return ModelDefaults(system, _checked(where, given, {name: name for name in given}))
+
+
+def created_defaults(name: str, system: str, sampling: Mapping[str, Any]) -> ModelDefaults:
+    """Return the defaults of a created model.
+
+    Args:
+        name: name of the model, for messages.
+        system: system message, or "".
+        sampling: parameters by the names of request fields.
+
+    Raises:
+        ConfigError: a parameter is unknown, or its value is invalid.
+    """
+    fields = {**{one: one for one in _PARAMETERS}, **_CREATED}
+    if unknown := [one for one in sampling if one not in fields]:
+        raise ConfigError(
+            f"the model {name!r} has a parameter {unknown[0]!r}, which is not one of "
+            f"{', '.join(fields)}"
+        )
+    return ModelDefaults(system, _checked(f"the model {name!r}", sampling, fields))
+
+
+def _checked(where: str, given: Mapping[str, Any], fields: Mapping[str, str]) -> dict[str, Any]:
+    """Return parameters as the engine reads them.
+
+    Args:
+        where: beginning of error messages.
+        given: values by name.
+        fields: the engine's names by name.
+    """
     # Slow import, not needed for --help.
     from kvboost_edge.engine.request.request import SamplingParams
 
     try:
-        params = SamplingParams.from_options(**given)
+        params = SamplingParams.from_options(**{fields[one]: given[one] for one in given})
     except RequestError as error:
         raise ConfigError(f"{where}: {error}") from None
-    return ModelDefaults(system, {parameter: getattr(params, parameter) for parameter in given})
+    return {one: getattr(params, fields[one]) for one in given}

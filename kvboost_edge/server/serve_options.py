@@ -53,7 +53,8 @@ KVBOOST_EDGE_REDIS_SECRET    Secret that signs blocks, the same on all machines
 
 All API keys get the same share of the compute, unless a weight follows a key, as in
 'key-two weight=4'. With more than one key, /metrics, /v1/stats, /v1/blocks, /cache/reset,
-/api/pull, /api/copy and /api/delete need an admin key, because they affect all tenants."""
+/api/pull, /api/create, /api/copy and /api/delete need an admin key, because they affect all
+tenants."""
 
 
 class NamedModel(NamedTuple):

@@ -308,11 +308,11 @@ class ServerSettings:
     )
     model_changes: bool = option(
         True,
-        "Let clients pull, copy and delete models, and serve pulled models",
+        "Let clients pull, create, copy and delete models, and serve pulled and created models",
         bool,
         group="Model",
         flag="--no-model-changes",
-        off="Do not let clients pull, copy or delete models",
+        off="Do not let clients pull, create, copy or delete models",
     )
     model_registries: tuple[str, ...] = option(
         (),

@@ -111,6 +111,7 @@ class ModelState:
         admission: queue of the model.
         doctor: cache-miss tracking.
         shared: objects shared by all models.
+        defaults: system message and sampling parameters for requests that do not set them.
         looks: users of the engine other than requests.
     """
 
@@ -120,6 +121,7 @@ class ModelState:
     admission: AdmissionQueue
     doctor: Doctor
     shared: Shared
+    defaults: ModelDefaults
     looks: EngineLeases = dataclasses.field(default_factory=EngineLeases)
 
     @property
@@ -132,13 +134,8 @@ class ModelState:
         return default_mode(self.settings, self.engine)
 
     @property
-    def defaults(self) -> ModelDefaults:
-        """System message and sampling parameters for requests that do not set them."""
-        return self.settings.defaults_of(self.model_name)
-
-    @property
     def sampling_defaults(self) -> SamplingDefaults:
-        """Default sampling values: the server's for this model, otherwise the engine's."""
+        """Default sampling values: those of `defaults`, otherwise the engine's."""
         return self.defaults.over(self.engine.sampling_defaults)
 
     @property

@@ -21,7 +21,9 @@ _FIRST = "aqxj"
 _SECOND = "bqxj"
 _ANSWER = "cqxj"
 # Weak references, because a server loads and unloads models.
-_HEADERS: MutableMapping[Tokenizer, tuple[int, ...]] = weakref.WeakKeyDictionary()
+_HEADERS: MutableMapping[Tokenizer, tuple[str | None, tuple[int, ...]]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def user_starts(tokenizer: Tokenizer, token_ids: Sequence[int]) -> tuple[int, ...]:
@@ -41,11 +43,12 @@ def user_starts(tokenizer: Tokenizer, token_ids: Sequence[int]) -> tuple[int, ..
 
 
 def _user_header(tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Return the result of `_read_header`, cached per tokenizer."""
+    """Return the result of `_read_header`, cached per tokenizer and chat template."""
+    template = tokenizer.chat_template
     found = _HEADERS.get(tokenizer)
-    if found is None:
-        found = _HEADERS[tokenizer] = _read_header(tokenizer)
-    return found
+    if found is None or found[0] != template:
+        found = _HEADERS[tokenizer] = template, _read_header(tokenizer)
+    return found[1]
 
 
 def _read_header(tokenizer: Tokenizer) -> tuple[int, ...]:

@@ -193,6 +193,12 @@ class Tokenizer:
             self._template.render, lambda text: self.codec.token_id(text) is not None
         )
 
+    def replace_template(self, source: str) -> None:
+        """Replace the chat template. No other thread may use the tokenizer meanwhile."""
+        self.chat_template = source
+        for name in ("_compiled", "_controls", "turn_format"):
+            self.__dict__.pop(name, None)
+
     def special_ids_in(self, text: str) -> frozenset[int]:
         """Return the ids of all special tokens whose texts occur in a text."""
         found = [

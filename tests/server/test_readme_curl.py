@@ -32,8 +32,8 @@ def examples_of(page):
     return [re.sub(r'(?<="model": )"[\w:.-]+"', '"kvboost-edge/demo"', one) for one in commands]
 
 
-CHANGES = ("/api/pull", "/api/copy", "/api/delete")
-"""Routes that need a hub; tests/server/models/test_changes.py has a local one."""
+CHANGES = ("/api/pull", "/api/create", "/api/copy", "/api/delete", '"mario"')
+"""Routes and models that need a hub; tests/server/models/ has a local one."""
 EXAMPLES = [
     (page, example)
     for page in PAGES

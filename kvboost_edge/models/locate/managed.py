@@ -45,7 +45,7 @@ class ManagedModel:
 
     Attributes:
         name: name that clients use.
-        origin: name that the model was pulled or created from.
+        origin: name that the files were pulled under, or `served`.
         folder: id of the folder with its files; "" if they are those of a model of the command
             line.
         file: path of a GGUF file in the folder; "" for the folder itself.
@@ -107,7 +107,7 @@ class ModelStore:
         """Store a model. Another one of the same name is replaced.
 
         Raises:
-            ConfigError: the store is full.
+            ConfigError: the store is full, or the model's texts are too long.
             ModelFormatError: the directory cannot be written.
         """
         with self._writing():
@@ -118,8 +118,14 @@ class ModelStore:
                     f"{len(models)} models are stored, which is the limit; delete some of them"
                 )
             path = self._record(model.name)
+            text = json.dumps(dataclasses.asdict(model)).encode("ascii")
+            if len(text) > _MAX_RECORD_BYTES:
+                raise ConfigError(
+                    f"the record of {model.name!r} would have {len(text)} bytes, more than "
+                    f"{_MAX_RECORD_BYTES}; shorten its system message, template or licence"
+                )
             file = open_unfinished(self.made("records"))
-            file.write(json.dumps(dataclasses.asdict(model)).encode("ascii"))
+            file.write(text)
             finish_file(file, path)
             if before is not None:
                 self._drop_unused(before.folder)

@@ -45,6 +45,7 @@ __all__ = [
 ADMIN_PATHS = frozenset(
     {
         "/api/copy",
+        "/api/create",
         "/api/delete",
         "/api/pull",
         "/cache/reset",

@@ -1,4 +1,4 @@
-"""Pulled models in a server: they are added, copied and removed while it runs."""
+"""Pulled and created models in a server: they are added, copied and removed while it runs."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from kvboost_edge.models.pull.names import checked_name
 from kvboost_edge.server.api_errors import ApiError, ShuttingDown
 from kvboost_edge.server.cache_report.recent_requests import History
 from kvboost_edge.server.logs import log_facts
+from kvboost_edge.server.models.created import Changed, created_from
 from kvboost_edge.server.models.loader import without_folders
 from kvboost_edge.server.models.registry import Models
 from kvboost_edge.server.models.served import ModelSource, ServedModel
@@ -27,7 +28,7 @@ __all__ = ["ManagedModels", "ModelChanges"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ManagedModels:
-    """The store of pulled models, and how a server loads them.
+    """The store of pulled and created models, and how a server loads them.
 
     Attributes:
         store: the store.
@@ -51,7 +52,7 @@ class ModelChanges:
             if model.name in models.names:
                 log_facts(
                     logging.WARNING,
-                    "a pulled model is not served: a model of the command line has its name",
+                    "a stored model is not served: a model of the command line has its name",
                     model=model.name,
                 )
             elif not model.served or model.served in models.names:
@@ -118,6 +119,30 @@ class ModelChanges:
                 await in_thread(lambda: self._managed.store.put(copy))
                 await self._serve(copy)
 
+    async def create(
+        self, name: str, source: str, changed: Changed, tell: Callable[[PullEvent], None]
+    ) -> None:
+        """Serve a model with defaults of its own. It shares the files of the model `source`.
+
+        Raises:
+            ApiError: the source is unknown (404), the name is taken, or a default is refused.
+        """
+        async with self._turn():
+            short = _checked(name)
+            self._check_replaceable(short)
+            tell(PullEvent("reading model metadata"))
+            base = await in_thread(lambda: self._found(source, "from"))
+            model = await in_thread(lambda: created_from(base, short, changed))
+            for layer in ("template", "system", "license"):
+                if getattr(model, layer):
+                    tell(PullEvent(f"creating {layer} layer"))
+            if model.sampling or model.context:
+                tell(PullEvent("creating parameters layer"))
+            tell(PullEvent("writing manifest"))
+            await in_thread(lambda: self._managed.store.put(model))
+            await self._serve(model)
+            log_facts(logging.INFO, "model created", model=short, source=base.name)
+
     async def delete(self, name: str) -> None:
         """Unload and delete a model.
 
@@ -158,9 +183,13 @@ class ModelChanges:
         finally:
             self._busy = False
 
-    def _found(self, name: str) -> ManagedModel:
-        """Return a stored model, or a record for a model of the command line."""
-        short = _checked(name)
+    def _found(self, name: str, field: str = "model") -> ManagedModel:
+        """Return a stored model, or a record for a model of the command line.
+
+        Args:
+            field: field of the request that has the name.
+        """
+        short = _checked(name, field)
         model = self._managed.store.find(short)
         if model is not None:
             return model
@@ -168,14 +197,14 @@ class ModelChanges:
             served = self._models.find(known)
             if served is not None:
                 return ManagedModel(name=served.name, origin=served.name, served=served.name)
-        raise _unknown(name)
+        raise _unknown(name, field)
 
     def _check_replaceable(self, name: str) -> None:
         """Raise ApiError if the model of this name is in use or belongs to the command line."""
         served = self._models.find(name)
         if served is None:
             return
-        if not served.managed:
+        if served.record is None:
             raise ApiError(
                 400,
                 f"the model {name!r} is given on the command line, where it can be changed",
@@ -201,8 +230,7 @@ class ModelChanges:
                 self._managed.source_of(model),
                 self._settings.keep_alive_of(1),
                 History(self._settings.request_history),
-                managed=True,
-                file_bytes=model.num_bytes,
+                record=model,
             )
         )
 
@@ -226,12 +254,15 @@ class _Either(threading.Event):
         return any(event.is_set() for event in self._events)
 
 
-def _checked(name: str) -> str:
+def _checked(name: str, field: str = "model") -> str:
     try:
         return checked_name(name)
     except KVBoostError as error:
-        raise ApiError(400, str(error), code="invalid_value", param="model") from error
+        raise ApiError(400, str(error), code="invalid_value", param=field) from error
 
 
-def _unknown(name: str) -> ApiError:
-    return ApiError(404, f"model {name[:200]!r} not found", code="model_not_found", param="model")
+def _unknown(name: str, field: str = "model") -> ApiError:
+    hint = "" if field == "model" else "; name a model of this server, or pull it first"
+    return ApiError(
+        404, f"model {name[:200]!r} not found{hint}", code="model_not_found", param=field
+    )

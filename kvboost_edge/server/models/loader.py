@@ -25,6 +25,7 @@ from kvboost_edge.server.metrics import Metrics
 from kvboost_edge.server.models.served import Known, Refusal, ServedModel, abilities_of
 from kvboost_edge.server.state import ModelState, Shared
 from kvboost_edge.server.work.admission import AdmissionQueue
+from kvboost_edge.server.work.engine_warmup import learn_template
 from kvboost_edge.server.work.threads import in_thread
 
 if TYPE_CHECKING:
@@ -124,14 +125,16 @@ class Loader:
         metrics.follow(engine, admission)
         doctor = Doctor(engine, served.name, served.history, metrics.observe_cause)
         settings = self._shared.settings
-        served.known = Known.of(
-            engine, default_mode(settings, engine), settings.defaults_of(served.name)
-        )
+        defaults = served.defaults(settings)
+        if served.record is not None and served.record.template:
+            engine.tokenizer.replace_template(served.record.template)
+            learn_template(engine.tokenizer)
+        served.known = Known.of(engine, default_mode(settings, engine), defaults)
         served.num_bytes = reserved_bytes(engine)
         if self._process is not None:
             served.overhead = served.last_overhead = self._measured_overhead(served, engine)
         served.metrics = metrics
-        return ModelState(engine, served.name, metrics, admission, doctor, self._shared)
+        return ModelState(engine, served.name, metrics, admission, doctor, self._shared, defaults)
 
     def _measured_overhead(self, served: ServedModel, engine: Engine) -> int:
         """Return the memory overhead in bytes of a model that was just loaded.

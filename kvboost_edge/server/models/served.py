@@ -12,15 +12,17 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from kvboost_edge.errors import KVBoostError
 from kvboost_edge.server.api_errors import ApiError
+from kvboost_edge.server.model_defaults import NO_DEFAULTS, ModelDefaults, created_defaults
 from kvboost_edge.server.response_types import Phase
 
 if TYPE_CHECKING:
     from kvboost_edge.config import GenerationMode
     from kvboost_edge.engine.request.sampling_defaults import SamplingDefaults
+    from kvboost_edge.models.locate.managed import ManagedModel
     from kvboost_edge.server.cache_report.recent_requests import History
     from kvboost_edge.server.engines import Engine
     from kvboost_edge.server.metrics import Metrics
-    from kvboost_edge.server.model_defaults import ModelDefaults
+    from kvboost_edge.server.settings import ServerSettings
     from kvboost_edge.server.state import ModelState
 
 __all__ = ["Known", "ModelSource", "Refusal", "ServedModel", "abilities_of"]
@@ -97,8 +99,8 @@ class ServedModel:
         names: names for requests; responses contain the first one.
         source: source for loading the model; None for a permanent model.
         default_keep_alive: default of `keep_alive`.
-        managed: True for a pulled model, which clients may remove.
-        file_bytes: size of a pulled model's files; 0 if they belong to another model.
+        record: record of a pulled or created model, which clients may remove; None for a model of
+            the command line.
         history: recent requests for cache-miss reports, kept when the model is unloaded.
         keep_alive: seconds that the model stays loaded while idle, as set by the last request. With
             infinity, it stays until another model needs the memory.
@@ -123,8 +125,7 @@ class ServedModel:
     source: ModelSource | None
     default_keep_alive: float
     history: History
-    managed: bool = False
-    file_bytes: int = 0
+    record: ManagedModel | None = None
     keep_alive: float = dataclasses.field(init=False)
     state: ModelState | None = None
     phase: Phase = "not_loaded"
@@ -175,6 +176,21 @@ class ServedModel:
             if self.may_leave and self.keep_alive < math.inf
             else None
         )
+
+    def defaults(self, settings: ServerSettings) -> ModelDefaults:
+        """Return the system message and the sampling parameters for requests that set none.
+
+        A model created from one of the command line inherits the values that it does not set.
+
+        Raises:
+            ConfigError: the record has an invalid parameter.
+        """
+        record = self.record
+        if record is None:
+            return settings.defaults_of(self.name)
+        base = settings.defaults_of(record.served) if record.served else NO_DEFAULTS
+        own = created_defaults(self.name, record.system, record.sampling)
+        return ModelDefaults(own.system or base.system, {**base.sampling, **own.sampling})
 
     def stop_clock(self) -> None:
         if self.clock is not None:

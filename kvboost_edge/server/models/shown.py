@@ -46,7 +46,7 @@ def _changes_allowed(server: ServerState, tenant: str | None) -> ChangesAllowed:
 
 def listed(served: ServedModel, server: ServerState, name: str, tenant: str | None) -> Model:
     """Return the description of a model under one of its names."""
-    known = served.known
+    known, record = served.known, served.record
     return {
         "id": name,
         "object": "model",
@@ -69,8 +69,8 @@ def listed(served: ServedModel, server: ServerState, name: str, tenant: str | No
         },
         "state": served.phase,
         "failure": None if served.refusal is None else served.refusal.message,
-        "managed": served.managed,
-        "file_bytes": served.file_bytes or None,
+        "managed": record is not None,
+        "file_bytes": None if record is None else record.num_bytes or None,
         "unloadable": server.models.heeds(served, tenant),
     }
 

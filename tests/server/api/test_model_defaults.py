@@ -61,6 +61,24 @@ async def test_what_a_request_gives_wins(app, speaker, submitted, path):
     assert (params.temperature, params.top_k) == (0.9, 7)
 
 
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize("path", APIS)
+async def test_stop_strings_and_a_length_of_a_created_model(spoken_engine, speaker, path, streams):
+    """A model that a client created may have these too."""
+    api = APIS[path]
+    speaker.text = "One END two."
+    given = {"stop": ("END",), "max_tokens": 9, "seed": 7}
+    settings = ServerSettings(model_name="fake", model_defaults={"fake": ModelDefaults("", given)})
+    async with app_client(create_app(spoken_engine, settings)) as client:
+        body = api.body()
+        answer = await api.ask(client, body, streams=streams)
+        assert (api.said(answer).text, api.said(answer).reason) == ("One ", "stop")
+        speaker.text = "A longer answer than that."
+        found = api.said(await api.ask(client, body, streams=streams))
+        limit = body.get("max_tokens", 9)  # Anthropic's API needs one in the request
+        assert found.output == limit if limit < 20 else found.output > 9
+
+
 async def test_a_system_message_of_the_request_wins(app, speaker, submitted):
     own = {"role": "system", "content": "Be brief."}
     ask = {"role": "user", "content": "hello"}

@@ -205,9 +205,10 @@ def numbers_of(schema, all_of_them, place=()):
         yield from numbers_of(one, all_of_them, at)
 
 
-# Bodies that need a file or a session. Their bad values are sent in test_session_saving.py and
-# batches/.
+# Bodies that need a file, a session or a store of models. Their bad values are sent in
+# test_session_saving.py, batches/ and models/.
 NAMED = {
+    "/api/create": {f"parameters.{field}": bound for field, bound in _OLLAMA.items()},
     "/v1/batches": {"output_expires_after.seconds": "expires_seconds"},
     "/v1/sessions/{name}/restore": {"priority": "priority", "ttl": "ttl"},
 }

@@ -2,10 +2,15 @@
 
 import pytest
 
+from helpers.gguf.writer import write_gguf
+from helpers.models.fake_hub import fake_hub
+from helpers.server.changed_models import REPO
 from helpers.server.live_servers import serving
 from helpers.server.model_budget import SIZE, Room
 from helpers.server.served_models import ASKED, CountedSource
+from kvboost_edge.models.locate.managed import managed_models
 from kvboost_edge.server.models import loader
+from kvboost_edge.server.models.changes import ManagedModels
 
 
 @pytest.fixture(scope="session")
@@ -52,3 +57,32 @@ async def room(all_of_one_size):
     found = Room()
     yield found
     await found.close()
+
+
+@pytest.fixture
+def hub(tmp_path, second_model_dir, monkeypatch):
+    """A hub with the second model as a GGUF file, and an empty store of pulled models."""
+    monkeypatch.setenv("KVBOOST_EDGE_CACHE", str(tmp_path / "own"))
+    write_gguf(second_model_dir, tmp_path / "Tiny-Q8_0.gguf", kind="Q8_0")
+    files = {"Tiny-Q8_0.gguf": (tmp_path / "Tiny-Q8_0.gguf").read_bytes()}
+    with fake_hub(REPO, files, tmp_path / "hub", monkeypatch) as found:
+        yield found
+
+
+@pytest.fixture
+def serve(hub, first):
+    """`serve(**settings)` is a server of "a" that may change its models."""
+    store = managed_models()
+
+    def source_of(model):
+        path = store.path_of(model) or first.path
+        return CountedSource(
+            path, **({"max_model_len": model.context} if model.context else {})
+        ).source
+
+    def call(engine, **settings):
+        managed = ManagedModels(store, source_of)
+        return serving(engine, managed=managed, **{"model_name": "a", **settings})
+
+    with first.open() as engine:
+        yield lambda **settings: call(engine, **settings)

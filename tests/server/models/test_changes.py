@@ -8,56 +8,15 @@ import httpx
 import ollama
 import pytest
 
-from helpers.gguf.writer import write_gguf
-from helpers.models.fake_hub import fake_hub
-from helpers.server.live_servers import ADMIN_KEY, KEYS, serving, wait_until
-from helpers.server.served_models import ASKED, CountedSource
+from helpers.server.changed_models import NAME, closing_client, names
+from helpers.server.live_servers import ADMIN_KEY, KEYS, wait_until
+from helpers.server.served_models import ASKED
 from kvboost_edge.errors import ConfigError
 from kvboost_edge.models.locate.managed import managed_models
 from kvboost_edge.models.pull import download
 from kvboost_edge.server.api_errors import ApiError
 from kvboost_edge.server.models.changes import ManagedModels, ModelChanges
 from kvboost_edge.server.settings import ServerSettings
-
-REPO = "someone/Tiny-GGUF"
-NAME = f"{REPO}:Q8_0"
-
-
-@pytest.fixture
-def hub(tmp_path, second_model_dir, monkeypatch):
-    monkeypatch.setenv("KVBOOST_EDGE_CACHE", str(tmp_path / "own"))
-    write_gguf(second_model_dir, tmp_path / "Tiny-Q8_0.gguf", kind="Q8_0")
-    files = {"Tiny-Q8_0.gguf": (tmp_path / "Tiny-Q8_0.gguf").read_bytes()}
-    with fake_hub(REPO, files, tmp_path / "hub", monkeypatch) as found:
-        yield found
-
-
-@pytest.fixture
-def serve(hub, first):
-    """`serve(**settings)` is a server of "a" that may change its models."""
-    store = managed_models()
-    managed = ManagedModels(store, lambda model: CountedSource(store.path_of(model)).source)
-
-    def call(engine, **settings):
-        return serving(engine, managed=managed, **{"model_name": "a", **settings})
-
-    with first.open() as engine:
-        yield lambda **settings: call(engine, **settings)
-
-
-@contextlib.contextmanager
-def closing_client(server):
-    client = ollama.Client(server.base_url)
-    try:
-        yield client
-    finally:
-        client._client.close()
-
-
-def names(server, key=""):
-    headers = {"x-api-key": key} if key else {}
-    with server.client(headers=headers) as client:
-        return [one["id"] for one in client.get("/v1/models").json()["data"]]
 
 
 def test_ollamas_client_pulls_copies_and_deletes(serve, hub):
@@ -149,6 +108,7 @@ def test_errors_show_no_folders(serve, hub, tmp_path):
 CHANGES = [
     ("POST", "/api/pull", {"model": NAME, "stream": False}),
     ("POST", "/api/copy", {"source": "a", "destination": "b"}),
+    ("POST", "/api/create", {"model": "c", "from": "b", "system": "x", "stream": False}),
     ("DELETE", "/api/delete", {"model": "b"}),
 ]
 
@@ -243,8 +203,12 @@ def test_one_change_at_a_time_and_a_disconnect_stops_it(serve, hub, monkeypatch)
         sock = server.connect()
         sock.sendall(server.request_bytes("/api/pull", {"model": NAME}))
         wait_until(lambda: server.kv.changes._busy, "the pull to begin")
-        answer = client.post("/api/copy", json={"source": "a", "destination": "b"})
-        assert (answer.status_code, "another change" in answer.json()["error"]) == (503, True)
+        for path, body in (
+            ("/api/copy", {"source": "a", "destination": "b"}),
+            ("/api/create", {"model": "b", "from": "a"}),
+        ):
+            answer = client.post(path, json=body)
+            assert (answer.status_code, "another change" in answer.json()["error"]) == (503, True)
         sock.close()
         wait_until(lambda: server.kv.metrics.render().count(b"/api/pull") > 0, "the disconnect")
         held.set()
@@ -263,6 +227,7 @@ def test_a_model_in_use_stays(serve):
             ("DELETE", "/api/delete", {"model": NAME}),
             ("POST", "/api/pull", {"model": NAME, "stream": False}),
             ("POST", "/api/copy", {"source": "a", "destination": NAME}),
+            ("POST", "/api/create", {"model": NAME, "from": "a", "stream": False}),
         ):
             answer = client.request(method, path, json=body)
             assert (answer.status_code, "is in use" in answer.json()["error"]) == (409, True)

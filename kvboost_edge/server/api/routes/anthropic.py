@@ -43,7 +43,7 @@ async def messages(request: Request, body: MessagesRequest) -> Response:
 
     async def work(state: ModelState, send: Send) -> None:
         rendered = await off_loop(lambda: RenderedMessages(state, body))
-        writer = AnthropicWriter(state, body, rendered.kept)
+        writer = AnthropicWriter(state, body, rendered.kept, rendered.body.stop or ())
         try:
             await respond(request, send, rendered, writer)
         except RequestError as error:

@@ -20,6 +20,7 @@ from kvboost_edge.server.api.compat.ollama.changes import (
     changes_of,
     send_progress,
 )
+from kvboost_edge.server.api.compat.ollama.create import OllamaCreate, changed_by
 from kvboost_edge.server.api.compat.ollama.models import (
     API_VERSION,
     listed,
@@ -95,8 +96,8 @@ async def generate(request: Request, body: OllamaGenerate) -> Response:
                 await _chat(request, send, state, generation_of(body), body.model, chat=False)
                 return
             completion = prompt_of(body)
-            writer = OllamaWriter(state, body.model, completion.stop or (), chat=False)
             rendered = RenderedCompletion(state, completion, fills=True)
+            writer = OllamaWriter(state, body.model, rendered.body.stop or (), chat=False)
             await respond(request, send, rendered, writer)
 
     return _answered(request, body, work, asks=bool(body.prompt))
@@ -139,6 +140,25 @@ async def pull(request: Request, body: OllamaPull) -> Response:
     return Answer(work)
 
 
+@router.post("/api/create", response_class=JSONResponse, responses={200: _STREAM})
+async def create(request: Request, body: OllamaCreate) -> Response:
+    """Serve a new model with the files of another one, and defaults of its own."""
+    changes = changes_of(request)
+    name = body.given
+    whole = body.whole()
+    source = str(whole.source)
+
+    async def work(send: Send) -> None:
+        await send_progress(
+            request,
+            send,
+            lambda tell, stopped: changes.create(name, source, changed_by(whole), tell),
+            streams=body.stream is not False,
+        )
+
+    return Answer(work)
+
+
 @router.post("/api/copy", response_class=JSONResponse)
 async def copy(request: Request, body: OllamaCopy) -> Response:
     """Serve a model under a second name."""
@@ -148,7 +168,7 @@ async def copy(request: Request, body: OllamaCopy) -> Response:
 
 @router.delete("/api/delete", response_class=JSONResponse)
 async def delete(request: Request, body: OllamaDelete) -> Response:
-    """Unload and delete a pulled model. Files that another model uses stay."""
+    """Unload and delete a pulled or created model. Files that another model uses stay."""
     await changes_of(request).delete(body.given)
     return json_response({})
 
@@ -186,9 +206,10 @@ def _stays(request: Request, body: OllamaChat | OllamaGenerate) -> bool:
 async def _chat(
     request: Request, send: Send, state: ModelState, body: ChatRequest, name: str, *, chat: bool
 ) -> None:
-    writer = OllamaWriter(state, name, body.stop or (), chat=chat)
     try:
-        await respond(request, send, RenderedChat(state, body), writer)
+        rendered = RenderedChat(state, body)
+        writer = OllamaWriter(state, name, rendered.body.stop or (), chat=chat)
+        await respond(request, send, rendered, writer)
     except RequestError as error:
         named_error = named_by_field(error, body)
         if (

@@ -71,9 +71,11 @@ async def create(request: Request, body: ResponseRequest) -> Response:
                 )
                 return state.remembered.keep(tenant, name, turn)
 
-            writer = ResponsesWriter(state, body, keep if body.store is not False else None)
+            kept = keep if body.store is not False else None
             try:
-                await respond(request, send, RenderedChat(state, chat, pings=True), writer)
+                rendered = RenderedChat(state, chat, pings=True)
+                writer = ResponsesWriter(state, body, kept, rendered.body.stop or ())
+                await respond(request, send, rendered, writer)
             except RequestError as error:
                 raise named_by_field(error, chat) from error
 

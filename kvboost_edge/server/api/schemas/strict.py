@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, model_validator
@@ -28,7 +28,12 @@ class Strict(BaseModel):
     def _only_known_fields(cls, value: Any) -> Any:
         """Check the field names before pydantic validates the values."""
         # pydantic would collect an error for each unknown field.
-        return known_fields(value, cls.model_fields, cls.foreign)
+        return known_fields(value, cls.wire_names(), cls.foreign)
+
+    @classmethod
+    def wire_names(cls) -> Collection[str]:
+        """Names of the fields in JSON."""
+        return cls.model_fields
 
 
 def field_error(kind: str, message: str) -> PydanticCustomError:

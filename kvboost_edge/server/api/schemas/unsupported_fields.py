@@ -67,6 +67,7 @@ GENERATING: dict[str, Foreign] = {
     "response_fields": Foreign("answers always have all fields", ([],)),
     "lora": Foreign("LoRA adapters are not supported", ([],)),
     "image_data": Foreign(NO_IMAGES, ([],)),
+    "reasoning_format": Foreign("reasoning is always in reasoning_content", ("auto", "deepseek")),
     # vLLM
     "use_beam_search": Foreign("use n or best_of with a temperature", (False,)),
     "length_penalty": Foreign("beam search is not supported", (1,)),

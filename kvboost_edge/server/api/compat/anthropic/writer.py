@@ -44,7 +44,11 @@ class AnthropicWriter(TurnWriter):
     """`AnswerWriter` for /v1/messages."""
 
     def __init__(
-        self, state: ModelState, body: MessagesRequest, kept: Sequence[tuple[int, float]]
+        self,
+        state: ModelState,
+        body: MessagesRequest,
+        kept: Sequence[tuple[int, float]],
+        stop: Sequence[str] = (),
     ) -> None:
         """Create a writer.
 
@@ -52,8 +56,9 @@ class AnthropicWriter(TurnWriter):
             state: the model.
             body: the request body.
             kept: (number of tokens, seconds) of each breakpoint; filled before the request runs.
+            stop: stop strings of the request, or of the model.
         """
-        super().__init__(state, body.stop_sequences or ())
+        super().__init__(state, stop)
         self._body = body
         self._blocks = _Blocks(
             self, shows_thoughts=body.thinking is None or body.thinking.display != "omitted"

@@ -8,9 +8,11 @@ import math
 import time
 from typing import Any
 
+from kvboost_edge.server.api.compat.ollama.create import described, parameters_of
+from kvboost_edge.server.api.compat.ollama.modelfile import parameter_lines, written
 from kvboost_edge.server.api_errors import ApiError
 from kvboost_edge.server.models.registry import Models
-from kvboost_edge.server.models.served import Known, ServedModel, abilities_of
+from kvboost_edge.server.models.served import ServedModel, abilities_of
 from kvboost_edge.server.models.server import ServerState
 
 __all__ = ["API_VERSION", "listed", "named", "running", "shown"]
@@ -78,14 +80,18 @@ def shown(server: ServerState, served: ServedModel) -> Json:
             else {}
         ),
     }
+    record = served.record
     state = served.state  # read once, because the model may be unloaded at any time
     abilities = served.abilities if state is None else abilities_of(state.engine)
     return {
-        "license": "",
-        "modelfile": "",
-        "parameters": "",
-        "template": known.chat_template if known else "",
-        "details": _details(known),
+        "license": record.license if record else "",
+        "modelfile": written(_tagged(served.name), record.origin, described(record))
+        if record
+        else "",
+        "parameters": parameter_lines(parameters_of(record)) if record else "",
+        "template": known.chat_template if known else record.template if record else "",
+        **({"system": record.system} if record and record.system else {}),
+        "details": _details(served),
         "model_info": figures,
         "capabilities": list(abilities),
         "modified_at": _created(server),
@@ -94,24 +100,28 @@ def shown(server: ServerState, served: ServedModel) -> Json:
 
 def _entry(served: ServedModel, name: str) -> Json:
     known = served.known
+    record = served.record
     tagged = _tagged(name)
-    described = served.name
+    text = served.name
     if known is not None:
-        described += f" {known.architecture} {known.dtype} {known.weight_bytes} {known.vocab_size}"
-    digest = hashlib.sha256(described.encode()).hexdigest()
-    size = known.weight_bytes if known else 0
+        text += f" {known.architecture} {known.dtype} {known.weight_bytes} {known.vocab_size}"
+    if record is not None:
+        text += f" {record.created}"  # another model may get the name of one that was deleted
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    size = known.weight_bytes if known else record.num_bytes if record else 0
     return {
         "name": tagged,
         "model": tagged,
         "size": size,
         "digest": digest,
-        "details": _details(known),
+        "details": _details(served),
     }
 
 
-def _details(known: Known | None) -> Json:
+def _details(served: ServedModel) -> Json:
+    known, record = served.known, served.record
     return {
-        "parent_model": "",
+        "parent_model": record.origin if record and record.origin != record.name else "",
         "format": known.runner if known else "",
         "family": known.architecture if known else "",
         "families": [known.architecture] if known else [],

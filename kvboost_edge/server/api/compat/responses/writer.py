@@ -36,7 +36,13 @@ Keep = Callable[[str, bytes], bool]
 class ResponsesWriter(TurnWriter):
     """`AnswerWriter` for /v1/responses."""
 
-    def __init__(self, state: ModelState, body: ResponseRequest, keep: Keep | None) -> None:
+    def __init__(
+        self,
+        state: ModelState,
+        body: ResponseRequest,
+        keep: Keep | None,
+        stop: Sequence[str] = (),
+    ) -> None:
         """Create a writer.
 
         Args:
@@ -44,8 +50,9 @@ class ResponsesWriter(TurnWriter):
             body: the request body.
             keep: function that stores the JSON of a finished response under its id, and returns
                 False if the response is too large; None to store nothing.
+            stop: stop strings of the model.
         """
-        super().__init__(state)
+        super().__init__(state, stop)
         self._keep = keep
         self._response = _head(state, body)
         self._output = Output(names_of(body.tools or ()))

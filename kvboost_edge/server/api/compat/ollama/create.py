@@ -1,0 +1,162 @@
+"""Body of /api/create, and what it makes of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Annotated, Any
+
+from fastapi.exceptions import RequestValidationError
+from pydantic import AfterValidator, Field, ValidationError
+
+from kvboost_edge.models.locate.managed import ManagedModel
+from kvboost_edge.server.api.bounds import counted
+from kvboost_edge.server.api.compat.ollama.modelfile import fields_of
+from kvboost_edge.server.api.compat.ollama.schemas import Options
+from kvboost_edge.server.api.schemas.shared import ModelName, check_text
+from kvboost_edge.server.api.schemas.strict import Strict, bad_field
+from kvboost_edge.server.api.schemas.unsupported_fields import Foreign
+from kvboost_edge.server.api_errors import as_api_error
+from kvboost_edge.server.models.created import Changed
+
+__all__ = ["OllamaCreate", "changed_by", "described", "parameters_of"]
+
+_WEIGHTS = Foreign(
+    "a created model shares the weights of its source; pull a file in another format", ("",)
+)
+_TEMPLATE = Foreign("the chat template says how prompts and answers are written", ("",))
+_NO_DRAFT = Foreign("drafts come from the cache and the prompt, without a second model", ({}, ""))
+_FOREIGN = {
+    "files": Foreign("files cannot be uploaded; pull a model, and name it in from", ({},)),
+    "adapters": Foreign("LoRA adapters are not supported", ({},)),
+    "quantize": _WEIGHTS,
+    "quantization": _WEIGHTS,
+    "messages": Foreign("send these messages in each request", ([],)),
+    "path": Foreign("paths of the server are not read; send the text as modelfile", ("",)),
+    "renderer": _TEMPLATE,
+    "parser": _TEMPLATE,
+    "capabilities": Foreign("they follow from the chat template", ([],)),
+    "info": Foreign("they follow from the model's files", ({},)),
+    "requires": Foreign("versions of Ollama mean nothing here", ("",)),
+    "remote_host": Foreign("all models run on this server", ("",)),
+    "draft_files": _NO_DRAFT,
+    "draft_quantize": _NO_DRAFT,
+}
+_NAMES = {"num_predict": "max_tokens", "repeat_penalty": "repetition_penalty"}
+"""Names of request fields by Ollama's names, where they differ."""
+
+Text = Annotated[str, AfterValidator(check_text), counted("text")]
+
+
+class OllamaCreate(Strict):
+    """Body of /api/create: the fields of the new model, or a `modelfile` with them."""
+
+    foreign = _FOREIGN
+
+    model: ModelName | None = None
+    name: ModelName | None = Field(None, description="Older name of the field `model`.")
+    source: ModelName | None = Field(
+        None,
+        alias="from",
+        description="Model of this server whose files the new model shares.",
+    )
+    parameters: Options | None = Field(
+        None, description="Sampling parameters for requests that set none."
+    )
+    system: Text | None = Field(None, description="System message for chats that have none.")
+    template: Text | None = Field(None, description="Chat template in Jinja.")
+    license: Text | Annotated[list[Text], Field(max_length=100)] | None = Field(
+        None, description="Text of the licence, or a list of texts."
+    )
+    modelfile: Text | None = Field(
+        None,
+        description="Text with FROM, PARAMETER, SYSTEM, TEMPLATE and LICENSE lines, as older "
+        "clients send it.",
+    )
+    stream: bool | None = Field(
+        None, description="Send the progress as a stream of JSON lines; true by default."
+    )
+
+    @classmethod
+    def wire_names(cls) -> Collection[str]:
+        return [field.alias or name for name, field in cls.model_fields.items()]
+
+    @property
+    def given(self) -> str:
+        """The name of the model. Raises ApiError if it is missing."""
+        found = self.model or self.name
+        if found is None:
+            raise bad_field("model", "model is missing; name the new model")
+        return found
+
+    def whole(self) -> OllamaCreate:
+        """Return the body with the fields of its Modelfile.
+
+        Raises:
+            ApiError: the Modelfile is invalid, or a field is given twice or is missing (400).
+        """
+        if self.modelfile is None:
+            if self.source is None:
+                raise bad_field("from", "from is missing; name the model to start from")
+            return self
+        twice = [
+            name
+            for name, value in (
+                ("from", self.source),
+                ("parameters", self.parameters),
+                ("system", self.system),
+                ("template", self.template),
+                ("license", self.license),
+            )
+            if value is not None
+        ]
+        if twice:
+            raise bad_field(
+                "modelfile", f"modelfile and {twice[0]} are both given; give only one of them"
+            )
+        try:
+            return OllamaCreate.model_validate({"model": self.given, **fields_of(self.modelfile)})
+        except ValidationError as error:
+            problems = [
+                {**problem, "loc": ("body", "modelfile", *problem["loc"])}
+                for problem in error.errors(include_url=False)
+            ]
+            raise as_api_error(RequestValidationError(problems)) from error
+
+
+def changed_by(body: OllamaCreate) -> Changed:
+    """Return what a body without a Modelfile changes."""
+    given = body.parameters or Options()
+    sampling = {
+        _NAMES.get(name, name): value
+        for name, value in given
+        if value is not None and name != "num_ctx"
+    }
+    if sampling.get("max_tokens", 0) < 0:
+        sampling["max_tokens"] = None  # the answer may fill the context
+    if (seed := sampling.get("seed")) is not None:
+        sampling["seed"] = None if seed == -1 else seed % 2**64
+    license = body.license
+    return Changed(
+        system=body.system,
+        sampling=sampling,
+        context=given.num_ctx,
+        template=body.template,
+        license="\n".join(license) if isinstance(license, list) else license,
+    )
+
+
+def parameters_of(model: ManagedModel) -> dict[str, Any]:
+    """Return the parameters of a created model under Ollama's names."""
+    ours = {value: name for name, value in _NAMES.items()}
+    found = {ours.get(name, name): value for name, value in model.sampling.items()}
+    return found if model.context is None else {**found, "num_ctx": model.context}
+
+
+def described(model: ManagedModel) -> Mapping[str, Any]:
+    """Return the fields that `modelfile.written` reads."""
+    return {
+        "parameters": parameters_of(model),
+        "system": model.system,
+        "template": model.template,
+        "license": model.license,
+    }

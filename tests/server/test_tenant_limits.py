@@ -1,0 +1,119 @@
+"""Limits of each API key: what one key has taken is refused to it, and not to another."""
+
+import pytest
+
+from helpers.server.batch_files import batch_app, jsonl, line
+from helpers.server.live_servers import HeldForward
+
+KEYS = ("first-key", "second-key")
+OTHER = {"x-api-key": KEYS[1]}
+
+
+@pytest.fixture
+def limited(tiny_engine, tmp_path):
+    """`limited(**settings)` is the app, asked with the first of two keys."""
+    return lambda **settings: batch_app(tiny_engine, tmp_path, KEYS[0], api_keys=KEYS, **settings)
+
+
+async def post(client, path, body, **options):
+    return await client.http.post(path, json=body, **options)
+
+
+def error_of(answer):
+    error = answer.json()["error"]
+    return answer.status_code, error["code"], error["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "a", "n": 7}),
+        ("/v1/completions", {"prompt": "a", "n": 1, "best_of": 7}),
+        ("/v1/completions", {"prompt": ["a"] * 7, "n": 1}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "n": 7}),
+    ],
+)
+async def test_n(limited, path, body):
+    """Eight places: two are kept for each key, and six are the most that one can have."""
+    async with limited(max_batch_size=2, max_queue_size=6) as client:
+        for answer in (
+            await post(client, path, {**body, "max_tokens": 1}),
+            await post(client, path, {**body, "max_tokens": 1}, headers=OTHER),
+        ):
+            assert error_of(answer) == (
+                400,
+                "request_too_large",
+                "the request needs 7 sequences, but the limit is 6; request fewer, or raise "
+                "--max-queue-size",
+            )
+        for headers in (None, OTHER):
+            fits = {**body, "max_tokens": 1}
+            fits |= {name: 6 for name in ("n", "best_of") if body.get(name) == 7}
+            if isinstance(body.get("prompt"), list):
+                fits["prompt"] = ["a"] * 6
+            answer = await post(client, path, fits, headers=headers)
+            assert answer.status_code == 200, answer.text
+
+
+async def test_batches(limited, tiny_engine):
+    async with limited(max_batches=1) as client:
+        held = HeldForward(tiny_engine)
+        try:
+            created = await client.create(jsonl([line("a")]))
+            assert created.status_code == 200
+            status, code, message = error_of(await client.create(jsonl([line("b")])))
+            assert (status, code) == (400, "batch_limit")
+            assert "--max-batches" in message
+            client.http.headers["x-api-key"] = KEYS[1]
+            other = await client.create(jsonl([line("c")]))
+            assert other.status_code == 200
+        finally:
+            held.release()
+        await client.ended(other.json()["id"])
+        client.http.headers["x-api-key"] = KEYS[0]
+        await client.ended(created.json()["id"])
+
+
+@pytest.mark.parametrize(
+    ("settings", "status", "code", "flag"),
+    [
+        ({"max_files": 1}, 400, "file_limit", "--max-files"),
+        ({"max_file_bytes": 1500}, 413, "file_bytes_limit", "--max-file-bytes"),
+    ],
+)
+async def test_files(limited, settings, status, code, flag):
+    async with limited(**settings) as client:
+        first = await client.upload(b"a" * 1000)
+        assert first.status_code == 200
+        refused = error_of(await client.upload(b"b" * 1000))
+        assert refused[:2] == (status, code)
+        assert flag in refused[2]
+        other = await client.http.post(
+            "/v1/files",
+            files={"file": ("in.jsonl", b"c" * 1000)},
+            data={"purpose": "batch"},
+            headers=OTHER,
+        )
+        assert other.status_code == 200
+        await client.http.delete(f"/v1/files/{first.json()['id']}")
+        assert (await client.upload(b"b" * 1000)).status_code == 200
+
+
+@pytest.mark.parametrize("limit", ["max_sessions", "max_session_bytes"])
+async def test_sessions(limited, tiny_engine, limit):
+    block = tiny_engine.runner_info.kv_spec.bytes_per_block
+    size = tiny_engine.config.block_size
+    settings = {"max_sessions": {limit: 1}, "max_session_bytes": {limit: 3 * block}}[limit]
+    ids = list(range(5, 5 + 2 * size))
+    async with limited(**settings) as client:
+        assert (await post(client, "/v1/sessions", {"name": "a", "tokens": ids})).is_success
+        body = {"name": "b", "tokens": ids[::-1]}
+        status, code, message = error_of(await post(client, "/v1/sessions", body))
+        assert (status, code) == (400, "capacity_exceeded")
+        assert limit in message
+        other = await post(client, "/v1/sessions", body, headers=OTHER)
+        assert other.is_success
+        for headers, name in ((None, "a"), (OTHER, "b")):
+            answer = await client.http.delete(f"/v1/sessions/{name}", headers=headers)
+            assert answer.is_success
+        assert tiny_engine.paged_stats()["pinned_blocks"] == 0
