@@ -286,6 +286,8 @@ def check_options(instance: Any, error: type[Exception]) -> None:
     cls: type = type(instance)
     for name, declared in options_of(cls).items():
         value = getattr(instance, name)
+        if value is declared.default:  # most options of a request; a default needs no check
+            continue
         checked = declared.checked(name, value, error)
         if checked is not value:
             object.__setattr__(instance, name, checked)

@@ -6,7 +6,11 @@ import enum
 import numpy as np
 import pytest
 
+from kvboost_edge.config import EngineConfig
+from kvboost_edge.engine.request.request import SamplingParams
+from kvboost_edge.engine.request.terms import Terms
 from kvboost_edge.options import check_options, option, option_of, options_of
+from kvboost_edge.server.settings import ServerSettings
 
 
 class Color(enum.StrEnum):
@@ -110,6 +114,13 @@ def test_a_wrong_value_is_named_with_what_is_allowed(name, value, message):
     with pytest.raises(LookupError) as caught:
         Sample(**{name: value})
     assert caught.value.args == (message,)
+
+
+@pytest.mark.parametrize("owner", [EngineConfig, SamplingParams, Terms, ServerSettings])
+def test_defaults_are_valid_and_of_their_declared_types(owner):
+    """`check_options` does not check them."""
+    for name, declared in options_of(owner).items():
+        assert declared.checked(name, declared.default, ValueError) is declared.default, name
 
 
 def test_a_secret_is_not_shown():
