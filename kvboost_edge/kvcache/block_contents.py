@@ -232,4 +232,12 @@ class PoolUsage:
 
     def block_states(self) -> list[int]:
         """Return the status of every block, by id."""
-        return [self.block_state(block_id) for block_id in range(self._pool.num_blocks)]
+        counts = self._pool.ref_counts()
+        states = [
+            BLOCK_FREE if not count else BLOCK_REFERENCED if count == 1 else BLOCK_SHARED
+            for count in counts
+        ]
+        for block_id in self._index.entries():
+            if not counts[block_id]:
+                states[block_id] = BLOCK_CACHED
+        return states
