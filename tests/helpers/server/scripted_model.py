@@ -199,16 +199,13 @@ class Speaker:
         self.openings: Sequence[str] = form.openings
         self.ends = [self._ids(end)[0] for end in form.ends] or [EOS_ID] * 2
         self.seen: list[int] = []
+        self._spelled: dict[str, str] = {}
 
     def logits(self, token_ids: Any) -> Any:
         self.seen = np.asarray(token_ids).tolist()
         ids = self._letters(self.seen)
-        whole = self._letters(self._ids(self.text))
-        ends = [
-            end
-            for opening in self.openings
-            for end in _ends(ids, self._letters(self._ids(opening)))
-        ]
+        whole = self._spell(self.text)
+        ends = [end for opening in self.openings for end in _ends(ids, self._spell(opening))]
         # A turn may hold what opens one: it begins where all that follows was said.
         begin = min(
             (end for end in ends if whole.startswith(ids[end:])), default=max(ends, default=0)
@@ -219,6 +216,12 @@ class Speaker:
         if done < len(whole):
             row[ord(whole[done])] = 50.0
         return row
+
+    def _spell(self, text: str) -> str:
+        """A text as a letter for each of its tokens."""
+        if text not in self._spelled:
+            self._spelled[text] = self._letters(self._ids(text))
+        return self._spelled[text]
 
     def _ids(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer.codec.encode(text, False)
