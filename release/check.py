@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from release import distributions, version
+from release import chart, distributions, version
 
 __all__ = ["CHECKS", "Check", "Outcome", "command", "main", "run_check", "unavailable_tools"]
 
@@ -250,6 +250,44 @@ def _audit() -> list[str]:
     return problems
 
 
+def _schemas() -> list[str]:
+    with tempfile.TemporaryDirectory() as folder:
+        manifests = [str(path) for path in chart.write_manifests(Path(folder))]
+        return output_problems(["kubernetes-validate", "--strict", "--quiet", *manifests])
+
+
+def _kubeconform() -> list[str]:
+    with tempfile.TemporaryDirectory() as folder:
+        chart.write_manifests(Path(folder))
+        return output_problems(["kubeconform", "-strict", folder])
+
+
+def _helm_lint() -> list[str]:
+    lint = ["helm", "lint", "--strict", str(chart.CHART)]
+    return [
+        line for path in chart.value_files() for line in output_problems([*lint, "-f", str(path)])
+    ]
+
+
+# Files for which check-jsonschema has a schema, by its name.
+_WITH_SCHEMA = {
+    "vendor.citation-file-format": "CITATION.cff",
+    "vendor.compose-spec": "docs/deploy/compose.yaml",
+    "vendor.dependabot": ".github/dependabot.yml",
+    "vendor.github-issue-config": ".github/ISSUE_TEMPLATE/config.yml",
+    "vendor.github-issue-forms": ".github/ISSUE_TEMPLATE/[!c]*.yml",
+    "vendor.github-workflows": ".github/workflows/*.yml",
+}
+
+
+def _forms() -> list[str]:
+    found = []
+    for schema, pattern in _WITH_SCHEMA.items():
+        files = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob(pattern))
+        found += output_problems(["check-jsonschema", "--builtin-schema", schema, *files])
+    return found
+
+
 # The order matters: later checks use what earlier ones leave in dist/ and in `INSTALLED`.
 CHECKS: tuple[Check, ...] = (
     Check("versions agree", (), version.problems),
@@ -261,6 +299,15 @@ CHECKS: tuple[Check, ...] = (
     Check("wheel answers", (), _first_answer),
     Check("SBOM", ("cyclonedx-py",), _sbom),
     Check("no known vulnerabilities", ("pip-audit",), _audit),
+    command("workflows", "actionlint", "-shellcheck", tool_path("shellcheck") or ""),
+    command("workflows: security", "zizmor", "--offline", ".github"),
+    command("scripts", "shellcheck", "docs/deploy/try-image.sh"),
+    Check("forms, citation and Compose file", ("check-jsonschema",), _forms),
+    command("Dockerfile", "hadolint", "docs/deploy/Dockerfile"),
+    Check("chart: Helm's lint and values", (), chart.problems),
+    Check("chart: schemas of Kubernetes", ("kubernetes-validate",), _schemas),
+    Check("chart: helm lint", ("helm",), _helm_lint),
+    Check("chart: kubeconform", ("kubeconform",), _kubeconform),
 )
 
 

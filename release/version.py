@@ -1,6 +1,6 @@
 """Comparison of the project's version with the other places that state it, and with a tag.
 
-python -m release.version            check the changelog, cuda_ext/ and CITATION.cff
+python -m release.version            check the changelog, the chart and other places
 python -m release.version TAG        also check that TAG is "v" and the version
 
 The exit code is 1 if anything differs. The release workflow runs it before it publishes.
@@ -21,6 +21,8 @@ _PROJECT = "pyproject.toml"
 _PLACES = {
     "CHANGELOG.md": r"^## \[([^\]]+)\]",
     "CITATION.cff": r'^version: *["\']?([^"\'\s]+)',
+    "docs/deploy/helm/kvboost-edge/Chart.yaml": r"^appVersion: (\S+)",
+    "docs/deploy/kubernetes/serving-runtime.yaml": r"image: \S+/kvboost-edge:(\S+)",
     "cuda_ext/pyproject.toml": r'^version = "([^"]+)"',
 }
 

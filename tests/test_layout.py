@@ -24,6 +24,7 @@ TESTS = sorted((ROOT / "tests").rglob("*.py"))
 # Folders of tests that have no folder of that name, in the package or next to it.
 NO_ROOMS = {
     "arm64": "the same tests on emulated processors",
+    "github": "of .github/, whose name no Python package can have",
     "server/http/page": "of server/http/static/, which holds no Python",
 }
 # Packages of what tests share.

@@ -12,15 +12,22 @@ import kvboost_edge
 from release import version as checks
 
 ROOT = Path(__file__).parents[2]
+# Files that state the version.
+PLACES = (
+    "CHANGELOG.md",
+    "CITATION.cff",
+    "cuda_ext/pyproject.toml",
+    "docs/deploy/helm/kvboost-edge/Chart.yaml",
+    "docs/deploy/kubernetes/serving-runtime.yaml",
+)
 
 
 @pytest.fixture
 def tree(tmp_path):
     """Copies of the files that state the version."""
-    for name in ("pyproject.toml", "CHANGELOG.md", "cuda_ext/pyproject.toml"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
+    for name in ("pyproject.toml", *PLACES):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
-    (tmp_path / "CITATION.cff").write_text(f"version: {checks.project_version()}\n")
     return tmp_path
 
 
@@ -55,13 +62,13 @@ def test_a_tag_of_this_version_is_accepted(tree, prefix):
 @pytest.mark.parametrize("tag", ["v1.0.0", "1.0.0rc1", "v1.0.0rc2", "v1.0.0-rc1", "main", "v", ""])
 def test_another_tag_is_refused_with_both_versions(tree, tag):
     (tree / "pyproject.toml").write_text('[project]\nversion = "1.0.0rc1"\n')
-    for name in ("CHANGELOG.md", "CITATION.cff", "cuda_ext/pyproject.toml"):
+    for name in PLACES:
         (tree / name).unlink()
     [problem] = checks.problems(tree, tag)
     assert problem == (f"the tag is {tag}; pyproject.toml states 1.0.0rc1, so tag it v1.0.0rc1")
 
 
-@pytest.mark.parametrize("name", ["CHANGELOG.md", "CITATION.cff", "cuda_ext/pyproject.toml"])
+@pytest.mark.parametrize("name", PLACES)
 @pytest.mark.parametrize("how", ["other", "none"])
 def test_another_version_elsewhere_is_named(tree, name, how):
     path = tree / name
