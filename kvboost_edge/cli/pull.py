@@ -9,8 +9,8 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TimeRemai
 
 from kvboost_edge.cli.console import open_console, text_column
 from kvboost_edge.models.locate.managed import managed_models
+from kvboost_edge.models.pull import MAX_PULL_BYTES
 from kvboost_edge.models.pull.download import PullEvent, PullLimits, pull_model
-from kvboost_edge.models.pull.limits import MAX_PULL_BYTES
 from kvboost_edge.models.pull.names import checked_name
 
 __all__ = ["run_pull", "run_rm"]

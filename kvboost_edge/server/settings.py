@@ -20,7 +20,7 @@ from kvboost_edge.config import (
 )
 from kvboost_edge.engine.request.request import SamplingParams
 from kvboost_edge.errors import ConfigError
-from kvboost_edge.models.pull.limits import MAX_PULL_BYTES
+from kvboost_edge.models.pull import MAX_PULL_BYTES
 from kvboost_edge.models.pull.names import checked_registry
 from kvboost_edge.options import check_options, option, option_of
 from kvboost_edge.server.model_defaults import NO_DEFAULTS, ModelDefaults

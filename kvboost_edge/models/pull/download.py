@@ -13,7 +13,7 @@ from kvboost_edge.errors import CapacityError, ModelFormatError
 from kvboost_edge.host.atomic_files import alone_in
 from kvboost_edge.models.locate.hub import HubName, chosen_gguf, gguf_models, snapshot_files
 from kvboost_edge.models.locate.managed import ManagedModel, ModelStore
-from kvboost_edge.models.pull.limits import MAX_PULL_BYTES
+from kvboost_edge.models.pull import MAX_PULL_BYTES
 from kvboost_edge.models.pull.names import RegistryModel, checked_name, source_of
 from kvboost_edge.models.pull.registry_client import PullStopped, Registry, RemoteFile
 
