@@ -3,16 +3,24 @@
 import dataclasses
 import json
 import logging
+import sys
+from pathlib import Path
 
 import ollama
 import pytest
 
 from helpers.server.changed_models import NAME, closing_client, names
+from helpers.server.live_servers import serving, wait_until
+from helpers.server.served_models import CountedSource
 from kvboost_edge.errors import ConfigError
 from kvboost_edge.models.locate import managed as store_module
-from kvboost_edge.models.locate.managed import managed_models
+from kvboost_edge.models.locate.managed import ManagedModel, managed_models
+from kvboost_edge.server.__main__ import _managed
 from kvboost_edge.server.model_defaults import ModelDefaults
+from kvboost_edge.server.models.changes import ManagedModels
 from kvboost_edge.server.models.created import Changed, created_from
+from kvboost_edge.server.models.served import ModelSource
+from kvboost_edge.server.serve_options import options_from
 
 ASK = [{"role": "user", "content": "Once there was a word."}]
 SYSTEM = "You are Mario."
@@ -227,10 +235,6 @@ def test_refusals(created_server, body, status, problem):
 @pytest.fixture(scope="module")
 def created_server(tmp_path_factory, tiny_model_dir):
     """A server whose store stays empty."""
-    from helpers.server.live_servers import serving
-    from helpers.server.served_models import CountedSource
-    from kvboost_edge.server.models.changes import ManagedModels
-
     store = store_module.ModelStore(tmp_path_factory.mktemp("store"))
     with (
         CountedSource(tiny_model_dir).open() as engine,
@@ -272,9 +276,55 @@ def test_prompts_are_not_logged(serve, caplog):
     assert "secret" not in caplog.text
 
 
-def test_values_that_take_back_a_default():
-    from kvboost_edge.models.locate.managed import ManagedModel
+def test_weights_are_mapped_once_and_blocks_on_disk_are_shared(
+    tiny_model_dir, tmp_path, monkeypatch
+):
+    """A created model and its source are loaded together."""
+    monkeypatch.setenv("KVBOOST_EDGE_CACHE", str(tmp_path))
+    source = CountedSource(tiny_model_dir, disk_cache_dir=str(tmp_path / "blocks"))
+    managed = ManagedModels(managed_models(), lambda model: source.source)
+    with (
+        source.open() as engine,
+        serving(engine, managed=managed, model_name="a") as server,
+        closing_client(server) as client,
+        server.client() as http,
+    ):
+        client.create("b", from_="a", system=SYSTEM, parameters={"temperature": 0})
+        chat = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": "word " * 20}]
+        body = {"model": "a", "messages": chat, "temperature": 0, "max_tokens": 1}
+        usage = http.post("/v1/chat/completions", json=body).json()["usage"]
+        whole = usage["prompt_tokens"] // engine.config.block_size
+        assert whole > 4
+        wait_until(
+            lambda: engine.paged_stats()["tiers"]["disk"]["blocks"] >= whole, "the blocks on disk"
+        )
+        body = {"model": "b", "messages": chat[1:], "max_tokens": 1}
+        usage = http.post("/v1/chat/completions", json=body).json()["usage"]
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        assert cached >= (whole - 1) * engine.config.block_size
+        if sys.platform == "linux":
+            maps = Path("/proc/self/maps").read_text().splitlines()
+            found = [line.split() for line in maps if line.endswith(".kvpack")]
+            mapped = [(row[1], row[4]) for row in found if row[5].startswith(str(tmp_path))]
+            assert mapped == [("r--s", mapped[0][1])] * 2  # one file, in the system's page cache
 
+
+def test_the_command_limits_the_context_of_a_created_model(hub):
+    seen = []
+
+    def source(model, options):
+        seen.append((model, options.engine["max_model_len"]))
+        return ModelSource(lambda: 0, None)
+
+    options = options_from({"model": ["a=kvboost-edge/demo"], "max_model_len": 500})
+    managed = _managed(options, source)
+    for context in (None, 300, 900):
+        model = ManagedModel(name="m", origin="a", served="a", context=context)
+        managed.source_of(model).plan()
+    assert seen == [("kvboost-edge/demo", length) for length in (500, 300, 500)]
+
+
+def test_values_that_take_back_a_default():
     base = ManagedModel(name="b", origin="o", folder="f", sampling={"max_tokens": 5, "seed": 3})
     model = created_from(base, "x", Changed(sampling={"max_tokens": None, "top_k": 4}))
     assert (model.origin, model.folder, model.sampling) == ("o", "f", {"seed": 3, "top_k": 4})
