@@ -2,6 +2,9 @@
 
 The lock ends with its process. An unlocked temporary file therefore comes from a writer that was
 killed. The next writer in the directory removes it.
+
+Windows neither deletes nor replaces a file that any process has open. There, an unfinished file
+needs no lock of its own, and a directory is locked by a file in it.
 """
 
 from __future__ import annotations
@@ -16,14 +19,26 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-if sys.platform != "win32":
-    import fcntl
+from kvboost_edge.host.file_lock import lock, try_lock
 
-__all__ = ["alone_in", "finish_file", "is_abandoned", "open_unfinished", "synced_meanwhile"]
+__all__ = [
+    "alone_in",
+    "finish_file",
+    "is_abandoned",
+    "is_open",
+    "open_unfinished",
+    "replace_file",
+    "synced_meanwhile",
+]
 
 _PREFIX = ".new-"
 _SYNC_S = 0.1
 _LEFTOVER_S = 24 * 3600  # age of an abandoned file on systems where files cannot be locked
+_LOCK_NAME = ".kvboost-edge.lock"  # in each directory that is locked, on Windows
+# On Windows, a program that reads the target for a moment, such as a virus scanner, keeps it from
+# being replaced.
+_REPLACE_TRIES = 10
+_REPLACE_WAIT_S = 0.01
 
 
 def open_unfinished(directory: Path) -> IO[bytes]:
@@ -50,7 +65,7 @@ def is_abandoned(directory: Path) -> bool:
     """
     with alone_in(directory):
         paths = list(directory.glob(f"{_PREFIX}*"))
-        return bool(paths) and all(_try_lock(path) is True for path in paths)
+        return bool(paths) and all(_is_unused(path) is True for path in paths)
 
 
 def finish_file(file: IO[bytes], path: Path) -> None:
@@ -62,7 +77,34 @@ def finish_file(file: IO[bytes], path: Path) -> None:
         file.close()
         if sys.platform != "win32":  # Windows cannot replace a read-only file
             os.chmod(file.name, 0o400)
-        os.replace(file.name, path)
+        replace_file(Path(file.name), path)
+
+
+def replace_file(source: Path, target: Path) -> None:
+    """Rename a file, and replace the target if it exists.
+
+    On Windows, this waits for up to 0.1 seconds while another process has the target open. Raises
+    OSError.
+    """
+    tries = _REPLACE_TRIES if sys.platform == "win32" else 1
+    for number in range(1, tries + 1):
+        try:
+            os.replace(source, target)
+        except PermissionError:
+            if number == tries:
+                raise
+            time.sleep(_REPLACE_WAIT_S)
+        else:
+            return
+
+
+def is_open(path: Path) -> bool:
+    """Return whether a process has a file open. Only for Windows. Raises OSError."""
+    try:
+        os.rename(path, path)  # Windows refuses this for open files
+    except PermissionError:
+        return True
+    return False
 
 
 @contextlib.contextmanager
@@ -99,9 +141,9 @@ def alone_in(directory: Path) -> Iterator[None]:
     files cannot be locked. Raises OSError.
     """
     if sys.platform == "win32":
-        yield
-        return
-    handle = os.open(directory, os.O_RDONLY)
+        handle = os.open(directory / _LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o600)
+    else:
+        handle = os.open(directory, os.O_RDONLY)
     try:
         _lock(handle, wait=True)
         yield
@@ -110,11 +152,14 @@ def alone_in(directory: Path) -> Iterator[None]:
 
 
 def _is_leftover(path: Path) -> bool:
-    locked = _try_lock(path)
-    return time.time() - path.stat().st_mtime > _LEFTOVER_S if locked is None else locked
+    unused = _is_unused(path)
+    return time.time() - path.stat().st_mtime > _LEFTOVER_S if unused is None else unused
 
 
-def _try_lock(path: Path) -> bool | None:
+def _is_unused(path: Path) -> bool | None:
+    """Return whether the writer of an unfinished file is dead; None if that cannot be told."""
+    if sys.platform == "win32":
+        return not is_open(path)
     with open(path, "rb") as file:
         return _lock(file.fileno(), wait=False)
 
@@ -123,12 +168,10 @@ def _lock(handle: int, *, wait: bool) -> bool | None:
     """Lock an open file until it is closed. Returns whether that worked, or None if locks are
     unsupported.
     """
-    if sys.platform == "win32":
-        return None
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-    except BlockingIOError:
-        return False
+        if not wait:
+            return try_lock(handle)
+        lock(handle)
     except OSError:  # some network file systems do not support locks
         return None
     return True

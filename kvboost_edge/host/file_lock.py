@@ -1,18 +1,61 @@
-"""Shared locks on open files, which keep other processes from deleting files in use."""
+"""Locks on open files. They end when the file is closed, or with its process."""
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from typing import IO, Any
 
-if sys.platform != "win32":
+if sys.platform == "win32":
+    import msvcrt
+else:
     import fcntl
 
-__all__ = ["hold_open"]
+__all__ = ["hold_open", "lock", "try_lock"]
 
 _LOOKS = 50
 _LOOK_S = 0.01
+# Windows locks bytes, and other handles cannot read a locked byte. So lock one after the contents.
+# The C library's positions have 31 bits.
+_LOCKED_BYTE = (1 << 31) - 2
+
+
+def try_lock(handle: int) -> bool:
+    """Lock an open file exclusively until it is closed.
+
+    Returns:
+        False if another handle has locked the file.
+
+    Raises:
+        OSError: the file system does not support locks.
+    """
+    try:
+        if sys.platform == "win32":
+            position = os.lseek(handle, 0, os.SEEK_CUR)
+            os.lseek(handle, _LOCKED_BYTE, os.SEEK_SET)
+            try:
+                msvcrt.locking(handle, msvcrt.LK_NBLCK, 1)
+            finally:
+                os.lseek(handle, position, os.SEEK_SET)
+        else:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        return False
+    return True
+
+
+def lock(handle: int) -> None:
+    """Lock an open file exclusively until it is closed, and wait for other handles' locks.
+
+    Raises:
+        OSError: the file system does not support locks.
+    """
+    if sys.platform == "win32":
+        while not try_lock(handle):
+            time.sleep(_LOOK_S)
+    else:
+        fcntl.flock(handle, fcntl.LOCK_EX)
 
 
 def hold_open(file: IO[Any]) -> None:

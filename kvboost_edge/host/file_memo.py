@@ -17,6 +17,8 @@ import tempfile
 from pathlib import Path
 from typing import IO, Any
 
+from kvboost_edge.host.atomic_files import replace_file
+
 __all__ = ["NO_CACHE", "FileStamp", "cache_directory", "recall", "remember"]
 
 NO_CACHE = Path(os.devnull)
@@ -120,7 +122,7 @@ def _write_atomically(path: Path, text: str) -> None:
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             file.write(text)
-        os.replace(name, path)
+        replace_file(Path(name), path)
     except BaseException:
         with contextlib.suppress(OSError):
             os.unlink(name)

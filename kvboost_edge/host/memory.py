@@ -98,8 +98,8 @@ def process_rss() -> int:
 def process_peak() -> int:
     """Return the largest resident memory of this process so far."""
     if sys.platform == "linux":
-        # Getrusage cannot be used, because ru_maxrss is inherited from the parent process.
-        for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
+        # Getrusage is the second choice, because ru_maxrss is inherited from the parent process.
+        for line in _lines_of("/proc/self/status"):
             if line.startswith("VmHWM:"):
                 # The kernel updates its counters in batches, so the peak may lag behind the current
                 # value.
@@ -109,7 +109,7 @@ def process_peak() -> int:
     import resource
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return int(peak if sys.platform == "darwin" else peak * 1024)
+    return max(int(peak if sys.platform == "darwin" else peak * 1024), process_rss())
 
 
 def resident_bytes(regions: Iterable[Region]) -> int | None:
@@ -192,7 +192,7 @@ def _unwritten_code(name: str) -> list[Region]:
     """Return the read-only mappings of a library whose pages all equal the file's pages."""
     found = []
     region = None
-    for line in Path("/proc/self/smaps").read_text(encoding="utf-8", errors="replace").splitlines():
+    for line in _lines_of("/proc/self/smaps"):
         key, _, rest = line.partition(" ")
         if "-" in key and not key.endswith(":"):
             start, end = (int(number, 16) for number in key.split("-"))
@@ -201,3 +201,11 @@ def _unwritten_code(name: str) -> list[Region]:
         elif region is not None and key == "Anonymous:" and rest.split()[0] == "0":
             found.append(region)
     return found
+
+
+def _lines_of(path: str) -> list[str]:
+    """Return the lines of a file of the kernel; none if it cannot be read, as in some sandboxes."""
+    try:
+        return Path(path).read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return []

@@ -121,8 +121,8 @@ def _identify(arch: str) -> tuple[str, frozenset[str]]:
     if system == "Linux":
         try:
             text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
-        except OSError:
-            return "", frozenset()
+        except OSError:  # some sandboxes hide /proc
+            return platform.processor(), _llvm_flags()
         model, flags = parse_cpuinfo(text)
         # ARM boards store their name in the device tree.
         return model or _device_tree_model(), flags
@@ -164,7 +164,7 @@ def _sysctl(key: str) -> str:
 
 
 def _llvm_flags() -> frozenset[str]:
-    """Return the CPU flags that LLVM detects, for systems that do not list them (Windows)."""
+    """Return the CPU flags that LLVM detects. Some systems, such as Windows, do not list them."""
     from llvmlite import binding
 
     names = {

@@ -17,6 +17,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from kvboost_edge.errors import BackendUnavailable, ConfigError, KVBoostError, install_extra
+from kvboost_edge.host.signals import ENDING_SIGNALS, TERMINATING_SIGNALS
 from kvboost_edge.server.default_mode import check_default_mode, log_default_mode
 from kvboost_edge.server.logs import configure_logging, log_facts
 from kvboost_edge.server.serve_options import NamedModel, ServeOptions, help_text
@@ -368,8 +369,9 @@ def _ended_by_signal() -> Iterator[threading.Event]:
         log_facts(logging.INFO, "stopped while loading", signal=signal.Signals(number).name)
         raise SystemExit(0)
 
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    signal.signal(signal.SIGTERM, end)
+    before = {number: signal.getsignal(number) for number in ENDING_SIGNALS}
+    for number in TERMINATING_SIGNALS:
+        signal.signal(number, end)
     try:
         yield ended
     finally:

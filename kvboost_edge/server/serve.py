@@ -27,6 +27,7 @@ import uvicorn
 
 from kvboost_edge.errors import ConfigError
 from kvboost_edge.host.open_files import allow_open_files, num_open_files
+from kvboost_edge.host.signals import ENDING_SIGNALS
 from kvboost_edge.server.http.protocol import make_protocol
 from kvboost_edge.server.logs import is_watched, log_facts
 from kvboost_edge.server.settings import ServerSettings
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
 
 __all__ = ["DrainingServer", "bind", "freeze_heap", "run_server"]
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # Time for cancelled requests to send their error and for clients to read it.
 _LAST_SECONDS = 2
 _CUT_SECONDS = 1  # time for tasks to notice that their connection was aborted
@@ -170,7 +170,7 @@ class DrainingServer(uvicorn.Server):
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = {number: signal.signal(number, self.handle_exit) for number in _SIGNALS}
+        before = {number: signal.signal(number, self.handle_exit) for number in ENDING_SIGNALS}
         try:
             yield
         finally:
@@ -195,7 +195,11 @@ def bind(settings: ServerSettings) -> socket.socket:
         )[0]
         listener = socket.socket(family, kind, proto)
         try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            # On Windows, SO_REUSEADDR would let two servers listen on the same port.
+            if sys.platform == "win32":
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_EXCLUSIVEADDRUSE, 1)
+            else:
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(address)
         except BaseException:
             listener.close()

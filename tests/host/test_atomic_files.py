@@ -15,6 +15,7 @@ from kvboost_edge.host.atomic_files import (
     finish_file,
     is_abandoned,
     open_unfinished,
+    replace_file,
     synced_meanwhile,
 )
 
@@ -104,3 +105,39 @@ def test_a_disk_that_refuses_meanwhile_is_told_at_the_end(tmp_path, monkeypatch)
         with pytest.raises(KeyError), synced_meanwhile(file):  # what went wrong inside goes first
             raise KeyError
     assert not [thread for thread in threading.enumerate() if thread.name == "kvboost-sync"]
+
+
+@pytest.mark.parametrize(("platform", "failures"), [("win32", 0), ("win32", 9), ("linux", 0)])
+def test_a_file_that_is_open_for_a_moment_is_replaced(tmp_path, monkeypatch, platform, failures):
+    left = [failures]
+    replace = os.replace
+
+    def sometimes(source, target):
+        left[0] -= 1
+        if left[0] >= 0:
+            raise PermissionError(errno.EACCES, "in use")
+        replace(source, target)
+
+    monkeypatch.setattr(atomic_files.sys, "platform", platform)
+    monkeypatch.setattr(os, "replace", sometimes)
+    monkeypatch.setattr(atomic_files, "_REPLACE_WAIT_S", 0.001)
+    (tmp_path / "new").write_bytes(b"new")
+    (tmp_path / "old").write_bytes(b"old")
+    replace_file(tmp_path / "new", tmp_path / "old")
+    assert (tmp_path / "old").read_bytes() == b"new"
+
+
+@pytest.mark.parametrize(("platform", "tries"), [("win32", 10), ("linux", 1)])
+def test_a_file_that_stays_open_is_refused(tmp_path, monkeypatch, platform, tries):
+    tried = []
+
+    def never(source, target):
+        tried.append(target)
+        raise PermissionError(errno.EACCES, "in use")
+
+    monkeypatch.setattr(atomic_files.sys, "platform", platform)
+    monkeypatch.setattr(os, "replace", never)
+    monkeypatch.setattr(atomic_files, "_REPLACE_WAIT_S", 0.001)
+    with pytest.raises(PermissionError, match="in use"):
+        replace_file(tmp_path / "new", tmp_path / "old")
+    assert len(tried) == tries

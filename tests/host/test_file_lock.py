@@ -8,7 +8,7 @@ import time
 import pytest
 
 from kvboost_edge.host import file_lock
-from kvboost_edge.host.file_lock import hold_open
+from kvboost_edge.host.file_lock import hold_open, lock, try_lock
 from kvboost_edge.tiers.disk.system_calls import READ, Files
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="files are not locked there")
@@ -68,3 +68,20 @@ def test_a_lock_that_stays_is_not_waited_for_and_a_deleted_file_stays_mapped(tmp
     files.close(handle)
     assert mapped[:] == b"weights"
     mapped.close()
+
+
+def test_one_handle_has_the_exclusive_lock_and_the_position_stays(tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(b"contents")
+    with open(path, "r+b", buffering=0) as first, open(path, "r+b", buffering=0) as second:
+        first.seek(3)
+        assert try_lock(first.fileno())
+        assert first.tell() == 3
+        assert not try_lock(second.fileno())
+        timer = threading.Timer(0.05, first.close)
+        timer.start()
+        lock(second.fileno())
+        timer.join()
+        with open(path, "rb") as third:
+            assert not try_lock(third.fileno())
+            assert third.read() == b"contents"

@@ -59,6 +59,17 @@ def test_a_system_that_does_not_tell(monkeypatch):
     assert resident_bytes([Region(4096, 4096)]) is None
 
 
+def test_without_kernel_files_the_peak_is_known_and_memory_is_given_back(monkeypatch):
+    before = memory.process_peak()
+
+    def refuse(*_, **__):
+        raise PermissionError("/proc/self/status")
+
+    monkeypatch.setattr(Path, "read_text", refuse)
+    assert memory.process_peak() > 0.5 * before > 0
+    memory.give_back()
+
+
 def test_it_gives_back_once_for_each_growth(monkeypatch):
     resident = [100 << 20]
     calls = []

@@ -12,7 +12,7 @@ from typing import Any
 from kvboost_edge.host.file_memo import FileStamp, cache_directory, recall
 from kvboost_edge.models.packed.weight_file import MODEL_FACT
 from kvboost_edge.tiers.disk.survey import FoundSpace, delete_space, find_spaces
-from kvboost_edge.tiers.disk.system_calls import READ, Files
+from kvboost_edge.tiers.disk.system_calls import Files
 
 __all__ = [
     "BLOCKS",
@@ -107,14 +107,7 @@ def delete(one: Kept, files: Files) -> bool:
     """Delete an entry. Returns False if a process has it open. Raises OSError."""
     if one.space is not None:
         return delete_space(one.space, files)
-    handle = files.open(one.path, READ)
-    try:
-        if _is_held(handle, files):
-            return False
-        files.unlink(one.path)
-    finally:
-        files.close(handle)
-    return True
+    return files.unlink_unheld(one.path)
 
 
 def _fingerprint(name: str) -> str:
@@ -148,18 +141,6 @@ def _packed(files: Files) -> Iterator[Kept]:
 
 def _is_open(path: Path, files: Files) -> bool:
     try:
-        handle = files.open(path, READ)
-    except OSError:
-        return False
-    try:
-        return _is_held(handle, files)
-    finally:
-        files.close(handle)
-
-
-def _is_held(handle: int, files: Files) -> bool:
-    """Return whether a process has mapped an open file. False if files cannot be locked."""
-    try:
-        return not files.lock(handle)
+        return files.is_held(path)
     except OSError:
         return False

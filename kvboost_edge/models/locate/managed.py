@@ -227,7 +227,7 @@ class ModelStore:
             return
         path = self.inside_files(folder)
         if path.is_dir():
-            shutil.rmtree(path)  # does not follow links
+            _remove_tree(path)
 
     def _used_folders(self) -> set[str]:
         """Return the folders that records name, also in records that only a newer version can
@@ -246,7 +246,7 @@ class ModelStore:
         for path in self.made("files").iterdir():
             age = time.time() - path.lstat().st_mtime
             if _ID.fullmatch(path.name) and path.name not in used and age > _FORGOTTEN_SECONDS:
-                shutil.rmtree(self.inside_files(path.name))
+                _remove_tree(self.inside_files(path.name))
 
 
 def managed_models() -> ModelStore:
@@ -259,6 +259,15 @@ def _fields(path: Path) -> Any:
     handle = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0))
     with open(handle, "rb") as file:
         return json.loads(file.read(_MAX_RECORD_BYTES))
+
+
+def _remove_tree(path: Path) -> None:
+    """Delete a folder without following links. Raises OSError."""
+    try:
+        shutil.rmtree(path)
+    except PermissionError as error:
+        # On Windows, a process that has the model loaded keeps its files.
+        _LOG.warning("%s cannot be deleted yet (%s); a later pull deletes it", path, error.strerror)
 
 
 def _read(path: Path) -> ManagedModel:

@@ -187,6 +187,11 @@ def load_packed(
     try:
         return _pack_into_file(job, path, cache_dir)
     except OSError as error:
+        if sys.platform == "win32":
+            # A file that another process packed meanwhile and has mapped cannot be replaced.
+            found = _open_checked(path, job.header, cache_dir, job.name)
+            if found is not None:
+                return found
         _LOG.warning(
             "packed weights (%.1f MB) cannot be stored in %s (%s); they stay in memory and are "
             "packed again at every start. Free disk space, or set KVBOOST_EDGE_CACHE to a "

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 from urllib.parse import quote, urljoin, urlsplit
 
 from kvboost_edge.errors import KVBoostError, ModelFormatError
+from kvboost_edge.host.atomic_files import replace_file
 
 __all__ = ["PullStopped", "Registry", "RemoteFile"]
 
@@ -153,7 +154,7 @@ class Registry:
                 f"{file.path} was damaged during the download: its digest is {found.hexdigest()}, "
                 f"expected {file.digest}; the file was removed, pull the model again"
             )
-        os.replace(part, path)
+        replace_file(part, path)
 
     def _fetch(
         self,

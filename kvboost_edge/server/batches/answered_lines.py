@@ -9,16 +9,14 @@ record, and the lines without a record run again.
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
-import sys
 import time
 from pathlib import Path
 
-if sys.platform != "win32":
-    import fcntl
-
 from kvboost_edge.errors import RequestError
+from kvboost_edge.host.file_lock import try_lock
 
 __all__ = ["RecordFile"]
 
@@ -42,14 +40,9 @@ class RecordFile:
         """
         self._file = open(path, "a+b", buffering=0)  # noqa: SIM115
         try:
-            if sys.platform != "win32":
-                try:
-                    fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except BlockingIOError:
-                    raise RequestError(
-                        f"another process writes to {str(path)!r}; wait for its end"
-                    ) from None
-            self.answered, self.num_bytes = _intact(path)
+            if not try_lock(self._file.fileno()):
+                raise RequestError(f"another process writes to {str(path)!r}; wait for its end")
+            self.answered, self.num_bytes = _intact(self._file, path)
             self._file.truncate(self.num_bytes)
         except BaseException:
             self._file.close()
@@ -82,16 +75,22 @@ class RecordFile:
                 self._file.close()
 
 
-def _intact(path: Path) -> tuple[set[str], int]:
+def _intact(file: io.FileIO, path: Path) -> tuple[set[str], int]:
     """Return the ids of the intact records at the start of a file, and their size.
+
+    Args:
+        file: the locked file. On Windows, other handles may not read all of it.
+        path: path of the file, for messages.
 
     Raises:
         RequestError: a line that a crash cannot explain is no record.
     """
     answered: set[str] = set()
     size = 0
-    with open(path, "rb") as file:
-        for line in file:
+    file.seek(0)
+    reader = io.BufferedReader(file)
+    try:
+        for line in reader:
             name = _custom_id(line)
             if name is None:
                 if line.endswith(b"\n") and b"\0" not in line:
@@ -102,6 +101,8 @@ def _intact(path: Path) -> tuple[set[str], int]:
                 break
             answered.add(name)
             size += len(line)
+    finally:
+        reader.detach()
     return answered, size
 
 

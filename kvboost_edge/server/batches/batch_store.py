@@ -5,15 +5,12 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-if sys.platform != "win32":
-    import fcntl
-
 from kvboost_edge.errors import ConfigError
+from kvboost_edge.host.file_lock import try_lock
 from kvboost_edge.server.batches.tenant_space import TenantSpace
 from kvboost_edge.server.settings import ServerSettings, tenant_of_key
 
@@ -78,13 +75,13 @@ def _locked(directory: Path) -> IO[bytes]:
     """Lock the folder until the returned file is closed. Raises ConfigError and OSError."""
     handle = os.open(directory / "lock", os.O_RDWR | os.O_CREAT, 0o600)
     file = os.fdopen(handle, "r+b")
-    if sys.platform != "win32":
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.close()
+    try:
+        if not try_lock(handle):
             raise ConfigError(
                 f"batch_dir={str(directory)!r} is in use by another server; choose another "
                 "--batch-dir"
-            ) from None
+            )
+    except BaseException:
+        file.close()
+        raise
     return file

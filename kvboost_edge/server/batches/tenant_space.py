@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from kvboost_edge.host.atomic_files import finish_file, open_unfinished
+from kvboost_edge.host.atomic_files import finish_file, open_unfinished, replace_file
 from kvboost_edge.server.api_errors import ApiError
 from kvboost_edge.server.batches.api_objects import (
     BATCH_ID,
@@ -115,6 +115,7 @@ class TenantSpace:
         self._batches: dict[str, Batch] = {}
         self._num_uploads = self._upload_bytes = 0
         self._record_bytes: dict[str, int] = {}
+        self._undeleted: list[Path] = []
         self._load()
 
     def now(self) -> int:
@@ -319,7 +320,7 @@ class TenantSpace:
                     continue
                 target = self._files_directory / f"{file_id}.jsonl"
                 if path.exists():
-                    os.replace(path, target)
+                    replace_file(path, target)
                 elif not target.exists():
                     continue  # a client deleted the file before the crash
                 self._keep(
@@ -338,6 +339,9 @@ class TenantSpace:
         """Remove files and finished batches whose time is over."""
         with self._lock:
             now = self.now()
+            self._undeleted, left = [], self._undeleted
+            for path in left:
+                self._unlink(path)
             used = {one.input_file_id for one in self._batches.values() if not one.is_finished}
             for file in list(self._files.values()):
                 if file.expires_at <= now and file.id not in used:
@@ -416,7 +420,14 @@ class TenantSpace:
         del self._files[file.id]
         # Without its description, the contents are removed at the next start.
         for suffix in ("json", "jsonl"):
-            (self._files_directory / f"{file.id}.{suffix}").unlink(missing_ok=True)
+            self._unlink(self._files_directory / f"{file.id}.{suffix}")
+
+    def _unlink(self, path: Path) -> None:
+        try:
+            path.unlink(missing_ok=True)
+        except PermissionError:
+            # On Windows, a client that downloads the file keeps it. `expire` tries again.
+            self._undeleted.append(path)
 
     def _forget_finished(self) -> None:
         """Forget the oldest finished batches if there are too many."""

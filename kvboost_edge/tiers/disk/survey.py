@@ -118,13 +118,16 @@ def delete_space(space: FoundSpace, files: Files) -> bool:
     if handle is None:
         return False
     try:
-        # Delete the lock last, because a process that creates a new lock then owns the directory.
-        for name in sorted(filter(is_own, files.sizes(space.path)), key=LOCK.__eq__):
-            files.unlink(space.path / name)
-        with contextlib.suppress(OSError):
-            space.path.rmdir()
-    finally:
+        for name in filter(is_own, files.sizes(space.path)):
+            if name != LOCK:
+                files.unlink(space.path / name)
+    except BaseException:
         files.close(handle)
+        raise
+    # Delete the lock last, because a process that creates a new lock then owns the directory.
+    files.unlink_lock(handle, space.path / LOCK)
+    with contextlib.suppress(OSError):
+        space.path.rmdir()
     return True
 
 

@@ -16,10 +16,8 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-if sys.platform == "win32":
-    import msvcrt
-else:
-    import fcntl
+from kvboost_edge.host.atomic_files import is_open, replace_file
+from kvboost_edge.host.file_lock import try_lock
 
 __all__ = ["CHANGE", "NEW", "READ", "WRITE", "Files", "passes", "transferred"]
 
@@ -92,7 +90,7 @@ class Files:
 
     def allocate(self, handle: int, nbytes: int) -> None:
         """Reserve zeroed disk space for a file, if the system supports it."""
-        if sys.platform == "linux":
+        if hasattr(os, "posix_fallocate"):
             try:
                 os.posix_fallocate(handle, 0, nbytes)
             except OSError as error:
@@ -118,7 +116,7 @@ class Files:
 
     def forget(self, handle: int) -> None:
         """Allow the operating system to drop a file from its page cache."""
-        if sys.platform == "linux":
+        if hasattr(os, "posix_fadvise"):
             with contextlib.suppress(OSError):
                 os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
 
@@ -133,10 +131,63 @@ class Files:
             return False
 
     def replace(self, source: Path, target: Path) -> None:
-        os.replace(source, target)
+        replace_file(source, target)
 
     def unlink(self, path: Path) -> None:
         path.unlink(missing_ok=True)
+
+    def unlink_lock(self, handle: int, path: Path) -> None:
+        """Delete a file that this process has opened and locked, and close it.
+
+        On Windows, the file stays if another process has it open.
+        """
+        if sys.platform == "win32":
+            # An open file cannot be deleted. A process that opens it after the close keeps it.
+            self.close(handle)
+            with contextlib.suppress(PermissionError):
+                self.unlink(path)
+            return
+        try:
+            self.unlink(path)
+        finally:
+            self.close(handle)
+
+    def is_held(self, path: Path) -> bool:
+        """Return whether a process has locked a file, or on Windows, whether it has it open."""
+        if sys.platform == "win32":
+            return is_open(path)
+        handle = self.open(path, READ)
+        try:
+            return self._is_locked(handle)
+        finally:
+            self.close(handle)
+
+    def unlink_unheld(self, path: Path) -> bool:
+        """Delete a file unless it is held, see `is_held`. Return False if it is.
+
+        Where files cannot be locked, the file is deleted.
+        """
+        if sys.platform == "win32":
+            try:
+                self.unlink(path)
+            except PermissionError:
+                return False
+            return True
+        handle = self.open(path, READ)
+        try:
+            if self._is_locked(handle):
+                return False
+            self.unlink(path)
+        finally:
+            self.close(handle)
+        return True
+
+    def _is_locked(self, handle: int) -> bool:
+        """Return whether a file is locked. False if files cannot be locked."""
+        try:
+            return not self.lock(handle)
+        except OSError:
+            return False
 
     def sizes(self, directory: Path) -> dict[str, int]:
         """Return the names and sizes of the regular files in a directory."""
@@ -160,14 +211,7 @@ class Files:
 
     def lock(self, handle: int) -> bool:
         """Lock an open file until it is closed. Return False if it is already locked."""
-        try:
-            if sys.platform == "win32":
-                msvcrt.locking(handle, msvcrt.LK_NBLCK, 1)
-            else:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError):
-            return False
-        return True
+        return try_lock(handle)
 
 
 def passes(error: OSError) -> bool:
