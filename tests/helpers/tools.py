@@ -64,11 +64,22 @@ def find_curl() -> str | None:
     return shutil.which("curl")
 
 
+def find_systemd_analyze() -> str | None:
+    """Return the path of systemd-analyze, or None."""
+    return shutil.which("systemd-analyze")
+
+
 TOOLS = (
     Tool("chromium", find_chromium, "apt-get install chromium", "tests/server/http/page"),
     Tool("redis-server", find_redis, "make redis-server", "the tests of the Redis tier"),
     Tool("g++", find_compiler, "apt-get install g++", "the tests of the CUDA kernels"),
     Tool("curl", find_curl, "apt-get install curl", "the README's curl examples"),
+    Tool(
+        "systemd-analyze",
+        find_systemd_analyze,
+        "apt-get install systemd",
+        "the tests of the systemd units",
+    ),
 )
 
 

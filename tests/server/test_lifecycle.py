@@ -16,6 +16,7 @@ import pytest
 
 from helpers.server.live_servers import wait_until
 from helpers.server.server_process import running
+from helpers.tools import find_systemd_analyze, must_run
 from kvboost_edge.server.__main__ import _close_from_now, _ended_by_signal, main
 
 ROOT = Path(__file__).parents[2]
@@ -315,7 +316,9 @@ def test_version_names_the_package(live_server):
         assert client.get("/version").json() == {"version": __version__}
 
 
-@pytest.mark.parametrize("name", ["kvboost-edge.service", "README.md"])
+@pytest.mark.parametrize(
+    "name", ["kvboost-edge.service", "kvboost-edge-board.service", "README.md"]
+)
 def test_the_deployment_files_name_flags_that_exist(name, capsys):
     shown = (ROOT / "docs" / "deploy" / name).read_text(encoding="utf-8")
     flags = set(re.findall(r"(?<=[\s`\"])--[a-z][a-z-]+", shown))
@@ -323,3 +326,22 @@ def test_the_deployment_files_name_flags_that_exist(name, capsys):
     known = set(re.findall(r"--[a-z][a-z-]+", capsys.readouterr().out))
     assert flags - {"--now"} <= known
     assert "kvboost-server" in shown
+
+
+@pytest.mark.skipif(
+    find_systemd_analyze() is None and not must_run(), reason="systemd-analyze is missing"
+)
+@pytest.mark.parametrize("name", ["kvboost-edge.service", "kvboost-edge-board.service"])
+def test_the_systemd_units_are_valid_and_hardened(name, tmp_path):
+    text = (ROOT / "docs" / "deploy" / name).read_text(encoding="utf-8")
+    unit = tmp_path / name
+    unit.write_text(text.replace("/opt/kvboost-edge/bin/kvboost-server", sys.executable))
+    for command in (["verify", "--man=no"], ["security", "--offline=true", "--threshold=20"]):
+        done = subprocess.run(
+            ["systemd-analyze", *command, "--no-pager", str(unit)],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert not done.stderr

@@ -121,6 +121,7 @@ class _Markdown(Writer):
 
     def end(self) -> None:
         self.write(f"\nbuild: kvboost-edge {self.subject.build_version}\n")
+        self.write(f"cpu: {self.subject.cpu_info}\n")
 
 
 class _Csv(Writer):

@@ -62,7 +62,7 @@ def test_markdown_has_the_columns_of_llama_bench():
     ]
     assert "shared x8 @ d8192" in second
     assert "256.00 ± 0.00" in second
-    assert end == ["", "build: kvboost-edge 0.1.0"]
+    assert end == ["", "build: kvboost-edge 0.1.0", 'cpu: A "fast" CPU, new']
 
 
 @pytest.mark.parametrize("form", FORMATS[1:])
