@@ -321,3 +321,14 @@ def test_pytest_itself_leaves_nothing_out():
 def test_the_files_that_begin_a_run_are_there():
     assert len(set(LONG)) == len(LONG)
     assert [name for name in LONG if not (ROOT / name).is_file()] == []
+
+
+@pytest.mark.parametrize("name", ["tests.txt", "i8mm.txt"])
+def test_the_lists_for_emulated_processors_name_tests_that_exist(name):
+    text = (ROOT / "tests" / "arm64" / name).read_text(encoding="utf-8")
+    for line in text.splitlines():
+        path, _, test = line.partition("=")[2 if line.startswith("--") else 0].partition("::")
+        if path.startswith("tests/"):
+            assert (ROOT / path).exists(), line
+            own = test.partition("[")[0]
+            assert f"def {own}" in (ROOT / path).read_text("utf-8") if own else True, line

@@ -1,7 +1,8 @@
 """Integer vectors for kernels: the dot-product variant of this process, and shared IR emitters.
 
 The variants, widest first, are `vpdpbusd` on 512-bit registers (AVX512-VNNI) or 256-bit registers
-(AVX-VNNI), plain AVX2, `sdot` (ARM dotprod), and plain vectors.
+(AVX-VNNI), plain AVX2, `smmla` (ARM i8mm) next to `sdot` (ARM dotprod), `sdot` alone, and plain
+vectors.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from llvmlite import binding, ir
 from numba.core import cgutils
 from numba.core.codegen import get_host_cpu_features
 
+from kvboost_edge.host.processor import describe_cpu
 from kvboost_edge.kernels.vectors import I64, LANES
 
 __all__ = [
@@ -24,6 +26,7 @@ __all__ = [
     "dot_form",
     "emit_byte_halves",
     "emit_each",
+    "emit_joined",
     "emit_load_bytes",
     "emit_loop",
     "emit_pair_sums",
@@ -63,7 +66,7 @@ def _features() -> frozenset[str]:
 def dot_form() -> str:
     """Return the integer dot-product variant of this process.
 
-    The variants are "vnni512", "vnni256", "avx2", "neon" and "plain".
+    The variants are "vnni512", "vnni256", "avx2", "i8mm", "neon" and "plain".
     """
     features = _features()
     if {"avx512vnni", "avx512bw", "avx512f"} <= features:
@@ -72,8 +75,8 @@ def dot_form() -> str:
         return "vnni256"
     if "avx2" in features:
         return "avx2"
-    if platform.machine().lower() in ("aarch64", "arm64") and _has_sdot():
-        return "neon"
+    if platform.machine().lower() in ("aarch64", "arm64") and _emits("sdot", _DOT_PROBE):
+        return "i8mm" if _has_i8mm() else "neon"
     return "plain"
 
 
@@ -117,7 +120,7 @@ def _processor() -> str:
     return str(numba.config.CPU_NAME or binding.get_host_cpu_name())
 
 
-_PROBE = """
+_DOT_PROBE = """
 declare <4 x i32> @llvm.vector.partial.reduce.add.v4i32.v16i32(<4 x i32>, <16 x i32>)
 define <4 x i32> @probe(<4 x i32> %sums, <16 x i8> %x, <16 x i8> %y) {
   %a = sext <16 x i8> %x to <16 x i32>
@@ -129,15 +132,29 @@ define <4 x i32> @probe(<4 x i32> %sums, <16 x i8> %x, <16 x i8> %y) {
 """
 
 
-def _has_sdot() -> bool:
-    """Return whether LLVM may emit `sdot` on ARM."""
-    # The feature flags are not enough, because LLVM can also derive `sdot` from the processor's
-    # name. So compile a partial reduction and look for `sdot` in the assembly.
+# The product of bytes without and with a sign, which only processors with i8mm compute.
+_MIXED_PROBE = _DOT_PROBE.replace("sext <16 x i8> %x", "zext <16 x i8> %x")
+
+
+def _has_i8mm() -> bool:
+    """Return whether LLVM may emit `smmla`, and the system reports i8mm."""
+    if not _emits("usdot", _MIXED_PROBE):
+        return False
+    # A virtual machine may hide instructions that the processor's name stands for. A processor that
+    # the user chose is taken as it is.
+    is_chosen = bool(numba.config.CPU_NAME or numba.config.CPU_FEATURES)
+    return is_chosen or "i8mm" in describe_cpu().flags
+
+
+def _emits(instruction: str, probe: str) -> bool:
+    """Return whether LLVM may emit an instruction on ARM, for a function that suits it."""
+    # The feature flags are not enough, because LLVM can also derive instructions from the
+    # processor's name. So compile a partial reduction and look at the assembly.
     binding.initialize_native_target()
     binding.initialize_native_asmprinter()
     target = binding.Target.from_triple(binding.get_process_triple())
     machine = target.create_target_machine(cpu=_processor(), features=_feature_text())
-    return "sdot" in machine.emit_assembly(binding.parse_assembly(_PROBE))
+    return f"\t{instruction}\t" in machine.emit_assembly(binding.parse_assembly(probe))
 
 
 def int_constant(value: int) -> ir.Constant:
@@ -181,7 +198,7 @@ def _parts(b: Builder, x: Value, count: int) -> list[Value]:
     return [b.shuffle_vector(x, undefined, order) for order in lanes]
 
 
-def _joined(b: Builder, parts: Sequence[Value]) -> Value:
+def emit_joined(b: Builder, parts: Sequence[Value]) -> Value:
     """Concatenate vectors; their number must be a power of two."""
     parts = list(parts)
     while len(parts) > 1:
@@ -207,7 +224,7 @@ def emit_each(
         b.module, ir.FunctionType(result, [kind for _, kind in arguments]), name
     )
     cut = [[b.bitcast(part, kind) for part in _parts(b, value, count)] for value, kind in arguments]
-    return _joined(b, [b.call(function, list(part)) for part in zip(*cut, strict=True)])
+    return emit_joined(b, [b.call(function, list(part)) for part in zip(*cut, strict=True)])
 
 
 def emit_byte_halves(b: Builder, x: Value, *, signed: bool) -> tuple[Value, Value]:

@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
-# The native path on emulated ARM processors: one with dot products (Cortex-A76), one without (Cortex-A72).
+# The native path on emulated ARM processors: one with dot products (Cortex-A76), one without (Cortex-A72), and of the
+# linear layers also one with i8mm (Ampere-1).
 #
 #   tests/arm64/run.sh make DIR            make an arm64 Debian in DIR: about 5 minutes, 1.2 GB; nothing where one stands
 #                                          with all the packages that are needed
-#   tests/arm64/run.sh test DIR RESULT     run the tests of tests/arm64/tests.txt there, once for each processor, and
-#                                          write what came out to the file RESULT
+#   tests/arm64/run.sh test DIR RESULT     run the tests of tests/arm64/tests.txt there, on the first two processors, and
+#                                          those of i8mm.txt on the third, and write what came out to the file RESULT
 #   tests/arm64/run.sh run DIR CPU COMMAND...
-#                                          run a command there, in a copy of this tree; CPU: cortex-a76 or cortex-a72
+#                                          run a command there, in a copy of this tree; CPU: cortex-a76, cortex-a72 or ampere1
 #
 # Needs root on Debian or Ubuntu; `make` also needs their packages debootstrap and qemu-user-static (it installs them)
 # and Python packages for aarch64 from the package index. Emulation shows that results are right, never how fast they are.
@@ -20,7 +21,7 @@ from pathlib import Path
 print(*tomllib.loads(Path(sys.argv[1]).read_text())["project"]["dependencies"])' "$tree/pyproject.toml") gguf hypothesis pytest pytest-asyncio"
 
 usage() {
-    sed -n '2,12s/^# \{0,1\}//p' "$0" >&2
+    sed -n '2,13s/^# \{0,1\}//p' "$0" >&2
     exit 2
 }
 
@@ -70,47 +71,53 @@ copy_tree() {
 
 # run_in DIR CPU COMMAND...: in the copy, with mounts that end with the command.
 run_in() {
-    local dir="$1" cpu="$2" part features
+    local dir="$1" cpu="$2" model="$2" implementer=0x41 part features
     shift 2
     case "$cpu" in
     cortex-a76) part=0xd0b features="fp asimd evtstrm aes pmull sha1 sha2 crc32 atomics fphp asimdhp cpuid asimdrdm lrcpc dcpop asimddp" ;;
     cortex-a72) part=0xd08 features="fp asimd evtstrm crc32 cpuid" ;;
+    ampere1)
+        # The emulator does not know it by name. LLVM does, and gives it i8mm, but not SVE.
+        model=max,sve=off,sme=off implementer=0xc0 part=0xac3
+        features="fp asimd evtstrm aes pmull sha1 sha2 crc32 atomics fphp asimdhp cpuid asimdrdm jscvt fcma lrcpc dcpop sha3 asimddp sha512 asimdfhm dit uscat ilrcpc flagm ssbs sb paca pacg dcpodp flagm2 frint i8mm bf16 bti"
+        ;;
     *) usage ;;
     esac
     mkdir -p "$dir/root/$cpu"
     # What a board with this processor says of itself: the emulator shows the file of the machine it runs on.
     for processor in 0 1; do
-        printf 'processor\t: %s\nFeatures\t: %s\nCPU implementer\t: 0x41\nCPU architecture: 8\nCPU variant\t: 0x0\nCPU part\t: %s\nCPU revision\t: 0\n\n' \
-            "$processor" "$features" "$part"
+        printf 'processor\t: %s\nFeatures\t: %s\nCPU implementer\t: %s\nCPU architecture: 8\nCPU variant\t: 0x0\nCPU part\t: %s\nCPU revision\t: 0\n\n' \
+            "$processor" "$features" "$implementer" "$part"
     done >"$dir/root/$cpu/cpuinfo"
     # The emulated processor refuses what the real one does not have. Compiled kernels are kept for the next run.
     env -i PATH=/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin HOME=/root LANG=C.UTF-8 PYTHONPATH=/src NUMBA_CACHE_DIR="/root/$cpu" \
-        QEMU_CPU="$cpu" unshare --mount sh -c 'root=$1; shift
-            mount -t proc proc "$root/proc" && mount --bind "$root/root/$QEMU_CPU/cpuinfo" "$root/proc/cpuinfo" &&
+        QEMU_CPU="$model" CPU="$cpu" unshare --mount sh -c 'root=$1; shift
+            mount -t proc proc "$root/proc" && mount --bind "$root/root/$CPU/cpuinfo" "$root/proc/cpuinfo" &&
             mount --rbind /dev "$root/dev" && exec chroot "$root" sh -c "cd /src && exec \"\$@\"" sh "$@"' sh "$dir" "$@"
 }
 
-# test_one DIR CPU
+# test_one DIR CPU LIST
 test_one() {
     run_in "$1" "$2" python3 tests/arm64/describe.py
-    run_in "$1" "$2" python3 -m pytest -q --no-header -p no:cacheprovider -o faulthandler_timeout=0 --durations=5 @tests/arm64/tests.txt
+    run_in "$1" "$2" python3 -m pytest -q --no-header -p no:cacheprovider -o faulthandler_timeout=0 --durations=5 "@tests/arm64/$3"
 }
 
-# test_all DIR RESULT: both processors side by side; fails if a test failed on one of them.
+# test_all DIR RESULT: two processors side by side, then the third; fails if a test failed on one of them.
 test_all() {
     local dir="$1" result="$2" status=0 first second
-    test_one "$dir" cortex-a76 >"$result.a76" 2>&1 &
+    test_one "$dir" cortex-a76 tests.txt >"$result.a76" 2>&1 &
     first=$!
-    test_one "$dir" cortex-a72 >"$result.a72" 2>&1 &
+    test_one "$dir" cortex-a72 tests.txt >"$result.a72" 2>&1 &
     second=$!
     wait "$first" || status=$?
+    test_one "$dir" ampere1 i8mm.txt >"$result.i8mm" 2>&1 || status=$?
     wait "$second" || status=$?
     {
-        echo "commit $(git -C "$tree" rev-parse --short HEAD); left out, for time under emulation:"
+        echo "commit $(git -C "$tree" rev-parse --short HEAD), $(date -u +%F); left out, for time under emulation:"
         sed -n 's/^--\(ignore\|deselect\)=/    /p' "$here/tests.txt"
-        echo && cat "$result.a76" && echo && cat "$result.a72"
+        echo && cat "$result.a76" && echo && cat "$result.a72" && echo && cat "$result.i8mm"
     } >"$result"
-    rm "$result.a76" "$result.a72"
+    rm "$result.a76" "$result.a72" "$result.i8mm"
     cat "$result"
     return "$status"
 }

@@ -3,7 +3,8 @@
 import pytest
 from llvmlite import binding, ir
 
-from kvboost_edge.kernels.integers import emit_load_bytes
+from kvboost_edge.kernels import integers
+from kvboost_edge.kernels.integers import dot_form, emit_load_bytes
 from kvboost_edge.kernels.quantized_kv.code_dot import emit_dot
 from kvboost_edge.kernels.vectors import I64
 
@@ -25,6 +26,53 @@ def assembly(form, cpu):
     binding.initialize_all_asmprinters()
     machine = binding.Target.from_triple(module.triple).create_target_machine(cpu=cpu, opt=3)
     return str(machine.emit_assembly(binding.parse_assembly(str(module))))
+
+
+@pytest.mark.parametrize(
+    ("cpu", "instruction"),
+    [
+        *(("cortex-a72", None), ("cortex-a76", "sdot"), ("apple-m1", "sdot")),
+        *(("ampere1", "smmla"), ("neoverse-v1", "smmla"), ("apple-m2", "smmla")),
+    ],
+)
+def test_the_probes_tell_what_a_processor_has(cpu, instruction):
+    binding.initialize_all_targets()
+    binding.initialize_all_asmprinters()
+    target = binding.Target.from_triple("aarch64-unknown-linux-gnu")
+    machine = target.create_target_machine(cpu=cpu)
+
+    def emits(name, probe):
+        return f"\t{name}\t" in machine.emit_assembly(binding.parse_assembly(probe))
+
+    assert emits("sdot", integers._DOT_PROBE) is (instruction is not None)
+    assert emits("usdot", integers._MIXED_PROBE) is (instruction == "smmla")
+
+
+@pytest.mark.parametrize(
+    ("machine", "emitted", "flags", "chosen", "form"),
+    [
+        ("aarch64", {"sdot", "usdot"}, {"i8mm"}, None, "i8mm"),
+        ("arm64", {"sdot", "usdot"}, {"i8mm"}, None, "i8mm"),
+        ("aarch64", {"sdot", "usdot"}, {"asimddp"}, None, "neon"),  # hidden by the system
+        ("aarch64", {"sdot", "usdot"}, set(), "ampere1", "i8mm"),
+        ("aarch64", {"sdot"}, {"i8mm"}, "cortex-a76", "neon"),  # turned off
+        ("aarch64", set(), {"i8mm"}, None, "plain"),
+    ],
+)
+def test_i8mm_is_used_where_compiler_and_system_have_it(
+    monkeypatch, machine, emitted, flags, chosen, form
+):
+    class Cpu:
+        pass
+
+    Cpu.flags = tuple(flags)
+    monkeypatch.setattr(integers, "_features", frozenset)
+    monkeypatch.setattr(integers.platform, "machine", lambda: machine)
+    monkeypatch.setattr(integers, "_emits", lambda instruction, probe: instruction in emitted)
+    monkeypatch.setattr(integers, "describe_cpu", Cpu)
+    monkeypatch.setattr(integers.numba.config, "CPU_NAME", chosen)
+    monkeypatch.setattr(integers.numba.config, "CPU_FEATURES", None)
+    assert dot_form.__wrapped__() == form
 
 
 @pytest.mark.parametrize("cpu", ["cortex-a76", "neoverse-n1", "apple-m1"])

@@ -1,9 +1,9 @@
 """Microkernels for integer weights: one or two tiles of 16 output rows x a panel of few tokens.
 
-They are built around the dot product of weight_dot.py (`vpdpbusd`, `vpmaddubsw` or `sdot`). Each
-lane is an output row, so there is no horizontal sum. The sum over a group of 32 inputs is an exact
-integer, and a single float epilogue adds the groups in order. An output therefore depends only on
-its row and token, not on the other tokens or tiles of the call.
+They are built around the dot product of weight_dot.py (`vpdpbusd`, `vpmaddubsw`, `sdot`, or
+`smmla` for pairs of tokens). Each lane is an output row, so there is no horizontal sum. The sum
+over a group of 32 inputs is an exact integer, and a single float epilogue adds the groups in order.
+An output therefore depends only on its row and token, not on the other tokens or tiles of the call.
 
 Decode (1 token) is bound by reading the weights from memory, prefill by the rate of dot products.
 benchmarks/bench/bench_linear.py compares decode with a plain read of the same bytes.
@@ -19,6 +19,7 @@ from numba.core import cgutils
 
 from kvboost_edge.kernels.integers import (
     V16I,
+    dot_form,
     emit_loop,
     emit_splat_int,
     follows_pages,
@@ -31,7 +32,7 @@ from kvboost_edge.kernels.linear.simd_loads import (
     emit_table,
     emit_table_pair,
 )
-from kvboost_edge.kernels.linear.weight_dot import GroupDot
+from kvboost_edge.kernels.linear.weight_dot import GroupDot, PairDot
 from kvboost_edge.kernels.linear.weight_formats import FORMAT_OF, GROUP, SCALE_BYTES
 from kvboost_edge.kernels.vectors import (
     F32,
@@ -69,6 +70,7 @@ prefetch is slower.
 Value = Any
 Builder = Any
 _I32 = ir.IntType(32)
+_I64 = ir.IntType(64)
 
 
 class Tile(NamedTuple):
@@ -127,6 +129,10 @@ def emit_place(b: Builder, address: Value, index: Value, size: int, offset: int 
 
 def splat_i32_at(b: Builder, address: Value) -> Value:
     return emit_splat_int(b, b.load(b.inttoptr(address, ir.PointerType()), align=4, typ=_I32))
+
+
+def load_i64(b: Builder, address: Value) -> Value:
+    return b.load(b.inttoptr(address, ir.PointerType()), align=4, typ=_I64)
 
 
 def splat_f32_at(b: Builder, address: Value) -> Value:
@@ -204,12 +210,15 @@ class IntTiles:
         self.tiles = tiles
         self.tokens = tokens
         self.fine = fine
-        self.form = form
+        self.form = form or dot_form()
         self.group_bytes = self.format.group_bytes
         self.planes = 2 if fine else 1
         # A part is a group or half a group. It has its own scales and sums.
         self.parts = self.format.parts
         self.quads = _QUADS // self.parts
+        # `smmla` multiplies pairs of tokens. With sums of half groups, ordering them takes more
+        # instructions than it saves.
+        self.takes_pairs = self.form == "i8mm" and tokens % 2 == 0 and self.parts == 1
         self.cell = tokens * bytes_of_cell(fine, kind)
 
     def emit(self, b: Builder, tile: Tile, panel: Value, target: Target) -> None:
@@ -323,7 +332,6 @@ class IntTiles:
         tables: Sequence[Value | None],
     ) -> list[list[Value]]:
         """Return the integer sums of one part of a group, indexed [tile][token]."""
-        dot = GroupDot(b, self.kind, self.form)
         zero = ir.Constant(V16I, [0] * LANES)
         places = [
             b.add(place, int_constant(part * self.group_bytes // self.parts)) for place in groups
@@ -335,6 +343,27 @@ class IntTiles:
             ]
         # A fine code is FINE_BASE * first + second, so the seed belongs to the second plane.
         starts = [[zero] * self.tokens, seeds] if self.fine else [seeds]
+        multiply = self._in_pairs if self.takes_pairs else self._one_by_one
+        return [
+            [self._joined(b, [plane[token] for plane in planes]) for token in range(self.tokens)]
+            for planes in multiply(b, here, places, part, tables, starts)
+        ]
+
+    def _codes_at(self, b: Builder, here: Value, plane: int, token: int, quad: int) -> Value:
+        """Return the address of a token's 4 codes."""
+        return b.add(here, int_constant((plane * self.tokens + token) * GROUP + 4 * quad))
+
+    def _one_by_one(
+        self,
+        b: Builder,
+        here: Value,
+        places: Sequence[Value],
+        part: int,
+        tables: Sequence[Value | None],
+        starts: Sequence[Sequence[Value]],
+    ) -> list[list[list[Value]]]:
+        """Return the sums [tile][plane][token] of one part of a group, for each token alone."""
+        dot = GroupDot(b, self.kind, self.form)
         states = [
             [[dot.start(seed) for seed in plane] for plane in starts] for _ in range(self.tiles)
         ]
@@ -345,27 +374,59 @@ class IntTiles:
             ]
             for half in range(2):
                 quads = [dot.prepare(two[half]) for two in loaded]
+                number = part * self.quads + 2 * pair + half
                 for plane in range(self.planes):
                     for token in range(self.tokens):
-                        offset = (plane * self.tokens + token) * GROUP + 4 * (
-                            part * self.quads + 2 * pair + half
-                        )
-                        x = splat_i32_at(b, b.add(here, int_constant(offset)))
+                        x = splat_i32_at(b, self._codes_at(b, here, plane, token, number))
                         for state, quad in zip(states, quads, strict=True):
                             state[plane][token] = dot.add(state[plane][token], quad, x)
-        result = []
-        for state in states:
-            planes = [
+        return [
+            [
                 [dot.sums(one, seed) for one, seed in zip(*both, strict=True)]
                 for both in zip(state, starts, strict=True)
             ]
-            result.append(
+            for state in states
+        ]
+
+    def _in_pairs(
+        self,
+        b: Builder,
+        here: Value,
+        places: Sequence[Value],
+        part: int,
+        tables: Sequence[Value | None],
+        starts: Sequence[Sequence[Value]],
+    ) -> list[list[list[Value]]]:
+        """Return the same sums as `_one_by_one`, for pairs of tokens."""
+        dot = PairDot(b, self.kind)
+        firsts = range(0, self.tokens, 2)
+        states = [[[dot.start() for _ in firsts] for _ in starts] for _ in range(self.tiles)]
+        for pair in range(self.quads // 2):
+            quads = [
+                dot.prepare(*self._load_pair(b, place, pair, table))
+                for place, table in zip(places, tables, strict=True)
+            ]
+            number = part * self.quads + 2 * pair
+            for plane in range(self.planes):
+                for index, first in enumerate(firsts):
+                    codes = [
+                        load_i64(b, self._codes_at(b, here, plane, token, number))
+                        for token in (first, first + 1)
+                    ]
+                    x = dot.tokens(*codes)
+                    for state, rows in zip(states, quads, strict=True):
+                        state[plane][index] = dot.add(state[plane][index], rows, x)
+        return [
+            [
                 [
-                    self._joined(b, [plane[token] for plane in planes])
-                    for token in range(self.tokens)
+                    one
+                    for first, sums in zip(firsts, plane, strict=True)
+                    for one in dot.sums(sums, seeds[first : first + 2])
                 ]
-            )
-        return result
+                for plane, seeds in zip(state, starts, strict=True)
+            ]
+            for state in states
+        ]
 
     def _joined(self, b: Builder, planes: Sequence[Value]) -> Value:
         """Combine two planes to FINE_BASE * first + second, or return the only plane."""

@@ -6,12 +6,14 @@ The feature flags that Numba compiles for select the variant. All variants give 
     vnni512  vpdpbusd, 512 bits
     vnni256  vpdpbusd, 256 bits
     avx2     vpmaddubsw; int8 weights: with vpsignb and vpmaddwd
+    i8mm     smmla for pairs of tokens, sdot for one token
     neon     sdot
     plain    16-bit multiply-adds of plain vectors
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from llvmlite import ir
@@ -22,12 +24,13 @@ from kvboost_edge.kernels.integers import (
     dot_form,
     emit_byte_halves,
     emit_each,
+    emit_joined,
     emit_pair_sums,
 )
 from kvboost_edge.kernels.linear.weight_formats import FORMAT_OF, GROUP
 from kvboost_edge.kernels.vectors import LANES
 
-__all__ = ["GroupDot"]
+__all__ = ["GroupDot", "PairDot"]
 
 I8 = ir.IntType(8)
 I16 = ir.IntType(16)
@@ -39,6 +42,7 @@ _V16B = ir.VectorType(I8, 16)
 _V32B = ir.VectorType(I8, 32)
 _V16S = ir.VectorType(I16, 16)
 _V32S = ir.VectorType(I16, 32)
+_V2L = ir.VectorType(ir.IntType(64), 2)
 _SHORT_MOST = 32767
 
 Value = Any
@@ -72,14 +76,15 @@ class GroupDot:
         form: dot-product variant; None selects that of this process.
 
     Attributes:
-        form: the variant.
+        form: the variant, where "neon" also stands for "i8mm".
         seeded: True if weights are summed as stored, in which case the seed belongs to the sums.
     """
 
     def __init__(self, b: Builder, kind: int, form: str | None = None) -> None:
         self._b = b
         self._format = FORMAT_OF[kind]
-        self.form = form or dot_form()
+        form = form or dot_form()
+        self.form = "neon" if form == "i8mm" else form  # `PairDot` takes pairs of tokens
         # Variants "avx2" and "plain" sum codes of less than 8 bits in 16 bits. All 8 quads of a
         # group of 4-bit codes fit, because their sum is at most 8 * 2 * 15 * 127 = 30,480. With
         # 5-bit codes 4 quads fit, with 6-bit codes 2.
@@ -219,3 +224,80 @@ class GroupDot:
         if self._short:
             return self._b.add(self._widened(state), seed)
         return state
+
+
+class PairDot:
+    """Emitter for the dot products of one group, or of a part of it, with two tokens ("i8mm").
+
+    `smmla` multiplies 2 rows x 8 bytes by 8 bytes x 2 tokens, which is twice the products of
+    `sdot`. Eight vectors of 4 sums hold 16 rows x 2 tokens. In each, the lanes are row 0 with both
+    tokens, then row 1 with both tokens.
+
+    Call `start`, then `prepare` and `add` for each pair of quads, then `sums`.
+
+    Args:
+        b: the builder.
+        kind: number of the weight format.
+    """
+
+    def __init__(self, b: Builder, kind: int) -> None:
+        self._b = b
+        self._quads = GroupDot(b, kind, "neon")
+
+    def start(self) -> list[Value]:
+        """Return the initial state for the sums of a group."""
+        return [ir.Constant(_V4I, [0] * 4)] * (LANES // 2)
+
+    def prepare(self, first: Value, second: Value) -> list[Value]:
+        """Prepare two consecutive quads of 16 rows for use with any number of tokens."""
+        b = self._b
+        quads = [self._quads.prepare(quad) for quad in (first, second)]
+        return [
+            b.bitcast(
+                b.shuffle_vector(
+                    *quads, ir.Constant(_V4I, [row, LANES + row, row + 1, LANES + row + 1])
+                ),
+                _V16B,
+            )
+            for row in range(0, LANES, 2)
+        ]
+
+    def tokens(self, first: Value, second: Value) -> Value:
+        """Return the operand for 8 codes of each of two tokens, i64."""
+        b = self._b
+        both = ir.Constant(_V2L, ir.Undefined)
+        for lane, codes in enumerate((first, second)):
+            both = b.insert_element(both, codes, I32(lane))
+        return b.bitcast(both, _V16B)
+
+    def add(self, state: Sequence[Value], quads: Sequence[Value], tokens: Value) -> list[Value]:
+        """Add the products of prepared quads with the codes of two tokens."""
+        b = self._b
+        function = cgutils.get_or_insert_function(
+            b.module,
+            ir.FunctionType(_V4I, [_V4I, _V16B, _V16B]),
+            "llvm.aarch64.neon.smmla.v4i32.v16i8",
+        )
+        return [
+            b.call(function, [sums, rows, tokens]) for sums, rows in zip(state, quads, strict=True)
+        ]
+
+    def sums(self, state: Sequence[Value], seeds: Sequence[Value]) -> list[Value]:
+        """Return the exact sums of (weight - offset) * code for each token, <16 x i32>.
+
+        Args:
+            state: the state after all quads.
+            seeds: <16 x i32> for each token, see `GroupDot.start`.
+        """
+        b = self._b
+        result = []
+        for token, seed in enumerate(seeds):
+            parts = [
+                b.shuffle_vector(
+                    state[at], state[at + 1], ir.Constant(_V4I, [token + 2 * i for i in range(4)])
+                )
+                for at in range(0, len(state), 2)
+            ]
+            found = emit_joined(b, parts)
+            result.append(b.add(found, seed) if self._quads.seeded else found)
+        return result

@@ -33,7 +33,7 @@ Builder = Any
 
 def coded_dot_form() -> str:
     """Return this process's dot-product variant: "vnni512", "vnni256", "neon" or "plain"."""
-    form = dot_form()
+    form = "neon" if dot_form() == "i8mm" else dot_form()
     return form if form in ("vnni512", "vnni256", "neon") else "plain"
 
 

@@ -15,7 +15,7 @@ from helpers.kernels.tile_assembly import compiled_tile, product_of, tile_module
 from helpers.pairwise import each_once, pairwise
 from kvboost_edge.kernels.linear import amx as linear_amx
 from kvboost_edge.kernels.linear import simd_loads
-from kvboost_edge.kernels.linear.weight_formats import FORMATS, INT_KINDS
+from kvboost_edge.kernels.linear.weight_formats import FORMAT_OF, FORMATS, INT_KINDS
 from kvboost_edge.kernels.linear.weight_tiles import IntTiles
 
 GROUPS = 17
@@ -46,6 +46,42 @@ def _dot(name, lanes, signed):
             f"%p = mul {many} %a, %b",
             *picks,
             f"ret {sums} %s4",
+            "}",
+        ]
+    )
+
+
+# The instruction that multiplies two rows of 8 bytes with two others.
+MATRIX = "llvm.aarch64.neon.smmla.v4i32.v16i8"
+PAIRED_KINDS = [kind for kind in INT_KINDS if FORMAT_OF[kind].parts == 1]
+
+
+def _matrix():
+    """A function that adds the products of 2 rows x 8 bytes and 8 bytes x 2 tokens to four sums."""
+    lines = []
+    for row in range(2):
+        for token in range(2):
+            lane = 2 * row + token
+            lines.append(f"%t{lane}_0 = extractelement <4 x i32> %sums, i32 {lane}")
+            for at in range(8):
+                name = f"{lane}_{at}"
+                lines += [
+                    f"%x{name} = extractelement <16 x i32> %a, i32 {8 * row + at}",
+                    f"%y{name} = extractelement <16 x i32> %b, i32 {8 * token + at}",
+                    f"%p{name} = mul i32 %x{name}, %y{name}",
+                    f"%t{lane}_{at + 1} = add i32 %t{name}, %p{name}",
+                ]
+            before = f"%v{lane}" if lane else "undef"
+            lines.append(
+                f"%v{lane + 1} = insertelement <4 x i32> {before}, i32 %t{lane}_8, i32 {lane}"
+            )
+    return "\n".join(
+        [
+            "define <4 x i32> @emulated_matrix(<4 x i32> %sums, <16 x i8> %x, <16 x i8> %y) {",
+            "%a = sext <16 x i8> %x to <16 x i32>",
+            "%b = sext <16 x i8> %y to <16 x i32>",
+            *lines,
+            "ret <4 x i32> %v4",
             "}",
         ]
     )
@@ -142,6 +178,13 @@ def _run(tiles, functions, definitions=""):
                 if not (line.startswith("declare") and form_name in line)
             ]
             text = "\n".join(lines).replace(f'@"{form_name}"', "@emulated_dot") + definitions
+    if f'@"{MATRIX}"' in text:
+        lines = [
+            line
+            for line in text.splitlines()
+            if not (line.startswith("declare") and MATRIX in line)
+        ]
+        text = "\n".join(lines).replace(f'@"{MATRIX}"', "@emulated_matrix") + "\n" + _matrix()
     for number, (name, shape) in enumerate(SHUFFLES.items()):
         if f'@"{name}"' in text:
             lines = [
@@ -171,6 +214,31 @@ def test_forms_of_the_dot_product(form, kind, fine):
         one = IntTiles(kind, tiles, tokens, fine, form)
         assert name in tile_module(one, "")
         np.testing.assert_array_equal(_run(one, {}, definitions), plain)
+
+
+@pytest.mark.parametrize(
+    ("kind", "fine", "shape"), pairwise(PAIRED_KINDS, (False, True), ((1, 2), (1, 4), (2, 2)))
+)
+def test_products_of_row_pairs_and_token_pairs(kind, fine, shape):
+    tiles, tokens = shape
+    one = IntTiles(kind, tiles, tokens, fine, "i8mm")
+    text = tile_module(one, "")
+    assert MATRIX in text
+    assert "sdot" not in text
+    plain = _run(IntTiles(kind, 1, tokens, fine, "plain"), {})
+    np.testing.assert_array_equal(_run(one, {}), plain)
+
+
+@pytest.mark.parametrize(
+    ("kind", "tokens"),
+    [
+        *((kind, 1) for kind in PAIRED_KINDS),
+        *((kind, 2) for kind in INT_KINDS if kind not in PAIRED_KINDS),
+    ],
+)
+def test_one_token_and_half_groups_are_multiplied_by_dot_products(kind, tokens):
+    texts = [tile_module(IntTiles(kind, 1, tokens, False, form), "") for form in ("i8mm", "neon")]
+    assert texts[0] == texts[1]
 
 
 @pytest.mark.parametrize(("kind", "fine"), each_once(INT_KINDS, (False, True)))

@@ -47,7 +47,7 @@ for kind in INTEGERS:
         digest.update(out.tobytes())
 print(dot_form(), digest.hexdigest())
 """
-_WITHOUT = {"vnni256": (), "avx2": ("avxvnni",), "plain": ("avxvnni", "avx2", "dotprod")}
+_WITHOUT = {"vnni256": (), "avx2": ("avxvnni",), "plain": ("avxvnni", "avx2", "dotprod", "i8mm")}
 
 
 def _features(form):
@@ -63,7 +63,9 @@ def _features(form):
 @functools.cache
 def _run(form):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    if form != "host":
+    if form == "neon":
+        environment |= {"NUMBA_CPU_NAME": "cortex-a76", "NUMBA_CPU_FEATURES": "+neon,+dotprod"}
+    elif form != "host":
         environment |= {"NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": _features(form)}
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM],
@@ -81,17 +83,21 @@ def _forms():
     """What this machine can run besides its own form."""
     features = binding.get_host_cpu_features()
     needs = {"vnni256": ("avxvnni",), "avx2": ("avx2",), "plain": ("sse2", "neon")}
-    return [
+    found = [
         form
         for form, any_of in needs.items()
         if any(map(features.get, any_of)) and form != dot_form()
     ]
+    return [*found, "neon"] if dot_form() == "i8mm" else found
 
 
 # test_every_form.py runs the others in this process, and compares them with the plain one.
 @pytest.mark.parametrize(
     "form",
-    [pytest.param(form, marks=() if form == "avx2" else pytest.mark.full) for form in _forms()],
+    [
+        pytest.param(form, marks=() if form in ("avx2", "neon") else pytest.mark.full)
+        for form in _forms()
+    ],
 )
 def test_same_bits_as_the_hosts_own_form(form):
     """The program also compares each result with the specification."""
@@ -111,6 +117,20 @@ def test_arm_with_dot_products_uses_them(kind, fine):
     """8 quads of 4 x 4 rows for each of 4 tokens (and planes): every one is an sdot."""
     assembly = _assembly(kind, "neon", "cortex-a76", fine=fine)
     assert assembly.count("sdot") == 8 * 4 * 4 * (2 if fine else 1)
+
+
+@pytest.mark.parametrize("fine", [False, True])
+@pytest.mark.parametrize("kind", [kind for kind in INT_KINDS if FORMAT_OF[kind].parts == 1])
+def test_arm_with_i8mm_multiplies_pairs(kind, fine):
+    """4 pairs of quads of 8 pairs of rows for each of 2 pairs of tokens (and planes): half as many
+    as with dot products, and fewer instructions in total.
+    """
+    assembly = _assembly(kind, "i8mm", "ampere1", fine=fine)
+    assert assembly.count("smmla") == 4 * 8 * 2 * (2 if fine else 1)
+    assert "sdot" not in assembly
+    assert len(assembly.splitlines()) < len(
+        _assembly(kind, "neon", "ampere1", fine=fine).splitlines()
+    )
 
 
 @pytest.mark.parametrize(("form", "cpu"), [("neon", "cortex-a76"), ("plain", "cortex-a72")])

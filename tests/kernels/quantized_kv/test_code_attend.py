@@ -116,7 +116,7 @@ def test_large_biases_of_keys_cost_no_accuracy():
 
 def test_without_512_bit_vectors_and_vnni_the_bits_are_the_same():
     """The plain form is the one furthest from the others; test_dot.py has the sums of all."""
-    without = ("avx512", "avx10", "evex512", "amx", "avxvnni", "dotprod")
+    without = ("avx512", "avx10", "evex512", "amx", "avxvnni", "dotprod", "i8mm")
     flags = binding.get_host_cpu_features().items()
     plain = ",".join(
         ("+" if on and not name.startswith(without) else "-") + name for name, on in flags
