@@ -9,6 +9,7 @@ const HURRY_MS = 20000; // how long a change is awaited
 const LONGEST_PAUSE_MS = 16000;
 const PATIENCE_MS = 10000;
 const KEPT = "model";
+const KEY_NEEDED = "API key needed"; // the list is read again with another key
 const FIXED = { allowed: false, reason: "" };
 
 /**
@@ -124,7 +125,7 @@ export class Models {
       this.#pause = INTERVAL_MS;
     } catch (error) {
       this.#pause = Math.min(2 * this.#pause, LONGEST_PAUSE_MS);
-      this.problem = error.status === 401 ? "API key needed" : "server not responding";
+      this.problem = error.status === 401 ? KEY_NEEDED : "server not responding";
       this.#tell(false);
       throw error;
     } finally {
@@ -135,8 +136,9 @@ export class Models {
   /** Reads again while the page is visible, if anything may change. */
   #schedule() {
     clearTimeout(this.#timer);
-    const fixed = this.all.length < 2 && this.all.every(({ state }) => state === "" || state === "loaded") && !this.changes.allowed;
-    if (fixed || document.visibilityState !== "visible") return;
+    const isFixed = this.all.length < 2 && this.all.every(({ state }) => state === "" || state === "loaded") && !this.changes.allowed;
+    const isFinal = this.problem === "" ? isFixed : this.problem === KEY_NEEDED;
+    if (isFinal || document.visibilityState !== "visible") return;
     const hurries = this.all.some(isActive) || performance.now() < this.#hurryUntil;
     this.#timer = setTimeout(() => this.refresh(), hurries && this.#pause === INTERVAL_MS ? SHORT_INTERVAL_MS : this.#pause);
   }

@@ -61,7 +61,7 @@ export class ModelsView {
     const { all, chosen, changes, memory, problem } = this.#models;
     setText(byId("models-state"), problem || (chosen === null ? "waiting for the server" : "live"));
     byId("models-state").classList.toggle("warn", problem !== "");
-    setText(byId("models-memory"), memory === null ? "" : `${bytes(memory.taken_bytes)} of ${bytes(memory.max_bytes)} of memory in use by loaded models.`);
+    setText(byId("models-memory"), memory === null ? "" : `Loaded models use ${bytes(memory.taken_bytes)} of ${bytes(memory.max_bytes)} of memory.`);
     const known = chosen !== null;
     byId("pull-form").hidden = !known || !changes.allowed;
     byId("models-closed").hidden = !known || changes.allowed;

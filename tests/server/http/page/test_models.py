@@ -132,6 +132,18 @@ def test_a_model_is_loaded_from_the_choice_with_its_progress(several):
     page.expects("#model-remark").to_be_empty()
 
 
+def test_a_list_that_could_not_be_read_is_read_again(stand_in):
+    page = stand_in()
+    page.visit.expected_failures = ("503",)
+    page.route("**/v1/models", lambda route: route.fulfill(status=503, json={}))
+    page.clock.install()
+    page.reload()
+    page.shows("#model", "server not responding")
+    page.serve("**/v1/models", {"data": [model(SMALL)]})
+    page.clock.run_for(5000)
+    page.shows("#model", SMALL)
+
+
 def test_one_model_that_was_unloaded_is_loaded_again(stand_in):
     page = stand_in()
     page.serve("**/v1/models", {"data": [model(SMALL, "not_loaded")]})

@@ -249,7 +249,7 @@ def test_rows_show_what_the_server_says(page):
     waits = {"bytes": 0, "in_use": 1, "unloads_in_seconds": None, "waits_for": "no <b>room</b>"}
     memory["data"] = [{"id": "a", **figures}, {"id": "c", **waits}]
     page.says(data=rows, memory=memory)
-    page.shows("#models-memory", "2.00 GB of 8.00 GB of memory in use by loaded models.")
+    page.shows("#models-memory", "Loaded models use 2.00 GB of 8.00 GB of memory.")
     figures = "1.00 GB of memory, 4,096 tokens of context, int4, native runner, unloads in 90.0 s"
     expect(page.row("a").locator(".note").first).to_have_text(figures)
     failed = page.row(MARKUP)
