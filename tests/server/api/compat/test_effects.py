@@ -97,6 +97,43 @@ class Clients:
         message = answer["message"]
         return Said(message.get("thinking", ""), message["content"], answer["thinking_count"])
 
+    def chat_stream(self, **fields: Any) -> Said:
+        thought = text = ""
+        usage = None
+        for chunk in self._openai.chat.completions.create(
+            model=MODEL,
+            messages=ASK,
+            max_completion_tokens=LIMIT,
+            temperature=0,
+            stream=True,
+            stream_options={"include_usage": True},
+            **fields,
+        ):
+            usage = chunk.usage or usage
+            for choice in chunk.choices:
+                thought += getattr(choice.delta, "reasoning_content", None) or ""
+                text += choice.delta.content or ""
+        return Said(thought, text, usage.completion_tokens_details.reasoning_tokens)
+
+    def messages_stream(self, **fields: Any) -> Said:
+        found = {"thinking": "", "text": ""}
+        counted = None
+        with self._claude.messages.stream(
+            model=MODEL, messages=ASK, max_tokens=LIMIT, extra_body={"temperature": 0}, **fields
+        ) as stream:
+            for event in stream:
+                if event.type in found:
+                    found[event.type] += getattr(event, event.type)
+                elif event.type == "message_delta":
+                    counted = event.usage.output_tokens_details.thinking_tokens
+        return Said(found["thinking"], found["text"], counted)
+
+    def ollama_chat_stream(self, **fields: Any) -> Said:
+        options = {"temperature": 0, "num_predict": LIMIT}
+        lines = list(self._ollama.chat(MODEL, ASK, options=options, stream=True, **fields))
+        thought = "".join(line.message.thinking or "" for line in lines)
+        return Said(thought, "".join(line.message.content or "" for line in lines), None)
+
     def llama_cpp_chat(self, **fields: Any) -> Said:
         """A chat of llama.cpp's web page."""
         return self._recorded_chat({**LLAMA_CPP_PAGE, **fields})
@@ -183,7 +220,10 @@ REASONING = [
         {"thinking": {"type": "adaptive"}, "output_config": {"effort": "low"}},
         LOW,
     ),
+    ("openai", "chat_stream", {"reasoning_effort": "low"}, LOW),
+    ("anthropic", "messages_stream", {"thinking": {"type": "enabled", "budget_tokens": 7}}, 7),
     ("ollama", "ollama_chat", {"think": "low"}, LOW),
+    ("ollama", "ollama_chat_stream", {"think": "low"}, LOW),
     ("ollama", "ollama_recorded", {"think": 7}, 7),
     ("ollama", "ollama_recorded", {"think": 0}, 0),
     ("llama.cpp", "llama_cpp_chat", {"reasoning_budget_tokens": 7}, 7),
@@ -210,7 +250,10 @@ def greedy(engine, **options):
 
 @pytest.mark.parametrize(
     ("how", "fields", "budget"),
-    [pytest.param(*row[1:], id=f"{row[0]}-{'-'.join(row[2])}-{row[3]}") for row in REASONING],
+    [
+        pytest.param(*row[1:], id=f"{row[0]}-{row[1]}-{'-'.join(row[2])}-{row[3]}")
+        for row in REASONING
+    ],
 )
 def test_reasoning_is_cut_at_exactly_n_tokens(clients, how, fields, budget):
     engine = clients.engine
