@@ -32,7 +32,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo real-model redis-server clean
-.PHONY: test test-all test-quick test-times test-loaded test-arm64 test-native test-floors
+.PHONY: test test-all test-quick test-times test-loaded test-arm64 test-arm64-tiles test-native test-floors
 .PHONY: coverage lint mutants
 .PHONY: cuda-check cuda-table cuda-test quality quality-source release-check
 .PHONY: docs docs-images docs-reference
@@ -119,6 +119,11 @@ ARM64_ROOT ?= /var/tmp/kvboost-edge-arm64
 test-arm64:  ## run the native runner's tests on emulated ARM (ARM64_ROOT=dir)
 	tests/arm64/run.sh make $(ARM64_ROOT)
 	tests/arm64/run.sh test $(ARM64_ROOT) benchmarks/results/test-arm64.txt
+
+# Needs Debian's packages gcc-aarch64-linux-gnu, libc6-dev-arm64-cross and qemu-user-static.
+test-arm64-tiles: setup  ## run the linear microkernels alone on emulated ARM processors
+	PYTHONPATH=.:tests $(BIN)/python tests/arm64/tiles.py > benchmarks/results/test-arm64-tiles.txt
+	@cat benchmarks/results/test-arm64-tiles.txt
 
 # Environments of their own. What the tests need beside the package has no lower bounds to test.
 NATIVE := .venv-native
