@@ -129,21 +129,25 @@ test-arm64-tiles: setup  ## run the linear microkernels alone on emulated ARM pr
 NATIVE := .venv-native
 FLOORS := .venv-floors
 NATIVE_EXTRAS := server,redis,otel
-NATIVE_PACKAGES := gguf hypothesis jsonschema-rs pytest pytest-asyncio
+COMMA := ,
+NATIVE_PACKAGES := $(shell grep -E '^(gguf|hypothesis|jsonschema_rs|pytest|pytest-asyncio)==' \
+	constraints.txt)
 
 test-native:  ## run the tests that need no torch (PYTHON=python3.14 selects the interpreter)
 	$(PYTHON) -m venv --clear $(NATIVE)
 	$(NATIVE)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
 		-e '.[$(NATIVE_EXTRAS)]' $(NATIVE_PACKAGES)
-	$(NATIVE)/bin/python -m pytest -q @tests/native.txt
+	$(NATIVE)/bin/python -m pytest -q -p no:anyio @tests/native.txt
 
 test-floors:  ## run the same tests with the lowest supported version of each dependency
 	$(PYTHON) -m venv --clear $(FLOORS)
 	$(FLOORS)/bin/python -m pip install --quiet --disable-pip-version-check uv
 	$(FLOORS)/bin/uv pip install --quiet --python $(FLOORS)/bin/python \
-		--resolution lowest-direct -e '.[$(NATIVE_EXTRAS)]'
+		--resolution lowest-direct -r pyproject.toml \
+		$(addprefix --extra ,$(subst $(COMMA), ,$(NATIVE_EXTRAS)))
 	$(FLOORS)/bin/uv pip install --quiet --python $(FLOORS)/bin/python $(NATIVE_PACKAGES)
-	$(FLOORS)/bin/python -m pytest -q @tests/native.txt
+	$(FLOORS)/bin/uv pip install --quiet --python $(FLOORS)/bin/python --no-deps -e .
+	$(FLOORS)/bin/python -m pytest -q -p no:anyio @tests/native.txt
 
 lint: setup  ## run ruff, mypy and the import contracts
 	$(BIN)/ruff check .
