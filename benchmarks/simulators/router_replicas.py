@@ -25,7 +25,7 @@ from kvboost_edge.kvcache.block_table import BlockTable
 from kvboost_edge.kvcache.events import CacheEvents
 from kvboost_edge.kvcache.eviction.policy import TenantFloors
 from kvboost_edge.kvcache.manager import KVCacheManager
-from kvboost_edge.kvcache.recurrent.tables import StateSizes
+from kvboost_edge.kvcache.recurrent.snapshots import StateSizes
 from kvboost_edge.serve_ray.routing.cache_records import Place
 from kvboost_edge.serve_ray.routing.event_journal import Journal
 from kvboost_edge.serve_ray.routing.load_meter import Meter

@@ -35,7 +35,7 @@ sys.path.append(str(Path(__file__).parents[2]))
 from benchmarks import harness
 from kvboost_edge.kvcache.hashing import root_hash
 from kvboost_edge.kvcache.manager import KVCacheManager
-from kvboost_edge.kvcache.recurrent.tables import StateSizes
+from kvboost_edge.kvcache.recurrent.snapshots import StateSizes
 
 __all__ = ["TRAFFIC", "Replayed", "Traffic", "replay"]
 

@@ -44,7 +44,7 @@ from kvboost_edge.host.processor import default_num_threads
 from kvboost_edge.kvcache.eviction.policy import TenantFloors
 from kvboost_edge.kvcache.hashing import root_hash
 from kvboost_edge.kvcache.manager import KVCacheManager
-from kvboost_edge.kvcache.recurrent.tables import StateSizes
+from kvboost_edge.kvcache.recurrent.snapshots import StateSizes
 from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.config.architectures import attends_both_ways, check_model_compatibility
 from kvboost_edge.models.config.json_readers import generation_defaults

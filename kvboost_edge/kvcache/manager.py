@@ -30,7 +30,7 @@ from kvboost_edge.kvcache.invariants import check_chains, check_tables
 from kvboost_edge.kvcache.lookup import Lookup
 from kvboost_edge.kvcache.prefix_index import PrefixIndex
 from kvboost_edge.kvcache.prefix_sharing import Claims, Opener, Publisher
-from kvboost_edge.kvcache.recurrent.tables import NoTableStates, StateSizes, TableStates
+from kvboost_edge.kvcache.recurrent.snapshots import NoTableStates, StateSizes, TableStates
 from kvboost_edge.kvcache.table_spans import Spans
 
 __all__ = ["BLOCK_CACHED", "BLOCK_FREE", "BLOCK_REFERENCED", "BLOCK_SHARED", "KVCacheManager"]

@@ -5,13 +5,13 @@ from __future__ import annotations
 from faults.fault import faults
 
 _SLOTS = "kvcache/recurrent/slots.py"
-_TABLES = "kvcache/recurrent/tables.py"
+_SNAPSHOTS = "kvcache/recurrent/snapshots.py"
 _LOOKUP = "kvcache/lookup.py"
 _BATCH = "engine/schedule/step_batch.py"
 _BUDGET = "engine/memory/state_budget.py"
 _BORDERS = "text/message_boundaries.py"
 _OF_SLOTS = "tests/kvcache/recurrent/test_slots.py"
-_OF_TABLES = "tests/kvcache/recurrent"
+_OF_SNAPSHOTS = "tests/kvcache/recurrent"
 _OF_OWNERS = "tests/kvcache/recurrent/test_owners.py"
 _OF_SCHEDULES = "tests/engine/schedule/test_random_schedules.py"
 _OF_BUDGET = "tests/engine/memory/test_state_budget.py"
@@ -29,14 +29,14 @@ _OF_PIECES = "tests/models/weights/test_pieces.py"
 FAULTS = faults(
     (
         "state: one block ahead of its snapshot",
-        _TABLES,
+        _SNAPSHOTS,
         "published_equal(table, position // self._size - 1, self._index)",
         "published_equal(table, position // self._size - 2, self._index)",
-        _OF_TABLES,
+        _OF_SNAPSHOTS,
     ),
     (
         "state: kept one token later",
-        _TABLES,
+        _SNAPSHOTS,
         "            (position - start, slot) for position, slot, _ in state.saves if position < "
         "stop\n",
         (
@@ -48,25 +48,25 @@ FAULTS = faults(
     ),
     (
         "state: published before its pass ended",
-        _TABLES,
+        _SNAPSHOTS,
         "            state.saves.append((position, slot, reason))\n",
         "            state.saves.append((position, slot, reason))\n            "
         "self.slots._by_block[-position] = slot\n",
-        _OF_TABLES,
+        _OF_SNAPSHOTS,
     ),
     (
         "state: a failed pass leaves its state",
-        _TABLES,
+        _SNAPSHOTS,
         "state.planned is None\n            and not state.awaited",
         "not state.awaited",
-        _OF_TABLES,
+        _OF_SNAPSHOTS,
     ),
     (
         "state: a snapshot is written into",
-        _TABLES,
+        _SNAPSHOTS,
         "state.slot >= 0 and self.slots.is_own(state.slot))",
         "state.slot >= 0)",
-        _OF_TABLES,
+        _OF_SNAPSHOTS,
     ),
     (
         "state: evicted between lookup and pass",
@@ -98,21 +98,21 @@ FAULTS = faults(
     ),
     (
         "state: who runs takes another owner's part",
-        _TABLES,
+        _SNAPSHOTS,
         "self.slots.take(owner=table.owner)",
         "self.slots.take()",
         _OF_OWNERS,
     ),
     (
         "state: what is kept is nobody's",
-        _TABLES,
+        _SNAPSHOTS,
         "reason, table.owner, moved=moved)",
         "reason, moved=moved)",
         _OF_OWNERS,
     ),
     (
         "state: saves in the order of positions",
-        _TABLES,
+        _SNAPSHOTS,
         (
             "            for position, reason in sorted(\n"
             "                points, key=lambda point: (point[1] != CHECKPOINT, point[0]), "
@@ -120,14 +120,14 @@ FAULTS = faults(
             "            ):\n"
         ),
         "            for position, reason in sorted(points, key=lambda point: point[0]):\n",
-        _OF_TABLES,
+        _OF_SNAPSHOTS,
     ),
     (
         "state: a backbone before ends",
-        _TABLES,
+        _SNAPSHOTS,
         "(point[1] != CHECKPOINT, point[0])",
         "point[0]",
-        _OF_TABLES,
+        _OF_SNAPSHOTS,
     ),
     (
         "state: a backbone makes others old",
@@ -145,17 +145,17 @@ FAULTS = faults(
     ),
     (
         "state: an answer of small states leaves ends behind",
-        _TABLES,
+        _SNAPSHOTS,
         "self.slots.demote(block_id)",
         "pass",
-        _OF_TABLES,
+        _OF_SNAPSHOTS,
     ),
     (
         "state: what conversations begin with is not used",
-        _TABLES,
+        _SNAPSHOTS,
         "self.slots.use_first(match.block_ids[:-1])",
         "pass",
-        _OF_TABLES,
+        _OF_SNAPSHOTS,
     ),
     (
         "state: a junction that more go on from is not used",
@@ -166,31 +166,31 @@ FAULTS = faults(
     ),
     (
         "state: a fork does not keep what its parent was to",
-        _TABLES,
+        _SNAPSHOTS,
         "wanted = dict(state.wanted)",
         "wanted: dict[int, str] = {}",
-        _OF_TABLES,
+        _OF_SNAPSHOTS,
     ),
     (
         "state: an answer's goes with another prompt's block",
-        _TABLES,
+        _SNAPSHOTS,
         "entry.serial == serial and self.slots.is_passed",
         "self.slots.is_passed",
-        _OF_TABLES,
+        _OF_SNAPSHOTS,
     ),
     (
         "state: borders take all slots",
-        "kvcache/recurrent/tables.py",
+        "kvcache/recurrent/snapshots.py",
         "if len(hints) <= most",
         "if True",
-        _OF_TABLES,
+        _OF_SNAPSHOTS,
     ),
     (
         "state: outlives its block",
-        _TABLES,
+        _SNAPSHOTS,
         "        self.slots.drop(block_id)\n        self._kept",
         "        self._kept",
-        _OF_TABLES,
+        _OF_SNAPSHOTS,
     ),
     (
         "state: its end is not told",
@@ -222,17 +222,17 @@ FAULTS = faults(
     ),
     (
         "state: a junction is not kept",
-        _TABLES,
+        _SNAPSHOTS,
         "wanted[matched] = BRANCH_POINT",
         "pass",
-        _OF_TABLES,
+        _OF_SNAPSHOTS,
     ),
     (
         "state: who waits does not ask",
         "kvcache/manager.py",
         "self.recurrent.ask(",
         "(lambda *_: None)(",
-        _OF_TABLES,
+        _OF_SNAPSHOTS,
     ),
     (
         "state: the backbone drives out ends",
@@ -243,21 +243,21 @@ FAULTS = faults(
     ),
     (
         "state: an answer keeps every block",
-        _TABLES,
+        _SNAPSHOTS,
         "            self._drop_old_tail(state)\n        if slot < 0",
         "            pass\n        if slot < 0",
-        _OF_TABLES,
+        _OF_SNAPSHOTS,
     ),
     (
         "state: an answer's goes before the next one is there",
-        _TABLES,
+        _SNAPSHOTS,
         "            if position == state.planned:\n",
         "            self._drop_old_tail(state)\n            if position == state.planned:\n",
-        _OF_TABLES,
+        _OF_SNAPSHOTS,
     ),
     (
         "state: an answer's goes for the next one where slots are free",
-        _TABLES,
+        _SNAPSHOTS,
         (
             "            if (\n"
             "                not self.slots.num_free\n"
@@ -267,11 +267,11 @@ FAULTS = faults(
         ),
         "            if state.tail is not None and self.slots.of_block(state.tail[0]) != "
         "state.slot:\n",
-        _OF_TABLES,
+        _OF_SNAPSHOTS,
     ),
     (
         "state: an answer's goes where that gives no slot",
-        _TABLES,
+        _SNAPSHOTS,
         (
             "            if (\n"
             "                not self.slots.num_free\n"
@@ -280,22 +280,22 @@ FAULTS = faults(
             "            ):\n"
         ),
         "            if not self.slots.num_free and state.tail is not None:\n",
-        _OF_TABLES,
+        _OF_SNAPSHOTS,
     ),
     (
         "state: what a pass wrote is kept and written on",
-        _TABLES,
+        _SNAPSHOTS,
         "            self.slots.hold(slot)\n",
         "            self.slots.hold(slot)\n            state.slot, state.following = "
         "state.following, state.slot\n",
-        _OF_TABLES,
+        _OF_SNAPSHOTS,
     ),
     (
         "state: an empty slot is kept for the pass's own",
-        _TABLES,
+        _SNAPSHOTS,
         ("            state.following = slot\n            slot = state.slot\n"),
         ("            state.following = state.slot\n            slot = slot\n"),
-        _OF_TABLES,
+        _OF_SNAPSHOTS,
     ),
     (
         "state: none but the deepest is tried",
@@ -349,7 +349,7 @@ FAULTS = faults(
     ),
     (
         "state: put behind another block",
-        _TABLES,
+        _SNAPSHOTS,
         "published_equal(table, num_blocks - 1,",
         "published_equal(table, num_blocks,",
         _OF_TIERS,
@@ -367,7 +367,7 @@ FAULTS = faults(
         _LOOKUP,
         "return found if not beyond else",
         "return found if beyond else",
-        _OF_TABLES,
+        _OF_SNAPSHOTS,
     ),
     (
         "state: slots of two sequences swapped",
@@ -385,7 +385,7 @@ FAULTS = faults(
     ),
     (
         "state: of another block",
-        _TABLES,
+        _SNAPSHOTS,
         "slot = self.slots.of_block(match.block_ids[-1])\n                if",
         "slot = next(iter(self.slots.snapshots().values()))\n                if",
         _OF_SCHEDULES,

@@ -7,7 +7,7 @@ import pytest
 from helpers.kvcache.manager_cases import ROOT, B, prefill
 from kvboost_edge.kvcache.block_table import CopyOp
 from kvboost_edge.kvcache.manager import KVCacheManager
-from kvboost_edge.kvcache.recurrent.tables import StateSizes
+from kvboost_edge.kvcache.recurrent.snapshots import StateSizes
 
 
 def compute(manager, table, tokens):

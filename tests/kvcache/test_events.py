@@ -6,11 +6,11 @@ import pytest
 
 from helpers.kvcache.manager_cases import ROOT, B
 from helpers.kvcache.pool_model import ROOTS, held
-from helpers.kvcache.recurrent_tables import cold, manager_of, states_of
+from helpers.kvcache.recurrent_snapshots import cold, manager_of, states_of
 from kvboost_edge.kvcache.events import CacheEvents
 from kvboost_edge.kvcache.hashing import prefix_hashes, state_hash
 from kvboost_edge.kvcache.manager import KVCacheManager
-from kvboost_edge.kvcache.recurrent.tables import StateSizes
+from kvboost_edge.kvcache.recurrent.snapshots import StateSizes
 
 
 def fill(manager, tokens):

@@ -15,7 +15,7 @@ from kvboost_edge.engine.memory.report import (
     planned_blocks,
 )
 from kvboost_edge.errors import CapacityError, ConfigError
-from kvboost_edge.kvcache.recurrent.tables import StateSizes, TableStates
+from kvboost_edge.kvcache.recurrent.snapshots import StateSizes, TableStates
 from kvboost_edge.runners.base import RunnerInfo
 
 __all__ = [

@@ -5,7 +5,7 @@ with little the right ones are kept.
 import pytest
 
 from benchmarks.simulators.snapshots import TRAFFIC, replay
-from kvboost_edge.kvcache.recurrent.tables import StateSizes
+from kvboost_edge.kvcache.recurrent.snapshots import StateSizes
 
 
 @pytest.mark.parametrize("name", TRAFFIC)

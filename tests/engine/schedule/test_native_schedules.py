@@ -17,7 +17,7 @@ from helpers.engine.native_bench import ALL_BITS, Cold, NativeBench, assert_begi
 from helpers.engine.native_kinds import machine_of, needs_torch
 from kvboost_edge.config import GenerationMode, RecomputeStrategy
 from kvboost_edge.engine.request.request import SamplingParams
-from kvboost_edge.kvcache.recurrent.tables import StateSizes
+from kvboost_edge.kvcache.recurrent.snapshots import StateSizes
 from kvboost_edge.reuse.recompute import Repair
 
 CHOSEN = (

@@ -24,7 +24,7 @@ from kvboost_edge.backends.state_pool import StatePool
 from kvboost_edge.engine.build import EngineParts
 from kvboost_edge.kvcache.eviction.policy import TenantFloors
 from kvboost_edge.kvcache.manager import KVCacheManager
-from kvboost_edge.kvcache.recurrent.tables import StateSizes
+from kvboost_edge.kvcache.recurrent.snapshots import StateSizes
 from kvboost_edge.runners.base import ForwardBatch
 
 SPEC = LayerStateSpec(taps=1, channels=16)  # 64 bytes: a slot has room for the hash and the count

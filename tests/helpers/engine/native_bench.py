@@ -25,7 +25,7 @@ from kvboost_edge.engine.request.results import GenerationResult, TokenLogprobs
 from kvboost_edge.engine.sequence_factory import Sequences, make_scheduler
 from kvboost_edge.kvcache.hashing import root_hash
 from kvboost_edge.kvcache.manager import KVCacheManager
-from kvboost_edge.kvcache.recurrent.tables import StateSizes
+from kvboost_edge.kvcache.recurrent.snapshots import StateSizes
 from kvboost_edge.runners.native.runner import NativeRunner
 from kvboost_edge.tiers.base import Tier
 

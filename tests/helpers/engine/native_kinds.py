@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from helpers.engine.native_bench import Machine
 from helpers.models.gpt_oss_files import save_gpt_oss
 from helpers.models.tiny_checkpoints import save_tiny_checkpoint
-from kvboost_edge.kvcache.recurrent.tables import StateSizes
+from kvboost_edge.kvcache.recurrent.snapshots import StateSizes
 
 STATES = StateSizes(24, num_draft_rows=31)
 # Weight format -> the packed formats that some matrix of a model has then. Those in capitals are of

@@ -3,7 +3,7 @@
 import pytest
 
 from helpers.kvcache.manager_cases import ROOT, B
-from helpers.kvcache.recurrent_tables import cold, manager_of, run_pass, states_of
+from helpers.kvcache.recurrent_snapshots import cold, manager_of, run_pass, states_of
 
 
 def test_an_answer_leaves_one_snapshot_that_moves():

@@ -5,7 +5,7 @@ goes.
 import pytest
 
 from helpers.kvcache.manager_cases import ROOT, B
-from helpers.kvcache.recurrent_tables import cold, manager_of, states_of
+from helpers.kvcache.recurrent_snapshots import cold, manager_of, states_of
 
 
 def test_a_state_that_could_not_be_written_is_no_snapshot():

@@ -5,7 +5,7 @@ part.
 import pytest
 
 from helpers.kvcache.manager_cases import OTHER, ROOT, B
-from helpers.kvcache.recurrent_tables import manager_of, run_pass, states_of
+from helpers.kvcache.recurrent_snapshots import manager_of, run_pass, states_of
 
 LOUD = b"loud"
 

@@ -3,10 +3,10 @@
 import pytest
 
 from helpers.kvcache.manager_cases import ROOT, B
-from helpers.kvcache.recurrent_tables import cold, manager_of, rows, run_pass, states_of
+from helpers.kvcache.recurrent_snapshots import cold, manager_of, rows, run_pass, states_of
 from kvboost_edge.kvcache.manager import KVCacheManager
 from kvboost_edge.kvcache.recurrent.slots import REASONS
-from kvboost_edge.kvcache.recurrent.tables import (
+from kvboost_edge.kvcache.recurrent.snapshots import (
     StateSizes,
     boundary_positions,
     checkpoint_positions,

@@ -25,7 +25,7 @@ from kvboost_edge.errors import CapacityError
 from kvboost_edge.kvcache.block_table import BlockTable
 from kvboost_edge.kvcache.hashing import TOKEN_BYTES, chain_hash, encode_tokens
 from kvboost_edge.kvcache.manager import KVCacheManager
-from kvboost_edge.kvcache.recurrent.tables import StateSizes
+from kvboost_edge.kvcache.recurrent.snapshots import StateSizes
 from kvcache.test_state_machine import LONG, NUM_EXAMPLES, STEPS
 
 

@@ -18,7 +18,7 @@ from helpers.models.tiny_models import (
 from helpers.random_ids import random_ids
 from helpers.runners.logits import dense_logits
 from kvboost_edge.engine.request.request import SamplingParams
-from kvboost_edge.kvcache.recurrent.tables import StateSizes
+from kvboost_edge.kvcache.recurrent.snapshots import StateSizes
 from kvboost_edge.models.families.registry import FAMILIES as KNOWN
 
 PARTITION = 512

@@ -3,7 +3,7 @@
 import pytest
 
 from helpers.kvcache.manager_cases import ROOT, B
-from helpers.kvcache.recurrent_tables import cold, manager_of, rows, run_pass, states_of
+from helpers.kvcache.recurrent_snapshots import cold, manager_of, rows, run_pass, states_of
 from helpers.raising import assert_raises
 from kvboost_edge.errors import CacheCorruption, CapacityError
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from helpers.kvcache.manager_cases import ROOT, B
 from kvboost_edge.kvcache.block_table import BlockTable
 from kvboost_edge.kvcache.manager import KVCacheManager
-from kvboost_edge.kvcache.recurrent.tables import PassSlots, StateSizes, TableStates
+from kvboost_edge.kvcache.recurrent.snapshots import PassSlots, StateSizes, TableStates
 
 
 def manager_of(
