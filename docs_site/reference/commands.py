@@ -34,6 +34,7 @@ _MORE = {
     "chat": "If a conversation exceeds the context, remove its oldest turn with `/drop`.",
     "doctor": "See [models](models.md).",
     "generate": "See [structured output](structured.md) for `--json-schema`.",
+    "kernels": "See [start faster](how-to/startup.md).",
     "launch": "See [connecting a client](apis.md#connecting-a-client).",
     "models": "See [recommended models](models.md#recommended-models).",
     "pull": "See [pull and remove models](models.md#pull-and-remove-models).",

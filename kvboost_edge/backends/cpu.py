@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numba
 import numpy as np
 import numpy.typing as npt
 
@@ -107,7 +106,7 @@ class CPUBackend(NumpyBlocks):
         spec: Shapes and storage of all layers.
         num_blocks: Number of blocks in the pool.
         num_threads: Number of threads, including the calling one. None uses all cores of this
-            process, at most NUMBA_NUM_THREADS.
+            process.
         num_open: Number of blocks of a quantized pool that may be partly written at a time.
         num_state_slots: Number of slots of recurrent state.
         num_draft_rows: Number of draft tokens whose inputs to recurrent state can be stored.
@@ -134,7 +133,7 @@ class CPUBackend(NumpyBlocks):
             num_draft_rows=num_draft_rows,
         )
         if num_threads is None:
-            num_threads = min(default_num_threads(), int(numba.config.NUMBA_NUM_THREADS))
+            num_threads = default_num_threads()
         self._workspace = AttentionWorkspace(num_threads)
 
     @property

@@ -12,6 +12,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from kvboost_edge.cli.cache.commands import add_cache
+from kvboost_edge.cli.kernels.commands import add_kernels
 from kvboost_edge.cli.option_parsing import (
     list_options,
     list_parameters,
@@ -1021,6 +1022,7 @@ def launch(
 
 
 add_cache(app)
+add_kernels(app)
 add_commands(app)
 
 

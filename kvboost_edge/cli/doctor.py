@@ -92,6 +92,7 @@ def _processor() -> dict[str, Any]:
         "instruction_set": cpu.isa,
         "kernel_path": _kernel_path(),
         "attention_path": _attention_path(),
+        "kernel_library": _kernel_library(),
         "amx": _amx(),
         "cores": (
             f"{cpu.physical} physical, {cpu.logical} logical, {cpu.affinity} usable by this process"
@@ -109,6 +110,14 @@ def _kernel_path() -> str:
     from kvboost_edge.kernels.linear.amx_choice import linear_path
 
     return linear_path()
+
+
+def _kernel_library() -> str:
+    """Return which kernel library is used, or why kernels are compiled on this machine."""
+    from kvboost_edge.kernels.library import library_choice
+
+    choice = library_choice()
+    return choice.reason if choice.library is not None else f"none: {choice.reason}"
 
 
 def _attention_path() -> str:

@@ -70,12 +70,14 @@ def run_warmup(model: str, options: dict[str, Any], mode: GenerationMode | None 
             if tests:
                 _test_reuse(engine, console)
     from kvboost_edge.kernels.jit import cache_path
+    from kvboost_edge.kernels.library import kernel_library
 
     seconds = time.perf_counter() - started
     compiled = counted(len(forms), "configuration", "configurations")
+    library = kernel_library()
+    place = cache_path() if library is None else library.path
     console.print(
-        f"{compiled} compiled, {model} ready after {seconds:.1f} s; compiled kernels are in "
-        f"{cache_path()}"
+        f"{compiled} compiled, {model} ready after {seconds:.1f} s; compiled kernels are in {place}"
     )
 
 

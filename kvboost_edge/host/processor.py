@@ -8,12 +8,21 @@ import os
 import platform
 import subprocess
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 
 from kvboost_edge.host.cgroup import cpu_quota
 
-__all__ = ["CpuInfo", "default_num_threads", "describe_cpu", "isa_label", "parse_cpuinfo"]
+__all__ = [
+    "CpuIdentity",
+    "CpuInfo",
+    "cpu_identity",
+    "default_num_threads",
+    "describe_cpu",
+    "isa_label",
+    "parse_cpuinfo",
+]
 
 _ALIASES = {"amd64": "x86_64", "x64": "x86_64", "arm64": "aarch64"}
 # Sysctl keys of macOS, and the corresponding Linux flags.
@@ -48,6 +57,33 @@ class CpuInfo:
     logical: int
     affinity: int
     quota: float | None
+
+
+class CpuIdentity(NamedTuple):
+    """What decides which machine code a processor can run, and which is fastest.
+
+    Attributes:
+        arch: Architecture, such as "x86_64" or "aarch64".
+        flags: Instruction set flags in Linux's spelling.
+        family: Vendor and family, such as ("AuthenticAMD", 25); None if unknown.
+    """
+
+    arch: str
+    flags: frozenset[str]
+    family: tuple[str, int] | None
+
+
+def cpu_identity() -> CpuIdentity:
+    """Identify the processor on Linux; unknown properties are empty."""
+    machine = platform.machine().lower()
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        text = ""
+    fields = _first_fields(text)
+    family = fields.get("cpu family", "")
+    known = (fields.get("vendor_id", ""), int(family)) if family.isdecimal() else None
+    return CpuIdentity(_ALIASES.get(machine, machine), parse_cpuinfo(text)[1], known)
 
 
 def describe_cpu() -> CpuInfo:
@@ -107,13 +143,19 @@ def _x86_label(flags: frozenset[str]) -> str:
 
 def parse_cpuinfo(text: str) -> tuple[str, frozenset[str]]:
     """Return the model name and flags from Linux's /proc/cpuinfo (x86 'flags', ARM 'Features')."""
+    fields = _first_fields(text)
+    flags = fields.get("flags") or fields.get("features") or ""
+    return fields.get("model name") or fields.get("model", ""), frozenset(flags.split())
+
+
+def _first_fields(text: str) -> dict[str, str]:
+    """Return the fields of the first processor in Linux's /proc/cpuinfo."""
     fields: dict[str, str] = {}
     for line in text.splitlines():
         key, separator, value = line.partition(":")
         if separator:
             fields.setdefault(key.strip().lower(), value.strip())
-    flags = fields.get("flags") or fields.get("features") or ""
-    return fields.get("model name") or fields.get("model", ""), frozenset(flags.split())
+    return fields
 
 
 def _identify(arch: str) -> tuple[str, frozenset[str]]:

@@ -17,24 +17,31 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import IO
-
-import numba
 
 from kvboost_edge.errors import BackendUnavailable
 from kvboost_edge.host.processor import default_num_threads
 from kvboost_edge.kernels.entry import KernelEntry, entry_named
 from kvboost_edge.kernels.jit import cache_path
+from kvboost_edge.kernels.lazy import numba_config
 
-__all__ = ["compile_ahead", "expected_seconds", "on_compiling"]
+__all__ = [
+    "MOST_CHILDREN",
+    "Child",
+    "compile_ahead",
+    "compiled_by",
+    "expected_seconds",
+    "on_compiling",
+]
 
 _LOG = logging.getLogger(__name__)
 _MODULE = "kvboost_edge.kernels.aot"
 # A child takes half a second to start, and the slowest kernel accounts for a third of the total
 # time, so more children would not help.
-_MOST_CHILDREN = 4
+MOST_CHILDREN = 4
 _LAST_LINES = 12
 _SECONDS_OF_ONE = 4.0  # CPU seconds per kernel, measured on an idle core
 
@@ -55,7 +62,7 @@ def on_compiling(tell: Callable[[int, int], None] | None) -> None:
 
 def expected_seconds(num_kernels: int) -> float:
     """Estimate the seconds that `compile_ahead` needs for this many kernels on idle cores."""
-    processes = max(1, min(default_num_threads(), num_kernels, _MOST_CHILDREN))
+    processes = max(1, min(default_num_threads(), num_kernels, MOST_CHILDREN))
     return _SECONDS_OF_ONE * num_kernels / processes
 
 
@@ -76,7 +83,7 @@ def compile_ahead(entries: Sequence[KernelEntry], num_processes: int) -> None:
     if not missing:
         return
     tell = _listeners[0] if _listeners else lambda done, total: None
-    with _children(min(num_processes, len(missing), _MOST_CHILDREN)) as children:
+    with _children(min(num_processes, len(missing), MOST_CHILDREN)) as children:
         where = (
             f"{len(children)} process(es)"
             if children
@@ -89,55 +96,68 @@ def compile_ahead(entries: Sequence[KernelEntry], num_processes: int) -> None:
         )
         tell(0, len(missing))
         for index, _ in enumerate(
-            _compiled_by(children, missing) if children else _compiled_here(missing)
+            compiled_by(children, [entry.name for entry in missing])
+            if children
+            else _compiled_here(missing)
         ):
             tell(index + 1, len(missing))
 
 
-def _compiled_here(entries: Sequence[KernelEntry]) -> Iterator[KernelEntry]:
+def _compiled_here(entries: Sequence[KernelEntry]) -> Iterator[str]:
     for entry in entries:
         entry.compile()
-        yield entry
+        yield entry.name
 
 
-class _Child:
-    """A child process that compiles one entry at a time."""
+class Child:
+    """A child process that compiles one entry at a time.
 
-    def __init__(self) -> None:
+    Args:
+        arguments: module to run as a program, and its arguments.
+        environment: variables in addition to this process's.
+    """
+
+    def __init__(
+        self, arguments: Sequence[str], environment: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
         self._said = tempfile.TemporaryFile()  # noqa: SIM115
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", _MODULE],
+                [sys.executable, "-m", *arguments],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self._said,
                 text=True,
                 encoding="utf-8",
-                env=_environment(),
+                env={**_environment(), **environment},
             )
         except BaseException:
             self._said.close()
             raise
 
-    def compile(self, entry: KernelEntry) -> None:
+    def compile(self, name: str) -> None:
         """Compile one kernel and wait until its machine code is on disk.
 
         Raises:
             BackendUnavailable: the child exited first.
         """
         into = self._process.stdin
-        out = self._process.stdout
         assert into is not None
-        assert out is not None
         with contextlib.suppress(OSError):  # the child has exited, so readline() below returns ""
-            into.write(f"{entry.name}\n")
+            into.write(f"{name}\n")
             into.flush()
-        if out.readline().strip() != entry.name:
+        if self.answer() != name:
             code = self._process.wait()
             raise BackendUnavailable(
-                f"the process that compiled the kernel {entry.name} exited with {code}: "
+                f"the process that compiled the kernel {name} exited with {code}: "
                 f"{self._last_words()}; check that {cache_path()} (NUMBA_CACHE_DIR) is writable"
             )
+
+    def answer(self) -> str:
+        """Return the next line that the child prints, "" if it has exited."""
+        out = self._process.stdout
+        assert out is not None
+        return out.readline().strip()
 
     def _last_words(self) -> str:
         self._said.seek(0)
@@ -152,7 +172,7 @@ class _Child:
 
 
 @contextlib.contextmanager
-def _children(count: int) -> Iterator[list[_Child]]:
+def _children(count: int) -> Iterator[list[Child]]:
     """Start up to `count` children and kill them on exit.
 
     The list is empty if no Python interpreter can be started or the cache is not writable.
@@ -162,11 +182,11 @@ def _children(count: int) -> Iterator[list[_Child]]:
         reason = "no Python interpreter is known (sys.executable)"
     elif not os.access(cache_path(), os.W_OK):
         reason = f"{cache_path()} cannot be written (NUMBA_CACHE_DIR)"
-    children: list[_Child] = []
+    children: list[Child] = []
     try:
         while not reason and len(children) < count:
             try:
-                children.append(_Child())
+                children.append(Child([_MODULE]))
             except OSError as error:
                 reason = f"a child process cannot be started: {error}"
         if not children:
@@ -182,29 +202,27 @@ def _environment() -> dict[str, str]:
     package = str(Path(__file__).parents[2])
     paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
     chosen = {
-        "NUMBA_CACHE_DIR": numba.config.CACHE_DIR,
-        "NUMBA_CPU_NAME": numba.config.CPU_NAME,
-        "NUMBA_CPU_FEATURES": numba.config.CPU_FEATURES,
+        "NUMBA_CACHE_DIR": numba_config.CACHE_DIR,
+        "NUMBA_CPU_NAME": numba_config.CPU_NAME,
+        "NUMBA_CPU_FEATURES": numba_config.CPU_FEATURES,
     }
     given = {name: str(value) for name, value in chosen.items() if value}
     return {**os.environ, **given, "PYTHONPATH": os.pathsep.join(paths)}
 
 
-def _compiled_by(
-    children: Sequence[_Child], entries: Sequence[KernelEntry]
-) -> Iterator[KernelEntry]:
-    """Yield kernels as children finish them, and raise the first error of a child."""
-    left: queue.SimpleQueue[KernelEntry] = queue.SimpleQueue()
-    done: queue.SimpleQueue[KernelEntry | BaseException] = queue.SimpleQueue()
-    for entry in entries:
-        left.put(entry)
+def compiled_by(children: Sequence[Child], names: Sequence[str]) -> Iterator[str]:
+    """Yield names of kernels as children finish them, and raise the first error of a child."""
+    left: queue.SimpleQueue[str] = queue.SimpleQueue()
+    done: queue.SimpleQueue[str | BaseException] = queue.SimpleQueue()
+    for name in names:
+        left.put(name)
 
-    def work(child: _Child) -> None:
+    def work(child: Child) -> None:
         try:
             while True:
-                entry = left.get_nowait()
-                child.compile(entry)
-                done.put(entry)
+                name = left.get_nowait()
+                child.compile(name)
+                done.put(name)
         except queue.Empty:
             return
         except BaseException as error:
@@ -212,7 +230,7 @@ def _compiled_by(
 
     for child in children:
         threading.Thread(target=work, args=(child,), name="kvboost-compile", daemon=True).start()
-    for _ in entries:
+    for _ in names:
         result = done.get()
         if isinstance(result, BaseException):
             raise result

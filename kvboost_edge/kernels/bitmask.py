@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
-from numba.core import types
 
 from kvboost_edge.kernels.entry import KernelEntry
 from kvboost_edge.kernels.jit import kernel
+from kvboost_edge.kernels.signature import array
 
 __all__ = ["WORD_BITS", "mask_logits", "mask_logits_entry"]
 
@@ -48,6 +48,6 @@ def mask_logits(words: Ints, logits: Floats, out: Floats) -> None:
         out[token] = logits[token] if (words[whole] >> (token - whole * WORD_BITS)) & 1 else _NEVER
 
 
-_FLOATS = types.Array(types.float32, 1, "C")
-mask_logits_entry = KernelEntry(mask_logits, types.Array(types.int32, 1, "C"), _FLOATS, _FLOATS)
+_FLOATS = array("float32")
+mask_logits_entry = KernelEntry(mask_logits, array("int32"), _FLOATS, _FLOATS)
 """Entry of `mask_logits` for ahead-of-time compilation; sampling structured output needs it."""

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from numba.core import types
 
 from kvboost_edge.kernels.entry import KernelEntry
 from kvboost_edge.kernels.jit import kernel
+from kvboost_edge.kernels.signature import INT64, array
 
 __all__ = ["DECODED", "decode_rows", "decode_rows_entry"]
 
@@ -247,8 +247,6 @@ def _six(block: Bytes, halves: Floats, out: Floats) -> None:
                 out[32 * group + i] = own * (np.float32(code) - np.float32(32.0))
 
 
-_FLOATS = types.Array(types.float32, 1, "C")
-decode_rows_entry = KernelEntry(
-    _decode, types.int64, types.Array(types.uint8, 1, "C"), _FLOATS, _FLOATS
-)
+_FLOATS = array("float32")
+decode_rows_entry = KernelEntry(_decode, INT64, array("uint8"), _FLOATS, _FLOATS)
 """Entry of `decode_rows` for ahead-of-time compilation."""

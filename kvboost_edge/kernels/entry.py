@@ -8,17 +8,18 @@ nanoseconds, while the kernels run for microseconds.
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable, Sequence
-from typing import Any
-
-from numba.core import cgutils, types
-from numba.core.types.containers import BaseTuple
+from typing import Any, cast
 
 from kvboost_edge.errors import ConfigError
 from kvboost_edge.kernels.jit import intrinsic, is_on_disk
+from kvboost_edge.kernels.lazy import cgutils, types
+from kvboost_edge.kernels.library import kernel_library
+from kvboost_edge.kernels.signature import NOTHING, Kind, Tuple, function_at, numba_type
 
-__all__ = ["KernelEntry", "caller", "entry_named"]
+__all__ = ["KernelEntry", "all_entries", "caller", "entry_named"]
 
 _PACKAGE = __name__.partition(".")[0]
 
@@ -29,26 +30,61 @@ Builder = Any
 class KernelEntry:
     """A kernel with one fixed signature, compiled separately.
 
+    A kernel library contains entries only. If the process uses a library, an entry's machine code
+    comes from there.
+
     Args:
         kernel: a module-level kernel, or a kernel in its module's table of entries. Its `__name__`
             is its name there.
-        arguments: Numba types of the arguments.
+        arguments: types of the arguments.
+        returns: type of the result.
     """
 
-    def __init__(self, kernel: Callable[..., Any], *arguments: Any) -> None:
-        self._kernel: Any = kernel
-        self.arguments = arguments
+    def __init__(
+        self, kernel: Callable[..., Any], *arguments: Kind, returns: Kind = NOTHING
+    ) -> None:
+        self._kernel = cast("Any", kernel)
+        self._kernel.entry = self
+        self.kinds = arguments
+        self.returns = returns
         self.name = f"{kernel.__module__}:{kernel.__name__}"
         _ENTRIES[self.name] = self
 
     @property
+    def kernel(self) -> Any:
+        """The kernel."""
+        return self._kernel
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """Numba types of the arguments."""
+        return tuple(map(numba_type, self.kinds))
+
+    @functools.cached_property
+    def _library_address(self) -> int:
+        """Address of the machine code in the process's kernel library, or 0."""
+        library = kernel_library()
+        return 0 if library is None else library.address_of(self.name)
+
+    @functools.cached_property
+    def library_call(self) -> Callable[[tuple[Any, ...]], tuple[bool, Any]] | None:
+        """Function that calls the code in the kernel library, or None. See `function_at`."""
+        if not self._library_address:
+            return None
+        return function_at(self._library_address, self.name, self.kinds, self.returns)
+
+    @property
     def is_ready(self) -> bool:
-        """True if the machine code is in memory or on disk."""
-        return self.arguments in self._kernel.overloads or is_on_disk(self._kernel, self.arguments)
+        """True if the machine code is in the kernel library, in memory or on disk."""
+        if self._library_address:
+            return True
+        dispatcher = self._kernel.dispatcher
+        return self.arguments in dispatcher.overloads or is_on_disk(self._kernel, self.arguments)
 
     def compile(self) -> None:
         """Compile the kernel, or load its machine code from disk if it exists there."""
-        self._kernel.compile(self.arguments)
+        if not self._library_address:
+            self._kernel.dispatcher.compile(self.arguments)
 
     @property
     def address(self) -> int:
@@ -56,12 +92,19 @@ class KernelEntry:
 
         The address is valid until the process exits.
         """
+        if self._library_address:
+            return self._library_address
         self.compile()
-        result = self._kernel.overloads[self.arguments]
+        result = self._kernel.dispatcher.overloads[self.arguments]
         return int(result.library.get_pointer_to_function(result.fndesc.llvm_func_name))
 
 
 _ENTRIES: dict[str, KernelEntry] = {}
+
+
+def all_entries() -> list[KernelEntry]:
+    """Return the entries of all modules that are imported."""
+    return [entry for name, entry in _ENTRIES.items() if name.startswith(f"{_PACKAGE}.")]
 
 
 def entry_named(name: str) -> KernelEntry:
@@ -78,7 +121,7 @@ def entry_named(name: str) -> KernelEntry:
     return _ENTRIES[name]
 
 
-def caller(*arguments: Any) -> Any:
+def caller(*kinds: Kind) -> Any:
     """Return the intrinsic `call(address, (...))` for entries with these argument types.
 
     Entries return nothing. An exception in an entry propagates to the caller.
@@ -86,6 +129,8 @@ def caller(*arguments: Any) -> Any:
 
     @intrinsic
     def call(typing: Any, address: Any, values: Any) -> Any:
+        arguments = tuple(map(numba_type, kinds))
+
         def codegen(context: Any, b: Builder, signature: Any, given: Sequence[Value]) -> Value:
             kind = context.call_conv.get_function_type(types.none, arguments)
             function = b.inttoptr(given[0], kind.as_pointer())
@@ -95,6 +140,6 @@ def caller(*arguments: Any) -> Any:
                 context.call_conv.return_status_propagate(b, status)
             return context.get_dummy_value()
 
-        return types.void(types.int64, BaseTuple.from_types(arguments)), codegen
+        return types.void(types.int64, numba_type(Tuple(tuple, kinds))), codegen
 
     return call

@@ -13,12 +13,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import numba
-from llvmlite import binding, ir
-from numba.core import cgutils
-from numba.core.codegen import get_host_cpu_features
+from llvmlite import ir
 
 from kvboost_edge.host.processor import describe_cpu
+from kvboost_edge.kernels.lazy import binding, cgutils, codegen, numba_config
+from kvboost_edge.kernels.library import kernel_library
 from kvboost_edge.kernels.vectors import I64, LANES
 
 __all__ = [
@@ -52,9 +51,12 @@ Builder = Any
 
 
 def _feature_text() -> str:
-    """Return the CPU features that Numba compiles for, such as "+avx2,-sha"; "" if unknown."""
-    text = numba.config.CPU_FEATURES
-    return str(get_host_cpu_features() if text is None else text)
+    """Return the features that kernels are compiled for, such as "+avx2,-sha"; "" if unknown."""
+    library = kernel_library()
+    if library is not None:
+        return library.manifest.features
+    text = numba_config.CPU_FEATURES
+    return str(codegen.get_host_cpu_features() if text is None else text)
 
 
 @functools.cache
@@ -68,6 +70,9 @@ def dot_form() -> str:
 
     The variants are "vnni512", "vnni256", "avx2", "i8mm", "neon" and "plain".
     """
+    library = kernel_library()
+    if library is not None:
+        return library.manifest.dot_form
     features = _features()
     if {"avx512vnni", "avx512bw", "avx512f"} <= features:
         return "vnni512"
@@ -117,7 +122,10 @@ def follows_pages() -> bool:
 
 def _processor() -> str:
     """Return the LLVM name of the processor that kernels are compiled for."""
-    return str(numba.config.CPU_NAME or binding.get_host_cpu_name())
+    library = kernel_library()
+    if library is not None:
+        return library.manifest.cpu
+    return str(numba_config.CPU_NAME or binding.get_host_cpu_name())
 
 
 _DOT_PROBE = """
@@ -142,7 +150,7 @@ def _has_i8mm() -> bool:
         return False
     # A virtual machine may hide instructions that the processor's name stands for. A processor that
     # the user chose is taken as it is.
-    is_chosen = bool(numba.config.CPU_NAME or numba.config.CPU_FEATURES)
+    is_chosen = bool(numba_config.CPU_NAME or numba_config.CPU_FEATURES)
     return is_chosen or "i8mm" in describe_cpu().flags
 
 

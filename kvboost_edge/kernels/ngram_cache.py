@@ -14,10 +14,10 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from numba.core import types
 
 from kvboost_edge.kernels.entry import KernelEntry
 from kvboost_edge.kernels.jit import kernel
+from kvboost_edge.kernels.signature import array
 
 __all__ = ["GRAM", "Ring", "append_entry", "append_tokens", "find_end", "find_entry", "new_ring"]
 
@@ -102,8 +102,8 @@ def find_end(tail: Ints, found: Longs, total: Longs, tokens: Ints, heads: Longs)
         found[1] = end
 
 
-_INTS = types.Array(types.int32, 1, "C")
-_LONGS = types.Array(types.int64, 1, "C")
+_INTS = array("int32")
+_LONGS = array("int64")
 append_entry = KernelEntry(append_tokens, _INTS, _LONGS, _INTS, _LONGS)
 find_entry = KernelEntry(find_end, _INTS, _LONGS, _LONGS, _INTS, _LONGS)
 """Entries of `append_tokens` and `find_end` for ahead-of-time compilation."""

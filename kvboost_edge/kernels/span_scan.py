@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from llvmlite import ir
-from numba.core import types
-from numba.core.types.containers import BaseTuple
 
 from kvboost_edge.kernels.entry import KernelEntry
 from kvboost_edge.kernels.jit import intrinsic, kernel
+from kvboost_edge.kernels.lazy import types
+from kvboost_edge.kernels.signature import INT64, Tuple, array
 from kvboost_edge.kernels.span_tables import (
     HASH_BITS,
     MODULUS,
@@ -267,25 +267,26 @@ def scan(
     return num_runs
 
 
-def _type_of(kind: Any, **fields: Any) -> Any:
-    return BaseTuple.from_types([fields.get(name, types.int64) for name in kind._fields], kind)
+def _type_of(kind: Any, **fields: Any) -> Tuple:
+    return Tuple(kind, tuple(fields.get(name, INT64) for name in kind._fields))
 
 
-_LONGS = types.int64[::1]
-_INTS = types.int32[::1]
+_LONGS = array("int64")
+_INTS = array("int32")
 _LINKS = ("heads", "next_groups", "older", "parents", "first_children", "older_siblings")
 
 scan_entry = KernelEntry(
     scan,
     _type_of(
         SpanTables,
-        tokens=types.uint32[:, ::1],
+        tokens=array("uint32", 2),
         hashes=_LONGS,
         roots=_LONGS,
         first_positions=_LONGS,
         **dict.fromkeys(_LINKS, _INTS),
     ),
-    _type_of(SpanSearch, tokens=types.uint32[::1], hashes=_LONGS),
-    types.int64[:, ::1],
+    _type_of(SpanSearch, tokens=array("uint32"), hashes=_LONGS),
+    array("int64", 2),
     _INTS,
+    returns=INT64,
 )

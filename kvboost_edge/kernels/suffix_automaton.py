@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from numba.core import types
 
 from kvboost_edge.kernels.entry import KernelEntry
 from kvboost_edge.kernels.jit import kernel
+from kvboost_edge.kernels.signature import array
 
 __all__ = ["Automaton", "automaton_bytes", "extend", "extend_entry", "new_automaton"]
 
@@ -223,7 +223,7 @@ def extend(
         counts[LAST] = new
 
 
-_INTS = types.Array(types.int32, 1, "C")
-_LONGS = types.Array(types.int64, 1, "C")
+_INTS = array("int32")
+_LONGS = array("int64")
 extend_entry = KernelEntry(extend, _INTS, _LONGS, _INTS, _INTS, _INTS, _INTS, _LONGS, _INTS, _INTS)
 """Entry of `extend` for ahead-of-time compilation."""

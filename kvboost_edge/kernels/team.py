@@ -18,11 +18,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from numba.core import types
 
 from kvboost_edge.errors import ConfigError
 from kvboost_edge.kernels.entry import KernelEntry
 from kvboost_edge.kernels.jit import kernel
+from kvboost_edge.kernels.signature import BOOL, INT64, array
 from kvboost_edge.kernels.vectors import address_of, fetch_add, load_acquire, relax
 
 __all__ = ["KernelTeam", "team_entries"]
@@ -56,10 +56,10 @@ def _look_out(board: npt.NDArray[np.int64], seen: int, looks: int) -> Any:
     return seen
 
 
-_COUNTERS = types.Array(types.int64, 1, "C")
+_COUNTERS = array("int64")
 team_entries = [
-    KernelEntry(_wait_for, _COUNTERS, *[types.int64] * 3),
-    KernelEntry(_look_out, _COUNTERS, types.int64, types.int64),
+    KernelEntry(_wait_for, _COUNTERS, *[INT64] * 3, returns=BOOL),
+    KernelEntry(_look_out, _COUNTERS, INT64, INT64, returns=INT64),
 ]
 """Entries of the kernels that every team runs."""
 

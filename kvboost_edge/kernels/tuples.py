@@ -15,10 +15,10 @@ from typing import Annotated, Any, get_type_hints
 import numpy as np
 import numpy.typing as npt
 from llvmlite import ir
-from numba.core import types
-from numba.core.types.containers import BaseTuple
 
 from kvboost_edge.kernels.jit import intrinsic
+from kvboost_edge.kernels.lazy import types
+from kvboost_edge.kernels.signature import FLOAT32, FLOAT64, INT64, Kind, Number, Tuple, numba_type
 from kvboost_edge.kernels.vectors import F32, I32, I64, emit_load
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "load_row",
     "num_numbers",
     "number_at",
+    "numbers_kind",
     "numbers_of",
     "numbers_type",
 ]
@@ -37,11 +38,11 @@ Builder = Any
 Float32 = Annotated[float, np.float32]
 """Annotation of a float that is stored as float32 in memory and in kernels."""
 
-# Maps an annotation to (struct format, LLVM type, Numba type).
-_NUMBERS: dict[Any, tuple[str, ir.Type, Any]] = {
-    int: ("q", I64, types.int64),
-    float: ("d", ir.DoubleType(), types.float64),
-    Float32: ("f4x", F32, types.float32),
+# Maps an annotation to (struct format, LLVM type, type).
+_NUMBERS: dict[Any, tuple[str, ir.Type, Number]] = {
+    int: ("q", I64, INT64),
+    float: ("d", ir.DoubleType(), FLOAT64),
+    Float32: ("f4x", F32, FLOAT32),
 }
 
 
@@ -103,11 +104,16 @@ def _flat(kind: Any, values: Any) -> list[int | float]:
     return flat
 
 
-def numbers_type(kind: Any) -> Any:
-    """Return the Numba type of a NamedTuple class, or of one of its fields."""
+def numbers_kind(kind: Any) -> Kind:
+    """Return the type of a NamedTuple class, or of one of its fields, as a kernel's argument."""
     if kind in _NUMBERS:
         return _NUMBERS[kind][2]
-    return BaseTuple.from_types([numbers_type(field) for field in _fields(kind).values()], kind)
+    return Tuple(kind, tuple(numbers_kind(field) for field in _fields(kind).values()))
+
+
+def numbers_type(kind: Any) -> Any:
+    """Return the Numba type of a NamedTuple class, or of one of its fields."""
+    return numba_type(numbers_kind(kind))
 
 
 def _load(context: Any, b: Builder, kind: Any, address: Value) -> Value:

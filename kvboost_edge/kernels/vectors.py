@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from llvmlite import ir
-from numba.core import cgutils, types
 
 from kvboost_edge.kernels.jit import intrinsic
+from kvboost_edge.kernels.lazy import cgutils, types
 
 __all__ = [
     "F32",

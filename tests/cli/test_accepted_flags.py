@@ -95,6 +95,10 @@ COMMANDS = {  # name: (required arguments, options with a value)
             "--json",
         ),
     ),
+    "kernels": (
+        "build",
+        ("--target x86-64-avx2", "--target all", "--out DIR", "--jobs 2", "--json"),
+    ),
     "why": ("", ("req-1", *CLIENT, "--list", "--json")),
     "ps": ("", (*CLIENT, "--json")),
     "warm": ("--from-request FILE", (*CLIENT, "--pin", "--ttl 60", "--json")),

@@ -32,6 +32,7 @@ COMMANDS = (
     "eval",
     "bench",
     "warmup",
+    "kernels",
     "launch",
     "reuse-check",
 )
@@ -285,6 +286,7 @@ def test_doctor_names_the_machine_and_the_path(tiny_model_dir, answered):
         "plain",
     )
     assert report["Processor"]["attention_path"].endswith(" on quantized blocks, float on others")
+    assert report["Processor"]["kernel_library"] == "none: KVBOOST_EDGE_KERNELS=none"
     assert report["Processor"]["amx"].startswith(("used: ", "not used: "))
     assert report["Memory"]["available_bytes"] > 0
     assert float(report["Memory"]["read_bandwidth"].split(" GB/s")[0]) > 0.1

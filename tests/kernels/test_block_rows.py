@@ -47,4 +47,4 @@ def test_all_halves_are_numbers_of_numpy():
 def test_what_is_compiled_ahead_is_what_is_called():
     decode_rows("Q8_0", _random("Q8_0", 1, 256), np.empty((1, 256), np.float32))
     decode_rows_entry.compile()
-    assert list(block_rows._decode.overloads) == [decode_rows_entry.arguments]
+    assert list(block_rows._decode.dispatcher.overloads) == [decode_rows_entry.arguments]

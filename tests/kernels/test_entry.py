@@ -5,7 +5,6 @@ import pkgutil
 
 import numpy as np
 import pytest
-from numba.core import types
 
 import kvboost_edge.kernels
 from kvboost_edge.errors import ConfigError
@@ -13,7 +12,8 @@ from kvboost_edge.kernels import entry
 from kvboost_edge.kernels.entry import KernelEntry, caller, entry_named
 from kvboost_edge.kernels.jit import kernel
 from kvboost_edge.kernels.linear.weight_tiles import Tile
-from kvboost_edge.kernels.tuples import numbers_type
+from kvboost_edge.kernels.signature import FLOAT64
+from kvboost_edge.kernels.tuples import numbers_kind
 from kvboost_edge.kernels.vectors import store_f32
 
 
@@ -27,7 +27,7 @@ def store_runs(tile, factor):
     store_f32(tile.weights, np.float32(factor * tile.runs))
 
 
-ARGUMENTS = (numbers_type(Tile), types.float64)
+ARGUMENTS = (numbers_kind(Tile), FLOAT64)
 ENTRIES = [KernelEntry(store_groups, *ARGUMENTS), KernelEntry(store_runs, *ARGUMENTS)]
 store = caller(*ARGUMENTS)
 

@@ -11,13 +11,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from numba.core.dispatcher import Dispatcher
 
 import kvboost_edge.kernels
-from kvboost_edge.kernels import jit
+from kvboost_edge.kernels import compiler, jit, sources
 
 
-def dispatchers():
+def kernels():
     """Every kernel, under the first name that is found for it."""
     modules = [
         importlib.import_module(info.name)
@@ -26,16 +25,16 @@ def dispatchers():
     found = {}
     for module in modules:
         for name, value in vars(module).items():
-            if isinstance(value, Dispatcher) and (
+            if isinstance(value, jit.Kernel) and (
                 value not in found or value.__module__ == module.__name__
             ):
                 found[value] = f"{module.__name__}.{name}"
     return {name: value for value, name in found.items()}
 
 
-@pytest.mark.parametrize("name", dispatchers())
+@pytest.mark.parametrize("name", kernels())
 def test_every_kernel_runs_without_the_gil_and_without_fast_math(name):
-    options = dispatchers()[name].targetoptions
+    options = kernels()[name].dispatcher.targetoptions
     assert options["nogil"] is True
     assert not options.get("fastmath", False)
     assert not options.get("parallel", False)
@@ -43,35 +42,35 @@ def test_every_kernel_runs_without_the_gil_and_without_fast_math(name):
 
 
 def test_compiled_code_does_not_outlive_an_edit_of_any_kernel_source(monkeypatch):
-    attend = dispatchers()["kvboost_edge.kernels.attention.float_attend.attend"]
+    attend = kernels()["kvboost_edge.kernels.attention.float_attend.attend"].dispatcher
     signature = attend.signatures[0] if attend.signatures else ()
     codegen = attend.targetctx.codegen()
     before = attend._cache._index_key(signature, codegen)
     assert attend._cache._index_key(signature, codegen) == before
-    monkeypatch.setattr(jit, "_source_digest", lambda: "edited")
+    monkeypatch.setattr(sources, "source_digest", lambda: "edited")
     assert attend._cache._index_key(signature, codegen) != before
 
 
 def test_kernels_made_by_one_factory_differ_in_name():
     """Their files, and their code where it is linked, would be taken for one another's."""
-    names = [(kernel.__module__, kernel.__qualname__) for kernel in dispatchers().values()]
+    names = [(kernel.__module__, kernel.__qualname__) for kernel in kernels().values()]
     assert sorted(names) == sorted(set(names))
 
 
 def test_the_digest_of_the_sources_covers_the_folders_below(tmp_path):
-    sources = Path(kvboost_edge.kernels.__file__).parent
+    folder = Path(kvboost_edge.kernels.__file__).parent
     room = tmp_path / "kernels"
-    shutil.copytree(sources, room, ignore=shutil.ignore_patterns("__pycache__"))
-    before = jit.digest_of(room)
-    assert before == jit._source_digest()
+    shutil.copytree(folder, room, ignore=shutil.ignore_patterns("__pycache__"))
+    before = sources.digest_of(room)
+    assert before == sources.source_digest()
     for edited in ("linear/weight_dot.py", "vectors.py", "attention/float_attend.py"):
         path = room / edited
         text = path.read_text(encoding="utf-8")
         path.write_text(text + "\n", encoding="utf-8")
-        assert jit.digest_of(room) != before, edited
+        assert sources.digest_of(room) != before, edited
         path.write_text(text, encoding="utf-8")
     (room / "linear" / "weight_dot.py").rename(room / "quantized_kv" / "more.py")
-    assert jit.digest_of(room) != before
+    assert sources.digest_of(room) != before
 
 
 MAKE_TWO = """
@@ -89,7 +88,7 @@ def make(name, inner, add):
     return made
 def run():
     made = [make("made_twice", twice, 1), make("made_square", square, 5)]
-    print([one(3) for one in made], [sum(one.stats.cache_hits.values()) for one in made])
+    print([one(3) for one in made], [sum(one.dispatcher.stats.cache_hits.values()) for one in made])
 """
 
 
@@ -113,7 +112,7 @@ def test_a_second_process_loads_what_a_factory_made(tmp_path):
 @pytest.fixture
 def files(tmp_path):
     """Cache files of one function, as several processes open them."""
-    return lambda: jit._NamedDataFile(str(tmp_path), "function-1.py311", "stamp")
+    return lambda: compiler._NamedDataFile(str(tmp_path), "function-1.py311", "stamp")
 
 
 def key(signature, digest="sources"):
@@ -173,8 +172,8 @@ def test_the_cache_keeps_every_signature_and_no_file_of_older_sources(files, tmp
 
 
 def test_kernels_are_cached_that_way():
-    attend = dispatchers()["kvboost_edge.kernels.attention.float_attend.attend"]
-    assert isinstance(attend._cache._cache_file, jit._NamedDataFile)
+    attend = kernels()["kvboost_edge.kernels.attention.float_attend.attend"]
+    assert isinstance(attend.dispatcher._cache._cache_file, compiler._NamedDataFile)
 
 
 def test_the_first_kernel_that_is_not_found_compiled_is_told_once(tmp_path, monkeypatch):

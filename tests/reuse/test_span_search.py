@@ -166,7 +166,7 @@ def test_colliding_hashes_find_nothing_that_is_not_there(hash_bits):
 def test_what_find_runs_calls_is_what_was_compiled_ahead():
     scan_entry.compile()
     served(A).find(A)
-    assert [tuple(signature) for signature in scan.signatures] == [scan_entry.arguments]
+    assert [tuple(signature) for signature in scan.dispatcher.signatures] == [scan_entry.arguments]
 
 
 def periodic(period, count):

@@ -23,10 +23,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from llvmlite import ir
-from numba.core import cgutils, types
 
 from kvboost_edge.kernels.integers import dot_form, emit_loop
 from kvboost_edge.kernels.jit import intrinsic
+from kvboost_edge.kernels.lazy import cgutils, types
 from kvboost_edge.kernels.vectors import (
     F32,
     I64,

@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from numba.core import types
 
 from kvboost_edge.errors import ConfigError
 from kvboost_edge.kernels.attention.paged import Floats, KVPool, storage_kind
 from kvboost_edge.kernels.entry import KernelEntry
 from kvboost_edge.kernels.jit import kernel
+from kvboost_edge.kernels.signature import array
 from kvboost_edge.kernels.vectors import KIND_F32, exp_f32, store_scalar
 
 __all__ = [
@@ -134,7 +134,7 @@ def _copy(pool: npt.NDArray[np.uint8], ops: npt.NDArray[np.int64]) -> None:
             pool[dst, at] = pool[src, at]
 
 
-copy_entry = KernelEntry(_copy, types.Array(types.uint8, 2, "C"), types.Array(types.int64, 2, "C"))
+copy_entry = KernelEntry(_copy, array("uint8", 2), array("int64", 2))
 
 
 def copy_blocks(pool: KVPool, ops: Iterable[tuple[int, int]]) -> None:

@@ -19,10 +19,10 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from llvmlite import ir
-from numba.core import cgutils, types
 
 from kvboost_edge.kernels.integers import V16I, emit_load_bytes, int_constant
 from kvboost_edge.kernels.jit import intrinsic
+from kvboost_edge.kernels.lazy import cgutils, types
 from kvboost_edge.kernels.linear.panel import MATRIX_FINE_TOKENS, MATRIX_TOKENS
 from kvboost_edge.kernels.linear.simd_loads import emit_scales
 from kvboost_edge.kernels.linear.weight_dot import GroupDot

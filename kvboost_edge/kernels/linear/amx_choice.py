@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from numba.core import types
 
 from kvboost_edge.kernels.entry import KernelEntry
 from kvboost_edge.kernels.integers import dot_form, has_tile_registers
@@ -28,7 +27,8 @@ from kvboost_edge.kernels.linear.dispatch import TARGET_TYPE
 from kvboost_edge.kernels.linear.panel import MATRIX_TOKENS, TILES_AT_ONCE, WIDE_TOKENS
 from kvboost_edge.kernels.linear.weight_formats import FORMATS, GROUP
 from kvboost_edge.kernels.linear.weight_tiles import Target, Tile, int_tile
-from kvboost_edge.kernels.tuples import numbers_type
+from kvboost_edge.kernels.signature import INT64
+from kvboost_edge.kernels.tuples import numbers_kind
 from kvboost_edge.kernels.vectors import LANES
 
 __all__ = ["AmxChoice", "amx_choice", "linear_path", "trial_entries"]
@@ -119,7 +119,7 @@ def _vnni_trial(kind: int, times: int, tile: Tile, panel: int, target: Target) -
             _VNNI_INT8(tile, panel, target)
 
 
-_TRIAL_ARGUMENTS = (types.int64, types.int64, numbers_type(Tile), types.int64, TARGET_TYPE)
+_TRIAL_ARGUMENTS = (INT64, INT64, numbers_kind(Tile), INT64, TARGET_TYPE)
 trial_entries = (
     [KernelEntry(trial, *_TRIAL_ARGUMENTS) for trial in (_amx_trial, _vnni_trial)]
     if has_tile_registers()

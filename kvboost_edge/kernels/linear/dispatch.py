@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from numba.core import types
-from numba.core.types.containers import BaseTuple
-
 from kvboost_edge.kernels.entry import KernelEntry, caller
 from kvboost_edge.kernels.integers import has_tile_registers
 from kvboost_edge.kernels.jit import named_kernel
@@ -28,7 +25,8 @@ from kvboost_edge.kernels.linear.weight_tiles import (
     float_tile,
     int_tile,
 )
-from kvboost_edge.kernels.tuples import numbers_type
+from kvboost_edge.kernels.signature import FLOAT32, INT64, Tuple
+from kvboost_edge.kernels.tuples import numbers_kind
 
 __all__ = ["TARGET_TYPE", "float_rows", "int_panel", "ladders"]
 
@@ -101,11 +99,10 @@ def _float_ladder(kind: int) -> Any:
     return ladder
 
 
-_I64 = types.int64
-_TILE = numbers_type(Tile)
-TARGET_TYPE = BaseTuple.from_types([*[_I64] * 5, types.float32], Target)
-_INT_ARGUMENTS = (_I64, _I64, _TILE, _I64, TARGET_TYPE)
-_FLOAT_ARGUMENTS = (_I64, _TILE, _I64, _I64, TARGET_TYPE)
+_TILE = numbers_kind(Tile)
+TARGET_TYPE = Tuple(Target, (*[INT64] * 5, FLOAT32))
+_INT_ARGUMENTS = (INT64, INT64, _TILE, INT64, TARGET_TYPE)
+_FLOAT_ARGUMENTS = (INT64, _TILE, INT64, INT64, TARGET_TYPE)
 
 ladders = {
     kind: KernelEntry(_float_ladder(kind), *_FLOAT_ARGUMENTS)

@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from llvmlite import ir
-from numba.core import cgutils
 
 from kvboost_edge.kernels.integers import (
     V16I,
@@ -25,6 +24,7 @@ from kvboost_edge.kernels.integers import (
     follows_pages,
     int_constant,
 )
+from kvboost_edge.kernels.lazy import cgutils
 from kvboost_edge.kernels.linear.panel import FINE_BASE, bytes_of_cell
 from kvboost_edge.kernels.linear.simd_loads import (
     emit_load_pair,

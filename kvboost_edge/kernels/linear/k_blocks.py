@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
-from numba.core import types
 
 from kvboost_edge.errors import ConfigError
 from kvboost_edge.kernels.entry import KernelEntry
@@ -22,6 +21,7 @@ from kvboost_edge.kernels.linear.weight_formats import (
     per_kind,
 )
 from kvboost_edge.kernels.linear.weights import PackedRows, packed_sizes, store_lines
+from kvboost_edge.kernels.signature import INT64, array
 from kvboost_edge.kernels.vectors import LANES, address_of, load_i32
 
 __all__ = ["BLOCK_WEIGHTS", "blocks_entry", "pack_blocks"]
@@ -72,12 +72,24 @@ def pack_blocks(blocks: Bytes, name: str) -> PackedRows:
     )
     words = codes.view(np.uint32)
     halves = minima.view(np.uint16)
-    _pack(np.ascontiguousarray(blocks), form.kind, nbytes, words, scales, halves)
+    read = np.zeros((nbytes + 3) // 4 * LANES, np.uint32)
+    unpacked = np.zeros(_BLOCK_QUADS * LANES, np.uint32)
+    blocks = np.ascontiguousarray(blocks)
+    _pack(blocks, form.kind, nbytes, words, scales, halves, read, unpacked)
     return PackedRows(codes, scales, minima)
 
 
 @kernel
-def _pack(blocks: Bytes, kind: int, nbytes: int, out: Words, scales: Bytes, minima: Halves) -> None:
+def _pack(
+    blocks: Bytes,
+    kind: int,
+    nbytes: int,
+    out: Words,
+    scales: Bytes,
+    minima: Halves,
+    words: Words,
+    codes: Words,
+) -> None:
     """Pack blocks of 256 weights, 16 rows at a time; rows that pad the last tile are 0.
 
     Args:
@@ -87,13 +99,13 @@ def _pack(blocks: Bytes, kind: int, nbytes: int, out: Words, scales: Bytes, mini
         out: uint32 view of the codes, written.
         scales: uint8, scales (and minima) of the groups, written.
         minima: uint16 view of the blocks' float16 factors as bits, written.
+        words: uint32, zeros, the words of a block for each of 16 rows.
+        codes: uint32, room for the codes of a block for each of 16 rows.
     """
     rows = blocks.shape[0]
     count = blocks.shape[1] // nbytes
     # Word w of lane l is at index w * LANES + l, so each operation on a word handles 16 rows at
     # once.
-    words = np.zeros((nbytes + 3) // 4 * LANES, np.uint32)
-    codes = np.zeros(_BLOCK_QUADS * LANES, np.uint32)
     bits = _BITS[kind]
     parts = _PARTS[kind]
     group_words = group_bytes(kind) // 4
@@ -215,10 +227,10 @@ def _scales_q6k(words: Words, scales: Bytes, at: int) -> None:
             )
 
 
-_BYTES = types.Array(types.uint8, 1, "C")
-_WORDS = types.Array(types.uint32, 1, "C")
-_HALVES = types.Array(types.uint16, 1, "C")
+_BYTES = array("uint8")
+_WORDS = array("uint32")
+_HALVES = array("uint16")
 blocks_entry = KernelEntry(
-    _pack, types.Array(types.uint8, 2, "C"), types.int64, types.int64, _WORDS, _BYTES, _HALVES
+    _pack, array("uint8", 2), INT64, INT64, _WORDS, _BYTES, _HALVES, _WORDS, _WORDS
 )
 """Entry of `pack_blocks` for ahead-of-time compilation."""

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from llvmlite import ir
-from numba.core import cgutils, types
 
 from kvboost_edge.kernels.integers import V16I, int_constant
 from kvboost_edge.kernels.jit import intrinsic
+from kvboost_edge.kernels.lazy import cgutils, types
 from kvboost_edge.kernels.linear.weight_formats import FORMATS, GROUP, WeightFormat
 from kvboost_edge.kernels.vectors import I64, LANES, V16, emit_fma, emit_load, emit_max, emit_store
 

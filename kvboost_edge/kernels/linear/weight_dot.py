@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from llvmlite import ir
-from numba.core import cgutils
 
 from kvboost_edge.kernels.integers import (
     V16I,
@@ -27,6 +26,7 @@ from kvboost_edge.kernels.integers import (
     emit_joined,
     emit_pair_sums,
 )
+from kvboost_edge.kernels.lazy import cgutils
 from kvboost_edge.kernels.linear.weight_formats import FORMAT_OF, GROUP
 from kvboost_edge.kernels.vectors import LANES
 

@@ -10,10 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from numba.core import cgutils, types
-
 from kvboost_edge.kernels.integers import int_constant
 from kvboost_edge.kernels.jit import intrinsic
+from kvboost_edge.kernels.lazy import cgutils, types
 from kvboost_edge.kernels.linear.int_tiles import (
     AHEAD,
     IntTiles,

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from numba.core import types
 
 from kvboost_edge.errors import ConfigError
 from kvboost_edge.kernels.entry import KernelEntry
@@ -23,6 +22,7 @@ from kvboost_edge.kernels.linear.weight_formats import (
     WeightFormat,
     high_shift_kernel,
 )
+from kvboost_edge.kernels.signature import FLOAT64, INT64, Tuple, array
 from kvboost_edge.kernels.vectors import (
     KIND_F32,
     LANES,
@@ -105,7 +105,9 @@ def pack_rows(weights: Floats, name: str) -> PackedRows:
     if form.is_float:
         error, energy = _store_floats(weights, packed.codes, form.kind)
     else:
-        error, energy = _fit_rows[name](weights, packed.codes, packed.scales, packed.minima)
+        room = np.empty(GROUP * LANES, np.float32), np.empty(2 * LANES, np.float32)
+        parts = (packed.codes, packed.scales, packed.minima)
+        error, energy = _fit_rows[name](weights, *parts, *room)
     return packed._replace(error=error, energy=energy)
 
 
@@ -149,7 +151,8 @@ def pack_codes(
         zero = 0 if form.table else form.offset
         padded = np.full((tiles * LANES, groups * GROUP), zero, dtype=np.uint8)
         padded[:rows, :inputs] = codes
-    _store_words(padded.view(np.uint32), packed.codes.view(np.uint32), form.bits)
+    room = np.empty(GROUP // 4 * LANES, np.uint32)
+    _store_words(padded.view(np.uint32), packed.codes.view(np.uint32), form.bits, room)
     if table is not None:
         packed.minima.reshape(tiles, TABLE_BYTES)[:] = table.astype(np.int8).view(np.uint8)
     for target, values in ((packed.scales, scales), (packed.minima, minima)):
@@ -182,12 +185,11 @@ def _fitting(form: WeightFormat) -> Any:
 
     @named_kernel(f"fit_rows_{form.kind}")
     def fit_rows(
-        weights: Floats, codes: Bytes, scales: Bytes, minima: Bytes
+        weights: Floats, codes: Bytes, scales: Bytes, minima: Bytes, buffer: Floats, totals: Floats
     ) -> tuple[float, float]:
         rows, inputs = weights.shape
         groups = (inputs + GROUP - 1) // GROUP
-        buffer = np.zeros(GROUP * LANES, np.float32)
-        totals = np.zeros(2 * LANES, np.float32)
+        buffer[:] = 0
         values = address_of(buffer)
         sums = address_of(totals)
         source = address_of(weights)
@@ -284,11 +286,13 @@ def store_lines(codes: Words, first: int, quads: int, bits: int, out: Words, at:
 
 
 @kernel
-def _store_words(words: Words, out: Words, bits: int) -> None:
-    """Store `words`, uint32 [rows, inputs / 4] with four codes each, as tiles."""
+def _store_words(words: Words, out: Words, bits: int, codes: Words) -> None:
+    """Store `words`, uint32 [rows, inputs / 4] with four codes each, as tiles.
+
+    `codes` is room for the words of a group in 16 rows.
+    """
     rows, count = words.shape
     quads = GROUP // 4
-    codes = np.zeros(quads * LANES, np.uint32)
     at = 0
     for tile in range(rows // LANES):
         for first in range(0, count, quads):
@@ -299,15 +303,16 @@ def _store_words(words: Words, out: Words, bits: int) -> None:
             at += GROUP * LANES * bits // 32
 
 
-_BYTES = types.Array(types.uint8, 1, "C")
-_FLOATS = types.Array(types.float32, 2, "C")
+_BYTES = array("uint8")
+_WORDS = array("uint32")
+_FLOATS = array("float32", 2)
+_ROOM = array("float32")
+_ERRORS = Tuple(tuple, (FLOAT64, FLOAT64))
 fit_entries = {
-    name: KernelEntry(fit_rows, _FLOATS, _BYTES, _BYTES, _BYTES)
+    name: KernelEntry(fit_rows, _FLOATS, *[_BYTES] * 3, _ROOM, _ROOM, returns=_ERRORS)
     for name, fit_rows in _fit_rows.items()
 }
 """Format name -> kernel that `pack_rows` runs for that format."""
-floats_entry = KernelEntry(_store_floats, _FLOATS, _BYTES, types.int64)
-codes_entry = KernelEntry(
-    _store_words, types.Array(types.uint32, 2, "C"), types.Array(types.uint32, 1, "C"), types.int64
-)
+floats_entry = KernelEntry(_store_floats, _FLOATS, _BYTES, INT64, returns=_ERRORS)
+codes_entry = KernelEntry(_store_words, array("uint32", 2), _WORDS, INT64, _WORDS)
 """Entries of `pack_rows` for float formats and of `pack_codes`."""

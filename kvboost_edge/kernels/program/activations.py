@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from llvmlite import ir
-from numba.core import cgutils, types
 
 from kvboost_edge.kernels.integers import int_constant
 from kvboost_edge.kernels.jit import intrinsic, kernel
+from kvboost_edge.kernels.lazy import cgutils, types
 from kvboost_edge.kernels.vectors import (
     I64,
     LANES,

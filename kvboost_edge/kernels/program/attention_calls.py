@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from numba.core import types
 
 from kvboost_edge.kernels.attention.call import UNITS_DONE, AttentionCall, Job, RotationPointers
 from kvboost_edge.kernels.attention.float_attend import attend_units
@@ -19,6 +18,7 @@ from kvboost_edge.kernels.jit import kernel
 from kvboost_edge.kernels.program.table import B_ROWS, ProgramJob
 from kvboost_edge.kernels.quantized_kv.code_attend import CodedJob, attend_coded_units
 from kvboost_edge.kernels.quantized_kv.code_write import quantize_block
+from kvboost_edge.kernels.signature import INT64
 from kvboost_edge.kernels.tuples import load_row, num_numbers, number_at, numbers_of
 from kvboost_edge.kernels.vectors import KIND_F32, load_acquire, load_f32, load_i64, store_scalar
 
@@ -146,7 +146,7 @@ def attention_row(job: ProgramJob, layer: int) -> Any:
     return job.buffers[B_ROWS] + 8 * ROW_NUMBERS * layer
 
 
-attend_row = caller(types.int64)
+attend_row = caller(INT64)
 """Call an entry of `attend_entries` with the address of an attention row to run its units."""
 
 
@@ -247,11 +247,11 @@ def _close_blocks(at: int, unit: int) -> None:
         quantize_block(job.keys + source, job.values + source, stage, out, layout)
 
 
-close_blocks = caller(types.int64, types.int64)
+close_blocks = caller(INT64, INT64)
 """Call `close_entry` with (at, unit)."""
-close_entry = KernelEntry(_close_blocks, types.int64, types.int64)
+close_entry = KernelEntry(_close_blocks, INT64, INT64)
 attend_entries = {
-    False: KernelEntry(_attend_floats, types.int64),
-    True: KernelEntry(_attend_codes, types.int64),
+    False: KernelEntry(_attend_floats, INT64),
+    True: KernelEntry(_attend_codes, INT64),
 }
 """Attention entry by whether the pool is quantized."""

@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from numba.core import cgutils, types
 
 from kvboost_edge.kernels.attention.rope import copy_floats
 from kvboost_edge.kernels.integers import int_constant
 from kvboost_edge.kernels.jit import intrinsic, kernel
+from kvboost_edge.kernels.lazy import cgutils, types
 from kvboost_edge.kernels.linear.dispatch import float_rows
 from kvboost_edge.kernels.linear.panel import (
     SMALL_TOKENS,

@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import time
 
-from numba.core import types
-
 from kvboost_edge.kernels.entry import KernelEntry
 from kvboost_edge.kernels.jit import kernel
 from kvboost_edge.kernels.program import table as lt
@@ -26,6 +24,7 @@ from kvboost_edge.kernels.program.states.conv import conv_gated, store_tails
 from kvboost_edge.kernels.program.states.scan import gate, scan, steps
 from kvboost_edge.kernels.program.table import COUNTERS_PER_OP, JOB_TYPE, ProgramJob, op_at
 from kvboost_edge.kernels.program.tokens import tokens_of
+from kvboost_edge.kernels.signature import BOOL, INT64
 from kvboost_edge.kernels.tuples import load_row
 from kvboost_edge.kernels.vectors import address_of, fetch_add, load_acquire, relax
 
@@ -132,7 +131,7 @@ apart_entries = {
 }
 """Index in a job's `kernels` -> entry that runs the `OPERATIONS` of that index."""
 
-program_entry = KernelEntry(_take_units, JOB_TYPE, types.int64)
+program_entry = KernelEntry(_take_units, JOB_TYPE, INT64, returns=BOOL)
 
 
 def run_program(job: ProgramJob) -> None:

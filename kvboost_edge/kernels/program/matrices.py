@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from numba.core import types
-
 from kvboost_edge.kernels.entry import caller
 from kvboost_edge.kernels.jit import kernel
 from kvboost_edge.kernels.linear.dispatch import float_rows
@@ -36,12 +34,13 @@ from kvboost_edge.kernels.program.states.conv import tail_units
 from kvboost_edge.kernels.program.states.scan import scan_units
 from kvboost_edge.kernels.program.table import JOB_TYPE, ProgramJob, entry_at, row_at
 from kvboost_edge.kernels.program.tokens import run_tokens, token_units
+from kvboost_edge.kernels.signature import INT64
 from kvboost_edge.kernels.tuples import load_row
 from kvboost_edge.kernels.vectors import LANES
 
 __all__ = ["APART", "run_unit", "units_of"]
 
-APART = (JOB_TYPE, types.int64, types.int64)
+APART = (JOB_TYPE, INT64, INT64)
 """Argument types of entries for rarely used operations: (job, address of fields, unit)."""
 _run_apart = caller(*APART)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba.core import types
 
 from kvboost_edge.kernels.jit import intrinsic, kernel
+from kvboost_edge.kernels.lazy import types
 from kvboost_edge.kernels.linear.dispatch import int_panel
 from kvboost_edge.kernels.linear.panel import (
     SMALL_TOKENS,

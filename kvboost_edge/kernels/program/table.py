@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 from llvmlite import ir
-from numba.core import types
-from numba.core.types.containers import BaseTuple
 
 from kvboost_edge.kernels.jit import intrinsic, kernel
+from kvboost_edge.kernels.lazy import types
+from kvboost_edge.kernels.signature import INT64, Tuple, array
 from kvboost_edge.kernels.tuples import Float32, num_numbers, numbers_of
 from kvboost_edge.kernels.vectors import I64, address_of, emit_load, load_i64
 
@@ -643,15 +643,8 @@ class ProgramJob(NamedTuple):
     matrix: int
 
 
-JOB_TYPE = BaseTuple.from_types(
-    [
-        types.Array(types.int64, 2, "C"),
-        *[types.Array(types.int64, 1, "C")] * 3,
-        *[types.int64] * 4,
-    ],
-    ProgramJob,
-)
-"""Numba type of a job."""
+JOB_TYPE = Tuple(ProgramJob, (array("int64", 2), *[array("int64")] * 3, *[INT64] * 4))
+"""Type of a job."""
 
 
 @kernel

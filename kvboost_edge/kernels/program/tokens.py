@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba.core import types
 
 from kvboost_edge.kernels.attention.rope import copy_floats, rotate_head
 from kvboost_edge.kernels.jit import intrinsic, kernel
+from kvboost_edge.kernels.lazy import types
 from kvboost_edge.kernels.linear.panel import cell_bytes, token_place
 from kvboost_edge.kernels.linear.weight_formats import (
     BLOCK_GROUPS,

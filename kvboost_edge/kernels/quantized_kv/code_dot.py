@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 from llvmlite import ir
-from numba.core import cgutils
 
 from kvboost_edge.kernels.integers import V16I, dot_form, emit_byte_halves, emit_pair_sums
+from kvboost_edge.kernels.lazy import cgutils
 from kvboost_edge.kernels.vectors import LANES
 
 # There is no variant with `vpmaddubsw` for AVX2. Both operands use their full range (0 to 255 and

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from llvmlite import ir
-from numba.core import cgutils, types
 
 from kvboost_edge.kernels.attention.float_tiles import ROWS, STRIPS
 from kvboost_edge.kernels.integers import V16I
 from kvboost_edge.kernels.jit import intrinsic
+from kvboost_edge.kernels.lazy import cgutils, types
 from kvboost_edge.kernels.quantized_kv.code_layout import STEP_BIAS
 from kvboost_edge.kernels.vectors import (
     F32,

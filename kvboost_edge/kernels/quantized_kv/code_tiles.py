@@ -20,11 +20,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from llvmlite import ir
-from numba.core import types
 
 from kvboost_edge.kernels.attention.float_tiles import ROWS, STRIPS, TILE
 from kvboost_edge.kernels.integers import V16I, emit_load_bytes, emit_loop, emit_splat_int
 from kvboost_edge.kernels.jit import intrinsic
+from kvboost_edge.kernels.lazy import types
 from kvboost_edge.kernels.quantized_kv.code_dot import coded_dot_form, emit_dot
 from kvboost_edge.kernels.quantized_kv.code_rows import (
     I8,

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from llvmlite import ir
-from numba.core import cgutils, types
 
 from kvboost_edge.kernels.attention.float_tiles import fill, stage_rows
 from kvboost_edge.kernels.attention.paged import KVPool, aligned_empty
 from kvboost_edge.kernels.integers import V16I, emit_load_bytes
 from kvboost_edge.kernels.jit import intrinsic, kernel
+from kvboost_edge.kernels.lazy import cgutils, types
 from kvboost_edge.kernels.quantized_kv.code_layout import STEP_BIAS, CodeLayout
 from kvboost_edge.kernels.vectors import (
     I64,

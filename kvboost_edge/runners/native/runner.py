@@ -11,7 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import llvmlite
 import numpy as np
 import numpy.typing as npt
 
@@ -21,6 +20,7 @@ from kvboost_edge.errors import ConfigError, RequestError
 from kvboost_edge.host.processor import default_num_threads
 from kvboost_edge.kernels.aot import compile_ahead
 from kvboost_edge.kernels.entry import KernelEntry
+from kvboost_edge.kernels.library import llvm_version
 from kvboost_edge.kernels.linear.amx_choice import amx_choice, linear_path
 from kvboost_edge.kernels.linear.weight_formats import FORMATS, GROUP
 from kvboost_edge.kernels.program import table as lt
@@ -89,8 +89,7 @@ model.
 
 def describe_numerics() -> str:
     """Return the versions of the kernels, LLVM and NumPy, which the exact bits of KV depend on."""
-    llvm = ".".join(map(str, llvmlite.binding.llvm_version_info))
-    return f"kernels {NUMERICS_VERSION} llvm {llvm} numpy {np.__version__}"
+    return f"kernels {NUMERICS_VERSION} llvm {llvm_version()} numpy {np.__version__}"
 
 
 class _Rest(NamedTuple):

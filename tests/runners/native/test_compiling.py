@@ -44,7 +44,7 @@ options = {"weights": sys.argv[1], "kv_cache_bits": int(sys.argv[2]), "num_block
 with CPUPagedEngine.from_pretrained("kvboost-edge/demo", speculation="off", **options) as engine:
     engine.generate_batch(["one two three four five six " * 9, "one two"], max_new_tokens=20, ignore_eos=True)
 from kvboost_edge.kernels.entry import _ENTRIES
-used = [name for name, entry in _ENTRIES.items() if entry._kernel.overloads]
+used = [name for name, entry in _ENTRIES.items() if entry.kernel.dispatcher.overloads]
 print(json.dumps([own, used]))
 """
 

@@ -11,16 +11,16 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba.core import cgutils, types
-from numba.core.types.containers import BaseTuple
 
 from kvboost_edge.kernels.attention.rope import copy_floats
 from kvboost_edge.kernels.integers import int_constant
 from kvboost_edge.kernels.jit import intrinsic, kernel
+from kvboost_edge.kernels.lazy import cgutils, types
 from kvboost_edge.kernels.program import table as lt
 from kvboost_edge.kernels.program.activations import emit_silu
 from kvboost_edge.kernels.program.states import sequences as ls
 from kvboost_edge.kernels.program.table import ConvInputs, ConvOp, ProgramJob, row_at
+from kvboost_edge.kernels.signature import INT64, Tuple, numba_type
 from kvboost_edge.kernels.vectors import (
     F32,
     I64,
@@ -68,7 +68,7 @@ class Window(NamedTuple):
     width: int
 
 
-_WINDOW = BaseTuple.from_types([types.int64] * len(Window._fields), Window)
+_WINDOW = Tuple(Window, (INT64,) * len(Window._fields))
 
 
 @kernel
@@ -168,7 +168,7 @@ def conv_silu(typing: Any, window: Any, first: Any, vectors: Any, out: Any, step
         _emit_conv(b, window, tuple(place), None)
         return context.get_dummy_value()
 
-    return types.void(_WINDOW, *[types.int64] * 4), codegen
+    return types.void(numba_type(_WINDOW), *[types.int64] * 4), codegen
 
 
 @intrinsic
@@ -181,7 +181,7 @@ def _conv_gated(typing: Any, window: Any, vectors: Any, out: Any) -> Any:
         _emit_conv(b, window, (int_constant(0), vectors, out, int_constant(_LINE)), width)
         return context.get_dummy_value()
 
-    return types.void(_WINDOW, *[types.int64] * 2), codegen
+    return types.void(numba_type(_WINDOW), *[types.int64] * 2), codegen
 
 
 @intrinsic

@@ -22,11 +22,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from numba.core import types
 
 from kvboost_edge.kernels.attention.rope import copy_floats
 from kvboost_edge.kernels.integers import int_constant
 from kvboost_edge.kernels.jit import intrinsic, kernel
+from kvboost_edge.kernels.lazy import types
 from kvboost_edge.kernels.program import table as lt
 from kvboost_edge.kernels.program.activations import ACT_SILU, activate_vectors
 from kvboost_edge.kernels.program.expert_routing import sigmoid_f32

@@ -12,10 +12,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from numba.core import types
-
 from kvboost_edge.kernels.integers import int_constant
 from kvboost_edge.kernels.jit import intrinsic
+from kvboost_edge.kernels.lazy import types
 from kvboost_edge.kernels.program.states.sums import (
     CHAINS,
     LINE,

@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from numba.core import cgutils
-
 from kvboost_edge.kernels.integers import has_wide_registers, int_constant
 from kvboost_edge.kernels.jit import kernel
+from kvboost_edge.kernels.lazy import cgutils
 from kvboost_edge.kernels.vectors import F32, I64, LANES, V16, emit_load, emit_splat
 
 __all__ = [

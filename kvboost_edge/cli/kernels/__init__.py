@@ -1,0 +1,1 @@
+"""Command that builds kernel libraries and shows the one in use."""

@@ -1,0 +1,73 @@
+"""A model whose kernels all come from a kernel library."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from kvboost_edge.kernels.build import build_library
+from kvboost_edge.kernels.targets import usable_targets
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not usable_targets(), reason="no class for this machine"),
+]
+
+# What was computed, the kernels that were asked for, and the modules that take long to import.
+RUN = """
+import hashlib, json, sys
+from kvboost_edge.kernels.entry import KernelEntry
+asked = set()
+def ready(entry, found=KernelEntry.is_ready.fget):
+    asked.add(entry.name)
+    return found(entry)
+KernelEntry.is_ready = property(ready)
+from kvboost_edge import CPUPagedEngine
+options = {"num_blocks": 64, "num_threads": 2, "speculation": "on"}
+with CPUPagedEngine.from_pretrained("kvboost-edge/demo", **options, **json.loads(sys.argv[1])) as engine:
+    prompts = ["one two three four five six " * 9, "one two"]
+    results = engine.generate_batch(prompts, max_new_tokens=24, ignore_eos=True)
+    logits = engine.logits(list(range(5, 105)))
+    numerics = engine.runner_info.numerics
+heavy = [name for name in ("numba", "llvmlite.binding", "torch") if name in sys.modules]
+tokens = [list(result.output_token_ids) for result in results]
+computed = [tokens, hashlib.sha256(logits.tobytes()).hexdigest(), numerics]
+print(json.dumps([computed, sorted(asked), heavy]))
+"""
+
+
+def run(options, libraries, cache):
+    environment = os.environ | {
+        "KVBOOST_EDGE_KERNELS": str(libraries),
+        "KVBOOST_EDGE_CACHE": str(cache),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", RUN, json.dumps(options)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"weights": "int8"},
+        pytest.param({"weights": "int4", "kv_cache_bits": 8}, marks=pytest.mark.full),
+    ],
+    ids=str,
+)
+def test_it_computes_the_same_bits_and_never_imports_numba(options, tmp_path):
+    here, names, heavy = run(options, "none", tmp_path / "here")
+    assert "numba" in heavy
+    build_library(usable_targets()[0], tmp_path / "libraries", names=names)
+    # The first start packs the weights, the second finds them.
+    for _ in range(2):
+        there, asked, heavy = run(options, tmp_path / "libraries", tmp_path / "there")
+        assert (there, heavy) == (here, [])
+        assert set(asked) <= set(names)
