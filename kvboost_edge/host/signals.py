@@ -11,4 +11,4 @@ TERMINATING_SIGNALS = tuple(
 )
 """SIGTERM, and on Windows also SIGBREAK, which the system sends for Ctrl-Break and at logoff."""
 ENDING_SIGNALS = (signal.SIGINT, *TERMINATING_SIGNALS)
-"""The same, and SIGINT (Ctrl-C)."""
+"""`TERMINATING_SIGNALS` and SIGINT (Ctrl-C)."""

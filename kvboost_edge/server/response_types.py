@@ -289,7 +289,7 @@ class ModelsMemory(_Answer):
 
 
 class ChangesAllowed(_Answer):
-    """Whether the models may be changed with this API key."""
+    """Permission to change the models with this API key."""
 
     allowed: Annotated[bool, Field(description="True if models may be pulled and deleted.")]
     reason: Annotated[str | None, Field(description="Reason why they may not be changed.")]

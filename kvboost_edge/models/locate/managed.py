@@ -230,9 +230,7 @@ class ModelStore:
             _remove_tree(path)
 
     def _used_folders(self) -> set[str]:
-        """Return the folders that records name, also in records that only a newer version can
-        read.
-        """
+        """Return the folders that records name, including the records of newer versions."""
         used = set()
         for path in self._inside("records").glob("*.json"):
             with contextlib.suppress(OSError, ValueError, RecursionError):

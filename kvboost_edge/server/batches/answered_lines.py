@@ -41,7 +41,7 @@ class RecordFile:
         self._file = open(path, "a+b", buffering=0)  # noqa: SIM115
         try:
             if not try_lock(self._file.fileno()):
-                raise RequestError(f"another process writes to {str(path)!r}; wait for its end")
+                raise RequestError(f"another process writes to {str(path)!r}; wait until it ends")
             self.answered, self.num_bytes = _intact(self._file, path)
             self._file.truncate(self.num_bytes)
         except BaseException:

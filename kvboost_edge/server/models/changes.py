@@ -52,7 +52,8 @@ class ModelChanges:
             if model.name in models.names:
                 log_facts(
                     logging.WARNING,
-                    "a stored model is not served: a model of the command line has its name",
+                    "a stored model is not served, because a model of the command line has its name; "
+                    "give that one another name, or delete this one with kvboost-edge rm",
                     model=model.name,
                 )
             elif not model.served or model.served in models.names:

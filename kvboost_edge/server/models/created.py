@@ -15,17 +15,18 @@ from kvboost_edge.text.chat_template import ChatTemplate
 
 __all__ = ["Changed", "created_from"]
 
-# What Go templates have and Jinja rejects: fields, variables, and statements in double braces.
+# Parts of Go templates that Jinja rejects: fields, variables, and statements in double braces.
 _GO = re.compile(r"\{\{-?\s*(?:[.$]|(?:if|range|with|else|end|template|define|block)\b)")
 _SAID = "a message of a user"
 
 
 class Changed(NamedTuple):
-    """What a created model has of its own. None keeps the value of the model it comes from.
+    """Values that a created model overrides. None keeps the value of its source.
 
     Attributes:
         system: system message.
-        sampling: sampling parameters by the names of request fields; None for one removes it.
+        sampling: sampling parameters by the names of request fields. A value of None removes the
+            parameter.
         context: maximum number of tokens of a request.
         template: chat template in Jinja.
         license: text of the licence.
@@ -39,7 +40,9 @@ class Changed(NamedTuple):
 
 
 def created_from(base: ManagedModel, name: str, changed: Changed) -> ManagedModel:
-    """Return the record of a model with the files of `base`. Takes a while for its template.
+    """Return the record of a model with the files of `base`.
+
+    Rendering its template takes a while, so run this in a worker thread.
 
     Raises:
         ConfigError: a parameter or the template is refused.

@@ -73,7 +73,7 @@ export class PresetChoice {
     setText(byId("preset-status"), text);
   }
 
-  /** Lists the presets and chooses the one that the settings are. */
+  /** Lists the presets and chooses the one that matches the settings. */
   #show() {
     const stored = storedPresets();
     const chosen = matching(this.all, this.#settings.texts(PRESET_FIELDS), load(KEPT));

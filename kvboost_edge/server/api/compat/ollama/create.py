@@ -1,4 +1,4 @@
-"""Body of /api/create, and what it makes of a model."""
+"""Body of /api/create, and its conversion to and from a stored model."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ from collections.abc import Collection, Mapping
 from typing import Annotated, Any
 
 from fastapi.exceptions import RequestValidationError
-from pydantic import AfterValidator, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from kvboost_edge.models.locate.managed import ManagedModel
-from kvboost_edge.server.api.bounds import counted
 from kvboost_edge.server.api.compat.ollama.modelfile import fields_of
 from kvboost_edge.server.api.compat.ollama.schemas import Options
-from kvboost_edge.server.api.schemas.shared import ModelName, check_text
+from kvboost_edge.server.api.schemas.shared import BoundedText, ModelName
 from kvboost_edge.server.api.schemas.strict import Strict, bad_field
 from kvboost_edge.server.api.schemas.unsupported_fields import Foreign
 from kvboost_edge.server.api_errors import as_api_error
@@ -36,15 +35,13 @@ _FOREIGN = {
     "parser": _TEMPLATE,
     "capabilities": Foreign("they follow from the chat template", ([],)),
     "info": Foreign("they follow from the model's files", ({},)),
-    "requires": Foreign("versions of Ollama mean nothing here", ("",)),
+    "requires": Foreign("this server does not compare versions of Ollama; leave it out", ("",)),
     "remote_host": Foreign("all models run on this server", ("",)),
     "draft_files": _NO_DRAFT,
     "draft_quantize": _NO_DRAFT,
 }
 _NAMES = {"num_predict": "max_tokens", "repeat_penalty": "repetition_penalty"}
 """Names of request fields by Ollama's names, where they differ."""
-
-Text = Annotated[str, AfterValidator(check_text), counted("text")]
 
 
 class OllamaCreate(Strict):
@@ -62,12 +59,12 @@ class OllamaCreate(Strict):
     parameters: Options | None = Field(
         None, description="Sampling parameters for requests that set none."
     )
-    system: Text | None = Field(None, description="System message for chats that have none.")
-    template: Text | None = Field(None, description="Chat template in Jinja.")
-    license: Text | Annotated[list[Text], Field(max_length=100)] | None = Field(
+    system: BoundedText | None = Field(None, description="System message for chats that have none.")
+    template: BoundedText | None = Field(None, description="Chat template in Jinja.")
+    license: BoundedText | Annotated[list[BoundedText], Field(max_length=100)] | None = Field(
         None, description="Text of the licence, or a list of texts."
     )
-    modelfile: Text | None = Field(
+    modelfile: BoundedText | None = Field(
         None,
         description="Text with FROM, PARAMETER, SYSTEM, TEMPLATE and LICENSE lines, as older "
         "clients send it.",
@@ -124,7 +121,7 @@ class OllamaCreate(Strict):
 
 
 def changed_by(body: OllamaCreate) -> Changed:
-    """Return what a body without a Modelfile changes."""
+    """Convert a body without a Modelfile to the values that the new model overrides."""
     given = body.parameters or Options()
     sampling = {
         _NAMES.get(name, name): value

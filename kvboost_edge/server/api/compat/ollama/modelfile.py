@@ -23,14 +23,14 @@ _REFUSED = {
     "MESSAGE": "send these messages in each request",
     "RENDERER": "the chat template writes the prompt",
     "PARSER": "the answer is parsed as the chat template writes it",
-    "REQUIRES": "versions of Ollama mean nothing here",
+    "REQUIRES": "this server does not compare versions of Ollama; leave the line out",
     "DRAFT": "drafts come from the cache and the prompt, without a second model",
 }
 _COLUMN = 30  # width of the names in the list of parameters
 
 
 def fields_of(text: str) -> Json:
-    """Return the fields of /api/create that a Modelfile stands for.
+    """Convert a Modelfile to the fields of /api/create.
 
     Raises:
         ApiError: a line is invalid or not supported (400).
@@ -114,12 +114,15 @@ def _commands(text: str) -> Iterable[tuple[int, str, str]]:
         quote = next((one for one in ('"""', '"') if _inner(found, value).startswith(one)), "")
         while quote and not _is_closed(_inner(found, value), quote):
             if at == len(lines):
-                raise _refused(first + 1, f"the text that begins with {quote} has no end")
+                raise _refused(
+                    first + 1,
+                    f"the text that begins with {quote} is not closed; add {quote} at its end",
+                )
             value = f"{value}\n{lines[at]}"
             at += 1
         value = value.strip()
         if not value:
-            raise _refused(first + 1, f"{found['name'][:40]} has no value")
+            raise _refused(first + 1, f"{found['name'][:40]} has no value; write one after it")
         yield first + 1, found["name"].upper(), value if _is_parameter(found) else _unquoted(value)
 
 
