@@ -125,7 +125,7 @@ test-arm64-tiles: setup  ## run the linear microkernels alone on emulated ARM pr
 	PYTHONPATH=.:tests $(BIN)/python tests/arm64/tiles.py > benchmarks/results/test-arm64-tiles.txt
 	@cat benchmarks/results/test-arm64-tiles.txt
 
-# Environments of their own. What the tests need beside the package has no lower bounds to test.
+# Separate environments. The tests' own packages have no lower bounds to test.
 NATIVE := .venv-native
 FLOORS := .venv-floors
 NATIVE_EXTRAS := server,redis,otel

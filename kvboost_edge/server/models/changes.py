@@ -52,8 +52,8 @@ class ModelChanges:
             if model.name in models.names:
                 log_facts(
                     logging.WARNING,
-                    "a stored model is not served, because a model of the command line has its name; "
-                    "give that one another name, or delete this one with kvboost-edge rm",
+                    "a stored model is not served, because its name is given on the command line; "
+                    "use another name there, or delete the model with kvboost-edge rm",
                     model=model.name,
                 )
             elif not model.served or model.served in models.names:
