@@ -132,7 +132,7 @@ FIELDS = {
     "runner": "Runner of the model: native, torch or onnx.",
     "vocab_size": "Size of the vocabulary.",
     "Model.state": "Whether the model is loaded.",
-    "ModelList.changes": "Whether models may be changed with this API key.",
+    "ModelList.changes": "Permission to change models with this API key.",
     "ModelFigures.state": "Whether the model is loaded.",
     # Cache.
     "cache": "Figures of `cache_stats()`.",

@@ -9,7 +9,7 @@ const STATES = { loaded: "loaded", not_loaded: "not loaded", loading: "loading",
 const LEAVING_MS = 20000; // how long the page says that an unloading model waits for its requests
 
 /** The line of figures. `memory`: the model's entry of the server's memory, or undefined. */
-export function figuresOf({ state, fileBytes, context, format }, memory) {
+function figuresOf({ state, fileBytes, context, format }, memory) {
   const isLoaded = state === "loaded";
   const left = memory?.unloads_in_seconds ?? null;
   return [
