@@ -48,7 +48,7 @@ _SETTINGS = ("NUMBA_CPU_NAME", "NUMBA_CPU_FEATURES")
 
 
 class Manifest(NamedTuple):
-    """What a library was built from; the contents of its JSON file.
+    """Origin of a library, the contents of its JSON file.
 
     Attributes:
         format: FORMAT.
