@@ -19,7 +19,7 @@ PAGES = [
 BLOCK = re.compile(r"^( *)```(?:sh|bash)\n(.*?)^\1```", flags=re.DOTALL | re.MULTILINE)
 COMMAND = re.compile(r"\bkvboost-(edge|server)(?!\[)((?: +(?:\"[^\"]*\"|'[^']*'|[^\s\"'|&;)]+))*)")
 # Programs that are given names of ours.
-OF_OTHERS = ("docker ", "docs/deploy/try-image.sh ", "helm ", "kubectl ")
+OF_OTHERS = ("docker ", "docs/deploy/try-image.sh ", "helm ", "journalctl ", "kubectl ", "sudo ")
 FILES = ("my-model.gguf", "another", "embedding-model.gguf", "keys", "admin-keys")
 COMMANDS = typer.main.get_command(app).commands
 
