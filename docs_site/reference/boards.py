@@ -20,7 +20,7 @@ from kvboost_edge.runners.native.select_native import native_kv_spec
 __all__ = ["CONTEXT", "BoardMemory", "board_memory", "boards_table", "with_boards"]
 
 CONTEXT = 4096
-_PROCESS_BYTES = 250_000_000  # interpreter, packages and machine code, as on x86-64
+_PROCESS_BYTES = 250_000_000  # interpreter, packages and machine code on x86-64, rounded up
 _COLUMNS = ("model", "format", "weights", "KV cache", "buffers", "process", "total")
 _HEAD = table(_COLUMNS, ()).splitlines()[0]
 _TABLE = re.compile(re.escape(_HEAD) + r"\n(?:\|.*\n)*")
