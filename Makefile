@@ -130,6 +130,8 @@ NATIVE := .venv-native
 FLOORS := .venv-floors
 NATIVE_EXTRAS := server,redis,otel
 COMMA := ,
+# Blocks that another version of NumPy computed are misses.
+OF_PINNED_NUMPY := tests/engine/offload/test_stored_cache.py::test_a_cache_directory_of_an_earlier_commit_has_the_same_hits
 NATIVE_PACKAGES := $(shell grep -E '^(gguf|hypothesis|jsonschema_rs|pytest|pytest-asyncio)==' \
 	constraints.txt)
 
@@ -147,7 +149,7 @@ test-floors:  ## run the same tests with the lowest supported version of each de
 		$(addprefix --extra ,$(subst $(COMMA), ,$(NATIVE_EXTRAS)))
 	$(FLOORS)/bin/uv pip install --quiet --python $(FLOORS)/bin/python $(NATIVE_PACKAGES)
 	$(FLOORS)/bin/uv pip install --quiet --python $(FLOORS)/bin/python --no-deps -e .
-	$(FLOORS)/bin/python -m pytest -q -p no:anyio @tests/native.txt
+	$(FLOORS)/bin/python -m pytest -q -p no:anyio @tests/native.txt --deselect $(OF_PINNED_NUMPY)
 
 lint: setup  ## run ruff, mypy and the import contracts
 	$(BIN)/ruff check .
