@@ -72,6 +72,9 @@ def kernels(
     from kvboost_edge.cli.kernels.run import run_build, run_status
 
     if action is KernelsAction.STATUS:
+        unused = {"--target": target, "--out": out, "--jobs": jobs}
+        for flag in (flag for flag, value in unused.items() if value):
+            raise typer.BadParameter("it has no effect with status; leave it out", param_hint=flag)
         run_status(as_json=as_json)
     else:
         run_build(target or [], out, jobs, as_json=as_json)

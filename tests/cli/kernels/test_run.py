@@ -80,6 +80,13 @@ def test_where_no_class_fits_one_must_be_chosen(monkeypatch, printed):
     assert "cannot be built on this system (riscv64)" in printed("kernels", "build", code=1).err
 
 
+@pytest.mark.parametrize("unused", [("--target", "all"), ("--out", "libraries"), ("--jobs", "2")])
+def test_status_refuses_options_of_build(unused, printed):
+    err = printed("kernels", "status", *unused, code=2).err
+    assert unused[0] in err
+    assert "has no effect" in err
+
+
 def test_status_names_the_class_and_the_reason(answered, printed):
     report = answered("kernels", "status")
     assert (report["used"], report["file"], report["kernels"]) == (False, None, 0)

@@ -55,7 +55,9 @@ export class PresetChoice {
 
   #remove() {
     const name = byId("preset").value;
-    removePreset(name);
+    const problem = removePreset(name);
+    this.#complain(problem);
+    if (problem !== "") return;
     byId("preset").focus(); // the button is about to be hidden
     this.#say(`The preset ${name} is deleted.`);
     this.#show();

@@ -48,8 +48,9 @@ export function storePreset({ name, texts }) {
   return write([...others, { name, texts }]);
 }
 
+/** Deletes a preset; returns why that failed, or "". */
 export function removePreset(name) {
-  write(storedPresets().filter((one) => one.name !== name));
+  return write(storedPresets().filter((one) => one.name !== name));
 }
 
 function write(presets) {
@@ -58,7 +59,7 @@ function write(presets) {
     localStorage.setItem(PLACE, JSON.stringify(presets));
     return "";
   } catch {
-    return "The browser cannot store this preset.";
+    return "The browser cannot store the presets.";
   }
 }
 

@@ -169,5 +169,5 @@ def test_without_storage_presets_still_fill_the_settings(page):
     page.get_by_label("Preset", exact=True).select_option("Creative")
     assert page.input_value("#temperature") == "1"
     store(page, "Mine")
-    page.shows("#preset-error", "The browser cannot store this preset.")
+    page.shows("#preset-error", "The browser cannot store the presets.")
     page.evaluate("Object.defineProperty(window, 'localStorage', window.storage)")
