@@ -87,7 +87,8 @@ def build_library(
     """
     link = _linker()
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        # Others may not write to it, whatever the umask is: its files are run.
+        folder.mkdir(parents=True, exist_ok=True, mode=0o755)
         with tempfile.TemporaryDirectory(prefix=".new-", dir=folder) as name:
             return _build(target, folder, Path(name), link, names, num_processes, tell)
     except OSError as error:

@@ -177,7 +177,11 @@ def library_choice() -> LibraryChoice:
         refusals.append(f"{folder / target.name}: {found}")
     if refusals:
         reason = "; ".join(refusals)
-        _LOG.warning("a kernel library is not used, and kernels are compiled instead: %s", reason)
+        _LOG.warning(
+            "a kernel library is not used, and kernels are compiled instead: %s. Build it again "
+            "with `kvboost-edge kernels build`",
+            reason,
+        )
         return LibraryChoice(None, reason)
     if given:
         _LOG.warning(
@@ -211,14 +215,12 @@ def _opened(folder: Path, target: KernelTarget) -> Library | str:
 
 
 def _is_trusted(path: Path) -> bool:
-    """Return whether only this user (or its own group) and root can write to a file or folder."""
+    """Return whether only this user and root can write to a file or folder."""
     # The file's code runs in this process.
     if not hasattr(os, "getuid"):
         return True
     stat = path.stat()
-    # Many systems give each user a group and let it write to the user's files.
-    writers = stat.st_mode & (0o002 if stat.st_gid in (os.getgid(), 0) else 0o022)
-    return stat.st_uid in (os.getuid(), 0) and not writers
+    return stat.st_uid in (os.getuid(), 0) and not stat.st_mode & 0o022
 
 
 def _manifest_of(values: Any) -> Manifest | None:

@@ -181,9 +181,10 @@ def test_broken_files_are_refused(folder, chosen):
 
 
 @pytest.mark.skipif(not hasattr(os, "getuid"), reason="no permissions")
+@pytest.mark.parametrize("mode", [0o777, 0o775])
 @pytest.mark.parametrize("which", ["folder", "file"])
-def test_files_of_other_users_are_refused(which, folder, chosen):
-    (folder if which == "folder" else next(folder.glob("*.so"))).chmod(0o777)
+def test_files_of_other_users_are_refused(which, mode, folder, chosen):
+    (folder if which == "folder" else next(folder.glob("*.so"))).chmod(mode)
     assert "can be written by other users" in chosen(folder).reason
 
 
