@@ -1,5 +1,7 @@
 """The code that ARM processors get, compiled here: no such machine is needed to read it."""
 
+from types import SimpleNamespace
+
 import pytest
 from llvmlite import binding, ir
 
@@ -70,8 +72,8 @@ def test_i8mm_is_used_where_compiler_and_system_have_it(
     monkeypatch.setattr(integers.platform, "machine", lambda: machine)
     monkeypatch.setattr(integers, "_emits", lambda instruction, probe: instruction in emitted)
     monkeypatch.setattr(integers, "describe_cpu", Cpu)
-    monkeypatch.setattr(integers.numba.config, "CPU_NAME", chosen)
-    monkeypatch.setattr(integers.numba.config, "CPU_FEATURES", None)
+    settings = SimpleNamespace(CPU_NAME=chosen, CPU_FEATURES=None)
+    monkeypatch.setattr(integers, "numba_config", settings)
     assert dot_form.__wrapped__() == form
 
 

@@ -3,11 +3,12 @@
 import numpy as np
 import pytest
 from llvmlite import binding
+from numba import njit
 from numba.core import types
 
 from kvboost_edge.kernels.attention.paged import aligned_empty
 from kvboost_edge.kernels.integers import emit_load_bytes
-from kvboost_edge.kernels.jit import intrinsic, kernel
+from kvboost_edge.kernels.jit import intrinsic
 from kvboost_edge.kernels.quantized_kv.code_dot import coded_dot_form, emit_dot
 from kvboost_edge.kernels.vectors import emit_store
 
@@ -27,7 +28,7 @@ def make_dot(form):
 
         return types.void(*[types.int64] * 3), codegen
 
-    @kernel
+    @njit  # not cached: the code depends on `form`
     def call(sums, unsigned, signed):
         dot(sums, unsigned, signed)
 
