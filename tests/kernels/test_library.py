@@ -59,6 +59,7 @@ def folder(built, tmp_path):
 @pytest.fixture
 def chosen(monkeypatch):
     """Choose a library anew, with KVBOOST_EDGE_KERNELS set."""
+    library.library_choice()  # keeps the choice of this process, which other tests use
 
     def choose(folder):
         monkeypatch.setenv("KVBOOST_EDGE_KERNELS", str(folder))
