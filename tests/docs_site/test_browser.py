@@ -42,10 +42,15 @@ class _Quiet(http.server.SimpleHTTPRequestHandler):
         pass
 
 
+class _Server(http.server.ThreadingHTTPServer):
+    # With the five of the default, a busy machine refuses some of a browser's connections.
+    request_queue_size = 128
+
+
 @pytest.fixture(scope="module")
 def origin(site):
     handler = functools.partial(_Quiet, directory=str(site))
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+    with _Server(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         yield f"http://127.0.0.1:{server.server_port}"
@@ -62,14 +67,15 @@ def browser():
 @pytest.fixture
 def visit(browser):
     """Return a function that opens a page; errors and requests to other places fail at the end."""
-    contexts, asked, errors = [], [], []
+    contexts, asked, errors, failed = [], [], [], []
 
     def opened(url, screen="desk", scheme="light"):
         context = browser.new_context(viewport=SCREENS[screen], color_scheme=scheme)
         contexts.append(context)
         page = context.new_page()
         page.set_default_timeout(30_000)
-        page.on("request", lambda request: asked.append(request.url))
+        context.on("request", lambda request: asked.append(request.url))
+        context.on("requestfailed", lambda request: failed.append((request.url, request.failure)))
         page.on("pageerror", lambda error: errors.append(str(error)))
         page.goto(url)
         return page
@@ -78,6 +84,7 @@ def visit(browser):
     for context in contexts:
         context.close()
     assert not errors
+    assert not failed
     near = ("http://127.0.0.1:", "file:", "data:", "blob:")
     assert not [url for url in asked if not url.startswith(near)]
 
@@ -93,16 +100,22 @@ def test_axe_finds_nothing(path, look, visit, origin):
 
 
 def search(page, words, target):
-    """Type the words until the page that is meant is found: the index may still be read."""
+    """Type the words until the page that is meant is found, and return its link.
+
+    The index may still be read. A page whose search gives nothing for a long time is loaded again.
+    """
     field = page.locator(".md-search__input")
     found = page.locator(f".md-search-result__link[href*='{target}']").first
-    for attempt in range(40):
+    for attempt in range(60):
+        if attempt == 40:
+            page.reload()
         field.fill("")
         field.press_sequentially(words)
-        page.wait_for_timeout(50 * (attempt + 1))
+        page.wait_for_timeout(min(50 * (attempt + 1), 1000))
         if found.is_visible():
-            break
-    return found
+            return found
+    meta = page.locator(".md-search-result__meta").inner_text()
+    raise AssertionError(f"the search for {words} does not show {target}: {meta}")
 
 
 @pytest.mark.parametrize("place", ["server", "file"])
@@ -121,7 +134,7 @@ def test_the_search_finds_names(visit, origin):
         ("Q4_K_M", "Q4_K_M", "models.html"),
         ("image_url", "image_url", "apis.html"),
     ):
-        assert search(page, words, target).is_visible(), words
+        search(page, words, target)
         assert page.locator(".md-search__input").input_value() == searched
 
 
