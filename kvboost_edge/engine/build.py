@@ -37,6 +37,7 @@ from kvboost_edge.engine.request.sampling_defaults import (
     SamplingDefaults,
     sampling_defaults,
 )
+from kvboost_edge.engine.spec_decode.draft_model import DraftParts
 from kvboost_edge.errors import BackendUnavailable, ConfigError, ModelFormatError
 from kvboost_edge.host.file_memo import NO_CACHE
 from kvboost_edge.host.memory import Region, give_back
@@ -89,6 +90,7 @@ class EngineParts:
         suppressed: token ids that are never generated.
         sampling: sampling values for requests that do not set their own.
         history_bytes: byte limit of the draft history, or None for the default.
+        drafter: draft model, or None without one.
     """
 
     runner: Runner
@@ -107,6 +109,7 @@ class EngineParts:
     suppressed: tuple[int, ...] = ()
     sampling: SamplingDefaults = DEFAULT_SAMPLING
     history_bytes: int | None = None
+    drafter: DraftParts | None = None
 
 
 def build_from_path(

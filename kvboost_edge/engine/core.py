@@ -384,6 +384,7 @@ class EngineCore:
             self._live.clear()
         self._sequences.close()
         self.tiering.close(save=self._failure is None)
+        self.scheduler.speculation.close()
         self._runner.close()
         self._backend.close()
 
@@ -421,7 +422,7 @@ class EngineCore:
                 self._handle(message)
 
     def step(self) -> bool:
-        """Run one step: plan, score reused spans, run the forward pass and sample.
+        """Run one step: plan, draft, score reused spans, run the forward pass and sample.
 
         Returns:
             False if there was nothing to do.
@@ -429,10 +430,14 @@ class EngineCore:
         planned = time.perf_counter()
         with self.lock:
             plan = self._plan()
-            batch = None if plan is None else self._batch_of(plan)
         if plan is None:
             return False
         began = time.perf_counter()
+        if not self._copy(plan):
+            return True
+        self.scheduler.speculation.complete(plan.work, plan.copies, self._is_ending)
+        with self.lock:
+            batch = self._batch_of(plan)
         self._prepare(plan.preparing)
         found = self._compute(plan, batch)
         if found is not None:
@@ -448,10 +453,19 @@ class EngineCore:
         members = plan.members
 
         def is_abandoned() -> bool:
-            return self._close_requested or all(map(_is_ending, members))
+            return all(map(self._is_ending, members))
 
         return build_batch(
             plan.work, self.scheduler.manager, self._runner.info.hidden_size, is_abandoned
+        )
+
+    def _is_ending(self, sequence: Sequence) -> bool:
+        """Return whether a sequence is cancelled or past its deadline, or the engine closes."""
+        deadline = sequence.request.terms.deadline
+        return (
+            self._close_requested
+            or sequence.handle.cancel_requested
+            or (deadline is not None and time.monotonic() >= deadline)
         )
 
     def _prepare(self, sequences: list[Sequence]) -> None:
@@ -467,8 +481,21 @@ class EngineCore:
                 self._end(sequence, error=error)
             self._prober.end(sequences)
 
+    def _copy(self, plan: StepPlan) -> bool:
+        """Copy the blocks that the step writes, and return whether that succeeded.
+
+        A failed copy ends all sequences of the step.
+        """
+        try:
+            if plan.copies:
+                self._backend.copy_blocks(plan.copies)
+        except Exception as error:
+            self._end_members(plan, error)
+            return False
+        return True
+
     def _compute(self, plan: StepPlan, batch: ForwardBatch | None) -> list[Floats] | None:
-        """Copy blocks and run the forward pass.
+        """Run the forward pass.
 
         A failed pass ends all sequences in it.
 
@@ -477,18 +504,20 @@ class EngineCore:
                 its sequences are ending.
         """
         try:
-            if plan.copies:
-                self._backend.copy_blocks(plan.copies)
             if batch is None:
                 return []
             return split_rows(plan.work, self._runner.forward(batch), batch.states)
         except PassAbandoned:
             return None  # the next step ends all sequences of this pass
         except Exception as error:
-            with self.lock:
-                for sequence in plan.members:
-                    self._end(sequence, error=error)
+            self._end_members(plan, error)
             return None
+
+    def _end_members(self, plan: StepPlan, error: Exception) -> None:
+        """End all sequences of a step that failed."""
+        with self.lock:
+            for sequence in plan.members:
+                self._end(sequence, error=error)
 
     def _finish(
         self, plan: StepPlan, batch: ForwardBatch | None, found: list[Floats], began: float
@@ -647,11 +676,3 @@ def _note_shares(work: list[ScheduledTokens[Sequence]], seconds: float) -> None:
     total = tokens.total()
     for sequence, count in tokens.items():
         sequence.marks.took_part(seconds, count / total)
-
-
-def _is_ending(sequence: Sequence) -> bool:
-    """Return whether a sequence is cancelled or past its deadline."""
-    deadline = sequence.request.terms.deadline
-    return sequence.handle.cancel_requested or (
-        deadline is not None and time.monotonic() >= deadline
-    )

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from kvboost_edge.engine.request.results import Missed
 from kvboost_edge.engine.schedule.sequence import Sequence
 from kvboost_edge.engine.schedule.step_plan import ScheduledTokens
-from kvboost_edge.kvcache.block_table import BlockTable
+from kvboost_edge.kvcache.block_table import BlockTable, CopyOp
 
 __all__ = ["DraftPlanner", "PendingPrefetch", "Prefetcher", "SpanPlacement"]
 
@@ -46,6 +46,23 @@ class DraftPlanner:
                 too few spare blocks are left.
         """
 
+    def complete(
+        self,
+        work: list[ScheduledTokens[Sequence]],
+        copies: Several[CopyOp],
+        is_ending: Callable[[Sequence], bool],
+    ) -> None:
+        """Compute the draft tokens that `draft` only reserved, and put them into `work`.
+
+        The engine thread calls this before it builds the batch of a step. It does not hold the
+        engine's lock, because a draft model takes a while.
+
+        Args:
+            work: items of the step's plan, which are replaced in place.
+            copies: blocks that the step copies, which a draft model's pool has to copy as well.
+            is_ending: function that returns whether a sequence is about to end.
+        """
+
     def settle(self, work: ScheduledTokens[Sequence], num_accepted: int) -> None:
         """Record the outcome of a step's draft tokens and free the blocks of rejected ones."""
 
@@ -54,6 +71,9 @@ class DraftPlanner:
 
     def forget_all(self) -> None:
         """Clear the draft history."""
+
+    def close(self) -> None:
+        """Release the draft model."""
 
 
 class SpanPlacement:
