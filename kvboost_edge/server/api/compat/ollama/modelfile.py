@@ -14,6 +14,8 @@ __all__ = ["fields_of", "parameter_lines", "written"]
 Json = dict[str, Any]
 
 _COMMAND = re.compile(r"[ \t]*(?P<name>[^\s]+)[ \t]*(?P<value>.*)", re.DOTALL)
+_LINE = re.compile(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+")  # with the newline, which quoted texts keep
+_BLANK = " \t\r\n"
 _PARAMETER = re.compile(r"(?P<name>\w+)[ \t]+(?P<value>.*)", re.DOTALL | re.ASCII)
 _INTEGER = re.compile(r"[+-]?[0-9]{1,20}")
 _NUMBER = re.compile(r"[+-]?([0-9]{1,20}\.?[0-9]{0,20}|\.[0-9]{1,20})([eE][+-]?[0-9]{1,3})?")
@@ -26,6 +28,10 @@ _REFUSED = {
     "REQUIRES": "this server does not compare versions of Ollama; leave the line out",
     "DRAFT": "drafts come from the cache and the prompt, without a second model",
 }
+_UNQUOTABLE = (
+    '# This text cannot be quoted: a line before its last ends with """. Pass it to /api/create in '
+    "a field."
+)
 _COLUMN = 30  # width of the names in the list of parameters
 
 
@@ -62,6 +68,9 @@ def parameter_lines(parameters: Mapping[str, Any]) -> str:
 def written(name: str, origin: str, fields: Mapping[str, Any]) -> str:
     """Return the Modelfile of a model.
 
+    A text that cannot be quoted is left out. Its line then has no value, so reading it fails, and
+    a comment before it says why.
+
     Args:
         name: name of the model.
         origin: name of the model whose files it has.
@@ -74,15 +83,26 @@ def written(name: str, origin: str, fields: Mapping[str, Any]) -> str:
         "",
         f"FROM {origin}",
     ]
-    lines += [
-        f'{field.upper()} """{fields[field]}"""'
-        for field in ("template", "system")
-        if fields.get(field)
-    ]
-    lines += [f"PARAMETER {one} {value}" for one, value in _listed(fields.get("parameters") or {})]
+    for field in ("template", "system"):
+        if fields.get(field):
+            lines += _line(field.upper(), f'"""{fields[field]}"""')
+    for parameter, value in _listed(fields.get("parameters") or {}):
+        lines += _line(f"PARAMETER {parameter}", value)
     if fields.get("license"):
-        lines.append(f'LICENSE """{fields["license"]}"""')
+        lines += _line("LICENSE", f'"""{fields["license"]}"""')
     return "\n".join(lines) + "\n"
+
+
+def _line(command: str, value: str) -> list[str]:
+    """Return a command with its value. A value that would end too early is replaced by a comment.
+
+    Quotes cannot be escaped: the first line that ends with them closes the text.
+    """
+    lines = _LINE.findall(value)
+    beginnings = ("".join(lines[:count]).rstrip(_BLANK) for count in range(1, len(lines)))
+    if any(_is_closed(text, '"""') for text in beginnings):
+        return [_UNQUOTABLE, command]
+    return [f"{command} {value}"]
 
 
 def _listed(parameters: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -102,7 +122,7 @@ def _written(value: Any) -> str:
 
 def _commands(text: str) -> Iterable[tuple[int, str, str]]:
     """Yield the number of the line, the command in capitals, and its value without quotes."""
-    lines = re.split(r"\r\n|\r|\n", text)
+    lines = _LINE.findall(text)
     at = 0
     while at < len(lines):
         first = at
@@ -118,7 +138,7 @@ def _commands(text: str) -> Iterable[tuple[int, str, str]]:
                     first + 1,
                     f"the text that begins with {quote} is not closed; add {quote} at its end",
                 )
-            value = f"{value}\n{lines[at]}"
+            value += lines[at]
             at += 1
         value = value.strip()
         if not value:
@@ -133,7 +153,7 @@ def _is_parameter(found: re.Match[str]) -> bool:
 def _inner(found: re.Match[str], value: str) -> str:
     """Return the part of a command's value that may be in quotes, without spaces around it."""
     inner = _PARAMETER.fullmatch(value) if _is_parameter(found) else None
-    return (value if inner is None else inner["value"]).strip(" \t")
+    return (value if inner is None else inner["value"]).strip(_BLANK)
 
 
 def _is_closed(value: str, quote: str) -> bool:
