@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from kvboost_edge.errors import ConfigError
 from kvboost_edge.kvcache.hashing import narrowed_root
 from kvboost_edge.options import read_bytes
+from kvboost_edge.tiers.redis.address import URL_SCHEMES
 
 __all__ = ["FORMATS", "LMCacheEngineConfig", "LMCacheEngineMetadata", "Metadata", "space_of"]
 
@@ -29,7 +30,6 @@ _LATER: dict[str, Any] = {
     "save_decode_cache": False,
     "save_unfull_chunk": False,
 }
-_REDIS = ("redis://", "rediss://", "unix://", "valkey://")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,9 +40,10 @@ class LMCacheEngineConfig:
         chunk_size: tokens per chunk, at least 1.
         save_decode_cache: whether connectors store the KV of generated tokens. Only connectors read
             this option. The engine stores everything that is passed to it.
-        backend: "memory" (or "cpu"), "file:///directory", or a URL with redis://, rediss://,
-            unix:// or valkey://. A list of backends is ordered from nearest to farthest: all of
-            them are written, and the first one that has a chunk serves it.
+        backend: "memory" (or "cpu"), "file:///directory", or the URL of a Redis or Valkey server
+            (redis://, valkey://, with TLS rediss://, valkeys://, or unix://). A list of backends is
+            ordered from nearest to farthest: all of them are written, and the first one that has a
+            chunk serves it.
         max_memory_bytes: limit of "memory", as a number or a text such as "4GB". The least recently
             used chains are evicted first, beginning at their tails.
         max_disk_bytes: limit of the directory, as a number or a text. The default, None, means 16
@@ -239,7 +240,7 @@ def _kind(backend: object) -> str:
         return "memory"
     if isinstance(backend, str) and backend.startswith("file://") and backend != "file://":
         return "disk"
-    if isinstance(backend, str) and backend.startswith(_REDIS):
+    if isinstance(backend, str) and backend.lower().startswith(URL_SCHEMES):
         return "redis"
     scheme = (
         backend.partition("://")[0] + "://…"
@@ -247,5 +248,5 @@ def _kind(backend: object) -> str:
         else repr(backend)
     )
     raise ConfigError(
-        f"backend={scheme} must be 'memory', 'file:///directory' or a URL: {', '.join(_REDIS)}"
+        f"backend={scheme} must be 'memory', 'file:///directory' or a URL: {', '.join(URL_SCHEMES)}"
     )

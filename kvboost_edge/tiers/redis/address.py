@@ -9,7 +9,7 @@ from urllib.parse import SplitResult, parse_qs, unquote, urlsplit
 
 from kvboost_edge.errors import ConfigError
 
-__all__ = ["ServerAddress", "parse_url"]
+__all__ = ["URL_SCHEMES", "ServerAddress", "parse_url"]
 
 _SCHEMES = {
     "redis": "redis",
@@ -18,6 +18,7 @@ _SCHEMES = {
     "valkeys": "rediss",
     "unix": "unix",
 }
+URL_SCHEMES = tuple(f"{scheme}://" for scheme in _SCHEMES)
 _TLS_FILES = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile")
 _PORT = 6379
 
@@ -36,7 +37,9 @@ class ServerAddress:
 
 
 def parse_url(url: str, password: str = "") -> ServerAddress:
-    """Parse a redis://, rediss:// (verified TLS), unix:// or valkey:// URL.
+    """Parse the URL of a Redis or Valkey server.
+
+    rediss:// and valkeys:// use TLS and verify the certificate.
 
     User, password and database are optional. For TLS, the query may set the paths ssl_ca_certs,
     ssl_certfile and ssl_keyfile.
@@ -55,7 +58,7 @@ def parse_url(url: str, password: str = "") -> ServerAddress:
             "redis_url names a cluster, which is not supported; give the URL of a single server"
         )
     if scheme not in _SCHEMES:
-        raise ConfigError("redis_url must begin with redis://, rediss://, unix:// or valkey://")
+        raise ConfigError(f"redis_url must begin with one of {', '.join(URL_SCHEMES)}")
     try:
         parts = urlsplit(url)
         user = unquote(parts.username or "")

@@ -22,6 +22,7 @@ def test_the_names_of_the_first_engine():
         ("disk", "b"),
         ("redis", "valkey://h"),
     )
+    assert LMCacheEngineConfig(backend="valkeys://h").places == (("redis", "valkeys://h"),)
     metadata = LMCacheEngineMetadata("model", 2, 1, "huggingface")
     assert (metadata.model_name, metadata.world_size, metadata.worker_id, metadata.fmt) == (
         "model",

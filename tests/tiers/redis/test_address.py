@@ -55,6 +55,18 @@ from kvboost_edge.tiers.redis.address import parse_url
                 "ssl_ca_certs": "/ca.pem",
             },
         ),
+        (
+            "Valkeys://h",
+            "rediss://h:6379/0",
+            {
+                "host": "h",
+                "port": 6379,
+                "db": 0,
+                "ssl": True,
+                "ssl_cert_reqs": "required",
+                "ssl_check_hostname": True,
+            },
+        ),
     ],
 )
 def test_what_a_url_says(url, place, options):
@@ -74,9 +86,9 @@ def test_a_password_from_elsewhere_counts_where_the_url_has_none():
         ("redis+cluster://u:hunter2@h", "cluster"),
         ("redis-sentinel://u:hunter2@h", "cluster"),
         ("redis://u:hunter2@h1:1,h2:2", "cluster"),
-        ("http://u:hunter2@h", "must begin with redis://"),
-        ("u:hunter2@h", "must begin with redis://"),
-        ("", "must begin with redis://"),
+        ("http://u:hunter2@h", "redis://, valkey://, rediss://, valkeys://, unix://$"),
+        ("u:hunter2@h", "must begin with one of redis://"),
+        ("", "must begin with one of redis://"),
         ("redis://:hunter2", "cannot be read"),
         ("redis://u:hunter2/more@h", "cannot be read"),
         ("redis://u:hunter2@h:port", "cannot be read"),
