@@ -194,7 +194,8 @@ class ServerSettings:
     )
     max_body_bytes: int = option(
         8 * 1024 * 1024,
-        "Maximum size of a request body",
+        "Maximum size of a request body. All bodies that the server holds may together have 8 "
+        "times this size",
         int,
         group="Limits",
         unit="bytes",

@@ -14,10 +14,11 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvboost_edge.server.api_errors import ApiError, ClientGone, QueueFull, ShuttingDown
+from kvboost_edge.server.api_errors import ApiError, ClientGone, ShuttingDown
 from kvboost_edge.server.models.loader import Loader, ProcessMemory
 from kvboost_edge.server.models.served import ServedModel
 from kvboost_edge.server.state import ModelState, Shared, keep_state, tenant_of
+from kvboost_edge.server.work.admission import queue_full
 from kvboost_edge.server.work.tenant_shares import Shares
 
 if TYPE_CHECKING:
@@ -164,11 +165,12 @@ class Models:
         tenant: str | None = facts.get("tenant")
         if not self._waiting.fit(tenant, 1):
             self.num_refused += 1
-            used = self._waiting.used_by(tenant) if self._waiting.are_kept else self._waiting.used
-            raise QueueFull(
-                f"{used} requests are waiting for a model to load, which is the limit "
-                "(--max-queue-size); try again later",
-                _retry_seconds(served.load_seconds),
+            raise queue_full(
+                "{used} requests{owner} are waiting for a model to load",
+                self._waiting,
+                tenant,
+                remedy="raise --max-queue-size",
+                retry_after=_retry_seconds(served.load_seconds),
             )
         self._waiting.take(tenant, 1)
         started = time.monotonic()

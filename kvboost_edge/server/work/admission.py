@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from kvboost_edge.server.settings import ServerSettings
     from kvboost_edge.server.traces import RequestTrace
 
-__all__ = ["Admission", "AdmissionQueue", "Bodies", "Observer"]
+__all__ = ["Admission", "AdmissionQueue", "Bodies", "Observer", "queue_full"]
 
 _MAX_RETRY_AFTER = 60
 _LARGEST_BODIES = 8  # limit of all held bodies, as a multiple of --max-body-bytes
@@ -127,9 +127,21 @@ class AdmissionQueue:
         Does not count the request as rejected.
         """
         if not self._places.fit(tenant, num_sequences):
-            return self._full(tenant, self._places, "{} requests{} are in flight")
+            return queue_full(
+                "{used} requests{owner} are in flight",
+                self._places,
+                tenant,
+                remedy="raise --max-queue-size",
+                retry_after=self.retry_after(tenant),
+            )
         if not self._tokens.fit(tenant, num_tokens):
-            return self._full(tenant, self._tokens, "requests{1} with {0} tokens are in flight")
+            return queue_full(
+                "requests{owner} with {used} tokens are in flight",
+                self._tokens,
+                tenant,
+                remedy="raise --max-queue-tokens",
+                retry_after=self.retry_after(tenant),
+            )
         return None
 
     def enter(self, tenant: str | None, num_sequences: int, num_tokens: int) -> None:
@@ -160,9 +172,6 @@ class AdmissionQueue:
         seconds = self._mean_seconds * max(1, in_flight) / self.batch
         return max(1, min(_MAX_RETRY_AFTER, math.ceil(seconds)))
 
-    def _full(self, tenant: str | None, shares: Shares, what: str) -> QueueFull:
-        return _full(tenant, shares, what, self.retry_after(tenant))
-
 
 class Bodies:
     """Request bodies that the server holds for all models, and a lock for parsing long ones.
@@ -187,7 +196,13 @@ class Bodies:
         """Count received bytes of a body. Raises QueueFull if all bodies together are too large."""
         if not self._held.fit(tenant, num_bytes):
             self.refused += 1
-            raise _full(tenant, self._held, "request bodies{1} take {0} bytes", 1)
+            raise queue_full(
+                "request bodies{owner} take {used} bytes",
+                self._held,
+                tenant,
+                remedy=f"raise --max-body-bytes (the limit is {_LARGEST_BODIES} times its value)",
+                retry_after=1,
+            )
         self._held.take(tenant, num_bytes)
 
     def free(self, tenant: str | None, num_bytes: int) -> None:
@@ -195,15 +210,25 @@ class Bodies:
         self._held.give_back(tenant, num_bytes)
 
 
-def _full(tenant: str | None, shares: Shares, what: str, retry_after: int) -> QueueFull:
+def queue_full(
+    problem: str, shares: Shares, tenant: str | None, *, remedy: str, retry_after: int
+) -> QueueFull:
+    """Return the error for a resource that is used up.
+
+    Args:
+        problem: description with the fields {used} and {owner}.
+        shares: the resource.
+        tenant: tenant of the request.
+        remedy: option that raises the limit, in an imperative.
+        retry_after: seconds after which the client may try again.
+    """
     if shares.are_kept:
-        reason = what.format(shares.used_by(tenant), " of this API key")
-        reason += f" (its share is {shares.kept_for(tenant)}, and no more is free)"
+        used = problem.format(used=shares.used_by(tenant), owner=" of this API key")
+        limit = f"its share is {shares.kept_for(tenant)}, and no more is free"
     else:
-        reason = f"{what.format(shares.used, '')} (limit: {shares.limit})"
-    return QueueFull(
-        f"{reason}; try again later (--max-queue-size, --max-queue-tokens)", retry_after
-    )
+        used = problem.format(used=shares.used, owner="")
+        limit = f"limit: {shares.limit}"
+    return QueueFull(f"{used} ({limit}); try again later, or {remedy}", retry_after)
 
 
 class Admission:

@@ -54,6 +54,10 @@ def test_bodies_of_all_requests_together_are_bounded(demo_engine):
         with server.client() as client:
             refused = client.post("/v1/completions", json={**TEXT, "user": "x" * 100})
             assert (refused.status_code, refused.json()["error"]["code"]) == (503, "queue_full")
+            assert refused.json()["error"]["message"] == (
+                "request bodies take 319992 bytes (limit: 320000); try again later, or raise "
+                "--max-body-bytes (the limit is 8 times its value)"
+            )
             assert refused.headers["retry-after"]
             assert client.get("/health").status_code == 200
             senders.pop().sendall(b"x")

@@ -83,7 +83,11 @@ def test_a_full_queue_answers_503_at_once(tiny_engine, held, monkeypatch, body):
                 refused = client.post("/v1/completions", json=body)
             assert (refused.status_code, read, held.steps) == (503, [], 1)
             held.release()
-        assert refused.json()["error"]["code"] == "queue_full"
+        error = refused.json()["error"]
+        assert error["code"] == "queue_full"
+        assert error["message"] == (
+            "2 requests are in flight (limit: 2); try again later, or raise --max-queue-size"
+        )
         assert 1 <= int(refused.headers["retry-after"]) <= 60
         assert [answer.status_code for answer in (*first, *second)] == [200, 200]
         assert server.state.admission.refused == 1
@@ -98,6 +102,7 @@ def test_the_queue_is_bounded_by_tokens_too(tiny_engine, held):
             held.release()
         never = client.post("/v1/completions", json={**TEXT, "max_tokens": 200})
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "queue_full")
+        assert refused.json()["error"]["message"].endswith("or raise --max-queue-tokens")
         assert (never.status_code, never.json()["error"]["code"]) == (400, "request_too_large")
         assert "--max-queue-tokens" in never.json()["error"]["message"]
         assert first[0].status_code == 200
