@@ -57,12 +57,15 @@ def pack_blocks(blocks: Bytes, name: str) -> PackedRows:
         name: name of a weight format with blocks.
 
     Raises:
-        ConfigError: the rows are not whole blocks.
+        ConfigError: the format has no blocks, or the rows are not whole blocks.
     """
     rows, width = blocks.shape
     form = FORMATS[name]
     nbytes = form.block_bytes
-    if not nbytes or width % nbytes:
+    if not nbytes:
+        known = [other.name for other in FORMATS.values() if other.block_bytes]
+        raise ConfigError(f"{name!r} is not a format of GGUF blocks; choose one of {known}")
+    if width % nbytes:
         raise ConfigError(
             f"rows of {width} bytes are not a multiple of the {nbytes} bytes of a {name!r} block"
         )

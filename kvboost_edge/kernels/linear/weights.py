@@ -134,7 +134,10 @@ def pack_codes(
     form = FORMATS[name]
     tiles = -(-rows // LANES)
     groups = -(-inputs // GROUP)
-    if form.is_float or form.block_bytes or (minima is not None) != form.minima:
+    if form.is_float or form.block_bytes:
+        right = "pack_rows" if form.is_float else "pack_blocks"
+        raise ConfigError(f"{name!r} has no groups of codes and scales; pack it with {right}")
+    if (minima is not None) != form.minima:
         given = "with" if minima is not None else "without"
         raise ConfigError(f"codes of {name!r} cannot be packed {given} minima")
     if (table is not None) != form.table or (table is not None and table.shape != (TABLE_BYTES,)):

@@ -186,11 +186,21 @@ TABLE = np.zeros(16, np.int8)
         ("int4t", CODES, SCALES, None, None, "table"),
         ("int4t", CODES, SCALES, None, TABLE[:8], "table"),
         ("int4", CODES, SCALES, None, TABLE, "table"),
+        ("q4k", CODES, SCALES, None, None, "'q4k' has no groups .* pack it with pack_blocks"),
+        ("bf16", CODES, SCALES, None, None, "'bf16' has no groups .* pack it with pack_rows"),
     ],
 )
 def test_codes_that_do_not_fit_are_refused(kind, codes, scales, minima, table, message):
     with pytest.raises(ConfigError, match=message):
         pack_codes(codes, scales, minima, kind, table)
+
+
+def test_blocks_of_another_format_or_size_are_refused():
+    blocks = np.zeros((16, 144), np.uint8)
+    with pytest.raises(ConfigError, match=r"'int4' is not a format of GGUF blocks; .*'q4k'"):
+        pack_blocks(blocks, "int4")
+    with pytest.raises(ConfigError, match="rows of 143 bytes are not a multiple of the 144 bytes"):
+        pack_blocks(blocks[:, 1:], "q4k")
 
 
 def test_unknown_kinds_and_floats_in_a_table_are_refused():
