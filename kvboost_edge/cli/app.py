@@ -14,6 +14,7 @@ from typer.core import TyperCommand, TyperGroup
 from kvboost_edge.cli.cache.commands import add_cache
 from kvboost_edge.cli.kernels.commands import add_kernels
 from kvboost_edge.cli.option_parsing import (
+    JsonOption,
     list_options,
     list_parameters,
     option_advice,
@@ -275,7 +276,6 @@ SameModelOption = Annotated[
         "--model", "-m", metavar="MODEL", help="Model, as an alternative to the MODEL argument."
     ),
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 
 
 def _print_version(wanted: bool) -> None:

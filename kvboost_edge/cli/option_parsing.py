@@ -1,6 +1,7 @@
-"""Conversion of `NAME=VALUE` options on the command line to keyword arguments.
+"""The option `--json` of several commands, and the conversion of `NAME=VALUE` options.
 
-Unknown names are passed on to the engine, which rejects them.
+The conversion returns keyword arguments. Unknown names are passed on to the engine, which rejects
+them.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import shutil
 import textwrap
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -27,6 +28,7 @@ from kvboost_edge.options import options_of, read_bytes
 
 __all__ = [
     "CACHE_USE",
+    "JsonOption",
     "cache_use",
     "engine_options",
     "list_options",
@@ -42,6 +44,8 @@ __all__ = [
     "sampling_options",
     "token_limit",
 ]
+
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 
 CACHE_USE = ("mode", "recompute_strategy", "recompute_overlap", "recompute_ratio")
 """Request settings that a server takes in its `kvboost` object."""

@@ -7,11 +7,9 @@ from typing import Annotated, Any
 
 import typer
 
-from kvboost_edge.cli.option_parsing import read_size
+from kvboost_edge.cli.option_parsing import JsonOption, read_size
 
 __all__ = ["add_cache"]
-
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 
 
 class CacheAction(enum.StrEnum):

@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
-__all__ = ["add_kernels"]
+from kvboost_edge.cli.option_parsing import JsonOption
 
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
+__all__ = ["add_kernels"]
 
 
 class KernelsAction(enum.StrEnum):

@@ -8,12 +8,12 @@ from typing import Annotated, Any
 
 import typer
 
+from kvboost_edge.cli.option_parsing import JsonOption
 from kvboost_edge.cli.servers.remote import RemoteChat
 from kvboost_edge.errors import ConfigError
 
 __all__ = ["add_commands", "run_warm"]
 
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 UrlOption = Annotated[str, typer.Option("--url", metavar="URL", help="URL of the running server.")]
 KeyOption = Annotated[
     str,
