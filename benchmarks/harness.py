@@ -23,7 +23,15 @@ from typing import Any
 from kvboost_edge.host.memory import total_bytes
 from kvboost_edge.host.processor import default_num_threads, describe_cpu
 
-__all__ = ["alternate", "given", "machine_card", "pack_beforehand", "parser", "report"]
+__all__ = [
+    "alternate",
+    "given",
+    "machine_card",
+    "pack_beforehand",
+    "parser",
+    "report",
+    "seconds_to_first_byte",
+]
 
 _PACK = (
     "import sys, kvboost_edge as k; k.CPUPagedEngine.from_pretrained(sys.argv[1], "
@@ -67,6 +75,27 @@ def alternate(
     for _ in range(rounds):
         for name, work in contenders.items():
             seconds[name].append(_timed(work))
+    return seconds
+
+
+def seconds_to_first_byte(
+    command: Sequence[str], *, cwd: Path | None = None, env: Mapping[str, str] | None = None
+) -> float:
+    """Return the seconds from the start of a command to its first byte of output.
+
+    Raises:
+        RuntimeError: the command fails, or prints nothing.
+    """
+    started = time.perf_counter()
+    with subprocess.Popen(
+        command, cwd=cwd, env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    ) as process:
+        assert process.stdout is not None
+        byte = process.stdout.read(1)
+        seconds = time.perf_counter() - started
+        process.stdout.read()
+    if not byte or process.returncode:
+        raise RuntimeError(f"{' '.join(command)} ended with {process.returncode}")
     return seconds
 
 

@@ -12,6 +12,7 @@ model in one command. An answer is counted from the start of the process to its 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import socket
@@ -43,21 +44,6 @@ def call(words: Sequence[str], cwd: Path, environment: Mapping[str, str]) -> flo
     if done.returncode:
         raise RuntimeError(f"{' '.join(words)} ended with {done.returncode}: {done.stderr[-2000:]}")
     return time.perf_counter() - started
-
-
-def first_byte(words: Sequence[str], cwd: Path, environment: Mapping[str, str]) -> float:
-    """Return the seconds from the start of a command to its first byte of output."""
-    started = time.perf_counter()
-    with subprocess.Popen(
-        words, cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
-    ) as process:
-        assert process.stdout is not None
-        byte = process.stdout.read(1)
-        seconds = time.perf_counter() - started
-        process.stdout.read()
-    if not byte or process.returncode:
-        raise RuntimeError(f"{' '.join(words)} ended with {process.returncode}")
-    return seconds
 
 
 def served(program: Path, cwd: Path, environment: Mapping[str, str]) -> dict[str, float]:
@@ -108,6 +94,7 @@ def one_round(
     scripts = folder / "venv" / _SCRIPTS
     program = scripts / "kvboost-edge"
     generate = ["generate", _PROMPT, "-n", "8", "-o", "num_blocks=256"]
+    first_byte = functools.partial(harness.seconds_to_first_byte, cwd=folder, env=environment)
     steps = {
         "create the environment": call(
             [sys.executable, "-m", "venv", str(folder / "venv")], folder, environment
@@ -117,13 +104,13 @@ def one_round(
             folder,
             environment,
         ),
-        "bundled model, first": first_byte([str(program), *generate], folder, environment),
-        "bundled model, again": first_byte([str(program), *generate], folder, environment),
+        "bundled model, first": first_byte([str(program), *generate]),
+        "bundled model, again": first_byte([str(program), *generate]),
     }
     if model is not None:
         words = [str(program), *generate, "-m", str(model)]
-        steps[f"{model.name}, first"] = first_byte(words, folder, environment)
-        steps[f"{model.name}, again"] = first_byte(words, folder, environment)
+        steps[f"{model.name}, first"] = first_byte(words)
+        steps[f"{model.name}, again"] = first_byte(words)
     steps |= served(program, folder, environment)
     if uvx is not None:
         apart = {
@@ -132,7 +119,9 @@ def one_round(
             "UV_CACHE_DIR": str(folder / "uv"),
         }
         words = [uvx, "--python", sys.executable, *local, "--from", str(wheel), "kvboost-edge"]
-        steps["uvx, to the first answer"] = first_byte([*words, *generate], folder, apart)
+        steps["uvx, to the first answer"] = harness.seconds_to_first_byte(
+            [*words, *generate], cwd=folder, env=apart
+        )
     return steps
 
 

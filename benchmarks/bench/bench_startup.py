@@ -16,7 +16,6 @@ import os
 import statistics
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -34,28 +33,10 @@ _TARGET_MB = 250.0
 
 def first_byte(model: Path) -> float:
     """Return the seconds from starting `kvboost-edge generate` to its first byte of output."""
-    command = [
-        sys.executable,
-        "-m",
-        "kvboost_edge",
-        "generate",
-        "HELLO",
-        "-m",
-        str(model),
-        "-n",
-        "8",
-    ]
-    started = time.perf_counter()
-    with subprocess.Popen(
-        [*command, "-o", "num_blocks=256"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
-    ) as process:
-        assert process.stdout is not None
-        byte = process.stdout.read(1)
-        seconds = time.perf_counter() - started
-        process.stdout.read()
-    if not byte or process.returncode:
-        raise RuntimeError(f"generate ended with {process.returncode}")
-    return seconds
+    program = [sys.executable, "-m", "kvboost_edge", "generate", "HELLO"]
+    return harness.seconds_to_first_byte(
+        [*program, "-m", str(model), "-n", "8", "-o", "num_blocks=256"]
+    )
 
 
 def loads_torch(model: Path) -> bool:

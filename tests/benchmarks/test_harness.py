@@ -1,7 +1,10 @@
 """The benchmark harness: order of rounds, warm-up apart, the table and the JSON line."""
 
 import json
+import sys
 from pathlib import Path
+
+import pytest
 
 from benchmarks import harness
 
@@ -54,3 +57,10 @@ def test_json_has_the_options_without_paths(capsys):
     last = json.loads(lines[-1])
     assert last["options"] == {"quick": True, "out": None, "features": "+avx2,+fma"}
     assert (last["rows"], lines[-2]) == ([{"ms": 1.5}], "1.5 (1-2)")
+
+
+def test_the_first_byte_of_a_command_that_succeeds_is_timed():
+    assert 0 < harness.seconds_to_first_byte([sys.executable, "-c", "print('A')"]) < 60
+    for code in ("pass", "print('A'); raise SystemExit(3)"):
+        with pytest.raises(RuntimeError, match=r"ended with [03]$"):
+            harness.seconds_to_first_byte([sys.executable, "-c", code])
