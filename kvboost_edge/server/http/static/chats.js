@@ -2,7 +2,7 @@
 
 const PREFIX = "chat:";
 const TITLE_LENGTH = 48;
-const MOST_CHATS = 100;
+const MAX_STORED_CHATS = 100;
 
 /** The stored chats, latest first: [{id, title, changed, turns}]; empty without storage. */
 export function keptChats() {
@@ -25,7 +25,7 @@ export const titleOf = (turns) => turns[0].question.trim().replace(/\s+/g, " ").
 export function keepChat(id, turns) {
   const text = JSON.stringify({ title: titleOf(turns), changed: Date.now(), turns });
   const others = keptChats().filter((chat) => chat.id !== id);
-  for (const chat of others.splice(MOST_CHATS - 1)) removeChat(chat.id);
+  for (const chat of others.splice(MAX_STORED_CHATS - 1)) removeChat(chat.id);
   for (;;) {
     try {
       localStorage.setItem(PREFIX + id, text);

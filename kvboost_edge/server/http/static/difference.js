@@ -3,7 +3,7 @@
 import { element } from "/static/dom.js";
 
 const PIECES = /\s+|[\p{L}\p{N}_]+|[^]/gu;
-const MOST_PAIRS = 250_000; // limit of pairs of pieces to compare
+const MAX_PAIRS = 250_000; // limit of pairs of pieces to compare
 const LONGEST_SAID = 60;
 
 /** Invisible characters, and those that change the reading direction. */
@@ -29,7 +29,7 @@ export function parts(before, now) {
 
 /** Parts by the longest common subsequence of pieces. */
 function compared(was, is) {
-  if (was.length * is.length > MOST_PAIRS) return [["other", was.join(""), is.join("")]];
+  if (was.length * is.length > MAX_PAIRS) return [["other", was.join(""), is.join("")]];
   const width = is.length + 1;
   const common = new Uint16Array((was.length + 1) * width); // of the rests from [i] and [j]
   for (let i = was.length - 1; i >= 0; i -= 1) {

@@ -8,7 +8,7 @@ const SHORT_INTERVAL_MS = 1000; // while models change
 const HURRY_MS = 20000; // how long a change is awaited
 const LONGEST_PAUSE_MS = 16000;
 const PATIENCE_MS = 10000;
-const KEPT = "model";
+const STORAGE_KEY = "model";
 const KEY_NEEDED = "API key needed"; // the list is read again with another key
 const FIXED = { allowed: false, reason: "" };
 
@@ -84,7 +84,7 @@ export class Models {
 
   /** Uses the model `id` from now on. */
   choose(id) {
-    save(KEPT, id);
+    save(STORAGE_KEY, id);
     this.#choose();
   }
 
@@ -159,7 +159,7 @@ export class Models {
 
   #choose() {
     const before = this.chosen;
-    const kept = load(KEPT);
+    const kept = load(STORAGE_KEY);
     this.chosen = this.all.find(({ id }) => id === kept) ?? this.all[0] ?? null;
     this.#tell(before?.id !== this.chosen?.id || before?.state !== this.chosen?.state);
   }

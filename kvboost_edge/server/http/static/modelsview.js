@@ -6,7 +6,7 @@ import { deleteModel, loadModel, unloadModel } from "/static/modelactions.js";
 import { ModelRow } from "/static/modelrow.js";
 import { PullView } from "/static/pullview.js";
 
-const MOST_NAME = 200; // characters
+const MAX_MODEL_NAME = 200; // characters
 
 export class ModelsView {
   #models;
@@ -40,7 +40,7 @@ export class ModelsView {
   #add() {
     const name = byId("pull-name").value.trim();
     if (name === "") this.#complain("Enter the name of a model.");
-    else if (name.length > MOST_NAME) this.#complain(`The name is longer than ${MOST_NAME} characters.`);
+    else if (name.length > MAX_MODEL_NAME) this.#complain(`The name is longer than ${MAX_MODEL_NAME} characters.`);
     else if (this.#pulls.isRunning) this.#complain("Another model is being downloaded. Wait until it is complete, or cancel it.");
     else this.#pulls.start(name);
   }

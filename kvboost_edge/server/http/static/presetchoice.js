@@ -4,7 +4,7 @@ import { byId, element, setText } from "/static/dom.js";
 import { BUILT_IN, matching, PRESET_FIELDS, problemOfName, removePreset, storedPresets, storePreset } from "/static/presets.js";
 import { load, save } from "/static/storage.js";
 
-const KEPT = "preset";
+const STORAGE_KEY = "preset";
 
 export class PresetChoice {
   #settings;
@@ -35,7 +35,7 @@ export class PresetChoice {
   use(name) {
     const preset = this.all.find((one) => one.name === name);
     if (preset === undefined) return;
-    save(KEPT, name);
+    save(STORAGE_KEY, name);
     const { system = "", ...texts } = preset.texts;
     this.#settings.fill(system === "" ? texts : preset.texts); // a preset without a system prompt keeps the present one
   }
@@ -47,7 +47,7 @@ export class PresetChoice {
     const problem = problemOfName(name) || (wrong === undefined ? storePreset({ name, texts }) : "Correct the marked fields before you save them.");
     this.#complain(problem);
     if (problem !== "") return;
-    save(KEPT, name);
+    save(STORAGE_KEY, name);
     byId("preset-name").value = "";
     this.#say(`The preset ${name} is saved in this browser.`);
     this.#show();
@@ -78,7 +78,7 @@ export class PresetChoice {
   /** Lists the presets and chooses the one that matches the settings. */
   #show() {
     const stored = storedPresets();
-    const chosen = matching(this.all, this.#settings.texts(PRESET_FIELDS), load(KEPT));
+    const chosen = matching(this.all, this.#settings.texts(PRESET_FIELDS), load(STORAGE_KEY));
     const groups = [element("optgroup", { label: "Built in" }, ...BUILT_IN.map(option))];
     if (stored.length > 0) groups.push(element("optgroup", { label: "Yours" }, ...stored.map(option)));
     if (chosen === null) groups.unshift(element("option", { value: "", text: "Your own values" }));

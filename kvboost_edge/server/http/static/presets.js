@@ -3,8 +3,8 @@
 import { FIELDS, validate } from "/static/sampling.js";
 
 const PLACE = "presets";
-const MOST_PRESETS = 50;
-export const MOST_NAME = 60; // characters
+const MAX_PRESETS = 50;
+const MAX_PRESET_NAME = 60; // characters
 
 /** The fields that a stored preset has. `texts` of a built-in preset has fewer: the others keep their values. */
 export const PRESET_FIELDS = ["system", ...FIELDS.map(({ name }) => name)];
@@ -37,14 +37,14 @@ function isValid(preset) {
 /** Why a preset cannot have this name, or "". */
 export function problemOfName(name) {
   if (typeof name !== "string" || name.trim() === "") return "Enter a name for the preset.";
-  if (name.length > MOST_NAME) return `The name is longer than ${MOST_NAME} characters.`;
+  if (name.length > MAX_PRESET_NAME) return `The name is longer than ${MAX_PRESET_NAME} characters.`;
   return BUILT_IN.some((one) => one.name.toLowerCase() === name.toLowerCase()) ? `${name} is a built-in preset. Choose another name.` : "";
 }
 
 /** Stores a preset in place of one with its name; returns why that failed, or "". */
 export function storePreset({ name, texts }) {
   const others = storedPresets().filter((one) => one.name !== name);
-  if (others.length >= MOST_PRESETS) return `${MOST_PRESETS} presets are stored, which is the limit. Delete one.`;
+  if (others.length >= MAX_PRESETS) return `${MAX_PRESETS} presets are stored, which is the limit. Delete one.`;
   return write([...others, { name, texts }]);
 }
 
