@@ -103,6 +103,20 @@ FAULTS = (
         *_ROUTED,
     ),
     fault(
+        "of equal groups the higher one is used",
+        "kernels/program/expert_routing.py",
+        "(number == own and other < group)",
+        "(number == own and other > group)",
+        "tests/kernels/program/test_experts.py::test_of_equal_groups_the_lower_one_is_used",
+    ),
+    fault(
+        "a group counts with its largest score alone",
+        "kernels/program/expert_routing.py",
+        "return largest + second",
+        "return largest",
+        "tests/kernels/program/test_experts.py::test_routing_equals_the_specification",
+    ),
+    fault(
         "powers of logits overflow",
         "kernels/program/expert_routing.py",
         "exp_f32(load_f32(row + 4 * index) - largest)",

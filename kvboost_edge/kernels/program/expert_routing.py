@@ -117,18 +117,56 @@ def _wanted(scores: int, bias: int, index: int) -> Any:
 
 
 @kernel
-def _choose(scores: int, bias: int, experts: int, used: int, chosen: int) -> bool:
-    """Write the `used` experts with the largest scores to `chosen`, in ascending order.
-
-    Ties go to the lower expert number. If any score is NaN, write the first experts and return
-    False.
-    """
+def _is_sound(scores: int, bias: int, experts: int) -> bool:
+    """Return False if any score is NaN."""
     for index in range(experts):
         number = _wanted(scores, bias, index)
         if number != number:
-            for rank in range(used):
-                store_i64(chosen + 8 * rank, rank)
             return False
+    return True
+
+
+@kernel
+def _group_score(scores: int, bias: int, first: int, size: int) -> Any:
+    """Return the sum of the two largest scores of the group that begins at expert `first`."""
+    largest = _LOWEST
+    second = _LOWEST
+    for index in range(first, first + size):
+        number = _wanted(scores, bias, index)
+        if number > largest:
+            second = largest
+            largest = number
+        elif number > second:
+            second = number
+    return largest + second
+
+
+@kernel
+def _limit_groups(scores: int, bias: int, size: int, groups: int, used: int) -> None:
+    """Set all scores to -inf except those of the `used` groups with the largest group scores.
+
+    Ties go to the lower group.
+    """
+    for group in range(groups):
+        own = _group_score(scores, bias, group * size, size)
+        # A group that was set to -inf is not counted. The groups above it are enough to exclude
+        # each group below it.
+        above = 0
+        for other in range(groups):
+            number = _group_score(scores, bias, other * size, size)
+            if number > own or (number == own and other < group):
+                above += 1
+        if above >= used:
+            for index in range(group * size, (group + 1) * size):
+                store_f32(scores + 4 * index, _LOWEST)
+
+
+@kernel
+def _choose(scores: int, bias: int, experts: int, used: int, chosen: int) -> None:
+    """Write the `used` experts with the largest scores to `chosen`, in ascending order.
+
+    Ties go to the lower expert number.
+    """
     last = _HIGHEST
     place = -1
     for rank in range(used):
@@ -149,7 +187,6 @@ def _choose(scores: int, bias: int, experts: int, used: int, chosen: int) -> boo
             store_i64(chosen + 8 * at, load_i64(chosen + 8 * (at - 1)))
             at -= 1
         store_i64(chosen + 8 * at, found)
-    return True
 
 
 @kernel
@@ -166,7 +203,14 @@ def route(job: ProgramJob, op: lt.RouteOp, token: int) -> None:
             store_f32(row + 4 * index, sigmoid_f32(load_f32(row + 4 * index)))
     elif op.score != _CHOSEN:
         _softmax(row, experts)
-    is_sound = _choose(row, op.bias, experts, used, chosen)
+    is_sound = _is_sound(row, op.bias, experts)
+    if is_sound:
+        if op.used_groups < op.groups:
+            _limit_groups(row, op.bias, experts // op.groups, op.groups, op.used_groups)
+        _choose(row, op.bias, experts, used, chosen)
+    else:
+        for rank in range(used):
+            store_i64(chosen + 8 * rank, rank)
     for rank in range(used):
         store_f32(shares + 4 * rank, load_f32(row + 4 * load_i64(chosen + 8 * rank)))
     if op.score == _CHOSEN:

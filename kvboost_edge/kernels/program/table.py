@@ -381,6 +381,8 @@ class RouteOp(NamedTuple):
         factors: address of a float32 factor for each expert's share, or 0.
         eps: added to the sum of shares, or its lower limit, depending on `renorm`.
         factor: factor applied to all shares.
+        groups: number of groups that the experts are divided into.
+        used_groups: number of groups that a token may use.
     """
 
     experts: ExpertCounts
@@ -391,6 +393,8 @@ class RouteOp(NamedTuple):
     factors: int = 0
     eps: Float32 = 0.0
     factor: Float32 = 1.0
+    groups: int = 1
+    used_groups: int = 1
 
 
 class DispatchOp(NamedTuple):

@@ -30,6 +30,10 @@ class Routing(NamedTuple):
             eps, or "" for none.
         eps: see `renorm`.
         scale: factor applied to all shares.
+        groups: number of groups that the experts are divided into. A group's score is the sum of
+            its two largest scores.
+        used_groups: number of groups, those with the largest scores, from which a token's experts
+            are chosen.
     """
 
     used: int
@@ -37,6 +41,8 @@ class Routing(NamedTuple):
     renorm: str = ""
     eps: float = 0.0
     scale: float = 1.0
+    groups: int = 1
+    used_groups: int = 1
 
 
 def route_rows(
@@ -44,8 +50,8 @@ def route_rows(
 ) -> tuple[Longs, Floats]:
     """Return each token's experts, int64 [tokens, used] ascending, and their shares.
 
-    Ties go to the lower expert number. If any score is NaN, the token gets the first experts with
-    NaN shares.
+    Ties go to the lower number of an expert or group. If any score is NaN, the token gets the
+    first experts with NaN shares.
 
     Args:
         logits: [tokens, experts]; the shares have the same dtype.
@@ -58,7 +64,9 @@ def route_rows(
     scores = _scores(logits, routing.score)
     wanted = scores if bias is None else (scores + bias.astype(dtype)).astype(dtype)
     broken = np.isnan(wanted).any(axis=1, keepdims=True)
-    order = np.argsort(-np.where(broken, 0, wanted), axis=1, kind="stable")
+    wanted = _limited(np.where(broken, 0, wanted), routing)
+    order = np.argsort(-wanted, axis=1, kind="stable")
+    order = np.where(broken, np.arange(order.shape[1]), order)
     chosen: Longs = np.sort(order[:, :used], axis=1).astype(np.int64)
     shares = np.take_along_axis(scores, chosen, axis=1)
     if routing.score == "chosen":
@@ -74,6 +82,19 @@ def route_rows(
         shares = shares * factors.astype(dtype)[chosen]
     shares = np.where(broken, dtype.type(np.nan), shares)
     return chosen, shares.astype(dtype)
+
+
+def _limited(wanted: Floats, routing: Routing) -> Floats:
+    """Return the scores, with -inf in all groups that a token does not use."""
+    if routing.used_groups >= routing.groups:
+        return wanted
+    parts = wanted.reshape(len(wanted), routing.groups, -1)
+    totals = np.sort(parts, axis=2)[:, :, -2:].sum(axis=2)
+    order = np.argsort(-totals, axis=1, kind="stable")
+    limited = np.full_like(parts, -np.inf)
+    kept = order[:, : routing.used_groups, None]
+    np.put_along_axis(limited, kept, np.take_along_axis(parts, kept, axis=1), axis=1)
+    return limited.reshape(wanted.shape)
 
 
 def _scores(logits: Floats, score: str) -> Floats:

@@ -86,6 +86,7 @@ class ModelSpec:
     both_ways: bool
     hybrid: Hybrid | None = None
     factors: LayerFactors = NO_FACTORS
+    head_norm: str = ""  # see Family.head_norm
 
     @property
     def mixer(self) -> Mixer | None:
@@ -215,6 +216,7 @@ def describe_model(config: Config) -> ModelSpec:
         experts=experts,
         hybrid=hybrid,
         factors=family.factors(config) if family.factors else NO_FACTORS,
+        head_norm=_head_norm(config, family),
     )
 
 
@@ -355,6 +357,12 @@ def _logit_cap(config: Config, family: Family) -> float:
     if not (family.softcaps or family.capped):
         return 0.0
     return _cap(config, "final_logit_softcapping", 30.0 if family.softcaps else 0.0)
+
+
+def _head_norm(config: Config, family: Family) -> str:
+    if family.head_norm_key and not flag_of(config, family.head_norm_key, False):
+        return ""
+    return family.head_norm
 
 
 def _is_tied(config: Config, family: Family) -> bool:

@@ -25,6 +25,8 @@ class Family:
         norm_offset: number to add to stored norm weights (Gemma stores weight - 1).
         head_norm: norm of queries and keys: "" for none, "head" for each head separately, "all" for
             all heads together.
+        head_norm_key: config key that says whether queries and keys are normalized; "" if they
+            always are as `head_norm` says.
         head_norms: tensor names of the query norm and the key norm.
         qkv_bias: True if the query, key and value projections have a bias. None if `attention_bias`
             decides, which then also covers the output projection.
@@ -98,6 +100,7 @@ class Family:
     norms: str = "pre"
     norm_offset: float = 0.0
     head_norm: str = ""
+    head_norm_key: str = ""
     head_norms: tuple[str, str] = ("q_norm", "k_norm")
     qkv_bias: bool | None = None
     biased: bool = False

@@ -78,7 +78,7 @@ class Experts:
         used: number of experts selected for each token.
         width: inner width of an expert.
         sparse: for each layer, True if it has experts and False if it has a dense MLP.
-        score, renorm, eps, scale: see `kernels.reference.experts.Routing`.
+        score, renorm, eps, scale, groups, used_groups: see `kernels.reference.experts.Routing`.
         shared: inner width of the shared expert; 0 for no shared expert.
         beside: True if layers have experts in parallel with an MLP. Each of the two has its own
             norms before and after it, and the layer adds their outputs.
@@ -95,6 +95,8 @@ class Experts:
     renorm: str = ""
     eps: float = 0.0
     scale: float = 1.0
+    groups: int = 1
+    used_groups: int = 1
     shared: int = 0
     beside: bool = False
     biased: bool = False

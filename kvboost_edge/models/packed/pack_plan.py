@@ -290,8 +290,8 @@ def _layer_plan(spec: ModelSpec, kind: str, index: int) -> list[PackEntry]:
         plan.append(
             PackEntry(f"{to}sinks", VECTOR, ((f"{source}self_attn.sinks", spec.num_heads),))
         )
-    if spec.family.head_norm and layer.attends:
-        every = spec.family.head_norm == "all"
+    if spec.head_norm and layer.attends:
+        every = spec.head_norm == "all"
         kv_rows = layer.num_kv_heads * layer.head_dim
         called = zip(("q_norm", "k_norm"), spec.family.head_norms, (q_rows, kv_rows), strict=True)
         for name, tensor, rows in list(called)[: 2 if layer.owns_kv else 1]:

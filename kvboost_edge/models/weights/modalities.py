@@ -15,6 +15,9 @@ _OTHER = re.compile(
 # Prefix of the language model in current files, or in files of earlier transformers versions.
 _INSIDE = re.compile(r"^(?:model\.language_model\.|language_model\.model\.)")
 _AHEAD = "mtp."  # layers for multi-token prediction, which are unused
+# Tensors that only layers for multi-token prediction have, and the prefix of such a layer. These
+# layers follow those of the model.
+_AHEAD_LAYER = re.compile(r"^(model\.layers\.\d+\.)(?:eh_proj|enorm|hnorm)\.")
 _HEAD = re.compile(r"^language_model\.(?=lm_head\.)")
 
 
@@ -31,9 +34,16 @@ def text_names(names: Iterable[str]) -> Mapping[str, str]:
     """
     names = list(names)
     if not any(_INSIDE.match(name) for name in names):
-        return {name: _in_llamas_words(name) for name in names if not name.startswith(_AHEAD)}
+        ahead = _ahead_prefixes(names)
+        return {name: _in_llamas_words(name) for name in names if not name.startswith(ahead)}
     own = [name for name in names if not is_other_part(name)]
     return {name: _HEAD.sub("", _INSIDE.sub("model.", name)) for name in own}
+
+
+def _ahead_prefixes(names: Iterable[str]) -> tuple[str, ...]:
+    """Return the prefixes of tensors for multi-token prediction."""
+    layers = {found[1] for name in names if (found := _AHEAD_LAYER.match(name))}
+    return (_AHEAD, *sorted(layers))
 
 
 def _in_llamas_words(name: str) -> str:
@@ -44,10 +54,13 @@ def _in_llamas_words(name: str) -> str:
 
 def counted_parts(names: Iterable[str]) -> dict[str, int]:
     """Return the number of tensors in each part other than the language model."""
+    names = list(names)
+    ahead = _ahead_prefixes(names)
     counts: dict[str, int] = {}
     for name in names:
         found = _OTHER.search(name)
-        if found is not None:
-            part = found[1] or found[2]
+        is_ahead = name.startswith(ahead)
+        if found is not None or is_ahead:
+            part = "mtp" if found is None or is_ahead else found[1]
             counts[part] = counts.get(part, 0) + 1
     return counts

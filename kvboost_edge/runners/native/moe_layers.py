@@ -75,6 +75,8 @@ def _route(out: Emitter, layer: str, experts: Experts) -> None:
             out.packed.address(f"{layer}shares"),
             experts.eps,
             experts.scale,
+            experts.groups,
+            experts.used_groups,
         )
     )
     out.ops.append(lt.DispatchOp(counts))

@@ -123,7 +123,7 @@ class _Builder(Emitter):
                 k_norm=self.packed.address(f"{layer}k_norm"),
                 v_norm=self.ones.ctypes.data if spec.family.value_norm else 0,
                 keys_twice=int(own.owns_kv and not own.has_values),
-                norm_all={"": 0, "head": 1, "all": 2}[spec.family.head_norm],
+                norm_all={"": 0, "head": 1, "all": 2}[spec.head_norm],
                 late_norm=int(spec.family.late_norm),
                 query_scale=lt.B_TABLES + 2 * len(spec.ropes) if spec.query_scale else 0,
                 layer=index,

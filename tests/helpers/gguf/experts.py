@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import numpy as np
-from gguf import GGUFWriter
+from gguf import ExpertGatingFuncType, GGUFWriter
 
 from helpers.gguf.layers import Config, Tensors, write_sizes
 
@@ -99,6 +99,22 @@ def write_expert_sizes(writer: GGUFWriter, config: Config) -> None:
         writer.add_expert_shared_feed_forward_length(
             config["intermediate_size"] // config["num_key_value_heads"]
         )
+        return
+    if model_type == "glm4_moe":
+        write_sizes(
+            writer,
+            config,
+            expert_count="n_routed_experts",
+            expert_used_count="num_experts_per_tok",
+            leading_dense_block_count="first_k_dense_replace",
+            expert_feed_forward_length="moe_intermediate_size",
+            expert_shared_count="n_shared_experts",
+            expert_weights_scale="routed_scaling_factor",
+            expert_weights_norm="norm_topk_prob",
+            expert_group_count="n_group",
+            expert_group_used_count="topk_group",
+        )
+        writer.add_expert_gating_func(ExpertGatingFuncType.SIGMOID)
         return
     count = config.get("num_local_experts") or config.get("num_experts")
     if not count:

@@ -61,6 +61,7 @@ ARCHS = {
     "mixtral": MODEL_ARCH.LLAMA,
     "granitemoe": MODEL_ARCH.GRANITE_MOE,
     "ernie4_5_moe": MODEL_ARCH.ERNIE4_5_MOE,
+    "glm4_moe": MODEL_ARCH.GLM4_MOE,
     "gpt_oss": MODEL_ARCH.GPT_OSS,
     "granitemoehybrid": MODEL_ARCH.GRANITE,
     "minicpm": MODEL_ARCH.MINICPM,
@@ -84,6 +85,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": {},
     "granitemoe": {},
     "ernie4_5_moe": {"intermediate_size": 256},
+    "glm4_moe": {},
     # llama.cpp rounds yarn's borders to whole numbers: of this base they are the first and the last
     # channel either way.
     "gpt_oss": {"rope_parameters": {**GPT_OSS_ROPE, "rope_theta": 4.0}},

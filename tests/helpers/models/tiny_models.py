@@ -205,6 +205,23 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "moe_layer_end_index": 2,
         "moe_layer_interval": 1,
     },
+    "glm4_moe": {
+        "head_dim": 32,
+        "attention_bias": True,
+        "use_qk_norm": True,
+        "n_routed_experts": 12,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 64,
+        "n_shared_experts": 2,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 2.5,
+        "num_nextn_predict_layers": 0,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 100.0,
+            "partial_rotary_factor": 0.5,
+        },
+    },
     "granitemoe": {
         "num_local_experts": 12,
         "num_experts_per_tok": 3,

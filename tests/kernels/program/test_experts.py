@@ -57,7 +57,7 @@ def _route(program, logits, routing, bias=None, factors=None):
     how = (lt.SCORES[routing.score], lt.RENORMS[routing.renorm])
     given = (_address(program, array) for array in (bias, factors))
     program.ops += [
-        lt.RouteOp(counts, padded, *how, *given, routing.eps, routing.scale),
+        lt.RouteOp(counts, padded, *how, *given, *routing[3:]),
         lt.DispatchOp(counts),
     ]
     return Routed(chosen, shares, [(experts, numbers)])
@@ -100,6 +100,8 @@ ROUTINGS = {
     "granite": Routing(4, score="chosen"),
     "ernie": Routing(6, renorm="least", eps=1e-12),
     "lfm": Routing(4, score="sigmoid", renorm="add", eps=1e-6, scale=2.5),
+    "groups": Routing(5, score="sigmoid", renorm="add", eps=1e-20, groups=4, used_groups=2),
+    "pairs": Routing(2, groups=10, used_groups=1),
     "one": Routing(1, renorm="add"),
     "all": Routing(20),
     # Sums of shares are on either side of it.
@@ -154,6 +156,15 @@ def test_of_equal_scores_the_lower_number_is_chosen(score):
     routed = _routed(logits, Routing(3, score=score))
     assert routed.chosen.tolist() == [[1, 2, 3], [0, 1, 2], [0, 2, 5]]
     chosen, _ = route_rows(logits, Routing(3, score=score))
+    np.testing.assert_array_equal(routed.chosen, chosen)
+
+
+def test_of_equal_groups_the_lower_one_is_used():
+    logits = np.array([[0, 3, 3, 0, 1, 1], [4, 0, 9, 0, 0, 4], [1, 1, 2, 0, 9, 0]], np.float32)
+    routing = Routing(2, score="chosen", groups=3, used_groups=1)
+    routed = _routed(logits, routing)
+    assert routed.chosen.tolist() == [[0, 1], [2, 3], [4, 5]]
+    chosen, _ = route_rows(logits, routing)
     np.testing.assert_array_equal(routed.chosen, chosen)
 
 

@@ -125,6 +125,19 @@ REFUSED = {
     "seed_oss": [
         ({}, "seed_oss"),
     ],
+    "glm4_moe": [
+        ({"n_group": 5, "topk_group": 2}, "n_group=5 must divide n_routed_experts=128"),
+        ({"n_group": 128, "topk_group": 8}, "n_group=128 must divide n_routed_experts=128"),
+        (
+            {"n_group": 64, "topk_group": 3},
+            "num_experts_per_tok=8 exceeds the 6 experts in topk_group=3 of n_group=64",
+        ),
+        ({"n_group": 0}, "n_group=0 must be an integer from 1"),
+        ({"use_qk_norm": 1}, "use_qk_norm=1 must be true or false"),
+        ({"norm_topk_prob": "yes"}, "norm_topk_prob='yes' must be true or false"),
+        ({"n_shared_experts": 0}, "n_shared_experts=0 must be an integer from 1"),
+        ({"routed_scaling_factor": INF}, "routed_scaling_factor=inf must be"),
+    ],
     "gpt_oss": [
         ({"swiglu_limit": 9.0}, "swiglu_limit=9.0 is not supported"),
         ({"swiglu_alpha": 1.0}, "swiglu_alpha=1.0 is not supported"),

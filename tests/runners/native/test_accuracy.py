@@ -55,7 +55,7 @@ FAMILIES = [
     "ministral3",
     "hunyuan_v1_dense",
 ]
-MIXTURES = ["qwen3_moe", "qwen2_moe", "olmoe", "mixtral", "granitemoe", "ernie4_5_moe"]
+MIXTURES = ["qwen3_moe", "qwen2_moe", "olmoe", "mixtral", "granitemoe", "ernie4_5_moe", "glm4_moe"]
 _ROUTERS = (
     "mlp.gate.weight",
     "router.weight",

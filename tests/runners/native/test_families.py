@@ -88,6 +88,14 @@ VARIANTS = {
         {"layer_rope_theta": [0, 0, 0, 0], "tie_word_embeddings": True},
     ),
     "ernie4_5_moe-end": ("ernie4_5_moe", {"moe_layer_end_index": 1}),
+    "glm4_moe-groups": (
+        "glm4_moe",
+        {"attention_bias": False, "use_qk_norm": False, "n_group": 4, "topk_group": 2},
+    ),
+    "glm4_moe-shares": (
+        "glm4_moe",
+        {"norm_topk_prob": False, "first_k_dense_replace": 0, "tie_word_embeddings": True},
+    ),
     "qwen2-window": (
         "qwen2",
         {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1},

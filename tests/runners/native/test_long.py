@@ -64,6 +64,7 @@ CASES = {
     "mixtral": ("mixtral", "bf16", {}),
     "granitemoe": ("granitemoe", "int4", {}),
     "ernie4_5_moe": ("ernie4_5_moe", "int8", {}),
+    "glm4_moe": ("glm4_moe", "int4", {}),
     "gpt_oss": ("gpt_oss", "int8", {}),
     "lfm2": ("lfm2", "int8", {}),
     "lfm2_moe": ("lfm2_moe", "int4", {}),

@@ -71,6 +71,7 @@ AMPLIFYING = ("gemma4-wide",)
 NOT_ON_THE_DOUBLE = (
     "olmoe",
     "ernie4_5_moe",
+    "glm4_moe",
     "granitemoe",
     "mixtral",
     "qwen2_moe",
