@@ -33,7 +33,7 @@ from kvboost_edge.engine.request.sampling_defaults import SamplingDefaults
 from kvboost_edge.engine.request.terms import Terms
 from kvboost_edge.engine.request_builder import RequestBuilder
 from kvboost_edge.engine.samplers.vocabulary import WordFields
-from kvboost_edge.engine.sequence_factory import Sequences, make_scheduler
+from kvboost_edge.engine.sequence_factory import Sequences, make_model_drafts, make_scheduler
 from kvboost_edge.engine.spec_decode.speculation import DraftFields
 from kvboost_edge.engine.stats import BlockDetail
 from kvboost_edge.engine.tasks.blocking_calls import Calls
@@ -207,6 +207,7 @@ class CPUPagedEngine(Embeds, KVBoostViews, TellsResidency):
             closes_blocks=parts.backend.spec.is_quantized,
             whole=not info.stores_kv,
             history_bytes=parts.history_bytes,
+            models=make_model_drafts(parts.drafter, parts.manager, info),
         )
         self._sequences = Sequences(
             parts.tokenizer, speculation, info.vocab_size, parts.eos_token_ids

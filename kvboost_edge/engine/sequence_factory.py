@@ -13,12 +13,15 @@ from kvboost_edge.engine.schedule.feature import Constraint, SequenceFeatures, S
 from kvboost_edge.engine.schedule.pacing import StepPacing
 from kvboost_edge.engine.schedule.scheduler import Scheduler
 from kvboost_edge.engine.schedule.sequence import Sequence
+from kvboost_edge.engine.spec_decode.draft_model import DraftModel, DraftParts
+from kvboost_edge.engine.spec_decode.model_drafts import ModelDrafts
 from kvboost_edge.engine.spec_decode.speculation import Speculation
 from kvboost_edge.engine.thinking import ReasoningBudget
 from kvboost_edge.kvcache.manager import KVCacheManager
+from kvboost_edge.runners.base import RunnerInfo
 from kvboost_edge.text.tokenizer import Tokenizer
 
-__all__ = ["Sequences", "make_scheduler"]
+__all__ = ["Sequences", "make_model_drafts", "make_scheduler"]
 
 
 def make_scheduler(
@@ -32,6 +35,7 @@ def make_scheduler(
     closes_blocks: bool = False,
     whole: bool = False,
     history_bytes: int | None = None,
+    models: ModelDrafts | None = None,
 ) -> tuple[Scheduler, Speculation]:
     """Return a scheduler with all features, and its draft planner.
 
@@ -41,8 +45,11 @@ def make_scheduler(
             block.
         whole: whether each step must compute all tokens of a sequence at once.
         history_bytes: byte limit of the draft history, or None for the default.
+        models: drafts of a draft model, or None without one.
     """
-    speculation = Speculation(manager, closes_blocks=closes_blocks, history_bytes=history_bytes)
+    speculation = Speculation(
+        manager, closes_blocks=closes_blocks, history_bytes=history_bytes, models=models
+    )
     scheduler = Scheduler(
         manager,
         max_num_seqs=max_num_seqs,
@@ -54,6 +61,21 @@ def make_scheduler(
         whole=whole,
     )
     return scheduler, speculation
+
+
+def make_model_drafts(
+    drafter: DraftParts | None, manager: KVCacheManager, info: RunnerInfo
+) -> ModelDrafts | None:
+    """Return the drafts of a draft model, or None without one.
+
+    Args:
+        drafter: the draft model.
+        manager: manager of the engine's blocks.
+        info: description of the engine's model.
+    """
+    if drafter is None:
+        return None
+    return ModelDrafts(DraftModel(drafter, manager), info.vocab_size, info.weight_bytes)
 
 
 class Sequences:

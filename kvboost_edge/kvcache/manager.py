@@ -63,6 +63,8 @@ class KVCacheManager(PoolUsage):
         events: log of prefixes that entered or left the cache, for cache-aware routers.
         duplicates: private blocks that have a published duplicate. See `DuplicateBlocks`.
         pins: pinned and retained prompts. See `Pins`.
+        draft_filled: number of leading tokens of each block that have KV in the pool of a draft
+            model. The draft model counts up. A block that gets other tokens starts at 0.
         recurrent: recurrent state of the tables. It is a `NoTableStates` for models without
             recurrent layers.
         block_size: tokens per block.
@@ -116,6 +118,7 @@ class KVCacheManager(PoolUsage):
         self.spans = Spans(
             self._pool, self._index, self._claims, self._take, self._released, block_size
         )
+        self.draft_filled = [0] * num_blocks
         self.block_size = block_size
         self.cow_copies = self.evictions = self.hit_tokens = self.miss_tokens = self._progress = 0
 
@@ -323,6 +326,7 @@ class KVCacheManager(PoolUsage):
             return None
         new = self._take(1, table.owner)[0]
         self._fresh.pop(new, None)  # the copy fills it, so it must not be poisoned
+        self.draft_filled[new] = self.draft_filled[block_id]
         table.block_ids[block_index] = new
         self._pool.release(block_id, matchable=True)
         if entry is not None:
@@ -353,6 +357,7 @@ class KVCacheManager(PoolUsage):
                 self._lookup.forget(entry.prefix_hash, again[block_id])
                 self.evictions += 1
                 self.content.note_evicted(block_id, entry)
+            self.draft_filled[block_id] = 0
         self._uses.forget(taken)
         self._fresh.update(dict.fromkeys(taken))
         return taken

@@ -40,3 +40,12 @@ class ScheduledTokens(NamedTuple, Generic[S]):
     def certain_stop(self) -> int:
         """The position after the last token that is not a draft token."""
         return self.start + len(self.token_ids) - self.num_drafted
+
+    def with_drafts(self, token_ids: Sequence[int]) -> ScheduledTokens[S]:
+        """Return the same tokens with other draft tokens, whose logits are wanted as well."""
+        num_certain = len(self.token_ids) - self.num_drafted
+        return self._replace(
+            token_ids=[*self.token_ids[:num_certain], *token_ids],
+            num_rows=self.num_rows - self.num_drafted + len(token_ids),
+            num_drafted=len(token_ids),
+        )

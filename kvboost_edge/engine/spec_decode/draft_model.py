@@ -1,13 +1,27 @@
-"""The draft model, a smaller model that proposes draft tokens for the engine's model."""
+"""The draft model: a smaller model whose KV lies in blocks with the ids of the engine's pool.
+
+A block table of the engine is therefore also one of the draft model. Its blocks are shared, copied
+and evicted together with their KV of the draft model. `KVCacheManager.draft_filled` counts the
+tokens of each block that have such KV. Missing or wrong KV of the draft model costs accepted draft
+tokens, but never changes an answer.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from kvboost_edge.backends.base import Backend
-from kvboost_edge.runners.base import Runner
+import numpy as np
+import numpy.typing as npt
 
-__all__ = ["DraftParts"]
+from kvboost_edge.backends.base import Backend, BatchLayout
+from kvboost_edge.kvcache.block_table import BlockTable, CopyOp
+from kvboost_edge.kvcache.manager import KVCacheManager
+from kvboost_edge.runners.base import ForwardBatch, Runner
+
+__all__ = ["DraftModel", "DraftParts", "DraftRows"]
+
+Floats = npt.NDArray[np.float32]
 
 
 class DraftParts(NamedTuple):
@@ -21,3 +35,143 @@ class DraftParts(NamedTuple):
 
     runner: Runner
     backend: Backend
+
+
+class DraftRows(NamedTuple):
+    """Consecutive tokens of one sequence that a pass of the draft model computes.
+
+    Attributes:
+        table: block table of the sequence, which has slots for the tokens.
+        start: position of the first token.
+        token_ids: ids of the tokens.
+        wants_logits: whether the logits of the last token are wanted.
+    """
+
+    table: BlockTable
+    start: int
+    token_ids: Sequence[int]
+    wants_logits: bool = False
+
+    @property
+    def stop(self) -> int:
+        """The position after the last token."""
+        return self.start + len(self.token_ids)
+
+
+class DraftModel:
+    """Passes of a draft model, and the record of the tokens whose KV it has.
+
+    Only the engine thread uses it. Tables must have a single segment.
+
+    Attributes:
+        block_size: tokens per block.
+        num_computed_tokens: number of tokens computed since the start, drafts included.
+    """
+
+    def __init__(self, parts: DraftParts, manager: KVCacheManager) -> None:
+        self._runner, self._backend = parts
+        self._filled = manager.draft_filled
+        self.block_size = manager.block_size
+        self.num_computed_tokens = 0
+
+    @property
+    def max_context(self) -> int:
+        """Maximum length of a sequence, in tokens."""
+        return self._runner.info.max_context
+
+    @property
+    def weight_bytes(self) -> int:
+        """Size of the weights, in bytes."""
+        return self._runner.info.weight_bytes
+
+    def missing(self, table: BlockTable, stop: int) -> list[tuple[int, int]]:
+        """Return the runs [first, end) of positions before `stop` without KV, in order."""
+        size = self.block_size
+        runs: list[tuple[int, int]] = []
+        for index, block_id in enumerate(table.block_ids[: -(-stop // size)]):
+            filled = self._filled[block_id]
+            first = index * size + filled
+            end = min((index + 1) * size, stop)
+            if first >= end:
+                continue
+            if not filled and runs and runs[-1][1] == first:
+                runs[-1] = runs[-1][0], end
+            else:
+                runs.append((first, end))
+        return runs
+
+    def note_filled(self, table: BlockTable, start: int, stop: int) -> None:
+        """Record that the tokens [start, stop), which are certain, have KV.
+
+        The tokens before them in the block of `start` must have KV already.
+        """
+        size = self.block_size
+        for index in range(start // size, -(-stop // size)):
+            block_id = table.block_ids[index]
+            filled = min(stop - index * size, size)
+            self._filled[block_id] = max(self._filled[block_id], filled)
+
+    def forget(self, table: BlockTable) -> None:
+        """Drop the KV of all blocks of a table."""
+        for block_id in table.block_ids:
+            self._filled[block_id] = 0
+
+    def copy_blocks(self, copies: Sequence[CopyOp]) -> None:
+        """Copy blocks in order, as the engine's pool does."""
+        wanted = [copy for copy in copies if self._filled[copy.dst]]
+        if wanted:
+            self._backend.copy_blocks(wanted)
+
+    def forward(self, rows: Sequence[DraftRows], is_abandoned: Callable[[], bool]) -> Floats:
+        """Compute tokens, and return the logits of the rows that want them.
+
+        Tokens that are drafts are not recorded as filled. Later rows attend to the KV of earlier
+        ones of their sequence.
+
+        Args:
+            rows: at least one item. Each slot is written at most once.
+            is_abandoned: function that tells the runner to abandon the pass.
+
+        Returns:
+            Logits [number of wanted rows, vocab_size], valid until the next call.
+
+        Raises:
+            PassAbandoned: the pass was abandoned. Its KV is incomplete.
+        """
+        size = self.block_size
+        tokens: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        starts = [0]
+        wanted: list[int] = []
+        tables = [one.table.block_ids[: -(-one.stop // size)] for one in rows]
+        block_tables = np.full((len(rows), max(map(len, tables))), -1, np.int32)
+        for index, (one, block_ids) in enumerate(zip(rows, tables, strict=True)):
+            block_tables[index, : len(block_ids)] = block_ids
+            tokens += one.token_ids
+            positions += range(one.start, one.stop)
+            slots += one.table.slots(one.start, one.stop, size)
+            starts.append(len(tokens))
+            if one.wants_logits:
+                wanted.append(len(tokens) - 1)
+        logits = self._runner.forward(
+            ForwardBatch(
+                token_ids=np.array(tokens, np.int64),
+                positions=np.array(positions, np.int64),
+                layout=BatchLayout(
+                    cu_seqlens_q=np.array(starts, np.int32),
+                    seq_lens=np.array([one.stop for one in rows], np.int32),
+                    block_tables=block_tables,
+                    slot_mapping=np.array(slots, np.int64),
+                ),
+                logit_rows=np.array(wanted, np.int64),
+                is_abandoned=is_abandoned,
+            )
+        )
+        self.num_computed_tokens += len(tokens)
+        return logits
+
+    def close(self) -> None:
+        """Release the weights and the pool."""
+        self._runner.close()
+        self._backend.close()

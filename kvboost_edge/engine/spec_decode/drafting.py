@@ -38,7 +38,15 @@ from kvboost_edge.kernels.suffix_automaton import (
     new_automaton,
 )
 
-__all__ = ["DraftProposal", "Drafter", "TenantHistory", "most_drafted", "prepare_drafts"]
+__all__ = [
+    "DraftProposal",
+    "Drafter",
+    "TenantHistory",
+    "expected_rate",
+    "most_drafted",
+    "pass_cost",
+    "prepare_drafts",
+]
 
 _LEAST_MATCH = 3  # tokens; shorter matches are often coincidental
 _ASTRAY = 3  # consecutive drafts without an accepted token before a source is dropped
@@ -84,10 +92,12 @@ class DraftProposal(NamedTuple):
     Attributes:
         token_ids: Token ids proposed after the sequence's last token.
         chance: Estimated probability that a token is accepted if all tokens before it are.
+        source: Where the tokens come from: "lookup", "grammar" or "draft_model".
     """
 
     token_ids: list[int]
     chance: float
+    source: str = "lookup"
 
 
 class TenantHistory:
@@ -283,17 +293,30 @@ def most_drafted(drafts: Sequence[DraftProposal], num_rows: int) -> int:
     """
     others = num_rows - len(drafts)
     best = 0
-    best_rate = _LEAST_GAIN * num_rows / _cost(num_rows)
+    best_rate = _LEAST_GAIN * num_rows / pass_cost(num_rows)
     for level in _LEVELS[1:]:
         counts = [min(level, len(draft.token_ids)) for draft in drafts]
         made = sum(
             _expected(draft.chance, count) for draft, count in zip(drafts, counts, strict=True)
         )
-        rate = (others + made) / _cost(num_rows + sum(counts))
+        rate = (others + made) / pass_cost(num_rows + sum(counts))
         if rate > best_rate:
             best = level
             best_rate = rate
     return best
+
+
+def expected_rate(chance: float, count: int, num_rows: int, extra: float = 0.0) -> float:
+    """Return the expected tokens per time of a pass in which one sequence has draft tokens.
+
+    Args:
+        chance: See `DraftProposal`.
+        count: Number of draft tokens of the sequence.
+        num_rows: Rows of the pass without draft tokens, each of which makes a token.
+        extra: Cost of making the draft tokens, relative to a pass with one row.
+    """
+    made = num_rows - 1 + _expected(chance, count)
+    return made / (pass_cost(num_rows + count) + extra)
 
 
 def _expected(chance: float, count: int) -> float:
@@ -301,7 +324,7 @@ def _expected(chance: float, count: int) -> float:
     return count + 1.0 if chance >= 1 else (1 - chance ** (count + 1)) / (1 - chance)
 
 
-def _cost(num_rows: int) -> float:
+def pass_cost(num_rows: int) -> float:
     """Return the cost of a pass relative to one row, interpolated linearly from measurements."""
     at = min(max(1, bisect.bisect_left(_COSTS, (num_rows, 0.0))), len(_COSTS) - 1)
     (low, less) = _COSTS[at - 1]

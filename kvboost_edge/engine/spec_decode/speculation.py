@@ -27,7 +27,9 @@ from kvboost_edge.engine.spec_decode.drafting import (
     most_drafted,
     prepare_drafts,
 )
+from kvboost_edge.engine.spec_decode.model_drafts import ModelDrafts, ModelTurn, SequenceDraft
 from kvboost_edge.errors import RequestError
+from kvboost_edge.kvcache.block_table import CopyOp
 from kvboost_edge.kvcache.manager import KVCacheManager
 
 __all__ = ["DraftFields", "Speculation"]
@@ -36,13 +38,19 @@ _FORCED = 0.98  # chance that the model tokenizes a text forced by the grammar i
 
 
 class DraftTokens(Drafting):
-    """The draft tokens of one sequence, made by its drafter."""
+    """The draft tokens of one sequence, made by its drafter or by a draft model.
+
+    Attributes:
+        drafter: drafter by prompt lookup.
+        model: part of the draft model in these drafts.
+    """
 
     proposes = True
 
-    def __init__(self, drafter: Drafter) -> None:
+    def __init__(self, drafter: Drafter, model: SequenceDraft) -> None:
         super().__init__()
         self.drafter = drafter
+        self.model = model
         self._num_drafted = 0
         self._num_accepted = 0
 
@@ -53,7 +61,13 @@ class DraftTokens(Drafting):
             self._num_accepted += num_accepted
 
     def learn(self, num_drafted: int, num_accepted: int) -> None:
-        self.drafter.learn(num_drafted, num_accepted)
+        by_model = num_drafted, num_accepted
+        by_lookup = 0, 0
+        if not self.model.count:
+            by_model, by_lookup = by_lookup, by_model
+        self.model.learn(*by_model)
+        self.drafter.learn(*by_lookup)
+        self.model.clear()
 
     def release(self) -> None:
         self.drafter.release()
@@ -109,12 +123,19 @@ class Speculation(DraftPlanner):
         closes_blocks: True if a block is quantized when its last slot is written. Draft tokens then
             stay within the block.
         history_bytes: Byte limit of the draft history, or None for the default.
+        models: Drafts of a draft model, or None without one.
     """
 
     def __init__(
-        self, manager: KVCacheManager, *, closes_blocks: bool, history_bytes: int | None = None
+        self,
+        manager: KVCacheManager,
+        *,
+        closes_blocks: bool,
+        history_bytes: int | None = None,
+        models: ModelDrafts | None = None,
     ) -> None:
         self._manager = manager
+        self._models = models
         self.memory = (
             TenantHistory() if history_bytes is None else TenantHistory.within(history_bytes)
         )
@@ -149,7 +170,7 @@ class Speculation(DraftPlanner):
     def drafting(self, request: Request) -> Drafting:
         """Return the drafting feature of a new sequence, or its null implementation."""
         drafter = self.drafter(request)
-        return Drafting() if drafter is None else DraftTokens(drafter)
+        return Drafting() if drafter is None else DraftTokens(drafter, SequenceDraft(request))
 
     def draft(
         self,
@@ -179,23 +200,63 @@ class Speculation(DraftPlanner):
                 and wanted.get(sequence.index) == sequence.num_pending == 1
             ):
                 most = self.room(sequence)
-                draft = _propose(sequence, most) if most > 0 else None
+                draft = self._propose(sequence, most, num_rows) if most > 0 else None
                 if draft is not None:
                     proposed.append((sequence, draft))
-        weighed = [draft for sequence, draft in proposed if not sequence.request.always_drafts]
+        weighed = [
+            draft
+            for sequence, draft in proposed
+            if not (sequence.request.always_drafts or draft.source == "draft_model")
+        ]
         level = most_drafted(weighed, num_rows) if weighed else 0
         for waiting, (sequence, draft) in zip(range(len(proposed), 0, -1), proposed, strict=True):
-            count = min(
-                len(draft.token_ids) if sequence.request.always_drafts else level,
-                -(-budget // waiting),
-            )
+            is_weighed = not (sequence.request.always_drafts or draft.source == "draft_model")
+            count = min(level if is_weighed else len(draft.token_ids), -(-budget // waiting))
             sequence.drafting.tokens = draft.token_ids[:count]
             budget -= len(sequence.drafting.tokens)
-        for sequence, _ in proposed:
+        for sequence, draft in proposed:
             tokens = sequence.drafting.tokens
             if tokens and not reserve(sequence, sequence.num_tokens + len(tokens)):
                 num_slots = sequence.blocks.num_slots(self._manager.block_size)
                 del tokens[num_slots - sequence.num_tokens :]
+            if draft.source == "draft_model":
+                _drafts_of(sequence).model.count = len(tokens)
+
+    def _propose(self, sequence: Sequence, most: int, num_rows: int) -> DraftProposal | None:
+        """Return the tokens that the grammar forces, or else the most promising proposal.
+
+        Args:
+            most: Maximum number of draft tokens.
+            num_rows: Rows of the pass without draft tokens.
+        """
+        forced = sequence.grammar.forced()[:most]
+        if forced:
+            return DraftProposal(forced, _FORCED, "grammar")
+        drafts = _drafts_of(sequence)
+        found = drafts.drafter.propose(sequence.token_ids, most)
+        if self._models is None:
+            return found
+        return self._models.propose(sequence, drafts.model, most, num_rows, found)
+
+    def complete(
+        self,
+        work: list[ScheduledTokens[Sequence]],
+        copies: Several[CopyOp],
+        is_ending: Callable[[Sequence], bool],
+    ) -> None:
+        models = self._models
+        if models is None:
+            return
+        turns = {
+            index: ModelTurn(one.sequence, one.sequence.drafting.model)
+            for index, one in enumerate(work)
+            if isinstance(one.sequence.drafting, DraftTokens) and one.sequence.drafting.model.runs
+        }
+        models.complete(list(turns.values()), copies, is_ending)
+        for index, turn in turns.items():
+            if turn.draft.count:
+                turn.sequence.drafting.tokens = turn.tokens
+                work[index] = work[index].with_drafts(turn.tokens)
 
     @property
     def memory_bytes(self) -> int:
@@ -203,6 +264,10 @@ class Speculation(DraftPlanner):
 
     def forget_all(self) -> None:
         self.memory.forget()
+
+    def close(self) -> None:
+        if self._models is not None:
+            self._models.model.close()
 
     def remember(self, sequence: Sequence) -> None:
         """Add a finished request's uncached prompt tokens and answer to the tenant's history."""
@@ -212,19 +277,24 @@ class Speculation(DraftPlanner):
             )
 
     def settle(self, work: ScheduledTokens[Sequence], num_accepted: int) -> None:
-        """Record the outcome of a step's draft tokens and free the blocks of rejected ones."""
+        """Record the outcome of a step's draft tokens and free the blocks of rejected ones.
+
+        Blocks reserved for tokens that the draft model did not draft are freed as well.
+        """
         sequence = work.sequence
         self.num_drafted += work.num_drafted
         self.num_accepted += num_accepted
-        sequence.drafting.learn(work.num_drafted, num_accepted)
-        if work.num_drafted > num_accepted:
+        num_reserved = work.num_drafted
+        drafting = sequence.drafting
+        if self._models is not None and isinstance(drafting, DraftTokens):
+            num_reserved = max(num_reserved, drafting.model.count)
+            self._models.settle(work, drafting.model)
+        drafting.learn(work.num_drafted, num_accepted)
+        if num_reserved > num_accepted:
             self._manager.shrink(sequence.blocks, sequence.num_tokens)
 
 
-def _propose(sequence: Sequence, most: int) -> DraftProposal | None:
-    """Return the tokens that the grammar forces, or else the drafter's proposal."""
-    forced = sequence.grammar.forced()[:most]
-    if forced:
-        return DraftProposal(forced, _FORCED)
-    assert isinstance(sequence.drafting, DraftTokens), "others are not asked"
-    return sequence.drafting.drafter.propose(sequence.token_ids, most)
+def _drafts_of(sequence: Sequence) -> DraftTokens:
+    drafting = sequence.drafting
+    assert isinstance(drafting, DraftTokens), "the sequence does not draft"
+    return drafting

@@ -40,7 +40,7 @@ from kvboost_edge.engine.offload.prefetch import PrefetchQueue
 from kvboost_edge.engine.offload.tiering import Tiering
 from kvboost_edge.engine.request.request import SamplingParams
 from kvboost_edge.engine.request.results import GenerationResult
-from kvboost_edge.engine.sequence_factory import Sequences, make_scheduler
+from kvboost_edge.engine.sequence_factory import Sequences, make_model_drafts, make_scheduler
 from kvboost_edge.kvcache.block_table import CopyOp
 from kvboost_edge.kvcache.eviction.policy import TenantFloors
 from kvboost_edge.kvcache.hashing import narrowed_root, root_hash
@@ -181,7 +181,8 @@ class FakeRunner:
         backend.write_kv(0, batch.token_ids, batch.positions, layout)
         self.computed += len(batch.token_ids)
         self.batches.append(len(layout.seq_lens))
-        return np.stack([self._row(batch, int(row)) for row in batch.logit_rows])
+        rows = [self._row(batch, int(row)) for row in batch.logit_rows]
+        return np.stack(rows) if rows else np.empty((0, VOCAB_SIZE), np.float32)
 
     def deviations(
         self, batch: ForwardBatch, rows: npt.NDArray[np.int64], slots: npt.NDArray[np.int64]
@@ -228,6 +229,9 @@ class FakeRunner:
         assert batch.positions[row] == length - 1
         if int(tokens[-1]) in self.nan_for:
             return np.full(VOCAB_SIZE, np.nan, np.float32)
+        return self._logits(tokens)
+
+    def _logits(self, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
         return token_logits(tokens)
 
     def _read(self, layout: BatchLayout, sequence: int, length: int) -> tuple[Any, Any]:
@@ -375,6 +379,7 @@ class Bench:
             max_num_seqs=max_num_seqs,
             max_batch_tokens=max_batch_tokens,
             target_tpot=target_tpot,
+            models=make_model_drafts(self.parts.drafter, self.manager, self.runner.info),
         )
         sequences = Sequences(
             self.parts.tokenizer, speculation, VOCAB_SIZE, self.parts.eos_token_ids

@@ -22,7 +22,8 @@ from kvboost_edge.engine.offload.prefetch import PrefetchQueue
 from kvboost_edge.engine.offload.tiering import Tiering
 from kvboost_edge.engine.request.request import Request, SamplingParams
 from kvboost_edge.engine.request.results import GenerationResult, TokenLogprobs
-from kvboost_edge.engine.sequence_factory import Sequences, make_scheduler
+from kvboost_edge.engine.sequence_factory import Sequences, make_model_drafts, make_scheduler
+from kvboost_edge.engine.spec_decode.draft_model import DraftParts
 from kvboost_edge.kvcache.hashing import root_hash
 from kvboost_edge.kvcache.manager import KVCacheManager
 from kvboost_edge.kvcache.recurrent.snapshots import StateSizes
@@ -92,6 +93,7 @@ class NativeBench:
         max_batch_tokens: int = 64,
         tiers: Sequence[Tier] = (),
         states: StateSizes | None = None,
+        drafter: DraftParts | None = None,
     ) -> None:
         states = machine.states if states is None else states
         runner, self.backend = machine.parts(bits, threads, num_blocks, max_num_seqs + 1, states)
@@ -108,6 +110,7 @@ class NativeBench:
             max_num_seqs=max_num_seqs,
             max_batch_tokens=max_batch_tokens,
             closes_blocks=bits != (16, 16),
+            models=make_model_drafts(drafter, self.manager, runner.info),
         )
         sequences = Sequences(fake_tokenizer(), speculation, runner.info.vocab_size, frozenset())
         self.core = EngineCore(runner, self.backend, self.scheduler, sequences, True)

@@ -1,0 +1,346 @@
+"""Draft tokens from a draft model, and the filling of its KV.
+
+A step plans how many tokens the draft model proposes for each sequence, and reserves their slots.
+Before the step's pass, `ModelDrafts.complete` runs the draft model: a first pass computes the
+tokens of all sequences that it has not seen yet, and each further pass adds a token to each draft.
+
+The draft model samples like the engine's model, with the same random number for each position, so
+that sampled requests accept its tokens almost as often as greedy ones.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Several
+
+import numpy as np
+import numpy.typing as npt
+
+from kvboost_edge.engine.request.request import Request
+from kvboost_edge.engine.sampling import Sampler, make_sampler
+from kvboost_edge.engine.schedule.sequence import Sequence
+from kvboost_edge.engine.schedule.step_plan import ScheduledTokens
+from kvboost_edge.engine.spec_decode.draft_model import DraftModel, DraftRows
+from kvboost_edge.engine.spec_decode.drafting import DraftProposal, expected_rate, pass_cost
+from kvboost_edge.kvcache.block_table import CopyOp
+from kvboost_edge.runners.base import PassAbandoned
+
+__all__ = ["ModelDrafts", "ModelTurn", "SequenceDraft"]
+
+_LOG = logging.getLogger(__name__)
+
+Floats = npt.NDArray[np.float32]
+
+_MOST = 8  # draft tokens of a sequence in a step
+_CATCH_UP = 8  # tokens that the first pass of a draft computes at no notable cost
+_PASS_TOKENS = 256  # tokens in a pass that fills
+# Longest time of filling in a step, relative to a pass of the engine's model with one row.
+_FILL_COST = 1.0
+_FILL_COST_ALONE = 4.0
+_EXPECTED_TOKENS = 64  # tokens that a request generates besides as many as it has generated
+_LEAST_GAIN = 1.02
+
+_PRIOR = 2.0  # weight of _PRIOR_CHANCE, counted in drafts
+_PRIOR_CHANCE = 0.7
+_MEMORY = 0.8  # decay of earlier outcomes after a step with a draft
+_FADING = 0.97  # the same after a step without a draft
+
+
+class SequenceDraft:
+    """The part of the draft model in one sequence's drafts.
+
+    Attributes:
+        count: number of tokens to draft in this step.
+        num_fill: number of tokens before the last one to fill in this step.
+        stop: position after the last draft token that has KV.
+        is_off: True if the draft model's logits were not finite.
+    """
+
+    def __init__(self, request: Request) -> None:
+        self.count = self.num_fill = self.stop = 0
+        self.is_off = False
+        self._request = request
+        self._sampler: Sampler | None = None
+        self._right = self._wrong = 0.0
+
+    @property
+    def chance(self) -> float:
+        """Estimated probability that a token is accepted if all tokens before it are."""
+        right = self._right + _PRIOR * _PRIOR_CHANCE
+        wrong = self._wrong + _PRIOR * (1 - _PRIOR_CHANCE)
+        return right / (right + wrong)
+
+    @property
+    def runs(self) -> bool:
+        """True if the draft model runs for the sequence in this step."""
+        return self.count > 0 or self.num_fill > 0
+
+    def clear(self) -> None:
+        """End the draft of this step."""
+        self.count = self.num_fill = self.stop = 0
+
+    def learn(self, num_drafted: int, num_accepted: int) -> None:
+        """Record the outcome of a draft. Both numbers are 0 for a step without a draft."""
+        fading = _MEMORY if num_drafted else _FADING
+        self._right = self._right * fading + num_accepted
+        self._wrong = self._wrong * fading + (num_accepted < num_drafted)
+
+    def sample(self, logits: Floats, token_ids: Several[int], largest: int) -> int:
+        """Return the token that the request's sampler draws from the draft model's logits."""
+        request = self._request
+        # The sequence's own sampler must not see drafts, because mirostat's keeps a state.
+        if self._sampler is None:
+            self._sampler = make_sampler(
+                request.params,
+                request.seed,
+                request.suppressed,
+                stop_ids=request.stop_ids,
+                words=request.words,
+            )
+        return self._sampler(logits, token_ids, request.num_prompt_tokens, largest)
+
+
+class ModelTurn:
+    """The draft of one sequence while the draft model runs.
+
+    Attributes:
+        token_ids: the tokens of the sequence, followed by those drafted so far.
+        num_known: number of tokens of the sequence.
+    """
+
+    def __init__(self, sequence: Sequence, draft: SequenceDraft) -> None:
+        self.sequence = sequence
+        self.draft = draft
+        self.token_ids = list(sequence.token_ids)
+        self.num_known = len(self.token_ids)
+        self.is_done = draft.count == 0
+
+    @property
+    def tokens(self) -> list[int]:
+        """The tokens drafted so far."""
+        return self.token_ids[self.num_known :]
+
+    def next_row(self) -> DraftRows:
+        """Return the last token, whose logits give the next one."""
+        start = len(self.token_ids) - 1
+        return DraftRows(self.sequence.blocks, start, self.token_ids[start:], wants_logits=True)
+
+    def push(self, logits: Floats) -> None:
+        """Sample the next token. The draft ends before a stop token and at logits with NaN."""
+        largest = int(logits.argmax())
+        if not np.isfinite(logits[largest]):
+            self.draft.is_off = self.is_done = True
+            return
+        token_id = self.draft.sample(logits, self.token_ids, largest)
+        # The row before a stop token samples it, so its own row would be computed in vain.
+        if token_id in self.sequence.request.stop_ids:
+            self.is_done = True
+            return
+        self.token_ids.append(token_id)
+        self.is_done = len(self.token_ids) == self.num_known + self.draft.count
+
+
+class ModelDrafts:
+    """The drafts of a draft model for all sequences of an engine.
+
+    Args:
+        model: the draft model.
+        vocab_size: number of logits of the engine's model. The draft model's are cut or padded.
+        weight_bytes: size of the weights of the engine's model.
+
+    Attributes:
+        is_on: False after an error of the draft model, which turns it off for this engine.
+    """
+
+    def __init__(self, model: DraftModel, vocab_size: int, weight_bytes: int) -> None:
+        self.model = model
+        self.is_on = True
+        self._vocab_size = vocab_size
+        self._cost = model.weight_bytes / weight_bytes
+
+    def propose(
+        self,
+        sequence: Sequence,
+        draft: SequenceDraft,
+        most: int,
+        num_rows: int,
+        other: DraftProposal | None,
+    ) -> DraftProposal | None:
+        """Plan a draft, whose tokens are 0 until `complete`, or the filling for later drafts.
+
+        Args:
+            sequence: a sequence that decodes.
+            draft: its part of the draft model, which is updated.
+            most: maximum number of draft tokens.
+            num_rows: rows of the step's pass without draft tokens.
+            other: proposal of another source.
+
+        Returns:
+            The draft of the draft model, or `other` if more tokens per time are expected of it.
+        """
+        draft.clear()
+        known = sequence.num_tokens
+        most = min(most, _MOST, self.model.max_context - known + 1)
+        if not self.is_on or draft.is_off or most < 1 or len(sequence.blocks.segments) > 1:
+            return other
+        always = sequence.request.always_drafts
+        chance = draft.chance
+        rate, count = max(
+            (expected_rate(chance, count, num_rows, self._cost * count), count)
+            for count in range(1, most + 1)
+        )
+        least = _LEAST_GAIN * num_rows / pass_cost(num_rows)
+        if other is not None:
+            least = max(0.0 if always else least, _best_rate(other, num_rows))
+        elif always:
+            least = 0.0
+        if rate <= least:
+            return other
+        gap = sum(end - first for first, end in self.model.missing(sequence.blocks, known - 1))
+        if gap > _CATCH_UP:
+            draft.num_fill = gap if always else self._num_fill(sequence, gap, num_rows, rate)
+            if draft.num_fill < gap:
+                return other
+        return DraftProposal([0] * count, chance, "draft_model")
+
+    def _num_fill(self, sequence: Sequence, gap: int, num_rows: int, rate: float) -> int:
+        """Return the number of tokens to fill in this step, or 0 if filling does not pay."""
+        request = sequence.request
+        generated = sequence.num_tokens - request.num_prompt_tokens
+        expected = min(request.max_tokens - sequence.num_tokens, generated + _EXPECTED_TOKENS)
+        saved = expected * num_rows * (pass_cost(num_rows) / num_rows - 1 / rate)
+        each = self._cost * pass_cost(_PASS_TOKENS) / _PASS_TOKENS
+        if gap * each > saved:
+            return 0
+        seconds = _FILL_COST_ALONE if num_rows == 1 else _FILL_COST
+        return min(gap, max(1, int(seconds / each)))
+
+    def complete(
+        self,
+        turns: Several[ModelTurn],
+        copies: Several[CopyOp],
+        is_ending: Callable[[Sequence], bool],
+    ) -> None:
+        """Copy blocks, compute the tokens of drafts, and fill what was planned.
+
+        An error of the draft model is logged, and turns it off.
+
+        Args:
+            turns: the drafts of the step.
+            copies: blocks that the step copies.
+            is_ending: function that returns whether a sequence is about to end.
+        """
+        if not self.is_on:
+            return
+        try:
+            self.model.copy_blocks(copies)
+            self._run(turns, is_ending)
+        except PassAbandoned:
+            pass  # all sequences of the draft are ending
+        except Exception:
+            self.is_on = False
+            _LOG.exception(
+                "the draft model failed and is turned off until the engine is created again; "
+                "answers do not change"
+            )
+
+    def _run(self, turns: Several[ModelTurn], is_ending: Callable[[Sequence], bool]) -> None:
+        def is_abandoned() -> bool:
+            return all(is_ending(turn.sequence) for turn in turns)
+
+        for rows in self._first_passes(turns):
+            if is_abandoned():
+                return
+            self._pass(rows, is_abandoned)
+            for turn, one in rows:
+                self.model.note_filled(one.table, one.start, one.stop)
+                if turn.draft.is_off:
+                    self.model.forget(one.table)
+        while active := [t for t in turns if not (t.is_done or is_ending(t.sequence))]:
+            self._pass([(turn, turn.next_row()) for turn in active], is_abandoned)
+            for turn in active:
+                turn.draft.stop = len(turn.token_ids) - 1
+
+    def _pass(
+        self, rows: Several[tuple[ModelTurn, DraftRows]], is_abandoned: Callable[[], bool]
+    ) -> None:
+        """Run one pass, and sample the next token of each draft whose last token it computes."""
+        logits = self.model.forward([one for _, one in rows], is_abandoned)
+        wanted = [turn for turn, one in rows if one.wants_logits]
+        for turn, row in zip(wanted, logits, strict=True):
+            turn.push(self._fitted(row))
+
+    def _first_passes(
+        self, turns: Several[ModelTurn]
+    ) -> Iterator[list[tuple[ModelTurn, DraftRows]]]:
+        """Yield the rows of passes that compute what the draft model has not seen.
+
+        The passes end with the last token of each sequence that drafts. If two sequences lack the
+        same block, the second one drafts nothing in this step.
+        """
+        taken: set[int] = set()
+        rows: list[tuple[ModelTurn, DraftRows]] = []
+        size = 0
+        for turn in turns:
+            runs = self._runs(turn)
+            table = turn.sequence.blocks
+            blocks = {
+                table.block_ids[place // self.model.block_size]
+                for first, end in runs
+                for place in range(first, end)
+            }
+            if not taken.isdisjoint(blocks):
+                turn.is_done = True
+                continue
+            taken |= blocks
+            for first, end in runs:
+                while first < end:
+                    stop = min(end, first + _PASS_TOKENS - size)
+                    is_last = stop == turn.num_known and not turn.is_done
+                    rows.append(
+                        (turn, DraftRows(table, first, turn.token_ids[first:stop], is_last))
+                    )
+                    size += stop - first
+                    first = stop
+                    if size == _PASS_TOKENS:
+                        yield rows
+                        rows = []
+                        size = 0
+        if rows:
+            yield rows
+
+    def _runs(self, turn: ModelTurn) -> list[tuple[int, int]]:
+        """Return the runs of positions to compute before the first token is drafted."""
+        last = turn.num_known - 1
+        runs = self.model.missing(turn.sequence.blocks, last)
+        if not turn.is_done:
+            first = runs.pop()[0] if runs and runs[-1][1] == last else last
+            return [*runs, (first, turn.num_known)]
+        left = turn.draft.num_fill
+        found = []
+        for first, end in runs:
+            end = min(end, first + left)
+            left -= end - first
+            if first < end:
+                found.append((first, end))
+        return found
+
+    def settle(self, work: ScheduledTokens[Sequence], draft: SequenceDraft) -> None:
+        """Record which accepted draft tokens have KV of the draft model."""
+        stop = min(draft.stop, work.sequence.num_computed_tokens)
+        if stop > work.certain_stop:
+            self.model.note_filled(work.sequence.blocks, work.certain_stop, stop)
+
+    def _fitted(self, logits: Floats) -> Floats:
+        """Return logits [vocab_size] without the draft model's padding."""
+        size = len(logits)
+        if size >= self._vocab_size:
+            return logits[: self._vocab_size]
+        return np.pad(logits, (0, self._vocab_size - size), constant_values=-np.inf)
+
+
+def _best_rate(draft: DraftProposal, num_rows: int) -> float:
+    """Return the expected tokens per time of a pass with the best part of a draft."""
+    counts = range(1, len(draft.token_ids) + 1)
+    return max(expected_rate(draft.chance, count, num_rows) for count in counts)

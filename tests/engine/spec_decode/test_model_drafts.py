@@ -1,0 +1,354 @@
+"""A draft model changes when an answer comes, never what it is: draft models of every kind over
+the fake runner, whose next token is a hash of all tokens that it reads back.
+
+The right draft model reads its own pool, so a token that is missing there, or stale, costs accepted
+tokens: where all are accepted, all its KV is right.
+"""
+
+import logging
+import random
+
+import numpy as np
+import pytest
+
+from helpers.engine.draft_models import (
+    DRAFT_KINDS,
+    draft_runner,
+    drafting_bench,
+    models_of,
+)
+from helpers.engine.fake_runner import VOCAB_SIZE, Bench
+from kvboost_edge.config import GenerationMode
+from kvboost_edge.engine.spec_decode import model_drafts
+
+DRAFTS = {"max_draft_tokens": 4, "always_drafts": True}
+SIZE = 16
+
+
+def prompt(seed, length):
+    return np.random.default_rng(seed).integers(0, 250, length).tolist()
+
+
+def assert_all_accepted(bench):
+    speculation = bench.scheduler.speculation
+    assert models_of(bench).is_on
+    assert speculation.num_accepted == speculation.num_drafted > 0
+
+
+@pytest.mark.parametrize("drafts", DRAFT_KINDS)
+@pytest.mark.parametrize("closes_blocks", [False, True])
+def test_the_answer_is_the_same_whatever_the_draft_model_says(kind, drafts, closes_blocks):
+    for length in (1, 14, 15, 16, 17, 40):
+        bench = drafting_bench(kind, drafts)
+        bench.scheduler.speculation._closes_blocks = closes_blocks
+        result = bench.ask(prompt(length, length), 60, terms=DRAFTS)
+        assert models_of(bench).is_on
+        assert result.drafted_tokens > 20
+        if drafts in ("right", "wrong"):
+            assert result.accepted_tokens == (drafts == "right") * result.drafted_tokens
+        assert bench.manager.free_block_count == 64
+
+
+def test_a_right_draft_model_saves_passes_and_computes_each_token_once(kind):
+    bench = drafting_bench(kind)
+    passes = []
+    bench.runner.on_forward = lambda batch: passes.append(len(batch.token_ids))
+    bench.ask(prompt(0, 40), 60, terms=DRAFTS)
+    assert_all_accepted(bench)
+    assert len(passes) < 20
+    # Of the 99 tokens before the last one, those after the last draft are not computed.
+    assert 95 <= draft_runner(bench).computed <= 99
+
+
+@pytest.mark.parametrize("length", [15, 16, 17, 32, 40])
+def test_a_second_request_computes_nothing_of_a_shared_prefix_again(kind, length):
+    bench = drafting_bench(kind)
+    shared = prompt(1, length)
+    bench.ask([*shared, 1], 10, terms=DRAFTS)
+    before = draft_runner(bench).computed
+    bench.ask([*shared, 2], 10, terms=DRAFTS)
+    assert_all_accepted(bench)
+    fresh = length + 10 - length // SIZE * SIZE
+    assert draft_runner(bench).computed - before <= fresh
+
+
+def test_a_next_turn_computes_nothing_of_the_answer_again(kind):
+    bench = drafting_bench(kind)
+    first = prompt(2, 40)
+    answer = bench.ask(first, 50, terms=DRAFTS).output_token_ids
+    before = draft_runner(bench).computed
+    turn = [*first, *answer, 7, 8]
+    bench.ask(turn, 10, terms=DRAFTS)
+    assert_all_accepted(bench)
+    # The last block before the drafts may lack its last token.
+    assert draft_runner(bench).computed - before <= len(turn) % SIZE + SIZE + 10
+
+
+def test_a_fully_cached_prompt_is_copied_with_its_drafts():
+    from helpers.engine.model_kinds import PLAIN
+
+    bench = drafting_bench(PLAIN)
+    text = prompt(3, 32)
+    bench.ask([*text, 9], 4, terms=DRAFTS)
+    running = bench.submit([*text, 5], 30, terms=DRAFTS)
+    bench.step()
+    before = draft_runner(bench).computed
+    again = bench.submit(text, 8, terms=DRAFTS)
+    while not again.done:
+        bench.step()
+    assert bench.manager.cow_copies == 1
+    bench.answer(again)
+    bench.run()
+    bench.answer(running)
+    assert_all_accepted(bench)
+    assert draft_runner(bench).computed - before <= 8 + 30
+
+
+@pytest.mark.parametrize("drafts", DRAFT_KINDS)
+@pytest.mark.parametrize("seed", range(4))
+def test_many_at_once_in_a_pool_that_is_too_small(kind, drafts, seed):
+    """Preempted, sharing prefixes, cancelled between, evicted: the tokens stand, and the right draft
+    model's are all accepted.
+    """
+    rng = random.Random(seed)
+    bench = drafting_bench(
+        kind,
+        drafts,
+        rng.choice((8, 12, 64)),
+        max_num_seqs=rng.choice((2, 5)),
+        max_batch_tokens=rng.choice((3, 17, 64)),
+    )
+    bench.scheduler.speculation._closes_blocks = rng.random() < 0.5
+    handles = []
+    doomed = []
+    for number in range(12):
+        terms = {"max_draft_tokens": rng.choice((0, 1, 5, 31)), "always_drafts": True}
+        token_ids = prompt(number % 3, 40)[: rng.randrange(1, 41)]
+        handles.append(
+            bench.submit(token_ids, rng.randrange(1, 60), terms=terms, tenant="ab"[number % 2])
+        )
+        if rng.random() < 0.2:
+            doomed.append(handles[-1])
+        for _ in range(rng.randrange(12)):
+            bench.step()
+    for handle in doomed:
+        handle.cancel()
+    bench.run()
+    for handle in handles:
+        assert bench.answer(handle).finish_reason == "length" or handle in doomed
+    assert bench.manager.free_block_count == bench.manager.num_blocks
+    assert models_of(bench).is_on
+    if drafts == "right":
+        assert_all_accepted(bench)
+
+
+def test_rejected_tokens_leave_no_kv_that_later_drafts_read(kind):
+    """After a model that is wrong now and then, a right one over the same pool is always accepted."""
+    bench = drafting_bench(kind, "one off")
+    text = prompt(4, 30)
+    handle = bench.submit(text, 60, terms=DRAFTS)
+    for _ in range(20):
+        bench.step()
+    draft_runner(bench).kind = "right"
+    speculation = bench.scheduler.speculation
+    before = speculation.num_drafted - speculation.num_accepted
+    assert before > 0
+    bench.run()
+    answer = bench.answer(handle).output_token_ids
+    bench.ask([*text, *answer, 3], 20, terms=DRAFTS)
+    assert speculation.num_drafted - speculation.num_accepted == before
+
+
+def test_samples_are_those_without_drafts_and_drafts_use_the_same_random_numbers(kind):
+    options = {"temperature": 0.9, "top_p": 0.9, "seed": 7, "logprobs": 3}
+    options |= {"repetition_penalty": 1.2, "frequency_penalty": 0.3}
+
+    def sampled(bench, **more):
+        handle = bench.submit(prompt(8, 30), 50, terms=DRAFTS, **options, **more)
+        bench.run()
+        return handle.result(0)
+
+    for more in ({}, {"mirostat": 2}):
+        truth = sampled(kind.bench(), **more)
+        for drafts in DRAFT_KINDS:
+            bench = drafting_bench(kind, drafts)
+            result = sampled(bench, **more)
+            assert (result.output_token_ids, result.logprobs) == (
+                truth.output_token_ids,
+                truth.logprobs,
+            )
+            if drafts == "right" and not more:
+                assert_all_accepted(bench)
+
+
+@pytest.mark.parametrize("vocab_size", [VOCAB_SIZE - 1, VOCAB_SIZE + 12])
+def test_padding_of_the_vocabulary_is_cut(kind, vocab_size):
+    bench = drafting_bench(kind, vocab_size=vocab_size)
+    bench.ask(prompt(9, 20), 60, terms=DRAFTS, logit_bias={VOCAB_SIZE - 1: -5.0})
+    assert_all_accepted(bench)
+
+
+def test_a_stop_token_ends_the_draft(kind):
+    token_ids = prompt(3, 20)
+    truth = kind.bench().runner.expected(token_ids, 40)
+    for at in range(4, 12):
+        bench = drafting_bench(kind)
+        stopped = bench.submit(token_ids, 40, stop_ids=frozenset({truth[at]}), terms=DRAFTS)
+        limited = bench.submit([*token_ids, 1], at + 1, terms=DRAFTS)
+        bench.run()
+        assert bench.answer(stopped).finish_reason == "stop"
+        assert bench.answer(limited).finish_reason == "length"
+        assert_all_accepted(bench)
+
+
+def test_a_shorter_context_ends_drafting(kind):
+    bench = drafting_bench(kind, max_context=50)
+    positions = []
+    draft_runner(bench).on_forward = lambda batch: positions.extend(batch.positions.tolist())
+    bench.ask(prompt(5, 30), 60, terms=DRAFTS)
+    assert_all_accepted(bench)
+    assert 45 < max(positions) < 50
+    result = bench.ask(prompt(6, 60), 20, terms=DRAFTS)
+    assert result.drafted_tokens == 0
+
+
+def test_an_error_turns_the_draft_model_off_and_ends_no_request(kind, caplog):
+    bench = drafting_bench(kind)
+    first = bench.submit(prompt(5, 30), 60, terms=DRAFTS)
+    for _ in range(5):
+        bench.step()
+
+    def fail(batch):
+        raise RuntimeError("no more drafts")
+
+    draft_runner(bench).on_forward = fail
+    second = bench.submit(prompt(6, 30), 20, terms=DRAFTS)
+    with caplog.at_level(logging.ERROR):
+        bench.run()
+    for handle in (first, second):
+        bench.answer(handle)
+    assert not models_of(bench).is_on
+    assert caplog.text.count("the draft model failed") == 1
+    assert "no more drafts" in caplog.text
+    before = draft_runner(bench).computed
+    assert bench.ask(prompt(7, 30), 20, terms=DRAFTS).drafted_tokens == 0
+    assert draft_runner(bench).computed == before
+
+
+def test_nan_of_the_draft_model_ends_the_drafts_of_its_sequence_alone(kind):
+    bench = drafting_bench(kind)
+    token_ids = prompt(9, 20)
+    truth = bench.runner.expected(token_ids, 40)
+    draft_runner(bench).nan_for = {truth[12]}
+    bad = bench.submit(token_ids, 40, terms=DRAFTS)
+    other = prompt(10, 20)
+    assert truth[12] not in [*other, *bench.runner.expected(other, 40)]
+    good = bench.submit(other, 40, terms=DRAFTS)
+    bench.run()
+    assert bench.answer(bad).drafted_tokens <= 12 < 25 < bench.answer(good).drafted_tokens
+    assert models_of(bench).is_on
+
+
+def test_a_cancel_is_seen_before_the_next_pass_of_the_draft_model(kind):
+    bench = drafting_bench(kind)
+    handle = bench.submit(prompt(5, 30), 60, terms=DRAFTS)
+    for _ in range(3):
+        bench.step()
+    runner = draft_runner(bench)
+    passes = []
+
+    def cancel(batch):
+        passes.append(len(batch.token_ids))
+        handle.cancel()
+
+    runner.on_forward = cancel
+    bench.step()
+    assert len(passes) == 1
+    bench.run()
+    assert handle.result(0).finish_reason == "cancelled"
+    assert bench.manager.free_block_count == 64
+
+
+def test_two_sequences_that_lack_the_same_block_fill_it_once(kind):
+    bench = drafting_bench(kind, max_batch_tokens=64)
+    shared = prompt(1, 48)
+    bench.ask(shared, 1)  # without drafts
+    handles = [bench.submit([*shared, number], 20, terms=DRAFTS) for number in range(3)]
+    written = []
+
+    def look(batch):
+        slots = batch.layout.slot_mapping.tolist()
+        assert len(set(slots)) == len(slots)
+        written.extend(slots)
+
+    draft_runner(bench).on_forward = look
+    bench.run()
+    for handle in handles:
+        bench.answer(handle)
+    assert_all_accepted(bench)
+    assert len(written) <= 48 + 3 * 21
+
+
+def test_auto_fills_a_long_prompt_in_parts_once_enough_tokens_are_expected(kind):
+    terms = {"max_draft_tokens": 4}
+    bench = drafting_bench(kind)
+    short = bench.ask(prompt(1, 240), 3, terms=terms)
+    assert (short.drafted_tokens, draft_runner(bench).computed) == (0, 0)
+    passes = []
+    draft_runner(bench).on_forward = lambda batch: passes.append(len(batch.token_ids))
+    bench.ask(prompt(2, 240), 140, terms=terms)
+    assert_all_accepted(bench)
+    filling = [count for count in passes if count > 20]
+    assert len(filling) > 1
+    assert max(filling) < 200
+
+
+def test_a_prompt_that_is_filled_needs_no_step_of_its_own_when_drafts_are_on(kind, monkeypatch):
+    monkeypatch.setattr(model_drafts, "_PASS_TOKENS", 50)
+    bench = drafting_bench(kind)
+    passes = []
+    draft_runner(bench).on_forward = lambda batch: passes.append(len(batch.token_ids))
+    result = bench.ask(prompt(1, 130), 6, terms=DRAFTS)
+    assert passes[:4] == [50, 50, 31, 1]
+    assert result.drafted_tokens > 2
+
+
+def test_spans_from_other_positions_get_no_drafts_of_the_model():
+    from helpers.engine.model_kinds import PLAIN
+    from kvboost_edge.config import RecomputeStrategy
+    from kvboost_edge.reuse.recompute import Repair
+
+    bench = drafting_bench(PLAIN)
+    document = prompt(1, 64)
+    bench.ask(document, 1)
+    result = bench.ask(
+        [*prompt(2, 23), *document, 9],
+        20,
+        GenerationMode.CHUNK_KV_REUSE,
+        terms=DRAFTS,
+        repair=Repair(strategy=RecomputeStrategy.NONE),
+    )
+    assert result.reused_span_tokens > 0
+    assert (result.drafted_tokens, draft_runner(bench).computed) == (0, 0)
+
+
+def test_a_request_for_logits_is_not_drafted(kind):
+    bench = drafting_bench(kind)
+    _, rows = bench.submit_logits(prompt(1, 40), 10)
+    bench.run()
+    assert np.concatenate(rows).shape == (30, VOCAB_SIZE)
+    assert draft_runner(bench).computed == 0
+
+
+def test_closing_the_engine_closes_the_draft_model():
+    from helpers.engine.model_kinds import PLAIN
+
+    bench = drafting_bench(PLAIN)
+    runner, backend = bench.parts.drafter
+    bench.core.close()
+    assert runner.closed
+    assert backend.closed
+
+
+def test_an_engine_without_a_draft_model_has_none():
+    assert Bench().scheduler.speculation._models is None
