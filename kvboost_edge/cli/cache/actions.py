@@ -17,6 +17,7 @@ from rich.table import Table
 
 from kvboost_edge.cli.cache.cached_files import (
     BLOCKS,
+    SESSION,
     TOKENIZER,
     WEIGHTS,
     Kept,
@@ -41,6 +42,7 @@ _KINDS = {
     BLOCKS: ("KV cache", "KV caches"),
     WEIGHTS: ("file of packed weights", "files of packed weights"),
     TOKENIZER: ("tokenizer", "tokenizers"),
+    SESSION: ("named session", "named sessions"),
 }
 
 
@@ -206,7 +208,7 @@ def _print_status(kept: Sequence[Kept], root: Path, console: Console) -> None:
         used = sum(one.in_use for one in of_kind)
         open_now = f", {used} open in a process" if used else ""
         total = sum(one.nbytes for one in of_kind)
-        place = root if kind == BLOCKS else packed_directory()
+        place = root if kind in (BLOCKS, SESSION) else packed_directory()
         number = counted(len(of_kind), one_of, many)
         console.print(
             f"{total / 1e6:,.1f} MB in {number}{open_now}: {printable(str(place))}", soft_wrap=True

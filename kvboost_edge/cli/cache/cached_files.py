@@ -1,4 +1,4 @@
-"""Cached files on disk: KV blocks, packed weights and tokenizers of each model."""
+"""Cached files on disk: KV blocks, packed weights, tokenizers and named sessions."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from typing import Any
 
 from kvboost_edge.host.file_memo import FileStamp, cache_directory, recall
 from kvboost_edge.models.packed.weight_file import MODEL_FACT
+from kvboost_edge.tiers.disk.session_records import SessionRecord, delete_record, find_records
 from kvboost_edge.tiers.disk.survey import FoundSpace, delete_space, find_spaces
 from kvboost_edge.tiers.disk.system_calls import Files
 
 __all__ = [
     "BLOCKS",
+    "SESSION",
     "TOKENIZER",
     "WEIGHTS",
     "Kept",
@@ -28,6 +30,7 @@ __all__ = [
 BLOCKS = "blocks"
 WEIGHTS = "weights"
 TOKENIZER = "tokenizer"
+SESSION = "session"
 _ENDINGS = {".kvpack": WEIGHTS, ".kvtok": TOKENIZER}
 _DAY_S = 86_400.0
 _DESCRIBED = ("model", "kv_format", "block_size", "numerics")
@@ -36,17 +39,18 @@ _SHORT = 16  # number of fingerprint digits shown for a space
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Kept:
-    """A cache entry, which is the blocks of a space, a file of packed weights, or a tokenizer.
+    """A cache entry: the blocks of a space, a file of packed weights, a tokenizer, or a session.
 
     Attributes:
-        kind: BLOCKS, WEIGHTS or TOKENIZER.
+        kind: BLOCKS, WEIGHTS, TOKENIZER or SESSION.
         model: Name of the model; "" if unknown.
-        name: Fingerprint and format.
+        name: Fingerprint and format, or the name of the session.
         path: File or directory of the entry.
         nbytes: Size on disk in bytes.
         changed: Time of the last use, in seconds since 1970.
         in_use: True if a process has the entry open.
         space: Space of a BLOCKS entry.
+        record: Record of a SESSION entry.
     """
 
     kind: str
@@ -57,6 +61,7 @@ class Kept:
     changed: float
     in_use: bool
     space: FoundSpace | None = None
+    record: SessionRecord | None = None
 
     @property
     def days(self) -> float:
@@ -87,7 +92,7 @@ def printable(text: str) -> str:
 
 
 def find_kept(root: Path, files: Files) -> list[Kept]:
-    """Return all entries, blocks first, then by last use, oldest first. Raises OSError."""
+    """Return all entries: blocks, packed files, sessions, each oldest first. Raises OSError."""
     spaces = find_spaces(root, files)
     packed = sorted(_packed(files), key=lambda one: one.changed)
     # Another file of the same model may contain its name.
@@ -96,7 +101,8 @@ def find_kept(root: Path, files: Files) -> list[Kept]:
         described = {key: space.description.get(key) for key in ("model", "name")}
         if all(isinstance(value, str) and value for value in described.values()):
             names[_fingerprint(str(described["model"]))] = printable(str(described["name"]))
-    rows = [_blocks(space) for space in spaces] + packed
+    sessions = [_session(record) for record in find_records(root)]
+    rows = [_blocks(space) for space in spaces] + packed + sessions
     return [
         dataclasses.replace(one, model=one.model or names.get(_fingerprint(one.name), ""))
         for one in rows
@@ -107,6 +113,9 @@ def delete(one: Kept, files: Files) -> bool:
     """Delete an entry. Returns False if a process has it open. Raises OSError."""
     if one.space is not None:
         return delete_space(one.space, files)
+    if one.record is not None:
+        delete_record(one.record, files)  # a process reads it whole, and keeps no file open
+        return True
     return files.unlink_unheld(one.path)
 
 
@@ -123,6 +132,14 @@ def _blocks(space: FoundSpace) -> Kept:
     model = space.description.get("name")
     shown = printable(model) if isinstance(model, str) else ""
     return Kept(BLOCKS, shown, name, space.path, space.nbytes, space.changed, space.in_use, space)
+
+
+def _session(record: SessionRecord) -> Kept:
+    name = printable(record.name) or record.path.stem[:_SHORT]
+    model = printable(record.model)
+    return Kept(
+        SESSION, model, name, record.path, record.nbytes, record.changed, False, record=record
+    )
 
 
 def _packed(files: Files) -> Iterator[Kept]:

@@ -38,8 +38,8 @@ def cache(
         str,
         typer.Argument(
             metavar="WORD",
-            help="Text to search for in the entries' model names and fingerprints. Default: "
-            "all entries.",
+            help="Text to search for in the entries' model names, fingerprints and session names. "
+            "Default: all entries.",
         ),
     ] = "",
     disk_cache_dir: Annotated[
@@ -87,7 +87,7 @@ def cache(
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Show, verify or remove cached KV blocks and packed weights on disk.
+    """Show, verify or remove KV blocks, packed weights, tokenizers and named sessions on disk.
 
     Does not remove files that a process has open.
     """

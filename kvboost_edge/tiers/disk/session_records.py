@@ -21,6 +21,7 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+import os
 import re
 import threading
 import time
@@ -37,7 +38,14 @@ from kvboost_edge.tiers.disk.directory import check_owner
 from kvboost_edge.tiers.disk.file_names import write_whole
 from kvboost_edge.tiers.disk.system_calls import READ, Files, transferred
 
-__all__ = ["Session", "SessionInfo", "SessionStore"]
+__all__ = [
+    "Session",
+    "SessionInfo",
+    "SessionRecord",
+    "SessionStore",
+    "delete_record",
+    "find_records",
+]
 
 _MAGIC = b"KVBOOST-SESSION 1 "
 _DIRECTORY = "sessions"
@@ -79,6 +87,25 @@ class SessionInfo:
     def num_bytes(self) -> int:
         """Size of KV and record, which counts towards the tenant's limit."""
         return self.kv_bytes + self.record_bytes
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SessionRecord:
+    """File of a session, of any tenant.
+
+    Attributes:
+        path: the file.
+        name: name of the session; "" if the record is damaged.
+        model: name of the model; "" if the record is damaged.
+        nbytes: size of the file.
+        changed: time of the last write, in seconds since the epoch.
+    """
+
+    path: Path
+    name: str
+    model: str
+    nbytes: int
+    changed: float
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -136,6 +163,41 @@ class Session:
             ttl=ttl,
         )
         return cls(info, list(token_ids), content)
+
+
+def find_records(cache_directory: Path) -> list[SessionRecord]:
+    """Return the records of all tenants, oldest first. May raise OSError."""
+    root = cache_directory / _DIRECTORY
+    if not root.is_dir() or root.is_symlink():
+        return []
+    tenants = [path for path in root.iterdir() if _TENANT.fullmatch(path.name)]
+    paths = (
+        path
+        for tenant in tenants
+        if tenant.is_dir() and not tenant.is_symlink()
+        for path in tenant.iterdir()
+        if _OWN.fullmatch(path.name)
+    )
+    records = [record for record in map(_record, paths) if record is not None]
+    return sorted(records, key=lambda record: (record.changed, record.path))
+
+
+def delete_record(record: SessionRecord, files: Files) -> None:
+    """Delete a record, and its tenant's directory if that is then empty. May raise OSError."""
+    files.unlink(record.path)
+    with contextlib.suppress(OSError):
+        record.path.parent.rmdir()
+
+
+def _record(path: Path) -> SessionRecord | None:
+    try:
+        with path.open("rb") as file:
+            stat = os.fstat(file.fileno())
+            header = _header_of(file.read(_HEADER_BYTES))
+    except FileNotFoundError:  # deleted meanwhile
+        return None
+    name, model = ("", "") if header is None else (header[1].name, header[1].model)
+    return SessionRecord(path, name, model, stat.st_size, stat.st_mtime)
 
 
 class SessionStore:

@@ -18,6 +18,7 @@ from helpers.tiers.disk_cases import (
     write,
 )
 from kvboost_edge.cli.app import run
+from kvboost_edge.tiers.disk.session_records import Session, SessionStore
 
 
 @pytest.fixture
@@ -93,6 +94,30 @@ def test_the_list_begins_with_the_sum_and_has_the_largest_first(
         ["int8", "3.0"],
     ]
     assert all(len(line) <= columns for line in rows)
+
+
+def test_named_sessions_are_listed_and_removed(home, answer, printed):
+    store = SessionStore(home / "blocks")
+    for tenant, name, model in (("one", "travel", "alpha-7b"), ("two", "plans\x1b[1m", "beta-1b")):
+        session = Session.of(name, model, [1, 2, 3], {}, block_size=16, block_bytes=100)
+        store.put(tenant, None, session)
+    damaged = next(home.glob("blocks/sessions/*")) / f"{'0' * 64}.session"
+    damaged.write_bytes(b"KVBOOST-SESSION 1 damaged")
+    (home / "blocks" / "sessions" / "notes.txt").write_text("of somebody else")
+    rows = answer("list")["rows"]
+    assert {name: row["model"] for name, row in rows.items() if row["kind"] == "session"} == {
+        "travel": "alpha-7b",
+        "plans?[1m": "beta-1b",
+        "0" * 16: "",
+    }
+    assert "in 3 named sessions" in printed("cache", "status").out
+    assert list(answer("clear", "alpha-7b", "--dry-run")["rows"]) == ["alpha-7b int8", "travel"]
+    assert store.find("one", None, "travel") is not None
+    os.utime(damaged, (0, 0))
+    assert list(answer("prune", "--older-than", "1")["rows"]) == ["0" * 16]
+    assert all(row["removed"] for row in answer("clear", "--yes")["rows"].values())
+    assert store.usage("one") == store.usage("two") == (0, 0)
+    assert [path.name for path in (home / "blocks" / "sessions").iterdir()] == ["notes.txt"]
 
 
 def test_what_is_open_is_said_and_stays(home, answer):
