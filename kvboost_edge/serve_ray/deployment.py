@@ -43,7 +43,14 @@ class RayReplica(EngineReplica):
             # The ingress rejects modes that the model does not support.
             can_reuse = engine.default_reuse_refusal is None
             mode = options.mode if can_reuse else GenerationMode.PREFIX_CACHE
-            prepare(engine, options.warm, options.warm_documents, options.tenants, mode)
+            prepare(
+                engine,
+                options.warm,
+                options.warm_documents,
+                options.tenants,
+                mode,
+                warm_systems=options.warm_systems,
+            )
             engine.read_ahead()
 
         name = serve.get_replica_context().replica_id.unique_id

@@ -62,10 +62,11 @@ class ReplicaOptions(NamedTuple):
     Attributes:
         model: Path or id of the model.
         engine: Engine options.
-        warm: Prompt prefixes to compute before requests are accepted.
+        warm: Prompts to compute before requests are accepted.
         warm_documents: Documents to compute before requests are accepted.
-        tenants: Tenants whose caches each get these prefixes and documents.
+        tenants: Tenants whose caches each get these prompts, messages and documents.
         mode: Cache mode of requests that do not set one.
+        warm_systems: System messages to compute before requests are accepted.
     """
 
     model: str
@@ -74,6 +75,7 @@ class ReplicaOptions(NamedTuple):
     warm_documents: tuple[str, ...] = ()
     tenants: tuple[str | None, ...] = (None,)
     mode: GenerationMode = GenerationMode.PREFIX_CACHE
+    warm_systems: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         """Return a text without the engine options, which may contain a password."""

@@ -76,6 +76,7 @@ def replica_options(options: ServeOptions) -> ReplicaOptions:
         options.warm_documents,
         tenants or (None,),
         GenerationMode(options.settings.mode),
+        options.warm_systems,
     )
 
 

@@ -97,7 +97,7 @@ def _serve(options: ServeOptions, ended: threading.Event) -> None:
                 return
             # A single model stays loaded unless keep_alive is set.
             leaves = bool(options.others) or options.settings.keep_alive is not None
-            bare = dataclasses.replace(options, warm=(), warm_documents=())
+            bare = dataclasses.replace(options, warm=(), warm_systems=(), warm_documents=())
             app = create_app(
                 engine,
                 options.settings,
@@ -295,7 +295,14 @@ def _load(model: str, options: ServeOptions, stopped: threading.Event) -> CPUPag
     try:
         tenants = [tenant_of_key(key) for key in options.settings.all_keys]
         mode = check_default_mode(engine, model, options)
-        prepare(engine, options.warm, options.warm_documents, tenants, mode)
+        prepare(
+            engine,
+            options.warm,
+            options.warm_documents,
+            tenants,
+            mode,
+            warm_systems=options.warm_systems,
+        )
         stats = engine.paged_stats()
         shown = {
             name: stats[name]

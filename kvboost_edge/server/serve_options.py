@@ -72,7 +72,9 @@ class ServeOptions:
         model: the first model; `settings` holds its names.
         engine: options of the engine.
         settings: settings of the server.
-        warm: texts that the first model caches before the first request.
+        warm: prompts that the first model caches before the first request.
+        warm_systems: system messages that the first model caches before the first request, as its
+            chat template writes them.
         warm_documents: documents that the first model caches one by one before the first request.
         others: models that are loaded on demand.
         workers: number of engines, each in a separate process.
@@ -84,6 +86,7 @@ class ServeOptions:
     engine: dict[str, Any] = dataclasses.field(repr=False)  # redis_url may hold a password
     settings: ServerSettings
     warm: tuple[str, ...]
+    warm_systems: tuple[str, ...] = ()
     warm_documents: tuple[str, ...] = ()
     others: tuple[NamedModel, ...] = ()
     workers: int = 1
@@ -122,8 +125,15 @@ _COMMAND = {  # flags of the command that are not settings
         unset="none",
     ),
     "warm": Option(
-        help="Text that the first model caches at start. @FILE reads the text from a file. "
-        "Repeatable",
+        help="Prompt that the first model caches at start as it is, without the chat template, "
+        "for requests to /v1/completions. @FILE reads the text from a file. Repeatable",
+        group="Cache",
+        many=True,
+        metavar="TEXT",
+    ),
+    "warm_system": Option(
+        help="System message that the first model caches at start, for chats without tools that "
+        "begin with it. @FILE reads the text from a file. Repeatable",
         group="Cache",
         many=True,
         metavar="TEXT",
@@ -265,6 +275,7 @@ def options_from(flags: Mapping[str, Any]) -> ServeOptions:
         engine,
         chosen,
         tuple(map(_warm_text, given.get("warm", ()))),
+        tuple(map(_warm_text, given.get("warm_system", ()))),
         tuple(map(_warm_text, given.get("warm_document", ()))),
         tuple(others),
         workers=workers,

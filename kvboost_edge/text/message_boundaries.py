@@ -1,4 +1,4 @@
-"""Message boundaries: positions where user messages begin in a prompt.
+"""Message boundaries: positions where user messages begin, and the prefix that chats share.
 
 Other prompts may share the text before a boundary.
 """
@@ -14,7 +14,7 @@ import numpy as np
 from kvboost_edge.errors import RequestError
 from kvboost_edge.text.tokenizer import Tokenizer
 
-__all__ = ["user_starts"]
+__all__ = ["system_prefix", "user_starts"]
 
 # Message contents that occur in no template.
 _FIRST = "aqxj"
@@ -40,6 +40,24 @@ def user_starts(tokenizer: Tokenizer, token_ids: Sequence[int]) -> tuple[int, ..
     for offset, token_id in enumerate(header):
         found &= ids[offset : offset + len(found)] == token_id
     return tuple(np.flatnonzero(found).tolist())
+
+
+def system_prefix(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Return the token ids that all chats with the system message `text` begin with.
+
+    Chats with tools may begin differently.
+
+    Raises:
+        RequestError: the model has no chat template, or it refuses system messages.
+    """
+    first, second = (
+        tokenizer.encode_chat(
+            [{"role": "system", "content": text}, {"role": "user", "content": user}]
+        )
+        for user in (_FIRST, _SECOND)
+    )
+    pairs = zip(first, second, strict=False)
+    return [one for one, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)]
 
 
 def _user_header(tokenizer: Tokenizer) -> tuple[int, ...]:

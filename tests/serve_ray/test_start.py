@@ -75,8 +75,10 @@ def test_what_a_replica_raised_while_it_loaded_is_told(text, kind, words):
 
 
 def test_replicas_are_prepared_for_the_default_mode():
-    options = parse_flags(["--mode", "chunk_kv_reuse"], "kvboost-server")
-    assert replica_options(options).mode is GenerationMode.CHUNK_KV_REUSE
+    flags = ["--mode", "chunk_kv_reuse", "--warm-system", "You are kind."]
+    options = replica_options(parse_flags(flags, "kvboost-server"))
+    assert options.mode is GenerationMode.CHUNK_KV_REUSE
+    assert options.warm_systems == ("You are kind.",)
 
 
 def test_arguments_of_a_serve_yaml_are_the_commands_flags(monkeypatch):

@@ -225,7 +225,11 @@ def test_warm_texts(tmp_path):
         "from a file",
         "two",
     )
-    for flag in ("--warm", "--warm-document"):
+    assert parse("--warm-system", f"@{file}", "--warm-system", "two").warm_systems == (
+        "from a file",
+        "two",
+    )
+    for flag in ("--warm", "--warm-system", "--warm-document"):
         with pytest.raises(ConfigError, match="missing"):
             parse(flag, f"@{tmp_path / 'missing'}")
 

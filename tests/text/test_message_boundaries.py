@@ -4,8 +4,9 @@ import pytest
 
 from helpers.text.byte_level import byte_level
 from helpers.text.chat_templates import HERMES
+from kvboost_edge.errors import RequestError
 from kvboost_edge.text.codec import FastCodec
-from kvboost_edge.text.message_boundaries import user_starts
+from kvboost_edge.text.message_boundaries import system_prefix, user_starts
 from kvboost_edge.text.tokenizer import Tokenizer
 
 LLAMA = """{{ '<|begin|>' }}{% for m in messages %}{{ '<|head|>' + m.role + '<|/head|>\\n\\n' + m.content + '<|eot|>' }}
@@ -74,3 +75,26 @@ def test_a_short_prompt_has_none():
     tokenizer = tokenizer_of(HERMES)
     assert user_starts(tokenizer, []) == ()
     assert user_starts(tokenizer, tokenizer.encode("<|im_start|>us")) == ()
+
+
+@pytest.mark.parametrize(
+    ("template", "end"),
+    [
+        (HERMES, "kind.<|im_end|>\n<|im_start|>user\n"),
+        (LLAMA, "user<|/head|>\n\n"),
+        (PLAIN, "user: "),
+    ],
+    ids=["chatml", "llama", "no special token"],
+)
+def test_the_prefix_of_chats_with_a_system_message_ends_where_the_user_s_text_begins(template, end):
+    tokenizer = tokenizer_of(template)
+    prefix = system_prefix(tokenizer, "You are kind.")
+    assert tokenizer.decode(prefix, False).endswith(end)
+    chat = [{"role": "system", "content": "You are kind."}, {"role": "user", "content": "So?"}]
+    assert tokenizer.encode_chat(chat)[: len(prefix)] == prefix
+
+
+@pytest.mark.parametrize("template", [None, STRICT], ids=["none", "refuses"])
+def test_there_is_no_such_prefix_without_a_template_that_takes_it(template):
+    with pytest.raises(RequestError, match="template"):
+        system_prefix(tokenizer_of(template), "You are kind.")
