@@ -51,7 +51,10 @@ def prepare(
         engine.generate([0, 0], max_new_tokens=2, mode="baseline")
         if mode is GenerationMode.CHUNK_KV_REUSE:
             engine.generate([0, 0], max_new_tokens=2, mode=mode)
-    prompts: list[Prompt] = [*warm, *(_system_prefix(engine.tokenizer, text) for text in warm_systems)]
+    prompts: list[Prompt] = [
+        *warm,
+        *(_system_prefix(engine.tokenizer, text) for text in warm_systems),
+    ]
     for tenant in tenants or [None]:
         warmed = [engine.warm(prompt, tenant=tenant) for prompt in prompts]
         if warm_documents:
