@@ -95,10 +95,16 @@ _OF_BOTH = [
     ),
     *several("kvboost", "chunk_kv_reuse", []),
     ({"kvboost": {"max_draft_tokens": 64}}, "kvboost", "max_draft_tokens"),
+    (
+        {"speculative.n_max": 4, "kvboost": {"max_draft_tokens": 4}},
+        "speculative.n_max",
+        "kvboost.max_draft_tokens are both given",
+    ),
     # Of other servers, with what to use here.
     ({"typical_p": 0}, "typical_p", "greater than 0"),
     ({"mirostat": 1}, "mirostat", "use 2"),
     ({"tfs_z": 0.9}, "tfs_z", "min_p"),
+    ({"speculative.n_min": 2}, "speculative.n_min", "short drafts are verified too"),
     ({"samplers": ["infill"]}, "samplers", "'infill', which is not one of penalties, dry,"),
     ({"min_tokens": 10**6}, "min_tokens", "use at most"),
     ({"n_probs": 5}, "n_probs", "logprobs"),

@@ -9,8 +9,11 @@ import pytest
 
 from helpers.engine.fake_runner import fake_engine
 from helpers.server.live_servers import app_client
+from kvboost_edge.config import MOST_DRAFT_TOKENS
 from kvboost_edge.engine.grammar.compiler import GrammarCompiler
 from kvboost_edge.server import serve
+from kvboost_edge.server.api.schemas.chat import ChatRequest
+from kvboost_edge.server.api.schemas.completions import CompletionRequest
 from kvboost_edge.server.app import create_app
 from kvboost_edge.server.settings import ServerSettings
 
@@ -122,6 +125,27 @@ async def test_several_choices_fit_each(app):
     assert len(set(texts)) > 1
     for text in texts:
         jsonschema_rs.validate(SCHEMA, json.loads(text))
+
+
+async def test_llama_cpp_s_limit_of_drafts(app):
+    """0 turns drafts off, and a maximum above the engine's own one is the engine's."""
+    for number, drafts in ((0, {"speculation": "off"}), (4, {"max_draft_tokens": 4})):
+        for path, asked in ((COMPLETIONS, body(COMPLETIONS)), (CHAT, body(CHAT))):
+            model = CompletionRequest if path == COMPLETIONS else ChatRequest
+            read = model.model_validate({**asked, "speculative.n_max": number})
+            assert read.engine_options == drafts
+    read = ChatRequest.model_validate({**body(CHAT), "speculative.n_max": 1000})
+    assert read.engine_options == {"max_draft_tokens": MOST_DRAFT_TOKENS}
+    found = {}
+    for number in (0, 4):
+        answer = await app.post(
+            "/completion",
+            json={"prompt": "hello", "json_schema": SCHEMA, "seed": 3, "speculative.n_max": number},
+        )
+        found[number] = answer.json()
+    assert found[0]["content"] == found[4]["content"]
+    assert found[0]["timings"]["draft_n"] == 0
+    assert found[4]["generation_settings"]["speculative.n_max"] == 4
 
 
 async def test_drafts_are_counted_and_change_nothing(app):

@@ -30,11 +30,13 @@ _SAMPLERS = {
 _CACHE = {
     f"kvboost.{name}": name for name in ("recompute_overlap", "recompute_ratio", "max_draft_tokens")
 }
+_DRAFTS = {"speculative.n_max": "draft_n_max"}
 _TEMPLATE = {"chat_template_kwargs.{}": "template_number"}
 _COMPLETING = {
     **_SAMPLING,
     **_PENALTIES,
     **_CACHE,
+    **_DRAFTS,
     **_SAMPLERS,
     "n": "n",
     "min_tokens": "min_tokens",
@@ -48,6 +50,7 @@ _COMPLETING = {
 }
 _LLAMA = {
     **_SAMPLING,
+    **_DRAFTS,
     **_PENALTIES,
     **_SAMPLERS,
     "n_predict": "num_predict",
@@ -273,7 +276,7 @@ def with_value(path, place, value):
         body["messages"][-1]["tool_calls"][0]["function"]["index"] = mark
         body["messages"] += [{"role": "tool", "content": "ten"}, *said("hello")]
         return json.dumps(body).replace(f'"{mark}"', value).encode()
-    first, *rest = place.split(".")
+    first, *rest = [place] if place in _DRAFTS else place.split(".")
     held = mark
     for name in reversed(rest):
         held = (
@@ -343,7 +346,8 @@ def test_an_optional_field_may_be_null_and_none_takes_any_number(path):
     """A field that takes 10^30 has no bound."""
     model = BODIES[path]
     base = ASKED[path]("hello")
-    for name, field in model.model_fields.items():
+    for own_name, field in model.model_fields.items():
+        name = field.alias or own_name
         if type(None) in get_args(field.annotation) and name not in base:
             body = model.model_validate({**base, name: None})
             getattr(body, "check_together", bool)()

@@ -32,6 +32,7 @@ from kvboost_edge.server.api.schemas.answer_format import (
 )
 from kvboost_edge.server.api.schemas.cache_use import CacheUse
 from kvboost_edge.server.api.schemas.samplers import LengthFields, SamplerFields
+from kvboost_edge.server.api.schemas.speculative import SpeculativeFields
 from kvboost_edge.server.api.schemas.strict import Strict, bad_field, field_error
 from kvboost_edge.server.api.schemas.unsupported_fields import GENERATING
 
@@ -307,7 +308,7 @@ class StreamOptions(Strict):
     )
 
 
-class SamplingFields(SamplerFields, LengthFields):
+class SamplingFields(SpeculativeFields, SamplerFields, LengthFields):
     """Fields of both generation endpoints: OpenAI's first, then those of vLLM and llama.cpp."""
 
     foreign = GENERATING
@@ -385,6 +386,12 @@ class SamplingFields(SamplerFields, LengthFields):
             raise bad_field("stream_options", "stream_options is only allowed when stream is true")
         if self.kvboost is not None:
             self.kvboost.check_together(self.cache_prompt)
+            if self.draft_options and self.kvboost.drafts:
+                named = f"kvboost.{next(iter(self.kvboost.drafts))}"
+                raise bad_field(
+                    "speculative.n_max",
+                    f"speculative.n_max and {named} are both given; give one of them",
+                )
         if isinstance(found := self._answer_formats(), tuple):
             raise bad_field(found[1], f"{found[0]} and {found[1]} are both given; give one of them")
 
@@ -425,7 +432,8 @@ class SamplingFields(SamplerFields, LengthFields):
     @property
     def engine_options(self) -> dict[str, Any]:
         """Arguments of the engine's `submit` for non-prefix KV reuse and speculative decoding."""
-        return {} if self.kvboost is None else {**self.kvboost.repair, **self.kvboost.drafts}
+        ours = {} if self.kvboost is None else {**self.kvboost.repair, **self.kvboost.drafts}
+        return {**ours, **self.draft_options}
 
     @property
     def cache_key(self) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Mapping
 from typing import Any, ClassVar
 
@@ -33,7 +34,12 @@ class Strict(BaseModel):
     @classmethod
     def wire_names(cls) -> Collection[str]:
         """Names of the fields in JSON."""
-        return cls.model_fields
+        return _wire_names(cls)
+
+
+@functools.cache
+def _wire_names(cls: type[Strict]) -> Collection[str]:
+    return dict.fromkeys(field.alias or name for name, field in cls.model_fields.items())
 
 
 def field_error(kind: str, message: str) -> PydanticCustomError:

@@ -67,6 +67,8 @@ GENERATING: dict[str, Foreign] = {
     "response_fields": Foreign("answers always have all fields", ([],)),
     "lora": Foreign("LoRA adapters are not supported", ([],)),
     "image_data": Foreign(NO_IMAGES, ([],)),
+    "speculative.n_min": Foreign("short drafts are verified too where they save time", (0,)),
+    "speculative.p_min": Foreign("the number of draft tokens follows from their acceptance", (0,)),
     "reasoning_format": Foreign("reasoning is always in reasoning_content", ("auto", "deepseek")),
     # vLLM
     "use_beam_search": Foreign("use n or best_of with a temperature", (False,)),

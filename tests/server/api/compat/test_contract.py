@@ -602,7 +602,8 @@ async def test_bad_fields_are_refused_by_name(app, path):
         error = answer.json()["error"]
         if "param" in error:
             assert error["type"] == "invalid_request_error"
-            assert (error["param"] or "").partition(".")[0] == name, (shown, error)
+            param = error["param"] or ""
+            assert name in (param, param.partition(".")[0]), (shown, error)
         else:
             assert name in message, (shown, message)
         assert all(word in message for word in words), (shown, message)

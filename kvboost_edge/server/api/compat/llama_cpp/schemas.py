@@ -22,6 +22,7 @@ from kvboost_edge.server.api.schemas.shared import (
     is_text,
     number_schema,
 )
+from kvboost_edge.server.api.schemas.speculative import SpeculativeFields
 from kvboost_edge.server.api.schemas.strict import Strict, field_error
 from kvboost_edge.server.api.schemas.tools import Tools
 from kvboost_edge.server.api.schemas.unsupported_fields import GENERATING, NO_IMAGES, Foreign
@@ -34,7 +35,7 @@ Pieces = list[str | list[int]]
 _HERE = (
     *("penalize_nl", "post_sampling_probs", "n_keep", "n_discard", "n_indent", "tfs_z"),
     *("t_max_predict_ms", "timings_per_token", "response_fields", "lora"),
-    "image_data",
+    *("image_data", "speculative.n_min", "speculative.p_min"),
 )
 _FOREIGN = {
     **{name: GENERATING[name] for name in _HERE},
@@ -107,7 +108,7 @@ Prompt = Annotated[
 ]
 
 
-class _Sampling(SamplerFields):
+class _Sampling(SpeculativeFields, SamplerFields):
     """llama.cpp's sampling fields.
 
     `n_predict` -1 and -2 let the answer fill the context.

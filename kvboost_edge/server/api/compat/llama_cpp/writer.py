@@ -144,6 +144,7 @@ class LlamaWriter(TurnWriter):
             "stream": bool(body.stream),
             "ignore_eos": bool(body.ignore_eos),
             "grammar": body.grammar or "",
+            **({} if body.draft_n_max is None else {"speculative.n_max": body.draft_n_max}),
         }
 
 

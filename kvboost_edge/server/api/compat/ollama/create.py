@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 from fastapi.exceptions import RequestValidationError
@@ -72,10 +72,6 @@ class OllamaCreate(Strict):
     stream: bool | None = Field(
         None, description="Send the progress as a stream of JSON lines; true by default."
     )
-
-    @classmethod
-    def wire_names(cls) -> Collection[str]:
-        return [field.alias or name for name, field in cls.model_fields.items()]
 
     @property
     def given(self) -> str:
