@@ -7,6 +7,7 @@ from collections import Counter
 
 import pytest
 
+from helpers.engine.draft_models import DRAFT_KINDS, draft_runner, fake_drafter, models_of
 from helpers.engine.fake_runner import EOS_ID, ROOT, Bench, expected_tokens
 from helpers.engine.hand_io_thread import DictTier
 from helpers.engine.hostile_drafts import draft_in_turn
@@ -48,14 +49,17 @@ class RandomSchedule:
         max_num_seqs = self.rng.randrange(1, 13)
         near = DictTier("near", losses=0.1, seed=seed)
         far = DictTier("far", knows=False, losses=0.1, seed=seed)
+        num_blocks = rng.choice((6, 7, 8, 40))
+        drafts = (*DRAFT_KINDS, "")[seed % 5]
         self.bench = kind.bench(
-            rng.choice((6, 7, 8, 40)),
+            num_blocks,
             max_num_seqs + rng.choice((1, 2, 5, 40)),
             interval=rng.choice((16, 32, 1024)),
             every_block=rng.random() < 0.25,
             max_num_seqs=max_num_seqs,
             max_batch_tokens=rng.choice((1, 2, 7, 16, 33, 64)),
             tiers=([], [near], [far], [near, far])[seed // 2 % 4],
+            drafter=fake_drafter(num_blocks, drafts, of=kind) if drafts else None,
         )
         self.bench.scheduler.speculation._closes_blocks = rng.random() < 0.3
         draft_in_turn(self.bench)
@@ -171,6 +175,9 @@ class RandomSchedule:
         found += Counter(
             right=speculation.num_accepted, wrong=speculation.num_drafted - speculation.num_accepted
         )
+        if bench.parts.drafter is not None:
+            assert models_of(bench).is_on
+            found.update(by_model=draft_runner(bench).computed)
         if (states := bench.manager.states) is not None:
             assert states.slots.num_used == sum(states.slots.counts().values())
             assert bench.runner.taken_in == speculation.num_accepted or self.fails
@@ -182,10 +189,11 @@ EXPECTED = {
     "preemptions": 9,
     "pool": 1200,
     "near": 60,
-    "far": 30,
+    "far": 15,
     "failed": 12,
     "right": 240,
     "wrong": 240,
+    "by_model": 240,
 }
 OF_KIND = {PLAIN: {"spans": 30}, HYBRID: {"missing_states": 3, "replayed": 60, "saved": 90}}
 

@@ -18,8 +18,10 @@ from helpers.engine.draft_models import (
     models_of,
 )
 from helpers.engine.fake_runner import VOCAB_SIZE, Bench
-from kvboost_edge.config import GenerationMode
+from helpers.engine.model_kinds import PLAIN
+from kvboost_edge.config import GenerationMode, RecomputeStrategy
 from kvboost_edge.engine.spec_decode import model_drafts
+from kvboost_edge.reuse.recompute import Repair
 
 DRAFTS = {"max_draft_tokens": 4, "always_drafts": True}
 SIZE = 16
@@ -85,8 +87,6 @@ def test_a_next_turn_computes_nothing_of_the_answer_again(kind):
 
 
 def test_a_fully_cached_prompt_is_copied_with_its_drafts():
-    from helpers.engine.model_kinds import PLAIN
-
     bench = drafting_bench(PLAIN)
     text = prompt(3, 32)
     bench.ask([*text, 9], 4, terms=DRAFTS)
@@ -314,10 +314,6 @@ def test_a_prompt_that_is_filled_needs_no_step_of_its_own_when_drafts_are_on(kin
 
 
 def test_spans_from_other_positions_get_no_drafts_of_the_model():
-    from helpers.engine.model_kinds import PLAIN
-    from kvboost_edge.config import RecomputeStrategy
-    from kvboost_edge.reuse.recompute import Repair
-
     bench = drafting_bench(PLAIN)
     document = prompt(1, 64)
     bench.ask(document, 1)
@@ -341,8 +337,6 @@ def test_a_request_for_logits_is_not_drafted(kind):
 
 
 def test_closing_the_engine_closes_the_draft_model():
-    from helpers.engine.model_kinds import PLAIN
-
     bench = drafting_bench(PLAIN)
     runner, backend = bench.parts.drafter
     bench.core.close()

@@ -18,6 +18,7 @@ from helpers.engine.fake_runner import (
     token_logits,
 )
 from helpers.engine.model_kinds import PLAIN, ModelKind
+from helpers.engine.native_bench import NativeBench
 from kvboost_edge.engine.spec_decode.draft_model import DraftParts
 from kvboost_edge.engine.spec_decode.model_drafts import ModelDrafts
 from kvboost_edge.runners.base import ForwardBatch
@@ -80,17 +81,13 @@ def drafting_bench(
     draft_options = {
         name: options.pop(name) for name in ("vocab_size", "max_context") if name in options
     }
-    draft_options["of"] = kind
-    states = {name: options.pop(name) for name in ("num_draft_rows",) if name in options}
-    parts = dataclasses.replace(
-        kind.parts(num_blocks, **states), drafter=fake_drafter(num_blocks, drafts, **draft_options)
-    )
-    bench = Bench(parts=parts, **options)
+    drafter = fake_drafter(num_blocks, drafts, of=kind, **draft_options)
+    bench = kind.bench(num_blocks, drafter=drafter, **options)
     without_lookup(bench)
     return bench
 
 
-def without_lookup(bench: Bench) -> None:
+def without_lookup(bench: Bench | NativeBench) -> None:
     """Let prompt lookup find nothing in the requests of a bench."""
     speculation = bench.scheduler.speculation
     make = speculation.drafter

@@ -4,12 +4,14 @@ recurrent states.
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 from typing import Any
 
 from helpers.engine.fake_hybrid import hybrid_parts
 from helpers.engine.fake_runner import Bench, fake_parts
 from kvboost_edge.engine.build import EngineParts
+from kvboost_edge.engine.spec_decode.draft_model import DraftParts
 
 
 class ModelKind(enum.Enum):
@@ -34,15 +36,17 @@ class ModelKind(enum.Enum):
         interval: int = 1024,
         every_block: bool = False,
         num_draft_rows: int = 31,
+        drafter: DraftParts | None = None,
         **options: Any,
     ) -> Bench:
-        """Make an engine that is stepped by hand."""
+        """Make an engine that is stepped by hand, perhaps with a draft model."""
         states = {
             "interval": interval,
             "every_block": every_block,
             "num_draft_rows": num_draft_rows,
         }
-        return Bench(parts=self.parts(num_blocks, num_slots, **states), **options)
+        parts = self.parts(num_blocks, num_slots, **states)
+        return Bench(parts=dataclasses.replace(parts, drafter=drafter), **options)
 
     def cached(self, length: int) -> int:
         """Count the tokens of a prompt of this length that a cache of all of it serves.

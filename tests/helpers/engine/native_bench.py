@@ -51,6 +51,7 @@ class Machine:
         self.states = states
         self._runners: dict[tuple[Bits, int], NativeRunner] = {}
         self._backends: dict[tuple[Bits, int, int, int, int, int], CPUBackend] = {}
+        self._drafters: dict[int, DraftParts] = {}
 
     def parts(
         self, bits: Bits, threads: int, num_blocks: int, num_open: int, states: StateSizes | None
@@ -74,7 +75,19 @@ class Machine:
         runner.bind(self._backends[key])
         return runner, self._backends[key]
 
+    def drafter(self, num_blocks: int) -> DraftParts:
+        """The model as a draft model of an engine with so many blocks. It has its own runner."""
+        if num_blocks not in self._drafters:
+            runner = NativeRunner.from_dir(self._directory, weights=self._weights, num_threads=1)
+            backend = CPUBackend(runner.info.kv_spec, num_blocks, num_threads=1)
+            runner.bind(backend)
+            self._drafters[num_blocks] = DraftParts(runner, backend)
+        return self._drafters[num_blocks]
+
     def close(self) -> None:
+        for drafter in self._drafters.values():
+            for part in drafter:
+                part.close()
         for part in (*self._runners.values(), *self._backends.values()):
             part.close()
 

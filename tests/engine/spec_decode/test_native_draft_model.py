@@ -1,0 +1,95 @@
+"""A draft model on the native runner: answers, log probabilities and the KV of published blocks are
+equal to the bit to those without it, for every width of the engine's KV.
+"""
+
+import random
+
+import pytest
+
+from helpers.engine.draft_models import without_lookup
+from helpers.engine.native_bench import ALL_BITS, ROOT, NativeBench
+from helpers.engine.native_kinds import machine_of
+from kvboost_edge.engine.request.request import SamplingParams
+
+NUM_BLOCKS = 64
+DRAFTS = {"max_draft_tokens": 5, "always_drafts": True}
+
+
+@pytest.fixture(scope="module")
+def machines(tmp_path_factory):
+    """The engine's model, and another draft model of the same vocabulary."""
+    folder = tmp_path_factory.mktemp("drafts")
+    made = machine_of("qwen3", "int8", folder), machine_of("qwen2", "int8", folder)
+    yield made
+    for machine in made:
+        machine.close()
+
+
+def requests(seed):
+    rng = random.Random(seed)
+    stem = [rng.randrange(250) for _ in range(40)]
+    for number in range(6):
+        drawn = {"temperature": 1.1, "top_p": 0.95, "seed": number} if number % 2 else {}
+        params = SamplingParams(max_new_tokens=30, logprobs=2, **({"temperature": 0.0} | drawn))
+        yield [*stem[: rng.randrange(1, 41)], number], params
+
+
+def run(bench, seed, **fields):
+    """The results of some requests that overlap, and the KV of all published blocks by hash."""
+    handles = []
+    for prompt, params in requests(seed):
+        handles.append(bench.submit(prompt, params, **fields))
+        for _ in range(4):
+            bench.step()
+    bench.run()
+    bench.assert_clean()
+    blocks = bench.manager.content.under(ROOT)
+    kv = bench.backend.read_blocks(blocks)
+    hashes = bench.manager.content.hashes(blocks)
+    results = [handle.result(0) for handle in handles]
+    return (
+        [(one.output_token_ids, one.logprobs) for one in results],
+        {key: row.tobytes() for key, row in zip(hashes, kv, strict=True)},
+        sum(one.accepted_tokens for one in results),
+    )
+
+
+@pytest.mark.parametrize("bits", ALL_BITS, ids=str)
+def test_answers_and_published_kv_equal_those_without_it(machines, bits):
+    machine, other = machines
+    answers, kv, _ = run(NativeBench(machine, bits=bits), 0)
+    assert len(kv) > 10
+    accepted = []
+    for maker in (machine, other):
+        drafter = maker.drafter(NUM_BLOCKS)
+        bench = NativeBench(machine, bits=bits, num_blocks=NUM_BLOCKS, drafter=drafter)
+        without_lookup(bench)
+        found, found_kv, num_accepted = run(bench, 0, **DRAFTS)
+        assert found == answers
+        assert found_kv == kv
+        assert bench.scheduler.speculation._models.is_on
+        accepted.append(num_accepted)
+    assert accepted[0] > 30
+
+
+def test_the_same_model_is_always_right(machines):
+    machine, _ = machines
+    bench = NativeBench(
+        machine, num_blocks=NUM_BLOCKS, max_num_seqs=3, drafter=machine.drafter(NUM_BLOCKS)
+    )
+    without_lookup(bench)
+    for seed in range(3):
+        run(bench, seed, **DRAFTS)
+    speculation = bench.scheduler.speculation
+    assert speculation.num_accepted == speculation.num_drafted > 150
+
+
+def test_the_same_model_is_right_after_preemptions(machines):
+    machine, _ = machines
+    bench = NativeBench(machine, num_blocks=8, max_num_seqs=4, drafter=machine.drafter(8))
+    without_lookup(bench)
+    for seed in range(3):
+        run(bench, seed, **DRAFTS)
+    speculation = bench.scheduler.speculation
+    assert bench.scheduler.num_preemptions > 0
+    assert speculation.num_accepted == speculation.num_drafted > 100
