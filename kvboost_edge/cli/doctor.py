@@ -13,7 +13,7 @@ import typer
 
 from kvboost_edge.backends.select import choose_backend
 from kvboost_edge.cli.console import open_console
-from kvboost_edge.cli.inspect import installed_route, report_table
+from kvboost_edge.cli.inspect import installed_route, mtp_report, report_table
 from kvboost_edge.cli.session import found_model
 from kvboost_edge.compat.flash import get_flash_attn_tier
 from kvboost_edge.config import EngineConfig
@@ -188,6 +188,7 @@ def _model(model: str, options: dict[str, Any], config: EngineConfig) -> dict[st
                 **found,
                 "chunk_reuse": _chunk_reuse(checkpoint, config, found),
                 **_memory_of(checkpoint, config, found),
+                **mtp_report(checkpoint, found),
             }
     except KVBoostError as error:
         return {"problem": str(error)}

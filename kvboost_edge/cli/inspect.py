@@ -21,9 +21,18 @@ from kvboost_edge.models.config.architectures import (
 )
 from kvboost_edge.models.config.json_readers import text_config
 from kvboost_edge.models.families.fields import size_of
+from kvboost_edge.models.packed.pack_plan import plan_bytes
 from kvboost_edge.runners.choice import RUNNERS, plan_of
 
-__all__ = ["installed_route", "model_report", "report_table", "route", "run_inspect", "shown"]
+__all__ = [
+    "installed_route",
+    "model_report",
+    "mtp_report",
+    "report_table",
+    "route",
+    "run_inspect",
+    "shown",
+]
 
 _REFUSED = "refused: "
 _LONG = 80
@@ -71,7 +80,40 @@ def model_report(checkpoint: Checkpoint, config: EngineConfig) -> dict[str, Any]
         "kv_bytes_per_token": kv.bytes_per_block // kv.block_size,
         "kv_bytes_per_block": kv.bytes_per_block,
         "sampling_defaults": sampling_defaults(checkpoint.generation().sampling, config).as_dict(),
+        **mtp_report(checkpoint, path_taken),
         "fingerprint": checkpoint.fingerprint(),
+    }
+
+
+def mtp_report(checkpoint: Checkpoint, path_taken: Mapping[str, Any]) -> dict[str, Any]:
+    """Return properties of the multi-token prediction (MTP) head in the model's files.
+
+    The result is empty without a head.
+
+    Args:
+        checkpoint: the model.
+        path_taken: report of `route`.
+    """
+    count = checkpoint.num_mtp_tensors
+    if not count:
+        return {}
+    if path_taken["runner"] != "native":
+        return {"mtp_head": f"{count} tensors, used by no runner"}
+    try:
+        head = checkpoint.mtp
+        if head is None:
+            name = path_taken["architecture"]
+            return {"mtp_head": f"{count} tensors, not supported for model_type={name!r}"}
+        plan = checkpoint.mtp_plan(path_taken["weights"])
+    except KVBoostError as error:
+        return {"mtp_head": f"{_REFUSED}{error}"}
+    inside = "an MLP" if head.model.experts is None else f"{head.model.experts.count} experts"
+    shared = {"embed": "embedding", "norm": "last norm", "head": "LM head"}
+    names = ", ".join(shared[name] for name in head.shared) or "nothing"
+    return {
+        "mtp_head": f"one layer with {inside}, not used yet; shares with the model: {names}",
+        "mtp_head_tensors": count,
+        "mtp_head_bytes": plan_bytes(plan),
     }
 
 

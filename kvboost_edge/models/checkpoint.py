@@ -18,6 +18,7 @@ from kvboost_edge.models.config.json_readers import (
     stored_dtype,
 )
 from kvboost_edge.models.config.layer_ropes import with_long_rope
+from kvboost_edge.models.config.mtp_spec import MtpSpec, describe_mtp
 from kvboost_edge.models.config.pooling import UNSAID, Pooling, gguf_pooling, read_pooling
 from kvboost_edge.models.config.spec import ModelSpec, describe_model
 from kvboost_edge.models.families.registry import FAMILIES
@@ -29,7 +30,7 @@ from kvboost_edge.models.fingerprint import (
 )
 from kvboost_edge.models.gguf.dense_tensors import gguf_dense
 from kvboost_edge.models.gguf.metadata_config import TOKENS, gguf_config, gguf_generation
-from kvboost_edge.models.gguf.source import GgufSource, own_layers
+from kvboost_edge.models.gguf.source import GgufSource, is_mtp_file, own_layers
 from kvboost_edge.models.gguf.split import read_gguf_model
 from kvboost_edge.models.gguf.tensor_check import check_gguf
 from kvboost_edge.models.gguf.tensor_names import counted_parts, is_other_part
@@ -44,11 +45,13 @@ from kvboost_edge.models.packed.pack_plan import (
     PackEntry,
     check_tensors,
     is_quantized,
+    mtp_plan,
     pack_plan,
     plan_bytes,
 )
 from kvboost_edge.models.weights.awq_gptq import PackedQuantSource
 from kvboost_edge.models.weights.dense_folders import Matrices, read_dense
+from kvboost_edge.models.weights.modalities import mtp_names
 from kvboost_edge.models.weights.output_head import with_found_head
 from kvboost_edge.models.weights.reordered import in_kernel_order
 from kvboost_edge.models.weights.safetensors_check import check_weights
@@ -57,6 +60,8 @@ from kvboost_edge.models.weights.stacked_experts import ColumnExperts
 from kvboost_edge.models.weights.weight_source import WeightSource, WeightSummary
 
 __all__ = ["Checkpoint"]
+
+_MTP_PARTS = ("mtp", "nextn")  # names of `Checkpoint.other_parts`
 
 
 class Checkpoint(abc.ABC):
@@ -140,6 +145,53 @@ class Checkpoint(abc.ABC):
             return pack_plan(self.spec, weights)
         with self.open_source() as source:
             return pack_plan(self.spec, STORED, source)
+
+    @property
+    def num_mtp_tensors(self) -> int:
+        """Number of tensors for multi-token prediction (MTP) in the files."""
+        return sum(self.other_parts.get(part, 0) for part in _MTP_PARTS)
+
+    @functools.cached_property
+    def mtp(self) -> MtpSpec | None:
+        """Description of the MTP head.
+
+        It is None if the files contain no head, or if heads of the family are not supported.
+        """
+        if self.spec.family.mtp is None or not self.num_mtp_tensors:
+            return None
+        with self._open_mtp_files() as source:
+            return describe_mtp(self.spec, source.names())
+
+    def open_mtp_source(self) -> WeightSource:
+        """Open the tensors of the MTP head in the layout of the native runner's kernels, as a
+        context manager.
+
+        Raises:
+            ModelFormatError: there is no head that is supported.
+        """
+        head = self.mtp
+        if head is None:
+            raise ModelFormatError(
+                f"{self.path} contains no multi-token prediction head that is supported"
+            )
+        return in_kernel_order(self._open_mtp_files, self.config, lambda _: head.model)
+
+    def mtp_plan(self, weights: str) -> list[PackEntry]:
+        """Return the pack plan of the MTP head, see `pack_plan.mtp_plan`.
+
+        Raises:
+            ModelFormatError: there is no head that is supported, or its tensors do not match the
+                plan.
+        """
+        with self.open_mtp_source() as source:
+            assert self.mtp is not None  # otherwise there is no source
+            plan = mtp_plan(self.mtp, weights, source)
+            check_tensors(plan, source)
+        return plan
+
+    def _open_mtp_files(self) -> WeightSource:
+        """Open the tensors of the MTP head in the layout of the files."""
+        raise ModelFormatError(f"{self.path}: heads are not supported in {self.format} files")
 
     @abc.abstractmethod
     def _read_config(self) -> Mapping[str, Any]: ...
@@ -324,6 +376,14 @@ class _Directory(Checkpoint):
             PackedQuantSource(self.path, self.config) if is_packed else SafetensorsSource(self.path)
         )
 
+    def _open_mtp_files(self) -> WeightSource:
+        stored = self.spec.family.mtp
+        assert stored is not None  # see `mtp`
+        select = functools.partial(mtp_names, stored=stored, layers=len(self.spec.layers))
+        if self.config.get("quantization_config"):
+            return PackedQuantSource(self.path, self.config, select=select)
+        return SafetensorsSource(self.path, select=select)
+
     def _files(self) -> list[Path]:
         return fingerprinted_files(self.path)
 
@@ -398,6 +458,11 @@ class _GgufFile(Checkpoint):
         return gguf_generation(self._header, self.config, tokenizer_eos)
 
     def summary(self) -> WeightSummary:
+        if is_mtp_file(self._header):
+            raise ModelFormatError(
+                f"{self.path} contains only a multi-token prediction head "
+                f"({self.num_mtp_tensors} tensors); give the file of the whole model"
+            )
         return check_gguf(self._source, self.config, self._describe, cache_dir=self.cache_dir)
 
     @functools.cached_property
@@ -407,6 +472,9 @@ class _GgufFile(Checkpoint):
     def _open_files(self) -> WeightSource:
         self._source.check_unchanged()
         return self._source
+
+    def _open_mtp_files(self) -> WeightSource:
+        return GgufSource(self._header, mtp=True)
 
     def _files(self) -> list[Path]:
         return [part.path for part in self._header.parts]

@@ -53,6 +53,27 @@ FAULTS = (
         *GEMMA4,
     ),
     fault(
+        "a head that is one layer of a mixture is dense as the first layer",
+        "models/config/mtp_spec.py",
+        "experts = dataclasses.replace(experts, sparse=(True,))",
+        "experts = dataclasses.replace(experts, sparse=experts.sparse[:1])",
+        "tests/models/test_mtp.py::test_a_head_of_both_formats_equals_transformers[glm4_moe]",
+    ),
+    fault(
+        "a head without an own LM head is tied to the embedding",
+        "models/config/mtp_spec.py",
+        "        tied=False,\n",
+        "",
+        "tests/models/test_mtp.py::test_a_file_of_the_head_alone",
+    ),
+    fault(
+        "the norms of a head's two inputs are exchanged",
+        "models/families/mtp.py",
+        '"nextn.enorm.weight": EMBEDDING_NORM,\n        "nextn.hnorm.weight": HIDDEN_NORM,',
+        '"nextn.enorm.weight": HIDDEN_NORM,\n        "nextn.hnorm.weight": EMBEDDING_NORM,',
+        "tests/models/test_mtp.py::test_a_head_of_both_formats_equals_transformers",
+    ),
+    fault(
         "queries and keys are normalized whatever the config says",
         "models/config/spec.py",
         "if family.head_norm_key and not flag_of(config, family.head_norm_key, False):",

@@ -8,6 +8,7 @@ from typing import Any
 
 from kvboost_edge.models.families.layers import LayerFactors, LayerShape, PerLayerInput
 from kvboost_edge.models.families.moe import Experts
+from kvboost_edge.models.families.mtp import MtpNames
 from kvboost_edge.models.families.ssm import Hybrid
 
 __all__ = ["Architecture", "Family", "ModelType", "Wrapper"]
@@ -92,6 +93,8 @@ class Family:
         mxfp4: True if quantized safetensors are MXFP4.
         stored_name: function that maps tensor names in safetensors to Llama's; None if they are the
             same.
+        mtp: tensor names in safetensors of a multi-token prediction head; None if such a head is
+            not supported.
         factors: function of the config -> multipliers of a layer's matrices; None if there are
             none.
         unless: restricted config keys, each with the values that the family supports.
@@ -149,6 +152,7 @@ class Family:
     in_columns: bool = False
     mxfp4: bool = False
     stored_name: Callable[[str], str] | None = None
+    mtp: MtpNames | None = None
     factors: Callable[[Config], LayerFactors] | None = None
     unless: tuple[tuple[str, tuple[Any, ...]], ...] = ()
 

@@ -85,6 +85,15 @@ class Keys:
             raise self.error("block_count", found, f"must be an integer from 1 to {MAX_LAYERS}")
         return found
 
+    def first_block(self) -> str:
+        """Return the name prefix of the first block, "blk.0.".
+
+        A file that contains only a head for multi-token prediction begins with the head's block.
+        """
+        first = "blk.0."
+        has_layers = any(name.startswith(first) for name in self.header.tensors)
+        return first if has_layers else f"blk.{self.layers()}."
+
     def optional_size(self, key: str, least: int = 1) -> int | None:
         value = self.header.values.get(self.name(key))
         if isinstance(value, np.ndarray) and value.size and (value == value[0]).all():

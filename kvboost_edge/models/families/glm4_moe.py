@@ -25,6 +25,7 @@ from kvboost_edge.models.families.moe import (
     flag_of,
     gguf_experts,
 )
+from kvboost_edge.models.families.mtp import LAYER_MTP
 
 __all__ = ["GGUF", "MODEL_TYPES"]
 
@@ -102,6 +103,7 @@ MODEL_TYPES: Mapping[str, ModelType] = MappingProxyType(
                 eps=1e-5,
                 partial=0.5,
                 experts=_experts,
+                mtp=LAYER_MTP,
             ),
             gguf=True,
         ),
@@ -123,7 +125,7 @@ def _gguf_config(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
         "routed_scaling_factor": keys.number("expert_weights_scale"),
         "n_group": keys.optional_size("expert_group_count", 0) or None,
         "topk_group": keys.optional_size("expert_group_used_count", 0) or None,
-        "use_qk_norm": "blk.0.attn_q_norm.weight" in keys.header.tensors,
+        "use_qk_norm": f"{keys.first_block()}attn_q_norm.weight" in keys.header.tensors,
     }
 
 

@@ -24,6 +24,7 @@ from kvboost_edge.models.families.gguf_names import (
 )
 from kvboost_edge.models.families.mixers import Mixer
 from kvboost_edge.models.families.moe import Experts, gguf_experts
+from kvboost_edge.models.families.mtp import MODULE_MTP
 from kvboost_edge.models.families.qwen import qwen2_experts
 from kvboost_edge.models.families.ssm import (
     DELTA_NAMES,
@@ -131,6 +132,7 @@ _FAMILY = Family(
     partial=0.25,
     output_gate=True,
     hybrid=_hybrid,
+    mtp=MODULE_MTP,
     unless=(("attn_output_gate", (None, True)), ("hidden_act", (None, "silu", "swish"))),
 )
 _MOE = dataclasses.replace(

@@ -125,6 +125,7 @@ def gguf_config(header: GgufHeader, vocabulary: Sequence[str]) -> dict[str, Any]
             f"{header.path} lacks the key {keys.name('attention.layer_norm_rms_epsilon')!r}"
         )
     tensors = header.tensors
+    first = keys.first_block()
     config: dict[str, Any] = {
         "model_type": architecture.model_type,
         "vocab_size": _vocab_size(header, keys, hidden),
@@ -139,9 +140,9 @@ def gguf_config(header: GgufHeader, vocabulary: Sequence[str]) -> dict[str, Any]
         "max_position_embeddings": keys.size("context_length"),
         "rms_norm_eps": eps,
         "tie_word_embeddings": "output.weight" not in tensors,
-        "attention_bias": "blk.0.attn_q.bias" in tensors,
-        "attention_output_bias": "blk.0.attn_output.bias" in tensors,
-        "mlp_bias": "blk.0.ffn_up.bias" in tensors,
+        "attention_bias": f"{first}attn_q.bias" in tensors,
+        "attention_output_bias": f"{first}attn_output.bias" in tensors,
+        "mlp_bias": f"{first}ffn_up.bias" in tensors,
         **_token_ids(header, vocabulary),
     }
     if config["num_attention_heads"] % config["num_key_value_heads"]:

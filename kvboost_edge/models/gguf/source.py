@@ -17,7 +17,7 @@ from kvboost_edge.models.families.gguf_names import GgufArchitecture
 from kvboost_edge.models.families.registry import ARCHITECTURES
 from kvboost_edge.models.gguf.blocks import BLOCKS, dequantize, quant_rows_of
 from kvboost_edge.models.gguf.file import GgufHeader, GgufTensor
-from kvboost_edge.models.gguf.tensor_names import hf_name, is_ahead, is_other_part
+from kvboost_edge.models.gguf.tensor_names import hf_name, is_ahead, is_other_part, mtp_name
 from kvboost_edge.models.weights.file_bytes import FileBytes, check_stamped, open_stamped
 from kvboost_edge.models.weights.mxfp4 import LostWeights
 from kvboost_edge.models.weights.split_experts import ExpertRows, expert_rows
@@ -29,6 +29,7 @@ __all__ = [
     "SHORT_FACTORS",
     "GgufSource",
     "architecture_of",
+    "is_mtp_file",
     "own_layers",
 ]
 
@@ -74,14 +75,24 @@ def own_layers(header: GgufHeader) -> int:
     return Keys(header).layers()
 
 
+def is_mtp_file(header: GgufHeader) -> bool:
+    """Return whether a file contains an MTP head without the layers of the model."""
+    first = Keys(header).first_block()
+    return first != "blk.0." and any(name.startswith(first) for name in header.tensors)
+
+
 class GgufSource:
     """`WeightSource` of a GGUF model, whose files must not have changed since the header was read.
 
     The header is interpreted once. The source may be entered repeatedly, also by several users at
     once. Files are opened when rows are first read, and closed by the last user.
+
+    Args:
+        header: header of the model.
+        mtp: use the tensors of the MTP head instead of those of the model.
     """
 
-    def __init__(self, header: GgufHeader) -> None:
+    def __init__(self, header: GgufHeader, *, mtp: bool = False) -> None:
         self.header = header
         self._path = header.path
         self.architecture = architecture_of(header)
@@ -93,9 +104,9 @@ class GgufSource:
                 name in (ROPE_FACTORS, SHORT_FACTORS, LONG_FACTORS)
                 or name in self.architecture.dense
             )
-            if is_outside or is_other_part(name) or is_ahead(name, layers):
+            if is_outside or is_other_part(name) or is_ahead(name, layers) is not mtp:
                 continue
-            found = hf_name(self.architecture, name)
+            found = (mtp_name if mtp else hf_name)(self.architecture, name)
             if found is None:
                 raise ModelFormatError(
                     f"{self._path}: tensor {name!r} is not supported for the architecture "

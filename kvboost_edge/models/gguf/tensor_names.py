@@ -6,8 +6,9 @@ import re
 from collections.abc import Iterable
 
 from kvboost_edge.models.families.gguf_names import GgufArchitecture
+from kvboost_edge.models.families.mtp import GGUF_MTP
 
-__all__ = ["OTHER_PARTS", "counted_parts", "hf_name", "is_ahead", "is_other_part"]
+__all__ = ["OTHER_PARTS", "counted_parts", "hf_name", "is_ahead", "is_other_part", "mtp_name"]
 
 # Names without an ending in GGUF files. Decays are stored as -exp(A_log).
 _ENDLESS = ("linear_attn.decay", "mamba.decay", "mamba.D", "pre_ff_layernorm.weight")
@@ -55,6 +56,12 @@ def counted_parts(names: Iterable[str], layers: int) -> dict[str, int]:
             part = name.partition(".")[0] if is_other_part(name) else "nextn"
             counts[part] = counts.get(part, 0) + 1
     return counts
+
+
+def mtp_name(architecture: GgufArchitecture, name: str) -> str | None:
+    """Return our name for a tensor in the block of an MTP head, or None for other tensors."""
+    inner = name.split(".", 2)[2]
+    return GGUF_MTP.get(inner) or hf_name(architecture, f"blk.0.{inner}")
 
 
 def hf_name(architecture: GgufArchitecture, name: str) -> str | None:

@@ -12,8 +12,10 @@ from kvboost_edge.errors import ConfigError, ModelFormatError
 from kvboost_edge.kernels.linear.weight_formats import FORMATS
 from kvboost_edge.kernels.linear.weights import packed_sizes
 from kvboost_edge.kernels.vectors import LANES
+from kvboost_edge.models.config.mtp_spec import MtpSpec
 from kvboost_edge.models.config.spec import ModelSpec
 from kvboost_edge.models.families.moe import Experts
+from kvboost_edge.models.families.mtp import EMBEDDING_NORM, HIDDEN_NORM, PROJECTION
 from kvboost_edge.models.families.ssm import OUTPUT_GATE
 from kvboost_edge.models.weights.split_experts import expert_number
 from kvboost_edge.models.weights.weight_source import WeightSource
@@ -27,6 +29,7 @@ __all__ = [
     "holds_exactly",
     "is_quantized",
     "kinds_of",
+    "mtp_plan",
     "pack_plan",
     "plan_bytes",
     "plan_label",
@@ -112,6 +115,36 @@ def pack_plan(spec: ModelSpec, weights: str, source: WeightSource | None = None)
     if weights not in WEIGHT_FORMATS:
         raise ConfigError(f"weights={weights!r} is not one of {WEIGHT_FORMATS}")
     return _entries(spec, weights)
+
+
+def mtp_plan(head: MtpSpec, weights: str, source: WeightSource) -> list[PackEntry]:
+    """Return the pack plan of an MTP head, in the order of use.
+
+    The names are those of a model with one layer, with "embedding_norm", "hidden_norm" and
+    "projection" in addition. The plan lacks the entries that the head shares with the model.
+
+    Args:
+        head: spec of the head.
+        weights: one of WEIGHT_FORMATS, or STORED to keep the formats of the tensors. Float matrices
+            then become int8.
+        source: the tensors of the head.
+    """
+    if weights != STORED and weights not in WEIGHT_FORMATS:
+        raise ConfigError(f"weights={weights!r} is not one of {WEIGHT_FORMATS}")
+    spec = head.model
+    size = spec.hidden_size
+    kind = "int8" if weights == STORED else weights
+    own = dataclasses.replace(spec, tied="head" in head.shared)
+    embed, *rest = _entries(own, kind)
+    joined = [
+        _vector(spec, "embedding_norm", EMBEDDING_NORM, size),
+        _vector(spec, "hidden_norm", HIDDEN_NORM, size),
+        PackEntry("projection", kind, ((PROJECTION, size),), 2 * size),
+    ]
+    plan = [one for one in (embed, *joined, *rest) if one.name not in head.shared]
+    if weights != STORED:
+        return plan
+    return [run for entry in plan for run in _as_stored(entry, source)]
 
 
 def _entries(spec: ModelSpec, weights: str) -> list[PackEntry]:

@@ -18,7 +18,7 @@ and equal for all weights of a group.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -28,6 +28,7 @@ import numpy.typing as npt
 
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.models.config.quant_config import GROUP, packed_layout
+from kvboost_edge.models.weights.modalities import text_names
 from kvboost_edge.models.weights.safetensors_source import SafetensorsSource
 from kvboost_edge.models.weights.weight_source import QuantRows, StoredRows
 
@@ -45,9 +46,16 @@ _MIDDLE = 8  # zero point of a symmetric tensor
 class PackedQuantSource:
     """`WeightSource` that presents "m.qweight" and related tensors as "m.weight" [out, in]."""
 
-    def __init__(self, model_dir: Path | str, config: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        model_dir: Path | str,
+        config: Mapping[str, Any],
+        *,
+        select: Callable[[Iterable[str]], Mapping[str, str]] = text_names,
+    ) -> None:
+        """Open the files. `select` is that of `SafetensorsSource`."""
         self._layout = packed_layout(config)
-        self._files = SafetensorsSource(model_dir)
+        self._files = SafetensorsSource(model_dir, select=select)
         # The files store rows as columns, so a tensor is read whole and cached while its rows are
         # used.
         self._whole = functools.lru_cache(maxsize=_KEPT)(self._files.stored)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 
+from kvboost_edge.errors import ModelFormatError
+from kvboost_edge.models.families.mtp import MtpNames
 from kvboost_edge.models.families.registry import STORED_NAMES
 
-__all__ = ["counted_parts", "is_other_part", "text_names"]
+__all__ = ["counted_parts", "is_other_part", "mtp_names", "text_names"]
 
 _OTHER = re.compile(
     r"(?:^|\.)(vision_\w+|visual|audio_\w+|multi_modal_projector|embed_vision|embed_audio)\.|^(mtp)\."
@@ -38,6 +40,34 @@ def text_names(names: Iterable[str]) -> Mapping[str, str]:
         return {name: _in_llamas_words(name) for name in names if not name.startswith(ahead)}
     own = [name for name in names if not is_other_part(name)]
     return {name: _HEAD.sub("", _INSIDE.sub("model.", name)) for name in own}
+
+
+def mtp_names(names: Iterable[str], stored: MtpNames, layers: int) -> Mapping[str, str]:
+    """Return a mapping from the tensor names of an MTP head in the files to ours.
+
+    Args:
+        names: names of all tensors in the files.
+        stored: names that the family uses.
+        layers: number of layers of the model.
+
+    Raises:
+        ModelFormatError: a tensor for multi-token prediction does not belong to a head with one
+            layer.
+    """
+    names = list(names)
+    ahead = _ahead_prefixes(names)
+    found = {}
+    for name in names:
+        if not name.startswith(ahead):
+            continue
+        own = stored.own_name(name, layers)
+        if own is None:
+            raise ModelFormatError(
+                f"tensor {name!r} is not supported in a multi-token prediction head; supported are "
+                f"heads with one layer, here '{stored.prefix.format(layers)}{stored.layer}'"
+            )
+        found[name] = own
+    return found
 
 
 def _ahead_prefixes(names: Iterable[str]) -> tuple[str, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -29,17 +30,26 @@ class SafetensorsSource:
     """`WeightSource` for the float tensors in a model directory.
 
     Headers are checked when the source is opened. For a composite model, it contains the tensors of
-    the language model, under the names that they have in the language model alone.
+    the language model, under the names that they have in the language model alone. It may also
+    contain only the tensors of an MTP head.
 
     Attributes:
         parts: number of tensors in each part other than the language model.
     """
 
-    def __init__(self, model_dir: Path | str, *, split_experts: bool = True) -> None:
+    def __init__(
+        self,
+        model_dir: Path | str,
+        *,
+        select: Callable[[Iterable[str]], Mapping[str, str]] = text_names,
+        split_experts: bool = True,
+    ) -> None:
         """Open the files.
 
         Args:
             model_dir: directory of the model.
+            select: function of all tensor names that returns the used ones, and the name that each
+                of them has here. By default, they are those of the language model.
             split_experts: present the matrices of each expert as separate tensors, even if the
                 files store them as one tensor.
         """
@@ -51,7 +61,7 @@ class SafetensorsSource:
                 self._stack.callback(file.close)
                 self._entries.update((entry.name, (entry, file)) for entry in read_header(path))
             self.parts = counted_parts(self._entries)
-            self._entries = self._language_part(self._entries)
+            self._entries = _selected(self._entries, select(self._entries))
             if split_experts:
                 self._entries = _with_experts(self._entries)
             if (
@@ -61,17 +71,6 @@ class SafetensorsSource:
         except BaseException:
             self._stack.close()
             raise
-
-    def _language_part(self, entries: _Entries) -> _Entries:
-        """Return the tensors of the language model, under their names without the outer model."""
-        found: _Entries = {}
-        for name, to in text_names(entries).items():
-            if to in found:
-                raise ModelFormatError(
-                    f"{entries[name][1].path}: tensor {name!r} duplicates {to!r}"
-                )
-            found[to] = entries[name]
-        return found
 
     def __enter__(self) -> SafetensorsSource:
         return self
@@ -180,6 +179,16 @@ class SafetensorsSource:
         if found is None:
             raise ModelFormatError(f"the weight files lack tensor {name!r}")
         return found
+
+
+def _selected(entries: _Entries, names: Mapping[str, str]) -> _Entries:
+    """Return the tensors in `names` under their new names."""
+    found: _Entries = {}
+    for name, to in names.items():
+        if to in found:
+            raise ModelFormatError(f"{entries[name][1].path}: tensor {name!r} duplicates {to!r}")
+        found[to] = entries[name]
+    return found
 
 
 def _with_experts(entries: _Entries) -> _Entries:

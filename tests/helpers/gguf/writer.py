@@ -182,7 +182,7 @@ def gguf_tensors(model_dir: Path) -> Tensors:
     for name, tensor in sorted(merged_experts(load_file(model_dir / "model.safetensors")).items()):
         values = tensor.astype(np.float32)
         name = name.replace("language_model.", "")
-        if name.startswith(OTHER_PARTS):
+        if name.startswith((*OTHER_PARTS, f"model.layers.{config['num_hidden_layers']}.")):
             continue
         if model_type in PERMUTED:
             values = permuted(name, values, config)

@@ -398,7 +398,7 @@ def build_nested_model(model_type: str, *, seed: int = 0, **overrides: Any) -> P
     torch.manual_seed(seed)
     model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
     with torch.no_grad():
-        _sharpen(model, torch.Generator().manual_seed(seed))
+        sharpen(model, torch.Generator().manual_seed(seed))
     return model.eval()
 
 
@@ -423,7 +423,7 @@ def build_tiny_model(model_type: str, *, seed: int = 0, **overrides: Any) -> Pre
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
-        _sharpen(model, torch.Generator().manual_seed(seed))
+        sharpen(model, torch.Generator().manual_seed(seed))
     return model.eval()
 
 
@@ -437,7 +437,7 @@ _HEAD_NORMS = (
 )
 
 
-def _sharpen(model: PreTrainedModel, generator: torch.Generator) -> None:
+def sharpen(model: PreTrainedModel, generator: torch.Generator) -> None:
     """Weights of unit gain, queries and keys of about twice that; norms and biases away from their
     neutral values.
     """

@@ -15,10 +15,12 @@ import numpy.typing as npt
 
 from kvboost_edge.kernels.reference.experts import Routing, route_rows
 from kvboost_edge.models.checkpoint import Checkpoint
+from kvboost_edge.models.config.mtp_spec import MtpSpec
 from kvboost_edge.models.config.spec import ModelSpec, describe_model
 from kvboost_edge.models.families.mixers import Mixer
 from kvboost_edge.models.packed.pack_plan import VECTOR, PackEntry, check_tensors, pack_plan
 from kvboost_edge.models.packed.stream import EntryRows, read_rows
+from kvboost_edge.models.weights.weight_source import WeightSource
 
 Doubles = npt.NDArray[np.float64]
 Weights = Mapping[str, Doubles]
@@ -31,10 +33,22 @@ def plan_floats(model: Path) -> tuple[ModelSpec, dict[str, Doubles]]:
     plan = pack_plan(spec, "f32")
     with checkpoint.open_source() as source:
         check_tensors(plan, source)
-        return spec, {
-            entry.name: read_rows(EntryRows(entry, 0, entry.rows), source) + _offset(entry)
-            for entry in plan
-        }
+        return spec, _floats(plan, source)
+
+
+def mtp_floats(model: Path) -> tuple[MtpSpec, dict[str, Doubles]]:
+    """The spec of a model's MTP head, and every entry of its plan, as `plan_floats` gives them."""
+    checkpoint = Checkpoint.open(model)
+    assert checkpoint.mtp is not None
+    with checkpoint.open_mtp_source() as source:
+        return checkpoint.mtp, _floats(checkpoint.mtp_plan("f32"), source)
+
+
+def _floats(plan: Sequence[PackEntry], source: WeightSource) -> dict[str, Doubles]:
+    return {
+        entry.name: read_rows(EntryRows(entry, 0, entry.rows), source) + _offset(entry)
+        for entry in plan
+    }
 
 
 def _offset(entry: PackEntry) -> np.float64:
@@ -43,32 +57,67 @@ def _offset(entry: PackEntry) -> np.float64:
 
 def hybrid_logits(spec: ModelSpec, weights: Weights, token_ids: Sequence[int]) -> Doubles:
     """float64 [tokens, vocab]."""
-    hidden = weights["embed"][np.asarray(token_ids)].astype(np.float64) * spec.embedding_factor
-    for index, layer in enumerate(spec.layers):
-        own = {
-            name.partition(".")[2]: value
-            for name, value in weights.items()
-            if name.startswith(f"layer{index}.")
-        }
-        if layer.attends or layer.keeps_state:
-            normed = _norm(hidden, own["attn_in"], spec.eps)
-        if layer.attends:
-            attended = _attention(spec, own, normed, layer.rope) @ own["out"].T
-            hidden = hidden + spec.residual_factor * spec.factors.attention_out * attended
-        if layer.keeps_state:
-            assert spec.mixer is not None
-            mixed = (
-                _MIXERS[spec.mixer.kind](spec.mixer, _multiplied(spec, own), normed, spec.eps)
-                @ own["mixer_out"].T
-            )
-            hidden = hidden + spec.residual_factor * spec.factors.mixer_out * mixed
-        if "mlp_in" in own:
-            normed = spec.factors.mlp * _norm(hidden, own["mlp_in"], spec.eps)
-            hidden = hidden + spec.residual_factor * spec.factors.mlp_out * _mlp(
-                spec, index, own, normed
-            )
     head = weights["embed" if spec.tied else "head"]
-    return _norm(hidden, weights["norm"], spec.eps) @ head.T * spec.logit_factor
+    return last_states(spec, weights, token_ids) @ head.T * spec.logit_factor
+
+
+def last_states(spec: ModelSpec, weights: Weights, token_ids: Sequence[int]) -> Doubles:
+    """Hidden states after the last norm, float64 [tokens, hidden]."""
+    hidden = weights["embed"][np.asarray(token_ids)].astype(np.float64) * spec.embedding_factor
+    for index in range(len(spec.layers)):
+        hidden = _after_layer(spec, weights, index, hidden)
+    return _norm(hidden, weights["norm"], spec.eps)
+
+
+def mtp_states(
+    head: MtpSpec, weights: Weights, states: Doubles, token_ids: Sequence[int]
+) -> Doubles:
+    """Return the states of an MTP head after its last norm, float64 [tokens, hidden].
+
+    Args:
+        head: spec of the head.
+        weights: entries of the head's plan, and the model's entries that it shares.
+        states: last states of the model, then the head's own for each draft token.
+        token_ids: token after each state.
+    """
+    spec = head.model
+    tokens = weights["embed"][np.asarray(token_ids)].astype(np.float64) * spec.embedding_factor
+    rows = np.concatenate(
+        [
+            _norm(tokens, weights["embedding_norm"], spec.eps),
+            _norm(states, weights["hidden_norm"], spec.eps),
+        ],
+        axis=1,
+    )
+    hidden = _after_layer(spec, weights, 0, rows @ weights["projection"].T)
+    return _norm(hidden, weights["norm"], spec.eps)
+
+
+def _after_layer(spec: ModelSpec, weights: Weights, index: int, hidden: Doubles) -> Doubles:
+    layer = spec.layers[index]
+    own = {
+        name.partition(".")[2]: value
+        for name, value in weights.items()
+        if name.startswith(f"layer{index}.")
+    }
+    if layer.attends or layer.keeps_state:
+        normed = _norm(hidden, own["attn_in"], spec.eps)
+    if layer.attends:
+        attended = _attention(spec, own, normed, layer.rope) @ own["out"].T
+        hidden = hidden + spec.residual_factor * spec.factors.attention_out * attended
+    if layer.keeps_state:
+        assert spec.mixer is not None
+        mixed = (
+            _MIXERS[spec.mixer.kind](spec.mixer, _multiplied(spec, own), normed, spec.eps)
+            @ own["mixer_out"].T
+        )
+        hidden = hidden + spec.residual_factor * spec.factors.mixer_out * mixed
+    if "mlp_in" in own:
+        normed = spec.factors.mlp * _norm(hidden, own["mlp_in"], spec.eps)
+        hidden = hidden + spec.residual_factor * spec.factors.mlp_out * _mlp(
+            spec, index, own, normed
+        )
+    return hidden
 
 
 def _multiplied(spec: ModelSpec, own: Weights) -> Weights:
@@ -108,6 +157,7 @@ def _attention(spec: ModelSpec, own: Weights, normed: Doubles, rope: int) -> Dou
     kv_heads = spec.num_kv_heads
     dim = spec.head_dim
     rows = spec.factors.attention * normed @ own["qkv"].T
+    rows = rows + own.get("qkv_bias", 0.0)
     query, key, value, gate = np.split(
         rows, np.cumsum([heads * dim, kv_heads * dim, kv_heads * dim]), axis=1
     )
@@ -238,7 +288,15 @@ def _mlp(spec: ModelSpec, index: int, own: Weights, rows: Doubles) -> Doubles:
     if experts is None or not experts.sparse[index]:
         return activate(rows @ own[way_in].T) @ own["down"].T
     routed = rows @ own["router"].T
-    routing = Routing(experts.used, experts.score, experts.renorm, experts.eps, experts.scale)
+    routing = Routing(
+        experts.used,
+        experts.score,
+        experts.renorm,
+        experts.eps,
+        experts.scale,
+        experts.groups,
+        experts.used_groups,
+    )
     chosen, shares = route_rows(routed[:, : experts.count], routing, own.get("choice"))
     ways_in = own[f"experts_{way_in}"].reshape(experts.count, -1, rows.shape[1])
     down = own["experts_down"].reshape(experts.count, -1, experts.width)

@@ -1,0 +1,114 @@
+"""Tensor names of multi-token prediction (MTP) heads.
+
+A head predicts the token after the next one. It consists of two norms, a projection, one decoder
+layer of the model's own kind, a last norm and an LM head. Embedding and LM head are usually the
+model's. With the model's hidden state h at position p, taken after its last norm, and the next
+token x at position p + 1, the head computes
+
+    rows = projection @ [embedding_norm(embedding of x), hidden_norm(h)]
+    state = last_norm(layer(rows))
+    logits of position p + 2 = LM head @ state
+
+The layer attends to its own KV of the earlier positions. RoPE sees only distances, so a row may be
+at position p or p + 1, as long as all rows agree. To predict another token, `state` takes the place
+of h, and the predicted token that of x. This holds for all families below, as in llama.cpp and
+transformers. vLLM passes on the state before the last norm for GLM-4.5.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import NamedTuple
+
+__all__ = [
+    "EMBEDDING_NORM",
+    "GGUF_MTP",
+    "HIDDEN_NORM",
+    "LAYER_MTP",
+    "MODULE_MTP",
+    "PROJECTION",
+    "MtpNames",
+]
+
+EMBEDDING_NORM = "mtp.embedding_norm.weight"
+HIDDEN_NORM = "mtp.hidden_norm.weight"
+PROJECTION = "mtp.projection.weight"
+"""Names of the tensors that only a head has.
+
+Its other tensors have the names of a model with one layer.
+"""
+
+_EMBEDDING = "model.embed_tokens.weight"
+_LAST_NORM = "model.norm.weight"
+_HEAD = "lm_head.weight"
+
+
+class MtpNames(NamedTuple):
+    """Tensor names of a head in files.
+
+    Attributes:
+        prefix: prefix of all its tensors. "{}" is the number of layers of the model.
+        layer: prefix of the tensors of its decoder layer, after `prefix`.
+        outer: mapping from the names of the other tensors, after `prefix`, to ours.
+    """
+
+    prefix: str
+    layer: str
+    outer: Mapping[str, str]
+
+    def own_name(self, name: str, layers: int) -> str | None:
+        """Return our name for a tensor, or None if the head has no such tensor."""
+        prefix = self.prefix.format(layers)
+        inner = name.removeprefix(prefix)
+        if not name.startswith(prefix):
+            return None
+        if inner in self.outer:
+            return self.outer[inner]
+        if not inner.startswith(self.layer):
+            return None
+        return f"model.layers.0.{inner.removeprefix(self.layer)}"
+
+
+MODULE_MTP = MtpNames(
+    "mtp.",
+    "layers.0.",
+    MappingProxyType(
+        {
+            "pre_fc_norm_embedding.weight": EMBEDDING_NORM,
+            "pre_fc_norm_hidden.weight": HIDDEN_NORM,
+            "fc.weight": PROJECTION,
+            "norm.weight": _LAST_NORM,
+            "embed_tokens.weight": _EMBEDDING,
+        }
+    ),
+)
+"""Names of a head that is a module of its own (Qwen3.5)."""
+
+LAYER_MTP = MtpNames(
+    "model.layers.{}.",
+    "",
+    MappingProxyType(
+        {
+            "enorm.weight": EMBEDDING_NORM,
+            "hnorm.weight": HIDDEN_NORM,
+            "eh_proj.weight": PROJECTION,
+            "shared_head.norm.weight": _LAST_NORM,
+            "embed_tokens.weight": _EMBEDDING,
+            "shared_head.head.weight": _HEAD,
+        }
+    ),
+)
+"""Names of a head that is stored as a further layer (GLM-4.5)."""
+
+GGUF_MTP: Mapping[str, str] = MappingProxyType(
+    {
+        "nextn.enorm.weight": EMBEDDING_NORM,
+        "nextn.hnorm.weight": HIDDEN_NORM,
+        "nextn.eh_proj.weight": PROJECTION,
+        "nextn.shared_head_norm.weight": _LAST_NORM,
+        "nextn.embed_tokens.weight": _EMBEDDING,
+        "nextn.shared_head_head.weight": _HEAD,
+    }
+)
+"""Names in GGUF files, inside the block of the head, of the tensors that are not its layer's."""
