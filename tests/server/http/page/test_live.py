@@ -73,6 +73,12 @@ FIGURES = {
 }
 
 
+def answer(visit, figures):
+    """The server's next figures, which the page reads now."""
+    visit.serve("**/v1/blocks", figures)
+    visit.hurry()
+
+
 def test_the_map_and_the_figures_follow_the_engine(visit, slow_model, demo_engine):
     demo_engine.reset_cache()
     visit.shows("#count-cached", "0")
@@ -105,7 +111,7 @@ def test_the_map_and_the_figures_follow_the_engine(visit, slow_model, demo_engin
 
 
 def test_every_figure_is_shown(visit):
-    visit.serve("**/v1/blocks", FIGURES)
+    answer(visit, FIGURES)
     visit.shows("#waiting", "7")
     shown = {
         name: visit.inner_text(f"#{name}")
@@ -149,7 +155,7 @@ def test_every_figure_is_shown(visit):
 
 
 def test_every_tier_says_what_it_holds_and_what_is_wrong(visit):
-    visit.serve("**/v1/blocks", FIGURES)
+    answer(visit, FIGURES)
     visit.expects("#tiers > div").to_have_count(3)
     assert [row.inner_text().split("\n") for row in visit.locator("#tiers > div").all()] == [
         ["pool", "3 blocks, 48.0 MB of 64.0 MB"],
@@ -169,8 +175,8 @@ def test_every_tier_says_what_it_holds_and_what_is_wrong(visit):
 
 def test_states_stand_beside_the_blocks(visit):
     memory = FIGURES["memory"] | {"state_bytes": 30_200_000}
-    visit.serve(
-        "**/v1/blocks",
+    answer(
+        visit,
         FIGURES
         | {"memory": memory, "state_slots": 12, "state_slots_used": 9, "replayed_tokens": 1616},
     )
@@ -187,9 +193,7 @@ def test_states_stand_beside_the_blocks(visit):
         "30.2 MB",
         "1,616",
     )
-    visit.serve(
-        "**/v1/blocks", FIGURES | {"state_slots": 0, "state_slots_used": 0, "replayed_tokens": 0}
-    )
+    answer(visit, FIGURES | {"state_slots": 0, "state_slots_used": 0, "replayed_tokens": 0})
     visit.expects("#tiers > div").to_have_count(3)
 
 
@@ -210,7 +214,7 @@ def test_every_replica_has_its_pool_and_its_blocks(visit):
         "running": 0,
         "waiting": 7,
     }
-    visit.serve("**/v1/blocks", FIGURES | {"replicas": {"<b>a</b>": one, "b": two}})
+    answer(visit, FIGURES | {"replicas": {"<b>a</b>": one, "b": two}})
     visit.expects("#tiers > div").to_have_count(5)
     assert [row.inner_text().split("\n") for row in visit.locator("#tiers > div").all()[3:]] == [
         ["replica <b>a</b>", "1 block, 16.0 MB of 32.0 MB, 2 running, 0 waiting"],
@@ -235,7 +239,7 @@ def test_every_replica_has_its_pool_and_its_blocks(visit):
 
 def test_what_the_server_does_not_know_is_a_dash(visit):
     bare = dict.fromkeys(FIGURES) | {"num_blocks": 2, "block_size": 16, "states": "AAA="}
-    visit.serve("**/v1/blocks", bare)
+    answer(visit, bare)
     visit.shows("#running", "–")
     shown = [
         visit.inner_text(f"#{name}")
@@ -247,7 +251,7 @@ def test_what_the_server_does_not_know_is_a_dash(visit):
 
 
 def test_a_block_tells_its_tokens_and_references(visit):
-    visit.serve("**/v1/blocks", FIGURES)
+    answer(visit, FIGURES)
     visit.shows("#waiting", "7")
     detail = visit.locator("#map-detail")
     visit.hover("#map", position={"x": 70, "y": 8})
@@ -276,7 +280,7 @@ def test_a_hundred_thousand_blocks_are_drawn_in_groups_and_few_strokes(visit):
         "tokens": None,
         "counts": {name: states.count(state) for state, name in enumerate(FIGURES["counts"])},
     }
-    visit.serve("**/v1/blocks", pool)
+    answer(visit, pool)
     visit.expects("#pool-size").to_contain_text("100,000 blocks of 16 tokens, ")
     per_cell = int(visit.inner_text("#pool-size").split()[-5])
     visit.focus("#map")

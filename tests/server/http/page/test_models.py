@@ -23,18 +23,18 @@ def model(name, state="loaded", failure=None, **more):
 class Several:
     """A page whose server says it has `models`, and what pools it was asked for."""
 
-    def __init__(self, made):
-        self.page = made
+    def __init__(self, stand_in, **options):
         self.models = [model(SMALL), model(LARGE, "not_loaded")]
         self.pools = []
-        self.page.route(
+        self.page = stand_in(prepare=self._answer_requests, **options)
+        expect(self.page.get_by_label("Model", exact=True)).to_be_visible()
+
+    def _answer_requests(self, visit):
+        visit.route(
             "**/v1/models",
             lambda route: route.fulfill(json={"object": "list", "data": self.models}),
         )
-        self.page.route("**/v1/blocks*", self._pool)
-        self.page.clock.install()
-        self.page.reload()
-        expect(self.page.get_by_label("Model", exact=True)).to_be_visible()
+        visit.route("**/v1/blocks*", self._pool)
 
     def _pool(self, route):
         self.pools.append(route.request.url.split("/v1/blocks")[1])
@@ -43,13 +43,12 @@ class Several:
     def tells(self, *models):
         """The states are others, and the page reads them."""
         self.models = list(models)
-        with self.page.expect_response("**/v1/models"):
-            self.page.clock.run_for(2500)
+        self.page.read_models()
 
 
 @pytest.fixture
 def several(stand_in):
-    return Several(stand_in())
+    return Several(stand_in)
 
 
 def test_one_model_needs_no_choice(visit):
@@ -152,6 +151,7 @@ def test_one_model_that_was_unloaded_is_loaded_again(stand_in):
     page.shows("#live-state", "not loaded")
     page.expects("#model-choice").to_be_hidden()
     page.serve("**/v1/models", {"data": [model(SMALL)]})
+    page.read_models()
     page.shows("#live-state", "live")
     page.expects("#model-remark").to_be_empty()
 
@@ -162,6 +162,7 @@ def test_the_live_view_is_that_of_the_chosen_model(several):
     state = page.locator("#live-state")
     several.page.until("document.getElementById('live-state').textContent === 'live'")
     assert several.pools[-1] == "?model=kvboost-edge%2Fdemo"
+    page.clock.install()
     choice.select_option(value=LARGE)
     page.clock.run_for(1)
     expect(state).to_have_text("not loaded")
@@ -174,8 +175,10 @@ def test_the_live_view_is_that_of_the_chosen_model(several):
     several.pools.clear()
     page.clock.run_for(2000)
     assert several.pools == []
+    several.models = [model(SMALL), model(LARGE)]
     with page.expect_request("**/v1/blocks?model=large*"):
-        several.tells(model(SMALL), model(LARGE))
+        with page.expect_response("**/v1/models"):
+            page.clock.run_for(2500)
         page.clock.run_for(1)
     choice.select_option(value=SMALL)
     page.clock.run_for(1)
@@ -200,7 +203,6 @@ def test_rows_of_requests_name_their_model_where_there_are_several(several):
     answer = {"object": "list", "data": data, "kept_seconds": 60}
     page.serve("**/v1/requests", answer)
     page.click("nav [data-view=requests]")
-    page.clock.run_for(1)
     named = page.locator(".prompt-model")
     expect(named).to_have_text([f"model {LARGE}", f"model {SMALL}", f"model {long}"])
     expect(named.first).to_be_visible()
@@ -215,7 +217,7 @@ def test_rows_of_requests_name_their_model_where_there_are_several(several):
 
 
 def test_the_choice_fits_a_phone_and_is_made_by_keys(stand_in):
-    made = Several(stand_in(viewport={"width": 320, "height": 640}))
+    made = Several(stand_in, viewport={"width": 320, "height": 640})
     made.tells(model(SMALL), model("n" * 90, "not_loaded", "w" * 200))
     page = made.page
     for _ in range(4):  # from the message field over the log, the button and the choice of chats
@@ -245,10 +247,12 @@ def test_a_model_is_loaded_by_the_first_message_to_it(visiting, demo_engine, tin
         visit.shows("#live-state", "not loaded")
         try:
             visit.ask("Hi")
+            visit.hurry()
             visit.shows("#model-remark", "This model is being loaded.")
         finally:
             other.release()
         visit.answer()
+        visit.hurry()
         expect(choice.locator("option").last).to_have_text("other (loaded)")
         visit.shows("#pool-size", "64 blocks of 16 tokens")
         choice.select_option(value=SMALL)

@@ -99,22 +99,19 @@ def test_a_preset_without_a_system_prompt_keeps_the_present_one(page):
     assert chosen(page) == "Short"
 
 
-@pytest.mark.parametrize(
-    ("name", "fields", "problem"),
-    [
+def test_what_cannot_be_stored_is_said(page):
+    for name, fields, problem in (
         (" ", {}, "Enter a name for the preset."),
         ("creative", {}, "creative is a built-in preset. Choose another name."),
         ("Hot", {"temperature": "9"}, "Correct the marked fields before you save them."),
-    ],
-)
-def test_what_cannot_be_stored_is_said(page, name, fields, problem):
-    store(page, name, **fields)
-    page.shows("#preset-error", problem)
-    page.expects("#preset-name").to_be_focused()
-    expect(page.locator("#preset-name")).to_have_attribute("aria-invalid", "true")
-    assert page.evaluate("localStorage.getItem('presets')") is None
-    page.fill("#preset-name", "x")
-    page.expects("#preset-error").to_be_empty()
+    ):
+        store(page, name, **fields)
+        page.shows("#preset-error", problem)
+        page.expects("#preset-name").to_be_focused()
+        expect(page.locator("#preset-name")).to_have_attribute("aria-invalid", "true")
+        assert page.evaluate("localStorage.getItem('presets')") is None
+        page.fill("#preset-name", "x")
+        page.expects("#preset-error").to_be_empty()
 
 
 def test_presets_are_limited_in_number_and_name(modules):

@@ -21,12 +21,27 @@ HEARD = """
 
 
 @pytest.fixture
-def asked(stand_in):
+def page(stand_in):
     page = stand_in()
     page.evaluate(HEARD)
-    page.stop_clock()
+    return page
+
+
+def ask(page):
     assert page.begin("A long text.")["return_progress"] is True
     return page
+
+
+@pytest.fixture
+def asked(page):
+    return ask(page)
+
+
+@pytest.fixture
+def timed(page):
+    """The time stands still."""
+    page.stop_clock()
+    return ask(page)
 
 
 @pytest.mark.parametrize(
@@ -82,19 +97,19 @@ def test_a_prompt_that_was_read_at_once_has_no_bar(asked):
     assert [text for text in asked.evaluate("window.heard") if "reading" in text] == []
 
 
-def test_it_is_said_at_first_and_then_every_ten_seconds(asked):
+def test_it_is_said_at_first_and_then_every_ten_seconds(timed):
     for number in range(30):  # one each half second
-        asked.reading(**HALF | {"processed": 2000 + 200 * number})
-        expect(asked.get_by_role("progressbar")).to_have_attribute(
+        timed.reading(**HALF | {"processed": 2000 + 200 * number})
+        expect(timed.get_by_role("progressbar")).to_have_attribute(
             "aria-valuenow", str(2000 + 200 * number)
         )
-        asked.clock.run_for(500)
-    asked.reading(**LAST)
-    asked.deltas({"content": "Yes."})
-    asked.end("stop")
-    heard = [text for text in asked.evaluate("window.heard") if "reading" in text]
+        timed.clock.run_for(500)
+    timed.reading(**LAST)
+    timed.deltas({"content": "Yes."})
+    timed.end("stop")
+    heard = [text for text in timed.evaluate("window.heard") if "reading" in text]
     assert [text.split(" of ")[0] for text in heard] == ["reading 2,000", "reading 6,000"]
-    assert asked.get_attribute(".answer", "aria-busy") is None
+    assert timed.get_attribute(".answer", "aria-busy") is None
 
 
 @pytest.mark.parametrize("how", ["stopped", "failed", "calls"])

@@ -280,9 +280,20 @@ def test_the_reason_under_an_answer_leads_to_its_request(stand_in, live_server):
     page.expects(f"#why-{request_id} .facts").to_be_visible()
 
 
-@pytest.mark.parametrize(
-    ("told", "captions", "said"),
-    [
+def shown(page, **told):
+    """Open the last request, whose report has these fields too; a page reads it each time."""
+    page.unroute("**/v1/requests/req-4/cache")
+    page.serve("**/v1/requests/req-4/cache", LISTED[4] | told)
+    opener = page.locator("[aria-controls=why-req-4]")
+    if opener.get_attribute("aria-expanded") == "true":
+        opener.click()
+    opener.click()
+    page.locator("#why-req-4:not([aria-busy]) .facts").wait_for()
+
+
+def test_only_texts_that_differ_stand_side_by_side(listed):
+    page = listed()
+    for told, captions, said in (
         (
             {"cause": "retokenized", "text": "same", "text_before": "same"},
             ["Both requests"],
@@ -296,31 +307,24 @@ def test_the_reason_under_an_answer_leads_to_its_request(stand_in, live_server):
             None,
         ),
         ({"cause": "tools", "text": "", "text_before": ""}, [], None),
-    ],
-)
-def test_only_texts_that_differ_stand_side_by_side(listed, told, captions, said):
-    page = listed()
-    page.unroute("**/v1/requests/req-4/cache")
-    page.serve("**/v1/requests/req-4/cache", LISTED[4] | DETAILS | told)
-    page.click("[aria-controls=why-req-4]")
-    page.expects("#why-req-4 .facts").to_be_visible()
-    assert page.locator("#why-req-4 figcaption").all_inner_texts() == captions
-    page.expects("#why-req-4 .prompt-said").to_have_count(0 if said is None else 1)
-    assert said is None or page.locator("#why-req-4 .prompt-said").inner_text() == said
+    ):
+        shown(page, **DETAILS | told)
+        assert page.locator("#why-req-4 figcaption").all_inner_texts() == captions, told
+        page.expects("#why-req-4 .prompt-said").to_have_count(0 if said is None else 1)
+        assert said is None or page.locator("#why-req-4 .prompt-said").inner_text() == said
 
 
-@pytest.mark.parametrize(
-    ("cause", "has_position"),
-    [("first_seen", False), ("none", False), ("bypassed", False), ("evicted", True)],
-)
-def test_only_a_request_with_a_difference_has_a_position(listed, cause, has_position):
+def test_only_a_request_with_a_difference_has_a_position(listed):
     page = listed()
-    page.unroute("**/v1/requests/req-4/cache")
-    page.serve("**/v1/requests/req-4/cache", LISTED[4] | {"cause": cause, "position": 0})
-    page.click("[aria-controls=why-req-4]")
-    page.expects("#why-req-4 .facts").to_be_visible()
-    facts = page.locator("#why-req-4 .facts dt").all_inner_texts()
-    assert ("Position" in facts, "Request" in facts) == (has_position, True)
+    for cause, has_position in (
+        ("first_seen", False),
+        ("none", False),
+        ("bypassed", False),
+        ("evicted", True),
+    ):
+        shown(page, cause=cause, position=0)
+        facts = page.locator("#why-req-4 .facts dt").all_inner_texts()
+        assert ("Position" in facts, "Request" in facts) == (has_position, True), cause
 
 
 def test_a_request_that_is_gone_says_so(listed):

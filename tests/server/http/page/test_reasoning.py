@@ -61,7 +61,7 @@ def test_an_answer_is_sent_back_with_its_thoughts_and_copied_without(stand_in):
         {"content": "4"},
     )
     page.end("stop")
-    page.stop_clock()  # or "Copied" would go
+    page.stop_timers()  # or "Copied" would go
     page.button("Copy answer").click()
     expect(page.button("Copy answer")).to_have_text("Copied")
     assert page.evaluate("navigator.clipboard.readText()") == "4"
