@@ -2,6 +2,8 @@
 commands. An entry is never removed: scripts depend on it.
 """
 
+import functools
+
 import pytest
 import typer.main
 
@@ -286,11 +288,22 @@ def test_commands_accept_every_option(name, option):
         assert read(name, required, option.replace(" ", "=")) == given
 
 
+@functools.cache
+def commands():
+    """The commands by name; building their parsers takes longer than parsing."""
+    return typer.main.get_command(app).commands
+
+
 def read(name, *words):
     """Parameters and further arguments of a command line, as the command's function gets them."""
-    command = typer.main.get_command(app).commands[name]
+    command = commands()[name]
     context = command.make_context(name, " ".join(words).split())
     return context.params, context.args
+
+
+@functools.cache
+def default_options():
+    return parse_flags([], "kvboost-server")
 
 
 def served(argv):
@@ -305,7 +318,7 @@ def test_the_server_accepts_every_flag(line, tmp_path):
     keys.write_text("key\n")
     argv = line.format(keys=keys).split()
     options = served([*argv, *NEEDED.get(argv[0], [])])
-    assert options != parse_flags([], "kvboost-server")
+    assert options != default_options()
     if len(argv) == 2 and line.startswith("--"):
         assert parse_flags([f"{argv[0]}={argv[1]}"], "kvboost-server") == options
 

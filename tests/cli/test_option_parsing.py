@@ -1,5 +1,7 @@
 """NAME=VALUE options."""
 
+import functools
+
 import pytest
 import typer
 
@@ -122,12 +124,17 @@ def test_the_known_families_are_listed_once(tmp_path, printed, monkeypatch):
     assert out.count("refused: see compatibility") == 2
 
 
+@functools.cache
+def _commands():
+    """Return the commands by name; building their parsers takes longer than parsing."""
+    return typer.main.get_command(app).commands
+
+
 def _spellings():
     """Return (command, one spelling, the other) of every option that has several."""
-    commands = typer.main.get_command(app).commands
     return [
         (name, parameter.opts[0], other)
-        for name, command in commands.items()
+        for name, command in _commands().items()
         for parameter in command.params
         if parameter.param_type_name == "option"
         for other in parameter.opts[1:]
@@ -136,7 +143,7 @@ def _spellings():
 
 def _parsed(command, *words):
     """Return what the command's function would be given."""
-    known = typer.main.get_command(app).commands[command]
+    known = _commands()[command]
     needed = [p for p in known.params if p.param_type_name == "argument" and p.required]
     given = [{"action": "status", "client": "claude"}.get(p.name, "text") for p in needed]
     return known.make_context(command, [*given, *words]).params
@@ -144,7 +151,7 @@ def _parsed(command, *words):
 
 @pytest.mark.parametrize(("command", "one", "other"), _spellings())
 def test_spellings_of_an_option_mean_the_same(command, one, other):
-    (option,) = (p for p in typer.main.get_command(app).commands[command].params if one in p.opts)
+    (option,) = (p for p in _commands()[command].params if one in p.opts)
     value = [] if option.is_flag else ["3"]
     first, second = (_parsed(command, spelling, *value) for spelling in (one, other))
     assert first == second
