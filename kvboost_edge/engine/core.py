@@ -439,10 +439,12 @@ class EngineCore:
         with self.lock:
             batch = self._batch_of(plan)
         self._prepare(plan.preparing)
+        computing = time.perf_counter()
         found = self._compute(plan, batch)
         if found is not None:
             self._finish(plan, batch, found, began)
             with self.lock:
+                self.scheduler.speculation.observe(plan.work, time.perf_counter() - computing)
                 self.step_times.observe(time.perf_counter() - planned)
         return True
 

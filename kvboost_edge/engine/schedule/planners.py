@@ -66,6 +66,9 @@ class DraftPlanner:
     def settle(self, work: ScheduledTokens[Sequence], num_accepted: int) -> None:
         """Record the outcome of a step's draft tokens and free the blocks of rejected ones."""
 
+    def observe(self, work: Several[ScheduledTokens[Sequence]], seconds: float) -> None:
+        """Learn the cost of a forward pass from its measured time."""
+
     def remember(self, sequence: Sequence) -> None:
         """Add the tokens of a finished request to the draft history."""
 

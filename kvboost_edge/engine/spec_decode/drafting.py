@@ -2,20 +2,18 @@
 
 Earlier occurrences are found in the request (with a suffix automaton) and in the tenant's recent
 prompts and answers (with a ring buffer). The method follows Oliaro et al., "SuffixDecoding" (2024),
-and Saxena, "Prompt Lookup Decoding" (2023). The number of draft tokens depends on their cost.
-Reading the weights dominates a pass with few rows, see `_COSTS`.
+and Saxena, "Prompt Lookup Decoding" (2023).
 """
 
 from __future__ import annotations
 
-import bisect
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 
+from kvboost_edge.engine.spec_decode.draft_lengths import DraftProposal
 from kvboost_edge.host.tenant_lru import TenantLRU
 from kvboost_edge.kernels.aot import compile_ahead
 from kvboost_edge.kernels.ngram_cache import (
@@ -38,15 +36,7 @@ from kvboost_edge.kernels.suffix_automaton import (
     new_automaton,
 )
 
-__all__ = [
-    "DraftProposal",
-    "Drafter",
-    "TenantHistory",
-    "expected_rate",
-    "most_drafted",
-    "pass_cost",
-    "prepare_drafts",
-]
+__all__ = ["Drafter", "TenantHistory", "prepare_drafts"]
 
 _LEAST_MATCH = 3  # tokens; shorter matches are often coincidental
 _ASTRAY = 3  # consecutive drafts without an accepted token before a source is dropped
@@ -57,17 +47,6 @@ _RING_TOKENS = 1 << 17  # 1.6 MB per tenant
 _MOST_RING_BYTES = 2 << 20
 _MOST_TENANTS = 32
 _MOST_AUTOMATA_BYTES = 64 << 20  # for all sequences of an engine; 350,000 to 700,000 tokens
-
-# Pairs of row count and duration of a pass relative to one row. Measured by bench_speculation.py
-# with a 0.5B model and 4-bit weights on two AVX512-VNNI cores. With 135M parameters, 8 rows cost
-# 2.7 if passes follow each other directly (benchmarks/LOG.md). Kernels exist for 2, 4 and 8 rows.
-# From 12 rows on, passes are compute-bound.
-_COSTS = (
-    *((1, 1.0), (2, 1.08), (3, 1.35), (4, 1.17), (6, 1.64), (8, 1.56)),
-    *((12, 2.54), (16, 3.28), (24, 4.31), (32, 5.57), (48, 7.85), (64, 10.23)),
-)
-_LEVELS = (0, 1, 3, 7, 15, 31, 63)  # numbers of draft tokens per sequence to choose from
-_LEAST_GAIN = 1.02
 
 _MEMORY = 0.8  # decay of earlier outcomes after a step with a draft
 # Decay of earlier outcomes after a step without a draft. A source that failed is tried again after
@@ -84,20 +63,6 @@ def prepare_drafts() -> None:
         BackendUnavailable: The compilation failed. The message contains the compiler's error.
     """
     compile_ahead([extend_entry, append_entry, find_entry], 1)
-
-
-class DraftProposal(NamedTuple):
-    """Proposed draft tokens for a sequence.
-
-    Attributes:
-        token_ids: Token ids proposed after the sequence's last token.
-        chance: Estimated probability that a token is accepted if all tokens before it are.
-        source: Where the tokens come from: "lookup", "grammar" or "draft_model".
-    """
-
-    token_ids: list[int]
-    chance: float
-    source: str = "lookup"
 
 
 class TenantHistory:
@@ -234,7 +199,7 @@ class Drafter:
         prior = match / (match + 4)
         right = self._right + _PRIOR * prior
         wrong = self._wrong + _PRIOR * (1 - prior)
-        return DraftProposal(token_ids, right / (right + wrong))
+        return DraftProposal(token_ids, np.full(len(token_ids), right / (right + wrong)))
 
     def learn(self, num_drafted: int, num_accepted: int) -> None:
         """Record the outcome of a draft. Both numbers are 0 for a step without a draft."""
@@ -279,54 +244,3 @@ class Drafter:
         if self._memory.reserve(automaton_bytes(room)):
             self._automaton = new_automaton(room)
         return self._automaton
-
-
-def most_drafted(drafts: Sequence[DraftProposal], num_rows: int) -> int:
-    """Return the limit of draft tokens per sequence with the highest expected tokens per time.
-
-    Args:
-        drafts: The drafts of sequences that compute one token each.
-        num_rows: Rows of the pass without draft tokens, including those of these sequences.
-
-    Returns:
-        The limit, or 0 if draft tokens save no time.
-    """
-    others = num_rows - len(drafts)
-    best = 0
-    best_rate = _LEAST_GAIN * num_rows / pass_cost(num_rows)
-    for level in _LEVELS[1:]:
-        counts = [min(level, len(draft.token_ids)) for draft in drafts]
-        made = sum(
-            _expected(draft.chance, count) for draft, count in zip(drafts, counts, strict=True)
-        )
-        rate = (others + made) / pass_cost(num_rows + sum(counts))
-        if rate > best_rate:
-            best = level
-            best_rate = rate
-    return best
-
-
-def expected_rate(chance: float, count: int, num_rows: int, extra: float = 0.0) -> float:
-    """Return the expected tokens per time of a pass in which one sequence has draft tokens.
-
-    Args:
-        chance: See `DraftProposal`.
-        count: Number of draft tokens of the sequence.
-        num_rows: Rows of the pass without draft tokens, each of which makes a token.
-        extra: Cost of making the draft tokens, relative to a pass with one row.
-    """
-    made = num_rows - 1 + _expected(chance, count)
-    return made / (pass_cost(num_rows + count) + extra)
-
-
-def _expected(chance: float, count: int) -> float:
-    """Return the expected number of tokens per step with `count` draft tokens."""
-    return count + 1.0 if chance >= 1 else (1 - chance ** (count + 1)) / (1 - chance)
-
-
-def pass_cost(num_rows: int) -> float:
-    """Return the cost of a pass relative to one row, interpolated linearly from measurements."""
-    at = min(max(1, bisect.bisect_left(_COSTS, (num_rows, 0.0))), len(_COSTS) - 1)
-    (low, less) = _COSTS[at - 1]
-    (high, more) = _COSTS[at]
-    return less + (more - less) * (num_rows - low) / (high - low)

@@ -11,6 +11,7 @@ that sampled requests accept its tokens almost as often as greedy ones.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Several
 
@@ -21,8 +22,9 @@ from kvboost_edge.engine.request.request import Request
 from kvboost_edge.engine.sampling import Sampler, make_sampler
 from kvboost_edge.engine.schedule.sequence import Sequence
 from kvboost_edge.engine.schedule.step_plan import ScheduledTokens
+from kvboost_edge.engine.spec_decode.draft_lengths import LEAST_GAIN, DraftProposal, StepCosts
 from kvboost_edge.engine.spec_decode.draft_model import DraftModel, DraftRows
-from kvboost_edge.engine.spec_decode.drafting import DraftProposal, expected_rate, pass_cost
+from kvboost_edge.engine.spec_decode.pass_costs import PassCosts
 from kvboost_edge.kvcache.block_table import CopyOp
 from kvboost_edge.runners.base import PassAbandoned
 
@@ -35,11 +37,11 @@ Floats = npt.NDArray[np.float32]
 _MOST = 8  # draft tokens of a sequence in a step
 _CATCH_UP = 8  # tokens that the first pass of a draft computes at no notable cost
 _PASS_TOKENS = 256  # tokens in a pass that fills
+_DENSE_ROWS = 64  # rows of a pass whose time for each row is that of a longer one
 # Longest time of filling in a step, relative to a pass of the engine's model with one row.
 _FILL_COST = 1.0
 _FILL_COST_ALONE = 4.0
 _EXPECTED_TOKENS = 64  # tokens that a request generates besides as many as it has generated
-_LEAST_GAIN = 1.02
 
 _PRIOR = 2.0  # weight of _PRIOR_CHANCE, counted in drafts
 _PRIOR_CHANCE = 0.7
@@ -151,20 +153,23 @@ class ModelDrafts:
 
     Attributes:
         is_on: False after an error of the draft model, which turns it off for this engine.
+        costs: times of its passes. The first guess is the engine's times by the size of the
+            weights.
     """
 
     def __init__(self, model: DraftModel, vocab_size: int, weight_bytes: int) -> None:
         self.model = model
         self.is_on = True
         self._vocab_size = vocab_size
-        self._cost = model.weight_bytes / weight_bytes
+        self.costs = PassCosts()
+        self._weight_ratio = model.weight_bytes / weight_bytes
 
     def propose(
         self,
         sequence: Sequence,
         draft: SequenceDraft,
         most: int,
-        num_rows: int,
+        step: StepCosts,
         other: DraftProposal | None,
     ) -> DraftProposal | None:
         """Plan a draft, whose tokens are 0 until `complete`, or the filling for later drafts.
@@ -173,47 +178,54 @@ class ModelDrafts:
             sequence: a sequence that decodes.
             draft: its part of the draft model, which is updated.
             most: maximum number of draft tokens.
-            num_rows: rows of the step's pass without draft tokens.
+            step: costs of adding draft tokens to the step.
             other: proposal of another source.
 
         Returns:
-            The draft of the draft model, or `other` if more tokens per time are expected of it.
+            The draft of the draft model, or `other` if more tokens per second are expected of it.
         """
         draft.clear()
         known = sequence.num_tokens
         most = min(most, _MOST, self.model.max_context - known + 1)
         if not self.is_on or draft.is_off or most < 1 or len(sequence.blocks.segments) > 1:
             return other
+        if not self.costs.is_known:
+            self.costs.guess(self._weight_ratio * step.passes.seconds(1, 0.0))
         always = sequence.request.always_drafts
-        chance = draft.chance
-        rate, count = max(
-            (expected_rate(chance, count, num_rows, self._cost * count), count)
-            for count in range(1, most + 1)
-        )
-        least = _LEAST_GAIN * num_rows / pass_cost(num_rows)
+        planned = DraftProposal([0] * most, np.full(most, draft.chance), "draft_model")
+        rates = step.rates(planned)
+        count = 1 + int(rates[1:].argmax())
+        least = 0.0 if always else LEAST_GAIN * rates[0]
         if other is not None:
-            least = max(0.0 if always else least, _best_rate(other, num_rows))
-        elif always:
-            least = 0.0
-        if rate <= least:
+            least = max(least, step.rates(other)[1:].max())
+        if rates[count] <= least:
             return other
         gap = sum(end - first for first, end in self.model.missing(sequence.blocks, known - 1))
         if gap > _CATCH_UP:
-            draft.num_fill = gap if always else self._num_fill(sequence, gap, num_rows, rate)
+            draft.num_fill = gap if always else self._num_fill(sequence, gap, step, rates[count])
             if draft.num_fill < gap:
                 return other
-        return DraftProposal([0] * count, chance, "draft_model")
+        if not always:
+            return planned
+        return DraftProposal([0] * count, planned.chances[:count], "draft_model")
 
-    def _num_fill(self, sequence: Sequence, gap: int, num_rows: int, rate: float) -> int:
-        """Return the number of tokens to fill in this step, or 0 if filling does not pay."""
+    def _num_fill(self, sequence: Sequence, gap: int, step: StepCosts, rate: float) -> int:
+        """Return the number of tokens to fill in this step, or 0 if filling does not pay.
+
+        Args:
+            rate: tokens per second of the step with the draft.
+        """
         request = sequence.request
         generated = sequence.num_tokens - request.num_prompt_tokens
         expected = min(request.max_tokens - sequence.num_tokens, generated + _EXPECTED_TOKENS)
-        saved = expected * num_rows * (pass_cost(num_rows) / num_rows - 1 / rate)
-        each = self._cost * pass_cost(_PASS_TOKENS) / _PASS_TOKENS
+        plain = step.passes.seconds(step.num_rows, step.depth)
+        saved = expected * (plain - step.num_rows / rate)
+        depth = sequence.num_tokens / 2
+        each = self.costs.seconds(_DENSE_ROWS, _DENSE_ROWS * depth) / _DENSE_ROWS
         if gap * each > saved:
             return 0
-        seconds = _FILL_COST_ALONE if num_rows == 1 else _FILL_COST
+        most = _FILL_COST_ALONE if step.num_rows == 1 else _FILL_COST
+        seconds = most * step.passes.seconds(1, sequence.num_tokens)
         return min(gap, max(1, int(seconds / each)))
 
     def complete(
@@ -266,10 +278,14 @@ class ModelDrafts:
         self, rows: Several[tuple[ModelTurn, DraftRows]], is_abandoned: Callable[[], bool]
     ) -> None:
         """Run one pass, and sample the next token of each draft whose last token it computes."""
+        began = time.perf_counter()
         logits = self.model.forward([one for _, one in rows], is_abandoned)
         wanted = [turn for turn, one in rows if one.wants_logits]
         for turn, row in zip(wanted, logits, strict=True):
             turn.push(self._fitted(row))
+        if all(len(one.token_ids) == 1 for _, one in rows):
+            depth = float(sum(one.start for _, one in rows))
+            self.costs.observe(len(rows), depth, time.perf_counter() - began)
 
     def _first_passes(
         self, turns: Several[ModelTurn]
@@ -338,9 +354,3 @@ class ModelDrafts:
         if size >= self._vocab_size:
             return logits[: self._vocab_size]
         return np.pad(logits, (0, self._vocab_size - size), constant_values=-np.inf)
-
-
-def _best_rate(draft: DraftProposal, num_rows: int) -> float:
-    """Return the expected tokens per time of a pass with the best part of a draft."""
-    counts = range(1, len(draft.token_ids) + 1)
-    return max(expected_rate(draft.chance, count, num_rows) for count in counts)

@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Several
 from typing import Any
 
+import numpy as np
+
 from kvboost_edge.config import EngineConfig
 from kvboost_edge.engine.memory.state_budget import most_draft_tokens, speculation_refusal
 from kvboost_edge.engine.request.request import Request, RequestFeature, RequestInputs
@@ -20,14 +22,10 @@ from kvboost_edge.engine.schedule.feature import Drafting
 from kvboost_edge.engine.schedule.planners import DraftPlanner
 from kvboost_edge.engine.schedule.sequence import Sequence
 from kvboost_edge.engine.schedule.step_plan import ScheduledTokens
-from kvboost_edge.engine.spec_decode.drafting import (
-    Drafter,
-    DraftProposal,
-    TenantHistory,
-    most_drafted,
-    prepare_drafts,
-)
+from kvboost_edge.engine.spec_decode.draft_lengths import DraftProposal, StepCosts, choose_lengths
+from kvboost_edge.engine.spec_decode.drafting import Drafter, TenantHistory, prepare_drafts
 from kvboost_edge.engine.spec_decode.model_drafts import ModelDrafts, ModelTurn, SequenceDraft
+from kvboost_edge.engine.spec_decode.pass_costs import PassCosts
 from kvboost_edge.errors import RequestError
 from kvboost_edge.kvcache.block_table import CopyOp
 from kvboost_edge.kvcache.manager import KVCacheManager
@@ -35,6 +33,7 @@ from kvboost_edge.kvcache.manager import KVCacheManager
 __all__ = ["DraftFields", "Speculation"]
 
 _FORCED = 0.98  # chance that the model tokenizes a text forced by the grammar in the same way
+_MEASURED_EVERY = 4  # passes without draft tokens; they are frequent, and measuring takes 15 us
 
 
 class DraftTokens(Drafting):
@@ -140,6 +139,8 @@ class Speculation(DraftPlanner):
             TenantHistory() if history_bytes is None else TenantHistory.within(history_bytes)
         )
         self.num_drafted = self.num_accepted = 0
+        self.costs = PassCosts()
+        self._num_plain = 0  # passes without draft tokens
         self._closes_blocks = closes_blocks
 
     def room(self, sequence: Sequence) -> int:
@@ -192,7 +193,7 @@ class Speculation(DraftPlanner):
                 too few spare blocks are left.
         """
         budget = min(budget, self._manager.recurrent.num_draft_rows)
-        num_rows = sum(wanted.values())
+        step = self._costs_of(running, wanted)
         proposed: list[tuple[Sequence, DraftProposal]] = []
         for sequence in running:
             if (
@@ -200,18 +201,14 @@ class Speculation(DraftPlanner):
                 and wanted.get(sequence.index) == sequence.num_pending == 1
             ):
                 most = self.room(sequence)
-                draft = self._propose(sequence, most, num_rows) if most > 0 else None
+                draft = self._propose(sequence, most, step) if most > 0 else None
                 if draft is not None:
                     proposed.append((sequence, draft))
-        weighed = [
-            draft
-            for sequence, draft in proposed
-            if not (sequence.request.always_drafts or draft.source == "draft_model")
-        ]
-        level = most_drafted(weighed, num_rows) if weighed else 0
+        weighed = [draft for sequence, draft in proposed if not sequence.request.always_drafts]
+        chosen = iter(choose_lengths(weighed, step) if weighed else ())
         for waiting, (sequence, draft) in zip(range(len(proposed), 0, -1), proposed, strict=True):
-            is_weighed = not (sequence.request.always_drafts or draft.source == "draft_model")
-            count = min(level if is_weighed else len(draft.token_ids), -(-budget // waiting))
+            always = sequence.request.always_drafts
+            count = min(len(draft.token_ids) if always else next(chosen), -(-budget // waiting))
             sequence.drafting.tokens = draft.token_ids[:count]
             budget -= len(sequence.drafting.tokens)
         for sequence, draft in proposed:
@@ -222,21 +219,27 @@ class Speculation(DraftPlanner):
             if draft.source == "draft_model":
                 _drafts_of(sequence).model.count = len(tokens)
 
-    def _propose(self, sequence: Sequence, most: int, num_rows: int) -> DraftProposal | None:
+    def _costs_of(self, running: Several[Sequence], wanted: Mapping[int, int]) -> StepCosts:
+        """Return the costs of adding draft tokens to a step."""
+        depth = sum(wanted.get(one.index, 0) * one.num_computed_tokens for one in running)
+        drafter = None if self._models is None else self._models.costs
+        return StepCosts(sum(wanted.values()), float(depth), self.costs, drafter)
+
+    def _propose(self, sequence: Sequence, most: int, step: StepCosts) -> DraftProposal | None:
         """Return the tokens that the grammar forces, or else the most promising proposal.
 
         Args:
             most: Maximum number of draft tokens.
-            num_rows: Rows of the pass without draft tokens.
+            step: Costs of adding draft tokens to the step.
         """
         forced = sequence.grammar.forced()[:most]
         if forced:
-            return DraftProposal(forced, _FORCED, "grammar")
+            return DraftProposal(forced, np.full(len(forced), _FORCED), "grammar")
         drafts = _drafts_of(sequence)
         found = drafts.drafter.propose(sequence.token_ids, most)
         if self._models is None:
             return found
-        return self._models.propose(sequence, drafts.model, most, num_rows, found)
+        return self._models.propose(sequence, drafts.model, most, step, found)
 
     def complete(
         self,
@@ -257,6 +260,20 @@ class Speculation(DraftPlanner):
             if turn.draft.count:
                 turn.sequence.drafting.tokens = turn.tokens
                 work[index] = work[index].with_drafts(turn.tokens)
+
+    def observe(self, work: Several[ScheduledTokens[Sequence]], seconds: float) -> None:
+        """Measure the cost of a pass in which all sequences decode."""
+        if not any(one.sequence.drafting.proposes for one in work) or any(
+            one.certain_stop - one.start > 1 for one in work
+        ):
+            return
+        num_rows = sum(len(one.token_ids) for one in work)
+        if num_rows == len(work):
+            self._num_plain += 1
+            if self._num_plain > _MEASURED_EVERY and self._num_plain % _MEASURED_EVERY:
+                return
+        depth = float(sum(len(one.token_ids) * one.start for one in work))
+        self.costs.observe(num_rows, depth, seconds)
 
     @property
     def memory_bytes(self) -> int:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
 from helpers.engine.fake_runner import VOCAB_SIZE, Bench
 from kvboost_edge.engine.request.request import Request
-from kvboost_edge.engine.spec_decode.drafting import Drafter, DraftProposal, TenantHistory
+from kvboost_edge.engine.spec_decode.draft_lengths import DraftProposal
+from kvboost_edge.engine.spec_decode.drafting import Drafter, TenantHistory
 
 KINDS = ("right", "wrong", "random", "one off", "repeating")
 
@@ -35,7 +38,7 @@ class HostileDrafter(Drafter):
             "one off": [*right[:at], wrong[at], *right[at + 1 :]],
             "repeating": [token_ids[-1]] * count,
         }[self._kind]
-        return DraftProposal(drafted, self._random.random())
+        return DraftProposal(drafted, np.full(count, self._random.random()))
 
     def learn(self, num_drafted: int, num_accepted: int) -> None:
         self.outcomes.append((num_drafted, num_accepted))
@@ -60,7 +63,7 @@ class CutDrafter(Drafter):
             token_id if index < self._num_right else (token_id + 1) % self._vocab_size
             for index, token_id in enumerate(following)
         ]
-        return DraftProposal(drafted, 1.0) if drafted else None
+        return DraftProposal(drafted, np.ones(len(drafted))) if drafted else None
 
     def learn(self, num_drafted: int, num_accepted: int) -> None:
         self.outcomes.append((num_drafted, num_accepted))
