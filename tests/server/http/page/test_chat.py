@@ -207,7 +207,7 @@ def test_copy_gives_the_answer(visit, answering):
     answering(visit, "one\n```py\n", "x = 1\n", "y = 2\n```\n", "end")
     visit.ask("Hello")
     turn = visit.answer()
-    visit.stop_clock()  # or "Copied" would go
+    visit.stop_timers()  # or "Copied" would go
     turn.get_by_role("button", name="Copy answer").click()
     expect(turn.get_by_role("button", name="Copy answer")).to_have_text("Copied")
     assert visit.evaluate("navigator.clipboard.readText()") == "one\n```py\nx = 1\ny = 2\n```\nend"

@@ -56,7 +56,7 @@ def test_arguments_are_raw_while_they_come_and_laid_out_at_the_end(stand_in):
 
 def test_arguments_are_copied_as_they_are_laid_out(weather):
     weather.context.grant_permissions(["clipboard-read", "clipboard-write"])
-    weather.stop_clock()  # or "Copied" would go
+    weather.stop_timers()  # or "Copied" would go
     weather.button("Copy arguments").click()
     expect(weather.button("Copy arguments")).to_have_text("Copied")
     assert json.loads(weather.evaluate("navigator.clipboard.readText()")) == json.loads(ARGUMENTS)
