@@ -1,7 +1,7 @@
 """What test_amx.py runs in a process of its own, compiled for AMX: on emulated tile registers, or
 the processor's own.
 
-    python tests/kernels/linear/amx_checks.py CHECK
+    python tests/kernels/linear/amx_checks.py CHECK [WEIGHTS ...]
 
 Ends with status 0 and a JSON line on stdout: whether tiles were emulated, the instructions that
 were, and what the check adds.
@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from llvmlite import binding
 
 from helpers.kernels import amx_emulator
 from helpers.kernels.linear_driver import Extra, panel_sizes, run_linear
-from helpers.kernels.weight_formats import INTEGERS, in_blocks, random_weights
+from helpers.kernels.weight_formats import in_blocks, random_weights
 from helpers.models.tiny_checkpoints import save_tiny_checkpoint
 from helpers.runners.paged_driver import PagedDriver
 from kvboost_edge.backends.cpu import CPUBackend
@@ -33,12 +34,12 @@ from kvboost_edge.runners.native import runner as native
 EMULATED = not binding.get_host_cpu_features().get("amx-int8", False)
 
 
-def matrices() -> dict[str, Any]:
-    """Every kind, one plane and two, a number of tokens and of tiles that leaves a rest, tokens
+def matrices(*kinds: str) -> dict[str, Any]:
+    """One plane and two, a number of tokens and of tiles that leaves a rest, tokens
     that are not finite: the bits of AVX512-VNNI.
     """
     rng = np.random.default_rng(0)
-    for kind in INTEGERS:
+    for kind in kinds:
         for tokens, rows, inputs in ((32, 16, 32), (33, 50, 100), (79, 130, 224)):
             inputs = in_blocks(kind, inputs)
             x = rng.standard_normal((tokens, inputs)).astype(np.float32)
@@ -63,19 +64,20 @@ def matrices() -> dict[str, Any]:
     return {}
 
 
-def models() -> dict[str, Any]:
+# One operation for the gated layer, or three.
+INNER_SIZES = {"int4": 96, "int8": 1096}
+
+
+def models(*formats: str) -> dict[str, Any]:
     """A tiny model's logits: cold, in chunks that cut its panels, on two threads, without AMX."""
     prompt = np.random.default_rng(1).integers(0, 256, 90).tolist()
-    for weights, inner in (
-        ("int4", 96),
-        ("int8", 1096),
-    ):  # one operation for the gated layer, or three
+    for weights in formats:
         with tempfile.TemporaryDirectory() as directory:
             save_tiny_checkpoint(
                 "qwen2",
                 Path(directory),
                 hidden_size=96,
-                intermediate_size=inner,
+                intermediate_size=INNER_SIZES[weights],
                 num_hidden_layers=2,
             )
             logits = []
@@ -133,7 +135,9 @@ def main() -> None:
         amx_emulator.install()
     else:
         assert amx_choice._ask_for_tiles() == ""
-    found = {"matrices": matrices, "models": models, "choice": choice}[sys.argv[1]]()
+    checks: dict[str, Callable[..., dict[str, Any]]]
+    checks = {"matrices": matrices, "models": models, "choice": choice}
+    found = checks[sys.argv[1]](*sys.argv[2:])
     print(json.dumps(found | {"emulated": EMULATED, "instructions": amx_emulator.counts()}))
 
 

@@ -14,6 +14,8 @@ import pytest
 from llvmlite import binding
 
 from helpers.kernels.tile_assembly import tile_assembly
+from helpers.kernels.weight_formats import INTEGERS
+from helpers.pairwise import each_once
 from kvboost_edge.kernels.integers import dot_form
 from kvboost_edge.kernels.linear import amx as linear_amx
 from kvboost_edge.kernels.linear.weight_formats import INT_KINDS
@@ -25,13 +27,13 @@ pytestmark = pytest.mark.skipif(
 PROGRAM = Path(__file__).with_name("amx_checks.py")
 
 
-def _check(name):
+def _check(*words):
     features = {**binding.get_host_cpu_features(), "amx-tile": True, "amx-int8": True}
     flags = ",".join(("+" if present else "-") + flag for flag, present in features.items())
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     environment |= {"NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": flags}
     done = subprocess.run(
-        [sys.executable, str(PROGRAM), name],
+        [sys.executable, str(PROGRAM), *words],
         capture_output=True,
         text=True,
         timeout=600,
@@ -42,12 +44,28 @@ def _check(name):
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
-@pytest.mark.parametrize("check", ["matrices", "models"])
-def test_same_bits_as_without_amx(check):
+# Codes with and without an offset, and codes in two parts. test_every_form.py multiplies with every
+# format.
+SOME = ("int4", "int4-asym", "q6k")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("matrices", *SOME),
+        ("models", "int4"),
+        pytest.param(
+            ("matrices", *(kind for kind in INTEGERS if kind not in SOME)), marks=pytest.mark.full
+        ),
+        pytest.param(("models", "int8"), marks=pytest.mark.full),
+    ],
+    ids=" ".join,
+)
+def test_same_bits_as_without_amx(words):
     """The program compares; here it is seen that tiles were multiplied, and left in their first
     state.
     """
-    found = _check(check)
+    found = _check(*words)
     ran = found["instructions"]
     assert (ran["tdpbssd"] > 1000) == found["emulated"]
     assert ran["tileloadd"] == ran["tilestored"] == ran["tilezero"] == ran["tdpbssd"]
@@ -85,8 +103,7 @@ def _assembly(kind, fine, monkeypatch):
     return tile_assembly(tiles, "x86_64-unknown-linux-gnu", "sapphirerapids", optimize=True)
 
 
-@pytest.mark.parametrize("fine", [False, True])
-@pytest.mark.parametrize("kind", INT_KINDS)
+@pytest.mark.parametrize(("kind", "fine"), each_once(INT_KINDS, (False, True)))
 def test_a_group_takes_four_multiplications(kind, fine, monkeypatch):
     """Of the first group, and of those in the loop. The scratch memory is not filled with zeros at
     every entry.

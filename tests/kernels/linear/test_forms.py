@@ -11,6 +11,8 @@ import pytest
 from llvmlite import binding
 
 from helpers.kernels.tile_assembly import tile_assembly, tile_module
+from helpers.kernels.weight_formats import INTEGERS
+from helpers.pairwise import each_once
 from kvboost_edge.kernels import integers
 from kvboost_edge.kernels.integers import dot_form, follows_pages
 from kvboost_edge.kernels.linear.weight_formats import FORMAT_OF, FORMATS, INT_KINDS
@@ -18,16 +20,17 @@ from kvboost_edge.kernels.linear.weight_tiles import IntTiles
 
 PROGRAM = """
 import hashlib
+import sys
 import numba
 import numpy as np
-from helpers.kernels.weight_formats import INTEGERS, kind_of, product, random_weights
+from helpers.kernels.weight_formats import kind_of, product, random_weights
 from kvboost_edge.kernels.integers import dot_form
 from kvboost_edge.kernels.linear.weight_tiles import Target, Tile, int_tile
 from kvboost_edge.kernels.reference import linear as reference
 
 INPUTS = 256
 rng, digest = np.random.default_rng(0), hashlib.sha256()
-for kind in INTEGERS:
+for kind in sys.argv[1:]:
     packed = random_weights(kind, 16, INPUTS)
     for tokens, fine in ((1, False), (2, True)):
         tile = int_tile[kind_of(kind), 1, tokens, fine]
@@ -61,14 +64,14 @@ def _features(form):
 
 
 @functools.cache
-def _run(form):
+def _run(form, formats):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     if form == "neon":
         environment |= {"NUMBA_CPU_NAME": "cortex-a76", "NUMBA_CPU_FEATURES": "+neon,+dotprod"}
     elif form != "host":
         environment |= {"NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": _features(form)}
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
+        [sys.executable, "-c", PROGRAM, *formats],
         capture_output=True,
         text=True,
         timeout=300,
@@ -92,18 +95,30 @@ def _forms():
 
 
 # test_every_form.py runs the others in this process, and compares them with the plain one.
+IN_NO_OTHER_FILE = ("avx2", "neon")
+# With and without an offset and a table, in two parts, and of 8 bits.
+SOME = ("int4t", "int4-asym", "q6k", "int8")
+OTHERS = tuple(name for name in INTEGERS if name not in SOME)
+
+
 @pytest.mark.parametrize(
-    "form",
+    ("form", "formats"),
     [
-        pytest.param(form, marks=() if form in ("avx2", "neon") else pytest.mark.full)
+        pytest.param(
+            form,
+            formats,
+            marks=() if form in IN_NO_OTHER_FILE and formats is SOME else pytest.mark.full,
+            id=f"{form}-{' '.join(formats)}",
+        )
         for form in _forms()
+        for formats in (SOME, OTHERS)
     ],
 )
-def test_same_bits_as_the_hosts_own_form(form):
+def test_same_bits_as_the_hosts_own_form(form, formats):
     """The program also compares each result with the specification."""
-    name, digest = _run("host")
+    name, digest = _run("host", formats)
     assert name == dot_form()
-    assert _run(form) == [form, digest]
+    assert _run(form, formats) == [form, digest]
 
 
 def _assembly(kind, form, cpu, *, fine=False):
@@ -111,16 +126,17 @@ def _assembly(kind, form, cpu, *, fine=False):
     return tile_assembly(IntTiles(kind, 1, 4, fine, form), "aarch64-unknown-linux-gnu", cpu)
 
 
-@pytest.mark.parametrize("fine", [False, True])
-@pytest.mark.parametrize("kind", INT_KINDS)
+@pytest.mark.parametrize(("kind", "fine"), each_once(INT_KINDS, (False, True)))
 def test_arm_with_dot_products_uses_them(kind, fine):
     """8 quads of 4 x 4 rows for each of 4 tokens (and planes): every one is an sdot."""
     assembly = _assembly(kind, "neon", "cortex-a76", fine=fine)
     assert assembly.count("sdot") == 8 * 4 * 4 * (2 if fine else 1)
 
 
-@pytest.mark.parametrize("fine", [False, True])
-@pytest.mark.parametrize("kind", [kind for kind in INT_KINDS if FORMAT_OF[kind].parts == 1])
+@pytest.mark.parametrize(
+    ("kind", "fine"),
+    each_once([kind for kind in INT_KINDS if FORMAT_OF[kind].parts == 1], (False, True)),
+)
 def test_arm_with_i8mm_multiplies_pairs(kind, fine):
     """4 pairs of quads of 8 pairs of rows for each of 2 pairs of tokens (and planes): half as many
     as with dot products, and fewer instructions in total.
@@ -147,8 +163,7 @@ def test_arm_looks_up_16_codes_at_once(form, cpu):
     assert not {"ldrb", "umov", "smov"} & set(instructions)
 
 
-@pytest.mark.parametrize("fine", [False, True])
-@pytest.mark.parametrize("kind", INT_KINDS)
+@pytest.mark.parametrize(("kind", "fine"), each_once(INT_KINDS, (False, True)))
 def test_arm_without_dot_products_multiplies_in_16_bits(kind, fine):
     """8 quads of 64 products for each of 4 tokens (and planes), 8 products at once: few
     instructions, so that compiling them is quick too. 32-bit sums are taken for every quad of int8,
