@@ -10,8 +10,6 @@ import pytest
 
 from helpers.server.live_servers import raw_answer, serving, wait_until
 
-pytestmark = pytest.mark.alone
-
 TEXT = {"model": "kvboost-edge/demo", "prompt": "Hello", "max_tokens": 4, "temperature": 0}
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 
@@ -172,8 +170,9 @@ def test_a_client_that_takes_nothing_is_dropped_and_its_work_stopped(demo_engine
         assert b"[DONE]" not in raw_answer(sock)
 
 
+@pytest.mark.alone
 def test_a_client_that_reads_slowly_and_steadily_gets_everything(demo_engine):
-    text = "steady " * 5000
+    text = "steady " * 3500
     with serving(demo_engine, write_seconds=0.6) as server, socket.socket() as sock:
         with server.client() as client:
             whole = client.post("/tokenize", json={"content": text, "with_pieces": True}).content
@@ -210,6 +209,7 @@ def test_more_connections_than_allowed_get_503(demo_engine):
             assert client.get("/health").status_code == 200
 
 
+@pytest.mark.alone
 def test_good_clients_go_on_beside_a_hundred_slow_ones(strict):
     def best_of(count, client):
         times = []
