@@ -10,6 +10,7 @@ import pytest
 from helpers.engine import fake_runner
 from helpers.engine.fake_runner import Bench, assert_clean, fake_tokenizer, token_logits
 from helpers.engine.thinking_model import ANSWER, ASK, KINDS, OPENED, THOUGHT, thinking
+from helpers.pairwise import each_once
 from helpers.server.scripted_model import FORMATS, scripted
 from kvboost_edge.engine.request.requested_grammar import MadeGrammar
 from kvboost_edge.engine.thinking import ReasoningFields
@@ -35,8 +36,7 @@ def parts_of(engine, thinker, name, result):
     return thought.removesuffix("\n"), answer.lstrip("\n")
 
 
-@EVERY
-@pytest.mark.parametrize("budget", [0, 1, 2, 17, 40])
+@pytest.mark.parametrize(("name", "budget"), each_once(KINDS, [0, 1, 2, 17, 40]))
 def test_a_thought_is_cut_at_exactly_the_budget_and_the_answer_follows(monkeypatch, name, budget):
     with thinking(monkeypatch, name) as (engine, thinker):
         result = engine.generate(ASK, MANY, reasoning_budget=budget)
@@ -58,8 +58,7 @@ def test_a_message_stands_before_the_end(monkeypatch, name):
         assert (result.finish_reason, result.reasoning_tokens) == ("stop", 9)
 
 
-@EVERY
-@pytest.mark.parametrize("budget", [None, -1, 25, 300])
+@pytest.mark.parametrize(("name", "budget"), each_once(KINDS, [None, -1, 25, 300]))
 def test_a_thought_that_ends_in_time_is_the_models_own(monkeypatch, name, budget):
     with thinking(monkeypatch, name) as (engine, thinker):
         thinker.thinks = 12

@@ -80,10 +80,15 @@ def server():
         yield running
 
 
-MODELS = (("demo", 16), ("demo", (8, 4)), ("lfm2", 16), ("qwen3_5_text", 16))
+MODELS = (("demo", (8, 4)), ("qwen3_5_text", 16), ("demo", 16), ("lfm2", 16))
 
 
-@pytest.fixture(scope="module", params=MODELS, ids=str)
+def case(model, *values):
+    """Parameters that are `full` with another width of a plain model's cache and another state."""
+    return pytest.param(model, *values, marks=pytest.mark.full if model in MODELS[2:] else ())
+
+
+@pytest.fixture(scope="module", params=map(case, MODELS), ids=str)
 def model(request, tmp_path_factory):
     name, bits = request.param
     path = DEMO if name == "demo" else save_tiny_model(name, tmp_path_factory.mktemp(name))
@@ -188,7 +193,11 @@ COSTS = {
 
 @pytest.mark.parametrize(
     ("model", "what", "numbers", "cached"),
-    [(one, *cost) for one in MODELS for cost in COSTS["plain" if one[0] == "demo" else "hybrid"]],
+    [
+        case(one, *cost)
+        for one in MODELS
+        for cost in COSTS["plain" if one[0] == "demo" else "hybrid"]
+    ],
     indirect=["model"],
 )
 def test_what_the_server_lost_or_got_wrong_costs_time_alone(

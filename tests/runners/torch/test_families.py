@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from conftest import LONG
 from helpers.distance import distance
 from helpers.models.tiny_models import FAMILIES, build_tiny_model
 from helpers.runners.families import VARIED
@@ -22,14 +23,14 @@ PROMPT_LENGTHS = (1, 17, 32, 61, 90)  # around the windows (24, 40) and the bloc
 
 
 class Family:
-    """A tiny model with what transformers makes of five prompts: greedy continuations and dense
+    """A tiny model with what transformers makes of its prompts: greedy continuations and dense
     logits over all.
     """
 
-    def __init__(self, name):
+    def __init__(self, name, lengths):
         model = build_tiny_model(name)
         rng = np.random.default_rng(7)
-        self.prompts = [rng.integers(0, 256, length).tolist() for length in PROMPT_LENGTHS]
+        self.prompts = [rng.integers(0, 256, length).tolist() for length in lengths]
         model.set_attn_implementation("eager")
         self.wholes = [_generate(model, prompt) for prompt in self.prompts]
         self.logits = [dense_logits(model, whole) for whole in self.wholes]
@@ -57,8 +58,8 @@ def assert_close(actual, expected):
     assert distance(actual, expected) <= 1e-4
 
 
-# These run with every family in `make test`, the others with `VARIED`.
-WITH_EVERY_FAMILY = ("test_cold_prefill_and_decode_alone", "test_ragged_batch_of_five")
+# These run with every family in `make test`, with two prompts, the others with `VARIED`.
+WITH_EVERY_FAMILY = ("test_cold_prefill_and_decode_alone", "test_ragged_batch")
 
 
 def pytest_generate_tests(metafunc):
@@ -71,7 +72,8 @@ def pytest_generate_tests(metafunc):
 
 @pytest.fixture(scope="module")
 def family(request):
-    family = Family(request.param)
+    has_all = LONG or request.param in VARIED
+    family = Family(request.param, PROMPT_LENGTHS if has_all else PROMPT_LENGTHS[1::3])
     yield family
     family.runner.close()
 
@@ -102,7 +104,7 @@ def test_chunked_prefill(family, chunk):
     )
 
 
-def test_ragged_batch_of_five(family):
+def test_ragged_batch(family):
     driver = family.driver()
     sequences = [driver.open(prompt) for prompt in family.prompts]
     parts = driver.step([(sequence, sequence.num_left) for sequence in sequences])

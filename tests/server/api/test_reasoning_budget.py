@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from helpers.engine.thinking_model import ANSWER, THOUGHT, thinking
+from helpers.pairwise import each_once
 from helpers.server.compat_apis import APIS
 from helpers.server.live_servers import app_client
 from helpers.server.scripted_model import ASK
@@ -84,9 +85,9 @@ async def said(app, path, **fields):
     return api.said(answer)
 
 
-@pytest.mark.parametrize(("path", "field"), FIELDS)
-@pytest.mark.parametrize("name", ["opened", "gemma", "harmony"])
-async def test_each_api_has_a_field_for_the_budget(monkeypatch, path, field, name):
+@pytest.mark.parametrize(("place", "name"), each_once(FIELDS, ["opened", "gemma", "harmony"]))
+async def test_each_api_has_a_field_for_the_budget(monkeypatch, place, name):
+    path, field = place
     async with serving(monkeypatch, name) as app:
         api = APIS[path]
         for streams, budget in itertools.product((False, True), (1, 40)):
