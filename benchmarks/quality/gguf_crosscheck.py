@@ -7,6 +7,9 @@ With F32 weights, only the order of sums and llama.cpp's GELU (a float16 table) 
 weights, both round activations to 8 bits in different ways. The rows then show the distance of each
 from the same weights in float32, and ours may not be much larger.
 
+The logits of multi-token prediction heads are compared with those of a NumPy model. Both get the
+model's hidden states.
+
 Pre-tokenizers are compared by the token ids of texts on which they differ, with a vocabulary that
 reveals every split. The tests list the cases where the original regular expressions differ from
 llama.cpp's. The exit status is 1 if anything disagrees.
@@ -33,6 +36,8 @@ from test_gguf_words import OTHERWISE
 
 from helpers.gguf.hybrids import HYBRID_FAMILIES
 from helpers.gguf.writer import FAMILIES, add_keys, save_model, write_gguf
+from helpers.models.mtp_heads import HEADS, save_with_head, write_gguf_with_head
+from helpers.oracles.packed_plan import last_states, mtp_model, mtp_states, plan_floats
 from helpers.oracles.transformers_logits import driver_of
 from helpers.text.hostile_words import GEMMA4_TEXTS, TEXTS, gemma4_metadata, metadata_of
 from kvboost_edge.runners.native.runner import NativeRunner
@@ -100,6 +105,30 @@ def compare_models(options: argparse.Namespace, folder: Path) -> list[Row]:
         apart, agrees, comment = compare(name, kind, Path(path), theirs[f"models/{label}"])
         known = "" if agrees else KNOWN.get(name, "")
         rows.append((label, apart, known or comment, agrees or bool(known)))
+    return rows
+
+
+def compare_heads(options: argparse.Namespace, folder: Path) -> list[Row]:
+    jobs: dict[str, tuple[str, tuple[list[int], list[list[float]]]]] = {}
+    ours = {}
+    for name in HEADS:
+        model = save_with_head(name, folder / f"{name}-head")
+        path = write_gguf_with_head(model, folder / f"{name}-head.gguf", tokenizer=None)
+        states = last_states(*plan_floats(path), PROMPT[:-1])
+        head, weights, matrix = mtp_model(path)
+        ours[name] = mtp_states(head, weights, states, PROMPT[1:]) @ matrix.T
+        jobs[name] = (str(path), (PROMPT[1:], states.tolist()))
+    theirs = ask(options, folder, {"models": {}, "heads": jobs, "vocabularies": {}})
+    rows = []
+    for name, logits in ours.items():
+        label = f"MTP head of {name}"
+        if f"heads/{name}" not in theirs:
+            rows.append(
+                (label, "llama.cpp refuses", str(theirs[f"error/heads/{name}"])[:90], False)
+            )
+            continue
+        apart = distance(logits, theirs[f"heads/{name}"])
+        rows.append((label, f"{apart:.1e}", f"at most {TOLERANCE:g}", bool(apart <= TOLERANCE)))
     return rows
 
 
@@ -184,12 +213,14 @@ def main() -> None:
         default=Path(__file__).parents[2] / ".venv-peers" / "bin" / "python",
     )
     parser.add_argument(
-        "--families", nargs="*", help="check only these families, and no pre-tokenizers"
+        "--families", nargs="*", help="check only these families, and no heads or pre-tokenizers"
     )
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         rows = compare_models(options, Path(name))
-        rows += [] if options.families else compare_words(options, Path(name))
+        if not options.families:
+            rows += compare_heads(options, Path(name))
+            rows += compare_words(options, Path(name))
     width = max(len(row[0]) for row in rows)
     for label, apart, comment, agrees in rows:
         print(f"{label:{width}}  {apart:>20}  {comment}{'' if agrees else '  DISAGREES'}")

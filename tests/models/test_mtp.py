@@ -16,7 +16,13 @@ from helpers.models.mtp_heads import (
 )
 from helpers.models.tensor_files import change_tensors
 from helpers.models.tiny_models import save_tiny_model
-from helpers.oracles.packed_plan import last_states, mtp_floats, mtp_states, plan_floats
+from helpers.oracles.packed_plan import (
+    last_states,
+    mtp_floats,
+    mtp_model,
+    mtp_states,
+    plan_floats,
+)
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.packed.pack_plan import plan_bytes
@@ -31,11 +37,8 @@ def _logits(path):
 
     The head's own state takes the place of the model's there.
     """
-    spec, weights = plan_floats(path)
-    head, own = mtp_floats(path)
-    weights = {**{name: weights[name] for name in head.shared if name in weights}, **own}
+    head, weights, matrix = mtp_model(path)
     trunk = last_states(*plan_floats(path), TOKENS[:-1])
-    matrix = weights["embed" if spec.tied and "head" in head.shared else "head"]
     states = mtp_states(head, weights, trunk, TOKENS[1:])
     drafted = int((states[-1] @ matrix.T).argmax())
     rows = np.concatenate([trunk, states[-1:]])

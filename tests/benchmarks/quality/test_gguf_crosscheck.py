@@ -52,6 +52,25 @@ def test_a_file_that_llama_cpp_refuses_disagrees(tmp_path, monkeypatch):
     assert "unknown model architecture" in rows[0][2]
 
 
+def test_heads_that_differ_or_are_refused_disagree(tmp_path, monkeypatch):
+    def ask(_, __, jobs):
+        assert [len(given[0]) for _, given in jobs["heads"].values()] == [60, 60]
+        return {
+            "heads/glm4_moe": np.ones((60, 300), np.float32),
+            "error/heads/qwen3_5_text": np.array("no MTP block"),
+        }
+
+    monkeypatch.setattr(gguf_crosscheck, "ask", ask)
+    heads = {name: gguf_crosscheck.HEADS[name] for name in ("qwen3_5_text", "glm4_moe")}
+    monkeypatch.setattr(gguf_crosscheck, "HEADS", heads)
+    rows = gguf_crosscheck.compare_heads(argparse.Namespace(), tmp_path)
+    assert [(label, agrees) for label, _, _, agrees in rows] == [
+        ("MTP head of qwen3_5_text", False),
+        ("MTP head of glm4_moe", False),
+    ]
+    assert rows[0][2] == "no MTP block"
+
+
 def test_other_words_disagree(tmp_path, monkeypatch):
     def ask(_, __, jobs):
         empty = np.frombuffer(

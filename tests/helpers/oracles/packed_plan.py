@@ -44,6 +44,15 @@ def mtp_floats(model: Path) -> tuple[MtpSpec, dict[str, Doubles]]:
         return checkpoint.mtp, _floats(checkpoint.mtp_plan("f32"), source)
 
 
+def mtp_model(model: Path) -> tuple[MtpSpec, dict[str, Doubles], Doubles]:
+    """Return a model's MTP head, its weights with those that it shares, and the LM head."""
+    _, weights = plan_floats(model)
+    head, own = mtp_floats(model)
+    shared = {name: weights[name] for name in head.shared if name in weights}
+    found = {**shared, **own}
+    return head, found, found["head"] if "head" in found else weights["embed"]
+
+
 def _floats(plan: Sequence[PackEntry], source: WeightSource) -> dict[str, Doubles]:
     return {
         entry.name: read_rows(EntryRows(entry, 0, entry.rows), source) + _offset(entry)
