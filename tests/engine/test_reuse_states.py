@@ -99,7 +99,7 @@ SHARED = []
 
 def test_no_way_leads_to_a_leak_or_a_wrong_token(scale):
     SHARED.clear()
-    count = scale(100, 10_000)
+    count = scale(70, 10_000)
     run_state_machine_as_test(
         ReuseMachine, settings=settings(max_examples=count, stateful_step_count=14)
     )

@@ -22,7 +22,7 @@ _DISK = (
         "tiers/disk/store.py",
         "                and is_intact(found, payload)\n",
         "",
-        f"{_DAMAGE}::test_a_thousand_bit_flips",
+        f"{_DAMAGE}::test_random_bit_flips",
     ),
     fault(
         "a block of another address is served from disk",

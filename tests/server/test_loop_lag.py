@@ -292,9 +292,7 @@ def many_messages(path, count):
 BAD = (
     "/v1/chat/completions",
     "/v1/completions",
-    "/v1/messages",
     "/v1/responses",
-    "/api/chat",
     "/v1/embeddings",
 )
 TALKING = [path for path in ASKED if "messages" in ASKED[path]("x")] + ["/v1/responses"]

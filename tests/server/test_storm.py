@@ -143,7 +143,7 @@ def forget(server):
 
 
 def test_a_storm_of_leaving_clients_leaves_nothing(server, scale):
-    count = scale(300, 5000)
+    count = scale(200, 5000)
 
     def settled():
         state = server.server.server_state

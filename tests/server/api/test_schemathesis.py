@@ -94,7 +94,7 @@ def test_every_route_of_the_api_is_tried():
 @schema.parametrize()
 # No clock: on a busy machine both making an example and answering it may take long.
 @settings(
-    max_examples=200 if LONG else 10, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=200 if LONG else 6, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 def test_answers_are_as_documented(case, live_server):
     positive = case.meta.generation.mode.is_positive

@@ -79,13 +79,13 @@ def copies(sound):
     shutil.rmtree(made.directory)
 
 
-def test_a_thousand_bit_flips(copies, scale):
+def test_random_bit_flips(copies, scale):
     """Anywhere in any file. A flip in a segment costs at most the block it hit; one elsewhere
     none.
     """
     draw = random.Random(1)
     names = [name for name in copies.files for _ in range(8 if name.endswith(".kvs") else 1)]
-    for number in range(scale(1000, 10_000)):
+    for number in range(scale(500, 10_000)):
         copies.fresh()
         name = draw.choice(names)
         data = bytearray(copies.files[name])
@@ -99,10 +99,10 @@ def test_a_thousand_bit_flips(copies, scale):
         )
 
 
-def test_a_thousand_truncations(copies, scale):
+def test_random_truncations(copies, scale):
     """A segment cut short keeps the blocks before the cut; any other file cut short costs none."""
     draw = random.Random(2)
-    for number in range(scale(1000, 10_000)):
+    for number in range(scale(500, 10_000)):
         copies.fresh()
         name = draw.choice(list(copies.files))
         data = copies.files[name]
