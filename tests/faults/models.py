@@ -69,8 +69,8 @@ FAULTS = (
     fault(
         "the norms of a head's two inputs are exchanged",
         "models/families/mtp.py",
-        '"nextn.enorm.weight": EMBEDDING_NORM,\n        "nextn.hnorm.weight": HIDDEN_NORM,',
-        '"nextn.enorm.weight": HIDDEN_NORM,\n        "nextn.hnorm.weight": EMBEDDING_NORM,',
+        '"nextn.enorm": EMBEDDING_NORM,\n        "nextn.hnorm": HIDDEN_NORM,',
+        '"nextn.enorm": HIDDEN_NORM,\n        "nextn.hnorm": EMBEDDING_NORM,',
         "tests/models/test_mtp.py::test_a_head_of_both_formats_equals_transformers",
     ),
     fault(

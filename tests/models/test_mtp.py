@@ -7,6 +7,7 @@ import torch
 from transformers.cache_utils import MtpCache
 
 from helpers.distance import distance
+from helpers.models.awq_gptq_files import quantize_dir
 from helpers.models.mtp_heads import (
     HEADS,
     build_head,
@@ -28,6 +29,8 @@ from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.packed.pack_plan import plan_bytes
 
 TOKENS = np.random.default_rng(2).integers(0, 256, 24).tolist()
+
+LAYERS = 3  # of glm4_moe
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
@@ -117,6 +120,20 @@ def test_a_quantized_head_keeps_its_formats(tmp_path):
     assert "head" not in plan
     narrow = Checkpoint.open(model)
     assert plan_bytes(narrow.mtp_plan("int4")) < plan_bytes(narrow.mtp_plan("int8"))
+
+
+def test_a_head_in_awq_keeps_its_codes(tmp_path):
+    path = save_with_head("glm4_moe", tmp_path)
+    codes, scales, _ = quantize_dir(path, "awq", group=32, symmetric=True)[
+        f"model.layers.{LAYERS}.eh_proj"
+    ]
+    checkpoint = Checkpoint.open(path)
+    plan = {entry.name: entry.kind for entry in checkpoint.mtp_plan("auto")}
+    assert plan["projection"] == plan["layer0.qkv"] == plan["layer0.experts_down"] == "int4"
+    with checkpoint.open_mtp_source() as source:
+        found = source.rows("mtp.projection.weight")
+    expected = np.repeat(scales.astype(np.float32), 32, axis=1) * (codes - 8)
+    np.testing.assert_array_equal(found, expected)
 
 
 def test_a_model_without_a_head(tmp_path):

@@ -31,17 +31,17 @@ __all__ = [
     "MtpNames",
 ]
 
-EMBEDDING_NORM = "mtp.embedding_norm.weight"
-HIDDEN_NORM = "mtp.hidden_norm.weight"
-PROJECTION = "mtp.projection.weight"
-"""Names of the tensors that only a head has.
+EMBEDDING_NORM = "mtp.embedding_norm"
+HIDDEN_NORM = "mtp.hidden_norm"
+PROJECTION = "mtp.projection"
+"""Names of the tensors that only a head has, without ".weight".
 
 Its other tensors have the names of a model with one layer.
 """
 
-_EMBEDDING = "model.embed_tokens.weight"
-_LAST_NORM = "model.norm.weight"
-_HEAD = "lm_head.weight"
+_EMBEDDING = "model.embed_tokens"
+_LAST_NORM = "model.norm"
+_HEAD = "lm_head"
 
 
 class MtpNames(NamedTuple):
@@ -50,7 +50,8 @@ class MtpNames(NamedTuple):
     Attributes:
         prefix: prefix of all its tensors. "{}" is the number of layers of the model.
         layer: prefix of the tensors of its decoder layer, after `prefix`.
-        outer: mapping from the names of the other tensors, after `prefix`, to ours.
+        outer: mapping from the names of the other tensors, after `prefix`, to ours. Both are
+            without an ending such as ".weight".
     """
 
     prefix: str
@@ -63,8 +64,9 @@ class MtpNames(NamedTuple):
         inner = name.removeprefix(prefix)
         if not name.startswith(prefix):
             return None
-        if inner in self.outer:
-            return self.outer[inner]
+        stem, _, ending = inner.rpartition(".")
+        if stem in self.outer:
+            return f"{self.outer[stem]}.{ending}"
         if not inner.startswith(self.layer):
             return None
         return f"model.layers.0.{inner.removeprefix(self.layer)}"
@@ -75,11 +77,11 @@ MODULE_MTP = MtpNames(
     "layers.0.",
     MappingProxyType(
         {
-            "pre_fc_norm_embedding.weight": EMBEDDING_NORM,
-            "pre_fc_norm_hidden.weight": HIDDEN_NORM,
-            "fc.weight": PROJECTION,
-            "norm.weight": _LAST_NORM,
-            "embed_tokens.weight": _EMBEDDING,
+            "pre_fc_norm_embedding": EMBEDDING_NORM,
+            "pre_fc_norm_hidden": HIDDEN_NORM,
+            "fc": PROJECTION,
+            "norm": _LAST_NORM,
+            "embed_tokens": _EMBEDDING,
         }
     ),
 )
@@ -90,12 +92,12 @@ LAYER_MTP = MtpNames(
     "",
     MappingProxyType(
         {
-            "enorm.weight": EMBEDDING_NORM,
-            "hnorm.weight": HIDDEN_NORM,
-            "eh_proj.weight": PROJECTION,
-            "shared_head.norm.weight": _LAST_NORM,
-            "embed_tokens.weight": _EMBEDDING,
-            "shared_head.head.weight": _HEAD,
+            "enorm": EMBEDDING_NORM,
+            "hnorm": HIDDEN_NORM,
+            "eh_proj": PROJECTION,
+            "shared_head.norm": _LAST_NORM,
+            "embed_tokens": _EMBEDDING,
+            "shared_head.head": _HEAD,
         }
     ),
 )
@@ -103,12 +105,15 @@ LAYER_MTP = MtpNames(
 
 GGUF_MTP: Mapping[str, str] = MappingProxyType(
     {
-        "nextn.enorm.weight": EMBEDDING_NORM,
-        "nextn.hnorm.weight": HIDDEN_NORM,
-        "nextn.eh_proj.weight": PROJECTION,
-        "nextn.shared_head_norm.weight": _LAST_NORM,
-        "nextn.embed_tokens.weight": _EMBEDDING,
-        "nextn.shared_head_head.weight": _HEAD,
+        "nextn.enorm": EMBEDDING_NORM,
+        "nextn.hnorm": HIDDEN_NORM,
+        "nextn.eh_proj": PROJECTION,
+        "nextn.shared_head_norm": _LAST_NORM,
+        "nextn.embed_tokens": _EMBEDDING,
+        "nextn.shared_head_head": _HEAD,
     }
 )
-"""Names in GGUF files, inside the block of the head, of the tensors that are not its layer's."""
+"""Names in GGUF files, inside the block of the head, of the tensors that are not its layer's.
+
+They are without ".weight".
+"""

@@ -61,7 +61,10 @@ def counted_parts(names: Iterable[str], layers: int) -> dict[str, int]:
 def mtp_name(architecture: GgufArchitecture, name: str) -> str | None:
     """Return our name for a tensor in the block of an MTP head, or None for other tensors."""
     inner = name.split(".", 2)[2]
-    return GGUF_MTP.get(inner) or hf_name(architecture, f"blk.0.{inner}")
+    stem, _, ending = inner.rpartition(".")
+    if stem in GGUF_MTP and ending == "weight":
+        return f"{GGUF_MTP[stem]}.weight"
+    return hf_name(architecture, f"blk.0.{inner}")
 
 
 def hf_name(architecture: GgufArchitecture, name: str) -> str | None:

@@ -137,9 +137,9 @@ def mtp_plan(head: MtpSpec, weights: str, source: WeightSource) -> list[PackEntr
     own = dataclasses.replace(spec, tied="head" in head.shared)
     embed, *rest = _entries(own, kind)
     joined = [
-        _vector(spec, "embedding_norm", EMBEDDING_NORM, size),
-        _vector(spec, "hidden_norm", HIDDEN_NORM, size),
-        PackEntry("projection", kind, ((PROJECTION, size),), 2 * size),
+        _vector(spec, "embedding_norm", f"{EMBEDDING_NORM}.weight", size),
+        _vector(spec, "hidden_norm", f"{HIDDEN_NORM}.weight", size),
+        PackEntry("projection", kind, ((f"{PROJECTION}.weight", size),), 2 * size),
     ]
     plan = [one for one in (embed, *joined, *rest) if one.name not in head.shared]
     if weights != STORED:
