@@ -90,12 +90,12 @@ class GroupDot:
         # 5-bit codes 4 quads fit, with 6-bit codes 2.
         self._short = self.form in ("avx2", "plain") and not self._format.is_wide
         self._quads = _SHORT_MOST // (2 * ((1 << self._format.bits) - 1) * 127)
-        # These variants sum weights as stored. `sdot` can take 6-bit codes because they are valid
-        # signed bytes.
+        # These variants sum weights as stored. `sdot` can take 5-bit and 6-bit codes because they
+        # are valid signed bytes.
         self.seeded = (
             self.form in ("vnni512", "vnni256")
             or self._short
-            or (self.form, self._format.bits) == ("neon", 6)
+            or (self.form == "neon" and self._format.bits in (5, 6))
         )
 
     def start(self, seed: Value) -> Any:

@@ -184,7 +184,8 @@ class WeightFormat:
 
 
 # int4 holds Q4_0 exactly. int4-asym holds Q4_1, AWQ (Lin et al., 2023) and asymmetric GPTQ. int4t
-# holds IQ4_NL, and IQ4_XS and MXFP4 with scales as float16. q4k, q5k and q6k hold GGUF's k-quants.
+# holds IQ4_NL, and IQ4_XS and MXFP4 with scales as float16. int5 holds Q5_0, and int5-asym Q5_1.
+# q4k, q5k and q6k hold GGUF's k-quants.
 # Formats are ordered from narrow to wide, because a matrix made of several tensors takes the first
 # format that holds all of them. More initial scales or rounds would reduce the error by less than
 # 1%.
@@ -197,7 +198,7 @@ FORMATS = {
             bits=4,
             offset=8,
             fit=QuantizationFit((-1.2, -0.6, 0.0, 0.6, 1.2), 3),
-            exact_in=("int4t", "int4-asym", "int8"),
+            exact_in=("int4t", "int4-asym", "int5", "int5-asym", "int8"),
         ),
         WeightFormat("int4t", kind=9, bits=4, offset=TABLE_OFFSET, table=True, exact_in=("int8",)),
         WeightFormat(
@@ -206,8 +207,11 @@ FORMATS = {
             bits=4,
             minima=True,
             fit=QuantizationFit((-0.5, 0.375, 1.25, 2.125, 3.0), 3),
+            exact_in=("int5-asym",),
         ),
         WeightFormat("q4k", kind=6, bits=4, minima=True, block_bytes=144, exact_in=("q5k",)),
+        WeightFormat("int5", kind=10, bits=5, offset=16, exact_in=("int5-asym", "int8")),
+        WeightFormat("int5-asym", kind=11, bits=5, minima=True),
         WeightFormat("q5k", kind=7, bits=5, minima=True, block_bytes=176),
         WeightFormat("q6k", kind=8, bits=6, offset=HALF_OFFSET, parts=2, block_bytes=210),
         WeightFormat(

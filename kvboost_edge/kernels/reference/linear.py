@@ -4,6 +4,7 @@ A matrix [rows, inputs] is stored in tiles of 16 rows:
 
 - integer formats: groups of 32 inputs; a quad of 4 inputs of 16 rows is 64 bytes;
 - int4: quad 2j is in the low nibbles, quad 2j + 1 in the high nibbles of the same 64 bytes;
+- int5: as int4, and then 64 bytes with the fifth bits: that of quad k is bit (4 + k) % 8;
 - float formats: [tile][input][16];
 - block formats (q4k, q5k, q6k) and int4t: see linear/weight_formats.py.
 
@@ -78,10 +79,10 @@ def pack_panel(
         first = np.rint(codes / _FINE_BASE).astype(np.int16)
         planes = [first, codes - np.int16(_FINE_BASE) * first]
     in_blocks = kind in ("q4k", "q5k", "q6k", "int4t")
-    if in_blocks or kind == "int4-asym":
+    if in_blocks or kind in ("int4-asym", "int5-asym"):
         terms = (-(sums.astype(np.float32) * scales)).view(np.int32)
     else:
-        terms = sums * np.int32(-128 if kind == "int8" else -8)
+        terms = sums * np.int32({"int8": -128, "int5": -16, "int4": -8}[kind])
     cells = []
     start = 0
     for size in sizes:
@@ -103,15 +104,24 @@ def pack_panel(
 def unpack_codes(
     packed: npt.NDArray[np.uint8], rows: int, inputs: int, bits: int
 ) -> npt.NDArray[np.int8]:
-    """Return the signed weights of an int8 or int4 matrix, int8 [padded rows, padded inputs]."""
+    """Return the signed weights of an int8, int5 or int4 matrix.
+
+    Returns:
+        int8 [padded rows, padded inputs].
+    """
     tiles = -(-rows // _LANES)
     groups = -(-inputs // _GROUP)
-    if bits == 4:
-        lines = packed.reshape(tiles, groups, 4, _LANES, 4)
-        quads = np.stack([lines & 15, lines >> 4], axis=3).reshape(tiles, groups, 8, _LANES, 4)
+    lines = packed.reshape(tiles, groups, -1, _LANES, 4)
+    if bits == 8:
+        quads = lines
     else:
-        quads = packed.reshape(tiles, groups, 8, _LANES, 4)
-    signed = quads.astype(np.int16) - (8 if bits == 4 else 128)
+        nibbles = lines[:, :, :4]
+        quads = np.stack([nibbles & 15, nibbles >> 4], axis=3).reshape(tiles, groups, 8, _LANES, 4)
+    if bits == 5:
+        shifts = (4 + np.arange(8, dtype=np.uint8)) % 8
+        fifths = lines[:, :, 4:] >> shifts[:, None, None] & np.uint8(1)
+        quads = quads | fifths << np.uint8(4)
+    signed = quads.astype(np.int16) - (1 << bits - 1)
     ordered = signed.transpose(0, 3, 1, 2, 4).reshape(tiles * _LANES, groups * _GROUP)
     return ordered.astype(np.int8)
 
@@ -234,7 +244,7 @@ def linear_int(
         scales: float32 [tokens, groups].
         weights: int8 [rows, padded inputs]; unsigned codes if the format has minima.
         weight_scales: float32 [rows, groups], or [rows, 2 * groups] for q6k.
-        minima: float32 [rows, groups], for int4-asym, q4k and q5k.
+        minima: float32 [rows, groups], for int4-asym, int5-asym, q4k and q5k.
     """
     parts = weight_scales.shape[1] // scales.shape[1]
     sums = group_sums(codes, weights, _GROUP // parts).astype(np.float32)

@@ -1,8 +1,8 @@
 """Weight quantization and dequantization in plain NumPy, the oracle of linear/least_squares.py.
 
-Packed minima have the layout of scales, float16 [tile][group][16]. Codes of int4-asym are nibbles
-like those of int4, without an offset. Padding rows have scale 0. Padding inputs may have any code,
-because their activations are 0.
+Packed minima have the layout of scales, float16 [tile][group][16]. Codes of int4-asym and int5-asym
+are stored like those of int4 and int5, without an offset. Padding rows have scale 0. Padding inputs
+may have any code, because their activations are 0.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ def unpack_rows(packed: PackedRows, rows: int, inputs: int, weights: str) -> Flo
     else:
         codes = unpack_codes(packed.codes, rows, inputs, form.bits).astype(np.float32)
     scales = unpack_scales(packed.scales.view(np.float16), rows, inputs).repeat(GROUP, axis=1)
-    if weights != "int4-asym":
+    if not form.minima:
         return (codes * scales)[:rows, :inputs]
     minima = unpack_scales(packed.minima.view(np.float16), rows, inputs).repeat(GROUP, axis=1)
-    return ((codes + np.float32(8.0)) * scales - minima)[:rows, :inputs]
+    return ((codes + np.float32(1 << form.bits - 1)) * scales - minima)[:rows, :inputs]
 
 
 def round_to_nearest(weights: Floats, kind: str) -> Floats:

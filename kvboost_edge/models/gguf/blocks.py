@@ -4,10 +4,10 @@
 blocks as uint8 [blocks, bytes of a block]. Formulas and the order of float operations are those of
 llama.cpp, so float32 values are bit-identical to those of the `gguf` package.
 
-    Q4_0 -> int4, Q5_0 and Q8_0 -> int8, Q4_1 -> int4-asym   exact
+    Q4_0 -> int4, Q5_0 -> int5, Q8_0 -> int8                 exact
+    Q4_1 -> int4-asym, Q5_1 -> int5-asym                     exact
     Q4_K -> q4k, Q5_K -> q5k, Q6_K -> q6k   exact: the blocks of the file, reordered
     Q3_K -> q6k      exact: codes and scales fit those of Q6_K, in nearly twice the bytes
-    Q5_1 -> int8     requantized with scale = max|w| / 127 for each group of 32
 
 Types whose 4-bit codes are indices into a table become int4t, with a float16 scale for each group:
 
@@ -192,19 +192,6 @@ def _halves_at(places: tuple[int, ...], blocks: Bytes) -> Halves:
 
 def _blocks(name: str, data: Bytes) -> Bytes:
     return np.ascontiguousarray(data).reshape(-1, BLOCKS[name].nbytes)
-
-
-def _requantized(weights: Floats) -> tuple[Bytes, Halves, None]:
-    """Return the int8 codes and the scales of groups, float32 [groups, 32]."""
-    scales = _as_half(np.abs(weights).max(axis=1) / np.float32(127.0))
-    wide = scales.astype(np.float32)
-    inverse = np.divide(np.float32(1.0), wide, out=np.zeros_like(wide), where=wide != 0)
-    codes = (np.clip(np.rint(weights * inverse[:, None]), -127, 127) + 128).astype(np.uint8)
-    return codes, scales, None
-
-
-def _as_half(values: Floats) -> npt.NDArray[np.float16]:
-    return np.clip(values, -65504.0, 65504.0).astype(np.float16)
 
 
 def _half(blocks: Bytes, at: int) -> npt.NDArray[np.float16]:
@@ -450,13 +437,21 @@ BLOCKS: dict[str, BlockFormat] = {
     "Q5_0": BlockFormat(
         32,
         22,
-        "int8",
+        "int5",
         True,
         (0,),
         _q5_0,
-        lambda b: (_fives(b, 2) + np.uint8(112), _half(b, 0), None),
+        lambda b: (_fives(b, 2), _half(b, 0), None),
     ),
-    "Q5_1": BlockFormat(32, 24, "int8", False, (0, 2), _q5_1, lambda b: _requantized(_q5_1(b))),
+    "Q5_1": BlockFormat(
+        32,
+        24,
+        "int5-asym",
+        True,
+        (0, 2),
+        _q5_1,
+        lambda b: (_fives(b, 4), _half(b, 0), -_half(b, 2)),
+    ),
     "Q8_0": BlockFormat(
         32, 34, "int8", True, (0,), _q8_0, lambda b: (_flipped(b[:, 2:]), _half(b, 0), None)
     ),

@@ -298,6 +298,8 @@ def _widened(rows: QuantRows, kind: str) -> QuantRows:
     if form.table:
         return rows._replace(table=np.arange(stored.lowest, stored.highest + 1, dtype=np.int8))
     if form.minima:
+        if stored.minima:
+            return rows
         with np.errstate(over="ignore"):  # `_stored` checks for infinity
             return rows._replace(minima=rows.scales * np.float16(stored.offset))
     return rows._replace(codes=rows.codes + np.uint8(form.offset - stored.offset))

@@ -61,7 +61,7 @@ __all__ = [
 _LOG = logging.getLogger(__name__)
 _MAGIC = b"KVBPACK\0"
 # Version of the layout and of the quantization. Increase it when either changes.
-PACKED_VERSION = 4
+PACKED_VERSION = 5
 MODEL_FACT = "model"
 """Key for the model's name in the cached facts about a packed file."""
 _ALIGN = 64

@@ -30,15 +30,17 @@ class QuantRows(NamedTuple):
         "int8"                 weight = scale * (code - 128)
         "int4"                 weight = scale * (code - 8)
         "int4-asym"            weight = scale * code - minimum
+        "int5"                 weight = scale * (code - 16)
+        "int5-asym"            weight = scale * code - minimum
         "int4t"                weight = scale * table[code]
         "q4k", "q5k", "q6k"    blocks of 256 inputs in the layout of GGUF's Q4_K, Q5_K and Q6_K
 
     Attributes:
         kind: packed format.
-        codes: uint8 [rows, inputs], from 0 to 255 for int8 and from 0 to 15 for int4. For block
-            formats, the bytes of the blocks, uint8 [rows, bytes of a row].
+        codes: uint8 [rows, inputs], from 0 to 255 for int8, to 31 for int5 and to 15 for int4. For
+            block formats, the bytes of the blocks, uint8 [rows, bytes of a row].
         scales: float16 [rows, groups]. For block formats, all float16 numbers in the blocks.
-        minima: float16 [rows, groups] for "int4-asym", else None.
+        minima: float16 [rows, groups] for "int4-asym" and "int5-asym", else None.
         table: int8 [16] for "int4t", else None.
     """
 

@@ -1,9 +1,10 @@
 """Cached files of other versions: of an earlier commit, and of versions that compute other bits or
 pack other bytes.
 
-The stored disk cache was written before the package was restructured (commit 6a22bdef). It holds
-four blocks of the bundled model, written with the options below by one call of `generate(PROMPT,
-max_new_tokens=24, temperature=0)`. Of the packed weights only name and digest are stored.
+The stored disk cache was written by the commit that introduced version 5 of packed weights. It
+holds four blocks of the bundled model, written with the options below by one call of
+`generate(PROMPT, max_new_tokens=24, temperature=0)`. Of the packed weights only name and digest are
+stored.
 """
 
 import hashlib
@@ -17,7 +18,7 @@ from kvboost_edge import CPUPagedEngine
 from kvboost_edge.models.packed import weight_file
 from kvboost_edge.runners.native import runner
 
-STORED = Path(__file__).parents[2] / "data" / "disk-cache-of-0.1.0.tar.xz"
+STORED = Path(__file__).parents[2] / "data" / "disk-cache-of-pack-5.tar.xz"
 PROMPT = "The prefix cache of this engine survives a restart. " * 3
 
 
@@ -40,8 +41,8 @@ def test_a_cache_directory_of_an_earlier_commit_has_the_same_hits(tmp_path):
 @pytest.mark.parametrize(
     ("weights", "digest"),
     [
-        ("int8", "cdc7cf7e20d055a3eb309afbe57bbb9fc91b6b4a384e51f3239b2d2d1083dc59"),
-        ("int4", "c8e06a95dc8100b7c2c5c48a7e248fe43c752e190ed212b8fe48cb20c9c98620"),
+        ("int8", "0ed0a02cb01358f99c30ede3e7c5ded46a31ab2510531302bd360b4379c08b6b"),
+        ("int4", "1f88165644b1a2d665d0dbe9c1d94342e9f797d705a49247e1fd4b7ebdd0adb3"),
     ],
 )
 def test_packed_weights_are_those_of_an_earlier_commit(tmp_path, monkeypatch, weights, digest):

@@ -29,6 +29,7 @@ FORMATS = {
     "Q5_K": {"q5k"},
     "Q6_K": {"q6k"},
     "K_MIX": {"q4k", "q5k", "q6k"},
+    "Q5_MIX": {"int5", "int5-asym"},
     "IQ4_NL": {"int4t"},
     "MXFP4": {"int4t"},
 }
@@ -149,7 +150,7 @@ def machine_of(kind: str, weights: str, folder: Path, states: StateSizes = STATE
         from helpers.gguf.writer import write_gguf
 
         path = write_gguf(
-            path, folder / f"{kind}-{weights}.gguf", kind=_k_mix if weights == "K_MIX" else weights
+            path, folder / f"{kind}-{weights}.gguf", kind=_MIXES.get(weights, weights)
         )
         weights = "auto"
     return Machine(path, weights, states if made.states else None)
@@ -174,3 +175,11 @@ def _k_mix(name: str) -> str:
     """
     more = {"attn_qkv": "Q5_K", "attn_q.": "Q5_K", "attn_v": "Q6_K", "token_embd": "Q6_K"}
     return next((kind for part, kind in more.items() if part in name), "Q4_K")
+
+
+def _q5_mix(name: str) -> str:
+    """Q5_0 beside Q5_1, in different matrices."""
+    return "Q5_1" if "down" in name or "attn_output" in name else "Q5_0"
+
+
+_MIXES = {"K_MIX": _k_mix, "Q5_MIX": _q5_mix}

@@ -56,8 +56,21 @@ def random_weights(
         return pack_blocks(random_blocks(kind, rows, inputs // 256, seed), kind)
     if registry.FORMATS[kind].table:
         return _table_rows(rows, inputs, seed)
+    if kind not in PACKED:
+        return _code_rows(kind, rows, inputs, seed)
     weights = spread * np.random.default_rng(seed).standard_normal((rows, inputs))
     return pack_rows(weights.astype(np.float32), kind)
+
+
+def _code_rows(kind: str, rows: int, inputs: int, seed: int) -> PackedRows:
+    """Random codes, with the smallest and the largest code in all of the first two rows."""
+    form = registry.FORMATS[kind]
+    rng = np.random.default_rng(seed)
+    codes = rng.integers(0, 1 << form.bits, (rows, inputs)).astype(np.uint8)
+    codes[0] = 0
+    codes[1] = (1 << form.bits) - 1
+    halves = (0.01 * rng.standard_normal((2, rows, -(-inputs // 32)))).astype(np.float16)
+    return pack_codes(codes, halves[0], halves[1] if form.minima else None, kind)
 
 
 def _table_rows(rows: int, inputs: int, seed: int) -> PackedRows:
@@ -93,8 +106,8 @@ def product(kind: str, x: Floats, packed: PackedRows, rows: int, *, fine: bool =
             codes = reference.unpack_table_codes(packed.codes, packed.minima, rows, inputs)
         else:
             codes = reference.unpack_codes(packed.codes, rows, inputs, registry.FORMATS[kind].bits)
-        if kind == "int4-asym":
+        if registry.FORMATS[kind].minima:
             minima = reference.unpack_scales(packed.minima.view(np.float16), rows, inputs)
-            codes = codes + 8
+            codes = codes + (1 << registry.FORMATS[kind].bits - 1)
     quantized, token_scales, _ = reference.quantize_rows(x, fine=fine)
     return reference.linear_int(quantized, token_scales, codes, scales, minima)[:, :rows]

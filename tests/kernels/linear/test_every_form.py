@@ -256,6 +256,7 @@ def test_only_signed_kinds_have_an_offset():
     assert {name for name, form in FORMATS.items() if form.offset} == {
         "int8",
         "int4",
+        "int5",
         "q6k",
         "int4t",
     }

@@ -114,7 +114,7 @@ def test_rows_do_not_depend_on_their_neighbours():
             np.testing.assert_array_equal(_back(weights[start:stop], kind)[0], whole[start:stop])
 
 
-@pytest.mark.parametrize("kind", [*FITTED, "int4t"])
+@pytest.mark.parametrize("kind", [*FITTED, "int4t", "int5", "int5-asym"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_codes_are_packed_as_they_are(kind, shape):
     rng = np.random.default_rng(4)
@@ -124,11 +124,13 @@ def test_codes_are_packed_as_they_are(kind, shape):
         "int4": np.arange(-8, 8),
         "int4-asym": np.arange(16),
         "int4t": table,
+        "int5": np.arange(-16, 16),
+        "int5-asym": np.arange(32),
     }[kind]
     codes = rng.integers(0, len(values), shape).astype(np.uint8)
     halves = rng.standard_normal((2, shape[0], -(-shape[1] // 32))).astype(np.float16)
     scales = halves[0]
-    minima = halves[1] if kind == "int4-asym" else None
+    minima = halves[1] if kind.endswith("-asym") else None
     packed = pack_codes(codes, scales, minima, kind, table if kind == "int4t" else None)
     assert tuple(array.size for array in packed[:3]) == packed_sizes(*shape, kind)
     expected = (
@@ -156,6 +158,12 @@ def test_packed_sizes_are_nearly_the_files(kind, most):
     assert sum(packed_sizes(160, 2048, kind)) <= most * random_blocks(kind, 160, 8).nbytes
 
 
+@pytest.mark.parametrize(("kind", "nbytes"), [("int5", 22), ("int5-asym", 24)])
+def test_five_bits_take_the_bytes_of_the_file(kind, nbytes):
+    """The bytes of Q5_0 and Q5_1: those of a block of 32 weights."""
+    assert sum(packed_sizes(160, 2048, kind)) == 160 * 2048 // 32 * nbytes
+
+
 def test_tables_take_next_to_nothing():
     both = [sum(packed_sizes(9728, 2560, kind)) for kind in ("int4t", "int4")]
     assert both[0] / both[1] < 1.001
@@ -179,7 +187,9 @@ TABLE = np.zeros(16, np.int8)
             TABLE,
             "code 16 of 'int4t' exceeds 15",
         ),
+        ("int5", CODES + np.uint8(32), SCALES, None, None, "code 32 of 'int5' exceeds 31"),
         ("int4-asym", CODES, SCALES, None, None, "minima"),
+        ("int5-asym", CODES, SCALES, None, None, "minima"),
         ("int8", CODES, SCALES, SCALES, None, "minima"),
         ("int4t", CODES, SCALES, SCALES, TABLE, "with minima"),
         ("int8", CODES, SCALES[:, :1], None, None, "shape"),
@@ -204,10 +214,11 @@ def test_blocks_of_another_format_or_size_are_refused():
 
 
 def test_unknown_kinds_and_floats_in_a_table_are_refused():
-    with pytest.raises(ConfigError, match="weight format 'int5' is not one of"):
-        packed_sizes(16, 32, "int5")
-    with pytest.raises(ConfigError, match="floats cannot be packed as 'int4t'"):
-        pack_rows(np.ones((16, 32), np.float32), "int4t")
+    with pytest.raises(ConfigError, match="weight format 'int3' is not one of"):
+        packed_sizes(16, 32, "int3")
+    for kind in ("int4t", "int5", "int5-asym"):
+        with pytest.raises(ConfigError, match=f"floats cannot be packed as '{kind}'"):
+            pack_rows(np.ones((16, 32), np.float32), kind)
 
 
 @pytest.mark.parametrize("kind", ["f32", "bf16"])

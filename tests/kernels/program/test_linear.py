@@ -80,6 +80,8 @@ def test_linear_equals_the_specification(kind, fine, shape):
         ("int4", range(-8, 8)),
         ("int4-asym", range(16)),
         ("int4t", [-128, *range(-7, 7), 127]),
+        ("int5", range(-16, 16)),
+        ("int5-asym", range(32)),
     ],
 )
 def test_integer_sums_are_exact_at_the_extremes(kind, values):
@@ -94,7 +96,7 @@ def test_integer_sums_are_exact_at_the_extremes(kind, values):
     codes[0] = 0
     codes[1] = len(table) - 1
     scales = np.ones((64, 1), np.float16)
-    minima = np.zeros_like(scales) if kind == "int4-asym" else None
+    minima = np.zeros_like(scales) if kind.endswith("-asym") else None
     looked_up = table.astype(np.int8) if kind == "int4t" else None
     packed = pack_codes(codes, scales, minima, kind, looked_up)
     out, _ = run_linear(kind, x, packed, 64, PLAIN)
@@ -111,6 +113,24 @@ def test_codes_of_int4_in_a_table_give_the_bits_of_int4(inputs):
     other = run_linear("int4", x, pack_codes(codes, scales, None, "int4"), 40, PLAIN)[0]
     packed = pack_codes(codes, scales, None, "int4t", np.arange(-8, 8, dtype=np.int8))
     np.testing.assert_array_equal(run_linear("int4t", x, packed, 40, PLAIN)[0], other)
+
+
+@pytest.mark.parametrize("tokens", [1, 11])
+@pytest.mark.parametrize("inputs", [32, 896])
+def test_codes_of_int5_give_the_bits_of_int8(inputs, tokens):
+    """Q5_0 weights are the same in both formats: the same integers, and the same epilogue."""
+    x = _tokens("int5", tokens, inputs)
+    rng = np.random.default_rng(3)
+    codes = rng.integers(0, 32, (40, inputs)).astype(np.uint8)
+    scales = (0.01 * rng.standard_normal((40, inputs // 32))).astype(np.float16)
+    wide = pack_codes(codes + np.uint8(112), scales, None, "int8")
+    packed = pack_codes(codes, scales, None, "int5")
+    for fine in (False, True):
+        found, other = (
+            run_linear(kind, x, of, 40, Extra(fine=fine))[0]
+            for kind, of in (("int5", packed), ("int8", wide))
+        )
+        np.testing.assert_array_equal(found, other)
 
 
 @each_precision

@@ -112,8 +112,19 @@ def test_logits_are_the_same_in_any_pass_and_near_the_floats(name, case, tmp_pat
         ),
         (
             "IQ4_XS, 2880 wide",
-            {"embed": "int8", "qkv": "int8", "out": "int4t", "gate_up": "int4t"},
-            1.2,
+            {
+                "embed": "int8",
+                "qkv": "int8",
+                "out": "int4t",
+                "gate_up": "int4t",
+                "down": "int5-asym",
+            },
+            1.14,
+        ),
+        (
+            "Q4_K_M, 2880 wide",
+            {"embed": "int8", "qkv": "int5", "out": "int5", "gate_up": "int5", "down": "int5"},
+            1.01,
         ),
         ("MXFP4 and Q8_0, 2880 wide", {"qkv": "int8", "gate_up": "int4t", "down": "int4t"}, 1.03),
     ],

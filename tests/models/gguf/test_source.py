@@ -150,12 +150,9 @@ def test_quantized_file_keeps_its_formats(kind, tmp_path, caplog):
         ):
             assert engine.runner_info.name == "native"
             logits.append(engine.logits(list(range(40, 70))))
-    # What is left is the rounding of activations, and of the formats that are quantized again.
+    # What is left is the rounding of activations.
     assert distance(*logits) <= 5e-2
-    assert ("Q5_1: 16 tensors are converted to int8" in caplog.text) == (kind == "Q5_1")
-    assert ("tensors are converted" in caplog.text) == (kind in ("Q5_1", "Q5_0"))
-    lossless = "Q5_0: 16 tensors are converted to int8 without loss, which takes 1.06 bytes"
-    assert (lossless in caplog.text) == (kind == "Q5_0")
+    assert "tensors are converted" not in caplog.text
 
 
 def test_torch_runner_is_refused(tmp_path):

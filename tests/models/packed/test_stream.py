@@ -97,9 +97,7 @@ def _floats(stored):
     if stored.table is not None:
         signed = stored.table[stored.codes].astype(np.float32)
     else:
-        signed = (
-            stored.codes.astype(np.float32) - {"int8": 128, "int4": 8, "int4-asym": 0}[stored.kind]
-        )
+        signed = stored.codes.astype(np.float32) - FORMATS[stored.kind].offset
     back = signed * stored.scales.astype(np.float32).repeat(32, 1)[:, :inputs]
     return (
         back
@@ -110,7 +108,7 @@ def _floats(stored):
 
 def _quant(kind, rows, inputs, seed=0):
     rng = np.random.default_rng(seed)
-    codes = rng.integers(0, 256 if kind == "int8" else 16, (rows, inputs)).astype(np.uint8)
+    codes = rng.integers(0, 1 << FORMATS[kind].bits, (rows, inputs)).astype(np.uint8)
     scales, minima = (
         rng.uniform(0.01, 0.02, (rows, -(-inputs // 32))).astype(np.float16) for _ in range(2)
     )
@@ -119,7 +117,7 @@ def _quant(kind, rows, inputs, seed=0):
         kind,
         codes,
         scales,
-        minima if kind == "int4-asym" else None,
+        minima if kind.endswith("-asym") else None,
         table if kind == "int4t" else None,
     )
 
@@ -151,6 +149,14 @@ def _pack(entry, source, num_threads=2):
         ("int4t", "int8"),
         ("int4", "int4t"),
         ("int4t", "f32"),
+        ("int5", "int5"),
+        ("int5-asym", "int5-asym"),
+        ("int4", "int5"),
+        ("int4", "int5-asym"),
+        ("int4-asym", "int5-asym"),
+        ("int5", "int5-asym"),
+        ("int5", "int8"),
+        ("int5-asym", "f32"),
     ],
 )
 @pytest.mark.parametrize(("rows", "inputs"), [(48, 64), (37, 41), (5, 7)])
@@ -162,7 +168,12 @@ def test_stored_weights_keep_their_values(stored, kind, rows, inputs):
 
 @pytest.mark.parametrize(
     ("stored", "kind", "limit"),
-    [("int4-asym", "int8", 0.01), ("int8", "int4", 0.09), ("int8", "int4-asym", 0.09)],
+    [
+        ("int4-asym", "int8", 0.01),
+        ("int5-asym", "int8", 0.01),
+        ("int8", "int4", 0.09),
+        ("int8", "int4-asym", 0.09),
+    ],
 )
 def test_what_does_not_fit_is_quantized_again(stored, kind, limit):
     source = Stored({}, {"w": _quant(stored, 48, 96)})
@@ -276,6 +287,14 @@ def test_numbers_of_blocks_are_checked():
             {"up_proj": "int4-asym", "k_proj": "int8", "_proj": "int4t"},
             {"qkv": "int8", "gate_up": "int8"},
         ),
+        # As llama.cpp writes files whose rows are not whole blocks of 256.
+        ({"v_proj": "int8", "_proj": "int5"}, {"qkv": "int8", "gate_up": "int5"}),
+        ({"k_proj": "int4", "_proj": "int5"}, {"qkv": "int5", "gate_up": "int5"}),
+        (
+            {"v_proj": "int5", "up_proj": "int4-asym", "_proj": "int5-asym"},
+            {"qkv": "int5-asym", "gate_up": "int5-asym"},
+        ),
+        ({"v_proj": "q6k", "_proj": "int5"}, {"qkv": "int8", "gate_up": "int5"}),
     ],
 )
 def test_matrices_of_several_block_formats(kinds, expected):
