@@ -50,6 +50,7 @@ def families() -> list[Metric]:
         tiers={"disk": dataclasses.asdict(TierStats(max_bytes=0))},
         state_snapshots={},
         step_counts={"+Inf": 0},
+        drafts={},
     )
     engine: Any = SimpleNamespace(
         config=SimpleNamespace(kv_cache_bits=16),

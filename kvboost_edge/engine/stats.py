@@ -186,6 +186,9 @@ def paged_stats(
         generated_tokens: generated tokens.
         drafted_tokens: draft tokens verified.
         accepted_tokens: draft tokens accepted, a part of generated_tokens.
+        drafts: num_drafts, drafted_tokens and accepted_by_position of the verified drafts, by
+            source: lookup, grammar and draft_model. accepted_by_position counts the drafts whose
+            first, second and following tokens were accepted.
         max_draft_tokens: default limit of draft tokens per sequence and step. For a hybrid model,
             the limit for all sequences together.
 
@@ -283,6 +286,7 @@ def _token_stats(parts: EngineParts, scheduler: Scheduler, config: EngineConfig)
         "generated_tokens": scheduler.num_generated_tokens,
         "drafted_tokens": scheduler.speculation.num_drafted,
         "accepted_tokens": scheduler.speculation.num_accepted,
+        "drafts": {name: one._asdict() for name, one in scheduler.speculation.counts.items()},
         "max_draft_tokens": most_draft_tokens(config, manager.states),
         "draft_bytes": scheduler.speculation.memory_bytes,
     }

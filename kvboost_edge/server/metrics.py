@@ -340,6 +340,7 @@ class _EngineCollector(Collector):
         yield from self._by_llamacpp(stats)
         yield self._of_steps(stats)
         yield from self._of_pool(stats)
+        yield from self._of_drafts(stats)
         yield from self._of_tiers(stats)
 
     def _of_server(self, engine: Engine, admission: AdmissionQueue) -> Iterator[Metric]:
@@ -375,6 +376,10 @@ class _EngineCollector(Collector):
             "prefix_cache_hits": ("Prompt tokens found in the prefix cache.", stats["hit_tokens"]),
             "spec_decode_num_draft_tokens": ("Proposed draft tokens.", stats["drafted_tokens"]),
             "spec_decode_num_accepted_tokens": ("Accepted draft tokens.", stats["accepted_tokens"]),
+            "spec_decode_num_drafts": (
+                "Verified drafts.",
+                sum(one["num_drafts"] for one in stats["drafts"].values()),
+            ),
             "num_preemptions": (
                 "Requests that lost their blocks and were recomputed.",
                 stats["preemptions"],
@@ -499,6 +504,25 @@ class _EngineCollector(Collector):
             "Blocks copied before a write (copy-on-write).",
             stats["cow_copies"],
         )
+
+    def _of_drafts(self, stats: dict[str, Any]) -> Iterator[Metric]:
+        drafts = CounterMetricFamily(
+            "kvboost:drafts", "Verified drafts by source.", labels=["model_name", "source"]
+        )
+        drafted = CounterMetricFamily(
+            "kvboost:draft_tokens", "Draft tokens by source.", labels=["model_name", "source"]
+        )
+        accepted = CounterMetricFamily(
+            "kvboost:draft_tokens_accepted",
+            "Accepted draft tokens by source and position in the draft, from 0.",
+            labels=["model_name", "source", "position"],
+        )
+        for source, counts in stats["drafts"].items():
+            drafts.add_metric([self._model_name, source], counts["num_drafts"])
+            drafted.add_metric([self._model_name, source], counts["drafted_tokens"])
+            for position, count in enumerate(counts["accepted_by_position"]):
+                accepted.add_metric([self._model_name, source, str(position)], count)
+        yield from (drafts, drafted, accepted)
 
     def _of_tiers(self, stats: dict[str, Any]) -> Iterator[Metric]:
         yield self._gauge(

@@ -11,6 +11,7 @@ from kvboost_edge.config import GenerationMode
 
 __all__ = [
     "CorrectnessReport",
+    "DraftCounts",
     "GenerationResult",
     "Missed",
     "PromptCheck",
@@ -33,6 +34,36 @@ class TokenLogprobs:
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+
+
+class DraftCounts(NamedTuple):
+    """Counts of the drafts from one source.
+
+    Attributes:
+        num_drafts: number of drafts that were verified.
+        drafted_tokens: number of draft tokens verified.
+        accepted_by_position: number of drafts whose first, second and following tokens were
+            accepted.
+    """
+
+    num_drafts: int = 0
+    drafted_tokens: int = 0
+    accepted_by_position: tuple[int, ...] = ()
+
+    @property
+    def accepted_tokens(self) -> int:
+        """Number of draft tokens accepted."""
+        return sum(self.accepted_by_position)
+
+    def plus(self, num_drafted: int, num_accepted: int) -> DraftCounts:
+        """Return the counts with one more draft, of at least one token."""
+        before = self.accepted_by_position
+        before += (0,) * (num_accepted - len(before))
+        return DraftCounts(
+            self.num_drafts + 1,
+            self.drafted_tokens + num_drafted,
+            tuple(count + (place < num_accepted) for place, count in enumerate(before)),
+        )
 
 
 class Missed(NamedTuple):
@@ -90,6 +121,7 @@ class GenerationResult:
             time.
         drafted_tokens: number of draft tokens verified, see `EngineConfig.speculation`.
         accepted_tokens: number of draft tokens accepted.
+        drafts: counts of the drafts by source: "lookup", "grammar" and "draft_model".
         reasoning_tokens: number of output tokens between the markers of the model's reasoning,
             without a reasoning_budget_message. None without a reasoning_budget, because the engine
             then does not parse reasoning.
@@ -124,6 +156,7 @@ class GenerationResult:
     gate: str = ""
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    drafts: Mapping[str, DraftCounts] = dataclasses.field(default_factory=dict)
     matched_tokens: int = 0
     reasoning_tokens: int | None = None
 

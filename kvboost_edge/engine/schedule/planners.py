@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Several
+from types import MappingProxyType
 from typing import Any, Protocol
 
-from kvboost_edge.engine.request.results import Missed
+from kvboost_edge.engine.request.results import DraftCounts, Missed
 from kvboost_edge.engine.schedule.sequence import Sequence
 from kvboost_edge.engine.schedule.step_plan import ScheduledTokens
 from kvboost_edge.kvcache.block_table import BlockTable, CopyOp
@@ -20,10 +21,15 @@ __all__ = ["DraftPlanner", "PendingPrefetch", "Prefetcher", "SpanPlacement"]
 
 
 class DraftPlanner:
-    """A planner of draft tokens for all sequences. The null implementation plans none."""
+    """A planner of draft tokens for all sequences. The null implementation plans none.
+
+    Attributes:
+        counts: counts of the verified drafts by source.
+    """
 
     num_drafted = 0
     num_accepted = 0
+    counts: Mapping[str, DraftCounts] = MappingProxyType({})
 
     @property
     def memory_bytes(self) -> int:

@@ -17,6 +17,7 @@ import numpy as np
 from kvboost_edge.config import EngineConfig
 from kvboost_edge.engine.memory.state_budget import most_draft_tokens, speculation_refusal
 from kvboost_edge.engine.request.request import Request, RequestFeature, RequestInputs
+from kvboost_edge.engine.request.results import DraftCounts
 from kvboost_edge.engine.request.terms import Terms
 from kvboost_edge.engine.schedule.feature import Drafting
 from kvboost_edge.engine.schedule.planners import DraftPlanner
@@ -42,6 +43,8 @@ class DraftTokens(Drafting):
     Attributes:
         drafter: drafter by prompt lookup.
         model: part of the draft model in these drafts.
+        source: source of the draft in this step, see `DraftProposal`.
+        counts: counts of the verified drafts by source.
     """
 
     proposes = True
@@ -50,14 +53,13 @@ class DraftTokens(Drafting):
         super().__init__()
         self.drafter = drafter
         self.model = model
-        self._num_drafted = 0
-        self._num_accepted = 0
+        self.source = ""
+        self.counts: dict[str, DraftCounts] = {}
 
     def count(self, num_drafted: int, num_accepted: int) -> None:
         self.tokens = []
         if num_drafted:
-            self._num_drafted += num_drafted
-            self._num_accepted += num_accepted
+            _count(self.counts, self.source, num_drafted, num_accepted)
 
     def learn(self, num_drafted: int, num_accepted: int) -> None:
         by_model = num_drafted, num_accepted
@@ -72,7 +74,12 @@ class DraftTokens(Drafting):
         self.drafter.release()
 
     def result_fields(self) -> dict[str, Any]:
-        return {"drafted_tokens": self._num_drafted, "accepted_tokens": self._num_accepted}
+        counts = self.counts
+        return {
+            "drafted_tokens": sum(one.drafted_tokens for one in counts.values()),
+            "accepted_tokens": sum(one.accepted_tokens for one in counts.values()),
+            "drafts": dict(counts),
+        }
 
 
 class DraftFields(RequestFeature):
@@ -139,6 +146,7 @@ class Speculation(DraftPlanner):
             TenantHistory() if history_bytes is None else TenantHistory.within(history_bytes)
         )
         self.num_drafted = self.num_accepted = 0
+        self.counts: dict[str, DraftCounts] = {}
         self.costs = PassCosts()
         self._num_plain = 0  # passes without draft tokens
         self._closes_blocks = closes_blocks
@@ -216,8 +224,10 @@ class Speculation(DraftPlanner):
             if tokens and not reserve(sequence, sequence.num_tokens + len(tokens)):
                 num_slots = sequence.blocks.num_slots(self._manager.block_size)
                 del tokens[num_slots - sequence.num_tokens :]
+            drafts = _drafts_of(sequence)
+            drafts.source = draft.source
             if draft.source == "draft_model":
-                _drafts_of(sequence).model.count = len(tokens)
+                drafts.model.count = len(tokens)
 
     def _costs_of(self, running: Several[Sequence], wanted: Mapping[int, int]) -> StepCosts:
         """Return the costs of adding draft tokens to a step."""
@@ -303,6 +313,8 @@ class Speculation(DraftPlanner):
         self.num_accepted += num_accepted
         num_reserved = work.num_drafted
         drafting = sequence.drafting
+        if work.num_drafted and isinstance(drafting, DraftTokens):
+            _count(self.counts, drafting.source, work.num_drafted, num_accepted)
         if self._models is not None and isinstance(drafting, DraftTokens):
             num_reserved = max(num_reserved, drafting.model.count)
             self._models.settle(work, drafting.model)
@@ -315,3 +327,10 @@ def _drafts_of(sequence: Sequence) -> DraftTokens:
     drafting = sequence.drafting
     assert isinstance(drafting, DraftTokens), "the sequence does not draft"
     return drafting
+
+
+def _count(
+    counts: dict[str, DraftCounts], source: str, num_drafted: int, num_accepted: int
+) -> None:
+    """Add a verified draft to the counts by source."""
+    counts[source] = counts.get(source, DraftCounts()).plus(num_drafted, num_accepted)
