@@ -10,6 +10,7 @@ from prometheus_client.core import Metric
 
 from docs_site.reference.tables import table
 from kvboost_edge.config import GenerationMode
+from kvboost_edge.engine.request.results import DraftCounts
 from kvboost_edge.server.metrics import Metrics
 from kvboost_edge.server.models.exposition import ServerMetrics
 from kvboost_edge.tiers.base import TierStats
@@ -50,7 +51,7 @@ def families() -> list[Metric]:
         tiers={"disk": dataclasses.asdict(TierStats(max_bytes=0))},
         state_snapshots={},
         step_counts={"+Inf": 0},
-        drafts={},
+        drafts={"lookup": DraftCounts(1, 1, (1,))._asdict()},
     )
     engine: Any = SimpleNamespace(
         config=SimpleNamespace(kv_cache_bits=16),

@@ -66,7 +66,7 @@ def make_scheduler(
 def make_model_drafts(
     drafter: DraftParts | None, manager: KVCacheManager, info: RunnerInfo
 ) -> ModelDrafts | None:
-    """Return the drafts of a draft model, or None without one.
+    """Return the drafts of a draft model, whose speed is measured, or None without one.
 
     Args:
         drafter: the draft model.
@@ -75,7 +75,9 @@ def make_model_drafts(
     """
     if drafter is None:
         return None
-    return ModelDrafts(DraftModel(drafter, manager), info.vocab_size, info.weight_bytes)
+    models = ModelDrafts(DraftModel(drafter, manager), info.vocab_size, info.weight_bytes)
+    models.measure()
+    return models
 
 
 class Sequences:

@@ -171,6 +171,23 @@ def test_the_pool_agrees_with_the_engine(server, demo_engine):
     assert total(samples, "kvboost:engine_alive") == 1
 
 
+def test_drafts_agree_with_the_engine(server, demo_engine):
+    text = "a b c d e f g h " * 6
+    with server.client() as client:
+        body = {"model": MODEL, "prompt": text, "max_tokens": 24, "temperature": 0}
+        client.post("/v1/completions", json={**body, "kvboost": {"speculation": "on"}})
+    samples = scrape(server)
+    stats = demo_engine.paged_stats()
+    lookup = stats["drafts"]["lookup"]
+    assert total(samples, "kvboost:drafts_total", source="lookup") == lookup["num_drafts"] > 0
+    drafted = total(samples, "kvboost:draft_tokens_total", source="lookup")
+    assert drafted == lookup["drafted_tokens"]
+    assert total(samples, "kvboost:draft_tokens_accepted_total") == stats["accepted_tokens"]
+    assert total(samples, "vllm:spec_decode_num_drafts_total") == sum(
+        one["num_drafts"] for one in stats["drafts"].values()
+    )
+
+
 def test_the_histogram_of_steps_agrees_with_the_engine(server, demo_engine):
     def agrees():  # the last step ends after its answer
         samples = scrape(server)

@@ -84,6 +84,17 @@ class DraftModel:
         """Size of the weights, in bytes."""
         return self._runner.info.weight_bytes
 
+    def trial(self) -> None:
+        """Compute one token in block 0, which must be empty, to measure how long that takes."""
+        layout = BatchLayout(
+            cu_seqlens_q=np.array([0, 1], np.int32),
+            seq_lens=np.array([1], np.int32),
+            block_tables=np.zeros((1, 1), np.int32),
+            slot_mapping=np.zeros(1, np.int64),
+        )
+        zero = np.zeros(1, np.int64)
+        self._runner.forward(ForwardBatch(zero, zero, layout, logit_rows=zero))
+
     def missing(self, table: BlockTable, stop: int) -> list[tuple[int, int]]:
         """Return the runs [first, end) of positions before `stop` without KV, in order."""
         size = self.block_size

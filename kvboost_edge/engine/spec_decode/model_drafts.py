@@ -10,6 +10,7 @@ that sampled requests accept its tokens almost as often as greedy ones.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator
@@ -41,6 +42,9 @@ _DENSE_ROWS = 64  # rows of a pass whose time for each row is that of a longer o
 # Longest time of filling in a step, relative to a pass of the engine's model with one row.
 _FILL_COST = 1.0
 _FILL_COST_ALONE = 4.0
+_LEAST_FILL = 32  # tokens of a pass that measures the time of filling
+_FILL_RATE = 0.3  # share of a new measurement in that time
+_TRIALS = 3
 _EXPECTED_TOKENS = 64  # tokens that a request generates besides as many as it has generated
 
 _PRIOR = 2.0  # weight of _PRIOR_CHANCE, counted in drafts
@@ -57,11 +61,16 @@ class SequenceDraft:
         num_fill: number of tokens before the last one to fill in this step.
         stop: position after the last draft token that has KV.
         is_off: True if the draft model's logits were not finite.
+        least: least probability of a draft token and all tokens before it. A draft ends before a
+            less likely token, whose row is not worth its time.
+        least_more: the same for a token after which another one is drafted.
+        is_cut: True if the draft of this step ended before an unlikely token.
     """
 
     def __init__(self, request: Request) -> None:
         self.count = self.num_fill = self.stop = 0
-        self.is_off = False
+        self.is_off = self.is_cut = False
+        self.least = self.least_more = 0.0
         self._request = request
         self._sampler: Sampler | None = None
         self._right = self._wrong = 0.0
@@ -81,12 +90,16 @@ class SequenceDraft:
     def clear(self) -> None:
         """End the draft of this step."""
         self.count = self.num_fill = self.stop = 0
+        self.is_cut = False
 
     def learn(self, num_drafted: int, num_accepted: int) -> None:
-        """Record the outcome of a draft. Both numbers are 0 for a step without a draft."""
-        fading = _MEMORY if num_drafted else _FADING
+        """Record the outcome of a draft. Both numbers are 0 for a step without a draft.
+
+        A token before which the draft was cut counts as rejected, because it was computed in vain.
+        """
+        fading = _MEMORY if num_drafted or self.is_cut else _FADING
         self._right = self._right * fading + num_accepted
-        self._wrong = self._wrong * fading + (num_accepted < num_drafted)
+        self._wrong = self._wrong * fading + (self.is_cut or num_accepted < num_drafted)
 
     def sample(self, logits: Floats, token_ids: Several[int], largest: int) -> int:
         """Return the token that the request's sampler draws from the draft model's logits."""
@@ -109,6 +122,7 @@ class ModelTurn:
     Attributes:
         token_ids: the tokens of the sequence, followed by those drafted so far.
         num_known: number of tokens of the sequence.
+        chance: probability of the tokens drafted so far, by the draft model.
     """
 
     def __init__(self, sequence: Sequence, draft: SequenceDraft) -> None:
@@ -117,6 +131,7 @@ class ModelTurn:
         self.token_ids = list(sequence.token_ids)
         self.num_known = len(self.token_ids)
         self.is_done = draft.count == 0
+        self.chance = 1.0
 
     @property
     def tokens(self) -> list[int]:
@@ -129,7 +144,11 @@ class ModelTurn:
         return DraftRows(self.sequence.blocks, start, self.token_ids[start:], wants_logits=True)
 
     def push(self, logits: Floats) -> None:
-        """Sample the next token. The draft ends before a stop token and at logits with NaN."""
+        """Sample the next token.
+
+        The draft ends before a stop token, before a token that is too unlikely, and at logits with
+        NaN.
+        """
         largest = int(logits.argmax())
         if not np.isfinite(logits[largest]):
             self.draft.is_off = self.is_done = True
@@ -139,8 +158,15 @@ class ModelTurn:
         if token_id in self.sequence.request.stop_ids:
             self.is_done = True
             return
-        self.token_ids.append(token_id)
-        self.is_done = len(self.token_ids) == self.num_known + self.draft.count
+        if not self.sequence.request.params.samples:
+            self.chance *= _probability(logits, token_id)
+        self.draft.is_cut = self.chance < self.draft.least
+        if not self.draft.is_cut:
+            self.token_ids.append(token_id)
+        self.is_done = (
+            len(self.token_ids) == self.num_known + self.draft.count
+            or self.chance < self.draft.least_more
+        )
 
 
 class ModelDrafts:
@@ -153,8 +179,8 @@ class ModelDrafts:
 
     Attributes:
         is_on: False after an error of the draft model, which turns it off for this engine.
-        costs: times of its passes. The first guess is the engine's times by the size of the
-            weights.
+        costs: times of its passes. Before `measure`, they are the engine's times by the size of
+            the weights.
     """
 
     def __init__(self, model: DraftModel, vocab_size: int, weight_bytes: int) -> None:
@@ -163,6 +189,34 @@ class ModelDrafts:
         self._vocab_size = vocab_size
         self.costs = PassCosts()
         self._weight_ratio = model.weight_bytes / weight_bytes
+        self._fill_seconds: float | None = None  # measured time of a token while filling
+
+    def measure(self) -> None:
+        """Measure a pass with one row, so that the first drafts are worth their time.
+
+        Call it before the engine starts.
+        """
+        times = []
+        with self._off_after_error():
+            for _ in range(_TRIALS):
+                began = time.perf_counter()
+                self.model.trial()
+                times.append(time.perf_counter() - began)
+            self.costs.observe(1, 0.0, min(times))
+
+    @contextlib.contextmanager
+    def _off_after_error(self) -> Iterator[None]:
+        """Turn the draft model off after an error, and log the error."""
+        try:
+            yield
+        except PassAbandoned:
+            pass  # all sequences of the draft are ending
+        except Exception:
+            self.is_on = False
+            _LOG.exception(
+                "the draft model failed and is turned off until the engine is created again; "
+                "answers do not change"
+            )
 
     def propose(
         self,
@@ -205,9 +259,23 @@ class ModelDrafts:
             draft.num_fill = gap if always else self._num_fill(sequence, gap, step, rates[count])
             if draft.num_fill < gap:
                 return other
+        self._limit(draft, step, 0.0 if always else rates[count])
         if not always:
             return planned
         return DraftProposal([0] * count, planned.chances[:count], "draft_model")
+
+    def _limit(self, draft: SequenceDraft, step: StepCosts, rate: float) -> None:
+        """Set the least probabilities of a sequence's draft tokens.
+
+        Args:
+            rate: tokens per second of the step with the draft, which another token should reach.
+        """
+        depth = step.mean_depth
+        rows = step.num_rows + np.array((0.0, _MOST))
+        seconds = step.passes.seconds_of(rows, rows * depth)
+        verifying = float(seconds[1] - seconds[0]) / _MOST
+        draft.least = rate * verifying
+        draft.least_more = rate * (verifying + self.costs.seconds(1, depth)) / draft.chance
 
     def _num_fill(self, sequence: Sequence, gap: int, step: StepCosts, rate: float) -> int:
         """Return the number of tokens to fill in this step, or 0 if filling does not pay.
@@ -221,7 +289,9 @@ class ModelDrafts:
         plain = step.passes.seconds(step.num_rows, step.depth)
         saved = expected * (plain - step.num_rows / rate)
         depth = sequence.num_tokens / 2
-        each = self.costs.seconds(_DENSE_ROWS, _DENSE_ROWS * depth) / _DENSE_ROWS
+        each = self._fill_seconds
+        if each is None:
+            each = self.costs.seconds(_DENSE_ROWS, _DENSE_ROWS * depth) / _DENSE_ROWS
         if gap * each > saved:
             return 0
         most = _FILL_COST_ALONE if step.num_rows == 1 else _FILL_COST
@@ -245,17 +315,9 @@ class ModelDrafts:
         """
         if not self.is_on:
             return
-        try:
+        with self._off_after_error():
             self.model.copy_blocks(copies)
             self._run(turns, is_ending)
-        except PassAbandoned:
-            pass  # all sequences of the draft are ending
-        except Exception:
-            self.is_on = False
-            _LOG.exception(
-                "the draft model failed and is turned off until the engine is created again; "
-                "answers do not change"
-            )
 
     def _run(self, turns: Several[ModelTurn], is_ending: Callable[[Sequence], bool]) -> None:
         def is_abandoned() -> bool:
@@ -283,9 +345,15 @@ class ModelDrafts:
         wanted = [turn for turn, one in rows if one.wants_logits]
         for turn, row in zip(wanted, logits, strict=True):
             turn.push(self._fitted(row))
-        if all(len(one.token_ids) == 1 for _, one in rows):
+        seconds = time.perf_counter() - began
+        num_tokens = sum(len(one.token_ids) for _, one in rows)
+        if num_tokens == len(rows):
             depth = float(sum(one.start for _, one in rows))
-            self.costs.observe(len(rows), depth, time.perf_counter() - began)
+            self.costs.observe(len(rows), depth, seconds)
+        elif num_tokens >= _LEAST_FILL:
+            each = seconds / num_tokens
+            before = each if self._fill_seconds is None else self._fill_seconds
+            self._fill_seconds = before + _FILL_RATE * (each - before)
 
     def _first_passes(
         self, turns: Several[ModelTurn]
@@ -354,3 +422,9 @@ class ModelDrafts:
         if size >= self._vocab_size:
             return logits[: self._vocab_size]
         return np.pad(logits, (0, self._vocab_size - size), constant_values=-np.inf)
+
+
+def _probability(logits: Floats, token_id: int) -> float:
+    """Return the probability of a token by its logits, before sampling options apply."""
+    with np.errstate(over="ignore"):  # the token of a penalized request may be very unlikely
+        return float(1 / np.exp(logits - logits[token_id]).sum())

@@ -15,6 +15,7 @@ from helpers.engine.draft_models import (
     DRAFT_KINDS,
     draft_runner,
     drafting_bench,
+    fake_drafter,
     models_of,
 )
 from helpers.engine.fake_runner import VOCAB_SIZE, Bench
@@ -311,6 +312,51 @@ def test_a_prompt_that_is_filled_needs_no_step_of_its_own_when_drafts_are_on(kin
     result = bench.ask(prompt(1, 130), 6, terms=DRAFTS)
     assert passes[:4] == [50, 50, 31, 1]
     assert result.drafted_tokens > 2
+
+
+def test_drafts_are_counted_by_source_and_position(kind):
+    bench = drafting_bench(kind, "one off")
+    results = [bench.ask(prompt(seed, 20), 40, terms=DRAFTS) for seed in range(2)]
+    for result in results:
+        (counts,) = [result.drafts["draft_model"]]
+        assert counts.drafted_tokens == result.drafted_tokens
+        assert sum(counts.accepted_by_position) == result.accepted_tokens > 0
+        assert list(counts.accepted_by_position) == sorted(counts.accepted_by_position)[::-1]
+        assert max(counts.accepted_by_position) <= counts.num_drafts
+    total = bench.scheduler.speculation.counts["draft_model"]
+    assert total.drafted_tokens == bench.scheduler.speculation.num_drafted
+    assert total.num_drafts == sum(one.drafts["draft_model"].num_drafts for one in results)
+
+
+@pytest.mark.parametrize("least", [0.0, 0.3, 1.0])
+def test_a_draft_ends_before_unlikely_tokens(kind, least, monkeypatch):
+    """The cut token counts as rejected, so that a model that is always unsure drafts no more."""
+
+    def limit(self, draft, step, rate):
+        draft.least = draft.least_more = least
+
+    monkeypatch.setattr(model_drafts.ModelDrafts, "_limit", limit)
+    bench = drafting_bench(kind)
+    result = bench.ask(prompt(5, 20), 60, terms=DRAFTS)
+    assert_all_accepted(bench) if least < 1.0 else None
+    assert (result.drafted_tokens == 0) == (least == 1.0)
+    handle = bench.submit(prompt(6, 20), 60, terms={"max_draft_tokens": 4})
+    bench.run()
+    bench.answer(handle)
+
+
+def test_a_draft_model_that_fails_its_first_trial_is_off(kind, caplog):
+    drafter = fake_drafter(64, of=kind)
+
+    def fail(batch):
+        raise RuntimeError("no trial")
+
+    drafter.runner.on_forward = fail
+    with caplog.at_level(logging.ERROR):
+        bench = kind.bench(64, drafter=drafter)
+    assert "no trial" in caplog.text
+    assert bench.ask(prompt(5, 20), 20, terms=DRAFTS).finish_reason == "length"
+    assert not models_of(bench).is_on
 
 
 def test_spans_from_other_positions_get_no_drafts_of_the_model():

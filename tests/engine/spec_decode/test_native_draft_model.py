@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from helpers.engine.draft_models import without_lookup
+from helpers.engine.draft_models import with_typical_times, without_lookup
 from helpers.engine.native_bench import ALL_BITS, ROOT, NativeBench
 from helpers.engine.native_kinds import machine_of
 from kvboost_edge.engine.request.request import SamplingParams
@@ -64,6 +64,7 @@ def test_answers_and_published_kv_equal_those_without_it(machines, bits):
         drafter = maker.drafter(NUM_BLOCKS)
         bench = NativeBench(machine, bits=bits, num_blocks=NUM_BLOCKS, drafter=drafter)
         without_lookup(bench)
+        with_typical_times(bench)
         found, found_kv, num_accepted = run(bench, 0, **DRAFTS)
         assert found == answers
         assert found_kv == kv
@@ -78,6 +79,7 @@ def test_the_same_model_is_always_right(machines):
         machine, num_blocks=NUM_BLOCKS, max_num_seqs=3, drafter=machine.drafter(NUM_BLOCKS)
     )
     without_lookup(bench)
+    with_typical_times(bench)
     for seed in range(3):
         run(bench, seed, **DRAFTS)
     speculation = bench.scheduler.speculation
@@ -86,8 +88,9 @@ def test_the_same_model_is_always_right(machines):
 
 def test_the_same_model_is_right_after_preemptions(machines):
     machine, _ = machines
-    bench = NativeBench(machine, num_blocks=8, max_num_seqs=4, drafter=machine.drafter(8))
+    bench = NativeBench(machine, num_blocks=7, max_num_seqs=4, drafter=machine.drafter(7))
     without_lookup(bench)
+    with_typical_times(bench)
     for seed in range(3):
         run(bench, seed, **DRAFTS)
     speculation = bench.scheduler.speculation

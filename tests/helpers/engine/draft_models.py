@@ -21,6 +21,7 @@ from helpers.engine.model_kinds import PLAIN, ModelKind
 from helpers.engine.native_bench import NativeBench
 from kvboost_edge.engine.spec_decode.draft_model import DraftParts
 from kvboost_edge.engine.spec_decode.model_drafts import ModelDrafts
+from kvboost_edge.engine.spec_decode.pass_costs import PassCosts
 from kvboost_edge.runners.base import ForwardBatch
 
 DRAFT_KINDS = ("right", "wrong", "random", "one off")
@@ -85,13 +86,16 @@ def drafting_bench(
     bench = kind.bench(num_blocks, drafter=drafter, **options)
     without_lookup(bench)
     with_typical_times(bench)
+    draft_runner(bench).computed = 0
     return bench
 
 
 def with_typical_times(bench: Bench | NativeBench) -> None:
     """Let the lengths of drafts not depend on the measured times of a fake runner."""
-    for costs in (bench.scheduler.speculation.costs, models_of(bench).costs):
-        costs.observe = lambda num_rows, depth, seconds: None
+    for part in (bench.scheduler.speculation, models_of(bench)):
+        part.costs = PassCosts()
+        part.costs.observe = lambda num_rows, depth, seconds: None
+    models_of(bench)._weight_ratio = 0.2
 
 
 def without_lookup(bench: Bench | NativeBench) -> None:
