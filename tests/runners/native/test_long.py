@@ -163,20 +163,24 @@ def test_any_pass_size(case, scale):
         assert equal(bench.logits(LONG), case.cold), f"passes of {budget} tokens"
 
 
-@pytest.mark.parametrize("cut", [530, 2 * PARTITION])
-def test_a_prefix_from_the_pool(case, cut):
-    """Once in the first pass behind it, and once more with all but the last tokens cached."""
-    bench = case.bench(threads=2, max_batch_tokens=300)
-    bench.generate([*LONG[:cut], 299, 298], SamplingParams(max_new_tokens=0))
-    for start, cached in ((cut + 1, cut // BLOCK * BLOCK), (1205, len(LONG) // BLOCK * BLOCK)):
-        handle, rows = bench.submit_logits(LONG, start)
-        bench.run()
-        assert handle.result(0).cached_tokens == cached
-        assert equal(np.concatenate(rows), case.cold[start:])
+def test_a_prefix_from_the_pool(case, scale):
+    """Once in the first pass behind it, and once more with all but the last tokens cached. In `make
+    test` each model with one of two prefixes, every second one with the same.
+    """
+    cuts = (530, 2 * PARTITION)
+    for cut in scale(cuts[case.number % 2 :: 2], cuts):
+        bench = case.bench(threads=2, max_batch_tokens=300)
+        bench.generate([*LONG[:cut], 299, 298], SamplingParams(max_new_tokens=0))
+        for start, cached in ((cut + 1, cut // BLOCK * BLOCK), (1205, len(LONG) // BLOCK * BLOCK)):
+            handle, rows = bench.submit_logits(LONG, start)
+            bench.run()
+            assert handle.result(0).cached_tokens == cached, f"cut {cut}"
+            assert equal(np.concatenate(rows), case.cold[start:]), f"cut {cut}"
 
 
-def test_a_batch_that_shares_its_first_tokens(case):
-    prompts = [[*LONG[:1100], index, index + 1, index + 2] for index in range(4)]
+def test_a_batch_that_shares_its_first_tokens(case, scale):
+    number = scale(2, 4)
+    prompts = [[*LONG[:1100], index, index + 1, index + 2] for index in range(number)]
     bench = case.bench(threads=2, max_batch_tokens=300)
     handles = [bench.submit(prompt, GREEDY) for prompt in prompts]
     bench.run()
@@ -185,7 +189,8 @@ def test_a_batch_that_shares_its_first_tokens(case):
         together = handle.result(0)
         assert together.output_token_ids == alone.output_token_ids
         assert together.logprobs == alone.logprobs
-    assert sum(handle.result(0).cached_tokens for handle in handles) == 3 * (1100 // BLOCK * BLOCK)
+    shared = 1100 // BLOCK * BLOCK
+    assert sum(handle.result(0).cached_tokens for handle in handles) == (number - 1) * shared
 
 
 def test_decoding_into_a_new_partition(case):
