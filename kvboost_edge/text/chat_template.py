@@ -193,7 +193,7 @@ def _plain(value: Any, what: str, depth: int = 0) -> Any:
     """Return a deep copy that contains only str, int, float, bool, None, list and dict."""
     if depth > 64:
         raise RequestError(f"{what} is nested deeper than 64 levels")
-    if value is None or isinstance(value, (bool, int, float)):
+    if type(value) is str or value is None or isinstance(value, (bool, int, float)):
         return value
     if isinstance(value, str):
         return str(value)

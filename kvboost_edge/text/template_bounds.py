@@ -335,6 +335,7 @@ def bounded_filter(name: str, function: Any) -> Callable[..., Any]:
     """Wrap a filter to count a step, measure its arguments and limit its result."""
     check = _FILTER_CHECKS.get(name)
     most = _SLOW.get(name)
+    read = _READ_PARTS.get(name)
     given = _given_of(function)
 
     @jinja2.pass_context
@@ -342,7 +343,7 @@ def bounded_filter(name: str, function: Any) -> Callable[..., Any]:
         budget = context.budget
         budget.step()
         if name not in _SHALLOW:
-            weight = budget.weigh(value)
+            weight = budget.weigh(read(value, *args, **kwargs) if read is not None else value)
             for argument in (*args, *kwargs.values()):
                 weight += budget.weigh(argument)
             if most is not None and weight > most:
@@ -383,6 +384,17 @@ def _given_of(function: Any) -> Callable[[Any], tuple[Any, ...]]:
         "eval_context": lambda context: (context.eval_ctx,),
         "environment": lambda context: (context.environment,),
     }[wanted.name]
+
+
+def _sorted_keys(
+    value: Any, case_sensitive: bool = False, by: str = "key", reverse: bool = False
+) -> Any:
+    """Return the part of a dict that `dictsort` compares."""
+    return list(value) if isinstance(value, dict) and by == "key" else value
+
+
+_READ_PARTS: dict[str, Callable[..., Any]] = {"dictsort": _sorted_keys}
+"""Functions of a filter's arguments that return the part of the value that the filter reads."""
 
 
 def _check_listed(budget: RenderBudget, value: Any, *args: Any, **kwargs: Any) -> Any:

@@ -87,11 +87,13 @@ class RenderBudget:
         # one.
         self._ends = time.thread_time() + MAX_SECONDS
 
-    def step(self) -> None:
-        """Count one step of the template."""
+    def step(self, num_chars: int = 0) -> None:
+        """Count one step of the template, and the characters that it writes."""
         self._steps -= 1
         if self._steps <= self._look_at:
             self._look()
+        if num_chars:
+            self.write(num_chars)
 
     def read(self, num_chars: int) -> None:
         """Count characters that an operation reads."""

@@ -48,6 +48,8 @@ __all__ = ["MAX_SOURCE", "environment"]
 MAX_SOURCE = 1 << 16
 """Maximum characters of a template. The longest known templates have 20,000."""
 _FEW_ITEMS = 8  # items of a list literal; longer lists count a step
+_DICT_NAMES = frozenset(dir(dict))
+_LOOP_NAMES = frozenset({"depth", "depth0", "first", "index", "index0", "last", "length"})
 _MAX_DATE = 1000  # characters of a date format
 
 # Names of internal filters. They contain spaces, so no template's source can call them.
@@ -182,10 +184,7 @@ def _filtered(value: nodes.Expr, name: str, place: nodes.Node) -> nodes.Filter:
 
 @jinja2.pass_context
 def _step(context: _Context, num_chars: int) -> None:
-    budget = context.budget
-    budget.step()
-    if num_chars:
-        budget.write(num_chars)
+    context.budget.step(num_chars)
 
 
 @jinja2.pass_context
@@ -331,6 +330,21 @@ class _GenerationTag(jinja2.ext.Extension):
         return jinja2.nodes.Scope(body, lineno=line)
 
 
+def _call_macro(
+    context: jinja2.runtime.Context,
+    macro: jinja2.runtime.Macro,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Call a macro as `Context.call` does, without its checks of the kind of callable."""
+    kwargs.pop("_block_vars", None)
+    kwargs.pop("_loop_vars", None)
+    try:
+        return macro(context.eval_ctx, *args, **kwargs)
+    except StopIteration:
+        return context.environment.undefined("a macro raised StopIteration")
+
+
 class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
     """Environment that raises an error for unsafe attributes, where jinja2 would write nothing."""
 
@@ -343,6 +357,20 @@ class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         _Stepping(escapes=escapes).visit(template)
         template.set_environment(self)
         return template
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        # Fast paths with the results of Jinja's method, for the lookups of most templates.
+        if type(obj) is dict and attribute not in _DICT_NAMES:
+            try:
+                return obj[attribute]
+            except KeyError:
+                return self.undefined(obj=obj, name=attribute)
+        if type(obj) is jinja2.runtime.LoopContext and attribute in _LOOP_NAMES:
+            try:
+                return getattr(obj, attribute)
+            except AttributeError:
+                return self.undefined(obj=obj, name=attribute)
+        return super().getattr(obj, attribute)
 
     def unsafe_undefined(self, obj: Any, attribute: str) -> jinja2.Undefined:
         raise jinja2.exceptions.SecurityError(
@@ -380,8 +408,11 @@ class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
     ) -> Any:
         budget: RenderBudget = context.budget  # type: ignore[attr-defined]
         budget.step()
-        value = OPERATORS[operator](budget, left, right)
-        return value if type(value) is str and len(value) < FEW_CHARS else budget.keep(value)
+        if type(left) is str and type(right) is str and operator == "+":
+            num_chars = len(left) + len(right)
+            if num_chars < FEW_CHARS:
+                return left + right
+        return budget.keep(OPERATORS[operator](budget, left, right))
 
     def call(
         __self,  # noqa: N805 - a template's keywords may have any name
@@ -393,8 +424,9 @@ class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         budget: RenderBudget = __context.budget  # type: ignore[attr-defined]
         budget.step()
         budget.read(len(args))
-        if type(__obj) is not jinja2.runtime.Macro:
-            args = check_call(budget, __obj, args, kwargs)
+        if type(__obj) is jinja2.runtime.Macro:
+            return budget.keep(_call_macro(__context, __obj, args, kwargs))
+        args = check_call(budget, __obj, args, kwargs)
         return budget.keep(super().call(__context, __obj, *args, **kwargs))
 
 

@@ -130,6 +130,7 @@ NESTED = {
     "get": nested("tuple", "{{ {1: 1}.get(ns.a) }}"),
     "unique": nested("tuple", "{{ [ns.a]|unique|list|length }}"),
     "namespace": nested("list", "{{ (ns ~ '')|length }}"),
+    "dictsort by value": nested("list", "{{ {1: ns.a, 2: ns.b}|dictsort(by='value')|length }}"),
 }
 NUMBERS = {
     "power": "{{ (2 ** 100000) % 7 }}",
@@ -296,6 +297,9 @@ x|default('b') | 3.7|round | 3.14159|round(2) | '7'|int | '1.5'|float | -3|abs |
 '<b>'|escape | '<b>'|safe ~ '&' | ('<b>'|e) + '&' | 'a b'|urlencode | 'A'|lower | 'a'|capitalize
 1000000|filesizeformat | '<b>x</b>'|striptags | {'a': 1}|xmlattr | ('x y'|attr('upper'))() | [1, 'a']|string
 1 is odd | 'a' is string | x is defined | {} is mapping | 1 is in [1] | 'A' is upper | 2 is gt 1 | 1 is eq 1
+{'b': {'x': 1}, 'A': 2}|dictsort | {'b': 1, 'A': 2}|dictsort(true) | {'a': 2, 'b': 1}|dictsort(by='value')
+{'a': 2, 'b': 1}|dictsort(false, 'value', true) | {'b': [1], 'a': [2]}|dictsort(reverse=true)
+{'a': 1}.a | {'a': 1}.b | {'a': 1}['a'] | {'items': 1}.items()|list | {'keys': 1}['keys'] | messages.a | 'a'.b
 namespace(a=1).a | dict(a=1) | joiner(',')() | cycler(1, 2).next() | range(3)|list | x
 """.strip()
 
@@ -316,6 +320,9 @@ STATEMENTS = [
     "{% for a in [1, [2, [3]]] recursive %}{{ loop(a) if a is sequence else a }}{% endfor %}",
     "{% macro m(a, b=2) %}{{ a }}{{ b }}{{ varargs }}{% endmacro %}{{ m(1) }}{{ m(1, 2, 3) }}",
     "{% macro m() %}<{{ caller(1) }}>{% endmacro %}{% call(x) m() %}{{ x }}{% endcall %}",
+    "{% macro m(a, b) %}{{ a }}{{ b }}{{ kwargs }}{% endmacro %}{{ m(b=1, a=2) }}{{ m(1, c=3) }}{{ m.name }}",
+    "{% macro m(n) %}{{ n }}{{ m(n - 1) if n else '' }}{% endmacro %}{{ m(30) }}{{ m(2)|upper }}",
+    "{% for a in 'abc' %}{{ loop.first }}{{ loop.index0 }}{{ loop.revindex }}{{ loop.length }}{{ loop.previtem }}{{ loop.nothing }}{% endfor %}",
     "{% filter upper %}a{{ 'b' }}{% endfilter %}{% set x %}y{{ 1 }}{% endset %}{{ x }}",
     "{% set x | upper %}a{% endset %}{{ x }}{% with y = 2 %}{{ y }}{% endwith %}",
     "{% block a %}x{{ messages|length }}{% endblock %}{{ self.a() }}",
