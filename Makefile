@@ -113,7 +113,7 @@ coverage: setup  ## measure line and branch coverage, without kernels
 	$(BIN)/coverage combine -q
 	$(BIN)/coverage report --ignore-errors --include="kvboost_edge/*" --sort=cover
 
-# The first run makes an arm64 Debian there in about 5 minutes. Needs root and Debian or Ubuntu.
+# The first run makes an arm64 Debian there in about 2 minutes. Needs root and Debian or Ubuntu.
 ARM64_ROOT ?= /var/tmp/kvboost-edge-arm64
 
 test-arm64:  ## run the native runner's tests on emulated ARM (ARM64_ROOT=dir)
