@@ -82,8 +82,11 @@ def test_a_guide_has_every_part(path):
 
 def test_the_tutorial_finds_the_source_that_it_asks_about():
     text = (ROOT / "docs/tutorial/coding-assistant.md").read_text(encoding="utf-8")
-    [(pattern, size)] = re.findall(r"^cat (\S+) \| head -c (\d+) > context\.txt$", text, re.M)
-    source = "".join(path.read_text(encoding="utf-8") for path in sorted(ROOT.glob(pattern)))
+    [(pattern, size)] = re.findall(
+        r'^cat "\$package"/(\S+) \| head -c (\d+) > context\.txt$', text, re.M
+    )
+    package = ROOT / "kvboost_edge"
+    source = "".join(path.read_text(encoding="utf-8") for path in sorted(package.glob(pattern)))
     assert len(source) >= int(size)
     for name in set(re.findall(r"What does the class (\w+) do\?", text)):
         assert f"\nclass {name}" in source[: int(size)]
