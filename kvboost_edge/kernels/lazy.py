@@ -1,6 +1,6 @@
 """Modules of Numba and LLVM that are imported when a kernel must be compiled.
 
-Importing them takes longer than anything else at startup, and about 65 MB. A process whose kernels
+Importing them takes more time and memory than any other step of a start. A process whose kernels
 are all in a kernel library (`library.py`) never imports them.
 """
 

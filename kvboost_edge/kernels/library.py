@@ -32,7 +32,7 @@ __all__ = [
     "Manifest",
     "kernel_library",
     "library_choice",
-    "library_folders",
+    "library_folder",
     "llvm_version",
     "package_versions",
     "symbol_of",
@@ -135,12 +135,10 @@ def llvm_version() -> str:
     return ".".join(map(str, binding.llvm_version_info))
 
 
-def library_folders() -> list[Path]:
-    """Return the folders that are searched for libraries, in order."""
+def library_folder() -> Path:
+    """Return the folder of libraries: KVBOOST_EDGE_KERNELS, or one in the cache directory."""
     given = os.environ.get(DIRECTORY_VARIABLE)
-    if given:
-        return [Path(given)]
-    return [cache_directory() / "kernels", Path(__file__).parent / "libraries"]
+    return Path(given) if given and given != _OFF else cache_directory() / "kernels"
 
 
 def kernel_library() -> Library | None:
@@ -166,32 +164,28 @@ def library_choice() -> LibraryChoice:
     if not targets:
         return LibraryChoice(None, "there is no class for this processor or system")
     target = targets[0]
-    refusals = []
-    for folder in library_folders():
-        if not (folder / f"{target.name}.json").is_file():
-            continue
-        found = _opened(folder, target)
-        if isinstance(found, Library):
-            _LOG.info("kernels come from %s", found.path)
-            return LibraryChoice(found, f"{target.name} from {folder}")
-        refusals.append(f"{folder / target.name}: {found}")
-    if refusals:
-        reason = "; ".join(refusals)
-        _LOG.warning(
-            "a kernel library is not used, and kernels are compiled instead: %s. Build it again "
-            "with `kvboost-edge kernels build`",
-            reason,
-        )
-        return LibraryChoice(None, reason)
-    if given:
-        _LOG.warning(
-            "%s=%s has no library for %s; kernels are compiled instead. Build it with "
-            "`kvboost-edge kernels build`",
-            DIRECTORY_VARIABLE,
-            given,
-            target.name,
-        )
-    return LibraryChoice(None, f"there is no library for {target.name}")
+    folder = library_folder()
+    if not (folder / f"{target.name}.json").is_file():
+        if given:
+            _LOG.warning(
+                "%s=%s has no library for %s; kernels are compiled instead. Build it with "
+                "`kvboost-edge kernels build`",
+                DIRECTORY_VARIABLE,
+                given,
+                target.name,
+            )
+        return LibraryChoice(None, f"there is no library for {target.name}")
+    found = _opened(folder, target)
+    if isinstance(found, Library):
+        _LOG.info("kernels come from %s", found.path)
+        return LibraryChoice(found, f"{target.name} from {folder}")
+    reason = f"{folder / target.name}: {found}"
+    _LOG.warning(
+        "a kernel library is not used, and kernels are compiled instead: %s. Build it again "
+        "with `kvboost-edge kernels build`",
+        reason,
+    )
+    return LibraryChoice(None, reason)
 
 
 def _opened(folder: Path, target: KernelTarget) -> Library | str:

@@ -50,6 +50,8 @@ KVBOOST_ADMIN_API_KEYS       Admin API keys, separated by commas
 KVBOOST_EDGE_REDIS_URL       Value of --redis-url
 KVBOOST_EDGE_REDIS_PASSWORD  Password of the Redis server
 KVBOOST_EDGE_REDIS_SECRET    Secret that signs blocks, the same on all machines
+KVBOOST_EDGE_CACHE           Directory of packed weights, KV blocks, pulled models and kernels
+KVBOOST_EDGE_KERNELS         Directory of kernel libraries, or 'none' to compile kernels
 
 All API keys get the same share of the compute, unless a weight follows a key, as in
 'key-two weight=4'. With more than one key, /metrics, /v1/stats, /v1/blocks, /cache/reset,

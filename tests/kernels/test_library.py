@@ -207,12 +207,13 @@ def test_a_folder_without_a_library_is_told_once(tmp_path, chosen, caplog):
     assert f"KVBOOST_EDGE_KERNELS={tmp_path} has no library" in caplog.text
 
 
-def test_without_a_setting_the_cache_is_searched_before_the_package(monkeypatch, tmp_path):
-    monkeypatch.delenv("KVBOOST_EDGE_KERNELS")
+@pytest.mark.parametrize("setting", [None, "", "none"])
+def test_without_a_directory_libraries_are_in_the_cache(setting, monkeypatch, tmp_path):
     monkeypatch.setenv("KVBOOST_EDGE_CACHE", str(tmp_path))
-    first, second = library.library_folders()
-    assert first == tmp_path / "kernels"
-    assert second.name == "libraries"
+    monkeypatch.delenv("KVBOOST_EDGE_KERNELS")
+    if setting is not None:
+        monkeypatch.setenv("KVBOOST_EDGE_KERNELS", setting)
+    assert library.library_folder() == tmp_path / "kernels"
 
 
 def test_a_faster_class_is_not_replaced_by_a_slower_one(built, chosen, monkeypatch):

@@ -14,7 +14,7 @@ from rich.table import Table
 from kvboost_edge.cli.console import counted, open_console, text_column
 from kvboost_edge.errors import ConfigError
 from kvboost_edge.host.processor import cpu_identity
-from kvboost_edge.kernels.library import library_choice, library_folders
+from kvboost_edge.kernels.library import library_choice, library_folder
 from kvboost_edge.kernels.targets import KernelTarget, targets_of, usable_targets
 
 __all__ = ["run_build", "run_status"]
@@ -32,7 +32,7 @@ def run_status(*, as_json: bool) -> None:
         "file": None if choice.library is None else str(choice.library.path),
         "kernels": 0 if choice.library is None else len(choice.library.manifest.entries),
         "target": None if target is None else target.name,
-        "folders": [str(folder) for folder in library_folders()],
+        "folder": str(library_folder()),
         "targets": {one.name: one.about for one in targets_of(cpu_identity().arch)},
     }
     if as_json:
@@ -41,7 +41,7 @@ def run_status(*, as_json: bool) -> None:
     console = open_console()
     console.print(f"kernel library: {'used' if figures['used'] else 'not used'}, {choice.reason}")
     console.print(f"class of this machine: {figures['target'] or 'none'}")
-    console.print(f"searched: {', '.join(figures['folders'])}", soft_wrap=True)
+    console.print(f"directory: {figures['folder']}", soft_wrap=True)
     table = Table("class", "processors")
     for name, about in figures["targets"].items():
         table.add_row(name, about)
@@ -64,7 +64,7 @@ def run_build(
     """
     from kvboost_edge.kernels.build import build_library
 
-    folder = Path(out) if out is not None else library_folders()[0]
+    folder = Path(out) if out is not None else library_folder()
     built = []
     console = open_console(stderr=as_json)
     columns = (text_column("{task.description}"), BarColumn(), MofNCompleteColumn())

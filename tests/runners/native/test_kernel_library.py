@@ -1,5 +1,6 @@
 """A model whose kernels all come from a kernel library."""
 
+import functools
 import json
 import os
 import subprocess
@@ -18,7 +19,10 @@ pytestmark = [
 # What was computed, the kernels that were asked for, and the modules that take long to import.
 RUN = """
 import hashlib, json, sys
+from kvboost_edge.kernels import library
 from kvboost_edge.kernels.entry import KernelEntry
+from kvboost_edge.kernels.targets import TARGETS
+library.usable_targets = lambda: [target for target in TARGETS if target.name == sys.argv[2]]
 asked = set()
 def ready(entry, found=KernelEntry.is_ready.fget):
     asked.add(entry.name)
@@ -38,13 +42,19 @@ print(json.dumps([computed, sorted(asked), heavy]))
 """
 
 
-def run(options, libraries, cache):
+OPTIONS = [
+    {"weights": "int8"},
+    pytest.param({"weights": "int4", "kv_cache_bits": 8}, marks=pytest.mark.full),
+]
+
+
+def run(options, libraries, cache, target=""):
     environment = os.environ | {
         "KVBOOST_EDGE_KERNELS": str(libraries),
         "KVBOOST_EDGE_CACHE": str(cache),
     }
     done = subprocess.run(
-        [sys.executable, "-c", RUN, json.dumps(options)],
+        [sys.executable, "-c", RUN, json.dumps(options), target],
         env=environment,
         capture_output=True,
         text=True,
@@ -54,20 +64,34 @@ def run(options, libraries, cache):
     return json.loads(done.stdout)
 
 
+@pytest.fixture(scope="module")
+def compiled_here(tmp_path_factory):
+    """Compute with code that is compiled for this processor: the results and kernels by options."""
+
+    @functools.cache
+    def compute(options):
+        here, names, heavy = run(json.loads(options), "none", tmp_path_factory.mktemp("here"))
+        assert "numba" in heavy
+        return here, names
+
+    return lambda options: compute(json.dumps(options))
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize(
-    "options",
+    "target",
     [
-        {"weights": "int8"},
-        pytest.param({"weights": "int4", "kv_cache_bits": 8}, marks=pytest.mark.full),
+        pytest.param(target, id=target.name, marks=[pytest.mark.full] if number else [])
+        for number, target in enumerate(usable_targets())
     ],
-    ids=str,
 )
-def test_it_computes_the_same_bits_and_never_imports_numba(options, tmp_path):
-    here, names, heavy = run(options, "none", tmp_path / "here")
-    assert "numba" in heavy
-    build_library(usable_targets()[0], tmp_path / "libraries", names=names)
+def test_each_class_computes_the_same_bits_and_never_imports_numba(
+    options, target, compiled_here, tmp_path
+):
+    here, names = compiled_here(options)
+    build_library(target, tmp_path / "libraries", names=names)
     # The first start packs the weights, the second finds them.
     for _ in range(2):
-        there, asked, heavy = run(options, tmp_path / "libraries", tmp_path / "there")
+        there, asked, heavy = run(options, tmp_path / "libraries", tmp_path / "there", target.name)
         assert (there, heavy) == (here, [])
         assert set(asked) <= set(names)
