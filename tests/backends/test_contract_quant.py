@@ -25,7 +25,6 @@ from helpers.kernels.quantized_kv_cases import (
     write,
 )
 from kvboost_edge.backends.base import AttentionParams, KVSpec, LayerKVSpec
-from kvboost_edge.backends.torch_backend import TorchBackend
 from kvboost_edge.errors import BackendUnavailable, CapacityError, ConfigError
 from kvboost_edge.kvcache.block_table import CopyOp
 
@@ -326,8 +325,14 @@ def test_bytes_of_pool_and_open_blocks(name):
     assert KVSpec((layer,), 16, "float16").bytes_per_open_block == 0
 
 
-TORCH = {"torch": TorchBackend}
-"""Beside those of MAKERS, which take the same."""
+def torch_backend(*arguments, **options):
+    """Make a torch backend, without needing torch when this file is imported."""
+    from kvboost_edge.backends.torch_backend import TorchBackend
+
+    return TorchBackend(*arguments, **options)
+
+
+TORCH = {"torch": torch_backend}
 
 
 def coded(bits=(8, 8), dtype="float16", block_size=16):
@@ -355,7 +360,7 @@ def test_pools_that_make_no_sense_are_refused(kind, spec, more, message):
 def test_torch_refuses_other_widths_by_name(others):
     said = rf"does not support KV at {re.escape(str(others))} bits; use kv_cache_bits=16 or 8"
     with pytest.raises(BackendUnavailable, match=said):
-        TorchBackend(coded(others), 4)
+        torch_backend(coded(others), 4)
 
 
 def test_torch_codes_as_the_specification_does():
