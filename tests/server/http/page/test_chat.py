@@ -67,12 +67,14 @@ def test_stop_keeps_what_arrived_and_frees_the_server(visit, slow_model, demo_en
         for stop in (lambda: visit.click("#stop"), lambda: visit.keyboard.press("Escape")):
             visit.ask(QUESTION)
             visit.until(f"{LENGTH} > 8")
+            visit.hurry()
             visit.shows("#running", "1")
             assert demo_engine.num_running() == 1
             stop()
             turn = visit.answer("stopped")
             kept = turn.locator(".answer-body").inner_text()
             assert len(kept) > 8
+            visit.hurry()
             visit.shows("#running", "0")
             visit.shows("#count-used", "0")
             assert demo_engine.num_running() == 0

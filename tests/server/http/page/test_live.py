@@ -93,6 +93,7 @@ def test_the_map_and_the_figures_follow_the_engine(visit, slow_model, demo_engin
         visit.until("Number(document.querySelector('#speed').textContent) > 1")
         visit.press("#prompt", "Escape")
         visit.answer("stopped")
+        visit.hurry()
         visit.shows("#running", "0")
         visit.shows("#count-used", "0")
     visit.until("Number(document.querySelector('#count-cached').textContent) > 4")

@@ -130,6 +130,7 @@ def test_a_request_shows_its_cause_and_both_texts(visit, live_server):
     expect(details.locator(".prompt-said")).to_contain_text("“Monday” changed to “<b>Tuesday</b>”.")
     expect(details).to_contain_text("Put changing text after stable text.")
     ask(live_server, "Friday")
+    visit.hurry()
     expect(visit.locator(".prompt-row").nth(1)).to_be_focused()
     expect(row).to_be_focused()
     expect(row).to_have_attribute("aria-expanded", "true")
