@@ -105,6 +105,7 @@ DEFAULT_DRAFT_TOKENS = 31
 MOST_DRAFT_TOKENS = 63
 _MOST_CHUNK_TOKENS = 65536
 _DEFAULT_CHUNK_TOKENS = 128
+_DRAFT_WEIGHTS = "int4"
 _REUSE = "Non-prefix KV reuse"
 _SPECULATION = "Speculative decoding"
 
@@ -535,9 +536,9 @@ class EngineConfig:
     )
     speculation: str = option(
         "auto",
-        "Speculative decoding by prompt lookup, which does not change the answers. auto uses "
-        "it in the native runner when it is expected to be faster, on whenever drafts are "
-        "found, and off never",
+        "Speculative decoding, by prompt lookup and with a draft_model, which does not change the "
+        "answers. auto uses it in the native runner when it is expected to be faster, on whenever "
+        "drafts are found, and off never",
         str,
         group=_SPECULATION,
         choices=CHOICES["speculation"],
@@ -554,6 +555,22 @@ class EngineConfig:
         unset=f"{DEFAULT_DRAFT_TOKENS}, or fewer if a hybrid model's recurrent state needs the "
         "memory",
     )
+    draft_model: str | os.PathLike[str] | None = option(
+        None,
+        "Draft model for speculative decoding: a directory, GGUF file or hub id of a smaller model "
+        "with the same vocabulary. It does not change the answers. Needs the native runner",
+        group=_SPECULATION,
+        unset="none",
+        flag="--draft-model --model-draft",
+        metavar="MODEL",
+    )
+    draft_weights: str = option(
+        _DRAFT_WEIGHTS,
+        "Weight format of the draft model, with the values of weights",
+        str,
+        group=_SPECULATION,
+        choices=CHOICES["weights"],
+    )
 
     @classmethod
     def from_options(cls, **options: Any) -> EngineConfig:
@@ -565,6 +582,24 @@ class EngineConfig:
         check_options(self, ConfigError)
         self._check_kv_bits()
         self._check_tiers()
+        self._check_draft_model()
+
+    def _check_draft_model(self) -> None:
+        value = self.draft_model
+        if value is None:
+            if self.draft_weights != _DRAFT_WEIGHTS:
+                raise ConfigError(
+                    f"draft_weights={self.draft_weights!r} has no effect without draft_model; give "
+                    "a draft_model, or leave draft_weights out"
+                )
+            return
+        if not isinstance(value, (str, os.PathLike)) or not os.fspath(value):
+            raise ConfigError(f"draft_model={value!r} must be a path, a hub id or None")
+        if self.speculation == "off":
+            raise ConfigError(
+                f"draft_model={os.fspath(value)!r} has no effect with speculation='off'; leave one "
+                "of them out"
+            )
 
     def _check_tiers(self) -> None:
         value = self.disk_cache_dir

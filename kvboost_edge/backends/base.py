@@ -70,6 +70,8 @@ class KVSpec:
             and (4, 4) quantize full blocks. Open (partly written) blocks then have `dtype`
             "float16".
         states: Layers with recurrent state instead of KV. They are not in `layers`.
+        extra_bytes_per_block: Bytes that a block takes in another pool with the same block ids,
+            such as that of a draft model. Only memory plans set it.
     """
 
     layers: tuple[LayerKVSpec, ...]
@@ -77,6 +79,7 @@ class KVSpec:
     dtype: str
     bits: tuple[int, int] = (16, 16)
     states: tuple[LayerStateSpec, ...] = ()
+    extra_bytes_per_block: int = 0
 
     @property
     def bytes_per_state(self) -> int:
@@ -96,11 +99,12 @@ class KVSpec:
     def bytes_per_block(self) -> int:
         """Bytes of one block in all layers, including quantization scales."""
         if not self.is_quantized:
-            return self._bytes_as_stored
-        return sum(
+            return self._bytes_as_stored + self.extra_bytes_per_block
+        coded = sum(
             layer.num_kv_heads * code_layout(self.block_size, layer.head_dim, self.bits).nbytes
             for layer in self.layers
         )
+        return coded + self.extra_bytes_per_block
 
     @property
     def bytes_per_open_block(self) -> int:

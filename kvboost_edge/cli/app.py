@@ -197,6 +197,15 @@ MaxMemoryOption = Annotated[
         "remains after the weights and overhead. Default: no limit.",
     ),
 ]
+DraftModelOption = Annotated[
+    str | None,
+    typer.Option(
+        "--draft-model",
+        metavar="MODEL",
+        help="Smaller model with the same vocabulary that proposes draft tokens for speculative "
+        "decoding. It does not change the answers. Default: no draft model.",
+    ),
+]
 SchemaOption = Annotated[
     str | None,
     typer.Option(
@@ -347,6 +356,7 @@ def generate(
     threads: ThreadsOption = None,
     ctx_size: ContextOption = None,
     max_memory: MaxMemoryOption = None,
+    draft_model: DraftModelOption = None,
     option: EngineOptions = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -371,6 +381,7 @@ def generate(
             num_threads=threads,
             max_model_len=ctx_size,
             max_memory=max_memory,
+            draft_model=draft_model,
         ),
         settings,
         chat=chat,
@@ -447,6 +458,7 @@ def chat(
     threads: ThreadsOption = None,
     ctx_size: ContextOption = None,
     max_memory: MaxMemoryOption = None,
+    draft_model: DraftModelOption = None,
     option: EngineOptions = None,
 ) -> None:
     """Chat with a local model or a server, with cache statistics after each answer."""
@@ -472,6 +484,7 @@ def chat(
         num_threads=threads,
         max_model_len=ctx_size,
         max_memory=max_memory,
+        draft_model=draft_model,
     )
     remote_options(url, options, api_key)
     if url is None:
@@ -519,6 +532,7 @@ def doctor(
     kv_cache_bits: KVBitsOption = None,
     ctx_size: ContextOption = None,
     max_memory: MaxMemoryOption = None,
+    draft_model: DraftModelOption = None,
     option: EngineOptions = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -530,7 +544,13 @@ def doctor(
     from kvboost_edge.cli.doctor import run_doctor
     from kvboost_edge.cli.option_parsing import engine_options, one_model
 
-    options = engine_options(option, kv_cache_bits, max_model_len=ctx_size, max_memory=max_memory)
+    options = engine_options(
+        option,
+        kv_cache_bits,
+        max_model_len=ctx_size,
+        max_memory=max_memory,
+        draft_model=draft_model,
+    )
     run_doctor(one_model(name, model, DEMO_MODEL), options, as_json=as_json)
 
 
@@ -876,12 +896,13 @@ def bench(
     ] = None,
     ctx_size: ContextOption = None,
     max_memory: MaxMemoryOption = None,
+    draft_model: DraftModelOption = None,
     option: LongEngineOptions = None,
 ) -> None:
     """Measure tokens per second of prompts, generation and cached prefixes, like llama-bench.
 
-    Options and columns have llama-bench's names. Speculative decoding is off unless --option
-    speculation=auto is given.
+    Options and columns have llama-bench's names. Speculative decoding is off unless --draft-model
+    or --option speculation=auto is given.
     """
     from kvboost_edge.cli.bench.cases import cases_of
     from kvboost_edge.cli.bench.run import numbers, output_format, run_bench
@@ -896,6 +917,7 @@ def bench(
             num_threads=threads,
             max_model_len=ctx_size,
             max_memory=max_memory,
+            draft_model=draft_model,
         ),
         cases_of(
             numbers("--n-prompt", n_prompt, 512),

@@ -17,13 +17,14 @@ from kvboost_edge.cli.inspect import installed_route, mtp_report, report_table
 from kvboost_edge.cli.session import found_model
 from kvboost_edge.compat.flash import get_flash_attn_tier
 from kvboost_edge.config import EngineConfig
-from kvboost_edge.engine.build import load_tokenizer
+from kvboost_edge.engine.build import check_draft_vocabulary, load_tokenizer
 from kvboost_edge.engine.memory.check import MemoryCheck, format_bytes, packed_place, plan_fit
+from kvboost_edge.engine.memory.draft_plan import DraftPlan, plan_draft
 from kvboost_edge.engine.memory.process import Overhead, measured_overhead
 from kvboost_edge.engine.memory.report import gb
 from kvboost_edge.engine.memory.selection import Selection, available_on, select_path
 from kvboost_edge.engine.memory.state_budget import asks_for_drafts
-from kvboost_edge.errors import KVBoostError
+from kvboost_edge.errors import ConfigError, KVBoostError
 from kvboost_edge.host.bandwidth import measure_read_bandwidth
 from kvboost_edge.host.cgroup import memory_limit
 from kvboost_edge.host.file_memo import NO_CACHE
@@ -214,9 +215,13 @@ def _memory_of(
         return {"fits": False, "fit_reason": found["runner_reason"]}
     selected = select_path(checkpoint, config)
     summary = checkpoint.summary()
-    overhead = _overhead(checkpoint, config, selected)
+    try:
+        draft = _draft(checkpoint, config, selected)
+    except ConfigError as error:
+        return {"fits": False, "fit_reason": str(error)}
+    overhead = _overhead(checkpoint, config, selected, draft)
     available = available_on(selected.backend.device)
-    fit = plan_fit(checkpoint, config, selected, summary, available, overhead)
+    fit = plan_fit(checkpoint, config, selected, summary, available, overhead, draft)
     kv = fit.info.kv_spec
     weights = selected.runner.weights
     sizes = {
@@ -230,6 +235,14 @@ def _memory_of(
         "needed_bytes": fit.needed,
         "available_bytes": fit.available,
     }
+    if fit.draft is not None:
+        draft_kv = fit.draft.kv_spec
+        sizes |= {
+            "draft_weight_bytes": fit.draft.weight_bytes,
+            "draft_pool_bytes": fit.draft_pool,
+            "draft_context": fit.draft.max_context,
+            "draft_kv_bytes_per_token": draft_kv.bytes_per_block // draft_kv.block_size,
+        }
     if overhead is not None:
         sizes["overhead_bytes"] = overhead.nbytes
         sizes["serve_extra_bytes"] = _SERVE_EXTRA_BYTES
@@ -252,13 +265,27 @@ def _memory_of(
     return {**report, "knobs": _knobs(fit, packed, config)}
 
 
-def _overhead(checkpoint: Checkpoint, config: EngineConfig, selected: Selection) -> Overhead | None:
+def _draft(checkpoint: Checkpoint, config: EngineConfig, selected: Selection) -> DraftPlan | None:
+    """Plan the draft model and check its vocabulary.
+
+    Raises:
+        ConfigError: The model cannot have this draft model.
+    """
+    draft = plan_draft(checkpoint, selected, config)
+    if draft is not None:
+        check_draft_vocabulary(load_tokenizer(checkpoint), draft)
+    return draft
+
+
+def _overhead(
+    checkpoint: Checkpoint, config: EngineConfig, selected: Selection, draft: DraftPlan | None
+) -> Overhead | None:
     """Measure the process's memory overhead with the engine's modules and a tokenizer loaded."""
     if config.max_memory is None:
         return None
     importlib.import_module("kvboost_edge.engine.engine")
     tokenizer = load_tokenizer(checkpoint)
-    overhead = measured_overhead(checkpoint, config, selected)
+    overhead = measured_overhead(checkpoint, config, selected, draft)
     del tokenizer  # kept alive during the measurement
     return overhead
 
@@ -267,12 +294,13 @@ def _arithmetic(fit: MemoryCheck) -> str:
     spare = fit.available - fit.needed
     rest = f"{gb(spare)} left" if spare >= 0 else f"{gb(-spare)} missing"
     copies = " and the runner's copies" * fit.info.copies_kv
+    both = " of both models" * (fit.draft is not None)
     shortage = f"; {fit.shortage}" if fit.shortage else ""
     bound = (
         "" if fit.overhead is None else f"; the process needs {gb(fit.overhead.nbytes)} in addition"
     )
     return (
-        f"{gb(fit.needed)} for weights, pool, states{copies}, {gb(fit.available)} available: "
+        f"{gb(fit.needed)} for weights, pool, states{copies}{both}, {gb(fit.available)} available: "
         f"{rest}{shortage}{bound}"
     )
 

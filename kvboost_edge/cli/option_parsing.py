@@ -54,7 +54,7 @@ _MAX_WIDTH = 100
 _WORDS = {"true": True, "false": False, "none": None}
 _NO_LIMIT = ("max", "none")
 # Options whose values always stay text, even if they look like numbers or booleans.
-_ENGINE_TEXT = frozenset({"revision", "token", "tenant", "device"})
+_ENGINE_TEXT = frozenset({"revision", "token", "tenant", "device", "draft_model"})
 
 
 def list_options(pairs: list[str] | None) -> list[str] | None:
@@ -169,7 +169,7 @@ def engine_options(
     kv_cache_bits: str | None = None,
     *,
     pack_cache: bool = True,
-    **flags: int | None,
+    **flags: int | str | None,
 ) -> dict[str, Any]:
     """Convert `-o` pairs and flags to keyword arguments for the engine's config.
 

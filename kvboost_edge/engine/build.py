@@ -14,6 +14,7 @@ from kvboost_edge.backends.base import Backend
 from kvboost_edge.backends.select import BackendChoice, choose_backend, make_backend
 from kvboost_edge.config import EngineConfig
 from kvboost_edge.engine.memory.check import plan_fit
+from kvboost_edge.engine.memory.draft_plan import DraftPlan, plan_draft, with_draft_model
 from kvboost_edge.engine.memory.process import (
     Overhead,
     check_process,
@@ -60,12 +61,23 @@ from kvboost_edge.runners.choice import load_runner, plan_of
 from kvboost_edge.text.gguf_tokenizer import gguf_tokenizer
 from kvboost_edge.text.tokenizer import Tokenizer
 from kvboost_edge.text.tokenizer_cache import kept_tokenizer
+from kvboost_edge.text.vocabulary_difference import vocabulary_difference
 from kvboost_edge.tiers.base import Tier
 
-__all__ = ["EngineParts", "build_from_model", "build_from_path", "load_tokenizer"]
+__all__ = [
+    "EngineParts",
+    "build_from_model",
+    "build_from_path",
+    "check_draft_vocabulary",
+    "draft_model_refusal",
+    "load_tokenizer",
+]
 
 _LOG = logging.getLogger(__name__)
-_LOADING_OPTIONS = ("dtype", "revision", "token", "local_files_only", "pack_cache", "rope_range")
+_LOADING_OPTIONS = (
+    *("dtype", "revision", "token", "local_files_only", "pack_cache", "rope_range"),
+    "draft_model",
+)
 _POOL_SIZES = ("max_cache_bytes", "num_blocks", "max_chunks")
 _TORCH_REASON = (
     "mode='chunk_kv_reuse' of a loaded model needs it; backend='cpu' is faster without that mode"
@@ -143,19 +155,26 @@ def build_from_path(
         _check_both_ways(checkpoint, config)
     dense = checkpoint.dense()
     selected = select_path(checkpoint, config)
+    draft = plan_draft(checkpoint, selected, config)
     device = selected.backend.device
     pool_bytes = None
     # Load the tokenizer before measuring, so its memory counts as overhead.
     tokenizer = load_tokenizer(checkpoint)
-    overhead = measured_overhead(checkpoint, config, selected)
+    if draft is not None:
+        check_draft_vocabulary(tokenizer, draft)
+    overhead = measured_overhead(checkpoint, config, selected, draft)
     if not device.startswith("cuda"):
         available = available_on(device)
-        fit = plan_fit(checkpoint, config, selected, summary, available, overhead)
+        fit = plan_fit(checkpoint, config, selected, summary, available, overhead, draft)
         fit.check()
         pool_bytes = fit.beside
     defaults = checkpoint.generation(tokenizer_eos=tokenizer.eos_token_id)
     fingerprint = checkpoint.fingerprint()
     runner = _load_runner(checkpoint, config, selected, progress)
+    draft_runner = None
+    if draft is not None:
+        with _closed_on_error(runner):
+            draft_runner = _load_runner(draft.checkpoint, draft.config, draft.selected, progress)
     eos = frozenset(defaults.eos_token_ids)
     parts = _assemble(
         config,
@@ -165,7 +184,8 @@ def build_from_path(
         eos,
         fingerprint,
         name=model_name(checkpoint.path),
-        budget=_MemoryBudget(pool_bytes, overhead, pass_bytes(checkpoint, config, selected)),
+        budget=_MemoryBudget(pool_bytes, overhead, pass_bytes(checkpoint, config, selected, draft)),
+        draft_runner=draft_runner,
     )
     return dataclasses.replace(
         parts,
@@ -212,6 +232,50 @@ def load_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
     return kept_tokenizer(
         checkpoint.fingerprint(), build, name=name, cache_dir=checkpoint.cache_dir
     )
+
+
+def draft_model_refusal(path_or_id: str | Path, config: EngineConfig) -> str:
+    """Return why a model cannot have the config's draft model, or "" if it can or there is none.
+
+    The models are located and checked, but not loaded.
+    """
+    if config.draft_model is None:
+        return ""
+    path = locate_model(
+        path_or_id,
+        revision=config.revision,
+        token=config.token,
+        local_files_only=config.local_files_only,
+    )
+    cache_dir = None if config.pack_cache else NO_CACHE
+    checkpoint = Checkpoint.open(path, cache_dir=cache_dir, rope_range=config.rope_range)
+    selected = select_path(checkpoint, config)
+    try:
+        draft = plan_draft(checkpoint, selected, config)
+        assert draft is not None
+        if draft.checkpoint.path == checkpoint.path:
+            return "it is the draft model itself"
+        check_draft_vocabulary(load_tokenizer(checkpoint), draft)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def check_draft_vocabulary(tokenizer: Tokenizer, draft: DraftPlan) -> None:
+    """Check that a draft model has the vocabulary of the model with this tokenizer.
+
+    Raises:
+        ConfigError: The vocabularies differ. The message names the first difference.
+    """
+    own = load_tokenizer(draft.checkpoint)
+    # Two files in different folders may have the same name.
+    if own.name == tokenizer.name:
+        own.name = f"the draft model's {own.name}"
+    if difference := vocabulary_difference(tokenizer, own):
+        raise ConfigError(
+            f"draft_model={str(draft.checkpoint.path)!r} is refused, because the vocabularies "
+            f"differ: {difference}; give a draft model of the same family"
+        )
 
 
 def _load_runner(
@@ -365,27 +429,31 @@ def _assemble(
     *,
     name: str = "",
     budget: _MemoryBudget,
+    draft_runner: Runner | None = None,
 ) -> EngineParts:
     """Build the engine's components around a loaded runner.
 
     Args:
         fingerprint: fingerprint of the model from `Checkpoint.fingerprint`.
         name: display name of the model.
+        draft_runner: runner of the draft model.
     """
     runner.info = info = _bounded(runner.info, config)
     _warn_of_threads(config.num_threads)
-    with _closed_on_error(runner):
-        plan = _plan_pool(config, choice, info, budget)
+    with _closed_on_error(runner, draft_runner):
+        plan = _plan_pool(config, choice, info, budget, draft_runner)
         backend = _make_backend(config, choice, info, plan)
         with _closed_on_error(backend):
             runner.bind(backend)
+            drafter = _make_drafter(config, choice, draft_runner, plan.num_blocks)
+    draft_backend = None if drafter is None else drafter.backend
     _log_choice(choice, runner, backend, plan.num_blocks, plan.max_num_seqs)
     _log_sizes(config, plan.num_blocks)
     _log_cuts(config)
     if shortage := drafts_shortage(config, info, plan.state_sizes):
         _LOG.warning("%s", shortage)
     kv_format = _kv_format(config, runner, backend)
-    with _closed_on_error(runner), _closed_on_error(backend):
+    with _closed_on_error(runner, backend, draft_runner, draft_backend):
         tiers = open_tiers(config, fingerprint, kv_format, info.architecture, name)
     return EngineParts(
         runner=runner,
@@ -397,22 +465,33 @@ def _assemble(
         # `rope_range` option.
         root=root_hash(model_fingerprint=fingerprint, kv_format=kv_format, tenant=config.tenant),
         identity=root_hash(model_fingerprint=fingerprint, kv_format=kv_format),
-        memory_report=_make_memory_report(config, runner, backend, plan, budget.buffer_bytes),
+        memory_report=_make_memory_report(
+            config, runner, backend, plan, budget.buffer_bytes, drafter
+        ),
         backend_reason=choice.reason,
         max_num_seqs=plan.max_num_seqs,
         tiers=tiers,
         history_bytes=plan.history_bytes,
+        drafter=drafter,
     )
 
 
 def _plan_pool(
-    config: EngineConfig, choice: BackendChoice, info: RunnerInfo, budget: _MemoryBudget
+    config: EngineConfig,
+    choice: BackendChoice,
+    info: RunnerInfo,
+    budget: _MemoryBudget,
+    draft_runner: Runner | None,
 ) -> _PoolPlan:
-    """Plan the sizes of the block pool.
+    """Plan the sizes of the block pool, which a draft model's pool shares the memory with.
 
     Raises:
         CapacityError: the pool does not fit in memory.
     """
+    weights = [info.weight_region]
+    if draft_runner is not None:
+        weights.append(draft_runner.info.weight_region)
+        info = with_draft_model(info, draft_runner.info)
     available = available_on(choice.device)
     if budget.pool_bytes is not None:
         available = min(budget.pool_bytes, available)
@@ -420,7 +499,7 @@ def _plan_pool(
     if overhead is not None:
         # Return memory freed after packing to the OS. Otherwise it counts as overhead.
         give_back()
-        overhead = overhead.measured_again((info.weight_region,))
+        overhead = overhead.measured_again(weights)
         check_process(config, info, overhead)
         available = room_in_process(config, info.weight_bytes, available, overhead)
         _log_process(config, info, overhead)
@@ -446,6 +525,27 @@ def _make_backend(
     )
 
 
+def _make_drafter(
+    config: EngineConfig, choice: BackendChoice, runner: Runner | None, num_blocks: int
+) -> DraftParts | None:
+    """Allocate the draft model's pool, which has the block ids of the engine's pool."""
+    if runner is None:
+        return None
+    info = runner.info
+    runner.info = dataclasses.replace(info, max_context=bounded_context(info.max_context, config))
+    backend = make_backend(choice, info.kv_spec, num_blocks, config.num_threads)
+    with _closed_on_error(backend):
+        runner.bind(backend)
+    _LOG.info(
+        "draft model: %s weights, %.1f MB, KV pool %.1f MB, context of %d tokens",
+        info.dtype,
+        info.weight_bytes / 1e6,
+        backend.pool_bytes / 1e6,
+        runner.info.max_context,
+    )
+    return DraftParts(runner, backend)
+
+
 def _make_manager(config: EngineConfig, info: RunnerInfo, plan: _PoolPlan) -> KVCacheManager:
     return KVCacheManager(
         plan.num_blocks,
@@ -458,15 +558,22 @@ def _make_manager(config: EngineConfig, info: RunnerInfo, plan: _PoolPlan) -> KV
 
 
 def _make_memory_report(
-    config: EngineConfig, runner: Runner, backend: Backend, plan: _PoolPlan, buffer_bytes: int
+    config: EngineConfig,
+    runner: Runner,
+    backend: Backend,
+    plan: _PoolPlan,
+    buffer_bytes: int,
+    drafter: DraftParts | None,
 ) -> MemoryReport:
     return MemoryReport(
         runner.info.weight_bytes,
         backend.pool_bytes,
-        lambda: _regions(runner, backend),
+        lambda: _regions(runner, backend, drafter),
         lambda: runner.copied_bytes,
         0 if backend.states is None else backend.states.nbytes,
         buffer_bytes + most_history_bytes(config, plan.history_bytes) if buffer_bytes else 0,
+        0 if drafter is None else drafter.runner.info.weight_bytes,
+        0 if drafter is None else drafter.backend.pool_bytes,
     )
 
 
@@ -548,15 +655,19 @@ def _kv_format(config: EngineConfig, runner: Runner, backend: Backend) -> str:
     return found
 
 
-def _regions(runner: Runner, backend: Backend) -> Sequence[Region]:
-    """Return the memory regions of weights, pool and recurrent state.
+def _regions(
+    runner: Runner, backend: Backend, drafter: DraftParts | None = None
+) -> Sequence[Region]:
+    """Return the memory regions of weights, pools and recurrent state.
 
     The tuple is empty if the weights' or the pool's region is unknown.
     """
     weights = runner.info.weight_region
     pool = backend.describe().pool_regions
     states = () if backend.states is None else (backend.states.region,)
-    return (weights, *pool, *states) if weights.nbytes and pool else ()
+    drafting = () if drafter is None else _regions(*drafter)
+    is_known = weights.nbytes and pool and (drafter is None or drafting)
+    return (weights, *pool, *states, *drafting) if is_known else ()
 
 
 def _require_packages(name: str, reason: str, model_config: Mapping[str, Any]) -> None:
@@ -571,9 +682,11 @@ def _require_packages(name: str, reason: str, model_config: Mapping[str, Any]) -
 
 
 @contextlib.contextmanager
-def _closed_on_error(part: Runner | Backend) -> Iterator[None]:
+def _closed_on_error(*parts: Runner | Backend | None) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        part.close()
+        for part in parts:
+            if part is not None:
+                part.close()
         raise

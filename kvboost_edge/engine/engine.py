@@ -115,7 +115,7 @@ class TellsResidency:
 # Can be called again to build another engine over the same model.
 _Build = Callable[[EngineConfig], EngineParts]
 
-# Memory and tier options that are reset for the quality gate's separate engine.
+# Options of memory, tiers and drafts that are reset for the quality gate's separate engine.
 _OWN_MEMORY: dict[str, Any] = {
     "max_memory": None,
     "max_cache_bytes": None,
@@ -125,6 +125,8 @@ _OWN_MEMORY: dict[str, Any] = {
     "max_disk_bytes": None,
     "redis_url": None,
     "redis_trust": False,
+    "draft_model": None,
+    "draft_weights": "int4",
 }
 
 

@@ -204,6 +204,8 @@ def paged_stats(
     Memory:
         weight_bytes: weights, in bytes.
         pool_bytes: block pool, in bytes.
+        draft_weight_bytes: draft model weights, in bytes.
+        draft_pool_bytes: draft KV pool, in bytes. It has as many blocks as the block pool.
         state_bytes: slots of recurrent state, in bytes, including room for draft tokens.
         copied_bytes: copies of KV that the runner makes, in bytes.
         buffer_bytes: buffers of the largest pass and of the draft history, in bytes.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import importlib.util
 import logging
 import os
@@ -242,24 +243,50 @@ def _planned(model: str, options: ServeOptions) -> PlannedMemory:
     from kvboost_edge.config import EngineConfig
     from kvboost_edge.engine.memory.check import planned_memory
 
-    return planned_memory(model, EngineConfig.from_options(**_engine_options(model, options)))
+    return planned_memory(model, EngineConfig.from_options(**_engine_options(model, options)[0]))
 
 
-def _engine_options(model: str, options: ServeOptions) -> dict[str, Any]:
-    """Return the engine options for one of the models."""
+def _engine_options(model: str, options: ServeOptions) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the engine options for one of the models.
+
+    If several models share the options, those that a model would reject are left out for it.
+
+    Returns:
+        The options, and the reasons for leaving options out, by flag.
+    """
+    if not options.others:
+        return options.engine, {}
+    ignored: dict[str, str] = {}
+    engine = options.engine
+    if engine.get("draft_model") is not None:
+        checked = _without(engine, "max_state_bytes")
+        if refusal := _draft_refusal(model, tuple(checked.items())):
+            engine = _without(engine, "draft_model", "draft_weights")
+            ignored["--draft-model"] = refusal
+    if engine.get("max_state_bytes") is not None:
+        from kvboost_edge.config import EngineConfig
+        from kvboost_edge.engine.memory.check import planned_memory
+
+        without = _without(engine, "max_state_bytes")
+        if not planned_memory(model, EngineConfig.from_options(**without)).has_states:
+            engine = without
+            ignored["--max-state-bytes"] = "the model has no recurrent state"
+    return engine, ignored
+
+
+def _without(options: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if name not in names}
+
+
+# Reading two tokenizers takes about a second, and a model is planned and loaded again and again. If
+# its files change meanwhile, the engine checks the new vocabulary itself.
+@functools.lru_cache(maxsize=256)
+def _draft_refusal(model: str, options: tuple[tuple[str, Any], ...]) -> str:
+    """Return why a model cannot have the server's draft model, or ""."""
     from kvboost_edge.config import EngineConfig
-    from kvboost_edge.engine.memory.check import planned_memory
+    from kvboost_edge.engine.build import draft_model_refusal
 
-    # Models without recurrent state reject max_state_bytes. If several models share the options,
-    # leave it out for those models.
-    if not options.others or options.engine.get("max_state_bytes") is None:
-        return options.engine
-    without = {name: value for name, value in options.engine.items() if name != "max_state_bytes"}
-    return (
-        options.engine
-        if planned_memory(model, EngineConfig.from_options(**without)).has_states
-        else without
-    )
+    return draft_model_refusal(model, EngineConfig.from_options(**dict(options)))
 
 
 def _load(model: str, options: ServeOptions, stopped: threading.Event) -> CPUPagedEngine:
@@ -284,13 +311,9 @@ def _load(model: str, options: ServeOptions, stopped: threading.Event) -> CPUPag
         megabytes=size // 1_000_000 or None,
         about_seconds=round(size / READ_BYTES_PER_SECOND) or None,
     )
-    chosen = _engine_options(model, options)
-    if len(chosen) < len(options.engine):
-        log_facts(
-            logging.INFO,
-            "the model has no recurrent state; --max-state-bytes is ignored",
-            model=model,
-        )
+    chosen, ignored = _engine_options(model, options)
+    for flag, reason in ignored.items():
+        log_facts(logging.INFO, f"{flag} is ignored: {reason}", model=model)
     engine = CPUPagedEngine.from_pretrained(model, progress=_log_packing(stopped), **chosen)
     try:
         tenants = [tenant_of_key(key) for key in options.settings.all_keys]
@@ -308,6 +331,8 @@ def _load(model: str, options: ServeOptions, stopped: threading.Event) -> CPUPag
             name: stats[name]
             for name in ("runner", "backend", "num_threads", "num_blocks", "pool_bytes")
         }
+        if engine.config.draft_model is not None:
+            shown |= {name: stats[name] for name in ("draft_weight_bytes", "draft_pool_bytes")}
         log_facts(logging.INFO, "loaded", seconds=round(time.perf_counter() - started, 1), **shown)
         places = tier_places(engine.config)
         for name, tier in stats["tiers"].items():

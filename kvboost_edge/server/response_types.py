@@ -1017,6 +1017,8 @@ class Memory(_Answer):
 
     weight_bytes: int
     pool_bytes: int
+    draft_weight_bytes: Annotated[int, Field(description="Draft model weights.")]
+    draft_pool_bytes: Annotated[int, Field(description="Draft KV pool.")]
     state_bytes: int
     process_rss_bytes: int
     process_peak_bytes: int

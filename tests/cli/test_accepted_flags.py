@@ -33,6 +33,7 @@ REQUEST = (
     "--ctx-size 512",
     "--max-model-len 512",
     "--max-memory 4GB",
+    "--draft-model x",
 )
 CLIENT = ("--url http://x", "--api-key key")
 COMMANDS = {  # name: (required arguments, options with a value)
@@ -42,7 +43,13 @@ COMMANDS = {  # name: (required arguments, options with a value)
     ),
     "chat": ("", (*MODEL, "--system Text", "--session x", *CLIENT, *REQUEST, *ENGINE, *PACKED)),
     "demo": ("", (*ENGINE, *PACKED)),
-    "doctor": ("", ("x", *MODEL, *ENGINE, "--ctx-size 512", "--max-memory 4GB", "--json")),
+    "doctor": (
+        "",
+        (
+            *("x", *MODEL, *ENGINE, "--ctx-size 512", "--max-memory 4GB"),
+            *("--draft-model x", "--json"),
+        ),
+    ),
     "models": ("", ("word", "--suggest", "--option num_threads=2", "-o dtype=float32", "--json")),
     "pull": ("qwen3:0.6b", ("--registry https://x.example", "--max-bytes 10GB", "--json")),
     "rm": ("qwen3:0.6b", ("other",)),
@@ -78,6 +85,7 @@ COMMANDS = {  # name: (required arguments, options with a value)
             "--ctx-size 512",
             "--max-model-len 512",
             "--max-memory 4GB",
+            "--draft-model x",
             "--option num_threads=2",
             *PACKED,
         ),
@@ -182,6 +190,9 @@ SERVE = """
 --reuse-gate off
 --speculation on
 --max-draft-tokens 7
+--draft-model x
+--model-draft x
+--draft-weights int8
 --revision main
 --disk-cache-dir off
 --redis-url redis://x
@@ -190,7 +201,10 @@ SERVE = """
 --redis-trust
 """.strip().splitlines()
 # The flag of another that one of them needs.
-NEEDED = {"--redis-trust": ["--redis-url", "redis://x"]}
+NEEDED = {
+    "--redis-trust": ["--redis-url", "redis://x"],
+    "--draft-weights": ["--draft-model", "x"],
+}
 WRONG = {  # after the command: the exit code
     "generate x --no-such": 2,
     "generate": 2,
@@ -317,10 +331,11 @@ def test_the_server_accepts_every_flag(line, tmp_path):
     keys = tmp_path / "keys"
     keys.write_text("key\n")
     argv = line.format(keys=keys).split()
-    options = served([*argv, *NEEDED.get(argv[0], [])])
+    needed = NEEDED.get(argv[0], [])
+    options = served([*argv, *needed])
     assert options != default_options()
     if len(argv) == 2 and line.startswith("--"):
-        assert parse_flags([f"{argv[0]}={argv[1]}"], "kvboost-server") == options
+        assert parse_flags([f"{argv[0]}={argv[1]}", *needed], "kvboost-server") == options
 
 
 @pytest.mark.parametrize("name", ["", *COMMANDS, "serve"])

@@ -48,3 +48,22 @@ def test_the_smallest_bound_that_it_names_is_the_engines_and_serve_is_said_to_ta
         least.append(int(re.search(r"give at least (\d+)MB", said)[1]))
         assert ("`serve` takes about 32.00 MB more" in said) == (command[0] == "doctor")
     assert abs(least[0] - least[1]) <= 16
+
+
+def test_a_draft_model_is_added_to_the_memory_or_refused(tmp_path, monkeypatch, answered):
+    monkeypatch.setenv("KVBOOST_EDGE_CACHE", str(tmp_path / "cache"))
+    target = save_tiny_model("llama", tmp_path / "target")
+    draft = save_tiny_model("llama", tmp_path / "draft", num_hidden_layers=1)
+    argv = ["doctor", target, "-o", "num_blocks=64", "--draft-model"]
+    found = answered(*argv, draft)[f"Model {target}"]
+    parts = ("weight_bytes", "pool_bytes", "draft_weight_bytes", "draft_pool_bytes")
+    sizes = [found[name] for name in parts]
+    assert min(sizes) > 0
+    assert (found["fits"], found["needed_bytes"]) == (True, sum(sizes))
+    assert found["fit_reason"].split(",")[2].endswith(" of both models")
+    assert found["draft_pool_bytes"] == 64 * 16 * found["draft_kv_bytes_per_token"]
+    hybrid = save_tiny_model("lfm2", tmp_path / "hybrid")
+    found = answered(*argv, hybrid, code=1)[f"Model {target}"]
+    assert (found["fits"], found["runner"]) == (False, "native")
+    assert "have a recurrent state" in found["fit_reason"]
+    assert not (tmp_path / "cache" / "packed").exists()

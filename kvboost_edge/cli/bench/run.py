@@ -70,8 +70,8 @@ def run_bench(
 
     Args:
         model: path or id of the model.
-        options: engine options. Without `speculation`, the engine does not speculate. The cases
-            after a restart use a temporary directory inside `disk_cache_dir`.
+        options: engine options. Without `speculation` and `draft_model`, the engine does not
+            speculate. The cases after a restart use a temporary directory inside `disk_cache_dir`.
         cases: the cases. Those after a restart are the last ones.
         repetitions: number of times that each case is measured.
         is_warmed_up: whether each case runs once before it is measured.
@@ -83,7 +83,7 @@ def run_bench(
             raise ConfigError(
                 f"{name} has no effect on a benchmark, which measures one machine; leave it out"
             )
-    engine_options = {"speculation": "off", **options}
+    engine_options = {"speculation": "auto" if "draft_model" in options else "off", **options}
     tier: dict[str, Any] = {
         name: engine_options.pop(name)
         for name in ("disk_cache_dir", "max_disk_bytes")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvboost_edge.config import EngineConfig
+from kvboost_edge.engine.memory.draft_plan import DraftPlan, plan_draft, with_draft_model
 from kvboost_edge.engine.memory.process import (
     Overhead,
     check_process,
@@ -18,8 +19,10 @@ from kvboost_edge.engine.memory.process import (
 )
 from kvboost_edge.engine.memory.report import (
     check_weights_fit,
+    gb,
     memory_beside,
     plan_num_blocks,
+    planned_blocks,
     planned_pool_bytes,
 )
 from kvboost_edge.engine.memory.selection import Selection, available_on, planned_info, select_path
@@ -71,6 +74,8 @@ class MemoryCheck:
         shortage: A message if memory limits the number of draft tokens, else "".
         refusal: The error that starting the engine would raise, or "" if the model fits.
         overhead: Other memory of the process, or None without `max_memory`.
+        draft: Description of the draft model's planned runner, or None without a draft model.
+        draft_pool: The planned KV pool of the draft model.
     """
 
     info: RunnerInfo
@@ -81,11 +86,19 @@ class MemoryCheck:
     shortage: str
     refusal: str
     overhead: Overhead | None = None
+    draft: RunnerInfo | None = None
+    draft_pool: int = 0
+
+    @property
+    def draft_weights(self) -> int:
+        """Size of the draft model's weights, or 0 without a draft model."""
+        return 0 if self.draft is None else self.draft.weight_bytes
 
     @property
     def needed(self) -> int:
-        """Total size of weights, pool, recurrent state and the runner's KV copies."""
-        return self.info.weight_bytes + (2 if self.info.copies_kv else 1) * self.pool + self.states
+        """Total size of weights, pools, recurrent state and the runner's KV copies."""
+        pools = (2 if self.info.copies_kv else 1) * self.pool + self.draft_pool
+        return self.info.weight_bytes + self.draft_weights + pools + self.states
 
     @property
     def pool_tokens(self) -> int:
@@ -110,6 +123,7 @@ def plan_fit(
     summary: WeightSummary,
     available: int,
     overhead: Overhead | None = None,
+    draft: DraftPlan | None = None,
 ) -> MemoryCheck:
     """Compare the memory that weights and pool need with the available memory.
 
@@ -122,11 +136,13 @@ def plan_fit(
         summary: Sizes of the model's weights.
         available: Available memory in bytes before the weights are loaded.
         overhead: Measured overhead if `max_memory` limits the process.
+        draft: The draft model, whose weights and pool are included.
 
     Raises:
         ConfigError: An option for recurrent state is set for a model without it.
     """
-    info = planned_info(checkpoint, config, selected, summary)
+    own = planned_info(checkpoint, config, selected, summary)
+    info = with_draft_model(own, None if draft is None else draft.info)
     check_options(config, info)
     is_known = not selected.backend.device.startswith("cuda")
     beside = memory_beside(available, info.weight_bytes) if is_known else available
@@ -136,8 +152,8 @@ def plan_fit(
     states = None
     try:
         if overhead is not None:
-            packing = _packing_bytes(checkpoint, config, selected, info, summary)
-            formats = functools.partial(format_bytes, checkpoint)
+            packing = _packing_bytes(checkpoint, config, selected, own, summary)
+            formats = functools.partial(_all_formats, checkpoint, draft)
             check_process(config, info, overhead, packing, formats)
         if is_known:
             check_weights_fit(info.weight_bytes, available)
@@ -147,7 +163,7 @@ def plan_fit(
         if (selected.runner.weights or info.copies_kv) and info.stores_kv:
             plan_states(config, info, plan_num_blocks(config, info, beside), beside)
     except CapacityError as error:
-        refusal = str(error)
+        refusal = f"{error}{_draft_share(draft)}"
         if selected.runner.weights:
             _check_files(checkpoint, selected.runner.weights)
     if info.stores_kv:
@@ -156,7 +172,40 @@ def plan_fit(
             states = planned_states(config, info, beside)
     state_room = 0 if states is None else state_bytes(info, states)
     shortage = drafts_shortage(config, info, states)
-    return MemoryCheck(info, available, beside, pool, state_room, shortage, refusal, overhead)
+    draft_pool = 0
+    if draft is not None:
+        draft_block = draft.info.kv_spec.bytes_per_block
+        draft_pool = planned_blocks(config, info.kv_spec, info.max_context, beside) * draft_block
+    return MemoryCheck(
+        own,
+        available,
+        beside,
+        pool - draft_pool,
+        state_room,
+        shortage,
+        refusal,
+        overhead,
+        None if draft is None else draft.info,
+        draft_pool,
+    )
+
+
+def _draft_share(draft: DraftPlan | None) -> str:
+    """Return the draft model's part of the memory, for the end of an error message."""
+    if draft is None:
+        return ""
+    info = draft.info
+    return (
+        f". The draft model takes {gb(info.weight_bytes)} of the weights and "
+        f"{info.kv_spec.bytes_per_block} bytes of each block; leave draft_model out, or choose a "
+        "smaller one"
+    )
+
+
+def _all_formats(checkpoint: Checkpoint, draft: DraftPlan | None) -> Mapping[str, int]:
+    """Return the size of all weights in bytes for each format of the model."""
+    more = 0 if draft is None else draft.info.weight_bytes
+    return {name: count + more for name, count in format_bytes(checkpoint).items()}
 
 
 def _packing_bytes(
@@ -195,7 +244,7 @@ class PlannedMemory(NamedTuple):
     """The memory that a model would use.
 
     Attributes:
-        nbytes: Total size of weights, pool, recurrent state and the runner's copies, in bytes.
+        nbytes: Total size of weights, pools, recurrent state and the runner's copies, in bytes.
         device: The device that holds them.
         has_states: True for a hybrid or recurrent model.
     """
@@ -221,9 +270,10 @@ def planned_memory(path_or_id: str | Path, config: EngineConfig) -> PlannedMemor
     checkpoint = Checkpoint.open(path, cache_dir=cache_dir, rope_range=config.rope_range)
     selected = select_path(checkpoint, config)
     device = selected.backend.device
-    overhead = measured_overhead(checkpoint, config, selected)
+    draft = plan_draft(checkpoint, selected, config)
+    overhead = measured_overhead(checkpoint, config, selected, draft)
     summary = checkpoint.summary()
-    fit = plan_fit(checkpoint, config, selected, summary, available_on(device), overhead)
+    fit = plan_fit(checkpoint, config, selected, summary, available_on(device), overhead, draft)
     return PlannedMemory(fit.needed, device, bool(fit.info.kv_spec.states))
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 from kvboost_edge.config import EngineConfig
+from kvboost_edge.engine.memory.draft_plan import DraftPlan
 from kvboost_edge.engine.memory.report import (
     BLOCK_BOOKKEEPING,
     gb,
@@ -64,7 +65,10 @@ class Overhead(NamedTuple):
 
 
 def measured_overhead(
-    checkpoint: Checkpoint, config: EngineConfig, selected: Selection
+    checkpoint: Checkpoint,
+    config: EngineConfig,
+    selected: Selection,
+    draft: DraftPlan | None = None,
 ) -> Overhead | None:
     """Measure the process before the weights are loaded.
 
@@ -87,17 +91,28 @@ def measured_overhead(
     give_back()  # return freed memory to the OS, mainly from loading the tokenizer
     # Load the kernels so that their machine code is measured too.
     load_kernels(checkpoint, selected.runner.weights, config.kv_bits)
-    return Overhead(process_rss(), pass_bytes(checkpoint, config, selected))
+    if draft is not None:
+        load_kernels(draft.checkpoint, draft.selected.runner.weights, draft.config.kv_bits)
+    return Overhead(process_rss(), pass_bytes(checkpoint, config, selected, draft))
 
 
-def pass_bytes(checkpoint: Checkpoint, config: EngineConfig, selected: Selection) -> int:
-    """Return the size of the buffers for the largest pass in bytes, or 0 if unknown."""
+def pass_bytes(
+    checkpoint: Checkpoint,
+    config: EngineConfig,
+    selected: Selection,
+    draft: DraftPlan | None = None,
+) -> int:
+    """Return the size of the buffers for the largest passes in bytes, or 0 if unknown.
+
+    The draft model has buffers of its own.
+    """
     if selected.runner.name != "native":
         return 0
     from kvboost_edge.runners.native.buffers import largest_bytes
 
     context = bounded_context(usable_context(checkpoint.config), config)
-    return largest_bytes(checkpoint.spec, min(config.max_batch_tokens, context), context)
+    own = largest_bytes(checkpoint.spec, min(config.max_batch_tokens, context), context)
+    return own + (0 if draft is None else pass_bytes(*draft[:3]))
 
 
 def room_in_process(

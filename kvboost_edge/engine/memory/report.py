@@ -55,11 +55,13 @@ class MemoryReport:
     Args:
         weight_bytes: Size of the weights.
         pool_bytes: Size of the KV pool.
-        regions: Function that returns the memory regions of weights, pool and recurrent state, or
+        regions: Function that returns the memory regions of weights, pools and recurrent state, or
             an empty sequence if unknown.
         copied: Function that returns the size of the runner's KV copies.
         state_bytes: Size of the recurrent state slots.
         buffer_bytes: Size of the draft history and of the buffers of the largest pass, if known.
+        draft_weight_bytes: Size of the draft model's weights.
+        draft_pool_bytes: Size of the draft model's KV pool.
     """
 
     def __init__(
@@ -70,8 +72,12 @@ class MemoryReport:
         copied: Callable[[], int] = int,
         state_bytes: int = 0,
         buffer_bytes: int = 0,
+        draft_weight_bytes: int = 0,
+        draft_pool_bytes: int = 0,
     ) -> None:
         self._buffer_bytes = buffer_bytes
+        self.draft_weight_bytes = draft_weight_bytes
+        self.draft_pool_bytes = draft_pool_bytes
         self.weight_bytes = weight_bytes
         self.pool_bytes = pool_bytes
         self.state_bytes = state_bytes
@@ -83,14 +89,16 @@ class MemoryReport:
     def snapshot(self) -> dict[str, int]:
         """Return the current memory use by owner, in bytes.
 
-        The keys are weight_bytes, pool_bytes, state_bytes, copied_bytes, buffer_bytes, other_bytes,
-        process_rss_bytes and process_peak_bytes.
+        The keys are weight_bytes, pool_bytes, draft_weight_bytes, draft_pool_bytes, state_bytes,
+        copied_bytes, buffer_bytes, other_bytes, process_rss_bytes and process_peak_bytes.
         """
         rss = process_rss()
         copied = self._copied()
         return {
             "weight_bytes": self.weight_bytes,
             "pool_bytes": self.pool_bytes,
+            "draft_weight_bytes": self.draft_weight_bytes,
+            "draft_pool_bytes": self.draft_pool_bytes,
             "state_bytes": self.state_bytes,
             "copied_bytes": copied,
             "buffer_bytes": self._buffer_bytes,
@@ -99,14 +107,18 @@ class MemoryReport:
             "process_peak_bytes": process_peak(),
         }
 
+    @property
+    def _reserved(self) -> int:
+        """Size of weights, pools and recurrent state, resident or not."""
+        drafting = self.draft_weight_bytes + self.draft_pool_bytes
+        return self.weight_bytes + self.pool_bytes + self.state_bytes + drafting
+
     def _resident(self) -> int:
         start = time.perf_counter()
         if start >= self._counted_until:
             regions = self._regions()
             found = resident_bytes(regions) if regions else None
-            self._counted = (
-                self.weight_bytes + self.pool_bytes + self.state_bytes if found is None else found
-            )
+            self._counted = self._reserved if found is None else found
             end = time.perf_counter()
             self._counted_until = end + _COUNTED_TIMES * (end - start)
         return self._counted

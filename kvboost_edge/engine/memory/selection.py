@@ -27,6 +27,7 @@ __all__ = [
     "available_on",
     "bounded_context",
     "loaded_bytes",
+    "model_traits",
     "planned_info",
     "planned_kv_spec",
     "select_path",
@@ -53,16 +54,7 @@ def select_path(checkpoint: Checkpoint, config: EngineConfig) -> Selection:
         ModelFormatError: The model's files are not supported.
         BackendUnavailable: A requested backend cannot run on this machine.
     """
-    model = ModelTraits(
-        checkpoint.config,
-        checkpoint.is_gguf,
-        checkpoint.is_quantized,
-        checkpoint.native_refusal,
-        checkpoint.onnx_refusal,
-        len(checkpoint.past_layout().layers) if checkpoint.onnx_refusal == "" else 0,
-        lambda: checkpoint.spec,
-        checkpoint.packed_bytes,
-    )
+    model = model_traits(checkpoint)
     runner = choose_runner(config, model)
     plan = plan_of(runner.name)
     is_auto = config.backend == "auto"
@@ -83,6 +75,20 @@ def select_path(checkpoint: Checkpoint, config: EngineConfig) -> Selection:
             runner, weights=weights, reason=f"{runner.reason}; weights: {why}"
         )
     return Selection(backend, runner)
+
+
+def model_traits(checkpoint: Checkpoint) -> ModelTraits:
+    """Return what the choice of a runner depends on."""
+    return ModelTraits(
+        checkpoint.config,
+        checkpoint.is_gguf,
+        checkpoint.is_quantized,
+        checkpoint.native_refusal,
+        checkpoint.onnx_refusal,
+        len(checkpoint.past_layout().layers) if checkpoint.onnx_refusal == "" else 0,
+        lambda: checkpoint.spec,
+        checkpoint.packed_bytes,
+    )
 
 
 def planned_info(

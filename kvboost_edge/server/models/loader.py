@@ -40,6 +40,10 @@ _FAILED_SECONDS = 15.0  # time before a failed load may be retried
 # may not stop.
 _ENDING_SECONDS = 5.0
 
+_RESERVED = (
+    *("weight_bytes", "pool_bytes", "state_bytes"),
+    *("draft_weight_bytes", "draft_pool_bytes"),
+)
 _FOLDERS = re.compile(r"(?:/[^\s/:'\"]+)+/(?=[^\s/:'\"])")
 
 
@@ -486,10 +490,10 @@ def without_folders(text: str) -> str:
 
 
 def reserved_bytes(engine: Engine) -> int:
-    """Return the bytes of a model's weights, pool and recurrent state."""
+    """Return the bytes of a model's weights, pool and recurrent state, and of its draft model."""
     # This includes memory that is reserved but not resident yet.
     stats = engine.paged_stats()
-    return sum(int(stats[name]) for name in ("weight_bytes", "pool_bytes", "state_bytes"))
+    return sum(int(stats[name]) for name in _RESERVED)
 
 
 def _cost(served: ServedModel) -> int:

@@ -84,7 +84,7 @@ def overhead(monkeypatch):
     """An overhead of 300 MB whatever this process holds: tests before this one left much."""
     fixed = Overhead(200 * MB, 100 * MB)
     monkeypatch.setattr(
-        build, "measured_overhead", lambda _, config, __: fixed if config.max_memory else None
+        build, "measured_overhead", lambda _, config, *__: fixed if config.max_memory else None
     )
     monkeypatch.setattr(process, "process_rss", lambda: 0)
     return fixed

@@ -38,6 +38,8 @@ def test_other_is_what_is_not_resident_weights_and_pool(monkeypatch):
     assert counted.snapshot() | {"process_peak_bytes": 0} == {
         "weight_bytes": 600,
         "pool_bytes": 300,
+        "draft_weight_bytes": 0,
+        "draft_pool_bytes": 0,
         "state_bytes": 0,
         "copied_bytes": 0,
         "buffer_bytes": 0,

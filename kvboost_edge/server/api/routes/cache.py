@@ -343,6 +343,8 @@ def _blocks(state: ModelState) -> Blocks:
         "memory": {
             "weight_bytes": pool["weight_bytes"],
             "pool_bytes": pool["pool_bytes"],
+            "draft_weight_bytes": pool["draft_weight_bytes"],
+            "draft_pool_bytes": pool["draft_pool_bytes"],
             "state_bytes": pool["state_bytes"],
             "process_rss_bytes": pool["process_rss_bytes"],
             "process_peak_bytes": pool["process_peak_bytes"],

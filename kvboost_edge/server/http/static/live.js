@@ -16,10 +16,13 @@ const HINT = "Point at a cell, or focus it and use the arrow keys.";
 const LEDGER = [
   ["weight_bytes", "Weights"],
   ["pool_bytes", "Block pool"],
+  ["draft_weight_bytes", "Draft model weights"],
+  ["draft_pool_bytes", "Draft KV pool"],
   ["state_bytes", "Recurrent state"],
   ["process_rss_bytes", "Process, resident"],
   ["process_peak_bytes", "Process, peak"],
 ];
+const DRAFTING = ["draft_weight_bytes", "draft_pool_bytes"]; // rows of an engine with a draft model
 const COUNTERS = [
   ["hit_tokens", "Prompt tokens from the cache"],
   ["span_tokens", "Prompt tokens reused at other positions"],
@@ -144,6 +147,7 @@ export class LiveView {
     for (const [name] of LEDGER) {
       byId(name).textContent = bytes(memory[name]);
       byId(`${name}-bar`).style.width = `${(100 * (memory[name] ?? 0)) / largest}%`;
+      byId(name).parentElement.hidden = DRAFTING.includes(name) && !memory[name];
     }
   }
 

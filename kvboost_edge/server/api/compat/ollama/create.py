@@ -23,7 +23,7 @@ _WEIGHTS = Foreign(
     "a created model shares the weights of its source; pull a file in another format", ("",)
 )
 _TEMPLATE = Foreign("the chat template says how prompts and answers are written", ("",))
-_NO_DRAFT = Foreign("drafts come from the cache and the prompt, without a second model", ({}, ""))
+_NO_DRAFT = Foreign("a draft model is given to the server, with --draft-model", ({}, ""))
 _FOREIGN = {
     "files": Foreign("files cannot be uploaded; pull a model, and name it in from", ({},)),
     "adapters": Foreign("LoRA adapters are not supported", ({},)),

@@ -26,7 +26,7 @@ _REFUSED = {
     "RENDERER": "the chat template writes the prompt",
     "PARSER": "the answer is parsed as the chat template writes it",
     "REQUIRES": "this server does not compare versions of Ollama; leave the line out",
-    "DRAFT": "drafts come from the cache and the prompt, without a second model",
+    "DRAFT": "a draft model is given to the server, with --draft-model",
 }
 _UNQUOTABLE = (
     '# This text cannot be quoted: a line before its last ends with """. Pass it to /api/create in '

@@ -1,0 +1,209 @@
+"""A draft model is checked and its memory planned before anything is loaded."""
+
+import json
+
+import pytest
+
+from helpers.models.embedding_models import save_two_way_model
+from helpers.models.tiny_checkpoints import save_tiny_checkpoint
+from helpers.models.tiny_models import build_tiny_model, save_tiny_model
+from helpers.onnx.blocks import Form
+from helpers.onnx.concat import ConcatDecoder
+from helpers.onnx.writer import write_onnx
+from kvboost_edge import CPUPagedEngine
+from kvboost_edge.config import EngineConfig
+from kvboost_edge.engine.build import draft_model_refusal
+from kvboost_edge.engine.memory.check import plan_fit, planned_memory
+from kvboost_edge.engine.memory.draft_plan import plan_draft
+from kvboost_edge.engine.memory.selection import select_path
+from kvboost_edge.errors import CapacityError, ConfigError
+from kvboost_edge.models.checkpoint import Checkpoint
+
+GB = 10**9
+PROMPT = "the cat sat on the mat and the cat sat on the mat and"
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    """Directories of a model and of a smaller one, with padding of another length."""
+    folder = tmp_path_factory.mktemp("pair")
+    target = _saved(folder / "target", num_hidden_layers=3)
+    return target, _saved(folder / "draft", num_hidden_layers=1, vocab_size=310)
+
+
+def _saved(folder, **fields):
+    folder.mkdir()
+    return save_tiny_checkpoint("llama", folder, **fields)
+
+
+def _fit(target, **options):
+    checkpoint = Checkpoint.open(target)
+    config = EngineConfig(**options)
+    selected = select_path(checkpoint, config)
+    draft = plan_draft(checkpoint, selected, config)
+    return plan_fit(checkpoint, config, selected, checkpoint.summary(), GB, None, draft)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_blocks": 40},
+        {"max_cache_bytes": 3_000_000},
+        {"num_blocks": 40, "kv_cache_bits": 8, "draft_weights": "int8"},
+    ],
+    ids=str,
+)
+def test_the_plan_is_what_the_engine_takes(pair, options):
+    target, draft = pair
+    fit = _fit(target, draft_model=draft, **options)
+    with CPUPagedEngine.from_pretrained(target, draft_model=str(draft), **options) as engine:
+        stats = engine.paged_stats()
+        parts = engine._parts
+        assert parts.drafter is not None
+        kv = parts.drafter.runner.info.kv_spec
+        assert (kv.block_size, kv.bits) == (16, (16, 16))
+        assert parts.drafter.runner.info.dtype.startswith(options.get("draft_weights", "int4"))
+    assert (fit.pool, fit.draft_pool) == (stats["pool_bytes"], stats["draft_pool_bytes"])
+    assert stats["draft_pool_bytes"] == stats["num_blocks"] * kv.bytes_per_block
+    assert 0 <= stats["draft_weight_bytes"] - fit.draft_weights < 20_000
+    assert fit.needed == (
+        fit.info.weight_bytes + fit.pool + fit.draft.weight_bytes + fit.draft_pool
+    )
+    if "max_cache_bytes" in options:
+        assert fit.pool + fit.draft_pool <= options["max_cache_bytes"]
+    assert planned_memory(target, EngineConfig(draft_model=draft, num_blocks=40)).nbytes > (
+        planned_memory(target, EngineConfig(num_blocks=40)).nbytes + kv.bytes_per_block * 40
+    )
+
+
+def test_the_answers_are_those_without_a_draft_model(pair):
+    target, draft = pair
+    options = {"num_blocks": 64, "num_threads": 1}
+    settings = ({"temperature": 0.0}, {"temperature": 0.9, "seed": 5})
+    answers = []
+    for more in (
+        {"speculation": "off"},
+        {"draft_model": draft, "speculation": "on"},
+        {"draft_model": target, "draft_weights": "auto", "speculation": "on"},
+    ):
+        with CPUPagedEngine.from_pretrained(target, **options, **more) as engine:
+            found = [engine.generate(PROMPT, max_new_tokens=40, **one) for one in settings]
+        answers.append([one.output_token_ids for one in found])
+    assert answers[1] == answers[0]
+    assert answers[2] == answers[0]
+    assert sum(one.accepted_tokens for one in found) > 20, "of the model itself"
+
+
+def test_a_pair_that_does_not_fit_is_refused_with_the_share_of_the_draft_model(pair):
+    target, draft = pair
+    with pytest.raises(CapacityError) as caught:
+        CPUPagedEngine.from_pretrained(target, draft_model=draft, num_blocks=10**9)
+    assert "The draft model takes " in str(caught.value)
+    assert str(caught.value).endswith("leave draft_model out, or choose a smaller one")
+    config = {"max_memory": 10**6, "draft_model": draft}
+    with pytest.raises(CapacityError, match="The draft model takes"):
+        CPUPagedEngine.from_pretrained(target, **config)
+
+
+def test_max_memory_holds_both_models(pair):
+    target, draft = pair
+    bound = {"max_memory": 10**9, "max_model_len": 64}
+    with CPUPagedEngine.from_pretrained(target, **bound) as engine:
+        alone = engine.paged_stats()
+    with CPUPagedEngine.from_pretrained(target, **bound, draft_model=draft) as engine:
+        both = engine.paged_stats()
+        assert engine._parts.drafter.runner.info.max_context == 64
+    assert both["buffer_bytes"] > alone["buffer_bytes"]
+    assert both["draft_weight_bytes"] > 0 == alone["draft_weight_bytes"]
+
+
+def _renamed_token(path):
+    """Give another text to the last token of a model's vocabulary."""
+    file = path / "tokenizer.json"
+    state = json.loads(file.read_text(encoding="utf-8"))
+    state["added_tokens"][-1]["content"] = "<|other|>"
+    file.write_text(json.dumps(state), encoding="utf-8")
+    config = path / "tokenizer_config.json"
+    text = config.read_text(encoding="utf-8").replace("<|assistant|>", "<|other|>")
+    config.write_text(text, encoding="utf-8")
+
+
+def test_another_vocabulary_is_refused_with_the_first_difference(pair, tmp_path):
+    target, _ = pair
+    other = _saved(tmp_path / "other", num_hidden_layers=1)
+    _renamed_token(other)
+    said = (
+        r"draft_model='.*other' is refused, because the vocabularies differ: token 260 is "
+        r"'<\|assistant\|>' in target and '<\|other\|>' in other"
+    )
+    with pytest.raises(ConfigError, match=said):
+        CPUPagedEngine.from_pretrained(target, draft_model=other, num_blocks=16)
+    assert "token 260" in draft_model_refusal(target, EngineConfig(draft_model=other))
+    same = _saved(tmp_path / "target", num_hidden_layers=1)
+    _renamed_token(same)
+    with pytest.raises(ConfigError, match="in the draft model's target"):
+        CPUPagedEngine.from_pretrained(target, draft_model=same, num_blocks=16)
+
+
+def test_a_model_is_not_its_own_draft_model_among_several(pair):
+    target, draft = pair
+    assert draft_model_refusal(target, EngineConfig()) == ""
+    assert draft_model_refusal(target, EngineConfig(draft_model=draft)) == ""
+    itself = draft_model_refusal(target, EngineConfig(draft_model=target))
+    assert itself == "it is the draft model itself"
+
+
+def _vision(folder):
+    folder.mkdir()
+    config = {"model_type": "siglip_vision_model", "architectures": ["SiglipVisionModel"]}
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return folder
+
+
+DRAFTERS = {
+    "hybrid": (lambda path: save_tiny_model("lfm2", path), "have a recurrent state"),
+    "torch only": (
+        lambda path: save_tiny_model("stablelm", path),
+        "a draft model needs the native runner",
+    ),
+    "ONNX": (
+        lambda path: write_onnx(build_tiny_model("llama"), path, Form(concat=True), ConcatDecoder),
+        "it is an ONNX file",
+    ),
+    "embedding": (lambda path: save_two_way_model(path), "it computes embeddings"),
+    "vision": (_vision, "is refused: .*siglip_vision_model"),
+    "missing": (lambda path: path, "is refused: there is no model directory"),
+}
+
+
+@pytest.mark.parametrize("kind", DRAFTERS)
+def test_other_draft_models_are_refused_by_name(pair, tmp_path, kind):
+    make, said = DRAFTERS[kind]
+    path = make(tmp_path / "draft")
+    with pytest.raises(ConfigError, match=said) as caught:
+        CPUPagedEngine.from_pretrained(pair[0], draft_model=path, num_blocks=16)
+    assert f"draft_model={str(path)!r} is refused: " in str(caught.value)
+
+
+def test_a_model_on_another_runner_has_no_draft_model(pair):
+    target, draft = pair
+    with pytest.raises(ConfigError, match=r"target runs on the torch runner .* need the native"):
+        CPUPagedEngine.from_pretrained(target, draft_model=draft, runner="torch", num_blocks=16)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"draft_weights": "int8"}, "draft_weights='int8' has no effect without draft_model"),
+        ({"draft_weights": "int3"}, "draft_weights='int3' is not one of"),
+        ({"draft_model": ""}, "draft_model='' must be a path, a hub id or None"),
+        ({"draft_model": 5}, "draft_model=5 must be a path"),
+        (
+            {"draft_model": "m", "speculation": "off"},
+            "draft_model='m' has no effect with speculation='off'",
+        ),
+    ],
+)
+def test_options_that_contradict_are_refused(options, said):
+    with pytest.raises(ConfigError, match=said):
+        EngineConfig(**options)

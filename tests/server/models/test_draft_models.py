@@ -1,0 +1,64 @@
+"""A draft model of a server, with one model and with several."""
+
+import pytest
+
+from helpers.models.tiny_checkpoints import save_tiny_checkpoint
+from helpers.models.tiny_models import save_tiny_model
+from kvboost_edge.server.__main__ import _engine_options
+from kvboost_edge.server.flags import parse_flags
+from kvboost_edge.server.models.loader import reserved_bytes
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Directories of a model, its draft model, and a hybrid model."""
+    root = tmp_path_factory.mktemp("models")
+    for name, layers in (("target", 2), ("draft", 1)):
+        (root / name).mkdir()
+        save_tiny_checkpoint("llama", root / name, num_hidden_layers=layers)
+    save_tiny_model("lfm2", root / "hybrid")
+    return root
+
+
+def _options(folders, *models, **flags):
+    named = [word for name in models for word in ("--model", str(folders / name))]
+    flags = {"draft-model": folders / "draft", "draft-weights": "int8", **flags}
+    more = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+    return parse_flags([*named, *more], "kvboost-server")
+
+
+def test_a_single_model_is_loaded_with_its_draft_model(folders):
+    options = _options(folders, "hybrid")
+    engine, ignored = _engine_options(str(folders / "hybrid"), options)
+    assert engine is options.engine, "and an error if the pair does not match"
+    assert engine["draft_model"] == str(folders / "draft")
+    assert ignored == {}
+
+
+def test_of_several_models_each_is_loaded_with_what_it_supports(folders):
+    names = ("target", "draft", "hybrid")
+    options = _options(folders, *names, **{"max-state-bytes": "1MB"})
+    found = {name: _engine_options(str(folders / name), options) for name in names}
+    engine, ignored = found["target"]
+    assert engine["draft_model"] == str(folders / "draft")
+    assert engine["draft_weights"] == "int8"
+    assert ignored == {"--max-state-bytes": "the model has no recurrent state"}
+    engine, ignored = found["draft"]
+    assert not {"draft_model", "draft_weights", "max_state_bytes"} & engine.keys()
+    assert ignored["--draft-model"] == "it is the draft model itself"
+    engine, ignored = found["hybrid"]
+    assert engine["max_state_bytes"] == options.engine["max_state_bytes"]
+
+
+def test_the_memory_of_the_draft_model_is_reserved(folders):
+    from kvboost_edge import CPUPagedEngine
+
+    path = folders / "target"
+    with CPUPagedEngine.from_pretrained(path, num_blocks=16) as engine:
+        alone = reserved_bytes(engine)
+    with CPUPagedEngine.from_pretrained(
+        path, num_blocks=16, draft_model=folders / "draft"
+    ) as engine:
+        stats = engine.paged_stats()
+        both = reserved_bytes(engine)
+    assert both == alone + stats["draft_weight_bytes"] + stats["draft_pool_bytes"]
