@@ -63,7 +63,7 @@ class _NamedDataFile(IndexDataCacheFile):  # type: ignore[misc]
 
 
 class _PackageCache(FunctionCache):  # type: ignore[misc]
-    """Numba's file cache, keyed on all kernel sources instead of the source of one function.
+    """Numba's file cache, keyed on the sources of all kernels instead of that of one function.
 
     Args:
         function: the Python function to compile.
@@ -83,10 +83,13 @@ class _PackageCache(FunctionCache):  # type: ignore[misc]
     def _index_key(self, sig: Any, codegen: Any) -> tuple[Any, ...]:
         # The variant of the kernels follows the process's kernel library, if it has one.
         library = kernel_library()
-        form = "" if library is None else library.manifest.target
+        form = ""
+        if library is not None:
+            facts = library.manifest
+            form = f"{facts.target} {facts.dot_form} {facts.cpu} {facts.features}"
         if self._is_named:
-            return sig, codegen.magic_tuple(), form, sources.source_digest()
-        return (*super()._index_key(sig, codegen), form, sources.source_digest())
+            return sig, codegen.magic_tuple(), form, sources.compiled_digest()
+        return (*super()._index_key(sig, codegen), form, sources.compiled_digest())
 
     def has(self, sig: Any, codegen: Any) -> bool:
         return bool(self._cache_file.holds(self._index_key(sig, codegen)))

@@ -1,23 +1,41 @@
-"""Digest of the kernels' sources, which compiled kernels are identified by."""
+"""Digests of the kernels' sources, by which libraries and compiled kernels are identified."""
 
 from __future__ import annotations
 
 import functools
 import hashlib
+from fnmatch import fnmatch
 from pathlib import Path
 
-__all__ = ["digest_of", "source_digest"]
+__all__ = ["compiled_digest", "digest_of", "source_digest"]
+
+# Modules that start the compiler, load its output or check its results. No machine code depends on
+# them, so an edit of them does not make compiled kernels invalid.
+NOT_COMPILED = ("aot.py", "build.py", "library.py", "notices.py", "reference/*")
 
 
 @functools.cache
 def source_digest() -> str:
-    """Return the digest of all Python files in this package."""
+    """Return the digest of all Python files in this package, for kernel libraries."""
     return digest_of(Path(__file__).parent)
 
 
-def digest_of(room: Path) -> str:
-    """Return the SHA-256 of the names and contents of all Python files under a folder."""
+@functools.cache
+def compiled_digest() -> str:
+    """Return the digest of the Python files that machine code depends on, for compiled kernels."""
+    return digest_of(Path(__file__).parent, NOT_COMPILED)
+
+
+def digest_of(room: Path, leaving_out: tuple[str, ...] = ()) -> str:
+    """Return the SHA-256 of the names and contents of all Python files under a folder.
+
+    Args:
+        room: the folder.
+        leaving_out: patterns of paths in the folder that the digest leaves out.
+    """
     digest = hashlib.sha256()
     for path in sorted(room.rglob("*.py")):
-        digest.update(path.relative_to(room).as_posix().encode() + b"\0" + path.read_bytes())
+        name = path.relative_to(room).as_posix()
+        if not any(fnmatch(name, pattern) for pattern in leaving_out):
+            digest.update(name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()

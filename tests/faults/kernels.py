@@ -259,4 +259,11 @@ FAULTS = (
         'b.fcmp_ordered("<", raw, _splat(-1e30))',
         "tests/kernels/program/test_rows.py::test_the_activation_without_a_gate",
     ),
+    fault(
+        "compiled kernels outlive an edit of a module of theirs",
+        "kernels/sources.py",
+        '"notices.py", "reference/*")',
+        '"notices.py", "vectors.py", "reference/*")',
+        "tests/kernels/test_jit.py::test_machine_code_depends_on_no_module_that_its_digest_leaves_out",
+    ),
 )

@@ -1,5 +1,6 @@
 """Compile options that results and responsiveness depend on."""
 
+import ast
 import importlib
 import os
 import pkgutil
@@ -8,6 +9,7 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -47,7 +49,7 @@ def test_compiled_code_does_not_outlive_an_edit_of_any_kernel_source(monkeypatch
     codegen = attend.targetctx.codegen()
     before = attend._cache._index_key(signature, codegen)
     assert attend._cache._index_key(signature, codegen) == before
-    monkeypatch.setattr(sources, "source_digest", lambda: "edited")
+    monkeypatch.setattr(sources, "compiled_digest", lambda: "edited")
     assert attend._cache._index_key(signature, codegen) != before
 
 
@@ -57,20 +59,65 @@ def test_kernels_made_by_one_factory_differ_in_name():
     assert sorted(names) == sorted(set(names))
 
 
+FOLDER = Path(kvboost_edge.kernels.__file__).parent
+
+
 def test_the_digest_of_the_sources_covers_the_folders_below(tmp_path):
-    folder = Path(kvboost_edge.kernels.__file__).parent
     room = tmp_path / "kernels"
-    shutil.copytree(folder, room, ignore=shutil.ignore_patterns("__pycache__"))
-    before = sources.digest_of(room)
-    assert before == sources.source_digest()
-    for edited in ("linear/weight_dot.py", "vectors.py", "attention/float_attend.py"):
+    shutil.copytree(FOLDER, room, ignore=shutil.ignore_patterns("__pycache__"))
+
+    def digests():
+        return sources.digest_of(room), sources.digest_of(room, sources.NOT_COMPILED)
+
+    before = digests()
+    assert before == (sources.source_digest(), sources.compiled_digest())
+    for edited in ("linear/weight_dot.py", "vectors.py", "attention/float_attend.py", "library.py"):
         path = room / edited
         text = path.read_text(encoding="utf-8")
         path.write_text(text + "\n", encoding="utf-8")
-        assert sources.digest_of(room) != before, edited
+        changed = [now != then for now, then in zip(digests(), before, strict=True)]
+        assert changed == [True, edited != "library.py"], edited
         path.write_text(text, encoding="utf-8")
     (room / "linear" / "weight_dot.py").rename(room / "quantized_kv" / "more.py")
-    assert sources.digest_of(room) != before
+    assert all(now != then for now, then in zip(digests(), before, strict=True))
+
+
+def is_left_out(path):
+    name = os.path.relpath(path, FOLDER).replace(os.sep, "/")
+    return any(fnmatch(name, pattern) for pattern in sources.NOT_COMPILED)
+
+
+def test_machine_code_depends_on_no_module_that_its_digest_leaves_out():
+    """Of those modules the others import what tells of compilation, and what finds a library. All
+    facts of its manifest that decide on a kernel's form are a part of the key.
+    """
+    assert {path.name for path in FOLDER.rglob("*.py") if is_left_out(path)} >= {
+        "aot.py",
+        "build.py",
+        "library.py",
+        "notices.py",
+        "attention.py",
+    }
+    imported = set()
+    for path in FOLDER.rglob("*.py"):
+        for node in [] if is_left_out(path) else ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.Import):
+                names = [(alias.name, "") for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                names = [(node.module, alias.name) for alias in node.names]
+            else:
+                continue
+            for module, name in names:
+                if module.startswith("kvboost_edge.kernels"):
+                    place = FOLDER.joinpath(*module.split(".")[2:])
+                    for found in (place.with_suffix(".py"), place / f"{name}.py"):
+                        if is_left_out(found) and found.exists():
+                            imported.add(f"{module.removeprefix('kvboost_edge.kernels.')}.{name}")
+    assert imported == {
+        "library.kernel_library",
+        "notices.on_first_compilation",
+        "notices.tell_of_compilation",
+    }
 
 
 MAKE_TWO = """
