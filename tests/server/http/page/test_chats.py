@@ -12,10 +12,12 @@ CHAT = "chat:"
 
 def kept(visit):
     """The kept chats by title, as the messages' texts."""
-    chats = visit.evaluate("Object.entries(localStorage)")
+    chats = visit.evaluate(
+        "(name) => Object.entries(localStorage).filter(([key]) => key.startsWith(name))", CHAT
+    )
     return {
         chat["title"]: [turn["question"] for turn in chat["turns"]]
-        for key, chat in ((key, json.loads(text)) for key, text in chats if key.startswith(CHAT))
+        for chat in (json.loads(text) for _, text in chats)
     }
 
 
@@ -160,10 +162,11 @@ def test_a_chat_of_another_tab_is_listed(stand_in):
 
 def test_what_is_no_chat_is_left_out(stand_in):
     chat = stand_in()
-    for text in ("", "[]", "{", '{"turns": []}', '{"turns": [{}]}', "null"):
-        chat.evaluate("(text) => localStorage.setItem('chat:x', text)", text)
-        reload(chat)
-        assert options(chat) == ["New chat"]
+    texts = ["", "[]", "{", '{"turns": []}', '{"turns": [{}]}', "null"]
+    store = "(texts) => texts.forEach((text, at) => localStorage.setItem(`chat:${at}`, text))"
+    chat.evaluate(store, texts)
+    reload(chat)
+    assert options(chat) == ["New chat"]
 
 
 def test_a_full_storage_evicts_the_oldest_chats_and_says_when_that_is_not_enough(stand_in):

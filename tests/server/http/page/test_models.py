@@ -144,9 +144,8 @@ def test_a_list_that_could_not_be_read_is_read_again(stand_in):
 
 
 def test_one_model_that_was_unloaded_is_loaded_again(stand_in):
-    page = stand_in()
-    page.serve("**/v1/models", {"data": [model(SMALL, "not_loaded")]})
-    page.reload()
+    answer = {"data": [model(SMALL, "not_loaded")]}
+    page = stand_in(prepare=lambda visit: visit.serve("**/v1/models", answer))
     page.shows("#model-remark", "This model is not loaded. Your next message loads it.")
     page.shows("#live-state", "not loaded")
     page.expects("#model-choice").to_be_hidden()
