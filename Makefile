@@ -36,7 +36,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .PHONY: coverage lint mutants
 .PHONY: cuda-check cuda-table cuda-test quality quality-source release-check
 .PHONY: docs docs-images docs-reference
-.PHONY: bench bench-kernels bench-block-pool bench-eviction bench-snapshots bench-router
+.PHONY: bench bench-kernels bench-block-pool bench-eviction bench-snapshots bench-router bench-draft-rules
 .PHONY: bench-prefix-reuse bench-linear bench-startup bench-onnx bench-packing bench-bundled
 .PHONY: bench-states bench-peers bench-embeddings bench-tiers bench-agents
 
@@ -181,6 +181,9 @@ bench-eviction: setup  ## compare eviction policies on request traces (simulatio
 
 bench-snapshots: setup  ## compare snapshot policies of hybrid models (simulation)
 	$(BIN)/python benchmarks/simulators/snapshots.py --out benchmarks/results/snapshots.json
+
+bench-draft-rules: setup  ## replay recorded answers with speculative decoding (simulation)
+	$(BIN)/python benchmarks/simulators/speculation.py
 
 bench-router: setup  ## compare routing policies for 4, 32 and 1,000 replicas (simulation)
 	$(BIN)/python benchmarks/simulators/router.py --replicas 4 32

@@ -1,8 +1,17 @@
-"""The number of draft tokens of each sequence with the most expected tokens per second."""
+"""The number of draft tokens of each sequence that is expected to make decoding fastest.
+
+The speed of a step is the geometric mean of its sequences' tokens per second. It takes as much for
+a sequence that becomes twice as fast as it gives for one that becomes half as fast. Otherwise one
+sequence with many draft tokens would slow down all others.
+
+`DraftCredit` bounds what rejected draft tokens may cost, because estimates can be wrong for a long
+time.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -10,11 +19,26 @@ import numpy.typing as npt
 
 from kvboost_edge.engine.spec_decode.pass_costs import PassCosts
 
-__all__ = ["LEAST_GAIN", "DraftProposal", "StepCosts", "choose_lengths"]
+__all__ = [
+    "LEAST_GAIN",
+    "DraftCredit",
+    "DraftProposal",
+    "StepCosts",
+    "choose_lengths",
+    "observe_pass",
+]
 
 Floats = npt.NDArray[np.float64]
 
-LEAST_GAIN = 1.02  # minimum ratio of tokens per second with and without draft tokens
+LEAST_GAIN = 1.02  # minimum ratio of the speeds with and without draft tokens
+
+_MOST_ADDED = 128  # draft tokens of a step; passes of so many rows are compute-bound
+
+# Cost of rejected draft tokens, in passes without draft tokens. Chosen with
+# benchmarks/simulators/speculation.py.
+_FIRST_CREDIT = 2.0
+_STEP_CREDIT = 0.01  # for each step, so that a losing workload is at most this much slower
+_MOST_CREDIT = 8.0
 
 
 class DraftProposal(NamedTuple):
@@ -30,6 +54,31 @@ class DraftProposal(NamedTuple):
     token_ids: list[int]
     chances: Floats
     source: str = "lookup"
+
+
+class DraftCredit:
+    """The time that draft tokens may still cost, relative to a pass without them.
+
+    Draft tokens spend the time that they add to a pass. Accepted ones earn the time that they save,
+    and each step adds a little.
+    """
+
+    def __init__(self) -> None:
+        self.balance = _FIRST_CREDIT
+
+    def spend(self, cost: float) -> None:
+        """Take the cost of a step's draft tokens."""
+        self.balance -= cost
+
+    def settle(self, accepted: Iterable[int], num_rows: int) -> None:
+        """Add what a step earned, which is the geometric mean of what its sequences earned.
+
+        Args:
+            accepted: numbers of accepted draft tokens by sequence. Those with none may be left out.
+            num_rows: rows of the step's pass without draft tokens.
+        """
+        earned = math.expm1(sum(map(math.log1p, accepted)) / num_rows)
+        self.balance = min(self.balance + _STEP_CREDIT + earned, _MOST_CREDIT)
 
 
 class StepCosts(NamedTuple):
@@ -58,28 +107,34 @@ class StepCosts(NamedTuple):
         Returns:
             Rates [number of tokens + 1]. The first one is that without the draft.
         """
-        places = np.arange(len(draft.token_ids))
-        chances = np.cumprod(draft.chances, dtype=np.float64)
-        return self.rates_of([draft] * len(places), places, chances)
+        owners = [draft] * len(draft.token_ids)
+        gains, _ = self.gains_and_costs(_log_gains([draft])[0], owners, list(range(len(owners))))
+        rates: Floats = gains * (self.num_rows / self.passes.seconds(self.num_rows, self.depth))
+        return rates
 
-    def rates_of(
-        self, owners: Sequence[DraftProposal], places: npt.NDArray[np.int_], probabilities: Floats
-    ) -> Floats:
-        """Return the expected tokens per second of the step with 0 and more draft tokens.
+    def gains_and_costs(
+        self, log_gains: Floats, owners: Sequence[DraftProposal], places: list[int]
+    ) -> tuple[Floats, Floats]:
+        """Return the expected speed of the step with 0 and more draft tokens, and what they cost.
 
         Args:
-            owners: the draft of each token.
-            places: places of the tokens in their drafts.
-            probabilities: probabilities that the tokens are accepted.
+            log_gains: logarithms of the ratio by which each token increases the expected number of
+                tokens of its sequence.
+            owners: the draft of each token. May be empty without a draft model.
+            places: places of the tokens in their drafts, likewise.
+
+        Returns:
+            Speeds and added times, both relative to the step without draft tokens.
         """
-        made = self.num_rows + np.concatenate(((0.0,), np.cumsum(probabilities)))
+        made = np.zeros(len(log_gains) + 1)
+        np.cumsum(log_gains, out=made[1:])
         added = np.arange(len(made), dtype=np.float64)
         depths = self.depth + added * self.mean_depth
         seconds = self.passes.seconds_of(self.num_rows + added, depths)
         if self.drafter is not None and any(one.source == "draft_model" for one in owners):
-            seconds[1:] += np.cumsum(self._drafting_seconds(self.drafter, owners, places.tolist()))
-        rates: Floats = made / seconds
-        return rates
+            seconds[1:] += np.cumsum(self._drafting_seconds(self.drafter, owners, places))
+        times = seconds / seconds[0]
+        return np.exp(made / self.num_rows) / times, times - 1
 
     def _drafting_seconds(
         self, drafter: PassCosts, owners: Sequence[DraftProposal], places: list[int]
@@ -99,26 +154,81 @@ class StepCosts(NamedTuple):
         return seconds
 
 
-def choose_lengths(drafts: Sequence[DraftProposal], costs: StepCosts) -> list[int]:
-    """Return how many tokens of each draft to verify, for the most expected tokens per second.
+def choose_lengths(
+    drafts: Sequence[DraftProposal], costs: StepCosts, credit: DraftCredit
+) -> list[int]:
+    """Return how many tokens of each draft to verify, and spend their cost.
 
-    Tokens are added in order of their probability to be accepted, for all sequences together. A
-    token is never more likely than the one before it, so each draft is cut at some length.
+    Tokens are added in order of their gain, for all sequences together. A token never gains more
+    than the one before it, so each draft is cut at some length.
 
     Args:
         drafts: drafts of sequences that compute one token each, at least one.
         costs: costs of the step.
+        credit: limit of the costs.
     """
-    lengths = [len(draft.token_ids) for draft in drafts]
-    probabilities = np.concatenate([np.cumprod(draft.chances) for draft in drafts])
-    numbers = np.repeat(np.arange(len(drafts)), lengths)
-    places = np.concatenate([np.arange(length) for length in lengths])
-    # Of equal probabilities, earlier places come first, so that all sequences get their share.
-    order = np.lexsort((places, -probabilities))
-    owners = [drafts[number] for number in numbers[order].tolist()]
-    rates = costs.rates_of(owners, places[order], probabilities[order])
-    best = int(rates.argmax())
-    if rates[best] <= LEAST_GAIN * rates[0]:
+    log_gains = _log_gains(drafts)
+    # In order of places, so that of equal gains earlier places come first and all get their share.
+    flat = log_gains.T.ravel()
+    order = np.argsort(-flat, kind="stable")[: np.count_nonzero(flat)][:_MOST_ADDED]
+    numbers = order % len(drafts)
+    owners: list[DraftProposal] = []
+    places: list[int] = []
+    if costs.drafter is not None:
+        owners = [drafts[number] for number in numbers.tolist()]
+        places = (order // len(drafts)).tolist()
+    gains, added = costs.gains_and_costs(flat[order], owners, places)
+    best = int(np.where(added <= max(0.0, credit.balance), gains, 0.0).argmax())
+    if gains[best] <= LEAST_GAIN:
         return [0] * len(drafts)
-    counts: list[int] = np.bincount(numbers[order[:best]], minlength=len(drafts)).tolist()
+    credit.spend(float(added[best]))
+    counts: list[int] = np.bincount(numbers[:best], minlength=len(drafts)).tolist()
     return counts
+
+
+def observe_pass(
+    costs: PassCosts,
+    credit: DraftCredit,
+    num_plain: int,
+    num_rows: int,
+    depth: float,
+    seconds: float,
+) -> None:
+    """Learn the time of a pass, and spend what its draft tokens cost more than was expected.
+
+    Args:
+        costs: times of passes.
+        credit: limit of the costs.
+        num_plain: rows of the pass without draft tokens.
+        num_rows: rows of the pass.
+        depth: sum of the positions of the rows.
+        seconds: measured time of the pass.
+    """
+
+    def relative() -> float:
+        plain = costs.seconds(num_plain, depth * num_plain / num_rows)
+        return costs.seconds(num_rows, depth) / plain
+
+    if num_rows == num_plain:
+        costs.observe(num_rows, depth, seconds)
+        return
+    expected = relative()
+    costs.observe(num_rows, depth, seconds)
+    credit.spend(relative() - expected)
+
+
+def _log_gains(drafts: Sequence[DraftProposal]) -> Floats:
+    """Return by how much each token increases the logarithm of the expected number of tokens.
+
+    Returns:
+        Increases [number of drafts, length of the longest draft], which are 0 after a draft's end.
+    """
+    chances = np.zeros((len(drafts), max(len(draft.token_ids) for draft in drafts)))
+    for row, draft in zip(chances, drafts, strict=True):
+        row[: len(draft.chances)] = draft.chances
+    made = np.ones((len(drafts), chances.shape[1] + 1))
+    np.cumprod(chances, axis=1, out=made[:, 1:])
+    np.cumsum(made, axis=1, out=made)
+    np.log(made, out=made)
+    gains: Floats = made[:, 1:] - made[:, :-1]
+    return gains

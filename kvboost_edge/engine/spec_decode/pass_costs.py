@@ -36,14 +36,17 @@ _LINEAR = 2  # index of the first logarithm of `linear`, which stays that of one
 _UNKNOWN = 100.0  # variance of the scale; the first pass sets it alone
 _UNSURE_SCALE = 1.0
 _UNSURE_ATTEND = 0.7
-_UNSURE_DOUBLING = 0.25  # of `linear` for each doubling of the rows, shared by all larger numbers
-_UNSURE_ROWS = 0.1  # of `linear` for one number of rows alone
+_UNSURE_DOUBLING = 0.2  # of `linear` for each doubling of the rows, shared by all larger numbers
+_UNSURE_ROWS = 0.06  # of `linear` for one number of rows alone
 _FORGET = 0.001  # share of these uncertainties that returns with each pass
 
 _LEAST_NOISE = 0.04  # standard deviation of a measurement's logarithm
 _MOST_NOISE = 0.5
 _NOISE_RATE = 0.05
-_CLIP = 2.0  # standard deviations; a larger deviation corrects no more than this one
+# Standard deviations. A larger deviation corrects no more than this one. Other programs make passes
+# slower and never faster, so slow ones count less.
+_CLIP_LOW = 2.0
+_CLIP = 1.5
 
 
 class PassCosts:
@@ -101,8 +104,8 @@ class PassCosts:
             self._noise += _NOISE_RATE * (
                 min(max(1.25 * abs(error), _LEAST_NOISE), _MOST_NOISE) - self._noise
             )
-            most = _CLIP * math.sqrt(variance + self._noise**2)
-            error = min(max(error, -most), most)
+            deviation = math.sqrt(variance + self._noise**2)
+            error = min(max(error, -_CLIP_LOW * deviation), _CLIP * deviation)
         gain = spread / (variance + self._noise**2)
         self._state += gain * error
         self._covariance -= np.outer(gain, spread)

@@ -23,7 +23,13 @@ from kvboost_edge.engine.schedule.feature import Drafting
 from kvboost_edge.engine.schedule.planners import DraftPlanner
 from kvboost_edge.engine.schedule.sequence import Sequence
 from kvboost_edge.engine.schedule.step_plan import ScheduledTokens
-from kvboost_edge.engine.spec_decode.draft_lengths import DraftProposal, StepCosts, choose_lengths
+from kvboost_edge.engine.spec_decode.draft_lengths import (
+    DraftCredit,
+    DraftProposal,
+    StepCosts,
+    choose_lengths,
+    observe_pass,
+)
 from kvboost_edge.engine.spec_decode.drafting import Drafter, TenantHistory, prepare_drafts
 from kvboost_edge.engine.spec_decode.model_drafts import ModelDrafts, ModelTurn, SequenceDraft
 from kvboost_edge.engine.spec_decode.pass_costs import PassCosts
@@ -148,6 +154,8 @@ class Speculation(DraftPlanner):
         self.num_drafted = self.num_accepted = 0
         self.counts: dict[str, DraftCounts] = {}
         self.costs = PassCosts()
+        self.credit = DraftCredit()
+        self._accepted: list[int] = []  # accepted draft tokens of this step that spent credit
         self._num_plain = 0  # passes without draft tokens
         self._closes_blocks = closes_blocks
 
@@ -213,7 +221,7 @@ class Speculation(DraftPlanner):
                 if draft is not None:
                     proposed.append((sequence, draft))
         weighed = [draft for sequence, draft in proposed if not sequence.request.always_drafts]
-        chosen = iter(choose_lengths(weighed, step) if weighed else ())
+        chosen = iter(choose_lengths(weighed, step, self.credit) if weighed else ())
         for waiting, (sequence, draft) in zip(range(len(proposed), 0, -1), proposed, strict=True):
             always = sequence.request.always_drafts
             count = min(len(draft.token_ids) if always else next(chosen), -(-budget // waiting))
@@ -272,10 +280,13 @@ class Speculation(DraftPlanner):
                 work[index] = work[index].with_drafts(turn.tokens)
 
     def observe(self, work: Several[ScheduledTokens[Sequence]], seconds: float) -> None:
-        """Measure the cost of a pass in which all sequences decode."""
-        if not any(one.sequence.drafting.proposes for one in work) or any(
-            one.certain_stop - one.start > 1 for one in work
-        ):
+        """Settle the draft tokens of a step, and measure its pass if all sequences decode."""
+        if not any(one.sequence.drafting.proposes for one in work):
+            return
+        num_certain = sum(one.certain_stop - one.start for one in work)
+        self.credit.settle(self._accepted, num_certain)
+        self._accepted.clear()
+        if num_certain > len(work):
             return
         num_rows = sum(len(one.token_ids) for one in work)
         if num_rows == len(work):
@@ -283,7 +294,7 @@ class Speculation(DraftPlanner):
             if self._num_plain > _MEASURED_EVERY and self._num_plain % _MEASURED_EVERY:
                 return
         depth = float(sum(len(one.token_ids) * one.start for one in work))
-        self.costs.observe(num_rows, depth, seconds)
+        observe_pass(self.costs, self.credit, len(work), num_rows, depth, seconds)
 
     @property
     def memory_bytes(self) -> int:
@@ -311,6 +322,8 @@ class Speculation(DraftPlanner):
         sequence = work.sequence
         self.num_drafted += work.num_drafted
         self.num_accepted += num_accepted
+        if num_accepted and not sequence.request.always_drafts:
+            self._accepted.append(num_accepted)
         num_reserved = work.num_drafted
         drafting = sequence.drafting
         if work.num_drafted and isinstance(drafting, DraftTokens):

@@ -2,16 +2,28 @@
 
 import itertools
 import math
+import statistics
 
 import numpy as np
 import pytest
 
-from kvboost_edge.engine.spec_decode.draft_lengths import DraftProposal, StepCosts, choose_lengths
+from kvboost_edge.engine.spec_decode.draft_lengths import (
+    DraftCredit,
+    DraftProposal,
+    StepCosts,
+)
+from kvboost_edge.engine.spec_decode.draft_lengths import choose_lengths as choose
 from kvboost_edge.engine.spec_decode.pass_costs import PassCosts
 
 
 def drafts(*chances, length=31):
     return [DraftProposal([0] * length, np.full(length, chance)) for chance in chances]
+
+
+def choose_lengths(proposed, step, balance=100.0):
+    credit = DraftCredit()
+    credit.balance = balance
+    return choose(proposed, step, credit)
 
 
 def measured(seconds, num_rows=64):
@@ -53,13 +65,13 @@ def test_equal_drafts_share_the_rows():
 @pytest.mark.parametrize("chance", [0.3, 0.6, 0.8, 0.9, 0.97])
 @pytest.mark.parametrize("num_drafts", [1, 2])
 @pytest.mark.parametrize("seconds", [math.sqrt, float, lambda rows: 1 + 0.1 * rows])
-def test_no_other_lengths_make_more_tokens_per_second(chance, num_drafts, seconds):
+def test_no_other_lengths_make_sequences_faster(chance, num_drafts, seconds):
     costs = measured(seconds)
     proposed = drafts(*[chance] * num_drafts, length=8)
 
     def rate(lengths):
-        made = sum(sum(chance**place for place in range(length + 1)) for length in lengths)
-        return made / costs.seconds(num_drafts + sum(lengths), 0.0)
+        made = [sum(chance**place for place in range(length + 1)) for length in lengths]
+        return statistics.geometric_mean(made) / costs.seconds(num_drafts + sum(lengths), 0.0)
 
     chosen = choose_lengths(proposed, StepCosts(num_drafts, 0.0, costs))
     most = max(rate(lengths) for lengths in itertools.product(range(9), repeat=num_drafts))
@@ -70,6 +82,59 @@ def test_no_other_lengths_make_more_tokens_per_second(chance, num_drafts, second
 def test_nothing_is_drafted_if_each_row_costs_a_whole_pass():
     costs = measured(float)
     assert choose_lengths(drafts(0.97), StepCosts(1, 0.0, costs)) == [0]
+
+
+def test_one_sequence_does_not_slow_down_many_others():
+    costs = measured(lambda rows: 1 + 0.1 * rows)
+    (length,) = choose_lengths(drafts(0.99), StepCosts(8, 0.0, costs))
+    assert length <= 1
+    (length,) = choose_lengths(drafts(0.99), StepCosts(1, 0.0, costs))
+    assert length >= 16
+
+
+def test_no_draft_costs_more_than_the_credit():
+    costs = measured(lambda rows: 1 + 0.1 * rows)
+    for balance in (0.0, 0.2, 0.5, 1.0):
+        (length,) = choose_lengths(drafts(0.99), StepCosts(1, 0.0, costs), balance)
+        assert costs.seconds(1 + length, 0.0) <= (1 + balance) * costs.seconds(1, 0.0)
+        assert costs.seconds(2 + length, 0.0) > (1 + balance) * costs.seconds(1, 0.0)
+
+
+@pytest.mark.parametrize("num_rows", [1, 8])
+def test_drafts_that_are_always_rejected_cost_a_hundredth(num_rows):
+    """However likely they seem, and after any number of accepted ones."""
+    costs = measured(lambda rows: 1 + 0.1 * rows)
+    step = StepCosts(num_rows, 0.0, costs)
+    credit = DraftCredit()
+    for _ in range(100):
+        credit.settle([7], 1)
+    most = 2 * credit.balance
+    plain = costs.seconds(num_rows, 0.0)
+    added = 0.0
+    for _ in range(2000):
+        rows = num_rows + sum(choose(drafts(*[0.95] * num_rows), step, credit))
+        added += costs.seconds(rows, 0.0) - plain
+        credit.settle([], num_rows)
+    assert added <= (0.01 * 2000 + most) * plain
+
+
+def test_accepted_tokens_earn_the_time_of_their_passes():
+    credit = DraftCredit()
+    credit.spend(1.5)
+    before = credit.balance
+    credit.settle([], 4)
+    idle = credit.balance
+    credit.settle([2], 1)
+    assert before < idle < before + 0.02
+    assert credit.balance - idle == pytest.approx(idle - before + 2)
+    credit.spend(3)
+    spent = credit.balance
+    credit.settle([1, 1, 1, 1], 4)
+    assert credit.balance - spent == pytest.approx(idle - before + 1)
+    credit.spend(3)
+    spent = credit.balance
+    credit.settle([7], 4)
+    assert credit.balance - spent < 7 / 4, "seven tokens of one sequence help the others little"
 
 
 def test_deep_sequences_draft_less():
