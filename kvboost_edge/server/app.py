@@ -33,7 +33,7 @@ from kvboost_edge.server.api_errors import install_error_handlers
 from kvboost_edge.server.batches.batch_store import BatchStore
 from kvboost_edge.server.batches.route_calls import LineCaller
 from kvboost_edge.server.batches.service import BatchService
-from kvboost_edge.server.cache_report.normalization import Normaliser
+from kvboost_edge.server.cache_report.normalization import Normalizer
 from kvboost_edge.server.cache_report.recent_requests import History
 from kvboost_edge.server.http import page
 from kvboost_edge.server.http.hosts import HostList
@@ -140,7 +140,7 @@ def create_app(
     shared = Shared(
         settings,
         ResponseStore(len(settings.all_keys)),
-        Normaliser(settings.normalise),
+        Normalizer(settings.normalise),
         _session_store(engine, settings),
         open_traces(settings.otel_endpoint),
     )

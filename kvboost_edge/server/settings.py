@@ -30,7 +30,7 @@ __all__ = [
     "LOG_FORMATS",
     "LOG_LEVELS",
     "MAX_KEEP_ALIVE",
-    "NORMALISERS",
+    "NORMALIZERS",
     "ServerSettings",
     "collect_api_keys",
     "is_loopback",
@@ -41,7 +41,7 @@ LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 LOG_FORMATS = ("auto", "json", "text")
 MAX_KEEP_ALIVE = 365 * 86_400.0
 CONTEXT_OVERFLOWS = ("error", "drop_oldest")
-NORMALISERS = ("tools", "arguments", "billing", "thinking")
+NORMALIZERS = ("tools", "arguments", "billing", "thinking")
 """Kinds of request normalization, see cache_report/normalization.py."""
 
 _KEEP_ALIVE = 300.0
@@ -370,9 +370,9 @@ class ServerSettings:
         choices=CONTEXT_OVERFLOWS,
     )
     normalise: tuple[str, ...] = option(
-        NORMALISERS,
+        NORMALIZERS,
         "Changes by clients between requests that the server undoes, which lets prefixes match: a "
-        f"comma-separated list of {','.join(NORMALISERS)}, or off",
+        f"comma-separated list of {','.join(NORMALIZERS)}, or off",
         group="Server",
         flag="--normalise --normalize",
         read=_kinds,
@@ -455,10 +455,10 @@ class ServerSettings:
     def __post_init__(self) -> None:
         check_options(self, ConfigError)
         self._budgets  # noqa: B018  # checks the values
-        unknown = [kind for kind in self.normalise if kind not in NORMALISERS]
+        unknown = [kind for kind in self.normalise if kind not in NORMALIZERS]
         if unknown:
             raise ConfigError(
-                f"normalise contains {unknown[0]!r}, which is not one of {', '.join(NORMALISERS)}"
+                f"normalise contains {unknown[0]!r}, which is not one of {', '.join(NORMALIZERS)}"
             )
         for name in self.model_names:
             if not name or not name.isprintable():

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from starlette.types import Scope
 
     from kvboost_edge.engine.request.sampling_defaults import SamplingDefaults
-    from kvboost_edge.server.cache_report.normalization import Normaliser
+    from kvboost_edge.server.cache_report.normalization import Normalizer
     from kvboost_edge.server.cache_report.tracker import Doctor
     from kvboost_edge.server.engines import Engine
     from kvboost_edge.server.metrics import Metrics
@@ -53,7 +53,7 @@ class Shared:
     Attributes:
         settings: settings of the server.
         remembered: stored responses.
-        normaliser: request normalization.
+        normalizer: request normalization.
         sessions: named sessions.
         traces: traces of requests; None if they are off.
         draining: True once the server is shutting down.
@@ -62,7 +62,7 @@ class Shared:
 
     settings: ServerSettings
     remembered: ResponseStore
-    normaliser: Normaliser
+    normalizer: Normalizer
     sessions: SessionStore
     traces: Traces | None = None
     draining: bool = False
@@ -143,8 +143,8 @@ class ModelState:
         return self.shared.remembered
 
     @property
-    def normaliser(self) -> Normaliser:
-        return self.shared.normaliser
+    def normalizer(self) -> Normalizer:
+        return self.shared.normalizer
 
     @property
     def sessions(self) -> SessionStore:

@@ -19,7 +19,7 @@ from kvboost_edge.server.api.reasoning_budget import reasoning_options
 from kvboost_edge.server.api.rendered_request import PromptLogprobs, RenderedRequest, WireNames
 from kvboost_edge.server.api.schemas.chat import ChatMessage, ChatRequest
 from kvboost_edge.server.api.turns import turn_of
-from kvboost_edge.server.cache_report.normalization import normal
+from kvboost_edge.server.cache_report.normalization import normalize_request
 from kvboost_edge.server.cache_report.recent_requests import PromptInputs
 from kvboost_edge.server.response_types import (
     ChatChoiceAnswer,
@@ -229,7 +229,9 @@ def encode_asked(
     """
     plain = [message.for_template() for message in messages]
     tokenizer = state.engine.tokenizer
-    asked = normal(state.normaliser, tokenizer, answers, plain, body.tools, body.template_variables)
+    asked = normalize_request(
+        state.normalizer, tokenizer, answers, plain, body.tools, body.template_variables
+    )
     ids = encode_plain(
         tokenizer,
         asked.messages,

@@ -12,7 +12,7 @@ from kvboost_edge.server.api.schemas.chat import ChatMessage
 from kvboost_edge.server.api.schemas.strict import bad_field
 from kvboost_edge.server.api.schemas.tools import size_of_tools
 from kvboost_edge.server.api.turns import offered
-from kvboost_edge.server.cache_report.normalization import normal
+from kvboost_edge.server.cache_report.normalization import normalize_request
 from kvboost_edge.server.state import ModelState
 from kvboost_edge.text.rendered_chat import FindAnswer
 from kvboost_edge.text.tokenizer import Tokenizer
@@ -128,8 +128,8 @@ def encode_prefix(state: ModelState, body: UnpinRequest, answers: KeptAnswers) -
     tokenizer = state.engine.tokenizer
     if body.messages is not None:
         plain = [message.for_template() for message in body.messages]
-        asked = normal(
-            state.normaliser, tokenizer, answers, plain, body.tools, body.chat_template_kwargs
+        asked = normalize_request(
+            state.normalizer, tokenizer, answers, plain, body.tools, body.chat_template_kwargs
         )
         whole = bool(body.add_generation_prompt)
         return encode_plain(

@@ -16,11 +16,11 @@ from kvboost_edge.engine.request.answer_ids import KeptAnswers
 from kvboost_edge.host.tenant_lru import TenantLRU
 from kvboost_edge.server.cache_report.diagnosis import tool_field
 from kvboost_edge.server.cache_report.recent_requests import PromptField, PromptInputs
-from kvboost_edge.server.settings import NORMALISERS
+from kvboost_edge.server.settings import NORMALIZERS
 from kvboost_edge.text.tokenizer import Tokenizer
 from kvboost_edge.text.turns.replay import with_thoughts
 
-__all__ = ["Normal", "Normaliser", "normal", "without_billing"]
+__all__ = ["NormalizedRequest", "Normalizer", "normalize_request", "without_billing"]
 
 _BILLING = ("x-anthropic-billing-header:",)
 _PRESERVE = "preserve_thinking"  # variable of the chat template
@@ -29,7 +29,7 @@ _OBJECT_BYTES = 500  # approximate bytes that Python objects add to an entry
 Json = dict[str, Any]
 
 
-class Normaliser:
+class Normalizer:
     """Store of the first version of tools and arguments, for each root (tenant and salt).
 
     The store is bounded as in `TenantLRU`. Safe to use from any thread. The kinds of normalization
@@ -47,7 +47,7 @@ class Normaliser:
         kinds: enabled kinds of normalization.
     """
 
-    def __init__(self, kinds: Collection[str] = NORMALISERS) -> None:
+    def __init__(self, kinds: Collection[str] = NORMALIZERS) -> None:
         self.kinds = frozenset(kinds)
         self._first: TenantLRU[Any] = TenantLRU()
         self._lock = threading.Lock()
@@ -119,7 +119,7 @@ def _canonical(value: Any) -> str:
     return json.dumps(value, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
 
 
-class Normal(NamedTuple):
+class NormalizedRequest(NamedTuple):
     """A normalized request.
 
     Attributes:
@@ -135,36 +135,38 @@ class Normal(NamedTuple):
     described: PromptInputs
 
 
-def normal(
-    normaliser: Normaliser,
+def normalize_request(
+    normalizer: Normalizer,
     tokenizer: Tokenizer,
     answers: KeptAnswers,
     messages: Sequence[Json],
     tools: list[Json] | None,
     variables: Mapping[str, Any] | None,
-) -> Normal:
+) -> NormalizedRequest:
     """Normalize a chat request.
 
     Args:
-        normaliser: store of the first versions of tools and arguments.
+        normalizer: store of the first versions of tools and arguments.
         tokenizer: tokenizer of the model.
         answers: earlier answers to requests of the same tenant and salt.
         messages: messages in the format of chat templates.
         tools: tools in the format of chat templates.
         variables: variables of the chat template, as sent by the client.
     """
-    same_tools, reordered = normaliser.tools(answers, tools)
-    plain, changed = normaliser.messages(answers, messages)
+    same_tools, reordered = normalizer.tools(answers, tools)
+    plain, changed = normalizer.messages(answers, messages)
     given = dict(variables or {})
     settings = json.dumps(given, sort_keys=True)
-    if "thinking" in normaliser.kinds:
+    if "thinking" in normalizer.kinds:
         plain, given, thought = _with_thoughts(tokenizer, answers, plain, given)
         changed += ["thinking"] * thought
     names = tuple(tool["function"]["name"] for tool in same_tools or ())
     fields = [tool_field(number, name) for number, name in enumerate(names)]
     fields += [_field(number, message) for number, message in enumerate(plain)]
     done = (*(["tools"] if reordered else []), *changed)
-    return Normal(plain, same_tools, given, PromptInputs(tuple(fields), names, settings, done))
+    return NormalizedRequest(
+        plain, same_tools, given, PromptInputs(tuple(fields), names, settings, done)
+    )
 
 
 def _with_thoughts(

@@ -104,7 +104,7 @@ class Models:
         await self.loader.unload(served, "removed")
         self._served.remove(served)
 
-    def heeds(self, served: ServedModel, tenant: str | None) -> bool:
+    def may_set_keep_alive(self, served: ServedModel, tenant: str | None) -> bool:
         """Return whether requests of a tenant may set how long a model stays loaded.
 
         They may not if the model is permanent. With several API keys, only admins may.
@@ -123,13 +123,13 @@ class Models:
             request: the HTTP request.
             served: the model.
             keep_alive: seconds that the model stays loaded after the request, unless a later
-                request changes it; None for the server's default. Ignored unless `heeds` is true.
+                request changes it; None for the server's default. Ignored unless `may_set_keep_alive` is true.
 
         Raises:
             ApiError: the model cannot be loaded, or is not loaded in time (503).
         """
         served.in_use += 1
-        if keep_alive is None or not self.heeds(served, tenant_of(request)):
+        if keep_alive is None or not self.may_set_keep_alive(served, tenant_of(request)):
             keep_alive = served.default_keep_alive
         served.keep_alive = keep_alive
         served.stop_clock()

@@ -71,7 +71,7 @@ def listed(served: ServedModel, server: ServerState, name: str, tenant: str | No
         "failure": None if served.refusal is None else served.refusal.message,
         "managed": record is not None,
         "file_bytes": None if record is None else record.num_bytes or None,
-        "unloadable": server.models.heeds(served, tenant),
+        "unloadable": server.models.may_set_keep_alive(served, tenant),
     }
 
 

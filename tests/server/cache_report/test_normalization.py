@@ -5,7 +5,7 @@ import json
 import pytest
 
 from kvboost_edge.engine.request.answer_ids import AnswerStore, KeptAnswers
-from kvboost_edge.server.cache_report.normalization import Normaliser, without_billing
+from kvboost_edge.server.cache_report.normalization import Normalizer, without_billing
 
 ME, YOU = (KeptAnswers(AnswerStore(), owner, owner) for owner in (b"me", b"you"))
 A = {"type": "function", "function": {"name": "a", "parameters": {"x": 1, "y": 2}}}
@@ -14,68 +14,68 @@ A_TURNED = {"function": {"parameters": {"y": 2, "x": 1}, "name": "a"}, "type": "
 
 
 def test_tools_that_are_the_same_keep_their_first_order():
-    normaliser = Normaliser()
-    assert normaliser.tools(ME, [A, B]) == ([A, B], False)
-    tools, changed = normaliser.tools(ME, [B, A_TURNED])
+    normalizer = Normalizer()
+    assert normalizer.tools(ME, [A, B]) == ([A, B], False)
+    tools, changed = normalizer.tools(ME, [B, A_TURNED])
     assert changed
     assert json.dumps(tools) == json.dumps([A, B])
-    assert normaliser.tools(YOU, [B, A]) == ([B, A], False)
+    assert normalizer.tools(YOU, [B, A]) == ([B, A], False)
     other = {"type": "function", "function": {"name": "a", "parameters": {"x": 1, "y": 3}}}
-    assert normaliser.tools(ME, [other, B]) == ([other, B], False)
+    assert normalizer.tools(ME, [other, B]) == ([other, B], False)
 
 
 def test_the_order_inside_of_lists_is_meant():
-    normaliser = Normaliser()
+    normalizer = Normalizer()
     one, two = (
         {"type": "function", "function": {"name": "a", "enum": order}} for order in ([1, 2], [2, 1])
     )
-    normaliser.tools(ME, [one])
-    assert normaliser.tools(ME, [two]) == ([two], False)
+    normalizer.tools(ME, [one])
+    assert normalizer.tools(ME, [two]) == ([two], False)
 
 
 def test_arguments_of_calls_keep_the_order_of_their_keys():
-    normaliser = Normaliser()
+    normalizer = Normalizer()
 
     def said(arguments):
         call = {"id": "1", "type": "function", "function": {"name": "a", "arguments": arguments}}
         return [{"role": "assistant", "content": "", "tool_calls": [call]}]
 
-    first, changed = normaliser.messages(ME, said({"x": 1, "y": 2}))
+    first, changed = normalizer.messages(ME, said({"x": 1, "y": 2}))
     assert changed == []
-    again, changed = normaliser.messages(ME, said({"y": 2, "x": 1}))
+    again, changed = normalizer.messages(ME, said({"y": 2, "x": 1}))
     assert changed == ["arguments"]
     assert json.dumps(again) == json.dumps(first)
 
 
 def test_the_billing_line_of_system_messages_is_left_out():
-    normaliser = Normaliser()
+    normalizer = Normalizer()
     text = (
         "x-anthropic-billing-header: cc_version=2.1; cch=ab12;\nYou are a coder.\nKeep "
         "x-anthropic-billing-header: so"
     )
-    messages, changed = normaliser.messages(ME, [{"role": "system", "content": text}])
+    messages, changed = normalizer.messages(ME, [{"role": "system", "content": text}])
     assert changed == ["billing"]
     assert messages[0]["content"] == "You are a coder.\nKeep x-anthropic-billing-header: so"
     user = [{"role": "user", "content": text}]
-    assert normaliser.messages(ME, user) == (user, [])
+    assert normalizer.messages(ME, user) == (user, [])
     assert without_billing("nothing of it") == "nothing of it"
 
 
 @pytest.mark.parametrize("kinds", [(), ("arguments",)])
 def test_each_can_be_switched_off(kinds):
-    normaliser = Normaliser(kinds)
-    normaliser.tools(ME, [A, B])
-    assert normaliser.tools(ME, [B, A]) == ([B, A], False)
+    normalizer = Normalizer(kinds)
+    normalizer.tools(ME, [A, B])
+    assert normalizer.tools(ME, [B, A]) == ([B, A], False)
     billed = [{"role": "system", "content": "x-anthropic-billing-header: 1\nhi"}]
-    assert normaliser.messages(ME, billed) == (billed, [])
+    assert normalizer.messages(ME, billed) == (billed, [])
 
 
 def test_no_number_of_salts_pushes_out_what_another_key_has():
-    normaliser = Normaliser()
-    normaliser.tools(ME, [A, B])
+    normalizer = Normalizer()
+    normalizer.tools(ME, [A, B])
     large = {"type": "function", "function": {"name": "f", "description": "x" * 400_000}}
     for number in range(200):
-        normaliser.tools(YOU._replace(root=str(number).encode()), [large])
-    assert normaliser._first.num_bytes <= 64 << 20
-    assert normaliser.tools(ME, [B, A]) == ([A, B], True)
-    assert normaliser.tools(YOU._replace(root=b"199"), [large, B]) == ([large, B], False)
+        normalizer.tools(YOU._replace(root=str(number).encode()), [large])
+    assert normalizer._first.num_bytes <= 64 << 20
+    assert normalizer.tools(ME, [B, A]) == ([A, B], True)
+    assert normalizer.tools(YOU._replace(root=b"199"), [large, B]) == ([large, B], False)

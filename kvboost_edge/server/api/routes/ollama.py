@@ -200,7 +200,7 @@ def _stays(request: Request, body: OllamaChat | OllamaGenerate) -> bool:
     """Return whether the model stays loaded after the answer."""
     models = server_of(request).models
     served = served_model(request, named(models, body.model))
-    return body.keep_alive != 0 or not models.heeds(served, tenant_of(request))
+    return body.keep_alive != 0 or not models.may_set_keep_alive(served, tenant_of(request))
 
 
 async def _chat(
