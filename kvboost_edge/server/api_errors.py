@@ -248,7 +248,7 @@ def _validation_error(error: RequestValidationError) -> ApiError:
     if first["type"] == "json_invalid":
         return ApiError(400, "the body is not valid JSON", code="invalid_json")
     path = [str(part) for part in first["loc"][1:]]
-    path += [first["ctx"]["field"]] if first["type"] == "foreign_field" else []
+    path += [first["ctx"]["field"]] if first["type"] == "unsupported_field" else []
     field = path[0] if path else "body"
     message = f"{'.'.join(path) or 'body'}: {first['msg']}{_given(first.get('input', ''))}"
     return ApiError(400, message[:_MAX_MESSAGE], code="invalid_request", param=field)

@@ -131,20 +131,20 @@ def a_session_is_replaced_while_it_is_read(home: Path) -> None:
 @scenario
 def packed_weights_in_use_are_not_deleted(home: Path) -> None:
     from kvboost_edge import CPUPagedEngine
-    from kvboost_edge.cli.cache.cached_files import WEIGHTS, delete, find_kept
+    from kvboost_edge.cli.cache.cached_files import WEIGHTS, delete_entry, find_entries
     from kvboost_edge.tiers.disk.system_calls import Files
 
     def kept() -> list[Any]:
-        return [one for one in find_kept(home / "none", Files()) if one.kind == WEIGHTS]
+        return [one for one in find_entries(home / "none", Files()) if one.kind == WEIGHTS]
 
     with CPUPagedEngine.from_pretrained(**OPTIONS):
         (one,) = kept()
         assert one.in_use
-        assert not delete(one, Files())
+        assert not delete_entry(one, Files())
         assert one.path.exists()
     (one,) = kept()
     assert not one.in_use
-    assert delete(one, Files())
+    assert delete_entry(one, Files())
     assert not one.path.exists()
 
 

@@ -20,9 +20,9 @@ from kvboost_edge.cli.cache.cached_files import (
     SESSION,
     TOKENIZER,
     WEIGHTS,
-    Kept,
-    delete,
-    find_kept,
+    CacheEntry,
+    delete_entry,
+    find_entries,
     packed_directory,
     printable,
 )
@@ -82,14 +82,14 @@ def run_cache(
     files = Files()
     console = open_console(quiet=as_json)
     try:
-        kept = [one for one in find_kept(root, files) if one.matches(word)]
+        entries = [one for one in find_entries(root, files) if one.matches(word)]
         if action == "verify":
-            answer = _verify(kept, files, open_console(stderr=True, quiet=as_json))
+            answer = _verify(entries, files, open_console(stderr=True, quiet=as_json))
         elif action in ("prune", "clear"):
             going = (
-                _pruned(kept, root, files, max_disk_bytes, older_than)
+                _pruned(entries, root, files, max_disk_bytes, older_than)
                 if action == "prune"
-                else kept
+                else entries
             )
             asks = action == "clear" and going and not (word or dry_run or sure)
             if asks and not _agreed(going, as_json):
@@ -97,7 +97,7 @@ def run_cache(
                 return
             answer = _remove(going, files, dry_run)
         else:
-            answer = {"rows": [one.row() for one in kept]}
+            answer = {"rows": [one.row() for one in entries]}
     except OSError as error:
         raise ConfigError(
             f"disk_cache_dir {str(root)!r} cannot be read or changed: {error}"
@@ -107,10 +107,10 @@ def run_cache(
     if as_json:
         print(json.dumps(answer))  # ASCII, because a path may contain bytes that are not valid text
     elif action == "status":
-        _print_status(kept, root, console)
+        _print_status(entries, root, console)
     else:
-        if action == "list" and kept:
-            _print_status(kept, root, console)
+        if action == "list" and entries:
+            _print_status(entries, root, console)
         _print_rows(answer["rows"], action, console, dry_run=dry_run)
     if any(row.get("damaged") for row in answer["rows"]):
         raise KVBoostError(
@@ -140,20 +140,20 @@ def _check(
 
 
 def _pruned(
-    kept: Sequence[Kept],
+    entries: Sequence[CacheEntry],
     root: Path,
     files: Files,
     max_disk_bytes: int | None,
     older_than: float | None,
-) -> list[Kept]:
+) -> list[CacheEntry]:
     """Return the entries to remove: old entries, and the oldest blocks beyond the size limit.
 
     Includes entries that a process has open. The caller reports them as kept.
     """
     cap = default_cap(root, files) if max_disk_bytes is None else max_disk_bytes
-    excess = sum(one.nbytes for one in kept if one.space is not None) - cap
+    excess = sum(one.nbytes for one in entries if one.space is not None) - cap
     going = []
-    for one in kept:
+    for one in entries:
         old = older_than is not None and time.time() - one.changed > older_than * _DAY_S
         if old or (one.space is not None and excess > 0):
             going.append(one)
@@ -161,22 +161,22 @@ def _pruned(
     return going
 
 
-def _remove(going: Sequence[Kept], files: Files, dry_run: bool) -> dict[str, Any]:
+def _remove(going: Sequence[CacheEntry], files: Files, dry_run: bool) -> dict[str, Any]:
     """Delete the entries that no process has open, and return a row for each entry."""
     rows = []
     for one in going:
         row = one.row()
         try:
             if not dry_run:
-                row["in_use"] = not delete(one, files)
+                row["in_use"] = not delete_entry(one, files)
         except OSError as error:
             row["error"] = str(error)
         rows.append({**row, "removed": not dry_run and not row["in_use"] and "error" not in row})
     return {"rows": rows, "dry_run": dry_run}
 
 
-def _verify(kept: Sequence[Kept], files: Files, console: Console) -> dict[str, Any]:
-    spaces = [one for one in kept if one.space is not None]
+def _verify(entries: Sequence[CacheEntry], files: Files, console: Console) -> dict[str, Any]:
+    spaces = [one for one in entries if one.space is not None]
     columns = (text_column("checking"), BarColumn(), DownloadColumn())
     rows = []
     with Progress(
@@ -191,7 +191,7 @@ def _verify(kept: Sequence[Kept], files: Files, console: Console) -> dict[str, A
     return {"rows": rows}
 
 
-def _agreed(going: Sequence[Kept], as_json: bool) -> bool:
+def _agreed(going: Sequence[CacheEntry], as_json: bool) -> bool:
     """Ask for confirmation on the terminal. Raises ConfigError without a terminal."""
     size = sum(one.nbytes for one in going) / 1e6
     if as_json or not (sys.stdin.isatty() and sys.stdout.isatty()):
@@ -202,9 +202,9 @@ def _agreed(going: Sequence[Kept], as_json: bool) -> bool:
     return typer.confirm(f"Remove everything that no process has open (up to {size:,.1f} MB)?")
 
 
-def _print_status(kept: Sequence[Kept], root: Path, console: Console) -> None:
+def _print_status(entries: Sequence[CacheEntry], root: Path, console: Console) -> None:
     for kind, (one_of, many) in _KINDS.items():
-        of_kind = [one for one in kept if one.kind == kind]
+        of_kind = [one for one in entries if one.kind == kind]
         used = sum(one.in_use for one in of_kind)
         open_now = f", {used} open in a process" if used else ""
         total = sum(one.nbytes for one in of_kind)

@@ -20,9 +20,9 @@ __all__ = [
     "SESSION",
     "TOKENIZER",
     "WEIGHTS",
-    "Kept",
-    "delete",
-    "find_kept",
+    "CacheEntry",
+    "delete_entry",
+    "find_entries",
     "packed_directory",
     "printable",
 ]
@@ -38,7 +38,7 @@ _SHORT = 16  # number of fingerprint digits shown for a space
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Kept:
+class CacheEntry:
     """A cache entry: the blocks of a space, a file of packed weights, a tokenizer, or a session.
 
     Attributes:
@@ -91,7 +91,7 @@ def printable(text: str) -> str:
     return "".join(character if character.isprintable() else "?" for character in text)
 
 
-def find_kept(root: Path, files: Files) -> list[Kept]:
+def find_entries(root: Path, files: Files) -> list[CacheEntry]:
     """Return all entries: blocks, packed files, sessions, each oldest first. Raises OSError."""
     spaces = find_spaces(root, files)
     packed = sorted(_packed(files), key=lambda one: one.changed)
@@ -109,7 +109,7 @@ def find_kept(root: Path, files: Files) -> list[Kept]:
     ]
 
 
-def delete(one: Kept, files: Files) -> bool:
+def delete_entry(one: CacheEntry, files: Files) -> bool:
     """Delete an entry. Returns False if a process has it open. Raises OSError."""
     if one.space is not None:
         return delete_space(one.space, files)
@@ -124,25 +124,27 @@ def _fingerprint(name: str) -> str:
     return name[:_SHORT]
 
 
-def _blocks(space: FoundSpace) -> Kept:
+def _blocks(space: FoundSpace) -> CacheEntry:
     name = printable(
         " ".join(str(space.description[key]) for key in _DESCRIBED if key in space.description)
     )
     name = name or space.path.name[:12]
     model = space.description.get("name")
     shown = printable(model) if isinstance(model, str) else ""
-    return Kept(BLOCKS, shown, name, space.path, space.nbytes, space.changed, space.in_use, space)
+    return CacheEntry(
+        BLOCKS, shown, name, space.path, space.nbytes, space.changed, space.in_use, space
+    )
 
 
-def _session(record: SessionRecord) -> Kept:
+def _session(record: SessionRecord) -> CacheEntry:
     name = printable(record.name) or record.path.stem[:_SHORT]
     model = printable(record.model)
-    return Kept(
+    return CacheEntry(
         SESSION, model, name, record.path, record.nbytes, record.changed, False, record=record
     )
 
 
-def _packed(files: Files) -> Iterator[Kept]:
+def _packed(files: Files) -> Iterator[CacheEntry]:
     directory = packed_directory()
     for path in directory.iterdir() if directory.is_dir() else ():
         kind = _ENDINGS.get(path.suffix)
@@ -153,7 +155,9 @@ def _packed(files: Files) -> Iterator[Kept]:
             model = recall(FileStamp.of(path)).get(MODEL_FACT)
             shown = printable(model) if isinstance(model, str) else ""
             used = max(stat.st_mtime, stat.st_atime)
-            yield Kept(kind, shown, path.stem, path, stat.st_size, used, _is_open(path, files))
+            yield CacheEntry(
+                kind, shown, path.stem, path, stat.st_size, used, _is_open(path, files)
+            )
 
 
 def _is_open(path: Path, files: Files) -> bool:

@@ -10,7 +10,7 @@ from kvboost_edge.server.api.schemas.strict import bad_field
 __all__ = ["page_of"]
 
 
-class Listed(Protocol):
+class ListedObject(Protocol):
     """An object of a list."""
 
     @property
@@ -21,7 +21,7 @@ class Listed(Protocol):
         """Return the object as a response shows it."""
 
 
-L = TypeVar("L", bound=Listed)
+L = TypeVar("L", bound=ListedObject)
 
 
 def page_of(found: Sequence[L], limit: int, after: str | None) -> dict[str, Any]:

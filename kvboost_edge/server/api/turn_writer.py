@@ -36,19 +36,19 @@ class TurnWriter(ABC):
         self._num_reasoning: int | None = None  # as counted by the engine
 
     @abstractmethod
-    def written(self, result: GenerationResult, reason: str) -> bytes:
+    def response_body(self, result: GenerationResult, reason: str) -> bytes:
         """Return the whole answer as JSON. `message` holds the finished turn."""
 
     @abstractmethod
-    def opened(self) -> None:
+    def write_start(self) -> None:
         """Write the beginning of the stream."""
 
     @abstractmethod
-    def told(self, parts: Sequence[Part]) -> None:
+    def write_parts(self, parts: Sequence[Part]) -> None:
         """Write parts that were just added to the message."""
 
     @abstractmethod
-    def closed(self, result: GenerationResult, reason: str) -> None:
+    def write_end(self, result: GenerationResult, reason: str) -> None:
         """Write the end of the turn."""
 
     @property
@@ -67,7 +67,7 @@ class TurnWriter(ABC):
             for token_id in result.output_token_ids:
                 self._reader.push(token_id)
         self._finish(result)
-        return self.written(result, self._reason(result))
+        return self.response_body(result, self._reason(result))
 
     def begin(self, run: Running) -> None:
         self.run = run
@@ -81,7 +81,7 @@ class TurnWriter(ABC):
         """Ignore the progress of a prompt. Subclasses whose API can report it override this."""
 
     async def open(self, index: int) -> None:
-        self.opened()
+        self.write_start()
 
     def push(self, index: int, event: TokenEvent) -> None:
         if self._reader is not None:
@@ -90,15 +90,15 @@ class TurnWriter(ABC):
             parts = [ContentDelta(event.text)] if event.text else []
             self.message.add(parts)
         if parts:
-            self.told(parts)
+            self.write_parts(parts)
 
     def close(self, index: int, result: GenerationResult) -> None:
         if parts := self._finish(result):
-            self.told(parts)
-        self.closed(result, self._reason(result))
+            self.write_parts(parts)
+        self.write_end(result, self._reason(result))
 
     def end(self) -> None:  # noqa: B027
-        """Do nothing, because `closed` has written the end."""
+        """Do nothing, because `write_end` has written the end."""
 
     def explain(self, diagnosis: Diagnosis) -> None:  # noqa: B027
         """Ignore the cache-miss report, because these APIs have no field for it."""

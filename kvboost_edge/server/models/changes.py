@@ -16,7 +16,7 @@ from kvboost_edge.models.pull.names import checked_name
 from kvboost_edge.server.api_errors import ApiError, ShuttingDown
 from kvboost_edge.server.cache_report.recent_requests import History
 from kvboost_edge.server.logs import log_facts
-from kvboost_edge.server.models.created import Changed, created_from
+from kvboost_edge.server.models.created import ModelOverrides, created_from
 from kvboost_edge.server.models.loader import without_folders
 from kvboost_edge.server.models.registry import Models
 from kvboost_edge.server.models.served import ModelSource, ServedModel
@@ -121,7 +121,7 @@ class ModelChanges:
                 await self._serve(copy)
 
     async def create(
-        self, name: str, source: str, changed: Changed, tell: Callable[[PullEvent], None]
+        self, name: str, source: str, overrides: ModelOverrides, tell: Callable[[PullEvent], None]
     ) -> None:
         """Serve a model with defaults of its own. It shares the files of the model `source`.
 
@@ -133,7 +133,7 @@ class ModelChanges:
             self._check_replaceable(short)
             tell(PullEvent("reading model metadata"))
             base = await in_thread(lambda: self._found(source, "from"))
-            model = await in_thread(lambda: created_from(base, short, changed))
+            model = await in_thread(lambda: created_from(base, short, overrides))
             for layer in ("template", "system", "license"):
                 if getattr(model, layer):
                     tell(PullEvent(f"creating {layer} layer"))

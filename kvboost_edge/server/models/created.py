@@ -13,14 +13,14 @@ from kvboost_edge.models.locate.managed import ManagedModel
 from kvboost_edge.server.model_defaults import created_defaults
 from kvboost_edge.text.chat_template import ChatTemplate
 
-__all__ = ["Changed", "created_from"]
+__all__ = ["ModelOverrides", "created_from"]
 
 # Parts of Go templates that Jinja rejects: fields, variables, and statements in double braces.
 _GO = re.compile(r"\{\{-?\s*(?:[.$]|(?:if|range|with|else|end|template|define|block)\b)")
 _SAID = "a message of a user"
 
 
-class Changed(NamedTuple):
+class ModelOverrides(NamedTuple):
     """Values that a created model overrides. None keeps the value of its source.
 
     Attributes:
@@ -39,7 +39,7 @@ class Changed(NamedTuple):
     license: str | None = None
 
 
-def created_from(base: ManagedModel, name: str, changed: Changed) -> ManagedModel:
+def created_from(base: ManagedModel, name: str, overrides: ModelOverrides) -> ManagedModel:
     """Return the record of a model with the files of `base`.
 
     Rendering its template takes a while, so run this in a worker thread.
@@ -47,20 +47,20 @@ def created_from(base: ManagedModel, name: str, changed: Changed) -> ManagedMode
     Raises:
         ConfigError: a parameter or the template is refused.
     """
-    sampling = {**base.sampling, **changed.sampling}
+    sampling = {**base.sampling, **overrides.sampling}
     model = dataclasses.replace(
         base,
         name=name,
         created=time.time(),
-        system=base.system if changed.system is None else changed.system,
+        system=base.system if overrides.system is None else overrides.system,
         sampling={one: value for one, value in sampling.items() if value is not None},
-        context=changed.context or base.context,
-        template=base.template if changed.template is None else changed.template,
-        license=base.license if changed.license is None else changed.license,
+        context=overrides.context or base.context,
+        template=base.template if overrides.template is None else overrides.template,
+        license=base.license if overrides.license is None else overrides.license,
     )
     created_defaults(name, model.system, model.sampling)
-    if changed.template:
-        _check_template(name, changed.template)
+    if overrides.template:
+        _check_template(name, overrides.template)
     return model
 
 

@@ -123,7 +123,8 @@ class Models:
             request: the HTTP request.
             served: the model.
             keep_alive: seconds that the model stays loaded after the request, unless a later
-                request changes it; None for the server's default. Ignored unless `may_set_keep_alive` is true.
+                request changes it; None for the server's default. Ignored unless
+                `may_set_keep_alive` is true.
 
         Raises:
             ApiError: the model cannot be loaded, or is not loaded in time (503).

@@ -18,15 +18,17 @@ from kvboost_edge.server.response_types import (
     SamplingValues,
 )
 
-__all__ = ["listed", "listing", "memory_of"]
+__all__ = ["memory_of", "model_entry", "model_list"]
 
 
-def listing(server: ServerState, tenant: str | None) -> ModelList:
+def model_list(server: ServerState, tenant: str | None) -> ModelList:
     """Return all models under each of their names, and what a tenant may do with them."""
     models = server.models
     return {
         "object": "list",
-        "data": [listed(one, server, name, tenant) for one in models.all for name in one.names],
+        "data": [
+            model_entry(one, server, name, tenant) for one in models.all for name in one.names
+        ],
         "changes": _changes_allowed(server, tenant),
         "memory": memory_of(models) if server.settings.is_admin(tenant) else None,
     }
@@ -44,7 +46,7 @@ def _changes_allowed(server: ServerState, tenant: str | None) -> ChangesAllowed:
     return {"allowed": reason is None, "reason": reason}
 
 
-def listed(served: ServedModel, server: ServerState, name: str, tenant: str | None) -> Model:
+def model_entry(served: ServedModel, server: ServerState, name: str, tenant: str | None) -> Model:
     """Return the description of a model under one of its names."""
     known, record = served.known, served.record
     return {

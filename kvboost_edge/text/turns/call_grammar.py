@@ -314,7 +314,7 @@ class _Turn:
                 f"{name}_value{number}", *self._keyword_values(f"{name}_json{number}", schema, tool)
             )
             items.append(([escaped(key), SPACE, "=", SPACE, value, SPACE], key in required))
-        first = lark.listed(name, items, [",", SPACE])
+        first = lark.ordered_items(name, items, [",", SPACE])
         if not members and tool.parameters.get("additionalProperties", True) is not False:
             value = lark.add(f"{name}_any", *self._keyword_values(f"{name}_any_json", {}, tool))
             lark.add(f"{name}_other", [",", SPACE, _KEY, SPACE, "=", SPACE, value, SPACE])

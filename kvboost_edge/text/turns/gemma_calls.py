@@ -369,7 +369,7 @@ class BracedGrammar:
         orders = [list(members), sorted(members, key=str.lower)]
         for number, order in enumerate(orders[: 1 + (orders[0] != orders[1])]):
             items = [(written[key], key in required) for key in order]
-            yield [r"\{", self._lark.listed(f"{name}_order{number}", items, [","]), r"\}"]
+            yield [r"\{", self._lark.ordered_items(f"{name}_order{number}", items, [","]), r"\}"]
 
     def _member(self, key: str, schema: object) -> list[Atom]:
         return [f"{escaped(key)}:", self._value(schema)]

@@ -101,7 +101,7 @@ class Lark:
             ways.append([text, *atoms])
         return self.add(name, *ways)
 
-    def listed(
+    def ordered_items(
         self, name: str, items: Sequence[tuple[Sequence[Atom], bool]], comma: Sequence[Atom]
     ) -> Rule:
         """Add a rule for optional and required items in order, with separators.

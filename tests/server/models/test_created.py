@@ -18,7 +18,7 @@ from kvboost_edge.models.locate.managed import ManagedModel, managed_models
 from kvboost_edge.server.__main__ import _managed
 from kvboost_edge.server.model_defaults import ModelDefaults
 from kvboost_edge.server.models.changes import ManagedModels
-from kvboost_edge.server.models.created import Changed, created_from
+from kvboost_edge.server.models.created import ModelOverrides, created_from
 from kvboost_edge.server.models.served import ModelSource
 from kvboost_edge.server.serve_options import options_from
 
@@ -326,5 +326,5 @@ def test_the_command_limits_the_context_of_a_created_model(hub):
 
 def test_values_that_take_back_a_default():
     base = ManagedModel(name="b", origin="o", folder="f", sampling={"max_tokens": 5, "seed": 3})
-    model = created_from(base, "x", Changed(sampling={"max_tokens": None, "top_k": 4}))
+    model = created_from(base, "x", ModelOverrides(sampling={"max_tokens": None, "top_k": 4}))
     assert (model.origin, model.folder, model.sampling) == ("o", "f", {"seed": 3, "top_k": 4})

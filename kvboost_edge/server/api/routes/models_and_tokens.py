@@ -20,7 +20,7 @@ from kvboost_edge.server.api.prompt_encoding import (
 from kvboost_edge.server.api.schemas.strict import bad_field
 from kvboost_edge.server.api.schemas.tokenization import DetokenizeRequest, TokenizeRequest
 from kvboost_edge.server.models.server import server_of
-from kvboost_edge.server.models.shown import listed, listing
+from kvboost_edge.server.models.shown import model_entry, model_list
 from kvboost_edge.server.response_types import (
     ERRORS,
     Detokenized,
@@ -41,7 +41,7 @@ router = APIRouter(route_class=JsonRoute, responses=ERRORS)
 @router.get("/v1/models", response_class=JSONResponse, responses={200: {"model": ModelList}})
 async def models(request: Request) -> Response:
     """List all served models under each of their names, loaded or not."""
-    return json_response(listing(server_of(request), tenant_of(request)))
+    return json_response(model_list(server_of(request), tenant_of(request)))
 
 
 @router.get(
@@ -50,7 +50,7 @@ async def models(request: Request) -> Response:
 async def model(request: Request, name: str) -> Response:
     """Return the model with this name, or 404 if it is not served."""
     served = served_model(request, name)
-    return json_response(listed(served, server_of(request), name, tenant_of(request)))
+    return json_response(model_entry(served, server_of(request), name, tenant_of(request)))
 
 
 @router.post("/tokenize", response_class=JSONResponse, responses={200: {"model": Tokenized}})

@@ -20,13 +20,13 @@ from kvboost_edge.server.api.compat.ollama.changes import (
     changes_of,
     send_progress,
 )
-from kvboost_edge.server.api.compat.ollama.create import OllamaCreate, changed_by
+from kvboost_edge.server.api.compat.ollama.create import OllamaCreate, overrides_of
 from kvboost_edge.server.api.compat.ollama.models import (
     API_VERSION,
-    listed,
-    named,
-    running,
-    shown,
+    list_models,
+    list_running,
+    resolve_name,
+    show_model,
 )
 from kvboost_edge.server.api.compat.ollama.schemas import OllamaChat, OllamaGenerate, OllamaShow
 from kvboost_edge.server.api.compat.ollama.translate import (
@@ -106,21 +106,21 @@ async def generate(request: Request, body: OllamaGenerate) -> Response:
 @router.get("/api/tags", response_class=JSONResponse)
 async def tags(request: Request) -> Response:
     """List all served models under each of their names."""
-    return json_response({"models": listed(server_of(request))})
+    return json_response({"models": list_models(server_of(request))})
 
 
 @router.get("/api/ps", response_class=JSONResponse)
 async def ps(request: Request) -> Response:
     """List the loaded models with the time at which each will be unloaded."""
-    return json_response({"models": running(server_of(request))})
+    return json_response({"models": list_running(server_of(request))})
 
 
 @router.post("/api/show", response_class=JSONResponse)
 async def show(request: Request, body: OllamaShow) -> Response:
     """Return information about a model, without loading it."""
     server = server_of(request)
-    served = served_model(request, named(server.models, body.model or body.name))
-    return json_response(await off_loop(lambda: shown(server, served)))
+    served = served_model(request, resolve_name(server.models, body.model or body.name))
+    return json_response(await off_loop(lambda: show_model(server, served)))
 
 
 @router.post("/api/pull", response_class=JSONResponse, responses={200: _STREAM})
@@ -152,7 +152,7 @@ async def create(request: Request, body: OllamaCreate) -> Response:
         await send_progress(
             request,
             send,
-            lambda tell, stopped: changes.create(name, source, changed_by(whole), tell),
+            lambda tell, stopped: changes.create(name, source, overrides_of(whole), tell),
             streams=body.stream is not False,
         )
 
@@ -190,7 +190,7 @@ def _answered(
 
     A request that only unloads a model does not load it first.
     """
-    name = named(server_of(request).models, body.model)
+    name = resolve_name(server_of(request).models, body.model)
     if not asks and not _stays(request, body) and served_model(request, name).state is None:
         return json_response(loaded(body.model, stays=False, chat=isinstance(body, OllamaChat)))
     return answered(request, name, work, body.keep_alive)
@@ -199,7 +199,7 @@ def _answered(
 def _stays(request: Request, body: OllamaChat | OllamaGenerate) -> bool:
     """Return whether the model stays loaded after the answer."""
     models = server_of(request).models
-    served = served_model(request, named(models, body.model))
+    served = served_model(request, resolve_name(models, body.model))
     return body.keep_alive != 0 or not models.may_set_keep_alive(served, tenant_of(request))
 
 

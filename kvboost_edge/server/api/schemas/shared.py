@@ -311,7 +311,7 @@ class StreamOptions(Strict):
 class SamplingFields(SpeculativeFields, SamplerFields, LengthFields):
     """Fields of both generation endpoints: OpenAI's first, then those of vLLM and llama.cpp."""
 
-    foreign = GENERATING
+    unsupported = GENERATING
 
     model: ModelName | None = None
     temperature: Annotated[float, bounded("temperature")] | None = None

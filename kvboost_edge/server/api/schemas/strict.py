@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from pydantic import BaseModel, ConfigDict, model_validator
 from pydantic_core import PydanticCustomError
 
-from kvboost_edge.server.api.schemas.unsupported_fields import Foreign, known_fields
+from kvboost_edge.server.api.schemas.unsupported_fields import UnsupportedField, known_fields
 from kvboost_edge.server.api_errors import ApiError
 
 __all__ = ["Strict", "bad_field", "field_error"]
@@ -22,14 +22,14 @@ class Strict(BaseModel):
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, hide_input_in_errors=True)
-    foreign: ClassVar[Mapping[str, Foreign]] = {}
+    unsupported: ClassVar[Mapping[str, UnsupportedField]] = {}
 
     @model_validator(mode="before")
     @classmethod
     def _only_known_fields(cls, value: Any) -> Any:
         """Check the field names before pydantic validates the values."""
         # pydantic would collect an error for each unknown field.
-        return known_fields(value, cls.wire_names(), cls.foreign)
+        return known_fields(value, cls.wire_names(), cls.unsupported)
 
     @classmethod
     def wire_names(cls) -> Collection[str]:

@@ -14,13 +14,20 @@ from pydantic_core import PydanticCustomError
 
 from kvboost_edge.options import nearest
 
-__all__ = ["GENERATING", "NO_IMAGES", "SAME_AS", "Foreign", "known_fields", "refused_field"]
+__all__ = [
+    "GENERATING",
+    "NO_IMAGES",
+    "SAME_AS",
+    "UnsupportedField",
+    "known_fields",
+    "refused_field",
+]
 
 _SHOWN = 5  # unknown names in one error message
 _SHOWN_LENGTH = 64
 
 
-class Foreign(NamedTuple):
+class UnsupportedField(NamedTuple):
     """A field of another server.
 
     Attributes:
@@ -49,68 +56,76 @@ SAME_AS = {
 NO_IMAGES = "images are not supported; this server takes text only"
 """Error message for an image in a request."""
 
-_IGNORED = Foreign("", ignored=True)
+_IGNORED = UnsupportedField("", ignored=True)
 _TEMPLATE = "the model's own chat template is used; its variables go in chat_template_kwargs"
 
-GENERATING: dict[str, Foreign] = {
+GENERATING: dict[str, UnsupportedField] = {
     # llama.cpp
-    "tfs_z": Foreign("this sampler is not supported; use min_p or top_n_sigma", (1,)),
-    "penalize_nl": Foreign("use logit_bias", (True,)),
-    "n_probs": Foreign("use logprobs (in chat logprobs and top_logprobs)", (0,)),
-    "post_sampling_probs": Foreign("log probabilities are the model's own", (False,)),
-    "n_keep": Foreign("the context is never shifted", (0, -1)),
-    "n_discard": Foreign("the context is never shifted", (0,)),
-    "n_indent": Foreign("infill has no such option", (0,)),
-    "t_max_predict_ms": Foreign("use --request-timeout", (0,)),
+    "tfs_z": UnsupportedField("this sampler is not supported; use min_p or top_n_sigma", (1,)),
+    "penalize_nl": UnsupportedField("use logit_bias", (True,)),
+    "n_probs": UnsupportedField("use logprobs (in chat logprobs and top_logprobs)", (0,)),
+    "post_sampling_probs": UnsupportedField("log probabilities are the model's own", (False,)),
+    "n_keep": UnsupportedField("the context is never shifted", (0, -1)),
+    "n_discard": UnsupportedField("the context is never shifted", (0,)),
+    "n_indent": UnsupportedField("infill has no such option", (0,)),
+    "t_max_predict_ms": UnsupportedField("use --request-timeout", (0,)),
     "id_slot": _IGNORED,
     "timings_per_token": _IGNORED,
-    "response_fields": Foreign("answers always have all fields", ([],)),
-    "lora": Foreign("LoRA adapters are not supported", ([],)),
-    "image_data": Foreign(NO_IMAGES, ([],)),
-    "speculative.n_min": Foreign("short drafts are verified too where they save time", (0,)),
-    "speculative.p_min": Foreign("the number of draft tokens follows from their acceptance", (0,)),
-    "reasoning_format": Foreign("reasoning is always in reasoning_content", ("auto", "deepseek")),
+    "response_fields": UnsupportedField("answers always have all fields", ([],)),
+    "lora": UnsupportedField("LoRA adapters are not supported", ([],)),
+    "image_data": UnsupportedField(NO_IMAGES, ([],)),
+    "speculative.n_min": UnsupportedField(
+        "short drafts are verified too where they save time", (0,)
+    ),
+    "speculative.p_min": UnsupportedField(
+        "the number of draft tokens follows from their acceptance", (0,)
+    ),
+    "reasoning_format": UnsupportedField(
+        "reasoning is always in reasoning_content", ("auto", "deepseek")
+    ),
     # vLLM
-    "use_beam_search": Foreign("use n or best_of with a temperature", (False,)),
-    "length_penalty": Foreign("beam search is not supported", (1,)),
-    "early_stopping": Foreign("beam search is not supported", (False,)),
-    "skip_special_tokens": Foreign("use return_token_ids and /detokenize", (True,)),
+    "use_beam_search": UnsupportedField("use n or best_of with a temperature", (False,)),
+    "length_penalty": UnsupportedField("beam search is not supported", (1,)),
+    "early_stopping": UnsupportedField("beam search is not supported", (False,)),
+    "skip_special_tokens": UnsupportedField("use return_token_ids and /detokenize", (True,)),
     "spaces_between_special_tokens": _IGNORED,
-    "truncate_prompt_tokens": Foreign("shorten the prompt before sending it", (-1,)),
-    "prompt_logprobs": Foreign("use echo with logprobs in /v1/completions"),
-    "allowed_token_ids": Foreign("use logit_bias", ([],)),
-    "logits_processors": Foreign("use logit_bias", ([],)),
-    "return_tokens_as_token_ids": Foreign("use return_token_ids", (False,)),
-    "chat_template": Foreign(_TEMPLATE),
-    "documents": Foreign("put them into a message", ([],)),
-    "mm_processor_kwargs": Foreign(NO_IMAGES, ({},)),
-    "prompt_embeds": Foreign("send text or token ids"),
+    "truncate_prompt_tokens": UnsupportedField("shorten the prompt before sending it", (-1,)),
+    "prompt_logprobs": UnsupportedField("use echo with logprobs in /v1/completions"),
+    "allowed_token_ids": UnsupportedField("use logit_bias", ([],)),
+    "logits_processors": UnsupportedField("use logit_bias", ([],)),
+    "return_tokens_as_token_ids": UnsupportedField("use return_token_ids", (False,)),
+    "chat_template": UnsupportedField(_TEMPLATE),
+    "documents": UnsupportedField("put them into a message", ([],)),
+    "mm_processor_kwargs": UnsupportedField(NO_IMAGES, ({},)),
+    "prompt_embeds": UnsupportedField("send text or token ids"),
     "request_id": _IGNORED,
     # Ollama
-    "options": Foreign("put its fields at the top level of the body"),
-    "num_ctx": Foreign("the context is the model's, see max_model_len of /v1/models"),
+    "options": UnsupportedField("put its fields at the top level of the body"),
+    "num_ctx": UnsupportedField("the context is the model's, see max_model_len of /v1/models"),
     "keep_alive": _IGNORED,
-    "format": Foreign("use response_format", ("",)),
-    "raw": Foreign("use /v1/completions", (False,)),
-    "system": Foreign("send a message with role 'system' to /v1/chat/completions", ("",)),
-    "template": Foreign(_TEMPLATE, ("",)),
-    "context": Foreign("send the whole prompt; cached tokens are not recomputed", ([],)),
-    "think": Foreign("use reasoning_effort or reasoning_budget"),
-    "images": Foreign(NO_IMAGES, ([],)),
+    "format": UnsupportedField("use response_format", ("",)),
+    "raw": UnsupportedField("use /v1/completions", (False,)),
+    "system": UnsupportedField("send a message with role 'system' to /v1/chat/completions", ("",)),
+    "template": UnsupportedField(_TEMPLATE, ("",)),
+    "context": UnsupportedField("send the whole prompt; cached tokens are not recomputed", ([],)),
+    "think": UnsupportedField("use reasoning_effort or reasoning_budget"),
+    "images": UnsupportedField(NO_IMAGES, ([],)),
     # OpenAI's other API
-    "input": Foreign("send messages to /v1/chat/completions"),
-    "max_output_tokens": Foreign("use max_tokens", ()),
+    "input": UnsupportedField("send messages to /v1/chat/completions"),
+    "max_output_tokens": UnsupportedField("use max_tokens", ()),
 }
 """Other servers' fields for completions and chat. Fields that an endpoint has come first."""
 
 
-def known_fields(value: Any, fields: Collection[str], foreign: Mapping[str, Foreign]) -> Any:
+def known_fields(
+    value: Any, fields: Collection[str], unsupported: Mapping[str, UnsupportedField]
+) -> Any:
     """Return the object with known fields only, renaming equivalent fields.
 
     Args:
         value: an object. Any other value is returned unchanged.
         fields: names of the known fields.
-        foreign: fields of other servers.
+        unsupported: fields of other servers.
 
     Raises:
         PydanticCustomError: a field is unknown or not accepted.
@@ -119,14 +134,16 @@ def known_fields(value: Any, fields: Collection[str], foreign: Mapping[str, Fore
         return value
     kept = {name: item for name, item in value.items() if name in fields}
     others = [name for name in value if name not in fields]
-    unknown = [name for name in others if name not in foreign and SAME_AS.get(name) not in fields]
-    if unknown or (others and not foreign):
+    unknown = [
+        name for name in others if name not in unsupported and SAME_AS.get(name) not in fields
+    ]
+    if unknown or (others and not unsupported):
         raise _unknown(unknown or others, fields)
     for name in others:
         item = value[name]
         if item is None:
             continue
-        if name not in foreign:
+        if name not in unsupported:
             ours = SAME_AS[name]
             if kept.get(ours) is not None:
                 raise refused_field(
@@ -134,7 +151,7 @@ def known_fields(value: Any, fields: Collection[str], foreign: Mapping[str, Fore
                 )
             kept[ours] = item
             continue
-        about = foreign[name]
+        about = unsupported[name]
         if not about.ignored and not any(
             type(item) is type(ok) and item == ok for ok in _spellings(about.harmless)
         ):
@@ -161,4 +178,6 @@ def _unknown(names: list[str], fields: Iterable[str]) -> PydanticCustomError:
 
 def refused_field(name: str, message: str) -> PydanticCustomError:
     """Return an error about field `name`, to raise while its object is validated."""
-    return PydanticCustomError("foreign_field", "{message}", {"message": message, "field": name})
+    return PydanticCustomError(
+        "unsupported_field", "{message}", {"message": message, "field": name}
+    )

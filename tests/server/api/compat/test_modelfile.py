@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvboost_edge.server.api.compat.ollama.modelfile import fields_of, written
+from kvboost_edge.server.api.compat.ollama.modelfile import fields_of, modelfile_text
 from kvboost_edge.server.api_errors import ApiError
 
 TEXTS = st.lists(
@@ -20,7 +20,7 @@ TEXTS = st.lists(
 
 def text_of(field, text):
     fields = {"parameters": {"stop": [text]}} if field == "stop" else {field: text}
-    return written("mario", "tiny", fields)
+    return modelfile_text("mario", "tiny", fields)
 
 
 def read_back(field, text):

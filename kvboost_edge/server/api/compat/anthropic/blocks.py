@@ -10,7 +10,11 @@ from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag,
 from kvboost_edge.server.api.bounds import COUNTS, counted
 from kvboost_edge.server.api.schemas.shared import BoundedText, check_text
 from kvboost_edge.server.api.schemas.strict import Strict, field_error
-from kvboost_edge.server.api.schemas.unsupported_fields import NO_IMAGES, Foreign, refused_field
+from kvboost_edge.server.api.schemas.unsupported_fields import (
+    NO_IMAGES,
+    UnsupportedField,
+    refused_field,
+)
 
 __all__ = [
     "CacheControl",
@@ -27,7 +31,7 @@ __all__ = [
     "texts_of",
 ]
 
-_IGNORED = Foreign("", ignored=True)
+_IGNORED = UnsupportedField("", ignored=True)
 _SECONDS = {"5m": 300.0, "1h": 3600.0}
 
 CallId = Annotated[str, AfterValidator(check_text), counted("tool_call_id")]
@@ -36,7 +40,7 @@ CallId = Annotated[str, AfterValidator(check_text), counted("tool_call_id")]
 class CacheControl(Strict):
     """A `cache_control` object: the prefix up to here stays cached for 5 minutes or 1 hour."""
 
-    foreign = {"scope": _IGNORED}  # noqa: RUF012 - the API key decides the scope
+    unsupported = {"scope": _IGNORED}  # noqa: RUF012 - the API key decides the scope
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] | None = None
@@ -55,7 +59,7 @@ class Marked(Strict):
 class TextBlock(Marked):
     """A text block."""
 
-    foreign = {"citations": _IGNORED}  # noqa: RUF012
+    unsupported = {"citations": _IGNORED}  # noqa: RUF012
 
     type: Literal["text"]
     text: BoundedText
@@ -79,7 +83,7 @@ class RedactedBlock(Strict):
 class ToolUseBlock(Marked):
     """A tool call by the model."""
 
-    foreign = {"caller": _IGNORED}  # noqa: RUF012
+    unsupported = {"caller": _IGNORED}  # noqa: RUF012
 
     type: Literal["tool_use"]
     id: CallId
@@ -134,7 +138,7 @@ Texts = Annotated[
 class ToolResultBlock(Marked):
     """The result of a tool call."""
 
-    foreign = {"toolset_name": _IGNORED}  # noqa: RUF012
+    unsupported = {"toolset_name": _IGNORED}  # noqa: RUF012
 
     type: Literal["tool_result"]
     tool_use_id: CallId

@@ -24,23 +24,23 @@ from kvboost_edge.server.api.schemas.shared import (
     or_null,
 )
 from kvboost_edge.server.api.schemas.strict import Strict, bad_field, field_error
-from kvboost_edge.server.api.schemas.unsupported_fields import Foreign
+from kvboost_edge.server.api.schemas.unsupported_fields import UnsupportedField
 
 __all__ = ["CountTokensRequest", "MessagesRequest", "Prompted"]
 
-_IGNORED = Foreign("", ignored=True)
+_IGNORED = UnsupportedField("", ignored=True)
 _SERVERS = "features of Anthropic's servers are not supported"
-_FOREIGN: dict[str, Foreign] = {
-    "container": Foreign(_SERVERS),
-    "mcp_servers": Foreign(_SERVERS, ([],)),
-    "fallbacks": Foreign("fallback models are not supported", ([],)),
-    "speed": Foreign("only 'standard' is supported", ("standard",)),
-    "output_format": Foreign("use output_config.format"),
-    "prompt": Foreign("send messages"),
-    "max_tokens_to_sample": Foreign("use max_tokens"),
-    "stop": Foreign("use stop_sequences", ([],)),
-    "n": Foreign("an answer has one message", (1,)),
-    "response_format": Foreign("use output_config.format"),
+_UNSUPPORTED: dict[str, UnsupportedField] = {
+    "container": UnsupportedField(_SERVERS),
+    "mcp_servers": UnsupportedField(_SERVERS, ([],)),
+    "fallbacks": UnsupportedField("fallback models are not supported", ([],)),
+    "speed": UnsupportedField("only 'standard' is supported", ("standard",)),
+    "output_format": UnsupportedField("use output_config.format"),
+    "prompt": UnsupportedField("send messages"),
+    "max_tokens_to_sample": UnsupportedField("use max_tokens"),
+    "stop": UnsupportedField("use stop_sequences", ([],)),
+    "n": UnsupportedField("an answer has one message", (1,)),
+    "response_format": UnsupportedField("use output_config.format"),
     **dict.fromkeys(
         (
             "anthropic_beta",
@@ -126,9 +126,9 @@ class Tool(Marked):
     Tool calls match the schema as described in docs/tools.md, with or without `strict`.
     """
 
-    foreign = {  # noqa: RUF012
-        "allowed_callers": Foreign(_SERVERS, (["direct"],)),
-        "defer_loading": Foreign("the model sees all tools", (False,)),
+    unsupported = {  # noqa: RUF012
+        "allowed_callers": UnsupportedField(_SERVERS, (["direct"],)),
+        "defer_loading": UnsupportedField("the model sees all tools", (False,)),
         "eager_input_streaming": _IGNORED,
         "input_examples": _IGNORED,
     }
@@ -182,7 +182,7 @@ class MetaData(Strict):
 class Prompted(Strict):
     """Fields that make up the prompt."""
 
-    foreign = _FOREIGN
+    unsupported = _UNSUPPORTED
 
     model: ModelName | None = None
     messages: Annotated[list[Message], Field(fail_fast=True), counted("messages"), Unsaid()]

@@ -77,10 +77,10 @@ class AnthropicWriter(TurnWriter):
             [TokenEvent(0, result.output_text, 0.0)] if run.prompts[0].turn is None else events
         ):
             self.push(0, one)
-        self.told(self._finish(result))
-        return self.written(result, self._reason(result))
+        self.write_parts(self._finish(result))
+        return self.response_body(result, self._reason(result))
 
-    def written(self, result: GenerationResult, reason: str) -> bytes:
+    def response_body(self, result: GenerationResult, reason: str) -> bytes:
         self._emit(self._blocks.end())
         usage = self._usage_at_end(result)
         return dumps_long(
@@ -100,7 +100,7 @@ class AnthropicWriter(TurnWriter):
         told = {"prompt_progress": progress_of(progress)} if self._body.return_progress else {}
         self._emit([{"type": "ping", **told}])
 
-    def opened(self) -> None:
+    def write_start(self) -> None:
         prompt = len(self.run.prompts[0].token_ids)
         cached = self.run.handles[0].cached_tokens
         message = {
@@ -111,10 +111,10 @@ class AnthropicWriter(TurnWriter):
         }
         self._emit([{"type": "message_start", "message": message}])
 
-    def told(self, parts: Sequence[Part]) -> None:
+    def write_parts(self, parts: Sequence[Part]) -> None:
         self._emit(self._blocks.add(parts))
 
-    def closed(self, result: GenerationResult, reason: str) -> None:
+    def write_end(self, result: GenerationResult, reason: str) -> None:
         self._emit(self._blocks.end())
         usage = self._usage_at_end(result)
         delta = {

@@ -25,7 +25,11 @@ from kvboost_edge.server.api.schemas.shared import (
 from kvboost_edge.server.api.schemas.speculative import SpeculativeFields
 from kvboost_edge.server.api.schemas.strict import Strict, field_error
 from kvboost_edge.server.api.schemas.tools import Tools
-from kvboost_edge.server.api.schemas.unsupported_fields import GENERATING, NO_IMAGES, Foreign
+from kvboost_edge.server.api.schemas.unsupported_fields import (
+    GENERATING,
+    NO_IMAGES,
+    UnsupportedField,
+)
 
 __all__ = ["ApplyTemplate", "Infill", "LlamaCompletion", "Pieces"]
 
@@ -37,18 +41,18 @@ _HERE = (
     *("t_max_predict_ms", "timings_per_token", "response_fields", "lora"),
     *("image_data", "speculative.n_min", "speculative.p_min"),
 )
-_FOREIGN = {
+_UNSUPPORTED = {
     **{name: GENERATING[name] for name in _HERE},
-    "n_probs": Foreign("use /v1/completions with logprobs", (0,)),
-    "logit_bias": Foreign("use /v1/completions", ([],)),
-    "multimodal_data": Foreign(NO_IMAGES, ([],)),
-    "n_cmpl": Foreign("use n of /v1/completions", (1,)),
+    "n_probs": UnsupportedField("use /v1/completions with logprobs", (0,)),
+    "logit_bias": UnsupportedField("use /v1/completions", ([],)),
+    "multimodal_data": UnsupportedField(NO_IMAGES, ([],)),
+    "n_cmpl": UnsupportedField("use n of /v1/completions", (1,)),
 }
 
-_FOREIGN_TO_INFILL = {
-    **_FOREIGN,
-    "input_extra": Foreign("put the context into input_prefix", ([],)),
-    "chunks": Foreign("use input_prefix", ([],)),
+_UNSUPPORTED_TO_INFILL = {
+    **_UNSUPPORTED,
+    "input_extra": UnsupportedField("put the context into input_prefix", ([],)),
+    "chunks": UnsupportedField("use input_prefix", ([],)),
 }
 
 
@@ -114,7 +118,7 @@ class _Sampling(SpeculativeFields, SamplerFields):
     `n_predict` -1 and -2 let the answer fill the context.
     """
 
-    foreign = _FOREIGN
+    unsupported = _UNSUPPORTED
 
     model: ModelName | None = None
     n_predict: Annotated[int, bounded("num_predict")] | None = None
@@ -155,7 +159,7 @@ class Infill(_Sampling):
     `prompt` is appended to the prefix.
     """
 
-    foreign = _FOREIGN_TO_INFILL
+    unsupported = _UNSUPPORTED_TO_INFILL
 
     input_prefix: BoundedText
     input_suffix: BoundedText

@@ -52,7 +52,7 @@ class LlamaWriter(TurnWriter):
         self._ids: list[int] = []
         self._told_ids = 0
 
-    def written(self, result: GenerationResult, reason: str) -> bytes:
+    def response_body(self, result: GenerationResult, reason: str) -> bytes:
         ids = list(result.output_token_ids) if self._with_ids else []
         return dumps_long(self._final(result, reason, self.message.content, ids))
 
@@ -60,7 +60,7 @@ class LlamaWriter(TurnWriter):
         self._stream = EventStream(send, _failure)
         return self._stream
 
-    def opened(self) -> None:
+    def write_start(self) -> None:
         """Do nothing: the stream starts with the first text."""
 
     def push(self, index: int, event: TokenEvent) -> None:
@@ -70,7 +70,7 @@ class LlamaWriter(TurnWriter):
     def wait(self, index: int, progress: Progress) -> None:
         self._piece("", prompt_progress=progress_of(progress))
 
-    def told(self, parts: Sequence[Part]) -> None:
+    def write_parts(self, parts: Sequence[Part]) -> None:
         self._piece("".join(part.text for part in parts if isinstance(part, ContentDelta)))
 
     def _piece(self, text: str, **more: Any) -> None:
@@ -87,7 +87,7 @@ class LlamaWriter(TurnWriter):
         }
         self._stream.add(event({**head, **counts, **more}))
 
-    def closed(self, result: GenerationResult, reason: str) -> None:
+    def write_end(self, result: GenerationResult, reason: str) -> None:
         self._stream.add(event(self._final(result, reason, "", self._new_ids())))
 
     def _new_ids(self) -> list[int]:

@@ -13,30 +13,32 @@ from kvboost_edge.server.api.compat.ollama.modelfile import fields_of
 from kvboost_edge.server.api.compat.ollama.schemas import Options
 from kvboost_edge.server.api.schemas.shared import BoundedText, ModelName
 from kvboost_edge.server.api.schemas.strict import Strict, bad_field
-from kvboost_edge.server.api.schemas.unsupported_fields import Foreign
+from kvboost_edge.server.api.schemas.unsupported_fields import UnsupportedField
 from kvboost_edge.server.api_errors import as_api_error
-from kvboost_edge.server.models.created import Changed
+from kvboost_edge.server.models.created import ModelOverrides
 
-__all__ = ["OllamaCreate", "changed_by", "described", "parameters_of"]
+__all__ = ["OllamaCreate", "modelfile_fields", "overrides_of", "parameters_of"]
 
-_WEIGHTS = Foreign(
+_WEIGHTS = UnsupportedField(
     "a created model shares the weights of its source; pull a file in another format", ("",)
 )
-_TEMPLATE = Foreign("the chat template says how prompts and answers are written", ("",))
-_NO_DRAFT = Foreign("a draft model is given to the server, with --draft-model", ({}, ""))
-_FOREIGN = {
-    "files": Foreign("files cannot be uploaded; pull a model, and name it in from", ({},)),
-    "adapters": Foreign("LoRA adapters are not supported", ({},)),
+_TEMPLATE = UnsupportedField("the chat template says how prompts and answers are written", ("",))
+_NO_DRAFT = UnsupportedField("a draft model is given to the server, with --draft-model", ({}, ""))
+_UNSUPPORTED = {
+    "files": UnsupportedField("files cannot be uploaded; pull a model, and name it in from", ({},)),
+    "adapters": UnsupportedField("LoRA adapters are not supported", ({},)),
     "quantize": _WEIGHTS,
     "quantization": _WEIGHTS,
-    "messages": Foreign("send these messages in each request", ([],)),
-    "path": Foreign("paths of the server are not read; send the text as modelfile", ("",)),
+    "messages": UnsupportedField("send these messages in each request", ([],)),
+    "path": UnsupportedField("paths of the server are not read; send the text as modelfile", ("",)),
     "renderer": _TEMPLATE,
     "parser": _TEMPLATE,
-    "capabilities": Foreign("they follow from the chat template", ([],)),
-    "info": Foreign("they follow from the model's files", ({},)),
-    "requires": Foreign("this server does not compare versions of Ollama; leave it out", ("",)),
-    "remote_host": Foreign("all models run on this server", ("",)),
+    "capabilities": UnsupportedField("they follow from the chat template", ([],)),
+    "info": UnsupportedField("they follow from the model's files", ({},)),
+    "requires": UnsupportedField(
+        "this server does not compare versions of Ollama; leave it out", ("",)
+    ),
+    "remote_host": UnsupportedField("all models run on this server", ("",)),
     "draft_files": _NO_DRAFT,
     "draft_quantize": _NO_DRAFT,
 }
@@ -47,7 +49,7 @@ _NAMES = {"num_predict": "max_tokens", "repeat_penalty": "repetition_penalty"}
 class OllamaCreate(Strict):
     """Body of /api/create: the fields of the new model, or a `modelfile` with them."""
 
-    foreign = _FOREIGN
+    unsupported = _UNSUPPORTED
 
     model: ModelName | None = None
     name: ModelName | None = Field(None, description="Older name of the field `model`.")
@@ -116,7 +118,7 @@ class OllamaCreate(Strict):
             raise as_api_error(RequestValidationError(problems)) from error
 
 
-def changed_by(body: OllamaCreate) -> Changed:
+def overrides_of(body: OllamaCreate) -> ModelOverrides:
     """Convert a body without a Modelfile to the values that the new model overrides."""
     given = body.parameters or Options()
     sampling = {
@@ -129,7 +131,7 @@ def changed_by(body: OllamaCreate) -> Changed:
     if (seed := sampling.get("seed")) is not None:
         sampling["seed"] = None if seed == -1 else seed % 2**64
     license = body.license
-    return Changed(
+    return ModelOverrides(
         system=body.system,
         sampling=sampling,
         context=given.num_ctx,
@@ -145,8 +147,8 @@ def parameters_of(model: ManagedModel) -> dict[str, Any]:
     return found if model.context is None else {**found, "num_ctx": model.context}
 
 
-def described(model: ManagedModel) -> Mapping[str, Any]:
-    """Return the fields that `modelfile.written` reads."""
+def modelfile_fields(model: ManagedModel) -> Mapping[str, Any]:
+    """Return the fields that `modelfile_text` reads."""
     return {
         "parameters": parameters_of(model),
         "system": model.system,

@@ -9,7 +9,7 @@ from typing import Any
 
 from kvboost_edge.server.api.schemas.strict import bad_field
 
-__all__ = ["fields_of", "parameter_lines", "written"]
+__all__ = ["fields_of", "modelfile_text", "parameter_lines"]
 
 Json = dict[str, Any]
 
@@ -65,7 +65,7 @@ def parameter_lines(parameters: Mapping[str, Any]) -> str:
     return "\n".join(f"{name:<{_COLUMN}} {value}" for name, value in _listed(parameters))
 
 
-def written(name: str, origin: str, fields: Mapping[str, Any]) -> str:
+def modelfile_text(name: str, origin: str, fields: Mapping[str, Any]) -> str:
     """Return the Modelfile of a model.
 
     A text that cannot be quoted is left out. Its line then has no value, so reading it fails, and

@@ -8,14 +8,14 @@ import math
 import time
 from typing import Any
 
-from kvboost_edge.server.api.compat.ollama.create import described, parameters_of
-from kvboost_edge.server.api.compat.ollama.modelfile import parameter_lines, written
+from kvboost_edge.server.api.compat.ollama.create import modelfile_fields, parameters_of
+from kvboost_edge.server.api.compat.ollama.modelfile import modelfile_text, parameter_lines
 from kvboost_edge.server.api_errors import ApiError
 from kvboost_edge.server.models.registry import Models
 from kvboost_edge.server.models.served import ServedModel, abilities_of
 from kvboost_edge.server.models.server import ServerState
 
-__all__ = ["API_VERSION", "listed", "named", "running", "shown"]
+__all__ = ["API_VERSION", "list_models", "list_running", "resolve_name", "show_model"]
 
 Json = dict[str, Any]
 
@@ -26,7 +26,7 @@ _LATEST = ":latest"
 _FOREVER = "9999-12-31T23:59:59Z"
 
 
-def named(models: Models, name: str | None) -> str:
+def resolve_name(models: Models, name: str | None) -> str:
     """Resolve a model name of a client, which may have Ollama's tag ":latest" or lack it.
 
     Raises:
@@ -40,13 +40,13 @@ def named(models: Models, name: str | None) -> str:
     raise ApiError(404, message, code="model_not_found", param="model")
 
 
-def listed(server: ServerState) -> list[Json]:
+def list_models(server: ServerState) -> list[Json]:
     """List all models, loaded or not, under each of their names."""
     modified = {"modified_at": _created(server)}
     return [_entry(one, name) | modified for one in server.models.all for name in one.names]
 
 
-def running(server: ServerState) -> list[Json]:
+def list_running(server: ServerState) -> list[Json]:
     """List the loaded models with the time at which each will be unloaded."""
     return [
         _entry(one, name)
@@ -61,7 +61,7 @@ def running(server: ServerState) -> list[Json]:
     ]
 
 
-def shown(server: ServerState, served: ServedModel) -> Json:
+def show_model(server: ServerState, served: ServedModel) -> Json:
     """Return the details of a model. A model that was never loaded has only a name.
 
     Takes a while, so run it in a worker thread.
@@ -85,7 +85,7 @@ def shown(server: ServerState, served: ServedModel) -> Json:
     abilities = served.abilities if state is None else abilities_of(state.engine)
     return {
         "license": record.license if record else "",
-        "modelfile": written(_tagged(served.name), record.origin, described(record))
+        "modelfile": modelfile_text(_tagged(served.name), record.origin, modelfile_fields(record))
         if record
         else "",
         "parameters": parameter_lines(parameters_of(record)) if record else "",

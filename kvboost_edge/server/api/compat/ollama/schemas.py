@@ -21,11 +21,11 @@ from kvboost_edge.server.api.schemas.shared import (
 )
 from kvboost_edge.server.api.schemas.strict import Strict, field_error
 from kvboost_edge.server.api.schemas.tools import Tools
-from kvboost_edge.server.api.schemas.unsupported_fields import NO_IMAGES, Foreign
+from kvboost_edge.server.api.schemas.unsupported_fields import NO_IMAGES, UnsupportedField
 
 __all__ = ["OllamaChat", "OllamaGenerate", "OllamaMessage", "OllamaShow", "Options"]
 
-_IGNORED = Foreign("", ignored=True)
+_IGNORED = UnsupportedField("", ignored=True)
 _LOADING = (
     *(
         "numa",
@@ -42,22 +42,22 @@ _LOADING = (
 )
 _OPTIONS = {
     **dict.fromkeys(_LOADING, _IGNORED),  # The model is already loaded with a fixed context.
-    "tfs_z": Foreign("this sampler is not supported; use min_p or typical_p", (1,)),
-    "penalize_newline": Foreign("repeat_penalty always includes line ends", (True,)),
+    "tfs_z": UnsupportedField("this sampler is not supported; use min_p or typical_p", (1,)),
+    "penalize_newline": UnsupportedField("repeat_penalty always includes line ends", (True,)),
 }
 _TEMPLATE = "the model's own chat template is used; set raw: true to send a prompt without it"
-_FOREIGN = {
-    "logprobs": Foreign("use /v1/chat/completions", (False,)),
-    "top_logprobs": Foreign("use /v1/chat/completions", (0,)),
-    "images": Foreign(NO_IMAGES, ([],)),
-    "template": Foreign(_TEMPLATE, ("",)),
-    "context": Foreign(
+_UNSUPPORTED = {
+    "logprobs": UnsupportedField("use /v1/chat/completions", (False,)),
+    "top_logprobs": UnsupportedField("use /v1/chat/completions", (0,)),
+    "images": UnsupportedField(NO_IMAGES, ([],)),
+    "template": UnsupportedField(_TEMPLATE, ("",)),
+    "context": UnsupportedField(
         "send the whole conversation to /api/chat; cached tokens are not recomputed", ([],)
     ),
-    "suffix": Foreign("use /infill with a model that has infill tokens", ("",)),
-    "width": Foreign(NO_IMAGES, (0,)),
-    "height": Foreign(NO_IMAGES, (0,)),
-    "steps": Foreign(NO_IMAGES, (0,)),
+    "suffix": UnsupportedField("use /infill with a model that has infill tokens", ("",)),
+    "width": UnsupportedField(NO_IMAGES, (0,)),
+    "height": UnsupportedField(NO_IMAGES, (0,)),
+    "steps": UnsupportedField(NO_IMAGES, (0,)),
 }
 _ANY_OBJECT = {"type": "object"}
 _MOST_MESSAGES = int(COUNTS["messages"].high)
@@ -119,7 +119,7 @@ class Options(Strict):
     is reduced to it.
     """
 
-    foreign = _OPTIONS
+    unsupported = _OPTIONS
 
     num_predict: Annotated[int, bounded("num_predict")] | None = None
     num_ctx: Annotated[int, bounded("num_ctx")] | None = None
@@ -168,7 +168,7 @@ class OllamaMessage(Strict):
 
 
 class _Generating(Strict):
-    foreign = _FOREIGN
+    unsupported = _UNSUPPORTED
 
     model: ModelName
     stream: bool | None = Field(

@@ -58,7 +58,7 @@ class OllamaWriter(TurnWriter):
         self._chat = chat
         self._calls_told = 0
 
-    def written(self, result: GenerationResult, reason: str) -> bytes:
+    def response_body(self, result: GenerationResult, reason: str) -> bytes:
         thinking = self.message.as_sent().get("reasoning_content", "")
         said = _said(
             self.message.content, thinking, self._whole_calls(len(self.message.calls)), self._chat
@@ -69,10 +69,10 @@ class OllamaWriter(TurnWriter):
         self._stream = EventStream(send, _failure, content_type=LINES)
         return self._stream
 
-    def opened(self) -> None:
+    def write_start(self) -> None:
         """Do nothing: the stream starts with the first text."""
 
-    def told(self, parts: Sequence[Part]) -> None:
+    def write_parts(self, parts: Sequence[Part]) -> None:
         content = "".join(part.text for part in parts if isinstance(part, ContentDelta))
         thinking = "".join(part.text for part in parts if isinstance(part, ReasoningDelta))
         # A tool call is complete when the next one begins or the turn ends, and only then sent.
@@ -81,7 +81,7 @@ class OllamaWriter(TurnWriter):
         )
         self._tell(content, thinking, begun)
 
-    def closed(self, result: GenerationResult, reason: str) -> None:
+    def write_end(self, result: GenerationResult, reason: str) -> None:
         self._tell("", "", len(self.message.calls))
         said = _said("", "", [], self._chat)
         self._add({**self._head(), **said, "done": True, **self._figures(result, reason)})

@@ -24,26 +24,26 @@ from kvboost_edge.server.api.schemas.shared import (
     ReasoningMessage,
 )
 from kvboost_edge.server.api.schemas.strict import Strict, field_error
-from kvboost_edge.server.api.schemas.unsupported_fields import Foreign
+from kvboost_edge.server.api.schemas.unsupported_fields import UnsupportedField
 
 __all__ = ["Reasoning", "ResponseRequest", "StreamOptions"]
 
 _CONVERSATION = "conversations are not supported; use previous_response_id"
-_FOREIGN = {
-    "client_metadata": Foreign("", ignored=True),  # Codex sends its name there.
-    "messages": Foreign("send input, or messages to /v1/chat/completions"),
-    "max_tokens": Foreign("use max_output_tokens"),
-    "max_completion_tokens": Foreign("use max_output_tokens"),
-    "response_format": Foreign("use text.format"),
-    "reasoning_effort": Foreign("use reasoning.effort"),
-    "conversation": Foreign(_CONVERSATION),
-    "prompt": Foreign("there are no stored prompts; send instructions and input"),
-    "max_tool_calls": Foreign("the model calls only functions, which the client runs"),
-    "n": Foreign("a response has one answer; send another request", (1,)),
-    "stop": Foreign("responses have no stop strings; use /v1/chat/completions"),
-    "logprobs": Foreign("use /v1/chat/completions", (False,)),
-    "top_logprobs": Foreign("use /v1/chat/completions", (0,)),
-    "context_management": Foreign(
+_UNSUPPORTED = {
+    "client_metadata": UnsupportedField("", ignored=True),  # Codex sends its name there.
+    "messages": UnsupportedField("send input, or messages to /v1/chat/completions"),
+    "max_tokens": UnsupportedField("use max_output_tokens"),
+    "max_completion_tokens": UnsupportedField("use max_output_tokens"),
+    "response_format": UnsupportedField("use text.format"),
+    "reasoning_effort": UnsupportedField("use reasoning.effort"),
+    "conversation": UnsupportedField(_CONVERSATION),
+    "prompt": UnsupportedField("there are no stored prompts; send instructions and input"),
+    "max_tool_calls": UnsupportedField("the model calls only functions, which the client runs"),
+    "n": UnsupportedField("a response has one answer; send another request", (1,)),
+    "stop": UnsupportedField("responses have no stop strings; use /v1/chat/completions"),
+    "logprobs": UnsupportedField("use /v1/chat/completions", (False,)),
+    "top_logprobs": UnsupportedField("use /v1/chat/completions", (0,)),
+    "context_management": UnsupportedField(
         "the context is never truncated; longer conversations are refused", ([],)
     ),
 }
@@ -91,7 +91,7 @@ class ResponseRequest(Strict):
     Without `max_output_tokens`, the answer may fill the context.
     """
 
-    foreign = _FOREIGN
+    unsupported = _UNSUPPORTED
 
     input: Items
     model: ModelName | None = None

@@ -60,7 +60,7 @@ class ResponsesWriter(TurnWriter):
         self._number = 0
         self._is_open = False
 
-    def written(self, result: GenerationResult, reason: str) -> bytes:
+    def response_body(self, result: GenerationResult, reason: str) -> bytes:
         for part in self._parts():
             for _ in self._added(part):
                 pass  # The events are not needed.
@@ -75,21 +75,21 @@ class ResponsesWriter(TurnWriter):
     def wait(self, index: int, progress: Progress) -> None:
         if self._is_open:
             self._tell({"type": "response.in_progress", "response": self._response})
-        self.opened()
+        self.write_start()
 
-    def opened(self) -> None:
+    def write_start(self) -> None:
         if self._is_open:
             return
         self._is_open = True
         for kind in ("response.created", "response.in_progress"):
             self._tell({"type": kind, "response": self._response})
 
-    def told(self, parts: Sequence[Part]) -> None:
+    def write_parts(self, parts: Sequence[Part]) -> None:
         for part in parts:
             for data in self._added(part):
                 self._tell(data)
 
-    def closed(self, result: GenerationResult, reason: str) -> None:
+    def write_end(self, result: GenerationResult, reason: str) -> None:
         for data in self._output.end(_status(reason)):
             self._tell(data)
         whole = self._finished(result, reason)
