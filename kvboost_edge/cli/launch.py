@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from kvboost_edge.cli.servers.remote import RemoteChat
 from kvboost_edge.errors import BackendUnavailable, ConfigError
 
-__all__ = ["CLIENTS", "Launch", "Served", "run_launch"]
+__all__ = ["CLIENTS", "Launch", "RunningServer", "run_launch"]
 
 
 _ANY_KEY = "none"  # clients require a key even if the server needs none
@@ -20,7 +20,7 @@ _TIMEOUT_MS = 3_600_000  # a long prompt takes minutes on a CPU
 _CODEX_KEY = "KVBOOST_API_KEY"
 
 
-class Served(NamedTuple):
+class RunningServer(NamedTuple):
     """A running server.
 
     Attributes:
@@ -43,7 +43,7 @@ class Launch(NamedTuple):
     environment: dict[str, str]
 
 
-def _claude(server: Served) -> Launch:
+def _claude(server: RunningServer) -> Launch:
     """Return the settings of Claude Code."""
     # Claude Code's attribution header comes before the system prompt and changes with each request,
     # which would prevent cache hits.
@@ -64,7 +64,7 @@ def _claude(server: Served) -> Launch:
     return Launch(("claude",), environment)
 
 
-def _codex(server: Served) -> Launch:
+def _codex(server: RunningServer) -> Launch:
     """Return the settings of Codex, which uses /v1/responses."""
     # Codex reads TOML, whose strings and numbers can be written as in JSON.
     settings: dict[str, Any] = {
@@ -85,7 +85,7 @@ def _codex(server: Served) -> Launch:
     return Launch(("codex", *arguments), {_CODEX_KEY: server.key} if server.key else {})
 
 
-def _opencode(server: Served) -> Launch:
+def _opencode(server: RunningServer) -> Launch:
     model: dict[str, Any] = {"name": server.model}
     if server.context:
         model["limit"] = {"context": server.context, "output": server.context // 4}
@@ -103,7 +103,7 @@ def _opencode(server: Served) -> Launch:
     return Launch(("opencode",), {"OPENCODE_CONFIG_CONTENT": json.dumps(config)})
 
 
-def _openwebui(server: Served) -> Launch:
+def _openwebui(server: RunningServer) -> Launch:
     environment = {
         "OPENAI_API_BASE_URL": f"{server.url}/v1",
         "OPENAI_API_KEY": server.key or _ANY_KEY,
@@ -113,7 +113,7 @@ def _openwebui(server: Served) -> Launch:
     return Launch(("open-webui", "serve"), environment)
 
 
-CLIENTS: dict[str, Callable[[Served], Launch]] = {
+CLIENTS: dict[str, Callable[[RunningServer], Launch]] = {
     "claude": _claude,
     "codex": _codex,
     "opencode": _opencode,
@@ -144,7 +144,7 @@ def run_launch(
     os.execve(program, command, {**os.environ, **launch.environment})
 
 
-def _served(url: str, api_key: str, model: str) -> Served:
+def _served(url: str, api_key: str, model: str) -> RunningServer:
     """Return the server, with the named model or its first model."""
     key = api_key or os.environ.get("KVBOOST_API_KEY", "")
     with RemoteChat(url, api_key=key) as server:
@@ -157,7 +157,7 @@ def _served(url: str, api_key: str, model: str) -> Served:
             "these, or start the server with --model-name"
         )
     context = served[name].get("max_model_len")
-    return Served(
+    return RunningServer(
         url.rstrip("/").removesuffix("/v1"), key, name, context if isinstance(context, int) else 0
     )
 

@@ -21,10 +21,10 @@ from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from kvboost_edge.backends.base import Backend
-from kvboost_edge.engine.debug_checks import BlockWatch, Unwatched
+from kvboost_edge.engine.debug_checks import BlockWatch, NoChecks
 from kvboost_edge.engine.handle import RequestHandle
 from kvboost_edge.engine.non_prefix_reuse import Prober
-from kvboost_edge.engine.offload.tiering import Untiered
+from kvboost_edge.engine.offload.tiering import NoTiers
 from kvboost_edge.engine.request.answer_ids import AnswerStore
 from kvboost_edge.engine.request.request import Request
 from kvboost_edge.engine.schedule.progress_estimate import ProgressEstimate
@@ -47,14 +47,14 @@ if TYPE_CHECKING:
     from kvboost_edge.tiers.io_thread import IOChunk
 
 __all__ = [
-    "Arrived",
+    "BlocksArrived",
     "Cancel",
     "Close",
     "Deadlines",
     "EngineCore",
     "Message",
-    "Started",
     "Submit",
+    "ThreadOwner",
     "note_started",
 ]
 
@@ -71,7 +71,7 @@ _LONG_SLEEP = 3600.0  # some systems reject timeouts of many days
 _SPARE = 64  # deadlines of finished requests to keep before a cleanup
 
 
-class Started(Protocol):
+class ThreadOwner(Protocol):
     """An object that owns a running thread."""
 
     def close(self) -> None:
@@ -83,10 +83,10 @@ class Started(Protocol):
         ...
 
 
-_started: weakref.WeakSet[Started] = weakref.WeakSet()
+_started: weakref.WeakSet[ThreadOwner] = weakref.WeakSet()
 
 
-def note_started(one: Started) -> None:
+def note_started(one: ThreadOwner) -> None:
     """Register an object so that its thread is stopped at exit.
 
     Only a weak reference is kept.
@@ -123,7 +123,7 @@ class Cancel(NamedTuple):
     request_index: int
 
 
-class Arrived(NamedTuple):
+class BlocksArrived(NamedTuple):
     """A message with blocks that were read from a tier."""
 
     piece: IOChunk
@@ -133,7 +133,7 @@ class Close(NamedTuple):
     """A message that stops the engine."""
 
 
-Message = Submit | Cancel | Arrived | Close
+Message = Submit | Cancel | BlocksArrived | Close
 
 
 class Deadlines:
@@ -199,7 +199,7 @@ class EngineCore:
         self._backend = backend
         self._sequences = sequences
         self._prober = Prober(runner, scheduler.manager, scheduler.max_batch_tokens)
-        self._watch = BlockWatch(scheduler.manager, backend) if debug_checks else Unwatched()
+        self._watch = BlockWatch(scheduler.manager, backend) if debug_checks else NoChecks()
         # SimpleQueue.put is reentrant, so finalizers can call it at any time from any thread.
         self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._live: dict[int, Sequence] = {}  # unfinished requests by index
@@ -219,10 +219,10 @@ class EngineCore:
         self._is_copy = False
         self.answers = AnswerStore()
         self._retention = Retention(scheduler.manager)
-        self.tiering = Untiered()
+        self.tiering = NoTiers()
         self._thread = threading.Thread(target=self._run, name="kvboost-edge-engine", daemon=True)
 
-    def use_tiers(self, tiering: Untiered) -> None:
+    def use_tiers(self, tiering: NoTiers) -> None:
         """Attach offload tiers. Call this before `start`."""
         self.tiering = tiering
         tiering.start(self.arrived)
@@ -232,7 +232,7 @@ class EngineCore:
 
         The I/O thread calls this.
         """
-        self._inbox.put(Arrived(piece))
+        self._inbox.put(BlocksArrived(piece))
 
     # Methods for callers on any thread.
 
@@ -599,7 +599,7 @@ class EngineCore:
         elif isinstance(message, Cancel):
             if message.request_index in self._live:
                 self._end(self._live[message.request_index], reason="cancelled")
-        elif isinstance(message, Arrived):
+        elif isinstance(message, BlocksArrived):
             self.tiering.fill(message.piece)
         else:
             self._closing = True

@@ -8,10 +8,10 @@ from kvboost_edge.backends.base import Backend
 from kvboost_edge.errors import CacheCorruption
 from kvboost_edge.kvcache.manager import BLOCK_CACHED, BLOCK_SHARED, KVCacheManager
 
-__all__ = ["BlockWatch", "Unwatched"]
+__all__ = ["BlockWatch", "NoChecks"]
 
 
-class Unwatched:
+class NoChecks:
     """A null implementation that checks nothing."""
 
     def idle(self) -> None:
@@ -29,7 +29,7 @@ class Unwatched:
         """Check the blocks after a forward pass."""
 
 
-class BlockWatch(Unwatched):
+class BlockWatch(NoChecks):
     """Checks that detect wrong reads and writes of blocks and recurrent state slots.
 
     - New blocks and the draft slots of recurrent state are filled with NaN before each pass, so

@@ -16,7 +16,7 @@ from kvboost_edge.tiers.base import TierStats
 if TYPE_CHECKING:
     from kvboost_edge.config import EngineConfig
     from kvboost_edge.engine.build import EngineParts
-    from kvboost_edge.engine.offload.tiering import Untiered
+    from kvboost_edge.engine.offload.tiering import NoTiers
     from kvboost_edge.engine.schedule.scheduler import Scheduler
     from kvboost_edge.kvcache.manager import KVCacheManager
 
@@ -72,7 +72,7 @@ class StepTimes:
         return dict(zip(names, itertools.accumulate(self._counts), strict=True))
 
 
-def cache_stats(parts: EngineParts, tiering: Untiered) -> dict[str, float]:
+def cache_stats(parts: EngineParts, tiering: NoTiers) -> dict[str, float]:
     """Return cache statistics under KVBoost's names, which call a block a chunk.
 
     Pool:
@@ -152,7 +152,7 @@ def paged_stats(
     parts: EngineParts,
     scheduler: Scheduler,
     config: EngineConfig,
-    tiering: Untiered,
+    tiering: NoTiers,
     step_times: StepTimes,
 ) -> dict[str, Any]:
     """Return statistics of the pool and the engine, by name. Counters count since the start.

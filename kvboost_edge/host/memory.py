@@ -22,6 +22,7 @@ __all__ = [
     "Slack",
     "available_bytes",
     "give_back",
+    "paused_garbage_collection",
     "process_peak",
     "process_rss",
     "resident_bytes",
@@ -29,7 +30,6 @@ __all__ = [
     "set_own_share",
     "shared_out",
     "total_bytes",
-    "uncollected",
 ]
 
 _WORTH = 8 << 20  # growth of the process after which memory is returned to the system again
@@ -158,7 +158,7 @@ class Slack:
 
 
 @contextlib.contextmanager
-def uncollected() -> Iterator[None]:
+def paused_garbage_collection() -> Iterator[None]:
     """Disable garbage collection while the body creates many permanent objects."""
     # The collector would scan all objects repeatedly, which takes 40% of the time to create 50,000.
     was_on = gc.isenabled()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-__all__ = ["Dropped"]
+__all__ = ["EvictedHashes"]
 
 _LEAST = 1 << 15
 
 
-class Dropped:
+class EvictedHashes:
     """Record of the hashes of blocks that a pool or a tier dropped most recently.
 
     It holds between `least` and twice `least` hashes, at about 70 bytes each. Only one thread

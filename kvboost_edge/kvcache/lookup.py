@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from kvboost_edge.errors import CacheCorruption
-from kvboost_edge.kvcache.evicted_hashes import Dropped
+from kvboost_edge.kvcache.evicted_hashes import EvictedHashes
 from kvboost_edge.kvcache.hashing import TOKEN_BYTES, HashFn
 from kvboost_edge.kvcache.prefix_index import PrefixIndex, PrefixMatch, rest_hashes
 
@@ -68,7 +68,7 @@ class Lookup:
         # not. It is None if the miss was already counted, or if the block was dropped without an
         # eviction.
         self._forgotten: OrderedDict[bytes, int | None] = OrderedDict()
-        self._dropped = Dropped(max(_LEAST_REASONS, _REASONS_PER_BLOCK * num_blocks))
+        self._dropped = EvictedHashes(max(_LEAST_REASONS, _REASONS_PER_BLOCK * num_blocks))
         self._most_forgotten = _FORGOTTEN_PER_BLOCK * num_blocks
 
     @property

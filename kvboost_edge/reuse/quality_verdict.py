@@ -26,7 +26,7 @@ from kvboost_edge.reuse.recompute import Repair
 __all__ = [
     "ANSWER_TOKENS",
     "Comparison",
-    "Material",
+    "QualityPrompts",
     "Verdict",
     "compare",
     "log_softmax",
@@ -44,7 +44,7 @@ _LEAST_DOCUMENTS = 3
 Floats = npt.NDArray[np.float32]
 
 
-class Material(NamedTuple):
+class QualityPrompts(NamedTuple):
     """Token ids of the test prompts.
 
     Each prompt consists of the introduction, all documents and one question.
@@ -71,7 +71,7 @@ def make_material(
     *,
     most_tokens: int,
     least_tokens: int,
-) -> Material | None:
+) -> QualityPrompts | None:
     """Return the test material for a tokenizer, or None if fewer than three documents fit.
 
     The material has as many documents as possible, at most one per built-in passage.
@@ -94,7 +94,7 @@ def make_material(
         joined = [sum(passages[first:end], ()) for first, end in itertools.pairwise(ends)]
         documents = tuple(document[: max(0, room // count)] for document in joined)
         if min(map(len, documents)) >= least_tokens:
-            return Material(introduction, documents, questions)
+            return QualityPrompts(introduction, documents, questions)
     return None
 
 
@@ -178,7 +178,7 @@ class Verdict:
 
 
 def outcome_stamp(
-    model: bytes, repair: Repair, lead: Sequence[int], material: Material
+    model: bytes, repair: Repair, lead: Sequence[int], material: QualityPrompts
 ) -> FileStamp:
     """Return the file memo key of a verdict, which covers everything the verdict depends on.
 

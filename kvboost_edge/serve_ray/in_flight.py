@@ -17,7 +17,7 @@ from kvboost_edge.serve_ray.routing.prompt_chain import PromptChain
 from kvboost_edge.serve_ray.routing.router import PrefixRouter
 from kvboost_edge.server.api_errors import ApiError, NoReplica
 
-__all__ = ["Cancelled", "Flight", "ReplicaLost", "Stream", "is_loss"]
+__all__ = ["CancelledBeforeStart", "Flight", "ReplicaLost", "Stream", "is_loss"]
 
 _TRIES = 4
 _TARGETS = 3  # replicas to try in order, before any other
@@ -35,7 +35,7 @@ class ReplicaLost(ApiError):
         super().__init__(503, message, code="replica_lost", headers={"Retry-After": "1"})
 
 
-class Cancelled(KVBoostError):
+class CancelledBeforeStart(KVBoostError):
     """The request was cancelled before a replica began it, or its replica reported no outcome."""
 
 
@@ -114,7 +114,9 @@ class Flight:
                 raise asyncio.CancelledError
             await self._run()
         except asyncio.CancelledError:
-            self._handle._finish(None, Cancelled(f"request {self._sent.request} was cancelled"))
+            self._handle._finish(
+                None, CancelledBeforeStart(f"request {self._sent.request} was cancelled")
+            )
         except Exception as error:
             self._handle._finish(None, error)
         finally:

@@ -15,7 +15,7 @@ from kvboost_edge.config import EngineConfig
 from kvboost_edge.errors import ConfigError
 from kvboost_edge.serve_ray.deployment import NAME, replica_deployment
 from kvboost_edge.serve_ray.model_files import open_tokenizer
-from kvboost_edge.serve_ray.start import flags_of, pooled, replica_options
+from kvboost_edge.serve_ray.start import connect_pool, flags_of, replica_options
 from kvboost_edge.server.app import create_app
 from kvboost_edge.server.default_mode import check_default_mode, log_default_mode
 from kvboost_edge.server.flags import parse_flags
@@ -85,7 +85,7 @@ class Server:
         config = EngineConfig.from_options(**options.engine)
         tokenizer, digest = open_tokenizer(options.model, config)
         self._settings = options.settings
-        self._opened = pooled(
+        self._opened = connect_pool(
             engines,
             NAME,
             tokenizer,

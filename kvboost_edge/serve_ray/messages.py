@@ -17,8 +17,8 @@ from kvboost_edge.runners.base import RunnerInfo
 from kvboost_edge.serve_ray.routing.cache_records import EventBatch, ReplicaReport
 
 __all__ = [
+    "CallOutcome",
     "Came",
-    "Computed",
     "Description",
     "Failure",
     "ReplicaCall",
@@ -159,7 +159,7 @@ class Came(NamedTuple):
     progress: Progress | None = None
 
 
-class Computed(NamedTuple):
+class CallOutcome(NamedTuple):
     """The outcome of an engine call such as `embed`.
 
     Attributes:

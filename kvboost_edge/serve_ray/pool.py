@@ -28,7 +28,7 @@ from kvboost_edge.errors import KVBoostError
 from kvboost_edge.kvcache.hashing import encode_tokens, prefix_hashes, shared_root
 from kvboost_edge.runners.base import RunnerInfo
 from kvboost_edge.serve_ray.aggregation import summed_cache, summed_paged
-from kvboost_edge.serve_ray.in_flight import Cancelled, Flight
+from kvboost_edge.serve_ray.in_flight import CancelledBeforeStart, Flight
 from kvboost_edge.serve_ray.messages import Description, ReplicaFigures, Sent
 from kvboost_edge.serve_ray.replicas import Replicas
 from kvboost_edge.serve_ray.routing.prompt_chain import PromptChain
@@ -397,7 +397,7 @@ class ReplicatedEngine:
         try:
             computed = future.result()
         except CancelledError as error:
-            raise Cancelled(f"{call} was cancelled") from error
+            raise CancelledBeforeStart(f"{call} was cancelled") from error
         finally:
             handles.remove(whole)
         for result in computed.results:

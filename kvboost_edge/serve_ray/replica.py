@@ -20,8 +20,8 @@ from kvboost_edge.errors import CapacityError, KVBoostError
 from kvboost_edge.host.memory import Region, available_bytes
 from kvboost_edge.kvcache.hashing import HASH_BYTES, decode_tokens
 from kvboost_edge.serve_ray.messages import (
+    CallOutcome,
     Came,
-    Computed,
     Description,
     Failure,
     ReplicaCall,
@@ -281,7 +281,7 @@ class EngineReplica:
 
     async def compute(
         self, sent: Sent, call: str, arguments: tuple[Any, ...], options: Mapping[str, Any]
-    ) -> AsyncIterator[Computed | None]:
+    ) -> AsyncIterator[CallOutcome | None]:
         """Run the engine's `embed`, `rerank` or `warm`. Yield None at the start, then the outcome.
 
         Closing the stream cancels the work.
@@ -314,7 +314,7 @@ class EngineReplica:
             except Exception as error:
                 value = None
                 failure = self._failure(error)
-            yield Computed(value, _results_of(handles), failure)
+            yield CallOutcome(value, _results_of(handles), failure)
         finally:
             handles.stop()
             await asyncio.wait([task])

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from kvboost_edge.errors import BackendUnavailable, ConfigError, KVBoostError
 from kvboost_edge.serve_ray.in_flight import Stream, is_loss
 from kvboost_edge.serve_ray.messages import (
-    Computed,
+    CallOutcome,
     Description,
     Failure,
     ReplicaCall,
@@ -199,7 +199,7 @@ class Replicas:
         arguments: tuple[Any, ...],
         options: Mapping[str, Any],
         everywhere: bool,
-    ) -> Computed:
+    ) -> CallOutcome:
         """Call an engine method in one replica, or in all replicas for the largest result."""
         if everywhere:
             names = sorted(self.usable)
@@ -223,7 +223,7 @@ class Replicas:
         call: str,
         arguments: tuple[Any, ...],
         options: Mapping[str, Any],
-    ) -> Computed | None:
+    ) -> CallOutcome | None:
         """Call an engine method in one of the targets; return None if the replica has ended."""
         self._busy_until = time.monotonic() + _WATCHED_SECONDS
         stream = self._computing.remote(

@@ -33,14 +33,14 @@ if TYPE_CHECKING:
 __all__ = [
     "FLAGS_VARIABLE",
     "cluster",
-    "deployed",
+    "connect_pool",
+    "deploy_replicas",
     "flags_of",
     "loading_error",
     "log_replicas",
     "own_cluster",
-    "pooled",
     "replica_options",
-    "replicated",
+    "start_replicas",
 ]
 
 FLAGS_VARIABLE = "KVBOOST_EDGE_SERVE_FLAGS"
@@ -105,7 +105,7 @@ def flags_of(arguments: Mapping[str, Any]) -> list[str]:
 
 
 @contextlib.contextmanager
-def replicated(options: ServeOptions) -> Iterator[ReplicatedEngine]:
+def start_replicas(options: ServeOptions) -> Iterator[ReplicatedEngine]:
     """Start the replicas, and yield them as one engine. They end afterwards."""
     config = EngineConfig.from_options(**options.engine)
     # Done before Ray starts, to report invalid options and files at once.
@@ -114,14 +114,14 @@ def replicated(options: ServeOptions) -> Iterator[ReplicatedEngine]:
     with cluster(options.ray_address, options.workers, threads) as each:
         name = f"kvboost-edge-{secrets.token_hex(4)}"
         with (
-            deployed(options, name, each) as handle,
-            pooled(handle, name, tokenizer, digest, config) as pool,
+            deploy_replicas(options, name, each) as handle,
+            connect_pool(handle, name, tokenizer, digest, config) as pool,
         ):
             yield pool
 
 
 @contextlib.contextmanager
-def pooled(
+def connect_pool(
     handle: Any,
     name: str,
     tokenizer: Tokenizer,
@@ -244,7 +244,7 @@ def _end_processes(directory: str) -> None:
 
 
 @contextlib.contextmanager
-def deployed(options: ServeOptions, name: str, cpus: int) -> Iterator[Any]:
+def deploy_replicas(options: ServeOptions, name: str, cpus: int) -> Iterator[Any]:
     """Deploy the replicas, wait until all are loaded, and yield Ray's handle.
 
     Raises the error of a replica that fails to load.

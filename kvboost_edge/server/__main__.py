@@ -169,14 +169,14 @@ def _serve_replicas(options: ServeOptions, ended: threading.Event) -> None:
             f"{flag} needs Ray, and the package 'ray' is missing; install the extra: "
             f"{install_extra('ray')}"
         )
-    from kvboost_edge.serve_ray.start import log_replicas, replicated
+    from kvboost_edge.serve_ray.start import log_replicas, start_replicas
 
     configure_logging(options.settings)
     log_default_mode(options)
     with contextlib.closing(bind(options.settings)) as listener:
         started = time.perf_counter()
         log_facts(logging.INFO, "loading", model=options.model, workers=options.workers)
-        with replicated(options) as pool:
+        with start_replicas(options) as pool:
             log_facts(logging.INFO, "loaded", seconds=round(time.perf_counter() - started, 1))
             log_replicas(pool)
             check_default_mode(pool, options.model, options)

@@ -19,7 +19,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from kvboost_edge.errors import CapacityError, KVBoostError, RequestError
-from kvboost_edge.server.engines import Engine, Replicated
+from kvboost_edge.server.engines import Engine, SupportsReplicas
 from kvboost_edge.server.error_shapes import shape_of
 from kvboost_edge.server.logs import failure_place, log_facts
 
@@ -109,7 +109,7 @@ class NoReplica(ApiError):
 
 def stopped(engine: Engine) -> ApiError:
     """Return the error for an engine that no longer runs."""
-    return NoReplica() if isinstance(engine, Replicated) else EngineStopped()
+    return NoReplica() if isinstance(engine, SupportsReplicas) else EngineStopped()
 
 
 class DeadlineExceeded(ApiError):

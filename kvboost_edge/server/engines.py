@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from kvboost_edge.runners.base import RunnerInfo
     from kvboost_edge.text.tokenizer import Tokenizer
 
-__all__ = ["Engine", "Replicated", "StatsProvider", "replicas_of"]
+__all__ = ["Engine", "StatsProvider", "SupportsReplicas", "replicas_of"]
 
 
 class StatsProvider(Protocol):
@@ -125,7 +125,7 @@ class Engine(StatsProvider, Protocol):
 
 
 @runtime_checkable
-class Replicated(Protocol):
+class SupportsReplicas(Protocol):
     """An engine that consists of several replicas."""
 
     def replicas(self, *, patient: bool = False) -> Mapping[str, StatsProvider]:
@@ -143,6 +143,8 @@ def replicas_of(engine: Engine, *, patient: bool = False) -> Mapping[str, StatsP
 
     Args:
         engine: an engine, replicated or not.
-        patient: see `Replicated.replicas`.
+        patient: see `SupportsReplicas.replicas`.
     """
-    return engine.replicas(patient=patient) if isinstance(engine, Replicated) else {"": engine}
+    return (
+        engine.replicas(patient=patient) if isinstance(engine, SupportsReplicas) else {"": engine}
+    )

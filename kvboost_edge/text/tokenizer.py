@@ -25,7 +25,12 @@ from kvboost_edge.text.turns.format_detection import turn_format
 from kvboost_edge.text.turns.formats import TurnFormat
 from kvboost_edge.text.turns.harmony.history import one_call_each
 from kvboost_edge.text.turns.keyword_calls import with_calls_written
-from kvboost_edge.text.turns.replay import find_thought, lifted, with_arguments, with_marks
+from kvboost_edge.text.turns.replay import (
+    find_thought,
+    merge_call_marks,
+    with_arguments,
+    with_marks,
+)
 
 __all__ = ["Tokenizer"]
 
@@ -419,7 +424,7 @@ class Tokenizer:
         except RequestError:  # some templates derive the next role from the calls
             return None
         if format.results_need_calls and format.calls is not None:
-            text = lifted(text, place, format.calls)
+            text = merge_call_marks(text, place, format.calls)
         _, *behind = text.split(place)
         if len(behind) != count:
             return None

@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from kvboost_edge.kvcache.hashing import BlockAddress
 from kvboost_edge.tiers.base import OffloadStore, Tier, TierStats
-from kvboost_edge.tiers.tier_events import Held, Holdings
+from kvboost_edge.tiers.tier_events import Holdings, TierChanges
 
 __all__ = ["IOChunk", "IOThread"]
 
@@ -193,7 +193,7 @@ class IOThread(OffloadStore):
         """Return the statistics of all tiers, by tier name."""
         return {tier.name: tier.stat() for tier in self._tiers}
 
-    def take_held(self, whole: bool = False) -> dict[str, Held]:
+    def take_held(self, whole: bool = False) -> dict[str, TierChanges]:
         """Return the changes of each working tier's contents, by tier name.
 
         The result is for a single reader, see `Holdings`. A failed tier is reported once, as empty.
@@ -202,7 +202,7 @@ class IOThread(OffloadStore):
         held = {tier.name: self._holdings[tier.name].take(whole) for tier in working}
         failed = {tier.name for tier in self._tiers} - held.keys() - self._reported_broken
         self._reported_broken |= failed
-        return held | dict.fromkeys(failed, Held(True, (), ()))
+        return held | dict.fromkeys(failed, TierChanges(True, (), ()))
 
     @property
     def num_lost(self) -> int:

@@ -9,12 +9,12 @@ from typing import NamedTuple
 
 from kvboost_edge.tiers.base import Tier
 
-__all__ = ["Held", "Holdings"]
+__all__ = ["Holdings", "TierChanges"]
 
 _CHECKED_AGAIN = 512  # reported blocks that each call rechecks, in about 50 us
 
 
-class Held(NamedTuple):
+class TierChanges(NamedTuple):
     """Changes of a tier's contents, as 32-byte prefix hashes.
 
     No hash is in both tuples.
@@ -52,7 +52,7 @@ class Holdings:
             with self._lock:
                 self._noted.update(dict.fromkeys(prefix_hashes))
 
-    def take(self, whole: bool = False) -> Held:
+    def take(self, whole: bool = False) -> TierChanges:
         """Return the changes since the last call.
 
         The result lists the tier's whole contents on the first call, or if `whole` is true.
@@ -64,7 +64,7 @@ class Holdings:
             reported = self._reported
             if reported is None or whole:
                 self._reported = dict.fromkeys(self._tier.known())
-                return Held(True, tuple(self._reported), ())
+                return TierChanges(True, tuple(self._reported), ())
             came = tuple(one for one in noted if one not in reported and holds(one) is True)
             checked = dict.fromkeys(
                 (
@@ -77,4 +77,4 @@ class Holdings:
                 del reported[one]
             gone = set(left)
             reported.update(dict.fromkeys(one for one in (*checked, *came) if one not in gone))
-            return Held(False, came, left)
+            return TierChanges(False, came, left)

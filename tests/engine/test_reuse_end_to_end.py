@@ -92,10 +92,10 @@ def test_verify_reports_how_far_answers_change(engine):
 
 def test_reuse_is_refused_where_another_order_changes_less(engine, monkeypatch):
     """Without another order there is nothing that could excuse a change."""
-    from kvboost_edge.reuse.quality_verdict import Material
+    from kvboost_edge.reuse.quality_verdict import QualityPrompts
 
-    in_order = Material.prompts
-    monkeypatch.setattr(Material, "prompts", lambda self, *, reordered=False: in_order(self))
+    in_order = QualityPrompts.prompts
+    monkeypatch.setattr(QualityPrompts, "prompts", lambda self, *, reordered=False: in_order(self))
     # Of a strategy and overlap that no other test asks for: verdicts are kept.
     repair = {"recompute_strategy": "selective", "recompute_overlap": 17}
     assert not engine.check_reuse(**repair).passed

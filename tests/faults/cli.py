@@ -134,11 +134,11 @@ FAULTS = (
         "a client is sent to /v1 twice",
         "cli/launch.py",
         (
-            "    return Served(\n"
+            "    return RunningServer(\n"
             '        url.rstrip("/").removesuffix("/v1"), key, name, context if isinstance(context, int) else 0\n'
             "    )\n"
         ),
-        '    return Served(url.rstrip("/"), key, name, context if isinstance(context, int) else 0)\n',
+        '    return RunningServer(url.rstrip("/"), key, name, context if isinstance(context, int) else 0)\n',
         "tests/cli/test_launch.py::test_claude_gets_the_address_and_one_model_for_all_sizes",
     ),
     fault(

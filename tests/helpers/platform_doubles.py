@@ -1,7 +1,8 @@
-"""Other platforms on this one: what they lack is taken away, before the package is imported.
+"""Test doubles of other platforms: macOS, Windows, and a Linux sandbox.
 
-Libraries are imported first and keep what this platform offers. The doubles stand in for modules,
-functions, signals and files of the system, not for another processor or compiler.
+A double removes the modules, functions, signals and files that the other platform lacks. Install it
+before the package is imported. Libraries that were imported before keep using this platform. The
+doubles do not imitate another processor or compiler.
 """
 
 from __future__ import annotations
@@ -41,12 +42,12 @@ _NO_SHARE = "The process cannot access the file because it is being used by anot
 
 
 def install(name: str) -> None:
-    """Make this process look like one of `DOUBLES`. There is no way back."""
+    """Make this process look like one of `DOUBLES`. This cannot be undone."""
     DOUBLES[name]()
 
 
 def _sandbox() -> None:
-    """Linux as some sandboxes offer it: no /proc and /sys, and few calls."""
+    """Imitate a sandbox on Linux without /proc, /sys and many system calls."""
     _refuse_kernel_files()
     _remove(os, _named(os, _POSIX_ONLY[:-1]), _KEPT | {"getuid", "geteuid", "getgid", "getegid"})
     _remove(os, ("register_at_fork",))
@@ -55,7 +56,7 @@ def _sandbox() -> None:
 
 
 def _mac() -> None:
-    """The calls, modules and names of macOS."""
+    """Imitate the system calls, modules and names of macOS."""
     _refuse_kernel_files()
     _name("darwin", "Darwin")
     _remove(os, _NOT_ON_A_MAC)
@@ -64,7 +65,7 @@ def _mac() -> None:
 
 
 def _windows() -> None:
-    """The calls, modules, signals and files of Windows."""
+    """Imitate the system calls, modules, signals and file system of Windows."""
     files = _WindowsFiles()
     _refuse_kernel_files()
     _name("win32", "Windows")
@@ -114,7 +115,7 @@ def _remove(owner: Any, names: Iterable[str], kept: Iterable[str] = ()) -> None:
 
 
 def _leave_signals(names: Iterable[str]) -> None:
-    """Leave only these signals, and refuse handlers for others."""
+    """Remove all other signals, and refuse handlers for them."""
     left = {getattr(signal, name) for name in names}
     taken = {
         name for name in dir(signal) if isinstance(getattr(signal, name), signal.Signals)
@@ -132,7 +133,7 @@ def _leave_signals(names: Iterable[str]) -> None:
 
 
 def _refuse_kernel_files() -> None:
-    """Refuse /proc and /sys to all but psutil, which stands for the calls of other systems."""
+    """Make /proc and /sys unreadable, except for psutil, which imitates calls of other systems."""
     own = __name__
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
@@ -156,7 +157,7 @@ def _refuse_kernel_files() -> None:
 
 
 def _msvcrt() -> ModuleType:
-    """Locks of Windows: of bytes, mandatory, and of a handle."""
+    """Return a module with the mandatory byte-range locks of Windows, which belong to a handle."""
     module = ModuleType("msvcrt")
     module.LK_UNLCK, module.LK_LOCK, module.LK_NBLCK = 0, 1, 2  # type: ignore[attr-defined]
 
@@ -176,7 +177,7 @@ def _msvcrt() -> ModuleType:
 
 
 class _Mapping(mmap.mmap):
-    """A mapping as Windows has it, without flags and protection bits."""
+    """A memory mapping with the parameters of Windows: no flags and no protection bits."""
 
     def __new__(
         cls,
@@ -194,8 +195,10 @@ class _Mapping(mmap.mmap):
 
 
 class _WindowsFiles:
-    """A file system that neither deletes nor replaces files that this process has open or mapped,
-    nor read-only ones, and that opens no directories.
+    """A file system with the restrictions of Windows.
+
+    It does not delete or replace read-only files, or files that this process has open or mapped, and
+    it does not open directories.
     """
 
     def __init__(self) -> None:
@@ -226,14 +229,14 @@ class _WindowsFiles:
         self._replace(source, target)
 
     def open(self, path: Any, flags: int, *more: Any, dir_fd: int | None = None) -> int:
-        # The standard library behaves as it does here.
+        # These modules were imported before, so they open directories as on this platform.
         is_own = sys._getframe(1).f_globals.get("__name__") in ("shutil", "tempfile")
         if not is_own and os.path.isdir(path):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
         return self._open(path, flags, *more, dir_fd=dir_fd)
 
     def _check(self, path: Any, *, written: bool = False) -> None:
-        """Refuse a file that is open, or if `written`, one that is read-only."""
+        """Raise PermissionError if the file is open or mapped, or, if `written`, read-only."""
         try:
             found = os.lstat(path)
         except FileNotFoundError:
@@ -256,7 +259,7 @@ def _open_files() -> set[tuple[int, int]]:
     for name in os.listdir("/proc/self/fd"):
         try:
             one = os.fstat(int(name))
-        except OSError:  # that of the listing itself
+        except OSError:  # the descriptor of `listdir` itself, which is closed by now
             continue
         found.add((one.st_dev, one.st_ino))
     return found

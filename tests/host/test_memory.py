@@ -11,7 +11,13 @@ import numpy as np
 import pytest
 
 from kvboost_edge.host import memory
-from kvboost_edge.host.memory import Region, Slack, process_rss, resident_bytes, uncollected
+from kvboost_edge.host.memory import (
+    Region,
+    Slack,
+    paused_garbage_collection,
+    process_rss,
+    resident_bytes,
+)
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="other systems do not tell")
 
@@ -163,9 +169,9 @@ def test_the_search_for_garbage_rests_and_goes_on_as_before(is_on):
     try:
         (gc.enable if is_on else gc.disable)()
         inside = []
-        with pytest.raises(ZeroDivisionError), uncollected():
+        with pytest.raises(ZeroDivisionError), paused_garbage_collection():
             inside.append(gc.isenabled() / 0)
-        with uncollected():
+        with paused_garbage_collection():
             inside.append(gc.isenabled())
         assert inside == [False]
         assert gc.isenabled() == is_on

@@ -1,12 +1,12 @@
 """Dropped blocks are remembered up to a bound, the last ones first."""
 
-from kvboost_edge.kvcache.evicted_hashes import Dropped
+from kvboost_edge.kvcache.evicted_hashes import EvictedHashes
 
 
 def test_the_last_ones_are_remembered():
     names = [bytes([number]) * 32 for number in range(40)]
     for least in (1, 3, 10):
-        dropped = Dropped(least)
+        dropped = EvictedHashes(least)
         for count, name in enumerate(names, 1):
             assert name not in dropped
             dropped.add([name])
@@ -18,6 +18,6 @@ def test_the_last_ones_are_remembered():
 
 
 def test_one_that_is_dropped_again_is_young_again():
-    dropped = Dropped(least=2)
+    dropped = EvictedHashes(least=2)
     dropped.add([b"a", b"b", b"c", b"a", b"d"])
     assert [name in dropped for name in (b"a", b"b", b"c", b"d")] == [True, False, True, True]

@@ -13,7 +13,7 @@ from kvboost_edge.reuse.builtin_texts import PASSAGES, PRIMER, QUESTIONS
 from kvboost_edge.reuse.quality_verdict import (
     ANSWER_TOKENS,
     Comparison,
-    Material,
+    QualityPrompts,
     Verdict,
     compare,
     make_material,
@@ -24,7 +24,7 @@ from kvboost_edge.reuse.quality_verdict import (
 from kvboost_edge.reuse.recompute import Repair
 
 MODEL = b"m" * 32
-MATERIAL = Material((1,), ((2, 3), (4,), (5, 6)), ((7,), (8,)))
+MATERIAL = QualityPrompts((1,), ((2, 3), (4,), (5, 6)), ((7,), (8,)))
 
 
 def words(text):

@@ -9,7 +9,7 @@ from kvboost_edge.engine.handle import RequestHandle
 from kvboost_edge.engine.request.request import SamplingParams
 from kvboost_edge.engine.request.terms import Terms
 from kvboost_edge.errors import CapacityError
-from kvboost_edge.serve_ray.in_flight import Cancelled, Flight
+from kvboost_edge.serve_ray.in_flight import CancelledBeforeStart, Flight
 from kvboost_edge.serve_ray.messages import Came, Sent, failure_of
 from kvboost_edge.serve_ray.routing.cache_records import RoutingDecision
 from kvboost_edge.serve_ray.routing.prompt_chain import PromptChain
@@ -33,7 +33,7 @@ def test_what_is_cancelled_before_it_begins_is_never_sent():
     )
     flight.cancel()
     asyncio.run(flight.run())
-    with pytest.raises(Cancelled, match="request r was cancelled"):
+    with pytest.raises(CancelledBeforeStart, match="request r was cancelled"):
         handle.result(timeout=60)
 
 

@@ -15,7 +15,7 @@ from kvboost_edge.engine.request.request import SamplingParams
 from kvboost_edge.engine.request.results import GenerationResult
 from kvboost_edge.engine.request.terms import Terms
 from kvboost_edge.kvcache.hashing import encode_tokens, prefix_hashes
-from kvboost_edge.serve_ray.messages import Computed, ReplicaCall, ReplicaUpdate, Sent
+from kvboost_edge.serve_ray.messages import CallOutcome, ReplicaCall, ReplicaUpdate, Sent
 from kvboost_edge.serve_ray.replica import EngineReplica, ReplicaOptions
 from kvboost_edge.serve_ray.routing.prompt_chain import PromptChain
 from kvboost_edge.serve_ray.routing.router import PrefixRouter
@@ -323,7 +323,7 @@ def test_events_of_a_question_that_nobody_waits_for_are_told_at_the_next(open_re
 async def computed_by(replica):
     found = [one async for one in replica.compute(sent([]), "embed", ([[1, 2, 3]],), {})]
     assert found[0] is None
-    assert isinstance(found[-1], Computed)
+    assert isinstance(found[-1], CallOutcome)
     return found[-1]
 
 

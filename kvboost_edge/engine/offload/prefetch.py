@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from kvboost_edge.engine.request.results import Missed
+from kvboost_edge.engine.request.results import MissReason
 from kvboost_edge.engine.schedule.planners import PendingPrefetch, Prefetcher, SpanPlacement
 from kvboost_edge.kvcache.hashing import BlockAddress, state_hash
 from kvboost_edge.kvcache.manager import KVCacheManager
@@ -296,13 +296,13 @@ class PrefetchQueue(Prefetcher):
                 hashes if self._manager.states is None else [*hashes, state_hash(hashes[-1])]
             )
 
-    def missed(self, table: BlockTable) -> Missed:
+    def missed(self, table: BlockTable) -> MissReason:
         """Return why a table's first uncached token missed, and which tiers evicted its block."""
         if table.missed_hash is None or table.miss_reason not in ("evicted", "first_seen"):
-            return Missed(table.miss_reason)
+            return MissReason(table.miss_reason)
         pool = ["pool"] if table.miss_reason == "evicted" else []
         dropped = (*pool, *self._store.dropped_from(table.missed_hash))
-        return Missed("evicted" if dropped else table.miss_reason, dropped)
+        return MissReason("evicted" if dropped else table.miss_reason, dropped)
 
     def finish(self, load: Prefetch) -> None:
         """End a prefetch and free its table.

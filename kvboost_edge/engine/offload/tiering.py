@@ -23,11 +23,11 @@ from kvboost_edge.kvcache.hashing import BlockAddress, root_hash
 from kvboost_edge.kvcache.manager import KVCacheManager
 from kvboost_edge.tiers.base import ClosedTier, OffloadStore, Tier, TierStats
 from kvboost_edge.tiers.io_thread import IOChunk, IOThread
-from kvboost_edge.tiers.tier_events import Held
+from kvboost_edge.tiers.tier_events import TierChanges
 
 __all__ = [
+    "NoTiers",
     "Tiering",
-    "Untiered",
     "check_tiers",
     "make_tiering",
     "open_tiers",
@@ -114,19 +114,19 @@ def _redis_tier(config: EngineConfig, space: bytes) -> Tier:
 
 def make_tiering(
     manager: KVCacheManager, backend: Backend, tiers: Sequence[Tier]
-) -> tuple[PrefetchQueue, Untiered]:
+) -> tuple[PrefetchQueue, NoTiers]:
     """Return the scheduler's prefetch queue and the engine's `Tiering` object.
 
     `tiers` lists the nearest tier first.
     """
     if not tiers:
-        return PrefetchQueue(manager, OffloadStore()), Untiered()
+        return PrefetchQueue(manager, OffloadStore()), NoTiers()
     io_thread = IOThread(tiers, backend.spec.bytes_per_block, backend.spec.bytes_per_state)
     loads = PrefetchQueue(manager, io_thread)
     return loads, Tiering(manager, backend, loads, io_thread)
 
 
-class Untiered:
+class NoTiers:
     """The null implementation for an engine without offload tiers."""
 
     def start(self, deliver: Callable[[IOChunk], None]) -> None:
@@ -156,7 +156,7 @@ class Untiered:
         """Return the statistics of each tier by name."""
         return {}
 
-    def take_held(self, whole: bool = False) -> Mapping[str, Held]:
+    def take_held(self, whole: bool = False) -> Mapping[str, TierChanges]:
         """Return the hashes that each tier gained and lost since the last call.
 
         Any thread may call this method, but only one caller, because each call consumes the
@@ -185,7 +185,7 @@ class Untiered:
         """
 
 
-class Tiering(Untiered):
+class Tiering(NoTiers):
     """The engine's offload tiers, served by an I/O thread.
 
     Args:
@@ -350,7 +350,7 @@ class Tiering(Untiered):
     def stats(self) -> Mapping[str, TierStats]:
         return self._io_thread.stats()
 
-    def take_held(self, whole: bool = False) -> Mapping[str, Held]:
+    def take_held(self, whole: bool = False) -> Mapping[str, TierChanges]:
         return self._io_thread.take_held(whole)
 
     @property

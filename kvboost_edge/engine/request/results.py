@@ -13,7 +13,7 @@ __all__ = [
     "CorrectnessReport",
     "DraftCounts",
     "GenerationResult",
-    "Missed",
+    "MissReason",
     "PromptCheck",
     "TokenLogprobs",
     "WarmResult",
@@ -66,7 +66,7 @@ class DraftCounts(NamedTuple):
         )
 
 
-class Missed(NamedTuple):
+class MissReason(NamedTuple):
     """The reason that no further prompt tokens were cached, see `GenerationResult`."""
 
     miss_reason: str

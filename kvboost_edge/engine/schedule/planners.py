@@ -12,7 +12,7 @@ from collections.abc import Sequence as Several
 from types import MappingProxyType
 from typing import Any, Protocol
 
-from kvboost_edge.engine.request.results import DraftCounts, Missed
+from kvboost_edge.engine.request.results import DraftCounts, MissReason
 from kvboost_edge.engine.schedule.sequence import Sequence
 from kvboost_edge.engine.schedule.step_plan import ScheduledTokens
 from kvboost_edge.kvcache.block_table import BlockTable, CopyOp
@@ -148,8 +148,8 @@ class Prefetcher:
     def used(self, table: BlockTable) -> None:
         """Tell the tiers that the cached blocks of a table were used."""
 
-    def missed(self, table: BlockTable) -> Missed:
+    def missed(self, table: BlockTable) -> MissReason:
         """Return why the token after the cached ones missed, and which tiers evicted it."""
         if table.miss_reason == "evicted" and table.missed_hash is not None:
-            return Missed("evicted", ("pool",))
-        return Missed(table.miss_reason)
+            return MissReason("evicted", ("pool",))
+        return MissReason(table.miss_reason)

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from kvboost_edge.engine.handle import RequestHandle, TokenEvent
 from kvboost_edge.engine.request.request import Request
-from kvboost_edge.engine.request.results import GenerationResult, Missed
+from kvboost_edge.engine.request.results import GenerationResult, MissReason
 from kvboost_edge.engine.sampling import make_sampler
 from kvboost_edge.engine.schedule.feature import SequenceFeatures
 from kvboost_edge.engine.schedule.output import OutputText, PhaseMarks, TokenScores
@@ -87,7 +87,7 @@ class Sequence:
         self.last_turn = -1
         self.blocked_at: int | None = None
         self.awaited_hash: bytes | None = None
-        self.missed = Missed("not_started")
+        self.missed = MissReason("not_started")
         self.features = features or SequenceFeatures()
         # These features are used in every step, so keep direct references.
         self.drafting = self.features.drafting
@@ -263,7 +263,7 @@ class Sequence:
         if not self.was_admitted:
             self.marks.looked_up_at = time.perf_counter()
 
-    def admit(self, table: BlockTable, missed: Missed) -> None:
+    def admit(self, table: BlockTable, missed: MissReason) -> None:
         """Start or resume on a new block table. Its cached tokens count as computed.
 
         Args:
@@ -280,7 +280,7 @@ class Sequence:
             self.handle.cached_tokens = self.num_cached_tokens = table.num_cached_tokens
             self.num_matched_tokens = table.num_matched_tokens
             bypassed = not self.uses_cache or self.logits_from is not None
-            self.missed = Missed("bypassed") if bypassed else missed
+            self.missed = MissReason("bypassed") if bypassed else missed
 
     @property
     def was_admitted(self) -> bool:

@@ -32,7 +32,7 @@ from kvboost_edge.options import as_int
 from kvboost_edge.reuse.builtin_texts import PRIMER
 from kvboost_edge.reuse.chunking import CHUNK_OPTIONS, Chunk, ChunkOptions, chunk_options, cut
 
-__all__ = ["Alone", "Documents", "LoneText"]
+__all__ = ["Documents", "LoneText", "SeparateTexts"]
 
 _OPTIONS = (*CHUNK_OPTIONS, "primer_tokens")
 _ALONE = 64  # tokens; a text with less context before it counts as computed without context
@@ -45,7 +45,7 @@ class LoneText(NamedTuple):
     tokens: tuple[int, ...]
 
 
-class Alone(NamedTuple):
+class SeparateTexts(NamedTuple):
     """Texts to compute separately.
 
     Attributes:
@@ -77,7 +77,7 @@ class Documents:
         documents: Sequence[Document] | None,
         whose: Terms,
         given: Mapping[str, Any],
-    ) -> Alone | None:
+    ) -> SeparateTexts | None:
         """Validate the arguments of `warm` and return the texts to compute separately.
 
         Args:
@@ -107,7 +107,9 @@ class Documents:
         assert text is not None
         return self._read_text(text, position)
 
-    def _read_documents(self, documents: Sequence[Document], given: Mapping[str, Any]) -> Alone:
+    def _read_documents(
+        self, documents: Sequence[Document], given: Mapping[str, Any]
+    ) -> SeparateTexts:
         unknown = sorted(set(given) - set(_OPTIONS))
         if unknown:
             raise RequestError(
@@ -129,14 +131,14 @@ class Documents:
         ]
         chunks = cut(ids, options, lambda token: tokenizer.codec.piece((token,)))
         texts = [self._text_of(chunk, ids, primer_tokens) for chunk in chunks]
-        return Alone(
+        return SeparateTexts(
             texts,
             max(map(len, ids))
             if options.strategy == ChunkStrategy.DOCUMENT
             else options.chunk_size,
         )
 
-    def _read_text(self, text: Prompt, position: int) -> Alone:
+    def _read_text(self, text: Prompt, position: int) -> SeparateTexts:
         """Return the text with `position` tokens of context before it."""
         info = self._parts.runner.info
         longest = self._parts.runner.info.max_context
@@ -149,10 +151,10 @@ class Documents:
                 f"position_offset={position} must be in 0..{longest - len(ids)}, so that the "
                 f"text's {len(ids)} tokens fit in the model's context of {longest} tokens"
             )
-        return Alone([LoneText(self.lead(position), tuple(ids))], len(ids))
+        return SeparateTexts([LoneText(self.lead(position), tuple(ids))], len(ids))
 
     def warm(
-        self, alone: Alone, whose: Terms, handles: list[RequestHandle] | None = None
+        self, alone: SeparateTexts, whose: Terms, handles: list[RequestHandle] | None = None
     ) -> WarmResult:
         """Compute the texts that are not cached, and report how much of all texts can be found.
 

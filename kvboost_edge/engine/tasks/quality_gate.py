@@ -34,7 +34,7 @@ from kvboost_edge.host.file_memo import NO_CACHE, FileStamp
 from kvboost_edge.reuse.quality_verdict import (
     ANSWER_TOKENS,
     Comparison,
-    Material,
+    QualityPrompts,
     Verdict,
     compare,
     make_material,
@@ -190,7 +190,7 @@ class QualityGate:
         """Open a separate engine with room for the built-in text. The context yields its gate."""
         return self._open_apart(self._num_blocks(self._material(repair)))
 
-    def _num_blocks(self, material: Material) -> int:
+    def _num_blocks(self, material: QualityPrompts) -> int:
         """Return the number of blocks that the test's prompts, answers and documents need."""
         size = self._config.block_size
         texts = [len(prompt) + ANSWER_TOKENS for prompt in material.prompts()]
@@ -203,7 +203,7 @@ class QualityGate:
         primer = self._config.primer_tokens
         return self._documents.lead(header + primer + (-(header + primer) % size if primer else 0))
 
-    def _material(self, repair: Repair) -> Material:
+    def _material(self, repair: Repair) -> QualityPrompts:
         """Return the test's prompts, made to fit the model's context.
 
         Each document is longer than the part that is recomputed after a chunk boundary.
@@ -242,7 +242,7 @@ class QualityGate:
                 return tokenizer.encode(before, False), tokenizer.encode(behind, False)
         return self._documents.header, None
 
-    def _measure(self, repair: Repair, material: Material) -> Verdict:
+    def _measure(self, repair: Repair, material: QualityPrompts) -> Verdict:
         with self.privately() as whose:
             self._compute(material, whose)
             answers = [
@@ -272,7 +272,7 @@ class QualityGate:
         answer: Sequence[int],
         whose: Privately,
         repair: Repair,
-        material: Material,
+        material: QualityPrompts,
     ) -> tuple[GenerationResult, Floats]:
         """Return the result and the logits of an answer computed after reused documents."""
         result, rows = self.logits(prompt, answer, whose.reuse, repair)
@@ -286,13 +286,13 @@ class QualityGate:
             )
         return result, rows
 
-    def prepare(self, repair: Repair, whose: Privately) -> Material:
+    def prepare(self, repair: Repair, whose: Privately) -> QualityPrompts:
         """Compute each of the test's documents separately and return the test's prompts."""
         material = self._material(repair)
         self._compute(material, whose)
         return material
 
-    def _compute(self, material: Material, whose: Privately) -> None:
+    def _compute(self, material: QualityPrompts, whose: Privately) -> None:
         lead = self._lead()
         self._documents.compute(
             [LoneText(lead, document) for document in material.documents], whose.reuse

@@ -43,7 +43,7 @@ _BLOCKS_PER_PROMPT = 3
 Floats = npt.NDArray[np.float32]
 
 
-class Checked(Protocol):
+class VerifiedEngine(Protocol):
     """The part of the engine that is tested. Importing the engine here would be circular."""
 
     @property
@@ -65,7 +65,7 @@ class Checked(Protocol):
 
 
 def verify(
-    engine: Checked,
+    engine: VerifiedEngine,
     gate: QualityGate,
     reuse: ReuseFields,
     mode: GenerationMode | str,
@@ -90,7 +90,7 @@ def verify(
 
 
 def _verify_exact(
-    engine: Checked,
+    engine: VerifiedEngine,
     prompts: Sequence[Prompt] | None,
     max_new_tokens: int,
     options: Mapping[str, Any],
@@ -114,7 +114,7 @@ def _verify_exact(
 
 
 def _verify_reuse(
-    engine: Checked,
+    engine: VerifiedEngine,
     gate: QualityGate,
     repair: Repair,
     prompts: Sequence[Prompt] | None,
@@ -192,7 +192,7 @@ def _reuse_check(
 
 
 def _check(
-    engine: Checked, prompt: Prompt, params: SamplingParams, tolerance: float
+    engine: VerifiedEngine, prompt: Prompt, params: SamplingParams, tolerance: float
 ) -> PromptCheck:
     info = engine.runner_info
     cold = engine.generate(prompt, mode=GenerationMode.BASELINE, sampling=params)
@@ -271,7 +271,7 @@ def _largest_kl(
     return largest
 
 
-def _default_prompts(engine: Checked, max_new_tokens: int) -> list[list[int]]:
+def _default_prompts(engine: VerifiedEngine, max_new_tokens: int) -> list[list[int]]:
     """Return the built-in texts as token ids, repeated to fill several blocks and a partial one."""
     length = _BLOCKS_PER_PROMPT * engine.config.block_size + 5
     length = min(length, engine.runner_info.max_context - max_new_tokens)

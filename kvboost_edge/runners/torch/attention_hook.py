@@ -38,7 +38,7 @@ __all__ = [
     "LookPass",
     "PagedPass",
     "ProbePass",
-    "Seen",
+    "StopPass",
 ]
 
 ATTENTION_NAME = "kvboost_edge_paged"
@@ -243,12 +243,12 @@ class PagedPass:
             )
 
 
-class Seen(Exception):
+class StopPass(Exception):
     """Raised to end a pass at a layer after which nothing is needed."""
 
 
 class LookPass(PagedPass):
-    """Pass that raises `Seen` at a layer once the layer's KV is stored.
+    """Pass that raises `StopPass` at a layer once the layer's KV is stored.
 
     Attributes:
         values: values of that layer, [num_tokens, num_kv_heads, head_dim].
@@ -276,7 +276,7 @@ class LookPass(PagedPass):
         assert isinstance(self._backend, TorchBackend)
         self._backend.write_kv(layer, key, self.values, self._batch)
         self.lse = self._attend(self._backend, layer, self.query)[1]
-        raise Seen
+        raise StopPass
 
 
 def _to_numpy(tensor: torch.Tensor) -> np.ndarray:

@@ -45,7 +45,7 @@ from kvboost_edge.runners.torch.attention_hook import (
     LookPass,
     PagedPass,
     ProbePass,
-    Seen,
+    StopPass,
 )
 from kvboost_edge.runners.torch.eager_check import check_against_eager
 from kvboost_edge.runners.torch.rope_detection import NUM_PROBED, RopeFrequencies, find_turning
@@ -196,7 +196,7 @@ class TorchRunner:
         if self.moved_keys_refusal is not None or not isinstance(backend, TorchBackend):
             raise BackendUnavailable(str(self.moved_keys_refusal))
         look = LookPass(layer, backend, batch.layout, self._layers, self._turning.layers)
-        with torch.inference_mode(), self._hook.active(look), contextlib.suppress(Seen):
+        with torch.inference_mode(), self._hook.active(look), contextlib.suppress(StopPass):
             self._run(batch.token_ids, batch.positions, np.empty(0, np.int64))
         return backend, look
 

@@ -22,13 +22,13 @@ from kvboost_edge.server.work.bridge import Answer, off_loop
 
 __all__ = [
     "ModelParam",
-    "answered",
     "check_logprobs",
     "check_mode",
     "check_priority",
     "loaded_model",
     "looked_up",
     "most_with_logprobs",
+    "respond_when_loaded",
     "room_for",
     "served_model",
 ]
@@ -39,7 +39,7 @@ ModelParam = Annotated[str | None, Query(max_length=256)]
 """Query parameter with the name of the model."""
 
 
-def answered(
+def respond_when_loaded(
     request: Request,
     model: str | None,
     work: Callable[[ModelState, Send], Awaitable[None]],

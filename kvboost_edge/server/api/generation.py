@@ -29,7 +29,7 @@ from kvboost_edge.server.work.bridge import (
 )
 from kvboost_edge.server.work.streams import EventStream, send_json
 
-__all__ = ["AnswerWriter", "respond", "watched"]
+__all__ = ["AnswerWriter", "record_cache_use", "respond"]
 
 _PROGRESS_SECONDS = 0.5  # interval between progress events
 # Clients and proxies drop a stream that is silent for 30 seconds or more.
@@ -92,7 +92,7 @@ async def respond(
     async with (
         state.admit(request, rendered.estimate, rendered.num_sequences) as admission,
         running(state.engine, rendered, admission) as started,
-        watched(request, admission, rendered, started) as run,
+        record_cache_use(request, admission, rendered, started) as run,
     ):
         results = await wait_all(admission, run.handles)
         await _diagnosed(rendered, writer, run, results[0])
@@ -117,7 +117,7 @@ async def _respond_stream(
         async with (
             state.admit(request, rendered.estimate, rendered.num_sequences) as admission,
             running(state.engine, rendered, admission) as started,
-            watched(request, admission, rendered, started) as run,
+            record_cache_use(request, admission, rendered, started) as run,
         ):
             await _stream(admission, rendered, writer, run, stream)
             await stream.end()
@@ -132,7 +132,7 @@ async def _respond_stream(
 
 
 @asynccontextmanager
-async def watched(
+async def record_cache_use(
     request: Request, admission: Admission, engine_request: EngineRequest, run: Running
 ) -> AsyncGenerator[Running]:
     """Record the cache use of the first prompt for cache-miss reports.

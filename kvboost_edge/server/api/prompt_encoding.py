@@ -11,7 +11,7 @@ from kvboost_edge.server.api.schemas.cache import UnpinRequest
 from kvboost_edge.server.api.schemas.chat import ChatMessage
 from kvboost_edge.server.api.schemas.strict import bad_field
 from kvboost_edge.server.api.schemas.tools import size_of_tools
-from kvboost_edge.server.api.turns import offered
+from kvboost_edge.server.api.turns import template_inputs
 from kvboost_edge.server.cache_report.normalization import normalize_request
 from kvboost_edge.server.state import ModelState
 from kvboost_edge.text.rendered_chat import FindAnswer
@@ -104,7 +104,7 @@ def encode_plain(
     find_answer: FindAnswer | None = None,
 ) -> list[int]:
     """Tokenize messages that are in the format of chat templates, see `encode_messages`."""
-    plain, described = offered(tokenizer, messages, tools, find_answer)
+    plain, described = template_inputs(tokenizer, messages, tools, find_answer)
     try:
         ids = tokenizer.encode_chat(
             plain,

@@ -20,7 +20,7 @@ from kvboost_edge.engine.request.results import GenerationResult
 from kvboost_edge.engine.request.terms import Terms
 from kvboost_edge.errors import CapacityError
 from kvboost_edge.server.api.checks import looked_up, room_for
-from kvboost_edge.server.api.generation import watched
+from kvboost_edge.server.api.generation import record_cache_use
 from kvboost_edge.server.api.prompt_encoding import encode_prefix, estimate_prefix, prefix_size
 from kvboost_edge.server.api.schemas.sessions import SessionRequest
 from kvboost_edge.server.api.schemas.strict import bad_field
@@ -108,7 +108,7 @@ async def keep_session(
     async with (
         state.admit(request, rendered.estimate) as admission,
         running(engine, rendered, admission) as started,
-        watched(request, admission, rendered, started) as run,
+        record_cache_use(request, admission, rendered, started) as run,
     ):
         results = await wait_all(admission, run.handles)
         if run.watch is not None:

@@ -23,7 +23,7 @@ from kvboost_edge.text.turns.no_template import GENERIC, with_tools_described
 from kvboost_edge.text.turns.replay import find_calls
 from kvboost_edge.text.turns.thinking import reasoning_state
 
-__all__ = ["named_by_field", "offered", "turn_of"]
+__all__ = ["named_by_field", "template_inputs", "turn_of"]
 
 # Largest tool schema for checking a call without markers; it takes the compiler 0.2 s.
 _MOST_JUDGED_CHARS = 1 << 16
@@ -32,7 +32,7 @@ _MOST_JUDGED_MEMBERS = 1 << 10
 Json = dict[str, Any]
 
 
-def offered(
+def template_inputs(
     tokenizer: Tokenizer,
     messages: list[Json],
     tools: list[Json] | None,

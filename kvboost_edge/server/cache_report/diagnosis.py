@@ -16,7 +16,7 @@ from kvboost_edge.server.cache_report.recent_requests import (
 )
 from kvboost_edge.server.response_types import Cause
 
-__all__ = ["CAUSES", "diagnose", "placed", "tool_field"]
+__all__ = ["CAUSES", "add_diverging_texts", "diagnose", "tool_field"]
 
 # Tokens shown before and after the first diverging token.
 _BEFORE = 6
@@ -70,7 +70,7 @@ def diagnose(
     thinks: str,
     compares: bool = True,
 ) -> Diagnosis:
-    """Find the cause of a request's cache miss. `placed` adds the texts to the report.
+    """Find the cause of a request's cache miss. `add_diverging_texts` adds the texts to the report.
 
     Args:
         record: the request.
@@ -223,7 +223,7 @@ def _is_in_last_message(record: RequestRecord, position: int, decode: Decode) ->
     return (rest.find(last[:_PROBE]) if place < 0 else place) <= _SPACE
 
 
-def placed(
+def add_diverging_texts(
     found: Diagnosis, record: RequestRecord, other: RequestRecord | None, decode: Decode
 ) -> Diagnosis:
     """Add the texts around the first diverging token to a report, and return it.

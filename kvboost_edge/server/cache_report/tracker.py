@@ -13,7 +13,7 @@ import numpy as np
 from kvboost_edge.engine.handle import RequestHandle
 from kvboost_edge.engine.request.results import GenerationResult
 from kvboost_edge.errors import KVBoostError
-from kvboost_edge.server.cache_report.diagnosis import diagnose, placed
+from kvboost_edge.server.cache_report.diagnosis import add_diverging_texts, diagnose
 from kvboost_edge.server.cache_report.recent_requests import (
     Diagnosis,
     History,
@@ -112,7 +112,7 @@ class Doctor:
         if found.cause in ("none", "bypassed", "not_started"):
             return lambda: found
         other = self.history.find(tenant, found.compared_with) if found.compared_with else None
-        return lambda: placed(
+        return lambda: add_diverging_texts(
             found, record, other, lambda ids: tokenizer.decode(ids, skip_special_tokens=False)
         )
 

@@ -22,7 +22,7 @@ from kvboost_edge.server.cache_report.tracker import Doctor
 from kvboost_edge.server.default_mode import default_mode
 from kvboost_edge.server.logs import failure_place, log_facts
 from kvboost_edge.server.metrics import Metrics
-from kvboost_edge.server.models.served import Known, Refusal, ServedModel, abilities_of
+from kvboost_edge.server.models.served import KnownProperties, Refusal, ServedModel, abilities_of
 from kvboost_edge.server.state import ModelState, Shared
 from kvboost_edge.server.work.admission import AdmissionQueue
 from kvboost_edge.server.work.engine_warmup import learn_template
@@ -133,7 +133,7 @@ class Loader:
         if served.record is not None and served.record.template:
             engine.tokenizer.replace_template(served.record.template)
             learn_template(engine.tokenizer)
-        served.known = Known.of(engine, default_mode(settings, engine), defaults)
+        served.known = KnownProperties.of(engine, default_mode(settings, engine), defaults)
         served.num_bytes = reserved_bytes(engine)
         if self._process is not None:
             served.overhead = served.last_overhead = self._measured_overhead(served, engine)

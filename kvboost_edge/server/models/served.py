@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from kvboost_edge.server.settings import ServerSettings
     from kvboost_edge.server.state import ModelState
 
-__all__ = ["Known", "ModelSource", "Refusal", "ServedModel", "abilities_of"]
+__all__ = ["KnownProperties", "ModelSource", "Refusal", "ServedModel", "abilities_of"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class ModelSource:
     load: Callable[[threading.Event], Engine]
 
 
-class Known(NamedTuple):
+class KnownProperties(NamedTuple):
     """Properties of a model that remain known after it is unloaded."""
 
     runner: str
@@ -57,7 +57,7 @@ class Known(NamedTuple):
     mode: GenerationMode
 
     @classmethod
-    def of(cls, engine: Engine, mode: GenerationMode, defaults: ModelDefaults) -> Known:
+    def of(cls, engine: Engine, mode: GenerationMode, defaults: ModelDefaults) -> KnownProperties:
         info = engine.runner_info
         fields = (
             info.architecture,
@@ -130,7 +130,7 @@ class ServedModel:
     state: ModelState | None = None
     phase: Phase = "not_loaded"
     metrics: Metrics | None = None
-    known: Known | None = None
+    known: KnownProperties | None = None
     abilities: tuple[str, ...] = ()
     planned: int | None = None
     num_bytes: int = 0

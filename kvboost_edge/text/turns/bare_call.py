@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvboost_edge.text.turns.formats import CallFormat, Tool
-from kvboost_edge.text.turns.scanner import Ended, Scanner, Step
+from kvboost_edge.text.turns.scanner import EndOfText, Scanner, Step
 from kvboost_edge.text.turns.turn_parts import CallArguments, CallStart, Part
 
 __all__ = ["Accepts", "BareCall"]
@@ -62,7 +62,7 @@ class BareCall:
             if self._is_whole:
                 yield from scanner.space()
                 self._is_whole = False  # more text follows, so it is not a call
-        except Ended:
+        except EndOfText:
             pass
         if not self._is_whole:
             scanner.at = 0

@@ -9,7 +9,7 @@ from typing import Any
 from kvboost_edge.text.turns.formats import CallFormat, Tool
 from kvboost_edge.text.turns.gemma_calls import BracedArguments
 from kvboost_edge.text.turns.python_literals import keyword, literal, string, string_inside
-from kvboost_edge.text.turns.scanner import Ended, Scanner, Step, words_of
+from kvboost_edge.text.turns.scanner import EndOfText, Scanner, Step, words_of
 from kvboost_edge.text.turns.schema_queries import members_of, resolved, value_kind
 from kvboost_edge.text.turns.turn_parts import CallArguments, CallStart, Part
 
@@ -67,7 +67,7 @@ class CallReader:
             begun = yield from scanner.piece(self._format.separator + self._format.before)
             if begun and (yield from self._call()):
                 return True
-        except Ended:
+        except EndOfText:
             if self.count > before:
                 raise
         scanner.at = 0
@@ -77,7 +77,7 @@ class CallReader:
         self._named = None
         try:
             found = yield from self._kinds[self._format.kind]()
-        except Ended:
+        except EndOfText:
             if self._named is not None:
                 self._start(self._named)
             raise

@@ -13,14 +13,14 @@ from kvboost_edge.text.turns.bare_call import Accepts, BareCall
 from kvboost_edge.text.turns.call_reader import CallReader
 from kvboost_edge.text.turns.formats import CallFormat, ReasoningFormat, Tool, TurnFormat
 from kvboost_edge.text.turns.harmony.turn import ChannelTurn
-from kvboost_edge.text.turns.scanner import Ended, Scanner, Step, held_back
+from kvboost_edge.text.turns.scanner import EndOfText, Scanner, Step, held_back
 from kvboost_edge.text.turns.turn_parts import (
     CallArguments,
     CallStart,
     ContentDelta,
     Part,
     ReasoningDelta,
-    folded,
+    merge_parts,
 )
 
 __all__ = [
@@ -30,16 +30,16 @@ __all__ = [
     "Part",
     "ReasoningDelta",
     "TurnParser",
-    "folded",
+    "merge_parts",
 ]
 
 
 class TurnParser:
     """Streaming parser of one turn.
 
-    `push` and `close` return the parts that are final. Merged with `folded`, they do not depend on
-    how the text was divided. Whitespace that only separates parts (after reasoning, around calls)
-    is dropped.
+    `push` and `close` return the parts that are final. Merged with `merge_parts`, they do not
+    depend on how the text was divided. Whitespace that only separates parts (after reasoning,
+    around calls) is dropped.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class TurnParser:
         return self._taken()
 
     def _taken(self) -> list[Part]:
-        parts = folded(self._parts)
+        parts = merge_parts(self._parts)
         self._parts.clear()
         return parts
 
@@ -151,7 +151,7 @@ class _Turn:
             if self._calls is not None and not self._calls.trigger:
                 yield from self._try_calls()
             yield from self._content()
-        except Ended:
+        except EndOfText:
             pass
 
     def _reasoning(self, markers: ReasoningFormat, *, opened: bool) -> Step[None]:
@@ -160,7 +160,7 @@ class _Turn:
         try:
             yield from scanner.space()
             begun = yield from scanner.exactly(markers.start)
-        except Ended:
+        except EndOfText:
             begun = False
         if not begun and not opened:
             scanner.at = start
@@ -180,7 +180,7 @@ class _Turn:
             self._show_thought(len(scanner.text) - held_back(scanner.text, 0, marker))
             try:
                 yield from scanner.more()
-            except Ended:
+            except EndOfText:
                 self._parts += [ReasoningDelta(scanner.text)] if scanner.text else []
                 raise
         self._show_thought(end)
@@ -206,7 +206,7 @@ class _Turn:
                 looked = self._show_content(len(scanner.text) - held)
                 try:
                     yield from scanner.more()
-                except Ended:
+                except EndOfText:
                     self._show_rest()
                     raise
                 continue
@@ -242,7 +242,7 @@ class _Turn:
         before = self._calls.count
         try:
             found = yield from self._calls.read()
-        except Ended:
+        except EndOfText:
             if self._calls.count > before:
                 raise
             found = False

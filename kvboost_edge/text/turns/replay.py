@@ -24,7 +24,7 @@ __all__ = [
     "call_keys",
     "find_calls",
     "find_thought",
-    "lifted",
+    "merge_call_marks",
     "thought_key",
     "with_arguments",
     "with_marks",
@@ -75,7 +75,7 @@ def with_marks(
         messages: messages of a chat.
         find: returns the stored ids of a key.
         mark: text that replaces the content.
-        in_calls: put the marks into the arguments of the calls instead. See `lifted`.
+        in_calls: put the marks into the arguments of the calls instead. See `merge_call_marks`.
 
     Returns:
         The messages, and the stored ids for each mark.
@@ -102,7 +102,7 @@ def _with_argument(call: dict[str, Any], mark: str) -> dict[str, Any]:
     return {**call, "function": {**call["function"], "arguments": {mark: mark}}}
 
 
-def lifted(text: str, mark: str, calls: CallFormat) -> str:
+def merge_call_marks(text: str, mark: str, calls: CallFormat) -> str:
     """Replace rendered calls of kind "braced" whose arguments are marks by a single mark."""
     before, after, between, last = map(
         re.escape, (calls.before, calls.after, calls.separator, calls.closing)

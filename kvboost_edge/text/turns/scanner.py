@@ -2,7 +2,7 @@
 
 Each step is a generator that pauses when it needs more text. A step advances the position `at`.
 Trial steps save the position and restore it on failure. Text before `at` is kept until `forget` is
-called. A step that needs text after the end raises `Ended`.
+called. A step that needs text after the end raises `EndOfText`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from kvboost_edge.text.turns.formats import ID_SLOT
 
-__all__ = ["Ended", "Scanner", "Step", "words_of"]
+__all__ = ["EndOfText", "Scanner", "Step", "words_of"]
 
 T = TypeVar("T")
 Step = Generator[None, None, T]
@@ -26,7 +26,7 @@ _IN_STRING = re.compile(r'["\\]')
 _BEHIND_SCALAR = re.compile(r"[\s,}\]]")
 
 
-class Ended(Exception):
+class EndOfText(Exception):
     """The text has ended."""
 
 
@@ -55,7 +55,7 @@ class Scanner:
         length = len(self.text)
         while len(self.text) == length:
             if self.ended:
-                raise Ended
+                raise EndOfText
             yield
 
     def space(self) -> Step[None]:

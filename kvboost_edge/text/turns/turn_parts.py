@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["CallArguments", "CallStart", "ContentDelta", "Part", "ReasoningDelta", "folded"]
+__all__ = ["CallArguments", "CallStart", "ContentDelta", "Part", "ReasoningDelta", "merge_parts"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class CallArguments:
 Part = ReasoningDelta | ContentDelta | CallStart | CallArguments
 
 
-def folded(parts: Sequence[Part]) -> list[Part]:
+def merge_parts(parts: Sequence[Part]) -> list[Part]:
     """Merge consecutive parts of the same kind."""
     found: list[Part] = []
     for part in parts:

@@ -18,7 +18,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from kvboost_edge.kvcache.evicted_hashes import Dropped
+from kvboost_edge.kvcache.evicted_hashes import EvictedHashes
 from kvboost_edge.tiers.disk.sidecar import SegmentRecord, padded
 
 __all__ = ["Index", "IndexEntry", "Use"]
@@ -96,7 +96,7 @@ class Index:
         self.nbytes = 0
         self._probation_bytes = 0
         self.live: Counter[int] = Counter()
-        self.dropped = Dropped()
+        self.dropped = EvictedHashes()
 
     def __len__(self) -> int:
         return len(self._entries)

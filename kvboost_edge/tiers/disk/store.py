@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from kvboost_edge.errors import ConfigError
-from kvboost_edge.host.memory import uncollected
+from kvboost_edge.host.memory import paused_garbage_collection
 from kvboost_edge.kvcache.hashing import BlockAddress
 from kvboost_edge.tiers.disk.capacity import Room
 from kvboost_edge.tiers.disk.cleaning import Cleaner
@@ -100,7 +100,7 @@ class Store:
         segments = SegmentFiles(path, self._space, self._files, owned=self.directory.owned)
         index = Index()
         uses, frontier = decode_manifest(read_file(self._files, path / ORDER) or b"", self._space)
-        with uncollected():
+        with paused_garbage_collection():
             index.load(segments.load(frontier[0]), uses, frontier)
         self._generation = generation
         self._follow_problem = ""

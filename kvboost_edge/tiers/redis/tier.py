@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from kvboost_edge.errors import ConfigError
-from kvboost_edge.kvcache.evicted_hashes import Dropped
+from kvboost_edge.kvcache.evicted_hashes import EvictedHashes
 from kvboost_edge.kvcache.hashing import BlockAddress
 from kvboost_edge.tiers.base import TierStats
 from kvboost_edge.tiers.redis.address import parse_url
@@ -113,7 +113,7 @@ class RedisTier:
         # again. The server may drop a block at any time, and a later read notices that.
         self._seen: dict[bytes, float] = {}
         self._seen_s = min(_SEEN_S, ttl_s / 2)
-        self._dropped = Dropped()
+        self._dropped = EvictedHashes()
         self._no_writes = ""
         self._writes_again_at = 0.0
         self._advice = ""

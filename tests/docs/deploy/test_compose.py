@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from kvboost_edge.cli.launch import CLIENTS, Served
+from kvboost_edge.cli.launch import CLIENTS, RunningServer
 from kvboost_edge.server.flags import parse_flags
 
 FOLDER = Path(__file__).parents[3] / "docs" / "deploy"
@@ -45,7 +45,7 @@ def test_a_key_is_required():
 
 
 def test_the_page_gets_the_settings_that_launch_prints():
-    server = Served("http://server:8000", "key", "my-model", 4096)
+    server = RunningServer("http://server:8000", "key", "my-model", 4096)
     printed = CLIENTS["openwebui"](server).environment
     settings = SERVICES["open-webui"]["environment"]
     # The model is not known before the server starts, and the key comes from the environment.

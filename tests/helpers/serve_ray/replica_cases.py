@@ -94,13 +94,13 @@ def running_replicas(options: Any, name: str) -> Iterator[Running]:
     """Replicas as the options want them, and a pool over them."""
     from kvboost_edge.config import EngineConfig
     from kvboost_edge.serve_ray.model_files import open_tokenizer
-    from kvboost_edge.serve_ray.start import deployed, pooled
+    from kvboost_edge.serve_ray.start import connect_pool, deploy_replicas
 
     config = EngineConfig.from_options(**options.engine)
     tokenizer, digest = open_tokenizer(options.model, config)
     with (
-        deployed(options, name, 1) as handle,
-        pooled(handle, name, tokenizer, digest, config) as pool,
+        deploy_replicas(options, name, 1) as handle,
+        connect_pool(handle, name, tokenizer, digest, config) as pool,
     ):
         found = Running(pool, name, options)
         found.wait_for(options.workers)

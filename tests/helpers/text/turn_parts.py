@@ -8,7 +8,7 @@ from typing import Any
 
 from helpers.text.chat_templates import TOOLS, Calls, format_of
 from kvboost_edge.text.turns.formats import Tool, TurnFormat
-from kvboost_edge.text.turns.parser import CallArguments, CallStart, Part, TurnParser, folded
+from kvboost_edge.text.turns.parser import CallArguments, CallStart, Part, TurnParser, merge_parts
 
 
 def parts_of(
@@ -23,7 +23,7 @@ def parts_of(
         format_of(form) if isinstance(form, str) else form, tools, reasoning=reasoning, calls=calls
     )
     parts = [part for text in texts for part in parser.push(text)]
-    return folded([*parts, *parser.close()])
+    return merge_parts([*parts, *parser.close()])
 
 
 def arguments_of(parts: Sequence[Part]) -> list[Any]:

@@ -7,7 +7,12 @@ import pytest
 
 from kvboost_edge.config import GenerationMode
 from kvboost_edge.engine.request.results import GenerationResult
-from kvboost_edge.server.cache_report.diagnosis import CAUSES, diagnose, placed, tool_field
+from kvboost_edge.server.cache_report.diagnosis import (
+    CAUSES,
+    add_diverging_texts,
+    diagnose,
+    tool_field,
+)
 from kvboost_edge.server.cache_report.recent_requests import (
     PromptField,
     PromptInputs,
@@ -76,7 +81,7 @@ def found_among(mine, others, cached=None, reason="first_seen", *dropped, block=
     made = diagnose(mine, earlier, result(mine, cached, reason, dropped), **options)
     assert made.cause in CAUSES
     named = [other for other in others if other.request_id == made.compared_with]
-    return placed(made, mine, named[0] if named else None, decode)
+    return add_diverging_texts(made, mine, named[0] if named else None, decode)
 
 
 TOOLS = PromptInputs(

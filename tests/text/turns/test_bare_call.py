@@ -12,7 +12,7 @@ from kvboost_edge.text.turns.parser import (
     ContentDelta,
     ReasoningDelta,
     TurnParser,
-    folded,
+    merge_parts,
 )
 
 WEATHER = Tool(
@@ -40,7 +40,7 @@ def parser_of(form="hermes", reasoning="closed", **more):
 
 def read(*texts, form="hermes", reasoning="closed"):
     parser = parser_of(form, reasoning)
-    return folded([*(part for text in texts for part in parser.push(text)), *parser.close()])
+    return merge_parts([*(part for text in texts for part in parser.push(text)), *parser.close()])
 
 
 def call(arguments, name="get_weather"):
@@ -126,7 +126,7 @@ def test_formats_without_a_marked_object_have_no_bare_calls(form):
 
 def test_without_a_judge_of_arguments_it_is_text():
     parser = TurnParser(FORMATS["hermes"], TOOLS, reasoning="closed", calls=True)
-    assert folded([*parser.push(ONE), *parser.close()]) == [ContentDelta(ONE)]
+    assert merge_parts([*parser.push(ONE), *parser.close()]) == [ContentDelta(ONE)]
 
 
 @pytest.mark.parametrize(
@@ -153,8 +153,10 @@ def test_text_comes_as_soon_as_it_cannot_be_a_call(front, behind):
     early = [part for letter in front[:-1] for part in parser.push(letter)]
     shown = parser.push(front[-1])
     assert early == []
-    assert folded(shown)[0].text.strip() == front.strip()
-    assert folded([*shown, *parser.push(behind), *parser.close()]) == [ContentDelta(front + behind)]
+    assert merge_parts(shown)[0].text.strip() == front.strip()
+    assert merge_parts([*shown, *parser.push(behind), *parser.close()]) == [
+        ContentDelta(front + behind)
+    ]
 
 
 def test_a_call_is_shown_when_the_message_has_ended():

@@ -23,7 +23,7 @@ from kvboost_edge.text.turns.parser import (
     CallStart,
     ContentDelta,
     TurnParser,
-    folded,
+    merge_parts,
 )
 from kvboost_edge.text.turns.replay import call_keys
 
@@ -182,7 +182,7 @@ def test_what_is_written_is_read_as_it_was():
         parser = TurnParser(
             format_of("lfm2-unshown"), [Tool("f", {})], reasoning="closed", calls=True
         )
-        start, arguments, behind = folded(
+        start, arguments, behind = merge_parts(
             [*(part for text in pieces for part in parser.push(text)), *parser.close()]
         )
         assert (start, behind) == (CallStart(0, "f"), ContentDelta("Well."))

@@ -16,7 +16,7 @@ from kvboost_edge.text.turns.parser import (
     ContentDelta,
     ReasoningDelta,
     TurnParser,
-    folded,
+    merge_parts,
 )
 
 ODD = 'Zürich 🙂 "quoted" \\ {[ </x> \n\t<tool'
@@ -172,7 +172,7 @@ def test_values_between_tags_become_json_by_the_schema(schema, text, wanted):
 def test_calls_are_content_where_none_are_looked_for():
     parser = TurnParser(format_of("hermes"), TOOLS, reasoning="closed", calls=False)
     text = written("hermes", CALLS[0])
-    assert folded([*parser.push(text), *parser.close()]) == [ContentDelta(text)]
+    assert merge_parts([*parser.push(text), *parser.close()]) == [ContentDelta(text)]
     with pytest.raises(
         RequestError, match="tool-call format of the model's chat template is not supported"
     ):

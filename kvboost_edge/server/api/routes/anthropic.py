@@ -8,7 +8,7 @@ from starlette.types import Send
 
 from kvboost_edge.errors import RequestError
 from kvboost_edge.server.api.bodies import JsonRoute
-from kvboost_edge.server.api.checks import answered
+from kvboost_edge.server.api.checks import respond_when_loaded
 from kvboost_edge.server.api.compat.anthropic.messages import RenderedMessages, count_tokens
 from kvboost_edge.server.api.compat.anthropic.schemas import CountTokensRequest, MessagesRequest
 from kvboost_edge.server.api.compat.anthropic.translate import translated
@@ -49,7 +49,7 @@ async def messages(request: Request, body: MessagesRequest) -> Response:
         except RequestError as error:
             raise named_by_field(error, rendered.body) from error
 
-    return answered(request, body.model, work)
+    return respond_when_loaded(request, body.model, work)
 
 
 @router.post("/v1/messages/count_tokens", response_class=JSONResponse)
@@ -65,4 +65,4 @@ async def count(request: Request, body: CountTokensRequest) -> Response:
             )
         await send_json(send, dumps({"input_tokens": found}))
 
-    return answered(request, body.model, work)
+    return respond_when_loaded(request, body.model, work)

@@ -20,13 +20,13 @@ from kvboost_edge.errors import RequestError
 from kvboost_edge.server.api.bodies import JsonRoute
 from kvboost_edge.server.api.checks import (
     ModelParam,
-    answered,
     check_priority,
     loaded_model,
     looked_up,
+    respond_when_loaded,
     room_for,
 )
-from kvboost_edge.server.api.generation import watched
+from kvboost_edge.server.api.generation import record_cache_use
 from kvboost_edge.server.api.prompt_encoding import (
     encode_prefix,
     estimate_prefix,
@@ -92,7 +92,7 @@ async def warm(request: Request, body: WarmRequest) -> Response:
         async with (
             state.admit(request, estimate) as admission,
             running(engine, rendered, admission) as started,
-            watched(request, admission, rendered, started) as run,
+            record_cache_use(request, admission, rendered, started) as run,
         ):
             results = await wait_all(admission, run.handles)
             if run.watch is not None:
@@ -105,7 +105,7 @@ async def warm(request: Request, body: WarmRequest) -> Response:
         spent = costs(results, 1, run.tokenize_ms, cause=run.cause)
         await send_json(send, dumps(_warmed(stored, results, spent)))
 
-    return answered(request, body.model, work)
+    return respond_when_loaded(request, body.model, work)
 
 
 @router.post("/v1/unpin", response_class=JSONResponse, responses={200: {"model": Unpinned}})
@@ -127,7 +127,7 @@ async def unpin(request: Request, body: UnpinRequest) -> Response:
         answer: Unpinned = {"object": "unpin", "blocks_unpinned": unpinned}
         await send_json(send, dumps(answer))
 
-    return answered(request, body.model, work)
+    return respond_when_loaded(request, body.model, work)
 
 
 @router.post("/cache/reset", response_class=JSONResponse, responses={200: {"model": Reset}})

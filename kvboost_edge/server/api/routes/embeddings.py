@@ -13,7 +13,7 @@ from kvboost_edge.engine.handle import Handles
 from kvboost_edge.engine.request.results import GenerationResult
 from kvboost_edge.errors import KVBoostError, RequestError
 from kvboost_edge.server.api.bodies import JsonRoute
-from kvboost_edge.server.api.checks import answered, check_priority
+from kvboost_edge.server.api.checks import check_priority, respond_when_loaded
 from kvboost_edge.server.api.embedding_responses import embedding_answer, rerank_answer
 from kvboost_edge.server.api.prompt_encoding import estimate_tokens
 from kvboost_edge.server.api.schemas.embeddings import EmbeddingRequest, RerankRequest
@@ -60,7 +60,7 @@ async def embeddings(request: Request, body: EmbeddingRequest) -> Response:
         )
         await send_json(send, answer)
 
-    return answered(request, body.model, work)
+    return respond_when_loaded(request, body.model, work)
 
 
 @router.post("/v1/rerank", response_class=JSONResponse, responses={200: {"model": RerankAnswer}})
@@ -89,7 +89,7 @@ async def rerank(request: Request, body: RerankRequest) -> Response:
         )
         await send_json(send, answer)
 
-    return answered(request, body.model, work)
+    return respond_when_loaded(request, body.model, work)
 
 
 async def _computed(

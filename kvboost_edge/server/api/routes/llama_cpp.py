@@ -16,7 +16,7 @@ from kvboost_edge import __version__
 from kvboost_edge.errors import RequestError
 from kvboost_edge.server.api.bodies import JsonRoute
 from kvboost_edge.server.api.bounds import BOUNDS
-from kvboost_edge.server.api.checks import ModelParam, answered, loaded_model, looked_up
+from kvboost_edge.server.api.checks import ModelParam, loaded_model, looked_up, respond_when_loaded
 from kvboost_edge.server.api.compat.llama_cpp.schemas import (
     ApplyTemplate,
     Infill,
@@ -35,7 +35,7 @@ from kvboost_edge.server.api.prompt_encoding import estimate_messages, size_of
 from kvboost_edge.server.api.schemas.sessions import SlotAction
 from kvboost_edge.server.api.schemas.strict import bad_field
 from kvboost_edge.server.api.session_saving import keep_session, missing_session
-from kvboost_edge.server.api.turns import offered
+from kvboost_edge.server.api.turns import template_inputs
 from kvboost_edge.server.api_errors import ApiError
 from kvboost_edge.server.cache_report.recent_requests import RequestRecord
 from kvboost_edge.server.response_types import UNDECLARED_ERRORS
@@ -63,7 +63,7 @@ async def completion(request: Request, body: LlamaCompletion) -> Response:
         with renamed(FIELDS):
             await _respond(request, send, body, completion_of(state, body))
 
-    return answered(request, body.model, work)
+    return respond_when_loaded(request, body.model, work)
 
 
 @router.post("/infill", response_class=JSONResponse, responses={200: _STREAM})
@@ -74,7 +74,7 @@ async def infill(request: Request, body: Infill) -> Response:
         with renamed({**FIELDS, "prompt": "input_prefix"}):
             await _respond(request, send, body, infill_of(state, body))
 
-    return answered(request, body.model, work)
+    return respond_when_loaded(request, body.model, work)
 
 
 @router.post("/apply-template", response_class=JSONResponse)
@@ -88,7 +88,7 @@ async def apply_template(request: Request, body: ApplyTemplate) -> Response:
             )
         await send_json(send, answer)
 
-    return answered(request, body.model, work)
+    return respond_when_loaded(request, body.model, work)
 
 
 @router.get("/props", response_class=JSONResponse)
@@ -171,7 +171,7 @@ async def slot_action(
             )
         await send_json(send, dumps(await run(request, state, id_slot, given)))
 
-    return answered(request, given.model, work)
+    return respond_when_loaded(request, given.model, work)
 
 
 async def _save_slot(
@@ -264,7 +264,7 @@ async def _respond(
 
 def _templated(state: ModelState, body: ApplyTemplate) -> bytes:
     tokenizer = state.engine.tokenizer
-    messages, tools = offered(
+    messages, tools = template_inputs(
         tokenizer, [message.for_template() for message in body.messages], body.tools, None
     )
     variables = body.chat_template_kwargs

@@ -8,7 +8,7 @@ from starlette.types import Send
 
 from kvboost_edge.server.api.bodies import JsonRoute
 from kvboost_edge.server.api.bounds import COUNTS
-from kvboost_edge.server.api.checks import answered, served_model
+from kvboost_edge.server.api.checks import respond_when_loaded, served_model
 from kvboost_edge.server.api.logprobs import TokenTexts
 from kvboost_edge.server.api.prompt_encoding import (
     encode_messages,
@@ -70,7 +70,7 @@ async def tokenize(request: Request, body: TokenizeRequest) -> Response:
             )
         await send_json(send, answer)
 
-    return answered(request, body.model, work)
+    return respond_when_loaded(request, body.model, work)
 
 
 @router.post("/detokenize", response_class=JSONResponse, responses={200: {"model": Detokenized}})
@@ -89,7 +89,7 @@ async def detokenize(request: Request, body: DetokenizeRequest) -> Response:
             answer = await off_loop(lambda: _detokenize(state, body.tokens), len(body.tokens))
         await send_json(send, answer)
 
-    return answered(request, body.model, work)
+    return respond_when_loaded(request, body.model, work)
 
 
 def _detokenize(state: ModelState, ids: list[int]) -> bytes:

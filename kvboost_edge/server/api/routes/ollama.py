@@ -12,7 +12,7 @@ from kvboost_edge import __version__
 from kvboost_edge.errors import RequestError
 from kvboost_edge.server.api.bodies import JsonRoute
 from kvboost_edge.server.api.chat_requests import RenderedChat
-from kvboost_edge.server.api.checks import answered, served_model
+from kvboost_edge.server.api.checks import respond_when_loaded, served_model
 from kvboost_edge.server.api.compat.ollama.changes import (
     OllamaCopy,
     OllamaDelete,
@@ -193,7 +193,7 @@ def _answered(
     name = resolve_name(server_of(request).models, body.model)
     if not asks and not _stays(request, body) and served_model(request, name).state is None:
         return json_response(loaded(body.model, stays=False, chat=isinstance(body, OllamaChat)))
-    return answered(request, name, work, body.keep_alive)
+    return respond_when_loaded(request, name, work, body.keep_alive)
 
 
 def _stays(request: Request, body: OllamaChat | OllamaGenerate) -> bool:

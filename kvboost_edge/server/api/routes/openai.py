@@ -9,7 +9,7 @@ from starlette.types import Send
 from kvboost_edge.errors import RequestError
 from kvboost_edge.server.api.bodies import JsonRoute
 from kvboost_edge.server.api.chat_requests import RenderedChat
-from kvboost_edge.server.api.checks import answered
+from kvboost_edge.server.api.checks import respond_when_loaded
 from kvboost_edge.server.api.completion_requests import RenderedCompletion
 from kvboost_edge.server.api.generation import respond
 from kvboost_edge.server.api.openai_writer import OpenAIWriter
@@ -41,7 +41,7 @@ async def completions(request: Request, body: CompletionRequest) -> Response:
         rendered = RenderedCompletion(state, body)
         await respond(request, send, rendered, OpenAIWriter(rendered))
 
-    return answered(request, body.model, work)
+    return respond_when_loaded(request, body.model, work)
 
 
 @router.post(
@@ -62,4 +62,4 @@ async def chat_completions(request: Request, body: ChatRequest) -> Response:
         except RequestError as error:
             raise named_by_field(error, body) from error
 
-    return answered(request, body.model, work)
+    return respond_when_loaded(request, body.model, work)

@@ -13,7 +13,7 @@ from kvboost_edge.errors import RequestError
 from kvboost_edge.server.api.bodies import JsonRoute
 from kvboost_edge.server.api.bounds import BOUNDS, COUNTS
 from kvboost_edge.server.api.chat_requests import RenderedChat
-from kvboost_edge.server.api.checks import answered
+from kvboost_edge.server.api.checks import respond_when_loaded
 from kvboost_edge.server.api.compat.responses.schemas import ResponseRequest
 from kvboost_edge.server.api.compat.responses.translate import FIELDS, to_chat
 from kvboost_edge.server.api.compat.responses.writer import ResponsesWriter
@@ -79,7 +79,7 @@ async def create(request: Request, body: ResponseRequest) -> Response:
             except RequestError as error:
                 raise named_by_field(error, chat) from error
 
-    return answered(request, body.model, work)
+    return respond_when_loaded(request, body.model, work)
 
 
 @router.get(

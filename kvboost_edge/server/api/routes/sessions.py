@@ -10,7 +10,7 @@ from starlette.types import Send
 
 from kvboost_edge.server.api.bodies import JsonRoute
 from kvboost_edge.server.api.bounds import COUNTS
-from kvboost_edge.server.api.checks import answered, check_priority
+from kvboost_edge.server.api.checks import check_priority, respond_when_loaded
 from kvboost_edge.server.api.schemas.sessions import RestoreRequest, SessionRequest
 from kvboost_edge.server.api.session_saving import (
     keep_session,
@@ -70,7 +70,7 @@ async def save(request: Request, body: SessionRequest) -> Response:
         )
         await send_json(send, dumps(saved_view(state.sessions, kept)))
 
-    return answered(request, body.model, work)
+    return respond_when_loaded(request, body.model, work)
 
 
 @router.get("/v1/sessions", response_class=JSONResponse, responses={200: {"model": SessionList}})
@@ -138,7 +138,7 @@ async def restore(request: Request, name: Name, body: RestoreRequest | None = No
         )
         await send_json(send, dumps(saved_view(state.sessions, kept)))
 
-    return answered(request, found.info.model, work)
+    return respond_when_loaded(request, found.info.model, work)
 
 
 @router.delete(

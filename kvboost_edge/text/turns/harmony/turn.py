@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from kvboost_edge.text.turns.formats import ChannelFormat, Tool
-from kvboost_edge.text.turns.scanner import Ended, Scanner, Step, held_back
+from kvboost_edge.text.turns.scanner import EndOfText, Scanner, Step, held_back
 from kvboost_edge.text.turns.turn_parts import (
     CallArguments,
     CallStart,
@@ -81,7 +81,7 @@ class ChannelTurn:
                 yield from self._message(_Header(names[state], "", ""))
             while True:
                 yield from self._message((yield from self._next_header()))
-        except Ended:
+        except EndOfText:
             pass
 
     def _next_header(self) -> Step[_Header]:
@@ -94,7 +94,7 @@ class ChannelTurn:
                 return _Header("", "", "")
             try:
                 yield from scanner.more()
-            except Ended:
+            except EndOfText:
                 # A truncated header is dropped. Any other text is emitted.
                 if text and not text.lstrip().startswith(
                     (self._format.channel, _RECIPIENT + self._format.functions)
@@ -137,7 +137,7 @@ class ChannelTurn:
         if name is not None:
             try:
                 first = yield from self._first_of_arguments()
-            except Ended:
+            except EndOfText:
                 self._start(name)
                 raise
         if name is None or first == "":
@@ -160,7 +160,7 @@ class ChannelTurn:
             yield from scanner.shown_value(
                 lambda text: self._show(CallArguments, text), self._marks
             )
-        except Ended:
+        except EndOfText:
             self._show(CallArguments, scanner.text)
             raise
 
@@ -201,7 +201,7 @@ class ChannelTurn:
                 return
             try:
                 yield from scanner.more()
-            except Ended:
+            except EndOfText:
                 if scanner.text:
                     self._show(kind, scanner.text, is_next=is_next)
                 raise

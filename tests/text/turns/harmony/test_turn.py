@@ -31,7 +31,7 @@ from kvboost_edge.text.turns.parser import (
     Part,
     ReasoningDelta,
     TurnParser,
-    folded,
+    merge_parts,
 )
 
 FORMAT = turn_format(ChatTemplate(TEMPLATE, model_name="m", variables={}).render)
@@ -199,10 +199,10 @@ def test_what_is_shown_is_never_taken_back(name):
     parser = TurnParser(FORMAT, TOOLS, reasoning="possible", calls=True)
     shown = list[Part]()
     for letter in text:
-        shown = folded([*shown, *parser.push(letter)])
+        shown = merge_parts([*shown, *parser.push(letter)])
         assert len(shown) <= len(wanted)
         assert shown[:-1] == wanted[: len(shown[:-1])]
-    assert folded([*shown, *parser.close()]) == wanted
+    assert merge_parts([*shown, *parser.close()]) == wanted
 
 
 @pytest.mark.parametrize(

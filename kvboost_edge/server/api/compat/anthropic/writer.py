@@ -26,7 +26,7 @@ from kvboost_edge.text.turns.turn_parts import (
     ContentDelta,
     Part,
     ReasoningDelta,
-    folded,
+    merge_parts,
 )
 
 __all__ = ["AnthropicWriter"]
@@ -225,7 +225,7 @@ class _Blocks:
     def add(self, parts: Sequence[Part]) -> list[Json]:
         """Add parts of a turn and return the resulting events."""
         events: list[Json] = []
-        for part in folded(parts):
+        for part in merge_parts(parts):
             match part:
                 case ReasoningDelta(text):
                     events += self._begun({"type": "thinking", "thinking": "", "signature": ""})
