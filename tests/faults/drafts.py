@@ -10,6 +10,8 @@ _BATCH = "engine/schedule/step_batch.py"
 _CONV = "kernels/program/states/conv.py"
 _SCAN = "kernels/program/states/scan.py"
 _OF_MIXERS = "tests/kernels/program/states/test_mixers.py"
+_LENGTHS = "engine/spec_decode/draft_lengths.py"
+_OF_LENGTHS = "tests/engine/spec_decode/test_draft_lengths.py"
 _OF_DRAFTS = "tests/engine/spec_decode/test_acceptance.py"
 _OF_BUDGET = "tests/engine/memory/test_state_budget.py"
 
@@ -132,5 +134,33 @@ FAULTS = faults(
         "else min(asked, most)",
         "else asked",
         _OF_BUDGET,
+    ),
+    (
+        "drafts: rejected ones cost nothing",
+        _LENGTHS,
+        "credit.spend(float(added[best]))",
+        "pass",
+        _OF_LENGTHS,
+    ),
+    (
+        "drafts: one sequence slows down the others",
+        _LENGTHS,
+        "np.exp(made / self.num_rows)",
+        "np.exp(made)",
+        _OF_LENGTHS,
+    ),
+    (
+        "drafts: passes of the draft model cost nothing",
+        _LENGTHS,
+        "seconds[index] = added[num_rows.get(place, 0)]",
+        "seconds[index] = 0.0",
+        _OF_LENGTHS,
+    ),
+    (
+        "drafts: an interrupted pass counts in full",
+        "engine/spec_decode/pass_costs.py",
+        "min(max(error, -_CLIP_LOW * deviation), _CLIP * deviation)",
+        "error",
+        "tests/engine/spec_decode/test_pass_costs.py",
     ),
 )
