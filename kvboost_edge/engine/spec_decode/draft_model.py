@@ -167,7 +167,8 @@ class DraftModel:
                 wanted.append(len(tokens) - 1)
         logits = self._runner.forward(
             ForwardBatch(
-                token_ids=np.array(tokens, np.int64),
+                # A prompt may hold ids of padding, of which the engine's model may have more.
+                token_ids=np.minimum(np.array(tokens, np.int64), self._runner.info.vocab_size - 1),
                 positions=np.array(positions, np.int64),
                 layout=BatchLayout(
                     cu_seqlens_q=np.array(starts, np.int32),
