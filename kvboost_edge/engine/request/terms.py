@@ -192,6 +192,16 @@ class Terms:
         unset="the engine's value",
     )
 
+    draft_p_min: float | None = option(
+        None,
+        "Minimum probability of a token of the draft model, by that model. A draft ends before a "
+        "less likely token. Needs an engine with a draft_model",
+        float,
+        low=0,
+        high=1,
+        unset="the minimum that is expected to save time",
+    )
+
     @classmethod
     def taken_from(cls, options: dict[str, Any], terms: Terms | None = None) -> Terms:
         """Remove the fields of `Terms` from keyword options and return them as an object.

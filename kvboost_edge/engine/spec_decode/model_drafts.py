@@ -158,15 +158,24 @@ class ModelTurn:
         if token_id in self.sequence.request.stop_ids:
             self.is_done = True
             return
-        if not self.sequence.request.params.samples:
-            self.chance *= _probability(logits, token_id)
-        self.draft.is_cut = self.chance < self.draft.least
+        self.draft.is_cut = self._is_too_unlikely(logits, token_id)
         if not self.draft.is_cut:
             self.token_ids.append(token_id)
         self.is_done = (
-            len(self.token_ids) == self.num_known + self.draft.count
+            self.draft.is_cut
+            or len(self.token_ids) == self.num_known + self.draft.count
             or self.chance < self.draft.least_more
         )
+
+    def _is_too_unlikely(self, logits: Floats, token_id: int) -> bool:
+        """Return whether a token is less likely than the engine or the request allows."""
+        request = self.sequence.request
+        least = request.terms.draft_p_min
+        if request.params.samples:  # the engine's model often draws the same unlikely token
+            return least is not None and _probability(logits, token_id) < least
+        probability = _probability(logits, token_id)
+        self.chance *= probability
+        return self.chance < self.draft.least or (least is not None and probability < least)
 
 
 class ModelDrafts:

@@ -105,8 +105,14 @@ class DraftFields(RequestFeature):
         """Return the maximum number of draft tokens per step, and whether they are always verified.
 
         Raises:
-            RequestError: speculation="on" is set, but the model's recurrent state leaves no room.
+            RequestError: speculation="on" is set, but the model's recurrent state leaves no room,
+                or draft_p_min is set without a draft model.
         """
+        if inputs.terms.draft_p_min is not None and self._config.draft_model is None:
+            raise RequestError(
+                f"draft_p_min={inputs.terms.draft_p_min:g} has no effect without a draft model; "
+                "leave it out, or start the engine with a draft_model"
+            )
         chosen = inputs.terms.speculation or self._config.speculation
         return {
             "max_draft_tokens": self._most(inputs.terms, chosen) if inputs.generates else 0,

@@ -16,7 +16,7 @@ from kvboost_edge.engine.build import draft_model_refusal
 from kvboost_edge.engine.memory.check import plan_fit, planned_memory
 from kvboost_edge.engine.memory.draft_plan import plan_draft
 from kvboost_edge.engine.memory.selection import select_path
-from kvboost_edge.errors import CapacityError, ConfigError
+from kvboost_edge.errors import CapacityError, ConfigError, RequestError
 from kvboost_edge.models.checkpoint import Checkpoint
 
 GB = 10**9
@@ -92,6 +92,49 @@ def test_the_answers_are_those_without_a_draft_model(pair):
     assert answers[1] == answers[0]
     assert answers[2] == answers[0]
     assert sum(one.accepted_tokens for one in found) > 20, "of the model itself"
+
+
+def test_the_least_probability_of_a_request(pair):
+    """Answers stay the same. Of the model itself, no token has a probability of 1."""
+    target, _ = pair
+    options = {"num_blocks": 64, "num_threads": 1}
+    more = {"draft_model": target, "draft_weights": "auto", "speculation": "on"}
+    with CPUPagedEngine.from_pretrained(target, **options, **more) as engine:
+        for settings in ({"temperature": 0.0}, {"temperature": 0.9, "seed": 5}):
+            found = {
+                least: engine.generate(
+                    # Without the other requests' history, which prompt lookup would draft from.
+                    "a cat",
+                    40,
+                    **settings,
+                    draft_p_min=least,
+                    cache_salt=str(least),
+                )
+                for least in (None, 0.0, 1.0)
+            }
+            assert len({tuple(one.output_token_ids) for one in found.values()}) == 1
+            drafted = {least: one.drafts.get("draft_model") for least, one in found.items()}
+            assert drafted[0.0].drafted_tokens > 0
+            assert drafted[1.0] is None or drafted[1.0].drafted_tokens == 0
+    with (
+        CPUPagedEngine.from_pretrained(target, **options) as engine,
+        pytest.raises(RequestError, match=r"draft_p_min=0\.5 has no effect without a draft"),
+    ):
+        engine.generate(PROMPT, 4, draft_p_min=0.5)
+
+
+def test_ids_that_only_the_model_has_are_padding_for_the_draft_model(pair, tmp_path, caplog):
+    _, draft = pair  # with 310 rows
+    target = _saved(tmp_path / "longer", vocab_size=320)
+    ids = [5, 6, 319, 7, 315] * 6
+    answers = []
+    for more in ({"speculation": "off"}, {"draft_model": draft, "speculation": "on"}):
+        with CPUPagedEngine.from_pretrained(target, num_blocks=64, **more) as engine:
+            found = engine.generate(ids, 20, temperature=0.0, ignore_eos=True)
+        answers.append(found.output_token_ids)
+    assert answers[0] == answers[1]
+    assert found.drafted_tokens > 0
+    assert not caplog.records
 
 
 def test_a_pair_that_does_not_fit_is_refused_with_the_share_of_the_draft_model(pair):

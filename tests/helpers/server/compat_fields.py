@@ -105,6 +105,7 @@ _OF_BOTH = [
     ({"mirostat": 1}, "mirostat", "use 2"),
     ({"tfs_z": 0.9}, "tfs_z", "min_p"),
     ({"speculative.n_min": 2}, "speculative.n_min", "short drafts are verified too"),
+    ({"speculative.p_min": 2}, "speculative.p_min"),
     ({"samplers": ["infill"]}, "samplers", "'infill', which is not one of penalties, dry,"),
     ({"min_tokens": 10**6}, "min_tokens", "use at most"),
     ({"n_probs": 5}, "n_probs", "logprobs"),

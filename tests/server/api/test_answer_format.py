@@ -136,6 +136,11 @@ async def test_llama_cpp_s_limit_of_drafts(app):
             assert read.engine_options == drafts
     read = ChatRequest.model_validate({**body(CHAT), "speculative.n_max": 1000})
     assert read.engine_options == {"max_draft_tokens": MOST_DRAFT_TOKENS}
+    read = ChatRequest.model_validate({**body(CHAT), "speculative.p_min": 0.5})
+    assert read.engine_options == {"draft_p_min": 0.5}
+    refused = await app.post("/completion", json={"prompt": "hello", "speculative.p_min": 0.5})
+    assert refused.status_code == 400
+    assert "has no effect without a draft model" in refused.json()["error"]["message"]
     found = {}
     for number in (0, 4):
         answer = await app.post(

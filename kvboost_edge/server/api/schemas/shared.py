@@ -386,7 +386,7 @@ class SamplingFields(SpeculativeFields, SamplerFields, LengthFields):
             raise bad_field("stream_options", "stream_options is only allowed when stream is true")
         if self.kvboost is not None:
             self.kvboost.check_together(self.cache_prompt)
-            if self.draft_options and self.kvboost.drafts:
+            if self.draft_n_max is not None and self.kvboost.drafts:
                 named = f"kvboost.{next(iter(self.kvboost.drafts))}"
                 raise bad_field(
                     "speculative.n_max",

@@ -25,12 +25,23 @@ class SpeculativeFields(Strict):
         ),
     )
 
+    draft_p_min: Annotated[float, bounded("draft_p_min")] | None = Field(
+        None,
+        alias="speculative.p_min",
+        description=(
+            "Minimum probability of a draft model's token, under llama.cpp's name. A draft ends "
+            "before a less likely token. Needs a server with a draft model."
+        ),
+    )
+
     @property
     def draft_options(self) -> dict[str, Any]:
         """Arguments of the engine's `submit` for the given fields."""
-        most = self.draft_n_max
-        if most is None:
-            return {}
-        return (
-            {"max_draft_tokens": min(most, MOST_DRAFT_TOKENS)} if most else {"speculation": "off"}
-        )
+        found: dict[str, Any] = {}
+        if self.draft_n_max == 0:
+            found["speculation"] = "off"
+        elif self.draft_n_max is not None:
+            found["max_draft_tokens"] = min(self.draft_n_max, MOST_DRAFT_TOKENS)
+        if self.draft_p_min is not None:
+            found["draft_p_min"] = self.draft_p_min
+        return found

@@ -77,9 +77,6 @@ GENERATING: dict[str, UnsupportedField] = {
     "speculative.n_min": UnsupportedField(
         "short drafts are verified too where they save time", (0,)
     ),
-    "speculative.p_min": UnsupportedField(
-        "the number of draft tokens follows from their acceptance", (0,)
-    ),
     "reasoning_format": UnsupportedField(
         "reasoning is always in reasoning_content", ("auto", "deepseek")
     ),

@@ -39,7 +39,7 @@ Pieces = list[str | list[int]]
 _HERE = (
     *("penalize_nl", "post_sampling_probs", "n_keep", "n_discard", "n_indent", "tfs_z"),
     *("t_max_predict_ms", "timings_per_token", "response_fields", "lora"),
-    *("image_data", "speculative.n_min", "speculative.p_min"),
+    *("image_data", "speculative.n_min"),
 )
 _UNSUPPORTED = {
     **{name: GENERATING[name] for name in _HERE},

@@ -126,7 +126,7 @@ def _rendered(
         },
         **{name: getattr(body, name) for name in _SAME},
         **{name: getattr(body, name, None) for name in _REASONING},
-        **{"speculative.n_max": body.draft_n_max},
+        **{"speculative.n_max": body.draft_n_max, "speculative.p_min": body.draft_p_min},
     )
     rendered = RenderedPieces(state, ours, pieces, with_bos=with_bos, field=field)
     rendered.slot = max(0, body.id_slot or 0)
