@@ -23,6 +23,7 @@ from kvboost_edge.engine.request.request import Request
 from kvboost_edge.engine.sampling import Sampler, make_sampler
 from kvboost_edge.engine.schedule.sequence import Sequence
 from kvboost_edge.engine.schedule.step_plan import ScheduledTokens
+from kvboost_edge.engine.spec_decode.draft_chances import AcceptanceCounts, DraftChances
 from kvboost_edge.engine.spec_decode.draft_lengths import LEAST_GAIN, DraftProposal, StepCosts
 from kvboost_edge.engine.spec_decode.draft_model import DraftModel, DraftRows
 from kvboost_edge.engine.spec_decode.pass_costs import PassCosts
@@ -42,21 +43,22 @@ _DENSE_ROWS = 64  # rows of a pass whose time for each row is that of a longer o
 # Longest time of filling in a step, relative to a pass of the engine's model with one row.
 _FILL_COST = 1.0
 _FILL_COST_ALONE = 4.0
+_NEXT_CHANCE = 0.8  # typical chance of a token after one that is accepted
 _LEAST_FILL = 32  # tokens of a pass that measures the time of filling
 _FILL_RATE = 0.3  # share of a new measurement in that time
 _TRIALS = 3
 _EXPECTED_TOKENS = 64  # tokens that a request generates besides as many as it has generated
 
-_PRIOR = 2.0  # weight of _PRIOR_CHANCE, counted in drafts
-_PRIOR_CHANCE = 0.7
-_MEMORY = 0.8  # decay of earlier outcomes after a step with a draft
-_FADING = 0.97  # the same after a step without a draft
-
 
 class SequenceDraft:
     """The part of the draft model in one sequence's drafts.
 
+    Args:
+        request: request of the sequence.
+        of_all: counts of the engine's sequences that choose their tokens in the same way.
+
     Attributes:
+        chances: probabilities that the tokens are accepted.
         count: number of tokens to draft in this step.
         num_fill: number of tokens before the last one to fill in this step.
         stop: position after the last draft token that has KV.
@@ -67,20 +69,13 @@ class SequenceDraft:
         is_cut: True if the draft of this step ended before an unlikely token.
     """
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: Request, of_all: AcceptanceCounts) -> None:
+        self.chances = DraftChances(_MOST, of_all)
         self.count = self.num_fill = self.stop = 0
         self.is_off = self.is_cut = False
         self.least = self.least_more = 0.0
         self._request = request
         self._sampler: Sampler | None = None
-        self._right = self._wrong = 0.0
-
-    @property
-    def chance(self) -> float:
-        """Estimated probability that a token is accepted if all tokens before it are."""
-        right = self._right + _PRIOR * _PRIOR_CHANCE
-        wrong = self._wrong + _PRIOR * (1 - _PRIOR_CHANCE)
-        return right / (right + wrong)
 
     @property
     def runs(self) -> bool:
@@ -97,9 +92,8 @@ class SequenceDraft:
 
         A token before which the draft was cut counts as rejected, because it was computed in vain.
         """
-        fading = _MEMORY if num_drafted or self.is_cut else _FADING
-        self._right = self._right * fading + num_accepted
-        self._wrong = self._wrong * fading + (self.is_cut or num_accepted < num_drafted)
+        was_rejected = self.is_cut or num_accepted < num_drafted
+        self.chances.learn(num_accepted + was_rejected, num_accepted)
 
     def sample(self, logits: Floats, token_ids: Several[int], largest: int) -> int:
         """Return the token that the request's sampler draws from the draft model's logits."""
@@ -198,7 +192,13 @@ class ModelDrafts:
         self._vocab_size = vocab_size
         self.costs = PassCosts()
         self._weight_ratio = model.weight_bytes / weight_bytes
+        # Counts of all sequences, apart for greedy and sampled ones.
+        self._counts = AcceptanceCounts(_MOST), AcceptanceCounts(_MOST)
         self._fill_seconds: float | None = None  # measured time of a token while filling
+
+    def draft_of(self, request: Request) -> SequenceDraft:
+        """Return the part of the draft model in the drafts of a new sequence."""
+        return SequenceDraft(request, self._counts[request.params.samples])
 
     def measure(self) -> None:
         """Measure a pass with one row, so that the first drafts are worth their time.
@@ -255,7 +255,7 @@ class ModelDrafts:
         if not self.costs.is_known:
             self.costs.guess(self._weight_ratio * step.passes.seconds(1, 0.0))
         always = sequence.request.always_drafts
-        planned = DraftProposal([0] * most, np.full(most, draft.chance), "draft_model")
+        planned = DraftProposal([0] * most, draft.chances.values[:most], "draft_model")
         rates = step.rates(planned)
         count = 1 + int(rates[1:].argmax())
         least = 0.0 if always else LEAST_GAIN * rates[0]
@@ -284,7 +284,7 @@ class ModelDrafts:
         seconds = step.passes.seconds_of(rows, rows * depth)
         verifying = float(seconds[1] - seconds[0]) / _MOST
         draft.least = rate * verifying
-        draft.least_more = rate * (verifying + self.costs.seconds(1, depth)) / draft.chance
+        draft.least_more = rate * (verifying + self.costs.seconds(1, depth)) / _NEXT_CHANCE
 
     def _num_fill(self, sequence: Sequence, gap: int, step: StepCosts, rate: float) -> int:
         """Return the number of tokens to fill in this step, or 0 if filling does not pay.

@@ -48,14 +48,14 @@ class DraftTokens(Drafting):
 
     Attributes:
         drafter: drafter by prompt lookup.
-        model: part of the draft model in these drafts.
+        model: part of the draft model in these drafts, or None without one.
         source: source of the draft in this step, see `DraftProposal`.
         counts: counts of the verified drafts by source.
     """
 
     proposes = True
 
-    def __init__(self, drafter: Drafter, model: SequenceDraft) -> None:
+    def __init__(self, drafter: Drafter, model: SequenceDraft | None = None) -> None:
         super().__init__()
         self.drafter = drafter
         self.model = model
@@ -68,12 +68,13 @@ class DraftTokens(Drafting):
             _count(self.counts, self.source, num_drafted, num_accepted)
 
     def learn(self, num_drafted: int, num_accepted: int) -> None:
-        by_model = num_drafted, num_accepted
-        by_lookup = 0, 0
-        if not self.model.count:
-            by_model, by_lookup = by_lookup, by_model
-        self.model.learn(*by_model)
-        self.drafter.learn(*by_lookup)
+        outcome = num_drafted, num_accepted
+        if self.model is None:
+            self.drafter.learn(*outcome)
+            return
+        is_by_model = self.model.count > 0
+        self.model.learn(*(outcome if is_by_model else (0, 0)))
+        self.drafter.learn(*((0, 0) if is_by_model else outcome))
         self.model.clear()
 
     def release(self) -> None:
@@ -193,7 +194,10 @@ class Speculation(DraftPlanner):
     def drafting(self, request: Request) -> Drafting:
         """Return the drafting feature of a new sequence, or its null implementation."""
         drafter = self.drafter(request)
-        return Drafting() if drafter is None else DraftTokens(drafter, SequenceDraft(request))
+        if drafter is None:
+            return Drafting()
+        models = self._models
+        return DraftTokens(drafter, None if models is None else models.draft_of(request))
 
     def draft(
         self,
@@ -240,7 +244,7 @@ class Speculation(DraftPlanner):
                 del tokens[num_slots - sequence.num_tokens :]
             drafts = _drafts_of(sequence)
             drafts.source = draft.source
-            if draft.source == "draft_model":
+            if drafts.model is not None and draft.source == "draft_model":
                 drafts.model.count = len(tokens)
 
     def _costs_of(self, running: Several[Sequence], wanted: Mapping[int, int]) -> StepCosts:
@@ -261,7 +265,7 @@ class Speculation(DraftPlanner):
             return DraftProposal(forced, np.full(len(forced), _FORCED), "grammar")
         drafts = _drafts_of(sequence)
         found = drafts.drafter.propose(sequence.token_ids, most)
-        if self._models is None:
+        if self._models is None or drafts.model is None:
             return found
         return self._models.propose(sequence, drafts.model, most, step, found)
 
@@ -275,9 +279,9 @@ class Speculation(DraftPlanner):
         if models is None:
             return
         turns = {
-            index: ModelTurn(one.sequence, one.sequence.drafting.model)
+            index: ModelTurn(one.sequence, draft)
             for index, one in enumerate(work)
-            if isinstance(one.sequence.drafting, DraftTokens) and one.sequence.drafting.model.runs
+            if (draft := _model_draft_of(one.sequence)) is not None and draft.runs
         }
         models.complete(list(turns.values()), copies, is_ending)
         for index, turn in turns.items():
@@ -334,12 +338,19 @@ class Speculation(DraftPlanner):
         drafting = sequence.drafting
         if work.num_drafted and isinstance(drafting, DraftTokens):
             _count(self.counts, drafting.source, work.num_drafted, num_accepted)
-        if self._models is not None and isinstance(drafting, DraftTokens):
-            num_reserved = max(num_reserved, drafting.model.count)
-            self._models.settle(work, drafting.model)
+        draft = _model_draft_of(sequence)
+        if self._models is not None and draft is not None:
+            num_reserved = max(num_reserved, draft.count)
+            self._models.settle(work, draft)
         drafting.learn(work.num_drafted, num_accepted)
         if num_reserved > num_accepted:
             self._manager.shrink(sequence.blocks, sequence.num_tokens)
+
+
+def _model_draft_of(sequence: Sequence) -> SequenceDraft | None:
+    """Return the part of the draft model in a sequence's drafts, or None without one."""
+    drafting = sequence.drafting
+    return drafting.model if isinstance(drafting, DraftTokens) else None
 
 
 def _drafts_of(sequence: Sequence) -> DraftTokens:

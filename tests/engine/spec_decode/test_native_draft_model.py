@@ -34,12 +34,12 @@ def requests(seed):
         yield [*stem[: rng.randrange(1, 41)], number], params
 
 
-def run(bench, seed, **fields):
+def run(bench, seed, steps_between=4, **fields):
     """The results of some requests that overlap, and the KV of all published blocks by hash."""
     handles = []
     for prompt, params in requests(seed):
         handles.append(bench.submit(prompt, params, **fields))
-        for _ in range(4):
+        for _ in range(steps_between):
             bench.step()
     bench.run()
     bench.assert_clean()
@@ -88,11 +88,11 @@ def test_the_same_model_is_always_right(machines):
 
 def test_the_same_model_is_right_after_preemptions(machines):
     machine, _ = machines
-    bench = NativeBench(machine, num_blocks=7, max_num_seqs=4, drafter=machine.drafter(7))
+    bench = NativeBench(machine, num_blocks=7, max_num_seqs=6, drafter=machine.drafter(7))
     without_lookup(bench)
     with_typical_times(bench)
     for seed in range(3):
-        run(bench, seed, **DRAFTS)
+        run(bench, seed, 0, **DRAFTS)
     speculation = bench.scheduler.speculation
     assert bench.scheduler.num_preemptions > 0
     assert speculation.num_accepted == speculation.num_drafted > 100
