@@ -1,11 +1,12 @@
 """Time until a new process outputs text, and memory of a running engine, at the 0.5B shape.
 
-    python benchmarks/bench/bench_startup.py
+    python benchmarks/bench/bench_startup.py [--model FILE]
 
-The model is a random GGUF of Qwen2-0.5B's shape (see bench_peers.py). The time is measured from
-starting the process to the first byte of `kvboost-edge generate`. The first round, which packs the
-weights, is not counted. The memory is that of resident pages of an engine after prefill and
-decoding, including mapped weights, minus weights and pool.
+The model is FILE, or a random GGUF of Qwen2-0.5B's shape (see bench_peers.py). The time is measured
+from starting the process to the first byte of `kvboost-edge generate`. The first round, which packs
+the weights, is not counted. The memory is `other_bytes` of an engine after prefill and decoding:
+what is resident beside weights and pool. To measure with a kernel library, set
+KVBOOST_EDGE_KERNELS.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from benchmarks.data.shapes import SHAPES
 
 _BENCHMARKS = Path(__file__).parents[1]
 _TARGET_S = 2.5
-_TARGET_MB = 250.0
+_TARGET_MB = 180.0  # with a kernel library
 
 
 def first_byte(model: Path) -> float:
@@ -70,22 +71,23 @@ def held(model: Path, bits: int) -> dict[str, Any]:
     prompt = list(range(300, 300 + 512)) * 4
     worker.ask("decode", tokens=prompt, count=32)
     found = worker.ask("memory")
+    other = worker.ask("stats")["other_bytes"]
     about = worker.about["about"]
     worker.close()
-    weights = about["weight_bytes"] / 1e6
-    pool = about["pool_bytes"] / 1e6
     return {
-        "weights_mb": weights,
-        "pool_mb": pool,
+        "weights_mb": about["weight_bytes"] / 1e6,
+        "pool_mb": about["pool_bytes"] / 1e6,
         **found,
-        "beside_mb": found["rss_mb"] - weights - pool,
+        "beside_mb": other / 1e6,
     }
 
 
 def main() -> None:
-    options: argparse.Namespace = parser_for_models(__doc__).parse_args()
+    parser = parser_for_models(__doc__)
+    parser.add_argument("--model", type=Path, help="GGUF file to start instead of a random one")
+    options: argparse.Namespace = parser.parse_args()
     shape = "tiny" if options.quick else options.shape
-    model = kept_gguf(
+    model = options.model or kept_gguf(
         options.models / f"{shape}-{options.quant}.gguf", SHAPES[shape], options.quant
     )
     first = first_byte(model)

@@ -90,7 +90,14 @@ class Engine:
         stats = self.engine.paged_stats()
         return {
             key: stats[key]
-            for key in ("tiers", "bytes_per_block", "lost_blocks", "pool_bytes", "miss_tokens")
+            for key in (
+                "tiers",
+                "bytes_per_block",
+                "lost_blocks",
+                "pool_bytes",
+                "miss_tokens",
+                "other_bytes",
+            )
         }
 
     def share(self, prefix: list[int], suffixes: list[list[int]], count: int) -> dict[str, Any]:
