@@ -13,6 +13,7 @@ _OF_MIXERS = "tests/kernels/program/states/test_mixers.py"
 _LENGTHS = "engine/spec_decode/draft_lengths.py"
 _OF_LENGTHS = "tests/engine/spec_decode/test_draft_lengths.py"
 _OF_DRAFTS = "tests/engine/spec_decode/test_acceptance.py"
+_OF_MODELS = "tests/engine/spec_decode/test_model_drafts.py"
 _OF_BUDGET = "tests/engine/memory/test_state_budget.py"
 
 FAULTS = faults(
@@ -99,6 +100,20 @@ FAULTS = faults(
         "reads_history=request.uses_cache",
         "reads_history=True",
         "tests/engine/spec_decode/test_drafting.py",
+    ),
+    (
+        "draft model: a block keeps the KV of its former tokens",
+        "kvcache/manager.py",
+        "            self.draft_filled[block_id] = 0",
+        "            pass",
+        _OF_MODELS,
+    ),
+    (
+        "draft model: rejected tokens count as filled",
+        "engine/spec_decode/model_drafts.py",
+        "stop = min(draft.stop, work.sequence.num_computed_tokens)",
+        "stop = draft.stop",
+        _OF_MODELS,
     ),
     (
         "drafts: all tokens of a pass are certain",
