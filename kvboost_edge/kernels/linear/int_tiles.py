@@ -263,7 +263,13 @@ class IntTiles:
             here = emit_place(b, panel, group, self.cell)
             places = [emit_place(b, at, group, self.group_bytes) for at in weights]
             if self.tiles == 1 and follows_pages():
-                emit_prefetch(b, b.add(places[0], int_constant(_PAGE)), near=False)
+                # One line of a group is enough, except for codes of 5 bits: unpacking them takes so
+                # many instructions that fewer groups are in flight.
+                lines = self.group_bytes // _LINE if self.format.bits == 5 else 1
+                for line in range(lines):
+                    emit_prefetch(
+                        b, b.add(places[0], int_constant(_PAGE + _LINE * line)), near=False
+                    )
             else:
                 self._prefetch(
                     b, tile, places, [emit_place(b, at, group, SCALE_BYTES) for at in scales]
