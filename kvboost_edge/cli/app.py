@@ -897,15 +897,30 @@ def bench(
     ctx_size: ContextOption = None,
     max_memory: MaxMemoryOption = None,
     draft_model: DraftModelOption = None,
+    speculation: Annotated[
+        str | None,
+        typer.Option(
+            "--speculation",
+            metavar="MODES",
+            help="Kinds of speculative decoding to compare, separated by commas: off, lookup "
+            "(prompt lookup) and draft (with --draft-model). Default: off, or with the draft "
+            "model if one is given.",
+        ),
+    ] = None,
     option: LongEngineOptions = None,
 ) -> None:
     """Measure tokens per second of prompts, generation and cached prefixes, like llama-bench.
 
-    Options and columns have llama-bench's names. Speculative decoding is off unless --draft-model
-    or --option speculation=auto is given.
+    Options and columns have llama-bench's names. Speculative decoding is off unless --draft-model,
+    --speculation or --option speculation=auto is given.
     """
     from kvboost_edge.cli.bench.cases import cases_of
-    from kvboost_edge.cli.bench.run import numbers, output_format, run_bench
+    from kvboost_edge.cli.bench.run import (
+        numbers,
+        output_format,
+        run_bench,
+        speculation_modes,
+    )
     from kvboost_edge.cli.option_parsing import engine_options
 
     run_bench(
@@ -930,6 +945,7 @@ def bench(
         repetitions=repetitions,
         is_warmed_up=warmup,
         form=output_format(output),
+        modes=speculation_modes(speculation),
     )
 
 

@@ -86,6 +86,7 @@ COMMANDS = {  # name: (required arguments, options with a value)
             "--max-model-len 512",
             "--max-memory 4GB",
             "--draft-model x",
+            "--speculation off,lookup",
             "--option num_threads=2",
             *PACKED,
         ),

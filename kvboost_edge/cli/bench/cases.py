@@ -25,6 +25,7 @@ class Case(NamedTuple):
         n_gen: number of tokens to generate.
         n_depth: number of cached tokens.
         n_requests: number of requests at the same time.
+        speculation: "off", "lookup" or "draft" if these are compared, else "".
     """
 
     kind: str
@@ -32,6 +33,7 @@ class Case(NamedTuple):
     n_gen: int
     n_depth: int
     n_requests: int = 1
+    speculation: str = ""
 
     @property
     def name(self) -> str:
@@ -41,7 +43,8 @@ class Case(NamedTuple):
             "tg": f"tg{self.n_gen}",
             "shared": f"shared x{self.n_requests}",
         }.get(self.kind, self.kind)
-        return f"{what} @ d{self.n_depth}" if self.n_depth else what
+        after = f" @ d{self.n_depth}" if self.n_depth else ""
+        return f"{what}{after} ({self.speculation})" if self.speculation else f"{what}{after}"
 
     @property
     def counted_tokens(self) -> int:

@@ -176,7 +176,7 @@ def open_writer(form: str, subject: Subject, write: Callable[[str], None]) -> Wr
 
 
 def _fields(subject: Subject, figures: CaseResult) -> dict[str, Any]:
-    """Return the fields of a row, of which `test` and `n_requests` are not llama-bench's."""
+    """Return the fields of a row, of which the test, requests and speculation are our own."""
     case = figures.case
     seconds, deviation = mean_and_deviation(figures.seconds)
     rate, rate_deviation = mean_and_deviation(figures.rates)
@@ -188,6 +188,7 @@ def _fields(subject: Subject, figures: CaseResult) -> dict[str, Any]:
         "n_gen": case.n_gen,
         "n_depth": case.n_depth,
         "n_requests": case.n_requests,
+        "speculation": case.speculation,
         "test_time": began.strftime("%Y-%m-%dT%H:%M:%SZ"),
         "avg_ns": round(seconds * 1e9),
         "stddev_ns": round(deviation * 1e9),

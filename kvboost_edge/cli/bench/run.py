@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress
 from kvboost_edge import __version__
 from kvboost_edge.cli.bench.cases import Case, CaseResult, Sample, check_bounds
 from kvboost_edge.cli.bench.measure import CaseTimer, RandomTokens
-from kvboost_edge.cli.bench.result_writers import FORMATS, Subject, open_writer
+from kvboost_edge.cli.bench.result_writers import FORMATS, Subject, Writer, open_writer
 from kvboost_edge.cli.console import open_console, text_column
 from kvboost_edge.cli.session import found_model, loaded_engine
 from kvboost_edge.errors import ConfigError
@@ -25,9 +25,10 @@ from kvboost_edge.host.processor import describe_cpu
 if TYPE_CHECKING:
     from kvboost_edge.engine.engine import CPUPagedEngine
 
-__all__ = ["numbers", "output_format", "run_bench"]
+__all__ = ["numbers", "output_format", "run_bench", "speculation_modes"]
 
 _MOST_REPETITIONS = 1000
+_MODES = ("off", "lookup", "draft")
 _TYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 
 
@@ -49,6 +50,21 @@ def numbers(flag: str, texts: Sequence[str] | None, default: int) -> list[int]:
     return list(dict.fromkeys(found))
 
 
+def speculation_modes(text: str | None) -> list[str]:
+    """Return the values of --speculation; [] if the flag is not given.
+
+    Raises ConfigError for an unknown value.
+    """
+    modes = [] if text is None else text.split(",")
+    for mode in modes:
+        if mode not in _MODES:
+            raise ConfigError(
+                f"--speculation {mode!r} is not one of {', '.join(_MODES)}; give one or several, "
+                "such as off,lookup"
+            )
+    return list(dict.fromkeys(modes))
+
+
 def output_format(text: str) -> str:
     """Return the value of --output. Raises ConfigError if there is no such format."""
     if text in FORMATS:
@@ -65,6 +81,7 @@ def run_bench(
     repetitions: int,
     is_warmed_up: bool,
     form: str,
+    modes: Sequence[str] = (),
 ) -> None:
     """Measure and print one row per case. A row is printed as soon as it is complete.
 
@@ -76,6 +93,7 @@ def run_bench(
         repetitions: number of times that each case is measured.
         is_warmed_up: whether each case runs once before it is measured.
         form: output format.
+        modes: values of --speculation, with each of which all cases are measured.
     """
     check_bounds("--repetitions", repetitions, 1, _MOST_REPETITIONS)
     for name in ("redis_url", "redis_trust"):
@@ -83,14 +101,76 @@ def run_bench(
             raise ConfigError(
                 f"{name} has no effect on a benchmark, which measures one machine; leave it out"
             )
-    engine_options = {"speculation": "auto" if "draft_model" in options else "off", **options}
-    tier: dict[str, Any] = {
-        name: engine_options.pop(name)
-        for name in ("disk_cache_dir", "max_disk_bytes")
-        if name in engine_options
+    names = ("disk_cache_dir", "max_disk_bytes")
+    tier: dict[str, Any] = {name: options[name] for name in names if name in options}
+    _check_tier(tier, is_used=any(case.kind == "restart" for case in cases))
+    others = {name: value for name, value in options.items() if name not in tier}
+    writer: Writer | None = None
+    for mode, engine_options in _runs(others, modes).items():
+        writer = _measure(
+            model,
+            engine_options,
+            tier,
+            [case._replace(speculation=mode) for case in cases],
+            repetitions=repetitions,
+            is_warmed_up=is_warmed_up,
+            form=form,
+            writer=writer,
+        )
+    if writer is not None:
+        writer.end()
+
+
+def _runs(options: dict[str, Any], modes: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Return the engine options for each value of --speculation, or for "" without the flag.
+
+    Raises:
+        ConfigError: the flag contradicts the options.
+    """
+    if not modes:
+        chosen = "auto" if "draft_model" in options else "off"
+        return {"": {"speculation": chosen, **options}}
+    if "speculation" in options:
+        raise ConfigError(
+            "--speculation and the option speculation are both given; give one of them"
+        )
+    has_draft = "draft_model" in options
+    if has_draft != ("draft" in modes):
+        raise ConfigError(
+            "draft_model has no effect without --speculation draft; add it, or leave one out"
+            if has_draft
+            else "--speculation draft needs a draft model; add --draft-model MODEL"
+        )
+    plain = {name: value for name, value in options.items() if not name.startswith("draft_")}
+    found = {
+        "off": {**plain, "speculation": "off"},
+        "lookup": {**plain, "speculation": "auto"},
+        "draft": {**options, "speculation": "auto"},
     }
+    return {mode: found[mode] for mode in modes}
+
+
+def _measure(
+    model: str,
+    engine_options: dict[str, Any],
+    tier: dict[str, Any],
+    cases: Sequence[Case],
+    *,
+    repetitions: int,
+    is_warmed_up: bool,
+    form: str,
+    writer: Writer | None,
+) -> Writer:
+    """Measure the cases with one set of engine options.
+
+    Args:
+        tier: options of the disk tier, for the cases after a restart.
+        writer: writer of earlier rows, or None to open one.
+
+    Returns:
+        The writer.
+    """
     after_restart = [case for case in cases if case.kind == "restart"]
-    _check_tier(tier, is_used=bool(after_restart))
     notes = open_console(stderr=True)
     with contextlib.ExitStack() as loaded:
         engine = loaded.enter_context(loaded_engine(model, engine_options, notes))
@@ -99,7 +179,7 @@ def run_bench(
         for case in cases:
             meter.check(case)
         with found_model(model, engine_options, notes) as path:
-            writer = open_writer(form, _subject(engine, path, model), _write)
+            writer = writer or open_writer(form, _subject(engine, path, model), _write)
         with _bar(notes, len(cases) * repetitions) as bar:
             for case in cases[: len(cases) - len(after_restart)]:
                 bar.name(case)
@@ -116,7 +196,7 @@ def run_bench(
                         bar.beside(notes.print, figures)
                     else:
                         bar.beside(writer.row, figures)
-        writer.end()
+    return writer
 
 
 class _Restart:

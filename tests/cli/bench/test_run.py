@@ -68,6 +68,20 @@ def test_speculation_is_off_unless_it_is_asked_for(bench, monkeypatch):
     assert {*seen[2:]} == {"on"}
 
 
+def test_kinds_of_speculation_are_compared(bench, tiny_model_dir, refused):
+    argv = ("-p", "0", "-n", "8", "-r", "1", "-o", "json", "--draft-model", tiny_model_dir)
+    found = json.loads(bench(*argv, "--speculation", "off,lookup,draft").out)
+    assert [row["test"] for row in found] == ["tg8 (off)", "tg8 (lookup)", "tg8 (draft)"]
+    assert [row["speculation"] for row in found] == ["off", "lookup", "draft"]
+    for more, said in (
+        (("--speculation", "mtp"), "--speculation 'mtp' is not one of off, lookup, draft"),
+        (("--speculation", "draft"), "needs a draft model"),
+        (("--speculation", "off", "--draft-model", "x"), "draft_model has no effect without"),
+        (("--speculation", "off", "--option", "speculation=on"), "are both given"),
+    ):
+        assert said in refused("bench", "-m", tiny_model_dir, "-n", "8", *more)
+
+
 def test_blocks_are_read_from_the_given_directory(bench, tmp_path, monkeypatch):
     seen = []
     measured = CaseTimer.restored
