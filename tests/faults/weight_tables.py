@@ -1,4 +1,4 @@
-"""Faults in codes that are looked up in a table, and in Q3_K."""
+"""Faults in codes that are looked up in a table, in 5-bit codes, and in Q3_K."""
 
 from __future__ import annotations
 
@@ -65,6 +65,20 @@ FAULTS = faults(
         _OF_FILES,
     ),
     ("Q3_K: codes off by one", _BLOCKS, "codes + np.uint8(28)", "codes + np.uint8(27)", _OF_BLOCKS),
+    (
+        "Q5_1: minima of the other sign",
+        _BLOCKS,
+        "(_fives(b, 4), _half(b, 0), -_half(b, 2))",
+        "(_fives(b, 4), _half(b, 0), _half(b, 2))",
+        _OF_BLOCKS,
+    ),
+    (
+        "int5-asym: minima of 4-bit codes are lost",
+        _STREAM,
+        "        if stored.minima:\n            return rows\n",
+        "",
+        _OF_STREAM,
+    ),
     (
         "table: quads of a line in the other order",
         _LOADS,
