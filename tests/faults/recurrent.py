@@ -415,8 +415,8 @@ FAULTS = faults(
     (
         "state: doctor counts none",
         "engine/memory/check.py",
-        "* self.pool + self.states",
-        "* self.pool",
+        "+ pools + self.states",
+        "+ pools",
         "tests/engine/memory/test_check.py",
     ),
     (
