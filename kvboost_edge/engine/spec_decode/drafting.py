@@ -52,7 +52,7 @@ _MEMORY = 0.8  # decay of earlier outcomes after a step with a draft
 # Decay of earlier outcomes after a step without a draft. A source that failed is tried again after
 # about 30 tokens.
 _FADING = 0.97
-_PRIOR = 2.0  # weight of the match length in the estimate, counted in drafts
+_PRIOR = 3.0  # weight of the match length in the estimate, counted in drafts
 
 
 @functools.cache
@@ -196,7 +196,7 @@ class Drafter:
         return self._draft(list(itertools.islice(itertools.cycle(following), most)), length)
 
     def _draft(self, token_ids: list[int], match: int) -> DraftProposal:
-        prior = match / (match + 4)
+        prior = 1 - 1.5 / match
         right = self._right + _PRIOR * prior
         wrong = self._wrong + _PRIOR * (1 - prior)
         return DraftProposal(token_ids, np.full(len(token_ids), right / (right + wrong)))

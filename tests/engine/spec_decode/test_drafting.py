@@ -109,7 +109,7 @@ def test_who_is_wrong_again_and_again_is_asked_less_and_then_once_more():
     for _ in range(6):
         drafter.learn(3, 0)
     low = chance()
-    assert low < 0.25 < first
+    assert low < first / 2
     for _ in range(60):
         drafter.learn(0, 0)
     assert low < chance() <= first
