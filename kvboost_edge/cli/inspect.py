@@ -88,12 +88,14 @@ def model_report(checkpoint: Checkpoint, config: EngineConfig) -> dict[str, Any]
 def mtp_report(checkpoint: Checkpoint, path_taken: Mapping[str, Any]) -> dict[str, Any]:
     """Return properties of the multi-token prediction (MTP) head in the model's files.
 
-    The result is empty without a head.
+    The result is empty without a head, and for a model that no runner accepts.
 
     Args:
         checkpoint: the model.
         path_taken: report of `route`.
     """
+    if path_taken["runner"] not in RUNNERS:  # its files may be incomplete
+        return {}
     count = checkpoint.num_mtp_tensors
     if not count:
         return {}
