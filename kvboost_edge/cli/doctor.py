@@ -22,12 +22,16 @@ from kvboost_edge.engine.memory.check import MemoryCheck, format_bytes, packed_p
 from kvboost_edge.engine.memory.draft_plan import DraftPlan, plan_draft
 from kvboost_edge.engine.memory.process import Overhead, measured_overhead
 from kvboost_edge.engine.memory.report import gb
-from kvboost_edge.engine.memory.selection import Selection, available_on, select_path
+from kvboost_edge.engine.memory.selection import (
+    Selection,
+    available_on,
+    open_checkpoint,
+    select_path,
+)
 from kvboost_edge.engine.memory.state_budget import asks_for_drafts
 from kvboost_edge.errors import ConfigError, KVBoostError
 from kvboost_edge.host.bandwidth import measure_read_bandwidth
 from kvboost_edge.host.cgroup import memory_limit
-from kvboost_edge.host.file_memo import NO_CACHE
 from kvboost_edge.host.memory import available_bytes, process_rss, total_bytes
 from kvboost_edge.host.processor import default_num_threads, describe_cpu
 from kvboost_edge.models.checkpoint import Checkpoint
@@ -182,8 +186,7 @@ def _versions() -> dict[str, Any]:
 def _model(model: str, options: dict[str, Any], config: EngineConfig) -> dict[str, Any]:
     try:
         with found_model(model, options, open_console(stderr=True)) as path:
-            cache_dir = None if config.pack_cache else NO_CACHE
-            checkpoint = Checkpoint.open(path, cache_dir=cache_dir, rope_range=config.rope_range)
+            checkpoint = open_checkpoint(path, config)
             found = installed_route(checkpoint, config)
             return {
                 **found,

@@ -30,7 +30,6 @@ STATES = (
 )
 MAX_CELLS = 512
 
-_NO_FIGURES = ("tiers", "step_counts")  # dictionaries
 _PATIENCE_SECONDS = 0.5
 _LINE_SECONDS = 5.0
 
@@ -177,7 +176,9 @@ def _stats_table(stats: dict[str, Any], columns: int) -> Table:
     """Create a table of statistics with this many pairs of name and value per row."""
     table = Table.grid(padding=(0, 2))
     cells = [
-        (name, _figure(name, value)) for name, value in stats.items() if name not in _NO_FIGURES
+        (name, _figure(name, value))
+        for name, value in stats.items()
+        if not isinstance(value, Mapping)
     ]
     cells += [(f"tier {name}", _tier_figure(tier)) for name, tier in stats.get("tiers", {}).items()]
     rows = -(-len(cells) // columns)

@@ -29,6 +29,8 @@ from kvboost_edge.engine.memory.selection import (
     Selection,
     available_on,
     bounded_context,
+    find_model,
+    open_checkpoint,
     select_path,
 )
 from kvboost_edge.engine.memory.state_budget import check_options, drafts_shortage, plan_states
@@ -40,7 +42,6 @@ from kvboost_edge.engine.request.sampling_defaults import (
 )
 from kvboost_edge.engine.spec_decode.draft_model import DraftParts
 from kvboost_edge.errors import BackendUnavailable, ConfigError, ModelFormatError
-from kvboost_edge.host.file_memo import NO_CACHE
 from kvboost_edge.host.memory import Region, give_back
 from kvboost_edge.host.processor import default_num_threads
 from kvboost_edge.kvcache.eviction.policy import TenantFloors
@@ -52,7 +53,7 @@ from kvboost_edge.models.config.architectures import attends_both_ways, check_mo
 from kvboost_edge.models.config.json_readers import generation_defaults
 from kvboost_edge.models.config.pooling import UNSAID, Pooling
 from kvboost_edge.models.fingerprint import fingerprint_of_module
-from kvboost_edge.models.locate import locate_model, model_name
+from kvboost_edge.models.locate import model_name
 from kvboost_edge.models.packed.weight_file import Progress
 from kvboost_edge.models.weights.dense_folders import Matrices
 from kvboost_edge.reuse.chunking import chunk_options
@@ -137,14 +138,7 @@ def build_from_path(
     """
     check_tiers(config)
     chunk_options(config)
-    model_path = locate_model(
-        path_or_id,
-        revision=config.revision,
-        token=config.token,
-        local_files_only=config.local_files_only,
-    )
-    cache_dir = None if config.pack_cache else NO_CACHE
-    checkpoint = Checkpoint.open(model_path, cache_dir=cache_dir, rope_range=config.rope_range)
+    checkpoint = open_checkpoint(find_model(path_or_id, config), config)
     # ONNX models skip this check. Their graph describes the model, and the runners report
     # unsupported operators.
     if checkpoint.onnx_refusal is None:
@@ -241,14 +235,7 @@ def draft_model_refusal(path_or_id: str | Path, config: EngineConfig) -> str:
     """
     if config.draft_model is None:
         return ""
-    path = locate_model(
-        path_or_id,
-        revision=config.revision,
-        token=config.token,
-        local_files_only=config.local_files_only,
-    )
-    cache_dir = None if config.pack_cache else NO_CACHE
-    checkpoint = Checkpoint.open(path, cache_dir=cache_dir, rope_range=config.rope_range)
+    checkpoint = open_checkpoint(find_model(path_or_id, config), config)
     selected = select_path(checkpoint, config)
     try:
         draft = plan_draft(checkpoint, selected, config)

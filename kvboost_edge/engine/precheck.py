@@ -8,14 +8,12 @@ from typing import Any
 
 from kvboost_edge.config import EngineConfig
 from kvboost_edge.engine.grammar.compiler import check_grammar
-from kvboost_edge.engine.memory.selection import bounded_context, usable_context
+from kvboost_edge.engine.memory.selection import bounded_context, open_checkpoint, usable_context
 from kvboost_edge.engine.request.prompts import LIMIT_ADVICE
 from kvboost_edge.engine.request.request import resolve_sampling
 from kvboost_edge.engine.request.requested_grammar import KINDS, read_grammar
 from kvboost_edge.engine.request.terms import Terms
 from kvboost_edge.errors import RequestError
-from kvboost_edge.host.file_memo import NO_CACHE
-from kvboost_edge.models.checkpoint import Checkpoint
 
 __all__ = ["check_limit", "check_request"]
 
@@ -49,8 +47,7 @@ def check_limit(path: Path, config: EngineConfig, max_new_tokens: int | None) ->
     """
     if max_new_tokens is None or max_new_tokens <= _FEW:
         return
-    cache_dir = None if config.pack_cache else NO_CACHE
-    checkpoint = Checkpoint.open(path, cache_dir=cache_dir, rope_range=config.rope_range)
+    checkpoint = open_checkpoint(path, config)
     context = bounded_context(usable_context(checkpoint.config), config)
     if max_new_tokens >= context:
         raise RequestError(

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from kvboost_edge.config import EngineConfig
 from kvboost_edge.engine.build import load_tokenizer
-from kvboost_edge.host.file_memo import NO_CACHE
-from kvboost_edge.models.checkpoint import Checkpoint
-from kvboost_edge.models.locate import locate_model
+from kvboost_edge.engine.memory.selection import find_model, open_checkpoint
 from kvboost_edge.text.tokenizer import Tokenizer
 
 __all__ = ["model_digest", "open_tokenizer"]
@@ -17,21 +15,10 @@ def open_tokenizer(path_or_id: str, config: EngineConfig) -> tuple[Tokenizer, st
 
     Missing or invalid files raise the same errors as loading the model.
     """
-    checkpoint = _open(path_or_id, config)
+    checkpoint = open_checkpoint(find_model(path_or_id, config), config)
     return load_tokenizer(checkpoint), checkpoint.fingerprint()
 
 
 def model_digest(path_or_id: str, config: EngineConfig) -> str:
     """Return the digest of a model's files. A file is read again only if it has changed."""
-    return _open(path_or_id, config).fingerprint()
-
-
-def _open(path_or_id: str, config: EngineConfig) -> Checkpoint:
-    path = locate_model(
-        path_or_id,
-        revision=config.revision,
-        token=config.token,
-        local_files_only=config.local_files_only,
-    )
-    cache_dir = None if config.pack_cache else NO_CACHE
-    return Checkpoint.open(path, cache_dir=cache_dir, rope_range=config.rope_range)
+    return open_checkpoint(find_model(path_or_id, config), config).fingerprint()

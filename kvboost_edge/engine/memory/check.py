@@ -25,7 +25,14 @@ from kvboost_edge.engine.memory.report import (
     planned_blocks,
     planned_pool_bytes,
 )
-from kvboost_edge.engine.memory.selection import Selection, available_on, planned_info, select_path
+from kvboost_edge.engine.memory.selection import (
+    Selection,
+    available_on,
+    find_model,
+    open_checkpoint,
+    planned_info,
+    select_path,
+)
 from kvboost_edge.engine.memory.state_budget import (
     check_options,
     drafts_shortage,
@@ -38,7 +45,6 @@ from kvboost_edge.host.file_memo import NO_CACHE
 from kvboost_edge.host.processor import default_num_threads
 from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.fingerprint import are_remembered
-from kvboost_edge.models.locate import locate_model
 from kvboost_edge.models.packed.pack_plan import (
     STORED,
     WEIGHT_FORMATS,
@@ -260,14 +266,7 @@ def planned_memory(path_or_id: str | Path, config: EngineConfig) -> PlannedMemor
     A model on a hub is downloaded but not loaded. Errors are those of loading the model, except
     that a lack of memory is not an error.
     """
-    path = locate_model(
-        path_or_id,
-        revision=config.revision,
-        token=config.token,
-        local_files_only=config.local_files_only,
-    )
-    cache_dir = None if config.pack_cache else NO_CACHE
-    checkpoint = Checkpoint.open(path, cache_dir=cache_dir, rope_range=config.rope_range)
+    checkpoint = open_checkpoint(find_model(path_or_id, config), config)
     selected = select_path(checkpoint, config)
     device = selected.backend.device
     draft = plan_draft(checkpoint, selected, config)

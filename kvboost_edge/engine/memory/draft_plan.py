@@ -9,15 +9,15 @@ from typing import NamedTuple
 from kvboost_edge.config import EngineConfig
 from kvboost_edge.engine.memory.selection import (
     Selection,
+    find_model,
     model_traits,
+    open_checkpoint,
     planned_info,
     select_path,
 )
 from kvboost_edge.errors import ConfigError, KVBoostError
-from kvboost_edge.host.file_memo import NO_CACHE
 from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.config.architectures import attends_both_ways, check_model_compatibility
-from kvboost_edge.models.locate import locate_model
 from kvboost_edge.runners.base import RunnerInfo
 from kvboost_edge.runners.choice import plan_of
 
@@ -75,8 +75,7 @@ def plan_draft(target: Checkpoint, selected: Selection, config: EngineConfig) ->
         draft_weights="int4",
     )
     try:
-        path = locate_model(name, token=config.token, local_files_only=config.local_files_only)
-        checkpoint = Checkpoint.open(path, cache_dir=None if config.pack_cache else NO_CACHE)
+        checkpoint = open_checkpoint(find_model(name, own), own)
         if refusal := _draft_refusal(checkpoint, config):
             raise ConfigError(refusal)
         chosen = select_path(checkpoint, own)

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvboost_edge.backends.base import KVSpec, LayerKVSpec
 from kvboost_edge.backends.select import BackendChoice, choose_backend
 from kvboost_edge.config import EngineConfig
 from kvboost_edge.engine.memory.report import planned_pool_bytes
+from kvboost_edge.host.file_memo import NO_CACHE
 from kvboost_edge.host.memory import available_bytes
 from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.config.architectures import attends_both_ways, pinned_context
 from kvboost_edge.models.config.json_readers import context_length, stored_dtype, text_config
 from kvboost_edge.models.families.fields import size_of
+from kvboost_edge.models.locate import locate_model
 from kvboost_edge.models.weights.weight_source import WeightSummary
 from kvboost_edge.runners.base import ModelTraits, RunnerInfo
 from kvboost_edge.runners.choice import RunnerChoice, choose_runner, plan_of
@@ -26,8 +29,10 @@ __all__ = [
     "Selection",
     "available_on",
     "bounded_context",
+    "find_model",
     "loaded_bytes",
     "model_traits",
+    "open_checkpoint",
     "planned_info",
     "planned_kv_spec",
     "select_path",
@@ -44,6 +49,22 @@ class Selection(NamedTuple):
 
     backend: BackendChoice
     runner: RunnerChoice
+
+
+def find_model(path_or_id: str | Path, config: EngineConfig) -> Path:
+    """Return the local path of a model, see `locate_model`. A hub model is downloaded first."""
+    return locate_model(
+        path_or_id,
+        revision=config.revision,
+        token=config.token,
+        local_files_only=config.local_files_only,
+    )
+
+
+def open_checkpoint(path: Path, config: EngineConfig) -> Checkpoint:
+    """Open a model's files with the cache directory and the RoPE factors that the config sets."""
+    cache_dir = None if config.pack_cache else NO_CACHE
+    return Checkpoint.open(path, cache_dir=cache_dir, rope_range=config.rope_range)
 
 
 def select_path(checkpoint: Checkpoint, config: EngineConfig) -> Selection:
