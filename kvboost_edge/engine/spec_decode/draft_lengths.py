@@ -1,8 +1,8 @@
 """The number of draft tokens of each sequence that is expected to make decoding fastest.
 
-The speed of a step is the geometric mean of its sequences' tokens per second. It takes as much for
-a sequence that becomes twice as fast as it gives for one that becomes half as fast. Otherwise one
-sequence with many draft tokens would slow down all others.
+The speed of a step is the geometric mean of its sequences' tokens per second. Doubling the speed of
+one sequence therefore weighs as much as halving that of another. With the sum instead, one sequence
+with many draft tokens would slow down all others.
 
 `DraftCredit` bounds what rejected draft tokens may cost, because estimates can be wrong for a long
 time.
