@@ -288,7 +288,11 @@ def _token_stats(parts: EngineParts, scheduler: Scheduler, config: EngineConfig)
         "generated_tokens": scheduler.num_generated_tokens,
         "drafted_tokens": scheduler.speculation.num_drafted,
         "accepted_tokens": scheduler.speculation.num_accepted,
-        "drafts": {name: one._asdict() for name, one in scheduler.speculation.counts.items()},
+        "drafts": {
+            # A list, as JSON has no tuples.
+            name: {**one._asdict(), "accepted_by_position": list(one.accepted_by_position)}
+            for name, one in scheduler.speculation.counts.items()
+        },
         "max_draft_tokens": most_draft_tokens(config, manager.states),
         "draft_bytes": scheduler.speculation.memory_bytes,
     }

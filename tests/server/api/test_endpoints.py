@@ -249,15 +249,15 @@ async def test_warm_messages_serve_the_conversation(tiny_app, tiny_engine):
 
 
 async def test_stats_are_the_engines(tiny_app, tiny_engine):
-    await tiny_app.post(
-        "/v1/completions", json={"prompt": "hello there", "max_tokens": 5, "ignore_eos": True}
-    )
+    body = {"prompt": "a" * 40, "max_tokens": 24, "logit_bias": {"97": 100}}  # repeats one token
+    await tiny_app.post("/v1/completions", json={**body, "kvboost": {"speculation": "on"}})
     answer = await tiny_app.get("/v1/stats")
     assert answer.headers["cache-control"] == "no-store"
     stats = answer.json()
     assert stats["model"] == "tiny"
     assert stats["cache"] == tiny_engine.cache_stats()
     expected = tiny_engine.paged_stats()
+    assert expected["drafts"]["lookup"]["accepted_by_position"]
     beside = {name for name in expected if name.endswith("_bytes")} | {"tiers"}
     assert stats["pool"] == {name: value for name, value in expected.items() if name not in beside}
     assert stats["tiers"] == {}
@@ -269,7 +269,7 @@ async def test_stats_are_the_engines(tiny_app, tiny_engine):
         0,
         0,
     )
-    assert stats["throughput"]["generated_tokens_total"] == 5
+    assert stats["throughput"]["generated_tokens_total"] == 24
     assert stats["throughput"]["generated_tokens_per_second"] > 0
 
 
