@@ -44,9 +44,11 @@ class ForwardBatch:
         positions: int64 [num_tokens], absolute positions of the tokens.
         layout: slots for the new KV, and block tables for attention.
         logit_rows: int64 [num_logits], rows of the flat batch that need logits, ascending.
-        state_rows: int64 [num_states], rows that need the hidden state after the last norm instead,
-            without the LM head.
+        state_rows: int64 [num_states], rows that need the hidden state after the last norm,
+            ascending. A row may need both.
         states: float32 [num_states, hidden_size], receives those hidden states.
+        joined: float32 [num_tokens, hidden_size], hidden states that an MTP head joins with the
+            embeddings of the tokens, or None for other models.
         is_abandoned: called repeatedly during a long pass, if the runner supports it. If it returns
             True, the runner raises PassAbandoned.
     """
@@ -61,6 +63,7 @@ class ForwardBatch:
     states: npt.NDArray[np.float32] = dataclasses.field(
         default_factory=lambda: np.empty((0, 0), np.float32)
     )
+    joined: npt.NDArray[np.float32] | None = None
     is_abandoned: Callable[[], bool] | None = None
 
 

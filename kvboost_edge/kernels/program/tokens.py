@@ -218,7 +218,7 @@ def _norm(job: ProgramJob, op: lt.NormOp, token: int) -> None:
     count = op.size
     out = row_at(job, op.out, token)
     norm_row(row_at(job, op.source, token), op.weight, count, op.eps, out)
-    for index in range(count, op.out.step):
+    for index in range(count, op.out.step - op.out.first):
         store_f32(out + 4 * index, np.float32(0.0))
     if op.panel.kind > 0:
         _quantize(job, op.panel, count, out, token, 0, (count + GROUP - 1) // GROUP)

@@ -60,5 +60,6 @@ def describe_mtp(spec: ModelSpec, names: Container[str]) -> MtpSpec:
         experts=experts,
         hybrid=None,
         tied=False,
+        joins_states=True,
     )
     return MtpSpec(model, tuple(name for name, tensor in _SHARED.items() if tensor not in names))

@@ -54,7 +54,8 @@ class ModelSpec:
 
     Sizes are in elements. Head and MLP sizes are the config's, and each LayerSpec has the sizes of
     its layer. `both_ways` is True for bidirectional attention: a text is processed in a single
-    pass, and the model cannot generate.
+    pass, and the model cannot generate. `joins_states` is True for an MTP head, whose input rows
+    join an embedding and a hidden state of the model.
     """
 
     model_type: str
@@ -87,6 +88,7 @@ class ModelSpec:
     hybrid: Hybrid | None = None
     factors: LayerFactors = NO_FACTORS
     head_norm: str = ""  # see Family.head_norm
+    joins_states: bool = False
 
     @property
     def mixer(self) -> Mixer | None:

@@ -99,6 +99,7 @@ class PackedWeights:
         self._data: npt.NDArray[np.uint8] | None = np.frombuffer(mapped, dtype=np.uint8)
         self._base = self._data.ctypes.data
         self._sections = sections
+        self._borrowed: dict[str, int] = {}
         self.nbytes = len(mapped)
 
     @property
@@ -109,7 +110,18 @@ class PackedWeights:
     def address(self, name: str) -> int:
         """Return the address of a section, a multiple of 64, or 0 if it does not exist."""
         found = self._sections.get(name)
-        return 0 if found is None else self._base + found[0]
+        return self._borrowed.get(name, 0) if found is None else self._base + found[0]
+
+    def borrow(self, entry: PackEntry, name: str, owner: PackedWeights) -> None:
+        """Give `address` the sections of an entry of other weights, which must outlive these.
+
+        Args:
+            entry: the entry.
+            name: its name in these weights.
+            owner: the other weights.
+        """
+        for section, _ in entry.sections:
+            self._borrowed[name + section.removeprefix(entry.name)] = owner.address(section)
 
     def array(self, name: str) -> npt.NDArray[np.uint8]:
         """Return the bytes of a section as a view."""

@@ -189,12 +189,20 @@ class Sizes:
         )
         mixer = MixerSizes(0, 0, 0) if spec.mixer is None else MixerSizes.of(spec.mixer)
         inner = max(layer.intermediate_size for layer in spec.layers)
+        joined = 2 * spec.hidden_size if spec.joins_states else 0
         width = 0 if spec.per_layer is None else spec.per_layer.width
         hidden = padded(spec.hidden_size, GROUP)
         normed = padded(max(spec.hidden_size, inner, width), GROUP)
         wide = (
             padded(
-                max(qkv, (1 + spec.family.gated) * inner, spec.hidden_size, width, mixer.wide),
+                max(
+                    qkv,
+                    (1 + spec.family.gated) * inner,
+                    spec.hidden_size,
+                    joined,
+                    width,
+                    mixer.wide,
+                ),
                 GROUP,
             )
             + 2 * GROUP
@@ -206,7 +214,7 @@ class Sizes:
         mixed = (
             mixer.mixed if any(layer.attends and layer.keeps_state for layer in spec.layers) else 0
         )
-        groups = max(normed, mixer.mixed, *attended) // GROUP
+        groups = max(normed, mixer.mixed, padded(joined, GROUP), *attended) // GROUP
         per_layer = padded(len(spec.layers) * width, LANES) + GROUP * (width % GROUP > 0)
         mixture = (
             None if spec.experts is None else MixtureSizes.of(spec.experts, hidden, floats=floats)

@@ -83,6 +83,17 @@ class _Builder(Emitter):
         if spec.per_layer is not None:
             self.per_layer_inputs(spec.per_layer.width)
 
+    def join_states(self) -> None:
+        """Emit the input rows of an MTP head, from the embedding and the states in B_NORMED."""
+        spec = self.spec
+        size = spec.hidden_size
+        pairs = ((self.hidden, "embedding_norm", 0), (self.normed, "hidden_norm", size))
+        for source, norm, first in pairs:
+            out = self.wide._replace(first=first)
+            self.ops.append(lt.NormOp(source, out, size, self.packed.address(norm), spec.eps))
+        self.quantize(self.wide, 2 * size, "projection")
+        self.linear("projection", self.wide, self.hidden)
+
     def per_layer_inputs(self, width: int) -> None:
         """Emit B_PER_LAYER from the embedding and the rows of the per-layer table."""
         spec = self.spec
@@ -262,6 +273,8 @@ def build_program(
     parts = []
     first = 0
     builder.embed()
+    if spec.joins_states:
+        builder.join_states()
     for index, layer in enumerate(spec.layers):
         builder.before_mixing(index)
         parts.append((first, len(ops)))

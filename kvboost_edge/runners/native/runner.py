@@ -7,7 +7,7 @@ split of the prompt into chunks, any amount of cached KV and any number of threa
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -136,6 +136,7 @@ class NativeRunner:
         self._team = self._own_team
         self._matrix = int(amx_choice().used)
         self.kinds = kinds_of(plan)
+        self.plan = plan
         self._kernels = np.zeros(lt.NUM_KERNELS, dtype=np.int64)
         self._backend: Backend | None = None
         self._whole: WholePass | None = None
@@ -216,6 +217,11 @@ class NativeRunner:
             kv_bits=kv_bits,
             table=tables[0] if tables else None,
         )
+
+    def lend(self, borrower: PackedWeights, entries: Mapping[str, PackEntry]) -> None:
+        """Let other weights use entries of this runner's plan, by their name in those weights."""
+        for name, entry in entries.items():
+            borrower.borrow(entry, name, self._packed)
 
     @property
     def moved_keys_refusal(self) -> str | None:
@@ -304,6 +310,8 @@ class NativeRunner:
         prepared: Any = (self._texts or backend).prepare(batch.layout)
         whole = self._whole if self._texts is None else self._texts.whole
         addresses, _held = self._addresses(batch, tokens, positions)
+        if batch.joined is not None:
+            self._buffers.normed(num_tokens)[:] = batch.joined
         if whole is not None:
             return self._forward_whole(whole, batch, prepared, addresses)
         attended = np.empty((0, 0), dtype=np.float32)
@@ -436,20 +444,28 @@ class NativeRunner:
     ) -> Floats:
         """Run the program, including attention, in one kernel call.
 
-        If only some rows need logits, a second call runs the remaining layers on those rows.
+        If only some rows need logits or states, a second call runs the remaining operations on
+        those rows.
         """
         parts = self._program.parts
         narrow = self._program.narrow
         num_tokens = len(batch.token_ids)
         end = parts[-1][1]
         num_states = len(batch.state_rows)
-        if len(batch.logit_rows) == num_tokens and not num_states:
+        if num_tokens in (len(batch.logit_rows), num_states):
+            if len(batch.logit_rows) < num_tokens:
+                end = self._program.normed
             memory = self._prepare_whole(
                 whole, batch, prepared, addresses, (0, end), range(len(parts) - 1)
             )
-            logits = self._buffers.logits(num_tokens)
+            logits = self._buffers.logits(num_tokens if end == parts[-1][1] else 0)
             addresses[lt.B_LOGITS] = logits.ctypes.data
             self._run_layers(end, addresses, batch, memory.counters)
+            if num_states:
+                batch.states[:] = self._buffers.normed(num_tokens)[batch.state_rows]
+            if end == self._program.normed:
+                hidden = self._buffers.hidden(num_tokens)
+                return self._head(addresses, hidden[batch.logit_rows])
             return logits[:, : self._spec.vocab_size]
         # Attention is the last operation before a part. A prompt chunk that needs no logits skips
         # it. A recurrent state is always advanced.
@@ -478,22 +494,38 @@ class NativeRunner:
         """
         program = self._program
         first = program.parts[part][0]
-        end = program.parts[-1][1]
         rows, states = (
             np.ascontiguousarray(a, dtype=np.int64) for a in (batch.logit_rows, batch.state_rows)
         )
-        logits = self._buffers.logits(len(rows))
         rest = _Rest(batch, prepared, addresses, attended, range(part, len(program.parts) - 1))
-        if len(states):
-            self._run_rows((first, program.normed), states, rest)
-            batch.states[:] = self._buffers.normed(len(states))
-        if len(rows):
+        if not len(states):
+            logits = self._buffers.logits(len(rows))
+            if len(rows):
+                addresses[lt.B_LOGITS] = logits.ctypes.data
+                self._run_rows((first, program.parts[-1][1]), rows, rest)
+            return logits[:, : self._spec.vocab_size]
+        both = np.union1d(rows, states)
+        hidden = self._run_rows((first, program.normed), both, rest)
+        batch.states[:] = self._buffers.normed(len(both))[np.searchsorted(both, states)]
+        return self._head(addresses, hidden[np.searchsorted(both, rows)])
+
+    def _head(self, addresses: Longs, hidden: Floats) -> Floats:
+        """Run the last norm and the LM head on rows of the hidden state before the norm."""
+        logits = self._buffers.logits(len(hidden))
+        if len(hidden):
+            addresses = addresses.copy()
+            addresses[lt.B_HIDDEN] = hidden.ctypes.data
             addresses[lt.B_LOGITS] = logits.ctypes.data
-            self._run_rows((first, end), rows, rest)
+            program = self._program
+            self._run((program.normed - 1, program.parts[-1][1]), addresses, len(hidden))
         return logits[:, : self._spec.vocab_size]
 
-    def _run_rows(self, part: tuple[int, int], rows: Longs, rest: _Rest) -> None:
-        """Run operations on copies of some rows, given in ascending order."""
+    def _run_rows(self, part: tuple[int, int], rows: Longs, rest: _Rest) -> Floats:
+        """Run operations on copies of some rows, given in ascending order.
+
+        Returns:
+            The hidden state of the rows, before the last norm.
+        """
         addresses = rest.addresses.copy()
         num_tokens = len(rest.batch.token_ids)
         counters = None
@@ -519,6 +551,7 @@ class NativeRunner:
             more = self._buffers.copied(border, num_tokens, rows)
             addresses[border.buffer] = more.ctypes.data
         self._run(part, addresses, len(rows), counters)
+        return hidden
 
     def _run_layers(self, end: int, addresses: Longs, batch: ForwardBatch, counters: Longs) -> None:
         """Run the operations [0, end), a few layers per call if the pass is long.

@@ -13,6 +13,7 @@ from helpers.oracles.granite import ExactGranite
 from helpers.oracles.hybrid import ExactHybrid
 from helpers.random_ids import random_ids
 from helpers.runners.logits import dense_logits
+from helpers.runners.paged_driver import PagedDriver
 from helpers.runners.recurrent_driver import StateDriver
 from kvboost_edge.backends.base import PassStates
 from kvboost_edge.backends.select import choose_backend, make_backend
@@ -86,6 +87,16 @@ def whole(runner, tokens, backend="cpu"):
     return driver.prefill(driver.open(tokens))
 
 
+def _of_rows(runner, backend, logit_rows, state_rows):
+    """Logits and states of these rows of a text that is one pass, alone."""
+    spec = runner.info.kv_spec
+    if spec.states:
+        driver = drive(runner, backend)
+    else:
+        driver = PagedDriver(runner, make_backend(choose_backend(backend), spec, 40, 1))
+    return driver.step_for([(driver.open(PROMPT), len(PROMPT))], logit_rows, state_rows)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_are_those_of_transformers(family, directories, runners):
     model = build_tiny_model(family)
@@ -131,6 +142,20 @@ def test_on_the_reference_backend_any_cut_gives_the_same_bits(family, runners):
         [(again.open(PROMPT), len(PROMPT))], [], state_rows=range(len(PROMPT))
     )
     np.testing.assert_array_equal(states, all_states[[51, 76]])
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("family", ["qwen3_5_text", "nemotron_h-moe", "qwen3", "gemma4"])
+def test_rows_may_want_logits_and_states(family, backend, runners):
+    runner = runners(family)
+    every = range(len(PROMPT))
+    expected, _ = _of_rows(runner, backend, every, [])
+    _, all_states = _of_rows(runner, backend, [], every)
+    for logit_rows in ([], [76], [3, 5, 70], every):
+        for state_rows in ([3], [5, 20, 76], every):
+            logits, states = _of_rows(runner, backend, logit_rows, state_rows)
+            np.testing.assert_array_equal(logits, expected[list(logit_rows)])
+            np.testing.assert_array_equal(states, all_states[list(state_rows)])
 
 
 @pytest.mark.parametrize(
