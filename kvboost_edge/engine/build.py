@@ -166,8 +166,10 @@ def build_from_path(
     fingerprint = checkpoint.fingerprint()
     runner = _load_runner(checkpoint, config, selected, progress)
     draft_runner = None
+    draft_fingerprint = ""
     if draft is not None:
         with _closed_on_error(runner):
+            draft_fingerprint = draft.checkpoint.fingerprint()
             draft_runner = _load_runner(draft.checkpoint, draft.config, draft.selected, progress)
     eos = frozenset(defaults.eos_token_ids)
     parts = _assemble(
@@ -180,6 +182,7 @@ def build_from_path(
         name=model_name(checkpoint.path),
         budget=_MemoryBudget(pool_bytes, overhead, pass_bytes(checkpoint, config, selected, draft)),
         draft_runner=draft_runner,
+        draft_fingerprint=draft_fingerprint,
     )
     return dataclasses.replace(
         parts,
@@ -417,6 +420,7 @@ def _assemble(
     name: str = "",
     budget: _MemoryBudget,
     draft_runner: Runner | None = None,
+    draft_fingerprint: str = "",
 ) -> EngineParts:
     """Build the engine's components around a loaded runner.
 
@@ -424,6 +428,7 @@ def _assemble(
         fingerprint: fingerprint of the model from `Checkpoint.fingerprint`.
         name: display name of the model.
         draft_runner: runner of the draft model.
+        draft_fingerprint: fingerprint of the draft model.
     """
     runner.info = info = _bounded(runner.info, config)
     _warn_of_threads(config.num_threads)
@@ -432,7 +437,9 @@ def _assemble(
         backend = _make_backend(config, choice, info, plan)
         with _closed_on_error(backend):
             runner.bind(backend)
-            drafter = _make_drafter(config, choice, draft_runner, plan.num_blocks)
+            drafter = _make_drafter(
+                config, choice, draft_runner, draft_fingerprint, plan.num_blocks
+            )
     draft_backend = None if drafter is None else drafter.backend
     _log_choice(choice, runner, backend, plan.num_blocks, plan.max_num_seqs)
     _log_sizes(config, plan.num_blocks)
@@ -513,7 +520,11 @@ def _make_backend(
 
 
 def _make_drafter(
-    config: EngineConfig, choice: BackendChoice, runner: Runner | None, num_blocks: int
+    config: EngineConfig,
+    choice: BackendChoice,
+    runner: Runner | None,
+    fingerprint: str,
+    num_blocks: int,
 ) -> DraftParts | None:
     """Allocate the draft model's pool, which has the block ids of the engine's pool."""
     if runner is None:
@@ -530,7 +541,9 @@ def _make_drafter(
         backend.pool_bytes / 1e6,
         runner.info.max_context,
     )
-    return DraftParts(runner, backend)
+    kv_format = _kv_format(config, runner, backend)
+    digest = root_hash(model_fingerprint=fingerprint, kv_format=kv_format)
+    return DraftParts(runner, backend, digest)
 
 
 def _make_manager(config: EngineConfig, info: RunnerInfo, plan: _PoolPlan) -> KVCacheManager:
@@ -652,7 +665,7 @@ def _regions(
     weights = runner.info.weight_region
     pool = backend.describe().pool_regions
     states = () if backend.states is None else (backend.states.region,)
-    drafting = () if drafter is None else _regions(*drafter)
+    drafting = () if drafter is None else _regions(drafter.runner, drafter.backend)
     is_known = weights.nbytes and pool and (drafter is None or drafting)
     return (weights, *pool, *states, *drafting) if is_known else ()
 

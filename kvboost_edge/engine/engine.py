@@ -91,9 +91,10 @@ class TellsResidency:
     def take_tier_events(self, whole: bool = False) -> dict[str, CacheEvents]:
         """Return the prefix hashes that entered and left each offload tier since the last call.
 
-        The engine does not query devices or servers, so hashes that left a tier may be reported
-        late. Only one caller may use this method, because each call consumes the events. Recording
-        starts with the first call.
+        Hashes of stored recurrent state and of a draft model's KV are included. The engine does not
+        query devices or servers, so hashes that left a tier may be reported late. Only one caller
+        may use this method, because each call consumes the events. Recording starts with the first
+        call.
 
         Args:
             whole: list all current hashes instead of changes.
@@ -197,7 +198,7 @@ class CPUPagedEngine(Embeds, KVBoostViews, TellsResidency):
         self._config = config
         self._said_raw = False
         self._parts = parts = build(config)
-        loads, tiering = make_tiering(parts.manager, parts.backend, parts.tiers)
+        loads, tiering = make_tiering(parts.manager, parts.backend, parts.tiers, parts.drafter)
         info = parts.runner.info
         self._scheduler, speculation = make_scheduler(
             parts.manager,

@@ -236,6 +236,7 @@ def paged_stats(
         staging_bytes: size of the blocks in transit between pool and tiers, in bytes.
         lost_blocks: blocks evicted before a tier could store them, for example because another
             process owns the disk cache.
+        draft_restored_blocks: blocks whose KV of the draft model came from a tier.
     """
     return {
         **_block_stats(parts, scheduler),
@@ -245,6 +246,7 @@ def paged_stats(
         "tiers": {name: dataclasses.asdict(stat) for name, stat in tiering.stats().items()},
         "staging_bytes": tiering.staging_bytes,
         "lost_blocks": tiering.num_lost,
+        "draft_restored_blocks": tiering.num_draft_restored,
     }
 
 

@@ -20,6 +20,7 @@ from kvboost_edge.kvcache.block_contents import (
 )
 from kvboost_edge.kvcache.block_pool import BlockPool
 from kvboost_edge.kvcache.block_table import WHOLE, BlockTable, CopyOp
+from kvboost_edge.kvcache.drafted_blocks import DraftedBlocks
 from kvboost_edge.kvcache.duplicates import DuplicateBlocks
 from kvboost_edge.kvcache.events import EventLog
 from kvboost_edge.kvcache.eviction.block_usage import Uses
@@ -63,8 +64,7 @@ class KVCacheManager(PoolUsage):
         events: log of prefixes that entered or left the cache, for cache-aware routers.
         duplicates: private blocks that have a published duplicate. See `DuplicateBlocks`.
         pins: pinned and retained prompts. See `Pins`.
-        draft_filled: number of leading tokens of each block that have KV in the pool of a draft
-            model. The draft model counts up. A block that gets other tokens starts at 0.
+        drafted: record of the blocks that have KV of a drafter. See `DraftedBlocks`.
         recurrent: recurrent state of the tables. It is a `NoTableStates` for models without
             recurrent layers.
         block_size: tokens per block.
@@ -118,7 +118,7 @@ class KVCacheManager(PoolUsage):
         self.spans = Spans(
             self._pool, self._index, self._claims, self._take, self._released, block_size
         )
-        self.draft_filled = [0] * num_blocks
+        self.drafted = DraftedBlocks(num_blocks, block_size)
         self.block_size = block_size
         self.cow_copies = self.evictions = self.hit_tokens = self.miss_tokens = self._progress = 0
 
@@ -326,7 +326,7 @@ class KVCacheManager(PoolUsage):
             return None
         new = self._take(1, table.owner)[0]
         self._fresh.pop(new, None)  # the copy fills it, so it must not be poisoned
-        self.draft_filled[new] = self.draft_filled[block_id]
+        self.drafted.copy(block_id, new)
         table.block_ids[block_index] = new
         self._pool.release(block_id, matchable=True)
         if entry is not None:
@@ -357,7 +357,8 @@ class KVCacheManager(PoolUsage):
                 self._lookup.forget(entry.prefix_hash, again[block_id])
                 self.evictions += 1
                 self.content.note_evicted(block_id, entry)
-            self.draft_filled[block_id] = 0
+                self.drafted.note_evicted(block_id)
+            self.drafted.empty(block_id)
         self._uses.forget(taken)
         self._fresh.update(dict.fromkeys(taken))
         return taken

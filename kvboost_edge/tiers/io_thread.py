@@ -52,6 +52,8 @@ class IOChunk(NamedTuple):
         num_blocks_before: None for blocks. For a state, the number of blocks that it covers,
             including those in the pool. 0 means that no state was found. Blocks after the state may
             have arrived earlier.
+        places: None for consecutive blocks. For `IOThread.load_each`, the indices of the records
+            that were read.
     """
 
     ticket: int
@@ -59,6 +61,7 @@ class IOChunk(NamedTuple):
     tier: str
     is_last: bool
     num_blocks_before: int | None = None
+    places: tuple[int, ...] | None = None
 
 
 class _Load(NamedTuple):
@@ -66,6 +69,12 @@ class _Load(NamedTuple):
     addresses: Sequence[BlockAddress]
     states: Mapping[int, BlockAddress]
     num_in_pool: int
+
+
+class _LoadEach(NamedTuple):
+    ticket: int
+    addresses: Sequence[BlockAddress]
+    record_bytes: int
 
 
 class _Store(NamedTuple):
@@ -92,6 +101,7 @@ class IOThread(OffloadStore):
         self._holdings = {tier.name: Holdings(tier) for tier in tiers}
         self._changed = threading.Condition()
         self._loads: deque[_Load] = deque()
+        self._later_loads: deque[_LoadEach] = deque()
         self._stores: deque[_Store] = deque()
         self._cancelled: set[int] = set()
         self._staged = self._queued = self._not_queued = 0
@@ -148,6 +158,20 @@ class IOThread(OffloadStore):
             self._loads.append(_Load(ticket, addresses, states or {}, num_in_pool))
             self._changed.notify_all()
 
+    def load_each(self, ticket: int, addresses: Sequence[BlockAddress], record_bytes: int) -> None:
+        """Start loading each of some records that a tier has, after all other loads.
+
+        The result is one chunk. Damaged records are skipped.
+
+        Args:
+            ticket: identifies the load. It must be negative.
+            addresses: addresses of the records, in any order.
+            record_bytes: payload size of a record, in bytes.
+        """
+        with self._changed:
+            self._later_loads.append(_LoadEach(ticket, addresses, record_bytes))
+            self._changed.notify_all()
+
     def cancel(self, ticket: int) -> None:
         with self._changed:
             self._cancelled.add(ticket)
@@ -164,7 +188,11 @@ class IOThread(OffloadStore):
     @property
     def room(self) -> int:
         """Number of blocks that `store` would accept now."""
-        return max(0, (_QUEUE_BYTES - self._queued) // self._block_bytes)
+        return self.room_for(self._block_bytes)
+
+    def room_for(self, record_bytes: int) -> int:
+        """Return how many records with payloads of this size `store` would accept now."""
+        return max(0, (_QUEUE_BYTES - self._queued) // record_bytes)
 
     @property
     def has_state_room(self) -> bool:
@@ -250,22 +278,32 @@ class IOThread(OffloadStore):
         while True:
             with self._changed:
                 is_at_rest = not self._changed.wait_for(self._is_wanted, self._tend_pause())
-                load = self._loads.popleft() if self._loads else None
-                store = self._stores.popleft() if load is None and self._stores else None
-                if load is None and store is None and not is_at_rest:
+                job = self._next()
+                if job is None and not is_at_rest:
                     return
                 if self._closing and time.monotonic() > self._deadline:
                     self._stores.clear()
                     continue
-            if load is not None:
-                self._read(load)
-            elif store is not None:
-                self._write(store)
-            else:
+            if job is None:
                 self._tend()
+            else:
+                self._do(job)
+
+    def _next(self) -> _Load | _LoadEach | _Store | None:
+        """Remove and return the next job, or None if there is none."""
+        queue = next((one for one in (self._loads, self._later_loads, self._stores) if one), None)
+        return None if queue is None else queue.popleft()
+
+    def _do(self, job: _Load | _LoadEach | _Store) -> None:
+        if isinstance(job, _Load):
+            self._read(job)
+        elif isinstance(job, _LoadEach):
+            self._read_each(job)
+        else:
+            self._write(job)
 
     def _is_wanted(self) -> bool:
-        return bool(self._loads or self._stores or self._closing)
+        return bool(self._loads or self._later_loads or self._stores or self._closing)
 
     def _tend_pause(self) -> float:
         return min((_pause_of(tier) for tier in self._working()), default=_TEND_SECONDS)
@@ -369,6 +407,24 @@ class IOThread(OffloadStore):
                 IOChunk(load.ticket, data[:count], tier, is_last=True, num_blocks_before=end)
             )
         return count == 1
+
+    def _read_each(self, load: _LoadEach) -> None:
+        """Deliver the chunk of a load of single records."""
+        # Ask first. Trying to read each record that a server lacks would take a round trip each.
+        found = self._ask([one.prefix_hash for one in load.addresses])
+        places = list(itertools.compress(range(len(found)), found))
+        data = self._stage(load.ticket, len(places), load.record_bytes)
+        read: list[int] = []
+        at = 0
+        while at < len(data):
+            done = len(read)
+            wanted = [load.addresses[place] for place in places[at:]]
+            _, count = self._read_some(wanted, data[done : done + len(wanted)])
+            read += places[at : at + count]
+            at += max(1, count)  # skip a record that could not be read
+        with self._changed:
+            self._staged -= data[len(read) :].nbytes
+        self._deliver(IOChunk(load.ticket, data[: len(read)], "", is_last=True, places=tuple(read)))
 
     def _is_unwanted(self, ticket: int) -> bool:
         """Return whether a load was cancelled or the thread is closing."""

@@ -14,6 +14,7 @@ _LENGTHS = "engine/spec_decode/draft_lengths.py"
 _OF_LENGTHS = "tests/engine/spec_decode/test_draft_lengths.py"
 _OF_DRAFTS = "tests/engine/spec_decode/test_acceptance.py"
 _OF_MODELS = "tests/engine/spec_decode/test_model_drafts.py"
+_OF_SAVING = "tests/engine/offload/test_draft_saving.py"
 _OF_BUDGET = "tests/engine/memory/test_state_budget.py"
 
 FAULTS = faults(
@@ -104,9 +105,37 @@ FAULTS = faults(
     (
         "draft model: a block keeps the KV of its former tokens",
         "kvcache/manager.py",
-        "            self.draft_filled[block_id] = 0",
+        "            self.drafted.empty(block_id)",
         "            pass",
         _OF_MODELS,
+    ),
+    (
+        "draft model: KV of another one is restored",
+        "kvcache/drafted_blocks.py",
+        "+ self._digest + prefix_hash",
+        "+ prefix_hash",
+        _OF_SAVING,
+    ),
+    (
+        "draft model: KV arrives in a block with other tokens",
+        "kvcache/drafted_blocks.py",
+        "        self.arriving.pop(block_id, None)\n",
+        "",
+        _OF_SAVING,
+    ),
+    (
+        "draft model: a damaged record shifts those after it",
+        "engine/offload/draft_saving.py",
+        "enumerate(blocks[place] for place in chunk.places)",
+        "enumerate(blocks[: len(chunk.places)])",
+        _OF_SAVING,
+    ),
+    (
+        "draft model: KV that is computed later is never stored",
+        "engine/offload/draft_saving.py",
+        "itertools.chain(block_ids, self._drafted.drain_full())",
+        "itertools.chain(block_ids, self._drafted.drain_full()[:0])",
+        _OF_SAVING,
     ),
     (
         "draft model: rejected tokens count as filled",

@@ -292,9 +292,9 @@ class PrefetchQueue(Prefetcher):
         """Tell the tiers that an admitted sequence uses its cached blocks."""
         if table.num_cached_tokens and self.has_tiers:
             hashes = self._manager.content.chain(table)
-            self._store.touch(
-                hashes if self._manager.states is None else [*hashes, state_hash(hashes[-1])]
-            )
+            drafts = self._manager.drafted.hashes(table.block_ids, hashes)
+            states = [] if self._manager.states is None else [state_hash(hashes[-1])]
+            self._store.touch([*hashes, *states, *drafts])
 
     def missed(self, table: BlockTable) -> MissReason:
         """Return why a table's first uncached token missed, and which tiers evicted its block."""

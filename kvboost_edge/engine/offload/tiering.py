@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from kvboost_edge.backends.base import Backend
 from kvboost_edge.config import EngineConfig
+from kvboost_edge.engine.offload.draft_saving import DrafterKV, NoSavedDrafts, SavedDrafts
 from kvboost_edge.engine.offload.prefetch import Prefetch, PrefetchQueue
 from kvboost_edge.engine.offload.state_saving import SavedStates
 from kvboost_edge.errors import CacheCorruption, ConfigError
@@ -113,17 +114,24 @@ def _redis_tier(config: EngineConfig, space: bytes) -> Tier:
 
 
 def make_tiering(
-    manager: KVCacheManager, backend: Backend, tiers: Sequence[Tier]
+    manager: KVCacheManager,
+    backend: Backend,
+    tiers: Sequence[Tier],
+    drafter: DrafterKV | None = None,
 ) -> tuple[PrefetchQueue, NoTiers]:
     """Return the scheduler's prefetch queue and the engine's `Tiering` object.
 
-    `tiers` lists the nearest tier first.
+    Args:
+        manager: Manager of the engine's blocks.
+        backend: The engine's pool.
+        tiers: The tiers, nearest first.
+        drafter: Drafter whose KV is stored too, or None.
     """
     if not tiers:
         return PrefetchQueue(manager, OffloadStore()), NoTiers()
     io_thread = IOThread(tiers, backend.spec.bytes_per_block, backend.spec.bytes_per_state)
     loads = PrefetchQueue(manager, io_thread)
-    return loads, Tiering(manager, backend, loads, io_thread)
+    return loads, Tiering(manager, backend, loads, io_thread, drafter)
 
 
 class NoTiers:
@@ -173,6 +181,11 @@ class NoTiers:
         return 0
 
     @property
+    def num_draft_restored(self) -> int:
+        """Number of blocks whose KV of the drafter was restored."""
+        return 0
+
+    @property
     def staging_bytes(self) -> int:
         """Size in bytes of blocks in transit to or from a tier."""
         return 0
@@ -190,10 +203,16 @@ class Tiering(NoTiers):
 
     Args:
         loads: The scheduler's prefetch queue.
+        drafter: Drafter whose KV is stored too, or None.
     """
 
     def __init__(
-        self, manager: KVCacheManager, backend: Backend, loads: PrefetchQueue, io_thread: IOThread
+        self,
+        manager: KVCacheManager,
+        backend: Backend,
+        loads: PrefetchQueue,
+        io_thread: IOThread,
+        drafter: DrafterKV | None = None,
     ) -> None:
         self._manager = manager
         self._backend = backend
@@ -202,6 +221,9 @@ class Tiering(NoTiers):
         # Cached blocks that have not been saved. Urgent blocks (True) come first, then the oldest.
         self._unsaved: OrderedDict[int, bool] = OrderedDict()
         self._states = SavedStates(manager, backend, io_thread)
+        self._drafts = NoSavedDrafts()
+        if drafter is not None:
+            self._drafts = SavedDrafts(manager, drafter, io_thread)
         manager.content.track()
 
     def start(self, deliver: Callable[[IOChunk], None]) -> None:
@@ -212,7 +234,9 @@ class Tiering(NoTiers):
         # computed.
         load = self._loads.heard(piece.ticket)
         try:
-            if load is not None and not load.is_done:
+            if piece.places is not None:
+                self._drafts.put(piece)
+            elif load is not None and not load.is_done:
                 self._take(load, piece)
         except CacheCorruption:
             raise
@@ -239,7 +263,9 @@ class Tiering(NoTiers):
             self._loads.finish(load)
             return
         if count:
-            self._put(load.table, load.token_ids, stop, piece)
+            new = self._put(load.table, load.token_ids, stop, piece)
+            if load.is_prefix:  # requests with reused spans do not use the drafter
+                self._drafts.load(new)
             load.arrived[piece.tier] += count
         if piece.is_last:
             load.end()
@@ -258,8 +284,8 @@ class Tiering(NoTiers):
         if num_blocks * self._manager.block_size < len(load.token_ids):
             self._loads.finish(load)  # no tier has the rest, so free it for other sequences
 
-    def _put(self, table: BlockTable, token_ids: list[int], stop: int, piece: IOChunk) -> None:
-        """Write an arrived chunk into the next blocks of a table."""
+    def _put(self, table: BlockTable, token_ids: list[int], stop: int, piece: IOChunk) -> list[int]:
+        """Write an arrived chunk into the next blocks of a table, and return their ids."""
         first = len(table)
         copies = self._manager.extend(table, stop)
         assert not copies  # a prefetch ends at a block boundary, so no block is copied
@@ -271,6 +297,7 @@ class Tiering(NoTiers):
             self._backend.release_blocks(new)
         self._backend.write_blocks(new, piece.data)
         self._manager.commit(table, token_ids, stop)
+        return table.block_ids[first:]
 
     def save_first(self, block_ids: Sequence[int]) -> None:
         if block_ids:
@@ -285,6 +312,10 @@ class Tiering(NoTiers):
         evicted = self._manager.content.drain_evicted()
         if not evicted:
             return
+        self._save_evicted(evicted)
+        self._drafts.save_evicted(evicted)
+
+    def _save_evicted(self, evicted: Mapping[int, BlockAddress]) -> None:
         wanted = sorted(
             evicted.keys() & self._unsaved.keys(), key=self._unsaved.__getitem__, reverse=True
         )
@@ -304,10 +335,14 @@ class Tiering(NoTiers):
         allowed = min(max(_LEAST_BYTES, int(seconds * _BYTES_A_SECOND)), _MOST_BYTES)
         self._save_next(allowed)
         self._states.save_next(allowed)
+        if not self._unsaved:
+            self._drafts.save_next(allowed)
 
     def save_more(self) -> bool:
         self._save_next(_IDLE_BYTES)
         are_left = self._states.save_next(None)
+        if not self._unsaved:
+            are_left |= self._drafts.save_next(_IDLE_BYTES)
         return (bool(self._unsaved) or are_left) and self._io_thread.stores
 
     def _save_next(self, most_bytes: int) -> None:
@@ -331,7 +366,9 @@ class Tiering(NoTiers):
         return dict(itertools.compress(blocks.items(), lacking))
 
     def _note_published(self) -> None:
-        self._unsaved.update(dict.fromkeys(self._manager.content.drain_published(), False))
+        published = self._manager.content.drain_published()
+        self._unsaved.update(dict.fromkeys(published, False))
+        self._drafts.note_published(published)
 
     def _save(self, blocks: Mapping[int, BlockAddress]) -> None:
         if not blocks:
@@ -356,6 +393,10 @@ class Tiering(NoTiers):
     @property
     def num_lost(self) -> int:
         return self._io_thread.num_lost
+
+    @property
+    def num_draft_restored(self) -> int:
+        return self._drafts.num_restored
 
     @property
     def staging_bytes(self) -> int:

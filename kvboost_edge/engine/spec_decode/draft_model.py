@@ -1,9 +1,9 @@
 """The draft model: a smaller model whose KV lies in blocks with the ids of the engine's pool.
 
 A block table of the engine is therefore also one of the draft model. Its blocks are shared, copied
-and evicted together with their KV of the draft model. `KVCacheManager.draft_filled` counts the
-tokens of each block that have such KV. Missing or wrong KV of the draft model costs accepted draft
-tokens, but never changes an answer.
+and evicted together with their KV of the draft model. `KVCacheManager.drafted` counts the tokens of
+each block that have such KV. Missing or wrong KV of the draft model costs accepted draft tokens,
+but never changes an answer.
 """
 
 from __future__ import annotations
@@ -31,10 +31,13 @@ class DraftParts(NamedTuple):
         runner: runner of the draft model, bound to `backend`.
         backend: pool of its KV. It has as many blocks of the same size as the engine's pool, and
             stores 16 bits, because draft tokens rewrite full blocks.
+        digest: 32-byte digest of everything that affects the bits of its KV: its files, weight
+            format, numerics and KV format.
     """
 
     runner: Runner
     backend: Backend
+    digest: bytes
 
 
 class DraftRows(NamedTuple):
@@ -69,8 +72,9 @@ class DraftModel:
     """
 
     def __init__(self, parts: DraftParts, manager: KVCacheManager) -> None:
-        self._runner, self._backend = parts
-        self._filled = manager.draft_filled
+        self._runner = parts.runner
+        self._backend = parts.backend
+        self._drafted = manager.drafted
         self.block_size = manager.block_size
         self.num_computed_tokens = 0
 
@@ -100,7 +104,7 @@ class DraftModel:
         size = self.block_size
         runs: list[tuple[int, int]] = []
         for index, block_id in enumerate(table.block_ids[: -(-stop // size)]):
-            filled = self._filled[block_id]
+            filled = self._drafted.filled[block_id]
             first = index * size + filled
             end = min((index + 1) * size, stop)
             if first >= end:
@@ -111,6 +115,10 @@ class DraftModel:
                 runs.append((first, end))
         return runs
 
+    def awaits(self, table: BlockTable) -> bool:
+        """Return whether KV of the draft model is being loaded for a block of a table."""
+        return self._drafted.awaits(table.block_ids)
+
     def note_filled(self, table: BlockTable, start: int, stop: int) -> None:
         """Record that the tokens [start, stop), which are certain, have KV.
 
@@ -118,18 +126,16 @@ class DraftModel:
         """
         size = self.block_size
         for index in range(start // size, -(-stop // size)):
-            block_id = table.block_ids[index]
-            filled = min(stop - index * size, size)
-            self._filled[block_id] = max(self._filled[block_id], filled)
+            self._drafted.fill(table.block_ids[index], min(stop - index * size, size))
 
     def forget(self, table: BlockTable) -> None:
         """Drop the KV of all blocks of a table."""
         for block_id in table.block_ids:
-            self._filled[block_id] = 0
+            self._drafted.empty(block_id)
 
     def copy_blocks(self, copies: Sequence[CopyOp]) -> None:
         """Copy blocks in order, as the engine's pool does."""
-        wanted = [copy for copy in copies if self._filled[copy.dst]]
+        wanted = [copy for copy in copies if self._drafted.filled[copy.dst]]
         if wanted:
             self._backend.copy_blocks(wanted)
 

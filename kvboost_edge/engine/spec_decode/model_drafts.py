@@ -252,6 +252,8 @@ class ModelDrafts:
         most = min(most, _MOST, self.model.max_context - known + 1)
         if not self.is_on or draft.is_off or most < 1 or len(sequence.blocks.segments) > 1:
             return other
+        if self.model.awaits(sequence.blocks):
+            return other  # a tier has what would be computed here
         if not self.costs.is_known:
             self.costs.guess(self._weight_ratio * step.passes.seconds(1, 0.0))
         always = sequence.request.always_drafts

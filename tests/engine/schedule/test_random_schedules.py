@@ -177,7 +177,10 @@ class RandomSchedule:
         )
         if bench.parts.drafter is not None:
             assert models_of(bench).is_on
-            found.update(by_model=draft_runner(bench).computed)
+            found.update(
+                by_model=draft_runner(bench).computed,
+                restored_drafts=bench.core.tiering.num_draft_restored,
+            )
         if (states := bench.manager.states) is not None:
             assert states.slots.num_used == sum(states.slots.counts().values())
             assert bench.runner.taken_in == speculation.num_accepted or self.fails
@@ -194,6 +197,7 @@ EXPECTED = {
     "right": 240,
     "wrong": 240,
     "by_model": 240,
+    "restored_drafts": 5,
 }
 OF_KIND = {PLAIN: {"spans": 30}, HYBRID: {"missing_states": 3, "replayed": 60, "saved": 90}}
 

@@ -384,7 +384,7 @@ def test_a_request_for_logits_is_not_drafted(kind):
 
 def test_closing_the_engine_closes_the_draft_model():
     bench = drafting_bench(PLAIN)
-    runner, backend = bench.parts.drafter
+    runner, backend, _ = bench.parts.drafter
     bench.core.close()
     assert runner.closed
     assert backend.closed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 from typing import Any
 
 import numpy as np
@@ -70,9 +71,10 @@ class FakeDraftRunner(FakeRunner):
 
 
 def fake_drafter(num_blocks: int, kind: str = "right", **options: Any) -> DraftParts:
-    """A draft model for an engine with so many blocks of 16 tokens."""
+    """A draft model for an engine with so many blocks of 16 tokens. Kinds differ in their digest."""
     backend = FakeBackend(num_blocks, 16)
-    return DraftParts(FakeDraftRunner(backend, kind, **options), backend)
+    digest = hashlib.sha256(kind.encode()).digest()
+    return DraftParts(FakeDraftRunner(backend, kind, **options), backend, digest)
 
 
 def drafting_bench(

@@ -388,7 +388,9 @@ class Bench:
             self.parts.runner, self.parts.backend, self.scheduler, sequences, debug_checks
         )
         if tiers:
-            self.core.use_tiers(Tiering(self.manager, self.parts.backend, loads, self.io_thread))
+            self.core.use_tiers(
+                Tiering(self.manager, self.parts.backend, loads, self.io_thread, self.parts.drafter)
+            )
         self.num_requests = 0
         self._asked: dict[
             int, tuple[Any, ...]

@@ -96,10 +96,7 @@ class HandIOThread(IOThread):
     def pump(self, most: int = 1000) -> int:
         """Do up to so many loads and stores; how many there were."""
         for count in range(most):
-            if self._loads:
-                self._read(self._loads.popleft())
-            elif self._stores:
-                self._write(self._stores.popleft())
-            else:
+            if (job := self._next()) is None:
                 return count
+            self._do(job)
         return most

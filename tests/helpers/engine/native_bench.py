@@ -81,13 +81,13 @@ class Machine:
             runner = NativeRunner.from_dir(self._directory, weights=self._weights, num_threads=1)
             backend = CPUBackend(runner.info.kv_spec, num_blocks, num_threads=1)
             runner.bind(backend)
-            self._drafters[num_blocks] = DraftParts(runner, backend)
+            self._drafters[num_blocks] = DraftParts(runner, backend, bytes(32))
         return self._drafters[num_blocks]
 
     def close(self) -> None:
         for drafter in self._drafters.values():
-            for part in drafter:
-                part.close()
+            drafter.runner.close()
+            drafter.backend.close()
         for part in (*self._runners.values(), *self._backends.values()):
             part.close()
 
@@ -128,7 +128,7 @@ class NativeBench:
         sequences = Sequences(fake_tokenizer(), speculation, runner.info.vocab_size, frozenset())
         self.core = EngineCore(runner, self.backend, self.scheduler, sequences, True)
         if tiers:
-            self.core.use_tiers(Tiering(self.manager, self.backend, loads, self.io_thread))
+            self.core.use_tiers(Tiering(self.manager, self.backend, loads, self.io_thread, drafter))
         self._num_requests = 0
 
     def submit(

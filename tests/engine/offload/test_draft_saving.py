@@ -1,0 +1,338 @@
+"""The KV of a draft model outside the pool: it is stored next to its block and comes back with it,
+and a block never depends on it.
+
+The right draft model reads its own pool, so its tokens are all accepted only if its KV is right.
+"""
+
+import logging
+
+import numpy as np
+import pytest
+
+from helpers.engine.draft_models import draft_runner, drafting_bench
+from helpers.engine.hand_io_thread import DictTier
+from helpers.engine.model_kinds import PLAIN
+from helpers.models.tiny_checkpoints import save_tiny_checkpoint
+from helpers.random_ids import random_ids
+from helpers.server.live_servers import wait_until
+from helpers.tiers.redis_servers import running_redis
+from kvboost_edge import CPUPagedEngine
+from kvboost_edge.kvcache.hashing import BlockAddress, prefix_hashes
+from kvboost_edge.tiers.disk.tier import DiskTier
+from kvboost_edge.tiers.record import header_bytes
+from kvboost_edge.tiers.redis.tier import RedisTier
+
+SIZE = 16
+DRAFTS = {"max_draft_tokens": 4, "always_drafts": True}
+PLAIN_TERMS = {"max_draft_tokens": 0}
+
+
+def prompt(seed, length):
+    return np.random.default_rng(seed).integers(0, 250, length).tolist()
+
+
+def first_turn(tier, kind, drafts="right"):
+    """A prompt and its answer, which an engine with a draft model left in a tier."""
+    text = prompt(1, 70)
+    bench = drafting_bench(kind, drafts, tiers=[tier])
+    return [*text, *bench.ask(text, 31, terms=DRAFTS).output_token_ids]
+
+
+def ask(bench, text, count, terms):
+    """`Bench.ask` with an I/O thread that works while the engine does."""
+    handle = bench.submit(text, count, terms=terms)
+    while not handle.done:
+        bench.step()
+        bench.io_thread.pump(1)
+    bench.run()
+    return bench.answer(handle)
+
+
+def draft_records(tier, blocks):
+    """Payloads of the records that are not among those of an engine without a draft model."""
+    return {key: value for key, value in tier.blocks.items() if key not in blocks}
+
+
+def assert_all_accepted(bench):
+    speculation = bench.scheduler.speculation
+    assert speculation.num_accepted == speculation.num_drafted > 0
+
+
+def restored(bench):
+    return bench.core.tiering.num_draft_restored
+
+
+def own_records(kind):
+    """Return the records that an engine without a draft model leaves of the first turn."""
+    tier = DictTier()
+    text = prompt(1, 70)
+    bench = kind.bench(tiers=[tier])
+    bench.ask(text, 31)
+    return tier.blocks
+
+
+@pytest.mark.parametrize("knows", [True, False])
+def test_after_a_restart_the_draft_model_computes_nothing_again(kind, knows):
+    tier = DictTier(knows=knows)
+    turn = first_turn(tier, kind)
+    bench = drafting_bench(kind, tiers=[tier])
+    result = ask(bench, [*turn, 7, 8], 20, DRAFTS)
+    assert result.hit_tokens == {"pool": 0, "shelf": 96}
+    assert_all_accepted(bench)
+    assert restored(bench) == 6
+    assert draft_runner(bench).computed <= len(turn) + 2 - 96 + 20
+    assert not bench.manager.drafted.arriving
+    # A second turn of the same engine finds it in the pool.
+    ask(bench, [*turn, 7, 9], 4, DRAFTS)
+    assert restored(bench) == 6
+
+
+def test_the_records_of_blocks_are_those_without_a_draft_model(kind):
+    alone = own_records(kind)
+    tier = DictTier()
+    first_turn(tier, kind)
+    assert {key: tier.blocks[key] for key in alone} == alone
+    records = draft_records(tier, alone)
+    # The draft model stores the token and its position, as the engine's model does.
+    blocks = {address.prefix_hash: data for address, data in alone.values()}
+    assert len(records) == 6
+    for address, data in records.values():
+        assert data == blocks[address.parent_hash]
+
+
+@pytest.mark.parametrize("drafts", ["wrong", "random", ""])
+def test_another_draft_model_or_none_finds_the_same_blocks(kind, drafts):
+    tier = DictTier()
+    turn = first_turn(tier, kind)
+    if drafts:
+        bench = drafting_bench(kind, drafts, tiers=[tier])
+    else:
+        bench = kind.bench(tiers=[tier])
+    terms = DRAFTS if drafts else PLAIN_TERMS
+    assert ask(bench, [*turn, 7], 20, terms).hit_tokens == {"pool": 0, "shelf": 96}
+    assert restored(bench) == 0
+    if drafts:
+        assert draft_runner(bench).computed >= len(turn)
+    again = drafting_bench(kind, tiers=[tier])
+    ask(again, [*turn, 8], 4, DRAFTS)
+    assert restored(again) == 6, "the first one's records are still there"
+
+
+def test_kv_that_is_computed_later_is_stored_later_and_once(kind):
+    tier = DictTier()
+    text = prompt(1, 70)
+    bench = drafting_bench(kind, tiers=[tier])
+    bench.ask(text, 1, terms=PLAIN_TERMS)
+    count = tier.num_written
+    bench.ask([*text, 5], 4, terms=DRAFTS)
+    assert len(tier.blocks) == tier.num_written == count + 4
+    bench.ask([*text, 6], 4, terms=DRAFTS)
+    assert tier.num_written == count + 4
+
+
+def test_a_damaged_record_costs_its_block_alone(kind):
+    tier = DictTier()
+    turn = first_turn(tier, kind)
+    records = draft_records(tier, own_records(kind))
+    hashes = [address.parent_hash for address, _ in records.values()]
+    for key, (address, data) in records.items():
+        if address.parent_hash == hashes[2]:
+            tier.blocks[key] = (address._replace(tokens=bytes(64)), data)
+    bench = drafting_bench(kind, tiers=[tier])
+    assert ask(bench, [*turn, 7], 20, DRAFTS).hit_tokens == {"pool": 0, "shelf": 96}
+    assert_all_accepted(bench)
+    assert restored(bench) == 5
+    assert draft_runner(bench).computed <= SIZE + len(turn) + 1 - 96 + 20
+    assert len(draft_records(tier, own_records(kind))) >= 6, "it is stored again"
+
+
+def test_what_is_evicted_unsaved_is_stored_first(monkeypatch):
+    """No step saves anything, so a block leaves the pool before it was saved."""
+    tier = DictTier()
+    text = prompt(1, 70)
+    bench = drafting_bench(PLAIN, num_blocks=8, tiers=[tier])
+    monkeypatch.setattr(bench.core.tiering, "save_some", lambda seconds: None)
+    monkeypatch.setattr(bench.core.tiering, "save_more", lambda: False)
+    bench.ask(text, 4, terms=DRAFTS)
+    bench.ask(prompt(2, 120), 4, terms=PLAIN_TERMS)
+    assert len(tier.blocks) == 8, "each block and its record of the draft model"
+    again = drafting_bench(PLAIN, tiers=[tier])
+    ask(again, [*text, 9], 20, DRAFTS)
+    assert_all_accepted(again)
+    assert restored(again) == 4
+
+
+def test_a_block_that_is_evicted_while_its_record_arrives_gets_none_of_it():
+    tier = DictTier()
+    turn = first_turn(tier, PLAIN)
+    bench = drafting_bench(PLAIN, num_blocks=9, tiers=[tier])
+    handle = bench.submit([*turn, 7], 1, terms=PLAIN_TERMS)
+    while not handle.done:
+        if not bench.step():
+            bench.io_thread.pump(1)  # the blocks, but not the records of the draft model
+    assert len(bench.manager.drafted.arriving) == 6
+    bench.manager.reset()
+    other = prompt(3, 100)
+    handle = bench.submit(other, 40, terms=DRAFTS)
+    for _ in range(3):
+        bench.step()
+    bench.run()
+    bench.answer(handle)
+    assert_all_accepted(bench)
+    assert restored(bench) == 0
+    assert not bench.manager.drafted.arriving
+
+
+def test_a_draft_model_waits_for_its_records_and_the_request_does_not():
+    tier = DictTier()
+    turn = first_turn(tier, PLAIN)
+    bench = drafting_bench(PLAIN, tiers=[tier])
+    handle = bench.submit([*turn, 7], 8, terms=DRAFTS)
+    bench.step()
+    bench.io_thread.pump(1)
+    while bench.step():
+        pass
+    assert handle.done
+    assert bench.answer(handle).drafted_tokens == draft_runner(bench).computed == 0
+    bench.run()
+    assert restored(bench) == 6
+
+
+def test_a_tenant_gets_nothing_of_another_one():
+    tier = DictTier()
+    text = prompt(1, 70)
+    bench = drafting_bench(PLAIN, tiers=[tier])
+    bench.ask(text, 20, terms=DRAFTS, tenant="a")
+    for tenant, count in (("b", 0), ("a", 4)):
+        bench = drafting_bench(PLAIN, tiers=[tier])
+        bench.ask([*text, 3], 8, terms=DRAFTS, tenant=tenant)
+        assert restored(bench) == count
+
+
+def test_a_pool_that_cannot_be_written_costs_time_alone(caplog):
+    tier = DictTier()
+    turn = first_turn(tier, PLAIN)
+    bench = drafting_bench(PLAIN, tiers=[tier])
+
+    def fail(block_ids, data):
+        raise RuntimeError("no room")
+
+    bench.parts.drafter.backend.write_blocks = fail
+    with caplog.at_level(logging.ERROR):
+        assert ask(bench, [*turn, 7], 20, DRAFTS).hit_tokens["shelf"] == 96
+    assert "computed instead" in caplog.text
+    assert_all_accepted(bench)
+    assert restored(bench) == 0
+
+
+def test_blocks_that_stay_in_the_pool_keep_their_draft_kv_there():
+    tier = DictTier()
+    bench = drafting_bench(PLAIN, tiers=[tier])
+    bench.manager.content.keep_inside(bench.parts.root)
+    bench.ask(prompt(1, 70), 31, terms=DRAFTS)
+    assert not tier.blocks
+
+
+def test_it_is_used_when_its_block_is(kind):
+    """A tier that evicts by use keeps both."""
+    tier = DictTier()
+    text = prompt(1, 70)
+    bench = drafting_bench(kind, tiers=[tier])
+    bench.ask(text, 20, terms=DRAFTS)
+    records = draft_records(tier, own_records(kind))
+    assert not tier.touched
+    bench.ask([*text, 5], 1, terms=DRAFTS)
+    assert len(records.keys() & set(tier.touched)) == 4
+    hashes = prefix_hashes(text, bench.parts.root, SIZE)
+    assert set(tier.touched) >= set(hashes)
+
+
+def disk(directory):
+    return DiskTier.open(directory, bytes(32), max_bytes=1 << 20)
+
+
+def test_a_disk_stores_both_and_a_damaged_record_is_refused(tmp_path):
+    turn = first_turn(tier := disk(tmp_path), PLAIN)
+    assert tier.stat().blocks == 12
+    tier.close()
+    bench = drafting_bench(PLAIN, tiers=[tier := disk(tmp_path)])
+    assert ask(bench, [*turn, 7], 20, DRAFTS).hit_tokens["disk"] == 96
+    assert_all_accepted(bench)
+    assert restored(bench) == 6
+    address = bench.manager.drafted.address(
+        BlockAddress(prefix_hashes(turn, bench.parts.root, SIZE)[2], b"", b"")
+    )
+    tier.close()
+    segment = min(tmp_path.rglob("*.kvs"))
+    data = bytearray(segment.read_bytes())
+    data[data.index(address.prefix_hash) + header_bytes(SIZE)] ^= 1
+    segment.write_bytes(data)
+    bench = drafting_bench(PLAIN, tiers=[tier := disk(tmp_path)])
+    assert ask(bench, [*turn, 7], 20, DRAFTS).hit_tokens["disk"] == 96
+    assert_all_accepted(bench)
+    assert (restored(bench), tier.stat().refused) == (5, 1)
+    tier.close()
+
+
+def test_a_disk_evicts_the_record_of_a_block_before_the_block(tmp_path):
+    first_turn(tier := disk(tmp_path), PLAIN)
+    index = tier._store.index
+    parents = []
+    while (entry := index.oldest(1 << 20)) is not None:
+        assert entry.prefix_hash not in {index.get(key).parent_hash for key in index.hashes()}
+        parents.append(entry.parent_hash)
+        index.drop(entry.prefix_hash)
+    assert len(parents) == 12
+    tier.close()
+
+
+def test_a_redis_server_has_both():
+    with running_redis() as server:
+
+        def tier():
+            return RedisTier(server.url, bytes(32), trust=True)
+
+        turn = first_turn(one := tier(), PLAIN)
+        one.close()
+        bench = drafting_bench(PLAIN, tiers=[two := tier()])
+        assert ask(bench, [*turn, 7], 20, DRAFTS).hit_tokens["redis"] == 96
+        assert_all_accepted(bench)
+        assert restored(bench) == 6
+        two.close()
+        bench = drafting_bench(PLAIN, "wrong", tiers=[three := tier()])
+        assert ask(bench, [*turn, 7], 20, DRAFTS).hit_tokens["redis"] == 96
+        assert restored(bench) == 0
+        three.close()
+
+
+@pytest.mark.parametrize("bits", [16, 8])
+def test_a_restarted_engine_restores_both(tmp_path, bits):
+    """The engine's KV may be quantized. The draft model's never is."""
+    for name, layers in (("target", 2), ("draft", 1)):
+        (tmp_path / name).mkdir()
+        save_tiny_checkpoint("llama", tmp_path / name, num_hidden_layers=layers)
+    text = random_ids(70, 5, 10, 250)
+
+    def answer(prompt_ids, **options):
+        found = {"num_blocks": 32, "kv_cache_bits": bits, "speculation": "on", **options}
+        with CPUPagedEngine.from_pretrained(
+            tmp_path / "target", disk_cache_dir=tmp_path / "cache", **found
+        ) as engine:
+            result = engine.generate(prompt_ids, 20, temperature=0.0, ignore_eos=True)
+            models = engine._scheduler.speculation._models
+            drafted = engine._parts.manager.drafted
+            wait_until(lambda: not drafted.arriving, "the draft model's KV")
+            stats = engine.paged_stats()
+            computed = 0 if models is None else models.model.num_computed_tokens
+            return result, stats["draft_restored_blocks"], computed
+
+    draft = {"draft_model": str(tmp_path / "draft")}
+    first, *_ = answer(text, **draft)
+    turn = [*text, *first.output_token_ids, 3]
+    second, num_restored, computed = answer(turn, **draft)
+    assert (second.hit_tokens["disk"], num_restored) == (80, 5)
+    assert computed <= len(turn) - 80 + 20 * 2
+    for options in ({}, draft | {"draft_weights": "f32"}):
+        other, num_restored, _ = answer(turn, **options)
+        assert other.output_token_ids == second.output_token_ids
+        assert (other.hit_tokens["disk"], num_restored) == (80, 0)
