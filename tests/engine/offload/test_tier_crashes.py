@@ -81,17 +81,21 @@ def cold():
 
 @pytest.mark.slow
 def test_after_a_crash_answers_and_logits_equal_cold_ones(crash, cold, tmp_path, scale):
-    """Each width of the cache and each end; crashes in a row over one directory."""
+    """Each width of the cache and each end; crashes in a row over one directory, every other one of
+    them with a draft model.
+    """
     draw = random.Random(0)
     num_crashes = scale(8, 200)
     in_a_row = scale(2, 5)
-    crashes = hits = 0
+    crashes = hits = restored_drafts = 0
     for number in range(num_crashes):
         bits = BITS[number // in_a_row % len(BITS)]
         end_at = ENDS[number % len(ENDS)]
         directory = tmp_path / str(number // in_a_row)
         at = draw.randrange({"call": 120, "half a call": 120, "step": 150, "time": 400}[end_at])
         options = {**OPTIONS, "disk_cache_dir": str(directory), "kv_cache_bits": bits}
+        if number // in_a_row % 2:
+            options |= {"draft_model": "kvboost-edge/demo", "speculation": "on"}
         crashes += crash(options, draw.sample(PROMPTS, 4), end_at, at)
         with CPUPagedEngine.from_pretrained(
             "kvboost-edge/demo", debug_checks=True, **options
@@ -100,9 +104,12 @@ def test_after_a_crash_answers_and_logits_equal_cold_ones(crash, cold, tmp_path,
                 output, logits = answers(engine, PROMPTS[which])
                 assert output == cold[bits][which][0]
                 np.testing.assert_array_equal(logits, cold[bits][which][1])
-            tier = engine.paged_stats()["tiers"]["disk"]
+            stats = engine.paged_stats()
+            restored_drafts += stats["draft_restored_blocks"]
+            tier = stats["tiers"]["disk"]
             assert tier["writable"]
             assert tier["refused"] == 0
             hits += tier["read_blocks"]
     assert crashes >= num_crashes // 2
     assert hits > 0
+    assert restored_drafts > 0
