@@ -175,7 +175,7 @@ FAULTS = (
     fault(
         "an expert has the scales of the first",
         "kernels/program/experts.py",
-        "matrix.scales + tile * groups * SCALE_BYTES",
+        "matrix.scales + tile * scale_bytes(kind, groups)",
         "matrix.scales",
         *_ROUTED,
     ),

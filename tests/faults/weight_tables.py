@@ -1,4 +1,4 @@
-"""Faults in codes that are looked up in a table, in 5-bit codes, and in Q3_K."""
+"""Faults in codes that are looked up in a table, in codes of 1, 2 and 5 bits, and in Q3_K."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from faults.fault import faults
 
 _MXFP4 = "models/weights/mxfp4.py"
 _BLOCKS = "models/gguf/blocks.py"
+_FILE = "models/gguf/file.py"
 _SOURCE = "models/gguf/source.py"
 _LOADS = "kernels/linear/simd_loads.py"
 _TILES = "kernels/linear/int_tiles.py"
@@ -77,6 +78,48 @@ FAULTS = faults(
         _STREAM,
         "        if stored.minima:\n            return rows\n",
         "",
+        _OF_STREAM,
+    ),
+    (
+        "TQ1_0: digits of 16 bytes as of 32",
+        _BLOCKS,
+        "((0, 32, 5), (32, 48, 5), (48, 52, 4))",
+        "((0, 48, 5), (48, 52, 4))",
+        _OF_BLOCKS,
+    ),
+    (
+        "Q2_0: early files are read as later ones",
+        _FILE,
+        "EARLY_TYPES.get(info.type, info.type)",
+        "info.type",
+        "tests/models/gguf/test_ternary.py",
+    ),
+    (
+        "narrow: each group has its own scale",
+        _LOADS,
+        "run = b.lshr(part, int_constant(form.scale_log)) if form.scale_log else part",
+        "run = part",
+        _OF_KERNELS,
+    ),
+    (
+        "narrow: embedding rows take the first scale",
+        _TOKENS,
+        "(group >> _SCALE_LOG[kind])",
+        "(group >> 8)",
+        _OF_EMBED,
+    ),
+    (
+        "narrow: scales are not repeated in a wider format",
+        _STREAM,
+        "rows.scales.repeat(times, axis=1)[:, :count]",
+        "np.tile(rows.scales, times)[:, :count]",
+        _OF_STREAM,
+    ),
+    (
+        "narrow: padding of 1-bit codes runs into its neighbours",
+        "kernels/linear/weights.py",
+        "0 if form.table or form.code_step > 1 else form.offset",
+        "0 if form.table else form.offset",
         _OF_STREAM,
     ),
     (

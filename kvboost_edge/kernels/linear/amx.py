@@ -26,7 +26,7 @@ from kvboost_edge.kernels.lazy import cgutils, types
 from kvboost_edge.kernels.linear.panel import MATRIX_FINE_TOKENS, MATRIX_TOKENS
 from kvboost_edge.kernels.linear.simd_loads import emit_scales
 from kvboost_edge.kernels.linear.weight_dot import GroupDot
-from kvboost_edge.kernels.linear.weight_formats import GROUP, INT_KINDS, SCALE_BYTES
+from kvboost_edge.kernels.linear.weight_formats import GROUP, INT_KINDS
 from kvboost_edge.kernels.linear.weight_tiles import (
     IntTiles,
     Target,
@@ -187,9 +187,9 @@ class AmxTiles(IntTiles):
         dot = GroupDot(b, self.kind, self.form)
         out = self._turn(b, part)
         size = int_constant(self.group_bytes // self.parts)
-        scales = int_constant(SCALE_BYTES // self.parts)
         places = [b.add(at, b.mul(part, size)) for at in source.weights]
-        self._prefetch(b, tile, places, [b.add(at, b.mul(part, scales)) for at in source.scales])
+        scales = [self._scales_at(b, at, part, self.parts) for at in source.scales]
+        self._prefetch(b, tile, places, scales)
         for t, place in enumerate(places):
             for pair in range(self.quads // 2):
                 for half, quad in enumerate(self._load_pair(b, place, pair, source.tables[t])):

@@ -271,9 +271,7 @@ class IntTiles:
                         b, b.add(places[0], int_constant(_PAGE + _LINE * line)), near=False
                     )
             else:
-                self._prefetch(
-                    b, tile, places, [emit_place(b, at, group, SCALE_BYTES) for at in scales]
-                )
+                self._prefetch(b, tile, places, [self._scales_at(b, at, group) for at in scales])
             for part in range(self.parts):
                 dots = self._dots(b, here, places, part, tables)
                 index = b.add(b.mul(group, int_constant(self.parts)), int_constant(part))
@@ -293,7 +291,9 @@ class IntTiles:
         is prefetched.
         """
         ahead = int_constant(AHEAD)
-        scales_ahead = int_constant(AHEAD * SCALE_BYTES // self.group_bytes)
+        scales_ahead = int_constant(
+            AHEAD * SCALE_BYTES // (self.group_bytes * self.format.scale_groups)
+        )
         if self.tiles > 1:
             ahead = b.mul(tile.weights_step, int_constant(self.tiles))
             scales_ahead = b.mul(tile.scales_step, int_constant(self.tiles))
@@ -302,6 +302,12 @@ class IntTiles:
             for line in range(self.group_bytes // _LINE):
                 emit_prefetch(b, b.add(start, int_constant(_LINE * line)))
             emit_prefetch(b, b.add(scale, scales_ahead))
+
+    def _scales_at(self, b: Builder, scales: Value, index: Value, parts: int = 1) -> Value:
+        """Return the address of the scales of a group, or of a part of it."""
+        if self.format.scale_log:
+            index = b.lshr(index, int_constant(self.format.scale_log))
+        return emit_place(b, scales, index, SCALE_BYTES // parts)
 
     def _term(self, b: Builder, here: Value, token: int) -> Value:
         return b.add(here, int_constant(self.tokens * GROUP * self.planes + 4 * token))

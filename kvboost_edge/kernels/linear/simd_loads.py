@@ -19,6 +19,7 @@ from kvboost_edge.kernels.linear.weight_formats import (
     GROUP,
     SCALE_BYTES,
     WeightFormat,
+    code_shift,
     high_shift,
 )
 from kvboost_edge.kernels.vectors import KIND_F16, LANES, V16, emit_load_as_f32
@@ -77,6 +78,9 @@ def emit_load_pair(b: Builder, form: WeightFormat, at: Value, pair: int) -> tupl
     if form.bits == 8:
         first = b.add(at, int_constant(2 * _LINE * pair))
         return emit_load_bytes(b, first), emit_load_bytes(b, b.add(first, int_constant(_LINE)))
+    if form.bits < 4:
+        line = emit_load_bytes(b, b.add(at, int_constant(_LINE * (2 * pair * form.bits // 8))))
+        return _emit_narrow(b, form, line, 2 * pair), _emit_narrow(b, form, line, 2 * pair + 1)
     both = emit_load_bytes(b, b.add(at, int_constant(_LINE * pair)))
     mask = ir.Constant(V16I, [0x0F0F0F0F] * LANES)
     four = ir.Constant(V16I, [4] * LANES)
@@ -160,11 +164,19 @@ def _emit_selected(b: Builder, table: Value, codes: Value) -> Value:
 
 def _emit_above(b: Builder, bits: int, plane: Value, quad: int) -> Value:
     """Return the bits of a quad's codes above the nibbles, shifted into place."""
-    shift = high_shift(bits, quad)
-    byte = (1 << bits) - 16
+    return _emit_moved(b, plane, high_shift(bits, quad), (1 << bits) - 16)
+
+
+def _emit_narrow(b: Builder, form: WeightFormat, line: Value, quad: int) -> Value:
+    """Return a quad's codes of 1 or 2 bits as bytes."""
+    return _emit_moved(b, line, code_shift(form.bits, quad), form.largest_code)
+
+
+def _emit_moved(b: Builder, line: Value, shift: int, mask: int) -> Value:
+    """Shift a line right, or left if `shift` is negative, and apply a mask to each byte."""
     by = ir.Constant(V16I, [abs(shift)] * LANES)
-    moved = b.shl(plane, by) if shift < 0 else b.lshr(plane, by) if shift else plane
-    return b.and_(moved, ir.Constant(V16I, [byte * 0x01010101] * LANES))
+    moved = b.shl(line, by) if shift < 0 else b.lshr(line, by) if shift else line
+    return b.and_(moved, ir.Constant(V16I, [mask * 0x01010101] * LANES))
 
 
 def emit_scales(
@@ -182,7 +194,8 @@ def emit_scales(
         low = (
             emit_load_as_f32(b, KIND_F16, _at(b, minima, part, 2 * LANES)) if form.minima else None
         )
-        return emit_load_as_f32(b, KIND_F16, _at(b, scales, part, 2 * LANES)), low
+        run = b.lshr(part, int_constant(form.scale_log)) if form.scale_log else part
+        return emit_load_as_f32(b, KIND_F16, _at(b, scales, run, SCALE_BYTES)), low
     at = _at(b, scales, part, SCALE_BYTES // form.parts)
     block = b.udiv(part, int_constant(BLOCK_GROUPS * form.parts))
     block = _at(b, minima, block, form.minima_size)

@@ -24,7 +24,7 @@ from kvboost_edge.kernels.linear.int_tiles import (
 )
 from kvboost_edge.kernels.linear.simd_loads import emit_scales
 from kvboost_edge.kernels.linear.weight_dot import GroupDot
-from kvboost_edge.kernels.linear.weight_formats import GROUP, SCALE_BYTES
+from kvboost_edge.kernels.linear.weight_formats import GROUP
 from kvboost_edge.kernels.vectors import LANES, V16, emit_load, emit_scratch, emit_store
 
 __all__ = ["UnpackedTiles"]
@@ -126,7 +126,7 @@ class UnpackedTiles(IntTiles):
         """Unpack group `first + group` of a tile into slot `group` of the buffers."""
         number = b.add(first, group)
         weights = emit_place(b, tile.weights, number, self.group_bytes)
-        scales = emit_place(b, tile.scales, number, SCALE_BYTES)
+        scales = self._scales_at(b, tile.scales, number)
         self._prefetch(b, tile, [weights], [scales])
         codes = emit_place(b, places.codes, group, _QUADS * _LINE)
         floats = emit_place(b, places.scales, group, self.scale_bytes)

@@ -7,15 +7,21 @@ Each row consists of groups of 32 inputs, and each group has a scale. A weight i
     scale * table[code]              format with a table
 
 A tile is 16 rows. A quad is 4 inputs of 16 rows, stored as a line of 64 bytes. Each lane's 4 bytes
-are the operand of `vpdpbusd` or `sdot`. 8-bit codes have 8 lines per group, one per quad. For other
-codes, a line holds two quads: quad 2j in the low nibbles, quad 2j + 1 in the high nibbles.
+are the operand of `vpdpbusd` or `sdot`. 8-bit codes have 8 lines per group, one per quad. For codes
+of 4 to 6 bits, a line holds two quads: quad 2j in the low nibbles, quad 2j + 1 in the high nibbles.
+A line of 2-bit codes holds four quads, from the lowest to the highest bits of its bytes, and a line
+of 1-bit codes holds all eight quads of a group.
 
 Codes of more than 4 bits have one more line per part, which holds the bits above the nibbles. Quad
 k has the (bits - 4) bits from bit (4 + (bits - 4) * k) % 8 of a byte. In formats with two `parts`,
 each half of a group has its own scales, lines of nibbles and line of high bits.
 
-Scales and minima are float16 [tile][group][16]. Block formats (256 inputs per block) have 32 bytes
-of scales per group. Instead of minima, they have float16 numbers per 8 groups:
+1-bit codes are widened to 0 and 2, so with an offset of 1 a weight is -scale or scale.
+
+Scales and minima are float16 [tile][group][16]. If `scale_groups` groups share a scale, there is
+one scale for each run of that many groups, of which the last may be shorter. Block formats (256
+inputs per block) have 32 bytes of scales per group. Instead of minima, they have float16 numbers
+per 8 groups:
 
     with minima   uint8 scales [16], uint8 minima [16]   float16 d [16], dmin [16]
                   weight: d * scale * code - dmin * minimum
@@ -51,11 +57,14 @@ __all__ = [
     "TABLE_OFFSET",
     "QuantizationFit",
     "WeightFormat",
+    "code_shift",
+    "code_shift_kernel",
     "group_bytes",
     "high_shift",
     "high_shift_kernel",
     "minima_bytes",
     "per_kind",
+    "scale_bytes",
 ]
 
 GROUP = 32
@@ -63,7 +72,7 @@ _BLOCK_LOG = 3
 BLOCK_GROUPS = 1 << _BLOCK_LOG
 """Groups per block of 256 inputs."""
 SCALE_BYTES = 2 * LANES
-"""Size of a group's scales in bytes, equal for all quantized formats."""
+"""Size of the scales of 16 rows in bytes, equal for all quantized formats."""
 TABLE_BYTES = 16
 """Size of a tile's lookup table in bytes."""
 HALF_OFFSET = 32
@@ -96,6 +105,7 @@ class WeightFormat:
         kind: number of the format in kernels, below 16.
         bits: bits per stored code; 16 and 32 are float formats.
         offset: added to signed weights to make codes unsigned.
+        scale_groups: number of groups that share a scale, a power of two.
         parts: number of parts of a group that have their own scales, 1 or 2.
         minima: True if a minimum is subtracted from the scaled code; such codes have no offset.
         table: True if codes are looked up in a table.
@@ -109,6 +119,7 @@ class WeightFormat:
     kind: int
     bits: int
     offset: int = 0
+    scale_groups: int = 1
     parts: int = 1
     minima: bool = False
     table: bool = False
@@ -136,6 +147,16 @@ class WeightFormat:
         return self.block_bytes > 0 or self.table
 
     @property
+    def code_step(self) -> int:
+        """Difference between neighbouring codes."""
+        return 2 if self.bits == 1 else 1
+
+    @property
+    def largest_code(self) -> int:
+        """Largest code, before subtracting the offset."""
+        return ((1 << self.bits) - 1) * self.code_step
+
+    @property
     def lowest(self) -> int:
         """Lowest code after subtracting the offset."""
         return -self.offset
@@ -143,7 +164,7 @@ class WeightFormat:
     @property
     def highest(self) -> int:
         """Highest code after subtracting the offset."""
-        return (1 << self.bits) - 1 - self.offset
+        return self.largest_code - self.offset
 
     @property
     def largest(self) -> float:
@@ -160,6 +181,20 @@ class WeightFormat:
     def group_bytes(self) -> int:
         """Size of a group's codes in bytes."""
         return GROUP * LANES * self.bits // 8
+
+    @property
+    def scale_inputs(self) -> int:
+        """Number of inputs that share a scale."""
+        return GROUP * self.scale_groups
+
+    @property
+    def scale_log(self) -> int:
+        """Binary logarithm of `scale_groups`."""
+        return self.scale_groups.bit_length() - 1
+
+    def scale_bytes(self, groups: int) -> int:
+        """Return the size in bytes of a tile's scales."""
+        return -(-groups >> self.scale_log) * SCALE_BYTES
 
     @property
     def minima_size(self) -> int:
@@ -183,15 +218,41 @@ class WeightFormat:
         return -(-groups >> self.minima_log) * self.minima_size
 
 
-# int4 holds Q4_0 exactly. int4-asym holds Q4_1, AWQ (Lin et al., 2023) and asymmetric GPTQ. int4t
-# holds IQ4_NL, and IQ4_XS and MXFP4 with scales as float16. int5 holds Q5_0, and int5-asym Q5_1.
-# q4k, q5k and q6k hold GGUF's k-quants.
+# int1-g128 holds GGUF's Q1_0, int2-g64 holds Q2_0, and int2-g256 holds TQ1_0 and TQ2_0. Their names
+# end with the number of weights that share a scale. int4 holds Q4_0 exactly. int4-asym holds Q4_1,
+# AWQ (Lin et al., 2023) and asymmetric GPTQ. int4t holds IQ4_NL, and IQ4_XS and MXFP4 with scales
+# as float16. int5 holds Q5_0, and int5-asym Q5_1. q4k, q5k and q6k hold GGUF's k-quants.
 # Formats are ordered from narrow to wide, because a matrix made of several tensors takes the first
 # format that holds all of them. More initial scales or rounds would reduce the error by less than
 # 1%.
+_HOLD_TERNARY = ("int4", "int4-asym", "int5", "int5-asym", "int8")
 FORMATS = {
     form.name: form
     for form in (
+        WeightFormat(
+            "int1-g128",
+            kind=12,
+            bits=1,
+            offset=1,
+            scale_groups=4,
+            exact_in=("int2-g64", *_HOLD_TERNARY),
+        ),
+        WeightFormat(
+            "int2-g256",
+            kind=13,
+            bits=2,
+            offset=1,
+            scale_groups=8,
+            exact_in=("int2-g64", *_HOLD_TERNARY),
+        ),
+        WeightFormat(
+            "int2-g64",
+            kind=14,
+            bits=2,
+            offset=1,
+            scale_groups=2,
+            exact_in=_HOLD_TERNARY,
+        ),
         WeightFormat(
             "int4",
             kind=4,
@@ -240,6 +301,7 @@ def per_kind(name: str) -> npt.NDArray[np.int64]:
 _GROUP_BYTES = per_kind("group_bytes")
 _MINIMA_SIZE = per_kind("minima_size")
 _MINIMA_LOG = per_kind("minima_log")
+_SCALE_LOG = per_kind("scale_log")
 
 
 def high_shift(bits: int, quad: int) -> Any:
@@ -250,10 +312,25 @@ def high_shift(bits: int, quad: int) -> Any:
     return (4 + (bits - 4) * quad) % 8 - 4
 
 
+def code_shift(bits: int, quad: int) -> Any:
+    """Return the right shift that moves a quad's 1-bit or 2-bit codes to their place in a byte;
+    negative shifts left.
+
+    1-bit codes become 0 and 2, so their place is bit 1.
+    """
+    return quad - 1 if bits == 1 else 2 * (quad % 4)
+
+
 @kernel
 def group_bytes(kind: int) -> Any:
     """Return the size in bytes of a group's codes."""
     return _GROUP_BYTES[kind]
+
+
+@kernel
+def scale_bytes(kind: int, groups: int) -> Any:
+    """Return the size in bytes of a tile's scales."""
+    return -(-groups >> _SCALE_LOG[kind]) * SCALE_BYTES
 
 
 @kernel
@@ -264,3 +341,5 @@ def minima_bytes(kind: int, groups: int) -> Any:
 
 high_shift_kernel = kernel(high_shift)
 """`high_shift` as a kernel."""
+code_shift_kernel = kernel(code_shift)
+"""`code_shift` as a kernel."""

@@ -17,9 +17,9 @@ from kvboost_edge.kernels.linear.least_squares import fit_group
 from kvboost_edge.kernels.linear.weight_formats import (
     FORMATS,
     GROUP,
-    SCALE_BYTES,
     TABLE_BYTES,
     WeightFormat,
+    code_shift_kernel,
     high_shift_kernel,
 )
 from kvboost_edge.kernels.signature import FLOAT64, INT64, Tuple, array
@@ -81,7 +81,7 @@ def packed_sizes(rows: int, inputs: int, name: str) -> tuple[int, int, int]:
     groups = -(-inputs // GROUP)
     return (
         tiles * groups * form.group_bytes,
-        tiles * groups * SCALE_BYTES,
+        tiles * form.scale_bytes(groups),
         tiles * form.minima_bytes(groups),
     )
 
@@ -122,7 +122,7 @@ def pack_codes(
 
     Args:
         codes: uint8 [rows, inputs], including the format's offset.
-        scales: float16 [rows, groups].
+        scales: float16 [rows, scales], one for each `scale_groups` groups.
         minima: float16 [rows, groups], or None.
         name: name of the weight format.
         table: int8 [16], the values of the codes; only for formats with a table.
@@ -143,31 +143,34 @@ def pack_codes(
     if (table is not None) != form.table or (table is not None and table.shape != (TABLE_BYTES,)):
         shape = "without a table" if table is None else f"with a table of shape {table.shape}"
         raise ConfigError(f"codes of {name!r} cannot be packed {shape}")
-    limit = (1 << form.bits) - 1
+    limit = form.largest_code
     if codes.size and int(codes.max()) > limit:
         raise ConfigError(
             f"code {int(codes.max())} of {name!r} exceeds {limit}, the largest {form.bits}-bit code"
         )
+    if form.code_step > 1 and (codes % form.code_step).any():
+        raise ConfigError(f"codes of {name!r} must be multiples of {form.code_step}")
     packed = _empty(rows, inputs, name)
     padded = np.ascontiguousarray(codes)
     if padded.shape != (tiles * LANES, groups * GROUP):
-        zero = 0 if form.table else form.offset
+        zero = 0 if form.table or form.code_step > 1 else form.offset
         padded = np.full((tiles * LANES, groups * GROUP), zero, dtype=np.uint8)
         padded[:rows, :inputs] = codes
     room = np.empty(GROUP // 4 * LANES, np.uint32)
     _store_words(padded.view(np.uint32), packed.codes.view(np.uint32), form.bits, room)
     if table is not None:
         packed.minima.reshape(tiles, TABLE_BYTES)[:] = table.astype(np.int8).view(np.uint8)
+    count = -(-groups // form.scale_groups)
     for target, values in ((packed.scales, scales), (packed.minima, minima)):
         if values is not None:
-            if values.shape != (rows, groups):
+            if values.shape != (rows, count):
                 raise ConfigError(
-                    f"scales or minima have shape {values.shape}, expected {(rows, groups)}"
+                    f"scales or minima have shape {values.shape}, expected {(rows, count)}"
                 )
-            wide = np.zeros((tiles * LANES, groups), dtype=np.float16)
+            wide = np.zeros((tiles * LANES, count), dtype=np.float16)
             wide[:rows] = values
             target[:] = (
-                np.ascontiguousarray(wide.reshape(tiles, LANES, groups).transpose(0, 2, 1))
+                np.ascontiguousarray(wide.reshape(tiles, LANES, count).transpose(0, 2, 1))
                 .reshape(-1)
                 .view(np.uint8)
             )
@@ -262,13 +265,16 @@ def store_lines(codes: Words, first: int, quads: int, bits: int, out: Words, at:
         codes: words of four codes of one row; word w of lane l is at index w * LANES + l.
         first: first word to store.
         quads: number of quads to store.
-        bits: bits per code, 4 to 8.
+        bits: bits per code, 1, 2 or 4 to 8.
         out: words, written.
         at: index of the first word to write.
     """
     if bits == 8:
         for index in range(quads * LANES):
             out[at + index] = codes[first * LANES + index]
+        return
+    if bits < 4:
+        _store_narrow(codes, first, quads, bits, out, at)
         return
     for quad in range(0, quads, 2):
         for lane in range(LANES):
@@ -286,6 +292,19 @@ def store_lines(codes: Words, first: int, quads: int, bits: int, out: Words, at:
         for lane in range(LANES):
             above = codes[(first + quad) * LANES + lane] >> np.uint32(4) & _NIBBLES
             out[last + lane] |= above << shift
+
+
+@kernel
+def _store_narrow(codes: Words, first: int, quads: int, bits: int, out: Words, at: int) -> None:
+    """Store quads of 1-bit or 2-bit codes; see `store_lines`."""
+    each = 8 // bits
+    for quad in range(quads):
+        shift = code_shift_kernel(bits, quad)
+        line = at + quad // each * LANES
+        for lane in range(LANES):
+            word = codes[(first + quad) * LANES + lane]
+            word = word >> np.uint32(-shift) if shift < 0 else word << np.uint32(shift)
+            out[line + lane] = word if quad % each == 0 else out[line + lane] | word
 
 
 @kernel

@@ -29,9 +29,9 @@ from kvboost_edge.kernels.linear.panel import (
 from kvboost_edge.kernels.linear.weight_formats import (
     GROUP,
     INT_KINDS,
-    SCALE_BYTES,
     group_bytes,
     minima_bytes,
+    scale_bytes,
 )
 from kvboost_edge.kernels.linear.weight_tiles import Target, Tile
 from kvboost_edge.kernels.program import table as lt
@@ -161,7 +161,7 @@ def _matrix_of(matrix: lt.PackedMatrix, expert: int, rows: int, panels: int, fir
     groups = (matrix.inputs + GROUP - 1) // GROUP
     tile = expert * (rows // LANES)
     weights = matrix.weights + tile * groups * group_bytes(kind)
-    scales = matrix.scales + tile * groups * SCALE_BYTES
+    scales = matrix.scales + tile * scale_bytes(kind, groups)
     minima = matrix.minima + tile * minima_bytes(kind, groups)
     panel = panels + first * groups * cell_bytes(0, kind)
     return MatmulOperands(kind, groups, 0, weights, scales, minima, panel)

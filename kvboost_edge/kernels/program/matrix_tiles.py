@@ -19,9 +19,9 @@ from kvboost_edge.kernels.linear.panel import (
 )
 from kvboost_edge.kernels.linear.weight_formats import (
     GROUP,
-    SCALE_BYTES,
     group_bytes,
     minima_bytes,
+    scale_bytes,
 )
 from kvboost_edge.kernels.linear.weight_tiles import Target, Tile
 from kvboost_edge.kernels.program import table as lt
@@ -138,7 +138,7 @@ def int_tiles(
     groups = of.groups
     microkernel = job.kernels[kind]
     bytes_each = groups * group_bytes(kind)
-    scales_each = groups * SCALE_BYTES
+    scales_each = scale_bytes(kind, groups)
     minima_each = minima_bytes(kind, groups)
     weights = of.weights + tile * bytes_each
     scales = of.scales + tile * scales_each

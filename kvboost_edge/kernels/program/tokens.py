@@ -16,10 +16,12 @@ from kvboost_edge.kernels.linear.weight_formats import (
     GROUP,
     INT_KINDS,
     SCALE_BYTES,
+    code_shift_kernel,
     group_bytes,
     high_shift_kernel,
     minima_bytes,
     per_kind,
+    scale_bytes,
 )
 from kvboost_edge.kernels.program import table as lt
 from kvboost_edge.kernels.program.activations import activate_vectors
@@ -41,8 +43,12 @@ from kvboost_edge.kernels.vectors import (
 
 __all__ = ["run_tokens", "token_units", "tokens_of"]
 
-_BITS, _OFFSET, _PARTS, _MINIMA, _TABLE, _BLOCK_BYTES = (
-    per_kind(name) for name in ("bits", "offset", "parts", "minima", "table", "block_bytes")
+_BITS, _OFFSET, _PARTS, _MINIMA, _TABLE, _BLOCK_BYTES, _LARGEST_CODE, _SCALE_LOG = (
+    per_kind(name)
+    for name in (
+        *("bits", "offset", "parts", "minima", "table", "block_bytes"),
+        *("largest_code", "scale_log"),
+    )
 )
 _LINE = 4 * LANES
 _PIECE = 32  # groups of 32 per piece of a row
@@ -117,6 +123,10 @@ def _code(matrix: lt.PackedMatrix, group: int, lane: int, index: int) -> Any:
     quad %= quads
     if bits == 8:
         return _load_byte(at + quad * _LINE)
+    if bits < 4:
+        shift = code_shift_kernel(bits, quad)
+        byte = _load_byte(at + quad * bits // 8 * _LINE)
+        return (byte >> shift if shift >= 0 else byte << -shift) & _LARGEST_CODE[matrix.kind]
     both = _load_byte(at + quad // 2 * _LINE)
     code = both >> 4 if quad % 2 == 1 else both & 15
     if bits == 4:
@@ -130,7 +140,8 @@ def _factors(matrix: lt.PackedMatrix, tile: int, group: int, part: int, lane: in
     """Return (scale, minimum) for one part of a group and row `lane` of a tile, in float32."""
     kind = matrix.kind
     groups = (matrix.inputs + GROUP - 1) // GROUP
-    scale_at = matrix.scales + (tile * groups + group) * SCALE_BYTES
+    scale_at = matrix.scales + tile * scale_bytes(kind, groups)
+    scale_at += (group >> _SCALE_LOG[kind]) * SCALE_BYTES
     minima_at = matrix.minima + tile * minima_bytes(kind, groups) + 2 * lane
     minimum = np.float32(0.0)
     if _BLOCK_BYTES[kind] == 0:

@@ -4,6 +4,8 @@ A matrix [rows, inputs] is stored in tiles of 16 rows:
 
 - integer formats: groups of 32 inputs; a quad of 4 inputs of 16 rows is 64 bytes;
 - int4: quad 2j is in the low nibbles, quad 2j + 1 in the high nibbles of the same 64 bytes;
+- int2: four quads are in the same 64 bytes, quad 4j in the lowest two bits;
+- int1: all quads of a group are in 64 bytes, quad k in bit k; a bit is a weight of -1 or 1;
 - int5: as int4, and then 64 bytes with the fifth bits: that of quad k is bit (4 + k) % 8;
 - float formats: [tile][input][16];
 - block formats (q4k, q5k, q6k) and int4t: see linear/weight_formats.py.
@@ -41,6 +43,7 @@ _LANES = 16
 _GROUP = 32
 _FINE_BASE = 255
 _BLOCK_GROUPS = 8
+_OFFSETS = {"int8": 128, "int5": 16, "int4": 8, "int2": 1, "int1": 1}
 
 
 def quantize_rows(
@@ -82,7 +85,7 @@ def pack_panel(
     if in_blocks or kind in ("int4-asym", "int5-asym"):
         terms = (-(sums.astype(np.float32) * scales)).view(np.int32)
     else:
-        terms = sums * np.int32({"int8": -128, "int5": -16, "int4": -8}[kind])
+        terms = sums * np.int32(-_OFFSETS[kind.partition("-")[0]])
     cells = []
     start = 0
     for size in sizes:
@@ -104,7 +107,7 @@ def pack_panel(
 def unpack_codes(
     packed: npt.NDArray[np.uint8], rows: int, inputs: int, bits: int
 ) -> npt.NDArray[np.int8]:
-    """Return the signed weights of an int8, int5 or int4 matrix.
+    """Return the signed weights of an int8, int5, int4, int2 or int1 matrix.
 
     Returns:
         int8 [padded rows, padded inputs].
@@ -114,6 +117,10 @@ def unpack_codes(
     lines = packed.reshape(tiles, groups, -1, _LANES, 4)
     if bits == 8:
         quads = lines
+    elif bits < 4:
+        shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None, None]
+        quads = lines[:, :, :, None] >> shifts & np.uint8((1 << bits) - 1)
+        quads = quads.reshape(tiles, groups, 8, _LANES, 4) * np.uint8(2 if bits == 1 else 1)
     else:
         nibbles = lines[:, :, :4]
         quads = np.stack([nibbles & 15, nibbles >> 4], axis=3).reshape(tiles, groups, 8, _LANES, 4)
@@ -121,7 +128,7 @@ def unpack_codes(
         shifts = (4 + np.arange(8, dtype=np.uint8)) % 8
         fifths = lines[:, :, 4:] >> shifts[:, None, None] & np.uint8(1)
         quads = quads | fifths << np.uint8(4)
-    signed = quads.astype(np.int16) - (1 << bits - 1)
+    signed = quads.astype(np.int16) - _OFFSETS[f"int{bits}"]
     ordered = signed.transpose(0, 3, 1, 2, 4).reshape(tiles * _LANES, groups * _GROUP)
     return ordered.astype(np.int8)
 
@@ -192,14 +199,21 @@ def unpack_block_scales(
     return factors[0].astype(np.float32) * wide[0], factors[1].astype(np.float32) * wide[1]
 
 
-def unpack_scales(packed: npt.NDArray[np.float16], rows: int, inputs: int) -> Floats:
-    """Return the scales of a matrix, float32 [padded rows, groups]."""
+def unpack_scales(
+    packed: npt.NDArray[np.float16], rows: int, inputs: int, scale_groups: int = 1
+) -> Floats:
+    """Return the scales of a matrix, float32 [padded rows, groups].
+
+    Args:
+        packed: float16 [tiles][scales][16].
+        rows: number of rows.
+        inputs: number of inputs.
+        scale_groups: number of groups that share a scale.
+    """
     tiles = -(-rows // _LANES)
     groups = -(-inputs // _GROUP)
-    ordered = (
-        packed.reshape(tiles, groups, _LANES).transpose(0, 2, 1).reshape(tiles * _LANES, groups)
-    )
-    return ordered.astype(np.float32)
+    ordered = packed.reshape(tiles, -1, _LANES).transpose(0, 2, 1).reshape(tiles * _LANES, -1)
+    return ordered.repeat(scale_groups, axis=1)[:, :groups].astype(np.float32)
 
 
 def unpack_floats(packed: npt.NDArray[Any], rows: int, inputs: int) -> Floats:

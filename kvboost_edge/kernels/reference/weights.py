@@ -49,7 +49,8 @@ def unpack_rows(packed: PackedRows, rows: int, inputs: int, weights: str) -> Flo
         codes = unpack_table_codes(packed.codes, packed.minima, rows, inputs).astype(np.float32)
     else:
         codes = unpack_codes(packed.codes, rows, inputs, form.bits).astype(np.float32)
-    scales = unpack_scales(packed.scales.view(np.float16), rows, inputs).repeat(GROUP, axis=1)
+    halves = packed.scales.view(np.float16)
+    scales = unpack_scales(halves, rows, inputs, form.scale_groups).repeat(GROUP, axis=1)
     if not form.minima:
         return (codes * scales)[:rows, :inputs]
     minima = unpack_scales(packed.minima.view(np.float16), rows, inputs).repeat(GROUP, axis=1)

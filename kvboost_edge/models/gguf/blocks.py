@@ -8,6 +8,12 @@ llama.cpp, so float32 values are bit-identical to those of the `gguf` package.
     Q4_1 -> int4-asym, Q5_1 -> int5-asym                     exact
     Q4_K -> q4k, Q5_K -> q5k, Q6_K -> q6k   exact: the blocks of the file, reordered
     Q3_K -> q6k      exact: codes and scales fit those of Q6_K, in nearly twice the bytes
+    Q1_0 -> int1-g128, Q2_0 -> int2-g64     exact
+    TQ2_0 -> int2-g256                      exact
+    TQ1_0 -> int2-g256                      exact, in 1.22 times the bytes
+
+Early files of Q2_0 have blocks of 128 weights instead of 64, under the same type number. They have
+the type "Q2_0_g128" here, see `file.py`.
 
 Types whose 4-bit codes are indices into a table become int4t, with a float16 scale for each group:
 
@@ -23,7 +29,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +40,7 @@ from kvboost_edge.models.weights.weight_source import QuantRows
 
 __all__ = [
     "BLOCKS",
+    "EARLY_TYPES",
     "TYPE_NAMES",
     "BlockFormat",
     "dequantize",
@@ -48,6 +55,23 @@ Floats = npt.NDArray[np.float32]
 Table = npt.NDArray[np.int8]
 _SIXTEEN = np.dtype("V16")
 _LOW = np.uint64(0x0F0F0F0F0F0F0F0F)
+_TWO_BITS = np.uint64(0x0303030303030303)
+_BYTES = np.arange(256, dtype=np.uint8)
+# The codes of a byte of Q1_0 (0 or 2), and of a byte of Q2_0, as one number each.
+_ONES_OF = (
+    (np.unpackbits(_BYTES[:, None], axis=1, bitorder="little") * np.uint8(2))
+    .view(np.uint64)
+    .reshape(-1)
+)
+_TWOS_OF = (
+    (_BYTES[:, None] >> np.arange(0, 8, 2, dtype=np.uint8) & np.uint8(3))
+    .view(np.uint32)
+    .reshape(-1)
+)
+# Digits of base 3 of a byte b, which stands for the fraction b / 256: [5, 256].
+_DIGITS = np.stack(
+    [(_BYTES * np.uint8(3**n)).astype(np.uint16) * np.uint16(3) >> np.uint16(8) for n in range(5)]
+).astype(np.uint8)
 _NL = np.array(
     (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113), dtype=np.int8
 )
@@ -113,12 +137,16 @@ TYPE_NAMES: dict[int, str] = {
     30: "BF16",
     34: "TQ1_0",
     35: "TQ2_0",
+    36: "I2_S",
     39: "MXFP4",
     40: "NVFP4",
     41: "Q1_0",
     42: "Q2_0",
 }
 """Name of each tensor type by its number in the file, including unsupported types."""
+
+EARLY_TYPES = {"Q2_0": "Q2_0_g128"}
+"""Types whose number stood for another type in early files, and that type."""
 
 _INSTEAD = "use a Q4_K_M or IQ4_XS file of this model"
 # Prefix of a type's name -> reason why the type is not supported, and what to use instead.
@@ -132,9 +160,9 @@ _REFUSED = {
         "its weights are lattice points, so the packed formats would be larger and less exact; "
         f"{_INSTEAD}",
     ),
-    **dict.fromkeys(
-        ("TQ", "Q1_0", "Q2_0"),
-        f"it is for models trained with binary or ternary weights; {_INSTEAD}",
+    "I2_S": (
+        "it is a type of Microsoft's bitnet.cpp; use a TQ2_0 or TQ1_0 file, or the safetensors of "
+        "this model"
     ),
     "NVFP4": (f"it has an 8-bit scale per 16 weights, which no packed format supports; {_INSTEAD}"),
     **dict.fromkeys(
@@ -146,7 +174,8 @@ _REFUSED = {
 def refusal(name: str) -> str:
     """Return why a type that is not in BLOCKS is not supported, and what to use instead."""
     found = next((text for beginning, text in _REFUSED.items() if name.startswith(beginning)), None)
-    return found or f"the supported types are {', '.join(BLOCKS)}; {_INSTEAD}"
+    known = ", ".join(other for other in BLOCKS if other not in EARLY_TYPES.values())
+    return found or f"the supported types are {known}; {_INSTEAD}"
 
 
 def dequantize(name: str, data: Bytes) -> Floats:
@@ -224,6 +253,32 @@ def _fives(blocks: Bytes, at: int) -> Bytes:
     """Unpack 5-bit codes: 4 bytes of fifth bits at offset `at`, then 16 bytes of nibbles."""
     high = np.unpackbits(blocks[:, at : at + 4], axis=1, bitorder="little")
     return _nibbles(blocks[:, at + 4 :]) | (high << np.uint8(4))
+
+
+def _looked_up(table: npt.NDArray[Any], blocks: Bytes) -> Bytes:
+    """Unpack the codes of Q1_0 or Q2_0 with a table of the codes of each byte."""
+    return np.take(table, blocks[:, 2:]).view(np.uint8)
+
+
+def _twos(blocks: Bytes) -> Bytes:
+    """Unpack the codes of TQ2_0.
+
+    The lowest two bits of 32 bytes come first, then their next bits.
+    """
+    words = np.ascontiguousarray(blocks[:, :64]).view(np.uint64).reshape(-1, 2, 1, 4)
+    codes = words >> np.array([0, 2, 4, 6], dtype=np.uint64)[:, None] & _TWO_BITS
+    return codes.reshape(len(blocks), -1).view(np.uint8)
+
+
+def _threes(blocks: Bytes) -> Bytes:
+    """Unpack the codes of TQ1_0.
+
+    A byte holds five digits of base 3, the most significant first. The first digits of 32 bytes
+    come first, then their second digits. 16 bytes with five digits and 4 bytes with four follow.
+    """
+    runs = ((0, 32, 5), (32, 48, 5), (48, 52, 4))
+    parts = [np.take(_DIGITS[n], blocks[:, i:j]) for i, j, count in runs for n in range(count)]
+    return np.concatenate(parts, axis=1)
 
 
 def _k_nibbles(packed: Bytes) -> Bytes:
@@ -411,6 +466,35 @@ def _as_blocks(
     return BlockFormat(256, nbytes, kind, True, halves, to_float, codes)
 
 
+def _as_narrow(
+    weights: int,
+    nbytes: int,
+    kind: str,
+    half: int,
+    codes: Callable[[Bytes], Bytes],
+    times: int = 1,
+) -> BlockFormat:
+    """Return the format of a type whose weights are scale * (code - 1).
+
+    Args:
+        weights: number of weights in a block.
+        nbytes: size of a block in bytes.
+        kind: packed format.
+        half: byte offset of the scale in a block.
+        codes: function of blocks -> codes [blocks, weights].
+        times: number of scales of the packed format for one scale of the block.
+    """
+    return BlockFormat(
+        weights,
+        nbytes,
+        kind,
+        True,
+        (half,),
+        lambda b: _scale(b, half) * (codes(b).astype(np.float32) - np.float32(1)),
+        lambda b: (codes(b), _half(b, half).repeat(times, axis=1), None),
+    )
+
+
 BLOCKS: dict[str, BlockFormat] = {
     "F32": BlockFormat(1, 4, None, True, (), lambda b: b.view("<f4").astype(np.float32)),
     "F16": BlockFormat(1, 2, None, True, (), lambda b: b.view("<f2").astype(np.float32)),
@@ -476,5 +560,10 @@ BLOCKS: dict[str, BlockFormat] = {
         mxfp4.TABLE,
         lambda b: mxfp4.count_lost(b[:, 0], b[:, 1:]),
     ),
+    "TQ1_0": _as_narrow(256, 54, "int2-g256", 52, _threes),
+    "TQ2_0": _as_narrow(256, 66, "int2-g256", 64, _twos),
+    "Q1_0": _as_narrow(128, 18, "int1-g128", 0, partial(_looked_up, _ONES_OF)),
+    "Q2_0": _as_narrow(64, 18, "int2-g64", 0, partial(_looked_up, _TWOS_OF)),
+    "Q2_0_g128": _as_narrow(128, 34, "int2-g64", 0, partial(_looked_up, _TWOS_OF), 2),
 }
 """Supported tensor types by name."""

@@ -11,6 +11,7 @@ The tests compare results with those of the `gguf` package.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import mmap
@@ -25,7 +26,7 @@ import numpy.typing as npt
 
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.host.file_memo import FileStamp
-from kvboost_edge.models.gguf.blocks import BLOCKS, TYPE_NAMES, refusal
+from kvboost_edge.models.gguf.blocks import BLOCKS, EARLY_TYPES, TYPE_NAMES, refusal
 
 __all__ = ["GgufHeader", "GgufPart", "GgufTensor", "read_gguf"]
 
@@ -47,6 +48,8 @@ _MANY_TENSORS = (
 _MIN_TENSOR_BYTES = 1024  # minimum average size of a tensor and its info
 _MAX_NESTED = 100_000  # arrays in an array; no key used here has any
 _DEFAULT_ALIGNMENT = 32
+# Prefix of keys of models whose activations are multiplied by a Hadamard matrix.
+_ROTATED = "prism.hadamard."
 _BOOL = 7
 _STRING = 8
 _ARRAY = 9
@@ -105,6 +108,15 @@ class GgufTensor:
     start: int
     stop: int
     part: int = 0
+
+
+class _Info(NamedTuple):
+    """A tensor as the header describes it: name, type, shape and offset of its data."""
+
+    name: str
+    type: str
+    shape: tuple[int, ...]
+    offset: int
 
 
 class GgufPart(NamedTuple):
@@ -305,6 +317,12 @@ def _read(path: Path, stamp: FileStamp, mapped: mmap.mmap) -> GgufHeader:
             "file again"
         )
     values = _read_values(cursor, counts[1])
+    rotated = next((key for key in values if key.startswith(_ROTATED)), None)
+    if rotated is not None:
+        raise ModelFormatError(
+            f"{path}: key {rotated!r} says that activations must be rotated, which is not "
+            "supported; use a Q2_0 or Q1_0 file of this model"
+        )
     alignment = values.get("general.alignment", _DEFAULT_ALIGNMENT)
     if (
         not isinstance(alignment, int)
@@ -316,12 +334,7 @@ def _read(path: Path, stamp: FileStamp, mapped: mmap.mmap) -> GgufHeader:
         )
     infos = [_read_info(cursor, alignment) for _ in range(counts[0])]
     start = -(-cursor.at // alignment) * alignment
-    tensors = _place(path, infos, start, alignment, size)
-    end = max((tensor.stop for tensor in tensors.values()), default=start)
-    if size - end >= alignment and (size - end > _MAX_PADDING or mapped[end:].strip(b"\0")):
-        raise ModelFormatError(
-            f"{path} contains {size - end} unexpected bytes after the last tensor"
-        )
+    tensors = _place_any(path, infos, start, alignment, mapped)
     return GgufHeader(
         (GgufPart(path, stamp),), version, MappingProxyType(values), MappingProxyType(tensors)
     )
@@ -400,8 +413,7 @@ def _read_numbers(cursor: _Cursor, key: str, kind: int, count: int) -> npt.NDArr
     return values.astype(np.bool_)
 
 
-def _read_info(cursor: _Cursor, alignment: int) -> tuple[str, str, tuple[int, ...], int]:
-    """Return the name, type, shape and data offset of a tensor."""
+def _read_info(cursor: _Cursor, alignment: int) -> _Info:
     name = cursor.text("the name of a tensor", _MAX_NAME_BYTES)
     what = f"tensor {name!r}"
     num_dims = cursor.number(4, what)
@@ -431,25 +443,53 @@ def _read_info(cursor: _Cursor, alignment: int) -> tuple[str, str, tuple[int, ..
         raise ModelFormatError(
             f"{cursor.path}: {what} is at offset {offset}, not a multiple of {alignment}"
         )
-    return name, kind, tuple(reversed(inner_first)), offset
+    return _Info(name, kind, tuple(reversed(inner_first)), offset)
+
+
+def _place_any(
+    path: Path,
+    infos: list[_Info],
+    start: int,
+    alignment: int,
+    mapped: mmap.mmap,
+) -> dict[str, GgufTensor]:
+    """Return the result of `_place` with the current or the early block sizes of types, whichever
+    agree with the offsets.
+    """
+    try:
+        return _place(path, infos, start, alignment, mapped)
+    except ModelFormatError:
+        early = [info._replace(type=EARLY_TYPES.get(info.type, info.type)) for info in infos]
+        if early == infos:
+            raise
+        with contextlib.suppress(ModelFormatError):
+            return _place(path, early, start, alignment, mapped)
+        raise
 
 
 def _place(
     path: Path,
-    infos: list[tuple[str, str, tuple[int, ...], int]],
+    infos: list[_Info],
     start: int,
     alignment: int,
-    size: int,
+    mapped: mmap.mmap,
 ) -> dict[str, GgufTensor]:
     """Return the tensors by name, in the order of their data.
 
-    The first must begin at `start`. All must be aligned and without gaps.
+    The first must begin at `start`. All must be aligned and without gaps, and only zeros may follow
+    the last.
     """
+    size = len(mapped)
     tensors: dict[str, GgufTensor] = {}
-    for name, kind, shape, offset in sorted(infos, key=lambda info: info[3]):
+    for name, kind, shape, offset in sorted(infos, key=lambda info: info.offset):
         if name in tensors:
             raise ModelFormatError(f"{path}: tensor {name!r} appears twice")
         block = BLOCKS[kind]
+        if shape[-1] % block.weights:
+            raise ModelFormatError(
+                f"{path}: tensor {name!r} of type {kind} has rows of {shape[-1]} weights, not a "
+                f"multiple of {block.weights}"
+            )
         at = start + offset
         stop = at + math.prod(shape) // block.weights * block.nbytes
         if stop > size:
@@ -471,6 +511,10 @@ def _place(
                 f"{tensor.name!r}"
             )
         end = tensor.stop
+    if size - end >= alignment and (size - end > _MAX_PADDING or mapped[end:].strip(b"\0")):
+        raise ModelFormatError(
+            f"{path} contains {size - end} unexpected bytes after the last tensor"
+        )
     return tensors
 
 

@@ -52,7 +52,8 @@ def conversion_error(source: WeightSource, name: str, kind: str) -> ConversionEr
             codes = packed.table[packed.codes].astype(np.float32)
         else:
             codes = packed.codes.astype(np.float32) - FORMATS[packed.kind].offset
-        values = np.repeat(packed.scales.astype(np.float32), GROUP, axis=1)[:, :width] * codes
+        inputs = FORMATS[packed.kind].scale_inputs
+        values = np.repeat(packed.scales.astype(np.float32), inputs, axis=1)[:, :width] * codes
         if packed.minima is not None:
             values -= np.repeat(packed.minima.astype(np.float32), GROUP, axis=1)[:, :width]
         error = float(np.square(values - stored).sum())

@@ -290,6 +290,10 @@ def _widened(rows: QuantRows, kind: str) -> QuantRows:
     stored = FORMATS[rows.kind]
     form = FORMATS[kind]
     rows = rows._replace(kind=kind)
+    if stored.scale_groups > form.scale_groups:
+        times = stored.scale_groups // form.scale_groups
+        count = -(-rows.codes.shape[1] // form.scale_inputs)
+        rows = rows._replace(scales=rows.scales.repeat(times, axis=1)[:, :count])
     if stored.block_bytes:
         return rows._replace(codes=_with_fifth_bits(rows.codes))
     if rows.table is not None:

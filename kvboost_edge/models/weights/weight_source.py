@@ -25,7 +25,8 @@ Floats = npt.NDArray[np.float32]
 class QuantRows(NamedTuple):
     """Rows of a quantized tensor, with one scale for each group of 32 inputs.
 
-    The last group of a row may be shorter. These are the formats, by `kind`:
+    In the formats whose names end with -g64, -g128 or -g256, that many inputs share a scale. The
+    last group of a row may be shorter. These are the formats, by `kind`:
 
         "int8"                 weight = scale * (code - 128)
         "int4"                 weight = scale * (code - 8)
@@ -33,13 +34,15 @@ class QuantRows(NamedTuple):
         "int5"                 weight = scale * (code - 16)
         "int5-asym"            weight = scale * code - minimum
         "int4t"                weight = scale * table[code]
+        "int2-g64", "int2-g256", "int1-g128"    weight = scale * (code - 1)
         "q4k", "q5k", "q6k"    blocks of 256 inputs in the layout of GGUF's Q4_K, Q5_K and Q6_K
 
     Attributes:
         kind: packed format.
-        codes: uint8 [rows, inputs], from 0 to 255 for int8, to 31 for int5 and to 15 for int4. For
-            block formats, the bytes of the blocks, uint8 [rows, bytes of a row].
-        scales: float16 [rows, groups]. For block formats, all float16 numbers in the blocks.
+        codes: uint8 [rows, inputs], from 0 to 255 for int8, to 31 for int5, to 15 for int4 and to 3
+            for int2; 0 or 2 for int1. For block formats, the bytes of the blocks, uint8 [rows,
+            bytes of a row].
+        scales: float16 [rows, scales]. For block formats, all float16 numbers in the blocks.
         minima: float16 [rows, groups] for "int4-asym" and "int5-asym", else None.
         table: int8 [16] for "int4t", else None.
     """

@@ -32,6 +32,7 @@ FORMATS = {
     "Q5_MIX": {"int5", "int5-asym"},
     "IQ4_NL": {"int4t"},
     "MXFP4": {"int4t"},
+    "LOW_MIX": {"int1-g128", "int2-g64", "int2-g256"},
 }
 _WIDE = {"hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 256}
 
@@ -134,7 +135,7 @@ def machine_of(kind: str, weights: str, folder: Path, states: StateSizes = STATE
     """Runners of a model, which is written into `folder` where it is not there yet."""
     made = KINDS[kind]
     is_file = weights.isupper()
-    wide = is_file and "K" in weights
+    wide = is_file and ("K" in weights or weights == "LOW_MIX")
     fields = {**made.fields, **(made.in_blocks if is_file else {}), **(made.wide if wide else {})}
     if (kind, weights) == ("gpt_oss", "MXFP4"):
         path = _saved("gpt_oss", folder / f"{kind}-mxfp4", {**made.fields, "mxfp4": True})
@@ -182,4 +183,11 @@ def _q5_mix(name: str) -> str:
     return "Q5_1" if "down" in name or "attn_output" in name else "Q5_0"
 
 
-_MIXES = {"K_MIX": _k_mix, "Q5_MIX": _q5_mix}
+def _low_mix(name: str) -> str:
+    """1 bit, 2 bits and ternary, in different matrices."""
+    if "ffn" not in name:
+        return "TQ2_0"
+    return "Q2_0" if "down" in name else "Q1_0"
+
+
+_MIXES = {"K_MIX": _k_mix, "Q5_MIX": _q5_mix, "LOW_MIX": _low_mix}

@@ -29,6 +29,7 @@ from helpers.gguf.hybrids import (
     write_hybrid_sizes,
 )
 from helpers.gguf.layers import Config, Tensors, permuted, write_sizes
+from helpers.gguf.types import TYPES
 from helpers.models.gpt_oss_files import ROPE as GPT_OSS_ROPE
 from helpers.models.hybrid_models import HYBRID_NESTED
 from helpers.models.tiny_checkpoints import save_tiny_checkpoint
@@ -143,6 +144,11 @@ K_SCALES = {
     "Q3_K": ((108,), 32 * 4),
     "IQ4_NL": ((0,), 127),
     "IQ4_XS": ((0,), 32 * 127),
+    "TQ1_0": ((52,), 2),
+    "TQ2_0": ((64,), 2),
+    "Q1_0": ((0,), 2),
+    "Q2_0": ((0,), 2),
+    "Q2_0_g128": ((0,), 2),
 }
 
 
@@ -235,12 +241,12 @@ def _llama3_factors(rope: Config, dim: int) -> np.ndarray:
     return np.array(found, dtype=np.float32)
 
 
-def _random_blocks(values: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray:
-    """Random blocks of a format, about as large as `values`: uint8 [rows, bytes]."""
-    weights, nbytes = gguf.GGML_QUANT_SIZES[kind]
+def _random_blocks(values: np.ndarray, kind: str) -> np.ndarray:
+    """Random blocks of a type, about as large as `values`: uint8 [rows, bytes]."""
+    _, weights, nbytes = TYPES[kind]
     rng = np.random.default_rng(values.size)
     blocks = rng.integers(0, 256, (values.size // weights, nbytes), dtype=np.uint8)
-    halves, largest = K_SCALES[kind.name]
+    halves, largest = K_SCALES[kind]
     for at in halves:
         blocks[:, at : at + 2] = np.array([2 * values.std() / largest], dtype=np.float16).view(
             np.uint8
@@ -322,20 +328,26 @@ def write_gguf(
         chosen = kind if isinstance(kind, str) else kind(name)
         chosen = "F32" if values.ndim == 1 or name.endswith(".bias") else chosen
         in_floats = "ffn_gate_inp" in name or name.endswith(IN_FLOATS)
-        number = GGMLQuantizationType["F32" if in_floats else chosen]
-        if values.ndim > 1 and values.shape[-1] % gguf.GGML_QUANT_SIZES[number][0]:
-            number = GGMLQuantizationType.F32
-        data = (
-            _random_blocks(values, number)
-            if number.name in K_SCALES
-            else quants.quantize(values, number)
-        )
-        writer.add_tensor(name, data, raw_dtype=number)
+        if in_floats or (values.ndim > 1 and values.shape[-1] % TYPES[chosen][1]):
+            chosen = "F32"
+        add_matrix(writer, name, values, chosen)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return path if not split else min(path.parent.glob(f"{path.stem}-00001-of-*.gguf"))
+
+
+def add_matrix(writer: GGUFWriter, name: str, values: np.ndarray, kind: str) -> None:
+    """Add a tensor of a type; of those in K_SCALES, the weights are random."""
+    if kind not in K_SCALES:
+        number = GGMLQuantizationType[kind]
+        writer.add_tensor(name, quants.quantize(values, number), raw_dtype=number)
+        return
+    writer.add_tensor(name, _random_blocks(values, kind), raw_dtype=GGMLQuantizationType.I8)
+    info = writer.tensors[-1][name]
+    info.shape = values.shape
+    info.dtype = TYPES[kind][0]
 
 
 def save_gguf(

@@ -66,10 +66,11 @@ def _code_rows(kind: str, rows: int, inputs: int, seed: int) -> PackedRows:
     """Random codes, with the smallest and the largest code in all of the first two rows."""
     form = registry.FORMATS[kind]
     rng = np.random.default_rng(seed)
-    codes = rng.integers(0, 1 << form.bits, (rows, inputs)).astype(np.uint8)
+    codes = rng.integers(0, 1 << form.bits, (rows, inputs)).astype(np.uint8) * form.code_step
     codes[0] = 0
-    codes[1] = (1 << form.bits) - 1
-    halves = (0.01 * rng.standard_normal((2, rows, -(-inputs // 32)))).astype(np.float16)
+    codes[1] = form.largest_code
+    count = -(-inputs // form.scale_inputs)
+    halves = (0.01 * rng.standard_normal((2, rows, count))).astype(np.float16)
     return pack_codes(codes, halves[0], halves[1] if form.minima else None, kind)
 
 
@@ -101,7 +102,8 @@ def product(kind: str, x: Floats, packed: PackedRows, rows: int, *, fine: bool =
         codes = reference.unpack_block_codes(packed.codes, rows, inputs, kind)
         scales, minima = reference.unpack_block_scales(packed.scales, halves, rows, inputs, kind)
     else:
-        scales = reference.unpack_scales(packed.scales.view(np.float16), rows, inputs)
+        runs = registry.FORMATS[kind].scale_groups
+        scales = reference.unpack_scales(packed.scales.view(np.float16), rows, inputs, runs)
         if registry.FORMATS[kind].table:
             codes = reference.unpack_table_codes(packed.codes, packed.minima, rows, inputs)
         else:

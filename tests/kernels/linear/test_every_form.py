@@ -259,6 +259,9 @@ def test_only_signed_kinds_have_an_offset():
         "int5",
         "q6k",
         "int4t",
+        "int2-g64",
+        "int2-g256",
+        "int1-g128",
     }
 
 

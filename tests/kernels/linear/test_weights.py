@@ -114,7 +114,10 @@ def test_rows_do_not_depend_on_their_neighbours():
             np.testing.assert_array_equal(_back(weights[start:stop], kind)[0], whole[start:stop])
 
 
-@pytest.mark.parametrize("kind", [*FITTED, "int4t", "int5", "int5-asym"])
+NARROW = ("int1-g128", "int2-g256", "int2-g64")
+
+
+@pytest.mark.parametrize("kind", [*FITTED, *NARROW, "int4t", "int5", "int5-asym"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_codes_are_packed_as_they_are(kind, shape):
     rng = np.random.default_rng(4)
@@ -126,19 +129,24 @@ def test_codes_are_packed_as_they_are(kind, shape):
         "int4t": table,
         "int5": np.arange(-16, 16),
         "int5-asym": np.arange(32),
+        "int1-g128": np.array([-1, -99, 1]),
+        "int2-g256": np.arange(-1, 3),
+        "int2-g64": np.arange(-1, 3),
     }[kind]
-    codes = rng.integers(0, len(values), shape).astype(np.uint8)
-    halves = rng.standard_normal((2, shape[0], -(-shape[1] // 32))).astype(np.float16)
+    form = FORMATS[kind]
+    codes = rng.integers(0, 1 << form.bits, shape).astype(np.uint8) * form.code_step
+    each = form.scale_inputs
+    halves = rng.standard_normal((2, shape[0], -(-shape[1] // each))).astype(np.float16)
     scales = halves[0]
     minima = halves[1] if kind.endswith("-asym") else None
     packed = pack_codes(codes, scales, minima, kind, table if kind == "int4t" else None)
     assert tuple(array.size for array in packed[:3]) == packed_sizes(*shape, kind)
     expected = (
         values[codes].astype(np.float32)
-        * scales.astype(np.float32).repeat(32, axis=1)[:, : shape[1]]
+        * scales.astype(np.float32).repeat(each, axis=1)[:, : shape[1]]
     )
     if minima is not None:
-        expected -= minima.astype(np.float32).repeat(32, axis=1)[:, : shape[1]]
+        expected -= minima.astype(np.float32).repeat(each, axis=1)[:, : shape[1]]
     np.testing.assert_array_equal(unpack_rows(packed, *shape, kind), expected)
     assert (packed.error, packed.energy) == (0.0, 0.0)
 
@@ -158,10 +166,19 @@ def test_packed_sizes_are_nearly_the_files(kind, most):
     assert sum(packed_sizes(160, 2048, kind)) <= most * random_blocks(kind, 160, 8).nbytes
 
 
-@pytest.mark.parametrize(("kind", "nbytes"), [("int5", 22), ("int5-asym", 24)])
-def test_five_bits_take_the_bytes_of_the_file(kind, nbytes):
-    """The bytes of Q5_0 and Q5_1: those of a block of 32 weights."""
-    assert sum(packed_sizes(160, 2048, kind)) == 160 * 2048 // 32 * nbytes
+@pytest.mark.parametrize(
+    ("kind", "weights", "nbytes"),
+    [
+        ("int5", 32, 22),
+        ("int5-asym", 32, 24),
+        ("int1-g128", 128, 18),
+        ("int2-g64", 64, 18),
+        ("int2-g256", 256, 66),
+    ],
+)
+def test_packed_sizes_are_the_bytes_of_the_file(kind, weights, nbytes):
+    """Those of the blocks of Q5_0, Q5_1, Q1_0, Q2_0 and TQ2_0."""
+    assert sum(packed_sizes(160, 2048, kind)) == 160 * 2048 // weights * nbytes
 
 
 def test_tables_take_next_to_nothing():
@@ -188,6 +205,10 @@ TABLE = np.zeros(16, np.int8)
             "code 16 of 'int4t' exceeds 15",
         ),
         ("int5", CODES + np.uint8(32), SCALES, None, None, "code 32 of 'int5' exceeds 31"),
+        ("int2-g64", CODES + np.uint8(4), SCALES[:, :1], None, None, "code 4 .* exceeds 3"),
+        ("int1-g128", CODES + np.uint8(1), SCALES[:, :1], None, None, "must be multiples of 2"),
+        ("int1-g128", CODES + np.uint8(3), SCALES[:, :1], None, None, "code 3 .* exceeds 2"),
+        ("int2-g64", CODES, SCALES, None, None, r"shape \(16, 2\), expected \(16, 1\)"),
         ("int4-asym", CODES, SCALES, None, None, "minima"),
         ("int5-asym", CODES, SCALES, None, None, "minima"),
         ("int8", CODES, SCALES, SCALES, None, "minima"),
@@ -216,7 +237,7 @@ def test_blocks_of_another_format_or_size_are_refused():
 def test_unknown_kinds_and_floats_in_a_table_are_refused():
     with pytest.raises(ConfigError, match="weight format 'int3' is not one of"):
         packed_sizes(16, 32, "int3")
-    for kind in ("int4t", "int5", "int5-asym"):
+    for kind in ("int4t", "int5", "int5-asym", *NARROW):
         with pytest.raises(ConfigError, match=f"floats cannot be packed as '{kind}'"):
             pack_rows(np.ones((16, 32), np.float32), kind)
 

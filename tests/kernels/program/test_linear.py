@@ -22,6 +22,7 @@ from helpers.kernels.weight_formats import (
     product,
     random_weights,
 )
+from kvboost_edge.kernels.linear import weight_formats as registry
 from kvboost_edge.kernels.linear.panel import LARGEST_CELL
 from kvboost_edge.kernels.linear.weights import pack_codes, packed_sizes
 from kvboost_edge.kernels.program import table as lt
@@ -82,6 +83,8 @@ def test_linear_equals_the_specification(kind, fine, shape):
         ("int4t", [-128, *range(-7, 7), 127]),
         ("int5", range(-16, 16)),
         ("int5-asym", range(32)),
+        ("int2-g64", range(-1, 3)),
+        ("int1-g128", (-1, 1)),
     ],
 )
 def test_integer_sums_are_exact_at_the_extremes(kind, values):
@@ -98,7 +101,8 @@ def test_integer_sums_are_exact_at_the_extremes(kind, values):
     scales = np.ones((64, 1), np.float16)
     minima = np.zeros_like(scales) if kind.endswith("-asym") else None
     looked_up = table.astype(np.int8) if kind == "int4t" else None
-    packed = pack_codes(codes, scales, minima, kind, looked_up)
+    step = registry.FORMATS[kind].code_step
+    packed = pack_codes(codes * np.uint8(step), scales, minima, kind, looked_up)
     out, _ = run_linear(kind, x, packed, 64, PLAIN)
     np.testing.assert_array_equal(out, x @ table[codes].T.astype(np.float32))
 
@@ -117,18 +121,24 @@ def test_codes_of_int4_in_a_table_give_the_bits_of_int4(inputs):
 
 @pytest.mark.parametrize("tokens", [1, 11])
 @pytest.mark.parametrize("inputs", [32, 896])
-def test_codes_of_int5_give_the_bits_of_int8(inputs, tokens):
-    """Q5_0 weights are the same in both formats: the same integers, and the same epilogue."""
-    x = _tokens("int5", tokens, inputs)
+@pytest.mark.parametrize("kind", ["int5", "int2-g64", "int2-g256", "int1-g128"])
+def test_codes_of_fewer_bits_give_the_bits_of_int8(kind, inputs, tokens):
+    """The weights are the same in both formats: the same integers, and the same epilogue. Groups
+    that share a scale are the same as groups with equal scales.
+    """
+    x = _tokens(kind, tokens, inputs)
+    form = registry.FORMATS[kind]
     rng = np.random.default_rng(3)
-    codes = rng.integers(0, 32, (40, inputs)).astype(np.uint8)
-    scales = (0.01 * rng.standard_normal((40, inputs // 32))).astype(np.float16)
-    wide = pack_codes(codes + np.uint8(112), scales, None, "int8")
-    packed = pack_codes(codes, scales, None, "int5")
+    codes = rng.integers(0, 1 << form.bits, (40, inputs)).astype(np.uint8) * form.code_step
+    count = -(-inputs // form.scale_inputs)
+    scales = (0.01 * rng.standard_normal((40, count))).astype(np.float16)
+    each = scales.repeat(form.scale_groups, axis=1)[:, : inputs // 32]
+    wide = pack_codes(codes + np.uint8(128 - form.offset), each, None, "int8")
+    packed = pack_codes(codes, scales, None, kind)
     for fine in (False, True):
         found, other = (
-            run_linear(kind, x, of, 40, Extra(fine=fine))[0]
-            for kind, of in (("int5", packed), ("int8", wide))
+            run_linear(name, x, of, 40, Extra(fine=fine))[0]
+            for name, of in ((kind, packed), ("int8", wide))
         )
         np.testing.assert_array_equal(found, other)
 

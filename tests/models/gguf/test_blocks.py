@@ -6,9 +6,10 @@ import re
 
 import numpy as np
 import pytest
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quants
+from gguf import GGMLQuantizationType, quants
 
 from helpers.distance import distance
+from helpers.gguf.types import TYPES, dequantized
 from kvboost_edge.kernels.linear.k_blocks import pack_blocks
 from kvboost_edge.kernels.linear.weight_formats import FORMATS
 from kvboost_edge.kernels.linear.weights import pack_codes
@@ -48,23 +49,22 @@ def _values(rows, kind):
     scales = rows.scales
     minima = rows.minima
     signed = rows.table[rows.codes] if kind == "int4t" else codes - FORMATS[kind].offset
-    values = np.repeat(scales.astype(np.float32), 32, 1) * signed
+    values = np.repeat(scales.astype(np.float32), FORMATS[kind].scale_inputs, 1) * signed
     return values if minima is None else values - np.repeat(minima.astype(np.float32), 32, 1)
 
 
 def test_sizes_and_numbers_are_those_of_the_format():
     for name, block in BLOCKS.items():
-        assert GGML_QUANT_SIZES[GGMLQuantizationType[name]] == (block.weights, block.nbytes)
-    # Newer than the package: llama.cpp's GGML_TYPE_Q2_0.
-    assert {**{int(kind): kind.name for kind in GGMLQuantizationType}, 42: "Q2_0"} == TYPE_NAMES
+        assert TYPES[name][1:] == (block.weights, block.nbytes)
+    # Newer than the package: llama.cpp's GGML_TYPE_Q2_0. Not llama.cpp's: I2_S of bitnet.cpp.
+    others = {42: "Q2_0", 36: "I2_S"}
+    assert {int(kind): kind.name for kind in GGMLQuantizationType} | others == TYPE_NAMES
 
 
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_floats_equal_the_package(name):
     raw = _random(name)
-    np.testing.assert_array_equal(
-        dequantize(name, raw), quants.dequantize(raw, GGMLQuantizationType[name])
-    )
+    np.testing.assert_array_equal(dequantize(name, raw), dequantized(name, raw))
     assert scales_of(name, raw).shape == (raw.size // BLOCKS[name].nbytes, len(BLOCKS[name].halves))
 
 
@@ -121,6 +121,27 @@ def test_five_bits_at_their_extremes(name):
     np.testing.assert_array_equal(unpack_rows(packed, 64, 32, rows.kind), expected)
 
 
+NARROW = ("TQ1_0", "TQ2_0", "Q1_0", "Q2_0", "Q2_0_g128")
+
+
+@pytest.mark.parametrize("name", NARROW)
+def test_one_and_two_bits_at_their_extremes(name):
+    """Every byte in every place of a block, beside scales of both signs, the largest and the
+    smallest; 3, a code that ternary models lack, is a weight of twice the scale.
+    """
+    block = BLOCKS[name]
+    raw = np.arange(256, dtype=np.uint8)[:, None] + np.arange(block.nbytes, dtype=np.uint8)
+    (at,) = block.halves
+    scales = np.resize(np.array((-65504.0, 2**-24, 1.0), np.float16), (256, 1))
+    raw[:, at : at + 2] = scales.view(np.uint8)
+    rows = quant_rows_of(name, raw)
+    codes = {"TQ1_0": [0, 1, 2], "Q1_0": [0, 2]}.get(name, [0, 1, 2, 3])
+    assert np.unique(rows.codes).tolist() == codes
+    packed = pack_codes(rows.codes, rows.scales, rows.minima, rows.kind)
+    found = unpack_rows(packed, 256, block.weights, rows.kind)
+    np.testing.assert_array_equal(found, dequantized(name, raw))
+
+
 def test_q3_k_at_its_extremes():
     """Every code beside every scale, as the blocks of Q6_K that they become."""
     raw = np.random.default_rng(5).integers(0, 256, (64, 110), dtype=np.uint8)
@@ -173,13 +194,10 @@ def test_scales_of_mxfp4_outside_float16():
     [
         ("Q2_K", "a minimum per 16 weights.*Q4_K_M or IQ4_XS file.*Q3_K_M"),
         *((name, "lattice.*use a Q4_K_M or IQ4_XS file") for name in ("IQ2_XXS", "IQ3_S", "IQ1_M")),
-        *(
-            (name, "binary or ternary weights.*Q4_K_M")
-            for name in ("TQ1_0", "TQ2_0", "Q1_0", "Q2_0")
-        ),
+        ("I2_S", "Microsoft's bitnet.cpp; use a TQ2_0 or TQ1_0 file"),
         ("NVFP4", "per 16 weights.*Q4_K_M"),
         ("Q8_K", "for intermediate results"),
-        ("I32", "supported types are F32, F16, .*MXFP4; use a Q4_K_M"),
+        ("I32", "supported types are F32, F16, .*MXFP4, .*Q2_0; use a Q4_K_M"),
     ],
 )
 def test_types_that_are_not_read_are_refused_with_what_to_take(name, why):

@@ -49,6 +49,11 @@ NUMBERS = {
     "IQ4_NL": (0,),
     "IQ4_XS": (0,),
     "MXFP4": (),
+    "TQ1_0": (52,),
+    "TQ2_0": (64,),
+    "Q1_0": (0,),
+    "Q2_0": (0,),
+    "Q2_0_g128": (0,),
 }
 # Little endian; of each kind of number two NaN, the second with the fewest bits set, and both
 # infinities.

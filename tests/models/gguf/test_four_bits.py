@@ -1,14 +1,14 @@
-"""Files of Q4_K_M, IQ4_NL, IQ4_XS, MXFP4 and Q3_K, and of widths that are not whole blocks of 256:
-whole models.
+"""Files of Q4_K_M, IQ4_NL, IQ4_XS, MXFP4, Q3_K and fewer bits, and of widths that are not whole
+blocks of 256: whole models.
 """
 
 import logging
 
 import numpy as np
 import pytest
-from gguf import GGMLQuantizationType, quants
 
 from helpers.distance import distance
+from helpers.gguf.types import dequantized
 from helpers.gguf.writer import WIDE, iq4_xs, q4_k_m, save_gguf
 from helpers.models.packed_files import file_plan
 from helpers.oracles.bit_cases import logits_in_any_pass
@@ -52,6 +52,18 @@ def _all(name):
     return {"ffn_gate": "MXFP4", "ffn_up": "Q4_0"}.get(name.rsplit(".", 2)[-2], "IQ4_NL")
 
 
+def _low(name):
+    """Neighbours of 1 and 2 bits in one matrix, and one of 4 bits."""
+    if "attn" in name:
+        return {"attn_k": "TQ1_0", "attn_v": "Q4_0"}.get(name.split(".")[2], "Q2_0")
+    return {"ffn_gate": "Q1_0", "ffn_up": "TQ2_0"}.get(name.rsplit(".", 2)[-2], "TQ1_0")
+
+
+def _ternary(name):
+    """As llama.cpp's quantizer: the embedding and the head have more bits."""
+    return {"token_embd.weight": "Q4_K", "output.weight": "Q6_K"}.get(name, "TQ2_0")
+
+
 CASES = {
     "Q4_K_M": (q4_k_m, WIDE),
     "IQ4_NL": ("IQ4_NL", WIDE),
@@ -59,6 +71,11 @@ CASES = {
     "Q3_K": ("Q3_K", WIDE),
     "IQ4_XS": (iq4_xs, WIDE),
     "all": (_all, WIDE),
+    "TQ2_0": (_ternary, WIDE),
+    "Q1_0": ("Q1_0", WIDE),
+    "Q2_0": ("Q2_0", WIDE),
+    "Q2_0_g128": ("Q2_0_g128", WIDE),
+    "low": (_low, WIDE),
     "IQ4_XS, 2880 wide": (_instead, ODD),
     "Q4_K_M, 2880 wide": (_fives, ODD),
     "MXFP4 and Q8_0, 2880 wide": (_beside_eights, ODD),
@@ -111,6 +128,25 @@ def test_logits_are_the_same_in_any_pass_and_near_the_floats(name, case, tmp_pat
             1.05,
         ),
         (
+            "TQ2_0",
+            {
+                "embed": "q4k",
+                "qkv": "int2-g256",
+                "out": "int2-g256",
+                "gate_up": "int2-g256",
+                "head": "q6k",
+            },
+            1.03,
+        ),
+        ("Q1_0", {"embed": "int1-g128", "qkv": "int1-g128", "head": "int1-g128"}, 1.01),
+        ("Q2_0", {"embed": "int2-g64", "qkv": "int2-g64", "head": "int2-g64"}, 1.01),
+        ("Q2_0_g128", {"embed": "int2-g64", "qkv": "int2-g64", "head": "int2-g64"}, 1.06),
+        (
+            "low",
+            {"qkv": "int4", "out": "int2-g64", "gate_up": "int2-g64", "down": "int2-g256"},
+            1.39,
+        ),
+        (
             "IQ4_XS, 2880 wide",
             {
                 "embed": "int8",
@@ -139,7 +175,7 @@ def test_formats_of_a_file(case, expected, most, tmp_path):
     assert plan_bytes(plan) <= most * Checkpoint.open(path).summary().nbytes
 
 
-@pytest.mark.parametrize("kind", ["IQ4_NL", "IQ4_XS", "MXFP4", "Q3_K"])
+@pytest.mark.parametrize("kind", ["IQ4_NL", "IQ4_XS", "MXFP4", "Q3_K", "Q1_0", "Q2_0", "TQ1_0"])
 def test_rows_in_transformers_order(kind, tmp_path):
     """Of a family whose rows are reordered: floats and codes of any range of rows belong
     together.
@@ -151,7 +187,7 @@ def test_rows_in_transformers_order(kind, tmp_path):
     raw = np.frombuffer(path.read_bytes()[tensor.start : tensor.stop], np.uint8).reshape(
         tensor.shape[0], -1
     )
-    floats = quants.dequantize(raw, GGMLQuantizationType[kind])
+    floats = dequantized(kind, raw)
     heads = floats.shape[0] // 64
     expected = floats.reshape(heads, 32, 2, 256).swapaxes(1, 2).reshape(floats.shape)
     with GgufSource(header) as source:
@@ -159,7 +195,7 @@ def test_rows_in_transformers_order(kind, tmp_path):
         for start, stop in ((0, len(expected)), (5, 40)):
             np.testing.assert_array_equal(source.rows(name, start, stop), expected[start:stop])
             rows = source.quant_rows(name, start, stop)
-            assert (rows.table is None) == (kind == "Q3_K")
+            assert (rows.table is None) == (not BLOCKS[kind].kind.startswith("int4t"))
             if rows.table is not None:
                 wide = rows.scales.astype(np.float32).repeat(32, axis=1)
                 np.testing.assert_allclose(

@@ -98,7 +98,8 @@ def _floats(stored):
         signed = stored.table[stored.codes].astype(np.float32)
     else:
         signed = stored.codes.astype(np.float32) - FORMATS[stored.kind].offset
-    back = signed * stored.scales.astype(np.float32).repeat(32, 1)[:, :inputs]
+    each = FORMATS[stored.kind].scale_inputs
+    back = signed * stored.scales.astype(np.float32).repeat(each, 1)[:, :inputs]
     return (
         back
         if stored.minima is None
@@ -108,10 +109,10 @@ def _floats(stored):
 
 def _quant(kind, rows, inputs, seed=0):
     rng = np.random.default_rng(seed)
-    codes = rng.integers(0, 1 << FORMATS[kind].bits, (rows, inputs)).astype(np.uint8)
-    scales, minima = (
-        rng.uniform(0.01, 0.02, (rows, -(-inputs // 32))).astype(np.float16) for _ in range(2)
-    )
+    form = FORMATS[kind]
+    codes = rng.integers(0, 1 << form.bits, (rows, inputs)).astype(np.uint8) * form.code_step
+    count = -(-inputs // form.scale_inputs)
+    scales, minima = (rng.uniform(0.01, 0.02, (rows, count)).astype(np.float16) for _ in range(2))
     table = rng.permutation(256)[:16].astype(np.uint8).view(np.int8)
     return QuantRows(
         kind,
@@ -157,9 +158,20 @@ def _pack(entry, source, num_threads=2):
         ("int5", "int5-asym"),
         ("int5", "int8"),
         ("int5-asym", "f32"),
+        ("int1-g128", "int1-g128"),
+        ("int1-g128", "int2-g64"),
+        ("int1-g128", "int8"),
+        ("int2-g256", "int2-g256"),
+        ("int2-g256", "int2-g64"),
+        ("int2-g256", "int5-asym"),
+        ("int2-g64", "int2-g64"),
+        ("int2-g64", "int4"),
+        ("int2-g64", "int4-asym"),
+        ("int2-g64", "int5"),
+        ("int2-g64", "int8"),
     ],
 )
-@pytest.mark.parametrize(("rows", "inputs"), [(48, 64), (37, 41), (5, 7)])
+@pytest.mark.parametrize(("rows", "inputs"), [(48, 64), (37, 41), (5, 7), (16, 300)])
 def test_stored_weights_keep_their_values(stored, kind, rows, inputs):
     source = Stored({}, {"w": _quant(stored, rows, inputs)})
     back = _pack(PackEntry("m", kind, (("w", rows),), inputs), source)
@@ -295,6 +307,15 @@ def test_numbers_of_blocks_are_checked():
             {"qkv": "int5-asym", "gate_up": "int5-asym"},
         ),
         ({"v_proj": "q6k", "_proj": "int5"}, {"qkv": "int8", "gate_up": "int5"}),
+        (
+            {"v_proj": "int2-g64", "_proj": "int2-g256"},
+            {"qkv": "int2-g64", "gate_up": "int2-g256"},
+        ),
+        (
+            {"v_proj": "int4", "up_proj": "int2-g256", "_proj": "int1-g128"},
+            {"qkv": "int4", "gate_up": "int2-g64"},
+        ),
+        ({"v_proj": "q6k", "_proj": "int2-g64"}, {"qkv": "int8", "gate_up": "int2-g64"}),
     ],
 )
 def test_matrices_of_several_block_formats(kinds, expected):

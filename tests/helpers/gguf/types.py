@@ -1,0 +1,34 @@
+"""Tensor types by name, those newer than the `gguf` package too: sizes and dequantization."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quants
+
+Bytes = npt.NDArray[np.uint8]
+Floats = npt.NDArray[np.float32]
+
+# Number in the file, weights and bytes of a block. Q2_0_g128 is what early files hold under the
+# number of Q2_0.
+TYPES = {kind.name: (int(kind), *GGML_QUANT_SIZES[kind]) for kind in GGMLQuantizationType} | {
+    "Q2_0": (42, 64, 18),
+    "Q2_0_g128": (42, 128, 34),
+}
+# Bits of a code, and the weight of code 0 and the step between codes in units of the scale.
+_BY_BITS = {"Q1_0": (1, -1, 2), "Q2_0": (2, -1, 1), "Q2_0_g128": (2, -1, 1)}
+
+
+def dequantized(name: str, data: Bytes) -> Floats:
+    """float32 [rows, weights] of rows of blocks: by the package, or bit by bit as ggml-quants.c."""
+    if name not in _BY_BITS:
+        return np.asarray(quants.dequantize(data, GGMLQuantizationType[name]))
+    bits, lowest, step = _BY_BITS[name]
+    _, weights, nbytes = TYPES[name]
+    found = []
+    for block in data.reshape(-1, nbytes):
+        scale = np.float32(block[:2].view(np.float16)[0])
+        number = int.from_bytes(block[2:].tobytes(), "little")
+        codes = [number >> bits * index & (1 << bits) - 1 for index in range(weights)]
+        found.append([np.float32(lowest + step * code) * scale for code in codes])
+    return np.array(found, np.float32).reshape(len(data), -1)

@@ -1,0 +1,93 @@
+"""Files of Q2_0, whose early ones have larger blocks under the same type number, and what belongs to
+forks of llama.cpp.
+"""
+
+import numpy as np
+import pytest
+
+from helpers.gguf.types import TYPES, dequantized
+from helpers.gguf.writer import save_gguf, write_gguf
+from kvboost_edge.errors import ModelFormatError
+from kvboost_edge.models.gguf.file import read_gguf
+from kvboost_edge.models.gguf.source import GgufSource
+
+SIZES = {
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
+UP = b"blk.0.ffn_up.weight"
+# Behind a tensor's name: u32 dimensions, u64 for each of the two, u32 type, u64 offset.
+TYPE_AT = len(UP) + 20
+
+
+@pytest.mark.parametrize("kind", ["Q2_0", "Q2_0_g128"])
+def test_offsets_tell_the_size_of_blocks(kind, tmp_path):
+    """Beside another type, too; the number in the file is the same."""
+    of = {"blk.0.attn_q.weight": "Q8_0"}
+    path = save_gguf("llama", tmp_path, SIZES, kind=lambda name: of.get(name, kind))
+    data = path.read_bytes()
+    at = data.index(UP) + TYPE_AT
+    assert int.from_bytes(data[at : at + 4], "little") == TYPES[kind][0] == 42
+    header = read_gguf(path)
+    found = {name: tensor.type for name, tensor in header.tensors.items() if len(tensor.shape) == 2}
+    assert found == {name: of.get(name, kind) for name in found}
+    tensor = header.tensors[UP.decode()]
+    raw = np.frombuffer(data[tensor.start : tensor.stop], np.uint8).reshape(384, -1)
+    with GgufSource(header) as source:
+        found = source.rows("model.layers.0.mlp.up_proj.weight")
+    np.testing.assert_array_equal(found, dequantized(kind, raw))
+
+
+def _cut(data):
+    return data[:-64]
+
+
+def _longer(data):
+    return data + bytes(40) + b"x"
+
+
+def _moved(data):
+    """The offset of one tensor is that of another."""
+    at = data.index(UP) + TYPE_AT + 4
+    return data[:at] + (32).to_bytes(8, "little") + data[at + 8 :]
+
+
+@pytest.mark.parametrize("damage", [_cut, _longer, _moved])
+@pytest.mark.parametrize("kind", ["Q2_0", "Q2_0_g128"])
+def test_a_file_that_fits_neither_size_is_refused(kind, damage, tmp_path):
+    path = save_gguf("llama", tmp_path, SIZES, kind=kind)
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(ModelFormatError, match=r"m\.gguf.*(tensor|unexpected bytes)"):
+        read_gguf(path)
+
+
+def test_rows_of_half_a_large_block_are_those_of_small_ones(tmp_path):
+    path = save_gguf("llama", tmp_path, {**SIZES, "intermediate_size": 192}, kind="Q2_0")
+    header = read_gguf(path)
+    assert header.tensors["blk.0.ffn_down.weight"].shape == (128, 192)
+    assert header.tensors["blk.0.ffn_down.weight"].type == "Q2_0"
+
+
+def test_models_with_rotated_activations_are_refused(tmp_path):
+    model = save_gguf("llama", tmp_path, SIZES, kind="Q2_0").with_name("model")
+    path = write_gguf(model, tmp_path / "r.gguf", general={"prism.hadamard.size": 128})
+    with pytest.raises(
+        ModelFormatError, match=r"r\.gguf: key 'prism.hadamard.size'.*not supported"
+    ):
+        read_gguf(path)
+
+
+@pytest.mark.parametrize(
+    ("number", "message"), [(36, "I2_S.*bitnet.cpp"), (43, "type 43"), (44, "type 44")]
+)
+def test_types_of_forks_are_refused(number, message, tmp_path):
+    path = save_gguf("llama", tmp_path, SIZES, kind="Q2_0")
+    data = bytearray(path.read_bytes())
+    at = data.index(UP) + TYPE_AT
+    data[at : at + 4] = number.to_bytes(4, "little")
+    path.write_bytes(data)
+    with pytest.raises(ModelFormatError, match=rf"ffn_up.*{message}"):
+        read_gguf(path)
