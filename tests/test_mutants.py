@@ -25,6 +25,14 @@ def test_fault_can_be_planted(fault):
             assert function in (ROOT / file).read_text(encoding="utf-8"), test
 
 
+def test_rows_of_the_invariance_table_that_faults_name_exist():
+    table = (ROOT / "tests" / "engine" / "invariance_pairs.csv").read_text(encoding="utf-8")
+    rows = {line.replace(",", " ") for line in table.splitlines()[1:]}
+    named = {test for fault in FAULTS for test in fault.tests if "test_invariance.py" in test}
+    assert named
+    assert {test.partition("[")[2].rstrip("]") for test in named} <= rows
+
+
 def test_there_are_enough_faults_with_names_of_their_own():
     assert len({fault.name for fault in FAULTS}) == len(FAULTS) >= 300
 
