@@ -411,7 +411,8 @@ class IOThread(OffloadStore):
     def _read_each(self, load: _LoadEach) -> None:
         """Deliver the chunk of a load of single records."""
         # Ask first. Trying to read each record that a server lacks would take a round trip each.
-        found = self._ask([one.prefix_hash for one in load.addresses])
+        hashes = [one.prefix_hash for one in load.addresses]
+        found = [] if self._is_unwanted(load.ticket) else self._ask(hashes)
         places = list(itertools.compress(range(len(found)), found))
         data = self._stage(load.ticket, len(places), load.record_bytes)
         read: list[int] = []

@@ -198,6 +198,21 @@ def test_a_draft_model_waits_for_its_records_and_the_request_does_not():
     assert restored(bench) == 6
 
 
+def test_an_engine_that_closes_asks_no_tier():
+    tier = DictTier(knows=False)
+    turn = first_turn(tier, PLAIN)
+    bench = drafting_bench(PLAIN, tiers=[tier])
+    handle = bench.submit([*turn, 7], 1, terms=PLAIN_TERMS)
+    while not handle.done:
+        if not bench.step():
+            bench.io_thread.pump(1)
+    bench.io_thread._closing = True
+    tier.num_asked = 0
+    bench.run()
+    assert (tier.num_asked, restored(bench)) == (0, 0)
+    assert not bench.manager.drafted.arriving
+
+
 def test_a_tenant_gets_nothing_of_another_one():
     tier = DictTier()
     text = prompt(1, 70)
