@@ -1,19 +1,25 @@
 """Random matrices in GGUF formats, generated as bytes.
 
-They cover the K formats, which the Python package only reads, and Q4_0, Q8_0 and MXFP4, for which
-quantizing numbers would take minutes. Codes are uniform, and scales are in the upper half of their
+They cover the K formats, which the Python package only reads, ternary and 1-bit formats, some of
+which it does not know, and Q4_0, Q8_0 and MXFP4, for which quantizing numbers would take minutes.
+Codes are uniform, and scales are in the upper half of their
 range, so that a row's weights have the requested spread.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 __all__ = [
     "BLOCK",
+    "NARROW",
+    "Narrow",
     "more_bits",
     "random_mxfp4",
+    "random_narrow",
     "random_q4_0",
     "random_q4_k",
     "random_q6_k",
@@ -22,6 +28,33 @@ __all__ = [
 
 BLOCK = 256
 _Bytes = npt.NDArray[np.uint8]
+
+
+class Narrow(NamedTuple):
+    """A ternary or 1-bit type.
+
+    Attributes:
+        number: Number of the type in GGUF files.
+        file_type: Number of files of this type.
+        weights: Weights per block.
+        nbytes: Bytes per block.
+        scale_at: Offset of the block's half-precision scale.
+    """
+
+    number: int
+    file_type: int
+    weights: int
+    nbytes: int
+    scale_at: int
+
+
+NARROW = {
+    "TQ1_0": Narrow(34, 36, 256, 54, 52),
+    "TQ2_0": Narrow(35, 37, 256, 66, 64),
+    "Q1_0": Narrow(41, 40, 128, 18, 0),
+    "Q2_0": Narrow(42, 41, 64, 18, 0),
+}
+"""Ternary and 1-bit types by name."""
 
 
 def more_bits(layer: int, num_layers: int) -> bool:
@@ -83,6 +116,24 @@ def random_q8_0(rng: np.random.Generator, rows: int, width: int, spread: float) 
     """
     codes = rng.integers(-127, 128, (rows * width // 32, 32), dtype=np.int8).view(np.uint8)
     return _with_scale(codes, spread / np.sqrt((255**2 - 1) / 12)).reshape(rows, -1)
+
+
+def random_narrow(
+    rng: np.random.Generator, rows: int, width: int, spread: float, kind: str
+) -> _Bytes:
+    """Return a random matrix of a type in NARROW, uint8 [rows, bytes of a row].
+
+    A block has half d and codes. A weight is d or -d in Q1_0, and also 0 in the others.
+    """
+    _, _, weights, nbytes, scale_at = NARROW[kind]
+    codes = {
+        "Q1_0": np.arange(256),
+        "TQ1_0": -(-256 * np.arange(243) // 243),  # five digits of base 3
+    }.get(kind, np.array([i for i in range(256) if i & i >> 1 & 0x55 == 0]))
+    blocks = rng.choice(codes.astype(np.uint8), (rows * width // weights, nbytes))
+    d = np.array([spread if kind == "Q1_0" else spread / np.sqrt(2 / 3)], np.float16)
+    blocks[:, scale_at : scale_at + 2] = d.view(np.uint8)
+    return blocks.reshape(rows, -1)
 
 
 def random_mxfp4(rng: np.random.Generator, rows: int, width: int, spread: float) -> _Bytes:

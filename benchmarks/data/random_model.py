@@ -18,8 +18,10 @@ import numpy.typing as npt
 
 from benchmarks.data.k_blocks import (
     BLOCK,
+    NARROW,
     more_bits,
     random_mxfp4,
+    random_narrow,
     random_q4_0,
     random_q4_k,
     random_q6_k,
@@ -35,6 +37,7 @@ QUANTS = {
     "Q8_0": gguf.LlamaFileType.MOSTLY_Q8_0,
     "Q4_K_M": gguf.LlamaFileType.MOSTLY_Q4_K_M,
     "MXFP4": gguf.LlamaFileType.MOSTLY_MXFP4_MOE,
+    **{name: narrow.file_type for name, narrow in NARROW.items()},
 }
 
 
@@ -53,7 +56,7 @@ def write_gguf(
     """Write the model, with all matrices in `quant` and norms and biases in float32.
 
     Q4_K_M is the usual mixture of Q6_K (embedding and `more_bits`) and Q4_K. MXFP4 applies only to
-    experts, and the other matrices are Q8_0.
+    experts, and the other matrices are Q8_0. With TQ1_0 and TQ2_0, head and embedding are Q6_K.
 
     Args:
         path: File to write.
@@ -74,6 +77,9 @@ def write_gguf(
             writer.add_tensor(name, _vector(rng, name, math.prod(dims), shape).reshape(dims))
         else:
             kind = _type_of(name, quant, shape)
+            if kind is None:
+                _add_narrow(writer, name, rng, dims, quant)
+                continue
             teach = functools.partial(taught, name) if taught is not None else None
             writer.add_tensor(
                 name,
@@ -97,9 +103,12 @@ def kept_gguf(path: Path, shape: Shape, quant: str) -> Path:
     return path
 
 
-def _type_of(name: str, quant: str, shape: Shape) -> _Type:
-    """Return the storage type of a matrix in a file of this kind."""
+def _type_of(name: str, quant: str, shape: Shape) -> _Type | None:
+    """Return the storage type of a matrix in a file of this kind; None for a type in NARROW."""
     own = shape.storage(name)
+    if quant in NARROW and not own:
+        is_end = name.startswith(("token_embd", "output."))
+        return _Type.Q6_K if is_end and quant.startswith("TQ") else None
     if own or quant not in ("Q4_K_M", "MXFP4"):
         return _Type[own or quant]
     if quant == "MXFP4":
@@ -109,6 +118,23 @@ def _type_of(name: str, quant: str, shape: Shape) -> _Type:
     layer = int(name.split(".")[1])
     wide = name.endswith(("attn_v.weight", "ffn_down.weight"))
     return _Type.Q6_K if wide and more_bits(layer, shape.layers) else _Type.Q4_K
+
+
+def _add_narrow(
+    writer: gguf.GGUFWriter,
+    name: str,
+    rng: np.random.Generator,
+    dims: tuple[int, ...],
+    quant: str,
+) -> None:
+    """Add a random matrix of a type in NARROW, of which the package knows only some."""
+    width = dims[-1]
+    blocks = random_narrow(rng, math.prod(dims[:-1]), width, width**-0.5, quant)
+    blocks = blocks.reshape(*dims[:-1], -1)
+    writer.add_tensor(name, blocks, raw_dtype=_Type.I8)
+    info = writer.tensors[-1][name]
+    info.shape = dims
+    info.dtype = NARROW[quant].number
 
 
 def _vector(

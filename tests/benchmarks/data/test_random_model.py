@@ -8,8 +8,10 @@ import pytest
 
 from benchmarks.data.hybrid_shapes import HYBRID_SHAPES
 from benchmarks.data.k_blocks import (
+    NARROW,
     more_bits,
     random_mxfp4,
+    random_narrow,
     random_q4_0,
     random_q4_k,
     random_q6_k,
@@ -19,9 +21,11 @@ from benchmarks.data.mixture_shapes import MIXTURE_SHAPES
 from benchmarks.data.random_model import write_gguf
 from benchmarks.data.shapes import SHAPES, Shape
 from benchmarks.quality.float64_qwen import last_logits
+from helpers.gguf.types import TYPES, dequantized
 from helpers.gguf.writer import gguf_tensors
 from helpers.models.tiny_models import save_tiny_model
 from kvboost_edge import CPUPagedEngine
+from kvboost_edge.models.gguf.file import read_gguf
 
 QWEN2 = Shape(256, 8, 4, 2, 512, vocab=1024, context=4096)
 QWEN3 = Shape(256, 8, 4, 2, 512, vocab=1024, context=4096, own_head_dim=128)
@@ -42,6 +46,26 @@ def test_random_blocks_have_the_wanted_spread(make, kind):
     assert values.shape == (64, 512)
     assert values.std() == pytest.approx(0.05, rel=0.05)
     assert abs(values.mean()) < 0.005
+
+
+@pytest.mark.parametrize("kind", NARROW)
+def test_ternary_blocks_have_three_weights_of_the_wanted_spread(kind):
+    number, _, weights, nbytes, _ = NARROW[kind]
+    assert TYPES[kind] == (number, weights, nbytes)
+    values = dequantized(kind, random_narrow(np.random.default_rng(0), 64, 512, 0.05, kind))
+    assert values.shape == (64, 512)
+    assert values.std() == pytest.approx(0.05, rel=0.05)
+    assert abs(values.mean()) < 0.005
+    assert len(np.unique(values)) == (2 if kind == "Q1_0" else 3)
+
+
+@pytest.mark.parametrize("kind", NARROW)
+def test_files_of_ternary_models_are_read(tmp_path, kind):
+    path = tmp_path / "model.gguf"
+    write_gguf(path, QWEN3, kind)
+    kinds = {name: tensor.type for name, tensor in read_gguf(path).tensors.items()}
+    assert kinds["blk.0.ffn_up.weight"] == kind
+    assert kinds["token_embd.weight"] == ("Q6_K" if kind.startswith("TQ") else kind)
 
 
 def test_a_mixture_has_q6_k_where_it_pays(tmp_path):
