@@ -20,6 +20,7 @@ from kvboost_edge.models.config.json_readers import (
 from kvboost_edge.models.config.layer_ropes import with_long_rope
 from kvboost_edge.models.config.mtp_spec import MtpSpec, describe_mtp
 from kvboost_edge.models.config.pooling import UNSAID, Pooling, gguf_pooling, read_pooling
+from kvboost_edge.models.config.quant_config import packed_layout
 from kvboost_edge.models.config.spec import ModelSpec, describe_model
 from kvboost_edge.models.families.registry import FAMILIES
 from kvboost_edge.models.fingerprint import (
@@ -50,6 +51,7 @@ from kvboost_edge.models.packed.pack_plan import (
     plan_bytes,
 )
 from kvboost_edge.models.weights.awq_gptq import PackedQuantSource
+from kvboost_edge.models.weights.bitnet import BitNetSource
 from kvboost_edge.models.weights.dense_folders import Matrices, read_dense
 from kvboost_edge.models.weights.modalities import mtp_names
 from kvboost_edge.models.weights.output_head import with_found_head
@@ -327,7 +329,9 @@ class Checkpoint(abc.ABC):
 
 
 class _Directory(Checkpoint):
-    """Directory with config.json, tokenizer files and safetensors (float, AWQ, GPTQ or MXFP4)."""
+    """Directory with config.json, tokenizer files and safetensors (float, AWQ, GPTQ, MXFP4 or
+    BitNet).
+    """
 
     is_gguf = False
 
@@ -371,10 +375,12 @@ class _Directory(Checkpoint):
     def _open_files(self) -> WeightSource:
         if (family := FAMILIES.get(str(self.config.get("model_type")))) and family.in_columns:
             return ColumnExperts(self.path)
-        is_packed = bool(self.config.get("quantization_config"))
-        return (
-            PackedQuantSource(self.path, self.config) if is_packed else SafetensorsSource(self.path)
-        )
+        if not self.config.get("quantization_config"):
+            return SafetensorsSource(self.path)
+        layout = packed_layout(self.config)
+        if layout.method == "bitnet":
+            return BitNetSource(SafetensorsSource(self.path), layout)
+        return PackedQuantSource(self.path, self.config)
 
     def _open_mtp_files(self) -> WeightSource:
         stored = self.spec.family.mtp

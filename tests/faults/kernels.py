@@ -260,6 +260,13 @@ FAULTS = (
         "tests/kernels/program/test_rows.py::test_the_activation_without_a_gate",
     ),
     fault(
+        "the squared gate is not multiplied",
+        "kernels/program/activations.py",
+        "b.fmul(square, factor)",
+        "square",
+        "tests/kernels/program/test_rows.py::test_activation",
+    ),
+    fault(
         "compiled kernels outlive an edit of a module of theirs",
         "kernels/sources.py",
         '"notices.py", "reference/*")',

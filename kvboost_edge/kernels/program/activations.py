@@ -22,6 +22,7 @@ from kvboost_edge.kernels.vectors import (
 
 __all__ = [
     "ACT_CLAMPED_SWIGLU",
+    "ACT_GATED_RELU2",
     "ACT_GELU_TANH",
     "ACT_RELU2",
     "ACT_SIGMOID",
@@ -32,7 +33,7 @@ __all__ = [
     "matrices_in",
 ]
 
-ACT_SILU, ACT_GELU_TANH, ACT_CLAMPED_SWIGLU, ACT_SIGMOID, ACT_RELU2 = range(5)
+ACT_SILU, ACT_GELU_TANH, ACT_CLAMPED_SWIGLU, ACT_SIGMOID, ACT_RELU2, ACT_GATED_RELU2 = range(6)
 _VECTOR = 4 * LANES
 _GELU_INNER = 0.7978845608028654
 _GELU_CUBIC = 0.044715
@@ -68,8 +69,12 @@ def emit_activate(b: Builder, x: Value, up: Value, act: Value) -> Value:
       (gpt-oss).
     - ACT_SIGMOID: 1 / (1 + exp(-x)) * up.
     - ACT_RELU2: max(x, 0) squared; `up` is ignored.
+    - ACT_GATED_RELU2: max(x, 0) squared, times up.
     """
-    is_squared = b.icmp_signed("==", act, int_constant(ACT_RELU2))
+    is_squared, is_gated_square = (
+        b.icmp_signed("==", act, int_constant(kind)) for kind in (ACT_RELU2, ACT_GATED_RELU2)
+    )
+    factor = up
     raw = x
     kinds = (ACT_SILU, ACT_CLAMPED_SWIGLU, ACT_SIGMOID)
     is_silu, is_clamped, is_sigmoid = (
@@ -85,7 +90,9 @@ def emit_activate(b: Builder, x: Value, up: Value, act: Value) -> Value:
     one_and_power = _emit_one_and_power(b, b.select(is_silu, x, inner))
     gated = b.fmul(b.fdiv(b.select(is_sigmoid, _splat(1.0), x), one_and_power), up)
     above = b.select(b.fcmp_ordered("<", raw, _splat(0.0)), _splat(0.0), raw)
-    return b.select(is_squared, b.fmul(above, above), gated)
+    square = b.fmul(above, above)
+    gated = b.select(is_gated_square, b.fmul(square, factor), gated)
+    return b.select(is_squared, square, gated)
 
 
 def _emit_one_and_power(b: Builder, x: Value) -> Value:

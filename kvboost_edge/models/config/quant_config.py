@@ -1,4 +1,4 @@
-"""Quantization configs of checkpoints with 4-bit weights: AWQ, GPTQ and MXFP4."""
+"""Quantization configs of checkpoints: AWQ, GPTQ and MXFP4 with 4-bit weights, and BitNet."""
 
 from __future__ import annotations
 
@@ -18,17 +18,21 @@ GROUP = 32
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PackedLayout:
-    """Layout of a checkpoint's 4-bit codes.
+    """Layout of a checkpoint's codes.
 
     Attributes:
-        method: "awq", "gptq" or "mxfp4".
-        group_size: number of inputs that share a scale.
+        method: "awq", "gptq", "mxfp4" or "bitnet".
+        group_size: number of inputs that share a scale; not used by "bitnet".
         zero_offset: number to add to the stored zero points.
+        divides: True if weights are codes divided by the stored scale (BitNet).
+        is_online: True if the files contain floats that become ternary when they are read (BitNet).
     """
 
     method: str
     group_size: int
     zero_offset: int
+    divides: bool = False
+    is_online: bool = False
 
 
 def packed_layout(config: Mapping[str, Any]) -> PackedLayout:
@@ -43,10 +47,10 @@ def packed_layout(config: Mapping[str, Any]) -> PackedLayout:
             f"quantization_config must be an object, got {type(settings).__name__}"
         )
     method = settings.get("quant_method")
-    if method not in ("awq", "gptq", "mxfp4"):
+    if method not in ("awq", "gptq", "mxfp4", "bitnet"):
         raise ModelFormatError(
             f"quantization_config: quant_method={method!r} is not supported by the native runner "
-            "(supported: awq, gptq, mxfp4)"
+            "(supported: awq, gptq, mxfp4, bitnet)"
         )
     of_mxfp4 = [name for name, family in FAMILIES.items() if family.mxfp4]
     if (method == "mxfp4") != (config.get("model_type") in of_mxfp4):
@@ -58,6 +62,8 @@ def packed_layout(config: Mapping[str, Any]) -> PackedLayout:
         )
     if method == "mxfp4":
         return PackedLayout("mxfp4", GROUP, 0)
+    if method == "bitnet":
+        return _bitnet_layout(config, settings)
     _allow(settings, "bits" if "bits" in settings else "w_bit", (4,))
     key = "group_size" if "group_size" in settings else "q_group_size"
     group_size = settings.get(key)
@@ -78,6 +84,29 @@ def packed_layout(config: Mapping[str, Any]) -> PackedLayout:
     form = settings.get("checkpoint_format")
     _allow(settings, "checkpoint_format", (None, "", "gptq", "gptq_v2"))
     return PackedLayout("gptq", group_size, 0 if form == "gptq_v2" else 1)
+
+
+def _bitnet_layout(config: Mapping[str, Any], settings: Mapping[str, Any]) -> PackedLayout:
+    """Return the layout of a BitNet checkpoint.
+
+    BitLinear divides by the stored scale and has packed weights only. AutoBitLinear multiplies by
+    it, or quantizes float weights when they are used ("online").
+    """
+    _allow(settings, "linear_class", (None, "bitlinear", "autobitlinear"))
+    _allow(settings, "quantization_mode", (None, "offline", "online"))
+    _allow(settings, "use_rms_norm", (None, False))
+    divides = settings.get("linear_class") != "autobitlinear"
+    is_online = not divides and settings.get("quantization_mode") == "online"
+    family = FAMILIES.get(str(config.get("model_type")))
+    if is_online:
+        _allow(settings, "modules_to_not_convert", (None, [], ["lm_head"]))
+        if family is not None and (family.experts or family.hybrid):
+            raise ModelFormatError(
+                "quantization_config: quantization_mode='online' is supported for dense models "
+                f"only, not for model_type={config.get('model_type')!r}; use packed weights "
+                "('offline')"
+            )
+    return PackedLayout("bitnet", GROUP, 0, divides, is_online)
 
 
 def _allow(settings: Mapping[str, Any], key: str, allowed: tuple[Any, ...]) -> None:

@@ -67,7 +67,7 @@ class ModelSpec:
     num_kv_heads: int
     head_dim: int
     eps: float
-    activation: str  # "silu", "gelu_tanh", or "relu2" for an MLP without a gate
+    activation: str  # "silu", "gelu_tanh", "gated_relu2", or "relu2" for an MLP without a gate
     softmax_scale: float
     softcap: float
     logit_cap: float
@@ -132,7 +132,12 @@ def _cap(config: Config, key: str, default: float) -> float:
     return 0.0 if config.get(key, default) is None else _given(config, key, default, 0.0, 1e6)
 
 
-_ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+_ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu2": "gated_relu2",
+}
 _WITHOUT_GATE = {"relu2": "relu2"}
 
 

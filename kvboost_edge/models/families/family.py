@@ -42,6 +42,8 @@ class Family:
         inner: config key for the width of the MLP.
         norm_names: tensor names of a layer's norms, in the order before attention, after attention,
             before the MLP, after the MLP; () for the usual names.
+        sub_norms: tensor names of the norms of the attention output and of the MLP's inner
+            channels, before the output and down projections; () for none.
         last_norm: tensor name of the norm after the last layer.
         out: tensor name of the attention output projection.
         paired_rope: True if the checkpoint rotates channel pairs (2i, 2i + 1) instead of (i, i +
@@ -114,6 +116,7 @@ class Family:
     mlp_whole: str = ""
     inner: str = "intermediate_size"
     norm_names: tuple[str, ...] = ()
+    sub_norms: tuple[str, ...] = ()
     last_norm: str = "model.norm"
     out: str = "self_attn.o_proj"
     paired_rope: bool = False

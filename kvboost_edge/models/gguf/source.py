@@ -44,6 +44,10 @@ Floats = npt.NDArray[np.float32]
 _QUERY = (".self_attn.q_proj.weight", ".self_attn.q_proj.bias")
 _PLAIN_NORM = ".linear_attn.norm.weight"  # norm weights stored without an offset
 _KEY = (".self_attn.k_proj.weight", ".self_attn.k_proj.bias")
+# Architectures that only other programs write -> reason why they are not supported.
+_OTHER_PROGRAMS = {
+    "bitnet-b1.58": "it is an architecture of bitnet.cpp; use the safetensors of this model"
+}
 
 
 def architecture_of(header: GgufHeader) -> GgufArchitecture:
@@ -60,7 +64,8 @@ def architecture_of(header: GgufHeader) -> GgufArchitecture:
     if name not in ARCHITECTURES:
         is_latent = f"{name}.attention.kv_lora_rank" in header.values
         known = f"supported: {', '.join(sorted(ARCHITECTURES))}"
-        why = LATENT if is_latent else UNSUPPORTED_ARCHITECTURES.get(name, known)
+        refused = {**UNSUPPORTED_ARCHITECTURES, **_OTHER_PROGRAMS}
+        why = LATENT if is_latent else refused.get(name, known)
         raise ModelFormatError(
             f"{header.path}: general.architecture={name!r} is not supported in GGUF files ({why})"
         )

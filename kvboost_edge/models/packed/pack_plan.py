@@ -319,6 +319,10 @@ def _layer_plan(spec: ModelSpec, kind: str, index: int) -> list[PackEntry]:
         plan += _experts_plan(spec, experts, kind, source, to)
     for name, tensor in norms.items():
         plan.append(_vector(spec, to + name, f"{source}{tensor}.weight", hidden))
+    if spec.family.sub_norms:
+        rows_of = zip(("attn_sub", "mlp_sub"), spec.family.sub_norms, (q_rows, wide), strict=True)
+        for name, tensor, rows in rows_of:
+            plan.append(_vector(spec, to + name, f"{source}{tensor}.weight", rows))
     if spec.family.sinks and layer.attends:
         plan.append(
             PackEntry(f"{to}sinks", VECTOR, ((f"{source}self_attn.sinks", spec.num_heads),))

@@ -36,8 +36,9 @@ _DATA_PER_HEADER = 4
 # not read it.
 _MASK_CONSTANT = ".masked_bias"
 # Weights per element in packed tensors, by the last word of the name and the dtype: AWQ and GPTQ,
-# then MXFP4.
-_PACKED = {("qweight", "I32"): 8, ("blocks", "U8"): 2}
+# MXFP4, then BitNet, which packs rows.
+_BITNET = ("weight", "U8")
+_PACKED = {("qweight", "I32"): 8, ("blocks", "U8"): 2, _BITNET: 4}
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
@@ -92,7 +93,9 @@ def check_weights(
             entries[entry.name] = (path, entry)
     _check_index(directory, entries)
     check_shapes(
-        {name: (path, entry.shape) for name, (path, entry) in entries.items()}, config, directory
+        {name: (path, _unpacked_shape(entry)) for name, (path, entry) in entries.items()},
+        config,
+        directory,
     )
     if check_finite:
         for path in files:
@@ -106,13 +109,23 @@ def check_weights(
                 cache_dir,
             )
     dtypes: dict[str, int] = {}
-    for name, (_, entry) in entries.items():
-        count = _count(entry.shape) * _PACKED.get(
-            (name.rpartition(".")[2].rpartition("_")[2], entry.dtype), 1
-        )
+    for _, entry in entries.values():
+        count = _count(entry.shape) * _PACKED.get(_packing(entry), 1)
         dtypes[entry.dtype] = dtypes.get(entry.dtype, 0) + count
     nbytes = sum(entry.stop - entry.start for _, entry in entries.values())
     return WeightSummary(tuple(files), sum(dtypes.values()), nbytes, dtypes)
+
+
+def _packing(entry: TensorEntry) -> tuple[str, str]:
+    """Return the key of a tensor in `_PACKED`."""
+    return entry.name.rpartition(".")[2].rpartition("_")[2], entry.dtype
+
+
+def _unpacked_shape(entry: TensorEntry) -> tuple[int, ...]:
+    """Return the shape of a tensor, or of BitNet's matrix that it packs."""
+    if _packing(entry) != _BITNET or len(entry.shape) != 2:
+        return entry.shape
+    return entry.shape[0] * _PACKED[_BITNET], entry.shape[1]
 
 
 def weight_files(model_dir: Path) -> list[Path]:

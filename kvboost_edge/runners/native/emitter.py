@@ -9,6 +9,7 @@ from kvboost_edge.kernels.linear.weight_formats import FORMATS, GROUP
 from kvboost_edge.kernels.program import table as lt
 from kvboost_edge.kernels.program.activations import (
     ACT_CLAMPED_SWIGLU,
+    ACT_GATED_RELU2,
     ACT_GELU_TANH,
     ACT_RELU2,
     ACT_SILU,
@@ -33,6 +34,7 @@ ACTIVATIONS = {
     "gelu_tanh": ACT_GELU_TANH,
     "clamped_swiglu": ACT_CLAMPED_SWIGLU,
     "relu2": ACT_RELU2,
+    "gated_relu2": ACT_GATED_RELU2,
 }
 
 
@@ -101,6 +103,22 @@ class Emitter:
         self.ops.append(
             lt.NormOp(self.hidden, self.normed, size, address, self.spec.eps, self.panel(reader))
         )
+
+    def sub_norm(
+        self, weight: str, rows: BufferRows, size: int, reader: str, *, buffer: int = lt.B_PANEL
+    ) -> None:
+        """Emit a norm of rows, in place, as input of the matrix `reader`.
+
+        Args:
+            weight: name of the norm's weight.
+            rows: the rows.
+            size: number of channels.
+            reader: name of the matrix.
+            buffer: panel that a quantized matrix reads.
+        """
+        panel = self.panel(reader, buffer)
+        address = self.packed.address(weight)
+        self.ops.append(lt.NormOp(rows, rows, size, address, self.spec.eps, panel))
 
     def quantize(self, source: BufferRows, count: int, reader: str) -> None:
         if self.is_quantized(reader):
@@ -173,7 +191,9 @@ class Emitter:
         down = f"{layer}down"
         rows = BufferRows(lt.B_NORMED, padded(inner, GROUP))
         act = ACTIVATIONS[spec.activation]
-        if inner % GROUP == 0 and self.is_quantized(way_in) and self.is_quantized(down):
+        sub_norms = bool(spec.family.sub_norms)
+        is_quantized = self.is_quantized(way_in) and self.is_quantized(down)
+        if inner % GROUP == 0 and is_quantized and not sub_norms:
             matrix = self.matrix(way_in, MAX_TILES // 4, inner // GROUP, lt.B_PANEL)
             channels = lt.InnerChannels(inner, act, self.kind(down))
             self.ops.append(lt.GatedOp(matrix, channels, lt.B_INNER))
@@ -181,8 +201,10 @@ class Emitter:
             self.linear(way_in, source, self.wide)
             # Without a gate, `by` is ignored but needs a valid address.
             by = BufferRows() if spec.family.gated else self.wide
-            panel = self.panel(down, lt.B_INNER)
+            panel = lt.PanelTarget() if sub_norms else self.panel(down, lt.B_INNER)
             self.ops.append(lt.ActivateOp(self.wide, rows, inner, act, by, panel))
+            if sub_norms:
+                self.sub_norm(f"{layer}mlp_sub", rows, inner, down, buffer=lt.B_INNER)
         return rows
 
     def into_hidden(

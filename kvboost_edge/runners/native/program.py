@@ -188,6 +188,9 @@ class _Builder(Emitter):
             rows = BufferRows(lt.B_ATTENDED, self.sizes.attended[index])
             if spec.family.output_gate:
                 self.gate(index, rows)
+            elif spec.family.sub_norms:
+                count = spec.num_heads * own.head_dim
+                self.sub_norm(f"{layer}attn_sub", rows, count, f"{layer}out")
             else:
                 self.quantize(rows, spec.num_heads * own.head_dim, f"{layer}out")
             self.into_hidden(

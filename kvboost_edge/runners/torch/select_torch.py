@@ -40,6 +40,7 @@ _QUANTIZERS = {
     "awq": ("gptqmodel", "accelerate"),
     "gptq": ("optimum", "gptqmodel"),
     "mxfp4": ("accelerate",),
+    "bitnet": ("accelerate",),
 }
 
 

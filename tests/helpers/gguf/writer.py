@@ -66,6 +66,7 @@ ARCHS = {
     "gpt_oss": MODEL_ARCH.GPT_OSS,
     "granitemoehybrid": MODEL_ARCH.GRANITE,
     "minicpm": MODEL_ARCH.MINICPM,
+    "bitnet": MODEL_ARCH.BITNET,
 }
 # What GGUF cannot say has to have the value that llama.cpp knows.
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -112,6 +113,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "ernie4_5": {},
     "glm4": {},
     "granite": {},
+    # As llama.cpp's converter writes it, and as llama.cpp computes.
+    "bitnet": {
+        "hidden_act": "silu",
+        "tie_word_embeddings": True,
+        "rope_parameters": {"rope_type": "linear", "rope_theta": 1000.0, "factor": 1.0},
+    },
     "smollm3": {"no_rope_layers": None},
 }
 WINDOWED = ("gpt_oss", "gemma2", "gemma3_text", "phi3", "olmo3", "exaone4")
@@ -133,6 +140,12 @@ WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "h
 PLUS_ONE = ("gemma", "gemma2", "gemma3_text")  # norms that multiply by 1 + weight
 # Matrices that are F32 whatever the others are.
 IN_FLOATS = ("conv.weight", "conv1d.weight", "ssm_norm.weight", "ssm_a", "ssm_d")
+# Names in a config of transformers -> names in the package's table.
+OTHER_NAMES = {
+    "shared_mlp.output_linear": "mlp.down_proj",
+    "self_attn.attn_sub_norm": "self_attn.inner_attn_ln",
+    "mlp.ffn_sub_norm": "mlp.ffn_layernorm",
+}
 OTHER_PARTS = ("model.visual.", "vision_tower.", "multi_modal_projector.")
 TOKEN_TYPES = gguf.TokenType
 # Types that the package cannot quantize to: offsets of their float16 numbers, and what the largest
@@ -210,7 +223,8 @@ def gguf_tensors(model_dir: Path) -> Tensors:
                 values, 2
             )
             continue
-        name = name.replace("shared_mlp.output_linear", "mlp.down_proj")
+        for ours, theirs in OTHER_NAMES.items():
+            name = name.replace(ours, theirs)
         target = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert target is not None, name
         found[target] = np.ascontiguousarray(values)

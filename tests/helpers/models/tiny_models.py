@@ -80,6 +80,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "mistral": {"sliding_window": 24, "head_dim": 16},
     "qwen2": {},
+    "bitnet": {},
     "qwen3": {"head_dim": 32},
     "gemma": {"head_dim": 32, "num_key_value_heads": 1},
     "gemma2": {

@@ -1,17 +1,30 @@
 """Operations on rows against their NumPy specification: activations, norm and rope."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 
 from helpers.kernels.linear_driver import Program
 from kvboost_edge.kernels.attention.rope import RopeTable
 from kvboost_edge.kernels.program import table as lt
-from kvboost_edge.kernels.program.activations import ACT_GELU_TANH, ACT_RELU2, ACT_SILU
+from kvboost_edge.kernels.program.activations import (
+    ACT_GATED_RELU2,
+    ACT_GELU_TANH,
+    ACT_RELU2,
+    ACT_SILU,
+)
 from kvboost_edge.kernels.reference import linear as reference
 
+ACTIVATIONS = {
+    ACT_SILU: reference.activate_rows,
+    ACT_GELU_TANH: partial(reference.activate_rows, gelu=True),
+    ACT_GATED_RELU2: lambda gate, up: reference.squared_rows(gate) * up,
+}
 
-@pytest.mark.parametrize("gelu", [False, True])
-def test_activation(gelu):
+
+@pytest.mark.parametrize("act", ACTIVATIONS)
+def test_activation(act):
     rng = np.random.default_rng(3)
     both = (8 * rng.standard_normal((3, 2 * 1100))).astype(np.float32)
     both[0, :4] = [-200, 200, 0, -88]
@@ -22,9 +35,9 @@ def test_activation(gelu):
     program.buffer(lt.B_WIDE, wide)
     program.buffer(lt.B_NORMED, out)
     rows = (lt.BufferRows(lt.B_WIDE, 2304), lt.BufferRows(lt.B_NORMED, 1120))
-    program.ops.append(lt.ActivateOp(*rows, 1100, ACT_GELU_TANH if gelu else ACT_SILU))
+    program.ops.append(lt.ActivateOp(*rows, 1100, act))
     program.run()
-    expected = reference.activate_rows(both[:, :1100], both[:, 1100:], gelu=gelu)
+    expected = ACTIVATIONS[act](both[:, :1100], both[:, 1100:])
     np.testing.assert_allclose(out[:, :1100], expected, rtol=2e-6, atol=1e-5)
     np.testing.assert_array_equal(out[:, 1100:], 0)
 

@@ -358,13 +358,20 @@ def test_messages_name_the_file_and_not_a_config(tmp_path):
         Checkpoint.open(path).summary()
 
 
+REFUSED_ARCHITECTURES = {
+    "falcon": "Falcon models of 2023",
+    "bert": "it is an encoder",
+    "bitnet-b1.58": "bitnet.cpp; use the safetensors",
+}
+
+
 def test_unknown_architecture_and_tensor(tmp_path):
     with pytest.raises(
         ModelFormatError,
-        match=r"'plamo'.*supported: ernie4_5, ernie4_5-moe, exaone4, falcon-h1, gemma",
+        match=r"'plamo'.*supported: bitnet, ernie4_5, ernie4_5-moe, exaone4, falcon-h1, gemma",
     ):
         _ = Checkpoint.open(_file(tmp_path / "plamo.gguf", "plamo")).config
-    for arch, reason in (("falcon", "Falcon models of 2023"), ("bert", "it is an encoder")):
+    for arch, reason in REFUSED_ARCHITECTURES.items():
         with pytest.raises(ModelFormatError, match=rf"'{arch}' is not supported .*\(.*{reason}"):
             _ = Checkpoint.open(_file(tmp_path / f"{arch}.gguf", arch)).config
     for arch in ("deepseek2", "glm-dsa"):  # DeepSeek's, Kimi K2's and GLM-4.7-Flash's; GLM-5's

@@ -54,6 +54,7 @@ FAMILIES = [
     "granitemoehybrid",
     "ministral3",
     "hunyuan_v1_dense",
+    "bitnet",
 ]
 MIXTURES = ["qwen3_moe", "qwen2_moe", "olmoe", "mixtral", "granitemoe", "ernie4_5_moe", "glm4_moe"]
 _ROUTERS = (

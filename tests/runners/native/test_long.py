@@ -37,6 +37,7 @@ CASES = {
     "mistral": ("mistral", "int8", {}),
     "mistral-700": ("mistral", "f32", {"sliding_window": 700}),
     "qwen2": ("qwen2", "int4", {}),
+    "bitnet": ("bitnet", "int4", {}),
     "qwen3": ("qwen3", "int4-asym", {}),
     "qwen3_vl": ("qwen3_vl", "int8", {}),
     "gemma": ("gemma", "int8", {}),
