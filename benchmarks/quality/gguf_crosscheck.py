@@ -5,7 +5,8 @@ longer than the model's windows are compared as |ours - theirs| / |theirs|.
 
 With F32 weights, only the order of sums and llama.cpp's GELU (a float16 table) differ. With Q8_0
 weights, both round activations to 8 bits in different ways. The rows then show the distance of each
-from the same weights in float32, and ours may not be much larger.
+from the same weights in float32, and ours may not be much larger. Wider models of some families
+have ternary and 1-bit weights, which are compared in the same way.
 
 The logits of multi-token prediction heads are compared with those of a NumPy model. Both get the
 model's hidden states.
@@ -35,8 +36,9 @@ sys.path.append(str(Path(__file__).parents[2] / "tests" / "text"))
 from test_gguf_words import OTHERWISE
 
 from helpers.gguf.hybrids import HYBRID_FAMILIES
-from helpers.gguf.writer import FAMILIES, add_keys, save_model, write_gguf
+from helpers.gguf.writer import FAMILIES, WIDE, add_keys, save_model, write_gguf
 from helpers.models.mtp_heads import HEADS, save_with_head, write_gguf_with_head
+from helpers.models.tiny_models import save_tiny_model
 from helpers.oracles.packed_plan import last_states, mtp_model, mtp_states, plan_floats
 from helpers.oracles.transformers_logits import driver_of
 from helpers.text.hostile_words import GEMMA4_TEXTS, TEXTS, gemma4_metadata, metadata_of
@@ -46,6 +48,8 @@ from kvboost_edge.text.pre_tokenizers import PRE_TOKENIZERS
 
 PROMPT = np.random.default_rng(7).integers(0, 256, 61).tolist()
 KINDS = ("F32", "Q8_0")
+NARROW_KINDS = ("TQ1_0", "TQ2_0", "Q1_0", "Q2_0")
+NARROW_FAMILIES = ("llama", "qwen3", "qwen3_moe")
 # Tolerance for models with GELU. With llama.cpp's table in transformers, the 4.0e-3 of gemma4-wide
 # become 7e-4.
 TOLERANCE = 1e-4
@@ -91,6 +95,12 @@ def compare_models(options: argparse.Namespace, folder: Path) -> list[Row]:
     for name in options.families or (*FAMILIES, *HYBRID_FAMILIES):
         model = save_model(name, folder / name)
         for kind in KINDS:
+            path = write_gguf(model, folder / f"{name}-{kind}.gguf", kind=kind, tokenizer=None)
+            jobs[f"{name} {kind}"] = (str(path), PROMPT)
+    for name in NARROW_FAMILIES if not options.families else ():
+        fields = {**FAMILIES[name], **WIDE, "moe_intermediate_size": 256}
+        model = save_tiny_model(name, folder / f"{name}-wide", **fields)
+        for kind in NARROW_KINDS:
             path = write_gguf(model, folder / f"{name}-{kind}.gguf", kind=kind, tokenizer=None)
             jobs[f"{name} {kind}"] = (str(path), PROMPT)
     theirs = ask(options, folder, {"models": jobs, "vocabularies": {}})
