@@ -31,7 +31,7 @@ from kvboost_edge.engine.schedule.progress_estimate import ProgressEstimate
 from kvboost_edge.engine.schedule.retention import Retention, pin_prompt
 from kvboost_edge.engine.schedule.scheduler import Scheduler, StepPlan
 from kvboost_edge.engine.schedule.sequence import Floats, Sequence, SequenceStatus
-from kvboost_edge.engine.schedule.step_batch import build_batch, split_rows
+from kvboost_edge.engine.schedule.step_batch import build_batch, split_rows, split_states
 from kvboost_edge.engine.schedule.step_plan import ScheduledTokens
 from kvboost_edge.engine.sequence_factory import Sequences
 from kvboost_edge.engine.spec_decode.acceptance import AcceptedDrafts
@@ -458,7 +458,11 @@ class EngineCore:
             return all(map(self._is_ending, members))
 
         return build_batch(
-            plan.work, self.scheduler.manager, self._runner.info.hidden_size, is_abandoned
+            plan.work,
+            self.scheduler.manager,
+            self._runner.info.hidden_size,
+            is_abandoned,
+            self.scheduler.speculation.wants_states,
         )
 
     def _is_ending(self, sequence: Sequence) -> bool:
@@ -508,7 +512,9 @@ class EngineCore:
         try:
             if batch is None:
                 return []
-            return split_rows(plan.work, self._runner.forward(batch), batch.states)
+            logits = self._runner.forward(batch)
+            self.scheduler.speculation.keep_states(plan.work, split_states(batch), self._is_ending)
+            return split_rows(plan.work, batch, logits)
         except PassAbandoned:
             return None  # the next step ends all sequences of this pass
         except Exception as error:

@@ -15,6 +15,7 @@ from kvboost_edge.engine.schedule.scheduler import Scheduler
 from kvboost_edge.engine.schedule.sequence import Sequence
 from kvboost_edge.engine.spec_decode.draft_model import DraftModel, DraftParts
 from kvboost_edge.engine.spec_decode.model_drafts import ModelDrafts
+from kvboost_edge.engine.spec_decode.mtp_head import MtpHead
 from kvboost_edge.engine.spec_decode.speculation import Speculation
 from kvboost_edge.engine.thinking import ReasoningBudget
 from kvboost_edge.kvcache.manager import KVCacheManager
@@ -75,7 +76,8 @@ def make_model_drafts(
     """
     if drafter is None:
         return None
-    models = ModelDrafts(DraftModel(drafter, manager), info.vocab_size, info.weight_bytes)
+    kind = MtpHead if drafter.runner.info.joins_states else DraftModel
+    models = ModelDrafts(kind(drafter, manager), info.vocab_size, info.weight_bytes)
     models.measure()
     return models
 

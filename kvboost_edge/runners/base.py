@@ -85,6 +85,7 @@ class RunnerInfo:
             copies take at most the size of the pool.
         hidden_size: size of a hidden state, or 0 if the runner does not return hidden states.
         stores_kv: False if each text is one pass that stores no KV. Results are then hidden states.
+        joins_states: True for an MTP head, whose passes need `ForwardBatch.joined`.
         numerics: versions of everything else that the exact bits of KV depend on.
     """
 
@@ -100,6 +101,7 @@ class RunnerInfo:
     copies_kv: bool = False
     hidden_size: int = 0
     stores_kv: bool = True
+    joins_states: bool = False
     numerics: str = ""
 
 

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any, Protocol
 
 from kvboost_edge.engine.request.results import DraftCounts, MissReason
-from kvboost_edge.engine.schedule.sequence import Sequence
+from kvboost_edge.engine.schedule.sequence import Floats, Sequence
 from kvboost_edge.engine.schedule.step_plan import ScheduledTokens
 from kvboost_edge.kvcache.block_table import BlockTable, CopyOp
 
@@ -66,6 +66,27 @@ class DraftPlanner:
         Args:
             work: items of the step's plan, which are replaced in place.
             copies: blocks that the step copies, which a draft model's pool has to copy as well.
+            is_ending: function that returns whether a sequence is about to end.
+        """
+
+    def wants_states(self, work: ScheduledTokens[Sequence]) -> bool:
+        """Return whether `keep_states` needs the hidden states of some tokens."""
+        return False
+
+    def keep_states(
+        self,
+        work: Several[ScheduledTokens[Sequence]],
+        states: Several[Floats],
+        is_ending: Callable[[Sequence], bool],
+    ) -> None:
+        """Keep hidden states of a step's pass for later drafts.
+
+        The engine thread calls this after the pass, without the engine's lock.
+
+        Args:
+            work: items of the step's plan.
+            states: hidden states [num_tokens, hidden_size] of each item, or no rows for an item
+                that does not want them.
             is_ending: function that returns whether a sequence is about to end.
         """
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from collections.abc import Sequence as Several
 
@@ -15,7 +16,7 @@ from kvboost_edge.kvcache.manager import KVCacheManager
 from kvboost_edge.runners.base import ForwardBatch
 from kvboost_edge.segments import Segment, Segments
 
-__all__ = ["build_batch", "split_rows"]
+__all__ = ["build_batch", "split_rows", "split_states"]
 
 
 def build_batch(
@@ -23,6 +24,7 @@ def build_batch(
     manager: KVCacheManager,
     hidden_size: int = 0,
     is_abandoned: Callable[[], bool] | None = None,
+    wants_states: Callable[[ScheduledTokens[Sequence]], bool] = lambda work: False,
 ) -> ForwardBatch:
     """Build the batch of a step from the tokens of `work`, one sequence after another.
 
@@ -33,6 +35,8 @@ def build_batch(
         work: tokens to compute, at least one item. The sequences must have their blocks.
         hidden_size: width of the hidden states that some sequences want.
         is_abandoned: function that tells the runner to abandon the pass, see `ForwardBatch`.
+        wants_states: function that returns whether the hidden states of all tokens of an item are
+            needed for drafts. Requests for hidden states need none for drafts.
     """
     tables = [one.sequence.blocks for one in work]
     block_tables = np.full((len(work), max(map(len, tables))), -1, np.int32)
@@ -51,6 +55,8 @@ def build_batch(
         end = len(tokens)
         rows = state_rows if one.sequence.request.wants_states else logit_rows
         rows += range(end - one.num_rows, end)
+        if wants_states(one):
+            state_rows += range(starts[-1], end)
         starts.append(end)
     layout = BatchLayout(
         cu_seqlens_q=np.array(starts, np.int32),
@@ -72,7 +78,7 @@ def build_batch(
 
 
 def split_rows(
-    work: Several[ScheduledTokens[Sequence]], logits: Floats, states: Floats
+    work: Several[ScheduledTokens[Sequence]], batch: ForwardBatch, logits: Floats
 ) -> list[Floats]:
     """Split the output rows of a forward pass by item of `work`.
 
@@ -80,13 +86,25 @@ def split_rows(
         Logits [num_rows, vocab_size] or hidden states [num_rows, hidden_size] per item.
     """
     found: list[Floats] = []
-    ends: dict[bool, int] = {False: 0, True: 0}
-    for one in work:
-        wants_states = one.sequence.request.wants_states
-        first = ends[wants_states]
-        ends[wants_states] = first + one.num_rows
-        found.append((states if wants_states else logits)[first : ends[wants_states]])
+    end = 0
+    for one, states in zip(work, split_states(batch), strict=True):
+        if one.sequence.request.wants_states:
+            found.append(states)
+            continue
+        first = end
+        end += one.num_rows
+        found.append(logits[first:end])
     return found
+
+
+def split_states(batch: ForwardBatch) -> list[Floats]:
+    """Split the hidden states of a forward pass by item.
+
+    Returns:
+        Hidden states [num_tokens, hidden_size] per item. An item that wants none has no rows.
+    """
+    bounds = np.searchsorted(batch.state_rows, batch.layout.cu_seqlens_q).tolist()
+    return [batch.states[first:end] for first, end in itertools.pairwise(bounds)]
 
 
 def _states_of(

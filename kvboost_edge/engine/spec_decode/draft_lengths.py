@@ -48,12 +48,17 @@ class DraftProposal(NamedTuple):
         token_ids: token ids proposed after the sequence's last token, at least one.
         chances: float64 [num_tokens], the estimated probability that a token is accepted if all
             tokens before it are.
-        source: where the tokens come from: "lookup", "grammar" or "draft_model".
+        source: where the tokens come from: "lookup", "grammar", "draft_model" or "mtp".
     """
 
     token_ids: list[int]
     chances: Floats
     source: str = "lookup"
+
+    @property
+    def is_modeled(self) -> bool:
+        """True if passes of a draft model or an MTP head make the tokens."""
+        return self.source in ("draft_model", "mtp")
 
 
 class DraftCredit:
@@ -131,7 +136,7 @@ class StepCosts(NamedTuple):
         added = np.arange(len(made), dtype=np.float64)
         depths = self.depth + added * self.mean_depth
         seconds = self.passes.seconds_of(self.num_rows + added, depths)
-        if self.drafter is not None and any(one.source == "draft_model" for one in owners):
+        if self.drafter is not None and any(one.is_modeled for one in owners):
             seconds[1:] += np.cumsum(self._drafting_seconds(self.drafter, owners, places))
         times = seconds / seconds[0]
         return np.exp(made / self.num_rows) / times, times - 1
@@ -148,7 +153,7 @@ class StepCosts(NamedTuple):
         seconds = np.zeros(len(owners))
         num_rows: dict[int, int] = {}
         for index, (owner, place) in enumerate(zip(owners, places, strict=True)):
-            if owner.source == "draft_model":
+            if owner.is_modeled:
                 seconds[index] = added[num_rows.get(place, 0)]
                 num_rows[place] = num_rows.get(place, 0) + 1
         return seconds

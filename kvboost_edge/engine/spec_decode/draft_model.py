@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvboost_edge.backends.base import Backend, BatchLayout
+from kvboost_edge.engine.spec_decode.token_states import TokenStates
 from kvboost_edge.kvcache.block_table import BlockTable, CopyOp
 from kvboost_edge.kvcache.manager import KVCacheManager
 from kvboost_edge.runners.base import ForwardBatch, Runner
@@ -25,10 +26,10 @@ Floats = npt.NDArray[np.float32]
 
 
 class DraftParts(NamedTuple):
-    """A loaded draft model.
+    """A loaded draft model or MTP head.
 
     Attributes:
-        runner: runner of the draft model, bound to `backend`.
+        runner: runner of the draft model or head, bound to `backend`.
         backend: pool of its KV. It has as many blocks of the same size as the engine's pool, and
             stores 16 bits, because draft tokens rewrite full blocks.
         digest: 32-byte digest of everything that affects the bits of its KV: its files, weight
@@ -48,12 +49,14 @@ class DraftRows(NamedTuple):
         start: position of the first token.
         token_ids: ids of the tokens.
         wants_logits: whether the logits of the last token are wanted.
+        states: hidden states of the sequence for an MTP head, or None for a draft model.
     """
 
     table: BlockTable
     start: int
     token_ids: Sequence[int]
     wants_logits: bool = False
+    states: TokenStates | None = None
 
     @property
     def stop(self) -> int:
@@ -67,9 +70,12 @@ class DraftModel:
     Only the engine thread uses it. Tables must have a single segment.
 
     Attributes:
+        source: name of the source of its drafts.
         block_size: tokens per block.
         num_computed_tokens: number of tokens computed since the start, drafts included.
     """
+
+    source = "draft_model"
 
     def __init__(self, parts: DraftParts, manager: KVCacheManager) -> None:
         self._runner = parts.runner
@@ -97,14 +103,34 @@ class DraftModel:
             slot_mapping=np.zeros(1, np.int64),
         )
         zero = np.zeros(1, np.int64)
-        self._runner.forward(ForwardBatch(zero, zero, layout, logit_rows=zero))
+        self._forward(ForwardBatch(zero, zero, layout, logit_rows=zero), [])
 
-    def missing(self, table: BlockTable, stop: int) -> list[tuple[int, int]]:
-        """Return the runs [first, end) of positions before `stop` without KV, in order."""
+    def new_states(self) -> TokenStates | None:
+        """Return the hidden states of a new sequence, or None if drafts do not need them."""
+        return None
+
+    def can_draft(self, table: BlockTable, num_tokens: int, states: TokenStates | None) -> bool:
+        """Return whether a draft after the first `num_tokens` tokens is possible."""
+        return True
+
+    def missing(
+        self, table: BlockTable, stop: int, states: TokenStates | None = None
+    ) -> list[tuple[int, int]]:
+        """Return the runs [first, end) of positions before `stop` without KV, in order.
+
+        Args:
+            table: block table of a sequence.
+            stop: end of the positions.
+            states: hidden states of the sequence for an MTP head.
+        """
+        return self._missing(table, 0, stop)
+
+    def _missing(self, table: BlockTable, start: int, stop: int) -> list[tuple[int, int]]:
+        """Return `missing` for the blocks from that of position `start` on."""
         size = self.block_size
         runs: list[tuple[int, int]] = []
-        for index, block_id in enumerate(table.block_ids[: -(-stop // size)]):
-            filled = self._drafted.filled[block_id]
+        for index in range(start // size, -(-stop // size)):
+            filled = self._drafted.filled[table.block_ids[index]]
             first = index * size + filled
             end = min((index + 1) * size, stop)
             if first >= end:
@@ -127,6 +153,10 @@ class DraftModel:
         size = self.block_size
         for index in range(start // size, -(-stop // size)):
             self._drafted.fill(table.block_ids[index], min(stop - index * size, size))
+
+    def settle(self, table: BlockTable, start: int, stop: int) -> None:
+        """Record that the draft tokens [start, stop), whose KV was computed, were accepted."""
+        self.note_filled(table, start, stop)
 
     def forget(self, table: BlockTable) -> None:
         """Drop the KV of all blocks of a table."""
@@ -161,7 +191,11 @@ class DraftModel:
         slots: list[int] = []
         starts = [0]
         wanted: list[int] = []
-        tables = [one.table.block_ids[: -(-one.stop // size)] for one in rows]
+        firsts = [self._first_block(one) for one in rows]
+        tables = [
+            one.table.block_ids[first : -(-one.stop // size)]
+            for one, first in zip(rows, firsts, strict=True)
+        ]
         block_tables = np.full((len(rows), max(map(len, tables))), -1, np.int32)
         for index, (one, block_ids) in enumerate(zip(rows, tables, strict=True)):
             block_tables[index, : len(block_ids)] = block_ids
@@ -171,23 +205,31 @@ class DraftModel:
             starts.append(len(tokens))
             if one.wants_logits:
                 wanted.append(len(tokens) - 1)
-        logits = self._runner.forward(
-            ForwardBatch(
-                # A prompt may hold ids of padding, of which the engine's model may have more.
-                token_ids=np.minimum(np.array(tokens, np.int64), self._runner.info.vocab_size - 1),
-                positions=np.array(positions, np.int64),
-                layout=BatchLayout(
-                    cu_seqlens_q=np.array(starts, np.int32),
-                    seq_lens=np.array([one.stop for one in rows], np.int32),
-                    block_tables=block_tables,
-                    slot_mapping=np.array(slots, np.int64),
-                ),
-                logit_rows=np.array(wanted, np.int64),
-                is_abandoned=is_abandoned,
-            )
+        lengths = [one.stop - first * size for one, first in zip(rows, firsts, strict=True)]
+        batch = ForwardBatch(
+            # A prompt may hold ids of padding, of which the engine's model may have more.
+            token_ids=np.minimum(np.array(tokens, np.int64), self._runner.info.vocab_size - 1),
+            positions=np.array(positions, np.int64),
+            layout=BatchLayout(
+                cu_seqlens_q=np.array(starts, np.int32),
+                seq_lens=np.array(lengths, np.int32),
+                block_tables=block_tables,
+                slot_mapping=np.array(slots, np.int64),
+            ),
+            logit_rows=np.array(wanted, np.int64),
+            is_abandoned=is_abandoned,
         )
+        logits = self._forward(batch, rows)
         self.num_computed_tokens += len(tokens)
         return logits
+
+    def _first_block(self, rows: DraftRows) -> int:
+        """Return the index of the first block of a table that rows attend to."""
+        return 0
+
+    def _forward(self, batch: ForwardBatch, rows: Sequence[DraftRows]) -> Floats:
+        """Run a pass on the runner."""
+        return self._runner.forward(batch)
 
     def close(self) -> None:
         """Release the weights and the pool."""

@@ -1,4 +1,4 @@
-"""Draft tokens from a draft model, and the filling of its KV.
+"""Draft tokens from a draft model or an MTP head, and the filling of its KV.
 
 A step plans how many tokens the draft model proposes for each sequence, and reserves their slots.
 Before the step's pass, `ModelDrafts.complete` runs the draft model: a first pass computes the
@@ -6,6 +6,9 @@ tokens of all sequences that it has not seen yet, and each further pass adds a t
 
 The draft model samples like the engine's model, with the same random number for each position, so
 that sampled requests accept its tokens almost as often as greedy ones.
+
+An MTP head is a draft model that needs the hidden states of the engine's model. It can fill its KV
+only while these are known, so `ModelDrafts.keep_states` fills that of prompts after each pass.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from kvboost_edge.engine.spec_decode.draft_chances import AcceptanceCounts, Draf
 from kvboost_edge.engine.spec_decode.draft_lengths import LEAST_GAIN, DraftProposal, StepCosts
 from kvboost_edge.engine.spec_decode.draft_model import DraftModel, DraftRows
 from kvboost_edge.engine.spec_decode.pass_costs import PassCosts
+from kvboost_edge.engine.spec_decode.token_states import TokenStates
 from kvboost_edge.kvcache.block_table import CopyOp
 from kvboost_edge.runners.base import PassAbandoned
 
@@ -48,6 +52,7 @@ _LEAST_FILL = 32  # tokens of a pass that measures the time of filling
 _FILL_RATE = 0.3  # share of a new measurement in that time
 _TRIALS = 3
 _EXPECTED_TOKENS = 64  # tokens that a request generates besides as many as it has generated
+_KEPT_STATES = 32  # tokens of a sequence whose hidden states wait for a draft
 
 
 class SequenceDraft:
@@ -56,6 +61,7 @@ class SequenceDraft:
     Args:
         request: request of the sequence.
         of_all: counts of the engine's sequences that choose their tokens in the same way.
+        states: hidden states of the sequence for an MTP head, or None for a draft model.
 
     Attributes:
         chances: probabilities that the tokens are accepted.
@@ -67,9 +73,15 @@ class SequenceDraft:
             less likely token, whose row is not worth its time.
         least_more: the same for a token after which another one is drafted.
         is_cut: True if the draft of this step ended before an unlikely token.
+        states: see above.
+        fills_prompt: whether an MTP head computes KV of the prompt, or None before that is decided.
     """
 
-    def __init__(self, request: Request, of_all: AcceptanceCounts) -> None:
+    def __init__(
+        self, request: Request, of_all: AcceptanceCounts, states: TokenStates | None = None
+    ) -> None:
+        self.states = states
+        self.fills_prompt: bool | None = None
         self.chances = DraftChances(_MOST, of_all)
         self.count = self.num_fill = self.stop = 0
         self.is_off = self.is_cut = False
@@ -86,6 +98,11 @@ class SequenceDraft:
         """End the draft of this step."""
         self.count = self.num_fill = self.stop = 0
         self.is_cut = False
+
+    def drop_filled(self) -> None:
+        """Drop all hidden states but the last one, after the KV of their tokens was computed."""
+        if self.states is not None:
+            self.states.drop_before(self.states.stop - 1)
 
     def learn(self, num_drafted: int, num_accepted: int) -> None:
         """Record the outcome of a draft. Both numbers are 0 for a step without a draft.
@@ -116,14 +133,18 @@ class ModelTurn:
     Attributes:
         token_ids: the tokens of the sequence, followed by those drafted so far.
         num_known: number of tokens of the sequence.
+        fill_stop: position after the last token that may be filled without a draft.
         chance: probability of the tokens drafted so far, by the draft model.
     """
 
-    def __init__(self, sequence: Sequence, draft: SequenceDraft) -> None:
+    def __init__(
+        self, sequence: Sequence, draft: SequenceDraft, fill_stop: int | None = None
+    ) -> None:
         self.sequence = sequence
         self.draft = draft
         self.token_ids = list(sequence.token_ids)
         self.num_known = len(self.token_ids)
+        self.fill_stop = self.num_known - 1 if fill_stop is None else fill_stop
         self.is_done = draft.count == 0
         self.chance = 1.0
 
@@ -135,7 +156,12 @@ class ModelTurn:
     def next_row(self) -> DraftRows:
         """Return the last token, whose logits give the next one."""
         start = len(self.token_ids) - 1
-        return DraftRows(self.sequence.blocks, start, self.token_ids[start:], wants_logits=True)
+        return self.rows(start, len(self.token_ids), wants_logits=True)
+
+    def rows(self, start: int, stop: int, *, wants_logits: bool) -> DraftRows:
+        """Return the rows of the tokens [start, stop)."""
+        tokens = self.token_ids[start:stop]
+        return DraftRows(self.sequence.blocks, start, tokens, wants_logits, self.draft.states)
 
     def push(self, logits: Floats) -> None:
         """Sample the next token.
@@ -198,7 +224,8 @@ class ModelDrafts:
 
     def draft_of(self, request: Request) -> SequenceDraft:
         """Return the part of the draft model in the drafts of a new sequence."""
-        return SequenceDraft(request, self._counts[request.params.samples])
+        counts = self._counts[request.params.samples]
+        return SequenceDraft(request, counts, self.model.new_states())
 
     def measure(self) -> None:
         """Measure a pass with one row, so that the first drafts are worth their time.
@@ -250,14 +277,18 @@ class ModelDrafts:
         draft.clear()
         known = sequence.num_tokens
         most = min(most, _MOST, self.model.max_context - known + 1)
-        if not self.is_on or draft.is_off or most < 1 or len(sequence.blocks.segments) > 1:
+        if (
+            most < 1
+            or not self._runs_for(sequence, draft)
+            or not self.model.can_draft(sequence.blocks, known, draft.states)
+        ):
             return other
         if self.model.awaits(sequence.blocks):
             return other  # a tier has what would be computed here
         if not self.costs.is_known:
             self.costs.guess(self._weight_ratio * step.passes.seconds(1, 0.0))
         always = sequence.request.always_drafts
-        planned = DraftProposal([0] * most, draft.chances.values[:most], "draft_model")
+        planned = DraftProposal([0] * most, draft.chances.values[:most], self.model.source)
         rates = step.rates(planned)
         count = 1 + int(rates[1:].argmax())
         least = 0.0 if always else LEAST_GAIN * rates[0]
@@ -265,7 +296,8 @@ class ModelDrafts:
             least = max(least, step.rates(other)[1:].max())
         if rates[count] <= least:
             return other
-        gap = sum(end - first for first, end in self.model.missing(sequence.blocks, known - 1))
+        gaps = self.model.missing(sequence.blocks, known - 1, draft.states)
+        gap = sum(end - first for first, end in gaps)
         if gap > _CATCH_UP:
             draft.num_fill = gap if always else self._num_fill(sequence, gap, step, rates[count])
             if draft.num_fill < gap:
@@ -273,7 +305,11 @@ class ModelDrafts:
         self._limit(draft, step, 0.0 if always else rates[count])
         if not always:
             return planned
-        return DraftProposal([0] * count, planned.chances[:count], "draft_model")
+        return DraftProposal([0] * count, planned.chances[:count], self.model.source)
+
+    def _runs_for(self, sequence: Sequence, draft: SequenceDraft) -> bool:
+        """Return whether the draft model may run for a sequence."""
+        return self.is_on and not draft.is_off and len(sequence.blocks.segments) == 1
 
     def _limit(self, draft: SequenceDraft, step: StepCosts, rate: float) -> None:
         """Set the least probabilities of a sequence's draft tokens.
@@ -299,15 +335,79 @@ class ModelDrafts:
         expected = min(request.max_tokens - sequence.num_tokens, generated + _EXPECTED_TOKENS)
         plain = step.passes.seconds(step.num_rows, step.depth)
         saved = expected * (plain - step.num_rows / rate)
-        depth = sequence.num_tokens / 2
-        each = self._fill_seconds
-        if each is None:
-            each = self.costs.seconds(_DENSE_ROWS, _DENSE_ROWS * depth) / _DENSE_ROWS
+        each = self._fill_seconds_at(sequence.num_tokens / 2)
         if gap * each > saved:
             return 0
         most = _FILL_COST_ALONE if step.num_rows == 1 else _FILL_COST
         seconds = most * step.passes.seconds(1, sequence.num_tokens)
         return min(gap, max(1, int(seconds / each)))
+
+    def _fill_seconds_at(self, depth: float) -> float:
+        """Return the expected seconds that filling takes for each token, at an average depth."""
+        if self._fill_seconds is not None:
+            return self._fill_seconds
+        return self.costs.seconds(_DENSE_ROWS, _DENSE_ROWS * depth) / _DENSE_ROWS
+
+    def wants_states(
+        self, work: ScheduledTokens[Sequence], draft: SequenceDraft, passes: PassCosts
+    ) -> bool:
+        """Return whether an MTP head needs the hidden states of some tokens.
+
+        It needs those of a prompt if drafts are expected to save more time than its KV takes.
+
+        Args:
+            work: the tokens.
+            draft: the sequence's part of the head.
+            passes: times of the engine's passes.
+        """
+        if draft.states is None or not self._runs_for(work.sequence, draft):
+            return False
+        if work.certain_stop - work.start <= _KEPT_STATES:
+            return True
+        if draft.fills_prompt is None:
+            draft.fills_prompt = self._fills_prompt(work.sequence, draft, passes)
+        return draft.fills_prompt
+
+    def _fills_prompt(self, sequence: Sequence, draft: SequenceDraft, passes: PassCosts) -> bool:
+        request = sequence.request
+        if request.always_drafts or not passes.is_known:
+            return True
+        depth = float(sequence.num_tokens)
+        chances = draft.chances.values
+        planned = DraftProposal([0] * len(chances), chances, self.model.source)
+        rates = StepCosts(1, depth, passes, self.costs).rates(planned)
+        if rates.max() <= LEAST_GAIN * rates[0]:
+            return False
+        saved = (request.max_tokens - sequence.num_tokens) * (1 / rates[0] - 1 / rates.max())
+        return float(saved) > sequence.num_pending * self._fill_seconds_at(depth / 2)
+
+    def keep_states(
+        self,
+        found: Several[tuple[ScheduledTokens[Sequence], SequenceDraft, Floats]],
+        is_ending: Callable[[Sequence], bool],
+    ) -> None:
+        """Keep hidden states for an MTP head, and fill its KV where many states are known.
+
+        Args:
+            found: tokens of the step, their part of the head, and their hidden states.
+            is_ending: function that returns whether a sequence is about to end.
+        """
+        turns: list[ModelTurn] = []
+        for work, draft, rows in found:
+            states = draft.states
+            assert states is not None
+            table = work.sequence.blocks
+            states.keep(table, work.start, rows, work.certain_stop - work.start)
+            if draft.count == 0 and states.stop - states.first > _KEPT_STATES:
+                turns.append(ModelTurn(work.sequence, draft, states.stop))
+                if draft.fills_prompt is not False:
+                    draft.num_fill = states.stop - states.first + self.model.block_size
+        if turns:
+            with self._off_after_error():
+                self._run(turns, is_ending)
+            for turn in turns:
+                turn.draft.num_fill = 0
+                turn.draft.drop_filled()
 
     def complete(
         self,
@@ -393,9 +493,7 @@ class ModelDrafts:
                 while first < end:
                     stop = min(end, first + _PASS_TOKENS - size)
                     is_last = stop == turn.num_known and not turn.is_done
-                    rows.append(
-                        (turn, DraftRows(table, first, turn.token_ids[first:stop], is_last))
-                    )
+                    rows.append((turn, turn.rows(first, stop, wants_logits=is_last)))
                     size += stop - first
                     first = stop
                     if size == _PASS_TOKENS:
@@ -408,7 +506,8 @@ class ModelDrafts:
     def _runs(self, turn: ModelTurn) -> list[tuple[int, int]]:
         """Return the runs of positions to compute before the first token is drafted."""
         last = turn.num_known - 1
-        runs = self.model.missing(turn.sequence.blocks, last)
+        stop = turn.fill_stop if turn.is_done else last
+        runs = self.model.missing(turn.sequence.blocks, stop, turn.draft.states)
         if not turn.is_done:
             first = runs.pop()[0] if runs and runs[-1][1] == last else last
             return [*runs, (first, turn.num_known)]
@@ -423,9 +522,13 @@ class ModelDrafts:
 
     def settle(self, work: ScheduledTokens[Sequence], draft: SequenceDraft) -> None:
         """Record which accepted draft tokens have KV of the draft model."""
-        stop = min(draft.stop, work.sequence.num_computed_tokens)
+        table = work.sequence.blocks
+        computed = work.sequence.num_computed_tokens
+        stop = min(draft.stop, computed)
         if stop > work.certain_stop:
-            self.model.note_filled(work.sequence.blocks, work.certain_stop, stop)
+            self.model.settle(table, work.certain_stop, stop)
+        if draft.states is not None:
+            draft.states.confirm(table, computed)
 
     def _fitted(self, logits: Floats) -> Floats:
         """Return logits [vocab_size] without the draft model's padding."""

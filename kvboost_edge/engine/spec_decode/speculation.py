@@ -13,6 +13,7 @@ from collections.abc import Sequence as Several
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from kvboost_edge.config import EngineConfig
 from kvboost_edge.engine.memory.state_budget import most_draft_tokens, speculation_refusal
@@ -38,6 +39,8 @@ from kvboost_edge.kvcache.block_table import CopyOp
 from kvboost_edge.kvcache.manager import KVCacheManager
 
 __all__ = ["DraftFields", "Speculation"]
+
+Floats = npt.NDArray[np.float32]
 
 _FORCED = 0.98  # chance that the model tokenizes a text forced by the grammar in the same way
 _MEASURED_EVERY = 4  # passes without draft tokens; they are frequent, and measuring takes 15 us
@@ -244,7 +247,7 @@ class Speculation(DraftPlanner):
                 del tokens[num_slots - sequence.num_tokens :]
             drafts = _drafts_of(sequence)
             drafts.source = draft.source
-            if drafts.model is not None and draft.source == "draft_model":
+            if drafts.model is not None and draft.is_modeled:
                 drafts.model.count = len(tokens)
 
     def _costs_of(self, running: Several[Sequence], wanted: Mapping[int, int]) -> StepCosts:
@@ -288,6 +291,29 @@ class Speculation(DraftPlanner):
             if turn.draft.count:
                 turn.sequence.drafting.tokens = turn.tokens
                 work[index] = work[index].with_drafts(turn.tokens)
+
+    def wants_states(self, work: ScheduledTokens[Sequence]) -> bool:
+        draft = _model_draft_of(work.sequence)
+        return (
+            self._models is not None
+            and draft is not None
+            and self._models.wants_states(work, draft, self.costs)
+        )
+
+    def keep_states(
+        self,
+        work: Several[ScheduledTokens[Sequence]],
+        states: Several[Floats],
+        is_ending: Callable[[Sequence], bool],
+    ) -> None:
+        if self._models is None:
+            return
+        found = [
+            (one, draft, rows)
+            for one, rows in zip(work, states, strict=True)
+            if len(rows) and (draft := _model_draft_of(one.sequence)) is not None
+        ]
+        self._models.keep_states(found, is_ending)
 
     def observe(self, work: Several[ScheduledTokens[Sequence]], seconds: float) -> None:
         """Settle the draft tokens of a step, and measure its pass if all sequences decode."""

@@ -154,6 +154,7 @@ class NativeRunner:
             kernel_path=linear_path(),
             hidden_size=spec.hidden_size,
             stores_kv=not spec.both_ways,
+            joins_states=spec.joins_states,
             numerics=f"{weights} pack {PACKED_VERSION} {describe_numerics()}",
         )
 

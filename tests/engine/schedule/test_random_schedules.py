@@ -7,7 +7,14 @@ from collections import Counter
 
 import pytest
 
-from helpers.engine.draft_models import DRAFT_KINDS, draft_runner, fake_drafter, models_of
+from helpers.engine.draft_models import (
+    DRAFT_KINDS,
+    MTP,
+    draft_runner,
+    fake_drafter,
+    gives_states,
+    models_of,
+)
 from helpers.engine.fake_runner import EOS_ID, ROOT, Bench, expected_tokens
 from helpers.engine.hand_io_thread import DictTier
 from helpers.engine.hostile_drafts import draft_in_turn
@@ -50,7 +57,7 @@ class RandomSchedule:
         near = DictTier("near", losses=0.1, seed=seed)
         far = DictTier("far", knows=False, losses=0.1, seed=seed)
         num_blocks = rng.choice((6, 7, 8, 40))
-        drafts = (*DRAFT_KINDS, "")[seed % 5]
+        drafts = (*DRAFT_KINDS, MTP, "")[seed % 6]
         self.bench = kind.bench(
             num_blocks,
             max_num_seqs + rng.choice((1, 2, 5, 40)),
@@ -61,6 +68,7 @@ class RandomSchedule:
             tiers=([], [near], [far], [near, far])[seed // 2 % 4],
             drafter=fake_drafter(num_blocks, drafts, of=kind) if drafts else None,
         )
+        gives_states(self.bench)
         self.bench.scheduler.speculation._closes_blocks = rng.random() < 0.3
         draft_in_turn(self.bench)
         if self.fails:
@@ -177,10 +185,10 @@ class RandomSchedule:
         )
         if bench.parts.drafter is not None:
             assert models_of(bench).is_on
-            found.update(
-                by_model=draft_runner(bench).computed,
-                restored_drafts=bench.core.tiering.num_draft_restored,
-            )
+            runner = draft_runner(bench)
+            by = "by_head" if runner.info.joins_states else "by_model"
+            restored = bench.core.tiering.num_draft_restored
+            found.update({by: runner.computed, "restored_drafts": restored})
         if (states := bench.manager.states) is not None:
             assert states.slots.num_used == sum(states.slots.counts().values())
             assert bench.runner.taken_in == speculation.num_accepted or self.fails
@@ -198,6 +206,7 @@ EXPECTED = {
     "wrong": 240,
     "by_model": 240,
     "restored_drafts": 5,
+    "by_head": 240,
 }
 OF_KIND = {PLAIN: {"spans": 30}, HYBRID: {"missing_states": 3, "replayed": 60, "saved": 90}}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import itertools
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import numpy.typing as npt
 
 from helpers.engine.fake_hybrid import ZEROS, next_state, state_logits
 from helpers.engine.fake_runner import (
+    POISON,
     VOCAB_SIZE,
     Bench,
     FakeBackend,
@@ -26,6 +28,8 @@ from kvboost_edge.engine.spec_decode.pass_costs import PassCosts
 from kvboost_edge.runners.base import ForwardBatch
 
 DRAFT_KINDS = ("right", "wrong", "random", "one off")
+MTP = "mtp"
+"""A kind of drafter besides these: a head, which is right where no KV is missing."""
 
 
 class FakeDraftRunner(FakeRunner):
@@ -70,11 +74,54 @@ class FakeDraftRunner(FakeRunner):
         return state_logits(functools.reduce(next_state, tokens.tolist(), ZEROS), tokens)
 
 
+class FakeHeadRunner(FakeDraftRunner):
+    """A `FakeDraftRunner` that needs the state of the token before each token, and takes zeros for
+    one that is unknown. Its sequences begin at any block; it is right for those that begin at 0.
+    `unknown` counts rows without a state.
+    """
+
+    def __init__(self, backend: FakeBackend, **options: Any) -> None:
+        super().__init__(backend, **options)
+        self.info = dataclasses.replace(self.info, joins_states=True, hidden_size=2)
+        self.unknown = 0
+
+    def forward(self, batch: ForwardBatch) -> npt.NDArray[np.float32]:
+        logits = super().forward(batch)
+        assert batch.joined is not None
+        known = batch.joined.any(axis=1)
+        self.unknown += np.count_nonzero(~known)
+        assert (batch.joined[known, 1] == batch.positions[known]).all(), "a state of another token"
+        starts = batch.layout.cu_seqlens_q
+        for first, stop in itertools.pairwise(starts.tolist()):
+            rows = np.arange(first + 1, stop)
+            rows = rows[known[rows]]
+            assert (batch.joined[rows, 0] == 1 + batch.token_ids[rows - 1]).all()
+        return logits
+
+    def _row(self, batch: ForwardBatch, row: int) -> npt.NDArray[np.float32]:
+        layout = batch.layout
+        sequence = int(np.searchsorted(layout.cu_seqlens_q, row, side="right")) - 1
+        stop = int(layout.cu_seqlens_q[sequence + 1])
+        length = int(layout.seq_lens[sequence]) - (stop - row) + 1
+        tokens, positions = self._read(layout, sequence, length)
+        first = int(batch.positions[row]) - length + 1
+        assert first % self.backend.spec.block_size == 0
+        assert (tokens != POISON).all(), "memory that was never written was read"
+        assert (positions == np.arange(first, first + length)).all(), "a token of another position"
+        return self._logits(tokens) if first == 0 else token_logits(tokens)
+
+
 def fake_drafter(num_blocks: int, kind: str = "right", **options: Any) -> DraftParts:
     """A draft model for an engine with so many blocks of 16 tokens. Kinds differ in their digest."""
     backend = FakeBackend(num_blocks, 16)
     digest = hashlib.sha256(kind.encode()).digest()
-    return DraftParts(FakeDraftRunner(backend, kind, **options), backend, digest)
+    made = FakeHeadRunner if kind == MTP else functools.partial(FakeDraftRunner, kind=kind)
+    return DraftParts(made(backend, **options), backend, digest)
+
+
+def gives_states(bench: Bench) -> None:
+    """Let the runner of a bench return hidden states, which an MTP head needs."""
+    bench.runner.info = dataclasses.replace(bench.runner.info, hidden_size=2)
 
 
 def drafting_bench(
@@ -86,6 +133,9 @@ def drafting_bench(
     }
     drafter = fake_drafter(num_blocks, drafts, of=kind, **draft_options)
     bench = kind.bench(num_blocks, drafter=drafter, **options)
+    if drafts == MTP:
+        gives_states(bench)
+        draft_runner(bench).unknown = 0
     without_lookup(bench)
     with_typical_times(bench)
     draft_runner(bench).computed = 0

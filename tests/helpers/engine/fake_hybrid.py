@@ -133,6 +133,7 @@ class HybridRunner(FakeRunner):
         self.saved += len(layout.states.saves)
         backend.write_kv(0, batch.token_ids, batch.positions, layout)
         self.computed += len(batch.token_ids)
+        self._put_states(batch)
         return np.stack([self._row(batch, int(row)) for row in batch.logit_rows])
 
     def accept_drafts(

@@ -181,8 +181,15 @@ class FakeRunner:
         backend.write_kv(0, batch.token_ids, batch.positions, layout)
         self.computed += len(batch.token_ids)
         self.batches.append(len(layout.seq_lens))
+        self._put_states(batch)
         rows = [self._row(batch, int(row)) for row in batch.logit_rows]
         return np.stack(rows) if rows else np.empty((0, VOCAB_SIZE), np.float32)
+
+    def _put_states(self, batch: ForwardBatch) -> None:
+        """Hidden states, which name the token and its position and are not 0."""
+        rows = batch.state_rows
+        if len(rows):
+            batch.states[:] = 1 + np.stack([batch.token_ids, batch.positions], axis=1)[rows]
 
     def deviations(
         self, batch: ForwardBatch, rows: npt.NDArray[np.int64], slots: npt.NDArray[np.int64]

@@ -27,6 +27,9 @@ from kvboost_edge.engine.spec_decode.draft_model import DraftParts
 from kvboost_edge.kvcache.hashing import root_hash
 from kvboost_edge.kvcache.manager import KVCacheManager
 from kvboost_edge.kvcache.recurrent.snapshots import StateSizes
+from kvboost_edge.models.checkpoint import Checkpoint
+from kvboost_edge.runners.base import LoadOptions
+from kvboost_edge.runners.native.mtp_head import load_mtp_head
 from kvboost_edge.runners.native.runner import NativeRunner
 from kvboost_edge.tiers.base import Tier
 
@@ -52,15 +55,12 @@ class Machine:
         self._runners: dict[tuple[Bits, int], NativeRunner] = {}
         self._backends: dict[tuple[Bits, int, int, int, int, int], CPUBackend] = {}
         self._drafters: dict[int, DraftParts] = {}
+        self._heads: dict[tuple[Bits, int, int], DraftParts] = {}
 
     def parts(
         self, bits: Bits, threads: int, num_blocks: int, num_open: int, states: StateSizes | None
     ) -> tuple[NativeRunner, CPUBackend]:
-        if (bits, threads) not in self._runners:
-            self._runners[bits, threads] = NativeRunner.from_dir(
-                self._directory, weights=self._weights, num_threads=threads, kv_bits=bits
-            )
-        runner = self._runners[bits, threads]
+        runner = self._runner(bits, threads)
         rooms = (0, 0) if states is None else (states.num_slots, states.num_draft_rows)
         key = (bits, threads, num_blocks, num_open, *rooms)
         if key not in self._backends:
@@ -75,6 +75,13 @@ class Machine:
         runner.bind(self._backends[key])
         return runner, self._backends[key]
 
+    def _runner(self, bits: Bits, threads: int) -> NativeRunner:
+        if (bits, threads) not in self._runners:
+            self._runners[bits, threads] = NativeRunner.from_dir(
+                self._directory, weights=self._weights, num_threads=threads, kv_bits=bits
+            )
+        return self._runners[bits, threads]
+
     def drafter(self, num_blocks: int) -> DraftParts:
         """The model as a draft model of an engine with so many blocks. It has its own runner."""
         if num_blocks not in self._drafters:
@@ -84,8 +91,20 @@ class Machine:
             self._drafters[num_blocks] = DraftParts(runner, backend, bytes(32))
         return self._drafters[num_blocks]
 
+    def head(self, bits: Bits, threads: int, num_blocks: int) -> DraftParts:
+        """The model's MTP head, for an engine with the runner of `parts`."""
+        key = bits, threads, num_blocks
+        if key not in self._heads:
+            checkpoint = Checkpoint.open(self._directory)
+            options = LoadOptions(self._weights, "auto", "cpu", threads, BLOCK, (16, 16))
+            runner = load_mtp_head(checkpoint, self._runner(bits, threads), options)
+            backend = CPUBackend(runner.info.kv_spec, num_blocks, num_threads=threads)
+            runner.bind(backend)
+            self._heads[key] = DraftParts(runner, backend, bytes(32))
+        return self._heads[key]
+
     def close(self) -> None:
-        for drafter in self._drafters.values():
+        for drafter in (*self._drafters.values(), *self._heads.values()):
             drafter.runner.close()
             drafter.backend.close()
         for part in (*self._runners.values(), *self._backends.values()):

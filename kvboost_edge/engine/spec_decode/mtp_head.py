@@ -1,0 +1,74 @@
+"""The MTP head of a model as a drafter.
+
+The head predicts the token after the next one from a token and the model's hidden state of the
+token before it. It has one layer, whose KV lies in a pool with the block ids of the engine's, like
+that of a draft model. The KV of a token belongs to the token's own position, so it depends on no
+later token, and blocks can be shared.
+
+Hidden states are not stored. KV of a token whose state was not kept stays missing, for example of a
+prefix that was cached without it. The head then attends to the blocks from the first one after
+which no KV is missing. In that block, and at the start of a sequence, a state of zeros takes the
+place of those that are unknown.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvboost_edge.engine.spec_decode.draft_model import DraftModel, DraftRows, Floats
+from kvboost_edge.engine.spec_decode.token_states import TokenStates
+from kvboost_edge.kvcache.block_table import BlockTable
+from kvboost_edge.runners.base import ForwardBatch
+
+__all__ = ["MtpHead"]
+
+
+class MtpHead(DraftModel):
+    """Passes of an MTP head, and the record of the tokens whose KV it has."""
+
+    source = "mtp"
+
+    def new_states(self) -> TokenStates:
+        return TokenStates(self._runner.info.hidden_size)
+
+    def can_draft(self, table: BlockTable, num_tokens: int, states: TokenStates | None) -> bool:
+        return states is not None and states.has(table, num_tokens - 2)
+
+    def missing(
+        self, table: BlockTable, stop: int, states: TokenStates | None = None
+    ) -> list[tuple[int, int]]:
+        """Return the runs of positions whose state is known, or that share a block with them."""
+        assert states is not None
+        return self._missing(table, states.first + 1, min(stop, states.stop))
+
+    def settle(self, table: BlockTable, start: int, stop: int) -> None:
+        """Leave the KV of draft tokens missing, because it was made of the head's own states."""
+
+    def _first_block(self, rows: DraftRows) -> int:
+        assert rows.states is not None
+        # The record lacks draft tokens, but no KV is missing between the first one and its last.
+        first = min(rows.start, rows.states.stop) // self.block_size
+        while first and self._drafted.is_full(rows.table.block_ids[first - 1]):
+            first -= 1
+        return first
+
+    def _forward(self, batch: ForwardBatch, rows: Sequence[DraftRows]) -> Floats:
+        size = self._runner.info.hidden_size
+        joined = np.zeros((len(batch.token_ids), size), np.float32)
+        starts = batch.layout.cu_seqlens_q.tolist()
+        for one, start in zip(rows, starts, strict=False):
+            assert one.states is not None
+            stop = start + len(one.token_ids)
+            joined[start:stop] = one.states.before(one.start, one.stop)
+        states = np.empty((len(batch.logit_rows), size), np.float32)
+        logits = self._runner.forward(
+            dataclasses.replace(batch, joined=joined, state_rows=batch.logit_rows, states=states)
+        )
+        wanted = (one for one in rows if one.wants_logits)
+        for one, state in zip(wanted, states, strict=False):
+            assert one.states is not None
+            one.states.draft(state)
+        return logits

@@ -1,0 +1,166 @@
+"""An MTP head as a drafter, over the fake runner, whose states name the token that they belong to."""
+
+import random
+
+import numpy as np
+import pytest
+
+from helpers.engine.draft_models import MTP, draft_runner, drafting_bench, models_of
+from helpers.engine.model_kinds import PLAIN
+from kvboost_edge.config import GenerationMode, RecomputeStrategy
+from kvboost_edge.reuse.recompute import Repair
+
+DRAFTS = {"max_draft_tokens": 4, "always_drafts": True}
+SIZE = 16
+
+
+def prompt(seed, length):
+    return np.random.default_rng(seed).integers(0, 250, length).tolist()
+
+
+def assert_all_accepted(bench):
+    speculation = bench.scheduler.speculation
+    assert models_of(bench).is_on
+    assert speculation.num_accepted == speculation.num_drafted > 0
+
+
+@pytest.mark.parametrize("length", [1, 2, 15, 16, 17, 40, 150])
+@pytest.mark.parametrize("closes_blocks", [False, True])
+def test_a_head_that_is_right_is_always_accepted(kind, length, closes_blocks):
+    bench = drafting_bench(kind, MTP)
+    bench.scheduler.speculation._closes_blocks = closes_blocks
+    result = bench.ask(prompt(length, length), 60, terms=DRAFTS)
+    assert_all_accepted(bench)
+    assert result.drafts[MTP].drafted_tokens == result.drafted_tokens > 20
+    assert draft_runner(bench).unknown == 1  # before the first token
+    assert bench.manager.free_block_count == 64
+
+
+@pytest.mark.parametrize("budget", [3, 16, 50])
+def test_the_prompt_is_filled_in_the_steps_that_compute_it(kind, budget):
+    bench = drafting_bench(kind, MTP, max_batch_tokens=budget)
+    bench.ask(prompt(1, 130), 30, terms=DRAFTS)
+    assert_all_accepted(bench)
+    assert draft_runner(bench).unknown == 1
+
+
+@pytest.mark.parametrize("length", [15, 16, 17, 32, 40])
+def test_a_second_request_computes_nothing_of_a_shared_prefix_again(kind, length):
+    bench = drafting_bench(kind, MTP)
+    shared = prompt(1, length)
+    bench.ask([*shared, 1], 10, terms=DRAFTS)
+    runner = draft_runner(bench)
+    before = runner.computed
+    result = bench.ask([*shared, 2], 20, terms=DRAFTS)
+    assert_all_accepted(bench)
+    cached = result.cached_tokens
+    assert cached == length // SIZE * SIZE
+    assert runner.unknown == 2  # the state before the first computed token is not stored
+    drafted = result.drafted_tokens
+    assert runner.computed - before <= length + 20 - cached + drafted
+
+
+def test_a_prefix_without_kv_of_the_head_costs_only_accepted_tokens(kind):
+    bench = drafting_bench(kind, MTP)
+    shared = prompt(1, 64)
+    bench.ask(shared, 1)  # without drafts
+    result = bench.ask([*shared, 2], 40, terms=DRAFTS)
+    assert result.cached_tokens > 0
+    assert result.drafted_tokens > 20
+    assert result.accepted_tokens < 3  # it does not see the prefix, and is right by chance
+    assert draft_runner(bench).computed < 41 + result.drafted_tokens + SIZE
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_many_at_once_in_a_pool_that_is_too_small(kind, seed):
+    rng = random.Random(seed)
+    bench = drafting_bench(
+        kind,
+        MTP,
+        rng.choice((8, 12, 64)),
+        max_num_seqs=rng.choice((2, 5)),
+        max_batch_tokens=rng.choice((3, 17, 64)),
+    )
+    handles = []
+    for number in range(12):
+        terms = {"max_draft_tokens": rng.choice((0, 1, 5, 31)), "always_drafts": rng.random() < 0.8}
+        token_ids = prompt(number % 3, 40)[: rng.randrange(1, 41)]
+        handles.append(
+            bench.submit(token_ids, rng.randrange(1, 60), terms=terms, tenant="ab"[number % 2])
+        )
+        if rng.random() < 0.2:
+            handles[-1].cancel()
+        for _ in range(rng.randrange(12)):
+            bench.step()
+    bench.run()
+    for handle in handles:
+        bench.answer(handle)
+    assert bench.manager.free_block_count == bench.manager.num_blocks
+    assert models_of(bench).is_on
+    assert bench.scheduler.speculation.num_accepted > 20
+
+
+def test_states_wait_while_nothing_is_drafted(kind, monkeypatch):
+    """They are filled in groups, and the drafts that follow lack nothing."""
+    bench = drafting_bench(kind, MTP)
+    models = models_of(bench)
+    propose = models.propose
+    monkeypatch.setattr(models, "propose", lambda *args: None)
+    handle = bench.submit(prompt(3, 20), 120, terms=DRAFTS)
+    passes = []
+    draft_runner(bench).on_forward = lambda batch: passes.append(len(batch.token_ids))
+    for _ in range(80):
+        bench.step()
+    assert 1 <= len(passes) <= 4
+    monkeypatch.setattr(models, "propose", propose)
+    bench.run()
+    bench.answer(handle)
+    assert_all_accepted(bench)
+    assert draft_runner(bench).unknown == 1
+
+
+def test_auto_fills_a_prompt_only_for_answers_that_are_long_enough(kind):
+    terms = {"max_draft_tokens": 4}
+    bench = drafting_bench(kind, MTP)
+    speculation = bench.scheduler.speculation
+    speculation.costs._num_observed = 1  # typical times
+    models_of(bench).costs.guess(0.2)
+    short = bench.ask(prompt(1, 240), 3, terms=terms)
+    assert (short.drafted_tokens, draft_runner(bench).computed) == (0, 0)
+    bench.ask(prompt(2, 240), 140, terms=terms)
+    assert_all_accepted(bench)
+
+
+def test_spans_from_other_positions_get_no_drafts():
+    bench = drafting_bench(PLAIN, MTP)
+    document = prompt(1, 64)
+    bench.ask(document, 1)
+    result = bench.ask(
+        [*prompt(2, 23), *document, 9],
+        20,
+        GenerationMode.CHUNK_KV_REUSE,
+        terms=DRAFTS,
+        repair=Repair(strategy=RecomputeStrategy.NONE),
+    )
+    assert result.reused_span_tokens > 0
+    assert (result.drafted_tokens, draft_runner(bench).computed) == (0, 0)
+
+
+def test_an_error_turns_the_head_off_and_ends_no_request(kind):
+    bench = drafting_bench(kind, MTP)
+
+    def fail(batch):
+        raise RuntimeError("no more drafts")
+
+    first = bench.submit(prompt(5, 30), 60, terms=DRAFTS)
+    for _ in range(5):
+        bench.step()
+    draft_runner(bench).on_forward = fail
+    second = bench.submit(prompt(6, 90), 20, terms=DRAFTS)
+    bench.run()
+    for handle in (first, second):
+        bench.answer(handle)
+    assert not models_of(bench).is_on
+    before = draft_runner(bench).computed
+    assert bench.ask(prompt(7, 90), 20, terms=DRAFTS).drafted_tokens == 0
+    assert draft_runner(bench).computed == before

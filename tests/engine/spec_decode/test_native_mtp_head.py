@@ -1,0 +1,208 @@
+"""MTP heads of tiny models on the native runner: the drafts are those of the float64 reference, and
+answers, log probabilities and the KV of published blocks are equal to the bit to those without it.
+"""
+
+import random
+
+import numpy as np
+import pytest
+
+from helpers.engine.draft_models import with_typical_times, without_lookup
+from helpers.engine.native_bench import ALL_BITS, ROOT, Machine, NativeBench
+from helpers.engine.native_kinds import STATES
+from helpers.models.mtp_heads import save_with_head
+from helpers.models.tensor_files import change_tensors, tensors_of
+from helpers.oracles.packed_plan import last_states, mtp_model, mtp_states, plan_floats
+from kvboost_edge.engine.request.request import SamplingParams
+
+NUM_BLOCKS = 64
+DRAFTS = {"max_draft_tokens": 3, "always_drafts": True}
+FAMILIES = ("qwen3_5_text", "glm4_moe")
+GREEDY = SamplingParams(max_new_tokens=24, temperature=0.0)
+
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
+
+
+def machine_of(path, weights, family):
+    return Machine(path, weights, STATES if family.startswith("qwen") else None)
+
+
+def head_bench(machine, *, num_blocks=NUM_BLOCKS, bits=(16, 16), **options):
+    head = machine.head(bits, 1, num_blocks)
+    bench = NativeBench(machine, num_blocks=num_blocks, bits=bits, drafter=head, **options)
+    without_lookup(bench)
+    with_typical_times(bench)
+    return bench
+
+
+def token_ids(seed, count):
+    return np.random.default_rng(seed).integers(0, 250, count).tolist()
+
+
+class Reference:
+    """Drafts by the float64 reference."""
+
+    def __init__(self, path):
+        self.trunk = plan_floats(path)
+        self.head, self.weights, self.matrix = mtp_model(path)
+
+    def draft(self, tokens, count, first=0):
+        """Draft tokens after `tokens` by a head that has seen them from `first` on.
+
+        The token at `first` has no state.
+        """
+        states = last_states(*self.trunk, tokens[:-1])
+        rows = [np.zeros_like(states[:1]), states[first:]]
+        ids = list(tokens[first:])
+        for _ in range(count):
+            own = mtp_states(self.head, self.weights, np.concatenate(rows), ids)
+            ids.append(int((own[-1] @ self.matrix.T).argmax()))
+            rows.append(own[-1:])
+        return ids[len(ids) - count :]
+
+
+def recorded(bench):
+    """A list that receives the known tokens and the draft of each sequence that drafts."""
+    speculation = bench.scheduler.speculation
+    complete = speculation.complete
+    found = []
+
+    def spy(work, copies, is_ending):
+        complete(work, copies, is_ending)
+        for one in work:
+            if one.num_drafted:
+                found.append(
+                    (list(one.sequence.token_ids), list(one.token_ids[-one.num_drafted :]))
+                )
+
+    speculation.complete = spy
+    return found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_drafts_are_those_of_the_reference(family, tmp_path):
+    path = save_with_head(family, tmp_path)
+    machine = machine_of(path, "f32", family)
+    reference = Reference(path)
+    bench = head_bench(machine, max_batch_tokens=50)
+    prompt = token_ids(1, 75)
+    drafts = recorded(bench)
+    bench.generate(prompt, GREEDY, **DRAFTS)
+    assert len(drafts) > 5
+    for tokens, drafted in drafts:
+        assert drafted == reference.draft(tokens, len(drafted))
+    # A prefix that another request computed, with KV of the head. Its state at the end is unknown.
+    drafts.clear()
+    result = bench.generate([*prompt[:70], 7, 8, 9], GREEDY, **DRAFTS)
+    assert result.cached_tokens == 64
+    assert len(drafts) > 5
+    expected = [_after_hit(reference, tokens, len(drafted), 64) for tokens, drafted in drafts]
+    assert [drafted for _, drafted in drafts] == expected
+    # The same without KV of the head: it sees the tokens after the prefix.
+    other = token_ids(2, 64)
+    bench.generate(other, GREEDY)
+    drafts.clear()
+    result = bench.generate([*other, 7, 8, 9], GREEDY, **DRAFTS)
+    assert result.cached_tokens == 64
+    for tokens, drafted in drafts:
+        assert drafted == reference.draft(tokens, len(drafted), first=64)
+    bench.assert_clean()
+    machine.close()
+
+
+def _after_hit(reference, tokens, count, hit):
+    """Draft tokens by a head that has no state of the token before position `hit`."""
+    states = last_states(*reference.trunk, tokens[:-1])
+    states[hit - 1] = 0
+    rows = [np.zeros_like(states[:1]), states]
+    ids = list(tokens)
+    for _ in range(count):
+        own = mtp_states(reference.head, reference.weights, np.concatenate(rows), ids)
+        ids.append(int((own[-1] @ reference.matrix.T).argmax()))
+        rows.append(own[-1:])
+    return ids[len(tokens) :]
+
+
+def without_layers(path):
+    """Let the model's next token depend on its last token alone, and the head predict it."""
+    tensors = tensors_of(path)
+    ends = ("o_proj.weight", "out_proj.weight", "down_proj.weight")
+    changes = {
+        name: np.zeros_like(values)
+        for name, values in tensors.items()
+        if name.endswith(ends) or ".down_proj" in name
+    }
+    stored = "model.norm.weight"
+    norm = next(values for name, values in tensors.items() if name.endswith(stored))
+    size = len(norm)
+    own = {"fc.weight": np.hstack([np.eye(size), np.zeros((size, size))]).astype(np.float32)}
+    own |= {"pre_fc_norm_embedding.weight": np.zeros(size, np.float32), "norm.weight": norm}
+    change_tensors(path, changes | {f"mtp.{name}": values for name, values in own.items()})
+    return path
+
+
+def test_a_head_that_is_right_is_accepted(tmp_path):
+    path = without_layers(save_with_head("qwen3_5_text", tmp_path))
+    machine = machine_of(path, "f32", "qwen3_5_text")
+    bench = head_bench(machine)
+    answer = bench.generate(token_ids(1, 20), GREEDY, **DRAFTS)
+    assert answer.accepted_tokens == answer.drafted_tokens > 10
+    assert answer.drafts["mtp"].accepted_by_position[2] > 3
+    sampled = SamplingParams(max_new_tokens=40, temperature=1.1, top_p=0.9, seed=3)
+    answer = bench.generate(token_ids(1, 20), sampled, **DRAFTS)
+    assert answer.accepted_tokens == answer.drafted_tokens > 10
+    machine.close()
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def machine(request, tmp_path_factory):
+    path = save_with_head(request.param, tmp_path_factory.mktemp(request.param))
+    made = machine_of(path, "int8", request.param)
+    yield made
+    made.close()
+
+
+def answers(bench, seed, steps_between=4, **fields):
+    """The results of some requests that overlap, and the KV of all published blocks by hash."""
+    rng = random.Random(seed)
+    stem = [rng.randrange(250) for _ in range(70)]
+    handles = []
+    for number in range(6):
+        drawn = {"temperature": 1.1, "top_p": 0.95, "seed": number} if number % 2 else {}
+        params = SamplingParams(max_new_tokens=30, logprobs=2, **({"temperature": 0.0} | drawn))
+        handles.append(bench.submit([*stem[: rng.randrange(1, 71)], number], params, **fields))
+        for _ in range(steps_between):
+            bench.step()
+    bench.run()
+    bench.assert_clean()
+    blocks = bench.manager.content.under(ROOT)
+    kv = bench.backend.read_blocks(blocks)
+    hashes = bench.manager.content.hashes(blocks)
+    return (
+        [(one.output_token_ids, one.logprobs) for one in (handle.result(0) for handle in handles)],
+        {key: row.tobytes() for key, row in zip(hashes, kv, strict=True)},
+    )
+
+
+@pytest.mark.parametrize("bits", ALL_BITS, ids=str)
+def test_answers_and_published_kv_equal_those_without_it(machine, bits):
+    expected, kv = answers(NativeBench(machine, bits=bits), 0)
+    assert len(kv) > 10
+    bench = head_bench(machine, bits=bits)
+    found, found_kv = answers(bench, 0, **DRAFTS)
+    assert found == expected
+    assert found_kv == kv
+    speculation = bench.scheduler.speculation
+    assert speculation._models.is_on
+    assert speculation.counts["mtp"].num_drafts > 20
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_answers_equal_those_without_it_after_preemptions(machine, seed):
+    expected, _ = answers(NativeBench(machine), seed, 0)
+    bench = head_bench(machine, num_blocks=9, max_num_seqs=6, max_batch_tokens=20)
+    found, _ = answers(bench, seed, 0, **DRAFTS)
+    assert found == expected
+    assert bench.scheduler.num_preemptions > 0
+    assert bench.scheduler.speculation._models.is_on
+    assert bench.scheduler.speculation.counts["mtp"].num_drafts > 20
