@@ -22,6 +22,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from kvboost_edge.kernels.integers import dot_form, has_tile_registers
 from kvboost_edge.kernels.jit import kernel
 from kvboost_edge.kernels.linear.weight_formats import GROUP, per_kind
@@ -61,7 +63,7 @@ class _Shapes(NamedTuple):
     """Token counts of a variant's microkernels, measured with benchmarks/bench/bench_linear.py.
 
     Attributes:
-        small: panel sizes for one tile.
+        small: panel sizes for one tile. Passes of up to the largest number of tokens use no others.
         fine: panel sizes for one tile with fine codes.
         wide: panel size for `tiles` tiles, used if there are more tokens than the largest of
             `small`.
@@ -80,11 +82,13 @@ class _Shapes(NamedTuple):
 
 # With 512-bit registers, the integer and float sums of 6 tokens x 2 tiles and the weights of a quad
 # fit in registers. With fine codes, only 3 tokens fit, because each has three sums. With sixteen
-# 256-bit registers, larger panels spill.
+# 256-bit registers, larger panels spill. Draft tokens make passes of 2 to 8 tokens frequent. With a
+# panel of exactly that many, all weights are read in one run. Two panels of 2 and 1 token take
+# longer than one of 4 tokens.
 _SHAPES = {
-    "vnni512": _Shapes((1, 2, 4, 8), (1, 2, 4), 6, 3, 2),
-    "vnni256": _Shapes((1, 2, 4), (1, 2), 4, 2, 1),
-    "avx2": _Shapes((1, 2, 4), (1, 2), 4, 2, 1, ((4, False), (2, True))),
+    "vnni512": _Shapes(tuple(range(1, 9)), tuple(range(1, 9)), 6, 3, 2),
+    "vnni256": _Shapes((1, 2, 3, 4), (1, 2), 4, 2, 1),
+    "avx2": _Shapes((1, 2, 3, 4), (1, 2), 4, 2, 1, ((4, False), (2, True))),
     "i8mm": _Shapes((1, 2, 4), (1, 2), 4, 2, 1),
     "neon": _Shapes((1, 2, 4), (1, 2), 4, 2, 1),
     "plain": _Shapes((1, 2), (1, 2), 2, 2, 1),
@@ -94,6 +98,13 @@ SMALL_TOKENS, FINE_TOKENS, WIDE_TOKENS, WIDE_FINE_TOKENS, TILES_AT_ONCE, UNPACKE
 ]
 # Panel sizes for AMX; see amx.py. Without AMX, no panel reaches these sizes.
 MATRIX_TOKENS, MATRIX_FINE_TOKENS = (32, 16) if has_tile_registers() else (1 << 30, 1 << 30)
+# The largest panel for one tile of at most so many tokens, by whether codes are fine.
+_LARGEST = np.array(
+    [
+        [max((size for size in sizes if size <= tokens), default=0) for tokens in range(9)]
+        for sizes in (SMALL_TOKENS, FINE_TOKENS)
+    ]
+)
 
 
 def bytes_of_cell(fine: int, kind: int) -> int:
@@ -115,26 +126,22 @@ def panel_tokens(left: int, total: int, fine: int, matrix: int) -> int:
         fine: nonzero for fine codes.
         matrix: nonzero if panels may have AMX sizes.
     """
-    if total <= SMALL_TOKENS[-1]:
-        largest = FINE_TOKENS[-1] if fine != 0 else SMALL_TOKENS[-1]
-    else:
+    if total > SMALL_TOKENS[-1]:
         largest = MATRIX_FINE_TOKENS if fine != 0 else MATRIX_TOKENS
         if matrix == 0 or left < largest:
             largest = WIDE_FINE_TOKENS if fine != 0 else WIDE_TOKENS
-    if left >= largest:
-        return largest
-    if left >= 4:
-        return 4
-    return 2 if left >= 2 else 1
+        if left >= largest:
+            return largest
+    return int(_LARGEST[int(fine != 0), left])
 
 
 @kernel
-def takes_pair(size: int, fine: int) -> bool:
-    """Return whether a panel of this size is multiplied by two tiles at once."""
+def takes_pair(size: int, total: int, fine: int) -> bool:
+    """Return whether a panel of `size` of `total` tokens is multiplied by two tiles at once."""
     wide, most = (
         (WIDE_FINE_TOKENS, MATRIX_FINE_TOKENS) if fine != 0 else (WIDE_TOKENS, MATRIX_TOKENS)
     )
-    return TILES_AT_ONCE == 2 and size in (wide, most)
+    return TILES_AT_ONCE == 2 and total > SMALL_TOKENS[-1] and size in (wide, most)
 
 
 @kernel

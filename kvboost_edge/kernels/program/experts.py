@@ -155,8 +155,10 @@ def spread(job: ProgramJob, op: lt.SpreadOp, index: int) -> None:
 
 
 @kernel
-def _matrix_of(matrix: lt.PackedMatrix, expert: int, rows: int, panels: int, first: int) -> Any:
-    """Return the operands for one expert's matrix of `rows` rows and the expert's panel."""
+def _matrix_of(
+    matrix: lt.PackedMatrix, expert: int, rows: int, panels: int, first: int, tokens: int
+) -> Any:
+    """Return the operands for one expert's matrix of `rows` rows and its panel of `tokens`."""
     kind = matrix.kind
     groups = (matrix.inputs + GROUP - 1) // GROUP
     tile = expert * (rows // LANES)
@@ -164,7 +166,7 @@ def _matrix_of(matrix: lt.PackedMatrix, expert: int, rows: int, panels: int, fir
     scales = matrix.scales + tile * scale_bytes(kind, groups)
     minima = matrix.minima + tile * minima_bytes(kind, groups)
     panel = panels + first * groups * cell_bytes(0, kind)
-    return MatmulOperands(kind, groups, 0, weights, scales, minima, panel)
+    return MatmulOperands(kind, groups, 0, weights, scales, minima, panel, tokens)
 
 
 @kernel
@@ -196,7 +198,7 @@ def experts_gated(job: ProgramJob, op: lt.ExpertsGatedOp, unit: int) -> None:
     parts = matrices_in(op.inner.act)
     kind = matrix.kind
     if kind in INT_KINDS:
-        of = _matrix_of(matrix, expert, parts * inner, source, first)
+        of = _matrix_of(matrix, expert, parts * inner, source, first, tokens)
         out += first * (inner // GROUP) * cell_bytes(0, op.inner.kind)
         bias = _bias_of(matrix.bias, parts * expert * inner)
         gated_groups(job, op.inner, of, bias, tokens, group, end, out, scratch)
@@ -280,7 +282,7 @@ def experts_down(job: ProgramJob, op: lt.ExpertsDownOp, unit: int) -> None:
         first = first_slot(job, experts, index)
         tokens = first_slot(job, experts, index + 1) - first
         if kind in INT_KINDS:
-            of = _matrix_of(matrix, expert, op.size, rows_at, first)
+            of = _matrix_of(matrix, expert, op.size, rows_at, first, tokens)
             one_panel = tokens <= SMALL_TOKENS[-1] and few_tiles(tokens, 0, job.matrix)
             most = SCRATCH_BYTES // (tokens * _LINE) if one_panel else TILES_AT_ONCE
             tile = begin

@@ -94,6 +94,7 @@ def _operands(job: ProgramJob, matrix: lt.PackedMatrix) -> Any:
         matrix.scales,
         matrix.minima,
         job.buffers[matrix.panel],
+        job.tokens,
     )
 
 

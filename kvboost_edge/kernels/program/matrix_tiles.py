@@ -70,6 +70,7 @@ class MatmulOperands(NamedTuple):
         scales: address of the scales.
         minima: address of the minima, block scales or tables.
         panel: address of the panel.
+        tokens: number of tokens of all its panels.
     """
 
     kind: int
@@ -79,6 +80,7 @@ class MatmulOperands(NamedTuple):
     scales: int
     minima: int
     panel: int
+    tokens: int
 
 
 @intrinsic
@@ -145,12 +147,12 @@ def int_tiles(
     minima = of.minima + tile * minima_each
     panel = of.panel + token * groups * cell_bytes(fine, kind)
     step = n * groups * cell_bytes(fine, kind) if panels > 1 else 0
-    if not takes_pair(n, fine):
+    if not takes_pair(n, of.tokens, fine):
         runs = panels if panels > 1 else count
         where = Tile(
             weights, scales, minima, bytes_each, scales_each, minima_each, groups, runs, step
         )
-        int_panel(microkernel, (n, fine, where, panel, target))
+        int_panel(microkernel, (n, 1, fine, where, panel, target))
         return
     pairs = count // 2
     if pairs > 0:
@@ -158,7 +160,7 @@ def int_tiles(
         where = Tile(
             weights, scales, minima, bytes_each, scales_each, minima_each, groups, runs, step
         )
-        int_panel(microkernel, (n, fine, where, panel, target))
+        int_panel(microkernel, (n, 2, fine, where, panel, target))
     if count % 2 == 1:
         # If the number of tiles is odd, the last tile is paired with itself.
         weights = weights + 2 * pairs * bytes_each
@@ -168,7 +170,7 @@ def int_tiles(
         bias = target.bias + behind if target.bias != 0 else 0
         alone = Target(target.out + behind, target.out_step, 0, bias, target.add, target.factor)
         where = Tile(weights, scales, minima, 0, 0, 0, groups, panels, step)
-        int_panel(microkernel, (n, fine, where, panel, alone))
+        int_panel(microkernel, (n, 2, fine, where, panel, alone))
 
 
 @kernel

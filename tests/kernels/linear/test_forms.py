@@ -187,24 +187,27 @@ def test_arm_without_dot_products_multiplies_in_16_bits(kind, fine):
 
 
 @pytest.mark.parametrize("processor", ["znver4", "znver2", "sapphirerapids", "generic"])
-@pytest.mark.parametrize(("name", "lines", "on_zen_4"), [("int4", 4, 1), ("int5", 5, 5)])
-def test_single_tiles_ask_for_every_line_ahead_but_on_zen_4(
-    name, lines, on_zen_4, processor, monkeypatch
+@pytest.mark.parametrize(
+    ("name", "tokens", "lines", "on_zen_4"),
+    [("int4", 1, 4, 1), ("int4", 2, 4, 1), ("int4", 3, 4, 4), ("int5", 1, 5, 5)],
+)
+def test_single_tiles_prefetch_every_line_but_for_few_tokens_on_zen_4(
+    name, tokens, lines, on_zen_4, processor, monkeypatch
 ):
-    """The bits are compared above: other forms are compiled for "generic", which asks for every
+    """The bits are compared above: other forms are compiled for "generic", which prefetches every
     line.
     """
     monkeypatch.setattr(integers, "_processor", lambda: processor)
     follows_pages.cache_clear()
     try:
         modules = [
-            tile_module(IntTiles(FORMATS[name].kind, tiles, 1, False, "plain"), "x86_64")
+            tile_module(IntTiles(FORMATS[name].kind, tiles, tokens, False, "plain"), "x86_64")
             for tiles in (1, 2)
         ]
     finally:
         follows_pages.cache_clear()
-    asked = [module.count('call void @"llvm.prefetch.p0"(') for module in modules]
-    # One for each tile's result; and of a group one line (of 5-bit codes all lines), or the lines of
-    # weights and scales of all tiles.
+    found = [module.count('call void @"llvm.prefetch.p0"(') for module in modules]
+    # One for each result of a tile; and of a group one line or all lines, or the lines of weights
+    # and scales of all tiles.
     single = on_zen_4 if processor == "znver4" else lines + 1
-    assert asked == [1 + single, 2 + 2 * (lines + 1)]
+    assert found == [tokens + single, 2 * tokens + 2 * (lines + 1)]
