@@ -5,11 +5,12 @@ The right draft model reads its own pool, so its tokens are all accepted only if
 """
 
 import logging
+import random
 
 import numpy as np
 import pytest
 
-from helpers.engine.draft_models import draft_runner, drafting_bench
+from helpers.engine.draft_models import DRAFT_KINDS, draft_runner, drafting_bench
 from helpers.engine.hand_io_thread import DictTier
 from helpers.engine.model_kinds import PLAIN
 from helpers.models.tiny_checkpoints import save_tiny_checkpoint
@@ -116,6 +117,35 @@ def test_another_draft_model_or_none_finds_the_same_blocks(kind, drafts):
     again = drafting_bench(kind, tiers=[tier])
     ask(again, [*turn, 8], 4, DRAFTS)
     assert restored(again) == 6, "the first one's records are still there"
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_restarts_with_other_draft_models_and_none_lose_no_block(kind, seed):
+    """Three conversations go on over restarts. Every prompt finds the blocks that it finds in an
+    engine that never had a draft model.
+    """
+
+    def hits(drafters, tier):
+        known = [prompt(number, 40) for number in range(3)]
+        found = []
+        for life, drafts in enumerate(drafters):
+            if drafts:
+                bench = drafting_bench(kind, drafts, tiers=[tier])
+            else:
+                bench = kind.bench(tiers=[tier])
+            for number in range(3):
+                text = known[number] + prompt(10 * life + number, 5)
+                result = ask(bench, text, 24, DRAFTS if drafts else PLAIN_TERMS)
+                found.append(result.hit_tokens)
+                known[number] = [*text, *result.output_token_ids]
+        return found
+
+    drafters = random.Random(seed).choices((*DRAFT_KINDS, ""), k=5)
+    tier = DictTier()
+    plain = DictTier()
+    assert hits([*drafters, drafters[0]], tier) == hits([""] * 6, plain)
+    assert {key: tier.blocks[key] for key in plain.blocks} == plain.blocks
+    assert len(tier.blocks) > len(plain.blocks)
 
 
 def test_kv_that_is_computed_later_is_stored_later_and_once(kind):
@@ -320,16 +350,15 @@ def test_a_redis_server_has_both():
         three.close()
 
 
-@pytest.mark.parametrize("bits", [16, 8])
-def test_a_restarted_engine_restores_both(tmp_path, bits):
-    """The engine's KV may be quantized. The draft model's never is."""
+def test_a_restarted_engine_restores_both(tmp_path):
+    """The engine's KV is quantized. The draft model's never is."""
     for name, layers in (("target", 2), ("draft", 1)):
         (tmp_path / name).mkdir()
         save_tiny_checkpoint("llama", tmp_path / name, num_hidden_layers=layers)
     text = random_ids(70, 5, 10, 250)
 
     def answer(prompt_ids, **options):
-        found = {"num_blocks": 32, "kv_cache_bits": bits, "speculation": "on", **options}
+        found = {"num_blocks": 32, "kv_cache_bits": 8, "speculation": "on", **options}
         with CPUPagedEngine.from_pretrained(
             tmp_path / "target", disk_cache_dir=tmp_path / "cache", **found
         ) as engine:

@@ -7,6 +7,7 @@ import random
 import pytest
 
 from helpers.engine.draft_models import with_typical_times, without_lookup
+from helpers.engine.hand_io_thread import DictTier
 from helpers.engine.native_bench import ALL_BITS, ROOT, NativeBench
 from helpers.engine.native_kinds import machine_of
 from kvboost_edge.engine.request.request import SamplingParams
@@ -41,6 +42,7 @@ def run(bench, seed, steps_between=4, **fields):
         handles.append(bench.submit(prompt, params, **fields))
         for _ in range(steps_between):
             bench.step()
+            bench.io_thread.pump(1)
     bench.run()
     bench.assert_clean()
     blocks = bench.manager.content.under(ROOT)
@@ -71,6 +73,38 @@ def test_answers_and_published_kv_equal_those_without_it(machines, bits):
         assert bench.scheduler.speculation._models.is_on
         accepted.append(num_accepted)
     assert accepted[0] > 30
+
+
+@pytest.mark.parametrize("bits", ALL_BITS, ids=str)
+def test_restarts_with_other_draft_models_and_none_lose_nothing(machines, bits):
+    """Each restart has another draft model, the first one's again, or none. Answers, the KV of
+    published blocks and what is stored of them are those without one.
+    """
+    machine, other = machines
+    makers = (machine, other, None, machine)
+    tier = DictTier()
+    plain = DictTier()
+    restored = []
+    for maker in makers:
+        expected, kv, _ = run(NativeBench(machine, bits=bits, tiers=[plain]), 0)
+        drafter = None if maker is None else maker.drafter(NUM_BLOCKS)
+        bench = NativeBench(
+            machine, bits=bits, num_blocks=NUM_BLOCKS, drafter=drafter, tiers=[tier]
+        )
+        fields = {}
+        if drafter is not None:
+            drafter.backend.poison_blocks(range(NUM_BLOCKS))
+            without_lookup(bench)
+            with_typical_times(bench)
+            fields = DRAFTS
+        found, found_kv, _ = run(bench, 0, **fields)
+        assert found == expected
+        assert found_kv == kv
+        assert {key: tier.blocks[key] for key in plain.blocks} == plain.blocks
+        restored.append(bench.core.tiering.num_draft_restored)
+    assert restored[:3] == [0, 0, 0]
+    assert restored[3] > 0
+    assert len(tier.blocks) > len(plain.blocks)
 
 
 def test_the_same_model_is_always_right(machines):

@@ -4,6 +4,7 @@ each prompt alone.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,7 @@ class Machine:
         self._backends: dict[tuple[Bits, int, int, int, int, int], CPUBackend] = {}
         self._drafters: dict[int, DraftParts] = {}
         self._heads: dict[tuple[Bits, int, int], DraftParts] = {}
+        self._digest = hashlib.sha256(f"{directory} {weights}".encode()).digest()
 
     def parts(
         self, bits: Bits, threads: int, num_blocks: int, num_open: int, states: StateSizes | None
@@ -88,7 +90,7 @@ class Machine:
             runner = NativeRunner.from_dir(self._directory, weights=self._weights, num_threads=1)
             backend = CPUBackend(runner.info.kv_spec, num_blocks, num_threads=1)
             runner.bind(backend)
-            self._drafters[num_blocks] = DraftParts(runner, backend, bytes(32))
+            self._drafters[num_blocks] = DraftParts(runner, backend, self._digest)
         return self._drafters[num_blocks]
 
     def head(self, bits: Bits, threads: int, num_blocks: int) -> DraftParts:
