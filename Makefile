@@ -10,6 +10,7 @@ RELEASE_TOOLS := .venv-release
 STAMP := $(VENV)/.setup-stamp
 DEMO_STAMP := $(VENV)/.demo-stamp
 DOCS_STAMP := $(VENV)/.docs-stamp
+COMPILED_STAMP := $(VENV)/.compiled-stamp
 PYTEST := $(BIN)/python -m pytest -q
 # Several worker processes run at a time; all tests of a file run in one of them.
 WORKERS ?= 2
@@ -49,12 +50,19 @@ help:  ## list the targets
 
 ##@ Set-up
 
-setup: $(STAMP)  ## create .venv with everything that tests and tools need
+setup: $(COMPILED_STAMP)  ## create .venv with everything that tests and tools need, compile kernels
 
 $(STAMP): $(DEMO_STAMP)
 	@echo "Installing the packages for tests and tools, torch among them: some minutes"
 	$(BIN)/python -m pip install --disable-pip-version-check \
 		-c constraints.txt -e '.[torch,server,docs,dev]'
+	@touch $@
+
+# Otherwise both workers of `make test` would compile the same kernels.
+$(COMPILED_STAMP): $(STAMP) $(shell find kvboost_edge/kernels -name "*.py") \
+		$(shell find cuda_ext tests/helpers/cuda -name "*.cu*" -o -name "*.cpp" -o -name "*.h")
+	@echo "Compiling the kernels for this machine: a minute or two"
+	$(BIN)/python tests/prepare.py
 	@touch $@
 
 # The packages that the native runner needs; torch is none of them.
@@ -151,7 +159,7 @@ test-floors:  ## run the same tests with the lowest supported version of each de
 	$(FLOORS)/bin/uv pip install --quiet --python $(FLOORS)/bin/python --no-deps -e .
 	$(FLOORS)/bin/python -m pytest -q -p no:anyio @tests/native.txt --deselect $(OF_PINNED_NUMPY)
 
-lint: setup  ## run ruff, mypy and the import contracts
+lint: $(STAMP)  ## run ruff, mypy and the import contracts
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy

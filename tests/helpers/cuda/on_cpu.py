@@ -189,10 +189,17 @@ def built(source: Path, flags: Sequence[str] = (), include: Path = CSRC) -> Path
     return path
 
 
+def built_kernels(
+    head_dims: tuple[int, ...] = HEAD_DIMS, flags: tuple[str, ...] = (), include: Path = CSRC
+) -> Path:
+    """The shared library of the kernels for these head dims."""
+    chosen = f"-DHEAD_DIMS={','.join(map(str, head_dims))}"
+    return built(SHIM / "launches.cpp", (chosen, *flags), include)
+
+
 @functools.cache
 def library(
     head_dims: tuple[int, ...] = HEAD_DIMS, flags: tuple[str, ...] = (), include: Path = CSRC
 ) -> Library:
     """The kernels for these head dims."""
-    chosen = f"-DHEAD_DIMS={','.join(map(str, head_dims))}"
-    return Library(built(SHIM / "launches.cpp", (chosen, *flags), include))
+    return Library(built_kernels(head_dims, flags, include))

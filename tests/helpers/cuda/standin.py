@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 import torch
 
-from helpers.cuda.on_cpu import CSRC, HEAD_DIMS, ROOT, SHIM, built
+from helpers.cuda.on_cpu import CSRC, ROOT, SHIM, built_kernels
 from helpers.tools import find_compiler, must_run
 
 ON_GPU = os.environ.get("KVBOOST_EDGE_TEST_GPU") == "1"
@@ -87,7 +87,7 @@ def standing_in() -> Iterator[tuple[Any, StandIn | None]]:
 
 @functools.cache
 def _loaded() -> StandIn:
-    kernels = built(SHIM / "launches.cpp", (f"-DHEAD_DIMS={','.join(map(str, HEAD_DIMS))}",))
+    kernels = built_kernels()
     sources = [CSRC / "binding.cpp", SHIM / "launch_on_cpu.cpp"]
     texts = [
         path.read_bytes() for path in (*sources, *sorted(CSRC.glob("*.h")), CSRC / "params.cuh")
