@@ -92,7 +92,9 @@ def test_bundled_model_needs_no_network(asked):
         Path("owner/name"),
     ],
 )
-def test_what_is_no_hub_id_never_reaches_the_hub(name, asked):
+def test_what_is_no_hub_id_never_reaches_the_hub(name, asked, tmp_path, monkeypatch):
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")  # names such as ../x are paths relative to it
     with pytest.raises(ModelFormatError):
         locate_model(name)
     assert not asked
