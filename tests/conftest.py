@@ -2,6 +2,7 @@
 models.
 """
 
+import faulthandler
 import functools
 import gc
 import ipaddress
@@ -16,6 +17,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from _pytest.faulthandler import fault_handler_stderr_fd_key
 from hypothesis import HealthCheck, settings
 
 from helpers.clocks import REAL_CLOCK
@@ -41,6 +43,34 @@ settings.load_profile("suite")
 LIBRARY_THREADS = ("asyncio_", "tqdm", "ThreadPoolExecutor", "pydevd", "pytest")
 RAY_SERVE_THREAD = "_run_router_event_loop"  # one for the process, with a number before it
 
+# After this time without the end of a test, the stacks of all threads are printed.
+HANG_SECONDS = 600
+REARM_SECONDS = 60
+
+
+class HangTimer:
+    """The timer that prints the stacks. It starts a thread, which takes up to two milliseconds, so
+    it is set again once a minute and not, as by pytest's `faulthandler_timeout`, for each test.
+    """
+
+    def __init__(self):
+        self._set_at = -REARM_SECONDS
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_setup(self, item):
+        if time.monotonic() >= self._set_at + REARM_SECONDS:
+            self._set_at = time.monotonic()
+            file = item.config.stash[fault_handler_stderr_fd_key]
+            faulthandler.dump_traceback_later(HANG_SECONDS, file=file)
+
+    def pytest_sessionfinish(self):
+        faulthandler.cancel_dump_traceback_later()
+
+
+def pytest_configure(config):
+    if config.pluginmanager.has_plugin("faulthandler"):
+        config.pluginmanager.register(HangTimer(), "hang-timer")
+
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection():
@@ -53,11 +83,38 @@ def pytest_collection():
         gc.enable()
 
 
+def _kept(cases, step, first=0):
+    """Return every step-th case and, of a product, for each value that those lack one more case."""
+    values = [{(name, repr(value)) for name, value in one.callspec.params.items()} for one in cases]
+    counts = Counter(value for each in values for value in each)
+    missing = {value for value, count in counts.items() if count > 1}
+    kept = []
+    for index in sorted(range(len(cases)), key=lambda index: index % step != first):
+        if index % step == first or values[index] & missing:
+            kept.append(cases[index])
+            missing -= values[index]
+    return kept
+
+
+def _sample(items):
+    """Mark `full` what a mark `some` leaves out."""
+    cases = {}
+    for item in items:
+        if item.get_closest_marker("some") and not item.get_closest_marker("full"):
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for each in cases.values():
+        kept = set(_kept(each, *each[0].get_closest_marker("some").args))
+        for item in each:
+            if item not in kept:
+                item.add_marker(pytest.mark.full)
+
+
 def pytest_collection_modifyitems(config, items):
     """Workers of `make test` run one test of a name, so there may be no two. They begin with the
     files that take long, so that all end at the same time. `make test-quick`: of each test the
     first case, of the slow ones none.
     """
+    _sample(items)
     names = Counter(item.nodeid for item in items if item.get_closest_marker("alone") is None)
     twice = [name for name, count in names.items() if count > 1]
     if twice:

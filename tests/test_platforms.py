@@ -15,7 +15,11 @@ from helpers.platform_scenarios import OPTIONS, PROMPT, SCENARIOS
 from kvboost_edge import CPUPagedEngine
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the doubles are made on Linux")
-DOUBLES = ("windows", "mac", "sandbox")
+DOUBLES = (
+    "windows",
+    pytest.param("mac", marks=pytest.mark.full),
+    pytest.param("sandbox", marks=pytest.mark.full),
+)
 
 
 @pytest.fixture(scope="module")

@@ -104,7 +104,7 @@ run_in() {
 # test_one DIR CPU LIST
 test_one() {
     run_in "$1" "$2" python3 tests/arm64/describe.py
-    run_in "$1" "$2" python3 -m pytest -q --no-header -p no:cacheprovider -o faulthandler_timeout=0 --durations=5 "@tests/arm64/$3"
+    run_in "$1" "$2" python3 -m pytest -q --no-header -p no:cacheprovider -p no:faulthandler --durations=5 "@tests/arm64/$3"
 }
 
 # test_all DIR RESULT: two processors side by side, then the third; fails if a test failed on one of them.

@@ -98,12 +98,14 @@ def assert_near(got, wanted):
     ],
     ids=lambda value: str(value) if isinstance(value, int) else "",
 )
+@pytest.mark.some(3)
 def test_attention_over_what_the_blocks_decode_to(make, bits, dim, size, params):
     case = small_case(dim, ((1, 30), (5, 100), (3, 540), (20, 20)), dim=dim, size=size)
     backend = filled(make, case, bits)
     assert_near(run(backend, case, case.spans, params), expected(case, case.spans, params, bits))
 
 
+@pytest.mark.some(2)
 def test_any_chunking_gives_the_same_bits(make, name, bits):
     case = small_case(1, ((1, 49), (1, 70), (1, 16)))
     params = AttentionParams(0.3, window=40)

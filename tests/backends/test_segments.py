@@ -208,6 +208,7 @@ def test_a_plain_sequence_keeps_its_bits_beside_a_seamed_one(bits):
     ids=str,
 )
 @pytest.mark.parametrize("new", [1, 20])
+@pytest.mark.some(3)
 def test_quantized_parts_as_the_specification_has_them(bits, cuts, params, new):
     """A segment may end inside a block that is full: what stands behind it there is not attended."""
     case = one_case(7, (new, cuts[-1] + 37))

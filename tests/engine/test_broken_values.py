@@ -130,6 +130,7 @@ def engine(request, tmp_path_factory):
 @pytest.mark.parametrize(
     "bad", [[7, 9, BAD, 31, 8], [*GOOD[:36], BAD, *range(60)], [*range(90, 150), BAD], FAR], ids=len
 )
+@pytest.mark.some(3)
 def test_the_request_ends_alone_and_nothing_of_it_is_published(engine, bad):
     """In its first pass, inside a later one, with its last token, and where windows hide that
     token.
@@ -154,6 +155,7 @@ def test_the_request_ends_alone_and_nothing_of_it_is_published(engine, bad):
         assert (again.output_token_ids, again.cached_tokens) == (expected, len(prompt) // 16 * 16)
 
 
+@pytest.mark.some(2)
 def test_a_token_decoded_beside_it_is_unchanged(engine):
     """The pass holds a decode of one row and the broken prefill."""
     options = {**OPTIONS, "max_new_tokens": 100}

@@ -102,6 +102,7 @@ def test_cold_and_every_prefix_cut(truth, engine):
     assert (baseline.cached_tokens, list(baseline.output_token_ids)) == (0, expected)
 
 
+@pytest.mark.some(2)
 def test_a_batch_with_preemption_and_a_second_turn(any_truth):
     prompts = [random_ids(20, 9) + random_ids(5 + 9 * i, i) for i in range(4)]
     options = {"num_blocks": 8, "max_num_seqs": 3, "max_batch_tokens": 24, **OPTIONS}

@@ -81,6 +81,7 @@ def test_cold_hit_and_branch_are_equal_to_the_bit(model, bits):
 
 
 @pytest.mark.parametrize(("model", "bits"), each_once(FAMILIES, ALL_BITS), indirect=["model"])
+@pytest.mark.some(2)
 def test_what_was_said_before_is_guessed_ahead_and_changes_no_bit(model, bits, tmp_path):
     """The second time the tenant asks, its answer is known; and after a restart the states of that
     are on disk.

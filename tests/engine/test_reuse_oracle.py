@@ -196,6 +196,7 @@ def asked(engine, repair, patch):
     [BARE, SEAMS, BLOCKS, BLEND, QUERY],
     ids=lambda repair: f"{repair.strategy}-{repair.overlap}",
 )
+@pytest.mark.some(3)
 def test_logits_are_those_of_keys_turned_by_hand(engine, oracle, repair, monkeypatch):
     served, ids, seen = asked(engine, repair, monkeypatch)
     assert min(span.delta for span in seen.spans) < 0 < max(span.delta for span in seen.spans)

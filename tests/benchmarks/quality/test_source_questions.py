@@ -40,6 +40,7 @@ def test_questions_have_answers_that_reading_alone_gives(source, answers):
     assert questions(source) == answers
 
 
+@pytest.mark.full
 def test_a_context_has_functions_with_different_names():
     functions = stdlib_functions()
     assert len(functions) >= 300

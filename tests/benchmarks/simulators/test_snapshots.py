@@ -19,6 +19,7 @@ def test_with_room_for_every_state_only_what_was_never_there_is_computed(name):
 
 @pytest.mark.parametrize("small", [False, True])
 @pytest.mark.parametrize("name", TRAFFIC)
+@pytest.mark.some(2)
 def test_states_of_a_few_conversations_are_there_when_they_go_on(name, small):
     """Six conversations and three assistants, 64 states: those of a long answer had filled them
     all.

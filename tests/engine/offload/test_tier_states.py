@@ -200,7 +200,7 @@ class HybridTieredMachine(TieredMachine):
 @pytest.mark.parametrize("machine", [PlainTieredMachine, HybridTieredMachine])
 def test_whatever_happens_every_answer_is_right(machine, scale):
     machine.hits.clear()
-    count = scale(100, 5000)
+    count = scale(50, 5000)
     run_state_machine_as_test(machine, settings=settings(max_examples=count, stateful_step_count=8))
     assert machine.hits["pool"] > count
     assert machine.hits["disk"] > count

@@ -72,6 +72,7 @@ def prompt(seed, length):
 
 
 @pytest.mark.parametrize(("kind", "case"), each_once(ModelKind, CASES))
+@pytest.mark.some(2)
 def test_tokens_are_those_of_the_request_alone(kind, case):
     """In small pools, with drafts of every kind; some requests use no such sampler."""
     options = CASES[case]

@@ -40,6 +40,7 @@ def assert_all_accepted(bench):
 
 @pytest.mark.parametrize("drafts", DRAFT_KINDS)
 @pytest.mark.parametrize("closes_blocks", [False, True])
+@pytest.mark.some(3)
 def test_the_answer_is_the_same_whatever_the_draft_model_says(kind, drafts, closes_blocks):
     for length in (1, 14, 15, 16, 17, 40):
         bench = drafting_bench(kind, drafts)
@@ -107,6 +108,7 @@ def test_a_fully_cached_prompt_is_copied_with_its_drafts():
 
 @pytest.mark.parametrize("drafts", DRAFT_KINDS)
 @pytest.mark.parametrize("seed", range(4))
+@pytest.mark.some(4)
 def test_many_at_once_in_a_pool_that_is_too_small(kind, drafts, seed):
     """Preempted, sharing prefixes, cancelled between, evicted: the tokens stand, and the right draft
     model's are all accepted.

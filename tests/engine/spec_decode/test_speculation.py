@@ -30,6 +30,7 @@ def prompt(seed, length):
 
 @pytest.mark.parametrize("drafts", KINDS)
 @pytest.mark.parametrize("closes_blocks", [False, True])
+@pytest.mark.some(3)
 def test_the_answer_is_the_same_whatever_is_proposed(kind, drafts, closes_blocks):
     for length in (1, 14, 15, 16, 17, 40):
         bench = drafting(kind, [drafts], closes_blocks=closes_blocks)
@@ -54,6 +55,7 @@ def test_right_guesses_save_passes_and_wrong_ones_cost_none(kind):
 
 
 @pytest.mark.parametrize("seed", range(6))
+@pytest.mark.some(3)
 def test_many_at_once_in_a_pool_that_is_too_small(kind, seed):
     """Preempted with drafts under way, sharing prefixes of what was drafted, cancelled between: the
     tokens stand.

@@ -101,6 +101,7 @@ def assert_same_bits(got, expected):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.some(3)
 def test_equals_dense_attention(options, dtype, two_threads):
     case = ragged(1)
     got = attend(case, filled_pool(case, dtype), case.spans, options, two_threads)

@@ -44,19 +44,18 @@ def _check(*words):
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
-# Codes with and without an offset, and codes in two parts. test_every_form.py multiplies with every
-# format.
-SOME = ("int4", "int4-asym", "q6k")
+# Codes in two parts. test_every_form.py multiplies with every format.
+SOME = ("q6k",)
 
 
 @pytest.mark.parametrize(
     "words",
     [
         ("matrices", *SOME),
-        ("models", "int4"),
         pytest.param(
             ("matrices", *(kind for kind in INTEGERS if kind not in SOME)), marks=pytest.mark.full
         ),
+        pytest.param(("models", "int4"), marks=pytest.mark.full),
         pytest.param(("models", "int8"), marks=pytest.mark.full),
     ],
     ids=" ".join,

@@ -206,6 +206,7 @@ def _run(tiles, functions, definitions=""):
 
 
 @pytest.mark.parametrize(("form", "kind", "fine"), pairwise(INSTRUCTIONS, INT_KINDS, (False, True)))
+@pytest.mark.some(3)
 def test_forms_of_the_dot_product(form, kind, fine):
     name, lanes, signed = INSTRUCTIONS[form]
     plain = _run(IntTiles(kind, 1, 2, fine, "plain"), {})
@@ -219,6 +220,7 @@ def test_forms_of_the_dot_product(form, kind, fine):
 @pytest.mark.parametrize(
     ("kind", "fine", "shape"), pairwise(PAIRED_KINDS, (False, True), ((1, 2), (1, 4), (2, 2)))
 )
+@pytest.mark.some(3)
 def test_products_of_row_pairs_and_token_pairs(kind, fine, shape):
     tiles, tokens = shape
     one = IntTiles(kind, tiles, tokens, fine, "i8mm")

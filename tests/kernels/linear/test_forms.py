@@ -96,8 +96,8 @@ def _forms():
 
 # test_every_form.py runs the others in this process, and compares them with the plain one.
 IN_NO_OTHER_FILE = ("avx2", "neon")
-# With and without an offset and a table, in two parts, and of 1, 2, 4, 5, 6 and 8 bits.
-SOME = ("int1-g128", "int2-g64", "int4t", "int4-asym", "int5", "q6k", "int8")
+# With and without an offset and a table, in two parts, and of 1, 2, 4 and 6 bits.
+SOME = ("int1-g128", "int2-g64", "int4t", "int4-asym", "q6k")
 OTHERS = tuple(name for name in INTEGERS if name not in SOME)
 
 

@@ -28,6 +28,7 @@ def _run(tiles, count, panels=1, *, add=False):
 @on_avx2
 @pytest.mark.parametrize("fine", [False, True])
 @pytest.mark.parametrize("kind", INT_KINDS)
+@pytest.mark.some(3)
 def test_tiles_against_one_panel(kind, fine):
     plain = _run(IntTiles(kind, 1, TOKENS[fine], fine, "plain"), 3)
     np.testing.assert_array_equal(_run(UnpackedTiles(kind, TOKENS[fine], fine), 3), plain)
@@ -36,6 +37,7 @@ def test_tiles_against_one_panel(kind, fine):
 @on_avx2
 @pytest.mark.parametrize("fine", [False, True])
 @pytest.mark.parametrize("kind", INT_KINDS)
+@pytest.mark.some(3)
 def test_a_tile_against_more_panels_than_one_unpacking_serves(kind, fine):
     plain = _run(IntTiles(kind, 1, TOKENS[fine], fine, "plain"), 1, 37, add=True)
     unpacked = _run(UnpackedTiles(kind, TOKENS[fine], fine), 1, 37, add=True)

@@ -370,6 +370,7 @@ def test_biased_experts_equal_plain_numpy(tokens):
 
 
 @pytest.mark.parametrize(("kind", "matrix", "how"), pairwise(FORMATS, (0, 1), HOWS))
+@pytest.mark.some(3)
 def test_a_token_is_the_same_in_any_pass_and_on_any_thread(kind, matrix, how):
     layer = _layer(kind, **HOWS[how])
     x, logits, before = _data(layer, 150)

@@ -53,6 +53,7 @@ def attend(name, case, bits, params, threads=1):
     ("dim", "size", "per_group"),
     [(16, 16, 1), (24, 32, 4), (64, 16, 2), (80, 64, 4), (128, 16, 4), (256, 48, 2)],
 )
+@pytest.mark.some(3)
 def test_equal_to_the_specification(dim, size, per_group, bits):
     case = some_case(0, dim, size, per_group)
     params = OPTIONS[(dim // 8 + bits[0] + bits[1] // 4) % 3]._replace(softmax_scale=dim**-0.5)
@@ -114,6 +115,7 @@ def test_large_biases_of_keys_cost_no_accuracy():
     assert np.linalg.norm(got - plain) <= 0.02 * np.linalg.norm(plain)
 
 
+@pytest.mark.full
 def test_without_512_bit_vectors_and_vnni_the_bits_are_the_same():
     """The plain form is the one furthest from the others; test_dot.py has the sums of all."""
     without = ("avx512", "avx10", "evex512", "amx", "avxvnni", "dotprod", "i8mm")

@@ -84,6 +84,7 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("name", ["llama", "qwen2"])
+@pytest.mark.some(3)
 def test_logits_are_the_same_in_any_pass_and_near_the_floats(name, case, tmp_path):
     """With a bias and without; prompts at once and in pieces. The floats are those of the package,
     see test_blocks.

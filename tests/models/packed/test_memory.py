@@ -205,6 +205,7 @@ def _mixture(kind, directory):
 
 
 @pytest.mark.parametrize("kind", ["F32", "Q4_0", "MXFP4"])
+@pytest.mark.some(3)
 def test_a_tensor_of_all_experts_is_never_held_whole(kind, tmp_path):
     """Packing reads one expert's rows at a time: beside the file it takes what `doctor` says, which
     is less than two threads would that hold 4 bits and a code of each weight.

@@ -69,6 +69,7 @@ _ROUTERS = (
     ("family", "weights"),
     each_once([*FAMILIES, *LIMITS, *MIXTURES], ["int8", "int4", "int4-asym"]),
 )
+@pytest.mark.some(3)
 def test_logits_are_near_float64_with_the_same_weights(family, weights, tmp_path):
     overrides = OVERRIDES.get(family, {})
     save_tiny_model(family, tmp_path, **overrides)

@@ -74,6 +74,7 @@ def same(actual, expected):
 
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("ahead", [1, 3, 40])
+@pytest.mark.some(4)
 def test_the_parent_goes_elsewhere_first(model, cut, ahead):
     driver = model.driver()
     parent, child = fork_at(driver, cut)

@@ -164,6 +164,7 @@ def test_any_pass_size(case, scale):
         assert equal(bench.logits(LONG), case.cold), f"passes of {budget} tokens"
 
 
+@pytest.mark.some(3)
 def test_a_prefix_from_the_pool(case, scale):
     """Once in the first pass behind it, and once more with all but the last tokens cached. In `make
     test` each model with one of two prefixes, every second one with the same.
@@ -179,6 +180,7 @@ def test_a_prefix_from_the_pool(case, scale):
             assert equal(np.concatenate(rows), case.cold[start:]), f"cut {cut}"
 
 
+@pytest.mark.some(3, 1)
 def test_a_batch_that_shares_its_first_tokens(case, scale):
     number = scale(2, 4)
     prompts = [[*LONG[:1100], index, index + 1, index + 2] for index in range(number)]
@@ -194,6 +196,7 @@ def test_a_batch_that_shares_its_first_tokens(case, scale):
     assert sum(handle.result(0).cached_tokens for handle in handles) == (number - 1) * shared
 
 
+@pytest.mark.some(3, 2)
 def test_decoding_into_a_new_partition(case):
     """KV that decoding made, one token at a time on both sides of a partition's end, equals what
     one pass makes.

@@ -391,6 +391,7 @@ def test_a_model_whose_heads_are_padded_says_so(tmp_path):
 
 @pytest.mark.parametrize("bits", [(16, 16), (8, 8)], ids=str)
 @pytest.mark.parametrize("name", [name for name in ONE_LAYER if name not in ELSEWHERE])
+@pytest.mark.some(3)
 def test_what_tokens_attend_to_is_what_transformers_gives(name, bits, tmp_path):
     """Without reuse, as the first layer's keys are the same there."""
     hand = Hand(model(name, tmp_path), bits)

@@ -72,6 +72,7 @@ def _logits(directory, backend_type, threads, bits, kind=NativeRunner):
 
 @pytest.mark.parametrize("bits", [(16, 16), (8, 8), (4, 4), (8, 4)])
 @pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.some(3)
 def test_same_bits_as_layer_by_layer(model_dir, threads, bits):
     whole = _logits(model_dir, CPUBackend, threads, bits)
     apart = _logits(model_dir, LayerByLayer, 1, bits)
@@ -81,6 +82,7 @@ def test_same_bits_as_layer_by_layer(model_dir, threads, bits):
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.002])
+@pytest.mark.some(3)
 def test_same_bits_in_calls_of_a_few_layers(model_dir, monkeypatch, seconds):
     monkeypatch.setattr("kvboost_edge.runners.native.runner._CALL_SECONDS", seconds)
     whole = _logits(model_dir, CPUBackend, 2, (8, 8))

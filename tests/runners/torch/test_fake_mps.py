@@ -90,6 +90,7 @@ NOT_ON_THE_DOUBLE = (
         if name not in NOT_ON_THE_DOUBLE
     ],
 )
+@pytest.mark.some(3)
 def test_a_whole_pass_calls_what_an_apple_gpu_has(family):
     recorded.clear()
     logits = passed(on_device(family))

@@ -104,6 +104,7 @@ def test_chunked_prefill(family, chunk):
     )
 
 
+@pytest.mark.some(3)
 def test_ragged_batch(family):
     driver = family.driver()
     sequences = [driver.open(prompt) for prompt in family.prompts]

@@ -70,6 +70,7 @@ def passes(model):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.some(2)
 def test_logits_are_those_of_eager_attention(family, tier):
     model = tiny(family, tier)
     model.set_attn_implementation("eager")

@@ -23,7 +23,8 @@ from kvboost_edge.serve_ray.routing.cache_records import KEY_BYTES, NOTHING_KNOW
 from kvboost_edge.serve_ray.routing.event_journal import Journal
 from kvboost_edge.serve_ray.routing.residency import Level, Residency
 
-QUICK = os.environ.get("KVBOOST_EDGE_TEST_QUICK") == "1"
+LONG, QUICK = (os.environ.get(f"KVBOOST_EDGE_TEST_{name}") == "1" for name in ("LONG", "QUICK"))
+NUM_EXAMPLES = 400 if LONG else 60 if QUICK else 150
 SECONDS = 10.0
 slots = st.integers(0, 2)
 key_sets = st.sets(st.integers(0, 15), max_size=6)
@@ -150,7 +151,7 @@ class Replicas(RuleBasedStateMachine):
 def test_beliefs_follow_whatever_comes():
     run_state_machine_as_test(
         Replicas,
-        settings=settings(max_examples=60 if QUICK else 400, stateful_step_count=30, deadline=None),
+        settings=settings(max_examples=NUM_EXAMPLES, stateful_step_count=30, deadline=None),
     )
 
 

@@ -109,6 +109,7 @@ async def test_each_api_has_a_field_for_the_budget(monkeypatch, place, name):
 
 
 @pytest.mark.parametrize(("path", "field"), [one for one in FIELDS if one[0] not in (MESSAGES,)])
+@pytest.mark.some(2)
 async def test_zero_ends_it_at_once_and_minus_one_sets_no_limit(monkeypatch, path, field):
     async with serving(monkeypatch, "opened") as app:
         api = APIS[path]

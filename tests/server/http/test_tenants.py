@@ -82,6 +82,7 @@ def test_requests_and_responses_of_another_key_are_as_if_they_never_were(keys):
 @pytest.mark.parametrize(
     "path", [path for path in ASKED if "hello" in json.dumps(ASKED[path]("hello"))]
 )
+@pytest.mark.some(2)
 def test_nothing_of_an_answer_tells_what_another_key_asked(keys, path):
     """The second tenant's answer to what the first has asked, its counts and its cause, is as to
     what nobody has.
@@ -119,6 +120,7 @@ def cached_in(answer, place=""):
 @pytest.mark.parametrize(
     "path", [*ASKED, *(path for path, _ in READ if path not in OPEN and "/static/" not in path)]
 )
+@pytest.mark.some(3)
 def test_without_a_right_key_each_api_says_so_in_its_own_shape(keyed_server, path):
     """Before anything of the body is looked at, and whether there is such a method or not."""
     wrong = ({}, {"x-api-key": "wrong"}, {"authorization": "Basic x"}, {"x-api-key": ""})

@@ -73,6 +73,7 @@ def test_several_calls_are_taken_where_they_may_be(name, markers):
 
 @EACH
 @EITHER
+@pytest.mark.some(3)
 def test_what_is_no_call_of_a_tool_is_not_taken(name, markers):
     words = vocabulary(markers)
     wrong = [
@@ -161,6 +162,7 @@ def test_reasoning_stands_in_front(name, markers):
 @pytest.mark.parametrize(
     ("name", "markers", "reasoning"), pairwise(CALLING, (False, True), ("closed", "possible"))
 )
+@pytest.mark.some(3)
 def test_noise_under_a_grammar_parses_into_calls_that_fit(name, markers, reasoning):
     format = format_of(name)
     words = vocabulary(markers)

@@ -411,6 +411,6 @@ def test_every_call_of_a_reader_fails_in_turn(name, lasting, scale):
         shutil.rmtree(directory)
         return files.calls - begun
 
-    step = scale(240, len(FAULTS))  # different faults begin at different calls
+    step = scale(480, len(FAULTS))  # different faults begin at different calls
     for at in range(sorted(FAULTS).index(name) % step, played(), step):
         played(at)

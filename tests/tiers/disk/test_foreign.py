@@ -80,6 +80,7 @@ NAMES = (
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.some(3)
 def test_whatever_stands_in_a_files_place_is_not_followed_and_stops_nothing(root, kind, name):
     secret = root.parents[1] / "secret"
     put(space_dir(root) / name, kind, secret)

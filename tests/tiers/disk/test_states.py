@@ -153,7 +153,7 @@ def test_the_oldest_block_of_a_chain_is_not_given_up_for_its_others():
 
 @pytest.mark.slow
 def test_a_tier_may_lose_and_never_lies(scale):
-    count = scale(250, 10_000)
+    count = scale(120, 10_000)
     run_state_machine_as_test(
         DiskMachine, settings=settings(max_examples=count, stateful_step_count=8)
     )

@@ -55,6 +55,7 @@ ONE_OF_EACH = ["conv: of more than a unit", "delta: shared keys", "ssd: groups"]
 
 @pytest.mark.parametrize("name", MIXERS)
 @pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.some(2)
 def test_results_and_the_state_have_the_bits_of_the_specification(name, length):
     mixer = MIXERS[name]
     rows = MIXERS[name].rows(length)
@@ -69,6 +70,7 @@ def test_results_and_the_state_have_the_bits_of_the_specification(name, length):
 
 
 @pytest.mark.parametrize("name", MIXERS)
+@pytest.mark.some(3)
 def test_rounding_stays_small_over_a_long_text(name):
     mixer = MIXERS[name]
     rows = MIXERS[name].rows(300, 1)

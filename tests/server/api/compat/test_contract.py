@@ -71,6 +71,7 @@ def possible(form, path, saying):
 
 @pytest.mark.parametrize(("form", "path"), pairs(APIS), indirect=["form"])
 @pytest.mark.parametrize("saying", SAYINGS)
+@pytest.mark.some(3)
 async def test_a_whole_answer_and_a_stream_say_what_the_model_said(
     app, speaker, form, path, saying
 ):
@@ -205,6 +206,7 @@ LARGE_AT_LAST = {
     ("path", "large"),
     each_once(APIS, [(LARGE, '{"p1":"'), (LARGE_AT_LAST, '{"a":"x","b":{"p1":"')]),
 )
+@pytest.mark.some(3)
 async def test_a_grammar_that_grows_too_large_is_an_error_of_its_request(app, speaker, path, large):
     """400 before the first byte, else the same error as an event."""
     api = APIS[path]
@@ -320,6 +322,7 @@ async def test_a_required_call_fits_its_schema_whatever_the_model_wants(
 
 @pytest.mark.parametrize(("form", "path"), pairs(CALLING), indirect=["form"])
 @pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.some(3)
 async def test_results_sent_back_find_what_was_written_in_the_cache(
     app, speaker, form, path, streams
 ):
@@ -353,6 +356,7 @@ FENCED = f"```json\n{json.dumps(json.loads(BARE), indent=2, ensure_ascii=False)}
 
 @pytest.mark.parametrize(("form", "path"), pairs(CALLING, ("hermes", "words")), indirect=["form"])
 @pytest.mark.parametrize("text", [BARE, FENCED], ids=["bare", "fenced"])
+@pytest.mark.some(2)
 async def test_a_call_without_its_markers_is_a_call(app, speaker, form, path, text):
     """As small models write it; its tokens are kept, so the next turn finds them in the cache."""
     api = APIS[path]

@@ -255,6 +255,7 @@ def greedy(engine, **options):
         for row in REASONING
     ],
 )
+@pytest.mark.some(2)
 def test_reasoning_is_cut_at_exactly_n_tokens(clients, how, fields, budget):
     engine = clients.engine
     message = fields.get("reasoning_budget_message")

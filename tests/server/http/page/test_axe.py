@@ -80,6 +80,7 @@ def test_a_chat_has_no_findings(page):
 
 
 @looks(2)
+@pytest.mark.full
 def test_a_choice_of_models_has_no_findings(page):
     models = [
         {"id": name, "state": state}
@@ -170,6 +171,7 @@ def test_the_live_view_has_no_findings(page):
 
 
 @looks(5)
+@pytest.mark.full
 def test_a_live_view_without_an_answer_has_no_findings(page):
     page.visit.expected_failures = ("503",)
     page.route("**/v1/blocks", lambda route: route.fulfill(status=503, json={}))

@@ -123,6 +123,7 @@ def test_a_deleted_chat_does_not_come_back_with_its_answer(stand_in):
     assert kept(chat).keys() == {"Another"}
 
 
+@pytest.mark.full
 def test_a_call_still_asks_for_its_result_after_a_reload(stand_in):
     chat = stand_in()
     chat.begin("Weather?")
@@ -139,6 +140,7 @@ def test_a_call_still_asks_for_its_result_after_a_reload(stand_in):
     expect(chat.locator(".answer-body").last).to_have_text("Take an umbrella.")
 
 
+@pytest.mark.full
 def test_editing_the_only_message_leaves_no_chat(stand_in):
     chat = stand_in()
     say(chat, "Apples", "Red", 1)
@@ -147,6 +149,7 @@ def test_editing_the_only_message_leaves_no_chat(stand_in):
     assert options(chat) == ["New chat"]
 
 
+@pytest.mark.full
 def test_a_chat_of_another_tab_is_listed(stand_in):
     chat = stand_in()
     other = chat.page.context.new_page()
@@ -169,6 +172,7 @@ def test_what_is_no_chat_is_left_out(stand_in):
     assert options(chat) == ["New chat"]
 
 
+@pytest.mark.full
 def test_a_full_storage_evicts_the_oldest_chats_and_says_when_that_is_not_enough(stand_in):
     chat = stand_in()
     # Chromium keeps 5 MiB of text for a site; text of another key leaves room for two of the chats.

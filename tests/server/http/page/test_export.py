@@ -86,6 +86,7 @@ def test_json_has_the_messages_as_the_server_takes_them(page):
     ChatRequest.model_validate({"messages": chat["messages"], **chat["settings"]})
 
 
+@pytest.mark.full
 def test_a_chat_kept_by_an_older_page_is_exported(page):
     step = {"reasoning": "", "answer": "Yes", "calls": [], "state": "done", "finish": "stop"}
     turns = [{"question": "</script> ?", "steps": [step]}, {"question": "Lost", "steps": []}]

@@ -353,6 +353,7 @@ def test_it_does_not_ask_while_nobody_can_see_it(visiting, live_server):
 
 
 @pytest.mark.parametrize("width", [320, pytest.param(390, marks=pytest.mark.full)])
+@pytest.mark.full
 def test_a_phone_shows_one_view_at_a_time_without_scrolling_sideways(
     visiting, live_server, answering, width
 ):
@@ -401,6 +402,7 @@ def test_the_skip_link_leads_to_the_message_field_from_any_view(visiting, live_s
         page.expects("#prompt").to_be_focused()
 
 
+@pytest.mark.full
 def test_the_colours_follow_the_system_until_chosen(visiting, live_server):
     visit = visiting(live_server.base_url, color_scheme="dark")
     ground = "getComputedStyle(document.body).backgroundColor"

@@ -131,6 +131,7 @@ def test_a_model_is_loaded_from_the_choice_with_its_progress(several):
     page.expects("#model-remark").to_be_empty()
 
 
+@pytest.mark.full
 def test_a_list_that_could_not_be_read_is_read_again(stand_in):
     page = stand_in()
     page.visit.expected_failures = ("503",)
@@ -143,6 +144,7 @@ def test_a_list_that_could_not_be_read_is_read_again(stand_in):
     page.shows("#model", SMALL)
 
 
+@pytest.mark.full
 def test_one_model_that_was_unloaded_is_loaded_again(stand_in):
     answer = {"data": [model(SMALL, "not_loaded")]}
     page = stand_in(prepare=lambda visit: visit.serve("**/v1/models", answer))
@@ -184,6 +186,7 @@ def test_the_live_view_is_that_of_the_chosen_model(several):
     page.expects("#count-free").not_to_have_text("–")
 
 
+@pytest.mark.full
 def test_rows_of_requests_name_their_model_where_there_are_several(several):
     page = several.page
     long = "n" * 300
@@ -215,6 +218,7 @@ def test_rows_of_requests_name_their_model_where_there_are_several(several):
     expect(page.locator(".prompt-row").first).not_to_have_accessible_name(re.compile("model"))
 
 
+@pytest.mark.full
 def test_the_choice_fits_a_phone_and_is_made_by_keys(stand_in):
     made = Several(stand_in, viewport={"width": 320, "height": 640})
     made.tells(model(SMALL), model("n" * 90, "not_loaded", "w" * 200))

@@ -215,6 +215,7 @@ def test_the_pieces_of_a_stream_are_put_together(page):
     expect(page.locator("#pull-view")).to_contain_text("50.0 MB of 100 MB")
 
 
+@pytest.mark.full
 def test_speed_and_time_left_of_a_download(modules):
     body = """
       const pull = it.newPull('m');
@@ -314,6 +315,7 @@ def test_where_models_cannot_be_changed_the_page_says_why(page):
         expect(page.row("b").get_by_role("button", name="Load")).to_be_visible()
 
 
+@pytest.mark.full
 def test_one_fixed_model_is_shown(visit):
     visit.click("nav [data-view=models]")
     row = visit.locator(".model-row")
@@ -336,6 +338,7 @@ def test_a_key_is_asked_for(visiting, keyed_server):
     visit.expects("#models-memory").to_be_empty()  # an admin's
 
 
+@pytest.mark.full
 def test_long_names_fit_a_phone(visiting, live_server):
     page = ModelsPage(visiting, live_server, viewport={"width": 320, "height": 640})
     long = model("n" * 200, "not_loaded", failure="w" * 300, file_bytes=1)

@@ -94,6 +94,7 @@ def test_arrows_choose_and_enter_runs(page):
     assert active(page) == first
 
 
+@pytest.mark.full
 def test_no_command_matches(page):
     opened(page).fill("zzz")
     page.shows("#palette-count", "No command matches.")
@@ -106,6 +107,7 @@ def test_no_command_matches(page):
     assert active(page) == ["New chat"]
 
 
+@pytest.mark.full
 def test_the_mouse_works_too(page):
     page.button("Commands").click()
     page.get_by_role("option", name=re.compile("Show.*settings")).click()
@@ -178,6 +180,7 @@ def test_the_help_lists_the_shortcuts(page):
     expect(help).to_be_visible()
 
 
+@pytest.mark.full
 def test_the_palette_fits_a_phone(stand_in):
     page = stand_in(viewport={"width": 320, "height": 480})
     page.serve("**/v1/models", {"data": [{"id": "a"}, {"id": "n" * 300}]})

@@ -90,6 +90,7 @@ def test_an_own_preset_is_kept_in_the_browser(page):
     assert page.evaluate("window.hacked") is None
 
 
+@pytest.mark.full
 def test_a_preset_without_a_system_prompt_keeps_the_present_one(page):
     store(page, "Short", max_tokens="5")
     page.fill("#system", "Be kind.")
@@ -148,6 +149,7 @@ def test_damaged_presets_are_left_out(modules):
         assert modules.module("presets", read, text) == []
 
 
+@pytest.mark.full
 def test_presets_of_another_tab_are_listed(page):
     other = page.page.context.new_page()
     other.goto(page.origin)
@@ -157,6 +159,7 @@ def test_presets_of_another_tab_are_listed(page):
     expect(page.locator("#preset optgroup[label=Yours] option")).to_have_text(["From afar"])
 
 
+@pytest.mark.full
 def test_without_storage_presets_still_fill_the_settings(page):
     page.evaluate(
         "window.storage = Object.getOwnPropertyDescriptor(window, 'localStorage');"

@@ -97,6 +97,7 @@ def test_a_prompt_that_was_read_at_once_has_no_bar(asked):
     assert [text for text in asked.evaluate("window.heard") if "reading" in text] == []
 
 
+@pytest.mark.full
 def test_it_is_said_at_first_and_then_every_ten_seconds(timed):
     for number in range(30):  # one each half second
         timed.reading(**HALF | {"processed": 2000 + 200 * number})
@@ -151,6 +152,7 @@ def test_the_server_s_own_progress(visit, demo_engine):
     expect(visit.get_by_role("progressbar")).to_have_count(0)
 
 
+@pytest.mark.full
 def test_the_bar_fits_a_phone(stand_in):
     page = stand_in(viewport={"width": 320, "height": 640})
     page.begin("Hello")

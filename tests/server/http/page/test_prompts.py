@@ -254,6 +254,7 @@ def test_the_keyboard_alone_finds_the_miss_and_what_changed(listed):
         pytest.param((320, 640), "light", marks=pytest.mark.full),
     ],
 )
+@pytest.mark.full
 def test_nothing_is_cut_off_on_any_screen(listed, scheme, size):
     page = listed(viewport={"width": size[0], "height": size[1]}, color_scheme=scheme)
     long = (
@@ -292,6 +293,7 @@ def shown(page, **told):
     page.locator("#why-req-4:not([aria-busy]) .facts").wait_for()
 
 
+@pytest.mark.full
 def test_only_texts_that_differ_stand_side_by_side(listed):
     page = listed()
     for told, captions, said in (
@@ -315,6 +317,7 @@ def test_only_texts_that_differ_stand_side_by_side(listed):
         assert said is None or page.locator("#why-req-4 .prompt-said").inner_text() == said
 
 
+@pytest.mark.full
 def test_only_a_request_with_a_difference_has_a_position(listed):
     page = listed()
     for cause, has_position in (

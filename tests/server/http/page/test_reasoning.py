@@ -75,6 +75,7 @@ def test_an_answer_is_sent_back_with_its_thoughts_and_copied_without(stand_in):
     page.end("stop")
 
 
+@pytest.mark.full
 def test_thoughts_that_led_to_nothing_are_shown_but_not_sent_again(stand_in):
     page = stand_in()
     page.begin("2 + 2?")

@@ -62,6 +62,7 @@ def test_arguments_are_copied_as_they_are_laid_out(weather):
     assert json.loads(weather.evaluate("navigator.clipboard.readText()")) == json.loads(ARGUMENTS)
 
 
+@pytest.mark.full
 def test_long_names_and_texts_fit_a_phone(stand_in):
     page = stand_in(viewport={"width": 320, "height": 640})
     page.begin("Weather?")
@@ -158,6 +159,7 @@ def test_a_call_without_a_result_is_not_sent_again(weather):
 
 
 @pytest.mark.parametrize("how", ["length", "stopped"])
+@pytest.mark.full
 def test_a_call_that_was_cut_waits_for_nothing(stand_in, how):
     page = stand_in()
     page.begin("Weather?")
@@ -180,6 +182,7 @@ def test_a_call_that_was_cut_waits_for_nothing(stand_in, how):
     page.end("stop")
 
 
+@pytest.mark.full
 def test_another_answer_keeps_the_results_before_it(weather):
     weather.get_by_label("Result of get_weather").fill("rain")
     weather.keyboard.press("Enter")
@@ -198,6 +201,7 @@ def test_another_answer_keeps_the_results_before_it(weather):
     expect(weather.locator(".answer-body").last).to_have_text("Wet!")
 
 
+@pytest.mark.full
 def test_a_call_can_be_asked_for_anew_and_the_question_edited(weather):
     weather.button("Regenerate").click()
     assert weather.asked(2)["messages"] == [QUESTION]
