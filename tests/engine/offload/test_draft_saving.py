@@ -18,6 +18,7 @@ from helpers.random_ids import random_ids
 from helpers.server.live_servers import wait_until
 from helpers.tiers.redis_servers import running_redis
 from kvboost_edge import CPUPagedEngine
+from kvboost_edge.engine.spec_decode.drafting import Drafter
 from kvboost_edge.kvcache.hashing import BlockAddress, prefix_hashes
 from kvboost_edge.tiers.disk.tier import DiskTier
 from kvboost_edge.tiers.record import header_bytes
@@ -354,8 +355,10 @@ def test_a_redis_server_has_both():
         three.close()
 
 
-def test_a_restarted_engine_restores_both(tmp_path):
+def test_a_restarted_engine_restores_both(tmp_path, monkeypatch):
     """The engine's KV is quantized. The draft model's never is."""
+    # By the times of a busy machine, the drafts of prompt lookup may look better at any step.
+    monkeypatch.setattr(Drafter, "propose", lambda self, token_ids, most: None)
     for name, layers in (("target", 2), ("draft", 1)):
         (tmp_path / name).mkdir()
         save_tiny_checkpoint("llama", tmp_path / name, num_hidden_layers=layers)
