@@ -69,13 +69,16 @@ def make_sampler(
     Args:
         suppressed: token ids that are never drawn, even with a positive logit bias. They still
             count in log probabilities.
-        stop_ids: token ids that are not drawn before `min_tokens`.
+        stop_ids: token ids that end the output. They are not drawn before `min_tokens`.
         words: the request's bad words and sequence breakers in tokens.
     """
     penalties = _make_penalties(params, words)
     in_chain = params.samples and params.samplers is not None and not params.mirostat
     adjust = _make_adjust(params, {} if in_chain else penalties, suppressed, stop_ids, words)
-    chain = make_chain(params, seed, penalties if in_chain else {}) if params.samples else None
+    chain = None
+    if params.samples:
+        adjusts = penalties if in_chain else {}
+        chain = make_chain(params, seed, adjusts, stop_ids=stop_ids, texts=words.texts)
 
     def most_likely(
         logits: Floats, token_ids: Sequence[int], num_prompt: int, largest: int | None = None
@@ -111,6 +114,7 @@ def sampling_distribution(
     params: SamplingParams,
     *,
     seed: int = 0,
+    stop_ids: Collection[int] = (),
     words: RequestWords = NO_WORDS,
 ) -> npt.NDArray[np.float64]:
     """Return the distribution that the next token is drawn from, as float64 [vocab_size].
@@ -120,11 +124,12 @@ def sampling_distribution(
     """
     penalties = _make_penalties(params, words)
     in_chain = params.samples and params.samplers is not None and not params.mirostat
-    adjust = _make_adjust(params, {} if in_chain else penalties, words=words)
+    adjust = _make_adjust(params, {} if in_chain else penalties, stop_ids=stop_ids, words=words)
     adjusted = adjust(logits, token_ids, num_prompt)
     if not params.samples:
         return _softmax(adjusted.astype(np.float64))
-    chain = make_chain(params, seed, penalties if in_chain else {})
+    adjusts = penalties if in_chain else {}
+    chain = make_chain(params, seed, adjusts, stop_ids=stop_ids, texts=words.texts)
     ids, probs = (
         _filtered(adjusted, params) if chain is None else chain(adjusted, token_ids, num_prompt)
     )

@@ -136,6 +136,20 @@ FAULTS = (
         *_SAMPLING,
     ),
     fault(
+        "infill merges into the shorter token",
+        "engine/samplers/chain.py",
+        "(long, short) if found[long] > found[short] else (short, long)",
+        "(short, long)",
+        "tests/engine/samplers/test_chain.py",
+    ),
+    fault(
+        "infill ends a text only where its end is among the candidates",
+        "engine/samplers/chain.py",
+        "        if not num_texts:\n            _end(left, ends)\n            return\n",
+        "        if not num_texts:\n            return\n",
+        "tests/engine/samplers/test_chain.py",
+    ),
+    fault(
         "cancel is not heard",
         "engine/core.py",
         'reason="cancelled")',

@@ -7,6 +7,7 @@ from faults.fault import fault
 _COMPAT = "tests/server/api/compat"
 _CONTRACT = f"{_COMPAT}/test_contract.py"
 _LLAMA_CPP = f"{_COMPAT}/test_llama_cpp.py"
+_INFILL = f"{_COMPAT}/test_infill.py"
 _ANTHROPIC = f"{_COMPAT}/test_anthropic.py"
 _MARKED = f"{_COMPAT}/test_anthropic_cache.py"
 _RESPONSES = f"{_COMPAT}/test_responses.py"
@@ -326,11 +327,37 @@ _OTHERS = (
     fault(
         "infill has the suffix in front",
         "server/api/compat/llama_cpp/translate.py",
-        "        *filter(None, (prefix,)),\n        [between],\n        *filter(None, "
-        "(body.input_suffix,)),\n",
-        "        *filter(None, (body.input_suffix,)),\n        [between],\n        *filter(None, "
-        "(prefix,)),\n",
+        '[[before], body.input_prefix + (body.prompt or ""), [between], body.input_suffix]',
+        '[[before], body.input_suffix, [between], body.input_prefix + (body.prompt or "")]',
         f"{_LLAMA_CPP}::test_infill_is_prefix_suffix_and_middle",
+    ),
+    fault(
+        "the first text before an infill stays, and the last one is left out",
+        "server/api/compat/llama_cpp/translate.py",
+        "reversed(self._extra)",
+        "self._extra",
+        f"{_INFILL}::test_texts_that_do_not_fit_are_left_out",
+    ),
+    fault(
+        "the room for other texts shrinks with each letter",
+        "server/api/compat/llama_cpp/translate.py",
+        "max(len(local), min(_LOCAL, context // 2))",
+        "len(local)",
+        f"{_INFILL}::test_texts_that_do_not_fit_are_left_out",
+    ),
+    fault(
+        "special tokens in files are special in an infill",
+        "server/api/compat/llama_cpp/translate.py",
+        'tokenizer.encode_framed("", piece, "")',
+        "tokenizer.encode(piece, False)",
+        f"{_INFILL}::test_special_tokens_in_files_are_text",
+    ),
+    fault(
+        "a token of another file goes on",
+        "server/api/compat/llama_cpp/translate.py",
+        "None if body.ignore_eos else stop_ids",
+        "None",
+        f"{_INFILL}::test_a_token_of_the_layout_ends_the_answer",
     ),
     # Errors.
     fault(

@@ -34,6 +34,20 @@ FAULTS = (
         "tests/text/test_tokenizer_bounds.py",
     ),
     fault(
+        "an empty line has any indentation",
+        "text/line_limits.py",
+        "                if self._indent < self._min_indent:",
+        '                if char != "\\n" and self._indent < self._min_indent:',
+        "tests/text/test_line_limits.py",
+    ),
+    fault(
+        "the time limit ends a text in a line",
+        "text/line_limits.py",
+        'is_late and "\\n" in text',
+        "is_late",
+        "tests/text/test_line_limits.py",
+    ),
+    fault(
         "half a character is shown",
         "text/detokenizer.py",
         'codecs.utf_8_decode(data, "replace", False)',

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvboost_edge.config import GenerationMode
 from kvboost_edge.engine.request.requested_grammar import Grammar
-from kvboost_edge.engine.request.sampler_order import DEFAULT_ORDER, read_samplers
+from kvboost_edge.engine.request.sampler_order import DEFAULT_ORDER, SAMPLERS, read_samplers
 from kvboost_edge.engine.request.terms import Terms
 from kvboost_edge.engine.request.words import NO_WORDS, RequestWords
 from kvboost_edge.errors import RequestError
@@ -162,7 +162,7 @@ class SamplingParams:
     )
     samplers: tuple[str, ...] | None = option(
         None,
-        f"Order of the samplers, of {', '.join(DEFAULT_ORDER)}. Those left out do not run. May "
+        f"Order of the samplers, of {', '.join(SAMPLERS)}. Those left out do not run. May "
         "also be a string of names separated by ; or of llama.cpp's letters",
         unset=",".join(DEFAULT_ORDER),
     )
@@ -294,6 +294,24 @@ class SamplingParams:
         low=0,
         high=2**24,
     )
+    min_indent: int = option(
+        0,
+        "Minimum indentation of the lines after the first one. The output ends before the first "
+        "character of a line with less, also of an empty line. 0 sets no minimum",
+        int,
+        unit="spaces and tabs",
+        low=0,
+        high=2**16,
+    )
+    max_decode_ms: int | None = option(
+        None,
+        "Time from the first token after which the next line break ends the output",
+        int,
+        unit="ms",
+        low=1,
+        high=2**31,
+        unset="no limit",
+    )
     json_schema: Mapping[str, Any] | str | bool | None = option(
         None,
         "JSON schema that the output must match, as a dict or JSON text. Only one of "
@@ -406,13 +424,18 @@ class SamplingParams:
         """True if DRY penalizes repetitions."""
         return self.dry_multiplier > 0 and self.dry_penalty_last_n != 0 and self._has("dry")
 
+    @property
+    def uses_infill(self) -> bool:
+        """True if the sampler infill runs."""
+        return self.samples and not self.mirostat and "infill" in (self.samplers or ())
+
     def _has(self, sampler: str) -> bool:
         return self.samplers is None or bool(self.mirostat) or sampler in self.samplers
 
     @property
     def reads_vocabulary(self) -> bool:
         """True if words must be looked up in the vocabulary, which may take a while."""
-        return self.uses_dry or bool(self.bad_words)
+        return self.uses_dry or self.uses_infill or bool(self.bad_words)
 
     @property
     def fits(self) -> bool:

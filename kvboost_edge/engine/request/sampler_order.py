@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from kvboost_edge.errors import RequestError
 
-__all__ = ["DEFAULT_ORDER", "SAMPLER_LETTERS", "SAMPLER_SPELLINGS", "read_samplers"]
+__all__ = ["DEFAULT_ORDER", "SAMPLERS", "SAMPLER_LETTERS", "SAMPLER_SPELLINGS", "read_samplers"]
 
 _MAX_SAMPLERS = 32
 
@@ -22,6 +22,9 @@ DEFAULT_ORDER = (
     "xtc",
 )
 """Names of the samplers in their usual order."""
+
+SAMPLERS = (*DEFAULT_ORDER, "infill")
+"""Names of all samplers. Those outside the usual order run only if a request names them."""
 
 SAMPLER_SPELLINGS = {
     "typical_p": "typ_p",
@@ -45,6 +48,7 @@ SAMPLER_LETTERS = {
     "p": "top_p",
     "m": "min_p",
     "x": "xtc",
+    "i": "infill",
 }
 """Letters of llama.cpp's option --sampler-seq."""
 
@@ -64,9 +68,9 @@ def read_samplers(names: object) -> tuple[str, ...]:
         if len(found) == _MAX_SAMPLERS:
             raise RequestError(f"samplers holds more than {_MAX_SAMPLERS} names; leave some out")
         known = SAMPLER_SPELLINGS.get(name, name) if isinstance(name, str) else ""
-        if known not in DEFAULT_ORDER:
+        if known not in SAMPLERS:
             raise RequestError(
-                f"samplers holds {str(name)[:64]!r}, which is not one of {', '.join(DEFAULT_ORDER)}"
+                f"samplers holds {str(name)[:64]!r}, which is not one of {', '.join(SAMPLERS)}"
             )
         found.append(known)
     return tuple(found)
@@ -75,6 +79,6 @@ def read_samplers(names: object) -> tuple[str, ...]:
 def _split_samplers(text: str) -> list[str]:
     """Split names separated by semicolons, or a string of llama.cpp's letters."""
     names = [name.strip() for name in text.split(";") if name.strip()]
-    if len(names) == 1 and not {names[0]} & {*DEFAULT_ORDER, *SAMPLER_SPELLINGS}:
+    if len(names) == 1 and not {names[0]} & {*SAMPLERS, *SAMPLER_SPELLINGS}:
         return [SAMPLER_LETTERS.get(letter, letter) for letter in names[0]]
     return names

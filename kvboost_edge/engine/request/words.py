@@ -26,10 +26,13 @@ class RequestWords(NamedTuple):
 
     Attributes:
         bad: token ids of each bad word, in the spellings that the tokenizer has for it.
+        breakers: DRY's sequence breakers.
+        texts: text of each token for the sampler infill, empty for special tokens; () without it.
     """
 
     bad: tuple[tuple[int, ...], ...] = ()
     breakers: Breakers = Breakers()
+    texts: tuple[bytes, ...] = ()
 
 
 NO_WORDS = RequestWords()

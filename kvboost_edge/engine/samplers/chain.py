@@ -8,7 +8,7 @@ XTC by p-e-w, and mirostat 2.0 by Basu et al., "Mirostat" (2020).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +26,8 @@ Adjust = Callable[[Numbers, Sequence[int], int], None]
 # Sorting 150,000 numbers takes about 10 ms, so only the first ones are sorted if they suffice.
 _FIRST = 1024
 _LEAST_TEMPERATURE = 1e-200  # keeps quotients finite
+_MOST_INFILL = 256  # tokens whose texts infill compares, each with each other
+_LEAST_INFILL = 0.2
 
 
 class Candidates:
@@ -34,11 +36,11 @@ class Candidates:
     Attributes:
         ids: int64 [num_candidates].
         logits: float64 [num_candidates].
-        size: size of the vocabulary.
+        given: logits of the whole vocabulary before any sampler, float32 [vocab_size].
     """
 
     def __init__(self, logits: npt.NDArray[np.float32]) -> None:
-        self.size = len(logits)
+        self.given = logits
         self.ids: Ids = np.flatnonzero(logits > -np.inf).astype(np.int64, copy=False)
         self.logits: Numbers = logits[self.ids].astype(np.float64)
         if not len(self.ids):  # everything is masked, so take the first token
@@ -57,7 +59,7 @@ class Candidates:
 
     def adjust(self, step: Adjust, token_ids: Sequence[int], num_prompt: int) -> None:
         """Apply a function of logits [vocab_size] to the candidates."""
-        whole = np.full(self.size, -np.inf)
+        whole = np.full(len(self.given), -np.inf)
         whole[self.ids] = self.logits
         step(whole, token_ids, num_prompt)
         self.logits = whole[self.ids]
@@ -116,12 +118,19 @@ class Mirostat(SamplerChain):
 
 
 def make_chain(
-    params: SamplingParams, seed: int, adjusts: Mapping[str, Adjust]
+    params: SamplingParams,
+    seed: int,
+    adjusts: Mapping[str, Adjust],
+    *,
+    stop_ids: Collection[int] = (),
+    texts: Sequence[bytes] = (),
 ) -> SamplerChain | None:
     """Return the chain of a request that samples.
 
     Args:
         adjusts: functions for the penalties that `samplers` places in the chain.
+        stop_ids: token ids that end the output.
+        texts: text of each token, if `samplers` contains infill.
 
     Returns:
         The chain, or None if temperature, top_k, top_p and min_p in their usual order suffice.
@@ -139,6 +148,7 @@ def make_chain(
         "top_p": _top_p(params),
         "min_p": _min_p(params),
         "xtc": _xtc(params, seed),
+        "infill": _infill(stop_ids, texts),
     }
     names = DEFAULT_ORDER if params.samplers is None else params.samplers
     found = (own.get(name) for name in names)
@@ -274,3 +284,71 @@ def _xtc(params: SamplingParams, seed: int) -> Step | None:
         left.keep(kept)
 
     return cut
+
+
+def _infill(stop_ids: Collection[int], texts: Sequence[bytes]) -> Step:
+    """Return llama.cpp's sampler for text between a prefix and a suffix.
+
+    It ends the output if no continuation is likely. Otherwise it keeps the tokens that have,
+    together with the tokens that begin or continue their text, a probability of at least 0.2. It is
+    meant to run after top_k, because it compares only the 256 most likely tokens.
+    """
+    every_end = np.array(sorted(stop_ids), np.int64)
+
+    def cut(left: Candidates, token_ids: Sequence[int], num_prompt: int) -> None:
+        ends = every_end[every_end < len(left.given)]
+        left.keep(largest_places(left.logits, len(left.ids)))
+        probs = left.probabilities()
+        is_end = np.isin(left.ids, ends)
+        ending = probs[is_end].sum()
+        if 3 * ending * len(probs) > probs.sum() - ending:
+            left.keep(is_end)
+            return
+        count = min(len(probs), _MOST_INFILL)
+        left.keep(np.arange(count))
+        is_end = is_end[:count]
+        compared = [
+            b"" if end or token >= len(texts) else texts[token]
+            for token, end in zip(left.ids, is_end, strict=True)
+        ]
+        merged = np.array(_merged(probs[:count].tolist(), compared))
+        kept = is_end | (merged >= _LEAST_INFILL)
+        num_texts = int((kept & ~is_end).sum())
+        if not num_texts:
+            _end(left, ends)
+            return
+        shares = merged / merged[kept].sum()
+        left.keep(kept & (is_end | (shares >= 1 / (num_texts + 1))))
+
+    return cut
+
+
+def _merged(probs: Sequence[float], texts: Sequence[bytes]) -> list[float]:
+    """Add up the probabilities of tokens of which one's text begins the other's.
+
+    The more likely one of them gets the sum, and the other one 0.
+
+    Args:
+        probs: probabilities in descending order.
+        texts: text of each token. Tokens with an empty text keep their probability.
+    """
+    found = list(probs)
+    left = {place for place, text in enumerate(texts) if text}
+    for short in sorted(left):
+        for long in sorted(left - {short}):
+            if short in left and texts[long].startswith(texts[short]):
+                into, out = (long, short) if found[long] > found[short] else (short, long)
+                found[into] += found[out]
+                found[out] = 0.0
+                left.discard(out)
+    return found
+
+
+def _end(left: Candidates, ends: Ids) -> None:
+    """Keep only the most likely token that ends the output, if one is allowed."""
+    allowed = ends[left.given[ends] > -np.inf]
+    if not len(allowed):
+        left.keep(_best(left))
+        return
+    left.ids = allowed[[left.given[allowed].argmax()]]
+    left.logits = np.zeros(1)

@@ -1,4 +1,4 @@
-"""Bad words and sequence breakers of requests, looked up in the model's vocabulary."""
+"""Bad words, sequence breakers and token texts of requests, from the model's vocabulary."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MOST_LISTS = 16
 
 
 class WordFields(RequestFeature):
-    """The request field with the token ids of bad words and sequence breakers.
+    """The request field with the token ids of bad words and breakers, and the texts of tokens.
 
     Safe to use from any thread.
     """
@@ -40,12 +40,13 @@ class WordFields(RequestFeature):
             RequestError: a bad word has no tokens.
         """
         params = inputs.params
-        if not inputs.generates or not (params.bad_words or params.uses_dry):
+        if not inputs.generates or not params.reads_vocabulary:
             return {"words": NO_WORDS}
         breakers = Breakers()
         if params.uses_dry:
             breakers = self._breakers(params.dry_sequence_breakers)
-        return {"words": RequestWords(self._bad(params.bad_words), breakers)}
+        texts = self._plain_texts if params.uses_infill else ()
+        return {"words": RequestWords(self._bad(params.bad_words), breakers, texts)}
 
     def _bad(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
         """Return each word's tokens as vLLM does, at the start of a text and after a space."""
@@ -98,6 +99,16 @@ class WordFields(RequestFeature):
             elif tails:
                 begun[token] = tuple(tails)
         return Breakers(frozenset(alone), begun)
+
+    @functools.cached_property
+    def _plain_texts(self) -> tuple[bytes, ...]:
+        """The text of each token, empty for special tokens."""
+        texts = list(self._token_texts())
+        codec = self._tokenizer.codec
+        for special in map(codec.token_id, codec.special_texts()[0]):
+            if special is not None and special < len(texts):
+                texts[special] = b""
+        return tuple(texts)
 
     def _token_texts(self) -> list[bytes]:
         """Return the text of each token. Reading them takes a fraction of a second."""

@@ -12,6 +12,7 @@ from kvboost_edge.engine.request.results import TokenLogprobs
 from kvboost_edge.engine.sampling import token_logprobs
 from kvboost_edge.engine.schedule.feature import SequenceFeatures
 from kvboost_edge.text.detokenizer import IncrementalDetokenizer
+from kvboost_edge.text.line_limits import LineLimits
 from kvboost_edge.text.stop_strings import StopChecker
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ class OutputText:
         params = request.params
         self._stops = StopChecker(params.stop, included=params.include_stop_str_in_output)
         self._shows_stop_token = params.include_stop_str_in_output
+        self._lines = LineLimits(params.min_indent, params.max_decode_ms)
         self._min_tokens = params.min_tokens
         self._num_tokens = 0
         self._pieces: list[str] = []
@@ -50,8 +52,9 @@ class OutputText:
             The text, and the finish reason "stop", "length" or None.
         """
         text, reason = self._read(token_id, is_whole, is_last)
+        text, ended = self._lines.push(text)
         self._pieces.append(text)
-        return text, reason
+        return text, "length" if ended and reason is None else reason
 
     def _read(self, token_id: int, is_whole: bool, is_last: bool) -> tuple[str, str | None]:
         self._num_tokens += 1

@@ -69,6 +69,8 @@ BOUNDS: dict[str, Bound] = {
     "dry_allowed_length": _declared(SamplingParams, "dry_allowed_length"),
     "dry_penalty_last_n": _declared(SamplingParams, "dry_penalty_last_n"),
     "min_tokens": _declared(SamplingParams, "min_tokens"),
+    "n_indent": _declared(SamplingParams, "min_indent"),
+    "time_limit_ms": Bound(-1, 2**31),  # llama.cpp; -1 and 0 set no limit
     "repetition_penalty": Bound(0.01, 100, integer=False),
     "presence_penalty": _declared(SamplingParams, "presence_penalty"),
     "frequency_penalty": _declared(SamplingParams, "frequency_penalty"),
@@ -145,6 +147,10 @@ COUNTS: dict[str, Bound] = {
     "dry_sequence_breakers": Bound(0, 32),
     "breaker": Bound(1, 40),  # characters
     "samplers": Bound(0, 32),
+    "input_extra": Bound(0, 1024),
+    "filename": Bound(0, 4096),
+    "response_fields": Bound(0, 64),
+    "response_field": Bound(0, 256),  # characters
     "cache_salt": Bound(1, 256),
     "session_name": Bound(1, 128),
     "template_variables": Bound(0, 64),

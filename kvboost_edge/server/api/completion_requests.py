@@ -44,9 +44,12 @@ class RenderedCompletion(RenderedRequest):
         Args:
             state: the model.
             body: the request body.
-            fills: whether the answer may fill the context if max_tokens is missing.
+            fills: whether the answer may fill the context if max_tokens is missing, and be empty
+                if it is 0.
         """
         body.check_together()
+        if body.max_tokens == 0 and not (body.echo or fills):
+            raise bad_field("max_tokens", "max_tokens=0 is only allowed with echo=true")
         if missing := state.defaults.missing_in(body):
             body = body.model_copy(update=missing)
         body.check_vocabulary(state.engine.runner_info.vocab_size)

@@ -162,10 +162,10 @@ def dumps(value: Mapping[str, Any]) -> bytes:
     return _plain(value)
 
 
-def dumps_long(value: Mapping[str, Any]) -> bytes:
-    """Encode an object with long texts and lists. Meant for worker threads.
+def dumps_long(value: Mapping[str, Any] | list[dict[str, Any]]) -> bytes:
+    """Encode an object, or a list of objects, with long texts. Meant for worker threads.
 
-    The object is encoded in slices. Other threads can run between them.
+    It is encoded in slices. Other threads can run between them.
     """
     return b"".join(_sliced(value, 0))
 

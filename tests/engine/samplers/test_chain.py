@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from kvboost_edge.engine.request.request import SamplingParams
-from kvboost_edge.engine.request.sampler_order import DEFAULT_ORDER, SAMPLER_LETTERS
+from kvboost_edge.engine.request.sampler_order import DEFAULT_ORDER, SAMPLER_LETTERS, SAMPLERS
+from kvboost_edge.engine.request.words import RequestWords
 from kvboost_edge.engine.samplers.chain import Mirostat
 from kvboost_edge.engine.samplers.numbers import XTC_STREAM, uniform
 from kvboost_edge.engine.sampling import make_sampler, sampling_distribution
@@ -24,8 +25,11 @@ def random_logits(seed, size=VOCAB, scale=3.0):
 class Reference:
     """llama.cpp's samplers over a list of [id, logit]."""
 
-    def __init__(self, logits, params, seed=0, position=0):
+    def __init__(self, logits, params, seed=0, position=0, *, ends=(), texts=()):
         self.left = [[i, float(value)] for i, value in enumerate(logits)]
+        self.given = logits
+        self.ends = ends
+        self.texts = texts
         self.p = params
         self.applies_xtc = uniform(seed, position, XTC_STREAM) < params.xtc_probability
 
@@ -101,6 +105,33 @@ class Reference:
         if last > 0 and len(self.left) - last >= self.p.min_keep:
             self.left = self.left[last:]
 
+    def infill(self):
+        probs = self.softmax()
+        ends = [token in self.ends for token, _ in self.left]
+        ending = sum(p for p, end in zip(probs, ends, strict=True) if end)
+        if 3 * ending * len(probs) > sum(probs) - ending:
+            self.left = [one for one, end in zip(self.left, ends, strict=True) if end]
+            return
+        dead = set()
+        texts = ["" if token in self.ends else self.texts[token] for token, _ in self.left]
+        for one, short in enumerate(texts):
+            for other, long in enumerate(texts):
+                if one in dead:
+                    break
+                if one == other or other in dead or not short or not long.startswith(short):
+                    continue
+                into, out = (other, one) if probs[other] > probs[one] else (one, other)
+                probs[into] += probs[out]
+                probs[out] = 0.0
+                dead.add(out)
+        rows = [row for row in zip(self.left, probs, ends, strict=True) if row[2] or row[1] >= 0.2]
+        count = sum(not end for _, _, end in rows)
+        if not count:
+            self.left = [[max(self.ends, key=lambda token: self.given[token]), 1.0]]
+            return
+        total = sum(p for _, p, _ in rows)
+        self.left = [one for one, p, end in rows if end or p / total >= 1 / (count + 1)]
+
     def distribution(self, size=VOCAB):
         for name in DEFAULT_ORDER if self.p.samplers is None else self.p.samplers:
             if name not in ("penalties", "dry"):
@@ -149,6 +180,66 @@ def test_distribution_equals_the_reference(options, order):
         np.testing.assert_allclose(
             found, Reference(logits, params, 0, 3).distribution(), rtol=1e-9, atol=1e-12
         )
+
+
+@pytest.mark.parametrize("scale", [1.0, 3.0, 6.0])
+@pytest.mark.parametrize("top_k", [1, 5, 40])
+def test_infill_equals_the_reference(scale, top_k):
+    """Of texts of which many begin others. Some ends are likely, some are not."""
+    params = SamplingParams.from_options(
+        **OFF | {"top_k": top_k, "top_p": 0.95}, samplers=("top_k", "top_p", "infill")
+    )
+    outcomes = set()
+    for seed in range(40):
+        rng = np.random.default_rng(seed)
+        logits = random_logits(seed, 80, scale)
+        ends = set(rng.choice(80, 3, replace=False).tolist())
+        logits[list(ends)] -= 9.0 * (seed % 3)
+        texts = ["".join(rng.choice(list("ab"), rng.integers(0, 4))) for _ in range(80)]
+        words = RequestWords(texts=tuple(text.encode() for text in texts))
+        found = sampling_distribution(logits, [1], 1, params, stop_ids=ends, words=words)
+        expected = Reference(logits, params, ends=ends, texts=texts).distribution(80)
+        np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-12)
+        drawn = set(np.flatnonzero(found).tolist())
+        outcomes.add("ends" if drawn <= ends else "goes on" if not drawn & ends else "both")
+        token = make_sampler(params, seed, stop_ids=ends, words=words)(logits, [1], 1)
+        assert token in drawn
+    assert outcomes >= {"ends", "goes on"}
+
+
+def test_infill_keeps_what_a_grammar_allows():
+    """It ends an unlikely text only if the grammar allows an end."""
+    logits = np.zeros(20, np.float32)
+    logits[3] = 0.1
+    params = SamplingParams.from_options(**OFF, samplers=("infill",))
+    words = RequestWords(texts=tuple(f"<{token}>".encode() for token in range(20)))
+
+    def drawn(logits, ends):
+        found = sampling_distribution(logits, [1], 1, params, stop_ids=ends, words=words)
+        return np.flatnonzero(found).tolist()
+
+    masked = logits.copy()
+    masked[[7, 9]] = -np.inf
+    assert drawn(masked, {7, 9}) == [3]
+    unlikely = logits.copy()
+    unlikely[[7, 9]] = -20.0, -19.0
+    assert drawn(unlikely, {7, 9, 400}) == [9]
+    assert drawn(logits, ()) == [3]
+    assert drawn(masked, {7, 8}) == [8]
+    # Tokens without a text in the table, as of a vocabulary with padding.
+    assert drawn(np.array([0, 9.0], np.float32), ()) == [1]
+    words = RequestWords()
+    assert drawn(np.array([0, 9.0], np.float32), ()) == [1]
+
+
+def test_infill_compares_only_the_most_likely_tokens():
+    """Of 400 equally likely tokens that begin with the first one."""
+    logits = np.zeros(401, np.float32)
+    logits[400] = -30.0
+    params = SamplingParams.from_options(**OFF, samplers=("infill",))
+    words = RequestWords(texts=tuple(b"a" * (1 + (token > 0)) for token in range(401)))
+    found = sampling_distribution(logits, [1], 1, params, stop_ids={400}, words=words)
+    assert np.flatnonzero(found).tolist() == [0]
 
 
 @pytest.mark.parametrize("mass", [0.05, 0.5, 0.9, 0.99])
@@ -340,7 +431,7 @@ def test_names_of_samplers():
     letters = "".join(SAMPLER_LETTERS)
     assert SamplingParams(samplers=letters).samplers == tuple(SAMPLER_LETTERS.values())
     assert SamplingParams(samplers=()).samplers == ()
-    assert sorted(SAMPLER_LETTERS.values()) == sorted(DEFAULT_ORDER)
+    assert sorted(SAMPLER_LETTERS.values()) == sorted(SAMPLERS)
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,7 @@ CASES = {
     "xtc": {"temperature": 0.8, "xtc_probability": 0.5, "xtc_threshold": 0.05},
     "typical": {"temperature": 1.0, "typical_p": 0.7},
     "sigma, dynamic": {"temperature": 1.0, "top_n_sigma": 1.0, "dynatemp_range": 0.8},
+    "infill": {"samplers": "tki", "temperature": 0.3, "top_k": 40, "min_tokens": 20},
     "order": {"samplers": "dxtkm", "dry_multiplier": 1.0, "xtc_probability": 0.3, "top_k": 20}
     | {"temperature": 1.5, "min_p": 0.01},
 }

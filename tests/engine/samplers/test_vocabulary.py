@@ -1,4 +1,4 @@
-"""Bad words and sequence breakers in the tokens of a tokenizer."""
+"""Bad words, sequence breakers and texts in the tokens of a tokenizer."""
 
 import pytest
 from tokenizers import Tokenizer as RawTokenizer
@@ -80,6 +80,23 @@ def test_bad_words_at_the_start_and_after_a_space():
     assert words_of(tokenizer, bad_words=(" a", "a")).bad == ((ids["a"],), (ids["▁a"],))
     # The form after a space has more tokens, so that the word itself is the end of it.
     assert words_of(tokenizer, bad_words=("c",)).bad == ((ids["c"],),)
+
+
+@pytest.mark.parametrize("make", [piece_tokenizer, fake_tokenizer])
+def test_texts_for_infill_are_those_of_the_tokens(make):
+    tokenizer = make()
+    sampled = {"samplers": ("infill",), "temperature": 1.0}
+    texts = words_of(tokenizer, **sampled).texts
+    special = {tokenizer.codec.token_id(text) for text in tokenizer.codec.special_texts()[0]}
+    assert len(texts) == tokenizer.vocab_size
+    anchor = tokenizer.encode("ab", False)
+    for token, text in enumerate(texts):
+        whole = tokenizer.decode([*anchor, token], skip_special_tokens=True)
+        assert text.decode(errors="replace") == whole.removeprefix("ab"), token
+        assert bool(text) == (token not in special)
+    assert len(words_of(tokenizer, vocab_size=9, **sampled).texts) == 9
+    for unused in ({"temperature": 0.0}, {"mirostat": 2}, {"samplers": ("top_k",)}):
+        assert words_of(tokenizer, **{**sampled, **unused}) is NO_WORDS
 
 
 def test_words_that_cannot_be_written_are_refused():

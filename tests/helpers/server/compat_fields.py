@@ -106,7 +106,10 @@ _OF_BOTH = [
     ({"tfs_z": 0.9}, "tfs_z", "min_p"),
     ({"speculative.n_min": 2}, "speculative.n_min", "short drafts are verified too"),
     ({"speculative.p_min": 2}, "speculative.p_min"),
-    ({"samplers": ["infill"]}, "samplers", "'infill', which is not one of penalties, dry,"),
+    ({"samplers": ["fill"]}, "samplers", "'fill', which is not one of penalties, dry,"),
+    ({"n_indent": 2}, "n_indent", "only /infill and /completion have it"),
+    ({"t_max_predict_ms": 500}, "t_max_predict_ms", "only /infill and /completion have it"),
+    ({"n_cache_reuse": 256}, "n_cache_reuse", "chunk_kv_reuse"),
     ({"min_tokens": 10**6}, "min_tokens", "use at most"),
     ({"n_probs": 5}, "n_probs", "logprobs"),
     ({"use_beam_search": True}, "use_beam_search", "best_of"),
@@ -431,7 +434,18 @@ REFUSED: dict[str, list[Any]] = {
         *several("unknown", 1),
         *several("grammar", "root ::= ("),
     ],
-    "/infill": _PROGRESS,
+    "/infill": [
+        *_PROGRESS,
+        *several("input_extra", {}, "x", ["x"], [{}], [{"text": 1}], [{"text": "\ud800"}]),
+        *several("input_extra", [{"text": "x", "filename": 1}], [{"text": "x", "file": "y"}]),
+        *several("input_extra", [{"text": "x"}] * 1025),
+        *several("response_fields", "content", [1], ["x" * 257], ["x"] * 65, ["\ud800"]),
+        *several("n_cmpl", 0, 10**6),
+        ({"n_cmpl": 2, "stream": True}, "n_cmpl", "cannot be streamed"),
+        *several("n_cache_reuse", 256),
+        *several("lora", [{"id": 0, "scale": 0.5}]),
+        *several("chunks", [{"text": "x"}]),
+    ],
     "/v1/messages/count_tokens": _NO_PROGRESS,
     "/v1/embeddings": _NO_PROGRESS,
 }
@@ -538,6 +552,10 @@ TAKEN: dict[str, list[Json]] = {
         }
     ],
     GENERATE: [{"keep_alive": "5m", "format": ""}],
-    LLAMA: [{"mirostat": 0, "n_probs": 0, "logit_bias": [], "id_slot": -1, "grammar": ""}],
+    LLAMA: [
+        {"mirostat": 0, "n_probs": 0, "logit_bias": [], "id_slot": -1, "grammar": ""},
+        {"n_cache_reuse": 0, "t_max_prompt_ms": 1, "t_max_predict_ms": -1, "n_indent": 0}
+        | {"n_cmpl": 1, "response_fields": []},
+    ],
 }
 """Of each path: fields with which the answer is as without."""

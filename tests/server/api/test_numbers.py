@@ -56,6 +56,9 @@ _LLAMA = {
     "n_predict": "num_predict",
     "repeat_penalty": "repetition_penalty",
     "id_slot": "slot",
+    "n_cmpl": "n",
+    "n_indent": "n_indent",
+    "t_max_predict_ms": "time_limit_ms",
 }
 _OLLAMA = {
     **_SAMPLING,

@@ -68,7 +68,10 @@ async def completion(request: Request, body: LlamaCompletion) -> Response:
 
 @router.post("/infill", response_class=JSONResponse, responses={200: _STREAM})
 async def infill(request: Request, body: Infill) -> Response:
-    """Generate the text between a prefix and a suffix, if the model has infill tokens."""
+    """Generate the text between a prefix and a suffix, if the model has infill tokens.
+
+    Texts of other files come first, as in llama.cpp.
+    """
 
     async def work(state: ModelState, send: Send) -> None:
         with renamed({**FIELDS, "prompt": "input_prefix"}):
@@ -258,7 +261,9 @@ async def _respond(
     request: Request, send: Send, body: LlamaCompletion | Infill, rendered: RenderedPieces
 ) -> None:
     with_ids = bool(body.return_tokens)
-    writer = LlamaWriter(rendered.state, rendered.body, with_ids=with_ids)
+    writer = LlamaWriter(
+        rendered.state, rendered.body, with_ids=with_ids, fields=body.response_fields or ()
+    )
     await respond(request, send, rendered, writer)
 
 

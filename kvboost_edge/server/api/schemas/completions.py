@@ -103,8 +103,6 @@ class CompletionRequest(SamplingFields):
 
     def check_together(self) -> None:
         super().check_together()
-        if self.max_tokens == 0 and not self.echo:
-            raise bad_field("max_tokens", "max_tokens=0 is only allowed with echo=true")
         if self.best_of is not None and self.best_of < self.num_choices:
             raise bad_field(
                 "best_of", f"best_of={self.best_of} must be at least n={self.num_choices}"

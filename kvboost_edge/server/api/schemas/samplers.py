@@ -8,9 +8,9 @@ from pydantic import AfterValidator, PlainValidator, WithJsonSchema
 
 from kvboost_edge.engine.request.request import SamplingParams
 from kvboost_edge.engine.request.sampler_order import (
-    DEFAULT_ORDER,
     SAMPLER_LETTERS,
     SAMPLER_SPELLINGS,
+    SAMPLERS,
     read_samplers,
 )
 from kvboost_edge.errors import RequestError
@@ -77,7 +77,7 @@ Breakers = Annotated[
     _texts_schema("dry_sequence_breakers", "breaker"),
 ]
 _MOST = int(COUNTS["samplers"].high)
-_NAMES = [*DEFAULT_ORDER, *SAMPLER_SPELLINGS]
+_NAMES = [*SAMPLERS, *SAMPLER_SPELLINGS]
 Samplers = Annotated[
     tuple[str, ...],
     PlainValidator(_samplers),

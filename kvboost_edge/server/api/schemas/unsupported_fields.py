@@ -67,8 +67,12 @@ GENERATING: dict[str, UnsupportedField] = {
     "post_sampling_probs": UnsupportedField("log probabilities are the model's own", (False,)),
     "n_keep": UnsupportedField("the context is never shifted", (0, -1)),
     "n_discard": UnsupportedField("the context is never shifted", (0,)),
-    "n_indent": UnsupportedField("infill has no such option", (0,)),
-    "t_max_predict_ms": UnsupportedField("use --request-timeout", (0,)),
+    "n_indent": UnsupportedField("only /infill and /completion have it", (0,)),
+    "n_cache_reuse": UnsupportedField(
+        "only kvboost.mode 'chunk_kv_reuse' reuses tokens at other positions", (0,)
+    ),
+    "t_max_prompt_ms": _IGNORED,  # llama.cpp ignores it, too
+    "t_max_predict_ms": UnsupportedField("only /infill and /completion have it", (0, -1)),
     "id_slot": _IGNORED,
     "timings_per_token": _IGNORED,
     "response_fields": UnsupportedField("answers always have all fields", ([],)),

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import PlainValidator, WithJsonSchema
+from pydantic import AfterValidator, Field, PlainValidator, WithJsonSchema
 
-from kvboost_edge.server.api.bounds import COUNTS, bounded
+from kvboost_edge.server.api.bounds import COUNTS, bounded, counted
 from kvboost_edge.server.api.schemas.answer_format import Schema
 from kvboost_edge.server.api.schemas.answer_format import Text as Grammar
 from kvboost_edge.server.api.schemas.chat import Messages, TemplateVariables
@@ -18,12 +18,13 @@ from kvboost_edge.server.api.schemas.shared import (
     ReasoningBudgetField,
     ReasoningMessage,
     Stop,
+    check_text,
     check_token_ids,
     is_text,
     number_schema,
 )
 from kvboost_edge.server.api.schemas.speculative import SpeculativeFields
-from kvboost_edge.server.api.schemas.strict import Strict, field_error
+from kvboost_edge.server.api.schemas.strict import Strict, bad_field, field_error
 from kvboost_edge.server.api.schemas.tools import Tools
 from kvboost_edge.server.api.schemas.unsupported_fields import (
     GENERATING,
@@ -31,29 +32,28 @@ from kvboost_edge.server.api.schemas.unsupported_fields import (
     UnsupportedField,
 )
 
-__all__ = ["ApplyTemplate", "Infill", "LlamaCompletion", "Pieces"]
+__all__ = ["ApplyTemplate", "ExtraText", "Infill", "LlamaCompletion", "Pieces"]
 
 Pieces = list[str | list[int]]
 """Texts and runs of token ids, in order."""
 
 _HERE = (
-    *("penalize_nl", "post_sampling_probs", "n_keep", "n_discard", "n_indent", "tfs_z"),
-    *("t_max_predict_ms", "timings_per_token", "response_fields", "lora"),
-    *("image_data", "speculative.n_min"),
+    *("penalize_nl", "post_sampling_probs", "n_keep", "n_discard", "tfs_z", "lora"),
+    *("n_cache_reuse", "t_max_prompt_ms", "timings_per_token", "image_data"),
+    "speculative.n_min",
 )
 _UNSUPPORTED = {
     **{name: GENERATING[name] for name in _HERE},
     "n_probs": UnsupportedField("use /v1/completions with logprobs", (0,)),
     "logit_bias": UnsupportedField("use /v1/completions", ([],)),
     "multimodal_data": UnsupportedField(NO_IMAGES, ([],)),
-    "n_cmpl": UnsupportedField("use n of /v1/completions", (1,)),
 }
 
 _UNSUPPORTED_TO_INFILL = {
     **_UNSUPPORTED,
-    "input_extra": UnsupportedField("put the context into input_prefix", ([],)),
-    "chunks": UnsupportedField("use input_prefix", ([],)),
+    "chunks": UnsupportedField("use input_extra", ([],)),
 }
+_UNSUPPORTED_TO_EXTRA = {"time": UnsupportedField("", ignored=True)}
 
 
 def _pieces(value: Any) -> Pieces:
@@ -112,6 +112,12 @@ Prompt = Annotated[
 ]
 
 
+ResponseFields = Annotated[
+    list[Annotated[str, AfterValidator(check_text), counted("response_field")]],
+    counted("response_fields"),
+]
+
+
 class _Sampling(SpeculativeFields, SamplerFields):
     """llama.cpp's sampling fields.
 
@@ -140,6 +146,42 @@ class _Sampling(SpeculativeFields, SamplerFields):
     json_schema: Schema | None = None
     cache_salt: CacheSalt | None = None
     id_slot: Annotated[int, bounded("slot")] | None = None
+    n_cmpl: Annotated[int, bounded("n")] | None = Field(
+        None, description="Number of answers. If it is above 1, the answer is a list of them."
+    )
+    n_indent: Annotated[int, bounded("n_indent")] | None = Field(
+        None,
+        description=(
+            "Minimum number of spaces and tabs at the start of each line but the first. The answer "
+            "ends before a line with fewer."
+        ),
+    )
+    t_max_predict_ms: Annotated[int, bounded("time_limit_ms")] | None = Field(
+        None,
+        description=(
+            "Milliseconds from the first token after which the next line break ends the answer. -1 "
+            "and 0 set no limit."
+        ),
+    )
+    response_fields: ResponseFields | None = Field(
+        None,
+        description=(
+            "Fields of the answer, such as content or timings/prompt_n. All others are left out."
+        ),
+    )
+
+    def check_together(self) -> None:
+        """Check fields that exclude each other.
+
+        Raises:
+            ApiError: several answers are to be streamed (400).
+        """
+        if self.stream and (self.n_cmpl or 1) > 1:
+            raise bad_field(
+                "n_cmpl",
+                f"n_cmpl={self.n_cmpl} answers cannot be streamed; leave stream out, or use "
+                "/v1/completions",
+            )
 
 
 class LlamaCompletion(_Sampling):
@@ -153,17 +195,38 @@ class LlamaCompletion(_Sampling):
     reasoning_budget_message: ReasoningMessage = None
 
 
+class ExtraText(Strict):
+    """A piece of another file, as context of an infill."""
+
+    unsupported = _UNSUPPORTED_TO_EXTRA
+
+    text: BoundedText
+    filename: Annotated[str, AfterValidator(check_text), counted("filename")] | None = None
+
+
 class Infill(_Sampling):
     """Body of /infill: generate text between a prefix and a suffix.
 
-    `prompt` is appended to the prefix.
+    `prompt` is appended to the prefix. `input_extra` is put before it.
     """
 
     unsupported = _UNSUPPORTED_TO_INFILL
 
     input_prefix: BoundedText
     input_suffix: BoundedText
+    input_extra: Annotated[list[ExtraText], counted("input_extra")] | None = Field(
+        None, description="Pieces of other files, put before the prefix. The last one is nearest."
+    )
     prompt: BoundedText | None = None
+
+    def check_together(self) -> None:
+        super().check_together()
+        size = sum(len(extra.text) for extra in self.input_extra or ())
+        if size > COUNTS["text"].high:
+            raise bad_field(
+                "input_extra",
+                f"input_extra has {size} characters; at most {COUNTS['text'].high} are allowed",
+            )
 
 
 class ApplyTemplate(Strict):

@@ -17,12 +17,14 @@ from kvboost_edge.server.api.usage import costs, progress_of
 from kvboost_edge.server.api_errors import ApiError
 from kvboost_edge.server.error_shapes import shape_of
 from kvboost_edge.server.state import ModelState
+from kvboost_edge.server.work.bridge import Running
 from kvboost_edge.server.work.streams import EventStream, dumps_long, event
 from kvboost_edge.text.turns.turn_parts import ContentDelta, Part
 
 __all__ = ["LlamaWriter", "default_settings"]
 
 Json = dict[str, Any]
+_MISSING = object()
 
 
 def default_settings(defaults: SamplingDefaults, body: object = None) -> Json:
@@ -37,24 +39,43 @@ def default_settings(defaults: SamplingDefaults, body: object = None) -> Json:
 class LlamaWriter(TurnWriter):
     """`AnswerWriter` for /completion and /infill."""
 
-    def __init__(self, state: ModelState, body: CompletionRequest, *, with_ids: bool) -> None:
+    def __init__(
+        self,
+        state: ModelState,
+        body: CompletionRequest,
+        *,
+        with_ids: bool,
+        fields: Sequence[str] = (),
+    ) -> None:
         """Create a writer.
 
         Args:
             state: the model.
             body: the request body.
             with_ids: whether the answer includes token ids.
+            fields: paths of the answer's fields, such as "timings/prompt_n"; empty for all.
         """
         super().__init__(state, body.stop or ())
         self._body = body
         self._with_ids = with_ids
+        self._fields = fields
         self._stops = body.stop or ()
         self._ids: list[int] = []
         self._told_ids = 0
 
+    def whole(self, run: Running, results: list[GenerationResult]) -> bytes:
+        if len(results) == 1:
+            return super().whole(run, results)
+        self.begin(run)
+        return dumps_long(
+            [
+                self._final(result, result.finish_reason, result.output_text, index)
+                for index, result in enumerate(results)
+            ]
+        )
+
     def response_body(self, result: GenerationResult, reason: str) -> bytes:
-        ids = list(result.output_token_ids) if self._with_ids else []
-        return dumps_long(self._final(result, reason, self.message.content, ids))
+        return dumps_long(self._final(result, reason, self.message.content))
 
     def events(self, send: Send) -> EventStream:
         self._stream = EventStream(send, _failure)
@@ -88,21 +109,30 @@ class LlamaWriter(TurnWriter):
         self._stream.add(event({**head, **counts, **more}))
 
     def write_end(self, result: GenerationResult, reason: str) -> None:
-        self._stream.add(event(self._final(result, reason, "", self._new_ids())))
+        self._stream.add(event(self._final(result, reason, "", ids=self._new_ids())))
 
     def _new_ids(self) -> list[int]:
         begin = self._told_ids
         self._told_ids = len(self._ids)
         return self._ids[begin:] if self._with_ids else []
 
-    def _final(self, result: GenerationResult, reason: str, content: str, ids: list[int]) -> Json:
+    def _final(
+        self,
+        result: GenerationResult,
+        reason: str,
+        content: str,
+        index: int = 0,
+        ids: list[int] | None = None,
+    ) -> Json:
+        if ids is None:
+            ids = list(result.output_token_ids) if self._with_ids else []
         word = self._stopping_word(result) if reason == "stop" else ""
         spent = costs(
             [result], 1, self.run.tokenize_ms, self.run.prompts[0].dropped, self.run.cause
         )
         prompt = self.run.prompts[0].text
-        return {
-            "index": 0,
+        answer = {
+            "index": index,
             "content": content,
             "tokens": ids,
             "id_slot": -1,
@@ -120,6 +150,7 @@ class LlamaWriter(TurnWriter):
             "tokens_cached": result.exact_cached_tokens,
             **spent,
         }
+        return _selected(answer, self._fields) if self._fields else answer
 
     def _stopping_word(self, result: GenerationResult) -> str:
         """Return the stop string that ended the text, or ""."""
@@ -146,6 +177,18 @@ class LlamaWriter(TurnWriter):
             "grammar": body.grammar or "",
             **({} if body.draft_n_max is None else {"speculative.n_max": body.draft_n_max}),
         }
+
+
+def _selected(answer: Json, paths: Sequence[str]) -> Json:
+    """Return the fields at paths, each under its whole path. Missing ones are left out."""
+    found: Json = {}
+    for path in paths:
+        value: Any = answer
+        for name in path.split("/"):
+            value = value.get(name, _MISSING) if isinstance(value, dict) else _MISSING
+        if value is not _MISSING:
+            found[path] = value
+    return found
 
 
 def _failure(error: ApiError) -> bytes:
