@@ -19,6 +19,20 @@ _OF_BUDGET = "tests/engine/memory/test_state_budget.py"
 
 FAULTS = faults(
     (
+        "a draft of a draft model that is too short is verified",
+        "engine/spec_decode/speculation.py",
+        "tokens = _long_enough(turn.sequence.request, turn.tokens)",
+        "tokens = turn.tokens",
+        _OF_MODELS,
+    ),
+    (
+        "a draft that is cut to the pool may be too short",
+        "engine/spec_decode/speculation.py",
+        "_long_enough(sequence.request, tokens[:room])",
+        "tokens[:room]",
+        "tests/engine/spec_decode/test_speculation.py",
+    ),
+    (
         "drafts: one row too many is taken in",
         _STATES,
         "pool, own.tolist(),",

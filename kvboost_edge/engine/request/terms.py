@@ -191,7 +191,15 @@ class Terms:
         high=MOST_DRAFT_TOKENS,
         unset="the engine's value",
     )
-
+    min_draft_tokens: int = option(
+        0,
+        "Minimum number of draft tokens of a sequence in one step, up to max_draft_tokens. Shorter "
+        "drafts are not verified",
+        int,
+        unit="tokens",
+        low=0,
+        high=MOST_DRAFT_TOKENS,
+    )
     draft_p_min: float | None = option(
         None,
         "Minimum probability of a token of the draft model, by that model. A draft ends before a "

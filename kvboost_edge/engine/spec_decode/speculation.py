@@ -238,13 +238,14 @@ class Speculation(DraftPlanner):
         for waiting, (sequence, draft) in zip(range(len(proposed), 0, -1), proposed, strict=True):
             always = sequence.request.always_drafts
             count = min(len(draft.token_ids) if always else next(chosen), -(-budget // waiting))
-            sequence.drafting.tokens = draft.token_ids[:count]
+            sequence.drafting.tokens = _long_enough(sequence.request, draft.token_ids[:count])
             budget -= len(sequence.drafting.tokens)
         for sequence, draft in proposed:
             tokens = sequence.drafting.tokens
             if tokens and not reserve(sequence, sequence.num_tokens + len(tokens)):
                 num_slots = sequence.blocks.num_slots(self._manager.block_size)
-                del tokens[num_slots - sequence.num_tokens :]
+                room = num_slots - sequence.num_tokens
+                tokens[:] = _long_enough(sequence.request, tokens[:room])
             drafts = _drafts_of(sequence)
             drafts.source = draft.source
             if drafts.model is not None and draft.is_modeled:
@@ -289,8 +290,11 @@ class Speculation(DraftPlanner):
         models.complete(list(turns.values()), copies, is_ending)
         for index, turn in turns.items():
             if turn.draft.count:
-                turn.sequence.drafting.tokens = turn.tokens
-                work[index] = work[index].with_drafts(turn.tokens)
+                tokens = _long_enough(turn.sequence.request, turn.tokens)
+                # The token before which a dropped draft was cut says nothing about acceptance.
+                turn.draft.is_cut &= len(tokens) == len(turn.tokens)
+                turn.sequence.drafting.tokens = tokens
+                work[index] = work[index].with_drafts(tokens)
 
     def wants_states(self, work: ScheduledTokens[Sequence]) -> bool:
         draft = _model_draft_of(work.sequence)
@@ -371,6 +375,12 @@ class Speculation(DraftPlanner):
         drafting.learn(work.num_drafted, num_accepted)
         if num_reserved > num_accepted:
             self._manager.shrink(sequence.blocks, sequence.num_tokens)
+
+
+def _long_enough(request: Request, tokens: list[int]) -> list[int]:
+    """Return the tokens of a draft, or none if the request wants longer drafts."""
+    least = min(request.terms.min_draft_tokens, request.max_draft_tokens)
+    return tokens if len(tokens) >= least else []
 
 
 def _model_draft_of(sequence: Sequence) -> SequenceDraft | None:

@@ -94,6 +94,7 @@ BOUNDS: dict[str, Bound] = {
     "recompute_ratio": _declared(Terms, "recompute_ratio"),
     "max_draft_tokens": _declared(Terms, "max_draft_tokens"),
     "draft_n_max": Bound(0, 2**16),  # llama.cpp; the engine's own maximum is lower
+    "draft_n_min": Bound(0, 2**16),  # llama.cpp; the engine's own maximum is lower
     "draft_p_min": _declared(Terms, "draft_p_min"),
     "position_offset": Bound(0, 2**24),
     "dimensions": Bound(1, 2**16),

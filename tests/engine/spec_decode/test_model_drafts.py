@@ -22,6 +22,7 @@ from helpers.engine.fake_runner import VOCAB_SIZE, Bench
 from helpers.engine.model_kinds import PLAIN
 from kvboost_edge.config import GenerationMode, RecomputeStrategy
 from kvboost_edge.engine.spec_decode import model_drafts
+from kvboost_edge.engine.spec_decode.draft_lengths import StepCosts
 from kvboost_edge.reuse.recompute import Repair
 
 DRAFTS = {"max_draft_tokens": 4, "always_drafts": True}
@@ -345,6 +346,44 @@ def test_a_draft_ends_before_unlikely_tokens(kind, least, monkeypatch):
     handle = bench.submit(prompt(6, 20), 60, terms={"max_draft_tokens": 4})
     bench.run()
     bench.answer(handle)
+
+
+def test_a_draft_that_is_cut_below_the_minimum_is_dropped(kind, monkeypatch):
+    """And its end does not count as a rejected token, because none of it was verified."""
+
+    def limit(self, draft, step, rate):
+        draft.least = draft.least_more = 0.3
+
+    def rates(self, draft):
+        """So that the longest drafts are planned."""
+        return np.arange(1.0, len(draft.token_ids) + 2)
+
+    turns = []
+    prepare = model_drafts.ModelTurn.__init__
+    monkeypatch.setattr(
+        model_drafts.ModelTurn,
+        "__init__",
+        lambda self, *given: (turns.append(self), prepare(self, *given))[1],
+    )
+    monkeypatch.setattr(StepCosts, "rates", rates)
+    monkeypatch.setattr(model_drafts.ModelDrafts, "_limit", limit)
+    verified = {}
+    for least in (0, 4):
+        bench = drafting_bench(kind)
+        settle = bench.scheduler.speculation.settle
+        counts = verified[least] = []
+
+        def note(work, num_accepted, settle=settle, counts=counts):
+            counts.append(work.num_drafted)
+            if work.sequence.drafting.model.is_cut:
+                assert work.num_drafted == len(turns[-1].tokens)
+            settle(work, num_accepted)
+
+        bench.scheduler.speculation.settle = note
+        bench.ask(prompt(5, 20), 60, terms={**DRAFTS, "min_draft_tokens": least})
+        assert bench.manager.free_block_count == 64
+    assert set(verified[0]) & {1, 2, 3}
+    assert set(verified[4]) <= {0, 4}
 
 
 def test_a_draft_model_that_fails_its_first_trial_is_off(kind, caplog):

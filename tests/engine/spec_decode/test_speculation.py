@@ -220,6 +220,28 @@ def test_a_step_has_no_more_tokens_than_its_budget(kind):
     assert max(sizes) == 6
 
 
+@pytest.mark.parametrize(("most", "least"), [(31, 0), (31, 5), (31, 31), (4, 9)])
+@pytest.mark.parametrize("num_blocks", [64, 20])
+def test_drafts_below_the_minimum_are_not_verified(kind, most, least, num_blocks):
+    """Also not what a full pool or the batch leaves of them. The minimum is at most the maximum."""
+    bench = drafting(kind, ["right"], num_blocks=num_blocks, max_batch_tokens=40)
+    terms = {"max_draft_tokens": most, "min_draft_tokens": least, "always_drafts": True}
+    verified = set()
+    settle = bench.scheduler.speculation.settle
+
+    def note(work, num_accepted):
+        verified.add(work.num_drafted)
+        settle(work, num_accepted)
+
+    bench.scheduler.speculation.settle = note
+    handles = [bench.submit(prompt(number, 9), 140, terms=terms) for number in range(2)]
+    bench.run()
+    assert all(bench.answer(handle).finish_reason == "length" for handle in handles)
+    assert any(verified)
+    assert min(verified - {0}) >= min(most, least)
+    assert bench.manager.free_block_count == num_blocks
+
+
 def test_a_tenant_is_charged_for_what_it_keeps(kind):
     """Wrong guesses of one tenant are no tokens that it was served."""
     bench = drafting(kind, ["wrong"])

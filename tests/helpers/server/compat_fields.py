@@ -104,7 +104,7 @@ _OF_BOTH = [
     ({"typical_p": 0}, "typical_p", "greater than 0"),
     ({"mirostat": 1}, "mirostat", "use 2"),
     ({"tfs_z": 0.9}, "tfs_z", "min_p"),
-    ({"speculative.n_min": 2}, "speculative.n_min", "short drafts are verified too"),
+    ({"speculative.n_min": -1}, "speculative.n_min"),
     ({"speculative.p_min": 2}, "speculative.p_min"),
     ({"samplers": ["fill"]}, "samplers", "'fill', which is not one of penalties, dry,"),
     ({"n_indent": 2}, "n_indent", "only /infill and /completion have it"),

@@ -136,6 +136,8 @@ async def test_llama_cpp_s_limit_of_drafts(app):
             assert read.engine_options == drafts
     read = ChatRequest.model_validate({**body(CHAT), "speculative.n_max": 1000})
     assert read.engine_options == {"max_draft_tokens": MOST_DRAFT_TOKENS}
+    read = ChatRequest.model_validate({**body(CHAT), "speculative.n_min": 1000})
+    assert read.engine_options == {"min_draft_tokens": MOST_DRAFT_TOKENS}
     read = ChatRequest.model_validate({**body(CHAT), "speculative.p_min": 0.5})
     assert read.engine_options == {"draft_p_min": 0.5}
     refused = await app.post("/completion", json={"prompt": "hello", "speculative.p_min": 0.5})

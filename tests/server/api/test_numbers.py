@@ -30,7 +30,7 @@ _SAMPLERS = {
 _CACHE = {
     f"kvboost.{name}": name for name in ("recompute_overlap", "recompute_ratio", "max_draft_tokens")
 }
-_DRAFTS = {"speculative.n_max": "draft_n_max", "speculative.p_min": "draft_p_min"}
+_DRAFTS = {f"speculative.{name}": f"draft_{name}" for name in ("n_max", "n_min", "p_min")}
 _TEMPLATE = {"chat_template_kwargs.{}": "template_number"}
 _COMPLETING = {
     **_SAMPLING,

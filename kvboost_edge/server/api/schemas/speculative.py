@@ -25,6 +25,15 @@ class SpeculativeFields(Strict):
         ),
     )
 
+    draft_n_min: Annotated[int, bounded("draft_n_min")] | None = Field(
+        None,
+        alias="speculative.n_min",
+        description=(
+            "Minimum number of draft tokens per step, up to the maximum, under llama.cpp's name. "
+            "Shorter drafts are not verified. It does not change the output."
+        ),
+    )
+
     draft_p_min: Annotated[float, bounded("draft_p_min")] | None = Field(
         None,
         alias="speculative.p_min",
@@ -42,6 +51,8 @@ class SpeculativeFields(Strict):
             found["speculation"] = "off"
         elif self.draft_n_max is not None:
             found["max_draft_tokens"] = min(self.draft_n_max, MOST_DRAFT_TOKENS)
+        if self.draft_n_min is not None:
+            found["min_draft_tokens"] = min(self.draft_n_min, MOST_DRAFT_TOKENS)
         if self.draft_p_min is not None:
             found["draft_p_min"] = self.draft_p_min
         return found

@@ -78,9 +78,6 @@ GENERATING: dict[str, UnsupportedField] = {
     "response_fields": UnsupportedField("answers always have all fields", ([],)),
     "lora": UnsupportedField("LoRA adapters are not supported", ([],)),
     "image_data": UnsupportedField(NO_IMAGES, ([],)),
-    "speculative.n_min": UnsupportedField(
-        "short drafts are verified too where they save time", (0,)
-    ),
     "reasoning_format": UnsupportedField(
         "reasoning is always in reasoning_content", ("auto", "deepseek")
     ),

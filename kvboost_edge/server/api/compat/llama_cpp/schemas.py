@@ -40,7 +40,6 @@ Pieces = list[str | list[int]]
 _HERE = (
     *("penalize_nl", "post_sampling_probs", "n_keep", "n_discard", "tfs_z", "lora"),
     *("n_cache_reuse", "t_max_prompt_ms", "timings_per_token", "image_data"),
-    "speculative.n_min",
 )
 _UNSUPPORTED = {
     **{name: GENERATING[name] for name in _HERE},

@@ -220,7 +220,11 @@ def _completion_body(
         },
         **{name: getattr(body, name) for name in _SAME},
         **{name: getattr(body, name, None) for name in _REASONING},
-        **{"speculative.n_max": body.draft_n_max, "speculative.p_min": body.draft_p_min},
+        **{
+            "speculative.n_max": body.draft_n_max,
+            "speculative.n_min": body.draft_n_min,
+            "speculative.p_min": body.draft_p_min,
+        },
         **more,
     )
 
