@@ -35,6 +35,7 @@ from kvboost_edge.host.cgroup import memory_limit
 from kvboost_edge.host.memory import available_bytes, process_rss, total_bytes
 from kvboost_edge.host.processor import default_num_threads, describe_cpu
 from kvboost_edge.models.checkpoint import Checkpoint
+from kvboost_edge.models.packed.pack_plan import plan_label
 from kvboost_edge.runners.choice import RUNNERS, plan_of
 
 __all__ = ["doctor_report", "run_doctor"]
@@ -230,6 +231,7 @@ def _memory_of(
     sizes = {
         "file_bytes": checkpoint.file_bytes,
         "weight_bytes": fit.info.weight_bytes,
+        "bits_per_weight": round(8 * fit.info.weight_bytes / summary.num_params, 2),
         "pool_bytes": fit.pool,
         "pool_tokens": fit.pool_tokens,
         "state_bytes": fit.states,
@@ -260,6 +262,7 @@ def _memory_of(
     report = {"fits": fits, "fit_reason": reason, **sizes}
     if not weights:
         return report
+    report["weight_formats"] = plan_label(checkpoint.plan(weights), weights)
     packed = format_bytes(checkpoint)
     report |= {f"packed_bytes_{name}": count for name, count in packed.items()}
     report |= _packing(

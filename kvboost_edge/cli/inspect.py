@@ -73,6 +73,7 @@ def model_report(checkpoint: Checkpoint, config: EngineConfig) -> dict[str, Any]
         "parameters": weights.num_params,
         "weight_bytes": weights.nbytes,
         "weight_dtypes": ", ".join(sorted(weights.dtypes)),
+        "bits_per_weight": round(8 * weights.nbytes / weights.num_params, 2),
         "weight_files": ", ".join(file.name for file in weights.files),
         "kv_dtype": f"{kv.bits[0]} bit keys, {kv.bits[1]} bit values"
         if kv.is_quantized

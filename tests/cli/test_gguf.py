@@ -24,7 +24,10 @@ def test_inspect_and_generate(gguf, answered):
         ]
         > 0
     )
-    assert answered("doctor", gguf)[f"Model {gguf}"]["runner"] == "native"
+    assert (report["weight_dtypes"], report["bits_per_weight"]) == ("F32, Q8_0", 8.58)
+    found = answered("doctor", gguf)[f"Model {gguf}"]
+    assert (found["runner"], found["weight_formats"]) == ("native", "int8")
+    assert 8.5 <= found["bits_per_weight"] <= 9
 
 
 @pytest.mark.parametrize("option", ["runner=torch", "device=cuda"])

@@ -148,7 +148,7 @@ def pack_codes(
         raise ConfigError(
             f"code {int(codes.max())} of {name!r} exceeds {limit}, the largest {form.bits}-bit code"
         )
-    if form.code_step > 1 and (codes % form.code_step).any():
+    if form.code_step > 1 and (codes & np.uint8(form.code_step - 1)).any():
         raise ConfigError(f"codes of {name!r} must be multiples of {form.code_step}")
     packed = _empty(rows, inputs, name)
     padded = np.ascontiguousarray(codes)
