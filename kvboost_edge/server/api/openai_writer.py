@@ -11,7 +11,7 @@ from typing import Any
 
 from starlette.types import Send
 
-import kvboost_edge
+from kvboost_edge import __version__
 from kvboost_edge.engine.handle import TokenEvent
 from kvboost_edge.engine.request.progress import Progress
 from kvboost_edge.engine.request.results import GenerationResult
@@ -141,10 +141,7 @@ class OpenAIWriter:
         """Return the members that begin an answer and each chunk."""
         state = self._rendered.state
         info = state.engine.runner_info
-        described = (
-            f"{kvboost_edge.__version__} {state.model_name} {info.name} {info.architecture} "
-            f"{info.dtype}"
-        )
+        described = f"{__version__} {state.model_name} {info.name} {info.architecture} {info.dtype}"
         return {
             "id": f"{self._rendered.wire_names.id_prefix}-{secrets.token_hex(16)}",
             "object": kind,
