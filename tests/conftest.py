@@ -152,6 +152,17 @@ def isolated_cache(tmp_path_factory):
 
 
 @pytest.fixture(scope="session", autouse=True)
+def short_bandwidth_measurement():
+    """`doctor` reads 8 MB once, not 192 MB for 0.3 s on all threads."""
+    from kvboost_edge.host import bandwidth
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bandwidth, "_BYTES", 8 << 20)
+        patch.setattr(bandwidth.measure_read_bandwidth, "__defaults__", (0.0,))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
 def ctrl_c_arrives():
     """A suite started in the background inherits an ignored SIGINT; tests send that signal and need
     it heard.
