@@ -1,12 +1,18 @@
-"""Reference logits of the random model: float64 NumPy with the same quantized weights."""
+"""Reference logits of the random model: float64 NumPy with the same quantized weights.
+
+The weights are read by the engine's reader, because the `gguf` package does not know all types.
+The tests compare the two.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-import gguf
 import numpy as np
 import numpy.typing as npt
+
+from kvboost_edge.models.gguf.blocks import dequantize
+from kvboost_edge.models.gguf.file import read_gguf
 
 __all__ = ["last_logits"]
 
@@ -17,12 +23,14 @@ _THETA = 1e6
 
 def last_logits(path: Path, token_ids: list[int], heads: int, kv_heads: int) -> Doubles:
     """Return the logits of the last token, float64 [vocab]."""
-    tensors = {t.name: t for t in gguf.GGUFReader(path).tensors}
+    tensors = read_gguf(path).tensors
 
     def read(name: str) -> Doubles:
         tensor = tensors[name]
-        values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
-        return np.asarray(values, dtype=np.float64).reshape([int(n) for n in tensor.shape[::-1]])
+        count = tensor.stop - tensor.start
+        data = np.fromfile(path, np.uint8, count, offset=tensor.start)
+        values = dequantize(tensor.type, data.reshape(1, -1))
+        return values.astype(np.float64).reshape(tensor.shape)
 
     table = read("token_embd.weight")
     hidden = table[token_ids]

@@ -85,7 +85,7 @@ def test_a_mixture_has_q6_k_where_it_pays(tmp_path):
 
 
 @pytest.mark.parametrize("shape", [QWEN2, QWEN3], ids=["qwen2", "qwen3"])
-@pytest.mark.parametrize("quant", ["Q4_0", "Q4_K_M"])
+@pytest.mark.parametrize("quant", ["Q4_0", "Q4_K_M", "Q2_0"])
 def test_the_engine_is_close_to_float64_on_the_file(tmp_path, shape, quant):
     path = tmp_path / "model.gguf"
     write_gguf(path, shape, quant)
