@@ -154,7 +154,7 @@ FAULTS = faults(
     (
         "draft model: rejected tokens count as filled",
         "engine/spec_decode/model_drafts.py",
-        "stop = min(draft.stop, work.sequence.num_computed_tokens)",
+        "stop = min(draft.stop, computed)",
         "stop = draft.stop",
         _OF_MODELS,
     ),
