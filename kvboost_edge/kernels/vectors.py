@@ -30,6 +30,7 @@ __all__ = [
     "V16",
     "address_of",
     "emit_exp",
+    "emit_exps",
     "emit_fma",
     "emit_lanes_in",
     "emit_load",
@@ -178,20 +179,37 @@ def emit_exp(b: Builder, x: Value) -> Value:
 
     The result is exactly 1 at 0, exactly 0 below -87 and at -inf, and NaN for NaN.
     """
-    kind = x.type
+    return emit_exps(b, [x])[0]
+
+
+def emit_exps(b: Builder, xs: Sequence[Value]) -> list[Value]:
+    """Return `emit_exp` of several values of one type, one operation for all values at a time."""
+    # LLVM keeps this order. Consecutive operations do not depend on each other, so the processor
+    # need not look far ahead to keep its multipliers busy.
+    kind = xs[0].type
     integers = _integers_like(kind)
-    too_low = b.fcmp_ordered("<", x, _constant(kind, _EXP_LOWEST))
-    shifted = emit_fma(b, x, _constant(kind, _LOG2_E), _constant(kind, _ROUNDER))
-    n = b.fsub(shifted, _constant(kind, _ROUNDER))
-    r = emit_fma(b, n, _constant(kind, -_LN2_HIGH), x)
-    r = emit_fma(b, n, _constant(kind, -_LN2_LOW), r)
-    p = _constant(kind, _EXP_COEFFICIENTS[0])
+
+    def fma(x: Sequence[Value], y: Sequence[Value], z: Sequence[Value]) -> list[Value]:
+        return [emit_fma(b, *three) for three in zip(x, y, z, strict=True)]
+
+    def equal(value: float) -> list[Value]:
+        return [_constant(kind, value)] * len(xs)
+
+    too_low = [b.fcmp_ordered("<", x, _constant(kind, _EXP_LOWEST)) for x in xs]
+    shifted = fma(xs, equal(_LOG2_E), equal(_ROUNDER))
+    n = [b.fsub(one, _constant(kind, _ROUNDER)) for one in shifted]
+    r = fma(n, equal(-_LN2_HIGH), xs)
+    r = fma(n, equal(-_LN2_LOW), r)
+    p = equal(_EXP_COEFFICIENTS[0])
     for coefficient in _EXP_COEFFICIENTS[1:]:
-        p = emit_fma(b, p, r, _constant(kind, coefficient))
-    p = b.fadd(emit_fma(b, b.fmul(r, r), p, r), _constant(kind, 1.0))
-    exponent = b.shl(b.bitcast(shifted, integers), _constant(integers, 23))
-    power = b.bitcast(b.add(exponent, _constant(integers, 127 << 23)), kind)
-    return b.select(too_low, _constant(kind, 0.0), b.fmul(p, power))
+        p = fma(p, r, equal(coefficient))
+    p = fma([b.fmul(one, one) for one in r], p, r)
+    p = [b.fadd(one, _constant(kind, 1.0)) for one in p]
+    exponents = [b.shl(b.bitcast(one, integers), _constant(integers, 23)) for one in shifted]
+    powers = [b.bitcast(b.add(one, _constant(integers, 127 << 23)), kind) for one in exponents]
+    products = [b.fmul(one, power) for one, power in zip(p, powers, strict=True)]
+    zero = _constant(kind, 0.0)
+    return [b.select(low, zero, one) for low, one in zip(too_low, products, strict=True)]
 
 
 def emit_lanes_in(b: Builder, first: int, low: Value, high: Value) -> Value:

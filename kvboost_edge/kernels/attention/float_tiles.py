@@ -36,6 +36,7 @@ from kvboost_edge.kernels.vectors import (
     LANES,
     V16,
     emit_exp,
+    emit_exps,
     emit_fma,
     emit_lanes_in,
     emit_load,
@@ -350,7 +351,10 @@ def _emit_softmax(b: Builder, scores: Value, maxima: Value, totals: Value, resca
     with emit_loop(b, _int(ROWS)) as row:
         own_base = emit_splat(b, emit_load(b, F32, b.add(bases, b.mul(row, _int(4 * ROWS)))))
         places = row_places(row)
-        weights = [emit_exp(b, b.fsub(emit_load(b, V16, place), own_base)) for place in places]
+        shifted = [b.fsub(emit_load(b, V16, place), own_base) for place in places]
+        weights = []
+        for first in range(0, STRIPS, _AT_ONCE):
+            weights += emit_exps(b, shifted[first : first + _AT_ONCE])
         for weight, place in zip(weights, places, strict=True):
             emit_store(b, weight, place)
         emit_store(b, fold(weights, b.fadd), b.add(folded, b.mul(row, _int(_VECTOR_BYTES))))
