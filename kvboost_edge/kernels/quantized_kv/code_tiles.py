@@ -16,7 +16,7 @@ weighted values are both computed by `vpdpbusd` or `sdot` (code_dot.py).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from llvmlite import ir
@@ -91,22 +91,15 @@ def _quads(b: Builder, bits: int, address: Value, step: Value) -> list[Value]:
 def _emit_scores(b: Builder, arguments: Sequence[Value], bits: int) -> None:
     """Emit `scores` in groups of strips and query planes whose sums fit in the registers."""
     planes, table, dim, tops, row_steps, dots, scores = arguments
-    place = emit_scratch(b, ROWS * 2 * _STRIPS_AT_ONCE * LINE)
     with emit_loop(b, emit_int(STRIPS // _STRIPS_AT_ONCE)) as part:
         first = b.mul(part, emit_int(_STRIPS_AT_ONCE))
-        with emit_loop(b, emit_int(2 // _PLANES_AT_ONCE)) as plane:
-            at = b.add(planes, b.mul(first, emit_int(plane_offset(0, 1, 0, 0))))
-            at = b.add(at, b.mul(plane, emit_int(plane_offset(0, 0, _PLANES_AT_ONCE, 0))))
-            out = b.add(place, b.mul(plane, emit_int(_PLANES_AT_ONCE * LINE)))
-            _emit_strip_sums(b, (at, b.add(table, b.mul(first, emit_int(8))), dim, out), bits)
+        at = b.add(planes, b.mul(first, emit_int(plane_offset(0, 1, 0, 0))))
+        column = b.add(table, b.mul(first, emit_int(8)))
+        sums = _emit_strip_sums(b, (at, column, dim), bits)
         for row in range(ROWS):
             row_step = emit_load(b, F32, b.add(row_steps, emit_int(4 * row)))
             for strip in range(_STRIPS_AT_ONCE):
-                at = b.add(place, emit_int((row * _STRIPS_AT_ONCE + strip) * 2 * LINE))
-                high, low = (
-                    b.sitofp(emit_load_bytes(b, b.add(at, emit_int(LINE * one))), V16)
-                    for one in range(2)
-                )
+                high, low = (b.sitofp(sums(row, strip, plane), V16) for plane in range(2))
                 number = b.add(first, emit_int(strip))
                 top = emit_load(b, F32, b.add(tops, b.mul(number, emit_int(4))))
                 dot_at = b.add(b.mul(number, emit_int(4 * ROWS)), emit_int(4 * row))
@@ -117,28 +110,52 @@ def _emit_scores(b: Builder, arguments: Sequence[Value], bits: int) -> None:
                 emit_store(b, score, b.add(scores, to))
 
 
-def _emit_strip_sums(b: Builder, arguments: Sequence[Value], bits: int) -> None:
-    """Emit integer sums of some strips of a tile and some planes of the queries.
+def _emit_strip_sums(
+    b: Builder, arguments: Sequence[Value], bits: int
+) -> Callable[[int, int, int], Value]:
+    """Emit integer sums of some strips of a tile, and return a function that loads one of them.
 
-    The sums are stored as int32 [4, strips, 2, 16].
+    Its arguments are a row, a strip and a plane of the queries.
     """
-    planes, table, dim, out = arguments
-    form = coded_dot_form()
+    planes, table, dim = arguments
     strips = range(_STRIPS_AT_ONCE)
     keys, steps = ([_column(b, table, row, strip) for strip in strips] for row in (0, 1))
-    places = [
-        (row, strip, plane)
-        for row in range(ROWS)
-        for strip in strips
-        for plane in range(_PLANES_AT_ONCE)
-    ]
+    if _PLANES_AT_ONCE == 2:
+        places = [
+            (row, strip, plane) for row in range(ROWS) for strip in strips for plane in (0, 1)
+        ]
+        slots = _emit_plane_sums(b, (planes, keys, steps, dim), bits, places)
+        # The sums of both planes stay in registers.
+        return lambda *place: b.load(slots[places.index(place)])
+    sums = emit_scratch(b, 2 * ROWS * _STRIPS_AT_ONCE * LINE)
+    places = [(row, strip, 0) for row in range(ROWS) for strip in strips]
+    with emit_loop(b, emit_int(2)) as plane:
+        at = b.add(planes, b.mul(plane, emit_int(plane_offset(0, 0, 1, 0))))
+        out = b.add(sums, b.mul(plane, emit_int(ROWS * _STRIPS_AT_ONCE * LINE)))
+        for index, slot in enumerate(_emit_plane_sums(b, (at, keys, steps, dim), bits, places)):
+            to = b.inttoptr(b.add(out, emit_int(LINE * index)), ir.PointerType())
+            b.store(b.load(slot), to, align=4)
+    return lambda row, strip, plane: emit_load_bytes(
+        b, b.add(sums, emit_int(((plane * ROWS + row) * _STRIPS_AT_ONCE + strip) * LINE))
+    )
+
+
+def _emit_plane_sums(
+    b: Builder, arguments: Sequence[Any], bits: int, places: Sequence[tuple[int, int, int]]
+) -> list[Value]:
+    """Emit the sums at some places (row, strip, plane), and return their stack variables."""
+    planes, keys, steps, dim = arguments
+    form = coded_dot_form()
     slots = emit_slots(b, int_lanes(0), len(places))
     with (
         emit_loop(b, b.udiv(dim, emit_int(LANES))) as group,
         emit_loop(b, emit_int(_PAIRS)) as pair,
     ):
         line = b.mul(b.add(b.mul(group, emit_int(_PAIRS)), pair), emit_int(bits // 4))
-        codes = [_quads(b, bits, b.add(keys[i], b.mul(steps[i], line)), steps[i]) for i in strips]
+        codes = [
+            _quads(b, bits, b.add(key, b.mul(step, line)), step)
+            for key, step in zip(keys, steps, strict=True)
+        ]
         at = b.add(planes, b.mul(group, emit_int(ROWS * STRIPS * 2 * LANES)))
         at = b.add(at, b.mul(pair, emit_int(plane_offset(0, 0, 0, 2))))
         for quad in range(2):
@@ -148,9 +165,7 @@ def _emit_strip_sums(b: Builder, arguments: Sequence[Value], bits: int) -> None:
                     emit_dot(b, form, b.load(slot), codes[strip][quad], emit_splat_int(b, four)),
                     slot,
                 )
-    for slot, (row, strip, plane) in zip(slots, places, strict=True):
-        to = b.add(out, emit_int(((row * _STRIPS_AT_ONCE + strip) * 2 + plane) * LINE))
-        b.store(b.load(slot), b.inttoptr(to, ir.PointerType()), align=4)
+    return slots
 
 
 def _coded_scores(bits: int) -> Any:
