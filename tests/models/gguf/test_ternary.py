@@ -8,6 +8,8 @@ import pytest
 from helpers.gguf.types import TYPES, dequantized
 from helpers.gguf.writer import save_gguf, write_gguf
 from kvboost_edge.errors import ModelFormatError
+from kvboost_edge.host.file_memo import NO_CACHE
+from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.gguf.file import read_gguf
 from kvboost_edge.models.gguf.source import GgufSource
 
@@ -91,3 +93,28 @@ def test_types_of_forks_are_refused(number, message, tmp_path):
     path.write_bytes(data)
     with pytest.raises(ModelFormatError, match=rf"ffn_up.*{message}"):
         read_gguf(path)
+
+
+@pytest.mark.parametrize("kind", ["Q2_0", "Q2_0_g128", "Q1_0", "TQ1_0"])
+def test_mutations_are_refused_or_have_finite_weights(kind, tmp_path):
+    """Bits flipped in the header or the data, and ends cut off."""
+    sizes = {**SIZES, "hidden_size": 256, "intermediate_size": 256}
+    path = save_gguf("llama", tmp_path, sizes, kind=kind, tokenizer=False)
+    sound = path.read_bytes()
+    start = min(tensor.start for tensor in read_gguf(path).tensors.values())
+    rng = np.random.default_rng(9)
+    refused = 0
+    for number in range(40):
+        data = bytearray(sound)
+        for at in rng.integers(0, start if number % 2 else len(data), 3):
+            data[at] ^= 1 << int(rng.integers(0, 8))
+        path.write_bytes(data[: len(data) - 40 * (number % 10 == 0)])
+        try:
+            checkpoint = Checkpoint.open(path, cache_dir=NO_CACHE)
+            checkpoint.summary()
+            with checkpoint.open_source() as source:
+                for name in source.names():
+                    assert np.isfinite(source.rows(name)).all()
+        except ModelFormatError as error:
+            refused += "m.gguf" in str(error)
+    assert 5 < refused < 40
