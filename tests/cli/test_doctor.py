@@ -4,10 +4,14 @@ import re
 import subprocess
 import sys
 
+import pytest
+
 from helpers.models.tiny_models import save_tiny_model
+from kvboost_edge.cli.doctor import _speed_up
 from kvboost_edge.config import EngineConfig
 from kvboost_edge.engine.memory.check import plan_fit
 from kvboost_edge.engine.memory.selection import select_path
+from kvboost_edge.engine.spec_decode.pass_costs import PassCosts
 from kvboost_edge.models.checkpoint import Checkpoint
 
 
@@ -50,6 +54,20 @@ def test_the_smallest_bound_that_it_names_is_the_engines_and_serve_is_said_to_ta
     assert abs(least[0] - least[1]) <= 16
 
 
+def test_the_estimated_speed_with_a_draft_model():
+    passes = PassCosts()
+    relative = [passes.seconds(rows, 0.0) / passes.seconds(1, 0.0) for rows in range(1, 10)]
+    free = [rows / cost for rows, cost in enumerate(relative, 1)]
+    assert _speed_up(0.0, 1.0) == pytest.approx(max(free))
+    assert _speed_up(0.0, 0.0) == _speed_up(1.0, 0.6) == 1.0
+    two, three = (1.6 / (relative[1] + 0.4), 1.96 / (relative[2] + 0.8))
+    assert _speed_up(0.4, 0.6) >= max(two, three)
+    for accepted in (0.6, 0.75, 0.9):
+        speeds = [_speed_up(ratio, accepted) for ratio in (0.1, 0.2, 0.4, 0.8)]
+        assert speeds == sorted(speeds)[::-1]
+    assert _speed_up(0.4, 0.9) > _speed_up(0.4, 0.75) > _speed_up(0.4, 0.6) > 1
+
+
 def test_a_draft_model_is_added_to_the_memory_or_refused(tmp_path, monkeypatch, answered):
     monkeypatch.setenv("KVBOOST_EDGE_CACHE", str(tmp_path / "cache"))
     target = save_tiny_model("llama", tmp_path / "target")
@@ -62,6 +80,10 @@ def test_a_draft_model_is_added_to_the_memory_or_refused(tmp_path, monkeypatch, 
     assert (found["fits"], found["needed_bytes"]) == (True, sum(sizes))
     assert found["fit_reason"].split(",")[2].endswith(" of both models")
     assert found["draft_pool_bytes"] == 64 * 16 * found["draft_kv_bytes_per_token"]
+    assert re.fullmatch(
+        r"about 1\.\d\d times at 60%, 1\.\d\d times at 75%, .* \(one request, not measured\)",
+        found["draft_speed"],
+    )
     hybrid = save_tiny_model("lfm2", tmp_path / "hybrid")
     found = answered(*argv, hybrid, code=1)[f"Model {target}"]
     assert (found["fits"], found["runner"]) == (False, "native")
