@@ -94,6 +94,7 @@ CHOICES: dict[str, tuple[str, ...]] = {  # allowed values by option
     "rope_range": ("short", "long"),
     "reuse_gate": ("auto", "off"),
     "speculation": ("auto", "on", "off"),
+    "mtp": ("auto", "off"),
     "generation_config": ("model", "none"),
 }
 _LEAST_DISK_BYTES = 1 << 20
@@ -536,9 +537,9 @@ class EngineConfig:
     )
     speculation: str = option(
         "auto",
-        "Speculative decoding, by prompt lookup and with a draft_model, which does not change the "
-        "answers. auto uses it in the native runner when it is expected to be faster, on whenever "
-        "drafts are found, and off never",
+        "Speculative decoding, by prompt lookup, with a draft_model or with an mtp head. It does "
+        "not change the answers. auto uses it in the native runner when it is expected to be "
+        "faster, on whenever drafts are found, and off never",
         str,
         group=_SPECULATION,
         choices=CHOICES["speculation"],
@@ -570,6 +571,15 @@ class EngineConfig:
         str,
         group=_SPECULATION,
         choices=CHOICES["weights"],
+    )
+    mtp: str = option(
+        "auto",
+        "Multi-token prediction head of the model, which drafts tokens without changing the "
+        "answers. auto uses the head if the model's files contain one and there is no draft_model. "
+        "Needs the native runner",
+        str,
+        group=_SPECULATION,
+        choices=CHOICES["mtp"],
     )
 
     @classmethod

@@ -903,8 +903,8 @@ def bench(
             "--speculation",
             metavar="MODES",
             help="Kinds of speculative decoding to compare, separated by commas: off, lookup "
-            "(prompt lookup) and draft (with --draft-model). Default: off, or with the draft "
-            "model if one is given.",
+            "(prompt lookup), draft (with --draft-model) and mtp (with the model's multi-token "
+            "prediction head). Default: off, or with the draft model if one is given.",
         ),
     ] = None,
     option: LongEngineOptions = None,

@@ -244,14 +244,14 @@ def _memory_of(
         "needed_bytes": fit.needed,
         "available_bytes": fit.available,
     }
-    if fit.draft is not None:
+    if draft is not None and fit.draft is not None:
         draft_kv = fit.draft.kv_spec
         sizes |= {
             "draft_weight_bytes": fit.draft.weight_bytes,
             "draft_pool_bytes": fit.draft_pool,
             "draft_context": fit.draft.max_context,
             "draft_kv_bytes_per_token": draft_kv.bytes_per_block // draft_kv.block_size,
-            "draft_speed": _draft_speed(fit.draft.weight_bytes / fit.info.weight_bytes),
+            "draft_speed": _draft_speed(draft.bytes_read / fit.info.weight_bytes),
         }
     if overhead is not None:
         sizes["overhead_bytes"] = overhead.nbytes
@@ -277,13 +277,13 @@ def _memory_of(
 
 
 def _draft(checkpoint: Checkpoint, config: EngineConfig, selected: Selection) -> DraftPlan | None:
-    """Plan the draft model and check its vocabulary.
+    """Plan the draft model and check its vocabulary, or plan the MTP head.
 
     Raises:
         ConfigError: The model cannot have this draft model.
     """
     draft = plan_draft(checkpoint, selected, config)
-    if draft is not None:
+    if draft is not None and not draft.is_head:
         check_draft_vocabulary(load_tokenizer(checkpoint), draft)
     return draft
 
@@ -335,7 +335,9 @@ def _arithmetic(fit: MemoryCheck) -> str:
     spare = fit.available - fit.needed
     rest = f"{gb(spare)} left" if spare >= 0 else f"{gb(-spare)} missing"
     copies = " and the runner's copies" * fit.info.copies_kv
-    both = " of both models" * (fit.draft is not None)
+    both = ""
+    if fit.draft is not None:
+        both = " of the model and its head" if fit.draft.joins_states else " of both models"
     shortage = f"; {fit.shortage}" if fit.shortage else ""
     bound = (
         "" if fit.overhead is None else f"; the process needs {gb(fit.overhead.nbytes)} in addition"

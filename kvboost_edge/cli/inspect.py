@@ -114,7 +114,7 @@ def mtp_report(checkpoint: Checkpoint, path_taken: Mapping[str, Any]) -> dict[st
     shared = {"embed": "embedding", "norm": "last norm", "head": "LM head"}
     names = ", ".join(shared[name] for name in head.shared) or "nothing"
     return {
-        "mtp_head": f"one layer with {inside}, not used yet; shares with the model: {names}",
+        "mtp_head": f"one layer with {inside}; shares with the model: {names}",
         "mtp_head_tensors": count,
         "mtp_head_bytes": plan_bytes(plan),
     }

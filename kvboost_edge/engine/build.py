@@ -14,7 +14,12 @@ from kvboost_edge.backends.base import Backend
 from kvboost_edge.backends.select import BackendChoice, choose_backend, make_backend
 from kvboost_edge.config import EngineConfig
 from kvboost_edge.engine.memory.check import plan_fit
-from kvboost_edge.engine.memory.draft_plan import DraftPlan, plan_draft, with_draft_model
+from kvboost_edge.engine.memory.draft_plan import (
+    DraftPlan,
+    mtp_refusal,
+    plan_draft,
+    with_draft_model,
+)
 from kvboost_edge.engine.memory.process import (
     Overhead,
     check_process,
@@ -77,7 +82,7 @@ __all__ = [
 _LOG = logging.getLogger(__name__)
 _LOADING_OPTIONS = (
     *("dtype", "revision", "token", "local_files_only", "pack_cache", "rope_range"),
-    "draft_model",
+    *("draft_model", "mtp"),
 )
 _POOL_SIZES = ("max_cache_bytes", "num_blocks", "max_chunks")
 _TORCH_REASON = (
@@ -103,7 +108,7 @@ class EngineParts:
         suppressed: token ids that are never generated.
         sampling: sampling values for requests that do not set their own.
         history_bytes: byte limit of the draft history, or None for the default.
-        drafter: draft model, or None without one.
+        drafter: draft model or MTP head, or None without either.
     """
 
     runner: Runner
@@ -154,7 +159,7 @@ def build_from_path(
     pool_bytes = None
     # Load the tokenizer before measuring, so its memory counts as overhead.
     tokenizer = load_tokenizer(checkpoint)
-    if draft is not None:
+    if draft is not None and not draft.is_head:
         check_draft_vocabulary(tokenizer, draft)
     overhead = measured_overhead(checkpoint, config, selected, draft)
     if not device.startswith("cuda"):
@@ -169,8 +174,10 @@ def build_from_path(
     draft_fingerprint = ""
     if draft is not None:
         with _closed_on_error(runner):
-            draft_fingerprint = draft.checkpoint.fingerprint()
-            draft_runner = _load_runner(draft.checkpoint, draft.config, draft.selected, progress)
+            draft_fingerprint = draft.fingerprint()
+            draft_runner = _load_drafter(draft, runner, progress)
+    elif refusal := mtp_refusal(checkpoint, selected):
+        _LOG.warning("the multi-token prediction head is not used: %s", refusal)
     eos = frozenset(defaults.eos_token_ids)
     parts = _assemble(
         config,
@@ -242,7 +249,7 @@ def draft_model_refusal(path_or_id: str | Path, config: EngineConfig) -> str:
     selected = select_path(checkpoint, config)
     try:
         draft = plan_draft(checkpoint, selected, config)
-        assert draft is not None
+        assert draft is not None  # the config names a draft model
         if draft.checkpoint.path == checkpoint.path:
             return "it is the draft model itself"
         check_draft_vocabulary(load_tokenizer(checkpoint), draft)
@@ -280,8 +287,14 @@ def _load_runner(
         choice.reason,
     )
     _require_packages(choice.name, choice.reason, checkpoint.config)
-    options = LoadOptions(
-        weights=choice.weights,
+    return load_runner(choice.name, checkpoint, _load_options(config, selected, progress))
+
+
+def _load_options(
+    config: EngineConfig, selected: Selection, progress: Progress | None
+) -> LoadOptions:
+    return LoadOptions(
+        weights=selected.runner.weights,
         dtype=config.dtype,
         device=selected.backend.device,
         num_threads=config.num_threads or default_num_threads(),
@@ -289,7 +302,18 @@ def _load_runner(
         kv_bits=config.kv_bits,
         progress=progress,
     )
-    return load_runner(choice.name, checkpoint, options)
+
+
+def _load_drafter(draft: DraftPlan, runner: Runner, progress: Progress | None) -> Runner:
+    """Load a draft model, or the MTP head of the model that `runner` runs."""
+    if not draft.is_head:
+        return _load_runner(draft.checkpoint, draft.config, draft.selected, progress)
+    from kvboost_edge.runners.native.mtp_head import load_mtp_head
+    from kvboost_edge.runners.native.runner import NativeRunner
+
+    assert isinstance(runner, NativeRunner)  # see `plan_draft`
+    options = _load_options(draft.config, draft.selected, progress)
+    return load_mtp_head(draft.checkpoint, runner, options)
 
 
 def build_from_model(model: Any, tokenizer: Any, config: EngineConfig) -> EngineParts:
@@ -535,7 +559,8 @@ def _make_drafter(
     with _closed_on_error(backend):
         runner.bind(backend)
     _LOG.info(
-        "draft model: %s weights, %.1f MB, KV pool %.1f MB, context of %d tokens",
+        "%s: %s weights, %.1f MB, KV pool %.1f MB, context of %d tokens",
+        "multi-token prediction head" if info.joins_states else "draft model",
         info.dtype,
         info.weight_bytes / 1e6,
         backend.pool_bytes / 1e6,

@@ -128,6 +128,7 @@ _OWN_MEMORY: dict[str, Any] = {
     "redis_trust": False,
     "draft_model": None,
     "draft_weights": "int4",
+    "mtp": "off",
 }
 
 
@@ -223,7 +224,12 @@ class CPUPagedEngine(Embeds, KVBoostViews, TellsResidency):
         features = (
             self._reuse,
             SnapshotFields(parts.tokenizer, is_recurrent=bool(info.kv_spec.states)),
-            DraftFields(config, parts.manager, is_native=info.name == "native"),
+            DraftFields(
+                config,
+                parts.manager,
+                is_native=info.name == "native",
+                has_drafter=parts.drafter is not None,
+            ),
             GrammarFields(),
             ReasoningFields(parts.tokenizer, parts.suppressed),
             WordFields(parts.tokenizer, info.vocab_size),

@@ -187,8 +187,8 @@ def paged_stats(
         drafted_tokens: draft tokens verified.
         accepted_tokens: draft tokens accepted, a part of generated_tokens.
         drafts: num_drafts, drafted_tokens and accepted_by_position of the verified drafts, by
-            source: lookup, grammar and draft_model. accepted_by_position counts the drafts whose
-            first, second and following tokens were accepted.
+            source: lookup, grammar, draft_model and mtp. accepted_by_position counts the drafts
+            whose first, second and following tokens were accepted.
         max_draft_tokens: default limit of draft tokens per sequence and step. For a hybrid model,
             the limit for all sequences together.
 
@@ -204,7 +204,7 @@ def paged_stats(
     Memory:
         weight_bytes: weights, in bytes.
         pool_bytes: block pool, in bytes.
-        draft_weight_bytes: draft model weights, in bytes.
+        draft_weight_bytes: weights of the draft model or MTP head, in bytes.
         draft_pool_bytes: draft KV pool, in bytes. It has as many blocks as the block pool.
         state_bytes: slots of recurrent state, in bytes, including room for draft tokens.
         copied_bytes: copies of KV that the runner makes, in bytes.
@@ -236,7 +236,7 @@ def paged_stats(
         staging_bytes: size of the blocks in transit between pool and tiers, in bytes.
         lost_blocks: blocks evicted before a tier could store them, for example because another
             process owns the disk cache.
-        draft_restored_blocks: blocks whose KV of the draft model came from a tier.
+        draft_restored_blocks: blocks whose KV of the draft model or MTP head came from a tier.
     """
     return {
         **_block_stats(parts, scheduler),

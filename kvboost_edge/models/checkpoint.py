@@ -153,6 +153,13 @@ class Checkpoint(abc.ABC):
         """Number of tensors for multi-token prediction (MTP) in the files."""
         return sum(self.other_parts.get(part, 0) for part in _MTP_PARTS)
 
+    @property
+    def unused_parts(self) -> Mapping[str, int]:
+        """The `other_parts` that no runner uses. MTP heads of some families are used."""
+        if self.spec.family.mtp is None:
+            return self.other_parts
+        return {part: n for part, n in self.other_parts.items() if part not in _MTP_PARTS}
+
     @functools.cached_property
     def mtp(self) -> MtpSpec | None:
         """Description of the MTP head.
@@ -233,7 +240,7 @@ class Checkpoint(abc.ABC):
 
     @property
     def other_parts(self) -> Mapping[str, int]:
-        """Number of tensors in each part that is not used, such as {"visual": 316}."""
+        """Number of tensors in each part besides the language model, such as {"visual": 316}."""
         return {}
 
     @property

@@ -331,7 +331,7 @@ def _load(model: str, options: ServeOptions, stopped: threading.Event) -> CPUPag
             name: stats[name]
             for name in ("runner", "backend", "num_threads", "num_blocks", "pool_bytes")
         }
-        if engine.config.draft_model is not None:
+        if stats["draft_weight_bytes"]:
             shown |= {name: stats[name] for name in ("draft_weight_bytes", "draft_pool_bytes")}
         log_facts(logging.INFO, "loaded", seconds=round(time.perf_counter() - started, 1), **shown)
         places = tier_places(engine.config)

@@ -1017,7 +1017,7 @@ class Memory(_Answer):
 
     weight_bytes: int
     pool_bytes: int
-    draft_weight_bytes: Annotated[int, Field(description="Draft model weights.")]
+    draft_weight_bytes: Annotated[int, Field(description="Weights of the draft model or MTP head.")]
     draft_pool_bytes: Annotated[int, Field(description="Draft KV pool.")]
     state_bytes: int
     process_rss_bytes: int

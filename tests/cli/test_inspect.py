@@ -33,7 +33,7 @@ def test_a_head_is_shown_with_its_size(name, inside, place, tmp_path, answered):
     checkpoint = Checkpoint.open(path)
     shared = "embedding, LM head"
     assert _said(answered, path, "-o", "weights=int8") == {
-        "mtp_head": f"one layer with {inside}, not used yet; shares with the model: {shared}",
+        "mtp_head": f"one layer with {inside}; shares with the model: {shared}",
         "mtp_head_tensors": checkpoint.num_mtp_tensors,
         "mtp_head_bytes": plan_bytes(checkpoint.mtp_plan("int8")),
     }

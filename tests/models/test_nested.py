@@ -51,7 +51,7 @@ def test_the_language_model_equals_transformers(name, tmp_path, caplog):
     save_nested_model(name, tmp_path)
     with caplog.at_level(logging.INFO, "kvboost_edge"):
         assert_native_equals(build_nested_model(name), tmp_path)
-    parts = Checkpoint.open(tmp_path).other_parts
+    parts = Checkpoint.open(tmp_path).unused_parts
     assert sum(parts.values()) > 5
     said = ", ".join(f"{part} ({count})" for part, count in sorted(parts.items()))
     assert f"text only; tensors of {said} are not used" in caplog.text

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["numbers", "output_format", "run_bench", "speculation_modes"]
 
 _MOST_REPETITIONS = 1000
-_MODES = ("off", "lookup", "draft")
+_MODES = ("off", "lookup", "draft", "mtp")
 _TYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 
 
@@ -130,10 +130,11 @@ def _runs(options: dict[str, Any], modes: Sequence[str]) -> dict[str, dict[str, 
     if not modes:
         chosen = "auto" if "draft_model" in options else "off"
         return {"": {"speculation": chosen, **options}}
-    if "speculation" in options:
-        raise ConfigError(
-            "--speculation and the option speculation are both given; give one of them"
-        )
+    for name in ("speculation", "mtp"):
+        if name in options:
+            raise ConfigError(
+                f"--speculation and the option {name} are both given; give one of them"
+            )
     has_draft = "draft_model" in options
     if has_draft != ("draft" in modes):
         raise ConfigError(
@@ -144,8 +145,9 @@ def _runs(options: dict[str, Any], modes: Sequence[str]) -> dict[str, dict[str, 
     plain = {name: value for name, value in options.items() if not name.startswith("draft_")}
     found = {
         "off": {**plain, "speculation": "off"},
-        "lookup": {**plain, "speculation": "auto"},
+        "lookup": {**plain, "speculation": "auto", "mtp": "off"},
         "draft": {**options, "speculation": "auto"},
+        "mtp": {**plain, "speculation": "auto"},
     }
     return {mode: found[mode] for mode in modes}
 
@@ -174,6 +176,11 @@ def _measure(
     notes = open_console(stderr=True)
     with contextlib.ExitStack() as loaded:
         engine = loaded.enter_context(loaded_engine(model, engine_options, notes))
+        if cases[0].speculation == "mtp" and not engine.paged_stats()["draft_weight_bytes"]:
+            raise ConfigError(
+                f"--speculation mtp needs a multi-token prediction head, but {model} has none that "
+                "is used; leave mtp out"
+            )
         tokens = RandomTokens(engine.runner_info.vocab_size)
         meter = CaseTimer(engine, tokens)
         for case in cases:

@@ -80,8 +80,9 @@ class MemoryCheck:
         shortage: A message if memory limits the number of draft tokens, else "".
         refusal: The error that starting the engine would raise, or "" if the model fits.
         overhead: Other memory of the process, or None without `max_memory`.
-        draft: Description of the draft model's planned runner, or None without a draft model.
-        draft_pool: The planned KV pool of the draft model.
+        draft: Description of the planned runner of the draft model or MTP head, or None without
+            either.
+        draft_pool: The planned KV pool of the draft model or head.
     """
 
     info: RunnerInfo
@@ -97,7 +98,7 @@ class MemoryCheck:
 
     @property
     def draft_weights(self) -> int:
-        """Size of the draft model's weights, or 0 without a draft model."""
+        """Size of the weights of the draft model or MTP head, or 0 without either."""
         return 0 if self.draft is None else self.draft.weight_bytes
 
     @property
@@ -142,7 +143,7 @@ def plan_fit(
         summary: Sizes of the model's weights.
         available: Available memory in bytes before the weights are loaded.
         overhead: Measured overhead if `max_memory` limits the process.
-        draft: The draft model, whose weights and pool are included.
+        draft: The draft model or MTP head, whose weights and pool are included.
 
     Raises:
         ConfigError: An option for recurrent state is set for a model without it.
@@ -197,14 +198,16 @@ def plan_fit(
 
 
 def _draft_share(draft: DraftPlan | None) -> str:
-    """Return the draft model's part of the memory, for the end of an error message."""
+    """Return the part of a draft model or MTP head, for the end of an error message."""
     if draft is None:
         return ""
     info = draft.info
+    name, advice = "draft model", "leave draft_model out, or choose a smaller one"
+    if draft.is_head:
+        name, advice = "multi-token prediction head", "set mtp='off' to do without it"
     return (
-        f". The draft model takes {gb(info.weight_bytes)} of the weights and "
-        f"{info.kv_spec.bytes_per_block} bytes of each block; leave draft_model out, or choose a "
-        "smaller one"
+        f". The {name} takes {gb(info.weight_bytes)} of the weights and "
+        f"{info.kv_spec.bytes_per_block} bytes of each block; {advice}"
     )
 
 

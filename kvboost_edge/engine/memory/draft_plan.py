@@ -1,4 +1,4 @@
-"""The plan of a draft model: checks of the pair, and its memory before anything is loaded."""
+"""The plan of a draft model or MTP head: its checks, and its memory before anything is loaded."""
 
 from __future__ import annotations
 
@@ -9,26 +9,34 @@ from typing import NamedTuple
 from kvboost_edge.config import EngineConfig
 from kvboost_edge.engine.memory.selection import (
     Selection,
+    bounded_context,
     find_model,
     model_traits,
     open_checkpoint,
     planned_info,
     select_path,
+    usable_context,
 )
-from kvboost_edge.errors import ConfigError, KVBoostError
+from kvboost_edge.errors import ConfigError, KVBoostError, ModelFormatError
 from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.config.architectures import attends_both_ways, check_model_compatibility
+from kvboost_edge.models.config.spec import ModelSpec
+from kvboost_edge.models.packed.pack_plan import plan_bytes
 from kvboost_edge.runners.base import RunnerInfo
 from kvboost_edge.runners.choice import plan_of
+from kvboost_edge.runners.native.select_native import native_kv_spec
 
-__all__ = ["DraftPlan", "plan_draft", "with_draft_model"]
+__all__ = ["DraftPlan", "mtp_refusal", "plan_draft", "with_draft_model"]
+
+# Rejected draft tokens rewrite blocks that are full, and quantized blocks cannot be rewritten.
+_UNQUANTIZED = (16, 16)
 
 
 class DraftPlan(NamedTuple):
-    """A draft model that was checked but not loaded.
+    """A draft model, or the model's own MTP head, that was checked but not loaded.
 
     Attributes:
-        checkpoint: The draft model.
+        checkpoint: The draft model, or the model.
         config: Options for loading it, which are those of the engine with its own weight format and
             unquantized KV.
         selected: The selected backend and runner.
@@ -40,9 +48,45 @@ class DraftPlan(NamedTuple):
     selected: Selection
     info: RunnerInfo
 
+    @property
+    def is_head(self) -> bool:
+        """True for an MTP head."""
+        return self.info.joins_states
+
+    @property
+    def spec(self) -> ModelSpec:
+        """Spec of the draft model or head."""
+        head = self.checkpoint.mtp if self.is_head else None
+        return self.checkpoint.spec if head is None else head.model
+
+    @property
+    def bytes_read(self) -> int:
+        """Size in bytes of the weights that a pass reads, including an LM head of the model."""
+        head = self.checkpoint.mtp if self.is_head else None
+        if head is None or "head" not in head.shared:
+            return self.info.weight_bytes
+        plan = {one.name: one for one in self.checkpoint.plan(self.selected.runner.weights)}
+        return self.info.weight_bytes + plan_bytes([plan.get("head", plan["embed"])])
+
+    def load_kernels(self) -> None:
+        """Load the machine code that its passes need into this process."""
+        # Imported here because it loads Numba.
+        from kvboost_edge.runners.native.mtp_head import load_mtp_kernels
+        from kvboost_edge.runners.native.runner import load_kernels
+
+        weights = self.selected.runner.weights
+        if self.is_head:
+            load_mtp_kernels(self.checkpoint, weights)
+        else:
+            load_kernels(self.checkpoint, weights, self.config.kv_bits)
+
+    def fingerprint(self) -> str:
+        """Return the fingerprint of the draft model or head."""
+        return "mtp " * self.is_head + self.checkpoint.fingerprint()
+
 
 def plan_draft(target: Checkpoint, selected: Selection, config: EngineConfig) -> DraftPlan | None:
-    """Plan the draft model of a model, or return None if the config names none.
+    """Plan the draft model of a model, or else its MTP head, or return None without either.
 
     A draft model on a hub is downloaded. Its vocabulary is not checked.
 
@@ -55,7 +99,7 @@ def plan_draft(target: Checkpoint, selected: Selection, config: EngineConfig) ->
         ConfigError: One of the two models does not support draft models.
     """
     if config.draft_model is None:
-        return None
+        return _plan_head(target, selected, config)
     name = os.fspath(config.draft_model)
     if refusal := _target_refusal(target, selected):
         raise ConfigError(f"draft_model={name!r} is refused: {refusal}; leave draft_model out")
@@ -64,15 +108,14 @@ def plan_draft(target: Checkpoint, selected: Selection, config: EngineConfig) ->
         runner="native",
         backend=selected.backend.name,
         weights=config.draft_weights,
-        # Rejected draft tokens rewrite blocks that are full, and quantized blocks cannot be
-        # rewritten.
-        kv_cache_bits=16,
+        kv_cache_bits=_UNQUANTIZED[0],
         dtype="auto",
         rope_range="short",
         max_state_bytes=None,
         revision=None,
         draft_model=None,
         draft_weights="int4",
+        mtp="off",
     )
     try:
         checkpoint = open_checkpoint(find_model(name, own), own)
@@ -83,6 +126,46 @@ def plan_draft(target: Checkpoint, selected: Selection, config: EngineConfig) ->
     except KVBoostError as error:
         raise ConfigError(f"draft_model={name!r} is refused: {error}") from error
     return DraftPlan(checkpoint, own, chosen, info)
+
+
+def _plan_head(target: Checkpoint, selected: Selection, config: EngineConfig) -> DraftPlan | None:
+    """Plan the MTP head of a model, or return None if it is not used."""
+    wanted = config.mtp == "auto" and config.speculation != "off"
+    if not wanted or not _may_have_head(target, selected) or mtp_refusal(target, selected):
+        return None
+    head = target.mtp
+    if head is None:
+        return None
+    weights = selected.runner.weights
+    info = RunnerInfo(
+        name="native",
+        architecture=head.model.model_type,
+        dtype=weights,
+        vocab_size=head.model.vocab_size,
+        max_context=bounded_context(usable_context(target.config), config),
+        weight_bytes=plan_bytes(target.mtp_plan(weights)),
+        kv_spec=native_kv_spec(head.model, weights, config.block_size, _UNQUANTIZED),
+        joins_states=True,
+    )
+    own = dataclasses.replace(config, kv_cache_bits=_UNQUANTIZED[0], mtp="off")
+    return DraftPlan(target, own, selected, info)
+
+
+def _may_have_head(target: Checkpoint, selected: Selection) -> bool:
+    """Return whether the files of a model that this runner runs contain tensors of a head."""
+    return selected.runner.name == "native" and target.num_mtp_tensors > 0
+
+
+def mtp_refusal(target: Checkpoint, selected: Selection) -> str:
+    """Return why the MTP head in a model's files cannot be used, or ""."""
+    if not _may_have_head(target, selected):
+        return ""
+    try:
+        if target.mtp is not None:
+            target.mtp_plan(selected.runner.weights)
+    except ModelFormatError as error:
+        return str(error)
+    return ""
 
 
 def with_draft_model(info: RunnerInfo, draft: RunnerInfo | None) -> RunnerInfo:

@@ -92,7 +92,7 @@ def measured_overhead(
     # Load the kernels so that their machine code is measured too.
     load_kernels(checkpoint, selected.runner.weights, config.kv_bits)
     if draft is not None:
-        load_kernels(draft.checkpoint, draft.selected.runner.weights, draft.config.kv_bits)
+        draft.load_kernels()
     return Overhead(process_rss(), pass_bytes(checkpoint, config, selected, draft))
 
 
@@ -111,8 +111,12 @@ def pass_bytes(
     from kvboost_edge.runners.native.buffers import largest_bytes
 
     context = bounded_context(usable_context(checkpoint.config), config)
-    own = largest_bytes(checkpoint.spec, min(config.max_batch_tokens, context), context)
-    return own + (0 if draft is None else pass_bytes(*draft[:3]))
+    num_tokens = min(config.max_batch_tokens, context)
+    own = largest_bytes(checkpoint.spec, num_tokens, context)
+    if draft is None:
+        return own
+    context = draft.info.max_context
+    return own + largest_bytes(draft.spec, min(num_tokens, context), context)
 
 
 def room_in_process(

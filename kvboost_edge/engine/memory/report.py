@@ -60,8 +60,8 @@ class MemoryReport:
         copied: Function that returns the size of the runner's KV copies.
         state_bytes: Size of the recurrent state slots.
         buffer_bytes: Size of the draft history and of the buffers of the largest pass, if known.
-        draft_weight_bytes: Size of the draft model's weights.
-        draft_pool_bytes: Size of the draft model's KV pool.
+        draft_weight_bytes: Size of the weights of the draft model or MTP head.
+        draft_pool_bytes: Size of the KV pool of the draft model or head.
     """
 
     def __init__(

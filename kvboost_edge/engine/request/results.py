@@ -121,7 +121,7 @@ class GenerationResult:
             time.
         drafted_tokens: number of draft tokens verified, see `EngineConfig.speculation`.
         accepted_tokens: number of draft tokens accepted.
-        drafts: counts of the drafts by source: "lookup", "grammar" and "draft_model".
+        drafts: counts of the drafts by source: "lookup", "grammar", "draft_model" and "mtp".
         reasoning_tokens: number of output tokens between the markers of the model's reasoning,
             without a reasoning_budget_message. None without a reasoning_budget, because the engine
             then does not parse reasoning.

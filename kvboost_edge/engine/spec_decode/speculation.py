@@ -98,9 +98,18 @@ class DraftFields(RequestFeature):
     Args:
         is_native: True on the native runner. On other runners results depend on the batch, so only
             requests with speculation="on" use draft tokens.
+        has_drafter: True with a draft model or MTP head.
     """
 
-    def __init__(self, config: EngineConfig, manager: KVCacheManager, *, is_native: bool) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        manager: KVCacheManager,
+        *,
+        is_native: bool,
+        has_drafter: bool = False,
+    ) -> None:
+        self._has_drafter = has_drafter
         self._config = config
         self._manager = manager
         self._is_native = is_native
@@ -110,12 +119,12 @@ class DraftFields(RequestFeature):
 
         Raises:
             RequestError: speculation="on" is set, but the model's recurrent state leaves no room,
-                or draft_p_min is set without a draft model.
+                or draft_p_min is set without a draft model and MTP head.
         """
-        if inputs.terms.draft_p_min is not None and self._config.draft_model is None:
+        if inputs.terms.draft_p_min is not None and not self._has_drafter:
             raise RequestError(
-                f"draft_p_min={inputs.terms.draft_p_min:g} has no effect without a draft model; "
-                "leave it out, or start the engine with a draft_model"
+                f"draft_p_min={inputs.terms.draft_p_min:g} has no effect without a draft model or "
+                "multi-token prediction head; leave it out, or start the engine with a draft_model"
             )
         chosen = inputs.terms.speculation or self._config.speculation
         return {

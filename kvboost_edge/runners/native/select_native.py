@@ -199,7 +199,7 @@ def state_spec(mixer: Mixer) -> LayerStateSpec:
 def log_notices(checkpoint: Checkpoint) -> None:
     """Log that the context of a loaded model is limited, or that parts of it are unused."""
     notice = pin_notice(checkpoint.config)
-    parts = checkpoint.other_parts
+    parts = checkpoint.unused_parts
     if notice:
         _LOG.warning("%s: %s", checkpoint.path, notice)
     if parts:

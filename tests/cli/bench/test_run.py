@@ -74,7 +74,9 @@ def test_kinds_of_speculation_are_compared(bench, tiny_model_dir, refused):
     assert [row["test"] for row in found] == ["tg8 (off)", "tg8 (lookup)", "tg8 (draft)"]
     assert [row["speculation"] for row in found] == ["off", "lookup", "draft"]
     for more, said in (
-        (("--speculation", "mtp"), "--speculation 'mtp' is not one of off, lookup, draft"),
+        (("--speculation", "most"), "--speculation 'most' is not one of off, lookup, draft, mtp"),
+        (("--speculation", "mtp"), "--speculation mtp needs a multi-token prediction head"),
+        (("--speculation", "off", "--option", "mtp=off"), "the option mtp are both given"),
         (("--speculation", "draft"), "needs a draft model"),
         (("--speculation", "off", "--draft-model", "x"), "draft_model has no effect without"),
         (("--speculation", "off", "--option", "speculation=on"), "are both given"),

@@ -1,0 +1,119 @@
+"""The MTP head of a model is planned with its memory, loaded by default, and turned off by options."""
+
+import logging
+
+import pytest
+
+from helpers.models.mtp_heads import save_with_head, write_gguf_with_head
+from helpers.models.tensor_files import change_tensors
+from helpers.models.tiny_checkpoints import save_tiny_checkpoint
+from kvboost_edge import CPUPagedEngine
+from kvboost_edge.config import EngineConfig
+from kvboost_edge.engine.memory.check import plan_fit, planned_memory
+from kvboost_edge.engine.memory.draft_plan import plan_draft
+from kvboost_edge.engine.memory.selection import select_path
+from kvboost_edge.errors import CapacityError, ConfigError
+from kvboost_edge.host.memory import process_rss
+from kvboost_edge.models.checkpoint import Checkpoint
+
+GB = 10**9
+FAMILIES = ("qwen3_5_text", "glm4_moe")
+
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def path(request, tmp_path_factory):
+    return save_with_head(request.param, tmp_path_factory.mktemp(request.param))
+
+
+def _draft(path, **options):
+    checkpoint = Checkpoint.open(path)
+    config = EngineConfig(**options)
+    return plan_draft(checkpoint, select_path(checkpoint, config), config)
+
+
+def test_the_plan_is_what_the_engine_takes(path):
+    options = {"num_blocks": 40, "kv_cache_bits": 8, "weights": "int8"}
+    checkpoint = Checkpoint.open(path)
+    config = EngineConfig(**options)
+    selected = select_path(checkpoint, config)
+    draft = plan_draft(checkpoint, selected, config)
+    fit = plan_fit(checkpoint, config, selected, checkpoint.summary(), GB, None, draft)
+    lm_head = 304 * (64 + 2 * 2)  # rows of tiles, each with a scale for 32 codes
+    assert draft.bytes_read == draft.info.weight_bytes + lm_head
+    with CPUPagedEngine.from_pretrained(path, **options) as engine:
+        stats = engine.paged_stats()
+        kv = engine._parts.drafter.runner.info.kv_spec
+        assert engine._parts.drafter.runner.info.joins_states
+    assert (kv.block_size, kv.bits, len(kv.layers)) == (16, (16, 16), 1)
+    assert (fit.pool, fit.draft_pool) == (stats["pool_bytes"], stats["draft_pool_bytes"])
+    assert stats["draft_pool_bytes"] == 40 * kv.bytes_per_block
+    assert 0 <= stats["draft_weight_bytes"] - fit.draft_weights < 20_000
+    without = planned_memory(path, EngineConfig(**options, mtp="off")).nbytes
+    planned = planned_memory(path, config).nbytes
+    assert planned == without + fit.draft_weights + fit.draft_pool
+
+
+@pytest.mark.parametrize("options", [{"mtp": "off"}, {"speculation": "off"}])
+def test_a_head_is_left_out(path, options):
+    assert _draft(path) is not None
+    assert _draft(path, **options) is None
+
+
+def test_another_runner_uses_no_head(tmp_path):
+    assert _draft(save_with_head("glm4_moe", tmp_path), runner="torch") is None
+
+
+def test_a_draft_model_takes_the_place_of_the_head(path, tmp_path):
+    draft = save_tiny_checkpoint("llama", tmp_path, num_hidden_layers=1)
+    planned = _draft(path, draft_model=draft)
+    assert not planned.is_head
+    assert planned.checkpoint.path == draft
+    with CPUPagedEngine.from_pretrained(path, draft_model=draft, num_blocks=16) as engine:
+        assert not engine._parts.drafter.runner.info.joins_states
+
+
+@pytest.mark.parametrize("form", ["safetensors", "GGUF"])
+def test_the_answers_are_those_without_a_head(path, form, tmp_path):
+    if form == "GGUF":
+        path = write_gguf_with_head(path, tmp_path / "m.gguf")
+    options = {"num_blocks": 64, "num_threads": 1}
+    settings = ({"temperature": 0.0}, {"temperature": 0.9, "seed": 5})
+    found = []
+    for speculation in ("off", "on"):
+        with CPUPagedEngine.from_pretrained(path, speculation=speculation, **options) as engine:
+            found.append([engine.generate("a cat", 40, **one) for one in settings])
+            counts = engine.paged_stats()["drafts"]
+    expected, drafted = ([one.output_token_ids for one in several] for several in found)
+    assert drafted == expected
+    assert counts["mtp"]["num_drafts"] > 10
+
+
+def test_max_memory_holds_the_head(path):
+    bound = {"max_memory": process_rss() + 10**9, "num_blocks": 16, "max_model_len": 64}
+    with CPUPagedEngine.from_pretrained(path, **bound, mtp="off") as engine:
+        alone = engine.paged_stats()
+    with CPUPagedEngine.from_pretrained(path, **bound) as engine:
+        both = engine.paged_stats()
+        assert engine._parts.drafter.runner.info.max_context == 64
+    assert both["buffer_bytes"] > alone["buffer_bytes"]
+    assert both["draft_weight_bytes"] > 0 == alone["draft_weight_bytes"]
+    with pytest.raises(CapacityError, match=r"prediction head takes .* set mtp='off'"):
+        CPUPagedEngine.from_pretrained(path, num_blocks=10**9)
+
+
+def test_a_damaged_head_is_not_used(tmp_path, caplog):
+    path = save_with_head("qwen3_5_text", tmp_path)
+    change_tensors(path, {"mtp.fc.weight": None})
+    with (
+        caplog.at_level(logging.WARNING),
+        CPUPagedEngine.from_pretrained(path, num_blocks=16) as engine,
+    ):
+        assert engine._parts.drafter is None
+    assert "head is not used: the weight files lack tensor 'mtp.projection.weight'" in caplog.text
+
+
+def test_other_values_are_refused():
+    with pytest.raises(ConfigError, match="mtp='on' is not one of"):
+        EngineConfig(mtp="on")
