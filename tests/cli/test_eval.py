@@ -41,6 +41,7 @@ def expected_perplexity(engine, ids, window):
 
 
 @pytest.mark.parametrize("window", [4, 5, 64, 100, 511])
+@pytest.mark.some(2)
 def test_perplexity_is_that_of_the_windows(tiny_engine, window):
     ids = tiny_engine.tokenizer.encode(TEXT)
     seen = []

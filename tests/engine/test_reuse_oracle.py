@@ -221,6 +221,7 @@ def test_keys_of_8_bits_are_turned_as_near_as_they_are_stored(runner, repair, or
 
 
 @pytest.mark.parametrize("repair", [BLOCKS, BLEND], ids=["blocks", "default"])
+@pytest.mark.some(2)
 def test_the_blocks_computed_are_those_whose_second_values_deviate_most(
     engine, oracle, repair, monkeypatch
 ):
@@ -239,6 +240,7 @@ def test_the_blocks_computed_are_those_whose_second_values_deviate_most(
 
 
 @pytest.mark.parametrize("repair", [QUERY, QUERY_SEAMS], ids=["blocks", "behind seams"])
+@pytest.mark.some(2)
 def test_the_blocks_computed_are_those_that_the_prompts_end_attends_to_most(
     engine, oracle, repair, monkeypatch
 ):
@@ -258,6 +260,7 @@ def test_the_blocks_computed_are_those_that_the_prompts_end_attends_to_most(
 @pytest.mark.parametrize(
     ("runner", "bits", "repair"), pairwise(RUNNERS, (16, 8), [BLOCKS, QUERY]), ids=str
 )
+@pytest.mark.some(3)
 def test_the_same_blocks_are_chosen_however_the_prompt_is_cut(runner, bits, repair, monkeypatch):
     """Pieces that are computed and not looked at are there for those behind them."""
     chosen = []

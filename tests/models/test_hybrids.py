@@ -70,6 +70,7 @@ def test_a_language_model_inside_another(name, tmp_path):
 
 @pytest.mark.parametrize("name", HYBRIDS)
 @pytest.mark.parametrize("wrong", ["conv", "state", "gate", "rope"])
+@pytest.mark.some(3)
 def test_the_oracle_sees_what_is_wrong(name, wrong, tmp_path):
     """Its distance from transformers is far above the tolerance where a tensor is in another
     order.

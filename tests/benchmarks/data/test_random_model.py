@@ -100,6 +100,7 @@ LAYERED = {**HYBRID_SHAPES, **MIXTURE_SHAPES}
 
 
 @pytest.mark.parametrize("name", [name for name in LAYERED if name.endswith("-tiny")])
+@pytest.mark.some(3)
 def test_files_of_states_and_experts_are_read_and_computed(tmp_path, name):
     path = tmp_path / "model.gguf"
     shape = LAYERED[name]

@@ -154,6 +154,7 @@ def test_a_long_background_list_leaves_the_queue_to_others():
 @pytest.mark.parametrize(
     "seed", [pytest.param(seed, marks=() if seed < 7 else pytest.mark.full) for seed in range(20)]
 )
+@pytest.mark.some(2)
 def test_random_mixes_give_the_answers_of_runs_alone(seed):
     rng = random.Random(seed)
     bench = Bench(

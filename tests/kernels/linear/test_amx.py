@@ -103,6 +103,7 @@ def _assembly(kind, fine, monkeypatch):
 
 
 @pytest.mark.parametrize(("kind", "fine"), each_once(INT_KINDS, (False, True)))
+@pytest.mark.some(3)
 def test_a_group_takes_four_multiplications(kind, fine, monkeypatch):
     """Of the first group, and of those in the loop. The scratch memory is not filled with zeros at
     every entry.

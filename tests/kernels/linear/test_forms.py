@@ -127,6 +127,7 @@ def _assembly(kind, form, cpu, *, fine=False):
 
 
 @pytest.mark.parametrize(("kind", "fine"), each_once(INT_KINDS, (False, True)))
+@pytest.mark.some(3)
 def test_arm_with_dot_products_uses_them(kind, fine):
     """8 quads of 4 x 4 rows for each of 4 tokens (and planes): every one is an sdot."""
     assembly = _assembly(kind, "neon", "cortex-a76", fine=fine)
@@ -137,6 +138,7 @@ def test_arm_with_dot_products_uses_them(kind, fine):
     ("kind", "fine"),
     each_once([kind for kind in INT_KINDS if FORMAT_OF[kind].parts == 1], (False, True)),
 )
+@pytest.mark.some(3)
 def test_arm_with_i8mm_multiplies_pairs(kind, fine):
     """4 pairs of quads of 8 pairs of rows for each of 2 pairs of tokens (and planes): half as many
     as with dot products, and fewer instructions in total, or about as many for codes of 2 bits.
@@ -164,6 +166,7 @@ def test_arm_looks_up_16_codes_at_once(form, cpu):
 
 
 @pytest.mark.parametrize(("kind", "fine"), each_once(INT_KINDS, (False, True)))
+@pytest.mark.some(3)
 def test_arm_without_dot_products_multiplies_in_16_bits(kind, fine):
     """8 quads of 64 products for each of 4 tokens (and planes), 8 products at once: few
     instructions, so that compiling them is quick too. 32-bit sums are taken for every quad of int8,

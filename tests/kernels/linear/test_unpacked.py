@@ -45,6 +45,7 @@ def test_a_tile_against_more_panels_than_one_unpacking_serves(kind, fine):
 
 
 @pytest.mark.parametrize("kind", INT_KINDS)
+@pytest.mark.some(3)
 def test_sums_stay_in_registers_and_loops_stay_loops(kind):
     """Four tokens of two quads: 16 products and no vector on the stack; how often that is written
     is how often sums of 16 bits are widened.

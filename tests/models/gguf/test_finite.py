@@ -69,7 +69,6 @@ def test_every_kind_is_searched():
 
 
 @pytest.mark.parametrize("kind", NUMBERS)
-@pytest.mark.some(2)
 def test_one_number_that_is_not_finite_is_found(kind, tmp_path):
     """In the first, an inner and the last block; whatever the codes beside it are, they are no
     number.

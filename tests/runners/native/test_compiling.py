@@ -50,6 +50,7 @@ print(json.dumps([own, used]))
 
 
 @pytest.mark.parametrize(("weights", "bits"), [("int8", 16), ("int4-asym", 8), ("f32", 16)])
+@pytest.mark.some(3)
 def test_a_run_compiles_nothing_and_uses_what_was_compiled_ahead(weights, bits, tmp_path):
     command = [sys.executable, "-c", RUN, weights, str(bits)]
     environment = {**os.environ, "KVBOOST_EDGE_CACHE": str(tmp_path)}

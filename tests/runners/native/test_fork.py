@@ -88,6 +88,7 @@ def test_the_parent_goes_elsewhere_first(model, cut, ahead):
 
 
 @pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.some(3)
 def test_the_child_goes_first_and_alone(model, cut):
     driver = model.driver()
     parent, child = fork_at(driver, cut)
@@ -110,6 +111,7 @@ def test_both_in_one_pass(model, cut):
 
 
 @pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.some(3)
 def test_forks_while_decoding(model, cut):
     """A fork every five tokens, each of which goes on alone: what is in open blocks is copied again
     and again.

@@ -188,6 +188,7 @@ def mixed_and_exact(hand):
 
 
 @pytest.mark.parametrize("name", ONE_LAYER)
+@pytest.mark.some(3)
 def test_one_layer_gives_what_it_gives_without_reuse(name, tmp_path):
     hand = Hand(model(name, tmp_path))
     assert hand.runner.moved_keys_refusal is None
@@ -298,6 +299,7 @@ def test_stretches_in_one_pass_give_what_they_give_in_passes_of_their_own(
 
 @pytest.mark.parametrize("bits", [(16, 16), (8, 8)], ids=str)
 @pytest.mark.parametrize("seed", range(3))
+@pytest.mark.some(3)
 def test_rows_keep_their_bits_whoever_shares_the_batch(deep_model, bits, seed):
     """Those of exact sequences, in prefill and decode, and those over keys from elsewhere."""
     rng = np.random.default_rng(seed)

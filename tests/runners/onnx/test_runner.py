@@ -85,6 +85,7 @@ def greedy(model, prompt, count=NEW_TOKENS):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.some(2)
 def test_families_equal_transformers(family, kind, tmp_path):
     """Logits within 1e-4 in pieces that end inside of blocks, and the same greedy tokens, beside
     another sequence.

@@ -257,7 +257,6 @@ EXACT = {
 
 
 @pytest.mark.parametrize(("schema", "values"), EXACT.values(), ids=EXACT)
-@pytest.mark.some(3)
 def test_a_schema_that_is_written_anew_accepts_the_same_values(schema, values):
     made = rewritten(schema)
     assert rewritten(made) == made

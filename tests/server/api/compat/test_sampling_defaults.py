@@ -43,6 +43,7 @@ def sampled(params: SamplingParams):
 
 
 @pytest.mark.parametrize("path", APIS)
+@pytest.mark.some(2)
 async def test_a_request_that_names_nothing_has_the_defaults(
     app, speaker, submitted, defaults, path
 ):
