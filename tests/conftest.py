@@ -83,7 +83,7 @@ def pytest_collection():
         gc.enable()
 
 
-def _kept(cases, step, first=0):
+def sampled(cases, step, first=0):
     """Return every step-th case and, of a product, for each value that those lack one more case."""
     values = [{(name, repr(value)) for name, value in one.callspec.params.items()} for one in cases]
     counts = Counter(value for each in values for value in each)
@@ -103,7 +103,7 @@ def _sample(items):
         if item.get_closest_marker("some") and not item.get_closest_marker("full"):
             cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for each in cases.values():
-        kept = set(_kept(each, *each[0].get_closest_marker("some").args))
+        kept = set(sampled(each, *each[0].get_closest_marker("some").args))
         for item in each:
             if item not in kept:
                 item.add_marker(pytest.mark.full)

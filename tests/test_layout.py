@@ -4,16 +4,18 @@ one set.
 
 import ast
 import graphlib
+import itertools
 import re
 import subprocess
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import grimp
 import pytest
 from _pytest.mark.expression import Expression
 
-from conftest import takes_all_threads
+from conftest import sampled, takes_all_threads
 from helpers.long_files import LONG
 
 ROOT = Path(__file__).parents[1]
@@ -316,6 +318,25 @@ def test_pytest_itself_leaves_nothing_out():
         for option in settings["addopts"]
         if option.startswith(("-k", "-m", "--ignore", "--deselect"))
     ]
+
+
+def cases_of(*axes):
+    """Cases of a product, as pytest collects them."""
+    return [
+        SimpleNamespace(callspec=SimpleNamespace(params=dict(enumerate(values))))
+        for values in itertools.product(*axes)
+    ]
+
+
+def test_a_sample_has_every_third_case_and_each_value_of_a_product():
+    rows = cases_of(range(9))
+    assert sampled(rows, 3) == rows[::3]
+    assert sampled(rows, 3, 1) == rows[1::3]
+    table = cases_of("abcdef", "xyz")  # the last axis has as many values as the step
+    kept = [case.callspec.params for case in sampled(table, 3)]
+    assert {values[0] for values in kept} == set("abcdef")
+    assert {values[1] for values in kept} == set("xyz")
+    assert len(kept) == 8
 
 
 def test_the_files_that_begin_a_run_are_there():
