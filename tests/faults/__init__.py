@@ -1,4 +1,4 @@
-"""The faults that `make mutants` plants, by room of the package or by subject."""
+"""Faults that `make mutants` plants, grouped by package or subject."""
 
 from __future__ import annotations
 

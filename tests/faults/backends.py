@@ -1,4 +1,4 @@
-"""Faults in the backends."""
+"""Faults in the attention backends."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ FAULTS = (
         *_CONTRACT,
     ),
     fault(
-        "torch: window off by one",
+        "torch: sliding window off by one",
         "backends/torch/masked_attention.py",
         "(keys > queries - window)",
         "(keys >= queries - window)",
         *_CONTRACT,
     ),
     fault(
-        "rows that go on alone see one token less",
+        "attention over selected rows misses the last token",
         "backends/cpu.py",
         "- behind + counts)",
         "- behind + counts - 1)",
         *GEMMA4_ROWS,
     ),
     fault(
-        "rows that go on alone are one sequence",
+        "treats separate selected rows as one sequence",
         "backends/cpu.py",
         "(np.diff(rows, prepend=-2) != 1) | ",
         "",

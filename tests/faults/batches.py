@@ -1,4 +1,4 @@
-"""Faults of the batch API, of background requests and of `kvboost-edge batch`."""
+"""Faults in the batch API, background requests and `kvboost-edge batch`."""
 
 from __future__ import annotations
 
@@ -12,84 +12,84 @@ _SPACE = "tests/server/batches/test_tenant_space.py"
 
 FAULTS = (
     fault(
-        "idle lines run next to a stream",
+        "runs idle-only lines next to a stream",
         "engine/schedule/pacing.py",
         "allowed = [one for one in ready if not one.needs_idle]",
         "allowed = ready",
         f"{_BACKGROUND}::test_idle_lines_run_only_without_others",
     ),
     fault(
-        "lines that decode count like streams",
+        "does not count decoding lines as background work",
         "engine/schedule/pacing.py",
         "return allowed, frozenset(one.index for one in allowed if one.is_background)",
         "return allowed, frozenset()",
         f"{_BACKGROUND}::test_a_stream_keeps_its_pace_next_to_background_lines",
     ),
     fault(
-        "lines keep their places",
+        "does not preempt lines for a request",
         "engine/schedule/scheduler.py",
         "        if full and self._preempt_background(sequence):\n",
         "        if False:\n",
         f"{_BACKGROUND}::test_a_request_takes_a_background_place_at_once",
     ),
     fault(
-        "a request waits for the prefix of a line",
+        "makes a request wait for the prefix of a background line",
         "engine/schedule/scheduler.py",
         "            if self.manager.brings(one.blocks, awaited):\n",
         "            if False:\n",
         f"{_BACKGROUND}::test_a_request_does_not_wait_for_a_prefix_of_the_background",
     ),
     fault(
-        "lines run in the order of the file",
+        "runs lines in the order of the file",
         "server/batches/input_lines.py",
         "return sorted(lines, key=lambda line: (line.url, line.prefix, line.number))",
         "return lines",
         f"{_LINES}::test_lines_with_a_common_prefix_are_next_to_each_other",
     ),
     fault(
-        "a damaged record stays in the file",
+        "leaves a damaged record in the results file",
         "server/batches/answered_lines.py",
         "            self._file.truncate(self.num_bytes)\n",
         "",
         f"{_RECORDS}::test_a_crash_at_any_byte_loses_no_whole_record",
     ),
     fault(
-        "another file is cut off",
+        "truncates a file that is not a results file",
         "server/batches/answered_lines.py",
         'if line.endswith(b"\\n") and b"\\0" not in line:',
         "if False:",
         f"{_RECORDS}::test_other_files_are_refused_and_stay_as_they_are",
     ),
     fault(
-        "answered lines run again after a restart",
+        "runs answered lines again after a restart",
         "server/batches/service.py",
         "by_prefix([line for line in lines if not records.has(line)])",
         "by_prefix(lines)",
         f"{_SERVICE}::test_a_restart_answers_each_line_once",
     ),
     fault(
-        "lines take the places of the queue",
+        "lines take places in the request queue",
         "server/work/admission.py",
         "        if self.background is None:\n            queue.enter(",
         "        if True:\n            queue.enter(",
         f"{_SERVICE}::test_lines_leave_the_queue_to_others",
     ),
     fault(
-        "answers may fill the disk",
+        "does not limit the bytes of batch results",
         "server/batches/tenant_space.py",
         "return self.num_bytes <= self._settings.max_file_bytes",
         "return True",
         f"{_SERVICE}::test_answers_stop_at_the_limit_of_bytes",
     ),
     fault(
-        "any number of batches may wait",
+        "does not limit the number of running batches",
         "server/batches/tenant_space.py",
         "if running >= self._settings.max_batches:",
         "if False:",
         f"{_SPACE}::test_limit_of_batches",
     ),
     fault(
-        "any number of files may be stored",
+        "does not limit the number of stored files",
         "server/batches/tenant_space.py",
         "if count >= self._settings.max_files:",
         "if False:",

@@ -1,4 +1,4 @@
-"""Faults in the CUDA kernels, found over fibers."""
+"""Faults in the CUDA kernels, found by tests that run them on the CPU."""
 
 from __future__ import annotations
 
@@ -13,57 +13,57 @@ _CACHE = "tests/cuda_ext/test_cache.py"
 
 FAULTS = faults(
     (
-        "a tile needs no mask if any row sees it",
+        "skips the mask for a tile that any row sees",
         _WORK,
         "clear = {last.begin, first.end}",
         "clear = first",
         _ATTENTION,
     ),
     (
-        "blocks are taken to hold 16 tokens",
+        "assumes that blocks hold 16 tokens",
         _WORK,
         "(key - index * block_size)",
         "(key % 16)",
         _ATTENTION,
     ),
     (
-        "the last tiles of an uneven split are lost",
+        "loses the last tiles of an uneven split",
         _WORK,
         "(num_tiles + p.num_splits - 1)",
         "num_tiles",
         _ATTENTION,
     ),
     (
-        "every split adds the sink",
+        "adds the sink in every split",
         _WORK,
         "if (!p.sinks || p.num_splits > 1)",
         "if (!p.sinks)",
         _ATTENTION,
     ),
-    ("channels behind head_dim are read", _WORK, " && channel < head_dim", "", _ATTENTION),
+    ("reads channels beyond head_dim", _WORK, " && channel < head_dim", "", _ATTENTION),
     (
-        "values are read before they are there",
+        "reads values before their copy completes",
         _MMA,
         "        wait_copies();\n        __syncthreads();  // the values",
         "        __syncthreads();  // the values",
         _ATTENTION,
     ),
     (
-        "values take the queries' place too early",
+        "overwrites queries with values before all are read",
         _MMA,
         "        __syncthreads();  // all queries are read before the values overwrite them\n",
         "",
         _ATTENTION,
     ),
     (
-        "keys are overwritten by values",
+        "overwrites keys with values before all are read",
         _WMMA,
         "        __syncthreads();  // the keys are no longer read\n",
         "",
         _ATTENTION,
     ),
     (
-        "a row without keys is not a number",
+        "returns NaN for a row without keys",
         _MMA,
         "largest = quad_max(largest);\n        const float base = largest == negative_infinity() "
         "? 0 : largest;",
@@ -71,7 +71,7 @@ FAULTS = faults(
         _ATTENTION,
     ),
     (
-        "a block is copied from what it was at first",
+        "copies block pairs in reverse order",
         f"{_CSRC}/cache.cuh",
         "for (int i = 0; i < p.num_pairs; ++i)",
         "for (int i = p.num_pairs - 1; i >= 0; --i)",

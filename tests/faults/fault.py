@@ -1,15 +1,22 @@
-"""What a planted fault is."""
+"""The type of a planted fault, and functions that make one."""
 
 from __future__ import annotations
 
 import dataclasses
 
-_OUTSIDE = "cuda_ext/"  # the one folder beside the package whose files have faults
+_OUTSIDE = "cuda_ext/"  # the only folder outside the package that has faults
 
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """`old` becomes `new` (pairs), once each, in `file`; `tests` are pytest's arguments."""
+    """A fault, and the tests that must notice it.
+
+    Attributes:
+        name: unique clause that describes the faulty behaviour.
+        file: path of the file from the root of the repository.
+        edits: pairs of a text that occurs once in the file and its replacement.
+        tests: arguments of pytest.
+    """
 
     name: str
     file: str
@@ -18,11 +25,11 @@ class Fault:
 
 
 def fault(name: str, file: str, old: str, new: str, *tests: str) -> Fault:
-    """Make a fault of one replacement in a file of the package, or of cuda_ext."""
+    """Return a fault with one replacement in a file of the package or of cuda_ext."""
     path = file if file.startswith(_OUTSIDE) else f"kvboost_edge/{file}"
     return Fault(name, path, ((old, new),), tests)
 
 
 def faults(*rows: tuple[str, ...]) -> tuple[Fault, ...]:
-    """Make a fault of each row: name, file, old, new, tests."""
+    """Return one fault for each row of name, file, old text, new text and tests."""
     return tuple(fault(*row) for row in rows)

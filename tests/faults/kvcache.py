@@ -8,28 +8,28 @@ _ROOM = ("tests/kvcache",)
 
 FAULTS = (
     fault(
-        "copy-on-write skipped",
+        "skips copy-on-write",
         "kvcache/manager.py",
         "if self._pool.ref_count(block_id) == 1:",
         "if self._pool.ref_count(block_id) >= 1:",
         *_ROOM,
     ),
     fault(
-        "a hash is trusted without comparing tokens",
+        "trusts a hash without comparing tokens",
         "kvcache/prefix_index.py",
         " and entry.tokens == tokens",
         "",
         *_ROOM,
     ),
     fault(
-        "the parent's identity is not compared",
+        "does not compare the parent's identity",
         "kvcache/prefix_index.py",
         " and entry.parent_serial == parent_serial",
         "",
         *_ROOM,
     ),
     Fault(
-        "hash cut to 8 bits and trusted",
+        "truncates the hash to 8 bits and trusts it",
         "kvboost_edge/kvcache/prefix_index.py",
         (
             (
@@ -55,28 +55,28 @@ FAULTS = (
         (*_ROOM,),
     ),
     fault(
-        "a reference is not released",
+        "leaks one block reference",
         "kvcache/manager.py",
         "for index in range(len(table.block_ids) - 1, -1, -1):",
         "for index in range(len(table.block_ids) - 2, -1, -1):",
         *_ROOM,
     ),
     fault(
-        "blocks are freed head first",
+        "frees blocks from the head of a sequence",
         "kvcache/manager.py",
         "for index in range(len(table.block_ids) - 1, -1, -1):",
         "for index in range(len(table.block_ids)):",
         *_ROOM,
     ),
     fault(
-        "what is used once has no share",
+        "reserves no share for blocks used once",
         "kvcache/eviction/order.py",
         "len(once) > self.once_share or once.first < again.first",
         "once.first < again.first",
         *_ROOM,
     ),
     fault(
-        "nothing leaves the recency window",
+        "never moves blocks out of the recency window",
         "kvcache/eviction/order.py",
         "len(recent) > self._window:",
         "False:",
@@ -90,14 +90,14 @@ FAULTS = (
         "tests/kvcache/eviction/test_policy.py",
     ),
     fault(
-        "retained is never too much",
+        "does not limit retained blocks",
         "kvcache/eviction/order.py",
         "len(queue) > self._floor:",
         "False:",
         *_ROOM,
     ),
     fault(
-        "a pin's time is never over",
+        "never expires a pin",
         "kvcache/eviction/pins.py",
         (
             "            serial\n"
@@ -109,35 +109,35 @@ FAULTS = (
         *_ROOM,
     ),
     fault(
-        "what two pins share goes with the first",
+        "unpins blocks that another pin still holds",
         "kvcache/eviction/pins.py",
         "            if not self._counts[block_id]:\n",
         "            if self._counts[block_id] >= 0:\n",
         *_ROOM,
     ),
     fault(
-        "a half-filled block is published",
+        "publishes a half-filled block",
         "kvcache/block_table.py",
         "return whole // block_size",
         "return -(-whole // block_size)",
         *_ROOM,
     ),
     fault(
-        "the model is not part of the root hash",
+        "leaves the model out of the root hash",
         "kvcache/hashing.py",
         '"model_fingerprint": model_fingerprint,',
         '"model_fingerprint": "",',
         *_ROOM,
     ),
     fault(
-        "tenants share a root",
+        "gives all tenants the same root hash",
         "kvcache/hashing.py",
         '(("tenant", tenant), ("cache_salt", cache_salt))',
         '(("cache_salt", cache_salt),)',
         "tests/engine/test_terms.py",
     ),
     fault(
-        "quantized blocks are written into again",
+        "writes into quantized blocks again",
         "kvcache/lookup.py",
         "if self.whole_blocks and found.block_ids and covers_all",
         "if found.block_ids and not covers_all and covers_all",

@@ -7,56 +7,56 @@ from faults.suites import GEMMA4, GEMMA4_EXPERTS, GEMMA4_ROWS
 
 FAULTS = (
     fault(
-        "rows of attention outlive their plan",
+        "reuses attention rows after their schedule is gone",
         "runners/native/whole_pass.py",
         "*(id(plan.items) for plan in plans))",
         "*(0 for plan in plans))",
         "tests/runners/native/test_long.py",
     ),
     fault(
-        "a layer takes another's input",
+        "all layers read the first layer's per-layer input",
         "runners/native/program.py",
         "self.sizes.per_layer, index * width)",
         "self.sizes.per_layer, 0)",
         *GEMMA4,
     ),
     fault(
-        "open blocks that later layers read are written over",
+        "overwrites open blocks that later layers read",
         "runners/native/select_native.py",
         "layer.kv + 1 if layer.kv in given else 0",
         "0",
         *GEMMA4_ROWS,
     ),
     fault(
-        "rows go on with the inputs of others",
+        "selected rows get the per-layer inputs of other rows",
         "runners/native/runner.py",
         "per_layer(num_tokens)[rows]",
         "per_layer(num_tokens)[: len(rows)]",
         *GEMMA4_ROWS,
     ),
     fault(
-        "the factors of the router's inputs are dropped",
+        "normalizes the router's input with the experts' norm",
         "runners/native/moe_layers.py",
         'out.norm(f"{layer}router_in", f"{layer}router")',
         'out.norm(f"{layer}experts_in", f"{layer}router")',
         *GEMMA4_EXPERTS,
     ),
     fault(
-        "the router's root of the width is dropped",
+        "drops the router's factor for the width",
         "runners/native/moe_layers.py",
         "factor=size**-0.5",
         "factor=1.0",
         *GEMMA4_EXPERTS,
     ),
     fault(
-        "experts read what the MLP beside them reads",
+        "experts read the MLP's normalized input",
         "runners/native/moe_layers.py",
         'f"{layer}experts_in", f"{layer}router"',
         'f"{layer}mlp_in", f"{layer}router"',
         *GEMMA4_EXPERTS,
     ),
     fault(
-        "sinks are dropped",
+        "passes no attention sinks to the kernels",
         "runners/native/whole_pass.py",
         (
             "        fixed[la.R_SINKS] = np.array(\n"
@@ -67,7 +67,7 @@ FAULTS = (
         "tests/runners/native/test_gpt_oss.py::test_all_logits_of_prompts_around_window_and_block",
     ),
     fault(
-        "what a mixer leaves waits where queries go",
+        "stores a mixer's output in the buffer of the queries",
         "runners/native/recurrent_layers.py",
         "lt.B_MIXED if builder.sizes.mixed else lt.B_QUERY",
         "lt.B_QUERY",

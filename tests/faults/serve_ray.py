@@ -1,4 +1,4 @@
-"""Faults in replicas on Ray, all of which tests without a cluster notice; see also recurrent.py."""
+"""Faults in serving on Ray that tests without a cluster notice; see also recurrent.py."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ _METER = "tests/serve_ray/routing/test_load_meter.py"
 
 FAULTS = (
     fault(
-        "a missing batch of events is not noticed",
+        "does not notice a missing batch of events",
         "serve_ray/routing/residency.py",
         "batch.serial != known.cursor.serial + 1:",
         "batch.serial < known.cursor.serial + 1:",
         f"{_RESIDENCY}::test_a_gap_is_seen_and_doubted_and_healed",
     ),
     fault(
-        "a batch of events that comes late is believed",
+        "applies a batch of events that arrives late",
         "serve_ray/routing/residency.py",
         "elif batch.serial < known.cursor.serial or (",
         "elif (",
         f"{_RESIDENCY}::test_a_gap_is_seen_and_doubted_and_healed",
     ),
     fault(
-        "a belief that was renewed ends with the old one",
+        "expires a renewed expectation at its old deadline",
         "serve_ray/routing/residency.py",
         (
             "                self._drop(\n"
@@ -43,91 +43,91 @@ FAULTS = (
         f"{_RESIDENCY}::test_what_is_sent_is_believed_renewed_and_forgotten",
     ),
     fault(
-        "what was sent to a replica is believed for ever",
+        "expects forever that a replica holds what it was sent",
         "serve_ray/routing/residency.py",
         "            self._hold(slot, new, at)\n",
         "            self._hold(slot, new, _TOLD)\n",
         f"{_RESIDENCY}::test_what_is_sent_is_believed_renewed_and_forgotten",
     ),
     fault(
-        "a replica that drains is chosen",
+        "routes requests to a draining replica",
         "serve_ray/routing/replica_loads.py",
         "self.usable[slot] = not report.is_draining",
         "self.usable[slot] = True",
         f"{_ROUTER}::test_nobody_is_chosen_who_is_not_there_or_drains",
     ),
     fault(
-        "a report that comes late is believed",
+        "applies a load report that arrives late",
         "serve_ray/routing/replica_loads.py",
         "if report.serial <= self._serials[slot]:",
         "if report.serial == self._serials[slot]:",
         f"{_ROUTER}::test_what_was_routed_counts_until_it_is_reported_and_drains_by_itself",
     ),
     fault(
-        "an idle replica seems to be busy since it was idle",
+        "dates new work of an idle replica back to when it became idle",
         "serve_ray/routing/replica_loads.py",
         "busy[slot] = max(busy[slot], now) + num_tokens",
         "busy[slot] = busy[slot] + num_tokens",
         f"{_ROUTER}::test_what_is_routed_to_a_replica_that_was_idle_counts_from_now_on",
     ),
     fault(
-        "a prompt that is cached whole costs nothing",
+        "a fully cached prompt costs nothing",
         "serve_ray/routing/router.py",
         "most = chain.num_tokens - 1  #",
         "most = chain.num_tokens  #",
         f"{_ROUTER}::test_a_prompt_that_leaves_no_token_to_compute_computes_its_last",
     ),
     fault(
-        "of nearly equal replicas any is chosen",
+        "does not prefer the replica that holds most among near equals",
         "serve_ray/routing/router.py",
         "near[held == held.max()]",
         "near",
         f"{_ROUTER}::test_of_nearly_equal_replicas_the_one_that_holds_most_is_taken",
     ),
     fault(
-        "equal cache keys of two tenants are one",
+        "equal cache keys of two tenants share a root",
         "serve_ray/routing/prompt_chain.py",
         'narrowed_root(root, "cache_key", prompt_cache_key)',
         'narrowed_root(b"", "cache_key", prompt_cache_key)',
         "tests/serve_ray/routing/test_prompt_chain.py::test_tenants_have_no_key_in_common",
     ),
     fault(
-        "a cancelled prompt counts as computed",
+        "measures a cancelled prompt as computed",
         "serve_ray/routing/load_meter.py",
         "            self._free_since = now  # The time of an incomplete prompt is not a measurement.\n",
         "",
         f"{_METER}::test_a_cancelled_prompt_measures_nothing",
     ),
     fault(
-        "tokens of a request that begins anew wait twice",
+        "counts the queued tokens of a restarted request twice",
         "serve_ray/routing/load_meter.py",
         "        self._queued_tokens -= 0 if before is None else before[1]\n",
         "",
         f"{_METER}::test_queues_are_counted_whatever_comes",
     ),
     fault(
-        "the blocks of a server that all replicas share are counted for each",
+        "counts blocks on a shared server once for each replica",
         "serve_ray/aggregation.py",
         "            summed[field] = max(values)\n",
         "            summed[field] = sum(values)\n",
         "tests/serve_ray/test_aggregation.py::test_blocks_of_a_shared_server_are_counted_once",
     ),
     fault(
-        "a replica gets threads of several machines",
+        "assigns a replica CPUs of several machines",
         "serve_ray/cluster_cpus.py",
         "return sum(cpus // each for cpus in machines)",
         "return sum(machines) // each",
         "tests/serve_ray/test_cluster_cpus.py::test_a_replica_is_on_one_machine",
     ),
     fault(
-        "what was cancelled before it began is sent",
+        "sends a request that was cancelled before it began",
         "serve_ray/in_flight.py",
         "            if self._is_cancelled:  # cancelled before this task began\n",
         "            if self._is_cancelled and self._has_begun:\n",
         "tests/serve_ray/test_in_flight.py::test_what_is_cancelled_before_it_begins_is_never_sent",
     ),
     fault(
-        "a slow engine is taken for one that stands still",
+        "takes a slow engine for a stalled one",
         "serve_ray/watch/stall_detection.py",
         (
             "        if (\n"
@@ -141,14 +141,14 @@ FAULTS = (
         f"{_STALL_DETECTION}::test_only_work_without_progress_and_without_processor_time_is_stillness",
     ),
     fault(
-        "a key that left and came counts as gone",
+        "reports a key as gone that was evicted and published again",
         "serve_ray/routing/event_journal.py",
         "(_keys(events.evicted, place) - published) & held",
         "_keys(events.evicted, place) & held",
         f"{_JOURNAL}::test_of_two_hashes_with_one_key_the_one_that_came_counts",
     ),
     fault(
-        "work that survives its cancellation is not cancelled again",
+        "does not cancel work again that survives its cancellation",
         "serve_ray/replicas.py",
         "        while tasks := list(self._tasks):",
         "        if tasks := list(self._tasks):",

@@ -1,4 +1,4 @@
-"""Tests that faults of several rooms name."""
+"""Tests that several modules of faults name."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SPARSE = tuple(
     f"{_FAMILY}[{name}]"
     for name in ("qwen3_moe", "qwen2_moe", "olmoe", "ernie4_5_moe", "granitemoe")
 )
-# Layers that share keys and values, of which some rows go on to the last layers.
+# Layers that share KV; only some rows go on to the last layers.
 GEMMA4_ROWS = tuple(
     f"{_INVARIANCE}[{row}]"
     for row in (

@@ -1,4 +1,4 @@
-"""Faults in the tiers below the pool: the disk, a Redis server, what is said of them."""
+"""Faults in the KV offload tiers, disk and Redis, and in the events that report their blocks."""
 
 from __future__ import annotations
 
@@ -18,35 +18,35 @@ _BREAKER = "tests/tiers/redis/test_breaker.py"
 
 _DISK = (
     fault(
-        "a damaged payload is served from disk",
+        "serves a damaged payload from disk",
         "tiers/disk/store.py",
         "                and is_intact(found, payload)\n",
         "",
         f"{_DAMAGE}::test_random_bit_flips",
     ),
     fault(
-        "a block of another address is served from disk",
+        "serves a block of another address from disk",
         "tiers/disk/store.py",
         "and (found.space, found.address) == (self._space, address)",
         "and found.space == self._space",
         f"{_TIER}::test_a_block_of_the_same_hash_and_another_address_is_refused_and_dropped",
     ),
     fault(
-        "a header is believed without its checksum",
+        "trusts a header without its checksum",
         "tiers/record.py",
         "if xxhash.xxh3_128_digest(body) != bytes(data[length - _SUM_BYTES : length]):",
         "if not body:",
         "tests/tiers/test_record.py::test_any_bit_that_flips_in_a_header_is_found",
     ),
     fault(
-        "a second process writes too",
+        "lets a second process write",
         "tiers/disk/directory.py",
         'return self.why_not == ""',
         "return True",
         f"{_TIER}::test_a_second_process_reads_only_and_says_so",
     ),
     fault(
-        "a reader believes a record whose payload is not there yet",
+        "a reader trusts a record whose payload is not written yet",
         "tiers/disk/sidecar.py",
         "if self.records and not self.payload_holds(self.records[-1]):",
         "if self.records and searches and not self.payload_holds(self.records[-1]):",
@@ -60,70 +60,70 @@ _DISK = (
         f"{_FOLLOWING}::test_blocks_that_the_owner_moves_are_found_at_once",
     ),
     fault(
-        "a reader takes the segment of a new owner for the old one's",
+        "a reader takes a new owner's segment for the old owner's",
         "tiers/disk/store.py",
         "if self.directory.take() or self.directory.generation != self._generation:",
         "if self.directory.take():",
         f"{_FOLLOWING}::test_a_segment_number_that_comes_again_is_read_anew",
     ),
     fault(
-        "nobody takes over",
+        "no reader takes over when the owner ends",
         "tiers/disk/store.py",
         "if self.directory.take() or self.directory.generation != self._generation:",
         "if self.directory.generation != self._generation:",
         f"{_FOLLOWING}::test_when_the_owner_ends_one_of_the_others_stores",
     ),
     fault(
-        "others can read what is stored on disk",
+        "lets other users read what is stored on disk",
         "tiers/disk/directory.py",
         "                self._files.make_private(self.path)\n",
         "",
         f"{_DIRECTORY}::test_a_directory_that_others_could_read_is_closed_to_them",
     ),
     fault(
-        "a link in the place of a space is followed",
+        "follows a symlink in place of a space's directory",
         "tiers/disk/directory.py",
         "if path.is_symlink():",
         "if path.is_symlink() and not path.exists():",
         f"{_DIRECTORY}::test_a_link_in_the_place_of_a_spaces_directory_is_refused",
     ),
     fault(
-        "the disk is filled to its last byte",
+        "fills the disk to its last byte",
         "tiers/disk/capacity.py",
         "of_disk = own_bytes + free - free_floor(total)",
         "of_disk = own_bytes + free",
         f"{_ROOM}::test_a_file_system_that_fills_up_takes_room_back_and_gives_it_again",
     ),
     fault(
-        "what other models store counts for no cap",
+        "does not count other models' bytes against the cap",
         "tiers/disk/capacity.py",
         "return min(self.max_bytes - theirs, of_disk)",
         "return min(self.max_bytes, of_disk)",
         f"{_ROOM}::test_spaces_that_nobody_has_open_go_first_those_used_longest_ago_before_others",
     ),
     fault(
-        "segments of a space that is open are deleted by others",
+        "deletes segments of a space that another process has open",
         "tiers/disk/capacity.py",
         "                if handle is None:\n                    continue\n",
         "",
         f"{_ROOM}::test_a_space_that_is_open_is_left_alone_by_others",
     ),
     fault(
-        "prompts that come once push out what is used",
+        "prompts seen once evict blocks that are used",
         "tiers/disk/index.py",
         "if self._probation_bytes > _ON_PROBATION * room or probation.last_use",
         "if probation.last_use",
         f"{_ROOM}::test_what_was_asked_for_outlives_a_scan_of_prompts_that_come_once",
     ),
     fault(
-        "a block leaves the disk before those behind it",
+        "evicts a block from disk before its successors",
         "tiers/disk/index.py",
         "order.update(dict.fromkeys(reversed(path)))",
         "order.update(dict.fromkeys(path))",
         f"{_ROOM}::test_of_a_chain_the_tail_goes_before_the_head",
     ),
     fault(
-        "blocks that were dropped are there after a restart",
+        "finds dropped blocks again after a restart",
         "tiers/disk/index.py",
         (
             "            last = (\n"
@@ -136,14 +136,14 @@ _DISK = (
         f"{_TIER}::test_dropped_blocks_stay_away_over_a_restart",
     ),
     fault(
-        "blocks that count go with the segment they lie in",
+        "deletes live blocks with their segment",
         "tiers/disk/cleaning.py",
         "            self._copy(victim)\n",
         "",
         f"{_ROOM}::test_at_most_twice_as_much_is_written_as_was_stored",
     ),
     fault(
-        "a failed write stops writing for ever",
+        "never writes again after a failed write",
         "tiers/disk/store.py",
         "return bool(self._problem) and self._clock() < self._retry_at",
         "return bool(self._problem)",
@@ -153,7 +153,7 @@ _DISK = (
 
 _SERVER = (
     fault(
-        "a sealed value is believed without its MAC",
+        "Redis: trusts a sealed value without its MAC",
         "tiers/redis/values.py",
         (
             "        if len(value) != end + self.mac_bytes or not hmac.compare_digest(\n"
@@ -164,91 +164,91 @@ _SERVER = (
         _VALUES,
     ),
     fault(
-        "a value of another block is opened",
+        "Redis: opens a value of another block",
         "tiers/redis/values.py",
         " or header.address != address",
         "",
         _VALUES,
     ),
     fault(
-        "a value of another space is opened",
+        "Redis: opens a value of another space",
         "tiers/redis/values.py",
         "header.space != self._space or header.address",
         "header.address",
         f"{_REDIS}::test_spaces_do_not_see_each_other",
     ),
     fault(
-        "a length that a stranger wrote is believed",
+        "Redis: trusts any length in a value's header",
         "tiers/redis/values.py",
         "return length if length <= _LONGEST_VALUE else 0",
         "return length",
         f"{_VALUES}::test_a_value_says_its_length_and_an_absurd_one_is_not_believed",
     ),
     fault(
-        "the fourth failure leaves the server alone",
+        "Redis: opens the circuit breaker one failure late",
         "tiers/redis/breaker.py",
         "if self._in_a_row < self._failures:",
         "if self._in_a_row <= self._failures:",
         f"{_BREAKER}::test_the_third_failure_in_a_row_opens_it_for_a_while",
     ),
     fault(
-        "failures count though the server answered in between",
+        "Redis: does not reset its failure count after an answer",
         "tiers/redis/breaker.py",
         "        self._in_a_row = 0\n        self._closed_again_at = None\n        return",
         "        self._closed_again_at = None\n        return",
         f"{_BREAKER}::test_the_third_failure_in_a_row_opens_it_for_a_while",
     ),
     fault(
-        "TLS takes any certificate",
+        "Redis: accepts any TLS certificate",
         "tiers/redis/address.py",
         '"ssl_cert_reqs": "required"',
         '"ssl_cert_reqs": "none"',
         "tests/tiers/redis/test_address.py::test_what_a_url_says",
     ),
     fault(
-        "a short secret is taken",
+        "Redis: accepts a short secret",
         "tiers/redis/tier.py",
         "if secret is not None and len(secret) < _SHORTEST_SECRET:",
         "if secret is not None and not secret:",
         f"{_REDIS}::test_without_a_secret_the_tier_is_refused_unless_trusted",
     ),
     fault(
-        "blocks on the server live for ever",
+        "Redis: stores blocks without a time to live",
         "tiers/redis/tier.py",
         '("SET", key, piece, "EX", self._ttl_s, *condition)',
         '("SET", key, piece, *condition)',
         f"{_REDIS}::test_what_one_wrote_another_reads",
     ),
     fault(
-        "what is served from the pool dies on the server",
+        "Redis: does not renew blocks that the pool serves",
         "tiers/redis/tier.py",
         "        self._refresh(_MOST_TOUCHED)\n\n    def stat",
         "\n    def stat",
         f"{_LIVING}::test_a_read_or_write_renews_some_and_a_look_after_the_tier_the_rest",
     ),
     fault(
-        "a block is believed to be on the server for ever",
+        "Redis: assumes forever that a block is on the server",
         "tiers/redis/tier.py",
         "return True if seen is not None and self._clock() - seen < self._seen_s else None",
         "return True if seen is not None else None",
         f"{_REDIS}::test_it_holds_what_it_wrote_or_read_lately_until_a_read_tells_otherwise",
     ),
     fault(
-        "behind a lost block the others are not written again",
+        "Redis: does not rewrite the blocks after a lost block",
         "tiers/redis/tier.py",
         "self._lost(*(block.prefix_hash for block in blocks[index:]))",
         "self._lost(blocks[index].prefix_hash)",
         f"{_REDIS}::test_a_server_that_lost_or_got_wrong_values_is_given_all_of_them_again_at_once",
     ),
     fault(
-        "a value with bytes behind it is believed",
+        "Redis: accepts a value with trailing bytes",
         "tiers/redis/tier.py",
         '("GETRANGE", key, 0, length)',
         '("GETRANGE", key, 0, length - 1)',
         f"{_REDIS}::test_a_value_not_to_be_believed_is_a_miss_dropped_and_written_anew",
     ),
     fault(
-        "a full server is sent every block again",
+        "Redis: sends every block to a full server again",
         "tiers/redis/tier.py",
         "        if self._clock() < self._writes_again_at:\n            return 0\n",
         "",
@@ -258,14 +258,14 @@ _SERVER = (
 
 _TOLD = (
     fault(
-        "what nobody knows is told as held",
+        "reports blocks as held whose presence is unknown",
         "tiers/tier_events.py",
         "if one not in reported and holds(one) is True)",
         "if one not in reported and holds(one) is not False)",
         "tests/tiers/test_tier_events.py::test_what_a_tier_would_have_to_ask_for_is_not_told",
     ),
     fault(
-        "a block that left a tier is told as there",
+        "reports a block as held after it left a tier",
         "tiers/tier_events.py",
         "            for one in checked:\n                del reported[one]\n",
         "",
