@@ -1,9 +1,9 @@
-"""The mutation gate, `make mutants`: plants one fault at a time in a copy; tests must turn red.
+"""The mutation gate, `make mutants`: plant faults one at a time; the tests must fail on each.
 
-It guards against tests that cannot fail. A fault is one or more replacements in one file, and the
-tests that have to notice it; tests/faults/ holds them. The gate fails if a fault survives, if its
-text is no longer in the file, if `make test` and `make test-all` leave out a test that it names, or
-if the unchanged tests fail.
+The gate finds tests that cannot fail. A fault is one or more replacements in one file of a copy of
+the source tree, together with the tests that must notice it. tests/faults holds the faults. The
+gate fails if a fault survives, if its text is no longer in the file, if neither `make test` nor
+`make test-all` runs a test that it names, or if the tests fail without a fault.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from faults import FAULTS, Fault
 
 ROOT = Path(__file__).parents[1]
 MODELS = Path("build", "test-models")  # the tests' tiny models, see tests/helpers/models/built.py
-TIMEOUT_S = 900  # of the tests that a fault names
-UNCHANGED_TIMEOUT_S = 3600  # of all of them together, on a machine that may be busy
-# What pytest returns; anything else means that the tests did not run.
+TIMEOUT_S = 900  # for the tests that one fault names
+UNCHANGED_TIMEOUT_S = 3600  # for all of them together, on a busy machine
+# Exit statuses of pytest. Any other status means that the tests did not run.
 PASSED = 0
 FAILED = 1
 NOTHING = 5
 SURVIVED = "SURVIVED"
 NOT_SEEN = "TESTS DID NOT RUN: no case is collected"
-# Which cases a target of the Makefile runs, by their markers.
+# Markers of the cases that each target of the Makefile runs.
 TARGETS = {"make test": "not full and not cluster", "make test-all": "full or cluster"}
 FIRST = next(iter(TARGETS))
-# Which cases are run to notice a fault, in this order, and what is said where they do. Cases marked
-# `alone` measure time, which another job would spoil: they are run when no other job is left.
+# Markers of the cases that are run to notice a fault, in this order, and the verdict if they do.
+# Cases marked `alone` measure time. They run after all other jobs, which would distort their times.
 PASSES = {
     f"({TARGETS[FIRST]}) and not alone": "killed",
     f"({TARGETS[FIRST]}) and alone": "killed by cases marked alone",
@@ -47,7 +47,7 @@ BESIDE = next(iter(PASSES))
 
 
 def planted(text: str, fault: Fault) -> str:
-    """Return the file's text with the fault in it; ValueError unless each `old` is there once."""
+    """Return the file's text with the fault; raise ValueError unless each `old` occurs once."""
     for old, new in fault.edits:
         if text.count(old) != 1:
             raise ValueError(f"{fault.file} holds {text.count(old)} times, not once: {old!r}")
@@ -57,9 +57,9 @@ def planted(text: str, fault: Fault) -> str:
 
 @contextmanager
 def changed(path: Path, text: str) -> Iterator[None]:
-    """Give a file another text while the block runs; then its own, with its time.
+    """Replace a file's text while the block runs, then restore the text and the file's times.
 
-    Compiled kernels are valid by the times of their sources.
+    The times are restored because the validity of compiled kernels depends on them.
     """
     original = path.read_text(encoding="utf-8")
     stat = path.stat()
@@ -72,9 +72,10 @@ def changed(path: Path, text: str) -> Iterator[None]:
 
 
 def pytest_in(tree: Path, *arguments: str, timeout: float = TIMEOUT_S) -> tuple[int | None, str]:
-    """Run pytest in one process; return its exit status (None: it hung) and its output.
+    """Run pytest in one process on the package in the tree.
 
-    The package that the tests import is the one in the tree.
+    Returns:
+        The exit status, or None after a timeout, and the output.
     """
     command = [
         sys.executable,
@@ -99,25 +100,25 @@ def pytest_in(tree: Path, *arguments: str, timeout: float = TIMEOUT_S) -> tuple[
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return None, f"no end after {timeout} s"
+        return None, f"pytest did not end within {timeout} s"
     return done.returncode, done.stdout + done.stderr
 
 
 def run_tests(
     tree: Path, tests: Sequence[str], markers: str, timeout: float = TIMEOUT_S
 ) -> tuple[int | None, str]:
-    """Run the cases of these markers up to a failure; return the status and the output's end."""
+    """Run the cases with these markers up to the first failure; return status and end of output."""
     status, output = pytest_in(tree, "-x", "-m", markers, *tests, timeout=timeout)
     return status, output[-3000:]
 
 
 def is_of(case: str, test: str) -> bool:
-    """Tell whether a test as faults name it, a folder, a file or a function, holds a case."""
+    """Return whether a case belongs to a test, which is a folder, a file, a function or a case."""
     return case == test or case.startswith((f"{test}/", f"{test}::", f"{test}["))
 
 
 def collected(tests: Sequence[str], markers: str) -> list[str]:
-    """Return the ids of the cases of these markers; RuntimeError where pytest fails."""
+    """Return the ids of the cases with these markers; raise RuntimeError if pytest fails."""
     status, output = pytest_in(ROOT, "--collect-only", "-m", markers, *tests)
     if status not in (PASSED, NOTHING):
         raise RuntimeError(output[-3000:])
@@ -125,7 +126,7 @@ def collected(tests: Sequence[str], markers: str) -> list[str]:
 
 
 def targets_of(tests: Iterable[str]) -> dict[str, list[str]]:
-    """Return for each test the targets of the Makefile that run a case of it, in their order."""
+    """Return, for each test, the targets of the Makefile that run a case of it, in order."""
     named = sorted(set(tests))
     cases = {target: collected(named, markers) for target, markers in TARGETS.items()}
 
@@ -136,14 +137,14 @@ def targets_of(tests: Iterable[str]) -> dict[str, list[str]]:
 
 
 def copied_tree(parent: Path) -> Path:
-    """Copy what the tests need, with the files' times; return the copy."""
+    """Copy what the tests need, including the files' times; return the path of the copy."""
     tree = Path(tempfile.mkdtemp(dir=parent)) / "tree"
     left_out = (".git", ".venv*", ".redis", ".hypothesis", ".*_cache", "*.egg-info", "*-Q*.gguf")
     shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(*left_out, "build"))
-    if (ROOT / MODELS).is_dir():  # 400 MB that are only read; what a fault spoils stays in the copy
+    if (ROOT / MODELS).is_dir():  # 400 MB that are only read; new files stay in the copy
         unfinished = shutil.ignore_patterns("new-*")
         shutil.copytree(ROOT / MODELS, tree / MODELS, ignore=unfinished, copy_function=_link)
-    if (ROOT / ".redis").is_dir():  # the server that the Redis tier's tests start
+    if (ROOT / ".redis").is_dir():  # the Redis server that tests start
         (tree / ".redis").symlink_to(ROOT / ".redis")
     done = subprocess.run(
         [sys.executable, "-c", "import kvboost_edge; print(kvboost_edge.__file__)"],
@@ -166,7 +167,10 @@ def _link(source: str, target: str) -> None:
 
 
 def try_fault(tree: Path, fault: Fault, passes: Iterable[str] = tuple(PASSES)) -> str:
-    """Plant, test, take back. Return "killed", perhaps with by what, or what is wrong."""
+    """Plant a fault, run its tests and remove it; return the verdict.
+
+    The verdict starts with "killed" if a test failed, and otherwise states the problem.
+    """
     path = tree / fault.file
     ran = False
     try:
@@ -177,7 +181,7 @@ def try_fault(tree: Path, fault: Fault, passes: Iterable[str] = tuple(PASSES)) -
         with changed(path, broken):
             status, output = run_tests(tree, fault.tests, markers)
         if status in (FAILED, None):
-            if markers != BESIDE:  # only those were run before without a fault
+            if markers != BESIDE:  # these cases have not yet run without a fault
                 status, output = run_tests(tree, fault.tests, markers)
                 if status != PASSED:
                     return _not_run(status, output)
@@ -193,7 +197,7 @@ def _not_run(status: int | None, output: str) -> str:
 
 
 def unchanged_failure(trees: Sequence[Path], tests: Iterable[str]) -> str:
-    """Run the tests without a fault, some in each tree; return what fails, else ""."""
+    """Run the tests without a fault, split over the trees; return the failures, or ""."""
     named = sorted(set(tests))
     apart = [one for one in named if not any(is_of(one, other) for other in named if other != one)]
     files = sorted({test.partition("::")[0] for test in apart})
@@ -208,9 +212,9 @@ def unchanged_failure(trees: Sequence[Path], tests: Iterable[str]) -> str:
 
 
 def try_all(trees: Sequence[Path], faults: Sequence[Fault]) -> Iterator[tuple[Fault, float, str]]:
-    """Try faults, one in each tree at a time; yield each with its seconds and its verdict.
+    """Try faults, one per tree at a time; yield each with its duration in seconds and its verdict.
 
-    Who survives that is tried once more at the end, alone, with the other cases of its tests.
+    A fault that survives is tried again at the end, alone, with the other cases of its tests.
     """
     free: queue.SimpleQueue[Path] = queue.SimpleQueue()
     for tree in trees:
@@ -241,7 +245,7 @@ def try_all(trees: Sequence[Path], faults: Sequence[Fault]) -> Iterator[tuple[Fa
 
 
 def show(faults: Sequence[Fault], targets: Mapping[str, Sequence[str]]) -> None:
-    """Print each fault, its file, and its tests with the targets that run them."""
+    """Print each fault with its file, its tests and the targets that run them."""
     for fault in faults:
         print(f"{fault.name}\n    {fault.file}")
         for test in fault.tests:
@@ -249,7 +253,7 @@ def show(faults: Sequence[Fault], targets: Mapping[str, Sequence[str]]) -> None:
 
 
 def show_targets(faults: Sequence[Fault], targets: Mapping[str, Sequence[str]]) -> None:
-    """Print how many faults `make test` can notice, and the names of those that it cannot."""
+    """Print how many faults `make test` can notice, and the names of the others."""
     later = [f.name for f in faults if not any(FIRST in targets[test] for test in f.tests)]
     print(f"{FIRST}: runs tests of {len(faults) - len(later)} of {len(faults)} faults")
     for target in list(TARGETS)[1:]:
@@ -257,17 +261,27 @@ def show_targets(faults: Sequence[Fault], targets: Mapping[str, Sequence[str]]) 
 
 
 def main() -> int:
-    """Run the gate; return 0 if every fault was found."""
+    """Run the gate; return 0 if every fault was found, otherwise 1."""
     as_written = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=as_written)
-    parser.add_argument("words", nargs="*", help="only faults whose name contains one of these")
-    parser.add_argument("--jobs", type=int, default=2, help="faults tried at a time (default: 2)")
-    parser.add_argument("--list", action="store_true", help="print faults and tests, try none")
+    parser.add_argument(
+        "words", nargs="*", help="try only faults whose name contains one of these words"
+    )
+    parser.add_argument(
+        "--jobs", type=int, default=2, help="number of faults tried at a time (default: 2)"
+    )
+    parser.add_argument(
+        "--list", action="store_true", help="print the faults and their tests without trying them"
+    )
     options = parser.parse_args()
     words = options.words or [""]
     chosen = [f for f in FAULTS if any(word in f.name for word in words)]
     if not chosen or options.jobs < 1:
-        parser.error("no fault has such a name" if not chosen else "--jobs must be at least 1")
+        parser.error(
+            "no fault's name contains one of these words"
+            if not chosen
+            else "--jobs must be at least 1"
+        )
     tests = [test for f in chosen for test in f.tests]
     try:
         targets = targets_of(tests)

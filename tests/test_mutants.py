@@ -1,4 +1,4 @@
-"""The mutation gate (`make mutants`) itself: faults can be planted, it reports what it should."""
+"""Tests of the mutation gate (`make mutants`): all faults can be planted, verdicts are right."""
 
 import importlib
 import re
@@ -11,7 +11,7 @@ from mutants import BESIDE, ROOT, copied_tree, is_of, planted, targets_of, try_a
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
-def test_fault_can_be_planted(fault):
+def test_each_fault_can_be_planted(fault):
     text = (ROOT / fault.file).read_text(encoding="utf-8")
     broken = planted(text, fault)
     assert broken != text
@@ -25,7 +25,7 @@ def test_fault_can_be_planted(fault):
             assert function in (ROOT / file).read_text(encoding="utf-8"), test
 
 
-def test_rows_of_the_invariance_table_that_faults_name_exist():
+def test_faults_name_existing_rows_of_the_invariance_table():
     table = (ROOT / "tests" / "engine" / "invariance_pairs.csv").read_text(encoding="utf-8")
     rows = {line.replace(",", " ") for line in table.splitlines()[1:]}
     named = {test for fault in FAULTS for test in fault.tests if "test_invariance.py" in test}
@@ -33,11 +33,13 @@ def test_rows_of_the_invariance_table_that_faults_name_exist():
     assert {test.partition("[")[2].rstrip("]") for test in named} <= rows
 
 
-def test_there_are_enough_faults_with_names_of_their_own():
-    assert len({fault.name for fault in FAULTS}) == len(FAULTS) >= 300
+def test_names_of_faults_are_unique_and_short():
+    names = [fault.name for fault in FAULTS]
+    assert len(set(names)) == len(names) >= 300
+    assert [name for name in names if len(name) >= 72] == []
 
 
-def test_every_module_of_faults_is_planted():
+def test_faults_of_every_module_are_planted():
     names = [file.stem for file in (ROOT / "tests" / "faults").glob("*.py")]
     modules = [importlib.import_module(f"faults.{name}") for name in names if name != "__init__"]
     held = [fault for module in modules for fault in getattr(module, "FAULTS", ())]
@@ -45,19 +47,19 @@ def test_every_module_of_faults_is_planted():
 
 
 @pytest.mark.parametrize("name", ["CONTRIBUTING.md", "Makefile"])
-def test_what_is_said_of_their_number_is_about_right(name):
-    (said,) = re.findall(r"about (\d+) faults", (ROOT / name).read_text(encoding="utf-8"))
-    assert abs(int(said) - len(FAULTS)) <= len(FAULTS) // 10
+def test_documented_number_of_faults_is_about_right(name):
+    (documented,) = re.findall(r"about (\d+) faults", (ROOT / name).read_text(encoding="utf-8"))
+    assert abs(int(documented) - len(FAULTS)) <= len(FAULTS) // 10
 
 
-def test_text_that_is_gone_or_ambiguous_is_an_error():
+def test_planting_refuses_a_missing_or_ambiguous_text():
     fault = Fault("x", "file", (("a", "b"),), ())
     for text in ("", "aa"):
         with pytest.raises(ValueError, match="not once"):
             planted(text, fault)
 
 
-def test_a_case_is_of_the_test_that_names_it_and_of_no_other():
+def test_a_case_belongs_only_to_tests_that_contain_it():
     case = "tests/a/test_b.py::test_c[d]"
     of = ("tests/a", "tests/a/test_b.py", "tests/a/test_b.py::test_c", case)
     other = ("tests/a/test_b", "tests/a/test_b.py::test_", "tests/b", f"{case[:-2]}e]")
@@ -67,12 +69,12 @@ def test_a_case_is_of_the_test_that_names_it_and_of_no_other():
 
 @pytest.fixture
 def few_plugins(monkeypatch):
-    """Let pytest start in a fifth of its time where the tests are these few lines."""
+    """Start pytest without most plugins, which takes a fifth of the time."""
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     monkeypatch.setenv("PYTEST_PLUGINS", "xdist.plugin")
 
 
-def test_a_test_is_run_by_the_targets_that_its_markers_name(tmp_path, monkeypatch, few_plugins):
+def test_targets_of_a_test_follow_its_markers(tmp_path, monkeypatch, few_plugins):
     monkeypatch.setattr(mutants, "ROOT", tmp_path)
     _write_tests(
         tmp_path,
@@ -91,7 +93,7 @@ def test_a_test_is_run_by_the_targets_that_its_markers_name(tmp_path, monkeypatc
         targets_of(["tests/test_x.py::test_gone"])
 
 
-def test_who_notices_a_fault_later_is_said_and_what_is_red_anyway_does_not(tmp_path, few_plugins):
+def test_verdict_names_later_cases_and_ignores_those_that_always_fail(tmp_path, few_plugins):
     (tmp_path / "kept.py").write_text("good = True\n")
     _write_tests(
         tmp_path,
@@ -120,7 +122,7 @@ def _write_tests(root, text):
 
 
 @pytest.mark.slow
-def test_a_fault_that_no_test_sees_survives_and_one_that_is_seen_does_not(tmp_path):
+def test_a_fault_survives_only_if_no_test_notices_it(tmp_path):
     tree = copied_tree(tmp_path)
     changed = (("blocks in eviction order, with one", "blocks in any order, with one"),)
     pool = "kvboost_edge/kvcache/block_pool.py"
