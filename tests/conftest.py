@@ -127,7 +127,7 @@ def pytest_collection_modifyitems(config, items):
         return
     first = {}
     for item in items:
-        if item.get_closest_marker("slow") is None:
+        if not item.get_closest_marker("slow") and not item.get_closest_marker("full"):
             first.setdefault(item.nodeid.partition("[")[0], item)
     config.hook.pytest_deselected(items=[item for item in items if item not in set(first.values())])
     items[:] = first.values()
