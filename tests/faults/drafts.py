@@ -14,10 +14,46 @@ _LENGTHS = "engine/spec_decode/draft_lengths.py"
 _OF_LENGTHS = "tests/engine/spec_decode/test_draft_lengths.py"
 _OF_DRAFTS = "tests/engine/spec_decode/test_acceptance.py"
 _OF_MODELS = "tests/engine/spec_decode/test_model_drafts.py"
+_OF_HEADS = "tests/engine/spec_decode/test_mtp_head.py"
 _OF_SAVING = "tests/engine/offload/test_draft_saving.py"
 _OF_BUDGET = "tests/engine/memory/test_state_budget.py"
 
 FAULTS = faults(
+    (
+        "MTP head: loses its context where a draft crosses a block",
+        "engine/spec_decode/mtp_head.py",
+        "first = min(rows.start, rows.states.stop) // self.block_size",
+        "first = rows.start // self.block_size",
+        _OF_HEADS,
+    ),
+    (
+        "MTP head: joins a token with the token's own state",
+        "engine/spec_decode/token_states.py",
+        "found[first - start + 1 :][: len(rows)] = rows",
+        "found[first - start + 1 :][: len(rows) - 1] = rows[1:]",
+        _OF_HEADS,
+    ),
+    (
+        "MTP head: computes no KV of a pass's last token",
+        "engine/spec_decode/model_drafts.py",
+        "ModelTurn(work.sequence, draft, states.stop)",
+        "ModelTurn(work.sequence, draft)",
+        _OF_HEADS,
+    ),
+    (
+        "MTP head: keeps hidden states of rejected draft tokens",
+        "engine/spec_decode/token_states.py",
+        "self.stop = min(stop, self.first + len(self._rows))",
+        "self.stop = self.first + len(self._rows)",
+        _OF_HEADS,
+    ),
+    (
+        "native runner: returns hidden states of other rows",
+        "runners/native/runner.py",
+        "self._buffers.normed(len(both))[np.searchsorted(both, states)]",
+        "self._buffers.normed(len(both))[: len(states)]",
+        "tests/runners/native/test_recurrent_layers.py::test_rows_may_want_logits_and_states",
+    ),
     (
         "draft model: verifies a draft below the minimum length",
         "engine/spec_decode/speculation.py",

@@ -8,6 +8,7 @@ import pytest
 from helpers.engine.draft_models import MTP, draft_runner, drafting_bench, models_of
 from helpers.engine.model_kinds import PLAIN
 from kvboost_edge.config import GenerationMode, RecomputeStrategy
+from kvboost_edge.engine.spec_decode.draft_chances import DraftChances
 from kvboost_edge.reuse.recompute import Repair
 
 DRAFTS = {"max_draft_tokens": 4, "always_drafts": True}
@@ -34,6 +35,16 @@ def test_a_head_that_is_right_is_always_accepted(kind, length, closes_blocks):
     assert result.drafts[MTP].drafted_tokens == result.drafted_tokens > 20
     assert draft_runner(bench).unknown == 1  # before the first token
     assert bench.manager.free_block_count == 64
+
+
+def test_states_of_rejected_tokens_are_dropped(kind, monkeypatch):
+    monkeypatch.setattr(DraftChances, "learn", lambda *outcome: None)  # so that drafts stay long
+    bench = drafting_bench(kind, MTP)
+    draft_runner(bench).kind = "one off"
+    result = bench.ask(prompt(4, 30), 60, terms=DRAFTS)
+    assert models_of(bench).is_on
+    assert 10 < result.accepted_tokens < result.drafted_tokens
+    assert draft_runner(bench).unknown == 1
 
 
 @pytest.mark.parametrize("budget", [3, 16, 50])

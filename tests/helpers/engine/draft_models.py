@@ -108,6 +108,9 @@ class FakeHeadRunner(FakeDraftRunner):
         assert first % self.backend.spec.block_size == 0
         assert (tokens != POISON).all(), "memory that was never written was read"
         assert (positions == np.arange(first, first + length)).all(), "a token of another position"
+        assert batch.joined is not None
+        if length > 1 and batch.joined[row].any():
+            assert batch.joined[row, 0] == 1 + tokens[-2], "a state of another token"
         return self._logits(tokens) if first == 0 else token_logits(tokens)
 
 
