@@ -60,7 +60,11 @@ class LFM2Shape(Shape):
 
 @dataclasses.dataclass(frozen=True)
 class Qwen35Shape(Shape):
-    """Qwen3.5: gated delta rule, with gated attention in every fourth layer."""
+    """Qwen3.5: gated delta rule, with gated attention in every fourth layer.
+
+    Attributes:
+        has_head: Whether the file contains a multi-token prediction head after the layers.
+    """
 
     architecture = "qwen35"
     wide_ends = True
@@ -70,6 +74,33 @@ class Qwen35Shape(Shape):
     state_dim: int = 128
     taps: int = 4
     every: int = 4
+    has_head: bool = False
+
+    @property
+    def num_blocks(self) -> int:
+        return self.layers + self.has_head
+
+    def describe_sizes(self, writer: gguf.GGUFWriter) -> None:
+        super().describe_sizes(writer)
+        if self.has_head:
+            writer.add_nextn_predict_layers(1)
+            kinds = [not self._attends(index) for index in range(self.layers + 1)]
+            writer.add_array(f"{self.architecture}.attention.recurrent_layers", kinds)
+
+    def tensors(self) -> Iterator[Tensor]:
+        yield from super().tensors()
+        if not self.has_head:
+            return
+        block = f"blk.{self.layers}."
+        for name, dims in self.layer(self.layers):
+            yield f"{block}{name}", dims
+        for name in ("enorm", "hnorm", "shared_head_norm"):
+            yield f"{block}nextn.{name}.weight", (self.hidden,)
+        yield f"{block}nextn.eh_proj.weight", (self.hidden, 2 * self.hidden)
+
+    def _attends(self, index: int) -> bool:
+        """Return whether a layer, or the head after the layers, has attention."""
+        return index == self.layers or (index + 1) % self.every == 0
 
     def describe(self, writer: gguf.GGUFWriter) -> None:
         super().describe(writer)
@@ -88,7 +119,7 @@ class Qwen35Shape(Shape):
 
     def layer(self, index: int) -> Iterator[Tensor]:
         yield "attn_norm.weight", (self.hidden,)
-        if (index + 1) % self.every == 0:
+        if self._attends(index):
             heads = Heads(self.heads, self.kv_heads, self.head_dim, each=2)
             yield from self.attention(norms=(self.head_dim, self.head_dim), heads=heads)
         else:
@@ -287,6 +318,19 @@ HYBRID_SHAPES = {
         theta=1e7,
         value_heads=32,
     ),
+    "qwen3.5-4b-head": Qwen35Shape(
+        2560,
+        32,
+        16,
+        4,
+        9216,
+        vocab=248320,
+        context=262144,
+        own_head_dim=256,
+        theta=1e7,
+        value_heads=32,
+        has_head=True,
+    ),
     "qwen3.5-tiny": Qwen35Shape(
         256,
         4,
@@ -299,6 +343,20 @@ HYBRID_SHAPES = {
         key_heads=2,
         value_heads=4,
         state_dim=32,
+    ),
+    "qwen3.5-head-tiny": Qwen35Shape(
+        256,
+        4,
+        4,
+        2,
+        512,
+        vocab=1024,
+        context=4096,
+        own_head_dim=64,
+        key_heads=2,
+        value_heads=4,
+        state_dim=32,
+        has_head=True,
     ),
     "granite-4-h-1b": GraniteShape(1536, 40, 12, 4, 4096, vocab=100352, context=131072),
     "granite-4-h-micro": GraniteShape(

@@ -112,6 +112,11 @@ class Shape:
         """Number of KV heads, for all layers or for each."""
         return self.kv_heads
 
+    @property
+    def num_blocks(self) -> int:
+        """Number of layers, including those after the language model's."""
+        return self.layers
+
     def cut(self, layers: int) -> Self:
         """Return the shape with only the first layers."""
         return dataclasses.replace(self, layers=layers)
@@ -138,7 +143,7 @@ class Shape:
     def describe_sizes(self, writer: gguf.GGUFWriter) -> None:
         writer.add_context_length(self.context)
         writer.add_embedding_length(self.hidden)
-        writer.add_block_count(self.layers)
+        writer.add_block_count(self.num_blocks)
         writer.add_feed_forward_length(self.widths)
         writer.add_head_count(self.heads)
         writer.add_head_count_kv(self.kv_counts)

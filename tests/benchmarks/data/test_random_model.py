@@ -107,7 +107,9 @@ def test_files_of_states_and_experts_are_read_and_computed(tmp_path, name):
     write_gguf(path, shape, "MXFP4" if name.startswith("gpt-oss") else "Q4_0")
     tokens = np.random.default_rng(1).integers(300, shape.vocab, 40).tolist()
     with CPUPagedEngine.from_pretrained(str(path), num_blocks=16) as engine:
-        assert engine.paged_stats()["runner"] == "native"
+        stats = engine.paged_stats()
+        assert stats["runner"] == "native"
+        assert (stats["draft_weight_bytes"] > 0) == ("-head-" in name)
         logits = engine.logits(tokens, start=39)[0]
     assert 0.05 < logits.std() < 50
 
