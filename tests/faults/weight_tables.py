@@ -66,6 +66,20 @@ FAULTS = faults(
         _OF_FILES,
     ),
     (
+        "q3k: takes the seeds of q6k",
+        "kernels/linear/weight_formats.py",
+        "has_halves = self.block_bytes > 0 and self.parts > 1",
+        "has_halves = False",
+        "tests/kernels/program/test_linear.py::test_linear_equals_the_specification",
+    ),
+    (
+        "q3k: leaves the offset of scales out",
+        "kernels/linear/k_blocks.py",
+        "np.uint8(scale + np.uint32(224))",
+        "np.uint8(scale)",
+        "tests/kernels/linear/test_weights.py",
+    ),
+    (
         "Q3_K: codes are off by one",
         _BLOCKS,
         "codes + np.uint8(28)",

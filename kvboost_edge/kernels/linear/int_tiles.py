@@ -324,6 +324,12 @@ class IntTiles:
             part = _WHOLE
         return b.add(term, int_constant(4 * self.tokens * (2 + part)))
 
+    def _seed_at(self, b: Builder, address: Value) -> Value:
+        """Load a seed, and scale it to the offset of the format."""
+        seed = splat_i32_at(b, address)
+        shift = self.format.seed_shift
+        return b.ashr(seed, ir.Constant(V16I, [shift] * LANES)) if shift else seed
+
     def _table(self, b: Builder, minima: Value) -> Value | None:
         """Return the lookup table in the form that `GroupDot` expects, or None."""
         if not self.format.table:
@@ -354,7 +360,7 @@ class IntTiles:
         seeds = [zero] * self.tokens
         if self.format.offset:
             seeds = [
-                splat_i32_at(b, self._seed(b, here, token, part)) for token in range(self.tokens)
+                self._seed_at(b, self._seed(b, here, token, part)) for token in range(self.tokens)
             ]
         # A fine code is FINE_BASE * first + second, so the seed belongs to the second plane.
         starts = [[zero] * self.tokens, seeds] if self.fine else [seeds]

@@ -1,4 +1,4 @@
-"""Lossless repacking of GGUF blocks of 256 weights (Q4_K, Q5_K, Q6_K) into tiles.
+"""Lossless repacking of GGUF blocks of 256 weights (Q3_K to Q6_K) into tiles.
 
 A block's codes are handled as 64 words of four codes each. The target layout is in
 weight_formats.py.
@@ -27,6 +27,7 @@ from kvboost_edge.kernels.vectors import LANES, address_of, load_i32
 __all__ = ["BLOCK_WEIGHTS", "blocks_entry", "pack_blocks"]
 
 BLOCK_WEIGHTS = BLOCK_GROUPS * GROUP
+_Q3K = FORMATS["q3k"].kind
 _Q5K = FORMATS["q5k"].kind
 _Q6K = FORMATS["q6k"].kind
 _BITS = per_kind("bits")
@@ -34,6 +35,9 @@ _PARTS = per_kind("parts")
 _QUADS = GROUP // 4
 _BLOCK_QUADS = BLOCK_WEIGHTS // 4
 # Offsets of a block's sections in words.
+_LOW_Q3K = 32 // 4
+_SCALES_Q3K = 96 // 4
+_D_Q3K = 108 // 4
 _HIGH_Q5K = 16 // 4
 _LOW_Q5K = 48 // 4
 _LOW_Q4K = 16 // 4
@@ -131,6 +135,11 @@ def _pack(
                 _scales_q6k(words, scales, place * BLOCK_GROUPS * 2 * LANES)
                 for lane in range(LANES):
                     minima[place * minima_each + lane] = np.uint16(words[_D_Q6K * LANES + lane])
+            elif kind == _Q3K:
+                _codes_q3k(words, codes)
+                _scales_q3k(words, scales, place * BLOCK_GROUPS * 2 * LANES)
+                for lane in range(LANES):
+                    minima[place * minima_each + lane] = np.uint16(words[_D_Q3K * LANES + lane])
             else:
                 _codes_of_pairs(words, codes, kind)
                 _scales_of_groups(words, scales, place * BLOCK_GROUPS * 2 * LANES)
@@ -154,6 +163,41 @@ def _read_words(at: int, nbytes: int, words: Words, lane: int) -> None:
         words[w * LANES + lane] = np.uint32(load_i32(at + 4 * w))
     if nbytes % 4:
         words[nbytes // 4 * LANES + lane] = np.uint32(load_i32(at + nbytes - 4)) >> np.uint32(16)
+
+
+@kernel
+def _codes_q3k(words: Words, codes: Words) -> None:
+    """Unpack the codes of Q3_K.
+
+    Every 32 bytes hold the low two bits of four groups, the first group in the lowest bits. Bit g
+    of the 32 bytes before them is the high bit of group g.
+    """
+    for group in range(BLOCK_GROUPS):
+        start = _LOW_Q3K + group // 4 * _QUADS
+        shift = np.uint32(2 * (group % 4))
+        for i in range(_QUADS * LANES):
+            low = words[start * LANES + i] >> shift & _THREES
+            high = words[i] >> np.uint32(group) & _ONES
+            codes[group * _QUADS * LANES + i] = low | high << np.uint32(2)
+
+
+@kernel
+def _scales_q3k(words: Words, scales: Bytes, at: int) -> None:
+    """Unpack the 16 scales of Q3_K to signed bytes.
+
+    The low nibbles of 8 bytes form the first 8 scales, the high nibbles the others. The 4 bytes
+    after them hold bits 4 and 5 of four scales each, those of scales 0 to 3 in the lowest bits. The
+    offset of the scales is 32.
+    """
+    for part in range(2 * BLOCK_GROUPS):
+        byte = np.uint32(8 * (part % 4))
+        nibble = np.uint32(4 * (part // 8))
+        pair = np.uint32(2 * (part // 4))
+        for lane in range(LANES):
+            low = words[(_SCALES_Q3K + part // 4 % 2) * LANES + lane] >> byte >> nibble
+            high = words[(_SCALES_Q3K + 2) * LANES + lane] >> byte >> pair
+            scale = low & np.uint32(15) | (high & np.uint32(3)) << np.uint32(4)
+            scales[at + part * LANES + lane] = np.uint8(scale + np.uint32(224))
 
 
 @kernel

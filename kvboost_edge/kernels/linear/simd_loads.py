@@ -29,6 +29,7 @@ __all__ = ["emit_load_pair", "emit_scales", "emit_table", "emit_table_pair"]
 _LINE = 64
 _LINES = GROUP // 8  # lines of nibbles per group
 
+_V16S = ir.VectorType(ir.IntType(16), LANES)
 _V16B, _V32B, _V64B = (ir.VectorType(ir.IntType(8), count) for count in (16, 32, 64))
 
 
@@ -78,6 +79,8 @@ def emit_load_pair(b: Builder, form: WeightFormat, at: Value, pair: int) -> tupl
     if form.bits == 8:
         first = b.add(at, int_constant(2 * _LINE * pair))
         return emit_load_bytes(b, first), emit_load_bytes(b, b.add(first, int_constant(_LINE)))
+    if form.bits == 3:
+        return _emit_threes(b, at, pair)
     if form.bits < 4:
         line = emit_load_bytes(b, b.add(at, int_constant(_LINE * (2 * pair * form.bits // 8))))
         return _emit_narrow(b, form, line, 2 * pair), _emit_narrow(b, form, line, 2 * pair + 1)
@@ -165,6 +168,20 @@ def _emit_selected(b: Builder, table: Value, codes: Value) -> Value:
 def _emit_above(b: Builder, bits: int, plane: Value, quad: int) -> Value:
     """Return the bits of a quad's codes above the nibbles, shifted into place."""
     return _emit_moved(b, plane, high_shift(bits, quad), (1 << bits) - 16)
+
+
+def _emit_threes(b: Builder, at: Value, pair: int) -> tuple[Value, Value]:
+    """Load two quads of 3-bit codes, like `emit_load_pair`."""
+    line = emit_load_bytes(b, at)
+    place = b.inttoptr(b.add(at, int_constant(_LINE)), ir.PointerType())
+    high = b.zext(b.load(place, align=4, typ=_V16S), V16I)
+    # Each byte then has the high bits of its input in the low nibble.
+    high = b.or_(high, b.shl(high, ir.Constant(V16I, [12] * LANES)))
+    quads = [
+        b.or_(_emit_moved(b, line, 2 * quad, 3), _emit_moved(b, high, quad - 2, 4))
+        for quad in (2 * pair, 2 * pair + 1)
+    ]
+    return quads[0], quads[1]
 
 
 def _emit_narrow(b: Builder, form: WeightFormat, line: Value, quad: int) -> Value:

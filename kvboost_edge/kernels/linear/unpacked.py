@@ -201,7 +201,7 @@ class UnpackedTiles(IntTiles):
             ]
         if self.format.offset and dot.seeded:
             for token in range(self.tokens):
-                seed = splat_i32_at(
+                seed = self._seed_at(
                     b, emit_place(b, self._seed(b, here, token, 0), part, 4 * self.tokens)
                 )
                 totals[token - self.tokens] = b.add(totals[token - self.tokens], seed)

@@ -95,7 +95,7 @@ class GroupDot:
         self.seeded = (
             self.form in ("vnni512", "vnni256")
             or self._short
-            or (self.form == "neon" and self._format.bits in (1, 2, 5, 6))
+            or (self.form == "neon" and self._format.bits in (1, 2, 3, 5, 6))
         )
 
     def start(self, seed: Value) -> Any:

@@ -12,6 +12,10 @@ of 4 to 6 bits, a line holds two quads: quad 2j in the low nibbles, quad 2j + 1 
 A line of 2-bit codes holds four quads, from the lowest to the highest bits of its bytes, and a line
 of 1-bit codes holds all eight quads of a group.
 
+3-bit codes have a line of their low bits per half of a group, like 2-bit codes, and then 32 bytes
+with their high bits: 2 bytes of each row. Byte 0 has the high bits of inputs 0 of the four quads in
+its low nibble, and those of inputs 2 in its high nibble. Byte 1 has those of inputs 1 and 3.
+
 Codes of more than 4 bits have one more line per part, which holds the bits above the nibbles. Quad
 k has the (bits - 4) bits from bit (4 + (bits - 4) * k) % 8 of a byte. In formats with two `parts`,
 each half of a group has its own scales, lines of nibbles and line of high bits.
@@ -157,6 +161,12 @@ class WeightFormat:
         return ((1 << self.bits) - 1) * self.code_step
 
     @property
+    def seed_shift(self) -> int:
+        """Binary logarithm of the seeds in a panel over those of the format; see panel.py."""
+        has_halves = self.block_bytes > 0 and self.parts > 1
+        return (HALF_OFFSET // self.offset).bit_length() - 1 if has_halves else 0
+
+    @property
     def lowest(self) -> int:
         """Lowest code after subtracting the offset."""
         return -self.offset
@@ -221,7 +231,7 @@ class WeightFormat:
 # int1-g128 holds GGUF's Q1_0, int2-g64 holds Q2_0, and int2-g256 holds TQ1_0 and TQ2_0. Their names
 # end with the number of weights that share a scale. int4 holds Q4_0 exactly. int4-asym holds Q4_1,
 # AWQ (Lin et al., 2023) and asymmetric GPTQ. int4t holds IQ4_NL, and IQ4_XS and MXFP4 with scales
-# as float16. int5 holds Q5_0, and int5-asym Q5_1. q4k, q5k and q6k hold GGUF's k-quants.
+# as float16. int5 holds Q5_0, and int5-asym Q5_1. q3k, q4k, q5k and q6k hold GGUF's k-quants.
 # Formats are ordered from narrow to wide, because a matrix made of several tensors takes the first
 # format that holds all of them. More initial scales or rounds would reduce the error by less than
 # 1%.
@@ -253,6 +263,7 @@ FORMATS = {
             scale_groups=2,
             exact_in=_HOLD_TERNARY,
         ),
+        WeightFormat("q3k", kind=15, bits=3, offset=4, parts=2, block_bytes=110, exact_in=("q6k",)),
         WeightFormat(
             "int4",
             kind=4,

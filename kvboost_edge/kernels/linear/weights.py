@@ -265,13 +265,16 @@ def store_lines(codes: Words, first: int, quads: int, bits: int, out: Words, at:
         codes: words of four codes of one row; word w of lane l is at index w * LANES + l.
         first: first word to store.
         quads: number of quads to store.
-        bits: bits per code, 1, 2 or 4 to 8.
+        bits: bits per code, 1 to 6 or 8.
         out: words, written.
         at: index of the first word to write.
     """
     if bits == 8:
         for index in range(quads * LANES):
             out[at + index] = codes[first * LANES + index]
+        return
+    if bits == 3:
+        _store_threes(codes, first, quads, out, at)
         return
     if bits < 4:
         _store_narrow(codes, first, quads, bits, out, at)
@@ -305,6 +308,23 @@ def _store_narrow(codes: Words, first: int, quads: int, bits: int, out: Words, a
             word = codes[(first + quad) * LANES + lane]
             word = word >> np.uint32(-shift) if shift < 0 else word << np.uint32(shift)
             out[line + lane] = word if quad % each == 0 else out[line + lane] | word
+
+
+@kernel
+def _store_threes(codes: Words, first: int, quads: int, out: Words, at: int) -> None:
+    """Store four quads of 3-bit codes; see `store_lines`."""
+    for lane in range(LANES):
+        low = np.uint32(0)
+        high = np.uint32(0)
+        for quad in range(quads):
+            word = codes[(first + quad) * LANES + lane]
+            low |= (word & np.uint32(0x03030303)) << np.uint32(2 * quad)
+            bits = word >> np.uint32(2)
+            bits = bits & np.uint32(0x0101) | bits >> np.uint32(12) & np.uint32(0x1010)
+            high |= bits << np.uint32(quad)
+        out[at + lane] = low
+        place = at + LANES + lane // 2
+        out[place] = high if lane % 2 == 0 else out[place] | high << np.uint32(16)
 
 
 @kernel

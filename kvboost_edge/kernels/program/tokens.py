@@ -119,10 +119,14 @@ def _code(matrix: lt.PackedMatrix, group: int, lane: int, index: int) -> Any:
     parts = _PARTS[matrix.kind]
     quads = GROUP // 4 // parts
     quad = index // 4
-    at = matrix.weights + group * size + quad // quads * (size // parts) + lane * 4 + index % 4
+    part_at = matrix.weights + group * size + quad // quads * (size // parts)
+    at = part_at + lane * 4 + index % 4
     quad %= quads
     if bits == 8:
         return _load_byte(at + quad * _LINE)
+    if bits == 3:
+        above = _load_byte(part_at + _LINE + lane * 2 + index % 2) >> (quad + index % 4 // 2 * 4)
+        return _load_byte(at) >> (2 * quad) & 3 | (above & 1) << 2
     if bits < 4:
         shift = code_shift_kernel(bits, quad)
         byte = _load_byte(at + quad * bits // 8 * _LINE)

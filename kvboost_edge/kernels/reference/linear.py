@@ -8,7 +8,7 @@ A matrix [rows, inputs] is stored in tiles of 16 rows:
 - int1: all quads of a group are in 64 bytes, quad k in bit k; a bit is a weight of -1 or 1;
 - int5: as int4, and then 64 bytes with the fifth bits: that of quad k is bit (4 + k) % 8;
 - float formats: [tile][input][16];
-- block formats (q4k, q5k, q6k) and int4t: see linear/weight_formats.py.
+- block formats (q3k to q6k) and int4t: see linear/weight_formats.py.
 
 Rows and groups are padded with zero weights (any codes in int4t) and zero scales.
 """
@@ -81,7 +81,7 @@ def pack_panel(
     if fine:
         first = np.rint(codes / _FINE_BASE).astype(np.int16)
         planes = [first, codes - np.int16(_FINE_BASE) * first]
-    in_blocks = kind in ("q4k", "q5k", "q6k", "int4t")
+    in_blocks = kind in ("q3k", "q4k", "q5k", "q6k", "int4t")
     if in_blocks or kind in ("int4-asym", "int5-asym"):
         terms = (-(sums.astype(np.float32) * scales)).view(np.int32)
     else:
@@ -149,9 +149,15 @@ def unpack_table_codes(
 def unpack_block_codes(
     packed: npt.NDArray[np.uint8], rows: int, inputs: int, kind: str
 ) -> npt.NDArray[np.int8]:
-    """Return the codes of a block format, int8 [padded rows, padded inputs], minus 32 for q6k."""
+    """Return the codes of a block format, int8 [padded rows, padded inputs].
+
+    They are signed for q3k and q6k.
+    """
     tiles = -(-rows // _LANES)
     groups = -(-inputs // _GROUP)
+    if kind == "q3k":
+        ordered = _unpack_threes(packed.reshape(tiles, groups, 2, 96))
+        return ordered.reshape(tiles * _LANES, groups * _GROUP) - np.int8(4)
     parts = 2 if kind == "q6k" else 1
     quads = 8 // parts
     bits = {"q4k": 0, "q5k": 1, "q6k": 2}[kind]
@@ -168,6 +174,19 @@ def unpack_block_codes(
     return ordered.astype(np.int8) - np.int8(32 if kind == "q6k" else 0)
 
 
+def _unpack_threes(parts: npt.NDArray[np.uint8]) -> npt.NDArray[np.int8]:
+    """Return codes of q3k from 0 to 7, [tiles, 16, groups, 32], of bytes [tiles, groups, 2, 96]."""
+    shape = parts.shape[:3]
+    low = parts[..., :64].reshape(*shape, 1, _LANES, 4)
+    low = low >> np.arange(0, 8, 2, dtype=np.uint8)[:, None, None] & np.uint8(3)
+    bits = np.unpackbits(parts[..., 64:], axis=-1, bitorder="little")
+    # Bit q of a nibble is that of quad q. The nibbles of a row belong to inputs 0, 2, 1 and 3.
+    nibbles = bits.reshape(*shape, _LANES, 4, 4)[..., [0, 2, 1, 3], :]
+    high = nibbles.transpose(0, 1, 2, 5, 3, 4)
+    codes = (low | high << np.uint8(2)).transpose(0, 4, 1, 2, 3, 5)
+    return codes.reshape(shape[0], _LANES, shape[1], _GROUP).astype(np.int8)
+
+
 def unpack_block_scales(
     scales: npt.NDArray[np.uint8],
     blocks: npt.NDArray[np.float16],
@@ -177,7 +196,7 @@ def unpack_block_scales(
 ) -> tuple[Floats, Floats | None]:
     """Return the scales and minima (or None) of a block format; the products are exact.
 
-    Scales are float32 [padded rows, groups], or [padded rows, 2 * groups] for q6k.
+    Scales are float32 [padded rows, groups], or [padded rows, 2 * groups] for q3k and q6k.
     """
     tiles = -(-rows // _LANES)
     groups = -(-inputs // _GROUP)
@@ -186,14 +205,15 @@ def unpack_block_scales(
         .transpose(2, 0, 3, 1)
         .reshape(2, tiles * _LANES, groups)
     )
-    numbers = 1 if kind == "q6k" else 2
+    in_halves = kind in ("q3k", "q6k")
+    numbers = 1 if in_halves else 2
     halves = (
         blocks.reshape(tiles, -1, numbers, _LANES)
         .transpose(2, 0, 3, 1)
         .reshape(numbers, tiles * _LANES, -1)
     )
     wide = halves.astype(np.float32).repeat(_BLOCK_GROUPS, axis=2)[:, :, :groups]
-    if kind == "q6k":
+    if in_halves:
         signed = factors.view(np.int8).astype(np.float32) * wide
         return signed.transpose(1, 2, 0).reshape(tiles * _LANES, 2 * groups), None
     return factors[0].astype(np.float32) * wide[0], factors[1].astype(np.float32) * wide[1]
@@ -251,13 +271,13 @@ def linear_int(
 
     Groups are added in order: out = fma(sum * token scale, weight scale, out). With minima, each
     group also adds out = fma(-(sum of the token's codes * token scale), minimum, out), whose inner
-    product is rounded once. Each half of a q6k group is a separate step.
+    product is rounded once. Each half of a q3k or q6k group is a separate step.
 
     Args:
         codes: activations [tokens, padded inputs].
         scales: float32 [tokens, groups].
         weights: int8 [rows, padded inputs]; unsigned codes if the format has minima.
-        weight_scales: float32 [rows, groups], or [rows, 2 * groups] for q6k.
+        weight_scales: float32 [rows, groups], or [rows, 2 * groups] for q3k and q6k.
         minima: float32 [rows, groups], for int4-asym, int5-asym, q4k and q5k.
     """
     parts = weight_scales.shape[1] // scales.shape[1]

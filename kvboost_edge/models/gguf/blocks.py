@@ -6,8 +6,7 @@ llama.cpp, so float32 values are bit-identical to those of the `gguf` package.
 
     Q4_0 -> int4, Q5_0 -> int5, Q8_0 -> int8                 exact
     Q4_1 -> int4-asym, Q5_1 -> int5-asym                     exact
-    Q4_K -> q4k, Q5_K -> q5k, Q6_K -> q6k   exact: the blocks of the file, reordered
-    Q3_K -> q6k      exact: codes and scales fit those of Q6_K, in nearly twice the bytes
+    Q3_K -> q3k, Q4_K -> q4k, Q5_K -> q5k, Q6_K -> q6k   exact: the blocks of the file, reordered
     Q1_0 -> int1-g128, Q2_0 -> int2-g64     exact
     TQ2_0 -> int2-g256                      exact
     TQ1_0 -> int2-g256                      exact, in 1.22 times the bytes
@@ -44,6 +43,7 @@ __all__ = [
     "TYPE_NAMES",
     "BlockFormat",
     "dequantize",
+    "q3_k_as_q6_k",
     "quant_rows_of",
     "refusal",
     "scales_of",
@@ -374,7 +374,7 @@ def _q3_k(blocks: Bytes) -> Floats:
     return weights
 
 
-def _q3_k_as_q6_k(blocks: Bytes) -> Bytes:
+def q3_k_as_q6_k(blocks: Bytes) -> Bytes:
     """Convert Q3_K blocks to Q6_K blocks with the same weights, [blocks, 210].
 
     The offset of codes is 32 in Q6_K and 4 in Q3_K, so 28 is added.
@@ -440,10 +440,8 @@ def _mxfp4_codes(blocks: Bytes) -> tuple[Bytes, Halves, None]:
     return _table_codes(1, blocks), mxfp4.half_scales(blocks[:, 0], blocks[:, 1:]), None
 
 
-def _taken_over(
-    places: tuple[int, ...], stored: Callable[[Bytes], Bytes], blocks: Bytes
-) -> tuple[Bytes, Halves, None]:
-    return stored(blocks), _halves_at(places, blocks), None
+def _taken_over(places: tuple[int, ...], blocks: Bytes) -> tuple[Bytes, Halves, None]:
+    return blocks, _halves_at(places, blocks), None
 
 
 def _as_blocks(
@@ -451,7 +449,6 @@ def _as_blocks(
     kind: str,
     halves: tuple[int, ...],
     to_float: Callable[[Bytes], Floats],
-    stored: Callable[[Bytes], Bytes] = lambda blocks: blocks,
 ) -> BlockFormat:
     """Return the format of a type with blocks of 256 weights that are reordered, not converted.
 
@@ -460,9 +457,8 @@ def _as_blocks(
         kind: packed format.
         halves: byte offsets of the float16 numbers in a block.
         to_float: function of blocks -> float32.
-        stored: function of blocks -> blocks of the packed format.
     """
-    codes = partial(_taken_over, halves, stored)
+    codes = partial(_taken_over, halves)
     return BlockFormat(256, nbytes, kind, True, halves, to_float, codes)
 
 
@@ -542,7 +538,7 @@ BLOCKS: dict[str, BlockFormat] = {
     "Q4_K": _as_blocks(144, "q4k", (0, 2), _q4_k),
     "Q5_K": _as_blocks(176, "q5k", (0, 2), _q5_k),
     "Q6_K": _as_blocks(210, "q6k", (208,), _q6_k),
-    "Q3_K": _as_blocks(110, "q6k", (108,), _q3_k, _q3_k_as_q6_k),
+    "Q3_K": _as_blocks(110, "q3k", (108,), _q3_k),
     "IQ4_NL": BlockFormat(
         32, 18, "int4t", True, (0,), _iq4_nl, lambda b: (_table_codes(2, b), _half(b, 0), None), _NL
     ),

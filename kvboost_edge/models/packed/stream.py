@@ -31,6 +31,7 @@ from kvboost_edge.kernels.linear.weights import (
 )
 from kvboost_edge.kernels.reference.linear import unpack_codes, unpack_scales
 from kvboost_edge.kernels.vectors import LANES
+from kvboost_edge.models.gguf.blocks import q3_k_as_q6_k
 from kvboost_edge.models.packed.pack_plan import VECTOR, PackEntry, holds_exactly
 from kvboost_edge.models.weights.weight_source import QuantRows, WeightSource
 
@@ -294,6 +295,9 @@ def _widened(rows: QuantRows, kind: str) -> QuantRows:
         times = stored.scale_groups // form.scale_groups
         count = -(-rows.codes.shape[1] // form.scale_inputs)
         rows = rows._replace(scales=rows.scales.repeat(times, axis=1)[:, :count])
+    if stored.name == "q3k":
+        blocks = q3_k_as_q6_k(rows.codes.reshape(-1, stored.block_bytes))
+        return rows._replace(codes=blocks.reshape(len(rows.codes), -1))
     if stored.block_bytes:
         return rows._replace(codes=_with_fifth_bits(rows.codes))
     if rows.table is not None:

@@ -28,7 +28,7 @@ FORMATS = {
     "Q4_K": {"q4k"},
     "Q5_K": {"q5k"},
     "Q6_K": {"q6k"},
-    "K_MIX": {"q4k", "q5k", "q6k"},
+    "K_MIX": {"q3k", "q4k", "q5k", "q6k"},
     "Q5_MIX": {"int5", "int5-asym"},
     "IQ4_NL": {"int4t"},
     "MXFP4": {"int4t"},
@@ -172,10 +172,11 @@ def _saved(family: str, directory: Path, fields: Mapping[str, Any]) -> Path:
 
 def _k_mix(name: str) -> str:
     """As llama.cpp's mixtures: the rows of queries, keys and values have more bits than others, or
-    than their gate.
+    than their gate, and the way into MLPs has fewer.
     """
-    more = {"attn_qkv": "Q5_K", "attn_q.": "Q5_K", "attn_v": "Q6_K", "token_embd": "Q6_K"}
-    return next((kind for part, kind in more.items() if part in name), "Q4_K")
+    kinds = {"attn_qkv": "Q5_K", "attn_q.": "Q5_K", "attn_v": "Q6_K", "token_embd": "Q6_K"}
+    kinds |= {"ffn_gate": "Q3_K", "ffn_up": "Q3_K"}
+    return next((kind for part, kind in kinds.items() if part in name), "Q4_K")
 
 
 def _q5_mix(name: str) -> str:

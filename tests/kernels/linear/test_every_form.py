@@ -259,6 +259,7 @@ def test_only_signed_kinds_have_an_offset():
         "int8",
         "int4",
         "int5",
+        "q3k",
         "q6k",
         "int4t",
         "int2-g64",

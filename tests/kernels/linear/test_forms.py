@@ -96,8 +96,8 @@ def _forms():
 
 # test_every_form.py runs the others in this process, and compares them with the plain one.
 IN_NO_OTHER_FILE = ("avx2", "neon")
-# With and without an offset and a table, in two parts, and of 1, 2, 4 and 6 bits.
-SOME = ("int1-g128", "int2-g64", "int4t", "int4-asym", "q6k")
+# With and without an offset and a table, in two parts, and of 1 to 4 and 6 bits.
+SOME = ("int1-g128", "int2-g64", "q3k", "int4t", "int4-asym", "q6k")
 OTHERS = tuple(name for name in INTEGERS if name not in SOME)
 
 
@@ -170,7 +170,8 @@ def test_arm_looks_up_16_codes_at_once(form, cpu):
 def test_arm_without_dot_products_multiplies_in_16_bits(kind, fine):
     """8 quads of 64 products for each of 4 tokens (and planes), 8 products at once: few
     instructions, so that compiling them is quick too. 32-bit sums are taken for every quad of int8,
-    but once a group for codes up to 4 bits, of 5 and 6 bits after 4 and 2 quads.
+    but once a group for codes up to 4 bits, once a half for those of 3 bits, which have halves, and
+    of 5 and 6 bits after 4 and 2 quads.
     """
     assembly = _assembly(kind, "plain", "cortex-a72", fine=fine)
     planes = 2 if fine else 1
@@ -185,7 +186,7 @@ def test_arm_without_dot_products_multiplies_in_16_bits(kind, fine):
     assert multiplied == products
     form = FORMAT_OF[kind]
     assert added == 4 * 4 * planes * (
-        8 if form.is_wide else {1: 1, 2: 1, 4: 1, 5: 2, 6: 4}[form.bits]
+        8 if form.is_wide else {1: 1, 2: 1, 3: 2, 4: 1, 5: 2, 6: 4}[form.bits]
     )
 
 

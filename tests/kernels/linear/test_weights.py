@@ -152,7 +152,9 @@ def test_codes_are_packed_as_they_are(kind, shape):
 
 
 @pytest.mark.parametrize("rows", [16, 37])
-@pytest.mark.parametrize(("kind", "file_type"), [("q4k", "Q4_K"), ("q5k", "Q5_K"), ("q6k", "Q6_K")])
+@pytest.mark.parametrize(
+    ("kind", "file_type"), [("q3k", "Q3_K"), ("q4k", "Q4_K"), ("q5k", "Q5_K"), ("q6k", "Q6_K")]
+)
 def test_blocks_keep_the_values_of_the_file_to_the_bit(kind, file_type, rows):
     raw = random_blocks(kind, rows, 3)
     packed = pack_blocks(raw, kind)
@@ -161,7 +163,9 @@ def test_blocks_keep_the_values_of_the_file_to_the_bit(kind, file_type, rows):
     np.testing.assert_array_equal(unpack_rows(packed, rows, 768, kind), expected)
 
 
-@pytest.mark.parametrize(("kind", "most"), [("q4k", 1.028), ("q5k", 1.023), ("q6k", 1.0)])
+@pytest.mark.parametrize(
+    ("kind", "most"), [("q3k", 1.037), ("q4k", 1.028), ("q5k", 1.023), ("q6k", 1.0)]
+)
 def test_packed_sizes_are_nearly_the_files(kind, most):
     assert sum(packed_sizes(160, 2048, kind)) <= most * random_blocks(kind, 160, 8).nbytes
 

@@ -21,6 +21,7 @@ KINDS = [
     ("q4k", "q6k"),
     ("q5k", "q4k"),
     ("q6k", "q5k"),
+    ("q3k", "q3k"),
     ("q4k", "int8"),
     ("int5", "int8"),
     ("int5-asym", "int5"),

@@ -188,7 +188,7 @@ def test_what_is_not_finite_does_not_become_a_number(kind, fine):
 
 @pytest.mark.parametrize("fine", [False, True])
 @pytest.mark.parametrize(
-    "kinds", [("q4k", "q6k"), ("int4t", "q5k"), ("q4k", "int4t"), ("int4t", "q6k")]
+    "kinds", [("q4k", "q6k"), ("int4t", "q5k"), ("q4k", "int4t"), ("int4t", "q6k"), ("q3k", "q6k")]
 )
 def test_matrices_of_different_formats_read_one_panel(kinds, fine):
     """Rows of one format, then of another, in one destination: each as it is alone."""

@@ -18,6 +18,7 @@ from kvboost_edge.models.gguf.blocks import (
     BLOCKS,
     TYPE_NAMES,
     dequantize,
+    q3_k_as_q6_k,
     quant_rows_of,
     refusal,
     scales_of,
@@ -94,8 +95,7 @@ def test_blocks_are_taken_over_and_packed_exactly(name):
     raw = _random(name)
     rows = quant_rows_of(name, raw)
     assert rows.kind == BLOCKS[name].kind
-    if name != "Q3_K":  # whose blocks are written anew as Q6_K
-        np.testing.assert_array_equal(rows.codes, raw)
+    np.testing.assert_array_equal(rows.codes, raw)
     np.testing.assert_array_equal(rows.scales.reshape(-1), scales_of(name, raw).reshape(-1))
     packed = pack_blocks(rows.codes, rows.kind)
     expected = quants.dequantize(raw, GGMLQuantizationType[name])
@@ -143,15 +143,18 @@ def test_one_and_two_bits_at_their_extremes(name):
 
 
 def test_q3_k_at_its_extremes():
-    """Every code beside every scale, as the blocks of Q6_K that they become."""
+    """Every code beside every scale, packed and as blocks of Q6_K."""
     raw = np.random.default_rng(5).integers(0, 256, (64, 110), dtype=np.uint8)
     raw[0] = 0
     raw[1] = 255
     raw[:, 108:] = np.array([0.5], np.float16).view(np.uint8)
     scales = np.unique(dequantize("Q3_K", raw))
     assert (scales.min(), scales.max()) == (-0.5 * 31 * 4, 0.5 * 32 * 4)
-    found = quants.dequantize(quant_rows_of("Q3_K", raw).codes, GGMLQuantizationType.Q6_K)
-    np.testing.assert_array_equal(found, quants.dequantize(raw, GGMLQuantizationType.Q3_K))
+    expected = quants.dequantize(raw, GGMLQuantizationType.Q3_K)
+    found = quants.dequantize(q3_k_as_q6_k(raw), GGMLQuantizationType.Q6_K)
+    np.testing.assert_array_equal(found, expected)
+    found = unpack_rows(pack_blocks(raw, "q3k"), 64, 256, "q3k")
+    np.testing.assert_array_equal(found, expected)
 
 
 def test_scales_of_iq4_xs_are_rounded_to_float16():

@@ -117,7 +117,7 @@ def test_logits_are_the_same_in_any_pass_and_near_the_floats(name, case, tmp_pat
             1.01,
         ),
         ("MXFP4", {"embed": "int4t", "qkv": "int4t", "gate_up": "int4t", "down": "int4t"}, 1.07),
-        ("Q3_K", {"embed": "q6k", "qkv": "q6k", "gate_up": "q6k", "down": "q6k"}, 1.92),
+        ("Q3_K", {"embed": "q3k", "qkv": "q3k", "gate_up": "q3k", "down": "q3k"}, 1.05),
         (
             "IQ4_XS",
             {"embed": "q6k", "qkv": "int4t", "qkv+1": "q5k", "gate_up": "int4t", "down": "q5k"},

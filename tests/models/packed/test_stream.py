@@ -30,7 +30,7 @@ from kvboost_edge.models.packed.pack_plan import (
 from kvboost_edge.models.packed.stream import EntryRows, pack_stream, packing_bytes, pieces_of
 from kvboost_edge.models.weights.weight_source import QuantRows, WeightSource
 
-TYPES = {"q4k": "Q4_K", "q5k": "Q5_K", "q6k": "Q6_K"}
+TYPES = {"q3k": "Q3_K", "q4k": "Q4_K", "q5k": "Q5_K", "q6k": "Q6_K"}
 CONFIG = {
     "model_type": "llama",
     "vocab_size": 50,
@@ -217,7 +217,11 @@ def _blocks(kind, rows, inputs, seed=0):
 
 @pytest.mark.parametrize("rows", [48, 37])
 @pytest.mark.parametrize(
-    ("stored", "kind"), [("q4k", "q4k"), ("q5k", "q5k"), ("q6k", "q6k"), ("q4k", "q5k")]
+    ("stored", "kind"),
+    [
+        *(("q3k", "q3k"), ("q4k", "q4k"), ("q5k", "q5k"), ("q6k", "q6k")),
+        *(("q3k", "q6k"), ("q4k", "q5k")),
+    ],
 )
 def test_blocks_keep_their_values_to_the_bit(stored, kind, rows, monkeypatch):
     source = Stored({}, {"w": _blocks(stored, rows, 512)})
@@ -286,6 +290,10 @@ def test_numbers_of_blocks_are_checked():
             {"qkv": "q4k", "qkv+1": "q5k", "qkv+2": "q4k", "gate_up": "q5k"},
         ),
         ({"up_proj": "q6k"}, {"qkv": "q4k", "gate_up": "int8"}),
+        (
+            {"v_proj": "q4k", "up_proj": "q6k", "_proj": "q3k"},
+            {"qkv": "q3k", "qkv+1": "q4k", "gate_up": "q6k"},
+        ),
         ({"v_proj": "int8"}, {"qkv": "int8", "gate_up": "q4k"}),
         ({"v_proj": "int4t"}, {"qkv": "q4k", "qkv+1": "int4t", "gate_up": "q4k"}),
         ({"v_proj": "q5k", "_proj": "int4t"}, {"qkv": "int4t", "qkv+1": "q5k", "gate_up": "int4t"}),
