@@ -2,12 +2,17 @@
 
     make real-model && python benchmarks/bench/bench_speculation.py
     python benchmarks/bench/bench_speculation.py --shape 1.5b --quant Q4_K_M
+    python benchmarks/bench/bench_speculation.py --only random --shape qwen3.5-4b-head \
+        --acceptance 0.85,0.75,0.6
 
 The random model cannot answer, so each step's token is taken from a given answer, whatever the
 logits. The computation and its time are the same. The real model answers by itself, greedily. One
 engine answers each task with and without drafts in turn, each time with an empty cache. The ratio
 is that of the time after the first token, for each round. "together" means eight free chats at
 once. First, the cost of a pass is measured by its rows, relative to one row.
+
+A random multi-token prediction head cannot predict the answer either. With --acceptance, each of
+its draft tokens is the answer's with the given probability, by position in the draft.
 """
 
 from __future__ import annotations
@@ -26,6 +31,7 @@ sys.path.append(str(Path(__file__).parents[2]))
 
 from benchmarks import harness
 from benchmarks.bench.bench_peers import Worker, parser_for_models
+from benchmarks.data.hybrid_shapes import HYBRID_SHAPES
 from benchmarks.data.random_model import kept_gguf
 from benchmarks.data.shapes import SHAPES
 from benchmarks.data.speculation_tasks import TASKS, Task
@@ -33,6 +39,7 @@ from kvboost_edge import CPUPagedEngine, GenerationResult
 from kvboost_edge.backends.base import BatchLayout
 from kvboost_edge.engine.request.terms import Terms
 from kvboost_edge.engine.schedule import sequence as running_state
+from kvboost_edge.engine.spec_decode import model_drafts
 from kvboost_edge.models.locate.stores import real_model
 from kvboost_edge.runners.base import ForwardBatch
 
@@ -40,6 +47,8 @@ _ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 _DEPTH = 512
 _MOST = 400
 _WAYS = ("off", "auto")
+_HEADS = {name: shape for name, shape in HYBRID_SHAPES.items() if "-head" in name}
+_SHAPES = {**SHAPES, **_HEADS}
 Script = dict[tuple[int, ...], list[int]]
 
 
@@ -58,9 +67,12 @@ class Bench:
     def costs(self) -> None:
         """Measure the cost of a pass by its rows after `_DEPTH` tokens, with logits per row.
 
-        Nothing else is computed at the time.
+        Nothing else is computed at the time. Hybrid models are left out, because the passes have no
+        recurrent state.
         """
         runner = self.engine._parts.runner
+        if runner.info.kv_spec.states:
+            return
         batches = {count: _batch(count, self.engine.config.block_size) for count in _ROWS}
         passes = {
             str(count): (lambda count=count: runner.forward(batches[count])) for count in _ROWS
@@ -213,8 +225,8 @@ def _words(text: str) -> list[int]:
 def _follow(script: Script) -> None:
     """Make every sequence generate its answer from the script."""
 
-    def sampler(params: Any, seed: int) -> Any:
-        def sample(logits: Any, token_ids: Sequence[int], num_prompt: int) -> int:
+    def sampler(*args: Any, **more: Any) -> Any:
+        def sample(logits: Any, token_ids: Sequence[int], num_prompt: int, largest: Any) -> int:
             logits.argmax()  # the work of a greedy step
             return script[tuple(token_ids[:num_prompt])][len(token_ids) - num_prompt]
 
@@ -223,9 +235,36 @@ def _follow(script: Script) -> None:
     running_state.make_sampler = sampler
 
 
+def _draft(script: Script, acceptance: Sequence[float]) -> None:
+    """Make the head draft tokens of the script with these probabilities, by position."""
+    rng = np.random.default_rng(0)
+
+    def sampler(*args: Any, **more: Any) -> Any:
+        place = 0
+        length = -1
+
+        def sample(logits: Any, token_ids: Sequence[int], num_prompt: int, largest: Any) -> int:
+            nonlocal place, length
+            place = place + 1 if len(token_ids) == length + 1 else 0
+            length = len(token_ids)
+            answer = script[tuple(token_ids[:num_prompt])]
+            token = answer[min(length - num_prompt, len(answer) - 1)]
+            is_right = rng.random() < acceptance[min(place, len(acceptance) - 1)]
+            return token if is_right else token + 1
+
+        return sample
+
+    model_drafts.make_sampler = sampler
+    # Its probabilities say nothing.
+    model_drafts.ModelTurn._is_too_unlikely = lambda turn, logits, token_id: False
+
+
 def main() -> None:
     global _tokenizer  # noqa: PLW0603 - the patched sampler reads it
-    options: argparse.ArgumentParser = parser_for_models(__doc__)
+    options: argparse.ArgumentParser = parser_for_models(__doc__, _SHAPES)
+    options.add_argument(
+        "--acceptance", help="probabilities of accepted draft tokens of a head, by position"
+    )
     options.add_argument("--threads", type=int, default=2)
     options.add_argument(
         "--capacity", type=int, default=16384, help="size of the KV cache in tokens"
@@ -260,9 +299,11 @@ def main() -> None:
             rows += bench.rows
     if chosen.only != "real":
         model = chosen.models / f"{chosen.shape}-{chosen.quant}.gguf"
-        kept_gguf(model, SHAPES[chosen.shape], chosen.quant)
+        kept_gguf(model, _SHAPES[chosen.shape], chosen.quant)
         script: Script = {}
         _follow(script)
+        if chosen.acceptance:
+            _draft(script, [float(chance) for chance in chosen.acceptance.split(",")])
         with CPUPagedEngine.from_pretrained(str(model), **common) as engine:
             bench = Bench(engine, f"{chosen.shape} {chosen.quant}", chosen.rounds, script)
             bench.costs()
