@@ -251,6 +251,20 @@ FAULTS = faults(
         _OF_LENGTHS,
     ),
     (
+        "drafts: never measures the time without draft tokens again",
+        _LENGTHS,
+        "credit.num_drafting >= _PLAIN_EVERY",
+        "credit.num_drafting < 0",
+        _OF_LENGTHS,
+    ),
+    (
+        "drafts: counts a further row as the next one alone",
+        _LENGTHS,
+        "numbers[: len(seconds) - added - 1]).min()",
+        "numbers[: len(seconds) - added - 1])[0]",
+        _OF_LENGTHS,
+    ),
+    (
         "drafts: counts an interrupted pass at its full duration",
         "engine/spec_decode/pass_costs.py",
         "min(max(error, -_CLIP_LOW * deviation), _CLIP * deviation)",

@@ -25,13 +25,22 @@ __all__ = [
     "DraftProposal",
     "StepCosts",
     "choose_lengths",
+    "least_chances",
     "observe_pass",
 ]
 
 Floats = npt.NDArray[np.float64]
 
 LEAST_GAIN = 1.02  # minimum ratio of the speeds with and without draft tokens
+# The same for steps of several sequences. Drafts gain little there, less than the errors of
+# measured times.
+_LEAST_GAIN_OF_MANY = 1.06
 
+_NEXT_CHANCE = 0.85  # typical chance of a token after one that is accepted
+# If every step has draft tokens, the time without them is not known. A step without them measures
+# it after so many others, unless the gain is large.
+_PLAIN_EVERY = 16
+_SURE_GAIN = 1.3
 _MOST_ADDED = 128  # draft tokens of a step; passes of so many rows are compute-bound
 
 # Cost of rejected draft tokens, in passes without draft tokens. Chosen with
@@ -49,11 +58,13 @@ class DraftProposal(NamedTuple):
         chances: float64 [num_tokens], the estimated probability that a token is accepted if all
             tokens before it are.
         source: where the tokens come from: "lookup", "grammar", "draft_model" or "mtp".
+        ends_early: True if the draft ends by itself before an unlikely token, see `least_chances`.
     """
 
     token_ids: list[int]
     chances: Floats
     source: str = "lookup"
+    ends_early: bool = False
 
     @property
     def is_modeled(self) -> bool:
@@ -66,10 +77,15 @@ class DraftCredit:
 
     Draft tokens spend the time that they add to a pass. Accepted ones earn the time that they save,
     and each step adds a little.
+
+    Attributes:
+        balance: the time that is left.
+        num_drafting: number of passes with draft tokens since the last measured pass without them.
     """
 
     def __init__(self) -> None:
         self.balance = _FIRST_CREDIT
+        self.num_drafting = 0
 
     def spend(self, cost: float) -> None:
         """Take the cost of a step's draft tokens."""
@@ -165,7 +181,8 @@ def choose_lengths(
     """Return how many tokens of each draft to verify, and spend their cost.
 
     Tokens are added in order of their gain, for all sequences together. A token never gains more
-    than the one before it, so each draft is cut at some length.
+    than the one before it, so each draft is cut at some length. The draft of a single sequence that
+    ends early is verified or not, but never cut, because it knows how likely its own tokens are.
 
     Args:
         drafts: drafts of sequences that compute one token each, at least one.
@@ -184,11 +201,50 @@ def choose_lengths(
         places = (order // len(drafts)).tolist()
     gains, added = costs.gains_and_costs(flat[order], owners, places)
     best = int(np.where(added <= max(0.0, credit.balance), gains, 0.0).argmax())
-    if gains[best] <= LEAST_GAIN:
+    is_stale = credit.num_drafting >= _PLAIN_EVERY and gains[best] < _SURE_GAIN
+    least = LEAST_GAIN if costs.num_rows == 1 else _LEAST_GAIN_OF_MANY
+    if gains[best] <= least or is_stale:
         return [0] * len(drafts)
     credit.spend(float(added[best]))
+    if costs.num_rows == 1 and drafts[0].ends_early:
+        return [len(drafts[0].token_ids)]
     counts: list[int] = np.bincount(numbers[:best], minlength=len(drafts)).tolist()
     return counts
+
+
+def least_chances(costs: StepCosts, rate: float, most: int) -> tuple[Floats, Floats]:
+    """Return the least chances with which the tokens of a sequence's draft are worth their time.
+
+    A chance is the probability that a token and all tokens before it are accepted.
+
+    Args:
+        costs: costs of the step, with those of the draft model.
+        rate: expected tokens per second of the step with the draft. Each token should reach it.
+        most: maximum number of draft tokens.
+
+    Returns:
+        The least chances [most] of tokens to verify, and of tokens after which one more is drafted.
+    """
+    assert costs.drafter is not None
+    depth = costs.mean_depth
+    rows = costs.num_rows + np.arange(most + 1.0)
+    verifying = _further_seconds(costs.passes.seconds_of(rows, rows * depth))
+    more = np.append(verifying[1:], verifying[-1]) + costs.drafter.seconds(1, depth)
+    return rate * verifying, rate / _NEXT_CHANCE * more
+
+
+def _further_seconds(seconds: Floats) -> Floats:
+    """Return the time that a further row adds to a pass, by number of added rows.
+
+    If a few more rows take hardly longer than one more, each of them counts as their average.
+    """
+    numbers = np.arange(1.0, len(seconds))
+    return np.array(
+        [
+            ((seconds[added + 1 :] - seconds[added]) / numbers[: len(seconds) - added - 1]).min()
+            for added in range(len(seconds) - 1)
+        ]
+    )
 
 
 def observe_pass(
@@ -215,8 +271,10 @@ def observe_pass(
         return costs.seconds(num_rows, depth) / plain
 
     if num_rows == num_plain:
+        credit.num_drafting = 0
         costs.observe(num_rows, depth, seconds)
         return
+    credit.num_drafting += 1
     expected = relative()
     costs.observe(num_rows, depth, seconds)
     credit.spend(relative() - expected)

@@ -27,7 +27,12 @@ from kvboost_edge.engine.sampling import Sampler, make_sampler
 from kvboost_edge.engine.schedule.sequence import Sequence
 from kvboost_edge.engine.schedule.step_plan import ScheduledTokens
 from kvboost_edge.engine.spec_decode.draft_chances import AcceptanceCounts, DraftChances
-from kvboost_edge.engine.spec_decode.draft_lengths import LEAST_GAIN, DraftProposal, StepCosts
+from kvboost_edge.engine.spec_decode.draft_lengths import (
+    LEAST_GAIN,
+    DraftProposal,
+    StepCosts,
+    least_chances,
+)
 from kvboost_edge.engine.spec_decode.draft_model import DraftModel, DraftRows
 from kvboost_edge.engine.spec_decode.pass_costs import PassCosts
 from kvboost_edge.engine.spec_decode.token_states import TokenStates
@@ -47,7 +52,6 @@ _DENSE_ROWS = 64  # rows of a pass whose time for each row is that of a longer o
 # Longest time of filling in a step, relative to a pass of the engine's model with one row.
 _FILL_COST = 1.0
 _FILL_COST_ALONE = 4.0
-_NEXT_CHANCE = 0.8  # typical chance of a token after one that is accepted
 _LEAST_FILL = 32  # tokens of a pass that measures the time of filling
 _FILL_RATE = 0.3  # share of a new measurement in that time
 _TRIALS = 3
@@ -69,9 +73,9 @@ class SequenceDraft:
         num_fill: number of tokens before the last one to fill in this step.
         stop: position after the last draft token that has KV.
         is_off: True if the draft model's logits were not finite.
-        least: least probability of a draft token and all tokens before it. A draft ends before a
-            less likely token, whose row is not worth its time.
-        least_more: the same for a token after which another one is drafted.
+        least: float64 [most], least probabilities of draft tokens, by place, and all tokens before
+            them. A draft ends before a less likely token, whose row is not worth its time.
+        least_more: the same for tokens after which another one is drafted.
         is_cut: True if the draft of this step ended before an unlikely token.
         states: see above.
         fills_prompt: whether an MTP head computes KV of the prompt, or None before that is decided.
@@ -85,7 +89,7 @@ class SequenceDraft:
         self.chances = DraftChances(_MOST, of_all)
         self.count = self.num_fill = self.stop = 0
         self.is_off = self.is_cut = False
-        self.least = self.least_more = 0.0
+        self.least = self.least_more = np.zeros(_MOST)
         self._request = request
         self._sampler: Sampler | None = None
 
@@ -178,16 +182,17 @@ class ModelTurn:
         if token_id in self.sequence.request.stop_ids:
             self.is_done = True
             return
-        self.draft.is_cut = self._is_too_unlikely(logits, token_id)
+        place = len(self.token_ids) - self.num_known
+        self.draft.is_cut = self._is_too_unlikely(logits, token_id, place)
         if not self.draft.is_cut:
             self.token_ids.append(token_id)
         self.is_done = (
             self.draft.is_cut
             or len(self.token_ids) == self.num_known + self.draft.count
-            or self.chance < self.draft.least_more
+            or self.chance < self.draft.least_more[place]
         )
 
-    def _is_too_unlikely(self, logits: Floats, token_id: int) -> bool:
+    def _is_too_unlikely(self, logits: Floats, token_id: int, place: int) -> bool:
         """Return whether a token is less likely than the engine or the request allows."""
         request = self.sequence.request
         least = request.terms.draft_p_min
@@ -195,7 +200,9 @@ class ModelTurn:
             return least is not None and _probability(logits, token_id) < least
         probability = _probability(logits, token_id)
         self.chance *= probability
-        return self.chance < self.draft.least or (least is not None and probability < least)
+        return bool(self.chance < self.draft.least[place]) or (
+            least is not None and probability < least
+        )
 
 
 class ModelDrafts:
@@ -288,7 +295,10 @@ class ModelDrafts:
         if not self.costs.is_known:
             self.costs.guess(self._weight_ratio * step.passes.seconds(1, 0.0))
         always = sequence.request.always_drafts
-        planned = DraftProposal([0] * most, draft.chances.values[:most], self.model.source)
+        ends_early = not (always or sequence.request.params.samples)
+        planned = DraftProposal(
+            [0] * most, draft.chances.values[:most], self.model.source, ends_early
+        )
         rates = step.rates(planned)
         count = 1 + int(rates[1:].argmax())
         least = 0.0 if always else LEAST_GAIN * rates[0]
@@ -317,12 +327,7 @@ class ModelDrafts:
         Args:
             rate: tokens per second of the step with the draft, which another token should reach.
         """
-        depth = step.mean_depth
-        rows = step.num_rows + np.array((0.0, _MOST))
-        seconds = step.passes.seconds_of(rows, rows * depth)
-        verifying = float(seconds[1] - seconds[0]) / _MOST
-        draft.least = rate * verifying
-        draft.least_more = rate * (verifying + self.costs.seconds(1, depth)) / _NEXT_CHANCE
+        draft.least, draft.least_more = least_chances(step, rate, _MOST)
 
     def _num_fill(self, sequence: Sequence, gap: int, step: StepCosts, rate: float) -> int:
         """Return the number of tokens to fill in this step, or 0 if filling does not pay.

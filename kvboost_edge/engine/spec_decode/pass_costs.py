@@ -1,9 +1,9 @@
 """The measured time of a forward pass by its number of rows and their depth.
 
 A pass with few rows mostly reads the weights, so more rows cost little. How little depends on the
-model and the machine: eight rows take 1.6 times as long as one with 0.5 billion parameters and 2.7
-times with 135 million (two AVX512-VNNI cores). Kernels exist for 2, 4 and 8 rows, so the time is
-not a smooth function of the rows.
+model and the machine: with 0.5 billion parameters, four rows take 1.2 times as long as one and
+eight rows 1.8 times (AVX512-VNNI). With processors whose kernels do not exist for each number of
+rows, the time is not a smooth function of the rows.
 
 The model of a pass is `scale * (linear(rows) + attend * depth)`. Its factors start from typical
 ratios and each measured pass corrects them (an extended Kalman filter on their logarithms). The
@@ -23,10 +23,12 @@ __all__ = ["PassCosts"]
 
 Floats = npt.NDArray[np.float64]
 
-# Numbers of rows and typical durations relative to one row. Measured by bench_speculation.py with a
-# 0.5B model and 4-bit weights. From 12 rows on, passes are compute-bound.
-_ROWS = np.array((1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64), np.float64)
-_TYPICAL = np.array((1.0, 1.08, 1.35, 1.17, 1.64, 1.56, 2.54, 3.28, 4.31, 5.57, 7.85, 10.23))
+# Numbers of rows and typical durations relative to one row: 5% more than bench_speculation.py
+# measured with a 0.5B model and 4-bit weights. Lower times at first cost more on slower machines
+# than higher ones on fast machines. Up to 8 rows are multiplied at once. From there on, passes are
+# compute-bound.
+_ROWS = np.array((1, 2, 3, 4, 6, 8, 9, 12, 16, 24, 32, 48, 64), np.float64)
+_TYPICAL = np.array((1.0, 1.08, 1.18, 1.26, 1.55, 1.9, 2.35, 2.8, 3.5, 4.8, 6.2, 9.0, 12.0))
 _ATTEND = 1 / 30_000  # typical time of attention to one token, relative to a pass of one row
 
 _SCALE = 0  # index of the logarithm of the scale in the state; 1 is that of `attend`

@@ -340,7 +340,8 @@ class Speculation(DraftPlanner):
         num_rows = sum(len(one.token_ids) for one in work)
         if num_rows == len(work):
             self._num_plain += 1
-            if self._num_plain > _MEASURED_EVERY and self._num_plain % _MEASURED_EVERY:
+            is_known = self._num_plain > _MEASURED_EVERY and not self.credit.num_drafting
+            if is_known and self._num_plain % _MEASURED_EVERY:
                 return
         depth = float(sum(len(one.token_ids) * one.start for one in work))
         observe_pass(self.costs, self.credit, len(work), num_rows, depth, seconds)

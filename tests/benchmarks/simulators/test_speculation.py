@@ -4,7 +4,14 @@ import statistics
 
 import pytest
 
-from benchmarks.simulators.speculation import MACHINES, Rules, batches, read_answers, replay
+from benchmarks.simulators.speculation import (
+    MACHINES,
+    Rules,
+    batches,
+    read_answers,
+    read_pair,
+    replay,
+)
 
 ANSWERS = read_answers()
 LONG = 64  # tokens; a shorter answer may lose more by a single draft
@@ -31,6 +38,18 @@ def test_edited_code_gains(model, machine, least):
     edits = [[one] for one in ANSWERS[model] if one.kind == "code edit"]
     gains = [replay(group, MACHINES[machine], rules).gain for group in edits]
     assert statistics.mean(gains) >= least
+
+
+def test_a_draft_model_gains():
+    """New code and free chat of the recorded pair, alone and together."""
+    for size, code, chat in ((1, 1.5, 1.1), (8, 0.98, 0.98)):
+        rules = Rules()
+        gains: dict[str, list[float]] = {}
+        for number, group in enumerate(batches(read_pair(), size)):
+            result = replay(group, MACHINES["1.5B"], rules, seed=number)
+            gains.setdefault(group[0].kind, []).append(result.gain)
+        assert statistics.median(gains["new code"]) >= code
+        assert statistics.median(gains["free chat"]) >= chat
 
 
 def test_a_replay_gives_the_same_figures_again():

@@ -11,6 +11,8 @@ from kvboost_edge.engine.spec_decode.draft_lengths import (
     DraftCredit,
     DraftProposal,
     StepCosts,
+    least_chances,
+    observe_pass,
 )
 from kvboost_edge.engine.spec_decode.draft_lengths import choose_lengths as choose
 from kvboost_edge.engine.spec_decode.pass_costs import PassCosts
@@ -185,3 +187,47 @@ def test_tokens_of_another_source_cost_no_pass_of_the_draft_model():
     lengths = choose_lengths([*by_model(0.5), *drafts(0.9, length=8)], step)
     assert lengths[0] == 0
     assert lengths[1] > 0
+
+
+def test_a_token_before_a_slow_number_of_rows_is_worth_its_share_of_the_next_ones():
+    """Three rows take longer than four: the third is worth half of what both add to two rows."""
+    times = {1: 1.0, 2: 1.1, 3: 1.5, 4: 1.3, 6: 1.9, 8: 2.5, 9: 2.8}
+    passes = measured(lambda rows: float(np.interp(rows, list(times), list(times.values()))))
+    drafter = measured(lambda rows: 0.2)
+    step = StepCosts(1, 0.0, passes, drafter)
+    least, least_more = least_chances(step, 0.8, 8)
+    added = [0.1, 0.1, -0.2, 0.3, 0.3, 0.3, 0.3, 0.3]  # of a row to 1 to 8 rows
+    assert least == pytest.approx([0.8 * one for one in added], abs=0.04)
+    expected = [0.8 / 0.85 * (one + 0.2) for one in [*added[1:], added[-1]]]
+    assert least_more == pytest.approx(expected, abs=0.05)
+
+
+def test_a_draft_that_ends_early_is_verified_whole_for_a_single_sequence():
+    costs = measured(lambda rows: 1 + 0.1 * rows)
+    chances = np.full(8, 0.5)
+    cut, whole = (
+        DraftProposal([0] * 8, chances, "draft_model", ends_early) for ends_early in (False, True)
+    )
+    step = StepCosts(1, 0.0, costs, measured(lambda rows: 0.2))
+    assert 0 < choose_lengths([cut], step)[0] < 8
+    assert choose_lengths([whole], step) == [8]
+    unlikely = whole._replace(chances=np.full(8, 0.05))
+    assert choose_lengths([unlikely], step) == [0]
+    together = StepCosts(2, 0.0, costs, measured(lambda rows: 0.2))
+    assert choose_lengths([whole], together) == choose_lengths([cut], together)
+
+
+@pytest.mark.parametrize(("chance", "leaves_out"), [(0.3, True), (0.99, False)])
+def test_passes_without_drafts_are_measured_now_and_then_if_the_gain_is_small(chance, leaves_out):
+    costs = measured(lambda rows: 1 + 0.1 * rows)
+    credit = DraftCredit()
+    step = StepCosts(1, 0.0, costs)
+    lengths = []
+    for _ in range(40):
+        credit.balance = 8.0
+        length = choose(drafts(chance), step, credit)[0]
+        observe_pass(costs, credit, 1, 1 + length, 0.0, 1 + 0.1 * (1 + length))
+        lengths.append(length)
+    assert [number for number, length in enumerate(lengths) if not length] == (
+        [16, 33] if leaves_out else []
+    )
