@@ -139,7 +139,9 @@ def _round_to_half(model):
     change_tensors(model, {n: t.astype(np.float32) for n, t in halves.items()})
 
 
-@pytest.mark.parametrize("kind", ["Q4_0", "Q5_0", "Q8_0", "Q4_K_M", "Q5_K", "Q1_0", "Q2_0"])
+@pytest.mark.parametrize(
+    "kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K_M", "Q5_K", "Q1_0", "Q2_0"]
+)
 def test_quantized_file_keeps_its_formats(kind, tmp_path, caplog):
     path = save_gguf("llama", tmp_path, WIDE, kind=q4_k_m if kind == "Q4_K_M" else kind)
     logits = []
