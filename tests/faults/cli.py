@@ -18,7 +18,7 @@ FAULTS = (
         "tests/cli/test_refusals.py",
     ),
     fault(
-        "ignores engine options when it lists recommended models",
+        "ignores engine options with --suggest instead of refusing them",
         "cli/app.py",
         "        if option:\n            raise ConfigError(",
         "        if not suggest:\n            raise ConfigError(",

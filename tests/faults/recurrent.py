@@ -439,7 +439,7 @@ FAULTS = faults(
         "tests/engine/memory/test_check.py",
     ),
     (
-        "runs an ONNX graph that lacks the model's recurrent state",
+        "does not refuse an ONNX graph that may keep recurrent state",
         "runners/onnx/select_onnx.py",
         "if may_keep_states(model.config, model.onnx_layers)",
         "if False",

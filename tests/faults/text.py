@@ -132,7 +132,7 @@ FAULTS = (
         "tests/text/turns/test_keyword_calls.py",
     ),
     fault(
-        "shows tools that were not offered",
+        "accepts a tool list that holds more than the given tools",
         "text/turns/keyword_calls.py",
         " and len(listed) == len(names)",
         "",
