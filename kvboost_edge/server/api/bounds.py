@@ -80,7 +80,7 @@ BOUNDS: dict[str, Bound] = {
     "best_of": Bound(1, 128),
     "max_tokens": Bound(0, 2**24),
     "max_completion_tokens": Bound(1, 2**24),
-    "num_predict": Bound(-2, 2**24),  # Ollama; -1 and -2: fill the context
+    "num_predict": Bound(-2, 2**24),  # Ollama; 0, -1 and -2: fill the context
     "num_ctx": Bound(1, 2**24),
     "keep_alive": Bound(-(2**63), MAX_KEEP_ALIVE, integer=False),  # seconds; negative: no limit
     "call_index": Bound(0, 2**16),  # index of a tool call, sent by Ollama's clients

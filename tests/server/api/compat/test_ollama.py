@@ -65,6 +65,13 @@ async def test_nothing_asked_is_answered_as_loaded(app, path, body):
     assert (answer["model"], answer["done"], answer["done_reason"]) == ("fake:latest", True, "load")
 
 
+async def test_num_predict_0_does_not_limit_an_answer(app, speaker):
+    speaker.text = FORMATS["hermes"].turn(text="Sun.")
+    for limit in (0, -1):
+        raw = await GENERATE.ask(app, {**GENERATE.body(), "options": {"num_predict": limit}})
+        assert GENERATE.said(raw).text == "Sun."
+
+
 @pytest.mark.parametrize("path", ["/api/chat", "/api/generate"])
 async def test_a_larger_context_is_reduced_and_logged_once(app, speaker, caplog, path):
     api = APIS[path]

@@ -115,7 +115,7 @@ def _shared(body: OllamaChat | OllamaGenerate) -> Json:
         **{name: getattr(options, name) for name in (*SAMPLING_FIELDS, *_SAMPLERS)},
         "stop": list(options.stop) if options.stop else None,
         "repetition_penalty": options.repeat_penalty,
-        "max_tokens": None if limit is None or limit < 0 else limit,
+        "max_tokens": None if limit is None or limit <= 0 else limit,
         "json_schema": body.format,
         "stream": body.streams,
         **_thinking(body.think),
