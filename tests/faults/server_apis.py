@@ -287,7 +287,7 @@ _COMPAT_APIS = (
     fault(
         "Ollama: treats num_predict -1 as a limit",
         "server/api/compat/ollama/translate.py",
-        '"max_tokens": None if limit is None or limit < 0 else limit,',
+        '"max_tokens": None if limit is None or limit <= 0 else limit,',
         '"max_tokens": limit,',
         f"{_CONTRACT}::test_fields_that_mean_nothing_here_are_taken",
     ),

@@ -189,7 +189,7 @@ def test_what_is_evicted_unsaved_is_stored_first(monkeypatch):
     bench = drafting_bench(PLAIN, num_blocks=8, tiers=[tier])
     monkeypatch.setattr(bench.core.tiering, "save_some", lambda seconds: None)
     monkeypatch.setattr(bench.core.tiering, "save_more", lambda: False)
-    bench.ask(text, 4, terms=DRAFTS)
+    bench.ask(text, 9, terms=DRAFTS)  # further steps find the blocks of the first ones
     bench.ask(prompt(2, 120), 4, terms=PLAIN_TERMS)
     assert len(tier.blocks) == 8, "each block and its record of the draft model"
     again = drafting_bench(PLAIN, tiers=[tier])

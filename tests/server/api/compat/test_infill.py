@@ -1,6 +1,8 @@
 """/infill with the requests of llama.vim and llama.vscode, as their sources of 2026 write them."""
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 
@@ -118,6 +120,13 @@ async def test_llama_vim(app, writer):
     assert answer["timings/predicted_n"] == len("= 2") + 1
     shared = LAYOUT.index("P")
     assert answer["tokens_cached"] == shared // 16 * 16, "computed ahead"
+
+
+async def test_the_guide_for_editors_shows_a_request_that_works(app, writer):
+    guide = (Path(__file__).parents[4] / "docs" / "how-to" / "editors.md").read_text("utf-8")
+    (body,) = re.findall(r"8000/infill -H [^\n]*\n  -d '(.*?)'\n", guide, flags=re.DOTALL)
+    answer = await ask(app, json.loads(body))
+    assert answer["content"] == "= 2"
 
 
 async def test_llama_vscode(app, writer):
