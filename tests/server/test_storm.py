@@ -164,7 +164,11 @@ def test_a_storm_of_leaving_clients_leaves_nothing(server, scale):
     assert server.state.doctor.history.nbytes > 0
     forget(server)
     wait_until(settled, "the forgetting to be over")
-    assert held_by(server) == before
+    after = held_by(server)
+    # A file of an earlier test may have been closed meanwhile.
+    assert after["files and sockets"] <= before["files and sockets"]
+    after["files and sockets"] = before["files and sockets"]
+    assert after == before
     assert {"incomplete", "left", "left in the answer", "200"} <= set(seen)
     statuses = {status: seen.count(status) for status in set(seen)}
     assert statuses["200"] > count // 10, statuses
