@@ -257,8 +257,9 @@ class ModelDrafts:
         except Exception:
             self.is_on = False
             _LOG.exception(
-                "the draft model failed and is turned off until the engine is created again; "
-                "answers do not change"
+                "drafts of source %s failed and are turned off until the engine is created again; "
+                "answers do not change",
+                self.model.source,
             )
 
     def propose(

@@ -13,6 +13,7 @@ import pytest
 
 from helpers.engine.draft_models import (
     DRAFT_KINDS,
+    MTP,
     draft_runner,
     drafting_bench,
     fake_drafter,
@@ -216,8 +217,9 @@ def test_a_shorter_context_ends_drafting(kind):
     assert result.drafted_tokens == 0
 
 
-def test_an_error_turns_the_draft_model_off_and_ends_no_request(kind, caplog):
-    bench = drafting_bench(kind)
+@pytest.mark.parametrize("drafts", ["right", MTP])
+def test_an_error_turns_the_drafter_off_and_ends_no_request(kind, drafts, caplog):
+    bench = drafting_bench(kind, drafts)
     first = bench.submit(prompt(5, 30), 60, terms=DRAFTS)
     for _ in range(5):
         bench.step()
@@ -226,16 +228,17 @@ def test_an_error_turns_the_draft_model_off_and_ends_no_request(kind, caplog):
         raise RuntimeError("no more drafts")
 
     draft_runner(bench).on_forward = fail
-    second = bench.submit(prompt(6, 30), 20, terms=DRAFTS)
+    second = bench.submit(prompt(6, 90), 20, terms=DRAFTS)
     with caplog.at_level(logging.ERROR):
         bench.run()
     for handle in (first, second):
         bench.answer(handle)
     assert not models_of(bench).is_on
-    assert caplog.text.count("the draft model failed") == 1
+    source = models_of(bench).model.source
+    assert caplog.text.count(f"drafts of source {source} failed") == 1
     assert "no more drafts" in caplog.text
     before = draft_runner(bench).computed
-    assert bench.ask(prompt(7, 30), 20, terms=DRAFTS).drafted_tokens == 0
+    assert bench.ask(prompt(7, 90), 20, terms=DRAFTS).drafted_tokens == 0
     assert draft_runner(bench).computed == before
 
 
@@ -400,8 +403,9 @@ def test_a_draft_model_that_fails_its_first_trial_is_off(kind, caplog):
     assert not models_of(bench).is_on
 
 
-def test_spans_from_other_positions_get_no_drafts_of_the_model():
-    bench = drafting_bench(PLAIN)
+@pytest.mark.parametrize("drafts", ["right", MTP])
+def test_spans_from_other_positions_get_no_drafts(drafts):
+    bench = drafting_bench(PLAIN, drafts)
     document = prompt(1, 64)
     bench.ask(document, 1)
     result = bench.ask(

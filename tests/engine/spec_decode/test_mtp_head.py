@@ -6,10 +6,7 @@ import numpy as np
 import pytest
 
 from helpers.engine.draft_models import MTP, draft_runner, drafting_bench, models_of
-from helpers.engine.model_kinds import PLAIN
-from kvboost_edge.config import GenerationMode, RecomputeStrategy
 from kvboost_edge.engine.spec_decode.draft_chances import DraftChances
-from kvboost_edge.reuse.recompute import Repair
 
 DRAFTS = {"max_draft_tokens": 4, "always_drafts": True}
 SIZE = 16
@@ -140,38 +137,3 @@ def test_auto_fills_a_prompt_only_for_answers_that_are_long_enough(kind):
     assert (short.drafted_tokens, draft_runner(bench).computed) == (0, 0)
     bench.ask(prompt(2, 240), 140, terms=terms)
     assert_all_accepted(bench)
-
-
-def test_spans_from_other_positions_get_no_drafts():
-    bench = drafting_bench(PLAIN, MTP)
-    document = prompt(1, 64)
-    bench.ask(document, 1)
-    result = bench.ask(
-        [*prompt(2, 23), *document, 9],
-        20,
-        GenerationMode.CHUNK_KV_REUSE,
-        terms=DRAFTS,
-        repair=Repair(strategy=RecomputeStrategy.NONE),
-    )
-    assert result.reused_span_tokens > 0
-    assert (result.drafted_tokens, draft_runner(bench).computed) == (0, 0)
-
-
-def test_an_error_turns_the_head_off_and_ends_no_request(kind):
-    bench = drafting_bench(kind, MTP)
-
-    def fail(batch):
-        raise RuntimeError("no more drafts")
-
-    first = bench.submit(prompt(5, 30), 60, terms=DRAFTS)
-    for _ in range(5):
-        bench.step()
-    draft_runner(bench).on_forward = fail
-    second = bench.submit(prompt(6, 90), 20, terms=DRAFTS)
-    bench.run()
-    for handle in (first, second):
-        bench.answer(handle)
-    assert not models_of(bench).is_on
-    before = draft_runner(bench).computed
-    assert bench.ask(prompt(7, 90), 20, terms=DRAFTS).drafted_tokens == 0
-    assert draft_runner(bench).computed == before
