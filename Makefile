@@ -139,7 +139,7 @@ FLOORS := .venv-floors
 NATIVE_EXTRAS := server,redis,otel
 COMMA := ,
 # Blocks that another version of NumPy computed are misses.
-OF_PINNED_NUMPY := tests/engine/offload/test_stored_cache.py::test_a_cache_directory_of_an_earlier_commit_has_the_same_hits
+OF_PINNED_NUMPY := tests/engine/offload/test_stored_cache.py::test_a_cache_directory_of_an_earlier_version_has_the_same_hits
 NATIVE_PACKAGES := $(shell grep -E '^(gguf|hypothesis|jsonschema_rs|pytest|pytest-asyncio)==' \
 	constraints.txt)
 

@@ -27,7 +27,7 @@ def layout_of(width):
 
 @pytest.mark.parametrize("width", [32, 33, 500])
 @pytest.mark.parametrize("wrong", [-1, BLOCKS])
-def test_every_block_of_a_sequence_lies_in_the_pool(width, wrong):
+def test_blocks_outside_the_pool_are_refused(width, wrong):
     layout = layout_of(width)
     check_layout(layout, BLOCK, BLOCKS)
     for sequence, length in enumerate(LENGTHS):

@@ -51,7 +51,7 @@ def make_f32(request):
 
 
 @with_each("dim", DIMS)
-def test_random_shapes_and_options(make, dim):
+def test_random_shapes_and_options_equal_the_reference(make, dim):
     """Each head dim meets each block size in one of the storage dtypes."""
     block_size = (16, 32, 64)[(DIMS.index(dim) + DTYPES.index(make.dtype)) % 3]
     rng = np.random.default_rng([dim, block_size])
@@ -101,12 +101,12 @@ def test_random_shapes_and_options(make, dim):
         ),
     ],
 )
-def test_each_option_in_a_ragged_batch(make, params):
+def test_each_option_in_a_ragged_batch_equals_the_reference(make, params):
     case = make.case(1)
     make.check(make.filled(case), case, params)
 
 
-def test_what_was_written_comes_back_exactly(make):
+def test_written_keys_and_values_are_read_back_exactly(make):
     """With a window of 1 a token sees itself alone: out is its value, and unit queries read its key
     through lse.
     """
@@ -127,7 +127,7 @@ def test_what_was_written_comes_back_exactly(make):
     np.testing.assert_array_equal(out, expected)
 
 
-def test_a_later_write_replaces_an_earlier_one(make):
+def test_a_later_write_overwrites_an_earlier_one(make):
     case = make.case(3)
     other = make.case(4)
     arrays = make.filled(case)
@@ -139,7 +139,7 @@ def test_a_later_write_replaces_an_earlier_one(make):
     make.check(arrays, case, PLAIN)
 
 
-def test_tokens_before_the_window_and_beyond_the_end_are_never_read(make):
+def test_tokens_outside_the_window_are_never_read(make):
     window = 20
     case = make.case(5, ((1, 100), (9, 200), (1, 33)))
     expected = case.expected(case.spans, AttentionParams(0.3, window=window), make.dtype)
@@ -151,7 +151,7 @@ def test_tokens_before_the_window_and_beyond_the_end_are_never_read(make):
     )
 
 
-def test_layers_do_not_touch_each_other(make):
+def test_layers_are_independent(make):
     cases = [make.case(seed) for seed in (6, 7)]
     arrays = make(2, 24, num_blocks=num_blocks_for(MIX, 16), layers=2)
     arrays.write_whole(cases[0], layer=0)
@@ -166,7 +166,7 @@ def test_layers_do_not_touch_each_other(make):
         make.assert_close(got, case.expected(case.spans, PLAIN, make.dtype))
 
 
-def test_layers_of_different_shapes(make_f32):
+def test_layers_of_different_shapes_equal_the_reference(make_f32):
     spec = KVSpec((LayerKVSpec(2, 24), LayerKVSpec(1, 64)), 16, "float32")
     arrays = Arrays(MAKERS[make_f32.name](spec, num_blocks_for(MIX, 16)))
     make_f32.made.append(arrays.backend)
@@ -212,7 +212,7 @@ def test_a_fork_shares_blocks_until_it_copies(make):
     make.check(arrays, parent, PLAIN)
 
 
-def test_sequences_share_a_prefix_in_place(make):
+def test_sequences_share_prefix_blocks(make):
     case = make.case(11, ((5, 53), (1, 49), (16, 64)))
     case.tables[1:, :3] = case.tables[0, :3]
     for sequence in (1, 2):
@@ -223,7 +223,7 @@ def test_sequences_share_a_prefix_in_place(make):
     make.check(make.filled(case), case, PLAIN)
 
 
-def test_copies_are_of_all_layers_in_order_and_to_the_last_byte(make):
+def test_block_copies_cover_all_layers(make):
     arrays = make(2, 24, num_blocks=4, layers=2)
     arrays.backend.poison_blocks(range(4))
     rng = np.random.default_rng(12)
@@ -242,7 +242,7 @@ def test_copies_are_of_all_layers_in_order_and_to_the_last_byte(make):
 
 @pytest.mark.parametrize("layer", [0, 1])
 @pytest.mark.parametrize("half", ["keys", "values"])
-def test_a_checksum_notices_one_element(make, layer, half):
+def test_a_checksum_detects_one_changed_element(make, layer, half):
     arrays = make(2, 24, num_blocks=2, layers=2)
     case = dataclasses.replace(make.case(14, ((16, 16),)), tables=np.array([[1]], np.int32))
     rows = {"keys": case.keys[0].copy(), "values": case.values[0].copy()}
@@ -258,7 +258,7 @@ def test_a_checksum_notices_one_element(make, layer, half):
     assert arrays.backend.checksum_blocks([1, 1]) == [before, before]
 
 
-def test_poison_shows_in_a_read_and_only_in_its_blocks(make):
+def test_poisoned_blocks_give_nan(make):
     case = make.case(15, ((1, 40), (1, 40)))
     arrays = make.filled(case)
     others = case.tables[1, :3].tolist()
@@ -271,7 +271,7 @@ def test_poison_shows_in_a_read_and_only_in_its_blocks(make):
     assert np.isfinite(out[1]).all()
 
 
-def test_sequences_without_new_tokens_are_passed_over(make):
+def test_sequences_without_new_tokens_are_skipped(make):
     case = make.case(16, ((0, 30), (2, 20), (0, 1), (1, 600), (0, 7)))
     make.check(make.filled(case), case, PLAIN)
 
@@ -288,7 +288,7 @@ def test_queries_need_not_be_contiguous(make_f32):
         np.testing.assert_array_equal(mine, plain)
 
 
-def test_pool_bytes(make):
+def test_pool_bytes_equal_the_allocation(make):
     backend = make(2, 24, block_size=32, num_blocks=5, layers=3).backend
     assert backend.pool_bytes == 5 * 3 * 2 * 32 * 2 * 24 * (4 if make.dtype == "float32" else 2)
     assert backend.pool_bytes == 5 * backend.spec.bytes_per_block
@@ -306,7 +306,7 @@ def valid_layout():
     )
 
 
-def test_a_valid_layout_passes_though_its_tables_end_with_anything(make_f32):
+def test_unused_table_entries_are_ignored(make_f32):
     layout = valid_layout()
     layout.block_tables[0, 2] = 1 << 30
     make_f32(2, 16).backend.prepare(layout)
@@ -331,7 +331,7 @@ def test_a_valid_layout_passes_though_its_tables_end_with_anything(make_f32):
         ({"block_tables": [[7, 2, -1], [7, 5, 8]]}, r"block id 8 must be in the pool's 0\.\.7"),
     ],
 )
-def test_layouts_that_do_not_fit_are_refused(make_f32, change, message):
+def test_invalid_layouts_are_refused(make_f32, change, message):
     valid = valid_layout()
     arrays = {name: np.array(value, getattr(valid, name).dtype) for name, value in change.items()}
     with pytest.raises(ConfigError, match=message):
@@ -339,12 +339,12 @@ def test_layouts_that_do_not_fit_are_refused(make_f32, change, message):
 
 
 @pytest.mark.parametrize("pair", [(0, 8), (8, 0), (-1, 0), (0, -1)])
-def test_copies_outside_the_pool_are_refused_before_anything_is_copied(make_f32, pair):
+def test_copies_outside_the_pool_are_refused(make_f32, pair):
     with pytest.raises(ConfigError, match=r"0\.\.7"):
         make_f32(2, 16).backend.copy_blocks([CopyOp(*pair)])
 
 
-def test_pools_that_make_no_sense_are_refused(make_f32):
+def test_invalid_pools_are_refused(make_f32):
     with pytest.raises(ConfigError, match="num_blocks=0"):
         make_f32(2, 16, num_blocks=0)
     with pytest.raises(ConfigError, match="int8"):

@@ -145,7 +145,7 @@ def assert_same(got, wanted):
         np.testing.assert_array_equal(one, other)
 
 
-def test_blocks_moved_within_a_pool_serve_to_the_bit(make, cases):
+def test_blocks_moved_within_a_pool_are_bit_equal(make, cases):
     backend = filled(make, cases)
     before = attend(backend, cases, [5, 0, 3])
     data = backend.read_blocks([5, 0, 3])
@@ -158,7 +158,7 @@ def test_blocks_moved_within_a_pool_serve_to_the_bit(make, cases):
     np.testing.assert_array_equal(backend.read_blocks([2, 1]), data[[2, 0]])
 
 
-def test_blocks_moved_to_another_pool_serve_to_the_bit(make, cases):
+def test_blocks_moved_to_another_pool_are_bit_equal(make, cases):
     first = filled(make, cases)
     second = make()
     data = np.frombuffer(first.read_blocks([5, 0, 3]).tobytes(), np.uint8).reshape(
@@ -168,7 +168,7 @@ def test_blocks_moved_to_another_pool_serve_to_the_bit(make, cases):
     assert_same(attend(second, cases, [0, 1, 2]), attend(first, cases, [5, 0, 3]))
 
 
-def test_a_row_is_all_layers_in_order_each_with_its_keys_first(make, cases):
+def test_block_bytes_are_ordered_by_layer_keys_first(make, cases):
     """Other tokens in one layer change that layer's bytes alone; other values not the bytes of the
     keys.
     """
@@ -193,7 +193,7 @@ def test_a_row_is_all_layers_in_order_each_with_its_keys_first(make, cases):
         assert np.flatnonzero(rows[0] != rows[2]).min() >= middle
 
 
-def test_what_was_read_is_a_copy_and_no_blocks_are_no_bytes(make, cases):
+def test_read_blocks_returns_a_copy(make, cases):
     backend = filled(make, cases)
     data = backend.read_blocks([5])
     held = data.copy()
@@ -213,7 +213,7 @@ def refuses(message, backend, read, written, data):
 
 
 @pytest.mark.parametrize("wrong", [-1, NUM_BLOCKS])
-def test_ids_outside_the_pool_are_refused_and_change_nothing(make, cases, wrong):
+def test_ids_outside_the_pool_are_refused(make, cases, wrong):
     backend = filled(make, cases)
     before = backend.checksum_blocks(range(NUM_BLOCKS))
     data = backend.read_blocks([5, 0])
@@ -223,7 +223,7 @@ def test_ids_outside_the_pool_are_refused_and_change_nothing(make, cases, wrong)
     assert backend.checksum_blocks(range(NUM_BLOCKS)) == before
 
 
-def test_data_that_does_not_fit_is_refused_and_changes_nothing(make, cases):
+def test_data_of_another_size_is_refused(make, cases):
     backend = filled(make, cases)
     before = backend.checksum_blocks(range(NUM_BLOCKS))
     data = backend.read_blocks([5, 0])
@@ -248,7 +248,7 @@ def test_a_closed_backend_has_no_blocks(make):
     refuses("closed", backend, [1], [1], data)
 
 
-def test_open_blocks_are_refused_by_name_and_change_nothing(make_coded, cases):
+def test_open_blocks_are_refused_by_name(make_coded, cases):
     backend = make_coded()
     write(backend, cases, 0, 40)
     before = backend.checksum_blocks(range(NUM_BLOCKS))

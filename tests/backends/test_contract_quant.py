@@ -99,14 +99,14 @@ def assert_near(got, wanted):
     ids=lambda value: str(value) if isinstance(value, int) else "",
 )
 @pytest.mark.some(3)
-def test_attention_over_what_the_blocks_decode_to(make, bits, dim, size, params):
+def test_quantized_attention_equals_the_reference(make, bits, dim, size, params):
     case = small_case(dim, ((1, 30), (5, 100), (3, 540), (20, 20)), dim=dim, size=size)
     backend = filled(make, case, bits)
     assert_near(run(backend, case, case.spans, params), expected(case, case.spans, params, bits))
 
 
 @pytest.mark.some(2)
-def test_any_chunking_gives_the_same_bits(make, name, bits):
+def test_chunking_changes_no_bit(make, name, bits):
     case = small_case(1, ((1, 49), (1, 70), (1, 16)))
     params = AttentionParams(0.3, window=40)
     at_once = run_all(make(case, bits), case, [whole(case)], params)
@@ -121,7 +121,7 @@ def test_any_chunking_gives_the_same_bits(make, name, bits):
             assert_same(name, mine[1], plain[1])
 
 
-def test_full_blocks_hold_the_same_bytes_however_they_were_filled(make, bits):
+def test_full_blocks_have_the_same_bytes_for_any_chunking(make, bits):
     case = small_case(3, ((1, 48),))
     ids = case.tables[0, :3].tolist()
     sums = []
@@ -133,7 +133,7 @@ def test_full_blocks_hold_the_same_bytes_however_they_were_filled(make, bits):
     assert sums[0] == sums[1] == sums[2]
 
 
-def test_a_checksum_notices_one_element_of_a_full_and_of_an_open_block(make):
+def test_a_checksum_covers_full_and_open_blocks(make):
     case = small_case(4, ((1, 20),))
     sums = []
     for change in ((0, 0), (15, 0), (0, 19)):
@@ -151,7 +151,7 @@ def test_a_checksum_notices_one_element_of_a_full_and_of_an_open_block(make):
     assert sums[2][0] == sums[0][0]
 
 
-def test_a_fork_of_an_open_block_goes_its_own_way(make, name, usual):
+def test_a_forked_open_block_is_independent(make, name, usual):
     """Two sequences share a full and an open block; the open one is copied and both write on."""
     parent = small_case(5, ((1, 25),))
     tail = int(parent.tables[0, 1])
@@ -184,7 +184,7 @@ def test_a_fork_of_an_open_block_goes_its_own_way(make, name, usual):
         assert_same(name, run(alone, lone, lone.spans, PLAIN)[0], got[0][rows])
 
 
-def test_a_copy_of_a_full_block_serves_as_well(make):
+def test_a_copied_full_block_gives_equal_attention(make):
     case = small_case(7, ((1, 33),))
     backend = make(case)
     write(backend, case, [(0, 0, 32)])
@@ -197,7 +197,7 @@ def test_a_copy_of_a_full_block_serves_as_well(make):
     np.testing.assert_array_equal(after[0], before[0])
 
 
-def test_what_lies_outside_the_window_or_beyond_the_end_is_never_read(make, bits):
+def test_tokens_outside_the_window_are_never_read(make, bits):
     params = AttentionParams(0.3, window=20)
     case = small_case(8, ((1, 100), (9, 200)))
     plain = run(filled(make, case, bits), case, case.spans, params)
@@ -209,7 +209,7 @@ def test_what_lies_outside_the_window_or_beyond_the_end_is_never_read(make, bits
     np.testing.assert_array_equal(run(backend, case, case.spans, params)[0], plain[0])
 
 
-def test_poison_shows_where_it_is_read_and_nowhere_else(make, bits):
+def test_poisoned_blocks_give_nan(make, bits):
     case = small_case(9, ((1, 40), (1, 40)))
     for block in (1, 2):
         backend = filled(make, case, bits)
@@ -224,7 +224,7 @@ def test_poison_shows_where_it_is_read_and_nowhere_else(make, bits):
 
 
 @pytest.mark.parametrize("half", ["keys", "values"])
-def test_what_is_not_finite_shows(make, bits, half):
+def test_non_finite_values_give_nan(make, bits, half):
     for broken in (np.nan, np.inf, 1e6):
         case = small_case(10, ((1, 18),))
         getattr(case, half)[0][3, 1, 5] = broken
@@ -238,7 +238,7 @@ def test_what_is_not_finite_shows(make, bits, half):
         assert np.isfinite(out[0, :3]).all()
 
 
-def test_too_many_open_blocks_are_refused_until_some_are_released(make):
+def test_too_many_open_blocks_are_refused(make):
     case = small_case(11, ((5, 5), (20, 20), (3, 3)))
     backend = make(case, num_open=2)
     write(backend, case, [(0, 0, 5), (1, 0, 20)])
@@ -252,7 +252,7 @@ def test_too_many_open_blocks_are_refused_until_some_are_released(make):
         backend.prepare(case.layout([(0, 5, 6)]))
 
 
-def test_a_filled_block_gives_its_buffer_back_in_the_same_pass(make, name):
+def test_a_filled_block_releases_its_buffer_in_the_same_pass(make, name):
     """One buffer is enough for a sequence that fills one block and begins the next."""
     case = small_case(12, ((1, 70),))
     backend = make(case, num_open=1)
@@ -261,7 +261,7 @@ def test_a_filled_block_gives_its_buffer_back_in_the_same_pass(make, name):
     assert_same(name, got[0][0], wanted[0][0])
 
 
-def test_blocks_may_be_begun_again_without_a_release(make):
+def test_blocks_may_be_restarted_without_a_release(make):
     case = small_case(13, ((1, 24),))
     backend = make(case, num_open=1)
     write(backend, case, [(0, 0, 10)])
@@ -269,7 +269,7 @@ def test_blocks_may_be_begun_again_without_a_release(make):
     np.testing.assert_array_equal(got[0], run(make(case), case, [(0, 0, 24)], PLAIN)[0])
 
 
-def test_layouts_that_break_the_order_of_writing_are_refused(make):
+def test_out_of_order_writes_are_refused(make):
     case = small_case(14, ((5, 40), (5, 40)))
     backend = make(case)
     with pytest.raises(ConfigError, match=r"offset 3, because a quantized block .*block_size=16"):
@@ -283,7 +283,7 @@ def test_layouts_that_break_the_order_of_writing_are_refused(make):
         backend.prepare(shared.layout([(0, 0, 5), (1, 0, 5)]))
 
 
-def test_layers_of_different_shapes_keep_apart(name):
+def test_layers_of_different_shapes_are_independent(name):
     cases = [
         small_case(15, ((3, 37),)),
         small_case(16, ((3, 37),)),
@@ -307,7 +307,7 @@ def test_layers_of_different_shapes_keep_apart(name):
     backend.close()
 
 
-def test_bytes_of_pool_and_open_blocks(name):
+def test_bytes_of_the_pool_and_of_open_blocks(name):
     """Qwen2-0.5B's heads: codes, a zero and a step per channel, a scale (4 bits: and a middle) per
     token.
     """
@@ -353,19 +353,19 @@ POOLS = [
 @pytest.mark.parametrize(
     ("kind", "spec", "more", "message"), [(kind, *row) for kinds, *row in POOLS for kind in kinds]
 )
-def test_pools_that_make_no_sense_are_refused(kind, spec, more, message):
+def test_invalid_pools_are_refused(kind, spec, more, message):
     with pytest.raises(ConfigError, match=message):
         (MAKERS | TORCH)[kind](spec, 4, **more)
 
 
 @pytest.mark.parametrize("others", [(8, 4), (4, 8), (4, 4), (16, 8)], ids=str)
-def test_torch_refuses_other_widths_by_name(others):
+def test_torch_refuses_other_kv_widths_by_name(others):
     said = rf"does not support KV at {re.escape(str(others))} bits; use kv_cache_bits=16 or 8"
     with pytest.raises(BackendUnavailable, match=said):
         torch_backend(coded(others), 4)
 
 
-def test_torch_codes_as_the_specification_does():
+def test_torch_codes_equal_the_references():
     """Scales are rounded to float16 from sums that differ in the last place of a float32, and so a
     few codes.
     """
@@ -381,7 +381,7 @@ def test_torch_codes_as_the_specification_does():
 
 
 @pytest.mark.parametrize("kind", [*MAKERS, *TORCH])
-def test_releasing_is_nothing_where_nothing_is_open(kind):
+def test_releasing_closed_blocks_has_no_effect(kind):
     backend = (MAKERS | TORCH)[kind](coded((16, 16), "float32"), 4)
     backend.release_blocks([0, 3])
     backend.close()

@@ -42,7 +42,7 @@ def test_the_number_of_threads_changes_no_bit(params):
             np.testing.assert_array_equal(mine, other)
 
 
-def test_threads_by_default_and_as_asked():
+def test_default_and_given_number_of_threads():
     backend = CPUBackend(SPEC, 4)
     assert 1 <= backend.num_threads <= default_num_threads()
     backend.close()
@@ -57,7 +57,7 @@ def test_close_leaves_no_thread():
     assert set(threading.enumerate()) == before
 
 
-def test_plans_are_made_once_per_kind_of_layer():
+def test_plans_are_cached_per_layer_shape():
     backend = CPUBackend(SPEC, BLOCKS, num_threads=1)
     batch = backend.prepare(CASE.layout(CASE.spans))
     assert batch.plan(3, 2, 0) is batch.plan(3, 2, 0)
@@ -65,7 +65,7 @@ def test_plans_are_made_once_per_kind_of_layer():
     backend.close()
 
 
-def test_rows_that_do_not_fit_the_batch_are_refused():
+def test_rows_of_another_batch_size_are_refused():
     backend = CPUBackend(SPEC, BLOCKS, num_threads=1)
     batch = backend.prepare(CASE.layout(CASE.spans))
     with pytest.raises(ConfigError, match="50 query rows were given for a batch of 51 tokens"):
@@ -80,11 +80,11 @@ def test_rows_that_do_not_fit_the_batch_are_refused():
 
 
 @pytest.mark.parametrize("block_size", [8, 24, 0])
-def test_block_sizes_that_vectors_cannot_read_are_refused(block_size):
+def test_invalid_block_sizes_are_refused(block_size):
     with pytest.raises(ConfigError, match=f"block_size={block_size} must be a multiple of 16"):
         CPUBackend(KVSpec((LayerKVSpec(2, 24),), block_size, "float32"), 4)
 
 
-def test_a_pool_beyond_memory_is_refused_with_the_arithmetic():
+def test_a_pool_beyond_memory_is_refused_with_the_calculation():
     with pytest.raises(CapacityError, match=r"num_blocks=\d+ x 6144 bytes"):
         CPUBackend(SPEC, 1 << 48)

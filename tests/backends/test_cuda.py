@@ -81,7 +81,7 @@ def test_each_call_is_one_launch(loaded):
     ],
     ids=["float32", "head dims"],
 )
-def test_layers_that_the_kernels_do_not_serve_are_torchs_and_named_once(spec, said, loaded, caplog):
+def test_unsupported_layers_use_torch_and_are_logged_once(spec, said, loaded, caplog):
     kernels, standin = loaded
     with caplog.at_level(logging.WARNING):
         mine = CUDABackend(spec, 4, device="cpu", kernels=kernels)
@@ -98,7 +98,7 @@ def test_layers_that_the_kernels_do_not_serve_are_torchs_and_named_once(spec, sa
     assert_torchs(mine, torchs, standin, last, queries, layout())
 
 
-def test_bfloat16_is_torchs_where_the_device_has_none(monkeypatch):
+def test_bfloat16_uses_torch_on_devices_without_it(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     assert cuda_check.kernel_dtypes(torch.device("cuda:7")) == ("float16",)
     monkeypatch.setattr(cuda, "kernel_dtypes", lambda device: ("float16",))
@@ -114,7 +114,7 @@ def test_bfloat16_is_torchs_where_the_device_has_none(monkeypatch):
     )
 
 
-def test_queries_of_another_dtype_and_tables_with_parts_are_torchs(loaded):
+def test_unsupported_queries_and_segments_use_torch(loaded):
     kernels, standin = loaded
     mine = CUDABackend(make_spec(), 4, device="cpu", kernels=kernels)
     torchs = TorchBackend(make_spec(), 4)
@@ -152,7 +152,7 @@ def test_copies_outside_the_pool_are_refused_before_a_launch(loaded):
 
 
 @pytest.mark.parametrize("major", [7, 8])
-def test_the_kernels_pass_their_test(major, loaded, monkeypatch):
+def test_the_kernels_pass_their_self_test(major, loaded, monkeypatch):
     kernels, standin = loaded
     if major < 8:  # no bfloat16 there
         monkeypatch.setattr(
@@ -203,14 +203,14 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_kernels_that_are_wrong_fail_their_test(fault, loaded):
+def test_faulty_kernels_fail_their_self_test(fault, loaded):
     name, change = FAULTS[fault]
     said = failed_check(maker(changed(loaded[0], name, change)), CPU)
     assert said is not None
     assert ("no kernel image" if change is _failing else "failed their test") in said
 
 
-def test_why_the_kernels_are_not_used(monkeypatch):
+def test_the_reason_for_not_using_the_kernels_is_given(monkeypatch):
     assert "CUDA devices" in str(cuda.unsupported_reason("cpu"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert cuda.unsupported_reason("cuda") == "torch sees no CUDA device"

@@ -57,7 +57,7 @@ def from_inside_a_block():
     return new.own(4)
 
 
-def test_positions_of_a_part_that_begins_before_position_0():
+def test_positions_of_a_segment_that_starts_before_0():
     row = from_inside_a_block()
     segments = np.array(row.segments, np.int32)
     assert row.segments == [Segment(0, 0, -5, 0, -5), Segment(0, 2, 22, 22, 0)]
@@ -82,7 +82,7 @@ def test_positions_of_a_part_that_begins_before_position_0():
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
-def test_parts_with_a_delta_are_taken_where_queries_can_be_turned(kind):
+def test_moved_segments_need_query_rotation(kind):
     backend = pool(kind)
     layout = layout_of([from_inside_a_block()], SIZE)
     reasons = {
@@ -116,7 +116,7 @@ def rows_over(first, count):
 
 @CODED
 @pytest.mark.parametrize("bits", [(8, 8), (8, 4)], ids=str)
-def test_a_row_attends_quantized_blocks_that_another_row_of_the_pass_fills(kind, bits):
+def test_a_row_attends_to_blocks_filled_in_the_same_pass(kind, bits):
     """Begun in the pass, or in one before; as if they had been filled in a pass of their own."""
     queries = np.random.default_rng(0).standard_normal((4, HEADS, DIM), dtype=np.float32)
     keys, values = random_kv(36)
@@ -139,7 +139,7 @@ def test_a_row_attends_quantized_blocks_that_another_row_of_the_pass_fills(kind,
 
 
 @CODED
-def test_a_quantized_block_that_a_pass_leaves_open_is_in_no_earlier_part(kind):
+def test_open_quantized_blocks_are_refused_in_earlier_segments(kind):
     """Neither one that it begins nor one that was begun before; nothing changes where it is
     refused.
     """
@@ -178,7 +178,7 @@ def test_a_quantized_block_that_a_pass_leaves_open_is_in_no_earlier_part(kind):
     ids=["plain", "window", "softcap", "sinks"],
 )
 @pytest.mark.parametrize("half", [0, 3, DIM // 2])
-def test_torch_turns_keys_as_the_specification_does(half, params):
+def test_torch_rotates_keys_like_the_reference(half, params):
     """Two sequences of runs and one without, some of whose keys lie where no segment serves them."""
     frequencies = 1000.0 ** (-np.arange(half) / max(half, 1))
     table = RopeTable(frequencies.astype(np.float32))

@@ -119,7 +119,9 @@ MANNERS = [
 @EACH
 @pytest.mark.parametrize(("cuts", "offsets", "params"), MANNERS, ids=str)
 @pytest.mark.parametrize("new", [1, 9])
-def test_attention_over_parts_is_attention_over_their_tokens(kind, cuts, offsets, params, new):
+def test_attention_over_segments_equals_attention_over_their_tokens(
+    kind, cuts, offsets, params, new
+):
     case = one_case(len(cuts), (new, cuts[-1] + 21))
     seamed = Seamed(case, 0, cuts, offsets, 3)
     backend = pool(kind)
@@ -130,7 +132,7 @@ def test_attention_over_parts_is_attention_over_their_tokens(kind, cuts, offsets
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_a_seam_on_the_grid_of_partitions_changes_no_bit(threads):
+def test_a_segment_border_on_a_partition_border_changes_no_bit(threads):
     case = one_case(5, (70, 1300))
     seamed = Seamed(case, 0, (512,), (0,), 0)
     plain = pool(CPUBackend, num_threads=threads)
@@ -146,7 +148,7 @@ def test_a_seam_on_the_grid_of_partitions_changes_no_bit(threads):
 
 
 @pytest.mark.parametrize("bits", [(16, 16), *BITS], ids=str)
-def test_a_plain_sequence_keeps_its_bits_beside_a_seamed_one(bits):
+def test_a_plain_sequence_is_unchanged_beside_a_segmented_one(bits):
     """In one batch with a sequence of segments, and as the last segment of none."""
     case = one_case(6, (1, 700), (1, 85))
     params = AttentionParams(0.2, window=600)
@@ -209,7 +211,7 @@ def test_a_plain_sequence_keeps_its_bits_beside_a_seamed_one(bits):
 )
 @pytest.mark.parametrize("new", [1, 20])
 @pytest.mark.some(3)
-def test_quantized_parts_as_the_specification_has_them(bits, cuts, params, new):
+def test_quantized_segments_equal_the_reference(bits, cuts, params, new):
     """A segment may end inside a block that is full: what stands behind it there is not attended."""
     case = one_case(7, (new, cuts[-1] + 37))
     results = []
@@ -246,7 +248,7 @@ def test_quantized_parts_as_the_specification_has_them(bits, cuts, params, new):
     assert distance(compiled[0], exact[0]) <= (0.2 if 4 in bits else 0.02)
 
 
-def test_positions_of_entries_of_plain_tables():
+def test_entry_positions_of_plain_tables():
     first, served, until = entry_positions((2, 3), None, SIZE)
     assert first.tolist() == served.tolist() == [[0, 16, 32]] * 2
     assert until.tolist() == [[16, 32, 48]] * 2
@@ -278,7 +280,7 @@ def test_positions_of_entries_of_plain_tables():
     ],
 )
 @EACH
-def test_parts_that_do_not_fit_are_refused(kind, segments, message):
+def test_invalid_segments_are_refused(kind, segments, message):
     refuses(pool(kind), np.arange(3), segments, message)
 
 
@@ -292,13 +294,13 @@ def refuses(backend, slots, segments, message):
     backend.close()
 
 
-def test_a_quantized_part_is_written_from_slot_0_of_a_block():
+def test_a_quantized_segment_is_written_from_slot_0():
     segments = [(0, 0, 0, 0, 0), (0, 2, 20, 25, 0)]
     refuses(pool(ReferenceBackend, (8, 8)), 2 * SIZE + 5 + np.arange(3), segments, "slot 0")
 
 
 @CODED
-def test_an_open_block_in_an_earlier_part_is_refused(kind):
+def test_an_open_block_in_an_earlier_segment_is_refused(kind):
     """It has no codes yet: they would be read as if it had."""
     case = one_case(8, (1, 20))
     backend = pool(kind, (8, 8))

@@ -46,7 +46,7 @@ def offer_cuda(monkeypatch, count=1):
         ("torch", "cpu", ("torch", "cpu")),
     ],
 )
-def test_without_an_accelerator(name, device, expected):
+def test_backend_choice_without_an_accelerator(name, device, expected):
     choice = choose_backend(name, device)
     assert (choice.name, choice.device) == expected
     assert choice.reason
@@ -64,13 +64,13 @@ def test_without_an_accelerator(name, device, expected):
         ("cpu", None, ("cpu", "cpu")),
     ],
 )
-def test_with_two_cuda_devices(name, device, expected, monkeypatch):
+def test_backend_choice_with_two_cuda_devices(name, device, expected, monkeypatch):
     offer_cuda(monkeypatch, count=2)
     choice = choose_backend(name, device)
     assert (choice.name, choice.device) == expected
 
 
-def test_auto_takes_mps(monkeypatch):
+def test_auto_chooses_mps(monkeypatch):
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
     monkeypatch.setattr("kvboost_edge.backends.torch.apple.find_fault", lambda make, device: None)
     assert choose_backend() == BackendChoice("torch", "mps", "torch found the device 'mps'")
@@ -107,12 +107,12 @@ def test_a_cuda_index_out_of_range_is_refused(monkeypatch):
         ("cuda", "mps", "contradicts"),
     ],
 )
-def test_contradictions_are_refused(name, device, match):
+def test_contradictory_backends_and_devices_are_refused(name, device, match):
     with pytest.raises(ConfigError, match=match):
         choose_backend(name, device)
 
 
-def test_without_torch(monkeypatch):
+def test_backend_choice_without_torch(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert choose_backend("auto").name == "cpu"
     with pytest.raises(BackendUnavailable, match=r"\[torch\]"):
@@ -130,7 +130,7 @@ def extension(monkeypatch):
     return say
 
 
-def test_the_projects_kernels_are_taken_where_they_passed_their_test(extension):
+def test_the_cuda_extension_is_chosen_if_it_passed_its_self_test(extension):
     extension(None)
     for name, device in (("auto", None), ("auto", "cuda:0"), ("cuda", None)):
         choice = choose_backend(name, device)
@@ -140,7 +140,7 @@ def test_the_projects_kernels_are_taken_where_they_passed_their_test(extension):
     assert choose_backend("auto", "cpu").name == "cpu"
 
 
-def test_without_the_projects_kernels_the_reason_says_why(extension):
+def test_the_choice_explains_a_missing_cuda_extension(extension):
     extension("kvboost_edge_cuda is not installed")
     for name in ("auto", "cuda"):
         choice = choose_backend(name)
@@ -165,7 +165,7 @@ def test_make_backend_builds_the_choice(name):
 
 
 @pytest.mark.parametrize("name", HERE)
-def test_a_module_says_what_it_cannot_do(name):
+def test_backends_name_what_they_do_not_support(name):
     module = load_module(name)
     for device in (choose_backend(name).device, "cuda", "mps"):
         reason = module.unsupported_reason(device, SPEC)
@@ -173,7 +173,7 @@ def test_a_module_says_what_it_cannot_do(name):
     assert "(8, 2)" in str(module.unsupported_reason("cpu", dataclasses.replace(SPEC, bits=(8, 2))))
 
 
-def test_what_backends_say_of_themselves():
+def test_backends_describe_themselves():
     coded = dataclasses.replace(SPEC, dtype="float16", bits=(8, 8))
     said = {}
     for name, spec in (("cpu", SPEC), ("reference", SPEC), ("torch", SPEC), ("coded", coded)):
@@ -192,7 +192,7 @@ def test_what_backends_say_of_themselves():
     assert said["coded"].attention_path not in ("none", "float")
 
 
-def test_arrays_are_known_before_a_backend_is_made():
+def test_array_kinds_are_known_before_construction():
     names = {
         "cpu": "numpy",
         "torch": "torch",
@@ -204,11 +204,11 @@ def test_arrays_are_known_before_a_backend_is_made():
     assert {name: array_kind_of(name) for name in names} == names
 
 
-def test_the_options_are_the_backends_there_are():
+def test_the_options_list_every_backend():
     assert sorted(CHOICES["backend"]) == sorted(BACKEND_NAMES)
 
 
-def test_choosing_compiled_kernels_loads_none_and_no_torch():
+def test_choosing_a_backend_imports_no_kernels_or_torch():
     script = (
         "import sys\n"
         "from kvboost_edge.backends.select import choose_backend\n"

@@ -19,7 +19,7 @@ DELTA = LayerStateSpec(3, 80, 4, 32, 48, 8)
 SPEC = KVSpec((LayerKVSpec(1, 16),), 16, "float32", states=(CONV, DELTA))
 
 
-def test_bytes_of_a_state_are_those_of_its_parts_in_whole_cache_lines():
+def test_state_bytes_are_rounded_to_cache_lines():
     assert (CONV.tail_bytes, CONV.nbytes) == (192, 192)
     assert (DELTA.tail_bytes, DELTA.nbytes) == (960, 960 + 4 * 4 * 32 * 48)
     assert LayerStateSpec(2, 20).nbytes == 192
@@ -39,7 +39,7 @@ def assert_apart(parts):
         assert float(part.min()) == float(part.max()) == number
 
 
-def test_rows_of_drafts_lie_behind_the_slots():
+def test_draft_rows_follow_the_slots():
     pool = StatePool(SPEC.states, 3, 2)
     assert pool.nbytes == 3 * SPEC.bytes_per_state + 2 * SPEC.bytes_per_draft == pool.region.nbytes
     assert pool.drafts_address == pool.address(0) + 3 * pool.slot_bytes
@@ -57,7 +57,7 @@ def test_rows_of_drafts_lie_behind_the_slots():
     assert (pool.nbytes, pool.num_draft_rows) == (0, 0)
 
 
-def test_parts_of_slots_lie_apart():
+def test_slot_parts_do_not_overlap():
     pool = StatePool(SPEC.states, 3)
     assert (pool.slot_bytes, pool.nbytes) == (SPEC.bytes_per_state, 3 * SPEC.bytes_per_state)
     assert (pool.offset(0), pool.offset(1)) == (0, CONV.nbytes)
@@ -78,7 +78,7 @@ def test_parts_of_slots_lie_apart():
     assert pool.matrices(2, 1).shape == (4, 3, 32, 16)
 
 
-def test_bytes_go_out_and_in_again():
+def test_slots_round_trip_as_bytes():
     pool = StatePool(SPEC.states, 4)
     data = np.random.default_rng(0).integers(0, 256, (2, pool.slot_bytes)).astype(np.uint8)
     pool.write_slots([3, 1], data)
@@ -93,7 +93,7 @@ def test_bytes_go_out_and_in_again():
     np.testing.assert_array_equal(pool.read_slots([3])[0], data[0])
 
 
-def test_slots_that_are_not_there_are_refused():
+def test_invalid_slots_are_refused():
     pool = StatePool(SPEC.states, 2)
     row = np.zeros((1, pool.slot_bytes), np.uint8)
     for call in (
@@ -111,7 +111,7 @@ def test_slots_that_are_not_there_are_refused():
 
 
 @pytest.mark.parametrize("name", ["cpu", "reference"])
-def test_a_backend_has_slots_where_the_model_has_states(name):
+def test_backends_allocate_state_slots(name):
     backend = make_backend(choose_backend(name), SPEC, 4, 1, num_state_slots=3, num_draft_rows=2)
     assert backend.states is not None
     assert (backend.states.num_slots, backend.states.num_draft_rows) == (3, 2)
@@ -149,7 +149,7 @@ def test_a_backend_has_slots_where_the_model_has_states(name):
     ("name", "device"),
     [("torch", "cpu"), ("torch", "mps"), ("torch", "cuda:0"), ("cuda", "cuda:0")],
 )
-def test_backends_of_tensors_refuse_states_by_name(name, device, monkeypatch):
+def test_torch_backends_refuse_states_by_name(name, device, monkeypatch):
     """On machines that have such a device: states are asked for before its kernels are tried."""
     torch = pytest.importorskip("torch")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -174,7 +174,7 @@ def _layout(rows, read, written, saves=None, certain=None):
     return BatchLayout(starts, lengths, tables, np.zeros(starts[-1], np.int64), states=states)
 
 
-def test_passes_over_slots_that_do_no_harm_are_taken():
+def test_valid_slot_layouts_are_accepted():
     check_layout(
         _layout([2, 3, 0], [5, 5, 7], [0, 1, 7], [[0, 2, 2], [1, 1, 3], [1, 3, 4]]), 16, 1, 8
     )
@@ -202,7 +202,7 @@ def test_passes_over_slots_that_do_no_harm_are_taken():
         ([-1, -1], [0, 1], [[1, 1, 4], [0, 1, 5]], "must be sorted"),
     ],
 )
-def test_passes_whose_slots_cannot_be_are_refused(read, written, saves, reason):
+def test_invalid_slot_layouts_are_refused(read, written, saves, reason):
     with pytest.raises(ConfigError, match=reason):
         check_layout(_layout([2, 3], read, written, saves), 16, 1, 8)
 
@@ -216,9 +216,7 @@ def test_passes_whose_slots_cannot_be_are_refused(read, written, saves, reason):
         ([2, 1], [[1, 2, 4]], r"certain rows of each sequence, \[2, 1\]"),
     ],
 )
-def test_what_is_certain_is_at_least_a_row_and_saves_lie_behind_nothing_else(
-    certain, saves, reason
-):
+def test_certain_rows_and_saves_are_checked(certain, saves, reason):
     check_layout(_layout([2, 3, 0], [-1, -1, 5], [0, 1, 2], [[1, 1, 4]], [2, 1, 0]), 16, 1, 8, 2)
     with pytest.raises(ConfigError, match=reason):
         check_layout(_layout([2, 3], [-1, -1], [0, 1], saves, certain), 16, 1, 8, 31)

@@ -74,7 +74,7 @@ def attend_plainly(queries, keys, values, params):
     ids=["plain", "window", "window and softcap", "sinks"],
 )
 @pytest.mark.parametrize("max_scores", [1 << 20, 1])
-def test_attention_of_a_ragged_batch_in_poisoned_memory(params, max_scores, monkeypatch):
+def test_a_ragged_batch_equals_the_reference(params, max_scores, monkeypatch):
     monkeypatch.setattr(
         "kvboost_edge.backends.torch.masked_attention._MAX_SCORES", {"cpu": max_scores}
     )
@@ -113,7 +113,7 @@ def make_whole(layout):
     return BatchLayout(starts, layout.seq_lens, layout.block_tables, np.concatenate(slots))
 
 
-def test_window_bounds_the_blocks_that_are_gathered():
+def test_the_window_bounds_the_gathered_blocks():
     backend = TorchBackend(make_spec(), 24)
     batch = backend.prepare(make_layout(((1, 120), (1, 98)), np.random.default_rng(0), 24))
     (group,) = batch.groups(20)
@@ -131,7 +131,7 @@ def test_sequences_with_equally_many_new_tokens_share_a_group():
     ]
 
 
-def test_copy_is_of_all_layers_and_in_order():
+def test_block_copies_cover_all_layers_in_order():
     backend = TorchBackend(make_spec(num_layers=2), 4)
     layout = make_layout(((16, 16),), np.random.default_rng(0), 4)
     source = int(layout.block_tables[0, 0])
@@ -146,7 +146,7 @@ def test_copy_is_of_all_layers_and_in_order():
 
 
 @pytest.mark.parametrize(("dtype", "nbytes"), [("float32", 4), ("bfloat16", 2), ("float16", 2)])
-def test_pool_bytes(dtype, nbytes):
+def test_pool_bytes_equal_the_allocation(dtype, nbytes):
     backend = TorchBackend(make_spec(dtype, num_layers=3), 5)
     assert (
         backend.pool_bytes
@@ -157,7 +157,7 @@ def test_pool_bytes(dtype, nbytes):
     assert backend.pool_bytes == 0
 
 
-def test_bfloat16_values_come_back_rounded_to_nearest():
+def test_bfloat16_values_are_rounded_to_nearest():
     backend = TorchBackend(make_spec("bfloat16"), 2)
     layout = make_layout(((1, 1),), np.random.default_rng(0), 2)
     value = torch.full(
@@ -169,12 +169,12 @@ def test_bfloat16_values_come_back_rounded_to_nearest():
     assert out.unique().tolist() == [1 + 2**-7]
 
 
-def test_devices_that_are_not_there_are_refused():
+def test_missing_devices_are_refused():
     with pytest.raises(BackendUnavailable, match="nonsense"):
         TorchBackend(make_spec(), 2, device="nonsense")
 
 
-def test_a_pool_beyond_memory_is_refused_with_the_arithmetic():
+def test_a_pool_beyond_memory_is_refused_with_the_calculation():
     with pytest.raises(CapacityError, match=r"num_blocks=\d+ x 4096 bytes"):
         TorchBackend(make_spec("float32", num_layers=1), 1 << 48)
 

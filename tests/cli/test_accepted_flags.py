@@ -340,7 +340,7 @@ def test_the_server_accepts_every_flag(line, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["", *COMMANDS, "serve"])
-def test_help_is_0(name, capsys):
+def test_help_exits_with_0(name, capsys):
     for flag in ("--help", "-h"):
         assert run([*name.split(), flag]) == 0
     assert code_of(main, ["--help"]) == code_of(main, ["-h"]) == 0

@@ -71,7 +71,7 @@ def test_help_names_each_default():
 
 
 @pytest.mark.parametrize("command", ["", *COMMANDS])
-def test_help_has_one_style_of_placeholders_and_defaults(command, printed):
+def test_help_texts_have_one_style(command, printed):
     out = printed(*command.split(), "--help").out
     assert "<bool>" not in out
     assert "[[" not in out
@@ -124,7 +124,7 @@ def test_generate_json_equals_the_engine(flags, prompt, sampling, tiny_model_dir
     assert shown["finish_reason"] == result.finish_reason
 
 
-def test_sampling_that_is_asked_for_samples_a_greedy_model(answered):
+def test_sampling_options_override_a_greedy_default(answered):
     settings = {"do_sample": True, "min_p": 0.0, "top_p": 1.0, "seed": 7}
     flags = [part for name, value in settings.items() for part in ("-s", f"{name}={value}")]
     shown = answered("generate", "Hello", "-n", "16", *flags)
@@ -196,7 +196,7 @@ def test_chat_survives_a_refused_turn(tiny_model_dir, printed, typed):
     assert out.count("from the cache") == 1
 
 
-def test_a_chat_that_outgrows_the_pool_goes_on(tiny_model_dir, tmp_path, printed, typed):
+def test_a_chat_that_outgrows_the_pool_continues(tiny_model_dir, tmp_path, printed, typed):
     """Two turns fit; the third is refused, saved, and asked again without the first."""
     file = tmp_path / "chat.json"
     long = "x" * 20
@@ -220,7 +220,7 @@ def test_a_chat_that_outgrows_the_pool_goes_on(tiny_model_dir, tmp_path, printed
     assert [one["content"][-1] for one in kept if one["role"] == "user"] == ["1", "2", "3"]
 
 
-def test_inspect_shows_what_the_files_hold(tiny_model_dir, answered):
+def test_inspect_shows_the_contents_of_the_files(tiny_model_dir, answered):
     report = answered("inspect", tiny_model_dir)
     assert report["architecture"] == "llama"
     assert report["supported"] is True
@@ -241,7 +241,7 @@ def test_inspect_shows_what_the_files_hold(tiny_model_dir, answered):
     assert 0 < report["weight_bytes"] < files
 
 
-def test_inspect_for_people(tiny_model_dir, printed):
+def test_inspect_prints_a_table(tiny_model_dir, printed):
     out = printed("inspect", tiny_model_dir, "-o", "backend=reference").out
     assert "fingerprint" in out
     assert "reference" in out
@@ -274,7 +274,7 @@ def test_a_damaged_weight_file_is_named(tiny_model_dir, tmp_path, printed):
     assert "model.safetensors" in printed("inspect", directory, code=1).err
 
 
-def test_doctor_names_the_machine_and_the_path(tiny_model_dir, answered):
+def test_doctor_describes_the_machine_and_the_kernels(tiny_model_dir, answered):
     report = answered("doctor", tiny_model_dir)
     assert report["Processor"]["threading_layer"].startswith("kernel-team")
     assert report["Processor"]["kernel_path"] in (
@@ -344,9 +344,7 @@ def test_doctor_counts_states_and_refuses_too_few(tmp_path, monkeypatch, answere
     assert not (tmp_path / "cache" / "packed").exists()
 
 
-def test_doctor_does_not_say_that_a_pool_fits_which_the_torch_runner_refuses(
-    tiny_model_dir, answered
-):
+def test_doctor_reports_a_pool_too_large_for_the_torch_runner(tiny_model_dir, answered):
     """Nothing is refused ahead of it; the arithmetic is the same."""
     argv = ["doctor", tiny_model_dir, "-o", "runner=torch", "-o", "num_blocks=1000000000"]
     found = answered(*argv, code=1)[f"Model {tiny_model_dir}"]
@@ -356,9 +354,7 @@ def test_doctor_does_not_say_that_a_pool_fits_which_the_torch_runner_refuses(
     assert found["needed_bytes"] > found["available_bytes"]
 
 
-def test_doctor_offers_what_makes_a_model_smaller_and_is_not_given_yet(
-    tiny_model_dir, tmp_path, answered
-):
+def test_doctor_suggests_unused_options_that_save_memory(tiny_model_dir, tmp_path, answered):
     def knobs(model, *options):
         given = (word for option in options for word in ("-o", option))
         return answered("doctor", model, *given)[f"Model {model}"]["knobs"]
@@ -377,7 +373,7 @@ def test_doctor_offers_what_makes_a_model_smaller_and_is_not_given_yet(
     assert "max_draft_tokens: draft tokens, " in knobs(recurrent, "max_draft_tokens=4")
 
 
-def test_doctor_says_where_the_packed_weights_are(
+def test_doctor_shows_the_path_of_the_packed_weights(
     tiny_model_dir, tmp_path, monkeypatch, answered, printed
 ):
     monkeypatch.setenv("KVBOOST_EDGE_CACHE", str(tmp_path))
@@ -399,7 +395,7 @@ def test_doctor_says_where_the_packed_weights_are(
 
 
 @pytest.mark.parametrize("weights", ["int8", "int4-asym"])
-def test_warmup_says_where_the_kernels_are_and_names_the_weights(
+def test_warmup_shows_the_kernel_directory_and_the_weight_format(
     weights, tiny_model_dir, answered, printed
 ):
     given = ("-o", f"weights={weights}")
@@ -412,13 +408,13 @@ def test_warmup_says_where_the_kernels_are_and_names_the_weights(
     assert "compiled kernels are in" in out
 
 
-def test_doctor_reports_a_missing_model_beside_the_machine(printed):
+def test_doctor_reports_a_missing_model(printed):
     out = printed("doctor", "/no/such/directory", code=1).out
     assert "problem" in out
     assert "kernel path" in out
 
 
-def test_quantized_caches_by_option(tiny_model_dir, answered):
+def test_kv_cache_bits_changes_the_pool_size(tiny_model_dir, answered):
     sizes = []
     for bits in ("16", "8", "8,4", "4"):
         given = ("--kv-cache-bits", bits)
@@ -439,9 +435,7 @@ def test_quantized_caches_by_option(tiny_model_dir, answered):
     assert len(set(sizes)) == 4
 
 
-def test_warmup_packs_a_model_in_the_one_format_it_gets(
-    tiny_model_dir, tmp_path, monkeypatch, printed
-):
+def test_warmup_packs_a_model_in_one_format(tiny_model_dir, tmp_path, monkeypatch, printed):
     """Every other form is compiled on the bundled model: a large model is not packed five times."""
     monkeypatch.setenv("KVBOOST_EDGE_CACHE", str(tmp_path))
     monkeypatch.setattr("kvboost_edge.cli.warmup._forms", lambda options: [{"weights": "int4"}])
@@ -453,7 +447,7 @@ def test_warmup_packs_a_model_in_the_one_format_it_gets(
     assert "nowhere" in printed("warmup", "-m", tiny_model_dir / "nowhere", code=1).err
 
 
-def test_warmup_runs_every_form():
+def test_warmup_compiles_every_variant():
     weights = [{"weights": name} for name in ("int8", "int4", "int4-asym", "bf16", "f32")]
     widths = [{"kv_cache_bits": bits} for bits in ((8, 8), (8, 4), (4, 8), (4, 4))]
     assert _forms({}) == weights + widths
@@ -462,7 +456,7 @@ def test_warmup_runs_every_form():
     assert _forms({"runner": "torch"}) == []
 
 
-def test_demo_answers_from_the_shared_document(printed):
+def test_demo_shows_the_shared_prefix(printed):
     out = printed("demo").out
     assert "cold" in out
     assert "the same tokens" in out
@@ -494,7 +488,7 @@ def test_interrupt_ends_generation_with_130(tiny_model_dir):
     assert b"Traceback" not in err
 
 
-def test_what_came_from_disk_is_told_under_the_answer(tiny_model_dir, tmp_path, printed):
+def test_generate_reports_tokens_restored_from_disk(tiny_model_dir, tmp_path, printed):
     argv = [
         "generate",
         "Hello there, how are you today? " * 4,

@@ -35,7 +35,7 @@ def questions(tmp_path):
     return write
 
 
-def test_lines_of_several_routes(printed, questions, tmp_path):
+def test_batch_answers_lines_of_several_routes(printed, questions, tmp_path):
     lines = [chat(n, model="of-another-service") for n in range(5)]
     lines += [line("text"), line("vectors", {"input": "x"}, "/v1/embeddings")]
     lines += [chat(9, colour="red")]
@@ -51,7 +51,7 @@ def test_lines_of_several_routes(printed, questions, tmp_path):
     assert "colour" in errors["9"]["response"]["body"]["error"]["message"]
 
 
-def test_a_second_run_answers_only_the_rest(printed, questions, tmp_path):
+def test_a_second_run_answers_the_remaining_lines(printed, questions, tmp_path):
     path = questions([chat(n) for n in range(6)])
     answers = tmp_path / "questions.answers.jsonl"
     printed("batch", path, *SMALL)
@@ -72,7 +72,7 @@ def test_a_second_run_answers_only_the_rest(printed, questions, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGKILL])
-def test_an_end_in_the_middle_and_again(printed, questions, tmp_path, end):
+def test_an_interrupted_batch_can_be_resumed(printed, questions, tmp_path, end):
     path = questions([chat(n, max_tokens=40) for n in range(40)])
     answers = tmp_path / "questions.answers.jsonl"
     command = [sys.executable, "-m", "kvboost_edge", "batch", str(path), *SMALL]
@@ -109,13 +109,13 @@ def test_an_end_in_the_middle_and_again(printed, questions, tmp_path, end):
     ],
     ids=lambda value: repr(value)[:20],
 )
-def test_wrong_files(refused, tmp_path, content, message):
+def test_invalid_files_are_refused(refused, tmp_path, content, message):
     path = tmp_path / "in.jsonl"
     path.write_bytes(content)
     assert message in refused("batch", path)
 
 
-def test_wrong_paths(refused, questions, tmp_path):
+def test_unusable_paths_are_refused(refused, questions, tmp_path):
     assert "nowhere.jsonl cannot be used: No such file" in refused(
         "batch", tmp_path / "nowhere.jsonl"
     )

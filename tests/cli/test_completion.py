@@ -37,14 +37,14 @@ def test_commands_options_and_choices_are_completed(completed, line, words):
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_the_script_calls_this_command(shell, monkeypatch, printed):
+def test_the_completion_script_calls_the_command(shell, monkeypatch, printed):
     monkeypatch.setattr("typer.completion._get_shell_name", lambda: shell)
     script = printed("--show-completion").out
     assert VARIABLE in script
     assert "kvboost-edge" in script
 
 
-def test_help_names_both_options(printed):
+def test_help_lists_the_completion_options(printed):
     shown = printed("--help").out
     assert "--install-completion" in shown
     assert "--show-completion" in shown

@@ -37,7 +37,7 @@ def model(tiny_model_dir, tmp_path):
     return str(shutil.copytree(tiny_model_dir, tmp_path.joinpath(*NAMES)))
 
 
-def test_each_command_shows_the_path_as_it_is(model, tmp_path, printed, typed):
+def test_commands_show_paths_without_markup(model, tmp_path, printed, typed):
     text = tmp_path / "text"
     text.write_text("Hello there, how are you today?")
     for argv in (
@@ -54,7 +54,7 @@ def test_each_command_shows_the_path_as_it_is(model, tmp_path, printed, typed):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_lists_show_names_as_they_are(name, tmp_path, printed, monkeypatch):
+def test_lists_show_names_without_markup(name, tmp_path, printed, monkeypatch):
     monkeypatch.setenv("KVBOOST_EDGE_CACHE", str(tmp_path / name))
     with opened(tmp_path / name / "blocks", SPACE, description={"model": name}) as tier:
         write(tier, chain(2))
@@ -75,7 +75,7 @@ def test_lists_show_names_as_they_are(name, tmp_path, printed, monkeypatch):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_bars_spinners_and_answers_show_text_as_it_is(name):
+def test_progress_bars_and_answers_show_text_without_markup(name):
     console = open_console()
     console.file = io.StringIO()
     with Progress(text_column("{task.description}"), console=console) as bar:
@@ -95,11 +95,11 @@ def test_bars_spinners_and_answers_show_text_as_it_is(name):
 
 
 @pytest.mark.parametrize("argv", [["[/b]"], ["generate", "x", "--no[/b]"]])
-def test_wrong_usage_is_shown_as_it_is(argv, printed):
+def test_usage_errors_show_text_without_markup(argv, printed):
     assert "[/b]" in printed(*argv, code=2).err
 
 
-def test_json_keeps_names_too(model, answered):
+def test_json_output_keeps_names(model, answered):
     assert answered("inspect", model)["path"] == model
 
 
@@ -122,7 +122,7 @@ def found_markup(source):
     return found
 
 
-def test_no_command_makes_what_reads_markup():
+def test_no_command_creates_its_own_console():
     """Every console and every column of a bar is console.py's, and no text but the help's has a
     tag.
     """
@@ -145,5 +145,5 @@ def test_no_command_makes_what_reads_markup():
         "c.print(x, markup=True)",
     ],
 )
-def test_what_reads_markup_is_found(source):
+def test_the_check_finds_consoles_with_markup(source):
     assert found_markup(source)

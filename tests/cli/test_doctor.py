@@ -15,9 +15,7 @@ from kvboost_edge.engine.spec_decode.pass_costs import PassCosts
 from kvboost_edge.models.checkpoint import Checkpoint
 
 
-def test_room_for_fewer_drafts_than_there_would_be_is_said_of_a_model_that_fits(
-    tmp_path, monkeypatch, answered
-):
+def test_doctor_reports_a_reduced_number_of_drafts(tmp_path, monkeypatch, answered):
     monkeypatch.setenv("KVBOOST_EDGE_CACHE", str(tmp_path / "cache"))
     path = save_tiny_model("lfm2", tmp_path / "model")
     checkpoint = Checkpoint.open(path)
@@ -35,7 +33,7 @@ def test_room_for_fewer_drafts_than_there_would_be_is_said_of_a_model_that_fits(
         assert ("draft tokens" in found["fit_reason"]) == (rows == 9)
 
 
-def test_the_smallest_bound_that_it_names_is_the_engines_and_serve_is_said_to_take_more():
+def test_doctors_smallest_bound_equals_the_engines():
     """Each command measures a process of its own."""
     argv = ("-o", "max_memory=1MB", "-o", "max_model_len=256")
     least = []

@@ -42,7 +42,7 @@ def expected_perplexity(engine, ids, window):
 
 @pytest.mark.parametrize("window", [4, 5, 64, 100, 511])
 @pytest.mark.some(2)
-def test_perplexity_is_that_of_the_windows(tiny_engine, window):
+def test_perplexity_is_computed_over_windows(tiny_engine, window):
     ids = tiny_engine.tokenizer.encode(TEXT)
     seen = []
     score = score_text(
@@ -56,7 +56,7 @@ def test_perplexity_is_that_of_the_windows(tiny_engine, window):
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
 
 
-def test_differences_to_another_form(tiny_model_dir):
+def test_eval_compares_with_another_configuration(tiny_model_dir):
     options = {"num_blocks": 64, "num_threads": 1}
     with (
         CPUPagedEngine.from_pretrained(tiny_model_dir, weights="f32", **options) as one,
@@ -86,7 +86,7 @@ def test_differences_to_another_form(tiny_model_dir):
     ("ids", "window", "message"),
     [([1], 16, "1 tokens"), ([1, 2], 3, "window=3"), ([1, 2], 513, "4..512")],
 )
-def test_what_cannot_be_scored(tiny_engine, ids, window, message):
+def test_invalid_texts_and_windows_are_refused(tiny_engine, ids, window, message):
     with pytest.raises(RequestError, match=message):
         score_text(tiny_engine, ids, window=window)
 

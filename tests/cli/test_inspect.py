@@ -26,7 +26,7 @@ def _said(answered, path, *argv):
     ("name", "inside"), [("qwen3_5_text", "an MLP"), ("glm4_moe", "12 experts")]
 )
 @pytest.mark.parametrize("place", ["safetensors", "GGUF"])
-def test_a_head_is_shown_with_its_size(name, inside, place, tmp_path, answered):
+def test_an_mtp_head_is_shown_with_its_size(name, inside, place, tmp_path, answered):
     path = save_with_head(name, tmp_path / "model")
     if place == "GGUF":
         path = write_gguf_with_head(path, tmp_path / "m.gguf")
@@ -39,18 +39,18 @@ def test_a_head_is_shown_with_its_size(name, inside, place, tmp_path, answered):
     }
 
 
-def test_a_model_without_a_head_has_no_rows_of_one(tmp_path, answered):
+def test_a_model_without_a_head_shows_none(tmp_path, answered):
     assert _said(answered, save_tiny_model("glm4_moe", tmp_path)) == {}
 
 
-def test_another_runner_uses_no_head(tmp_path, answered):
+def test_other_runners_do_not_use_the_head(tmp_path, answered):
     path = save_with_head("glm4_moe", tmp_path)
     found = _said(answered, path, "-o", "runner=torch")
     assert list(found) == ["mtp_head"]
     assert "tensors, used by no runner" in found["mtp_head"]
 
 
-def test_a_head_that_is_not_supported_is_named(tmp_path, answered):
+def test_an_unsupported_head_is_named(tmp_path, answered):
     model = save_model("nemotron_h-moe", tmp_path / "model")
     ahead = draft_layer(gguf_tensors(model), 4)
     keys = {
@@ -64,7 +64,7 @@ def test_a_head_that_is_not_supported_is_named(tmp_path, answered):
     assert _said(answered, path) == {"mtp_head": said}
 
 
-def test_a_damaged_head_is_refused_and_the_model_is_not(tmp_path, answered):
+def test_a_damaged_head_does_not_affect_the_model(tmp_path, answered):
     path = save_with_head("qwen3_5_text", tmp_path)
     change_tensors(path, {"mtp.fc.weight": None})
     said = _said(answered, path)["mtp_head"]

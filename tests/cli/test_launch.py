@@ -71,7 +71,7 @@ def launched(printed):
     return call
 
 
-def test_claude_gets_the_address_and_one_model_for_all_sizes(server, launched):
+def test_launch_configures_claude(server, launched):
     environment, command = launched(
         "claude", "--url", f"{server}/v1/", "--api-key", "a'key", "--", "-p", "x y"
     )
@@ -85,7 +85,7 @@ def test_claude_gets_the_address_and_one_model_for_all_sizes(server, launched):
     assert environment["CLAUDE_CODE_MAX_CONTEXT_TOKENS"] == "4096"
 
 
-def test_codex_gets_settings_in_toml(server, launched):
+def test_launch_configures_codex(server, launched):
     environment, command = launched(
         "codex", "--url", server, "--model", "alias", "--api-key", "a'key"
     )
@@ -100,7 +100,7 @@ def test_codex_gets_settings_in_toml(server, launched):
     assert "context" not in " ".join(command)
 
 
-def test_opencode_gets_its_settings_as_json(server, launched):
+def test_launch_configures_opencode(server, launched):
     environment, command = launched("opencode", "--url", server)
     config = json.loads(environment["OPENCODE_CONFIG_CONTENT"])
     provider, _, model = config["model"].partition("/")
@@ -109,13 +109,13 @@ def test_opencode_gets_its_settings_as_json(server, launched):
     assert config["provider"][provider]["models"][model]["limit"]["context"] == 4096
 
 
-def test_open_webui_gets_the_address(server, launched):
+def test_launch_configures_open_webui(server, launched):
     environment, command = launched("openwebui", "--url", server)
     assert command == ["open-webui", "serve"]
     assert environment["OPENAI_API_BASE_URL"] == f"{server}/v1"
 
 
-def test_exec_becomes_the_client(server, tmp_path):
+def test_exec_starts_the_client(server, tmp_path):
     """A program of that name is found on PATH and gets environment and arguments; its exit status
     is ours.
     """
@@ -143,7 +143,7 @@ def test_exec_becomes_the_client(server, tmp_path):
 
 
 @pytest.mark.parametrize("client", CLIENTS)
-def test_errors_say_what_to_do(server, client, printed, monkeypatch):
+def test_errors_name_a_remedy(server, client, printed, monkeypatch):
     monkeypatch.setenv("PATH", "")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -29,7 +29,7 @@ print("the end", flush=True)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no pseudo-terminals")
-def test_a_terminal_edits_lines_and_finds_those_before(tmp_path):
+def test_a_terminal_has_line_editing_and_history(tmp_path):
     pytest.importorskip("readline")
     ours, theirs = os.openpty()
     environment = {**os.environ, "HOME": str(tmp_path), "TERM": "xterm", "INPUTRC": os.devnull}
@@ -72,7 +72,7 @@ def test_a_terminal_edits_lines_and_finds_those_before(tmp_path):
     assert not list(tmp_path.iterdir()), "no prompt is kept in a file"
 
 
-def test_without_a_terminal_lines_are_read_as_they_come(typed):
+def test_without_a_terminal_lines_are_read_plainly(typed):
     typed("one\ntwo\n")
     lines = Lines(Console(file=io.StringIO()), "you ›", "bold cyan")
     assert [lines.read(), lines.read()] == ["one", "two"]
@@ -80,7 +80,7 @@ def test_without_a_terminal_lines_are_read_as_they_come(typed):
         lines.read()
 
 
-def test_colours_of_the_prompt_take_no_room():
+def test_prompt_colours_have_zero_width():
     console = Console(file=io.StringIO(), force_terminal=True, color_system="standard")
     shown = Lines(console, "you ›", "bold cyan")._shown()
     assert shown == "\x01\x1b[1;36m\x02you ›\x01\x1b[0m\x02 "

@@ -36,7 +36,7 @@ def rows_of(answered):
     return lambda *argv: {Path(row["name"]).name: row for row in answered("models", *argv)}
 
 
-def test_what_runs_and_what_does_not(folder, tiny_model_dir, rows_of, monkeypatch):
+def test_models_lists_supported_and_unsupported_files(folder, tiny_model_dir, rows_of, monkeypatch):
     write_gguf(tiny_model_dir, folder / "good.gguf", kind="Q8_0")
     write_gguf(tiny_model_dir, folder / "split.gguf", kind="Q8_0", split=9)
     write_gguf(tiny_model_dir, folder / "half.gguf", kind="Q8_0", split=9)
@@ -84,7 +84,7 @@ def test_what_runs_and_what_does_not(folder, tiny_model_dir, rows_of, monkeypatc
         assert reason
 
 
-def test_recommended_models_are_those_of_the_docs(answered, printed, monkeypatch):
+def test_recommended_models_equal_the_documentation(answered, printed, monkeypatch):
     monkeypatch.setattr(models, "total_bytes", lambda: 7_700_000_000)
     rows = answered("models", "--suggest")
     shown = [
@@ -103,7 +103,7 @@ def test_recommended_models_are_those_of_the_docs(answered, printed, monkeypatch
     assert [row["ollama"] for row in small] == ["qwen3:0.6b"]
 
 
-def test_odd_files_are_rows_like_others(folder, tiny_model_dir, rows_of, printed, monkeypatch):
+def test_unusual_files_are_listed(folder, tiny_model_dir, rows_of, printed, monkeypatch):
     """Names that are no text or move the cursor, circles of links, sizes beyond any model, and what
     nobody thought of.
     """
@@ -134,7 +134,7 @@ def test_odd_files_are_rows_like_others(folder, tiny_model_dir, rows_of, printed
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_damaged_files_are_refused_by_the_readers(folder, tiny_model_dir, rows_of, seed):
+def test_damaged_files_are_reported_by_the_readers(folder, tiny_model_dir, rows_of, seed):
     """Flipped bits, cuts and wrong values: each reader says what is wrong, and none is caught by
     surprise.
     """
@@ -182,7 +182,7 @@ def test_damaged_files_are_refused_by_the_readers(folder, tiny_model_dir, rows_o
     assert not [row for row in rows.values() if row["reason"].startswith("cannot be read: ")]
 
 
-def test_the_table_and_the_word(folder, tiny_model_dir, rows_of, printed):
+def test_the_table_is_filtered_by_a_word(folder, tiny_model_dir, rows_of, printed):
     assert "No models found" in printed("models").out
     write_gguf(tiny_model_dir, folder / "good[bold].gguf", kind="Q8_0")
     (folder / "bad.gguf").write_bytes(b"GGUF" + bytes(100))

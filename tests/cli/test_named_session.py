@@ -15,7 +15,7 @@ def cached(out):
     return [int(count) for count in re.findall(r"(\d+) from the cache", out)]
 
 
-def test_a_local_session_goes_on_with_its_cache_after_a_restart(
+def test_a_local_session_continues_with_its_cache_after_a_restart(
     tiny_model_dir, tmp_path, printed, typed
 ):
     chat = ("chat", "-m", tiny_model_dir, *SMALL, "-o", f"disk_cache_dir={tmp_path}")
@@ -37,7 +37,7 @@ def test_a_local_session_goes_on_with_its_cache_after_a_restart(
     assert "--system differs from the system message of the session" in refused
 
 
-def test_a_session_on_a_server(typed, printed):
+def test_a_named_session_on_a_server(typed, printed):
     with (
         CPUPagedEngine.from_pretrained("kvboost-edge/demo", **ENGINE_OPTIONS) as engine,
         serving(engine, api_keys=KEYS, max_sessions=1) as live,
@@ -68,7 +68,5 @@ def test_a_session_on_a_server(typed, printed):
         (("--session", "a", "--no-pack-cache"), "--session needs the disk cache"),
     ],
 )
-def test_a_session_that_cannot_be_kept_is_refused_before_the_model_is_loaded(
-    options, said, refused
-):
+def test_a_session_that_cannot_be_saved_is_refused_before_loading(options, said, refused):
     assert said in refused("chat", "-m", "no-such-model", *options)

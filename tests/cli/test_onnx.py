@@ -12,7 +12,7 @@ from kvboost_edge.config import EngineConfig
 from kvboost_edge.models.checkpoint import Checkpoint
 
 
-def test_inspect_says_what_a_folder_holds_and_what_runs_it(tmp_path):
+def test_inspect_describes_an_onnx_folder(tmp_path):
     known = write_onnx(build_tiny_model("qwen2"), tmp_path / "known", Form(block=64))
     report = model_report(Checkpoint.open(known), EngineConfig())
     assert report["format"] == "ONNX 4 bit"
@@ -34,7 +34,7 @@ def test_inspect_says_what_a_folder_holds_and_what_runs_it(tmp_path):
     assert report["kv_bytes_per_token"] == 3 * 2 * 2 * 16 * 4
 
 
-def test_doctor_names_the_runner_or_what_is_missing(tmp_path, monkeypatch):
+def test_doctor_names_the_onnx_runner_or_the_missing_package(tmp_path, monkeypatch):
     folder = write_onnx(build_tiny_model("llama"), tmp_path / "m", Form(concat=True), ConcatDecoder)
     section = f"Model {folder}"
     report = doctor_report(str(folder), {}, EngineConfig())

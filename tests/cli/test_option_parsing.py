@@ -59,7 +59,7 @@ def test_malformed_pairs_are_refused(pair):
     assert_raises(RequestError, "NAME=VALUE", sampling_options, [pair])
 
 
-def test_the_pack_cache_is_switched_off_either_way():
+def test_pack_cache_is_turned_off_by_flag_or_option():
     assert (
         engine_options(None, pack_cache=False)
         == engine_options(["pack_cache=false"])
@@ -69,7 +69,7 @@ def test_the_pack_cache_is_switched_off_either_way():
         engine_options(["pack_cache=true"], pack_cache=False)
 
 
-def test_nothing_given_is_no_option():
+def test_no_options_give_an_empty_dict():
     assert engine_options(None) == {}
     assert sampling_options(None) == {}
 
@@ -78,22 +78,22 @@ def test_nothing_given_is_no_option():
     ("text", "limit"),
     [("5", 5), (64, 64), ("-1", -1), ("max", None), ("MAX", None), ("None", None)],
 )
-def test_a_limit_of_tokens_is_a_number_or_a_word_for_none(text, limit):
+def test_a_token_limit_is_a_number_or_max(text, limit):
     assert token_limit(text) == limit
 
 
-def test_what_is_no_limit_is_wrong_usage():
+def test_an_invalid_token_limit_is_wrong_usage():
     with pytest.raises(typer.BadParameter, match="'many' is neither a whole number nor 'max'"):
         token_limit("many")
 
 
 @pytest.mark.parametrize("word", ["max", "none", "None"])
-def test_no_limit_is_said_alike_among_the_sampling_parameters(word):
+def test_max_new_tokens_accepts_the_same_words(word):
     assert sampling_options([f"max_new_tokens={word}"]) == {"max_new_tokens": None}
     assert sampling_options(["max_new_tokens=7"]) == {"max_new_tokens": 7}
 
 
-def test_a_server_is_sent_no_limit_where_there_is_none():
+def test_no_limit_is_not_sent_to_a_server():
     assert _for_server({"max_new_tokens": None, "top_k": 4}) == {"top_k": 4}
     assert _for_server({"max_new_tokens": 0}) == {"max_tokens": 0}
 
@@ -104,7 +104,7 @@ def test_a_model_is_an_argument_or_an_option():
     assert_raises(typer.BadParameter, "no model is given; give a directory", one_model, None, None)
 
 
-def test_commands_about_a_model_take_it_like_the_others(tiny_model_dir, answered, printed):
+def test_every_command_takes_the_model_the_same_way(tiny_model_dir, answered, printed):
     ways = ([tiny_model_dir], ["-m", tiny_model_dir], ["--model", tiny_model_dir])
     assert len({answered("inspect", *way)["fingerprint"] for way in ways}) == 1
     assert f"Model {tiny_model_dir}" in answered("doctor", "-m", tiny_model_dir)
@@ -112,11 +112,11 @@ def test_commands_about_a_model_take_it_like_the_others(tiny_model_dir, answered
         assert "model" in printed(*wrong, code=2).err
 
 
-def test_the_version_is_told(printed):
+def test_version_is_printed(printed):
     assert printed("--version").out == f"kvboost-edge {__version__}\n"
 
 
-def test_the_known_families_are_listed_once(tmp_path, printed, monkeypatch):
+def test_supported_families_are_listed_once(tmp_path, printed, monkeypatch):
     monkeypatch.setenv("COLUMNS", "4000")
     (tmp_path / "config.json").write_text('{"model_type": "nonsense"}')
     out = printed("doctor", tmp_path, code=1).out
@@ -159,6 +159,6 @@ def test_spellings_of_an_option_mean_the_same(command, one, other):
 
 
 @pytest.mark.parametrize("command", ["chat", "demo", "eval", "generate"])
-def test_pack_cache_and_its_opposite(command):
+def test_pack_cache_and_no_pack_cache(command):
     assert _parsed(command, "--pack-cache")["pack_cache"] is True
     assert _parsed(command, "--no-pack-cache")["pack_cache"] is False

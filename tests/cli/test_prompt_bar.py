@@ -51,11 +51,11 @@ def shown(file):
         ),
     ],
 )
-def test_what_it_says(progress, words):
+def test_progress_is_described_in_words(progress, words):
     assert progress_words(progress) == words
 
 
-def test_it_is_drawn_and_taken_away(at_once):
+def test_the_bar_is_drawn_and_removed(at_once):
     console, file = terminal()
     before = threading.active_count()
     with PromptBar(console) as bar:
@@ -79,7 +79,7 @@ def test_nothing_is_drawn_on_a_quiet_console(at_once):
     assert not file.getvalue()
 
 
-def test_outside_terminals_a_long_prompt_is_one_line(monkeypatch):
+def test_without_a_terminal_a_long_prompt_is_one_line(monkeypatch):
     now = [100.0]
     give_clock(monkeypatch, lambda: now[0], render)
     console, file = terminal(force_terminal=False)
@@ -98,7 +98,7 @@ def test_a_short_wait_draws_nothing(monkeypatch):
     assert not file.getvalue()
 
 
-def test_a_model_here_is_followed_step_by_step(at_once, monkeypatch):
+def test_a_local_prompt_is_followed_step_by_step(at_once, monkeypatch):
     monkeypatch.setattr("kvboost_edge.cli.session._LOOK_SECONDS", 0.001)
     console, file = terminal()
     pieces = []
@@ -126,7 +126,7 @@ def test_a_model_here_is_followed_step_by_step(at_once, monkeypatch):
     assert "about" in shown(file)
 
 
-def test_a_prompt_that_is_interrupted_is_cancelled(at_once):
+def test_an_interrupted_prompt_is_cancelled(at_once):
     class Interrupted(Console):
         """Ctrl-C comes while the bar is drawn."""
 
@@ -144,7 +144,7 @@ def test_a_prompt_that_is_interrupted_is_cancelled(at_once):
 
 
 @pytest.mark.parametrize("owner", ["kvboost-edge", "llamacpp"])
-def test_a_server_is_asked_and_tells(server, owner):
+def test_progress_is_requested_from_a_server(server, owner):
     server.models = {"data": [{"id": "a-model", "owned_by": owner}]}
     told = {
         name: number
@@ -163,7 +163,7 @@ def test_a_server_is_asked_and_tells(server, owner):
 @pytest.mark.parametrize(
     "models", [{"data": [{"id": "a-model", "owned_by": "openai"}]}, {"error": "none"}, {"data": 7}]
 )
-def test_a_server_that_might_refuse_is_not_asked(server, models):
+def test_progress_is_not_requested_from_other_servers(server, models):
     server.models = models
     with RemoteChat(server.url, model="a-model") as remote:
         pieces = list(remote.stream([{"role": "user", "content": "Hi"}], {}, progress=True))
@@ -174,14 +174,14 @@ def test_a_server_that_might_refuse_is_not_asked(server, models):
 @pytest.mark.parametrize(
     "told", [7, [], {}, {**TOLD, "total": "many"}, {**TOLD, "processed": None}, {"total": 1}]
 )
-def test_what_is_no_progress_is_passed_over(server, told):
+def test_invalid_progress_events_are_ignored(server, told):
     server.events = [chunk("", prompt_progress=told), *GOOD]
     with RemoteChat(server.url) as remote:
         pieces = list(remote.stream([{"role": "user", "content": "Hi"}], {}))
     assert pieces[:2] == ["Hel", "lo"]
 
 
-def test_a_servers_progress_is_drawn_before_its_answer(server, at_once):
+def test_a_servers_progress_is_drawn(server, at_once):
     server.models = {"data": [{"id": "a-model", "owned_by": "kvboost-edge"}]}
     server.events = [chunk("", prompt_progress=TOLD), *GOOD]
     console, file = terminal()

@@ -38,6 +38,6 @@ def test_a_pulled_model_is_listed_and_removed(hub, answered, printed, refused):
         (["rm", "/etc/passwd"], "is invalid"),
     ],
 )
-def test_refusals(hub, argv, problem, refused):
+def test_invalid_pulls_are_refused(hub, argv, problem, refused):
     assert problem in refused(*argv)
     assert not hub.downloads()

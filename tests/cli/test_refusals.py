@@ -49,7 +49,7 @@ def refusal(printed):
         (["-o", "block_size=7"], "block_size"),
     ],
 )
-def test_settings_are_checked_first(no_model, command, extra, named, refusal):
+def test_settings_are_checked_before_loading(no_model, command, extra, named, refusal):
     assert named in refusal(*command, *extra)
 
 
@@ -64,7 +64,7 @@ def test_settings_are_checked_first(no_model, command, extra, named, refusal):
         ("serve --prot 1", "--port"),
     ],
 )
-def test_an_unknown_flag_names_the_nearest(printed, argv, meant):
+def test_an_unknown_flag_suggests_the_nearest(printed, argv, meant):
     err = printed(*argv.split(), code=2).err
     given = next(word for word in argv.split() if word.startswith("--"))
     assert f"No such option: {given}. Did you mean {meant}? " in " ".join(err.split())
@@ -84,14 +84,14 @@ def test_an_unknown_flag_names_the_nearest(printed, argv, meant):
         ("warmup --top-k 40", ""),
     ],
 )
-def test_an_unknown_flag_of_an_option_says_how_to_give_it(printed, argv, advice):
+def test_an_engine_option_as_a_flag_names_the_correct_form(printed, argv, advice):
     err = " ".join(printed(*argv.split(), code=2).err.split())
     assert "No such option: -" in err
     assert advice in err
     assert ("Use -" in err) == advice.startswith("Use -")
 
 
-def test_an_unknown_flag_without_likeness_names_none(printed):
+def test_an_unknown_flag_without_a_similar_one_suggests_none(printed):
     err = printed("generate", "x", "--xyzzy", code=2).err
     assert "No such option: --xyzzy " in " ".join(err.split())
     assert "Did you mean" not in err
@@ -115,24 +115,24 @@ def test_the_sampling_parameters_are_listed(no_model, printed, argv):
 
 
 @pytest.mark.parametrize("command", ["generate Hi", "chat", "doctor", "serve"])
-def test_the_form_of_a_context_is_named(no_model, printed, command):
+def test_an_invalid_context_size_names_the_format(no_model, printed, command):
     err = printed(*command.split(), "--ctx-size", "4k", code=2).err
     assert "'4k' is not a" in err
     assert "such as 4096" in " ".join(err.replace("│", " ").split())
 
 
-def test_suggestions_refuse_engine_options(refusal):
+def test_models_suggest_refuses_engine_options(refusal):
     assert "'weights=int4' has no effect with --suggest" in refusal(
         "models", "--suggest", "-o", "weights=int4"
     )
 
 
-def test_the_engine_options_are_not_listed_by_a_command_without_them(printed):
+def test_commands_without_engine_options_list_none(printed):
     assert "No such option: -o" in printed("cache", "-o", code=2).err
 
 
 @EACH
-def test_a_schema_is_checked_first(no_model, command, tmp_path, refusal, monkeypatch):
+def test_a_schema_is_checked_before_loading(no_model, command, tmp_path, refusal, monkeypatch):
     file = tmp_path / "schema.json"
     wrong = {"Invalid type: objct": {"type": "objct"}, "does not exist": {"$ref": "#/none"}}
     for named, schema in wrong.items():
@@ -145,19 +145,19 @@ def test_a_schema_is_checked_first(no_model, command, tmp_path, refusal, monkeyp
 
 
 @pytest.mark.parametrize("extra", [[], ["--chat"]])
-def test_an_empty_prompt_is_refused_first(no_model, extra, refusal, typed):
+def test_an_empty_prompt_is_refused_before_loading(no_model, extra, refusal, typed):
     typed("")
     for prompt in ("-", ""):
         assert "the prompt is empty" in refusal("generate", prompt, *extra)
 
 
-def test_settings_are_checked_before_a_prompt_is_waited_for(no_model, refusal, monkeypatch):
+def test_settings_are_checked_before_reading_the_prompt(no_model, refusal, monkeypatch):
     monkeypatch.setattr(sys, "stdin", None)
     assert "temperature" in refusal("generate", "-", "-s", "temperature=hot")
 
 
 @EACH
-def test_more_tokens_than_the_context_are_refused_before_anything_is_packed(
+def test_more_tokens_than_the_context_are_refused_before_packing(
     command, tiny_model_dir, tmp_path, refusal, monkeypatch
 ):
     monkeypatch.setenv("KVBOOST_EDGE_CACHE", str(tmp_path))
@@ -167,7 +167,7 @@ def test_more_tokens_than_the_context_are_refused_before_anything_is_packed(
     assert not (tmp_path / "packed").exists()
 
 
-def test_other_options_of_an_evaluation_are_checked_first(no_model, tmp_path, refusal):
+def test_eval_options_are_checked_before_loading(no_model, tmp_path, refusal):
     (tmp_path / "text").write_text("Hello")
     argv = ["eval", tmp_path / "text", "--against", "weights=int4", "--against", "wieghts=int8"]
     assert "wieghts" in refusal(*argv)

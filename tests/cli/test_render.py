@@ -31,7 +31,7 @@ def test_the_legend_counts_the_blocks():
     assert "at another position: 2" in drawn(block_map([0, 4, 4], width=80))
 
 
-def test_a_large_pool_is_drawn_several_blocks_to_a_glyph_and_shows_the_busiest():
+def test_a_large_pool_draws_several_blocks_per_glyph():
     states = [0] * (4 * MAX_CELLS)
     states[5] = 3
     text = drawn(block_map(states, width=64))
@@ -44,7 +44,7 @@ def test_an_empty_pool_is_drawn():
     assert "free: 0" in drawn(block_map([], width=10))
 
 
-def test_the_panel_shows_every_figure():
+def test_the_panel_shows_every_statistic():
     text = drawn(
         pool_panel(
             [0, 1],
@@ -56,7 +56,7 @@ def test_the_panel_shows_every_figure():
         assert shown in text
 
 
-def test_a_tier_is_a_figure_of_its_own():
+def test_tiers_are_shown_separately():
     tiers = {
         "disk": {"blocks": 1200, "bytes": 40_000_000, "state": ""},
         "redis": {"blocks": None, "bytes": None, "state": "does not answer"},
@@ -71,13 +71,13 @@ def test_a_tier_is_a_figure_of_its_own():
     assert not any(name in shown for name in ("tiers", "step_counts", "Inf"))
 
 
-def test_every_state_of_the_engine_has_a_glyph():
+def test_every_block_state_has_a_glyph():
     from kvboost_edge.engine.stats import BLOCK_SPAN
 
     assert len(STATES) == BLOCK_SPAN + 1 == len({glyph for glyph, _, _ in STATES})
 
 
-def test_what_was_reused_at_other_positions_is_said_to_be_approximate():
+def test_span_reuse_is_labelled_approximate():
     assert (
         reuse_words(90, 64, {"pool": 16, "disk": 48}, 0, 0)
         == "90 prompt tokens, 64 from the cache (48 from disk)"
@@ -87,6 +87,6 @@ def test_what_was_reused_at_other_positions_is_said_to_be_approximate():
     assert words.endswith(" · approximate: 48 tokens reused at other positions, 16 recomputed")
 
 
-def test_one_token_is_no_tokens():
+def test_token_counts_have_singular_and_plural():
     assert [tokens_words(number) for number in (0, 1, 2)] == ["0 tokens", "1 token", "2 tokens"]
     assert reuse_words(1, 0, {}, 0, 0) == "1 prompt token, 0 from the cache"

@@ -31,7 +31,7 @@ GENERATE = ("generate", "-", "-n", "2")
 REUSING = (*GENERATE, "--mode", "chunk_kv_reuse")
 
 
-def test_the_summary_says_approximate(printed):
+def test_the_summary_labels_approximate_answers(printed):
     said = " ".join(printed(*REUSING).err.split())
     assert "prompt tokens, 32 from the cache · approximate: " in said
     assert " tokens reused at other positions, " in said
@@ -60,7 +60,7 @@ def test_the_options_reach_the_engine(answered):
     assert bare["reused_span_tokens"] > answered(*REUSING, *blend)["reused_span_tokens"]
 
 
-def test_unless_asked_it_is_exact(answered):
+def test_answers_are_exact_by_default(answered):
     exact = answered(*GENERATE)
     assert (exact["mode"], exact["approximate"], exact["reused_span_tokens"]) == (
         "prefix_cache",
@@ -80,5 +80,5 @@ def test_unless_asked_it_is_exact(answered):
         (["--mode", "chunk_kv_reuse", "-s", "prompt_logprobs=1"], 1, "prompt_logprobs"),
     ],
 )
-def test_what_is_wrong_is_named(argv, code, named, printed):
+def test_invalid_options_are_refused_by_name(argv, code, named, printed):
     assert named in printed("generate", "x", *argv, code=code).err

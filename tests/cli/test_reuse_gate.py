@@ -36,7 +36,7 @@ def test_a_model_is_tested_once_by_warmup_or_reuse_check(tmp_path, monkeypatch, 
     assert len(measured) == 1
 
 
-def test_reuse_check_ends_with_1_for_a_refused_model(tmp_path, monkeypatch, printed, answered):
+def test_reuse_check_exits_with_1_for_a_refused_model(tmp_path, monkeypatch, printed, answered):
     monkeypatch.setenv("KVBOOST_EDGE_CACHE", str(tmp_path))
     bad = Verdict(0.5, 0.1, 0.9, 59, 0.8)
     monkeypatch.setattr(QualityGate, "_measure", lambda *arguments: bad)
@@ -55,12 +55,12 @@ def test_reuse_check_ends_with_1_for_a_refused_model(tmp_path, monkeypatch, prin
     ],
     ids=str,
 )
-def test_doctor_says_whether_there_is_reuse(options, words, answered):
+def test_doctor_reports_whether_reuse_is_available(options, words, answered):
     model = answered("doctor", "kvboost-edge/demo", *options)["Model kvboost-edge/demo"]
     assert model["chunk_reuse"].startswith(words)
 
 
-def test_doctor_says_so_of_a_model_that_no_runner_takes(tmp_path, answered):
+def test_doctor_reports_no_reuse_for_an_unsupported_model(tmp_path, answered):
     (tmp_path / "config.json").write_text('{"model_type": "mamba"}', encoding="utf-8")
     model = answered("doctor", tmp_path, code=1)[f"Model {tmp_path}"]
     assert "problem" in model or model["chunk_reuse"].startswith("no: ")

@@ -28,13 +28,13 @@ def schema_file(tmp_path):
     return str(path)
 
 
-def test_a_generated_text_fits_the_schema(schema_file, answered):
+def test_generated_text_matches_the_schema(schema_file, answered):
     result = answered("generate", "The owner is", "--json-schema", schema_file, "-n", "80", *SMALL)
     assert result["finish_reason"] == "stop"
     jsonschema_rs.validate(SCHEMA, json.loads(result["output_text"]))
 
 
-def test_each_answer_of_a_chat_fits_the_schema(schema_file, printed, typed):
+def test_each_chat_answer_matches_the_schema(schema_file, printed, typed):
     typed("Who?\nAnd who else?\n/quit\n")
     out = printed("chat", "--json-schema", schema_file, "-n", "80", "--no-pack-cache", *SMALL).out
     answers = []
@@ -65,7 +65,7 @@ def test_each_answer_of_a_chat_fits_the_schema(schema_file, printed, typed):
 @pytest.mark.parametrize(
     "command", [["generate", "Hi"], ["chat"], ["chat", "--url", "http://127.0.0.1:1"]]
 )
-def test_a_file_without_a_schema_is_one_clean_line(content, named, command, tmp_path, refused):
+def test_an_invalid_schema_file_is_a_one_line_error(content, named, command, tmp_path, refused):
     path = tmp_path / "wrong.json"
     path.write_bytes(content)
     line = refused(*command, "--json-schema", path)
@@ -73,14 +73,14 @@ def test_a_file_without_a_schema_is_one_clean_line(content, named, command, tmp_
     assert named in line
 
 
-def test_a_file_that_cannot_be_read_is_one_clean_line(tmp_path, refused):
+def test_an_unreadable_schema_file_is_a_one_line_error(tmp_path, refused):
     for path, error in ((tmp_path / "none.json", 2), (tmp_path, 21)):
         line = refused("generate", "Hi", "--json-schema", path)
         assert path.name in line
         assert os.strerror(error) in line
 
 
-def test_a_schema_is_given_once_and_alone(schema_file, refused):
+def test_a_schema_conflicts_with_other_constraints(schema_file, refused):
     with pytest.raises(ConfigError, match="'json_schema' is given twice"):
         sampling_options(['json_schema={"type": "object"}'], schema_file)
     assert sampling_options(["top_k=4"], schema_file) == {"top_k": 4, "json_schema": SCHEMA}

@@ -11,7 +11,7 @@ from kvboost_edge.cli import session
 from kvboost_edge.cli.session import _loading_bar, _loading_shown, loaded_engine, memory_line
 
 
-def test_kernels_are_counted_as_kernels_and_weights_in_megabytes(monkeypatch):
+def test_loading_progress_counts_kernels_and_megabytes(monkeypatch):
     console = Console(file=io.StringIO(), force_terminal=True)
     bars = []
     heard = []
@@ -44,7 +44,7 @@ def test_kernels_are_counted_as_kernels_and_weights_in_megabytes(monkeypatch):
     assert heard[-1] is None
 
 
-def test_outside_terminals_each_phase_is_one_line_with_an_estimate(monkeypatch, tmp_path):
+def test_without_a_terminal_each_loading_phase_is_one_line(monkeypatch, tmp_path):
     (tmp_path / "model.safetensors").write_bytes(bytes(3_000_000))
     now = [100.0]
     give_clock(monkeypatch, lambda: now[0], session)
@@ -71,7 +71,7 @@ def test_outside_terminals_each_phase_is_one_line_with_an_estimate(monkeypatch, 
     ]
 
 
-def test_the_size_of_the_pool_is_told_as_what_it_may_grow_to():
+def test_the_pool_size_is_shown_as_a_maximum():
     stats = {"pool_bytes": 4_500_000_000, "process_rss_bytes": 700_000_000}
     assert memory_line(stats) == "KV cache up to 4.5 GB, filled as needed; 0.7 GB resident"
     assert memory_line({**stats, "pool_bytes": 0}) == "0.7 GB resident"

@@ -48,7 +48,7 @@ assert run(["generate", "Hello!", "-o", "runner=torch"]) == 1
 
 
 @pytest.mark.slow
-def test_every_command_runs_where_torch_is_missing():
+def test_every_command_runs_without_torch():
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", SCRIPT],
         capture_output=True,

@@ -24,7 +24,7 @@ def test_broadcast_is_a_view():
     assert torch.equal(wide[0][1][2], kv[0][1][0])
 
 
-def test_pad_and_mask():
+def test_pad_and_mask_pads_and_masks():
     ids, masks = pad_and_mask([[1, 2, 3], [4], [5, 6]], 9)
     assert ids.tolist() == [[1, 2, 3], [9, 9, 4], [9, 5, 6]]
     assert masks.tolist() == [[1, 1, 1], [0, 0, 1], [0, 1, 1]]
@@ -94,7 +94,7 @@ def test_a_shared_prefix_and_ragged_suffixes_decode_like_single_prompts(llama, e
 
 
 @pytest.mark.parametrize("hole", ["front", "middle", "end"])
-def test_hidden_slots_anywhere_do_not_matter(model, hole):
+def test_masked_slots_anywhere_do_not_matter(model, hole):
     """Rows of different lengths whose KV was computed alone; windows too count positions, not
     slots.
     """
@@ -157,7 +157,7 @@ def test_equal_lengths_need_no_mask_and_sampling_is_seeded(model):
     ]
 
 
-def test_the_rows_own_signature_is_refused_where_it_leaves_open_what_is_padding(llama):
+def test_ambiguous_padding_without_a_mask_is_refused(llama):
     """broadcast_kv, pad_and_mask, batched_decode without a mask: the padding stands between prefix
     and suffix.
     """
@@ -195,7 +195,7 @@ def test_rows_of_equal_length_after_broadcast_kv_need_no_mask(llama, caplog):
 
 
 @pytest.mark.parametrize("ragged", [False, True])
-def test_a_cache_cut_to_its_sliding_window_goes_on(ragged):
+def test_a_cache_trimmed_to_its_sliding_window_continues(ragged):
     mistral = build_tiny_model("mistral")
     window = mistral.config.sliding_window
     longest = window + 9
@@ -224,6 +224,6 @@ def test_a_cache_cut_to_its_sliding_window_goes_on(ragged):
 
 
 @pytest.mark.parametrize("temperature", [-1, -0.5, float("nan"), float("inf"), True, "1", None])
-def test_temperatures_that_are_none_are_refused(llama, temperature):
+def test_invalid_temperatures_are_refused(llama, temperature):
     with pytest.raises(RequestError, match="temperature="):
         batched_decode(llama, (), [1], 1, 1, None, temperature=temperature)

@@ -67,13 +67,13 @@ def test_three_names_are_one_class():
 
 
 @pytest.mark.parametrize("name", ["model_name_or_path", "model_name", "path_or_id"])
-def test_the_model_by_keyword(name):
+def test_model_by_keyword(name):
     with CPUPagedEngine.from_pretrained(**{name: DEMO}, num_blocks=8) as engine:
         assert engine.runner_info.vocab_size > 0
 
 
 @pytest.mark.parametrize("args", [(), (DEMO,), (DEMO, True), (DEMO, False)], ids=str)
-def test_the_model_by_position(args, engine):
+def test_model_by_position(args, engine):
     with KVBoost.from_pretrained(*args, num_blocks=8) as other:
         assert other.cache_root == engine.cache_root
         assert other.config.strict == (args[1] if len(args) > 1 else True)
@@ -84,7 +84,7 @@ def test_a_model_under_two_names_is_refused():
         KVBoost.from_pretrained(DEMO, model_name="another")
 
 
-def test_both_sizes_of_the_pool_give_the_smaller(caplog):
+def test_the_smaller_of_two_pool_sizes_applies(caplog):
     """The README's only call of this class."""
     with (
         caplog.at_level(logging.INFO, "kvboost_edge"),
@@ -122,7 +122,7 @@ def test_both_sizes_of_the_pool_give_the_smaller(caplog):
         ("max_chunks", 16),
     ],
 )
-def test_options_of_from_pretrained(name, value):
+def test_from_pretrained_accepts_kvboosts_options(name, value):
     with KVBoost.from_pretrained(DEMO, num_blocks=32, **{name: value}) as engine:
         assert getattr(engine.config, name) == value
         assert engine.generate(QUESTION, max_new_tokens=2, ignore_eos=True).generated_tokens == 2
@@ -173,13 +173,13 @@ def test_a_loaded_model_without_rope_keeps_the_compiled_kernels(tmp_path):
             engine.generate(QUESTION, 3, GenerationMode.CHUNK_KV_REUSE)
 
 
-def test_4_bits_of_a_loaded_model_are_refused_with_the_way_out(loaded):
+def test_kv_cache_bits_4_of_a_loaded_model_is_refused_with_an_alternative(loaded):
     with pytest.raises(ConfigError, match=r"or from_pretrained\(path, kv_cache_bits=4\)"):
         KVBoost(*loaded, kv_cache_bits=4)
 
 
 @pytest.mark.parametrize("strict", [True, False])
-def test_compatibility_of_a_model(loaded, strict):
+def test_check_model_compatibility_of_models(loaded, strict):
     model = loaded[0]
     assert "llama" in kvboost_edge.SUPPORTED_ARCHITECTURES
     for report in (
@@ -196,7 +196,7 @@ def test_compatibility_of_a_model(loaded, strict):
         assert not kvboost_edge.check_model_compatibility(unknown, strict).supported
 
 
-def test_flash_attention_functions(loaded):
+def test_flash_attention_functions_are_available(loaded):
     model = loaded[0]
     assert kvboost_edge.get_flash_attn_tier() in ("kvboost_cuda", "torch_flash", "vanilla")
     available = kvboost_edge.flash_attention_available()
@@ -206,7 +206,7 @@ def test_flash_attention_functions(loaded):
     assert (installed > 0) == (kvboost_edge.get_flash_attn_tier() == "kvboost_cuda")
 
 
-def test_batch_functions(loaded):
+def test_batch_functions_are_available(loaded):
     ids = [[5, 6, 7, 8, 9], [5, 6, 7, 8, 3]]
     assert kvboost_edge.find_common_chunk_prefix(ids, 2) == 4
     groups = kvboost_edge.group_by_prefix(["a", "b"], ids, 2, n_prefix_chunks=2)
@@ -249,7 +249,7 @@ def test_batch_functions(loaded):
     ],
     ids=["production", "cpu", "rest"],
 )
-def test_command_lines_of_the_server(argv, engine, settings):
+def test_kvboosts_server_command_lines_are_accepted(argv, engine, settings):
     options = parse_flags(argv.split(), "kvboost-server")
     assert options.model == "M"
     for name, value in engine.items():
@@ -262,7 +262,7 @@ def test_command_lines_of_the_server(argv, engine, settings):
 # Generation.
 
 
-def test_quick_start(engine):
+def test_quick_start_reuses_the_warmed_prefix(engine):
     """Warm the shared prefix once; later calls reuse it."""
     engine.warm(SYSTEM)
     result = engine.generate(SYSTEM + QUESTION, max_new_tokens=8)
@@ -272,7 +272,7 @@ def test_quick_start(engine):
 
 
 @pytest.mark.parametrize("mode", [one for mode in GenerationMode for one in (mode, mode.value)])
-def test_modes_by_name_and_position(engine, mode):
+def test_modes_are_given_by_name_or_position(engine, mode):
     for result in (
         engine.generate(QUESTION, 2, mode),
         engine.generate(prompt=QUESTION, max_new_tokens=2, mode=mode),
@@ -282,7 +282,7 @@ def test_modes_by_name_and_position(engine, mode):
 
 
 @pytest.mark.parametrize("strategy", ["selective", "cacheblend", "none"])
-def test_recompute_strategies(loaded, strategy):
+def test_every_recompute_strategy_works(loaded, strategy):
     options = {"num_blocks": 64, "reuse_gate": "off", "recompute_strategy": strategy}
     with KVBoost(*loaded, **options) as engine:
         document = random_ids(96, 11)
@@ -292,7 +292,7 @@ def test_recompute_strategies(loaded, strategy):
         assert (result.recomputed_tokens < 16) == (strategy == "none")
 
 
-def test_a_baseline_leaves_no_trace(loaded):
+def test_baseline_mode_leaves_the_cache_unchanged(loaded):
     with KVBoost(*loaded, num_blocks=32) as engine:
         prompt = random_ids(64, 13)
         engine.generate(prompt, 2, GenerationMode.BASELINE)
@@ -301,7 +301,7 @@ def test_a_baseline_leaves_no_trace(loaded):
         assert (again.cached_tokens, again.kv_reuse_ratio) == (0, 0.0)
 
 
-def test_prompts_as_text_ids_arrays_and_chats(engine):
+def test_prompts_may_be_text_ids_arrays_or_chats(engine):
     ids = engine.tokenizer.encode(QUESTION)
     expected = engine.generate(QUESTION, 3).output_token_ids
     for prompt in (ids, tuple(ids), np.array(ids), torch.tensor(ids)):
@@ -320,7 +320,7 @@ def test_prompts_as_text_ids_arrays_and_chats(engine):
     ],
     ids=str,
 )
-def test_wrong_options_are_refused_by_name(engine, options, word):
+def test_invalid_options_are_refused_by_name(engine, options, word):
     with pytest.raises(RequestError, match=word):
         engine.generate(QUESTION, 3, **options)
 
@@ -340,7 +340,7 @@ def test_positions_and_defaults_of_the_generate_family():
     assert names_by_position(KVBoost.verify_correctness)[1:] == ["prompts", "max_new_tokens"]
 
 
-def test_generate_by_position(engine):
+def test_generate_accepts_positional_arguments(engine):
     prompt = SYSTEM + QUESTION
     greedy = engine.generate(prompt, 8).output_token_ids
     assert engine.generate(prompt, 8, *GREEDY).output_token_ids == greedy
@@ -353,7 +353,7 @@ def test_generate_by_position(engine):
 
 
 @pytest.mark.parametrize("name", ["generate_batch", "generate_many"])
-def test_several_prompts_by_position(engine, name):
+def test_generate_many_and_batch_accept_positional_arguments(engine, name):
     prompts = [SYSTEM + f"\n\nQ: What is number {i}?\nA:" for i in range(3)]
     expected = [engine.generate(prompt, 6).output_token_ids for prompt in prompts]
     call = getattr(engine, name)
@@ -381,7 +381,7 @@ def test_an_option_twice_is_refused(engine):
 # Verification.
 
 
-def test_verify_correctness_by_position(engine):
+def test_verify_correctness_accepts_positional_arguments(engine):
     for report in (
         engine.verify_correctness(),
         engine.verify_correctness(4),
@@ -401,7 +401,7 @@ def test_verify_correctness_by_position(engine):
 # Results.
 
 
-def test_fields_of_a_result(engine):
+def test_results_have_kvboosts_fields(engine):
     result = engine.generate(QUESTION, 4)
     fields = dataclasses.asdict(result)
     assert set(fields) >= {
@@ -414,7 +414,7 @@ def test_fields_of_a_result(engine):
     assert result.prompt_tokens == len(engine.tokenizer.encode(QUESTION))
 
 
-def test_statistics_have_their_keys(engine):
+def test_statistics_have_kvboosts_keys(engine):
     engine.generate(SYSTEM + QUESTION, 2)
     assert set(engine.cache_stats()) >= {
         *("hot_chunks", "hot_memory_mb", "budget_mb", "budget_utilization", "cache_hits"),
@@ -447,7 +447,7 @@ def test_the_disk_tier_outlives_the_engine(tmp_path):
             assert engine.generate(random_ids(100, 15, 10), 1).hit_tokens.get("disk", 0) == cached
 
 
-def test_a_text_is_warmed_for_a_position(loaded):
+def test_warm_accepts_position_offset(loaded):
     with KVBoost(*loaded, num_blocks=64, reuse_gate="off") as engine:
         text = random_ids(96, 16)
         for result in (engine.warm(text, 40), engine.warm(text, position_offset=40)):
@@ -494,7 +494,7 @@ def test_a_warm_result_compares_like_its_int(engine):
         assert one < "1"
 
 
-def test_warm_reports_chunks_and_twice_the_same(caplog):
+def test_warm_reports_chunks_and_an_alignment_warning(caplog):
     with KVBoost.from_pretrained(DEMO, num_blocks=64, chunk_size=64) as engine:
         ids = [*range(20, 20 + 64 * 3 + 40)]
         for call in (engine.warm, engine.warm_chunks, lambda text: engine.warm(text=text)):
@@ -531,7 +531,7 @@ def test_each_chunk_strategy_works_alone(strategy):
         assert engine.config.chunk_strategy is strategy
 
 
-def test_options_that_act_on_documents_alone_say_so(caplog):
+def test_options_for_documents_only_are_logged(caplog):
     options = {"chunk_boundary_window": 16, "overlap_k": 16, "sink_tokens": 32}
     with KVBoost.from_pretrained(DEMO, num_blocks=32, **options):
         said = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
@@ -546,7 +546,7 @@ def test_options_that_act_on_documents_alone_say_so(caplog):
 
 
 @pytest.mark.parametrize(("window", "kept"), [(0, 8), (2, 16)])
-def test_chunks_in_the_recency_window_are_evicted_last(window, kept):
+def test_recency_window_chunks_are_evicted_last(window, kept):
     """The last prompt was used once, the one before it often, and little that was used once is
     kept: without a window the last one goes first.
     """

@@ -39,7 +39,7 @@ def cache():
         ((512,), {"enable_prefix_sharing": True, "max_pages": 10000}),
     ],
 )
-def test_constructors(args, options):
+def test_constructors_accept_llmds_arguments(args, options):
     cache = kvboost_edge.KVCache(*args, **options)
     assert cache.page_size == 512
     assert cache.stats()["total_pages"] == 10000
@@ -48,14 +48,14 @@ def test_constructors(args, options):
     assert cache.stats()["prefix_shares"] == 1
 
 
-def test_without_prefix_sharing():
+def test_prefix_sharing_can_be_turned_off():
     cache = kvboost_edge.KVCache(4, 20, False)
     for seq_id in (1, 2):
         cache.attach(seq_id, SYSTEM, SYSTEM)
     assert cache.stats()["prefix_shares"] == cache.stats()["prefix_map_size"] == 0
 
 
-def test_parameter_names_and_defaults():
+def test_parameter_names_and_defaults_equal_llmds():
     def given(call):
         parameters = inspect.signature(call).parameters.values()
         return {p.name: p.default for p in parameters if p.name != "self"}
@@ -93,7 +93,7 @@ def test_unknown_ids_are_ignored(cache):
     assert cache.stats()["allocated_pages"] == 0
 
 
-def test_stats(cache):
+def test_stats_have_llmds_keys(cache):
     assert set(cache.stats()) == STATS
     for seq_id in range(3):
         cache.attach(seq_id, [*SYSTEM, seq_id], SYSTEM)
@@ -155,12 +155,12 @@ def test_page_size_and_allocator_are_read_only_views(cache):
     ("name", "way_out"),
     [("alloc", "KVCache.attach"), ("free", "KVCache.detach"), ("defragment", "nothing to compact")],
 )
-def test_pages_cannot_be_taken_from_the_allocator(cache, name, way_out):
+def test_unsupported_allocator_calls_name_an_alternative(cache, name, way_out):
     with pytest.raises(AttributeError, match=f"PageAllocator.{name} is not supported: .*{way_out}"):
         getattr(cache.allocator, name)
 
 
-def test_counts_that_are_not_kept_are_refused_by_name(cache):
+def test_unsupported_counts_are_refused_by_name(cache):
     for name in ("allocation_count", "free_count"):
         with pytest.raises(AttributeError, match=f"PageStats.{name} is not supported: .*_pages"):
             getattr(cache.allocator.stats(), name)
@@ -168,7 +168,7 @@ def test_counts_that_are_not_kept_are_refused_by_name(cache):
         _ = cache.allocator.stats().other
 
 
-def test_every_page_returns_after_many_sharing_cycles(cache):
+def test_pages_are_returned_after_many_sharing_cycles(cache):
     for cycle in range(200):
         cache.attach(cycle % 3, [*SYSTEM, cycle], SYSTEM)
     for seq_id in range(3):

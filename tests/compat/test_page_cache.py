@@ -22,7 +22,7 @@ from kvboost_edge.errors import CapacityError, ConfigError, RequestError
 # attach, get, detach
 
 
-def test_defaults_are_the_forebears():
+def test_defaults_equal_llmds():
     cache = KVCache()
     cache.attach(1, list(range(600)))
     assert cache.stats() == {
@@ -39,7 +39,7 @@ def test_defaults_are_the_forebears():
 
 @pytest.mark.parametrize("length", [0, 1, 3, 4, 5, 8, 11])
 @pytest.mark.parametrize("prefix_length", [None, 0, 1, 4, 7, 20])
-def test_get_gives_back_what_was_attached(length, prefix_length):
+def test_get_returns_the_attached_payloads(length, prefix_length):
     cache = KVCache(page_size=4, max_pages=8)
     payloads = [f"kv{i}" for i in range(length)]
     for seq_id in ("a", "b"):
@@ -61,7 +61,7 @@ def test_a_live_id_is_replaced():
     cache.check_invariants()
 
 
-def test_what_does_not_fit_is_refused_and_leaves_the_cache_as_it_was():
+def test_a_sequence_that_does_not_fit_is_refused_without_changes():
     cache = KVCache(page_size=4, max_pages=4)
     prefix = [1, 2, 3, 4]
     cache.attach("a", list(range(8)), prefix)
@@ -82,7 +82,7 @@ def test_what_does_not_fit_is_refused_and_leaves_the_cache_as_it_was():
     cache.check_invariants()
 
 
-def test_pages_that_the_new_sequence_shares_with_the_replaced_one_make_no_room():
+def test_shared_pages_of_a_replaced_sequence_do_not_count_as_free():
     cache = KVCache(page_size=4, max_pages=4)
     cache.attach("other", ["x"])
     cache.attach("a", list(range(8)), [1, 2, 3, 4])
@@ -97,7 +97,7 @@ def test_pages_that_the_new_sequence_shares_with_the_replaced_one_make_no_room()
     cache.check_invariants()
 
 
-def test_bad_arguments_are_refused_and_nothing_leaks():
+def test_invalid_arguments_are_refused_without_leaks():
     for options in (
         {"page_size": 0},
         {"page_size": 1.5},
@@ -117,7 +117,7 @@ def test_bad_arguments_are_refused_and_nothing_leaks():
 # payloads
 
 
-def test_no_caller_can_change_what_another_sequence_sees():
+def test_payloads_are_isolated_between_callers():
     cache = KVCache(page_size=2, max_pages=10)
     mine = [[1, 2], {"k": [3]}]
     cache.attach("a", mine, [1, 2])
@@ -130,7 +130,7 @@ def test_no_caller_can_change_what_another_sequence_sees():
     assert cache.get("a") == cache.get("b") == [[1, 2], {"k": [3]}]
 
 
-def test_arrays_are_shared_when_equal_in_shape_dtype_and_every_element():
+def test_arrays_are_shared_only_if_identical():
     base = np.arange(6, dtype=np.float32)
     others = [
         base.copy(),
@@ -150,7 +150,7 @@ def test_arrays_are_shared_when_equal_in_shape_dtype_and_every_element():
         assert got[0][0].dtype == other.dtype
 
 
-def test_equal_values_of_different_types_are_not_exchanged():
+def test_equal_values_of_different_types_are_not_shared():
     cache = KVCache(page_size=2, max_pages=10)
     for seq_id, payloads in enumerate(
         [[1, True], [1.0, True], [1, 1], [{"k": 1}, 1], [{"k": 1.0}, 1], [[1], (1,)]]
@@ -159,7 +159,7 @@ def test_equal_values_of_different_types_are_not_exchanged():
         assert repr(cache.get(seq_id)) == repr(payloads)
 
 
-def test_payloads_of_any_kind_are_kept():
+def test_payloads_of_any_type_are_stored():
     class Contrary:
         def __eq__(self, other):
             raise RuntimeError("not comparable")
@@ -220,7 +220,7 @@ class Pair:
         (Decimal("0"), Decimal("-0")),
     ],
 )
-def test_what_compares_equal_and_is_not_the_same_is_not_exchanged(one, other):
+def test_payloads_equal_but_not_identical_are_not_shared(one, other):
     cache = KVCache(page_size=1, max_pages=4)
     for seq_id, payload in enumerate((one, other, copy.deepcopy(other))):
         cache.attach(seq_id, [payload], [7])
@@ -250,7 +250,7 @@ def test_the_same_payload_is_shared(payload):
     assert cache.stats()["prefix_shares"] == 1
 
 
-def test_numpys_integers_are_integers_and_nothing_else_is():
+def test_numpy_integers_are_accepted():
     cache = KVCache(page_size=np.int64(2), max_pages=np.uint16(8))
     cache.attach(np.int64(5), ["x", "y"], np.array([1, 2]))
     assert cache.get(5) == ["x", "y"]

@@ -13,7 +13,7 @@ from kvboost_edge.errors import CapacityError, RequestError
 @pytest.mark.parametrize("length", [0, 1, 3, 4, 6])
 @pytest.mark.parametrize("num_drafts", [0, 1, 5])
 @pytest.mark.parametrize("prefixed", [False, True])
-def test_accepted_drafts_are_appended_and_the_rest_is_dropped(length, num_drafts, prefixed):
+def test_accepted_drafts_are_appended_and_others_dropped(length, num_drafts, prefixed):
     payloads = [f"kv{i}" for i in range(length)]
     drafts = [f"draft{i}" for i in range(num_drafts)]
     for kept in range(num_drafts + 1):
@@ -46,7 +46,7 @@ def test_a_rejected_draft_leaves_no_trace():
     assert_raises(RequestError, "closed", draft.get)
 
 
-def test_a_second_draft_closes_with_the_first_that_is_accepted():
+def test_accepting_a_draft_closes_the_others():
     cache = KVCache(page_size=4, max_pages=100)
     cache.attach("s", [0])
     one = cache.hook_speculative_decode("s", ["x"])
@@ -77,7 +77,7 @@ def test_drafts_close_with_their_sequence(replaced):
 
 
 @pytest.mark.parametrize("bad", [-1, 3, 1.0, None, True])
-def test_accept_takes_a_number_of_drafts(bad):
+def test_accept_checks_the_number_of_drafts(bad):
     cache = KVCache(page_size=4, max_pages=100)
     cache.attach("s", [0])
     draft = cache.hook_speculative_decode("s", [1, 2])

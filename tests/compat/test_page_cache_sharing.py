@@ -8,7 +8,7 @@ from helpers.kvcache.manager_cases import BASELINE, held
 from kvboost_edge.compat.page_cache import KVCache
 
 
-def test_equal_prefixes_hold_their_pages_once():
+def test_equal_prefixes_share_their_pages():
     cache = KVCache(page_size=4, max_pages=100)
     prefix = list(range(8))
     for seq_id in range(10):
@@ -24,7 +24,7 @@ def test_equal_prefixes_hold_their_pages_once():
     assert all(cache.get(seq_id) == [*prefix, seq_id] for seq_id in range(10))
 
 
-def test_the_prefix_map_counts_prefixes_that_can_still_be_matched():
+def test_the_prefix_map_counts_matchable_prefixes():
     cache = KVCache(page_size=2, max_pages=8)
 
     def size():
@@ -46,7 +46,7 @@ def test_the_prefix_map_counts_prefixes_that_can_still_be_matched():
     cache.check_invariants()
 
 
-def test_forgotten_prefixes_take_no_memory():
+def test_dropped_prefixes_take_no_memory():
     cache = KVCache(page_size=1, max_pages=4)
     for token in range(100):
         cache.attach("s", [token], [token])
@@ -92,7 +92,7 @@ def test_divergent_payloads_over_an_idle_page_replace_it():
     cache.check_invariants()
 
 
-def test_the_whole_prefix_counts_and_not_its_first_hundred_tokens():
+def test_the_whole_prefix_is_compared():
     cache = KVCache(page_size=16, max_pages=100)
     first = list(range(128))
     second = [*range(127), 999]
@@ -120,7 +120,7 @@ def test_without_sharing_every_sequence_has_its_own_pages():
     }
 
 
-def test_thousands_of_cycles_leak_no_page_and_hand_out_no_foreign_one():
+def test_thousands_of_cycles_leak_and_mix_no_pages():
     rng = random.Random(7)
     cache = KVCache(page_size=4, max_pages=100)
     prefixes = [[family] * 9 + list(range(family)) for family in range(5)]

@@ -26,14 +26,14 @@ CALLS = {
         if (name, package) != ("pad_and_mask", "transformers")
     ],
 )
-def test_a_missing_package_is_an_error_that_names_the_extra(name, missing, monkeypatch):
+def test_a_missing_package_names_the_extra(name, missing, monkeypatch):
     monkeypatch.setitem(sys.modules, missing, None)
     wanted = rf"{name} .*needs the {missing} package, .*{re.escape(install_extra('torch'))}"
     with pytest.raises(BackendUnavailable, match=wanted):
         getattr(kvboost_edge, name)(*CALLS[name])
 
 
-def test_functions_over_lists_need_no_torch(monkeypatch):
+def test_list_functions_need_no_torch(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
     monkeypatch.setitem(sys.modules, "transformers", None)
     assert batch.pad_and_mask([[1, 2], [3]], 0) == ([[1, 2], [3, 0]], [[1, 1], [1, 0]])

@@ -36,7 +36,7 @@ async def test_many_at_once_equal_single_runs(engine):
     await drained(engine)
 
 
-async def test_astream_gives_the_text(engine):
+async def test_astream_yields_the_text(engine):
     pieces = [piece async for piece in engine.astream([1, 2, 3], max_new_tokens=20)]
     assert all(pieces)
     assert "".join(pieces) == engine.generate([1, 2, 3], max_new_tokens=20).output_text
@@ -55,7 +55,7 @@ async def test_cancelling_the_task_cancels_the_request(engine):
     await drained(engine)
 
 
-async def test_cancelling_while_the_prompt_is_tokenized(engine, monkeypatch):
+async def test_cancelling_during_tokenization(engine, monkeypatch):
     entered = threading.Event()
     go = threading.Event()
     submitted = threading.Event()
@@ -82,7 +82,7 @@ async def test_cancelling_while_the_prompt_is_tokenized(engine, monkeypatch):
     await drained(engine)
 
 
-async def test_the_clock_starts_before_the_prompt_waits_for_a_thread(engine, monkeypatch):
+async def test_timing_starts_before_waiting_for_a_thread(engine, monkeypatch):
     got_a_thread = []
     entered = []
     real = engine._submit
@@ -104,7 +104,7 @@ async def test_the_clock_starts_before_the_prompt_waits_for_a_thread(engine, mon
     assert all(start <= thread for start, thread in zip(entered, got_a_thread, strict=True))
 
 
-async def test_events_are_taken_under_the_lock():
+async def test_each_event_is_delivered_once():
     """Two readers, in whatever threads, never get the same event."""
     handle = RequestHandle(0, lambda index: None)
 
@@ -127,7 +127,7 @@ async def test_events_are_taken_under_the_lock():
     assert taken == events
 
 
-async def test_leaving_a_stream_cancels(engine):
+async def test_leaving_a_stream_cancels_the_request(engine):
     stream = engine.astream([1, 2, 3], max_new_tokens=None)
     async for _ in stream:
         break
@@ -147,7 +147,7 @@ async def test_errors_reach_the_awaiting_task(engine):
     await drained(engine)
 
 
-def test_a_loop_that_is_gone_cancels_its_requests(engine):
+def test_a_closed_event_loop_cancels_its_requests(engine):
     go = threading.Event()
     hold_passes(engine, go)
     handle = engine.submit([1, 2, 3], max_new_tokens=None)
@@ -163,7 +163,7 @@ def test_a_loop_that_is_gone_cancels_its_requests(engine):
     gc.collect()
 
 
-async def test_a_whole_result_wakes_the_loop_once(engine, monkeypatch):
+async def test_a_result_wakes_the_event_loop_once(engine, monkeypatch):
     """A wake-up for every token would take the engine thread's time and give nothing."""
     loop = asyncio.get_running_loop()
     real = loop.call_soon_threadsafe
@@ -184,7 +184,7 @@ async def test_a_whole_result_wakes_the_loop_once(engine, monkeypatch):
     assert len(wakes) == 1
 
 
-async def test_batches_hold_all_that_is_there_and_end_with_the_result(engine):
+async def test_batches_hold_all_pending_events_and_end_with_the_result(engine):
     handle = engine.submit([1, 2, 3], max_new_tokens=20, ignore_eos=True)
     await asyncio.to_thread(handle.result)
     batches = [batch async for batch in handle.abatches()]
@@ -199,7 +199,7 @@ async def test_batches_hold_all_that_is_there_and_end_with_the_result(engine):
             pass
 
 
-async def test_wakes_before_the_loop_runs_are_one(monkeypatch):
+async def test_wake_ups_of_the_event_loop_are_merged(monkeypatch):
     """Each is a system call of the engine thread; with many streams there is one for each in every
     step.
     """

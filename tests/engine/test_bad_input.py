@@ -162,13 +162,13 @@ def canary(engine):
 @pytest.mark.parametrize(
     ("prompt", "message"), BAD_PROMPTS, ids=lambda v: repr(v).partition(" at 0x")[0][:30]
 )
-def test_bad_prompts(engine, prompt, message):
+def test_invalid_prompts_are_refused(engine, prompt, message):
     assert_raises(RequestError, message, engine.generate, prompt, max_new_tokens=8)
 
 
 @pytest.mark.usefixtures("canary")
 @pytest.mark.parametrize(("options", "message"), BAD_OPTIONS, ids=lambda v: repr(v)[:40])
-def test_bad_options(engine, options, message):
+def test_invalid_options_are_refused(engine, options, message):
     for call in (
         engine.submit,
         engine.stream,
@@ -178,7 +178,7 @@ def test_bad_options(engine, options, message):
 
 
 @pytest.mark.usefixtures("canary")
-def test_bad_batches(engine):
+def test_invalid_batches_are_refused(engine):
     with pytest.raises(RequestError, match="prompts must be a list of prompts, not str"):
         engine.generate_batch("text")
     with pytest.raises(RequestError, match="sampling has 1 entries for 2 prompts"):
@@ -189,7 +189,7 @@ def test_bad_batches(engine):
 
 
 @pytest.mark.usefixtures("canary")
-def test_bad_warm_logits_and_verify(engine):
+def test_invalid_warm_logits_and_verify_arguments_are_refused(engine):
     with pytest.raises(RequestError, match=r"position_offset=399 .* context of 400"):
         engine.warm([1, 2], position_offset=399)
     assert_raises(RequestError, "the prompt is empty", engine.warm, "")
@@ -225,12 +225,12 @@ def test_bad_warm_logits_and_verify(engine):
     ],
     ids=lambda v: repr(v)[:40],
 )
-def test_bad_engine_options(options, message):
+def test_invalid_engine_options_are_refused(options, message):
     with pytest.raises(ConfigError, match=message):
         CPUPagedEngine.from_pretrained("kvboost-edge/demo", **options)
 
 
-def test_numpy_numbers_are_numbers(engine):
+def test_numpy_scalars_are_accepted(engine):
     options = {
         "max_new_tokens": np.int64(4),
         "temperature": np.float32(0.5),
@@ -271,7 +271,7 @@ def plan(available, **options):
     return plan_num_blocks(EngineConfig(**options), runner_info(SPEC, 2 * GB), available)
 
 
-def test_pool_sizes():
+def test_pool_sizes_follow_from_the_options():
     assert SPEC.bytes_per_block == 65_536
     assert plan(GB, num_blocks=7) == 7
     assert plan(GB, max_chunks=9) == 9 * 128 // 16, "chunks of 128 tokens"
@@ -282,7 +282,7 @@ def test_pool_sizes():
     assert plan(65_536) == 1
 
 
-def test_of_several_sizes_the_smallest_counts():
+def test_the_smallest_of_several_pool_sizes_applies():
     assert plan(GB, max_cache_bytes=1e6, num_blocks=7) == 7
     assert plan(GB, max_cache_bytes=1e6, num_blocks=70) == 15
     assert plan(GB, max_cache_bytes=100 * GB, num_blocks=70) == 70, "what fits is enough"
@@ -290,7 +290,7 @@ def test_of_several_sizes_the_smallest_counts():
     assert plan(GB, num_blocks=20, max_chunks=4, max_cache_bytes=GB) == 20
 
 
-def test_a_runner_that_copies_keys_needs_the_pool_twice():
+def test_a_runner_that_copies_kv_needs_the_pool_twice():
     copying = runner_info(SPEC, 2 * GB, copies_kv=True)
     needed = 2 * 100 * SPEC.bytes_per_block
     config = EngineConfig(num_blocks=100)
@@ -304,7 +304,7 @@ def test_a_runner_that_copies_keys_needs_the_pool_twice():
     assert plan_num_blocks(EngineConfig(), copying, 400 * SPEC.bytes_per_block) == 100
 
 
-def test_how_many_run_together_follows_from_the_pool():
+def test_max_num_seqs_follows_from_the_pool():
     for blocks, count in ((1, 1), (31, 1), (64, 2), (1024, 32), (2048, 64), (10**6, 64)):
         assert most_sequences(EngineConfig(), blocks, 16) == count
         assert num_open_blocks(EngineConfig(), blocks, 16) == count + 1
@@ -313,7 +313,7 @@ def test_how_many_run_together_follows_from_the_pool():
         assert engine.paged_stats()["max_num_seqs"] == 3
 
 
-def test_a_pool_of_unknown_concurrency_fits_its_budget_with_the_open_blocks():
+def test_a_quantized_pool_and_its_open_blocks_fit_the_budget():
     block = QUANTIZED.bytes_per_block
     one_open = QUANTIZED.bytes_per_open_block
     for budget in range(3 * block + 2 * one_open, 4000 * block, 37 * block + 11):
@@ -350,7 +350,7 @@ def test_a_quantized_pool_is_planned_with_its_open_blocks():
     assert planned_pool_bytes(config, QUANTIZED, 2048, 1) == block + open_bytes, "never refused"
 
 
-def test_what_does_not_fit_is_refused_with_the_arithmetic():
+def test_sizes_that_do_not_fit_are_refused_with_the_calculation():
     with pytest.raises(CapacityError, match=r"max_cache_bytes=1000 is too small: .* 65536 bytes"):
         plan(GB, max_cache_bytes=1000)
     with pytest.raises(

@@ -131,7 +131,7 @@ def engine(request, tmp_path_factory):
     "bad", [[7, 9, BAD, 31, 8], [*GOOD[:36], BAD, *range(60)], [*range(90, 150), BAD], FAR], ids=len
 )
 @pytest.mark.some(3)
-def test_the_request_ends_alone_and_nothing_of_it_is_published(engine, bad):
+def test_nan_ends_only_its_request_and_publishes_nothing(engine, bad):
     """In its first pass, inside a later one, with its last token, and where windows hide that
     token.
     """
@@ -156,7 +156,7 @@ def test_the_request_ends_alone_and_nothing_of_it_is_published(engine, bad):
 
 
 @pytest.mark.some(2)
-def test_a_token_decoded_beside_it_is_unchanged(engine):
+def test_tokens_decoded_beside_nan_are_unchanged(engine):
     """The pass holds a decode of one row and the broken prefill."""
     options = {**OPTIONS, "max_new_tokens": 100}
     alone = engine.generate(GOOD, mode="baseline", **options).output_token_ids
@@ -167,7 +167,7 @@ def test_a_token_decoded_beside_it_is_unchanged(engine):
 
 
 @pytest.mark.parametrize("engine", ["torch, cpu"], indirect=True)
-def test_the_last_row_alone_does_not_show_it(engine, monkeypatch):
+def test_nan_hidden_from_the_last_row_is_detected(engine, monkeypatch):
     """The torch backend weighs what a window hides with 0, and 0 * NaN shows."""
     monkeypatch.setattr(PagedPass, "blank_broken", lambda self, logits, logit_rows: None)
     engine.reset_cache()

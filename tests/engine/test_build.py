@@ -20,7 +20,7 @@ WIDE = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2}
 
 
 @pytest.mark.parametrize("weights", ["int4", "int4-asym", "int8", "bf16", "f32"])
-def test_weights_are_weighed_as_they_are_packed(weights, tmp_path, monkeypatch):
+def test_planned_weight_bytes_equal_packed_ones(weights, tmp_path, monkeypatch):
     """A large vocabulary beside few layers: with 4 bits the embedding and the head stay at 8 bit,
     and count so.
     """
@@ -38,7 +38,7 @@ def test_weights_are_weighed_as_they_are_packed(weights, tmp_path, monkeypatch):
         CPUPagedEngine.from_pretrained(directory, weights=weights, num_blocks=8)
 
 
-def test_more_threads_than_cpus_are_warned_of(tiny_model_dir, monkeypatch, caplog):
+def test_more_threads_than_cpus_cause_a_warning(tiny_model_dir, monkeypatch, caplog):
     monkeypatch.setattr(build, "default_num_threads", lambda: 2)
     for num_threads, warned in ((None, 0), (2, 0), (3, 1)):
         caplog.clear()
@@ -52,7 +52,7 @@ def test_more_threads_than_cpus_are_warned_of(tiny_model_dir, monkeypatch, caplo
 @pytest.mark.parametrize(
     ("method", "missing"), [("awq", "gptqmodel"), ("gptq", "optimum"), ("gptq", "gptqmodel")]
 )
-def test_a_package_that_the_torch_runner_needs_is_named(method, missing, tmp_path, monkeypatch):
+def test_a_missing_package_of_the_torch_runner_is_named(method, missing, tmp_path, monkeypatch):
     save_tiny_checkpoint("llama", tmp_path, **WIDE)
     quantize_dir(tmp_path, method, group=128, symmetric=True)
     found = importlib.util.find_spec

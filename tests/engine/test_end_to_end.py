@@ -87,7 +87,7 @@ def greedy(engine, prompt, count=NEW, **options):
     )
 
 
-def test_cold_and_every_prefix_cut(truth, engine):
+def test_cold_and_cached_answers_equal_transformers(truth, engine):
     prompt = random_ids(3 * BLOCK + 5, 1)
     expected = truth.greedy(prompt)
     assert greedy(engine, prompt) == expected
@@ -133,7 +133,7 @@ def test_verify_correctness_passes(engine):
     assert report, str(report)
 
 
-def test_a_loaded_transformers_model(truth):
+def test_a_loaded_transformers_model_is_served(truth):
     tokenizer = AutoTokenizer.from_pretrained(truth.directory)
     prompt = random_ids(40, 8)
     with CPUPagedEngine(truth.model, tokenizer, num_blocks=32, backend="cpu") as engine:
@@ -162,7 +162,7 @@ def test_options_about_loading_do_not_apply_to_a_loaded_model(llama_dir, option)
 
 
 @pytest.mark.parametrize("backend", ["cpu", "torch"])
-def test_num_threads_is_what_runs(llama_dir, backend):
+def test_num_threads_is_applied(llama_dir, backend):
     model = Truth(llama_dir).model
     tokenizer = AutoTokenizer.from_pretrained(llama_dir)
     with CPUPagedEngine(model, tokenizer, num_blocks=8, backend=backend, num_threads=2) as engine:
@@ -175,7 +175,7 @@ def test_num_threads_is_what_runs(llama_dir, backend):
         assert engine.paged_stats()["num_threads"] == expected
 
 
-def test_close_gives_the_weights_back(llama_dir):
+def test_close_frees_the_weights(llama_dir):
     engine = CPUPagedEngine.from_pretrained(llama_dir, num_blocks=8, **OPTIONS)
     weight = weakref.ref(next(engine._parts.runner.model.parameters()))
     greedy(engine, random_ids(20, 1), 3)
@@ -203,7 +203,7 @@ def test_close_leaves_a_loaded_model_to_its_owner(llama_dir):
         ("float16", "float16", 2),
     ],
 )
-def test_weights_are_weighed_in_the_dtype_they_are_loaded_in(
+def test_weight_bytes_are_planned_in_the_loaded_dtype(
     tmp_path, monkeypatch, stored, asked, per_param
 ):
     directory = save_tiny_model("llama", tmp_path)
@@ -219,7 +219,7 @@ def test_weights_are_weighed_in_the_dtype_they_are_loaded_in(
 
 
 @pytest.mark.parametrize("rope_type", ["longrope", "dynamic"])
-def test_rope_of_another_length_runs_in_its_first_range(tmp_path, rope_type):
+def test_scaled_rope_runs_in_its_first_range(tmp_path, rope_type):
     rope = {"rope_type": rope_type, "rope_theta": 1000.0, "factor": 4.0}
     if rope_type == "longrope":
         rope |= {
@@ -241,7 +241,7 @@ def test_rope_of_another_length_runs_in_its_first_range(tmp_path, rope_type):
 @pytest.mark.parametrize(
     ("backend", "num_threads"), [("cpu", None), ("reference", 1), ("torch", 1)]
 )
-def test_other_backends_and_all_threads_give_the_same(llama_dir, backend, num_threads):
+def test_other_backends_and_all_threads_give_equal_answers(llama_dir, backend, num_threads):
     prompt = random_ids(50, 1)
     expected = Truth(llama_dir).greedy(prompt, 24)
     options = {
@@ -258,7 +258,7 @@ def test_other_backends_and_all_threads_give_the_same(llama_dir, backend, num_th
     torch.set_num_threads(1)
 
 
-def test_text_chat_and_eos(llama_dir):
+def test_text_chat_and_eos_equal_transformers(llama_dir):
     with CPUPagedEngine.from_pretrained(str(llama_dir), num_blocks=32, **OPTIONS) as engine:
         tokenizer = AutoTokenizer.from_pretrained(llama_dir)
         text = engine.generate("hello", max_new_tokens=5)

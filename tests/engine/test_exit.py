@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.parametrize(
     "last_line", ["", "handle = engine.submit([7, 8, 9], max_new_tokens=400, ignore_eos=True)"]
 )
-def test_a_forgotten_engine_lets_the_process_end_cleanly(tiny_model_dir, last_line):
+def test_an_unclosed_engine_does_not_block_process_exit(tiny_model_dir, last_line):
     code = (
         "from kvboost_edge import CPUPagedEngine\n"
         f"engine = CPUPagedEngine.from_pretrained({str(tiny_model_dir)!r}, num_blocks=64)\n"

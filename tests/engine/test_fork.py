@@ -65,7 +65,7 @@ engine.close()
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork on this system")
 @pytest.mark.parametrize("busy", [True, False])
-def test_a_forked_child_is_told_and_the_parent_goes_on(tiny_model_dir, busy):
+def test_a_forked_child_gets_an_error_and_the_parent_continues(tiny_model_dir, busy):
     code = SCRIPT.format(path=str(tiny_model_dir), busy=busy)
     done = subprocess.run(
         [sys.executable, "-c", code],

@@ -57,7 +57,7 @@ def same(one, other):
 
 
 @pytest.mark.parametrize(("model", "bits"), each_once(FAMILIES, ALL_BITS), indirect=["model"])
-def test_cold_hit_and_branch_are_equal_to_the_bit(model, bits):
+def test_cold_cached_and_branching_answers_are_bit_equal(model, bits):
     with engine_of(model, kv_cache_bits=bits, debug_checks=True) as engine:
         cold = [engine.generate(prompt, mode="baseline", **ANSWER) for prompt in (PROMPT, OTHER)]
         first, hit = (engine.generate(PROMPT, **ANSWER) for _ in range(2))
@@ -82,7 +82,7 @@ def test_cold_hit_and_branch_are_equal_to_the_bit(model, bits):
 
 @pytest.mark.parametrize(("model", "bits"), each_once(FAMILIES, ALL_BITS), indirect=["model"])
 @pytest.mark.some(2)
-def test_what_was_said_before_is_guessed_ahead_and_changes_no_bit(model, bits, tmp_path):
+def test_drafts_from_history_change_no_bit(model, bits, tmp_path):
     """The second time the tenant asks, its answer is known; and after a restart the states of that
     are on disk.
     """
@@ -109,7 +109,7 @@ def test_what_was_said_before_is_guessed_ahead_and_changes_no_bit(model, bits, t
             assert same(restored, following)
 
 
-def test_a_chat_goes_on_from_where_another_one_with_its_system_message_left_it(tmp_path):
+def test_chats_share_the_state_after_their_system_message(tmp_path):
     """Nobody names the place: the template says where a message of the user begins, and a state is
     kept before it.
     """
@@ -157,7 +157,7 @@ def test_states_survive_the_death_of_the_process(model, tmp_path):
     assert same(restored, cold)
 
 
-def test_what_does_not_go_with_states_is_refused_by_name(model):
+def test_options_unsupported_by_hybrid_models_are_refused_by_name(model):
     with pytest.raises(
         CapacityError, match=r"max_state_bytes=1000 holds 0 states of .* sequences need"
     ):

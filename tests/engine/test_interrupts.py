@@ -22,7 +22,7 @@ def engine():
         yield engine
 
 
-def test_ctrl_c_while_waiting_cancels_and_leaves_nothing(engine):
+def test_ctrl_c_while_waiting_cancels_the_request(engine):
     main = threading.get_ident()
     passes = itertools.count()
 
@@ -51,7 +51,7 @@ def test_ctrl_c_while_waiting_cancels_and_leaves_nothing(engine):
     ],
     ids=["generate", "generate_batch", "generate_many", "warm", "stream"],
 )
-def test_ctrl_c_before_anybody_holds_the_handle_cancels(engine, monkeypatch, call):
+def test_ctrl_c_during_submission_cancels_the_request(engine, monkeypatch, call):
     """The request is queued already: on a busy machine several passes may be over by then."""
 
     def interrupt(*_):

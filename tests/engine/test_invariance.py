@@ -355,7 +355,7 @@ ALL = [Row(*row) for row in itertools.product(*VALUES) if is_possible(row)]
 MODELS = list(dict.fromkeys((row.kind, row.weights) for row in ALL))
 
 
-def test_every_possible_pair_is_in_the_table():
+def test_the_table_covers_every_pair():
     assert set(PAIRS) <= set(ALL), "a row is unknown or impossible"
     assert len(set(PAIRS)) == len(PAIRS)
     assert not set().union(*map(parts_of, ALL)) - set().union(*map(parts_of, PAIRS))
@@ -426,7 +426,7 @@ def test_bits_do_not_depend_on_how_a_token_is_computed(models, row, scale):
 
 @pytest.mark.full
 @pytest.mark.parametrize("model", MODELS, ids=" ".join)
-def test_the_rest_of_the_product(models, model):
+def test_bits_do_not_depend_on_it_in_the_rest_of_the_product(models, model):
     known = set(PAIRS)
     failed = []
     for row in ALL:

@@ -18,7 +18,7 @@ def make(tiny_model_dir):
     return functools.partial(CPUPagedEngine.from_pretrained, tiny_model_dir, **OPTIONS)
 
 
-def test_figures_of_the_cache(make):
+def test_cache_manager_statistics(make):
     with make() as engine:
         cache = engine.cache_manager
         assert cache.hits == cache.misses == cache.evictions == cache.approximate_hits == 0
@@ -45,7 +45,7 @@ def test_views_are_read_only(make):
             engine.cache_manager.max_cache_bytes = 1
 
 
-def test_the_registry_cuts_as_warm_does(make):
+def test_the_chunk_registry_chunks_like_warm(make):
     with make(chunk_size=32) as engine:
         registry = engine.chunk_registry
         assert (registry.chunk_size, registry.strategy) == (32, ChunkStrategy.FIXED)
@@ -60,7 +60,7 @@ def test_the_registry_cuts_as_warm_does(make):
 
 
 @pytest.mark.usefixtures("one_torch_thread")
-def test_the_model_is_that_of_the_torch_runner(make, tiny_model_dir):
+def test_model_returns_the_torch_runners_model(make, tiny_model_dir):
     model = build_tiny_model("llama")
     tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)
     with CPUPagedEngine(model, tokenizer, **OPTIONS) as engine:
@@ -84,14 +84,14 @@ def test_the_model_is_that_of_the_torch_runner(make, tiny_model_dir):
         ("sink_tokens", "engine.config.sink_tokens"),
     ],
 )
-def test_attributes_that_are_not_offered_say_what_to_use(make, name, way_out):
+def test_unsupported_attributes_name_an_alternative(make, name, way_out):
     with make() as engine, pytest.raises(AttributeError) as failure:
         getattr(engine, name)
     assert f"CPUPagedEngine.{name} is not available: " in str(failure.value)
     assert way_out in str(failure.value)
 
 
-def test_calls_of_the_cache_manager_that_are_not_offered_say_what_to_use(make):
+def test_unsupported_cache_manager_calls_name_an_alternative(make):
     with make() as engine:
         cache = engine.cache_manager
         for name, way_out in (

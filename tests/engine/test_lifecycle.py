@@ -38,7 +38,7 @@ def engine():
         yield engine
 
 
-def test_who_waits_for_the_result_sleeps_until_it_is_there():
+def test_waiting_for_a_result_wakes_up_once():
     """Woken for each token it would take a processor from the pass, only to fall asleep again."""
     handle = RequestHandle(0, lambda index: None)
     with ThreadPoolExecutor(1) as pool:
@@ -93,7 +93,7 @@ POINTS = [
 )
 @pytest.mark.parametrize("at", [1, 2, 3, 7])
 @pytest.mark.some(3)
-def test_an_error_at_any_point_ends_at_most_its_own_requests(engine, monkeypatch, owner, name, at):
+def test_an_error_at_any_point_ends_only_its_requests(engine, monkeypatch, owner, name, at):
     """RELIABILITY 6 and 8."""
     if isinstance(owner, str):
         owner = __import__(owner, fromlist=["_"])
@@ -132,7 +132,7 @@ def _outcome(call):
 
 
 @pytest.mark.parametrize("name", ["encode", "decode"])
-def test_an_error_while_tokenizing_holds_nothing(engine, monkeypatch, name):
+def test_an_error_during_tokenization_releases_everything(engine, monkeypatch, name):
     with monkeypatch.context() as patch:
         raise_on_call(patch, type(engine.tokenizer), name, 1)
         with pytest.raises(Boom):
@@ -140,14 +140,14 @@ def test_an_error_while_tokenizing_holds_nothing(engine, monkeypatch, name):
     assert_clean(engine)
 
 
-def test_an_error_in_a_batch_reaches_the_caller_after_the_others_are_done(engine):
+def test_an_error_in_a_batch_is_raised_after_the_others_finish(engine):
     runner_of(engine).nan_for = {77}
     with pytest.raises(KVBoostError, match="NaN"):
         engine.generate_batch([[1, 2, 3], [4, 77], [5, 6]], max_new_tokens=5)
     assert_clean(engine)
 
 
-def test_nan_logits_end_their_request_alone_and_publish_nothing():
+def test_nan_logits_end_only_their_request():
     bench = Bench(max_batch_tokens=64)
     bench.runner.nan_for = {255}
     bad = bench.submit([*range(47), 255], 5)
@@ -159,7 +159,7 @@ def test_nan_logits_end_their_request_alone_and_publish_nothing():
     assert bench.manager.peek([*range(47), 255, 1], bench.parts.root) < 48
 
 
-def test_nan_in_the_middle_of_a_chunked_prefill_is_seen_before_its_blocks_are_published():
+def test_nan_in_chunked_prefill_is_detected_before_publishing():
     bench = Bench(max_batch_tokens=16)
     bench.runner.nan_for = {255}
     bad = bench.submit([*range(31), 255, *range(40)], 5)
@@ -168,7 +168,7 @@ def test_nan_in_the_middle_of_a_chunked_prefill_is_seen_before_its_blocks_are_pu
     assert bench.manager.peek([*range(31), 255, *range(40)], bench.parts.root) == 16
 
 
-def test_cancel_in_every_state():
+def test_cancelling_works_in_every_state():
     """New, in the inbox, waiting, waiting for a prefix in flight, prefilling, decoding, preempted,
     done.
     """
@@ -192,7 +192,7 @@ def test_cancel_in_every_state():
             assert bench.answer(handle).finish_reason in ("cancelled", "length")
 
 
-def test_cancel_while_the_model_computes(engine):
+def test_cancelling_during_a_forward_pass(engine):
     started = threading.Event()
     go = threading.Event()
 
@@ -213,7 +213,7 @@ def test_cancel_while_the_model_computes(engine):
 
 
 @pytest.mark.parametrize("end", ["cancel", "timeout", "close"])
-def test_a_pass_that_nobody_wants_is_abandoned(end):
+def test_a_pass_of_cancelled_requests_is_aborted(end):
     """By a runner that asks; with another request in the pass it goes on."""
     started = threading.Event()
 
@@ -243,7 +243,7 @@ def test_a_pass_that_nobody_wants_is_abandoned(end):
         assert_clean(engine)
 
 
-def test_a_pass_that_somebody_wants_is_not_abandoned():
+def test_a_pass_with_a_live_request_is_not_aborted():
     bench = Bench()
     first = bench.submit(list(range(10)), 5)
     bench.submit(list(range(20, 30)), 5)
@@ -292,7 +292,7 @@ def test_threads_share_one_engine(engine):
     assert_clean(engine)
 
 
-def test_close_fails_what_runs_and_everything_after():
+def test_close_fails_running_and_later_requests():
     engine = fake_engine()
     started = threading.Event()
     go = threading.Event()
@@ -329,7 +329,7 @@ def test_close_fails_what_runs_and_everything_after():
         assert_raises(KVBoostError, "the engine is closed", call)
 
 
-def test_a_forgotten_engine_ends_its_thread():
+def test_an_unreferenced_engine_ends_its_thread():
     engine = fake_engine()
     engine.generate([1, 2, 3], max_new_tokens=2)
     thread = engine._core._thread
@@ -341,13 +341,13 @@ def test_a_forgotten_engine_ends_its_thread():
     assert not thread.is_alive()
 
 
-def test_a_handle_keeps_its_engine_until_it_is_done_with():
+def test_a_handle_keeps_its_engine_alive():
     handle = fake_engine().submit(list(range(20)), max_new_tokens=10)
     gc.collect()
     assert list(handle.result(30).output_token_ids) == expected_tokens(range(20), 10)
 
 
-def test_a_contradiction_in_the_bookkeeping_stops_the_engine_and_tells_everyone(
+def test_cache_corruption_stops_the_engine_and_fails_all_requests(
     monkeypatch,
 ):
     with fake_engine() as engine:
@@ -368,7 +368,7 @@ def test_a_contradiction_in_the_bookkeeping_stops_the_engine_and_tells_everyone(
             engine.generate([1])
 
 
-def test_debug_checks_notice_a_write_into_a_shared_block():
+def test_debug_checks_detect_a_write_into_a_shared_block():
     bench = Bench()
     bench.ask(list(range(32)), 1)
     cached = bench.manager.block_states().index(1)
@@ -406,7 +406,7 @@ def test_result_times_out_without_ending_the_request(engine):
     assert handle.result(30).generated_tokens == 3
 
 
-def test_reset_forgets_what_is_idle(engine):
+def test_reset_drops_idle_blocks(engine):
     engine.generate(list(range(40)), max_new_tokens=2)
     assert engine.reset_cache() == 2
     assert engine.generate(list(range(40)), max_new_tokens=2).cached_tokens == 0

@@ -25,7 +25,7 @@ def machine(tmp_path_factory):
 
 
 @pytest.mark.parametrize("bits", ALL_BITS[1:], ids=str)
-def test_no_buffer_of_an_open_block_is_lost(machine, bits):
+def test_open_block_buffers_are_always_returned(machine, bits):
     """Finished, cancelled and preempted requests give them back: with two buffers two sequences
     always run.
     """
@@ -67,7 +67,7 @@ def overflowing(tmp_path_factory):
 
 
 @pytest.mark.parametrize("bits", ALL_BITS[:3], ids=str)
-def test_keys_that_are_not_finite_end_their_request_alone(overflowing, bits):
+def test_non_finite_keys_end_only_their_request(overflowing, bits):
     """RELIABILITY 8: nothing of the request is published, and a request in the same batch keeps its
     bits.
     """
@@ -86,7 +86,7 @@ def test_keys_that_are_not_finite_end_their_request_alone(overflowing, bits):
 
 @pytest.mark.parametrize("bits", ALL_BITS[:2], ids=str)
 @pytest.mark.parametrize("at", [0, 1, 4])
-def test_a_pass_that_fails_half_way_leaves_nothing_open(machine, bits, at, monkeypatch):
+def test_a_pass_that_fails_midway_leaves_no_open_blocks(machine, bits, at, monkeypatch):
     prompts = (TEXT[:50], TEXT[30:81], TEXT[40:108])
     cold = Cold(machine, bits)
     expected = [cold.answer(prompt, GREEDY) for prompt in prompts]
@@ -114,7 +114,7 @@ def test_a_pass_that_fails_half_way_leaves_nothing_open(machine, bits, at, monke
 @pytest.mark.parametrize(
     "kind", ["lfm2", "qwen3_5_text", "granitemoehybrid-experts", "nemotron_h-moe", "falcon_h1"]
 )
-def test_an_overflowing_state_ends_its_request_alone(kind, tmp_path_factory):
+def test_an_overflowing_state_ends_only_its_request(kind, tmp_path_factory):
     pytest.importorskip("torch")
     machine = machine_of(kind, "int8", tmp_path_factory.mktemp("hybrid"))
     expected = [

@@ -9,7 +9,7 @@ from kvboost_edge.serve_ray.routing.prompt_chain import prefix_hashes
 PROMPT = list(range(20, 70))  # three full blocks and a bit
 
 
-def test_a_router_finds_what_an_engine_tells():
+def test_cache_events_describe_the_resident_blocks():
     with fake_engine(num_blocks=32) as engine:
         size = engine.config.block_size
         assert engine.take_cache_events().is_whole
@@ -27,7 +27,7 @@ def test_a_router_finds_what_an_engine_tells():
         assert set(engine.take_cache_events().evicted) == told
 
 
-def test_events_may_be_asked_for_while_requests_run():
+def test_cache_events_may_be_read_while_requests_run():
     """From another thread, again and again: what was added up is what there is in the end."""
     with fake_engine(num_blocks=16) as engine:
         known = set(engine.take_cache_events().published)

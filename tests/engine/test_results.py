@@ -35,7 +35,7 @@ def engine():
 
 
 @pytest.mark.parametrize("template", ["{{ messages[0].content }}", None])
-def test_a_text_for_a_model_with_a_chat_template_is_logged_once(caplog, template):
+def test_a_plain_text_prompt_for_a_chat_model_is_logged_once(caplog, template):
     with fake_engine() as engine:
         engine.tokenizer.chat_template = template
         for prompt in (PROMPT, "one", "two"):
@@ -44,7 +44,7 @@ def test_a_text_for_a_model_with_a_chat_template_is_logged_once(caplog, template
     assert len(said) == (template is not None)
 
 
-def test_every_field_of_a_result(engine):
+def test_results_have_every_field(engine):
     engine.generate(PROMPT, max_new_tokens=3)
     result = engine.generate(PROMPT, max_new_tokens=12, logprobs=2)
     tokens = expected_tokens(PROMPT, 12)
@@ -66,7 +66,7 @@ def test_every_field_of_a_result(engine):
     json.dumps(dataclasses.asdict(result))
 
 
-def test_a_request_knows_its_share_of_its_steps():
+def test_step_share_is_the_requests_part_of_its_steps():
     for prompts, shares in (([[1] * 40], [1]), ([[1] * 20, [2] * 20], [0.5, 0.5])):
         bench = Bench()
         handles = [bench.submit(prompt, max_new_tokens=4) for prompt in prompts]
@@ -79,7 +79,7 @@ def test_a_request_knows_its_share_of_its_steps():
 
 
 @pytest.mark.parametrize("mode", [GenerationMode.BASELINE, "prefix_cache"])
-def test_phases_add_up_and_times_are_on_one_clock(engine, mode):
+def test_phase_times_add_up_to_the_total(engine, mode):
     for result in engine.generate_batch(
         [PROMPT, [1, 2, 3], "some text"], max_new_tokens=7, mode=mode
     ):
@@ -152,14 +152,14 @@ def test_stop_strings_across_token_borders(engine, text, stop, expected):
     assert result.finish_reason == "stop"
 
 
-def test_no_half_character_is_streamed(engine):
+def test_partial_characters_are_not_streamed(engine):
     text = "naïve 日本 🙂 e\u0301 done"
     pieces = forced_text(engine, [1, 2, 3], text)
     assert "".join(pieces) == text
     assert all("\ufffd" not in piece for piece in pieces)
 
 
-def test_an_open_character_at_the_length_limit_is_shown_as_replacement(engine):
+def test_a_partial_character_at_the_end_is_a_replacement_character(engine):
     forced_text(engine, [1, 2, 3], "é")
     result = engine.generate([1, 2, 3], max_new_tokens=1)
     assert (result.output_text, result.finish_reason) == ("\ufffd", "length")
@@ -231,7 +231,7 @@ def test_generate_many_keeps_the_order_and_shares_prefixes():
     ],
     ids=str,
 )
-def test_warm_counts_chunks_and_logs_what_is_left(length, options, stored, tail, caplog):
+def test_warm_counts_chunks_and_logs_the_partial_tail(length, options, stored, tail, caplog):
     with fake_engine(**options) as engine:
         result = engine.warm("x" * length)
         assert (result.chunks_stored, result.partial_tail_tokens) == (stored, tail)
@@ -248,7 +248,7 @@ def test_warm_counts_chunks_and_logs_what_is_left(length, options, stored, tail,
         assert engine.generate("x" * length + "y", max_new_tokens=1).cached_tokens == whole
 
 
-def test_a_chunk_whose_last_block_is_gone_is_not_counted():
+def test_a_chunk_with_an_evicted_block_is_not_counted():
     with fake_engine(num_blocks=16, chunk_size=32) as engine:
         engine.warm([1] * 96)
         assert engine.warm_result([1] * 96).chunks_stored == 3
@@ -259,7 +259,7 @@ def test_a_chunk_whose_last_block_is_gone_is_not_counted():
 
 
 @pytest.mark.parametrize("start", [0, 5, 20])
-def test_logits_of_a_preempted_request_are_given_once(start):
+def test_logits_of_a_preempted_request_are_returned_once(start):
     bench = Bench(5, max_batch_tokens=2)
     bench.submit(range(100, 116), 40)
     bench.step()
@@ -271,7 +271,7 @@ def test_logits_of_a_preempted_request_are_given_once(start):
     np.testing.assert_array_equal(np.concatenate(rows), truth)
 
 
-def test_logits_are_those_of_each_position(engine):
+def test_logits_equal_each_positions(engine):
     truth = np.stack([token_logits(PROMPT[: i + 1]) for i in range(40)])
     with fake_engine(max_batch_tokens=7) as chunked:
         for start in (0, 1, 15, 16, 31, 32, 39):
@@ -334,7 +334,7 @@ def test_stats_have_every_key(engine):
     json.dumps([cache, paged])
 
 
-def test_a_pool_full_of_cache_is_occupied_and_not_in_use():
+def test_a_pool_full_of_cached_blocks_is_occupied_but_not_in_use():
     with fake_engine(num_blocks=4) as engine:
         assert engine.paged_stats()["cache_utilization"] == 0
         engine.generate(list(range(40)), max_new_tokens=1)
@@ -345,7 +345,7 @@ def test_a_pool_full_of_cache_is_occupied_and_not_in_use():
     assert list(stats)[:2] == ["occupied_blocks", "cache_utilization"]
 
 
-def test_tenants_do_not_share():
+def test_tenants_have_different_root_hashes():
     """The root of the hash chain differs; the same engine options give the same root."""
     from kvboost_edge.kvcache.hashing import root_hash
 

@@ -36,7 +36,7 @@ def joined(documents):
     "repair", [BARE, SEAMS, BLEND, QUERY], ids=lambda repair: repair.strategy.value
 )
 @pytest.mark.parametrize("budget", [1, 7, 16, 64, 512])
-def test_documents_in_another_order_are_shared_and_read_where_they_are(repair, budget):
+def test_reordered_documents_are_reused_at_their_positions(repair, budget):
     bench = Bench(max_batch_tokens=budget)
     head = document(0, 20)
     (one, two, three) = (document(n, 53 + n) for n in (1, 2, 3))
@@ -58,7 +58,7 @@ def test_documents_in_another_order_are_shared_and_read_where_they_are(repair, b
     bench.manager.check_invariants([])
 
 
-def test_nothing_approximate_is_found_by_others():
+def test_approximate_blocks_are_never_published():
     bench, head, one, two = served()
     before = bench.manager.published_block_count
     prompt = head + two + one
@@ -70,7 +70,7 @@ def test_nothing_approximate_is_found_by_others():
     assert again.mode is GenerationMode.PREFIX_CACHE
 
 
-def test_without_a_run_what_was_asked_for_as_approximate_is_exact_and_published():
+def test_a_reuse_request_without_a_match_is_exact_and_published():
     bench = Bench()
     prompt = document(0, 70)
     handle = bench.ask(prompt, 2, REUSE, repair=BARE)
@@ -83,7 +83,7 @@ def test_without_a_run_what_was_asked_for_as_approximate_is_exact_and_published(
     assert bench.manager.peek(prompt, bench.parts.root) == 64
 
 
-def test_a_block_of_two_tables_outlives_its_prompt():
+def test_a_span_block_is_not_freed_while_shared():
     """Blocks that are shared at another position are not handed out while they are."""
     bench = Bench(14, max_num_seqs=4, max_batch_tokens=16)
     head = document(0, 17)
@@ -101,7 +101,7 @@ def test_a_block_of_two_tables_outlives_its_prompt():
 
 
 @pytest.mark.parametrize("when", ["probe", "query", "repair"])
-def test_a_failure_in_probe_or_repair_ends_the_request_alone(when):
+def test_a_failure_in_probe_or_repair_ends_only_its_request(when):
     bench = Bench(max_batch_tokens=32)
     docs = [document(number, 70) for number in (1, 2)]
     bench.ask(joined(docs), 1)
@@ -121,7 +121,7 @@ def test_a_failure_in_probe_or_repair_ends_the_request_alone(when):
     assert bench.manager.used_block_count == 0
 
 
-def test_a_tenant_shares_no_spans_of_another():
+def test_spans_are_not_shared_between_tenants():
     bench = Bench()
     doc = document(1, 80)
     bench.ask(doc, 1, tenant="a")
@@ -132,7 +132,7 @@ def test_a_tenant_shares_no_spans_of_another():
     assert own.reused_span_tokens > 60
 
 
-def test_one_document_twice_in_a_prompt_is_one_set_of_blocks():
+def test_a_repeated_document_uses_one_set_of_blocks():
     bench = Bench()
     doc = document(1, 96)
     bench.ask(doc, 1)
@@ -146,7 +146,7 @@ def test_one_document_twice_in_a_prompt_is_one_set_of_blocks():
     bench.answer(handle)
 
 
-def test_what_does_not_fit_with_spans_runs_exactly():
+def test_a_prompt_that_does_not_fit_with_spans_runs_exactly():
     """Spans begin and end inside blocks: with them the prompt needs more blocks than it has tokens
     for.
     """
@@ -159,7 +159,7 @@ def test_what_does_not_fit_with_spans_runs_exactly():
 
 @pytest.mark.parametrize("repair", [SEAMS, BLEND], ids=["seams", "blend"])
 @pytest.mark.parametrize("preempted", [False, True], ids=["undisturbed", "preempted"])
-def test_what_was_found_shared_and_computed_adds_up_to_the_prompts(repair, preempted):
+def test_hit_reused_and_computed_tokens_add_up_to_the_prompt(repair, preempted):
     """Each token once, also of a sequence that lost its blocks and shared spans again."""
     bench = Bench()
     head = document(0, 20)
@@ -200,7 +200,7 @@ def test_what_was_found_shared_and_computed_adds_up_to_the_prompts(repair, preem
         assert first.prompt_ms == pytest.approx(first.total_ms - others, abs=1e-3)
 
 
-def test_the_block_map_tells_which_blocks_are_used_at_another_position():
+def test_the_block_map_marks_span_blocks():
     bench, head, one, two = served()
     assert BLOCK_SPAN not in block_map(bench.parts, bench.scheduler)
     bench.submit(head + two + one, 20, REUSE, repair=BARE)

@@ -31,7 +31,7 @@ def prompt_of(engine, order, question=QUESTIONS[0]):
     ]
 
 
-def test_the_bundled_model_passes_its_test(engine):
+def test_the_bundled_model_passes_the_quality_gate(engine):
     repair = engine._reuse.own_repair()
     verdict = engine._gate.verdict(repair)
     assert verdict.passed
@@ -41,7 +41,7 @@ def test_the_bundled_model_passes_its_test(engine):
     assert engine.paged_stats()["cached_blocks"] == 0
 
 
-def test_documents_are_found_in_any_order(engine):
+def test_documents_are_reused_in_any_order(engine):
     engine.reset_cache()
     warmed = engine.warm(documents=list(PASSAGES))
     assert (warmed.chunks_stored, warmed.partial_tail_tokens) == (8, 0)
@@ -54,7 +54,7 @@ def test_documents_are_found_in_any_order(engine):
         assert (result.mode, result.gate) == (REUSE, "passed")
 
 
-def test_a_document_behind_what_it_was_computed_behind_is_as_if_computed_there(engine):
+def test_a_document_after_its_own_primer_is_exact(engine):
     """Nothing moved and nothing else before it: the keys and values of a text warmed for its place
     are those of the prompt, and so are its logits.
     """
@@ -90,7 +90,7 @@ def test_verify_reports_how_far_answers_change(engine):
     assert all(0.3 < check.agreement <= 1 for check in report.checks)
 
 
-def test_reuse_is_refused_where_another_order_changes_less(engine, monkeypatch):
+def test_reuse_is_refused_if_it_changes_more_than_reordering(engine, monkeypatch):
     """Without another order there is nothing that could excuse a change."""
     from kvboost_edge.reuse.quality_verdict import QualityPrompts
 

@@ -197,7 +197,7 @@ def asked(engine, repair, patch):
     ids=lambda repair: f"{repair.strategy}-{repair.overlap}",
 )
 @pytest.mark.some(3)
-def test_logits_are_those_of_keys_turned_by_hand(engine, oracle, repair, monkeypatch):
+def test_logits_equal_the_reference_with_rotated_keys(engine, oracle, repair, monkeypatch):
     served, ids, seen = asked(engine, repair, monkeypatch)
     assert min(span.delta for span in seen.spans) < 0 < max(span.delta for span in seen.spans)
     expected = oracle.logits(ids, served, seen.spans)
@@ -208,7 +208,7 @@ def test_logits_are_those_of_keys_turned_by_hand(engine, oracle, repair, monkeyp
 
 
 @pytest.mark.parametrize(("runner", "repair"), each_once(RUNNERS, [BARE, BLEND, QUERY]), ids=str)
-def test_keys_of_8_bits_are_turned_as_near_as_they_are_stored(runner, repair, oracle, monkeypatch):
+def test_rotated_8_bit_keys_have_the_stored_precision(runner, repair, oracle, monkeypatch):
     options = {**RUNNERS[runner], "kv_cache_bits": 8, "debug_checks": True}
     with CPUPagedEngine.from_pretrained("kvboost-edge/demo", num_blocks=128, **options) as made:
         prepare_search()
@@ -222,7 +222,7 @@ def test_keys_of_8_bits_are_turned_as_near_as_they_are_stored(runner, repair, or
 
 @pytest.mark.parametrize("repair", [BLOCKS, BLEND], ids=["blocks", "default"])
 @pytest.mark.some(2)
-def test_the_blocks_computed_are_those_whose_second_values_deviate_most(
+def test_cacheblend_recomputes_the_blocks_with_the_largest_value_deviation(
     engine, oracle, repair, monkeypatch
 ):
     served, ids, seen = asked(engine, repair, monkeypatch)
@@ -241,9 +241,7 @@ def test_the_blocks_computed_are_those_whose_second_values_deviate_most(
 
 @pytest.mark.parametrize("repair", [QUERY, QUERY_SEAMS], ids=["blocks", "behind seams"])
 @pytest.mark.some(2)
-def test_the_blocks_computed_are_those_that_the_prompts_end_attends_to_most(
-    engine, oracle, repair, monkeypatch
-):
+def test_query_recompute_chooses_the_most_attended_blocks(engine, oracle, repair, monkeypatch):
     served, ids, seen = asked(engine, repair, monkeypatch)
     prompt = ids[: len(ids) - NUM_ROWS + 1]  # the rest stands for its answer
     masses = oracle.masses(
@@ -261,7 +259,7 @@ def test_the_blocks_computed_are_those_that_the_prompts_end_attends_to_most(
     ("runner", "bits", "repair"), pairwise(RUNNERS, (16, 8), [BLOCKS, QUERY]), ids=str
 )
 @pytest.mark.some(3)
-def test_the_same_blocks_are_chosen_however_the_prompt_is_cut(runner, bits, repair, monkeypatch):
+def test_the_chosen_blocks_do_not_depend_on_chunking(runner, bits, repair, monkeypatch):
     """Pieces that are computed and not looked at are there for those behind them."""
     chosen = []
     for budget in (512, 48, 16):

@@ -97,7 +97,7 @@ class ReuseMachine(RuleBasedStateMachine):
 SHARED = []
 
 
-def test_no_way_leads_to_a_leak_or_a_wrong_token(scale):
+def test_random_operations_leak_nothing_and_keep_tokens(scale):
     SHARED.clear()
     count = scale(70, 10_000)
     run_state_machine_as_test(

@@ -50,7 +50,7 @@ def asked(bench, prompt=ASKED, **options):
     return result
 
 
-def test_what_was_driven_out_is_found_and_brought_back():
+def test_evicted_spans_are_found_and_restored():
     tier = DictTier()
     bench = served(tier)
     read = tier.num_read
@@ -65,13 +65,13 @@ def test_what_was_driven_out_is_found_and_brought_back():
     assert tier.num_read == read, "it is in the pool by now"
 
 
-def test_without_a_tier_nothing_is_kept_in_mind():
+def test_without_a_tier_evicted_spans_are_forgotten():
     bench = served()
     assert bench.scheduler.sharing.finder._remembered is None
     assert not asked(bench).approximate
 
 
-def test_a_tier_that_lost_it_makes_no_difference_to_the_answer():
+def test_lost_blocks_do_not_change_the_answer():
     tier = DictTier()
     bench = served(tier)
     tier.blocks.clear()
@@ -81,7 +81,7 @@ def test_a_tier_that_lost_it_makes_no_difference_to_the_answer():
         asked(served(shaky))
 
 
-def test_only_what_is_gone_is_read():
+def test_only_evicted_blocks_are_read():
     """Chains lose their ends first."""
     tier = DictTier()
     bench = reusing(tier)
@@ -94,7 +94,7 @@ def test_only_what_is_gone_is_read():
     assert tier.num_read - read == len(SERVED) // 16 - kept
 
 
-def test_runs_of_several_texts_come_one_after_another():
+def test_spans_of_several_texts_are_restored_in_turn():
     tier = DictTier()
     bench = reusing(tier)
     for text in (ONE, TWO):
@@ -104,7 +104,7 @@ def test_runs_of_several_texts_come_one_after_another():
     assert asked(bench).reused_span_tokens > 90
 
 
-def test_nobody_finds_what_another_tenant_had():
+def test_evicted_spans_are_isolated_between_tenants():
     tier = DictTier()
     bench = reusing(tier, tenant="a")
     bench.ask(SERVED, 1, tenant="a")
@@ -115,7 +115,7 @@ def test_nobody_finds_what_another_tenant_had():
     assert asked(bench, tenant="a").approximate
 
 
-def test_an_exact_request_looks_for_no_runs():
+def test_an_exact_request_restores_no_spans():
     tier = DictTier()
     bench = served(tier)
     read = tier.num_read
@@ -123,7 +123,7 @@ def test_an_exact_request_looks_for_no_runs():
     assert (result.mode, tier.num_read) == (GenerationMode.PREFIX_CACHE, read)
 
 
-def test_what_does_not_fit_beside_the_prompt_is_not_brought():
+def test_spans_that_do_not_fit_are_not_restored():
     tier = DictTier()
     bench = reusing(tier)
     long = [*document(20, 16 * 15), *TWO, *document(21, 16)]
@@ -134,7 +134,7 @@ def test_what_does_not_fit_beside_the_prompt_is_not_brought():
     assert (result.approximate, tier.num_read) == (False, read)
 
 
-def test_what_is_kept_in_mind_is_bounded():
+def test_the_memory_of_evicted_spans_is_bounded():
     tier = DictTier()
     bench = served(tier)
     for round_number in range(8):
@@ -154,7 +154,7 @@ def small_engine():
         yield engine, tier
 
 
-def test_documents_come_back_too(small_engine):
+def test_warmed_documents_are_restored(small_engine):
     engine, tier = small_engine
     documents = [document(number, 64) for number in range(30, 33)]
     engine.generate([1] * 40, 1, mode=REUSE)
@@ -170,7 +170,7 @@ def test_documents_come_back_too(small_engine):
 
 
 @pytest.mark.parametrize("bits", [16, 8])
-def test_what_came_back_from_disk_has_the_bits_it_left_with(bits, tmp_path):
+def test_spans_restored_from_disk_are_bit_equal(bits, tmp_path):
     texts = [
         f"Doc {number}.\n" + f"The owner of boat {number} is Dibel. Its colour is {colour}. " * 5
         for number, colour in enumerate(("blue", "red", "green"))

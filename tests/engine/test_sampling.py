@@ -75,7 +75,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("options", CASES, ids=repr)
-def test_distribution_equals_the_slow_truth(options):
+def test_distribution_equals_the_reference(options):
     params = SamplingParams.from_options(**options)
     ids = [3, 3, 5, 1, 8, 8, 8, 1]
     for seed in range(3):
@@ -118,7 +118,7 @@ def test_frequencies_follow_the_distribution():
     assert (np.abs(counts - draws * probs) < 5 * sigma).all()
 
 
-def test_a_largest_logit_that_is_known_counts_only_where_nothing_changes_the_logits():
+def test_a_known_argmax_is_used_only_for_unchanged_logits():
     logits = np.arange(8, dtype=np.float32)
     assert make_sampler(SamplingParams(), 0)(logits, [1], 1, 7) == 7
     assert make_sampler(SamplingParams(logit_bias={7: -9.0}), 0)(logits, [1], 1, 7) == 6
@@ -158,11 +158,11 @@ def test_greedy_breaks_ties_by_token_id():
     ],
     ids=repr,
 )
-def test_when_a_request_samples(options, samples):
+def test_options_that_turn_on_sampling(options, samples):
     assert SamplingParams.from_options(**options).samples is samples
 
 
-def test_params_are_values():
+def test_sampling_params_are_immutable_values():
     params = SamplingParams(stop="end", stop_token_ids=[3, 4], temperature=1)
     assert params.stop == ("end",)
     assert params.stop_token_ids == (3, 4)
@@ -171,14 +171,14 @@ def test_params_are_values():
         params.top_k = 3
 
 
-def test_random_numbers_depend_on_seed_and_position_alone():
+def test_random_numbers_depend_only_on_seed_and_position():
     numbers = {(s, p): uniform(s, p) for s in (0, 1, 2**64 - 1) for p in range(200)}
     assert len(set(numbers.values())) == len(numbers)
     assert all(0.0 <= n < 1.0 for n in numbers.values())
     assert abs(float(np.mean(list(numbers.values()))) - 0.5) < 0.05
 
 
-def test_logprobs_are_of_the_models_own_logits():
+def test_logprobs_are_those_of_the_unmodified_logits():
     logits = random_logits(3)
     wide = logits.astype(np.longdouble)
     truth = wide - np.log(np.exp(wide - wide.max()).sum()) - wide.max()
@@ -198,7 +198,7 @@ def test_minus_infinity_masks_tokens():
         assert make_sampler(SamplingParams.from_options(**options), 5)(logits, [1, 2], 1) == 7
 
 
-def test_what_is_suppressed_is_never_drawn():
+def test_suppressed_tokens_are_never_sampled():
     """Whatever its logit and its bias are; the others keep their distribution."""
     logits = random_logits(3)
     best = np.argsort(-logits)[:3].tolist()

@@ -17,7 +17,7 @@ def seed_of(engine, tenant="", prompt=PROMPT):
     return engine.generate(prompt, max_new_tokens=1, temperature=1.0, tenant=tenant).seed
 
 
-def test_seeds_do_not_repeat_after_a_restart_and_have_nothing_to_do_with_the_arrival_number():
+def test_seeds_are_unpredictable_and_do_not_repeat():
     seen = set()
     for _ in range(2):
         with fake_engine() as engine:
@@ -30,7 +30,7 @@ def test_seeds_do_not_repeat_after_a_restart_and_have_nothing_to_do_with_the_arr
     assert not seen & counted
 
 
-def test_with_an_engine_seed_a_tenants_seeds_do_not_depend_on_what_others_do():
+def test_an_engine_seed_gives_each_tenant_its_own_sequence_of_seeds():
     with fake_engine(seed=0) as alone, fake_engine(seed=0) as shared, fake_engine(seed=1) as other:
         lonely = [seed_of(alone, "a", prompt) for prompt in ("one", "two", "three")]
         mixed = {"a": [], "b": [], "c": []}
@@ -43,7 +43,7 @@ def test_with_an_engine_seed_a_tenants_seeds_do_not_depend_on_what_others_do():
         assert seed_of(other, "a", "one") not in lonely
 
 
-def test_a_salt_does_not_start_a_count_of_its_own():
+def test_a_cache_salt_does_not_restart_the_seeds():
     with fake_engine(seed=3) as engine:
         plain, salted = (
             engine.generate(PROMPT, max_new_tokens=1, **o).seed for o in ({}, {"cache_salt": "s"})
@@ -52,7 +52,7 @@ def test_a_salt_does_not_start_a_count_of_its_own():
 
 
 @pytest.mark.parametrize("seed", [None, 0, 255, 256, 2**200])
-def test_every_engine_seed_gives_seeds_a_request_takes(seed):
+def test_every_engine_seed_gives_valid_request_seeds(seed):
     seeds = Seeds(seed)
     drawn = [seeds.draw(bytes(32)) for _ in range(50)]
     assert all(0 <= number < 2**64 for number in drawn)

@@ -14,7 +14,7 @@ from kvboost_edge.segments import Segment
 TOKENS = [(7 * index) % 61 + 1 for index in range(70)]
 
 
-def test_a_row_of_a_part_is_the_part_with_its_sequence():
+def test_a_segment_is_a_table_segment_with_its_sequence():
     assert Segment._fields == ("sequence", *TableSegment._fields)
 
 
@@ -40,7 +40,7 @@ def seamed_logits(machine, bits, cut, segment):
         ((8, 8), "f32", 32, 3, 2e-2),
     ],
 )
-def test_logits_do_not_depend_on_where_a_part_begins(
+def test_logits_do_not_depend_on_segment_borders(
     tmp_path, bits, weights, cut, first_index, tolerance
 ):
     machine = Machine(save_tiny_model("llama", tmp_path), weights)
@@ -51,7 +51,7 @@ def test_logits_do_not_depend_on_where_a_part_begins(
     machine.close()
 
 
-def test_what_a_seamed_sequence_computed_behind_its_seam_is_not_found_by_others(tmp_path):
+def test_blocks_after_a_segment_border_are_not_published(tmp_path):
     machine = Machine(save_tiny_model("llama", tmp_path))
     bench = NativeBench(machine, max_batch_tokens=20)
     handle, _ = bench.submit_logits(TOKENS)

@@ -32,7 +32,7 @@ def messages(caplog):
     return [one.getMessage() for one in caplog.records if "nothing runs" in one.getMessage()]
 
 
-def test_a_stall_is_logged_once_with_what_waits_for_what(clock, caplog):
+def test_a_stall_is_logged_once_with_its_cause(clock, caplog):
     bench, handle = stalled_bench()
     bench.submit([5, 6, 7], 1, priority=2)
     with caplog.at_level(logging.WARNING):
@@ -54,7 +54,7 @@ def test_a_stall_is_logged_once_with_what_waits_for_what(clock, caplog):
     assert bench.answer(handle).generated_tokens == 3
 
 
-def test_each_stall_is_logged_and_steps_that_compute_are_none(clock, caplog):
+def test_each_stall_is_logged_and_computing_steps_are_not_stalls(clock, caplog):
     bench, _ = stalled_bench()
     with caplog.at_level(logging.WARNING):
         for _ in range(3):

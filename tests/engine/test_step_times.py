@@ -8,7 +8,7 @@ from helpers.engine.fake_runner import Bench
 from kvboost_edge.engine.stats import StepTimes
 
 
-def test_counts_are_cumulative_and_bounds_belong_to_their_bucket():
+def test_bucket_counts_are_cumulative_and_bounds_inclusive():
     times = StepTimes()
     for seconds in (0.0, 0.001, 0.0011, 0.2, 0.21, 99.0):
         times.observe(seconds)
@@ -38,7 +38,7 @@ def test_each_step_that_computes_is_counted_once():
     assert 0 < times.seconds <= elapsed
 
 
-def test_a_step_takes_as_long_as_its_forward_pass():
+def test_step_time_includes_the_forward_pass():
     bench = Bench()
     bench.submit([1, 2, 3], 3)
     bench.runner.on_forward = lambda batch: time.sleep(0.03)

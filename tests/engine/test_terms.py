@@ -56,13 +56,13 @@ def test_tenants_and_salts_share_nothing(engine):
     assert cached(engine, tenant="") == (32, "tail"), "no tenant is the engine's own"
 
 
-def test_warm_is_for_its_tenant(engine):
+def test_warm_belongs_to_its_tenant_and_salt(engine):
     assert engine.warm(PROMPT, tenant="a", cache_salt="s").chunks_stored == 1
     assert cached(engine, tenant="a", cache_salt="s") == (32, "tail")
     assert cached(engine, tenant="a") == (0, "first_seen")
 
 
-def test_reasons_of_misses():
+def test_miss_reasons_are_reported():
     with fake_engine(num_blocks=6) as engine:
         assert cached(engine) == (0, "first_seen")
         engine.generate([7] * 90, 2)
@@ -77,7 +77,7 @@ def test_reasons_of_misses():
         assert engine.generate([5] * 33, 2, prompt_logprobs=0).miss_reason == "bypassed"
 
 
-def test_phases_by_name(engine):
+def test_phase_times_are_reported_by_name(engine):
     result = engine.generate(PROMPT, 3)
     parts = (
         result.tokenize_ms,
@@ -109,7 +109,7 @@ def test_phases_by_name(engine):
     ],
     ids=lambda value: repr(value)[:30],
 )
-def test_bad_terms(engine, terms, message):
+def test_invalid_terms_are_refused(engine, terms, message):
     for call in (
         engine.submit,
         engine.check,
@@ -119,7 +119,7 @@ def test_bad_terms(engine, terms, message):
         assert_raises(RequestError, message, call, PROMPT, **terms)
 
 
-def test_check_raises_what_submit_would_and_holds_nothing(engine):
+def test_check_raises_the_errors_of_submit_and_admits_nothing(engine):
     assert engine.check(PROMPT, max_new_tokens=5, tenant="a") == 40
     assert_raises(RequestError, "the prompt is empty", engine.check, [])
     assert_raises(RequestError, "unknown sampling option", engine.check, PROMPT, temprature=1)
@@ -140,7 +140,7 @@ def test_lower_priority_numbers_run_first():
         bench.answer(handle)
 
 
-def test_the_budget_goes_to_the_lowest_priority_number():
+def test_the_token_budget_goes_to_the_lowest_priority_number():
     bench = Bench(64, max_batch_tokens=16)
     slow = bench.submit([1] * 200, 1, priority=1)
     bench.step()
@@ -152,7 +152,7 @@ def test_the_budget_goes_to_the_lowest_priority_number():
     bench.run()
 
 
-def test_memory_is_taken_from_the_highest_priority_number():
+def test_the_highest_priority_number_is_preempted():
     bench = Bench(6, max_num_seqs=2)
     first = bench.submit([1] * 30, 50, priority=1)
     second = bench.submit([2] * 30, 50, priority=0)
@@ -162,7 +162,7 @@ def test_memory_is_taken_from_the_highest_priority_number():
         bench.answer(handle)
 
 
-def test_past_its_deadline_a_request_ends_with_what_it_has(monkeypatch):
+def test_a_request_ends_with_partial_output_at_its_deadline(monkeypatch):
     """New, waiting, prefilling, decoding: it ends within one step, its blocks are back, others go
     on.
     """
@@ -196,7 +196,7 @@ def test_a_deadline_in_the_past_computes_nothing(engine):
     assert runner_of(engine).computed == 0
 
 
-def test_entries_of_ended_requests_do_not_pile_up():
+def test_deadlines_of_ended_requests_are_dropped():
     bench = Bench()
     for _ in range(300):
         bench.ask([1, 2], 1, deadline=time.monotonic() + 1000)
@@ -209,7 +209,7 @@ def logprob(token_ids, token):
 
 
 @pytest.mark.parametrize("budget", [1, 7, 64])
-def test_prompt_logprobs_are_those_of_the_prompt(budget):
+def test_prompt_logprobs_do_not_depend_on_chunking_or_cache(budget):
     """Whatever the cache holds, however the prompt is cut, and though blocks are lost on the
     way.
     """
@@ -231,7 +231,7 @@ def test_prompt_logprobs_are_those_of_the_prompt(budget):
     assert bench.scheduler.num_preemptions > 0
 
 
-def test_prompt_logprobs_do_not_ask_for_many_rows_at_once():
+def test_prompt_logprobs_limit_the_rows_per_pass():
     bench = Bench(64, max_batch_tokens=400)
     rows = []
     bench.runner.on_forward = lambda batch: rows.append(len(batch.logit_rows))
@@ -240,7 +240,7 @@ def test_prompt_logprobs_do_not_ask_for_many_rows_at_once():
     assert max(rows) == 64
 
 
-def test_no_new_tokens_computes_the_prompt_alone(engine):
+def test_max_new_tokens_0_only_computes_the_prompt(engine):
     result = engine.generate(PROMPT, 0)
     assert (result.output_token_ids, result.output_text, result.finish_reason) == ((), "", "length")
     assert engine.generate(PROMPT, 2).cached_tokens == 32
@@ -252,7 +252,7 @@ def test_no_new_tokens_computes_the_prompt_alone(engine):
     assert_raises(RequestError, "401 tokens are more", engine.generate, [3] * 401, 0)
 
 
-def test_counts_of_a_busy_engine():
+def test_running_and_waiting_counts_of_a_busy_engine():
     with fake_engine(max_num_seqs=2) as engine:
         go = threading.Event()
         hold_passes(engine, go)
@@ -274,7 +274,7 @@ def test_counts_of_a_busy_engine():
         assert (engine.num_running(), engine.num_waiting(), engine.waiting_tokens()) == (0, 0, 0)
 
 
-def test_block_details_tell_tokens_and_references():
+def test_block_details_report_tokens_and_references():
     bench = Bench(8, max_batch_tokens=64)
     bench.ask(list(range(40)), 8)
     bench.submit(list(range(40)), 8)
@@ -289,7 +289,7 @@ def test_block_details_tell_tokens_and_references():
     bench.run()
 
 
-def test_a_dead_engine_says_so(monkeypatch):
+def test_a_dead_engine_reports_its_failure(monkeypatch):
     from kvboost_edge.kvcache.manager import KVCacheManager
 
     engine = fake_engine()
@@ -311,7 +311,7 @@ def test_a_dead_engine_says_so(monkeypatch):
     assert closed.failure() is None
 
 
-def test_terms_are_given_whole_or_by_field(engine):
+def test_terms_are_given_as_an_object_or_by_field(engine):
     engine.submit(PROMPT, terms=Terms(tenant="a"), max_new_tokens=1).result()
     assert engine.submit(PROMPT, tenant="a", max_new_tokens=1).result().cached_tokens
     assert (

@@ -37,7 +37,7 @@ def parts_of(engine, thinker, name, result):
 
 
 @pytest.mark.parametrize(("name", "budget"), each_once(KINDS, [0, 1, 2, 17, 40]))
-def test_a_thought_is_cut_at_exactly_the_budget_and_the_answer_follows(monkeypatch, name, budget):
+def test_reasoning_is_cut_at_exactly_the_budget(monkeypatch, name, budget):
     with thinking(monkeypatch, name) as (engine, thinker):
         result = engine.generate(ASK, MANY, reasoning_budget=budget)
         assert parts_of(engine, thinker, name, result) == (
@@ -48,7 +48,7 @@ def test_a_thought_is_cut_at_exactly_the_budget_and_the_answer_follows(monkeypat
 
 
 @EVERY
-def test_a_message_stands_before_the_end(monkeypatch, name):
+def test_the_budget_message_precedes_the_closing_marker(monkeypatch, name):
     """Special tokens in it are text, so it ends no turn."""
     message = " <|special 259|>Enough."
     with thinking(monkeypatch, name) as (engine, thinker):
@@ -59,7 +59,7 @@ def test_a_message_stands_before_the_end(monkeypatch, name):
 
 
 @pytest.mark.parametrize(("name", "budget"), each_once(KINDS, [None, -1, 25, 300]))
-def test_a_thought_that_ends_in_time_is_the_models_own(monkeypatch, name, budget):
+def test_reasoning_within_the_budget_is_unchanged(monkeypatch, name, budget):
     with thinking(monkeypatch, name) as (engine, thinker):
         thinker.thinks = 12
         own = engine.generate(ASK, MANY)
@@ -68,7 +68,7 @@ def test_a_thought_that_ends_in_time_is_the_models_own(monkeypatch, name, budget
         assert found.reasoning_tokens == (12 if (budget or 0) > 0 else None)
 
 
-def test_a_marker_that_the_model_began_is_completed(monkeypatch):
+def test_a_partial_closing_marker_is_completed(monkeypatch):
     """Each budget ends inside of another part of the closing marker."""
     with thinking(monkeypatch, "letters") as (engine, thinker):
         thinker.thinks = 5
@@ -82,7 +82,7 @@ def test_a_marker_that_the_model_began_is_completed(monkeypatch):
 
 @pytest.mark.parametrize("name", ["markers", "opened", "gemma", "harmony"])
 @pytest.mark.parametrize("again", ["opener", "closer"])
-def test_no_other_block_follows_a_cut(monkeypatch, name, again):
+def test_no_second_reasoning_block_follows_a_cut(monkeypatch, name, again):
     """A model that would think on, or write the end once more, answers."""
     with thinking(monkeypatch, name) as (engine, thinker):
         kind = KINDS[name]
@@ -105,7 +105,7 @@ def test_the_answer_may_name_the_markers(monkeypatch):
 
 @pytest.mark.parametrize("name", ["opened", "harmony"])
 @pytest.mark.parametrize("message", ["", "Enough."])
-def test_a_thought_leaves_room_for_its_end_and_an_answer(monkeypatch, name, message):
+def test_reasoning_leaves_room_for_an_answer(monkeypatch, name, message):
     """A budget above the limit of the output never makes the output all thought."""
     with thinking(monkeypatch, name, max_context=400) as (engine, thinker):
         kind = KINDS[name]
@@ -125,7 +125,7 @@ def test_a_thought_leaves_room_for_its_end_and_an_answer(monkeypatch, name, mess
 
 
 @pytest.mark.parametrize("name", ["opened", "harmony"])
-def test_the_next_turn_finds_all_tokens_in_the_cache(monkeypatch, name):
+def test_the_next_turn_hits_all_tokens(monkeypatch, name):
     with thinking(monkeypatch, name) as (engine, _):
         prompt = engine.tokenizer.encode_chat(ASK)
         first = engine.generate(
@@ -137,7 +137,7 @@ def test_the_next_turn_finds_all_tokens_in_the_cache(monkeypatch, name):
 
 
 @pytest.mark.parametrize("name", ["letters", "gemma"])
-def test_a_call_inside_a_thought_is_not_cut(monkeypatch, name):
+def test_a_tool_call_within_reasoning_is_not_cut(monkeypatch, name):
     """Its tokens do not count either."""
     call = FORMATS["hermes" if name == "letters" else name].calls([("clock", {})])
     with thinking(monkeypatch, name) as (engine, thinker):
@@ -170,7 +170,7 @@ def test_each_turn_after_a_tools_result_has_its_own_budget(monkeypatch, name):
 
 
 @pytest.mark.parametrize("name", ["opened", "markers", "letters", "harmony"])
-def test_a_budget_and_a_grammar_hold_together(monkeypatch, name):
+def test_a_budget_and_a_grammar_combine(monkeypatch, name):
     schema = {"type": "object", "properties": {"n": {"const": 7}}, "required": ["n"]}
     kind = KINDS[name]
     with thinking(monkeypatch, name) as (engine, thinker):
@@ -224,7 +224,7 @@ def expected(prompt, count, found):
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_budgets_are_exact_in_any_batch_and_with_any_drafts(seed):
+def test_budgets_are_exact_with_batches_and_drafts(seed):
     """Small pools preempt; drafts cross the cut and are rejected there."""
     rng = random.Random(seed)
     bench = Bench(rng.choice((10, 12, 64)), max_batch_tokens=rng.choice((3, 17, 64)))
@@ -248,7 +248,7 @@ def test_budgets_are_exact_in_any_batch_and_with_any_drafts(seed):
     assert bench.manager.free_block_count == bench.manager.num_blocks
 
 
-def test_forced_tokens_become_drafts():
+def test_forced_tokens_are_drafted():
     bench = Bench()
     found = limit(5, "I have thought about it for long enough.")
     terms = {"reasoning": found, "max_draft_tokens": 31, "always_drafts": True}
@@ -288,7 +288,7 @@ def test_sampling_does_not_change_forced_tokens(options):
         )
 
 
-def test_a_cancelled_request_gives_all_back(monkeypatch):
+def test_a_cancelled_request_releases_everything(monkeypatch):
     own = fake_runner.token_logits
     with thinking(monkeypatch, "opened") as (engine, _):
         handle = engine.submit(ASK, max_new_tokens=None, reasoning_budget=4000)
@@ -302,7 +302,7 @@ def test_a_cancelled_request_gives_all_back(monkeypatch):
 # -- what is refused --
 
 
-def test_a_budget_is_refused_where_it_can_have_no_effect(monkeypatch):
+def test_a_budget_without_effect_is_refused(monkeypatch):
     with scripted(monkeypatch, FORMATS["words"]) as (engine, _):
         with pytest.raises(RequestError, match=r"reasoning_budget needs the markers .* shows none"):
             engine.generate(ASK, 5, reasoning_budget=5)
@@ -335,7 +335,7 @@ def test_a_budget_is_refused_where_it_can_have_no_effect(monkeypatch):
         ),
     ],
 )
-def test_what_a_budget_does_not_allow_is_refused(monkeypatch, options, problem):
+def test_options_that_contradict_a_budget_are_refused(monkeypatch, options, problem):
     with thinking(monkeypatch, "markers") as (engine, _), pytest.raises(RequestError) as caught:
         engine.generate(ASK, **options)
     assert problem in str(caught.value)
@@ -348,7 +348,7 @@ def test_markers_of_channels_are_refused_in_a_message(monkeypatch):
                 engine.generate(ASK, 5, reasoning_budget=1, reasoning_budget_message=f"a{marker}b")
 
 
-def test_a_suppressed_end_is_refused(monkeypatch):
+def test_a_suppressed_closing_marker_is_refused(monkeypatch):
     with thinking(monkeypatch, "markers") as (engine, thinker):
         (closer,) = thinker.ids("</think>")
         features = engine._builder._features
@@ -358,7 +358,7 @@ def test_a_suppressed_end_is_refused(monkeypatch):
             engine.generate(ASK, 5, reasoning_budget=5)
 
 
-def test_a_closed_block_has_nothing_to_limit(monkeypatch):
+def test_a_budget_has_no_effect_on_closed_reasoning(monkeypatch):
     """Not even with a format that applies from the first token."""
     with thinking(monkeypatch, "markers") as (engine, _):
         prompt = engine.tokenizer.encode_chat(ASK, True, {"enable_thinking": False})

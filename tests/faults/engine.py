@@ -69,8 +69,7 @@ FAULTS = (
         "engine/grammar/masks.py",
         "            raise RequestError(\n                f\"the grammar's parser failed",
         "            raise ValueError(\n                f\"the grammar's parser failed",
-        "tests/server/api/compat/test_contract.py::test_a_grammar_that_grows_too_large_is_an_error_of"
-        "_its_request",
+        "tests/server/api/compat/test_contract.py::test_a_grammar_that_grows_too_large_fails_only_its_request",
     ),
     fault(
         "computes slow masks at the priority of forward passes",
@@ -84,7 +83,7 @@ FAULTS = (
         "engine/grammar/compiler.py",
         "return LLMatcher.grammar_from_lark(_choice_rules(grammar.text))",
         'return grammar_from("choice", grammar.text)',
-        "tests/server/api/test_answer_format.py::test_as_many_choices_as_are_allowed",
+        "tests/server/api/test_answer_format.py::test_guided_choice_accepts_up_to_10000_entries",
     ),
     fault(
         "counts completed prefetches against more urgent requests",

@@ -6,8 +6,8 @@ from faults.fault import fault
 from faults.suites import GEMMA4, GEMMA4_EXPERTS, SPARSE
 
 _GGUF = "tests/models/gguf/test_hybrids.py"
-_PACKED = "tests/models/test_hybrids.py::test_the_packed_tensors_are_the_model_of_transformers"
-_SAME = f"{_GGUF}::test_a_gguf_file_is_the_same_model"
+_PACKED = "tests/models/test_hybrids.py::test_packed_tensors_equal_transformers"
+_SAME = f"{_GGUF}::test_a_gguf_file_equals_the_checkpoint"
 
 FAULTS = (
     fault(
@@ -57,21 +57,21 @@ FAULTS = (
         "models/config/mtp_spec.py",
         "experts = dataclasses.replace(experts, sparse=(True,))",
         "experts = dataclasses.replace(experts, sparse=experts.sparse[:1])",
-        "tests/models/test_mtp.py::test_a_head_of_both_formats_equals_transformers[glm4_moe]",
+        "tests/models/test_mtp.py::test_heads_of_both_formats_equal_transformers[glm4_moe]",
     ),
     fault(
         "ties an MTP head without its own LM head to the embedding",
         "models/config/mtp_spec.py",
         "        tied=False,\n",
         "",
-        "tests/models/test_mtp.py::test_a_file_of_the_head_alone",
+        "tests/models/test_mtp.py::test_a_file_with_the_head_alone_is_read",
     ),
     fault(
         "exchanges the norms of an MTP head's two inputs",
         "models/families/mtp.py",
         '"nextn.enorm": EMBEDDING_NORM,\n        "nextn.hnorm": HIDDEN_NORM,',
         '"nextn.enorm": HIDDEN_NORM,\n        "nextn.hnorm": EMBEDDING_NORM,',
-        "tests/models/test_mtp.py::test_a_head_of_both_formats_equals_transformers",
+        "tests/models/test_mtp.py::test_heads_of_both_formats_equal_transformers",
     ),
     fault(
         "normalizes queries and keys whatever the config says",
@@ -153,7 +153,7 @@ FAULTS = (
             "        last = tensor.shape[0]\n"
             "        pick = np.arange(start, stop)\n"
         ),
-        "tests/models/packed/test_memory.py::test_a_few_rows_of_an_expert_are_read_alone",
+        "tests/models/packed/test_memory.py::test_few_rows_of_an_expert_are_read_separately",
     ),
     fault(
         "reads the blocks of all experts for each slice",
@@ -162,35 +162,35 @@ FAULTS = (
         '        every = self._files.stored_shape(f"{piece.whole}_blocks", "U8", 4)[0] * each\n'
         '        packed = self._span(f"{piece.whole}_blocks", 4, 0, every, groups * _BLOCK_BYTES)'
         "[first : first + rows]\n",
-        "tests/models/packed/test_memory.py::test_a_few_rows_of_an_expert_are_read_alone",
+        "tests/models/packed/test_memory.py::test_few_rows_of_an_expert_are_read_separately",
     ),
     fault(
         "exchanges interleaved gate and up columns of stacked experts",
         "models/weights/stacked_experts.py",
         '("gate_proj", "up_proj")',
         '("up_proj", "gate_proj")',
-        "tests/models/weights/test_stacked_experts.py::test_columns_take_turns",
+        "tests/models/weights/test_stacked_experts.py::test_interleaved_gate_and_up_columns_are_separated",
     ),
     fault(
         "swaps the nibbles of MXFP4 in safetensors",
         "models/weights/stacked_experts.py",
         "np.stack([packed & np.uint8(15), packed >> np.uint8(4)], axis=-1)",
         "np.stack([packed >> np.uint8(4), packed & np.uint8(15)], axis=-1)",
-        "tests/models/weights/test_stacked_experts.py::test_mxfp4_is_what_transformers_makes_of_it",
+        "tests/models/weights/test_stacked_experts.py::test_mxfp4_equals_transformers",
     ),
     fault(
         "rounds YaRN's correction range where the config does not ask for it",
         "models/families/gpt_oss.py",
         'rope["truncate"] = False',
         'rope["truncate"] = True',
-        "tests/runners/native/test_gpt_oss.py::test_borders_of_yarn_are_no_whole_numbers",
+        "tests/runners/native/test_gpt_oss.py::test_yarn_borders_are_not_rounded",
     ),
     fault(
         "ends an answer at the end of a message inside a turn",
         "models/gguf/metadata_config.py",
         "in_messages = set(vocabulary) >= _TURN_ENDINGS",
         "in_messages = False",
-        "tests/models/gguf/test_source.py::test_the_endings_of_turns_in_messages",
+        "tests/models/gguf/test_source.py::test_end_of_turn_ids_are_found",
     ),
     fault(
         "reverses the weights of a short convolution",
@@ -260,7 +260,7 @@ FAULTS = (
         "models/families/gguf_keys.py",
         "return found - ahead",
         "return found",
-        f"{_GGUF}::test_layers_that_guess_ahead_are_counted_among_the_blocks_and_not_used",
+        f"{_GGUF}::test_mtp_layers_in_the_block_count_are_not_used",
     ),
     fault(
         "Qwen3.5: subtracts 1 from mixer norms in GGUF files",
@@ -288,7 +288,7 @@ FAULTS = (
         "models/families/granite.py",
         '"gated_before"',
         '"gated_after"',
-        "tests/runners/native/test_hybrids.py::test_a_hybrid_equals_transformers[granitemoehybrid-h]",
+        "tests/runners/native/test_hybrids.py::test_hybrid_models_equal_transformers[granitemoehybrid-h]",
     ),
     fault(
         "Granite 4: drops the bias of convolutions",
@@ -309,7 +309,7 @@ FAULTS = (
         "models/families/granite.py",
         '"position_embedding_type": None}',
         '"position_embedding_type": "rope"}',
-        "tests/models/config/test_families.py::test_granite_4_has_rope_where_it_asks_for_it",
+        "tests/models/config/test_families.py::test_granite_4_rope_follows_the_config",
     ),
     fault(
         "Granite 4: drops the shared expert",
@@ -330,7 +330,7 @@ FAULTS = (
         "models/families/granite.py",
         "{**usual, **_gguf_config(keys, config), **",
         "{**_gguf_config(keys, config), **usual, **",
-        f"{_GGUF}::test_a_granite_file_says_whether_there_is_rope",
+        f"{_GGUF}::test_granite_files_set_whether_there_is_rope",
     ),
     fault(
         "adds an MLP to layers that consist of a mixer alone",
@@ -344,7 +344,7 @@ FAULTS = (
         "models/families/nemotron.py",
         'bool(keys.header.value(keys.name("expert_weights_norm"), bool))',
         "True",
-        f"{_GGUF}::test_a_nemotron_file_says_whether_shares_are_divided_by_their_sum",
+        f"{_GGUF}::test_nemotron_files_set_norm_topk_prob",
     ),
     fault(
         "Falcon-H1: does not divide the MLP's factor by the gate's factor",

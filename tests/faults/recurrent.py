@@ -415,7 +415,7 @@ FAULTS = faults(
         "terms.snapshot_hints or user_starts(self._tokenizer, inputs.token_ids)",
         "terms.snapshot_hints",
         "tests/engine/test_hybrid_end_to_end.py::"
-        "test_a_chat_goes_on_from_where_another_one_with_its_system_message_left_it",
+        "test_chats_share_the_state_after_their_system_message",
     ),
     (
         "message boundaries: one token late",

@@ -64,13 +64,13 @@ FAULTS = (
             "        )\n"
         ),
         "        fixed[la.R_SINKS] = np.array([0 for sinks in self._sinks])\n",
-        "tests/runners/native/test_gpt_oss.py::test_all_logits_of_prompts_around_window_and_block",
+        "tests/runners/native/test_gpt_oss.py::test_logits_around_window_and_block_borders_equal_transformers",
     ),
     fault(
         "stores a mixer's output in the buffer of the queries",
         "runners/native/recurrent_layers.py",
         "lt.B_MIXED if builder.sizes.mixed else lt.B_QUERY",
         "lt.B_QUERY",
-        "tests/runners/native/test_hybrids.py::test_a_hybrid_equals_transformers[falcon_h1]",
+        "tests/runners/native/test_hybrids.py::test_hybrid_models_equal_transformers[falcon_h1]",
     ),
 )

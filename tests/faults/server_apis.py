@@ -23,21 +23,21 @@ _STREAMING = (
         "server/work/streams.py",
         "lambda error: event(error_body(error)), last=_DONE)",
         "lambda error: event(error_body(error)))",
-        f"{_STREAMS}::test_chat_chunks_to_the_letter",
+        f"{_STREAMS}::test_chat_chunks_have_the_exact_format",
     ),
     fault(
         "omits the null usage from chunks before the last one",
         "server/work/streams.py",
         '            members.setdefault("usage", None)\n',
         "            pass\n",
-        f"{_STREAMS}::test_usage_comes_last_and_alone",
+        f"{_STREAMS}::test_usage_is_the_last_chunk_without_choices",
     ),
     fault(
         "sends events without names",
         "server/work/streams.py",
         'kind = f"event: {name}\\n".encode() if name else b""',
         'kind = b""',
-        f"{_CONTRACT}::test_a_whole_answer_and_a_stream_say_what_the_model_said",
+        f"{_CONTRACT}::test_whole_and_streamed_answers_equal_the_models_output",
     ),
     fault(
         "drops the last piece of a large answer of whole pieces",
@@ -65,7 +65,7 @@ _STREAMING = (
         "server/work/bridge.py",
         "    finally:\n        for handle in handles:\n            handle.cancel()\n",
         "    finally:\n        pass\n",
-        f"{_COMPAT}/test_leaving.py::test_a_client_that_leaves_frees_all_within_a_step",
+        f"{_COMPAT}/test_leaving.py::test_a_disconnect_frees_everything_within_one_step",
     ),
     fault(
         "sends a token's log probability before its text",
@@ -78,14 +78,14 @@ _STREAMING = (
             "        )\n"
         ),
         "        count = len(self._ids)\n",
-        "tests/server/api/test_logprobs.py::test_a_token_in_text_that_is_held_back_waits_for_it",
+        "tests/server/api/test_logprobs.py::test_logprobs_wait_for_withheld_text",
     ),
     fault(
         "Anthropic: sends no ping in a silent stream",
         "server/api/compat/anthropic/messages.py",
         "super().__init__(state, chat, pings=True)",
         "super().__init__(state, chat)",
-        "tests/server/api/test_progress.py::test_a_silent_stream_of_messages_has_pings",
+        "tests/server/api/test_progress.py::test_a_silent_messages_stream_sends_pings",
     ),
 )
 
@@ -95,7 +95,7 @@ _OPENAI = (
         "server/api/usage.py",
         "prompt = sum(result.prompt_tokens for result in firsts)",
         "prompt = sum(result.prompt_tokens for result in results)",
-        f"{_COMPLETIONS}::test_figures_count_a_prompt_once_and_times_from_its_arrival",
+        f"{_COMPLETIONS}::test_metrics_count_a_prompt_once_and_measure_from_arrival",
     ),
     fault(
         "reports the cached tokens of the choice that found most",
@@ -109,7 +109,7 @@ _OPENAI = (
         "server/api/schemas/shared.py",
         "(self.seed + choice) % 2**64",
         "self.seed % 2**64",
-        f"{_COMPLETIONS}::test_seeds_repeat_and_choices_of_a_seed_differ",
+        f"{_COMPLETIONS}::test_a_seed_reproduces_answers_and_its_choices_differ",
     ),
     fault(
         "best_of returns the least likely answer",
@@ -128,7 +128,7 @@ _OPENAI = (
         "server/api/completion_requests.py",
         "_DEFAULT_MAX_TOKENS = 16",
         "_DEFAULT_MAX_TOKENS = 17",
-        f"{_COMPLETIONS}::test_sixteen_tokens_unless_told_otherwise",
+        f"{_COMPLETIONS}::test_max_tokens_defaults_to_16",
     ),
     fault(
         "echoes the first prompt in every choice",
@@ -142,21 +142,21 @@ _OPENAI = (
         "server/api/checks.py",
         "room = min(context, pool + 1) - num_prompt_tokens",
         "room = min(context + 1, pool + 1) - num_prompt_tokens",
-        f"{_CHAT}::test_without_a_limit_the_answer_may_fill_what_there_is",
+        f"{_CHAT}::test_without_max_tokens_an_answer_may_fill_the_context",
     ),
     fault(
         "does not treat a developer's message as the system's",
         "server/api/schemas/chat.py",
         '"system" if self.role == "developer" else self.role',
         "self.role",
-        "tests/server/api/test_schemas.py::test_a_developer_s_message_is_the_system_s",
+        "tests/server/api/test_schemas.py::test_developer_messages_become_system_messages",
     ),
     fault(
         "ignores top_logprobs without logprobs",
         "server/api/schemas/chat.py",
         "if self.top_logprobs and not self.logprobs:",
         "if self.top_logprobs and self.logprobs is False:",
-        f"{_CONTRACT}::test_bad_fields_are_refused_by_name",
+        f"{_CONTRACT}::test_invalid_fields_are_refused_by_name",
     ),
     # Responses.
     fault(
@@ -164,28 +164,28 @@ _OPENAI = (
         "server/api/compat/responses/writer.py",
         'return "incomplete" if reason == "length" else "completed"',
         'return "completed"',
-        f"{_CONTRACT}::test_an_answer_cut_short_says_so",
+        f"{_CONTRACT}::test_a_truncated_answer_has_finish_reason_length",
     ),
     fault(
         "stores a response although store is false",
         "server/api/routes/responses.py",
         "keep if body.store is not False else None",
         "keep",
-        f"{_RESPONSES}::test_store_false_keeps_nothing",
+        f"{_RESPONSES}::test_store_false_stores_nothing",
     ),
     fault(
         "gives all events of a response the same number",
         "server/api/compat/responses/writer.py",
         "        self._number += 1\n",
         "",
-        f"{_CONTRACT}::test_a_whole_answer_and_a_stream_say_what_the_model_said",
+        f"{_CONTRACT}::test_whole_and_streamed_answers_equal_the_models_output",
     ),
     fault(
         "has_more is true on the last page of a response's items",
         "server/api/routes/responses.py",
         '"has_more": len(items) > limit',
         '"has_more": len(items) >= limit',
-        f"{_RESPONSES}::test_a_remembered_response_is_shown_and_forgotten",
+        f"{_RESPONSES}::test_a_stored_response_is_retrieved_and_deleted",
     ),
     fault(
         "continues a conversation from its last turn alone",
@@ -199,7 +199,7 @@ _OPENAI = (
         "server/work/stored_responses.py",
         "self.kept.find(tenant, at)",
         "self.kept.peek(tenant, at)",
-        "tests/server/work/test_stored_responses.py::test_bytes_are_bounded_and_the_least_used_go_first",
+        "tests/server/work/test_stored_responses.py::test_bytes_are_bounded_with_lru_eviction",
     ),
     # Embeddings and reranking.
     fault(
@@ -239,35 +239,35 @@ _COMPAT_APIS = (
         "server/api/compat/anthropic/blocks.py",
         'return f"Error: {text}" if self.is_error else text',
         "return text",
-        f"{_ANTHROPIC}::test_calls_results_and_thoughts",
+        f"{_ANTHROPIC}::test_tool_calls_results_and_thinking_are_translated",
     ),
     fault(
         "Anthropic: reports a message with a call as end_turn",
         "server/api/compat/anthropic/writer.py",
         'return {"stop_reason": "tool_use", "stop_sequence": None}',
         'return {"stop_reason": "end_turn", "stop_sequence": None}',
-        f"{_CONTRACT}::test_a_whole_answer_and_a_stream_say_what_the_model_said",
+        f"{_CONTRACT}::test_whole_and_streamed_answers_equal_the_models_output",
     ),
     fault(
         "Anthropic: counts tokens after the last full block as cached",
         "server/api/compat/anthropic/writer.py",
         "max(0, length // size * size - cached)",
         "max(0, length - cached)",
-        f"{_MARKED}::test_what_is_marked_is_pinned_and_counted",
+        f"{_MARKED}::test_cache_control_pins_and_counts_the_marked_prefix",
     ),
     fault(
         "Anthropic: sends thinking to a client that asks to omit it",
         "server/api/compat/anthropic/writer.py",
         'body.thinking is None or body.thinking.display != "omitted"',
         "True",
-        f"{_ANTHROPIC}::test_thoughts_can_be_left_out_of_what_is_shown",
+        f"{_ANTHROPIC}::test_thinking_is_omitted_on_request",
     ),
     fault(
         "Anthropic: cache_control of 1h holds for 5 minutes",
         "server/api/compat/anthropic/blocks.py",
         '_SECONDS = {"5m": 300.0, "1h": 3600.0}',
         '_SECONDS = {"5m": 300.0, "1h": 300.0}',
-        f"{_MARKED}::test_an_hour_and_five_minutes",
+        f"{_MARKED}::test_ttl_of_5m_and_1h_expire_separately",
     ),
     # Ollama.
     fault(
@@ -275,28 +275,28 @@ _COMPAT_APIS = (
         "server/api/compat/ollama/writer.py",
         'self._stream.add(dumps(line) + b"\\n")',
         "self._stream.add(dumps(line))",
-        f"{_CONTRACT}::test_a_whole_answer_and_a_stream_say_what_the_model_said",
+        f"{_CONTRACT}::test_whole_and_streamed_answers_equal_the_models_output",
     ),
     fault(
         "Ollama: reports durations in milliseconds",
         "server/api/compat/ollama/writer.py",
         "return round(milliseconds * 1e6)",
         "return round(milliseconds)",
-        f"{_CONTRACT}::test_a_whole_answer_and_a_stream_say_what_the_model_said",
+        f"{_CONTRACT}::test_whole_and_streamed_answers_equal_the_models_output",
     ),
     fault(
         "Ollama: treats num_predict -1 as a limit",
         "server/api/compat/ollama/translate.py",
         '"max_tokens": None if limit is None or limit <= 0 else limit,',
         '"max_tokens": limit,',
-        f"{_CONTRACT}::test_fields_that_mean_nothing_here_are_taken",
+        f"{_CONTRACT}::test_fields_without_effect_are_accepted",
     ),
     fault(
         "Ollama: keep_alive -1 unloads a model at once",
         "server/api/compat/ollama/durations.py",
         "return math.inf if seconds < 0 else float(seconds)",
         "return float(max(0, seconds))",
-        "tests/server/models/test_dialects.py::test_the_last_request_says_how_long_a_model_stays",
+        "tests/server/models/test_dialects.py::test_keep_alive_of_the_last_request_applies",
     ),
     fault(
         "Ollama: sends a call before its arguments are complete",
@@ -307,7 +307,7 @@ _COMPAT_APIS = (
             "            (part.index + 1 for part in parts if isinstance(part, CallStart)),\n"
             "            default=self._calls_told,\n"
         ),
-        f"{_CONTRACT}::test_a_whole_answer_and_a_stream_say_what_the_model_said",
+        f"{_CONTRACT}::test_whole_and_streamed_answers_equal_the_models_output",
     ),
     # llama.cpp.
     fault(
@@ -315,49 +315,49 @@ _COMPAT_APIS = (
         "server/api/compat/llama_cpp/writer.py",
         '"limit" if reason == "length" else "word" if word else "eos"',
         '"limit" if reason == "length" else "eos"',
-        f"{_LLAMA_CPP}::test_what_ended_an_answer_is_told",
+        f"{_LLAMA_CPP}::test_stop_type_and_stopping_word_name_the_end",
     ),
     fault(
         "llama.cpp: repeats all earlier token ids in each piece",
         "server/api/compat/llama_cpp/writer.py",
         "begin = self._told_ids",
         "begin = 0",
-        f"{_CONTRACT}::test_a_whole_answer_and_a_stream_say_what_the_model_said",
+        f"{_CONTRACT}::test_whole_and_streamed_answers_equal_the_models_output",
     ),
     fault(
         "llama.cpp: puts an infill's suffix first",
         "server/api/compat/llama_cpp/translate.py",
         '[[before], body.input_prefix + (body.prompt or ""), [between], body.input_suffix]',
         '[[before], body.input_suffix, [between], body.input_prefix + (body.prompt or "")]',
-        f"{_LLAMA_CPP}::test_infill_is_prefix_suffix_and_middle",
+        f"{_LLAMA_CPP}::test_infill_uses_the_models_prefix_suffix_and_middle_tokens",
     ),
     fault(
         "llama.cpp: drops an infill's last text instead of its first",
         "server/api/compat/llama_cpp/translate.py",
         "reversed(self._extra)",
         "self._extra",
-        f"{_INFILL}::test_texts_that_do_not_fit_are_left_out",
+        f"{_INFILL}::test_the_oldest_extra_texts_are_dropped_if_they_do_not_fit",
     ),
     fault(
         "llama.cpp: shrinks the room for other texts with the local text",
         "server/api/compat/llama_cpp/translate.py",
         "max(len(local), min(_LOCAL, context // 2))",
         "len(local)",
-        f"{_INFILL}::test_texts_that_do_not_fit_are_left_out",
+        f"{_INFILL}::test_the_oldest_extra_texts_are_dropped_if_they_do_not_fit",
     ),
     fault(
         "llama.cpp: encodes special tokens in files as special in an infill",
         "server/api/compat/llama_cpp/translate.py",
         'tokenizer.encode_framed("", piece, "")',
         "tokenizer.encode(piece, False)",
-        f"{_INFILL}::test_special_tokens_in_files_are_text",
+        f"{_INFILL}::test_special_tokens_in_files_are_encoded_as_text",
     ),
     fault(
         "llama.cpp: does not end an infill at a token of its layout",
         "server/api/compat/llama_cpp/translate.py",
         "None if body.ignore_eos else stop_ids",
         "None",
-        f"{_INFILL}::test_a_token_of_the_layout_ends_the_answer",
+        f"{_INFILL}::test_an_infill_token_ends_the_answer",
     ),
     # Errors.
     fault(
@@ -365,7 +365,7 @@ _COMPAT_APIS = (
         "server/error_shapes.py",
         "_BY_PATH.get(api, _openai)",
         "_BY_PATH.get(path, _openai)",
-        "tests/server/test_error_shapes.py::test_an_error_has_the_shape_of_its_api",
+        "tests/server/test_error_shapes.py::test_an_error_has_its_apis_format",
     ),
 )
 

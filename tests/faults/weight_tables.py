@@ -18,7 +18,7 @@ _OF_BLOCKS = "tests/models/gguf/test_blocks.py"
 _OF_FILES = "tests/models/gguf/test_four_bits.py"
 _OF_STREAM = "tests/models/packed/test_stream.py"
 _OF_HALVED = "tests/models/weights/test_halved.py"
-_OF_KERNELS = "tests/kernels/program/test_linear.py::test_linear_equals_the_specification"
+_OF_KERNELS = "tests/kernels/program/test_linear.py::test_linear_equals_the_reference"
 _OF_EMBED = "tests/kernels/program/test_embed.py"
 _OF_FORMS = "tests/kernels/linear/test_every_form.py"
 
@@ -70,7 +70,7 @@ FAULTS = faults(
         "kernels/linear/weight_formats.py",
         "has_halves = self.block_bytes > 0 and self.parts > 1",
         "has_halves = False",
-        "tests/kernels/program/test_linear.py::test_linear_equals_the_specification",
+        "tests/kernels/program/test_linear.py::test_linear_equals_the_reference",
     ),
     (
         "q3k: leaves the offset of scales out",

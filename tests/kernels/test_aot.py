@@ -53,7 +53,7 @@ def compiled(cache, children, stop_at=-1):
     return json.loads(done.stdout)
 
 
-def test_children_leave_what_one_process_leaves_and_the_parent_compiles_nothing(tmp_path):
+def test_child_processes_compile_everything(tmp_path):
     own, told, files = compiled(tmp_path / "two", 2)
     assert own == []
     assert told == [[0, 3], [1, 3], [2, 3], [3, 3]]
@@ -65,7 +65,7 @@ def test_children_leave_what_one_process_leaves_and_the_parent_compiles_nothing(
     assert same == files
 
 
-def test_an_interrupt_leaves_a_cache_that_the_next_start_completes(tmp_path):
+def test_an_interrupted_compilation_is_completed_later(tmp_path):
     own, told, files = compiled(tmp_path, 1, stop_at=1)
     assert (own, told[-1]) == ([], [1, 3])
     assert 1 <= len(files) < 3
@@ -82,7 +82,7 @@ def missing(monkeypatch):
     return team_entries[0]
 
 
-def test_a_child_that_fails_is_told_with_the_kernel_and_leaves_no_process(missing, monkeypatch):
+def test_a_failed_child_is_reported_with_its_kernel(missing, monkeypatch):
     monkeypatch.setattr(aot, "_MODULE", "kvboost_edge.kernels.nowhere")
     before = set(psutil.Process().children())
     with pytest.raises(
@@ -109,7 +109,9 @@ def test_an_interrupt_leaves_no_process(missing):
 
 
 @pytest.mark.parametrize("executable", ["", "/nowhere/python"])
-def test_where_no_child_can_be_started_the_log_says_so(executable, missing, monkeypatch, caplog):
+def test_compilation_falls_back_to_this_process_with_a_log_line(
+    executable, missing, monkeypatch, caplog
+):
     monkeypatch.setattr(sys, "executable", executable)
     with caplog.at_level(logging.INFO, "kvboost_edge"):
         aot.compile_ahead([missing], 2)

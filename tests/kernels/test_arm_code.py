@@ -37,7 +37,7 @@ def assembly(form, cpu):
         *(("ampere1", "smmla"), ("neoverse-v1", "smmla"), ("apple-m2", "smmla")),
     ],
 )
-def test_the_probes_tell_what_a_processor_has(cpu, instruction):
+def test_probes_detect_the_processors_instructions(cpu, instruction):
     binding.initialize_all_targets()
     binding.initialize_all_asmprinters()
     target = binding.Target.from_triple("aarch64-unknown-linux-gnu")
@@ -61,7 +61,7 @@ def test_the_probes_tell_what_a_processor_has(cpu, instruction):
         ("aarch64", set(), {"i8mm"}, None, "plain"),
     ],
 )
-def test_i8mm_is_used_where_compiler_and_system_have_it(
+def test_i8mm_is_used_if_compiler_and_system_support_it(
     monkeypatch, machine, emitted, flags, chosen, form
 ):
     class Cpu:

@@ -19,7 +19,7 @@ def words_of(rng, count):
 
 
 @pytest.mark.parametrize("vocab_size", [1, 31, 32, 33, 64, 100, 257, 49152, 151_936, 151_665])
-def test_every_token_is_as_its_bit_says(vocab_size):
+def test_every_token_follows_its_bit(vocab_size):
     rng = np.random.default_rng(vocab_size)
     for _ in range(5):
         words = words_of(rng, -(-vocab_size // bitmask.WORD_BITS))
@@ -35,7 +35,7 @@ def test_every_token_is_as_its_bit_says(vocab_size):
 
 
 @pytest.mark.parametrize("word", [-1, 0])
-def test_nothing_is_written_behind_the_vocabulary(word):
+def test_nothing_is_written_after_the_vocabulary(word):
     vocab_size = 70
     room = np.full(96, 7, np.float32)
     logits = np.arange(96, dtype=np.float32)

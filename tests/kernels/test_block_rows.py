@@ -27,7 +27,7 @@ def _random(name, rows, width):
 
 @pytest.mark.parametrize("name", DECODED)
 @pytest.mark.parametrize(("rows", "width"), [(1, 256), (1, 8960), (5, 1536)])
-def test_every_bit_is_the_packages(name, rows, width):
+def test_decoded_rows_equal_the_gguf_package(name, rows, width):
     raw = _random(name, rows, width)
     found = np.full((rows, width), np.nan, np.float32)
     decode_rows(name, raw, found)
@@ -37,14 +37,14 @@ def test_every_bit_is_the_packages(name, rows, width):
     )
 
 
-def test_all_halves_are_numbers_of_numpy():
+def test_all_float16_values_decode_like_numpy():
     raw = np.arange(1 << 16, dtype=np.uint16)
     found = np.empty((1, 1 << 16), np.float32)
     decode_rows("F16", raw.view(np.uint8).reshape(1, -1), found)
     np.testing.assert_array_equal(found[0], raw.view(np.float16).astype(np.float32))
 
 
-def test_what_is_compiled_ahead_is_what_is_called():
+def test_the_compiled_signature_is_the_called_one():
     decode_rows("Q8_0", _random("Q8_0", 1, 256), np.empty((1, 256), np.float32))
     decode_rows_entry.compile()
     assert list(block_rows._decode.dispatcher.overloads) == [decode_rows_entry.arguments]

@@ -39,7 +39,7 @@ def call_both(addresses, out, number):
         store(addresses[index], (where, 0.5))
 
 
-def test_what_is_called_depends_on_the_address_and_gets_its_arguments_as_they_are():
+def test_entries_are_called_by_address_with_unchanged_arguments():
     out = np.zeros(3, dtype=np.float32)
     first, second = (one.address for one in ENTRIES)
     call_both(np.array([second, first, second]), out.ctypes.data, 7)

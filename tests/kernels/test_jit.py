@@ -43,7 +43,7 @@ def test_every_kernel_runs_without_the_gil_and_without_fast_math(name):
     assert options["error_model"] == "numpy"
 
 
-def test_compiled_code_does_not_outlive_an_edit_of_any_kernel_source(monkeypatch):
+def test_editing_any_kernel_source_invalidates_the_cache(monkeypatch):
     attend = kernels()["kvboost_edge.kernels.attention.float_attend.attend"].dispatcher
     signature = attend.signatures[0] if attend.signatures else ()
     codegen = attend.targetctx.codegen()
@@ -87,7 +87,7 @@ def is_left_out(path):
     return any(fnmatch(name, pattern) for pattern in sources.NOT_COMPILED)
 
 
-def test_machine_code_depends_on_no_module_that_its_digest_leaves_out():
+def test_the_source_digest_covers_every_module_that_affects_code():
     """Of those modules the others import what tells of compilation, and what finds a library. All
     facts of its manifest that decide on a kernel's form are a part of the key.
     """
@@ -139,7 +139,7 @@ def run():
 """
 
 
-def test_a_second_process_loads_what_a_factory_made(tmp_path):
+def test_factory_made_kernels_are_loaded_from_the_cache(tmp_path):
     (tmp_path / "made.py").write_text(MAKE_TWO)
     paths = os.pathsep.join([str(tmp_path), *sys.path])
     environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path), "PYTHONPATH": paths}
@@ -166,7 +166,7 @@ def key(signature, digest="sources"):
     return signature, digest
 
 
-def test_a_process_killed_while_saving_leaves_nothing_that_runs(files, monkeypatch):
+def test_a_kill_during_saving_leaves_no_stale_code(files, monkeypatch):
     """With numbers for names, the entry written first would name what an older version left under
     its number.
     """
@@ -181,7 +181,7 @@ def test_a_process_killed_while_saving_leaves_nothing_that_runs(files, monkeypat
     assert files().load(key("f(int)")) == "code"
 
 
-def test_writers_at_once_lose_none_of_their_code(files):
+def test_concurrent_writers_lose_no_code(files):
     """Each has opened the files for itself, as processes do, and saves another signature."""
     names = [f"f({number})" for number in range(12)]
     start = threading.Barrier(len(names))
@@ -196,7 +196,7 @@ def test_writers_at_once_lose_none_of_their_code(files):
     assert [files().load(key(name)) for name in names] == [f"code of {name}" for name in names]
 
 
-def test_two_processes_saving_at_once_never_load_one_anothers_code(files, monkeypatch):
+def test_concurrent_processes_never_load_wrong_code(files, monkeypatch):
     late = files()
     monkeypatch.setattr(late, "_load_index", dict)  # it has looked before the other one saved
     files().save(key("f(int)"), "code of one")
@@ -205,7 +205,7 @@ def test_two_processes_saving_at_once_never_load_one_anothers_code(files, monkey
     assert files().load(key("f(int)")) in ("code of one", None)
 
 
-def test_the_cache_keeps_every_signature_and_no_file_of_older_sources(files, tmp_path):
+def test_the_cache_keeps_all_signatures_and_removes_older_files(files, tmp_path):
     for signature in ("f(int)", "f(float)"):
         files().save(key(signature, "old"), "old " + signature)
     for signature in ("f(int)", "f(float)", "f(int)"):
@@ -218,12 +218,12 @@ def test_the_cache_keeps_every_signature_and_no_file_of_older_sources(files, tmp
     assert len(list(tmp_path.glob("*.nbc"))) == 2
 
 
-def test_kernels_are_cached_that_way():
+def test_kernels_use_this_cache():
     attend = kernels()["kvboost_edge.kernels.attention.float_attend.attend"]
     assert isinstance(attend.dispatcher._cache._cache_file, compiler._NamedDataFile)
 
 
-def test_the_first_kernel_that_is_not_found_compiled_is_told_once(tmp_path, monkeypatch):
+def test_the_first_compilation_is_reported_once(tmp_path, monkeypatch):
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr("numba.config.CACHE_DIR", str(tmp_path))
     told = []

@@ -96,7 +96,7 @@ def arguments():
 
 
 @pytest.mark.parametrize("name", ENTRIES)
-def test_its_code_computes_the_bits_that_are_compiled_here(name, built, chosen):
+def test_library_code_gives_the_same_bits(name, built, chosen):
     entry = ENTRIES[name]
     code = chosen(built).library
     ours, theirs = (arguments()[name.partition(":")[2]] for _ in range(2))
@@ -108,7 +108,7 @@ def test_its_code_computes_the_bits_that_are_compiled_here(name, built, chosen):
         np.testing.assert_array_equal(one, other)
 
 
-def test_a_kernel_that_it_lacks_has_no_address(built, chosen):
+def test_a_missing_kernel_has_no_address(built, chosen):
     code = chosen(built).library
     assert code.address_of("kvboost_edge.kernels.team:nothing") == 0
     assert all(code.address_of(name) for name in ENTRIES)
@@ -133,7 +133,7 @@ print("numba" in sys.modules)
 """
 
 
-def test_a_process_imports_numba_for_what_the_library_lacks(built):
+def test_numba_is_imported_only_for_missing_kernels(built):
     environment = os.environ | {"KVBOOST_EDGE_KERNELS": str(built)}
     done = subprocess.run(
         [sys.executable, "-c", USE], env=environment, capture_output=True, text=True, check=False
@@ -163,7 +163,7 @@ def edited(folder, **values: Any):
         ({"sha256": "0" * 64}, "differs from its description"),
     ],
 )
-def test_what_does_not_match_is_refused_and_told(values, reason, folder, chosen, caplog):
+def test_a_mismatched_library_is_refused_with_a_reason(values, reason, folder, chosen, caplog):
     edited(folder, **values)
     choice = chosen(folder)
     assert choice.library is None
@@ -189,26 +189,26 @@ def test_files_of_other_users_are_refused(which, mode, folder, chosen):
     assert "can be written by other users" in chosen(folder).reason
 
 
-def test_other_settings_win(built, chosen, monkeypatch):
+def test_other_settings_disable_the_library(built, chosen, monkeypatch):
     assert chosen("none").reason == "KVBOOST_EDGE_KERNELS=none"
     monkeypatch.setattr(library, "usable_targets", lambda: ())
     assert "no class" in chosen(built).reason
 
 
 @pytest.mark.parametrize("name", ["NUMBA_CPU_NAME", "NUMBA_CPU_FEATURES"])
-def test_compiling_for_another_processor_wins(name, built, monkeypatch):
+def test_compiling_for_another_processor_disables_the_library(name, built, monkeypatch):
     monkeypatch.setenv("KVBOOST_EDGE_KERNELS", str(built))
     monkeypatch.setenv(name, "generic")
     assert library.library_choice.__wrapped__().reason == f"{name} is set"
 
 
-def test_a_folder_without_a_library_is_told_once(tmp_path, chosen, caplog):
+def test_a_folder_without_a_library_is_logged_once(tmp_path, chosen, caplog):
     assert "there is no library for" in chosen(tmp_path).reason
     assert f"KVBOOST_EDGE_KERNELS={tmp_path} has no library" in caplog.text
 
 
 @pytest.mark.parametrize("setting", [None, "", "none"])
-def test_without_a_directory_libraries_are_in_the_cache(setting, monkeypatch, tmp_path):
+def test_the_library_folder_defaults_to_the_cache(setting, monkeypatch, tmp_path):
     monkeypatch.setenv("KVBOOST_EDGE_CACHE", str(tmp_path))
     monkeypatch.delenv("KVBOOST_EDGE_KERNELS")
     if setting is not None:
@@ -216,14 +216,14 @@ def test_without_a_directory_libraries_are_in_the_cache(setting, monkeypatch, tm
     assert library.library_folder() == tmp_path / "kernels"
 
 
-def test_a_faster_class_is_not_replaced_by_a_slower_one(built, chosen, monkeypatch):
+def test_a_slower_target_does_not_replace_a_faster_one(built, chosen, monkeypatch):
     targets = usable_targets()
     faster = targets[0]._replace(name="x86-64-faster")
     monkeypatch.setattr(library, "usable_targets", lambda: (faster, *targets))
     assert chosen(built).reason == "there is no library for x86-64-faster"
 
 
-def test_the_compiler_that_links_must_exist(tmp_path, monkeypatch):
+def test_a_missing_linker_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setenv("CC", "nowhere-cc")
     with pytest.raises(BackendUnavailable, match="no C compiler was found"):
         build_library(TARGETS[0], tmp_path, names=[])
@@ -244,7 +244,7 @@ def test_an_unknown_kernel_ends_the_build(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_two_builds_are_the_same_bytes(tmp_path):
+def test_builds_are_reproducible(tmp_path):
     names = [entry.name for entry in team.team_entries]
     first, second = (
         build_library(usable_targets()[0], tmp_path / name, names=names, num_processes=1)

@@ -35,7 +35,7 @@ def latest_place(appended, tail):
 
 
 @pytest.mark.parametrize("alphabet", [1, 2, 3])
-def test_it_finds_what_a_search_finds(alphabet):
+def test_lookups_equal_a_linear_search(alphabet):
     """With two tokens nearly every run of eight stood before: the latest counts, and what was
     overwritten does not.
     """
@@ -59,7 +59,7 @@ def test_it_finds_what_a_search_finds(alphabet):
             assert found == expected or (found == (0, 0) and alphabet > 1)
 
 
-def test_what_was_overwritten_is_not_found():
+def test_overwritten_tokens_are_not_found():
     ring = new_ring(ROOM)
     run = list(range(100, 100 + GRAM))
     append_tokens(np.array([*run, 1], np.int32), *ring)
@@ -70,7 +70,7 @@ def test_what_was_overwritten_is_not_found():
     assert look(ring, run) == (0, 0)
 
 
-def test_a_hash_that_two_runs_share_is_no_match():
+def test_hash_collisions_are_not_matches():
     ring = new_ring(ROOM)
     run = list(range(GRAM))
     append_tokens(np.array([*run, 1], np.int32), *ring)

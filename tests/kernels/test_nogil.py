@@ -11,7 +11,7 @@ from kvboost_edge.kernels.attention.float_launch import AttentionWorkspace, page
 from kvboost_edge.kernels.attention.paged import AttentionOptions, KVPool, PagedBatch, aligned_empty
 
 
-def test_python_runs_on_during_a_prefill():
+def test_python_threads_run_during_a_prefill():
     """With the GIL held, nothing of another thread would fall into the middle of the call."""
     tokens = 4096
     dim = 64

@@ -55,7 +55,7 @@ def total(outer, more):
     return found * more[0]
 
 
-def test_parts_of_nested_tuples_and_arrays_arrive():
+def test_nested_tuples_and_arrays_are_passed():
     kinds = (OUTER, array("int64"))
     dispatcher, address = compiled(total, kinds)
     values = (Outer(5, Inner(ROWS, np.float32(0.5)), 2.25), np.array([3], dtype=np.int64))
@@ -71,7 +71,7 @@ def test_parts_of_nested_tuples_and_arrays_arrive():
         (lambda x: (x, 2 * x), (FLOAT64,), Tuple(tuple, (FLOAT64, FLOAT64)), (1.5,), (1.5, 3.0)),
     ],
 )
-def test_results(function, kinds, returns, values, result):
+def test_results_are_returned(function, kinds, returns, values, result):
     _, address = compiled(function, kinds)
     assert function_at(address, "f", kinds, returns)(values) == (True, result)
 
@@ -91,7 +91,7 @@ def fill(out, value):
         None,
     ],
 )
-def test_another_type_is_told_and_nothing_is_called(out):
+def test_mismatched_types_are_not_called(out):
     kinds = (array("float32"), FLOAT32)
     _, address = compiled(fill, kinds)
     call = function_at(address, "fill", kinds, NOTHING)
@@ -101,7 +101,7 @@ def test_another_type_is_told_and_nothing_is_called(out):
     assert call((np.zeros(4, dtype=np.float32),)) == (False, None)
 
 
-def test_an_array_is_written():
+def test_arrays_are_written():
     kinds = (array("float32"), FLOAT32)
     _, address = compiled(fill, kinds)
     out = np.zeros(4, dtype=np.float32)
@@ -109,14 +109,14 @@ def test_an_array_is_written():
     assert out.tolist() == [1.5] * 4
 
 
-def test_a_status_of_failure_is_an_error():
+def test_a_failure_status_raises():
     failing = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p, ctypes.c_void_p)(lambda *_: 1)
     address = ctypes.cast(failing, ctypes.c_void_p).value
     with pytest.raises(BackendUnavailable, match="the kernel broken ended with status 1"):
         function_at(address, "broken", (), NOTHING)(())
 
 
-def test_types_are_those_of_numba():
+def test_types_equal_numbas():
     assert numba_type(array("uint8", 2)) == types.Array(types.uint8, 2, "C")
     assert numba_type(BOOL) == types.boolean
     kind = numba_type(OUTER)

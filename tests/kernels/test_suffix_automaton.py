@@ -26,7 +26,7 @@ def longest_before(text):
 
 
 @pytest.mark.parametrize("alphabet", [1, 2, 3, 5, 2**31 - 1])
-def test_the_longest_end_that_stood_before_and_its_latest_place(alphabet):
+def test_the_longest_repeated_suffix_is_found(alphabet):
     rng = np.random.default_rng(alphabet)
     for _ in range(40):
         text = rng.integers(0, alphabet, rng.integers(1, 60), dtype=np.int32)
@@ -38,7 +38,7 @@ def test_the_longest_end_that_stood_before_and_its_latest_place(alphabet):
             assert not length or automaton.counts[MATCH_END] == end
 
 
-def test_tokens_in_pieces_are_tokens_one_by_one():
+def test_appending_in_pieces_equals_appending_one_by_one():
     text = np.random.default_rng(0).integers(0, 4, 300, dtype=np.int32)
     whole = new_automaton(512)
     pieces = new_automaton(512)
@@ -50,7 +50,7 @@ def test_tokens_in_pieces_are_tokens_one_by_one():
 
 
 @pytest.mark.parametrize("kind", ["one token", "all different", "halves", "fibonacci"])
-def test_a_text_as_long_as_the_room_fits(kind):
+def test_a_text_of_the_maximum_length_fits(kind):
     """At most two states and three edges a token: the words with most of each fill no table."""
     count = 4096
     texts = {
@@ -73,7 +73,7 @@ def test_a_text_as_long_as_the_room_fits(kind):
         assert automaton.counts[[MATCH_LENGTH, MATCH_END]].tolist() == [count // 2, count // 2]
 
 
-def test_what_it_takes_is_what_it_says():
+def test_the_reported_size_is_exact():
     automaton = new_automaton(1024)
     assert (
         (automaton.room, automaton.nbytes)

@@ -30,19 +30,19 @@ def names(flags, family=("GenuineIntel", 6), arch="x86_64"):
         (f"{VBMI} amx_tile amx_int8", ("GenuineIntel", 6), "x86-64-amx"),
     ],
 )
-def test_the_first_class_is_the_fastest(flags, family, first):
+def test_the_first_target_is_the_fastest(flags, family, first):
     assert names(flags, family)[0] == first
     assert names(flags, family)[-1] == "x86-64-avx2"
 
 
-def test_arm():
+def test_arm_targets():
     assert names("asimd asimdhp asimddp atomics", None, "aarch64") == ["arm64-dotprod"]
     assert names("asimd asimdhp asimddp atomics i8mm", None, "aarch64")[0] == "arm64-i8mm"
     assert names("asimd atomics", None, "aarch64") == []
 
 
 @pytest.mark.parametrize("missing", V3.split())
-def test_a_processor_without_one_instruction_set_has_no_class(missing):
+def test_a_processor_lacking_an_instruction_set_has_no_target(missing):
     assert names(V3.replace(f"{missing} ", "").replace(f" {missing}", "")) == [] or missing == "avx"
 
 

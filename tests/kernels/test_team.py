@@ -52,13 +52,13 @@ def team():
     assert helpers() == before
 
 
-def test_every_unit_is_done_once(team):
+def test_every_unit_runs_once(team):
     for call in range(2000):
         units = call % 7
         assert run_units(team, units) == [1] * units
 
 
-def test_helpers_start_with_the_first_work_that_can_be_shared(team):
+def test_helper_threads_start_with_the_first_shared_work(team):
     before = len(helpers())
     run_units(team, 1)
     assert len(helpers()) == before
@@ -68,7 +68,7 @@ def test_helpers_start_with_the_first_work_that_can_be_shared(team):
     assert len(helpers()) == before + 2
 
 
-def test_one_thread_is_the_caller_alone():
+def test_one_thread_starts_no_helpers():
     before = helpers()
     team = KernelTeam(1)
     assert run_units(team, 50) == [1] * 50
@@ -106,7 +106,7 @@ def test_a_dropped_team_ends_its_threads():
     assert helpers() == before
 
 
-def test_a_failure_in_a_helper_comes_out_of_run(team):
+def test_an_error_in_a_helper_is_raised_by_run(team):
     caller = threading.current_thread()
 
     def fail(job):
@@ -117,7 +117,7 @@ def test_a_failure_in_a_helper_comes_out_of_run(team):
         team.run(fail, None, np.zeros(2, np.int64), DONE, 2)
 
 
-def test_a_failure_in_the_caller_comes_out_of_run(team):
+def test_an_error_in_the_caller_is_raised_by_run(team):
     caller = threading.current_thread()
     counters = np.zeros(2, np.int64)
 
@@ -129,7 +129,7 @@ def test_a_failure_in_the_caller_comes_out_of_run(team):
         team.run(fail, None, counters, DONE, 2)
 
 
-def test_a_failure_comes_out_when_nobody_uses_the_memory_of_the_call_any_more(team):
+def test_an_error_is_raised_after_all_helpers_finished(team):
     caller = threading.current_thread()
     started = threading.Barrier(2)
     ended = threading.Event()
@@ -149,7 +149,7 @@ def test_a_failure_comes_out_when_nobody_uses_the_memory_of_the_call_any_more(te
     assert ended.is_set()
 
 
-def test_a_helper_that_starts_late_finds_the_counters_still_there(team):
+def test_counters_outlive_late_helpers(team):
     """Work knows its counters by address only; they outlive the call for as long as a helper may
     look at them.
     """
@@ -179,6 +179,6 @@ def test_a_helper_that_starts_late_finds_the_counters_still_there(team):
     assert alive() is None
 
 
-def test_no_threads_are_no_team():
+def test_zero_threads_are_refused():
     with pytest.raises(ConfigError, match="num_threads=0"):
         KernelTeam(0)

@@ -63,7 +63,7 @@ class Pair(NamedTuple):
     high: int
 
 
-def test_a_row_is_read_as_it_was_written():
+def test_rows_round_trip():
     array = np.zeros(3, np.float32)
     for first, address in ((array, array.ctypes.data), (array[:0], 0), (-7, -7)):
         call = Call(last=-(2**60), unused=1, inner=Inner(5, -0.1), first=first)
@@ -72,7 +72,7 @@ def test_a_row_is_read_as_it_was_written():
         assert read(row) == convert(call) == (address, 5, -0.1, -(2**60))
 
 
-def test_numbers_are_found_by_their_names():
+def test_fields_are_found_by_name():
     assert [
         number_at(Outer, path) for path in ("first", "inner", "inner.size", "inner.factor", "last")
     ] == [
@@ -84,7 +84,7 @@ def test_numbers_are_found_by_their_names():
     ]
 
 
-def test_a_row_of_int32_keeps_signs():
+def test_int32_rows_keep_signs():
     assert read_i32(np.array([-5, 3], np.int32)) == 8
 
 

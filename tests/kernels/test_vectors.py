@@ -99,7 +99,7 @@ def test_exp_is_accurate_everywhere():
     assert np.abs(exp_of(values) / exact - 1).max() < 2e-7
 
 
-def test_exp_at_the_edges():
+def test_exp_at_extreme_values():
     values = np.array([0.0, -0.0, -87.5, -1e30, -np.inf, np.nan], np.float32)
     np.testing.assert_array_equal(exp_of(values), np.array([1, 1, 0, 0, 0, np.nan], np.float32))
 
@@ -120,7 +120,7 @@ def test_exp_in_vectors_equals_exp_alone():
     [(KIND_F16, as_float16(ALL_16_BITS)), (KIND_BF16, as_bfloat16(ALL_16_BITS))],
     ids=["float16", "bfloat16"],
 )
-def test_all_16_bit_numbers_widen_exactly(kind, expected):
+def test_all_16_bit_values_widen_exactly(kind, expected):
     alone = np.empty(1 << 16, np.float32)
     staged = np.empty(1 << 16, np.float32)
     load_each(ALL_16_BITS.ctypes.data, 2, kind, alone)
@@ -152,7 +152,7 @@ def test_rounding_is_to_nearest_and_ties_to_even(kind):
         assert_same_bits(as_bfloat16(bits), round_to(values, "bfloat16"))
 
 
-def test_float32_is_kept():
+def test_float32_is_stored_unchanged():
     values = np.random.default_rng(2).integers(0, 1 << 32, 1000, dtype=np.uint32).view(np.float32)
     stored = np.empty_like(values)
     loaded = np.empty_like(values)
@@ -163,7 +163,7 @@ def test_float32_is_kept():
 
 @pytest.mark.parametrize(("low", "high"), [(0, 16), (0, 5), (3, 16), (7, 8), (4, 4), (-20, 90)])
 @pytest.mark.parametrize("kind", [KIND_F32, KIND_F16, KIND_BF16])
-def test_staging_puts_zeros_where_no_token_is(kind, low, high):
+def test_staging_zeroes_missing_tokens(kind, low, high):
     kept = (np.arange(LANES) >= low) & (np.arange(LANES) < high)
     source = np.where(kept, np.float32(1.5), np.float32(np.nan)) * np.ones((3, 1), np.float32)
     stored = np.empty((3, LANES), {KIND_F32: np.float32}.get(kind, np.uint16))
@@ -173,7 +173,7 @@ def test_staging_puts_zeros_where_no_token_is(kind, low, high):
     np.testing.assert_array_equal(out, np.where(kept, 1.5, 0.0) * np.ones((3, 1)))
 
 
-def test_numbers_in_memory():
+def test_scalar_loads_stores_and_fetch_add():
     floats = np.array([1, -2.5], np.float32)
     integers = np.array([3, -4], np.int32)
     out = np.array([100, 0], np.int64)

@@ -12,7 +12,7 @@ def test_a_pool_has_at_least_one_block(bad):
     assert_raises(ConfigError, "num_blocks", BlockPool, bad)
 
 
-def test_blocks_are_handed_out_least_recently_used_first():
+def test_blocks_are_allocated_in_lru_order():
     pool = BlockPool(4)
     assert pool.take(4) == [0, 1, 2, 3]
     for block_id in (2, 0, 3, 1):
@@ -23,7 +23,7 @@ def test_blocks_are_handed_out_least_recently_used_first():
     assert pool.take(2) == [0, 3]
 
 
-def test_what_cannot_be_matched_is_handed_out_before_what_can():
+def test_unmatchable_blocks_are_allocated_first():
     pool = BlockPool(3)
     pool.take(3)
     pool.release(0, matchable=True)
@@ -77,7 +77,7 @@ def test_stale_ids_raise(stale):
     pool.check([])
 
 
-def test_check_finds_each_kind_of_contradiction():
+def test_check_detects_each_inconsistency():
     pool = BlockPool(3)
     pool.take(2)
     pool.check([0, 1])

@@ -28,7 +28,7 @@ def seamed(manager):
     return table
 
 
-def test_a_plain_table_is_one_part():
+def test_a_plain_table_is_one_segment():
     manager = KVCacheManager(8, B)
     table = manager.open_table(range(6), ROOT)
     manager.extend(table, 6)
@@ -37,7 +37,7 @@ def test_a_plain_table_is_one_part():
     assert (table.num_slots(B), table.index_of(5, B), table.index_of(8, B)) == (8, 1, 2)
 
 
-def test_entries_and_slots_of_a_seamed_table():
+def test_entries_and_slots_of_a_segmented_table():
     manager = KVCacheManager(8, B)
     table = seamed(manager)
     assert table.block_ids == [0, 1, 2, 3]
@@ -75,7 +75,7 @@ def test_entries_and_slots_of_a_seamed_table():
         manager.slots(table, 0, 12)
 
 
-def test_room_is_counted_by_parts():
+def test_needed_blocks_are_counted_per_segment():
     manager = KVCacheManager(8, B)
     table = seamed(manager)
     assert manager.blocks_needed(table, 11) == 0
@@ -86,7 +86,7 @@ def test_room_is_counted_by_parts():
         manager.commit(table, range(40), 16)
 
 
-def test_a_chain_ends_where_a_part_begins_inside_a_block():
+def test_a_chain_ends_at_a_segment_border_within_a_block():
     """Only blocks whose content their tokens alone determine may be found by others."""
     manager = KVCacheManager(8, B)
     table = seamed(manager)
@@ -114,7 +114,7 @@ def test_a_chain_ends_where_a_part_begins_inside_a_block():
         [WHOLE, TableSegment(9, 8, 8, 0)],
     ],
 )
-def test_parts_that_do_not_fit_are_found(segments):
+def test_invalid_segments_are_detected(segments):
     manager = KVCacheManager(8, B)
     table = manager.open_table(range(11), ROOT)
     manager.extend(table, 11)

@@ -24,7 +24,7 @@ def take_all(manager):
     manager.free(filler)
 
 
-def test_who_computes_what_is_published_meanwhile_gives_its_own_blocks_back():
+def test_duplicate_blocks_are_replaced_by_published_ones():
     manager = KVCacheManager(8, B)
     tokens = list(range(12))
     first, second = (manager.open_table(tokens, ROOT) for _ in range(2))
@@ -45,7 +45,7 @@ def test_who_computes_what_is_published_meanwhile_gives_its_own_blocks_back():
     manager.check_invariants([second])
 
 
-def test_what_is_replayed_for_its_state_stays_found_while_the_table_lives():
+def test_replayed_blocks_stay_published_while_their_table_lives():
     """Its keys and values are there twice; those that are published go over to the table before
     they are evicted.
     """
@@ -69,7 +69,7 @@ def test_what_is_replayed_for_its_state_stays_found_while_the_table_lives():
     manager.check_invariants([again, following])
 
 
-def test_a_copy_takes_the_place_of_what_it_was_copied_from_if_that_is_evicted_meanwhile():
+def test_a_copy_replaces_its_evicted_original():
     manager = KVCacheManager(4, B)
     tokens = list(range(8))
     first = prefill(manager, [*tokens, 1, 2, 3, 4])
@@ -87,7 +87,7 @@ def test_a_copy_takes_the_place_of_what_it_was_copied_from_if_that_is_evicted_me
 
 
 @pytest.mark.parametrize("forked", [False, True])
-def test_a_table_without_the_cache_keeps_its_own_and_its_equals_outlive_what_hangs_on_them(forked):
+def test_a_table_that_bypasses_the_cache_keeps_its_own_blocks(forked):
     manager = KVCacheManager(8, B)
     tokens = list(range(8))
     first = prefill(manager, tokens)
@@ -108,7 +108,7 @@ def test_a_table_without_the_cache_keeps_its_own_and_its_equals_outlive_what_han
     assert manager.peek([*running, 0], ROOT) == 8  # the end of the chain went first
 
 
-def test_kept_apart_a_table_keeps_its_own():
+def test_a_table_kept_apart_keeps_its_own_blocks():
     manager = KVCacheManager(8, B)
     tokens = list(range(8))
     manager.duplicates.keep_apart()
@@ -120,7 +120,7 @@ def test_kept_apart_a_table_keeps_its_own():
     manager.check_invariants([first, second])
 
 
-def test_an_evicted_equal_is_not_mistaken_for_what_took_its_block():
+def test_an_evicted_duplicate_is_not_confused_with_its_successor():
     manager = KVCacheManager(3, B)
     tokens = list(range(4))
     first = prefill(manager, tokens)

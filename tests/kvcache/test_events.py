@@ -20,7 +20,7 @@ def fill(manager, tokens):
     manager.free(table)
 
 
-def test_nobody_is_told_and_nothing_is_watched_before_the_first_question():
+def test_events_are_recorded_from_the_first_call_on():
     manager = KVCacheManager(8, 2)
     fill(manager, [1, 2, 3, 4])
     assert manager._index._watchers == []
@@ -30,7 +30,7 @@ def test_nobody_is_told_and_nothing_is_watched_before_the_first_question():
     assert len(first.published) == 2
 
 
-def test_only_what_changed_is_told():
+def test_only_changes_are_reported():
     manager = KVCacheManager(8, 2)
     manager.events.take()
     assert manager.events.take() == CacheEvents(False, (), ())
@@ -43,7 +43,7 @@ def test_only_what_changed_is_told():
 
 
 @pytest.mark.parametrize("num_texts", [2, 40])
-def test_more_changes_than_blocks_are_told_as_a_whole(num_texts):
+def test_many_changes_are_reported_as_a_snapshot(num_texts):
     manager = KVCacheManager(8, 2)
     manager.events.take()
     for number in range(num_texts):
@@ -56,7 +56,7 @@ def test_more_changes_than_blocks_are_told_as_a_whole(num_texts):
     assert not manager.events.take().is_whole
 
 
-def test_a_state_is_told_with_its_block_and_when_it_is_dropped_without_it():
+def test_states_are_reported_with_their_blocks_and_when_dropped():
     manager = manager_of()
     tokens = list(range(3 * B + 1))
     assert manager.events.take() == CacheEvents(True, (), ())
@@ -75,7 +75,7 @@ def test_a_state_is_told_with_its_block_and_when_it_is_dropped_without_it():
     assert not manager.events._states
 
 
-def test_of_a_model_without_states_blocks_alone_are_told():
+def test_models_without_states_report_blocks_only():
     """The same tokens in both pools: what the one tells more is what has `state_hash` for a
     name.
     """

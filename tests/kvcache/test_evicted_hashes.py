@@ -3,7 +3,7 @@
 from kvboost_edge.kvcache.evicted_hashes import EvictedHashes
 
 
-def test_the_last_ones_are_remembered():
+def test_the_latest_hashes_are_remembered():
     names = [bytes([number]) * 32 for number in range(40)]
     for least in (1, 3, 10):
         dropped = EvictedHashes(least)
@@ -17,7 +17,7 @@ def test_the_last_ones_are_remembered():
     assert names[-1] in dropped
 
 
-def test_one_that_is_dropped_again_is_young_again():
+def test_dropping_a_hash_again_renews_it():
     dropped = EvictedHashes(least=2)
     dropped.add([b"a", b"b", b"c", b"a", b"d"])
     assert [name in dropped for name in (b"a", b"b", b"c", b"d")] == [True, False, True, True]

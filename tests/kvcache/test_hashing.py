@@ -31,7 +31,7 @@ def test_tokens_are_little_endian_u32():
 
 
 @pytest.mark.parametrize("bad", [[-1], [2**32], [1.5], ["a"], [None], [1, [2]]])
-def test_what_is_no_token_id_is_refused(bad):
+def test_invalid_token_ids_are_refused(bad):
     with pytest.raises(RequestError, match="token ids"):
         encode_tokens(bad)
 
@@ -42,7 +42,7 @@ def test_a_link_is_sha256_of_parent_and_tokens():
     assert chain_hash(parent, tokens) == hashlib.sha256(parent + tokens).digest()
 
 
-def test_a_state_has_a_hash_of_its_own_that_each_word_of_its_block_tells():
+def test_state_hashes_depend_on_every_word_of_the_block_hash():
     block = chain_hash(b"p" * 32, encode_tokens(range(16)))
     words = struct.unpack("<4Q", state_hash(block))
     assert words == tuple((word ^ STATE_WORD) & STATE_MASK for word in struct.unpack("<4Q", block))
@@ -51,7 +51,7 @@ def test_a_state_has_a_hash_of_its_own_that_each_word_of_its_block_tells():
     assert len({*many, *map(state_hash, many)}) == 400
 
 
-def test_the_hash_of_a_state_is_what_stored_records_have():
+def test_state_hashes_equal_stored_ones():
     """Tiers of other versions, and of other machines, are asked for states by it."""
     assert (
         state_hash(bytes(range(32))).hex()
@@ -59,7 +59,7 @@ def test_the_hash_of_a_state_is_what_stored_records_have():
     )
 
 
-def test_each_field_of_the_root_matters_and_none_runs_into_the_next():
+def test_root_fields_are_unambiguous():
     base = dict.fromkeys(FIELDS, "ab")
     roots = {root_hash(**base)}
     roots |= {

@@ -58,14 +58,14 @@ def swap_entry(manager, block_id, **fields):
         lambda m, done, new: m._index._buckets.popitem(),
     ],
 )
-def test_each_planted_contradiction_is_found(damage):
+def test_each_planted_inconsistency_is_detected(damage):
     manager, done, rewriting = busy_manager()
     damage(manager, done, rewriting)
     with pytest.raises(CacheCorruption):
         manager.check_invariants([done, rewriting])
 
 
-def test_a_lost_a_repeated_and_a_foreign_table_are_found():
+def test_lost_repeated_and_foreign_tables_are_detected():
     manager, done, rewriting = busy_manager()
     stranger = KVCacheManager(4, 4).open_table([1], ROOT)
     for tables in (

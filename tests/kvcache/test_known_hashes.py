@@ -42,7 +42,7 @@ class Counting:
 
 @pytest.mark.parametrize("whole_blocks", [False, True])
 @pytest.mark.parametrize("held", [0, 3, 7])
-def test_a_chain_that_is_known_is_hashed_no_more(held, whole_blocks):
+def test_known_hashes_are_not_computed_again(held, whole_blocks):
     hashes = Counting()
     manager = KVCacheManager(32, B, hash_fn=hashes, whole_blocks=whole_blocks)
     if held:
@@ -68,7 +68,7 @@ def test_a_chain_that_is_known_is_hashed_no_more(held, whole_blocks):
 
 
 @given(st.lists(tokens_of, min_size=1, max_size=5), tokens_of, st.data())
-def test_a_lie_finds_nothing_that_is_not_there(before, tokens, data):
+def test_forged_hashes_find_only_the_prompts_own_blocks(before, tokens, data):
     """Chains of other prompts and roots, shifted, cut and mixed, against a pool that holds all
     those prompts: what is served is always the prompt's own, and what is published is found by
     whoever hashes for himself.
@@ -102,7 +102,7 @@ def test_a_lie_finds_nothing_that_is_not_there(before, tokens, data):
 
 
 @given(tokens_of, tokens_of, st.integers(0, 3))
-def test_what_a_tier_is_asked_for_is_never_a_lie(tokens, other, num_held):
+def test_forged_hashes_are_never_looked_up_in_tiers(tokens, other, num_held):
     """A tier believes the address it is asked by: blocks of equal tokens behind another prefix must
     not be named.
     """
@@ -124,7 +124,7 @@ def test_what_a_tier_is_asked_for_is_never_a_lie(tokens, other, num_held):
         assert [key.prefix_hash for key in found] == list(hashes[first : first + len(found)])
 
 
-def test_a_false_promise_keeps_nobody_waiting_for_longer_than_it_lives():
+def test_a_forged_promise_does_not_block_others():
     manager = KVCacheManager(32, B)
     liar = manager.open_table([7] * 12, ROOT, known=right(TOKENS))
     assert manager.is_in_flight(manager.awaited_hash(TOKENS, ROOT))

@@ -34,7 +34,7 @@ def compute(manager, tokens, root=ROOT):
         (48, 47, 32),
     ],
 )
-def test_whole_blocks_leave_out_the_block_of_the_last_token(length, served, served_whole):
+def test_whole_blocks_exclude_the_last_tokens_block(length, served, served_whole):
     tokens = list(range(length))
     for whole, expected in ((False, served), (True, served_whole)):
         manager = KVCacheManager(8, BLOCK, whole_blocks=whole)
@@ -62,7 +62,7 @@ def reason(manager, tokens, root=ROOT):
 
 
 @pytest.mark.parametrize("whole", [False, True])
-def test_reasons_of_misses(whole):
+def test_miss_reasons_are_reported(whole):
     manager = KVCacheManager(4, BLOCK, whole_blocks=whole)
     tokens = list(range(40))
     assert reason(manager, tokens) == "first_seen"
@@ -81,7 +81,7 @@ def test_reasons_of_misses(whole):
     assert reason(manager, tokens) == "evicted"
 
 
-def test_a_tenant_never_learns_that_another_ones_block_was_dropped():
+def test_miss_reasons_do_not_reveal_other_tenants_evictions():
     manager = KVCacheManager(4, BLOCK)
     other = narrowed_root(ROOT, "tenant", "other")
     compute(manager, list(range(40)), other)
@@ -90,7 +90,7 @@ def test_a_tenant_never_learns_that_another_ones_block_was_dropped():
     assert reason(manager, list(range(40)), other) == "evicted"
 
 
-def test_an_evicted_prompt_is_no_new_one_however_many_followed():
+def test_an_evicted_prompt_is_reported_as_evicted():
     manager = KVCacheManager(2, BLOCK)
     for number in range(200):
         compute(manager, [number] * 32)
@@ -101,7 +101,7 @@ def test_an_evicted_prompt_is_no_new_one_however_many_followed():
     ]
 
 
-def test_what_was_dropped_is_remembered_within_a_bound(monkeypatch):
+def test_the_memory_of_evictions_is_bounded(monkeypatch):
     monkeypatch.setattr(lookup, "_LEAST_REASONS", 8)
     manager = KVCacheManager(2, BLOCK)
     for number in range(100):
@@ -125,7 +125,7 @@ def test_roots_of_tenants_and_salts_are_all_different():
     assert all(len(root) == 32 for root in roots)
 
 
-def test_freed_blocks_are_told_once_if_nothing_in_them_can_be_matched():
+def test_freed_unmatchable_blocks_are_reported_once():
     manager = KVCacheManager(8, BLOCK)
     tokens = list(range(40))
     table = manager.open_table(tokens, ROOT)

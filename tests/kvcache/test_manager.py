@@ -20,7 +20,7 @@ from kvboost_edge.kvcache.manager import (
 # misuse
 
 
-def test_a_freed_table_is_stale_for_every_operation():
+def test_a_freed_table_is_refused_by_every_operation():
     manager = KVCacheManager(8, B)
     table = prefill(manager, list(range(8)))
     twin = copy.copy(table)
@@ -52,7 +52,7 @@ def test_a_copy_of_a_live_table_and_a_table_of_another_pool_are_refused():
     manager.check_invariants([table])
 
 
-def test_a_table_with_a_stale_id_is_found():
+def test_a_table_with_a_stale_block_id_is_detected():
     manager = KVCacheManager(8, B)
     table = prefill(manager, list(range(8)))
     for ids in ([0, 5], [0, 99], [0, 0], [0]):
@@ -80,7 +80,7 @@ def test_slots_follow_the_table():
         assert_raises(CacheCorruption, "block index", manager.make_writable, table, index)
 
 
-def test_blocks_behind_the_tokens_are_given_back():
+def test_unused_blocks_after_the_tokens_are_released():
     manager = KVCacheManager(8, B)
     table = prefill(manager, list(range(2 * B + 1)))
     progress = manager.progress
@@ -107,11 +107,11 @@ def test_blocks_behind_the_tokens_are_given_back():
 
 
 @pytest.mark.parametrize("bad", [0, -16, 1.5, "16", None, True])
-def test_a_bad_block_size_is_refused(bad):
+def test_an_invalid_block_size_is_refused(bad):
     assert_raises(ConfigError, "block_size", KVCacheManager, 8, bad)
 
 
-def test_bad_token_ids_leave_nothing_behind():
+def test_invalid_token_ids_change_nothing():
     manager = KVCacheManager(8, B)
     with pytest.raises(RequestError):
         manager.open_table([1, 2, 3, -4], ROOT)
@@ -122,7 +122,7 @@ def test_bad_token_ids_leave_nothing_behind():
 # looking
 
 
-def test_states_and_counts_of_the_pool():
+def test_block_states_and_counts_of_the_pool():
     manager = KVCacheManager(6, B)
     manager.free(prefill(manager, [1] * 8))
     parent = prefill(manager, [2] * 5)
@@ -142,7 +142,7 @@ def test_states_and_counts_of_the_pool():
     assert manager.reference_count == 4
 
 
-def test_new_blocks_are_told_once_and_copies_are_not_among_them():
+def test_new_blocks_are_reported_once_without_copies():
     manager = KVCacheManager(6, B)
     parent = prefill(manager, [1] * 6)
     assert manager.drain_new_blocks() == parent.block_ids
@@ -158,7 +158,7 @@ def test_new_blocks_are_told_once_and_copies_are_not_among_them():
     manager.free(shared)
 
 
-def test_a_table_shows_itself():
+def test_a_table_has_a_repr_and_a_length():
     manager = KVCacheManager(8, B)
     table = prefill(manager, list(range(5)))
     assert repr(table) == "BlockTable(block_ids=[0, 1], num_cached_tokens=0, num_computed_tokens=5)"
@@ -206,7 +206,7 @@ def test_peeking_changes_nothing():
     assert (manager.hit_tokens, manager.miss_tokens) == (0, 16)
 
 
-def test_what_was_never_published_is_taken_before_anything_cached():
+def test_unpublished_blocks_are_reused_before_cached_ones():
     manager = KVCacheManager(4, B)
     manager.free(prefill(manager, [1] * 8))
     manager.free(prefill(manager, [2] * 7))  # one full block, one partial
@@ -237,7 +237,7 @@ def test_extend_is_all_or_nothing():
     manager.check_invariants([held, table])
 
 
-def test_extending_to_what_exists_takes_nothing():
+def test_extending_to_existing_blocks_allocates_nothing():
     manager = KVCacheManager(4, B)
     table = prefill(manager, [1] * 6)
     assert manager.extend(table, 8) == []
@@ -249,7 +249,7 @@ def test_extending_to_what_exists_takes_nothing():
 # publishing
 
 
-def test_an_unpublished_commit_ends_the_publishing_of_a_table_and_its_forks():
+def test_an_unpublished_commit_stops_publishing_for_table_and_forks():
     manager = KVCacheManager(8, B)
     tokens = list(range(16))
     table = manager.open_table(tokens, ROOT)
@@ -284,7 +284,7 @@ def test_a_rewrite_with_other_tokens_raises():
 # prompts in flight
 
 
-def test_what_is_waited_for_is_the_last_block_another_one_promised():
+def test_the_awaited_hash_is_the_last_promised_block():
     manager = KVCacheManager(16, B)
     tokens = list(range(12))
     owner = manager.open_table(tokens, ROOT)
@@ -298,7 +298,7 @@ def test_what_is_waited_for_is_the_last_block_another_one_promised():
     assert not manager.is_in_flight(None)
 
 
-def test_progress_counts_what_can_make_room():
+def test_progress_counts_events_that_may_free_blocks():
     manager = KVCacheManager(16, B)
     table = manager.open_table(list(range(10)), ROOT)
     manager.extend(table, 10)
@@ -313,7 +313,7 @@ def test_progress_counts_what_can_make_room():
     assert manager.progress == 4
 
 
-def test_a_table_that_is_not_counted_is_served_all_the_same():
+def test_an_uncounted_table_still_gets_hits():
     manager = KVCacheManager(16, B)
     manager.free(prefill(manager, list(range(8))))
     table = manager.open_table(list(range(12)), ROOT, count=False)

@@ -21,7 +21,7 @@ def test_a_bucket_holds_several_blocks():
     assert index._buckets == {}  # an empty bucket would be a leak
 
 
-def test_publishing_twice_and_withdrawing_what_is_not_there_raise():
+def test_publishing_twice_or_withdrawing_unknown_blocks_raises():
     index = PrefixIndex(2)
     index.publish(0, b"h", b"t", 0)
     with pytest.raises(CacheCorruption, match="already published"):
@@ -44,7 +44,7 @@ def test_publishing_twice_and_withdrawing_what_is_not_there_raise():
         lambda index: index._entries.__setitem__(1, PrefixEntry(b"g", b"t", 0, 2)),
     ],
 )
-def test_check_finds_each_kind_of_contradiction(damage):
+def test_check_detects_each_inconsistency(damage):
     index = PrefixIndex(2)
     assert index.publish(0, b"h", b"t", 0) == 1
     index.publish(1, b"g", b"u", 1)

@@ -16,7 +16,7 @@ from kvboost_edge.kvcache.prompt_groups import (
 )
 
 
-def test_find_common_chunk_prefix():
+def test_find_common_chunk_prefix_of_prompts():
     find = find_common_chunk_prefix
     assert find([], 4) == 0
     assert find([[1, 2, 3]], 4) == 3, "one prompt: its length"
@@ -30,7 +30,7 @@ def test_find_common_chunk_prefix():
         find([[1], [1]], 0)
 
 
-def test_group_by_prefix():
+def test_group_by_prefix_of_prompts():
     ids = [[1, 2, 3, 4, 9], [5, 6, 7, 8], [1, 2, 3, 4, 7, 7], [1, 2, 3], [1, 2, 3], [1, 2], [], []]
     groups = group_by_prefix("abcdefgh", ids, 2, n_prefix_chunks=2)
     assert list(groups.values()) == [[0, 2], [1], [3, 4], [5], [6, 7]]
@@ -77,6 +77,6 @@ def test_hashes_of_token_ids():
                 call(bad)
 
 
-def test_both_stay_importable_next_to_the_other_batch_functions():
+def test_prompt_group_functions_are_importable_from_hf_batches():
     assert hf_batches.group_by_prefix is group_by_prefix
     assert hf_batches.find_common_chunk_prefix is find_common_chunk_prefix

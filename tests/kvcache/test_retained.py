@@ -37,7 +37,7 @@ def cached(manager, tokens, root=ROOT):
     return manager.peek([*tokens, 0], root) // B
 
 
-def test_it_outlives_a_scan_that_flushes_all_else_and_goes_when_its_time_is_over():
+def test_retained_blocks_survive_a_scan_until_they_expire():
     manager = KVCacheManager(16, B, policy=TenantFloors)
     kept = [1] * 4 * B
     plain = [2] * 4 * B
@@ -60,7 +60,7 @@ def test_it_outlives_a_scan_that_flushes_all_else_and_goes_when_its_time_is_over
     assert cached(manager, kept) == 0
 
 
-def test_what_is_looked_for_once_a_second_ends_a_second_late_at_most():
+def test_expiry_is_checked_once_a_second():
     manager = KVCacheManager(16, B, policy=TenantFloors)
     for number in range(5):
         run(manager, [number] * B, ttl=10.0 + number / 10)
@@ -76,7 +76,7 @@ def test_what_is_looked_for_once_a_second_ends_a_second_late_at_most():
 
 
 @pytest.mark.parametrize("policy", [LeastRecentlyUsed, TenantFloors])
-def test_it_is_free_for_whoever_needs_it(policy):
+def test_retained_blocks_are_free_for_other_requests(policy):
     """All of the pool is retained: a request that wants all of it gets it at once."""
     manager = KVCacheManager(8, B, policy=policy)
     run(manager, [1] * 8 * B, ttl=1e9)
@@ -86,7 +86,7 @@ def test_it_is_free_for_whoever_needs_it(policy):
     assert (cached(manager, [1] * 8 * B), manager.pins.num_retained) == (0, 0)
 
 
-def test_a_longer_time_stays_and_use_makes_it_no_longer():
+def test_the_longest_retention_applies_and_use_does_not_extend_it():
     manager = KVCacheManager(16, B, policy=TenantFloors)
     run(manager, [1] * 2 * B, ttl=50.0)
     assert run(manager, [1] * 2 * B, ttl=20.0) == 1
@@ -97,7 +97,7 @@ def test_a_longer_time_stays_and_use_makes_it_no_longer():
     assert manager.pins.num_retained == 0
 
 
-def test_of_an_owner_that_retains_all_the_latest_half_stays():
+def test_the_latest_half_of_an_owners_retained_blocks_stays():
     manager = KVCacheManager(16, B, policy=TenantFloors)
     for number in range(1, 40):
         run(manager, [number] * 2 * B, ttl=1e9)
@@ -110,7 +110,7 @@ def test_of_an_owner_that_retains_all_the_latest_half_stays():
     ]
 
 
-def test_who_retains_all_takes_nothing_from_another_owner():
+def test_retaining_everything_takes_nothing_from_another_owner():
     """Two owners of a pool of 24: each finds its floor of 6 again, whether the other retains or
     not.
     """
@@ -125,7 +125,7 @@ def test_who_retains_all_takes_nothing_from_another_owner():
     assert found == [6, 6]
 
 
-def test_a_pin_that_ends_leaves_what_is_retained_retained():
+def test_an_expired_pin_keeps_retained_blocks():
     manager = KVCacheManager(16, B, policy=TenantFloors)
     run(manager, [1] * 2 * B, ttl=1e9)
     manager.pins.add([1] * 2 * B, ROOT)
@@ -134,7 +134,7 @@ def test_a_pin_that_ends_leaves_what_is_retained_retained():
     assert cached(manager, [1] * 2 * B) == 2
 
 
-def test_what_is_reset_is_retained_no_longer():
+def test_a_reset_ends_retention():
     manager = KVCacheManager(8, B, policy=TenantFloors)
     run(manager, [1] * 2 * B, ttl=1e9)
     run(manager, [2] * 4 * B)
@@ -146,7 +146,7 @@ def test_what_is_reset_is_retained_no_longer():
     manager.check_invariants([])
 
 
-def test_an_equal_block_beside_the_published_one_retains_that_one():
+def test_retention_applies_to_the_published_duplicate():
     """Computed anew without the cache: the sequence's own blocks are unpublished, and the published
     ones are idle.
     """

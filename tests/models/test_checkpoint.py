@@ -88,7 +88,7 @@ def calls(monkeypatch):
         ("llama", "F16"),
     ],
 )
-def test_an_engine_understands_a_file_once(family, kind, tmp_path, monkeypatch, calls):
+def test_an_engine_reads_a_checkpoint_once(family, kind, tmp_path, monkeypatch, calls):
     """The first start packs the weights, another finds them packed. Of floats the size of the plan
     decides the format, and the plan is then used.
     """
@@ -119,7 +119,7 @@ def test_a_command_parses_a_header_once(command, gguf, reads):
     assert reads == {"header": 1, "tokenizer.ggml.tokens": 1}
 
 
-def test_an_open_checkpoint_stays_the_same_one(model_dir, gguf):
+def test_an_open_checkpoint_is_reused(model_dir, gguf):
     for path in (model_dir, gguf):
         checkpoint = Checkpoint.open(str(path))
         assert checkpoint.path == path
@@ -127,7 +127,7 @@ def test_an_open_checkpoint_stays_the_same_one(model_dir, gguf):
         assert checkpoint.config is checkpoint.config
 
 
-def test_both_forms_say_the_same(model_dir, gguf):
+def test_directory_and_gguf_agree(model_dir, gguf):
     directory = Checkpoint.open(model_dir)
     file = Checkpoint.open(gguf)
     assert (directory.is_gguf, file.is_gguf) == (False, True)
@@ -139,7 +139,7 @@ def test_both_forms_say_the_same(model_dir, gguf):
     assert tokenizers[0].encode("one two") == tokenizers[1].encode("one two")
 
 
-def test_the_fingerprint_of_a_file_is_of_its_bytes_alone(gguf, tmp_path):
+def test_a_files_fingerprint_depends_only_on_its_bytes(gguf, tmp_path):
     """Packed files and shared blocks of earlier versions stay valid: the value may not change."""
     whole = hashlib.sha256(
         hashlib.sha256(gguf.read_bytes()).digest()
@@ -150,7 +150,7 @@ def test_the_fingerprint_of_a_file_is_of_its_bytes_alone(gguf, tmp_path):
         assert Checkpoint.open(path).fingerprint(cache_dir=tmp_path / "cache") == expected
 
 
-def test_a_file_that_is_replaced_after_its_header_was_read_is_refused(gguf, tmp_path):
+def test_a_file_replaced_after_reading_its_header_is_refused(gguf, tmp_path):
     """The places in the header are those of the first file."""
     checkpoint = Checkpoint.open(gguf)
     assert checkpoint.changed_files() == []
@@ -164,7 +164,7 @@ def test_a_file_that_is_replaced_after_its_header_was_read_is_refused(gguf, tmp_
         checkpoint.fingerprint(cache_dir=tmp_path / "cache")
 
 
-def test_a_directory_that_changes_after_its_fingerprint_is_noticed(model_dir, tmp_path):
+def test_a_directory_changed_after_its_fingerprint_is_detected(model_dir, tmp_path):
     checkpoint = Checkpoint.open(model_dir)
     first = checkpoint.fingerprint(cache_dir=tmp_path / "cache")
     assert checkpoint.changed_files() == []

@@ -43,7 +43,7 @@ def hashed(monkeypatch):
     return calls
 
 
-def test_a_copy_has_the_same_and_a_changed_byte_another(model, tmp_path, cache):
+def test_fingerprints_depend_on_bytes_only(model, tmp_path, cache):
     first = fingerprint_of_directory(model, cache_dir=cache)
     assert len(first) == 64
     copy = shutil.copytree(model, tmp_path / "copy")
@@ -58,13 +58,13 @@ def test_a_copy_has_the_same_and_a_changed_byte_another(model, tmp_path, cache):
     assert len(seen) == 4
 
 
-def test_other_files_do_not_count(model, cache):
+def test_other_files_do_not_affect_the_fingerprint(model, cache):
     first = fingerprint_of_directory(model, cache_dir=cache)
     (model / "README.md").write_text("words")
     assert fingerprint_of_directory(model, cache_dir=cache) == first
 
 
-def test_digest_is_sha256_of_the_parts(model, monkeypatch, cache):
+def test_the_digest_is_sha256_of_the_part_digests(model, monkeypatch, cache):
     monkeypatch.setattr(fingerprint, "_PART_BYTES", 1000)
     monkeypatch.setattr(file_digest, "_READ_BYTES", 300)
     raw = (model / "model.safetensors").read_bytes()
@@ -73,7 +73,7 @@ def test_digest_is_sha256_of_the_parts(model, monkeypatch, cache):
     assert found == hashlib.sha256(b"".join(parts)).hexdigest()
 
 
-def test_remembered_by_stamp(model, hashed, cache):
+def test_digests_are_cached_by_file_stamp(model, hashed, cache):
     first = fingerprint_of_directory(model, cache_dir=cache)
     assert hashed
     hashed.clear()
@@ -90,7 +90,7 @@ def test_remembered_by_stamp(model, hashed, cache):
     assert fingerprint_of_directory(model, cache_dir=cache) != first
 
 
-def test_cache_directory_from_the_environment_and_private(model, tmp_path, monkeypatch):
+def test_the_cache_directory_is_configurable_and_private(model, tmp_path, monkeypatch):
     monkeypatch.setenv("KVBOOST_EDGE_CACHE", str(tmp_path / "named"))
     assert cache_directory() == tmp_path / "named"
     fingerprint_of_directory(model)
@@ -101,7 +101,7 @@ def test_cache_directory_from_the_environment_and_private(model, tmp_path, monke
     assert stat.S_IMODE(entries[0].stat().st_mode) == 0o600
 
 
-def test_works_where_nothing_can_be_remembered(model, tmp_path, cache, hashed):
+def test_fingerprints_work_without_a_writable_cache(model, tmp_path, cache, hashed):
     first = fingerprint_of_directory(model, cache_dir=cache)
     blocked = tmp_path / "a-file"
     blocked.write_text("in the way")
@@ -111,7 +111,7 @@ def test_works_where_nothing_can_be_remembered(model, tmp_path, cache, hashed):
     assert len(hashed) == 2
 
 
-def test_damaged_or_foreign_memory_is_not_believed(model, cache, hashed):
+def test_damaged_cache_entries_are_ignored(model, cache, hashed):
     first = fingerprint_of_directory(model, cache_dir=cache)
     (entry,) = (cache / "files").iterdir()
     good = entry.read_text()
@@ -131,7 +131,7 @@ def test_damaged_or_foreign_memory_is_not_believed(model, cache, hashed):
     assert hashed
 
 
-def test_facts_add_up(model, cache):
+def test_facts_of_a_file_are_merged(model, cache):
     stamp = FileStamp.of(model / "model.safetensors")
     remember(stamp, {"digest": "d"}, cache)
     remember(stamp, {"finite": True}, cache)
@@ -145,7 +145,7 @@ def test_missing_weights_raise(model, cache):
         fingerprint_of_directory(model, cache_dir=cache)
 
 
-def test_shards_and_their_names_count(model, cache):
+def test_shards_and_tensor_names_affect_the_fingerprint(model, cache):
     """Bytes moved from one tensor to another are another model, though the bytes are the same."""
     first = fingerprint_of_directory(model, cache_dir=cache)
     state = load_file(model / "model.safetensors")
@@ -156,7 +156,7 @@ def test_shards_and_their_names_count(model, cache):
     assert fingerprint_of_directory(model, cache_dir=cache) != first
 
 
-def test_module_fingerprint_sees_every_parameter():
+def test_a_module_fingerprint_covers_every_parameter():
     from helpers.models.tiny_models import build_tiny_model
 
     tokenizer = object()

@@ -41,12 +41,12 @@ def assert_packed_equals(name, directory, **fields):
 
 
 @pytest.mark.parametrize("name", HYBRIDS)
-def test_the_packed_tensors_are_the_model_of_transformers(name, tmp_path):
+def test_packed_tensors_equal_transformers(name, tmp_path):
     assert_packed_equals(name, tmp_path)
 
 
 @pytest.mark.parametrize("name", HYBRID_NESTED)
-def test_a_language_model_inside_another(name, tmp_path):
+def test_nested_hybrid_models_are_read(name, tmp_path):
     """Beside it a part for images, and layers that guess tokens ahead: both are told and not
     used.
     """
@@ -71,7 +71,7 @@ def test_a_language_model_inside_another(name, tmp_path):
 @pytest.mark.parametrize("name", HYBRIDS)
 @pytest.mark.parametrize("wrong", ["conv", "state", "gate", "rope"])
 @pytest.mark.some(3)
-def test_the_oracle_sees_what_is_wrong(name, wrong, tmp_path):
+def test_the_reference_detects_wrong_tensor_orders(name, wrong, tmp_path):
     """Its distance from transformers is far above the tolerance where a tensor is in another
     order.
     """
@@ -101,13 +101,13 @@ SAID = {
 
 
 @pytest.mark.parametrize("said", SAID)
-def test_what_the_config_says_is_computed(said, tmp_path):
+def test_config_options_are_computed(said, tmp_path):
     name, fields, least = SAID[said]
     expected = assert_packed_equals(name, tmp_path, **fields)
     assert distance(expected, _of_transformers(build_tiny_model(name))) > least
 
 
-def test_experts_may_be_chosen_without_a_bias(tmp_path):
+def test_experts_without_a_bias_are_read(tmp_path):
     """There is no tensor of it in the file then."""
     assert_packed_equals("lfm2_moe", tmp_path, use_expert_bias=False)
     assert not [name for name in tensors_of(tmp_path) if "expert_bias" in name]
@@ -116,7 +116,7 @@ def test_experts_may_be_chosen_without_a_bias(tmp_path):
 # -- tensors --
 
 
-def test_what_a_state_space_packs(tmp_path):
+def test_a_state_space_layers_packed_tensors(tmp_path):
     """The file's [z | x | B | C | dt] as [x | B | C | z], and dt as floats beside it; gate and up
     from one matrix.
     """
@@ -152,7 +152,7 @@ def test_what_a_state_space_packs(tmp_path):
     assert (kinds["layer2.mixer_gates"], kinds["layer2.mixer_in"]) == ("f32", "int4")
 
 
-def test_what_a_convolution_packs(tmp_path):
+def test_a_convolution_layers_packed_tensors(tmp_path):
     save_tiny_model("lfm2", tmp_path)
     spec, weights = plan_floats(tmp_path)
     files = tensors_of(tmp_path)
@@ -175,7 +175,7 @@ def test_what_a_convolution_packs(tmp_path):
     assert "layer1.conv" not in weights
 
 
-def test_what_a_gated_delta_rule_packs(tmp_path):
+def test_a_gated_delta_rule_layers_packed_tensors(tmp_path):
     save_tiny_model("qwen3_5_text", tmp_path)
     spec, weights = plan_floats(tmp_path)
     files = {name: tensor.astype(np.float64) for name, tensor in tensors_of(tmp_path).items()}
@@ -199,7 +199,7 @@ def test_what_a_gated_delta_rule_packs(tmp_path):
     assert gates.kind == "f32"
 
 
-def test_queries_and_gates_are_told_apart(tmp_path):
+def test_queries_and_gates_are_separated(tmp_path):
     """Of each head the file has its query, then its gate; packed are all queries, keys, values,
     then all gates.
     """
@@ -215,7 +215,7 @@ def test_queries_and_gates_are_told_apart(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["F32", "Q8_0", "Q4_1", "Q4_K", "IQ4_NL"])
-def test_any_range_of_queries_and_gates(kind, tmp_path):
+def test_any_range_of_query_and_gate_rows_is_read(kind, tmp_path):
     wide = {"hidden_size": 256, "intermediate_size": 512, "linear_key_head_dim": 32}
     path = write_gguf(
         save_tiny_model("qwen3_5_text", tmp_path / "model", **wide), tmp_path / "m.gguf", kind=kind
@@ -323,7 +323,7 @@ TENSORS = {
 
 
 @pytest.mark.parametrize("name", TENSORS)
-def test_tensors_that_do_not_fit_are_refused(name, tmp_path):
+def test_mismatched_tensors_are_refused(name, tmp_path):
     family, change, message = TENSORS[name]
     change_tensors(save_tiny_model(family, tmp_path), change)
     with pytest.raises(ModelFormatError, match=message):

@@ -63,7 +63,7 @@ def _of_transformers(name):
 
 
 @pytest.mark.parametrize("name", HEADS)
-def test_a_head_of_both_formats_equals_transformers(name, tmp_path):
+def test_heads_of_both_formats_equal_transformers(name, tmp_path):
     model = save_with_head(name, tmp_path / "model")
     file = write_gguf_with_head(model, tmp_path / "m.gguf")
     expected = _of_transformers(name)
@@ -73,7 +73,7 @@ def test_a_head_of_both_formats_equals_transformers(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", HEADS)
-def test_a_file_of_the_head_alone(name, tmp_path):
+def test_a_file_with_the_head_alone_is_read(name, tmp_path):
     """The file lacks the LM head, and the head is not tied to the embedding instead."""
     model = save_with_head(name, tmp_path / "model")
     whole = write_gguf_with_head(model, tmp_path / "m.gguf")
@@ -136,7 +136,7 @@ def test_a_head_in_awq_keeps_its_codes(tmp_path):
     np.testing.assert_array_equal(found, expected)
 
 
-def test_a_model_without_a_head(tmp_path):
+def test_a_model_without_a_head_has_no_plan(tmp_path):
     checkpoint = Checkpoint.open(save_tiny_model("qwen3_5_text", tmp_path))
     assert checkpoint.mtp is None
     with pytest.raises(ModelFormatError, match="contains no multi-token prediction head"):
@@ -164,7 +164,7 @@ def test_a_model_without_a_head(tmp_path):
         ),
     ],
 )
-def test_heads_that_are_not_supported_are_refused(name, change, message, tmp_path):
+def test_unsupported_heads_are_refused(name, change, message, tmp_path):
     path = save_with_head(name, tmp_path)
     change_tensors(path, change)
     with pytest.raises(ModelFormatError, match=message):

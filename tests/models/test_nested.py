@@ -58,7 +58,7 @@ def test_the_language_model_equals_transformers(name, tmp_path, caplog):
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_head_that_the_configs_disagree_about_is_where_the_file_says(tied, tmp_path):
+def test_contradictory_tie_settings_follow_the_file(tied, tmp_path):
     save_nested_model("qwen3_vl", tmp_path, tie_word_embeddings=tied)
     for outer, inner in ((not tied, tied), (tied, not tied), (None, tied), (None, None)):
         _change(tmp_path, {"tie_word_embeddings": outer}, {"tie_word_embeddings": inner})
@@ -66,7 +66,7 @@ def test_a_head_that_the_configs_disagree_about_is_where_the_file_says(tied, tmp
     assert_native_equals(build_nested_model("qwen3_vl", tie_word_embeddings=tied), tmp_path)
 
 
-def test_names_of_older_files(tmp_path):
+def test_older_tensor_names_are_read(tmp_path):
     save_nested_model("qwen3_vl", tmp_path)
     _rename(
         tmp_path,
@@ -105,7 +105,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_config_that_contradicts_itself_is_refused(name, tmp_path):
+def test_contradictory_nested_configs_are_refused(name, tmp_path):
     change, text, message = REFUSED[name]
     save_nested_model("qwen3_vl", tmp_path)
     _change(tmp_path, {}, text)
@@ -114,14 +114,14 @@ def test_a_config_that_contradicts_itself_is_refused(name, tmp_path):
         NativeRunner.from_dir(tmp_path, weights="f32")
 
 
-def test_the_same_size_in_both_configs_is_no_contradiction(tmp_path):
+def test_equal_sizes_in_both_configs_are_accepted(tmp_path):
     save_nested_model("qwen3_vl", tmp_path)
     expected = spec_of(tmp_path)
     _change(tmp_path, {"hidden_size": 64, "vocab_size": 300})
     assert spec_of(tmp_path) == expected
 
 
-def test_a_tensor_that_is_there_twice_is_refused(tmp_path):
+def test_a_duplicate_tensor_is_refused(tmp_path):
     save_nested_model("qwen3_vl", tmp_path)
     norm = tensors_of(tmp_path)["model.language_model.norm.weight"]
     change_tensors(tmp_path, {"model.norm.weight": norm})
@@ -129,14 +129,14 @@ def test_a_tensor_that_is_there_twice_is_refused(tmp_path):
         SafetensorsSource(tmp_path)
 
 
-def test_a_part_that_is_not_known_is_refused(tmp_path):
+def test_unknown_model_parts_are_refused(tmp_path):
     save_nested_model("qwen3_vl", tmp_path)
     _rename(tmp_path, model__visual__="model.smell.")
     with pytest.raises(ModelFormatError, match=r"model\.smell\..*is not supported"):
         NativeRunner.from_dir(tmp_path, weights="f32")
 
 
-def test_what_gemmas_files_leave_out(tmp_path):
+def test_gemma3_defaults_apply(tmp_path):
     """As of Gemma 3 4B: its text_config names five things."""
     text = {
         "model_type": "gemma3_text",

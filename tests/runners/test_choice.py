@@ -66,7 +66,7 @@ def weights(available=10**9, pool=0, *, stored=False, **options):
         ({"device": "cuda", "dtype": "float16"}, "torch"),
     ],
 )
-def test_native_unless_something_asks_for_torch(options, expected):
+def test_native_is_chosen_unless_torch_is_required(options, expected):
     choice = runner(**options)
     assert choice.name == expected
     if expected == "torch":
@@ -75,7 +75,7 @@ def test_native_unless_something_asks_for_torch(options, expected):
         )
 
 
-def test_a_family_that_native_does_not_know_runs_on_torch_with_the_reason():
+def test_unsupported_families_run_on_torch_with_the_reason():
     choice = runner(UNKNOWN)
     assert (choice.name, choice.wanted) == ("torch", False)
     assert "gpt_neox" in choice.reason
@@ -91,7 +91,7 @@ def test_a_family_that_native_does_not_know_runs_on_torch_with_the_reason():
         ({}, True),
     ],
 )
-def test_what_only_native_serves_is_refused_for_other_families(options, gguf):
+def test_native_only_options_are_refused_for_other_families(options, gguf):
     named = "a GGUF file" if gguf else next(iter(options))
     assert_raises(ModelFormatError, f"gpt_neox.*{named}", runner, UNKNOWN, gguf=gguf, **options)
 
@@ -121,7 +121,7 @@ def test_what_only_native_serves_is_refused_for_other_families(options, gguf):
         ),
     ],
 )
-def test_contradictions_are_refused_by_name(options, message):
+def test_contradictory_options_are_refused_by_name(options, message):
     assert_raises(ConfigError, message, runner, **options)
 
 
@@ -163,7 +163,7 @@ ELSEWHERE = (
 
 @pytest.mark.parametrize("model_type", WITH_STATES)
 @pytest.mark.parametrize("options", ELSEWHERE, ids=str)
-def test_states_are_refused_by_name_elsewhere_than_in_the_native_runner(model_type, options):
+def test_other_runners_refuse_recurrent_states(model_type, options):
     model = hybrid_of(model_type)
     with pytest.raises(
         ModelFormatError,
@@ -182,7 +182,7 @@ def test_states_are_refused_by_name_elsewhere_than_in_the_native_runner(model_ty
 
 
 @pytest.mark.parametrize("model_type", WITH_STATES)
-def test_a_graph_of_a_model_with_states_is_refused_by_name(model_type):
+def test_onnx_graphs_of_models_with_states_are_refused(model_type):
     """As it was exported it may have inputs for keys and values alone, and run."""
     for refusal in ("", "the input 'past_conv.0' of type F32 is not supported"):
         traits = ModelTraits(
@@ -211,7 +211,7 @@ STATES_REFUSED = {
 
 
 @pytest.mark.parametrize("model_type", STATES_REFUSED)
-def test_a_graph_of_a_type_that_is_refused_for_its_states_is_refused_for_the_same_reason(
+def test_onnx_graphs_of_stateful_types_are_refused(
     model_type,
 ):
     for config in (
@@ -228,7 +228,7 @@ def test_a_graph_of_a_type_that_is_refused_for_its_states_is_refused_for_the_sam
                 choose_runner(EngineConfig.from_options(**options), traits)
 
 
-def test_a_granite_4_graph_without_a_list_of_layers_shows_itself_which_attend():
+def test_granite_4_graphs_reveal_their_attention_layers():
     """Past keys and values for each layer: none keeps a state. A layer of Falcon-H1 has both."""
     traits = ModelTraits(
         {**LLAMA, "model_type": "granitemoehybrid"},
@@ -251,7 +251,7 @@ def test_a_granite_4_graph_without_a_list_of_layers_shows_itself_which_attend():
             choose_runner(EngineConfig(), one)
 
 
-def test_granite_4_goes_elsewhere_where_all_its_layers_attend():
+def test_granite_4_without_states_runs_on_other_runners():
     model = {
         **LLAMA,
         "model_type": "granitemoehybrid",
@@ -283,20 +283,20 @@ def test_granite_4_goes_elsewhere_where_all_its_layers_attend():
         (10, 0, {"weights": "bf16", "dtype": "bfloat16"}, "bf16"),
     ],
 )
-def test_weights(available, pool, options, expected):
+def test_the_weight_format_follows_from_the_memory(available, pool, options, expected):
     chosen, why = weights(available, pool, **options)
     assert chosen == expected
     assert why
 
 
-def test_a_quantized_checkpoint_keeps_its_formats_unless_others_are_asked_for():
+def test_a_quantized_checkpoint_keeps_its_formats_by_default():
     assert weights(stored=True)[0] == STORED
     assert weights(stored=True, weights="int8")[0] == "int8"
     assert weights(stored=True, weights="int4-asym")[0] == "int4-asym"
     assert weights(stored=True, dtype="float32")[0] == "f32"
 
 
-def test_the_options_are_the_formats_there_are():
+def test_the_options_list_every_weight_format():
     assert sorted(CHOICES["weights"]) == sorted([*WEIGHT_FORMATS, STORED])
     with pytest.raises(ConfigError, match=r"weights='int3' is not one of .*'int4-asym'"):
         EngineConfig.from_options(weights="int3")
@@ -318,7 +318,7 @@ def test_weights_and_dtype_may_not_contradict_each_other():
         ("f32", (8, 4), "float16"),
     ],
 )
-def test_how_keys_and_values_are_stored(weights, bits, dtype):
+def test_kv_storage_follows_from_weights_and_bits(weights, bits, dtype):
     spec = native_kv_spec(describe_model(LLAMA), weights, 32, bits)
     assert (spec.dtype, spec.bits, spec.block_size, len(spec.layers)) == (dtype, bits, 32, 3)
     assert (spec.layers[0].num_kv_heads, spec.layers[0].head_dim) == (4, 16)
@@ -338,12 +338,12 @@ def test_float16_is_computed_in_float32_on_the_cpu(asked, stored, device, comput
     assert compute_dtype(asked, stored, device) == computed
 
 
-def test_the_options_are_the_runners_there_are():
+def test_the_options_list_every_runner():
     assert sorted(CHOICES["runner"]) == sorted(["auto", *RUNNERS])
 
 
 @pytest.mark.parametrize("name", RUNNERS)
-def test_a_runner_decides_by_its_plan_and_is_loaded_by_its_module(name):
+def test_runners_have_a_plan_and_a_module(name):
     plan = plan_of(name)
     assert plan.WORKS_WITH
     assert plan.AUTO_BACKEND in CHOICES["backend"]
@@ -356,7 +356,7 @@ def test_a_runner_decides_by_its_plan_and_is_loaded_by_its_module(name):
     assert callable(importlib.import_module(f"{RUNNERS[name]}.runner").load)
 
 
-def test_deciding_loads_no_runner_and_nothing_heavy():
+def test_choosing_a_runner_imports_nothing_heavy():
     script = (
         "import sys\n"
         "from kvboost_edge.config import EngineConfig\n"
@@ -392,7 +392,7 @@ def test_deciding_loads_no_runner_and_nothing_heavy():
         ("torch", "torch"),
     ],
 )
-def test_what_is_said_of_reuse_before_loading_holds_when_loaded(
+def test_the_reuse_refusal_is_the_same_before_and_after_loading(
     runner_name, name, overrides, backend, tmp_path
 ):
     directory = save_tiny_model(name, tmp_path, **overrides)

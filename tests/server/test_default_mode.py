@@ -19,7 +19,7 @@ def options_of(*argv):
     return parse_flags(["--no-pack-cache", "--num-blocks", "64", *argv], "kvboost-server")
 
 
-def test_one_of_several_models_that_refuses_it_is_exact_and_logged(caplog):
+def test_a_model_that_refuses_the_default_mode_is_exact_and_logged(caplog):
     options = options_of("--mode", "chunk_kv_reuse")
     several = dataclasses.replace(options, others=(NamedModel(("b",), "b"),))
     with fake_engine() as engine, caplog.at_level(logging.WARNING):
@@ -30,7 +30,7 @@ def test_one_of_several_models_that_refuses_it_is_exact_and_logged(caplog):
     assert vars(caplog.records[0])["facts"] == {"model": "a", "reason": "it cannot"}
 
 
-def test_a_stored_verdict_counts_as_a_refusal(monkeypatch, tmp_path, caplog):
+def test_a_stored_quality_verdict_is_a_refusal(monkeypatch, tmp_path, caplog):
     monkeypatch.setenv("KVBOOST_EDGE_CACHE", str(tmp_path))
     bad = Verdict(0.5, 0.1, 0.9, 59, 0.8)
     monkeypatch.setattr(QualityGate, "_measure", lambda *arguments: bad)
@@ -57,7 +57,7 @@ def test_a_stored_verdict_counts_as_a_refusal(monkeypatch, tmp_path, caplog):
         ),
     ],
 )
-def test_the_start_says_who_reuses_chunks(caplog, argv, said):
+def test_startup_logs_the_default_mode(caplog, argv, said):
     with caplog.at_level(logging.INFO):
         log_default_mode(options_of(*argv))
     lines = [record.getMessage() for record in caplog.records]

@@ -42,7 +42,7 @@ def test_the_engine_has_each_member_of_the_protocol(name):
     assert returned[0] == returned[1]
 
 
-def test_the_server_uses_nothing_of_the_engine_that_the_protocol_lacks():
+def test_the_server_uses_only_the_engine_protocol():
     server = Path(engines.__file__).parent
     used = {
         node.attr

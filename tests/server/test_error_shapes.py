@@ -37,7 +37,7 @@ REFUSED = ApiError(404, "the model 'x' is not served here", code="model_not_foun
         ),
     ],
 )
-def test_an_error_has_the_shape_of_its_api(path, body):
+def test_an_error_has_its_apis_format(path, body):
     assert error_body(REFUSED, path) == (error_body(REFUSED) if body is None else body)
 
 
@@ -53,5 +53,5 @@ def test_an_error_has_the_shape_of_its_api(path, body):
         (504, "timeout_error"),
     ],
 )
-def test_anthropic_s_kinds_follow_the_status(status, kind):
+def test_anthropic_error_types_follow_the_status(status, kind):
     assert error_body(ApiError(status, "no", code="x"), "/v1/messages")["error"]["type"] == kind

@@ -34,7 +34,7 @@ def parse(*argv):
     return parse_flags(argv, "kvboost-server")
 
 
-def test_defaults():
+def test_default_values_of_flags():
     options = parse()
     assert options.model == DEMO_MODEL
     assert options.settings == ServerSettings(model_name=DEMO_MODEL)
@@ -80,7 +80,7 @@ def test_defaults():
         ("mode", "chunk_kv_reuse", GenerationMode.CHUNK_KV_REUSE),
     ],
 )
-def test_flags_of_the_server(flag, text, value):
+def test_server_flags_set_their_settings(flag, text, value):
     assert getattr(parse(f"--{flag}", text).settings, flag.replace("-", "_")) == value
 
 
@@ -108,11 +108,11 @@ def test_flags_of_the_server(flag, text, value):
         ("max-batch-size", "3", "max_num_seqs", 3),
     ],
 )
-def test_flags_of_the_engine(flag, text, name, value):
+def test_engine_flags_set_their_options(flag, text, name, value):
     assert parse(f"--{flag}", text).engine[name] == value
 
 
-def test_nothing_is_kept_in_the_cache_directory():
+def test_no_pack_cache_stores_no_packed_weights():
     assert parse_flags(["--no-pack-cache"], "p").engine == {"pack_cache": False}
     asked = parse_flags(["--no-pack-cache", "--disk-cache-dir", "/elsewhere"], "p").engine
     assert asked == {"pack_cache": False, "disk_cache_dir": "/elsewhere"}
@@ -132,7 +132,7 @@ def test_a_redis_server_by_flag_or_environment(monkeypatch):
     assert "hidden" not in repr(parse())
 
 
-def test_how_reuse_is_repaired_is_a_flag_with_the_engine_s_default(capsys):
+def test_recompute_flags_have_the_engines_defaults(capsys):
     flags = (
         "--recompute-strategy",
         "cacheblend",
@@ -210,14 +210,14 @@ def test_repeatable_flags_and_keys(tmp_path, monkeypatch):
     assert admin_only.settings.admin_api_keys == ("b", "f")
 
 
-def test_the_served_name_shows_no_path(tmp_path):
+def test_the_served_name_contains_no_path(tmp_path):
     (tmp_path / "my-model").mkdir()
     assert parse("--model", str(tmp_path / "my-model")).settings.model_name == "my-model"
     assert parse("--model", "owner/hub-model").settings.model_name == "owner/hub-model"
     assert parse("-m", "owner/hub-model", "--model-name", "short").settings.model_name == "short"
 
 
-def test_warm_texts(tmp_path):
+def test_warm_texts_are_given_or_read_from_files(tmp_path):
     file = tmp_path / "prompt.txt"
     file.write_text("from a file")
     assert parse("--warm", "given", "--warm", f"@{file}").warm == ("given", "from a file")
@@ -234,7 +234,7 @@ def test_warm_texts(tmp_path):
             parse(flag, f"@{tmp_path / 'missing'}")
 
 
-def test_documents_are_warmed_for_each_key_as_the_flags_cut_them():
+def test_documents_are_chunked_and_warmed_for_each_key():
     text = "".join(f"Note {number} says that it is note {number}. " for number in range(5))
     argv = [
         "--chunk-size",
@@ -289,7 +289,7 @@ def test_documents_are_warmed_for_each_key_as_the_flags_cut_them():
         (["--recompute-ratio", "2"], "recompute_ratio=2"),
     ],
 )
-def test_wrong_values_are_one_line_and_1(argv, words, capsys):
+def test_invalid_values_exit_with_1_and_one_line(argv, words, capsys):
     assert main(argv) == 1
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert error.startswith("kvboost-server: error: ")
@@ -340,7 +340,7 @@ def test_the_help_lists_choices_and_defaults(capsys):
             assert f"Default: {declared.shown_default}" in described, name
 
 
-def test_wrong_usage_is_one_line_and_where_help_is(capsys):
+def test_wrong_usage_prints_one_line_and_points_to_help(capsys):
     for argv, named in (
         (["--modl", "x"], "--modl"),
         (["--log-level", "loud"], "loud"),
@@ -354,7 +354,7 @@ def test_wrong_usage_is_one_line_and_where_help_is(capsys):
         assert second == "Try 'kvboost-server --help'."
 
 
-def test_a_wrong_flag_or_value_says_what_would_be_right(capsys):
+def test_a_misspelled_flag_or_value_suggests_the_right_one(capsys):
     for argv, said in (
         (["--thread", "2"], "No such option: --thread. Did you mean --threads?"),
         (["--temperatur", "0"], "No such option: --temperatur. Did you mean --temperature?"),
@@ -398,7 +398,7 @@ def test_a_missing_extra_is_named():
     assert "Traceback" not in done.stderr
 
 
-def test_the_package_and_the_flags_load_no_web_framework():
+def test_parsing_flags_imports_no_web_framework():
     code = (
         "import sys, kvboost_edge, kvboost_edge.cli.app, kvboost_edge.server.flags, "
         "kvboost_edge.server.__main__\n"
@@ -450,12 +450,12 @@ def test_several_models_each_with_its_names(tmp_path):
         (["--max-model-bytes", "0"], "max_model_bytes=0"),
     ],
 )
-def test_models_that_cannot_be_told_apart_are_refused(argv, words):
+def test_ambiguous_model_names_are_refused(argv, words):
     with pytest.raises(ConfigError, match=words):
         parse_flags(argv, "x")
 
 
-def test_the_first_model_stays_and_others_leave_unless_it_is_said():
+def test_only_the_first_model_is_kept_loaded_by_default():
     default = parse_flags([], "x").settings
     said = parse_flags(["--keep-alive", "60", "--max-model-bytes", "8e9"], "x")
     assert [default.keep_alive_of(number) for number in (0, 1, 2)] == [math.inf, 300, 300]

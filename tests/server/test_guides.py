@@ -16,7 +16,7 @@ TUTORIAL = (ROOT / "docs/tutorial/coding-assistant.md").read_text(encoding="utf-
 METRIC = re.compile(r"`((?:kvboost|vllm|llamacpp):\w+)`")
 
 
-def test_the_client_of_the_tutorial_finds_its_prompt_in_the_cache(live_server, tmp_path):
+def test_the_tutorials_client_hits_the_cache(live_server, tmp_path):
     [program] = re.findall(r"^```python\n(.*?)^```", TUTORIAL, flags=re.DOTALL | re.MULTILINE)
     assert "http://127.0.0.1:8000/v1" in program
     program = program.replace("http://127.0.0.1:8000", live_server.base_url)
@@ -37,7 +37,7 @@ def test_the_client_of_the_tutorial_finds_its_prompt_in_the_cache(live_server, t
     assert 0 < tokens - cached < 40
 
 
-def test_the_program_for_batches_answers_the_lines_of_the_guide(demo_engine, tmp_path):
+def test_the_batch_program_of_the_guide_works(demo_engine, tmp_path):
     page = (ROOT / "docs/apis.md").read_text(encoding="utf-8")
     [program] = re.findall(r"^```python\n(import time\n.*?)^```", page, flags=re.DOTALL | re.M)
     guide = (ROOT / "docs/how-to/batches.md").read_text(encoding="utf-8")
@@ -58,7 +58,7 @@ def test_the_program_for_batches_answers_the_lines_of_the_guide(demo_engine, tmp
 
 
 @pytest.mark.parametrize("client", ["claude", "codex", "opencode", "openwebui"])
-def test_the_settings_of_a_client(live_server, client, capsys):
+def test_launch_prints_the_settings_of_a_client(live_server, client, capsys):
     assert run(["launch", client, "--url", live_server.base_url]) == 0
     printed = capsys.readouterr().out
     page = "open-webui" if client == "openwebui" else "coding-agents"
@@ -70,7 +70,7 @@ def test_the_settings_of_a_client(live_server, client, capsys):
     assert live_server.base_url in printed
 
 
-def test_the_request_of_the_persistent_cache_guide_is_warmed(live_server, tmp_path, monkeypatch):
+def test_the_persistent_cache_guides_request_is_warmed(live_server, tmp_path, monkeypatch):
     guide = (ROOT / "docs/how-to/persistent-cache.md").read_text(encoding="utf-8")
     [command] = re.findall(r"^ *(echo '.*?' > request\.json)$", guide, flags=re.DOTALL | re.M)
     monkeypatch.chdir(tmp_path)
@@ -79,7 +79,7 @@ def test_the_request_of_the_persistent_cache_guide_is_warmed(live_server, tmp_pa
     assert run(["why", "--list", "--url", live_server.base_url]) == 0
 
 
-def test_named_metrics_exist(live_server):
+def test_metrics_named_in_the_docs_exist(live_server):
     with live_server.client() as client:
         client.post("/v1/completions", json={"prompt": "Doc 7.", "max_tokens": 2})
         shown = client.get("/metrics").text

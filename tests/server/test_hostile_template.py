@@ -41,7 +41,7 @@ def hostile_model(tmp_path, source):
         pytest.param("{{ 'a' * 3000000000 }}", id="text"),
     ],
 )
-def test_a_template_without_end_holds_up_no_other_request(tmp_path, source):
+def test_an_endless_template_does_not_block_other_requests(tmp_path, source):
     with (
         running("--model", hostile_model(tmp_path, source)) as server,
         httpx.Client(base_url=server.url(), timeout=20) as client,

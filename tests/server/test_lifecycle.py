@@ -59,7 +59,7 @@ def test_sigterm_drains_and_exits_with_0(tmp_path):
     assert {"draining", "stopped"} <= {json.loads(line)["event"] for line in server.lines}
 
 
-def test_a_stream_only_gets_its_grace():
+def test_a_stream_is_cut_off_after_the_drain_time():
     with (
         running("--drain-seconds", "0.3") as server,
         httpx.Client(base_url=server.url(), timeout=60) as client,
@@ -123,7 +123,7 @@ def in_a_terminal(*flags):
         os.close(terminal)
 
 
-def test_a_terminal_gets_plain_lines_the_address_and_what_ctrl_c_does():
+def test_a_terminal_shows_plain_lines_with_the_address_and_ctrl_c():
     with in_a_terminal() as (process, pieces):
         address = re.compile(r"^Open (http://127\.0\.0\.1:\d+)\r$", re.MULTILINE)
         wait_until(lambda: address.search("".join(pieces)), "the server to listen", 60)
@@ -145,7 +145,7 @@ def test_a_terminal_gets_plain_lines_the_address_and_what_ctrl_c_does():
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_while_it_closes_exits_at_once(number, monkeypatch, caplog):
+def test_a_signal_during_shutdown_exits_at_once(number, monkeypatch, caplog):
     """It does not say that the model was loading. Later all is as before."""
 
     class Exited(BaseException):
@@ -164,7 +164,7 @@ def test_a_signal_while_it_closes_exits_at_once(number, monkeypatch, caplog):
     assert [record.message for record in caplog.records] == ["exiting immediately"]
 
 
-def test_a_port_in_use_is_one_line_and_1(live_server, kept_logging, capfd):
+def test_a_port_in_use_exits_with_1_and_one_line(live_server, kept_logging, capfd):
     assert main(["--port", str(live_server.port)]) == 1
     told = capfd.readouterr().err
     assert "Traceback" not in told
@@ -172,7 +172,7 @@ def test_a_port_in_use_is_one_line_and_1(live_server, kept_logging, capfd):
     assert "loading" not in told, "the model was loaded first"
 
 
-def test_sigterm_while_the_model_loads_exits_with_0():
+def test_sigterm_during_loading_exits_with_0():
     with running() as server:
         wait_until(
             lambda: any('"loading"' in line for line in server.lines), "the model to load", 60
@@ -259,7 +259,7 @@ class DrippingHub(BaseHTTPRequestHandler):
 
 
 @pytest.mark.full
-def test_a_download_that_does_not_end_does_not_keep_the_process(monkeypatch, tmp_path):
+def test_a_hanging_download_does_not_block_shutdown(monkeypatch, tmp_path):
     hub = ThreadingHTTPServer(("127.0.0.1", 0), DrippingHub)
     thread = threading.Thread(target=hub.serve_forever, args=(0.02,))
     thread.start()
@@ -319,7 +319,7 @@ def test_version_names_the_package(live_server):
 @pytest.mark.parametrize(
     "name", ["kvboost-edge.service", "kvboost-edge-board.service", "README.md"]
 )
-def test_the_deployment_files_name_flags_that_exist(name, capsys):
+def test_the_deployment_files_use_existing_flags(name, capsys):
     shown = (ROOT / "docs" / "deploy" / name).read_text(encoding="utf-8")
     flags = set(re.findall(r"(?<=[\s`\"])--[a-z][a-z-]+", shown))
     assert main(["--help"]) == 0

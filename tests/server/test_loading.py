@@ -16,7 +16,7 @@ from kvboost_edge.server.models.loader import ProcessMemory
 from kvboost_edge.server.work.engine_warmup import prepare
 
 
-def test_packing_is_a_line_now_and_then(monkeypatch, caplog):
+def test_packing_progress_is_logged_at_intervals(monkeypatch, caplog):
     now = [100.0]
     give_clock(monkeypatch, lambda: now[0], command)
     progress = command._log_packing()
@@ -31,7 +31,7 @@ def test_packing_is_a_line_now_and_then(monkeypatch, caplog):
     ]
 
 
-def test_compiling_says_how_long_it_takes(monkeypatch, caplog):
+def test_compilation_progress_is_logged_with_an_estimate(monkeypatch, caplog):
     monkeypatch.setattr("kvboost_edge.kernels.aot.default_num_threads", lambda: 2)
     with caplog.at_level(logging.INFO):
         for done in range(8):
@@ -49,7 +49,7 @@ def machine(monkeypatch):
     return limits
 
 
-def test_max_memory_is_the_engine_s_or_that_of_all_models(machine):
+def test_max_memory_bounds_one_engine_or_all_models(machine):
     alone, process = command._bounded(options_of("--max-memory", "2GB"))
     assert (alone.engine["max_memory"], process) == (2_000_000_000, None)
     both = options_of("--max-memory", "2GB", "--model", "a=x", "--model", "b=y")
@@ -64,7 +64,7 @@ def test_max_memory_is_the_engine_s_or_that_of_all_models(machine):
 
 
 @pytest.mark.parametrize(("given", "bound"), [("1GB", 1_300_000_000), ("5GB", 2_000_000_000)])
-def test_of_both_bounds_the_smaller_allowance_counts(machine, caplog, given, bound):
+def test_the_smaller_of_both_memory_bounds_applies(machine, caplog, given, bound):
     with caplog.at_level(logging.INFO):
         options, _ = command._bounded(options_of("--max-memory", "2GB", "--max-model-bytes", given))
     assert options.engine["max_memory"] == bound
@@ -78,14 +78,14 @@ def options_of(*argv):
     return parse_flags(["--no-pack-cache", "--num-blocks", "64", *argv], "kvboost-server")
 
 
-def test_the_only_model_may_not_refuse_the_default_mode(tmp_path):
+def test_a_single_model_that_refuses_the_default_mode_is_an_error(tmp_path):
     model = str(save_tiny_model("lfm2", tmp_path))
     options = options_of("--model", model, "--mode", "chunk_kv_reuse")
     with pytest.raises(ConfigError, match=r"--mode chunk_kv_reuse is refused: .*; use --mode pre"):
         command._load(model, options, threading.Event())
 
 
-def test_an_approximate_default_is_tried_before_the_first_request():
+def test_an_approximate_default_is_checked_at_startup():
     """What refuses it, such as the quality gate, ends the start."""
     with fake_engine() as engine:
         runner_of(engine).moved_keys_refusal = "the gate says no"

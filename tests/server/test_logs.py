@@ -38,7 +38,7 @@ def test_json_lines_hold_the_facts(lines):
     assert fields["time"].endswith("Z")
 
 
-def test_warnings_of_the_package_are_lines_too(lines):
+def test_package_warnings_are_log_lines(lines):
     """Of the engine, say, which knows no server. What it has to say otherwise is for its users."""
     seen = lines(log_level="debug")
     engine = logging.getLogger("kvboost_edge.engine.engine")
@@ -63,7 +63,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_lines_are_plain_in_a_terminal_unless_asked_otherwise(kept_logging):
+def test_lines_are_plain_in_a_terminal_by_default(kept_logging):
     def written(stream, **settings):
         configure_logging(ServerSettings(**settings), stream)
         log_facts(logging.INFO, "two words", route="/v1/models", odd='a"b=c')
@@ -100,7 +100,7 @@ def test_an_exception_shows_type_and_place_only(lines):
     assert "secret" not in seen()[0]
 
 
-def test_the_level_decides(lines):
+def test_log_level_filters_lines(lines):
     seen = lines(log_level="error")
     log_facts(logging.INFO, "request")
     log_facts(logging.WARNING, "exiting immediately")

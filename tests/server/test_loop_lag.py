@@ -52,7 +52,7 @@ WORDS = (
 
 
 @pytest.mark.parametrize("path", TEXTS)
-async def test_long_bodies_are_read_and_tokenized_off_the_loop(
+async def test_long_bodies_are_parsed_and_tokenized_off_the_event_loop(
     tiny_app, tiny_engine, monkeypatch, path
 ):
     threads = {"read": set(), "tokenized": set()}
@@ -70,7 +70,7 @@ async def test_long_bodies_are_read_and_tokenized_off_the_loop(
     assert threading.current_thread() not in threads["read"] | threads["tokenized"]
 
 
-async def test_long_bodies_are_read_one_after_the_other(tiny_app, monkeypatch):
+async def test_long_bodies_are_parsed_one_at_a_time(tiny_app, monkeypatch):
     """Python reads JSON without letting another thread run: the loop would wait for all of them."""
     read = bodies.parse_json
     inside = []
@@ -91,7 +91,7 @@ async def test_long_bodies_are_read_one_after_the_other(tiny_app, monkeypatch):
     assert not met.is_set()
 
 
-async def test_a_long_body_waits_until_the_loop_has_come_round(tiny_app, monkeypatch):
+async def test_a_long_body_waits_for_an_iteration_of_the_event_loop(tiny_app, monkeypatch):
     """Else the loop would wait for another body each time it lets another thread run."""
     loop = asyncio.get_running_loop()
     read = bodies.parse_json
@@ -123,7 +123,7 @@ def server(demo_engine):
 
 
 @pytest.mark.alone
-def test_the_loop_goes_on_while_long_prompts_are_computed(server):
+def test_long_prompts_do_not_block_the_event_loop(server):
     context = server.engine.runner_info.max_context
     rng = random.Random(1)
 
@@ -150,7 +150,7 @@ CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
 
 @pytest.mark.alone
 @pytest.mark.full
-def test_the_largest_messages_do_not_stop_the_loop(server):
+def test_the_largest_messages_do_not_block_the_event_loop(server):
     """Well-formed, 6.9 MB, far longer than the context, which is told after all was tokenized; one
     of them with the texts of special tokens in it.
     """
@@ -189,7 +189,7 @@ def test_the_largest_messages_do_not_stop_the_loop(server):
         "200,000 headers",
     ],
 )
-def test_no_bytes_stop_the_loop(server, data):
+def test_invalid_bytes_do_not_block_the_event_loop(server, data):
     def load():
         for _ in range(3):
             with (
@@ -208,7 +208,7 @@ def test_no_bytes_stop_the_loop(server, data):
     ("stream", "choices"),
     [(True, 10), *(pytest.param(one, 27, marks=pytest.mark.full) for one in (False, True))],
 )
-def test_large_answers_do_not_stop_the_loop(server, stream, choices):
+def test_large_answers_do_not_block_the_event_loop(server, stream, choices):
     """Echoed prompts with twenty log probabilities a token; with 27 choices as many as an answer
     may have.
     """
@@ -247,7 +247,7 @@ def large():
 
 
 @pytest.mark.alone
-def test_the_loop_goes_on_while_every_api_tokenizes(server):
+def test_tokenization_in_every_api_does_not_block_the_event_loop(server):
     """Long texts to each route that takes one, a few at a time, while short requests go on beside
     them.
     """
@@ -300,7 +300,7 @@ TALKING = [path for path in ASKED if "messages" in ASKED[path]("x")] + ["/v1/res
 
 @pytest.mark.alone
 @pytest.mark.parametrize("path", mostly_full(TALKING, "/v1/chat/completions", "/v1/responses"))
-def test_the_most_messages_do_not_stop_the_loop(server, path):
+def test_the_maximum_number_of_messages_does_not_block_the_event_loop(server, path):
     """Well-formed, and far longer than the context."""
     content = json.dumps(many_messages(path, 9_990)).encode()
 
@@ -345,7 +345,7 @@ def bad_bodies(path):
 
 @pytest.mark.alone
 @pytest.mark.parametrize("path", mostly_full(TEXTS, *BAD))
-def test_no_bad_body_stops_the_loop(server, path):
+def test_invalid_bodies_do_not_block_the_event_loop(server, path):
     bodies = bad_bodies(path)
     seconds = {}
 
@@ -385,7 +385,7 @@ IDS = json.dumps(random.Random(4).choices(range(256), k=100_000))
     ids=["prompts of ids", "inputs of ids", "as many values as are read"],
 )
 @pytest.mark.usefixtures("busy")
-def test_large_bodies_at_once_do_not_stop_the_loop(server, path, body, count):
+def test_concurrent_large_bodies_do_not_block_the_event_loop(server, path, body, count):
     """On two processors, of which another process takes one."""
     head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
     request = f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode()
@@ -407,7 +407,7 @@ def test_large_bodies_at_once_do_not_stop_the_loop(server, path, body, count):
 
 @pytest.mark.alone
 @pytest.mark.usefixtures("busy")
-def test_the_most_vectors_do_not_stop_the_loop(server, monkeypatch):
+def test_the_largest_embeddings_answer_does_not_block_the_event_loop(server, monkeypatch):
     """As wide as those of large models, which this one is not."""
     embed = server.engine.embed
     wide = np.random.default_rng(0).standard_normal((2048, 1024), np.float32)
@@ -431,7 +431,7 @@ def test_the_most_vectors_do_not_stop_the_loop(server, monkeypatch):
 
 
 @pytest.mark.alone
-def test_a_long_query_with_many_documents_is_refused_before_it_is_written_down(server):
+def test_a_long_query_with_many_documents_is_refused_before_expansion(server):
     """Each document is judged behind the query: together they would be a thousand times as long as
     the body.
     """
@@ -447,7 +447,7 @@ def test_a_long_query_with_many_documents_is_refused_before_it_is_written_down(s
 
 
 @pytest.mark.alone
-def test_large_responses_are_remembered_shown_and_continued(large):
+def test_large_stored_responses_do_not_block_the_event_loop(large):
     """Conversations as long as the context, of many small items, kept, listed and gone on with."""
     items = [*said("w" * 20), {"role": "assistant", "content": "y" * 20}] * 700
     body = {"input": items, "instructions": "i" * 4000, "max_output_tokens": 1}
@@ -473,7 +473,7 @@ def test_large_responses_are_remembered_shown_and_continued(large):
 
 
 @pytest.mark.alone
-def test_as_much_as_is_remembered_is_read_beside_others(large):
+def test_reading_the_largest_stored_responses_does_not_block_the_event_loop(large):
     """What was sent with one response, as large as a body may be, is listed page by page; and a
     whole memory of them is continued.
     """
@@ -519,7 +519,7 @@ def test_as_much_as_is_remembered_is_read_beside_others(large):
 
 @pytest.mark.alone
 @pytest.mark.full
-def test_comparing_with_all_that_is_kept_does_not_stop_the_loop(large):
+def test_comparing_with_the_whole_history_does_not_block_the_event_loop(large):
     """Prompts of 30,000 tokens that are alike up to their ends, as many of them as are kept, and
     the list of them.
     """

@@ -75,7 +75,7 @@ def total(samples, name, **labels):
 @pytest.mark.parametrize(
     ("prefix", "names"), [("vllm", VLLM), ("llamacpp", LLAMACPP), ("kvboost", OURS)]
 )
-def test_every_name_is_there(server, prefix, names):
+def test_every_documented_metric_exists(server, prefix, names):
     present = {name for name, _ in scrape(server)}
     assert {f"{prefix}:{name}" for name in names} <= present
 
@@ -102,7 +102,7 @@ GATEWAY = {
 
 
 @pytest.mark.parametrize("name", GATEWAY)
-def test_the_gateway_api_inference_extension_finds_its_metrics(server, name):
+def test_metrics_of_the_gateway_api_inference_extension_exist(server, name):
     with server.client() as client:
         text = client.get("/metrics").text
     (family,) = [one for one in text_string_to_metric_families(text) if one.name == name]
@@ -112,7 +112,7 @@ def test_the_gateway_api_inference_extension_finds_its_metrics(server, name):
     assert sample.value >= 0
 
 
-def test_what_the_gateway_reads_has_its_meaning(server, demo_engine):
+def test_gateway_metrics_have_the_expected_values(server, demo_engine):
     samples = scrape(server)
     stats = demo_engine.paged_stats()
     total(
@@ -133,7 +133,7 @@ def test_what_the_gateway_reads_has_its_meaning(server, demo_engine):
     assert 1.7e9 < changed <= time.time()
 
 
-def test_values_agree_with_what_was_asked(server):
+def test_values_agree_with_the_requests(server):
     samples = scrape(server)
     prompt = total(samples, "vllm:prompt_tokens_total")
     cached = total(samples, "vllm:prompt_tokens_cached_total")
@@ -156,7 +156,7 @@ def test_values_agree_with_what_was_asked(server):
     assert total(samples, "llamacpp:predicted_tokens_seconds") > 0
 
 
-def test_the_pool_agrees_with_the_engine(server, demo_engine):
+def test_pool_metrics_equal_the_engines(server, demo_engine):
     samples = scrape(server)
     stats = demo_engine.paged_stats()
     assert total(samples, "kvboost:blocks") == stats["num_blocks"]
@@ -171,7 +171,7 @@ def test_the_pool_agrees_with_the_engine(server, demo_engine):
     assert total(samples, "kvboost:engine_alive") == 1
 
 
-def test_drafts_agree_with_the_engine(server, demo_engine):
+def test_draft_metrics_equal_the_engines(server, demo_engine):
     text = "a b c d e f g h " * 6
     with server.client() as client:
         body = {"model": MODEL, "prompt": text, "max_tokens": 24, "temperature": 0}
@@ -188,7 +188,7 @@ def test_drafts_agree_with_the_engine(server, demo_engine):
     )
 
 
-def test_the_histogram_of_steps_agrees_with_the_engine(server, demo_engine):
+def test_the_step_histogram_equals_the_engines(server, demo_engine):
     def agrees():  # the last step ends after its answer
         samples = scrape(server)
         stats = demo_engine.paged_stats()
@@ -221,7 +221,7 @@ def test_counters_only_rise(server):
     assert all(after[key] >= before[key] for key in counters)
 
 
-def test_metrics_need_a_key_when_keys_are_set(keyed_server):
+def test_metrics_need_a_key_if_keys_are_set(keyed_server):
     with keyed_server.client(headers={}) as client:
         assert client.get("/metrics").status_code == 401
     admin = {"Authorization": f"Bearer {ADMIN_KEY}"}
@@ -230,13 +230,13 @@ def test_metrics_need_a_key_when_keys_are_set(keyed_server):
         assert not any(key in client.get("/metrics").text for key in (*KEYS, ADMIN_KEY))
 
 
-def test_each_server_has_counters_of_its_own(server, demo_engine):
+def test_each_server_has_its_own_counters(server, demo_engine):
     with serving(demo_engine, model_name="another") as other:
         samples = scrape(other)
     assert total(samples, "vllm:prompt_tokens_total", model_name="another") == 0
 
 
-def test_the_dashboard_reads_only_what_is_there(server):
+def test_the_dashboard_uses_existing_metrics(server):
     present = {name for name, _ in scrape(server)}
     dashboard = json.loads(DASHBOARD.read_text(encoding="utf-8"))
     panels = [panel for panel in dashboard["panels"] if panel["type"] != "row"]

@@ -61,7 +61,7 @@ def test_a_missing_file_is_refused(tmp_path):
         read_model_defaults(tmp_path / "none.toml")
 
 
-def test_tables_belong_to_served_models(file):
+def test_tables_must_name_served_models(file):
     def chosen(*models):
         return options_from({"model": list(models), "model_defaults_file": str(file)}).settings
 

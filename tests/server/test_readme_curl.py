@@ -50,7 +50,7 @@ EXAMPLES = [
     EXAMPLES,
     ids=[f"{page}{re.search(r'8000([^ ]+)', text).group(1)}" for page, text in EXAMPLES],
 )
-def test_example_answers(page, example, live_server):
+def test_documented_curl_commands_work(page, example, live_server):
     command = re.sub(r"(http://127\.0\.0\.1|localhost):8000", live_server.base_url, example)
     options = "--silent --show-error --fail-with-body --max-time 60"
     if "/v1/requests/last" in example:

@@ -26,7 +26,7 @@ def result(prompt=30, cached=10, prompt_ms=100.0, generated=8, decode_ms=200.0, 
     )
 
 
-def test_nothing_is_kept_for_each_request(clock):
+def test_memory_does_not_grow_with_requests(clock):
     """A server that nobody asks for its metrics counts a hundred requests a second for ten
     minutes.
     """
@@ -38,7 +38,7 @@ def test_nothing_is_kept_for_each_request(clock):
     assert speeds.output_tokens == 60_000 * 8
 
 
-def test_recent_speeds_and_totals_leave_cached_tokens_out(clock):
+def test_throughput_excludes_cached_tokens(clock):
     speeds = Speeds()
     assert speeds.recent() == (0.0, 0.0)
     speeds.observe(result())
@@ -52,7 +52,7 @@ def test_recent_speeds_and_totals_leave_cached_tokens_out(clock):
     )
 
 
-def test_what_ended_a_minute_ago_counts_in_the_totals_only(clock):
+def test_requests_older_than_a_minute_count_in_totals_only(clock):
     speeds = Speeds()
     speeds.observe(result(generated=100))
     clock.now += 59
@@ -71,7 +71,7 @@ def test_a_request_without_output_divides_by_nothing(clock):
     assert speeds.recent() == (0.0, 0.0)
 
 
-def test_where_prompt_tokens_came_from_is_told_for_the_last_minute(clock):
+def test_prompt_tokens_by_tier_cover_the_last_minute(clock):
     speeds = Speeds()
     assert speeds.recent_prompts() == ({}, 0, 0)
     speeds.observe(result(hits={"pool": 4, "disk": 6}))

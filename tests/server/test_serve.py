@@ -32,7 +32,7 @@ LONG = {"content": "steady " * 5000, "with_pieces": True}
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.version_info >= (3, 14), reason="collects in steps, by another rule")
-def test_a_large_heap_does_not_put_off_the_collection_of_what_comes_later():
+def test_a_large_heap_does_not_delay_garbage_collection():
     """The collector waits until what is new is a quarter of what it kept the last time: 75,000
     objects here.
     """
@@ -84,7 +84,7 @@ def told(server, event):
     return [facts for facts in map(json.loads, server.lines) if event in facts["event"]]
 
 
-def test_more_connections_than_descriptors_are_answered():
+def test_connections_beyond_the_descriptor_limit_are_answered():
     """Of 64 descriptors the connections leave some to the files of the model and of the disk
     tier.
     """
@@ -106,7 +106,7 @@ def test_more_connections_than_descriptors_are_answered():
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="changes a limit of another process")
-def test_a_lack_of_descriptors_is_told_once():
+def test_running_out_of_descriptors_is_logged_once():
     """Connections that found none left are served once there are some again."""
     import resource
 

@@ -142,7 +142,7 @@ def forget(server):
     history.seconds = server.state.settings.request_history
 
 
-def test_a_storm_of_leaving_clients_leaves_nothing(server, scale):
+def test_many_disconnecting_clients_leak_nothing(server, scale):
     count = scale(200, 5000)
 
     def settled():

@@ -33,7 +33,7 @@ def error_of(answer):
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "n": 7}),
     ],
 )
-async def test_n(limited, path, body):
+async def test_choices_beyond_a_keys_share_are_refused(limited, path, body):
     """Eight places: two are kept for each key, and six are the most that one can have."""
     async with limited(max_batch_size=2, max_queue_size=6) as client:
         for answer in (
@@ -55,7 +55,7 @@ async def test_n(limited, path, body):
             assert answer.status_code == 200, answer.text
 
 
-async def test_batches(limited, tiny_engine):
+async def test_batches_beyond_a_keys_limit_are_refused(limited, tiny_engine):
     async with limited(max_batches=1) as client:
         held = HeldForward(tiny_engine)
         try:
@@ -81,7 +81,7 @@ async def test_batches(limited, tiny_engine):
         ({"max_file_bytes": 1500}, 413, "file_bytes_limit", "--max-file-bytes"),
     ],
 )
-async def test_files(limited, settings, status, code, flag):
+async def test_files_beyond_a_keys_limit_are_refused(limited, settings, status, code, flag):
     async with limited(**settings) as client:
         first = await client.upload(b"a" * 1000)
         assert first.status_code == 200
@@ -100,7 +100,7 @@ async def test_files(limited, settings, status, code, flag):
 
 
 @pytest.mark.parametrize("limit", ["max_sessions", "max_session_bytes"])
-async def test_sessions(limited, tiny_engine, limit):
+async def test_sessions_beyond_a_keys_limit_are_refused(limited, tiny_engine, limit):
     block = tiny_engine.runner_info.kv_spec.bytes_per_block
     size = tiny_engine.config.block_size
     settings = {"max_sessions": {limit: 1}, "max_session_bytes": {limit: 3 * block}}[limit]

@@ -27,7 +27,7 @@ def restarted(tmp_path):
         yield server
 
 
-def test_an_answer_tells_what_came_from_disk_and_how_long_that_took(restarted):
+def test_an_answer_reports_tokens_restored_from_disk_and_the_time(restarted):
     with restarted.client() as client:
         first, second = (client.post("/v1/completions", json=BODY).json() for _ in range(2))
         cached = first["usage"]["prompt_tokens_details"]["cached_tokens"]

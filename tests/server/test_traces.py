@@ -87,7 +87,7 @@ def test_phases_follow_one_another_inside_the_request(traced):
     assert lengths["decode"] > 0
 
 
-def test_cache_hits_are_told_by_tier(traced):
+def test_spans_report_cache_hits_by_tier(traced):
     body = {**BODY, "prompt": "No other test begins with these words. " * 4}
     (_, first), (_, second) = traced(*2 * [("/v1/completions", body, {})])
     cold, warm = (
@@ -132,7 +132,7 @@ def test_the_callers_sampling_is_followed(traced):
     assert traced(("/v1/completions", BODY, from_caller("00"))) == []
 
 
-def test_refused_requests_and_others(traced, kept_spans):
+def test_only_generating_routes_are_traced(traced, kept_spans):
     ((root, children),) = traced(("/v1/completions", {"max_tokens": 1}, {}))
     assert root.attributes["http.response.status_code"] == 400
     assert not children
@@ -146,7 +146,7 @@ def test_the_log_line_names_the_trace(traced, caplog):
     assert TRACE in caplog.text or any(TRACE in str(vars(record)) for record in caplog.records)
 
 
-def test_without_traces_nothing_is_imported_and_nothing_is_begun(tiny_engine, monkeypatch):
+def test_tracing_off_imports_and_starts_nothing(tiny_engine, monkeypatch):
     def begun(*given):
         raise AssertionError("a trace was begun")
 
@@ -176,7 +176,7 @@ def test_the_standard_variables_turn_traces_on(kept_spans):
         open_traces(None, {**on, "OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"})
 
 
-def test_the_service_has_a_name(kept_spans, monkeypatch):
+def test_the_service_name_follows_the_standard_variables(kept_spans, monkeypatch):
     for variables, name in (
         ({}, "kvboost-edge"),
         ({"OTEL_SERVICE_NAME": "mine"}, "mine"),
@@ -190,7 +190,7 @@ def test_the_service_has_a_name(kept_spans, monkeypatch):
             found.close()
 
 
-def test_a_missing_package_is_an_error_only_where_it_is_asked_for(monkeypatch, caplog):
+def test_a_missing_exporter_is_an_error_only_if_tracing_was_requested(monkeypatch, caplog):
     def missing(endpoint):
         raise ModuleNotFoundError("no exporter", name="opentelemetry.exporter")
 

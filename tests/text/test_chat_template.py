@@ -42,7 +42,7 @@ def make(source):
 
 @pytest.mark.parametrize("name", TEMPLATES)
 @pytest.mark.parametrize("prompt", [True, False])
-def test_equals_transformers(name, prompt):
+def test_rendered_chats_equal_transformers(name, prompt):
     tools = [{"type": "function", "function": {"name": "look_up"}}]
     truth, _ = render_jinja_template(
         [MESSAGES],
@@ -85,18 +85,18 @@ def test_equals_transformers(name, prompt):
         ),
     ],
 )
-def test_a_variable_may_not_take_a_name_that_means_something(name):
+def test_reserved_variable_names_are_refused(name):
     with pytest.raises(RequestError, match="reserved name"):
         make("{{ messages }}").render(MESSAGES, variables={name: 1})
 
 
-def test_names_of_our_own_parameters_are_variables_like_others():
+def test_parameter_names_may_be_variables():
     source = "{{ source }}{{ variables }}{{ template_name }}{{ environment }}{{ args }}"
     names = ("source", "variables", "template_name", "environment", "args")
     assert make(source).render(MESSAGES, variables=dict.fromkeys(names, "v")) == "vvvvv"
 
 
-def test_date():
+def test_strftime_now_returns_the_date():
     assert len(make("{{ strftime_now('%Y-%m-%d') }}").render(MESSAGES)) == 10
 
 
@@ -124,7 +124,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("source", REFUSED)
-def test_attack_or_failure_is_a_request_error_and_changes_nothing(source):
+def test_template_attacks_and_failures_are_request_errors(source):
     before = [dict(message) for message in MESSAGES]
     with pytest.raises(RequestError, match="tiny"):
         make(source).render(MESSAGES)
@@ -161,7 +161,7 @@ def test_broken_template_names_the_model():
         None,
     ],
 )
-def test_bad_messages_are_refused(messages):
+def test_invalid_messages_are_refused(messages):
     with pytest.raises(RequestError):
         make("{{ messages }}").render(messages)
 

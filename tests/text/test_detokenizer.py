@@ -173,13 +173,13 @@ def byte_ids(tokenizer, raw):
 
 
 @every_family
-def test_stream_kind(family):
+def test_stream_kind_of_each_family(family):
     assert TOKENIZERS[family].codec.stream_kind is FAMILIES[family][1]
 
 
 @every_family
 @given(data=st.data(), skip=st.booleans())
-def test_any_ids_give_the_text_of_decode(family, data, skip):
+def test_streamed_text_equals_decode(family, data, skip):
     tokenizer = TOKENIZERS[family]
     ids = data.draw(st.lists(st.integers(-3, tokenizer.vocab_size + 40), max_size=30))
     assert "".join(stream(tokenizer, ids, skip=skip)) == tokenizer.decode(
@@ -191,7 +191,7 @@ def test_any_ids_give_the_text_of_decode(family, data, skip):
 @given(text=st.text(max_size=20))
 @example("🙂 🙂")
 @example("  two leading spaces")
-def test_any_text_comes_back_and_no_part_ends_in_half_a_character(family, text):
+def test_any_text_round_trips_without_partial_characters(family, text):
     tokenizer = TOKENIZERS[family]
     ids = tokenizer.encode(text, add_special_tokens=False)
     parts = stream(tokenizer, ids)
@@ -215,7 +215,7 @@ def test_byte_level_shows_each_character_with_its_last_byte(text):
 
 
 @given(raw=st.binary(max_size=12))
-def test_broken_utf8_is_replaced_as_decode_does(raw):
+def test_invalid_utf8_is_replaced_like_decode(raw):
     for family in ("byte-level", "llama2", "gemma"):
         tokenizer = TOKENIZERS[family]
         ids = byte_ids(tokenizer, raw)
@@ -231,7 +231,7 @@ def test_a_special_token_inside_a_character_does_not_break_it():
         assert "".join(stream(tokenizer, ids)) == tokenizer.decode(ids) == "😀"
 
 
-def test_flush_makes_it_new():
+def test_flush_resets_the_detokenizer():
     tokenizer = TOKENIZERS["llama2"]
     ids = tokenizer.encode("hello world", add_special_tokens=False)
     detokenizer = IncrementalDetokenizer(tokenizer)
@@ -240,14 +240,14 @@ def test_flush_makes_it_new():
     assert first == second == "hello world"
 
 
-def test_ids_without_a_token_are_nothing():
+def test_unknown_ids_decode_to_nothing():
     for tokenizer in TOKENIZERS.values():
         assert tokenizer.decode([tokenizer.vocab_size + 100, -1, 1 << 40]) == ""
         assert stream(tokenizer, [tokenizer.vocab_size + 100, -1, 1 << 40]) == ["", "", "", ""]
 
 
 @pytest.mark.parametrize("family", ["byte-level", "llama2"])
-def test_work_per_token_does_not_grow(family, monkeypatch):
+def test_work_per_token_is_constant(family, monkeypatch):
     tokenizer = Tokenizer.from_transformers(FAMILIES[family][0]())
     longest = 0
     real = tokenizer.codec.decode
@@ -263,7 +263,7 @@ def test_work_per_token_does_not_grow(family, monkeypatch):
     assert longest <= 8
 
 
-def test_decoder_json_names_are_those_of_the_library():
+def test_decoder_json_names_equal_the_librarys():
     """The codec reads the decoder's own JSON; a renamed field must be noticed here, not in
     somebody's output.
     """

@@ -130,7 +130,7 @@ def test_byte_level_equals_the_original(pre):
     )
 
 
-def test_chat_messages():
+def test_chat_template_of_a_gguf_file():
     original = _byte_level("gpt-2")
     ours = made(_metadata(original, "gpt-2"))
     messages = [{"role": "user", "content": "hi"}]
@@ -143,7 +143,7 @@ def test_chat_messages():
 
 @pytest.mark.parametrize(("bos", "eos"), [(True, False), (False, True), (True, True), (None, None)])
 @pytest.mark.parametrize("pre", ["gpt-2", "llama-bpe"])
-def test_ends(pre, bos, eos):
+def test_bos_and_eos_follow_the_metadata(pre, bos, eos):
     original = _byte_level(pre)
     metadata = {
         **_metadata(original, pre),
@@ -161,7 +161,7 @@ def test_ends(pre, bos, eos):
 
 @pytest.mark.parametrize("eos", [False, True])
 @pytest.mark.parametrize("bos", [False, True])
-def test_an_end_needs_its_token_only_where_it_is_wanted(bos, eos):
+def test_bos_and_eos_ids_are_needed_only_if_added(bos, eos):
     metadata = _metadata(_byte_level("gpt-2"), "gpt-2")
     metadata |= {"tokenizer.ggml.add_bos_token": bos, "tokenizer.ggml.add_eos_token": eos}
     for key, wanted in (("bos", bos), ("eos", eos)):
@@ -230,7 +230,7 @@ WORDS = {
 
 
 @pytest.mark.parametrize("pre", WORDS)
-def test_words(pre):
+def test_words_of_known_pre_tokenizers(pre):
     metadata = {**_metadata(_byte_level("gpt-2"), "gpt-2"), "tokenizer.ggml.pre": pre}
     steps = made(metadata).codec._tokenizer.pre_tokenizer
     for text, words in WORDS[pre].items():
@@ -238,7 +238,7 @@ def test_words(pre):
         assert found == words, text
 
 
-def test_the_end_of_phi3_swallows_spaces_whatever_its_kind():
+def test_phi3_eos_strips_spaces_whatever_its_type():
     _, metadata = _scored(prefix=False)
     types = metadata["tokenizer.ggml.token_type"].copy()
     types[2] = 4
@@ -353,7 +353,7 @@ def test_scores_decide_the_merges():
         assert [ours.codec._tokenizer.id_to_token(i) for i in ours.encode(text)[1:]] == pieces
 
 
-def test_control_tokens_of_phi3_swallow_spaces():
+def test_phi3_control_tokens_strip_spaces():
     _, metadata = _scored(prefix=False)
     ours = made({**metadata, "general.architecture": "phi3"})
     assert ours.encode("<|user|> \n hi") == ours.encode("<|user|>hi")
@@ -408,7 +408,7 @@ REFUSED_SCORED = {
 
 
 @pytest.mark.parametrize("name", [*REFUSED, *REFUSED_SCORED])
-def test_refused_with_the_key(name):
+def test_invalid_metadata_is_refused_with_the_key(name):
     change, message = (REFUSED | REFUSED_SCORED)[name]
     whole = SCORED if name in REFUSED_SCORED else _metadata(_byte_level("gpt-2"), "gpt-2")
     with pytest.raises(ModelFormatError, match=message) as caught:

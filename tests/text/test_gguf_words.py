@@ -27,13 +27,13 @@ OTHERWISE = {
 }
 
 
-def test_every_known_way_is_recorded():
+def test_every_pre_tokenizer_is_recorded():
     assert WORDS.keys() == PRE_TOKENIZERS.keys()
     assert all(len(words) == len(TEXTS) for words in WORDS.values())
 
 
 @pytest.mark.parametrize("pre", sorted(PRE_TOKENIZERS))
-def test_words_are_llama_cpps(pre):
+def test_words_equal_llama_cpps(pre):
     ours = gguf_tokenizer(metadata_of(pre), name="m.gguf")
     otherwise = set()
     for text, words in zip(TEXTS, WORDS[pre], strict=True):
@@ -43,7 +43,7 @@ def test_words_are_llama_cpps(pre):
     assert otherwise == set(OTHERWISE.get(pre, ()))
 
 
-def test_numbers_of_afmoe_end_in_threes():
+def test_afmoe_groups_digits_from_the_end():
     """As the ids of its published vocabulary do: "33333" is the token of "33", then that of
     "333".
     """
@@ -68,7 +68,7 @@ def test_gemma4_encodes_as_llama_cpp_does():
     assert ours.codec.stream_kind is StreamKind.PIECES
 
 
-def test_markers_of_channels_and_tools_are_text_that_a_reader_sees():
+def test_channel_and_tool_markers_are_decoded_as_text():
     ours = gguf_tokenizer(gemma4_metadata(), name="m.gguf")
     text = "<|turn>model\n<|channel>thought\nx<channel|><|tool_call>f{}<tool_call|><turn|>"
     ids = ours.encode(text, add_special_tokens=False)
@@ -78,7 +78,7 @@ def test_markers_of_channels_and_tools_are_text_that_a_reader_sees():
     assert ours.decode(ids, False) == text
 
 
-def test_the_bos_of_gemma4_is_added_even_where_the_file_denies_it():
+def test_gemma4_always_adds_bos():
     ours = gguf_tokenizer(
         {**gemma4_metadata(), "tokenizer.ggml.add_bos_token": False}, name="m.gguf"
     )
@@ -100,7 +100,7 @@ def test_the_bos_of_gemma4_is_added_even_where_the_file_denies_it():
         ),
     ],
 )
-def test_what_gemma4_needs(change, message):
+def test_gemma4_metadata_is_required(change, message):
     metadata = {
         key: value for key, value in {**gemma4_metadata(), **change}.items() if value is not None
     }

@@ -25,7 +25,7 @@ def short_line(text, min_indent):
 @given(PARTS, st.integers(0, 4))
 @example(["a\n", "  b\n\n"], 2)
 @example(["a\n ", " b\n c"], 2)
-def test_indentation(parts, min_indent):
+def test_min_indent_ends_the_text(parts, min_indent):
     limits = LineLimits(min_indent, None)
     shown = ""
     for part in parts:
@@ -40,7 +40,7 @@ def test_indentation(parts, min_indent):
 
 
 @pytest.mark.parametrize("breaks_line", [False, True])
-def test_the_line_break_after_the_time_is_the_last(breaks_line):
+def test_the_text_ends_at_the_first_line_break_after_the_time(breaks_line):
     times = iter([10.0, 10.4, 10.5, 10.6, 11.0])
     limits = LineLimits(0, 500, clock=lambda: next(times))
     texts = ["a\n", "b\n", "c\n", "d" + "\n" * breaks_line + "e"]
@@ -51,14 +51,14 @@ def test_the_line_break_after_the_time_is_the_last(breaks_line):
     assert limits.push("\n") == ("\n", True)
 
 
-def test_the_time_begins_with_the_first_text():
+def test_the_time_starts_with_the_first_text():
     times = iter([99.0, 99.9])
     limits = LineLimits(0, 1000, clock=lambda: next(times))
     assert limits.push("\n") == ("\n", False)
     assert limits.push("\n") == ("\n", False)
 
 
-def test_a_line_with_too_little_indentation_is_cut_also_when_late():
+def test_min_indent_applies_after_the_time():
     times = iter([0.0, 9.0])
     limits = LineLimits(2, 1, clock=lambda: next(times))
     limits.push("a")

@@ -47,7 +47,7 @@ def tokenizer_of(template):
     [(HERMES, "<|im_start|>user"), (LLAMA, "<|head|>user<|/head|>"), (MISTRAL, "[INST]")],
     ids=["chatml", "llama", "mistral"],
 )
-def test_each_message_of_the_user_is_found_and_nothing_that_looks_like_one(template, header):
+def test_user_messages_are_found_and_imitations_are_not(template, header):
     tokenizer = tokenizer_of(template)
     chat = CHAT[1:] if template is MISTRAL else CHAT
     ids = tokenizer.encode_chat(chat)
@@ -66,12 +66,12 @@ def test_each_message_of_the_user_is_found_and_nothing_that_looks_like_one(templ
 @pytest.mark.parametrize(
     "template", [None, PLAIN, STRICT], ids=["none", "no special token", "refuses"]
 )
-def test_a_template_that_begins_them_with_no_special_token_has_none(template):
+def test_no_boundaries_without_a_special_token(template):
     tokenizer = tokenizer_of(template)
     assert user_starts(tokenizer, tokenizer.encode("user: <|im_start|>user")) == ()
 
 
-def test_a_short_prompt_has_none():
+def test_a_short_prompt_has_no_boundaries():
     tokenizer = tokenizer_of(HERMES)
     assert user_starts(tokenizer, []) == ()
     assert user_starts(tokenizer, tokenizer.encode("<|im_start|>us")) == ()
@@ -86,7 +86,7 @@ def test_a_short_prompt_has_none():
     ],
     ids=["chatml", "llama", "no special token"],
 )
-def test_the_prefix_of_chats_with_a_system_message_ends_where_the_user_s_text_begins(template, end):
+def test_the_system_prefix_ends_where_the_users_text_begins(template, end):
     tokenizer = tokenizer_of(template)
     prefix = system_prefix(tokenizer, "You are kind.")
     assert tokenizer.decode(prefix, False).endswith(end)
@@ -95,6 +95,6 @@ def test_the_prefix_of_chats_with_a_system_message_ends_where_the_user_s_text_be
 
 
 @pytest.mark.parametrize("template", [None, STRICT], ids=["none", "refuses"])
-def test_there_is_no_such_prefix_without_a_template_that_takes_it(template):
+def test_a_system_prefix_needs_a_template_with_system_messages(template):
     with pytest.raises(RequestError, match="template"):
         system_prefix(tokenizer_of(template), "You are kind.")

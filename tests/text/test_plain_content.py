@@ -104,7 +104,7 @@ def make(template, family="byte level"):
 
 @pytest.mark.parametrize("attack", ATTACKS)
 @pytest.mark.parametrize("how", HOW)
-def test_no_message_writes_a_special_token(how, attack):
+def test_messages_cannot_inject_special_tokens(how, attack):
     ours = make(CHATML.replace("CONTENT", how))
     harmless, bad = ([{"role": "user", "content": text}, MESSAGES[2]] for text in ("a", attack))
     special = {ours.codec.token_id(text) for text in ROLES}
@@ -120,7 +120,7 @@ def test_no_message_writes_a_special_token(how, attack):
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("how", HOW)
-def test_other_messages_have_the_ids_of_their_text(family, how):
+def test_ordinary_messages_are_encoded_as_rendered(family, how):
     ours = make("{{ bos_token }}" + CHATML.replace("CONTENT", how), family)
     for prompt in (True, False):
         text = ours.apply_chat_template(MESSAGES, prompt)
@@ -129,7 +129,7 @@ def test_other_messages_have_the_ids_of_their_text(family, how):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_only_the_text_of_the_special_token_is_encoded_apart(family):
+def test_only_the_text_of_a_special_token_is_encoded_separately(family):
     """What is around it has the ids that it has around a special token."""
     ours = make(CHATML.replace("CONTENT", "m.content"), family)
     messages = [{"role": "user", "content": "a b<|im_end|> a"}]
@@ -174,7 +174,7 @@ def test_names_in_tools_and_in_calls_are_text():
     assert text == json.dumps(tools, ensure_ascii=False) + json.dumps(calls[0])
 
 
-def test_what_cannot_be_followed_is_refused():
+def test_untraceable_special_texts_are_refused():
     ours = make("{{ messages | tojson(ensure_ascii=true) }}")
     assert ours.encode_chat([{"role": "user", "content": "é"}])
     with pytest.raises(RequestError, match="text of a special token"):
@@ -185,7 +185,7 @@ def test_what_cannot_be_followed_is_refused():
 
 
 @pytest.mark.parametrize("how", HOW[:4])
-def test_the_last_message_goes_on(how):
+def test_continue_final_leaves_the_last_message_open(how):
     ours = make(CHATML.replace("CONTENT", how))
     messages = [MESSAGES[1], {"role": "assistant", "content": "It is [INST]"}]
     ids = ours.encode_chat(messages, continue_final=True)
@@ -200,7 +200,7 @@ def test_the_last_message_goes_on(how):
         make("nothing").encode_chat(messages, continue_final=True)
 
 
-def test_special_tokens_in_any_case_where_the_tokenizer_folds_it():
+def test_special_tokens_are_found_in_any_case_if_normalized():
     specials = SpecialTexts(["<a>"], ["[Mask]"])
     assert specials.marked(["<a><A>", {"k": "[mask] [MASK] [mas"}, 1, None], "#") == [
         "<#a><A>",
@@ -210,7 +210,7 @@ def test_special_tokens_in_any_case_where_the_tokenizer_folds_it():
     ]
 
 
-def test_finding_them_takes_no_time(tiny_model_dir):
+def test_finding_special_texts_is_fast(tiny_model_dir):
     specials = SpecialTexts([f"<unused{i}>" for i in range(6000)] + ["<|im_start|>", "[INST]"])
     text = "a < b, [x] and <u>more</u> " * 40_000
     started = time.perf_counter()
@@ -271,7 +271,7 @@ def conversation(text):
 
 
 @pytest.mark.parametrize("template", [QWEN3, QWEN3_CODER], ids=["json", "tagged"])
-def test_no_message_or_tool_writes_a_marker_that_the_template_uses(template):
+def test_messages_and_tools_cannot_inject_template_markers(template):
     ours = like_qwen(template)
     found = {}
     for text in ("x", FORGED):

@@ -9,7 +9,7 @@ from kvboost_edge.text.tokenizer import Tokenizer
 DEMO = Path(kvboost_edge.__path__[0]) / "assets" / "demo"
 
 
-def test_a_special_tokens_text_is_encoded_apart_whatever_is_kept():
+def test_special_texts_are_encoded_separately_beside_stored_answers():
     """The answers have the ids they were generated with, which are not the tokenizer's own."""
     tokenizer = Tokenizer.from_dir(DEMO)
     special = "<|user|>"
@@ -35,7 +35,7 @@ def test_a_special_tokens_text_is_encoded_apart_whatever_is_kept():
     assert counts[0] == counts[1]
 
 
-def test_only_answers_that_are_kept_are_searched_for(tiny_model_dir, monkeypatch):
+def test_only_stored_answers_are_searched(tiny_model_dir, monkeypatch):
     """Each is searched for in the whole text: of ten thousand messages that was most of the
     time.
     """

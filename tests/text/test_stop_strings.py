@@ -38,7 +38,7 @@ def run(parts, stops):
 @example(["aaa", "ab"], ["aab"])
 @example(["xabc"], ["abcd", "bc"])
 @example(["xabc"], ["abc", "bc"])
-def test_equals_a_search_of_the_whole_text(parts, stops):
+def test_streamed_stops_equal_a_search_of_the_whole_text(parts, stops):
     shown, stop, _ = run(parts, stops)
     assert (shown, stop) == cut("".join(parts), stops)
 
@@ -48,13 +48,13 @@ def test_equals_a_search_of_the_whole_text(parts, stops):
     stops=st.lists(WORDS, min_size=1, max_size=3),
     size=st.integers(1, 7),
 )
-def test_borders_of_tokens_do_not_matter(text, stops, size):
+def test_stops_do_not_depend_on_token_borders(text, stops, size):
     parts = [text[i : i + size] for i in range(0, len(text), size)]
     assert run(parts, stops)[:2] == run([text], stops)[:2]
 
 
 @given(text=st.text(alphabet="ab", max_size=20), stops=st.lists(WORDS, min_size=1, max_size=3))
-def test_holds_back_exactly_what_could_begin_a_stop_string(text, stops):
+def test_only_possible_stop_prefixes_are_withheld(text, stops):
     checker = StopChecker(stops)
     shown = ""
     for count, char in enumerate(text, start=1):
@@ -70,7 +70,7 @@ def test_holds_back_exactly_what_could_begin_a_stop_string(text, stops):
         assert shown == seen[: count - longest]
 
 
-def test_nothing_is_shown_after_the_stop():
+def test_nothing_is_emitted_after_a_stop():
     checker = StopChecker(["END"])
     assert checker.push("one E") == ("one ", False)
     assert checker.push("ND two") == ("", True)
@@ -84,7 +84,7 @@ def test_no_stop_strings_show_all_at_once():
 
 
 @pytest.mark.parametrize("stops", [[""], [3], [None], "END"])
-def test_bad_stop_strings_are_refused(stops):
+def test_invalid_stop_strings_are_refused(stops):
     with pytest.raises(RequestError, match="stop"):
         StopChecker(stops)
 
@@ -93,7 +93,7 @@ def test_bad_stop_strings_are_refused(stops):
     parts=st.lists(st.text(alphabet="aab\n🙂", max_size=5), max_size=12),
     stops=st.lists(WORDS, max_size=3),
 )
-def test_an_included_stop_string_is_shown_and_nothing_is_held_back(parts, stops):
+def test_an_included_stop_string_is_emitted(parts, stops):
     checker = StopChecker(stops, included=True)
     shown = ""
     for count, part in enumerate(parts, start=1):
@@ -113,7 +113,7 @@ def test_an_included_stop_string_is_shown_and_nothing_is_held_back(parts, stops)
     size=st.integers(1, 4),
     included=st.booleans(),
 )
-def test_a_stop_string_that_ends_early_does_not_count(early, late, stops, size, included):
+def test_stop_strings_ending_in_the_early_text_are_ignored(early, late, stops, size, included):
     """The truth: of the stop strings that end in the late text, the one that ends first; it may
     begin in the early text.
     """

@@ -177,13 +177,13 @@ def test_a_template_beyond_its_limits_is_refused(name):
         "{{ (''|safe).striptags() }}",
     ],
 )
-def test_a_method_that_no_prompt_needs_is_refused(source):
+def test_unneeded_methods_are_refused(source):
     with pytest.raises(RequestError, match="tiny refused the messages: a template may not call"):
         make(source).render(MESSAGES)
 
 
 @pytest.mark.parametrize("name", [name for name in TEXTS if "20000000" in TEXTS[name]])
-def test_a_text_that_is_too_long_is_refused_before_it_is_made(name):
+def test_an_overlong_text_is_refused_before_it_is_built(name):
     compiled = make(TEXTS[name])
     with pytest.raises(RequestError):
         compiled.render(MESSAGES)
@@ -207,7 +207,7 @@ KEPT = {
 
 
 @pytest.mark.parametrize("name", KEPT)
-def test_what_a_template_holds_is_bounded_in_memory(name):
+def test_a_templates_memory_is_bounded(name):
     source = (
         "{% set x = 'a' * 4000000 %}{% set ns = namespace(l=[]) %}{% for i in range(100) %}"
         "{% set ns.l = ns.l + [VALUE] %}{% endfor %}"
@@ -223,7 +223,7 @@ def test_what_a_template_holds_is_bounded_in_memory(name):
     assert peak < 256e6
 
 
-def test_what_a_template_lets_go_is_not_counted():
+def test_freed_texts_do_not_count():
     source = "{% set x = 'a' * 4000000 %}{% for i in range(100) %}{% set y = x ~ i %}{% endfor %}ok"
     assert make(source).render(MESSAGES) == "ok"
 
@@ -244,7 +244,7 @@ def test_what_a_template_lets_go_is_not_counted():
         ),
     ],
 )
-def test_a_rendering_ends_after_a_second(monkeypatch, seconds, source):
+def test_rendering_time_is_bounded(monkeypatch, seconds, source):
     """Or after the part of a second that it may take here."""
     assert MAX_SECONDS == 1
     monkeypatch.setattr(template_budget, "MAX_SECONDS", seconds)
@@ -307,7 +307,7 @@ namespace(a=1).a | dict(a=1) | joiner(',')() | cycler(1, 2).next() | range(3)|li
 @pytest.mark.parametrize(
     "expression", [one.strip() for line in EXPRESSIONS.splitlines() for one in line.split(" | ")]
 )
-def test_within_its_limits_an_expression_is_jinjas(expression):
+def test_expressions_within_limits_equal_jinja(expression):
     plain = jinja2.sandbox.ImmutableSandboxedEnvironment()
     source = "{{ " + expression + " }}"
     expected = plain.from_string(source).render(messages=MESSAGES)
@@ -334,13 +334,13 @@ STATEMENTS = [
 
 
 @pytest.mark.parametrize("source", STATEMENTS)
-def test_within_its_limits_a_statement_is_jinjas(source):
+def test_statements_within_limits_equal_jinja(source):
     plain = jinja2.sandbox.ImmutableSandboxedEnvironment()
     assert make(source).render(MESSAGES) == plain.from_string(source).render(messages=MESSAGES)
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_a_known_template_steps_and_writes_what_it_wrote(name):
+def test_known_templates_render_as_in_jinja(name):
     """Rendered by Jinja itself, from the same environment but for the bounds."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -375,12 +375,12 @@ TOOLS_AS_JSON = [
         "{{ " + "9" * 9000 + " }}",
     ],
 )
-def test_a_template_that_cannot_be_compiled_names_the_model(source):
+def test_a_template_that_fails_to_compile_names_the_model(source):
     with pytest.raises(ModelFormatError, match="the chat template of tiny"):
         make(source)
 
 
-def test_a_template_that_cannot_be_compiled_is_tried_once(monkeypatch):
+def test_a_template_that_fails_to_compile_is_tried_once(monkeypatch):
     codec = FastCodec(byte_level())
     tokenizer = Tokenizer(codec, name="tiny", chat_template="{% for %}")
     for _ in range(2):
@@ -389,13 +389,13 @@ def test_a_template_that_cannot_be_compiled_is_tried_once(monkeypatch):
         monkeypatch.setattr("kvboost_edge.text.tokenizer.ChatTemplate", None)
 
 
-def test_a_long_error_of_a_template_is_cut():
+def test_a_long_template_error_is_truncated():
     with pytest.raises(RequestError) as caught:
         make("{{ raise_exception('no ' * 5000) }}").render(MESSAGES)
     assert 900 < len(str(caught.value)) < 1200
 
 
-def test_the_format_of_a_slow_template_is_given_up(monkeypatch):
+def test_format_detection_gives_up_on_a_slow_template(monkeypatch):
     monkeypatch.setattr(format_detection, "_SECONDS", 0.3)
     slow = make("{% for i in range(99999) %}{{ range(999)|sort|length }}{% endfor %}")
     started = time.thread_time()
@@ -403,7 +403,7 @@ def test_the_format_of_a_slow_template_is_given_up(monkeypatch):
     assert time.thread_time() - started < 3
 
 
-def test_the_format_of_a_template_that_writes_much_is_not_looked_into():
+def test_format_detection_gives_up_on_a_verbose_template():
     wide = make("{{ '<a> ' * 1000000 }}{{ messages[0].content }}")
     started = time.thread_time()
     assert format_detection.turn_format(wide.render).reasoning is None

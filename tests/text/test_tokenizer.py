@@ -53,7 +53,7 @@ def both_ways(directory):
 
 
 @given(text=st.text(max_size=30))
-def test_equals_transformers(tiny_model_dir, text):
+def test_encoding_equals_transformers(tiny_model_dir, text):
     for ours, theirs in both_ways(tiny_model_dir):
         ids = ours.encode(text)
         assert ids == theirs.encode(text)
@@ -123,7 +123,7 @@ def test_thousands_of_tokens_are_added_at_once(directory):
     assert [ours.codec.token_id(text) for text in texts] == list(range(count, count + len(texts)))
 
 
-def test_truncation_and_padding_of_the_file_are_switched_off(directory):
+def test_truncation_and_padding_of_the_file_are_disabled(directory):
     path = directory / "tokenizer.json"
     fields = {
         "truncation": {
@@ -156,7 +156,7 @@ def test_truncation_and_padding_of_the_file_are_switched_off(directory):
         ),
     ],
 )
-def test_where_the_chat_template_may_be(directory, file, field):
+def test_the_chat_template_is_read_from_every_place(directory, file, field):
     (directory / "chat_template.jinja").unlink(missing_ok=True)
     if file == "jinja":
         edit(directory / "tokenizer_config.json", chat_template="old")
@@ -166,7 +166,7 @@ def test_where_the_chat_template_may_be(directory, file, field):
     assert Tokenizer.from_dir(directory).apply_chat_template(CHAT) == "one"
 
 
-def test_no_chat_template_names_the_model(directory):
+def test_a_missing_chat_template_names_the_model(directory):
     (directory / "chat_template.jinja").unlink(missing_ok=True)
     fields = json.loads((directory / "tokenizer_config.json").read_text())
     fields.pop("chat_template", None)
@@ -187,7 +187,7 @@ def test_missing_and_damaged_files_are_named(directory):
 
 
 @pytest.mark.parametrize("text", [3, None, b"bytes", ["list"], "\ud800"])
-def test_what_is_no_text_is_refused(tiny_model_dir, text):
+def test_invalid_text_is_refused(tiny_model_dir, text):
     with pytest.raises(RequestError):
         Tokenizer.from_dir(tiny_model_dir).encode(text)
 
@@ -209,7 +209,7 @@ class Spaced(Letters):
         return " ".join(chr(97 + i) for i in ids)
 
 
-def test_a_simple_object_works_and_others_are_refused():
+def test_duck_typed_tokenizers_are_accepted():
     tokenizer = Tokenizer.from_transformers(Letters())
     assert tokenizer.decode(tokenizer.encode("hello")) == "hello"
     detokenizer = IncrementalDetokenizer(tokenizer)
@@ -278,7 +278,7 @@ def with_template(tiny_model_dir, template):
     )
 
 
-def test_tools_and_past_calls_are_shown_and_hold_no_special_tokens(tiny_model_dir):
+def test_tools_and_past_calls_are_rendered_without_special_tokens(tiny_model_dir):
     ours = with_template(tiny_model_dir, SHOWS_TOOLS)
     text = ours.apply_chat_template(CALLED, tools=TOOLS)
     assert text == f"[T]{json.dumps(TOOLS)}<user>q<assistant><call>{CALL_TEXT}</call><assistant>"
@@ -293,7 +293,7 @@ def test_tools_and_past_calls_are_shown_and_hold_no_special_tokens(tiny_model_di
         ours.encode_chat(CALLED, tools={"name": "look_up"})
 
 
-def test_the_form_of_turns_is_that_of_the_template(tiny_model_dir):
+def test_turn_format_is_read_from_the_template(tiny_model_dir):
     ours = with_template(tiny_model_dir, SHOWS_TOOLS)
     assert ours.turn_format.calls is not None
     assert (ours.turn_format.calls.trigger, ours.turn_format.shows_tools) == ("<call>", True)
@@ -303,7 +303,7 @@ def test_the_form_of_turns_is_that_of_the_template(tiny_model_dir):
         _ = bare.turn_format
 
 
-def test_markers_are_the_special_tokens_of_grammars():
+def test_marker_ids_are_special_tokens():
     raw = RawTokenizer.from_file(str(DEMO / "tokenizer.json"))
     added = [
         ("<plain>", False),

@@ -40,7 +40,7 @@ def built(metadata):
     return build, calls
 
 
-def test_the_second_start_builds_nothing(built, tmp_path):
+def test_the_second_start_uses_the_cached_tokenizer(built, tmp_path):
     build, calls = built
     first = kept_tokenizer(KEY, build, name="m.gguf", cache_dir=tmp_path)
     second = kept_tokenizer(KEY, build, name="n.gguf", cache_dir=tmp_path)
@@ -70,7 +70,7 @@ def test_the_second_start_builds_nothing(built, tmp_path):
 @pytest.mark.parametrize(
     "how", ["byte", "cut", "empty", "version", "library", "model", "writable", "directory"]
 )
-def test_what_is_not_ours_is_built_again(
+def test_invalid_cache_entries_are_rebuilt(
     how,
     built,
     tmp_path,
@@ -111,7 +111,7 @@ def test_what_is_not_ours_is_built_again(
         assert [entry.name for entry in path.parent.iterdir()] == [path.name]
 
 
-def test_a_cache_that_cannot_be_written_costs_time_only(built, tmp_path, caplog):
+def test_an_unwritable_cache_only_costs_time(built, tmp_path, caplog):
     build, calls = built
     (tmp_path / "packed").touch()
     for _ in range(2):
@@ -120,7 +120,7 @@ def test_a_cache_that_cannot_be_written_costs_time_only(built, tmp_path, caplog)
     assert "cannot be cached" in caplog.text
 
 
-def test_the_engine_keeps_it(tiny_model_dir, tmp_path, monkeypatch):
+def test_the_engine_caches_the_tokenizer(tiny_model_dir, tmp_path, monkeypatch):
     monkeypatch.setenv("KVBOOST_EDGE_CACHE", str(tmp_path / "cache"))
     path = write_gguf(tiny_model_dir, tmp_path / "m.gguf")
     first = load_tokenizer(Checkpoint.open(path))

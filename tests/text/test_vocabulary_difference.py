@@ -158,7 +158,7 @@ def test_the_first_difference_is_named(case):
     assert vocabulary_difference(other, _directory())
 
 
-def test_a_token_that_is_added_in_one_model_only():
+def test_a_token_added_in_one_model_is_named():
     def keep_in_vocabulary(state):
         added = state["added_tokens"]
         state["model"]["vocab"] |= {token["content"]: token["id"] for token in added}
@@ -170,7 +170,7 @@ def test_a_token_that_is_added_in_one_model_only():
     assert vocabulary_difference(_directory(state, "draft"), _directory()) == expected
 
 
-def test_another_pre_tokenizer_of_a_file():
+def test_a_different_pre_tokenizer_is_named():
     llama = _gguf(**{"tokenizer.ggml.pre": "smaug-bpe"})
     found = vocabulary_difference(_directory(), llama)
     assert found == "ignore_merges is None in target and True in draft.gguf"
@@ -179,7 +179,7 @@ def test_another_pre_tokenizer_of_a_file():
     assert found == "target has 1 normalizer steps and draft.gguf has 0"
 
 
-def test_scores_become_merges():
+def test_scores_are_compared_as_merges():
     fields = _scored_fields()
     one = gguf_tokenizer(fields, name="one.gguf")
     assert vocabulary_difference(one, gguf_tokenizer(fields, name="two.gguf")) == ""

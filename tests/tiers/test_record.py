@@ -23,7 +23,7 @@ def address(num_tokens):
 
 
 @pytest.mark.parametrize("num_tokens", [1, 16, 17, 32, 64, 256])
-def test_what_is_written_is_read(num_tokens):
+def test_records_round_trip(num_tokens):
     written = address(num_tokens)
     data = encode_header(SPACE, written, PAYLOAD)
     assert len(data) == header_bytes(num_tokens)
@@ -33,12 +33,12 @@ def test_what_is_written_is_read(num_tokens):
     assert is_intact(header, PAYLOAD)
 
 
-def test_a_block_of_sixteen_tokens_takes_a_header_of_256_bytes():
+def test_header_size_for_16_and_64_tokens():
     assert header_bytes(16) == 256
     assert header_bytes(64) <= 512
 
 
-def test_any_bit_that_flips_in_a_header_is_found():
+def test_any_flipped_header_bit_is_detected():
     data = encode_header(SPACE, address(16), PAYLOAD)
     for bit in range(8 * len(data)):
         damaged = bytearray(data)
@@ -46,12 +46,12 @@ def test_any_bit_that_flips_in_a_header_is_found():
         assert decode_header(bytes(damaged)) is None
 
 
-def test_a_header_that_ends_early_is_none():
+def test_a_truncated_header_is_rejected():
     data = encode_header(SPACE, address(16), PAYLOAD)
     assert all(decode_header(data[:length]) is None for length in range(len(data)))
 
 
-def test_a_payload_that_changed_or_ends_early_is_not_intact():
+def test_a_changed_or_truncated_payload_is_detected():
     header = decode_header(encode_header(SPACE, address(16), PAYLOAD))
     assert header is not None
     damaged = bytearray(PAYLOAD)

@@ -35,7 +35,7 @@ def tier_with(held):
     st.lists(st.tuples(numbers, numbers, st.booleans(), st.booleans()), max_size=12),
     st.booleans(),
 )
-def test_what_was_told_adds_up_to_what_is_there(held, steps, few):
+def test_reported_events_add_up_to_the_contents(held, steps, few):
     """Blocks that came are noted, those that left go without a word; `few`: only some are looked
     for again each time, and then what left is told within a few calls.
     """
@@ -68,7 +68,7 @@ def test_what_was_told_adds_up_to_what_is_there(held, steps, few):
     assert told == {hash_of(one) for one in held}
 
 
-def test_what_a_tier_would_have_to_ask_for_is_not_told(monkeypatch):
+def test_unknown_blocks_are_not_reported(monkeypatch):
     """A server's tier answers None for what it has not seen lately."""
     tier = tier_with({1})
     known = {hash_of(1)}
@@ -81,7 +81,7 @@ def test_what_a_tier_would_have_to_ask_for_is_not_told(monkeypatch):
     assert holdings.take() == (False, (), (hash_of(1),))
 
 
-def test_an_io_thread_tells_of_each_tier_that_works_and_once_of_one_that_failed():
+def test_the_io_thread_reports_working_tiers_and_failures_once():
     class Broken(DictTier):
         def write(self, blocks, payloads):
             raise RuntimeError("a fault")
@@ -110,7 +110,7 @@ def test_an_io_thread_tells_of_each_tier_that_works_and_once_of_one_that_failed(
 
 
 @pytest.mark.parametrize("kind", ["disk", "shelf"])
-def test_an_engine_tells_what_its_tiers_got_by_the_hashes_a_router_makes(kind, tmp_path):
+def test_tier_events_use_the_routers_hashes(kind, tmp_path):
     tier = DiskTier.open(tmp_path, bytes(32), max_bytes=1 << 20) if kind == "disk" else DictTier()
     prompt = list(range(70))
     with fake_engine(num_blocks=32, tiers=[tier]) as engine:
@@ -133,6 +133,6 @@ def test_an_engine_tells_what_its_tiers_got_by_the_hashes_a_router_makes(kind, t
             )
 
 
-def test_without_tiers_there_is_nothing_to_tell():
+def test_an_engine_without_tiers_reports_no_events():
     with fake_engine(num_blocks=8) as engine:
         assert engine.take_tier_events() == {}

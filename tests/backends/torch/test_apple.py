@@ -31,7 +31,7 @@ def tried_anew():
 @pytest.mark.parametrize(
     ("built", "message"), [(False, "is built without it"), (True, "this Mac has no Metal device")]
 )
-def test_a_machine_without_an_apple_gpu(built, message, monkeypatch):
+def test_a_machine_without_an_apple_gpu_uses_the_cpu(built, message, monkeypatch):
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
     monkeypatch.setattr(torch.backends.mps, "is_built", lambda: built)
     message = rf"no Apple GPU \(MPS\): torch {re.escape(torch.__version__)}.*{message}"
@@ -45,12 +45,12 @@ def on_either(spec, num_blocks, *, device):
     return TorchBackend(spec, num_blocks) if device == "cpu" else FakeMpsBackend(spec, num_blocks)
 
 
-def test_a_device_that_computes_rightly_passes():
+def test_a_correct_device_passes_the_self_test():
     with torch.no_grad(), fake_device():
         assert apple.find_fault(on_either, DEVICE) is None
 
 
-def test_trials_are_small_enough_for_one_thread_and_leave_torchs_threads_as_they_were(
+def test_the_self_test_restores_torchs_thread_count(
     monkeypatch,
 ):
     threads = [3]
@@ -113,7 +113,7 @@ class Raising(TorchBackend):
         (Raising, "fails: The operator"),
     ],
 )
-def test_a_device_with_a_fault_is_refused_with_the_version_of_torch(kind, message, monkeypatch):
+def test_a_faulty_device_is_refused_with_torchs_version(kind, message, monkeypatch):
     def make(spec, num_blocks, *, device):
         return (TorchBackend if device == "cpu" else kind)(spec, num_blocks)
 
@@ -150,7 +150,7 @@ def test_tensors_of_the_pool_stay_below_four_gibibytes(bits, per_block):
         FakeMpsBackend(spec, most + 1)
 
 
-def test_what_is_gathered_at_once_stays_below_four_gibibytes():
+def test_gathered_tensors_stay_below_four_gibibytes():
     assert (
         apple.most_slots(SPEC) * 8 * 128 * 4 < 1 << 32 <= (apple.most_slots(SPEC) + 1) * 8 * 128 * 4
     )
@@ -170,9 +170,7 @@ def test_what_is_gathered_at_once_stays_below_four_gibibytes():
     ("limit", "taken", "machine", "expected"),
     [(100, 30, 500, 70), (100, 30, 50, 50), (100, 130, 500, 0)],
 )
-def test_the_memory_report_takes_the_limits_of_the_gpu(
-    limit, taken, machine, expected, monkeypatch
-):
+def test_available_memory_respects_the_gpus_limit(limit, taken, machine, expected, monkeypatch):
     monkeypatch.setattr(torch.mps, "recommended_max_memory", lambda: limit)
     monkeypatch.setattr(torch.mps, "current_allocated_memory", lambda: taken)
     monkeypatch.setattr("kvboost_edge.host.memory.available_bytes", lambda: machine)

@@ -57,12 +57,12 @@ def some(*shape, dtype=torch.float32):
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_an_apple_gpu_refuses_is_refused(planted, message):
+def test_unsupported_operations_are_refused(planted, message):
     with pytest.raises(Refused, match=message):
         planted()
 
 
-def test_what_is_on_the_device_is_not_read_without_a_copy():
+def test_device_tensors_are_not_read_without_a_copy():
     with pytest.raises(RuntimeError):
         some(4).numpy()
     np.testing.assert_array_equal((some(4) * 2).cpu().numpy(), np.full(4, 2, np.float32))
@@ -94,7 +94,7 @@ def attended(bits, dtype):
 
 
 @pytest.mark.parametrize(("bits", "dtype"), BITS)
-def test_the_recorder_sees_what_the_backend_computes_with(bits, dtype):
+def test_the_recorder_lists_the_backends_operators(bits, dtype):
     recorded.clear()
     assert np.isfinite(attended(bits, dtype)).all()
     assert {"bmm", "index.Tensor", "masked_fill_.Scalar", "amax", "exp_"} <= recorded
@@ -118,13 +118,13 @@ def test_the_recorder_sees_what_the_backend_computes_with(bits, dtype):
     ],
     ids=["float64", "an operator without a kernel", "a sum of 64-bit integers"],
 )
-def test_a_fault_planted_in_the_backend_is_found(place, fault, monkeypatch):
+def test_a_planted_fault_is_detected(place, fault, monkeypatch):
     monkeypatch.setattr(f"kvboost_edge.backends.torch_backend.{place}", fault)
     with pytest.raises(Refused):
         attended((16, 16), "float32")
 
 
-def test_the_table_is_torchs_and_answers_what_is_known():
+def test_the_operator_table_equals_torchs():
     assert len(read_table()) > 2000
     known = {
         "bmm": True,

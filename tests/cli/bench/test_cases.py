@@ -12,7 +12,7 @@ def names(*given, **options):
     return [case.name for case in cases_of(*given, **options)]
 
 
-def test_cases_are_those_of_llama_bench():
+def test_cases_equal_llama_benchs():
     assert names([512], [128], [0, 512], **LLAMA_BENCH) == [
         "pp512",
         "tg128",
@@ -51,12 +51,12 @@ def test_rows_of_the_cache_follow_depths_above_zero():
         (Case("shared", 64, 128, 8192, 8), 1024, 128),
     ],
 )
-def test_counted_tokens_are_the_new_ones(case, counted, generated):
+def test_only_new_tokens_are_counted(case, counted, generated):
     assert case.counted_tokens == counted
     assert case.max_new_tokens == generated
     assert CaseResult(case, (2.0, 4.0), 0.0).rates == (counted / 2, counted / 4)
 
 
-def test_deviation_is_that_of_a_sample():
+def test_the_sample_standard_deviation_is_reported():
     assert mean_and_deviation([2.0, 4.0, 9.0]) == (5.0, pytest.approx(13**0.5))
     assert mean_and_deviation([3.0]) == (3.0, 0.0)

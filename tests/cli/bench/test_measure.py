@@ -34,7 +34,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("case", "expected"), CASES, ids=[case.name for case, _ in CASES])
-def test_each_repetition_does_the_work_that_is_counted(meter, tiny_engine, case, expected):
+def test_each_repetition_computes_the_counted_tokens(meter, tiny_engine, case, expected):
     meter.check(case)
     meter.sample(case)  # computes the cached tokens
     for _ in range(3):
@@ -50,7 +50,7 @@ def test_hybrid_models_continue_at_the_depth(tmp_path):
             assert work(engine, lambda case=case: meter.sample(case)) == expected
 
 
-def test_tokens_that_do_not_stay_in_the_cache_are_an_error(tiny_model_dir):
+def test_evicted_tokens_are_an_error(tiny_model_dir):
     options = {"num_blocks": 12, "max_num_seqs": 8}
     with CPUPagedEngine.from_pretrained(tiny_model_dir, **options) as engine:
         meter = CaseTimer(engine, RandomTokens(engine.runner_info.vocab_size))

@@ -49,7 +49,7 @@ def rows(form):
     return json.loads(text)
 
 
-def test_markdown_has_the_columns_of_llama_bench():
+def test_markdown_has_llama_benchs_columns():
     head, rule, first, second, *end = written("md").splitlines()
     assert [name.strip() for name in head.strip("|").split("|")] == [
         *("model", "size", "params", "backend", "threads", "type_k", "type_v", "test", "t/s"),
@@ -66,7 +66,7 @@ def test_markdown_has_the_columns_of_llama_bench():
 
 
 @pytest.mark.parametrize("form", FORMATS[1:])
-def test_fields_have_the_names_of_llama_bench(form):
+def test_fields_have_llama_benchs_names(form):
     first, second = rows(form)
     assert {*"".join(LLAMA_BENCH.split()).split(",")} <= set(first) == set(second)
     assert first["cpu_info"] == SUBJECT.cpu_info

@@ -28,7 +28,7 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_every_row_is_measured(bench, folder):
+def test_every_case_is_measured(bench, folder):
     found = json.loads(bench(*SHORT, "-d", "0,64", "--shared", "3", "-o", "json").out)
     assert [row["test"] for row in found] == [
         "pp32",
@@ -53,7 +53,7 @@ def test_the_table_is_printed_without_options(bench):
     assert "restart" not in shown
 
 
-def test_speculation_is_off_unless_it_is_asked_for(bench, monkeypatch):
+def test_speculation_is_off_by_default(bench, monkeypatch):
     seen = []
     measured = CaseTimer.sample
 
@@ -103,7 +103,7 @@ def test_blocks_are_read_from_the_given_directory(bench, tmp_path, monkeypatch):
     assert not list(given.iterdir())
 
 
-def test_what_was_not_stored_is_left_out_by_name(bench, folder, monkeypatch):
+def test_a_case_that_was_not_stored_is_skipped_by_name(bench, folder, monkeypatch):
     monkeypatch.setattr(CaseTimer, "store", lambda *given: None)
     shown = bench("-p", "0", "-n", "0", "-r", "1", "-d", "64")
     assert "restart @ d64 is left out: only 0 of 64 tokens were found on disk" in shown.err
@@ -129,7 +129,7 @@ def test_what_was_not_stored_is_left_out_by_name(bench, folder, monkeypatch):
         (["--option", "no_such=1"], "no_such"),
     ],
 )
-def test_bad_options_are_refused_first(argv, message, refused, monkeypatch):
+def test_invalid_options_are_refused_before_loading(argv, message, refused, monkeypatch):
     def looked_for(*given, **options):
         raise AssertionError("a model was looked for")
 
@@ -145,15 +145,13 @@ def test_bad_options_are_refused_first(argv, message, refused, monkeypatch):
         (["--max-memory", "1MB"], "max_memory"),
     ],
 )
-def test_what_does_not_fit_is_named_before_anything_is_measured(
-    argv, message, tiny_model_dir, printed
-):
+def test_cases_that_do_not_fit_are_refused_before_measuring(argv, message, tiny_model_dir, printed):
     shown = printed("bench", "-m", tiny_model_dir, "-t", "1", *argv, code=1)
     assert message in shown.err
     assert not shown.out
 
 
-def test_ctrl_c_keeps_the_finished_rows_and_leaves_nothing(bench, folder, monkeypatch):
+def test_ctrl_c_prints_the_finished_rows(bench, folder, monkeypatch):
     def restored(self, case):
         raise KeyboardInterrupt
 
@@ -164,7 +162,7 @@ def test_ctrl_c_keeps_the_finished_rows_and_leaves_nothing(bench, folder, monkey
     assert not list(folder.iterdir())
 
 
-def test_one_bar_counts_all_repetitions(tiny_model_dir, folder, monkeypatch, printed):
+def test_one_progress_bar_counts_all_repetitions(tiny_model_dir, folder, monkeypatch, printed):
     console = Console(file=io.StringIO(), force_terminal=True, width=120)
     monkeypatch.setattr(run, "open_console", lambda **options: console)
     totals = []

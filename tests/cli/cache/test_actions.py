@@ -56,7 +56,7 @@ def bytes_of(home, space):
     return sum(path.stat().st_size for path in segments(home / "blocks", space))
 
 
-def test_list_and_status_say_what_is_there(home, answer, printed):
+def test_list_and_status_report_the_cache(home, answer, printed):
     found = answer("list")
     assert list(found["rows"]) == ["alpha-7b int8", "beta-1b float16", "0123-int4"]
     row = found["rows"]["alpha-7b int8"]
@@ -77,9 +77,7 @@ def test_list_and_status_say_what_is_there(home, answer, printed):
 
 
 @pytest.mark.parametrize("columns", [80, 200])
-def test_the_list_begins_with_the_sum_and_has_the_largest_first(
-    home, printed, monkeypatch, columns
-):
+def test_the_list_starts_with_the_total_and_is_sorted_by_size(home, printed, monkeypatch, columns):
     monkeypatch.setenv("COLUMNS", str(columns))
     fingerprint = "c7fd70cdccd7178367ba699b4f5a754cf290e9ea"
     sizes = {"int8": 3_000_000, "int4-asym": 9_000_000, "bf16": 6_000_000}
@@ -120,7 +118,7 @@ def test_named_sessions_are_listed_and_removed(home, answer, printed):
     assert [path.name for path in (home / "blocks" / "sessions").iterdir()] == ["notes.txt"]
 
 
-def test_what_is_open_is_said_and_stays(home, answer):
+def test_open_caches_are_reported_and_kept(home, answer):
     with opened(home / "blocks", SPACE) as tier:
         assert answer("list")["rows"]["alpha-7b int8"]["in_use"]
         found = answer("clear", "--yes")["rows"]
@@ -151,7 +149,7 @@ def test_verify_counts_damaged_blocks_and_fails(home, answer, printed):
 
 
 @pytest.mark.parametrize("extra", [[], ["--json"]])
-def test_nothing_is_cleared_where_no_terminal_can_be_asked(home, answer, printed, extra):
+def test_clear_without_a_terminal_needs_yes(home, answer, printed, extra):
     before = sorted(path for path in home.rglob("*"))
     said = printed("cache", "clear", *extra, code=1).err
     assert "--yes" in said
@@ -171,7 +169,7 @@ def test_a_dry_run_removes_nothing(home, answer, printed):
     assert all(path.exists() for path in before)
 
 
-def test_prune_removes_blocks_beyond_the_cap_those_used_longest_ago_first(home, answer):
+def test_prune_removes_the_least_recently_used_blocks(home, answer):
     cap = str(bytes_of(home, OTHER_SPACE))
     assert list(answer("prune", "--max-disk-bytes", cap)["rows"]) == ["alpha-7b int8"]
     assert list(answer("list")["rows"]) == ["beta-1b float16", "0123-int4"]
@@ -179,7 +177,7 @@ def test_prune_removes_blocks_beyond_the_cap_those_used_longest_ago_first(home, 
     assert answer("prune")["rows"] == {}
 
 
-def test_prune_removes_what_was_not_used_for_so_many_days(home, answer):
+def test_prune_removes_entries_unused_for_a_number_of_days(home, answer):
     long_ago = 1_000_000_000
     for path in (
         *space_dir(home / "blocks", SPACE).iterdir(),
@@ -199,24 +197,24 @@ def test_prune_removes_what_was_not_used_for_so_many_days(home, answer):
         (["prune", "--older-than", "-1"], "--older-than"),
     ],
 )
-def test_options_that_belong_elsewhere_are_refused_by_name(home, printed, argv, named):
+def test_options_of_other_actions_are_refused_by_name(home, printed, argv, named):
     assert named in printed("cache", *argv, code=1).err
 
 
-def test_a_wrong_size_is_refused_with_examples(home, printed):
+def test_an_invalid_size_is_refused_with_examples(home, printed):
     err = " ".join(printed("cache", "prune", "--max-disk-bytes", "much", code=2).err.split())
     assert "'much' is not a size in bytes, such as 500M, 1GB, 8GiB or 1e9" in err
     assert "Value error" not in err
 
 
-def test_another_directory_and_none_at_all(home, answer, printed):
+def test_another_or_missing_directory(home, answer, printed):
     assert answer("list", "--disk-cache-dir", home / "nothing")["bytes"] == 5000
     printed("cache", "list", "--disk-cache-dir", home / "packed" / "0123-int4.kvpack")
     assert run(["cache", "sweep"]) != 0
 
 
 @pytest.mark.parametrize(("clock", "gone"), [(-86_400, []), (366 * 86_400, ["beta-1b float16"])])
-def test_a_clock_that_jumps_makes_nothing_negative_and_takes_nothing_that_is_open(
+def test_clock_jumps_give_no_negative_ages_and_keep_open_caches(
     home, answer, monkeypatch, clock, gone
 ):
     """A day back, a year forward: what is open stays whatever the clock says, and no age is below

@@ -33,7 +33,7 @@ def kinds(found):
     return sorted((row["kind"], row["model"]) for row in found)
 
 
-def test_all_that_is_kept_of_a_model_has_its_name(home, tiny_model_dir, rows, printed):
+def test_all_entries_of_a_model_have_its_name(home, tiny_model_dir, rows, printed):
     shutil.copytree(tiny_model_dir, home / "Qwen-tiny")
     write_gguf(tiny_model_dir, home / "Lama.gguf", kind="Q8_0")
     for name in ("Qwen-tiny", "Lama.gguf"):
@@ -51,9 +51,7 @@ def test_all_that_is_kept_of_a_model_has_its_name(home, tiny_model_dir, rows, pr
     assert kinds(rows("list")) == qwen
 
 
-def test_weights_that_were_packed_without_a_name_get_it_when_they_are_loaded(
-    home, tiny_model_dir, rows
-):
+def test_unnamed_packed_weights_are_named_at_load(home, tiny_model_dir, rows):
     first = shutil.copytree(tiny_model_dir, home / "first")
     CPUPagedEngine.from_pretrained(first, **OPTIONS).close()
     shutil.rmtree(home / "cache" / "files")
@@ -64,7 +62,7 @@ def test_weights_that_were_packed_without_a_name_get_it_when_they_are_loaded(
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows deletes no mapped file")
-def test_packed_weights_that_are_open_stay(home, tiny_model_dir, rows, printed):
+def test_open_packed_weights_are_kept(home, tiny_model_dir, rows, printed):
     for _ in range(2):  # packed, then mapped as they were
         with CPUPagedEngine.from_pretrained(tiny_model_dir, **OPTIONS):
             (row,) = rows("clear", "--yes")
@@ -76,9 +74,7 @@ def test_packed_weights_that_are_open_stay(home, tiny_model_dir, rows, printed):
     assert not Path(row["path"]).exists()
 
 
-def test_where_files_cannot_be_locked_weights_are_removed_all_the_same(
-    home, tiny_model_dir, rows, monkeypatch
-):
+def test_weights_are_removed_if_files_cannot_be_locked(home, tiny_model_dir, rows, monkeypatch):
     CPUPagedEngine.from_pretrained(tiny_model_dir, **OPTIONS).close()
 
     def lock(self, handle):
@@ -88,7 +84,7 @@ def test_where_files_cannot_be_locked_weights_are_removed_all_the_same(
     assert rows("clear", "--yes")[0]["removed"] is True
 
 
-def test_pruning_says_what_stays_because_it_is_open(home, printed):
+def test_prune_reports_entries_kept_because_they_are_open(home, printed):
     with opened(home / "cache" / "blocks", SPACE, description={"model": "alpha"}) as tier:
         write(tier, chain(20))
         for dry in (["--dry-run"], []):
@@ -113,7 +109,7 @@ class Terminal:
     ("answer", "extra", "left"),
     [("n", [], 1), ("y", [], 0), ("n", ["--yes"], 0), ("n", ["alph"], 0)],
 )
-def test_whoever_clears_everything_at_a_terminal_is_asked(
+def test_clear_asks_for_confirmation_in_a_terminal(
     home, answer, extra, left, rows, capsys, monkeypatch
 ):
     with opened(home / "cache" / "blocks", SPACE, description={"model": "alpha"}) as tier:

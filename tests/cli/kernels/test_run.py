@@ -46,7 +46,7 @@ def on_intel(monkeypatch):
         (("--target", "all"), [target.name for target in targets_of("x86_64")]),
     ],
 )
-def test_build_writes_the_classes_that_are_asked_for(given, names, built, tmp_path, printed):
+def test_build_writes_the_requested_targets(given, names, built, tmp_path, printed):
     out = printed("kernels", "build", *given, "--out", tmp_path / "out", "--jobs", "3").out
     assert built == [(name, tmp_path / "out", 3) for name in names]
     assert all(name in out for name in names)
@@ -61,14 +61,14 @@ def test_build_prints_json(built, tmp_path, answered):
 
 
 @pytest.mark.usefixtures("on_intel")
-def test_a_wrong_class_is_refused_with_the_names(tmp_path, printed):
+def test_an_unknown_target_is_refused_with_the_names(tmp_path, printed):
     err = printed("kernels", "build", "--target", "sparc", "--out", tmp_path, code=1).err
     assert "'sparc' is not a class of x86_64 processors" in err
     assert "x86-64-avx512-vnni" in err
     assert err.strip().endswith("all")
 
 
-def test_where_no_class_fits_one_must_be_chosen(monkeypatch, printed):
+def test_without_a_matching_target_one_must_be_named(monkeypatch, printed):
     monkeypatch.setattr(kernels_run, "usable_targets", lambda: ())
     monkeypatch.setattr(
         kernels_run, "cpu_identity", lambda: CpuIdentity("x86_64", frozenset(), None)
@@ -87,7 +87,7 @@ def test_status_refuses_options_of_build(unused, printed):
     assert "has no effect" in err
 
 
-def test_status_names_the_class_and_the_reason(answered, printed):
+def test_status_names_the_target_and_the_reason(answered, printed):
     report = answered("kernels", "status")
     assert (report["used"], report["file"], report["kernels"]) == (False, None, 0)
     assert report["reason"] == "KVBOOST_EDGE_KERNELS=none"

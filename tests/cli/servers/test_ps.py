@@ -16,7 +16,7 @@ def test_loaded_models_are_listed(answered, printed):
         assert "never" in shown
 
 
-def test_the_time_is_told_in_words():
+def test_the_remaining_time_is_shown_in_words():
     soon = datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=60.4)
     later = soon + datetime.timedelta(minutes=9)
     assert _until({"expires_at": soon.isoformat()}) == "in 60 s"

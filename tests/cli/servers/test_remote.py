@@ -115,7 +115,7 @@ def ask(server, **options):
         )
 
 
-def test_an_answer_streams_and_ends_with_its_figures(server):
+def test_an_answer_streams_and_ends_with_its_statistics(server):
     *pieces, answer = ask(server)
     assert pieces == ["Hel", "lo"]
     assert isinstance(answer, RemoteAnswer)
@@ -140,7 +140,7 @@ def test_an_answer_streams_and_ends_with_its_figures(server):
     assert server.bodies[-1]["model"] == "other"
 
 
-def test_figures_that_a_server_does_not_tell_are_left_out(server):
+def test_missing_statistics_are_omitted(server):
     server.events = [chunk("x"), chunk(finish="length"), "[DONE]"]
     answer = ask(server)[-1]
     assert isinstance(answer, RemoteAnswer)
@@ -178,13 +178,13 @@ STOPPED = [chunk("x"), {"error": {"message": "the engine stopped"}}]
         ),
     ],
 )
-def test_what_a_server_refuses(server, said, answer, kind, message):
+def test_a_servers_refusal_is_an_error(server, said, answer, kind, message):
     setattr(server, said, answer)
     with pytest.raises(kind, match=message):
         ask(server)
 
 
-def test_nobody_at_the_address():
+def test_an_unreachable_server_is_an_error():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -193,18 +193,18 @@ def test_nobody_at_the_address():
 
 
 @pytest.mark.parametrize("url", ["", "127.0.0.1:8000", "ftp://x", "http://[::1"])
-def test_addresses_that_are_none(url):
+def test_invalid_urls_are_refused(url):
     with pytest.raises(ConfigError, match="--url"):
         RemoteChat(url)
 
 
-def test_without_httpx_the_extra_is_named(monkeypatch):
+def test_a_missing_httpx_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "httpx", None)
     with pytest.raises(BackendUnavailable, match=re.escape(install_extra("server"))):
         RemoteChat("http://127.0.0.1:1")
 
 
-def test_a_whole_conversation(server, typed, printed):
+def test_a_remote_conversation(server, typed, printed):
     typed("Hi\n/stats\nMore\n/reset\nAgain\n/quit\n")
     argv = [
         "chat",
@@ -235,7 +235,7 @@ def test_a_whole_conversation(server, typed, printed):
     ].items()
 
 
-def test_a_real_server(typed, printed):
+def test_a_conversation_with_a_real_server(typed, printed):
     with (
         CPUPagedEngine.from_pretrained("kvboost-edge/demo", **ENGINE_OPTIONS) as engine,
         serving(engine, api_keys=KEYS) as live,
@@ -260,11 +260,11 @@ def test_a_real_server(typed, printed):
         (["--api-key", "sk-x"], "--api-key"),
     ],
 )
-def test_options_of_the_other_side_are_refused(argv, named, printed):
+def test_engine_options_are_refused_for_a_remote_server(argv, named, printed):
     assert named in printed("chat", *argv, code=1).err
 
 
-def test_how_the_cache_may_be_used_is_asked_of_the_server_and_told(server, printed, typed):
+def test_cache_options_are_sent_and_reuse_is_reported(server, printed, typed):
     told = {"hit_tokens": {"pool": 16}, "reused_span_tokens": 9, "recomputed_tokens": 3}
     server.events = [*GOOD[:-2], {**GOOD[-2], "kvboost": told}, GOOD[-1]]
     argv = [
@@ -321,7 +321,7 @@ CALLING = [
 ]
 
 
-def test_thoughts_come_apart_from_the_answer(server):
+def test_reasoning_is_separate_from_the_answer(server):
     server.events = THINKING
     *pieces, answer = ask(server)
     assert pieces == [Thought("Two "), Thought("and two."), "Fo", "ur"]
@@ -329,7 +329,7 @@ def test_thoughts_come_apart_from_the_answer(server):
     assert (answer.text, answer.reasoning, answer.tool_calls) == ("Four", "Two and two.", ())
 
 
-def test_pieces_of_calls_are_put_together(server):
+def test_streamed_tool_calls_are_joined(server):
     server.events = CALLING
     *pieces, answer = ask(server)
     assert pieces == ["Wait."]
@@ -341,7 +341,7 @@ def test_pieces_of_calls_are_put_together(server):
     )
 
 
-def test_thoughts_are_shown_and_sent_back_and_calls_have_a_line_each(server, typed, printed):
+def test_reasoning_and_tool_calls_are_shown(server, typed, printed):
     server.events = THINKING
     typed("2 + 2?\nSure?\n")
     assert "Two and two.\nFour\n" in printed("chat", "--url", server.url).out
@@ -354,7 +354,7 @@ def test_thoughts_are_shown_and_sent_back_and_calls_have_a_line_each(server, typ
         assert lines in printed("chat", "--url", server.url).out
 
 
-def test_a_schema_is_asked_of_the_server(server, typed, printed, tmp_path):
+def test_a_schema_is_sent_to_the_server(server, typed, printed, tmp_path):
     schema = {"type": "object", "properties": {"größe": {"type": "integer"}}}
     path = tmp_path / "schema.json"
     path.write_text(json.dumps(schema), encoding="utf-8")

@@ -46,7 +46,7 @@ def asked(server, **more):
     return usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"]
 
 
-def test_the_request_finds_all_full_blocks(server, tmp_path, printed, answered):
+def test_a_warmed_request_hits_all_full_blocks(server, tmp_path, printed, answered):
     file = tmp_path / "agent.json"
     file.write_text(json.dumps(RECORDED))
     command = ["warm", "--from-request", file, "--url", server.base_url]
@@ -58,7 +58,7 @@ def test_the_request_finds_all_full_blocks(server, tmp_path, printed, answered):
     assert server.engine.paged_stats()["pinned_blocks"] == tokens // BLOCK
 
 
-def test_the_next_turns_begin_so_without_the_generation_prompt(server):
+def test_later_turns_hit_the_warmed_messages(server):
     with server.client() as client:
         warmed = client.post("/v1/warm", json=RECORDED).json()["token_count"]
     later = [
@@ -78,7 +78,7 @@ def test_the_next_turns_begin_so_without_the_generation_prompt(server):
         ('{"prompt": "a"}', "messages"),
     ],
 )
-def test_a_file_that_is_no_request_is_named(tmp_path, text, said, printed):
+def test_an_invalid_request_file_is_refused_by_name(tmp_path, text, said, printed):
     file = tmp_path / "agent.json"
     if text is not None:
         file.write_text(text)
@@ -87,7 +87,7 @@ def test_a_file_that_is_no_request_is_named(tmp_path, text, said, printed):
     assert "agent.json" in error
 
 
-def test_what_may_change_a_prompt_is_not_ignored(server):
+def test_fields_that_affect_the_prompt_are_not_ignored(server):
     with server.client() as client:
         for more in ({"functions": []}, {"unknown": 1}, {"chat_template": "x"}):
             answer = client.post("/v1/warm", json={**RECORDED, **more})

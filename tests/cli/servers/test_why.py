@@ -44,7 +44,7 @@ def why(server, printed):
     return call
 
 
-def test_every_cause_has_words():
+def test_every_miss_cause_has_a_description():
     assert tuple(WORDS) == CAUSES
 
 
@@ -64,7 +64,7 @@ def test_the_last_request_is_explained(asked, why):
     assert "from token" not in first
 
 
-def test_json_is_what_the_server_says(server, asked, why):
+def test_json_equals_the_servers_answer(server, asked, why):
     said = json.loads(why(asked[1], "--json").out)
     with server.client() as client:
         assert said == client.get(f"/v1/requests/{asked[1]}/cache").json()
@@ -82,7 +82,7 @@ def test_an_unknown_request_is_an_error(asked, request_id, why):
     assert "--request-history" in why(asked[0], key=KEYS[1], code=1).err
 
 
-def test_errors_say_what_to_do(printed):
+def test_errors_name_a_remedy(printed):
     assert "kvboost-edge serve" in printed("why", "--url", "http://127.0.0.1:9", code=1).err
     with fake_engine() as engine, serving(engine, request_history=0) as server:
         httpx.post(f"{server.base_url}/v1/completions", json={"prompt": "Hello", "max_tokens": 1})

@@ -20,7 +20,7 @@ def no_engine_stays():
         LMCacheEngineBuilder.destroy(name)
 
 
-def test_a_name_has_one_engine():
+def test_an_instance_id_has_one_engine():
     assert LMCacheEngineBuilder.get("a") is None
     engine = LMCacheEngineBuilder.get_or_create("a", CONFIG, METADATA)
     assert LMCacheEngineBuilder.get_or_create("a", LMCacheEngineConfig(4), METADATA) is engine
@@ -46,7 +46,7 @@ def test_another_configuration_under_the_same_name_is_a_value_error(config, meta
     assert LMCacheEngineBuilder.get("a") is engine
 
 
-def test_destroying_closes_and_an_unknown_name_is_passed_over():
+def test_destroy_closes_and_ignores_unknown_ids():
     engine = LMCacheEngineBuilder.get_or_create("a", CONFIG, METADATA)
     LMCacheEngineBuilder.destroy("a")
     LMCacheEngineBuilder.destroy("a")
@@ -56,7 +56,7 @@ def test_destroying_closes_and_an_unknown_name_is_passed_over():
     assert LMCacheEngineBuilder.get_or_create("a", LMCacheEngineConfig(5), METADATA) is not engine
 
 
-def test_threads_that_ask_together_get_the_same_engine():
+def test_concurrent_calls_get_the_same_engine():
     got = []
     start = threading.Barrier(8)
 
@@ -72,7 +72,7 @@ def test_threads_that_ask_together_get_the_same_engine():
     assert len(set(map(id, got))) == 1
 
 
-def test_no_message_shows_a_password():
+def test_messages_contain_no_password():
     secret = LMCacheEngineConfig(
         4, backend="redis://u:hunter2@h", redis_secret="hunter2-hunter2-hunter2"
     )

@@ -8,7 +8,7 @@ from kvboost_edge.errors import ConfigError
 GIB = 1 << 30
 
 
-def test_the_names_of_the_first_engine():
+def test_names_of_the_original_engine():
     config = LMCacheEngineConfig(chunk_size=16, save_decode_cache=True, backend="cpu")
     assert (config.chunk_size, config.save_decode_cache, config.places) == (
         16,
@@ -51,7 +51,7 @@ def test_the_names_of_the_first_engine():
         ({"backend": ["memory", "cpu"]}, "each kind at most once"),
     ],
 )
-def test_bad_values_are_refused_by_name(options, message):
+def test_invalid_values_are_refused_by_name(options, message):
     with pytest.raises(ConfigError, match=message) as caught:
         LMCacheEngineConfig(**options)
     assert "hunter2" not in str(caught.value)
@@ -67,14 +67,14 @@ def test_bad_values_are_refused_by_name(options, message):
         ({"fmt": "hf"}, "fmt='hf' must be one of huggingface, vllm"),
     ],
 )
-def test_bad_metadata_is_refused_by_name(change, message):
+def test_invalid_metadata_is_refused_by_name(change, message):
     with pytest.raises(ConfigError, match=message):
         LMCacheEngineMetadata(
             **{"model_name": "m", "world_size": 1, "worker_id": 0, "fmt": "vllm", **change}
         )
 
 
-def test_no_two_metadata_have_one_space():
+def test_each_metadata_has_its_own_space():
     made = [
         LMCacheEngineMetadata(model, size, worker, fmt).space
         for model in ("m", "m1", "m'1")
@@ -89,12 +89,12 @@ def test_no_two_metadata_have_one_space():
     )
 
 
-def test_sizes_are_read_as_everywhere():
+def test_sizes_accept_units():
     config = LMCacheEngineConfig(max_memory_bytes="500M", max_disk_bytes="8GiB")
     assert (config.max_memory_bytes, config.max_disk_bytes) == (500_000_000, 8 * GIB)
 
 
-def test_the_later_names_and_defaults():
+def test_names_and_defaults_of_the_v1_engine():
     config = LMCacheEngineConfig.from_defaults()
     assert (config.chunk_size, config.places, config.max_memory_bytes) == (
         256,
@@ -131,12 +131,12 @@ def test_the_later_names_and_defaults():
         ({"remote_url": "lm://h"}, "backend=lm://…"),
     ],
 )
-def test_later_options_that_are_not_offered_are_refused_by_name(options, message):
+def test_unsupported_v1_options_are_refused_by_name(options, message):
     with pytest.raises(ConfigError, match=message):
         LMCacheEngineConfig.from_defaults(**options)
 
 
-def test_the_environment_sets_what_from_defaults_takes():
+def test_from_env_accepts_the_options_of_from_defaults():
     config = LMCacheEngineConfig.from_env(
         {
             "LMCACHE_CHUNK_SIZE": "32",
@@ -165,6 +165,6 @@ def test_the_environment_sets_what_from_defaults_takes():
         ("LMCACHE_CONFIG_FILE", "f", "CONFIG_FILE is not"),
     ],
 )
-def test_an_environment_that_cannot_be_followed_is_refused_by_name(name, value, message):
+def test_unsupported_environment_variables_are_refused_by_name(name, value, message):
     with pytest.raises(ConfigError, match=message):
         LMCacheEngineConfig.from_env({name: value})

@@ -32,7 +32,7 @@ def mask(skipped, total):
 
 @pytest.mark.parametrize("fmt", ["vllm", "huggingface"])
 @pytest.mark.parametrize("length", [1, 3, 4, 5, 8, 11])
-def test_what_was_stored_is_found_partial_last_chunk_included(engines, length, fmt):
+def test_stored_tokens_are_retrieved_including_a_partial_chunk(engines, length, fmt):
     engine = engines(fmt=fmt)
     tokens = np.arange(50, 50 + length)
     kv = kv_of(tokens, fmt)
@@ -46,7 +46,7 @@ def test_what_was_stored_is_found_partial_last_chunk_included(engines, length, f
 
 
 @pytest.mark.parametrize("fmt", ["vllm", "huggingface"])
-def test_the_blob_form_is_one_array_of_layers_and_k_and_v(engines, fmt):
+def test_the_blob_form_is_one_array(engines, fmt):
     engine = engines(fmt=fmt)
     tokens = np.arange(10)
     kv = kv_of(tokens, fmt)
@@ -60,7 +60,7 @@ def test_the_blob_form_is_one_array_of_layers_and_k_and_v(engines, fmt):
     assert equal(engine.retrieve(tokens)[0], kv)
 
 
-def test_nothing_found_is_an_empty_tuple_and_a_mask_of_false(engine):
+def test_a_miss_returns_an_empty_tuple_and_a_false_mask(engine):
     tokens = np.arange(10)
     for return_tuple in (True, False):
         kv, ret_mask = engine.retrieve(tokens, return_tuple=return_tuple)
@@ -72,7 +72,7 @@ def test_nothing_found_is_an_empty_tuple_and_a_mask_of_false(engine):
     assert engine.retrieve([])[1].shape == (0,)
 
 
-def test_replaced_keys_and_values_may_be_of_another_type_and_shape(engine):
+def test_replaced_kv_may_have_another_dtype_and_shape(engine):
     tokens = np.arange(8)
     half = kv_of(tokens, dtype=np.float16)
     engine.store(tokens, kv_of(tokens))
@@ -88,7 +88,7 @@ def test_replaced_keys_and_values_may_be_of_another_type_and_shape(engine):
     assert equal(engine.retrieve(tokens, mask(4, 8))[0], kv_slice(half, 4, 8))
 
 
-def test_what_is_stored_without_waiting_is_there_in_the_end(engines):
+def test_nonblocking_stores_complete_in_order(engines):
     tokens = np.arange(11)
     first = kv_of(tokens)
     second = kv_of(tokens, salt=0.5)
@@ -105,7 +105,7 @@ def test_what_is_stored_without_waiting_is_there_in_the_end(engines):
     assert equal(engine.retrieve(tokens)[0], second), "the later call counts"
 
 
-def test_what_is_returned_is_the_callers(engine):
+def test_returned_arrays_are_copies(engine):
     tokens = np.arange(8)
     engine.store(tokens, kv_of(tokens))
     for return_tuple in (True, False):
@@ -115,7 +115,7 @@ def test_what_is_returned_is_the_callers(engine):
     assert equal(engine.retrieve(tokens)[0], kv_of(tokens))
 
 
-def test_without_partial_chunks_the_last_tokens_are_not_stored(engines):
+def test_save_unfull_chunk_false_stores_full_chunks_only(engines):
     engine = engines(save_unfull_chunk=False)
     tokens = np.arange(11)
     engine.store(tokens, kv_of(tokens))
@@ -131,7 +131,7 @@ def test_without_partial_chunks_the_last_tokens_are_not_stored(engines):
     "dtype",
     [np.int8, np.uint8, np.int16, np.uint16, np.int32, np.uint32, np.int64, np.uint64, ">i8"],
 )
-def test_tokens_of_every_integer_type_are_the_same_tokens(engine, dtype):
+def test_tokens_of_every_integer_dtype_are_equal(engine, dtype):
     """Known fault: the hash depended on the type of the tokens."""
     tokens = [5, 6, 7, 100, 9]
     engine.store(tokens, kv_of(tokens))
@@ -152,7 +152,7 @@ def test_every_part_of_the_metadata_is_part_of_the_key(engines, backend, other):
     assert neighbour.retrieve(tokens)[0] == ()
 
 
-def test_what_one_engine_stored_another_finds_where_the_place_is_shared(engines, backend):
+def test_engines_share_a_shared_backend(engines, backend):
     tokens = np.arange(11)
     engines().store(tokens, kv_of(tokens))
     expected = 0 if backend == "memory" else 11
@@ -161,7 +161,7 @@ def test_what_one_engine_stored_another_finds_where_the_place_is_shared(engines,
     assert num_tokens_of(other.retrieve(tokens)[0]) == expected
 
 
-def test_after_a_restart_what_is_on_disk_is_found_again(tmp_path, engines):
+def test_chunks_on_disk_survive_a_restart(tmp_path, engines):
     tokens = np.arange(11)
     first = engines(backend=("memory", f"file://{tmp_path}/again"))
     first.store(tokens, kv_of(tokens))
@@ -176,7 +176,7 @@ def test_after_a_restart_what_is_on_disk_is_found_again(tmp_path, engines):
 
 
 @pytest.mark.parametrize("skipped", [1, 2, 3, 5, 9, 11])
-def test_a_store_mask_must_leave_out_whole_chunks(engine, skipped):
+def test_a_store_mask_must_skip_whole_chunks(engine, skipped):
     tokens = np.arange(11)
     with pytest.raises(ValueError, match=rf"skips {skipped} tokens.*chunk_size=4"):
         engine.store(tokens, kv_of(tokens[skipped:]), mask(skipped, 11))
@@ -195,7 +195,7 @@ def test_a_store_mask_must_leave_out_whole_chunks(engine, skipped):
         (5, "4 booleans"),
     ],
 )
-def test_a_mask_is_false_then_true_one_boolean_per_token(engine, bad, message):
+def test_invalid_masks_are_refused(engine, bad, message):
     tokens = np.arange(4)
     engine.store(tokens, kv_of(tokens))
     assert_raises(ValueError, message, engine.retrieve, tokens, bad)
@@ -220,7 +220,7 @@ def test_a_mask_is_false_then_true_one_boolean_per_token(engine, bad, message):
         np.array(3),
     ],
 )
-def test_tokens_that_are_none_are_a_value_error_everywhere(engine, bad):
+def test_invalid_tokens_are_a_value_error(engine, bad):
     for call in (
         lambda: engine.lookup(bad),
         lambda: engine.retrieve(bad),
@@ -250,14 +250,14 @@ def bad_kv():
 
 
 @pytest.mark.parametrize("name", bad_kv())
-def test_keys_and_values_that_are_none_are_a_value_error_and_nothing_is_stored(engine, name):
+def test_invalid_kv_is_a_value_error_and_stores_nothing(engine, name):
     kv, message = bad_kv()[name]
     with pytest.raises(ValueError, match=message):
         engine.store(np.arange(4), kv)
     assert engine.lookup(np.arange(4)) == 0
 
 
-def test_a_closed_engine_says_so_and_closes_again(engine):
+def test_a_closed_engine_raises_and_may_be_closed_twice(engine):
     engine.close()
     engine.close()
     for call in (
@@ -269,7 +269,7 @@ def test_a_closed_engine_says_so_and_closes_again(engine):
             call()
 
 
-def test_bad_arguments_are_refused_without_assertions_too():
+def test_invalid_arguments_are_refused_under_python_o():
     """Known fault: asserts on user input, which `python -O` leaves out."""
     code = (
         "import numpy as np\n"

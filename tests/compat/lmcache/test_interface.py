@@ -44,7 +44,7 @@ def test_the_names_are_importable_from_both_modules():
         assert getattr(lmcache, name) is getattr(kvboost_edge, name)
 
 
-def test_signatures():
+def test_signatures_equal_lmcaches():
     assert parameters(LMCacheEngine) == [("config", EMPTY), ("metadata", EMPTY)]
     assert parameters(LMCacheEngine.store) == [
         ("tokens", EMPTY),
@@ -151,14 +151,14 @@ def test_retrieve_by_position_and_keyword(engine, skipped):
         assert np.array_equal(blob, expected)
 
 
-def test_nothing_found_is_an_empty_tuple_and_a_mask_of_false(engine):
+def test_a_miss_returns_an_empty_tuple_and_a_false_mask(engine):
     found, mask = engine.retrieve(TOKENS)
     assert found == ()
     assert mask.shape == (10,)
     assert not mask.any()
 
 
-def test_counters(engine):
+def test_hit_and_miss_counters(engine):
     assert (engine.hit_tokens_count, engine.miss_tokens_count, engine.hit_rate) == (0, 0, 0.0)
     engine.store(TOKENS[:8], kv_of(TOKENS[:8]))
     engine.retrieve(TOKENS)
@@ -180,13 +180,13 @@ def test_counters(engine):
         ("lookup", ([[1, 2]],), "one row of integers"),
     ],
 )
-def test_wrong_arguments_are_a_value_error(engine, name, args, message):
+def test_invalid_arguments_are_a_value_error(engine, name, args, message):
     with pytest.raises(ValueError, match=message):
         getattr(engine, name)(*args)
     assert engine.lookup(TOKENS) == 0
 
 
-def test_the_builder():
+def test_builder_creates_gets_and_destroys_engines():
     config = LMCacheEngineConfig(4)
     metadata = LMCacheEngineMetadata("model", 1, 0, "vllm")
     builder = LMCacheEngineBuilder
@@ -211,7 +211,7 @@ def test_the_builder():
         ("redis://localhost:6379", "secret"),
     ],
 )
-def test_backends_that_are_not_offered_are_refused_by_name(backend, message, monkeypatch):
+def test_unsupported_backends_are_refused_by_name(backend, message, monkeypatch):
     monkeypatch.delenv("KVBOOST_EDGE_REDIS_SECRET", raising=False)
     with pytest.raises(ConfigError, match=message):
         LMCacheEngine(
@@ -219,7 +219,7 @@ def test_backends_that_are_not_offered_are_refused_by_name(backend, message, mon
         )
 
 
-def test_the_later_engine():
+def test_the_v1_engine():
     config = v1.LMCacheEngineConfig.from_defaults(
         chunk_size=4, local_cpu=True, max_local_cpu_size=0.01, save_unfull_chunk=True
     )

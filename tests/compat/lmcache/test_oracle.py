@@ -104,7 +104,7 @@ def compare(engine, oracle, calls):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_any_calls_do_as_the_dictionary_does(backend, scale, tmp_path_factory):
+def test_random_calls_equal_a_dictionary(backend, scale, tmp_path_factory):
     def run(place):
         @settings(max_examples=scale(100, 1000))
         @given(chunk_size=st.integers(1, 4), calls=CALLS)
@@ -132,7 +132,7 @@ def test_any_calls_do_as_the_dictionary_does(backend, scale, tmp_path_factory):
 
 
 @pytest.mark.parametrize("max_memory_bytes", [1 << 30, 3000])
-def test_threads_see_whole_chunks_and_counts_add_up(backend, engines, max_memory_bytes):
+def test_threads_see_whole_chunks_and_exact_counts(backend, engines, max_memory_bytes):
     """Eight threads store, replace and ask for sequences of a common head: what one gets is of one
     store per chunk.
     """

@@ -36,7 +36,7 @@ def chunks_of(tokens, fill=0):
 # memory
 
 
-def test_memory_holds_no_more_than_its_cap_and_drops_the_least_recently_used():
+def test_the_memory_store_is_a_bounded_lru():
     engine = make_engine(max_memory_bytes=4 * CHUNK)
     a, b, c = (np.arange(start, start + 8) for start in (0, 100, 200))
     engine.store(a, kv_of(a))
@@ -51,7 +51,7 @@ def test_memory_holds_no_more_than_its_cap_and_drops_the_least_recently_used():
     engine.close()
 
 
-def test_of_a_sequence_longer_than_memory_its_head_stays():
+def test_the_head_of_an_overlong_sequence_stays():
     engine = make_engine(max_memory_bytes=3 * CHUNK + CHUNK // 2)
     tokens = np.arange(40)
     engine.store(tokens, kv_of(tokens))
@@ -65,7 +65,7 @@ def test_of_a_sequence_longer_than_memory_its_head_stays():
     engine.close()
 
 
-def test_memory_says_once_what_its_bound_cut_and_how_to_raise_it(caplog):
+def test_reaching_the_memory_limit_is_logged_once(caplog):
     engine = make_engine(max_memory_bytes=3 * CHUNK + CHUNK // 2)
     tokens = np.arange(21)
     assert engine.config.max_memory_bytes < LMCacheEngineConfig().max_memory_bytes == 1 << 30
@@ -85,7 +85,7 @@ def test_memory_says_once_what_its_bound_cut_and_how_to_raise_it(caplog):
     engine.close()
 
 
-def test_a_replacement_that_finds_no_room_leaves_nothing_of_what_was_there():
+def test_a_replacement_that_does_not_fit_removes_the_old_chunk():
     store = MemoryStore(250)
     small = chunks_of(range(4))[0]
     large = chunks_of(range(4))[0]
@@ -96,7 +96,7 @@ def test_a_replacement_that_finds_no_room_leaves_nothing_of_what_was_there():
     assert store.stat().bytes == 0
 
 
-def test_pinned_chunks_stay_until_each_pin_is_given_up():
+def test_pinned_chunks_stay_until_every_pin_is_released():
     store = MemoryStore(500)
     old = chunks_of(range(8))
     new = chunks_of(range(100, 116))
@@ -159,7 +159,7 @@ class FailingWrites:
 
 @pytest.mark.parametrize("lost", range(1, 8))
 @pytest.mark.parametrize("replace", [False, True])
-def test_a_failed_store_is_never_served(lost, replace, tmp_path):
+def test_chunks_of_a_failed_store_are_never_returned(lost, replace, tmp_path):
     """Known fault: a store that failed was served later as good."""
     tier = DiskTier.open(tmp_path, SPACE)
     before = chunks_of(range(12), 1)
@@ -180,7 +180,7 @@ def test_a_failed_store_is_never_served(lost, replace, tmp_path):
     store.close()
 
 
-def test_a_disk_without_room_and_a_server_that_dies_serve_what_they_hold_and_no_more(tmp_path):
+def test_a_full_disk_and_a_dead_server_return_only_valid_chunks(tmp_path):
     tokens = np.arange(8000)
     kv = kv_of(tokens)
     small = make_engine(f"file://{tmp_path}", chunk_size=100, max_disk_bytes=1 << 20)

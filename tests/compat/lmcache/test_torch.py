@@ -44,7 +44,7 @@ def same(one, other):
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
-def test_tensors_come_back_as_they_were(engine, dtype):
+def test_tensors_round_trip(engine, dtype):
     tokens = torch.arange(11)
     kv = tensors(tokens, dtype)
     engine.store(tokens, kv)
@@ -61,7 +61,7 @@ def test_tensors_come_back_as_they_were(engine, dtype):
     assert same(blob, torch.stack([torch.stack(pair) for pair in kv]))
 
 
-def test_masks_are_tensors_where_the_tokens_are(engine):
+def test_masks_are_tensors_if_tokens_are(engine):
     tokens = torch.arange(11, dtype=torch.int32)
     kv = tensors(tokens, torch.bfloat16)
     engine.store(tokens, tuple(tuple(t[8:] for t in pair) for pair in kv), torch.arange(11) >= 8)
@@ -91,7 +91,7 @@ def test_arrays_and_tensors_of_one_sequence_are_not_mixed(engine):
 @pytest.mark.parametrize(
     "make", [lambda t: t.to(torch.complex64), lambda t: t.to_sparse()], ids=["complex", "sparse"]
 )
-def test_tensors_that_are_no_plain_numbers_are_refused(engine, make):
+def test_unsupported_tensors_are_refused(engine, make):
     odd = tuple(make(t.detach()) for t in tensors(np.arange(4), torch.float32)[0])
     with pytest.raises(ValueError, match="cannot be stored"):
         engine.store(np.arange(4), (odd,))
@@ -108,7 +108,7 @@ def test_tensors_on_disk_without_torch_are_an_error_that_names_the_extra(
         engine.retrieve([1, 2, 3])
 
 
-def test_arrays_load_no_torch(tmp_path):
+def test_arrays_do_not_import_torch(tmp_path):
     code = (
         "import sys, numpy as np, kvboost_edge\n"
         "config = kvboost_edge.LMCacheEngineConfig(4, backend=('memory', sys.argv[1]))\n"

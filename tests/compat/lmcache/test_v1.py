@@ -45,7 +45,7 @@ def make(tmp_path):
 
 
 @pytest.mark.parametrize("skipped", [0, 3, 4, 9])
-def test_what_was_stored_is_written_into_the_callers_arrays(make, skipped):
+def test_retrieve_writes_into_the_callers_arrays(make, skipped):
     engine = make()
     engine.post_init()
     tokens = np.arange(11)
@@ -63,7 +63,7 @@ def test_what_was_stored_is_written_into_the_callers_arrays(make, skipped):
     )
 
 
-def test_a_masked_store_takes_the_rows_behind_the_mask(make):
+def test_a_masked_store_stores_the_unmasked_rows(make):
     engine = make()
     tokens = np.arange(11)
     kv = kv_of(tokens)
@@ -89,7 +89,7 @@ def test_tensors_are_written_in_place(make):
     )
 
 
-def test_arrays_of_another_kind_are_refused_before_a_row_is_written(make):
+def test_mismatched_arrays_are_refused_before_writing(make):
     engine = make()
     tokens = np.arange(8)
     engine.store(tokens, kvcaches=kv_of(tokens))
@@ -102,7 +102,7 @@ def test_arrays_of_another_kind_are_refused_before_a_row_is_written(make):
         assert_raises(RequestError, "kvcaches must hold", engine.store, tokens, kvcaches=wrong)
 
 
-def test_a_search_range_names_where_to_look(make):
+def test_search_range_selects_the_backends(make):
     engine = make()
     tokens = np.arange(8)
     engine.store(tokens, kvcaches=kv_of(tokens))
@@ -114,7 +114,7 @@ def test_a_search_range_names_where_to_look(make):
         engine.lookup(tokens, search_range=["GdsBackend"])
 
 
-def test_pinned_chunks_stay_in_memory_until_given_up(make):
+def test_pinned_chunks_stay_in_memory_until_released(make):
     chunk = (LAYERS * 2 * HEADS * HEAD_SIZE * 4 * 4 + 16) / GIB
     engine = make(max_local_cpu_size=2.5 * chunk)
     tokens = np.arange(8)
@@ -132,7 +132,7 @@ def test_pinned_chunks_stay_in_memory_until_given_up(make):
     assert engine.lookup(tokens, **here) == 0
 
 
-def test_a_sequence_is_cleared_everywhere_or_where_one_says(make):
+def test_clear_removes_a_sequence_from_chosen_backends(make):
     engine = make()
     tokens = np.arange(8)
     kept = np.arange(50, 58)
@@ -147,7 +147,7 @@ def test_a_sequence_is_cleared_everywhere_or_where_one_says(make):
     assert engine.health()
 
 
-def test_what_says_where_an_engine_runs_is_no_part_of_the_key(make):
+def test_worker_metadata_is_not_part_of_the_key(make):
     base = LMCacheMetadata("m", kv_dtype="float32", kv_shape=(LAYERS, 2, 4, HEADS, HEAD_SIZE))
     tokens = np.arange(8)
     make(base).store(tokens, kvcaches=kv_of(tokens))
@@ -176,7 +176,7 @@ def test_what_says_where_an_engine_runs_is_no_part_of_the_key(make):
         )
 
 
-def test_what_is_not_offered_is_refused_by_name(make):
+def test_unsupported_calls_are_refused_by_name(make):
     engine = make()
     for name in (
         "store_layer",

@@ -108,11 +108,11 @@ PAIR = {"q": True, "p": 3}
         "x",
     ],
 )
-def test_a_value_is_judged_by_its_schema_whatever_the_order_of_its_members(value):
+def test_schema_validation_ignores_member_order(value):
     assert fits_schema(FITTED, value) == jsonschema_rs.is_valid(FITTED, value)
 
 
-def test_half_a_character_fits_no_schema():
+def test_a_lone_surrogate_matches_no_schema():
     assert not fits_schema({"type": "object"}, {"a": "\ud800"})
 
 
@@ -134,7 +134,7 @@ def test_answers_match_their_regular_expression(engine, pattern):
         assert re.fullmatch(pattern, result.output_text)
 
 
-def test_answers_are_among_the_choices_and_the_likeliest_is_taken(engine):
+def test_answers_are_among_the_choices(engine):
     choice = ["yes", "no", "yes, but later", 'a "quoted" one']
     found = {
         engine.generate(
@@ -165,7 +165,7 @@ def test_answers_fit_their_grammar(engine, grammar, form):
 
 
 @pytest.mark.parametrize("way", ["off", "on"])
-def test_guessed_ahead_or_not_the_answer_is_the_same(way):
+def test_answers_are_the_same_with_and_without_drafts(way):
     """Tokens that a schema forces are proposed as drafts; others come from what was said before."""
     with fake_engine(num_blocks=256, speculation=way) as engine:
         results = [
@@ -196,7 +196,7 @@ def test_guessed_ahead_or_not_the_answer_is_the_same(way):
         assert sum(result.accepted_tokens for result in results) > 50
 
 
-def test_preemption_and_company_change_nothing():
+def test_batches_and_preemption_do_not_change_answers():
     alone = []
     for number in range(5):
         with fake_engine(num_blocks=64) as engine:
@@ -228,14 +228,14 @@ def test_preemption_and_company_change_nothing():
     assert [list(handle.result(0).output_token_ids) for handle in handles] == alone
 
 
-def test_too_few_tokens_end_with_what_there_is(engine):
+def test_max_new_tokens_cuts_a_constrained_answer(engine):
     result = engine.generate(
         prompt(1), max_new_tokens=5, temperature=0, json_schema={"const": "a long text to write"}
     )
     assert (result.finish_reason, result.output_text) == ("length", '"a lo')
 
 
-def test_white_space_does_not_go_on_for_ever(engine):
+def test_white_space_in_json_is_bounded(engine):
     """JSON allows any amount of it, and small models like it."""
     likely = dict.fromkeys(engine.tokenizer.encode(" \n\t"), 100.0)
     schema = {"type": "array", "items": {"const": 1}, "minItems": 3, "maxItems": 3}
@@ -254,7 +254,7 @@ def test_a_stop_string_ends_inside_a_grammar(engine):
     assert (result.finish_reason, result.output_text) == ("stop", "one")
 
 
-def test_log_probabilities_are_the_model_s_own(engine):
+def test_logprobs_are_those_before_masking(engine):
     free = engine.generate(prompt(1), max_new_tokens=1, temperature=0, logprobs=0)
     fitted = engine.generate(prompt(1), max_new_tokens=1, temperature=0, logprobs=0, choice=["z"])
     assert fitted.logprobs[0].logprob < free.logprobs[0].logprob < 0
@@ -297,7 +297,7 @@ def test_log_probabilities_are_the_model_s_own(engine):
     ],
     ids=str,
 )
-def test_what_is_not_sound_is_refused_by_name(engine, options, match):
+def test_invalid_constraints_are_refused_by_name(engine, options, match):
     with pytest.raises(RequestError, match=match):
         engine.generate("x", **options)
     assert engine.paged_stats()["used_blocks"] == 0
@@ -320,7 +320,7 @@ def test_a_deep_schema_is_refused_before_it_is_compiled(engine):
         )
 
 
-def test_a_schema_that_refers_to_itself_ends_where_the_tokens_do(engine):
+def test_a_recursive_schema_ends_at_the_token_limit(engine):
     schema = {
         "$ref": "#/$defs/n",
         "$defs": {"n": {"type": "array", "items": {"$ref": "#/$defs/n"}, "minItems": 1}},
@@ -346,7 +346,7 @@ def test_a_schema_that_refers_to_itself_ends_where_the_tokens_do(engine):
     ],
     ids=["nested stars", "nested counts", "catastrophic for backtracking", "400 branches"],
 )
-def test_a_hostile_grammar_cannot_hold_the_engine(engine, options):
+def test_a_hostile_grammar_does_not_block_the_engine(engine, options):
     """It is refused, or its answer comes, or ends with an error of its own; others get on
     meanwhile.
     """
@@ -364,7 +364,7 @@ def test_a_hostile_grammar_cannot_hold_the_engine(engine, options):
     assert engine.is_alive()
 
 
-def test_without_the_package_the_request_says_what_to_install(engine, monkeypatch):
+def test_a_missing_package_is_named_in_the_error(engine, monkeypatch):
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(
         BackendUnavailable, match=r"regex= needs the package llguidance.*\[structured\]"
@@ -379,7 +379,7 @@ def test_a_model_without_an_end_token_is_refused():
         structures.make(Grammar("regex", "a"))
 
 
-def test_nan_fails_the_request_alone(engine):
+def test_nan_fails_only_its_request(engine):
     runner = runner_of(engine)
     runner.nan_for = set(engine.tokenizer.encode("b"))
     try:
@@ -426,7 +426,7 @@ def test_closing_while_the_vocabulary_is_read_leaves_no_thread():
     assert "kvboost-vocabulary" not in {thread.name for thread in threading.enumerate()}
 
 
-def test_grammars_are_compiled_beside_the_engine(engine, monkeypatch):
+def test_grammars_are_compiled_in_another_thread(engine, monkeypatch):
     compile_one = GrammarCompiler._compile
     threads = list[str]()
 
@@ -439,7 +439,7 @@ def test_grammars_are_compiled_beside_the_engine(engine, monkeypatch):
     assert threads == ["kvboost-grammar"]
 
 
-def test_a_forced_text_is_cut_into_tokens_once():
+def test_a_forced_text_is_tokenized_once():
     """Where the model cuts it otherwise, a long one is not asked for again: each time takes as long
     as the text.
     """

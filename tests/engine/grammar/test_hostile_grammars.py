@@ -149,7 +149,7 @@ def survives(engine, options):
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_it_ends_its_own_request_at_most(engine, name):
+def test_a_hostile_grammar_ends_only_its_request(engine, name):
     survives(engine, HOSTILE[name]())
 
 
@@ -196,24 +196,24 @@ def test_it_ends_its_own_request_at_most(engine, name):
         "nothing fits inside",
     ],
 )
-def test_what_no_limit_of_the_compiler_holds_is_refused_before(engine, options, match):
+def test_grammars_the_compiler_cannot_bound_are_refused_first(engine, options, match):
     with pytest.raises(RequestError, match=match):
         engine.submit("x", **options)
 
 
 @pytest.mark.parametrize("divisor", [0.01, 0.5, 1, 7, 10_000, 1e4])
-def test_usual_divisors_are_taken(engine, divisor):
+def test_common_divisors_are_accepted(engine, divisor):
     schema = {"type": "number", "multipleOf": divisor, "minimum": 0, "maximum": 10 * divisor}
     engine.generate([1], max_new_tokens=2, temperature=0, json_schema=schema)
 
 
-def test_texts_for_people_do_not_count(engine):
+def test_descriptions_and_titles_do_not_count_as_size(engine):
     schema = {"type": "boolean", "description": "d" * 200_000, "title": "t" * 200_000}
     result = engine.generate([1], max_new_tokens=9, temperature=0, json_schema=schema)
     assert result.output_text in ("true", "false")
 
 
-def test_a_schema_cannot_ask_for_less_than_it_says(engine):
+def test_a_schema_cannot_relax_its_own_validation(engine):
     with pytest.raises(RequestError, match="not"):
         engine.generate(
             "x",
@@ -324,7 +324,7 @@ PIECES = st.sampled_from(
 
 @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
 @given(SCHEMAS)
-def test_any_object_is_a_schema_or_is_refused(engine, schema):
+def test_any_object_is_accepted_or_refused_as_a_schema(engine, schema):
     survives(engine, {"json_schema": schema})
 
 
@@ -332,11 +332,11 @@ def test_any_object_is_a_schema_or_is_refused(engine, schema):
 @given(
     st.lists(PIECES, min_size=1, max_size=12).map("".join), st.sampled_from(["regex", "grammar"])
 )
-def test_any_text_is_an_expression_or_is_refused(engine, text, kind):
+def test_any_text_is_accepted_or_refused_as_an_expression(engine, text, kind):
     survives(engine, {kind: text})
 
 
-def test_as_many_tools_as_a_request_may_have(engine):
+def test_the_maximum_number_of_tools_is_accepted(engine):
     """Their grammar is longer than any that callers may give."""
     properties = {f"p{number}": {"type": "string", "description": "x" * 100} for number in range(6)}
     schema = {

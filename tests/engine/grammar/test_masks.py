@@ -114,7 +114,7 @@ def test_masks_that_take_too_long_end_the_request(monkeypatch, cost, tokens):
         answer()
 
 
-def test_a_sequence_sits_out_until_its_mask_is_there(threads):
+def test_a_sequence_skips_steps_until_its_mask_is_ready(threads):
     bench = Bench()
     parser = Parser(cost=2 * masks._SLOW_SECONDS)
     slow = bench.submit([1, 2, 3], 4)
@@ -136,7 +136,7 @@ def test_a_sequence_sits_out_until_its_mask_is_there(threads):
     assert all(token % 2 == 0 for token in slow.result().output_token_ids)
 
 
-def test_the_engine_rests_while_masks_are_computed_and_cancels_at_once(monkeypatch):
+def test_the_engine_idles_during_mask_computation_and_cancels_at_once(monkeypatch):
     gate = threading.Event()
     with fake_engine() as engine:
         make = engine._sequences._grammars.make
@@ -177,7 +177,7 @@ def test_threads_of_slow_masks_yield_to_forward_passes():
 AMBIGUOUS = 'start: e\ne: e e | e e e | "a" | ""'
 
 
-def test_an_ambiguous_grammar_of_40_bytes_leaves_others_their_pace():
+def test_an_ambiguous_grammar_does_not_slow_down_other_requests():
     with fake_engine(num_blocks=512, debug_checks=False) as engine:
         handle = engine.submit(
             [1, 2, 3], max_new_tokens=300, temperature=1.5, seed=1, grammar=AMBIGUOUS
@@ -193,7 +193,7 @@ def test_an_ambiguous_grammar_of_40_bytes_leaves_others_their_pace():
         assert engine.is_alive()
 
 
-def test_a_mask_that_fails_in_its_thread_ends_its_request_alone(threads, monkeypatch):
+def test_a_failed_mask_ends_only_its_request(threads, monkeypatch):
     """Draft tokens are asked of the grammar while a step is planned, where an error ends all."""
     monkeypatch.setattr(masks, "_TOTAL_SECONDS", 5 * masks._SLOW_SECONDS)
     bench = Bench()

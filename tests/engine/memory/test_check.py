@@ -43,7 +43,7 @@ def _fit(model, available, **options):
     )
 
 
-def test_what_is_planned_is_what_the_engine_takes(model):
+def test_the_memory_plan_equals_the_engines_usage(model):
     for options in (
         {"num_blocks": 40},
         {"max_cache_bytes": 3e6},
@@ -64,7 +64,7 @@ def test_what_is_planned_is_what_the_engine_takes(model):
         assert abs(fit.pool_tokens - 16 * stats["num_blocks"]) <= 16 * 4
 
 
-def test_a_wrong_size_in_the_config_is_no_lack_of_memory(model):
+def test_an_invalid_size_in_the_config_is_not_reported_as_lack_of_memory(model):
     path = model / "config.json"
     config = json.loads(path.read_text(encoding="utf-8"))
     path.write_text(json.dumps({**config, "moe_intermediate_size": 2**31}), encoding="utf-8")
@@ -75,7 +75,7 @@ def test_a_wrong_size_in_the_config_is_no_lack_of_memory(model):
         _fit(model, GB, weights="int4", num_blocks=40)
 
 
-def test_weights_and_pool_together_are_refused_before_anything_is_packed(model, monkeypatch):
+def test_weights_and_pool_are_checked_together_before_packing(model, monkeypatch):
     """Each alone would fit. What `doctor` says is what the engine raises."""
     fit = _fit(model, GB, weights="int4", num_blocks=400)
     assert fit.pool > fit.info.weight_bytes // 10
@@ -106,7 +106,7 @@ def hybrid(tmp_path, monkeypatch):
     return save_tiny_model("qwen3_5_text", tmp_path / "model")
 
 
-def test_states_are_weighed_beside_weights_and_pool(hybrid):
+def test_recurrent_states_count_in_the_memory_plan(hybrid):
     options = {"weights": "int8", "num_blocks": 64, "max_num_seqs": 3}
     found = []
     for more in ({}, {"speculation": "off"}, {"max_state_bytes": 2e6}, {"max_num_seqs": 5}):
@@ -125,9 +125,7 @@ def test_states_are_weighed_beside_weights_and_pool(hybrid):
 
 
 @pytest.mark.parametrize("max_state_bytes", [1000, 1_000_000])
-def test_states_that_do_not_fit_are_refused_before_anything_is_packed(
-    max_state_bytes, hybrid, monkeypatch
-):
+def test_states_that_do_not_fit_are_refused_before_packing(max_state_bytes, hybrid, monkeypatch):
     """A budget below the batch's, and one for which there is no memory: with the numbers of
     both.
     """
@@ -159,7 +157,7 @@ def test_states_that_do_not_fit_are_refused_before_anything_is_packed(
 
 
 @pytest.mark.parametrize("rows", [31, 9, 0])
-def test_drafts_that_find_no_room_are_fewer_in_the_plan_and_in_the_engine(hybrid, caplog, rows):
+def test_draft_rows_are_reduced_to_fit_in_plan_and_engine(hybrid, caplog, rows):
     spec = _fit(hybrid, GB, num_blocks=40).info.kv_spec
     options = {"num_blocks": 40, "max_num_seqs": 2, "weights": "int8"}
     options["max_state_bytes"] = 3 * spec.bytes_per_state + rows * spec.bytes_per_draft
@@ -180,9 +178,7 @@ def test_drafts_that_find_no_room_are_fewer_in_the_plan_and_in_the_engine(hybrid
         assert str(caught.value) == asked
 
 
-def test_room_for_states_of_a_model_without_any_is_refused_before_anything_is_packed(
-    tmp_path, monkeypatch
-):
+def test_max_state_bytes_without_states_is_refused_before_packing(tmp_path, monkeypatch):
     monkeypatch.setenv("KVBOOST_EDGE_CACHE", str(tmp_path / "cache"))
     (tmp_path / "model").mkdir()
     path = save_tiny_model("llama", tmp_path / "model")
@@ -197,7 +193,7 @@ def test_room_for_states_of_a_model_without_any_is_refused_before_anything_is_pa
     assert not (tmp_path / "cache" / "packed").exists()
 
 
-def test_copies_of_the_onnx_runner_are_weighed_before_it_loads(tmp_path, monkeypatch):
+def test_the_onnx_runners_kv_copies_count_in_the_memory_plan(tmp_path, monkeypatch):
     path = write_onnx(build_tiny_model("llama"), tmp_path / "m", Form(concat=True), ConcatDecoder)
     fit = _fit(path, GB, num_blocks=400)
     assert fit.info.name == "onnx"
@@ -213,7 +209,7 @@ def test_copies_of_the_onnx_runner_are_weighed_before_it_loads(tmp_path, monkeyp
     assert str(caught.value) == refused
 
 
-def test_a_pool_of_no_given_size_takes_a_quarter_of_what_the_weights_leave(model, monkeypatch):
+def test_the_default_pool_is_a_quarter_of_the_remaining_memory(model, monkeypatch):
     """Weights of a mapped file are no less available once they are read, so what there was before
     counts.
     """
@@ -247,7 +243,7 @@ def test_a_shorter_context_bounds_requests_and_the_pool(model, runner, caplog):
     assert not [text for text in caplog.messages if "max_model_len" in text]
 
 
-def test_a_context_beyond_the_models_is_the_models_and_logged(model, caplog):
+def test_a_context_beyond_the_models_is_reduced_and_logged(model, caplog):
     with CPUPagedEngine.from_pretrained(model, max_num_seqs=1) as engine:
         longest = engine.runner_info.max_context
     with CPUPagedEngine.from_pretrained(model, max_model_len=longest + 1, max_num_seqs=1) as engine:
@@ -256,7 +252,7 @@ def test_a_context_beyond_the_models_is_the_models_and_logged(model, caplog):
     assert said.startswith(f"max_model_len={longest + 1} (--ctx-size) exceeds the model's")
 
 
-def test_every_format_is_weighed(model):
+def test_the_size_of_every_weight_format_is_planned(model):
     found = format_bytes(Checkpoint.open(model))
     assert list(found) == list(WEIGHT_FORMATS)
     assert found["int4"] < found["int4-asym"] < found["int8"] < found["bf16"] < found["f32"]
@@ -265,7 +261,7 @@ def test_every_format_is_weighed(model):
     )
 
 
-def test_where_packed_weights_go_is_known_without_reading_the_model(model, monkeypatch):
+def test_the_packed_file_is_located_without_reading_the_model(model, monkeypatch):
     def place(cache_dir=None):
         checkpoint = Checkpoint.open(model, cache_dir=cache_dir)
         with monkeypatch.context() as patch:

@@ -54,7 +54,7 @@ def _fit(target, **options):
     ],
     ids=str,
 )
-def test_the_plan_is_what_the_engine_takes(pair, options):
+def test_the_memory_plan_equals_the_engines_usage(pair, options):
     target, draft = pair
     fit = _fit(target, draft_model=draft, **options)
     with CPUPagedEngine.from_pretrained(target, draft_model=str(draft), **options) as engine:
@@ -77,7 +77,7 @@ def test_the_plan_is_what_the_engine_takes(pair, options):
     )
 
 
-def test_the_answers_are_those_without_a_draft_model(pair):
+def test_answers_equal_those_without_a_draft_model(pair):
     target, draft = pair
     options = {"num_blocks": 64, "num_threads": 1}
     settings = ({"temperature": 0.0}, {"temperature": 0.9, "seed": 5})
@@ -95,7 +95,7 @@ def test_the_answers_are_those_without_a_draft_model(pair):
     assert sum(one.accepted_tokens for one in found) > 20, "of the model itself"
 
 
-def test_the_least_probability_of_a_request(pair):
+def test_draft_p_min_does_not_change_answers(pair):
     """Answers stay the same. Of the model itself, no token has a probability of 1."""
     target, _ = pair
     options = {"num_blocks": 64, "num_threads": 1}
@@ -124,7 +124,7 @@ def test_the_least_probability_of_a_request(pair):
         engine.generate(PROMPT, 4, draft_p_min=0.5)
 
 
-def test_ids_that_only_the_model_has_are_padding_for_the_draft_model(pair, tmp_path, caplog):
+def test_token_ids_only_the_target_has_are_padding_for_the_draft_model(pair, tmp_path, caplog):
     _, draft = pair  # with 310 rows
     target = _saved(tmp_path / "longer", vocab_size=320)
     ids = [5, 6, 319, 7, 315] * 6
@@ -138,7 +138,7 @@ def test_ids_that_only_the_model_has_are_padding_for_the_draft_model(pair, tmp_p
     assert not caplog.records
 
 
-def test_a_pair_that_does_not_fit_is_refused_with_the_share_of_the_draft_model(pair):
+def test_a_pair_that_does_not_fit_is_refused_with_the_draft_models_share(pair):
     target, draft = pair
     with pytest.raises(CapacityError) as caught:
         CPUPagedEngine.from_pretrained(target, draft_model=draft, num_blocks=10**9)
@@ -149,7 +149,7 @@ def test_a_pair_that_does_not_fit_is_refused_with_the_share_of_the_draft_model(p
         CPUPagedEngine.from_pretrained(target, **config)
 
 
-def test_max_memory_holds_both_models(pair):
+def test_max_memory_covers_both_models(pair):
     target, draft = pair
     # The process holds what other tests have loaded.
     bound = {"max_memory": process_rss() + 10**9, "num_blocks": 16, "max_model_len": 64}
@@ -190,7 +190,7 @@ def test_another_vocabulary_is_refused_with_the_first_difference(pair, tmp_path)
         CPUPagedEngine.from_pretrained(target, draft_model=same, num_blocks=16)
 
 
-def test_a_model_is_not_its_own_draft_model_among_several(pair):
+def test_a_served_model_is_not_its_own_draft_model(pair):
     target, draft = pair
     assert draft_model_refusal(target, EngineConfig()) == ""
     assert draft_model_refusal(target, EngineConfig(draft_model=draft)) == ""
@@ -222,7 +222,7 @@ DRAFTERS = {
 
 
 @pytest.mark.parametrize("kind", DRAFTERS)
-def test_other_draft_models_are_refused_by_name(pair, tmp_path, kind):
+def test_unsupported_draft_models_are_refused_by_name(pair, tmp_path, kind):
     make, said = DRAFTERS[kind]
     path = make(tmp_path / "draft")
     with pytest.raises(ConfigError, match=said) as caught:
@@ -230,7 +230,7 @@ def test_other_draft_models_are_refused_by_name(pair, tmp_path, kind):
     assert f"draft_model={str(path)!r} is refused: " in str(caught.value)
 
 
-def test_a_model_on_another_runner_has_no_draft_model(pair):
+def test_draft_models_need_the_native_runner(pair):
     target, draft = pair
     with pytest.raises(ConfigError, match=r"target runs on the torch runner .* need the native"):
         CPUPagedEngine.from_pretrained(target, draft_model=draft, runner="torch", num_blocks=16)
@@ -249,6 +249,6 @@ def test_a_model_on_another_runner_has_no_draft_model(pair):
         ),
     ],
 )
-def test_options_that_contradict_are_refused(options, said):
+def test_contradictory_options_are_refused(options, said):
     with pytest.raises(ConfigError, match=said):
         EngineConfig(**options)

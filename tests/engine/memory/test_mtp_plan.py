@@ -33,7 +33,7 @@ def _draft(path, **options):
     return plan_draft(checkpoint, select_path(checkpoint, config), config)
 
 
-def test_the_plan_is_what_the_engine_takes(path):
+def test_the_memory_plan_equals_the_engines_usage(path):
     options = {"num_blocks": 40, "kv_cache_bits": 8, "weights": "int8"}
     checkpoint = Checkpoint.open(path)
     config = EngineConfig(**options)
@@ -56,16 +56,16 @@ def test_the_plan_is_what_the_engine_takes(path):
 
 
 @pytest.mark.parametrize("options", [{"mtp": "off"}, {"speculation": "off"}])
-def test_a_head_is_left_out(path, options):
+def test_the_head_is_not_loaded_if_turned_off(path, options):
     assert _draft(path) is not None
     assert _draft(path, **options) is None
 
 
-def test_another_runner_uses_no_head(tmp_path):
+def test_other_runners_do_not_load_the_head(tmp_path):
     assert _draft(save_with_head("glm4_moe", tmp_path), runner="torch") is None
 
 
-def test_a_draft_model_takes_the_place_of_the_head(path, tmp_path):
+def test_a_draft_model_replaces_the_head(path, tmp_path):
     draft = save_tiny_checkpoint("llama", tmp_path, num_hidden_layers=1)
     planned = _draft(path, draft_model=draft)
     assert not planned.is_head
@@ -75,7 +75,7 @@ def test_a_draft_model_takes_the_place_of_the_head(path, tmp_path):
 
 
 @pytest.mark.parametrize("form", ["safetensors", "GGUF"])
-def test_the_answers_are_those_without_a_head(path, form, tmp_path):
+def test_answers_equal_those_without_the_head(path, form, tmp_path):
     if form == "GGUF":
         path = write_gguf_with_head(path, tmp_path / "m.gguf")
     options = {"num_blocks": 64, "num_threads": 1}
@@ -90,7 +90,7 @@ def test_the_answers_are_those_without_a_head(path, form, tmp_path):
     assert counts["mtp"]["num_drafts"] > 10
 
 
-def test_max_memory_holds_the_head(path):
+def test_max_memory_covers_the_head(path):
     bound = {"max_memory": process_rss() + 10**9, "num_blocks": 16, "max_model_len": 64}
     with CPUPagedEngine.from_pretrained(path, **bound, mtp="off") as engine:
         alone = engine.paged_stats()
@@ -114,6 +114,6 @@ def test_a_damaged_head_is_not_used(tmp_path, caplog):
     assert "head is not used: the weight files lack tensor 'mtp.projection.weight'" in caplog.text
 
 
-def test_other_values_are_refused():
+def test_invalid_values_of_mtp_are_refused():
     with pytest.raises(ConfigError, match="mtp='on' is not one of"):
         EngineConfig(mtp="on")

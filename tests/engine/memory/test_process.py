@@ -63,7 +63,7 @@ def _filled(**options):
 
 
 @linux
-def test_a_process_stays_within_its_bound_with_a_full_pool():
+def test_a_process_stays_within_max_memory_with_a_full_pool():
     """The pool takes what weights and overhead leave, and less than that is refused by the same
     arithmetic: the size that a refusal names is enough.
     """
@@ -90,7 +90,7 @@ def overhead(monkeypatch):
     return fixed
 
 
-def test_the_pool_takes_what_weights_and_overhead_leave(overhead):
+def test_the_pool_gets_what_weights_and_overhead_leave(overhead):
     sizes = []
     for bound in (400 * MB, 500 * MB):
         with CPUPagedEngine.from_pretrained(DEMO, max_memory=bound, max_num_seqs=64) as engine:
@@ -107,7 +107,7 @@ def test_the_pool_takes_what_weights_and_overhead_leave(overhead):
         assert 16 * stats["num_blocks"] == 16 * engine.runner_info.max_context < sizes[1]
 
 
-def test_less_than_one_context_is_refused_before_anything_is_loaded(overhead, monkeypatch):
+def test_less_than_one_context_is_refused_before_loading(overhead, monkeypatch):
     with CPUPagedEngine.from_pretrained(DEMO, num_blocks=8) as engine:
         info = engine.runner_info
     context = planned_pool_bytes(
@@ -158,7 +158,7 @@ def test_a_refusal_names_weights_and_a_context_that_fit(overhead):
     assert "choose weights" not in str(caught.value)
 
 
-def test_states_are_cut_from_what_is_left(overhead, tmp_path, monkeypatch):
+def test_recurrent_states_are_taken_from_the_remainder(overhead, tmp_path, monkeypatch):
     monkeypatch.setenv("KVBOOST_EDGE_CACHE", str(tmp_path / "cache"))
     path = save_tiny_model("qwen3_5_text", tmp_path / "model")
     options = {"weights": "int8", "max_model_len": 256}
@@ -173,7 +173,7 @@ def test_states_are_cut_from_what_is_left(overhead, tmp_path, monkeypatch):
     assert stats["pool_bytes"] + stats["state_bytes"] <= least - overhead.nbytes - weights
 
 
-def test_what_packing_takes_is_a_part_of_the_bound(overhead, tmp_path, monkeypatch):
+def test_packing_memory_counts_in_the_bound(overhead, tmp_path, monkeypatch):
     monkeypatch.setenv("KVBOOST_EDGE_CACHE", str(tmp_path / "cache"))
     small = overhead._replace(buffers=0)
     monkeypatch.setattr(build, "measured_overhead", lambda *_: small)
@@ -192,7 +192,7 @@ def test_what_packing_takes_is_a_part_of_the_bound(overhead, tmp_path, monkeypat
     CPUPagedEngine.from_pretrained(DEMO, **options).close()  # nothing is left to pack
 
 
-def test_other_runners_have_no_bound(tmp_path):
+def test_max_memory_needs_the_native_runner(tmp_path):
     path = write_onnx(build_tiny_model("llama"), tmp_path / "m", Form(concat=True), ConcatDecoder)
     with pytest.raises(ConfigError, match="max_memory=1000000000 needs the native runner"):
         CPUPagedEngine.from_pretrained(path, max_memory="1GB")
@@ -200,7 +200,7 @@ def test_other_runners_have_no_bound(tmp_path):
         CPUPagedEngine(build_tiny_model("llama"), None, max_memory=5)
 
 
-def test_resident_weights_are_no_overhead(monkeypatch):
+def test_resident_weights_do_not_count_as_overhead(monkeypatch):
     monkeypatch.setattr(process, "process_rss", lambda: 900)
     monkeypatch.setattr(process, "resident_bytes", lambda regions: 600)
     first = Overhead(200, 50)
@@ -210,7 +210,7 @@ def test_resident_weights_are_no_overhead(monkeypatch):
     assert first.measured_again([Region(0, 700)]) == Overhead(900, 50)
 
 
-def test_a_history_stays_within_its_bytes():
+def test_the_draft_history_stays_within_its_bytes():
     history = TenantHistory.within(8 * MB)
     for tenant in range(40):
         history.keep(bytes([tenant]) * 8, list(range(2000)))

@@ -22,7 +22,7 @@ linux = pytest.mark.skipif(
 )
 
 
-def test_other_is_what_is_not_resident_weights_and_pool(monkeypatch):
+def test_other_bytes_exclude_resident_weights_and_pool(monkeypatch):
     monkeypatch.setattr(memory_report, "process_rss", lambda: 1000)
     regions = [Region(0, 600)]
     now = [0.0]
@@ -90,9 +90,7 @@ def test_an_untouched_pool_is_not_resident():
         assert resident < 20e6
 
 
-def test_without_a_pack_cache_the_answers_are_the_same_and_nothing_is_kept(
-    tiny_model_dir, tmp_path, monkeypatch
-):
+def test_pack_cache_false_stores_nothing_and_keeps_answers(tiny_model_dir, tmp_path, monkeypatch):
     path = write_gguf(tiny_model_dir, tmp_path / "m.gguf", kind="Q8_0")
     monkeypatch.setenv("KVBOOST_EDGE_CACHE", str(tmp_path / "cache"))
     found = []
@@ -124,7 +122,7 @@ with CPUPagedEngine.from_pretrained(sys.argv[1], max_cache_bytes=64e6) as engine
 
 
 @linux
-def test_first_and_later_starts_hold_little_beside_weights_and_pool(tmp_path):
+def test_other_memory_is_small_at_first_and_later_starts(tmp_path):
     # Kernels are compiled before: what that leaves behind is another matter.
     with CPUPagedEngine.from_pretrained("kvboost-edge/demo", num_blocks=64) as engine:
         engine.generate("Hello", max_new_tokens=4)

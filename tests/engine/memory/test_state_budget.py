@@ -33,7 +33,7 @@ def info_of(states):
     return RunnerInfo("native", "toy", "float32", 100, 4096, 10 * MIB, spec)
 
 
-def test_the_sizes_of_the_models_that_the_defaults_were_made_for():
+def test_state_sizes_of_the_reference_models():
     assert 24 * LARGE.nbytes == int(50.25 * MIB)
     assert 10 * SMALL.nbytes == 160 * 1024
     assert 24 * LARGE.draft_bytes == 24 * 4 * (8192 + 64)
@@ -56,7 +56,7 @@ def test_the_sizes_of_the_models_that_the_defaults_were_made_for():
         ((SMALL,) * 9, 256, 4, (28, False, 4)),
     ],
 )
-def test_the_default_is_a_quarter_of_the_pool_and_enough_for_the_batch(
+def test_the_default_state_memory_is_a_quarter_of_the_pool(
     states, num_blocks, max_num_seqs, expected
 ):
     config = EngineConfig(num_blocks=num_blocks, max_num_seqs=max_num_seqs)
@@ -64,7 +64,7 @@ def test_the_default_is_a_quarter_of_the_pool_and_enough_for_the_batch(
     assert (sizes.num_slots, sizes.every_block, num_seqs) == expected
 
 
-def test_the_default_takes_no_more_than_there_is():
+def test_the_default_fits_the_available_memory():
     pool = 4096 * 64 * 1024
     for room, expected in ((100, 30), (20, 20), (12, 12)):
         config = EngineConfig(num_blocks=4096, max_num_seqs=4)
@@ -73,7 +73,7 @@ def test_the_default_takes_no_more_than_there_is():
 
 
 @pytest.mark.parametrize("available", [1 << 34, 8 * MIB])
-def test_what_is_planned_is_what_would_be_taken_and_nothing_is_refused_for_room(available):
+def test_planning_for_unloading_ignores_available_memory(available):
     """Of a model that does not fit beside others it is known what it needs: they may leave."""
     config = EngineConfig(num_blocks=4096, max_num_seqs=4)
     info = info_of((LARGE,))
@@ -85,7 +85,7 @@ def test_what_is_planned_is_what_would_be_taken_and_nothing_is_refused_for_room(
         planned_states(dataclasses.replace(config, max_state_bytes=LARGE.nbytes), info, available)
 
 
-def test_where_memory_is_short_fewer_sequences_run_together():
+def test_short_memory_reduces_the_number_of_sequences():
     config = EngineConfig(num_blocks=256)
     pool = 256 * 64 * 1024
     for room, expected in ((12, 4), (10, 3), (6, 1)):
@@ -103,7 +103,7 @@ def test_where_memory_is_short_fewer_sequences_run_together():
         plan_states(asked, info_of((LARGE,)), 256, pool + 5 * LARGE.nbytes + DRAFTS)
 
 
-def test_a_given_size_holds_what_it_holds():
+def test_a_given_state_size_determines_the_number_of_slots():
     config = EngineConfig(
         num_blocks=256, max_state_bytes=5 * LARGE.nbytes + DRAFTS + 1, max_num_seqs=4
     )
@@ -130,7 +130,7 @@ def test_a_given_size_holds_what_it_holds():
 
 @pytest.mark.parametrize(("lack", "rows"), [(0, 31), (1, 30), (10, 21), (31, 0)])
 @pytest.mark.parametrize("max_num_seqs", [4, None])
-def test_drafts_that_nobody_asked_for_take_what_room_there_is(lack, rows, max_num_seqs):
+def test_default_draft_rows_use_the_remaining_memory(lack, rows, max_num_seqs):
     """Whatever starts without drafts starts with the default, given a size or not."""
     info = info_of((LARGE,))
     needed = (5 if max_num_seqs else 2) * LARGE.nbytes
@@ -151,7 +151,7 @@ def test_drafts_that_nobody_asked_for_take_what_room_there_is(lack, rows, max_nu
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 3, None])
-def test_what_starts_without_drafts_starts_with_the_default(max_num_seqs):
+def test_default_drafts_never_prevent_a_start(max_num_seqs):
     """Every size near the least, and every memory near it."""
     info = info_of((LARGE,))
     pool = 256 * 64 * 1024
@@ -174,7 +174,7 @@ def test_what_starts_without_drafts_starts_with_the_default(max_num_seqs):
 @pytest.mark.parametrize(
     ("options", "expected"), [({"speculation": "off"}, 0), ({"max_draft_tokens": 7}, 7)]
 )
-def test_drafts_take_the_room_that_their_number_needs(options, expected):
+def test_requested_draft_rows_take_their_memory(options, expected):
     config = EngineConfig(
         num_blocks=256, max_state_bytes=6 * LARGE.nbytes, max_num_seqs=1, **options
     )
@@ -186,26 +186,26 @@ def test_drafts_take_the_room_that_their_number_needs(options, expected):
     assert state_bytes(info, sizes) == sizes.num_slots * LARGE.nbytes + expected * LARGE.draft_bytes
 
 
-def test_a_model_without_states_has_no_room_for_them():
+def test_a_model_without_states_plans_none():
     assert plan_states(EngineConfig(num_blocks=256), info_of(()), 256, 1 << 34) == (None, 8)
     with pytest.raises(ConfigError, match="max_state_bytes=5 has no effect"):
         plan_states(EngineConfig(max_state_bytes=5), info_of(()), 256, 1 << 34)
 
 
 @pytest.mark.parametrize("wrong", [0, -1, True, "much", float("inf")])
-def test_a_size_is_a_number_of_bytes(wrong):
+def test_invalid_max_state_bytes_is_refused(wrong):
     with pytest.raises(ConfigError, match="max_state_bytes"):
         EngineConfig(max_state_bytes=wrong)
 
 
-def test_options_are_for_models_that_they_concern():
+def test_state_options_need_a_model_with_states():
     for states in ((LARGE,), ()):
         check_options(EngineConfig(speculation="on"), info_of(states))
     with pytest.raises(ConfigError, match="max_state_bytes=5 has no effect"):
         check_options(EngineConfig(max_state_bytes=5), info_of(()))
 
 
-def test_an_engine_with_states_refuses_what_needs_none_and_counts_them():
+def test_an_engine_with_states_refuses_unsupported_options_and_reports_states():
     parts = hybrid_parts(64, 12)
     with CPUPagedEngine._built_by(
         lambda _: parts, EngineConfig(num_blocks=64, debug_checks=True)
@@ -225,7 +225,7 @@ def test_an_engine_with_states_refuses_what_needs_none_and_counts_them():
             engine.generate([1, 2, 3], snapshot_hints=(-1,))
 
 
-def test_an_engine_says_how_many_drafts_its_states_left_room_for():
+def test_an_engine_reports_its_maximum_draft_length():
     text = [*range(60, 90)] * 3
     config = EngineConfig(num_blocks=64, speculation="on")
     with CPUPagedEngine._built_by(
@@ -252,7 +252,7 @@ def test_an_engine_says_how_many_drafts_its_states_left_room_for():
             engine.generate(text, speculation="on")
 
 
-def test_an_engine_without_states_says_so():
+def test_an_engine_without_states_reports_none():
     with CPUPagedEngine._built_by(lambda _: fake_parts(8), EngineConfig()) as engine:
         stats = engine.paged_stats()
         assert [

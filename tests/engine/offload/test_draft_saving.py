@@ -76,7 +76,7 @@ def own_records(kind):
 
 @pytest.mark.parametrize("drafts", ["right", MTP])
 @pytest.mark.parametrize("knows", [True, False])
-def test_after_a_restart_nothing_of_the_prefix_is_computed_again(kind, drafts, knows):
+def test_draft_kv_of_the_prefix_is_restored_after_a_restart(kind, drafts, knows):
     tier = DictTier(knows=knows)
     turn = first_turn(tier, kind, drafts)
     bench = drafting_bench(kind, drafts, tiers=[tier])
@@ -94,7 +94,7 @@ def test_after_a_restart_nothing_of_the_prefix_is_computed_again(kind, drafts, k
     assert min(computed) >= 96
 
 
-def test_the_records_of_blocks_are_those_without_a_draft_model(kind):
+def test_block_records_equal_those_without_a_draft_model(kind):
     alone = own_records(kind)
     tier = DictTier()
     first_turn(tier, kind)
@@ -108,7 +108,7 @@ def test_the_records_of_blocks_are_those_without_a_draft_model(kind):
 
 
 @pytest.mark.parametrize("drafts", ["wrong", "random", ""])
-def test_another_draft_model_or_none_finds_the_same_blocks(kind, drafts):
+def test_another_draft_model_or_none_hits_the_same_blocks(kind, drafts):
     tier = DictTier()
     turn = first_turn(tier, kind)
     if drafts:
@@ -126,7 +126,7 @@ def test_another_draft_model_or_none_finds_the_same_blocks(kind, drafts):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_restarts_with_other_draft_models_and_none_lose_no_block(kind, seed):
+def test_restarts_with_changed_draft_models_lose_no_block(kind, seed):
     """Three conversations go on over restarts. Every prompt finds the blocks that it finds in an
     engine that never had a draft model.
     """
@@ -154,7 +154,7 @@ def test_restarts_with_other_draft_models_and_none_lose_no_block(kind, seed):
     assert len(tier.blocks) > len(plain.blocks)
 
 
-def test_kv_that_is_computed_later_is_stored_later_and_once(kind):
+def test_draft_kv_computed_later_is_stored_once(kind):
     tier = DictTier()
     text = prompt(1, 70)
     bench = drafting_bench(kind, tiers=[tier])
@@ -166,7 +166,7 @@ def test_kv_that_is_computed_later_is_stored_later_and_once(kind):
     assert tier.num_written == count + 4
 
 
-def test_a_damaged_record_costs_its_block_alone(kind):
+def test_a_damaged_draft_record_affects_only_its_block(kind):
     tier = DictTier()
     turn = first_turn(tier, kind)
     records = draft_records(tier, own_records(kind))
@@ -182,7 +182,7 @@ def test_a_damaged_record_costs_its_block_alone(kind):
     assert len(draft_records(tier, own_records(kind))) >= 6, "it is stored again"
 
 
-def test_what_is_evicted_unsaved_is_stored_first(monkeypatch):
+def test_unsaved_draft_kv_is_stored_before_eviction(monkeypatch):
     """No step saves anything, so a block leaves the pool before it was saved."""
     tier = DictTier()
     text = prompt(1, 70)
@@ -198,7 +198,7 @@ def test_what_is_evicted_unsaved_is_stored_first(monkeypatch):
     assert restored(again) == 4
 
 
-def test_a_block_that_is_evicted_while_its_record_arrives_gets_none_of_it():
+def test_a_record_for_a_block_evicted_meanwhile_is_dropped():
     tier = DictTier()
     turn = first_turn(tier, PLAIN)
     bench = drafting_bench(PLAIN, num_blocks=9, tiers=[tier])
@@ -219,7 +219,7 @@ def test_a_block_that_is_evicted_while_its_record_arrives_gets_none_of_it():
     assert not bench.manager.drafted.arriving
 
 
-def test_a_draft_model_waits_for_its_records_and_the_request_does_not():
+def test_drafts_wait_for_restored_kv_but_requests_do_not():
     tier = DictTier()
     turn = first_turn(tier, PLAIN)
     bench = drafting_bench(PLAIN, tiers=[tier])
@@ -234,7 +234,7 @@ def test_a_draft_model_waits_for_its_records_and_the_request_does_not():
     assert restored(bench) == 6
 
 
-def test_an_engine_that_closes_asks_no_tier():
+def test_a_closing_engine_reads_no_records():
     tier = DictTier(knows=False)
     turn = first_turn(tier, PLAIN)
     bench = drafting_bench(PLAIN, tiers=[tier])
@@ -249,7 +249,7 @@ def test_an_engine_that_closes_asks_no_tier():
     assert not bench.manager.drafted.arriving
 
 
-def test_a_tenant_gets_nothing_of_another_one():
+def test_a_tenant_never_restores_another_tenants_draft_kv():
     tier = DictTier()
     text = prompt(1, 70)
     bench = drafting_bench(PLAIN, tiers=[tier])
@@ -260,7 +260,7 @@ def test_a_tenant_gets_nothing_of_another_one():
         assert restored(bench) == count
 
 
-def test_a_pool_that_cannot_be_written_costs_time_alone(caplog):
+def test_a_failed_pool_write_only_costs_time(caplog):
     tier = DictTier()
     turn = first_turn(tier, PLAIN)
     bench = drafting_bench(PLAIN, tiers=[tier])
@@ -276,7 +276,7 @@ def test_a_pool_that_cannot_be_written_costs_time_alone(caplog):
     assert restored(bench) == 0
 
 
-def test_blocks_that_stay_in_the_pool_keep_their_draft_kv_there():
+def test_blocks_kept_inside_store_no_draft_kv():
     tier = DictTier()
     bench = drafting_bench(PLAIN, tiers=[tier])
     bench.manager.content.keep_inside(bench.parts.root)
@@ -284,7 +284,7 @@ def test_blocks_that_stay_in_the_pool_keep_their_draft_kv_there():
     assert not tier.blocks
 
 
-def test_it_is_used_when_its_block_is(kind):
+def test_draft_records_are_touched_with_their_blocks(kind):
     """A tier that evicts by use keeps both."""
     tier = DictTier()
     text = prompt(1, 70)
@@ -302,7 +302,7 @@ def disk(directory):
     return DiskTier.open(directory, bytes(32), max_bytes=1 << 20)
 
 
-def test_a_disk_stores_both_and_a_damaged_record_is_refused(tmp_path):
+def test_the_disk_tier_stores_draft_kv_and_refuses_damaged_records(tmp_path):
     turn = first_turn(tier := disk(tmp_path), PLAIN)
     assert tier.stat().blocks == 12
     tier.close()
@@ -325,7 +325,7 @@ def test_a_disk_stores_both_and_a_damaged_record_is_refused(tmp_path):
     tier.close()
 
 
-def test_a_disk_evicts_the_record_of_a_block_before_the_block(tmp_path):
+def test_the_disk_tier_evicts_draft_records_before_their_blocks(tmp_path):
     first_turn(tier := disk(tmp_path), PLAIN)
     index = tier._store.index
     parents = []
@@ -337,7 +337,7 @@ def test_a_disk_evicts_the_record_of_a_block_before_the_block(tmp_path):
     tier.close()
 
 
-def test_a_redis_server_has_both():
+def test_redis_stores_draft_kv():
     with running_redis() as server:
 
         def tier():
@@ -356,7 +356,7 @@ def test_a_redis_server_has_both():
         three.close()
 
 
-def test_a_restarted_engine_restores_both(tmp_path, monkeypatch):
+def test_a_restarted_engine_restores_draft_kv(tmp_path, monkeypatch):
     """The engine's KV is quantized. The draft model's never is."""
     # By the times of a busy machine, the drafts of prompt lookup may look better at any step.
     monkeypatch.setattr(Drafter, "propose", lambda self, token_ids, most: None)

@@ -115,7 +115,7 @@ def client(monkeypatch, server):
         yield plain
 
 
-def test_what_one_engine_computed_a_fresh_one_restores(model, server):
+def test_a_new_engine_restores_another_engines_blocks(model, server):
     model.fill(server)
     with model.engine(server) as two:
         np.testing.assert_array_equal(two.logits(TOKENS, start=144), model.logits)
@@ -133,7 +133,7 @@ def test_what_one_engine_computed_a_fresh_one_restores(model, server):
         assert result.load_ms > 0
 
 
-def test_a_prompt_that_branches_off_is_restored_up_to_there(model, server):
+def test_a_branching_prompt_is_restored_up_to_the_branch(model, server):
     model.fill(server)
     branch = [*TOKENS[:90], *TOKENS[:50]]
     with model.engine(None) as alone, model.engine(server) as two:
@@ -141,7 +141,7 @@ def test_a_prompt_that_branches_off_is_restored_up_to_there(model, server):
         assert redis_of(two)["read_blocks"] == 5, "five blocks, or four and the state after them"
 
 
-def test_the_next_turn_goes_on_elsewhere_from_the_end_of_the_answer(model, server):
+def test_another_engine_restores_the_whole_previous_turn(model, server):
     with model.engine(server) as one:
         first = one.generate(TOKENS, max_new_tokens=45, temperature=0.0, ignore_eos=True)
     turn = [*TOKENS, *first.output_token_ids, *TOKENS[:9]]
@@ -154,7 +154,7 @@ def test_the_next_turn_goes_on_elsewhere_from_the_end_of_the_answer(model, serve
         )
 
 
-def test_what_is_used_gets_its_time_to_live_again_and_so_does_its_state(model, server, client):
+def test_use_renews_the_ttl_of_blocks_and_states(model, server, client):
     keys = model.fill(server)
     for key in keys.values():
         client.expire(key, 1000)
@@ -200,9 +200,7 @@ COSTS = {
     ],
     indirect=["model"],
 )
-def test_what_the_server_lost_or_got_wrong_costs_time_alone(
-    model, server, client, what, numbers, cached
-):
+def test_lost_or_damaged_records_only_cost_time(model, server, client, what, numbers, cached):
     keys = model.fill(server)
     for key in map(keys.get, numbers):
         if what == "lost":
@@ -221,7 +219,7 @@ def test_what_the_server_lost_or_got_wrong_costs_time_alone(
         ), "it was kept again"
 
 
-def test_what_is_under_another_secret_is_not_believed(model, server, client, monkeypatch):
+def test_records_under_another_secret_are_refused(model, server, client, monkeypatch):
     """Nor are a hybrid's states, where the blocks before them have come to be of this one's."""
     keys = model.fill(server)
     if model.states:
@@ -243,7 +241,7 @@ def test_what_is_under_another_secret_is_not_believed(model, server, client, mon
 
 
 @pytest.mark.parametrize("when", ["before", "once the blocks are read"])
-def test_a_server_that_dies_costs_no_request(model, when, monkeypatch):
+def test_a_dying_redis_server_fails_no_request(model, when, monkeypatch):
     """A hybrid's blocks are of no use without the state that was to follow."""
     with running_redis() as mortal:
         model.fill(mortal)
@@ -280,7 +278,7 @@ def engine(server, **options):
     return CPUPagedEngine.from_pretrained(DEMO, num_blocks=64, redis_url=server.url, **options)
 
 
-def test_what_came_from_the_server_is_not_offered_to_it_again(server, client):
+def test_restored_blocks_are_not_sent_again(server, client):
     with engine(server) as one:
         one.warm(TOKENS)
     assert client.dbsize() == 9
@@ -300,7 +298,7 @@ def test_what_came_from_the_server_is_not_offered_to_it_again(server, client):
     )  # asked before a block is sent
 
 
-def test_a_prefix_comes_from_pool_disk_and_server(server, tmp_path):
+def test_a_prefix_is_restored_from_pool_disk_and_redis(server, tmp_path):
     with engine(server) as one:
         one.warm(TOKENS)
     with CPUPagedEngine.from_pretrained(DEMO, num_blocks=64, disk_cache_dir=tmp_path) as two:
@@ -318,7 +316,7 @@ def test_a_prefix_comes_from_pool_disk_and_server(server, tmp_path):
         assert three.generate(TOKENS, max_new_tokens=1).hit_tokens == {"pool": 0, "disk": 144}
 
 
-def test_without_a_secret_the_server_has_to_be_trusted(server, client, monkeypatch):
+def test_without_a_secret_redis_trust_is_required(server, client, monkeypatch):
     monkeypatch.delenv("KVBOOST_EDGE_REDIS_SECRET")
     with pytest.raises(ConfigError, match="KVBOOST_EDGE_REDIS_SECRET"):
         engine(server)
@@ -327,7 +325,7 @@ def test_without_a_secret_the_server_has_to_be_trusted(server, client, monkeypat
     assert client.dbsize() == 9
 
 
-def test_a_server_that_is_down_is_a_line_and_the_engine_serves_on(server, caplog):
+def test_an_unreachable_redis_server_is_logged_and_the_engine_runs(server, caplog):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         url = f"redis://user:hidden@127.0.0.1:{free.getsockname()[1]}/3"
@@ -348,7 +346,7 @@ def test_a_server_that_is_down_is_a_line_and_the_engine_serves_on(server, caplog
     assert not any("hidden" in record.getMessage() for record in caplog.records)
 
 
-def test_a_server_that_dies_meanwhile_costs_no_request(tmp_path):
+def test_a_redis_server_that_dies_at_runtime_fails_no_request(tmp_path):
     with running_redis() as mortal, engine(mortal, disk_cache_dir=tmp_path) as one:
         one.warm(TOKENS)
         wait_until(
@@ -366,7 +364,7 @@ def test_a_server_that_dies_meanwhile_costs_no_request(tmp_path):
     ("url", "named"),
     [("http://host", "redis_url must begin"), ("redis://:hidden@", "redis_url cannot be read")],
 )
-def test_a_wrong_url_is_refused_before_anything_is_loaded(url, named):
+def test_an_invalid_redis_url_is_refused_before_loading(url, named):
     with pytest.raises(ConfigError, match=named) as caught:
         CPUPagedEngine.from_pretrained("/no/such/model", redis_url=url)
     assert "hidden" not in str(caught.value)

@@ -36,7 +36,7 @@ def ask(engine, prompt):
     return dict(result.hit_tokens)
 
 
-def test_what_one_engine_computes_another_finds_within_a_second(tmp_path):
+def test_another_engine_finds_new_blocks_within_a_second(tmp_path):
     with (
         opened(tmp_path) as mine,
         opened_apart(tmp_path) as theirs,
@@ -51,7 +51,7 @@ def test_what_one_engine_computes_another_finds_within_a_second(tmp_path):
             assert ask(reader, prompt) == {"pool": 0, "disk": 96}
 
 
-def test_what_a_reader_computes_is_counted_as_lost_or_stored_when_it_takes_over(tmp_path):
+def test_a_readers_blocks_are_lost_or_stored_when_it_becomes_owner(tmp_path):
     with (
         opened(tmp_path) as mine,
         opened_apart(tmp_path) as theirs,
@@ -101,7 +101,7 @@ def run(directory, name, model, options, prompts, answer, expected):
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.parametrize("model", ["plain", pytest.param("hybrid", marks=pytest.mark.full)])
-def test_killed_engines_leave_right_answers_and_hits_to_the_others(model, tmp_path, scale):
+def test_killed_engines_leave_valid_blocks_to_the_others(model, tmp_path, scale):
     path = (
         "kvboost-edge/demo"
         if model == "plain"

@@ -45,7 +45,7 @@ def saving():
     )
 
 
-def test_a_state_that_a_tier_has_is_not_copied_out_again(monkeypatch):
+def test_a_stored_state_is_not_copied_again(monkeypatch):
     one = saving()
     computed_by(one.bench, PROMPT)
     assert one.save(None) == 1
@@ -61,7 +61,7 @@ def test_a_state_that_a_tier_has_is_not_copied_out_again(monkeypatch):
     assert one.save(None) == 0
 
 
-def test_a_state_behind_a_block_that_stays_inside_goes_to_no_tier():
+def test_states_of_blocks_kept_inside_are_not_stored():
     one = saving()
     one.bench.manager.content.keep_inside(ROOT)
     computed_by(one.bench, PROMPT)
@@ -69,13 +69,13 @@ def test_a_state_behind_a_block_that_stays_inside_goes_to_no_tier():
     assert one.save(None) == 0
 
 
-def test_a_state_is_written_once_steps_left_as_many_bytes_over_as_it_has():
+def test_a_state_is_written_once_enough_write_budget_accumulated():
     one = saving()
     computed_by(one.bench, PROMPT)
     assert [one.save(20) for _ in range(5)] == [0, 0, 0, 1, 0]
 
 
-def test_steps_without_a_state_to_save_leave_over_what_one_has_and_no_more():
+def test_unused_write_budget_accumulates_up_to_one_state():
     one = saving()
     assert [one.save(40) for _ in range(9)] == [0] * 9
     for first in (0, 100):

@@ -52,7 +52,7 @@ def filled(*, knows):
 @pytest.mark.parametrize(
     ("length", "blocks"), [(100, 6), (96, 6), (95, 4), (64, 4), (63, 2), (32, 2), (31, 0)]
 )
-def test_blocks_come_up_to_the_deepest_state_and_no_further(knows, length, blocks):
+def test_blocks_are_restored_up_to_the_deepest_state(knows, length, blocks):
     tier = filled(knows=knows)
     prompt = [*PROMPT[:length], 7, 7, 7]
     computed, result = computed_by(bench_of(tiers=[tier]), prompt)
@@ -76,7 +76,7 @@ def test_blocks_come_up_to_the_deepest_state_and_no_further(knows, length, block
         ([block(1)], 0),
     ],
 )
-def test_what_a_tier_lost_or_got_wrong_costs_time_alone(knows, how, gone, cached):
+def test_lost_or_damaged_records_only_cost_time(knows, how, gone, cached):
     tier = filled(knows=knows)
     if how == "lost":
         tier.drop(gone)
@@ -108,7 +108,7 @@ def without_states(tier, *numbers):
 
 @pytest.mark.parametrize("knows", [True, False])
 @pytest.mark.parametrize("here", [(), (2,), (2, 4)])
-def test_where_only_states_were_dropped_from_memory_one_state_is_read_and_no_block(knows, here):
+def test_a_missing_state_alone_is_read_without_blocks(knows, here):
     tier = filled(knows=knows)
     bench = without_states(tier, *here)
     computed, result = computed_by(bench, PROMPT)
@@ -118,7 +118,7 @@ def test_where_only_states_were_dropped_from_memory_one_state_is_read_and_no_blo
 
 
 @pytest.mark.parametrize("knows", [True, False])
-def test_of_blocks_that_are_partly_here_the_others_are_read(knows):
+def test_only_missing_blocks_are_read(knows):
     tier = filled(knows=knows)
     bench = without_states(tier, 2)
     bench.manager.reset(
@@ -149,7 +149,7 @@ def is_one_of(bench, block_id, *numbers):
         ([state(2), state(4), state(6)], 0),
     ],
 )
-def test_a_state_goes_with_blocks_that_are_here_whatever_its_tier_has_of_them(knows, gone, cached):
+def test_a_stored_state_is_used_with_blocks_in_the_pool(knows, gone, cached):
     tier = filled(knows=knows)
     bench = without_states(tier)
     tier.drop(gone)
@@ -159,7 +159,7 @@ def test_a_state_goes_with_blocks_that_are_here_whatever_its_tier_has_of_them(kn
 
 
 @pytest.mark.parametrize("knows", [True, False])
-def test_behind_a_damaged_state_of_blocks_that_are_here_the_one_before_is_taken(knows):
+def test_after_a_damaged_state_the_one_before_is_used(knows):
     tier = filled(knows=knows)
     bench = without_states(tier)
     damage(tier, state(6))
@@ -168,9 +168,7 @@ def test_behind_a_damaged_state_of_blocks_that_are_here_the_one_before_is_taken(
 
 
 @pytest.mark.parametrize("knows", [True, False])
-def test_where_no_slot_is_left_for_a_state_alone_the_prompt_is_computed_as_if_it_had_not_come(
-    knows, monkeypatch
-):
+def test_without_a_free_slot_the_prompt_is_computed(knows, monkeypatch):
     tier = filled(knows=knows)
     bench = without_states(tier)
     states = bench.manager.states
@@ -187,13 +185,13 @@ def test_where_no_slot_is_left_for_a_state_alone_the_prompt_is_computed_as_if_it
     assert (bench.manager.used_block_count, bench.io_thread.staging_bytes) == (0, 0)
 
 
-def test_a_prompt_of_which_nothing_is_there_is_asked_for_once_and_nothing_is_read():
+def test_an_unknown_prompt_is_looked_up_once():
     tier = filled(knows=False)
     computed, _ = computed_by(bench_of(tiers=[tier]), list(range(200, 250)))
     assert (computed, tier.num_asked, tier.num_read) == (50, 1, 0)
 
 
-def test_a_tier_is_asked_for_the_deepest_states_first_and_no_further_than_one_is_found(
+def test_the_deepest_states_are_looked_up_first(
     monkeypatch,
 ):
     monkeypatch.setattr(io_thread_module, "_ASKED_AT_ONCE", 2)
@@ -207,9 +205,7 @@ def test_a_tier_is_asked_for_the_deepest_states_first_and_no_further_than_one_is
 
 
 @pytest.mark.parametrize("gone", [(), (6,)])
-def test_where_the_first_block_is_lost_no_state_behind_it_is_asked_for_twice_and_no_block_is_read(
-    gone, monkeypatch
-):
+def test_a_lost_first_block_ends_the_lookup(gone, monkeypatch):
     monkeypatch.setattr(io_thread_module, "_ASKED_AT_ONCE", 2)
     tier = filled(knows=False)
     tier.drop([block(1), *map(state, gone)])
@@ -221,7 +217,7 @@ def test_where_the_first_block_is_lost_no_state_behind_it_is_asked_for_twice_and
     assert (computed, result.cached_tokens, tier.num_asked) == (100, 0, 1)
 
 
-def test_what_a_near_tier_has_to_the_end_no_far_one_is_asked_for():
+def test_a_complete_hit_in_a_near_tier_skips_far_tiers():
     near = filled(knows=True)
     far = filled(knows=False)
     far.name = "far"
@@ -229,7 +225,7 @@ def test_what_a_near_tier_has_to_the_end_no_far_one_is_asked_for():
     assert (result.hit_tokens, far.num_asked) == ({"pool": 0, "shelf": 96}, 0)
 
 
-def test_blocks_of_one_tier_and_the_state_of_another_go_together():
+def test_blocks_and_states_from_different_tiers_combine():
     near = filled(knows=True)
     far = filled(knows=False)
     far.name = "far"
@@ -240,7 +236,7 @@ def test_blocks_of_one_tier_and_the_state_of_another_go_together():
     assert far.num_read == 1
 
 
-def test_who_waits_for_a_load_that_brings_another_state_gets_one_of_its_own():
+def test_a_waiting_request_loads_its_own_state_if_needed():
     """The first one's prompt goes on to a state that the second one has no use for."""
     tier = filled(knows=False)
     bench = bench_of(tiers=[tier])
@@ -251,9 +247,7 @@ def test_who_waits_for_a_load_that_brings_another_state_gets_one_of_its_own():
 
 
 @pytest.mark.parametrize("knows", [True, False])
-def test_who_has_its_blocks_waits_for_a_load_only_where_it_may_bring_a_state_of_its_own(
-    knows, monkeypatch
-):
+def test_a_request_waits_for_a_load_only_if_it_may_bring_its_state(knows, monkeypatch):
     tier = filled(knows=knows)
     bench = bench_of(tiers=[tier])
     handles = [
@@ -278,7 +272,7 @@ def test_who_has_its_blocks_waits_for_a_load_only_where_it_may_bring_a_state_of_
     assert [bench.answer(handle).cached_tokens for handle in handles] == [96, 32, 96]
 
 
-def test_what_came_behind_the_state_that_is_taken_up_is_no_hit_of_its_tier():
+def test_blocks_after_the_restored_state_are_not_hits():
     tier = filled(knows=False)
     damage(tier, state(4), state(6))
     bench = bench_of(tiers=[tier])
@@ -287,7 +281,7 @@ def test_what_came_behind_the_state_that_is_taken_up_is_no_hit_of_its_tier():
     assert (result.cached_tokens, result.hit_tokens) == (32, {"pool": 32})
 
 
-def test_what_came_of_a_load_whose_state_never_came_is_no_hit_of_its_tier(monkeypatch):
+def test_blocks_of_a_load_without_its_state_are_not_hits(monkeypatch):
     bench = bench_of(tiers=[filled(knows=True)])
     computed_by(bench, PROMPT[:40])
     handle = bench.submit(PROMPT, 1)
@@ -309,7 +303,7 @@ def test_what_came_of_a_load_whose_state_never_came_is_no_hit_of_its_tier(monkey
 
 
 @pytest.mark.parametrize(("damaged", "cached"), [((4, 6), 48), ((3, 4, 6), 0)])
-def test_of_the_states_of_a_load_three_are_tried(damaged, cached):
+def test_at_most_three_states_of_a_load_are_tried(damaged, cached):
     tier = DictTier(knows=False)
     computed_by(bench_of(tiers=[tier]), PROMPT, terms={"snapshot_hints": (20, 35, 52, 70)})
     damage(tier, *map(state, damaged))
@@ -318,7 +312,7 @@ def test_of_the_states_of_a_load_three_are_tried(damaged, cached):
     assert {state(1), state(2)} < tier.blocks.keys()
 
 
-def test_where_memory_for_one_state_is_refused_no_other_is_tried(monkeypatch):
+def test_after_a_failed_allocation_no_other_state_is_tried(monkeypatch):
     tier = filled(knows=False)
     bench = bench_of(tiers=[tier])
     refused = []
@@ -335,7 +329,7 @@ def test_where_memory_for_one_state_is_refused_no_other_is_tried(monkeypatch):
     assert len(refused) == 1
 
 
-def test_behind_a_damaged_state_on_disk_the_one_before_is_taken(tmp_path):
+def test_after_a_damaged_state_on_disk_the_one_before_is_used(tmp_path):
     def opened():
         return DiskTier.open(tmp_path, bytes(32), max_bytes=1 << 20, sealer=InlineSealer())
 

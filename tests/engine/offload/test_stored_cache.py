@@ -22,7 +22,7 @@ STORED = Path(__file__).parents[2] / "data" / "disk-cache-of-pack-5.tar.xz"
 PROMPT = "The prefix cache of this engine survives a restart. " * 3
 
 
-def test_a_cache_directory_of_an_earlier_commit_has_the_same_hits(tmp_path):
+def test_a_cache_directory_of_an_earlier_version_has_the_same_hits(tmp_path):
     with tarfile.open(STORED) as archive:
         archive.extractall(tmp_path, filter="data")
     options = {"num_blocks": 32, "block_size": 16, "num_threads": 1, "kv_cache_bits": 4}
@@ -45,7 +45,7 @@ def test_a_cache_directory_of_an_earlier_commit_has_the_same_hits(tmp_path):
         ("int4", "1f88165644b1a2d665d0dbe9c1d94342e9f797d705a49247e1fd4b7ebdd0adb3"),
     ],
 )
-def test_packed_weights_are_those_of_an_earlier_commit(tmp_path, monkeypatch, weights, digest):
+def test_packed_weights_equal_those_of_an_earlier_version(tmp_path, monkeypatch, weights, digest):
     monkeypatch.setenv("KVBOOST_EDGE_CACHE", str(tmp_path))
     options = {"num_blocks": 32, "num_threads": 1, "weights": weights}
     with CPUPagedEngine.from_pretrained("kvboost-edge/demo", **options):
@@ -65,9 +65,7 @@ def ask(**options):
 
 
 @STEPS
-def test_blocks_of_another_numerics_version_are_misses_before_and_after_a_downgrade(
-    tmp_path, monkeypatch, step
-):
+def test_blocks_of_another_numerics_version_are_misses(tmp_path, monkeypatch, step):
     cached = partial(ask, disk_cache_dir=tmp_path)
     expected = ask().output_token_ids
     own = runner.NUMERICS_VERSION

@@ -39,12 +39,12 @@ def run(bench, turns, seed):
 
 @pytest.mark.parametrize("num_blocks", [18, 20, 22])
 @pytest.mark.parametrize("seed", [None, 1, 2])
-def test_no_full_block_is_computed_twice(num_blocks, seed):
+def test_an_agent_computes_no_full_block_twice(num_blocks, seed):
     tier = DictTier()
     assert run(Bench(num_blocks, tiers=[tier]), AGENT, seed) == (0, 0)
     assert tier.num_read >= AGENT.head // 16
 
 
-def test_without_a_tier_the_same_agent_computes_its_head_again():
+def test_without_a_tier_an_agent_recomputes_its_head():
     twice, _ = run(Bench(18), dataclasses.replace(AGENT, turns=2), None)
     assert twice > AGENT.head // 16

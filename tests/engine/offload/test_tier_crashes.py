@@ -80,7 +80,7 @@ def cold():
 
 
 @pytest.mark.slow
-def test_after_a_crash_answers_and_logits_equal_cold_ones(crash, cold, tmp_path, scale):
+def test_answers_after_a_crash_equal_uncached_ones(crash, cold, tmp_path, scale):
     """Each width of the cache and each end; crashes in a row over one directory, every other one of
     them with a draft model.
     """

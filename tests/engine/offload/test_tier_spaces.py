@@ -40,7 +40,7 @@ ENGINES = (
 )
 
 
-def test_engines_of_all_kinds_share_a_directory_and_no_block(models, tmp_path):
+def test_different_engines_share_a_directory_but_no_blocks(models, tmp_path):
     root = tmp_path / "disk"
     for name, options in ENGINES:
         fixed = {"num_blocks": 32, "pack_cache": False, "weights": "int8", **options}

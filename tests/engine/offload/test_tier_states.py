@@ -198,7 +198,7 @@ class HybridTieredMachine(TieredMachine):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("machine", [PlainTieredMachine, HybridTieredMachine])
-def test_whatever_happens_every_answer_is_right(machine, scale):
+def test_answers_are_correct_in_any_sequence_of_events(machine, scale):
     machine.hits.clear()
     count = scale(50, 5000)
     run_state_machine_as_test(machine, settings=settings(max_examples=count, stateful_step_count=8))

@@ -84,7 +84,7 @@ class Storm:
         return self.found
 
 
-def test_no_request_hangs_and_answers_are_the_uncached_ones(scale, tmp_path, caplog):
+def test_random_tier_faults_hang_no_request_and_keep_answers(scale, tmp_path, caplog):
     """`make test-all`: 9,000 requests."""
     found = Counter()
     with caplog.at_level(logging.WARNING):

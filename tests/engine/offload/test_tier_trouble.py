@@ -50,7 +50,7 @@ def no_memory(*args, **options):
     raise MemoryError("there is none")
 
 
-def test_without_memory_to_copy_blocks_out_they_are_not_kept(tmp_path, monkeypatch, caplog):
+def test_blocks_are_not_stored_if_copying_fails(tmp_path, monkeypatch, caplog):
     with opened(tmp_path) as engine:
         with monkeypatch.context() as patch:
             patch.setattr(engine._parts.backend, "read_blocks", no_memory)
@@ -64,7 +64,7 @@ def test_without_memory_to_copy_blocks_out_they_are_not_kept(tmp_path, monkeypat
         assert [ask(engine, prompt(number)).get("disk", 0) for number in (1, 2, 3)] == [0, 0, 96]
 
 
-def test_without_memory_to_stage_a_load_the_prompt_is_computed(tmp_path, monkeypatch, caplog):
+def test_the_prompt_is_computed_if_staging_memory_is_refused(tmp_path, monkeypatch, caplog):
     fill(tmp_path, prompt(1))
 
     def empty(shape, dtype):
@@ -84,7 +84,7 @@ def test_without_memory_to_stage_a_load_the_prompt_is_computed(tmp_path, monkeyp
 
 
 @pytest.mark.parametrize("call", ["read", "write"])
-def test_a_tier_that_is_refused_memory_is_used_again(call, tmp_path, monkeypatch, caplog):
+def test_a_tier_is_used_again_after_a_memory_error(call, tmp_path, monkeypatch, caplog):
     fill(tmp_path, prompt(1))
     with opened(tmp_path) as engine:
         with monkeypatch.context() as patch:
@@ -102,7 +102,7 @@ def test_a_tier_that_is_refused_memory_is_used_again(call, tmp_path, monkeypatch
         assert ask(engine, prompt(3)) == {"pool": 0, "disk": 96}
 
 
-def test_blocks_that_cannot_be_put_into_the_pool_are_computed(tmp_path, monkeypatch, caplog):
+def test_blocks_are_computed_if_writing_the_pool_fails(tmp_path, monkeypatch, caplog):
     fill(tmp_path, prompt(1))
     with opened(tmp_path) as engine:
         with monkeypatch.context() as patch:
@@ -112,7 +112,7 @@ def test_blocks_that_cannot_be_put_into_the_pool_are_computed(tmp_path, monkeypa
     assert [record.levelname for record in caplog.records] == ["ERROR"]
 
 
-def test_of_a_request_that_failed_nothing_is_kept(tmp_path):
+def test_a_failed_request_stores_nothing(tmp_path):
     with opened(tmp_path) as engine:
         runner_of(engine).nan_for = {251}
         for _ in range(2):
@@ -140,7 +140,7 @@ def test_two_engines_on_one_directory_share_it(tmp_path):
 
 
 @pytest.mark.skipif(os.name != "posix", reason="elsewhere an open file cannot be deleted")
-def test_a_directory_deleted_under_a_running_engine_is_said_once_and_begun_anew(tmp_path, caplog):
+def test_a_deleted_directory_is_logged_once_and_recreated(tmp_path, caplog):
     with opened(tmp_path / "disk") as engine:
         ask(engine, prompt(1))
         wait_until(
@@ -165,7 +165,7 @@ def test_a_directory_deleted_under_a_running_engine_is_said_once_and_begun_anew(
 
 
 @pytest.mark.parametrize("num_blocks", [8, 10, 13])
-def test_a_pool_too_small_for_two_prompts(tmp_path, num_blocks):
+def test_alternating_prompts_in_a_small_pool_hit_the_tier(tmp_path, num_blocks):
     hits = 0
     with opened(tmp_path, num_blocks) as engine:
         for number in range(40):
@@ -175,7 +175,7 @@ def test_a_pool_too_small_for_two_prompts(tmp_path, num_blocks):
     assert hits > 2000
 
 
-def test_cancels_and_resets_while_prefixes_are_on_their_way(tmp_path):
+def test_cancels_and_resets_during_loads(tmp_path):
     prompts = [prompt(number, 150) for number in range(6)]
     fill(tmp_path, *prompts)
     with opened(tmp_path, 32) as engine:
@@ -195,7 +195,7 @@ def test_cancels_and_resets_while_prefixes_are_on_their_way(tmp_path):
         assert len(engine._scheduler.loads) == 0
 
 
-def test_closing_while_prefixes_are_on_their_way(tmp_path):
+def test_closing_during_loads(tmp_path):
     prompts = [prompt(number, 150) for number in range(6)]
     fill(tmp_path, *prompts)
     for _ in range(10):
@@ -210,7 +210,7 @@ def test_closing_while_prefixes_are_on_their_way(tmp_path):
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_a_forked_child_keeps_off(tmp_path):
+def test_a_forked_child_does_not_use_the_tier(tmp_path):
     with opened(tmp_path) as engine:
         ask(engine, prompt(1))
         child = os.fork()

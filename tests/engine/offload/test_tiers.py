@@ -39,7 +39,7 @@ def num_records(kind):
 
 
 @pytest.mark.parametrize("num_blocks", [64, 6])
-def test_full_blocks_are_kept_and_come_back(kind, num_blocks):
+def test_full_blocks_are_stored_and_restored(kind, num_blocks):
     tier = kept(PROMPT, kind=kind)
     assert len(tier.blocks) == num_records(kind)
     bench = kind.bench(num_blocks, tiers=[tier])
@@ -54,7 +54,7 @@ def test_full_blocks_are_kept_and_come_back(kind, num_blocks):
     assert kind.bench(tiers=[tier]).ask(turn, 2).hit_tokens == {"pool": 0, "shelf": 80}
 
 
-def test_a_prefix_comes_from_the_pool_and_two_tiers():
+def test_a_prefix_is_restored_from_the_pool_and_two_tiers():
     near = DictTier("near")
     far = DictTier("far", knows=False)
     kept(PROMPT, tier=far)
@@ -65,7 +65,7 @@ def test_a_prefix_comes_from_the_pool_and_two_tiers():
     assert len(near.blocks) == 4  # what came from afar is kept near
 
 
-def test_a_miss_names_the_places_that_dropped_its_block():
+def test_a_miss_names_the_tiers_that_evicted_its_block():
     """The pool holds six blocks and the prompt takes five: another one pushes it out."""
     other = list(range(300, 390))
 
@@ -95,7 +95,7 @@ def test_a_miss_names_the_places_that_dropped_its_block():
         ("evicted", ("evicted", ("pool", "shelf"))),
     ],
 )
-def test_a_missing_state_is_no_eviction_though_a_tier_dropped_the_block_once(reason, told):
+def test_a_missing_state_is_not_reported_as_an_eviction(reason, told):
     tier = DictTier()
     tier.lost.add(b"hash")
     bench = Bench(tiers=[tier])
@@ -105,14 +105,14 @@ def test_a_missing_state_is_no_eviction_though_a_tier_dropped_the_block_once(rea
     assert bench.scheduler.loads.missed(table) == told
 
 
-def test_what_was_not_looked_up_was_dropped_from_nowhere():
+def test_a_bypassed_lookup_reports_no_eviction():
     tier = kept(PROMPT)
     tier.drop(list(tier.blocks))
     result = Bench(tiers=[tier]).ask(PROMPT, 1, GenerationMode.BASELINE)
     assert (result.miss_reason, result.evicted_from) == ("bypassed", ())
 
 
-def test_others_run_while_a_prefix_is_on_its_way(kind):
+def test_other_requests_run_during_a_load(kind):
     bench = kind.bench(tiers=[kept(PROMPT, kind=kind)])
     waiting = bench.submit(PROMPT, 4)
     bench.step()
@@ -128,7 +128,7 @@ def test_others_run_while_a_prefix_is_on_its_way(kind):
 
 
 @pytest.mark.parametrize("knows", [True, False])
-def test_one_load_serves_all_who_share_the_prefix(kind, knows):
+def test_one_load_serves_all_requests_with_the_prefix(kind, knows):
     tier = kept(PROMPT, kind=kind, tier=DictTier(knows=knows))
     bench = kind.bench(tiers=[tier])
     handles = [bench.submit([*PROMPT[:64], 100 + i], 3) for i in range(4)]
@@ -140,7 +140,7 @@ def test_one_load_serves_all_who_share_the_prefix(kind, knows):
     ]
 
 
-def test_what_a_tier_lost_is_computed_and_nobody_waits_for_it():
+def test_a_lost_block_is_computed_without_waiting():
     tier = DictTier(knows=False)
     kept(PROMPT, tier=tier)
     third = next(key for key, (address, _) in tier.blocks.items() if address.tokens[0] == 32)
@@ -170,7 +170,7 @@ def test_a_baseline_request_stores_nothing(kind):
 
 @pytest.mark.parametrize("knows", [True, False])
 @pytest.mark.parametrize("arrived", [False, True])
-def test_a_cancelled_request_gives_its_blocks_back(kind, knows, arrived):
+def test_a_cancelled_request_releases_its_blocks(kind, knows, arrived):
     tier = kept(PROMPT, kind=kind, tier=DictTier(knows=knows))
     bench = kind.bench(tiers=[tier])
     handle = bench.submit(PROMPT, 4)
@@ -190,7 +190,7 @@ def test_a_cancelled_request_gives_its_blocks_back(kind, knows, arrived):
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 2, 4])
-def test_prefixes_that_arrived_keep_no_place_from_a_more_urgent_request(kind, max_num_seqs):
+def test_finished_prefetches_do_not_block_an_urgent_request(kind, max_num_seqs):
     """As many finished prefetches as there are places: the urgent request stopped the engine."""
     prompts = [[number, *PROMPT] for number in range(max_num_seqs)]
     bench = kind.bench(tiers=[kept(*prompts, kind=kind)], max_num_seqs=max_num_seqs)
@@ -206,7 +206,7 @@ def test_prefixes_that_arrived_keep_no_place_from_a_more_urgent_request(kind, ma
         bench.answer(handle)
 
 
-def test_a_deadline_ends_a_request_whose_prefix_does_not_come(kind):
+def test_a_deadline_ends_a_request_that_waits_for_a_load(kind):
     bench = kind.bench(tiers=[kept(PROMPT, kind=kind)])
     handle = bench.submit(PROMPT, 4, deadline=0.0)
     bench.step()
@@ -216,7 +216,7 @@ def test_a_deadline_ends_a_request_whose_prefix_does_not_come(kind):
     assert bench.manager.used_block_count == 0
 
 
-def test_what_is_evicted_before_it_was_copied_is_copied_then():
+def test_an_unsaved_block_is_stored_at_eviction():
     tier = DictTier()
     bench = Bench(6, tiers=[tier], max_batch_tokens=96)
     bench.core.tiering.save_some = lambda seconds: None  # nothing is copied behind the steps
@@ -231,7 +231,7 @@ def test_what_is_evicted_before_it_was_copied_is_copied_then():
     assert bench.ask(list(range(64)), 2).cached_tokens >= 48
 
 
-def test_what_was_computed_while_no_tier_stored_is_kept_once_one_does(kind):
+def test_blocks_computed_while_a_tier_was_read_only_are_stored_later(kind):
     tier = DictTier()
     bench = kind.bench(tiers=[tier])
     tier.writable = False
@@ -243,7 +243,7 @@ def test_what_was_computed_while_no_tier_stored_is_kept_once_one_does(kind):
     assert len(tier.blocks) == num_records(kind)
 
 
-def test_after_a_failed_write_the_disk_is_tried_again(tmp_path):
+def test_a_failed_write_is_retried_later(tmp_path):
     now = [0.0]
     files = FaultyFiles()
     tier = DiskTier.open(tmp_path, bytes(32), max_bytes=1 << 20, files=files, clock=lambda: now[0])
@@ -261,7 +261,7 @@ def test_after_a_failed_write_the_disk_is_tried_again(tmp_path):
     tier.close()
 
 
-def test_a_tier_that_raises_is_not_asked_again(kind, caplog):
+def test_a_tier_that_raises_is_disabled(kind, caplog):
     class Broken(DictTier):
         def read(self, blocks, into):
             raise RuntimeError("a fault")
@@ -271,7 +271,7 @@ def test_a_tier_that_raises_is_not_asked_again(kind, caplog):
     assert [record.levelname for record in caplog.records] == ["ERROR"]
 
 
-def test_a_load_yields_to_who_runs(kind):
+def test_a_load_yields_its_blocks_to_running_sequences(kind):
     """A pool of six blocks: a running sequence that grows takes the blocks that a load holds."""
     bench = kind.bench(6, tiers=[kept(PROMPT, kind=kind)])
     growing = bench.submit([250, 251], 50)
@@ -282,7 +282,7 @@ def test_a_load_yields_to_who_runs(kind):
         bench.answer(handle)
 
 
-def test_a_tier_that_hangs_costs_its_patience_once(kind, monkeypatch, caplog):
+def test_a_hanging_tier_is_waited_for_once(kind, monkeypatch, caplog):
     monkeypatch.setattr("kvboost_edge.engine.offload.prefetch.PATIENCE", 0.0)
     bench = kind.bench(tiers=[kept(PROMPT, kind=kind)])
     handles = [bench.submit([*PROMPT, 100 + i], 3) for i in range(2)]
@@ -298,7 +298,7 @@ def test_a_tier_that_hangs_costs_its_patience_once(kind, monkeypatch, caplog):
     assert bench.ask(PROMPT, 3).hit_tokens == {"pool": 0, "shelf": 64}
 
 
-def test_use_counts_on_the_tier_too(kind):
+def test_use_is_reported_to_the_tier(kind):
     tier = kept(PROMPT, kind=kind)
     kind.bench(tiers=[tier]).ask(PROMPT, 1)
     assert sorted(tier.touched) == sorted(tier.blocks)
@@ -319,7 +319,7 @@ TOKENS = random_ids(230, 3, 10, 250)
 
 
 @pytest.mark.parametrize("bits", [16, 8, (8, 4), 4], ids=str)
-def test_a_restarted_engine_answers_to_the_bit(tmp_path, bits, cold):
+def test_a_restarted_engine_gives_bit_equal_answers(tmp_path, bits, cold):
     options = {
         "num_blocks": 64,
         "kv_cache_bits": bits,
@@ -336,7 +336,7 @@ def test_a_restarted_engine_answers_to_the_bit(tmp_path, bits, cold):
         assert engine.generate(TOKENS, max_new_tokens=1, tenant="another").cached_tokens == 0
 
 
-def test_other_bits_find_nothing(tmp_path):
+def test_blocks_of_another_kv_width_are_misses(tmp_path):
     found = []
     for bits in (16, 8, 16):
         options = {"num_blocks": 64, "kv_cache_bits": bits, "disk_cache_dir": tmp_path}
@@ -345,7 +345,7 @@ def test_other_bits_find_nothing(tmp_path):
     assert found == [0, 0, 224]
 
 
-def test_without_its_directory_the_engine_serves_on_and_says_so(tmp_path, caplog):
+def test_an_unusable_directory_is_logged_and_the_engine_runs(tmp_path, caplog):
     path = tmp_path / "file"
     path.write_text("")
     with CPUPagedEngine.from_pretrained(
@@ -360,7 +360,7 @@ def test_without_its_directory_the_engine_serves_on_and_says_so(tmp_path, caplog
     ]
 
 
-def test_the_figures_name_the_tier(tmp_path):
+def test_statistics_name_the_tier(tmp_path):
     with CPUPagedEngine.from_pretrained(
         "kvboost-edge/demo", num_blocks=16, disk_cache_dir=tmp_path
     ) as engine:
@@ -380,7 +380,7 @@ def test_the_figures_name_the_tier(tmp_path):
         assert engine.cache_stats()["disk_chunks"] == 0
 
 
-def test_a_chain_from_outside_that_lies_reads_no_other_prefix():
+def test_forged_block_hashes_read_no_other_prefix():
     """Two prompts that differ in their first block alone, and one is sent with the other's hashes:
     their second blocks have equal tokens, and keys and values that are not equal. A lie finds
     nothing in the pool, not even what was just read for it, and is computed; with its own hashes
@@ -397,7 +397,7 @@ def test_a_chain_from_outside_that_lies_reads_no_other_prefix():
         assert bench.ask(PROMPT, 8).hit_tokens == {"pool": 64}, "what was read has its own name"
 
 
-def test_hashes_of_more_blocks_than_the_prompt_has_are_refused():
+def test_too_many_block_hashes_are_refused():
     with fake_engine(num_blocks=32) as engine:
         for known in (bytes(31), bytes(32 * 5)):
             with pytest.raises(RequestError, match=f"has {len(known)} bytes, expected 4 x "):

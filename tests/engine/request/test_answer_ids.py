@@ -13,7 +13,7 @@ A = b"a" * 32
 B = b"b" * 32
 
 
-def test_a_store_keeps_the_latest_of_each_root():
+def test_the_store_keeps_the_latest_answer_of_each_root():
     store = AnswerStore()
     store.keep(A, A, "uti", [316, 89])
     store.keep(A, A, "uti", [42507])
@@ -67,7 +67,7 @@ class Pairs:
         ("u:hi", ["away"], {"away": "a w a y"}, "u : h i"),
     ],
 )
-def test_kept_ids_stand_where_the_answer_stands_once(text, answers, kept, wanted):
+def test_stored_ids_replace_an_answer_that_occurs_once(text, answers, kept, wanted):
     def ids(spaced):
         return [Pairs().encode(part.replace("_", " "))[0] for part in spaced.split()]
 
@@ -76,14 +76,14 @@ def test_kept_ids_stand_where_the_answer_stands_once(text, answers, kept, wanted
     assert encode_with_answers(text, answers, tokenizer, found) == ids(wanted)
 
 
-def test_without_answers_the_ids_are_the_tokenizers():
+def test_without_answers_the_tokenizer_is_used():
     tokenizer = fake_tokenizer()
     assert encode_with_answers("hello", ["el"], tokenizer, lambda text: None) == tokenizer.encode(
         "hello"
     )
 
 
-def test_the_next_turn_of_a_chat_finds_the_whole_last_one():
+def test_the_next_turn_of_a_chat_hits_the_whole_last_turn():
     with CPUPagedEngine.from_pretrained("kvboost-edge/demo", num_blocks=200, seed=1) as engine:
         missed = 0
         special = dict.fromkeys(
@@ -109,7 +109,7 @@ def test_the_next_turn_of_a_chat_finds_the_whole_last_one():
         assert missed, "some of what was sampled is not what the tokenizer would write"
 
 
-def test_salts_of_one_tenant_do_not_push_out_another_s_answers():
+def test_many_salts_do_not_evict_another_tenants_answers():
     with CPUPagedEngine.from_pretrained("kvboost-edge/demo", num_blocks=200, seed=1) as engine:
         chat = [{"role": "user", "content": "Tell me of it."}]
         text = engine.generate(chat, 20, tenant="a").output_text

@@ -31,7 +31,7 @@ CONFIG = {"model_type": "llama", "vocab_size": 100}
         ),
     ],
 )
-def test_the_option_wins_over_the_model_s_files(model, options, expected):
+def test_options_override_the_models_files(model, options, expected):
     assert sampling_defaults(model, EngineConfig(**options)) == expected
 
 
@@ -45,13 +45,13 @@ def test_the_option_wins_over_the_model_s_files(model, options, expected):
         ({"do_sample": None, "temperature": None}, {}),
     ],
 )
-def test_a_generation_config_names_values(written, read, caplog):
+def test_generation_config_sets_defaults(written, read, caplog):
     found = generation_defaults(CONFIG, written).sampling
     assert found == (written if read is None else read)
     assert not caplog.records
 
 
-def test_a_gguf_file_names_values(tmp_path):
+def test_a_gguf_file_sets_defaults(tmp_path):
     named = {"temp": 0.5, "top_k": 7, "top_p": 0.75, "min_p": 0.25}
     keys = {f"general.sampling.{name}": value for name, value in named.items()}
     path = save_gguf("llama", tmp_path, general=keys)
@@ -62,7 +62,7 @@ def test_a_gguf_file_names_values(tmp_path):
 @pytest.mark.parametrize(
     "wrong", [{"temperature": -1}, {"top_p": 0}, {"top_k": 1.5}, {"min_p": "x"}, {"top_p": True}]
 )
-def test_a_wrong_value_is_left_out_with_a_warning(wrong, caplog):
+def test_an_invalid_value_is_ignored_with_a_warning(wrong, caplog):
     with caplog.at_level(logging.WARNING):
         assert generation_defaults(CONFIG, wrong).sampling == {}
     assert next(iter(wrong)) in caplog.text
@@ -81,7 +81,7 @@ def test_a_wrong_value_is_left_out_with_a_warning(wrong, caplog):
         ({"do_sample": True}, (0.6, 0.8, 20)),
     ],
 )
-def test_a_python_call_takes_the_rest_only_if_it_samples(given, filled):
+def test_missing_values_are_filled_only_for_sampling_calls(given, filled):
     params = SamplingParams(**given)
     found = SamplingDefaults(0.6, 0.8, 20).fill_sampled(params)
     if filled is None:
@@ -91,14 +91,14 @@ def test_a_python_call_takes_the_rest_only_if_it_samples(given, filled):
         assert found.samples
 
 
-def test_asking_to_sample_a_greedy_model_samples():
+def test_sampling_options_override_a_greedy_default():
     greedy = SamplingDefaults(temperature=0.0)
     assert not greedy.fill(SamplingParams()).samples
     assert greedy.fill(SamplingParams(do_sample=True)).temperature == 0.7
     assert greedy.fill_sampled(SamplingParams(top_p=0.5)).temperature == 0.7
 
 
-def test_a_model_s_own_values_reach_its_calls(tmp_path):
+def test_a_models_defaults_apply_to_its_calls(tmp_path):
     model = tmp_path / "model"
     shutil.copytree(locate_model("kvboost-edge/demo"), model)
     path = model / "generation_config.json"

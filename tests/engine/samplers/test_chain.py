@@ -207,7 +207,7 @@ def test_infill_equals_the_reference(scale, top_k):
     assert outcomes >= {"ends", "goes on"}
 
 
-def test_infill_keeps_what_a_grammar_allows():
+def test_infill_respects_the_grammar():
     """It ends an unlikely text only if the grammar allows an end."""
     logits = np.zeros(20, np.float32)
     logits[3] = 0.1
@@ -267,7 +267,7 @@ def test_typical_p_equals_transformers(mass):
     ],
     ids=repr,
 )
-def test_the_usual_order_written_out_changes_nothing(options):
+def test_the_default_order_written_out_changes_nothing(options):
     params = SamplingParams.from_options(**OFF | options)
     named = SamplingParams.from_options(**OFF | options, samplers=DEFAULT_ORDER)
     logits = random_logits(5)
@@ -319,7 +319,7 @@ def test_repeat_last_n_bounds_the_penalties():
     assert penalized(presence_penalty=1.0, repeat_last_n=4) == {3, 4, 5}
 
 
-def test_xtc_applies_with_its_probability_and_not_with_the_draw():
+def test_xtc_uses_its_own_random_number():
     logits = np.log(np.array([0.5, 0.3, 0.2])).astype(np.float32)
     params = SamplingParams(**OFF, xtc_probability=0.4)
     positions = range(3000)
@@ -334,7 +334,7 @@ def test_xtc_applies_with_its_probability_and_not_with_the_draw():
         assert token == expected
 
 
-def test_the_draw_does_not_depend_on_streams():
+def test_stream_0_equals_the_draw_without_streams():
     """Numbers of stream 0 are those of before there were streams."""
     for seed, at in itertools.product((0, 7, 2**64 - 1), (0, 1, 1000)):
         key = np.array([seed, at], np.uint64)
@@ -380,7 +380,7 @@ def test_mirostat_equals_the_reference(tau, eta):
     assert ids[4:] == expected
 
 
-def test_mirostat_goes_on_from_any_position_that_is_drawn_again():
+def test_mirostat_resumes_from_any_earlier_position():
     params = SamplingParams(temperature=1.0, mirostat=2, mirostat_eta=0.7)
     one = Mirostat(params)
     for at, p in enumerate((0.5, 0.1, 0.9, 0.01)):
@@ -393,7 +393,7 @@ def test_mirostat_goes_on_from_any_position_that_is_drawn_again():
     assert [one.mu(at, 10) for at in (10, 11, 12)] == [other.mu(at, 10) for at in (10, 11, 12)]
 
 
-def test_a_masked_token_is_no_candidate():
+def test_masked_tokens_are_not_candidates():
     """Whatever the chain computes is over the tokens that a grammar left."""
     logits = np.full(50, -np.inf, np.float32)
     logits[[7, 9]] = 1.0, 0.9
@@ -418,13 +418,13 @@ def test_a_masked_token_is_no_candidate():
     ],
     ids=repr,
 )
-def test_a_call_that_names_a_sampler_samples(named):
+def test_naming_a_sampler_turns_on_sampling(named):
     assert SamplingParams.from_options(**named).samples
     assert not SamplingParams.from_options(**named, temperature=0.0).samples
     assert not SamplingParams.from_options(**named, do_sample=False).samples
 
 
-def test_names_of_samplers():
+def test_sampler_names_and_aliases():
     assert SamplingParams(samplers=["typical_p", "top-k"]).samplers == ("typ_p", "top_k")
     assert SamplingParams(samplers="top_k;temp").samplers == ("top_k", "temperature")
     assert SamplingParams(samplers="xtc").samplers == ("xtc",)
@@ -454,6 +454,6 @@ def test_names_of_samplers():
     ],
     ids=repr,
 )
-def test_refusals(options, message):
+def test_invalid_sampler_options_are_refused(options, message):
     with pytest.raises(RequestError, match=message.replace("(", r"\(")):
         SamplingParams.from_options(**options)

@@ -123,7 +123,7 @@ def test_a_penalty_beyond_float32_excludes_the_token():
     )
 
 
-def test_example_of_llama_cpp():
+def test_dry_example_of_llama_cpp():
     """a b c c b c y a b c: c would make a repetition of four, y of three."""
     a, b, c, y = range(4)
     params = SamplingParams(dry_multiplier=1.0, dry_base=2.0, dry_allowed_length=2)
@@ -155,7 +155,7 @@ def test_bad_words_equal_vllm(words, ids, num_prompt):
     assert make_bad_words(words)(ids, num_prompt) == vllm_bad_words(words, ids[num_prompt:])
 
 
-def test_min_tokens_masks_what_would_end_the_answer():
+def test_min_tokens_masks_end_tokens():
     logits = np.arange(VOCAB, dtype=np.float32)
     for options in ({"temperature": 0.0}, {"top_k": 1}, {"typical_p": 1e-9, "top_k": 1}):
         params = SamplingParams.from_options(min_tokens=3, **options)
@@ -163,7 +163,7 @@ def test_min_tokens_masks_what_would_end_the_answer():
         assert [sampler(logits, [1] * n, 2, 15) for n in range(2, 7)] == [13, 13, 13, 15, 15]
 
 
-def test_a_grammar_that_allows_only_the_end_goes_before_min_tokens_and_bad_words():
+def test_a_grammar_that_allows_only_the_end_overrides_min_tokens_and_bad_words():
     logits = np.full(VOCAB, -np.inf, np.float32)
     logits[15] = 1.0
     for options in ({"temperature": 0.0}, {"temperature": 1.0}, {"typical_p": 0.5}):

@@ -74,7 +74,7 @@ def prompt(seed, length):
 
 @pytest.mark.parametrize(("kind", "case"), each_once(ModelKind, CASES))
 @pytest.mark.some(2)
-def test_tokens_are_those_of_the_request_alone(kind, case):
+def test_tokens_equal_those_of_a_single_run(kind, case):
     """In small pools, with drafts of every kind; some requests use no such sampler."""
     options = CASES[case]
     preempted = accepted = rejected = 0

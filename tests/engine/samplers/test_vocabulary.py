@@ -38,7 +38,7 @@ def text_of(tokenizer, token):
     return tokenizer.decode([token], skip_special_tokens=False)
 
 
-def test_a_request_without_words_looks_nothing_up():
+def test_a_request_without_words_reads_no_vocabulary():
     tokenizer = piece_tokenizer()
     assert words_of(tokenizer) is NO_WORDS
     assert words_of(tokenizer, dry_multiplier=1.0, dry_penalty_last_n=0) is NO_WORDS
@@ -83,7 +83,7 @@ def test_bad_words_at_the_start_and_after_a_space():
 
 
 @pytest.mark.parametrize("make", [piece_tokenizer, fake_tokenizer])
-def test_texts_for_infill_are_those_of_the_tokens(make):
+def test_infill_texts_equal_the_tokens_texts(make):
     tokenizer = make()
     sampled = {"samplers": ("infill",), "temperature": 1.0}
     texts = words_of(tokenizer, **sampled).texts
@@ -99,7 +99,7 @@ def test_texts_for_infill_are_those_of_the_tokens(make):
         assert words_of(tokenizer, **{**sampled, **unused}) is NO_WORDS
 
 
-def test_words_that_cannot_be_written_are_refused():
+def test_words_that_cannot_be_tokenized_are_refused():
     tokenizer = piece_tokenizer()
     with pytest.raises(RequestError, match="bad_words holds '🙂'"):
         words_of(tokenizer, bad_words=("🙂",))

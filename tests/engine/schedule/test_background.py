@@ -23,7 +23,7 @@ def prompt_of(seed, count):
 
 
 @pytest.mark.parametrize(("prompt", "num_lines"), [(20, 60), (400, 12)])
-def test_a_stream_keeps_its_pace_next_to_background_lines(prompt, num_lines):
+def test_background_lines_do_not_slow_down_a_stream(prompt, num_lines):
     bench = Paced(max_num_seqs=64)
     bench.streams(1)
     lines = [bench.submit(prompt_of(i, prompt), 40, terms=SPARE) for i in range(num_lines)]
@@ -61,7 +61,7 @@ def test_idle_lines_run_only_without_others():
 
 
 @pytest.mark.parametrize("kind", BACKGROUND)
-def test_a_request_takes_a_background_place_at_once(kind):
+def test_a_request_preempts_a_background_sequence(kind):
     bench = Bench(max_num_seqs=2)
     lines = [bench.submit([i] * 20, 60, terms={"background": kind}) for i in range(2)]
     for _ in range(5):
@@ -77,7 +77,7 @@ def test_a_request_takes_a_background_place_at_once(kind):
 
 
 @pytest.mark.parametrize("kind", BACKGROUND)
-def test_a_request_takes_background_blocks_at_once(kind):
+def test_a_request_takes_blocks_of_background_sequences(kind):
     bench = Bench(12, max_num_seqs=4)
     lines = [bench.submit([i] * 40, 60, terms={"background": kind}) for i in range(2)]
     for _ in range(5):
@@ -93,7 +93,7 @@ def test_a_request_takes_background_blocks_at_once(kind):
 
 
 @pytest.mark.parametrize("kind", BACKGROUND)
-def test_a_request_does_not_wait_for_a_prefix_of_the_background(kind):
+def test_a_request_does_not_wait_for_a_background_prefix(kind):
     bench = Bench(64, max_batch_tokens=16)
     document = prompt_of(1, 200)
     line = bench.submit([*document, 1], 4, terms={"background": kind})
@@ -122,7 +122,7 @@ def test_background_lines_share_their_prefix():
         bench.answer(line)
 
 
-def test_a_tenant_does_not_pay_for_its_background():
+def test_background_work_is_not_charged_to_its_tenant():
     bench = Bench(4000, max_num_seqs=2, max_batch_tokens=32, debug_checks=False)
     bench.check = lambda: None
     lines = [bench.submit(prompt_of(i, 60), 20, tenant="a", terms=SPARE) for i in range(40)]
@@ -141,7 +141,7 @@ def test_a_tenant_does_not_pay_for_its_background():
     assert not all(line.done for line in lines)
 
 
-def test_a_long_background_list_leaves_the_queue_to_others():
+def test_background_lines_run_after_every_priority():
     bench = Bench(64, max_num_seqs=1)
     lines = [bench.submit([i] * 10, 5, terms=SPARE) for i in range(6)]
     late = bench.submit([9] * 10, 5, priority=100)
@@ -155,7 +155,7 @@ def test_a_long_background_list_leaves_the_queue_to_others():
     "seed", [pytest.param(seed, marks=() if seed < 7 else pytest.mark.full) for seed in range(20)]
 )
 @pytest.mark.some(2)
-def test_random_mixes_give_the_answers_of_runs_alone(seed):
+def test_random_mixes_equal_single_runs(seed):
     rng = random.Random(seed)
     bench = Bench(
         rng.choice((12, 20, 64)),
@@ -177,6 +177,6 @@ def test_random_mixes_give_the_answers_of_runs_alone(seed):
         assert list(handle.result(0).output_token_ids) == tokens
 
 
-def test_unknown_kind():
+def test_an_unknown_background_kind_is_refused():
     with pytest.raises(RequestError, match="background='later' is not one of"):
         Terms(background="later")

@@ -50,7 +50,7 @@ class Shared(Bench):
         """Only when asked: it would take most of the time of these long runs."""
 
 
-def test_a_single_token_does_not_wait_for_anothers_batch():
+def test_a_short_request_does_not_wait_for_another_tenants_batch():
     bench = Shared(max_num_seqs=16)
     for _ in range(256):
         bench.ask("a", 20, 100)
@@ -109,7 +109,7 @@ def test_decoding_and_filling_tenants_share_a_short_budget(budget):
     )
 
 
-def test_a_running_book_is_interrupted_for_others_and_ends_as_if_alone():
+def test_a_long_answer_is_preempted_and_ends_unchanged():
     bench = Shared(max_num_seqs=1, max_batch_tokens=64)
     long = [bench.submit([i] * 40, 400, tenant=t) for i, t in enumerate("ab")]
     seen = {}
@@ -123,7 +123,7 @@ def test_a_running_book_is_interrupted_for_others_and_ends_as_if_alone():
         assert list(handle.result().output_token_ids) == expected_tokens([i] * 40, 400)
 
 
-def test_priority_goes_before_shares():
+def test_priority_overrides_shares():
     bench = Shared(max_num_seqs=2, max_batch_tokens=16)
     urgent = [bench.ask("a", 20, 30, priority=-1) for _ in range(4)]
     other = bench.ask("b", 20, 2)
@@ -134,7 +134,7 @@ def test_priority_goes_before_shares():
     assert other.result().generated_tokens == 2
 
 
-def test_weights():
+def test_weights_divide_the_computed_tokens():
     bench = Shared(max_num_seqs=4, max_batch_tokens=8)
     for _ in range(40):
         bench.ask("a", 60, 20, weight=3.0)
@@ -148,7 +148,7 @@ def test_weights():
             Terms(weight=bad)
 
 
-def test_short_memory_preempts_whoever_has_most_and_everybody_ends_right():
+def test_short_memory_preempts_the_largest_tenant():
     bench = Bench(14, max_num_seqs=6, max_batch_tokens=32)
     wanted = []
     for i in range(12):
@@ -160,7 +160,7 @@ def test_short_memory_preempts_whoever_has_most_and_everybody_ends_right():
         assert list(handle.result().output_token_ids) == tokens
 
 
-def test_a_flood_does_not_flush_anothers_cache_below_its_floor():
+def test_one_tenant_cannot_evict_anothers_reserved_cache():
     bench = Shared(40, max_num_seqs=4)
     prompts = [[i] * 49 for i in range(3)]  # three full blocks each
     for prompt in prompts:
@@ -174,7 +174,7 @@ def test_a_flood_does_not_flush_anothers_cache_below_its_floor():
     assert [handle.result().cached_tokens for handle in again] == [48] * 3
 
 
-def test_one_that_needs_the_whole_pool_gets_it():
+def test_a_request_that_needs_the_whole_pool_runs():
     bench = Bench(10)
     bench.submit([1] * 80, 1, tenant="b")
     bench.run()

@@ -21,7 +21,7 @@ def answers(bench):
     return found
 
 
-def test_the_scheduler_needs_no_feature():
+def test_the_scheduler_runs_without_features():
     bench = Bench()
     bench.scheduler.loads = Prefetcher()
     bench.scheduler.sharing = SpanPlacement()
@@ -30,7 +30,7 @@ def test_the_scheduler_needs_no_feature():
     assert bench.manager.used_block_count == 0
 
 
-def test_a_new_feature_is_told_of_each_sequence():
+def test_a_new_feature_sees_each_sequence():
     """A feature that counts: its null base class is all that it has to know."""
     seen = []
 
@@ -65,7 +65,7 @@ class Refusing(RequestFeature):
         return {"snapshot_hints": (7,)}
 
 
-def test_a_feature_sets_fields_and_what_it_refuses_takes_no_seed():
+def test_a_feature_sets_fields_and_a_refusal_consumes_no_seed():
     with fake_engine(seed=0) as engine, fake_engine(seed=0) as other:
         engine._builder._features = (Refusing(),)
         with pytest.raises(RequestError, match="too long"):

@@ -31,7 +31,7 @@ def test_streams_keep_their_pace_during_a_long_prompt(streams, noise):
 
 @pytest.mark.parametrize("tenant", ["", "other"])
 @pytest.mark.parametrize("prompts", [2, 6])
-def test_a_short_prompt_has_its_token_within_two_steps_of_long_ones(prompts, tenant):
+def test_a_short_prompt_is_answered_within_two_steps_beside_long_ones(prompts, tenant):
     bench = Paced(max_num_seqs=16)
     for _ in range(prompts):
         bench.long_prompt()
@@ -45,7 +45,7 @@ def test_a_short_prompt_has_its_token_within_two_steps_of_long_ones(prompts, ten
     assert all(seconds < 0.3 for _, seconds in bench.steps)
 
 
-def test_a_prompt_alone_takes_whole_steps_up_to_a_second():
+def test_a_single_prompt_takes_full_steps_of_up_to_a_second():
     bench = Paced()
     handle = bench.long_prompt()
     while not handle.done:
@@ -57,7 +57,7 @@ def test_a_prompt_alone_takes_whole_steps_up_to_a_second():
     assert min(sizes[:-1]) > 300
 
 
-def test_a_given_target_holds_steps_to_it():
+def test_target_tpot_bounds_the_steps():
     bench = Paced(target_tpot=30.0)
     bench.streams(2)
     handle = bench.long_prompt()
@@ -67,7 +67,7 @@ def test_a_given_target_holds_steps_to_it():
     assert sorted(mixed)[len(mixed) // 2] == pytest.approx(0.03, rel=0.1)
 
 
-def test_a_target_below_the_streams_own_time_still_computes_prompts():
+def test_an_unreachable_target_still_computes_prompts():
     bench = Paced(target_tpot=1.0)
     bench.streams(2)
     handle = bench.long_prompt(300)
@@ -76,7 +76,7 @@ def test_a_target_below_the_streams_own_time_still_computes_prompts():
     assert handle.done
 
 
-def test_no_target_leaves_steps_to_max_batch_tokens():
+def test_target_tpot_0_fills_steps_to_max_batch_tokens():
     bench = Paced(target_tpot=0.0)
     bench.streams(2)
     bench.long_prompt(1000)
@@ -85,7 +85,7 @@ def test_no_target_leaves_steps_to_max_batch_tokens():
     assert shape == StepShape(2, shape.decode_depth, 510, 510 * 255.0)
 
 
-def test_decoding_alone_is_measured_now_and_then():
+def test_decode_only_steps_are_measured_regularly():
     bench = Paced()
     bench.streams(2)
     handle = bench.long_prompt()

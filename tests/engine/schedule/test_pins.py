@@ -45,7 +45,7 @@ def hits(engine, prompt=PROMPT, **terms):
     return result.cached_tokens
 
 
-def test_a_pinned_prompt_survives_what_flushes_the_pool(engine):
+def test_a_pinned_prompt_survives_a_flush(engine):
     assert engine.pin(PROMPT).chunks_stored == 1
     flush(engine)
     assert engine.reset_cache() > 0
@@ -62,7 +62,7 @@ def test_a_pinned_prompt_survives_what_flushes_the_pool(engine):
     assert engine.paged_stats()["used_blocks"] == 0
 
 
-def test_pins_are_their_tenants_and_salts(engine):
+def test_pins_belong_to_their_tenant_and_salt(engine):
     engine.pin(PROMPT, tenant="a")
     engine.pin(PROMPT, tenant="a", cache_salt="s")
     for terms in ({}, {"tenant": "b"}, {"cache_salt": "s"}, {"tenant": "b", "cache_salt": "s"}):
@@ -73,14 +73,14 @@ def test_pins_are_their_tenants_and_salts(engine):
     assert engine.unpin(PROMPT, tenant="a") == engine.unpin(PROMPT, tenant="a", cache_salt="s") == 2
 
 
-def test_warm_and_submit_pin_too(engine):
+def test_warm_and_submit_can_pin(engine):
     engine.warm("x" * 40, pin=True)
     assert engine.unpin("x" * 40) == 2
     engine.submit(PROMPT, pin=True, max_new_tokens=30).result(30)
     assert engine.unpin(PROMPT) == 2, "the prompt, not what was generated"
 
 
-def test_a_pin_ends_in_time_also_while_the_engine_sleeps(clock):
+def test_a_pin_expires_while_the_engine_is_idle(clock):
     bench = Bench(16)
     for prompt, ttl in ((PROMPT, 5.0), ([7] * 32, None), ([8] * 32, 50.0)):
         bench.ask(prompt, 2, pin=True, ttl=ttl)
@@ -93,7 +93,7 @@ def test_a_pin_ends_in_time_also_while_the_engine_sleeps(clock):
     assert bench.manager.pins.num_blocks == 2
 
 
-def test_an_idle_engine_wakes_when_a_pin_ends(engine):
+def test_an_idle_engine_wakes_up_when_a_pin_expires(engine):
     engine.pin(PROMPT, ttl=0.05)
     give_up = time.monotonic() + 30
     while engine.paged_stats()["pinned_blocks"]:
@@ -101,7 +101,7 @@ def test_an_idle_engine_wakes_when_a_pin_ends(engine):
     assert engine.paged_stats()["cached_blocks"] == 2
 
 
-def test_what_cannot_be_pinned_is_refused_before_anything_is_computed(engine):
+def test_pins_beyond_the_limit_are_refused_before_prefill(engine):
     with pytest.raises(
         CapacityError,
         match=r"9 more blocks cannot be pinned: the limit is max_pinned_blocks=8 of the 16 ",
@@ -124,7 +124,7 @@ def test_what_cannot_be_pinned_is_refused_before_anything_is_computed(engine):
         fake_engine(max_pinned_blocks=-1)
 
 
-def test_what_is_expected_again_counts_as_used_again():
+def test_expected_reuse_counts_as_reuse():
     with fake_engine(num_blocks=16) as engine:
         flags = engine._parts.manager._uses.again
         engine.generate(PROMPT, 2)
@@ -150,7 +150,7 @@ def test_what_is_expected_again_counts_as_used_again():
     ],
     ids=repr,
 )
-def test_bad_terms_of_pins(engine, terms, message):
+def test_invalid_pin_options_are_refused(engine, terms, message):
     for call in (engine.submit, engine.check, engine.stream):
         assert_raises(RequestError, message, call, PROMPT, **terms)
     assert_raises(RequestError, "the prompt is empty", engine.unpin, [])
@@ -166,7 +166,7 @@ def test_a_request_that_fails_or_is_cancelled_pins_nothing(engine):
     assert engine.paged_stats()["pinned_blocks"] == 0
 
 
-def test_pins_outlive_preemption_and_every_request_ends():
+def test_pins_survive_preemption():
     """Half of the pool is pinned while six requests share the other half."""
     bench = Bench(16, max_num_seqs=6)
     bench.ask([9] * 128, 1, pin=True)
@@ -181,7 +181,7 @@ def test_pins_outlive_preemption_and_every_request_ends():
 # requests that only the pins keep from running
 
 
-def test_a_request_larger_than_what_is_left_is_refused_at_once(engine):
+def test_a_request_larger_than_the_unpinned_pool_is_refused(engine):
     engine.pin([5] * 80)
     with pytest.raises(
         CapacityError,
@@ -191,7 +191,7 @@ def test_a_request_larger_than_what_is_left_is_refused_at_once(engine):
     assert hits(engine, [1] * 150) == 0
 
 
-def test_a_prompt_that_begins_with_pinned_blocks_needs_only_the_rest(engine):
+def test_pinned_blocks_of_the_prompt_count_as_available(engine):
     engine.pin([5] * 128)
     for prompt, served in (([5] * 128 + [6] * 110, 128), ([5] * 128, 127)):
         assert hits(engine, prompt) == served
@@ -203,7 +203,7 @@ def test_a_prompt_that_begins_with_pinned_blocks_needs_only_the_rest(engine):
         engine.submit([5] * 128 + [6] * 127, max_new_tokens=2)
 
 
-def test_a_request_that_fitted_when_it_was_queued_is_refused_and_not_a_contradiction():
+def test_a_queued_request_is_refused_if_pins_grew():
     """The pins grew while it waited: nothing else runs, so nothing would ever free what it
     needs.
     """
@@ -218,7 +218,7 @@ def test_a_request_that_fitted_when_it_was_queued_is_refused_and_not_a_contradic
 
 
 @pytest.mark.parametrize("steps", [1, 2, 4, 20])
-def test_pins_that_grow_while_it_runs_end_it_with_an_error_that_names_them(steps):
+def test_a_running_request_ends_with_an_error_if_pins_grew(steps):
     bench = Bench(16, max_batch_tokens=32)
     bench.ask([3] * 96, 1)
     handle = bench.submit([1] * 100, 60)
@@ -235,7 +235,7 @@ def test_pins_that_grow_while_it_runs_end_it_with_an_error_that_names_them(steps
     assert_raises(CapacityError, "but only 8 of 16 in the pool are not pinned", late.result, 0)
 
 
-def test_unpinning_lets_a_waiting_request_in():
+def test_unpinning_admits_a_waiting_request():
     bench = Bench(16)
     bench.ask([3] * 128, 1, pin=True)
     first = bench.submit([1] * 60, 60)
@@ -250,7 +250,7 @@ def test_unpinning_lets_a_waiting_request_in():
     assert (first.result(0).generated_tokens, second.result(0).generated_tokens) == (60, 20)
 
 
-def test_a_pin_may_be_ended_while_a_request_reads_its_blocks():
+def test_a_pin_may_be_removed_while_its_blocks_are_read():
     with fake_engine(num_blocks=16) as engine:
         engine.pin(PROMPT)
         go = threading.Event()
@@ -273,7 +273,7 @@ def pinned(engine, number, blocks, tenant):
     ).result(30)
 
 
-def test_a_tenant_pins_its_share_and_no_more(engine):
+def test_a_tenant_cannot_pin_more_than_its_share(engine):
     pinned(engine, 1, 4, "a")
     assert_raises(CapacityError, "share of max_pinned_blocks is 4", pinned, engine, 2, 1, "a")
     pinned(engine, 3, 4, "b")
@@ -284,7 +284,7 @@ def test_a_tenant_pins_its_share_and_no_more(engine):
         assert_raises(RequestError, "pin_share=", engine.check, PROMPT, pin_share=share)
 
 
-def test_what_others_pinned_keeps_a_request_out_and_is_not_told(engine):
+def test_a_refusal_does_not_reveal_other_tenants_pins(engine):
     """The same words whatever the others pinned; an owner who is alone reads the arithmetic."""
     texts = []
     for number, blocks in ((1, 2), (2, 2)):
@@ -308,7 +308,7 @@ def test_what_others_pinned_keeps_a_request_out_and_is_not_told(engine):
         engine.submit([5] * 300, max_new_tokens=1, tenant="b", pin_share=0.5)
 
 
-def test_beginnings_are_pinned_where_there_is_room_and_nothing_fails_where_not(clock):
+def test_prefix_pins_are_optional(clock):
     bench = Bench(16, max_num_seqs=1)
     whole = bench.submit(PROMPT, 2, terms={"pins": ((16, 60.0), (40, 5.0))})
     bench.run()

@@ -44,7 +44,7 @@ def timed(bench, cost=flat):
     return bench
 
 
-def test_a_prompt_is_followed_to_its_first_token():
+def test_progress_is_reported_until_the_first_token():
     bench = timed(Bench(max_batch_tokens=64))
     handle = bench.submit(range(200), max_new_tokens=3)
     assert handle.progress() == Progress(200)
@@ -61,7 +61,7 @@ def test_a_prompt_is_followed_to_its_first_token():
     assert handle.result().finish_reason == "length"
 
 
-def test_what_the_cache_has_is_there_at_once():
+def test_cached_tokens_count_at_once():
     bench = timed(Bench(max_batch_tokens=32))
     bench.ask(range(100), max_new_tokens=1)
     handle = bench.submit([*range(90), *range(200, 250)], max_new_tokens=1)
@@ -75,7 +75,7 @@ def test_what_the_cache_has_is_there_at_once():
     assert whole.progress()[:3] == (100, 96, 100)
 
 
-def test_a_token_deep_in_a_prompt_costs_what_it_costs_there():
+def test_the_estimate_includes_the_cost_of_depth():
     bench = timed(Bench(num_blocks=600, max_batch_tokens=256), steep)
     bench.ask([number % 251 for number in range(4000)], max_new_tokens=1)
     handle = bench.submit([255 - number % 241 for number in range(6000)], max_new_tokens=1)
@@ -86,7 +86,7 @@ def test_a_token_deep_in_a_prompt_costs_what_it_costs_there():
         assert found.seconds_left == pytest.approx(steep(done, 6000), rel=0.1)
 
 
-def test_one_slow_step_does_not_spoil_the_estimate():
+def test_one_slow_step_does_not_distort_the_estimate():
     slow = iter([1000.0])  # such as one that compiled a kernel
 
     def cost(start, stop):
@@ -99,7 +99,7 @@ def test_one_slow_step_does_not_spoil_the_estimate():
     assert handle.progress().seconds_left == pytest.approx(flat(192, 256))
 
 
-def test_one_that_waits_counts_what_is_before_it_and_its_own_prompt():
+def test_a_queued_requests_estimate_includes_the_queue():
     bench = timed(Bench(max_num_seqs=1, max_batch_tokens=50))
     first = bench.submit(range(100, 250), max_new_tokens=1)
     second = bench.submit(range(100), max_new_tokens=1)
@@ -120,7 +120,7 @@ def test_one_that_waits_counts_what_is_before_it_and_its_own_prompt():
     bench.run()
 
 
-def test_one_that_waits_for_a_place_counts_the_outputs_before_it():
+def test_a_queued_requests_estimate_includes_running_answers():
     bench = timed(Bench(max_num_seqs=1, max_batch_tokens=64))
     bench.ask(range(64), max_new_tokens=5)
     mean = bench.core._estimate._step_seconds
@@ -135,7 +135,7 @@ def test_one_that_waits_for_a_place_counts_the_outputs_before_it():
     bench.run()
 
 
-def test_other_prompts_take_their_share():
+def test_the_estimate_includes_concurrent_prompts():
     bench = timed(Bench(max_batch_tokens=64))
     long = bench.submit(range(250), max_new_tokens=1)
     bench.step()
@@ -153,7 +153,7 @@ def test_other_prompts_take_their_share():
     bench.run()
 
 
-def test_a_request_that_lost_its_blocks_does_not_go_back():
+def test_progress_never_decreases_after_preemption():
     bench = timed(Bench(num_blocks=8, max_batch_tokens=3))
     first = bench.submit(range(40), max_new_tokens=60)
     second = bench.submit(range(100, 160), max_new_tokens=3)
@@ -171,7 +171,7 @@ def test_a_request_that_lost_its_blocks_does_not_go_back():
     assert first.result().finish_reason == second.result().finish_reason == "length"
 
 
-def test_the_estimate_of_one_that_lost_its_blocks_says_so():
+def test_the_estimate_grows_after_preemption():
     bench = timed(Bench(max_batch_tokens=32))
     handle = bench.submit(range(200), max_new_tokens=1, mode=GenerationMode.BASELINE)
     for _ in range(4):
@@ -187,7 +187,7 @@ def test_the_estimate_of_one_that_lost_its_blocks_says_so():
     assert handle.progress().computed == 200
 
 
-def test_what_ended_before_its_first_token_stays_where_it_was():
+def test_progress_of_an_ended_request_is_final():
     bench = timed(Bench(max_batch_tokens=32))
     cancelled = bench.submit(range(100), max_new_tokens=1)
     failed = bench.submit([*range(32), 7], max_new_tokens=1, mode=GenerationMode.BASELINE)
@@ -204,7 +204,7 @@ def test_what_ended_before_its_first_token_stays_where_it_was():
         failed.result()
 
 
-def test_a_request_without_output_ends_at_its_total():
+def test_progress_of_a_request_without_output_ends_at_its_total():
     bench = timed(Bench(max_batch_tokens=32))
     handle, _ = bench.submit_logits(range(100))
     bench.run()
@@ -213,7 +213,7 @@ def test_a_request_without_output_ends_at_its_total():
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_whatever_happens_progress_only_grows(seed):
+def test_progress_only_grows_in_random_schedules(seed):
     rng = random.Random(seed)
     bench = timed(
         Bench(
@@ -249,7 +249,7 @@ def test_whatever_happens_progress_only_grows(seed):
             assert progress.computed == result.prompt_tokens
 
 
-def test_to_wait_for_the_first_token_ends_with_the_patience_or_with_it():
+def test_waiting_for_the_first_token_ends_at_its_timeout():
     go = threading.Event()
     with fake_engine(max_batch_tokens=64) as engine:
         hold_passes(engine, go)
@@ -264,7 +264,7 @@ def test_to_wait_for_the_first_token_ends_with_the_patience_or_with_it():
         assert handle.result().generated_tokens == 2
 
 
-def test_a_request_that_is_cancelled_before_its_first_token_is_waited_for_no_longer():
+def test_cancelling_ends_the_wait_for_the_first_token():
     go = threading.Event()
     with fake_engine(max_batch_tokens=64) as engine:
         hold_passes(engine, go)

@@ -230,7 +230,7 @@ def test_random_schedules_equal_single_runs(kind, scale):
 
 @pytest.mark.parametrize("budget", [1, 2, 16, 64])
 @pytest.mark.some(2)
-def test_sampling_is_the_same_in_any_batch(kind, budget):
+def test_sampling_does_not_depend_on_the_batch(kind, budget):
     prompts = [[i, *range(20 + i)] for i in range(6)]
     options = {"temperature": 1.3, "top_p": 0.95, "repetition_penalty": 1.2}
     alone = []
@@ -277,7 +277,7 @@ def test_a_waiting_prompt_is_looked_up_once_not_every_step(monkeypatch):
     ] * 3  # when it came, and when its prefix was there
 
 
-def test_a_blocked_request_is_let_in_when_others_publish_what_it_needs():
+def test_a_blocked_request_is_admitted_once_others_publish_its_blocks():
     bench = Bench(5, max_num_seqs=2)
     prompt = list(range(17))
     first = bench.submit(prompt, 40)
@@ -356,14 +356,14 @@ def test_a_copy_that_fails_ends_the_requests_of_its_step_and_no_other(monkeypatc
             handle.result(0)
 
 
-def test_baseline_reads_nothing_and_gives_the_same(kind):
+def test_baseline_mode_reads_nothing_and_gives_the_same_answer(kind):
     bench = kind.bench()
     bench.ask(list(range(50)), 6)
     baseline = bench.ask(list(range(50)), 6, GenerationMode.BASELINE)
     assert (baseline.cached_tokens, baseline.mode) == (0, GenerationMode.BASELINE)
 
 
-def test_a_prompt_used_often_survives_the_first_flood(kind):
+def test_a_frequently_used_prompt_survives_a_flood(kind):
     bench = kind.bench(num_slots=12)
     prompt = list(range(160))
     for number in range(20):
@@ -374,7 +374,7 @@ def test_a_prompt_used_often_survives_the_first_flood(kind):
     assert bench.ask([*prompt, 255], 1).cached_tokens == 160
 
 
-def test_a_baseline_request_leaves_no_trace(kind):
+def test_a_baseline_request_leaves_the_cache_unchanged(kind):
     bench = kind.bench(num_slots=8)
     known = list(range(40))
     bench.ask(known, 6)
@@ -392,7 +392,7 @@ def test_a_baseline_request_leaves_no_trace(kind):
     assert bench.ask(list(range(100, 150)), 1).cached_tokens == 0
 
 
-def test_a_request_with_logprobs_of_its_prompt_reads_nothing_and_gives_the_same(kind):
+def test_prompt_logprobs_bypass_the_cache(kind):
     bench = kind.bench(max_batch_tokens=16)
     bench.ask(list(range(60)), 1)
     assert bench.ask(list(range(60)), 3, prompt_logprobs=0).cached_tokens == 0
@@ -445,7 +445,7 @@ def test_prefills_share_the_budget_so_a_short_one_is_not_stuck_behind_a_long_one
     bench.run()
 
 
-def test_equal_prompts_that_come_together_are_done_one_after_another():
+def test_equal_prompts_finish_one_after_another():
     bench = Bench(80, max_num_seqs=16, max_batch_tokens=64)
     handles = [bench.submit([number] * 60, 1) for number in range(16)]
     done = []
@@ -457,7 +457,7 @@ def test_equal_prompts_that_come_together_are_done_one_after_another():
     assert done[4] >= 3, done
 
 
-def test_a_long_prompt_gets_on_though_short_ones_keep_coming():
+def test_a_long_prompt_advances_beside_a_flow_of_short_ones():
     bench = Bench(80, max_num_seqs=16, max_batch_tokens=64)
     long = bench.submit(list(range(240)), 1)
     steps = 0
@@ -470,7 +470,7 @@ def test_a_long_prompt_gets_on_though_short_ones_keep_coming():
     bench.run()
 
 
-def test_a_large_request_is_served_though_small_ones_keep_coming(kind):
+def test_a_large_request_is_served_beside_a_flow_of_small_ones(kind):
     bench = kind.bench(8, max_num_seqs=4)
     small = [bench.submit([i, i], 12) for i in range(3)]
     large = bench.submit(list(range(110)), 4)
@@ -506,7 +506,7 @@ def test_a_request_that_fills_the_whole_pool_runs():
         bench.submit(prompt, 2)
 
 
-def test_steps_are_not_wasted():
+def test_equal_requests_decode_in_lockstep():
     """A batch of equal requests decodes in lockstep: as many steps as the longest needs."""
     bench = Bench(max_batch_tokens=64)
     for i in range(8):

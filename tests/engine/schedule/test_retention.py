@@ -55,7 +55,7 @@ class Scan:
 # keys
 
 
-def test_a_keyed_chain_survives_a_scan_that_flushes_one_without_a_key(engine):
+def test_a_chain_with_a_cache_key_survives_a_scan(engine):
     """The third call finds it, and from then on all: each time twenty texts were read, two fillings
     of the pool.
     """
@@ -71,7 +71,7 @@ def test_a_keyed_chain_survives_a_scan_that_flushes_one_without_a_key(engine):
 
 
 @pytest.mark.parametrize("key", ["fresh", "always the same"])
-def test_texts_that_never_come_again_gain_nothing_by_a_key(engine, key):
+def test_a_cache_key_does_not_retain_texts_used_once(engine, key):
     """Neither with a new key each time nor with one for all: what is wanted again stays, whoever
     scans beside it.
     """
@@ -84,7 +84,7 @@ def test_texts_that_never_come_again_gain_nothing_by_a_key(engine, key):
     assert ask(engine, HEAD, cache_key="chat") == 63
 
 
-def test_of_calls_that_part_their_common_beginning_is_kept(engine):
+def test_the_common_prefix_of_branching_calls_is_retained(engine):
     scan = Scan(engine)
     for number in range(1, 4):
         assert ask(engine, [*HEAD, *[number] * 32], cache_key="rag") == (64 if number > 2 else 0)
@@ -92,7 +92,7 @@ def test_of_calls_that_part_their_common_beginning_is_kept(engine):
         scan()
 
 
-def test_the_next_turn_finds_what_the_last_turns_had(engine):
+def test_the_next_turn_hits_the_retained_turns(engine):
     scan = Scan(engine)
     turn = HEAD.copy()
     found = []
@@ -103,7 +103,7 @@ def test_the_next_turn_finds_what_the_last_turns_had(engine):
     assert found == [0, 0, 64, 96]
 
 
-def test_a_key_is_its_tenants_and_salts(engine):
+def test_cache_keys_belong_to_their_tenant_and_salt(engine):
     for terms in ({"tenant": "a"}, {"tenant": "b"}, {"tenant": "a", "cache_salt": "s"}, {}):
         ask(engine, HEAD, cache_key="chat", **terms)
     assert engine._parts.manager.pins.num_retained == 0
@@ -111,7 +111,7 @@ def test_a_key_is_its_tenants_and_salts(engine):
     assert engine._parts.manager.pins.num_retained == 4
 
 
-def test_choices_of_one_call_are_one_call_and_what_failed_is_none(clock):
+def test_choices_count_as_one_call_and_failures_as_none(clock):
     bench = Bench(NUM_BLOCKS)
     pins = bench.manager.pins
 
@@ -139,7 +139,7 @@ def test_choices_of_one_call_are_one_call_and_what_failed_is_none(clock):
     assert pins.num_retained == 0
 
 
-def test_what_is_remembered_of_keys_is_bounded_and_fair():
+def test_the_memory_of_cache_keys_is_bounded_and_fair():
     keys = CacheKeys(8)
     hashes = [bytes([number]) * 32 for number in range(200)]
     for call in range(2):
@@ -163,7 +163,7 @@ def test_what_is_remembered_of_keys_is_bounded_and_fair():
 @pytest.mark.parametrize(
     ("length", "other"), [(0, 9), (1, 1), (5, 40), (32, 33), (33, 20), (300, 1000), (1000, 300)]
 )
-def test_the_common_beginning_of_two_chains_is_never_too_long_and_little_too_short(length, other):
+def test_the_common_prefix_of_two_chains_is_a_tight_lower_bound(length, other):
     def chain(number, shared, name):
         return [
             (index if index < shared else 10_000 * name + index).to_bytes(32, "little")
@@ -179,7 +179,7 @@ def test_the_common_beginning_of_two_chains_is_never_too_long_and_little_too_sho
         assert found == shared or (length > 32 and shared < length)
 
 
-def test_a_key_is_in_no_message_and_in_no_log(engine, caplog):
+def test_cache_keys_are_not_in_messages_or_logs(engine, caplog):
     caplog.set_level(logging.DEBUG)
     secret = "the user's own name"
     for prompt in (HEAD, HEAD):
@@ -196,7 +196,7 @@ def test_a_key_is_in_no_message_and_in_no_log(engine, caplog):
 # for a time
 
 
-def test_a_prompt_is_retained_for_its_time(clock):
+def test_a_prompt_is_retained_for_its_retention_time(clock):
     """On an injected clock: through whatever comes for 24 hours, then it goes as anything else that
     was used again.
     """
@@ -223,7 +223,7 @@ def test_a_prompt_is_retained_for_its_time(clock):
     assert cached() == 0
 
 
-def test_what_is_retained_makes_nobody_wait_and_refuses_nothing(clock):
+def test_retained_blocks_are_evicted_rather_than_delaying_requests(clock):
     """All that others asked for is retained, and a request as large as the pool runs at once."""
     bench = Bench(16)
     for number in range(20):
@@ -236,12 +236,12 @@ def test_what_is_retained_makes_nobody_wait_and_refuses_nothing(clock):
 
 
 @pytest.mark.parametrize("retention", [0, -1, 1e10, float("nan"), "24h", True])
-def test_bad_times(engine, retention):
+def test_invalid_retention_times_are_refused(engine, retention):
     with pytest.raises(RequestError, match="retention="):
         engine.check(HEAD, retention=retention)
 
 
-def test_what_is_retained_is_saved_before_what_was_there_first():
+def test_retained_blocks_are_stored_first():
     """A tier that takes little at a time gets it first, though it was computed last."""
     tier = DictTier()
     bench = Bench(64, tiers=[tier])

@@ -19,13 +19,13 @@ def computed_by(bench, prompt, *args, **options):
     return bench.runner.computed - before, result
 
 
-def test_an_answer_leaves_one_snapshot_and_not_one_for_each_block():
+def test_an_answer_leaves_one_snapshot():
     bench = bench_of()
     bench.ask(list(range(30)), 40)
     assert bench.manager.states.slots.counts()["answer"] <= 2
 
 
-def test_a_prompt_that_branches_off_repairs_the_junction_at_once():
+def test_a_branching_prompt_snapshots_the_junction():
     bench = bench_of()
     stem = list(range(100, 150))
     computed_by(bench, [*stem, 1, 2, 3])
@@ -37,7 +37,7 @@ def test_a_prompt_that_branches_off_repairs_the_junction_at_once():
     assert computed == 12
 
 
-def test_a_hint_lets_the_first_prompt_that_branches_off_there_hit():
+def test_a_snapshot_hint_serves_the_first_branching_prompt():
     bench = bench_of()
     stem = list(range(100, 150))
     computed_by(bench, [*stem, 1, 2, 3], terms={"snapshot_hints": (40, 10_000)})
@@ -46,7 +46,7 @@ def test_a_hint_lets_the_first_prompt_that_branches_off_there_hit():
     assert computed == 11
 
 
-def test_a_request_that_waits_for_a_prefix_in_flight_finds_its_state_there():
+def test_a_request_that_waits_for_a_prefix_finds_its_state():
     bench = bench_of(max_batch_tokens=32)
     prefix = list(range(160))
     bench.ask(prefix, 1)
@@ -62,7 +62,7 @@ def test_a_request_that_waits_for_a_prefix_in_flight_finds_its_state_there():
     ]
 
 
-def test_nobody_goes_on_from_another_tenants_state():
+def test_states_are_never_shared_between_tenants():
     """Not one after the other, not at once, and not where slots are so few that the one's are taken
     for the other.
     """
@@ -87,7 +87,7 @@ def test_nobody_goes_on_from_another_tenants_state():
         ] * 2
 
 
-def test_a_backbone_serves_a_prompt_that_nobody_foresaw():
+def test_backbone_snapshots_serve_an_unforeseen_branch():
     bench = bench_of(interval=64)
     text = [i % 256 for i in range(300)]
     computed_by(bench, text)
@@ -95,7 +95,7 @@ def test_a_backbone_serves_a_prompt_that_nobody_foresaw():
     assert (other.cached_tokens, other.matched_tokens) == (128, 144)
 
 
-def test_small_states_are_kept_behind_every_block():
+def test_small_states_are_kept_after_every_block():
     bench = bench_of(every_block=True)
     text = [i % 256 for i in range(300)]
     computed_by(bench, text)
@@ -103,7 +103,7 @@ def test_small_states_are_kept_behind_every_block():
     assert (other.cached_tokens, other.miss_reason) == (144, "tail")
 
 
-def test_a_slot_that_nobody_can_have_keeps_a_request_waiting_and_no_longer():
+def test_a_request_waits_for_a_free_state_slot():
     bench = bench_of(64, 2, max_num_seqs=8)
     handles = [bench.submit([number] * 20, 30) for number in range(4)]
     bench.step()
@@ -113,7 +113,7 @@ def test_a_slot_that_nobody_can_have_keeps_a_request_waiting_and_no_longer():
         bench.answer(handle)
 
 
-def test_the_state_of_a_request_that_fails_is_found_by_nobody():
+def test_the_state_of_a_failed_request_is_never_used():
     bench = bench_of()
     bench.runner.nan_for = {9}
     prompt = [*range(40), 9]
@@ -124,7 +124,7 @@ def test_the_state_of_a_request_that_fails_is_found_by_nobody():
     assert computed_by(bench, prompt)[0] == 41
 
 
-def test_a_runner_that_writes_into_a_snapshot_is_found_out():
+def test_a_write_into_a_snapshot_is_detected():
     """By the checks of a bench, after the pass that did."""
     bench = bench_of()
     prompt = list(range(50))

@@ -24,12 +24,12 @@ def item(start, count, num_drafted=0):
     return ScheduledTokens(SimpleNamespace(), start, [0] * count, 1, num_drafted)
 
 
-def test_the_size_of_a_step_counts_decoding_and_prompts_apart():
+def test_a_steps_shape_separates_decode_and_prompt_tokens():
     work = [item(100, 1), item(200, 3, num_drafted=2), item(1000, 64)]
     assert StepShape.of(work) == StepShape(2, 300.0, 64, 64 * 1032.0)
 
 
-def test_nothing_is_known_before_the_first_step():
+def test_costs_are_unknown_before_the_first_step():
     cost = StepCost()
     assert not cost.knows_decode
     assert not cost.knows_prompts
@@ -59,7 +59,7 @@ def test_a_growing_prompt_is_predicted_at_every_depth(sequences, noise):
     assert 0.8 < min(errors) < max(errors) < 1.25
 
 
-def test_a_machine_that_slows_down_is_followed_within_a_few_steps():
+def test_a_slowdown_is_learned_within_a_few_steps():
     cost = StepCost()
     alone = StepShape(2, 1000.0)
     shape = StepShape(2, 1000.0, 32, 32 * 500.0)
@@ -74,7 +74,7 @@ def test_a_machine_that_slows_down_is_followed_within_a_few_steps():
     assert cost.prompt_token(500) == pytest.approx(expected, rel=0.2)
 
 
-def test_one_step_that_was_held_up_changes_little():
+def test_one_delayed_step_changes_little():
     cost = StepCost()
     alone = StepShape(2, 1000.0)
     for _ in range(50):
@@ -83,7 +83,7 @@ def test_one_step_that_was_held_up_changes_little():
     assert cost.decode_seconds(alone) < 1.3 * machine(alone)
 
 
-def test_a_step_of_no_time_teaches_nothing():
+def test_a_step_of_zero_seconds_is_ignored():
     cost = StepCost()
     cost.observe(StepShape(1, 10.0), 0.0)
     cost.observe(StepShape(), 1.0)

@@ -47,7 +47,7 @@ def next_of(sequence, limit):
     return work
 
 
-def test_work_is_what_is_pending_up_to_the_limit():
+def test_work_covers_pending_tokens_up_to_the_limit():
     sequence = running([5, 6, 7, 8, 9])
     work = next_of(sequence, 3)
     assert (work.start, list(work.token_ids), work.stop, work.num_rows) == (0, [5, 6, 7], 3, 1)
@@ -63,7 +63,7 @@ def test_work_is_what_is_pending_up_to_the_limit():
     )
 
 
-def test_rows_that_were_asked_for_are_kept():
+def test_requested_logit_rows_are_kept():
     sequence = running([5, 6, 7, 8], 0, logits_start=1)
     first = next_of(sequence, 2)
     assert first.num_rows == 1
@@ -74,14 +74,14 @@ def test_rows_that_were_asked_for_are_kept():
     assert np.concatenate(sequence.scores.logits).argmax(axis=1).tolist() == [1, 2, 3]
 
 
-def test_logits_before_the_wanted_ones_are_not_kept():
+def test_earlier_logit_rows_are_not_kept():
     sequence = running([5, 6, 7, 8], 0, logits_start=3)
     assert sequence.take(next_of(sequence, 2), rows(1)) is None
     assert sequence.scores.logits == []
 
 
 @pytest.mark.parametrize("agreeing", range(4))
-def test_several_rows_sample_as_far_as_the_tokens_agree(agreeing):
+def test_draft_rows_are_accepted_while_tokens_agree(agreeing):
     """Row k samples the token that row k + 1 was computed for; behind the first that differs
     nothing counts.
     """
@@ -94,21 +94,21 @@ def test_several_rows_sample_as_far_as_the_tokens_agree(agreeing):
     assert sequence.num_computed_tokens == sequence.num_tokens - 1
 
 
-def test_a_stop_among_several_rows_ends_there():
+def test_a_stop_token_within_a_draft_ends_the_answer():
     sequence = running([5, 6])
     sequence.take(next_of(sequence, 9), rows(10))
     assert sequence.take(drafted(sequence, 11, 63, 12), rows(11, 63, 12, 13)) == "stop"
     assert sequence.token_ids == [5, 6, 10, 11, 63]
 
 
-def test_the_length_limit_among_several_rows_ends_there():
+def test_the_length_limit_within_a_draft_ends_the_answer():
     sequence = running([5, 6], max_new_tokens=2)
     sequence.take(next_of(sequence, 9), rows(10))
     assert sequence.take(drafted(sequence, 11, 12), rows(11, 12, 13)) == "length"
     assert sequence.token_ids == [5, 6, 10, 11]
 
 
-def test_rows_behind_a_rejected_token_may_hold_anything():
+def test_rows_after_a_rejected_token_are_ignored():
     sequence = running([5, 6])
     sequence.take(next_of(sequence, 9), rows(10))
     logits = rows(11, 12)

@@ -45,9 +45,7 @@ def assert_slots_are_of_what_is_computed(bench):
 
 @pytest.mark.parametrize("num_right", range(7))
 @pytest.mark.parametrize("closes_blocks", [False, True])
-def test_drafts_right_up_to_any_cut_change_nothing_but_the_number_of_passes(
-    num_right, closes_blocks
-):
+def test_partly_right_drafts_change_only_the_number_of_passes(num_right, closes_blocks):
     bench = drafting(num_right)
     bench.scheduler.speculation._closes_blocks = closes_blocks
     handles = [bench.submit(prompt(number, 14 + number), 60, terms=DRAFTS) for number in range(3)]
@@ -61,7 +59,7 @@ def test_drafts_right_up_to_any_cut_change_nothing_but_the_number_of_passes(
 
 
 @pytest.mark.parametrize("num_right", [1, 5, 6])
-def test_what_drafts_were_right_is_kept_where_blocks_end(num_right):
+def test_states_after_accepted_drafts_are_kept_at_block_ends(num_right):
     """After any cut of the answer the next turn goes on from the last full block, and every one
     with small states.
     """
@@ -76,7 +74,7 @@ def test_what_drafts_were_right_is_kept_where_blocks_end(num_right):
         assert bench.ask([*whole[:stop], 1, 1], 3).cached_tokens == stop // SIZE * SIZE
 
 
-def test_right_drafts_of_a_request_that_stores_nothing_publish_nothing():
+def test_drafts_of_a_request_that_stores_nothing_publish_nothing():
     """Though they run over the ends of blocks."""
     bench = drafting(6)
     assert (
@@ -87,7 +85,7 @@ def test_right_drafts_of_a_request_that_stores_nothing_publish_nothing():
     assert (bench.manager.content.under(ROOT), states.slots.num_used) == ([], 0)
 
 
-def test_all_sequences_together_have_no_more_drafts_than_there_are_rows_for():
+def test_total_drafts_are_bounded_by_the_draft_rows():
     bench = drafting(6, num_draft_rows=4)
     sizes = []
 
@@ -103,7 +101,7 @@ def test_all_sequences_together_have_no_more_drafts_than_there_are_rows_for():
         bench.answer(handle)
 
 
-def test_sequences_share_the_rows_for_drafts():
+def test_sequences_share_the_draft_rows():
     bench = drafting(6, num_draft_rows=6)
     handles = [bench.submit(prompt(number, 9), 30, terms=DRAFTS) for number in range(3)]
     bench.run()
@@ -111,11 +109,11 @@ def test_sequences_share_the_rows_for_drafts():
     assert min(drafted) > max(drafted) // 2, "the first in rank takes all"
 
 
-def test_where_there_are_no_rows_nothing_is_guessed():
+def test_nothing_is_drafted_without_draft_rows():
     assert drafting(6, num_draft_rows=0).ask(prompt(1, 9), 30, terms=DRAFTS).drafted_tokens == 0
 
 
-def test_states_that_cannot_take_drafts_in_end_their_requests_and_nobody_finds_them():
+def test_a_failed_state_update_ends_only_its_requests():
     bench = drafting(6)
     token_ids = prompt(2, 20)
 
@@ -135,7 +133,7 @@ def test_states_that_cannot_take_drafts_in_end_their_requests_and_nobody_finds_t
         bench.ask([*token_ids, number], 40, terms=DRAFTS)
 
 
-def test_an_answer_that_its_drafts_end_is_whole_though_no_state_takes_them_in():
+def test_an_answer_ended_by_its_draft_needs_no_state_update():
     bench = drafting(6)
     token_ids = prompt(3, 20)
 
@@ -146,7 +144,7 @@ def test_an_answer_that_its_drafts_end_is_whole_though_no_state_takes_them_in():
     assert bench.ask(token_ids, 4, terms=DRAFTS).drafted_tokens > 0
 
 
-def test_a_slot_of_a_request_that_failed_is_another_ones_while_drafts_are_taken_in():
+def test_a_freed_slot_may_be_reused_during_state_updates():
     """The one that fails is first in the pass, and its slot may be given away before the others'
     states move on.
     """
@@ -173,7 +171,7 @@ def test_a_slot_of_a_request_that_failed_is_another_ones_while_drafts_are_taken_
     bench.answer(fine)
 
 
-def test_a_cancel_between_drafts_gives_everything_back():
+def test_a_cancel_between_drafts_releases_everything():
     bench = drafting(6)
     handles = []
     for number in range(12):
@@ -188,7 +186,7 @@ def test_a_cancel_between_drafts_gives_everything_back():
     assert states.slots.num_used == sum(states.slots.counts().values())
 
 
-def test_while_states_take_drafts_in_the_figures_are_read_and_the_cache_is_reset():
+def test_statistics_and_reset_do_not_wait_for_state_updates():
     """As during a pass: whoever asks waits for neither."""
     text = [*range(60, 90)] * 3
     ended = []
@@ -216,7 +214,7 @@ def test_while_states_take_drafts_in_the_figures_are_read_and_the_cache_is_reset
 
 
 @pytest.mark.parametrize("num_right", range(1, 7))
-def test_a_reset_while_states_take_drafts_in_changes_no_answer(num_right):
+def test_a_reset_during_state_updates_changes_no_answer(num_right):
     bench = drafting(num_right)
     bench.runner.on_accept = bench.manager.reset
     handles = [bench.submit([*prompt(1, 20), number], 40, terms=DRAFTS) for number in range(3)]
@@ -225,7 +223,7 @@ def test_a_reset_while_states_take_drafts_in_changes_no_answer(num_right):
         bench.answer(handle)
 
 
-def test_rows_of_drafts_hold_no_number_before_a_pass():
+def test_draft_rows_are_nan_before_a_pass():
     bench = drafting(6)
     backend = bench.parts.backend
     seen = []
@@ -235,7 +233,7 @@ def test_rows_of_drafts_hold_no_number_before_a_pass():
     assert all((values != values).all() for values in seen)
 
 
-def test_an_engine_guesses_ahead_and_one_that_was_told_not_to_says_why_it_cannot():
+def test_a_hybrid_engine_drafts_unless_turned_off():
     text = [*range(60, 90)] * 3
     with CPUPagedEngine._built_by(
         lambda _: HYBRID.parts(64, 12), EngineConfig(num_blocks=64, speculation="on")

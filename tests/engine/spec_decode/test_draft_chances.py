@@ -16,7 +16,7 @@ def learned(chances, truth, count, rng):
         chances.learn(min(accepted + 1, MOST), accepted)
 
 
-def test_chances_by_position_approach_the_truth():
+def test_acceptance_by_position_converges():
     of_all = AcceptanceCounts(MOST)
     rng = np.random.default_rng(0)
     truth = (0.6, 0.9, 0.8, 0.95)
@@ -27,7 +27,7 @@ def test_chances_by_position_approach_the_truth():
     np.testing.assert_allclose(fresh, truth, atol=0.12)
 
 
-def test_a_sequence_differs_from_the_others():
+def test_a_sequence_has_its_own_acceptance():
     of_all = AcceptanceCounts(MOST)
     learned(DraftChances(MOST, of_all), (1.0,) * MOST, 50, np.random.default_rng(0))
     odd = DraftChances(MOST, of_all)
@@ -37,7 +37,7 @@ def test_a_sequence_differs_from_the_others():
     assert odd.values[0] < before / 2
 
 
-def test_a_failed_model_is_tried_again_after_a_while():
+def test_acceptance_recovers_after_failures():
     chances = DraftChances(MOST, AcceptanceCounts(MOST))
     for _ in range(4):
         chances.learn(1, 0)
@@ -48,7 +48,7 @@ def test_a_failed_model_is_tried_again_after_a_while():
 
 
 @pytest.mark.parametrize("accepted", range(MOST + 1))
-def test_an_outcome_teaches_most_about_the_positions_that_were_tried(accepted):
+def test_an_outcome_updates_the_tried_positions_most(accepted):
     chances = DraftChances(MOST, AcceptanceCounts(MOST))
     before = chances.values
     chances.learn(min(accepted + 1, MOST), accepted)
@@ -60,7 +60,7 @@ def test_an_outcome_teaches_most_about_the_positions_that_were_tried(accepted):
         assert (changes[accepted + 1 :] < changes[accepted]).all()
 
 
-def test_positions_never_tried_follow_those_before_them():
+def test_untried_positions_follow_the_earlier_ones():
     chances = DraftChances(MOST, AcceptanceCounts(MOST))
     for _ in range(20):
         chances.learn(1, 1)

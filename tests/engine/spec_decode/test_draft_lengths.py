@@ -67,7 +67,7 @@ def test_equal_drafts_share_the_rows():
 @pytest.mark.parametrize("chance", [0.3, 0.6, 0.8, 0.9, 0.97])
 @pytest.mark.parametrize("num_drafts", [1, 2])
 @pytest.mark.parametrize("seconds", [math.sqrt, float, lambda rows: 1 + 0.1 * rows])
-def test_no_other_lengths_make_sequences_faster(chance, num_drafts, seconds):
+def test_the_chosen_lengths_are_optimal(chance, num_drafts, seconds):
     costs = measured(seconds)
     proposed = drafts(*[chance] * num_drafts, length=8)
 
@@ -189,7 +189,7 @@ def test_tokens_of_another_source_cost_no_pass_of_the_draft_model():
     assert lengths[1] > 0
 
 
-def test_a_token_before_a_slow_number_of_rows_is_worth_its_share_of_the_next_ones():
+def test_marginal_costs_are_averaged_over_slow_row_counts():
     """Three rows take longer than four: the third is worth half of what both add to two rows."""
     times = {1: 1.0, 2: 1.1, 3: 1.5, 4: 1.3, 6: 1.9, 8: 2.5, 9: 2.8}
     passes = measured(lambda rows: float(np.interp(rows, list(times), list(times.values()))))
@@ -218,7 +218,7 @@ def test_a_draft_that_ends_early_is_verified_whole_for_a_single_sequence():
 
 
 @pytest.mark.parametrize(("chance", "leaves_out"), [(0.3, True), (0.99, False)])
-def test_passes_without_drafts_are_measured_now_and_then_if_the_gain_is_small(chance, leaves_out):
+def test_passes_without_drafts_are_measured_regularly_if_the_gain_is_small(chance, leaves_out):
     costs = measured(lambda rows: 1 + 0.1 * rows)
     credit = DraftCredit()
     step = StepCosts(1, 0.0, costs)

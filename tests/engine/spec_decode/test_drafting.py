@@ -18,7 +18,7 @@ def proposed(text, most=8, memory=None, tenant=b"a"):
     return None if draft is None else draft.token_ids
 
 
-def test_what_followed_the_longest_match_follows_again():
+def test_prompt_lookup_proposes_what_followed_the_longest_match():
     assert proposed([*SAID, 7, *SAID[:5]]) == SAID[5:13]
     assert proposed([*SAID, 7, *SAID[:5]], most=2) == SAID[5:7]
     assert proposed([1, *SAID[:5], 50, 2, *SAID[1:5], 60, 3, *SAID[:5]])[:1] == [50], (
@@ -29,12 +29,12 @@ def test_what_followed_the_longest_match_follows_again():
     )
 
 
-def test_a_repetition_goes_on():
+def test_prompt_lookup_continues_a_repetition():
     assert proposed([5, 6, 7] * 4, most=7) == [5, 6, 7, 5, 6, 7, 5]
     assert proposed([9] * 10, most=4) == [9] * 4
 
 
-def test_behind_a_word_that_was_exchanged_the_old_text_goes_on():
+def test_prompt_lookup_resumes_after_a_replaced_word():
     drafter = Drafter(b"a", TenantHistory())
     text = [*SAID, 7, *SAID[:5]]
     assert drafter.propose(text, 4).token_ids == SAID[5:9]
@@ -47,11 +47,11 @@ def test_behind_a_word_that_was_exchanged_the_old_text_goes_on():
 
 
 @pytest.mark.parametrize("text", [[1], [1, 2, 3, 4, 5], [*SAID, 7, *SAID[:2]]])
-def test_too_short_a_match_proposes_nothing(text):
+def test_a_short_match_proposes_nothing(text):
     assert proposed(text) is None
 
 
-def test_a_text_may_outgrow_its_room():
+def test_the_automaton_grows_with_its_text():
     drafter = Drafter(b"a", TenantHistory())
     text = random_ids(5000, 0, 0, 10**6)
     for length in (10, 1000, 1025, 4097, 5000):
@@ -59,7 +59,7 @@ def test_a_text_may_outgrow_its_room():
     assert drafter.propose([*text, *text[70:90]], 4).token_ids == text[90:94]
 
 
-def test_what_a_tenant_was_answered_is_proposed_to_that_tenant_alone():
+def test_earlier_answers_are_proposed_to_their_tenant_only():
     memory = TenantHistory()
     memory.keep(b"a", SAID)
     assert proposed([1, 2, *SAID[:10]], memory=memory) == SAID[10:18]
@@ -71,7 +71,7 @@ def test_what_a_tenant_was_answered_is_proposed_to_that_tenant_alone():
     assert proposed([1, 2, *SAID[:10]], memory=memory) is None
 
 
-def test_the_longer_match_wins_whoever_has_it():
+def test_the_longest_match_of_text_and_history_wins():
     memory = TenantHistory()
     memory.keep(b"a", [*SAID[:20], 1000, 1001])
     assert proposed([*SAID[5:20], 2000, 3, *SAID[:20]], memory=memory)[:1] == [1000]
@@ -80,7 +80,7 @@ def test_the_longer_match_wins_whoever_has_it():
     )
 
 
-def test_who_bypasses_the_cache_is_proposed_only_its_own_text():
+def test_requests_that_bypass_the_cache_read_no_history():
     memory = TenantHistory()
     memory.keep(b"a", [*SAID[:20], 1000, 1001])
     drafter = Drafter(b"a", memory, reads_history=False)
@@ -88,7 +88,7 @@ def test_who_bypasses_the_cache_is_proposed_only_its_own_text():
     assert drafter.propose([*SAID[5:20], 2000, 3, *SAID[:20]], 1).token_ids == [2000]
 
 
-def test_memory_is_bounded_in_tenants():
+def test_the_history_is_bounded_for_many_tenants():
     memory = TenantHistory()
     for number in range(40):
         memory.keep(bytes([number]), SAID)
@@ -97,7 +97,7 @@ def test_memory_is_bounded_in_tenants():
     assert proposed([1, 2, *SAID[:10]], memory=memory, tenant=bytes([39])) == SAID[10:18]
 
 
-def test_who_is_wrong_again_and_again_is_asked_less_and_then_once_more():
+def test_rejected_drafts_lower_the_chance_until_retried():
     drafter = Drafter(b"a", TenantHistory())
     text = [*SAID, 7, *SAID[:5]]
 
@@ -149,7 +149,7 @@ def test_answers_are_equal_with_every_setting(engines, options):
         assert 0 <= result.accepted_tokens <= result.drafted_tokens
 
 
-def test_a_request_may_say_otherwise(engines):
+def test_a_request_overrides_the_engines_speculation(engines):
     ask = {"max_new_tokens": 40, "temperature": 0, "ignore_eos": True}
     assert engines["on"].generate(QUESTION, speculation="off", **ask).drafted_tokens == 0
     assert engines["off"].generate(QUESTION, speculation="on", **ask).drafted_tokens > 0
@@ -160,7 +160,7 @@ def test_a_request_may_say_otherwise(engines):
     assert after["accepted_tokens"] - before["accepted_tokens"] == result.accepted_tokens
 
 
-def test_what_one_tenant_said_is_not_guessed_for_another(engines):
+def test_one_tenants_answers_are_not_drafted_for_another(engines):
     engine = engines["on"]
     engine.reset_cache()
     memory = engine._scheduler.speculation.memory
@@ -197,19 +197,19 @@ def test_a_baseline_answer_does_not_depend_on_earlier_answers(engines):
     ],
     ids=str,
 )
-def test_bad_options_are_refused_by_name(engines, options, match):
+def test_invalid_options_are_refused_by_name(engines, options, match):
     with pytest.raises(ConfigError, match=match):
         CPUPagedEngine.from_pretrained("kvboost-edge/demo", **options)
     with pytest.raises(RequestError, match=match):
         engines["on"].generate("x", **options)
 
 
-def test_what_drafts_need_is_compiled_before_the_first_of_them(engines):
+def test_draft_kernels_are_compiled_before_the_first_draft(engines):
     assert engines["on"].generate(QUESTION, max_new_tokens=4).generated_tokens
     assert all(entry.is_ready for entry in (extend_entry, append_entry, find_entry))
 
 
-def test_an_automaton_has_no_more_room_than_its_sequence_will_need():
+def test_an_automaton_is_bounded_by_its_sequence():
     memory = TenantHistory()
     drafter = Drafter(b"a", memory, max_tokens=5000)
     for count in (10, 1025, 4097, 5000):
@@ -221,7 +221,7 @@ def test_an_automaton_has_no_more_room_than_its_sequence_will_need():
     assert memory.nbytes == 0
 
 
-def test_automata_are_bounded_together_and_who_has_none_is_guessed_for_from_the_ring():
+def test_automata_are_bounded_in_total():
     memory = TenantHistory(most_automata_bytes=automaton_bytes(2048))
     first = Drafter(b"a", memory, 2048)
     second = Drafter(b"a", memory, 2048)
@@ -239,7 +239,7 @@ def test_automata_are_bounded_together_and_who_has_none_is_guessed_for_from_the_
     assert memory.nbytes == new_ring(1 << 17).nbytes
 
 
-def test_the_figures_of_a_running_engine_have_what_drafts_are_guessed_from():
+def test_draft_bytes_are_reported_while_requests_run():
     with fake_engine(num_blocks=64, speculation="on") as engine:
         seen = list[int]()
         runner_of(engine).on_forward = lambda batch: seen.append(

@@ -43,7 +43,7 @@ def assert_all_accepted(bench):
 @pytest.mark.parametrize("drafts", DRAFT_KINDS)
 @pytest.mark.parametrize("closes_blocks", [False, True])
 @pytest.mark.some(3)
-def test_the_answer_is_the_same_whatever_the_draft_model_says(kind, drafts, closes_blocks):
+def test_answers_do_not_depend_on_the_draft_model(kind, drafts, closes_blocks):
     for length in (1, 14, 15, 16, 17, 40):
         bench = drafting_bench(kind, drafts)
         bench.scheduler.speculation._closes_blocks = closes_blocks
@@ -55,7 +55,7 @@ def test_the_answer_is_the_same_whatever_the_draft_model_says(kind, drafts, clos
         assert bench.manager.free_block_count == 64
 
 
-def test_a_right_draft_model_saves_passes_and_computes_each_token_once(kind):
+def test_a_perfect_draft_model_saves_passes_and_computes_each_token_once(kind):
     bench = drafting_bench(kind)
     passes = []
     bench.runner.on_forward = lambda batch: passes.append(len(batch.token_ids))
@@ -67,7 +67,7 @@ def test_a_right_draft_model_saves_passes_and_computes_each_token_once(kind):
 
 
 @pytest.mark.parametrize("length", [15, 16, 17, 32, 40])
-def test_a_second_request_computes_nothing_of_a_shared_prefix_again(kind, length):
+def test_a_shared_prefix_is_not_recomputed_by_the_drafter(kind, length):
     bench = drafting_bench(kind)
     shared = prompt(1, length)
     bench.ask([*shared, 1], 10, terms=DRAFTS)
@@ -78,7 +78,7 @@ def test_a_second_request_computes_nothing_of_a_shared_prefix_again(kind, length
     assert draft_runner(bench).computed - before <= fresh
 
 
-def test_a_next_turn_computes_nothing_of_the_answer_again(kind):
+def test_the_next_turn_does_not_recompute_the_answers_draft_kv(kind):
     bench = drafting_bench(kind)
     first = prompt(2, 40)
     answer = bench.ask(first, 50, terms=DRAFTS).output_token_ids
@@ -90,7 +90,7 @@ def test_a_next_turn_computes_nothing_of_the_answer_again(kind):
     assert draft_runner(bench).computed - before <= len(turn) % SIZE + SIZE + 10
 
 
-def test_a_fully_cached_prompt_is_copied_with_its_drafts():
+def test_copy_on_write_copies_draft_kv():
     bench = drafting_bench(PLAIN)
     text = prompt(3, 32)
     bench.ask([*text, 9], 4, terms=DRAFTS)
@@ -111,7 +111,7 @@ def test_a_fully_cached_prompt_is_copied_with_its_drafts():
 @pytest.mark.parametrize("drafts", DRAFT_KINDS)
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.some(4)
-def test_many_at_once_in_a_pool_that_is_too_small(kind, drafts, seed):
+def test_concurrent_requests_in_a_small_pool(kind, drafts, seed):
     """Preempted, sharing prefixes, cancelled between, evicted: the tokens stand, and the right draft
     model's are all accepted.
     """
@@ -164,7 +164,7 @@ def test_rejected_tokens_leave_no_kv_that_later_drafts_read(kind):
     assert speculation.num_drafted - speculation.num_accepted == before
 
 
-def test_samples_are_those_without_drafts_and_drafts_use_the_same_random_numbers(kind):
+def test_sampled_answers_are_unchanged_and_drafts_share_random_numbers(kind):
     options = {"temperature": 0.9, "top_p": 0.9, "seed": 7, "logprobs": 3}
     options |= {"repetition_penalty": 1.2, "frequency_penalty": 0.3}
 
@@ -187,7 +187,7 @@ def test_samples_are_those_without_drafts_and_drafts_use_the_same_random_numbers
 
 
 @pytest.mark.parametrize("vocab_size", [VOCAB_SIZE - 1, VOCAB_SIZE + 12])
-def test_padding_of_the_vocabulary_is_cut(kind, vocab_size):
+def test_vocabulary_padding_is_cut(kind, vocab_size):
     bench = drafting_bench(kind, vocab_size=vocab_size)
     bench.ask(prompt(9, 20), 60, terms=DRAFTS, logit_bias={VOCAB_SIZE - 1: -5.0})
     assert_all_accepted(bench)
@@ -206,7 +206,7 @@ def test_a_stop_token_ends_the_draft(kind):
         assert_all_accepted(bench)
 
 
-def test_a_shorter_context_ends_drafting(kind):
+def test_drafting_stops_at_the_draft_models_context(kind):
     bench = drafting_bench(kind, max_context=50)
     positions = []
     draft_runner(bench).on_forward = lambda batch: positions.extend(batch.positions.tolist())
@@ -218,7 +218,7 @@ def test_a_shorter_context_ends_drafting(kind):
 
 
 @pytest.mark.parametrize("drafts", ["right", MTP])
-def test_an_error_turns_the_drafter_off_and_ends_no_request(kind, drafts, caplog):
+def test_a_drafter_error_turns_it_off_without_failing_requests(kind, drafts, caplog):
     bench = drafting_bench(kind, drafts)
     first = bench.submit(prompt(5, 30), 60, terms=DRAFTS)
     for _ in range(5):
@@ -242,7 +242,7 @@ def test_an_error_turns_the_drafter_off_and_ends_no_request(kind, drafts, caplog
     assert draft_runner(bench).computed == before
 
 
-def test_nan_of_the_draft_model_ends_the_drafts_of_its_sequence_alone(kind):
+def test_nan_of_the_draft_model_stops_drafts_of_its_sequence_only(kind):
     bench = drafting_bench(kind)
     token_ids = prompt(9, 20)
     truth = bench.runner.expected(token_ids, 40)
@@ -256,7 +256,7 @@ def test_nan_of_the_draft_model_ends_the_drafts_of_its_sequence_alone(kind):
     assert models_of(bench).is_on
 
 
-def test_a_cancel_is_seen_before_the_next_pass_of_the_draft_model(kind):
+def test_a_cancel_takes_effect_before_the_next_draft_pass(kind):
     bench = drafting_bench(kind)
     handle = bench.submit(prompt(5, 30), 60, terms=DRAFTS)
     for _ in range(3):
@@ -276,7 +276,7 @@ def test_a_cancel_is_seen_before_the_next_pass_of_the_draft_model(kind):
     assert bench.manager.free_block_count == 64
 
 
-def test_two_sequences_that_lack_the_same_block_fill_it_once(kind):
+def test_a_missing_shared_block_is_filled_once(kind):
     bench = drafting_bench(kind, max_batch_tokens=64)
     shared = prompt(1, 48)
     bench.ask(shared, 1)  # without drafts
@@ -296,7 +296,7 @@ def test_two_sequences_that_lack_the_same_block_fill_it_once(kind):
     assert len(written) <= 48 + 3 * 21
 
 
-def test_auto_fills_a_long_prompt_in_parts_once_enough_tokens_are_expected(kind):
+def test_auto_fills_a_long_prompt_in_parts_if_the_answer_is_long_enough(kind):
     terms = {"max_draft_tokens": 4}
     bench = drafting_bench(kind)
     short = bench.ask(prompt(1, 240), 3, terms=terms)
@@ -310,7 +310,7 @@ def test_auto_fills_a_long_prompt_in_parts_once_enough_tokens_are_expected(kind)
     assert max(filling) < 200
 
 
-def test_a_prompt_that_is_filled_needs_no_step_of_its_own_when_drafts_are_on(kind, monkeypatch):
+def test_filling_draft_kv_needs_no_separate_step(kind, monkeypatch):
     monkeypatch.setattr(model_drafts, "_PASS_TOKENS", 50)
     bench = drafting_bench(kind)
     passes = []
@@ -404,7 +404,7 @@ def test_a_draft_model_that_fails_its_first_trial_is_off(kind, caplog):
 
 
 @pytest.mark.parametrize("drafts", ["right", MTP])
-def test_spans_from_other_positions_get_no_drafts(drafts):
+def test_sequences_with_reused_spans_get_no_drafts(drafts):
     bench = drafting_bench(PLAIN, drafts)
     document = prompt(1, 64)
     bench.ask(document, 1)

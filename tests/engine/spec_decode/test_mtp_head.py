@@ -24,7 +24,7 @@ def assert_all_accepted(bench):
 
 @pytest.mark.parametrize("length", [1, 2, 15, 16, 17, 40, 150])
 @pytest.mark.parametrize("closes_blocks", [False, True])
-def test_a_head_that_is_right_is_always_accepted(kind, length, closes_blocks):
+def test_a_perfect_head_is_always_accepted(kind, length, closes_blocks):
     bench = drafting_bench(kind, MTP)
     bench.scheduler.speculation._closes_blocks = closes_blocks
     result = bench.ask(prompt(length, length), 60, terms=DRAFTS)
@@ -53,7 +53,7 @@ def test_the_prompt_is_filled_in_the_steps_that_compute_it(kind, budget):
 
 
 @pytest.mark.parametrize("length", [15, 16, 17, 32, 40])
-def test_a_second_request_computes_nothing_of_a_shared_prefix_again(kind, length):
+def test_a_shared_prefix_is_not_recomputed_by_the_head(kind, length):
     bench = drafting_bench(kind, MTP)
     shared = prompt(1, length)
     bench.ask([*shared, 1], 10, terms=DRAFTS)
@@ -68,7 +68,7 @@ def test_a_second_request_computes_nothing_of_a_shared_prefix_again(kind, length
     assert runner.computed - before <= length + 20 - cached + drafted
 
 
-def test_a_prefix_without_kv_of_the_head_costs_only_accepted_tokens(kind):
+def test_a_prefix_without_head_kv_is_filled_on_demand(kind):
     bench = drafting_bench(kind, MTP)
     shared = prompt(1, 64)
     bench.ask(shared, 1)  # without drafts
@@ -80,7 +80,7 @@ def test_a_prefix_without_kv_of_the_head_costs_only_accepted_tokens(kind):
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_many_at_once_in_a_pool_that_is_too_small(kind, seed):
+def test_concurrent_requests_in_a_small_pool(kind, seed):
     rng = random.Random(seed)
     bench = drafting_bench(
         kind,

@@ -57,7 +57,7 @@ def run(bench, seed, steps_between=4, **fields):
 
 
 @pytest.mark.parametrize("bits", ALL_BITS, ids=str)
-def test_answers_and_published_kv_equal_those_without_it(machines, bits):
+def test_answers_and_published_kv_equal_those_without_a_draft_model(machines, bits):
     machine, other = machines
     answers, kv, _ = run(NativeBench(machine, bits=bits), 0)
     assert len(kv) > 10
@@ -76,7 +76,7 @@ def test_answers_and_published_kv_equal_those_without_it(machines, bits):
 
 
 @pytest.mark.parametrize("bits", ALL_BITS, ids=str)
-def test_restarts_with_other_draft_models_and_none_lose_nothing(machines, bits):
+def test_restarts_with_changed_draft_models_lose_nothing(machines, bits):
     """Each restart has another draft model, the first one's again, or none. Answers, the KV of
     published blocks and what is stored of them are those without one.
     """
@@ -107,7 +107,7 @@ def test_restarts_with_other_draft_models_and_none_lose_nothing(machines, bits):
     assert len(tier.blocks) > len(plain.blocks)
 
 
-def test_the_same_model_is_always_right(machines):
+def test_the_target_as_draft_model_is_always_accepted(machines):
     machine, _ = machines
     bench = NativeBench(
         machine, num_blocks=NUM_BLOCKS, max_num_seqs=3, drafter=machine.drafter(NUM_BLOCKS)
@@ -120,7 +120,7 @@ def test_the_same_model_is_always_right(machines):
     assert speculation.num_accepted == speculation.num_drafted > 150
 
 
-def test_the_same_model_is_right_after_preemptions(machines):
+def test_the_target_as_draft_model_is_accepted_after_preemptions(machines):
     machine, _ = machines
     bench = NativeBench(machine, num_blocks=7, max_num_seqs=6, drafter=machine.drafter(7))
     without_lookup(bench)

@@ -80,7 +80,7 @@ def recorded(bench):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_drafts_are_those_of_the_reference(family, tmp_path):
+def test_drafted_tokens_equal_the_reference(family, tmp_path):
     path = save_with_head(family, tmp_path)
     machine = machine_of(path, "f32", family)
     reference = Reference(path)
@@ -141,7 +141,7 @@ def without_layers(path):
     return path
 
 
-def test_a_head_that_is_right_is_accepted(tmp_path):
+def test_a_perfect_head_is_accepted(tmp_path):
     path = without_layers(save_with_head("qwen3_5_text", tmp_path))
     machine = machine_of(path, "f32", "qwen3_5_text")
     bench = head_bench(machine)
@@ -185,7 +185,7 @@ def answers(bench, seed, steps_between=4, **fields):
 
 
 @pytest.mark.parametrize("bits", ALL_BITS, ids=str)
-def test_answers_and_published_kv_equal_those_without_it(machine, bits):
+def test_answers_and_published_kv_equal_those_without_the_head(machine, bits):
     expected, kv = answers(NativeBench(machine, bits=bits), 0)
     assert len(kv) > 10
     bench = head_bench(machine, bits=bits)
@@ -198,7 +198,7 @@ def test_answers_and_published_kv_equal_those_without_it(machine, bits):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_answers_equal_those_without_it_after_preemptions(machine, seed):
+def test_answers_equal_those_without_the_head_after_preemptions(machine, seed):
     expected, _ = answers(NativeBench(machine), seed, 0)
     bench = head_bench(machine, num_blocks=9, max_num_seqs=6, max_batch_tokens=20)
     found, _ = answers(bench, seed, 0, **DRAFTS)

@@ -35,7 +35,7 @@ def test_before_the_first_pass_times_are_relative_to_one_row():
 
 
 @MACHINES
-def test_the_first_pass_sets_the_scale_alone(machine):
+def test_the_first_pass_sets_only_the_scale(machine):
     costs = PassCosts()
     observe(costs, machine, 1)
     assert costs.is_known
@@ -44,7 +44,7 @@ def test_the_first_pass_sets_the_scale_alone(machine):
 
 
 @MACHINES
-def test_passes_of_a_kind_set_its_ratio(machine):
+def test_passes_of_each_size_set_its_ratio(machine):
     costs = PassCosts()
     for _ in range(20):
         for rows in machine:
@@ -82,7 +82,7 @@ def test_one_interrupted_pass_changes_little():
     assert ratio(costs, 8) == pytest.approx(before, rel=0.08)
 
 
-def test_beside_other_programs_the_typical_ratios_are_not_given_up():
+def test_ratios_are_kept_on_a_loaded_machine():
     """Half of the passes are held up, some of them for long."""
     for seed in range(5):
         rng = random.Random(seed)
@@ -93,7 +93,7 @@ def test_beside_other_programs_the_typical_ratios_are_not_given_up():
         assert ratio(costs, 8) == pytest.approx(seconds(LARGE, 8) / seconds(LARGE, 1), rel=0.3)
 
 
-def test_a_machine_that_slows_down_keeps_its_ratios():
+def test_ratios_are_kept_when_the_machine_slows_down():
     costs = PassCosts()
     for _ in range(60):
         observe(costs, SMALL, 1)
@@ -114,7 +114,7 @@ def test_attention_is_learned_from_the_depth():
         assert ratio(costs, 4, depth) == pytest.approx(expected, rel=0.1)
 
 
-def test_passes_that_tell_nothing_are_ignored():
+def test_invalid_passes_are_ignored():
     costs = PassCosts()
     costs.observe(1, 10.0, 0.0)
     costs.observe(0, 10.0, 1.0)
@@ -122,6 +122,6 @@ def test_passes_that_tell_nothing_are_ignored():
     assert not costs.is_known
 
 
-def test_passes_beyond_the_measured_rows_are_compute_bound():
+def test_passes_beyond_the_measured_rows_scale_linearly():
     costs = PassCosts()
     assert costs.seconds(128, 0.0) == pytest.approx(2 * costs.seconds(64, 0.0))

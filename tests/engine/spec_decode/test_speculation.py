@@ -31,7 +31,7 @@ def prompt(seed, length):
 @pytest.mark.parametrize("drafts", KINDS)
 @pytest.mark.parametrize("closes_blocks", [False, True])
 @pytest.mark.some(3)
-def test_the_answer_is_the_same_whatever_is_proposed(kind, drafts, closes_blocks):
+def test_answers_do_not_depend_on_drafts(kind, drafts, closes_blocks):
     for length in (1, 14, 15, 16, 17, 40):
         bench = drafting(kind, [drafts], closes_blocks=closes_blocks)
         result = bench.ask(prompt(length, length), 60, terms=DRAFTS)
@@ -42,7 +42,7 @@ def test_the_answer_is_the_same_whatever_is_proposed(kind, drafts, closes_blocks
         assert bench.manager.free_block_count == 64
 
 
-def test_right_guesses_save_passes_and_wrong_ones_cost_none(kind):
+def test_right_drafts_save_passes_and_wrong_ones_cost_none(kind):
     passes = {}
     for drafts in ("right", "wrong"):
         bench = drafting(kind, [drafts])
@@ -56,7 +56,7 @@ def test_right_guesses_save_passes_and_wrong_ones_cost_none(kind):
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.some(3)
-def test_many_at_once_in_a_pool_that_is_too_small(kind, seed):
+def test_concurrent_requests_in_a_small_pool(kind, seed):
     """Preempted with drafts under way, sharing prefixes of what was drafted, cancelled between: the
     tokens stand.
     """
@@ -91,7 +91,7 @@ def test_many_at_once_in_a_pool_that_is_too_small(kind, seed):
     assert bench.manager.free_block_count == bench.manager.num_blocks
 
 
-def test_no_request_is_preempted_for_a_guess_and_what_is_left_goes_back(kind):
+def test_drafts_preempt_no_request_and_release_their_blocks(kind):
     bench = drafting(kind, ["wrong"], num_blocks=6)
     for number in range(2):
         bench.submit(prompt(number, 2 * SIZE - 2), 14, terms=DRAFTS)
@@ -100,7 +100,7 @@ def test_no_request_is_preempted_for_a_guess_and_what_is_left_goes_back(kind):
     assert bench.scheduler.speculation.num_drafted > 0
 
 
-def test_only_a_certain_token_fills_a_block_that_closes(kind):
+def test_only_certain_tokens_close_a_quantized_block(kind):
     bench = drafting(kind, ["right", "random"], closes_blocks=True)
     drafted = 0
 
@@ -123,7 +123,7 @@ def test_only_a_certain_token_fills_a_block_that_closes(kind):
 
 
 @pytest.mark.parametrize("drafts", ["right", "one off"])
-def test_a_stop_inside_a_draft_ends_there(kind, drafts):
+def test_a_stop_token_within_a_draft_ends_the_answer(kind, drafts):
     """What is kept of it, a recurrent state too, is that of the tokens up to there."""
     token_ids = prompt(3, 20)
     truth = kind.bench().runner.expected(token_ids, 40)
@@ -140,7 +140,7 @@ def test_a_stop_inside_a_draft_ends_there(kind, drafts):
         assert bench.ask(longer, 3).cached_tokens == (len(longer) - 3) // SIZE * SIZE
 
 
-def test_a_stop_string_inside_a_draft_cuts_the_text_where_it_would_alone(kind):
+def test_a_stop_string_within_a_draft_cuts_the_text_as_without_drafts(kind):
     token_ids = prompt(5, 20)
     text = kind.bench().ask(token_ids, 60).output_text
     pairs = (text[i : i + 2] for i in range(8, len(text) - 2))
@@ -154,7 +154,7 @@ def test_a_stop_string_inside_a_draft_cuts_the_text_where_it_would_alone(kind):
         assert handle.result(0).output_text == text[: text.index(stop)]
 
 
-def test_samples_penalties_and_log_probabilities_are_those_without_drafts(kind):
+def test_samples_penalties_and_logprobs_equal_those_without_drafts(kind):
     options = {"temperature": 0.9, "top_p": 0.9, "seed": 7, "logprobs": 3}
     options |= {"repetition_penalty": 1.2, "frequency_penalty": 0.3}
 
@@ -174,7 +174,7 @@ def test_samples_penalties_and_log_probabilities_are_those_without_drafts(kind):
         assert result.drafted_tokens > 0
 
 
-def test_nan_after_a_wrong_guess_changes_no_answer_and_after_a_right_one_fails_as_without_it(kind):
+def test_nan_in_draft_rows_fails_only_accepted_tokens(kind):
     token_ids = prompt(9, 20)
     bench = kind.bench()
     truth = bench.runner.expected(token_ids, 30)
@@ -200,7 +200,7 @@ def test_nan_after_a_wrong_guess_changes_no_answer_and_after_a_right_one_fails_a
     assert bench.manager.free_block_count == 64
 
 
-def test_nothing_that_was_not_accepted_is_published(kind):
+def test_rejected_tokens_are_never_published(kind):
     """What the next request finds in the cache is what it would compute; the fake runner looks at
     every slot.
     """
@@ -242,7 +242,7 @@ def test_drafts_below_the_minimum_are_not_verified(kind, most, least, num_blocks
     assert bench.manager.free_block_count == num_blocks
 
 
-def test_a_tenant_is_charged_for_what_it_keeps(kind):
+def test_a_tenant_is_charged_for_accepted_tokens_only(kind):
     """Wrong guesses of one tenant are no tokens that it was served."""
     bench = drafting(kind, ["wrong"])
     for number, tenant in enumerate("ab"):

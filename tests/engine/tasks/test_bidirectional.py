@@ -76,7 +76,7 @@ def expected(model):
     return np.stack(vectors)
 
 
-def test_vectors_are_those_of_transformers(engine, expected):
+def test_embeddings_equal_transformers(engine, expected):
     found = engine.embed(TEXTS)
     assert found.shape == (len(TEXTS), DENSE[-1])
     assert engine.embedding_size == DENSE[-1]
@@ -86,12 +86,12 @@ def test_vectors_are_those_of_transformers(engine, expected):
     np.testing.assert_allclose(few, cut, rtol=0, atol=3e-4)
 
 
-def test_the_specification_gives_the_same_vectors(model, expected):
+def test_the_reference_backend_gives_the_same_embeddings(model, expected):
     with load(model, backend="reference") as engine:
         np.testing.assert_allclose(engine.embed(TEXTS[:-2]), expected[:-2], rtol=0, atol=1e-4)
 
 
-def test_heads_that_fill_no_group_of_32_run_layer_by_layer(tmp_path):
+def test_head_sizes_below_a_group_of_32_run_layer_by_layer(tmp_path):
     fields = {"head_dim": 20, "num_attention_heads": 2, "num_key_value_heads": 1}
     path = save_two_way_model(tmp_path, dense=(), **fields)
     torch_model = build_tiny_model(
@@ -104,7 +104,7 @@ def test_heads_that_fill_no_group_of_32_run_layer_by_layer(tmp_path):
 
 
 @pytest.mark.parametrize("weights", ["f32", "int8", "int4"])
-def test_vectors_are_the_same_to_the_bit_alone_together_and_on_more_threads(model, weights):
+def test_embeddings_are_bit_equal_alone_batched_and_threaded(model, weights):
     with load(model, weights=weights) as engine:
         alone = np.concatenate([engine.embed([ids]) for ids in TEXTS])
         assert (engine.embed(TEXTS) == alone).all()
@@ -118,14 +118,14 @@ def test_vectors_are_the_same_to_the_bit_alone_together_and_on_more_threads(mode
             assert (engine.embed(TEXTS) == alone).all()
 
 
-def test_tenants_that_embed_at_once_get_the_same_vectors(model, expected):
+def test_concurrent_tenants_get_the_same_embeddings(model, expected):
     calls = [{"tenant": name, "priority": int(name == "c")} for name in "abc"]
     with load(model, max_num_seqs=4) as engine, ThreadPoolExecutor(3) as pool:
         for vectors in pool.map(lambda call: engine.embed(TEXTS, **call), calls):
             np.testing.assert_allclose(vectors, expected, rtol=0, atol=1e-4)
 
 
-def test_nothing_is_stored_and_nothing_found(engine):
+def test_embeddings_store_and_hit_nothing(engine):
     before = engine.paged_stats()
     handles = []
     for _ in range(2):
@@ -144,7 +144,7 @@ def test_nothing_is_stored_and_nothing_found(engine):
     assert [handle.result().cached_tokens for handle in handles] == [0, 0, 0, 0]
 
 
-def test_texts_get_their_special_tokens(engine, model):
+def test_texts_are_encoded_with_special_tokens(engine, model):
     ids = AutoTokenizer.from_pretrained(model)("hello")["input_ids"]
     assert engine.tokenizer.encode("hello") == ids
     assert (engine.embed(["hello"]) == engine.embed([ids])).all()
@@ -156,7 +156,7 @@ def test_a_text_is_bounded_by_the_context(engine):
         engine.embed([[1] * 513])
 
 
-def test_everything_but_vectors_is_refused_by_name(engine):
+def test_everything_but_embeddings_is_refused_by_name(engine):
     assert_raises(RequestError, "embedding model", engine.generate, "hello")
     assert_raises(RequestError, "embedding model", engine.rerank, "q", ["d"])
     for call in (
@@ -182,11 +182,11 @@ def test_everything_but_vectors_is_refused_by_name(engine):
         ),
     ],
 )
-def test_options_about_what_it_has_not_are_refused(model, options, error, message):
+def test_options_without_effect_are_refused(model, options, error, message):
     assert_raises(error, message, load, model, **options)
 
 
-def test_a_loaded_transformers_model_that_attends_both_ways_is_refused(model):
+def test_a_loaded_bidirectional_transformers_model_is_refused(model):
     with pytest.raises(ModelFormatError, match="supports causal models only"):
         CPUPagedEngine(
             build_tiny_model("gemma3", use_bidirectional_attention=True),
@@ -194,13 +194,13 @@ def test_a_loaded_transformers_model_that_attends_both_ways_is_refused(model):
         )
 
 
-def test_one_that_does_not_say_how_it_pools_is_refused(tmp_path):
+def test_a_model_without_pooling_information_is_refused(tmp_path):
     path = save_tiny_model("gemma3", tmp_path, use_bidirectional_attention=True)
     assert_raises(ModelFormatError, "not name the pooling", load, path)
 
 
 @pytest.mark.parametrize("kind", ["F32", "Q8_0"])
-def test_a_gguf_file_gives_the_vectors_of_the_directory(tmp_path, kind):
+def test_a_gguf_file_gives_the_same_embeddings(tmp_path, kind):
     model = save_two_way_model(
         tmp_path / "dir", query_pre_attn_scalar=32
     )  # of GGUF it is the heads' size
@@ -219,7 +219,7 @@ def test_a_gguf_file_gives_the_vectors_of_the_directory(tmp_path, kind):
             engine.generate("hello")
 
 
-def test_a_gguf_file_says_how_it_pools_as_its_makers_do_or_is_refused(model, tmp_path):
+def test_a_gguf_file_names_its_pooling_or_is_refused(model, tmp_path):
     path = write_gguf(model, tmp_path / "bare.gguf", keys={"pooling_type": 1}, dense=False)
     with pytest.raises(
         ModelFormatError,

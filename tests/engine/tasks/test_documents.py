@@ -29,7 +29,7 @@ def engine_of(num_blocks=96, **options):
     )
 
 
-def test_documents_are_found_at_other_positions_to_the_token():
+def test_documents_are_reused_at_other_positions():
     documents = [document(n, 50 + 7 * n) for n in range(1, 4)]
     with engine_of() as engine:
         warmed = engine.warm(documents=documents)
@@ -50,7 +50,7 @@ def test_documents_are_found_at_other_positions_to_the_token():
         assert_clean(engine)
 
 
-def test_what_documents_were_computed_behind_is_dropped():
+def test_the_context_of_warmed_documents_is_dropped():
     text = document(1, 60)
     with engine_of() as engine:
         engine.warm(documents=[text])
@@ -72,7 +72,7 @@ def test_what_documents_were_computed_behind_is_dropped():
         assert result.cached_tokens == 60
 
 
-def test_documents_that_are_there_are_not_computed_again():
+def test_cached_documents_are_not_recomputed():
     one = document(1, 60)
     two = document(2, 60)
     with engine_of() as engine:
@@ -95,7 +95,7 @@ def test_documents_that_are_there_are_not_computed_again():
         assert runner_of(engine).computed == computed + 128
 
 
-def test_documents_are_computed_behind_the_end_of_the_others():
+def test_documents_are_computed_after_a_primer():
     documents = [document(n, 40) for n in range(4)]
     with engine_of() as engine:
         read = engine._documents.read
@@ -112,7 +112,7 @@ def test_documents_are_computed_behind_the_end_of_the_others():
         assert runner_of(engine).computed == 4 * (64 + 48)  # the last block of each is filled up
 
 
-def test_a_text_for_a_position_is_computed_behind_so_many_tokens():
+def test_position_offset_sets_the_position_of_a_text():
     text = document(1, 70)
     with engine_of() as engine:
         warmed = engine.warm(text, position_offset=37)
@@ -124,7 +124,7 @@ def test_a_text_for_a_position_is_computed_behind_so_many_tokens():
         assert result.reused_span_tokens >= 70 - 15
 
 
-def test_texts_are_encoded_without_what_stands_before_prompts():
+def test_documents_are_encoded_without_bos():
     with engine_of() as engine:
         text = "The bridge at Corran was paid for with tolls on salt, says a letter."
         assert engine.warm(documents=[text]).token_count == len(text.encode())
@@ -147,7 +147,7 @@ def test_texts_are_encoded_without_what_stands_before_prompts():
     ids=str,
 )
 @pytest.mark.parametrize("engine_wide", [True, False], ids=["engine", "call"])
-def test_documents_are_cut_as_asked(options, chunks, engine_wide):
+def test_documents_are_chunked_as_requested(options, chunks, engine_wide):
     text = document(1, 128)
     with engine_of(**(options if engine_wide else {})) as engine:
         warmed = engine.warm(documents=[text], **({} if engine_wide else options))
@@ -159,7 +159,7 @@ def test_documents_are_cut_as_asked(options, chunks, engine_wide):
         assert_clean(engine)
 
 
-def test_what_cannot_be_found_is_counted():
+def test_partial_chunks_are_counted():
     with engine_of() as engine:
         warmed = engine.warm(documents=[document(1, 60), document(2, 31), document(3, 10)])
         assert (warmed.chunks_stored, warmed.token_count, warmed.partial_tail_tokens) == (
@@ -177,7 +177,7 @@ def test_what_cannot_be_found_is_counted():
         assert warmed.partial_tail_tokens == 96 * (8 - warmed.chunks_stored)
 
 
-def test_documents_that_a_tier_keeps_are_loaded_not_computed():
+def test_documents_are_restored_from_a_tier():
     tier = DictTier()
     texts = [document(n, 96) for n in (1, 2)]
     with engine_of(tiers=[tier]) as engine:
@@ -191,7 +191,7 @@ def test_documents_that_a_tier_keeps_are_loaded_not_computed():
         assert result.reused_span_tokens >= 2 * (96 - 15)
 
 
-def test_one_tenants_documents_are_not_found_by_another():
+def test_documents_are_isolated_between_tenants():
     text = document(1, 80)
     with engine_of() as engine:
         engine.warm(documents=[text], tenant="a", cache_salt="s")
@@ -206,7 +206,7 @@ def test_one_tenants_documents_are_not_found_by_another():
         )
 
 
-def test_documents_are_evicted_as_others_are_and_can_be_warmed_again():
+def test_evicted_documents_can_be_warmed_again():
     with engine_of(num_blocks=40) as engine:
         text = document(1, 96)
         assert engine.warm(documents=[text]).chunks_stored == 1
@@ -272,7 +272,7 @@ def test_documents_are_evicted_as_others_are_and_can_be_warmed_again():
     ],
     ids=str,
 )
-def test_bad_arguments_are_refused_by_value_and_name(arguments, words):
+def test_invalid_arguments_are_refused_by_name(arguments, words):
     with engine_of() as engine:
         with pytest.raises(RequestError, match=words):
             engine.warm(**arguments)
@@ -280,7 +280,7 @@ def test_bad_arguments_are_refused_by_value_and_name(arguments, words):
         assert_clean(engine)
 
 
-def test_where_nothing_is_reused_at_other_positions_documents_are_refused():
+def test_documents_are_refused_without_span_reuse():
     with engine_of() as engine:
         runner_of(engine).moved_keys_refusal = "it has no keys"
         for arguments in ({"documents": [[1] * 40]}, {"text": [1] * 40, "position_offset": 8}):
@@ -307,12 +307,12 @@ def test_where_nothing_is_reused_at_other_positions_documents_are_refused():
     ],
     ids=str,
 )
-def test_engine_options_that_contradict_are_refused_before_a_model_is_looked_for(options, words):
+def test_contradictory_engine_options_are_refused_before_loading(options, words):
     with pytest.raises(ConfigError, match=words):
         CPUPagedEngine.from_pretrained("no such model", **options)
 
 
-def test_of_chains_computed_alone_only_what_follows_the_context_is_offered():
+def test_only_tokens_after_the_primer_are_offered():
     bench = Bench()
     behind = document(5, 48)
     text = document(1, 64)
@@ -343,7 +343,7 @@ def test_of_chains_computed_alone_only_what_follows_the_context_is_offered():
 
 @pytest.mark.parametrize("repair", [BARE, SEAMS, BLEND], ids=lambda repair: repair.strategy.value)
 @pytest.mark.parametrize("start", [75, 99, 120, 130])
-def test_logits_behind_spans_are_those_of_the_tokens(repair, start):
+def test_logits_after_reused_spans_are_computed(repair, start):
     """No row that is asked for is ever shared: what is found ends before the first of them."""
     bench = Bench()
     text = document(1, 90)

@@ -61,7 +61,7 @@ def unit(vector):
     return vector / np.linalg.norm(vector)
 
 
-def test_the_vector_of_a_text_is_the_state_of_its_last_token_in_transformers(engine):
+def test_last_token_pooling_equals_transformers(engine):
     found = engine.embed(TEXTS)
     assert found.shape == (len(TEXTS), HIDDEN)
     assert found.dtype == np.float32
@@ -73,7 +73,7 @@ def test_the_vector_of_a_text_is_the_state_of_its_last_token_in_transformers(eng
     )
 
 
-def test_a_text_gets_the_end_that_the_tokenizer_gives_it_and_ids_are_taken_as_they_are(engine):
+def test_texts_get_the_tokenizers_eos_and_ids_are_unchanged(engine):
     ids = [*b"hello", EOS_ID]
     assert engine.tokenizer.encode("hello")[-1] == EOS_ID
     text, same, without = engine.embed(
@@ -84,7 +84,7 @@ def test_a_text_gets_the_end_that_the_tokenizer_gives_it_and_ids_are_taken_as_th
     assert not np.allclose(text, without, atol=1e-2)
 
 
-def test_mean_pooling_takes_all_states_whatever_the_cache_holds(tmp_path):
+def test_mean_pooling_includes_cached_tokens(tmp_path):
     path = make_embedding_model(save_tiny_model("qwen3", tmp_path), "mean_tokens")
     with load(path, max_batch_tokens=32) as engine:
         cold = engine.embed(TEXTS)
@@ -93,14 +93,14 @@ def test_mean_pooling_takes_all_states_whatever_the_cache_holds(tmp_path):
         assert (engine.embed(TEXTS) == cold).all()
 
 
-def test_fewer_dimensions_are_the_first_ones_of_length_one(engine):
+def test_fewer_dimensions_are_truncated_and_normalized(engine):
     whole = engine.embed(TEXTS[:2], normalize=False)
     few = engine.embed(TEXTS[:2], dimensions=8)
     np.testing.assert_allclose(few, np.stack([unit(row[:8]) for row in whole]), atol=1e-6)
 
 
 @pytest.mark.parametrize("weights", ["f32", "int8", "int4"])
-def test_vectors_are_the_same_to_the_bit_alone_batched_cached_and_chunked(model, weights):
+def test_embeddings_are_bit_equal_alone_batched_cached_and_chunked(model, weights):
     with load(model, weights=weights) as engine:
         alone = np.concatenate([engine.embed([ids], mode="baseline") for ids in TEXTS])
         assert (engine.embed(TEXTS) == alone).all()
@@ -113,7 +113,7 @@ def test_vectors_are_the_same_to_the_bit_alone_batched_cached_and_chunked(model,
         assert (engine.embed(TEXTS) == alone).all()
 
 
-def test_vectors_are_the_same_to_the_bit_beside_answers_and_scores_in_one_batch(plain):
+def test_embeddings_are_bit_equal_beside_answers_and_scores(plain):
     with load(plain, weights="int8") as engine:
         expected = engine.embed(TEXTS, mode="baseline")
         answer = engine.generate(STEM, 30, mode="baseline", ignore_eos=True).output_token_ids
@@ -126,7 +126,7 @@ def test_vectors_are_the_same_to_the_bit_beside_answers_and_scores_in_one_batch(
         assert handles[0].result().output_token_ids == answer
 
 
-def test_vectors_are_the_same_to_the_bit_in_a_pool_too_small_for_all(plain):
+def test_embeddings_are_bit_equal_in_a_small_pool(plain):
     texts = [RNG.integers(0, 250, 60).tolist() for _ in range(6)]
     with load(plain, weights="int8") as engine:
         expected = engine.embed(texts, mode="baseline")
@@ -140,7 +140,7 @@ def test_vectors_are_the_same_to_the_bit_in_a_pool_too_small_for_all(plain):
         assert sum(preemptions) > 0
 
 
-def test_texts_share_the_instruction_that_they_begin_with(engine):
+def test_texts_share_their_instruction_prefix(engine):
     instruction = RNG.integers(0, 250, 64).tolist()
     handles = []
     engine.embed(
@@ -149,9 +149,7 @@ def test_texts_share_the_instruction_that_they_begin_with(engine):
     assert sum(handle.result().cached_tokens for handle in handles) == 5 * 64
 
 
-def test_a_tied_embedding_model_saved_without_its_prefix_and_head_gives_the_same_vectors(
-    model, engine, tmp_path
-):
+def test_a_checkpoint_without_prefix_and_head_gives_the_same_embeddings(model, engine, tmp_path):
     for file in model.rglob("*.json"):
         (tmp_path / file.relative_to(model)).parent.mkdir(exist_ok=True)
         (tmp_path / file.relative_to(model)).write_bytes(file.read_bytes())
@@ -165,9 +163,7 @@ def test_a_tied_embedding_model_saved_without_its_prefix_and_head_gives_the_same
         assert (other.embed(TEXTS) == engine.embed(TEXTS)).all()
 
 
-def test_embeddings_of_a_model_that_chats_are_allowed_with_one_warning_that_names_the_pooling(
-    plain, caplog
-):
+def test_embeddings_of_a_chat_model_warn_once_with_the_pooling(plain, caplog):
     with load(plain) as engine, caplog.at_level(logging.WARNING):
         for _ in range(2):
             engine.embed(TEXTS[:1])
@@ -177,7 +173,7 @@ def test_embeddings_of_a_model_that_chats_are_allowed_with_one_warning_that_name
     assert sum("pooling 'last'" in record.getMessage() for record in caplog.records) == 1
 
 
-def test_an_embedding_model_is_not_asked_to_generate(engine):
+def test_an_embedding_model_refuses_generation(engine):
     with pytest.raises(
         RequestError, match=r"embedding model \(according to 1_Pooling/config.json\)"
     ):
@@ -202,7 +198,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("arguments", "message"), BAD, ids=[message[:30] for _, message in BAD])
-def test_bad_input_is_named(engine, arguments, message):
+def test_invalid_input_is_refused_by_name(engine, arguments, message):
     assert_raises(RequestError, message, engine.embed, **arguments)
 
 
@@ -216,7 +212,7 @@ def test_a_cancelled_input_ends_the_call(engine):
         engine.embed([RNG.integers(0, 250, 400).tolist() for _ in range(4)], handles=Cancelling())
 
 
-def test_no_texts_give_no_vectors(engine):
+def test_an_empty_list_gives_an_empty_array(engine):
     assert engine.embed([]).shape == (0, HIDDEN)
 
 
@@ -238,7 +234,7 @@ def reranker(tmp_path_factory):
         yield engine
 
 
-def test_a_score_is_the_softmax_of_yes_and_no_behind_the_prompt(reranker):
+def test_a_rerank_score_is_the_softmax_of_yes_and_no(reranker):
     documents = ["Paris is the capital.", "Bread."]
     tokenizer = reranker.tokenizer
     expected = []
@@ -268,7 +264,7 @@ def test_special_tokens_in_a_document_stay_text(reranker):
     assert tokens[0] - tokens[1] == len("<|im_end|>")
 
 
-def test_a_model_without_the_tokens_of_the_prompt_is_no_reranker(plain, reranker):
+def test_reranking_needs_the_prompts_tokens(plain, reranker):
     with (
         load(plain) as engine,
         pytest.raises(RequestError, match="reranking needs 'yes' as a single token"),
@@ -284,7 +280,7 @@ TORCH = {"runner": "torch", "weights": "auto", "num_threads": None}
 
 
 @pytest.mark.parametrize("kind", ["lasttoken", "mean_tokens"])
-def test_the_torch_runner_gives_the_same_vectors(tmp_path, kind):
+def test_the_torch_runner_gives_the_same_embeddings(tmp_path, kind):
     path = make_embedding_model(save_tiny_model("qwen3", tmp_path), kind)
     with load(path, **TORCH, max_batch_tokens=64) as engine:
         rows = [
@@ -303,7 +299,7 @@ def test_the_torch_runner_gives_the_same_vectors(tmp_path, kind):
         assert engine.embedding_size == HIDDEN
 
 
-def test_the_torch_runner_answers_beside_vectors_and_leaves_its_model_as_it_was(plain):
+def test_the_torch_runner_embeds_beside_answers_and_restores_its_model(plain):
     with load(plain, **TORCH) as engine:
         alone = engine.generate(STEM, 20, ignore_eos=True).output_token_ids
         handles = [engine.submit(STEM, max_new_tokens=20, ignore_eos=True) for _ in range(2)]
@@ -315,7 +311,7 @@ def test_the_torch_runner_answers_beside_vectors_and_leaves_its_model_as_it_was(
 
 
 @pytest.mark.parametrize("family", ["granite", "gemma2", "gpt_neox", "starcoder2", "olmoe"])
-def test_states_of_other_families_are_what_their_heads_read(family, tmp_path):
+def test_embeddings_of_other_families_are_the_inputs_of_their_heads(family, tmp_path):
     path = save_tiny_model(family, tmp_path)
     with load(path, **TORCH) as engine, torch.inference_mode():
         states = (
@@ -327,12 +323,12 @@ def test_states_of_other_families_are_what_their_heads_read(family, tmp_path):
         np.testing.assert_allclose(engine.embed([STEM])[0], unit(states), rtol=0, atol=1e-4)
 
 
-def test_a_gguf_file_of_an_embedding_model_pools_as_its_key_says(plain, tmp_path):
+def test_a_gguf_embedding_model_uses_its_pooling_key(plain, tmp_path):
     with load(write_gguf(plain, tmp_path / "model.gguf", keys={"pooling_type": 1})) as engine:
         expected = np.stack([unit(states_of(ids).mean(axis=0)) for ids in TEXTS])
         np.testing.assert_allclose(engine.embed(TEXTS), expected, rtol=0, atol=1e-4)
         assert_raises(RequestError, "embedding model", engine.generate, "hello")
 
 
-def test_a_server_can_be_prepared_for_an_embedding_model(engine):
+def test_a_server_starts_with_an_embedding_model(engine):
     prepare(engine, ["hello"], [], [])

@@ -81,7 +81,7 @@ def spoiled(monkeypatch):
     monkeypatch.setattr(FakeRunner, "forward", noisy)
 
 
-def test_a_model_is_tested_once_on_an_engine_of_the_test_s_own(tests_run):
+def test_a_model_is_tested_once_on_a_separate_engine(tests_run):
     """The cache of the engine that asks keeps its blocks, and its figures do not move."""
     with engine_of() as engine:
         for number in range(40):  # a full pool: anything more would evict
@@ -104,7 +104,7 @@ def test_a_model_is_tested_once_on_an_engine_of_the_test_s_own(tests_run):
     assert len(tests_run) == 1, "the verdict is stored for other processes"
 
 
-def test_a_request_uses_the_stored_verdict_and_tests_nothing(tests_run, caplog):
+def test_a_request_uses_the_stored_verdict(tests_run, caplog):
     with engine_of() as engine:
         assert engine.check(PROMPT, mode=REUSE) == len(PROMPT)
         assert [gate_of_reuse(engine) for _ in range(2)] == ["unchecked"] * 2
@@ -119,7 +119,7 @@ def test_a_request_uses_the_stored_verdict_and_tests_nothing(tests_run, caplog):
     assert len(tests_run) == 1
 
 
-def test_a_verdict_of_another_process_is_found_later(tests_run, monkeypatch):
+def test_another_processes_verdict_is_found_later(tests_run, monkeypatch):
     now = [0.0]
     give_clock(monkeypatch, lambda: now[0], quality_gate)
     tokenized = []
@@ -141,7 +141,7 @@ def test_a_verdict_of_another_process_is_found_later(tests_run, monkeypatch):
         assert gate_of_reuse(engine) == "passed"
 
 
-def test_what_fails_the_test_is_refused_with_its_figures(tests_run, spoiled):
+def test_a_failed_test_refuses_reuse_with_its_figures(tests_run, spoiled):
     words = r"refused for this model.*KL\(full \|\| reuse\).*reuse_gate='off'"
     with engine_of() as engine:
         engine.generate(TEXT + [1] * 16, 1)
@@ -170,7 +170,7 @@ def test_what_fails_the_test_is_refused_with_its_figures(tests_run, spoiled):
     assert len(tests_run) == 1
 
 
-def test_other_repairs_are_other_tests(tests_run):
+def test_each_recompute_strategy_is_tested_separately(tests_run):
     with engine_of() as engine:
         for strategy, ratio, count in (
             ("none", 0.1, 1),
@@ -185,7 +185,7 @@ def test_other_repairs_are_other_tests(tests_run):
         assert gate_of_reuse(engine, recompute_strategy="query") == "unchecked"
 
 
-def test_off_says_that_no_verdict_is_used(tests_run, spoiled):
+def test_reuse_gate_off_is_reported(tests_run, spoiled):
     with engine_of() as engine:
         assert not engine.check_reuse().passed
     with engine_of(reuse_gate="off") as engine:
@@ -226,7 +226,7 @@ def test_a_request_that_cannot_run_has_its_own_error(spoiled):
     ],
     ids=str,
 )
-def test_without_room_for_the_test_requests_run_unchecked(options, words):
+def test_requests_run_unchecked_without_room_for_the_test(options, words):
     with engine_of(**options) as engine:
         with pytest.raises(RequestError, match=rf"{words}.*reuse_gate='off'"):
             engine.check_reuse()
@@ -241,7 +241,7 @@ def test_a_small_pool_is_tested_like_a_large_one(tests_run):
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
-def test_a_test_that_is_interrupted_is_run_again(error, monkeypatch, tests_run):
+def test_an_interrupted_test_is_repeated(error, monkeypatch, tests_run):
     failing = iter([error("stop"), None])
     logits = QualityGate.logits
 
@@ -258,7 +258,7 @@ def test_a_test_that_is_interrupted_is_run_again(error, monkeypatch, tests_run):
         assert_clean(engine)
 
 
-def test_a_test_whose_documents_are_lost_proves_nothing(monkeypatch, tests_run):
+def test_a_test_whose_documents_were_evicted_is_no_verdict(monkeypatch, tests_run):
     logits = QualityGate.logits
 
     def robbed(self, *arguments):
@@ -286,7 +286,7 @@ def test_a_failing_pass_fails_the_check(monkeypatch):
         assert engine.check_reuse().passed
 
 
-def test_the_draws_of_others_are_what_they_would_be_without_it():
+def test_the_test_does_not_change_other_requests_seeds():
     outputs = []
     for is_checked in (True, False):
         with engine_of(seed=3) as engine:
@@ -296,7 +296,7 @@ def test_the_draws_of_others_are_what_they_would_be_without_it():
     assert outputs[0] == outputs[1]
 
 
-def test_no_tier_is_given_what_the_test_computed(tests_run):
+def test_the_test_stores_nothing_in_tiers(tests_run):
     tier = DictTier()
     with engine_of(tiers=[tier]) as engine:
         engine.check_reuse()
@@ -332,7 +332,7 @@ def test_verify_compares_reuse_with_a_full_computation(tests_run):
         assert_clean(engine)
 
 
-def test_verify_says_by_how_much_reuse_goes_too_far(spoiled):
+def test_verify_reports_by_how_much_reuse_fails(spoiled):
     with engine_of() as engine:
         report = engine.verify_correctness(max_new_tokens=6, mode=REUSE)
         assert not report
@@ -344,7 +344,7 @@ def test_verify_says_by_how_much_reuse_goes_too_far(spoiled):
         assert_clean(engine)
 
 
-def test_verify_is_false_where_an_answer_is_another_text(monkeypatch):
+def test_verify_fails_if_answers_differ(monkeypatch):
     """Three of four texts differ, and the mean KL is small."""
     generate = QualityGate.generate
 
@@ -378,7 +378,7 @@ def test_verify_is_false_where_an_answer_is_another_text(monkeypatch):
     ],
     ids=str,
 )
-def test_verify_refuses_what_is_wrong(arguments, words):
+def test_verify_refuses_invalid_arguments(arguments, words):
     with engine_of() as engine:
         with pytest.raises(RequestError, match=words):
             engine.verify_correctness(**{"mode": REUSE, "max_new_tokens": 4, **arguments})

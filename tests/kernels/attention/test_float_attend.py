@@ -102,14 +102,14 @@ def assert_same_bits(got, expected):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.some(3)
-def test_equals_dense_attention(options, dtype, two_threads):
+def test_float_attention_equals_dense_attention(options, dtype, two_threads):
     case = ragged(1)
     got = attend(case, filled_pool(case, dtype), case.spans, options, two_threads)
     assert_close(got, case.expected(case.spans, options, dtype))
 
 
 @pytest.mark.parametrize("dim", [8, 16, 20, 48, 72, 112, 160, 192, 256])
-def test_head_dims(dim):
+def test_every_head_dim_equals_dense_attention(dim):
     """Channels are summed in panels of 64, 32 and 16, and what is left over is padded."""
     case = ragged(2, ((40, 90), (1, 70)), dim=dim)
     options = AttentionOptions(dim**-0.5)
@@ -122,7 +122,7 @@ def test_head_dims(dim):
 @pytest.mark.parametrize(
     ("kv_heads", "per_group"), [(1, 1), (4, 1), (1, 5), (2, 16), (1, 71), (8, 2)]
 )
-def test_groups_of_heads(kv_heads, per_group):
+def test_every_grouping_of_heads_equals_dense_attention(kv_heads, per_group):
     lengths = ((30, 80), (1, 70))
     sizes = {"kv_heads": kv_heads, "per_group": per_group, "dim": 16, "block_size": 16}
     case = make_case(np.random.default_rng(3), lengths, **sizes)
@@ -133,7 +133,7 @@ def test_groups_of_heads(kv_heads, per_group):
     )
 
 
-def test_the_specification_itself_equals_dense_attention():
+def test_the_reference_equals_dense_attention():
     case = ragged(4, ((5, 40), (1, 70)))
     layout = case.layout(case.spans)
     batch = PagedBatch(layout.cu_seqlens_q, layout.seq_lens, layout.block_tables)
@@ -213,7 +213,7 @@ def test_chunks_equal_the_whole(name, dtype, dim, seed, two_threads):
 
 
 @pytest.mark.parametrize("block_size", [32, 64, 128])
-def test_where_blocks_lie_and_how_large_they_are_changes_no_bit(block_size):
+def test_block_size_and_placement_change_no_bit(block_size):
     lengths = ((1, 600), (40, 70))
     small = ragged(8, lengths)
     large = ragged(9, lengths, block_size=block_size)
@@ -241,9 +241,7 @@ def test_blocks_before_the_window_are_not_read(window, dtype, two_threads):
 
 @pytest.mark.parametrize("name", ["both ways", "both ways, window", "both ways, wide window"])
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_a_sequence_that_looks_both_ways_is_the_same_alone_and_in_any_batch(
-    name, dtype, two_threads
-):
+def test_a_bidirectional_sequence_is_the_same_in_any_batch(name, dtype, two_threads):
     case = ragged(14, ((1100, 1100), (3, 3), (64, 64), (65, 65), (600, 600)))
     pool = filled_pool(case, dtype)
     options = OPTIONS[name]
@@ -257,7 +255,7 @@ def test_a_sequence_that_looks_both_ways_is_the_same_alone_and_in_any_batch(
 
 
 @pytest.mark.parametrize("ahead", [1, 40, 600])
-def test_what_is_behind_a_window_that_looks_ahead_is_not_read(ahead, two_threads):
+def test_blocks_outside_a_bidirectional_window_are_not_read(ahead, two_threads):
     """Its rows see whole sequences; blocks that no row reaches are full of NaN."""
     case = ragged(12, ((1300, 1300), (20, 20), (700, 700)))
     options = AttentionOptions(0.2, window=ahead + 1, ahead=ahead)
@@ -274,7 +272,7 @@ def test_what_is_behind_a_window_that_looks_ahead_is_not_read(ahead, two_threads
             assert_same_bits(got, tuple(part[at + total - 100 : at + total] for part in expected))
 
 
-def test_parts_are_not_looked_at_from_before():
+def test_bidirectional_attention_refuses_segments():
     case = ragged(13, ((5, 40),))
     layout = case.layout(case.spans)
     parts = np.zeros((1, 6), np.int32)
@@ -288,7 +286,7 @@ def test_parts_are_not_looked_at_from_before():
         )
 
 
-def test_the_future_is_not_read():
+def test_future_tokens_are_not_read():
     case = ragged(11, ((100, 200),))
     options = AttentionOptions(0.2)
     expected = attend(case, filled_pool(case), case.spans, options)
@@ -324,7 +322,7 @@ def test_parts_over_disjoint_keys_merge_to_the_whole():
     assert_close(merge_state(*parts[0], *parts[1]), whole)
 
 
-def test_sinks_of_minus_infinity_are_no_sinks():
+def test_sinks_of_minus_infinity_have_no_effect():
     case = ragged(13, ((4, 90),))
     none = AttentionOptions(0.2, sinks=np.full(6, -np.inf, np.float32))
     assert_same_bits(
@@ -355,7 +353,7 @@ def test_scores_of_any_size_stay_finite(scale):
     np.testing.assert_allclose(lse[0], scores.max(axis=1), rtol=1e-3)
 
 
-def test_a_wide_spread_below_zero_underflows_to_nothing():
+def test_far_lower_scores_underflow_to_zero_weight():
     case = ragged(15, ((1, 130),))
     case.queries[0][:] = 0
     case.queries[0][:, :, 0] = 1
@@ -378,7 +376,7 @@ def test_a_workspace_serves_calls_of_any_size(two_threads):
         assert_close(got, case.expected(case.spans, options, "float32"))
 
 
-def test_queries_that_do_not_fit_the_pool_are_refused():
+def test_mismatched_queries_are_refused():
     case = ragged(19, ((1, 20),))
     pool = filled_pool(case)
     for heads, dim in ((6, 16), (5, 32)):
@@ -387,7 +385,7 @@ def test_queries_that_do_not_fit_the_pool_are_refused():
             attend(case, pool, case.spans, OPTIONS["plain"])
 
 
-def test_sinks_that_do_not_fit_the_heads_are_refused():
+def test_mismatched_sinks_are_refused():
     case = ragged(20, ((1, 20),))
     with pytest.raises(ConfigError, match=r"sinks .*6"):
         attend(

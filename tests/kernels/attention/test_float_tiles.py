@@ -86,7 +86,7 @@ def random(rng, *shape):
 
 
 @pytest.mark.parametrize("dim", [1, 16, 24, 128])
-def test_scores(dim):
+def test_tile_scores_equal_numpy(dim):
     rng = np.random.default_rng(dim)
     query = random(rng, ROWS, dim)
     keys = random(rng, STRIPS, dim, LANES)
@@ -99,7 +99,7 @@ def test_scores(dim):
     np.testing.assert_allclose(scores, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_weighted_values():
+def test_tile_values_equal_numpy():
     rng = np.random.default_rng(0)
     weights = random(rng, ROWS, TILE)
     values = random(rng, STRIPS, LANES, 112)
@@ -114,7 +114,7 @@ def test_weighted_values():
     np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_running_softmax():
+def test_online_softmax_equals_softmax():
     """Three tiles, one of them unseen by row 1, add up to the softmax over all of them."""
     rng = np.random.default_rng(1)
     tiles = random(rng, 3, ROWS, TILE) * 5
@@ -142,7 +142,7 @@ def test_running_softmax():
 @pytest.mark.parametrize(
     ("low", "high"), [(0, 64), (5, 20), (-7, 33), (60, 200), (30, 30), (64, 70)]
 )
-def test_softcap_and_hiding(cap, low, high):
+def test_softcap_and_masking_equal_numpy(cap, low, high):
     scores = random(np.random.default_rng(2), TILE) * 40
     scores[:4] = 0.0, 1e30, -1e30, 1e-6
     out = scores.copy()
@@ -155,7 +155,7 @@ def test_softcap_and_hiding(cap, low, high):
 
 
 @pytest.mark.parametrize("count", [1, 16, 37])
-def test_rows_of_any_length(count):
+def test_row_operations_of_any_length(count):
     rng = np.random.default_rng(count)
     out = random(rng, 3 * count + 1)
     source = random(rng, count)

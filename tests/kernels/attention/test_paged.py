@@ -83,7 +83,7 @@ def test_the_plan_covers_every_span_of_every_row_once(seed):
         assert plan.num_splits == 0
 
 
-def test_a_window_leaves_out_the_spans_before_it():
+def test_the_plan_skips_partitions_before_the_window():
     batch = PagedBatch(
         np.array([0, 1], np.int32), np.array([10 * PARTITION], np.int32), np.zeros((1, 1), np.int32)
     )
@@ -95,7 +95,7 @@ def test_a_window_leaves_out_the_spans_before_it():
 
 @pytest.mark.parametrize("window", [0, 1, 64, 100, 512, 513, 1000])
 @pytest.mark.parametrize("new", [1, 3])
-def test_steps_of_decoding_share_plans_and_see_what_they_must(window, new):
+def test_decode_steps_share_plans(window, new):
     plans = {}
     for length in range(new, 4 * PARTITION):
         batch = PagedBatch(
@@ -125,7 +125,7 @@ def test_a_long_decode_is_split_over_the_threads():
 @pytest.mark.parametrize(
     ("dtype", "kind"), [(np.float32, KIND_F32), (np.float16, KIND_F16), (np.uint16, KIND_BF16)]
 )
-def test_kinds_of_pools(dtype, kind):
+def test_storage_kinds_of_pools(dtype, kind):
     assert (
         storage_kind(KVPool(np.zeros((2, 1, 24, 16), dtype), np.zeros((2, 1, 16, 24), dtype)))
         == kind
@@ -163,7 +163,7 @@ def test_kinds_of_pools(dtype, kind):
         ),
     ],
 )
-def test_pools_that_kernels_cannot_read_are_refused(keys, values, message):
+def test_unsupported_pools_are_refused(keys, values, message):
     with pytest.raises(ConfigError, match=message):
         storage_kind(KVPool(keys, values))
 

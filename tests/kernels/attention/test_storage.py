@@ -57,7 +57,7 @@ def test_conversion_rounds_as_torch_does(dtype):
     )
 
 
-def test_bfloat16_bits_are_those_of_torch():
+def test_bfloat16_bits_equal_torchs():
     import torch
 
     values = np.random.default_rng(1).standard_normal(10_000, dtype=np.float32)
@@ -67,7 +67,7 @@ def test_bfloat16_bits_are_those_of_torch():
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("writer", [storage.write_kv, reference.write_kv])
-def test_write_puts_each_token_at_its_slot_and_touches_nothing_else(writer, dtype):
+def test_each_token_is_written_to_its_slot_only(writer, dtype):
     rng = np.random.default_rng(2)
     pool = make_pool(dtype)
     slots = rng.permutation(6 * 32)[:70].astype(np.int64)
@@ -81,7 +81,7 @@ def test_write_puts_each_token_at_its_slot_and_touches_nothing_else(writer, dtyp
     assert as_bytes(pool) == as_bytes(expected)
 
 
-def test_what_is_written_need_not_be_contiguous():
+def test_written_rows_need_not_be_contiguous():
     rng = np.random.default_rng(3)
     wide = random_rows(rng, 5, 4, 48)
     slots = np.arange(10, dtype=np.int64)[::2]
@@ -92,7 +92,7 @@ def test_what_is_written_need_not_be_contiguous():
 
 
 @pytest.mark.parametrize("shape", [(4, 2, 24), (5, 1, 24), (5, 2, 16), (5, 48)])
-def test_rows_that_do_not_fit_the_pool_are_refused(shape):
+def test_mismatched_rows_are_refused(shape):
     fit = np.zeros((5, 2, 24), np.float32)
     other = np.zeros(shape, np.float32)
     pool = make_pool("float32")
@@ -106,7 +106,7 @@ def test_rows_that_do_not_fit_the_pool_are_refused(shape):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("copier", [storage.copy_blocks, reference.copy_blocks])
-def test_copies_are_whole_and_in_order(copier, dtype):
+def test_block_copies_are_complete_and_in_order(copier, dtype):
     pool = make_pool(dtype)
     for array in pool:
         array.view(np.uint8)[...] = np.random.default_rng(4).integers(
@@ -144,7 +144,7 @@ def test_merged_parts_are_attention_over_all_keys(merge):
 
 
 @pytest.mark.parametrize("merge", MERGES)
-def test_an_empty_part_changes_nothing_and_is_not_looked_at(merge):
+def test_merging_an_empty_part_changes_nothing(merge):
     v = random_rows(np.random.default_rng(6), 3, 2, 16)
     s = np.array([[1, -200], [300, 0], [-1, 5]], np.float32)
     empty = np.full_like(v, np.nan), np.full_like(s, -np.inf)
@@ -156,7 +156,7 @@ def test_an_empty_part_changes_nothing_and_is_not_looked_at(merge):
     np.testing.assert_array_equal(nothing[1], empty[1])
 
 
-def test_merge_far_apart_and_equal_weights():
+def test_merging_very_different_and_equal_weights():
     v_a = np.full((3, 2), 1.0, np.float32)
     v_b = np.full((3, 2), 3.0, np.float32)
     s_a = np.array([1000, -1000, 7], np.float32)

@@ -178,7 +178,7 @@ def assert_far(got, wanted):
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("rope", ROPES)
-def test_the_specification_is_attention_over_keys_computed_where_they_are_attended(rope, options):
+def test_the_reference_equals_attention_over_recomputed_keys(rope, options):
     moved = make(rope, 9)
     assert sorted({segment.delta for segment in moved.row.segments}) == [-361, -5, 0, 32, 39, 85]
     assert moved.row.segments[0].first_position == -5
@@ -193,7 +193,7 @@ def test_the_specification_is_attention_over_keys_computed_where_they_are_attend
 @pytest.mark.parametrize(
     ("rope", "dtype", "name", "last"), pairwise(ROPES, DTYPES, OPTIONS, (1, 30))
 )
-def test_turned_queries_attend_what_turned_keys_give(rope, dtype, name, last, two_threads):
+def test_rotated_queries_equal_rotated_keys(rope, dtype, name, last, two_threads):
     options = OPTIONS[name]
     moved = make(rope, 30)
     pool = float_pool(moved, dtype)
@@ -216,7 +216,7 @@ def test_turned_queries_attend_what_turned_keys_give(rope, dtype, name, last, tw
         (1, 13),
     ),
 )
-def test_turned_queries_over_codes(bits, rope, last):
+def test_rotated_queries_over_quantized_keys(bits, rope, last):
     """The specification's rounding steps to 1e-5; and what the codes stand for, as far as integers
     reach. The rows' own block is merged last, by whichever unit ends last: it must not see turned
     rows.
@@ -270,7 +270,7 @@ def test_turned_queries_over_codes(bits, rope, last):
     backend.close()
 
 
-def test_a_delta_without_what_turns_queries_is_refused():
+def test_a_delta_without_a_rotation_is_refused():
     moved = make("whole", 2)
     pool = float_pool(moved, "float32")
     batch = moved.batch(moved.row)

@@ -60,7 +60,7 @@ SOME = ("q6k",)
     ],
     ids=" ".join,
 )
-def test_same_bits_as_without_amx(words):
+def test_amx_gives_the_same_bits(words):
     """The program compares; here it is seen that tiles were multiplied, and left in their first
     state.
     """
@@ -71,7 +71,7 @@ def test_same_bits_as_without_amx(words):
     assert ran["ldtilecfg"] == ran["tilerelease"]
 
 
-def test_amx_is_used_only_where_a_trial_speaks_for_it():
+def test_amx_is_used_only_if_a_trial_is_faster():
     """Emulated tiles are far slower than AVX512-VNNI; a processor's own are what the trial finds
     them to be.
     """
@@ -104,7 +104,7 @@ def _assembly(kind, fine, monkeypatch):
 
 @pytest.mark.parametrize(("kind", "fine"), each_once(INT_KINDS, (False, True)))
 @pytest.mark.some(3)
-def test_a_group_takes_four_multiplications(kind, fine, monkeypatch):
+def test_a_group_takes_four_amx_multiplications(kind, fine, monkeypatch):
     """Of the first group, and of those in the loop. The scratch memory is not filled with zeros at
     every entry.
     """

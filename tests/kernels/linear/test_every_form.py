@@ -207,7 +207,7 @@ def _run(tiles, functions, definitions=""):
 
 @pytest.mark.parametrize(("form", "kind", "fine"), pairwise(INSTRUCTIONS, INT_KINDS, (False, True)))
 @pytest.mark.some(3)
-def test_forms_of_the_dot_product(form, kind, fine):
+def test_every_dot_product_variant_gives_the_same_integers(form, kind, fine):
     name, lanes, signed = INSTRUCTIONS[form]
     plain = _run(IntTiles(kind, 1, 2, fine, "plain"), {})
     definitions = _dot("emulated_dot", lanes, signed)
@@ -221,7 +221,7 @@ def test_forms_of_the_dot_product(form, kind, fine):
     ("kind", "fine", "shape"), pairwise(PAIRED_KINDS, (False, True), ((1, 2), (1, 4), (2, 2)))
 )
 @pytest.mark.some(3)
-def test_products_of_row_pairs_and_token_pairs(kind, fine, shape):
+def test_smmla_variant_gives_the_same_integers(kind, fine, shape):
     tiles, tokens = shape
     one = IntTiles(kind, tiles, tokens, fine, "i8mm")
     text = tile_module(one, "")
@@ -238,13 +238,13 @@ def test_products_of_row_pairs_and_token_pairs(kind, fine, shape):
         *((kind, 2) for kind in INT_KINDS if kind not in PAIRED_KINDS),
     ],
 )
-def test_one_token_and_half_groups_are_multiplied_by_dot_products(kind, tokens):
+def test_one_token_uses_dot_products_with_i8mm(kind, tokens):
     texts = [tile_module(IntTiles(kind, 1, tokens, False, form), "") for form in ("i8mm", "neon")]
     assert texts[0] == texts[1]
 
 
 @pytest.mark.parametrize(("kind", "fine"), each_once(INT_KINDS, (False, True)))
-def test_tile_registers(kind, fine, monkeypatch):
+def test_amx_variant_gives_the_same_integers(kind, fine, monkeypatch):
     monkeypatch.setattr(linear_amx, "MATRIX_TOKENS", 32)
     monkeypatch.setattr(linear_amx, "MATRIX_FINE_TOKENS", 16)
     registers = _Registers()
@@ -281,7 +281,9 @@ def test_only_signed_kinds_have_an_offset():
         ("plain", "", False, False, "x86_64"),
     ],
 )
-def test_ways_to_look_up_codes(form, name, permutes, shuffles, triple, monkeypatch):
+def test_every_table_lookup_gives_the_same_integers(
+    form, name, permutes, shuffles, triple, monkeypatch
+):
     """One instruction for so many bytes of the 8 quads of a group, and for all the same bits."""
     plain = _run(IntTiles(FORMATS["int4t"].kind, 1, 2, False, "plain"), {})
     monkeypatch.setattr(simd_loads, "has_byte_permute", lambda: permutes)

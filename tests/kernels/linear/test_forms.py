@@ -114,7 +114,7 @@ OTHERS = tuple(name for name in INTEGERS if name not in SOME)
         for formats in (SOME, OTHERS)
     ],
 )
-def test_same_bits_as_the_hosts_own_form(form, formats):
+def test_every_variant_gives_the_hosts_bits(form, formats):
     """The program also compares each result with the specification."""
     name, digest = _run("host", formats)
     assert name == dot_form()
@@ -128,7 +128,7 @@ def _assembly(kind, form, cpu, *, fine=False):
 
 @pytest.mark.parametrize(("kind", "fine"), each_once(INT_KINDS, (False, True)))
 @pytest.mark.some(3)
-def test_arm_with_dot_products_uses_them(kind, fine):
+def test_arm_with_dotprod_uses_sdot(kind, fine):
     """8 quads of 4 x 4 rows for each of 4 tokens (and planes): every one is an sdot."""
     assembly = _assembly(kind, "neon", "cortex-a76", fine=fine)
     assert assembly.count("sdot") == 8 * 4 * 4 * (2 if fine else 1)
@@ -139,7 +139,7 @@ def test_arm_with_dot_products_uses_them(kind, fine):
     each_once([kind for kind in INT_KINDS if FORMAT_OF[kind].parts == 1], (False, True)),
 )
 @pytest.mark.some(3)
-def test_arm_with_i8mm_multiplies_pairs(kind, fine):
+def test_arm_with_i8mm_uses_smmla(kind, fine):
     """4 pairs of quads of 8 pairs of rows for each of 2 pairs of tokens (and planes): half as many
     as with dot products, and fewer instructions in total, or about as many for codes of 1 and 2
     bits.
@@ -153,7 +153,7 @@ def test_arm_with_i8mm_multiplies_pairs(kind, fine):
 
 
 @pytest.mark.parametrize(("form", "cpu"), [("neon", "cortex-a76"), ("plain", "cortex-a72")])
-def test_arm_looks_up_16_codes_at_once(form, cpu):
+def test_arm_uses_table_lookups(form, cpu):
     """8 quads of 4 x 16 codes, once for all tokens; the table is a register, nothing is looked up
     one by one.
     """
@@ -168,7 +168,7 @@ def test_arm_looks_up_16_codes_at_once(form, cpu):
 
 @pytest.mark.parametrize(("kind", "fine"), each_once(INT_KINDS, (False, True)))
 @pytest.mark.some(3)
-def test_arm_without_dot_products_multiplies_in_16_bits(kind, fine):
+def test_arm_without_dotprod_multiplies_in_16_bits(kind, fine):
     """8 quads of 64 products for each of 4 tokens (and planes), 8 products at once: few
     instructions, so that compiling them is quick too. 32-bit sums are taken for every quad of int8,
     but once a group for codes up to 4 bits, once a half for those of 3 bits, which have halves, and
@@ -196,9 +196,7 @@ def test_arm_without_dot_products_multiplies_in_16_bits(kind, fine):
     ("name", "tokens", "lines", "on_zen_4"),
     [("int4", 1, 4, 1), ("int4", 2, 4, 1), ("int4", 3, 4, 4), ("int5", 1, 5, 5)],
 )
-def test_single_tiles_prefetch_every_line_but_for_few_tokens_on_zen_4(
-    name, tokens, lines, on_zen_4, processor, monkeypatch
-):
+def test_prefetched_lines_per_tile(name, tokens, lines, on_zen_4, processor, monkeypatch):
     """The bits are compared above: other forms are compiled for "generic", which prefetches every
     line.
     """

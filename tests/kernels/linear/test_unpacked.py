@@ -29,7 +29,7 @@ def _run(tiles, count, panels=1, *, add=False):
 @pytest.mark.parametrize("fine", [False, True])
 @pytest.mark.parametrize("kind", INT_KINDS)
 @pytest.mark.some(3)
-def test_tiles_against_one_panel(kind, fine):
+def test_unpacked_tiles_equal_packed_ones(kind, fine):
     plain = _run(IntTiles(kind, 1, TOKENS[fine], fine, "plain"), 3)
     np.testing.assert_array_equal(_run(UnpackedTiles(kind, TOKENS[fine], fine), 3), plain)
 
@@ -38,7 +38,7 @@ def test_tiles_against_one_panel(kind, fine):
 @pytest.mark.parametrize("fine", [False, True])
 @pytest.mark.parametrize("kind", INT_KINDS)
 @pytest.mark.some(3)
-def test_a_tile_against_more_panels_than_one_unpacking_serves(kind, fine):
+def test_a_tile_is_unpacked_again_for_many_panels(kind, fine):
     plain = _run(IntTiles(kind, 1, TOKENS[fine], fine, "plain"), 1, 37, add=True)
     unpacked = _run(UnpackedTiles(kind, TOKENS[fine], fine), 1, 37, add=True)
     np.testing.assert_array_equal(unpacked, plain)
@@ -46,7 +46,7 @@ def test_a_tile_against_more_panels_than_one_unpacking_serves(kind, fine):
 
 @pytest.mark.parametrize("kind", INT_KINDS)
 @pytest.mark.some(3)
-def test_sums_stay_in_registers_and_loops_stay_loops(kind):
+def test_unpacked_tiles_keep_sums_in_registers(kind):
     """Four tokens of two quads: 16 products and no vector on the stack; how often that is written
     is how often sums of 16 bits are widened.
     """

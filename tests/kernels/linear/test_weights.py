@@ -37,7 +37,7 @@ def _relative(off, weights):
 
 @pytest.mark.parametrize("kind", FITTED)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_kernel_equals_the_reference(kind, shape):
+def test_packing_kernels_equal_the_reference(kind, shape):
     weights = _weights(shape)
     back, packed = _back(weights, kind)
     codes, scales, minima = fit_rows(weights, kind)
@@ -56,7 +56,7 @@ def test_kernel_equals_the_reference(kind, shape):
     ("kind", "error", "left"),
     [("int8", 0.0050, 0.94), ("int4", 0.082, 0.85), ("int4-asym", 0.072, 0.93)],
 )
-def test_fitted_weights_are_nearer_than_rounded_ones(kind, error, left):
+def test_fitted_weights_have_less_error_than_rounded_ones(kind, error, left):
     rng = np.random.default_rng(1)
     gaussian = rng.standard_normal((256, 512)).astype(np.float32)
     assert _relative(_back(gaussian, kind)[0] - gaussian, gaussian) < error
@@ -75,7 +75,7 @@ def test_fitted_weights_are_nearer_than_rounded_ones(kind, error, left):
 
 
 @pytest.mark.parametrize("kind", FITTED)
-def test_no_group_is_worse_than_rounding(kind):
+def test_no_fitted_group_is_worse_than_rounding(kind):
     weights = _weights((64, 320), 3)
     off = _back(weights, kind)[0] - weights
     rounded = round_to_nearest(weights, kind) - weights
@@ -86,7 +86,7 @@ def test_no_group_is_worse_than_rounding(kind):
 
 @pytest.mark.parametrize("kind", FITTED)
 @pytest.mark.parametrize("value", [0.0, 1.0, -0.375, 1e-3, 6e4, -6e4, 1e-7])
-def test_constant_groups(kind, value):
+def test_constant_groups_are_exact(kind, value):
     weights = np.full((17, 65), value, np.float32)
     back = _back(weights, kind)[0]
     np.testing.assert_allclose(back, weights, rtol=1e-2, atol=1e-7)
@@ -94,7 +94,7 @@ def test_constant_groups(kind, value):
 
 
 @pytest.mark.parametrize("kind", FITTED)
-def test_the_largest_weights_fit(kind):
+def test_the_largest_weights_are_representable(kind):
     for sign in (1.0, -1.0):
         weights = np.zeros((16, 32), np.float32)
         weights[3, 5] = sign * FORMATS[kind].largest
@@ -119,7 +119,7 @@ NARROW = ("int1-g128", "int2-g256", "int2-g64")
 
 @pytest.mark.parametrize("kind", [*FITTED, *NARROW, "int4t", "int5", "int5-asym"])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_codes_are_packed_as_they_are(kind, shape):
+def test_stored_codes_are_packed_exactly(kind, shape):
     rng = np.random.default_rng(4)
     table = rng.permutation(256)[:16].astype(np.uint8).view(np.int8)
     values = {
@@ -155,7 +155,7 @@ def test_codes_are_packed_as_they_are(kind, shape):
 @pytest.mark.parametrize(
     ("kind", "file_type"), [("q3k", "Q3_K"), ("q4k", "Q4_K"), ("q5k", "Q5_K"), ("q6k", "Q6_K")]
 )
-def test_blocks_keep_the_values_of_the_file_to_the_bit(kind, file_type, rows):
+def test_k_blocks_keep_the_files_values_bit_for_bit(kind, file_type, rows):
     raw = random_blocks(kind, rows, 3)
     packed = pack_blocks(raw, kind)
     assert tuple(array.size for array in packed[:3]) == packed_sizes(rows, 768, kind)
@@ -166,7 +166,7 @@ def test_blocks_keep_the_values_of_the_file_to_the_bit(kind, file_type, rows):
 @pytest.mark.parametrize(
     ("kind", "most"), [("q3k", 1.037), ("q4k", 1.028), ("q5k", 1.023), ("q6k", 1.0)]
 )
-def test_packed_sizes_are_nearly_the_files(kind, most):
+def test_packed_sizes_are_close_to_the_files(kind, most):
     assert sum(packed_sizes(160, 2048, kind)) <= most * random_blocks(kind, 160, 8).nbytes
 
 
@@ -180,12 +180,12 @@ def test_packed_sizes_are_nearly_the_files(kind, most):
         ("int2-g256", 256, 66),
     ],
 )
-def test_packed_sizes_are_the_bytes_of_the_file(kind, weights, nbytes):
+def test_packed_sizes_equal_the_files(kind, weights, nbytes):
     """Those of the blocks of Q5_0, Q5_1, Q1_0, Q2_0 and TQ2_0."""
     assert sum(packed_sizes(160, 2048, kind)) == 160 * 2048 // weights * nbytes
 
 
-def test_tables_take_next_to_nothing():
+def test_lookup_tables_add_under_a_thousandth():
     both = [sum(packed_sizes(9728, 2560, kind)) for kind in ("int4t", "int4")]
     assert both[0] / both[1] < 1.001
     assert both[1] == 9728 * 2560 * 0.5625
@@ -225,7 +225,7 @@ TABLE = np.zeros(16, np.int8)
         ("bf16", CODES, SCALES, None, None, "'bf16' has no groups .* pack it with pack_rows"),
     ],
 )
-def test_codes_that_do_not_fit_are_refused(kind, codes, scales, minima, table, message):
+def test_invalid_codes_are_refused(kind, codes, scales, minima, table, message):
     with pytest.raises(ConfigError, match=message):
         pack_codes(codes, scales, minima, kind, table)
 

@@ -113,7 +113,7 @@ ROUTINGS = {
 @pytest.mark.parametrize(
     ("name", "biased", "scaled"), pairwise(ROUTINGS, (False, True), (False, True))
 )
-def test_routing_equals_the_specification(name, biased, scaled):
+def test_routing_equals_the_reference(name, biased, scaled):
     rng = np.random.default_rng(3)
     routing = ROUTINGS[name]
     logits = (3 * rng.standard_normal((37, 20))).astype(np.float32)
@@ -129,7 +129,7 @@ def test_routing_equals_the_specification(name, biased, scaled):
 
 
 @pytest.mark.parametrize("score", ["softmax", "chosen"])
-def test_logits_beyond_any_power_have_shares(score):
+def test_extreme_router_logits_have_finite_shares(score):
     """The power of 200 is no float32."""
     logits = np.array(
         [[200, 199, -200, 198], [-200, -199, -400, -201], [200, 200, 200, 200]], np.float32
@@ -142,7 +142,7 @@ def test_logits_beyond_any_power_have_shares(score):
     assert shares.min() > 0.2
 
 
-def test_the_bias_chooses_and_is_no_part_of_the_share():
+def test_the_bias_affects_selection_but_not_the_share():
     logits = np.zeros((1, 4), np.float32)
     bias = np.array([0, 0, 0, 9], np.float32)
     routed = _routed(logits, Routing(1), bias)
@@ -151,7 +151,7 @@ def test_the_bias_chooses_and_is_no_part_of_the_share():
 
 
 @pytest.mark.parametrize("score", lt.SCORES)
-def test_of_equal_scores_the_lower_number_is_chosen(score):
+def test_ties_choose_the_lower_expert(score):
     logits = np.array([[1, 2, 2, 2, 0, 2], [5, 5, 5, 5, 5, 5], [0, 0, 1, 0, 0, 1]], np.float32)
     routed = _routed(logits, Routing(3, score=score))
     assert routed.chosen.tolist() == [[1, 2, 3], [0, 1, 2], [0, 2, 5]]
@@ -159,7 +159,7 @@ def test_of_equal_scores_the_lower_number_is_chosen(score):
     np.testing.assert_array_equal(routed.chosen, chosen)
 
 
-def test_of_equal_groups_the_lower_one_is_used():
+def test_ties_choose_the_lower_group():
     logits = np.array([[0, 3, 3, 0, 1, 1], [4, 0, 9, 0, 0, 4], [1, 1, 2, 0, 9, 0]], np.float32)
     routing = Routing(2, score="chosen", groups=3, used_groups=1)
     routed = _routed(logits, routing)
@@ -170,7 +170,7 @@ def test_of_equal_groups_the_lower_one_is_used():
 
 @pytest.mark.parametrize("score", lt.SCORES)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_a_broken_token_has_experts_and_no_number(score, bad):
+def test_a_token_with_nan_gets_valid_experts_and_nan_output(score, bad):
     """Places stay inside the tables whatever a router gives; the other tokens are as without it."""
     logits = np.random.default_rng(1).standard_normal((9, 6)).astype(np.float32)
     clean = _routed(logits, Routing(2, score=score))
@@ -285,7 +285,7 @@ def _data(layer, tokens):
 
 
 @pytest.mark.parametrize(("kind", "tokens", "how"), pairwise(FORMATS, (1, 4, 23), HOWS))
-def test_experts_equal_the_specification(kind, tokens, how):
+def test_experts_equal_the_reference(kind, tokens, how):
     """Each expert's matrices are those of the linear kernels, which have an oracle of their own,
     row by row; then the walk over the experts.
     """
@@ -321,7 +321,7 @@ def test_experts_equal_the_specification(kind, tokens, how):
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("tokens", [1, 23])
 @pytest.mark.parametrize("kind", ["f32", "int4"])
-def test_what_experts_give_alone_does_not_depend_on_what_was_there(kind, tokens, threads):
+def test_expert_output_does_not_depend_on_previous_memory(kind, tokens, threads):
     layer = _layer(kind)
     x, logits, before = _data(layer, tokens)
     extra = Extra(threads=threads)
@@ -371,7 +371,7 @@ def test_biased_experts_equal_plain_numpy(tokens):
 
 @pytest.mark.parametrize(("kind", "matrix", "how"), pairwise(FORMATS, (0, 1), HOWS))
 @pytest.mark.some(3)
-def test_a_token_is_the_same_in_any_pass_and_on_any_thread(kind, matrix, how):
+def test_tokens_do_not_depend_on_batch_and_threads(kind, matrix, how):
     layer = _layer(kind, **HOWS[how])
     x, logits, before = _data(layer, 150)
     logits[40:] += np.array([9, 0, 0, 0, 0, 0], np.float32)  # one expert has nearly all tokens
@@ -390,7 +390,7 @@ def test_a_token_is_the_same_in_any_pass_and_on_any_thread(kind, matrix, how):
 
 @pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize("kind", ["f32", "int4"])
-def test_what_is_not_finite_stays_with_its_token(kind, how):
+def test_non_finite_values_affect_only_their_token(kind, how):
     layer = _layer(kind, **HOWS[how])
     x, logits, before = _data(layer, 30)
     clean, _ = _run(layer, x, logits, before)
@@ -401,7 +401,7 @@ def test_what_is_not_finite_stays_with_its_token(kind, how):
     np.testing.assert_array_equal(np.delete(out, 11, 0), np.delete(clean, 11, 0))
 
 
-def test_experts_are_added_by_ascending_number(monkeypatch):
+def test_experts_are_summed_in_ascending_order(monkeypatch):
     """The first two cancel, exactly; in any other order the third would be lost in their
     rounding.
     """

@@ -44,7 +44,7 @@ EVERY_TIME = [(ACT_SILU, 1), (ACT_RELU2, 3), (ACT_SILU, 8), (ACT_RELU2, 15)]
     ],
 )
 @pytest.mark.parametrize("kinds", KINDS, ids="-".join)
-def test_gated_in_one_operation_is_the_three_apart(kinds, act, tokens):
+def test_the_fused_gated_operation_equals_separate_ones(kinds, act, tokens):
     """The activation without a gate takes a matrix of the way up alone."""
     hidden = in_blocks(kinds[0], 64)
     inner = in_blocks(kinds[1], 96)

@@ -62,7 +62,7 @@ def _linear(kind, x, rows, extra=PLAIN):
 
 @each_precision
 @pytest.mark.parametrize("shape", SHAPES)
-def test_linear_equals_the_specification(kind, fine, shape):
+def test_linear_equals_the_reference(kind, fine, shape):
     tokens, rows, inputs = shape
     x = _tokens(kind, tokens, inputs)
     out, packed = _linear(kind, x, rows, Extra(fine=fine))
@@ -108,7 +108,7 @@ def test_integer_sums_are_exact_at_the_extremes(kind, values):
 
 
 @pytest.mark.parametrize("inputs", [32, 2880])
-def test_codes_of_int4_in_a_table_give_the_bits_of_int4(inputs):
+def test_int4_by_table_lookup_equals_int4(inputs):
     """The table of Q4_0: the same integers, and the same epilogue."""
     x = _tokens("int4", 11, inputs)
     rng = np.random.default_rng(2)
@@ -122,7 +122,7 @@ def test_codes_of_int4_in_a_table_give_the_bits_of_int4(inputs):
 @pytest.mark.parametrize("tokens", [1, 11])
 @pytest.mark.parametrize("inputs", [32, 896])
 @pytest.mark.parametrize("kind", ["int5", "int2-g64", "int2-g256", "int1-g128"])
-def test_codes_of_fewer_bits_give_the_bits_of_int8(kind, inputs, tokens):
+def test_codes_of_fewer_bits_equal_int8(kind, inputs, tokens):
     """The weights are the same in both formats: the same integers, and the same epilogue. Groups
     that share a scale are the same as groups with equal scales.
     """
@@ -144,7 +144,7 @@ def test_codes_of_fewer_bits_give_the_bits_of_int8(kind, inputs, tokens):
 
 
 @each_precision
-def test_a_token_is_the_same_in_any_batch_and_on_any_thread(kind, fine):
+def test_tokens_do_not_depend_on_batch_and_threads(kind, fine):
     x = _tokens(kind, 23, 300)
     alone = np.concatenate([_linear(kind, row[None], 130, Extra(fine=fine))[0] for row in x])
     for threads, tokens in ((1, 23), (2, 23), *((1, tokens) for tokens in range(2, 9))):
@@ -154,7 +154,7 @@ def test_a_token_is_the_same_in_any_batch_and_on_any_thread(kind, fine):
 
 @pytest.mark.parametrize("tokens", [3, 9])
 @pytest.mark.parametrize("kind", FORMATS)
-def test_bias_residual_and_factor(kind, tokens):
+def test_bias_residual_and_factor_equal_the_reference(kind, tokens):
     x = _tokens(kind, tokens, 64)
     bias = np.linspace(-1, 1, 40, dtype=np.float32)
     before = np.arange(40 * tokens, dtype=np.float32).reshape(-1, 40)
@@ -174,7 +174,7 @@ def test_zero_rows_and_tiny_values_quantize_to_zero():
 
 @pytest.mark.parametrize("fine", [False, True])
 @pytest.mark.parametrize("kind", INTEGERS)
-def test_what_is_not_finite_does_not_become_a_number(kind, fine):
+def test_non_finite_inputs_stay_non_finite(kind, fine):
     """The rows of those tokens are NaN or infinite; those of others are as without them."""
     x = _tokens(kind, 9, 96)
     clean = _linear(kind, x, 40, Extra(fine=fine))[0]
@@ -190,7 +190,7 @@ def test_what_is_not_finite_does_not_become_a_number(kind, fine):
 @pytest.mark.parametrize(
     "kinds", [("q4k", "q6k"), ("int4t", "q5k"), ("q4k", "int4t"), ("int4t", "q6k"), ("q3k", "q6k")]
 )
-def test_matrices_of_different_formats_read_one_panel(kinds, fine):
+def test_matrices_of_different_formats_share_a_panel(kinds, fine):
     """Rows of one format, then of another, in one destination: each as it is alone."""
     tokens = 11
     rows = 48

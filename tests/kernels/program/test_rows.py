@@ -24,7 +24,7 @@ ACTIVATIONS = {
 
 
 @pytest.mark.parametrize("act", ACTIVATIONS)
-def test_activation(act):
+def test_activations_equal_the_reference(act):
     rng = np.random.default_rng(3)
     both = (8 * rng.standard_normal((3, 2 * 1100))).astype(np.float32)
     both[0, :4] = [-200, 200, 0, -88]
@@ -42,7 +42,7 @@ def test_activation(act):
     np.testing.assert_array_equal(out[:, 1100:], 0)
 
 
-def test_the_activation_without_a_gate():
+def test_activation_without_a_gate():
     """What is read as the way up has no meaning, NaN or not; a NaN of its own stays."""
     x = (8 * np.random.default_rng(4).standard_normal((3, 1120))).astype(np.float32)
     x[0, :4] = [-200, 200, 0, -1e-30]
@@ -62,7 +62,7 @@ def test_the_activation_without_a_gate():
 
 
 @pytest.mark.parametrize("count", [64, 80, 90])
-def test_norm(count):
+def test_norm_equals_the_reference(count):
     rng = np.random.default_rng(4)
     x = rng.standard_normal((2, 96)).astype(np.float32)
     weight = rng.standard_normal(96).astype(np.float32)

@@ -54,7 +54,7 @@ def attend(name, case, bits, params, threads=1):
     [(16, 16, 1), (24, 32, 4), (64, 16, 2), (80, 64, 4), (128, 16, 4), (256, 48, 2)],
 )
 @pytest.mark.some(3)
-def test_equal_to_the_specification(dim, size, per_group, bits):
+def test_quantized_attention_equals_the_reference(dim, size, per_group, bits):
     case = some_case(0, dim, size, per_group)
     params = OPTIONS[(dim // 8 + bits[0] + bits[1] // 4) % 3]._replace(softmax_scale=dim**-0.5)
     mine, plain = (attend(name, case, bits, params) for name in ("cpu", "reference"))
@@ -93,7 +93,7 @@ def test_threads_batches_and_chunks_change_no_bit(bits):
                 np.testing.assert_array_equal(half, other[-len(half) :])
 
 
-def test_large_biases_of_keys_cost_no_accuracy():
+def test_large_key_biases_keep_accuracy():
     """Keys like Qwen2's: a few channels 300 times the others, constant in the text. Scores of the
     rest must survive.
     """
@@ -116,7 +116,7 @@ def test_large_biases_of_keys_cost_no_accuracy():
 
 
 @pytest.mark.full
-def test_without_512_bit_vectors_and_vnni_the_bits_are_the_same():
+def test_the_plain_variant_gives_the_same_bits():
     """The plain form is the one furthest from the others; test_dot.py has the sums of all."""
     without = ("avx512", "avx10", "evex512", "amx", "avxvnni", "dotprod", "i8mm")
     flags = binding.get_host_cpu_features().items()

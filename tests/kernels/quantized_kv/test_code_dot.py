@@ -36,7 +36,7 @@ def make_dot(form):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_sums_are_exact_to_the_ends_of_both_ranges(form):
+def test_sums_are_exact_at_the_extremes(form):
     rng = np.random.default_rng(0)
     dot = make_dot(form)
     for _ in range(20):
@@ -51,5 +51,5 @@ def test_sums_are_exact_to_the_ends_of_both_ranges(form):
         np.testing.assert_array_equal(sums, expected)
 
 
-def test_this_process_has_one_of_them():
+def test_this_process_has_a_known_variant():
     assert coded_dot_form() in ("plain", "neon", "vnni256", "vnni512")

@@ -39,7 +39,7 @@ def quantize(module, pool, dim, size, bits):
 
 @pytest.mark.parametrize("bits", BIT_PAIRS, ids=str)
 @pytest.mark.parametrize("dim", [16, 20, 24, 64, 80, 128, 256])
-def test_compiled_and_specified_bytes_are_equal(dim, bits):
+def test_written_codes_equal_the_reference(dim, bits):
     for size in (16, 32, 64):
         pool = make_pool(np.random.default_rng([dim, size]), dim, size)
         mine, plain = (
@@ -50,7 +50,7 @@ def test_compiled_and_specified_bytes_are_equal(dim, bits):
 
 
 @pytest.mark.parametrize("bits", BIT_PAIRS, ids=str)
-def test_decoded_numbers_are_within_half_a_step(bits):
+def test_quantization_error_is_at_most_half_a_step(bits):
     """Half a step of a channel's (keys) or a token's range (values), an eighth more where a step is
     rounded up.
     """
@@ -75,7 +75,7 @@ def test_decoded_numbers_are_within_half_a_step(bits):
             ).all()
 
 
-def test_sections_of_a_blocks_codes_do_not_overlap_and_start_at_cache_lines():
+def test_code_sections_are_aligned_and_do_not_overlap():
     for bits in BIT_PAIRS:
         for dim in (16, 24, 64, 80, 128, 256):
             for size in (16, 32, 48, 64):

@@ -16,7 +16,7 @@ def used_again(manager, tokens):
     return flags
 
 
-def test_a_block_is_used_again_once_a_prompt_finds_it():
+def test_a_block_counts_as_reused_once_it_is_hit():
     manager = KVCacheManager(12, B)
     head = [1] * 8
     one = [*[1] * 8, *[2] * 4]
@@ -30,7 +30,7 @@ def test_a_block_is_used_again_once_a_prompt_finds_it():
     assert used_again(manager, [*head, *[4] * 4]) == [1, 1, 0]
 
 
-def test_a_chain_that_goes_on_at_its_end_is_used_again_as_a_whole():
+def test_continuing_a_chain_counts_as_reuse_of_all_its_blocks():
     manager = KVCacheManager(12, B)
     turn = [1] * 8
     manager.free(prefill(manager, turn))
@@ -38,7 +38,7 @@ def test_a_chain_that_goes_on_at_its_end_is_used_again_as_a_whole():
     assert used_again(manager, [*turn, *[2] * 9]) == [1, 1, 1, 1]
 
 
-def test_a_block_that_is_handed_out_anew_was_used_by_nobody():
+def test_a_reallocated_block_has_no_usage():
     manager = KVCacheManager(4, B)
     for _ in range(2):
         manager.free(prefill(manager, [1] * 8))
@@ -47,14 +47,14 @@ def test_a_block_that_is_handed_out_anew_was_used_by_nobody():
     assert used_again(manager, [2] * 16) == [0, 0, 0, 0]
 
 
-def test_found_again_after_preemption_is_no_second_use():
+def test_a_hit_after_preemption_is_not_a_reuse():
     manager = KVCacheManager(4, B)
     manager.free(prefill(manager, [1] * 8))
     assert used_again(manager, [1] * 8) == [0, 0]
     assert used_again(manager, [1] * 8) == [0, 0]
 
 
-def test_a_table_may_say_that_its_blocks_come_again():
+def test_a_table_may_declare_expected_reuse():
     for use_cache in (True, False):
         manager = KVCacheManager(12, B)
         table = manager.open_table([1] * 8, ROOT, use_cache=use_cache, again=True)
@@ -64,7 +64,7 @@ def test_a_table_may_say_that_its_blocks_come_again():
         assert used_again(manager, [1] * 8) == [1, 1]
 
 
-def test_uses_by_themselves():
+def test_uses_records_reuse():
     uses = Uses(3)
     assert not uses.matched([])
     uses.follow([0])
@@ -76,7 +76,7 @@ def test_uses_by_themselves():
 
 
 @pytest.mark.parametrize(("policy", "expected"), [(LeastRecentlyUsed, 0), (TenantFloors, 5 * 4)])
-def test_one_off_documents_do_not_flush_conversations(policy, expected):
+def test_single_use_documents_do_not_evict_conversations(policy, expected):
     """Three documents are more than LRU keeps; what was missed in the first rounds teaches the
     order.
     """

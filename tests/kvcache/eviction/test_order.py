@@ -152,7 +152,7 @@ def test_random_operations_agree_with_the_model(seed):
         assert sorted(order.oldest_first()) == sorted(model.entries)
 
 
-def test_what_is_used_once_goes_before_what_came_again_beyond_its_share():
+def test_single_use_blocks_beyond_their_share_are_evicted_first():
     order = CachedOrder(10)
     for key in "abc":
         order.put(key, b"", again=1)
@@ -170,7 +170,7 @@ def test_what_is_used_once_goes_before_what_came_again_beyond_its_share():
     assert order.oldest_first() == list("abcdefghij"), "plain LRU"
 
 
-def test_what_is_given_up_seldom_and_then_wanted_counts_for_more():
+def test_misses_of_evicted_blocks_adapt_the_shares():
     order = CachedOrder(100)
     order.once_share = 100
     for key in range(100):
@@ -182,7 +182,7 @@ def test_what_is_given_up_seldom_and_then_wanted_counts_for_more():
     assert order.once_share == 100 - 2 * 3 + 2
 
 
-def test_what_an_owner_used_last_goes_last():
+def test_an_owners_recency_window_is_evicted_last():
     order = CachedOrder(40, 3)
     for key in range(8):
         order.put(key, b"a", again=ONCE)
@@ -202,7 +202,7 @@ def test_what_an_owner_used_last_goes_last():
     assert order.oldest_first()[-2:] == [4, 5], "of a window of three one was removed"
 
 
-def test_a_key_that_is_not_there():
+def test_unknown_keys_are_errors():
     order = CachedOrder(4)
     for call in (order.remove, order.refresh):
         with pytest.raises(KeyError):

@@ -28,7 +28,7 @@ def warmed(num_blocks, *prompts, max_pinned_blocks=None):
     return manager
 
 
-def test_a_pinned_prompt_outlives_everything_until_it_is_unpinned():
+def test_a_pinned_prompt_is_kept_until_unpinned():
     manager = warmed(8, [1] * 10, [2] * 8)
     assert manager.pins.add([1] * 10, ROOT) == 2
     assert (manager.used_block_count, manager.usable_block_count, manager.pins.num_blocks) == (
@@ -49,7 +49,7 @@ def test_a_pinned_prompt_outlives_everything_until_it_is_unpinned():
     manager.check_invariants([])
 
 
-def test_a_pin_ends_when_its_time_is_over_and_pinning_again_gives_it_a_new_end():
+def test_pins_expire_and_repinning_renews_them():
     manager = warmed(12, [1] * 8, [2] * 8)
     pins = manager.pins
     pins.add([1] * 8, ROOT, until=5.0)
@@ -68,7 +68,7 @@ def test_a_pin_ends_when_its_time_is_over_and_pinning_again_gives_it_a_new_end()
     manager.check_invariants([])
 
 
-def test_what_two_pins_share_stays_until_both_are_over():
+def test_blocks_of_two_pins_stay_until_both_end():
     one = [1] * 8 + [2] * 4
     two = [1] * 8 + [3] * 4
     manager = warmed(8, one, two)
@@ -80,7 +80,7 @@ def test_what_two_pins_share_stays_until_both_are_over():
     manager.check_invariants([])
 
 
-def test_more_than_the_bound_is_refused_by_name_and_changes_nothing():
+def test_pins_beyond_the_limit_are_refused_without_changes():
     manager = warmed(12, [1] * 8, [2] * 8, max_pinned_blocks=3)
     manager.pins.add([1] * 8, ROOT)
     with pytest.raises(
@@ -100,14 +100,14 @@ def test_more_than_the_bound_is_refused_by_name_and_changes_nothing():
 
 
 @pytest.mark.parametrize("limit", [-1, 7])
-def test_at_most_half_of_the_pool_may_be_allowed(limit):
+def test_max_pinned_blocks_is_at_most_half_of_the_pool(limit):
     with pytest.raises(
         ConfigError, match=rf"max_pinned_blocks={limit} must be in 0\.\.6, half of the 12 blocks"
     ):
         KVCacheManager(12, B, max_pinned_blocks=limit)
 
 
-def test_one_tenants_pins_leave_the_others_their_floors():
+def test_one_tenants_pins_leave_other_tenants_reserves():
     """a pins all it may and reads on; b keeps the half of the pool that nobody can pin, as far as
     it is its share.
     """
@@ -128,7 +128,7 @@ def test_one_tenants_pins_leave_the_others_their_floors():
     assert cached(manager, [1] * (20 * B)) == 20
 
 
-def test_the_bookkeeping_is_compared():
+def test_pin_counts_are_checked():
     manager = warmed(8, [1] * 8)
     manager.pins.add([1] * 8, ROOT)
     manager.pins._counts.popitem()
@@ -136,7 +136,7 @@ def test_the_bookkeeping_is_compared():
         manager.check_invariants([])
 
 
-def test_owners_have_shares_of_the_bound_and_learn_nothing_of_one_another():
+def test_pin_shares_are_independent_and_reveal_nothing():
     """With shares that add up to 1 each owner pins its own, however much the other pinned before,
     and a refusal is the same to the letter whether others pinned or not.
     """
@@ -167,7 +167,7 @@ def test_owners_have_shares_of_the_bound_and_learn_nothing_of_one_another():
 
 
 @pytest.mark.parametrize("number", [1, 3, 7, 49, 98])
-def test_equal_shares_lose_no_block_to_rounding(number):
+def test_equal_pin_shares_round_to_whole_blocks(number):
     pins = KVCacheManager(196, B).pins
     pins.check_size(98 // number * B, 1 / number)
     with pytest.raises(CapacityError):

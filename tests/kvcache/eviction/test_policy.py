@@ -26,7 +26,7 @@ class NewestFirst(LeastRecentlyUsed):
         return newest
 
 
-def test_least_recently_used_in_one_picture():
+def test_least_recently_used_order():
     policy = LeastRecentlyUsed(range(4))
     assert policy.take(2) == [0, 1]
     policy.put(0, matchable=True)
@@ -38,7 +38,7 @@ def test_least_recently_used_in_one_picture():
     assert (len(policy), 3 in policy, 2 in policy) == (3, False, True)
 
 
-def test_the_pool_takes_what_its_policy_hands_out():
+def test_the_pool_evicts_in_its_policys_order():
     pool = BlockPool(3, NewestFirst)
     assert pool.take(1) == [2]
     pool.release(2, matchable=True)
@@ -46,7 +46,7 @@ def test_the_pool_takes_what_its_policy_hands_out():
     pool.check([1, 2])
 
 
-def test_another_order_evicts_another_prefix():
+def test_the_policy_determines_the_evicted_prefix():
     def survivor(manager):
         first = [1, 2, 3, 4, 0]
         second = [5, 6, 7, 8, 0]
@@ -65,7 +65,7 @@ def test_another_order_evicts_another_prefix():
     assert survivor(KVCacheManager(2, 4, policy=NewestFirst)) == [True, False]
 
 
-def test_what_is_pinned_is_counted_as_referenced_and_not_as_usable():
+def test_pinned_blocks_count_as_referenced():
     manager = KVCacheManager(4, 4)
     pool = manager._pool
     for block_id in (0, 1):
@@ -84,7 +84,7 @@ def test_what_is_pinned_is_counted_as_referenced_and_not_as_usable():
     assert_raises(CacheCorruption, "block 0", pool.check, [])  # it is pinned and has no reference
 
 
-def test_floors_with_one_owner_are_the_least_recently_used():
+def test_tenant_floors_with_one_owner_equal_lru():
     rng = random.Random(5)
     for _ in range(50):
         both = LeastRecentlyUsed(range(12)), TenantFloors(range(12))
@@ -119,7 +119,7 @@ def test_floors_with_one_owner_are_the_least_recently_used():
 
 
 @pytest.mark.parametrize("length", [1, 5, 20, 40])
-def test_the_first_flood_takes_nothing_that_was_used_again(length):
+def test_the_first_flood_evicts_no_reused_block(length):
     """Documents that are read once, nothing was missed before, so nothing was learnt."""
     manager = KVCacheManager(64, 4, policy=TenantFloors)
     prompt = [1] * 40
@@ -140,7 +140,7 @@ def test_the_first_flood_takes_nothing_that_was_used_again(length):
     assert ask([*prompt, 3]) == 40
 
 
-def test_floors_in_one_picture():
+def test_tenant_floors_order():
     policy = TenantFloors(range(12))
     policy.take(10)
     for block_id in range(10):

@@ -25,7 +25,7 @@ def test_an_answer_leaves_one_snapshot_that_moves():
     assert manager.peek([*tokens, 1], ROOT) == 36
 
 
-def test_of_an_answer_with_small_states_all_but_the_last_are_a_backbone():
+def test_small_states_of_an_answer_are_checkpoints_except_the_last():
     """Long answers drive out no ends and borders of others; what is between them is there while
     there is room.
     """
@@ -76,7 +76,7 @@ def test_of_an_answer_with_small_states_all_but_the_last_are_a_backbone():
     manager.check_invariants(())
 
 
-def test_what_somebody_went_on_from_stays_when_the_answer_goes_on():
+def test_a_snapshot_in_use_stays_when_the_answer_continues():
     manager = manager_of()
     tokens = list(range(6))
     table = manager.open_table(tokens, ROOT)
@@ -89,7 +89,7 @@ def test_what_somebody_went_on_from_stays_when_the_answer_goes_on():
     assert manager.peek([*tokens[:8], 9], ROOT) == 8
 
 
-def test_an_answer_keeps_its_snapshot_moving_where_no_slot_is_free():
+def test_an_answers_snapshot_moves_without_free_slots():
     manager = manager_of(num_slots=2)
     tokens = list(range(6))
     table = manager.open_table(tokens, ROOT)
@@ -100,7 +100,7 @@ def test_an_answer_keeps_its_snapshot_moving_where_no_slot_is_free():
 
 
 @pytest.mark.parametrize("num_slots", [12, 2])
-def test_the_pass_that_moves_an_answers_snapshot_may_fail(num_slots):
+def test_a_failed_pass_keeps_the_previous_answer_snapshot(num_slots):
     """Until the next one is there the one before is, where no slot is free too."""
     manager = manager_of(num_slots=num_slots)
     tokens = list(range(6))
@@ -117,7 +117,7 @@ def test_the_pass_that_moves_an_answers_snapshot_may_fail(num_slots):
 
 
 @pytest.mark.parametrize(("num_slots", "found"), [(12, 2 * B), (2, 0)])
-def test_drafts_that_move_an_answers_snapshot_may_fail(num_slots, found):
+def test_failed_drafts_keep_the_previous_answer_snapshot(num_slots, found):
     """Inside a pass a slot is needed before: where none is free the one before gives its own."""
     manager = manager_of(num_slots=num_slots)
     tokens = list(range(6))
@@ -135,7 +135,7 @@ def test_drafts_that_move_an_answers_snapshot_may_fail(num_slots, found):
 
 
 @pytest.mark.parametrize("fails", [True, False])
-def test_drafts_leave_an_answers_snapshot_that_gives_no_slot(fails):
+def test_drafts_keep_an_answer_snapshot_that_frees_no_slot(fails):
     """The pass reads it: without it there would be no slot more for the next one."""
     manager = manager_of(num_slots=2)
     tokens = list(range(6))
@@ -159,7 +159,7 @@ def test_drafts_leave_an_answers_snapshot_that_gives_no_slot(fails):
     assert manager.peek(tokens, ROOT) == (2 if fails else 4) * B
 
 
-def test_an_answers_snapshot_goes_to_tiers_when_it_moves_no_more():
+def test_the_final_answer_snapshot_is_stored_in_tiers():
     manager = manager_of()
     tokens = list(range(5 * B))
     states = states_of(manager)
@@ -177,7 +177,7 @@ def test_an_answers_snapshot_goes_to_tiers_when_it_moves_no_more():
 
 
 @pytest.mark.parametrize("ends", [False, True])
-def test_a_block_that_is_another_prompts_by_now_keeps_its_snapshot_when_an_answer_moves_on_or_ends(
+def test_a_snapshot_shared_with_another_prompt_stays(
     ends,
 ):
     """The answer's was behind an equal of its own block, which nobody held."""

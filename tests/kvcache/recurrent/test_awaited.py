@@ -8,7 +8,7 @@ from helpers.kvcache.manager_cases import ROOT, B
 from helpers.kvcache.recurrent_snapshots import cold, manager_of, states_of
 
 
-def test_a_state_that_could_not_be_written_is_no_snapshot():
+def test_a_state_that_failed_to_load_is_no_snapshot():
     manager = manager_of()
     tokens = list(range(2 * B))
     states = states_of(manager)
@@ -26,7 +26,7 @@ def test_a_state_that_could_not_be_written_is_no_snapshot():
     manager.check_invariants(())
 
 
-def test_what_comes_from_elsewhere_is_not_computed_again():
+def test_a_state_from_a_tier_is_not_recomputed():
     manager = manager_of()
     tokens = list(range(3 * B + 1))
     cold(manager, tokens)
@@ -42,7 +42,7 @@ def test_what_comes_from_elsewhere_is_not_computed_again():
     assert manager.peek(tokens, ROOT) == 2 * B
 
 
-def test_who_waits_for_a_deeper_state_keeps_the_one_that_is_there():
+def test_waiting_for_a_deeper_state_keeps_the_present_one():
     manager = manager_of(num_slots=2)
     tokens = list(range(3 * B))
     kept = cold(manager, tokens[: B + 1])

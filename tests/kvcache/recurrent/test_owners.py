@@ -42,7 +42,7 @@ def arrivals(manager, number):
 
 
 @pytest.mark.parametrize("flood", [ends_of_prompts, answers, preempted, arrivals])
-def test_whatever_an_owner_floods_the_slots_with_another_is_served_its_part(
+def test_one_owner_cannot_evict_anothers_share_of_slots(
     flood,
 ):
     manager = manager_of(num_blocks=200, num_slots=12)
@@ -62,7 +62,7 @@ def test_whatever_an_owner_floods_the_slots_with_another_is_served_its_part(
     )
 
 
-def test_who_runs_takes_a_pinned_snapshot_last_though_its_owner_has_few():
+def test_pinned_snapshots_are_taken_last_by_running_sequences():
     manager = manager_of(num_slots=8)
     tokens = [list(range(n, n + B + 1)) for n in (0, 100)]
     for one in tokens:

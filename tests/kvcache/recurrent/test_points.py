@@ -16,11 +16,11 @@ from kvboost_edge.kvcache.recurrent.snapshots import (
 @pytest.mark.parametrize(
     ("length", "expected"), [(1, []), (B, [B]), (B + 1, [B]), (2 * B, [B, 2 * B])]
 )
-def test_the_end_of_a_prompt_is_kept_for_itself_and_for_what_goes_on(length, expected):
+def test_snapshots_at_the_end_of_a_prompt(length, expected):
     assert rows(cold(manager_of(), list(range(length)))) == expected
 
 
-def test_hints_are_kept_at_the_border_before_them():
+def test_hints_are_rounded_down_to_blocks():
     assert rows(cold(manager_of(), list(range(41)), hints=(0, 3, 9, 21, 22, 44, 999))) == [
         8,
         20,
@@ -28,11 +28,11 @@ def test_hints_are_kept_at_the_border_before_them():
     ]
 
 
-def test_a_border_at_the_prompts_end_takes_no_other_borders_place():
+def test_a_hint_at_the_prompts_end_replaces_no_other():
     assert rows(cold(manager_of(num_slots=8), list(range(20)), hints=(5, 9, 20))) == [4, 8, 16, 20]
 
 
-def test_a_backbone_is_thinned_where_slots_are_few():
+def test_checkpoints_are_thinned_if_slots_are_few():
     assert rows(cold(manager_of(num_slots=80, interval=8), list(range(83)))) == [*range(8, 81, 8)]
     assert rows(cold(manager_of(num_slots=40, interval=8), list(range(83)))) == [8, 24, 56, 72, 80]
     assert rows(cold(manager_of(num_slots=40, every_block=True), list(range(41)))) == [
@@ -47,7 +47,7 @@ def test_a_backbone_is_thinned_where_slots_are_few():
     ]
 
 
-def test_of_many_borders_the_first_and_those_at_doubling_distances_are_kept():
+def test_many_hints_are_kept_at_doubling_distances():
     """A long conversation that comes for the first time leaves others their states."""
     borders = tuple(range(5, 81, 5))
     kept = rows(cold(manager_of(num_slots=80), list(range(83)), hints=borders))
@@ -65,7 +65,7 @@ def test_of_many_borders_the_first_and_those_at_doubling_distances_are_kept():
     ("num_slots", "expected"),
     [(1, [5, 80]), (8, [5, 80]), (12, [5, 75, 80]), (28, [5, 45, 65, 75, 80]), (64, None)],
 )
-def test_hints_are_a_part_of_the_slots(num_slots, expected):
+def test_hints_use_a_share_of_the_slots(num_slots, expected):
     borders = list(range(5, 81, 5))
     assert list(boundary_positions(borders, num_slots)) == (expected or borders)
     assert list(boundary_positions([], num_slots)) == []
@@ -73,7 +73,7 @@ def test_hints_are_a_part_of_the_slots(num_slots, expected):
 
 @pytest.mark.parametrize("num_slots", [1, 2, 3, 16, 999])
 @pytest.mark.parametrize("stop", [0, 1, 8, 9, 100, 4097])
-def test_a_backbone_is_a_part_of_the_slots(num_slots, stop):
+def test_checkpoints_use_a_share_of_the_slots(num_slots, stop):
     small = list(checkpoint_positions(3, stop, 8, num_slots, small=True))
     assert len(small) <= max(1, num_slots // 2)
     assert set(small) <= set(range(8, stop, 8))
@@ -85,7 +85,7 @@ def test_a_backbone_is_a_part_of_the_slots(num_slots, stop):
         assert {large[0], large[-1]} >= {8}
 
 
-def test_a_junction_is_kept_where_the_keys_and_values_end():
+def test_a_branch_point_is_kept_where_the_cached_kv_ends():
     manager = manager_of()
     tokens = list(range(5 * B + 1))
     cold(manager, tokens)
@@ -105,7 +105,7 @@ def test_a_junction_is_kept_where_the_keys_and_values_end():
     manager.check_invariants([])
 
 
-def test_who_waits_asks_for_the_state_behind_what_it_waits_for():
+def test_waiting_requests_ask_for_the_state_they_need():
     manager = manager_of()
     tokens = list(range(5 * B + 1))
     first = manager.open_table(tokens, ROOT)
@@ -117,7 +117,7 @@ def test_who_waits_asks_for_the_state_behind_what_it_waits_for():
 
 
 @pytest.mark.parametrize(("hints", "reason"), [((3 * B,), "hint"), ((), "junction")])
-def test_who_waits_makes_the_end_of_a_prompt_a_junction_and_leaves_a_border_one(hints, reason):
+def test_waiting_requests_turn_a_prompt_end_into_a_branch_point(hints, reason):
     manager = manager_of()
     tokens = list(range(5 * B + 1))
     length = 5 * B + 1 if hints else 3 * B + 1
@@ -131,12 +131,12 @@ def test_who_waits_makes_the_end_of_a_prompt_a_junction_and_leaves_a_border_one(
     }
 
 
-def test_where_nobody_says_otherwise_a_backbone_has_1024_tokens_between():
+def test_checkpoints_are_1024_tokens_apart_by_default():
     manager = KVCacheManager(600, B, state_sizes=StateSizes(40))
     assert rows(cold(manager, list(range(2100)))) == [1024, 2048, 2096, 2100]
 
 
-def test_what_conversations_begin_with_outlasts_a_long_one():
+def test_the_state_of_a_common_beginning_survives_a_long_conversation():
     """Each turn goes on from the end of the answer before, and so uses what the system message ends
     with.
     """
@@ -153,7 +153,7 @@ def test_what_conversations_begin_with_outlasts_a_long_one():
     assert manager.peek([*tokens[: 2 * B], 7], ROOT) == 2 * B
 
 
-def test_where_slots_lack_the_best_reason_gets_one():
+def test_the_most_valuable_snapshot_gets_a_scarce_slot():
     manager = manager_of(num_slots=2)
     tokens = list(range(3 * B + 1))
     kept = cold(manager, tokens, hints=(B,))

@@ -28,11 +28,11 @@ def blocks(slots):
 
 
 @pytest.mark.parametrize("wrong", [0, -1, True, 2.0, "3"])
-def test_a_pool_has_slots(wrong):
+def test_the_number_of_slots_must_be_positive(wrong):
     assert_raises(ConfigError, "num_state_slots", StateSlots, wrong)
 
 
-def test_slots_are_handed_out_once_and_come_back():
+def test_slots_are_allocated_once_and_released():
     slots = StateSlots(3)
     taken = [slots.take() for _ in range(3)]
     assert sorted(slot for slot in taken if slot is not None) == [0, 1, 2]
@@ -45,7 +45,7 @@ def test_slots_are_handed_out_once_and_come_back():
         StateSlots(1).share(0)
 
 
-def test_a_snapshot_that_is_read_is_not_handed_out():
+def test_a_snapshot_in_use_is_not_evicted():
     slots = StateSlots(2)
     first = kept(slots, 10, PROMPT)
     second = kept(slots, 11, PROMPT)
@@ -61,7 +61,7 @@ def test_a_snapshot_that_is_read_is_not_handed_out():
     assert blocks(slots) == set()
 
 
-def test_a_dropped_snapshot_stays_with_who_reads_it():
+def test_a_dropped_snapshot_stays_while_it_is_read():
     slots = StateSlots(1)
     slot = kept(slots, 10, PROMPT)
     slots.share(slot)
@@ -86,7 +86,7 @@ def test_the_least_recently_used_goes_first_within_a_class():
     assert blocks(slots) == {10, 12, 13}
 
 
-def test_what_is_kept_again_for_the_same_reason_is_young_again():
+def test_keeping_a_snapshot_again_renews_it():
     """An equal prompt was computed once more, and had the same end."""
     slots = StateSlots(3)
     kept(slots, 10, PROMPT)
@@ -99,7 +99,7 @@ def test_what_is_kept_again_for_the_same_reason_is_young_again():
     assert blocks(slots) == {10, 12, 13}
 
 
-def test_a_backbone_goes_first_then_ends_of_prompts_borders_and_ends_of_answers():
+def test_eviction_order_of_snapshot_kinds():
     slots = StateSlots(4)
     kept(slots, 10, ANSWER)
     kept(slots, 11, BRANCH_POINT)
@@ -110,7 +110,7 @@ def test_a_backbone_goes_first_then_ends_of_prompts_borders_and_ends_of_answers(
         assert blocks(slots) == expected
 
 
-def test_what_is_kept_for_less_does_not_drive_out_what_is_kept_for_more():
+def test_less_valuable_snapshots_do_not_evict_more_valuable_ones():
     slots = StateSlots(2)
     kept(slots, 10, HINT)
     kept(slots, 11, ANSWER)
@@ -121,7 +121,7 @@ def test_what_is_kept_for_less_does_not_drive_out_what_is_kept_for_more():
     assert blocks(slots) == {11, 12}
 
 
-def test_nothing_stays_for_ever():
+def test_unused_snapshots_age_and_are_evicted():
     """An end that nobody came back to makes room for junctions after so many snapshots as the rule
     says.
     """
@@ -134,7 +134,7 @@ def test_nothing_stays_for_ever():
     assert count == 8, "four of grace, then those that are younger than the three others there were"
 
 
-def test_a_backbone_and_an_answer_that_moves_let_nobody_grow_older():
+def test_checkpoints_and_moving_answers_do_not_age_others():
     """There may be one behind each block of a long prompt or answer: by the first count borders
     would go soon.
     """
@@ -156,7 +156,7 @@ def test_a_backbone_and_an_answer_that_moves_let_nobody_grow_older():
 
 
 @pytest.mark.parametrize("reason", [BRANCH_POINT, HINT])
-def test_who_goes_on_uses_what_more_conversations_begin_with(reason):
+def test_use_renews_shorter_snapshots_of_the_chain(reason):
     slots = StateSlots(4)
     kept(slots, 1, CHECKPOINT)
     for block_id in (2, 3, 4):
@@ -168,7 +168,7 @@ def test_who_goes_on_uses_what_more_conversations_begin_with(reason):
         assert blocks(slots) == expected
 
 
-def test_a_pinned_block_keeps_its_snapshot_but_from_who_runs():
+def test_pinned_snapshots_are_evicted_only_for_running_sequences():
     slots = StateSlots(4, pinned={10, 11})
     kept(slots, 10, PROMPT)
     kept(slots, 11, CHECKPOINT)
@@ -181,7 +181,7 @@ def test_a_pinned_block_keeps_its_snapshot_but_from_who_runs():
     assert [slots.take() is None, slots.take() is None] == [False, True]
 
 
-def test_pins_leave_half_the_slots_to_others():
+def test_pins_use_at_most_half_the_slots():
     slots = StateSlots(4, pinned={0, 1, 2})
     for block_id in (0, 1, 2, 10, 11, 12, 13):
         kept(slots, block_id, PROMPT)
@@ -189,7 +189,7 @@ def test_pins_leave_half_the_slots_to_others():
     slots.check(())
 
 
-def test_a_flood_leaves_other_owners_their_part():
+def test_a_flood_leaves_other_owners_their_share():
     slots = StateSlots(8)
     for block_id in range(4):
         kept(slots, block_id, PROMPT, b"quiet")
@@ -204,7 +204,7 @@ def test_a_flood_leaves_other_owners_their_part():
     assert blocks(slots) == set()
 
 
-def test_who_has_none_yet_counts_among_the_owners_whose_parts_are_left():
+def test_a_new_owner_gets_its_share():
     slots = StateSlots(8)
     for block_id in range(8):
         kept(slots, block_id, PROMPT, b"old")
@@ -213,7 +213,7 @@ def test_who_has_none_yet_counts_among_the_owners_whose_parts_are_left():
     assert blocks(slots) == {6, 7}
 
 
-def test_an_equal_snapshot_is_not_kept_twice_and_counts_for_the_better_reason():
+def test_an_equal_snapshot_is_merged_with_the_better_reason():
     slots = StateSlots(3)
     first = kept(slots, 10, CHECKPOINT)
     second = slots.take()
@@ -228,7 +228,7 @@ def test_an_equal_snapshot_is_not_kept_twice_and_counts_for_the_better_reason():
     slots.check([])
 
 
-def test_an_answer_that_went_on_is_passed_unless_somebody_read_it():
+def test_a_superseded_answer_snapshot_is_dropped_unless_read():
     slots = StateSlots(4)
     slot = kept(slots, 10, ANSWER)
     kept(slots, 11, PROMPT)
@@ -246,7 +246,7 @@ def test_a_shared_slot_does_not_become_a_snapshot():
     assert_raises(CacheCorruption, "cannot become a snapshot", slots.attach, slot, 10, PROMPT)
 
 
-def test_check_finds_a_lost_reference():
+def test_check_detects_a_lost_reference():
     slots = StateSlots(3)
     slot = slots.take()
     assert slot is not None

@@ -8,7 +8,7 @@ from helpers.raising import assert_raises
 from kvboost_edge.errors import CacheCorruption, CapacityError
 
 
-def test_a_pass_that_failed_leaves_no_snapshot():
+def test_a_failed_pass_leaves_no_snapshot():
     manager = manager_of()
     tokens = list(range(4 * B))
     table = manager.open_table(tokens, ROOT)
@@ -21,7 +21,7 @@ def test_a_pass_that_failed_leaves_no_snapshot():
     assert manager.peek(tokens, ROOT) == 0
 
 
-def test_a_preempted_table_leaves_its_state_where_a_block_ends():
+def test_a_preempted_table_leaves_a_snapshot_at_a_block_end():
     manager = manager_of()
     tokens = list(range(4 * B))
     table = manager.open_table(tokens, ROOT)
@@ -31,7 +31,7 @@ def test_a_preempted_table_leaves_its_state_where_a_block_ends():
     assert manager.open_table(tokens, ROOT).num_cached_tokens == 2 * B
 
 
-def test_where_a_pass_ends_its_own_slot_is_kept_and_the_next_writes_another():
+def test_a_snapshot_takes_the_slot_and_the_next_pass_uses_another():
     manager = manager_of()
     tokens = list(range(3 * B))
     table = manager.open_table(tokens, ROOT)
@@ -50,7 +50,7 @@ def test_where_a_pass_ends_its_own_slot_is_kept_and_the_next_writes_another():
     manager.check_invariants([])
 
 
-def test_a_state_that_another_kept_meanwhile_is_not_kept_twice():
+def test_a_concurrently_kept_state_is_not_duplicated():
     manager = manager_of()
     tokens = list(range(2 * B))
     first, second = (manager.open_table(tokens, ROOT) for _ in range(2))
@@ -66,7 +66,7 @@ def test_a_state_that_another_kept_meanwhile_is_not_kept_twice():
     manager.check_invariants([])
 
 
-def test_a_snapshot_goes_with_its_block():
+def test_a_snapshot_is_dropped_with_its_block():
     manager = manager_of(num_blocks=4)
     tokens = list(range(2 * B + 1))
     cold(manager, tokens)
@@ -90,7 +90,7 @@ def test_a_table_without_a_slot_fails_and_changes_nothing():
     assert states_of(manager).has_room(second)
 
 
-def test_a_fork_keeps_what_its_parent_was_to_keep():
+def test_a_fork_keeps_its_parents_planned_snapshots():
     manager = manager_of()
     tokens = list(range(3 * B + 1))
     table = manager.open_table(tokens, ROOT, hints=(2 * B,))
@@ -101,7 +101,7 @@ def test_a_fork_keeps_what_its_parent_was_to_keep():
     assert manager.peek([*tokens[: 2 * B], 7], ROOT) == 2 * B
 
 
-def test_what_is_computed_again_for_its_state_counts_once():
+def test_recomputed_tokens_count_once():
     """Also where the table takes a slot once more, as it is forked."""
     manager = manager_of()
     tokens = list(range(3 * B + 2))
@@ -117,7 +117,7 @@ def test_what_is_computed_again_for_its_state_counts_once():
     manager.check_invariants([table, child])
 
 
-def test_passes_that_do_not_go_on_from_the_state_are_refused():
+def test_passes_that_do_not_continue_the_state_are_refused():
     manager = manager_of()
     tokens = list(range(3 * B))
     table = manager.open_table(tokens, ROOT)
@@ -132,7 +132,7 @@ def test_passes_that_do_not_go_on_from_the_state_are_refused():
     assert_raises(CacheCorruption, "being computed", manager.fork, table)
 
 
-def test_check_finds_a_snapshot_of_a_block_that_is_gone():
+def test_check_detects_a_snapshot_of_a_dropped_block():
     manager = manager_of()
     cold(manager, list(range(B + 1)))
     slots = states_of(manager).slots

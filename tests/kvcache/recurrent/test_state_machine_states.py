@@ -344,7 +344,7 @@ class StatesMachine(Asking):
             assert self.states.slots.num_used == 0
 
 
-def test_random_operations_keep_every_state_where_it_belongs():
+def test_random_operations_keep_states_consistent():
     count = NUM_EXAMPLES if LONG else NUM_EXAMPLES * 2 // 5
     run_state_machine_as_test(
         StatesMachine,

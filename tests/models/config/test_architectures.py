@@ -36,7 +36,7 @@ def forget_warnings():
     architectures._warn_once.cache_clear()
 
 
-def test_families_of_the_suite_are_tested_ones_and_the_other_way_round():
+def test_tested_families_are_those_of_the_suite():
     alone = {**FAMILIES, **HYBRIDS}
     in_suite = {
         str(fields.get("model_type", name)).partition("-")[0] for name, fields in alone.items()
@@ -60,7 +60,7 @@ def _names(runner="", files="", *, tested=True):
     }
 
 
-def test_runners_are_those_that_compute_the_family():
+def test_listed_runners_support_the_family():
     whole = {name for name, wrapper in WRAPPERS.items() if set(wrapper.texts) <= set(NATIVE)}
     assert _names("native") == {*NATIVE, *whole}
     assert _names("torch") == {
@@ -69,7 +69,7 @@ def test_runners_are_those_that_compute_the_family():
     assert _names("native", tested=False) == set()
 
 
-def test_gguf_files_are_those_that_are_read_and_that_the_tests_write():
+def test_listed_gguf_architectures_are_read_and_tested():
     read = {known.model_type for known in GGUF.values()}
     archs = {**ARCHS, **HYBRID_ARCHS}
     assert _names(files="GGUF") == read | set(archs)
@@ -96,7 +96,7 @@ def test_gguf_files_are_those_that_are_read_and_that_the_tests_write():
         ("seed_oss", "nothing"),
     ],
 )
-def test_what_a_family_is_compared_with(name, proof):
+def test_the_proof_of_each_family(name, proof):
     assert SUPPORTED_ARCHITECTURES[name].proof == proof
 
 
@@ -160,7 +160,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_refused_with_the_reason(name):
+def test_unsupported_models_are_refused_with_the_reason(name):
     config, reason = REFUSED[name]
     with pytest.raises(ModelFormatError, match=reason):
         check_model_compatibility(config)
@@ -182,7 +182,7 @@ def test_refused_with_the_reason(name):
         None,
     ],
 )
-def test_rope_that_does_not_depend_on_the_length_runs_in_the_whole_context(rope):
+def test_length_independent_rope_covers_the_whole_context(rope):
     config = {"model_type": "llama", "rope_scaling": rope, "max_position_embeddings": 4096}
     report = check_model_compatibility(config)
     assert (report.supported, report.reason) == (True, "")
@@ -246,7 +246,7 @@ def test_rope_that_does_not_depend_on_the_length_runs_in_the_whole_context(rope)
         ),
     ],
 )
-def test_rope_that_depends_on_the_length_pins_the_context(config, rope_type, length):
+def test_length_dependent_rope_limits_the_context(config, rope_type, length):
     config = {"model_type": "llama", "max_position_embeddings": 131072, **config}
     assert pinned_context(config) == PinnedContext(rope_type, length)
     report = check_model_compatibility(config)
@@ -257,13 +257,13 @@ def test_rope_that_depends_on_the_length_pins_the_context(config, rope_type, len
 
 
 @pytest.mark.parametrize("length", [0, -1, "4096", 4096.0, True])
-def test_a_range_that_is_no_length_is_refused(length):
+def test_an_invalid_rope_length_is_refused(length):
     rope = {"type": "longrope", "original_max_position_embeddings": length}
     with pytest.raises(ModelFormatError, match="original_max_position_embeddings="):
         check_model_compatibility({"model_type": "llama", "rope_scaling": rope})
 
 
-def test_known_family_with_code_in_its_repository_runs_the_installed_library():
+def test_remote_code_of_a_known_family_is_ignored():
     config = {
         "model_type": "phi3",
         "auto_map": {"AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM"},
@@ -293,7 +293,7 @@ def test_takes_a_directory_a_config_or_a_model(tiny_model_dir):
 
 
 @pytest.mark.parametrize("model", [{}, {"model_type": ""}, {"model_type": 3}, 3, object()])
-def test_what_is_no_model_is_refused(model):
+def test_invalid_models_are_refused(model):
     with pytest.raises(ModelFormatError):
         check_model_compatibility(model)
 
@@ -308,14 +308,12 @@ def test_what_is_no_model_is_refused(model):
         ({"model_type": "mamba", "hidden_size": 8}, "recurrent state"),
     ],
 )
-def test_a_directory_of_another_kind_hears_the_reason_not_that_a_key_is_missing(
-    tmp_path, config, reason
-):
+def test_an_unsupported_directory_is_refused_with_the_reason(tmp_path, config, reason):
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert_raises(ModelFormatError, reason, check_model_compatibility, tmp_path)
     assert_raises(ModelFormatError, reason, check_model_compatibility, read_config(tmp_path))
 
 
-def test_directory_without_config(tmp_path):
+def test_a_directory_without_config_is_refused(tmp_path):
     with pytest.raises(ModelFormatError, match=r"config\.json"):
         check_model_compatibility(tmp_path)

@@ -33,7 +33,7 @@ def _spec(model_type, **fields):
 @pytest.mark.parametrize(
     "model_type", sorted({*FAMILIES} - {"minicpm"})
 )  # which transformers does not have
-def test_defaults_are_those_of_transformers(model_type):
+def test_defaults_equal_transformers(model_type):
     """A config.json that leaves out what equals the default means the same here as there."""
     extra = {"head_dim": 32} if model_type == "mistral" else {}
     if model_type == "granitemoehybrid":
@@ -64,7 +64,7 @@ def test_defaults_are_those_of_transformers(model_type):
         assert describe_model({**written, "model_type": model_type}) == spec
 
 
-def test_older_config_keys():
+def test_older_config_keys_are_read():
     old = _spec("llama", rope_theta=5e5, rope_scaling={"type": "linear", "factor": 2.0})
     new = _spec("llama", rope_parameters={"rope_type": "linear", "rope_theta": 5e5, "factor": 2.0})
     assert old == new
@@ -73,7 +73,7 @@ def test_older_config_keys():
     assert [layer.rope for layer in old.layers] == [1, 1, 1, 1, 1, 0, 1, 1]
 
 
-def test_layers_without_rope():
+def test_layers_without_rope_are_read():
     assert [layer.rope for layer in _spec("exaone4").layers] == [0, 0, 0, -1] * 2
     assert [layer.rope for layer in _spec("exaone4", sliding_window=None).layers] == [0] * 8
     written = _spec("exaone4", sliding_window_pattern="LLLG", layer_types=["full_attention"] * 8)
@@ -122,7 +122,7 @@ def test_rope_frequencies_equal_transformers(settings):
     assert found.factor == pytest.approx(factor)
 
 
-def test_a_window_reaches_half_its_size_to_either_side_where_attention_is_both_ways():
+def test_a_bidirectional_window_is_centred():
     fields = {"sliding_window": 512, "layer_types": ["sliding_attention", "full_attention"] * 4}
     spec = _spec("gemma3_text", use_bidirectional_attention=True, **fields)
     assert spec.both_ways
@@ -141,7 +141,7 @@ def test_eps_must_be_a_number(value):
         _spec("llama", rms_norm_eps=value)
 
 
-def test_null_and_zero_mean_none():
+def test_null_and_zero_windows_mean_none():
     spec = _spec(
         "gemma2",
         sliding_window=None,
@@ -163,7 +163,7 @@ LONG = {
 
 @pytest.mark.parametrize("extra", [{}, {"factor": 3.0}, {"attention_factor": 1.5}])
 @pytest.mark.parametrize(("longest", "original"), [(512, 64), (64, 64), (64, 512)])
-def test_longrope_is_that_of_its_first_range(extra, longest, original):
+def test_longrope_uses_its_short_range(extra, longest, original):
     settings = {**LONG, **extra, "original_max_position_embeddings": original}
     sizes = {**SIZES, "max_position_embeddings": longest}
     spec = describe_model({"model_type": "llama", **sizes, "rope_parameters": settings})
@@ -183,7 +183,7 @@ def assert_longrope(spec, config, length):
 
 @pytest.mark.parametrize("name", ["longrope", "su", "yarn"])
 @pytest.mark.parametrize("original", [64, None])
-def test_names_and_length_of_phi3s_longrope(name, original):
+def test_phi3_longrope_names_and_length(name, original):
     """Its length stands beside the RoPE settings, and is 4096 where the config does not give it."""
     settings = {**{key: value for key, value in LONG.items() if key != "rope_type"}, "type": name}
     outer = {} if original is None else {"original_max_position_embeddings": original}
@@ -195,7 +195,7 @@ def test_names_and_length_of_phi3s_longrope(name, original):
     assert_longrope(spec, config, original or 4096)
 
 
-def test_queries_of_ministral3_are_scaled_by_their_position():
+def test_ministral3_scales_queries_by_position():
     scale = _spec("ministral3").query_scale
     assert (scale.beta, scale.length) == (0.1, 16384)
     factors = scale.factors(40000)
@@ -245,7 +245,7 @@ def test_hunyuans_dynamic_rope_is_static_with_an_alpha():
         _spec("hunyuan_v1_dense", head_dim=2, rope_scaling=rope)
 
 
-def test_granite_4_has_rope_where_it_asks_for_it():
+def test_granite_4_rope_follows_the_config():
     dense = {
         "layer_types": ["attention"] * 8,
         "num_local_experts": 0,
@@ -259,7 +259,7 @@ def test_granite_4_has_rope_where_it_asks_for_it():
         _spec("granitemoehybrid", **dense, position_embedding_type="alibi")
 
 
-def test_bases_of_rope_by_layer():
+def test_rope_bases_per_layer():
     spec = _spec("granite_swa", layer_rope_theta=[1e4, 0, 1e6, 1e4] * 2)
     assert [layer.rope for layer in spec.layers] == [0, -1, 1, 0] * 2
     assert [layer.window for layer in spec.layers] == [0, 128, 128, 128] * 2
@@ -274,7 +274,7 @@ def test_bases_of_rope_by_layer():
 
 
 @pytest.mark.parametrize("model_type", ["gemma3_text", "olmo3"])
-def test_one_rope_for_a_family_of_two_is_refused(model_type):
+def test_a_single_rope_for_a_family_with_two_is_refused(model_type):
     """It was passed over, and the defaults taken."""
     flat = {"rope_type": "linear", "rope_theta": 5e5, "factor": 8.0}
     for settings in (flat, {**flat, "full_attention": flat}, [flat], {"full_attention": 3.0}):

@@ -48,11 +48,11 @@ PART = {"model_type": "gemma3", "text_config": {"hidden_size": 8, "num_hidden_la
 @pytest.mark.parametrize(
     "config", [CONFIG, OLD, PART], ids=["sound", "older names", "a part of a larger one"]
 )
-def test_sound_config(config, tmp_path):
+def test_a_valid_config_is_read(config, tmp_path):
     assert read_config(write(tmp_path, config)) == config
 
 
-def test_names_of_older_architectures():
+def test_older_key_names_are_read():
     assert context_length(OLD) == 1024
 
 
@@ -64,7 +64,7 @@ def test_a_missing_key_is_named(tmp_path, key):
 
 @pytest.mark.parametrize("key", [key for key in CONFIG if key != "model_type"])
 @pytest.mark.parametrize("value", [0, -1, 1.5, "64", True, [], 1 << 40])
-def test_a_size_that_is_none_is_named(tmp_path, key, value):
+def test_an_invalid_size_is_named(tmp_path, key, value):
     with pytest.raises(ModelFormatError, match=f"config.json.*{key}"):
         read_config(write(tmp_path, {**CONFIG, key: value}))
 
@@ -85,7 +85,7 @@ def test_a_size_that_is_none_is_named(tmp_path, key, value):
         ),
     ],
 )
-def test_heads_layers_and_formats_must_fit(tmp_path, changes, message):
+def test_contradictory_sizes_are_refused(tmp_path, changes, message):
     with pytest.raises(ModelFormatError, match=message):
         read_config(write(tmp_path, {**CONFIG, **changes}))
 
@@ -111,11 +111,11 @@ NEMOTRON = {
         {"hybrid_override_pattern": "-*M", "layers_block_type": None},
     ],
 )
-def test_kinds_of_layers_say_how_many_there_are(tmp_path, layers, kinds):
+def test_layer_types_determine_the_number_of_layers(tmp_path, layers, kinds):
     assert read_config(write(tmp_path, {**NEMOTRON, **layers, **kinds}))["num_hidden_layers"] == 3
 
 
-def test_a_nemotron_whose_heads_are_no_part_of_the_hidden_size(tmp_path):
+def test_nemotron_heads_need_not_divide_the_hidden_size(tmp_path):
     config = {**NEMOTRON, "hybrid_override_pattern": "-*M", "attention_head_dim": 64}
     assert describe_model(read_config(write(tmp_path, config))).head_dim == 64
     del config["attention_head_dim"]
@@ -127,7 +127,7 @@ def test_a_nemotron_whose_heads_are_no_part_of_the_hidden_size(tmp_path):
 
 
 @pytest.mark.parametrize("model_type", ["nemotron_h", "falcon_h1"])
-def test_key_heads_that_a_config_leaves_out(tmp_path, model_type):
+def test_missing_key_value_heads_have_a_default(tmp_path, model_type):
     """Without the key there are 8, with null as many as heads."""
     config = {
         **NEMOTRON,
@@ -156,7 +156,7 @@ def test_damaged_file_is_named(tmp_path, raw):
         read_config(tmp_path)
 
 
-def test_no_config(tmp_path):
+def test_a_missing_config_is_named(tmp_path):
     with pytest.raises(ModelFormatError, match=r"config\.json is missing"):
         read_config(tmp_path)
 
@@ -179,7 +179,7 @@ def test_a_sliding_window_does_not_limit_the_context():
         ({"text_config": {"eos_token_id": 4}, "eos_token_id": [1]}, {}, None, (1, 4)),
     ],
 )
-def test_all_eos_ids(tmp_path, config, generation, tokenizer, expected):
+def test_all_eos_ids_are_collected(tmp_path, config, generation, tokenizer, expected):
     directory = write(tmp_path, {**CONFIG, **config}, generation)
     assert read_generation_config(directory, tokenizer_eos=tokenizer).eos_token_ids == expected
     assert (
@@ -190,19 +190,19 @@ def test_all_eos_ids(tmp_path, config, generation, tokenizer, expected):
     )
 
 
-def test_bos_and_pad():
+def test_bos_and_pad_ids():
     found = generation_defaults({"bos_token_id": 1, "pad_token_id": 3}, {"bos_token_id": 2})
     assert (found.bos_token_id, found.pad_token_id, found.eos_token_ids) == (2, 3, ())
 
 
 @pytest.mark.parametrize("value", ["2", [2, None], 2.0, True])
-def test_bad_eos_is_named(tmp_path, value):
+def test_an_invalid_eos_id_is_named(tmp_path, value):
     with pytest.raises(ModelFormatError, match=r"generation_config\.json.*eos_token_id"):
         read_generation_config(write(tmp_path, CONFIG, {"eos_token_id": value}))
 
 
 @pytest.mark.parametrize("number", [1, 2])
-def test_a_directory_of_one_gguf_file_names_it(number, tmp_path):
+def test_a_directory_with_a_gguf_file_names_it(number, tmp_path):
     for name in ("a.gguf", "b.gguf")[:number]:
         (tmp_path / name).write_bytes(b"GGUF")
     with pytest.raises(ModelFormatError, match="is missing") as caught:
@@ -223,13 +223,13 @@ def test_a_number_out_of_range_is_named(value):
 
 @pytest.mark.parametrize("key", ["rms_norm_eps", "attention_multiplier", "logits_scaling"])
 @pytest.mark.parametrize("value", ["x", float("nan"), -1, 1e40])
-def test_a_damaged_number_is_refused_whatever_the_runner(key, value, tmp_path):
+def test_an_invalid_number_is_refused_by_every_runner(key, value, tmp_path):
     with pytest.raises(ModelFormatError, match=rf"config\.json: {key}=.* must be a number from"):
         read_config(write(tmp_path, {**CONFIG, key: value}))
     assert read_config(write(tmp_path, {**CONFIG, key: 0.5}))[key] == 0.5
 
 
-def test_suppressed_tokens(tmp_path):
+def test_suppressed_tokens_are_read(tmp_path):
     assert generation_defaults(CONFIG, {}).suppressed_token_ids == ()
     assert generation_defaults(CONFIG, {"suppress_tokens": [9, 3, 9, -1]}).suppressed_token_ids == (
         3,

@@ -31,11 +31,11 @@ def write(directory, settings, kinds=KINDS):
         ({"pooling_mode": "lasttoken", "embedding_dimension": 64}, "last"),
     ],
 )
-def test_sentence_transformers_files_say_the_pooling(tmp_path, settings, kind):
+def test_sentence_transformers_files_set_the_pooling(tmp_path, settings, kind):
     assert read_pooling(write(tmp_path, settings)) == Pooling(kind, "1_Pooling/config.json")
 
 
-def test_a_directory_without_them_says_nothing(tmp_path):
+def test_a_directory_without_them_sets_no_pooling(tmp_path):
     assert read_pooling(tmp_path) == UNSAID
 
 
@@ -96,7 +96,7 @@ def test_damaged_files_are_named(tmp_path):
         (3, Pooling("last", "key qwen3.pooling_type")),
     ],
 )
-def test_a_gguf_files_key_says_the_pooling(number, found):
+def test_a_gguf_key_sets_the_pooling(number, found):
     values = {"general.architecture": "qwen3", "qwen3.pooling_type": number}
     assert gguf_pooling(values, Path("m.gguf")) == found
     assert gguf_pooling({"general.architecture": "qwen3"}, Path("m.gguf")) == UNSAID
@@ -112,7 +112,7 @@ def test_other_poolings_of_a_gguf_file_are_refused(number, message):
         )
 
 
-def test_the_folders_of_dense_layers_are_found_in_order(tmp_path):
+def test_dense_layer_folders_are_found_in_order(tmp_path):
     write(tmp_path, {"pooling_mode": "mean"})
     modules = [
         {"path": path, "type": f"models.{kind}"}
@@ -132,7 +132,7 @@ def test_the_folders_of_dense_layers_are_found_in_order(tmp_path):
     assert read_pooling(tmp_path).dense == (tmp_path / "3_Dense", tmp_path / "2_Dense")
 
 
-def test_bidirectional_models_but_one_family_are_refused_with_the_reason():
+def test_unsupported_bidirectional_models_are_refused():
     check_model_compatibility({"model_type": "gemma3_text", "use_bidirectional_attention": True})
     for fields in (
         {"model_type": "gemma", "use_bidirectional_attention": True},

@@ -229,7 +229,7 @@ REFUSED = {
 @pytest.mark.parametrize(
     ("name", "change", "message"), [(name, *row) for name, rows in REFUSED.items() for row in rows]
 )
-def test_a_config_that_makes_no_sense_is_refused(name, change, message, tmp_path):
+def test_contradictory_configs_are_refused(name, change, message, tmp_path):
     if name in HYBRIDS:
         config = read_json(save_tiny_model(name, tmp_path) / "config.json")
         describe_model(config)

@@ -51,7 +51,7 @@ def _logits(path, rope_range, prompt, budget=512):
     return logits
 
 
-def test_beyond_the_original_length_it_is_what_transformers_computes(model_dir, caplog):
+def test_the_long_range_equals_transformers(model_dir, caplog):
     model = build_tiny_model("phi3", **FIELDS)
     model.set_attn_implementation("eager")
     with torch.inference_mode():
@@ -64,13 +64,13 @@ def test_beyond_the_original_length_it_is_what_transformers_computes(model_dir, 
 
 
 @pytest.mark.parametrize("count", [1, 50, ORIGINAL, ORIGINAL + 1])
-def test_a_token_is_the_same_whatever_follows_it(count, model_dir):
+def test_logits_do_not_depend_on_later_tokens(count, model_dir):
     np.testing.assert_array_equal(
         _logits(model_dir, "long", PROMPT[:count]), _logits(model_dir, "long", PROMPT, 23)[:count]
     )
 
 
-def test_contexts_and_the_notice_that_names_the_option(model_dir):
+def test_each_range_has_its_context_and_a_notice(model_dir):
     short, long = (Checkpoint.open(model_dir, rope_range=name).config for name in ("short", "long"))
     assert (describe_model(short).max_context, describe_model(long).max_context) == (ORIGINAL, 512)
     assert "rope_range='long' uses the factors for longer ones" in pin_notice(short)
@@ -117,7 +117,7 @@ def test_blocks_of_the_two_ranges_are_never_shared(model_dir, tmp_path):
         ({"rope_range": "long", "runner": "torch"}, "rope_range='long'"),
     ],
 )
-def test_options_that_are_refused(options, message, model_dir):
+def test_invalid_rope_range_options_are_refused(options, message, model_dir):
     with pytest.raises(KVBoostError, match=message):
         CPUPagedEngine.from_pretrained(model_dir, num_blocks=16, **options)
 

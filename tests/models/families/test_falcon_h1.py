@@ -17,7 +17,7 @@ def config(tmp_path_factory):
     return read_json(path / "config.json")
 
 
-def test_a_layer_has_keys_and_values_and_a_state(config):
+def test_each_layer_has_kv_and_a_state(config):
     spec = describe_model(config)
     assert [(layer.kv, layer.state, layer.owns_kv, layer.rope) for layer in spec.layers] == [
         (index, index, True, 0) for index in range(3)
@@ -26,7 +26,7 @@ def test_a_layer_has_keys_and_values_and_a_state(config):
     assert (len(kv.layers), len(kv.states)) == (3, 3)
 
 
-def test_what_the_parts_are_multiplied_with(config):
+def test_multipliers_are_read(config):
     """Keys' number is that of scores; x, B and C count beside z, and what the gate is multiplied
     with is taken back.
     """
@@ -42,7 +42,7 @@ def test_what_the_parts_are_multiplied_with(config):
     assert describe_model(plain).factors == NO_FACTORS
 
 
-def test_sizes_that_follow_from_others(config):
+def test_derived_sizes(config):
     spec = describe_model(config)
     assert describe_model({**config, "mamba_d_head": "auto"}) == spec
     assert describe_model({**config, "mamba_d_ssm": None, "mamba_expand": 2}) == spec
@@ -56,7 +56,7 @@ def test_sizes_that_follow_from_others(config):
         ({"mamba_rms_norm": True, "mamba_norm_before_gate": False}, "gated_before", 2),
     ],
 )
-def test_where_the_norm_of_a_mixer_stands(config, change, norm, groups):
+def test_the_mixers_norm_position(config, change, norm, groups):
     mixer = describe_model({**config, **change}).mixer
     assert mixer is not None
     assert (mixer.norm, mixer.norm_groups) == (norm, groups)

@@ -36,7 +36,7 @@ E2B = {
 }
 
 
-def test_the_shapes_of_e2b():
+def test_shapes_of_e2b():
     spec = describe_model(E2B)
     assert [layer.kv for layer in spec.layers] == [
         *range(15),
@@ -68,7 +68,7 @@ MIXTURE = {
 @pytest.mark.parametrize(
     "changes", [{}, {"num_kv_shared_layers": 7}, {"layer_types": [SLIDING, FULL] * 17 + [FULL]}]
 )
-def test_layers_share_as_in_transformers(changes):
+def test_shared_kv_layers_equal_transformers(changes):
     """The layer whose keys and values are read is the one of its kind that transformers says stores
     them.
     """
@@ -83,7 +83,7 @@ def test_layers_share_as_in_transformers(changes):
         assert layer.kv == (index if layer.owns_kv else givers[config.layer_types[index]])
 
 
-def test_sizes_of_full_layers_where_values_are_keys():
+def test_full_attention_sizes_if_values_equal_keys():
     changes = {
         "num_kv_shared_layers": 0,
         "attention_k_eq_v": True,
@@ -107,7 +107,7 @@ def test_sizes_of_full_layers_where_values_are_keys():
     } == {1}
 
 
-def test_full_layers_turn_a_part_of_the_pairs_of_the_whole_head():
+def test_full_attention_has_partial_rope():
     full, sliding = describe_model(E2B).ropes
     config = Gemma4TextConfig(**E2B)
     expected, factor = ROPE_INIT_FUNCTIONS["proportional"](config, "cpu", layer_type=FULL)
@@ -172,12 +172,12 @@ def test_full_layers_turn_a_part_of_the_pairs_of_the_whole_head():
         ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention='all'"),
     ],
 )
-def test_what_cannot_be_is_refused(changes, message):
+def test_contradictory_configs_are_refused(changes, message):
     with pytest.raises(ModelFormatError, match=message):
         describe_model({**E2B, **changes})
 
 
-def test_experts_stand_beside_the_mlp_of_every_layer():
+def test_experts_run_beside_the_mlp():
     """The MLP keeps its own width; there are norms behind it, before the experts and behind
     them.
     """
@@ -206,7 +206,7 @@ def test_experts_stand_beside_the_mlp_of_every_layer():
     assert describe_model({**E2B, "enable_moe_block": False}).experts is None
 
 
-def test_attention_both_ways_is_refused_by_name():
+def test_bidirectional_attention_is_refused_by_name():
     with pytest.raises(ModelFormatError, match="bidirectional attention is supported"):
         check_model_compatibility({**E2B, "use_bidirectional_attention": "all"})
 

@@ -57,7 +57,7 @@ def test_a_head_in_a_gguf_file_is_counted_and_not_used(tmp_path):
         ({"nextn_predict_layers": LAYERS}, "must be less than block_count=3"),
     ],
 )
-def test_keys_that_make_no_sense_are_refused(keys, message, tmp_path):
+def test_contradictory_keys_are_refused(keys, message, tmp_path):
     path = write_gguf(save_model("glm4_moe", tmp_path / "model"), tmp_path / "m.gguf", keys=keys)
     with pytest.raises(ModelFormatError, match=message):
         _ = Checkpoint.open(path).spec

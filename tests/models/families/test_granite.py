@@ -13,7 +13,7 @@ def config(tmp_path_factory):
     return read_json(path / "config.json")
 
 
-def test_older_and_newer_words_are_one_model(config):
+def test_older_and_newer_keys_are_equivalent(config):
     spec = describe_model(config)
     assert config["layer_types"] == ["linear_attention", "full_attention", "linear_attention"]
     older = {key: value for key, value in config.items() if key != "layer_types"}
@@ -46,7 +46,7 @@ def test_older_and_newer_words_are_one_model(config):
     assert spec.experts.score == "chosen"
 
 
-def test_steps_of_time_and_biases_as_the_config_says(config):
+def test_time_step_limits_and_biases_follow_the_config(config):
     spec = describe_model({**config, "time_step_limit": [0.01, 0.5], "mamba_conv_bias": False})
     assert spec.mixer is not None
     assert spec.mixer.time_limit == (0.01, 0.5)
@@ -54,7 +54,7 @@ def test_steps_of_time_and_biases_as_the_config_says(config):
     assert describe_model(config).named_mixer[1].conv_bias == "mamba.conv1d.bias"
 
 
-def test_without_states_other_runners_have_it_too(config):
+def test_without_states_other_runners_support_it(config):
     dense = {"num_local_experts": None, "layer_types": ["attention"] * 3}
     assert may_keep_states(config)
     assert may_keep_states({**config, "layer_types": None})
@@ -114,7 +114,7 @@ MAKERS = {
 }
 
 
-def test_a_width_for_experts_and_one_for_what_they_share():
+def test_experts_and_shared_mlp_have_their_own_widths():
     spec = describe_model(MAKERS["Granite 4 h-tiny"])
     assert spec.experts is not None
     assert (spec.experts.width, {layer.intermediate_size for layer in spec.layers}) == (512, {1024})

@@ -20,7 +20,7 @@ TINY = {
 }
 
 
-def test_granites_mixer_is_as_large_as_its_paper_says():
+def test_granites_mixer_has_the_published_sizes():
     mixer = ssd_mixer(TINY, MAMBA_KEYS, "gated_before")
     assert (mixer.kind, mixer.taps, mixer.channels) == ("ssd", 3, 3328)
     assert (mixer.key_heads, mixer.value_heads, mixer.key_dim, mixer.value_dim) == (1, 48, 128, 64)
@@ -36,7 +36,7 @@ def test_granites_mixer_is_as_large_as_its_paper_says():
     )
 
 
-def test_groups_are_those_of_the_norm():
+def test_norm_groups_follow_the_config():
     config = {**TINY, "mamba_n_groups": 8}
     assert ssd_mixer(config, MAMBA_KEYS, "gated_after").norm_groups == 8
     assert ssd_mixer(config, MAMBA_KEYS, "none").norm_groups == 0
@@ -55,7 +55,7 @@ def test_groups_are_those_of_the_norm():
         ({"mamba_n_heads": 3, "mamba_d_head": 16}, "48 must be a multiple of 32"),
     ],
 )
-def test_sizes_that_kernels_do_not_take_are_refused_by_their_keys(change, message):
+def test_unsupported_sizes_are_refused_by_key(change, message):
     with pytest.raises(ModelFormatError, match=message):
         ssd_mixer({**TINY, **change}, MAMBA_KEYS, "gated_before")
 
@@ -70,13 +70,13 @@ def test_sizes_that_kernels_do_not_take_are_refused_by_their_keys(change, messag
         ({"time_limit": (1.0, 0.5)}, r"limits \(1\.0, 0\.5\)"),
     ],
 )
-def test_mixers_that_do_not_fit_together_are_refused(change, message):
+def test_contradictory_mixers_are_refused(change, message):
     mixer = ssd_mixer(TINY, MAMBA_KEYS, "gated_before")._replace(**change)
     with pytest.raises(ModelFormatError, match=message):
         MixerSizes.of(mixer)
 
 
-def test_limits_of_time():
+def test_time_step_limits_are_read():
     assert time_limit_of({}) == time_limit_of({"time_step_limit": None}) == (0.0, math.inf)
     assert time_limit_of({"time_step_limit": [0.001, 0.5]}) == (0.001, 0.5)
     assert time_limit_of({"dt": (0, math.inf)}, "dt") == (0.0, math.inf)
@@ -96,7 +96,7 @@ def test_limits_of_time():
             time_limit_of({"time_step_limit": bad})
 
 
-def test_names_leave_out_what_the_mixer_has_not():
+def test_tensor_names_omit_missing_parts():
     normed = ssd_mixer(TINY, MAMBA_KEYS, "gated_before")
     assert ssd_names("mamba", normed, conv_bias=True).norm == "mamba.norm.weight"
     assert ssd_names("mixer", normed, conv_bias=True).conv_bias == "mixer.conv1d.bias"

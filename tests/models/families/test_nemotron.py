@@ -21,7 +21,7 @@ def configs(tmp_path_factory):
     return found
 
 
-def test_a_layer_is_one_thing(configs):
+def test_each_layer_has_one_kind(configs):
     spec = describe_model(configs["nemotron_h"])
     assert [layer.kv for layer in spec.layers] == [-1, -1, 0, -1, -1]
     assert [layer.state for layer in spec.layers] == [0, -1, -1, 1, -1]
@@ -34,7 +34,7 @@ def test_a_layer_is_one_thing(configs):
     assert (spec.mixer.norm, spec.mixer.norm_groups, spec.mixer.key_heads) == ("gated_before", 2, 2)
 
 
-def test_layers_with_experts_have_no_mlp_but_the_shared_one(configs):
+def test_expert_layers_have_only_a_shared_mlp(configs):
     spec = describe_model(configs["nemotron_h-moe"])
     assert [layer.intermediate_size for layer in spec.layers] == [0, 96, 0, 96, 0, 96, 0]
     assert spec.experts is not None
@@ -42,13 +42,13 @@ def test_layers_with_experts_have_no_mlp_but_the_shared_one(configs):
     assert (spec.experts.score, spec.experts.renorm, spec.experts.scale) == ("sigmoid", "add", 2.5)
 
 
-def test_the_kinds_of_layers_say_how_many_there_are(tmp_path):
+def test_layer_types_determine_the_number_of_layers(tmp_path):
     path = save_tiny_model("nemotron_h", tmp_path)
     assert "num_hidden_layers" not in read_json(path / "config.json")
     assert Checkpoint.open(path).config["num_hidden_layers"] == 5
 
 
-def test_older_words_in_a_config(configs):
+def test_older_keys_are_read(configs):
     for name, pattern in (("nemotron_h", "M-*M-"), ("nemotron_h-moe", "*EM-*EM")):
         config = dict(configs[name])
         spec = describe_model(configs[name])
@@ -67,7 +67,7 @@ def test_older_words_in_a_config(configs):
         )
 
 
-def test_older_names_of_a_mixers_sizes(configs):
+def test_older_keys_of_mixer_sizes_are_read(configs):
     """As transformers takes them, they count where both are there."""
     config = configs["nemotron_h"]
     newer = {
@@ -89,7 +89,7 @@ def test_older_names_of_a_mixers_sizes(configs):
     )
 
 
-def test_steps_of_time_are_limited_by_time_step_limit_alone(configs):
+def test_only_time_step_limit_bounds_the_time_steps(configs):
     for limit, expected in ((None, (0.0, math.inf)), ([0.01, 0.5], (0.01, 0.5))):
         spec = describe_model(
             {**configs["nemotron_h"], "time_step_limit": limit, "time_step_min": 0.2}

@@ -19,7 +19,7 @@ FILES = sorted(
 )
 
 
-def test_every_model_type_is_of_one_file():
+def test_every_model_type_belongs_to_one_file():
     modules = {found.__name__.rpartition(".")[2]: found for found in registry._files()}
     said = [name for file in FILES if file != "registry" for name in modules[file].MODEL_TYPES]
     assert len(said) == len(set(said))
@@ -27,7 +27,7 @@ def test_every_model_type_is_of_one_file():
     assert {"granite", "llama", "dense"} <= set(FILES)
 
 
-def test_what_is_read_is_known():
+def test_every_gguf_architecture_has_a_family():
     assert {known.model_type for known in ARCHITECTURES.values()} <= set(FAMILIES)
     assert {text for wrapper in WRAPPERS.values() for text in wrapper.texts} <= set(FAMILIES)
     for known in MODEL_TYPES.values():
@@ -35,14 +35,14 @@ def test_what_is_read_is_known():
         assert known.family is None or known.wrapper is None
 
 
-def test_a_name_that_two_files_have_is_refused(monkeypatch):
+def test_a_duplicate_name_is_refused(monkeypatch):
     double = [*registry._files()]
     monkeypatch.setattr(registry, "_files", lambda: iter([*double, double[0], double[1]]))
     with pytest.raises(ValueError, match="redefines"):
         registry._collected("MODEL_TYPES")
 
 
-def test_no_family_imports_what_reads_the_families():
+def test_families_do_not_import_the_registrys_users():
     """The registry finds them at run time, so the search for import circles does not see it."""
     graph = grimp.build_graph("kvboost_edge", cache_dir=None)
     readers = {f"{families.__name__}.{name}" for name in registry._READERS}

@@ -10,7 +10,7 @@ from kvboost_edge.runners.native.select_native import native_kv_spec
 from models.families.test_granite import MAKERS as GRANITES
 
 
-def test_the_width_of_an_mlp_is_what_follows_from_the_config(tmp_path):
+def test_lfm2_mlp_width_follows_from_the_config(tmp_path):
     spec = spec_of(save_tiny_model("lfm2", tmp_path))
     assert {layer.intermediate_size for layer in spec.layers} == {96}
     config = read_json(tmp_path / "config.json")
@@ -31,7 +31,7 @@ def test_the_width_of_an_mlp_is_what_follows_from_the_config(tmp_path):
         assert describe_model({**config, **change}).intermediate_size == width
 
 
-def test_older_names_in_a_config(tmp_path):
+def test_older_keys_are_read(tmp_path):
     config = read_json(save_tiny_model("lfm2", tmp_path) / "config.json")
     spec = describe_model(config)
     types = config.pop("layer_types")
@@ -124,12 +124,12 @@ MAKERS = {
 
 
 @pytest.mark.parametrize("name", MAKERS)
-def test_states_of_the_makers_models_have_their_sizes(name):
+def test_published_models_have_the_expected_state_sizes(name):
     config, states, keys = MAKERS[name]
     spec = native_kv_spec(describe_model(config), "int8", 16)
     assert spec.bytes_per_state == states * 2**20
     assert spec.bytes_per_block / spec.block_size == keys * 2**10
 
 
-def test_a_short_convolution_has_the_width_of_the_makers_model():
+def test_lfm2_mlp_width_equals_the_published_one():
     assert describe_model(_lfm2([2, 5, 8, 10, 12, 14], 16)).intermediate_size == 8192

@@ -54,7 +54,7 @@ def _values(rows, kind):
     return values if minima is None else values - np.repeat(minima.astype(np.float32), 32, 1)
 
 
-def test_sizes_and_numbers_are_those_of_the_format():
+def test_block_sizes_and_type_numbers_equal_the_gguf_package():
     for name, block in BLOCKS.items():
         assert TYPES[name][1:] == (block.weights, block.nbytes)
     # Newer than the package: llama.cpp's GGML_TYPE_Q2_0. Not llama.cpp's: I2_S of bitnet.cpp.
@@ -63,14 +63,14 @@ def test_sizes_and_numbers_are_those_of_the_format():
 
 
 @pytest.mark.parametrize("name", QUANTIZED)
-def test_floats_equal_the_package(name):
+def test_dequantized_floats_equal_the_gguf_package(name):
     raw = _random(name)
     np.testing.assert_array_equal(dequantize(name, raw), dequantized(name, raw))
     assert scales_of(name, raw).shape == (raw.size // BLOCKS[name].nbytes, len(BLOCKS[name].halves))
 
 
 @pytest.mark.parametrize("name", ["F32", "F16", "BF16"])
-def test_float_types(name):
+def test_float_types_are_read(name):
     values = np.random.default_rng(4).normal(size=(5, 7)).astype(np.float32)
     raw = quants.quantize(values, GGMLQuantizationType[name]).view(np.uint8).reshape(5, -1)
     expected = quants.dequantize(
@@ -80,7 +80,7 @@ def test_float_types(name):
 
 
 @pytest.mark.parametrize("name", EXACT)
-def test_codes_are_exact(name):
+def test_codes_and_scales_are_exact(name):
     raw = _random(name)
     rows = quant_rows_of(name, raw)
     assert rows.kind == BLOCKS[name].kind
@@ -90,7 +90,7 @@ def test_codes_are_exact(name):
 
 
 @pytest.mark.parametrize("name", IN_BLOCKS)
-def test_blocks_are_taken_over_and_packed_exactly(name):
+def test_k_blocks_are_packed_exactly(name):
     assert IN_BLOCKS == ["Q4_K", "Q5_K", "Q6_K", "Q3_K"]
     raw = _random(name)
     rows = quant_rows_of(name, raw)
@@ -102,12 +102,12 @@ def test_blocks_are_taken_over_and_packed_exactly(name):
     np.testing.assert_array_equal(unpack_rows(packed, *expected.shape, rows.kind), expected)
 
 
-def test_all_others_are_exact_but_for_rounded_scales():
+def test_only_iq4_xs_rounds_its_scales():
     assert set(QUANTIZED) - set(EXACT) - set(IN_BLOCKS) == {"IQ4_XS"}
 
 
 @pytest.mark.parametrize("name", ["Q5_0", "Q5_1"])
-def test_five_bits_at_their_extremes(name):
+def test_five_bit_formats_at_their_extremes(name):
     """Every code beside scales of both signs, the largest and the smallest, and beside minima."""
     raw = np.random.default_rng(8).integers(0, 256, (64, BLOCKS[name].nbytes), dtype=np.uint8)
     raw[:16, 2:] = 0
@@ -125,7 +125,7 @@ NARROW = ("TQ1_0", "TQ2_0", "Q1_0", "Q2_0", "Q2_0_g128")
 
 
 @pytest.mark.parametrize("name", NARROW)
-def test_one_and_two_bits_at_their_extremes(name):
+def test_one_and_two_bit_formats_at_their_extremes(name):
     """Every byte in every place of a block, beside scales of both signs, the largest and the
     smallest; 3, a code that ternary models lack, is a weight of twice the scale.
     """
@@ -166,7 +166,7 @@ def test_scales_of_iq4_xs_are_rounded_to_float16():
     assert rows.table.tolist()[:2] == [-127, -104]
 
 
-def test_scales_of_mxfp4_outside_float16():
+def test_mxfp4_scales_outside_float16():
     """Every exponent, before weights and before zeros of both signs: exact, or 0 where it is too
     small, or infinite.
     """
@@ -203,7 +203,7 @@ def test_scales_of_mxfp4_outside_float16():
         ("I32", "supported types are F32, F16, .*MXFP4, .*Q2_0; use a Q4_K_M"),
     ],
 )
-def test_types_that_are_not_read_are_refused_with_what_to_take(name, why):
+def test_unsupported_types_are_refused_with_an_alternative(name, why):
     assert name in TYPE_NAMES.values()
     assert name not in BLOCKS
     assert re.search(why, refusal(name)), refusal(name)

@@ -31,7 +31,7 @@ def _file(directory, **options):
     )
 
 
-def test_experts_keep_the_files_formats(tmp_path):
+def test_expert_tensors_keep_the_files_formats(tmp_path):
     """Every expert is the file's bits; the router stays as floats, whatever the others are."""
     path = _file(tmp_path, kind=q4_k_m)
     plan = file_plan(path)
@@ -81,14 +81,14 @@ KEYS = {
 
 
 @pytest.mark.parametrize("name", KEYS)
-def test_keys_that_contradict_the_tensors(name, tmp_path):
+def test_keys_that_contradict_the_tensors_are_refused(name, tmp_path):
     keys, message = KEYS[name]
     path = _file(tmp_path, keys=keys)
     with pytest.raises(ModelFormatError, match=message):
         NativeRunner.from_dir(path, weights="f32")
 
 
-def test_a_router_with_nan(tmp_path):
+def test_a_router_with_nan_is_refused(tmp_path):
     router = np.ones((6, 256), dtype=np.float32)
     router[2, 9] = np.nan
     path = _file(tmp_path, more={"blk.1.ffn_gate_inp.weight": router})

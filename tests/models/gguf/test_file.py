@@ -64,7 +64,7 @@ def test_keys_and_tensors_equal_the_package(tiny_gguf):
         assert found.stop - found.start == tensor.n_bytes
 
 
-def test_short_decimals_survive_float32(tiny_gguf):
+def test_float32_metadata_is_read_as_short_decimals(tiny_gguf):
     assert read_gguf(tiny_gguf).values["llama.attention.layer_norm_rms_epsilon"] == 1e-6
 
 
@@ -166,7 +166,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("name", DAMAGE)
-def test_damage_is_named(name, tiny_gguf, tmp_path):
+def test_damaged_files_are_refused_by_name(name, tiny_gguf, tmp_path):
     damage, message = DAMAGE[name]
     path = tmp_path / "m.gguf"
     path.write_bytes(damage(tiny_gguf.read_bytes()))
@@ -176,7 +176,7 @@ def test_damage_is_named(name, tiny_gguf, tmp_path):
 
 
 @pytest.mark.parametrize("alignment", [0, 3, 1 << 21])
-def test_alignment(alignment, tmp_path):
+def test_invalid_alignments_are_refused(alignment, tmp_path):
     path = tmp_path / "m.gguf"
     writer = GGUFWriter(path, "llama")
     writer.add_uint32("general.alignment", alignment)
@@ -188,7 +188,7 @@ def test_alignment(alignment, tmp_path):
 
 
 @pytest.mark.parametrize("count", [1, 31, 32, 500, 4000])
-def test_zeros_behind_the_last_tensor_are_padding(count, tiny_gguf, tmp_path):
+def test_trailing_zeros_are_padding(count, tiny_gguf, tmp_path):
     path = tmp_path / "m.gguf"
     path.write_bytes(tiny_gguf.read_bytes() + bytes(count))
     assert read_gguf(path).tensors == read_gguf(tiny_gguf).tensors
@@ -220,7 +220,7 @@ WORDS = _array(8, _text(b"ab"), _text(b""))
 NESTED = _array(9, NUMBERS, WORDS, _array(9), _array(9, _array(4), NUMBERS))
 
 
-def test_arrays_of_arrays_are_passed_over(tmp_path):
+def test_nested_arrays_are_skipped(tmp_path):
     path = _with_key(tmp_path / "m.gguf", b"tool.notes", struct.pack("<I", 9) + NESTED)
     header = read_gguf(path)
     assert header.values["general.architecture"] == "llama"
@@ -233,7 +233,7 @@ def test_arrays_of_arrays_are_passed_over(tmp_path):
         header.strings("tool.notes")
 
 
-def test_arrays_of_arrays_end(tmp_path):
+def test_nested_arrays_are_bounded(tmp_path):
     many = struct.pack("<IQ", 9, 200_000) + _array(4) * 200_000
     with pytest.raises(ModelFormatError, match="more than 100000 nested arrays"):
         read_gguf(_with_key(tmp_path / "m.gguf", b"tool.notes", struct.pack("<I", 9) + many))
@@ -289,7 +289,7 @@ def test_very_many_keys_and_strings_are_refused(tmp_path):
         read_gguf(path)
 
 
-def test_very_many_tensors_need_data(tmp_path):
+def test_a_tensor_count_beyond_the_data_is_refused(tmp_path):
     count = 200_000
     infos = b"".join(
         _text(b"mm.%d" % index) + struct.pack("<IQIQ", 1, 1, 0, 32 * index)

@@ -64,12 +64,12 @@ NOT_FINITE = {
 }
 
 
-def test_every_kind_is_searched():
+def test_every_type_is_checked():
     assert set(NUMBERS) == set(BLOCKS)
 
 
 @pytest.mark.parametrize("kind", NUMBERS)
-def test_one_number_that_is_not_finite_is_found(kind, tmp_path):
+def test_a_single_non_finite_number_is_found(kind, tmp_path):
     """In the first, an inner and the last block; whatever the codes beside it are, they are no
     number.
     """

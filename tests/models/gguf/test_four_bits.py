@@ -85,7 +85,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("name", ["llama", "qwen2"])
 @pytest.mark.some(3)
-def test_logits_are_the_same_in_any_pass_and_near_the_floats(name, case, tmp_path):
+def test_logits_are_bit_equal_in_any_pass_and_close_to_floats(name, case, tmp_path):
     """With a bias and without; prompts at once and in pieces. The floats are those of the package,
     see test_blocks.
     """
@@ -166,7 +166,7 @@ def test_logits_are_the_same_in_any_pass_and_near_the_floats(name, case, tmp_pat
         ("MXFP4 and Q8_0, 2880 wide", {"qkv": "int8", "gate_up": "int4t", "down": "int4t"}, 1.03),
     ],
 )
-def test_formats_of_a_file(case, expected, most, tmp_path):
+def test_packed_formats_of_a_file(case, expected, most, tmp_path):
     """What each matrix becomes, and the bytes that all take, against the file's."""
     kind, sizes = CASES[case]
     path = save_gguf("llama", tmp_path, sizes, kind=kind)
@@ -177,7 +177,7 @@ def test_formats_of_a_file(case, expected, most, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["IQ4_NL", "IQ4_XS", "MXFP4", "Q3_K", "Q1_0", "Q2_0", "TQ1_0"])
-def test_rows_in_transformers_order(kind, tmp_path):
+def test_rows_are_read_in_transformers_order(kind, tmp_path):
     """Of a family whose rows are reordered: floats and codes of any range of rows belong
     together.
     """
@@ -204,7 +204,7 @@ def test_rows_in_transformers_order(kind, tmp_path):
                 )
 
 
-def test_an_engine_says_what_it_runs(tmp_path, caplog):
+def test_an_engine_logs_its_weight_formats(tmp_path, caplog):
     path = save_gguf("llama", tmp_path, WIDE, kind=iq4_xs)
     with (
         caplog.at_level(logging.INFO, "kvboost_edge"),
@@ -235,7 +235,7 @@ def _with_exponent(path, exponent):
     return path
 
 
-def test_scales_of_mxfp4_that_are_too_large_are_refused_by_name(mxfp4):
+def test_too_large_mxfp4_scales_are_refused_by_name(mxfp4):
     path = _with_exponent(mxfp4, 144)
     with pytest.raises(
         ModelFormatError,
@@ -247,7 +247,7 @@ def test_scales_of_mxfp4_that_are_too_large_are_refused_by_name(mxfp4):
     NativeRunner.from_dir(_with_exponent(path, 143), weights="auto").close()
 
 
-def test_weights_of_mxfp4_that_become_zeros_are_named_once(mxfp4, caplog):
+def test_mxfp4_weights_rounded_to_zero_are_logged_once(mxfp4, caplog):
     path = _with_exponent(mxfp4, 103)
     with caplog.at_level(logging.WARNING, "kvboost_edge"):
         NativeRunner.from_dir(path, weights="auto").close()

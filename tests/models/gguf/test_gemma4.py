@@ -71,7 +71,7 @@ def _whole(tensors):
     return found
 
 
-def test_gate_and_up_may_be_tensors_of_their_own(tmp_path):
+def test_gate_and_up_may_be_separate_tensors(tmp_path):
     """Files of early converters have them apart; the model is the same."""
     model, whole = _write(tmp_path, EXPERTS)
     more = {}
@@ -132,7 +132,7 @@ BAD_EXPERTS = {
 
 
 @pytest.mark.parametrize("name", BAD_EXPERTS)
-def test_experts_that_contradict_are_refused(name, tmp_path):
+def test_contradictory_experts_are_refused(name, tmp_path):
     change, message = BAD_EXPERTS[name]
     _, path = _write(tmp_path, EXPERTS, **change)
     with pytest.raises(ModelFormatError, match=message):
@@ -145,7 +145,7 @@ def _write(directory, settings, **options):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_config_and_tensors_make_the_same_model(name, tmp_path):
+def test_config_and_tensors_equal_transformers(name, tmp_path):
     """transformers' model of our config, with our tensors, computes what the original one does, to
     the bit.
     """
@@ -178,7 +178,7 @@ def test_config_and_tensors_make_the_same_model(name, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["F32", "Q8_0"])
-def test_the_table_is_read_row_by_row(kind, tmp_path):
+def test_the_per_layer_table_is_read_by_row(kind, tmp_path):
     directory, path = _write(tmp_path, SMALL, kind=kind)
     model = Checkpoint.open(path, cache_dir=NO_CACHE)
     tokens = np.array([3, 299, 3])
@@ -191,7 +191,7 @@ def test_the_table_is_read_row_by_row(kind, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["BF16", "Q8_0"])
-def test_what_reads_the_table_is_compiled_ahead_where_a_kernel_does(kind, tmp_path):
+def test_the_kernel_of_the_per_layer_table_is_compiled_ahead(kind, tmp_path):
     _, path = _write(
         tmp_path, SMALL, kind=lambda name: kind if name == "per_layer_token_embd.weight" else "F32"
     )
@@ -202,7 +202,7 @@ def test_what_reads_the_table_is_compiled_ahead_where_a_kernel_does(kind, tmp_pa
     assert (decode_rows_entry in entries) is (kind == "Q8_0")
 
 
-def test_summary_takes_layers_of_two_sizes(tmp_path):
+def test_the_summary_supports_layers_of_two_sizes(tmp_path):
     _, path = _write(tmp_path, SMALL)
     assert Checkpoint.open(path, cache_dir=NO_CACHE).summary().num_params > 0
 
@@ -212,7 +212,7 @@ TOKENS = METADATA["tokenizer.ggml.tokens"]
 WORDED = {**SMALL, "vocab_size": len(TOKENS), "vocab_size_per_layer_input": len(TOKENS)}
 
 
-def test_the_engine_chats_with_a_file_alone(tmp_path):
+def test_a_gguf_file_is_enough_for_chat(tmp_path):
     """Tokenizer, template and endings from the file: an answer ends where a turn or a call does."""
     template = (
         "{{ bos_token }}{% for m in messages %}<|turn>{{ m['role'] }}\\n{{ m['content'] "
@@ -231,7 +231,7 @@ def test_the_engine_chats_with_a_file_alone(tmp_path):
         assert again.output_token_ids == answer.output_token_ids
 
 
-def test_tokens_that_a_file_suppresses_are_never_generated(tmp_path):
+def test_suppressed_tokens_of_a_file_are_never_generated(tmp_path):
     """The one that would come next, and whatever comes in its place."""
     model, path = _write(tmp_path, WORDED, tokenizer=METADATA)
     suppressed = []
@@ -256,7 +256,7 @@ def test_tokens_that_a_file_suppresses_are_never_generated(tmp_path):
             Checkpoint.open(path).generation()
 
 
-def test_keys_that_sharing_layers_do_not_use_may_be_there(tmp_path):
+def test_unused_tensors_of_shared_layers_are_ignored(tmp_path):
     """The makers' checkpoints have them, and the converter writes what is there."""
     unused = np.ones((64, 64), np.float32)
     _, path = _write(
@@ -387,7 +387,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_contradicts_is_refused(name, tmp_path):
+def test_contradictory_files_are_refused(name, tmp_path):
     settings, change, message = REFUSED[name]
     _, path = _write(tmp_path, settings, **change)
     with pytest.raises(ModelFormatError, match=message) as caught:

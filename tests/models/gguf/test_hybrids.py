@@ -22,7 +22,7 @@ TOKENS = np.random.default_rng(5).integers(0, 256, 70).tolist()
 
 
 @pytest.mark.parametrize("name", HYBRID_FAMILIES)
-def test_a_gguf_file_is_the_same_model(name, tmp_path):
+def test_a_gguf_file_equals_the_checkpoint(name, tmp_path):
     """Entries are equal to the bit, but for norms that files have with their 1, heads that have
     another order, and what files have multiplied already.
     """
@@ -42,7 +42,7 @@ def test_a_gguf_file_is_the_same_model(name, tmp_path):
             np.testing.assert_allclose(stored[key], value, rtol=1e-6, atol=1e-7, err_msg=key)
 
 
-def test_value_heads_of_a_gguf_file_are_in_the_order_of_tiles(tmp_path):
+def test_value_heads_are_reordered(tmp_path):
     """Two key heads, four value heads: the file has value heads 0, 2, 1, 3 of transformers' in
     every tensor, so value head h reads key head h mod 2. As transformers' own order read so they
     make another model.
@@ -71,7 +71,7 @@ def test_value_heads_of_a_gguf_file_are_in_the_order_of_tiles(tmp_path):
     assert distance(wrong, hybrid_logits(spec, weights, TOKENS)) > 1e-2
 
 
-def test_layers_that_guess_ahead_are_counted_among_the_blocks_and_not_used(tmp_path):
+def test_mtp_layers_in_the_block_count_are_not_used(tmp_path):
     model = save_model("qwen3_5_text", tmp_path / "model")
     expected = Checkpoint.open(write_gguf(model, tmp_path / "plain.gguf"))
     tensors = gguf_tensors(model)
@@ -90,7 +90,7 @@ def test_layers_that_guess_ahead_are_counted_among_the_blocks_and_not_used(tmp_p
     )
 
 
-def test_a_list_of_blocks_counts_the_layers_that_guess_ahead(tmp_path):
+def test_mtp_layers_in_per_layer_lists_are_not_used(tmp_path):
     """Nemotron's converter writes them into the lists, as one block that attends and has
     experts.
     """
@@ -113,7 +113,7 @@ def test_a_list_of_blocks_counts_the_layers_that_guess_ahead(tmp_path):
     ("interval", "attends"),
     [(2, [False, True] * 2), (None, [False, False, False, True] * 2 + [False])],
 )
-def test_every_nth_layer_attends_where_a_gguf_file_lists_none(interval, attends, tmp_path):
+def test_full_attention_interval_applies_without_a_list(interval, attends, tmp_path):
     """Every fourth where neither the file nor the config says anything of it."""
     fields = {"linear_key_head_dim": 32, "num_hidden_layers": len(attends), "layer_types": None}
     fields |= {"full_attention_interval": interval} if interval else {}
@@ -124,7 +124,7 @@ def test_every_nth_layer_attends_where_a_gguf_file_lists_none(interval, attends,
     assert [layer.attends for layer in spec_of(path).layers] == attends
 
 
-def test_a_nemotron_file_says_whether_shares_are_divided_by_their_sum(tmp_path):
+def test_nemotron_files_set_norm_topk_prob(tmp_path):
     fields = {**HYBRID_FAMILIES["nemotron_h-moe"], "norm_topk_prob": False}
     model = save_tiny_model("nemotron_h-moe", tmp_path / "model", **fields)
     expected = hybrid_logits(*plan_floats(model), TOKENS)
@@ -134,7 +134,7 @@ def test_a_nemotron_file_says_whether_shares_are_divided_by_their_sum(tmp_path):
     assert distance(hybrid_logits(*plan_floats(path), TOKENS), expected) > 1e-3
 
 
-def test_a_granite_file_says_whether_there_is_rope(tmp_path):
+def test_granite_files_set_whether_there_is_rope(tmp_path):
     """Files of the makers' models say that there is none; one that says nothing has it, as
     llama.cpp computes it.
     """
@@ -145,7 +145,7 @@ def test_a_granite_file_says_whether_there_is_rope(tmp_path):
         assert found == {rope}
 
 
-def test_a_granite_file_without_a_scale_of_scores_has_the_usual_one(tmp_path):
+def test_granite_files_without_an_attention_scale_use_the_default(tmp_path):
     """Bamba's are so."""
     model = save_model("granitemoehybrid-h", tmp_path / "model")
     spec = spec_of(write_gguf(model, tmp_path / "said.gguf"))
@@ -156,13 +156,13 @@ def test_a_granite_file_without_a_scale_of_scores_has_the_usual_one(tmp_path):
     assert spec.softmax_scale != found.softmax_scale
 
 
-def test_a_falcon_file_whose_head_is_the_embedding_is_refused(tmp_path):
+def test_falcon_files_with_a_tied_head_are_refused(tmp_path):
     model = save_tiny_model("falcon_h1", tmp_path / "model", tie_word_embeddings=True)
     with pytest.raises(ModelFormatError, match=r"lacks tensor 'output\.weight': with a tied head"):
         Checkpoint.open(write_gguf(model, tmp_path / "m.gguf")).config  # noqa: B018
 
 
-def test_a_nemotron_file_has_no_rope_whatever_its_keys_say(tmp_path):
+def test_nemotron_files_have_no_rope(tmp_path):
     """The converter writes hidden_size // heads there, which may be odd, and more than a head."""
     model = save_model("nemotron_h", tmp_path / "model")
     expected = spec_of(write_gguf(model, tmp_path / "plain.gguf"))
@@ -171,7 +171,7 @@ def test_a_nemotron_file_has_no_rope_whatever_its_keys_say(tmp_path):
     assert {layer.rope for layer in expected.layers} == {-1}
 
 
-def test_vectors_of_a_state_space_are_matrices_in_a_gguf_file(tmp_path):
+def test_state_space_vectors_are_stored_as_matrices(tmp_path):
     model = save_model("granitemoehybrid-experts", tmp_path / "model")
     tensors = gguf_tensors(model)
     shapes = {
@@ -188,7 +188,7 @@ def test_vectors_of_a_state_space_are_matrices_in_a_gguf_file(tmp_path):
         plan_floats(write_gguf(model, tmp_path / "wrong.gguf", more=wrong))
 
 
-def test_convolutions_without_biases(tmp_path):
+def test_convolutions_without_biases_are_read(tmp_path):
     model = save_tiny_model("granitemoehybrid-groups", tmp_path / "model")
     spec, weights = plan_floats(write_gguf(model, tmp_path / "m.gguf"))
     assert "layer1.conv_bias" not in weights
@@ -198,7 +198,7 @@ def test_convolutions_without_biases(tmp_path):
     )
 
 
-def test_a_matrix_that_is_there_twice_is_refused(tmp_path):
+def test_a_duplicate_matrix_is_refused(tmp_path):
     model = save_model("granitemoehybrid-h", tmp_path / "model")
     twice = {"blk.0.ffn_up_shexp.weight": gguf_tensors(model)["blk.0.ffn_up.weight"]}
     path = write_gguf(model, tmp_path / "m.gguf", more=twice)
@@ -324,7 +324,7 @@ KEYS = {
 
 
 @pytest.mark.parametrize("name", KEYS)
-def test_keys_that_do_not_fit_are_refused(name, tmp_path):
+def test_contradictory_keys_are_refused(name, tmp_path):
     family, keys, message = KEYS[name]
     path = write_gguf(save_model(family, tmp_path / "model"), tmp_path / "m.gguf", keys=keys)
     with pytest.raises(ModelFormatError, match=message):

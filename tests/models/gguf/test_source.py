@@ -38,7 +38,7 @@ from kvboost_edge.models.weights.stacked_experts import ColumnExperts
 @pytest.mark.parametrize(
     "name", [name for name in FAMILIES if not name.startswith(("granitemoehybrid", "minicpm"))]
 )
-def test_family_equals_safetensors(name, tmp_path):
+def test_each_family_equals_safetensors(name, tmp_path):
     model = save_model(name, tmp_path / "model")
     path = write_gguf(model, tmp_path / "m.gguf")
     exact = name not in ("gemma", "gemma2", "gemma3")
@@ -75,7 +75,7 @@ def assert_specs_equal(path, model, but):
 
 
 @pytest.mark.parametrize("name", ["granitemoehybrid", "granitemoehybrid-nope"])
-def test_granite_4_without_experts_is_a_granite_file(name, tmp_path):
+def test_granite_4_without_experts_is_read_as_granite(name, tmp_path):
     """The converter takes its gate and up matrix apart."""
     model = save_tiny_model(name, tmp_path / "model")
     path = write_gguf(model, tmp_path / "m.gguf")
@@ -85,7 +85,7 @@ def test_granite_4_without_experts_is_a_granite_file(name, tmp_path):
     np.testing.assert_array_equal(native_logits(path), native_logits(model))
 
 
-def test_rows_of_permuted_quantized_tensors(tmp_path):
+def test_rows_of_permuted_quantized_tensors_are_exact(tmp_path):
     """Any range of rows, in transformers' order, equals the package's floats of those rows."""
     model = save_tiny_model("llama", tmp_path / "model", **WIDE)
     for kind in ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "F16", "BF16"):
@@ -163,7 +163,7 @@ def test_torch_runner_is_refused(tmp_path):
         CPUPagedEngine.from_pretrained(path, runner="torch", num_blocks=8)
 
 
-def test_path_summary_and_fingerprint(tmp_path):
+def test_path_summary_and_fingerprint_of_a_file(tmp_path):
     model = save_tiny_model("llama", tmp_path / "model", **WIDE)
     paths = [write_gguf(model, tmp_path / f"{kind}.gguf", kind=kind) for kind in ("Q8_0", "F16")]
     assert locate_model(paths[0]) == paths[0].resolve()
@@ -291,7 +291,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_metadata_that_is_refused(name, tmp_path):
+def test_invalid_metadata_is_refused(name, tmp_path):
     change, message = REFUSED[name]
     path = _file(tmp_path / "m.gguf", **change)
     with pytest.raises(ModelFormatError, match=message) as caught:
@@ -299,7 +299,7 @@ def test_metadata_that_is_refused(name, tmp_path):
     assert "m.gguf" in str(caught.value)
 
 
-def test_values_that_change_nothing_are_accepted(tmp_path):
+def test_neutral_values_are_accepted(tmp_path):
     neutral = {
         "attention__sliding_window": 0,
         "rope__scaling__attn_factor": 1.0,
@@ -312,7 +312,7 @@ def test_values_that_change_nothing_are_accepted(tmp_path):
     )
 
 
-def test_parts_for_images_in_the_same_file_are_left_alone(tmp_path, caplog):
+def test_vision_tensors_are_ignored(tmp_path, caplog):
     """Ollama's blobs hold them, with keys of their own."""
     model = save_nested_model("qwen3_vl", tmp_path / "model")
     expected = native_logits(write_gguf(model, tmp_path / "m.gguf"))
@@ -330,7 +330,7 @@ def test_parts_for_images_in_the_same_file_are_left_alone(tmp_path, caplog):
 
 
 @pytest.mark.parametrize("has_output_bias", [True, False])
-def test_biases_of_queries_alone(has_output_bias, tmp_path):
+def test_a_missing_output_bias_is_zero(has_output_bias, tmp_path):
     """Llama's transformers model has all four or none; a file may lack the last, which is the same
     as zeros.
     """
@@ -347,7 +347,7 @@ def test_biases_of_queries_alone(has_output_bias, tmp_path):
     np.testing.assert_array_equal(native_logits(path), expected)
 
 
-def test_messages_name_the_file_and_not_a_config(tmp_path):
+def test_errors_name_the_file_and_the_gguf_key(tmp_path):
     path = _file(
         tmp_path / "m.gguf",
         block_count=3,
@@ -367,7 +367,7 @@ REFUSED_ARCHITECTURES = {
 }
 
 
-def test_unknown_architecture_and_tensor(tmp_path):
+def test_unknown_architectures_and_tensors_are_refused(tmp_path):
     with pytest.raises(
         ModelFormatError,
         match=r"'plamo'.*supported: bitnet, ernie4_5, ernie4_5-moe, exaone4, falcon-h1, gemma",
@@ -390,7 +390,7 @@ def test_unknown_architecture_and_tensor(tmp_path):
         Checkpoint.open(path).open_source()
 
 
-def test_partial_rope_and_equal_heads_per_layer(tmp_path):
+def test_partial_rope_and_per_layer_head_counts_are_read(tmp_path):
     path = _file(
         tmp_path / "m.gguf",
         rope__dimension_count=8,
@@ -402,7 +402,7 @@ def test_partial_rope_and_equal_heads_per_layer(tmp_path):
     assert (spec.ropes[0].half, spec.ropes[0].frequencies[0]) == (4, 0.25)
 
 
-def test_the_factor_that_yarn_has_anyway_may_be_spelled_out(tmp_path):
+def test_yarns_default_factor_may_be_given(tmp_path):
     """OLMo 3's config does."""
     yarn = {"type": "yarn", "factor": 8.0, "original_context_length": 32}
     keys = {f"rope__scaling__{key}": value for key, value in yarn.items()}
@@ -416,7 +416,7 @@ def test_the_factor_that_yarn_has_anyway_may_be_spelled_out(tmp_path):
 @pytest.mark.parametrize(
     ("keys", "windows"), [({}, [4096] * 3 + [0]), ({"attention__sliding_window": 0}, [0] * 4)]
 )
-def test_exaone4_of_64_layers_has_windows_unless_the_file_denies_it(keys, windows, tmp_path):
+def test_exaone4_with_64_layers_has_windows_by_default(keys, windows, tmp_path):
     spec = spec_of(_file(tmp_path / "m.gguf", "exaone4", block_count=64, **keys))
     assert [layer.window for layer in spec.layers] == windows * 16
     assert [layer.rope for layer in spec.layers] == [
@@ -436,7 +436,7 @@ ENDINGS = {
 
 
 @pytest.mark.parametrize("name", ENDINGS)
-def test_the_endings_of_turns_in_messages(name, tmp_path):
+def test_end_of_turn_ids_are_found(name, tmp_path):
     last, eos, expected = ENDINGS[name]
     keys = {
         "tokens": [*(f"t{i}" for i in range(37)), *last],
@@ -449,7 +449,7 @@ def test_the_endings_of_turns_in_messages(name, tmp_path):
     assert Checkpoint.open(path).generation().eos_token_ids == expected
 
 
-def test_shapes_against_the_metadata(tmp_path):
+def test_shapes_that_contradict_the_metadata_are_refused(tmp_path):
     model = save_tiny_model("llama", tmp_path / "model")
     change_json(model / "config.json", num_hidden_layers=4)
     path = write_gguf(model, tmp_path / "m.gguf")

@@ -28,7 +28,7 @@ def _copies(parts, folder):
     return [Path(shutil.copy(part, folder)) for part in parts]
 
 
-def test_the_parts_are_one_model(parts, tiny_model_dir, tmp_path):
+def test_split_files_are_one_model(parts, tiny_model_dir, tmp_path):
     assert len(parts) >= 3
     whole = Checkpoint.open(write_gguf(tiny_model_dir, tmp_path / "whole.gguf", kind="Q8_0"))
     split = Checkpoint.open(locate_model(parts[0]))
@@ -75,7 +75,7 @@ def test_a_missing_part_is_named(parts, tmp_path):
         Checkpoint.open(copies[0])
 
 
-def test_parts_that_do_not_belong_together(parts, tiny_model_dir, tmp_path):
+def test_parts_of_different_models_are_refused(parts, tiny_model_dir, tmp_path):
     copies = _copies(parts, tmp_path)
     shutil.copy(parts[1], copies[2])
     with pytest.raises(
@@ -90,7 +90,7 @@ def test_parts_that_do_not_belong_together(parts, tiny_model_dir, tmp_path):
         Checkpoint.open(copies[0])
 
 
-def test_a_damaged_number_is_found_in_its_part(parts, tmp_path):
+def test_a_non_finite_number_is_found_in_its_part(parts, tmp_path):
     copies = _copies(parts, tmp_path)
     checkpoint = Checkpoint.open(copies[0])
     with checkpoint.open_source() as source:
@@ -108,7 +108,7 @@ def test_a_damaged_number_is_found_in_its_part(parts, tmp_path):
         Checkpoint.open(copies[0]).summary()
 
 
-def test_names_of_parts():
+def test_part_names_are_parsed():
     found = part_name("a/m-Q4_K_M-00002-of-00003.gguf")
     assert found is not None
     assert found.names() == [f"a/m-Q4_K_M-0000{n}-of-00003.gguf" for n in (1, 2, 3)]

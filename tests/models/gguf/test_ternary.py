@@ -26,7 +26,7 @@ TYPE_AT = len(UP) + 20
 
 
 @pytest.mark.parametrize("kind", ["Q2_0", "Q2_0_g128"])
-def test_offsets_tell_the_size_of_blocks(kind, tmp_path):
+def test_tensor_offsets_determine_the_block_size(kind, tmp_path):
     """Beside another type, too; the number in the file is the same."""
     of = {"blk.0.attn_q.weight": "Q8_0"}
     path = save_gguf("llama", tmp_path, SIZES, kind=lambda name: of.get(name, kind))
@@ -66,7 +66,7 @@ def test_a_file_that_fits_neither_size_is_refused(kind, damage, tmp_path):
         read_gguf(path)
 
 
-def test_rows_of_half_a_large_block_are_those_of_small_ones(tmp_path):
+def test_rows_of_half_a_block_of_128_use_blocks_of_64(tmp_path):
     path = save_gguf("llama", tmp_path, {**SIZES, "intermediate_size": 192}, kind="Q2_0")
     header = read_gguf(path)
     assert header.tensors["blk.0.ffn_down.weight"].shape == (128, 192)
@@ -85,7 +85,7 @@ def test_models_with_rotated_activations_are_refused(tmp_path):
 @pytest.mark.parametrize(
     ("number", "message"), [(36, "I2_S.*bitnet.cpp"), (43, "type 43"), (44, "type 44")]
 )
-def test_types_of_forks_are_refused(number, message, tmp_path):
+def test_types_of_other_projects_are_refused(number, message, tmp_path):
     path = save_gguf("llama", tmp_path, SIZES, kind="Q2_0")
     data = bytearray(path.read_bytes())
     at = data.index(UP) + TYPE_AT

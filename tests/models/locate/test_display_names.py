@@ -17,18 +17,18 @@ from kvboost_edge.models.locate import BUNDLED_MODEL, locate_model, model_name
         ("/c/hub/models--o--n-GGUF/snapshots/0123/n.Q4_K_M.gguf", "o/n-GGUF:n.Q4_K_M.gguf"),
     ],
 )
-def test_the_last_part_of_a_path_or_the_hubs_name(path, name):
+def test_display_names_are_the_last_path_part_or_the_hub_id(path, name):
     assert model_name(Path(path)) == name
 
 
-def test_the_bundled_model_and_where_one_stands(tmp_path, monkeypatch):
+def test_display_names_of_the_bundled_model_and_the_current_directory(tmp_path, monkeypatch):
     assert model_name(locate_model(BUNDLED_MODEL)) == BUNDLED_MODEL
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     assert model_name(Path()) == "here"
 
 
-def test_ollamas_files_have_the_name_of_their_manifest(tmp_path, monkeypatch):
+def test_ollama_files_are_named_by_their_manifest(tmp_path, monkeypatch):
     monkeypatch.setenv("OLLAMA_MODELS", str(tmp_path))
     monkeypatch.setattr(
         "kvboost_edge.models.locate.display_names.ollama_names",

@@ -47,7 +47,7 @@ def hub(tmp_path, monkeypatch):
         ("BF16/Tiny-1B-BF16-00001-of-00002.gguf", "BF16/Tiny-1B-BF16-00001-of-00002.gguf"),
     ],
 )
-def test_only_the_file_that_is_meant_is_fetched(wanted, name, hub):
+def test_only_the_matching_file_is_downloaded(wanted, name, hub):
     found = locate_model(f"{REPO}:{wanted}")
     assert found.read_bytes() == FILES[name]
     assert found.as_posix().endswith(name)
@@ -57,7 +57,7 @@ def test_only_the_file_that_is_meant_is_fetched(wanted, name, hub):
     assert len(hub.downloads()) == before
 
 
-def test_all_parts_of_a_split_model(hub):
+def test_all_parts_of_a_split_model_are_downloaded(hub):
     found = locate_model(f"{REPO}:bf16")
     assert sorted(path.name for path in found.parent.iterdir()) == [
         "Tiny-1B-BF16-00001-of-00002.gguf",
@@ -70,9 +70,7 @@ def test_all_parts_of_a_split_model(hub):
         locate_model(f"{REPO}:F32")
 
 
-def test_the_modules_of_an_embedding_model_come_with_it_and_other_formats_do_not(
-    tmp_path, monkeypatch
-):
+def test_an_embedding_models_modules_are_downloaded(tmp_path, monkeypatch):
     source = save_two_way_model(tmp_path / "source")
     files = {
         path.relative_to(source).as_posix(): path.read_bytes()
@@ -99,7 +97,7 @@ def test_the_modules_of_an_embedding_model_come_with_it_and_other_formats_do_not
         assert (engine.embed(["hello"]) == expected).all()
 
 
-def test_a_download_goes_on_where_it_was_cut_off(hub, monkeypatch):
+def test_an_interrupted_download_is_resumed(hub, monkeypatch):
     monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 1000)
     hub.cut = 40_000
     name = "Tiny-1B-Q4_K_M.gguf"
@@ -114,7 +112,7 @@ def test_a_download_goes_on_where_it_was_cut_off(hub, monkeypatch):
     assert [wanted for _, path, wanted in hub.asked if path == name and wanted] == ["bytes=40000-"]
 
 
-def test_what_is_not_what_the_hub_says_is_removed(hub):
+def test_a_download_with_a_wrong_digest_is_removed(hub):
     hub.damaged = True
     with pytest.raises(
         ModelFormatError, match=r"Q4_K_M.gguf was damaged during the download: .* download it again"
@@ -124,7 +122,7 @@ def test_what_is_not_what_the_hub_says_is_removed(hub):
     assert locate_model(f"{REPO}:Q4_K_M").read_bytes() == FILES["Tiny-1B-Q4_K_M.gguf"]
 
 
-def test_what_is_there_is_said(hub):
+def test_the_available_files_are_listed_in_the_error(hub):
     with pytest.raises(
         ModelFormatError, match=r"no GGUF file for 'Q5_0'; it contains: .*Tiny-1B-Q4_K_M.gguf"
     ):
@@ -138,13 +136,13 @@ def test_what_is_there_is_said(hub):
     assert not hub.downloads()
 
 
-def test_the_only_file_needs_no_name(hub):
+def test_a_single_file_needs_no_name(hub):
     hub.files = {"Tiny-1B-Q8_0.gguf": FILES["Tiny-1B-Q8_0.gguf"], "README.md": b""}
     assert locate_model(REPO).read_bytes() == FILES["Tiny-1B-Q8_0.gguf"]
 
 
 @pytest.mark.parametrize("how", ["local_files_only", "HF_HUB_OFFLINE", "no hub"])
-def test_the_cache_is_enough(how, hub, monkeypatch, caplog):
+def test_a_cached_model_needs_no_network(how, hub, monkeypatch, caplog):
     found = locate_model(f"{REPO}:Q8_0")
     if how == "HF_HUB_OFFLINE":
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
@@ -157,7 +155,7 @@ def test_the_cache_is_enough(how, hub, monkeypatch, caplog):
         locate_model(f"{REPO}:Q4_K_M", local_files_only=how == "local_files_only")
 
 
-def test_what_was_fetched_is_a_model(tmp_path, tiny_model_dir, monkeypatch):
+def test_a_downloaded_file_is_a_model(tmp_path, tiny_model_dir, monkeypatch):
     folder = tmp_path / "made"
     folder.mkdir()
     write_gguf(tiny_model_dir, folder / "Tiny-Q8_0.gguf", kind="Q8_0", split=9)
@@ -169,7 +167,7 @@ def test_what_was_fetched_is_a_model(tmp_path, tiny_model_dir, monkeypatch):
     assert len(checkpoint.summary().files) == len(files)
 
 
-def test_models_are_told_from_what_lies_beside_them():
+def test_model_files_are_distinguished_from_other_files():
     names = [
         "a-Q4_0.gguf",
         "b-00002-of-00002.gguf",

@@ -28,7 +28,7 @@ def put(store, name, **fields):
     return model
 
 
-def test_files_stay_as_long_as_a_model_uses_them(store):
+def test_shared_files_are_kept_until_unused(store):
     first = put(store, "a")
     second = put(store, "b")
     assert [one.name for one in store.models()] == ["a", "b"]
@@ -79,7 +79,7 @@ def test_links_are_refused(store, tmp_path):
 @pytest.mark.parametrize(
     "text", ["{", "[]", '{"name": 1, "origin": "x"}', '{"name": "a"}', '{"other": 1}']
 )
-def test_damaged_records_are_left_out(store, text, caplog):
+def test_damaged_records_are_ignored(store, text, caplog):
     put(store, "a")
     path = store.made("records") / f"{'f' * 32}.json"
     path.write_text(text)
@@ -106,7 +106,7 @@ def test_the_number_of_models_is_limited(store, monkeypatch):
         put(store, "c")
 
 
-def test_unfinished_pulls_are_forgotten_after_a_week(store):
+def test_unfinished_pulls_are_removed_after_a_week(store):
     old, new = ("1" * 32, "2" * 32)
     for name in (old, new):
         store.made("files", name)
@@ -116,7 +116,7 @@ def test_unfinished_pulls_are_forgotten_after_a_week(store):
     assert {path.name for path in (store.root / "files").iterdir()} == {FOLDER, new}
 
 
-def test_files_of_a_model_that_a_newer_version_pulled_are_kept_for_it(store):
+def test_files_of_newer_record_versions_are_kept(store):
     """A downgrade does not show the model and deletes none of its files."""
     put(store, "a")
     (path,) = (store.root / "records").glob("*.json")

@@ -23,7 +23,7 @@ def asked(monkeypatch):
     return calls
 
 
-def test_directories(tmp_path, asked, monkeypatch):
+def test_directories_are_found(tmp_path, asked, monkeypatch):
     (tmp_path / "owner" / "name").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -44,7 +44,7 @@ def test_directories(tmp_path, asked, monkeypatch):
         ([], "."),
     ],
 )
-def test_the_only_gguf_model_of_a_directory_without_a_config_is_the_model(tmp_path, files, found):
+def test_a_directory_with_one_gguf_model_is_that_model(tmp_path, files, found):
     for name in files:
         (tmp_path / name).touch()
     assert locate_model(tmp_path) == tmp_path / found
@@ -67,7 +67,7 @@ def test_several_gguf_models_of_a_directory_are_listed(tmp_path, names, words):
         locate_model(tmp_path)
 
 
-def test_bundled_model_needs_no_network(asked):
+def test_the_bundled_model_needs_no_network(asked):
     try:
         directory = locate_model(BUNDLED_MODEL)
     except ModelFormatError as error:
@@ -92,7 +92,7 @@ def test_bundled_model_needs_no_network(asked):
         Path("owner/name"),
     ],
 )
-def test_what_is_no_hub_id_never_reaches_the_hub(name, asked, tmp_path, monkeypatch):
+def test_invalid_hub_ids_never_reach_the_hub(name, asked, tmp_path, monkeypatch):
     (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path / "empty")  # names such as ../x are paths relative to it
     with pytest.raises(ModelFormatError):
@@ -101,7 +101,7 @@ def test_what_is_no_hub_id_never_reaches_the_hub(name, asked, tmp_path, monkeypa
 
 
 @pytest.mark.parametrize("name", [None, 5, b"owner/name", ["owner/name"], True])
-def test_what_is_neither_text_nor_path_is_refused(name, asked):
+def test_other_types_are_refused(name, asked):
     with pytest.raises(ConfigError, match="must be a string or a Path"):
         locate_model(name)
     assert not asked
@@ -114,7 +114,7 @@ def test_a_file_is_not_a_model_directory(tmp_path, asked):
     assert not asked
 
 
-def test_a_hub_id_fetches_only_what_is_needed(asked):
+def test_a_hub_id_downloads_only_needed_files(asked):
     found = locate_model("owner/name", revision="v1", token="secret")
     assert found == Path.cwd()
     (call,) = asked
@@ -139,7 +139,7 @@ def test_a_hub_id_fetches_only_what_is_needed(asked):
     ],
     ids=["the option", "the variable", "no network"],
 )
-def test_what_keeps_a_model_from_being_fetched_is_said(
+def test_the_reason_for_a_failed_download_is_given(
     offline, options, message, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
@@ -170,7 +170,7 @@ def test_a_model_in_the_hub_cache_is_found_offline(tmp_path, monkeypatch):
         (ConnectionError, "could not be downloaded"),
     ],
 )
-def test_answers_of_the_hub(kind, words, monkeypatch):
+def test_errors_of_the_hub_are_explained(kind, words, monkeypatch):
     def refuse(*_, **__):
         raise kind.__new__(kind)
 
@@ -204,7 +204,7 @@ def test_the_first_line_of_the_hubs_answer_is_shown(text, shown, monkeypatch):
         ("mistral", "Ollama's models are written ollama:NAME, such as ollama:mistral, and the hub"),
     ],
 )
-def test_an_everyday_name_is_answered_with_names_that_are_accepted(name, meant, monkeypatch):
+def test_a_common_model_name_suggests_accepted_names(name, meant, monkeypatch):
     def unknown(*args, **options):
         raise errors.OfflineModeIsEnabled
 
@@ -220,7 +220,7 @@ def test_an_everyday_name_is_answered_with_names_that_are_accepted(name, meant, 
 
 
 @pytest.mark.parametrize("name", ["owner/name", "./qwen3", "a b"])
-def test_other_names_have_no_such_hint(name, monkeypatch):
+def test_other_names_suggest_nothing(name, monkeypatch):
     def unknown(*args, **options):
         raise errors.OfflineModeIsEnabled
 

@@ -25,7 +25,7 @@ def store(tmp_path, monkeypatch):
         ("hf.co/owner/repo-GGUF:Q4_K_M", "hf.co/owner/repo-GGUF/Q4_K_M"),
     ],
 )
-def test_a_name_is_a_manifest(name, path, store):
+def test_an_ollama_name_finds_its_manifest(name, path, store):
     blob = add(store, path)
     assert locate_model(f"ollama:{name}") == blob
     full = name if ":" in name else f"{name}:latest"
@@ -37,7 +37,7 @@ def test_a_name_is_a_manifest(name, path, store):
     "name",
     ["", "../x", "a/../../x", "a:../../x", "/etc/passwd", "a:b:c", "a/b/c/d", "a:", ".x", "a b"],
 )
-def test_what_is_no_name_touches_no_file(name, store):
+def test_invalid_ollama_names_touch_no_file(name, store):
     with pytest.raises(ModelFormatError, match="is not a valid Ollama name such as ollama:qwen3"):
         locate_model(f"ollama:{name}")
 
@@ -54,13 +54,13 @@ def test_what_is_no_name_touches_no_file(name, store):
         f"sha256:{'0' * 65}",
     ],
 )
-def test_a_digest_that_is_none_is_refused(digest, store):
+def test_an_invalid_digest_is_refused(digest, store):
     add(store, "registry.ollama.ai/library/m/latest", digest=digest)
     with pytest.raises(ModelFormatError, match="which is not a SHA-256 digest"):
         locate_model("ollama:m")
 
 
-def test_what_is_missing_is_said(store):
+def test_missing_models_are_named(store):
     assert_raises(ModelFormatError, r"no model m in .*ollama pull m", locate_model, "ollama:m")
     add(store, "registry.ollama.ai/library/m/latest", mediaType="application/other")
     assert_raises(ModelFormatError, "lists 0 model files", locate_model, "ollama:m")

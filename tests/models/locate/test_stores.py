@@ -36,7 +36,7 @@ def _names():
     return [(model.store, model.name) for model in stored_models()]
 
 
-def test_nothing_is_there(home):
+def test_no_stores_list_no_models(home):
     assert _names() == []
 
 
@@ -62,7 +62,7 @@ def test_every_store_is_listed(home):
         assert locate_model(name) == path
 
 
-def test_other_folders_that_are_named(home, monkeypatch):
+def test_folders_from_environment_variables_are_listed(home, monkeypatch):
     monkeypatch.setenv("LLAMA_CACHE", str(home / "elsewhere"))
     monkeypatch.setenv("OLLAMA_MODELS", str(home / "ollama"))
     path = _file(home / "elsewhere/m.gguf")
@@ -70,7 +70,7 @@ def test_other_folders_that_are_named(home, monkeypatch):
     assert _names() == [("llama.cpp", str(path)), ("Ollama", "ollama:m:latest")]
 
 
-def test_the_hub_cache(home):
+def test_the_hub_cache_is_listed(home):
     floats = home / "hub/models--owner--floats"
     _file(floats / f"snapshots/{OLDER}/config.json")
     _file(floats / f"snapshots/{COMMIT}/config.json")
@@ -104,7 +104,7 @@ def test_a_file_in_two_stores_is_listed_once(home):
     assert _names() == [("llama.cpp", str(path))]
 
 
-def test_a_broken_entry_is_an_entry(home):
+def test_a_broken_entry_is_listed_with_its_problem(home):
     add(home / ".ollama/models", "registry.ollama.ai/library/m/latest", digest="sha256:../../x")
     (model,) = stored_models()
     assert (model.name, model.path) == ("ollama:m:latest", None)

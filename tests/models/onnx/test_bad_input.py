@@ -34,7 +34,7 @@ def one_tensor(folder, entries, shape=(4,), kind=1):
     "location",
     ["../data", "/etc/hostname", "sub/data", "sub\\data", "..", ".", "", "C:data", "a\0b"],
 )
-def test_external_data_only_beside_the_file(location, tmp_path):
+def test_external_data_must_be_beside_the_file(location, tmp_path):
     folder = tmp_path / "model"
     (folder / "sub").mkdir(parents=True)
     for place in (tmp_path / "data", folder / "sub" / "data", folder / "data"):
@@ -56,7 +56,7 @@ def test_external_data_only_beside_the_file(location, tmp_path):
         ({"location": "nothing"}, "is missing; download this file as well"),
     ],
 )
-def test_external_data_inside_its_file(entries, message, tmp_path):
+def test_external_data_ranges_must_be_inside_the_file(entries, message, tmp_path):
     (tmp_path / "data").write_bytes(bytes(16))
     path = one_tensor(tmp_path, {"location": "data", "offset": "0", **entries})
     with pytest.raises(ModelFormatError, match=message):
@@ -77,13 +77,13 @@ def test_external_data_inside_its_file(entries, message, tmp_path):
         (b"\x3b" * 40, "unknown wire type 3"),
     ],
 )
-def test_messages_that_cannot_be_read(data, message, tmp_path):
+def test_unreadable_messages_are_refused(data, message, tmp_path):
     (tmp_path / "m.onnx").write_bytes(data)
     with pytest.raises(ModelFormatError, match=message):
         read_onnx(tmp_path / "m.onnx")
 
 
-def test_sizes_are_bounded_before_anything_is_made_of_them(tmp_path):
+def test_sizes_are_checked_before_allocation(tmp_path):
     """A name, a list and a shape that claim gigabytes are refused for what they claim."""
     huge = wire.message(*[wire.number(1, 1 << 40)] * 2, wire.number(2, 1), wire.blob(8, "w"))
     many = wire.message(*[wire.number(1, 1)] * 9, wire.number(2, 1), wire.blob(8, "w"))
@@ -101,7 +101,7 @@ def test_sizes_are_bounded_before_anything_is_made_of_them(tmp_path):
         assert_raises(ModelFormatError, match, read_onnx, tmp_path / "m.onnx")
 
 
-def test_a_file_of_more_than_2_gb_is_refused_unread(tmp_path):
+def test_a_graph_file_over_2_gb_is_refused(tmp_path):
     with open(tmp_path / "m.onnx", "wb") as file:
         file.truncate(1 << 31)
     start = time.monotonic()
@@ -110,7 +110,7 @@ def test_a_file_of_more_than_2_gb_is_refused_unread(tmp_path):
     assert time.monotonic() - start < 1
 
 
-def test_external_data_beyond_2_gb_is_found(tmp_path):
+def test_external_data_beyond_2_gb_is_read(tmp_path):
     """The limit is the graph's alone."""
     with open(tmp_path / "data", "wb") as file:
         file.seek(5 << 30)
@@ -162,7 +162,7 @@ def replaced(old, new):
     return change
 
 
-def test_operators_that_are_not_known_are_named(tmp_path):
+def test_unknown_operators_are_named(tmp_path):
     extra = written(
         tmp_path / "extra",
         lambda d: d.nodes.append(wire.node("Bernoulli", ["input_ids"], ["other"])),
@@ -187,11 +187,11 @@ def test_operators_that_are_not_known_are_named(tmp_path):
         (Form(bits=2), "bits=2 is not supported"),
     ],
 )
-def test_blocks_that_are_not_read_are_named(form, message, tmp_path):
+def test_unsupported_quantization_blocks_are_named(form, message, tmp_path):
     assert message in refusal(written(tmp_path / "m", form=form))
 
 
-def test_codes_and_scales_of_other_sizes_are_named(tmp_path):
+def test_mismatched_codes_and_scales_are_named(tmp_path):
     def fewer_rows(decoder):
         decoder.nodes = [
             node.replace(wire.number(3, 96), wire.number(3, 80)) for node in decoder.nodes
@@ -232,7 +232,7 @@ def test_a_decoder_without_past_inputs_is_refused(tmp_path):
         ("max_position_embeddings", 1024, "has 512 positions, but the context has 1024"),
     ],
 )
-def test_a_config_that_means_something_else(key, value, message, tmp_path):
+def test_contradictory_configs_are_refused(key, value, message, tmp_path):
     folder = written(tmp_path / "m", form=Form(genai=False))
     assert refusal(folder) == ""
     change_json(folder / "config.json", **{key: value})
@@ -247,7 +247,7 @@ def test_a_config_that_means_something_else(key, value, message, tmp_path):
         ({"decoder": None}, "must be the name of a file"),
     ],
 )
-def test_genai_config_that_cannot_be_followed(change, message, tmp_path):
+def test_an_unsupported_genai_config_is_refused(change, message, tmp_path):
     folder = written(tmp_path / "m")
     path = folder / "genai_config.json"
     change_json(path, model=read_json(path)["model"] | change)
@@ -255,7 +255,7 @@ def test_genai_config_that_cannot_be_followed(change, message, tmp_path):
         Checkpoint.open(folder)
 
 
-def test_folders_that_cannot_be_told(tmp_path):
+def test_ambiguous_folders_are_refused(tmp_path):
     folder = written(tmp_path / "m", form=Form(genai=False))
     (folder / "onnx" / "model_q4.onnx").rename(folder / "onnx" / "model_a.onnx")
     assert Checkpoint.open(folder).native_refusal == ""  # the only one there is
@@ -271,7 +271,7 @@ def test_folders_that_cannot_be_told(tmp_path):
         Checkpoint.open(tmp_path / "alone.onnx")
 
 
-def test_numbers_that_are_not_finite_are_found(tmp_path):
+def test_non_finite_numbers_are_found(tmp_path):
     folder = written(tmp_path / "m")
     tensor = read_onnx(folder / "model.onnx").tensors["model.layers.0.o_proj.MatMul.weight_scales"]
     data = bytearray((folder / "model.onnx.data").read_bytes())
@@ -284,7 +284,7 @@ def test_numbers_that_are_not_finite_are_found(tmp_path):
         Checkpoint.open(folder).summary()
 
 
-def test_files_that_change_after_they_were_read(tmp_path):
+def test_files_that_change_while_read_are_refused(tmp_path):
     folder = written(tmp_path / "m")
     checkpoint = Checkpoint.open(folder)
     assert checkpoint.native_refusal == ""
@@ -295,7 +295,7 @@ def test_files_that_change_after_they_were_read(tmp_path):
 
 
 @pytest.mark.parametrize("count", [300, pytest.param(1000, marks=pytest.mark.full)])
-def test_damaged_files(count, tmp_path):
+def test_damaged_files_are_opened_or_refused(count, tmp_path):
     """Whatever bytes change, the model opens or is refused with our own error; nothing else
     happens, and soon.
     """

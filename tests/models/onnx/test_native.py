@@ -40,7 +40,7 @@ FAMILIES = {
 }
 
 
-def test_families_that_are_said_to_be_read_are_these():
+def test_the_listed_families_are_tested():
     types = {"gemma3": "gemma3_text", "llama-llama3rope": "llama"}
     named = {name for name, known in SUPPORTED_ARCHITECTURES.items() if "ONNX" in known.files}
     assert named == {types.get(name, name) for name in FAMILIES}
@@ -103,7 +103,7 @@ FORMS = {
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_every_form_of_blocks(name, tmp_path):
+def test_every_quantization_block_is_read(name, tmp_path):
     """Any rows are scale * (code - zero point) as the writer has them; packed they are as near as
     the table says, and exact where nothing has to be rounded.
     """
@@ -127,7 +127,7 @@ def test_every_form_of_blocks(name, tmp_path):
             assert (error > 0) == (most > 0)
 
 
-def test_biases_of_zeros_may_be_left_out(tmp_path):
+def test_missing_biases_are_zero(tmp_path):
     """onnxruntime-genai's builder writes none where a family's biases are all 0."""
     model = build_tiny_model("qwen2")
     with torch.no_grad():
@@ -147,7 +147,7 @@ def test_biases_of_zeros_may_be_left_out(tmp_path):
     assert_logits_equal(model, folder)
 
 
-def test_float_weights_equal_safetensors_to_the_bit(tmp_path):
+def test_float_weights_equal_safetensors_bit_for_bit(tmp_path):
     model = save_tiny_model("qwen2", tmp_path / "safetensors")
     folder = write_onnx(build_tiny_model("qwen2"), tmp_path / "m", Form(bits=0))
     assert not Checkpoint.open(folder).is_quantized
@@ -166,7 +166,7 @@ VARIANTS = {
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_variants_of_graphs(name, tmp_path):
+def test_graph_variants_equal_transformers(name, tmp_path):
     family, form = VARIANTS[name]
     model = build_tiny_model(family, num_hidden_layers=2)
     folder = write_onnx(model, tmp_path / "m", form)
@@ -175,7 +175,7 @@ def test_variants_of_graphs(name, tmp_path):
     assert tied == form.quantized_embedding
 
 
-def test_engine_keeps_the_files_formats_and_says_what_is_rounded(tmp_path, caplog):
+def test_the_engine_keeps_the_files_formats_and_logs_rounding(tmp_path, caplog):
     model = build_tiny_model("llama", hidden_size=128, num_hidden_layers=2)
     folder = write_onnx(model, tmp_path / "m", Form(block=64, zeros="codes"))
     found = []
@@ -200,7 +200,7 @@ def test_engine_keeps_the_files_formats_and_says_what_is_rounded(tmp_path, caplo
     )
 
 
-def test_results_do_not_depend_on_the_batch_or_on_reuse(tmp_path):
+def test_results_do_not_depend_on_batch_or_cache(tmp_path):
     """The promise of every native model: the same bits cold, from the pool, and beside others."""
     folder = write_onnx(build_tiny_model("qwen2", num_hidden_layers=2), tmp_path / "m", Form())
     prompt = list(range(30, 70))
@@ -212,7 +212,7 @@ def test_results_do_not_depend_on_the_batch_or_on_reuse(tmp_path):
         assert cold.output_token_ids == warm.output_token_ids == many[0].output_token_ids
 
 
-def test_a_file_is_taken_as_well_as_its_folder(tmp_path):
+def test_a_file_or_its_folder_may_be_given(tmp_path):
     folder = write_onnx(
         build_tiny_model("llama", num_hidden_layers=1), tmp_path / "m", Form(genai=False)
     )
@@ -225,7 +225,7 @@ def test_a_file_is_taken_as_well_as_its_folder(tmp_path):
     assert by_folder.file_bytes > sum(path.stat().st_size for path in (folder / "onnx").iterdir())
 
 
-def test_changed_weights_are_another_model(tmp_path):
+def test_changed_weights_change_the_fingerprint(tmp_path):
     folder = write_onnx(build_tiny_model("llama", num_hidden_layers=1), tmp_path / "m", Form())
     before = Checkpoint.open(folder).fingerprint()
     data = folder / "model.onnx.data"
@@ -240,7 +240,7 @@ def test_changed_weights_are_another_model(tmp_path):
     assert checkpoint.fingerprint() != before
 
 
-def test_the_plan_knows_every_tensor(tmp_path):
+def test_the_plan_includes_every_tensor(tmp_path):
     """A head of its own beside an embedding that is looked up in floats: both are in the plan."""
     folder = write_onnx(build_tiny_model("phi3", num_hidden_layers=1), tmp_path / "m", Form())
     checkpoint = Checkpoint.open(folder)

@@ -48,7 +48,7 @@ def attention(**attributes):
     )
 
 
-def test_both_forms_are_told_apart(tmp_path):
+def test_both_kv_cache_forms_are_distinguished(tmp_path):
     mask = wire.value("attention_mask", "int32", ["batch", "total"])
     concat = [wire.node("Concat", ["past_key_values.0.key", "new"], ["present.0.key"], axis=2)]
     for nodes, shared in (([attention()], True), (concat, False), ([attention(), *concat], False)):
@@ -61,7 +61,7 @@ def test_both_forms_are_told_apart(tmp_path):
         assert found.dtype == "float32"
 
 
-def test_the_config_says_how_wide_a_head_is_where_the_graph_does_not(tmp_path):
+def test_the_head_size_falls_back_to_the_config(tmp_path):
     found = model(
         tmp_path, [IDS, *past(("batch", 2, "past", "dim"), "float16")], [LOGITS, *present()]
     )
@@ -121,6 +121,6 @@ def test_the_config_says_how_wide_a_head_is_where_the_graph_does_not(tmp_path):
         ([IDS, *past()], [LOGITS, *present()], [BRANCH], "is a conditional part of the graph"),
     ],
 )
-def test_what_is_not_supported_is_named(inputs, outputs, nodes, message, tmp_path):
+def test_unsupported_kv_cache_forms_are_named(inputs, outputs, nodes, message, tmp_path):
     with pytest.raises(ModelFormatError, match=message):
         past_layout(model(tmp_path, inputs, outputs, nodes), CONFIG)

@@ -32,7 +32,7 @@ def of_kind(folder, rope, positions=POSITIONS, kind=np.float32):
 
 @pytest.mark.parametrize("theta", [1e3, 1e4, 123457.0, 5e5, 1e6, 1e7])
 @pytest.mark.parametrize("dim", [32, 64, 128])
-def test_theta_is_recovered(theta, dim, tmp_path):
+def test_rope_theta_is_recovered_from_tables(theta, dim, tmp_path):
     rope = rope_kind({"rope_theta": theta}, dim, POSITIONS)
     found = rope_settings(of_kind(tmp_path, rope), dim, POSITIONS)
     assert found["rope_type"] == "default"
@@ -40,7 +40,7 @@ def test_theta_is_recovered(theta, dim, tmp_path):
 
 
 @pytest.mark.parametrize("theta", [1e4, 5e5, 1e6])
-def test_theta_of_half_precision_tables(theta, tmp_path):
+def test_rope_theta_is_recovered_from_half_precision(theta, tmp_path):
     rope = rope_kind({"rope_theta": theta}, DIM, POSITIONS)
     found = rope_settings(of_kind(tmp_path, rope, kind=np.float16), DIM, POSITIONS)
     assert found == {"rope_type": "default", "rope_theta": theta}
@@ -62,14 +62,14 @@ def test_theta_of_half_precision_tables(theta, tmp_path):
     ],
     ids=lambda settings: settings["rope_type"],
 )
-def test_scaled_rope_that_fits(settings, tmp_path):
+def test_scaled_rope_is_recovered(settings, tmp_path):
     rope = rope_kind(settings, DIM, POSITIONS)
     found = rope_kind(rope_settings(of_kind(tmp_path, rope), DIM, POSITIONS), DIM, POSITIONS)
     np.testing.assert_allclose(found.frequencies, rope.frequencies, rtol=2e-6)
     assert found.half == rope.half
 
 
-def test_scaled_rope_that_does_not_fit_is_refused(tmp_path):
+def test_unsupported_scaled_rope_is_refused(tmp_path):
     """Cosines with a factor (yarn), frequencies that change at a position (longrope), and what is
     no rope at all.
     """
@@ -88,7 +88,7 @@ def test_scaled_rope_that_does_not_fit_is_refused(tmp_path):
             rope_settings(tables(tmp_path, cosines, sines), DIM, POSITIONS)
 
 
-def test_difference_names_the_first_place(tmp_path):
+def test_the_first_difference_is_named(tmp_path):
     rope = rope_kind({"rope_theta": 1e4}, DIM, POSITIONS)
     made = of_kind(tmp_path, rope)
     assert rope_difference(made, rope, POSITIONS) == ""

@@ -51,7 +51,7 @@ def test_exact_formats_have_no_error(kind, model_dir, tmp_path):
         assert 0.03 < conversion_error(source, QUERY, "int4").relative < 0.15 or own == "int4"
 
 
-def test_an_error_is_that_of_the_packed_weights(model_dir):
+def test_reported_errors_equal_the_packed_weights(model_dir):
     """Of floats: against rounding worked out here."""
     with SafetensorsSource(model_dir) as source:
         rows = source.rows(QUERY)
@@ -64,7 +64,7 @@ def test_an_error_is_that_of_the_packed_weights(model_dir):
         assert conversion_error(source, QUERY, "int8").relative == pytest.approx(expected, rel=0.1)
 
 
-def test_a_tensor_beside_a_wider_one_is_named_with_what_it_becomes(model_dir, tmp_path, caplog):
+def test_a_tensor_converted_beside_a_wider_one_is_named(model_dir, tmp_path, caplog):
     def mixed(name):
         return (
             "Q8_0" if "attn_v" in name or name in ("token_embd.weight", "output.weight") else "Q4_1"
@@ -82,7 +82,7 @@ def test_a_tensor_beside_a_wider_one_is_named_with_what_it_becomes(model_dir, tm
     assert 1e-3 < float(found[1]) < 1e-2
 
 
-def test_formats_that_were_asked_for_are_named_too(model_dir, tmp_path, caplog):
+def test_requested_conversions_are_named(model_dir, tmp_path, caplog):
     path = write_gguf(model_dir, tmp_path / "m.gguf", kind="Q8_0")
     assert _lines(path, STORED, caplog) == []
     (line,) = _lines(path, "int4", caplog)
@@ -102,7 +102,7 @@ def test_formats_that_were_asked_for_are_named_too(model_dir, tmp_path, caplog):
     )  # of a float checkpoint the packing itself gives the error
 
 
-def test_what_grows_without_an_error_is_named(model_dir, tmp_path, caplog):
+def test_lossless_conversions_that_grow_are_named(model_dir, tmp_path, caplog):
     path = write_gguf(model_dir, tmp_path / "m.gguf", kind="TQ1_0")
     (line,) = _lines(path, STORED, caplog)
     assert re.fullmatch(
@@ -115,7 +115,7 @@ def test_what_grows_without_an_error_is_named(model_dir, tmp_path, caplog):
         assert not _lines(path, STORED, caplog)
 
 
-def test_the_error_of_iq4_xs_is_that_of_its_scales(model_dir, tmp_path, caplog):
+def test_the_error_of_iq4_xs_comes_from_its_scales(model_dir, tmp_path, caplog):
     (line,) = _lines(write_gguf(model_dir, tmp_path / "m.gguf", kind="IQ4_XS"), STORED, caplog)
     found = re.fullmatch(
         r"IQ4_XS: 16 tensors are converted to int4t with a relative error of (\S+) "

@@ -33,9 +33,7 @@ def good(model_dir, tmp_path):
     return content(load(model_dir, tmp_path / "good"))
 
 
-def test_a_failure_while_writing_leaves_nothing_and_the_weights_stay_in_memory(
-    model_dir, tmp_path, good, monkeypatch, caplog
-):
+def test_a_failed_write_keeps_the_weights_in_memory(model_dir, tmp_path, good, monkeypatch, caplog):
     def fail(*_):
         raise OSError("disk full")
 
@@ -47,9 +45,7 @@ def test_a_failure_while_writing_leaves_nothing_and_the_weights_stay_in_memory(
     assert list((tmp_path / "packed").iterdir()) == []
 
 
-def test_an_error_in_the_checkpoint_is_not_taken_for_one_of_the_disk(
-    model_dir, tmp_path, monkeypatch
-):
+def test_checkpoint_errors_are_not_reported_as_disk_errors(model_dir, tmp_path, monkeypatch):
     def fail(*_):
         raise ModelFormatError("a damaged tensor")
 
@@ -59,9 +55,7 @@ def test_an_error_in_the_checkpoint_is_not_taken_for_one_of_the_disk(
     assert list((tmp_path / "packed").iterdir()) == []
 
 
-def test_a_full_disk_is_found_before_anything_is_packed(
-    model_dir, tmp_path, good, monkeypatch, caplog
-):
+def test_a_full_disk_is_detected_before_packing(model_dir, tmp_path, good, monkeypatch, caplog):
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
     assert content(load(model_dir, tmp_path)) == good
@@ -71,7 +65,7 @@ def test_a_full_disk_is_found_before_anything_is_packed(
     assert list((tmp_path / "packed").iterdir()) == []
 
 
-def test_without_a_cache_nothing_is_read_or_written(model_dir, tmp_path, good, monkeypatch, caplog):
+def test_no_cache_reads_and_writes_nothing(model_dir, tmp_path, good, monkeypatch, caplog):
     monkeypatch.setenv("KVBOOST_EDGE_CACHE", str(tmp_path / "cache"))
     checkpoint = Checkpoint.open(model_dir, cache_dir=NO_CACHE)
     checkpoint.summary()
@@ -106,7 +100,7 @@ print(load_packed(model, plan, weights="f32", cache_dir=cache, num_threads=1).nb
 """
 
 
-def test_a_disk_that_fills_up_while_writing(model_dir, tmp_path):
+def test_a_disk_that_fills_up_during_packing(model_dir, tmp_path):
     """A limit on the size of files stands for the full disk: the system refuses the write
     itself.
     """
@@ -122,7 +116,7 @@ def test_a_disk_that_fills_up_while_writing(model_dir, tmp_path):
     assert list((tmp_path / "packed").iterdir()) == []
 
 
-def test_what_does_not_read_back_is_not_kept(model_dir, tmp_path, monkeypatch):
+def test_a_file_that_does_not_read_back_is_removed(model_dir, tmp_path, monkeypatch):
     """Every byte is compared: one that the disk changes, whichever write it is in, ends the
     packing.
     """
@@ -147,7 +141,9 @@ def test_what_does_not_read_back_is_not_kept(model_dir, tmp_path, monkeypatch):
         assert list((tmp_path / "packed").iterdir()) == []
 
 
-def test_without_a_cache_directory_it_still_runs(model_dir, tmp_path, good, monkeypatch, caplog):
+def test_an_unwritable_cache_directory_keeps_weights_in_memory(
+    model_dir, tmp_path, good, monkeypatch, caplog
+):
     def refuse(*_, **__):
         raise OSError("read-only")
 
@@ -156,7 +152,7 @@ def test_without_a_cache_directory_it_still_runs(model_dir, tmp_path, good, monk
     assert "every start" in caplog.text
 
 
-def test_a_directory_where_the_file_belongs(model_dir, tmp_path, caplog):
+def test_a_directory_in_place_of_the_file(model_dir, tmp_path, caplog):
     good = content(load(model_dir, tmp_path))
     path = only_file(tmp_path)
     path.unlink()

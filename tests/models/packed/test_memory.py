@@ -135,7 +135,7 @@ def _save_zeros(directory, shapes, config):
 
 
 @pytest.mark.parametrize("is_kept", [True, False])
-def test_peak_memory(is_kept, model_dir, tmp_path):
+def test_packing_memory_is_bounded(is_kept, model_dir, tmp_path):
     """All weights are read in the end: pages of the mapped file count as memory in private do."""
     command = [
         sys.executable,
@@ -206,7 +206,7 @@ def _mixture(kind, directory):
 
 @pytest.mark.parametrize("kind", ["F32", "Q4_0", "MXFP4"])
 @pytest.mark.some(3)
-def test_a_tensor_of_all_experts_is_never_held_whole(kind, tmp_path):
+def test_experts_are_packed_without_loading_the_whole_tensor(kind, tmp_path):
     """Packing reads one expert's rows at a time: beside the file it takes what `doctor` says, which
     is less than two threads would that hold 4 bits and a code of each weight.
     """
@@ -219,7 +219,7 @@ def test_a_tensor_of_all_experts_is_never_held_whole(kind, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_K_M", "MXFP4"])
-def test_a_few_rows_of_an_expert_are_read_alone(kind, tmp_path):
+def test_few_rows_of_an_expert_are_read_separately(kind, tmp_path):
     """They take less than half the expert's matrix in the file: packing cuts large ones into
     pieces.
     """

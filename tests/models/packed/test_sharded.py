@@ -35,7 +35,7 @@ def _save(family, dtype, directory):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("family", ["llama", "gemma2", "phi3"])
-def test_shards_equal_transformers(family, dtype, tmp_path):
+def test_sharded_checkpoints_equal_transformers(family, dtype, tmp_path):
     _save(family, dtype, tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     assert_native_equals(model.eval(), tmp_path)

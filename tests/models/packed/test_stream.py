@@ -187,7 +187,7 @@ def test_stored_weights_keep_their_values(stored, kind, rows, inputs):
         ("int8", "int4-asym", 0.09),
     ],
 )
-def test_what_does_not_fit_is_quantized_again(stored, kind, limit):
+def test_unsupported_shapes_are_requantized(stored, kind, limit):
     source = Stored({}, {"w": _quant(stored, 48, 96)})
     wanted = source.rows("w")
     back = _pack(PackEntry("m", kind, (("w", 48),), 96), source)
@@ -198,7 +198,7 @@ def test_what_does_not_fit_is_quantized_again(stored, kind, limit):
 @pytest.mark.parametrize(
     ("kind", "near", "limit"), [("int8", 0.0, 0.006), ("int4-asym", 1e-7, 0.08)]
 )
-def test_one_matrix_of_tensors_in_different_formats(split, kind, near, limit):
+def test_one_matrix_from_tensors_in_different_formats(split, kind, near, limit):
     """The exact parts stay exact, whether tiles end with tensors or not."""
     q, k, v = split
     source = Stored(
@@ -223,7 +223,7 @@ def _blocks(kind, rows, inputs, seed=0):
         *(("q3k", "q6k"), ("q4k", "q5k")),
     ],
 )
-def test_blocks_keep_their_values_to_the_bit(stored, kind, rows, monkeypatch):
+def test_k_blocks_keep_their_values_bit_for_bit(stored, kind, rows, monkeypatch):
     source = Stored({}, {"w": _blocks(stored, rows, 512)})
     entry = PackEntry("m", kind, (("w", rows),), 512)
     np.testing.assert_array_equal(_pack(entry, source), source.rows("w"))
@@ -232,7 +232,7 @@ def test_blocks_keep_their_values_to_the_bit(stored, kind, rows, monkeypatch):
 
 
 @pytest.mark.parametrize("split", [(32, 16), (20, 13)])
-def test_blocks_of_four_bits_beside_those_of_five(split):
+def test_q4_k_beside_q5_k(split):
     gate, up = split
     source = Stored({}, {"gate": _blocks("q4k", gate, 256, 1), "up": _blocks("q5k", up, 256, 2)})
     back = _pack(PackEntry("m", "q5k", (("gate", gate), ("up", up)), 256), source)
@@ -272,7 +272,7 @@ def test_tensors_that_share_a_tile_become_int8_without_error():
     np.testing.assert_array_equal(_pack(plan["layer0.gate_up"], source), wanted)
 
 
-def test_numbers_of_blocks_are_checked():
+def test_non_finite_block_scales_are_found():
     bad = _blocks("q6k", 32, 256)
     bad.scales[20, 0] = np.inf
     with pytest.raises(
@@ -326,7 +326,7 @@ def test_numbers_of_blocks_are_checked():
         ({"v_proj": "q6k", "_proj": "int2-g64"}, {"qkv": "int8", "gate_up": "int2-g64"}),
     ],
 )
-def test_matrices_of_several_block_formats(kinds, expected):
+def test_matrices_from_several_block_formats(kinds, expected):
     spec = describe_model({**CONFIG, "hidden_size": 256, "intermediate_size": 256})
     source = _checkpoint(spec, {**kinds, "_proj": kinds.get("_proj", "q4k"), "lm_head": "q6k"})
     plan = pack_plan(spec, "auto", source)
@@ -349,7 +349,7 @@ def test_floats_are_never_packed_as_blocks():
 
 
 @pytest.mark.parametrize("kind", PACKED)
-def test_pieces_and_threads_do_not_change_the_bytes(kind, monkeypatch):
+def test_packed_bytes_do_not_depend_on_pieces_and_threads(kind, monkeypatch):
     source = Stored({"a": _float(75, 40, 1), "b": _float(60, 40, 2)})
     entry = PackEntry("m", kind, (("a", 75), ("b", 60)), 40)
     whole = _pack(entry, source, 1)
@@ -375,7 +375,7 @@ def test_pieces_cover_an_entry_in_order(monkeypatch):
     ]
 
 
-def test_many_threads_take_smaller_pieces():
+def test_many_threads_use_smaller_pieces():
     """What all of them take together stays the same, below a gigabyte."""
     entry = PackEntry("m", "int8", (("a", 1 << 20),), 64)
     for threads, rows in ((1, 1 << 14), (16, 1 << 14), (64, 1 << 12)):
@@ -412,7 +412,7 @@ def test_weights_above_the_range_of_a_format_are_refused(kind, value):
     )
 
 
-def test_stored_scales_are_checked():
+def test_non_finite_stored_scales_are_found():
     bad = _quant("int8", 32, 64)
     bad.scales[20, 1] = np.nan
     with pytest.raises(
@@ -472,7 +472,7 @@ def test_a_quantized_checkpoint_keeps_its_formats():
     assert plan_bytes(plan) == sum(sections.values())
 
 
-def test_auto_needs_a_quantized_checkpoint():
+def test_weights_auto_needs_a_quantized_checkpoint():
     spec = describe_model(CONFIG)
     source = _checkpoint(spec, {})
     assert not is_quantized(source)
@@ -492,7 +492,7 @@ def test_plans_of_float_formats():
         assert set(kinds.values()) == {weights}
 
 
-def test_labels_are_the_names_that_can_be_asked_for():
+def test_format_labels_are_accepted_names():
     spec = describe_model(CONFIG)
     for weights in WEIGHT_FORMATS:
         assert plan_label(pack_plan(spec, weights), weights) == weights

@@ -47,7 +47,7 @@ def test_packed_once_and_mapped_afterwards(model_dir, tmp_path):
 
 
 @pytest.mark.parametrize("weights", ["f32", "bf16", "int8", "int4"])
-def test_sections_hold_the_weights(model_dir, tmp_path, weights):
+def test_sections_contain_the_weights(model_dir, tmp_path, weights):
     packed = load(model_dir, tmp_path, weights)
     with SafetensorsSource(model_dir) as source:
         gate, up = (
@@ -72,7 +72,7 @@ def test_sections_hold_the_weights(model_dir, tmp_path, weights):
 
 
 @pytest.mark.parametrize("weights", ["int4", "int4-asym"])
-def test_four_bit_weights_are_those_of_the_reference_fit(model_dir, tmp_path, weights):
+def test_four_bit_weights_equal_the_reference_fit(model_dir, tmp_path, weights):
     """The matrices of the layers; embedding and head have 8 bits."""
     packed = load(model_dir, tmp_path, weights)
 
@@ -126,7 +126,7 @@ def test_two_formats_of_one_model_do_not_share_a_file(model_dir, tmp_path):
 
 
 @pytest.mark.parametrize("damage", ["flip", "truncate", "extend", "header", "version", "empty"])
-def test_a_damaged_file_is_written_again(model_dir, tmp_path, damage, caplog):
+def test_a_damaged_file_is_repacked(model_dir, tmp_path, damage, caplog):
     good = content(load(model_dir, tmp_path))
     path = only_file(tmp_path)
     data = bytearray(path.read_bytes())
@@ -148,7 +148,7 @@ def test_a_damaged_file_is_written_again(model_dir, tmp_path, damage, caplog):
     assert not caplog.records
 
 
-def test_any_flipped_byte_is_found(model_dir, tmp_path):
+def test_any_flipped_byte_is_detected(model_dir, tmp_path):
     good = content(load(model_dir, tmp_path))
     path = only_file(tmp_path)
     data = path.read_bytes()
@@ -161,7 +161,7 @@ def test_any_flipped_byte_is_found(model_dir, tmp_path):
         assert path.read_bytes() == data
 
 
-def test_no_mutation_of_a_file_gives_other_weights(model_dir, tmp_path):
+def test_mutated_files_are_refused(model_dir, tmp_path):
     """1,000 mutations: each is refused, so that the weights are packed again, or the file is as it
     was.
     """
@@ -200,7 +200,7 @@ def test_no_mutation_of_a_file_gives_other_weights(model_dir, tmp_path):
     assert refused >= 990
 
 
-def test_other_entries_or_another_fingerprint_are_another_file(model_dir, tmp_path):
+def test_entries_and_fingerprint_determine_the_file(model_dir, tmp_path):
     content(load(model_dir, tmp_path))
     path = only_file(tmp_path)
     plan = pack_plan(spec_of(model_dir), "int8")
@@ -244,7 +244,7 @@ def test_packing_is_logged_and_reported(model_dir, tmp_path, caplog):
     assert re.fullmatch(r"packed 0\.\d MB as int4 in \d+\.\d s, weight error [1-9]\.\d\d%", last)
 
 
-def test_a_checkpoint_that_is_replaced_meanwhile_is_refused(tmp_path):
+def test_a_checkpoint_replaced_during_packing_is_refused(tmp_path):
     """Its weights must not be kept under the fingerprint of the file that was there before."""
     first, other = (save_tiny_model("llama", tmp_path / str(seed), seed=seed) for seed in (0, 1))
     cache = tmp_path / "cache"
@@ -266,7 +266,7 @@ def test_a_checkpoint_that_is_replaced_meanwhile_is_refused(tmp_path):
     assert content(load(first, cache)) == content(load(first, tmp_path / "fresh"))
 
 
-def test_a_checkpoint_that_is_cut_short_meanwhile_is_refused(tmp_path):
+def test_a_checkpoint_truncated_during_packing_is_refused(tmp_path):
     directory = save_tiny_model("llama", tmp_path / "model", vocab_size=20_000)
     plan = pack_plan(spec_of(directory), "int8")
 
@@ -290,7 +290,7 @@ def test_a_checkpoint_that_is_cut_short_meanwhile_is_refused(tmp_path):
     assert list((tmp_path / "packed").iterdir()) == []
 
 
-def test_another_process_packed_the_same_first(model_dir, tmp_path, monkeypatch):
+def test_a_file_packed_by_another_process_is_verified(model_dir, tmp_path, monkeypatch):
     """What lies under the name is checked before it is used, and not remembered as sound unseen."""
     good = content(load(model_dir, tmp_path / "good"))
     data = bytearray(only_file(tmp_path / "good").read_bytes())

@@ -57,7 +57,7 @@ def test_a_pulled_model_is_found_by_its_name(hub, store):
     assert len(hub.downloads()) == 1
 
 
-def test_a_directory_has_the_files_that_locate_model_takes(tmp_path, monkeypatch, store):
+def test_a_pulled_directory_has_the_files_locate_model_needs(tmp_path, monkeypatch, store):
     files = {
         "config.json": b"{}",
         "tokenizer.json": b"{}",
@@ -73,7 +73,7 @@ def test_a_directory_has_the_files_that_locate_model_takes(tmp_path, monkeypatch
     assert {p.relative_to(path).as_posix() for p in path.rglob("*") if p.is_file()} == wanted
 
 
-def test_a_pull_goes_on_where_another_ended(hub, store, monkeypatch):
+def test_a_pull_resumes_an_interrupted_one(hub, store, monkeypatch):
     monkeypatch.setattr(registry_client, "_ATTEMPTS", 1)
     hub.cut = 3_000_000
     with pytest.raises(ModelFormatError, match=r"broke off|could not be downloaded"):
@@ -85,7 +85,7 @@ def test_a_pull_goes_on_where_another_ended(hub, store, monkeypatch):
     assert 0 < start <= 3_000_000
 
 
-def test_a_broken_connection_is_tried_again(hub, store):
+def test_a_broken_connection_is_retried(hub, store):
     hub.cut = 2_000_000
     assert store.path_of(pull_model(f"{REPO}:Q4_K_M", store)).read_bytes() == FILES[Q4]
     assert len(hub.downloads()) == 2
@@ -113,7 +113,7 @@ def test_damaged_files_are_removed(hub, store):
     assert store.path_of(pull_model(f"{REPO}:Q8_0", store)).read_bytes() == FILES[Q8]
 
 
-def test_the_limits(hub, store, monkeypatch):
+def test_pull_limits_are_enforced(hub, store, monkeypatch):
     with pytest.raises(CapacityError, match="max-pull-bytes"):
         pull_model(f"{REPO}:Q8_0", store, limits=PullLimits(max_bytes=5000))
     with pytest.raises(CapacityError, match="must stay free"):
@@ -155,7 +155,7 @@ def test_redirects_to_private_addresses_are_refused(hub, store, monkeypatch, to,
         pull_model(f"{REPO}:Q8_0", store)
 
 
-def test_a_name_that_resolves_to_another_address_later_is_refused(hub, store, monkeypatch):
+def test_dns_rebinding_is_refused(hub, store, monkeypatch):
     """The check of the name passes, and the connection leads to this machine."""
     monkeypatch.setattr(registry_client, "_addresses", lambda host: ["93.184.216.34"])
     port = hub.endpoint.rpartition(":")[2]
@@ -209,7 +209,7 @@ def test_invalid_names(name, store):
         checked_name(name)
 
 
-def test_names():
+def test_model_names_are_parsed():
     assert checked_name("owner/name:latest") == "owner/name"
     assert source_of("qwen3:0.6b") == ("", "Qwen/Qwen3-0.6B-GGUF", "Q8_0")
     assert source_of("hf.co/owner/name:Q4_K_M") == ("", "owner/name", "Q4_K_M")

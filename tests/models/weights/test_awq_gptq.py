@@ -28,7 +28,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("method", "group", "symmetric", "settings"), CASES)
-def test_rows_equal_the_codes(method, group, symmetric, settings, tmp_path):
+def test_rows_equal_the_stored_codes(method, group, symmetric, settings, tmp_path):
     save_tiny_model("llama", tmp_path, **SHAPES)
     known = quantize_dir(tmp_path, method, group=group, symmetric=symmetric, **settings)
     with Checkpoint.open(tmp_path).open_source() as source:
@@ -64,7 +64,7 @@ def test_rows_equal_the_codes(method, group, symmetric, settings, tmp_path):
 
 
 @pytest.mark.parametrize("method", ["awq", "gptq"])
-def test_engine_computes_as_the_dequantized_model(method, tmp_path):
+def test_the_engine_equals_the_dequantized_model(method, tmp_path):
     save_tiny_model("llama", tmp_path / "packed", **SHAPES)
     known = quantize_dir(
         tmp_path / "packed", method, group=32, symmetric=method == "gptq", desc_act=False
@@ -106,7 +106,7 @@ def test_engine_computes_as_the_dequantized_model(method, tmp_path):
         ({"checkpoint_format": "marlin"}, "marlin"),
     ],
 )
-def test_settings_that_are_not_read(change, message, tmp_path):
+def test_unsupported_settings_are_refused(change, message, tmp_path):
     save_tiny_model("llama", tmp_path, **SHAPES)
     quantize_dir(tmp_path, "gptq", group=32, symmetric=True, **{"desc_act": False, **change})
     path = tmp_path / "config.json"

@@ -57,7 +57,7 @@ def test_a_summary_counts_weights(layout, tmp_path):
         ("online", {"modules_to_not_convert": ["o_proj"]}, "modules_to_not_convert=.'o_proj'.*"),
     ],
 )
-def test_settings_that_are_not_supported(layout, settings, message, tmp_path):
+def test_unsupported_settings_are_refused(layout, settings, message, tmp_path):
     save_tiny_model("bitnet", tmp_path)
     make_bitnet(tmp_path, layout, **settings)
     assert_raises(ModelFormatError, message, spec_of, tmp_path)

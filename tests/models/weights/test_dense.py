@@ -27,7 +27,7 @@ def write(folder, settings, tensors):
     return folder
 
 
-def test_matrices_are_read_in_the_order_of_their_folders(tmp_path):
+def test_dense_matrices_are_read_in_folder_order(tmp_path):
     first = write(tmp_path / "2_Dense", SETTINGS, {"linear.weight": WEIGHT})
     second = write(
         tmp_path / "3_Dense",
@@ -67,13 +67,13 @@ BAD[1, 2] = np.nan
         ({}, {"linear.weight": BAD}, "2_Dense holds NaN or infinity"),
     ],
 )
-def test_what_is_not_supported_is_refused_by_name(tmp_path, settings, tensors, message):
+def test_unsupported_settings_are_refused_by_name(tmp_path, settings, tensors, message):
     folder = write(tmp_path / "2_Dense", {**SETTINGS, **settings}, tensors)
     with pytest.raises(ModelFormatError, match=message):
         read_dense([folder], {"hidden_size": 6})
 
 
-def test_what_the_config_leaves_out_is_not_taken_for_the_best(tmp_path):
+def test_missing_settings_have_sentence_transformers_defaults(tmp_path):
     """Of sentence-transformers' Dense a bias and tanh are the defaults."""
     for name in ("bias", "activation_function"):
         settings = {key: value for key, value in SETTINGS.items() if key != name}

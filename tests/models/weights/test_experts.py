@@ -104,7 +104,7 @@ TENSORS = {
 
 @pytest.mark.parametrize("weights", ["f32", "int4"])
 @pytest.mark.parametrize("name", TENSORS)
-def test_tensors_that_do_not_fit(name, weights, tmp_path):
+def test_mismatched_expert_tensors_are_refused(name, weights, tmp_path):
     change, message = TENSORS[name]
     with pytest.raises(ModelFormatError, match=message):
         NativeRunner.from_dir(_save(tmp_path, change), weights=weights)
@@ -130,13 +130,13 @@ CONFIGS = {
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_configs_that_are_refused(name, tmp_path):
+def test_unsupported_expert_configs_are_refused(name, tmp_path):
     config, message = CONFIGS[name]
     with pytest.raises(ModelFormatError, match=message):
         spec_of(_save(tmp_path, **config))
 
 
-def test_experts_in_one_tensor_are_the_same_model(tmp_path):
+def test_stacked_and_separate_experts_are_equal(tmp_path):
     (tmp_path / "one").mkdir()
     (tmp_path / "many").mkdir()
     directories = _save(tmp_path / "one", _fuse), _save(tmp_path / "many")
@@ -148,7 +148,7 @@ def test_experts_in_one_tensor_are_the_same_model(tmp_path):
             np.testing.assert_array_equal(fused.rows(name, 3, 9), apart.rows(name, 3, 9))
 
 
-def test_other_tensors_stay_as_they_are():
+def test_other_tensors_are_unchanged():
     assert expert_rows("model.layers.0.mlp.gate_up_proj.weight", (4, 6, 8)) == []
     assert expert_rows("model.layers.0.mlp.experts.3.gate_proj.weight", (6, 8)) == []
     assert expert_number("model.layers.0.mlp.experts.31.up_proj.weight") == 31

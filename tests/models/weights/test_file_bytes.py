@@ -11,7 +11,7 @@ from kvboost_edge.models.weights.file_bytes import FileBytes
 
 
 @pytest.mark.parametrize("has_preadv", [True, False])
-def test_every_thread_reads_what_it_asked_for(has_preadv, tmp_path, monkeypatch):
+def test_concurrent_reads_return_the_requested_bytes(has_preadv, tmp_path, monkeypatch):
     if not has_preadv:
         monkeypatch.delattr(os, "preadv", raising=False)
     data = np.arange(50_000, dtype=np.uint32)
@@ -30,7 +30,7 @@ def test_every_thread_reads_what_it_asked_for(has_preadv, tmp_path, monkeypatch)
     file.close()
 
 
-def test_a_file_that_ends_early_is_named(tmp_path):
+def test_a_truncated_file_is_named(tmp_path):
     path = tmp_path / "weights"
     path.write_bytes(bytes(100))
     file = FileBytes(path)

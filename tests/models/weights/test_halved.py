@@ -21,7 +21,7 @@ PART = [*range(0, 32, 2), *range(1, 32, 2), *range(32, 64)]
 
 @pytest.mark.parametrize("kind", ["F32", "Q8_0", "Q4_1", "Q4_K", "IQ4_NL"])
 @pytest.mark.parametrize(("family", "order"), [("ernie4_5", WHOLE), ("glm4", PART)])
-def test_any_range_of_rows(family, order, kind, tmp_path):
+def test_any_range_of_reordered_rows_is_read(family, order, kind, tmp_path):
     path = save_gguf(family, tmp_path, WIDE, kind=kind)
     places = np.array([64 * head + row for head in range(4) for row in order])
     with Checkpoint.open(path).open_source() as ours, GgufSource(read_gguf(path)) as files:
@@ -45,7 +45,7 @@ def test_any_range_of_rows(family, order, kind, tmp_path):
                 assert found.table is whole.table
 
 
-def test_rows_that_are_not_whole_heads_are_refused(tmp_path):
+def test_partial_heads_are_refused(tmp_path):
     path = save_gguf("ernie4_5", tmp_path, WIDE)
     with HalvedSource(GgufSource(read_gguf(path)), 96, 48) as source:
         with pytest.raises(

@@ -30,7 +30,7 @@ def _tied(model):
     ("family", "said"),
     [("qwen3_moe", True), ("qwen3_5_text", True), ("lfm2-plain", None), ("llama", True)],
 )
-def test_a_head_of_its_own_counts_whatever_the_config_says(family, said, tmp_path, caplog):
+def test_a_separate_head_is_used_whatever_the_config_says(family, said, tmp_path, caplog):
     """As transformers has it: both are there and differ."""
     save_tiny_model(family, tmp_path, tie_word_embeddings=False)
     _say(tmp_path, said)
@@ -41,7 +41,7 @@ def test_a_head_of_its_own_counts_whatever_the_config_says(family, said, tmp_pat
 
 
 @pytest.mark.parametrize("said", [True, None])
-def test_a_tied_head_that_was_saved_is_no_other_one(said, tmp_path):
+def test_a_saved_tied_head_is_recognized(said, tmp_path):
     save_tiny_model("gemma2", tmp_path, tie_word_embeddings=True)
     embedding = tensors_of(tmp_path)[_EMBEDDING]
     change_tensors(tmp_path, {_HEAD: embedding})
@@ -57,7 +57,7 @@ def test_a_tied_head_that_was_saved_is_no_other_one(said, tmp_path):
         Checkpoint.open(tmp_path).summary()
 
 
-def test_a_nested_config_that_is_wrong_in_both_parts(tmp_path):
+def test_a_nested_config_with_two_wrong_tie_settings(tmp_path):
     save_nested_model("qwen3_vl", tmp_path, tie_word_embeddings=False)
     path = tmp_path / "config.json"
     text = {**read_json(path)["text_config"], "tie_word_embeddings": True}
@@ -66,7 +66,7 @@ def test_a_nested_config_that_is_wrong_in_both_parts(tmp_path):
 
 
 @pytest.mark.parametrize("said", ["false", 1, [[]], 1e308])
-def test_what_is_neither_true_nor_false_is_refused(said, tmp_path):
+def test_a_tie_setting_that_is_no_boolean_is_refused(said, tmp_path):
     save_tiny_model("llama", tmp_path, tie_word_embeddings=True)
     _say(tmp_path, said)
     with pytest.raises(ModelFormatError, match=r"tie_word_embeddings=.* must be true or false"):

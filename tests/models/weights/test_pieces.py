@@ -60,14 +60,14 @@ def piece_name(piece):
     return f"model.layers.0.{piece}.weight"
 
 
-def test_the_pieces_are_what_the_mixer_reads(source):
+def test_pieces_cover_the_mixers_inputs(source):
     assert {*NAMES.inputs, *NAMES.gates} == set(PLACES)
     with source:
         assert source.names() == {OTHER, *map(piece_name, PLACES)}
 
 
 @pytest.mark.parametrize("piece", PLACES)
-def test_a_piece_is_a_run_of_rows(piece, source):
+def test_a_piece_is_a_range_of_rows(piece, source):
     (first, stop) = PLACES[piece]
     name = piece_name(piece)
     rows = stop - first
@@ -88,14 +88,14 @@ def test_a_piece_is_a_run_of_rows(piece, source):
             assert_raises(ModelFormatError, "are out of range", source.quant_rows, name, start, end)
 
 
-def test_other_tensors_are_as_they_were(source):
+def test_other_tensors_are_unchanged(source):
     with source:
         assert (source.shape(OTHER), source.kind(OTHER)) == ((64, 8), None)
         np.testing.assert_array_equal(source.rows(OTHER, 2), MATRIX[2:64])
         assert source.stored_rows(OTHER).row_bytes == 32
 
 
-def test_a_matrix_of_other_rows_is_refused(source, tmp_path):
+def test_a_matrix_of_another_size_is_refused(source, tmp_path):
     more = mixer_pieces(MIXER._replace(value_heads=8), NAMES)
     with (
         source,

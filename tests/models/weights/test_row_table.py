@@ -45,7 +45,7 @@ def _safetensors(directory, dtype=torch.float32):
 
 
 @pytest.mark.parametrize("kind", ROW_TYPES)
-def test_rows_of_a_gguf_file_are_those_of_the_package(kind, tmp_path):
+def test_gguf_rows_equal_the_gguf_package(kind, tmp_path):
     model = _gguf(tmp_path, kind)
     tensor = next(t for t in gguf.GGUFReader(model.path).tensors if t.name == "token_embd.weight")
     assert tensor.tensor_type == GGMLQuantizationType[kind]
@@ -61,7 +61,7 @@ def test_rows_of_a_gguf_file_are_those_of_the_package(kind, tmp_path):
 
 
 @pytest.mark.parametrize("dtype", ["F32", "F16", "BF16"])
-def test_rows_of_safetensors_are_those_of_the_whole(dtype, tmp_path):
+def test_safetensors_rows_equal_the_whole_table(dtype, tmp_path):
     model = _safetensors(
         tmp_path, {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[dtype]
     )
@@ -73,7 +73,7 @@ def test_rows_of_safetensors_are_those_of_the_whole(dtype, tmp_path):
         np.testing.assert_array_equal(table.rows(tokens), expected[tokens])
 
 
-def test_threads_do_not_mix_their_rows(tmp_path):
+def test_concurrent_reads_return_the_right_rows(tmp_path):
     model = _gguf(tmp_path, "Q8_0")
     with model.open_source() as source:
         expected = source.rows(TABLE)
@@ -83,7 +83,7 @@ def test_threads_do_not_mix_their_rows(tmp_path):
             np.testing.assert_array_equal(found, expected[ids])
 
 
-def test_no_more_is_read_than_the_rows(tmp_path, monkeypatch):
+def test_only_the_requested_rows_are_read(tmp_path, monkeypatch):
     model = _gguf(tmp_path, "Q8_0")
     reads = []
     read_into = file_bytes.FileBytes.read_into
@@ -101,7 +101,7 @@ def test_no_more_is_read_than_the_rows(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("has_advice", [True, False])
-def test_a_system_without_advice_reads_the_same(has_advice, tmp_path, monkeypatch):
+def test_rows_are_read_without_posix_fadvise(has_advice, tmp_path, monkeypatch):
     if has_advice:
 
         def refuse(*_):
@@ -130,7 +130,7 @@ def test_another_shape_is_refused(shape, tmp_path):
         RowTable.open(_safetensors(tmp_path), TABLE, *shape)
 
 
-def test_what_has_no_rows_or_is_not_there_is_refused(tmp_path):
+def test_missing_or_scalar_tensors_are_refused(tmp_path):
     for model in (_safetensors(tmp_path / "s"), _gguf(tmp_path / "g", "Q8_0")):
         with pytest.raises(ModelFormatError, match="single rows cannot be read"):
             RowTable.open(model, "model.norm.weight", WIDTH, 1)
@@ -138,7 +138,7 @@ def test_what_has_no_rows_or_is_not_there_is_refused(tmp_path):
             RowTable.open(model, "model.embed_tokens_per_layer.weight", ROWS, WIDTH)
 
 
-def test_rows_in_another_order_are_refused(tmp_path):
+def test_reordered_tensors_are_refused(tmp_path):
     path = write_gguf(save_tiny_model("llama", tmp_path / "hf"), tmp_path / "model.gguf")
     glm4 = Checkpoint.open(save_tiny_model("glm4", tmp_path / "glm4"), cache_dir=NO_CACHE)
     for model in (Checkpoint.open(path, cache_dir=NO_CACHE), glm4):
@@ -149,7 +149,7 @@ def test_rows_in_another_order_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize("method", ["awq", "gptq"])
-def test_rows_that_are_columns_in_the_file_are_refused(method, tmp_path):
+def test_transposed_tensors_are_refused(method, tmp_path):
     save_tiny_model("llama", tmp_path, hidden_size=128, intermediate_size=256, head_dim=32)
     quantize_dir(tmp_path, method, group=32, symmetric=True)
     model = Checkpoint.open(tmp_path, cache_dir=NO_CACHE)
@@ -184,7 +184,7 @@ def test_a_file_that_changes_is_refused(how, before, tmp_path):
         table.rows(np.array([299]))
 
 
-def test_another_file_of_the_name_is_refused_and_does_not_disturb_who_has_the_old_one(tmp_path):
+def test_a_replaced_file_is_refused_and_open_tables_keep_working(tmp_path):
     model = _safetensors(tmp_path)
     model.fingerprint()
     path = tmp_path / "model.safetensors"

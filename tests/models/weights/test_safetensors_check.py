@@ -77,7 +77,7 @@ def check(model, **changes):
     return check_weights(model, {**CONFIG, **changes})
 
 
-def test_sound_file(model):
+def test_a_valid_file_passes(model):
     summary = check(model)
     count = sum(value.size for value in tensors().values())
     assert (summary.num_params, summary.nbytes, summary.dtypes) == (
@@ -88,7 +88,7 @@ def test_sound_file(model):
     assert summary.files == (model / "model.safetensors",)
 
 
-def test_sound_shards(model):
+def test_valid_shards_pass(model):
     whole = check(model)
     split(model)
     summary = check(model)
@@ -98,7 +98,7 @@ def test_sound_shards(model):
     )
 
 
-def test_real_tiny_model(tiny_model_dir):
+def test_a_tiny_model_passes(tiny_model_dir):
     config = json.loads((tiny_model_dir / "config.json").read_text())
     assert check_weights(tiny_model_dir, config).num_params > 10_000
 
@@ -144,13 +144,13 @@ def test_a_bit_flipped_in_the_header_never_crashes(model):
 
 
 @pytest.mark.parametrize("length", [1 << 63, (1 << 64) - 1, 1 << 40, 0, 1])
-def test_header_length_is_checked_before_memory_is_taken(model, length):
+def test_header_length_is_checked_before_allocation(model, length):
     write(model / "model.safetensors", {"a": {}}, length=length)
     with pytest.raises(ModelFormatError, match=str(length)):
         check(model)
 
 
-def test_header_over_the_limit(model):
+def test_a_header_over_the_limit_is_refused(model):
     with open(model / "model.safetensors", "wb") as file:
         file.write((150_000_000).to_bytes(8, "little"))
         file.truncate(150_000_100)
@@ -159,7 +159,7 @@ def test_header_over_the_limit(model):
 
 
 @pytest.mark.parametrize("size", [0, 1])
-def test_a_large_header_needs_data(model, size):
+def test_a_large_header_without_data_is_refused(model, size):
     """200,000 tensors of no or one element would take many seconds to check."""
     names = [f"x{index}" for index in range(200_000)]
     header = {
@@ -204,7 +204,7 @@ def test_a_repeated_name_among_many_is_found(model):
         read_header(model / "model.safetensors")
 
 
-def test_an_index_over_the_limit(model):
+def test_an_index_over_the_limit_is_refused(model):
     split(model)
     with open(model / "model.safetensors.index.json", "r+b") as file:
         file.truncate(64_000_001)
@@ -243,7 +243,7 @@ BAD_HEADERS = {
 
 
 @pytest.mark.parametrize("name", BAD_HEADERS)
-def test_bad_layout_is_refused(model, name):
+def test_invalid_layouts_are_refused(model, name):
     header, size = BAD_HEADERS[name]
     write(model / "model.safetensors", header, b"\0" * size)
     with pytest.raises(ModelFormatError, match=r"model\.safetensors") as raised:
@@ -252,7 +252,7 @@ def test_bad_layout_is_refused(model, name):
         assert "'w'" in str(raised.value)
 
 
-def test_a_layout_that_is_right_reads_as_numpy_wrote_it(tmp_path):
+def test_a_valid_layout_is_read(tmp_path):
     values = {
         "a": np.arange(6, dtype=np.float32).reshape(2, 3),
         "b": np.zeros((0, 4), np.float16),
@@ -279,7 +279,7 @@ BAD_CONFIGS = {
 
 
 @pytest.mark.parametrize("name", BAD_CONFIGS)
-def test_a_config_of_other_weights_is_refused(model, name):
+def test_a_config_that_contradicts_the_weights_is_refused(model, name):
     changes, tensor, key = BAD_CONFIGS[name]
     with pytest.raises(ModelFormatError) as raised:
         check(model, **changes)
@@ -287,7 +287,7 @@ def test_a_config_of_other_weights_is_refused(model, name):
     assert key in str(raised.value)
 
 
-def test_embedding_missing_or_of_one_dimension(model):
+def test_a_missing_or_one_dimensional_embedding_is_refused(model):
     for value in (None, np.zeros(VOCAB, np.float32)):
         save_file(tensors(model__embed_tokens__weight=value), model / "model.safetensors")
         with pytest.raises(ModelFormatError, match="embed"):
@@ -346,7 +346,7 @@ def test_first_non_finite_equals_numpy(tmp_path_factory, count, bad, dtype, offs
     assert first_non_finite(path, "I32", 0, offset) is None
 
 
-def test_soundness_is_remembered_until_the_file_changes(model, monkeypatch):
+def test_a_passed_check_is_cached_until_the_file_changes(model, monkeypatch):
     from kvboost_edge.models.weights import safetensors_check
 
     calls = []
@@ -423,6 +423,6 @@ def test_pickles_are_refused_by_name_and_not_opened(tmp_path, name):
         check(tmp_path)
 
 
-def test_no_weights(tmp_path):
+def test_missing_weights_are_refused(tmp_path):
     with pytest.raises(ModelFormatError, match=r"model\.safetensors"):
         weight_files(tmp_path)

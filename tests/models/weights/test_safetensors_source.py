@@ -11,7 +11,7 @@ from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.models.weights.safetensors_source import SafetensorsSource
 
 
-def test_some_rows_are_those_of_the_whole(tmp_path):
+def test_row_ranges_equal_the_whole_tensor(tmp_path):
     with SafetensorsSource(save_tiny_model("llama", tmp_path)) as source:
         name = "lm_head.weight"
         whole = source.rows(name)
@@ -19,6 +19,6 @@ def test_some_rows_are_those_of_the_whole(tmp_path):
         assert source.shape(name) == (300, 64)
 
 
-def test_what_is_no_checkpoint_is_refused():
+def test_a_directory_without_weights_is_refused():
     with pytest.raises(ModelFormatError):
         SafetensorsSource(Path(os.devnull).parent)

@@ -13,7 +13,7 @@ from kvboost_edge.models.weights.shapes import check_shapes
 FILE = Path("model") / "model.safetensors"
 
 
-def test_a_claim_of_many_layers_costs_nothing():
+def test_a_claim_of_many_layers_is_cheap_to_refuse():
     shapes = {"model.embed_tokens.weight": (FILE, (10, 4))}
     shapes |= {f"model.layers.{layer}.input_layernorm.weight": (FILE, (4,)) for layer in (0, 1, 3)}
     started = time.process_time()
@@ -27,7 +27,7 @@ def test_a_claim_of_many_layers_costs_nothing():
 
 
 @pytest.mark.parametrize("given", ["1", [[]], {"a": 1}, 1.5, -1, True])
-def test_layers_that_only_speculate_are_a_number(given):
+def test_mtp_layers_are_counted_separately(given):
     shapes = {
         "model.embed_tokens.weight": (FILE, (10, 4)),
         "model.layers.0.input_layernorm.weight": (FILE, (4,)),
@@ -43,7 +43,7 @@ def test_layers_that_only_speculate_are_a_number(given):
         check_shapes(shapes, {**config, "num_nextn_predict_layers": None}, FILE.parent)
 
 
-def test_messages_say_where_the_config_comes_from():
+def test_errors_name_the_source_of_the_config():
     shapes = {"model.embed_tokens.weight": (Path("m.gguf"), (10, 4))}
     with pytest.raises(
         ModelFormatError, match=r"m\.gguf: .*has 10 rows, but m\.gguf gives vocab_size=11"

@@ -26,7 +26,7 @@ def _changed(directory, name, change, *, mxfp4):
     change_tensors(directory, {name: change and change(stored)})
 
 
-def test_columns_take_turns(tmp_path):
+def test_interleaved_gate_and_up_columns_are_separated(tmp_path):
     tensors = tensors_of(save_gpt_oss(tmp_path))
     with ColumnExperts(tmp_path) as source:
         for part, which in (("gate", 0), ("up", 1)):
@@ -51,7 +51,7 @@ def test_columns_take_turns(tmp_path):
             source.stored_rows(f"{LAYER}2.down_proj.weight")
 
 
-def test_two_experts_stay_while_their_rows_are_read_and_none_afterwards(tmp_path):
+def test_at_most_two_experts_are_held_while_reading(tmp_path):
     save_gpt_oss(tmp_path)
     with ColumnExperts(tmp_path) as source:
         for expert in range(4):
@@ -62,7 +62,7 @@ def test_two_experts_stay_while_their_rows_are_read_and_none_afterwards(tmp_path
     assert source._expert.cache_info().currsize == 0
 
 
-def test_mxfp4_is_what_transformers_makes_of_it(tmp_path):
+def test_mxfp4_equals_transformers(tmp_path):
     """Codes and float16 scales hold transformers' own numbers, and so do the floats."""
     torch = pytest.importorskip("torch")
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
@@ -178,20 +178,20 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_what_does_not_fit_is_refused_by_name(name, tmp_path):
+def test_mismatched_tensors_are_refused_by_name(name, tmp_path):
     mxfp4, tensor, change, message = BAD[name]
     _changed(tmp_path, tensor, change, mxfp4=mxfp4)
     with pytest.raises(ModelFormatError, match=message):
         NativeRunner.from_dir(tmp_path, weights="auto" if mxfp4 else "int8")
 
 
-def test_a_scale_above_float16_is_taken_as_floats(tmp_path):
+def test_a_scale_above_float16_is_read_as_floats(tmp_path):
     _changed(tmp_path, f"{DOWN}_scales", _large, mxfp4=True)
     with ColumnExperts(tmp_path) as source:
         assert source.rows(f"{LAYER}2.down_proj.weight", 1, 2)[0, :32].max() > 65504
 
 
-def test_scales_below_float16_are_zeros_and_said_once(tmp_path, caplog):
+def test_scales_below_float16_become_zero_and_are_logged_once(tmp_path, caplog):
     def small(scales):
         scales[2, :2, 0] = 80
         return scales
@@ -214,7 +214,7 @@ def test_the_summary_counts_weights(tmp_path):
     assert checkpoint.summary().dtypes["U8"] == weights + weights // 32
 
 
-def test_another_method_is_refused_by_name(tmp_path):
+def test_other_quantization_methods_are_refused_by_name(tmp_path):
     change_json(
         save_gpt_oss(tmp_path) / "config.json",
         quantization_config={"quant_method": "gptq", "bits": 4},

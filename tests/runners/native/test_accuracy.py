@@ -70,7 +70,7 @@ _ROUTERS = (
     each_once([*FAMILIES, *LIMITS, *MIXTURES], ["int8", "int4", "int4-asym"]),
 )
 @pytest.mark.some(3)
-def test_logits_are_near_float64_with_the_same_weights(family, weights, tmp_path):
+def test_logits_are_close_to_float64(family, weights, tmp_path):
     overrides = OVERRIDES.get(family, {})
     save_tiny_model(family, tmp_path, **overrides)
     model = build_tiny_model(family, **overrides).double()

@@ -59,7 +59,7 @@ def computed(driver, prompts):
 
 
 @pytest.mark.parametrize("family", ["ministral3", "gemma4-moe", "qwen3_moe"])
-def test_the_pass_after_one_without_memory_is_what_it_was(family, tmp_path, monkeypatch):
+def test_a_pass_after_a_memory_error_is_unchanged(family, tmp_path, monkeypatch):
     """Queries with factors of their positions, two tables of rope, and buffers of a mixture."""
     save_tiny_model(family, tmp_path, max_position_embeddings=4096)
     backend = None

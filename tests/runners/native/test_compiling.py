@@ -51,7 +51,7 @@ print(json.dumps([own, used]))
 
 @pytest.mark.parametrize(("weights", "bits"), [("int8", 16), ("int4-asym", 8), ("f32", 16)])
 @pytest.mark.some(3)
-def test_a_run_compiles_nothing_and_uses_what_was_compiled_ahead(weights, bits, tmp_path):
+def test_a_run_uses_only_kernels_compiled_ahead(weights, bits, tmp_path):
     command = [sys.executable, "-c", RUN, weights, str(bits)]
     environment = {**os.environ, "KVBOOST_EDGE_CACHE": str(tmp_path)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
@@ -66,7 +66,7 @@ def test_a_run_compiles_nothing_and_uses_what_was_compiled_ahead(weights, bits, 
     )  # copied are the blocks of sequences that fork
 
 
-def test_each_kind_of_weights_and_of_cache_has_code_of_its_own():
+def test_each_weight_and_kv_format_has_its_own_code():
     plain = {entry.name for entry in pass_entries([], PLAIN, quantized=False)}
     coded = {entry.name for entry in pass_entries([], PLAIN, quantized=True)}
     assert len(plain - coded) == 1
@@ -77,7 +77,7 @@ def test_each_kind_of_weights_and_of_cache_has_code_of_its_own():
 
 
 @pytest.mark.parametrize("name", APART)
-def test_operations_of_few_models_have_entries_of_their_own(name, tmp_path):
+def test_rare_operations_have_separate_entries(name, tmp_path):
     """What is foreseen before weights are packed is what the program then has."""
     runner = NativeRunner.from_dir(save_tiny_model(name, tmp_path), weights="int8")
     possible = possible_operations(runner._spec)
@@ -100,7 +100,7 @@ def test_each_operation_has_one_entry():
     assert [entries_of([kind]) for kind in known] == [[entry] for entry in lt.ENTRY_OF.tolist()]
 
 
-def test_an_operation_is_its_code_and_its_fields_in_order():
+def test_operations_encode_their_fields_in_order():
     rows = lt.BufferRows(3, 64, 16)
     norm = lt.NormOp(rows, lt.BufferRows(4, 96), 48, 1 << 40, 1e-6, lt.PanelTarget(5, 6, 1))
     cap = lt.CapOp(rows, 7, 30.0)
@@ -114,7 +114,7 @@ def test_an_operation_is_its_code_and_its_fields_in_order():
     assert floats[1, 5] == 30.0
 
 
-def test_a_program_with_an_operation_that_no_entry_knows_is_refused(tmp_path, monkeypatch):
+def test_a_program_with_an_unknown_operation_is_refused(tmp_path, monkeypatch):
     model = save_tiny_checkpoint("llama", tmp_path)
     known = [operation for operation in PLAIN if operation is not lt.GatedOp]
     monkeypatch.setitem(lt.OPERATIONS, lt.K_PROGRAM, known)

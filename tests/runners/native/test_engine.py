@@ -30,7 +30,7 @@ def test_cached_and_cold_are_equal_to_the_bit(tiny_model_dir, weights):
 
 
 @pytest.mark.parametrize("bits", [8, (8, 4), 4], ids=str)
-def test_quantized_caches_are_equal_to_the_bit_too(tiny_model_dir, bits):
+def test_quantized_caches_are_equal_to_the_bit(tiny_model_dir, bits):
     with CPUPagedEngine.from_pretrained(
         str(tiny_model_dir), kv_cache_bits=bits, **NATIVE
     ) as engine:
@@ -49,7 +49,7 @@ def test_quantized_caches_are_equal_to_the_bit_too(tiny_model_dir, bits):
         )
 
 
-def test_quantized_caches_are_refused_where_they_are_not_built(tiny_model_dir):
+def test_quantized_caches_are_refused_by_other_runners(tiny_model_dir):
     for options in ({"runner": "torch"}, {"backend": "torch"}, {"device": "cuda"}):
         with pytest.raises(ConfigError, match="kv_cache_bits=4 needs the native runner"):
             CPUPagedEngine.from_pretrained(str(tiny_model_dir), kv_cache_bits=4, **options)
@@ -78,7 +78,7 @@ def test_weight_formats_share_nothing(tiny_model_dir):
     assert len(roots) == 3
 
 
-def test_a_family_native_does_not_know_says_so_in_the_log(tmp_path, caplog):
+def test_an_unsupported_family_is_logged(tmp_path, caplog):
     directory = save_tiny_model("gpt_neox", tmp_path)
     with CPUPagedEngine.from_pretrained(directory, num_blocks=8) as engine:
         assert engine.runner_info.name == "torch"
@@ -94,9 +94,7 @@ def test_a_family_native_does_not_know_says_so_in_the_log(tmp_path, caplog):
     [({}, "float16"), ({"kv_cache_bits": (8, 4)}, "8 and 4 bits")],
     ids=str,
 )
-def test_float16_keeps_the_native_runner_and_logs_what_it_does(
-    tiny_model_dir, caplog, options, stored
-):
+def test_float16_keeps_the_native_runner_and_is_logged(tiny_model_dir, caplog, options, stored):
     with CPUPagedEngine.from_pretrained(
         str(tiny_model_dir), num_blocks=8, dtype="float16", **options
     ) as engine:

@@ -118,7 +118,7 @@ def test_variant_equals_transformers(name, tmp_path):
     _check(*VARIANTS[name], tmp_path)
 
 
-def test_longrope_is_pinned_to_its_first_range(tmp_path, caplog):
+def test_longrope_uses_its_short_range(tmp_path, caplog):
     save_tiny_model("phi3", tmp_path, **VARIANTS["phi3-longrope"][1])
     runner = NativeRunner.from_dir(tmp_path, weights="int8")
     assert runner.info.max_context == 96

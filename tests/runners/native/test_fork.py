@@ -75,7 +75,7 @@ def same(actual, expected):
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("ahead", [1, 3, 40])
 @pytest.mark.some(4)
-def test_the_parent_goes_elsewhere_first(model, cut, ahead):
+def test_the_parent_continues_first(model, cut, ahead):
     driver = model.driver()
     parent, child = fork_at(driver, cut)
     elsewhere = [*TEXT[:cut], *OTHER[cut:]]
@@ -89,7 +89,7 @@ def test_the_parent_goes_elsewhere_first(model, cut, ahead):
 
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.some(3)
-def test_the_child_goes_first_and_alone(model, cut):
+def test_the_child_continues_first(model, cut):
     driver = model.driver()
     parent, child = fork_at(driver, cut)
     first = driver.step([(child, 2)])[0]
@@ -98,7 +98,7 @@ def test_the_child_goes_first_and_alone(model, cut):
 
 
 @pytest.mark.parametrize("cut", CUTS)
-def test_both_in_one_pass(model, cut):
+def test_parent_and_child_in_one_pass(model, cut):
     driver = model.driver()
     parent, child = fork_at(driver, cut)
     grandchild = driver.fork(child)

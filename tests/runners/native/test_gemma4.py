@@ -21,7 +21,7 @@ from kvboost_edge.runners.native.runner import NativeRunner
 PROMPT = random_ids(90, 0)
 
 
-def test_only_layers_that_compute_keys_and_values_store_them(tmp_path):
+def test_only_layers_with_their_own_kv_store_it(tmp_path):
     runner = NativeRunner.from_dir(save_tiny_model("gemma4", tmp_path), weights="int8")
     sliding = (2, 32)
     full = (2, 64)
@@ -34,7 +34,7 @@ def test_only_layers_that_compute_keys_and_values_store_them(tmp_path):
     runner.close()
 
 
-def test_a_file_without_the_table_of_tokens_is_refused(tmp_path):
+def test_a_file_without_the_per_layer_table_is_refused(tmp_path):
     path = save_tiny_model("gemma4", tmp_path) / "model.safetensors"
     tensors = load_file(path)
     del tensors["model.embed_tokens_per_layer.weight"]
@@ -47,7 +47,7 @@ def test_a_file_without_the_table_of_tokens_is_refused(tmp_path):
 
 @pytest.mark.parametrize(("name", "shared"), [("gemma4", 2), ("gemma4-wide", 0)])
 @pytest.mark.parametrize(("kind", "limit"), [("F32", 1e-5), ("Q8_0", 0.1)])
-def test_a_gguf_file_is_the_model_it_was_written_of(name, shared, kind, limit, tmp_path):
+def test_a_gguf_file_equals_the_checkpoint(name, shared, kind, limit, tmp_path):
     layers = {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_hidden_layers": 4}
     directory = save_tiny_model(name, tmp_path / "hf", **layers, num_kv_shared_layers=shared)
     path = write_gguf(directory, tmp_path / "m.gguf", kind=kind)
@@ -65,7 +65,7 @@ def test_a_gguf_file_is_the_model_it_was_written_of(name, shared, kind, limit, t
     ],
     ids=["cpu, 1 thread", "cpu, 2 threads", "reference"],
 )
-def test_backends_with_layers_one_by_one_agree(backend, tmp_path):
+def test_layer_by_layer_backends_agree(backend, tmp_path):
     """The reference backend, and half as many heads x head_dim as a group has, where no pass is one
     call.
     """
@@ -80,7 +80,7 @@ def test_backends_with_layers_one_by_one_agree(backend, tmp_path):
     runner.close()
 
 
-def test_a_table_that_changes_under_the_runner_is_an_error(tmp_path):
+def test_a_changed_per_layer_table_is_an_error(tmp_path):
     directory = save_tiny_model("gemma4", tmp_path)
     runner = NativeRunner.from_dir(directory, weights="int8")
     driver = driver_of(runner)
@@ -93,7 +93,7 @@ def test_a_table_that_changes_under_the_runner_is_an_error(tmp_path):
     runner.close()
 
 
-def test_weights_in_memory_are_without_the_table(tmp_path):
+def test_the_per_layer_table_is_not_in_memory(tmp_path):
     large = {"vocab_size_per_layer_input": 50_000}
     small, big = (
         save_tiny_model("gemma4", tmp_path / name, **more)

@@ -31,7 +31,7 @@ PROMPT = random_ids(100, 7)
 
 
 @pytest.mark.usefixtures("one_torch_thread")
-def test_all_logits_of_prompts_around_window_and_block(tmp_path):
+def test_logits_around_window_and_block_borders_equal_transformers(tmp_path):
     save_tiny_model("gpt_oss", tmp_path)
     model = build_tiny_model("gpt_oss")
     model.set_attn_implementation("eager")
@@ -78,7 +78,7 @@ def _transformers(directory):
 
 @pytest.mark.usefixtures("one_torch_thread")
 @pytest.mark.parametrize("mxfp4", [False, True])
-def test_directories_written_without_transformers(mxfp4, tmp_path):
+def test_synthetic_checkpoints_equal_transformers(mxfp4, tmp_path):
     """What the tests of bits run is what transformers computes, and so is the oracle that formats
     are held to.
     """
@@ -92,7 +92,7 @@ def test_directories_written_without_transformers(mxfp4, tmp_path):
 
 
 @pytest.mark.parametrize("weights", ["int8", "int4", "auto"])
-def test_formats_are_near_numpy_on_their_own_weights(weights, tmp_path):
+def test_formats_are_close_to_numpy_on_the_same_weights(weights, tmp_path):
     """Most rows: rounded activations lead single tokens to another expert whose share is nearly as
     large. Measured: medians of 1.9e-2 to 2.3e-2, on weights that make gates large.
     """
@@ -105,7 +105,7 @@ def test_formats_are_near_numpy_on_their_own_weights(weights, tmp_path):
 
 
 @pytest.mark.parametrize("weights", ["auto", "f32", "int4"])
-def test_mxfp4_of_both_kinds_of_files_is_the_same(weights, tmp_path):
+def test_mxfp4_of_safetensors_and_gguf_is_equal(weights, tmp_path):
     """Nibbles, rows and names are others in a GGUF file; the bits of the results are not."""
     model = save_gpt_oss(tmp_path / "model", mxfp4=True, rope_parameters=ROPE)
     path = write_gguf(
@@ -118,7 +118,7 @@ def test_mxfp4_of_both_kinds_of_files_is_the_same(weights, tmp_path):
     np.testing.assert_array_equal(found, expected)
 
 
-def test_borders_of_yarn_are_no_whole_numbers(tmp_path):
+def test_yarn_borders_are_not_rounded(tmp_path):
     """GGUF files cannot say it. The frequencies are transformers'; rounded borders would give
     others.
     """
@@ -139,7 +139,7 @@ def test_borders_of_yarn_are_no_whole_numbers(tmp_path):
     assert not np.allclose(rounded.ropes[0].frequencies, expected.numpy(), rtol=1e-3)
 
 
-def test_what_a_config_does_not_say():
+def test_config_defaults_equal_transformers():
     """As transformers' defaults: the window of every second layer, rope, biases."""
     config = AutoConfig.for_model("gpt_oss").to_dict()
     alone = {
@@ -156,7 +156,7 @@ def test_what_a_config_does_not_say():
     assert [layer.window for layer in describe_model(alone).layers[:4]] == [128, 0, 128, 0]
 
 
-def test_the_config_of_the_20b_model():
+def test_the_published_20b_config_is_read():
     """As its makers wrote it, with the older keys of rope."""
     kinds = ["sliding_attention", "full_attention"]
     config = {
@@ -211,7 +211,7 @@ def test_the_config_of_the_20b_model():
 
 
 @pytest.mark.parametrize("kind", ["MXFP4", "Q8_0"])
-def test_files_that_lack_something_are_refused(kind, tmp_path):
+def test_incomplete_files_are_refused(kind, tmp_path):
     model = save_gpt_oss(tmp_path / "model")
     for name in ("attn_sinks.weight", "ffn_up_exps.bias", "ffn_gate_inp.bias"):
         path = write_gguf(model, tmp_path / "m.gguf", kind=kind, more={f"blk.1.{name}": None})
@@ -219,7 +219,7 @@ def test_files_that_lack_something_are_refused(kind, tmp_path):
             NativeRunner.from_dir(path, weights="auto")
 
 
-def test_biases_of_another_count_in_a_file(tmp_path):
+def test_biases_for_another_number_of_experts_are_refused(tmp_path):
     model = save_gpt_oss(tmp_path / "model")
     for count, message in (
         (5, r"lacks tensor .*experts\.5\.up_proj\.bias"),
@@ -231,7 +231,7 @@ def test_biases_of_another_count_in_a_file(tmp_path):
             NativeRunner.from_dir(path, weights="f32")
 
 
-def test_a_sink_takes_part_of_the_attention(tmp_path):
+def test_attention_sinks_change_the_logits(tmp_path):
     """Of one head in one layer: its logits change, those of a token alone, too."""
     model = save_gpt_oss(tmp_path / "model")
     before = native_logits(model, "f32", PROMPT[:5])

@@ -32,12 +32,12 @@ EVEN = ("lfm2", "lfm2_moe", "qwen3_5_text-even", *GRANITES, "nemotron_h", "nemot
 
 
 @pytest.mark.parametrize("name", HYBRIDS)
-def test_a_hybrid_equals_transformers(name, tmp_path):
+def test_hybrid_models_equal_transformers(name, tmp_path):
     assert_native_equals(build_tiny_model(name), save_tiny_model(name, tmp_path))
 
 
 @pytest.mark.parametrize("name", HYBRID_NESTED)
-def test_a_hybrid_inside_another_model_equals_transformers(name, tmp_path, caplog):
+def test_nested_hybrid_models_equal_transformers(name, tmp_path, caplog):
     with caplog.at_level("INFO", "kvboost_edge"):
         assert_native_equals(build_nested_model(name), save_nested_model(name, tmp_path))
     assert (
@@ -46,7 +46,7 @@ def test_a_hybrid_inside_another_model_equals_transformers(name, tmp_path, caplo
 
 
 @pytest.mark.parametrize("name", HYBRID_FAMILIES)
-def test_gguf_is_the_same_model(name, tmp_path):
+def test_gguf_hybrids_equal_the_checkpoints(name, tmp_path):
     """To the bit, but where a file's value heads stand in another order, and so are summed in
     another one.
     """
@@ -62,7 +62,7 @@ def test_gguf_is_the_same_model(name, tmp_path):
     "name",
     ["lfm2", "lfm2_moe", "qwen3_5_text", "qwen3_5_moe_text", *GRANITES, "nemotron_h", "falcon_h1"],
 )
-def test_integer_weights_are_those_that_are_packed(name, tmp_path):
+def test_integer_weights_are_close_to_the_packed_weights_model(name, tmp_path):
     """Far from float32 as 4 bits are, and near a float64 model of the weights that they stand
     for.
     """
@@ -108,7 +108,7 @@ WIDE = {
 
 
 @pytest.mark.parametrize("name", WIDE)
-def test_matrices_of_several_block_formats(name, tmp_path):
+def test_mixers_from_several_block_formats(name, tmp_path):
     """What a mixer reads is several matrices then."""
     model = save_tiny_model(name, tmp_path / "model", hidden_size=256, **WIDE[name])
     path = write_gguf(model, tmp_path / "m.gguf", kind=_mixed)

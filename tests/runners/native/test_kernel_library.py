@@ -85,9 +85,7 @@ def compiled_here(tmp_path_factory):
         for number, target in enumerate(usable_targets())
     ],
 )
-def test_each_class_computes_the_same_bits_and_never_imports_numba(
-    options, target, compiled_here, tmp_path
-):
+def test_each_target_gives_the_same_bits_without_numba(options, target, compiled_here, tmp_path):
     here, names = compiled_here(options)
     build_library(target, tmp_path / "libraries", names=names)
     # The first start packs the weights, the second finds them.

@@ -145,7 +145,7 @@ def equal(actual, expected):
     return bool(np.isfinite(expected).all()) and np.array_equal(actual, expected)
 
 
-def test_no_family_is_forgotten():
+def test_every_family_is_covered():
     plain = {
         name: fields.get("model_type", name.partition("-")[0]) for name, fields in FAMILIES.items()
     }
@@ -156,7 +156,7 @@ def test_no_family_is_forgotten():
     assert covered == set(KNOWN)
 
 
-def test_any_pass_size(case, scale):
+def test_logits_do_not_depend_on_the_pass_size(case, scale):
     """In `make test` each model with two of four, every second one with the same two."""
     sizes = ((CONTEXT, 2), (7, 1), (513, 1), (100, 2))
     for budget, threads in scale(sizes[case.number % 2 :: 2], sizes):
@@ -165,7 +165,7 @@ def test_any_pass_size(case, scale):
 
 
 @pytest.mark.some(3)
-def test_a_prefix_from_the_pool(case, scale):
+def test_logits_do_not_depend_on_a_cached_prefix(case, scale):
     """Once in the first pass behind it, and once more with all but the last tokens cached. In `make
     test` each model with one of two prefixes, every second one with the same.
     """
@@ -181,7 +181,7 @@ def test_a_prefix_from_the_pool(case, scale):
 
 
 @pytest.mark.some(3, 1)
-def test_a_batch_that_shares_its_first_tokens(case, scale):
+def test_logits_do_not_depend_on_a_shared_prefix_in_a_batch(case, scale):
     number = scale(2, 4)
     prompts = [[*LONG[:1100], index, index + 1, index + 2] for index in range(number)]
     bench = case.bench(threads=2, max_batch_tokens=300)
@@ -197,7 +197,7 @@ def test_a_batch_that_shares_its_first_tokens(case, scale):
 
 
 @pytest.mark.some(3, 2)
-def test_decoding_into_a_new_partition(case):
+def test_decoding_across_a_partition_border(case):
     """KV that decoding made, one token at a time on both sides of a partition's end, equals what
     one pass makes.
     """
@@ -216,7 +216,7 @@ def test_decoding_into_a_new_partition(case):
     "name",
     ["llama-yarn", "mistral-700", "gemma2-520", "gemma3", "smollm3", "ministral3", "granite_swa"],
 )
-def test_it_is_what_transformers_computes(name, tmp_path_factory):
+def test_long_prompts_equal_transformers(name, tmp_path_factory):
     """All of the above would hold for partitions that are merged wrongly in the same way each
     time.
     """

@@ -109,7 +109,7 @@ def _oracle(model_dir):
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_it_is_what_the_description_says(name, tmp_path):
+def test_logits_equal_the_numpy_reference(name, tmp_path):
     path = save_tiny_checkpoint("minicpm", tmp_path, **VARIANTS[name])
     exact = _oracle(path)
     for weights, limit in (("f32", 1e-4), ("int8", 5e-2)):
@@ -141,13 +141,13 @@ def test_a_gguf_file_equals_safetensors(name, tmp_path):
     assert distance(found, expected) <= 1e-5
 
 
-def test_the_longest_range_is_had_by_asking(tmp_path):
+def test_rope_range_long_enables_the_longest_context(tmp_path):
     path = save_tiny_checkpoint("minicpm", tmp_path, rope_scaling=LONGROPE)
     assert describe_model(Checkpoint.open(path).config).max_context == 96
     assert describe_model(Checkpoint.open(path, rope_range="long").config).max_context == 512
 
 
-def test_its_own_code_is_not_needed_and_other_models_are_refused(tmp_path):
+def test_remote_code_is_not_needed_and_variants_are_refused(tmp_path):
     path = save_tiny_checkpoint(
         "minicpm", tmp_path, auto_map={"AutoModelForCausalLM": "modeling_minicpm.MiniCPM"}
     )

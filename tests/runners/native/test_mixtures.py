@@ -15,7 +15,7 @@ PROMPT = random_ids(90, 0)
 
 
 @pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss"])
-def test_layer_by_layer_on_the_reference_backend(kind, tmp_path):
+def test_mixtures_agree_on_the_reference_backend(kind, tmp_path):
     """A pass that is no single call has the same operations of experts."""
     directory = (
         save_gpt_oss(tmp_path)

@@ -189,7 +189,7 @@ def mixed_and_exact(hand):
 
 @pytest.mark.parametrize("name", ONE_LAYER)
 @pytest.mark.some(3)
-def test_one_layer_gives_what_it_gives_without_reuse(name, tmp_path):
+def test_reuse_in_one_layer_is_exact(name, tmp_path):
     hand = Hand(model(name, tmp_path))
     assert hand.runner.moved_keys_refusal is None
     mixed, exact = mixed_and_exact(hand)
@@ -204,7 +204,7 @@ def test_one_layer_gives_what_it_gives_without_reuse(name, tmp_path):
 
 @pytest.mark.parametrize("bits", [(8, 8), (8, 4), (4, 4)], ids=str)
 @pytest.mark.parametrize("name", SOME)
-def test_one_layer_over_quantized_keys_too(name, bits, tmp_path):
+def test_reuse_in_one_layer_over_quantized_keys(name, bits, tmp_path):
     """As near as codes come; a delta that is off by one shows."""
     hand = Hand(model(name, tmp_path))
     mixed, exact = mixed_and_exact(hand)
@@ -242,7 +242,7 @@ class TurnsKeys(LayerByLayer):
 
 
 @pytest.mark.parametrize("name", ["llama-yarn", "gemma3", "gemma4", "smollm3"])
-def test_every_layer_turns_queries_by_its_own_rope(name, tmp_path, monkeypatch):
+def test_every_layer_rotates_queries_by_its_own_rope(name, tmp_path, monkeypatch):
     """Keys of a context of their own too; gemma3 has two ropes, smollm3 layers without one."""
     hand = Hand(save_tiny_model(name, tmp_path))
     mixed = Mixed(hand, hand.stored(STORED), STORED, 10, (16, 32, 16, 9))
@@ -279,9 +279,7 @@ def deep_model(request, tmp_path_factory):
 
 @pytest.mark.parametrize("bits", [(16, 16), (8, 8), (8, 4)], ids=str)
 @pytest.mark.parametrize("threads", [1, 2])
-def test_stretches_in_one_pass_give_what_they_give_in_passes_of_their_own(
-    deep_model, bits, threads
-):
+def test_spans_in_one_pass_equal_separate_passes(deep_model, bits, threads):
     hand = Hand(deep_model, bits, weights="int8", threads=threads)
     stored = hand.stored(STORED)
     apart, together, quiet = (Mixed(hand, stored, STORED, 10, (16, 32, 16, 9)) for _ in range(3))
@@ -300,7 +298,7 @@ def test_stretches_in_one_pass_give_what_they_give_in_passes_of_their_own(
 @pytest.mark.parametrize("bits", [(16, 16), (8, 8)], ids=str)
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.some(3)
-def test_rows_keep_their_bits_whoever_shares_the_batch(deep_model, bits, seed):
+def test_rows_do_not_depend_on_the_batch(deep_model, bits, seed):
     """Those of exact sequences, in prefill and decode, and those over keys from elsewhere."""
     rng = np.random.default_rng(seed)
     hand = Hand(deep_model, bits, weights="int8", threads=int(rng.integers(1, 3)))
@@ -344,7 +342,7 @@ def mixed_twins(hand, rng, stored):
     return [(mixed.rows[2], mixed.tokens) for mixed in twins]
 
 
-def test_tables_of_rope_reach_as_far_as_queries_are_turned(tmp_path):
+def test_rope_tables_cover_rotated_positions(tmp_path):
     """Further than any position of the batch."""
     hand = Hand(save_tiny_model("llama", tmp_path, max_position_embeddings=4096), threads=2)
     tokens = random_ids(1500, 2)
@@ -361,7 +359,7 @@ def test_tables_of_rope_reach_as_far_as_queries_are_turned(tmp_path):
 @pytest.mark.parametrize(
     "backend_type", [ReferenceBackend, LayerByLayer], ids=["reference", "cpu, layer by layer"]
 )
-def test_where_no_pass_is_one_call_such_a_batch_is_refused(backend_type, tmp_path):
+def test_layer_by_layer_backends_refuse_moved_keys(backend_type, tmp_path):
     runner = NativeRunner.from_dir(save_tiny_model("llama", tmp_path), weights="f32")
     assert runner.moved_keys_refusal is not None
     backend = backend_type(runner.info.kv_spec, BLOCKS)
@@ -384,7 +382,7 @@ def test_where_no_pass_is_one_call_such_a_batch_is_refused(backend_type, tmp_pat
     backend.close()
 
 
-def test_a_model_whose_heads_are_padded_says_so(tmp_path):
+def test_models_with_padded_heads_refuse_moved_keys(tmp_path):
     """Its passes go layer by layer, on every backend."""
     hand = Hand(save_tiny_model("llama", tmp_path, hidden_size=80, intermediate_size=104))
     assert hand.runner.moved_keys_refusal is not None
@@ -394,7 +392,7 @@ def test_a_model_whose_heads_are_padded_says_so(tmp_path):
 @pytest.mark.parametrize("bits", [(16, 16), (8, 8)], ids=str)
 @pytest.mark.parametrize("name", [name for name in ONE_LAYER if name not in ELSEWHERE])
 @pytest.mark.some(3)
-def test_what_tokens_attend_to_is_what_transformers_gives(name, bits, tmp_path):
+def test_attention_masses_equal_transformers(name, bits, tmp_path):
     """Without reuse, as the first layer's keys are the same there."""
     hand = Hand(model(name, tmp_path), bits)
     mixed = Mixed(hand, hand.stored(STORED), STORED, 10, (16, 32, 16, 9))
@@ -424,14 +422,14 @@ def test_what_tokens_attend_to_is_what_transformers_gives(name, bits, tmp_path):
     np.testing.assert_allclose(masses, wanted, atol=1e-4 if bits == (16, 16) else 0.05)
 
 
-def test_the_layer_that_is_asked_is_the_nearest_to_two_thirds_that_sees_everything():
+def test_the_probed_layer_is_near_two_thirds_of_the_depth():
     assert [asked_layer([0] * count) for count in (1, 2, 3, 4, 30)] == [0, 1, 2, 2, 20]
     assert asked_layer([24, 24, 0, 24, 24, 0]) == 5
     assert asked_layer([24, 0, 24, 24]) == 1
     assert asked_layer([24] * 6) == 4
 
 
-def test_keys_that_are_normed_behind_rope_are_not_moved(tmp_path):
+def test_keys_normed_after_rope_are_not_moved(tmp_path):
     hand = Hand(save_tiny_model("hunyuan_v1_dense", tmp_path))
     refusals = (
         hand.runner.moved_keys_refusal,

@@ -121,7 +121,7 @@ def test_own_embeddings_and_lm_heads_are_used(name, tmp_path):
     head.close()
 
 
-def test_a_head_has_a_packed_file_of_its_own(tmp_path, monkeypatch):
+def test_a_head_has_its_own_packed_file(tmp_path, monkeypatch):
     monkeypatch.setenv("KVBOOST_EDGE_CACHE", str(tmp_path / "cache"))
     path = save_with_head("qwen3_5_text", tmp_path / "model")
     for _ in range(2):

@@ -33,7 +33,7 @@ TABLES_DIGEST = "9a1ccca1013db54b"
 
 
 @pytest.mark.parametrize("kv_bits", [16, 8, 4])
-def test_the_same_tokens_give_the_bits_that_this_version_stands_for(kv_bits):
+def test_bits_equal_those_of_this_numerics_version(kv_bits):
     """Fails where a change of kernels or program changed what they give: raise NUMERICS_VERSION,
     and note the new bits here. Otherwise blocks on disk and in Redis would be mixed with others
     that are not equal to them.
@@ -50,7 +50,7 @@ def test_the_same_tokens_give_the_bits_that_this_version_stands_for(kv_bits):
 @pytest.mark.parametrize(
     "wide", [True, False], ids=["NumPy as it is", "NumPy without what it need not have"]
 )
-def test_tables_of_angles_are_those_of_every_processor(wide):
+def test_rope_tables_do_not_depend_on_the_processor(wide):
     """NumPy's own functions of float32 have other bits where there is AVX-512; a cache may come
     from there.
     """

@@ -106,7 +106,7 @@ def directory(request, tmp_path_factory):
 
 @pytest.mark.parametrize(("weights", "bits"), LIMITS, ids=str)
 @pytest.mark.some(3)
-def test_logits_and_greedy_tokens(directory, weights, bits):
+def test_logits_and_greedy_tokens_equal_numpy(directory, weights, bits):
     options = {"runner": "native", "backend": "cpu", "num_blocks": 32, "num_threads": 2}
     with CPUPagedEngine.from_pretrained(
         str(directory), weights=weights, kv_cache_bits=bits, **options

@@ -98,7 +98,7 @@ def _of_rows(runner, backend, logit_rows, state_rows):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logits_are_those_of_transformers(family, directories, runners):
+def test_logits_equal_transformers(family, directories, runners):
     model = build_tiny_model(family)
     expected = dense_logits(model, PROMPT)
     driver = drive(runners(family))
@@ -111,9 +111,7 @@ def test_logits_are_those_of_transformers(family, directories, runners):
     "family", ["lfm2", "qwen3_5_text", "granitemoehybrid-h", "granitemoehybrid-groups"]
 )
 @pytest.mark.parametrize("weights", LIMITS)
-def test_logits_are_those_of_float64_on_the_weights_of_a_format(
-    family, weights, directories, runners
-):
+def test_logits_are_close_to_float64_on_the_same_weights(family, weights, directories, runners):
     exact = ExactGranite if family.startswith("granite") else ExactHybrid
     expected = exact(directories(family), weights).logits(PROMPT)
     logits = whole(runners(family, weights), PROMPT)
@@ -122,7 +120,7 @@ def test_logits_are_those_of_float64_on_the_weights_of_a_format(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_on_the_reference_backend_any_cut_gives_the_same_bits(family, runners):
+def test_chunking_changes_no_bit_on_the_reference_backend(family, runners):
     """And so do pieces none of whose logits are wanted. On the CPU backend:
     engine/test_invariance.py.
     """
@@ -163,7 +161,7 @@ def test_rows_may_want_logits_and_states(family, backend, runners):
     ["lfm2", "qwen3_5_text-even", "granitemoehybrid-groups", "nemotron_h-moe", "falcon_h1"],
 )
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
-def test_texts_go_on_after_drafts_that_were_right_with_the_same_bits(family, backend, runners):
+def test_accepted_drafts_change_no_bit(family, backend, runners):
     runner = runners(family)
     expected = [whole(runner, text, backend) for text in (PROMPT, OTHER)]
     driver = drive(runner, backend)
@@ -188,7 +186,7 @@ def test_texts_go_on_after_drafts_that_were_right_with_the_same_bits(family, bac
 
 
 @pytest.mark.parametrize("family", ["lfm2", "qwen3_5_text", "granitemoehybrid-h", "falcon_h1"])
-def test_a_state_that_is_no_number_ends_its_own_text_alone(family, runners):
+def test_a_nan_state_affects_only_its_sequence(family, runners):
     runner = runners(family)
     expected = whole(runner, OTHER)
     driver = drive(runner)
@@ -201,7 +199,7 @@ def test_a_state_that_is_no_number_ends_its_own_text_alone(family, runners):
     np.testing.assert_array_equal(rows[1], expected[20:])
 
 
-def test_a_backend_of_other_states_is_refused(runners):
+def test_a_backend_with_other_states_is_refused(runners):
     runner = runners("lfm2")
     spec = runner.info.kv_spec
     assert len(spec.states) == 3
@@ -218,7 +216,7 @@ def test_a_backend_of_other_states_is_refused(runners):
         backend.close()
 
 
-def test_keys_are_not_taken_at_other_positions_and_the_reason_is_said(runners):
+def test_moved_keys_are_refused_with_the_reason(runners):
     runner = runners("lfm2")
     drive(runner)
     assert runner.moved_keys_refusal == RECURRENT

@@ -73,7 +73,7 @@ def _logits(directory, backend_type, threads, bits, kind=NativeRunner):
 @pytest.mark.parametrize("bits", [(16, 16), (8, 8), (4, 4), (8, 4)])
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.some(3)
-def test_same_bits_as_layer_by_layer(model_dir, threads, bits):
+def test_whole_passes_equal_layer_by_layer(model_dir, threads, bits):
     whole = _logits(model_dir, CPUBackend, threads, bits)
     apart = _logits(model_dir, LayerByLayer, 1, bits)
     assert len(whole) == len(apart) == 3 * (1 + STEPS)
@@ -83,7 +83,7 @@ def test_same_bits_as_layer_by_layer(model_dir, threads, bits):
 
 @pytest.mark.parametrize("seconds", [0.0, 0.002])
 @pytest.mark.some(3)
-def test_same_bits_in_calls_of_a_few_layers(model_dir, monkeypatch, seconds):
+def test_passes_split_into_calls_are_equal(model_dir, monkeypatch, seconds):
     monkeypatch.setattr("kvboost_edge.runners.native.runner._CALL_SECONDS", seconds)
     whole = _logits(model_dir, CPUBackend, 2, (8, 8))
     calls = _logits(model_dir, CPUBackend, 2, (8, 8), InCalls)
@@ -92,7 +92,7 @@ def test_same_bits_in_calls_of_a_few_layers(model_dir, monkeypatch, seconds):
 
 
 @pytest.mark.parametrize("family", ["llama", "lfm2"])
-def test_an_abandoned_pass_ends_between_two_layers(tmp_path, monkeypatch, family):
+def test_an_aborted_pass_ends_between_two_layers(tmp_path, monkeypatch, family):
     """Cancelled while its prompt is computed, a request ends; what earlier steps computed stays."""
     monkeypatch.setattr("kvboost_edge.runners.native.runner._CALL_SECONDS", 0.0)
     save_tiny_model(family, tmp_path)
@@ -130,7 +130,7 @@ def test_an_abandoned_pass_ends_between_two_layers(tmp_path, monkeypatch, family
             assert again.cached_tokens == 64, "the first step"
 
 
-def test_only_compiled_kernels_qualify(tmp_path):
+def test_only_the_compiled_backend_runs_whole_passes(tmp_path):
     save_tiny_model("llama", tmp_path)
     for bits in ((16, 16), (8, 8)):
         runner = NativeRunner.from_dir(tmp_path, weights="int8", kv_bits=bits)

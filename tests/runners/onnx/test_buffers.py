@@ -74,7 +74,7 @@ class Pool:
 
 
 @pytest.mark.parametrize("shared", [True, False], ids=["shared", "concat"])
-def test_a_sequence_is_gathered_once_and_then_grows(shared):
+def test_a_sequence_is_gathered_once_and_extended(shared):
     pool = Pool(shared=shared)
     pool.compute([3, 1, 4, 7], 32, 50)  # a prefix of two blocks from the pool
     for token in range(50, 60):
@@ -90,7 +90,7 @@ def test_a_sequence_is_gathered_once_and_then_grows(shared):
 
 
 @pytest.mark.parametrize("shared", [True, False], ids=["shared", "concat"])
-def test_rejected_tokens_are_forgotten(shared):
+def test_rejected_tokens_are_dropped(shared):
     pool = Pool(shared=shared)
     pool.compute([3, 1], 0, 25)
     pool.compute([3, 1], 21, 24)
@@ -114,7 +114,7 @@ def test_a_block_that_changed_is_gathered_again(shared):
     assert pool.buffers.num_gathered == 2
 
 
-def test_sequences_of_one_prefix_do_not_take_each_others_buffer():
+def test_sequences_with_a_common_prefix_have_separate_buffers():
     pool = Pool(shared=True)
     pool.compute([3, 1], 0, 20)
     pool.compute([3, 2], 16, 30)
@@ -124,7 +124,7 @@ def test_sequences_of_one_prefix_do_not_take_each_others_buffer():
     assert pool.buffers.num_gathered == 1
 
 
-def test_bytes_are_bounded_by_the_oldest_giving_way():
+def test_buffers_are_bounded_with_lru_eviction():
     one = 2 * LAYERS * HEADS * DIM * 4 * 64
     pool = Pool(shared=True, most_bytes=2 * one)
     for block in range(5):

@@ -107,7 +107,7 @@ def test_families_equal_transformers(family, kind, tmp_path):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_both_backends_hold_the_same_keys(kind, tmp_path):
+def test_both_backends_store_the_same_kv(kind, tmp_path):
     """What is gathered from the pool is what was computed, whichever NumPy backend holds it."""
     _, folder = written(tmp_path / "m", kind)
     found = []
@@ -127,7 +127,7 @@ def test_both_backends_hold_the_same_keys(kind, tmp_path):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_past_keys_in_half_precision(kind, tmp_path):
+def test_kv_in_half_precision(kind, tmp_path):
     """As near as their rounding; what the pool holds is what onnxruntime gave, so warm is as
     cold.
     """
@@ -188,7 +188,7 @@ def test_engine_shares_prefixes_streams_and_samples(kind, tmp_path):
         assert engine.verify_correctness([PROMPT])
 
 
-def test_more_sequences_than_the_pool_holds(tmp_path):
+def test_preemption_with_more_sequences_than_buffers(tmp_path):
     """Sequences that are pushed out of the pool and computed again, and more of them than buffers
     have room for.
     """
@@ -207,7 +207,7 @@ def test_more_sequences_than_the_pool_holds(tmp_path):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_copies_of_running_sequences_count_in_the_memory_report(kind, tmp_path):
+def test_kv_copies_count_in_the_memory_report(kind, tmp_path):
     _, folder = written(tmp_path / "m", kind)
     with CPUPagedEngine.from_pretrained(folder, runner="onnx", num_blocks=64) as engine:
         per_token = engine.runner_info.kv_spec.bytes_per_block // 16
@@ -220,7 +220,7 @@ def test_copies_of_running_sequences_count_in_the_memory_report(kind, tmp_path):
         assert stats["other_bytes"] <= stats["process_rss_bytes"] - stats["copied_bytes"]
 
 
-def test_auto_takes_the_native_runner_first_and_says_why_not(tmp_path, caplog):
+def test_auto_prefers_the_native_runner(tmp_path, caplog):
     _, known = written(tmp_path / "known")
     _, other = written(tmp_path / "other", "concat")
     with caplog.at_level(logging.INFO, "kvboost_edge"):
@@ -249,13 +249,13 @@ def test_auto_takes_the_native_runner_first_and_says_why_not(tmp_path, caplog):
         ({"backend": "torch"}, ConfigError, "needs the torch runner"),
     ],
 )
-def test_options_that_it_does_not_have(options, error, message, tmp_path):
+def test_unsupported_options_are_refused(options, error, message, tmp_path):
     _, folder = written(tmp_path / "m")
     with pytest.raises(error, match=message):
         CPUPagedEngine.from_pretrained(folder, runner="onnx", num_blocks=16, **options)
 
 
-def test_other_models_and_missing_packages(tiny_model_dir, tmp_path, monkeypatch):
+def test_other_models_and_missing_packages_are_refused(tiny_model_dir, tmp_path, monkeypatch):
     with pytest.raises(
         ModelFormatError, match="the model is not an ONNX file; runner='onnx' needs the onnx runner"
     ):
@@ -285,7 +285,7 @@ def test_reading_an_onnx_model_loads_no_onnxruntime(tmp_path):
     assert done.stdout.strip() == "[]"
 
 
-def test_keys_that_are_not_finite_end_their_request_alone(tmp_path):
+def test_non_finite_keys_end_only_their_request(tmp_path):
     model, _ = written(tmp_path / "first", "concat")
     with torch.no_grad():
         model.model.embed_tokens.weight[7] = torch.nan
@@ -298,7 +298,7 @@ def test_keys_that_are_not_finite_end_their_request_alone(tmp_path):
         assert good.result().generated_tokens == 3
 
 
-def test_a_backend_of_tensors_is_refused(tmp_path):
+def test_the_torch_backend_is_refused(tmp_path):
     runner = loaded(written(tmp_path / "m")[1])
     backend = make_backend(choose_backend("torch"), runner.info.kv_spec, 4)
     with pytest.raises(ConfigError, match="supports backend='cpu' and 'reference'"):
@@ -306,7 +306,7 @@ def test_a_backend_of_tensors_is_refused(tmp_path):
     runner.close()
 
 
-def test_files_that_onnxruntime_refuses(tmp_path):
+def test_errors_of_onnxruntime_name_the_file(tmp_path):
     """A type that does not fit, found by onnxruntime, is our own error with the file's name."""
     _, folder = written(tmp_path / "m", "concat")
     path = folder / "model.onnx"
@@ -318,7 +318,7 @@ def test_files_that_onnxruntime_refuses(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [150, pytest.param(500, marks=pytest.mark.full)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_damaged_files(kind, count, tmp_path):
+def test_damaged_files_run_or_are_refused(kind, count, tmp_path):
     """Whatever bytes change, the file runs or is refused with our own error; onnxruntime does not
     take the process with it.
     """

@@ -91,7 +91,7 @@ NOT_ON_THE_DOUBLE = (
     ],
 )
 @pytest.mark.some(3)
-def test_a_whole_pass_calls_what_an_apple_gpu_has(family):
+def test_a_whole_pass_uses_supported_operators(family):
     recorded.clear()
     logits = passed(on_device(family))
     assert {"embedding", "bmm", "index.Tensor"} <= recorded
@@ -107,7 +107,7 @@ def test_a_whole_pass_calls_what_an_apple_gpu_has(family):
     assert own < 2e-5
 
 
-def test_half_precision_too():
+def test_half_precision_runs_on_the_fake_device():
     assert 1e-5 < error(passed(on_device("llama", torch.float16)), "llama") < 1e-2
 
 
@@ -123,7 +123,7 @@ def test_half_precision_too():
     ],
     ids=["float64", "an operator without a kernel", "strides"],
 )
-def test_a_layer_that_an_apple_gpu_refuses_is_found(planted, message):
+def test_an_unsupported_layer_is_detected(planted, message):
     model = build_tiny_model("llama")
     place(model)
     norm = model.model.layers[1].input_layernorm

@@ -59,7 +59,10 @@ def assert_close(actual, expected):
 
 
 # These run with every family in `make test`, with two prompts, the others with `VARIED`.
-WITH_EVERY_FAMILY = ("test_cold_prefill_and_decode_alone", "test_ragged_batch")
+WITH_EVERY_FAMILY = (
+    "test_cold_prefill_and_decode_alone",
+    "test_a_ragged_batch_equals_transformers",
+)
 
 
 def pytest_generate_tests(metafunc):
@@ -90,13 +93,13 @@ def test_cold_prefill_and_decode_alone(family):
     assert sequence.token_ids == whole
 
 
-def test_every_logit_of_a_long_sequence(family):
+def test_logits_of_a_long_sequence_equal_transformers(family):
     driver = family.driver()
     assert_close(driver.prefill(driver.open(family.wholes[-1])), family.logits[-1])
 
 
 @pytest.mark.parametrize("chunk", [7, 16, 50])
-def test_chunked_prefill(family, chunk):
+def test_chunked_prefill_equals_transformers(family, chunk):
     driver = family.driver()
     assert_close(
         driver.prefill(driver.open(family.prompts[-1]), chunk),
@@ -105,7 +108,7 @@ def test_chunked_prefill(family, chunk):
 
 
 @pytest.mark.some(3)
-def test_ragged_batch(family):
+def test_a_ragged_batch_equals_transformers(family):
     driver = family.driver()
     sequences = [driver.open(prompt) for prompt in family.prompts]
     parts = driver.step([(sequence, sequence.num_left) for sequence in sequences])
@@ -115,7 +118,7 @@ def test_ragged_batch(family):
     assert [sequence.token_ids for sequence in sequences] == family.wholes
 
 
-def test_prefill_mixed_with_decode(family):
+def test_prefill_mixed_with_decode_equals_transformers(family):
     driver = family.driver()
     running = driver.open(family.wholes[1])
     late = driver.open(family.prompts[-1])
@@ -127,7 +130,7 @@ def test_prefill_mixed_with_decode(family):
 
 
 @pytest.mark.parametrize("cut", [0, 1, BLOCK - 1, BLOCK, 2 * BLOCK + 3])
-def test_prefix_hit(family, cut):
+def test_a_prefix_hit_equals_transformers(family, cut):
     driver = family.driver()
     whole = family.wholes[-1]
     expected = family.logits[-1]
@@ -150,7 +153,7 @@ def test_fully_cached_prompt_recomputes_its_last_token(family):
     driver.decode([holder], [family.logits[-1][len(prompt) - 1]], 2)
 
 
-def test_fork_writes_apart(family):
+def test_a_fork_is_independent(family):
     driver = family.driver()
     prompt = family.prompts[-1]
     parent = driver.open(prompt)

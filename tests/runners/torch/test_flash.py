@@ -71,7 +71,7 @@ def passes(model):
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.some(2)
-def test_logits_are_those_of_eager_attention(family, tier):
+def test_logits_equal_eager_attention(family, tier):
     model = tiny(family, tier)
     model.set_attn_implementation("eager")
     wanted = passes(model)
@@ -84,7 +84,7 @@ def test_logits_are_those_of_eager_attention(family, tier):
         assert torch.equal(again, eager)
 
 
-def test_the_kernels_run_where_the_mask_is_causal_and_only_there(monkeypatch):
+def test_the_kernels_run_for_causal_masks_only(monkeypatch):
     monkeypatch.setattr(flash, "find_tier", lambda device: "kvboost_cuda")
     model = tiny("llama", "kvboost_cuda")
     layers = model.config.num_hidden_layers
@@ -104,7 +104,7 @@ def test_the_kernels_run_where_the_mask_is_causal_and_only_there(monkeypatch):
     assert [after - before for before, after in itertools.pairwise(counts)] == [layers, 0, 0]
 
 
-def test_gradients_are_torchs(tier):
+def test_gradients_equal_torchs(tier):
     model = tiny("llama", tier).float()
     grads = []
     for installed in (False, True):
@@ -117,7 +117,7 @@ def test_gradients_are_torchs(tier):
     assert distance(grads[1], grads[0]) < 1e-4
 
 
-def test_counts_are_of_what_changed(tier):
+def test_install_returns_the_number_of_changed_layers(tier):
     model = tiny("llama", tier)
     other = tiny("llama", tier)
     before = model.config._attn_implementation
@@ -131,7 +131,7 @@ def test_counts_are_of_what_changed(tier):
     assert model.config._attn_implementation == before
 
 
-def test_a_model_that_does_not_run_is_left_as_it_was(tier, monkeypatch):
+def test_a_model_that_fails_is_restored(tier, monkeypatch):
     model = tiny("llama", tier)
     before = model.config._attn_implementation
 
@@ -150,7 +150,7 @@ def test_a_model_that_does_not_run_is_left_as_it_was(tier, monkeypatch):
 # the public names
 
 
-def test_on_a_cpu_nothing_is_claimed_and_nothing_changes():
+def test_on_a_cpu_nothing_is_installed():
     model = build_tiny_model("llama")
     before = model.config._attn_implementation
     assert kvboost_edge.install_flash_attention(model) == 0
@@ -158,13 +158,13 @@ def test_on_a_cpu_nothing_is_claimed_and_nothing_changes():
     assert kvboost_edge.uninstall_flash_attention(model) == 0
 
 
-def test_the_public_functions_install_and_take_out(tier):
+def test_the_public_functions_install_and_uninstall(tier):
     model = tiny("llama", tier)
     assert kvboost_edge.install_flash_attention(model) == model.config.num_hidden_layers
     assert kvboost_edge.uninstall_flash_attention(model) == model.config.num_hidden_layers
 
 
-def test_what_is_no_transformers_model_is_refused():
+def test_other_objects_are_refused():
     for function in (kvboost_edge.install_flash_attention, kvboost_edge.uninstall_flash_attention):
         with pytest.raises(RequestError, match="Linear is not a transformers model"):
             function(torch.nn.Linear(2, 2))
@@ -179,7 +179,7 @@ def test_what_is_no_transformers_model_is_refused():
         (True, "kvboost_edge_cuda is not installed", (7, 5), "vanilla"),
     ],
 )
-def test_tiers(has_cuda, problem, capability, expected, monkeypatch):
+def test_the_tier_follows_from_the_device(has_cuda, problem, capability, expected, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_cuda)
     monkeypatch.setattr(cuda, "unsupported_reason", lambda device: problem)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)

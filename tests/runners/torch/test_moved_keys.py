@@ -127,7 +127,7 @@ def error(got, wanted):
 
 
 @pytest.mark.parametrize("name", ONE_LAYER)
-def test_one_layer_gives_what_it_gives_without_reuse(name):
+def test_reuse_in_one_layer_is_exact(name):
     family, overrides = ONE_LAYER[name]
     hand = Hand(build_tiny_model(family, num_hidden_layers=1, **overrides))
     assert hand.runner.moved_keys_refusal is None
@@ -145,7 +145,7 @@ def test_one_layer_gives_what_it_gives_without_reuse(name):
     hand.runner.close()
 
 
-def test_bfloat16_is_as_near_as_its_rounding():
+def test_bfloat16_is_close_within_rounding():
     hand = Hand(build_tiny_model("llama", num_hidden_layers=1).to(torch.bfloat16))
     assert hand.runner.moved_keys_refusal is None
     mixed = Mixed(hand)
@@ -154,7 +154,7 @@ def test_bfloat16_is_as_near_as_its_rounding():
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2-window", "gpt_neox"])
-def test_keys_of_8_bits_are_unpacked_and_turned(name):
+def test_quantized_keys_are_unpacked_and_rotated(name):
     """As near as the codes are, and ten times as far away with other turns."""
     family, overrides = ONE_LAYER[name]
     hand = Hand(build_tiny_model(family, num_hidden_layers=1, **overrides), bits=8)
@@ -168,7 +168,7 @@ def test_keys_of_8_bits_are_unpacked_and_turned(name):
 
 
 @pytest.mark.parametrize("name", ["gemma3", "smollm3"])
-def test_every_layer_turns_its_keys_by_its_own_rope(name):
+def test_every_layer_rotates_its_keys_by_its_own_rope(name):
     """gemma3 has two ropes, smollm3 layers without one."""
     runner = TorchRunner(build_tiny_model(name))
     config = runner.model.config.to_dict()
@@ -184,7 +184,7 @@ def test_every_layer_turns_its_keys_by_its_own_rope(name):
 @pytest.mark.parametrize(
     "name", ["llama", "gemma2-window", "gemma3-global", "smollm3-nope", "gpt_neox"]
 )
-def test_what_tokens_attend_to_is_what_transformers_gives(name, asking):
+def test_attention_masses_equal_transformers(name, asking):
     family, overrides = ONE_LAYER[name]
     model = build_tiny_model(family, num_hidden_layers=1, **overrides)
     hand = Hand(model)
@@ -201,7 +201,7 @@ def test_what_tokens_attend_to_is_what_transformers_gives(name, asking):
     np.testing.assert_allclose(masses, wanted, atol=1e-5)
 
 
-def test_deviations_are_of_the_second_layers_values():
+def test_deviations_are_those_of_the_second_layers_values():
     """Of tokens computed anew behind others from those that are stored."""
     model = build_tiny_model("llama")
     hand = Hand(model)
@@ -227,7 +227,7 @@ def test_deviations_are_of_the_second_layers_values():
     np.testing.assert_allclose(got, wanted, rtol=1e-3)
 
 
-def test_a_model_of_one_layer_has_no_values_that_deviate():
+def test_a_one_layer_model_has_no_deviations():
     hand = Hand(build_tiny_model("llama", num_hidden_layers=1))
     mixed = Mixed(hand)
     batch = hand.batch(mixed.rows[:1], mixed.tokens)
@@ -261,7 +261,7 @@ def test_other_kinds_of_rope_are_refused_by_name(name):
     refused(Hand(build_tiny_model(name)), f"RoPE type '{OTHER_ROPE[name]}' cannot be shifted")
 
 
-def test_a_kind_of_some_layers_is_refused_too():
+def test_an_unsupported_rope_of_some_layers_is_refused():
     ropes = {
         FULL: {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
         SLIDING: {"rope_type": "default", "rope_theta": 1e4},
@@ -270,20 +270,20 @@ def test_a_kind_of_some_layers_is_refused_too():
 
 
 @pytest.mark.parametrize("name", ["ernie4_5", "ernie4_5_moe", "glm4"])
-def test_rope_of_neighbouring_channels_is_refused(name):
+def test_interleaved_rope_is_refused(name):
     refused(Hand(build_tiny_model(name)), "does not apply plain RoPE")
 
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
-def test_backends_that_turn_no_keys_are_refused(backend):
+def test_backends_without_key_rotation_are_refused(backend):
     refused(Hand(build_tiny_model("llama"), backend), f"backend '{backend}'")
 
 
-def test_without_a_backend_nothing_is_known():
+def test_without_a_backend_moved_keys_are_refused():
     assert "no backend" in str(TorchRunner(build_tiny_model("llama")).moved_keys_refusal)
 
 
-def test_pairs_of_neighbours_are_refused():
+def test_coheres_interleaved_rope_is_refused():
     """Cohere turns channels 2i and 2i + 1, with the same table."""
     refused(Hand(build_tiny_model("cohere")), "does not apply plain RoPE")
 
@@ -293,14 +293,14 @@ def test_learned_positions_are_refused():
     refused(Hand(model), "uses positions other than by RoPE")
 
 
-def test_a_token_embedded_as_nothing_tells_nothing():
+def test_a_zero_embedding_is_refused():
     model = build_tiny_model("llama")
     with torch.no_grad():
         model.model.embed_tokens.weight[1] = 0
     assert "layer 0" in str(TorchRunner(model).moved_keys_refusal)
 
 
-def test_a_pool_of_torch_is_told_how_keys_are_turned():
+def test_the_torch_pool_knows_the_rotation():
     hand = Hand(build_tiny_model("llama"))
     assert isinstance(hand.backend, TorchBackend)
     batch = hand.backend.prepare(layout_of(Mixed(hand).rows, SIZE))

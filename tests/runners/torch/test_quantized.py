@@ -22,7 +22,7 @@ OPTIONS = {"runner": "torch", "kv_cache_bits": 8, "num_blocks": 64, "debug_check
 
 @pytest.mark.parametrize("backend", ["torch", "cpu", "reference"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_logits_are_near_those_of_a_dense_cache(backend, dtype):
+def test_logits_are_close_to_those_of_a_dense_cache(backend, dtype):
     runner = TorchRunner(build_tiny_model("llama").to(dtype), kv_bits=(8, 8))
     assert (runner.info.kv_spec.dtype, runner.info.kv_spec.bits) == ("float16", (8, 8))
     driver = PagedDriver(
@@ -37,7 +37,7 @@ def test_logits_are_near_those_of_a_dense_cache(backend, dtype):
 
 
 @pytest.mark.parametrize("backend", ["torch", "cpu"])
-def test_an_engine_gives_the_same_text_warm_and_cold(backend, tiny_model_dir):
+def test_warm_and_cold_text_is_equal(backend, tiny_model_dir):
     with CPUPagedEngine.from_pretrained(str(tiny_model_dir), backend=backend, **OPTIONS) as engine:
         prompt = list(range(5, 75))
         cold, warm = (engine.generate(prompt, max_new_tokens=20) for _ in range(2))
@@ -52,6 +52,6 @@ def test_an_engine_gives_the_same_text_warm_and_cold(backend, tiny_model_dir):
         assert stats["used_blocks"] == 0
 
 
-def test_a_loaded_model_takes_8_bits_and_no_others():
+def test_a_loaded_model_supports_only_8_bits():
     with pytest.raises(ConfigError, match="kv_cache_bits=4 is not supported"):
         CPUPagedEngine(build_tiny_model("llama"), None, kv_cache_bits=4)

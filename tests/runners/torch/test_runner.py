@@ -86,7 +86,7 @@ def test_backends_agree_with_eager(model_type, backend):
 
 
 @pytest.mark.parametrize("backend", ["cpu", "reference", "torch"])
-def test_bfloat16_is_as_near_as_its_rounding(backend):
+def test_bfloat16_is_close_within_rounding(backend):
     runner = TorchRunner(build_tiny_model("llama").to(torch.bfloat16))
     assert runner.info.dtype == runner.info.kv_spec.dtype == "bfloat16"
     assert paged_distance(runner, backend) <= 0.03
@@ -134,14 +134,16 @@ def test_tied_weights_are_counted_once():
         ("float32", "float16", "float16"),
     ],
 )
-def test_dtype(stored, asked, expected, tiny_model_dir, tmp_path):
+def test_the_dtype_follows_from_the_checkpoint_and_option(
+    stored, asked, expected, tiny_model_dir, tmp_path
+):
     build_tiny_model("llama").to(getattr(torch, stored)).save_pretrained(tmp_path)
     runner = TorchRunner.from_dir(tmp_path, dtype=asked)
     assert runner.info.dtype == runner.info.kv_spec.dtype == expected
     assert runner.model.dtype == getattr(torch, expected)
 
 
-def test_dtype_of_a_checkpoint_whose_config_does_not_say(tmp_path):
+def test_the_dtype_falls_back_to_the_stored_weights(tmp_path):
     build_tiny_model("llama").to(torch.bfloat16).save_pretrained(tmp_path)
     edit_config(tmp_path, dtype=None)
     assert TorchRunner.from_dir(tmp_path).info.dtype == "bfloat16"
@@ -184,7 +186,7 @@ def test_a_damaged_directory_is_refused(damage, tmp_path):
     assert_raises(ModelFormatError, str(tmp_path), TorchRunner.from_dir, tmp_path)
 
 
-def test_num_threads(tiny_model_dir):
+def test_num_threads_is_applied(tiny_model_dir):
     TorchRunner.from_dir(tiny_model_dir, num_threads=2)
     assert torch.get_num_threads() == 2
     TorchRunner.from_dir(tiny_model_dir, num_threads=1)
@@ -208,7 +210,7 @@ def test_num_threads(tiny_model_dir):
         ("bert", {"is_decoder": False}, "not causal"),
     ],
 )
-def test_models_that_cannot_work_are_refused(model_type, overrides, match):
+def test_unsupported_models_are_refused(model_type, overrides, match):
     model = build_tiny_model(model_type, **overrides)
     assert_raises(ModelFormatError, match, TorchRunner, model)
 
@@ -244,7 +246,7 @@ def test_an_untested_family_that_mixes_tokens_is_refused():
 
 
 @pytest.mark.parametrize("kind", ["longrope", "dynamic"])
-def test_rope_that_depends_on_the_batch_is_pinned(kind, caplog):
+def test_batch_dependent_rope_is_fixed(kind, caplog):
     rope = {"rope_type": kind, "rope_theta": 1000.0, "factor": 4.0}
     if kind == "longrope":
         rope |= {
@@ -288,7 +290,7 @@ def test_logits_of_the_asked_rows_only(rows, keeps_rows):
     np.testing.assert_allclose(logits, runner.eager_logits(TOKENS[:10])[rows], rtol=1e-3, atol=1e-4)
 
 
-def test_the_model_is_its_owners_between_passes():
+def test_the_model_is_restored_between_passes():
     model = build_tiny_model("mistral")
     before = model.config._attn_implementation
     ids = torch.from_numpy(TOKENS)[None]

@@ -72,7 +72,7 @@ def text_of(answer):
     ],
     ids=lambda spelled: "+".join(spelled),
 )
-async def test_a_schema_in_every_spelling(app, path, spelled):
+async def test_a_json_schema_is_accepted_in_every_apis_field(app, path, spelled):
     answer = await app.post(path, json=body(path, **spelled))
     assert answer.status_code == 200, answer.text
     assert answer.json()["choices"][0]["finish_reason"] == "stop"
@@ -92,13 +92,13 @@ async def test_a_schema_in_every_spelling(app, path, spelled):
     ],
     ids=str,
 )
-async def test_other_forms(app, spelled, form):
+async def test_regex_choice_and_grammar_constrain_the_answer(app, spelled, form):
     answer = await app.post(COMPLETIONS, json=body(COMPLETIONS, **spelled))
     assert answer.status_code == 200, answer.text
     assert re.fullmatch(form, text_of(answer.json()))
 
 
-async def test_as_many_choices_as_are_allowed(app):
+async def test_guided_choice_accepts_up_to_10000_entries(app):
     """Each is an alternative that the parser could hold apart, of which it holds 2,000."""
     choice = [f"{number * 7919 % 10_007:05}" for number in range(10_001)]
     for seed in range(3):
@@ -111,7 +111,7 @@ async def test_as_many_choices_as_are_allowed(app):
     assert "choice has 10001 entries; 1 to 10000 are allowed" in answer.text
 
 
-async def test_any_object(app):
+async def test_json_object_returns_an_object(app):
     answer = await app.post(
         CHAT, json=body(CHAT, max_tokens=200, response_format={"type": "json_object"})
     )
@@ -119,7 +119,7 @@ async def test_any_object(app):
     assert text_of(answer.json()).startswith("{")
 
 
-async def test_several_choices_fit_each(app):
+async def test_all_choices_match_the_schema(app):
     answer = await app.post(COMPLETIONS, json=body(COMPLETIONS, n=4, json_schema=SCHEMA))
     texts = [choice["text"] for choice in answer.json()["choices"]]
     assert len(set(texts)) > 1
@@ -127,7 +127,7 @@ async def test_several_choices_fit_each(app):
         jsonschema_rs.validate(SCHEMA, json.loads(text))
 
 
-async def test_llama_cpp_s_limit_of_drafts(app):
+async def test_speculative_n_max_limits_drafts(app):
     """0 turns drafts off, and a maximum above the engine's own one is the engine's."""
     for number, drafts in ((0, {"speculation": "off"}), (4, {"max_draft_tokens": 4})):
         for path, asked in ((COMPLETIONS, body(COMPLETIONS)), (CHAT, body(CHAT))):
@@ -155,7 +155,7 @@ async def test_llama_cpp_s_limit_of_drafts(app):
     assert found[4]["generation_settings"]["speculative.n_max"] == 4
 
 
-async def test_drafts_are_counted_and_change_nothing(app):
+async def test_drafts_are_counted_and_do_not_change_answers(app):
     answers = {}
     for way in ("off", "on"):
         answer = await app.post(
@@ -188,7 +188,7 @@ async def test_a_schema_of_5_mb_is_refused(app):
     assert "bytes" in answer.text or answer.status_code == 413
 
 
-async def test_what_is_compiled_does_not_hold_the_event_loop(app, monkeypatch):
+async def test_grammar_compilation_does_not_block_the_event_loop(app, monkeypatch):
     """Short requests are queued by the loop itself; not those whose answer has to fit something."""
     make = GrammarCompiler.make
     threads = list[threading.Thread]()
@@ -203,7 +203,7 @@ async def test_what_is_compiled_does_not_hold_the_event_loop(app, monkeypatch):
     assert threading.current_thread() not in threads
 
 
-def test_the_server_reads_the_vocabulary_once_it_listens(engine, monkeypatch):
+def test_the_vocabulary_is_read_before_serving(engine, monkeypatch):
     settings = ServerSettings(host="127.0.0.1", port=0)
     done = []
     monkeypatch.setattr(type(engine), "read_ahead", lambda self: done.append("read"))

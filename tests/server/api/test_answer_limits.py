@@ -12,7 +12,7 @@ MESSAGES = [{"role": "user", "content": "What grinds the corn?"}]
 CHAT = "/v1/chat/completions"
 
 
-async def test_too_many_log_probabilities_are_refused_with_the_arithmetic(tiny_app):
+async def test_too_many_logprobs_are_refused_with_the_calculation(tiny_app):
     limit = int(COUNTS["logprob_entries"].high)
     body = {"prompt": [5] * 200, "max_tokens": 10, "logprobs": 20, "echo": True}
     answer = await tiny_app.post("/v1/completions", json={**body, "n": 128})
@@ -65,7 +65,7 @@ def shown(server, **fields):
     return text, [token["token"] for token in content]
 
 
-def test_log_probabilities_are_of_the_texts_tokens_only(live_server):
+def test_logprobs_cover_only_tokens_of_the_text(live_server):
     text, tokens = shown(live_server)
     assert "".join(tokens) == text
     eos = live_server.engine.tokenizer.eos_token_id
@@ -77,7 +77,7 @@ def test_log_probabilities_are_of_the_texts_tokens_only(live_server):
     assert len("".join(straddling[:-1])) < len(inside) <= len("".join(straddling))
 
 
-def test_an_answer_goes_on_with_the_last_message(live_server):
+def test_continue_final_message_continues_the_last_message(live_server):
     tokenizer = live_server.engine.tokenizer
     begun = [*MESSAGES, {"role": "assistant", "content": "The old mill"}]
     ids = tokenizer.encode_chat(begun, continue_final=True)
@@ -110,7 +110,7 @@ def test_an_answer_goes_on_with_the_last_message(live_server):
             )
 
 
-def test_no_message_speaks_as_the_system(live_server):
+def test_messages_cannot_inject_special_tokens(live_server):
     tokenizer = live_server.engine.tokenizer
     special = sorted(text for text in tokenizer.codec.special_texts()[0] if len(text) > 1)
     attack = [{"role": "user", "content": f"a{''.join(special)}b"}]

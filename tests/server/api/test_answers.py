@@ -86,11 +86,11 @@ async def ask(app, path, body):
 ASKED_ELSEWHERE = {RerankAnswer, BatchAnswer, BatchList, FileAnswer, FileDeleted, FileList}
 
 
-def test_every_declared_type_is_asked_for():
+def test_every_declared_response_type_is_tested():
     assert {type_of(path, body) for path, body in ASKED} == {*ANSWERS.values()} - ASKED_ELSEWHERE
 
 
-def test_no_type_lets_a_key_pass_that_it_does_not_name():
+def test_response_types_allow_no_additional_keys():
     kinds = [
         kind
         for kind in vars(response_types).values()
@@ -102,7 +102,7 @@ def test_no_type_lets_a_key_pass_that_it_does_not_name():
 
 
 @pytest.mark.parametrize(("path", "body"), ASKED)
-async def test_answers_have_the_keys_of_their_types(tiny_app, path, body):
+async def test_answers_match_their_response_types(tiny_app, path, body):
     if "requests" in path:
         assert (
             await ask(tiny_app, "/v1/completions", {"prompt": "hello", "max_tokens": 1})
@@ -133,7 +133,7 @@ async def test_answers_have_the_keys_of_their_types(tiny_app, path, body):
         ("/tokenize", {"content": "hello"}, Tokenized, "token_strs"),
     ],
 )
-async def test_what_nobody_asks_for_is_left_out(tiny_app, path, body, kind, optional):
+async def test_optional_keys_are_absent_unless_requested(tiny_app, path, body, kind, optional):
     answer = (await tiny_app.post(path, json=body)).json()
     shown = answer if path == "/tokenize" else answer["choices"][0]
     assert set(get_type_hints(kind)) - set(shown) == {optional}
@@ -141,13 +141,13 @@ async def test_what_nobody_asks_for_is_left_out(tiny_app, path, body, kind, opti
 
 
 @pytest.mark.parametrize(("path", "status"), [("/v1/models/other", 404), ("/nowhere", 404)])
-async def test_errors_have_the_keys_of_their_type(tiny_app, path, status):
+async def test_errors_match_their_response_type(tiny_app, path, status):
     answer = await tiny_app.get(path)
     assert answer.status_code == status
     TypeAdapter(ErrorAnswer).validate_json(answer.content, strict=True)
 
 
-async def test_a_warmed_text_is_told_as_the_engine_tells_it(tiny_app, tiny_engine):
+async def test_warm_returns_the_engines_result(tiny_app, tiny_engine):
     text = "A text of more than one block. " * 3
     answer = (await tiny_app.post("/v1/warm", json={"text": text})).json()
     stored = dataclasses.asdict(tiny_engine.warm(text))

@@ -23,7 +23,7 @@ PING = {
 
 
 @pytest.mark.parametrize("form", ["harmony"], indirect=True)
-async def test_json_stands_in_the_answer(app, speaker):
+async def test_json_is_in_the_final_channel(app, speaker):
     speaker.text = (
         HARMONY.thought.format("Hm.") + '<|channel|>final <|constrain|>json<|message|>{"a": 1}'
     )
@@ -57,7 +57,7 @@ def tiny(tmp_path_factory):
 
 
 @pytest.mark.parametrize("path", [path for path, api in APIS.items() if "choice" in api.has])
-async def test_a_tiny_model_is_held_to_a_call(path, tiny):
+async def test_a_required_call_is_enforced_with_channels(path, tiny):
     """Up to a token that ends the turn."""
     assert tiny.runner_info.architecture == "gpt_oss"
     api = APIS[path]
@@ -72,6 +72,6 @@ async def test_a_tiny_model_is_held_to_a_call(path, tiny):
     )
 
 
-def test_both_ends_of_a_turn_end_it_and_the_end_of_a_message_does_not(tiny):
+def test_call_and_return_tokens_end_a_turn_and_end_does_not(tiny):
     ends = {tiny.tokenizer.decode([one], False) for one in tiny._parts.eos_token_ids}
     assert ends == {"<eos>", "<|call|>", "<|return|>"}

@@ -31,7 +31,7 @@ def test_an_answer_equals_the_engines(client, live_server):
 
 
 @pytest.mark.slow
-def test_without_a_limit_the_answer_may_fill_what_there_is(client, live_server):
+def test_without_max_tokens_an_answer_may_fill_the_context(client, live_server):
     expected = live_server.engine.generate(MESSAGES, max_new_tokens=None)
     answer = client.chat.completions.create(model=MODEL, messages=MESSAGES, temperature=0)
     assert answer.choices[0].message.content == expected.output_text
@@ -64,7 +64,7 @@ def test_developer_messages_and_text_parts(client):
     assert answers[0].usage.prompt_tokens == answers[1].usage.prompt_tokens
 
 
-def test_several_choices_also_at_temperature_0(client):
+def test_several_choices_at_temperature_0_and_above(client):
     answer = client.chat.completions.create(
         model=MODEL, messages=MESSAGES, max_tokens=8, temperature=0, n=3
     )
@@ -121,7 +121,7 @@ def test_penalties_and_biases(client, live_server):
     assert answer.choices[0].message.content == expected.output_text
 
 
-def test_a_conversation_finds_its_own_past_in_the_cache(client, live_server):
+def test_the_next_turn_hits_the_cached_conversation(client, live_server):
     messages = [
         {
             "role": "user",

@@ -32,7 +32,7 @@ def test_text_and_token_ids_equal_the_engine(client, live_server):
         assert answer.usage.total_tokens == len(ids) + expected.generated_tokens
 
 
-def test_sixteen_tokens_unless_told_otherwise(client):
+def test_max_tokens_defaults_to_16(client):
     answer = client.completions.create(model=MODEL, prompt=PROMPT, extra_body={"ignore_eos": True})
     assert answer.usage is not None
     assert answer.usage.completion_tokens == 16
@@ -58,7 +58,7 @@ def test_several_prompts_and_choices_in_order(client, live_server):
     assert [choice.text for choice in by_ids.choices] == expected
 
 
-def test_seeds_repeat_and_choices_of_a_seed_differ(client, live_server):
+def test_a_seed_reproduces_answers_and_its_choices_differ(client, live_server):
     options = {"model": MODEL, "prompt": PROMPT, "max_tokens": 12, "temperature": 1.5, "seed": 7}
     first, second = (client.completions.create(n=3, **options) for _ in range(2))
     texts = [choice.text for choice in first.choices]
@@ -153,7 +153,7 @@ def test_each_choice_echoes_its_own_prompt(client):
         assert choice.text.startswith(prompt)
 
 
-def test_stop_tokens(client, live_server):
+def test_stop_token_ids_end_the_answer(client, live_server):
     whole = live_server.engine.generate(PROMPT, max_new_tokens=12)
     token = whole.output_token_ids[3]
     by_token = client.completions.create(
@@ -187,7 +187,7 @@ def test_sampling_fields_reach_the_engine(client, live_server):
         assert answer.choices[0].text == expected.output_text, field
 
 
-def test_cached_tokens_timings_and_reasons(client, live_server):
+def test_an_answer_reports_cached_tokens_timings_and_miss_reason(client, live_server):
     prompt = "A sentence that no other test has, about the number 8141. " * 8
     tokens = len(live_server.engine.tokenizer.encode(prompt))
     block = live_server.engine.config.block_size
@@ -234,7 +234,7 @@ def test_choices_share_the_prompt_in_flight(client, live_server):
     assert answer.model_extra["timings"]["prompt_n"] < 2 * tokens
 
 
-def test_token_ids_come_back_if_asked_for(client, live_server):
+def test_return_token_ids_returns_token_ids(client, live_server):
     answer = client.completions.create(
         model=MODEL,
         prompt=PROMPT,
@@ -246,7 +246,7 @@ def test_token_ids_come_back_if_asked_for(client, live_server):
     assert answer.choices[0].model_extra == {"token_ids": list(expected)}
 
 
-def test_errors_are_the_clients_exceptions(client):
+def test_openai_client_raises_its_own_exceptions(client):
     with pytest.raises(openai.NotFoundError) as missing:
         client.completions.create(model="gpt-4", prompt="x")
     assert missing.value.code == "model_not_found"
@@ -280,7 +280,7 @@ def test_parallel_requests_equal_single_ones(client, live_server):
     assert live_server.engine.paged_stats()["used_blocks"] == 0
 
 
-async def test_figures_count_a_prompt_once_and_times_from_its_arrival(
+async def test_metrics_count_a_prompt_once_and_measure_from_arrival(
     tiny_app, tiny_engine, monkeypatch
 ):
     """Three sequences of one prompt: computed once by the first. A slow tokenizer is part of the

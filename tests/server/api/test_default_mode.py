@@ -63,7 +63,7 @@ async def test_an_approximate_default_is_labelled(engine):
             assert (mode in ("prefix_cache", "baseline"), approximate) == (True, False)
 
 
-async def test_counts_of_cached_tokens_are_of_exact_ones(engine):
+async def test_cached_token_counts_exclude_approximate_reuse(engine):
     """In the answer of llama.cpp's route and in the metrics; reused tokens are told apart."""
     async with app_of(engine, "chunk_kv_reuse") as app:
         await completed(app, FIRST)
@@ -77,7 +77,7 @@ async def test_counts_of_cached_tokens_are_of_exact_ones(engine):
         assert float(value) == len(HEAD)
 
 
-async def test_an_exact_default_has_no_label_but_on_what_is_approximate(engine):
+async def test_an_exact_default_labels_only_approximate_answers(engine):
     async with app_of(engine, "prefix_cache") as app:
         (model,) = (await app.get("/v1/models")).json()["data"]
         assert (model["mode"], model["approximate"]) == ("prefix_cache", False)
@@ -126,7 +126,7 @@ async def test_every_usage_is_labelled(tiny_engine, path, body):
     assert usages[-1]["approximate"] is True
 
 
-async def test_what_needs_exact_keys_and_values_gets_them(engine):
+async def test_options_that_need_an_exact_kv_cache_disable_reuse(engine):
     async with app_of(engine, "chunk_kv_reuse") as app:
         await completed(app, FIRST)
         for exact in ({"echo": True, "logprobs": 1}, {"echo": True, "max_tokens": 0}):
@@ -138,7 +138,7 @@ async def test_what_needs_exact_keys_and_values_gets_them(engine):
             assert refused.status_code == 400
 
 
-async def test_marked_messages_are_pinned_exactly(tiny_engine):
+async def test_cache_control_uses_the_exact_mode(tiny_engine):
     block = {"type": "text", "text": NOTES[0], "cache_control": {"type": "ephemeral"}}
     async with app_of(tiny_engine, "chunk_kv_reuse") as app:
         answer = await asked(
@@ -151,7 +151,7 @@ async def test_marked_messages_are_pinned_exactly(tiny_engine):
     assert answer["kvboost"]["mode"] == "prefix_cache"
 
 
-async def test_a_default_without_the_cache(engine):
+async def test_the_default_mode_may_be_baseline(engine):
     async with app_of(engine, "baseline") as app:
         (model,) = (await app.get("/v1/models")).json()["data"]
         assert (model["mode"], model["approximate"]) == ("baseline", False)
@@ -168,7 +168,7 @@ async def test_a_default_without_the_cache(engine):
 
 
 @pytest.mark.parametrize("default", ["baseline", "prefix_cache"])
-async def test_repair_is_refused_where_nothing_is_reused(engine, default):
+async def test_recompute_options_are_refused_without_chunk_reuse(engine, default):
     async with app_of(engine, default) as app:
         body = {"prompt": FIRST, "kvboost": {"recompute_overlap": 8}}
         refused = await app.post(COMPLETIONS, json=body)

@@ -24,7 +24,7 @@ from kvboost_edge.server.logs import configure_logging
 from kvboost_edge.server.settings import ServerSettings
 
 
-async def test_a_date_in_the_system_message_is_found_with_both_texts(
+async def test_a_changed_system_message_is_diagnosed_with_both_texts(
     app, speaker, spoken_engine, monkeypatch
 ):
     # The time is told in milliseconds, of which a fake pass takes none.
@@ -82,7 +82,7 @@ async def test_miss_reason_is_the_cause(app, speaker, stream):
     assert causes[:2] == ["first_seen", "new_text"]
 
 
-async def test_a_stream_says_the_same_in_its_last_chunk(spoken_engine, speaker):
+async def test_a_streams_last_chunk_has_the_diagnosis(spoken_engine, speaker):
     async with app_of(spoken_engine, api_keys=("one", "two")) as app:
         app.headers["x-api-key"] = "one"
         whole = [await ask(app, SYSTEM.format(day), "Hi") for day in ("Monday", "Tuesday")]
@@ -113,7 +113,7 @@ async def test_a_stream_says_the_same_in_its_last_chunk(spoken_engine, speaker):
         assert {name: mine[name] for name in same} == {name: theirs[name] for name in same}
 
 
-async def test_who_does_not_ask_is_not_told(app, speaker):
+async def test_no_diagnosis_is_sent_unless_requested(app, speaker):
     answer = await app.post(COMPLETIONS, json={"prompt": "Hello", "max_tokens": 1})
     assert "cache" not in answer.json()["kvboost"]
 
@@ -124,7 +124,7 @@ TOOLS = [
 ]
 
 
-async def test_tools_in_another_order(spoken_engine, speaker):
+async def test_reordered_tools_are_diagnosed_or_normalized(spoken_engine, speaker):
     async with app_of(spoken_engine, normalise=()) as app:
         await ask(app, SYSTEM, "Hi", tools=TOOLS)
         swapped = await ask(app, SYSTEM, "Hi", tools=TOOLS[::-1])
@@ -140,7 +140,7 @@ async def test_tools_in_another_order(spoken_engine, speaker):
         assert swapped["hit_tokens"]["pool"] >= swapped["prompt_tokens"] - 16
 
 
-async def test_a_billing_line_is_left_out_and_said(spoken_engine, speaker):
+async def test_a_billing_line_is_removed_and_reported(spoken_engine, speaker):
     billed = "x-anthropic-billing-header: cc_version=2.1; cch={};\n" + SYSTEM
     async with app_of(spoken_engine) as app:
         await ask(app, billed.format("aaaa", "now"), "Hi")
@@ -157,7 +157,7 @@ async def test_a_billing_line_is_left_out_and_said(spoken_engine, speaker):
         )
 
 
-async def test_the_same_text_in_other_tokens(demo_engine):
+async def test_retokenized_text_is_diagnosed(demo_engine):
     tokenizer = demo_engine.tokenizer
     ids = tokenizer.encode(
         "The tokens of one word in this longer text are others, and all the rest is as it was. " * 2
@@ -174,7 +174,7 @@ async def test_the_same_text_in_other_tokens(demo_engine):
     assert (found["cause"], found["position"], found["field"]) == ("retokenized", at, "prompt")
 
 
-async def test_what_was_dropped_from_the_pool():
+async def test_evicted_blocks_are_diagnosed():
     with fake_engine(num_blocks=12) as engine:
         async with app_of(engine) as app:
             prompt = "A text of 64 characters, which is four full blocks of the pool.."
@@ -185,7 +185,7 @@ async def test_what_was_dropped_from_the_pool():
     assert (found["cause"], found["evicted_from"], found["position"]) == ("evicted", ["pool"], 0)
 
 
-async def test_other_keys_and_salts_are_never_compared_with(spoken_engine, speaker):
+async def test_requests_of_other_keys_and_salts_are_never_compared(spoken_engine, speaker):
     async with app_of(spoken_engine, api_keys=("one", "two")) as app:
         one, two = ({"x-api-key": key} for key in ("one", "two"))
         secret = "The secret of the first tenant is long enough for a block."
@@ -213,7 +213,7 @@ async def test_other_keys_and_salts_are_never_compared_with(spoken_engine, speak
         assert (await app.get("/v1/requests")).status_code == 401
 
 
-async def test_nothing_is_kept_with_history_0_and_that_is_said(spoken_engine, speaker):
+async def test_request_history_0_keeps_nothing(spoken_engine, speaker):
     async with app_of(spoken_engine, request_history=0) as app:
         for _ in range(2):
             found = await ask(app, SYSTEM, "Hi", tools=TOOLS)
@@ -235,7 +235,7 @@ async def test_nothing_is_kept_with_history_0_and_that_is_said(spoken_engine, sp
         assert app._transport.app.state.kv.first.doctor.history.nbytes == 0
 
 
-async def test_of_several_prompts_and_choices_the_first_is_told(app, speaker, spoken_engine):
+async def test_the_first_of_several_prompts_is_diagnosed(app, speaker, spoken_engine):
     prompts = [
         "The first of these prompts is about cats and dogs.",
         "The second is about the sea and ships.",
@@ -246,12 +246,12 @@ async def test_of_several_prompts_and_choices_the_first_is_told(app, speaker, sp
     assert (found["cause"], found["field"]) in {("changed_text", "prompt"), ("new_text", "prompt")}
 
 
-async def test_embeddings_are_not_kept(tiny_app):
+async def test_embeddings_are_not_in_the_request_history(tiny_app):
     assert (await tiny_app.post("/v1/embeddings", json={"input": "hello"})).status_code == 200
     assert (await tiny_app.get("/v1/requests")).json()["data"] == []
 
 
-async def test_a_warmed_text_is_what_a_prompt_is_compared_with(app, speaker):
+async def test_prompts_are_compared_with_warmed_texts(app, speaker):
     messages = [{"role": "system", "content": SYSTEM}]
     answer = await app.post("/v1/warm", json={"messages": messages, "tools": TOOLS})
     found = await ask(app, SYSTEM, "Hi", tools=TOOLS)
@@ -261,7 +261,7 @@ async def test_a_warmed_text_is_what_a_prompt_is_compared_with(app, speaker):
     assert [entry["cause"] for entry in listed] == ["new_text", "first_seen"]
 
 
-async def test_a_cancelled_request_counts_where_it_was_computed(speaker):
+async def test_cancelled_requests_are_compared_only_if_they_computed(speaker):
     """One that was computing is what its successor is compared with; one that only waited leaves
     nothing.
     """
@@ -299,7 +299,7 @@ async def test_a_cancelled_request_counts_where_it_was_computed(speaker):
     assert [one["compared_with"] for one in found] == [listed[-1]["request_id"], ""]
 
 
-async def test_requests_that_run_have_no_diagnosis_yet(app, spoken_engine, speaker):
+async def test_running_requests_have_no_diagnosis(app, spoken_engine, speaker):
     go = threading.Event()
     hold_passes(spoken_engine, go)
     try:
@@ -334,7 +334,7 @@ async def test_no_text_of_a_prompt_is_in_the_log_and_causes_are_counted(app, spe
     assert secret not in metrics
 
 
-async def test_records_end_though_no_request_comes(spoken_engine, speaker):
+async def test_history_records_expire_without_new_requests(spoken_engine, speaker):
     async with app_of(spoken_engine, request_history=0.05) as app:
         await ask(app, SYSTEM, "Hi")
         history = app._transport.app.state.kv.first.doctor.history
@@ -345,7 +345,7 @@ async def test_records_end_though_no_request_comes(spoken_engine, speaker):
 
 
 @pytest.mark.alone
-async def test_a_long_prompt_among_many_does_not_hold_the_loop(app, spoken_engine, speaker):
+async def test_comparing_a_long_prompt_does_not_block_the_event_loop(app, spoken_engine, speaker):
     """Compared with as much as is kept of one tenant, all alike up to their ends: some
     milliseconds.
     """

@@ -78,7 +78,7 @@ def test_openais_client_gets_the_vectors_of_the_engine(server, openai_client, en
     assert (answer.usage.prompt_tokens, answer.usage.total_tokens) == (tokens, tokens)
 
 
-def test_every_kind_of_input_and_fewer_dimensions_are_answered(server, client):
+def test_every_input_form_and_dimensions_are_answered(server, client):
     ids = server.engine.tokenizer.encode(TEXTS[0])
     expected = server.engine.embed([ids], 5)
     for given in (TEXTS[0], [TEXTS[0]], ids, [ids]):
@@ -89,7 +89,7 @@ def test_every_kind_of_input_and_fewer_dimensions_are_answered(server, client):
         assert (np.array([answer["data"][0]["embedding"]], np.float32) == expected).all()
 
 
-def test_many_more_inputs_than_run_at_once_are_answered_in_order(server, client):
+def test_the_maximum_number_of_inputs_is_answered_in_order(server, client):
     most = int(COUNTS["inputs"].high)
     inputs = [[1 + number % 200, 2 + number // 200] for number in range(most)]
     answer = client.post(
@@ -128,14 +128,14 @@ BAD = [
 @pytest.mark.parametrize(
     ("body", "param", "message"), BAD, ids=[f"{n}-{one[1]}" for n, one in enumerate(BAD)]
 )
-def test_bad_input_is_named(client, body, param, message):
+def test_invalid_input_is_refused_by_name(client, body, param, message):
     answer = client.post("/v1/embeddings", json=body)
     error = answer.json()["error"]
     assert (answer.status_code, error["param"]) == (400, param)
     assert message in error["message"]
 
 
-def test_another_model_is_not_found(client):
+def test_an_unknown_model_returns_404(client):
     for path, body in (
         ("/v1/embeddings", {"input": "a"}),
         ("/v1/rerank", {"query": "q", "documents": ["d"]}),
@@ -143,7 +143,7 @@ def test_another_model_is_not_found(client):
         assert client.post(path, json={**body, "model": "other"}).status_code == 404
 
 
-def test_a_model_that_attends_both_ways_answers_with_vectors_alone(tmp_path):
+def test_a_bidirectional_model_serves_embeddings_only(tmp_path):
     path = save_two_way_model(tmp_path)
     with (
         CPUPagedEngine.from_pretrained(path, weights="f32") as engine,
@@ -178,7 +178,7 @@ def test_a_model_that_attends_both_ways_answers_with_vectors_alone(tmp_path):
             assert param is None or refused.json()["error"]["param"] == param
 
 
-def test_an_onnx_runner_refuses_vectors_with_what_to_use(tmp_path):
+def test_the_onnx_runner_refuses_embeddings_and_names_the_native_runner(tmp_path):
     model = write_onnx(build_tiny_model("llama"), tmp_path / "m", Form(concat=True), ConcatDecoder)
     with (
         CPUPagedEngine.from_pretrained(model, runner="onnx") as engine,
@@ -229,12 +229,12 @@ BAD_RANKS = [
 
 
 @pytest.mark.parametrize(("body", "param"), BAD_RANKS)
-def test_a_bad_ranking_is_named(client, body, param):
+def test_an_invalid_rerank_request_is_refused_by_name(client, body, param):
     answer = client.post("/v1/rerank", json=body)
     assert (answer.status_code, answer.json()["error"]["param"].split(".")[0]) == (400, param)
 
 
-def test_whoever_goes_cancels_what_is_left(server):
+def test_a_disconnect_cancels_the_remaining_inputs(server):
     inputs = [[number + 1] * 1000 for number in range(16)]
     with server.connect() as socket:
         socket.sendall(server.request_bytes("/v1/embeddings", {"input": inputs}))

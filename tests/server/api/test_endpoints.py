@@ -16,7 +16,7 @@ from kvboost_edge.server.settings import ServerSettings
 MESSAGES = [{"role": "user", "content": "hello"}]
 
 
-def test_models_by_the_client(live_server):
+def test_openai_client_lists_and_retrieves_models(live_server):
     with openai.OpenAI(
         base_url=f"{live_server.base_url}/v1", api_key="none", max_retries=0
     ) as client:
@@ -43,7 +43,7 @@ def test_models_by_the_client(live_server):
         ("/xyzzy", []),
     ],
 )
-async def test_an_unknown_route_lists_the_close_ones(tiny_app, path, routes):
+async def test_an_unknown_route_returns_similar_routes(tiny_app, path, routes):
     answer = await tiny_app.post(path, json={})
     assert answer.status_code == 404
     error = answer.json()["error"]
@@ -59,7 +59,7 @@ async def test_apps_share_the_routes(tiny_app):
     assert served >= {id(route) for router in ROUTERS for route in router.routes}
 
 
-async def test_tokenize_in_both_forms(tiny_app, tiny_engine):
+async def test_tokenize_answers_in_vllms_and_llama_cpps_form(tiny_app, tiny_engine):
     tokenizer = tiny_engine.tokenizer
     text = "Hello, wörld 🙂"
     plain = tokenizer.encode(text, False)
@@ -88,14 +88,14 @@ async def test_tokenize_in_both_forms(tiny_app, tiny_engine):
     assert answer["token_strs"][0] == tokenizer.decode(plain[:1])
 
 
-async def test_detokenize_is_the_way_back(tiny_app, tiny_engine):
+async def test_detokenize_inverts_tokenize(tiny_app, tiny_engine):
     for text in ("Hello, wörld 🙂", ""):
         ids = tiny_engine.tokenizer.encode(text, False)
         answer = (await tiny_app.post("/detokenize", json={"tokens": ids})).json()
         assert answer == {"content": text, "prompt": text}
 
 
-async def test_wrong_bodies_are_refused_by_name(tiny_app):
+async def test_invalid_bodies_are_refused_by_name(tiny_app):
     cases = [
         ("/tokenize", {}, "content"),
         ("/tokenize", {"content": "a", "prompt": "b"}, "prompt"),
@@ -219,7 +219,7 @@ async def test_a_pinned_text_stays_until_it_is_unpinned(tiny_app, tiny_engine):
     assert "no full block of 16 tokens" in refused.json()["error"]["message"]
 
 
-def test_no_tenant_unpins_what_another_pinned(keyed_server):
+def test_a_tenant_cannot_unpin_another_tenants_text(keyed_server):
     text = "A text that one tenant pins and another tries to let go. " * 3
     first, second = ({"Authorization": f"Bearer {key}"} for key in keyed_server.keys)
 
@@ -232,7 +232,7 @@ def test_no_tenant_unpins_what_another_pinned(keyed_server):
     assert (unpinned(second), unpinned(first), unpinned(first)) == (0, tokens // 16, 0)
 
 
-async def test_warm_messages_serve_the_conversation(tiny_app, tiny_engine):
+async def test_warmed_messages_are_cache_hits_of_the_conversation(tiny_app, tiny_engine):
     system = {
         "role": "system",
         "content": "You are the keeper of a mill and speak of nothing else. " * 3,
@@ -248,7 +248,7 @@ async def test_warm_messages_serve_the_conversation(tiny_app, tiny_engine):
     )
 
 
-async def test_stats_are_the_engines(tiny_app, tiny_engine):
+async def test_stats_equal_the_engines_statistics(tiny_app, tiny_engine):
     body = {"prompt": "a" * 40, "max_tokens": 24, "logit_bias": {"97": 100}}  # repeats one token
     await tiny_app.post("/v1/completions", json={**body, "kvboost": {"speculation": "on"}})
     answer = await tiny_app.get("/v1/stats")
@@ -273,7 +273,7 @@ async def test_stats_are_the_engines(tiny_app, tiny_engine):
     assert stats["throughput"]["generated_tokens_per_second"] > 0
 
 
-async def test_blocks_are_the_engines_map(app, spoken_engine):
+async def test_blocks_equal_the_engines_block_map(app, spoken_engine):
     secret = "a text with the word xylophone in it, twice: xylophone. " * 3
     await app.post("/v1/completions", json={"prompt": secret, "max_tokens": 2})
     answer = await app.get("/v1/blocks")
@@ -305,7 +305,7 @@ async def test_blocks_are_the_engines_map(app, spoken_engine):
 
 
 @pytest.mark.parametrize("path", ["/tokenize", "/detokenize"])
-async def test_text_routes_have_a_place_a_deadline_and_an_end(tiny_engine, monkeypatch, path):
+async def test_text_routes_are_admitted_and_have_a_deadline(tiny_engine, monkeypatch, path):
     """As generating routes: counted while they work, 503 from a full queue, 504 at the deadline."""
     release = threading.Event()
     codec = tiny_engine.tokenizer.codec
@@ -331,7 +331,7 @@ async def test_text_routes_have_a_place_a_deadline_and_an_end(tiny_engine, monke
     assert (admission.sequences, admission.tokens, len(admission.admitted)) == (0, 0, 0)
 
 
-async def test_a_body_of_countless_values_is_refused_before_it_is_read(tiny_app):
+async def test_a_body_with_too_many_values_is_refused_before_parsing(tiny_app):
     for body in (b'{"tokens":[' + b"1," * 2**20 + b"1]}", b'{"tokens":[' + b"[]," * 2**18 + b"1]}"):
         answer = await tiny_app.post(
             "/detokenize", content=body, headers={"content-type": "application/json"}
@@ -349,14 +349,14 @@ async def test_a_body_of_countless_values_is_refused_before_it_is_read(tiny_app)
         b"nul",
     ],
 )
-async def test_what_is_no_json_has_its_own_code(tiny_app, body):
+async def test_invalid_json_has_its_own_error_code(tiny_app, body):
     answer = await tiny_app.post(
         "/detokenize", content=body, headers={"content-type": "application/json"}
     )
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_json")
 
 
-def test_integers_of_20_digits_are_read_and_longer_ones_of_texts_and_fractions():
+def test_integers_of_up_to_20_digits_are_parsed():
     value = [10**20 - 1, 1 - 10**20, "1" * 30, 0.1234567890123456789012345, {"9" * 30: 12345}]
     for encoding in ("utf-8", "utf-16", "utf-32"):
         assert parse_json(json.dumps(value).encode(encoding)) == (value, None)
@@ -368,7 +368,7 @@ def test_integers_of_20_digits_are_read_and_longer_ones_of_texts_and_fractions()
             assert "an integer has more than 20 digits" in refusal.message
 
 
-async def test_a_long_integer_is_refused_by_its_field_or_wherever_it_may_be(tiny_app):
+async def test_a_longer_integer_is_refused_in_any_field(tiny_app):
     """A schema may hold any number."""
     for field, value, told in (
         ("seed", "1" * 5000, "seed"),
@@ -381,7 +381,7 @@ async def test_a_long_integer_is_refused_by_its_field_or_wherever_it_may_be(tiny
         assert "11111" not in answer.text
 
 
-async def test_short_requests_do_not_wait_for_long_texts(tiny_app, tiny_engine):
+async def test_short_requests_do_not_wait_for_the_tokenization_of_long_texts(tiny_app, tiny_engine):
     """More long texts than there are worker threads, all stuck: short requests go on, of every
     kind.
     """

@@ -27,7 +27,7 @@ PRESERVES = """{% for m in messages %}<|{{ m.role }}|>
 """A template that shows it if a variable says so; a turn ends as the model ends it."""
 
 
-async def test_thinking_that_the_template_strips(speaker):
+async def test_the_diagnosis_names_thinking_that_the_template_strips(speaker):
     with fake_engine(num_blocks=512, max_context=4000) as other:
         other.tokenizer.chat_template = STRIPS
         speaker.openings = ["<|assistant|><think>"]
@@ -50,7 +50,7 @@ THOUGHT = "<think>\nI have to be polite to everybody.\n</think>\n\nGood day."
 
 @pytest.mark.parametrize("normalise", [("thinking",), ()])
 @pytest.mark.parametrize("variable", [None, True, False])
-async def test_thinking_is_put_back_where_the_template_can_show_it(
+async def test_stored_thinking_is_restored_if_the_template_preserves_it(
     spoken_engine, speaker, normalise, variable
 ):
     """What clients drop of the model's own turns is read from the cache, unless they say that they
@@ -78,7 +78,7 @@ async def test_thinking_is_put_back_where_the_template_can_show_it(
         assert second["cause"] == "thinking"
 
 
-async def test_another_key_never_gets_the_thinking(spoken_engine, speaker):
+async def test_another_key_never_receives_stored_thinking(spoken_engine, speaker):
     spoken_engine.tokenizer.chat_template = PRESERVES
     speaker.text = THOUGHT
     async with app_of(spoken_engine, api_keys=("one", "two")) as app:
@@ -89,7 +89,7 @@ async def test_another_key_never_gets_the_thinking(spoken_engine, speaker):
     assert (found["normalised"], found["cause"]) == ([], "first_seen")
 
 
-async def test_thinking_in_other_tokens_is_replayed_with_its_own(demo_engine):
+async def test_restored_thinking_uses_the_generated_token_ids(demo_engine):
     """A model need not write what the tokenizer would: the kept ids stand in the next prompt."""
     tokenizer = Tokenizer(
         demo_engine.tokenizer.codec, name="made", special_tokens={}, chat_template=PRESERVES

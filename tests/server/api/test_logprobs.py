@@ -11,7 +11,7 @@ from kvboost_edge.server.api.logprobs import (
 )
 
 
-def test_half_characters_keep_their_bytes_and_stay_apart(tiny_engine):
+def test_partial_characters_keep_their_bytes(tiny_engine):
     tokenizer = tiny_engine.tokenizer
     texts = TokenTexts(tokenizer)
     ids = tokenizer.encode("漢x", add_special_tokens=False)
@@ -27,7 +27,7 @@ def test_half_characters_keep_their_bytes_and_stay_apart(tiny_engine):
     assert offsets == [10, 10, 10, 11], "the character is there with its last byte"
 
 
-def test_the_taken_token_is_shown_beside_the_likely_ones(tiny_engine):
+def test_the_sampled_token_is_listed_with_the_top_logprobs(tiny_engine):
     texts = TokenTexts(tiny_engine.tokenizer)
     a, b, c = tiny_engine.tokenizer.encode("abc", add_special_tokens=False)
     tokens = [TokenLogprobs(c, float("-inf"), ((b, -0.1), (a, -3.0))), None, TokenLogprobs(a, -0.5)]
@@ -41,7 +41,7 @@ def test_the_taken_token_is_shown_beside_the_likely_ones(tiny_engine):
     assert list(shown["top_logprobs"][0]) == ["b", "a", "c"], "best first"
 
 
-def test_a_token_in_text_that_is_held_back_waits_for_it(tiny_engine):
+def test_logprobs_wait_for_withheld_text(tiny_engine):
     """Where a stop string such as "aab" may have begun, more than one token is behind what is
     shown.
     """

@@ -44,7 +44,7 @@ RAW = ("/v1/completions", "/completion")
 
 
 @pytest.mark.parametrize("path", APIS)
-async def test_a_request_that_gives_nothing_has_the_defaults(app, speaker, submitted, path):
+async def test_model_defaults_apply_to_missing_fields(app, speaker, submitted, path):
     api = APIS[path]
     await api.ask(app, api.body(temperature=None))
     ((prompt, params),) = submitted
@@ -54,7 +54,7 @@ async def test_a_request_that_gives_nothing_has_the_defaults(app, speaker, submi
 
 
 @pytest.mark.parametrize("path", APIS)
-async def test_what_a_request_gives_wins(app, speaker, submitted, path):
+async def test_request_fields_override_model_defaults(app, speaker, submitted, path):
     api = APIS[path]
     await api.ask(app, api.body(temperature=0.9))
     ((_, params),) = submitted
@@ -63,7 +63,7 @@ async def test_what_a_request_gives_wins(app, speaker, submitted, path):
 
 @pytest.mark.parametrize("streams", [False, True])
 @pytest.mark.parametrize("path", APIS)
-async def test_stop_strings_and_a_length_of_a_created_model(spoken_engine, speaker, path, streams):
+async def test_a_created_models_stop_strings_and_limit_apply(spoken_engine, speaker, path, streams):
     """A model that a client created may have these too."""
     api = APIS[path]
     speaker.text = "One END two."
@@ -79,7 +79,7 @@ async def test_stop_strings_and_a_length_of_a_created_model(spoken_engine, speak
         assert found.output == limit if limit < 20 else found.output > 9
 
 
-async def test_a_system_message_of_the_request_wins(app, speaker, submitted):
+async def test_a_system_message_of_the_request_overrides_the_default(app, speaker, submitted):
     own = {"role": "system", "content": "Be brief."}
     ask = {"role": "user", "content": "hello"}
     for path, body in (
@@ -98,7 +98,7 @@ async def test_a_system_message_of_the_request_wins(app, speaker, submitted):
         assert "one word" not in prompt
 
 
-async def test_counted_tokens_are_those_of_the_request(app, speaker):
+async def test_counted_tokens_include_the_default_system_message(app, speaker):
     body = {"model": "fake", "messages": [{"role": "user", "content": "hello"}]}
     counted = (await app.post("/v1/messages/count_tokens", json=body)).json()["input_tokens"]
     usage = (await app.post("/v1/messages", json={**body, "max_tokens": 5})).json()["usage"]
@@ -113,7 +113,7 @@ async def test_cached_prefixes_begin_with_the_system_message(app, speaker, spoke
     assert usage["cache_creation_input_tokens"] >= 80
 
 
-async def test_the_values_in_force_are_shown(app, speaker):
+async def test_the_effective_defaults_are_shown(app, speaker):
     await app.post("/completion", json={"prompt": "x", "n_predict": 1})
     (listed,) = (await app.get("/v1/models")).json()["data"]
     props = (await app.get("/props")).json()["default_generation_settings"]["params"]

@@ -222,7 +222,7 @@ PARAMETERS = {("/v1/files", "limit"): (1, 10_000), ("/slots/{id_slot}", "id_slot
 """Bounds of path and query parameters, where they are not those of a list's length."""
 
 
-async def test_the_table_has_every_number_of_every_body(app):
+async def test_the_table_lists_every_number_of_every_body(app):
     document = app.served.openapi()
     schemas = document["components"]["schemas"]
     numbers = {**NUMBERS, **NAMED}
@@ -298,7 +298,7 @@ def name_of(place):
 
 
 @pytest.mark.parametrize("path", NUMBERS)
-async def test_a_number_outside_of_its_bound_is_refused_by_name(app, path):
+async def test_a_number_out_of_bounds_is_refused_by_name(app, path):
     for place, bound in NUMBERS[path].items():
         for kind, value in bad_values(bound, place).items():
             answer = await app.post(path, content=with_value(path, place, value))
@@ -318,7 +318,7 @@ async def test_a_number_outside_of_its_bound_is_refused_by_name(app, path):
 
 
 @pytest.mark.parametrize("path", NUMBERS)
-async def test_the_bounds_themselves_are_allowed(path):
+async def test_numbers_at_the_bounds_are_accepted(path):
     for place, bound in NUMBERS[path].items():
         low, high, integer, open_low = BOUNDS[bound]
         for value in [high] if open_low else [low, high]:
@@ -327,7 +327,7 @@ async def test_the_bounds_themselves_are_allowed(path):
 
 
 @pytest.mark.parametrize("path", NUMBERS)
-async def test_a_null_is_as_if_it_was_not_given(app, path):
+async def test_null_equals_a_missing_field(app, path):
     """Or it is refused by name, where there has to be a number. Without a limit an answer would
     fill the context.
     """
@@ -345,7 +345,7 @@ async def test_a_null_is_as_if_it_was_not_given(app, path):
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_an_optional_field_may_be_null_and_none_takes_any_number(path):
+def test_every_optional_field_accepts_null_and_has_bounds(path):
     """A field that takes 10^30 has no bound."""
     model = BODIES[path]
     base = ASKED[path]("hello")

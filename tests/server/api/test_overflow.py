@@ -34,7 +34,7 @@ def body(messages, **fields):
     return {"messages": messages, "max_tokens": 20, "temperature": 0, **fields}
 
 
-async def test_without_being_asked_a_chat_that_does_not_fit_is_an_error_with_the_arithmetic(app):
+async def test_an_overlong_chat_is_an_error_with_the_calculation_by_default(app):
     messages = [
         SYSTEM,
         *[{"role": "user", "content": "x" * 100}, {"role": "assistant", "content": "y"}] * 9,
@@ -45,7 +45,7 @@ async def test_without_being_asked_a_chat_that_does_not_fit_is_an_error_with_the
     assert str(CONTEXT) in answer.json()["error"]["message"]
 
 
-async def test_a_long_chat_goes_on_and_its_turns_hit_the_cache_again(app):
+async def test_a_truncated_chat_continues_and_hits_the_cache(app):
     messages = [SYSTEM]
     dropped = []
     cached = []
@@ -71,7 +71,7 @@ async def test_a_long_chat_goes_on_and_its_turns_hit_the_cache_again(app):
     assert min(stayed[2:]) > 100
 
 
-async def test_system_and_the_last_turn_stay_and_what_never_fits_is_an_error(app):
+async def test_truncation_keeps_the_system_message_and_the_last_turn(app):
     long = [
         SYSTEM,
         {"role": "user", "content": "old"},
@@ -83,7 +83,7 @@ async def test_system_and_the_last_turn_stay_and_what_never_fits_is_an_error(app
     assert answer.json()["error"]["code"] == "context_length_exceeded"
 
 
-async def test_the_server_can_do_so_by_default_and_a_stream_says_it(engine):
+async def test_truncation_as_server_default_is_reported_in_streams(engine):
     turns = [{"role": "user", "content": "x" * 90}, {"role": "assistant", "content": "y"}] * 9
     asked = body([SYSTEM, *turns, {"role": "user", "content": "z"}], stream=True)
     async with app_of(engine, context_overflow="drop_oldest") as client:
@@ -95,7 +95,7 @@ async def test_the_server_can_do_so_by_default_and_a_stream_says_it(engine):
     assert refused.status_code == 400
 
 
-def test_what_is_counted_of_a_tokenizer_does_not_keep_it(engine):
+def test_cached_token_counts_do_not_keep_the_tokenizer_alive(engine):
     tokenizer = copy.copy(engine.tokenizer)
     assert _tokens_around(tokenizer) == _tokens_around(tokenizer) > 1
     left = weakref.ref(tokenizer)

@@ -104,7 +104,7 @@ def asking(server, path, **more):
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_a_stream_follows_the_prompt_step_by_step(server, held, path):
+def test_a_stream_reports_prompt_progress_at_each_step(server, held, path):
     with asking(server, path) as told:
         first = told.until(0)
         total = first["total"]
@@ -131,7 +131,7 @@ def test_a_stream_follows_the_prompt_step_by_step(server, held, path):
     assert len(told.events) > len(where)
 
 
-def test_a_long_prompt_is_in_the_log_until_its_first_token(server, held, monkeypatch, caplog):
+def test_a_long_prefill_is_logged_until_its_first_token(server, held, monkeypatch, caplog):
     monkeypatch.setattr(bridge, "_PREFILL_LOG_SECONDS", 0.01)
     monkeypatch.setattr(logging.getLogger("kvboost_edge.server"), "propagate", True)
 
@@ -151,7 +151,7 @@ def test_a_long_prompt_is_in_the_log_until_its_first_token(server, held, monkeyp
         told.rest()
 
 
-def test_the_estimate_falls_as_the_prompt_is_read(server, held):
+def test_the_estimated_time_falls_during_prefill(server, held):
     """Every step here takes what the test says, so the rest of the prompt is known."""
     estimate = server.engine._core._estimate
     observe = estimate.observe
@@ -177,7 +177,7 @@ def test_the_estimate_falls_as_the_prompt_is_read(server, held):
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-def test_the_chunks_are_llama_cpps(server, held, path):
+def test_progress_chunks_have_llama_cpps_format(server, held, path):
     with asking(server, path, stream_options={"include_usage": True}) as told:
         told.until(0)
         held.release()
@@ -209,7 +209,7 @@ def test_the_chunks_are_llama_cpps(server, held, path):
     )
 
 
-def test_pieces_of_a_completion_are_llama_cpps(server, held):
+def test_completion_progress_has_llama_cpps_format(server, held):
     with asking(server, "/completion", return_tokens=True) as told:
         told.until(0)
         held.release()
@@ -221,7 +221,7 @@ def test_pieces_of_a_completion_are_llama_cpps(server, held):
     assert len(told.events[-1]["tokens"]) <= 3
 
 
-def test_what_the_cache_has_is_processed_at_once(server, held):
+def test_cached_tokens_count_as_processed(server, held):
     held.release()
     with asking(server, "/v1/completions") as told:
         told.rest()
@@ -234,7 +234,7 @@ def test_what_the_cache_has_is_processed_at_once(server, held):
     assert last["processed"] == last["total"] == len(PROMPT)
 
 
-def test_a_prompt_that_is_read_quickly_has_one_event(server, held, monkeypatch):
+def test_a_short_prefill_has_one_progress_event(server, held, monkeypatch):
     monkeypatch.setattr(generation, "_PROGRESS_SECONDS", 60)
     held.release()
     with asking(server, "/v1/chat/completions") as told:
@@ -245,7 +245,7 @@ def test_a_prompt_that_is_read_quickly_has_one_event(server, held, monkeypatch):
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("value", [None, False])
-def test_nothing_is_told_to_who_does_not_ask(server, held, path, value):
+def test_no_progress_is_sent_unless_requested(server, held, path, value):
     held.release()
     with asking(server, path, return_progress=value) as told:
         told.rest()
@@ -255,7 +255,7 @@ def test_nothing_is_told_to_who_does_not_ask(server, held, path, value):
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_it_changes_nothing_about_the_answer(server, held, path):
+def test_progress_does_not_change_the_answer(server, held, path):
     """Whole answers have no progress, as llama.cpp's have none: the field is taken and does
     nothing.
     """
@@ -287,7 +287,7 @@ def texts(events):
     return found
 
 
-def test_one_that_waits_in_the_queue_hears_so(server, held):
+def test_a_queued_request_gets_progress_events(server, held):
     running = [{"prompt": [at, *PROMPT], "max_tokens": 2, "ignore_eos": True} for at in range(2)]
     with contextlib.ExitStack() as stack:
         before = []
@@ -313,7 +313,7 @@ def test_one_that_waits_in_the_queue_hears_so(server, held):
     assert told.progress[-1]["time_ms"] > 0
 
 
-def test_several_prompts_are_told_apart(server, held):
+def test_progress_of_several_prompts_is_separate(server, held):
     prompts = [PROMPT, [1, *PROMPT[:200]]]
     with asking(server, "/v1/completions", prompt=prompts, n=2) as told:
         told.until(0)
@@ -348,7 +348,7 @@ def test_several_prompts_are_told_apart(server, held):
         ("/v1/messages", lambda event: event["error"]["type"]),
     ],
 )
-def test_an_error_behind_the_first_event_is_an_event(server, held, path, error):
+def test_an_error_after_the_first_progress_event_is_an_event(server, held, path, error):
     with asking(server, path) as told:
         told.until(0)
         for admission in list(server.state.admission.admitted):
@@ -363,7 +363,7 @@ def test_an_error_behind_the_first_event_is_an_event(server, held, path, error):
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_what_is_known_before_keeps_its_status(server, held, path):
+def test_errors_found_before_the_first_event_keep_their_status(server, held, path):
     wrong = (
         {"prompt": PROMPT * 400}
         if "prompt" in PATHS[path]
@@ -383,7 +383,7 @@ def asking_openai(server):
     )
 
 
-def test_openais_client_reads_on(server, held):
+def test_openai_client_ignores_progress_events(server, held):
     held.release()
     with asking_openai(server) as client:
         stream = client.chat.completions.create(
@@ -405,7 +405,7 @@ def test_openais_client_reads_on(server, held):
     assert chunks[-1].choices[0].finish_reason
 
 
-def test_a_silent_stream_of_messages_has_pings(server, held, monkeypatch):
+def test_a_silent_messages_stream_sends_pings(server, held, monkeypatch):
     """Without being asked, so that clients and proxies wait on; they say nothing more."""
     monkeypatch.setattr(generation, "_PING_SECONDS", 0.01)
     with asking(server, "/v1/messages", return_progress=None) as told:
@@ -420,7 +420,7 @@ def test_a_silent_stream_of_messages_has_pings(server, held, monkeypatch):
     assert all(event["type"] != "ping" for event in told.events[first:])
 
 
-def test_a_silent_stream_of_responses_says_that_it_goes_on(server, held, monkeypatch):
+def test_a_silent_responses_stream_sends_in_progress_events(server, held, monkeypatch):
     monkeypatch.setattr(generation, "_PING_SECONDS", 0.01)
     with asking_openai(server) as client:
         events = iter(
@@ -437,7 +437,7 @@ def test_a_silent_stream_of_responses_says_that_it_goes_on(server, held, monkeyp
     assert kinds[-1] in ("response.completed", "response.incomplete")
 
 
-def test_anthropics_client_waits_on(server, held):
+def test_anthropic_client_waits_through_pings(server, held):
     anthropic = pytest.importorskip("anthropic")
 
     async def read():

@@ -53,7 +53,7 @@ def num_retained(app):
     return app.engine.paged_stats()["retained_blocks"]
 
 
-async def test_a_key_keeps_what_its_requests_have_in_common(app):
+async def test_prompt_cache_key_retains_the_common_prefix(app):
     found = []
     for _ in range(3):
         found.append(await cached(app, {"prompt": PROMPT, "prompt_cache_key": "conversation"}))
@@ -64,7 +64,7 @@ async def test_a_key_keeps_what_its_requests_have_in_common(app):
     assert shown in (await app.get("/metrics", headers={"x-api-key": "admin"})).text
 
 
-async def test_one_request_is_one_whatever_its_choices(app):
+async def test_a_request_with_several_choices_counts_once(app):
     await post(app, {"prompt": [PROMPT, PROMPT], "n": 3, "prompt_cache_key": "k"})
     assert num_retained(app) == 0
     await post(app, {"prompt": PROMPT, "prompt_cache_key": "k"}, **{"x-api-key": "two"})
@@ -76,7 +76,7 @@ async def test_one_request_is_one_whatever_its_choices(app):
     assert num_retained(app) == 4
 
 
-async def test_24h_is_a_day(app, monkeypatch):
+async def test_retention_24h_expires_after_a_day(app, monkeypatch):
     began = time.monotonic()
     body = {"prompt": PROMPT, "prompt_cache_retention": "24h"}
     await post(app, body)
@@ -91,13 +91,13 @@ async def test_24h_is_a_day(app, monkeypatch):
 
 
 @pytest.mark.parametrize("retention", ["in_memory", "in-memory", None])
-async def test_in_memory_is_what_happens_anyway(app, retention):
+async def test_in_memory_retention_changes_nothing(app, retention):
     await post(app, {"prompt": PROMPT, "prompt_cache_retention": retention})
     assert num_retained(app) == 0
 
 
 @pytest.mark.parametrize("retention", ["1h", "24H", "", 24, True])
-async def test_other_values_are_refused_by_name(app, retention):
+async def test_other_retention_values_are_refused_by_name(app, retention):
     for path, base in (
         (COMPLETIONS, {"prompt": "a"}),
         (CHAT, {"messages": [{"role": "user", "content": "a"}]}),
@@ -110,7 +110,7 @@ async def test_other_values_are_refused_by_name(app, retention):
         assert "'24h'" in answer.json()["error"]["message"]
 
 
-async def test_no_key_is_in_the_log_or_in_an_error(app, kept_logging):
+async def test_cache_keys_are_not_logged_or_shown_in_errors(app, kept_logging):
     stream = io.StringIO()
     secret = "the-name-of-a-user"
     configure_logging(ServerSettings(log_level="debug"), stream)
@@ -127,7 +127,7 @@ async def test_no_key_is_in_the_log_or_in_an_error(app, kept_logging):
     ("field", "value", "calls"),
     [("prompt_cache_key", "k", 2), ("prompt_cache_retention", "24h", 1)],
 )
-async def test_chats_have_both_fields(tiny_app, tiny_engine, field, value, calls):
+async def test_chat_accepts_key_and_retention(tiny_app, tiny_engine, field, value, calls):
     message = {"role": "user", "content": f"Tell me of {field}, and tell it at some length. " * 3}
     for call in range(calls):
         before = tiny_engine.paged_stats()["retained_blocks"]

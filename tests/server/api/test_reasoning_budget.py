@@ -110,7 +110,7 @@ async def test_each_api_has_a_field_for_the_budget(monkeypatch, place, name):
 
 @pytest.mark.parametrize(("path", "field"), [one for one in FIELDS if one[0] not in (MESSAGES,)])
 @pytest.mark.some(2)
-async def test_zero_ends_it_at_once_and_minus_one_sets_no_limit(monkeypatch, path, field):
+async def test_budget_0_ends_reasoning_and_minus_1_is_unlimited(monkeypatch, path, field):
     async with serving(monkeypatch, "opened") as app:
         api = APIS[path]
         app.thinker.thinks = 100
@@ -123,7 +123,7 @@ async def test_zero_ends_it_at_once_and_minus_one_sets_no_limit(monkeypatch, pat
 
 
 @pytest.mark.parametrize(("path", "field"), LEVELS)
-async def test_a_level_is_a_fraction_of_the_answers_tokens(monkeypatch, path, field):
+async def test_an_effort_level_is_a_fraction_of_max_tokens(monkeypatch, path, field):
     async with serving(monkeypatch, "opened") as app:
         levels = ("low", "medium", "high")
         for level in levels:
@@ -138,7 +138,7 @@ async def test_a_level_is_a_fraction_of_the_answers_tokens(monkeypatch, path, fi
 
 
 @pytest.mark.parametrize(("path", "field"), LEVELS)
-async def test_a_template_with_levels_gets_them_instead(monkeypatch, path, field):
+async def test_effort_levels_are_passed_to_templates_that_have_them(monkeypatch, path, field):
     async with serving(monkeypatch, "levels", reasoning_budget=("7",)) as app:
         app.thinker.thinks = 180
         for level, shown in (("low", "low"), ("medium", "medium"), ("high", "high")):
@@ -149,7 +149,7 @@ async def test_a_template_with_levels_gets_them_instead(monkeypatch, path, field
             assert found.prompt == len(prompt)
 
 
-async def test_levels_that_few_templates_have(monkeypatch):
+async def test_rare_effort_levels_map_to_the_nearest_one(monkeypatch):
     """They become the nearest ones."""
     async with serving(monkeypatch, "levels") as app:
         app.thinker.thinks = 30
@@ -167,13 +167,13 @@ async def test_levels_that_few_templates_have(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["opened", "levels", "harmony"])
-async def test_no_effort_ends_reasoning_that_the_template_cannot_turn_off(monkeypatch, name):
+async def test_effort_none_ends_reasoning_the_template_cannot_disable(monkeypatch, name):
     async with serving(monkeypatch, name) as app:
         found = await said(app, CHAT, reasoning_effort="none")
         assert (found.thought.strip(), found.text) == ("", ANSWER)
 
 
-async def test_which_limit_comes_first(monkeypatch):
+async def test_request_effort_model_and_server_limits_in_order(monkeypatch):
     """The request's, its effort's, the model's, the server's."""
     both = ("50", "fake=30")
     async with serving(monkeypatch, "opened", reasoning_budget=both) as app:
@@ -196,7 +196,7 @@ async def test_which_limit_comes_first(monkeypatch):
         assert len((await said(app, CHAT)).thought) == 90
 
 
-async def test_the_message_of_the_request_comes_before_the_servers(monkeypatch):
+async def test_the_requests_budget_message_overrides_the_servers(monkeypatch):
     settings = {"reasoning_budget": ("4",), "reasoning_budget_message": " So."}
     async with serving(monkeypatch, "opened", **settings) as app:
         for fields, message in (
@@ -212,7 +212,7 @@ async def test_the_message_of_the_request_comes_before_the_servers(monkeypatch):
 
 
 @pytest.mark.parametrize("path", [CHAT, RESPONSES, MESSAGES, OLLAMA])
-async def test_the_next_turn_hits_the_cache(monkeypatch, path):
+async def test_forced_tokens_are_cache_hits_of_the_next_turn(monkeypatch, path):
     """Tokens that were forced are found like those that the model chose."""
     async with serving(monkeypatch, "markers", reasoning_budget=("40",)) as app:
         api = APIS[path]
@@ -236,7 +236,7 @@ async def test_the_next_turn_hits_the_cache(monkeypatch, path):
 
 
 @pytest.mark.parametrize("path", [CHAT, RESPONSES, OLLAMA])
-async def test_a_budget_is_refused_where_the_markers_are_unknown(app, speaker, path):
+async def test_a_budget_is_refused_if_the_reasoning_markers_are_unknown(app, speaker, path):
     """Here the template has none. Those that enable thinking with it, or a default, do no harm."""
     app.engine.tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     api = APIS[path]
@@ -249,7 +249,7 @@ async def test_a_budget_is_refused_where_the_markers_are_unknown(app, speaker, p
         assert answer.status_code == 200
 
 
-async def test_contradictions_are_refused_by_name(monkeypatch):
+async def test_contradictory_fields_are_refused_by_name(monkeypatch):
     async with serving(monkeypatch, "markers") as app:
         for fields, param, problem in (
             ({"reasoning_budget": -2}, "reasoning_budget", "greater than or equal to -1"),
@@ -282,7 +282,7 @@ async def test_contradictions_are_refused_by_name(monkeypatch):
         assert "think needs the model's chat template" in answer.text
 
 
-async def test_a_default_yields_to_a_format_of_the_whole_text(monkeypatch):
+async def test_a_default_budget_yields_to_structured_output(monkeypatch):
     async with serving(monkeypatch, "markers", reasoning_budget=("3",)) as app:
         answer = await app.post(
             CHAT, json={"messages": ASK, "guided_regex": "[a-z]{5}", "max_tokens": 9}
@@ -294,12 +294,12 @@ async def test_a_default_yields_to_a_format_of_the_whole_text(monkeypatch):
 @pytest.mark.parametrize(
     "given", [("x",), ("=5",), ("5", "6"), ("-2",), ("a=1", "a=2"), ("1e3",), ("",), ("a=",)]
 )
-def test_a_wrong_default_is_refused(given):
+def test_an_invalid_default_is_refused(given):
     with pytest.raises(ConfigError, match="reasoning_budget"):
         ServerSettings(reasoning_budget=given)
 
 
-def test_the_command_knows_its_models():
+def test_the_command_line_checks_model_names():
     models = ["first,alias=one", "second=two"]
     flags = {"model": models, "reasoning_budget": ["9", "alias=5", "second=-1"]}
     settings = options_from(flags).settings

@@ -19,7 +19,7 @@ class Pair:
         return {"a": self.engine, "b": self.engine}
 
 
-async def test_each_replica_has_its_pool(tiny_engine):
+async def test_stats_and_blocks_list_each_replicas_pool(tiny_engine):
     app = create_app(Pair(tiny_engine), ServerSettings(model_name="tiny"))
     async with app_client(app) as client:
         await client.post(
@@ -45,7 +45,7 @@ async def test_each_replica_has_its_pool(tiny_engine):
         assert (shown["running"], shown["waiting"], shown["hit_rate"]) == (0, 0, blocks["hit_rate"])
 
 
-def test_the_queue_has_room_for_one_that_is_silent_when_the_server_starts(tiny_engine):
+def test_the_queue_size_counts_replicas_that_are_not_ready_at_start(tiny_engine):
     """Its bounds stay as they are then."""
 
     class Half(Pair):

@@ -81,7 +81,7 @@ async def metric(app, name):
     return float(value)
 
 
-async def test_an_answer_says_that_it_is_approximate_and_how_much_was_shared(app):
+async def test_an_approximate_answer_reports_its_mode_and_reused_tokens(app):
     plain = (await post(app, FIRST))["kvboost"]
     assert (plain["mode"], plain["approximate"]) == ("prefix_cache", False)
     assert (plain["reused_span_tokens"], plain["recomputed_tokens"]) == (0, 0)
@@ -112,7 +112,7 @@ async def test_an_answer_says_that_it_is_approximate_and_how_much_was_shared(app
     assert timings["prompt_ms"] == pytest.approx(spent, abs=0.01)
 
 
-async def test_who_does_not_ask_gets_an_exact_answer(app):
+async def test_answers_are_exact_by_default(app):
     await post(app, FIRST)
     for asked in (None, {}, {"mode": None}, {"mode": "prefix_cache"}):
         told = (await post(app, HEAD + TWO[:50] + ONE, asked))["kvboost"]
@@ -125,7 +125,7 @@ async def test_who_does_not_ask_gets_an_exact_answer(app):
     assert (told["mode"], told["hit_tokens"]) == ("baseline", {"pool": 0})
 
 
-async def test_how_it_is_repaired_is_asked_for_too(app):
+async def test_the_recompute_strategy_is_chosen_per_request(app):
     await post(app, FIRST)
     shared = {}
     for strategy in ("none", "selective", "cacheblend"):
@@ -155,7 +155,7 @@ async def test_how_it_is_repaired_is_asked_for_too(app):
     assert min(told["reused_span_tokens"], told["recomputed_tokens"]) >= 48
 
 
-async def test_a_stream_and_several_choices_say_it_at_their_end(app):
+async def test_streams_and_several_choices_report_reuse_at_the_end(app):
     await post(app, FIRST)
     body = {"prompt": OTHER_ORDER, "max_tokens": 4, "stream": True, "kvboost": REUSE, "n": 2}
     lines = (await app.post(COMPLETIONS, json=body)).text.splitlines()
@@ -173,7 +173,7 @@ async def test_a_stream_and_several_choices_say_it_at_their_end(app):
     )
 
 
-async def test_nobody_shares_what_another_key_computed(app):
+async def test_reuse_never_crosses_api_keys(app):
     await post(app, FIRST, key="two")
     told = (await post(app, OTHER_ORDER, REUSE))["kvboost"]
     assert (told["mode"], told["approximate"], told["reused_span_tokens"]) == (
@@ -187,7 +187,7 @@ async def test_nobody_shares_what_another_key_computed(app):
         assert (await app.get(path)).status_code == 403
 
 
-async def test_the_figures_of_the_server_tell_them_apart(app):
+async def test_statistics_separate_span_reuse_from_prefix_hits(app):
     await post(app, FIRST)
     told = (await post(app, OTHER_ORDER, REUSE))["kvboost"]
     await post(app, FIRST, {"mode": "baseline"})
@@ -216,7 +216,7 @@ async def test_the_figures_of_the_server_tell_them_apart(app):
     assert blocks["counts"]["span"] == 0
 
 
-async def test_the_picture_of_the_pool_shows_what_is_in_use_at_another_position(app):
+async def test_the_block_map_shows_blocks_reused_at_another_position(app):
     await post(app, FIRST)
     began = threading.Event()
     go = threading.Event()
@@ -236,7 +236,7 @@ async def test_the_picture_of_the_pool_shows_what_is_in_use_at_another_position(
     assert sum(blocks["counts"].values()) == blocks["num_blocks"]
 
 
-async def test_what_needs_exact_keys_and_values_is_refused(app):
+async def test_options_that_need_an_exact_kv_cache_are_refused(app):
     for more, word in (
         ({"logprobs": 1, "max_tokens": 2}, "logprobs"),
         ({"max_tokens": 0}, "max_tokens=0"),
@@ -258,7 +258,7 @@ async def test_what_needs_exact_keys_and_values_is_refused(app):
         assert (param, mode in message) == ("cache_prompt", True)
 
 
-async def test_a_runner_that_cannot_says_why(app):
+async def test_a_runner_without_support_gives_its_reason(app):
     runner_of(app.engine).moved_keys_refusal = "this runner cannot; use another one"
     param, message = await refused(app, COMPLETIONS, {"prompt": "a", "kvboost": REUSE})
     assert param == "kvboost"
@@ -266,7 +266,7 @@ async def test_a_runner_that_cannot_says_why(app):
     assert (await post(app, "a", {"mode": "prefix_cache"}))["kvboost"]["mode"] == "prefix_cache"
 
 
-async def test_a_chat_may_ask_for_it_of_a_real_model(tiny_app, tiny_engine):
+async def test_chat_reuse_with_a_real_model(tiny_app, tiny_engine):
     one = "The first of the notes tells of boats. " * 3
     two = "Another note knows of lakes and hills. " * 3
     told = []
@@ -285,7 +285,7 @@ async def test_a_chat_may_ask_for_it_of_a_real_model(tiny_app, tiny_engine):
     assert spans == told[1]["reused_span_tokens"] > 16
 
 
-def test_the_bounds_and_names_are_the_engine_s():
+def test_bounds_and_names_equal_the_engines():
     literals = {
         name: CacheUse.model_fields[name].annotation for name in ("mode", "recompute_strategy")
     }
@@ -298,7 +298,7 @@ def test_the_bounds_and_names_are_the_engine_s():
             Terms(**{name: high + 1})
 
 
-def test_the_documentation_names_what_there_is():
+def test_the_documentation_lists_all_modes_and_strategies():
     text = (Path(__file__).parents[3] / "docs" / "chunk_reuse.md").read_text(encoding="utf-8")
     [body] = re.findall(r"-d '(.*)'", text)
     ChatRequest.model_validate_json(body).check_together()

@@ -29,7 +29,7 @@ CHAT = ("/v1/chat/completions", {"messages": MESSAGES})
         ),
     ],
 )
-def test_fields_that_do_not_go_together(model, body, param):
+def test_contradictory_fields_are_refused(model, body, param):
     with pytest.raises(ApiError) as caught:
         model.model_validate(body).check_together()
     assert (caught.value.status_code, caught.value.param) == (400, param)
@@ -38,7 +38,7 @@ def test_fields_that_do_not_go_together(model, body, param):
     ).check_together()
 
 
-def test_a_developer_s_message_is_the_system_s():
+def test_developer_messages_become_system_messages():
     """Templates know it by its older name alone."""
     messages = [{"role": "developer", "content": "Be brief."}, *MESSAGES]
     body = ChatRequest.model_validate({"messages": messages})
@@ -46,7 +46,7 @@ def test_a_developer_s_message_is_the_system_s():
     assert roles == ["system", "user"]
 
 
-async def test_an_answer_s_message_may_be_sent_back_as_it_came(tiny_app):
+async def test_a_returned_message_may_be_sent_back_unchanged(tiny_app):
     """As clients do (model_dump): with all that it has not."""
     answered = {
         "role": "assistant",
@@ -67,7 +67,7 @@ async def test_an_answer_s_message_may_be_sent_back_as_it_came(tiny_app):
     assert choices[0] == choices[1] == choices[2]
 
 
-async def test_negative_seeds(tiny_app):
+async def test_a_seed_of_minus_1_is_random_and_others_wrap_to_64_bits(tiny_app):
     """-1 is drawn by the engine, another one each time; others are seeds like any, told as what
     they count as.
     """
@@ -86,7 +86,7 @@ async def test_negative_seeds(tiny_app):
 
 
 @pytest.mark.parametrize(("path", "base"), [COMPLETIONS, CHAT])
-async def test_fields_of_other_servers_that_have_another_name_here(tiny_app, path, base):
+async def test_other_servers_field_names_are_aliases(tiny_app, path, base):
     spellings = (
         {"max_tokens": 4, "repetition_penalty": 1.5, "return_token_ids": True},
         {"n_predict": 4, "repeat_penalty": 1.5, "return_tokens": True},
@@ -99,7 +99,7 @@ async def test_fields_of_other_servers_that_have_another_name_here(tiny_app, pat
     assert [one["choices"] for one in theirs] == [ours["choices"]] * 2
 
 
-async def test_json_is_read_whatever_the_content_type_says(tiny_app):
+async def test_json_is_parsed_whatever_the_content_type(tiny_app):
     """`curl -d` calls every body a form."""
     form = {"content-type": "application/x-www-form-urlencoded"}
     for headers in (
@@ -125,7 +125,7 @@ async def test_the_openapi_document_has_both_bodies(tiny_app):
     assert bodies["CompletionRequest"]["additionalProperties"] is False
 
 
-async def test_the_openapi_document_describes_schemas_and_routes_for_clients(tiny_app):
+async def test_the_openapi_document_describes_every_schema_and_route(tiny_app):
     document = (await tiny_app.get("/openapi.json")).json()
     schemas = document["components"]["schemas"]
     operations = [one for path in document["paths"].values() for one in path.values()]

@@ -62,14 +62,14 @@ statuses = Counter()
 first_canary = []
 
 
-def test_the_document_is_the_one_that_is_served(live_server):
+def test_the_tested_document_is_the_served_one(live_server):
     with live_server.client() as client:
         served = client.get("/openapi.json").json()
     assert served["paths"] == document()["paths"]
     assert served["components"] == document()["components"]
 
 
-def test_every_route_of_the_api_is_tried():
+def test_every_documented_route_is_tested():
     """Each operation of the document is, so a route that is not in there would have no test here:
     the page's, and those that machines watch the server by.
     """
@@ -137,7 +137,7 @@ def test_answers_are_as_documented(case, live_server):
         sing(live_server)
 
 
-def test_the_canary_at_the_end(live_server):
+def test_the_server_still_answers_after_all_cases(live_server):
     """Runs after the cases, which sang it before."""
     sing(live_server)
     assert statuses[200] > 30

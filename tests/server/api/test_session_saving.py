@@ -48,7 +48,7 @@ async def flood(client, engine):
     ("field", "value"),
     [("ttl", 0), ("ttl", -1), ("ttl", "60"), ("priority", 10**7), ("priority", 0.5)],
 )
-async def test_a_bad_number_in_a_restore_is_refused(tiny_app, field, value):
+async def test_invalid_numbers_in_a_restore_are_refused(tiny_app, field, value):
     session = {"name": "notes", "tokens": [5] * 40}
     assert (await tiny_app.post("/v1/sessions", json=session)).is_success
     answer = await tiny_app.post("/v1/sessions/notes/restore", json={field: value})
@@ -96,7 +96,7 @@ async def test_a_session_is_saved_listed_restored_and_deleted(tiny_app, tiny_eng
         assert "GET /v1/sessions lists the sessions" in gone.json()["error"]["message"]
 
 
-async def test_messages_come_back_and_the_next_turn_hits_them(app):
+async def test_saved_messages_are_restored_and_hit_by_the_next_turn(app):
     body = {"name": "chat", "messages": MESSAGES, "ttl": 100}
     saved = (await app.post("/v1/sessions", json=body)).json()
     found = (await app.get("/v1/sessions/chat")).json()
@@ -108,7 +108,7 @@ async def test_messages_come_back_and_the_next_turn_hits_them(app):
     assert hit >= saved["tokens"] // size * size > 0
 
 
-async def test_a_session_that_grows_replaces_its_pin(tiny_app, tiny_engine):
+async def test_saving_a_longer_session_replaces_its_pin(tiny_app, tiny_engine):
     size = tiny_engine.config.block_size
     ids = list(range(3, 3 + 6 * size))
     for blocks in (2, 4, 4, 6):
@@ -123,7 +123,7 @@ async def test_a_session_that_grows_replaces_its_pin(tiny_app, tiny_engine):
     assert (await tiny_app.delete("/v1/sessions/the%20same")).json()["blocks_unpinned"] == 6
 
 
-async def test_names_and_limits_are_each_keys_own(tiny_engine):
+async def test_session_names_and_limits_are_per_key(tiny_engine):
     options = {"api_keys": KEYS, "max_sessions": 1}
     app = create_app(tiny_engine, ServerSettings(model_name="tiny", **options))
     ids = list(range(5, 90))
@@ -146,7 +146,7 @@ async def test_names_and_limits_are_each_keys_own(tiny_engine):
     assert tiny_engine.paged_stats()["pinned_blocks"] == 0
 
 
-async def test_the_bytes_of_a_keys_sessions_are_limited_before_anything_is_computed(tiny_engine):
+async def test_max_session_bytes_is_checked_before_prefill(tiny_engine):
     block = tiny_engine.runner_info.kv_spec.bytes_per_block
     size = tiny_engine.config.block_size
     async with of_key(tiny_engine, max_session_bytes=4 * block) as client:
@@ -163,7 +163,7 @@ async def test_the_bytes_of_a_keys_sessions_are_limited_before_anything_is_compu
         await client.delete("/v1/sessions/b")
 
 
-async def test_salts_keep_sessions_apart(tiny_app):
+async def test_cache_salts_separate_sessions(tiny_app):
     ids = list(range(5, 90))
     body = {"name": "a", "tokens": ids, "cache_salt": "one"}
     assert (await tiny_app.post("/v1/sessions", json=body)).is_success
@@ -176,9 +176,7 @@ async def test_salts_keep_sessions_apart(tiny_app):
     assert (await tiny_app.delete("/v1/sessions/a", **with_salt)).json()["blocks_unpinned"] > 0
 
 
-async def test_without_room_for_the_pin_and_without_a_disk_a_session_is_refused(
-    tiny_app, tiny_engine
-):
+async def test_a_session_is_refused_without_pin_capacity_and_disk(tiny_app, tiny_engine):
     size = tiny_engine.config.block_size
     blocks = tiny_engine.paged_stats()["num_blocks"] // 4 + 1  # half of the pool can be pinned
     first, second = ([place] * blocks * size for place in (5, 6))
@@ -211,14 +209,14 @@ async def test_without_room_for_the_pin_and_without_a_disk_a_session_is_refused(
         ({"name": "a", "tokens": [5] * 40, "temperature": 1}, "temperature"),
     ],
 )
-async def test_wrong_bodies_are_refused_by_name(tiny_app, body, param):
+async def test_invalid_bodies_are_refused_by_name(tiny_app, body, param):
     answer = await tiny_app.post("/v1/sessions", json=body)
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"]["param"] == param
     assert (await tiny_app.get("/v1/sessions")).json()["sessions"] == 0
 
 
-async def test_no_sessions_with_max_sessions_0(tiny_engine):
+async def test_max_sessions_0_refuses_sessions(tiny_engine):
     async with of_key(tiny_engine, max_sessions=0) as client:
         refused = await client.post("/v1/sessions", json={"name": "a", "tokens": [5] * 40})
         assert "max_sessions=0" in refused.json()["error"]["message"]
@@ -265,7 +263,7 @@ def test_a_session_survives_a_restart(directory):
         assert hits["pool"] >= saved["tokens"] // size * size - 1
 
 
-def test_with_a_disk_a_session_that_cannot_be_pinned_is_kept_there(directory):
+def test_a_session_that_cannot_be_pinned_is_saved_on_disk(directory):
     options = {**directory, "max_pinned_blocks": 0}
     with _served(options) as (_, client):
         for more in ({}, {"pin": False}):
@@ -275,7 +273,7 @@ def test_with_a_disk_a_session_that_cannot_be_pinned_is_kept_there(directory):
         assert client.get("/v1/sessions").json()["sessions"] == 1
 
 
-async def test_slot_actions_of_llama_cpp(tiny_app, tiny_engine):
+async def test_llama_cpp_slot_save_restore_and_erase(tiny_app, tiny_engine):
     """The scenario of llama.cpp's own server test: save slot 1, restore into slot 0, erase."""
     ids = list(range(5, 90))
     size = tiny_engine.config.block_size
@@ -320,7 +318,7 @@ async def test_slot_actions_of_llama_cpp(tiny_app, tiny_engine):
         ("/slots/-1?action=save", {"filename": "a"}, "id_slot"),
     ],
 )
-async def test_wrong_slot_actions_are_refused_in_llama_cpps_shape(tiny_app, path, body, said):
+async def test_invalid_slot_actions_are_refused_in_llama_cpps_format(tiny_app, path, body, said):
     answer = await tiny_app.post(path, json=body)
     assert answer.status_code == (404 if "none" in said else 400), answer.text
     error = answer.json()["error"]

@@ -20,7 +20,7 @@ async def ask(app, **more):
     return await API.ask(app, {**API.body(tools=TOOLS, limit=300), **more})
 
 
-async def test_allowed_tools(app, speaker):
+async def test_allowed_tools_restrict_the_calls(app, speaker):
     speaker.text = CALL
     clock = [{"type": "function", "function": {"name": "clock"}}]
     chosen = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": clock}}
@@ -62,7 +62,7 @@ AS_ANSWER = {
     ],
     ids=["auto", "allowed", "not allowed", "none", "an answer's schema"],
 )
-async def test_a_call_without_markers_counts_where_the_tool_may_be_called(
+async def test_a_call_without_markers_is_recognized_only_for_allowed_tools(
     app, speaker, text, more, is_call
 ):
     speaker.text = text
@@ -70,7 +70,7 @@ async def test_a_call_without_markers_counts_where_the_tool_may_be_called(
     assert (bool(said.calls), said.text) == (is_call, "" if is_call else text)
 
 
-async def test_a_call_without_markers_of_a_tool_with_a_large_schema_is_text(app, speaker):
+async def test_a_call_without_markers_stays_text_if_its_schema_is_large(app, speaker):
     """Its schema would be read between the tokens of other answers."""
     speaker.text = CLOCK_CALL
     found = []
@@ -89,13 +89,13 @@ async def test_a_call_without_markers_does_not_begin_in_the_prompt(app, speaker)
     assert (said.text, said.calls) == (CLOCK_CALL, [])
 
 
-async def test_reasoning_is_counted(app, speaker, spoken_engine):
+async def test_usage_counts_reasoning_tokens(app, speaker, spoken_engine):
     speaker.text = FORMATS["hermes"].turn(thought="One, two.", text="Three.")
     counted = (await ask(app))["usage"]["completion_tokens_details"]["reasoning_tokens"]
     assert counted == len(spoken_engine.tokenizer.encode("<think>\nOne, two.\n</think>", False))
 
 
-async def test_a_call_that_was_edited_is_not_replayed(app, speaker):
+async def test_an_edited_tool_call_is_not_replayed(app, speaker):
     speaker.text = CALL.replace('": ', '":')  # another spelling than the template's
     first = await ask(app)
     body = API.next_turn(API.body(tools=TOOLS), first, ["Rain."])
@@ -111,7 +111,7 @@ async def test_a_call_that_was_edited_is_not_replayed(app, speaker):
     assert cached[1] < said.prompt + said.output - 17 <= cached[0]
 
 
-async def test_tokenize_and_warm_know_tools(app, speaker):
+async def test_tokenize_and_warm_include_tools(app, speaker):
     plain = (await app.post("/tokenize", json={"messages": ASK})).json()["count"]
     with_tools = (await app.post("/tokenize", json={"messages": ASK, "tools": TOOLS})).json()[
         "count"
@@ -135,7 +135,7 @@ async def test_tokenize_and_warm_know_tools(app, speaker):
         ("gemma", "'['", "'('"),
     ],
 )
-async def test_a_template_that_writes_calls_in_an_unknown_way_is_refused(
+async def test_tools_are_refused_if_the_templates_call_format_is_unknown(
     monkeypatch, form, known, odd
 ):
     template = FORMATS[form].template.replace(f"'{known}'", f'"{odd}"').replace(known, odd)
@@ -151,7 +151,7 @@ async def test_a_template_that_writes_calls_in_an_unknown_way_is_refused(
     )
 
 
-async def test_a_model_without_the_tokens_of_calls_is_refused_by_name(monkeypatch):
+async def test_tools_are_refused_if_the_vocabulary_lacks_the_call_tokens(monkeypatch):
     form = dataclasses.replace(FORMATS["lfm2"], markers=FORMATS["lfm2"].markers[:2])
     with scripted(monkeypatch, form) as (engine, _):
         async with app_client(create_app(engine, ServerSettings(model_name="fake"))) as client:
@@ -167,7 +167,7 @@ async def test_a_model_without_the_tokens_of_calls_is_refused_by_name(monkeypatc
     ("schema", "word"),
     [({"not": {}}, "'not' is not supported"), ({"properties": {"a:b": {}}}, "rename it")],
 )
-async def test_what_braces_cannot_hold_is_refused_by_name(app, schema, word):
+async def test_tool_schemas_the_call_format_cannot_express_are_refused(app, schema, word):
     tool = {
         "type": "function",
         "function": {"name": "f", "parameters": {"type": "object", **schema}},

@@ -54,7 +54,7 @@ async def shared(app, prompt, key="one", **body):
     return int(answer.json()["kvboost"]["reused_span_tokens"])
 
 
-async def test_documents_are_found_in_any_order_and_once(app):
+async def test_warmed_documents_are_reused_in_any_order_and_stored_once(app):
     texts = [document(1, 64), TEXT, document(2, 48)]
     told = await warm(app, documents=texts)
     assert (told["object"], told["chunks_stored"], told["token_count"]) == (
@@ -73,7 +73,7 @@ async def test_documents_are_found_in_any_order_and_once(app):
     assert again["usage"]["prompt_tokens"] == 0
 
 
-async def test_a_text_is_computed_as_it_will_stand(app):
+async def test_a_text_is_computed_at_its_position_offset(app):
     told = await warm(app, text=TEXT, position_offset=33)
     assert told["token_count"] == len(TEXT)
     assert told["usage"]["prompt_tokens"] >= 33 + len(TEXT)
@@ -84,7 +84,7 @@ async def test_a_text_is_computed_as_it_will_stand(app):
     assert (await warm(app, text=TEXT, position_offset=0))["chunks_stored"] == 1
 
 
-async def test_they_belong_to_the_key_and_salt_they_came_with(app):
+async def test_warmed_documents_belong_to_their_key_and_salt(app):
     doc = document(4, 80)
     await warm(app, documents=[doc], cache_salt="s")
     prompt = [*document(5, 20), *doc, 1]
@@ -92,7 +92,7 @@ async def test_they_belong_to_the_key_and_salt_they_came_with(app):
     assert await shared(app, prompt, cache_salt="s") > 60
 
 
-async def test_they_run_with_the_terms_of_their_key(app, monkeypatch):
+async def test_warming_runs_with_the_keys_priority_and_deadline(app, monkeypatch):
     seen = []
     submit = app.engine._core.submit
     monkeypatch.setattr(
@@ -104,7 +104,7 @@ async def test_they_run_with_the_terms_of_their_key(app, monkeypatch):
     assert (terms.weight, terms.priority, terms.deadline is not None) == (3.0, 2, True)
 
 
-async def test_who_goes_takes_his_documents_along(app):
+async def test_a_disconnect_cancels_its_documents(app):
     """What is computed stops, the place in the queue is held until then, and nothing is left
     behind.
     """
@@ -164,7 +164,7 @@ async def test_who_goes_takes_his_documents_along(app):
     ],
     ids=str,
 )
-async def test_what_is_wrong_is_named(app, body, param, words):
+async def test_invalid_requests_are_refused_by_name(app, body, param, words):
     answer = await app.post(WARM, json=body)
     assert answer.status_code == 400, answer.text
     error = answer.json()["error"]
@@ -173,7 +173,7 @@ async def test_what_is_wrong_is_named(app, body, param, words):
     assert runner_of(app.engine).computed == 0
 
 
-async def test_a_runner_that_cannot_says_why(app):
+async def test_a_runner_without_support_gives_its_reason(app):
     runner_of(app.engine).moved_keys_refusal = "this runner cannot; use another one"
     for body, param in (
         ({"documents": ["a"]}, "documents"),

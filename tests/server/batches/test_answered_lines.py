@@ -33,7 +33,7 @@ def names_of(path):
     return [json.loads(line)["custom_id"] for line in path.read_bytes().splitlines()]
 
 
-def test_a_crash_at_any_byte_loses_no_whole_record(path):
+def test_a_crash_at_any_byte_keeps_complete_records(path):
     written(path, "a", "b", "c")
     whole = path.read_bytes()
     ends = [end + 1 for end in range(len(whole)) if whole[end : end + 1] == b"\n"]
@@ -48,7 +48,7 @@ def test_a_crash_at_any_byte_loses_no_whole_record(path):
 
 
 @pytest.mark.parametrize("damage", [b"\0" * 100, b'{"custom_id": "x"\0\n', b'\0\0\n{"cust'])
-def test_damage_after_a_loss_of_power_is_cut_off(path, damage):
+def test_a_damaged_tail_is_truncated(path, damage):
     written(path, "a")
     with open(path, "ab") as file:
         file.write(damage)
@@ -57,14 +57,14 @@ def test_damage_after_a_loss_of_power_is_cut_off(path, damage):
 
 
 @pytest.mark.parametrize("content", [b"notes\n", b'{"id": 1}\n{"id": 2}\n', b"[]\n"])
-def test_other_files_are_refused_and_stay_as_they_are(path, content):
+def test_other_files_are_refused_and_not_changed(path, content):
     path.write_bytes(content)
     with pytest.raises(RequestError, match=r"line 1 of .* is no answer of a batch"):
         RecordFile(path)
     assert path.read_bytes() == content
 
 
-def test_two_writers(path):
+def test_a_second_writer_is_refused(path):
     file = RecordFile(path)
     with pytest.raises(RequestError, match="another process writes to"):
         RecordFile(path)
@@ -72,7 +72,7 @@ def test_two_writers(path):
     RecordFile(path).close()
 
 
-def test_a_full_disk_leaves_whole_records(path, monkeypatch):
+def test_a_full_disk_keeps_complete_records(path, monkeypatch):
     written(path, "a")
     file = RecordFile(path)
     real = file._file

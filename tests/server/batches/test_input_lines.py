@@ -45,16 +45,16 @@ def problems(tmp_path, content, endpoint="/v1/completions"):
     ],
     ids=lambda value: repr(value)[:30],
 )
-def test_wrong_files(tmp_path, content, code, number):
+def test_invalid_input_files_are_refused(tmp_path, content, code, number):
     found = problems(tmp_path, content)
     assert (found[0].code, found[0].line) == (code, number)
 
 
-def test_all_wrong_lines_are_told_up_to_a_number(tmp_path):
+def test_invalid_lines_are_reported_up_to_a_limit(tmp_path):
     assert len(problems(tmp_path, b"{\n" * 70)) == 50
 
 
-def test_bodies_are_those_of_the_lines(tmp_path):
+def test_bodies_are_read_from_their_lines(tmp_path):
     path = tmp_path / "in.jsonl"
     path.write_bytes(b"\n" + jsonl([line("ä"), line("b")]) + b"\r\n" + jsonl([line("c")]).strip())
     lines, wrong = read_lines(path, None, *LIMITS)
@@ -65,7 +65,7 @@ def test_bodies_are_those_of_the_lines(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["messages", "prompt", "input"])
-def test_lines_with_a_common_prefix_are_next_to_each_other(tmp_path, kind):
+def test_lines_with_a_common_prefix_are_adjacent(tmp_path, kind):
     rng = random.Random(1)
     documents = ["".join(rng.choices("abcdefgh ", k=1500)) for _ in range(10)]
 
@@ -93,7 +93,7 @@ def test_lines_with_a_common_prefix_are_next_to_each_other(tmp_path, kind):
     )
 
 
-def test_models_and_routes_stay_together(tmp_path):
+def test_lines_are_grouped_by_model_and_route(tmp_path):
     lines = [
         line(f"{number}", {"model": model, "prompt": f"{number}"}, url)
         for number, (model, url) in enumerate(

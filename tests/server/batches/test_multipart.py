@@ -34,7 +34,7 @@ def read(content_type, data, sizes=(1 << 20,)):
 
 
 @pytest.mark.parametrize("sizes", [(1,), (7,), (64,), (1, 100, 3)])
-def test_what_httpx_sends(sizes):
+def test_httpx_uploads_are_parsed(sizes):
     content = random.Random(1).randbytes(3000) + b"\r\n--" + b"\r\n-\r\n--x" * 50
     request = httpx.Request(
         "POST",
@@ -49,7 +49,7 @@ def test_what_httpx_sends(sizes):
 
 
 @pytest.mark.parametrize("content", [b"", b"\r\n", b"--b-1", b"\r\n--b-"])
-def test_contents_like_a_boundary(content):
+def test_contents_that_resemble_a_boundary_are_kept(content):
     data = body_of(part("file", content, '; filename="a"'), part("purpose", b"batch"))
     form, found = read(TYPE, b"preamble\r\n" + data + b"epilogue", (1,))
     assert (found, form.fields) == (content, {"purpose": "batch"})
@@ -76,14 +76,14 @@ def test_contents_like_a_boundary(content):
     ],
     ids=lambda value: repr(value)[:30],
 )
-def test_malformed_forms(content_type, data, message):
+def test_malformed_forms_are_refused(content_type, data, message):
     for sizes in ((1,), (1 << 20,)):
         with pytest.raises(ApiError, match=message) as caught:
             read(content_type, data, sizes)
         assert caught.value.status_code == 400
 
 
-def test_a_file_is_never_held_in_memory():
+def test_an_upload_is_never_held_in_memory():
     largest = 0
     written = 0
 

@@ -40,7 +40,7 @@ def question(number):
     }
 
 
-def test_a_batch_from_upload_to_answers(client):
+def test_openai_client_runs_a_batch(client):
     content = jsonl(line(str(n), question(n), CHAT) for n in range(20))
     assert len(content) > 4096, "a file may be larger than a body"
     file = client.files.create(
@@ -79,7 +79,7 @@ def test_a_batch_from_upload_to_answers(client):
         client.files.retrieve(file.id)
 
 
-def test_cancel_and_errors(client):
+def test_openai_client_cancels_and_raises_errors(client):
     file = client.files.create(
         file=jsonl(line(str(n), {**question(n), "max_tokens": 60}, CHAT) for n in range(100)),
         purpose="batch",
@@ -97,7 +97,7 @@ def test_cancel_and_errors(client):
         client.batches.retrieve("batch_x")
 
 
-def test_a_stop_in_the_middle_continues_after_the_next_start(demo_engine, tmp_path):
+def test_a_batch_continues_after_a_restart(demo_engine, tmp_path):
     content = jsonl(line(str(n), question(n), CHAT) for n in range(40))
     batch_id = ""
     for _ in range(2):

@@ -33,7 +33,7 @@ async def plain(client, body, url=COMPLETIONS):
     return (await client.http.post(url, json=body)).json()
 
 
-async def test_answers_are_those_of_the_routes(client):
+async def test_answers_equal_the_routes_answers(client):
     bodies = {str(n): {"prompt": f"number {n}", **GREEDY} for n in range(12)}
     created = await client.create(
         jsonl(line(name, body) for name, body in bodies.items()), metadata={"for": "me"}
@@ -57,14 +57,14 @@ async def test_answers_are_those_of_the_routes(client):
         assert usage["completion_tokens"] == answer["usage"]["completion_tokens"]
 
 
-async def test_a_change_does_not_hide_a_stop(client):
+async def test_a_change_does_not_swallow_a_stop(client):
     service = client.app.state.kv.batches
     await asyncio.sleep(0.05)  # the service waits for a change
     service.start()
     await asyncio.wait_for(service.stop(), timeout=20)
 
 
-async def test_answers_have_the_keys_of_their_types(client):
+async def test_answers_match_their_response_types(client):
     lines = jsonl([line("good"), line("bad", {"prompt": "x", "max_tokens": -1})])
     file = await client.upload(lines)
     created = await client.create(lines)
@@ -93,7 +93,7 @@ async def test_answers_have_the_keys_of_their_types(client):
     ],
     ids=["embeddings", "responses", "chat"],
 )
-async def test_other_routes(client, url, body):
+async def test_every_route_works_in_a_batch(client, url, body):
     """The tiny model has no chat template, so chats are refused line by line, like over HTTP."""
     direct = await client.http.post(url, json=body)
     created = await client.create(jsonl([line("a", body, url)]), endpoint=url)
@@ -105,7 +105,7 @@ async def test_other_routes(client, url, body):
     assert set(record["response"]["body"]) == set(direct.json())
 
 
-async def test_errors_of_lines_are_in_a_file_of_their_own(client):
+async def test_failed_lines_are_in_the_error_file(client):
     lines = [
         line("good"),
         line("field", {"prompt": "x", "colour": "red"}),
@@ -125,7 +125,7 @@ async def test_errors_of_lines_are_in_a_file_of_their_own(client):
         assert record["response"]["body"] == direct.json()
 
 
-async def test_a_wrong_file_fails_as_a_whole(client):
+async def test_an_invalid_file_fails_the_batch(client):
     created = await client.create(jsonl([line("a"), line("a"), line("b", url="/v1/x")]))
     batch = await client.ended(created.json()["id"])
     assert (batch["status"], batch["output_file_id"]) == ("failed", None)
@@ -142,7 +142,7 @@ async def test_lines_of_a_batch_are_bounded(tiny_engine, tmp_path):
         assert (await client.ended(created.json()["id"]))["status"] == "completed"
 
 
-async def test_answers_stop_at_the_limit_of_bytes(tiny_engine, tmp_path):
+async def test_a_batch_stops_at_the_size_limit_of_its_answers(tiny_engine, tmp_path):
     async with batch_app(tiny_engine, tmp_path, max_file_bytes=6000, max_batch_size=1) as client:
         created = await client.create(jsonl(line(str(n)) for n in range(40)))
         batch = await client.ended(created.json()["id"])
@@ -171,7 +171,7 @@ async def test_answers_stop_at_the_limit_of_bytes(tiny_engine, tmp_path):
     ],
     ids=repr,
 )
-async def test_wrong_batches(client, fields, param):
+async def test_invalid_batches_are_refused_by_name(client, fields, param):
     answer = await client.create(jsonl([line("a")]), **fields)
     assert answer.status_code == (404 if param == "input_file_id" else 400), answer.text
     assert answer.json()["error"]["param"] == param
@@ -191,13 +191,13 @@ async def test_wrong_batches(client, fields, param):
     ],
     ids=repr,
 )
-async def test_wrong_uploads(client, fields, param):
+async def test_invalid_uploads_are_refused_by_name(client, fields, param):
     answer = await client.upload(b"x", **fields)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
     assert (await client.http.get("/v1/files")).json()["data"] == []
 
 
-async def test_lists(client):
+async def test_files_and_batches_are_listed_in_pages(client):
     ids = [(await client.upload(jsonl([line(str(n))]))).json()["id"] for n in range(3)]
     everything = (await client.http.get("/v1/files")).json()
     assert {one["id"] for one in everything["data"]} == set(ids)
@@ -241,7 +241,7 @@ async def test_files_are_deleted(client):
     assert (await client.http.delete(f"/v1/files/{file_id}")).status_code == 404
 
 
-async def test_off_unless_a_directory_is_given(tiny_app):
+async def test_batches_are_off_without_a_directory(tiny_app):
     calls = (
         ("GET", "/v1/files"),
         ("POST", "/v1/files"),
@@ -296,7 +296,7 @@ async def test_cancel_keeps_the_answers_so_far(tiny_engine, tmp_path):
         assert tiny_engine.paged_stats()["num_running"] == 0
 
 
-async def test_a_batch_that_waits_can_be_cancelled(tiny_engine, tmp_path):
+async def test_a_queued_batch_can_be_cancelled(tiny_engine, tmp_path):
     async with batch_app(tiny_engine, tmp_path) as client:
         held = HeldForward(tiny_engine)
         first, second = [(await client.create(jsonl([line("a")]))).json()["id"] for _ in range(2)]
@@ -337,7 +337,9 @@ async def test_a_restart_answers_each_line_once(tiny_engine, tmp_path, stops, mo
 
 
 @pytest.mark.parametrize("point", ["save", "publish"])
-async def test_a_crash_while_a_batch_ends(tiny_engine, tmp_path, monkeypatch, point, caplog):
+async def test_a_crash_while_a_batch_finishes_loses_nothing(
+    tiny_engine, tmp_path, monkeypatch, point, caplog
+):
     """As if the process died: what is on disk at that moment is all there is."""
 
     def dies(self, batch, *_):
@@ -359,7 +361,7 @@ async def test_a_crash_while_a_batch_ends(tiny_engine, tmp_path, monkeypatch, po
         assert set(await client.records(batch["output_file_id"])) == {"a", "b"}
 
 
-async def test_an_expired_batch_tells_which_lines_were_not_answered(tiny_engine, tmp_path):
+async def test_an_expired_batch_lists_unanswered_lines(tiny_engine, tmp_path):
     async with batch_app(tiny_engine, tmp_path, max_batch_size=1) as client:
         created = await client.create(jsonl(line(str(n)) for n in range(200)))
         batch_id = created.json()["id"]
@@ -399,7 +401,7 @@ async def test_shared_prefixes_are_computed_once(tiny_engine, tmp_path):
         assert sum(number >= 144 for number in cached) == 32 - 4
 
 
-async def test_lines_leave_the_queue_to_others(tiny_engine, tmp_path):
+async def test_batch_lines_do_not_occupy_the_request_queue(tiny_engine, tmp_path):
     """Lines in flight take none of the places that --max-queue-size bounds."""
     async with batch_app(
         tiny_engine, tmp_path, max_batch_size=2, max_queue_size=0, batch_background="idle"
@@ -424,7 +426,7 @@ async def test_batches_of_tenants_run_side_by_side(tiny_engine, tmp_path):
         assert (await client.batch(long))["status"] == "in_progress"
 
 
-async def test_a_busy_server_is_asked_again(tiny_engine, tmp_path, monkeypatch):
+async def test_a_refused_line_is_retried(tiny_engine, tmp_path, monkeypatch):
     async with batch_app(tiny_engine, tmp_path) as client:
         caller = client.app.state.kv.batches._call
         real = type(caller).__call__

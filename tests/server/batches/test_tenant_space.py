@@ -92,7 +92,7 @@ def test_files_and_batches_of_a_newer_version_are_kept_for_it(opened, tmp_path):
 @pytest.mark.parametrize(
     "name", ["../../x", "/etc/passwd", "a\0b", "..", "", "x" * 999, "con", "a\nb\x1b[31m"]
 )
-def test_names_of_clients_are_only_shown(opened, tmp_path, name):
+def test_file_names_are_metadata_only(opened, tmp_path, name):
     space = opened()
     before = paths(tmp_path)
     file = put(space, name=name)
@@ -108,7 +108,7 @@ def test_names_of_clients_are_only_shown(opened, tmp_path, name):
     assert opened().file(file.id) == file
 
 
-def test_an_upload_that_breaks_off_leaves_nothing(opened, tmp_path):
+def test_an_aborted_upload_leaves_nothing(opened, tmp_path):
     space = opened()
     before = paths(tmp_path)
     upload = space.upload()
@@ -120,7 +120,7 @@ def test_an_upload_that_breaks_off_leaves_nothing(opened, tmp_path):
     assert len(opened().files()) == 0
 
 
-def test_limits_of_files(opened):
+def test_number_and_size_of_files_are_limited(opened):
     space = opened(max_files=2, max_file_bytes=2000)
     put(space, b"a" * 1000)
     second = put(space, b"a" * 500)
@@ -138,7 +138,7 @@ def test_limits_of_files(opened):
     upload.close()
 
 
-def test_limit_of_batches(opened):
+def test_number_of_batches_is_limited(opened):
     space = opened(max_batches=2)
     file = put(space)
     first, _ = new_batch(space, file), new_batch(space, file)
@@ -149,7 +149,7 @@ def test_limit_of_batches(opened):
     new_batch(space, file)
 
 
-def test_a_file_in_use_stays(opened, clock):
+def test_a_file_in_use_is_not_deleted(opened, clock):
     space = opened()
     file = put(space, seconds=HOUR)
     batch = new_batch(space, file, 10 * HOUR)
@@ -166,7 +166,7 @@ def test_a_file_in_use_stays(opened, clock):
     assert space.input_path(batch) is None
 
 
-def test_expiry(opened, clock, tmp_path):
+def test_files_and_batches_expire(opened, clock, tmp_path):
     space = opened(batch_retention=HOUR)
     empty = paths(tmp_path)
     file = put(space, seconds=HOUR)
@@ -196,7 +196,7 @@ def test_finished_batches_are_bounded(opened, monkeypatch):
 
 
 @pytest.mark.parametrize("crash", ["before", "between", "after"])
-def test_answers_become_files_once(opened, crash, monkeypatch):
+def test_answers_become_files_once_after_a_crash(opened, crash, monkeypatch):
     space = opened()
     batch = new_batch(space, put(space))
     (space.batch_directory(batch) / "answers.jsonl").write_bytes(b"answers")
@@ -221,7 +221,7 @@ def test_answers_become_files_once(opened, crash, monkeypatch):
     assert len(again.files()) == 2
 
 
-def test_damaged_and_foreign_entries_are_left_out(opened, tmp_path):
+def test_damaged_and_foreign_entries_are_ignored(opened, tmp_path):
     space = opened()
     file = put(space)
     folder = tmp_path / "space" / "files"
@@ -238,7 +238,7 @@ def test_damaged_and_foreign_entries_are_left_out(opened, tmp_path):
     assert isinstance(again.files()[0], StoredFile)
 
 
-def test_one_server_for_a_folder(tmp_path):
+def test_a_folder_is_locked_by_one_server(tmp_path):
     store = BatchStore(tmp_path, ServerSettings())
     with pytest.raises(ConfigError, match="in use by another server"):
         BatchStore(tmp_path, ServerSettings())
@@ -246,7 +246,7 @@ def test_one_server_for_a_folder(tmp_path):
     BatchStore(tmp_path, ServerSettings()).close()
 
 
-def test_a_folder_that_cannot_be_used(tmp_path):
+def test_an_unusable_folder_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"batch_dir=.* cannot be used: "):
         BatchStore(tmp_path / "file", ServerSettings())
@@ -254,7 +254,7 @@ def test_a_folder_that_cannot_be_used(tmp_path):
         ServerSettings(batch_dir="")
 
 
-def test_tenants_have_folders_of_their_own(tmp_path):
+def test_tenants_have_separate_folders(tmp_path):
     settings = ServerSettings(api_keys=KEYS)
     store = BatchStore(tmp_path, settings)
     spaces = list(store)

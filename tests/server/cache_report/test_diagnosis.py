@@ -95,7 +95,7 @@ CHAT = PromptInputs(
 )
 
 
-def test_another_word_in_the_system_message_is_named_with_both_texts():
+def test_a_changed_system_message_is_named_with_both_texts():
     before = record("[s]It is Tuesday.[u]Hello there", CHAT)
     asked = PromptInputs(
         (
@@ -121,7 +121,7 @@ SYSTEM = PromptField("message 0 (system)", "It is Tuesday. You are a clerk of th
 @pytest.mark.parametrize(
     "question", ["Where is my letter?", "Hello", "Hello there, where is it?", "Hi", "x" * 100]
 )
-def test_another_question_behind_the_same_text_is_what_a_cache_is_for(question):
+def test_another_question_after_the_same_prefix_is_other_message(question):
     before, mine = (
         record(
             f"[s]{SYSTEM.text}[u]{text}[a]",
@@ -144,7 +144,7 @@ def test_another_question_behind_the_same_text_is_what_a_cache_is_for(question):
 
 
 @pytest.mark.parametrize("question", ["Hello there", "clerk"])
-def test_a_change_before_the_last_message_is_no_other_message(question):
+def test_a_change_before_the_last_message_is_changed_text(question):
     """Also where the last message says what stands before it, or is other too."""
     before = record(
         f"[s]{SYSTEM.text}[u]Hello there[a]",
@@ -161,7 +161,7 @@ def test_a_change_before_the_last_message_is_no_other_message(question):
     )
 
 
-def test_nothing_alike_was_asked():
+def test_a_prompt_without_a_common_prefix_is_first_seen():
     assert found(record("abcdefgh"), None).cause == "first_seen"
     assert found(record("abcdefgh"), record("xbcdefgh")).cause == "first_seen"
 
@@ -189,7 +189,7 @@ def chat(system, question):
     ],
 )
 @pytest.mark.parametrize("block", [4, 16, 64])
-def test_a_change_within_the_first_block_is_found_as_behind_it(block, before, mine, position):
+def test_a_change_within_the_first_block_is_found(block, before, mine, position):
     for made, start in (
         (found(record(mine), record(before), block=block), 0),
         (found(chat(mine, "Hi"), chat(before, "Hi"), block=block), 3),
@@ -213,7 +213,7 @@ def test_unrelated_prompts_that_share_an_opening_are_first_seen(before, mine):
 
 
 @pytest.mark.parametrize("questions", [1, 100])
-def test_a_longer_common_prefix_of_another_prompt_does_not_hide_a_change(questions):
+def test_a_longer_prefix_of_another_prompt_does_not_hide_a_change(questions):
     """However often that prompt was asked."""
     long = f"Today is Friday. You are a clerk of the post office. {LONG}"
     others = [chat(long, f"Question {number}") for number in range(questions)]
@@ -233,7 +233,7 @@ def test_a_longer_common_prefix_of_another_prompt_does_not_hide_a_change(questio
         (f"Today is Monday. {2 * LONG}", f"Today is Friday. {2 * LONG}", "changed_text"),
     ],
 )
-def test_a_single_message_behind_a_templates_own_text(before, mine, cause):
+def test_a_single_message_after_the_templates_own_text(before, mine, cause):
     made = [
         record(
             f"[s]You are a helpful assistant.[u]{text}[a]",
@@ -244,18 +244,18 @@ def test_a_single_message_behind_a_templates_own_text(before, mine, cause):
     assert found(*made, block=16).cause == cause
 
 
-def test_the_engines_reason_stands_where_the_first_block_was_evicted():
+def test_an_evicted_first_block_is_reported_as_evicted():
     made = found(record("Today is Friday."), record("Today is Monday."), 0, "evicted", block=64)
     assert made.cause == "evicted"
 
 
-def test_a_prompt_that_goes_on_behind_an_answer_has_new_text_only():
+def test_a_continued_conversation_is_new_text():
     before = record("[u]Hello there[a]", CHAT, answer="Good day[e]")
     made = found(record("[u]Hello there[a]Good day[e][u]And now?", CHAT), before)
     assert (made.cause, made.position) == ("new_text", len(before.ids))
 
 
-def test_the_same_prompt_again_computes_its_last_block():
+def test_a_repeated_prompt_is_tail():
     before = record("[u]Hello there[a]", CHAT)
     assert found(record("[u]Hello there[a]", CHAT), before).cause == "tail"
 
@@ -268,7 +268,7 @@ def test_the_same_prompt_again_computes_its_last_block():
         ("first_seen", "not_kept", ()),
     ],
 )
-def test_what_was_there_and_is_not(reason, cause, tiers):
+def test_missing_blocks_have_the_engines_cause(reason, cause, tiers):
     before = record("[u]Hello there and everywhere", CHAT)
     made = found(record("[u]Hello there and everywhere!", CHAT), before, 4, reason, *tiers)
     assert (made.cause, made.position, made.evicted_from) == (cause, 4, tiers)
@@ -280,7 +280,7 @@ def test_what_was_there_and_is_not(reason, cause, tiers):
 @pytest.mark.parametrize(
     ("reason", "tiers"), [("first_seen", ()), ("evicted", ("disk",)), ("evicted", ("disk", "pool"))]
 )
-def test_a_pool_that_went_with_its_model_dropped_what_it_held(reason, tiers):
+def test_blocks_lost_by_an_unload_are_evicted(reason, tiers):
     before, mine = (record(f"[u]Hello there and everywhere{end}", CHAT) for end in ("", "!"))
     mine.loading = before.loading + 1
     made = found(mine, before, 0, reason, *tiers)
@@ -288,7 +288,7 @@ def test_a_pool_that_went_with_its_model_dropped_what_it_held(reason, tiers):
     assert (made.cause, made.evicted_from) == ("evicted", ("pool", *others))
 
 
-def test_tools_in_another_order_and_other_tools():
+def test_reordered_and_changed_tools_are_distinguished():
     before = record('{"clock"}{"maps"}[u]Hi', TOOLS)
     swapped = dataclasses.replace(
         record('{"maps"}{"clock"}[u]Hi'), asked=TOOLS._replace(tools=("maps", "clock"))
@@ -304,13 +304,13 @@ def test_tools_in_another_order_and_other_tools():
     assert fewer.cause == "tools"
 
 
-def test_other_variables_of_the_template():
+def test_changed_template_variables_are_the_cause():
     before = record("[s]Think: on[u]Hello", CHAT._replace(settings='{"enable_thinking": true}'))
     mine = record("[s]Think: off[u]Hello", CHAT._replace(settings='{"enable_thinking": false}'))
     assert found(mine, before).cause == "template"
 
 
-def test_reasoning_that_was_stripped():
+def test_stripped_reasoning_is_the_cause():
     before = record("[u]Hello there[a]", CHAT, answer="<think>Hm.</think>Good day", reasoning=18)
     made = found(record("[u]Hello there[a]Good day[u]And now?", CHAT), before)
     assert (made.cause, made.field_before) == ("thinking", "answer")
@@ -323,21 +323,21 @@ def test_reasoning_that_was_stripped():
     )
 
 
-def test_the_same_text_in_other_tokens():
+def test_retokenized_text_is_the_cause():
     ids = [ord(letter) for letter in "[u]ballad"]
     mine = [*ids[:5], 1000 + ord("l"), *ids[7:]]  # "ll" as one token
     assert found(record(mine, CHAT), record(ids, CHAT)).cause == "retokenized"
 
 
 @pytest.mark.parametrize("reason", ["bypassed", "not_started", ""])
-def test_what_the_engine_says_itself_is_the_cause(reason):
+def test_the_engines_own_reason_is_the_cause(reason):
     mine = record("[u]Hello")
     outcome = result(mine, 0, reason)
     made = diagnose(mine, [(mine, 8)], outcome, block_size=4, decode=decode, thinks="")
     assert made.cause == (reason or "none")
 
 
-def test_a_field_is_found_where_a_message_says_the_same_twice():
+def test_the_changed_field_is_found_among_equal_messages():
     asked = PromptInputs(
         tuple(
             PromptField(f"message {number} (user)", text)
@@ -349,7 +349,7 @@ def test_a_field_is_found_where_a_message_says_the_same_twice():
 
 
 @pytest.mark.parametrize("compares", [True, False])
-def test_a_missing_state_is_told_with_both_numbers(compares):
+def test_a_missing_state_reports_hit_and_matched_tokens(compares):
     mine = record("It is Tuesday. Hello there")
     outcome = dataclasses.replace(result(mine, 8, "state"), matched_tokens=20)
     options = {"block_size": BLOCK, "decode": decode, "thinks": ""}

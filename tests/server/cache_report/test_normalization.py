@@ -13,7 +13,7 @@ B = {"type": "function", "function": {"name": "b", "parameters": {}}}
 A_TURNED = {"function": {"parameters": {"y": 2, "x": 1}, "name": "a"}, "type": "function"}
 
 
-def test_tools_that_are_the_same_keep_their_first_order():
+def test_equal_tools_keep_their_first_order():
     normalizer = Normalizer()
     assert normalizer.tools(ME, [A, B]) == ([A, B], False)
     tools, changed = normalizer.tools(ME, [B, A_TURNED])
@@ -24,7 +24,7 @@ def test_tools_that_are_the_same_keep_their_first_order():
     assert normalizer.tools(ME, [other, B]) == ([other, B], False)
 
 
-def test_the_order_inside_of_lists_is_meant():
+def test_the_order_within_lists_is_kept():
     normalizer = Normalizer()
     one, two = (
         {"type": "function", "function": {"name": "a", "enum": order}} for order in ([1, 2], [2, 1])
@@ -33,7 +33,7 @@ def test_the_order_inside_of_lists_is_meant():
     assert normalizer.tools(ME, [two]) == ([two], False)
 
 
-def test_arguments_of_calls_keep_the_order_of_their_keys():
+def test_call_arguments_keep_their_first_key_order():
     normalizer = Normalizer()
 
     def said(arguments):
@@ -47,7 +47,7 @@ def test_arguments_of_calls_keep_the_order_of_their_keys():
     assert json.dumps(again) == json.dumps(first)
 
 
-def test_the_billing_line_of_system_messages_is_left_out():
+def test_the_billing_line_of_system_messages_is_removed():
     normalizer = Normalizer()
     text = (
         "x-anthropic-billing-header: cc_version=2.1; cch=ab12;\nYou are a coder.\nKeep "
@@ -62,7 +62,7 @@ def test_the_billing_line_of_system_messages_is_left_out():
 
 
 @pytest.mark.parametrize("kinds", [(), ("arguments",)])
-def test_each_can_be_switched_off(kinds):
+def test_each_normalization_can_be_turned_off(kinds):
     normalizer = Normalizer(kinds)
     normalizer.tools(ME, [A, B])
     assert normalizer.tools(ME, [B, A]) == ([B, A], False)
@@ -70,7 +70,7 @@ def test_each_can_be_switched_off(kinds):
     assert normalizer.messages(ME, billed) == (billed, [])
 
 
-def test_no_number_of_salts_pushes_out_what_another_key_has():
+def test_many_salts_do_not_evict_another_keys_entries():
     normalizer = Normalizer()
     normalizer.tools(ME, [A, B])
     large = {"type": "function", "function": {"name": "f", "description": "x" * 400_000}}

@@ -17,7 +17,7 @@ def record(name, ids, *, text=""):
     )
 
 
-def test_the_closest_is_the_longest_common_prefix_of_the_same_tenant_and_salt():
+def test_the_closest_record_has_the_longest_prefix_of_the_same_tenant_and_salt():
     history = History(60)
     long = list(range(500))
     for tenant, name, ids in (
@@ -39,7 +39,7 @@ def test_the_closest_is_the_longest_common_prefix_of_the_same_tenant_and_salt():
 
 
 @pytest.mark.parametrize("first", [0, 1, 63, 64, 65, 120])
-def test_the_first_difference_is_found_wherever_it_is(first):
+def test_the_first_difference_is_found_at_any_position(first):
     ids = list(range(121))
     changed = [*ids[:first], -1, *ids[first + 1 :]]
     assert record("x", ids).common(np.array(changed, np.int32)) == first
@@ -47,7 +47,7 @@ def test_the_first_difference_is_found_wherever_it_is(first):
     assert record("x", ids).common(np.array(ids, np.int32)) == 121
 
 
-def test_an_answer_counts_as_what_was_said():
+def test_an_answer_extends_its_record():
     history = History(60)
     mine = record("mine", [1, 2])
     history.add(None, None, mine)
@@ -58,7 +58,7 @@ def test_an_answer_counts_as_what_was_said():
     assert mine.ids.tolist() == [1, 2, 3, 4]
 
 
-def test_what_is_kept_is_bounded_and_its_bytes_are_counted_to_the_last():
+def test_the_history_is_bounded_and_its_bytes_are_exact():
     history = History(60, max_bytes=40_000, max_tenant_bytes=20_000)
     for number in range(200):
         made = record(str(number), list(range(number)), text="x" * number)
@@ -69,7 +69,7 @@ def test_what_is_kept_is_bounded_and_its_bytes_are_counted_to_the_last():
         assert history.find(f"tenant {number % 5}", str(number)) is made
 
 
-def test_many_salts_of_one_tenant_take_no_more_room_than_one():
+def test_many_salts_of_one_tenant_share_its_limit():
     history = History(60, max_bytes=60_000, max_tenant_bytes=20_000)
     history.add("other", None, record("theirs", [1]))
     for number in range(1000):
@@ -84,7 +84,7 @@ def test_many_salts_of_one_tenant_take_no_more_room_than_one():
     assert (history.find("one", "0"), history.find("one", "999")) == (None, kept[1])
 
 
-def test_a_tenant_with_no_more_than_an_equal_part_loses_nothing():
+def test_a_tenant_within_its_share_loses_nothing():
     history = History(60, max_bytes=40_000, max_tenant_bytes=20_000)
     for number in range(3):
         history.add("quiet", None, record(f"mine {number}", list(range(500))))
@@ -102,7 +102,7 @@ def test_a_request_too_large_to_keep_leaves_nothing_behind():
     assert (history.nbytes, history.latest(None)) == (0, [])
 
 
-def test_old_ones_are_forgotten_and_0_seconds_keep_nothing():
+def test_records_expire_and_0_seconds_keeps_none():
     now = 1000.0
     history = History(10, clock=lambda: now)
     history.add("a", None, record("old", [1]))
@@ -115,7 +115,7 @@ def test_old_ones_are_forgotten_and_0_seconds_keep_nothing():
     assert nothing.nbytes == 0
 
 
-def test_many_small_requests_are_bounded_in_number():
+def test_the_number_of_records_is_bounded():
     history = History(60)
     for number in range(300):
         history.add(None, None, record(str(number), [number]))

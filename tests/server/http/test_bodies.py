@@ -5,7 +5,7 @@ from kvboost_edge.server.app import create_app
 from kvboost_edge.server.settings import ServerSettings
 
 
-async def test_pieces_of_a_body_have_the_limit_of_a_whole_one(tiny_engine):
+async def test_max_body_bytes_applies_to_chunked_bodies(tiny_engine):
     async def pieces():
         for _ in range(5):
             yield b" " * 5000

@@ -43,11 +43,11 @@ def check(settings, *headers, address="127.0.0.1"):
         ("localhost.", 421),
     ],
 )
-def test_loopback_names_only_by_default(host, status):
+def test_only_loopback_hosts_are_allowed_by_default(host, status):
     assert check(ServerSettings(), ("host", host)) == status
 
 
-def test_bind_address_allowed_hosts_and_the_connection_count():
+def test_the_bind_address_and_allowed_hosts_are_accepted():
     settings = ServerSettings(host="192.0.2.7", insecure=True, allowed_hosts=("LLM.example.org",))
     assert check(settings, ("host", "192.0.2.7:8000")) == 200
     assert check(settings, ("host", "llm.example.org")) == 200
@@ -59,7 +59,7 @@ def test_bind_address_allowed_hosts_and_the_connection_count():
     assert check(ServerSettings(allowed_hosts=("*",)), ("host", "anything.example.org")) == 200
 
 
-def test_two_hosts_are_refused():
+def test_two_host_headers_are_refused():
     assert check(ServerSettings(), ("host", "localhost"), ("host", "localhost")) == 400
 
 
@@ -74,20 +74,20 @@ def test_two_hosts_are_refused():
         ("", 403),
     ],
 )
-def test_pages_of_other_sites_may_not_call(origin, status):
+def test_requests_of_other_origins_are_refused(origin, status):
     assert check(ServerSettings(), ("host", "localhost:8000"), ("origin", origin)) == status
     allowed = ServerSettings(cors_origins=("https://example.org",))
     assert check(allowed, ("host", "localhost:8000"), ("origin", "https://example.org")) == 200
 
 
-def test_the_live_server_refuses_in_shape(live_server):
+def test_an_invalid_host_is_refused_in_the_apis_format(live_server):
     with live_server.client(headers={"Host": "rebound.example.org"}) as client:
         answer = client.get("/health")
     assert (answer.status_code, answer.json()["error"]["code"]) == (421, "invalid_host")
     assert answer.headers["x-request-id"]
 
 
-def test_no_cors_unless_asked(demo_engine, live_server):
+def test_cors_is_off_by_default(demo_engine, live_server):
     preflight = {"Origin": "https://example.org", "Access-Control-Request-Method": "POST"}
     with live_server.client(headers=preflight) as client:
         answer = client.options("/v1/chat/completions")
@@ -117,7 +117,7 @@ def test_no_cors_unless_asked(demo_engine, live_server):
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", "example.org", "[::]"])
-def test_a_wider_bind_without_a_key_is_refused(host):
+def test_a_non_loopback_bind_without_a_key_is_refused(host):
     with pytest.raises(ConfigError, match="--insecure"):
         ServerSettings(host=host)
     assert ServerSettings(host=host, insecure=True).host == host

@@ -48,7 +48,7 @@ def _bearer(key):
     return [(b"authorization", b"Bearer " + key.encode())]
 
 
-def test_every_route_but_the_open_ones_needs_a_key(keyed_server):
+def test_every_route_except_the_public_ones_needs_a_key(keyed_server):
     paths = {route.path for route in _routes(keyed_server)}
     assert {
         "/v1/completions",
@@ -75,7 +75,7 @@ def test_every_route_but_the_open_ones_needs_a_key(keyed_server):
 
 
 @pytest.mark.parametrize("target", TRICKS)
-def test_no_spelling_of_a_path_opens_anything(keyed_server, target):
+def test_path_variants_do_not_bypass_authentication(keyed_server, target):
     with keyed_server.connect() as sock:
         sock.sendall(
             b"GET " + target + b" HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
@@ -101,7 +101,7 @@ def test_no_spelling_of_a_path_opens_anything(keyed_server, target):
         ["Bearer " + "a" * 5000],
     ],
 )
-def test_what_is_not_exactly_one_right_key_is_401(keyed_server, values):
+def test_anything_but_one_valid_key_is_401(keyed_server, values):
     with keyed_server.client(headers=[("Authorization", value) for value in values]) as client:
         assert client.get("/v1/models").status_code == 401
 
@@ -112,12 +112,12 @@ def test_each_key_is_accepted(keyed_server, key):
         assert client.get("/v1/models").status_code == 200
 
 
-def test_a_header_that_is_no_text_is_401():
+def test_a_non_text_header_is_401():
     with pytest.raises(ApiError):
         KeyRing(KEYS).tenant([(b"authorization", b"Bearer \xff\xfe\x00")])
 
 
-def test_all_keys_are_compared_whichever_is_right(monkeypatch):
+def test_all_keys_are_compared_in_constant_time(monkeypatch):
     compared = []
     real = hmac.compare_digest
     monkeypatch.setattr(hmac, "compare_digest", lambda a, b: compared.append(1) or real(a, b))
@@ -132,7 +132,7 @@ def test_all_keys_are_compared_whichever_is_right(monkeypatch):
     assert len(compared) == 3
 
 
-def test_tenants_do_not_see_what_others_cached(keyed_server):
+def test_tenants_never_hit_each_others_cache(keyed_server):
     prompt = {
         "model": "kvboost-edge/demo",
         "prompt": "A secret of the first tenant. " * 10,
@@ -150,7 +150,7 @@ def test_tenants_do_not_see_what_others_cached(keyed_server):
     assert cached(KEYS[1]) > 0
 
 
-def test_what_all_tenants_share_is_the_admins(keyed_server):
+def test_shared_statistics_need_the_admin_key(keyed_server):
     """Totals of hits and blocks would tell one tenant what another one does."""
     # tests/server/models/test_changes.py has those that change models.
     paths = sorted(path for path in ADMIN_PATHS if not path.startswith("/api/"))
@@ -171,13 +171,13 @@ def test_what_all_tenants_share_is_the_admins(keyed_server):
 @pytest.mark.parametrize(
     ("keys", "admins"), [(("only",), ()), ((), ("only",)), (("a",), ("only",))]
 )
-def test_the_only_key_and_an_admin_key_may_see_everything(keys, admins):
+def test_a_single_key_or_an_admin_key_sees_everything(keys, admins):
     ring = KeyRing(keys, admins)
     assert ring.tenant(_bearer("only")) == tenant_of_key("only")
     ring.check_admin(tenant_of_key("only"))
 
 
-def test_without_an_admin_key_nobody_sees_what_several_tenants_share():
+def test_shared_statistics_are_refused_without_an_admin_key():
     for key in KEYS:
         with pytest.raises(ApiError) as refused:
             KeyRing(KEYS).check_admin(tenant_of_key(key))
@@ -231,7 +231,7 @@ def test_neither_keys_nor_prompts_are_logged(keyed_server, kept_logging):
     assert not any(key in stream.getvalue() for key in KEYS)
 
 
-def test_keys_are_not_shown():
+def test_keys_are_not_in_repr_or_errors():
     settings = ServerSettings(api_keys=KEYS)
     assert not any(key in repr(settings) for key in KEYS)
     for bad in ("with space", "", "ünicode", "line\n"):
@@ -265,7 +265,7 @@ def test_a_key_may_have_a_weight(tmp_path):
 
 
 @pytest.mark.parametrize("weight", ["0", "-1", "nan", "inf", "1001", "0.0009", "x", "", "4,5"])
-def test_a_weight_that_is_none_is_named(weight):
+def test_an_invalid_weight_is_refused_by_name(weight):
     with pytest.raises(
         ConfigError,
         match=re.escape(f"weight={weight} of an API key must be a number in 0.001..1000"),
@@ -276,13 +276,13 @@ def test_a_weight_that_is_none_is_named(weight):
 @pytest.mark.parametrize(
     "key", ["the-key weigth=4", "the-key 4", "the-key weight = 4", "the-key weight=4 5"]
 )
-def test_what_is_no_weight_is_refused_without_showing_the_key(key):
+def test_an_invalid_key_option_is_refused_without_showing_the_key(key):
     with pytest.raises(ConfigError, match="weight=NUMBER") as caught:
         ServerSettings(api_keys=(key,))
     assert "the-key" not in str(caught.value)
 
 
-def test_a_key_with_two_weights_is_given_twice():
+def test_a_key_with_two_weights_is_refused():
     with pytest.raises(ConfigError, match="twice"):
         ServerSettings(api_keys=("same", "same weight=2"))
 
@@ -301,7 +301,7 @@ def test_keys_come_from_flags_file_and_environment(tmp_path):
 
 @pytest.mark.parametrize("value", [",", " ", " , ,"])
 @pytest.mark.parametrize("name", ["KVBOOST_API_KEY", "KVBOOST_API_KEYS", "KVBOOST_ADMIN_API_KEYS"])
-def test_a_variable_without_a_key_does_not_open_the_server(name, value):
+def test_an_empty_key_variable_does_not_disable_authentication(name, value):
     single = not name.endswith("S")
     if single and value.strip():
         assert collect_api_keys((), None, {name: value}) == (value.strip(),)
@@ -312,7 +312,7 @@ def test_a_variable_without_a_key_does_not_open_the_server(name, value):
 
 
 @pytest.mark.parametrize("content", [None, b"", b"# only a comment\n", b"\xff\xfe"])
-def test_a_useless_key_file_is_an_error(tmp_path, content):
+def test_an_invalid_key_file_is_an_error(tmp_path, content):
     file = tmp_path / "keys"
     if content is not None:
         file.write_bytes(content)
@@ -335,7 +335,7 @@ def _routes(server):
     return found
 
 
-def test_a_key_may_be_in_x_api_key():
+def test_x_api_key_is_accepted():
     ring = KeyRing(KEYS)
     tenant = tenant_of_key(KEYS[0])
     own = (b"x-api-key", KEYS[0].encode())

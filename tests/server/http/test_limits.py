@@ -41,7 +41,7 @@ def test_a_chunked_body_over_the_limit_is_413(strict):
     assert (answer.status_code, answer.json()["error"]["code"]) == (413, "request_too_large")
 
 
-def test_bodies_of_all_requests_together_are_bounded(demo_engine):
+def test_total_body_bytes_are_bounded(demo_engine):
     """Eight of the largest are held; the next bytes are refused until one of them has ended."""
     with serving(demo_engine, max_body_bytes=40_000) as server, contextlib.ExitStack() as stack:
         bodies = server.kv.bodies
@@ -64,7 +64,7 @@ def test_bodies_of_all_requests_together_are_bounded(demo_engine):
     assert bodies.num_bytes == 0
 
 
-def test_the_bodies_of_one_key_leave_room_for_another_s(demo_engine):
+def test_total_body_bytes_are_shared_between_keys(demo_engine):
     """Of eight of the largest, two are kept for each of two keys; one key has six at most."""
     with (
         serving(demo_engine, max_body_bytes=40_000, api_keys=("one", "two")) as server,
@@ -89,7 +89,7 @@ def test_a_body_at_the_limit_is_read(strict):
     assert answer.status_code == 400
 
 
-def test_a_refused_body_is_not_read_for_ever(strict):
+def test_a_refused_body_is_not_read_indefinitely(strict):
     with strict.connect() as sock:
         sock.sendall(HEAD + b"Content-Length: 4000000000\r\n\r\n")
         started = time.monotonic()
@@ -114,7 +114,7 @@ def test_a_refused_body_is_not_read_for_ever(strict):
     ],
     ids=["nothing", "one byte", "request line", "headers", "body"],
 )
-def test_what_does_not_arrive_in_time_is_408_and_closed(strict, start):
+def test_a_slow_request_gets_408_and_is_closed(strict, start):
     with strict.connect() as sock:
         started = time.monotonic()
         sock.sendall(start)
@@ -125,7 +125,7 @@ def test_what_does_not_arrive_in_time_is_408_and_closed(strict, start):
     assert 0.3 < seconds < 5
 
 
-def test_bytes_that_trickle_do_not_move_the_deadline(strict):
+def test_trickling_bytes_do_not_extend_the_deadline(strict):
     with strict.connect() as sock:
         started = time.monotonic()
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
@@ -148,7 +148,7 @@ def test_an_idle_connection_is_closed(strict):
     assert 0.5 < seconds < 5
 
 
-def test_a_client_that_takes_nothing_is_dropped_and_its_work_stopped(demo_engine):
+def test_a_client_that_does_not_read_is_dropped_and_cancelled(demo_engine):
     with serving(demo_engine, write_seconds=0.5) as server, socket.socket() as sock:
         # Small buffers, which the accepted socket inherits: the kernel's own would hold megabytes.
         server.server.servers[0].sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
@@ -171,7 +171,7 @@ def test_a_client_that_takes_nothing_is_dropped_and_its_work_stopped(demo_engine
 
 
 @pytest.mark.alone
-def test_a_client_that_reads_slowly_and_steadily_gets_everything(demo_engine):
+def test_a_slow_but_steady_reader_gets_the_whole_answer(demo_engine):
     text = "steady " * 3500
     with serving(demo_engine, write_seconds=0.6) as server, socket.socket() as sock:
         with server.client() as client:
@@ -210,7 +210,7 @@ def test_more_connections_than_allowed_get_503(demo_engine):
 
 
 @pytest.mark.alone
-def test_good_clients_go_on_beside_a_hundred_slow_ones(strict):
+def test_clients_are_served_beside_a_hundred_slow_ones(strict):
     def best_of(count, client):
         times = []
         for _ in range(count):

@@ -40,7 +40,9 @@ def chunked(size):
     ],
     ids=["length", "chunks", "length without a key", "chunks without a key"],
 )
-def test_who_sends_everything_first_reads_the_answer(server, key, length, status, code, more):
+def test_a_client_that_sends_its_whole_body_first_reads_the_error(
+    server, key, length, status, code, more
+):
     body = b"x" * LARGE if length else chunked(LARGE)
     framing = b"Content-Length: %d\r\n" % len(body) if length else b"Transfer-Encoding: chunked\r\n"
     with server.connect() as sock:
@@ -56,14 +58,14 @@ def test_who_sends_everything_first_reads_the_answer(server, key, length, status
     "start",
     [b"no head at all\n\n", HEAD + b"Content-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\n"],
 )
-def test_who_sends_on_after_a_malformed_head_reads_the_answer(server, start):
+def test_a_client_that_keeps_sending_after_a_malformed_head_reads_the_error(server, start):
     with server.connect() as sock:
         sock.sendall(start)
         sock.sendall(b"x" * LARGE)
         assert raw_answer(sock).startswith(b"HTTP/1.1 400")
 
 
-def test_clients_read_the_answer(server, tmp_path):
+def test_httpx_and_curl_read_the_error(server, tmp_path):
     text = "x" * LARGE
     with server.client() as client:
         answer = client.post("/v1/completions", json={"prompt": text})
@@ -96,7 +98,7 @@ def test_clients_read_the_answer(server, tmp_path):
             assert "request_too_large" in done.stdout, done
 
 
-def test_who_expects_100_is_told_before_it_sends(server):
+def test_expect_100_continue_gets_the_error_before_the_body(server):
     expects = HEAD + KEY + b"Expect: 100-continue\r\n"
     with server.connect() as sock:
         sock.sendall(expects + b"Content-Length: 50000000\r\n\r\n")
@@ -116,7 +118,7 @@ def test_who_expects_100_is_told_before_it_sends(server):
     assert b'"code": "unknown_expectation"' in answer
 
 
-def test_who_falls_silent_is_cut_off(server, monkeypatch):
+def test_a_silent_client_is_disconnected(server, monkeypatch):
     monkeypatch.setattr(lingering_close, "QUIET_SECONDS", 0.2)
     with server.connect() as sock:
         sock.sendall(HEAD + KEY + b"Content-Length: 50000000\r\n\r\n" + b"x" * 100_000)
@@ -126,7 +128,7 @@ def test_who_falls_silent_is_cut_off(server, monkeypatch):
         )
 
 
-def test_who_sends_more_than_is_dropped_is_cut_off(server, monkeypatch):
+def test_a_client_that_sends_too_much_is_disconnected(server, monkeypatch):
     monkeypatch.setattr(lingering_close, "_MOST_BYTES", 1_000_000)
     with server.connect() as sock:
         sock.sendall(HEAD + KEY + b"Content-Length: 5000000000\r\n\r\n")
@@ -135,7 +137,7 @@ def test_who_sends_more_than_is_dropped_is_cut_off(server, monkeypatch):
     wait_until(lambda: not server.server.server_state.connections, "the connection to be closed")
 
 
-def test_a_lingering_connection_holds_up_no_shutdown(demo_engine):
+def test_a_lingering_connection_does_not_delay_shutdown(demo_engine):
     with serving(demo_engine, max_body_bytes=20_000) as server:
         sock = server.connect()
         sock.sendall(HEAD + b"Content-Length: 50000000\r\n\r\n")
@@ -155,7 +157,7 @@ def test_a_lingering_connection_holds_up_no_shutdown(demo_engine):
     assert not server.server.server_state.connections
 
 
-def test_one_connection_too_many_reads_why(demo_engine):
+def test_a_refused_connection_reads_the_reason(demo_engine):
     """Its request comes after it was refused."""
     with serving(demo_engine, max_connections=1) as server, server.connect() as first:
         first.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")

@@ -38,7 +38,7 @@ MARK_PAIRS = [
 ]
 
 
-async def test_every_file_is_served_with_its_type_and_the_headers_that_allow_nothing_else(tiny_app):
+async def test_every_file_has_its_type_and_security_headers(tiny_app):
     for name, path in PATHS.items():
         answer = await tiny_app.get(path)
         assert answer.status_code == 200
@@ -51,7 +51,7 @@ async def test_every_file_is_served_with_its_type_and_the_headers_that_allow_not
     assert "unsafe" not in PAGE_HEADERS["Content-Security-Policy"]
 
 
-async def test_a_copy_that_is_still_good_is_not_sent_again(tiny_app):
+async def test_an_unchanged_file_is_answered_with_304(tiny_app):
     first = await tiny_app.get("/static/main.js")
     tag = first.headers["etag"]
     assert tag.strip('"') == hashlib.sha256(first.content).hexdigest()[:32]
@@ -62,7 +62,7 @@ async def test_a_copy_that_is_still_good_is_not_sent_again(tiny_app):
     assert other.status_code == 200
 
 
-async def test_head_tells_the_length_and_sends_nothing(tiny_app):
+async def test_head_returns_the_length_without_a_body(tiny_app):
     for name, path in PATHS.items():
         answer = await tiny_app.head(path)
         assert (answer.status_code, answer.content) == (200, b"")
@@ -85,21 +85,21 @@ async def test_head_tells_the_length_and_sends_nothing(tiny_app):
         "/index.html",
     ],
 )
-async def test_no_other_path_is_a_file(tiny_app, path):
+async def test_other_paths_are_not_served(tiny_app, path):
     assert (await tiny_app.get(path)).status_code == 404
 
 
-async def test_the_files_are_not_part_of_the_api_document(tiny_app):
+async def test_static_files_are_not_in_the_openapi_document(tiny_app):
     paths = tiny_app.app.openapi()["paths"]
     assert not [path for path in paths if path == "/" or path.startswith("/static")]
 
 
-def test_the_table_names_every_file_of_the_folder():
+def test_the_table_lists_every_static_file():
     assert set(STATIC_FILES) == {entry.name for entry in FOLDER.iterdir()}
 
 
 @pytest.mark.parametrize("name", sorted(STATIC_FILES))
-def test_a_file_names_nothing_outside_and_makes_no_markup_from_strings(name):
+def test_static_files_have_no_external_urls_and_no_inner_html(name):
     text = TEXTS[name]
     addresses = set(re.findall(r"https?://[^\s\"'<>)]+", text)) - {"http://www.w3.org/2000/svg"}
     assert not addresses
@@ -129,14 +129,14 @@ def test_the_page_has_no_inline_script_style_or_handler():
     )
 
 
-def test_every_file_that_is_named_is_in_the_table():
+def test_every_referenced_file_is_in_the_table():
     named = {
         name for text in TEXTS.values() for name in re.findall(r"[\"']/static/([^\"']+)[\"']", text)
     }
     assert named == set(STATIC_FILES) - {"index.html"}
 
 
-def test_every_id_that_a_script_asks_for_is_in_the_page_or_made_by_a_script():
+def test_every_element_id_used_by_a_script_exists():
     ids = re.findall(r'\sid="([^"]+)"', TEXTS["index.html"])
     assert len(ids) == len(set(ids))
     asked = {
@@ -164,7 +164,7 @@ def test_colours_have_contrast(theme):
     assert not low
 
 
-def test_the_chosen_and_the_system_s_dark_are_the_same_colours():
+def test_both_dark_themes_have_equal_colours():
     themes = _themes()
     assert themes["dark"] == themes["system dark"]
     assert set(themes["light"]) == set(themes["dark"])

@@ -65,7 +65,7 @@ def ask(server, data):
 
 
 @pytest.mark.parametrize("rest", AMBIGUOUS.values(), ids=AMBIGUOUS)
-def test_an_ambiguous_request_is_400_and_the_connection_closed(live_server, rest):
+def test_an_ambiguous_request_gets_400_and_is_closed(live_server, rest):
     follow_up = b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n"
     answer = ask(live_server, b"POST /tokenize HTTP/1.1\r\n" + HOST + rest + follow_up)
     assert answer.startswith((b"HTTP/1.1 400", b"HTTP/1.1 501"))
@@ -90,7 +90,7 @@ def test_other_protocols_are_refused(live_server, data):
 
 
 @pytest.mark.parametrize("headers", [b"", b"Host: a\r\nHost: b\r\n"], ids=["none", "two"])
-def test_exactly_one_host_is_needed(live_server, headers):
+def test_exactly_one_host_header_is_required(live_server, headers):
     assert ask(live_server, b"GET /health HTTP/1.1\r\n" + headers + CLOSE + b"\r\n").startswith(
         b"HTTP/1.1 400"
     )
@@ -105,7 +105,7 @@ def test_pipelined_requests_are_answered_in_order(live_server):
     assert answer.index(b'"ok"') < answer.index(b'"version"') < answer.rindex(b'"ok"')
 
 
-def test_a_client_that_sends_no_more_gets_all_its_answers(live_server):
+def test_a_half_closed_client_gets_all_answers(live_server):
     body = {"prompt": "Hello", "max_tokens": 100, "ignore_eos": True, "temperature": 0}
     with live_server.client() as client:
         text = client.post("/v1/completions", json=body).json()["choices"][0]["text"]
@@ -124,7 +124,7 @@ def test_a_client_that_sends_no_more_gets_all_its_answers(live_server):
     "rest",
     [b"", b"GET /hea", b"POST /tokenize HTTP/1.1\r\n" + HOST + b"Content-Length: 9\r\n\r\n{"],
 )
-def test_a_client_that_will_never_complete_its_request_is_closed_at_once(live_server, rest):
+def test_a_half_closed_incomplete_request_is_closed_at_once(live_server, rest):
     """After what it asked before was answered."""
     with live_server.connect() as sock:
         sock.sendall(b"GET /health HTTP/1.1\r\n" + HOST + b"\r\n" + rest)
@@ -136,7 +136,7 @@ def test_a_client_that_will_never_complete_its_request_is_closed_at_once(live_se
     assert answer.startswith(b"HTTP/1.1 200 ")
 
 
-def test_a_client_that_waits_for_100_gets_it(live_server):
+def test_expect_100_continue_is_answered(live_server):
     with live_server.connect() as sock:
         sock.sendall(
             b"POST /tokenize HTTP/1.1\r\n"
@@ -159,7 +159,7 @@ def test_head_has_no_body(live_server, path):
 @pytest.mark.parametrize(
     "method", [b"CONNECT localhost:80", b"TRACE /", b"OPTIONS *", b"PUT /v1/models", b"BREW /"]
 )
-def test_other_methods_are_refused_in_shape(live_server, method):
+def test_other_methods_are_refused_in_the_apis_format(live_server, method):
     answer = ask(live_server, method + b" HTTP/1.1\r\n" + HOST + CLOSE + b"\r\n")
     assert answer.split(b" ")[1] in (b"404", b"405")
     assert "error" in json.loads(answer.partition(b"\r\n\r\n")[2])
@@ -213,7 +213,7 @@ def test_every_answer_has_an_id_and_the_security_headers(live_server):
         (b"ftp://localhost/health", 404),
     ],
 )
-def test_a_target_may_be_a_whole_url_whose_host_counts(live_server, target, status):
+def test_an_absolute_url_target_determines_the_host(live_server, target, status):
     answer = ask(live_server, b"GET " + target + b" HTTP/1.1\r\n" + HOST + CLOSE + b"\r\n")
     assert answer.startswith(b"HTTP/1.1 %d" % status), answer[:200]
 
@@ -235,7 +235,7 @@ def test_a_target_may_be_a_whole_url_whose_host_counts(live_server, target, stat
     ],
     ids=["head", "size", "body"],
 )
-def test_what_the_connection_refuses_is_counted_logged_and_has_an_id(
+def test_protocol_errors_are_counted_and_logged_with_an_id(
     live_server, caplog, data, status, phrase
 ):
     def counted():
@@ -261,7 +261,7 @@ def test_what_the_connection_refuses_is_counted_logged_and_has_an_id(
     assert found == [status]
 
 
-def test_too_many_bytes_ahead_end_the_connection_and_the_work(live_server):
+def test_too_many_pipelined_bytes_close_the_connection(live_server):
     body = {"prompt": "Hello", "max_tokens": 1500, "ignore_eos": True}
     with live_server.connect() as sock:
         sock.sendall(live_server.request_bytes("/v1/completions", body))
@@ -271,7 +271,7 @@ def test_too_many_bytes_ahead_end_the_connection_and_the_work(live_server):
     wait_until(live_server.idle, "the work to stop")
 
 
-def test_who_sends_ahead_and_leaves_is_noticed(live_server):
+def test_a_disconnect_after_pipelining_is_noticed(live_server):
     body = {"prompt": "Hello", "max_tokens": 1500, "ignore_eos": True}
     with live_server.connect() as sock:
         sock.sendall(live_server.request_bytes("/v1/completions", body))
@@ -281,14 +281,14 @@ def test_who_sends_ahead_and_leaves_is_noticed(live_server):
 
 
 @pytest.mark.parametrize("version", [b"3.0", b"2.0", b"0.9", b"1.2"])
-def test_another_version_of_http_is_505(live_server, version):
+def test_another_http_version_is_505(live_server, version):
     answer = ask(live_server, b"GET /version HTTP/" + version + b"\r\n" + HOST + b"\r\n")
     assert answer.startswith(b"HTTP/1.1 505 ")
     assert b'"http_version"' in answer
 
 
 @pytest.mark.parametrize("size", range(1, 9))
-def test_a_head_in_pieces_is_the_head(size):
+def test_a_head_is_parsed_at_any_split(size):
     """Wherever the network cuts it; a live test sees only the cuts that happen."""
     head = b"GET /version HTTP/1.1\r\nHost: localhost\r\nA: b\r\nLonger-Name: c d e\r\n\r\n"
     buffer = protocol._StrictBuffer()
@@ -305,7 +305,7 @@ def test_a_head_in_pieces_is_the_head(size):
 @pytest.mark.parametrize(
     "head", [b"GET / HTTP/1.1\r\nA: b\nC: d\r\n\r\n", b"GET / HTTP/1.1\r\nA: b\r\n c\r\n\r\n"]
 )
-def test_an_ambiguous_head_is_refused_in_any_pieces(head, size):
+def test_an_ambiguous_head_is_refused_at_any_split(head, size):
     buffer = protocol._StrictBuffer()
 
     def read():
@@ -318,7 +318,7 @@ def test_an_ambiguous_head_is_refused_in_any_pieces(head, size):
         read()
 
 
-def test_a_head_in_single_bytes_is_read(live_server):
+def test_a_head_sent_byte_by_byte_is_parsed(live_server):
     with live_server.connect() as sock:
         for byte in b"GET /version HTTP/1.1\r\n" + HOST + CLOSE + b"\r\n":
             sock.sendall(bytes([byte]))
@@ -337,7 +337,7 @@ def test_thousands_of_tiny_chunks_are_refused_at_once(live_server):
     assert ask(live_server, close + few + b"0\r\n\r\n").startswith(b"HTTP/1.1 200 ")
 
 
-def test_head_answers_as_get_without_the_body(live_server):
+def test_head_equals_get_without_the_body(live_server):
     with live_server.client() as client:
         for path in (
             "/v1/models",
@@ -355,7 +355,7 @@ def test_head_answers_as_get_without_the_body(live_server):
         assert client.head("/nothing").status_code == 404
 
 
-def test_options_tell_the_methods(live_server, keyed_server):
+def test_options_lists_the_methods(live_server, keyed_server):
     for server in (live_server, keyed_server):
         with server.client(headers={}) as client:
             for path, allow in (
@@ -372,7 +372,7 @@ def test_options_tell_the_methods(live_server, keyed_server):
         assert client.options("/nothing").status_code == 404
 
 
-def test_a_client_that_leaves_a_large_answer_is_no_error(demo_engine, caplog):
+def test_a_disconnect_during_a_large_answer_is_not_an_error(demo_engine, caplog):
     with serving(demo_engine, max_queue_tokens=10_000_000) as server, own_log(caplog):
         # Small buffers, which the accepted socket inherits: the kernel's own would hold megabytes.
         server.server.servers[0].sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)

@@ -410,7 +410,7 @@ def told_as(kind, data, body):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rounds", [1, pytest.param(3, marks=pytest.mark.full)])
-def test_bad_requests_do_no_harm(server, scale, rounds):
+def test_malformed_requests_do_not_affect_the_server(server, scale, rounds):
     expected = canary(server)
     statuses = {}
     slowest = 0.0

@@ -47,7 +47,7 @@ def without_ids(answer, name):
     return answer.status_code, answer.text.replace(name, "ID"), headers
 
 
-def test_requests_and_responses_of_another_key_are_as_if_they_never_were(keys):
+def test_requests_and_responses_of_other_keys_are_invisible(keys):
     mine, other = keys
     asked_of = mine.post(
         "/v1/responses", json={"input": SECRET, "max_output_tokens": 2, "user": "marmalade"}
@@ -83,7 +83,7 @@ def test_requests_and_responses_of_another_key_are_as_if_they_never_were(keys):
     "path", [path for path in ASKED if "hello" in json.dumps(ASKED[path]("hello"))]
 )
 @pytest.mark.some(2)
-def test_nothing_of_an_answer_tells_what_another_key_asked(keys, path):
+def test_answers_reveal_nothing_of_other_keys_requests(keys, path):
     """The second tenant's answer to what the first has asked, its counts and its cause, is as to
     what nobody has.
     """
@@ -121,7 +121,7 @@ def cached_in(answer, place=""):
     "path", [*ASKED, *(path for path, _ in READ if path not in OPEN and "/static/" not in path)]
 )
 @pytest.mark.some(3)
-def test_without_a_right_key_each_api_says_so_in_its_own_shape(keyed_server, path):
+def test_a_wrong_key_is_refused_in_each_apis_format(keyed_server, path):
     """Before anything of the body is looked at, and whether there is such a method or not."""
     wrong = ({}, {"x-api-key": "wrong"}, {"authorization": "Basic x"}, {"x-api-key": ""})
     with keyed_server.client(headers={}) as client:
@@ -135,7 +135,7 @@ def test_without_a_right_key_each_api_says_so_in_its_own_shape(keyed_server, pat
             assert answer.headers["www-authenticate"] == "Bearer"
 
 
-def test_the_counters_by_cause_are_for_the_admin_alone(keyed_server, keys):
+def test_counters_by_cause_need_the_admin_key(keyed_server, keys):
     for client in keys:
         answer = client.get("/metrics")
         assert answer.status_code == 403

@@ -75,7 +75,7 @@ def test_pulled_models_are_served_after_a_restart(serve):
         ("DELETE", "/api/delete", {"name": "x"}, 404, "not found"),
     ],
 )
-def test_refusals(serve, method, path, body, status, problem):
+def test_invalid_changes_are_refused(serve, method, path, body, status, problem):
     with serve() as server, server.client() as client:
         answer = client.request(method, path, json=body)
         assert (answer.status_code, problem in answer.json()["error"]) == (status, True), (
@@ -84,7 +84,7 @@ def test_refusals(serve, method, path, body, status, problem):
         assert names(server) == ["a"]
 
 
-def test_the_size_is_limited(serve, hub):
+def test_max_pull_bytes_limits_downloads(serve, hub):
     with serve(max_pull_bytes=1000) as server, server.client() as client:
         for stream in (True, False):
             answer = client.post("/api/pull", json={"model": NAME, "stream": stream})
@@ -93,7 +93,7 @@ def test_the_size_is_limited(serve, hub):
         assert not hub.downloads()
 
 
-def test_errors_show_no_folders(serve, hub, tmp_path):
+def test_errors_do_not_show_local_paths(serve, hub, tmp_path):
     root = managed_models().root
     root.parent.mkdir(parents=True)
     (root.parent / "elsewhere").mkdir()
@@ -114,7 +114,7 @@ CHANGES = [
 
 
 @pytest.mark.parametrize(("keys", "admins"), [(KEYS, (ADMIN_KEY,)), (KEYS[:1], ())])
-def test_with_several_keys_an_admin_changes_models(serve, keys, admins):
+def test_only_an_admin_changes_models_if_there_are_several_keys(serve, keys, admins):
     with serve(api_keys=keys, admin_api_keys=admins) as server:
         for method, path, body in CHANGES:
             for key, status in ((keys[0], 403 if admins else 200), *((one, 200) for one in admins)):
@@ -124,7 +124,7 @@ def test_with_several_keys_an_admin_changes_models(serve, keys, admins):
                 assert answer.status_code == status, answer.text
 
 
-def test_the_list_says_who_may_change_models(serve):
+def test_the_model_list_says_whether_changes_are_allowed(serve):
     with serve(api_keys=KEYS, admin_api_keys=(ADMIN_KEY,)) as server:
         for key in (KEYS[0], ADMIN_KEY):
             with server.client(headers={"x-api-key": key}) as client:
@@ -139,7 +139,7 @@ def test_the_list_says_who_may_change_models(serve):
         assert answer["memory"]["taken_bytes"] > 0
 
 
-def test_the_list_describes_pulled_models(serve, hub):
+def test_the_model_list_describes_pulled_models(serve, hub):
     with serve() as server, closing_client(server) as ours:
         ours.pull(NAME)
         ours.copy("a", "alias")
@@ -156,7 +156,7 @@ def test_the_list_describes_pulled_models(serve, hub):
     }
 
 
-def test_with_several_keys_an_admin_unloads_models(serve):
+def test_only_an_admin_unloads_models_if_there_are_several_keys(serve):
     with serve(api_keys=KEYS, admin_api_keys=(ADMIN_KEY,)) as server:
         with server.client(headers={"x-api-key": ADMIN_KEY}) as admin:
             assert admin.post("/api/pull", json={"model": NAME, "stream": False}).is_success
@@ -174,7 +174,7 @@ def test_with_several_keys_an_admin_unloads_models(serve):
             wait_until(lambda wanted=phase: served.phase == wanted, f"the model to be {phase}")
 
 
-def test_closed_servers(serve, hub):
+def test_model_changes_false_refuses_all_changes(serve, hub):
     with serve(model_changes=False) as server, server.client() as client:
         for method, path, body in CHANGES:
             answer = client.request(method, path, json=body)
@@ -217,7 +217,7 @@ def test_one_change_at_a_time_and_a_disconnect_stops_it(serve, hub, monkeypatch)
         assert not hub.downloads()
 
 
-def test_a_model_in_use_stays(serve):
+def test_a_model_in_use_is_not_deleted(serve):
     with serve() as server, server.client() as client:
         with closing_client(server) as ours:
             ours.pull(NAME)
@@ -235,6 +235,6 @@ def test_a_model_in_use_stays(serve):
         assert names(server) == ["a", NAME]
 
 
-def test_registries_are_checked():
+def test_invalid_registries_are_refused():
     with pytest.raises(ConfigError, match="model_registries holds"):
         ServerSettings(model_registries=("models.example.org",))

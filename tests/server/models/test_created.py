@@ -80,7 +80,7 @@ def test_ollamas_client_creates_a_model(serve):
         assert said(client, "third") == said(client, "luigi")
 
 
-def test_a_template_of_its_own(serve):
+def test_a_created_model_has_its_own_template(serve):
     with serve() as server, closing_client(server) as client, server.client() as http:
         options = {"temperature": 0, "num_predict": 12}
         client.create("other", from_="a", template=TEMPLATE, system=SYSTEM, parameters=options)
@@ -98,7 +98,7 @@ def test_a_template_of_its_own(serve):
         assert client.show("a").template not in ("", TEMPLATE)
 
 
-def test_an_older_modelfile_and_what_is_shown(serve):
+def test_an_older_modelfile_field_is_accepted_and_shown(serve):
     with serve() as server, closing_client(server) as client, server.client() as http:
         body = {"name": "old", "modelfile": MODELFILE}
         lines = http.post("/api/create", json=body).text.strip().splitlines()
@@ -131,7 +131,7 @@ def test_an_older_modelfile_and_what_is_shown(serve):
         assert listed["old:latest"].digest != listed["again:latest"].digest
 
 
-def test_created_models_stay_after_a_restart_and_without_their_source(serve, hub):
+def test_created_models_survive_a_restart_and_their_source(serve, hub):
     with serve() as server, closing_client(server) as client:
         client.pull(NAME)
         parameters = {"temperature": 0, "num_predict": 9, "num_ctx": 100}
@@ -221,7 +221,7 @@ FROM_A = {"model": "x", "from": "a"}
         ({"model": "x", "modelfile": f"FROM a\nTEMPLATE {GO}"}, 400, "is a Go template"),
     ],
 )
-def test_refusals(created_server, body, status, problem):
+def test_invalid_create_requests_are_refused(created_server, body, status, problem):
     for streams in (True, False):
         with created_server.client() as client:
             answer = client.post("/api/create", json={**body, "stream": streams})
@@ -243,7 +243,7 @@ def created_server(tmp_path_factory, tiny_model_dir):
         yield server
 
 
-def test_texts_of_all_models_are_bounded(serve, monkeypatch):
+def test_the_total_size_of_model_records_is_bounded(serve, monkeypatch):
     monkeypatch.setattr(store_module, "_MAX_RECORD_BYTES", 2000)
     with serve() as server, server.client() as client:
         body = {"model": "x", "from": "a", "system": "x" * 2000, "stream": False}
@@ -276,9 +276,7 @@ def test_prompts_are_not_logged(serve, caplog):
     assert "secret" not in caplog.text
 
 
-def test_weights_are_mapped_once_and_blocks_on_disk_are_shared(
-    tiny_model_dir, tmp_path, monkeypatch
-):
+def test_created_models_share_weights_and_disk_blocks(tiny_model_dir, tmp_path, monkeypatch):
     """A created model and its source are loaded together."""
     monkeypatch.setenv("KVBOOST_EDGE_CACHE", str(tmp_path))
     source = CountedSource(tiny_model_dir, disk_cache_dir=str(tmp_path / "blocks"))
@@ -309,7 +307,7 @@ def test_weights_are_mapped_once_and_blocks_on_disk_are_shared(
             assert mapped == [("r--s", mapped[0][1])] * 2  # one file, in the system's page cache
 
 
-def test_the_command_limits_the_context_of_a_created_model(hub):
+def test_max_model_len_limits_a_created_models_context(hub):
     seen = []
 
     def source(model, options):
@@ -324,7 +322,7 @@ def test_the_command_limits_the_context_of_a_created_model(hub):
     assert seen == [("kvboost-edge/demo", length) for length in (500, 300, 500)]
 
 
-def test_values_that_take_back_a_default():
+def test_null_values_remove_inherited_defaults():
     base = ManagedModel(name="b", origin="o", folder="f", sampling={"max_tokens": 5, "seed": 3})
     model = created_from(base, "x", ModelOverrides(sampling={"max_tokens": None, "top_k": 4}))
     assert (model.origin, model.folder, model.sampling) == ("o", "f", {"seed": 3, "top_k": 4})

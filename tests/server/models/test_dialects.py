@@ -28,7 +28,7 @@ async def room(all_of_one_size):
 @pytest.mark.parametrize(
     ("path", "streams"), [*((path, False) for path in PATHS), *((p, True) for p in GENERATING)]
 )
-async def test_every_api_loads_the_model_that_it_names(room, path, streams):
+async def test_every_api_loads_the_requested_model(room, path, streams):
     more = {"stream": streams} if path in GENERATING else {}
     answer = await room.client.post(
         path, json={**asked(path, "Hello, hello, hello.", **more), "model": "b"}
@@ -42,7 +42,7 @@ async def test_every_api_loads_the_model_that_it_names(room, path, streams):
 
 
 @pytest.mark.parametrize("path", ["/v1/stats", "/v1/blocks", "/props", "/slots"])
-async def test_who_only_looks_loads_nothing(room, path):
+async def test_read_only_requests_do_not_load_a_model(room, path):
     answer = await room.client.get(path, params={"model": "b"})
     assert answer.status_code == 503, answer.text
     assert "not loaded" in answer.text
@@ -78,7 +78,7 @@ def unloaded(server):
     return server
 
 
-def test_ollama_lists_all_runs_those_that_are_loaded_and_shows_what_it_knew(unloaded):
+def test_ollama_tags_lists_all_models_and_ps_the_loaded_ones(unloaded):
     with unloaded.client() as client:
 
         def names(path):
@@ -112,7 +112,7 @@ def test_ollama_lists_all_runs_those_that_are_loaded_and_shows_what_it_knew(unlo
         ("-1m", None),
     ],
 )
-def test_the_last_request_says_how_long_a_model_stays(server, given, seconds):
+def test_keep_alive_of_the_last_request_applies(server, given, seconds):
     with server.client() as client:
         assert (
             client.post("/api/generate", json={"model": "b", "keep_alive": given}).status_code
@@ -135,14 +135,14 @@ def test_the_last_request_says_how_long_a_model_stays(server, given, seconds):
 
 
 @pytest.mark.parametrize("given", ["soon", "5 m", "m5", True, [], "9" * 13, 1e12, "1e3"])
-def test_a_wrong_keep_alive_is_named(server, given):
+def test_an_invalid_keep_alive_is_refused_by_name(server, given):
     with server.client() as client:
         answer = client.post("/api/generate", json={"model": "b", "keep_alive": given})
     assert answer.status_code == 400, answer.text
     assert "keep_alive" in answer.json()["error"]
 
 
-def test_keep_alive_of_one_key_does_not_send_away_another_s_model(tiny_model_dir):
+def test_keep_alive_of_one_key_does_not_unload_another_keys_model(tiny_model_dir):
     first = CountedSource(tiny_model_dir)
     with (
         first.open() as engine,
@@ -158,7 +158,7 @@ def test_keep_alive_of_one_key_does_not_send_away_another_s_model(tiny_model_dir
         assert running["expires_at"].startswith("9999"), "it would tell when another key asked last"
 
 
-def test_one_conversation_goes_on_with_another_model(server):
+def test_a_conversation_continues_with_another_model(server):
     """What a key was answered belongs to the key, not to the model."""
     with server.client() as client:
         first = client.post(
@@ -176,7 +176,7 @@ def test_one_conversation_goes_on_with_another_model(server):
         )
 
 
-def test_the_doctor_knows_the_requests_of_all_models(server):
+def test_the_request_history_covers_all_models(server):
     text = "The doctor reads this whole text again. " * 4
     with server.client() as client:
         ids = {}

@@ -35,7 +35,7 @@ def test_a_single_model_is_loaded_with_its_draft_model(folders):
     assert ignored == {}
 
 
-def test_of_several_models_each_is_loaded_with_what_it_supports(folders):
+def test_each_of_several_models_is_loaded_with_supported_options(folders):
     names = ("target", "draft", "hybrid")
     options = _options(folders, *names, **{"max-state-bytes": "1MB"})
     found = {name: _engine_options(str(folders / name), options) for name in names}

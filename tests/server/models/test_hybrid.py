@@ -33,13 +33,13 @@ def hybrid():
         yield engine
 
 
-def test_states_count_in_what_a_model_takes(hybrid):
+def test_recurrent_states_count_in_a_models_memory(hybrid):
     states = hybrid.paged_stats()["state_bytes"]
     assert states == 12 * 64 + 31 * 64, "slots, and what 31 drafts bring to them"
     assert reserved_bytes(hybrid) == 1000 + hybrid.paged_stats()["pool_bytes"] + states
 
 
-async def test_a_state_that_was_not_kept_is_the_cause_once(hybrid):
+async def test_a_missing_state_is_the_miss_cause_once(hybrid):
     """The second prompt leaves the first where no state was kept; the third finds one there."""
     head = "A beginning that both prompts have, longer than some blocks of the pool are. "
     async with app_of(hybrid) as app:
@@ -59,7 +59,7 @@ async def test_a_state_that_was_not_kept_is_the_cause_once(hybrid):
     assert 'kvboost:prompt_causes_total{cause="state",model_name="fake"} 1.0' in metrics
 
 
-async def test_tokens_that_matched_are_told_beside_those_that_were_served(hybrid):
+async def test_matched_and_restored_tokens_are_reported_separately(hybrid):
     head = "A beginning that both prompts have, longer than some blocks of the pool are. "
     found = []
     async with app_of(hybrid) as app:
@@ -79,7 +79,7 @@ async def test_tokens_that_matched_are_told_beside_those_that_were_served(hybrid
     assert found == [(0, 0, "first_seen"), (whole, 0, "state"), (whole, whole, "changed_text")]
 
 
-async def test_slots_and_snapshots_are_told_beside_the_blocks(hybrid):
+async def test_state_slots_and_snapshots_are_reported(hybrid):
     head = "A beginning that both prompts have, longer than some blocks of the pool are. "
     async with app_of(hybrid) as app:
         for tail in (
@@ -113,7 +113,7 @@ async def test_slots_and_snapshots_are_told_beside_the_blocks(hybrid):
     )
 
 
-async def test_what_states_do_not_allow_is_refused_by_name(hybrid):
+async def test_options_unsupported_by_hybrid_models_are_refused_by_name(hybrid):
     async with app_of(hybrid) as app:
         body = {"prompt": "Hello", "max_tokens": 1, "kvboost": {"mode": "chunk_kv_reuse"}}
         refused = await app.post("/v1/completions", json=body)
@@ -124,7 +124,7 @@ async def test_what_states_do_not_allow_is_refused_by_name(hybrid):
         assert (await complete(app, "Hello"))["cause"] in ("first_seen", "tail")
 
 
-def test_room_for_states_is_for_those_of_several_models_that_keep_some(tiny_model_dir, tmp_path):
+def test_max_state_bytes_applies_to_hybrid_models_only(tiny_model_dir, tmp_path):
     hybrid = save_tiny_model("lfm2", tmp_path)
     flags = [
         "--max-state-bytes",

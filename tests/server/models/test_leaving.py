@@ -53,7 +53,7 @@ async def looking(room, name, method, ask):
     ("path", "method"),
     [("/v1/stats", "cache_stats"), ("/v1/blocks", "block_details"), ("/slots", "num_running")],
 )
-async def test_who_looks_at_a_model_gets_an_answer_though_it_leaves(room, path, method):
+async def test_requests_during_an_unload_are_answered(room, path, method):
     assert (await room.ask("b")).status_code == 200
     answer = await looking(room, "b", method, lambda: room.client.get(path, params={"model": "b"}))
     assert answer.status_code == 200, answer.text
@@ -62,7 +62,7 @@ async def test_who_looks_at_a_model_gets_an_answer_though_it_leaves(room, path, 
     assert "is not loaded" in gone.text
 
 
-async def test_a_reset_reaches_every_model_though_one_leaves_meanwhile(room):
+async def test_a_reset_reaches_all_models_during_an_unload(room):
     """The first one's takes a while; the second would be gone by then."""
     assert (await room.ask("b")).status_code == 200
     text = {"model": "b", "prompt": "Words that stay in the pool. " * 4, "max_tokens": 1}
@@ -81,14 +81,14 @@ async def test_a_reset_reaches_every_model_though_one_leaves_meanwhile(room):
     await leaving
 
 
-async def test_the_metrics_of_a_model_that_leaves_are_those_of_a_live_one(room):
+async def test_metrics_during_an_unload_show_a_live_engine(room):
     assert (await room.ask("b")).status_code == 200
     answer = await looking(room, "b", "paged_stats", lambda: room.client.get("/metrics"))
     assert answer.status_code == 200
     assert 'kvboost:engine_alive{model_name="b"} 0.0' not in answer.text
 
 
-async def test_who_went_does_not_keep_a_model_from_leaving(room):
+async def test_a_cancelled_request_does_not_block_an_unload(room):
     assert (await room.ask("b")).status_code == 200
     model = room.model("b")
     assert model.state is not None
@@ -112,7 +112,7 @@ def stop(engine):
     engine._core._take = broken
 
 
-async def test_a_model_whose_engine_stopped_is_loaded_again(room):
+async def test_a_model_with_a_stopped_engine_is_loaded_again(room):
     """Not by a restart of the server, which would end the others too."""
     body = {"model": "b", "prompt": "Hello", "max_tokens": 2, "temperature": 0}
     answer = (await room.client.post("/v1/completions", json=body)).json()["choices"]
@@ -129,7 +129,7 @@ async def test_a_model_whose_engine_stopped_is_loaded_again(room):
     assert room.kv.models.loader.taken == 200
 
 
-async def test_a_reset_reaches_the_others_though_an_engine_stopped(room):
+async def test_a_reset_reaches_other_models_if_an_engine_stopped(room):
     text = {"prompt": "Words that stay in the pool. " * 4, "max_tokens": 1}
     for name in "ab":
         assert (
@@ -144,7 +144,7 @@ async def test_a_reset_reaches_the_others_though_an_engine_stopped(room):
     assert (await room.ask("b")).status_code == 200
 
 
-async def test_a_model_that_is_being_unloaded_takes_its_memory_though_nobody_wants_it_any_more(
+async def test_a_model_counts_in_the_budget_until_its_unload_ends(
     room,
 ):
     assert (await room.ask("b")).status_code == 200
@@ -159,7 +159,7 @@ async def test_a_model_that_is_being_unloaded_takes_its_memory_though_nobody_wan
     assert (model.phase, model.num_bytes) == ("not_loaded", 0)
 
 
-async def test_a_loading_that_waits_for_an_unloading_does_not_end_it_with_itself(
+async def test_cancelling_a_load_does_not_cancel_the_unload_it_waits_for(
     all_of_one_size, monkeypatch
 ):
     monkeypatch.setattr(loader, "_ENDING_SECONDS", 0.05)
@@ -185,7 +185,7 @@ async def test_a_loading_that_waits_for_an_unloading_does_not_end_it_with_itself
     await room.close()
 
 
-async def test_the_error_of_one_model_is_not_told_as_the_end_of_another(room):
+async def test_an_engine_error_affects_its_own_model_only(room):
     body = {"prompt": "Hello", "max_tokens": 2}
     assert (await room.ask("b")).status_code == 200
     stop(room.made[-1])
@@ -203,7 +203,7 @@ async def test_the_error_of_one_model_is_not_told_as_the_end_of_another(room):
     assert (failed.status_code, failed.json()["error"]["code"]) == (500, "internal_error")
 
 
-async def test_a_loading_that_does_not_end_is_left_behind(all_of_one_size, monkeypatch, caplog):
+async def test_a_load_that_hangs_is_abandoned(all_of_one_size, monkeypatch, caplog):
     monkeypatch.setattr(loader, "_ENDING_SECONDS", 0.05)
     room = Room()
     free = room.held["b"] = threading.Event()
@@ -221,7 +221,7 @@ async def test_a_loading_that_does_not_end_is_left_behind(all_of_one_size, monke
     await room.close()
 
 
-async def test_a_result_that_nobody_waits_for_is_given_back():
+async def test_an_unclaimed_result_is_released():
     free = threading.Event()
     given = list[str]()
 
@@ -241,7 +241,7 @@ async def test_a_result_that_nobody_waits_for_is_given_back():
     assert given == ["result"], "who waits has it"
 
 
-async def test_a_result_that_the_loop_takes_late_is_not_given_back_too(monkeypatch):
+async def test_a_result_claimed_late_is_not_released(monkeypatch):
     monkeypatch.setattr(threads, "_LOOK_SECONDS", 0.001)
     given = list[str]()
     finished = threading.Event()
@@ -258,7 +258,7 @@ async def test_a_result_that_the_loop_takes_late_is_not_given_back_too(monkeypat
     assert given == []
 
 
-def test_a_result_that_comes_when_the_loop_has_ended_is_given_back():
+def test_a_result_after_the_end_of_the_loop_is_released():
     free = threading.Event()
     given = threading.Event()
 
@@ -275,7 +275,7 @@ def test_a_result_that_comes_when_the_loop_has_ended_is_given_back():
     assert given.wait(60)
 
 
-async def test_a_full_model_does_not_refuse_nor_count_what_another_has_room_for(all_of_one_size):
+async def test_queue_limits_are_per_model(all_of_one_size):
     room = Room(budget=3.5, max_batch_size=1, max_queue_size=0)
     body = {"prompt": "Hello", "max_tokens": 2}
 

@@ -45,7 +45,7 @@ def states(server):
         return {one["id"]: one["state"] for one in client.get("/v1/models").json()["data"]}
 
 
-def test_a_model_is_loaded_when_it_is_asked_for(first, second, alone):
+def test_a_model_is_loaded_on_its_first_request(first, second, alone):
     with both(first, second) as server:
         assert states(server) == {"a": "loaded", "b": "not_loaded", "bee": "not_loaded"}
         assert ask(server, None).json()["choices"][0] == alone["a"]
@@ -61,7 +61,7 @@ def test_a_model_is_loaded_when_it_is_asked_for(first, second, alone):
         assert "'a', 'b'" in unknown.json()["error"]["message"]
 
 
-def test_requests_of_both_at_once_are_answered_as_alone(first, second, alone):
+def test_concurrent_requests_to_two_models_equal_single_ones(first, second, alone):
     """Twelve clients for a model that is not loaded at first and one that is: it is loaded once."""
     with both(first, second) as server, concurrent.futures.ThreadPoolExecutor(12) as pool:
         names = ["a", "b", "bee"] * 8
@@ -72,7 +72,7 @@ def test_requests_of_both_at_once_are_answered_as_alone(first, second, alone):
         assert second.loads == 1
 
 
-def test_an_idle_model_is_unloaded_and_its_prompts_come_from_disk_afterwards(
+def test_an_idle_model_is_unloaded_and_its_prompts_are_restored_from_disk(
     first, second, alone, tmp_path
 ):
     second.options["disk_cache_dir"] = tmp_path / "blocks"
@@ -108,7 +108,7 @@ def serving_threads():
     ]
 
 
-def test_a_wait_for_room_has_an_end_that_says_why(first, second):
+def test_waiting_for_memory_times_out_with_a_reason(first, second):
     budget = int(1.5 * max(first.plan(), second.plan()))
     with both(first, second, budget=budget, request_timeout=1) as server:
         served = server.kv.models.first
@@ -125,9 +125,7 @@ def test_a_wait_for_room_has_an_end_that_says_why(first, second):
 
 
 @pytest.mark.parametrize(("spare", "left"), [(10, "loaded"), (-10, "not_loaded")])
-def test_what_models_take_beside_their_budget_counts_in_the_process(
-    first, second, monkeypatch, spare, left
-):
+def test_measured_overhead_counts_in_the_memory_budget(first, second, monkeypatch, spare, left):
     """Each model has an overhead of 50 MB; with 10 MB less than that of two the first one leaves,
     though weights and pools of both would fit.
     """
@@ -146,9 +144,7 @@ def test_what_models_take_beside_their_budget_counts_in_the_process(
         assert served.overhead == (50_000_000 if left == "loaded" else 0)
 
 
-def test_overhead_is_what_the_process_grew_by_and_what_buffers_will_fill(
-    first, second, monkeypatch
-):
+def test_overhead_is_measured_growth_plus_reserved_buffers(first, second, monkeypatch):
     engine = SimpleNamespace(
         runner_info=SimpleNamespace(name="native"),
         paged_stats=lambda: {"process_rss_bytes": 900, "other_bytes": 500, "buffer_bytes": 30},
@@ -175,7 +171,7 @@ def test_overhead_is_what_the_process_grew_by_and_what_buffers_will_fill(
         found._measured_overhead(served, engine)
 
 
-def test_what_never_fits_is_refused_with_the_arithmetic(first, second):
+def test_a_model_that_never_fits_is_refused_with_the_calculation(first, second):
     with first.open() as probe:
         budget = loader.reserved_bytes(probe) + 1
     second.options["num_blocks"] = 1000
@@ -190,7 +186,7 @@ def test_what_never_fits_is_refused_with_the_arithmetic(first, second):
         assert (second.loads, ask(server, "a").status_code) == (0, 200)
 
 
-def test_a_damaged_model_is_a_503_that_says_why_until_it_is_repaired(
+def test_a_damaged_model_returns_503_with_a_reason_until_repaired(
     first, second, tmp_path, monkeypatch
 ):
     broken = CountedSource(shutil.copytree(second.path, tmp_path / "broken"))
@@ -216,7 +212,7 @@ def test_a_damaged_model_is_a_503_that_says_why_until_it_is_repaired(
         assert ask(server, "b").status_code == 200
 
 
-def test_no_more_requests_wait_for_a_model_than_may(first, second):
+def test_the_queue_for_a_loading_model_is_bounded(first, second):
     second.hold()
     with (
         both(first, second, max_queue_size=2) as server,
@@ -232,7 +228,7 @@ def test_no_more_requests_wait_for_a_model_than_may(first, second):
         assert second.loads == 1
 
 
-def test_a_client_that_goes_waits_no_longer(first, second):
+def test_a_disconnect_leaves_the_load_queue(first, second):
     second.hold()
     with both(first, second) as server:
         sock = server.connect()
@@ -246,7 +242,7 @@ def test_a_client_that_goes_waits_no_longer(first, second):
         assert second.loads == 1
 
 
-def test_a_server_that_ends_lets_nobody_wait_and_leaves_nothing(first, second):
+def test_a_shutdown_ends_loads_and_their_queue(first, second):
     second.hold()
     with (
         serving_threads() as started,
@@ -263,7 +259,7 @@ def test_a_server_that_ends_lets_nobody_wait_and_leaves_nothing(first, second):
 
 
 @pytest.mark.parametrize("name", ["a", "b"])
-def test_a_fully_loaded_server_lists_one_memory(first, second, name):
+def test_stats_of_several_models_report_one_process_memory(first, second, name):
     with both(first, second) as server:
         assert ask(server, "b").status_code == 200
         with server.client() as client:
@@ -286,7 +282,7 @@ def test_a_fully_loaded_server_lists_one_memory(first, second, name):
         assert metrics.count("# TYPE vllm:prompt_tokens_total ") == 1
 
 
-def test_what_was_unloaded_leaves_no_object_file_or_mapping(first, second, tmp_path):
+def test_an_unload_frees_objects_files_and_mappings(first, second, tmp_path):
     second.options |= {"disk_cache_dir": tmp_path / "blocks", "dtype": "auto", "runner": "native"}
     process = psutil.Process()
 

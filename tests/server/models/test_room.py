@@ -14,7 +14,7 @@ from kvboost_edge.server.models import loader
 pytestmark = pytest.mark.usefixtures("all_of_one_size")
 
 
-async def test_the_one_that_was_not_used_for_longest_leaves(room):
+async def test_the_least_recently_used_model_is_unloaded(room):
     for name, loaded in (
         ("b", "ab"),
         ("a", "ab"),
@@ -29,7 +29,7 @@ async def test_the_one_that_was_not_used_for_longest_leaves(room):
     assert room.kv.models.first.unloads_at is None, "without keep_alive it goes for another only"
 
 
-async def test_the_time_until_a_model_leaves_counts_from_its_last_request(room):
+async def test_keep_alive_counts_from_the_last_request(room):
     await room.ask("b")
     model = room.model("b")
     model.keep_alive = 60.0
@@ -38,13 +38,13 @@ async def test_the_time_until_a_model_leaves_counts_from_its_last_request(room):
     assert 0 < model.unloads_at - time.monotonic() <= 60
 
 
-async def test_a_request_that_fails_gives_its_model_back(room):
+async def test_a_failed_request_releases_its_model(room):
     both = {"model": "a", "content": "x", "messages": [{"role": "user", "content": "x"}]}
     assert (await room.client.post("/tokenize", json=both)).status_code == 400
     assert room.model("a").in_use == 0
 
 
-async def test_one_that_is_in_use_stays_though_it_was_idle_for_longer(room):
+async def test_a_model_in_use_is_not_unloaded(room):
     await room.ask("b")
     room.model("a").in_use += 1
     assert (await room.ask("c")).status_code == 200
@@ -52,7 +52,7 @@ async def test_one_that_is_in_use_stays_though_it_was_idle_for_longer(room):
     room.model("a").in_use -= 1
 
 
-async def test_nobody_leaves_where_that_is_not_enough(room):
+async def test_no_model_is_unloaded_if_that_frees_too_little(room):
     """Both are needed, one of them is in use: the idle one stays until both may go."""
     await room.ask("b")
     room.model("c").planned = 2 * SIZE
@@ -73,7 +73,7 @@ async def test_nobody_leaves_where_that_is_not_enough(room):
     assert room.loaded == "c"
 
 
-async def test_a_model_stays_for_as_long_as_its_loading_took(room):
+async def test_a_model_stays_loaded_at_least_as_long_as_its_load_took(room):
     """Else two that do not fit together would only be loaded in turns."""
     await room.ask("b")
     for name in ("a", "b"):
@@ -88,7 +88,7 @@ async def test_a_model_stays_for_as_long_as_its_loading_took(room):
     assert (await waiting).status_code == 200
 
 
-async def test_a_model_that_could_not_be_loaded_takes_no_room(room):
+async def test_a_failed_load_takes_no_budget(room):
     room.wrong["b"] = KVBoostError("its file is damaged")
     assert (await room.ask("b")).status_code == 503
     assert room.kv.models.loader.taken == SIZE
@@ -96,7 +96,7 @@ async def test_a_model_that_could_not_be_loaded_takes_no_room(room):
     assert room.loaded == "ac"
 
 
-async def test_where_the_machine_has_less_than_the_budget_idle_ones_leave(room):
+async def test_idle_models_are_unloaded_if_memory_runs_out(room):
     room.wrong["b"] = CapacityError("weights exceed memory")
     assert (await room.ask("b")).status_code == 200
     assert room.loaded == "b"
@@ -108,14 +108,14 @@ async def test_where_the_machine_has_less_than_the_budget_idle_ones_leave(room):
     room.model("b").in_use -= 1
 
 
-async def test_a_model_that_takes_more_than_was_planned_costs_another_its_place(room, monkeypatch):
+async def test_a_model_larger_than_planned_unloads_another(room, monkeypatch):
     monkeypatch.setattr(loader, "reserved_bytes", lambda engine: 2 * SIZE)
     assert (await room.ask("b")).status_code == 200
     await until(lambda: room.loaded == "b")
     assert room.model("b").planned == 2 * SIZE
 
 
-async def test_an_error_that_is_not_ours_stays_in_the_log(room, caplog):
+async def test_an_unexpected_load_error_is_logged_and_not_shown(room, caplog):
     room.wrong["b"] = RuntimeError("the secret of a library")
     refused = await room.ask("b")
     assert (refused.status_code, refused.json()["error"]["code"]) == (503, "model_failed")
@@ -126,7 +126,7 @@ async def test_an_error_that_is_not_ours_stays_in_the_log(room, caplog):
     assert (await room.ask("a")).status_code == 200
 
 
-async def test_an_idle_model_with_a_pin_stays_until_the_pin_ends(monkeypatch):
+async def test_an_idle_model_stays_loaded_until_its_pins_expire(monkeypatch):
     monkeypatch.setattr(loader, "_PINNED_SECONDS", 0.02)
     room = Room(keep_alive=0.02)
     try:

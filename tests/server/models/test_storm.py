@@ -86,7 +86,7 @@ def models(first, second, tmp_path):
     return first, second
 
 
-def test_a_storm_of_clients_of_two_models_leaves_nothing(models, scale):
+def test_many_clients_of_two_models_leak_nothing(models, scale):
     first, second = models
     budget = int(1.5 * max(first.plan(), second.plan()))
 
@@ -141,7 +141,7 @@ def test_a_storm_of_clients_of_two_models_leaves_nothing(models, scale):
         assert client.get("/health").status_code == 200
 
 
-def test_many_loadings_leave_the_memory_report_and_the_process_as_they_were(first, second, scale):
+def test_many_loads_leak_no_memory(first, second, scale):
     process = psutil.Process()
     with (
         first.open() as engine,
@@ -189,7 +189,7 @@ def test_many_loadings_leave_the_memory_report_and_the_process_as_they_were(firs
 
 
 @pytest.mark.full
-def test_the_loop_goes_on_while_models_come_and_go(first, second):
+def test_loads_and_unloads_do_not_block_the_event_loop(first, second):
     with (
         first.open() as engine,
         serving(

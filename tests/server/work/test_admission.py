@@ -94,7 +94,7 @@ def test_a_full_queue_answers_503_at_once(tiny_engine, held, monkeypatch, body):
         wait_until(server.idle, "the server to be idle")
 
 
-def test_the_queue_is_bounded_by_tokens_too(tiny_engine, held):
+def test_the_queue_is_bounded_by_tokens(tiny_engine, held):
     with serving(tiny_engine, max_queue_tokens=100) as server, server.client() as client:
         with posting(server, {**TEXT, "max_tokens": 60}) as first:
             wait_until(lambda: server.state.admission.sequences == 1, "a request in flight")
@@ -173,7 +173,7 @@ def test_a_disconnect_while_queued_stops_the_request(tiny_engine, held):
     ],
     ids=["line feed", "pipelined", "upgrade"],
 )
-def test_a_disconnect_is_seen_whatever_follows_the_request(tiny_engine, held, header, rest):
+def test_a_disconnect_is_noticed_after_pipelined_bytes(tiny_engine, held, header, rest):
     with serving(tiny_engine) as server:
         with server.connect() as sock:
             sock.sendall(server.request_bytes("/v1/completions", TEXT, header) + rest)
@@ -195,7 +195,7 @@ def half_closed(server, held, **body):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_sends_no_more_gets_its_answer(tiny_engine, held, stream):
+def test_a_half_closed_client_gets_its_answer(tiny_engine, held, stream):
     with serving(tiny_engine) as server, half_closed(server, held, stream=stream) as sock:
         if stream:
             until_it_is_asked(sock, held)
@@ -231,7 +231,7 @@ def texts(answer):
     )
 
 
-def test_a_client_that_sends_no_more_and_leaves_is_noticed(tiny_engine, held):
+def test_a_half_closed_clients_disconnect_is_noticed(tiny_engine, held):
     """While its prompt is computed."""
     with serving(tiny_engine) as server:
         half_closed(server, held).close()
@@ -241,7 +241,7 @@ def test_a_client_that_sends_no_more_and_leaves_is_noticed(tiny_engine, held):
         wait_until(server.idle, "the work to stop")
 
 
-def test_a_client_that_sends_no_more_and_leaves_its_stream_is_noticed(tiny_engine, held):
+def test_a_half_closed_clients_disconnect_ends_its_stream(tiny_engine, held):
     """Before the next token."""
     with serving(tiny_engine) as server:
         with half_closed(server, held, stream=True, max_tokens=500) as sock:
@@ -285,7 +285,7 @@ def test_requests_with_one_prefix_start_together(tiny_engine, held):
         assert text == sampled.output_text
 
 
-async def test_the_window_is_the_longest_wait():
+async def test_the_batch_window_bounds_the_wait():
     groups = PrefixGroups(window_seconds=0.05, block_size=4)
     prompt = [1, 2, 3, 4, 5]
     first = await groups.join("tenant", prompt)
@@ -304,14 +304,14 @@ async def test_the_window_is_the_longest_wait():
 @pytest.mark.parametrize(
     ("window", "ids"), [(0.0, [1, 2, 3, 4, 5]), (5.0, [1, 2, 3, 4])], ids=["off", "short"]
 )
-async def test_nobody_is_held_without_a_window_or_a_full_block(window, ids):
+async def test_requests_without_a_window_or_a_full_block_are_not_held(window, ids):
     groups = PrefixGroups(window_seconds=window, block_size=4)
     for _ in range(3):
         assert await asyncio.wait_for(groups.join(None, ids), 1) is None
     assert groups.held == 0
 
 
-def test_an_engine_that_dies_fails_its_requests_and_says_so(tiny_model_dir):
+def test_a_dead_engine_fails_its_requests_and_readiness(tiny_model_dir):
     from kvboost_edge import CPUPagedEngine
 
     options = {"num_blocks": 64, "backend": "cpu", "dtype": "float32"}
@@ -372,7 +372,7 @@ def _explode(*arguments):
 @pytest.mark.parametrize(
     "keys", [(), ("one",), ("one", "two")], ids=["no key", "one key", "two keys"]
 )
-def test_no_tenant_goes_before_another_by_its_priority(tiny_engine, keys):
+def test_priorities_across_tenants_are_refused(tiny_engine, keys):
     with serving(tiny_engine, api_keys=keys) as server, server.client() as client:
         for path, body in (
             ("/v1/completions", TEXT),
@@ -389,7 +389,7 @@ def test_no_tenant_goes_before_another_by_its_priority(tiny_engine, keys):
                 assert (answer.status_code, answer.json()["error"]["param"]) == (400, "priority")
 
 
-def test_a_keys_weight_is_its_requests(tiny_engine, held):
+def test_a_keys_weight_applies_to_its_requests(tiny_engine, held):
     """The scheduler shares by it."""
     with (
         serving(tiny_engine, api_keys=("heavy weight=4", "light")) as server,
@@ -404,7 +404,7 @@ def test_a_keys_weight_is_its_requests(tiny_engine, held):
     assert weights == [4.0, 1.0]
 
 
-async def test_a_cancelled_waiter_lets_nobody_through():
+async def test_a_cancelled_waiter_does_not_release_others():
     """Whoever waits for a prefix waits for the one that computes it, or for the end of the
     window.
     """
@@ -426,7 +426,7 @@ async def test_a_cancelled_waiter_lets_nobody_through():
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_request_that_ended_leaves_nothing_for_the_garbage_collector(
+def test_a_finished_request_is_freed_without_the_garbage_collector(
     live_server, monkeypatch, stream
 ):
     """Its admission holds all that belongs to it; a circle through the task that watches for the
@@ -458,7 +458,7 @@ def test_a_request_that_ended_leaves_nothing_for_the_garbage_collector(
         gc.enable()
 
 
-def test_the_gates_lists_name_the_routes_there_are():
+def test_the_admission_lists_cover_every_route():
     """A full queue turns away every route that takes a body, apart from an admin's and the batch
     API's, which compute nothing.
     """
@@ -473,7 +473,7 @@ def test_the_gates_lists_name_the_routes_there_are():
     assert all(map(is_admitted, named))
 
 
-def test_one_key_does_not_fill_the_queue_for_the_others(tiny_engine, held):
+def test_one_key_cannot_fill_the_queue(tiny_engine, held):
     """Four places: one is kept for each of two keys, two belong to whoever comes first."""
     limits = {"max_batch_size": 1, "max_queue_size": 3}
     greedy = {"headers": {"x-api-key": "greedy"}}
@@ -505,7 +505,7 @@ def test_one_key_does_not_fill_the_queue_for_the_others(tiny_engine, held):
     assert server.state.admission.sequences == 0
 
 
-def test_what_a_key_could_never_have_beside_the_others_is_400(tiny_engine):
+def test_a_request_above_its_keys_share_is_400(tiny_engine):
     settings = {"api_keys": ("one", "two"), "max_queue_tokens": 200}
     with (
         serving(tiny_engine, **settings) as server,

@@ -10,7 +10,7 @@ from kvboost_edge.server.work.bridge import to_its_end
 
 
 @pytest.mark.parametrize("times", [1, 2])
-async def test_what_is_stopped_while_it_reads_computes_nothing(times):
+async def test_a_request_cancelled_during_tokenization_computes_nothing(times):
     """Who asked is cancelled once when it goes, and once more when the server's grace is over: then
     nobody is left to stop what the work comes to later.
     """
@@ -40,7 +40,7 @@ async def test_what_is_stopped_while_it_reads_computes_nothing(times):
     assert cancelled == [0, 1, 2]
 
 
-def test_what_is_queued_already_is_stopped_too():
+def test_queued_requests_are_cancelled():
     handles = Handles()
     cancelled = list[int]()
     handles.append(RequestHandle(5, cancelled.append))

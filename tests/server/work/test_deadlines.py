@@ -6,7 +6,7 @@ from starlette.requests import Request
 from kvboost_edge.server.work.admission import Admission
 
 
-def test_waiting_for_a_model_is_a_part_of_a_requests_time(live_server):
+def test_the_deadline_includes_the_wait_for_a_model(live_server):
     """Else a request could take twice the time that --request-timeout gives it."""
 
     def deadline(**facts):

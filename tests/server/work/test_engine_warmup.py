@@ -22,7 +22,7 @@ def chat(client, system, question):
     return cached(client, "/v1/chat/completions", messages=messages)
 
 
-def test_the_first_chat_with_a_warmed_system_message_finds_all_of_its_full_blocks(demo_engine):
+def test_a_warmed_system_message_is_a_full_hit_of_the_first_chat(demo_engine):
     keys = ("a" * 20, "b" * 20)
     tenants = [tenant_of_key(key) for key in keys]
     prepare(demo_engine, (), (), tenants, warm_systems=[SYSTEM])
@@ -39,7 +39,7 @@ def test_the_first_chat_with_a_warmed_system_message_finds_all_of_its_full_block
             assert raw == 0
 
 
-def test_a_warmed_prompt_is_found_by_completions_only(demo_engine):
+def test_a_warmed_prompt_is_hit_by_completions_only(demo_engine):
     prompt = f"Once upon a time. {SYSTEM}"
     prepare(demo_engine, [prompt], (), [])
     with serving(demo_engine) as server, server.client() as client:
@@ -48,6 +48,6 @@ def test_a_warmed_prompt_is_found_by_completions_only(demo_engine):
         assert chat(client, prompt, "Where is Emma?")[0] == 0
 
 
-def test_a_system_message_needs_a_template_that_takes_it():
+def test_warm_system_needs_a_template_with_system_messages():
     with fake_engine() as engine, pytest.raises(ConfigError, match=r"--warm-system .* use --warm"):
         prepare(engine, (), (), (), warm_systems=[SYSTEM])

@@ -5,7 +5,7 @@ import asyncio
 from kvboost_edge.server.work.grouping import PrefixGroups
 
 
-async def test_nobody_waits_for_the_prompt_of_another_key():
+async def test_requests_do_not_wait_for_other_keys_prompts():
     """Waiting would tell one key that another one asks the same at this moment."""
     groups = PrefixGroups(window_seconds=60.0, block_size=4)
     prompt = [1, 2, 3, 4, 5]

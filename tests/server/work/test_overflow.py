@@ -12,12 +12,12 @@ def drop(num_turns, limit, size=100):
     return ranges_to_drop(roles, [size] * len(roles), size * len(roles), limit)
 
 
-def test_half_of_what_fits_goes_at_once_in_whole_turns():
+def test_truncation_drops_whole_turns_to_half_the_limit():
     # 22 messages of 100 tokens, 2,000 fit: 1,000 go, the five oldest turns.
     assert drop(10, 2000)[0] == range(1, 11)
 
 
-def test_while_a_conversation_grows_the_same_turns_go():
+def test_the_dropped_turns_change_rarely_as_a_conversation_grows():
     gone = [drop(turns, 2000)[0].stop for turns in range(10, 40)]
     changes = sum(one != other for one, other in itertools.pairwise(gone))
     assert gone == sorted(gone)
@@ -29,7 +29,7 @@ def test_while_a_conversation_grows_the_same_turns_go():
     assert min(left) >= 1000
 
 
-def test_more_goes_where_sizes_were_guessed_too_small_and_the_last_turn_never():
+def test_more_turns_are_dropped_if_estimates_were_low_but_never_the_last():
     tries = ranges_to_drop(CHAT, [50] * 22, 2200, 2000)
     assert [one.start for one in tries] == [1] * len(tries)
     assert [one.stop for one in tries] == sorted({one.stop for one in tries})
@@ -37,7 +37,7 @@ def test_more_goes_where_sizes_were_guessed_too_small_and_the_last_turn_never():
     assert drop(10, 1)[-1] == range(1, 21)
 
 
-def test_tool_results_go_with_their_turn():
+def test_tool_results_are_dropped_with_their_turn():
     roles = ["user", "assistant", "tool", "assistant", "user", "assistant", "tool", "tool", "user"]
     tries = ranges_to_drop(roles, [100] * 9, 900, 700)
     assert [one.stop for one in tries] == [4, 8]

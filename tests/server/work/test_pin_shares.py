@@ -15,7 +15,7 @@ async def warm(app, key, text):
     return answer.status_code, answer.json()
 
 
-async def test_one_key_cannot_pin_what_is_the_others():
+async def test_one_key_cannot_use_another_keys_pin_share():
     with fake_engine(num_blocks=32) as engine:
         app = create_app(engine, ServerSettings(api_keys=KEYS))
         assert (await warm(app, "first", "a" * 64))[0] == 200
@@ -30,7 +30,7 @@ async def test_one_key_cannot_pin_what_is_the_others():
         assert "share of max_pinned_blocks is 4" in alone["error"]["message"]
 
 
-async def test_the_only_key_may_pin_all_there_is_for_it():
+async def test_a_single_key_may_use_the_whole_pin_limit():
     with fake_engine(num_blocks=32) as engine:
         app = create_app(engine, ServerSettings(api_keys=KEYS[:1]))
         assert (await warm(app, "first", "a" * 256))[0] == 200

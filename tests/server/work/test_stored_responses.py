@@ -13,7 +13,7 @@ def names(remembered, tenant=None):
     return "".join(name for name in "abcdefgh" if remembered.find(tenant, name))
 
 
-def test_bytes_are_bounded_and_the_least_used_go_first():
+def test_bytes_are_bounded_with_lru_eviction():
     remembered = ResponseStore(1, max_bytes=3000)
     for name in "abc":
         assert remembered.keep(None, name, turn())
@@ -25,7 +25,7 @@ def test_bytes_are_bounded_and_the_least_used_go_first():
     assert names(remembered) == "ad"
 
 
-def test_entries_are_bounded():
+def test_the_number_of_entries_is_bounded():
     remembered = ResponseStore(1, max_entries=2)
     for name in "abc":
         remembered.keep(None, name, turn())
@@ -33,7 +33,7 @@ def test_entries_are_bounded():
     assert remembered.num_bytes == 2000
 
 
-def test_what_is_old_is_gone_though_it_was_used():
+def test_responses_expire_even_if_used():
     now = 0.0
     remembered = ResponseStore(1, seconds=10, clock=lambda: now)
     remembered.keep(None, "a", turn())
@@ -45,7 +45,7 @@ def test_what_is_old_is_gone_though_it_was_used():
     assert remembered.num_bytes == 1000
 
 
-def test_tenants_have_their_own_part():
+def test_each_tenant_has_its_own_share():
     remembered = ResponseStore(2, max_bytes=4000, max_entries=100)
     for name in "abcd":
         remembered.keep("one", name, turn())

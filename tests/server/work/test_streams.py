@@ -28,7 +28,7 @@ def events(answer):
     return [json.loads(block.removeprefix("data: ")) for block in blocks]
 
 
-async def test_chat_chunks_to_the_letter(tiny_app):
+async def test_chat_chunks_have_the_exact_format(tiny_app):
     body = {**CHAT[1], "max_tokens": 5, "temperature": 0, "stream": True, "ignore_eos": True}
     chunks = events(await tiny_app.post(CHAT[0], json=body))
     head = {"id", "object", "created", "model", "system_fingerprint", "choices"}
@@ -64,7 +64,7 @@ async def test_chat_chunks_to_the_letter(tiny_app):
     assert text == whole["choices"][0]["message"]["content"]
 
 
-async def test_usage_comes_last_and_alone(tiny_app):
+async def test_usage_is_the_last_chunk_without_choices(tiny_app):
     for path, base in (CHAT, TEXT):
         body = {
             **base,
@@ -152,7 +152,7 @@ def assemble(chunks, index, chat):
     }
 
 
-def test_the_client_reads_streams(client, live_server):
+def test_openai_client_reads_streams(client, live_server):
     expected = live_server.engine.generate(MESSAGES, max_new_tokens=16)
     options = {"model": MODEL, "max_tokens": 16, "temperature": 0, "stream": True}
     options["stream_options"] = {"include_usage": True}
@@ -179,7 +179,7 @@ def posted(server, path, body):
         yield
 
 
-def test_a_stream_that_is_closed_ends_its_work(client, live_server):
+def test_closing_a_stream_cancels_the_request(client, live_server):
     used = live_server.engine.paged_stats()["used_blocks"]  # pinned by earlier tests
     stream = client.chat.completions.create(
         model=MODEL,
@@ -199,7 +199,7 @@ def test_a_stream_that_is_closed_ends_its_work(client, live_server):
     assert live_server.engine.paged_stats()["used_blocks"] <= used
 
 
-def test_a_client_that_goes_while_its_prompt_is_tokenized(live_server, monkeypatch):
+def test_a_disconnect_during_tokenization_cancels_the_request(live_server, monkeypatch):
     engine = live_server.engine
     release = threading.Event()
     entered = threading.Event()
@@ -224,7 +224,7 @@ def test_a_client_that_goes_while_its_prompt_is_tokenized(live_server, monkeypat
     assert not submitted
 
 
-def test_long_json_is_the_same_json():
+def test_long_json_is_encoded_identically_in_pieces():
     text = 'a"\\\n\0é🙂\u2028' * 9000
     for value in (
         {"a b": text, "n": 1},
@@ -251,7 +251,7 @@ async def test_a_large_answer_is_sent_in_pieces():
         ]
 
 
-def test_offsets_of_a_stream_are_those_of_the_whole_answer(live_server):
+def test_streamed_text_offsets_equal_the_whole_answers(live_server):
     """Tokens that a stop string cut off, in part or whole, begin where the text ends."""
     base = {
         "prompt": "The water mill of the old town",

@@ -19,7 +19,7 @@ def fill(shares, tenant):
 
 
 @pytest.mark.parametrize("weights", [{}, {"only": 4.0}])
-def test_with_one_tenant_the_bound_is_the_whole(weights):
+def test_a_single_tenant_may_use_everything(weights):
     shares = Shares(10, weights, least=1)
     tenant = next(iter(weights), None)
     assert not shares.are_kept
@@ -30,7 +30,7 @@ def test_with_one_tenant_the_bound_is_the_whole(weights):
     assert fill(shares, tenant) == 3
 
 
-def test_half_is_kept_by_weight_and_half_is_everybodys():
+def test_half_is_reserved_by_weight_and_half_is_shared():
     shares = Shares(100, {"light": 1.0, "heavy": 4.0})
     assert [shares.kept_for(name) for name in ("light", "heavy")] == [10, 40]
     assert fill(shares, "light") == shares.most("light") == 60
@@ -51,7 +51,7 @@ def test_half_is_kept_by_weight_and_half_is_everybodys():
         (1, (1, 1), [0, 0]),  # more tenants than places: whoever comes first
     ],
 )
-def test_everybody_has_the_least_as_long_as_there_is_so_much(limit, weights, kept):
+def test_every_tenant_gets_the_minimum_while_it_lasts(limit, weights, kept):
     names = [str(number) for number in range(len(weights))]
     shares = Shares(limit, dict(zip(names, map(float, weights), strict=True)), least=1)
     assert [shares.kept_for(name) for name in names] == kept
@@ -59,13 +59,13 @@ def test_everybody_has_the_least_as_long_as_there_is_so_much(limit, weights, kep
     assert [fill(shares, name) for name in names[1:]] == kept[1:]
 
 
-def test_who_has_no_key_has_no_share():
+def test_requests_without_a_key_have_no_reserved_share():
     shares = Shares(100, {"one": 1.0, "two": 1.0})
     assert fill(shares, None) == shares.most(None) == 50
     assert fill(shares, "one") == 25
 
 
-def test_the_rule_holds_in_any_order_of_requests(scale):
+def test_shares_hold_in_any_order_of_requests(scale):
     """Never more than there is, and whoever stays within its share is let in."""
     for seed in range(scale(200, 5000)):
         draw = random.Random(seed)

@@ -67,7 +67,7 @@ def call(arguments, name="get_weather"):
         ),
     ],
 )
-def test_one_object_alone_or_in_a_fence_is_a_call(form, text, wanted):
+def test_a_single_object_with_or_without_a_fence_is_a_call(form, text, wanted):
     assert read(text, form=form) == wanted
     assert read(*text, form=form) == wanted, "character by character"
 
@@ -118,13 +118,13 @@ def test_an_example_stays_text(text):
 
 
 @pytest.mark.parametrize("form", [*CALLING])
-def test_formats_without_a_marked_object_have_no_bare_calls(form):
+def test_only_formats_with_json_calls_have_bare_calls(form):
     """Bare JSON is what some families write anyway."""
     wraps = format_of(form).calls.wraps_objects
     assert wraps == (form in ("hermes", "qwen3"))
 
 
-def test_without_a_judge_of_arguments_it_is_text():
+def test_without_a_schema_check_a_bare_call_is_text():
     parser = TurnParser(FORMATS["hermes"], TOOLS, reasoning="closed", calls=True)
     assert merge_parts([*parser.push(ONE), *parser.close()]) == [ContentDelta(ONE)]
 
@@ -147,7 +147,7 @@ def test_without_a_judge_of_arguments_it_is_text():
         (f"```json\n{ONE}\n```\n\nT", "his calls the tool."),
     ],
 )
-def test_text_comes_as_soon_as_it_cannot_be_a_call(front, behind):
+def test_text_is_emitted_once_it_cannot_be_a_call(front, behind):
     """The last character of `front` decides."""
     parser = parser_of()
     early = [part for letter in front[:-1] for part in parser.push(letter)]
@@ -159,7 +159,7 @@ def test_text_comes_as_soon_as_it_cannot_be_a_call(front, behind):
     ]
 
 
-def test_a_call_is_shown_when_the_message_has_ended():
+def test_a_bare_call_is_emitted_at_the_end_of_the_message():
     parser = parser_of()
     assert [part for letter in f"```json\n{ONE}\n```\n" for part in parser.push(letter)] == []
     assert parser.close() == call('{"city": "Paris"}')
@@ -170,7 +170,7 @@ def test_a_bare_call_may_follow_reasoning():
     assert found == [ReasoningDelta("Hm."), *call('{"city": "Paris"}')]
 
 
-def test_calls_with_markers_are_found_behind_what_is_no_bare_call():
+def test_marked_calls_are_found_after_text_that_is_no_bare_call():
     marked = f"<tool_call>\n{ONE}\n</tool_call>"
     assert read(*marked) == call('{"city": "Paris"}')
     text = '{"name": "Alice"}'

@@ -48,7 +48,7 @@ def grammar(
 
 @EACH
 @EITHER
-def test_calls_as_the_template_writes_them_are_taken(name, markers):
+def test_calls_in_the_templates_format_are_accepted(name, markers):
     words = vocabulary(markers)
     for calls in ([PARIS], [POINT], [PING], [("get_weather", {"city": ""})]):
         text = written(name, calls)
@@ -59,7 +59,7 @@ def test_calls_as_the_template_writes_them_are_taken(name, markers):
 
 @EACH
 @EITHER
-def test_several_calls_are_taken_where_they_may_be(name, markers):
+def test_parallel_calls_are_accepted_if_allowed(name, markers):
     if name == "llama3":
         assert "another" not in grammar(name, markers), "its template refuses two"
         return
@@ -74,7 +74,7 @@ def test_several_calls_are_taken_where_they_may_be(name, markers):
 @EACH
 @EITHER
 @pytest.mark.some(3)
-def test_what_is_no_call_of_a_tool_is_not_taken(name, markers):
+def test_invalid_calls_are_rejected(name, markers):
     words = vocabulary(markers)
     wrong = [
         [("hack", {"city": "Paris"})],
@@ -99,7 +99,7 @@ def test_what_is_no_call_of_a_tool_is_not_taken(name, markers):
 
 @EACH
 @EITHER
-def test_text_is_free_where_no_call_begins(name, markers):
+def test_text_is_free_outside_calls(name, markers):
     words = vocabulary(markers)
     for choice in ("auto", "none"):
         for text in ("Hello <b>you</b> [1]", '{"a": 1}', '{"name": "Bob"}', "", "x < y"):
@@ -121,7 +121,7 @@ def test_white_space_around_markers_is_free_and_bounded():
     )
 
 
-def test_a_token_may_end_the_marker_and_say_more():
+def test_a_token_may_extend_past_the_marker():
     """Where the marker is several tokens of text, any cut of it comes."""
     words = Vocabulary((), ('l>{"na', "_call>\n{", "see <to"))
     made = calls_grammar(
@@ -142,7 +142,7 @@ def test_a_token_may_end_the_marker_and_say_more():
 
 @EITHER
 @pytest.mark.parametrize("name", ["qwen3", "glm", "deepseek"])
-def test_reasoning_stands_in_front(name, markers):
+def test_reasoning_may_precede_calls(name, markers):
     words = vocabulary(markers)
     call = written(name, [PARIS])
     thought = "Hm?" if markers else f"Hm, {call}?"  # a special token is none of a thought's text
@@ -163,7 +163,7 @@ def test_reasoning_stands_in_front(name, markers):
     ("name", "markers", "reasoning"), pairwise(CALLING, (False, True), ("closed", "possible"))
 )
 @pytest.mark.some(3)
-def test_noise_under_a_grammar_parses_into_calls_that_fit(name, markers, reasoning):
+def test_random_text_under_the_grammar_parses_into_valid_calls(name, markers, reasoning):
     format = format_of(name)
     words = vocabulary(markers)
     schemas = {tool.name: tool.parameters for tool in TOOLS}
@@ -189,7 +189,7 @@ def test_noise_under_a_grammar_parses_into_calls_that_fit(name, markers, reasoni
 
 
 @EITHER
-def test_an_answer_in_json_stands_behind_the_reasoning(markers):
+def test_a_json_answer_follows_the_reasoning(markers):
     words = vocabulary(markers)
     schema = {
         "type": "object",
@@ -208,7 +208,7 @@ def test_an_answer_in_json_stands_behind_the_reasoning(markers):
     assert not words.takes(made(reasoning="possible"), '<think>so</think>{"a": 2}')
 
 
-def test_what_cannot_be_asked_is_refused_by_name():
+def test_impossible_grammars_are_refused_by_name():
     unknown = TurnFormat(None, None, True, True)
     with pytest.raises(
         RequestError, match="tool-call format of the model's chat template is not supported"
@@ -226,7 +226,7 @@ def test_what_cannot_be_asked_is_refused_by_name():
 
 
 @EITHER
-def test_values_may_be_written_as_python_does_where_calls_are(markers):
+def test_python_style_values_are_accepted_in_python_style_calls(markers):
     words = vocabulary(markers)
     tool = Tool(
         "f",
@@ -260,7 +260,7 @@ def test_values_may_be_written_as_python_does_where_calls_are(markers):
 NAMES = ("größe", "$filter", "two words")
 
 
-def test_keywords_of_any_letters_are_taken_and_read():
+def test_keywords_of_any_letters_are_accepted():
     tool = Tool(
         "find", {"type": "object", "properties": {name: {"type": "string"} for name in NAMES}}
     )
@@ -272,7 +272,7 @@ def test_keywords_of_any_letters_are_taken_and_read():
 
 
 @pytest.mark.parametrize("wrong", ["a=b", "a[0]", 'say "x"', "a,b", " a", "", "a" * 257])
-def test_keywords_that_cannot_be_written_are_refused_by_name(wrong):
+def test_invalid_keywords_are_refused_by_name(wrong):
     tool = Tool("find", {"type": "object", "properties": {wrong: {"type": "string"}}})
     with pytest.raises(RequestError, match=re.escape(repr(wrong))):
         grammar("lfm2", False, tools=[tool])

@@ -125,7 +125,7 @@ def test_calls_are_read_from_the_template(name):
 
 
 @pytest.mark.parametrize("name", [name for name in TEMPLATES if name not in (*CALLS, "channels")])
-def test_a_way_that_is_not_known_is_no_way(name):
+def test_an_unknown_call_format_is_none(name):
     assert format_of(name).calls is None
 
 
@@ -145,11 +145,11 @@ def test_reasoning_is_read_from_the_template(name):
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_tools_that_are_shown_are_known_to_be(name):
+def test_shows_tools_is_detected(name):
     assert format_of(name).shows_tools == (name not in ("smollm2", "switched"))
 
 
-def test_an_answer_can_be_replayed_where_nothing_stands_in_front_of_it():
+def test_answers_are_replayable_without_a_prefix():
     cannot = {name for name in TEMPLATES if not format_of(name).replays}
     assert cannot == {"mistral-v3", "channels"}, "one writes a space there, one a channel"
 
@@ -172,7 +172,7 @@ def test_reasoning_has_many_forms(source, wanted):
     assert found.reasoning == wanted
 
 
-def test_a_template_that_refuses_all_tells_nothing():
+def test_a_template_that_always_fails_has_no_format():
     found = turn_format(
         ChatTemplate("{{ raise_exception('no') }}", model_name="made", variables={}).render
     )
@@ -184,7 +184,7 @@ def test_a_template_that_refuses_all_tells_nothing():
     )
 
 
-def test_a_prompt_tells_whether_reasoning_goes_on():
+def test_the_reasoning_state_follows_from_the_prompt():
     asked = [{"role": "user", "content": "q"}]
     qwen = format_of("qwen3")
     deepseek = format_of("deepseek")
@@ -204,7 +204,7 @@ def test_a_prompt_tells_whether_reasoning_goes_on():
         ("loop.last", False),
     ],
 )
-def test_a_template_may_show_past_reasoning_if_a_variable_says_so(shown, preserves):
+def test_a_variable_that_preserves_reasoning_is_detected(shown, preserves):
     source = (
         "{% for m in messages %}[{{ m.role }}]{% if m.reasoning_content and ("
         + shown
@@ -218,7 +218,7 @@ def test_a_template_may_show_past_reasoning_if_a_variable_says_so(shown, preserv
     )
 
 
-def test_a_prompt_may_close_a_block_of_mirrored_markers():
+def test_mirrored_reasoning_markers_are_detected():
     source = (
         "{% for m in messages %}<|turn>{{ m.role }}\n{{ m.content }}<turn|>{% endfor %}"
         "{% if add_generation_prompt %}<|turn>assistant\n"

@@ -136,18 +136,18 @@ REFUSED = [
 
 @EITHER
 @pytest.mark.parametrize(("name", "arguments"), TAKEN)
-def test_what_fits_is_taken(name, arguments, markers):
+def test_valid_arguments_are_accepted(name, arguments, markers):
     assert takes(SCHEMAS[name], written("gemma4", [("f", arguments)]), markers)
 
 
 @EITHER
 @pytest.mark.parametrize(("name", "arguments"), REFUSED)
-def test_what_does_not_fit_is_not(name, arguments, markers):
+def test_invalid_arguments_are_rejected(name, arguments, markers):
     assert not takes(SCHEMAS[name], written("gemma4", [("f", arguments)]), markers)
 
 
 @EITHER
-def test_members_stand_in_the_schemas_order_or_by_name(markers):
+def test_members_follow_the_schemas_or_alphabetical_order(markers):
     schema = shaped({"b": {"type": "null"}, "A": {"type": "null"}, "c": {"type": "null"}}, "b")
     for inner in (
         "b:null,A:null,c:null",
@@ -174,7 +174,7 @@ def sampled(schema, markers, seed):
 
 @EITHER
 @pytest.mark.parametrize("name", SCHEMAS)
-def test_noise_under_a_grammar_is_read_back_and_fits(name, markers):
+def test_random_text_under_the_grammar_parses_and_is_valid(name, markers):
     ended = 0
     for seed in range(10):
         text = sampled(SCHEMAS[name], markers, seed)
@@ -219,7 +219,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("schema", "word"), WRONG)
-def test_what_cannot_be_held_is_refused_by_name(schema, word):
+def test_unsupported_schemas_are_refused_by_name(schema, word):
     with pytest.raises(RequestError) as refused:
         grammar(shaped({"a": schema}), False)
     assert word in str(refused.value)
@@ -255,7 +255,7 @@ SCHEMA_PARTS = st.recursive(
 
 @settings(max_examples=300, deadline=None)
 @given(st.dictionaries(WORDS, SCHEMA_PARTS, max_size=4), st.integers(0, 99))
-def test_any_object_is_a_schema_or_is_refused(part, seed):
+def test_any_schema_is_enforced_or_refused(part, seed):
     """And what is written under one that is held fits it."""
     schema = shaped({"a": part}, "a")
     try:
@@ -282,7 +282,7 @@ def test_any_object_is_a_schema_or_is_refused(part, seed):
         assert validator.is_valid(arguments), (schema, arguments)
 
 
-def test_a_schema_of_any_depth_is_refused_or_held():
+def test_a_schema_of_any_depth_is_enforced_or_refused():
     schema = {"type": "null"}
     for _ in range(100):
         schema = {"type": "array", "items": schema}

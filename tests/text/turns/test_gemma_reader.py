@@ -53,7 +53,7 @@ HOSTILE = [
 
 @EACH
 @pytest.mark.parametrize("arguments", HOSTILE, ids=range(len(HOSTILE)))
-def test_hostile_arguments_come_back_from_every_cut(name, arguments):
+def test_hostile_arguments_parse_at_any_split(name, arguments):
     text = f"So: {written(name, [('f', arguments), ('f', {'z': 1})])} And."
     whole = parts_of(name, text)
     assert [part for part in whole if isinstance(part, ContentDelta)] == [
@@ -67,7 +67,7 @@ def test_hostile_arguments_come_back_from_every_cut(name, arguments):
 
 
 @EACH
-def test_depth_costs_no_stack(name):
+def test_deep_arguments_do_not_overflow_the_stack(name):
     """Deeper than any template writes."""
     quote = QUOTES[name]
     calls = format_of(name).calls
@@ -103,7 +103,7 @@ def values(quote):
 
 
 @pytest.mark.parametrize("examples", [60, pytest.param(300, marks=pytest.mark.full)])
-def test_what_a_template_writes_is_read_back(examples):
+def test_template_output_round_trips(examples):
     settings(max_examples=examples)(given(st.data())(check_written))()
 
 
@@ -135,7 +135,7 @@ def call(inner, end="<tool_call|>"):
         ("a:{b:[1", {"a": {"b": [1]}}),
     ],
 )
-def test_small_faults_are_forgiven(inner, wanted):
+def test_minor_syntax_errors_are_tolerated(inner, wanted):
     found = parts_of("gemma4", call(inner))
     assert (arguments_of(found), found[0], len(found)) == ([wanted], CallStart(0, "f"), 2)
 
@@ -157,7 +157,7 @@ def test_small_faults_are_forgiven(inner, wanted):
         "call:f{a:1}",
     ],
 )
-def test_what_is_no_call_is_content(text):
+def test_text_that_is_no_call_is_content(text):
     assert parts_of("gemma4", text) == [ContentDelta(text)]
     assert parts_of("gemma4", *text) == [ContentDelta(text)]
 
@@ -171,19 +171,19 @@ def test_what_is_no_call_is_content(text):
         ("a:[1 {", '{"a": [1]}', "{<tool_call|>"),
     ],
 )
-def test_a_call_goes_as_far_as_it_is_one(inner, wanted, rest):
+def test_text_after_a_call_is_content(inner, wanted, rest):
     found = parts_of("gemma4", call(inner))
     assert found[:2] == [CallStart(0, "f"), CallArguments(0, wanted)]
     assert found[2:] == ([ContentDelta(rest)] if rest else [])
     assert parts_of("gemma4", *call(inner)) == found
 
 
-def test_bare_words_are_texts_where_the_schema_has_texts():
+def test_bare_words_are_strings_if_the_schema_says_so():
     found = parts_of("gemma4", "<|tool_call>call:find{text:12,other:12,in:{text:12}}<tool_call|>")
     assert arguments_of(found) == [{"text": "12", "other": 12, "in": {"text": 12}}]
 
 
-def test_arguments_come_as_they_are_written():
+def test_arguments_are_streamed():
     parser = TurnParser(format_of("gemma4"), ANY, reasoning="closed", calls=True)
     assert parser.push("Look <|tool_call>call:f{a:") == [ContentDelta("Look")]
     assert parser.push('<|"') == []
@@ -207,6 +207,6 @@ def test_arguments_come_as_they_are_written():
         ("f{a:[1,", '{"a": [1'),
     ],
 )
-def test_a_call_that_is_cut_short_stays_as_far_as_it_came(text, wanted):
+def test_a_truncated_call_keeps_its_partial_arguments(text, wanted):
     found = parts_of("gemma4", f"<|tool_call>call:{text}")
     assert found == [CallStart(0, "f"), *([CallArguments(0, wanted)] if wanted else [])]

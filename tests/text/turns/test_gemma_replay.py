@@ -74,7 +74,7 @@ def kept(tokenizer, *answers):
 
 @pytest.mark.parametrize("cities", [("Bonn",), ("Bonn", "Rome")])
 @pytest.mark.parametrize("content", ["", "Let me look."])
-def test_a_call_stands_as_it_was_written(cities, content):
+def test_a_call_is_replayed_as_generated(cities, content):
     tokenizer = tokenizer_of(GEMMA4)
     message = called(*cities, content=content)
     text = spelled(*cities, content=content)
@@ -91,7 +91,7 @@ def test_a_call_stands_as_it_was_written(cities, content):
     assert 'city:<|"|>Bonn<|"|>,days:2' in tokenizer.decode(anew, False)
 
 
-def test_calls_one_after_another_each_stand_as_they_were_written():
+def test_consecutive_calls_are_replayed_as_generated():
     tokenizer = tokenizer_of(GEMMA4)
     first = called("Bonn")
     second = called("Rome", "Oslo")
@@ -120,7 +120,7 @@ def test_calls_one_after_another_each_stand_as_they_were_written():
     assert "\ufdd0" not in text
 
 
-def test_results_are_shown_where_a_template_hangs_them_on_calls():
+def test_results_are_rendered_with_their_calls():
     assert format_of("gemma4").results_need_calls
     assert not format_of("hermes").results_need_calls
     # The same of a template whose calls cannot be marked: its calls are written anew.
@@ -138,7 +138,7 @@ def test_results_are_shown_where_a_template_hangs_them_on_calls():
     assert "Rain in Bonn." in text
 
 
-def test_a_call_without_its_result_is_written_anew_or_stands_whole():
+def test_a_call_without_a_result_is_rendered_or_replayed_whole():
     tokenizer = tokenizer_of(GEMMA4)
     message = called("Bonn")
     answers = kept(tokenizer, (message, spelled("Bonn")))
@@ -147,7 +147,7 @@ def test_a_call_without_its_result_is_written_anew_or_stands_whole():
 
 
 @pytest.mark.parametrize("seen", ["", "<|tool_response>"], ids=["special", "text that is seen"])
-def test_what_ends_a_turn_with_calls_is_no_part_of_it(seen):
+def test_the_end_token_after_calls_is_not_stored(seen):
     """The model's last token; the next prompt has it in front of the result."""
     tokenizer = tokenizer_of(GEMMA4, seen=seen)
     kept = {}

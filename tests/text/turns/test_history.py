@@ -24,12 +24,12 @@ def given(arguments):
         (True, '{"a":1}', '{"a":1}'),
     ],
 )
-def test_arguments_are_as_the_template_takes_them(as_text, arguments, wanted):
+def test_arguments_have_the_form_the_template_expects(as_text, arguments, wanted):
     calls = CallFormat("json", "<tool_call>", arguments_as_text=as_text)
     assert with_arguments(given(arguments), calls) == given(wanted)
 
 
-def test_a_template_that_is_not_known_takes_objects():
+def test_unknown_templates_get_objects():
     assert with_arguments(given('{"a": 1}'), None) == given({"a": 1})
     odd = [{"role": "assistant", "content": "", "tool_calls": [{"name": "f"}, 3]}]
     assert with_arguments(odd, None) == odd

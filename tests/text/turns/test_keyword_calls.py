@@ -78,7 +78,7 @@ def derived(template):
 # -- how calls are known --
 
 
-def test_tools_between_the_markers_tell_how_calls_are_written():
+def test_the_call_format_is_inferred_from_the_tool_markers():
     found = format_of("lfm2-unshown")
     assert (found.calls, found.shows_calls, found.shows_tools, found.replays) == (
         KEYWORD_CALLS,
@@ -115,7 +115,7 @@ OTHER_WAYS = {
 
 
 @pytest.mark.parametrize("change", OTHER_WAYS)
-def test_tools_shown_in_any_other_way_tell_nothing(change):
+def test_other_tool_formats_imply_no_call_format(change):
     old, new = (text.replace("\\\\", "\\") for text in OTHER_WAYS[change])
     assert LFM2_UNSHOWN.count(old) == 1
     found = derived(LFM2_UNSHOWN.replace(old, new))
@@ -123,7 +123,7 @@ def test_tools_shown_in_any_other_way_tell_nothing(change):
 
 
 @pytest.mark.parametrize("missing", ["<|tool_call_start|>", "<|tool_call_end|>"])
-def test_a_model_without_the_tokens_of_calls_was_not_taught_them(missing):
+def test_the_call_format_needs_its_tokens_in_the_vocabulary(missing):
     assert tokenizer_with(MARKERS).turn_format.calls == KEYWORD_CALLS
     assert (
         tokenizer_with(tuple(text for text in MARKERS if text != missing)).turn_format.calls is None
@@ -133,7 +133,7 @@ def test_a_model_without_the_tokens_of_calls_was_not_taught_them(missing):
 # -- past calls --
 
 
-def test_past_calls_and_results_are_written_as_the_format_is_documented():
+def test_past_calls_and_results_have_the_documented_format():
     text = tokenizer_with(MARKERS).apply_chat_template(HISTORY, tools=OFFERED)
     assert text == (
         f"<|im_start|>system\nBe brief.\nList of tools: <|tool_list_start|>{json.dumps(OFFERED)}<|tool_list_end|>"
@@ -147,7 +147,7 @@ def test_past_calls_and_results_are_written_as_the_format_is_documented():
     )
 
 
-def test_the_markers_are_tokens_and_those_in_arguments_are_text():
+def test_markers_are_tokens_but_text_in_arguments():
     ours = tokenizer_with(MARKERS)
     said = {
         "role": "assistant",
@@ -173,7 +173,7 @@ VALUES = {
 }
 
 
-def test_what_is_written_is_read_as_it_was():
+def test_written_calls_round_trip():
     (message,) = with_calls_written(
         [{"content": "Well.", "tool_calls": [call("f", VALUES)]}], KEYWORD_CALLS
     )
@@ -198,7 +198,7 @@ def test_what_is_written_is_read_as_it_was():
         assert inner == str(value).replace("'", '"'), "as Python writes it"
 
 
-def test_calls_stand_in_front_of_contents_in_parts():
+def test_calls_precede_content_parts():
     parts = [{"type": "text", "text": "Well."}]
     (message,) = with_calls_written(
         [{"content": parts, "tool_calls": [call("f", {})]}], KEYWORD_CALLS
@@ -222,14 +222,14 @@ def test_calls_stand_in_front_of_contents_in_parts():
         {"a": 1},
     ],
 )
-def test_a_past_call_that_cannot_be_written_is_refused_by_name(calls):
+def test_an_unwritable_past_call_is_refused_by_name(calls):
     with pytest.raises(RequestError, match=r"past call .* cannot be written"):
         tokenizer_with(MARKERS).apply_chat_template(
             [HISTORY[1], {"role": "assistant", "tool_calls": calls}]
         )
 
 
-def test_a_call_takes_the_tokens_it_was_generated_with():
+def test_a_call_is_replayed_with_its_generated_tokens():
     ours = tokenizer_with(MARKERS)
     spelled = "Hm.<|tool_call_start|>[get_weather( days = 3,city='Bonn')]<|tool_call_end|>"
     own = ours.encode(spelled, False)

@@ -28,14 +28,14 @@ ASCII = "".join(map(chr, range(1, 128)))
 @pytest.mark.parametrize(
     "text", [ASCII, "a/b", "\\d\\<b\\>", "<｜tool▁calls▁begin｜>", "é🙂", "[a-z]{2}(?s:.*)", "a\nb"]
 )
-def test_any_text_stands_for_itself_alone(text):
+def test_escaped_text_matches_only_itself(text):
     grammar = f"%llguidance {{}}\nstart: /{escaped(text)}/\n"
     assert takes(grammar, text)
     assert not takes(grammar, text + "x")
     assert not takes(grammar, text[:-1])
 
 
-def test_a_piece_has_free_white_space_ids_and_special_tokens():
+def test_literals_allow_white_space_ids_and_special_tokens():
     lark = Lark(lambda text: {"<|user|>": 4, "<|end|>": 2}.get(text))
     lark.add("start", lark.literal(f"[<|user|>\n x:{ID_SLOT}y\n</a> <|user|>"))
     for text in ("[", "[ ", "[\n"):
@@ -51,7 +51,7 @@ def test_a_piece_has_free_white_space_ids_and_special_tokens():
     assert lark.literal("") == []
 
 
-def test_text_goes_up_to_the_first_marker():
+def test_text_ends_at_the_first_marker():
     for marker, special in (("</think>", None), ("<|user|>", 4)):
         lark = Lark(lambda text, special=special: special if text == "<|user|>" else None)
         text = lark.terminal("ANY", "(?s:.*)")
@@ -61,7 +61,7 @@ def test_text_goes_up_to_the_first_marker():
         assert not takes(lark.text(), f"a{marker}")
 
 
-def test_a_terminal_leaves_out_what_it_is_told_to():
+def test_a_terminal_excludes_given_texts():
     lark = Lark(lambda _: None)
     lark.add("start", [lark.terminal("SOME", "(?s:.*)", without=["(?s:.*)no(?s:.*)", "x(?s:.*)"])])
     for text, wanted in (

@@ -26,7 +26,7 @@ CHAT = [
 ]
 
 
-def test_tools_are_told_behind_the_system_message_or_in_one():
+def test_tools_are_described_in_the_system_message():
     told = with_tools_described([{"role": "system", "content": "Be brief."}, CHAT[0]], GIVEN)
     assert [message["role"] for message in told] == ["system", "user"]
     assert told[0]["content"].startswith("Be brief.\n\nYou can call tools.")
@@ -36,7 +36,7 @@ def test_tools_are_told_behind_the_system_message_or_in_one():
         assert json.loads(told_tool) == {"name": tool.name, "parameters": tool.parameters}
 
 
-def test_a_template_without_system_messages_is_told_by_the_user():
+def test_tools_are_described_to_the_user_without_system_messages():
     told = with_tools_described(
         [{"role": "assistant", "content": "Hello"}, *CHAT[:1]], GIVEN, system=False
     )
@@ -45,7 +45,7 @@ def test_a_template_without_system_messages_is_told_by_the_user():
     assert '"get_weather"' in told[1]["content"]
 
 
-def test_past_calls_are_what_the_model_is_told_to_write():
+def test_past_calls_have_the_described_format():
     told = with_tools_described(CHAT, GIVEN)[2]
     assert told == {"role": "assistant", "content": told["content"]}
     parser = TurnParser(
@@ -60,7 +60,7 @@ def test_past_calls_are_what_the_model_is_told_to_write():
 
 
 @pytest.mark.parametrize("tools", [GIVEN, []])
-def test_any_template_takes_them(tools):
+def test_any_template_accepts_described_tools(tools):
     told = with_tools_described(CHAT, tools)
     assert [message["role"] for message in told][-3:] == ["user", "assistant", "user"], (
         "results are one message"
@@ -70,7 +70,7 @@ def test_any_template_takes_them(tools):
     assert ("You can call tools" in text) == bool(tools)
 
 
-def test_what_was_given_is_left_as_it_was():
+def test_messages_are_not_modified():
     before = json.dumps(CHAT)
     with_tools_described(CHAT, GIVEN)
     assert json.dumps(CHAT) == before

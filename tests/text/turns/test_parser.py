@@ -30,7 +30,7 @@ CALLS = [
 
 
 @pytest.mark.parametrize("name", CALLING)
-def test_what_the_template_writes_comes_back(name):
+def test_template_output_round_trips(name):
     for calls in CALLS:
         if len(calls) > 1 and name == "llama3":
             continue
@@ -40,7 +40,7 @@ def test_what_the_template_writes_comes_back(name):
 
 
 @pytest.mark.parametrize("name", [name for name in CALLING if name != "llama3"])
-def test_content_stands_in_front_without_the_white_space_between(name):
+def test_content_before_calls_drops_trailing_white_space(name):
     for space in ("", "\n", "\n\n  "):
         found = parts_of(name, f" Let me look, 1 < 2 [x].{space}{written(name, CALLS[0])}\n")
         assert found[0] == ContentDelta(" Let me look, 1 < 2 [x].")
@@ -62,18 +62,18 @@ def test_content_stands_in_front_without_the_white_space_between(name):
         "<｜tool▁ca",
     ],
 )
-def test_what_only_looks_like_a_call_is_content(name, text):
+def test_text_that_resembles_a_call_is_content(name, text):
     assert parts_of(name, text) == ([ContentDelta(text)] if text else [])
 
 
 @pytest.mark.parametrize("name", CALLING)
-def test_a_call_of_no_tool_is_content(name):
+def test_a_call_of_an_unknown_tool_is_content(name):
     text = written(name, CALLS[0])
     assert parts_of(name, text, tools=TOOLS[2:]) == [ContentDelta(text)]
 
 
 @pytest.mark.parametrize("name", CALLING)
-def test_a_call_that_is_cut_short_stays_as_far_as_it_came(name):
+def test_a_truncated_call_keeps_its_partial_arguments(name):
     text = written(name, [("get_weather", {"city": "Paris", "days": 3})])
     whole = parts_of(name, text)[1]
     assert isinstance(whole, CallArguments)
@@ -111,7 +111,7 @@ def test_a_call_that_is_cut_short_stays_as_far_as_it_came(name):
         ),
     ],
 )
-def test_reasoning_is_told_from_the_answer(state, text, wanted):
+def test_reasoning_is_separated_from_the_answer(state, text, wanted):
     assert parts_of("qwen3", text, reasoning=state) == wanted
     assert parts_of("qwen3", *text, reasoning=state) == wanted
 
@@ -123,14 +123,14 @@ def test_calls_follow_reasoning():
     assert calls_of(others) == CALLS[4]
 
 
-def test_members_come_in_any_order_where_no_grammar_holds_them():
+def test_members_may_come_in_any_order():
     text = '<tool_call>{"id": [{"x": "}"}], "arguments": {"at": {"x": 1}}, "name": "get"}</tool_call> So.'
     found = parts_of("hermes", text)
     assert calls_of(found[:2]) == [("get", {"at": {"x": 1}})]
     assert found[2:] == [ContentDelta("So.")]
 
 
-def test_a_name_that_begins_another_is_told_from_it():
+def test_a_tool_name_that_prefixes_another_is_distinguished():
     tools = [Tool("get", {}), Tool("get_weather", {})]
     for name in ("get", "get_weather"):
         text = written("mistral-v11", [(name, {"city": "x"})])
@@ -155,7 +155,7 @@ def test_a_name_that_begins_another_is_told_from_it():
         ({"$ref": "#/$defs/none"}, "12", 12),
     ],
 )
-def test_values_between_tags_become_json_by_the_schema(schema, text, wanted):
+def test_tagged_values_become_json_by_the_schema(schema, text, wanted):
     tool = Tool(
         "f", {"type": "object", "properties": {"a": schema}, "$defs": {"s": {"type": "string"}}}
     )
@@ -169,7 +169,7 @@ def test_values_between_tags_become_json_by_the_schema(schema, text, wanted):
         assert calls_of(parts_of(name, call, tools=[tool])) == [("f", {"a": wanted})]
 
 
-def test_calls_are_content_where_none_are_looked_for():
+def test_calls_are_content_if_not_requested():
     parser = TurnParser(format_of("hermes"), TOOLS, reasoning="closed", calls=False)
     text = written("hermes", CALLS[0])
     assert merge_parts([*parser.push(text), *parser.close()]) == [ContentDelta(text)]
@@ -179,7 +179,7 @@ def test_calls_are_content_where_none_are_looked_for():
         TurnParser(TurnFormat(None, None, True, True), TOOLS, reasoning="closed", calls=True)
 
 
-def test_content_comes_as_it_is_written():
+def test_content_is_streamed():
     parser = TurnParser(format_of("hermes"), TOOLS, reasoning="closed", calls=True)
     assert parser.push("Hello wor") == [ContentDelta("Hello wor")]
     assert parser.push("ld <to") == [ContentDelta("ld")]
@@ -238,7 +238,7 @@ def turns(draw):
 
 @settings(max_examples=600, deadline=None)
 @given(turns())
-def test_any_cutting_gives_the_same(turn):
+def test_any_split_gives_the_same_parts(turn):
     name, state, pieces = turn
     assert parts_of(name, *pieces, reasoning=state) == parts_of(
         name, "".join(pieces), reasoning=state
@@ -266,7 +266,7 @@ LFM2_VALUES = [
 
 
 @pytest.mark.parametrize(("schema", "text", "wanted"), LFM2_VALUES)
-def test_values_as_python_writes_them_become_json(schema, text, wanted):
+def test_python_values_become_json(schema, text, wanted):
     tool = Tool("f", {"type": "object", "properties": {"a": schema, "b": {}}})
     for call, arguments in (
         (f"f(a={text})", {"a": wanted}),
@@ -292,12 +292,12 @@ def test_values_as_python_writes_them_become_json(schema, text, wanted):
         "f(a=" + 40 * "[" + 40 * "]" + ")",
     ],
 )
-def test_what_is_no_call_in_python_is_content(call):
+def test_invalid_python_calls_are_content(call):
     text = f"<|tool_call_start|>[{call}]<|tool_call_end|>"
     assert parts_of("lfm2", text, tools=[Tool("f", {})]) == [ContentDelta(text)]
 
 
-def test_a_call_goes_as_far_as_its_arguments_are_some():
+def test_a_call_ends_at_its_last_valid_argument():
     found = parts_of(
         "lfm2", "<|tool_call_start|>[f(a='x', 7)]<|tool_call_end|>", tools=[Tool("f", {})]
     )
@@ -308,7 +308,7 @@ def test_a_call_goes_as_far_as_its_arguments_are_some():
     ]
 
 
-def test_strings_of_calls_in_python_come_as_they_are_written():
+def test_strings_of_python_calls_are_streamed():
     parser = TurnParser(format_of("lfm2"), TOOLS, reasoning="closed", calls=True)
     assert parser.push("So: <|tool_call_") == [ContentDelta("So:")]
     assert parser.push("start|>[get_weather(ci") == []

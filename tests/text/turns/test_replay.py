@@ -15,7 +15,7 @@ def called(call_id, arguments="{}"):
     }
 
 
-def test_no_text_of_an_answer_is_known_as_a_call():
+def test_answer_text_cannot_be_a_call_key():
     """A model that was made to write a key down would put its words in the place of somebody's
     call.
     """
@@ -24,7 +24,7 @@ def test_no_text_of_an_answer_is_known_as_a_call():
             key.encode()
 
 
-def test_the_same_call_made_twice_is_told_apart_by_its_id():
+def test_equal_calls_are_distinguished_by_id():
     kept = {}
     for message, ids in (
         (called("a", '{"x": 1, "y": 2}'), [1]),
@@ -41,7 +41,7 @@ THINKS = ReasoningFormat("<think>", "</think>")
 
 
 @pytest.mark.parametrize("raw", ["<think>\nHm.\n</think>\n\nYes.", "Hm.</think>Yes."])
-def test_thinking_is_put_back_to_the_turn_it_was_of(raw):
+def test_reasoning_is_restored_to_its_turn(raw):
     said = {"role": "assistant", "content": "Yes."}
     kept = {thought_key({**said, "reasoning_content": "Hm."}): list(raw.encode())}
     user = {"role": "user", "content": "Yes."}
@@ -59,7 +59,7 @@ def test_thinking_is_put_back_to_the_turn_it_was_of(raw):
         )
 
 
-def test_thinking_is_known_by_the_calls_behind_it_too():
+def test_reasoning_is_keyed_by_its_tool_calls():
     calls = [{"id": number, "function": {"name": "a", "arguments": "{}"}} for number in "12"]
     keys = {
         thought_key({"content": "Yes.", "tool_calls": made}) for made in ([], calls[:1], calls[1:])

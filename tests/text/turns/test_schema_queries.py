@@ -48,11 +48,11 @@ ROOT = {
         ({"anyOf": [{"type": "integer"}, {}]}, "either"),
     ],
 )
-def test_a_value_is_a_string_or_none_or_either(schema, kind):
+def test_value_kind_of_schemas(schema, kind):
     assert value_kind(schema, ROOT) == kind
 
 
-def test_a_schema_that_refers_to_itself_adds_nothing():
+def test_a_self_reference_adds_no_kind():
     root = {"$defs": {"n": {"anyOf": [{"$ref": "#/$defs/n"}, {"type": "null"}]}}}
     assert value_kind({"$ref": "#/$defs/n"}, root) == "json"
 
@@ -79,7 +79,7 @@ ITSELF = {"$ref": "#"}
         (True, False),
     ],
 )
-def test_a_schema_that_only_refers_to_itself(schema, circular):
+def test_circular_schemas_are_detected(schema, circular):
     assert is_circular(schema) == circular
 
 
@@ -98,7 +98,7 @@ def test_members_keep_their_order(root, names, required):
     assert (list(members), found) == (names, required)
 
 
-def test_schemas_that_refer_to_one_another_are_each_looked_at_once():
+def test_mutually_recursive_schemas_are_visited_once():
     """Followed branch by branch these would be 10 ** 16 ways."""
     circle = {"$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}] * 10}}}
     assert value_kind({"$ref": "#/$defs/a"}, circle) == "either"
@@ -106,7 +106,7 @@ def test_schemas_that_refer_to_one_another_are_each_looked_at_once():
     assert value_kind({"$ref": "#/$defs/a"}, circle) == "string"
 
 
-def test_property_names_that_say_nothing_are_left_out():
+def test_needless_property_names_are_removed():
     record = {"type": "object", "propertyNames": {"type": "string"}, "additionalProperties": {}}
     named = {
         "properties": {"propertyNames": {"type": "string"}},

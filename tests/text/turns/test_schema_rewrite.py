@@ -257,7 +257,7 @@ EXACT = {
 
 
 @pytest.mark.parametrize(("schema", "values"), EXACT.values(), ids=EXACT)
-def test_a_schema_that_is_written_anew_accepts_the_same_values(schema, values):
+def test_a_rewritten_schema_accepts_the_same_values(schema, values):
     made = rewritten(schema)
     assert rewritten(made) == made
     before, after = jsonschema_rs.validator_for(schema), jsonschema_rs.validator_for(made)
@@ -291,20 +291,20 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("word", REFUSED)
-def test_what_has_no_other_form_is_refused_by_name(word):
+def test_unsupported_keywords_are_refused_by_name(word):
     with pytest.raises(RequestError, match="not supported") as caught:
         check_grammar(read_grammar({"json_schema": REFUSED[word]}))
     assert word.strip('[]"') in str(caught.value)
 
 
 @pytest.mark.parametrize("schema", [REFUSED["not"], {"type": "array", "items": KIND}, CLOSED, {}])
-def test_other_schemas_stay_as_they_are(schema):
+def test_other_schemas_are_unchanged(schema):
     before = json.dumps(schema)
     assert rewritten(schema) == schema
     assert json.dumps(schema) == before
 
 
-def test_conditions_for_many_values_are_one_choice():
+def test_conditions_on_many_values_become_one_choice():
     """As two choices for each they would be 2 ** 40."""
     values = [f"v{number}" for number in range(40)]
     schema = {
@@ -318,7 +318,7 @@ def test_conditions_for_many_values_are_one_choice():
     assert not fits_schema(schema, {"k": "v7", "v8": 1})
 
 
-def test_conditions_in_conditions_do_not_multiply():
+def test_nested_conditions_grow_linearly():
     schema = NEED_A
     for _ in range(25):
         first = {"if": when("k", ["x"]), "then": schema}
@@ -327,7 +327,7 @@ def test_conditions_in_conditions_do_not_multiply():
     assert len(json.dumps(rewritten(schema))) < 10 * len(json.dumps(schema))
 
 
-def test_lists_and_patterns_are_bounded_together():
+def test_unique_lists_and_patterns_are_bounded_together():
     unique = {"type": "array", "items": {"enum": [*"abcde"]}, "uniqueItems": True}
     made = rewritten({"anyOf": [unique] * 100})
     assert sum("uniqueItems" in one for one in made["anyOf"]) == 97

@@ -38,7 +38,7 @@ def tokenizer(template, markers=()):
 
 @pytest.mark.parametrize("name", MARKED)
 @pytest.mark.parametrize("special", [False, True], ids=["letters", "tokens"])
-def test_the_closing_marker_is_forced_in_the_tokens_that_the_model_has(name, special):
+def test_the_closing_marker_uses_the_models_tokens(name, special):
     template, opener, closer, before, behind = MARKED[name]
     first = opener.removesuffix("thought")
     words = tokenizer(template, (first, closer) if special else ())
@@ -67,7 +67,7 @@ def test_channels_end_with_the_start_of_the_next_message():
 
 
 @pytest.mark.parametrize("template", [None, SMOLLM2, TEMPLATES["llama3"]])
-def test_without_markers_nothing_can_be_ended(template):
+def test_a_budget_needs_reasoning_markers(template):
     with pytest.raises(RequestError, match="reasoning_budget needs the markers"):
         reasoning_end(tokenizer(template))
 
@@ -95,7 +95,7 @@ TURNS = [  # state, text, the part of it that is reasoning
 
 @pytest.mark.parametrize(("state", "text", "thought"), TURNS)
 @pytest.mark.parametrize("special", [False, True], ids=["letters", "tokens"])
-def test_each_token_is_inside_or_not(state, text, thought, special):
+def test_each_token_is_inside_reasoning_or_not(state, text, thought, special):
     words = tokenizer(QWEN3, ("<think>", "</think>") if special else ())
     tracker = ReasoningTracker(words, words.turn_format, state)
     assert tracker.inside == (state == "opened")
@@ -108,7 +108,7 @@ def test_each_token_is_inside_or_not(state, text, thought, special):
     assert tracker.answered == (not tracker.inside)
 
 
-def test_messages_in_channels():
+def test_reasoning_in_channels_is_tracked():
     words = tokenizer(
         CHANNELS, ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>")
     )
@@ -127,7 +127,7 @@ def test_messages_in_channels():
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma"])
-def test_calls_inside_of_reasoning(name):
+def test_calls_within_reasoning_are_tracked(name):
     template, opener, closer, *_ = MARKED[name]
     call = (
         '<tool_call>\n{"name": "a", "arguments": {}}\n</tool_call>'
@@ -148,7 +148,7 @@ def test_calls_inside_of_reasoning(name):
     assert states == f"{front}{one}--{one}{behind}"
 
 
-def test_where_a_prompt_ends():
+def test_the_reasoning_state_follows_from_the_prompt():
     words = tokenizer(OPENS)
     prompt = words.encode_chat(ASK)
     assert reasoning_state(words, prompt) == "opened"

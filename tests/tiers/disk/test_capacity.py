@@ -49,7 +49,7 @@ def watched(directory, *space):
     return opened(directory, *space, files=FaultyFiles())
 
 
-def test_the_cap_holds_and_the_last_written_are_there(tmp_path):
+def test_the_cap_holds_and_the_latest_blocks_stay(tmp_path):
     with watched(tmp_path) as tier:
         for seed in range(120):
             assert write(tier, chain(10, seed)) == 10
@@ -64,7 +64,7 @@ def test_the_cap_holds_and_the_last_written_are_there(tmp_path):
         assert read(tier, chain(10, 119)) == 10
 
 
-def test_of_a_chain_the_tail_goes_before_the_head(tmp_path):
+def test_a_chain_is_evicted_from_its_tail(tmp_path):
     """However it was written, what is left of a chain begins at its head."""
     long = chain(100, 1)
     with watched(tmp_path) as tier:
@@ -77,7 +77,7 @@ def test_of_a_chain_the_tail_goes_before_the_head(tmp_path):
         assert not all(held)
 
 
-def test_what_went_for_room_is_remembered_as_dropped(tmp_path):
+def test_evicted_blocks_are_reported_as_dropped(tmp_path):
     written = [chain(10, seed) for seed in range(120)]
     with watched(tmp_path) as tier:
         for blocks in written:
@@ -96,7 +96,7 @@ def test_what_went_for_room_is_remembered_as_dropped(tmp_path):
         assert tier.dropped(written[0][0].prefix_hash)
 
 
-def test_heads_that_are_shared_survive_a_full_disk(tmp_path):
+def test_shared_prefixes_survive_a_full_disk(tmp_path):
     head = chain(20, 1)
     with watched(tmp_path) as tier:
         write(tier, head)
@@ -109,7 +109,7 @@ def test_heads_that_are_shared_survive_a_full_disk(tmp_path):
         assert read(tier, head) == 20
 
 
-def test_what_was_asked_for_outlives_a_scan_of_prompts_that_come_once(tmp_path):
+def test_reused_blocks_survive_a_scan(tmp_path):
     """No touch in between: it is proven, the scan is on probation."""
     used = chain(60, 1)
     with watched(tmp_path) as tier:
@@ -121,7 +121,7 @@ def test_what_was_asked_for_outlives_a_scan_of_prompts_that_come_once(tmp_path):
         assert read(tier, used) == 60
 
 
-def test_use_outlives_a_restart(tmp_path):
+def test_usage_order_survives_a_restart(tmp_path):
     first = chain(60, 1)
     second = chain(60, 2)
     with watched(tmp_path) as tier:
@@ -135,7 +135,7 @@ def test_use_outlives_a_restart(tmp_path):
         assert len(present(tier, second)) < 60
 
 
-def test_at_most_twice_as_much_is_written_as_was_stored(tmp_path):
+def test_write_amplification_is_at_most_two(tmp_path):
     """Cleaning copies what is still used; every other chain is used again, which is the worst case
     for it.
     """
@@ -147,7 +147,7 @@ def test_at_most_twice_as_much_is_written_as_was_stored(tmp_path):
         assert 0 < tier._store.cleaner.copied_bytes <= tier.stat().written_bytes
 
 
-def test_spaces_that_nobody_has_open_go_first_those_used_longest_ago_before_others(tmp_path):
+def test_closed_spaces_are_evicted_first_in_lru_order(tmp_path):
     spaces = [bytes([number]) * 32 for number in range(4)]
     for space in spaces[:3]:
         with watched(tmp_path, space) as tier:
@@ -164,7 +164,7 @@ def test_spaces_that_nobody_has_open_go_first_those_used_longest_ago_before_othe
         assert read(tier, chain(430)) > 0.8 * HELD
 
 
-def test_a_space_that_is_open_is_left_alone_by_others(tmp_path):
+def test_an_open_space_is_not_evicted_by_others(tmp_path):
     with watched(tmp_path) as mine, watched(tmp_path, OTHER_SPACE) as theirs:
         write(theirs, chain(100))
         held = segments(tmp_path, OTHER_SPACE)
@@ -178,7 +178,7 @@ def test_a_space_that_is_open_is_left_alone_by_others(tmp_path):
         assert mine.stat().blocks > 60
 
 
-def test_a_file_system_that_fills_up_takes_room_back_and_gives_it_again(tmp_path):
+def test_free_space_bounds_the_tier_dynamically(tmp_path):
     floor = free_floor(20 << 20)
     assert floor == 1 << 20
     disk = SmallDisk(free=4 << 20)
@@ -206,19 +206,19 @@ def test_the_default_cap_is_a_fifth_of_what_is_free_or_16_gib(tmp_path, free, ca
     assert default_cap(tmp_path / "not" / "there", SmallDisk(free)) == cap
 
 
-def test_what_the_tier_takes_counts_as_free_for_its_cap(tmp_path):
+def test_the_tiers_own_files_count_as_free_for_its_cap(tmp_path):
     with opened(tmp_path) as tier:
         write(tier, chain(100))
     taken = on_disk(tmp_path)
     assert default_cap(tmp_path, SmallDisk((50 << 20) - taken)) == 10 << 20
 
 
-def test_the_floor_is_a_twentieth_or_1_gib():
+def test_the_free_space_floor_is_a_twentieth_or_1_gib():
     assert free_floor(1 << 40) == 1 << 30
     assert free_floor(10 << 30) == 512 << 20
 
 
-def test_free_room_is_that_of_the_nearest_directory_that_exists(tmp_path):
+def test_free_space_is_that_of_the_nearest_existing_directory(tmp_path):
     assert Files().space(tmp_path / "not" / "yet")[1] == Files().space(tmp_path)[1]
 
 
@@ -255,7 +255,7 @@ class AtOnce(Files):
 @pytest.mark.skipif(
     sys.platform != "linux", reason="elsewhere room is not given before it is written to"
 )
-def test_two_that_find_room_at_the_same_moment_stay_below_the_cap(tmp_path, monkeypatch):
+def test_concurrent_writers_stay_below_the_cap(tmp_path, monkeypatch):
     monkeypatch.setattr(capacity, "_LOCK_WAIT_S", 0.02)
     now = [0.0]
     with opened(tmp_path) as one, opened(tmp_path, OTHER_SPACE, clock=lambda: now[0]) as other:
@@ -282,7 +282,7 @@ def test_two_that_find_room_at_the_same_moment_stay_below_the_cap(tmp_path, monk
 
 
 @pytest.mark.parametrize("kind", ["link", "directory"])
-def test_without_a_lock_of_the_cache_directory_it_goes_on(tmp_path, kind):
+def test_the_tier_works_without_the_directory_lock(tmp_path, kind):
     """In a directory that several users write to it is somebody else's."""
     if kind == "link":
         (tmp_path / "lock").symlink_to(tmp_path / "nowhere")
@@ -294,7 +294,7 @@ def test_without_a_lock_of_the_cache_directory_it_goes_on(tmp_path, kind):
     assert not (tmp_path / "nowhere").exists()
 
 
-def test_a_full_file_system_is_named_and_no_other_model_is_blamed(tmp_path):
+def test_a_full_file_system_is_reported(tmp_path):
     """There is more than twice the floor, but no segment above it."""
     floor = free_floor(20 << 20)
     with opened(tmp_path, files=SmallDisk(free=2 * floor + 4096), max_bytes=64 << 20) as tier:

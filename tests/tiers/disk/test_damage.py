@@ -79,7 +79,7 @@ def copies(sound):
     shutil.rmtree(made.directory)
 
 
-def test_random_bit_flips(copies, scale):
+def test_random_bit_flips_cost_at_most_one_block(copies, scale):
     """Anywhere in any file. A flip in a segment costs at most the block it hit; one elsewhere
     none.
     """
@@ -99,7 +99,7 @@ def test_random_bit_flips(copies, scale):
         )
 
 
-def test_random_truncations(copies, scale):
+def test_random_truncations_keep_the_blocks_before_the_cut(copies, scale):
     """A segment cut short keeps the blocks before the cut; any other file cut short costs none."""
     draw = random.Random(2)
     for number in range(scale(500, 10_000)):
@@ -112,7 +112,7 @@ def test_random_truncations(copies, scale):
         assert len(served(copies.directory)) >= len(BLOCKS) - lost, (number, name, cut)
 
 
-def test_without_sidecars_and_manifest_all_is_found_again(sound, tmp_path):
+def test_blocks_are_found_without_sidecars_and_manifest(sound, tmp_path):
     directory = copy_of(sound, tmp_path / "copy")
     for path in (*space_dir(directory).glob("*.kvx"), space_dir(directory) / "order"):
         path.unlink()
@@ -120,7 +120,7 @@ def test_without_sidecars_and_manifest_all_is_found_again(sound, tmp_path):
     assert len(list(space_dir(directory).glob("*.kvx"))) == 3
 
 
-def test_a_damaged_record_in_the_middle_costs_no_other(sound, tmp_path):
+def test_a_damaged_record_affects_no_other_record(sound, tmp_path):
     """Its header gone and the sidecar too: what is behind it is found by looking at every multiple
     of 64.
     """
@@ -134,7 +134,7 @@ def test_a_damaged_record_in_the_middle_costs_no_other(sound, tmp_path):
     assert served(directory) == HASHES - {BLOCKS[3].prefix_hash}
 
 
-def test_swapped_segments_and_sidecars_serve_no_wrong_byte(sound, tmp_path):
+def test_swapped_files_serve_no_wrong_byte(sound, tmp_path):
     for swap in ("kvs", "kvx"):
         directory = copy_of(sound, tmp_path / swap)
         first, second, *_ = sorted(space_dir(directory).glob(f"*.{swap}"))
@@ -166,7 +166,7 @@ def test_another_length_of_blocks_is_not_served(sound, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["00000001.kvs", "00000001.kvx", "order", "space.json"])
-def test_garbage_links_and_directories_in_the_place_of_files(sound, tmp_path, name):
+def test_garbage_links_and_directories_in_place_of_files(sound, tmp_path, name):
     secret = tmp_path / "secret"
     secret.write_bytes(b"nobody's business")
     for kind in ("garbage", "link", "directory", "empty"):
@@ -187,7 +187,7 @@ def test_garbage_links_and_directories_in_the_place_of_files(sound, tmp_path, na
         assert secret.read_bytes() == b"nobody's business"
 
 
-def test_records_of_a_segment_that_no_sidecar_knows_are_not_mistaken_for_payload(tmp_path):
+def test_payload_that_resembles_a_record_is_not_a_record(tmp_path):
     """A payload that holds the magic, or even a whole record of this space, changes nothing."""
     inner = chain(1, 7)[0]
     with opened(tmp_path / "inner") as tier:
@@ -206,7 +206,7 @@ def test_records_of_a_segment_that_no_sidecar_knows_are_not_mistaken_for_payload
         assert not tier.holds(inner.prefix_hash)
 
 
-def test_numbers_of_segments_that_somebody_removed_are_not_used_again(sound, tmp_path):
+def test_removed_segment_numbers_are_not_reused(sound, tmp_path):
     """The manifest knows of later ones than there are: what is written since counts all the same
     after a crash.
     """

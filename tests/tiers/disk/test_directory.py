@@ -18,7 +18,7 @@ posix = pytest.mark.skipif(os.name != "posix", reason="modes and links as POSIX 
 
 
 @posix
-def test_nobody_else_can_read_what_is_stored(tmp_path):
+def test_stored_files_are_private(tmp_path):
     before = os.umask(0)
     try:
         with opened(tmp_path / "new") as tier:
@@ -34,13 +34,13 @@ def test_nobody_else_can_read_what_is_stored(tmp_path):
 
 
 @posix
-def test_a_directory_that_others_could_read_is_closed_to_them(tmp_path):
+def test_a_readable_directory_is_made_private(tmp_path):
     space_dir(tmp_path).mkdir(mode=0o755)
     with opened(tmp_path):
         assert stat.S_IMODE(space_dir(tmp_path).stat().st_mode) == 0o700
 
 
-def test_the_description_is_kept_and_the_openings_counted(tmp_path):
+def test_the_description_is_stored_and_openings_are_counted(tmp_path):
     text = {"model": "wörld/7b", "kv_format": "int8", "block_size": 16}
     with opened(tmp_path, description=text):
         pass
@@ -53,7 +53,7 @@ def test_the_description_is_kept_and_the_openings_counted(tmp_path):
     assert json.loads((space_dir(tmp_path, OTHER_SPACE) / "space.json").read_text())["used"] == 2
 
 
-def test_a_relative_directory_that_is_not_there_is_made(tmp_path, monkeypatch):
+def test_a_missing_relative_directory_is_created(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with opened(Path("some/where")) as tier:
         write(tier, chain(3))
@@ -65,7 +65,7 @@ def test_a_relative_directory_that_is_not_there_is_made(tmp_path, monkeypatch):
 
 
 @posix
-def test_the_cache_directory_may_be_a_link_and_is_one_store_by_either_name(tmp_path):
+def test_the_cache_directory_may_be_a_symbolic_link(tmp_path):
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to("real")
     with opened(tmp_path / "link") as first, opened(tmp_path / "real") as second:
@@ -74,7 +74,7 @@ def test_the_cache_directory_may_be_a_link_and_is_one_store_by_either_name(tmp_p
 
 
 @posix
-def test_a_link_in_the_place_of_a_spaces_directory_is_refused(tmp_path):
+def test_a_link_in_place_of_a_space_is_refused(tmp_path):
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "cache").mkdir()
     space_dir(tmp_path / "cache").symlink_to(tmp_path / "elsewhere")
@@ -84,7 +84,7 @@ def test_a_link_in_the_place_of_a_spaces_directory_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("place", ["file", "file/below"])
-def test_a_file_in_the_directorys_place_is_refused_by_name(tmp_path, place):
+def test_a_file_in_place_of_the_directory_is_refused_by_name(tmp_path, place):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="disk_cache_dir") as caught:
         DiskTier.open(tmp_path / place, SPACE, max_bytes=CAP)
@@ -104,14 +104,14 @@ def test_a_directory_of_another_user_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("code", [errno.EACCES, errno.EROFS, errno.ENOSPC])
-def test_a_directory_that_cannot_be_made_is_refused_by_name(tmp_path, code):
+def test_a_directory_that_cannot_be_created_is_refused_by_name(tmp_path, code):
     files = FaultyFiles(0, fails(code), names=("make_directory",))
     with pytest.raises(ConfigError, match=r"disk_cache_dir .* cannot be used"):
         DiskTier.open(tmp_path / "new", SPACE, max_bytes=CAP, files=files)
 
 
 @pytest.mark.parametrize("name", ["lock", "make_private"])
-def test_what_cannot_be_locked_or_written_is_read(tmp_path, name):
+def test_an_unwritable_directory_is_read_only(tmp_path, name):
     """A read-only mount, a file system without locks."""
     with opened(tmp_path) as tier:
         write(tier, chain(5))
@@ -124,7 +124,7 @@ def test_what_cannot_be_locked_or_written_is_read(tmp_path, name):
         assert tier.stat().writable
 
 
-def test_clocks_decide_nothing(tmp_path, monkeypatch):
+def test_usage_order_does_not_depend_on_clocks(tmp_path, monkeypatch):
     """Files from the future, a clock that goes backwards: the order of use is by number."""
     with opened(tmp_path) as tier:
         write(tier, chain(60))

@@ -63,7 +63,7 @@ FAULTS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAULTS)
 @pytest.mark.parametrize("lasting", [False, True], ids=["once", "from then on"])
-def test_every_call_fails_in_turn(tmp_path, name, lasting, scale):
+def test_every_file_operation_may_fail(tmp_path, name, lasting, scale):
     """Each n in turn: then the faults end, half a minute passes, and the tier stores and serves as
     before.
     """
@@ -104,7 +104,7 @@ def assert_stores(tier):
 
 
 @pytest.mark.parametrize("code", ERRORS)
-def test_a_full_or_broken_disk_is_read_and_written_again_later(tmp_path, code, caplog):
+def test_writes_resume_after_a_full_or_broken_disk(tmp_path, code, caplog):
     clock = Clock()
     files = FaultyFiles(names=("write", "allocate"))
     with opened(tmp_path, files=files, clock=clock) as tier:
@@ -131,7 +131,7 @@ def test_a_full_or_broken_disk_is_read_and_written_again_later(tmp_path, code, c
         assert read(tier, KEPT) == len(KEPT)
 
 
-def test_a_block_that_the_device_cannot_read_is_a_miss_and_forgotten(tmp_path):
+def test_an_unreadable_block_is_a_miss_and_dropped(tmp_path):
     files = FaultyFiles(names=("read",))
     with opened(tmp_path, files=files) as tier:
         write(tier, KEPT)
@@ -144,7 +144,7 @@ def test_a_block_that_the_device_cannot_read_is_a_miss_and_forgotten(tmp_path):
         assert read(tier, KEPT) == len(KEPT)
 
 
-def test_an_unreadable_segment_is_left_as_it_is(tmp_path):
+def test_an_unreadable_segment_is_not_deleted(tmp_path):
     """A device that refuses for a while must not make the tier delete what it could not look at."""
     with opened(tmp_path) as tier:
         write(tier, KEPT)

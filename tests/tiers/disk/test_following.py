@@ -60,7 +60,7 @@ def clock():
 
 
 @pytest.mark.parametrize("how", ["tend", "ask", "read", "write"])
-def test_what_the_owner_stores_is_seen_half_a_second_later(tmp_path, clock, how):
+def test_a_reader_sees_new_blocks_after_half_a_second(tmp_path, clock, how):
     look = {
         "tend": lambda tier: tier.tend(),
         "ask": lambda tier: tier.ask([]),
@@ -82,7 +82,7 @@ def test_what_the_owner_stores_is_seen_half_a_second_later(tmp_path, clock, how)
     assert len(segments(tmp_path)) > 2
 
 
-def test_in_between_nothing_is_looked_at(tmp_path, clock):
+def test_a_reader_does_not_poll_in_between(tmp_path, clock):
     files = FaultyFiles(names=("sizes", "lock"))
     with opened(tmp_path) as owner, opened_apart(tmp_path, files=files, clock=clock) as reader:
         write(owner, BLOCKS)
@@ -96,7 +96,7 @@ def test_in_between_nothing_is_looked_at(tmp_path, clock):
         assert files.calls == before + 5 * 2
 
 
-def test_an_io_thread_at_rest_sees_new_blocks_within_a_second(tmp_path):
+def test_an_idle_io_thread_sees_new_blocks_within_a_second(tmp_path):
     with opened(tmp_path) as owner, opened_apart(tmp_path) as reader:
         io_thread = IOThread([reader], 4000)
         io_thread.start(io_thread.release)
@@ -114,7 +114,7 @@ def test_an_io_thread_at_rest_sees_new_blocks_within_a_second(tmp_path):
             io_thread.close()
 
 
-def test_a_record_is_seen_when_it_is_whole(tmp_path, clock):
+def test_a_reader_sees_only_complete_records(tmp_path, clock):
     """The reader looks after every part of a write."""
     looks = []
 
@@ -143,7 +143,7 @@ def test_a_record_is_seen_when_it_is_whole(tmp_path, clock):
         assert reader.stat().refused == 0
 
 
-def test_blocks_that_the_owner_moves_are_found_at_once(tmp_path, clock):
+def test_moved_blocks_are_found_at_once(tmp_path, clock):
     """The cleaner copies them, and deletes the segment that the reader knows."""
     with (
         opened(tmp_path, files=FaultyFiles()) as owner,
@@ -181,7 +181,7 @@ def test_a_block_of_a_deleted_segment_is_a_miss(tmp_path, clock):
 
 
 @pytest.mark.parametrize("end", ["close", "die"])
-def test_when_the_owner_ends_one_of_the_others_stores(tmp_path, clock, end, caplog):
+def test_a_reader_becomes_owner_when_the_owner_ends(tmp_path, clock, end, caplog):
     caplog.set_level("INFO", "kvboost_edge")
     with (
         opened(tmp_path) as owner,
@@ -216,7 +216,7 @@ def test_when_the_owner_ends_one_of_the_others_stores(tmp_path, clock, end, capl
         assert tier.stat().refused == 0
 
 
-def test_what_was_dropped_stays_away_when_another_takes_over(tmp_path, clock):
+def test_dropped_blocks_stay_dropped_after_a_takeover(tmp_path, clock):
     """Of a block that the owner replaced, the reader never serves the first bytes again."""
     block = chain(1)[0]
     with opened(tmp_path) as owner, opened_apart(tmp_path, clock=clock) as reader:
@@ -232,7 +232,7 @@ def test_what_was_dropped_stays_away_when_another_takes_over(tmp_path, clock):
         assert reader.stat().blocks == 1
 
 
-def test_a_segment_of_the_dead_owner_is_sealed_while_the_new_one_reads(tmp_path, clock):
+def test_a_dead_owners_segment_is_sealed_during_reads(tmp_path, clock):
     jobs = []
 
     class Later(Sealer):
@@ -257,7 +257,7 @@ def test_a_segment_of_the_dead_owner_is_sealed_while_the_new_one_reads(tmp_path,
             job()
 
 
-def test_a_segment_number_that_comes_again_is_read_anew(tmp_path, clock):
+def test_a_reused_segment_number_is_read_again(tmp_path, clock):
     """The reader misses that one owner deleted its last segment, and the next one has its number."""
     with opened(tmp_path) as owner, opened_apart(tmp_path, clock=clock) as reader:
         write(owner, BLOCKS)
@@ -276,7 +276,7 @@ def test_a_segment_number_that_comes_again_is_read_anew(tmp_path, clock):
 
 
 @pytest.mark.parametrize("sealed", [False, True])
-def test_what_follows_a_damaged_record_is_seen_when_its_segment_is_sealed(tmp_path, clock, sealed):
+def test_records_after_damage_are_seen_once_sealed(tmp_path, clock, sealed):
     with (
         opened(tmp_path, max_bytes=64 << 20) as owner,
         opened_apart(tmp_path, clock=clock) as reader,
@@ -296,7 +296,7 @@ def test_what_follows_a_damaged_record_is_seen_when_its_segment_is_sealed(tmp_pa
         assert reader.stat().refused == sealed
 
 
-def test_other_spaces_and_readers_keep_nothing_open(tmp_path, clock):
+def test_readers_keep_no_files_of_other_spaces_open(tmp_path, clock):
     if not Path("/proc/self/fd").is_dir():
         pytest.skip("looks into /proc")
     with (
@@ -318,7 +318,7 @@ def test_other_spaces_and_readers_keep_nothing_open(tmp_path, clock):
 
 
 @pytest.mark.skipif(os.name != "posix", reason="elsewhere an open file cannot be deleted")
-def test_a_directory_that_is_deleted_under_a_reader_is_begun_anew(tmp_path, clock, caplog):
+def test_a_directory_deleted_under_a_reader_is_reopened(tmp_path, clock, caplog):
     root = tmp_path / "root"
     with opened(root) as owner, opened_apart(root, clock=clock) as reader:
         write(owner, BLOCKS)
@@ -337,7 +337,7 @@ def test_a_directory_that_is_deleted_under_a_reader_is_begun_anew(tmp_path, cloc
     assert sum("starts empty" in record.message for record in caplog.records) == 2
 
 
-def test_two_engines_of_one_process_look_once(tmp_path, clock):
+def test_engines_of_one_process_poll_once(tmp_path, clock):
     files = FaultyFiles(names=("sizes",))
     with (
         opened(tmp_path) as owner,
@@ -381,7 +381,7 @@ def story(owner, reader, clock):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAULTS)
 @pytest.mark.parametrize("lasting", [False, True], ids=["once", "from then on"])
-def test_every_call_of_a_reader_fails_in_turn(name, lasting, scale):
+def test_every_file_operation_of_a_reader_may_fail(name, lasting, scale):
     """No error reaches the caller, and no wrong byte is served. After the faults the reader takes
     over and stores. `test_faults.py` has the calls of opening.
     """

@@ -81,7 +81,7 @@ NAMES = (
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.some(3)
-def test_whatever_stands_in_a_files_place_is_not_followed_and_stops_nothing(root, kind, name):
+def test_foreign_entries_in_place_of_files_are_not_followed(root, kind, name):
     secret = root.parents[1] / "secret"
     put(space_dir(root) / name, kind, secret)
     stores = name != "lock" or kind in ("hard link", "pipe")
@@ -102,7 +102,7 @@ def test_whatever_stands_in_a_files_place_is_not_followed_and_stops_nothing(root
         assert (space_dir(root) / name / "file").read_bytes() == SECRET
 
 
-def test_a_pipe_in_another_spaces_description_holds_nobody_up(root):
+def test_a_fifo_as_a_description_does_not_block(root):
     (root / FOREIGN).mkdir()
     os.mkfifo(root / FOREIGN / "space.json")
     with opened(root) as tier:
@@ -110,7 +110,7 @@ def test_a_pipe_in_another_spaces_description_holds_nobody_up(root):
     assert run(["cache", "status"]) == 0
 
 
-def test_the_next_segment_takes_no_name_that_is_taken(root):
+def test_new_segments_skip_existing_names(root):
     for number in (4, 5, 7):
         put(space_dir(root) / f"{number:08x}.kvs", "link", root.parents[1] / "secret")
     with opened(root) as tier:
@@ -174,7 +174,7 @@ def test_foreign_files_and_directories_are_neither_counted_nor_deleted(root, cap
     ]
 
 
-def test_a_space_that_cannot_be_removed_keeps_no_other_from_going(root, capsys):
+def test_a_space_that_cannot_be_removed_does_not_block_others(root, capsys):
     with opened(root, bytes(32)) as tier:
         write(tier, BLOCKS)
     put(space_dir(root) / "lock", "directory", root)
@@ -197,7 +197,7 @@ class Unreadable(FaultyFiles):
         return super().sizes(directory)
 
 
-def test_what_may_not_be_looked_into_is_passed_over(root):
+def test_unreadable_spaces_are_skipped(root):
     with opened(root, bytes(32)) as tier:
         write(tier, BLOCKS)
     with opened(root, files=Unreadable()) as tier:
@@ -217,7 +217,7 @@ def test_what_may_not_be_looked_into_is_passed_over(root):
     ],
     ids=["a number of 4300 digits", "infinity", "a lone surrogate", "nested", "an escape"],
 )
-def test_no_description_keeps_a_tier_from_opening_nor_the_list_from_being_shown(root, text, capsys):
+def test_invalid_descriptions_do_not_prevent_opening_or_listing(root, text, capsys):
     (space_dir(root) / "space.json").write_text(text)
     with opened(root) as tier:
         assert read(tier, BLOCKS) == len(BLOCKS)
@@ -228,7 +228,7 @@ def test_no_description_keeps_a_tier_from_opening_nor_the_list_from_being_shown(
 
 
 @pytest.mark.parametrize("name", ["order", "space.json", "00000002.kvx", "00000002.kvs"])
-def test_a_file_grown_to_a_tebibyte_is_not_read_through(root, name):
+def test_a_huge_sparse_file_is_not_scanned(root, name):
     os.truncate(space_dir(root) / name, 1 << 40)
     if name.endswith("kvs"):
         (space_dir(root) / "00000002.kvx").unlink()
@@ -238,7 +238,7 @@ def test_a_file_grown_to_a_tebibyte_is_not_read_through(root, name):
         assert sum(path.stat().st_size for path in segments(root)) <= CAP
 
 
-def test_a_segment_of_the_last_number_ends_nothing_but_storing(root):
+def test_the_last_segment_number_only_ends_storing(root):
     """Numbers behind it would be found by nobody."""
     shutil.copy(space_dir(root) / "00000001.kvs", space_dir(root) / "7fffffff.kvs")
     shutil.copy(
@@ -253,7 +253,7 @@ def test_a_segment_of_the_last_number_ends_nothing_but_storing(root):
 
 
 @pytest.mark.parametrize("place", ["a\0b", "~nobody-of-this-name/blocks", "x" * 300, "\ud800"])
-def test_a_name_that_no_directory_can_have_is_one_clear_line(place, tmp_path, monkeypatch):
+def test_an_impossible_directory_name_is_a_one_line_error(place, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match="disk_cache_dir") as caught:
         DiskTier.open(place, SPACE, max_bytes=CAP)
@@ -272,7 +272,7 @@ class KeepsFiles(Files):
         super().unlink(path)
 
 
-def test_the_cap_holds_where_nothing_can_be_deleted(tmp_path):
+def test_the_cap_holds_if_deleting_fails(tmp_path):
     files = KeepsFiles()
     now = [0.0]
 
@@ -298,7 +298,7 @@ def leftovers(directory):
     return (path.name for path in space_dir(directory).iterdir() if path.suffix in (".new", ".kvx"))
 
 
-def test_what_a_crash_left_behind_is_cleared_away(root):
+def test_leftovers_of_a_crash_are_removed(root):
     for name in (
         "00000002.kvx.new",
         "0000000a.kvx",

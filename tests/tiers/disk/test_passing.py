@@ -31,7 +31,7 @@ def failing(files, code):
 
 @pytest.mark.parametrize("code", PASSING, ids=errno.errorcode.get)
 @pytest.mark.parametrize("name", ["open", "read"])
-def test_a_read_that_fails_for_now_is_a_miss_and_forgets_nothing(tmp_path, name, code, caplog):
+def test_a_transient_read_error_is_a_miss_and_keeps_the_block(tmp_path, name, code, caplog):
     with opened(tmp_path) as tier:
         write(tier, BLOCKS)
     files = FaultyFiles(names=(name,))
@@ -47,7 +47,7 @@ def test_a_read_that_fails_for_now_is_a_miss_and_forgets_nothing(tmp_path, name,
     assert len(caplog.records) == 1, "said once"
 
 
-def test_files_it_holds_open_itself_make_room_for_one_more(tmp_path):
+def test_own_open_files_are_closed_at_the_descriptor_limit(tmp_path):
     """The limit is reached by its own segments: the one used longest ago is closed."""
     with opened(tmp_path) as tier:
         write(tier, BLOCKS)
@@ -73,7 +73,7 @@ def test_files_it_holds_open_itself_make_room_for_one_more(tmp_path):
         files.left = 10
 
 
-def test_what_is_copied_while_cleaning_is_not_lost_to_an_error_that_passes(tmp_path):
+def test_a_transient_error_during_cleaning_loses_nothing(tmp_path):
     files = FaultyFiles(names=("read",))
     now = [0.0]
     kept = chain(3, 99)
@@ -90,7 +90,7 @@ def test_what_is_copied_while_cleaning_is_not_lost_to_an_error_that_passes(tmp_p
 
 
 @pytest.mark.parametrize("at", range(8))
-def test_an_opening_that_fails_for_now_loses_nothing_either(tmp_path, at):
+def test_a_transient_error_at_opening_loses_nothing(tmp_path, at):
     """Every open from the n-th on: a tier that knows of half the blocks would forget the others."""
     with opened(tmp_path) as tier:
         write(tier, BLOCKS)
@@ -144,7 +144,7 @@ def test_a_process_at_its_limit_of_open_files(tmp_path):
     assert done.stdout == "sound\n", done.stderr
 
 
-def test_a_forged_length_costs_no_memory(tmp_path):
+def test_a_forged_length_allocates_no_memory(tmp_path):
     """A sidecar whose checksum holds and whose lengths are absurd is not believed."""
     with opened(tmp_path) as tier:
         write(tier, BLOCKS)

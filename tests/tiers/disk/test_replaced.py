@@ -49,7 +49,7 @@ def said(caplog):
 
 
 @pytest.mark.parametrize("what", ["root", "space", "files"])
-def test_a_deleted_directory_is_noticed_with_the_next_write_and_begun_anew(tmp_path, what, caplog):
+def test_a_deleted_directory_is_recreated_at_the_next_write(tmp_path, what, caplog):
     root = tmp_path / "root"
     with opened(root, description={"model": "m"}) as tier:
         write(tier, BLOCKS)
@@ -69,7 +69,7 @@ def test_a_deleted_directory_is_noticed_with_the_next_write_and_begun_anew(tmp_p
         assert has_all(tier, ALL)
 
 
-def test_a_read_notices_too(tmp_path, caplog):
+def test_a_read_notices_a_deleted_directory(tmp_path, caplog):
     with opened(tmp_path / "root") as tier:
         write(tier, BLOCKS)
         shutil.rmtree(tmp_path / "root")
@@ -79,7 +79,7 @@ def test_a_read_notices_too(tmp_path, caplog):
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="looks into /proc")
-def test_at_rest_the_room_of_deleted_files_is_given_back(tmp_path, monkeypatch):
+def test_an_idle_tier_closes_deleted_files(tmp_path, monkeypatch):
     """Nobody asks for anything: an open file takes its room until it is closed."""
 
     def held():
@@ -105,7 +105,7 @@ def test_at_rest_the_room_of_deleted_files_is_given_back(tmp_path, monkeypatch):
         io_thread.close()
 
 
-def test_what_was_moved_away_stays_as_it_was(tmp_path):
+def test_a_moved_directory_is_not_modified(tmp_path):
     root = tmp_path / "root"
     moved = tmp_path / "moved"
     with opened(root, max_bytes=16 << 20) as tier:  # all in one segment, not sealed
@@ -120,7 +120,7 @@ def test_what_was_moved_away_stays_as_it_was(tmp_path):
         assert present(tier, LATER) == set()
 
 
-def test_a_cache_that_moved_and_left_a_link_goes_on_as_it_was(tmp_path, caplog):
+def test_a_directory_moved_behind_a_link_stays_in_use(tmp_path, caplog):
     """To a larger disk, say, while somebody reads and writes."""
     root = tmp_path / "root"
     moved = tmp_path / "moved"
@@ -135,7 +135,7 @@ def test_a_cache_that_moved_and_left_a_link_goes_on_as_it_was(tmp_path, caplog):
     assert not caplog.records
 
 
-def test_a_link_in_the_spaces_place_is_not_followed_though_the_owner_runs(tmp_path):
+def test_a_link_that_replaces_a_space_is_not_followed(tmp_path):
     now = [0.0]
     with opened(tmp_path / "root", OTHER_SPACE) as other:
         write(other, BLOCKS)
@@ -157,7 +157,7 @@ def test_a_link_in_the_spaces_place_is_not_followed_though_the_owner_runs(tmp_pa
     assert {path: path.read_bytes() for path in elsewhere.iterdir()} == before
 
 
-def test_a_directory_that_cannot_be_made_again_is_tried_every_half_minute(tmp_path, caplog):
+def test_recreating_a_directory_is_retried_every_30_seconds(tmp_path, caplog):
     now = [0.0]
     sealer = InlineSealer()
     tier = DiskTier.open(
@@ -181,7 +181,7 @@ def test_a_directory_that_cannot_be_made_again_is_tried_every_half_minute(tmp_pa
     assert (tmp_path / "root").read_text() == "in the way"
 
 
-def test_an_owner_without_its_lock_keeps_its_blocks_unless_somebody_took_it(tmp_path):
+def test_an_owner_whose_lock_file_was_deleted_keeps_its_blocks(tmp_path):
     with opened(tmp_path) as tier:
         write(tier, BLOCKS)
         (space_dir(tmp_path) / "lock").unlink()
@@ -197,7 +197,7 @@ def test_an_owner_without_its_lock_keeps_its_blocks_unless_somebody_took_it(tmp_
             assert has_all(tier, BLOCKS)
 
 
-def test_closing_touches_nothing_that_took_the_directorys_name(tmp_path):
+def test_closing_does_not_touch_a_replacement_directory(tmp_path):
     """Another owner has the name by now, and segments of the same numbers."""
     root = tmp_path / "root"
     with opened(root) as tier:
@@ -213,7 +213,7 @@ def test_closing_touches_nothing_that_took_the_directorys_name(tmp_path):
         assert has_all(tier, BLOCKS)
 
 
-def test_a_failing_look_is_no_loss(tmp_path, caplog):
+def test_a_failed_check_loses_nothing(tmp_path, caplog):
     def stale(name, *args):
         raise OSError(5, "Input/output error")
 
@@ -267,7 +267,7 @@ def process(root, how):
             running.kill()
 
 
-def test_while_the_owner_is_stopped_others_read_and_when_it_dies_the_next_one_writes(tmp_path):
+def test_readers_work_while_the_owner_is_stopped_and_take_over_when_it_dies(tmp_path):
     with process(tmp_path, "write") as owner:
         assert owner.ask() == "writes"
         os.kill(owner.running.pid, signal.SIGSTOP)

@@ -21,7 +21,7 @@ class SlowDevice(Files):
         assert self.go.wait(60)
 
 
-def test_a_slow_device_holds_up_neither_writing_nor_reading(tmp_path):
+def test_slow_syncs_do_not_delay_reads_and_writes(tmp_path):
     files = SlowDevice()
     sealer = Sealer()
     tier = DiskTier.open(tmp_path, bytes(32), max_bytes=CAP, files=files, sealer=sealer)
@@ -36,7 +36,7 @@ def test_a_slow_device_holds_up_neither_writing_nor_reading(tmp_path):
     assert "kvboost-disk-seal" not in {thread.name for thread in threading.enumerate()}
 
 
-def test_jobs_are_done_in_turn_and_one_that_fails_stops_no_other(caplog):
+def test_sealing_jobs_run_in_order_and_failures_are_isolated(caplog):
     done = []
     sealer = Sealer()
     for number in range(5):
@@ -47,7 +47,7 @@ def test_jobs_are_done_in_turn_and_one_that_fails_stops_no_other(caplog):
     sealer.join()
 
 
-def test_where_no_thread_can_be_had_a_segment_is_sealed_at_once(tmp_path, monkeypatch):
+def test_without_threads_a_segment_is_sealed_synchronously(tmp_path, monkeypatch):
     def refused(thread):
         raise RuntimeError("can't start new thread")
 

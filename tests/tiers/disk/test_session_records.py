@@ -40,7 +40,7 @@ def directory(request, tmp_path):
     return tmp_path if request.param == "disk" else None
 
 
-def test_what_was_put_is_found_and_can_be_removed(directory):
+def test_sessions_are_stored_found_and_removed(directory):
     clock = Clock()
     store = SessionStore(directory, clock=clock)
     assert store.on_disk is (directory is not None)
@@ -58,7 +58,7 @@ def test_what_was_put_is_found_and_can_be_removed(directory):
     assert [one.name for one in store.all("t")] == ["a second"]
 
 
-def test_tenants_and_salts_do_not_see_each_other(directory):
+def test_sessions_are_isolated_by_tenant_and_salt(directory):
     store = SessionStore(directory, clock=Clock())
     for tenant, salt, ids in (("a", None, [1] * 20), ("b", None, [2] * 20), ("a", "s", [3] * 20)):
         store.put(tenant, salt, made("same", ids))
@@ -98,7 +98,7 @@ def test_the_bytes_of_sessions_are_limited_for_each_tenant(directory):
     store.put("other", None, made("six"))
 
 
-def test_sessions_expire_and_keep_the_time_of_their_creation(directory):
+def test_sessions_expire_and_keep_their_creation_time(directory):
     clock = Clock()
     store = SessionStore(directory, max_sessions=1, clock=clock)
     store.put("t", None, made("one", clock=clock))
@@ -131,7 +131,7 @@ def test_equal_full_blocks_share_a_pin(directory):
     assert not store.shares_pin("t", None, one)
 
 
-def test_another_process_finds_the_records_of_this_one(tmp_path):
+def test_sessions_are_shared_between_processes(tmp_path):
     clock = Clock()
     first, second = (SessionStore(tmp_path, clock=clock) for _ in range(2))
     first.put("t", None, made("one"))
@@ -201,7 +201,7 @@ def test_a_link_in_place_of_the_directory_is_refused(tmp_path):
     assert list((tmp_path / "elsewhere").iterdir()) == []
 
 
-def test_leftovers_of_a_killed_process_are_removed_and_foreign_files_are_not(tmp_path):
+def test_leftovers_are_removed_and_foreign_files_kept(tmp_path):
     store = SessionStore(tmp_path, clock=Clock())
     store.put("t", None, made("one"))
     [path] = tmp_path.rglob("*.session")

@@ -139,7 +139,7 @@ class DiskMachine(RuleBasedStateMachine):
         shutil.rmtree(self.directory)
 
 
-def test_the_oldest_block_of_a_chain_is_not_given_up_for_its_others():
+def test_a_chain_is_not_evicted_from_its_head():
     machine = DiskMachine()
     machine.write(which=0, start=0, length=1)
     machine.fill(seed=3)
@@ -152,7 +152,7 @@ def test_the_oldest_block_of_a_chain_is_not_given_up_for_its_others():
 
 
 @pytest.mark.slow
-def test_a_tier_may_lose_and_never_lies(scale):
+def test_the_tier_never_returns_wrong_bytes(scale):
     count = scale(120, 10_000)
     run_state_machine_as_test(
         DiskMachine, settings=settings(max_examples=count, stateful_step_count=8)

@@ -26,7 +26,7 @@ from kvboost_edge.errors import ConfigError
 from kvboost_edge.tiers.disk.tier import DiskTier
 
 
-def test_what_is_written_is_read_over_restarts(tmp_path):
+def test_blocks_survive_restarts(tmp_path):
     blocks = chain(20)
     for attempt in range(3):
         with opened(tmp_path) as tier:
@@ -49,7 +49,7 @@ def test_a_block_is_stored_once(tmp_path):
         assert tier.stat().written_bytes == 8 * RECORD_BYTES
 
 
-def test_a_read_ends_at_the_first_block_that_is_not_there(tmp_path):
+def test_a_read_ends_at_the_first_missing_block(tmp_path):
     blocks = chain(6)
     with opened(tmp_path) as tier:
         write(tier, [*blocks[:3], *blocks[4:]])
@@ -59,7 +59,7 @@ def test_a_read_ends_at_the_first_block_that_is_not_there(tmp_path):
 
 
 @pytest.mark.parametrize("part", ["parent_hash", "tokens"])
-def test_a_block_of_the_same_hash_and_another_address_is_refused_and_dropped(tmp_path, part):
+def test_a_block_with_another_address_is_refused_and_dropped(tmp_path, part):
     block = chain(2)[1]
     with opened(tmp_path) as tier:
         write(tier, [block])
@@ -78,7 +78,7 @@ def test_a_block_of_another_length_is_refused(tmp_path):
             assert tier.stat().refused == 1
 
 
-def test_spaces_do_not_see_one_another(tmp_path):
+def test_spaces_are_isolated(tmp_path):
     blocks = chain(4)
     with opened(tmp_path) as tier, opened(tmp_path, OTHER_SPACE) as other:
         write(tier, blocks)
@@ -88,7 +88,7 @@ def test_spaces_do_not_see_one_another(tmp_path):
         assert present(other, blocks) == set(hashes_of(blocks[:2]))
 
 
-def test_dropped_blocks_stay_away_over_a_restart(tmp_path):
+def test_dropped_blocks_stay_dropped_after_a_restart(tmp_path):
     blocks = chain(6)
     with opened(tmp_path) as tier:
         write(tier, blocks)
@@ -98,7 +98,7 @@ def test_dropped_blocks_stay_away_over_a_restart(tmp_path):
         assert read(tier, blocks) == 5
 
 
-def test_blocks_of_every_length_lie_side_by_side(tmp_path):
+def test_blocks_of_different_lengths_coexist(tmp_path):
     with opened(tmp_path) as tier:
         for seed, nbytes in enumerate((1, 63, 64, 65, 4095, 4096, 70_000, 200_000)):
             assert write(tier, chain(1, seed), nbytes) == 1
@@ -106,7 +106,7 @@ def test_blocks_of_every_length_lie_side_by_side(tmp_path):
             assert read(tier, chain(1, seed), nbytes) == 1
 
 
-def test_a_block_too_large_for_the_cap_is_not_written_and_said(tmp_path):
+def test_a_block_larger_than_the_cap_is_refused_and_reported(tmp_path):
     with opened(tmp_path) as tier:
         assert write(tier, chain(1), CAP) == 0
         stat = tier.stat()
@@ -173,7 +173,7 @@ def run_child(directory):
     ).stdout
 
 
-def test_a_second_process_reads_only_and_says_so(tmp_path):
+def test_a_second_process_is_read_only_and_reports_it(tmp_path):
     with opened(tmp_path) as tier:
         write(tier, chain(8))
         assert run_child(tmp_path).startswith("0 8 8 ")
@@ -213,7 +213,7 @@ def test_a_forked_child_holds_no_lock_and_writes_nothing(tmp_path):
         os.close(end)
 
 
-def test_a_reader_stands_segments_that_the_owner_removes(tmp_path):
+def test_a_reader_tolerates_removed_segments(tmp_path):
     """The same files seen by a store that does not own them: misses, and never another's bytes."""
     from kvboost_edge.tiers.disk import tier as module
 
@@ -234,17 +234,17 @@ def test_a_reader_stands_segments_that_the_owner_removes(tmp_path):
 
 
 @pytest.mark.parametrize("cap", [0, -1, True, 1.5e9, (1 << 20) - 1])
-def test_a_cap_that_is_none_is_refused_by_name(tmp_path, cap):
+def test_an_invalid_cap_is_refused_by_name(tmp_path, cap):
     with pytest.raises(ConfigError, match="max_disk_bytes"):
         DiskTier.open(tmp_path, SPACE, max_bytes=cap)
     with opened(tmp_path) as tier:
         assert tier.stat().writable, "nothing is left locked"
 
 
-def test_a_space_is_named_by_32_bytes(tmp_path):
+def test_a_space_name_must_be_32_bytes(tmp_path):
     with pytest.raises(ConfigError, match="32 bytes"):
         DiskTier.open(tmp_path, b"short")
 
 
-def test_payloads_differ():
+def test_payloads_are_distinct():
     assert len({payload(block) for block in chain(5)}) == 5

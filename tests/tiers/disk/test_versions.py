@@ -39,7 +39,7 @@ def test_another_version_is_a_miss_and_its_files_are_removed(tmp_path, step):
 
 
 @STEPS
-def test_an_update_and_a_downgrade_serve_no_block_of_each_other(tmp_path, step):
+def test_upgrades_and_downgrades_do_not_share_blocks(tmp_path, step):
     """This version, another one and this version again, each in the directory of the last."""
     with opened(tmp_path) as tier:
         write(tier, BLOCKS)
@@ -62,7 +62,7 @@ def test_records_of_another_version_under_a_known_index_are_refused(tmp_path, st
 
 @pytest.mark.parametrize("part", ["sidecars", "order"])
 @STEPS
-def test_an_index_of_another_version_is_written_again(tmp_path, part, step):
+def test_an_index_of_another_version_is_rewritten(tmp_path, part, step):
     store_as_version(tmp_path, step, parts=[part])
     for _ in range(2):
         with opened(tmp_path) as tier:

@@ -69,12 +69,12 @@ from kvboost_edge.tiers.redis.address import parse_url
         ),
     ],
 )
-def test_what_a_url_says(url, place, options):
+def test_redis_urls_are_parsed(url, place, options):
     address = parse_url(url)
     assert (address.place, dict(address.options)) == (place, options)
 
 
-def test_a_password_from_elsewhere_counts_where_the_url_has_none():
+def test_an_external_password_is_used_if_the_url_has_none():
     assert parse_url("redis://h", "elsewhere").options["password"] == "elsewhere"
     assert parse_url("redis://u@h", "elsewhere").options["username"] == "u"
     assert parse_url("redis://u:own@h", "elsewhere").options["password"] == "own"
@@ -109,7 +109,7 @@ def test_a_password_from_elsewhere_counts_where_the_url_has_none():
         ("redis://u:hunter2@h#hunter2", "does not support"),
     ],
 )
-def test_what_is_refused_is_refused_without_repeating_it(url, message):
+def test_refused_urls_are_not_repeated_in_the_error(url, message):
     with pytest.raises(ConfigError, match=message) as caught:
         parse_url(url)
     assert "hunter2" not in str(caught.value)
@@ -117,5 +117,5 @@ def test_what_is_refused_is_refused_without_repeating_it(url, message):
     assert caught.value.__suppress_context__ or caught.value.__context__ is None
 
 
-def test_the_repr_holds_no_password():
+def test_the_repr_contains_no_password():
     assert "hunter2" not in repr(parse_url("redis://u:hunter2@h"))

@@ -6,7 +6,7 @@ from helpers.tiers.redis_cases import Clock
 from kvboost_edge.tiers.redis.breaker import CircuitBreaker
 
 
-def test_the_third_failure_in_a_row_opens_it_for_a_while():
+def test_three_consecutive_failures_open_the_breaker():
     clock = Clock()
     breaker = CircuitBreaker(clock)
     breaker.failed()
@@ -22,7 +22,7 @@ def test_the_third_failure_in_a_row_opens_it_for_a_while():
     assert not breaker.is_open
 
 
-def test_the_first_failure_after_the_pause_opens_it_again_and_says_nothing_new():
+def test_a_failure_after_the_pause_reopens_the_breaker_silently():
     clock = Clock()
     breaker = CircuitBreaker(clock)
     for _ in range(3):
@@ -32,7 +32,7 @@ def test_the_first_failure_after_the_pause_opens_it_again_and_says_nothing_new()
     assert breaker.is_open
 
 
-def test_a_success_after_the_pause_closes_it():
+def test_a_success_after_the_pause_closes_the_breaker():
     clock = Clock()
     breaker = CircuitBreaker(clock)
     for _ in range(3):

@@ -20,7 +20,7 @@ def lines(caplog):
     ]
 
 
-def test_a_server_that_is_down_at_the_start_is_a_line_and_used_once_it_is_up(caplog):
+def test_a_server_down_at_start_is_used_once_it_is_up(caplog):
     blocks, payloads = chain(3)
     clock = Clock()
     with running_redis() as server:
@@ -43,7 +43,7 @@ def test_a_server_that_is_down_at_the_start_is_a_line_and_used_once_it_is_up(cap
     assert len(lines(caplog)) == 1
 
 
-def test_a_server_that_dies_between_and_comes_back_empty_serves_on():
+def test_a_restarted_empty_server_is_used_again():
     blocks, payloads = chain(3)
     with running_redis() as server:
         tier = opened(server.url)
@@ -56,7 +56,7 @@ def test_a_server_that_dies_between_and_comes_back_empty_serves_on():
             assert reads(tier, blocks, payloads) == 3
 
 
-def test_a_server_that_dies_while_a_pipeline_is_under_way_is_a_miss():
+def test_a_server_that_dies_during_a_pipeline_is_a_miss():
     blocks, payloads = chain(2, 20 * MIB)
     with running_redis() as server:
         tier = opened(server.url)
@@ -74,7 +74,7 @@ def test_a_server_that_dies_while_a_pipeline_is_under_way_is_a_miss():
         assert reads(tier, blocks, payloads) == 0
 
 
-def test_a_server_that_stops_costs_a_second_at_a_time_and_three_at_most(caplog):
+def test_a_hanging_server_costs_at_most_three_seconds(caplog):
     clock = Clock()
     with running_redis() as server:
         tier, blocks, payloads = filled(server.url, 2, clock=clock)
@@ -87,7 +87,7 @@ def test_a_server_that_stops_costs_a_second_at_a_time_and_three_at_most(caplog):
     assert len(lines(caplog)) == 1
 
 
-def test_a_full_server_is_read_and_written_to_again_when_there_is_room(caplog):
+def test_a_full_server_is_read_and_written_again_later(caplog):
     blocks, payloads = chain(40, 200_000)
     clock = Clock()
     with (
@@ -140,7 +140,7 @@ def as_user(server, user, password):
     return server.url.replace("unix://", f"unix://{user}:{password}@")
 
 
-def test_users_with_rights_read_and_write(with_users):
+def test_users_with_permissions_read_and_write(with_users):
     blocks, payloads = chain(2)
     writer = opened(as_user(with_users, "a", "pass-a-phrase"))
     reader = opened(as_user(with_users, "r", "pass-r-phrase"))
@@ -157,7 +157,7 @@ def test_users_with_rights_read_and_write(with_users):
     assert (named.stat().errors, named.stat().state) == (0, "")
 
 
-def test_a_user_who_may_only_read_goes_on_reading(with_users, caplog):
+def test_a_read_only_user_keeps_reading(with_users, caplog):
     blocks, payloads = chain(2, seed=5)
     writer = opened(as_user(with_users, "a", "pass-a-phrase"))
     writer.write(blocks[:1], payloads[:1])
@@ -179,9 +179,7 @@ def test_a_user_who_may_only_read_goes_on_reading(with_users, caplog):
         (None, None, "or requires one"),
     ],
 )
-def test_a_wrong_password_is_a_line_that_does_not_repeat_it(
-    user, password, words, with_users, caplog
-):
+def test_a_wrong_password_is_logged_without_repeating_it(user, password, words, with_users, caplog):
     blocks, payloads = chain(1)
     caplog.set_level(logging.DEBUG)
     url = with_users.url if user is None else as_user(with_users, user, password)
@@ -194,7 +192,7 @@ def test_a_wrong_password_is_a_line_that_does_not_repeat_it(
     assert not any("hunter2" in text or "phrase" in text for text in said)
 
 
-def test_a_server_of_a_cluster_is_a_line():
+def test_a_cluster_server_is_reported_as_unsupported():
     blocks, payloads = chain(2)
     with running_redis("--cluster-enabled", "yes", "--cluster-port", "PORT") as server:
         tier = opened(server.url)

@@ -34,7 +34,7 @@ MIB = 1 << 20
 
 
 @pytest.mark.parametrize(("count", "payload_bytes"), [(40, 1000), (5, 3 * MIB), (1, 0)])
-def test_what_one_wrote_another_reads(server, client, count, payload_bytes):
+def test_blocks_are_shared_between_clients(server, client, count, payload_bytes):
     blocks, payloads = chain(count, payload_bytes)
     writer = opened(server.url)
     reader = opened(server.url)
@@ -58,7 +58,7 @@ def test_what_one_wrote_another_reads(server, client, count, payload_bytes):
     assert all(key.startswith(f"kvb:{SPACE[:8].hex()}:") for key in stored_keys(client))
 
 
-def test_a_read_ends_at_the_first_block_that_is_missing(server, client):
+def test_a_read_ends_at_the_first_missing_block(server, client):
     blocks, payloads = chain(8, 2 * MIB)  # several pipelines
     tier = opened(server.url)
     tier.write(blocks[:3] + blocks[4:], payloads[:3] + payloads[4:])
@@ -67,7 +67,7 @@ def test_a_read_ends_at_the_first_block_that_is_missing(server, client):
     assert reads(tier, blocks[4:], payloads[4:]) == 4
 
 
-def test_a_block_that_the_server_let_go_is_known_as_dropped(server, client):
+def test_a_block_evicted_by_the_server_is_reported_as_dropped(server, client):
     blocks, payloads = chain(4, 1000)
     tier = opened(server.url)
 
@@ -85,7 +85,7 @@ def test_a_block_that_the_server_let_go_is_known_as_dropped(server, client):
     assert dropped() == [False] * 4
 
 
-def test_blocks_that_are_there_are_not_sent_again_and_stay_as_they_are(server, client):
+def test_existing_blocks_are_not_sent_again(server, client):
     blocks, payloads = chain(4, 100_000)
     first = opened(server.url)
     second = opened(server.url)
@@ -96,7 +96,7 @@ def test_blocks_that_are_there_are_not_sent_again_and_stay_as_they_are(server, c
     assert second.stat().written_blocks == 2
 
 
-def test_a_block_that_lost_a_piece_is_a_miss_and_is_written_whole_again(server, client):
+def test_a_block_with_a_missing_piece_is_rewritten(server, client):
     tier, blocks, payloads = filled(server.url, 1, 3 * MIB)
     keys = stored_keys(client)
     assert len(keys) == 4
@@ -116,7 +116,7 @@ def test_dropped_blocks_leave_nothing_behind(server, client):
     assert reads(tier, blocks, payloads) == 0
 
 
-def test_spaces_do_not_see_each_other(server, client):
+def test_spaces_are_isolated(server, client):
     """Another model, another KV format, another tenant: even where the first 8 bytes of their
     digests are equal.
     """
@@ -170,7 +170,7 @@ def damages():
 
 
 @pytest.mark.parametrize("name", damages())
-def test_a_value_not_to_be_believed_is_a_miss_dropped_and_written_anew(name, server, client):
+def test_an_invalid_value_is_a_miss_and_rewritten(name, server, client):
     tier, blocks, payloads = filled(server.url, 2, 3 * MIB)
     by_block = [
         [key for key in stored_keys(client) if block.prefix_hash.hex() in key] for block in blocks
@@ -186,7 +186,7 @@ def test_a_value_not_to_be_believed_is_a_miss_dropped_and_written_anew(name, ser
     assert reads(tier, blocks, payloads) == 2
 
 
-def test_a_value_that_somebody_made_huge_is_not_fetched(server, client):
+def test_an_oversized_value_is_not_fetched(server, client):
     tier, blocks, payloads = filled(server.url, 1)
     client.setrange(stored_keys(client)[0], 100 * MIB, b"x")
     before = client.info("stats")["total_net_output_bytes"]
@@ -194,7 +194,7 @@ def test_a_value_that_somebody_made_huge_is_not_fetched(server, client):
     assert client.info("stats")["total_net_output_bytes"] - before < 20_000
 
 
-def test_with_trust_in_place_of_a_secret_damage_is_found_all_the_same(server, client):
+def test_damage_is_detected_without_a_secret(server, client):
     blocks, payloads = chain(2)
     tier = opened(server.url, secret=None, trust=True)
     assert tier.write(blocks, payloads) == 2
@@ -232,7 +232,7 @@ def test_the_secret_may_come_from_the_environment(server, client):
     assert reads(reader, blocks, payloads) == 1
 
 
-def test_opening_asks_nothing_and_knows_nothing_yet(server, client):
+def test_opening_sends_no_command(server, client):
     commands = client.info("stats")["total_connections_received"]
     tier = opened(server.url, clock=Clock())
     assert tier.holds(bytes(32)) is None
@@ -253,7 +253,7 @@ def test_without_the_package_the_error_names_the_extra(monkeypatch):
     assert_raises(BackendUnavailable, re.escape(install_extra("redis")), opened, "redis://h")
 
 
-def test_the_package_is_loaded_when_a_tier_opens_and_not_before():
+def test_the_redis_package_is_imported_at_opening():
     code = "import sys, kvboost_edge.tiers.redis.tier; sys.exit('redis' in sys.modules)"
     assert (
         subprocess.run(
@@ -263,7 +263,7 @@ def test_the_package_is_loaded_when_a_tier_opens_and_not_before():
     )
 
 
-def test_it_holds_what_it_wrote_or_read_lately_until_a_read_tells_otherwise(server, client):
+def test_holds_remembers_recent_writes_and_reads(server, client):
     blocks, payloads = chain(4, 2 * MIB)
     hashes = hashes_of(blocks)
     clock = Clock()
@@ -291,7 +291,7 @@ def test_it_holds_what_it_wrote_or_read_lately_until_a_read_tells_otherwise(serv
     assert held(tier) == [None] * 4
 
 
-def test_it_says_what_the_server_has_when_it_is_asked_and_believes_that(server, client):
+def test_ask_queries_the_server_and_is_remembered(server, client):
     blocks, payloads = chain(3, 2 * MIB)
     hashes = hashes_of(blocks)
     tier = opened(server.url)
@@ -318,9 +318,7 @@ def test_it_says_what_the_server_has_when_it_is_asked_and_believes_that(server, 
 
 
 @pytest.mark.parametrize("pieces", ["one pipeline", "several"])
-def test_a_server_that_lost_or_got_wrong_values_is_given_all_of_them_again_at_once(
-    server, client, pieces
-):
+def test_lost_or_damaged_values_are_rewritten_at_once(server, client, pieces):
     """What is behind the first block that is not there is hardly there either: it is looked for,
     not assumed.
     """
@@ -338,7 +336,7 @@ def test_a_server_that_lost_or_got_wrong_values_is_given_all_of_them_again_at_on
     assert reads(tier, blocks, payloads) == 8
 
 
-def test_what_it_remembers_is_bounded(server, client, monkeypatch):
+def test_the_memory_of_seen_blocks_is_bounded(server, client, monkeypatch):
     monkeypatch.setattr(tier_module, "_MOST_SEEN", 3)
     tier, blocks, _ = filled(server.url, 5)
     assert [tier.holds(block.prefix_hash) for block in blocks] == [None, None, True, True, True]

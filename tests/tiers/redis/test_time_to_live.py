@@ -20,9 +20,7 @@ def renewed(client):
     return count
 
 
-def test_touched_blocks_get_their_time_again_with_the_next_read_and_each_now_and_then(
-    server, client
-):
+def test_touched_blocks_are_renewed_at_the_next_read(server, client):
     blocks, payloads = chain(80)
     long, long_payloads = chain(1, 3 * MIB, seed=1)
     clock = Clock()
@@ -49,9 +47,7 @@ def test_touched_blocks_get_their_time_again_with_the_next_read_and_each_now_and
     assert refreshed() == 80 + 4
 
 
-def test_of_very_many_touched_blocks_the_rest_comes_with_the_next_prompt(
-    server, client, monkeypatch
-):
+def test_excess_touched_blocks_are_renewed_later(server, client, monkeypatch):
     monkeypatch.setattr(tier_module, "_MOST_TOUCHED", 5)
     tier, blocks, _ = filled(server.url, 8, clock=Clock())
     for expected in (5, 3):
@@ -62,7 +58,7 @@ def test_of_very_many_touched_blocks_the_rest_comes_with_the_next_prompt(
         assert sum(client.ttl(key) > 10 for key in client.keys("*")) == expected
 
 
-def test_what_is_touched_last_is_refreshed_when_the_tier_closes(server, client):
+def test_touched_blocks_are_renewed_at_closing(server, client):
     tier, blocks, payloads = filled(server.url, 1)
     client.expire(stored_keys(client)[0], 10)
     tier.touch([blocks[0].prefix_hash])
@@ -78,9 +74,7 @@ def test_what_is_touched_last_is_refreshed_when_the_tier_closes(server, client):
     assert not tier.stat().writable
 
 
-def test_a_read_or_write_renews_some_and_a_look_after_the_tier_the_rest(
-    server, client, monkeypatch
-):
+def test_reads_renew_some_blocks_and_tend_the_rest(server, client, monkeypatch):
     monkeypatch.setattr(tier_module.RedisTier._refresh, "__defaults__", (3,))
     tier, blocks, payloads = filled(server.url, 12)
     renewed(client)
@@ -98,7 +92,7 @@ def test_a_read_or_write_renews_some_and_a_look_after_the_tier_the_rest(
     )
 
 
-def test_what_did_not_reach_the_server_is_renewed_when_it_answers_again():
+def test_failed_renewals_are_repeated_after_an_outage():
     clock = Clock()
     with running_redis() as own, own.client() as client:
         tier, blocks, _ = filled(own.url, 2, clock=clock)
@@ -117,7 +111,7 @@ def test_what_did_not_reach_the_server_is_renewed_when_it_answers_again():
 
 
 @pytest.mark.parametrize("forbidden", ["-expire", "-getrange"])
-def test_what_the_server_refused_to_renew_is_renewed_once_it_does(forbidden):
+def test_refused_renewals_are_repeated(forbidden):
     """All four pieces of a block; one that is not there is none to wait for."""
     clock = Clock()
     with running_redis() as own, own.client() as client:
@@ -134,7 +128,7 @@ def test_what_the_server_refused_to_renew_is_renewed_once_it_does(forbidden):
         assert renewed(client) == 4
 
 
-def test_a_key_that_somebody_made_into_a_list_holds_up_nobody(server, client):
+def test_a_key_of_another_type_does_not_block_renewal(server, client):
     tier, blocks, _ = filled(server.url, 2)
     hashes = hashes_of(blocks)
     (foreign,) = (key for key in stored_keys(client) if hashes[0].hex() in key)

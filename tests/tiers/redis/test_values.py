@@ -45,7 +45,7 @@ def test_a_value_opens_for_its_own_block(secret, payload_bytes):
     assert opens(seal, value, blocks[0]._replace(parent_hash=bytes(32)), payload_bytes) is None
 
 
-def test_any_bit_that_flips_is_found(scale):
+def test_any_flipped_bit_is_detected(scale):
     blocks, payloads = chain(1, 200)
     seal = Seal(SPACE, SECRET)
     value = seal.value(blocks[0], payloads[0])
@@ -55,7 +55,7 @@ def test_any_bit_that_flips_is_found(scale):
         assert opens(seal, bytes(damaged), blocks[0], 200) is None
 
 
-def test_whatever_is_cut_off_or_added_is_found():
+def test_truncation_and_extension_are_detected():
     blocks, payloads = chain(1, 200)
     seal = Seal(SPACE, SECRET)
     value = seal.value(blocks[0], payloads[0])
@@ -63,7 +63,7 @@ def test_whatever_is_cut_off_or_added_is_found():
     assert opens(seal, value + b"\0", blocks[0], 200) is None
 
 
-def test_who_does_not_know_the_secret_cannot_make_a_value():
+def test_values_cannot_be_forged_without_the_secret():
     blocks, payloads = chain(1)
     seal = Seal(SPACE, SECRET)
     trusting = Seal(SPACE, None).value(blocks[0], payloads[0])
@@ -79,7 +79,7 @@ def test_who_does_not_know_the_secret_cannot_make_a_value():
 @pytest.mark.parametrize(
     "length", [1, PIECE_BYTES - 1, PIECE_BYTES, PIECE_BYTES + 1, 3 * PIECE_BYTES - 1, 7_654_321]
 )
-def test_pieces_are_of_half_to_one_mebibyte_and_make_up_the_value(length):
+def test_pieces_of_half_to_one_mebibyte_form_the_value(length):
     value = random.Random(length).randbytes(length)
     pieces = pieces_of(value)
     assert b"".join(pieces) == value
@@ -96,7 +96,7 @@ def test_keys_name_space_block_and_piece():
     assert keys == [first, f"{first}:1", f"{first}:2"]
 
 
-def test_a_value_says_its_length_and_an_absurd_one_is_not_believed():
+def test_an_absurd_length_is_rejected():
     blocks, payloads = chain(1, 5000)
     seal = Seal(SPACE, SECRET)
     value = seal.value(blocks[0], payloads[0])

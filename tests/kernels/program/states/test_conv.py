@@ -13,14 +13,14 @@ from helpers.kernels.recurrent_cases import Piece, poisoned_pool
     ids=["of whole units", "of more than a unit", "with bias", "longer"],
 )
 @pytest.mark.parametrize("length", [1, 2, 15, 16, 17, 64, 300])
-def test_every_result_is_close_to_that_of_float64(conv, length):
+def test_convolution_is_close_to_float64(conv, length):
     rows = conv.rows(length)
     out = conv.run(rows, [Piece(length, -1, 0)], poisoned_pool(conv.specs, 1))
     exact, _ = conv.expected(rows.astype(np.float64))
     np.testing.assert_allclose(out, exact, rtol=2e-5, atol=2e-5)
 
 
-def test_a_number_that_is_none_stays_in_its_sequence_and_channel():
+def test_nan_stays_in_its_sequence_and_channel():
     conv = Conv(528, 3)
     rows = conv.rows(30)
     rows[10, 3] = np.nan

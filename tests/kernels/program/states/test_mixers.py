@@ -56,7 +56,7 @@ ONE_OF_EACH = ["conv: of more than a unit", "delta: shared keys", "ssd: groups"]
 @pytest.mark.parametrize("name", MIXERS)
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.some(2)
-def test_results_and_the_state_have_the_bits_of_the_specification(name, length):
+def test_mixers_equal_the_reference_bit_for_bit(name, length):
     mixer = MIXERS[name]
     rows = MIXERS[name].rows(length)
     pool = poisoned_pool(mixer.specs, 2)
@@ -83,7 +83,7 @@ def test_rounding_stays_small_over_a_long_text(name):
 
 @pytest.mark.parametrize("name", CUT)
 @pytest.mark.parametrize("cuts", [(1,), (2, 3), (16, 17), tuple(range(1, 20))], ids=str)
-def test_any_cut_gives_the_same_bits(name, cuts):
+def test_chunking_changes_no_bit(name, cuts):
     """In place, where a slot is read and written, and between two slots in turns."""
     mixer = MIXERS[name]
     length = 40
@@ -102,7 +102,7 @@ def test_any_cut_gives_the_same_bits(name, cuts):
 
 @pytest.mark.parametrize("name", ONE_OF_EACH)
 @pytest.mark.parametrize("threads", [1, 2])
-def test_many_sequences_with_saves_do_not_see_each_other(name, threads):
+def test_sequences_with_snapshots_are_independent(name, threads):
     mixer = MIXERS[name]
     pool = poisoned_pool(mixer.specs, 12)
     old, other, third = (mixer.expected(mixer.rows(count))[1] for count in (9, 8, 7))
@@ -133,7 +133,7 @@ def test_many_sequences_with_saves_do_not_see_each_other(name, threads):
 
 
 @pytest.mark.parametrize("name", DRAFTED)
-def test_states_take_in_the_drafts_that_were_right_and_no_others(name):
+def test_states_advance_by_accepted_drafts_only(name):
     mixer = MIXERS[name]
     num_drafts = 9
     _, before = mixer.expected(mixer.rows(9))
@@ -164,7 +164,7 @@ def test_states_take_in_the_drafts_that_were_right_and_no_others(name):
 
 @pytest.mark.parametrize("name", DRAFTED)
 @pytest.mark.parametrize("accepted", range(6))
-def test_drafts_see_the_state_and_no_slot_sees_a_draft_until_it_is_accepted(name, accepted):
+def test_drafts_do_not_change_slots_before_acceptance(name, accepted):
     mixer = MIXERS[name]
     num_drafts = 5
     _, before = mixer.expected(mixer.rows(9))
@@ -196,7 +196,7 @@ def test_drafts_see_the_state_and_no_slot_sees_a_draft_until_it_is_accepted(name
 @pytest.mark.parametrize(
     "accepted", [(0, 3, 0, 2), (2, 0, 1, 0), (3, 3, 0, 4), (0, 0, 0, 1)], ids=str
 )
-def test_each_sequence_takes_in_its_own_drafts(name, accepted, threads):
+def test_each_sequence_accepts_its_own_drafts(name, accepted, threads):
     """The slot of one whose drafts were all wrong may be somebody else's by now."""
     mixer = MIXERS[name]
     pieces = [

@@ -14,7 +14,7 @@ Floats = npt.NDArray[np.float32]
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_a_state_that_is_no_number_breaks_its_own_sequence_alone(bad):
+def test_a_nan_state_affects_only_its_sequence(bad):
     delta = Delta(DeltaShape(2, 4, 32, 48))
     pool = poisoned_pool(delta.specs, 2)
     _, old = delta.expected(delta.rows(9))
@@ -27,7 +27,7 @@ def test_a_state_that_is_no_number_breaks_its_own_sequence_alone(bad):
     assert np.isfinite(out[:10, [0, 2, 3]]).all()
 
 
-def test_gates_far_out_are_the_limits_of_their_functions():
+def test_extreme_gates_saturate():
     delta = Delta(DeltaShape(1, 1, 16, 16))
     rows = delta.rows(4)
     rows[:, delta.gates] = [-np.inf, np.inf, -1e5, 1e5]
@@ -40,7 +40,7 @@ def test_gates_far_out_are_the_limits_of_their_functions():
     np.testing.assert_array_equal(delta.run(rows, [Piece(4, -1, 0)], pool), expected)
 
 
-def test_softplus_is_that_of_float64_and_of_the_specification():
+def test_softplus_equals_the_reference_and_float64():
     @kernel
     def of_all(x, out):
         for index in range(x.size):

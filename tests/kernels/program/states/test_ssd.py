@@ -10,7 +10,7 @@ NO_NORM = SsdShape(1, 3, 64, 32, "none", (0.01, 0.5))
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_a_state_that_is_no_number_breaks_its_own_sequence_alone(bad):
+def test_a_nan_state_affects_only_its_sequence(bad):
     """And of that only the head: there is no norm that others share with it."""
     ssd = Ssd(NO_NORM)
     pool = poisoned_pool(ssd.specs, 2)
@@ -24,7 +24,7 @@ def test_a_state_that_is_no_number_breaks_its_own_sequence_alone(bad):
 
 
 @pytest.mark.parametrize("shape", [NO_NORM, SsdShape(1, 1, 16, 32)], ids=["no norm", "one head"])
-def test_steps_of_time_stay_within_their_limits(shape):
+def test_time_steps_are_clamped(shape):
     ssd = Ssd(shape)
     rows = ssd.rows(5)
     rows[:, ssd.gates] = [-1e5, 1e5, -np.inf, 2e5, np.nan]

@@ -80,7 +80,7 @@ def numbers(tensor):
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_a_layer_is_that_of_transformers(name):
+def test_ssd_layers_equal_transformers(name):
     torch.manual_seed(len(name))
     layer, norm = LAYERS[name]()
     with torch.no_grad():

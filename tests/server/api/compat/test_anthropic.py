@@ -39,7 +39,7 @@ def chat_of(**body):
     return [message.for_template() for message in translated(whole).messages]
 
 
-def test_system_messages_come_first_or_are_the_users():
+def test_system_messages_move_first_or_into_the_next_user_turn():
     later = {"role": "system", "content": "Be quick."}
     assert chat_of(system=[text("One."), text("Two.")], messages=[*ASK, later, *ASK]) == [
         {"role": "system", "content": "One.\nTwo."},
@@ -50,7 +50,7 @@ def test_system_messages_come_first_or_are_the_users():
     ]
 
 
-def test_calls_results_and_thoughts():
+def test_tool_calls_results_and_thinking_are_translated():
     thought = {"type": "thinking", "thinking": "Hm.", "signature": "x"}
     hidden = {"type": "redacted_thinking", "data": "0000"}
     said = {"role": "assistant", "content": [thought, hidden, text("Let "), text("me."), CALL]}
@@ -71,7 +71,7 @@ def test_calls_results_and_thoughts():
     assert chat_of(messages=[*ASK, said, *user(empty)], tools=CLOCK)[-1]["content"] == ""
 
 
-def test_messages_of_one_role_are_one():
+def test_consecutive_messages_of_one_role_are_merged():
     said = [{"role": "assistant", "content": one} for one in ("Yes", ", fine.")]
     assert chat_of(messages=[*ASK, *ASK, *said, *user()])[1:] == [
         {"role": "assistant", "content": "Yes, fine."},
@@ -79,7 +79,7 @@ def test_messages_of_one_role_are_one():
     ]
 
 
-async def test_thoughts_can_be_left_out_of_what_is_shown(app, speaker):
+async def test_thinking_is_omitted_on_request(app, speaker):
     speaker.text = FORMATS["hermes"].turn(thought="It may rain.", text="Fine.")
     body = API.body(thinking={"type": "enabled", "budget_tokens": 1024, "display": "omitted"})
     for streams in (False, True):
@@ -88,7 +88,9 @@ async def test_thoughts_can_be_left_out_of_what_is_shown(app, speaker):
 
 
 @pytest.mark.parametrize("kind", [None, "disabled", "adaptive", "enabled"])
-async def test_the_template_is_told_whether_to_think(app, speaker, spoken_engine, kind):
+async def test_thinking_field_sets_enable_thinking_in_the_template(
+    app, speaker, spoken_engine, kind
+):
     thinking = kind and {"type": kind}
     prompt = spoken_engine.tokenizer.encode_chat(
         ASK, variables={"enable_thinking": kind not in (None, "disabled")}
@@ -99,7 +101,7 @@ async def test_the_template_is_told_whether_to_think(app, speaker, spoken_engine
     assert counted.json() == {"input_tokens": len(prompt)}
 
 
-async def test_more_tokens_than_the_context_holds_may_be_asked_for(app, speaker, spoken_engine):
+async def test_max_tokens_may_exceed_the_context(app, speaker, spoken_engine):
     """As agents do; an answer that fills the context says so."""
     body = API.body(limit=1_000_000)
     assert (await API.ask(app, body))["stop_reason"] == "end_turn"
@@ -110,7 +112,7 @@ async def test_more_tokens_than_the_context_holds_may_be_asked_for(app, speaker,
     assert used == spoken_engine.runner_info.max_context
 
 
-async def test_no_tokens_asked_for_computes_the_prompt(app, speaker):
+async def test_max_tokens_0_caches_the_prompt_without_generating(app, speaker):
     body = {
         **API.body(),
         "messages": [{"role": "user", "content": "A text of more than one block. " * 4}],
@@ -122,14 +124,14 @@ async def test_no_tokens_asked_for_computes_the_prompt(app, speaker):
     assert API.said(await API.ask(app, body)).cached > 100
 
 
-async def test_a_last_message_of_the_assistant_is_continued(app, speaker):
+async def test_a_final_assistant_message_is_continued(app, speaker):
     speaker.text = "It is fine."
     begun = {"role": "assistant", "content": [text("It is")]}
     answer = await API.ask(app, {**API.body(thinks=True), "messages": [*ASK, begun]})
     assert answer["content"] == [text(" fine.")]
 
 
-async def test_headers_that_its_clients_send_and_look_for(app, speaker):
+async def test_anthropic_request_and_response_headers(app, speaker):
     headers = {"anthropic-version": "2023-06-01", "anthropic-beta": "a,b", "x-api-key": "anything"}
     answer = await app.post(f"{PATH}?beta=true", json=API.body(), headers=headers)
     assert answer.status_code == 200, answer.text
@@ -137,19 +139,19 @@ async def test_headers_that_its_clients_send_and_look_for(app, speaker):
     assert "request-id" not in (await app.get("/v1/models")).headers
 
 
-async def test_a_wrong_method_is_refused_in_its_shape(app):
+async def test_a_wrong_method_returns_405_in_anthropics_error_format(app):
     wrong = await app.get(PATH)
     assert wrong.status_code == 405
     assert error_text(PATH, wrong.content)
 
 
-async def test_fields_of_tools_that_mean_nothing_here_are_taken(app, speaker):
+async def test_unsupported_tool_fields_are_accepted_without_effect(app, speaker):
     more = {"type": "custom", "strict": True, "eager_input_streaming": True, "input_examples": [{}]}
     answer = await API.ask(app, {**API.body(thinks=True), "tools": [{**CLOCK[0], **more}]})
     assert answer["content"] == [text("Good day.")]
 
 
-async def test_what_claude_code_sends_is_answered(monkeypatch):
+async def test_recorded_claude_code_requests_are_answered(monkeypatch):
     """Two requests as it sent them, texts shortened: the second has the call that answers the
     first, and its result.
     """

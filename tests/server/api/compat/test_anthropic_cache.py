@@ -45,7 +45,7 @@ def unpinned(spoken_engine):
         pins.expire(time.monotonic() + 1e6)
 
 
-async def test_without_a_mark_nothing_is_pinned(app, speaker, spoken_engine):
+async def test_nothing_is_pinned_without_cache_control(app, speaker, spoken_engine):
     usage = (await ask(app, system=LONG))["usage"]
     assert (usage["cache_creation_input_tokens"], usage["cache_read_input_tokens"]) == (0, 0)
     assert pinned(spoken_engine) == 0
@@ -96,7 +96,9 @@ PLACES = {
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("streams", [False, True])
-async def test_what_is_marked_is_pinned_and_counted(app, speaker, spoken_engine, place, streams):
+async def test_cache_control_pins_and_counts_the_marked_prefix(
+    app, speaker, spoken_engine, place, streams
+):
     body = PLACES[place]
     counted = await app.post("/v1/messages/count_tokens", json={"messages": ASK, **body})
     total = counted.json()["input_tokens"]
@@ -122,7 +124,7 @@ async def test_what_is_marked_is_pinned_and_counted(app, speaker, spoken_engine,
         assert costs["pinned_tokens"] <= total - 16, "no more than the marked part"
 
 
-async def test_a_pin_is_of_the_marked_part_alone(app, speaker, spoken_engine):
+async def test_only_the_marked_prefix_is_pinned(app, speaker, spoken_engine):
     """What follows may change: the pinned part is found all the same, and stays when the rest
     goes.
     """
@@ -135,7 +137,7 @@ async def test_a_pin_is_of_the_marked_part_alone(app, speaker, spoken_engine):
     assert (await ask(app, system=[block(LONG)]))["usage"]["cache_read_input_tokens"] >= 200 - 16
 
 
-async def test_an_hour_and_five_minutes(app, speaker, spoken_engine):
+async def test_ttl_of_5m_and_1h_expire_separately(app, speaker, spoken_engine):
     messages = [{"role": "user", "content": [block("And the weather? " * 10, FIVE)]}]
     answer = await ask(app, system=[block(LONG, HOUR)], messages=messages)
     usage = answer["usage"]
@@ -149,7 +151,7 @@ async def test_an_hour_and_five_minutes(app, speaker, spoken_engine):
     assert pinned(spoken_engine) == created["ephemeral_1h_input_tokens"]
 
 
-async def test_where_pins_leave_no_room_the_answer_comes_all_the_same(app, speaker, spoken_engine):
+async def test_requests_are_answered_when_the_pin_limit_is_reached(app, speaker, spoken_engine):
     for text in ("a", "b"):  # of 16384 tokens half can be pinned
         answer = await ask(app, system=[block(text * 6000, FIVE)])
         assert answer["stop_reason"] == "end_turn"
@@ -169,7 +171,7 @@ async def test_a_tenant_pins_no_more_than_its_share(keyed_app, speaker, spoken_e
     assert found == [True, False, True, False]
 
 
-async def test_a_small_pool_retains_instead(monkeypatch):
+async def test_a_small_pool_retains_instead_of_pinning(monkeypatch):
     """Pins of half of it could leave no room for a request that fills the context."""
     with scripted(monkeypatch, num_blocks=100, max_context=1500) as (engine, _):
         async with app_client(create_app(engine, ServerSettings(model_name="fake"))) as app:
@@ -181,7 +183,7 @@ async def test_a_small_pool_retains_instead(monkeypatch):
             assert (await ask(app, system=LONG))["usage"]["cache_read_input_tokens"] >= len(LONG)
 
 
-async def test_a_template_that_takes_no_half_conversation_pins_nothing(
+async def test_nothing_is_pinned_if_the_template_rejects_a_partial_conversation(
     app, speaker, spoken_engine, monkeypatch
 ):
     strict = (

@@ -20,20 +20,20 @@ MOST = sys.float_info.max
         ("{}", {}),
     ],
 )
-def test_a_number_beyond_any_double_is_the_largest(text, values):
+def test_numbers_beyond_float64_become_the_largest_float64(text, values):
     assert arguments_of(text) == values
 
 
 @pytest.mark.parametrize(
     "text", ['{"a": ', "", '{"a": NaN}', "Infinity", '{"a": ' + "1" * 5000 + "}"]
 )
-def test_what_is_no_json_is_refused(text):
+def test_invalid_json_arguments_are_refused(text):
     with pytest.raises(ValueError, match=r"."):
         arguments_of(text)
 
 
 @pytest.mark.parametrize("path", ["/v1/messages", "/api/chat"])
-async def test_an_answer_with_such_a_number_is_not_lost(path, app, speaker):
+async def test_an_answer_with_an_overflowing_number_is_returned(path, app, speaker):
     """A grammar of numbers allows it."""
     speaker.text = '<tool_call>\n{"name": "weather", "arguments": {"days": -1e999}}\n</tool_call>'
     tool = {"type": "function", "function": {"name": "weather", "parameters": SCHEMA}}

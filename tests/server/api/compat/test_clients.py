@@ -57,7 +57,7 @@ class Weather(BaseModel):
 # -- OpenAI's, of chats --
 
 
-def test_results_sent_back_find_the_calls_in_the_cache(client):
+def test_tool_results_hit_the_cached_tool_calls(client):
     messages = [*ASK]
     written = 0
     for _ in range(2):
@@ -71,7 +71,7 @@ def test_results_sent_back_find_the_calls_in_the_cache(client):
         messages += [message, {"role": "tool", "tool_call_id": call.id, "content": "Rain."}]
 
 
-def test_the_clients_helpers_understand_streams_and_types(client):
+def test_openai_stream_and_parse_helpers_work(client):
     whole = client.chat.completions.create(messages=ASK, **CHAT).choices[0].message.tool_calls
     with client.chat.completions.stream(messages=ASK, **CHAT) as stream:
         kinds = {event.type for event in stream}
@@ -87,7 +87,7 @@ def test_the_clients_helpers_understand_streams_and_types(client):
 # -- and of responses --
 
 
-def test_the_client_reads_whole_answers_and_streams(client):
+def test_openai_responses_whole_and_streamed(client):
     whole = client.responses.create(input="Hello", **RESPONSES)
     with client.responses.stream(input="Hello", **RESPONSES) as stream:
         text = "".join(
@@ -98,7 +98,7 @@ def test_the_client_reads_whole_answers_and_streams(client):
     assert whole.usage.total_tokens == whole.usage.input_tokens + whole.usage.output_tokens
 
 
-def test_the_client_continues_and_forgets(client):
+def test_openai_responses_are_continued_and_deleted(client):
     first = client.responses.create(input="Hello", **RESPONSES)
     second = client.responses.create(input="More", previous_response_id=first.id, **RESPONSES)
     assert client.responses.retrieve(first.id).output_text == first.output_text
@@ -109,7 +109,7 @@ def test_the_client_continues_and_forgets(client):
     assert caught.value.code == "response_not_found"
 
 
-def test_the_client_calls_a_tool_and_sends_the_result_back(client):
+def test_openai_responses_tool_call_and_result(client):
     chosen = {"tools": RESPONSE_TOOLS, "parallel_tool_calls": False, **RESPONSES}
     first = client.responses.create(input=ASK, tool_choice="required", **chosen)
     (call,) = first.output
@@ -120,7 +120,7 @@ def test_the_client_calls_a_tool_and_sends_the_result_back(client):
     assert second.usage.input_tokens_details.cached_tokens >= first.usage.total_tokens - 17
 
 
-def test_the_client_parses_answers_of_a_type(client):
+def test_openai_responses_parse_a_typed_answer(client):
     assert isinstance(
         client.responses.parse(input="x", text_format=Weather, **RESPONSES).output_parsed, Weather
     )
@@ -137,7 +137,7 @@ def claude(live_server):
         yield client
 
 
-def test_anthropics_client_reads_whole_messages_and_streams(claude):
+def test_anthropic_messages_whole_and_streamed(claude):
     whole = claude.messages.create(messages=ASK, system="Be brief.", **MESSAGES)
     with claude.messages.stream(messages=ASK, system="Be brief.", **MESSAGES) as stream:
         text = "".join(stream.text_stream)
@@ -154,7 +154,7 @@ def test_anthropics_client_reads_whole_messages_and_streams(claude):
     assert (events[0].type, events[-1].type) == ("message_start", "message_stop")
 
 
-def test_anthropics_client_counts_what_a_prompt_takes(claude):
+def test_anthropic_count_tokens_equals_usage(claude):
     counted = claude.messages.count_tokens(
         model=MODEL, messages=ASK, system="Be brief."
     ).input_tokens
@@ -165,7 +165,7 @@ def test_anthropics_client_counts_what_a_prompt_takes(claude):
     )
 
 
-def test_anthropics_client_calls_a_tool_and_sends_the_result_back(claude):
+def test_anthropic_tool_call_and_result(claude):
     first = claude.messages.create(messages=ASK, **CALLS)
     (call,) = first.content
     assert (call.type, first.stop_reason) == ("tool_use", "tool_use")
@@ -185,7 +185,7 @@ def test_anthropics_client_calls_a_tool_and_sends_the_result_back(claude):
     assert second.usage.cache_read_input_tokens >= written - 17
 
 
-def test_anthropics_client_keeps_what_is_marked(claude, live_server):
+def test_anthropic_cache_control_pins_the_prefix(claude, live_server):
     system = [{"type": "text", "text": "Be brief. " * 30, "cache_control": {"type": "ephemeral"}}]
     first = claude.messages.create(messages=ASK, system=system, **MESSAGES).usage
     again = claude.messages.create(
@@ -201,7 +201,7 @@ def test_anthropics_client_keeps_what_is_marked(claude, live_server):
     assert live_server.engine.paged_stats()["pinned_blocks"] == 0
 
 
-def test_anthropics_client_raises_its_own_errors(claude, keyed_server):
+def test_anthropic_client_raises_its_own_exceptions(claude, keyed_server):
     with pytest.raises(anthropic.BadRequestError, match="top_p"):
         claude.messages.create(messages=ASK, **{**MESSAGES, "extra_body": {"top_p": 7}})
     with pytest.raises(anthropic.NotFoundError, match="claude-none") as missing:
@@ -223,7 +223,7 @@ def test_anthropics_client_raises_its_own_errors(claude, keyed_server):
             assert right.messages.create(messages=ASK, **MESSAGES).role == "assistant"
 
 
-async def test_anthropics_client_that_closes_its_stream_ends_the_work(live_server):
+async def test_closing_an_anthropic_stream_cancels_the_request(live_server):
     fields = {**MESSAGES, "max_tokens": 900, "messages": ASK}
     async with (
         anthropic.AsyncAnthropic(
@@ -246,7 +246,7 @@ def llama(live_server):
     client.close()
 
 
-def test_ollamas_client_reads_whole_answers_and_lines(llama):
+def test_ollama_chat_and_generate_whole_and_streamed(llama):
     whole = llama.chat(MODEL, ASK, options=OPTIONS)
     lines = list(llama.chat(MODEL, ASK, options=OPTIONS, stream=True))
     assert "".join(line.message.content or "" for line in lines) == whole.message.content != ""
@@ -261,7 +261,7 @@ def test_ollamas_client_reads_whole_answers_and_lines(llama):
     assert made.prompt_eval_count
 
 
-def test_ollamas_client_gets_answers_of_a_form_offers_tools_and_sends_results(llama):
+def test_ollama_format_tools_and_tool_results(llama):
     answer = llama.chat(MODEL, ASK, format=PARAMETERS, options={**OPTIONS, "num_predict": 200})
     assert set(json.loads(answer.message.content)) == {"city", "days"}
     tools = [
@@ -282,7 +282,7 @@ def test_ollamas_client_gets_answers_of_a_form_offers_tools_and_sends_results(ll
     assert answered.done
 
 
-def test_ollamas_client_looks_at_the_model(llama):
+def test_ollama_list_ps_show_and_load(llama):
     (listed,) = {model.model for model in llama.list().models}
     assert listed
     assert [model.model for model in llama.ps().models] == [listed]
@@ -292,7 +292,7 @@ def test_ollamas_client_looks_at_the_model(llama):
     assert llama.chat(listed, [], options=OPTIONS).done_reason == "load"
 
 
-def test_ollamas_client_raises_its_own_errors(llama, keyed_server):
+def test_ollama_client_raises_its_own_exceptions(llama, keyed_server):
     with pytest.raises(ollama.ResponseError, match="not found") as missing:
         llama.chat("other", ASK)
     assert missing.value.status_code == 404
@@ -384,7 +384,7 @@ def told_by(program, server):
 
 
 @pytest.mark.slow
-def test_langchain_chats_calls_tools_shapes_answers_and_embeds(live_server):
+def test_langchain_chat_tools_structured_output_and_embeddings(live_server):
     engine = live_server.engine
     texts, made, (first, again), tokens, vectors = told_by(LANGCHAIN, live_server)
     expected = engine.generate(CONVERSATION, max_new_tokens=10)

@@ -72,9 +72,7 @@ def possible(form, path, saying):
 @pytest.mark.parametrize(("form", "path"), pairs(APIS), indirect=["form"])
 @pytest.mark.parametrize("saying", SAYINGS)
 @pytest.mark.some(3)
-async def test_a_whole_answer_and_a_stream_say_what_the_model_said(
-    app, speaker, form, path, saying
-):
+async def test_whole_and_streamed_answers_equal_the_models_output(app, speaker, form, path, saying):
     api = APIS[path]
     parts = possible(form, path, saying)
     speaker.text = FORMATS[form].turn(**parts)
@@ -94,7 +92,7 @@ async def test_a_whole_answer_and_a_stream_say_what_the_model_said(
 
 
 @pytest.mark.parametrize("path", CALLING)
-async def test_reasoning_text_and_calls_are_where_the_api_puts_them(app, speaker, path):
+async def test_reasoning_text_and_tool_calls_are_in_the_apis_fields(app, speaker, path):
     api = APIS[path]
     speaker.text = FORMATS["hermes"].turn(**SAYINGS["all"])
     answer = await api.ask(app, api.body(tools=TOOLS, thinks=True))
@@ -104,7 +102,7 @@ async def test_reasoning_text_and_calls_are_where_the_api_puts_them(app, speaker
 
 
 @pytest.mark.parametrize(("form", "path"), pairs(APIS), indirect=["form"])
-async def test_an_answer_cut_short_says_so(app, speaker, form, path):
+async def test_a_truncated_answer_has_finish_reason_length(app, speaker, form, path):
     """In reasoning, in the text, in the name of a call and in its arguments."""
     api = APIS[path]
     parts = possible(form, path, "all")
@@ -148,7 +146,7 @@ async def test_a_stop_string_ends_the_text(app, speaker, path):
 
 
 @pytest.mark.parametrize("form", ["hermes", "words", "gemma", "lfm2"], indirect=True)
-async def test_a_call_that_a_stop_string_cuts_is_none_to_make(app, speaker, form):
+async def test_a_tool_call_cut_by_a_stop_string_is_not_a_call(app, speaker, form):
     api = APIS[CHAT]
     speaker.text = FORMATS[form].turn(calls=[("weather", ARGUMENTS)])
     cut, whole = [
@@ -166,7 +164,7 @@ def own_logits(monkeypatch, speaker):
 
 
 @pytest.mark.parametrize("path", [path for path in APIS if path != "/v1/messages"])
-async def test_a_seed_repeats_an_answer(app, own_logits, path):
+async def test_a_seed_reproduces_an_answer(app, own_logits, path):
     api = APIS[path]
     said = [
         api.said(await api.ask(app, api.body(seed=seed, temperature=1, limit=24)))
@@ -177,7 +175,7 @@ async def test_a_seed_repeats_an_answer(app, own_logits, path):
 
 
 @pytest.mark.parametrize("path", APIS)
-async def test_a_schema_binds_the_text(app, speaker, path):
+async def test_a_json_schema_constrains_the_text(app, speaker, path):
     api = APIS[path]
     off = {}
     on = {}
@@ -207,7 +205,7 @@ LARGE_AT_LAST = {
     each_once(APIS, [(LARGE, '{"p1":"'), (LARGE_AT_LAST, '{"a":"x","b":{"p1":"')]),
 )
 @pytest.mark.some(3)
-async def test_a_grammar_that_grows_too_large_is_an_error_of_its_request(app, speaker, path, large):
+async def test_a_grammar_that_grows_too_large_fails_only_its_request(app, speaker, path, large):
     """400 before the first byte, else the same error as an event."""
     api = APIS[path]
     schema, text = large
@@ -248,7 +246,7 @@ async def test_a_schema_that_matches_nothing_is_refused(app, speaker, path, stre
 
 
 @pytest.mark.parametrize("path", CALLING)
-async def test_a_tool_whose_arguments_match_nothing_is_refused(app, speaker, path):
+async def test_a_tool_schema_that_matches_nothing_is_refused(app, speaker, path):
     api = APIS[path]
     tool = {"type": "function", "function": {"name": "weather", "parameters": {"$ref": "#"}}}
     answer = await app.post(path, json=api.body(tools=[tool]))
@@ -257,7 +255,7 @@ async def test_a_tool_whose_arguments_match_nothing_is_refused(app, speaker, pat
 
 
 @pytest.mark.parametrize("path", CHOOSING)
-async def test_a_call_or_an_answer_that_fits(app, speaker, path):
+async def test_tools_and_a_schema_allow_a_call_or_a_matching_answer(app, speaker, path):
     """As agents ask that want a schema of their last answer."""
     api = APIS[path]
     for choice, text, calls in (
@@ -274,7 +272,7 @@ async def test_a_call_or_an_answer_that_fits(app, speaker, path):
 
 
 @pytest.mark.parametrize(("form", "path"), pairs(CHOOSING, CALL_FORMATS), indirect=["form"])
-async def test_the_choice_of_tools_binds(app, speaker, form, path):
+async def test_tool_choice_is_enforced(app, speaker, form, path):
     api = APIS[path]
     more = {"tools": TOOLS, "thinks": True} if form == "hermes" else {"tools": TOOLS}
 
@@ -294,7 +292,7 @@ async def test_the_choice_of_tools_binds(app, speaker, form, path):
 
 
 @pytest.mark.parametrize(("form", "path"), pairs(CHOOSING, CALL_FORMATS), indirect=["form"])
-async def test_a_required_call_fits_its_schema_whatever_the_model_wants(
+async def test_a_required_call_matches_its_schema_for_any_logits(
     app, own_logits, form, path, scale
 ):
     api = APIS[path]
@@ -323,7 +321,7 @@ async def test_a_required_call_fits_its_schema_whatever_the_model_wants(
 @pytest.mark.parametrize(("form", "path"), pairs(CALLING), indirect=["form"])
 @pytest.mark.parametrize("streams", [False, True])
 @pytest.mark.some(3)
-async def test_results_sent_back_find_what_was_written_in_the_cache(
+async def test_tool_results_hit_the_generated_tokens_in_the_cache(
     app, speaker, form, path, streams
 ):
     """Calls stand in the next prompt as the model spelled them, not as the template would."""
@@ -357,7 +355,7 @@ FENCED = f"```json\n{json.dumps(json.loads(BARE), indent=2, ensure_ascii=False)}
 @pytest.mark.parametrize(("form", "path"), pairs(CALLING, ("hermes", "words")), indirect=["form"])
 @pytest.mark.parametrize("text", [BARE, FENCED], ids=["bare", "fenced"])
 @pytest.mark.some(2)
-async def test_a_call_without_its_markers_is_a_call(app, speaker, form, path, text):
+async def test_a_tool_call_without_markers_is_recognized(app, speaker, form, path, text):
     """As small models write it; its tokens are kept, so the next turn finds them in the cache."""
     api = APIS[path]
     body = api.body(tools=TOOLS, limit=300, **({"thinks": True} if form == "hermes" else {}))
@@ -407,7 +405,7 @@ SHOWN = {
 
 
 @pytest.mark.parametrize("form", SHOWN, indirect=True)
-async def test_a_result_is_shown_as_the_model_knows_it_and_an_edited_call_is_not_replayed(
+async def test_tool_results_use_the_models_format_and_edited_calls_are_not_replayed(
     app, speaker, form
 ):
     api = APIS[CHAT]
@@ -446,7 +444,7 @@ async def test_thinking_can_be_turned_off(app, speaker, path):
 
 
 @pytest.mark.parametrize("path", [path for path in ASKED if path != "/cache/reset"])
-async def test_another_model_is_not_found(app, path):
+async def test_an_unknown_model_returns_404(app, path):
     answer = await app.post(path, json={**asked(path, "hello"), "model": "nobody"})
     assert (answer.status_code, "nobody" in error_text(path, answer.content)) == (404, True)
     if path in {"/v1/messages", "/completion"}:
@@ -472,9 +470,7 @@ EARLY += [(path, True, 3) for path in ("/v1/chat/completions", "/v1/completions"
 
 
 @pytest.mark.parametrize(("path", "streams", "n"), EARLY)
-async def test_an_error_that_comes_with_the_first_token_is_told(
-    app, speaker, ended, path, streams, n
-):
+async def test_an_error_at_the_first_token_is_reported(app, speaker, ended, path, streams, n):
     """As a status or in the stream, and all that the request held comes back."""
     api = APIS[path]
     speaker.text = "Zebras and others."
@@ -519,7 +515,7 @@ async def test_an_error_that_comes_with_the_first_token_is_told(
 
 
 @pytest.mark.parametrize("path", APIS)
-async def test_an_error_after_the_first_token_is_the_last_event(app, speaker, path):
+async def test_an_error_after_the_first_token_ends_the_stream(app, speaker, path):
     """It does not say what happened inside. A whole answer has a status."""
     api = APIS[path]
     speaker.text = "Hello. " * 40
@@ -594,7 +590,7 @@ async def test_deep_schemas_and_arguments_are_refused(app, path):
 
 
 @pytest.mark.parametrize("path", REFUSED)
-async def test_bad_fields_are_refused_by_name(app, path):
+async def test_invalid_fields_are_refused_by_name(app, path):
     """In the shape of the API's errors, and in few words."""
     for fields, name, *words in REFUSED[path]:
         answer = await app.post(
@@ -615,7 +611,7 @@ async def test_bad_fields_are_refused_by_name(app, path):
 
 
 @pytest.mark.parametrize("path", TAKEN)
-async def test_fields_that_mean_nothing_here_are_taken(app, speaker, path):
+async def test_fields_without_effect_are_accepted(app, speaker, path):
     api = APIS[path]
     plain = await api.ask(app, api.body())
     for fields in TAKEN[path]:

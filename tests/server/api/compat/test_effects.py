@@ -317,7 +317,7 @@ def sampled(engine, **options):
     ("how", "sampling", "fields"),
     [pytest.param(*row[1:], id=f"{row[0]}-{'-'.join(row[3])}") for row in SAMPLERS],
 )
-def test_a_sampler_has_the_effect_that_it_has_in_the_engine(clients, how, sampling, fields):
+def test_samplers_have_the_same_effect_as_in_the_engine(clients, how, sampling, fields):
     said = getattr(clients, how)(PROMPT, renamed(how, sampling), fields)
     assert said == sampled(clients.engine, **sampling, **fields)
     assert said != sampled(clients.engine, **sampling)
@@ -330,7 +330,7 @@ def renamed(how, sampling):
 
 
 @pytest.mark.parametrize("name", ["min_tokens", "include_stop_str_in_output", "bad_words"])
-def test_vllms_fields(clients, name):
+def test_vllm_fields_have_vllms_effect(clients, name):
     """By OpenAI's package, as vLLM's documentation shows it."""
     greedy = {"temperature": 0.0, "top_p": 1.0}
     plain = sampled(clients.engine, **greedy)

@@ -111,7 +111,7 @@ async def ask(app, body, **more):
     return answer.json()
 
 
-async def test_llama_vim(app, writer):
+async def test_recorded_llama_vim_requests_are_answered(app, writer):
     ahead = await ask(app, VIM_AHEAD)
     assert ahead == {}
     answer = await ask(app, VIM)
@@ -122,14 +122,14 @@ async def test_llama_vim(app, writer):
     assert answer["tokens_cached"] == shared // 16 * 16, "computed ahead"
 
 
-async def test_the_guide_for_editors_shows_a_request_that_works(app, writer):
+async def test_the_curl_command_in_the_editor_guide_works(app, writer):
     guide = (Path(__file__).parents[4] / "docs" / "how-to" / "editors.md").read_text("utf-8")
     (body,) = re.findall(r"8000/infill -H [^\n]*\n  -d '(.*?)'\n", guide, flags=re.DOTALL)
     answer = await ask(app, json.loads(body))
     assert answer["content"] == "= 2"
 
 
-async def test_llama_vscode(app, writer):
+async def test_recorded_llama_vscode_requests_are_answered(app, writer):
     ahead = await ask(app, VSCODE_AHEAD)
     assert (ahead["content"], ahead["stop_type"], ahead["tokens_predicted"]) == ("", "limit", 0)
     answers = await ask(app, VSCODE, seed=5)
@@ -141,7 +141,7 @@ async def test_llama_vscode(app, writer):
     assert (refused.status_code, "n_cmpl=3" in refused.text) == (400, True)
 
 
-async def test_the_prompt_has_llama_cpp_s_layout(app, writer, monkeypatch):
+async def test_the_infill_prompt_has_llama_cpps_layout(app, writer, monkeypatch):
     for extra, expected in (
         (EXTRA, LAYOUT),
         ([], "Rmyproject\nFfilename\nPx = 1\ny Sz = 3\nM"),
@@ -156,7 +156,7 @@ async def test_the_prompt_has_llama_cpp_s_layout(app, writer, monkeypatch):
     assert answer["prompt"] == f"Rmyproject\n{texts}Px = 1\ny Sz = 3\nM"
 
 
-async def test_special_tokens_in_files_are_text(app, writer):
+async def test_special_tokens_in_files_are_encoded_as_text(app, writer):
     tokenizer = app.engine.tokenizer
     (special,) = (
         text
@@ -173,7 +173,7 @@ async def test_special_tokens_in_files_are_text(app, writer):
     assert answer["tokens_evaluated"] == len(answer["prompt"])
 
 
-async def test_a_token_of_the_layout_ends_the_answer(app, writer):
+async def test_an_infill_token_ends_the_answer(app, writer):
     for letter in "RFQ":
         writer.text = f"= 2{letter} and more"
         answer = await ask(app, VIM, response_fields=[])
@@ -182,7 +182,7 @@ async def test_a_token_of_the_layout_ends_the_answer(app, writer):
     assert (answer["content"], answer["stop_type"]) == ("= 2Q and ", "limit")
 
 
-async def test_texts_that_do_not_fit_are_left_out(app, writer):
+async def test_the_oldest_extra_texts_are_dropped_if_they_do_not_fit(app, writer):
     """The oldest ones, and as many whatever is typed."""
     extra = [{"text": letter * 3000, "filename": letter} for letter in "abc"]
     for typed in ("", "y", "y " * 100):
@@ -203,7 +203,7 @@ async def test_texts_that_do_not_fit_are_left_out(app, writer):
 
 @pytest.mark.parametrize("path", ["/infill", "/completion"])
 @pytest.mark.parametrize("streams", [False, True])
-async def test_lines_end_the_answer(app, writer, path, streams):
+async def test_n_indent_and_time_limits_end_the_answer(app, writer, path, streams):
     body = {"prompt": "x M"} if path == "/completion" else {**VIM, "response_fields": []}
 
     async def said(**more):
@@ -229,7 +229,7 @@ async def test_lines_end_the_answer(app, writer, path, streams):
     assert len(text) < len(writer.text)
 
 
-async def test_a_selected_answer_ends_a_stream(app, writer):
+async def test_response_fields_select_the_last_stream_event(app, writer):
     answer = await app.post("/infill", json={**VIM, "stream": True})
     *_, last = answer.text.strip().split("\n\n")
     assert list(json.loads(last.removeprefix("data: "))) == VIM_FIELDS

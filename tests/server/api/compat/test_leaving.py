@@ -59,7 +59,7 @@ def gone_within_a_step(server, held):
 
 
 @pytest.mark.parametrize(("path", "more"), BODIES)
-def test_a_client_that_leaves_frees_all_within_a_step(server, held, path, more):
+def test_a_disconnect_frees_everything_within_one_step(server, held, path, more):
     before = aborted(server)
     sequences = 4 if "prompt" in more else more.get("n", 1)
     with server.connect() as socket:
@@ -72,7 +72,7 @@ def test_a_client_that_leaves_frees_all_within_a_step(server, held, path, more):
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_a_client_that_leaves_before_the_first_token_ends_the_prompt(server, held, path):
+def test_a_disconnect_during_prefill_cancels_the_prompt(server, held, path):
     before = aborted(server)
     with server.connect() as socket:
         socket.sendall(server.request_bytes(path, asked(path, TEXT, tokens=3000, stream=True)))
@@ -83,7 +83,7 @@ def test_a_client_that_leaves_before_the_first_token_ends_the_prompt(server, hel
     assert aborted(server) == before + 1
 
 
-def test_clients_that_leave_while_many_wait_free_their_places(server, held):
+def test_disconnects_in_the_queue_free_their_places(server, held):
     """Requests of all APIs that wait for one that runs: they leave the queue though nothing
     computes.
     """

@@ -44,7 +44,7 @@ def text_of(api, answer):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_each_request_is_answered_and_a_stream_says_the_same(keyed_server, name):
+def test_recorded_requests_are_answered_whole_and_streamed(keyed_server, name):
     case = CASES[name]
     answer = sent(keyed_server, case)
     assert answer.status_code == 200, answer.text
@@ -54,7 +54,7 @@ def test_each_request_is_answered_and_a_stream_says_the_same(keyed_server, name)
         assert text_of(api, answer) == text_of(api, other)
 
 
-def test_usage_ids_and_reasons_are_where_it_looks_for_them(keyed_server):
+def test_usage_ids_and_finish_reasons_are_in_the_fields_litellm_reads(keyed_server):
     found = {
         case["case"]: sent(keyed_server, case).json()
         for case in RECORDED
@@ -84,7 +84,7 @@ def test_usage_ids_and_reasons_are_where_it_looks_for_them(keyed_server):
 
 
 @pytest.mark.parametrize("provider", ["openai", "anthropic", "ollama_chat"])
-def test_errors_have_the_status_by_which_it_chooses_its_own(keyed_server, provider):
+def test_errors_have_the_status_codes_litellm_maps(keyed_server, provider):
     case = next(case for case in RECORDED if case["case"] == f"{provider} whole")
     unknown = sent(keyed_server, case, model="nobody")
     assert (unknown.status_code, "nobody" in unknown.text) == (404, True)

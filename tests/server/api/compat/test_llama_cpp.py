@@ -14,7 +14,7 @@ async def ask(app, **more):
     return await API.ask(app, {**API.body(), **more})
 
 
-async def test_tokens_come_back_if_asked_for(app, speaker):
+async def test_return_tokens_returns_token_ids(app, speaker):
     whole = await ask(app)
     assert (whole["prompt"], whole["truncated"], len(whole["tokens"])) == (
         TURN,
@@ -25,14 +25,14 @@ async def test_tokens_come_back_if_asked_for(app, speaker):
     assert (await ask(app, n_predict=-1))["content"] == "Good day."
 
 
-async def test_what_ended_an_answer_is_told(app, speaker):
+async def test_stop_type_and_stopping_word_name_the_end(app, speaker):
     word = ({"stop": ["day"]}, ("word", "day"))
     for more, ended in (({}, ("eos", "")), ({"n_predict": 3}, ("limit", "")), word):
         answer = await ask(app, **more)
         assert (answer["stop_type"], answer["stopping_word"]) == ended
 
 
-async def test_a_prompt_may_be_ids_or_texts_and_ids(app, speaker):
+async def test_a_prompt_may_mix_token_ids_and_texts(app, speaker):
     ids = (await app.post("/tokenize", json={"content": TURN})).json()["tokens"]
     assert len(ids) == len(TURN)
     for prompt in (ids, [*ids[:3], TURN[3:]], [TURN]):
@@ -45,16 +45,16 @@ async def test_a_prompt_may_be_ids_or_texts_and_ids(app, speaker):
     assert (await ask(app, prompt=["x" * 64, *ids], cache_prompt=False))["tokens_cached"] == 0
 
 
-async def test_the_settings_of_the_answer_are_those_that_ran(app, speaker):
+async def test_generation_settings_are_those_used(app, speaker):
     settings = (await ask(app, temperature=0.5, top_k=12, seed=7))["generation_settings"]
     assert (settings["seed"], settings["temperature"], settings["top_k"]) == (7, 0.5, 12)
 
 
-async def test_a_grammar_binds(app, speaker):
+async def test_a_grammar_constrains_the_answer(app, speaker):
     assert (await ask(app, grammar='root ::= "yes"', n_predict=60))["content"] == "yes"
 
 
-async def test_infill_is_prefix_suffix_and_middle(app, speaker, monkeypatch):
+async def test_infill_uses_the_models_prefix_suffix_and_middle_tokens(app, speaker, monkeypatch):
     fields = {"input_prefix": "def f(", "input_suffix": "): pass", "prompt": "a", "n_predict": 2}
     answer = await app.post("/infill", json=fields)
     assert (answer.status_code, "no tokens for infill" in answer.json()["error"]["message"]) == (
@@ -67,7 +67,7 @@ async def test_infill_is_prefix_suffix_and_middle(app, speaker, monkeypatch):
     assert (answer.status_code, answer.json()["prompt"]) == (200, "Pdef f(aS): passM")
 
 
-async def test_a_template_is_applied_as_chat_does(app):
+async def test_apply_template_equals_the_chat_prompt(app):
     for more in ({}, {"tools": TOOLS}, {"add_generation_prompt": False}):
         text = (await app.post("/apply-template", json={"messages": ASK, **more})).json()["prompt"]
         ids = (await app.post("/tokenize", json={"messages": ASK, **more})).json()["tokens"]
@@ -75,7 +75,7 @@ async def test_a_template_is_applied_as_chat_does(app):
         assert ("weather" in text.split("And the")[0]) == ("tools" in more)
 
 
-async def test_slots_are_the_admin_s_where_there_are_several_keys(app, keyed_app):
+async def test_slots_require_the_admin_key_if_there_are_several_keys(app, keyed_app):
     slots = (await app.get("/slots")).json()
     assert len(slots) == (await app.get("/props")).json()["total_slots"]
     assert not any(slot["is_processing"] for slot in slots)

@@ -80,7 +80,7 @@ async def chunks_of(app, path, body):
 
 
 @pytest.mark.parametrize("tool", STREAMS)
-async def test_a_stream_ends_with_the_counts_that_figures_are_made_of(tiny_app, tool):
+async def test_a_stream_ends_with_usage_for_load_tools(tiny_app, tool):
     path, body = STREAMS[tool]
     chunks = await chunks_of(tiny_app, path, body)
     assert [chunk["choices"] for chunk in chunks].count([]) == 1
@@ -91,7 +91,7 @@ async def test_a_stream_ends_with_the_counts_that_figures_are_made_of(tiny_app, 
 
 
 @pytest.mark.parametrize("tool", ["guidellm", "guidellm chat"])
-async def test_usage_grows_with_each_chunk(tiny_app, tool):
+async def test_continuous_usage_grows_with_each_chunk(tiny_app, tool):
     path, body = STREAMS[tool]
     *chunks, last = await chunks_of(tiny_app, path, body)
     counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
@@ -117,14 +117,14 @@ async def test_each_choice_has_its_own_usage(tiny_app):
     assert last["usage"]["completion_tokens"] == 4 * LENGTH
 
 
-async def test_llama_benchy_gets_the_ids_of_each_piece(tiny_app):
+async def test_token_ids_of_each_chunk_for_llama_benchy(tiny_app):
     path, body = STREAMS["llama-benchy"]
     chunks = await chunks_of(tiny_app, path, body)
     pieces = [chunk["choices"][0] for chunk in chunks if chunk["choices"]]
     assert sum(len(piece.get("token_ids") or []) for piece in pieces) == LENGTH
 
 
-async def test_lm_eval_reads_log_probabilities_of_a_continuation(tiny_app, tiny_engine):
+async def test_lm_eval_logprobs_of_a_continuation(tiny_app, tiny_engine):
     prompt = tiny_engine.tokenizer.encode("The colour of Darur Fugo is blue.")
     body = {
         "model": MODEL,

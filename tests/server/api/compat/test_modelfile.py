@@ -32,7 +32,7 @@ def read_back(field, text):
 
 @pytest.mark.parametrize("field", ["system", "template", "license", "stop"])
 @given(TEXTS)
-def test_a_text_is_read_back_or_refused(field, text):
+def test_a_modelfile_text_is_read_back_or_refused(field, text):
     lines = [line.rstrip(" \t") for line in re.split("\r\n|\r|\n", text)]
     if any(line.endswith('"""') for line in lines[:-1]):
         assert "cannot be quoted" in text_of(field, text)
@@ -50,7 +50,7 @@ def test_texts_with_quotes_are_read_back(text):
     assert read_back("system", text) == text
 
 
-def test_a_text_that_cannot_be_quoted_is_refused_when_it_is_read():
+def test_a_text_that_cannot_be_quoted_is_written_as_a_comment_and_refused():
     text = text_of("system", 'Write\n"""docstrings"""\nfor functions.')
     assert text.splitlines()[-2:] == [
         '# This text cannot be quoted: a line before its last ends with """. Pass it to /api/create '

@@ -12,7 +12,7 @@ CHAT = APIS["/api/chat"]
 GENERATE = APIS["/api/generate"]
 
 
-async def test_results_find_their_calls_in_order_and_by_name(app, speaker):
+async def test_tool_results_match_calls_by_order_and_by_name(app, speaker):
     speaker.text = CALL
     first = await CHAT.ask(app, CHAT.body(tools=TOOLS))
     called = [*ASK, first["message"]]
@@ -37,7 +37,7 @@ async def test_results_find_their_calls_in_order_and_by_name(app, speaker):
     ) == (400, True)
 
 
-async def test_generate_answers_a_prompt_or_goes_on_with_it(app, speaker):
+async def test_generate_applies_the_template_unless_raw(app, speaker):
     speaker.text = FORMATS["hermes"].turn(thought="It may rain.", text="Sun.")
     answered = GENERATE.said(await GENERATE.ask(app, {**GENERATE.body(), "system": "Be brief."}))
     assert (answered.thought, answered.text) == ("It may rain.", "Sun.")
@@ -58,7 +58,7 @@ async def test_generate_answers_a_prompt_or_goes_on_with_it(app, speaker):
         ("/api/generate", {"prompt": ""}),
     ],
 )
-async def test_nothing_asked_is_answered_as_loaded(app, path, body):
+async def test_a_request_without_a_prompt_returns_done_reason_load(app, path, body):
     answer = (
         await app.post(path, json={"model": "fake:latest", "keep_alive": "5m", **body})
     ).json()
@@ -83,7 +83,7 @@ async def test_a_larger_context_is_reduced_and_logged_once(app, speaker, caplog,
     assert said.facts["num_ctx"] == 10**6
 
 
-async def test_the_model_is_listed_and_shown_by_its_names(app):
+async def test_the_model_is_listed_and_shown_under_its_names(app):
     (tagged,) = (await app.get("/api/tags")).json()["models"]
     (running,) = (await app.get("/api/ps")).json()["models"]
     assert tagged["name"] == running["model"] == "fake:latest"
@@ -100,7 +100,7 @@ async def test_the_model_is_listed_and_shown_by_its_names(app):
         ).status_code == 200
 
 
-async def test_the_version_is_that_of_the_api_and_of_the_server(app):
+async def test_version_returns_api_and_server_versions(app):
     answer = (await app.get("/api/version")).json()
     assert answer.keys() == {"version", "server"}
     assert answer["server"] == f"kvboost-edge {__version__}"

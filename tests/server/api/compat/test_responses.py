@@ -21,7 +21,7 @@ async def ask(app, **more):
     return await API.ask(app, {**API.body(), **more})
 
 
-async def test_functions_of_a_namespace_are_called_by_both_names(app, speaker):
+async def test_namespaced_functions_are_called_by_their_qualified_name(app, speaker):
     speaker.text = CALL.replace('"weather"', '"sky.weather"')
     tools = [{"type": "namespace", "name": "sky", "description": "", "tools": FUNCTIONS}]
     (call,) = (await ask(app, tools=tools))["output"]
@@ -33,7 +33,7 @@ async def test_functions_of_a_namespace_are_called_by_both_names(app, speaker):
     assert again["output"][0]["content"][0]["text"] == "Done."
 
 
-async def test_fields_are_shown_again(app, speaker):
+async def test_request_fields_are_echoed(app, speaker):
     answer = await ask(app, metadata={"a": "b"}, user="u", tools=[], reasoning={"effort": "high"})
     assert (answer["metadata"], answer["user"], answer["tools"]) == ({"a": "b"}, "u", [])
     assert answer["reasoning"]["effort"] == "high"
@@ -41,7 +41,7 @@ async def test_fields_are_shown_again(app, speaker):
     assert (await ask(app, text=form, max_output_tokens=50))["text"] == form
 
 
-async def test_what_codex_sends_is_answered_with_a_call_of_its_tools(app, speaker):
+async def test_a_recorded_codex_request_is_answered_with_a_tool_call(app, speaker):
     speaker.text = FORMATS["hermes"].calls([("exec_command", {"cmd": "ls"})])
     body = {**json.loads(CODEX.read_text(encoding="utf-8")), "temperature": 0}
     answer = await API.ask(app, body, streams=True)
@@ -49,7 +49,7 @@ async def test_what_codex_sends_is_answered_with_a_call_of_its_tools(app, speake
     assert (await app.get(f"{PATH}/{answer['id']}")).status_code == 404  # store is false
 
 
-async def test_a_conversation_goes_on_by_its_last_response(app, speaker):
+async def test_previous_response_id_continues_a_conversation(app, speaker):
     speaker.text = CALL
     known = {"tools": FUNCTIONS, "instructions": "Be brief."}
     first = await ask(app, store=True, **known)
@@ -72,14 +72,14 @@ async def test_a_conversation_goes_on_by_its_last_response(app, speaker):
     assert without["usage"]["input_tokens"] < second["usage"]["input_tokens"]
 
 
-async def test_a_stream_is_remembered_too(app, speaker):
+async def test_a_streamed_response_is_stored(app, speaker):
     streamed = await API.ask(app, {**API.body(), "store": None}, streams=True)
     found = (await app.get(f"{PATH}/{streamed['id']}")).json()
     assert (found["status"], found["store"]) == ("completed", True)
     assert found["output"][0]["content"][0]["text"] == "Good day."
 
 
-async def test_a_remembered_response_is_shown_and_forgotten(app, speaker):
+async def test_a_stored_response_is_retrieved_and_deleted(app, speaker):
     items = [{"role": "user", "content": str(number)} for number in range(3)]
     answer = await ask(app, input=items, store=True)
     path = f"{PATH}/{answer['id']}"
@@ -109,7 +109,7 @@ async def test_a_remembered_response_is_shown_and_forgotten(app, speaker):
         assert (gone.status_code, gone.json()["error"]["code"]) == (404, "response_not_found")
 
 
-async def test_store_false_keeps_nothing(app, speaker):
+async def test_store_false_stores_nothing(app, speaker):
     answer = await ask(app, store=False)
     assert not answer["store"]
     assert (await app.get(f"{PATH}/{answer['id']}")).status_code == 404
@@ -117,7 +117,7 @@ async def test_store_false_keeps_nothing(app, speaker):
     assert (again.status_code, again.json()["error"]["param"]) == (404, "previous_response_id")
 
 
-async def test_a_response_of_another_key_is_not_there(keyed_app, speaker):
+async def test_a_response_is_visible_to_its_own_key_only(keyed_app, speaker):
     mine = (await keyed_app.post(PATH, json={"input": "x"}, headers=FIRST)).json()["id"]
     for headers, status in ((SECOND, 404), (FIRST, 200)):
         assert (await keyed_app.get(f"{PATH}/{mine}", headers=headers)).status_code == status
@@ -130,14 +130,14 @@ async def test_a_response_of_another_key_is_not_there(keyed_app, speaker):
     assert (await keyed_app.get(f"{PATH}/{mine}")).status_code == 401
 
 
-async def test_a_response_larger_than_the_memory_says_that_it_is_not_kept(app, speaker):
+async def test_a_response_too_large_to_store_has_store_false(app, speaker):
     remembered = app.state.remembered
     remembered.kept.max_root_bytes = 100
     assert (await ask(app, store=True))["store"] is False
     assert remembered.num_bytes == 0
 
 
-async def test_a_turn_that_left_the_memory_is_named(app, speaker):
+async def test_a_missing_earlier_response_is_named(app, speaker):
     first = await ask(app, store=True)
     second = await ask(app, store=True, previous_response_id=first["id"])
     assert (await app.delete(f"{PATH}/{first['id']}")).status_code == 200
@@ -145,6 +145,6 @@ async def test_a_turn_that_left_the_memory_is_named(app, speaker):
     assert (answer.status_code, first["id"] in answer.json()["error"]["message"]) == (404, True)
 
 
-def test_turns_are_bytes():
+def test_stored_turns_are_counted_in_bytes():
     """No object of a request is held by what is remembered."""
     assert StoredResponse(b"{}", b"[]", None).size == 4 + StoredResponse(b"", b"", None).size

@@ -86,7 +86,7 @@ async def test_each_field_reaches_the_engine(app, speaker, submitted, path, fiel
 
 
 @pytest.mark.parametrize("path", [path for path, _ in ASKED])
-async def test_without_the_fields_the_defaults_are_the_origins(app, speaker, submitted, path):
+async def test_without_sampler_fields_the_apis_own_defaults_apply(app, speaker, submitted, path):
     await asked(app, path, {})
     (params,) = submitted
     assert (params.typical_p, params.mirostat, params.xtc_probability) == (1.0, 0, 0.0)
@@ -105,7 +105,7 @@ async def test_without_the_fields_the_defaults_are_the_origins(app, speaker, sub
 
 
 @pytest.mark.parametrize("path", OPENAI)
-async def test_letters_of_llama_cpp_and_off_values(app, speaker, submitted, path):
+async def test_llama_cpp_sampler_letters_and_off_values(app, speaker, submitted, path):
     await asked(app, path, {"samplers": "edkypmxt", "top_n_sigma": -1, "dry_penalty_last_n": -1})
     (params,) = submitted
     assert params.samplers == (
@@ -133,7 +133,7 @@ REFUSED = [
 
 @pytest.mark.parametrize("path", OPENAI)
 @pytest.mark.parametrize(("fields", "param", "words"), REFUSED)
-async def test_refusals(app, path, fields, param, words):
+async def test_invalid_sampler_fields_are_refused_by_name(app, path, fields, param, words):
     answer = await app.post(path, content=json.dumps({**APIS[path].body(), **fields}))
     error = answer.json()["error"]
     assert answer.status_code == 400
@@ -143,7 +143,7 @@ async def test_refusals(app, path, fields, param, words):
 
 @pytest.mark.parametrize("streams", [False, True])
 @pytest.mark.parametrize("path", OPENAI)
-async def test_the_stop_string_is_in_the_answer_if_asked(app, speaker, path, streams):
+async def test_include_stop_str_in_output_keeps_the_stop_string(app, speaker, path, streams):
     speaker.text = "One END two END three"
     api = APIS[path]
     for fields, expected in (
@@ -158,7 +158,7 @@ async def test_the_stop_string_is_in_the_answer_if_asked(app, speaker, path, str
 
 
 @pytest.mark.parametrize("path", OPENAI)
-async def test_min_tokens_goes_on_after_the_end(app, speaker, path):
+async def test_min_tokens_continues_past_the_end_token(app, speaker, path):
     api = APIS[path]
     usual = api.said(await api.ask(app, api.body()))
     longer = api.said(await api.ask(app, {**api.body(), "min_tokens": usual.output + 5}))
@@ -168,7 +168,7 @@ async def test_min_tokens_goes_on_after_the_end(app, speaker, path):
 
 
 @pytest.mark.parametrize("path", OPENAI)
-async def test_bad_words_are_not_said(app, speaker, path):
+async def test_bad_words_are_not_generated(app, speaker, path):
     speaker.text = "A dry day."
     api = APIS[path]
     body = {**api.body(limit=30), "bad_words": ["dry"]}

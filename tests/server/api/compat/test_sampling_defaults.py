@@ -44,7 +44,7 @@ def sampled(params: SamplingParams):
 
 @pytest.mark.parametrize("path", APIS)
 @pytest.mark.some(2)
-async def test_a_request_that_names_nothing_has_the_defaults(
+async def test_the_models_sampling_defaults_apply_to_missing_fields(
     app, speaker, submitted, defaults, path
 ):
     api = APIS[path]
@@ -55,14 +55,14 @@ async def test_a_request_that_names_nothing_has_the_defaults(
 
 
 @pytest.mark.parametrize("path", APIS)
-async def test_what_a_request_names_wins(app, speaker, submitted, defaults, path):
+async def test_request_fields_override_the_models_defaults(app, speaker, submitted, defaults, path):
     api = APIS[path]
     await api.ask(app, api.body(temperature=0.9))
     (params,) = submitted
     assert sampled(params) == {**defaults.as_dict(), "temperature": 0.9}
 
 
-async def test_every_surface_shows_the_values_in_force(defaults, app, speaker):
+async def test_every_endpoint_shows_the_effective_defaults(defaults, app, speaker):
     (listed,) = (await app.get("/v1/models")).json()["data"]
     assert listed["sampling"] == defaults.as_dict()
     props = (await app.get("/props")).json()["default_generation_settings"]["params"]

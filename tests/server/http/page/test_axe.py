@@ -45,7 +45,7 @@ def findings(made):
 
 
 @looks(0)
-def test_what_is_wrong_is_found(page):
+def test_the_checker_finds_violations(page):
     page.evaluate(
         "document.querySelector('main').append(document.createElement('button'), "
         "document.createElement('input'))"
@@ -54,7 +54,7 @@ def test_what_is_wrong_is_found(page):
 
 
 @looks(1)
-def test_a_chat_has_no_findings(page):
+def test_chat_has_no_accessibility_violations(page):
     assert findings(page) == []
     page.begin("Weather?")
     page.reading(total=4000, cache=400, processed=1600, time_ms=3000, estimated_ms=6000)
@@ -81,7 +81,7 @@ def test_a_chat_has_no_findings(page):
 
 @looks(2)
 @pytest.mark.full
-def test_a_choice_of_models_has_no_findings(page):
+def test_model_choice_has_no_accessibility_violations(page):
     models = [
         {"id": name, "state": state}
         for name, state in (("small", "loaded"), ("large", "not_loaded"))
@@ -96,7 +96,7 @@ def test_a_choice_of_models_has_no_findings(page):
 
 
 @looks(0)
-def test_the_models_have_no_findings(page):
+def test_models_view_has_no_accessibility_violations(page):
     models = [
         {"id": "a", "state": "loaded", "managed": True, "unloadable": True, "file_bytes": 1e9},
         {"id": "b", "state": "not_loaded", "failure": "it is damaged"},
@@ -135,7 +135,7 @@ def test_the_models_have_no_findings(page):
 
 
 @looks(1)
-def test_the_dialogs_have_no_findings(page):
+def test_dialogs_have_no_accessibility_violations(page):
     page.keyboard.press("Control+k")
     expect(page.locator("#palette-list li").first).to_be_visible()
     assert findings(page) == []
@@ -155,8 +155,9 @@ def test_the_dialogs_have_no_findings(page):
     assert findings(page) == []
 
 
+@pytest.mark.full
 @looks(3)
-def test_an_error_has_no_findings(page):
+def test_an_error_has_no_accessibility_violations(page):
     page.begin("Hello")
     page.evaluate('window.say(\'data: {"error": {"message": "too slow"}}\\n\\n\')')
     page.answer("failed")
@@ -164,7 +165,7 @@ def test_an_error_has_no_findings(page):
 
 
 @looks(4)
-def test_the_live_view_has_no_findings(page):
+def test_live_view_has_no_accessibility_violations(page):
     page.click("nav [data-view=live]")
     page.shows("#live-state", "live")
     assert findings(page) == []
@@ -172,7 +173,7 @@ def test_the_live_view_has_no_findings(page):
 
 @looks(5)
 @pytest.mark.full
-def test_a_live_view_without_an_answer_has_no_findings(page):
+def test_live_view_without_data_has_no_accessibility_violations(page):
     page.visit.expected_failures = ("503",)
     page.route("**/v1/blocks", lambda route: route.fulfill(status=503, json={}))
     page.click("nav [data-view=live]")
@@ -180,8 +181,9 @@ def test_a_live_view_without_an_answer_has_no_findings(page):
     assert findings(page) == []
 
 
+@pytest.mark.full
 @looks(6)
-def test_settings_have_no_findings(page):
+def test_settings_have_no_accessibility_violations(page):
     page.click("nav [data-view=settings]")
     page.fill("#tools", TOOLS)
     page.fill("#preset-name", "Mine")
@@ -198,7 +200,7 @@ def test_settings_have_no_findings(page):
 
 
 @looks(7)
-def test_the_requests_have_no_findings(page, live_server, request):
+def test_requests_view_has_no_accessibility_violations(page, live_server, request):
     text = (
         f"Town of {request.node.name}. "
         + "The mine of North Romin is nickel. Its owner is the town. " * 4

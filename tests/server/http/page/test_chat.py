@@ -15,7 +15,7 @@ SYSTEM = "Doc 3.\n" + "The mayor of North Romin is Dorna. The mine of North Romi
 LENGTH = "document.querySelector('.turn:last-child .answer-body').textContent.length"
 
 
-def test_an_answer_is_the_model_s_and_its_figures_are_the_server_s(visit, live_server):
+def test_an_answer_and_its_statistics_are_shown(visit, live_server):
     visit.settings(system=SYSTEM, temperature="0", max_tokens="24")
     messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": QUESTION}]
     with live_server.client() as client:
@@ -43,7 +43,7 @@ def test_an_answer_is_the_model_s_and_its_figures_are_the_server_s(visit, live_s
     visit.expects("#status").to_contain_text("Answer complete")
 
 
-def test_text_arrives_piece_by_piece_and_the_figures_at_the_end(visit, slow_model):
+def test_text_is_streamed_and_statistics_follow_at_the_end(visit, slow_model):
     visit.settings(max_tokens="60")  # more than a second
     with slow_model():
         visit.ask(QUESTION)
@@ -61,7 +61,7 @@ def test_text_arrives_piece_by_piece_and_the_figures_at_the_end(visit, slow_mode
     assert "stopped at max tokens" in done.locator(".figures").inner_text()
 
 
-def test_stop_keeps_what_arrived_and_frees_the_server(visit, slow_model, demo_engine):
+def test_stop_keeps_the_partial_answer_and_cancels_the_request(visit, slow_model, demo_engine):
     visit.settings(max_tokens="800")
     with slow_model():
         for stop in (lambda: visit.click("#stop"), lambda: visit.keyboard.press("Escape")):
@@ -84,7 +84,7 @@ def test_stop_keeps_what_arrived_and_frees_the_server(visit, slow_model, demo_en
             assert visit.evaluate("document.activeElement.id") == "prompt"
 
 
-def test_empty_settings_show_the_values_in_effect(visit, demo_engine):
+def test_empty_settings_show_the_defaults(visit, demo_engine):
     values = demo_engine.sampling_defaults.as_dict()
     assert values["temperature"] == 0
     for name in ("temperature", "top_p", "top_k", "min_p"):
@@ -92,7 +92,7 @@ def test_empty_settings_show_the_values_in_effect(visit, demo_engine):
     expect(visit.locator("#seed")).to_have_attribute("placeholder", "default")
 
 
-def test_the_settings_are_what_is_sent(visit):
+def test_settings_are_sent_with_the_request(visit):
     visit.settings(
         system="Be brief.", temperature="0.7", top_p="0,9", top_k="40", max_tokens="3", seed="12"
     )
@@ -127,7 +127,8 @@ def test_the_settings_are_what_is_sent(visit):
     ]
 
 
-def test_approximate_answers_are_asked_for_and_marked(visit, answering):
+@pytest.mark.full
+def test_approximate_answers_are_requested_and_labelled(visit, answering):
     told = {
         "hit_tokens": {"pool": 16},
         "approximate": True,
@@ -155,7 +156,7 @@ def test_approximate_answers_are_asked_for_and_marked(visit, answering):
     assert visit.input_value("#reuse") == ""
 
 
-def test_a_wrong_setting_is_not_sent(visit):
+def test_an_invalid_setting_is_not_sent(visit):
     visit.settings(top_p="7")
     assert visit.get_attribute("#top_p", "aria-invalid") == "true"
     visit.click("nav [data-view=live]")
@@ -166,7 +167,7 @@ def test_a_wrong_setting_is_not_sent(visit):
     visit.shows("#top_p-error", "Top p must be above 0, up to 1.")
 
 
-def test_a_conversation_goes_on_is_edited_and_begun_anew(visit):
+def test_a_conversation_is_continued_edited_and_restarted(visit):
     visit.settings(max_tokens="4", temperature="0")
     _sent(visit, "First")
     first = visit.answer().locator(".answer-body").inner_text()
@@ -190,7 +191,8 @@ def test_a_conversation_goes_on_is_edited_and_begun_anew(visit):
     visit.answer()
 
 
-def test_a_new_chat_ends_the_answer_under_way(visit, slow_model, demo_engine):
+@pytest.mark.full
+def test_a_new_chat_cancels_the_running_answer(visit, slow_model, demo_engine):
     visit.settings(max_tokens="800")
     with slow_model():
         visit.ask("One")
@@ -204,7 +206,7 @@ def test_a_new_chat_ends_the_answer_under_way(visit, slow_model, demo_engine):
     wait_until(lambda: demo_engine.num_running() == 0, "both answers to end")
 
 
-def test_copy_gives_the_answer(visit, answering):
+def test_copy_buttons_copy_the_answer_and_its_code(visit, answering):
     visit.context.grant_permissions(["clipboard-read", "clipboard-write"])
     answering(visit, "one\n```py\n", "x = 1\n", "y = 2\n```\n", "end")
     visit.ask("Hello")
@@ -218,7 +220,7 @@ def test_copy_gives_the_answer(visit, answering):
     assert visit.evaluate("navigator.clipboard.readText()") == "x = 1\ny = 2"
 
 
-def test_a_key_is_asked_for_kept_in_the_tab_and_sent_in_the_header_only(visiting, keyed_server):
+def test_an_api_key_is_requested_kept_in_the_tab_and_sent_in_the_header(visiting, keyed_server):
     visit = visiting(keyed_server.base_url)
     visit.expected_failures = ("401", "403")
     visit.shows("#model", "API key needed")
@@ -245,7 +247,7 @@ def test_a_key_is_asked_for_kept_in_the_tab_and_sent_in_the_header_only(visiting
     assert keyed_server.keys[0] not in stored[1] + stored[2]
 
 
-def test_what_the_server_refuses_is_said_in_words(visit):
+def test_a_refused_request_shows_the_servers_message(visit):
     visit.expected_failures = ("400",)
     visit.settings(max_tokens="16777216")
     visit.ask("Hello")
@@ -261,7 +263,7 @@ def test_what_the_server_refuses_is_said_in_words(visit):
     )
 
 
-def test_an_error_inside_the_stream_is_shown_below_what_arrived(visit):
+def test_a_stream_error_is_shown_below_the_partial_answer(visit):
     body = (
         'data: {"choices": [{"delta": {"content": "half an "}}]}\n\n'
         'data: {"error": {"message": "too slow", "code": "deadline_exceeded"}}\n\n'
@@ -277,7 +279,8 @@ def test_an_error_inside_the_stream_is_shown_below_what_arrived(visit):
     expect(turn.locator(".error")).to_contain_text("too slow")
 
 
-def test_a_server_that_goes_away_is_noticed(visiting, demo_engine, slow_model):
+@pytest.mark.full
+def test_an_unreachable_server_is_reported(visiting, demo_engine, slow_model):
     with serving(demo_engine, drain_seconds=0.0) as server:
         visit = visiting(server.base_url)
         visit.expected_failures = ("ERR_",)
@@ -297,7 +300,7 @@ def test_a_server_that_goes_away_is_noticed(visiting, demo_engine, slow_model):
     visit.shows("#live-state", "not reachable, retrying")
 
 
-def test_the_keyboard_is_enough(visit):
+def test_the_page_works_by_keyboard_alone(visit):
     assert visit.evaluate("document.activeElement.id") == "prompt"
     visit.keyboard.type("one")
     visit.keyboard.press("Shift+Enter")

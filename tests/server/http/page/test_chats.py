@@ -39,7 +39,7 @@ def reload(visit):
     visit.locator("#chats option").first.wait_for(state="attached")
 
 
-def test_a_reload_shows_the_chat_and_it_goes_on(stand_in):
+def test_a_chat_survives_a_reload(stand_in):
     chat = stand_in()
     chat.ask("First  question")
     chat.asked(1)
@@ -63,7 +63,7 @@ def test_a_reload_shows_the_chat_and_it_goes_on(stand_in):
     assert [one["content"] for one in chat.asked(1)["messages"]][-1] == "Second"
 
 
-def test_several_chats_are_kept_and_chosen(stand_in):
+def test_several_chats_are_stored_and_selected(stand_in):
     chat = stand_in()
     say(chat, "Apples", "Red", 1)
     chat.click("#new-chat")
@@ -79,7 +79,7 @@ def test_several_chats_are_kept_and_chosen(stand_in):
     assert chat.locator(".question").all_inner_texts() == ["Apples", "Pears"]
 
 
-def test_delete_removes_the_chat_for_good(stand_in):
+def test_delete_removes_a_chat_from_storage(stand_in):
     chat = stand_in()
     say(chat, "Apples", "Red", 1)
     chat.click("#new-chat")
@@ -92,7 +92,7 @@ def test_delete_removes_the_chat_for_good(stand_in):
     assert options(chat) == ["New chat", "Apples"]
 
 
-def test_an_answer_that_a_reload_cuts_is_kept_as_stopped(stand_in):
+def test_an_answer_cut_by_a_reload_is_stored_as_stopped(stand_in):
     chat = stand_in()
     chat.begin("Tell me")
     chat.deltas({"content": "Once upon"})
@@ -103,7 +103,7 @@ def test_an_answer_that_a_reload_cuts_is_kept_as_stopped(stand_in):
     assert say(chat, "Go on", "a time", 1) == ["Tell me", "Once upon", "Go on"]
 
 
-def test_another_chat_ends_the_answer_under_way_and_keeps_it(stand_in):
+def test_switching_chats_stops_and_keeps_the_running_answer(stand_in):
     chat = stand_in()
     chat.begin("Tell me")
     chat.deltas({"content": "Once upon"})
@@ -114,7 +114,7 @@ def test_another_chat_ends_the_answer_under_way_and_keeps_it(stand_in):
     expect(chat.locator(".turn.stopped .answer-body")).to_have_text("Once upon")
 
 
-def test_a_deleted_chat_does_not_come_back_with_its_answer(stand_in):
+def test_a_late_answer_does_not_restore_a_deleted_chat(stand_in):
     chat = stand_in()
     chat.begin("Tell me")
     chat.click("#delete-chat")
@@ -124,7 +124,7 @@ def test_a_deleted_chat_does_not_come_back_with_its_answer(stand_in):
 
 
 @pytest.mark.full
-def test_a_call_still_asks_for_its_result_after_a_reload(stand_in):
+def test_a_pending_tool_call_survives_a_reload(stand_in):
     chat = stand_in()
     chat.begin("Weather?")
     chat.call("weather", '{"city": "Oslo"}')
@@ -141,7 +141,7 @@ def test_a_call_still_asks_for_its_result_after_a_reload(stand_in):
 
 
 @pytest.mark.full
-def test_editing_the_only_message_leaves_no_chat(stand_in):
+def test_editing_the_only_message_removes_the_chat(stand_in):
     chat = stand_in()
     say(chat, "Apples", "Red", 1)
     chat.button("Edit the last message").click()
@@ -163,7 +163,8 @@ def test_a_chat_of_another_tab_is_listed(stand_in):
     expect(chat.locator(".turn.stopped .question")).to_have_text("From afar")
 
 
-def test_what_is_no_chat_is_left_out(stand_in):
+@pytest.mark.full
+def test_invalid_stored_chats_are_ignored(stand_in):
     chat = stand_in()
     texts = ["", "[]", "{", '{"turns": []}', '{"turns": [{}]}', "null"]
     store = "(texts) => texts.forEach((text, at) => localStorage.setItem(`chat:${at}`, text))"
@@ -173,7 +174,7 @@ def test_what_is_no_chat_is_left_out(stand_in):
 
 
 @pytest.mark.full
-def test_a_full_storage_evicts_the_oldest_chats_and_says_when_that_is_not_enough(stand_in):
+def test_full_storage_evicts_the_oldest_chats_or_warns(stand_in):
     chat = stand_in()
     # Chromium keeps 5 MiB of text for a site; text of another key leaves room for two of the chats.
     chat.evaluate("localStorage.setItem('other', 'x'.repeat(4_000_000))")
@@ -188,7 +189,7 @@ def test_a_full_storage_evicts_the_oldest_chats_and_says_when_that_is_not_enough
     chat.shows("#status", "The browser cannot store this chat. Reloading the page will lose it.")
 
 
-def test_without_storage_the_page_works(stand_in):
+def test_the_page_works_without_storage(stand_in):
     chat = stand_in()
     chat.evaluate(
         "window.storage = Object.getOwnPropertyDescriptor(window, 'localStorage');"

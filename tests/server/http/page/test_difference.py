@@ -25,7 +25,7 @@ def longest_common(one, other):
     return row[-1]
 
 
-def test_the_parts_are_both_texts_and_what_is_the_same_is_as_long_as_it_can_be(modules):
+def test_the_difference_reconstructs_both_texts_with_a_longest_common_part(modules):
     rng = random.Random(11)
     words = ["a", "b", "to day", "é", " ", "\n", ".", "{", "x1", "  "]
     pairs = [
@@ -97,7 +97,7 @@ def test_the_parts_are_both_texts_and_what_is_the_same_is_as_long_as_it_can_be(m
         ("x" * 70, "y", [[["del", "x" * 70]], [["ins", "y"]]], f"“{'x' * 60}…” changed to “y”."),
     ],
 )
-def test_a_difference_is_marked_and_said(modules, before, now, shown, said):
+def test_a_difference_is_highlighted_and_described(modules, before, now, shown, said):
     assert modules.module("difference", SHOW, [before, now]) == shown
     assert (
         modules.module(
@@ -107,7 +107,7 @@ def test_a_difference_is_marked_and_said(modules, before, now, shown, said):
     )
 
 
-def test_long_texts_are_not_compared_piece_by_piece(modules):
+def test_long_texts_are_compared_by_prefix_only(modules):
     texts = [
         f"same {' '.join(str(number) for number in range(start, start + 5000))}"
         for start in (0, 7000)
@@ -116,7 +116,7 @@ def test_long_texts_are_not_compared_piece_by_piece(modules):
     assert found == [["same", "same ", "same "], ["other", texts[0][5:], texts[1][5:]]]
 
 
-def test_every_cause_of_the_server_has_words_and_a_kind(modules):
+def test_every_miss_cause_has_a_description_and_a_kind(modules):
     causes = modules.module("causes", "return it.CAUSES;")
     assert set(causes) == set(CAUSES)
     assert {kind for _, kind, _ in causes.values()} == set(

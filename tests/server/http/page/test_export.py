@@ -49,11 +49,12 @@ def exported(page, kind):
     return saved.value.suggested_filename, Path(saved.value.path()).read_text(encoding="utf-8")
 
 
-def test_an_empty_chat_has_nothing_to_export(page):
+@pytest.mark.full
+def test_an_empty_chat_cannot_be_exported(page):
     page.expects("#export-chat").to_be_hidden()
 
 
-def test_markdown_has_the_whole_chat_and_is_read_back(page):
+def test_exported_markdown_contains_the_whole_chat(page):
     talk(page, "get`weather")
     name, text = exported(page, "Markdown")
     assert name == "what-is-the-weather.md"
@@ -71,7 +72,7 @@ def test_markdown_has_the_whole_chat_and_is_read_back(page):
     assert text.endswith("```py\nx = '```'\n```\n\n*This answer was stopped.*\n")
 
 
-def test_json_has_the_messages_as_the_server_takes_them(page):
+def test_exported_json_is_a_valid_chat_request(page):
     talk(page, "get_weather")
     sent = page.evaluate("window.asked.at(-1)")["messages"]
     name, text = exported(page, "JSON")
@@ -87,7 +88,7 @@ def test_json_has_the_messages_as_the_server_takes_them(page):
 
 
 @pytest.mark.full
-def test_a_chat_kept_by_an_older_page_is_exported(page):
+def test_a_chat_stored_by_an_older_page_is_exported(page):
     step = {"reasoning": "", "answer": "Yes", "calls": [], "state": "done", "finish": "stop"}
     turns = [{"question": "</script> ?", "steps": [step]}, {"question": "Lost", "steps": []}]
     chat = {"title": "</script> ?", "changed": 1, "turns": turns}
@@ -111,6 +112,6 @@ def test_a_chat_kept_by_an_older_page_is_exported(page):
         ("con:aux|?*<>\u202e", "con-aux.md"),
     ],
 )
-def test_the_name_of_a_file_has_letters_and_digits_only(modules, question, name):
+def test_export_file_names_contain_only_letters_and_digits(modules, question, name):
     body = "return it.fileName([{question: argument, steps: []}], 'md');"
     assert modules.module("chatexport", body, question) == name

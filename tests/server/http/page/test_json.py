@@ -17,7 +17,7 @@ SEEDS = (
 )
 
 
-def test_a_text_is_json_exactly_when_the_browser_reads_it(modules):
+def test_the_parser_accepts_what_json_parse_accepts(modules):
     rng = random.Random(5)
     alphabet = '{}[]:,"\\ue+-.01 \n\ttrfalsn\x01é'
     texts = [text[:at] for text in SEEDS for at in range(len(text) + 1)]
@@ -58,11 +58,11 @@ def test_a_text_is_json_exactly_when_the_browser_reads_it(modules):
         ("🌍", "line 1, column 1: expected a value, not 🌍."),
     ],
 )
-def test_an_error_says_where_and_what(modules, text, error):
+def test_a_json_error_names_its_position_and_cause(modules, text, error):
     assert modules.module("jsontext", "return it.readJson(argument).error;", text) == error
 
 
-def test_arguments_are_laid_out_as_python_does(modules):
+def test_arguments_are_formatted_like_json_dumps(modules):
     rng = random.Random(9)
 
     def value(depth):
@@ -89,7 +89,7 @@ def test_arguments_are_laid_out_as_python_does(modules):
     assert shown == [json.dumps(one, indent=2, ensure_ascii=False) for one in values]
 
 
-def test_numbers_stay_as_they_were_written_and_what_is_no_json_is_not_laid_out(modules):
+def test_formatting_keeps_numbers_and_skips_invalid_json(modules):
     texts = ["[12345678901234567890,1.50E+3]", '{"a":1,"a":2}', '{"city": "Vie', ""]
     assert modules.module("jsontext", "return argument.map(it.pretty);", texts) == [
         "[\n  12345678901234567890,\n  1.50E+3\n]",
@@ -99,7 +99,7 @@ def test_numbers_stay_as_they_were_written_and_what_is_no_json_is_not_laid_out(m
     ]
 
 
-def test_a_hundred_thousand_brackets_are_laid_out_in_bounds(modules):
+def test_formatting_deeply_nested_json_has_bounded_size(modules):
     assert (
         modules.module(
             "jsontext", "return it.pretty(argument).length;", "[" * 100_000 + "]" * 100_000
@@ -129,7 +129,7 @@ def test_a_hundred_thousand_brackets_are_laid_out_in_bounds(modules):
         ),
     ],
 )
-def test_good_fields_become_those_of_a_request(modules, raw, values):
+def test_valid_json_fields_are_sent(modules, raw, values):
     checked = modules.module("jsonfields", "return it.validateJson(argument);", raw)
     assert checked == {"values": values, "errors": {}}
 
@@ -154,6 +154,6 @@ ENTRY = 'is not {"type": "function", "function": {"name": …}}.'
         ("schema", '{"type"}', "JSON schema: line 1, column 8: expected a colon, not }."),
     ],
 )
-def test_wrong_json_is_named_and_left_out(modules, name, text, error):
+def test_invalid_json_fields_are_reported_and_not_sent(modules, name, text, error):
     checked = modules.module("jsonfields", "return it.validateJson(argument);", {name: text})
     assert checked == {"values": {}, "errors": {name: error}}

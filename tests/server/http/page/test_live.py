@@ -79,7 +79,7 @@ def answer(visit, figures):
     visit.hurry()
 
 
-def test_the_map_and_the_figures_follow_the_engine(visit, slow_model, demo_engine):
+def test_the_block_map_and_statistics_follow_the_engine(visit, slow_model, demo_engine):
     demo_engine.reset_cache()
     visit.shows("#count-cached", "0")
     idle = _picture(visit)
@@ -111,7 +111,7 @@ def test_the_map_and_the_figures_follow_the_engine(visit, slow_model, demo_engin
         assert visit.inner_text(f"#{name}").split()[1] in ("MB", "GB")
 
 
-def test_every_figure_is_shown(visit):
+def test_every_statistic_is_shown(visit):
     answer(visit, FIGURES)
     visit.shows("#waiting", "7")
     shown = {
@@ -155,7 +155,7 @@ def test_every_figure_is_shown(visit):
     ]
 
 
-def test_every_tier_says_what_it_holds_and_what_is_wrong(visit):
+def test_every_tier_shows_its_contents_and_errors(visit):
     answer(visit, FIGURES)
     visit.expects("#tiers > div").to_have_count(3)
     assert [row.inner_text().split("\n") for row in visit.locator("#tiers > div").all()] == [
@@ -174,7 +174,7 @@ def test_every_tier_says_what_it_holds_and_what_is_wrong(visit):
     visit.shows("#tier-hits", f"Prompt tokens, last 60 s: {found}")
 
 
-def test_states_stand_beside_the_blocks(visit):
+def test_recurrent_states_are_shown_next_to_the_blocks(visit):
     memory = FIGURES["memory"] | {"state_bytes": 30_200_000}
     answer(
         visit,
@@ -198,7 +198,8 @@ def test_states_stand_beside_the_blocks(visit):
     visit.expects("#tiers > div").to_have_count(3)
 
 
-def test_every_replica_has_its_pool_and_its_blocks(visit):
+@pytest.mark.full
+def test_every_replica_shows_its_pool_and_blocks(visit):
     one = {
         "num_blocks": 2,
         "blocks": 1,
@@ -238,7 +239,8 @@ def test_every_replica_has_its_pool_and_its_blocks(visit):
     ]
 
 
-def test_what_the_server_does_not_know_is_a_dash(visit):
+@pytest.mark.full
+def test_unknown_statistics_are_shown_as_a_dash(visit):
     bare = dict.fromkeys(FIGURES) | {"num_blocks": 2, "block_size": 16, "states": "AAA="}
     answer(visit, bare)
     visit.shows("#running", "–")
@@ -251,7 +253,8 @@ def test_what_the_server_does_not_know_is_a_dash(visit):
     assert visit.inner_text("#map-detail") == "Block 0: free"
 
 
-def test_a_block_tells_its_tokens_and_references(visit):
+@pytest.mark.full
+def test_a_block_shows_its_tokens_and_references(visit):
     answer(visit, FIGURES)
     visit.shows("#waiting", "7")
     detail = visit.locator("#map-detail")
@@ -270,7 +273,8 @@ def test_a_block_tells_its_tokens_and_references(visit):
     ]
 
 
-def test_a_hundred_thousand_blocks_are_drawn_in_groups_and_few_strokes(visit):
+@pytest.mark.full
+def test_a_hundred_thousand_blocks_are_drawn_in_groups(visit):
     number = 100_000
     states = bytes(3 if block < 152 else 2 if block % 3 == 0 else 1 for block in range(number))
     pool = {
@@ -316,7 +320,8 @@ def test_a_hundred_thousand_blocks_are_drawn_in_groups_and_few_strokes(visit):
     )  # the five states and the edge of each cell, whatever the number of blocks
 
 
-def test_it_asks_twice_a_second_and_less_often_while_nobody_answers(visiting, live_server):
+@pytest.mark.full
+def test_the_live_view_polls_twice_a_second_and_backs_off_on_errors(visiting, live_server):
     visit = visiting(live_server.base_url, init_script=FAST_TIMERS)
     visit.until("window.delays.filter((delay) => delay === 500).length > 3")
     visit.expected_failures = ("ERR_FAILED",)
@@ -332,7 +337,7 @@ def test_it_asks_twice_a_second_and_less_often_while_nobody_answers(visiting, li
     visit.shows("#live-state", "live")
 
 
-def test_it_does_not_ask_while_nobody_can_see_it(visiting, live_server):
+def test_the_live_view_does_not_poll_while_hidden(visiting, live_server):
     visit = visiting(live_server.base_url, init_script=FAST_TIMERS)
     visit.until("window.delays.length > 3")
     for hide, show in (
@@ -393,7 +398,8 @@ def test_a_phone_shows_one_view_at_a_time_without_scrolling_sideways(
         assert small == 0
 
 
-def test_the_skip_link_leads_to_the_message_field_from_any_view(visiting, live_server):
+@pytest.mark.full
+def test_the_skip_link_focuses_the_message_field_from_any_view(visiting, live_server):
     page = visiting(live_server.base_url, viewport={"width": 320, "height": 640})
     for view in ("live", "requests", "settings", "chat"):
         page.click(f"nav [data-view={view}]")

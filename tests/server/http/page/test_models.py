@@ -51,12 +51,12 @@ def several(stand_in):
     return Several(stand_in)
 
 
-def test_one_model_needs_no_choice(visit):
+def test_a_single_model_has_no_model_choice(visit):
     assert visit.is_hidden("#model-choice")
     assert visit.inner_text("#model") == "kvboost-edge/demo"
 
 
-def test_other_names_of_one_model_are_no_choice(modules):
+def test_aliases_of_one_model_are_not_listed(modules):
     listed = [
         model("a"),
         model("b", root="a"),
@@ -72,7 +72,8 @@ def test_other_names_of_one_model_are_no_choice(modules):
     ]
 
 
-def test_requests_name_the_chosen_model_and_the_choice_is_kept(several):
+@pytest.mark.full
+def test_the_selected_model_is_sent_and_remembered(several):
     page = several.page
     choice = several.page.get_by_label("Model", exact=True)
     assert choice.locator("option").all_inner_texts() == [
@@ -104,7 +105,7 @@ def test_requests_name_the_chosen_model_and_the_choice_is_kept(several):
     page.shows("#model", SMALL)
 
 
-def test_a_model_is_loaded_from_the_choice_with_its_progress(several):
+def test_selecting_a_model_loads_it_with_progress(several):
     page = several.page
     asked = []
 
@@ -132,7 +133,7 @@ def test_a_model_is_loaded_from_the_choice_with_its_progress(several):
 
 
 @pytest.mark.full
-def test_a_list_that_could_not_be_read_is_read_again(stand_in):
+def test_a_failed_model_list_is_retried(stand_in):
     page = stand_in()
     page.visit.expected_failures = ("503",)
     page.route("**/v1/models", lambda route: route.fulfill(status=503, json={}))
@@ -145,7 +146,7 @@ def test_a_list_that_could_not_be_read_is_read_again(stand_in):
 
 
 @pytest.mark.full
-def test_one_model_that_was_unloaded_is_loaded_again(stand_in):
+def test_a_single_unloaded_model_can_be_loaded_again(stand_in):
     answer = {"data": [model(SMALL, "not_loaded")]}
     page = stand_in(prepare=lambda visit: visit.serve("**/v1/models", answer))
     page.shows("#model-remark", "This model is not loaded. Your next message loads it.")
@@ -157,7 +158,8 @@ def test_one_model_that_was_unloaded_is_loaded_again(stand_in):
     page.expects("#model-remark").to_be_empty()
 
 
-def test_the_live_view_is_that_of_the_chosen_model(several):
+@pytest.mark.full
+def test_the_live_view_shows_the_selected_model(several):
     page = several.page
     choice = several.page.get_by_label("Model", exact=True)
     state = page.locator("#live-state")
@@ -187,7 +189,7 @@ def test_the_live_view_is_that_of_the_chosen_model(several):
 
 
 @pytest.mark.full
-def test_rows_of_requests_name_their_model_where_there_are_several(several):
+def test_request_rows_name_their_model_if_there_are_several(several):
     page = several.page
     long = "n" * 300
     bare = {
@@ -219,7 +221,7 @@ def test_rows_of_requests_name_their_model_where_there_are_several(several):
 
 
 @pytest.mark.full
-def test_the_choice_fits_a_phone_and_is_made_by_keys(stand_in):
+def test_the_model_choice_fits_a_phone_and_works_by_keyboard(stand_in):
     made = Several(stand_in, viewport={"width": 320, "height": 640})
     made.tells(model(SMALL), model("n" * 90, "not_loaded", "w" * 200))
     page = made.page
@@ -236,7 +238,7 @@ def test_the_choice_fits_a_phone_and_is_made_by_keys(stand_in):
     assert page.evaluate(out) == 0
 
 
-def test_a_model_is_loaded_by_the_first_message_to_it(visiting, demo_engine, tiny_model_dir):
+def test_the_first_message_to_a_model_loads_it(visiting, demo_engine, tiny_model_dir):
     """With the real server; loading waits until the page has said that it does."""
     other = CountedSource(tiny_model_dir)
     other.hold()

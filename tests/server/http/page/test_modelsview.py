@@ -152,7 +152,7 @@ def test_a_model_is_added_loaded_unloaded_and_deleted(
         visit.context.close()
 
 
-def test_the_progress_of_a_download_is_shown(page):
+def test_download_progress_is_shown(page):
     page.add("org/model:Q4")
     assert page.changes() == [["POST", "/api/pull", {"model": "org/model:Q4"}]]
     view = page.locator("#pull-view")
@@ -181,6 +181,7 @@ def test_the_progress_of_a_download_is_shown(page):
     page.expects("#pull-progress").to_be_hidden()
 
 
+@pytest.mark.full
 def test_a_download_is_cancelled(page):
     page.add("m")
     page.tell(loading(1000))
@@ -190,7 +191,8 @@ def test_a_download_is_cancelled(page):
     page.expects("#pull-view").to_be_hidden()
 
 
-def test_a_download_that_fails_says_why_and_is_tried_again(page):
+@pytest.mark.full
+def test_a_failed_download_shows_its_error_and_can_be_retried(page):
     page.add(MARKUP)
     error = page.locator("#pull-view [role=alert]")
     ends = (
@@ -208,7 +210,8 @@ def test_a_download_that_fails_says_why_and_is_tried_again(page):
         expect(error).to_have_count(0)
 
 
-def test_the_pieces_of_a_stream_are_put_together(page):
+@pytest.mark.full
+def test_split_stream_events_are_joined(page):
     page.add("m")
     line = json.dumps(loading(50_000_000, digest="ä"), ensure_ascii=False)
     page.evaluate("(text) => [...text].forEach((piece) => window.cut(piece))", f"{line}\r\n\n")
@@ -237,7 +240,7 @@ def test_speed_and_time_left_of_a_download(modules):
     ]
 
 
-def test_rows_show_what_the_server_says(page):
+def test_model_rows_show_the_servers_data(page):
     rows = [
         model("a", max_model_len=4096, meta={"dtype": "int4", "runner": "native"}, managed=False),
         model(MARKUP, "not_loaded", failure="it needs <i>9 GB</i>", file_bytes=1_500_000_000),
@@ -265,7 +268,8 @@ def test_rows_show_what_the_server_says(page):
     assert page.evaluate("window.hacked") is None
 
 
-def test_requests_of_the_rows(page):
+@pytest.mark.full
+def test_row_buttons_load_unload_and_select_a_model(page):
     page.row("b").get_by_role("button", name="Load").click()
     page.row("a").get_by_role("button", name="Unload").click()
     expect(page.row("a")).to_contain_text("waits until no request uses the model")
@@ -281,6 +285,7 @@ def test_requests_of_the_rows(page):
     page.shows("#model", "b")
 
 
+@pytest.mark.full
 def test_a_refused_change_is_shown_in_its_row(page):
     page.evaluate('window.refused = \'{"error": "the model is <b>in use</b>"}\'')
     page.row("b").get_by_role("button", name="Delete").click()
@@ -292,7 +297,8 @@ def test_a_refused_change_is_shown_in_its_row(page):
     expect(error).to_have_count(1)
 
 
-def test_a_name_that_cannot_be_one_is_not_sent(page):
+@pytest.mark.full
+def test_an_invalid_model_name_is_not_sent(page):
     for name in ("", " ", "x" * 201):
         page.get_by_label("Add a model").fill("m")
         page.expects("#pull-error").to_be_empty()
@@ -303,7 +309,8 @@ def test_a_name_that_cannot_be_one_is_not_sent(page):
     assert page.changes() == []
 
 
-def test_where_models_cannot_be_changed_the_page_says_why(page):
+@pytest.mark.full
+def test_the_page_explains_why_models_are_fixed(page):
     for changes, said in (
         ({"allowed": False, "reason": "closed <b>here</b>"}, ": closed <b>here</b>"),
         (None, "."),  # of an older server
@@ -325,7 +332,7 @@ def test_one_fixed_model_is_shown(visit):
     visit.expects("#models-closed").to_contain_text("the models of this server are fixed")
 
 
-def test_a_key_is_asked_for(visiting, keyed_server):
+def test_an_api_key_is_requested(visiting, keyed_server):
     visit = visiting(keyed_server.base_url)
     visit.expected_failures = ("401", "403")
     visit.click("nav [data-view=models]")

@@ -29,7 +29,7 @@ EVENTS = ['{"a": 1}', "two\nlines", "", "ünï 🌍", "[DONE]"]
 
 
 @pytest.mark.parametrize("ending", ["\n", "\r\n", "\r"])
-def test_events_are_found_however_the_stream_is_cut(modules, ending):
+def test_server_sent_events_are_parsed_at_any_split(modules, ending):
     stream = STREAM.replace("\n", ending)
     cuts = [[stream[:at], stream[at:]] for at in range(len(stream) + 1)] + [list(stream)]
     found = modules.module("sse", f"return argument.map((argument) => {{ {PARSE} }});", cuts)
@@ -40,7 +40,7 @@ def test_a_byte_order_mark_is_not_part_of_the_first_line(modules):
     assert modules.module("sse", PARSE, ["\ufeffda", "ta: one\n\n"]) == ["one"]
 
 
-def test_the_settings_bounds_are_the_server_s(modules):
+def test_settings_bounds_equal_the_servers(modules):
     fields = {field["name"]: field for field in modules.module("sampling", "return it.FIELDS;")}
     names = {"temperature", "top_p", "top_k", "min_p", "max_tokens", "reasoning_budget", "seed"}
     assert set(fields) == names
@@ -74,7 +74,7 @@ def test_the_settings_bounds_are_the_server_s(modules):
         ("seed", "+12", 12),
     ],
 )
-def test_a_good_setting_is_its_number(modules, name, text, value):
+def test_valid_settings_are_parsed(modules, name, text, value):
     checked = modules.module("sampling", "return it.validate(argument);", {name: text})
     assert checked == {"values": {name: value}, "errors": {}}
 
@@ -105,7 +105,7 @@ def test_a_good_setting_is_its_number(modules, name, text, value):
         ("seed", "true"),
     ],
 )
-def test_a_wrong_setting_is_named_and_left_out(modules, name, text):
+def test_invalid_settings_are_reported_and_not_sent(modules, name, text):
     checked = modules.module("sampling", "return it.validate(argument);", {name: text})
     assert checked["values"] == {}
     assert list(checked["errors"]) == [name]
@@ -139,7 +139,7 @@ def test_an_empty_setting_is_not_sent(modules):
         ("", []),
     ],
 )
-def test_an_answer_is_text_and_blocks_of_code_however_it_is_cut(modules, text, blocks):
+def test_an_answer_is_split_into_text_and_code_at_any_chunk_boundary(modules, text, blocks):
     rng = random.Random(7)
     cuts = [[text], list(text)]
     for _ in range(20):
@@ -151,7 +151,7 @@ def test_an_answer_is_text_and_blocks_of_code_however_it_is_cut(modules, text, b
         assert modules.module("answer", SHOW, pieces) == blocks
 
 
-def test_a_conversation_leaves_out_what_was_not_answered(modules):
+def test_a_conversation_omits_unanswered_messages(modules):
     sent = modules.module(
         "conversation",
         """
@@ -177,7 +177,7 @@ def test_a_conversation_leaves_out_what_was_not_answered(modules):
 
 @pytest.mark.parametrize("num_blocks", [0, 1, 63, 400, 1024, 4099, 100_000, 1_000_000])
 @pytest.mark.parametrize("width", [200, 364, 900])
-def test_every_block_has_its_place_on_the_map(modules, num_blocks, width):
+def test_every_block_has_a_cell_on_the_map(modules, num_blocks, width):
     plan = modules.module("poolmap", "return it.layout(...argument);", [num_blocks, width])
     cells = -(-num_blocks // plan["perCell"])
     assert plan["columns"] * plan["cell"] <= width
@@ -189,7 +189,7 @@ def test_every_block_has_its_place_on_the_map(modules, num_blocks, width):
     assert plan["rows"] * plan["cell"] <= 264
 
 
-def test_the_map_s_sums_and_words(modules):
+def test_the_block_maps_counts_and_descriptions(modules):
     rng = random.Random(3)
     states = bytes(rng.randrange(5) for _ in range(1000))
     body = "return it.tally(it.decodeBytes(argument[0]), argument[1], argument[2]);"
@@ -215,7 +215,7 @@ def test_the_map_s_sums_and_words(modules):
     ]
 
 
-def test_what_came_from_a_tier_stands_under_the_answer(modules):
+def test_restored_tokens_are_shown_below_the_answer(modules):
     body = """
       const clock = {sent: 0, first: null, last: null};
       const told = (kvboost) => it.summarize({usage: null, timings: null, kvboost, clock, pieces: 0});
@@ -232,7 +232,7 @@ def test_what_came_from_a_tier_stands_under_the_answer(modules):
     assert modules.module("figures", body, costs) == ["", "", both, "from disk48 tokens", ""]
 
 
-def test_every_state_of_the_engine_is_on_the_map_with_a_fill_of_its_own(modules):
+def test_every_block_state_has_its_own_fill(modules):
     states = [state["name"] for state in modules.module("poolmap", "return it.STATES;")]
     assert states == list(BlockCounts.__annotations__)
     drawn = modules.module(
@@ -249,7 +249,7 @@ def test_every_state_of_the_engine_is_on_the_map_with_a_fill_of_its_own(modules)
     assert len(set(drawn)) == len(states)
 
 
-def test_what_was_reused_at_other_positions_is_told_in_words_and_in_the_meter(modules):
+def test_span_reuse_is_shown_as_text_and_in_the_meter(modules):
     body = """
       const clock = {sent: 0, first: null, last: null};
       const usage = {prompt_tokens: 200, prompt_tokens_details: {cached_tokens: 50}};
@@ -283,7 +283,7 @@ def test_what_was_reused_at_other_positions_is_told_in_words_and_in_the_meter(mo
     ]
 
 
-def test_numbers_are_written_for_people(modules):
+def test_numbers_are_formatted_with_units(modules):
     body = "return argument.map(([name, ...values]) => it[name](...values));"
     calls = [
         ["count", 1234567],

@@ -47,7 +47,7 @@ def run(page, text):
         ("xyz", []),
     ],
 )
-def test_a_command_is_found_by_its_words(modules, query, titles):
+def test_commands_are_found_by_words(modules, query, titles):
     commands = [
         {"title": "New chat"},
         {"title": "Show models"},
@@ -57,7 +57,7 @@ def test_a_command_is_found_by_its_words(modules, query, titles):
     assert modules.module("palette", FOUND, [commands, query]) == titles
 
 
-def test_the_palette_opens_with_keys_and_gives_the_focus_back(page):
+def test_the_palette_opens_by_shortcut_and_restores_focus(page):
     for keys in ("Control+k", "Meta+k"):
         opened(page, keys)
         expect(page.get_by_role("listbox", name="Commands")).to_be_visible()
@@ -70,7 +70,7 @@ def test_the_palette_opens_with_keys_and_gives_the_focus_back(page):
         page.expects("#prompt").to_be_focused()
 
 
-def test_arrows_choose_and_enter_runs(page):
+def test_arrow_keys_select_and_enter_runs_a_command(page):
     field = opened(page)
     first = active(page)
     assert first == ["New chat"]
@@ -95,7 +95,7 @@ def test_arrows_choose_and_enter_runs(page):
 
 
 @pytest.mark.full
-def test_no_command_matches(page):
+def test_the_palette_reports_no_match(page):
     opened(page).fill("zzz")
     page.shows("#palette-count", "No command matches.")
     page.expects("#palette-list").to_be_hidden()
@@ -108,7 +108,7 @@ def test_no_command_matches(page):
 
 
 @pytest.mark.full
-def test_the_mouse_works_too(page):
+def test_the_palette_works_with_a_mouse(page):
     page.button("Commands").click()
     page.get_by_role("option", name=re.compile("Show.*settings")).click()
     page.expects("#settings").to_be_visible()
@@ -117,7 +117,7 @@ def test_the_mouse_works_too(page):
     page.expects("#palette").to_be_hidden()
 
 
-def test_escape_closes_the_palette_and_the_answer_goes_on(page):
+def test_escape_closes_the_palette_without_stopping_the_answer(page):
     page.begin("Tell me")
     assert "Stop the answer" in texts_of(page)
     page.keyboard.press("Escape")
@@ -127,7 +127,7 @@ def test_escape_closes_the_palette_and_the_answer_goes_on(page):
     assert "Stop the answer" not in texts_of(page)
 
 
-def test_commands_act(page):
+def test_palette_commands_perform_their_actions(page):
     page.begin("First")
     page.deltas({"content": "One"})
     page.end("stop")
@@ -151,7 +151,8 @@ def test_commands_act(page):
     assert saved.value.suggested_filename == "first.json"
 
 
-def test_a_model_is_chosen(page):
+@pytest.mark.full
+def test_the_palette_selects_a_model(page):
     models = [{"id": "small", "state": "loaded"}, {"id": "a <b>large</b> one", "state": "loaded"}]
     page.serve("**/v1/models", {"data": models})
     page.route("**/v1/blocks?*", lambda route: route.continue_(url=route.request.url.split("?")[0]))
@@ -168,6 +169,7 @@ def test_a_model_is_chosen(page):
     page.expects("#pull-name").to_be_focused()
 
 
+@pytest.mark.full
 def test_the_help_lists_the_shortcuts(page):
     page.keyboard.press("Control+/")
     help = page.get_by_role("dialog", name="Keyboard shortcuts")

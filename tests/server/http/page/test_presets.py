@@ -32,7 +32,7 @@ def store(page, name, **fields):
     page.button("Save").click()
 
 
-def test_the_values_of_built_in_presets_are_valid(modules):
+def test_built_in_presets_have_valid_values(modules):
     body = """
       const {validate} = await import('/static/sampling.js');
       return it.BUILT_IN.map(({name, texts}) => [name, validate(texts)]);
@@ -46,7 +46,7 @@ def test_the_values_of_built_in_presets_are_valid(modules):
     assert presets["Server defaults"]["values"] == {}
 
 
-def test_a_preset_fills_the_sampling_fields_and_is_sent(page):
+def test_a_preset_sets_the_sampling_fields(page):
     assert chosen(page) == "Server defaults"
     page.fill("#max_tokens", "7")
     page.fill("#system", "Be brief.")
@@ -63,7 +63,7 @@ def test_a_preset_fills_the_sampling_fields_and_is_sent(page):
     page.expects("#delete-preset").to_be_hidden()
 
 
-def test_an_own_preset_is_kept_in_the_browser(page):
+def test_a_user_preset_is_stored_in_the_browser(page):
     fields = {"system": "Speak <i>Latin</i>.", "temperature": "0,7", "min_p": "0.1", "seed": "5"}
     fields |= {"max_tokens": "99", "reasoning_budget": "64"}
     store(page, OWN, **fields)
@@ -91,7 +91,7 @@ def test_an_own_preset_is_kept_in_the_browser(page):
 
 
 @pytest.mark.full
-def test_a_preset_without_a_system_prompt_keeps_the_present_one(page):
+def test_a_preset_without_a_system_prompt_keeps_the_current_one(page):
     store(page, "Short", max_tokens="5")
     page.fill("#system", "Be kind.")
     page.get_by_label("Preset", exact=True).select_option("Creative")
@@ -100,7 +100,7 @@ def test_a_preset_without_a_system_prompt_keeps_the_present_one(page):
     assert chosen(page) == "Short"
 
 
-def test_what_cannot_be_stored_is_said(page):
+def test_invalid_presets_are_refused_with_a_reason(page):
     for name, fields, problem in (
         (" ", {}, "Enter a name for the preset."),
         ("creative", {}, "creative is a built-in preset. Choose another name."),
@@ -131,7 +131,7 @@ def test_presets_are_limited_in_number_and_name(modules):
     ]
 
 
-def test_damaged_presets_are_left_out(modules):
+def test_damaged_presets_are_ignored(modules):
     good = {"name": "good", "texts": {"system": "s", "temperature": "1"}}
     bad = [
         None,

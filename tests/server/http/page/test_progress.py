@@ -60,11 +60,11 @@ def timed(page):
         ),
     ],
 )
-def test_progress_in_words(modules, progress, words):
+def test_progress_is_described_in_words(modules, progress, words):
     assert modules.module("progress", "return it.progressInWords(argument);", progress) == words
 
 
-def test_the_bar_follows_and_goes_with_the_first_token(asked):
+def test_the_progress_bar_disappears_at_the_first_token(asked):
     bar = asked.get_by_role("progressbar", name="Reading the prompt")
     asked.reading(**FIRST)
     expect(bar).to_have_attribute("aria-valuenow", "0")
@@ -85,7 +85,8 @@ def test_the_bar_follows_and_goes_with_the_first_token(asked):
     asked.shows(".answer-body", "Yes.")
 
 
-def test_a_prompt_that_was_read_at_once_has_no_bar(asked):
+@pytest.mark.full
+def test_a_short_prefill_shows_no_progress_bar(asked):
     asked.evaluate(
         "new MutationObserver(() => { window.flashed ||= document.querySelector('.progress') !== "
         "null; }).observe(document.getElementById('log'), {childList: true, subtree: true})"
@@ -98,7 +99,7 @@ def test_a_prompt_that_was_read_at_once_has_no_bar(asked):
 
 
 @pytest.mark.full
-def test_it_is_said_at_first_and_then_every_ten_seconds(timed):
+def test_progress_is_announced_at_once_and_every_ten_seconds(timed):
     for number in range(30):  # one each half second
         timed.reading(**HALF | {"processed": 2000 + 200 * number})
         expect(timed.get_by_role("progressbar")).to_have_attribute(
@@ -113,8 +114,9 @@ def test_it_is_said_at_first_and_then_every_ten_seconds(timed):
     assert timed.get_attribute(".answer", "aria-busy") is None
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("how", ["stopped", "failed", "calls"])
-def test_no_bar_stays_behind(asked, how):
+def test_the_progress_bar_is_removed_when_the_request_ends(asked, how):
     asked.reading(**HALF)
     expect(asked.get_by_role("progressbar")).to_be_visible()
     if how == "stopped":
@@ -129,7 +131,7 @@ def test_no_bar_stays_behind(asked, how):
     expect(asked.get_by_role("progressbar")).to_have_count(0)
 
 
-def test_the_server_s_own_progress(visit, demo_engine):
+def test_progress_of_a_real_server_is_shown(visit, demo_engine):
     """The model stands still in the middle of the prompt until the bar is there."""
     runner = demo_engine._parts.runner
     may_go = threading.Event()
@@ -153,7 +155,7 @@ def test_the_server_s_own_progress(visit, demo_engine):
 
 
 @pytest.mark.full
-def test_the_bar_fits_a_phone(stand_in):
+def test_the_progress_bar_fits_a_phone(stand_in):
     page = stand_in(viewport={"width": 320, "height": 640})
     page.begin("Hello")
     page.reading(**HALF | {"total": 10**9, "processed": 10**8, "cache": 10**7, "estimated_ms": 1e9})

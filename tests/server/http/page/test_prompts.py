@@ -114,7 +114,7 @@ def listed(visiting, live_server):
     return opened
 
 
-def test_a_request_shows_its_cause_and_both_texts(visit, live_server):
+def test_a_request_shows_its_miss_cause_and_both_texts(visit, live_server):
     before = ask(live_server, "Monday")
     changed = ask(live_server, "<b>Tuesday</b>")
     visit.click("nav button[data-view=requests]")
@@ -141,7 +141,7 @@ def test_a_request_shows_its_cause_and_both_texts(visit, live_server):
     expect(details).to_be_hidden()
 
 
-def test_bars_costs_and_causes_are_those_of_the_server(listed):
+def test_request_rows_show_the_servers_costs_and_causes(listed):
     page = listed()
     rows = page.locator(".prompt")
     figures = [row.locator(".prompt-figures").inner_text() for row in rows.all()]
@@ -184,7 +184,7 @@ def test_bars_costs_and_causes_are_those_of_the_server(listed):
     assert [round(float(height.rstrip("%")), 2) for height in heights] == [100, 0.32, 8, 0.96, 0.01]
 
 
-def test_one_cause_is_shown_alone(listed):
+def test_requests_are_filtered_by_cause(listed):
     page = listed()
     chips = page.locator(".chip:visible")
     assert chips.all_inner_texts() == [
@@ -201,7 +201,7 @@ def test_one_cause_is_shown_alone(listed):
     page.expects(".prompt:visible").to_have_count(5)
 
 
-def test_the_keyboard_alone_finds_the_miss_and_what_changed(listed):
+def test_the_requests_view_works_by_keyboard_alone(listed):
     visit = listed()
     keyboard = visit.keyboard
     focused = "document.activeElement"
@@ -255,7 +255,7 @@ def test_the_keyboard_alone_finds_the_miss_and_what_changed(listed):
     ],
 )
 @pytest.mark.full
-def test_nothing_is_cut_off_on_any_screen(listed, scheme, size):
+def test_the_requests_view_fits_every_screen(listed, scheme, size):
     page = listed(viewport={"width": size[0], "height": size[1]}, color_scheme=scheme)
     long = (
         LISTED[4]
@@ -270,7 +270,8 @@ def test_nothing_is_cut_off_on_any_screen(listed, scheme, size):
     assert page.evaluate(OUTSIDE) == []
 
 
-def test_the_reason_under_an_answer_leads_to_its_request(stand_in, live_server):
+@pytest.mark.full
+def test_the_miss_reason_links_to_its_request(stand_in, live_server):
     page = stand_in()
     request_id = ask(live_server, "Sunday")
     page.evaluate("(id) => { window.requestId = id; }", request_id)
@@ -294,7 +295,7 @@ def shown(page, **told):
 
 
 @pytest.mark.full
-def test_only_texts_that_differ_stand_side_by_side(listed):
+def test_only_different_texts_are_shown_side_by_side(listed):
     page = listed()
     for told, captions, said in (
         (
@@ -318,7 +319,7 @@ def test_only_texts_that_differ_stand_side_by_side(listed):
 
 
 @pytest.mark.full
-def test_only_a_request_with_a_difference_has_a_position(listed):
+def test_a_position_is_shown_only_for_requests_with_a_difference(listed):
     page = listed()
     for cause, has_position in (
         ("first_seen", False),
@@ -331,14 +332,14 @@ def test_only_a_request_with_a_difference_has_a_position(listed):
         assert ("Position" in facts, "Request" in facts) == (has_position, True), cause
 
 
-def test_a_request_that_is_gone_says_so(listed):
+def test_an_expired_request_is_reported(listed):
     visit = listed()
     visit.expected_failures = ("404",)
     visit.click("[aria-controls=why-req-0]")
     visit.shows("#why-req-0", "This request is no longer kept.")
 
 
-def test_no_key_sees_another_s(visiting, keyed_server):
+def test_requests_of_other_keys_are_hidden(visiting, keyed_server):
     first, second = ({"Authorization": f"Bearer {key}"} for key in keyed_server.keys)
     ids = [ask(keyed_server, "Monday", headers=headers) for headers in (first, second)]
     visit = visiting(keyed_server.base_url)
@@ -354,7 +355,7 @@ def test_no_key_sees_another_s(visiting, keyed_server):
         visit.expects(f"[aria-controls=why-{ids[1 - at]}]").to_have_count(0)
 
 
-def test_it_asks_only_while_it_can_be_seen(visiting, live_server):
+def test_the_requests_view_polls_only_while_visible(visiting, live_server):
     visit = visiting(live_server.base_url)
     visit.clock.install()
     asked = []

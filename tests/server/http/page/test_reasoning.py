@@ -8,7 +8,7 @@ pytestmark = pytest.mark.slow
 ANSWER = {"role": "assistant", "content": "4", "reasoning_content": "Two and two.\nThat is four."}
 
 
-def test_thoughts_are_folded_and_their_seconds_counted(stand_in):
+def test_reasoning_is_collapsed_and_timed(stand_in):
     page = stand_in()
     page.stop_clock()
     page.begin("2 + 2?")
@@ -35,7 +35,8 @@ def test_thoughts_are_folded_and_their_seconds_counted(stand_in):
     page.shows(".answer-body", "4")
 
 
-def test_thoughts_are_opened_by_the_keyboard_and_not_read_out_by_themselves(stand_in):
+@pytest.mark.full
+def test_reasoning_opens_by_keyboard_and_is_not_announced(stand_in):
     page = stand_in()
     page.begin("2 + 2?")
     page.deltas({"reasoning_content": "Two and two."}, {"content": "4"})
@@ -51,7 +52,7 @@ def test_thoughts_are_opened_by_the_keyboard_and_not_read_out_by_themselves(stan
     expect(details.locator(".text")).to_be_hidden()
 
 
-def test_an_answer_is_sent_back_with_its_thoughts_and_copied_without(stand_in):
+def test_reasoning_is_sent_back_but_not_copied(stand_in):
     page = stand_in()
     page.visit.context.grant_permissions(["clipboard-read", "clipboard-write"])
     page.begin("2 + 2?")
@@ -76,7 +77,7 @@ def test_an_answer_is_sent_back_with_its_thoughts_and_copied_without(stand_in):
 
 
 @pytest.mark.full
-def test_thoughts_that_led_to_nothing_are_shown_but_not_sent_again(stand_in):
+def test_reasoning_without_an_answer_is_shown_but_not_sent_back(stand_in):
     page = stand_in()
     page.begin("2 + 2?")
     page.deltas({"reasoning_content": "Hm."})

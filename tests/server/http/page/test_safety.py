@@ -76,12 +76,12 @@ def joined(size):
     return groups + [payload for payload in PAYLOADS if "```" in payload]
 
 
-def test_there_are_fifty_different_payloads():
+def test_at_least_fifty_different_payloads():
     assert len(set(PAYLOADS)) == len(PAYLOADS) >= 50
 
 
 @pytest.mark.parametrize("size", [10, pytest.param(1, marks=pytest.mark.full)])
-def test_prompts_are_shown_as_they_are(visit, size):
+def test_prompts_are_shown_as_text(visit, size):
     visit.settings(max_tokens="1")
     for payload in joined(size):
         visit.click("#new-chat")  # all together they would not fit into the model's context
@@ -91,7 +91,7 @@ def test_prompts_are_shown_as_they_are(visit, size):
 
 
 @pytest.mark.parametrize("size", [10, pytest.param(1, marks=pytest.mark.full)])
-def test_answers_are_shown_as_they_are(visit, size):
+def test_answers_are_shown_as_text(visit, size):
     visit.route("**/v1/chat/completions", _echo)
     for number, payload in enumerate(joined(size), start=1):
         visit.ask(payload)
@@ -101,7 +101,7 @@ def test_answers_are_shown_as_they_are(visit, size):
         _untouched(visit, number)
 
 
-def test_thoughts_calls_and_results_are_shown_as_they_are(stand_in):
+def test_reasoning_tool_calls_and_results_are_shown_as_text(stand_in):
     """All calls of one answer, and again of the next, with the results before them."""
     page = stand_in()
     page.ask("Hello")
@@ -135,7 +135,7 @@ def test_thoughts_calls_and_results_are_shown_as_they_are(stand_in):
     _untouched(page.visit, 1, {"DETAILS", "SUMMARY", "LABEL", "TEXTAREA"})
 
 
-def test_what_else_the_server_says_is_shown_as_it_is(visit, live_server):
+def test_other_server_text_is_shown_as_text(visit, live_server):
     visit.expected_failures = ("400",)
     visit.serve("**/v1/models", {"data": [{"id": PAYLOADS[4]}]})
     error = {"error": {"message": PAYLOADS[0], "code": PAYLOADS[7]}}
@@ -158,7 +158,7 @@ def test_what_else_the_server_says_is_shown_as_it_is(visit, live_server):
     _untouched(visit, 1)
 
 
-def test_models_and_presets_are_shown_as_they_are(visit):
+def test_models_and_presets_are_shown_as_text(visit):
     """In the list, the choice, the palette, the confirmation and the settings."""
     names = [payload.replace("\u0000", "") for payload in PAYLOADS]
     rows = [
@@ -195,7 +195,7 @@ def test_models_and_presets_are_shown_as_they_are(visit):
     assert visit.evaluate("window.hacked") is None
 
 
-def test_requests_are_shown_as_they_are(visit):
+def test_requests_are_shown_as_text(visit):
     visit.evaluate("document.body.classList.add('several')")  # so that rows name their model
     texts = ("request_id", "cause", "field", "field_before", "compared_with", "model")
     listed = [
@@ -240,7 +240,7 @@ def test_requests_are_shown_as_they_are(visit):
     assert visit.url.rstrip("/") == visit.origin
 
 
-def test_figures_of_the_wrong_type_are_not_markup(visit, answering):
+def test_statistics_of_the_wrong_type_are_shown_as_text(visit, answering):
     bad = PAYLOADS[4]
     usage = {
         "prompt_tokens": bad,
@@ -261,7 +261,7 @@ def test_figures_of_the_wrong_type_are_not_markup(visit, answering):
     _untouched(visit, 2)
 
 
-def test_the_browser_itself_would_refuse(visit):
+def test_the_content_security_policy_blocks_scripts(visit):
     visit.expected_failures = ("Content Security Policy", "Trusted", "violates")
     refused = visit.evaluate(
         f"""() => {{

@@ -38,7 +38,7 @@ def weather(stand_in):
     return page
 
 
-def test_arguments_are_raw_while_they_come_and_laid_out_at_the_end(stand_in):
+def test_arguments_are_raw_while_streamed_and_formatted_at_the_end(stand_in):
     page = stand_in()
     page.begin("Weather?")
     page.call("get_weather", ARGUMENTS[:20])
@@ -54,7 +54,7 @@ def test_arguments_are_raw_while_they_come_and_laid_out_at_the_end(stand_in):
     assert "No answer" not in page.locator(".turn").inner_text()
 
 
-def test_arguments_are_copied_as_they_are_laid_out(weather):
+def test_formatted_arguments_are_copied(weather):
     weather.context.grant_permissions(["clipboard-read", "clipboard-write"])
     weather.stop_timers()  # or "Copied" would go
     weather.button("Copy arguments").click()
@@ -79,7 +79,7 @@ def test_long_names_and_texts_fit_a_phone(stand_in):
         assert page.locator(place).evaluate(fits), place
 
 
-def test_a_result_is_sent_and_the_conversation_goes_on(weather):
+def test_a_tool_result_is_sent_and_the_conversation_continues(weather):
     weather.get_by_label("Result of get_weather").fill(' {"sun": true}\n')
     weather.button("Send result").click()
     thought = {
@@ -107,7 +107,7 @@ def test_a_result_is_sent_and_the_conversation_goes_on(weather):
     weather.end("stop")
 
 
-def test_several_calls_are_answered_together_by_the_keyboard_alone(stand_in):
+def test_several_calls_are_answered_by_keyboard(stand_in):
     page = stand_in()
     keyboard = page.keyboard
     keyboard.type("Weather?")
@@ -148,7 +148,7 @@ def test_several_calls_are_answered_together_by_the_keyboard_alone(stand_in):
     page.end("stop")
 
 
-def test_a_call_without_a_result_is_not_sent_again(weather):
+def test_a_call_without_a_result_is_not_sent_back(weather):
     weather.ask("Never mind. Hello?")
     assert weather.asked(2)["messages"] == [{"role": "user", "content": "Never mind. Hello?"}]
     first = weather.locator(".turn").first
@@ -160,7 +160,7 @@ def test_a_call_without_a_result_is_not_sent_again(weather):
 
 @pytest.mark.parametrize("how", ["length", "stopped"])
 @pytest.mark.full
-def test_a_call_that_was_cut_waits_for_nothing(stand_in, how):
+def test_a_truncated_call_expects_no_result(stand_in, how):
     page = stand_in()
     page.begin("Weather?")
     page.deltas({"content": "Let me see."})
@@ -183,7 +183,7 @@ def test_a_call_that_was_cut_waits_for_nothing(stand_in, how):
 
 
 @pytest.mark.full
-def test_another_answer_keeps_the_results_before_it(weather):
+def test_regenerating_keeps_earlier_tool_results(weather):
     weather.get_by_label("Result of get_weather").fill("rain")
     weather.keyboard.press("Enter")
     first = weather.asked(2)["messages"]
@@ -202,7 +202,7 @@ def test_another_answer_keeps_the_results_before_it(weather):
 
 
 @pytest.mark.full
-def test_a_call_can_be_asked_for_anew_and_the_question_edited(weather):
+def test_a_call_can_be_regenerated_and_its_question_edited(weather):
     weather.button("Regenerate").click()
     assert weather.asked(2)["messages"] == [QUESTION]
     assert weather.count(".call") == 0
@@ -219,7 +219,7 @@ def test_a_call_can_be_asked_for_anew_and_the_question_edited(weather):
     weather.end("stop")
 
 
-def test_tools_choice_and_schema_are_sent_kept_and_reset(stand_in):
+def test_tools_choice_and_schema_are_sent_stored_and_reset(stand_in):
     page = stand_in()
     page.click("nav [data-view=settings]")
     page.get_by_label("Tools (JSON)").fill(json.dumps(TOOLS))
@@ -242,7 +242,8 @@ def test_tools_choice_and_schema_are_sent_kept_and_reset(stand_in):
     page.end("stop")
 
 
-def test_json_that_is_wrong_is_marked_when_it_is_left_and_stops_what_would_be_sent(weather):
+@pytest.mark.full
+def test_invalid_json_is_marked_and_blocks_sending(weather):
     weather.get_by_label("Result of get_weather").fill("rain")
     weather.click("nav [data-view=settings]")
     weather.focus("#tools")
@@ -268,7 +269,7 @@ def test_json_that_is_wrong_is_marked_when_it_is_left_and_stops_what_would_be_se
     weather.end("stop")
 
 
-def test_a_call_by_the_model_itself_and_its_result(visit):
+def test_a_tool_call_of_a_real_model_and_its_result(visit):
     """With the real server and the bundled model, whose template shows no tools."""
     schema = {"type": "object", "properties": {"city": {"enum": ["Wien"]}}, "required": ["city"]}
     schema["additionalProperties"] = (

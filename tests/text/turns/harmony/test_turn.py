@@ -168,7 +168,7 @@ def test_the_format_is_read_from_the_template():
     assert as_text.calls.arguments_as_text
 
 
-def test_calls_in_other_words_are_not_known():
+def test_unknown_call_formats_are_not_recognized():
     text = TEMPLATE.replace("to=functions.", "for:")
     found = turn_format(ChatTemplate(text, model_name="m", variables={}).render)
     assert found.channels is not None
@@ -176,7 +176,7 @@ def test_calls_in_other_words_are_not_known():
 
 
 @pytest.mark.parametrize("name", TURNS)
-def test_recorded_turns_cut_everywhere(name):
+def test_recorded_turns_parse_at_any_split(name):
     text, wanted = TURNS[name]
     assert read(text) == wanted
     assert read(*text) == wanted, "character by character"
@@ -186,14 +186,14 @@ def test_recorded_turns_cut_everywhere(name):
 
 @settings(deadline=None)
 @given(st.sampled_from(sorted(TURNS)), st.lists(st.integers(0, 200), max_size=6))
-def test_recorded_turns_in_any_pieces(name, cuts):
+def test_recorded_turns_parse_in_any_pieces(name, cuts):
     text, wanted = TURNS[name]
     places = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
     assert read(*(text[a:b] for a, b in itertools.pairwise(places))) == wanted
 
 
 @pytest.mark.parametrize("name", TURNS)
-def test_what_is_shown_is_never_taken_back(name):
+def test_emitted_parts_are_never_retracted(name):
     """A stream shows prefixes of what the whole text says."""
     text, wanted = TURNS[name]
     parser = TurnParser(FORMAT, TOOLS, reasoning="possible", calls=True)
@@ -217,11 +217,11 @@ def test_what_is_shown_is_never_taken_back(name):
         ("opened", f"Hm.<|end|><|start|>assistant{CALL}", [ReasoningDelta("Hm."), *WEATHER]),
     ],
 )
-def test_prompts_that_end_inside_of_a_message(state, text, wanted):
+def test_prompts_that_end_within_a_message(state, text, wanted):
     assert read(text, reasoning=state) == read(*text, reasoning=state) == wanted
 
 
-def test_a_tool_may_have_the_longest_name():
+def test_the_longest_tool_name_is_parsed():
     name = "n" * 128
     text = (
         f"{THOUGHT} to=functions.{name}<|channel|>commentary "
@@ -230,7 +230,7 @@ def test_a_tool_may_have_the_longest_name():
     assert read(text, tools=[Tool(name, {})])[1:] == [CallStart(0, name), CallArguments(0, "{}")]
 
 
-def test_where_no_call_is_wanted_none_is_shown():
+def test_calls_are_text_if_not_requested():
     (part,) = read(CALL, calls=False)
     assert part == ContentDelta(CALL.removesuffix("<|call|>"))
 
@@ -243,7 +243,7 @@ def test_where_no_call_is_wanted_none_is_shown():
         ("<|start|>assistant<|channel|>final<|message|>", "closed"),
     ],
 )
-def test_where_a_prompt_ends(prompt, state):
+def test_the_reasoning_state_follows_from_the_prompt(prompt, state):
     assert FORMAT.reasoning_after(prompt) == state
 
 
@@ -265,7 +265,7 @@ def _tokenizer():
     return Tokenizer(FastCodec(raw), name="m", special_tokens={}, chat_template=TEMPLATE)
 
 
-def test_a_history_as_the_template_takes_it():
+def test_a_history_is_converted_for_the_template():
     """Thoughts and words in front of calls are thoughts; calls of one message are messages, each
     with its result.
     """
@@ -298,7 +298,7 @@ def test_a_history_as_the_template_takes_it():
     )
 
 
-def test_results_without_ids_stay_in_their_order():
+def test_results_without_ids_keep_their_order():
     calls = [{"function": {"name": name, "arguments": "{}"}} for name in ("a", "b")]
     messages = [
         {"role": "assistant", "content": "", "tool_calls": calls},
@@ -310,7 +310,7 @@ def test_results_without_ids_stay_in_their_order():
     assert [len(message["tool_calls"]) for message in found[:2]] == [1, 1]
 
 
-def test_messages_without_calls_stay_as_they_are():
+def test_messages_without_calls_are_unchanged():
     messages = [
         {"role": "user", "content": "x"},
         {"role": "assistant", "content": "y", "reasoning_content": "z"},
@@ -332,7 +332,7 @@ def _read(text, kept):
     return reader
 
 
-def test_an_answer_is_kept_as_clients_send_it_back():
+def test_answers_are_stored_as_clients_return_them():
     kept = {}
     text, _ = TURNS["an answer that is thought about"]
     reader = _read(text, kept)
@@ -382,7 +382,7 @@ BOTH = pytest.mark.parametrize("special", [True, False], ids=["as special tokens
 @pytest.mark.parametrize(
     "front", ["", THOUGHT, THOUGHT * 2, THOUGHT.replace("analysis", "commentary")]
 )
-def test_what_a_grammar_takes(special, front):
+def test_the_grammar_accepts_valid_turns(special, front):
     taken = words(special).takes
     for choice, calls, answers in (
         ("auto", True, True),
@@ -409,13 +409,13 @@ def test_what_a_grammar_takes(special, front):
         THOUGHT.removesuffix("<|start|>assistant") + FINAL,
     ],
 )
-def test_what_a_grammar_does_not_take(special, wrong):
+def test_the_grammar_rejects_invalid_turns(special, wrong):
     for choice in ("auto", "required"):
         assert not words(special).takes(_grammar(special, choice), wrong)
 
 
 @BOTH
-def test_prompts_that_end_elsewhere_have_grammars_of_their_own(special):
+def test_the_grammar_depends_on_the_prompts_end(special):
     taken = words(special).takes
     thought = THOUGHT.removeprefix("<|channel|>analysis<|message|>")
     assert taken(_grammar(special, "required", "opened"), thought + PLAIN_CALL)
@@ -430,7 +430,7 @@ def test_prompts_that_end_elsewhere_have_grammars_of_their_own(special):
 
 
 @BOTH
-def test_an_answer_in_json_stands_in_its_channel(special):
+def test_a_json_answer_is_in_the_final_channel(special):
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
     lone = answer_grammar(
         FORMAT, schema, reasoning="possible", special_id=words(special).codec.marker_id
@@ -447,7 +447,7 @@ def test_an_answer_in_json_stands_in_its_channel(special):
     assert not words(special).takes(lone, PLAIN_CALL)
 
 
-def test_what_a_grammar_takes_is_read_as_a_call_that_fits():
+def test_accepted_calls_match_their_schema():
     _, start, arguments = read(THOUGHT + PLAIN_CALL)
     assert isinstance(start, CallStart)
     assert isinstance(arguments, CallArguments)
