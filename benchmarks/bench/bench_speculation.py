@@ -238,23 +238,26 @@ def _follow(script: Script) -> None:
 def _draft(script: Script, acceptance: Sequence[float]) -> None:
     """Make the head draft tokens of the script with these probabilities, by position."""
     rng = np.random.default_rng(0)
+    push = model_drafts.ModelTurn.push
+    place = 0
+
+    def push_at_place(turn: model_drafts.ModelTurn, logits: Any) -> None:
+        nonlocal place
+        place = len(turn.tokens)
+        push(turn, logits)
 
     def sampler(*args: Any, **more: Any) -> Any:
-        place = 0
-        length = -1
-
         def sample(logits: Any, token_ids: Sequence[int], num_prompt: int, largest: Any) -> int:
-            nonlocal place, length
-            place = place + 1 if len(token_ids) == length + 1 else 0
-            length = len(token_ids)
             answer = script[tuple(token_ids[:num_prompt])]
-            token = answer[min(length - num_prompt, len(answer) - 1)]
+            token = answer[min(len(token_ids) - num_prompt, len(answer) - 1)]
             is_right = rng.random() < acceptance[min(place, len(acceptance) - 1)]
             return token if is_right else token + 1
 
         return sample
 
     model_drafts.make_sampler = sampler
+    # The position in the draft is not known to a sampler.
+    model_drafts.ModelTurn.push = push_at_place
     # Its probabilities say nothing.
     model_drafts.ModelTurn._is_too_unlikely = lambda *arguments: False
 
@@ -271,10 +274,18 @@ def main() -> None:
     )
     options.add_argument("--kv-cache-bits", type=int, default=16, choices=(16, 8, 4))
     options.add_argument("--only", choices=("real", "random"), help="measure only this model")
+    names = [task.name for task in TASKS]
+    options.add_argument(
+        "--task",
+        action="append",
+        choices=names,
+        help="measure only this task; repeat for several; default: all, and eight chats together",
+    )
     options.add_argument(
         "--peers-python", type=Path, default=Path(__file__).parents[2] / ".venv-peers/bin/python"
     )
     chosen = options.parse_args()
+    tasks = [task for task in TASKS if task.name in (chosen.task or names)]
     if chosen.quick:
         chosen.shape = "tiny"
         chosen.rounds = 1
@@ -289,12 +300,13 @@ def main() -> None:
         if chosen.only != "random":
             bench = Bench(engine, "SmolLM2-135M", chosen.rounds)
             bench.costs()
-            for task in TASKS:
+            for task in tasks:
                 bench.task(task)
-            bench.together(TASKS[-1])
+            if chosen.task is None:
+                bench.together(TASKS[-1])
             if chosen.peers_python.exists():
                 lookup = Lookup(chosen.peers_python, real_model(), chosen)
-                for task in TASKS:
+                for task in tasks:
                     lookup.task(bench, task)
             rows += bench.rows
     if chosen.only != "real":
@@ -307,9 +319,10 @@ def main() -> None:
         with CPUPagedEngine.from_pretrained(str(model), **common) as engine:
             bench = Bench(engine, f"{chosen.shape} {chosen.quant}", chosen.rounds, script)
             bench.costs()
-            for task in TASKS:
+            for task in tasks:
                 bench.task(task)
-            bench.together(TASKS[-1])
+            if chosen.task is None:
+                bench.together(TASKS[-1])
             rows += bench.rows
     harness.report("bench_speculation", rows, options=chosen)
 
