@@ -31,7 +31,7 @@ def test_parameters_by_position_and_keyword():
 
 @pytest.mark.parametrize("length", [0, 31, 32, 128, 159, 160, 300])
 @pytest.mark.parametrize("least", [1, 32])
-def test_fixed_chunks_are_windows_without_short_ones(length, least):
+def test_fixed_chunks_drop_short_ones(length, least):
     ids = IDS[:length]
     registry = ChunkRegistry(min_chunk_tokens=least)
     assert registry.split(ids) == registry.split(ids, "text", None) == windows(ids, 128, least)
@@ -47,7 +47,7 @@ def test_a_document_is_one_chunk():
     assert registry.split(token_ids=IDS[:5], text="", boundary_tokens=set()) == [(0, 5, IDS[:5])]
 
 
-def test_semantic_cuts_need_the_text_of_tokens():
+def test_semantic_chunks_need_token_texts():
     registry = ChunkRegistry(16, "semantic", 1, 4)
     with pytest.raises(RequestError, match=r"engine\.chunk_registry, which has a tokenizer"):
         registry.split(IDS)

@@ -13,7 +13,7 @@ TEXT_OPTIONS = ("runner", "backend", "dtype", "device", "revision", "token", "te
 
 @pytest.mark.parametrize("name", TEXT_OPTIONS)
 @pytest.mark.parametrize("value", [[], {}, 3, True, b"x", np.array(["auto", "cpu"])], ids=repr)
-def test_what_is_no_text_is_refused_by_name(name, value):
+def test_non_string_values_are_refused_by_name(name, value):
     with pytest.raises(ConfigError, match=rf"^{name}\b.*must be a string"):
         EngineConfig.from_options(**{name: value})
 
@@ -39,7 +39,7 @@ def test_what_is_no_text_is_refused_by_name(name, value):
     ],
     ids=repr,
 )
-def test_kv_cache_bits_that_are_not_offered(value):
+def test_unsupported_kv_cache_bits_are_refused(value):
     with pytest.raises(ConfigError, match=r"^kv_cache_bits="):
         EngineConfig.from_options(kv_cache_bits=value)
 
@@ -71,12 +71,12 @@ def test_kv_cache_bits_as_text(text, value):
 
 
 @pytest.mark.parametrize("text", ["", ",", "8,", "eight", "8,4,4", "-8", "8.0"])
-def test_text_that_is_no_kv_cache_bits(text):
+def test_invalid_kv_cache_bits_text_is_refused(text):
     with pytest.raises(ConfigError, match=r"^kv_cache_bits="):
         kv_bits_from_text(text)
 
 
-def test_a_disk_tier_is_a_path_and_a_bound():
+def test_a_disk_tier_has_a_path_and_a_size():
     assert EngineConfig.from_options(disk_cache_dir="off").disk_cache_dir is None
     assert (
         EngineConfig.from_options(disk_cache_dir="x", max_disk_bytes=8e9).max_disk_bytes
@@ -95,7 +95,7 @@ def test_a_disk_tier_is_a_path_and_a_bound():
     ],
     ids=str,
 )
-def test_what_no_disk_tier_can_be(options, named):
+def test_invalid_disk_tier_options_are_refused(options, named):
     with pytest.raises(ConfigError, match=re.escape(named)):
         EngineConfig.from_options(**options)
 
@@ -115,7 +115,7 @@ def test_threads_are_bounded():
         ({"redis_url": "redis://:hidden@host", "redis_trust": "yes"}, "redis_trust='yes'"),
     ],
 )
-def test_a_redis_server_is_named_by_a_url_that_is_never_shown(options, named):
+def test_the_redis_url_is_never_shown(options, named):
     with pytest.raises(ConfigError, match=named) as caught:
         EngineConfig.from_options(**options)
     assert "hidden" not in str(caught.value)

@@ -85,7 +85,7 @@ def test_the_table_lists_no_other_names():
     ("module", "name"),
     [(module, name) for module, names in NOT_OFFERED.items() for name in names.split()],
 )
-def test_names_that_are_not_offered_say_what_to_use(module, name):
+def test_unavailable_names_suggest_an_alternative(module, name):
     wanted = rf"kvboost_edge{module}\.{name} is not available: .*(use|choose|leave) "
     with pytest.raises(ImportError, match=wanted) as failure:
         getattr(importlib.import_module(f"kvboost_edge{module}"), name)

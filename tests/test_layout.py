@@ -39,7 +39,7 @@ FIXED_NAMES = {
 }
 
 
-def test_tests_lie_where_their_rooms_do():
+def test_folders_mirror_the_package():
     folders = {path.parent.relative_to(ROOT / "tests").as_posix() for path in TESTS} - {"."}
     folders = {folder for folder in folders if folder.partition("/")[0] not in SHARED}
     without = {
@@ -109,7 +109,7 @@ def circle(package):
     return []
 
 
-def test_no_imports_form_a_circle():
+def test_no_imports_are_cyclic():
     found = circle("kvboost_edge")
     assert not found, " imports ".join(found)
 
@@ -123,7 +123,7 @@ def test_no_imports_form_a_circle():
     ],
     ids=["plain", "in a function", "for types"],
 )
-def test_a_circle_is_found_wherever_an_import_stands(back, tmp_path, monkeypatch, request):
+def test_an_import_cycle_is_detected(back, tmp_path, monkeypatch, request):
     name = re.sub(r"\W", "_", request.node.name)
     (tmp_path / name).mkdir()
     files = {
@@ -192,7 +192,7 @@ def upward_text_imports(sources):
     return found
 
 
-def test_imports_by_text_point_downward_too():
+def test_imports_by_name_follow_the_layers():
     """Modules that are loaded by name obey the contract of the rooms, with one exception."""
     sources = {
         ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): (
@@ -212,7 +212,7 @@ def test_imports_by_text_point_downward_too():
         'f("kvboost_edge.server.app:make")',
     ],
 )
-def test_an_import_by_text_is_found_wherever_it_points_up(text):
+def test_an_upward_import_by_name_is_detected(text):
     assert upward_text_imports({"kvboost_edge.models.locate": text})
     assert not upward_text_imports({"kvboost_edge.models.locate": '"kvboost_edge.errors"'})
     assert not upward_text_imports({"kvboost_edge.models.locate": '"kvboost_edge is a package"'})
@@ -295,7 +295,7 @@ def test_make_test_runs_every_test_once():
                 )
 
 
-def test_what_may_depend_on_the_number_of_threads_runs_again_with_one():
+def test_thread_dependent_tests_run_again_with_one_thread():
     calls = calls_of("test-all")["one thread"]
     [once_more] = [
         paths for text, paths in calls if Expression.compile(text).evaluate(("full",).__contains__)
@@ -308,7 +308,7 @@ def test_what_may_depend_on_the_number_of_threads_runs_again_with_one():
     )
 
 
-def test_pytest_itself_leaves_nothing_out():
+def test_pytest_settings_deselect_nothing():
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"][
         "pytest"
     ]["ini_options"]
@@ -339,13 +339,13 @@ def test_a_sample_has_every_third_case_and_each_value_of_a_product():
     assert len(kept) == 8
 
 
-def test_the_files_that_begin_a_run_are_there():
+def test_files_that_start_first_exist():
     assert len(set(LONG)) == len(LONG)
     assert [name for name in LONG if not (ROOT / name).is_file()] == []
 
 
 @pytest.mark.parametrize("name", ["tests.txt", "i8mm.txt"])
-def test_the_lists_for_emulated_processors_name_tests_that_exist(name):
+def test_lists_for_emulated_processors_name_existing_tests(name):
     text = (ROOT / "tests" / "arm64" / name).read_text(encoding="utf-8")
     for line in text.splitlines():
         path, _, test = line.partition("=")[2 if line.startswith("--") else 0].partition("::")

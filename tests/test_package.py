@@ -106,7 +106,7 @@ def test_an_unknown_attribute_is_an_attribute_error():
 
 # Ray Serve's own models are written for an older pydantic.
 @pytest.mark.filterwarnings("ignore:Using extra keyword arguments on `Field`:DeprecationWarning")
-def test_every_module_says_what_it_exports():
+def test_every_module_declares_its_exports():
     for path in sorted((ROOT / "kvboost_edge").rglob("*.py")):
         module = (
             path.relative_to(ROOT)
@@ -121,7 +121,7 @@ def test_every_module_says_what_it_exports():
         assert not missing, f"{module} exports what it lacks: {missing}"
 
 
-def test_rooms_import_downward_only():
+def test_packages_import_lower_layers_only():
     done = subprocess.run(
         [Path(sys.executable).with_name("lint-imports"), "--no-cache"],
         capture_output=True,

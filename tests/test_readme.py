@@ -87,7 +87,7 @@ def test_snippets_run_in_order(page, tmp_path):
     assert not [code for code in silent if page not in GUIDES or "print(" in code]
 
 
-def test_the_table_of_families_is_what_the_code_says():
+def test_the_table_of_families_equals_the_code():
     table = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `(\w+)` \| (.*) \|$", table, flags=re.MULTILINE)
     said = {
@@ -177,7 +177,7 @@ def _anchors(page):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_links_lead_somewhere(page):
+def test_links_have_targets(page):
     for path, anchor in re.findall(
         r"\]\((?!https?:)([^)#]*)(?:#([^)]*))?\)", page.read_text(encoding="utf-8")
     ):

@@ -54,7 +54,7 @@ def test_markdown_gives_headings_items_and_cells(tmp_path):
     ]
 
 
-def test_the_page_gives_what_it_shows(tmp_path):
+def test_the_page_gives_its_visible_texts(tmp_path):
     html = tmp_path / "a.html"
     html.write_text(
         '<button title="Stop this answer now">Stop</button>\n<p>Ask your own question.</p>'

@@ -83,14 +83,14 @@ def is_right_in_every_order(kernels, case, form):
 @pytest.mark.parametrize(
     ("case", "kind", "head_dim", "warps_m"), pairwise(CORE, KINDS, HEAD_DIMS, (4, 1))
 )
-def test_attention_of_every_form_is_the_oracles_in_every_order(
+def test_every_attention_variant_equals_the_oracle_in_every_order(
     kernels, case, kind, head_dim, warps_m
 ):
     is_right_in_every_order(kernels, CORE[case], Form(*KINDS[kind], head_dim, warps_m))
 
 
 @pytest.mark.parametrize(("case", "kind", "warps_m"), each_once(MORE, KINDS, (4, 1)))
-def test_attention_is_the_oracles_in_every_order(kernels, case, kind, warps_m):
+def test_attention_equals_the_oracle_in_every_order(kernels, case, kind, warps_m):
     is_right_in_every_order(kernels, MORE[case], Form(*KINDS[kind], 64, warps_m))
 
 
@@ -98,7 +98,7 @@ def test_attention_is_the_oracles_in_every_order(kernels, case, kind, warps_m):
     ("head_dim", "warps_m", "is_wmma"),
     pairwise((8, 40, 72, 80, 112, 160, 192, 248), (4, 1), (False, True)),
 )
-def test_a_head_dim_between_two_forms_takes_the_larger(kernels, head_dim, warps_m, is_wmma):
+def test_a_head_dim_between_two_variants_uses_the_larger(kernels, head_dim, warps_m, is_wmma):
     form = Form(is_wmma, F16, min(dim for dim in HEAD_DIMS if dim >= head_dim), warps_m)
     for splits in (1, 2):
         case = Case(
@@ -111,7 +111,7 @@ def test_a_head_dim_between_two_forms_takes_the_larger(kernels, head_dim, warps_
         is_right_in_every_order(kernels, case, form)
 
 
-def test_a_row_does_not_depend_on_who_else_is_in_the_batch(kernels):
+def test_a_row_does_not_depend_on_the_batch(kernels):
     form = Form(False, F16, 64, 4)
     case = Case(((40, 100), (7, 30), (1, 64)), (4, 2))
     inputs = make_inputs(case, form)

@@ -49,7 +49,7 @@ def cases(draw):
     ),
     schedule=st.sampled_from(SCHEDULES),
 )
-def test_attention_of_any_call_is_the_oracles(case, form, schedule):
+def test_random_calls_equal_the_oracle(case, form, schedule):
     inputs = make_inputs(case, form)
     check(case, form, oracle(case, form, inputs), run(library(), case, form, inputs, schedule))
 
@@ -90,7 +90,7 @@ def test_lse_may_be_left_out():
 
 
 @pytest.mark.parametrize("is_wmma", [False, True], ids=["mma", "wmma"])
-def test_fibers_of_the_c_library_do_the_same(is_wmma):
+def test_c_library_fibers_give_the_same_results(is_wmma):
     """Processors other than x86-64 have no others."""
     form = Form(is_wmma, F16, 64, 4)
     case = Case(((20, 90), (3, 70)), (4, 2), block_size=16)

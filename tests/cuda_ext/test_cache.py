@@ -20,7 +20,7 @@ def kernels():
     ("heads", "dim", "block_size", "is_strided"),
     [(1, 8, 16, False), (3, 64, 16, True), (8, 256, 48, False)],
 )
-def test_keys_and_values_go_to_their_slots_and_nothing_else_changes(
+def test_keys_and_values_are_written_only_to_their_slots(
     kernels, heads, dim, block_size, is_strided, schedule
 ):
     rng = np.random.default_rng(1)

@@ -39,11 +39,11 @@ ptxas info    : Used 32 registers, used 0 barriers, 376 bytes cmem[0]
         ("sm_90", 128, 256, 0, 0),
     ],
 )
-def test_ctas_that_fit(name, threads, registers, shared, ctas):
+def test_number_of_ctas_that_fit(name, threads, registers, shared, ctas):
     assert ctas_that_fit(BY_NAME[name], threads, registers, shared) == ctas
 
 
-def test_what_ptxas_says_of_each_kernel():
+def test_ptxas_output_is_parsed():
     assert _kernels(LOG) == [("first", Used(255, 8, 28, 1024)), ("second", Used(32, 0, 0, 0))]
 
 
@@ -77,7 +77,7 @@ def elf():
     return start + b"".join(parts) + b"".join(headers)
 
 
-def test_opcodes_and_numbers_are_read_from_a_file_of_code():
+def test_opcodes_are_read_from_a_sass_file():
     assert opcodes(elf()) == {"kernel": {0x23C: 2, 0x918: 1}}
     assert read_int(elf(), "number") == 77
     with pytest.raises(KeyError):
@@ -86,7 +86,7 @@ def test_opcodes_and_numbers_are_read_from_a_file_of_code():
         opcodes(b"other" * 20)
 
 
-def test_every_form_is_in_a_program():
+def test_every_variant_is_in_a_program():
     forms = {
         machine.name: [form for _, group in programs(machine) for form in group]
         for machine in MACHINES
@@ -128,6 +128,6 @@ def problems(machine, form, used, shared, hmma):
         ("sm_90", ATTENTION, Used(256, 0, 0, 0), 0, 64, ["256 registers", "does not fit"]),
     ],
 )
-def test_what_is_required_of_a_form(name, form, used, shared, hmma, said):
+def test_requirements_of_a_variant(name, form, used, shared, hmma, said):
     found = list(problems(BY_NAME[name], form, used, shared, hmma))
     assert [want in got for want, got in zip(said, found, strict=True)] == [True] * len(said)

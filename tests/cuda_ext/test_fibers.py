@@ -42,7 +42,7 @@ def outcomes(functions, name):
     return found
 
 
-def test_a_kernel_without_fault_gives_the_same_in_every_order(functions):
+def test_a_correct_kernel_gives_the_same_results_in_every_order(functions):
     expected = np.roll(np.arange(NUM_THREADS), -1).tolist()
     assert outcomes(functions, "no_fault") == [expected] * len(SCHEDULES)
 
@@ -74,20 +74,20 @@ def test_a_race_gives_different_results_in_some_orders(functions, name):
         ("matrix_behind_the_end", "is outside of 2048 bytes of shared memory"),
     ],
 )
-def test_what_no_order_makes_right_ends_the_launch_with_its_place(functions, name, message):
+def test_a_kernel_error_names_its_place(functions, name, message):
     for outcome in outcomes(functions, name):
         assert message in outcome
         assert "faulty.cpp:" in outcome or "fibers.h:" in outcome
 
 
-def test_a_copy_that_nobody_waits_for_is_an_error_where_it_is_late(functions):
+def test_an_unawaited_async_copy_is_an_error(functions):
     for (_, timing), outcome in zip(
         SCHEDULES, outcomes(functions, "copy_nobody_waits_for"), strict=True
     ):
         assert isinstance(outcome, str) == (timing == 1)
 
 
-def test_every_f16_and_bf16_reads_as_numpy_reads_it(functions):
+def test_every_f16_and_bf16_value_equals_numpys(functions):
     bits = np.arange(65536, dtype=np.uint16)
     halves = np.array([functions.convert_half(int(b)) for b in bits], dtype=np.float32)
     np.testing.assert_array_equal(halves, bits.view(np.float16).astype(np.float32))
@@ -95,7 +95,7 @@ def test_every_f16_and_bf16_reads_as_numpy_reads_it(functions):
     np.testing.assert_array_equal(brains, (bits.astype(np.uint32) << 16).view(np.float32))
 
 
-def test_numbers_round_to_the_nearest_and_ties_to_even(functions):
+def test_rounding_is_to_nearest_even(functions):
     rng = np.random.default_rng(0)
     numbers = np.concatenate(
         [
@@ -136,14 +136,14 @@ def sanitized(argument):
     )
 
 
-def test_under_the_address_sanitizer_no_form_reads_or_writes_beside_its_memory():
+def test_no_variant_accesses_memory_out_of_bounds():
     done = sanitized("attention")
     assert done.returncode == 0, done.stderr
     assert done.stdout == "48 launches\n"
 
 
 @pytest.mark.parametrize("name", ["read_behind_the_end", "read_before_the_input"])
-def test_the_address_sanitizer_sees_what_lies_beside_shared_memory_and_arrays(name):
+def test_the_address_sanitizer_detects_out_of_bounds_accesses(name):
     done = sanitized(name)
     assert done.returncode == 77
     assert "heap-buffer-overflow" in done.stderr

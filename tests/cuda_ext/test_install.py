@@ -39,7 +39,7 @@ def say_built_for(monkeypatch, version, cuda):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: note)
 
 
-def test_without_a_compiled_part_it_imports_and_says_what_is_missing(library):
+def test_without_the_compiled_part_the_import_names_what_is_missing(library):
     import kvboost_edge_cuda
 
     q = torch.zeros(1, 1, 1, 64, dtype=torch.float16)
@@ -48,7 +48,7 @@ def test_without_a_compiled_part_it_imports_and_says_what_is_missing(library):
     assert "no compiled part" in library.unavailable_reason()
 
 
-def test_one_built_for_another_torch_is_refused_with_both_versions(library, tmp_path, monkeypatch):
+def test_a_build_for_another_torch_is_refused(library, tmp_path, monkeypatch):
     (tmp_path / "_compiled.so").write_bytes(b"not looked at")
     say_built_for(monkeypatch, "2.6.0+cu118", "11.8")
     said = library.unavailable_reason()
@@ -57,13 +57,13 @@ def test_one_built_for_another_torch_is_refused_with_both_versions(library, tmp_
     assert "FORCE_CUDA=1 pip install" in said
 
 
-def test_one_that_cannot_be_loaded_is_named(library, tmp_path, monkeypatch):
+def test_a_library_that_cannot_be_loaded_is_named(library, tmp_path, monkeypatch):
     (tmp_path / "_compiled.so").write_bytes(b"no library")
     say_built_for(monkeypatch, torch.__version__, torch.version.cuda)
     assert "_compiled.so of kvboost_edge_cuda cannot be loaded" in library.unavailable_reason()
 
 
-def test_the_version_is_that_of_the_installed_package(monkeypatch):
+def test_the_version_equals_the_installed_packages(monkeypatch):
     import kvboost_edge_cuda
 
     def not_installed(name):
@@ -115,9 +115,7 @@ def have_nvcc(monkeypatch, folder, release):
     monkeypatch.setattr(cpp_extension, "CUDA_HOME", str(folder / "home"))
 
 
-def test_without_cuda_the_python_part_alone_is_installed_unless_it_is_forced(
-    run_setup, monkeypatch, capsys
-):
+def test_without_cuda_only_the_python_part_is_installed(run_setup, monkeypatch, capsys):
     monkeypatch.setattr(torch.version, "cuda", None)
     assert run_setup("0") == {}
     assert "installed without its compiled part: torch" in capsys.readouterr().err
@@ -125,7 +123,7 @@ def test_without_cuda_the_python_part_alone_is_installed_unless_it_is_forced(
         run_setup("1")
 
 
-def test_without_nvcc_it_says_where_it_looked(run_setup, monkeypatch, tmp_path):
+def test_without_nvcc_the_error_names_the_searched_paths(run_setup, monkeypatch, tmp_path):
     monkeypatch.setattr(torch.version, "cuda", "12.4")
     monkeypatch.setattr(cpp_extension, "CUDA_HOME", str(tmp_path / "nowhere"))
     with pytest.raises(SystemExit, match=r"no nvcc at .*nowhere/bin/nvcc"):

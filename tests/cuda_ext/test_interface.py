@@ -87,7 +87,7 @@ def assert_near(got, wanted):
     ids=str,
 )
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["f16", "bf16"])
-def test_sequences_of_one_length(kernels, len_q, len_k, options, dtype):
+def test_fixed_length_sequences_equal_the_oracle(kernels, len_q, len_k, options, dtype):
     q, k, v = (
         draw(2, rows, heads, 64, dtype=dtype)
         for rows, heads in ((len_q, 6), (len_k, 2), (len_k, 2))
@@ -108,7 +108,7 @@ def test_sequences_of_one_length(kernels, len_q, len_k, options, dtype):
 
 @pytest.mark.parametrize("head_dim", [24, 96, 136])
 @pytest.mark.parametrize("paged", [False, True])
-def test_sequences_of_many_lengths(kernels, head_dim, paged):
+def test_variable_length_sequences_equal_the_oracle(kernels, head_dim, paged):
     lens_q = [1, 0, 30, 4]
     lens_k = [37, 5, 12, 64]
     starts = [ints([0, *torch.tensor(lens).cumsum(0).tolist()]) for lens in (lens_q, lens_k)]
@@ -155,7 +155,7 @@ def test_sequences_of_many_lengths(kernels, head_dim, paged):
 
 @pytest.mark.parametrize("where", ["rows", "indexed rows", "blocks"])
 @pytest.mark.parametrize("num_splits", [0, 3])
-def test_a_cache_that_new_keys_are_put_into(kernels, where, num_splits):
+def test_new_keys_are_written_into_the_cache(kernels, where, num_splits):
     seqlens = [30, 0, 77]
     new = 4
     room = 96
@@ -208,7 +208,7 @@ def test_a_cache_that_new_keys_are_put_into(kernels, where, num_splits):
     )
 
 
-def test_a_cache_without_lengths_is_full_and_an_int_is_every_sequences_length(kernels):
+def test_cache_lengths_default_to_full_and_accept_an_integer(kernels):
     q = draw(2, 1, 4, 64)
     k = draw(2, 50, 4, 64, seed=1)
     v = draw(2, 50, 4, 64, seed=2)
@@ -223,7 +223,7 @@ def test_a_cache_without_lengths_is_full_and_an_int_is_every_sequences_length(ke
         )
 
 
-def test_queries_of_any_strides_are_taken(kernels):
+def test_queries_may_have_any_strides(kernels):
     q = draw(1, 6, 33, 64).transpose(1, 2)
     k = draw(1, 2, 33, 64, seed=1).transpose(1, 2)
     v = draw(1, 33, 2, 64, seed=2)
@@ -234,7 +234,7 @@ def test_queries_of_any_strides_are_taken(kernels):
     assert torch.equal(kernels.flash_attn_func(odd, k, v, causal=True), expected)
 
 
-def test_names_and_order_are_flash_attns(kernels):
+def test_parameters_equal_those_of_flash_attn(kernels):
     tail = "softcap alibi_slopes deterministic return_attn_probs".split()
     varlen = (
         "q k v cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k dropout_p softmax_scale causal "
@@ -284,7 +284,7 @@ KV = (1, 8, 2, 64)
     ],
     ids=lambda value: value if isinstance(value, str) else next(iter(value)),
 )
-def test_what_is_not_supported_is_refused_by_name(kernels, function, given):
+def test_unsupported_options_are_refused_by_name(kernels, function, given):
     with pytest.raises(NotImplementedError, match=next(iter(given))):
         getattr(kernels, function)(draw(*Q), draw(*KV), draw(*KV), **given)
 
@@ -347,7 +347,7 @@ def varlen(kernels, starts_q, starts_k, **more):
         (lambda kernels: kernels.copy_blocks([draw(2, 4)], [(0, 1)]), "a multiple of 16 bytes"),
     ],
 )
-def test_indices_out_of_bounds_are_refused_before_a_launch(loaded, call, message):
+def test_out_of_bounds_indices_are_refused_before_the_launch(loaded, call, message):
     kernels, standin = loaded
     before = standin.launches if standin else 0
     with pytest.raises(ValueError, match=message):
@@ -382,12 +382,12 @@ def slots(kernels, values):
         ((Q, (2, 8, 2, 64), (2, 8, 2, 64)), "2 sequences, but q has 1"),
     ],
 )
-def test_tensors_that_do_not_fit_are_refused_by_the_operator(kernels, shapes, message):
+def test_mismatched_tensors_are_refused_by_the_operator(kernels, shapes, message):
     with pytest.raises(RuntimeError, match=message):
         kernels.flash_attn_func(*(draw(*shape) for shape in shapes))
 
 
-def test_blocks_that_are_no_multiple_of_16_and_mixed_dtypes_are_refused(kernels):
+def test_unsupported_block_sizes_and_mixed_dtypes_are_refused(kernels):
     with pytest.raises(RuntimeError, match="multiple of 16"):
         varlen(kernels, [0, 4], [0, 8], k=draw(3, 24, 2, 64), block_table=ints([[0]]))
     with pytest.raises(RuntimeError, match="BFloat16"):
@@ -396,7 +396,7 @@ def test_blocks_that_are_no_multiple_of_16_and_mixed_dtypes_are_refused(kernels)
         )
 
 
-def test_a_token_without_a_slot_is_passed_over(kernels):
+def test_a_token_without_a_slot_is_skipped(kernels):
     keys = draw(3, 2, 64)
     cache = torch.zeros(2, 16, 2, 64, dtype=torch.float16, device=DEVICE)
     other = cache.clone()
@@ -408,7 +408,7 @@ def test_a_token_without_a_slot_is_passed_over(kernels):
     assert torch.equal(other, 2 * expected)
 
 
-def test_a_copied_block_may_be_copied_on(kernels):
+def test_a_copied_block_can_be_copied_again(kernels):
     pools = [draw(4, 16, 2, 24), draw(4, 32, 1, 64, seed=1)]
     expected = [pool[[1, 1, 2, 1]].clone() for pool in pools]
     kernels.copy_blocks(pools, [(1, 3), (3, 0)])

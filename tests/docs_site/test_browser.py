@@ -90,7 +90,7 @@ def visit(browser):
 
 
 @pytest.mark.parametrize(("path", "look"), CASES)
-def test_axe_finds_nothing(path, look, visit, origin):
+def test_pages_have_no_accessibility_violations(path, look, visit, origin):
     page = visit(f"{origin}/{path}", *look)
     page.evaluate(AXE)
     # Not decided: code under the button that copies it, and signs of one character.

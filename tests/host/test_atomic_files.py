@@ -33,7 +33,7 @@ def _names(directory):
     return sorted(path.name for path in directory.iterdir())
 
 
-def test_a_file_is_named_when_it_is_complete(tmp_path):
+def test_a_file_gets_its_name_when_complete(tmp_path):
     file = open_unfinished(tmp_path)
     file.write(b"all of it")
     assert [name[:5] for name in _names(tmp_path)] == [".new-"]
@@ -47,7 +47,7 @@ def test_a_file_is_named_when_it_is_complete(tmp_path):
     assert (tmp_path / "done").read_bytes() == b"more"
 
 
-def test_only_what_nobody_writes_is_removed(tmp_path):
+def test_files_of_live_writers_are_not_removed(tmp_path):
     command = [sys.executable, "-c", _WRITER, str(tmp_path)]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -65,7 +65,7 @@ def test_only_what_nobody_writes_is_removed(tmp_path):
     other.close()
 
 
-def test_a_directory_is_abandoned_once_no_writer_lives(tmp_path, monkeypatch):
+def test_a_directory_without_live_writers_is_abandoned(tmp_path, monkeypatch):
     assert not is_abandoned(tmp_path)  # nothing was begun there
     first = open_unfinished(tmp_path)
     second = open_unfinished(tmp_path)
@@ -78,7 +78,7 @@ def test_a_directory_is_abandoned_once_no_writer_lives(tmp_path, monkeypatch):
     assert not is_abandoned(tmp_path)  # nothing tells whether they live
 
 
-def test_without_locks_age_decides(tmp_path, monkeypatch):
+def test_without_locks_old_files_are_removed(tmp_path, monkeypatch):
     monkeypatch.setattr(atomic_files, "_lock", lambda handle, wait: None)
     for name, age in ((".new-old", 2 * 24 * 3600), (".new-young", 60)):
         (tmp_path / name).write_bytes(b"x")
@@ -90,7 +90,7 @@ def test_without_locks_age_decides(tmp_path, monkeypatch):
     assert ".new-old" not in names
 
 
-def test_a_disk_that_refuses_meanwhile_is_told_at_the_end(tmp_path, monkeypatch):
+def test_a_failed_background_sync_is_raised_at_the_end(tmp_path, monkeypatch):
     """fsync tells of a failed write once: what the thread was told must not be lost."""
     told = threading.Event()
 
@@ -108,7 +108,7 @@ def test_a_disk_that_refuses_meanwhile_is_told_at_the_end(tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize(("platform", "failures"), [("win32", 0), ("win32", 9), ("linux", 0)])
-def test_a_file_that_is_open_for_a_moment_is_replaced(tmp_path, monkeypatch, platform, failures):
+def test_replacing_a_briefly_open_file_is_retried(tmp_path, monkeypatch, platform, failures):
     left = [failures]
     replace = os.replace
 
@@ -128,7 +128,7 @@ def test_a_file_that_is_open_for_a_moment_is_replaced(tmp_path, monkeypatch, pla
 
 
 @pytest.mark.parametrize(("platform", "tries"), [("win32", 10), ("linux", 1)])
-def test_a_file_that_stays_open_is_refused(tmp_path, monkeypatch, platform, tries):
+def test_replacing_a_file_that_stays_open_fails(tmp_path, monkeypatch, platform, tries):
     tried = []
 
     def never(source, target):

@@ -15,7 +15,7 @@ def machine(root, files):
     return root
 
 
-def test_version_2_takes_the_tightest_parent(tmp_path):
+def test_version_2_uses_the_lowest_limit_of_the_parents(tmp_path):
     root = machine(
         tmp_path,
         {
@@ -34,7 +34,7 @@ def test_version_2_takes_the_tightest_parent(tmp_path):
     assert cpu_quota(root) == 1.5
 
 
-def test_version_2_in_a_container_sees_itself_at_the_top(tmp_path):
+def test_version_2_in_a_container_reads_the_root(tmp_path):
     root = machine(
         tmp_path,
         {
@@ -49,7 +49,7 @@ def test_version_2_in_a_container_sees_itself_at_the_top(tmp_path):
     assert cpu_quota(root) == 0.5
 
 
-def test_version_1_in_a_container_strips_the_root_of_the_mount(tmp_path):
+def test_version_1_in_a_container_strips_the_mount_root(tmp_path):
     root = machine(
         tmp_path,
         {
@@ -100,11 +100,11 @@ def test_version_1_without_a_limit(tmp_path):
         },
     ],
 )
-def test_where_there_is_nothing_to_read_there_is_no_limit(tmp_path, files):
+def test_without_files_there_is_no_limit(tmp_path, files):
     root = machine(tmp_path, files)
     assert memory_limit(root) is None
     assert cpu_quota(root) is None
 
 
-def test_more_used_than_allowed_leaves_nothing():
+def test_usage_above_the_limit_leaves_0_bytes_free():
     assert MemoryLimit(10, 20).free == 0

@@ -20,13 +20,15 @@ def scripts(tmp_path, monkeypatch):
     return made
 
 
-def test_a_program_that_the_shell_finds_has_its_name(scripts, monkeypatch):
+def test_a_program_on_the_path_is_named_without_its_path(scripts, monkeypatch):
     monkeypatch.setenv("PATH", f"{scripts}{os.pathsep}/usr/bin")
     assert command_name() == "kvboost-edge"
 
 
 @pytest.mark.parametrize(("below", "shown"), [("project", ".venv/bin/kvboost-edge"), (".", None)])
-def test_else_it_is_the_path_that_can_be_typed(scripts, tmp_path, monkeypatch, below, shown):
+def test_a_program_off_the_path_is_named_with_its_path(
+    scripts, tmp_path, monkeypatch, below, shown
+):
     other = tmp_path / "other"
     other.mkdir()
     (other / "kvboost-edge").write_text("#!/bin/sh\n")
@@ -36,6 +38,6 @@ def test_else_it_is_the_path_that_can_be_typed(scripts, tmp_path, monkeypatch, b
     assert command_name() == (shown or str(scripts / "kvboost-edge"))
 
 
-def test_without_a_program_it_is_the_name(monkeypatch, tmp_path):
+def test_without_a_program_the_plain_name_is_used(monkeypatch, tmp_path):
     monkeypatch.setattr(sysconfig, "get_path", {"scripts": str(tmp_path)}.__getitem__)
     assert command_name() == "kvboost-edge"

@@ -18,7 +18,7 @@ def system(request, monkeypatch):
 
 
 @pytest.mark.usefixtures("system")
-def test_threads_write_and_read_their_own_places(tmp_path):
+def test_threads_write_and_read_at_their_own_offsets(tmp_path):
     parts = [os.urandom(_PART) for _ in range(64)]
     with open(tmp_path / "file", "w+b", buffering=0) as file, ThreadPoolExecutor(4) as pool:
         target = FileAt(file)
@@ -39,7 +39,7 @@ def test_threads_write_and_read_their_own_places(tmp_path):
 
 
 @pytest.mark.usefixtures("system")
-def test_fewer_bytes_only_where_the_file_ends(tmp_path):
+def test_reads_are_short_only_at_the_end_of_the_file(tmp_path):
     (tmp_path / "file").write_bytes(b"abcdef")
     with open(tmp_path / "file", "rb") as file:
         view = memoryview(bytearray(4))
@@ -48,7 +48,7 @@ def test_fewer_bytes_only_where_the_file_ends(tmp_path):
         assert FileAt(file).read_into(view, 6) == 0
 
 
-def test_short_calls_are_carried_on(tmp_path, monkeypatch):
+def test_short_reads_and_writes_are_continued(tmp_path, monkeypatch):
     """A signal, or a disk that is nearly full, cuts a call short."""
     write = os.pwrite
     read = os.preadv

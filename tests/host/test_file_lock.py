@@ -23,7 +23,7 @@ def is_free(path):
         files.close(handle)
 
 
-def test_a_mapping_holds_its_file_until_it_is_closed(tmp_path):
+def test_a_mapping_locks_its_file_until_closed(tmp_path):
     path = tmp_path / "file"
     path.write_bytes(bytes(100))
     maps = []
@@ -38,7 +38,7 @@ def test_a_mapping_holds_its_file_until_it_is_closed(tmp_path):
     assert is_free(path)
 
 
-def test_whoever_looks_is_waited_for(tmp_path):
+def test_a_brief_lock_is_waited_for(tmp_path):
     path = tmp_path / "file"
     path.write_bytes(bytes(100))
     files = Files()
@@ -54,7 +54,7 @@ def test_whoever_looks_is_waited_for(tmp_path):
         assert not is_free(path)
 
 
-def test_a_lock_that_stays_is_not_waited_for_and_a_deleted_file_stays_mapped(tmp_path, monkeypatch):
+def test_a_permanent_lock_is_not_waited_for(tmp_path, monkeypatch):
     monkeypatch.setattr(file_lock, "_LOOK_S", 0.001)
     path = tmp_path / "file"
     path.write_bytes(b"weights")
@@ -70,7 +70,7 @@ def test_a_lock_that_stays_is_not_waited_for_and_a_deleted_file_stays_mapped(tmp
     mapped.close()
 
 
-def test_one_handle_has_the_exclusive_lock_and_the_position_stays(tmp_path):
+def test_an_exclusive_lock_keeps_the_file_position(tmp_path):
     path = tmp_path / "file"
     path.write_bytes(b"contents")
     with open(path, "r+b", buffering=0) as first, open(path, "r+b", buffering=0) as second:

@@ -20,7 +20,7 @@ X86 = (
 ARM = "processor\t: 0\nBogoMIPS\t: 108.00\nFeatures\t: fp asimd asimddp\nCPU part\t: 0xd0b\n"
 
 
-def test_cpuinfo_of_both_kinds():
+def test_cpuinfo_of_x86_and_arm_is_parsed():
     assert processor.parse_cpuinfo(X86) == ("Some CPU @ 3GHz", frozenset({"fpu", "sse2", "avx2"}))
     assert processor.parse_cpuinfo(ARM) == ("", frozenset({"fp", "asimd", "asimddp"}))
     assert processor.parse_cpuinfo("") == ("", frozenset())
@@ -48,7 +48,7 @@ def test_isa_label(arch, flags, label):
     assert processor.isa_label(arch, frozenset(flags.split())) == label
 
 
-def test_this_machine():
+def test_describe_cpu_of_this_machine():
     info = processor.describe_cpu()
     assert info.model
     assert info.arch
@@ -66,7 +66,7 @@ def test_default_threads(monkeypatch, affinity, quota, threads):
     assert processor.default_num_threads() == threads
 
 
-def test_memory_is_that_of_the_machine_or_the_group(monkeypatch):
+def test_memory_is_the_machines_or_the_cgroups(monkeypatch):
     monkeypatch.setattr(memory, "memory_limit", lambda: None)
     assert 0 < memory.available_bytes() <= memory.total_bytes() == psutil.virtual_memory().total
     monkeypatch.setattr(memory, "memory_limit", lambda: MemoryLimit(1000, 400))
@@ -75,7 +75,7 @@ def test_memory_is_that_of_the_machine_or_the_group(monkeypatch):
     assert memory.total_bytes() == psutil.virtual_memory().total
 
 
-def test_peak_grows_with_what_was_touched_and_is_this_process_own():
+def test_peak_memory_is_this_processes_own():
     slack = 4 << 20  # the kernel counts pages in batches
     before = memory.process_peak()
     block = np.ones(64 << 20, dtype=np.uint8)

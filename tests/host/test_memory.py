@@ -27,7 +27,7 @@ def _region(array):
 
 
 @linux
-def test_pages_count_once_they_were_touched():
+def test_only_touched_pages_are_resident():
     pages = np.frombuffer(
         mmap.mmap(-1, 64 * mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8
     )
@@ -44,7 +44,7 @@ def test_pages_count_once_they_were_touched():
 
 
 @linux
-def test_a_mapped_file_counts_what_was_read_of_it(tmp_path):
+def test_a_mapped_file_counts_its_read_pages(tmp_path):
     (tmp_path / "file").write_bytes(bytes(1024 * mmap.PAGESIZE))
     with open(tmp_path / "file", "rb") as file:
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -57,7 +57,7 @@ def test_a_mapped_file_counts_what_was_read_of_it(tmp_path):
     assert resident_bytes([_region(pages)]) == pages.nbytes
 
 
-def test_a_system_that_does_not_tell(monkeypatch):
+def test_resident_bytes_are_none_if_unknown(monkeypatch):
     def refuse(*_, **__):
         raise FileNotFoundError("/proc/self/pagemap")
 
@@ -65,7 +65,7 @@ def test_a_system_that_does_not_tell(monkeypatch):
     assert resident_bytes([Region(4096, 4096)]) is None
 
 
-def test_without_kernel_files_the_peak_is_known_and_memory_is_given_back(monkeypatch):
+def test_without_proc_files_peak_and_release_still_work(monkeypatch):
     before = memory.process_peak()
 
     def refuse(*_, **__):
@@ -76,7 +76,7 @@ def test_without_kernel_files_the_peak_is_known_and_memory_is_given_back(monkeyp
     memory.give_back()
 
 
-def test_it_gives_back_once_for_each_growth(monkeypatch):
+def test_memory_is_released_once_per_growth(monkeypatch):
     resident = [100 << 20]
     calls = []
 
@@ -99,7 +99,7 @@ def test_it_gives_back_once_for_each_growth(monkeypatch):
     assert calls == [100 << 20, 84 << 20]
 
 
-def test_a_lack_of_descriptors_puts_off_giving_back(monkeypatch):
+def test_running_out_of_descriptors_postpones_the_release(monkeypatch):
     """The engine's thread calls it: an error would end the engine."""
     calls = []
 
@@ -135,7 +135,7 @@ print(before, after)
 
 @linux
 @pytest.mark.alone
-def test_a_process_that_has_compiled_becomes_smaller_and_still_works():
+def test_releasing_compiler_memory_keeps_the_process_working():
     done = subprocess.run(
         [sys.executable, "-c", _GIVE_BACK], capture_output=True, text=True, check=True, timeout=120
     )
@@ -144,7 +144,7 @@ def test_a_process_that_has_compiled_becomes_smaller_and_still_works():
 
 
 @linux
-def test_only_what_nothing_can_write_is_dropped():
+def test_only_read_only_pages_are_dropped():
     import llvmlite.binding  # noqa: F401 - the library is mapped now
 
     regions = memory._unwritten_code("libllvmlite")
@@ -164,7 +164,7 @@ def test_the_process_is_resident():
 
 
 @pytest.mark.parametrize("is_on", [True, False])
-def test_the_search_for_garbage_rests_and_goes_on_as_before(is_on):
+def test_garbage_collection_is_paused_and_restored(is_on):
     before = gc.isenabled()
     try:
         (gc.enable if is_on else gc.disable)()
@@ -179,7 +179,7 @@ def test_the_search_for_garbage_rests_and_goes_on_as_before(is_on):
         (gc.enable if before else gc.disable)()
 
 
-def test_an_own_limit_bounds_what_is_available(monkeypatch):
+def test_a_process_limit_bounds_available_memory(monkeypatch):
     monkeypatch.setattr(memory, "_own_limit", None)
     machine = memory.available_bytes()
     memory.set_own_limit(1_000_000)

@@ -27,7 +27,7 @@ print(allow_open_files(WANTED), *resource.getrlimit(resource.RLIMIT_NOFILE))
         (100, 100, 400, "100 100 100"),
     ],
 )
-def test_the_limit_is_raised_as_far_as_needed_and_allowed(soft, hard, wanted, told):
+def test_the_descriptor_limit_is_raised_as_needed(soft, hard, wanted, told):
     """Never lowered; "may be open, soft limit, hard limit"."""
     limited = f'ulimit -Sn {soft} && ulimit -Hn {hard} && exec "$0" -c "$1"'
     code = ASK.replace("WANTED", str(wanted))

@@ -14,7 +14,7 @@ ROOT_BYTES = tenant_lru._ROOT_BYTES
 Store = TenantLRU[int]
 
 
-def test_a_root_keeps_its_latest_within_its_bytes():
+def test_a_root_keeps_its_newest_values_within_its_bytes():
     store = Store(max_root_bytes=ROOT_BYTES + 100)
     for number in range(20):
         store.keep(b"me", b"root", "used", -1, 10)
@@ -31,7 +31,7 @@ def test_a_root_keeps_its_latest_within_its_bytes():
     assert (store.num_bytes, store.find(b"root", "used")) == (0, None)
 
 
-def test_who_keeps_no_more_than_an_equal_part_loses_nothing():
+def test_an_owner_within_its_share_loses_nothing():
     store = Store(max_bytes=40_000)
     for number in range(4):
         store.keep(b"quiet", b"quiet", f"{number}", number, 2000)
@@ -52,7 +52,7 @@ def test_who_keeps_no_more_than_an_equal_part_loses_nothing():
     ]
 
 
-def test_a_third_one_finds_its_part_and_those_with_more_give():
+def test_a_new_owner_gets_its_share_from_larger_owners():
     store = Store(max_bytes=30 * (ROOT_BYTES + 1000))
     for number in range(40):
         for owner in ("one", "two"):
@@ -68,7 +68,7 @@ def test_a_third_one_finds_its_part_and_those_with_more_give():
     assert held == {"one": 10, "two": 10, "three": 10}
 
 
-def test_of_too_many_owners_the_one_that_came_longest_ago_goes():
+def test_the_oldest_owner_is_dropped_beyond_the_limit():
     store = Store(max_owners=3)
     for owner in (b"a", b"b", b"a", b"c", b"d"):
         for salt in (b"1", b"2"):
@@ -82,7 +82,7 @@ def test_of_too_many_owners_the_one_that_came_longest_ago_goes():
     assert store.num_bytes == 6 * (ROOT_BYTES + 10)
 
 
-def test_a_value_leaves_after_its_time_though_it_was_used():
+def test_a_value_expires_even_if_it_was_used():
     now = 0.0
     store = Store(seconds=10, clock=lambda: now)
     store.keep(b"me", b"root", "a", 1, 10)
@@ -99,7 +99,7 @@ def test_a_value_leaves_after_its_time_though_it_was_used():
     assert store.num_bytes == 0
 
 
-def test_a_root_keeps_as_many_values_as_it_may():
+def test_the_number_of_values_per_root_is_bounded():
     store = Store(max_root_values=2)
     for number in range(3):
         store.keep(b"me", b"root", number, number, 10)
@@ -113,7 +113,7 @@ def test_a_root_keeps_as_many_values_as_it_may():
     assert (store.values(b"root"), store.num_bytes) == ([], 0)
 
 
-def test_a_value_that_grew_counts_with_its_new_size():
+def test_a_grown_value_counts_with_its_new_size():
     store = Store(max_root_bytes=ROOT_BYTES + 100)
     for key in "ab":
         assert store.keep(b"me", b"root", key, 1, 40)
@@ -127,7 +127,7 @@ def test_a_value_that_grew_counts_with_its_new_size():
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_bytes_are_those_of_what_is_kept_and_nobody_with_a_fair_part_loses(seed):
+def test_random_operations_equal_the_reference(seed):
     """Against a plain list of all that was kept and is found again."""
     rng = random.Random(seed)
     most = 20 * ROOT_BYTES

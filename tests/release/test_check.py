@@ -80,9 +80,7 @@ SKIPPED = {"name": "c", "skip_reason": "not found"}
         ([SKIPPED], "missing", ("advisories cannot be reached",)),
     ],
 )
-def test_advisories_fail_and_so_does_what_could_not_be_audited(
-    tmp_path, monkeypatch, found, state, lines
-):
+def test_advisories_and_unaudited_packages_fail(tmp_path, monkeypatch, found, state, lines):
     program = tmp_path / "audit.py"
     program.write_text(f"print({json.dumps({'dependencies': found})!r})")
     monkeypatch.setattr(checks, "tool_path", lambda name: THERE_PATH)

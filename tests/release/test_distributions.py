@@ -45,7 +45,7 @@ def test_complete_distributions_have_no_problem(tmp_path):
 
 
 @pytest.mark.parametrize("name", [f"kvboost_edge/{name}" for name in REQUIRED])
-def test_a_file_that_the_package_needs_is_missed(tmp_path, name):
+def test_a_missing_package_file_is_reported(tmp_path, name):
     """Even if it is not under version control any more."""
     built = made(tmp_path / "dist", wheel=[one for one in PACKAGE if one != name])
     assert content_problems(built, TRACKED) == [f"the wheel lacks {name}"]
@@ -54,7 +54,7 @@ def test_a_file_that_the_package_needs_is_missed(tmp_path, name):
 
 
 @pytest.mark.parametrize("name", ["tests/test_a.py", "kvboost_edge/notes.txt", "release/check.py"])
-def test_what_does_not_belong_in_the_wheel_is_named(tmp_path, name):
+def test_unexpected_files_in_the_wheel_are_reported(tmp_path, name):
     built = made(tmp_path / "dist", wheel=[*PACKAGE, name])
     assert content_problems(built, TRACKED) == [f"the wheel contains {name}"]
 

@@ -62,7 +62,7 @@ def test_without_the_archive_for_windows_there_is_no_winget_manifest(dist):
 
 
 @pytest.mark.parametrize("url", ["", "http://example.org/v1", f"{URL}/", f'{URL}"', "https://"])
-def test_an_address_that_is_none_is_refused(dist, url, capsys):
+def test_an_invalid_address_is_refused(dist, url, capsys):
     assert manifests.main([url, "--dist", str(dist)]) == 1
     assert "is not an address of a release" in capsys.readouterr().err
 

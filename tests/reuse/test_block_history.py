@@ -32,7 +32,7 @@ def lost(remembered, prompt=PROMPT, root=ROOT):
     return [(decode_tokens(chain.tokens), chain.root) for chain in remembered.lost_chains(runs)]
 
 
-def test_what_is_there_is_not_lost_and_what_is_gone_is_told_from_its_beginning():
+def test_only_evicted_text_is_lost_and_starts_at_its_beginning():
     manager, remembered = remembering()
     publish(manager, TEXT)
     assert lost(remembered) == []
@@ -47,7 +47,7 @@ def test_what_is_there_is_not_lost_and_what_is_gone_is_told_from_its_beginning()
 
 
 @pytest.mark.parametrize("num_hidden", [0, 2])
-def test_of_a_text_computed_alone_the_root_is_known(num_hidden):
+def test_the_root_of_a_separately_computed_text_is_known(num_hidden):
     manager, remembered = remembering()
     root = LoneRoot.of(ROOT, num_hidden)
     publish(manager, TEXT, root)
@@ -59,7 +59,7 @@ def test_of_a_text_computed_alone_the_root_is_known(num_hidden):
     assert lost(remembered, PROMPT, b"o" * 32) == []
 
 
-def test_the_oldest_are_forgotten_and_a_text_without_its_beginning_is_no_use():
+def test_the_oldest_entries_are_dropped_with_their_texts():
     manager, remembered = remembering(8)
     publish(manager, TEXT)
     manager.reset()

@@ -47,7 +47,7 @@ def bounds(chunks):
     return [(chunk.document, chunk.start, chunk.stop) for chunk in chunks]
 
 
-def test_fixed_cuts_after_every_chunk_size_tokens_and_begins_anew_with_each_document():
+def test_fixed_chunks_restart_at_each_document():
     options = ChunkOptions(chunk_size=16)
     lengths = [0, 1, 16, 17, 40]
     expected = [
@@ -62,12 +62,12 @@ def test_fixed_cuts_after_every_chunk_size_tokens_and_begins_anew_with_each_docu
     assert bounds(cut([[5] * length for length in lengths], options)) == expected
 
 
-def test_document_cuts_nowhere_else():
+def test_document_chunks_are_whole_documents():
     options = ChunkOptions(strategy=ChunkStrategy.DOCUMENT)
     assert bounds(cut([[1] * 1000, [], [2]], options)) == [(0, 0, 1000), (2, 0, 1)]
 
 
-def test_overlap_and_sink_are_the_documents_own_and_never_overlap_each_other():
+def test_overlap_and_sink_tokens_do_not_intersect():
     options = ChunkOptions(chunk_size=16, overlap_k=6, sink_tokens=12)
     document = list(range(100, 140))
     first, second, third = cut([[1] * 20, document], options)[2:]
@@ -78,7 +78,7 @@ def test_overlap_and_sink_are_the_documents_own_and_never_overlap_each_other():
     assert third.tokens(document) == document[:12] + document[26:40]
 
 
-def test_semantic_cuts_at_the_nearest_end_of_a_sentence():
+def test_semantic_chunks_end_at_the_nearest_sentence_end():
     text = "One two three. Four five six seven. Eight nine ten! Is it? Yes. So."
     assert semantic(text, 6, 3) == [
         "One two three.",
@@ -88,7 +88,7 @@ def test_semantic_cuts_at_the_nearest_end_of_a_sentence():
     ]
 
 
-def test_a_paragraph_goes_before_a_nearer_sentence_and_keeps_its_line_ends():
+def test_a_paragraph_end_is_preferred_to_a_nearer_sentence_end():
     text = "One two.\n\nThree four. Five six seven eight nine ten."
     assert semantic(text, 7, 4) == [
         "One two.\n\n",
@@ -97,7 +97,7 @@ def test_a_paragraph_goes_before_a_nearer_sentence_and_keeps_its_line_ends():
     ]
 
 
-def test_without_an_end_in_the_window_it_is_cut_at_the_size():
+def test_without_a_sentence_end_a_chunk_has_the_chunk_size():
     text = "one two three four five six seven eight nine ten. eleven"
     assert semantic(text, 4, 2) == [
         "one two three four",
@@ -116,11 +116,11 @@ def test_without_an_end_in_the_window_it_is_cut_at_the_size():
         ("a b c d e\nf g h i j k l m", "a b c d e\nf"),
     ],
 )
-def test_what_ends_a_sentence(text, first):
+def test_sentence_ends_are_recognised(text, first):
     assert semantic(text, 7, 3)[0] == first
 
 
-def test_line_ends_that_are_tokens_of_their_own_stay_with_the_paragraph():
+def test_separate_line_end_tokens_stay_with_the_paragraph():
     pieces = ["a", " b", ".", "\n", "\n", "c", " d", " e", " f", " g"]
     options = ChunkOptions(strategy="semantic", chunk_size=4, chunk_boundary_window=2, block_size=1)
     chunks = cut([list(range(10))], options, pieces.__getitem__)
@@ -128,7 +128,7 @@ def test_line_ends_that_are_tokens_of_their_own_stay_with_the_paragraph():
 
 
 @given(st.data())
-def test_every_token_is_in_exactly_one_chunk(data):
+def test_every_token_is_in_one_chunk(data):
     pieces = ["", "a", " b", ".", ". ", "\n", "\n\n", "。", "\ufffd"]
     documents = data.draw(
         st.lists(st.lists(st.integers(0, len(pieces) - 1), max_size=80), max_size=4)
@@ -208,7 +208,7 @@ def test_options_are_checked_by_name(options, message):
         ChunkOptions(**options)
 
 
-def test_the_defaults_are_those_of_the_engine_and_a_strategy_may_be_named_by_its_value():
+def test_defaults_equal_the_engines():
     options = ChunkOptions()
     assert (
         options.chunk_size,
@@ -221,14 +221,14 @@ def test_the_defaults_are_those_of_the_engine_and_a_strategy_may_be_named_by_its
 
 
 @pytest.mark.parametrize(("size", "window"), [(128, 64), (33, 16), (1, 0)])
-def test_semantic_alone_has_a_window_of_half_a_chunk(size, window):
+def test_only_semantic_chunking_has_a_boundary_window(size, window):
     options = ChunkOptions(strategy="semantic", chunk_size=size, block_size=1)
     assert options.chunk_boundary_window == window
     document = list(range(size * 3))
     assert cut([document], options, lambda token: "x")[0].stop == size
 
 
-def test_semantic_needs_the_text_of_tokens():
+def test_semantic_chunking_needs_token_texts():
     options = ChunkOptions(strategy="semantic", chunk_boundary_window=16)
     with pytest.raises(ConfigError, match="piece_of"):
         cut([[1, 2]], options)

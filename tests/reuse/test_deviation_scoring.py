@@ -40,7 +40,7 @@ def looked_at(rows):
 @pytest.mark.parametrize(
     ("limit", "reserved"), [(100, 5), (100, 1), (4, 5), (1, 1), (8, 2), (12, 3)]
 )
-def test_every_token_before_the_end_of_the_last_span_is_looked_at_once_in_order(limit, reserved):
+def test_every_token_before_the_last_spans_end_is_probed_once_in_order(limit, reserved):
     manager, table = shared_table(reserved)
     probe = Probe(table, SIZE)
     seen = []
@@ -63,7 +63,7 @@ def test_every_token_before_the_end_of_the_last_span_is_looked_at_once_in_order(
     manager.check_invariants([table])
 
 
-def test_a_row_of_a_span_is_behind_all_before_it_in_a_part_of_its_own():
+def test_a_span_row_attends_to_everything_before_it():
     _, table = shared_table()
     probe = Probe(table, SIZE)
     rows = probe.next_rows(12)
@@ -75,7 +75,7 @@ def test_a_row_of_a_span_is_behind_all_before_it_in_a_part_of_its_own():
     assert rows[0].segments == table.segments[:3]
 
 
-def test_the_blocks_that_deviate_most_go_to_reserved_blocks():
+def test_the_blocks_that_deviate_most_are_recomputed():
     manager, table = shared_table(2)
     old = {position: table.slots(position, position + 1, SIZE)[0] for position in range(30)}
     reserve = table.reserve.copy()
@@ -108,7 +108,7 @@ def test_the_blocks_that_deviate_most_go_to_reserved_blocks():
     assert manager.used_block_count == 0
 
 
-def test_what_is_behind_a_span_is_promised_to_nobody():
+def test_blocks_behind_a_span_are_not_promised():
     """Nothing of it will be published; only the block before the first span is exact."""
     manager, table = shared_table()
     promised = manager.awaited_hash(range(5), ROOT)
@@ -118,7 +118,7 @@ def test_what_is_behind_a_span_is_promised_to_nobody():
     assert manager.awaited_hash(range(30), ROOT) is None
 
 
-def test_all_of_the_spans_may_be_chosen():
+def test_whole_spans_may_be_chosen():
     """What is left is the ends that are no whole blocks."""
     manager, table = shared_table(4)
     probe = Probe(table, SIZE)
@@ -131,12 +131,12 @@ def test_all_of_the_spans_may_be_chosen():
 
 
 @pytest.mark.parametrize(("ratio", "count"), [(0.0, 0), (0.01, 1), (0.25, 1), (0.5, 2), (1.0, 4)])
-def test_how_many_blocks_are_chosen(ratio, count):
+def test_number_of_chosen_blocks_follows_the_ratio(ratio, count):
     spans = [Span((1, 2, 3), 0, 1, 11, 0), Span((4, 5, 6), 20, 20, 29, 0)]
     assert num_probed_blocks(spans, ratio, SIZE) == count
 
 
-def test_spans_are_cut_at_whole_blocks_behind_their_starts():
+def test_spans_are_cut_at_block_boundaries():
     span = Span((7, 8, 9, 10), 2, 5, 17, 3)
     assert cut_spans([span], [9], SIZE) == [Span((7, 8), 2, 5, 9, 3), Span((9, 10), 10, 13, 17, 3)]
     assert cut_spans([span], [5, 9, 13], SIZE) == []
@@ -152,7 +152,7 @@ def asked_table():
 
 @pytest.mark.parametrize("limit", [100, 16, 8, 4, 1])
 @pytest.mark.parametrize("stop", [28, 30, 27 + NUM_QUERY_TOKENS, 30 + NUM_QUERY_TOKENS])
-def test_the_last_tokens_ask_once_each_and_what_no_span_serves_is_computed_before(limit, stop):
+def test_the_last_tokens_are_queried_once_after_uncovered_tokens(limit, stop):
     _, table = asked_table()
     probe = QueryProbe(table, SIZE, stop)
     computed = []
@@ -169,7 +169,7 @@ def test_the_last_tokens_ask_once_each_and_what_no_span_serves_is_computed_befor
     assert asked == [*range(max(27, stop - NUM_QUERY_TOKENS), stop)]
 
 
-def test_what_is_attended_is_the_whole_blocks_of_the_spans():
+def test_queries_attend_to_the_whole_blocks_of_the_spans():
     _, table = shared_table()
     slots, positions, deltas = QueryProbe(table, SIZE, 30).stored
     assert positions.tolist() == [*range(4, 12), *range(18, 26)]
@@ -177,7 +177,7 @@ def test_what_is_attended_is_the_whole_blocks_of_the_spans():
     assert slots.tolist() == [*table.slots(4, 12, SIZE), *table.slots(18, 26, SIZE)]
 
 
-def test_the_blocks_attended_to_most_over_all_pieces_are_taken_out():
+def test_the_blocks_attended_to_most_are_recomputed():
     manager, table = shared_table(2)
     probe = QueryProbe(table, SIZE, 30)
     first = np.zeros(16, np.float32)

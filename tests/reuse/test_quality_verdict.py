@@ -31,7 +31,7 @@ def words(text):
     return [len(word) for word in text.split()]
 
 
-def test_the_measure_is_the_mean_of_kl_and_of_equal_best_tokens():
+def test_the_comparison_is_mean_kl_and_top_token_agreement():
     full = np.log(np.array([[0.5, 0.25, 0.25], [0.2, 0.7, 0.1]], np.float32)) + 3
     other = np.log(np.array([[0.25, 0.5, 0.25], [0.2, 0.7, 0.1]], np.float32)) - 5
     found = compare(full, other)
@@ -41,7 +41,7 @@ def test_the_measure_is_the_mean_of_kl_and_of_equal_best_tokens():
     assert found + compare(full, full) == Comparison(found.kl, 3, 4)
 
 
-def test_far_logits_give_a_finite_figure():
+def test_extreme_logits_give_a_finite_kl():
     full = np.array([[0, -1e4, 5]], np.float32)
     assert np.isfinite(compare(full, -full).mean_kl)
 
@@ -50,19 +50,19 @@ def test_far_logits_give_a_finite_figure():
     ("reuse", "order", "passed"),
     [(0.1, 0.1, True), (0.11, 0.1, False), (0.0009, 0.0, True), (0.0011, 0.0, False)],
 )
-def test_reuse_may_change_answers_as_much_as_another_order(reuse, order, passed):
+def test_the_verdict_compares_reuse_with_reordering(reuse, order, passed):
     verdict = Verdict(reuse, order, 0.9, 60, 0.5)
     assert verdict.passed is passed
     assert f"{reuse:.3g} nats" in str(verdict)
     assert f"{order:.3g}" in str(verdict)
 
 
-def test_the_prompts_are_all_documents_and_a_question():
+def test_prompts_are_all_documents_and_one_question():
     assert MATERIAL.prompts() == [[1, 2, 3, 4, 5, 6, 7], [1, 2, 3, 4, 5, 6, 8]]
     assert MATERIAL.prompts(reordered=True) == [[1, 4, 2, 3, 5, 6, 7], [1, 4, 2, 3, 5, 6, 8]]
 
 
-def test_another_order_leaves_no_document_where_it_was():
+def test_a_reordering_moves_every_document():
     material = make_material(words, [1], None, most_tokens=10_000, least_tokens=10)
     documents = material.documents
     order = (*documents[1::2], *documents[::2])
@@ -75,7 +75,7 @@ def test_another_order_leaves_no_document_where_it_was():
     ("most", "least", "count"),
     [(10_000, 32, 8), (10_000, 60, 4), (10_000, 105, 3), (300, 32, 8), (200, 40, 4)],
 )
-def test_documents_fit_the_prompt_and_are_long_enough(most, least, count):
+def test_documents_fit_the_prompt_and_have_the_minimum_length(most, least, count):
     material = make_material(words, [1, 2], [3], most_tokens=most, least_tokens=least)
     assert len(material.documents) == count
     assert min(map(len, material.documents)) >= least
@@ -84,11 +84,11 @@ def test_documents_fit_the_prompt_and_are_long_enough(most, least, count):
 
 
 @pytest.mark.parametrize(("most", "least"), [(100, 32), (-5, 32), (10_000, 500)])
-def test_without_room_for_three_there_is_no_test(most, least):
+def test_fewer_than_three_documents_give_no_test(most, least):
     assert make_material(words, [1], None, most_tokens=most, least_tokens=least) is None
 
 
-def test_the_primer_is_not_what_is_tested():
+def test_the_primer_differs_from_the_test_texts():
     sentences = {
         s.strip()
         for text in (*PASSAGES, *QUESTIONS)
@@ -98,7 +98,7 @@ def test_the_primer_is_not_what_is_tested():
     assert not any(sentence in PRIMER for sentence in sentences)
 
 
-def test_an_outcome_is_kept_under_all_it_depends_on(tmp_path):
+def test_a_stored_outcome_is_keyed_by_everything_it_depends_on(tmp_path):
     blend = Repair(strategy=RecomputeStrategy.CACHEBLEND)
     stamp = outcome_stamp(MODEL, blend, [1, 2], MATERIAL)
     verdict = Verdict(0.1, 0.2, 0.9, 60, 0.5)
@@ -124,7 +124,7 @@ def test_an_outcome_is_kept_under_all_it_depends_on(tmp_path):
     assert len({outcome_stamp(MODEL, one, [1], MATERIAL) for one in bare}) == 1
 
 
-def test_of_strategies_that_choose_blocks_each_is_tested_with_a_ratio_no_higher():
+def test_block_strategies_are_tested_with_ratios_not_above_the_requested():
     ratios = {
         strategy: Repair(strategy=strategy, overlap=20, ratio=0.2).tested.ratio
         for strategy in RecomputeStrategy

@@ -58,7 +58,7 @@ def two_blocks():
         ((OTHER, 1, 6, 2, TOKENS, 8), "does not adjoin block 3"),
     ],
 )
-def test_what_contradicts_is_refused_and_changes_nothing(arguments, message):
+def test_contradictory_blocks_are_refused_without_a_change(arguments, message):
     index = two_blocks()
     assert_raises(CacheCorruption, message, index.offer, *arguments)
     index.check()
@@ -72,7 +72,7 @@ def test_what_contradicts_is_refused_and_changes_nothing(arguments, message):
 
 
 @pytest.mark.parametrize("block_id", [1, 8, -1])
-def test_what_is_not_offered_cannot_be_withdrawn(block_id):
+def test_an_unknown_block_cannot_be_withdrawn(block_id):
     index = two_blocks()
     assert_raises(
         CacheCorruption, f"block {block_id} is not in the span index", index.withdraw, block_id
@@ -82,7 +82,7 @@ def test_what_is_not_offered_cannot_be_withdrawn(block_id):
     index.check()
 
 
-def test_roots_are_forgotten_with_their_last_block_and_numbered_anew():
+def test_a_roots_number_is_released_with_its_last_block():
     offered = Offered(8, 4)
     first = offered.chain(TEXT[:8])
     number = offered.index.root_number(ROOT)
@@ -96,7 +96,7 @@ def test_roots_are_forgotten_with_their_last_block_and_numbered_anew():
 
 
 @pytest.mark.parametrize("hash_bits", [1, 4, 61])
-def test_links_are_right_after_every_change(hash_bits):
+def test_links_are_consistent_after_every_change(hash_bits):
     rng = random.Random(hash_bits)
     offered = Offered(24, 2, hash_bits)
     for _ in range(600):
@@ -122,7 +122,7 @@ LINKS = ["heads", "next_groups", "older", "parents", "first_children", "older_si
 
 
 @pytest.mark.parametrize("name", LINKS)
-def test_a_broken_link_is_noticed(name):
+def test_a_broken_link_is_detected(name):
     offered = Offered(16, 4, hash_bits=1)
     (header, *_) = offered.chain(TEXT)
     offered.chain(TEXT[:4] * 2, parent=header)
@@ -142,7 +142,7 @@ def test_a_broken_link_is_noticed(name):
     offered.index.check()
 
 
-def test_what_a_pool_publishes_fits_as_it_is():
+def test_blocks_published_by_a_pool_are_accepted():
     """Serials, parents and tokens of a manager's entries, through evictions and twins."""
     rng = random.Random(11)
     manager = KVCacheManager(12, B)

@@ -22,7 +22,7 @@ def run_at(start, length, offset=0, delta=3):
     return Run(start, length, tuple(pieces), delta, start - delta)
 
 
-def test_a_seam_is_behind_the_left_end_of_a_run():
+def test_a_seam_follows_the_start_of_a_run():
     (span,) = plan_spans([run_at(40, 100, offset=5)], 32, SIZE, 16)
     assert (span.start, span.stop) == (64, 140)  # 40 + 16, and whole blocks behind position 32
     assert span.first_position == 40 - 5 + 16
@@ -36,7 +36,7 @@ def test_the_first_block_of_a_prompt_is_in_no_span():
     assert span.start == SIZE
 
 
-def test_what_leaves_less_than_a_block_is_computed():
+def test_runs_shorter_than_a_block_are_computed():
     assert plan_spans([run_at(32, 47)], 32, SIZE, 32) == []
     spans = plan_spans([run_at(32, 31), run_at(64, 40)], 32, SIZE, 16)
     assert [(span.start, span.stop) for span in spans] == [(80, 104)]
@@ -46,7 +46,7 @@ def test_what_leaves_less_than_a_block_is_computed():
     st.lists(st.tuples(st.integers(0, 40), st.integers(1, 90), st.integers(0, 15)), max_size=6),
     st.integers(0, 40),
 )
-def test_spans_lie_in_their_runs_whole_blocks_apart(shapes, num_boundary_tokens):
+def test_spans_keep_block_alignment_within_their_runs(shapes, num_boundary_tokens):
     runs = []
     position = SIZE
     for gap, length, offset in shapes:
@@ -73,7 +73,7 @@ def test_spans_lie_in_their_runs_whole_blocks_apart(shapes, num_boundary_tokens)
         behind = span.stop
 
 
-def test_whatever_numbers_clients_choose_few_repairs_are_tested():
+def test_the_number_of_tested_repairs_is_bounded():
     """And none that repairs more than what was asked for."""
     tested = set()
     for strategy in RecomputeStrategy:

@@ -34,12 +34,12 @@ def served(*documents, block_size=4):
     return offered
 
 
-def test_documents_in_another_order_are_found_to_the_token():
+def test_reordered_documents_are_found_exactly():
     offered = served(HEADER, A, B, C, [998] * 4)
     assert told(offered.find(C + B + A + LAST)) == [(0, 50, -88), (50, 37, -1), (87, 41, 77)]
 
 
-def test_roots_whose_numbers_share_a_slot_are_told_apart():
+def test_roots_with_colliding_slots_are_distinguished():
     """Slots are fewer than roots ever known, and each number of a root comes by every slot once."""
     offered = Offered(2, 4)
     (block,) = offered.chain(A[:4])
@@ -56,14 +56,14 @@ def test_roots_whose_numbers_share_a_slot_are_told_apart():
 
 
 @pytest.mark.parametrize("least", [1, 37, 38, 41, 42])
-def test_shorter_runs_are_left_out_and_cover_nothing(least):
+def test_runs_below_the_minimum_are_ignored(least):
     offered = served(HEADER, A, B)
     lengths = [run.length for run in offered.find(B + A + LAST, least=least)]
     assert lengths == [length for length in (37, 41) if length >= least]
     assert lengths or least == 42
 
 
-def test_of_several_blocks_the_longest_run_is_taken_then_more_context_then_the_newest():
+def test_ties_prefer_the_longest_run_then_context_then_the_newest():
     offered = Offered(64, 4)
     offered.chain(A[:20] + [1] * 4)
     offered.chain([2] * 8 + A[:12] + [3] * 4)
@@ -83,7 +83,7 @@ def test_of_several_blocks_the_longest_run_is_taken_then_more_context_then_the_n
     assert (run.context, run.pieces[0].block_id) == (4, newest)
 
 
-def test_a_text_repeated_beyond_what_is_tried_is_joined_through_its_neighbours():
+def test_a_frequent_text_is_found_through_its_neighbours():
     """Each document begins with one block of its own and goes on with the same block as all
     others.
     """
@@ -100,7 +100,7 @@ def test_a_text_repeated_beyond_what_is_tried_is_joined_through_its_neighbours()
         assert [run.length for run in offered.find(document[3:] + LAST)][-1] >= 4
 
 
-def test_of_more_children_than_are_tried_the_one_that_goes_on_whole_is_found():
+def test_the_best_of_many_children_is_found():
     offered = Offered(256, 4)
     (header,) = offered.chain([7, 7, 7, 8])
     children = [[1000 + number, 1, 2, 3] for number in range(5 * MOST_TRIED)]
@@ -114,7 +114,7 @@ def test_of_more_children_than_are_tried_the_one_that_goes_on_whole_is_found():
     ] == [4, *[6] * 8]
 
 
-def test_start_and_shortest_run_are_checked_by_name():
+def test_start_and_minimum_length_are_checked_by_name():
     index = SpanIndex(4, 4)
     for start in (-1, 6):
         with pytest.raises(RequestError, match=f"start={start} is outside a prompt of 5 tokens"):
@@ -126,7 +126,7 @@ def test_start_and_shortest_run_are_checked_by_name():
         find_runs([1, 2, -3], 0, index, ROOT)
 
 
-def test_the_whole_range_of_token_ids_is_told_apart():
+def test_all_token_ids_are_distinguished():
     offered = Offered(16, 4)
     ids = [0, 1, 2**31 - 1, 2**31, 2**32 - 2, 2**32 - 1, 0, 0]
     offered.chain(ids)
@@ -135,7 +135,7 @@ def test_the_whole_range_of_token_ids_is_told_apart():
 
 
 @pytest.mark.parametrize("hash_bits", [1, 8, 61])
-def test_colliding_hashes_find_nothing_that_is_not_there(hash_bits):
+def test_hash_collisions_give_no_false_runs(hash_bits):
     """10,000 places, each looked up among blocks of which at least a 256th has its hash, unless 61
     bits are used.
     """
@@ -163,7 +163,7 @@ def test_colliding_hashes_find_nothing_that_is_not_there(hash_bits):
     assert total >= len(texts)
 
 
-def test_what_find_runs_calls_is_what_was_compiled_ahead():
+def test_find_runs_uses_the_signature_compiled_ahead():
     scan_entry.compile()
     served(A).find(A)
     assert [tuple(signature) for signature in scan.dispatcher.signatures] == [scan_entry.arguments]
@@ -216,7 +216,7 @@ def pools(draw):
 
 @settings(max_examples=300)
 @given(pools(), st.data())
-def test_runs_are_those_of_the_definition(offered, data):
+def test_runs_equal_the_reference(offered, data):
     offered.index.check()
     after = {block.parent_serial: block for block in offered.ever if block.parent_serial}
     stretches = [list(block.tokens) for block in offered.ever]
@@ -233,7 +233,7 @@ def test_runs_are_those_of_the_definition(offered, data):
         offered.find(prompt, start, data.draw(st.sampled_from([ROOT, ROOT, ROOT, OTHER])), least)
 
 
-def test_long_random_texts_against_the_definition():
+def test_runs_of_long_random_texts_equal_the_reference():
     """What the search above seldom draws: runs over many blocks, groups and families beyond what is
     tried.
     """

@@ -17,7 +17,7 @@ def replica(used, **snapshots):
     }
 
 
-def test_snapshots_and_steps_of_all_replicas_are_counted_by_name():
+def test_snapshots_and_steps_are_summed_by_name():
     summed = summed_paged(
         [replica(2, prompt=3, hint=0), replica(5, prompt=4, hint=1), replica(5, prompt=0, hint=2)]
     )

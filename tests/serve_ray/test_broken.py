@@ -144,7 +144,7 @@ def status():
     return str(found.status.value), found.message
 
 
-def test_what_one_pool_cannot_hold_a_larger_one_computes(pool):
+def test_a_request_too_large_for_one_pool_runs_on_a_larger_one(pool):
     """And what none holds is refused as one engine refuses it."""
     sizes = sorted(view.paged_stats()["num_blocks"] for view in pool.replicas().values())
     assert sizes == [SMALL_BLOCKS, 512]
@@ -153,7 +153,7 @@ def test_what_one_pool_cannot_hold_a_larger_one_computes(pool):
         assert handle.result(timeout=120).generated_tokens == 4
 
 
-def test_slower_replicas_get_less(pool):
+def test_slower_replicas_get_fewer_requests(pool):
     """Once its speed has been measured, a slow replica is chosen only where the other one is
     busy.
     """
@@ -178,7 +178,7 @@ def test_slower_replicas_get_less(pool):
 
 
 @pytest.mark.parametrize("what", ["be_dead", "be_still"])
-def test_an_engine_that_computes_no_more_is_replaced(pool, broken, what):
+def test_a_dead_or_stalled_engine_is_replaced(pool, broken, what):
     """One whose thread has died, and one that does nothing although it has a request: that is
     computed elsewhere.
     """
@@ -200,7 +200,7 @@ def test_an_engine_that_computes_no_more_is_replaced(pool, broken, what):
     wait_until(broken.idle, "the blocks to be free", 60)
 
 
-def test_replicas_of_another_kind_are_refused_and_the_others_answer(
+def test_incompatible_replicas_are_refused_and_the_others_serve(
     pool, broken, folder, model, tmp_path, caplog
 ):
     """One with other settings, one with other files, one that cannot read them: the log or Ray says
@@ -261,7 +261,7 @@ def test_replicas_of_another_kind_are_refused_and_the_others_answer(
     wait_until(lambda: status()[0] == "HEALTHY", "the deployment to be healthy", 120)
 
 
-def test_a_replica_that_is_killed_while_it_loads_ends_the_start(broken, folder):
+def test_a_replica_killed_while_loading_fails_the_start(broken, folder):
     (folder / "dies").touch()
     try:
         with (
@@ -273,7 +273,7 @@ def test_a_replica_that_is_killed_while_it_loads_ends_the_start(broken, folder):
         (folder / "dies").unlink()
 
 
-def test_replicas_that_have_no_place_are_told(broken, caplog):
+def test_replicas_waiting_for_cpus_are_reported(broken, caplog):
     """CPUs that somebody else has reserved meanwhile; it waits until they are free, or until it is
     ended.
     """

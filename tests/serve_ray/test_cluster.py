@@ -136,7 +136,7 @@ def cluster(ray_cluster, tmp_path_factory):
     serve.shutdown()
 
 
-def test_the_file_of_the_docs_serves(cluster, alone):
+def test_the_documented_serve_file_works(cluster, alone):
     wait_until(lambda: len(cluster.replicas()) == 2, "two replicas to tell their figures", 60)
     expected = alone.generate(
         "Hello", max_new_tokens=12, temperature=0.0, ignore_eos=True
@@ -145,7 +145,7 @@ def test_the_file_of_the_docs_serves(cluster, alone):
     assert text_of(cluster.events("Hello", max_tokens=12)) == expected
 
 
-def test_a_server_that_is_restarted_under_load_knows_what_replicas_hold(cluster):
+def test_a_restarted_server_relearns_what_replicas_hold(cluster):
     """Each prompt lies where a cache key of its own has put it: without knowing that half of them
     would be missed.
     """
@@ -172,7 +172,7 @@ def test_a_server_that_is_restarted_under_load_knows_what_replicas_hold(cluster)
     wait_until(lambda: not cluster.num_running(), "what nobody waits for to end", 60)
 
 
-def test_one_replica_becomes_three_and_one_again_under_streams(cluster, alone):
+def test_scaling_up_and_down_does_not_break_streams(cluster, alone):
     """By the file's `deployments`. The replica that there was stays, those that go end what they
     have first, and every answer is that of one engine.
     """
@@ -219,7 +219,7 @@ def test_one_replica_becomes_three_and_one_again_under_streams(cluster, alone):
     assert texts == [{result.output_text} for result in whole]
 
 
-def test_another_model_waits_for_its_own_replicas(cluster, tmp_path):
+def test_a_new_model_waits_for_its_own_replicas(cluster, tmp_path):
     """While Ray replaces replicas, those of the model before are there: the new server refuses them
     and waits.
     """

@@ -12,7 +12,7 @@ from kvboost_edge.serve_ray import cluster_cpus
 from kvboost_edge.serve_ray.cluster_cpus import check_address, cpus_of_each
 
 
-def test_each_replica_gets_its_threads_or_an_even_part():
+def test_cpus_default_to_an_even_share():
     assert cpus_of_each(2, None, [8]) == 4
     assert cpus_of_each(3, None, [8]) == 2
     assert cpus_of_each(2, 3, [8]) == 3
@@ -33,7 +33,7 @@ def test_each_replica_gets_its_threads_or_an_even_part():
 
 
 @pytest.mark.parametrize("machines", [[3, 3], [5, 1], [2, 2, 2], [7, 1, 1], [1, 1, 1, 1, 1]])
-def test_a_replica_is_on_one_machine(machines):
+def test_a_replica_fits_on_one_machine(machines):
     """Ray would wait for ever for a place on two; each size is compared with placing them one by
     one.
     """
@@ -94,7 +94,7 @@ def listening(answer):
         (None, "timed out"),
     ],
 )
-def test_what_is_no_head_of_a_cluster_is_told_soon(answer, reason, monkeypatch):
+def test_an_address_without_a_ray_head_fails_quickly(answer, reason, monkeypatch):
     monkeypatch.setattr(cluster_cpus, "_ANSWERING_SECONDS", 0.2 if answer is None else 60.0)
     with (
         listening(answer) as address,
@@ -103,13 +103,13 @@ def test_what_is_no_head_of_a_cluster_is_told_soon(answer, reason, monkeypatch):
         check_address(address)
 
 
-def test_whatever_speaks_as_a_head_does_may_be_one():
+def test_an_http2_peer_is_accepted_as_a_head():
     with listening(bytes([0, 0, 6, 4, 0, 0, 0, 0, 0]) + bytes(6)) as address:
         check_address(address)
     check_address("auto")
 
 
-def test_behind_tls_it_is_enough_that_somebody_listens(monkeypatch):
+def test_with_tls_an_open_port_is_accepted(monkeypatch):
     """Such a head answers nothing that is not encrypted; where nobody listens there is none."""
     monkeypatch.setenv("RAY_USE_TLS", "1")
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -121,12 +121,12 @@ def test_behind_tls_it_is_enough_that_somebody_listens(monkeypatch):
 @pytest.mark.parametrize(
     "address", ["here", "ray://127.0.0.1:1", ":1", "127.0.0.1:", "127.0.0.1:x"]
 )
-def test_what_is_no_address_is_refused(address):
+def test_an_invalid_address_is_refused(address):
     assert_raises(ConfigError, "must be HOST:PORT", check_address, address)
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "127.0.0.1:99999999999"])
-def test_where_nobody_listens_there_is_no_cluster(address):
+def test_a_closed_port_is_no_cluster(address):
     with pytest.raises(
         BackendUnavailable, match=f"ray_address='{address}': no Ray cluster answers there"
     ):

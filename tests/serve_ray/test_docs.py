@@ -33,7 +33,7 @@ def serve_config():
     [serve_config(), yaml.safe_load(kuberay()["spec"]["serveConfigV2"])],
     ids=["serve.yaml", "kuberay"],
 )
-def test_ray_knows_every_field_and_the_command_every_argument(config):
+def test_documented_fields_and_arguments_exist(config):
     with warnings.catch_warnings():
         # Ray Serve's own models are written for an older pydantic.
         warnings.filterwarnings(
@@ -51,7 +51,7 @@ def test_ray_knows_every_field_and_the_command_every_argument(config):
     assert options.workers == application["args"]["workers"]
 
 
-def test_the_kuberay_example_has_room_for_its_replicas():
+def test_the_kuberay_example_has_enough_workers_and_cpus():
     """As many workers as replicas, each with the CPUs of one; the server's CPU is on the head."""
     cluster = kuberay()["spec"]["rayClusterConfig"]
     [application] = yaml.safe_load(kuberay()["spec"]["serveConfigV2"])["applications"]

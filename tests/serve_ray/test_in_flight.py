@@ -16,7 +16,7 @@ from kvboost_edge.serve_ray.routing.prompt_chain import PromptChain
 from kvboost_edge.serve_ray.routing.router import PrefixRouter
 
 
-def test_what_is_cancelled_before_it_begins_is_never_sent():
+def test_a_request_cancelled_before_its_start_is_never_sent():
     handle = RequestHandle(1, lambda number: None, lambda number: None, 1)
     nothing = None
 
@@ -88,7 +88,7 @@ class Pools:
         return handle
 
 
-def test_what_a_pool_cannot_hold_goes_to_others_until_none_is_left():
+def test_a_request_too_large_for_a_pool_tries_all_others():
     pools = Pools({"a", "b"}, ["a", "b", "c"])
     assert pools.run()._result == "by c"
     assert pools.asked == ["a", "b", "c"]

@@ -91,7 +91,7 @@ def chain_of(replica, prompt):
     )
 
 
-def test_a_prompt_is_looked_up_by_the_hashes_it_came_with(open_replica, monkeypatch):
+def test_a_prompt_is_looked_up_by_its_given_hashes(open_replica, monkeypatch):
     """Nothing of a prompt is hashed to find it; wrong hashes cost what they hide, and change no
     answer.
     """
@@ -122,7 +122,7 @@ def test_a_prompt_is_looked_up_by_the_hashes_it_came_with(open_replica, monkeypa
 
 
 @pytest.mark.parametrize("size", [32, 8])
-def test_hashes_of_blocks_of_another_size_are_left_aside(open_replica, size):
+def test_hashes_of_another_block_size_are_ignored(open_replica, size):
     """An ingress knows a newer version's settings a moment after its replicas are there."""
     replica = open_replica("a")
     hashes, _ = chain_of(replica, PROMPT)
@@ -132,7 +132,7 @@ def test_hashes_of_blocks_of_another_size_are_left_aside(open_replica, size):
     assert (found.output_token_ids, found.cached_tokens) == (expected, 992)
 
 
-def test_what_a_disk_holds_is_told_and_counts_as_read(open_replica):
+def test_disk_blocks_are_published_and_their_reads_measured(open_replica):
     """A replica computes a prompt, and a new one finds it on their disk: it is believed to read it,
     and what it took to read is what is expected of the next.
     """
@@ -165,7 +165,7 @@ def test_what_a_disk_holds_is_told_and_counts_as_read(open_replica):
     router.check()
 
 
-def test_what_a_model_without_states_tells_is_the_keys_of_its_blocks_to_the_byte(open_replica):
+def test_a_model_without_states_publishes_only_block_keys(open_replica):
     replica = open_replica("a")
     hashes, chain = chain_of(replica, PROMPT)
     assert chain.states == ()
@@ -181,9 +181,7 @@ def test_what_a_model_without_states_tells_is_the_keys_of_its_blocks_to_the_byte
     assert epoch == router.cursor("a").epoch
 
 
-def test_a_prompt_of_a_model_with_states_is_read_from_the_server_that_others_filled(
-    isolated_cache, tmp_path, monkeypatch
-):
+def test_a_hybrid_prompt_is_read_from_redis(isolated_cache, tmp_path, monkeypatch):
     """By a replica that never saw it, on a machine of its own: as many tokens as a router
     expects.
     """
@@ -220,9 +218,7 @@ def test_a_prompt_of_a_model_with_states_is_read_from_the_server_that_others_fil
     router.check()
 
 
-def test_of_replicas_with_the_same_blocks_the_one_that_has_the_state_is_chosen(
-    isolated_cache, tmp_path
-):
+def test_the_replica_with_the_state_is_chosen(isolated_cache, tmp_path):
     """Two have computed the same prompt, and only one was asked to keep the state behind its head,
     in its pool and on a disk: what the router expects each of them to find of other prompts with
     that head is what they find.
@@ -283,7 +279,7 @@ def test_of_replicas_with_the_same_blocks_the_one_that_has_the_state_is_chosen(
     router.check()
 
 
-def test_events_of_a_question_that_nobody_waits_for_are_told_at_the_next(open_replica, monkeypatch):
+def test_events_of_an_abandoned_poll_are_sent_with_the_next(open_replica, monkeypatch):
     """An ingress gives up after two seconds; the engine tells what came to its cache once."""
     replica = open_replica("a")
     hashes, chain = chain_of(replica, PROMPT)
@@ -327,7 +323,7 @@ async def computed_by(replica):
     return found[-1]
 
 
-def test_long_calls_hold_up_no_health_check(open_replica, monkeypatch):
+def test_long_calls_do_not_block_health_checks(open_replica, monkeypatch):
     replica = open_replica("a")
     goes_on = threading.Event()
     monkeypatch.setattr(replica._engine, "embed", lambda *_, **__: goes_on.wait() and 7)
@@ -350,7 +346,7 @@ def test_long_calls_hold_up_no_health_check(open_replica, monkeypatch):
     assert closed.failure.has_died
 
 
-def test_a_long_call_that_is_left_stops_what_it_comes_to_later(open_replica, monkeypatch):
+def test_an_abandoned_call_cancels_its_later_requests(open_replica, monkeypatch):
     replica = open_replica("a")
     left = threading.Event()
     cancelled = []

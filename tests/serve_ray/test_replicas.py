@@ -28,7 +28,7 @@ CHAT = [{"role": "user", "content": "What is a block?"}]
 LONG = {"max_new_tokens": 600, "temperature": 0.0, "ignore_eos": True}
 
 
-def test_answers_are_those_of_one_engine_to_the_bit(two, alone):
+def test_answers_equal_a_single_engines(two, alone):
     asked = [
         (prompt, sampling)
         for prompt in [*PROMPTS, CHAT]
@@ -56,7 +56,7 @@ def test_answers_are_those_of_one_engine_to_the_bit(two, alone):
     wait_until(two.idle, "the blocks to be free")
 
 
-def test_vectors_and_documents_are_those_of_one_engine(two, alone):
+def test_embeddings_and_documents_equal_a_single_engines(two, alone):
     texts = ["a text", "another one", [4, 5, 6]]
     np.testing.assert_array_equal(two.pool.embed(texts, 8), alone.embed(texts, 8))
     assert_raises(RequestError, "dimensions=0", two.pool.embed, texts, 0)
@@ -72,7 +72,7 @@ def test_vectors_and_documents_are_those_of_one_engine(two, alone):
     wait_until(two.idle, "the blocks to be free")
 
 
-def test_wrong_requests_are_refused_as_by_an_engine(two):
+def test_invalid_requests_are_refused_as_by_an_engine(two):
     assert_raises(RequestError, "temperature=-1", two.pool.submit, "x", temperature=-1)
     assert_raises(RequestError, "nonsense", two.pool.submit, "x", nonsense=1)
     assert_raises(RequestError, "vocabulary", two.pool.submit, [10**6])
@@ -85,7 +85,7 @@ def test_wrong_requests_are_refused_as_by_an_engine(two):
         small.result(timeout=60)
 
 
-def test_a_pinned_prompt_is_unpinned_wherever_it_lies(two):
+def test_a_pinned_prompt_is_unpinned_on_its_replica(two):
     prompt = (
         "A prompt that is pinned, so that it stays in the pool of its replica until it is "
         "unpinned again. " * 2
@@ -96,7 +96,7 @@ def test_a_pinned_prompt_is_unpinned_wherever_it_lies(two):
     assert two.pool.paged_stats()["pinned_blocks"] == 0
 
 
-def test_requests_of_one_prefix_go_to_one_replica_and_find_it(two):
+def test_requests_with_one_prefix_hit_the_cache_of_one_replica(two):
     two.pool.reset_cache()
     shared = [*range(100, 100 + 160)]
     two.pool.submit([*shared, 1], max_new_tokens=1, temperature=0.0).result(timeout=60)
@@ -121,7 +121,7 @@ def test_a_cancelled_request_ends_and_frees_its_blocks(two):
     wait_until(two.idle, "the blocks to be free")
 
 
-async def test_the_handle_is_read_by_coroutines_too(two, alone):
+async def test_a_handle_is_awaitable(two, alone):
     handle = two.pool.submit("Hello", max_new_tokens=8, temperature=0.0)
     batches = [batch async for batch in handle.abatches()]
     assert isinstance(batches[-1][-1], GenerationResult)
@@ -129,7 +129,7 @@ async def test_the_handle_is_read_by_coroutines_too(two, alone):
     assert (await handle.aresult()).output_token_ids == expected.output_token_ids
 
 
-def test_the_server_streams_and_tells_of_each_replica(two, server, alone):
+def test_the_server_streams_and_reports_each_replica(two, server, alone):
     body = {"messages": CHAT, "max_tokens": 12, "temperature": 0.0}
     expected = alone.generate(CHAT, max_new_tokens=12, temperature=0.0).output_text
     with server.client() as client:
@@ -148,7 +148,7 @@ def test_the_server_streams_and_tells_of_each_replica(two, server, alone):
     assert metrics.count("# TYPE kvboost:blocks gauge") == 1
 
 
-def test_who_leaves_the_server_frees_the_replica(two, server):
+def test_a_disconnect_frees_the_replica(two, server):
     body = {
         "prompt": "Count",
         "max_tokens": 600,
@@ -164,7 +164,7 @@ def test_who_leaves_the_server_frees_the_replica(two, server):
     wait_until(two.idle, "the replica to end it")
 
 
-def test_a_frozen_replica_keeps_nobody_waiting(two):
+def test_a_frozen_replica_does_not_block_others(two):
     """Once it is known not to answer, figures and answers are those of the other; then it is back
     as it was.
     """
@@ -185,7 +185,7 @@ def test_a_frozen_replica_keeps_nobody_waiting(two):
     assert two.pids() == pids
 
 
-def test_a_killed_replica_loses_started_answers_alone(two):
+def test_a_killed_replica_loses_only_started_answers(two):
     handles = [two.pool.submit([number, *range(200, 240)], **LONG) for number in range(20, 32)]
     victim = sorted(two.pool._replicas.usable)[0]
     wait_until(lambda: any(handle._events for handle in handles), "an answer to begin")

@@ -33,7 +33,7 @@ def memory(tmp_path, monkeypatch):
     return tmp_path / "memory"
 
 
-def test_it_is_in_memory_where_there_is_room(memory, monkeypatch):
+def test_the_directory_is_in_memory_if_there_is_space(memory, monkeypatch):
     disk = memory.parent / "disk"
     with ray_directory() as found:
         assert Path(found).parents[1] == disk  # there is no such place
@@ -46,14 +46,14 @@ def test_it_is_in_memory_where_there_is_room(memory, monkeypatch):
     assert not [*memory.iterdir(), *disk.iterdir()]
 
 
-def test_nobody_else_may_look_into_it_whatever_ray_allows_below(memory):
+def test_the_directory_is_private(memory):
     memory.mkdir()
     with ray_directory() as found:
         os.chmod(found, 0o777)
         assert Path(found).parent.stat().st_mode & 0o777 == 0o700
 
 
-def test_a_path_that_is_too_long_for_sockets_is_refused(memory, monkeypatch):
+def test_a_path_too_long_for_sockets_is_refused(memory, monkeypatch):
     """The message says how long it may be."""
     disk = memory.parent / "disk"
     monkeypatch.setattr(run_directory, "_MOST_SOCKET_PATH", len(str(disk)) + 200)
@@ -74,7 +74,7 @@ def test_a_path_that_is_too_long_for_sockets_is_refused(memory, monkeypatch):
     assert not [*too_long.iterdir()]
 
 
-def test_in_memory_no_path_is_too_long():
+def test_paths_in_memory_fit_a_socket_address():
     assert (
         len(f"/dev/shm/{run_directory._prefix()}/r")
         + run_directory._RANDOM
@@ -83,7 +83,7 @@ def test_in_memory_no_path_is_too_long():
     )
 
 
-def test_what_a_server_that_was_killed_has_left_is_removed_by_the_next(memory):
+def test_files_of_a_killed_server_are_removed_by_the_next(memory):
     """And nothing of one that lives, and nothing that is no server's."""
     memory.mkdir()
     other = memory / f"{run_directory._prefix()}somebody"
@@ -118,7 +118,7 @@ def left_behind(place):
     return left
 
 
-def test_what_another_machine_has_there_stays(memory, monkeypatch):
+def test_directories_of_another_machine_are_kept(memory, monkeypatch):
     """Its locks may not be seen from here."""
     with monkeypatch.context() as elsewhere:
         elsewhere.setattr(platform, "node", lambda: "another machine")
@@ -129,7 +129,7 @@ def test_what_another_machine_has_there_stays(memory, monkeypatch):
         assert theirs.exists()
 
 
-def test_what_could_not_be_removed_is_tried_again(memory, monkeypatch):
+def test_a_failed_removal_is_retried(memory, monkeypatch):
     """By whichever server: what tells that nobody lives there is the last to go."""
     memory.mkdir()
 

@@ -39,7 +39,7 @@ from kvboost_edge.server.__main__ import _ended_by_signal, main
 from kvboost_edge.server.flags import parse_flags
 
 
-def test_a_replica_computes_with_its_cpus_and_takes_no_memory_that_is_not_there():
+def test_a_replica_uses_its_cpus_and_available_memory():
     assert own_options({}, 3.0, 0) == {"num_threads": 3}
     assert own_options({"num_threads": 1}, 3.0, 1 << 20)["num_threads"] == 1
     assert own_options({}, 0.5, 0) == {}
@@ -68,7 +68,7 @@ def test_a_replica_computes_with_its_cpus_and_takes_no_memory_that_is_not_there(
         ("", BackendUnavailable, "Ray gives no reason"),
     ],
 )
-def test_what_a_replica_raised_while_it_loaded_is_told(text, kind, words):
+def test_an_error_while_loading_is_reported(text, kind, words):
     error = loading_error(text)
     assert type(error) is kind
     assert words in str(error)
@@ -81,7 +81,7 @@ def test_replicas_are_prepared_for_the_default_mode():
     assert options.warm_systems == ("You are kind.",)
 
 
-def test_arguments_of_a_serve_yaml_are_the_commands_flags(monkeypatch):
+def test_arguments_of_a_serve_file_are_the_commands_flags(monkeypatch):
     monkeypatch.setenv("KVBOOST_EDGE_SERVE_FLAGS", "--workers 3 --model-name 'a b'")
     assert flags_of({}) == ["--workers", "3", "--model-name", "a b"]
     found = flags_of(
@@ -111,7 +111,7 @@ def test_arguments_of_a_serve_yaml_are_the_commands_flags(monkeypatch):
 
 
 @pytest.mark.cluster
-def test_of_a_ray_that_does_not_start_whole_nothing_is_left(monkeypatch):
+def test_a_failed_ray_start_leaves_nothing(monkeypatch):
     """Whatever Ray raises then. Another one of this process, and what is no part of any, goes
     on.
     """
@@ -145,7 +145,7 @@ def test_of_a_ray_that_does_not_start_whole_nothing_is_left(monkeypatch):
 
 @pytest.mark.cluster
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_while_ray_starts_leaves_none_of_it(number, monkeypatch):
+def test_a_signal_during_ray_start_leaves_nothing(number, monkeypatch):
     """And it ends this process as it would have before: Ray's handler would do so with another
     status.
     """
@@ -171,7 +171,7 @@ def test_a_signal_while_ray_starts_leaves_none_of_it(number, monkeypatch):
     )
 
 
-def test_without_ray_the_flag_says_what_to_install(monkeypatch, capsys):
+def test_without_ray_the_flag_names_the_missing_extra(monkeypatch, capsys):
     real = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util,
@@ -201,7 +201,7 @@ def _command(*flags):
 )
 @pytest.mark.cluster
 @pytest.mark.slow
-def test_what_is_wrong_is_told_before_anything_runs(flags, words):
+def test_invalid_flags_are_reported_before_the_start(flags, words):
     done = subprocess.run(
         _command(*flags), capture_output=True, text=True, timeout=120, check=False
     )
@@ -211,7 +211,7 @@ def test_what_is_wrong_is_told_before_anything_runs(flags, words):
 
 @pytest.mark.cluster
 @pytest.mark.slow
-def test_a_cluster_without_room_is_told(ray_cluster):
+def test_a_cluster_without_enough_cpus_is_reported(ray_cluster):
     own = {name: value for name, value in _OWN.items() if value is not None}
     flags = ["--ray-address", ray_cluster, "--workers", "5"]
     done = subprocess.run(

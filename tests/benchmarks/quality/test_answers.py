@@ -11,7 +11,7 @@ from benchmarks.quality.answers import QUESTIONS, is_sensible, is_valid
 
 
 @pytest.mark.parametrize("question", QUESTIONS, ids=lambda question: question.text[:20])
-def test_a_right_answer_fits_and_is_sensible(question):
+def test_a_correct_answer_is_valid_and_sensible(question):
     jsonschema_rs.meta.validate(question.schema)
     assert is_sensible(question, json.dumps(question.right))
     assert is_sensible(
@@ -19,7 +19,7 @@ def test_a_right_answer_fits_and_is_sensible(question):
     ) or any(isinstance(value, str) and value != value.lower() for value in question.properties)
 
 
-def test_a_wrong_answer_is_valid_and_not_sensible():
+def test_a_wrong_answer_is_valid_but_not_sensible():
     question = next(each for each in QUESTIONS if each.kind == "extract")
     wrong = json.dumps({**question.right, "name": "Nobody"})
     assert is_valid(question, wrong)
@@ -29,7 +29,7 @@ def test_a_wrong_answer_is_valid_and_not_sensible():
 @pytest.mark.parametrize(
     "text", ["", "{", "Sure! {}", "{}", '{"name": 1, "age": 2}', '["Anna", 34]']
 )
-def test_what_does_not_fit_is_not_valid(text):
+def test_a_schema_violation_is_invalid(text):
     question = next(each for each in QUESTIONS if each.kind == "extract")
     assert not is_valid(question, text)
     assert not is_sensible(question, text)

@@ -37,7 +37,7 @@ def engine(request):
         yield made
 
 
-def test_facts_in_another_order_need_no_repair(engine):
+def test_reordered_facts_need_no_repair(engine):
     answered = list(ask_round(engine, facts_moved(engine, SEED, 0), {"one prompt": ("none",)}))
     row = row_of("moved", "one prompt", "none", [one for one in answered if one.rule == "none"])
     assert row["full right"] == row["of full"] == row["same top"] == 1
@@ -46,7 +46,7 @@ def test_facts_in_another_order_need_no_repair(engine):
     assert row["recomputed"] < 0.05  # what fills blocks before a span
 
 
-def test_facts_that_a_seam_divides_are_lost_without_repair_and_kept_with_it(engine):
+def test_facts_divided_by_a_seam_need_repair(engine):
     rules = ("none", "overlap 8", "blocks", "default")
     answered = []
     for number in range(3):
@@ -70,7 +70,7 @@ def answered(rule, kl, right=None, full_right=None):
     return Answered("harvest", rule, [kl, kl], [True, kl < 1], 0.5, 0.25, right, full_right)
 
 
-def test_a_row_means_over_tokens_and_counts_judged_prompts_alone():
+def test_a_row_averages_over_tokens_and_counts_judged_prompts():
     some = [
         answered("none", 0.0, True, True),
         answered("none", 2.0, False, True),
@@ -88,12 +88,12 @@ def test_a_row_means_over_tokens_and_counts_judged_prompts_alone():
     assert row["KL 95%"][0] <= 1.0 <= row["KL 95%"][1]
 
 
-def test_wilson_is_the_known_interval():
+def test_wilson_gives_the_known_interval():
     assert wilson(0, 0) is None
     assert wilson(8, 10) == pytest.approx([0.4902, 0.9433], abs=1e-4)
 
 
-def test_a_run_that_was_stopped_goes_on_with_what_it_kept(tmp_path):
+def test_an_interrupted_run_resumes(tmp_path):
     path = tmp_path / "kept"
     first = Kept(path)
     first.keep("case", 0, [answered(OTHER_ORDER, 0.5), answered("none", 1.5, True, False)])
@@ -108,7 +108,7 @@ def test_a_run_that_was_stopped_goes_on_with_what_it_kept(tmp_path):
     )
 
 
-def test_questions_are_answered_by_their_passages_and_by_no_other():
+def test_questions_are_answered_only_by_their_passages():
     rng = random.Random(SEED)
     passages = make_passages(rng, 8)
     for question in make_questions(rng, passages, 40):

@@ -112,7 +112,7 @@ def test_a_monitor_needs_a_key():
         render_without_helm({**NEEDED, "serviceMonitor": {"enabled": True}})
 
 
-def test_the_kinds_follow_the_values():
+def test_manifest_kinds_follow_the_values():
     kinds = {
         case: {kind for kind, _ in documents(render_without_helm(values))}
         for case, values in CASES.items()
@@ -231,7 +231,7 @@ def test_the_notes_name_the_service():
 @pytest.mark.parametrize(
     "template", ["{{ lookup .Values }}", "{{ if .Values.a }}", "{{ .Values.a ) }}"], ids=str
 )
-def test_what_the_renderer_does_not_know_is_an_error(template, tmp_path):
+def test_unknown_template_syntax_is_an_error(template, tmp_path):
     (tmp_path / "templates").mkdir()
     for name in ("Chart.yaml", "values.yaml"):
         (tmp_path / name).write_text("name: x\n")

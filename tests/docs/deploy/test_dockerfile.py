@@ -42,13 +42,13 @@ def test_nothing_else_is_sent_to_the_builder():
     assert sent == set(COPIED)
 
 
-def test_everything_that_the_build_reads_is_copied():
+def test_all_build_inputs_are_copied():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     for pattern in (project["readme"], *project["license-files"]):
         assert fnmatch.filter(COPIED, pattern), f"{pattern} is not copied"
 
 
-def test_there_is_one_base_and_it_is_pinned_by_its_digest():
+def test_the_base_image_is_pinned_by_digest():
     bases = [value for value in values("FROM") if value.split()[0] != "base"]
     assert len(bases) == 1
     assert re.fullmatch(r"python:3\.\d+-slim-\w+@sha256:[0-9a-f]{64} AS base", bases[0])
@@ -79,7 +79,7 @@ def test_the_server_accepts_its_flags(monkeypatch):
     parse_flags(flags, program)
 
 
-def test_the_server_is_told_to_stop_by_the_signal_that_lets_it_finish():
+def test_the_stop_signal_drains_the_server():
     assert values("STOPSIGNAL") == ["SIGTERM"]
 
 

@@ -35,7 +35,7 @@ def told_of(held):
 
 
 @given(st.lists(st.tuples(changes, st.sets(st.integers(0, 2))), max_size=30), st.integers(1, 12))
-def test_every_asker_knows_what_is_held(steps, max_changes):
+def test_every_reader_reconstructs_the_held_blocks(steps, max_changes):
     """Three askers, each asks after some of the steps; few changes are kept, so some are told
     everything. Pool and tiers have their own events, whole ones too, and one journal.
     """
@@ -64,7 +64,7 @@ def test_every_asker_knows_what_is_held(steps, max_changes):
             assert journal.since(cursor) == []
 
 
-def test_nothing_new_makes_no_batch_but_the_first():
+def test_without_changes_only_the_first_batch_is_sent():
     journal = Journal(epoch=5)
     assert journal.since(NOTHING_KNOWN) == []
     assert journal.add(CacheEvents(True, (), ())) == (5, 0, False, b"", b"")
@@ -78,7 +78,7 @@ def test_nothing_new_makes_no_batch_but_the_first():
     ]  # knows more than there is
 
 
-def test_of_two_hashes_with_one_key_the_one_that_came_counts():
+def test_of_two_hashes_with_one_key_the_published_one_counts():
     """A belief in a block too many costs time; a block that is not believed in is not used."""
     journal = Journal(epoch=5)
     one = hash_of(1)
@@ -88,5 +88,5 @@ def test_of_two_hashes_with_one_key_the_one_that_came_counts():
     assert keys(journal.since(NOTHING_KNOWN)[0].published) == {1}
 
 
-def test_two_lives_have_two_epochs():
+def test_epochs_differ_between_instances():
     assert len({Journal().add(CacheEvents(True, (), ())).epoch for _ in range(4)} - {0}) == 4

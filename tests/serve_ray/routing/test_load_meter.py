@@ -20,7 +20,7 @@ def meter(seconds_per_token=1e-3):
         )
     )
 )
-def test_queues_are_counted_whatever_comes(steps):
+def test_queues_are_counted_for_any_sequence_of_events(steps):
     """First tokens and ends of what never began, or twice: they do nothing. What begins twice
     counts once.
     """
@@ -46,7 +46,7 @@ def test_queues_are_counted_whatever_comes(steps):
         assert (report.decode_seconds == 0) or running
 
 
-def test_speed_is_measured_behind_a_queue():
+def test_queueing_time_is_excluded_from_the_speed():
     """Ten prompts come at once and are computed one after the other at 2 ms a token: no waiting
     counts as computing.
     """
@@ -58,7 +58,7 @@ def test_speed_is_measured_behind_a_queue():
     assert measured.report(200.0, free_blocks=0).seconds_per_token == pytest.approx(2e-3, rel=0.2)
 
 
-def test_a_cancelled_prompt_measures_nothing():
+def test_a_cancelled_prompt_is_not_measured():
     measured = meter()
     measured.begin("a", 100_000, 0.0)
     measured.end("a", 1.0)
@@ -68,7 +68,7 @@ def test_a_cancelled_prompt_measures_nothing():
     assert measured.report(12.0, free_blocks=0).seconds_per_token == pytest.approx(1e-3, rel=0.01)
 
 
-def test_answers_are_measured():
+def test_decode_time_is_measured():
     measured = meter()
     for number in range(50):
         measured.begin(number, 10, 10.0 * number)
@@ -86,12 +86,12 @@ def test_answers_are_measured():
 @pytest.mark.parametrize(
     "wrong", [{"seconds_per_token": 0.0}, {"step_tokens": 0}, {"max_running": 0}], ids=str
 )
-def test_figures_that_are_none_are_refused(wrong):
+def test_invalid_values_are_refused(wrong):
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         Meter(**{"seconds_per_token": 1e-3, "step_tokens": 512, "max_running": 8, **wrong})
 
 
-def test_reading_is_measured_apart_from_computing():
+def test_tier_reads_are_measured_separately_from_prefill():
     """A request that is read first is no measure of computing; a disk's tokens measure the disk,
     the server's nothing where it has none.
     """

@@ -16,7 +16,7 @@ ROOT = b"r" * 32
 
 
 @given(st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=40), st.sampled_from([1, 4, 16]))
-def test_hashes_are_those_the_pool_publishes(tokens, size):
+def test_hashes_equal_those_the_pool_publishes(tokens, size):
     manager = KVCacheManager(64, size)
     table = manager.open_table(tokens, ROOT)
     manager.extend(table, len(tokens))
@@ -24,7 +24,7 @@ def test_hashes_are_those_the_pool_publishes(tokens, size):
     assert prefix_hashes(tokens, ROOT, size) == tuple(manager.content.chain(table))
 
 
-def test_tenants_have_no_key_in_common():
+def test_tenants_share_no_keys():
     tokens = list(range(64))
     roots = [shared_root(ROOT, tenant, salt) for tenant in (None, "a", "b") for salt in (None, "s")]
     chains = [PromptChain.of(tokens, root, 16, "same key") for root in roots]
@@ -36,7 +36,7 @@ def test_tenants_have_no_key_in_common():
     assert len(set(keys)) == len(keys) > 6 * (4 + 1)
 
 
-def test_what_does_not_fit_is_refused():
+def test_invalid_chains_are_refused():
     hashes = prefix_hashes(range(40), ROOT, 16)
     assert PromptChain.of_hashes(hashes, 40, 16) == PromptChain.of(range(40), ROOT, 16)
     chain = PromptChain.of(range(40), ROOT, 16)
@@ -56,7 +56,7 @@ def test_what_does_not_fit_is_refused():
         prefix_hashes([2**32], ROOT, 1)
 
 
-def test_states_are_known_by_the_keys_that_are_told_of_them():
+def test_states_are_found_by_their_published_keys():
     """All of them, at every place: none is among those that are left out."""
     hashes = prefix_hashes(range(67), ROOT, 4)
     chain = PromptChain.of(range(67), ROOT, 4, has_states=True)

@@ -26,6 +26,6 @@ WRONG = {
 @pytest.mark.parametrize(
     ("name", "value"), [(name, value) for name, values in WRONG.items() for value in values]
 )
-def test_a_wrong_figure_is_refused_by_name(name, value):
+def test_an_invalid_value_is_refused_by_name(name, value):
     with pytest.raises(ConfigError, match=name):
         ReplicaReport(**{"serial": 0, "seconds_per_token": 1e-3, name: value})

@@ -148,7 +148,7 @@ class Replicas(RuleBasedStateMachine):
             assert self.map.num_entries <= 6
 
 
-def test_beliefs_follow_whatever_comes():
+def test_random_events_agree_with_the_model():
     run_state_machine_as_test(
         Replicas,
         settings=settings(max_examples=NUM_EXAMPLES, stateful_step_count=30, deadline=None),
@@ -156,7 +156,7 @@ def test_beliefs_follow_whatever_comes():
 
 
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=6), st.integers(1, 40))
-def test_levels_say_who_holds_how_much(depths, length):
+def test_levels_name_the_holders_of_each_depth(depths, length):
     """Replica i holds the first depths[i] blocks; where there are few enough levels, exactly that
     comes out.
     """
@@ -197,7 +197,7 @@ def test_levels_say_who_holds_how_much(depths, length):
 
 
 @given(st.lists(st.integers(0, 40), max_size=4), st.integers(1, 40))
-def test_what_anybody_holds_reaches_as_far_as_the_longest(depths, length):
+def test_reach_is_the_longest_prefix_of_any_holder(depths, length):
     known = Residency(10**6, SECONDS)
     keys = list(range(100, 100 + length))
     for slot, depth in enumerate(depths):
@@ -207,7 +207,7 @@ def test_what_anybody_holds_reaches_as_far_as_the_longest(depths, length):
     assert known.reach([]) == known.reach([3]) == 0
 
 
-def test_a_gap_is_seen_and_doubted_and_healed():
+def test_a_gap_in_events_is_detected_and_repaired():
     known = Residency(1000, SECONDS)
     known.open(0)
     assert known.apply(0, batch_of(0, [1, 2]), 0.0)
@@ -226,7 +226,7 @@ def test_a_gap_is_seen_and_doubted_and_healed():
     assert known.keys_of(0) == {1: True, 3: True, 4: True}
 
 
-def test_doubts_expire_where_nobody_heals_them():
+def test_unconfirmed_blocks_expire():
     known = Residency(1000, SECONDS)
     known.open(0)
     known.apply(0, batch_of(0, [1, 2]), 0.0)
@@ -236,7 +236,7 @@ def test_doubts_expire_where_nobody_heals_them():
     assert (known.num_entries, known.num_blocks) == (0, 0)
 
 
-def test_what_is_sent_is_believed_renewed_and_forgotten():
+def test_expected_blocks_are_renewed_and_expire():
     known = Residency(1000, SECONDS)
     known.open(0)
     known.believe(0, [1, 2], 0, 0.0)
@@ -248,7 +248,7 @@ def test_what_is_sent_is_believed_renewed_and_forgotten():
     assert known.keys_of(0) == {}
 
 
-def test_a_prefix_is_still_found_in_a_coarse_map():
+def test_a_prefix_is_found_in_a_sampled_map():
     """Keys as hashes are, random: what is left of a chain says nearly how long it is."""
     keys = [(key * 0x9E3779B97F4A7C15) % 2**64 for key in range(1, 2001)]
     known = Residency(600, SECONDS)
@@ -271,12 +271,12 @@ def test_a_prefix_is_still_found_in_a_coarse_map():
     [(0, 1.0), (1, 0.0), (1, math.inf), (1, math.nan)],
     ids=["none", "zero", "inf", "nan"],
 )
-def test_bounds_that_are_none_are_refused(max_entries, seconds):
+def test_invalid_bounds_are_refused(max_entries, seconds):
     with pytest.raises(ConfigError, match=r"max_entries|believed_seconds"):
         Residency(max_entries, seconds)
 
 
-def test_a_batch_that_is_cut_is_refused():
+def test_a_truncated_batch_is_refused():
     known = Residency(10, SECONDS)
     known.open(0)
     with pytest.raises(ConfigError, match="7 bytes"):
@@ -289,7 +289,7 @@ def state(key):
 
 
 @given(st.lists(st.sets(st.integers(1, 60)), min_size=1, max_size=6), st.integers(1, 60))
-def test_the_last_state_of_each_is_found(ends, length):
+def test_the_last_state_of_each_replica_is_found(ends, length):
     """Replica i has states behind the blocks in ends[i]; where there are few enough, exactly the
     last comes out.
     """
@@ -318,7 +318,7 @@ def test_the_last_state_of_each_is_found(ends, length):
         assert step > 1 or found == lasts
 
 
-def test_a_coarse_map_keeps_states_as_long_as_there_are_not_too_many_of_them_alone():
+def test_a_sampled_map_keeps_states_within_its_bound():
     keys = [(key * 0x9E3779B97F4A7C15) % 2**64 for key in range(1, 1001)]
     known = Residency(200, SECONDS)
     known.open(0)

@@ -66,7 +66,7 @@ replicas = st.lists(
 
 
 @given(replicas, st.integers(1, 30), st.booleans())
-def test_the_choice_is_the_least_of_the_plain_sums(figures, length, among_only):
+def test_the_choice_minimises_the_expected_time(figures, length, among_only):
     """(blocks held, tokens queued, requests running, draining, asked for) of each; the sums are
     written out here.
     """
@@ -122,7 +122,7 @@ tiered = st.lists(
 
 
 @given(tiered, st.integers(0, 30), st.integers(1, 24))
-def test_what_a_tier_has_counts_at_its_speed(figures, on_server, length):
+def test_tier_blocks_cost_their_read_time(figures, on_server, length):
     """(blocks in the pool, on the disk, has a disk, has the server, tokens queued) of each, and
     what the first of them told of the server. A disk is read from where the pool ends, the server
     from where the disk ends; while that is read the queue is computed. Eight blocks are told of a
@@ -169,7 +169,7 @@ def test_what_a_tier_has_counts_at_its_speed(figures, on_server, length):
     router.check()
 
 
-def test_a_tier_sends_a_prompt_away_from_a_full_home():
+def test_a_fast_tier_moves_a_prompt_away_from_a_busy_replica():
     """Its home holds it and is busy: computing it anew elsewhere would take longer than waiting,
     reading does not.
     """
@@ -189,7 +189,7 @@ def test_a_tier_sends_a_prompt_away_from_a_full_home():
         max_size=60,
     )
 )
-def test_nobody_is_chosen_who_is_not_there_or_drains(steps):
+def test_absent_and_draining_replicas_are_not_chosen(steps):
     router = PrefixRouter()
     members = set()
     draining = set()
@@ -218,7 +218,7 @@ def test_nobody_is_chosen_who_is_not_there_or_drains(steps):
     router.check()
 
 
-def test_an_identical_prompt_goes_where_the_first_one_went():
+def test_an_identical_prompt_follows_the_first_one():
     router = router_of(50)
     prompt = chain(range(40))
     choice = best(router, prompt)
@@ -230,7 +230,7 @@ def test_an_identical_prompt_goes_where_the_first_one_went():
     )
 
 
-def test_a_prompt_that_leaves_no_token_to_compute_computes_its_last():
+def test_a_fully_cached_prompt_computes_its_last_token():
     router = router_of(2)
     prompt = chain(range(4), num_tokens=64)
     router.take_events("r1", told(range(4)), 0.0)
@@ -238,7 +238,7 @@ def test_a_prompt_that_leaves_no_token_to_compute_computes_its_last():
     assert (choice.replica_id, choice.matched_tokens, choice.missing_tokens) == ("r1", 63, 1)
 
 
-def test_cold_prefixes_have_a_home_that_all_routers_agree_on():
+def test_all_routers_agree_on_the_replica_of_a_cold_prefix():
     """Two routers that know nothing of each other; the home moves only for what lived with the one
     who left.
     """
@@ -257,7 +257,7 @@ def test_cold_prefixes_have_a_home_that_all_routers_agree_on():
     ]
 
 
-def test_of_nearly_equal_replicas_the_one_that_holds_most_is_taken():
+def test_of_nearly_equal_replicas_the_one_with_most_blocks_is_chosen():
     """Two blocks of two hundred are 1% of the time: within what counts as equal, where else a home
     would decide.
     """
@@ -269,7 +269,7 @@ def test_of_nearly_equal_replicas_the_one_that_holds_most_is_taken():
     assert len({first(router, chain([*tail])) for tail in tails}) > 3
 
 
-def test_a_hot_prefix_spreads_when_its_home_is_full_and_no_further():
+def test_a_hot_prefix_spreads_only_if_its_replica_is_full():
     """The head takes 0.48 s where it is not: a queue longer than that, and what others would wait,
     is worth a home.
     """
@@ -287,7 +287,7 @@ def test_a_hot_prefix_spreads_when_its_home_is_full_and_no_further():
     assert later.missing_tokens == 17
 
 
-def test_what_was_routed_counts_until_it_is_reported_and_drains_by_itself():
+def test_routed_work_counts_until_reported_and_decays():
     router = router_of(1)
     prompt = chain(range(100))
     cold = best(router, prompt)
@@ -303,14 +303,14 @@ def test_what_was_routed_counts_until_it_is_reported_and_drains_by_itself():
     assert best(router, other, 1.0).expected_seconds == pytest.approx(0.4 + 0.017)
 
 
-def test_what_is_routed_to_a_replica_that_was_idle_counts_from_now_on():
+def test_work_routed_to_an_idle_replica_counts_from_now():
     router = router_of(1)
     prompt = chain(range(100))
     router.note_routed(best(router, prompt, 1000.0), prompt, 1000.0)
     assert best(router, chain([5000]), 1000.0).expected_seconds == pytest.approx(1.601 + 0.017)
 
 
-def test_what_never_arrived_does_not_wait():
+def test_routed_work_that_never_arrived_is_dropped():
     router = router_of(1)
     prompt = chain(range(100))
     choice = best(router, prompt)
@@ -325,7 +325,7 @@ def test_what_never_arrived_does_not_wait():
     [{"num_running": 4, "max_running": 4}, {"num_running": 1, "free_blocks": 2}],
     ids=["places", "blocks"],
 )
-def test_a_full_replica_waits_for_somebody_to_leave(full):
+def test_a_full_replica_costs_the_wait_for_a_free_place(full):
     router = router_of(2)
     keys = list(range(20))
     router.take_events("r0", told(keys[:10]), 0.0)
@@ -334,7 +334,7 @@ def test_a_full_replica_waits_for_somebody_to_leave(full):
     assert first(router, chain(keys)) == "r1"
 
 
-def test_a_cache_key_biases_and_does_not_bind():
+def test_a_cache_key_is_a_preference_not_a_rule():
     router = router_of(20)
     prompts = [PromptChain.of([number] * 40, ROOT, 16, "mine") for number in range(30)]
     homes = {first(router, prompt) for prompt in prompts}
@@ -347,7 +347,7 @@ def test_a_cache_key_biases_and_does_not_bind():
     assert len({first(router, prompt) for prompt in prompts}) == 1, "all move together"
 
 
-def test_a_tenant_learns_nothing_of_another():
+def test_a_tenants_cache_does_not_affect_another_tenants_routing():
     """What one tenant has cached changes neither the other's choice nor its figures."""
     tokens = list(range(160))
     mine, theirs = (PromptChain.of(tokens, shared_root(ROOT, tenant, None), 16) for tenant in "ab")
@@ -358,7 +358,7 @@ def test_a_tenant_learns_nothing_of_another():
     assert beside.choose(mine, 0.0, count=8) == alone.choose(mine, 0.0, count=8)
 
 
-def test_prompts_of_less_than_a_block_go_anywhere():
+def test_prompts_shorter_than_a_block_are_spread():
     router = router_of(10)
     used = set()
     for _ in range(60):
@@ -368,7 +368,7 @@ def test_prompts_of_less_than_a_block_go_anywhere():
     assert len(used) == 10
 
 
-def test_nobody_there_is_no_choice():
+def test_without_replicas_there_is_no_choice():
     router = PrefixRouter()
     assert router.choose(chain([1]), 0.0) == []
     router.add("a")
@@ -378,7 +378,7 @@ def test_nobody_there_is_no_choice():
     assert router.num_bytes() > 0
 
 
-def test_a_new_replica_is_as_fast_as_the_others():
+def test_a_new_replica_starts_with_the_median_speed():
     router = router_of(3)
     for number, speed in enumerate((1e-3, 4e-3, 9e-3)):
         router.take_report(f"r{number}", report(1, seconds_per_token=speed), 0.0)
@@ -387,7 +387,7 @@ def test_a_new_replica_is_as_fast_as_the_others():
     assert choices[0].expected_seconds == pytest.approx(17 * 4e-3)
 
 
-def test_many_holders_and_few_give_the_same_depths():
+def test_depths_do_not_depend_on_the_number_of_holders():
     """Holders are read in two ways, by their number; here a hundred replicas hold ever less of a
     chain.
     """

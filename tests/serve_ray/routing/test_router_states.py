@@ -21,7 +21,7 @@ from serve_ray.routing.test_router import (
 )
 
 
-def test_of_two_with_the_same_blocks_the_one_with_the_state_is_taken():
+def test_of_two_replicas_with_equal_blocks_the_one_with_the_state_is_chosen():
     """And of none with a state the one with the blocks, which is where the next state will be kept.
     Twice the queue of what the state saves sends the prompt away.
     """
@@ -64,7 +64,7 @@ stateful = st.lists(
 
 @example([({1}, set(), True, False, 0, 0)], set(), 17)  # a state in the pool, its block not told
 @given(stateful, st.sets(st.integers(1, 30), max_size=4), st.integers(1, 480))
-def test_what_can_be_served_ends_with_a_state(figures, on_server, num_tokens):
+def test_a_usable_prefix_ends_at_a_state(figures, on_server, num_tokens):
     """(states in the pool, states on the disk, has a disk, has the server, tokens queued, blocks in
     the pool) of each, and what the first of them told of the server: tiers hold all of the prompt's
     blocks. Blocks in the pool are not read again, and of the states the deepest alone, for as long
@@ -128,7 +128,7 @@ def test_what_can_be_served_ends_with_a_state(figures, on_server, num_tokens):
 
 
 @pytest.mark.parametrize("has_blocks", [False, True])
-def test_blocks_behind_which_a_state_is_read_take_no_room(has_blocks):
+def test_blocks_already_in_the_pool_need_no_space_for_a_state_read(has_blocks):
     """30 blocks in the pool and their state on the disk: the prompt needs one block more, and of 40
     free ones it leaves enough for the next one. Without them it needs 31: 5 are too few, and of 40
     too few are left.
@@ -153,7 +153,7 @@ def test_blocks_behind_which_a_state_is_read_take_no_room(has_blocks):
     assert (best(router, other).expected_seconds < 50.0) == has_blocks
 
 
-def test_a_state_on_the_server_counts_when_its_first_blocks_are_no_longer_told_of():
+def test_a_state_on_redis_counts_without_its_first_blocks():
     """A conversation goes on for long: what was written to the server minutes ago nobody tells of,
     and it is there.
     """
@@ -166,7 +166,7 @@ def test_a_state_on_the_server_counts_when_its_first_blocks_are_no_longer_told_o
 
 
 @pytest.mark.parametrize("length", [16 * 20, 16 * 20 + 5])
-def test_who_goes_on_from_a_prompt_or_repeats_it_follows_it_and_who_branches_off_does_not(length):
+def test_continued_and_repeated_prompts_follow_the_state_and_branches_do_not(length):
     """The state at a prompt's end is expected as soon as it was sent; one inside of it when it is
     told of.
     """
@@ -194,7 +194,7 @@ def test_who_goes_on_from_a_prompt_or_repeats_it_follows_it_and_who_branches_off
     router.check()
 
 
-def test_states_change_nothing_for_who_does_not_ask_for_them():
+def test_states_do_not_affect_models_without_them():
     """A chain without states, of a model without any, is placed by its blocks whatever else is in
     the map: equal to the bit, with states told of and without.
     """

@@ -94,7 +94,7 @@ def three(handle, monkeypatch):
     found.close()
 
 
-def test_work_that_survives_a_cancellation_is_cancelled_again(handle):
+def test_cancellation_is_repeated_until_the_work_ends(handle):
     """Ray may turn the cancellation of a call into an error, which the polling takes as a
     failure.
     """
@@ -121,7 +121,7 @@ def test_work_that_survives_a_cancellation_is_cancelled_again(handle):
     assert len(caught) == 2
 
 
-def test_one_that_hangs_keeps_nobody_from_being_looked_at(three, handle, monkeypatch):
+def test_a_hanging_replica_does_not_delay_the_checks_of_others(three, handle, monkeypatch):
     three.open(60)
     monkeypatch.setattr(replicas, "_TELLING_SECONDS", NEVER)
     handle.hung = {"b"}
@@ -136,9 +136,7 @@ def test_one_that_hangs_keeps_nobody_from_being_looked_at(three, handle, monkeyp
     )
 
 
-def test_one_that_does_not_answer_is_neither_chosen_nor_waited_for_until_it_does(
-    three, handle, monkeypatch
-):
+def test_an_unresponsive_replica_is_skipped_until_it_answers(three, handle, monkeypatch):
     three.open(60)
     monkeypatch.setattr(replicas, "_TELLING_SECONDS", 0.05)
     monkeypatch.setattr(pool, "_SAYING_SECONDS", NEVER)
@@ -163,7 +161,7 @@ def test_one_that_does_not_answer_is_neither_chosen_nor_waited_for_until_it_does
     assert whole.block_map() == [ord("a"), ord("b"), ord("c")]
 
 
-def test_where_nobody_answers_all_are_asked(three, handle, monkeypatch):
+def test_if_no_replica_answers_all_are_asked(three, handle, monkeypatch):
     three.open(60)
     monkeypatch.setattr(replicas, "_TELLING_SECONDS", 0.01)
     monkeypatch.setattr(pool, "_SAYING_SECONDS", 0.01)
@@ -177,9 +175,7 @@ def test_where_nobody_answers_all_are_asked(three, handle, monkeypatch):
     assert all(handle.asked[name, "figures"] for name in "abc")
 
 
-def test_what_replicas_are_is_learnt_from_another_once_the_one_that_said_it_is_gone(
-    three, handle, monkeypatch
-):
+def test_settings_are_taken_from_another_replica_if_the_first_is_gone(three, handle, monkeypatch):
     three.open(60)
     assert three.about.replica == "a"
     monkeypatch.setattr(replicas, "_TELLING_SECONDS", NEVER)
@@ -188,7 +184,7 @@ def test_what_replicas_are_is_learnt_from_another_once_the_one_that_said_it_is_g
     wait_until(lambda: three.about.replica == "c", "the third one to say it")
 
 
-def test_a_look_that_fails_is_not_the_last(caplog):
+def test_a_failed_health_check_is_repeated(caplog):
     looked = []
 
     async def look(name):
@@ -208,7 +204,7 @@ def test_a_look_that_fails_is_not_the_last(caplog):
     assert [record.message for record in caplog.records] == ["health check failed"]
 
 
-def test_looks_that_hang_end_with_all_others():
+def test_hanging_health_checks_are_cancelled_at_the_end():
     async def run():
         ended = []
 

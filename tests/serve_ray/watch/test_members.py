@@ -21,7 +21,7 @@ def replicas():
     found.close()
 
 
-def test_new_settings_are_refused_beside_old_ones_and_used_once_those_are_gone(replicas):
+def test_new_settings_are_used_only_after_the_old_replicas_are_gone(replicas):
     assert replicas.members_changed({"a": OLD, "b": OLD}) == {"a", "b"}
     assert replicas.members_changed({"b": OLD, "a2": NEW}) == {"b"}
     assert replicas.members_changed({"a2": NEW, "b2": NEW, "c": OTHER}) == {"a2", "b2"}
@@ -30,7 +30,7 @@ def test_new_settings_are_refused_beside_old_ones_and_used_once_those_are_gone(r
     assert replicas.members_changed({"d": OLD}) == {"d"}
 
 
-def test_a_server_waits_for_its_version_while_those_before_it_are_still_there(replicas):
+def test_a_server_waits_while_replicas_of_another_version_exist(replicas):
     """All that there are have another model: wrong files, or a version that Ray is about to
     replace.
     """
@@ -44,7 +44,7 @@ def test_a_server_waits_for_its_version_while_those_before_it_are_still_there(re
         replicas.open(0.1, lambda: False)
 
 
-def test_nothing_starts_once_it_is_closed(replicas):
+def test_a_closed_pool_starts_no_work(replicas):
     async def work():
         return 3
 
@@ -54,7 +54,7 @@ def test_nothing_starts_once_it_is_closed(replicas):
         replicas.start(work())
 
 
-def test_who_was_there_before_anybody_watched_is_refused_all_the_same(replicas):
+def test_incompatible_replicas_are_refused_before_the_watch_starts(replicas):
     tell_members("late", {"a": OLD, "c": OTHER})
     assert usable_members("late") == {"a", "c"}
     watch_members("late", replicas.members_changed)
@@ -65,6 +65,6 @@ def test_who_was_there_before_anybody_watched_is_refused_all_the_same(replicas):
     assert usable_members("late") == frozenset()
 
 
-def test_one_that_went_is_not_asked(replicas):
+def test_a_removed_replica_is_not_asked(replicas):
     """It may go between the list of whom to ask and the question."""
     assert replicas.start(replicas._look_at("gone")).result(timeout=60) is None

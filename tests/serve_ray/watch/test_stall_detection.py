@@ -3,7 +3,7 @@
 from kvboost_edge.serve_ray.watch.stall_detection import Stillness, major_faults
 
 
-def test_only_work_without_progress_and_without_processor_time_is_stillness():
+def test_a_stall_is_work_without_progress_or_cpu_time():
     watch = Stillness()
     assert watch.look((1,), True, 0.0, 0.0) == 0.0
     # Nothing moves, and next to nothing is computed.
@@ -24,13 +24,13 @@ def test_only_work_without_progress_and_without_processor_time_is_stillness():
     assert watch.look((2,), True, 32.0, 501.0) == 1.0
 
 
-def test_a_process_that_was_frozen_begins_anew():
+def test_a_resumed_process_restarts_the_stall_timer():
     """Nobody looked meanwhile, so nothing says that its engine had its time."""
     watch = Stillness()
     assert [watch.look((1,), True, 0.0, now) for now in (10.0, 40.0, 100.0)] == [0.0, 30.0, 90.0]
     assert [watch.look((1,), True, 0.0, now) for now in (700.0, 702.0, 760.0)] == [0.0, 2.0, 60.0]
 
 
-def test_pages_from_a_disk_are_counted():
+def test_major_page_faults_are_counted():
     first = major_faults()
     assert 0 <= first <= major_faults()
