@@ -104,7 +104,7 @@ def test_invalid_cache_entries_are_rebuilt(
             == expected
         )
     assert len(calls) == 2
-    assert ("built" in caplog.text) == (how not in ("library", "model"))
+    assert bool(caplog.records) == (how not in ("library", "model"))
     if how != "directory":
         kept_tokenizer(key, build, name="m.gguf", cache_dir=tmp_path)
         assert len(calls) == 2
