@@ -42,6 +42,38 @@ def test_without_max_tokens_an_answer_may_fill_the_context(client, live_server):
     assert (limited.usage.completion_tokens, limited.choices[0].finish_reason) == (3, "length")
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"n": 2},
+        # The fields with which llama.vim prepares the cache for a chat.
+        {
+            "extra_body": {
+                "n_predict": 0,
+                "samplers": ["min_p"],
+                "response_fields": [""],
+                "cache_prompt": True,
+                "id_slot": 0,
+            }
+        },
+    ],
+    ids=["max_tokens", "choices", "llama.vim"],
+)
+def test_zero_tokens_compute_the_prompt_into_the_cache(client, live_server, fields):
+    live_server.engine.reset_cache()
+    limit = {} if "extra_body" in fields else {"max_tokens": 0}
+    told = []
+    for given in ({**limit, **fields}, {"max_tokens": 4, "temperature": 0}):
+        messages = [MESSAGES[0], {"role": "user", "content": "corn " * 40}]
+        answer = client.chat.completions.create(model=MODEL, messages=messages, **given)
+        told.append(answer)
+    for choice in told[0].choices:
+        assert (choice.message.content, choice.finish_reason) == ("", "length")
+    assert told[0].usage.completion_tokens == 0
+    assert told[1].usage.prompt_tokens_details.cached_tokens >= 32
+
+
 def test_developer_messages_and_text_parts(client):
     parts = [
         {"role": "developer", "content": [{"type": "text", "text": "Answer in one sentence."}]},

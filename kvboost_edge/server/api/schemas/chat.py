@@ -253,7 +253,13 @@ class ChatRequest(SamplingFields):
     """
 
     messages: Messages
-    max_tokens: Annotated[int, bounded("max_tokens")] | None = None
+    max_tokens: Annotated[int, bounded("max_tokens")] | None = Field(
+        None,
+        description=(
+            "Maximum number of tokens to generate. Default: what the context leaves. 0 computes "
+            "the prompt into the prefix cache, and the answer is empty."
+        ),
+    )
     max_completion_tokens: Annotated[int, bounded("max_completion_tokens")] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, bounded("top_logprobs")] | None = None
@@ -294,10 +300,6 @@ class ChatRequest(SamplingFields):
 
     def check_together(self) -> None:
         super().check_together()
-        if self.max_tokens == 0:
-            raise bad_field(
-                "max_tokens", "max_tokens=0 is only allowed with echo, in /v1/completions"
-            )
         given = (self.max_tokens, self.max_completion_tokens)
         if None not in given and given[0] != given[1]:
             raise bad_field(

@@ -75,7 +75,8 @@ GENERATING: dict[str, UnsupportedField] = {
     "t_max_predict_ms": UnsupportedField("only /infill and /completion have it", (0, -1)),
     "id_slot": _IGNORED,
     "timings_per_token": _IGNORED,
-    "response_fields": UnsupportedField("answers always have all fields", ([],)),
+    # llama.vim asks for the field "" to get a short answer.
+    "response_fields": UnsupportedField("answers always have all fields", ([], [""])),
     "lora": UnsupportedField("LoRA adapters are not supported", ([],)),
     "image_data": UnsupportedField(NO_IMAGES, ([],)),
     "reasoning_format": UnsupportedField(
