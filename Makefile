@@ -12,8 +12,9 @@ DEMO_STAMP := $(VENV)/.demo-stamp
 DOCS_STAMP := $(VENV)/.docs-stamp
 COMPILED_STAMP := $(VENV)/.compiled-stamp
 PYTEST := $(BIN)/python -m pytest -q
-# Several worker processes run at a time; all tests of a file run in one of them.
-WORKERS ?= 2
+# Several worker processes run at a time; all tests of a file run in one of them. A third one uses
+# the time in which tests of two cores' workers wait for processes, browsers and timers.
+WORKERS ?= 3
 SIDE_BY_SIDE := $(PYTEST) -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 # Collecting all files takes half a minute, so calls that want few tests name the files with them.
 WITH_MARK = $(sort $(shell grep -rlE --include="test_*.py" "mark\.$(1)\b" tests))
@@ -89,7 +90,7 @@ redis-server:  ## unpack a redis-server for the tests into .redis (Debian, Ubunt
 
 ##@ Tests
 
-test: setup  ## run the suite for every change; about 12 minutes on two cores
+test: setup  ## run the suite for every change; about 11 minutes on two cores
 	$(SIDE_BY_SIDE) -m "not full and not cluster and not alone"
 	$(PYTEST) -m "alone and not full and not cluster" $(MEASURING)
 

@@ -33,6 +33,7 @@ def test_doctor_reports_a_reduced_number_of_drafts(tmp_path, monkeypatch, answer
         assert ("draft tokens" in found["fit_reason"]) == (rows == 9)
 
 
+@pytest.mark.full
 def test_doctors_smallest_bound_equals_the_engines():
     """Each command measures a process of its own."""
     argv = ("-o", "max_memory=1MB", "-o", "max_model_len=256")

@@ -77,14 +77,9 @@ def compiled_here(tmp_path_factory):
     return lambda options: compute(json.dumps(options))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize(
-    "target",
-    [
-        pytest.param(target, id=target.name, marks=[pytest.mark.full] if number else [])
-        for number, target in enumerate(usable_targets())
-    ],
-)
+@pytest.mark.parametrize("target", usable_targets(), ids=lambda target: target.name)
 def test_each_target_gives_the_same_bits_without_numba(options, target, compiled_here, tmp_path):
     here, names = compiled_here(options)
     build_library(target, tmp_path / "libraries", names=names)

@@ -383,6 +383,7 @@ def told_by(program, server):
     return json.loads(run.stdout.splitlines()[-1])
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_langchain_chat_tools_structured_output_and_embeddings(live_server):
     engine = live_server.engine
@@ -396,6 +397,7 @@ def test_langchain_chat_tools_structured_output_and_embeddings(live_server):
     assert (np.array(vectors, np.float32) == engine.embed(["How are you?", "x", "x"])).all()
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_llamaindex_chats(live_server):
     expected = live_server.engine.generate(CONVERSATION, max_new_tokens=10)

@@ -134,6 +134,7 @@ def test_models_view_has_no_accessibility_violations(page):
     assert findings(page) == []
 
 
+@pytest.mark.full
 @looks(1)
 def test_dialogs_have_no_accessibility_violations(page):
     page.keyboard.press("Control+k")
@@ -164,6 +165,7 @@ def test_an_error_has_no_accessibility_violations(page):
     assert findings(page) == []
 
 
+@pytest.mark.full
 @looks(4)
 def test_live_view_has_no_accessibility_violations(page):
     page.click("nav [data-view=live]")
@@ -199,6 +201,7 @@ def test_settings_have_no_accessibility_violations(page):
     assert findings(page) == []
 
 
+@pytest.mark.full
 @looks(7)
 def test_requests_view_has_no_accessibility_violations(page, live_server, request):
     text = (

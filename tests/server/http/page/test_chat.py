@@ -84,6 +84,7 @@ def test_stop_keeps_the_partial_answer_and_cancels_the_request(visit, slow_model
             assert visit.evaluate("document.activeElement.id") == "prompt"
 
 
+@pytest.mark.full
 def test_empty_settings_show_the_defaults(visit, demo_engine):
     values = demo_engine.sampling_defaults.as_dict()
     assert values["temperature"] == 0
@@ -156,6 +157,7 @@ def test_approximate_answers_are_requested_and_labelled(visit, answering):
     assert visit.input_value("#reuse") == ""
 
 
+@pytest.mark.full
 def test_an_invalid_setting_is_not_sent(visit):
     visit.settings(top_p="7")
     assert visit.get_attribute("#top_p", "aria-invalid") == "true"
@@ -206,6 +208,7 @@ def test_a_new_chat_cancels_the_running_answer(visit, slow_model, demo_engine):
     wait_until(lambda: demo_engine.num_running() == 0, "both answers to end")
 
 
+@pytest.mark.full
 def test_copy_buttons_copy_the_answer_and_its_code(visit, answering):
     visit.context.grant_permissions(["clipboard-read", "clipboard-write"])
     answering(visit, "one\n```py\n", "x = 1\n", "y = 2\n```\n", "end")
@@ -247,6 +250,7 @@ def test_an_api_key_is_requested_kept_in_the_tab_and_sent_in_the_header(visiting
     assert keyed_server.keys[0] not in stored[1] + stored[2]
 
 
+@pytest.mark.full
 def test_a_refused_request_shows_the_servers_message(visit):
     visit.expected_failures = ("400",)
     visit.settings(max_tokens="16777216")
@@ -263,6 +267,7 @@ def test_a_refused_request_shows_the_servers_message(visit):
     )
 
 
+@pytest.mark.full
 def test_a_stream_error_is_shown_below_the_partial_answer(visit):
     body = (
         'data: {"choices": [{"delta": {"content": "half an "}}]}\n\n'

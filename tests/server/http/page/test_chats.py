@@ -79,6 +79,7 @@ def test_several_chats_are_stored_and_selected(stand_in):
     assert chat.locator(".question").all_inner_texts() == ["Apples", "Pears"]
 
 
+@pytest.mark.full
 def test_delete_removes_a_chat_from_storage(stand_in):
     chat = stand_in()
     say(chat, "Apples", "Red", 1)
@@ -92,6 +93,7 @@ def test_delete_removes_a_chat_from_storage(stand_in):
     assert options(chat) == ["New chat", "Apples"]
 
 
+@pytest.mark.full
 def test_an_answer_cut_by_a_reload_is_stored_as_stopped(stand_in):
     chat = stand_in()
     chat.begin("Tell me")
@@ -103,6 +105,7 @@ def test_an_answer_cut_by_a_reload_is_stored_as_stopped(stand_in):
     assert say(chat, "Go on", "a time", 1) == ["Tell me", "Once upon", "Go on"]
 
 
+@pytest.mark.full
 def test_switching_chats_stops_and_keeps_the_running_answer(stand_in):
     chat = stand_in()
     chat.begin("Tell me")
@@ -114,6 +117,7 @@ def test_switching_chats_stops_and_keeps_the_running_answer(stand_in):
     expect(chat.locator(".turn.stopped .answer-body")).to_have_text("Once upon")
 
 
+@pytest.mark.full
 def test_a_late_answer_does_not_restore_a_deleted_chat(stand_in):
     chat = stand_in()
     chat.begin("Tell me")

@@ -54,6 +54,7 @@ def test_an_empty_chat_cannot_be_exported(page):
     page.expects("#export-chat").to_be_hidden()
 
 
+@pytest.mark.full
 def test_exported_markdown_contains_the_whole_chat(page):
     talk(page, "get`weather")
     name, text = exported(page, "Markdown")

@@ -152,6 +152,7 @@ def test_a_model_is_added_loaded_unloaded_and_deleted(
         visit.context.close()
 
 
+@pytest.mark.full
 def test_download_progress_is_shown(page):
     page.add("org/model:Q4")
     assert page.changes() == [["POST", "/api/pull", {"model": "org/model:Q4"}]]
@@ -332,6 +333,7 @@ def test_one_fixed_model_is_shown(visit):
     visit.expects("#models-closed").to_contain_text("the models of this server are fixed")
 
 
+@pytest.mark.full
 def test_an_api_key_is_requested(visiting, keyed_server):
     visit = visiting(keyed_server.base_url)
     visit.expected_failures = ("401", "403")

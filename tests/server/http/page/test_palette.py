@@ -70,6 +70,7 @@ def test_the_palette_opens_by_shortcut_and_restores_focus(page):
         page.expects("#prompt").to_be_focused()
 
 
+@pytest.mark.full
 def test_arrow_keys_select_and_enter_runs_a_command(page):
     field = opened(page)
     first = active(page)
@@ -117,6 +118,7 @@ def test_the_palette_works_with_a_mouse(page):
     page.expects("#palette").to_be_hidden()
 
 
+@pytest.mark.full
 def test_escape_closes_the_palette_without_stopping_the_answer(page):
     page.begin("Tell me")
     assert "Stop the answer" in texts_of(page)

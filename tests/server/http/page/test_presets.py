@@ -100,6 +100,7 @@ def test_a_preset_without_a_system_prompt_keeps_the_current_one(page):
     assert chosen(page) == "Short"
 
 
+@pytest.mark.full
 def test_invalid_presets_are_refused_with_a_reason(page):
     for name, fields, problem in (
         (" ", {}, "Enter a name for the preset."),

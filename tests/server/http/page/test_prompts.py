@@ -184,6 +184,7 @@ def test_request_rows_show_the_servers_costs_and_causes(listed):
     assert [round(float(height.rstrip("%")), 2) for height in heights] == [100, 0.32, 8, 0.96, 0.01]
 
 
+@pytest.mark.full
 def test_requests_are_filtered_by_cause(listed):
     page = listed()
     chips = page.locator(".chip:visible")
@@ -201,6 +202,7 @@ def test_requests_are_filtered_by_cause(listed):
     page.expects(".prompt:visible").to_have_count(5)
 
 
+@pytest.mark.full
 def test_the_requests_view_works_by_keyboard_alone(listed):
     visit = listed()
     keyboard = visit.keyboard
@@ -332,6 +334,7 @@ def test_a_position_is_shown_only_for_requests_with_a_difference(listed):
         assert ("Position" in facts, "Request" in facts) == (has_position, True), cause
 
 
+@pytest.mark.full
 def test_an_expired_request_is_reported(listed):
     visit = listed()
     visit.expected_failures = ("404",)
@@ -339,6 +342,7 @@ def test_an_expired_request_is_reported(listed):
     visit.shows("#why-req-0", "This request is no longer kept.")
 
 
+@pytest.mark.full
 def test_requests_of_other_keys_are_hidden(visiting, keyed_server):
     first, second = ({"Authorization": f"Bearer {key}"} for key in keyed_server.keys)
     ids = [ask(keyed_server, "Monday", headers=headers) for headers in (first, second)]
@@ -355,6 +359,7 @@ def test_requests_of_other_keys_are_hidden(visiting, keyed_server):
         visit.expects(f"[aria-controls=why-{ids[1 - at]}]").to_have_count(0)
 
 
+@pytest.mark.full
 def test_the_requests_view_polls_only_while_visible(visiting, live_server):
     visit = visiting(live_server.base_url)
     visit.clock.install()

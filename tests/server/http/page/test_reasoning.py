@@ -52,6 +52,7 @@ def test_reasoning_opens_by_keyboard_and_is_not_announced(stand_in):
     expect(details.locator(".text")).to_be_hidden()
 
 
+@pytest.mark.full
 def test_reasoning_is_sent_back_but_not_copied(stand_in):
     page = stand_in()
     page.visit.context.grant_permissions(["clipboard-read", "clipboard-write"])

@@ -135,6 +135,7 @@ def test_reasoning_tool_calls_and_results_are_shown_as_text(stand_in):
     _untouched(page.visit, 1, {"DETAILS", "SUMMARY", "LABEL", "TEXTAREA"})
 
 
+@pytest.mark.full
 def test_other_server_text_is_shown_as_text(visit, live_server):
     visit.expected_failures = ("400",)
     visit.serve("**/v1/models", {"data": [{"id": PAYLOADS[4]}]})
@@ -158,6 +159,7 @@ def test_other_server_text_is_shown_as_text(visit, live_server):
     _untouched(visit, 1)
 
 
+@pytest.mark.full
 def test_models_and_presets_are_shown_as_text(visit):
     """In the list, the choice, the palette, the confirmation and the settings."""
     names = [payload.replace("\u0000", "") for payload in PAYLOADS]
@@ -195,6 +197,7 @@ def test_models_and_presets_are_shown_as_text(visit):
     assert visit.evaluate("window.hacked") is None
 
 
+@pytest.mark.full
 def test_requests_are_shown_as_text(visit):
     visit.evaluate("document.body.classList.add('several')")  # so that rows name their model
     texts = ("request_id", "cause", "field", "field_before", "compared_with", "model")
@@ -240,6 +243,7 @@ def test_requests_are_shown_as_text(visit):
     assert visit.url.rstrip("/") == visit.origin
 
 
+@pytest.mark.full
 def test_statistics_of_the_wrong_type_are_shown_as_text(visit, answering):
     bad = PAYLOADS[4]
     usage = {

@@ -38,6 +38,7 @@ def weather(stand_in):
     return page
 
 
+@pytest.mark.full
 def test_arguments_are_raw_while_streamed_and_formatted_at_the_end(stand_in):
     page = stand_in()
     page.begin("Weather?")
@@ -54,6 +55,7 @@ def test_arguments_are_raw_while_streamed_and_formatted_at_the_end(stand_in):
     assert "No answer" not in page.locator(".turn").inner_text()
 
 
+@pytest.mark.full
 def test_formatted_arguments_are_copied(weather):
     weather.context.grant_permissions(["clipboard-read", "clipboard-write"])
     weather.stop_timers()  # or "Copied" would go
@@ -107,6 +109,7 @@ def test_a_tool_result_is_sent_and_the_conversation_continues(weather):
     weather.end("stop")
 
 
+@pytest.mark.full
 def test_several_calls_are_answered_by_keyboard(stand_in):
     page = stand_in()
     keyboard = page.keyboard
@@ -148,6 +151,7 @@ def test_several_calls_are_answered_by_keyboard(stand_in):
     page.end("stop")
 
 
+@pytest.mark.full
 def test_a_call_without_a_result_is_not_sent_back(weather):
     weather.ask("Never mind. Hello?")
     assert weather.asked(2)["messages"] == [{"role": "user", "content": "Never mind. Hello?"}]
