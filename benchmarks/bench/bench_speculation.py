@@ -246,20 +246,22 @@ def _draft(script: Script, acceptance: Sequence[float]) -> None:
         place = len(turn.tokens)
         push(turn, logits)
 
+    def chance(*_: Any) -> float:
+        return acceptance[min(place, len(acceptance) - 1)]
+
     def sampler(*args: Any, **more: Any) -> Any:
         def sample(logits: Any, token_ids: Sequence[int], num_prompt: int, largest: Any) -> int:
             answer = script[tuple(token_ids[:num_prompt])]
             token = answer[min(len(token_ids) - num_prompt, len(answer) - 1)]
-            is_right = rng.random() < acceptance[min(place, len(acceptance) - 1)]
-            return token if is_right else token + 1
+            return token if rng.random() < chance() else token + 1
 
         return sample
 
     model_drafts.make_sampler = sampler
     # The position in the draft is not known to a sampler.
     model_drafts.ModelTurn.push = push_at_place
-    # Its probabilities say nothing.
-    model_drafts.ModelTurn._is_too_unlikely = lambda *arguments: False
+    # The head is as sure of its tokens as they are right. Without that, no draft would end early.
+    model_drafts._probability = chance
 
 
 def main() -> None:
