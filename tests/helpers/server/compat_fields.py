@@ -163,7 +163,7 @@ REFUSED: dict[str, list[Any]] = {
         ({"echo": True}, "echo"),
         ({"stream_options": {}}, "stream_options"),
         ({"top_logprobs": 1}, "top_logprobs"),
-        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": -1}, "max_tokens"),
         ({"max_tokens": 10_000}, "max_tokens", "context"),
         ({"logprobs": 1}, "logprobs"),
         *several("chat_template_kwargs", {"tools": 1}, {"a b": 1}, {"a": []}, [], {"__x": 1}),

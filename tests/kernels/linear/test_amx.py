@@ -71,6 +71,7 @@ def test_amx_gives_the_same_bits(words):
     assert ran["ldtilecfg"] == ran["tilerelease"]
 
 
+@pytest.mark.full
 def test_amx_is_used_only_if_a_trial_is_faster():
     """Emulated tiles are far slower than AVX512-VNNI; a processor's own are what the trial finds
     them to be.
