@@ -56,6 +56,7 @@ __all__ = [
     "GROUP",
     "HALF_OFFSET",
     "INT_KINDS",
+    "MAX_KINDS",
     "SCALE_BYTES",
     "TABLE_BYTES",
     "TABLE_OFFSET",
@@ -79,6 +80,8 @@ SCALE_BYTES = 2 * LANES
 """Size of the scales of 16 rows in bytes, equal for all quantized formats."""
 TABLE_BYTES = 16
 """Size of a tile's lookup table in bytes."""
+MAX_KINDS = 32
+"""Bound of the numbers of weight formats in kernels."""
 HALF_OFFSET = 32
 TABLE_OFFSET = 128
 """Code offsets of formats with two parts and with a table; see panel.py for their seeds."""
@@ -106,7 +109,7 @@ class WeightFormat:
 
     Attributes:
         name: the format's name.
-        kind: number of the format in kernels, below 16.
+        kind: number of the format in kernels, below MAX_KINDS.
         bits: bits per stored code; 16 and 32 are float formats.
         offset: added to signed weights to make codes unsigned.
         scale_groups: number of groups that share a scale, a power of two.

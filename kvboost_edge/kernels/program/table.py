@@ -17,6 +17,7 @@ from llvmlite import ir
 
 from kvboost_edge.kernels.jit import intrinsic, kernel
 from kvboost_edge.kernels.lazy import types
+from kvboost_edge.kernels.linear.weight_formats import MAX_KINDS
 from kvboost_edge.kernels.signature import INT64, Tuple, array
 from kvboost_edge.kernels.tuples import Float32, num_numbers, numbers_of
 from kvboost_edge.kernels.vectors import I64, address_of, emit_load, load_i64
@@ -580,7 +581,7 @@ Operation = tuple[Any, ...]
 # after K_CLOSE run operations that few models need; see interpreter.py. K_PROGRAM is not an index
 # but denotes the entry that runs the program.
 K_PROGRAM = -1
-K_ATTEND, K_CLOSE, K_EXPERTS, K_CONV, K_TAILS, K_SCAN, NUM_KERNELS = range(16, 23)
+K_ATTEND, K_CLOSE, K_EXPERTS, K_CONV, K_TAILS, K_SCAN, NUM_KERNELS = range(MAX_KINDS, MAX_KINDS + 7)
 OPERATIONS: dict[int, tuple[type[Operation], ...]] = {
     K_PROGRAM: (
         EmbedOp,

@@ -14,7 +14,7 @@ from helpers.models.tiny_checkpoints import save_tiny_checkpoint
 from helpers.models.tiny_models import save_tiny_model
 from kvboost_edge.errors import ConfigError
 from kvboost_edge.kernels.attention.storage import copy_entry
-from kvboost_edge.kernels.linear.weight_formats import FORMAT_OF, FORMATS
+from kvboost_edge.kernels.linear.weight_formats import FORMAT_OF, FORMATS, MAX_KINDS
 from kvboost_edge.kernels.linear.weights import fit_entries, floats_entry
 from kvboost_edge.kernels.program import table as lt
 from kvboost_edge.kernels.program.entries import entries_of, pass_entries
@@ -74,6 +74,13 @@ def test_each_weight_and_kv_format_has_its_own_code():
     for kind in FORMAT_OF:
         more = {entry.name for entry in pass_entries([kind, kind], PLAIN, quantized=False)} - plain
         assert len(more) == 1
+
+
+def test_numbers_of_weight_formats_are_no_indices_of_other_entries():
+    assert len(FORMAT_OF) == len(FORMATS)
+    assert 0 <= min(FORMAT_OF) <= max(FORMAT_OF) < MAX_KINDS
+    others = {lt.K_ATTEND, lt.K_CLOSE, *lt.OPERATIONS} - {lt.K_PROGRAM}
+    assert MAX_KINDS <= min(others) <= max(others) < lt.NUM_KERNELS
 
 
 @pytest.mark.parametrize("name", APART)
