@@ -523,6 +523,11 @@ class _EngineCollector(Collector):
             for position, count in enumerate(counts["accepted_by_position"]):
                 accepted.add_metric([self._model_name, source, str(position)], count)
         yield from (drafts, drafted, accepted)
+        yield self._counter(
+            "kvboost:draft_restored_blocks",
+            "Blocks whose KV of the draft model or MTP head came from a tier.",
+            stats["draft_restored_blocks"],
+        )
 
     def _of_tiers(self, stats: dict[str, Any]) -> Iterator[Metric]:
         yield self._gauge(
