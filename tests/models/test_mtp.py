@@ -143,6 +143,21 @@ def test_a_model_without_a_head_has_no_plan(tmp_path):
         checkpoint.open_mtp_source()
 
 
+@pytest.mark.parametrize("name", ["qwen3_5_text", "glm4_moe"])
+def test_the_refusal_of_a_gguf_head_with_two_layers_gives_their_number(name, tmp_path):
+    model = save_with_head(name, tmp_path / "model")
+    of_head = gguf_head(model)
+    layers = len(Checkpoint.open(model).spec.layers)
+    second = {
+        key.replace(f"blk.{layers}.", f"blk.{layers + 1}."): values
+        for key, values in of_head.items()
+    }
+    path = write_gguf_with_head(model, tmp_path / "two.gguf", num_heads=2, more=second)
+    message = rf"has 2 layers \(from block {layers} on\); supported are heads with one layer"
+    with pytest.raises(ModelFormatError, match=message):
+        Checkpoint.open(path).mtp_plan("int8")
+
+
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [

@@ -17,7 +17,13 @@ from kvboost_edge.models.families.gguf_names import GgufArchitecture
 from kvboost_edge.models.families.registry import ARCHITECTURES
 from kvboost_edge.models.gguf.blocks import BLOCKS, dequantize, quant_rows_of
 from kvboost_edge.models.gguf.file import GgufHeader, GgufTensor
-from kvboost_edge.models.gguf.tensor_names import hf_name, is_ahead, is_other_part, mtp_name
+from kvboost_edge.models.gguf.tensor_names import (
+    count_ahead,
+    hf_name,
+    is_ahead,
+    is_other_part,
+    mtp_name,
+)
 from kvboost_edge.models.weights.file_bytes import FileBytes, check_stamped, open_stamped
 from kvboost_edge.models.weights.mxfp4 import LostWeights
 from kvboost_edge.models.weights.split_experts import ExpertRows, expert_rows
@@ -104,6 +110,11 @@ class GgufSource:
         self._heads = _head_counts(header, self.architecture) if self.architecture.permuted else {}
         self._tensors: dict[str, GgufTensor] = {}
         layers = own_layers(header)
+        if mtp and (count := count_ahead(header.tensors, layers)) > 1:
+            raise ModelFormatError(
+                f"{self._path}: the multi-token prediction head has {count} layers (from block "
+                f"{layers} on); supported are heads with one layer"
+            )
         for name, tensor in header.tensors.items():
             is_outside = (
                 name in (ROPE_FACTORS, SHORT_FACTORS, LONG_FACTORS)

@@ -8,7 +8,15 @@ from collections.abc import Iterable
 from kvboost_edge.models.families.gguf_names import GgufArchitecture
 from kvboost_edge.models.families.mtp import GGUF_MTP
 
-__all__ = ["OTHER_PARTS", "counted_parts", "hf_name", "is_ahead", "is_other_part", "mtp_name"]
+__all__ = [
+    "OTHER_PARTS",
+    "count_ahead",
+    "counted_parts",
+    "hf_name",
+    "is_ahead",
+    "is_other_part",
+    "mtp_name",
+]
 
 # Names without an ending in GGUF files. Decays are stored as -exp(A_log).
 _ENDLESS = ("linear_attn.decay", "mamba.decay", "mamba.D", "pre_ff_layernorm.weight")
@@ -41,8 +49,18 @@ def is_ahead(name: str, layers: int) -> bool:
 
     These layers follow the `layers` layers of the model.
     """
+    return _block_of(name) >= layers
+
+
+def count_ahead(names: Iterable[str], layers: int) -> int:
+    """Return the number of layers for multi-token prediction that have tensors."""
+    return len({block for name in names if (block := _block_of(name)) >= layers})
+
+
+def _block_of(name: str) -> int:
+    """Return the number of the block that a tensor belongs to, or -1 if it belongs to none."""
     found = _LAYER.fullmatch(name)
-    return found is not None and int(found[1]) >= layers
+    return -1 if found is None else int(found[1])
 
 
 def counted_parts(names: Iterable[str], layers: int) -> dict[str, int]:

@@ -93,14 +93,19 @@ def _stored(name: str, layers: int, inner: str, values: np.ndarray) -> dict[str,
     }
 
 
-def write_gguf_with_head(model_dir: Path, path: Path, **options: Any) -> Path:
-    """Write a model and its head as one GGUF file, with the options of `write_gguf`."""
+def write_gguf_with_head(
+    model_dir: Path, path: Path, *, num_heads: int = 1, **options: Any
+) -> Path:
+    """Write a model and its head as one GGUF file, with the options of `write_gguf`.
+
+    num_heads: number of layers of the head that the keys give.
+    """
     config = read_json(model_dir / "config.json")
     layers = config["num_hidden_layers"]
-    keys = {"block_count": layers + 1, "nextn_predict_layers": 1}
+    keys = {"block_count": layers + num_heads, "nextn_predict_layers": num_heads}
     if is_hybrid(config):
         recurrent = [kind != "full_attention" for kind in config["layer_types"]]
-        keys["attention.recurrent_layers"] = [*recurrent, False]
+        keys["attention.recurrent_layers"] = [*recurrent, *[False] * num_heads]
     more = {**gguf_head(model_dir), **options.pop("more", {})}
     return write_gguf(model_dir, path, keys=keys, more=more, **options)
 
