@@ -1,5 +1,5 @@
-"""Tables whose segments begin inside a block: positions, slots and chains without `index == position
-// block_size`.
+"""Block tables whose segments begin inside a block, so that `index == position // block_size` does
+not hold.
 """
 
 import pytest
@@ -14,8 +14,11 @@ ROOT = root_hash(model_fingerprint="m", kv_format="f32", tenant="")
 
 
 def seamed(manager):
-    """Tokens 0..5 in two blocks, 6..8 in one of their own that begins at position 6, 9..10 inside
-    another.
+    """Build a table whose segments begin inside blocks.
+
+    - tokens 0..5: two blocks
+    - tokens 6..8: a block of their own that begins at position 6
+    - tokens 9..10: inside another block
     """
     table = manager.open_table(range(11), ROOT)
     manager.extend(table, 6)
@@ -87,7 +90,7 @@ def test_needed_blocks_are_counted_per_segment():
 
 
 def test_a_chain_ends_at_a_segment_border_within_a_block():
-    """Only blocks whose content their tokens alone determine may be found by others."""
+    """A block is published only if its tokens alone determine its content."""
     manager = KVCacheManager(8, B)
     table = seamed(manager)
     manager.extend(table, 15)
@@ -109,8 +112,11 @@ def test_a_chain_ends_at_a_segment_border_within_a_block():
         [],
         [TableSegment(0, 1, 1, 0)],
         [WHOLE, TableSegment(2, 9, 9, 0)],  # a gap: blocks 0 and 1 end at 8
-        [WHOLE, TableSegment(2, 6, 0, 0)],  # serves nothing
-        [WHOLE, TableSegment(2, 7, 6, 0)],  # its first block begins behind what it serves
+        [WHOLE, TableSegment(2, 6, 0, 0)],  # serves no position
+        [
+            WHOLE,
+            TableSegment(2, 7, 6, 0),
+        ],  # its first block begins after the first position that it serves
         [WHOLE, TableSegment(9, 8, 8, 0)],
     ],
 )

@@ -1,6 +1,4 @@
-"""Blocks that a table computed although equal ones were published: it goes over to those, and all
-it holds is found.
-"""
+"""Duplicate blocks: a table replaces blocks that it computed by published ones of equal content."""
 
 import pytest
 
@@ -11,14 +9,14 @@ from kvboost_edge.kvcache.recurrent.snapshots import StateSizes
 
 
 def compute(manager, table, tokens):
-    """A pass over the tokens that a table has not computed yet, of a model with states."""
+    """Compute the pending tokens of a table in one pass of a model with recurrent state."""
     manager.extend(table, len(tokens))
     manager.states.plan(table, table.num_computed_tokens, len(tokens))
     manager.commit(table, tokens, len(tokens))
 
 
 def take_all(manager):
-    """Somebody else takes every free block, and goes."""
+    """Allocate every free block and free them, which evicts all that is idle."""
     filler = manager.open_table([], b"f" * 32, use_cache=False)
     manager.extend(filler, B * manager.free_block_count)
     manager.free(filler)
@@ -46,8 +44,8 @@ def test_duplicate_blocks_are_replaced_by_published_ones():
 
 
 def test_replayed_blocks_stay_published_while_their_table_lives():
-    """Its keys and values are there twice; those that are published go over to the table before
-    they are evicted.
+    """The replay duplicates blocks that are published. The table takes over the published ones
+    before they are evicted.
     """
     manager = KVCacheManager(16, B, state_sizes=StateSizes(8))
     tokens = list(range(7 * B))
@@ -105,7 +103,7 @@ def test_a_table_that_bypasses_the_cache_keeps_its_own_blocks(forked):
     assert manager.peek([*running, 0], ROOT) == 12
     filler = manager.open_table([], ROOT, use_cache=False)
     manager.extend(filler, B * (manager.free_block_count - 2))
-    assert manager.peek([*running, 0], ROOT) == 8  # the end of the chain went first
+    assert manager.peek([*running, 0], ROOT) == 8  # the end of the chain was evicted first
 
 
 def test_a_table_kept_apart_keeps_its_own_blocks():
@@ -126,13 +124,15 @@ def test_an_evicted_duplicate_is_not_confused_with_its_successor():
     first = prefill(manager, tokens)
     second = prefill(
         manager, tokens, use_cache=False
-    )  # its published equal is the first table's block
+    )  # its published duplicate is the first table's block
     manager.free(first)
     third = prefill(manager, [7] * 4)
-    fourth = prefill(manager, [8] * 4)  # takes the block of the evicted equal
+    fourth = prefill(manager, [8] * 4)  # takes the block of the evicted duplicate
     assert fourth.block_ids == [0]
     manager.free(fourth)
     manager.free(third)
     manager.free(second)  # must not refresh block 0
-    manager.free(prefill(manager, [5] * 8))  # takes the second one's and the oldest cached one
+    manager.free(
+        prefill(manager, [5] * 8)
+    )  # takes the second table's block and the oldest cached one
     assert [manager.peek([token] * 4 + [0], ROOT) for token in (7, 8)] == [4, 0]

@@ -1,6 +1,4 @@
-"""What came and left: whoever adds up the events knows the index, whatever happened between two
-questions.
-"""
+"""Cache events: added up, they equal the index, whatever happened between two calls."""
 
 import pytest
 
@@ -76,9 +74,7 @@ def test_states_are_reported_with_their_blocks_and_when_dropped():
 
 
 def test_models_without_states_report_blocks_only():
-    """The same tokens in both pools: what the one tells more is what has `state_hash` for a
-    name.
-    """
+    """For the same tokens, a model with recurrent state adds only the `state_hash` of its snapshot."""
     plain, keeps = (KVCacheManager(8, B, state_sizes=sizes) for sizes in (None, StateSizes(8)))
     tokens = list(range(3 * B + 1))
     told = []

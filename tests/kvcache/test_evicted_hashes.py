@@ -1,4 +1,4 @@
-"""Dropped blocks are remembered up to a bound, the last ones first."""
+"""Bounded memory of evicted hashes, which keeps the latest ones."""
 
 from kvboost_edge.kvcache.evicted_hashes import EvictedHashes
 

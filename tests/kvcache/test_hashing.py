@@ -1,6 +1,4 @@
-"""The hash chain: what enters it, what it must tell apart, and that it is the same in every
-process.
-"""
+"""The hash chain: its inputs, the identities it separates, and its equality across processes."""
 
 import hashlib
 import itertools
@@ -52,7 +50,7 @@ def test_state_hashes_depend_on_every_word_of_the_block_hash():
 
 
 def test_state_hashes_equal_stored_ones():
-    """Tiers of other versions, and of other machines, are asked for states by it."""
+    """Tiers of other versions and machines look states up by this hash, so it must never change."""
     assert (
         state_hash(bytes(range(32))).hex()
         == "00dd451379de755100d54d1b71d67d5900cd550369ce654100c55d0b61c66d49"
@@ -67,7 +65,7 @@ def test_root_fields_are_unambiguous():
         for field in FIELDS
         for value in ("abc", "a", "", "AB", "b")
     }
-    # One text, cut between two fields at every place: the same bytes in a row, another meaning.
+    # Cut one text between two fields at every place: the same bytes with another meaning.
     for left, right in itertools.combinations(FIELDS, 2):
         roots |= {
             root_hash(**{**base, left: "xyzw"[:cut], right: "xyzw"[cut:]}) for cut in range(5)

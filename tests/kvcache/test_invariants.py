@@ -1,6 +1,4 @@
-"""check_invariants must find each contradiction that is planted: a check that cannot fail checks
-nothing.
-"""
+"""`check_invariants` detects each planted inconsistency. A check that cannot fail checks nothing."""
 
 import pytest
 
@@ -11,7 +9,9 @@ ROOT = b"r" * 32
 
 
 def busy_manager():
-    """A manager with a computed table, one in flight, an idle chain and a block being rewritten."""
+    """Build a manager with a computed table, one in flight, an idle chain and a block being
+    rewritten.
+    """
     manager = KVCacheManager(16, 4)
     tokens = list(range(8))
     idle = manager.open_table([5] * 8, ROOT)

@@ -1,5 +1,5 @@
-"""Chains that somebody else hashed: right ones save the hashing, wrong ones cost a miss and never a
-wrong block.
+"""Hash chains that the caller supplies: correct ones save hashing, wrong ones cost a miss and never
+serve a wrong block.
 """
 
 import pytest
@@ -19,7 +19,7 @@ def right(tokens, root=ROOT):
 
 
 def read(manager, block_ids):
-    """The tokens that blocks were published with."""
+    """Return the tokens that blocks were published with."""
     found = []
     for block_id in block_ids:
         key = manager.content.address(block_id)
@@ -30,7 +30,7 @@ def read(manager, block_ids):
 
 
 class Counting:
-    """The hash function, and how often it was called."""
+    """Hash function that counts its calls."""
 
     def __init__(self):
         self.count = 0
@@ -56,8 +56,7 @@ def test_known_hashes_are_not_computed_again(held, whole_blocks):
     table = manager.open_table(TOKENS, ROOT, known=right(TOKENS))
     assert hashes.count == 0
     assert (table.num_cached_tokens, table.miss_reason) == expected
-    # What follows the part that is known is hashed as ever: an answer's blocks, or a chain that is
-    # known in part.
+    # The rest of a partly known chain is hashed as usual.
     hashes.count = 0
     other = manager.open_table(TOKENS, ROOT, known=right(TOKENS[: 2 * B]))
     assert hashes.count == len(TOKENS) // B - 2
@@ -69,9 +68,9 @@ def test_known_hashes_are_not_computed_again(held, whole_blocks):
 
 @given(st.lists(tokens_of, min_size=1, max_size=5), tokens_of, st.data())
 def test_forged_hashes_find_only_the_prompts_own_blocks(before, tokens, data):
-    """Chains of other prompts and roots, shifted, cut and mixed, against a pool that holds all
-    those prompts: what is served is always the prompt's own, and what is published is found by
-    whoever hashes for himself.
+    """The pool holds all prompts whose chains are forged: other prompts and roots, shifted, cut and
+    mixed. Lookups return only the prompt's own blocks, and new blocks are published under their own
+    hashes.
     """
     manager = KVCacheManager(64, B)
     for prompt in before:
@@ -103,8 +102,8 @@ def test_forged_hashes_find_only_the_prompts_own_blocks(before, tokens, data):
 
 @given(tokens_of, tokens_of, st.integers(0, 3))
 def test_forged_hashes_are_never_looked_up_in_tiers(tokens, other, num_held):
-    """A tier believes the address it is asked by: blocks of equal tokens behind another prefix must
-    not be named.
+    """A tier trusts the address that it is given. Equal tokens after another prefix therefore need
+    another address.
     """
     manager = KVCacheManager(64, B)
     manager.free(prefill(manager, tokens[: num_held * B] or tokens[:1]))

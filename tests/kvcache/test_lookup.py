@@ -1,6 +1,4 @@
-"""What is served of a prompt when full blocks cannot be written into again, and why something was
-missed.
-"""
+"""Lookup on storage whose full blocks cannot be rewritten, and the reasons for misses."""
 
 import pytest
 
@@ -13,7 +11,7 @@ BLOCK = 16
 
 
 def compute(manager, tokens, root=ROOT):
-    """Compute a prompt to its end and let go of it."""
+    """Compute a whole prompt and free its table."""
     table = manager.open_table(tokens, root)
     manager.extend(table, len(tokens))
     manager.commit(table, tokens, len(tokens))

@@ -1,4 +1,4 @@
-"""What the manager refuses, shows, evicts and waits for; what it shares and copies is in
+"""The manager's errors, lookups, eviction and waiting. Sharing and copying are tested in
 test_state_machine.py.
 """
 
@@ -119,7 +119,7 @@ def test_invalid_token_ids_change_nothing():
     assert manager.open_table([], ROOT).num_cached_tokens == 0
 
 
-# looking
+# lookups
 
 
 def test_block_states_and_counts_of_the_pool():
@@ -148,10 +148,10 @@ def test_new_blocks_are_reported_once_without_copies():
     assert manager.drain_new_blocks() == parent.block_ids
     assert manager.drain_new_blocks() == []
     shared = manager.open_table([1] * 6, ROOT)
-    assert manager.drain_new_blocks() == []  # a hit brings content with it
+    assert manager.drain_new_blocks() == []  # a cached block already has content
     short = manager.open_table([], ROOT)
     manager.extend(short, 4)
-    manager.free(short)  # its block, not drained yet, now becomes the target of a copy
+    manager.free(short)  # its block, not drained yet, becomes the target of a copy
     (op,) = manager.extend(manager.fork(parent), 7)
     assert op.dst == 2
     assert manager.drain_new_blocks() == []
@@ -223,7 +223,7 @@ def test_extend_is_all_or_nothing():
     held = prefill(manager, [1] * 6)
     table = manager.fork(held)
     before = (table.block_ids.copy(), manager.block_states(), manager.drain_new_blocks())
-    assert manager.blocks_needed(table, 14) == 3  # two new ones and the copy of the shared tail
+    assert manager.blocks_needed(table, 14) == 3  # two new blocks and the copy of the shared tail
     with pytest.raises(
         CapacityError,
         match=r"14 tokens need 3 more blocks of 4 tokens, but only 2 of 4 are free; enlarge",
@@ -308,7 +308,7 @@ def test_progress_counts_events_that_may_free_blocks():
     manager.free(table)
     assert manager.progress == 3
     again = manager.open_table(list(range(8)), ROOT)
-    manager.extend(again, 8)  # takes back the block its last token goes into
+    manager.extend(again, 8)  # takes back the block that holds its last token
     manager.commit(again, list(range(8)), 8)
     assert manager.progress == 4
 

@@ -1,4 +1,4 @@
-"""The index never takes a hash's word: tokens and parent decide."""
+"""The prefix index: it compares parent and tokens and never trusts a hash alone."""
 
 import pytest
 

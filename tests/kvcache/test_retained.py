@@ -1,5 +1,5 @@
-"""What is retained: it outlives all else of its owner for its time, and never keeps a block from
-anybody.
+"""Retained blocks: they outlive the other blocks of their owner until they expire, and never refuse
+a block to a request.
 """
 
 import random
@@ -12,8 +12,8 @@ from kvboost_edge.kvcache.manager import KVCacheManager
 
 
 def run(manager, tokens, owner=b"", root=ROOT, ttl=0.0):
-    """A whole prompt, retained until `ttl` where that is not 0; how many of its blocks were
-    there.
+    """Compute a whole prompt and return the number of its cached blocks. A nonzero `ttl` retains
+    the prompt until then.
     """
     table = manager.open_table(tokens, root, owner=owner)
     found = table.num_cached_tokens // B
@@ -27,7 +27,7 @@ def run(manager, tokens, owner=b"", root=ROOT, ttl=0.0):
 
 
 def scan(manager, length, owner=b"", root=ROOT, times=1):
-    """Prompts that are asked `times` times each, and never again."""
+    """Compute `length` different prompts, each `times` times."""
     for number in range(length):
         for _ in range(times):
             run(manager, [1000 + number] * B, owner, root)
@@ -77,7 +77,7 @@ def test_expiry_is_checked_once_a_second():
 
 @pytest.mark.parametrize("policy", [LeastRecentlyUsed, TenantFloors])
 def test_retained_blocks_are_free_for_other_requests(policy):
-    """All of the pool is retained: a request that wants all of it gets it at once."""
+    """All of the pool is retained. A request that needs all of it gets it at once."""
     manager = KVCacheManager(8, B, policy=policy)
     run(manager, [1] * 8 * B, ttl=1e9)
     assert manager.free_block_count == manager.usable_block_count == 8
@@ -111,8 +111,8 @@ def test_the_latest_half_of_an_owners_retained_blocks_stays():
 
 
 def test_retaining_everything_takes_nothing_from_another_owner():
-    """Two owners of a pool of 24: each finds its floor of 6 again, whether the other retains or
-    not.
+    """Two owners share a pool of 24 blocks. Each keeps its floor of 6, whether or not the other
+    retains blocks.
     """
     found = []
     for ttl in (0.0, 1e9):
@@ -147,8 +147,8 @@ def test_a_reset_ends_retention():
 
 
 def test_retention_applies_to_the_published_duplicate():
-    """Computed anew without the cache: the sequence's own blocks are unpublished, and the published
-    ones are idle.
+    """A sequence that bypasses the cache has unpublished blocks of its own. The published ones,
+    which are idle, are retained.
     """
     manager = KVCacheManager(16, B, policy=TenantFloors)
     run(manager, [1] * 2 * B)

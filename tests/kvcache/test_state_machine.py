@@ -1,9 +1,9 @@
-"""The manager against a plain dict model and a simulated memory, under random operations.
+"""The manager under random operations, against a model of plain dicts and a simulated memory.
 
-The model knows no hashes: it keys published blocks by (identity of the parent, tokens) in a dict
-and prefixes in flight by their whole token tuple. The memory holds, in each slot, the prefix its KV
-would stand for; a wrong hit, a write into a shared block, a lost copy or a read of poisoned memory
-all show as a slot with other content.
+The model knows no hashes: it keys published blocks by (identity of the parent, tokens) and prefixes
+in flight by all their tokens. Each slot of the memory holds the prefix that its KV represents. A
+wrong hit, a write into a shared block, a lost copy or a read of poisoned memory shows as a slot
+with other content.
 """
 
 import dataclasses
@@ -66,9 +66,9 @@ class PoolMachine(Asking):
         )
         self.memory = [POISON] * (num_blocks * block_size)
         self.live = []
-        self.cached = {}  # (parent node, tokens) -> block, node
+        self.cached = {}  # (parent node, tokens) -> (block, node)
         self.claims = {}
-        self.pins = {}  # node of the last block -> blocks, end
+        self.pins = {}  # node of the last block -> (blocks, end)
         self.now = self.next_node = 0
         self.evictions = self.cow_copies = self.hits = self.misses = 0
 
@@ -87,8 +87,8 @@ class PoolMachine(Asking):
         return root, tuple(seq_tokens[: num_blocks * self.size])
 
     def servable_blocks(self, tokens):
-        """Full blocks a prompt may share; of storage that cannot write into them, not that of the
-        last token.
+        """Count the full blocks that a prompt may share. Storage that cannot be rewritten excludes
+        the block of the last token.
         """
         return (len(tokens) - int(self.whole)) // self.size
 
@@ -113,8 +113,8 @@ class PoolMachine(Asking):
         self.claims = {prefix: owner for prefix, owner in self.claims.items() if owner is not seq}
 
     def withdraw_if_published(self, seq, index):
-        """`seq` alone holds the block and is about to write it: the block must not be matched
-        meanwhile.
+        """Withdraw a block that only `seq` holds and is about to write, so that no prompt matches
+        it meanwhile.
         """
         for key, (block_id, node) in self.cached.items():
             if block_id == seq.table.block_ids[index]:
@@ -132,8 +132,8 @@ class PoolMachine(Asking):
                 self.memory[block_id * self.size + offset] = POISON
 
     def made_writable(self, seq, before, indices, refs):
-        """Follow a make_writable of blocks `indices`, given the ids and reference counts before
-        it.
+        """Update the model after `make_writable` of blocks `indices`, given the ids and reference
+        counts before it.
         """
         new = [b for b in seq.table.block_ids if b not in before]
         assert all(refs[block_id] == 0 for block_id in new), "a block somebody holds was handed out"
@@ -184,8 +184,8 @@ class PoolMachine(Asking):
         seq.chained = len(block_ids)
         seq.node = node
         seq.uncounted = (cached, len(tokens) - cached)
-        # What is there already, and was left out because it may not be written into, nobody need
-        # wait for.
+        # No request waits for blocks that are cached but were left out because they may not be
+        # rewritten.
         first = len(block_ids) + int((node, self.full_block(tokens, len(block_ids))) in self.cached)
         for count in range(first + 1, len(tokens) // self.size + 1):
             self.claims.setdefault(self.prefix(tokens, root, count), seq)
@@ -203,7 +203,7 @@ class PoolMachine(Asking):
     @precondition(lambda self: self.live)
     @rule(number=picks, tokens=st.lists(st.integers(0, 1), min_size=1, max_size=5))
     def append(self, number, tokens):
-        """Generate: each step computes what is left and adds a token."""
+        """Append tokens one at a time and compute each in a step of its own."""
         seq = self.pick(number)
         for token in tokens:
             seq.tokens.append(token)
@@ -239,7 +239,7 @@ class PoolMachine(Asking):
     @precondition(lambda self: self.live)
     @rule(number=picks)
     def compute(self, number):
-        """A forward pass over what was extended, then commit."""
+        """Simulate a forward pass over the extended tokens, then commit."""
         seq = self.pick(number)
         refs = self.refs()
         for position, slot in enumerate(
@@ -286,7 +286,7 @@ class PoolMachine(Asking):
     @precondition(lambda self: self.live)
     @rule(number=picks, count=st.integers(1, 9))
     def draft(self, number, count):
-        """What is guessed behind the last token is written, and its blocks are given back."""
+        """Write `count` draft tokens after the last token, then give their blocks back."""
         seq = self.pick(number)
         self.extend(number, len(seq.tokens))
         target = len(seq.tokens) + count
@@ -344,7 +344,7 @@ class PoolMachine(Asking):
     @precondition(lambda self: self.live)
     @rule(number=picks)
     def finish_or_cancel(self, number):
-        """Free in any state: done, half way through a pass, or just opened."""
+        """Free a table in any status: done, halfway through a pass, or just opened."""
         seq = self.live.pop(number % len(self.live))
         self.manager.free(seq.table)
         self.drop_claims(seq)
@@ -355,7 +355,9 @@ class PoolMachine(Asking):
 
     @rule(share=st.integers(1, 4))
     def evict(self, share):
-        """Somebody else takes the oldest free blocks, writes garbage and goes."""
+        """Allocate `share` quarters of the free blocks, oldest first, fill them with garbage and
+        free them.
+        """
         count = self.manager.free_block_count * share // 4
         table = self.manager.open_table([], b"evict", use_cache=False)
         self.apply(self.manager.extend(table, count * self.size))
@@ -413,7 +415,7 @@ class PoolMachine(Asking):
             del self.cached[key]
         assert self.manager.reset() == len(idle)
 
-    # what holds after every operation
+    # invariants, checked after every operation
 
     @invariant()
     def bookkeeping_agrees(self):
@@ -475,7 +477,7 @@ def test_random_operations_agree_with_the_model():
 def test_ten_thousand_lookups_under_a_weak_hash_without_a_wrong_hit(bits):
     rng = random.Random(bits)
     manager = KVCacheManager(64, 2, hash_fn=cut_hash(bits))
-    # The oracle: what each published block stands for, told by who wrote it and not by any hash.
+    # The oracle: the content of each published block, recorded by its writer without any hash.
     content = {}
     lookups = hits = 0
     while lookups < 10_000:
@@ -492,5 +494,5 @@ def test_ten_thousand_lookups_under_a_weak_hash_without_a_wrong_hit(bits):
             content[block_id] = (root, tuple(tokens[: 2 * (index + 1)]))
         manager.commit(table, tokens, len(tokens))
         manager.free(table)
-    assert hits > 5_000  # the test would be idle without real hits
+    assert hits > 5_000  # without real hits the test would check nothing
     manager.check_invariants([])

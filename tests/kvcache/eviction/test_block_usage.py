@@ -1,4 +1,4 @@
-"""What counts as used again: found by a prompt, or going on where a published chain ended."""
+"""Definition of reuse: a prompt hits a block, or a request continues a published chain."""
 
 import pytest
 
@@ -9,7 +9,7 @@ from kvboost_edge.kvcache.manager import KVCacheManager
 
 
 def used_again(manager, tokens):
-    """Of each published block of a prompt, whether it was used again."""
+    """Report for each published block of a prompt whether it counts as reused."""
     table = manager.open_table([*tokens, 0], ROOT, count=False)
     flags = [manager._uses.again[block_id] for block_id in table.block_ids]
     manager.free(table)
@@ -77,9 +77,7 @@ def test_uses_records_reuse():
 
 @pytest.mark.parametrize(("policy", "expected"), [(LeastRecentlyUsed, 0), (TenantFloors, 5 * 4)])
 def test_single_use_documents_do_not_evict_conversations(policy, expected):
-    """Three documents are more than LRU keeps; what was missed in the first rounds teaches the
-    order.
-    """
+    """Three documents exceed what LRU keeps. The policy learns from the misses of the first rounds."""
     manager = KVCacheManager(40, B, policy=policy)
     chats = [[number] * 2 * B for number in range(1, 5)]
     hits = 0
@@ -88,7 +86,7 @@ def test_single_use_documents_do_not_evict_conversations(policy, expected):
             table = prefill(manager, [*tokens, 0])
             hits += turn > 6 and table.num_cached_tokens == len(tokens)
             manager.free(table)
-        hits -= 4 * (turn > 6)  # those of the second time
+        hits -= 4 * (turn > 6)  # hits of the second pass
         for number in range(3):
             manager.free(prefill(manager, [100 + 3 * turn + number] * 15 * B))
     assert hits == expected

@@ -1,6 +1,4 @@
-"""The order of what is cached against a model that sorts everything anew for each entry it gives
-up.
-"""
+"""The eviction order against a reference model that sorts all entries at each eviction."""
 
 from __future__ import annotations
 
@@ -14,9 +12,11 @@ from kvboost_edge.kvcache.eviction.order import AGAIN, ONCE, RETAINED, CachedOrd
 
 @dataclasses.dataclass
 class Model:
-    """The rules of `CachedOrder` as sentences. entries: key -> (owner, ONCE, AGAIN or RETAINED,
-    when); retaining: the owners that retained something since they came, in order. ranks: of the
-    entries in a recency window, which are RETAINED here, what they are outside.
+    """Reference model of `CachedOrder`, with its rules in plain Python.
+
+    - entries: key -> (owner, ONCE, AGAIN or RETAINED, time of the last use)
+    - retaining: owners that have retained entries, in the order of their first one
+    - ranks: for entries in a recency window, which are RETAINED here, the rank outside the window
     """
 
     capacity: int
@@ -38,8 +38,8 @@ class Model:
         self.settle()
 
     def settle(self):
-        """No owner retains more than the floor, and no window holds more than it may; what is too
-        much counts as used just now.
+        """No owner retains more than the floor, and no window exceeds its size. Excess entries
+        count as just used.
         """
         self.ranks = {key: rank for key, rank in self.ranks.items() if key in self.entries}
         self.retaining = {owner: None for owner in self.retaining if owner in self.owners}
@@ -83,7 +83,7 @@ class Model:
                     open_to = {key: open_to[key] for key in once}
                 elif plain and floor:
                     open_to = plain
-                else:  # what is retained comes after all else of its owner
+                else:  # retained entries come after all others of their owner
                     others = {entry[0] for entry in plain.values()}
                     open_to = {
                         k: entry

@@ -1,4 +1,4 @@
-"""Pinned prompts stay whatever else comes; their ends, their bound, and whose they are."""
+"""Pinned prompts: they survive all other requests. Also unpinning, the limit and owners."""
 
 import pytest
 
@@ -13,7 +13,7 @@ def cached(manager, tokens, root=ROOT):
 
 
 def fill(manager):
-    """Somebody takes all there is, and goes."""
+    """Allocate every free block, then free them all."""
     table = manager.open_table([], ROOT, use_cache=False)
     manager.extend(table, manager.free_block_count * B)
     manager.free(table)
@@ -95,7 +95,7 @@ def test_pins_beyond_the_limit_are_refused_without_changes():
     with pytest.raises(CapacityError, match="only 0 of the prompt's 1 full blocks are cached"):
         manager.pins.add([3] * 4, ROOT)
     assert (manager.pins.num_blocks, len(manager.pins)) == (2, 1)
-    manager.pins.add([1] * 8, ROOT)  # what is pinned already needs no room
+    manager.pins.add([1] * 8, ROOT)  # pinned blocks need no further room
     manager.check_invariants([])
 
 
@@ -108,8 +108,8 @@ def test_max_pinned_blocks_is_at_most_half_of_the_pool(limit):
 
 
 def test_one_tenants_pins_leave_other_tenants_reserves():
-    """a pins all it may and reads on; b keeps the half of the pool that nobody can pin, as far as
-    it is its share.
+    """Tenant a pins as much as it may and keeps reading. Tenant b keeps its share of the half of
+    the pool that cannot be pinned.
     """
     manager = KVCacheManager(40, B, policy=TenantFloors)
     for owner, root, blocks in ((b"b", OTHER, 10), (b"a", ROOT, 20)):
@@ -137,8 +137,8 @@ def test_pin_counts_are_checked():
 
 
 def test_pin_shares_are_independent_and_reveal_nothing():
-    """With shares that add up to 1 each owner pins its own, however much the other pinned before,
-    and a refusal is the same to the letter whether others pinned or not.
+    """With shares that add up to 1 each owner pins its own part, whatever the other has pinned. A
+    refusal has the same text whether or not others have pins.
     """
     refusals = []
     for others in (False, True):

@@ -1,6 +1,4 @@
-"""The eviction policy is an object: the order of the LRU, and what the pool and the manager ask any
-policy.
-"""
+"""Eviction policies as objects: the LRU order, and the calls that pool and manager make."""
 
 import random
 
@@ -17,7 +15,7 @@ ROOT = root_hash(model_fingerprint="m", kv_format="f32", tenant="")
 
 
 class NewestFirst(LeastRecentlyUsed):
-    """Another order over the same list: what was used last is evicted first."""
+    """Policy that evicts the most recently used block first."""
 
     def take(self, count, owner=b""):
         newest = self.order()[::-1][:count]
@@ -81,7 +79,7 @@ def test_pinned_blocks_count_as_referenced():
     pool.let_go(1, matchable=False)
     assert_raises(CacheCorruption, "block 1 is not pinned", pool.let_go, 1, matchable=False)
     pool.release(0, matchable=False)
-    assert_raises(CacheCorruption, "block 0", pool.check, [])  # it is pinned and has no reference
+    assert_raises(CacheCorruption, "block 0", pool.check, [])  # it is pinned but has no reference
 
 
 def test_tenant_floors_with_one_owner_equal_lru():
@@ -120,7 +118,7 @@ def test_tenant_floors_with_one_owner_equal_lru():
 
 @pytest.mark.parametrize("length", [1, 5, 20, 40])
 def test_the_first_flood_evicts_no_reused_block(length):
-    """Documents that are read once, nothing was missed before, so nothing was learnt."""
+    """All documents are new, so no earlier miss could have taught the policy."""
     manager = KVCacheManager(64, 4, policy=TenantFloors)
     prompt = [1] * 40
 

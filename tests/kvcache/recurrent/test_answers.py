@@ -1,4 +1,4 @@
-"""Snapshots of answers: one, which moves, also under drafts and failures."""
+"""Snapshots of answers: one moving snapshot per answer, also with draft tokens and failed passes."""
 
 import pytest
 
@@ -26,8 +26,8 @@ def test_an_answer_leaves_one_snapshot_that_moves():
 
 
 def test_small_states_of_an_answer_are_checkpoints_except_the_last():
-    """Long answers drive out no ends and borders of others; what is between them is there while
-    there is room.
+    """A long answer evicts neither prompt ends nor message boundaries of other requests. Its own
+    checkpoints stay as long as there is room.
     """
     manager = manager_of(num_slots=12, every_block=True)
     tokens = list(range(6))
@@ -36,7 +36,7 @@ def test_small_states_of_an_answer_are_checkpoints_except_the_last():
     table = manager.open_table(tokens, ROOT)
     run_pass(manager, table, tokens)
     states.drain_kept()
-    for stop in range(7, 26):  # a token at a time
+    for stop in range(7, 26):  # one token at a time
         tokens.append(stop)
         run_pass(manager, table, tokens)
         manager.check_invariants([table])
@@ -47,7 +47,7 @@ def test_small_states_of_an_answer_are_checkpoints_except_the_last():
         "answer": 1,
         "backbone": 4,
     }
-    tokens += range(100, 111)  # drafts that were right
+    tokens += range(100, 111)  # accepted draft tokens
     run_pass(manager, table, tokens)
     assert states.slots.counts() == {
         "prompt": 2,
@@ -101,7 +101,7 @@ def test_an_answers_snapshot_moves_without_free_slots():
 
 @pytest.mark.parametrize("num_slots", [12, 2])
 def test_a_failed_pass_keeps_the_previous_answer_snapshot(num_slots):
-    """Until the next one is there the one before is, where no slot is free too."""
+    """The previous snapshot stays until the next one is written, even if no slot is free."""
     manager = manager_of(num_slots=num_slots)
     tokens = list(range(6))
     table = manager.open_table(tokens, ROOT)
@@ -118,7 +118,9 @@ def test_a_failed_pass_keeps_the_previous_answer_snapshot(num_slots):
 
 @pytest.mark.parametrize(("num_slots", "found"), [(12, 2 * B), (2, 0)])
 def test_failed_drafts_keep_the_previous_answer_snapshot(num_slots, found):
-    """Inside a pass a slot is needed before: where none is free the one before gives its own."""
+    """A snapshot inside a pass needs its slot before the pass runs. If none is free, the previous
+    snapshot gives up its slot.
+    """
     manager = manager_of(num_slots=num_slots)
     tokens = list(range(6))
     table = manager.open_table(tokens, ROOT)
@@ -136,7 +138,7 @@ def test_failed_drafts_keep_the_previous_answer_snapshot(num_slots, found):
 
 @pytest.mark.parametrize("fails", [True, False])
 def test_drafts_keep_an_answer_snapshot_that_frees_no_slot(fails):
-    """The pass reads it: without it there would be no slot more for the next one."""
+    """The pass itself reads that snapshot, so evicting it would not free a slot for the next one."""
     manager = manager_of(num_slots=2)
     tokens = list(range(6))
     table = manager.open_table(tokens, ROOT)
@@ -180,7 +182,7 @@ def test_the_final_answer_snapshot_is_stored_in_tiers():
 def test_a_snapshot_shared_with_another_prompt_stays(
     ends,
 ):
-    """The answer's was behind an equal of its own block, which nobody held."""
+    """The answer's snapshot belongs to an equal published block that no table holds."""
     manager = manager_of(num_blocks=8)
     tokens = list(range(4 * B + 1))
     states = states_of(manager)

@@ -1,5 +1,5 @@
-"""Tables that wait for blocks and a state from elsewhere: what they share, and where the state
-goes.
+"""Tables that wait for blocks and a state from elsewhere: shared blocks, and the destination of the
+state.
 """
 
 import pytest

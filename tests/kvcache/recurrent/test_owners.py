@@ -1,6 +1,4 @@
-"""Snapshots of several owners under one manager: whatever one of them does, the other has its
-part.
-"""
+"""Snapshots of several owners in one manager: no owner loses its share to another."""
 
 import pytest
 
@@ -17,7 +15,7 @@ def ends_of_prompts(manager, number):
 
 
 def answers(manager, number):
-    """Each of which is kept behind its last full block, whose slot the pass takes as it ends."""
+    """Generate one answer token by token. Its snapshot moves to the end of its last full block."""
     table = manager.open_table([number], OTHER, owner=LOUD)
     for stop in range(1, 2 * B + 2):
         run_pass(manager, table, [number] * stop)
@@ -25,14 +23,14 @@ def answers(manager, number):
 
 
 def preempted(manager, number):
-    """Leaves its state where it was."""
+    """Free a table after the first block of its prompt, where its state stays."""
     table = manager.open_table([number] * (3 * B), OTHER, owner=LOUD)
     run_pass(manager, table, [number] * (3 * B), B)
     manager.free(table)
 
 
 def arrivals(manager, number):
-    """States from elsewhere, each behind the block before the last that came."""
+    """Load two blocks from elsewhere, and a state for the end of the first one."""
     tokens = [number] * (2 * B)
     table = manager.open_load(tokens, OTHER, owner=LOUD)
     manager.extend(table, 2 * B)
@@ -48,7 +46,7 @@ def test_one_owner_cannot_evict_anothers_share_of_slots(
     manager = manager_of(num_blocks=200, num_slots=12)
     quiet = [
         [100 + number] * (2 * B + 1) for number in range(3)
-    ]  # a quarter of the slots, for each of two
+    ]  # a quarter of the slots for each of the two
     for tokens in quiet:
         table = manager.open_table(tokens, ROOT, owner=b"quiet")
         run_pass(manager, table, tokens)

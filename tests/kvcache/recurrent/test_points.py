@@ -1,4 +1,4 @@
-"""Where snapshots of prompts are kept, and what of them where slots are few."""
+"""Positions of prompt snapshots, and the choice among them when slots are scarce."""
 
 import pytest
 
@@ -48,7 +48,9 @@ def test_checkpoints_are_thinned_if_slots_are_few():
 
 
 def test_many_hints_are_kept_at_doubling_distances():
-    """A long conversation that comes for the first time leaves others their states."""
+    """If slots are scarce, a new long conversation keeps few snapshots and leaves those of other
+    requests.
+    """
     borders = tuple(range(5, 81, 5))
     kept = rows(cold(manager_of(num_slots=80), list(range(83)), hints=borders))
     assert kept == [n // B * B for n in borders]
@@ -137,8 +139,8 @@ def test_checkpoints_are_1024_tokens_apart_by_default():
 
 
 def test_the_state_of_a_common_beginning_survives_a_long_conversation():
-    """Each turn goes on from the end of the answer before, and so uses what the system message ends
-    with.
+    """Each turn resumes after the previous answer. That also counts as a use of the snapshot after
+    the system message.
     """
     manager = manager_of(num_blocks=200, num_slots=6)
     tokens = list(range(2 * B))

@@ -1,4 +1,4 @@
-"""Slots of states by themselves: references, snapshots, and which of them goes first."""
+"""State slots on their own: references, snapshots and the order of eviction."""
 
 import pytest
 
@@ -16,7 +16,7 @@ from kvboost_edge.kvcache.recurrent.slots import (
 
 
 def kept(slots, block_id, reason, owner=b""):
-    """A snapshot behind a block; its slot."""
+    """Attach a snapshot to the end of a block and return its slot."""
     slot = slots.take(reason, owner)
     assert slot is not None
     assert slots.attach(slot, block_id, reason, owner)
@@ -51,7 +51,7 @@ def test_a_snapshot_in_use_is_not_evicted():
     second = kept(slots, 11, PROMPT)
     slots.share(first)
     slots.share(second)
-    slots.release(second)  # so that the first one is the older
+    slots.release(second)  # makes the first one the older
     assert slots.num_available == 1
     assert slots.take() == second
     assert slots.take() is None
@@ -87,7 +87,9 @@ def test_the_least_recently_used_goes_first_within_a_class():
 
 
 def test_keeping_a_snapshot_again_renews_it():
-    """An equal prompt was computed once more, and had the same end."""
+    """An equal prompt ends at the same block: its slot is not needed, but the snapshot counts as
+    used.
+    """
     slots = StateSlots(3)
     kept(slots, 10, PROMPT)
     kept(slots, 11, PROMPT)
@@ -122,9 +124,7 @@ def test_less_valuable_snapshots_do_not_evict_more_valuable_ones():
 
 
 def test_unused_snapshots_age_and_are_evicted():
-    """An end that nobody came back to makes room for junctions after so many snapshots as the rule
-    says.
-    """
+    """An answer snapshot that no prompt resumes is evicted when the eighth branch point is kept."""
     slots = StateSlots(4)
     kept(slots, 10, ANSWER)
     for count in range(1, 20):
@@ -135,8 +135,8 @@ def test_unused_snapshots_age_and_are_evicted():
 
 
 def test_checkpoints_and_moving_answers_do_not_age_others():
-    """There may be one behind each block of a long prompt or answer: by the first count borders
-    would go soon.
+    """A long prompt or answer may have a checkpoint after each block. If these counted, message
+    boundaries would soon be evicted.
     """
     slots = StateSlots(4)
     kept(slots, 10, HINT)

@@ -1,4 +1,4 @@
-"""The states of tables: which slot a pass reads and writes, and who finds it afterwards."""
+"""Recurrent states of tables: the slots that a pass reads and writes, and their later reuse."""
 
 import pytest
 
@@ -102,7 +102,7 @@ def test_a_fork_keeps_its_parents_planned_snapshots():
 
 
 def test_recomputed_tokens_count_once():
-    """Also where the table takes a slot once more, as it is forked."""
+    """A fork that takes another slot for the same tokens does not count them twice."""
     manager = manager_of()
     tokens = list(range(3 * B + 2))
     cold(manager, tokens)

@@ -1,9 +1,9 @@
-"""States of tables under random operations, against a simulated memory of blocks and of slots.
+"""Recurrent states under random operations, against a simulated memory of blocks and slots.
 
-Each slot of a block holds the prefix that its keys and values would stand for, each slot of states
-the prefix that its state would. Passes of several tables run at once: all read before one writes. A
-state of another prefix, one token ahead, of a pass that failed, or in a slot that somebody else got
-shows as a slot with other content.
+Each slot of a block holds the prefix that its KV represents, and each state slot the prefix that
+its state represents. Passes of several tables run at once: all read before one writes. A state of
+another prefix, one token ahead, of a failed pass, or in a reassigned slot shows as a slot with
+other content.
 """
 
 from __future__ import annotations
@@ -66,14 +66,16 @@ class StatesMachine(Asking):
     # the model
 
     def block_of(self, prefix):
-        """The published block at whose end a prefix is."""
+        """Return the published block that ends with the prefix."""
         for block_id in self.manager._index.entries():
             if self.memory[(block_id + 1) * self.size - 1] == prefix:
                 return block_id
         return None
 
     def served(self, tokens, root):
-        """(tokens up to the deepest state, tokens of keys and values), found without any hash."""
+        """Return the numbers of tokens up to the deepest state and of tokens with KV, found without
+        hashes.
+        """
         cached = matched = 0
         for stop in range(self.size, len(tokens), self.size):
             block_id = self.block_of((root, tuple(tokens[:stop])))
@@ -88,7 +90,7 @@ class StatesMachine(Asking):
         return self.live[number % len(self.live)]
 
     def extend(self, one, stop):
-        """Whether there was room; new blocks hold nothing."""
+        """Extend a table and poison its new blocks. Return False if there is no room."""
         try:
             copies = self.manager.extend(one.table, stop)
         except CapacityError:
@@ -103,7 +105,7 @@ class StatesMachine(Asking):
         return True
 
     def write(self, one, start, plan, stop):
-        """What a pass over tokens start .. stop - 1 writes."""
+        """Simulate the writes of a pass over the tokens start .. stop - 1."""
         for position, slot in enumerate(self.manager.slots(one.table, start, stop), start):
             self.memory[slot] = one.prefix(position + 1)
         self.held[plan.write] = one.prefix(stop)
@@ -150,8 +152,8 @@ class StatesMachine(Asking):
         stop=st.integers(0, 20),
     )
     def bring(self, tokens, root, behind, stop):
-        """Blocks come from elsewhere, up to some place, and then a state behind one of them, here
-        before or not.
+        """Load blocks up to `stop` from elsewhere, then a state for the end of block number
+        `behind`. Both may be cached already.
         """
         tokens = tokens[: len(tokens) // self.size * self.size]
         one = Open(self.manager.open_load(tokens, root), tokens, root)
@@ -184,7 +186,7 @@ class StatesMachine(Asking):
         fails=st.sampled_from([False] * 5 + [True]),
     )
     def compute(self, numbers, count, fails):
-        """A pass over the next tokens of several tables: all states are read before one is
+        """Run a pass over the next tokens of several tables. All states are read before one is
         written.
         """
         members = list(dict.fromkeys(self.pick(number) for number in numbers))
@@ -228,8 +230,8 @@ class StatesMachine(Asking):
         fails=st.sampled_from([False] * 5 + [True]),
     )
     def compute_with_drafts(self, number, guesses, right, fails):
-        """One certain token, then guesses, of which the first ones are right: the state takes those
-        in afterwards.
+        """Compute one token with draft tokens after it. The state then advances over the `right`
+        accepted ones.
         """
         one = self.pick(number)
         start = one.table.num_computed_tokens
@@ -246,7 +248,7 @@ class StatesMachine(Asking):
             self.manager.slots(one.table, start + 1, len(one.tokens)), start + 1
         ):
             self.memory[slot] = one.prefix(position + 1)
-        one.tokens[start + 1 + right :] = [right % 2]  # what was sampled behind them
+        one.tokens[start + 1 + right :] = [right % 2]  # the token sampled after the accepted ones
         self.manager.shrink(one.table, len(one.tokens))
         self.manager.commit(one.table, one.tokens, start + 1)
         if not right:
@@ -278,12 +280,12 @@ class StatesMachine(Asking):
     @precondition(lambda self: self.live)
     @rule(number=picks)
     def free(self, number):
-        """Done, cancelled, preempted, or half way."""
+        """Free a table that is done, cancelled, preempted or half computed."""
         self.manager.free(self.live.pop(number % len(self.live)).table)
 
     @rule(share=st.integers(1, 4))
     def evict(self, share):
-        """Somebody else takes the oldest free blocks, and goes."""
+        """Allocate `share` quarters of the free blocks, oldest first, and free them."""
         one = Open(self.manager.open_table([], b"evict", use_cache=False), [], b"evict")
         self.extend(one, self.manager.free_block_count * share // 4 * self.size)
         self.manager.free(one.table)
@@ -305,7 +307,7 @@ class StatesMachine(Asking):
     def reset(self):
         self.manager.reset()
 
-    # what holds after every operation
+    # invariants, checked after every operation
 
     @invariant()
     def bookkeeping_agrees(self):
@@ -320,8 +322,8 @@ class StatesMachine(Asking):
 
     @invariant()
     def what_a_live_table_holds_is_found(self):
-        """In its own blocks: whatever was evicted, a prompt that goes on as it did finds all its
-        full blocks.
+        """The index finds all full blocks of each live table that uses the cache, despite
+        evictions.
         """
         for one in getattr(self, "live", []):
             if one.uses_cache:
