@@ -1,5 +1,5 @@
-"""Shared by all tests: an isolated cache directory, no network, nothing left running, and tiny
-models.
+"""Fixtures and hooks for all tests: an isolated cache directory, no network, a check for leftover
+threads and processes, and tiny models.
 """
 
 import faulthandler
@@ -28,8 +28,8 @@ LONG = os.environ.get("KVBOOST_EDGE_TEST_LONG") == "1"
 QUICK = os.environ.get("KVBOOST_EDGE_TEST_QUICK") == "1"
 ONE_THREAD = os.environ.get("KVBOOST_EDGE_TEST_ONE_THREAD") == "1"
 
-# Times of single examples vary with what else the machine does; seeds are fixed so that a failure
-# repeats.
+# No deadline, since the load of the machine changes the time of an example. Fixed seeds make
+# failures reproducible.
 settings.register_profile(
     "suite",
     deadline=None,
@@ -39,18 +39,20 @@ settings.register_profile(
 )
 settings.load_profile("suite")
 
-# Threads of libraries that live as long as the process.
+# Library threads that live as long as the process.
 LIBRARY_THREADS = ("asyncio_", "tqdm", "ThreadPoolExecutor", "pydevd", "pytest")
-RAY_SERVE_THREAD = "_run_router_event_loop"  # one for the process, with a number before it
+RAY_SERVE_THREAD = "_run_router_event_loop"  # one per process; its name starts with a number
 
-# After this time without the end of a test, the stacks of all threads are printed.
+# The stacks of all threads are printed if no test ends within this time.
 HANG_SECONDS = 600
 REARM_SECONDS = 60
 
 
 class HangTimer:
-    """The timer that prints the stacks. It starts a thread, which takes up to two milliseconds, so
-    it is set again once a minute and not, as by pytest's `faulthandler_timeout`, for each test.
+    """Timer that prints the stacks of all threads when a test hangs.
+
+    Setting it starts a thread, which takes up to two milliseconds. It is therefore set at most once
+    a minute, and not for each test as with pytest's `faulthandler_timeout`.
     """
 
     def __init__(self):
@@ -74,7 +76,7 @@ def pytest_configure(config):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection():
-    """Let the garbage collector never visit what is collected: a million objects that stay."""
+    """Keep the collected tests out of garbage collection: they are a million permanent objects."""
     gc.disable()
     try:
         return (yield)
@@ -84,7 +86,10 @@ def pytest_collection():
 
 
 def sampled(cases, step, first=0):
-    """Return every step-th case and, of a product, for each value that those lack one more case."""
+    """Return every step-th case, plus one case for each parameter value that these do not cover.
+
+    Only values that occur in several cases are added, as in a product of parameters.
+    """
     values = [{(name, repr(value)) for name, value in one.callspec.params.items()} for one in cases]
     counts = Counter(value for each in values for value in each)
     missing = {value for value, count in counts.items() if count > 1}
@@ -97,7 +102,7 @@ def sampled(cases, step, first=0):
 
 
 def _sample(items):
-    """Mark `full` what a mark `some` leaves out."""
+    """Add the mark `full` to the cases that a mark `some` leaves out."""
     cases = {}
     for item in items:
         if item.get_closest_marker("some") and not item.get_closest_marker("full"):
@@ -110,9 +115,11 @@ def _sample(items):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Workers of `make test` run one test of a name, so there may be no two. They begin with the
-    files that take long, so that all end at the same time. `make test-quick`: of each test the
-    first case, of the slow ones none.
+    """Check that test names are unique, and choose and order the tests of this run.
+
+    - The workers of `make test` run each name once, so a duplicate name is an error.
+    - Workers start with the slow files, so that all workers end at about the same time.
+    - `make test-quick` runs the first case of each test and skips slow tests.
     """
     _sample(items)
     names = Counter(item.nodeid for item in items if item.get_closest_marker("alone") is None)
@@ -134,8 +141,8 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_ignore_collect(collection_path, config):
-    """Leave out test_schemathesis.py where its tests would be deselected: to collect it makes all
-    its examples.
+    """Ignore test_schemathesis.py if its tests would be deselected: collecting it generates all its
+    examples.
     """
     leaves_out = "not alone" in config.option.markexpr
     return True if leaves_out and collection_path.name == "test_schemathesis.py" else None
@@ -143,7 +150,7 @@ def pytest_ignore_collect(collection_path, config):
 
 @pytest.fixture(scope="session", autouse=True)
 def isolated_cache(tmp_path_factory):
-    """The package's cache directory and the hub's, both empty and thrown away afterwards."""
+    """Empty temporary cache directories of the package and of the Hugging Face hub."""
     root = tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("KVBOOST_EDGE_CACHE", str(root / "kvboost_edge"))
@@ -153,8 +160,9 @@ def isolated_cache(tmp_path_factory):
 
 @pytest.fixture(scope="session", autouse=True)
 def one_certificate(tmp_path_factory):
-    """Clients trust one authority. To load all takes 30 ms for each client of a server, most of
-    which have no TLS.
+    """CA bundle with a single certificate, for the HTTP clients of all tests.
+
+    Loading the full bundle takes 30 ms per client, and most test servers do not use TLS.
     """
     import certifi
 
@@ -168,7 +176,9 @@ def one_certificate(tmp_path_factory):
 
 @pytest.fixture(scope="session", autouse=True)
 def short_bandwidth_measurement():
-    """`doctor` reads 8 MB once, not 192 MB for 0.3 s on all threads."""
+    """Bandwidth measurement of `doctor`, shortened from 192 MB for 0.3 s on all threads to 8 MB
+    once.
+    """
     from kvboost_edge.host import bandwidth
 
     with pytest.MonkeyPatch.context() as patch:
@@ -179,8 +189,9 @@ def short_bandwidth_measurement():
 
 @pytest.fixture(scope="session", autouse=True)
 def ctrl_c_arrives():
-    """A suite started in the background inherits an ignored SIGINT; tests send that signal and need
-    it heard.
+    """Default SIGINT handler, which tests need when they send that signal.
+
+    A test run that was started in the background inherits an ignored SIGINT.
     """
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
@@ -189,9 +200,7 @@ def ctrl_c_arrives():
 
 @pytest.fixture(scope="module")
 def one_torch_thread():
-    """Threads only slow down work as small as a tiny model's, most of all when the machine is
-    busy.
-    """
+    """PyTorch with one thread. More threads slow down a tiny model, especially on a busy machine."""
     import torch
 
     before = torch.get_num_threads()
@@ -202,9 +211,7 @@ def one_torch_thread():
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread_if_asked():
-    """The second run of `make test`: the machine looks as if it had one CPU, so every default is
-    one thread.
-    """
+    """One visible CPU in the second run of `make test-all`, so that every default is one thread."""
     with pytest.MonkeyPatch.context() as patch:
         if ONE_THREAD:
             patch.setattr("kvboost_edge.host.processor._affinity", lambda: 1)
@@ -213,8 +220,9 @@ def one_thread_if_asked():
 
 @functools.cache
 def takes_all_threads(path):
-    """Whether tests of a file in a room that computes may leave it to the machine how many threads
-    there are: those `make test-all` runs a second time, with one.
+    """Return whether the tests of a file may use the default number of threads.
+
+    They may if `make test-all` runs them a second time with one thread.
     """
     room = path.relative_to(Path(__file__).parent).parts[0]
     return room not in ("kernels", "runners") or "from_pretrained" in path.read_text(
@@ -224,8 +232,9 @@ def takes_all_threads(path):
 
 @pytest.fixture(autouse=True)
 def threads_are_said(request, monkeypatch):
-    """What is not run again with one thread says how many it computes with, so that one run shows
-    all there is.
+    """Error for a default number of threads in tests that run only once.
+
+    These tests must set `num_threads`, so that a single run covers all thread counts.
     """
 
     def refuse():
@@ -241,7 +250,9 @@ def threads_are_said(request, monkeypatch):
 
 @pytest.fixture(autouse=True)
 def the_clock_is_real(monkeypatch):
-    """A test that moved the clock of the whole process would leave servers that no longer end."""
+    """Check that the test left the clock of the process unchanged. With a moved clock, servers
+    would never stop.
+    """
     yield
     assert time.monotonic is REAL_CLOCK, (
         "give the modules under test a clock of their own: clocks.give_clock"
@@ -249,13 +260,13 @@ def the_clock_is_real(monkeypatch):
 
 
 class NetworkBlocked(OSError):
-    """A test tried to reach something outside this machine."""
+    """Error raised when a test tries to reach another machine."""
 
 
 @pytest.fixture(autouse=True)
 def no_network(request, monkeypatch):
-    """Connections that leave the machine raise, and fail the test even if the code under test
-    swallowed the error.
+    """Block connections to other machines, and fail the test even if the tested code ignores the
+    error.
     """
     attempts = []
 
@@ -298,7 +309,7 @@ def _is_loopback(host):
 
 @pytest.fixture(scope="session", autouse=True)
 def nothing_left_running(isolated_cache):
-    """After the last test no thread and no process of ours is alive."""
+    """Check after the last test that no thread and no child process is still running."""
     before = set(threading.enumerate())
     yield
     gc.collect()
@@ -309,7 +320,7 @@ def nothing_left_running(isolated_cache):
     ]
     left = [thread for thread in left if RAY_SERVE_THREAD not in thread.name]
     for thread in left:
-        thread.join(timeout=5)  # an engine that was just collected may be on its way out
+        thread.join(timeout=5)  # an engine that was just collected may still be stopping
     alive = [thread.name for thread in left if thread.is_alive()]
     assert not alive, f"threads left running: {alive}"
     children = [
@@ -322,8 +333,8 @@ def nothing_left_running(isolated_cache):
 
 @pytest.fixture(scope="session")
 def tiny_model_dir(tmp_path_factory):
-    """A complete directory of a tiny random Llama with a byte-level tokenizer; do not write into
-    it.
+    """Complete directory of a tiny random Llama with a byte-level tokenizer. Tests must not write
+    into it.
     """
     from helpers.models.tiny_models import save_tiny_model
 
@@ -332,7 +343,7 @@ def tiny_model_dir(tmp_path_factory):
 
 @pytest.fixture
 def tiny_engine(tiny_model_dir):
-    """An engine over the tiny Llama with 64 blocks of 16 and the debug checks on."""
+    """Engine of the tiny Llama with 64 blocks of 16 tokens and debug checks."""
     from kvboost_edge import CPUPagedEngine
 
     options = {
@@ -348,7 +359,7 @@ def tiny_engine(tiny_model_dir):
 
 @pytest.fixture(scope="session")
 def scale():
-    """Return a function `scale(short, long)` that chooses the N of `make test` or of `make
+    """Function `scale(short, long)`, which returns `short` in `make test` and `long` in `make
     test-all`.
     """
     return lambda short, long: long if LONG else short
@@ -356,6 +367,6 @@ def scale():
 
 def pytest_terminal_summary(terminalreporter, config):
     if "not alone" in config.option.markexpr:
-        return  # another call of pytest follows, which reports them
+        return  # a later pytest call reports them
     for tool in missing_tools():
         terminalreporter.write_line(tool.report())

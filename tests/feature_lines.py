@@ -1,9 +1,9 @@
-"""The share of code lines of the engine's core that name a feature; `python tests/feature_lines.py`.
+"""Share of code lines of the engine's core that name a feature: `python tests/feature_lines.py`.
 
-The core calls features through interfaces: `RequestFeature` in kvboost_edge/engine/request/
-request.py, and feature.py and planners.py in kvboost_edge/engine/schedule/. A line that names a
-feature is a line that a change of the feature may have to touch. Comments, docstrings and blank
-lines do not count.
+The core calls features through interfaces: `RequestFeature` in
+kvboost_edge/engine/request/request.py, and feature.py and planners.py in
+kvboost_edge/engine/schedule/. A line that names a feature may have to change with the feature.
+Comments, docstrings and blank lines do not count.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ NAMES_A_FEATURE = re.compile(rf"(?:\b|_)(?:{'|'.join(WORDS.values())})(?:\b|_)",
 
 
 def code_lines(text: str) -> list[str]:
-    """Return the lines that hold code."""
+    """Return the lines that contain code."""
     lines = text.splitlines()
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):

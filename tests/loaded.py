@@ -1,10 +1,10 @@
-"""Repeated runs of the tests that a busy machine could break, with a busy process on every core;
-`make test-loaded`.
+"""Repeat the tests that a busy machine could break, with a busy process on every core (`make
+test-loaded`).
 
     python tests/loaded.py [--runs 10] [PATH ...]
 
-Without paths these are the tests marked `alone` or `cluster`, and those that start a process. The
-script prints each failure and a line per run. It ends with status 1 if any run failed.
+The default paths are the tests marked `alone` or `cluster` and the tests that start a process. The
+script prints each failure and one line per run. It exits with status 1 if any run failed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ STARTS_A_PROCESS = re.compile(
     r"mark\.(alone|cluster)\b|\bsubprocess\b|\bPopen\b|running_redis|running_chromium"
 )
 SPIN = "while True: pass"
-WIDE = {**os.environ, "COLUMNS": "400"}  # pytest cuts the reasons of failures to the width
+WIDE = {**os.environ, "COLUMNS": "400"}  # pytest truncates failure messages to this width
 FAILURE = re.compile(r"^(FAILED|ERROR) ")
 
 
@@ -37,7 +37,7 @@ def sensitive_files() -> list[str]:
 
 @contextlib.contextmanager
 def busy_cores(count: int) -> Iterator[None]:
-    """Keep that many processes computing while the block runs."""
+    """Keep `count` processes computing while the block runs."""
     spinning = [subprocess.Popen([sys.executable, "-c", SPIN]) for _ in range(count)]
     try:
         yield
@@ -48,7 +48,7 @@ def busy_cores(count: int) -> Iterator[None]:
 
 
 def main() -> int:
-    """Run the tests again and again; return the exit status."""
+    """Run the tests `--runs` times; return the exit status."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,9 +1,9 @@
 """The mutation gate, `make mutants`: plant faults one at a time; the tests must fail on each.
 
 The gate finds tests that cannot fail. A fault is one or more replacements in one file of a copy of
-the source tree, together with the tests that must notice it. tests/faults holds the faults. The
-gate fails if a fault survives, if its text is no longer in the file, if neither `make test` nor
-`make test-all` runs a test that it names, or if the tests fail without a fault.
+the source tree, together with the tests that must notice it. The faults are defined in
+tests/faults. The gate fails if a fault survives, if its text is no longer in the file, if neither
+`make test` nor `make test-all` runs a test that it names, or if the tests fail without a fault.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def run_tests(
 
 
 def is_of(case: str, test: str) -> bool:
-    """Return whether a case belongs to a test, which is a folder, a file, a function or a case."""
+    """Return whether a case belongs to a test; the test is a folder, a file, a function or a case."""
     return case == test or case.startswith((f"{test}/", f"{test}::", f"{test}["))
 
 
@@ -137,7 +137,7 @@ def targets_of(tests: Iterable[str]) -> dict[str, list[str]]:
 
 
 def copied_tree(parent: Path) -> Path:
-    """Copy what the tests need, including the files' times; return the path of the copy."""
+    """Copy the files that the tests need, including the files' times; return the path of the copy."""
     tree = Path(tempfile.mkdtemp(dir=parent)) / "tree"
     left_out = (".git", ".venv*", ".redis", ".hypothesis", ".*_cache", "*.egg-info", "*-Q*.gguf")
     shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(*left_out, "build"))

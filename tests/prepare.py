@@ -1,7 +1,7 @@
-"""Compile what the tests need, if it is not there yet; `make setup` runs this program.
+"""Compile the kernels that the tests need and that are not compiled yet (part of `make setup`).
 
-These are the kernels for this machine and the CUDA kernels for this processor. Otherwise both
-workers of `make test` would compile most of the kernels at the same time.
+They are the kernels for this machine and the CUDA kernels for this processor. Without this step
+both workers of `make test` would compile most kernels at the same time.
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ def compile_backend_kernels() -> None:
 
 
 def compile_cuda_kernels() -> None:
-    """Compile the CUDA kernels as the tests of `cuda_ext` run them, with and without sanitizer."""
+    """Compile the CUDA kernels as the tests of `cuda_ext` run them, with the address sanitizer."""
     with standing_in():
         built_kernels(flags=ASAN_FLAGS)
 
 
 def main() -> None:
-    """Compile the kernels, and the CUDA kernels at the same time if there is a compiler."""
+    """Compile the kernels and, if there is a C++ compiler, the CUDA kernels at the same time."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     with ThreadPoolExecutor() as pool:
         cuda = pool.submit(compile_cuda_kernels) if find_compiler() is not None else None

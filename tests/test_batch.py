@@ -1,4 +1,4 @@
-"""KVBoost's batch module: right-padded lists, decoded by their masks."""
+"""Tests of KVBoost's batch module: lists are padded on the right and decoded with their masks."""
 
 import inspect
 

@@ -1,4 +1,4 @@
-"""Model directories that tests share: built once, and each test has a copy of its own."""
+"""Tests of shared model directories: each is built once, and every test gets its own copy."""
 
 import pytest
 

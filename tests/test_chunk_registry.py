@@ -1,4 +1,4 @@
-"""KVBoost's chunk registry, against the rules that KVBoost documents."""
+"""Tests of KVBoost's chunk registry against the rules in KVBoost's documentation."""
 
 import dataclasses
 import hashlib
@@ -12,7 +12,7 @@ IDS = list(range(1000, 1300))
 
 
 def windows(ids, chunk_size, least):
-    """The windows of `chunk_size` tokens that have at least `least`."""
+    """Return the windows of `chunk_size` tokens that contain at least `least` tokens."""
     starts = range(0, len(ids), chunk_size)
     parts = [(start, min(start + chunk_size, len(ids))) for start in starts]
     return [(start, end, ids[start:end]) for start, end in parts if end - start >= least]

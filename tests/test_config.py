@@ -1,4 +1,4 @@
-"""The options of the engine: what is refused, by which name, and what a default config says."""
+"""Tests of the engine's options: rejected values, option names in errors, and default values."""
 
 import re
 

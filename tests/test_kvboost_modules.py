@@ -1,4 +1,4 @@
-"""KVBoost's modules and the names that they export, resolved on first use from one table."""
+"""Tests of KVBoost's modules, whose exported names are resolved on first use from one table."""
 
 import importlib
 import json
@@ -40,7 +40,7 @@ NAMES = {
         "content_hash_from_tokens",
     ),
 }
-# Names that another function or no function has at the top level.
+# Names that are missing at the top level of the package, or that mean another function there.
 OWN = {("batch", "pad_and_mask"), ("models", "chunk_id_from_tokens")}
 NOT_OFFERED = {
     "": (

@@ -1,5 +1,5 @@
-"""The layout of the repository: tests mirror the package, no import circle, every test in exactly
-one set.
+"""Tests of the repository's layout: tests mirror the package, imports have no cycles, and every
+test belongs to exactly one set.
 """
 
 import ast
@@ -23,15 +23,15 @@ PACKAGE = ROOT / "kvboost_edge"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 
-# Folders of tests that have no folder of that name, in the package or next to it.
+# Test folders without a folder of the same name in the package or next to it.
 NO_ROOMS = {
     "arm64": "the same tests on emulated processors",
     "github": "of .github/, whose name no Python package can have",
     "server/http/page": "of server/http/static/, which holds no Python",
 }
-# Packages of what tests share.
+# Packages shared by the tests.
 SHARED = ("helpers", "faults")
-# Compatibility APIs, and the names of their classes that other projects fix and we use ourselves.
+# Compatibility APIs, and the class names that other projects fix and that we also use.
 COMPATIBILITY = ("compat/", "server/api/compat/")
 FIXED_NAMES = {
     "StreamOptions": "OpenAI's Responses API",
@@ -59,7 +59,7 @@ def test_no_file_repeats_the_name_of_its_folder():
 
 
 def test_each_package_has_one_job_that_no_other_has():
-    """A package states its job in its first line, and holds more than one module."""
+    """A package states its job in its first line and contains more than one module."""
     packages = {
         path.parent: path.read_text(encoding="utf-8") for path in MODULES if path.stem == "__init__"
     }
@@ -73,7 +73,7 @@ def test_each_package_has_one_job_that_no_other_has():
 
 
 def public_classes():
-    """Return the modules that define each public class at their top level, by its name."""
+    """Return a map from the name of each public top-level class to the modules that define it."""
     found = {}
     for path in MODULES:
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
@@ -83,8 +83,8 @@ def public_classes():
 
 
 def test_no_two_public_classes_share_a_name():
-    """Compatibility APIs may repeat each other's names, and ours only where another project fixes
-    the name.
+    """The compatibility APIs may share names with each other. They share a name with our own
+    classes only if another project fixes it.
     """
     shared = {}
     for name, modules in public_classes().items():
@@ -95,8 +95,9 @@ def test_no_two_public_classes_share_a_name():
 
 
 def circle(package):
-    """Modules of the package that import each other in a circle, the first one again at the end; []
-    if there is none. Imports inside functions and under TYPE_CHECKING count like any other.
+    """Return an import cycle of the package, with the first module repeated at the end, or [].
+
+    Imports inside functions and under TYPE_CHECKING count like any other import.
     """
     graph = grimp.build_graph(package, cache_dir=None)
     imports = {
@@ -140,8 +141,8 @@ def test_an_import_cycle_is_detected(back, tmp_path, monkeypatch, request):
     assert circle(name) == []
 
 
-# The table of public names, the only module that may name modules above those that load them, and
-# the modules of KVBoost that ask it.
+# The table of public names is the only module that may name modules of a higher layer. KVBoost's
+# modules look names up in it.
 TABLE = "kvboost_edge"
 ASKING = {
     f"kvboost_edge.{name}" for name in ("batch", "chunk_registry", "compat", "engine", "models")
@@ -149,7 +150,7 @@ ASKING = {
 
 
 def rooms_by_row():
-    """Return the row of each room in the contract "Rooms import downward only"; 0 is the top."""
+    """Return the row of each folder in the contract "Rooms import downward only"; 0 is the top."""
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     [contract] = [
         contract
@@ -164,8 +165,10 @@ def rooms_by_row():
 
 
 def modules_named_in(text):
-    """Return the modules of the package that a source names as text: whole strings such as
-    "kvboost_edge.errors" or "kvboost_edge.errors:ConfigError", and arguments of import_module.
+    """Return the modules of the package that a source file names in strings.
+
+    These are whole strings such as "kvboost_edge.errors" or "kvboost_edge.errors:ConfigError", and
+    arguments of import_module.
     """
     found = set()
     for node in ast.walk(ast.parse(text)):
@@ -178,7 +181,7 @@ def modules_named_in(text):
 
 
 def upward_text_imports(sources):
-    """Return (module, named module) wherever a source names a module that is not below it."""
+    """Return (module, named module) for each name of a module that is not in a lower layer."""
     rows = rooms_by_row()
     found = set()
     for module, text in sources.items():
@@ -193,7 +196,9 @@ def upward_text_imports(sources):
 
 
 def test_imports_by_name_follow_the_layers():
-    """Modules that are loaded by name obey the contract of the rooms, with one exception."""
+    """Modules that are loaded by name follow the layer contract. The table of public names is the
+    only exception.
+    """
     sources = {
         ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): (
             path.read_text(encoding="utf-8")
@@ -229,8 +234,10 @@ SELECTIONS = {
 
 
 def calls_of(goal):
-    """Return the pytest calls of a make target by number of threads: marker expression, and paths
-    (none: all).
+    """Return the pytest calls of a make target, grouped by number of threads.
+
+    Each call is a pair of the marker expression and the paths; an empty set of paths means all
+    tests.
     """
     command = ["make", "--dry-run", "--always-make", "--no-print-directory", goal]
     plan = subprocess.run(
@@ -253,7 +260,7 @@ def files_of_tests():
 
 
 def below(files, paths):
-    """Return the files that pytest reads when it is given these paths."""
+    """Return the files that pytest collects from these paths."""
     return {
         file
         for file in files
@@ -262,7 +269,9 @@ def below(files, paths):
 
 
 def marked(names):
-    """Return the files that use each of the markers; a conftest may set `full` in any file."""
+    """Return the files that use all of the markers. `full` is ignored, since a conftest may set it
+    in any file.
+    """
     texts = {file: (ROOT / file).read_text(encoding="utf-8") for file in files_of_tests()}
     needed = [name for name in names if name != "full"]
     return {
@@ -273,8 +282,8 @@ def marked(names):
 
 
 def test_make_test_runs_every_test_once():
-    """Each test case belongs to one of two sets: `make test` runs the first, `make test-all` both,
-    each case once.
+    """`make test` runs the first of two sets of cases and `make test-all` runs both. Neither runs a
+    case twice.
     """
     first = calls_of("test")
     both = calls_of("test-all")
@@ -321,7 +330,7 @@ def test_pytest_settings_deselect_nothing():
 
 
 def cases_of(*axes):
-    """Cases of a product, as pytest collects them."""
+    """Return the cases of a product of parameters, as pytest collects them."""
     return [
         SimpleNamespace(callspec=SimpleNamespace(params=dict(enumerate(values))))
         for values in itertools.product(*axes)

@@ -1,4 +1,4 @@
-"""Tests of the mutation gate (`make mutants`): all faults can be planted, verdicts are right."""
+"""Tests of the mutation gate (`make mutants`): every fault can be planted, and verdicts are right."""
 
 import importlib
 import re
@@ -69,7 +69,7 @@ def test_a_case_belongs_only_to_tests_that_contain_it():
 
 @pytest.fixture
 def few_plugins(monkeypatch):
-    """Start pytest without most plugins, which takes a fifth of the time."""
+    """Pytest started without most plugins, which takes a fifth of the time."""
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     monkeypatch.setenv("PYTEST_PLUGINS", "xdist.plugin")
 

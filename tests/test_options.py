@@ -1,4 +1,4 @@
-"""Declared options: each kind of value, its bounds, and the message for a wrong one."""
+"""Tests of declared options: each value type, its bounds, and the message for a wrong value."""
 
 import dataclasses
 import enum
@@ -118,7 +118,7 @@ def test_a_wrong_value_is_named_with_what_is_allowed(name, value, message):
 
 @pytest.mark.parametrize("owner", [EngineConfig, SamplingParams, Terms, ServerSettings])
 def test_defaults_are_valid_and_of_their_declared_types(owner):
-    """`check_options` does not check them."""
+    """`check_options` does not check defaults, so this test passes each one to its declared check."""
     for name, declared in options_of(owner).items():
         assert declared.checked(name, declared.default, ValueError) is declared.default, name
 

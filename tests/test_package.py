@@ -1,6 +1,4 @@
-"""The package as a whole: what importing it costs, what it exports, and which room may import
-which.
-"""
+"""Tests of the package as a whole: the cost of importing it, its exports, and the import layers."""
 
 import importlib
 import json
@@ -104,7 +102,7 @@ def test_an_unknown_attribute_is_an_attribute_error():
         _ = kvboost_edge.no_such_name
 
 
-# Ray Serve's own models are written for an older pydantic.
+# Ray Serve's own models target an older pydantic version.
 @pytest.mark.filterwarnings("ignore:Using extra keyword arguments on `Field`:DeprecationWarning")
 def test_every_module_declares_its_exports():
     for path in sorted((ROOT / "kvboost_edge").rglob("*.py")):

@@ -1,5 +1,6 @@
-"""The package where the system offers less: on Windows, on macOS and in sandboxes, as doubles of
-them behave. Each double has one process, in which all scenarios run.
+"""Tests on simulated platforms that offer less: Windows, macOS and sandboxes.
+
+Each platform is simulated in one process, which runs all scenarios.
 """
 
 import functools
@@ -24,7 +25,7 @@ DOUBLES = (
 
 @pytest.fixture(scope="module")
 def expected():
-    """The answer of this platform."""
+    """Output of the model on this platform, without simulation."""
     with CPUPagedEngine.from_pretrained(**OPTIONS) as engine:
         result = engine.generate(PROMPT, max_new_tokens=12, temperature=0.0)
     return {"ids": list(result.output_token_ids), "text": result.output_text}
@@ -32,7 +33,7 @@ def expected():
 
 @pytest.fixture(scope="module")
 def failures(expected, tmp_path_factory):
-    """`failures(double)`: what went wrong there, by scenario."""
+    """Function `failures(double)`: the failures on a simulated platform, by scenario."""
 
     @functools.cache
     def of(double):

@@ -1,4 +1,4 @@
-"""The README and the documentation: snippets run, named files, targets and commands exist."""
+"""Tests of the README and the documentation: snippets run; named files, targets and commands exist."""
 
 import os
 import re
@@ -66,7 +66,9 @@ def test_a_feature_is_found_by_its_standard_name(feature):
 
 @pytest.mark.parametrize("page", SNIPPETS)
 def test_snippets_run_in_order(page, tmp_path):
-    """Run a page's snippets in one process: later ones use names of earlier ones."""
+    """A page's snippets run in one process, since later ones use names of earlier ones. Snippets
+    that print show output.
+    """
     snippets = SNIPPETS[page]
     script = tmp_path / "snippets.py"
     script.write_text("print('---')\n".join(snippets), encoding="utf-8")
@@ -136,8 +138,8 @@ def test_setup_shows_its_progress():
 
 
 def test_extras_are_added_by_name():
-    """Messages and pages show the command that `install_extra` has. It works for an installation
-    from a wheel and from a clone, and asks the package index only for what is missing.
+    """Messages and pages show the command of `install_extra` with existing extras and the current
+    version. No other module spells out `pip install` for an extra.
     """
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     names = set(extras["optional-dependencies"])
@@ -169,7 +171,7 @@ def test_named_commands_exist():
 
 
 def _anchors(page):
-    """Return the anchors of a page: its headings, as GitHub writes them, and its `<a id>`s."""
+    """Return the anchors of a page: its headings in GitHub's spelling and its `<a id>` tags."""
     text = page.read_text(encoding="utf-8")
     headings = re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)
     anchors = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
@@ -187,5 +189,5 @@ def test_links_have_targets(page):
 
 
 def test_readme_has_curl_examples():
-    """They run in tests/server/test_readme_curl.py."""
+    """The README has at least four curl examples. tests/server/test_readme_curl.py runs them."""
     assert len(re.findall(r"^curl ", README, flags=re.MULTILINE)) >= 4

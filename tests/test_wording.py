@@ -1,4 +1,4 @@
-"""The script that reads messages, headings, lists and the page finds what is to be rewritten."""
+"""Tests of the script that finds awkward wording in messages, headings, lists and the web page."""
 
 import pytest
 

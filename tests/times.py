@@ -1,10 +1,8 @@
-"""Sums of test times by package and file, from the output of `pytest --durations=0`; see `make
-test-times`.
+"""Sum test times by package and file from the output of `pytest --durations=0` (`make test-times`).
 
     python tests/times.py OUTPUT [OUTPUT ...]
 
-The first table has the packages, the second all files, the third all tests that took a second or
-more.
+The first table lists the packages, the second all files, the third all tests of at least a second.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ _CLOSING = re.compile(r"^=* ?(.*\b(passed|failed)\b.* in [0-9.]+s.*?) ?=*$")
 
 
 def rows(lines: Iterable[str]) -> Iterator[tuple[str, str, float]]:
-    """Yield (file, test, seconds) of each phase that the output lists."""
+    """Yield (file, test, seconds) for each phase in the output."""
     for line in lines:
         found = _ROW.match(line.rstrip())
         if found:
@@ -34,7 +32,7 @@ def package_of(file: str) -> str:
 
 
 def table(title: str, sums: Counter[str]) -> str:
-    """Return the sums as lines of text, the largest first."""
+    """Return the sums as lines of text in descending order."""
     lines = [f"{seconds:9.1f} s  {name}" for name, seconds in sums.most_common()]
     return "\n".join([title, *lines])
 

@@ -1,12 +1,12 @@
-"""Wording of all texts that users read, but for paragraphs of Markdown and docstrings.
+"""Report awkward wording in all texts for users except Markdown paragraphs and docstrings.
 
     python tests/wording.py [--worst 20]
 
 The script reads messages (errors, logs, help texts), the page's strings, and the headings, list
 items and table cells of README, docs, CHANGELOG and CONTRIBUTING. For each kind it prints the
 number of words, and per 1,000 words the long sentences, the phrases that read like a translation
-and the terms that CONTRIBUTING.md says to avoid; then the worst places. It is a guide for the eye,
-not a gate: a sentence that reads well may stay.
+and the terms that CONTRIBUTING.md says to avoid. Then it lists the worst places. It is a guide, not
+a gate: a sentence that reads well may stay.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ LIST_ITEM = re.compile(r"^\s*(?:[-*>]|\d+\.)\s+")
 
 
 class Text(NamedTuple):
-    """A text that users read, and its place."""
+    """A text that users read, with its location."""
 
     path: Path
     line: int
@@ -63,7 +63,7 @@ def _docstrings(tree: ast.Module) -> set[int]:
 
 
 def message_texts(path: Path) -> Iterator[Text]:
-    """Yield the strings of a Python file that are made of words: errors, logs, help texts."""
+    """Yield the strings of a Python file that consist of words: errors, logs, help texts."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     skipped = _docstrings(tree)
     for node in ast.walk(tree):
@@ -81,7 +81,7 @@ def message_texts(path: Path) -> Iterator[Text]:
 
 
 class _PageTexts(html.parser.HTMLParser):
-    """Texts between tags, and attributes that are shown or read out."""
+    """Collector of texts between tags and of attributes that are displayed or read aloud."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ def page_texts(path: Path) -> Iterator[Text]:
 
 
 def markdown_texts(path: Path) -> Iterator[tuple[str, Text]]:
-    """Yield kind ("headings" or "lists and tables") and text of all but plain paragraphs."""
+    """Yield kind ("headings" or "lists and tables") and text of everything except plain paragraphs."""
     is_code = False
     item: list[str] = []
     started = 0
@@ -156,7 +156,7 @@ def all_texts() -> Iterator[tuple[str, Text]]:
 
 
 def findings(kind: str, text: str, avoided: re.Pattern[str]) -> list[tuple[str, str]]:
-    """Return kind and words of what is to be rewritten in a text."""
+    """Return the kind and the words of each finding in a text."""
     plain = CODE.sub(lambda match: match[1] or "X", text)
     found = [("phrases", match[0]) for match in PHRASES.finditer(plain)]
     found += [("avoided terms", match[0]) for match in avoided.finditer(plain)]
@@ -168,7 +168,7 @@ def findings(kind: str, text: str, avoided: re.Pattern[str]) -> list[tuple[str, 
 
 
 def main() -> None:
-    """Print a line for each kind of text, and the worst places."""
+    """Print one line for each kind of text, then the worst places."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
