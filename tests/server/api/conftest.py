@@ -1,4 +1,6 @@
-"""A model that says what a test wrote, behind a template with tools, and the app over it."""
+"""Fixtures of a model that generates scripted text with a tool template, and of the app that serves
+it.
+"""
 
 import pytest
 
@@ -12,7 +14,7 @@ KEYS = ("first-key", "second-key")
 
 @pytest.fixture
 def form(request):
-    """The format of the model's turns; tests choose others by `indirect`."""
+    """Chat format of the model; tests choose another one by indirect parametrization."""
     return getattr(request, "param", "hermes")
 
 
@@ -24,7 +26,9 @@ def _scripted(form, monkeypatch):
 
 @pytest.fixture
 def spoken_engine(_scripted):
-    """A new one for each test, some milliseconds: tests change its template."""
+    """Scripted engine, new for each test because tests change its template. It takes milliseconds
+    to build.
+    """
     return _scripted[0]
 
 
@@ -35,7 +39,9 @@ def speaker(_scripted):
 
 @pytest.fixture
 async def app(spoken_engine):
-    """`app.engine` is the engine, `app.state` the model's."""
+    """Client of the served engine. `app.engine` is the engine; `app.state` is the state of the
+    model.
+    """
     served = create_app(spoken_engine, ServerSettings(model_name="fake", max_queue_tokens=1 << 22))
     async with app_client(served) as client:
         client.engine = spoken_engine
@@ -45,7 +51,7 @@ async def app(spoken_engine):
 
 @pytest.fixture
 async def keyed_app(spoken_engine):
-    """With two API keys, which are two tenants."""
+    """Client of a server with two API keys, hence two tenants."""
     app = create_app(spoken_engine, ServerSettings(model_name="fake", api_keys=KEYS))
     async with app_client(app) as client:
         yield client

@@ -1,4 +1,6 @@
-"""Answers that fit, in every spelling that clients have; and drafts, which no answer shows."""
+"""Tests of structured output in every API's field names, and of draft tokens, which no response
+contains.
+"""
 
 import json
 import re
@@ -99,7 +101,9 @@ async def test_regex_choice_and_grammar_constrain_the_answer(app, spelled, form)
 
 
 async def test_guided_choice_accepts_up_to_10000_entries(app):
-    """Each is an alternative that the parser could hold apart, of which it holds 2,000."""
+    """The parser can hold only 2,000 separate alternatives, yet 10,000 choices work; 10,001 are
+    rejected.
+    """
     choice = [f"{number * 7919 % 10_007:05}" for number in range(10_001)]
     for seed in range(3):
         more = {"guided_choice": choice[:10_000], "seed": seed, "temperature": 1}
@@ -128,7 +132,9 @@ async def test_all_choices_match_the_schema(app):
 
 
 async def test_speculative_n_max_limits_drafts(app):
-    """0 turns drafts off, and a maximum above the engine's own one is the engine's."""
+    """The value 0 turns off speculative decoding. A value above the engine's maximum is reduced to
+    it.
+    """
     for number, drafts in ((0, {"speculation": "off"}), (4, {"max_draft_tokens": 4})):
         for path, asked in ((COMPLETIONS, body(COMPLETIONS)), (CHAT, body(CHAT))):
             model = CompletionRequest if path == COMPLETIONS else ChatRequest
@@ -189,7 +195,7 @@ async def test_a_schema_of_5_mb_is_refused(app):
 
 
 async def test_grammar_compilation_does_not_block_the_event_loop(app, monkeypatch):
-    """Short requests are queued by the loop itself; not those whose answer has to fit something."""
+    """The event loop itself queues short requests, but a grammar is compiled in another thread."""
     make = GrammarCompiler.make
     threads = list[threading.Thread]()
 

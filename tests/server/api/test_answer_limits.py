@@ -1,6 +1,4 @@
-"""How large an answer may be, which tokens its log probabilities are of, and answers that go on
-with a message.
-"""
+"""Tests of response limits, of the tokens that log probabilities cover, and of continued messages."""
 
 import json
 
@@ -31,7 +29,7 @@ async def test_too_many_logprobs_are_refused_with_the_calculation(tiny_app):
 
 
 def pieces(answer):
-    """The choices of a stream's chunks."""
+    """Return the choices of a stream's chunks."""
     chunks = [
         json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")
     ]
@@ -39,7 +37,9 @@ def pieces(answer):
 
 
 def shown(server, **fields):
-    """The text of an answer and the tokens of its log probabilities, the same from a stream."""
+    """Return the text and the tokens of the log probabilities; check that a stream has the same
+    ones.
+    """
     body = {
         "messages": MESSAGES,
         "temperature": 0,

@@ -1,5 +1,5 @@
-"""The response types of the OpenAPI document against what the routes send: the same keys, nested
-ones too.
+"""Tests of the response types in the OpenAPI document: the routes send the same keys, including
+nested ones.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ MESSAGES = [{"role": "user", "content": "hello"}]
 EXPLAINED = {"return_token_ids": True, "kvboost": {"explain": True}}
 SHOWN = {"max_tokens": 3, "logprobs": 2, **EXPLAINED}
 CHAT = {"messages": MESSAGES, "max_tokens": 3, "logprobs": True, "top_logprobs": 2, **EXPLAINED}
-# Bodies that ask for all an answer may hold; None: GET; a text: another method.
+# Bodies that request every optional part of a response; None: GET; a string: another method.
 ASKED = [
     ("/v1/completions", {"prompt": "hello", **SHOWN}),
     ("/v1/completions", {"prompt": ["hello", "world"], "n": 2, "echo": True, **SHOWN}),
@@ -82,7 +82,7 @@ async def ask(app, path, body):
     return await app.request(method_of(body), path, json=body if isinstance(body, dict) else None)
 
 
-# Checked in test_embeddings.py and in batches/test_service.py, as they need another app.
+# Types that need another app; test_embeddings.py and batches/test_service.py check them.
 ASKED_ELSEWHERE = {RerankAnswer, BatchAnswer, BatchList, FileAnswer, FileDeleted, FileList}
 
 

@@ -1,4 +1,4 @@
-"""A tiny gpt-oss, whose turns are channels, is held to a call by the grammar of its own
+"""Tests of forced tool calls with a tiny gpt-oss, whose turns are channels, by the grammar of its
 template.
 """
 
@@ -58,7 +58,7 @@ def tiny(tmp_path_factory):
 
 @pytest.mark.parametrize("path", [path for path, api in APIS.items() if "choice" in api.has])
 async def test_a_required_call_is_enforced_with_channels(path, tiny):
-    """Up to a token that ends the turn."""
+    """The grammar forces the call up to a token that ends the turn."""
     assert tiny.runner_info.architecture == "gpt_oss"
     api = APIS[path]
     async with app_client(create_app(tiny, ServerSettings(model_name="fake"))) as client:

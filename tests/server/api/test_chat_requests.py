@@ -1,4 +1,4 @@
-"""/v1/chat/completions by the real client: against the engine's own answers."""
+"""Tests of /v1/chat/completions with OpenAI's client, against the engine's own output."""
 
 import pytest
 
@@ -47,7 +47,7 @@ def test_without_max_tokens_an_answer_may_fill_the_context(client, live_server):
     [
         {},
         {"n": 2},
-        # The fields with which llama.vim prepares the cache for a chat.
+        # The fields that llama.vim sends to prepare the cache for a chat.
         {
             "extra_body": {
                 "n_predict": 0,

@@ -1,4 +1,4 @@
-"""/v1/completions by the real client: against the engine's own answers."""
+"""Tests of /v1/completions with OpenAI's client, against the engine's own output."""
 
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -283,8 +283,8 @@ def test_parallel_requests_equal_single_ones(client, live_server):
 async def test_metrics_count_a_prompt_once_and_measure_from_arrival(
     tiny_app, tiny_engine, monkeypatch
 ):
-    """Three sequences of one prompt: computed once by the first. A slow tokenizer is part of the
-    total.
+    """The prompt of three sequences is computed once, by the first one. The total time includes the
+    time of a slow tokenizer.
     """
     prompt = "A mill stands by the river, and its wheel turns day and night. " * 5
     tokens = len(tiny_engine.tokenizer.encode(prompt))

@@ -1,5 +1,5 @@
-"""The server's default mode: who gets it, how an approximate one is labelled, and who needs exact
-keys and values all the same.
+"""Tests of the server's default mode: its scope, the labels of approximate responses, and requests
+that need exact KV anyway.
 """
 
 import json
@@ -64,7 +64,9 @@ async def test_an_approximate_default_is_labelled(engine):
 
 
 async def test_cached_token_counts_exclude_approximate_reuse(engine):
-    """In the answer of llama.cpp's route and in the metrics; reused tokens are told apart."""
+    """llama.cpp's route and the metrics count exact hits only. Reused span tokens are reported
+    separately.
+    """
     async with app_of(engine, "chunk_kv_reuse") as app:
         await completed(app, FIRST)
         body = {"prompt": OTHER_ORDER, "n_predict": 4, "temperature": 0}

@@ -1,4 +1,6 @@
-"""/v1/embeddings and /v1/rerank: OpenAI's own client against the engine, and bad input by name."""
+"""Tests of /v1/embeddings and /v1/rerank with OpenAI's client against the engine, and of rejected
+input.
+"""
 
 import base64
 
@@ -25,7 +27,7 @@ TEXTS = ["How are you?", "A cat sat on a mat. " * 8, "x"]
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    """A tiny model whose tokenizer has what a reranker's prompt needs."""
+    """Server of a tiny model whose tokenizer has the tokens of a reranking prompt."""
     path = save_tiny_checkpoint(
         "qwen3", tmp_path_factory.mktemp("model"), max_position_embeddings=2048
     )

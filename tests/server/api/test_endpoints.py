@@ -1,4 +1,4 @@
-"""The small routes: models, tokenize, detokenize, stats, warm, reset, blocks."""
+"""Tests of the small routes: models, tokenize, detokenize, stats, warm, reset, blocks."""
 
 import asyncio
 import base64
@@ -54,7 +54,9 @@ async def test_an_unknown_route_returns_similar_routes(tiny_app, path, routes):
 
 
 async def test_apps_share_the_routes(tiny_app):
-    """Otherwise the first request to each router waits until its types are built once more."""
+    """If routes were not shared, the first request to each router would wait until its types are
+    rebuilt.
+    """
     served = set(map(id, tiny_app.app.router.routes))
     assert served >= {id(route) for router in ROUTERS for route in router.routes}
 
@@ -306,7 +308,9 @@ async def test_blocks_equal_the_engines_block_map(app, spoken_engine):
 
 @pytest.mark.parametrize("path", ["/tokenize", "/detokenize"])
 async def test_text_routes_are_admitted_and_have_a_deadline(tiny_engine, monkeypatch, path):
-    """As generating routes: counted while they work, 503 from a full queue, 504 at the deadline."""
+    """Like generating routes, they count as admitted work, return 503 for a full queue and 504 at
+    the deadline.
+    """
     release = threading.Event()
     codec = tiny_engine.tokenizer.codec
     for name in ("encode", "decode"):
@@ -369,7 +373,7 @@ def test_integers_of_up_to_20_digits_are_parsed():
 
 
 async def test_a_longer_integer_is_refused_in_any_field(tiny_app):
-    """A schema may hold any number."""
+    """The limit applies to fields and also to numbers within a schema."""
     for field, value, told in (
         ("seed", "1" * 5000, "seed"),
         ("json_schema", '{"type": "integer", "maximum": ' + "1" * 21 + "}", "20 digits"),
@@ -382,8 +386,8 @@ async def test_a_longer_integer_is_refused_in_any_field(tiny_app):
 
 
 async def test_short_requests_do_not_wait_for_the_tokenization_of_long_texts(tiny_app, tiny_engine):
-    """More long texts than there are worker threads, all stuck: short requests go on, of every
-    kind.
+    """Short requests of every kind finish while more long texts than there are worker threads are
+    stuck.
     """
     release = threading.Event()
     codec = tiny_engine.tokenizer.codec

@@ -1,5 +1,5 @@
-"""Thinking that clients leave out of the model's earlier turns: named where it costs, and put back
-where it may be.
+"""Tests of thinking that clients drop from earlier turns: it is reported as a cause of cache
+misses, and restored if allowed.
 """
 
 from itertools import chain
@@ -53,8 +53,8 @@ THOUGHT = "<think>\nI have to be polite to everybody.\n</think>\n\nGood day."
 async def test_stored_thinking_is_restored_if_the_template_preserves_it(
     spoken_engine, speaker, normalise, variable
 ):
-    """What clients drop of the model's own turns is read from the cache, unless they say that they
-    do not want it.
+    """Thinking that a client drops from the model's turns is a cache hit, unless the client or the
+    server turns this off.
     """
     spoken_engine.tokenizer.chat_template = PRESERVES
     speaker.text = THOUGHT
@@ -90,7 +90,9 @@ async def test_another_key_never_receives_stored_thinking(spoken_engine, speaker
 
 
 async def test_restored_thinking_uses_the_generated_token_ids(demo_engine):
-    """A model need not write what the tokenizer would: the kept ids stand in the next prompt."""
+    """The model may generate other ids than the tokenizer would. The next prompt contains the kept
+    ids.
+    """
     tokenizer = Tokenizer(
         demo_engine.tokenizer.codec, name="made", special_tokens={}, chat_template=PRESERVES
     )

@@ -1,4 +1,4 @@
-"""Tokens as OpenAI's API shows them, half characters and byte tokens too."""
+"""Tests of tokens in OpenAI's log probabilities, including partial characters and byte tokens."""
 
 from kvboost_edge.engine.handle import TokenEvent
 from kvboost_edge.engine.request.results import TokenLogprobs
@@ -42,8 +42,8 @@ def test_the_sampled_token_is_listed_with_the_top_logprobs(tiny_engine):
 
 
 def test_logprobs_wait_for_withheld_text(tiny_engine):
-    """Where a stop string such as "aab" may have begun, more than one token is behind what is
-    shown.
+    """While a stop string such as "aab" may have begun, the shown text is more than one token
+    short.
     """
     tokenizer = tiny_engine.tokenizer
     (letter,) = tokenizer.encode("a", add_special_tokens=False)

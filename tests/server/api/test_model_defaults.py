@@ -1,4 +1,4 @@
-"""Requests to a model with a default system message and default sampling parameters."""
+"""Tests of a model with a default system message and default sampling parameters."""
 
 import pytest
 
@@ -26,7 +26,7 @@ async def app(spoken_engine):
 
 @pytest.fixture
 def submitted(spoken_engine, monkeypatch):
-    """The prompt's text and the sampling parameters that reached the engine."""
+    """List of the prompt texts and sampling parameters that reached the engine."""
     found = []
     submit = spoken_engine.submit
 
@@ -64,7 +64,7 @@ async def test_request_fields_override_model_defaults(app, speaker, submitted, p
 @pytest.mark.parametrize("streams", [False, True])
 @pytest.mark.parametrize("path", APIS)
 async def test_a_created_models_stop_strings_and_limit_apply(spoken_engine, speaker, path, streams):
-    """A model that a client created may have these too."""
+    """A model that a client created may have stop strings and a token limit among its defaults."""
     api = APIS[path]
     speaker.text = "One END two."
     given = {"stop": ("END",), "max_tokens": 9, "seed": 7}
@@ -106,7 +106,7 @@ async def test_counted_tokens_include_the_default_system_message(app, speaker):
 
 
 async def test_cached_prefixes_begin_with_the_system_message(app, speaker, spoken_engine):
-    """A breakpoint counts the tokens of the default system message too."""
+    """A cache breakpoint also counts the tokens of the default system message."""
     text = {"type": "text", "text": "x" * 64, "cache_control": {"type": "ephemeral"}}
     body = {"model": "fake", "max_tokens": 5, "messages": [{"role": "user", "content": [text]}]}
     usage = (await app.post("/v1/messages", json=body)).json()["usage"]

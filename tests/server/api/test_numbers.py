@@ -1,5 +1,6 @@
-"""Every number of every route has a bound in the one table; what is outside is refused by name, in
-the shape of the API that was asked.
+"""Tests of the bounds of all numbers in all routes, which are defined in one table.
+
+A value out of bounds is rejected with an error in the format of the API that names the field.
 """
 
 import json
@@ -136,8 +137,8 @@ NUMBERS = {
 of bounds.
 """
 
-# What the place takes that is no number: texts where a prompt may also be one, switches and texts
-# for templates.
+# Values other than numbers that a place accepts: prompts as strings, booleans, and strings for
+# templates.
 TAKEN = {
     **dict.fromkeys(("prompt.*", "input.*"), ("string", "list")),
     **dict.fromkeys(("chat_template_kwargs.{}",), ("string", "true")),
@@ -147,7 +148,7 @@ TAKEN = {
 _CALL = {"function": {"name": "clock", "arguments": {}}}
 
 
-# Fields that hold what is bounded by its bytes and depth: schemas, arguments of calls.
+# Fields that are bounded by bytes and depth instead: schemas and arguments of calls.
 UNBOUNDED = (
     "json_schema",
     "guided_json",
@@ -195,7 +196,7 @@ async def app(tiny_engine):
 
 
 def numbers_of(schema, all_of_them, place=()):
-    """(place, schema) of each number that a value of this schema may hold."""
+    """Yield (place, schema) for each number that a value of this schema may contain."""
     if "$ref" in schema:
         schema = all_of_them[schema["$ref"].rpartition("/")[2]]
     if schema.get("type") in ("integer", "number"):
@@ -238,7 +239,7 @@ async def test_the_table_lists_every_number_of_every_body(app):
                 assert (low, schema["maximum"]) == (float(bound.low), float(bound.high)), (
                     path,
                     place,
-                )  # floats in there
+                )  # bounds are floats there
                 assert (schema["type"] == "integer") == bound.integer, (path, place)
                 found.setdefault(path, {})[place] = numbers[path][place]
             for parameter in operation.get("parameters", ()):
@@ -250,7 +251,7 @@ async def test_the_table_lists_every_number_of_every_body(app):
 
 
 def bad_values(bound, place):
-    """JSON texts, so that NaN, 1e400 and integers beyond 64 bits are among them."""
+    """Return bad values as JSON texts, which can express NaN, 1e400 and integers beyond 64 bits."""
     low, high, integer, _ = BOUNDS[bound]
     values = {
         "below": json.dumps(int(low) - 1),
@@ -269,7 +270,7 @@ def bad_values(bound, place):
 
 
 def with_value(path, place, value):
-    """The body of a path as JSON, with a value at a place."""
+    """Return the body of a path as JSON, with a value at a place."""
     body = ASKED[path]("hello")
     mark = "THE VALUE"
     if place.startswith("messages."):
@@ -293,7 +294,7 @@ def with_value(path, place, value):
 
 
 def name_of(place):
-    """What an error has to say of a place."""
+    """Return the field name that an error for this place must contain."""
     return [name for name in place.split(".") if name not in ("*", "{}")][-1]
 
 
@@ -328,8 +329,8 @@ async def test_numbers_at_the_bounds_are_accepted(path):
 
 @pytest.mark.parametrize("path", NUMBERS)
 async def test_null_equals_a_missing_field(app, path):
-    """Or it is refused by name, where there has to be a number. Without a limit an answer would
-    fill the context.
+    """A required number must not be null and is named in the error. The field of the token limit is
+    left out, since without it a response would fill the context.
     """
     plain = (await app.post(path, json=ASKED[path]("hello"))).status_code
     required = {"/v1/messages": "max_tokens", "/v1/warm": "position_offset"}
@@ -346,7 +347,7 @@ async def test_null_equals_a_missing_field(app, path):
 
 @pytest.mark.parametrize("path", BODIES)
 def test_every_optional_field_accepts_null_and_has_bounds(path):
-    """A field that takes 10^30 has no bound."""
+    """A field that accepts 10^30 has no bound."""
     model = BODIES[path]
     base = ASKED[path]("hello")
     for own_name, field in model.model_fields.items():

@@ -1,5 +1,5 @@
-"""Chats that outgrow the context: an error with the arithmetic, or the oldest turns go and the
-answer says so.
+"""Tests of chats longer than the context: an error with the token counts, or dropped oldest turns,
+which the response reports.
 """
 
 import copy
@@ -62,7 +62,7 @@ async def test_a_truncated_chat_continues_and_hits_the_cache(app):
     assert dropped == sorted(dropped)
     cuts = sum(one != other for one, other in itertools.pairwise(dropped))
     assert cuts <= 8
-    # Where nothing more was left out than a turn before, all but the new turn came from the cache.
+    # If the same turns are dropped as in the turn before, all but the new turn is a cache hit.
     stayed = [
         hit
         for hit, now, before in zip(cached[1:], dropped[1:], dropped, strict=False)

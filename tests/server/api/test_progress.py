@@ -1,4 +1,6 @@
-"""Progress before the first token: a server whose model takes one step when the test says so."""
+"""Tests of progress before the first token, with a model that takes one step at a time when the
+test allows it.
+"""
 
 import asyncio
 import contextlib
@@ -15,7 +17,7 @@ from kvboost_edge.server.api_errors import ShuttingDown
 from kvboost_edge.server.work import bridge
 
 MODEL = "kvboost-edge/demo"
-CHUNK = 64  # tokens a step
+CHUNK = 64  # tokens per step
 PROMPT = [number % 200 for number in range(300)]
 CHAT = [{"role": "user", "content": "The mill grinds corn. " * 20}]
 PATHS = {
@@ -34,7 +36,7 @@ def engine(tmp_path_factory):
         num_blocks=256,
         max_num_seqs=2,
         max_batch_tokens=CHUNK,
-        target_tpot=0.0,  # a step that took long must not make the next one smaller
+        target_tpot=0.0,  # a slow step must not make the next one smaller
         reuse_gate="off",
     ) as engine:
         engine.generate("warm", max_new_tokens=2)
@@ -49,9 +51,7 @@ def server(engine):
 
 @pytest.fixture
 def held(server, monkeypatch):
-    """Each step waits until the test lets it go; who asks hears of progress a hundred times a
-    second.
-    """
+    """Forward passes that wait until the test releases them, with progress reports every 10 ms."""
     monkeypatch.setattr(generation, "_PROGRESS_SECONDS", 0.01)
     monkeypatch.setattr("kvboost_edge.engine.schedule.progress_estimate._BOARD_SECONDS", 0.0)
     server.engine.reset_cache()
@@ -65,7 +65,7 @@ def held(server, monkeypatch):
 
 
 class Told:
-    """A stream that is read as it comes: the data of its events, and what they said of progress."""
+    """Reader of a stream that collects its events and their progress reports."""
 
     def __init__(self, answer):
         self._lines = answer.iter_lines()
@@ -73,7 +73,7 @@ class Told:
         self.progress = []
 
     def next(self):
-        """The next event, None at the end."""
+        """Read the next event; return None at the end."""
         for line in self._lines:
             if line.startswith("data: {"):
                 self.events.append(json.loads(line.removeprefix("data: ")))
@@ -83,7 +83,7 @@ class Told:
         return None
 
     def until(self, processed, *, newer=False):
-        """Read on until so much is processed."""
+        """Read until this many tokens are processed; return the progress report."""
         last = {}
         while last.get("processed") != processed:
             assert self.next() is not None, f"the stream ended before {processed} tokens were there"
@@ -125,7 +125,7 @@ def test_a_stream_reports_prompt_progress_at_each_step(server, held, path):
     last = told.progress[-1]
     assert (last["processed"], last["estimated_ms"]) == (total, 0)
     assert all(number is not None and number >= 0 for number in left)
-    # All of it came before the first token.
+    # All progress reports precede the first token.
     where = [number for number, event in enumerate(told.events) if "prompt_progress" in event]
     assert where == list(range(len(where)))
     assert len(told.events) > len(where)
@@ -152,7 +152,7 @@ def test_a_long_prefill_is_logged_until_its_first_token(server, held, monkeypatc
 
 
 def test_the_estimated_time_falls_during_prefill(server, held):
-    """Every step here takes what the test says, so the rest of the prompt is known."""
+    """Every step is reported to take 10 ms per token, so the remaining time is known exactly."""
     estimate = server.engine._core._estimate
     observe = estimate.observe
     estimate._recent = {}
@@ -256,8 +256,8 @@ def test_no_progress_is_sent_unless_requested(server, held, path, value):
 
 @pytest.mark.parametrize("path", PATHS)
 def test_progress_does_not_change_the_answer(server, held, path):
-    """Whole answers have no progress, as llama.cpp's have none: the field is taken and does
-    nothing.
+    """Responses that are not streamed have no progress, as in llama.cpp; the field is accepted and
+    has no effect.
     """
     held.release()
     asked = []
@@ -278,7 +278,7 @@ def test_progress_does_not_change_the_answer(server, held, path):
 
 
 def texts(events):
-    """What is said in a stream of any of the APIs."""
+    """Return the text of a stream of any API."""
     found = ""
     for event in events:
         for choice in event.get("choices", ()):
@@ -299,7 +299,7 @@ def test_a_queued_request_gets_progress_events(server, held):
         told = stack.enter_context(asking(server, "/v1/completions", prompt=[7, *PROMPT]))
         for _ in range(5):
             assert told.next()["prompt_progress"]
-        held.step(2)  # steps are measured now
+        held.step(2)  # steps have been measured now
         while told.progress[-1]["estimated_ms"] is None:
             told.next()
         waiting = told.progress[-1]
@@ -406,7 +406,9 @@ def test_openai_client_ignores_progress_events(server, held):
 
 
 def test_a_silent_messages_stream_sends_pings(server, held, monkeypatch):
-    """Without being asked, so that clients and proxies wait on; they say nothing more."""
+    """Pings are sent unasked before the first event, so that clients and proxies keep waiting. None
+    follows later.
+    """
     monkeypatch.setattr(generation, "_PING_SECONDS", 0.01)
     with asking(server, "/v1/messages", return_progress=None) as told:
         for _ in range(3):

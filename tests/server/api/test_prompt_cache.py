@@ -1,5 +1,5 @@
-"""OpenAI's fields for the prompt cache: what they retain, for whom, and that no key is written
-anywhere.
+"""Tests of OpenAI's fields for the prompt cache: what they retain, for which tenant, and that keys
+are never logged or stored.
 """
 
 import io
@@ -23,7 +23,7 @@ PROMPT = "A text of 64 characters, which is four full blocks of the pool.."
 
 @pytest.fixture
 async def app():
-    """An engine of 32 blocks; `app.engine` is the engine."""
+    """Client of a server with 32 blocks. `app.engine` is the engine."""
     with fake_engine(num_blocks=32) as engine:
         served = create_app(
             engine, ServerSettings(api_keys=("one", "two"), admin_api_keys=("admin",))

@@ -1,4 +1,4 @@
-"""Reasoning budgets over HTTP: each API's own field, levels, defaults, and what comes first."""
+"""Tests of reasoning budgets over HTTP: each API's own field, levels, defaults and precedence."""
 
 import itertools
 from contextlib import asynccontextmanager
@@ -67,7 +67,7 @@ async def serving(patch, name="markers", **settings):
 
 
 def counted(answer):
-    """Tokens of the reasoning, as this API tells them."""
+    """Return the number of reasoning tokens that the response of this API reports."""
     usage = answer.get("usage", {})
     for details, name in (
         ("completion_tokens_details", "reasoning_tokens"),
@@ -92,7 +92,7 @@ async def test_each_api_has_a_field_for_the_budget(monkeypatch, place, name):
         api = APIS[path]
         for streams, budget in itertools.product((False, True), (1, 40)):
             body = {**api.body(limit=LIMIT), **field(budget)}
-            if path in (COMPLETIONS, LLAMA):  # these show a raw text without special tokens
+            if path in (COMPLETIONS, LLAMA):  # these return raw text without special tokens
                 body["prompt"] = app.engine.tokenizer.encode_chat(ASK)
             answer = await api.ask(app, body, streams=streams)
             found = api.said(answer)
@@ -129,7 +129,7 @@ async def test_an_effort_level_is_a_fraction_of_max_tokens(monkeypatch, path, fi
         for level in levels:
             found = await said(app, path, **field(level))
             assert len(found.thought) == int(FRACTIONS[level] * LIMIT)
-        # Without a limit, of what fits into the context.
+        # Without a limit, the share refers to the free part of the context.
         api = APIS[path]
         limit = 5000 if path == MESSAGES else None
         body = {**api.body(), **field("low"), **({"max_tokens": limit} if limit else {})}
@@ -150,7 +150,9 @@ async def test_effort_levels_are_passed_to_templates_that_have_them(monkeypatch,
 
 
 async def test_rare_effort_levels_map_to_the_nearest_one(monkeypatch):
-    """They become the nearest ones."""
+    """ "minimal" becomes "low"; "xhigh" and "max" become "high". The request's own template
+    variables have precedence.
+    """
     async with serving(monkeypatch, "levels") as app:
         app.thinker.thinks = 30
         for level, shown in (("minimal", "low"), ("xhigh", "high"), ("max", "high")):
@@ -174,7 +176,9 @@ async def test_effort_none_ends_reasoning_the_template_cannot_disable(monkeypatc
 
 
 async def test_request_effort_model_and_server_limits_in_order(monkeypatch):
-    """The request's, its effort's, the model's, the server's."""
+    """The request's budget has precedence, then the budget of its effort level, the model's and the
+    server's.
+    """
     both = ("50", "fake=30")
     async with serving(monkeypatch, "opened", reasoning_budget=both) as app:
         assert len((await said(app, CHAT)).thought) == 30
@@ -187,7 +191,7 @@ async def test_request_effort_model_and_server_limits_in_order(monkeypatch):
             assert len((await said(app, path, **more)).thought) == (20 if more else 30)
     async with serving(monkeypatch, "opened", reasoning_budget=("50", "other=30")) as app:
         assert len((await said(app, CHAT)).thought) == 50
-        # A text is not a chat.
+        # Text completions are not chats: default budgets do not apply.
         app.thinker.thinks = 90
         prompt = app.engine.tokenizer.encode_chat(ASK)
         assert REPEATED[:90] in (await said(app, COMPLETIONS, prompt=prompt)).text
@@ -213,7 +217,7 @@ async def test_the_requests_budget_message_overrides_the_servers(monkeypatch):
 
 @pytest.mark.parametrize("path", [CHAT, RESPONSES, MESSAGES, OLLAMA])
 async def test_forced_tokens_are_cache_hits_of_the_next_turn(monkeypatch, path):
-    """Tokens that were forced are found like those that the model chose."""
+    """Forced tokens are found in the cache like the tokens that the model chose."""
     async with serving(monkeypatch, "markers", reasoning_budget=("40",)) as app:
         api = APIS[path]
         body = api.body(limit=LIMIT, thinks=True) | (anthropic(40) if path == MESSAGES else {})
@@ -237,7 +241,9 @@ async def test_forced_tokens_are_cache_hits_of_the_next_turn(monkeypatch, path):
 
 @pytest.mark.parametrize("path", [CHAT, RESPONSES, OLLAMA])
 async def test_a_budget_is_refused_if_the_reasoning_markers_are_unknown(app, speaker, path):
-    """Here the template has none. Those that enable thinking with it, or a default, do no harm."""
+    """The template has no reasoning markers. Fields that also enable thinking, and default levels,
+    are still accepted.
+    """
     app.engine.tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     api = APIS[path]
     field = {"think": 5} if path == OLLAMA else {"reasoning_budget": 5}

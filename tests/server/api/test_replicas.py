@@ -1,4 +1,4 @@
-"""What is told of several engines that serve one model: the sums, and each of them."""
+"""Tests of the statistics of several engines that serve one model: sums and values per engine."""
 
 from helpers.server.live_servers import app_client
 from kvboost_edge.server.app import create_app
@@ -7,7 +7,7 @@ from kvboost_edge.server.work.admission import AdmissionQueue
 
 
 class Pair:
-    """An engine that stands for two, of which it is both."""
+    """One engine that appears as two replicas."""
 
     def __init__(self, engine):
         self.engine = engine
@@ -46,7 +46,7 @@ async def test_stats_and_blocks_list_each_replicas_pool(tiny_engine):
 
 
 def test_the_queue_size_counts_replicas_that_are_not_ready_at_start(tiny_engine):
-    """Its bounds stay as they are then."""
+    """The bounds of the queue are set at the start and do not change later."""
 
     class Half(Pair):
         def replicas(self, *, patient=False):

@@ -1,5 +1,6 @@
-"""The `kvboost` object of bodies and answers: reuse at other positions is asked for, labelled, and
-never counted as exact.
+"""Tests of the `kvboost` object in requests and responses.
+
+Non-prefix KV reuse must be requested, is labelled, and never counts as an exact hit.
 """
 
 import asyncio
@@ -47,7 +48,7 @@ OTHER_ORDER = HEAD + TWO + ONE
 
 @pytest.fixture
 async def app():
-    """`app.engine` is the engine."""
+    """Client of a fake engine with two API keys. `app.engine` is the engine."""
     with fake_engine() as engine:
         served = create_app(
             engine, ServerSettings(api_keys=("one", "two"), admin_api_keys=("admin",))
@@ -67,7 +68,7 @@ async def post(app, prompt, kvboost=None, key="one", **body):
 
 
 async def refused(app, path, body):
-    """The field at fault and the message of a 400."""
+    """Check that a request gets status 400; return the parameter and the message of the error."""
     answer = await app.post(path, json=body)
     assert answer.status_code == 400, answer.text
     error = answer.json()["error"]
@@ -143,7 +144,7 @@ async def test_the_recompute_strategy_is_chosen_per_request(app):
         shared["selective"]["reused_span_tokens"] > shared["cacheblend"]["reused_span_tokens"] > 0
     )
     assert shared["cacheblend"]["probe_ms"] > 0
-    # What the strategy computes before the first span is exact, and kept for the next one.
+    # KV that the strategy computes before the first span is exact and is cached.
     names = ("reused_span_tokens", "recomputed_tokens")
     found = {
         told["hit_tokens"]["pool"] + sum(told[name] for name in names) for told in shared.values()
@@ -323,5 +324,5 @@ def test_the_documentation_lists_all_modes_and_strategies():
 
 
 def cells(line, column):
-    """The names in a cell of a table's row."""
+    """Return the names in one cell of a table row."""
     return re.findall(r"`(\w+)`", line.split("|")[column + 1])

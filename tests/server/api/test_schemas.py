@@ -1,5 +1,5 @@
-"""Fields of OpenAI's routes that go together or not, names of other servers, and bodies of any
-Content-Type.
+"""Tests of OpenAI's routes: fields that require or exclude each other, field names of other
+servers, and bodies of any Content-Type.
 """
 
 import json
@@ -39,7 +39,7 @@ def test_contradictory_fields_are_refused(model, body, param):
 
 
 def test_developer_messages_become_system_messages():
-    """Templates know it by its older name alone."""
+    """Templates know the role only by its older name."""
     messages = [{"role": "developer", "content": "Be brief."}, *MESSAGES]
     body = ChatRequest.model_validate({"messages": messages})
     roles = [message.for_template()["role"] for message in body.messages]
@@ -47,7 +47,7 @@ def test_developer_messages_become_system_messages():
 
 
 async def test_a_returned_message_may_be_sent_back_unchanged(tiny_app):
-    """As clients do (model_dump): with all that it has not."""
+    """Clients send back the output of `model_dump`, including fields that are null or empty."""
     answered = {
         "role": "assistant",
         "content": "hi",
@@ -68,8 +68,8 @@ async def test_a_returned_message_may_be_sent_back_unchanged(tiny_app):
 
 
 async def test_a_seed_of_minus_1_is_random_and_others_wrap_to_64_bits(tiny_app):
-    """-1 is drawn by the engine, another one each time; others are seeds like any, told as what
-    they count as.
+    """The engine draws a new seed for each -1. Other seeds are reported as the 64-bit values that
+    they wrap to.
     """
 
     async def seeds(**fields):
@@ -100,7 +100,7 @@ async def test_other_servers_field_names_are_aliases(tiny_app, path, base):
 
 
 async def test_json_is_parsed_whatever_the_content_type(tiny_app):
-    """`curl -d` calls every body a form."""
+    """`curl -d` labels every body as a form."""
     form = {"content-type": "application/x-www-form-urlencoded"}
     for headers in (
         form,
@@ -133,6 +133,6 @@ async def test_the_openapi_document_describes_every_schema_and_route(tiny_app):
     assert all(one["description"] for one in operations)
     internal = ("ApiError", "Args:", "Attributes:", "Raises:", "Returns:")
     assert [text for text in texts for word in internal if word in text] == []
-    fields = schemas["Explained"]["properties"]  # with those of its base
+    fields = schemas["Explained"]["properties"]  # including those of its base class
     assert "recomputed" in fields["recomputed_tokens"]["description"]
     assert "by default" in schemas["CompletionRequest"]["properties"]["max_tokens"]["description"]

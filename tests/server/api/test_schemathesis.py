@@ -1,5 +1,6 @@
-"""Requests made from the server's own OpenAPI document, right ones and wrong ones: each answer is
-what the document says, none is a 5xx, and a canary completion stays the same.
+"""Property tests generated from the server's OpenAPI document, with valid and invalid requests.
+
+Each response matches the document, none is a 5xx, and a canary completion never changes.
 """
 
 import os
@@ -19,11 +20,11 @@ from conftest import LONG
 from helpers.server.api_bodies import PATHS, READ
 from kvboost_edge.server.app import ROUTERS
 
-# Schemathesis gives all its tests one name, of which workers would run one.
+# Schemathesis gives all its tests the same name, and workers run each name once.
 pytestmark = pytest.mark.alone
 
-# Besides what is drawn, some 8,000 cases of every bound and kind; making them takes long, also
-# where none runs.
+# About 8,000 cases of all bounds and types, in addition to random ones. Generating them is slow,
+# even if none runs.
 AT_EVERY_BOUND = os.environ.get("KVBOOST_EDGE_TEST_BOUNDS") == "1"
 MODEL = "kvboost-edge/demo"
 CANARY = {"prompt": "the canary sings", "max_tokens": 8, "temperature": 0, "logprobs": 3}
@@ -42,7 +43,7 @@ CHECKS = [
 
 
 def document():
-    """The OpenAPI document of the API's routes; a model is not needed for it."""
+    """Return the OpenAPI document of the API's routes, which does not need a model."""
     app = FastAPI()
     for router in ROUTERS:
         app.include_router(router)
@@ -50,7 +51,7 @@ def document():
 
 
 def loaded():
-    """The document's schema."""
+    """Return Schemathesis's schema of the document."""
     generation = {"deterministic": True, "database": "none"}
     phases = {"coverage": {"enabled": AT_EVERY_BOUND}}
     config = SchemathesisConfig.from_dict({"seed": 1, "generation": generation, "phases": phases})
@@ -70,8 +71,8 @@ def test_the_tested_document_is_the_served_one(live_server):
 
 
 def test_every_documented_route_is_tested():
-    """Each operation of the document is, so a route that is not in there would have no test here:
-    the page's, and those that machines watch the server by.
+    """The only routes outside the document are the page's and those for monitoring. Schemathesis
+    does not test these.
     """
     documented = {
         (path, method.upper())
@@ -85,14 +86,14 @@ def test_every_documented_route_is_tested():
     page = {("/", "GET"), *((path, "GET") for path, _ in READ if path.startswith("/static/"))}
     page |= {
         (path, "GET") for path in ("/health", "/ready", "/version", "/metrics")
-    }  # they take nothing at all
+    }  # they have no parameters
     named = {(path.replace(":path}", "}"), method) for path, method in READ}
     assert named | {(path, "POST") for path in PATHS} == documented | page
     assert tried == documented
 
 
 @schema.parametrize()
-# No clock: on a busy machine both making an example and answering it may take long.
+# No deadline: on a busy machine generating an example and answering it may both be slow.
 @settings(
     max_examples=200 if LONG else 6, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
@@ -106,17 +107,17 @@ def test_answers_are_as_documented(case, live_server):
     case.validate_response(response, checks=CHECKS)
     if response.status_code == 400:
         error = response.json()["error"]
-        # Fields that do not go together, or not with this model, have another code. What a schema,
-        # an expression or a grammar holds is judged by the engine; what a call's text or two tools
-        # hold, by no schema.
+        # Fields that exclude each other, or that this model lacks, have another code. The engine
+        # checks schemas, regular expressions and grammars. No schema covers the text of a call or
+        # duplicate tools.
         given = case.body if isinstance(case.body, dict) else {}
         judged = (
             is_not_exact(case.body)
             or any(given.get(name) for name in ANSWER_FORMATS)
             or calls_tools(given)
         )
-        # Errors of other APIs have no code; what Anthropic's schema cannot say is said in these
-        # words.
+        # Errors of other APIs have no code. These texts are the errors that Anthropic's schema
+        # cannot express.
         said = error["message"] if isinstance(error, dict) else error
         told = any(
             words in said
@@ -138,7 +139,9 @@ def test_answers_are_as_documented(case, live_server):
 
 
 def test_the_server_still_answers_after_all_cases(live_server):
-    """Runs after the cases, which sang it before."""
+    """This test runs after the generated cases and repeats the canary completion, which also ran
+    before them.
+    """
     sing(live_server)
     assert statuses[200] > 30
     assert statuses[400] > 30
@@ -164,7 +167,7 @@ def test_answers_at_every_bound_are_as_documented():
 
 
 def shorten(body, path):
-    """Bound the work of a request, by no other fields than the limits it may have anyway."""
+    """Bound the work of a request through its limits, without setting other fields."""
     for name in ("max_tokens", "max_completion_tokens"):
         if type(body.get(name)) is int and MOST_TOKENS < body[name] < 10_000:
             body[name] = MOST_TOKENS
@@ -209,8 +212,10 @@ def calls_tools(body):
 
 
 def is_not_exact(value):
-    """JSON Schema takes 1.0 for an integer, which the server does not; and bounds are floats in the
-    document, so that of `seed` is one too high there.
+    """Return whether a value is one that JSON Schema accepts and the server rejects.
+
+    JSON Schema accepts 1.0 as an integer. Bounds are floats in the document, so the bound of `seed`
+    is one too high there.
     """
     if isinstance(value, dict):
         return any(map(is_not_exact, value.values()))

@@ -1,5 +1,7 @@
-"""Named sessions over HTTP: saved prefixes survive eviction and a restart, names and limits are each
-key's own, and llama.cpp's slot actions save and restore them too.
+"""Tests of named sessions over HTTP.
+
+Saved prefixes survive eviction and a restart, each API key has its own names and limits, and
+llama.cpp's slot actions save and restore sessions too.
 """
 
 from contextlib import contextmanager
@@ -34,7 +36,7 @@ async def cached(client, prompt, **more):
 
 
 async def flood(client, engine):
-    """Compute other prompts until the pool has evicted all that is not pinned."""
+    """Compute other prompts until the pool has evicted every block that is not pinned."""
     size = engine.config.block_size
     blocks = engine.paged_stats()["num_blocks"]
     for number in range(4):
@@ -64,7 +66,7 @@ async def test_a_session_is_saved_listed_restored_and_deleted(tiny_app, tiny_eng
     block = tiny_engine.runner_info.kv_spec.bytes_per_block
     assert (saved["object"], saved["name"], saved["model"]) == ("session", "notes", "tiny")
     assert (saved["tokens"], saved["pinned"]) == (len(ids), True)
-    assert saved["stored"] == "pool"  # there is no disk cache
+    assert saved["stored"] == "pool"  # without a disk cache
     assert 5 * block + 4 * len(ids) < saved["bytes"] < 5 * block + 4 * len(ids) + 1000
     assert saved["usage"]["prompt_tokens"] == len(ids)
     assert saved["expires"] - saved["created"] == 24 * 3600
@@ -274,7 +276,7 @@ def test_a_session_that_cannot_be_pinned_is_saved_on_disk(directory):
 
 
 async def test_llama_cpp_slot_save_restore_and_erase(tiny_app, tiny_engine):
-    """The scenario of llama.cpp's own server test: save slot 1, restore into slot 0, erase."""
+    """The scenario is that of llama.cpp's own server test: save slot 1, restore into slot 0, erase."""
     ids = list(range(5, 90))
     size = tiny_engine.config.block_size
 

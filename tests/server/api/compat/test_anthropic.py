@@ -1,5 +1,5 @@
-"""What /v1/messages has of its own: what becomes of its blocks, thinking, limits, headers; as
-Claude Code asks.
+"""Tests of features specific to /v1/messages: content blocks, thinking, limits, headers, and
+requests recorded from Claude Code.
 """
 
 import json
@@ -34,7 +34,7 @@ def text(words):
 
 
 def chat_of(**body):
-    """The messages as templates get them."""
+    """Return the messages of a request in the form that chat templates receive."""
     whole = MessagesRequest.model_validate({"max_tokens": 9, "messages": ASK, **body})
     return [message.for_template() for message in translated(whole).messages]
 
@@ -102,7 +102,7 @@ async def test_thinking_field_sets_enable_thinking_in_the_template(
 
 
 async def test_max_tokens_may_exceed_the_context(app, speaker, spoken_engine):
-    """As agents do; an answer that fills the context says so."""
+    """Agents send such limits. A response that fills the context has its own stop reason."""
     body = API.body(limit=1_000_000)
     assert (await API.ask(app, body))["stop_reason"] == "end_turn"
     speaker.text = "x" * 9000
@@ -152,8 +152,8 @@ async def test_unsupported_tool_fields_are_accepted_without_effect(app, speaker)
 
 
 async def test_recorded_claude_code_requests_are_answered(monkeypatch):
-    """Two requests as it sent them, texts shortened: the second has the call that answers the
-    first, and its result.
+    """Claude Code sent these two requests, shortened here. The second one contains the tool call of
+    the first response and its result.
     """
     first, second = (
         json.loads((RECORDED / f"claude_code_{name}.json").read_text())

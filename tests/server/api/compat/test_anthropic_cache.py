@@ -1,4 +1,4 @@
-"""`cache_control`: what it pins, for how long, and what the usage tells of it."""
+"""Tests of `cache_control`: the pinned prefix, the lifetime of a pin, and the reported usage."""
 
 import time
 
@@ -27,12 +27,12 @@ def block(text, mark=None):
 
 
 def pinned(engine):
-    """Tokens that are pinned."""
+    """Return the number of pinned tokens."""
     return engine.paged_stats()["pinned_blocks"] * engine.config.block_size
 
 
 def ends(engine):
-    """Seconds until each pin ends, the soonest first."""
+    """Return the seconds until each pin expires, in ascending order."""
     return sorted(
         round(pin.until - time.monotonic(), -2) for pin in engine._parts.manager.pins._pins.values()
     )
@@ -125,8 +125,8 @@ async def test_cache_control_pins_and_counts_the_marked_prefix(
 
 
 async def test_only_the_marked_prefix_is_pinned(app, speaker, spoken_engine):
-    """What follows may change: the pinned part is found all the same, and stays when the rest
-    goes.
+    """Text after the marked prefix may change without a cache miss. The prefix survives a cache
+    reset; the other blocks do not.
     """
     for day in ("Monday", "Tuesday"):
         system = [block(LONG, FIVE), block(f"It is {day}." * 20)]
@@ -152,7 +152,7 @@ async def test_ttl_of_5m_and_1h_expire_separately(app, speaker, spoken_engine):
 
 
 async def test_requests_are_answered_when_the_pin_limit_is_reached(app, speaker, spoken_engine):
-    for text in ("a", "b"):  # of 16384 tokens half can be pinned
+    for text in ("a", "b"):  # half of the 16384 tokens can be pinned
         answer = await ask(app, system=[block(text * 6000, FIVE)])
         assert answer["stop_reason"] == "end_turn"
         assert (answer["kvboost"]["pinned_tokens"] > 0) == (text == "a")
@@ -160,7 +160,7 @@ async def test_requests_are_answered_when_the_pin_limit_is_reached(app, speaker,
 
 
 async def test_a_tenant_pins_no_more_than_its_share(keyed_app, speaker, spoken_engine):
-    """Two keys: a quarter of the pool each."""
+    """With two API keys, each tenant may pin a quarter of the pool."""
     found = []
     for key in ("first-key", "second-key"):
         keyed_app.headers["x-api-key"] = key
@@ -172,7 +172,9 @@ async def test_a_tenant_pins_no_more_than_its_share(keyed_app, speaker, spoken_e
 
 
 async def test_a_small_pool_retains_instead_of_pinning(monkeypatch):
-    """Pins of half of it could leave no room for a request that fills the context."""
+    """Half of this pool, if pinned, could leave too few blocks for a request that fills the
+    context. The prefix is retained instead.
+    """
     with scripted(monkeypatch, num_blocks=100, max_context=1500) as (engine, _):
         async with app_client(create_app(engine, ServerSettings(model_name="fake"))) as app:
             answer = await ask(app, system=[block(LONG, FIVE)])

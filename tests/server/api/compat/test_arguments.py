@@ -1,4 +1,6 @@
-"""Arguments of calls as values: what JSON may hold and an answer cannot."""
+"""Tests of tool-call arguments as values, including numbers that JSON allows and a response cannot
+contain.
+"""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""The APIs by the clients people use: OpenAI's, Anthropic's, Ollama's, LangChain and LlamaIndex."""
+"""Tests of the APIs with common clients: OpenAI, Anthropic, Ollama, LangChain and LlamaIndex."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ CHAT = {
 }
 RESPONSES = {"model": MODEL, "temperature": 0, "max_output_tokens": 200}
 RESPONSE_TOOLS = [{"type": "function", "name": "weather", "parameters": PARAMETERS, "strict": True}]
-# Later versions of the client know no temperature, which the API has.
+# Newer versions of the client lack the API's temperature.
 MESSAGES = {"model": MODEL, "max_tokens": 60, "extra_body": {"temperature": 0}}
 CALLS = {**MESSAGES, "max_tokens": 200, "tools": [{"name": "weather", "input_schema": PARAMETERS}]}
 CALLS["tool_choice"] = {"type": "tool", "name": "weather", "disable_parallel_tool_use": True}
@@ -54,7 +54,7 @@ class Weather(BaseModel):
     days: int = Field(ge=1, le=3)
 
 
-# -- OpenAI's, of chats --
+# -- OpenAI: chats --
 
 
 def test_tool_results_hit_the_cached_tool_calls(client):
@@ -84,7 +84,7 @@ def test_openai_stream_and_parse_helpers_work(client):
     assert isinstance(call.function.parsed_arguments, Weather)
 
 
-# -- and of responses --
+# -- OpenAI: responses --
 
 
 def test_openai_responses_whole_and_streamed(client):
@@ -126,7 +126,7 @@ def test_openai_responses_parse_a_typed_answer(client):
     )
 
 
-# -- Anthropic's --
+# -- Anthropic --
 
 
 @pytest.fixture(scope="module")
@@ -236,7 +236,7 @@ async def test_closing_an_anthropic_stream_cancels_the_request(live_server):
     await asyncio.to_thread(wait_until, live_server.idle, "the end of the request")
 
 
-# -- Ollama's --
+# -- Ollama --
 
 
 @pytest.fixture
@@ -307,8 +307,7 @@ def test_ollama_client_raises_its_own_exceptions(llama, keyed_server):
     other.close()
 
 
-# -- LangChain and LlamaIndex, each in one process of its own: what they warn about and start is
-# theirs --
+# -- LangChain and LlamaIndex, each in its own process, which isolates their warnings and threads --
 
 LANGCHAIN = """
 import json, sys

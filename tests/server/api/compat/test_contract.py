@@ -1,5 +1,5 @@
-"""The contract of all APIs that generate: each property once, for every API and every format of a
-model's turns.
+"""Contract tests of all APIs that generate: each property is checked for every API and every chat
+format.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ CALL_FORMATS = (
     "words",
     "gemma",
     "lfm2",
-)  # a tiny model of its own is held to a call in the fifth
+)  # test_channels.py tests the fifth with a tiny model of its own
 OWN_LOGITS = fake_runner.token_logits
 SEVEN = {
     "type": "object",
@@ -49,18 +49,19 @@ SEVEN = {
 
 
 def pairs(paths, forms=tuple(FORMATS)):
-    """(format, path): the first format with every path, the others with chats; the rest of the
-    product is `full`.
+    """Return (format, path) pairs: the first format with every path, the others with chat paths.
+
+    Pairs of the other formats are marked `full`, except with chat completions.
     """
     return [
         pytest.param(form, path, marks=() if form == forms[0] or path == CHAT else pytest.mark.full)
         for form, path in itertools.product(forms, paths)
-        if form == forms[0] or path in TALKING  # others read no turns
+        if form == forms[0] or path in TALKING  # other APIs do not parse turns
     ]
 
 
 def possible(form, path, saying):
-    """What a model of this format can say in an answer of this API."""
+    """Return the parts of a turn that this chat format and this API can express."""
     parts = dict(SAYINGS[saying])
     if FORMATS[form].thought is None:
         parts.pop("thought", None)
@@ -103,7 +104,9 @@ async def test_reasoning_text_and_tool_calls_are_in_the_apis_fields(app, speaker
 
 @pytest.mark.parametrize(("form", "path"), pairs(APIS), indirect=["form"])
 async def test_a_truncated_answer_has_finish_reason_length(app, speaker, form, path):
-    """In reasoning, in the text, in the name of a call and in its arguments."""
+    """The limit ends the response in the reasoning, in the text, in a call's name or in its
+    arguments.
+    """
     api = APIS[path]
     parts = possible(form, path, "all")
     speaker.text = FORMATS[form].turn(**parts)
@@ -121,10 +124,10 @@ async def test_a_truncated_answer_has_finish_reason_length(app, speaker, form, p
         said = api.said(answers[0])
         assert (said.reason, said.output) == ("length", limit)
         if path in TALKING:
-            # Until a marker is whole it is text.
+            # An incomplete marker is text.
             assert all(part.strip() in speaker.text for part in (said.thought, said.text))
         shown = said.calls
-    if path in ("/v1/chat/completions", "/v1/responses"):  # the others show whole calls only
+    if path in ("/v1/chat/completions", "/v1/responses"):  # the others show complete calls only
         ((name, arguments),) = shown
         assert name == "weather"
         assert json.dumps(ARGUMENTS, ensure_ascii=False).startswith(arguments)
@@ -134,7 +137,7 @@ async def test_a_truncated_answer_has_finish_reason_length(app, speaker, form, p
 
 @pytest.mark.parametrize("path", [path for path in APIS if path != "/v1/responses"])
 async def test_a_stop_string_ends_the_text(app, speaker, path):
-    """Of those that end at one place the longest."""
+    """If several stop strings end at the same position, the longest one counts."""
     api = APIS[path]
     speaker.text = "One, two, three."
     for streams, (stops, text, stop) in itertools.product(
@@ -159,7 +162,7 @@ async def test_a_tool_call_cut_by_a_stop_string_is_not_a_call(app, speaker, form
 
 @pytest.fixture
 def own_logits(monkeypatch, speaker):
-    """The random ones of the fake runner."""
+    """The original random logits of the fake runner."""
     monkeypatch.setattr(fake_runner, "token_logits", OWN_LOGITS)
 
 
@@ -206,7 +209,7 @@ LARGE_AT_LAST = {
 )
 @pytest.mark.some(3)
 async def test_a_grammar_that_grows_too_large_fails_only_its_request(app, speaker, path, large):
-    """400 before the first byte, else the same error as an event."""
+    """The error is a status 400 before the first byte, and an event with the same error after it."""
     api = APIS[path]
     schema, text = large
     speaker.text = text
@@ -236,7 +239,7 @@ async def test_a_grammar_that_grows_too_large_fails_only_its_request(app, speake
 @pytest.mark.parametrize("path", APIS)
 @pytest.mark.parametrize("streams", [False, True])
 async def test_a_schema_that_matches_nothing_is_refused(app, speaker, path, streams):
-    """Also where the model may think first."""
+    """The request fails with status 400, also if the model may think before its answer."""
     api = APIS[path]
     for more in ({"thinks": False}, {"thinks": True}) if path in TALKING else ({},):
         body = {**api.body(form={"$ref": "#"}, limit=60, **more), "stream": streams}
@@ -324,14 +327,16 @@ async def test_a_required_call_matches_its_schema_for_any_logits(
 async def test_tool_results_hit_the_generated_tokens_in_the_cache(
     app, speaker, form, path, streams
 ):
-    """Calls stand in the next prompt as the model spelled them, not as the template would."""
+    """The next prompt contains a tool call as the model generated it, not as the template would
+    format it.
+    """
     api = APIS[path]
     model = FORMATS[form]
     written = 0
     body = api.body(tools=TOOLS, **({"thinks": True} if form == "hermes" else {}))
     values = (
         dict(reversed(ARGUMENTS.items())) if form == "gemma" else ARGUMENTS
-    )  # its template sorts them
+    )  # the template sorts arguments
     for text in (
         model.turn(text="Let me look.", calls=[("weather", values)]).replace('": ', '":'),
         model.turn(calls=[("weather", ARGUMENTS)]),
@@ -340,7 +345,7 @@ async def test_tool_results_hit_the_generated_tokens_in_the_cache(
         speaker.text = text
         answer = await api.ask(app, body, streams=streams)
         said = api.said(answer)
-        # The template of channels shows text before a call as reasoning.
+        # The template with channels shows text before a call as reasoning.
         assert said.cached >= (written - 17 if form != "harmony" else 0)
         written = said.prompt + said.output
         if said.calls:
@@ -356,7 +361,9 @@ FENCED = f"```json\n{json.dumps(json.loads(BARE), indent=2, ensure_ascii=False)}
 @pytest.mark.parametrize("text", [BARE, FENCED], ids=["bare", "fenced"])
 @pytest.mark.some(2)
 async def test_a_tool_call_without_markers_is_recognized(app, speaker, form, path, text):
-    """As small models write it; its tokens are kept, so the next turn finds them in the cache."""
+    """Small models omit the markers. The generated tokens are kept, so the next turn finds them in
+    the cache.
+    """
     api = APIS[path]
     body = api.body(tools=TOOLS, limit=300, **({"thinks": True} if form == "hermes" else {}))
     speaker.text = text
@@ -386,7 +393,7 @@ async def test_an_example_of_a_call_stays_text(app, speaker, path):
 
 
 _MADE = {form: FORMATS[form].calls([("weather", ARGUMENTS)]) for form in FORMATS}
-# What stands in the prompt after a result was sent back, and after the call's arguments were
+# Text in the prompt after a result was sent back, and after the arguments of the call were
 # edited.
 SHOWN = {
     "words": (
@@ -471,7 +478,7 @@ EARLY += [(path, True, 3) for path in ("/v1/chat/completions", "/v1/completions"
 
 @pytest.mark.parametrize(("path", "streams", "n"), EARLY)
 async def test_an_error_at_the_first_token_is_reported(app, speaker, ended, path, streams, n):
-    """As a status or in the stream, and all that the request held comes back."""
+    """The client gets an error status or an error event. The request releases all its resources."""
     api = APIS[path]
     speaker.text = "Zebras and others."
     engine = app.engine
@@ -484,10 +491,9 @@ async def test_an_error_at_the_first_token_is_reported(app, speaker, ended, path
         task = asyncio.ensure_future(app.post(path, json=body))
         while not engine.num_running():
             await asyncio.sleep(0.001)
-        runner.nan_for = {broken}  # after the first token no logit is a number
+        runner.nan_for = {broken}  # after the first token all logits are NaN
         go.set()
-        # The loop stands still until all has happened, so that it sees the token and the error at
-        # once.
+        # The event loop is blocked until then, so that it sees the token and the error together.
         wait_until(lambda: len(ended) == n, "the error")
         answer = await asyncio.wait_for(task, 30)
     finally:
@@ -506,7 +512,7 @@ async def test_an_error_at_the_first_token_is_reported(app, speaker, ended, path
         0,
         0,
     )
-    # The doctor forgets what left nothing in the cache.
+    # The cache-miss report drops requests that left nothing in the cache.
     assert (await app.get("/v1/requests")).json()["data"] == []
     assert (state.doctor.history.nbytes, state.remembered.num_bytes) == (0, 0)
     assert (stats["used_blocks"], stats["num_running"], stats["num_waiting"]) == (0, 0, 0)
@@ -516,7 +522,7 @@ async def test_an_error_at_the_first_token_is_reported(app, speaker, ended, path
 
 @pytest.mark.parametrize("path", APIS)
 async def test_an_error_after_the_first_token_ends_the_stream(app, speaker, path):
-    """It does not say what happened inside. A whole answer has a status."""
+    """The error hides internal details. A response that is not streamed has status 500 instead."""
     api = APIS[path]
     speaker.text = "Hello. " * 40
     begun = threading.Event()

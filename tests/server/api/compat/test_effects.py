@@ -1,9 +1,9 @@
-"""Request and effect of each field that limits reasoning or chooses a sampler, asked by the client of
-the API that it comes from.
+"""Tests of each field that limits reasoning or selects a sampler, sent by the client of its
+original API.
 
-The clients are the packages `openai`, `anthropic` and `ollama`. Fields that they do not know are sent
-as these packages send further fields, or in requests as llama.cpp's web page and vLLM's
-documentation have them. Each answer equals that of the engine with the same settings.
+The clients are the packages `openai`, `anthropic` and `ollama`. Fields that a package does not know
+are sent as its extra fields, or in requests as in llama.cpp's web page and vLLM's documentation.
+Each response equals that of the engine with the same settings.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CLOSER = "</think>"
 
 
 class Said(NamedTuple):
-    """An answer: `counted` reasoning tokens, None if the client does not show them."""
+    """A response. `counted` is the number of reasoning tokens, None if the client does not show it."""
 
     thought: str
     text: str
@@ -38,7 +38,7 @@ class Said(NamedTuple):
 
 
 class Clients:
-    """The clients of one server. Chats are greedy; texts have the sampling of their fields."""
+    """Clients of one server. Chats are greedy; text completions use the sampling of their fields."""
 
     def __init__(self, server: Any, stack: contextlib.ExitStack) -> None:
         self.engine = server.engine
@@ -90,7 +90,7 @@ class Clients:
         return Said(message.thinking or "", message.content or "", None)
 
     def ollama_recorded(self, **fields: Any) -> Said:
-        """As `ollama_chat`: the package knows levels of thinking, and no numbers."""
+        """Send a raw Ollama chat, because the package accepts thinking levels but no numbers."""
         options = {"temperature": 0, "num_predict": LIMIT}
         body = {"model": MODEL, "messages": ASK, "options": options, "stream": False, **fields}
         answer = self._post("/api/chat", body)
@@ -135,11 +135,11 @@ class Clients:
         return Said(thought, "".join(line.message.content or "" for line in lines), None)
 
     def llama_cpp_chat(self, **fields: Any) -> Said:
-        """A chat of llama.cpp's web page."""
+        """Send a chat as llama.cpp's web page does."""
         return self._recorded_chat({**LLAMA_CPP_PAGE, **fields})
 
     def vllm_chat(self, **fields: Any) -> Said:
-        """A chat as vLLM's documentation has it."""
+        """Send a chat as in vLLM's documentation."""
         return self._recorded_chat({"max_completion_tokens": LIMIT, "temperature": 0, **fields})
 
     def _recorded_chat(self, fields: dict[str, Any]) -> Said:
@@ -149,7 +149,7 @@ class Clients:
         return Said(message.get("reasoning_content") or "", message["content"] or "", counted)
 
     def llama_cpp_completion(self, **fields: Any) -> Said:
-        """A text of llama.cpp's own route, whose answer has the reasoning in its text."""
+        """Send a prompt to llama.cpp's own route, which returns the reasoning as part of the text."""
         ids = self.engine.tokenizer.encode_chat(ASK)
         answer = self._post(
             "/completion", {"prompt": ids, "n_predict": LIMIT, "temperature": 0, **fields}
@@ -196,7 +196,9 @@ LLAMA_CPP_TEXT = {"stream": False, "cache_prompt": True, "id_slot": -1, "n_probs
 
 @pytest.fixture(scope="module")
 def clients(isolated_cache):
-    """The bundled model behind a template that opens the reasoning, which the model never ends."""
+    """Clients of the bundled model with a template that opens the reasoning, which the model never
+    closes.
+    """
     with (
         CPUPagedEngine.from_pretrained("kvboost-edge/demo", **ENGINE_OPTIONS) as engine,
         contextlib.ExitStack() as stack,
@@ -242,7 +244,7 @@ REASONING = [
 
 
 def greedy(engine, **options):
-    """The ids that the engine generates after the question."""
+    """Return the token ids that the engine generates for the question."""
     sampling = SamplingParams.from_options(temperature=0.0, max_new_tokens=LIMIT, **options)
     ids = engine.tokenizer.encode_chat(ASK)
     return engine.generate(ids, sampling=sampling).output_token_ids
@@ -284,7 +286,7 @@ LENGTH = 24
 SAMPLED = {"temperature": 0.9, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "seed": 5}
 FLAT = {**SAMPLED, "temperature": 1.8, "min_p": 0.2}
 SAMPLERS = [
-    # llama.cpp's, at its own route and as fields that its users send with OpenAI's package
+    # llama.cpp's fields, at its own route and sent with OpenAI's package
     *(
         (origin, how, SAMPLED, fields)
         for origin, how in (("llama.cpp", "llama_cpp_text"), ("openai", "openai_text"))
@@ -308,7 +310,7 @@ SAMPLERS = [
 
 
 def sampled(engine, **options):
-    """The text that the engine generates after the prompt."""
+    """Return the text that the engine generates after the prompt."""
     sampling = SamplingParams.from_options(max_new_tokens=LENGTH, **options)
     return engine.generate(PROMPT, sampling=sampling).output_text
 
@@ -324,7 +326,7 @@ def test_samplers_have_the_same_effect_as_in_the_engine(clients, how, sampling, 
 
 
 def renamed(how, sampling):
-    """The fields under the names of llama.cpp and Ollama."""
+    """Return the fields under llama.cpp's and Ollama's names."""
     names = {} if how == "openai_text" else {"repetition_penalty": "repeat_penalty"}
     return {names.get(name, name): value for name, value in sampling.items()}
 
@@ -335,7 +337,7 @@ def test_vllm_fields_have_vllms_effect(clients, name):
     greedy = {"temperature": 0.0, "top_p": 1.0}
     plain = sampled(clients.engine, **greedy)
     words = [word for word in plain.split()[1:] if word.isalpha()]
-    if name == "bad_words":  # vLLM bans a word behind a space if it has as many tokens without one
+    if name == "bad_words":  # vLLM bans " word" too if both have equally many tokens
         encode = clients.engine.tokenizer.encode
         words = [
             word for word in words if len(encode(word, False)) == len(encode(f" {word}", False))

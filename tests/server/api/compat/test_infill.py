@@ -1,4 +1,4 @@
-"""/infill with the requests of llama.vim and llama.vscode, as their sources of 2026 write them."""
+"""Tests of /infill with the requests of llama.vim and llama.vscode, taken from their 2026 sources."""
 
 import json
 import re
@@ -183,7 +183,7 @@ async def test_an_infill_token_ends_the_answer(app, writer):
 
 
 async def test_the_oldest_extra_texts_are_dropped_if_they_do_not_fit(app, writer):
-    """The oldest ones, and as many whatever is typed."""
+    """The number of dropped texts does not depend on the typed text."""
     extra = [{"text": letter * 3000, "filename": letter} for letter in "abc"]
     for typed in ("", "y", "y " * 100):
         answer = await ask(app, VIM, input_extra=extra, prompt=typed, response_fields=[])
@@ -207,7 +207,7 @@ async def test_n_indent_and_time_limits_end_the_answer(app, writer, path, stream
     body = {"prompt": "x M"} if path == "/completion" else {**VIM, "response_fields": []}
 
     async def said(**more):
-        """The text, and what ended it."""
+        """Return the text and the reason why it ended."""
         answer = await app.post(path, json={**body, "stream": streams, **more})
         assert answer.status_code == 200, answer.text
         if not streams:

@@ -1,4 +1,4 @@
-"""A client that leaves takes its work with it, within a step, whatever API it asked."""
+"""Tests of client disconnects in all APIs: the request's work ends within one step."""
 
 import pytest
 
@@ -42,13 +42,13 @@ def held(server):
 
 
 def aborted(server):
-    """vLLM's count of sequences whose client left."""
+    """Return vLLM's count of aborted sequences."""
     labels = {"model_name": MODEL, "finished_reason": "abort"}
     return server.state.metrics.registry.get_sample_value("vllm:request_success_total", labels) or 0
 
 
 def gone_within_a_step(server, held):
-    """The request ends at once, and the pass that runs is the last."""
+    """Check that the request ends immediately and that at most one more forward pass runs."""
     steps = held.steps
     wait_until(lambda: not server.state.admission.sequences, "the end of the request")
     wait_until(lambda: not server.state.admission.admitted, "the request to be ended")
@@ -84,9 +84,7 @@ def test_a_disconnect_during_prefill_cancels_the_prompt(server, held, path):
 
 
 def test_disconnects_in_the_queue_free_their_places(server, held):
-    """Requests of all APIs that wait for one that runs: they leave the queue though nothing
-    computes.
-    """
+    """Queued requests of all APIs leave the queue while the running request is blocked."""
     sockets = []
     for number in range(40):
         path = PATHS[number % len(PATHS)]

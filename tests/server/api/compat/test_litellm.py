@@ -1,6 +1,8 @@
-"""What litellm 1.106 sends, recorded, as it cannot be installed beside the other clients: each of
-its providers for OpenAI's, Anthropic's and Ollama's API gets answers with the members that it
-reads.
+"""Tests with requests recorded from litellm 1.106, which cannot be installed next to the other
+clients.
+
+Its providers for the APIs of OpenAI, Anthropic and Ollama get responses with the members that they
+read.
 """
 
 import json
@@ -19,7 +21,7 @@ MODEL = "kvboost-edge/demo"
 
 
 def sent(server, case, **more):
-    """The answer to a recorded request, of the model that the test has, with a key of it."""
+    """Send a recorded request with the test's model name and an API key; return the response."""
     headers = {name: value.replace("KEY", KEYS[0]) for name, value in case["headers"].items()}
     if not {"authorization", "x-api-key"} & headers.keys():
         headers["authorization"] = f"Bearer {KEYS[0]}"  # as its `headers` option gives Ollama one
@@ -31,7 +33,7 @@ def sent(server, case, **more):
 
 
 def text_of(api, answer):
-    """The text of a whole answer, or of all parts of a stream."""
+    """Return the text of a complete or streamed response."""
     whole = answer.headers["content-type"].startswith("application/json")
     told = answer.json() if whole else api.gather(api.events(answer))
     shown = told.get("choices", [told])[0]

@@ -1,4 +1,4 @@
-"""What llama.cpp's own routes have of their own: prompts of ids, settings, infill, templates,
+"""Tests of features specific to llama.cpp's routes: prompts of ids, settings, infill, templates and
 slots.
 """
 
@@ -61,7 +61,7 @@ async def test_infill_uses_the_models_prefix_suffix_and_middle_tokens(app, speak
         400,
         True,
     )
-    # Of three letters, as the tokens of this model's vocabulary are letters.
+    # These are letters because all tokens of this model's vocabulary are letters.
     monkeypatch.setattr(translate, "_INFILL", (("missing", "b", "c"), ("P", "S", "M")))
     answer = await app.post("/infill", json=fields)
     assert (answer.status_code, answer.json()["prompt"]) == (200, "Pdef f(aS): passM")

@@ -1,4 +1,4 @@
-"""Recorded requests of programs that put load on a server, read as those programs read answers.
+"""Tests with recorded requests of load generators, whose responses are parsed as those programs do.
 
 The requests were recorded in November 2026 from `bench serve` of vLLM 0.33.0, guidellm 0.8.1,
 llama-benchy 0.4.0 and lm-eval 0.4.13.
@@ -139,7 +139,7 @@ async def test_lm_eval_logprobs_of_a_continuation(tiny_app, tiny_engine):
     assert answer.status_code == 200, answer.text
     (choice,) = answer.json()["choices"]
     found = choice["logprobs"]
-    # Lm-eval takes the continuation's part, without the one generated token.
+    # Lm-eval reads the part of the continuation, without the one generated token.
     start = len(prompt) - 4
     values = found["token_logprobs"][start:-1]
     tops = found["top_logprobs"][start:-1]

@@ -1,4 +1,6 @@
-"""Modelfiles: a written text is read back as it was, or refused by name."""
+"""Tests of Modelfiles: a written file is parsed back unchanged, or rejected with an error that
+names the problem.
+"""
 
 import re
 

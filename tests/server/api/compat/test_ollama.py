@@ -1,5 +1,5 @@
-"""What Ollama's routes have of their own: raw prompts, results found by order and name, the model's
-names, loading.
+"""Tests of features specific to Ollama's routes: raw prompts, tool results matched by order and
+name, model names, and loading.
 """
 
 import pytest

@@ -1,5 +1,5 @@
-"""What /v1/responses has of its own: namespaces, its fields shown again, the memory of responses,
-as Codex asks.
+"""Tests of features specific to /v1/responses: namespaces, echoed fields, stored responses, and a
+request recorded from Codex.
 """
 
 import json
@@ -13,7 +13,7 @@ API = APIS["/v1/responses"]
 PATH = API.path
 FUNCTIONS = API.tools(TOOLS)
 FIRST, SECOND = ({"Authorization": f"Bearer {key}"} for key in ("first-key", "second-key"))
-# What codex (npm, 0.169) sends with its third request, its long texts cut, its ids zeroed.
+# Third request of codex (npm, 0.169), with shortened texts and zeroed ids.
 CODEX = Path(__file__).parents[3] / "data" / "agents" / "codex.json"
 
 
@@ -67,7 +67,7 @@ async def test_previous_response_id_continues_a_conversation(app, speaker):
     assert second["previous_response_id"] == first["id"]
     third = await ask(app, input="Thanks.", previous_response_id=second["id"], **known)
     assert third["usage"]["input_tokens"] > second["usage"]["total_tokens"]
-    # Instructions are of one response, and do not go on.
+    # Instructions apply to one response only.
     without = await ask(app, input=result, previous_response_id=first["id"], tools=FUNCTIONS)
     assert without["usage"]["input_tokens"] < second["usage"]["input_tokens"]
 
@@ -146,5 +146,5 @@ async def test_a_missing_earlier_response_is_named(app, speaker):
 
 
 def test_stored_turns_are_counted_in_bytes():
-    """No object of a request is held by what is remembered."""
+    """A stored response keeps bytes and holds no reference to an object of the request."""
     assert StoredResponse(b"{}", b"[]", None).size == 4 + StoredResponse(b"", b"", None).size

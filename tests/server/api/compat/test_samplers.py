@@ -1,5 +1,5 @@
-"""Samplers and limits of vLLM, llama.cpp and Ollama: each field reaches the engine, in every API
-that has it.
+"""Tests of samplers and limits of vLLM, llama.cpp and Ollama: each field reaches the engine, in
+every API that has it.
 """
 
 import json
@@ -9,7 +9,7 @@ import pytest
 from helpers.server.compat_apis import APIS
 from kvboost_edge.engine.request.request import SamplingParams
 
-# A request as llama.cpp's web page sends it, with all samplers set.
+# Request of llama.cpp's web page with all samplers set.
 LLAMA_CPP = {
     "dynatemp_range": 0.2,
     "dynatemp_exponent": 1.5,
@@ -47,7 +47,7 @@ ASKED = [
 
 @pytest.fixture
 def submitted(spoken_engine, monkeypatch):
-    """The sampling parameters that reached the engine."""
+    """List of the sampling parameters that reached the engine."""
     found = []
     submit = spoken_engine.submit
 

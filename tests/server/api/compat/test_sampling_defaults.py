@@ -1,4 +1,4 @@
-"""Sampling values of requests that name none: the same rule in every API and on every surface."""
+"""Tests of default sampling values: the rule is the same in every API."""
 
 import dataclasses
 
@@ -16,7 +16,7 @@ ENGINES = {"nothing named": DEFAULT_SAMPLING, "model's own": OF_MODEL, "greedy m
 
 @pytest.fixture(params=list(ENGINES))
 def defaults(request, monkeypatch):
-    """The defaults of the served engine."""
+    """Sampling defaults of the served engine."""
     chosen = ENGINES[request.param]
     monkeypatch.setattr(CPUPagedEngine, "sampling_defaults", property(lambda self: chosen))
     return chosen
@@ -24,7 +24,7 @@ def defaults(request, monkeypatch):
 
 @pytest.fixture
 def submitted(spoken_engine, monkeypatch):
-    """The sampling parameters that reached the engine."""
+    """List of the sampling parameters that reached the engine."""
     found = []
     submit = spoken_engine.submit
 
