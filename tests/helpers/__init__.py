@@ -1,9 +1,9 @@
-"""What several test files share, by subject; `from helpers.SUBJECT.NAME import ...`.
+"""Helpers shared by several test files, by subject: `from helpers.SUBJECT.NAME import ...`.
 
-NumPy and torch take one thread where nothing else is said, in processes that tests start, too: work
-as small as a tiny model's gains nothing from more, and those of two workers of pytest would wait
-for one another. Kernels are compiled from the sources that are tested, also where this machine has a
-library of them.
+NumPy and torch use one thread unless a test asks for more, also in processes that tests start. Work
+as small as a tiny model's gains nothing from more threads, and the threads of two pytest workers
+would wait for each other. Kernels are compiled from the sources under test, even on a machine that
+has a prebuilt library of them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Clocks that tests move."""
+"""Clocks that tests advance."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ REAL_CLOCK = time.monotonic
 
 
 def give_clock(patch: pytest.MonkeyPatch, now: Callable[[], float], *modules: ModuleType) -> None:
-    """These modules read `now` for `time.monotonic`.
+    """Make these modules read `now` instead of `time.monotonic`.
 
-    Nobody else may: the event loops of servers in other threads of this process reckon by that
-    clock. One that looks at it meanwhile sleeps for as long as the two times are apart, and does
-    not see that it is to end.
+    No other module may read it: the event loops of servers in other threads of this process rely on
+    the real clock. A loop that reads the fake one sleeps for the difference between the two times
+    and misses its shutdown.
     """
     for module in modules:
         patch.setattr(module, "time", SimpleNamespace(**{**vars(time), "monotonic": now}))

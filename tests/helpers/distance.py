@@ -1,8 +1,8 @@
-"""How far numbers lie from those that are expected."""
+"""Relative distance between found and expected numbers."""
 
 import numpy as np
 
 
 def distance(found, expected):
-    """Return the L2 norm of the difference over that of what is expected."""
+    """Return the L2 norm of the difference, divided by that of the expected numbers."""
     return float(np.linalg.norm(found - expected) / np.linalg.norm(expected))

@@ -1,4 +1,4 @@
-"""Python code in an interpreter of its own."""
+"""Python code in a new interpreter."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def in_fresh_process(code: str) -> str:
-    """Run the code in a new interpreter, warnings as errors; return its standard output."""
+    """Run the code in a new interpreter with warnings as errors, and return its standard output."""
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", code],
         capture_output=True,

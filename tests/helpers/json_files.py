@@ -1,4 +1,4 @@
-"""Files of JSON that a test reads, and changes in some keys."""
+"""Reading and changing JSON files."""
 
 import json
 
@@ -10,7 +10,7 @@ def read_json(path):
 
 
 def change_json(path, **fields):
-    """Set these keys of the object in a file, and take out those that are LEFT_OUT."""
+    """Set these keys of the object in a file, and remove those that are LEFT_OUT."""
     changed = {
         key: value for key, value in {**read_json(path), **fields}.items() if value is not LEFT_OUT
     }

@@ -1,13 +1,13 @@
-"""A device "mps" for machines without one: the CPU's results, but every operator passes the rules
-of Apple GPUs.
+"""A device "mps" for machines without one: it computes on the CPU but enforces the rules of Apple
+GPUs on every operator.
 
-Tensors on it are wrapped: they cannot be read without `.cpu()`, nor be mixed with the CPU's. Each
-operator that torch dispatches for them is refused unless it has a kernel by torch's table
-(mps_kernels.py), its tensors have dtypes that Metal has, 64-bit integers are indices alone, and
-matrix products read contiguous memory. What the fake cannot show is what the kernels of a Mac
-compute. Operators written in terms of others are taken apart as on a Mac, unless the table has a
-kernel for the whole (`linear`). Torch's C++ takes the tensors for the CPU's: an operator that
-chooses by device would choose wrongly here, and none is allowed.
+Its tensors are wrapped: they cannot be read without `.cpu()` or mixed with the CPU's. An operator
+that torch dispatches for them is refused unless torch's table (mps_kernels.py) has a kernel for it,
+Metal supports the dtypes of its tensors, 64-bit integers are only indices, and matrix products read
+contiguous memory. The fake cannot show the numerical results of a Mac's kernels. Composite
+operators are decomposed as on a Mac, unless the table has a kernel for the whole operator
+(`linear`). Torch's C++ code takes the tensors for the CPU's: an operator that chooses a kernel by
+device would choose wrongly here, so none is allowed.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from torch.utils._pytree import tree_iter, tree_map
 from helpers.backends.mps_kernels import problem_of
 from kvboost_edge.backends.torch_backend import TorchBackend
 
-DEVICE = "mps:0"  # without a number torch asks for the device itself
+DEVICE = "mps:0"  # without a number, torch asks for the device itself
 MOST_BYTES = 1 << 32
-# Dtypes that Metal has not.
+# Dtypes that Metal lacks.
 _FOREIGN = {
     torch.float64,
     torch.complex32,
@@ -36,8 +36,8 @@ _FOREIGN = {
     torch.uint32,
     torch.uint64,
 }
-# Where 64-bit integers are: arguments that are indices, by position, and operators that only move
-# what they are given.
+# Allowed 64-bit integers: arguments that are indices, by position, and operators that only move
+# their inputs.
 _INDICES = {
     "embedding": 1,
     "index.Tensor": 1,
@@ -63,7 +63,7 @@ _MOVES = {
 }
 _PRODUCTS = {"bmm", "mm", "addmm", "baddbmm"}
 _COUNTED = {"cat", "eq.Scalar", "ne.Scalar", "sub.Tensor"}
-_EXACT = 1 << 24  # integers below are exact in a kernel that computes in float32
+_EXACT = 1 << 24  # smaller integers are exact in a kernel that computes in float32
 
 recorded: set[str] = set()
 """Operators that were let through, of all tests of this process."""
@@ -74,8 +74,8 @@ _counting: list[bool] = []
 
 @contextlib.contextmanager
 def counting() -> Iterator[None]:
-    """Inside, small 64-bit integers may be compared and subtracted: transformers looks for packed
-    sequences in the position ids so.
+    """Allow comparing and subtracting small 64-bit integers inside the block. transformers does so
+    to find packed sequences in the position ids.
     """
     _counting.append(True)
     try:
@@ -85,11 +85,11 @@ def counting() -> Iterator[None]:
 
 
 class Refused(RuntimeError):
-    """What an Apple GPU would not do, or not rightly."""
+    """An operation that an Apple GPU rejects or computes incorrectly."""
 
 
 class FakeMps(torch.Tensor):
-    """A tensor on the fake device; `inner` is the CPU's."""
+    """A tensor on the fake device; `inner` is the CPU tensor."""
 
     inner: torch.Tensor
 
@@ -113,8 +113,8 @@ class FakeMps(torch.Tensor):
         return self.inner.clone()
 
     def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """As torch does it: the conversion is the source's, so a dtype that the GPU has not cannot
-        be asked for.
+        """Convert as torch does. The source device converts the dtype, so a dtype that the GPU
+        lacks cannot be requested.
         """
         device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
         converted: torch.Tensor = self if dtype is None else torch.Tensor.to(self, dtype)
@@ -126,14 +126,14 @@ class FakeMps(torch.Tensor):
 
 
 class _Mode(TorchDispatchMode):
-    """Sees what makes tensors on the device."""
+    """Dispatch mode that intercepts the creation of tensors on the device."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _run(func, args, kwargs or {})
 
 
 def fake_device() -> TorchDispatchMode:
-    """Inside, "mps:0" is a device."""
+    """Return a mode in which "mps:0" is a device."""
     return _Mode()
 
 
@@ -163,8 +163,8 @@ def _run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 
 def _is_composite(func: Any) -> bool:
-    """Whether it is nothing but other operators, which torch calls for it on every device; not
-    taken apart where no gradient can be asked for.
+    """Return whether an operator consists only of other operators, which torch calls for it on
+    every device. It is not decomposed where gradients cannot be requested.
     """
     return bool(
         torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
@@ -172,7 +172,7 @@ def _is_composite(func: Any) -> bool:
 
 
 def place(model: torch.nn.Module) -> None:
-    """Put a model's weights on the device, as `model.to` would."""
+    """Move a model's weights to the device, as `model.to` would."""
     for module in model.modules():
         for name, weight in module.named_parameters(recurse=False):
             setattr(module, name, torch.nn.Parameter(FakeMps(weight.data), requires_grad=False))
@@ -224,7 +224,7 @@ def _check_tensor(name: str, tensor: torch.Tensor) -> None:
 
 
 class FakeMpsBackend(TorchBackend):
-    """The torch backend on the fake device, with the CPU's tensors in and out."""
+    """The torch backend on the fake device, with CPU tensors as inputs and outputs."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         with (

@@ -1,4 +1,4 @@
-"""Backends under the contract's tests, fed with NumPy arrays: made, filled with cases, compared
+"""Backends under contract tests, fed with NumPy arrays: created, filled with cases and compared
 with the oracle.
 """
 
@@ -24,7 +24,9 @@ from kvboost_edge.backends.torch_backend import TorchBackend
 
 
 def on_cuda(spec: KVSpec, num_blocks: int) -> Backend:
-    """The CUDA backend, without a GPU its kernels over fibers; KV in float32 is torch's there."""
+    """Make the CUDA backend. Without a GPU, its kernels run over fibers; torch computes attention
+    over float32 KV.
+    """
     import kvboost_edge_cuda
 
     return CUDABackend(spec, num_blocks, device=DEVICE, kernels=kvboost_edge_cuda)
@@ -40,21 +42,21 @@ if ON_GPU:
     MAKERS = {"cuda": on_cuda}
 elif CAN_RUN and not ONE_THREAD:  # fibers have one thread in any case
     MAKERS |= {"cuda-mma": on_cuda, "cuda-wmma": on_cuda}
-# The wmma kernels compute in float16; KV in float32 is torch's, whatever the kernels.
+# The wmma kernels compute in float16. Torch handles KV in float32 with any kernels.
 UNMADE = {
     ("cuda-wmma", "bfloat16"),
     ("cuda-wmma", "float32"),
     ("torch-mps", "bfloat16"),
     ("torch-mps", "float32"),
 }
-# What weights and results in that dtype are off by, where the backend computes in it; else as in
-# float32.
+# Error bounds for weights and results in a dtype, where the backend computes in it. Otherwise the
+# bound of float32 applies.
 HALF_ERRORS = {"float16": 5e-3, "bfloat16": 4e-2}
 MIX = ((1, 30), (40, 40), (1, 65), (7, 100), (1, 1), (1, 530))  # new tokens, all tokens
 
 
 def into(backend: Backend, array: np.ndarray) -> Any:
-    """The array as the backend takes it."""
+    """Convert an array to the kind that the backend takes."""
     if backend.array_kind == "numpy":
         return array
     tensor = torch.from_numpy(array)
@@ -64,7 +66,7 @@ def into(backend: Backend, array: np.ndarray) -> Any:
 
 
 class Arrays:
-    """A backend under test, fed with NumPy arrays."""
+    """A backend under test that is fed with NumPy arrays."""
 
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
@@ -101,7 +103,9 @@ class Arrays:
 
 @dataclasses.dataclass(frozen=True)
 class Maker:
-    """Makes pools of one kind of backend and one storage dtype, and closes them after the test."""
+    """Factory of pools with one kind of backend and one storage dtype; they are closed after the
+    test.
+    """
 
     name: str
     dtype: str
@@ -112,11 +116,11 @@ class Maker:
         return self.name.startswith("cuda") and self.dtype in HALF_ERRORS
 
     def case(self, *args: Any, **kwargs: Any) -> Case:
-        """`small_case`, with queries as the backend takes them."""
+        """Make a `small_case` with queries rounded as the backend takes them."""
         return self.fit(small_case(*args, **kwargs))
 
     def fit(self, case: Case) -> Case:
-        """The case, its queries rounded where the backend takes them so."""
+        """Round the queries of a case if the backend computes in a half-precision dtype."""
         if self.in_half:
             case.queries[:] = [round_to(queries, self.dtype) for queries in case.queries]
         return case
@@ -131,7 +135,7 @@ class Maker:
         np.testing.assert_allclose(got[1], expected[1], rtol=1e-4, atol=1e-3)
 
     def check(self, arrays: Arrays, case: Case, params: AttentionParams) -> None:
-        """The case's new tokens attend as the float64 oracle has it."""
+        """Assert that attention of the case's new tokens matches the float64 oracle."""
         self.assert_close(
             arrays.attend_new(case, params), case.expected(case.spans, params, self.dtype)
         )
@@ -144,7 +148,7 @@ class Maker:
         return Arrays(self.made[-1])
 
     def filled(self, case: Case) -> Arrays:
-        """A pool that holds the case's tokens and is poisoned everywhere else."""
+        """Return a pool that holds the case's tokens and is poisoned everywhere else."""
         _, kv_heads, dim = case.keys[0].shape
         arrays = self(
             kv_heads, dim, block_size=case.block_size, num_blocks=num_blocks_for(case.lengths, 16)
@@ -155,7 +159,7 @@ class Maker:
 
 @contextlib.contextmanager
 def opened(maker: Maker) -> Iterator[Maker]:
-    """Pools of this maker; the CUDA extension is there for those that are made of it."""
+    """Yield the maker and close its pools. For CUDA makers, the extension is available meanwhile."""
     with contextlib.ExitStack() as stack:
         if maker.name.startswith("cuda"):
             _, standin = stack.enter_context(standing_in())

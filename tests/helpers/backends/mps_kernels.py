@@ -1,8 +1,8 @@
-"""Which of torch's operators have a kernel on Apple GPUs, by the table that torch ships with its
-code generator.
+"""Operators of torch that have a kernel on Apple GPUs, according to the table that torch ships with
+its code generator.
 
-The table says nothing of dtypes, nor of what an operator without a kernel of its own calls: CALLEES
-does, for those that the backend uses.
+The table lists neither dtypes nor the operators that a composite operator calls. CALLEES lists the
+latter for the operators that the backend uses.
 """
 
 from __future__ import annotations
@@ -17,15 +17,14 @@ import yaml
 TABLE = Path(torchgen.__file__).parent / "packaged" / "ATen" / "native" / "native_functions.yaml"
 _DEVICES = {"CPU", "CUDA", "MPS"}
 
-# What operators that are written in terms of others call on a device. () where they only make views
-# or bookkeeping.
+# Kernels that composite operators call on a device; () if they only create views or do bookkeeping.
 CALLEES: dict[str, tuple[str, ...]] = {
     "_to_copy": ("empty_strided", "copy_"),
     "_unsafe_view": (),
     "abs": ("abs.out",),
     "alias": (),
     "clone": ("empty_like", "copy_"),
-    "copy_": (),  # asks for MPS by itself, and goes to its copies
+    "copy_": (),  # checks for MPS itself and calls its copy functions
     "detach": (),
     "embedding": ("index_select",),
     "empty_like": ("empty.memory_format", "empty_strided"),
@@ -49,14 +48,14 @@ CALLEES: dict[str, tuple[str, ...]] = {
     "view.dtype": (),
     "zeros": ("empty.memory_format", "zero_"),
 }
-# scaled_dot_product_attention chooses by device: what is recorded on the CPU says nothing of MPS.
-# Not used at all.
+# scaled_dot_product_attention chooses its kernel by device, so a recording on the CPU says nothing
+# about MPS. It must not be used at all.
 SDPA = "scaled_dot_product"
 
 
 @functools.cache
 def read_table() -> dict[str, dict[str, Any]]:
-    """Entries by operator and overload, such as "index.Tensor"."""
+    """Return the entries by operator and overload, such as "index.Tensor"."""
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     entries = yaml.load(TABLE.read_text(encoding="utf-8"), Loader=loader)
     return {entry["func"].partition("(")[0]: entry for entry in entries}
@@ -64,7 +63,7 @@ def read_table() -> dict[str, dict[str, Any]]:
 
 @functools.cache
 def problem_of(name: str) -> str | None:
-    """Why an operator does not run on MPS as far as the table says; None where it does."""
+    """Return why an operator does not run on MPS according to the table, or None if it does."""
     if SDPA in name:
         return f"{name} chooses its kernel by device and is not used"
     entry = read_table().get(name)

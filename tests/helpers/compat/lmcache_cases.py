@@ -1,5 +1,5 @@
-"""Shared by the tests of LMCache's engine: keys and values that say whose they are, engines over
-every backend.
+"""Helpers for the tests of LMCache's engine: KV whose values identify their origin, and engines
+over every backend.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ BACKENDS = ("memory", "disk", "memory over disk", "redis")
 def make_engine(
     backend: Any = "memory", chunk_size: int = 4, fmt: str = "vllm", **more: Any
 ) -> LMCacheEngine:
-    """An engine over a backend as LMCacheEngineConfig takes it."""
+    """Make an engine over a backend, given as LMCacheEngineConfig takes it."""
     names = {
         name: more.pop(name) for name in ("model_name", "world_size", "worker_id") if name in more
     }
@@ -35,7 +35,9 @@ def make_engine(
 def kv_of(
     tokens: Any, fmt: str = "vllm", dtype: Any = np.float32, salt: float = 0.0
 ) -> tuple[Any, ...]:
-    """(k, v) of each layer, every element of its own: by token, position, layer, head, channel."""
+    """Return (k, v) of each layer. Every element is unique: it encodes token, position, layer, head
+    and channel.
+    """
     ids = np.asarray(tokens, np.float64)
     count = len(ids)
     rows = (ids * 100 + np.arange(count))[:, None, None] + salt
@@ -48,19 +50,19 @@ def kv_of(
 
 
 def kv_slice(kv: Any, start: int, end: int, fmt: str = "vllm") -> tuple[Any, ...]:
-    """The tokens [start, end) of what `kv_of` made."""
+    """Return the tokens [start, end) of the KV that `kv_of` made."""
     return tuple(
         tuple(a[start:end] if fmt == "vllm" else a[:, start:end] for a in pair) for pair in kv
     )
 
 
 def num_tokens_of(kv: Any, fmt: str = "vllm") -> int:
-    """Tokens in keys and values of either form; () holds none."""
+    """Count the tokens in KV of either format; () holds none."""
     return kv[0][0].shape[0 if fmt == "vllm" else 1] if kv else 0
 
 
 def equal(one: Any, other: Any) -> bool:
-    """Same layers, types, shapes, bits."""
+    """Return whether both have the same layers, types, shapes and bits."""
     flat = [[np.asarray(a) for pair in kv for a in pair] for kv in (one, other)]
     return len(flat[0]) == len(flat[1]) and all(
         a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()

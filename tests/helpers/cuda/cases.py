@@ -1,8 +1,8 @@
-"""Cases of attention for the CUDA kernels, their arrays in the layouts a launch may have, and the
-float64 oracle.
+"""Attention cases for the CUDA kernels, their arrays in all layouts of a launch, and the float64
+oracle.
 
-Whatever no query may see is poison: rows past a sequence's end, blocks before its window, entries
-of block tables that are not needed (-1), and all of the output that is not a row of it.
+Everything that no query may see is poison: rows after a sequence's end, blocks before its window,
+unused entries of block tables (-1), and the part of the output that is not one of its rows.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _PAD = 8
 
 
 def to_bits(values: npt.NDArray[Any], dtype: int) -> Bits:
-    """Rounded to nearest, ties to even, as 16 bits an element."""
+    """Round to nearest, ties to even, and return 16 bits per element."""
     if dtype == F16:
         return values.astype(np.float16).view(np.uint16)
     bits = values.astype(np.float32).view(np.uint32).astype(np.uint64)
@@ -39,11 +39,16 @@ def from_bits(bits: Bits, dtype: int) -> Doubles:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One call. `lens`: (queries, keys) of each sequence. block_size 0: keys in rows, not in
-    blocks. `is_flat`: tensors [total, heads, dim] with cu_seqlens, else [batch, rows, heads, dim],
-    all sequences with as many queries. `shared`: that many leading blocks are the same ones for all
-    sequences. `is_strided`: heads before rows, gaps between rows.
-    `is_indexed`: keys of sequence i are not at row i of the batch, see cache_batch_idx.
+    """One call of attention.
+
+    Attributes:
+        lens: (queries, keys) of each sequence.
+        block_size: tokens per block; 0 if keys are in rows instead of blocks.
+        shared: number of leading blocks that all sequences share.
+        is_flat: tensors are [total, heads, dim] with cu_seqlens. Otherwise they are
+            [batch, rows, heads, dim], and all sequences have the same number of queries.
+        is_strided: heads come before rows, with gaps between rows.
+        is_indexed: keys of sequence i are not at row i of the batch, see cache_batch_idx.
     """
 
     lens: tuple[tuple[int, int], ...]
@@ -64,7 +69,7 @@ class Case:
 
 class Inputs(NamedTuple):
     """Bits of each sequence: q [len_q, num_q_heads, head_dim], k and v [len_k, num_kv_heads,
-    head_dim]; sinks f32.
+    head_dim]. The sinks are float32.
     """
 
     q: list[Bits]
@@ -74,7 +79,9 @@ class Inputs(NamedTuple):
 
 
 class Result(NamedTuple):
-    """out (bits) and lse of each sequence: [len_q, num_q_heads, head_dim], [len_q, num_q_heads]."""
+    """The bits of out and the lse of each sequence: [len_q, num_q_heads, head_dim], [len_q,
+    num_q_heads].
+    """
 
     out: list[Bits]
     lse: list[npt.NDArray[np.float32]]
@@ -100,7 +107,7 @@ def make_inputs(case: Case, form: Form, seed: int = 0) -> Inputs:
 
 
 def visible(case: Case, len_q: int, len_k: int) -> npt.NDArray[np.bool_]:
-    """[len_q, len_k]: which query sees which key, the mask aligned bottom right."""
+    """Return a mask [len_q, len_k] of the keys that each query sees, aligned bottom right."""
     distance = np.arange(len_k)[None, :] - (np.arange(len_q)[:, None] + len_k - len_q)
     left, right = case.window
     return ((left < 0) | (distance >= -left)) & ((right < 0) | (distance <= right))
@@ -111,8 +118,11 @@ def softmax_scale(case: Case, form: Form) -> float:
 
 
 class Expected(NamedTuple):
-    """float64, of one sequence. magnitude: like out, of absolute values: what rounding of weights
-    scales with. noise: like lse, what sums in f32 may add to a score.
+    """Expected results of one sequence in float64.
+
+    Attributes:
+        magnitude: like out, but of absolute values; rounding errors of the weights scale with it.
+        noise: like lse; the error that float32 sums may add to a score.
     """
 
     out: Doubles
@@ -122,7 +132,7 @@ class Expected(NamedTuple):
 
 
 def oracle(case: Case, form: Form, inputs: Inputs) -> list[Expected]:
-    """Softmax of all scores of a row at once."""
+    """Compute attention with one softmax over all scores of a row."""
     expected = []
     for (len_q, len_k), q, k, v in zip(case.lens, *inputs[:3], strict=True):
         group = case.heads[0] // case.heads[1]
@@ -151,8 +161,8 @@ def oracle(case: Case, form: Form, inputs: Inputs) -> list[Expected]:
 
 
 def bound_of_error(expected: Expected, dtype: int) -> Doubles:
-    """How far an element of out may lie off: weights and result are rounded once each, all else is
-    f32.
+    """Return the largest error of each element of out. Weights and result are rounded once each,
+    everything else is float32.
     """
     weights = 3e-6 + 2 * expected.noise[:, :, None]
     return UNIT_ROUNDOFF[dtype] * (expected.magnitude + np.abs(expected.out)) * 1.01 + weights * (
@@ -161,8 +171,8 @@ def bound_of_error(expected: Expected, dtype: int) -> Doubles:
 
 
 class _Tensor(NamedTuple):
-    """An array that a launch reads or writes, and its view as [batch, rows, heads, dim]; `used`
-    marks what is a row.
+    """An array that a launch reads or writes, and its view as [batch, rows, heads, dim]. `used`
+    marks the rows.
     """
 
     array: npt.NDArray[Any]
@@ -175,7 +185,7 @@ class _Tensor(NamedTuple):
 
 
 def _empty(batch: int, rows: int, heads: int, dim: int, is_strided: bool) -> _Tensor:
-    """Poison of this shape; strided: [batch, heads, rows, dim and a gap] in memory."""
+    """Return poison of this shape. If strided, memory is [batch, heads, rows, dim and a gap]."""
     if is_strided:
         array = np.full((batch, heads, rows, dim + _PAD), NAN_BITS, dtype=np.uint16)
         return _Tensor(array, array.transpose(0, 2, 1, 3)[..., :dim])
@@ -184,7 +194,9 @@ def _empty(batch: int, rows: int, heads: int, dim: int, is_strided: bool) -> _Te
 
 
 def _rows(case: Case, tensor: _Tensor, which: int) -> list[npt.NDArray[Any]]:
-    """The sequences' rows in a tensor of queries (which 0) or keys (1): views [len, heads, dim]."""
+    """Return the sequences' rows in a tensor of queries (which 0) or keys (1) as views [len, heads,
+    dim].
+    """
     lens = [pair[which] for pair in case.lens]
     if not case.is_flat:
         places = _places(case) if which else range(len(lens))
@@ -194,7 +206,7 @@ def _rows(case: Case, tensor: _Tensor, which: int) -> list[npt.NDArray[Any]]:
 
 
 def _places(case: Case) -> npt.NDArray[np.int32]:
-    """Where in a batch of keys each sequence's lie."""
+    """Return the row of each sequence in a batch of keys."""
     num = len(case.lens)
     return (
         np.arange(num, 0, -1, dtype=np.int32) if case.is_indexed else np.arange(num, dtype=np.int32)
@@ -212,8 +224,8 @@ class _Blocks(NamedTuple):
 
 
 def _in_blocks(case: Case, inputs: Inputs, rng: np.random.Generator) -> _Blocks:
-    """Keys and values in a pool of blocks in no order; tables name only blocks that some query sees
-    a key of.
+    """Return KV in a pool of blocks in random order. Tables name only blocks with a key that some
+    query sees.
     """
     size = case.block_size
     num_kv_heads, dim = inputs.k[0].shape[1:]
@@ -243,7 +255,7 @@ def _in_blocks(case: Case, inputs: Inputs, rng: np.random.Generator) -> _Blocks:
 
 
 class Call:
-    """The arrays of one launch; they must outlive it."""
+    """The arrays of one launch, which must outlive it."""
 
     def __init__(self, case: Case, form: Form, inputs: Inputs, seed: int = 0) -> None:
         self.case = case
@@ -341,7 +353,7 @@ class Call:
         return Result([np.array(rows) for rows in out], [np.array(rows) for rows in lse])
 
     def touched_elsewhere(self) -> bool:
-        """Whether anything was written that is no row of the output."""
+        """Return whether anything was written outside of the output's rows."""
         for rows in _rows(self.case, self.out, 0):
             rows[:] = NAN_BITS
         return bool((self.out.array != NAN_BITS).any())
@@ -350,7 +362,7 @@ class Call:
 def run(
     kernels: Library, case: Case, form: Form, inputs: Inputs, schedule: Schedule, seed: int = 0
 ) -> Result:
-    """One launch on arrays of its own."""
+    """Launch the kernel once, on separate arrays."""
     call = Call(case, form, inputs, seed)
     kernels.attention(call.params, form, schedule)
     result = call.result()
@@ -360,7 +372,7 @@ def run(
 
 
 def check(case: Case, form: Form, expected: list[Expected], result: Result) -> None:
-    """AssertionError unless each row is the oracle's, as near as its rounding allows."""
+    """Raise AssertionError unless each row matches the oracle within its rounding error."""
     for exact, out, lse in zip(expected, result.out, result.lse, strict=True):
         error = np.abs(from_bits(out, form.dtype) - exact.out) / bound_of_error(exact, form.dtype)
         assert error.max(initial=0) <= 1, (case, form, error.max())

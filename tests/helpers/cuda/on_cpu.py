@@ -1,9 +1,9 @@
-"""The kernels of cuda_ext/ on this processor: g++ compiles them over fibers (cuda_ext/fibers.h),
-ctypes calls them.
+"""The kernels of cuda_ext/ on the CPU: g++ compiles them over fibers (cuda_ext/fibers.h), ctypes
+calls them.
 
-What is compiled is the `.cuh` that NVRTC and nvcc compile. Pointers are addresses of arrays in this
-process; nothing is said about speed. A launch that goes wrong (threads that do not meet, an address
-that is not aligned or outside of shared memory) raises `LaunchError`.
+The compiled sources are the `.cuh` files that NVRTC and nvcc compile. Pointers are addresses of
+arrays in this process. Speed is not represented. A faulty launch (threads that do not meet at a
+barrier, an address that is unaligned or outside of shared memory) raises `LaunchError`.
 """
 
 from __future__ import annotations
@@ -37,21 +37,24 @@ _FLAGS = (
         "-fPIC",
         "-shared",
     ),
-    "-fno-gnu-unique",  # else all libraries of a process have one machine
+    "-fno-gnu-unique",  # otherwise all libraries of a process share one machine
     *("-Wall", "-Wextra", "-Wno-unknown-pragmas"),
 )
-# Stacks of fibers are switched by hand, so the sanitizer must not watch them: it watches the heap,
-# with shared memory.
+# Fiber stacks are switched by hand, so the sanitizer must not check them. It checks the heap,
+# including shared memory.
 ASAN_FLAGS = ("-fsanitize=address", "--param", "asan-stack=0", "-g1")
 
 
 class LaunchError(Exception):
-    """What a launch did that a GPU forbids, with file, line, block and thread."""
+    """An operation of a launch that a GPU forbids, with file, line, block and thread."""
 
 
 class Schedule(ctypes.Structure):
-    """order: threads 0 forward, 1 backward, 2 shuffled; timing: asynchronous work 0 as early as it
-    may be, 1 late.
+    """Order of threads and asynchronous work.
+
+    Attributes:
+        order: 0 forward, 1 backward, 2 shuffled.
+        timing: 0 runs asynchronous work as early as possible, 1 as late as possible.
     """
 
     _fields_ = (("order", ctypes.c_int), ("timing", ctypes.c_int))
@@ -70,7 +73,7 @@ def _ints(names: Sequence[str]) -> list[tuple[str, Any]]:
 
 
 class AttentionParams(ctypes.Structure):
-    """As in params.cuh, which says what each field means."""
+    """Mirror of the struct in params.cuh, which documents the fields."""
 
     _fields_ = (
         *_pointers(
@@ -94,7 +97,7 @@ class AttentionParams(ctypes.Structure):
 
 
 class WriteKVParams(ctypes.Structure):
-    """As in params.cuh."""
+    """Mirror of the struct in params.cuh."""
 
     _fields_ = (
         *_pointers("keys values k_cache v_cache slot_mapping".split()),
@@ -105,7 +108,7 @@ class WriteKVParams(ctypes.Structure):
 
 
 class CopyBlocksParams(ctypes.Structure):
-    """As in params.cuh."""
+    """Mirror of the struct in params.cuh."""
 
     _fields_ = (
         *_pointers("pools block_bytes pairs".split()),
@@ -115,8 +118,8 @@ class CopyBlocksParams(ctypes.Structure):
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """Which attention kernel: wmma or mma, dtype, template head dim, warps along the rows (4
-    prefill, 1 decode).
+    """Variant of the attention kernel: wmma or mma, dtype, template head dim, and warps along the
+    rows (4 for prefill, 1 for decode).
     """
 
     is_wmma: bool
@@ -126,7 +129,7 @@ class Form:
 
 
 class Library:
-    """The compiled kernels, each function with the launch that params.cuh describes."""
+    """The compiled kernels. Each method runs the launch that params.cuh describes."""
 
     def __init__(self, path: Path) -> None:
         self._functions = ctypes.CDLL(str(path))
@@ -141,7 +144,7 @@ class Library:
             raise TypeError(f"params.cuh has structs of {sizes} bytes, their mirror here {own}")
 
     def attention(self, params: AttentionParams, form: Form, schedule: Schedule) -> None:
-        """One launch of attention_mma or attention_wmma; with splits, merge_splits after it."""
+        """Launch attention_mma or attention_wmma, followed by merge_splits if there are splits."""
         p = ctypes.byref(params)
         _check(
             self._functions.attention(
@@ -164,8 +167,8 @@ def _check(message: bytes | None) -> None:
 
 
 def built(source: Path, flags: Sequence[str] = (), include: Path = CSRC) -> Path:
-    """The shared library of one C++ file, compiled unless the same text was compiled before; it
-    lies in build/.
+    """Return the shared library of one C++ file. It is stored in build/ and compiled unless the
+    same text was compiled before.
     """
     compiler = find_compiler()
     if compiler is None:
@@ -192,7 +195,7 @@ def built(source: Path, flags: Sequence[str] = (), include: Path = CSRC) -> Path
 def built_kernels(
     head_dims: tuple[int, ...] = HEAD_DIMS, flags: tuple[str, ...] = (), include: Path = CSRC
 ) -> Path:
-    """The shared library of the kernels for these head dims."""
+    """Return the path of the shared library with the kernels for these head dims."""
     chosen = f"-DHEAD_DIMS={','.join(map(str, head_dims))}"
     return built(SHIM / "launches.cpp", (chosen, *flags), include)
 
@@ -201,5 +204,5 @@ def built_kernels(
 def library(
     head_dims: tuple[int, ...] = HEAD_DIMS, flags: tuple[str, ...] = (), include: Path = CSRC
 ) -> Library:
-    """The kernels for these head dims."""
+    """Load the kernels for these head dims."""
     return Library(built_kernels(head_dims, flags, include))

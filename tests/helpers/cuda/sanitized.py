@@ -1,8 +1,8 @@
-"""Run by tests in a process of its own, the address sanitizer loaded first: `attention`, or a
-faulty kernel's name.
+"""Script that tests run in a separate process with the address sanitizer preloaded. Its argument is
+`attention` or a faulty kernel's name.
 
-Arrays of NumPy and the fibers' shared memory are pieces of the heap, each with a red zone around
-it: a read or write beside one ends the process.
+NumPy arrays and the fibers' shared memory are heap allocations, each with a red zone around it: an
+access outside of one ends the process.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ CASES = (
 
 
 def attend() -> int:
-    """Both cases through every form; how many launches of attention that were."""
+    """Run both cases with every kernel variant and return the number of attention launches."""
     kernels = library(HEAD_DIMS, ASAN_FLAGS)
     launches = 0
     for is_wmma, dtype in ((False, F16), (False, BF16), (True, F16)):

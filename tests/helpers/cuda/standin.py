@@ -1,9 +1,9 @@
-"""The CUDA extension on this processor: its own binding and Python, its kernels over fibers,
-tensors of the host.
+"""The CUDA extension on the CPU: its own binding and Python code, its kernels over fibers, and host
+tensors.
 
-What is not proven so is what only a GPU has: its scheduling, its memory, its arithmetic to the last
-bit. With KVBOOST_EDGE_TEST_GPU=1 (`make cuda-test`) the installed extension and the GPU are taken
-instead.
+It cannot prove properties that only a GPU has: its scheduling, its memory and its arithmetic to the
+last bit. With KVBOOST_EDGE_TEST_GPU=1 (`make cuda-test`) the installed extension and the GPU are
+used instead.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ needs_kernels = pytest.mark.skipif(
     not CAN_RUN, reason="no g++ compiles the CUDA kernels for this processor"
 )
 if not ON_GPU:
-    sys.path.insert(0, str(ROOT / "cuda_ext"))  # the package is not installed where there is no GPU
+    sys.path.insert(0, str(ROOT / "cuda_ext"))  # not installed without a GPU
 
 _TORCH = Path(torch.__file__).parent
 _INCLUDES = (CSRC, _TORCH / "include", _TORCH / "include" / "torch" / "csrc" / "api" / "include")
 
 
 class StandIn:
-    """What the stand-in's launchers count and obey. `launches`: how many launches there were so
+    """Settings and counters of the stand-in's launchers. `launches` is the number of launches so
     far.
     """
 
@@ -56,8 +56,8 @@ class StandIn:
 
     @contextlib.contextmanager
     def of(self, major: int) -> Iterator[None]:
-        """A device of this compute capability: below 8 the wmma kernels run, else the mma
-        kernels.
+        """Imitate a device of this compute capability: the wmma kernels run below 8, the mma
+        kernels from 8 on.
         """
         before = self._major.value
         self._major.value = major
@@ -69,7 +69,7 @@ class StandIn:
 
 @contextlib.contextmanager
 def standing_in() -> Iterator[tuple[Any, StandIn | None]]:
-    """The package `kvboost_edge_cuda`, its compiled part replaced by the stand-in, and that; None
+    """Yield the package `kvboost_edge_cuda` and the stand-in that replaces its compiled part; None
     on a GPU.
     """
     import kvboost_edge_cuda

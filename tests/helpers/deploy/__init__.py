@@ -1,1 +1,1 @@
-"""What the tests of the deployment files share."""
+"""Readers and renderers of the deployment files."""

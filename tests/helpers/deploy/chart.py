@@ -1,4 +1,6 @@
-"""The Helm chart, rendered with Helm's engine where it is installed, and without it everywhere."""
+"""The Helm chart, rendered with Helm's engine where it is installed, and with our own renderer
+everywhere.
+"""
 
 from __future__ import annotations
 
@@ -35,12 +37,12 @@ def render_with_helm(values: Mapping[str, Any], folder: Path) -> str:
 
 
 def rendered_files(values: Mapping[str, Any]) -> dict[str, str]:
-    """Return each rendered file, as our own renderer of Helm's language gives it."""
+    """Return each rendered file, using our own renderer of Helm's language."""
     return Renderer(CHART, values, release=RELEASE, namespace=NAMESPACE).render()
 
 
 def render_without_helm(values: Mapping[str, Any]) -> str:
-    """Return the manifests as our own renderer gives them."""
+    """Return the manifests, using our own renderer."""
     return _joined(rendered_files(values))
 
 
@@ -49,7 +51,7 @@ def _joined(files: Mapping[str, str]) -> str:
 
 
 def documents(text: str) -> dict[tuple[str, str], dict[str, Any]]:
-    """Return the documents by their kind and name."""
+    """Return the documents by kind and name."""
     found: dict[tuple[str, str], dict[str, Any]] = {}
     for one in filter(None, yaml.safe_load_all(text)):
         key = (one["kind"], one["metadata"]["name"])

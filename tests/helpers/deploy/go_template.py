@@ -24,12 +24,12 @@ class TemplateError(ValueError):
 
 
 class RequiredValueMissing(TemplateError):
-    """A value that the chart requires and that nobody set."""
+    """A value that the chart requires and that is not set."""
 
 
 @dataclass
 class Block:
-    """A list of texts and actions, and for `if` and `with` what is rendered otherwise."""
+    """A list of texts and actions."""
 
     parts: list[str | Action] = field(default_factory=list)
 
@@ -44,7 +44,7 @@ class Action:
 
 
 def _pieces(text: str) -> Iterator[tuple[bool, str]]:
-    """Yield texts and actions (True), with the white space trimmed as `{{-` and `-}}` say."""
+    """Yield texts and actions (True), with white space trimmed at `{{-` and `-}}`."""
     at, trim = 0, False
     for match in _ACTION.finditer(text):
         before = text[at : match.start()]
@@ -57,7 +57,7 @@ def _pieces(text: str) -> Iterator[tuple[bool, str]]:
 
 
 def parse(text: str) -> Block:
-    """Return the block that a file holds."""
+    """Parse a template file into a block."""
     root = Block()
     blocks: list[Block] = [root]
     open_actions: list[Action] = []
@@ -240,7 +240,7 @@ class Renderer:
 
 
 def merged(defaults: Any, values: Any) -> Any:
-    """Return the defaults with values put over them, mapping by mapping; null removes a default."""
+    """Merge values into the defaults, mapping by mapping; null removes a default."""
     if not isinstance(defaults, Mapping) or not isinstance(values, Mapping):
         return values
     both = {**defaults}

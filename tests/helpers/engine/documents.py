@@ -1,4 +1,4 @@
-"""Documents of random tokens, and how what reuses them is repaired."""
+"""Documents of random tokens, and settings for the recompute of reused chunks."""
 
 from __future__ import annotations
 

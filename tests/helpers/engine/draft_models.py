@@ -1,4 +1,4 @@
-"""Draft models without weights, which propose right, wrong and other tokens on purpose."""
+"""Draft models without weights that deliberately propose right, wrong or random tokens."""
 
 from __future__ import annotations
 
@@ -33,11 +33,13 @@ MTP = "mtp"
 
 
 class FakeDraftRunner(FakeRunner):
-    """A `FakeRunner` whose logits are those of the engine's model, or of other tokens.
+    """A `FakeRunner` whose logits are those of the engine's model or of other tokens.
 
-    kind: "right"; "wrong", with each token the next one in the vocabulary; "random"; or "one off",
-    which is wrong after every third token. `of` is the kind of the engine's model, and `vocab_size`
-    may differ from the engine's.
+    Args:
+        kind: "right"; "wrong" (each token is replaced by the next one in the vocabulary); "random";
+            or "one off" (wrong after every third token).
+        of: kind of the engine's model.
+        vocab_size: size of its vocabulary, which may differ from the engine's.
     """
 
     def __init__(
@@ -75,9 +77,11 @@ class FakeDraftRunner(FakeRunner):
 
 
 class FakeHeadRunner(FakeDraftRunner):
-    """A `FakeDraftRunner` that needs the state of the token before each token, and takes zeros for
-    one that is unknown. Its sequences begin at any block; it is right for those that begin at 0.
-    `unknown` counts rows without a state.
+    """A `FakeDraftRunner` that needs the hidden state of the token before each token, and reads
+    zeros for an unknown one.
+
+    Its sequences may begin at any block; it is right for those that begin at 0. `unknown` counts
+    rows without a state.
     """
 
     def __init__(self, backend: FakeBackend, **options: Any) -> None:
@@ -115,7 +119,9 @@ class FakeHeadRunner(FakeDraftRunner):
 
 
 def fake_drafter(num_blocks: int, kind: str = "right", **options: Any) -> DraftParts:
-    """A draft model for an engine with so many blocks of 16 tokens. Kinds differ in their digest."""
+    """Make a draft model for an engine with `num_blocks` blocks of 16 tokens. Its digest depends on
+    the kind.
+    """
     backend = FakeBackend(num_blocks, 16)
     digest = hashlib.sha256(kind.encode()).digest()
     made = FakeHeadRunner if kind == MTP else functools.partial(FakeDraftRunner, kind=kind)
@@ -123,14 +129,14 @@ def fake_drafter(num_blocks: int, kind: str = "right", **options: Any) -> DraftP
 
 
 def gives_states(bench: Bench) -> None:
-    """Let the runner of a bench return hidden states, which an MTP head needs."""
+    """Make the runner of a bench return hidden states, which an MTP head needs."""
     bench.runner.info = dataclasses.replace(bench.runner.info, hidden_size=2)
 
 
 def drafting_bench(
     kind: ModelKind, drafts: str = "right", num_blocks: int = 64, **options: Any
 ) -> Bench:
-    """A bench whose requests get drafts of a draft model and none of prompt lookup."""
+    """Make a bench whose requests get draft tokens from a draft model and none from prompt lookup."""
     draft_options = {
         name: options.pop(name) for name in ("vocab_size", "max_context") if name in options
     }
@@ -146,7 +152,7 @@ def drafting_bench(
 
 
 def with_typical_times(bench: Bench | NativeBench) -> None:
-    """Let the lengths of drafts not depend on the measured times of a fake runner."""
+    """Make draft lengths independent of the measured times of a fake runner."""
     for part in (bench.scheduler.speculation, models_of(bench)):
         part.costs = PassCosts()
         part.costs.observe = lambda num_rows, depth, seconds: None
@@ -154,7 +160,7 @@ def with_typical_times(bench: Bench | NativeBench) -> None:
 
 
 def without_lookup(bench: Bench | NativeBench) -> None:
-    """Let prompt lookup find nothing in the requests of a bench."""
+    """Make prompt lookup find nothing in the requests of a bench."""
     speculation = bench.scheduler.speculation
     make = speculation.drafter
 
@@ -168,14 +174,14 @@ def without_lookup(bench: Bench | NativeBench) -> None:
 
 
 def models_of(bench: Bench) -> ModelDrafts:
-    """The draft model's drafts of a bench."""
+    """Return the object that drafts with the draft model of a bench."""
     models = bench.scheduler.speculation._models
     assert models is not None
     return models
 
 
 def draft_runner(bench: Bench) -> FakeDraftRunner:
-    """The runner of a bench's draft model."""
+    """Return the runner of a bench's draft model."""
     runner = bench.parts.drafter.runner
     assert isinstance(runner, FakeDraftRunner)
     return runner

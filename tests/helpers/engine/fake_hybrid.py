@@ -1,11 +1,11 @@
-"""A runner without a model whose next token depends on a state beside what it reads back through
-the block table.
+"""A runner without a model whose next token depends on a recurrent state and on the tokens read
+back through the block table.
 
-The state of a sequence is a hash over its tokens, one after another, and their number. It lies in
-the slots of a real `StatePool`; the logits hash it together with all tokens read from the pool of
-blocks. A state of another sequence, one token ahead or behind, of a pass that failed, or a slot
-that was handed out too early gives other tokens than `expected_hybrid` computes from the prompt
-alone. Passes are checked as the compiled backend checks them. Of a draft its token is kept.
+The state of a sequence is a running hash over its tokens, and their number. It is stored in the
+slots of a real `StatePool`; the logits hash it together with all tokens read from the block pool.
+The state of another sequence, one that is a token too early or too late, one from a failed pass, or
+a slot that was reassigned too early gives other tokens than `expected_hybrid` computes from the
+prompt alone. Passes are checked as the compiled backend checks them. A draft row stores its token.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from kvboost_edge.kvcache.manager import KVCacheManager
 from kvboost_edge.kvcache.recurrent.snapshots import StateSizes
 from kvboost_edge.runners.base import ForwardBatch
 
-SPEC = LayerStateSpec(taps=1, channels=16)  # 64 bytes: a slot has room for the hash and the count
+SPEC = LayerStateSpec(taps=1, channels=16)  # 64 bytes: room for hash and count
 _MODULUS = (1 << 61) - 1
 
 State = tuple[int, int]
@@ -35,21 +35,21 @@ ZEROS: State = (0, 0)
 
 
 def next_state(state: State, token_id: int) -> State:
-    """The state behind one more token."""
+    """Return the state after one more token."""
     return (state[0] * 1_000_003 + token_id + 1) % _MODULUS, state[1] + 1
 
 
 def state_logits(
     state: State, token_ids: Sequence[int] | npt.NDArray[np.int64]
 ) -> npt.NDArray[np.float32]:
-    """Logits [VOCAB_SIZE] behind these tokens, whose state this is."""
+    """Return the logits [VOCAB_SIZE] after these tokens and their state."""
     return token_logits([*state, *token_ids])
 
 
 def expected_hybrid(
     prompt_ids: Sequence[int], max_new_tokens: int, stop_ids: frozenset[int] = frozenset()
 ) -> list[int]:
-    """The greedy output, computed without any engine."""
+    """Compute the greedy output without an engine."""
     ids = list(prompt_ids)
     state = ZEROS
     for token_id in ids:
@@ -63,7 +63,7 @@ def expected_hybrid(
 
 
 class HybridBackend(FakeBackend):
-    """A `FakeBackend` with slots of states."""
+    """A `FakeBackend` with slots for recurrent states."""
 
     states: StatePool
 
@@ -76,22 +76,26 @@ class HybridBackend(FakeBackend):
         self.states.poison(range(num_slots))
 
     def read_state(self, slot: int) -> State:
-        """What a slot holds."""
+        """Return the state in a slot."""
         first, second = self.states.tail(slot, 0).view(np.int64).reshape(-1)[:2].tolist()
         return first, second
 
     def write_state(self, slot: int, state: State) -> None:
-        """Put a state into a slot."""
+        """Write a state into a slot."""
         self.states.tail(slot, 0).view(np.int64).reshape(-1)[:2] = state
 
     def drafted(self, row: int) -> npt.NDArray[np.int64]:
-        """The token of a row of drafts, a view [1]."""
+        """Return the token of a draft row as a view [1]."""
         return self.states.draft(row, 0).view(np.int64)[:1]
 
 
 class HybridRunner(FakeRunner):
-    """`saved` counts states that were kept beside those of running sequences, `taken_in` drafts
-    that were right; `on_accept` runs before those are.
+    """A `FakeRunner` with recurrent states.
+
+    Attributes:
+        saved: number of snapshots written in addition to the states of running sequences.
+        taken_in: number of accepted draft tokens.
+        on_accept: called before drafts are accepted.
     """
 
     backend: HybridBackend
@@ -101,10 +105,10 @@ class HybridRunner(FakeRunner):
         super().__init__(backend, max_context)
         self.saved = self.taken_in = 0
         self.on_accept: Callable[[], None] | None = None
-        self._states: dict[int, State] = {}  # row of the pass -> the state behind it
+        self._states: dict[int, State] = {}  # row of the pass -> the state after it
 
     def forward(self, batch: ForwardBatch) -> npt.NDArray[np.float32]:
-        """Like a compiled pass: all states are read before the first is written."""
+        """Compute one pass. Like a compiled pass, it reads all states before it writes the first."""
         if self.on_forward is not None:
             self.on_forward(batch)
         layout = batch.layout
@@ -173,7 +177,7 @@ class HybridRunner(FakeRunner):
 
 
 def _certain_ends(layout: BatchLayout) -> list[int]:
-    """The row behind the last certain one of each sequence."""
+    """Return the row after the last certain one of each sequence."""
     assert layout.states.certain is not None
     return (layout.cu_seqlens_q[:-1] + layout.states.certain).tolist()
 
@@ -186,7 +190,7 @@ def hybrid_parts(
     every_block: bool = False,
     num_draft_rows: int = 31,
 ) -> EngineParts:
-    """All parts of an engine around a `HybridRunner`."""
+    """Make all parts of an engine around a `HybridRunner`."""
     backend = HybridBackend(num_blocks, 16, num_slots, num_draft_rows)
     sizes = StateSizes(num_slots, interval, every_block, num_draft_rows)
     manager = KVCacheManager(num_blocks, 16, policy=TenantFloors, state_sizes=sizes)

@@ -1,10 +1,10 @@
 """A runner without a model: the next token is a hash of the tokens read back through the block
 table.
 
-Every slot of the fake pool stores (token id, position). The logits of a row hash all tokens the row
-would attend to, and a slot that is poisoned, stale or at a wrong position raises, so each error of
-the bookkeeping shows as an error or as other tokens than `expected_tokens` computes from the prompt
-alone.
+Every slot of the fake pool stores (token id, position). The logits of a row hash all tokens that
+the row would attend to, and a slot that is poisoned, stale or at a wrong position raises. Every
+bookkeeping error therefore shows as an exception or as tokens other than those that
+`expected_tokens` computes from the prompt alone.
 """
 
 from __future__ import annotations
@@ -61,14 +61,16 @@ ROOT = root_hash(model_fingerprint="fake", kv_format="fake")
 
 
 def token_logits(token_ids: Sequence[int] | npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
-    """Logits [VOCAB_SIZE] after these tokens, a pure function of them. Read-only."""
+    """Return the logits [VOCAB_SIZE] after these tokens, a pure function of them. The array is
+    read-only.
+    """
     return _logits(zlib.crc32(np.asarray(token_ids, "<i8").tobytes()))
 
 
 @functools.lru_cache(1 << 14)
 def _logits(seed: int) -> npt.NDArray[np.float32]:
     logits = np.random.default_rng(seed).normal(0.0, 3.0, VOCAB_SIZE).astype(np.float32)
-    logits[EOS_ID] -= 6.0  # seldom, so that outputs have some length
+    logits[EOS_ID] -= 6.0  # rare, so that outputs have some length
     logits.flags.writeable = False
     return logits
 
@@ -76,7 +78,7 @@ def _logits(seed: int) -> npt.NDArray[np.float32]:
 def expected_tokens(
     prompt_ids: Sequence[int], max_new_tokens: int, stop_ids: frozenset[int] = frozenset()
 ) -> list[int]:
-    """The greedy output, computed without any engine."""
+    """Compute the greedy output without an engine."""
     ids = list(prompt_ids)
     for _ in range(max_new_tokens):
         ids.append(int(np.argmax(token_logits(ids))))
@@ -86,7 +88,7 @@ def expected_tokens(
 
 
 class FakeBackend:
-    """Stores token ids and positions where a backend stores keys and values."""
+    """Backend that stores token ids and positions instead of KV."""
 
     name = "fake"
     array_kind = "numpy"
@@ -151,9 +153,13 @@ class FakeBackend:
 
 
 class FakeRunner:
-    """`on_forward(batch)` runs before each pass and may raise or wait; `computed` counts tokens,
-    `batches` holds how many sequences each pass had. `expected` computes the greedy output without
-    any engine.
+    """Runner that hashes the tokens of a `FakeBackend`.
+
+    Attributes:
+        on_forward: called with the batch before each pass; it may raise or wait.
+        computed: number of computed tokens.
+        batches: number of sequences in each pass.
+        expected: function that computes the greedy output without an engine.
     """
 
     expected = staticmethod(expected_tokens)
@@ -165,7 +171,7 @@ class FakeRunner:
         self.backend = backend
         self.moved_keys_refusal: str | None = None
         self.on_forward: Callable[[ForwardBatch], None] | None = None
-        self.nan_for: set[int] = set()  # a last token in here gives NaN logits
+        self.nan_for: set[int] = set()  # a last token in this set gives NaN logits
         self.computed = self.probed = self.asked = 0
         self.batches: list[int] = []
         self.closed = False
@@ -186,7 +192,7 @@ class FakeRunner:
         return np.stack(rows) if rows else np.empty((0, VOCAB_SIZE), np.float32)
 
     def _put_states(self, batch: ForwardBatch) -> None:
-        """Hidden states, which name the token and its position and are not 0."""
+        """Write hidden states that encode the token and its position and are never 0."""
         rows = batch.state_rows
         if len(rows):
             batch.states[:] = 1 + np.stack([batch.token_ids, batch.positions], axis=1)[rows]
@@ -194,8 +200,8 @@ class FakeRunner:
     def deviations(
         self, batch: ForwardBatch, rows: npt.NDArray[np.int64], slots: npt.NDArray[np.int64]
     ) -> npt.NDArray[np.float32]:
-        """Some number for each token, once it was seen that what is stored is this token and all
-        before it is there.
+        """Return a number for each token, after checking that its slot stores this token and that
+        all tokens before it are stored.
         """
         self._look(batch)
         assert (self.backend.tokens.reshape(-1)[slots] == batch.token_ids[rows]).all()
@@ -204,7 +210,7 @@ class FakeRunner:
     def masses(
         self, batch: ForwardBatch, rows: npt.NDArray[np.int64], stored: StoredKeys
     ) -> npt.NDArray[np.float32]:
-        """The same for what is stored; nothing where nobody asks."""
+        """Return a number for each stored key, after the same checks. Without query rows all are 0."""
         self._look(batch)
         positions = self.backend.positions.reshape(-1)[stored.slots]
         assert (positions + stored.deltas == stored.positions).all()
@@ -215,7 +221,7 @@ class FakeRunner:
         )
 
     def _look(self, batch: ForwardBatch) -> None:
-        """Store the tokens, once it was seen that all before them is there."""
+        """Store the tokens of the batch, and check that all tokens before them are stored."""
         backend = self.backend
         layout = batch.layout
         backend.write_kv(0, batch.token_ids, batch.positions, layout)
@@ -242,8 +248,8 @@ class FakeRunner:
         return token_logits(tokens)
 
     def _read(self, layout: BatchLayout, sequence: int, length: int) -> tuple[Any, Any]:
-        """Tokens and positions [length] of a sequence, those at other positions moved to where they
-        are used.
+        """Return the tokens and positions [length] of a sequence. Tokens stored at other positions
+        are shifted to those at which they are used.
         """
         size = self.backend.spec.block_size
         tokens = np.full(length, POISON)
@@ -270,8 +276,8 @@ _SHARED: dict[Any, Any] = {}
 
 
 class FakeTokenizer(Tokenizer):
-    """A tokenizer of tests, which make hundreds of each kind: a chat template is compiled and
-    examined for the first of them.
+    """A tokenizer for tests, which make hundreds of each kind. A chat template is compiled and
+    examined only for the first one.
     """
 
     def _shared(self, name: str, make: Callable[[], Any]) -> Any:
@@ -290,8 +296,8 @@ class FakeTokenizer(Tokenizer):
 
 
 def fake_tokenizer() -> Tokenizer:
-    """Bytes are tokens 0..255 in the alphabet's order; those behind are special and have no text in
-    answers.
+    """Make a tokenizer in which tokens 0..255 are bytes in the alphabet's order. Later tokens are
+    special and have no text in answers.
     """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     raw = RawTokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
@@ -309,7 +315,7 @@ def fake_parts(
     max_pinned_blocks: int | None = None,
     tiers: Sequence[Tier] = (),
 ) -> EngineParts:
-    """All parts of an engine around a `FakeRunner`."""
+    """Make all parts of an engine around a `FakeRunner`."""
     backend = FakeBackend(num_blocks, block_size)
     return EngineParts(
         runner=FakeRunner(backend, max_context),
@@ -331,10 +337,10 @@ def fake_parts(
 def fake_engine(
     num_blocks: int = 64, max_context: int = CONTEXT, *, tiers: Sequence[Tier] = (), **options: Any
 ) -> CPUPagedEngine:
-    """A running engine around a `FakeRunner`, debug checks on, reuse untested unless asked for;
-    close it.
+    """Start an engine around a `FakeRunner`, with debug checks on and the reuse gate off by
+    default. The caller closes it.
     """
-    # A pass takes as long as its test holds it, which must not change the next one's size.
+    # A test may hold a pass for any time, which must not change the size of the next one.
     usual = {"debug_checks": True, "reuse_gate": "off", "target_tpot": 0.0}
     config = EngineConfig.from_options(**{**usual, **options})
 
@@ -358,8 +364,8 @@ def runner_of(engine: CPUPagedEngine) -> FakeRunner:
 
 
 class Bench:
-    """An engine core without its thread: requests go in, `step` is called by hand, invariants are
-    checked each time.
+    """An engine core without its thread: tests submit requests and call `step`, which checks the
+    invariants each time.
     """
 
     def __init__(
@@ -401,7 +407,7 @@ class Bench:
         self.num_requests = 0
         self._asked: dict[
             int, tuple[Any, ...]
-        ] = {}  # what `answer` needs of a request, by its index
+        ] = {}  # data that `answer` needs for a request, by its index
 
     def submit(
         self,
@@ -420,7 +426,11 @@ class Bench:
         repair: Repair | None = None,
         **options: Any,
     ) -> RequestHandle:
-        """terms: other fields of `Request` and `Terms`, such as cache_key."""
+        """Submit a request.
+
+        Args:
+            terms: other fields of `Request` and `Terms`, such as cache_key.
+        """
         params = SamplingParams(max_new_tokens=max_new_tokens, **options)
         self.num_requests += 1
         self._asked[self.num_requests] = prompt_ids, max_new_tokens, stop_ids
@@ -447,14 +457,16 @@ class Bench:
     def ask(
         self, prompt_ids: Sequence[int], max_new_tokens: int = 8, *args: Any, **options: Any
     ) -> GenerationResult:
-        """Run one more request to its end; `submit` has the arguments, `answer` the result."""
+        """Run one more request to its end. The arguments are those of `submit`, the result that of
+        `answer`.
+        """
         handle = self.submit(prompt_ids, max_new_tokens, *args, **options)
         self.run()
         return self.answer(handle)
 
     def answer(self, handle: RequestHandle) -> GenerationResult:
-        """Result of a greedy request whose tokens are the expected ones, or the first of them if it
-        was cut short.
+        """Return the result of a greedy request, after checking that its tokens are the expected
+        ones, or the first of them if it was cut short.
         """
         result = handle.result(0)
         tokens = list(result.output_token_ids)
@@ -468,8 +480,11 @@ class Bench:
     def submit_logits(
         self, token_ids: Sequence[int], start: int = 0, *, terms: Mapping[str, Any] | None = None
     ) -> tuple[RequestHandle, list[npt.NDArray[np.float32]]]:
-        """A request for the logits of token_ids[start:]; the list holds them when the handle is
-        done. terms: as above.
+        """Submit a request for the logits of token_ids[start:]. The list holds them when the handle
+        is done.
+
+        Args:
+            terms: as for `submit`.
         """
         self.num_requests += 1
         request = make_request(
@@ -498,7 +513,9 @@ class Bench:
         assert [s.rank for s in running] == sorted(s.rank for s in running)
 
     def run(self, limit: int = 10_000) -> int:
-        """Step until nothing is left, and all is on its tier; returns the number of steps."""
+        """Step until no work is left and all blocks are saved to their tiers. Return the number of
+        steps.
+        """
         for count in range(limit):
             if not self.step() and not self.io_thread.pump():
                 self.core.tiering.save_more()
@@ -508,7 +525,7 @@ class Bench:
 
 
 def hold_passes(engine: CPUPagedEngine, go: threading.Event) -> None:
-    """Every forward pass waits until `go` is set."""
+    """Make every forward pass wait until `go` is set."""
 
     def hold(batch: ForwardBatch) -> None:
         assert go.wait(30)
@@ -519,7 +536,7 @@ def hold_passes(engine: CPUPagedEngine, go: threading.Event) -> None:
 def checked(
     engine: CPUPagedEngine, prompt: Sequence[int], max_new_tokens: int, **options: Any
 ) -> GenerationResult:
-    """The result of a greedy request, whose tokens are the expected ones."""
+    """Run a greedy request, check that its tokens are the expected ones, and return the result."""
     result = engine.generate(prompt, max_new_tokens, **options)
     assert list(result.output_token_ids) == expected_tokens(prompt, max_new_tokens)
     return result
@@ -529,7 +546,7 @@ CANARY = list(range(100, 140))
 
 
 def assert_clean(engine: CPUPagedEngine) -> None:
-    """Every block is back and a canary prompt gives its known output."""
+    """Assert that every block was returned and that a canary prompt gives its known output."""
     stats = engine.paged_stats()
     assert (stats["used_blocks"], stats["num_running"], stats["num_waiting"]) == (0, 0, 0)
     with engine._core.reading():
@@ -539,5 +556,5 @@ def assert_clean(engine: CPUPagedEngine) -> None:
 
 
 def wait_until_idle(engine: CPUPagedEngine) -> None:
-    """A request queued behind a cancel is done after it."""
+    """Wait until earlier cancellations are done, by running one short request after them."""
     engine.generate([1], max_new_tokens=1)

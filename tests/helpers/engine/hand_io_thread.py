@@ -1,5 +1,5 @@
-"""A tier in memory, and an I/O thread that is driven by hand: every interleaving of loads, stores and
-steps can be made.
+"""An in-memory tier and an I/O thread that is driven by hand, so that tests can produce every
+interleaving of loads, stores and steps.
 """
 
 from __future__ import annotations
@@ -14,8 +14,11 @@ from kvboost_edge.tiers.io_thread import IOChunk, IOThread
 
 
 class DictTier:
-    """Blocks in a dict. knows: whether `holds` can tell. losses: chance that a block is gone when
-    it is read.
+    """A tier that keeps its blocks in a dict.
+
+    Args:
+        knows: whether `holds` can answer.
+        losses: probability that a block is gone when it is read.
     """
 
     def __init__(
@@ -59,7 +62,7 @@ class DictTier:
             known, data = self.blocks.get(address.prefix_hash, (None, b""))
             if known != address:
                 self.drop([address.prefix_hash])
-                buffer[:] = b"\xff" * len(buffer)  # what is not verified may be anything
+                buffer[:] = b"\xff" * len(buffer)  # unverified data may be anything
                 return count
             buffer[:] = data
             self.num_read += 1
@@ -88,13 +91,13 @@ class DictTier:
 
 
 class HandIOThread(IOThread):
-    """Has no thread: `pump` does what it would do."""
+    """An I/O thread without a thread: `pump` does its work."""
 
     def start(self, deliver: Callable[[IOChunk], None]) -> None:
         self._deliver = deliver
 
     def pump(self, most: int = 1000) -> int:
-        """Do up to so many loads and stores; how many there were."""
+        """Run up to `most` loads and stores and return their number."""
         for count in range(most):
             if (job := self._next()) is None:
                 return count

@@ -1,4 +1,6 @@
-"""Proposals of every kind, good and bad: an answer must not show what was guessed ahead of it."""
+"""Drafters that propose good and bad tokens of every kind. The answer must not depend on the
+drafts.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,12 @@ KINDS = ("right", "wrong", "random", "one off", "repeating")
 
 
 class HostileDrafter(Drafter):
-    """truth: what the sequence will be in all; kind: what is proposed of it."""
+    """Drafter with right and wrong proposals.
+
+    Args:
+        kind: kind of its proposals.
+        truth: the complete sequence of the request.
+    """
 
     def __init__(self, kind: str, truth: Sequence[int], vocab_size: int, seed: int) -> None:
         super().__init__(b"", TenantHistory())
@@ -45,7 +52,7 @@ class HostileDrafter(Drafter):
 
 
 class CutDrafter(Drafter):
-    """Proposes so many tokens as come, and then wrong ones up to `num_drafts`."""
+    """Drafter that proposes `num_right` right tokens, followed by wrong ones up to `num_drafts`."""
 
     def __init__(
         self, truth: Sequence[int], num_right: int, num_drafts: int, vocab_size: int
@@ -72,7 +79,7 @@ class CutDrafter(Drafter):
 def hostile(
     truth_of: Callable[[Request], Sequence[int]], kind_of: Callable[[Request], str], vocab_size: int
 ) -> Callable[[Request], Drafter | None]:
-    """What stands in for `Speculation.drafter`."""
+    """Return a replacement for `Speculation.drafter`."""
 
     def drafter(request: Request) -> Drafter | None:
         if not request.max_draft_tokens:
@@ -83,8 +90,10 @@ def hostile(
 
 
 def draft_in_turn(bench: Bench, kinds: Sequence[str] = KINDS, answer: Sequence[int] = ()) -> Bench:
-    """Give the requests of a bench drafts of these kinds in turn. answer: what they sample, if it
-    is not the greedy.
+    """Give the requests of a bench drafts of these kinds in turn.
+
+    Args:
+        answer: tokens that the requests sample, if they are not the greedy ones.
     """
     bench.scheduler.speculation.drafter = hostile(
         lambda request: [

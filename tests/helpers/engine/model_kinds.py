@@ -1,5 +1,5 @@
-"""The two kinds of models that engine tests run by hand: plain ones, and hybrids, which have
-recurrent states.
+"""The two kinds of models that engine tests step by hand: plain ones, and hybrids with recurrent
+states.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class ModelKind(enum.Enum):
     HYBRID = "hybrid"
 
     def parts(self, num_blocks: int = 64, num_slots: int = 40, **states: Any) -> EngineParts:
-        """Make the parts of an engine. A plain model has no use for what is said about states."""
+        """Make the parts of an engine. A plain model ignores the options for states."""
         return (
             fake_parts(num_blocks)
             if self is PLAIN
@@ -39,7 +39,7 @@ class ModelKind(enum.Enum):
         drafter: DraftParts | None = None,
         **options: Any,
     ) -> Bench:
-        """Make an engine that is stepped by hand, perhaps with a draft model."""
+        """Make an engine that is stepped by hand, optionally with a draft model."""
         states = {
             "interval": interval,
             "every_block": every_block,
@@ -49,9 +49,9 @@ class ModelKind(enum.Enum):
         return Bench(parts=dataclasses.replace(parts, drafter=drafter), **options)
 
     def cached(self, length: int) -> int:
-        """Count the tokens of a prompt of this length that a cache of all of it serves.
+        """Count the tokens of a prompt of this length that a full cache serves.
 
-        The last token is always computed; a state is kept where a block ends.
+        The last token is always computed. For a hybrid, snapshots exist only at block ends.
         """
         return length - 1 if self is PLAIN else (length - 1) // 16 * 16
 

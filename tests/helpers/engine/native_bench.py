@@ -42,9 +42,10 @@ Floats = npt.NDArray[np.float32]
 
 
 class Machine:
-    """Runners and backends over one model directory, made once: a schedule gets a fresh manager
-    over an old pool, so whatever former schedules left in memory is in its way. `states` of benches
-    that do not say themselves.
+    """Runners and backends over one model directory, each made once.
+
+    A schedule gets a new manager over a used pool, so that data left by earlier schedules is in its
+    way. `states` is the default for benches that do not set it.
     """
 
     def __init__(
@@ -85,7 +86,9 @@ class Machine:
         return self._runners[bits, threads]
 
     def drafter(self, num_blocks: int) -> DraftParts:
-        """The model as a draft model of an engine with so many blocks. It has its own runner."""
+        """Return the model as a draft model of an engine with `num_blocks` blocks. It has a
+        separate runner.
+        """
         if num_blocks not in self._drafters:
             runner = NativeRunner.from_dir(self._directory, weights=self._weights, num_threads=1)
             backend = CPUBackend(runner.info.kv_spec, num_blocks, num_threads=1)
@@ -94,7 +97,7 @@ class Machine:
         return self._drafters[num_blocks]
 
     def head(self, bits: Bits, threads: int, num_blocks: int) -> DraftParts:
-        """The model's MTP head, for an engine with the runner of `parts`."""
+        """Return the model's MTP head, for an engine with the runner of `parts`."""
         key = bits, threads, num_blocks
         if key not in self._heads:
             checkpoint = Checkpoint.open(self._directory)
@@ -114,7 +117,9 @@ class Machine:
 
 
 class NativeBench:
-    """Requests go in, `step` is called by hand; invariants hold after each."""
+    """An engine core without its thread: tests submit requests and call `step`, which checks the
+    invariants.
+    """
 
     def __init__(
         self,
@@ -198,7 +203,7 @@ class NativeBench:
         return worked
 
     def run(self, limit: int = 3000) -> None:
-        """Until nothing is left, and all is on its tier."""
+        """Step until no work is left and all blocks are saved to their tiers."""
         for _ in range(limit):
             if not self.step() and not self.io_thread.pump():
                 self.core.tiering.save_more()
@@ -226,11 +231,10 @@ class NativeBench:
 
 
 class Cold:
-    """Results of prompts alone, uncached, in one pass of one thread; each is computed when it is
-    first asked for.
+    """Uncached results of prompts alone, computed in one pass with one thread when first requested.
 
-    A bench that is in use when one is computed loses its backend: ask before making it, or after
-    its last step.
+    Computing one takes the backend away from a bench in use: request it before making the bench, or
+    after its last step.
     """
 
     def __init__(self, machine: Machine, bits: Bits) -> None:
@@ -243,7 +247,7 @@ class Cold:
         return NativeBench(self._machine, bits=self._bits, max_batch_tokens=512)
 
     def logits(self, token_ids: Sequence[int]) -> Floats:
-        """Of every token; all are finite."""
+        """Return the logits of every token, after checking that all are finite."""
         key = tuple(token_ids)
         if key not in self._logits:
             self._logits[key] = self._bench().logits(token_ids)
@@ -260,8 +264,8 @@ class Cold:
 
 
 def assert_begins(result: GenerationResult, expected: GenerationResult, where: str) -> None:
-    """Everything generated so far is the beginning of what is expected, with `==` on every
-    float.
+    """Assert that everything generated so far is the beginning of the expected result, with `==` on
+    every float.
     """
     count = result.generated_tokens
     assert result.output_token_ids == expected.output_token_ids[:count], where

@@ -14,8 +14,8 @@ from helpers.models.tiny_checkpoints import save_tiny_checkpoint
 from kvboost_edge.kvcache.recurrent.snapshots import StateSizes
 
 STATES = StateSizes(24, num_draft_rows=31)
-# Weight format -> the packed formats that some matrix of a model has then. Those in capitals are of
-# GGUF files.
+# Weight format -> the packed formats that some matrix of a model then has. Formats in capitals are
+# those of GGUF files.
 FORMATS = {
     "f32": {"f32"},
     "bf16": {"bf16"},
@@ -38,9 +38,13 @@ _WIDE = {"hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 
 
 
 class Kind(NamedTuple):
-    """family: of tiny_models, or of tiny_checkpoints, which need no torch; fields: of its config.
+    """A tiny model and its config.
 
-    in_blocks: further fields of GGUF files; wide: and of those whose rows are blocks of 256.
+    Attributes:
+        family: family of tiny_models, or of tiny_checkpoints, which need no torch.
+        fields: fields of its config.
+        in_blocks: additional fields for GGUF files.
+        wide: additional fields for GGUF files with rows in blocks of 256.
     """
 
     family: str
@@ -64,8 +68,8 @@ _QWEN3 = {"hidden_size": 64, "intermediate_size": 96}
 _DELTA = {"linear_key_head_dim": 64, "linear_value_head_dim": 64, "intermediate_size": 256}
 _SPACE = {"shared_intermediate_size": 256, "mamba_n_heads": 8, "mamba_d_head": 64}
 KINDS: dict[str, Kind] = {
-    # Sizes that are no multiples of 16 or 32, more than one chunk of elementwise work, and one tile
-    # too many.
+    # Sizes that are not multiples of 16 or 32, more than one chunk of elementwise work, and one
+    # tile more than fits.
     "qwen2": Kind(
         "qwen2",
         {"hidden_size": 80, "intermediate_size": 1096, "num_hidden_layers": 2},
@@ -84,7 +88,7 @@ KINDS: dict[str, Kind] = {
     "gpt_oss": Kind("gpt_oss", {"num_hidden_layers": 2}, {}, _WIDE),
     "gemma4": Kind("gemma4", {}, {}, _WIDE),
     "gemma4-wide": Kind("gemma4-wide", {}, {}, _WIDE),
-    # Layers of both kinds have one shape, and so could have their open blocks in one place.
+    # Layers of both kinds have one shape, so their open blocks could be confused.
     "gemma4-alike": Kind("gemma4", {"global_head_dim": 32}, {}, _WIDE),
     "gemma4-experts": Kind("gemma4", _EXPERTS, {}, _WIDE),
     "gemma4-moe": Kind("gemma4-moe", {}, {}, _WIDE),
@@ -124,7 +128,7 @@ KINDS: dict[str, Kind] = {
 
 
 def needs_torch(kind: str, weights: str) -> bool:
-    """Whether making the model takes torch, or the gguf package."""
+    """Return whether making the model takes torch or the gguf package."""
     numpy_alone = kind in ("qwen2", "qwen3", "qwen3_moe", "gpt_oss")
     return not numpy_alone or (
         weights in FORMATS and weights.isupper() and (kind, weights) != ("gpt_oss", "MXFP4")
@@ -132,7 +136,7 @@ def needs_torch(kind: str, weights: str) -> bool:
 
 
 def machine_of(kind: str, weights: str, folder: Path, states: StateSizes = STATES) -> Machine:
-    """Runners of a model, which is written into `folder` where it is not there yet."""
+    """Return the runners of a model, which is written into `folder` if it does not exist yet."""
     made = KINDS[kind]
     is_file = weights.isupper()
     wide = is_file and ("K" in weights or weights == "LOW_MIX")
@@ -171,8 +175,8 @@ def _saved(family: str, directory: Path, fields: Mapping[str, Any]) -> Path:
 
 
 def _k_mix(name: str) -> str:
-    """As llama.cpp's mixtures: the rows of queries, keys and values have more bits than others, or
-    than their gate, and the way into MLPs has fewer.
+    """Return the type of a tensor in a mixture like llama.cpp's: queries, keys and values, or one
+    of them, have more bits than the rest, and the up projections of MLPs have fewer.
     """
     kinds = {"attn_qkv": "Q5_K", "attn_q.": "Q5_K", "attn_v": "Q6_K", "token_embd": "Q6_K"}
     kinds |= {"ffn_gate": "Q3_K", "ffn_up": "Q3_K"}
@@ -180,12 +184,12 @@ def _k_mix(name: str) -> str:
 
 
 def _q5_mix(name: str) -> str:
-    """Q5_0 beside Q5_1, in different matrices."""
+    """Mix Q5_0 and Q5_1 in different matrices."""
     return "Q5_1" if "down" in name or "attn_output" in name else "Q5_0"
 
 
 def _low_mix(name: str) -> str:
-    """1 bit, 2 bits and ternary, in different matrices."""
+    """Mix 1-bit, 2-bit and ternary weights in different matrices."""
     if "ffn" not in name:
         return "TQ2_0"
     return "Q2_0" if "down" in name else "Q1_0"

@@ -1,4 +1,4 @@
-"""A bench on a machine whose step times are known."""
+"""A bench on a simulated machine with known step times."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LONG = 4000
 
 
 def machine(shape: StepShape) -> float:
-    """The time of a step: 10 ms, 0.5 ms a stream, 1 ms a prompt's token and more with depth."""
+    """Return the time of a step: 10 ms, plus 0.5 ms per stream and 1 ms per token, more with depth."""
     return (
         0.010
         + 0.0005 * shape.sequences
@@ -24,7 +24,7 @@ def machine(shape: StepShape) -> float:
 
 
 class Paced(Bench):
-    """A bench whose steps take `machine` seconds; `steps` lists them with their sizes."""
+    """A bench whose steps take `machine` seconds; `steps` lists their shapes and times."""
 
     def __init__(
         self, target_tpot: float | None = None, noise: float = 0.0, **options: Any
@@ -57,9 +57,9 @@ class Paced(Bench):
         self.steps.clear()
 
     def stream(self, max_new_tokens: int = 5000) -> RequestHandle:
-        """A request with a short prompt and a long answer."""
+        """Submit a request with a short prompt and a long answer."""
         rng = random.Random(self.num_requests)
         return self.submit([rng.randrange(256) for _ in range(30)], max_new_tokens)
 
     def check(self) -> None:
-        """Only when asked: these runs are long."""
+        """Skip the invariant checks after each step, since these runs are long."""

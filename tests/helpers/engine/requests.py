@@ -12,7 +12,9 @@ _RESOLVED = {field.name for field in dataclasses.fields(Request)}
 
 
 def make_request(**fields: Any) -> Request:
-    """A request from fields of `Request` and of `Terms`; what both have is the request's own."""
+    """Make a request from fields of `Request` and `Terms`. Fields that both have set the request's
+    own.
+    """
     terms = {name: fields.pop(name) for name in [*fields] if name not in _RESOLVED}
     plain = {"index": 0, "prompt": "", "seed": 0, "stop_ids": frozenset()}
     times = {"entered_at": 0.0, "tokenized_at": 0.0}

@@ -1,4 +1,4 @@
-"""JSON schemas of every supported keyword, made by rule, all of whose values are short enough to be
+"""Generated JSON schemas with every supported keyword, whose values are all short enough to be
 written out.
 """
 
@@ -13,7 +13,7 @@ _PATTERNS = ["^[a-c]{1,4}$", "^(yes|no)$", "^[0-9]{2}:[0-9]{2}$", "^x?y+z$"]
 
 
 def made_schema(seed: int) -> dict[str, Any]:
-    """Schema number `seed`: an object, a list, or now and then a plain value."""
+    """Make schema number `seed`: an object, an array, or sometimes a plain value."""
     rng = random.Random(seed)
     schema = _any(rng, 3) if seed % 7 == 0 else (_object(rng, 3) if seed % 2 else _array(rng, 3))
     if seed % 5 == 0:

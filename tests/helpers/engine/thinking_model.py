@@ -29,7 +29,9 @@ LEVELS = _ALWAYS.replace(_GENERATES, _GENERATES + "{{ reasoning_effort or 'mediu
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """How the model writes its reasoning: `asks` end what others say, `opening` begins its turn."""
+    """A model's format of reasoning. `asks` are the ends of other roles' messages, `opening` the
+    beginnings of its turn.
+    """
 
     form: Format
     asks: tuple[str, ...]
@@ -79,12 +81,12 @@ KINDS["closed only"] = dataclasses.replace(
 
 
 class Thinker:
-    """What the model wants to say.
+    """The texts that the model generates.
 
     Attributes:
-        thought: what it thinks, over and over.
-        thinks: number of letters that it thinks, or None for ever.
-        answers: texts behind the reasoning, the one that it likes best first.
+        thought: its reasoning, repeated endlessly.
+        thinks: number of letters of reasoning; None means without end.
+        answers: texts after the reasoning, the most likely one first.
     """
 
     def __init__(self, engine: Any, kind: Kind) -> None:
@@ -134,8 +136,8 @@ class Thinker:
 
 @contextmanager
 def thinking(patch: Any, name: str = "markers", **options: Any) -> Iterator[tuple[Any, Thinker]]:
-    """An engine of a model that thinks, and its `Thinker`; the fakes are patched until the test
-    ends.
+    """Yield an engine with a model that thinks, and its `Thinker`. The fakes stay patched until the
+    test ends.
     """
     kind = KINDS[name]
     with scripted(patch, kind.form, **options) as (engine, _):

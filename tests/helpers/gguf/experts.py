@@ -13,8 +13,8 @@ _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)\.weight")
 
 
 def merged_experts(tensors: Tensors) -> Tensors:
-    """All experts of a matrix as one tensor, stacked by their numbers; Granite's gate and up apart.
-    Other tensors lose axes of one.
+    """Stack all experts of a matrix into one tensor in the order of their numbers, and split
+    Granite's gate and up projections. Axes of size 1 are removed from other tensors.
     """
     if any(name.endswith("gate_up_proj_bias") for name in tensors):
         return _of_gpt_oss(tensors)
@@ -39,8 +39,8 @@ def merged_experts(tensors: Tensors) -> Tensors:
 
 
 def _of_gpt_oss(tensors: Tensors) -> Tensors:
-    """By its own converter: columns become rows, of gate and up the even ones and the odd ones;
-    MXFP4 as floats.
+    """Convert gpt-oss as its own converter does. Columns become rows; even rows are the gate and
+    odd rows the up projection. MXFP4 becomes floats.
     """
     found = {}
     for name, values in tensors.items():
@@ -66,8 +66,8 @@ def _of_gpt_oss(tensors: Tensors) -> Tensors:
 
 
 def dequantized(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """MXFP4 of safetensors, uint8 [..., groups, 16] and [..., groups], as float32 [..., 32 *
-    groups].
+    """Convert MXFP4 of safetensors, uint8 [..., groups, 16] and [..., groups], to float32 [..., 32
+    * groups].
     """
     table = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
     codes = np.stack([blocks & 15, blocks >> 4], axis=-1).reshape(*blocks.shape[:-1], 32)
@@ -80,8 +80,8 @@ def dequantized(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
 
 
 def write_expert_sizes(writer: GGUFWriter, config: Config) -> None:
-    """What `TextModel.set_gguf_parameters` writes of any mixture, and what single converters
-    add.
+    """Write the keys that `TextModel.set_gguf_parameters` writes for any mixture of experts, and
+    those of individual converters.
     """
     model_type = config["model_type"]
     if model_type == "ernie4_5_moe":
@@ -95,7 +95,7 @@ def write_expert_sizes(writer: GGUFWriter, config: Config) -> None:
             expert_feed_forward_length="moe_intermediate_size",
             expert_shared_count="moe_num_shared_experts",
         )
-        # Its converter's own rule, which is not the width of every model.
+        # Rule of its own converter, which does not give the width of every model.
         writer.add_expert_shared_feed_forward_length(
             config["intermediate_size"] // config["num_key_value_heads"]
         )

@@ -1,5 +1,5 @@
-"""Falcon-H1 in GGUF files for tests, by the rules of llama.cpp's converter (conversion/falcon_h1.py
-and what it is made of, conversion/mamba.py).
+"""Writer of Falcon-H1 in GGUF files for tests, by the rules of llama.cpp's converter
+(conversion/falcon_h1.py and its base, conversion/mamba.py).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from helpers.gguf.layers import Config, Tensors, mamba_values, named, write_size
 
 
 def falcon_tensors(tensors: Tensors, config: Config) -> Tensors:
-    """float32 tensors under GGUF's names, multiplied with what the config says."""
+    """Return float32 tensors under GGUF's names, with the multipliers of the config applied."""
 
     def parts(name: str, values: np.ndarray) -> Tensors:
         return {name.replace(".dt_bias", ".dt_proj.bias"): _changed(name, values, config)}
@@ -50,7 +50,7 @@ def _changed(name: str, values: np.ndarray, config: Config) -> np.ndarray:
 
 
 def write_falcon_sizes(writer: GGUFWriter, config: Config) -> None:
-    """The converter wants head_dim, which transformers does not write."""
+    """Write the sizes. The converter requires head_dim, which transformers does not write."""
     heads = config["num_attention_heads"]
     dim = config.get("head_dim") or config["hidden_size"] // heads
     write_sizes(

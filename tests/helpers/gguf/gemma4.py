@@ -1,8 +1,8 @@
-"""What llama.cpp's converter writes of a Gemma 4 beyond what it writes of any model.
+"""Keys and tensors that llama.cpp's converter writes for Gemma 4 only.
 
-Full layers may be of other sizes than those that slide; transformers saves that as
-`per_layer_config`, where the makers' files have global_head_dim and num_global_key_value_heads,
-which is what the converter reads.
+Full-attention layers may differ in size from sliding-window layers. transformers saves the
+difference as `per_layer_config`. The makers' files, which the converter reads, have global_head_dim
+and num_global_key_value_heads instead.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from helpers.gguf.layers import Config
 
 
 def gemma4_scale(name: str) -> str | None:
-    """What `Gemma4Model.modify_tensors` calls the factors of a router's inputs and of its experts;
-    None: another tensor.
+    """Return GGUF's name for a scale of the router's inputs or of its experts, as
+    `Gemma4Model.modify_tensors` gives it, or None for another tensor.
     """
     layer = name.split(".")[2] if name.startswith("model.layers.") else ""
     found = {"router.scale": "ffn_gate_inp", "router.per_expert_scale": "ffn_down_exps"}
@@ -26,7 +26,7 @@ def gemma4_scale(name: str) -> str | None:
 
 
 def makers_config(config: Config) -> dict[str, Any]:
-    """The config as the makers' files have it."""
+    """Return the config as the makers' files have it."""
     found = {key: value for key, value in config.items() if key != "per_layer_config"}
     full = next(iter(config["per_layer_config"].values()))
     found["global_head_dim"] = full["head_dim"]
@@ -35,7 +35,9 @@ def makers_config(config: Config) -> dict[str, Any]:
 
 
 def write_gemma4_sizes(writer: GGUFWriter, config: Config) -> None:
-    """The keys of `Gemma4Model.set_gguf_parameters`; those of `Gemma3Model` are there already."""
+    """Write the keys of `Gemma4Model.set_gguf_parameters`. Those of `Gemma3Model` were written
+    before.
+    """
     config = makers_config(config)
     layers = config["num_hidden_layers"]
     shared = config["num_kv_shared_layers"]
@@ -67,7 +69,9 @@ def write_gemma4_sizes(writer: GGUFWriter, config: Config) -> None:
 
 
 def rope_freqs(config: Config) -> np.ndarray:
-    """Divisors of a full layer's frequencies: those that do not turn are divided by 1e30."""
+    """Return the divisors of a full-attention layer's frequencies. Frequencies that do not rotate
+    are divided by 1e30.
+    """
     dim = makers_config(config)["global_head_dim"]
     turning = int(dim * config["rope_parameters"]["full_attention"]["partial_rotary_factor"] / 2)
     return np.array([1.0] * turning + [1e30] * (dim // 2 - turning), dtype=np.float32)

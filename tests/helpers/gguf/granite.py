@@ -1,5 +1,5 @@
-"""Granite 4 with layers that keep a state in GGUF files for tests, by the rules of llama.cpp's
-converters (conversion/granite.py and conversion/mamba.py).
+"""Writer of Granite 4 hybrid models in GGUF files for tests, by the rules of llama.cpp's converters
+(conversion/granite.py and conversion/mamba.py).
 """
 
 from __future__ import annotations
@@ -11,12 +11,14 @@ from helpers.gguf.layers import Config, Tensors, mamba_values, named, permuted, 
 
 
 def has_states(config: Config) -> bool:
-    """Whether a Granite 4 has layers with a state; without it is of architecture granite."""
+    """Return whether a Granite 4 has layers with recurrent state. Without them its architecture is
+    granite.
+    """
     return "linear_attention" in config["layer_types"]
 
 
 def granite_tensors(tensors: Tensors, config: Config) -> Tensors:
-    """float32 tensors under GGUF's names, of transformers' with experts merged."""
+    """Return float32 tensors under GGUF's names, from those of transformers with merged experts."""
 
     def parts(name: str, values: np.ndarray) -> Tensors:
         if "shared_mlp." in name:
@@ -38,8 +40,8 @@ def _of_shared(name: str, values: np.ndarray, room: str) -> Tensors:
 
 
 def write_granite_sizes(writer: GGUFWriter, config: Config) -> None:
-    """Files of the makers' models say that there is no rope; those with some that there is, as
-    Bamba's are.
+    """Write the sizes. Files of the makers' models declare that there is no RoPE. Files of models
+    with RoPE declare it, as Bamba's do.
     """
     turned = config["position_embedding_type"] == "rope"
     write_sizes(
@@ -70,8 +72,8 @@ def write_granite_sizes(writer: GGUFWriter, config: Config) -> None:
 
 
 def write_granite_factors(writer: GGUFWriter, config: Config) -> None:
-    """What Granites multiply by, and of one without states the sizes of layers that it has none
-    of.
+    """Write Granite's multipliers, and for a model without recurrent state the sizes of the layers
+    that it lacks.
     """
     if config["model_type"] == "granitemoehybrid":
         writer.add_expert_count(0)

@@ -1,8 +1,8 @@
-"""Hybrids in GGUF files for tests, by the rules of llama.cpp's converters (conversion/lfm2.py,
-conversion/qwen.py).
+"""Writer of hybrid models in GGUF files for tests, by the rules of llama.cpp's converters
+(conversion/lfm2.py, conversion/qwen.py).
 
-Of models with more value heads than key heads these write value heads in the order of tiles,
-everywhere: the first one of each key head, then the second ones.
+For models with more value heads than key heads, all value heads are written in tile order: the
+first one of each key head, then the second ones.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ HYBRID_ARCHS = {
     "nemotron_h": MODEL_ARCH.NEMOTRON_H,
     "falcon_h1": MODEL_ARCH.FALCON_H1,
 }
-# Heads of keys and values have one size there, shares of LFM2's experts have no scale, and
-# llama.cpp takes a state space's convolution to have biases.
+# Key and value heads have one size, the shares of LFM2's experts have no scale, and llama.cpp
+# expects biases in a state space's convolution.
 HYBRID_FAMILIES: dict[str, dict[str, Any]] = {
     "lfm2": {},
     "lfm2-plain": {},
@@ -44,12 +44,12 @@ HYBRID_FAMILIES: dict[str, dict[str, Any]] = {
     "granitemoehybrid-groups": {"mamba_conv_bias": True},
     "granitemoehybrid-experts": {},
     "falcon_h1": {},
-    # There is a norm behind the gate, or none, and a head that is not the embedding, of which the
-    # file holds a multiple and does not say which. Convolutions have biases: llama.cpp ends with a
-    # signal where they have none.
+    # The norm follows the gate or is absent. The LM head is separate from the embedding; the file
+    # holds both with their multipliers applied. Convolutions have biases: llama.cpp dies of a
+    # signal without them.
     "falcon_h1-after": {"mamba_conv_bias": True},
     "nemotron_h": {},
-    # With experts they have no MLPs.
+    # Models with experts have no MLPs.
     "nemotron_h-moe": {
         "layers_block_type": ["full_attention", "moe", "linear_attention", "linear_attention"],
         "use_conv_bias": True,
@@ -69,13 +69,13 @@ _PLAIN_NORM = "linear_attn.norm.weight"
 
 
 def is_hybrid(config: Config) -> bool:
-    """Whether a model is one of these architectures."""
+    """Return whether a model has one of these architectures."""
     model_type = config["model_type"]
     return model_type in HYBRID_ARCHS and (model_type != "granitemoehybrid" or has_states(config))
 
 
 def arch_of(config: Config) -> MODEL_ARCH:
-    """The architecture of a model that is one of these."""
+    """Return the architecture of a hybrid model."""
     return (
         nemotron_arch(config)
         if config["model_type"] == "nemotron_h"
@@ -84,8 +84,8 @@ def arch_of(config: Config) -> MODEL_ARCH:
 
 
 def tiled_heads(values: np.ndarray, axis: int, config: Config, dim: int) -> np.ndarray:
-    """Value heads of `dim` entries each along an axis, from the order of key heads into that of
-    tiles.
+    """Reorder the value heads of `dim` entries each along an axis from key-head order into tile
+    order.
     """
     keys = config["linear_num_key_heads"]
     heads = config["linear_num_value_heads"]
@@ -96,8 +96,8 @@ def tiled_heads(values: np.ndarray, axis: int, config: Config, dim: int) -> np.n
 
 
 def hybrid_tensors(tensors: Tensors, config: Config) -> Tensors:
-    """float32 tensors under GGUF's names, of transformers' without the prefix of a language model
-    inside another.
+    """Return float32 tensors under GGUF's names, from those of transformers without the prefix of a
+    nested language model.
     """
     if config["model_type"] in _OWN_TENSORS:
         return _OWN_TENSORS[config["model_type"]](tensors, config)
@@ -151,7 +151,7 @@ def _split_experts(name: str, values: np.ndarray) -> Tensors:
 
 
 def write_hybrid_sizes(writer: GGUFWriter, config: Config) -> None:
-    """The keys of `TextModel.set_gguf_parameters`, and those of the single converters."""
+    """Write the keys of `TextModel.set_gguf_parameters` and those of individual converters."""
     if config["model_type"] in _OWN_SIZES:
         _OWN_SIZES[config["model_type"]](writer, config)
         return
@@ -205,7 +205,7 @@ def write_hybrid_sizes(writer: GGUFWriter, config: Config) -> None:
     writer.add_rope_dimension_sections([*rope["mrope_section"], 0])
     writer.add_rope_dimension_count(int(config["head_dim"] * rope["partial_rotary_factor"]))
     writer.add_ssm_inner_size(config["linear_value_head_dim"] * config["linear_num_value_heads"])
-    # Models of tests do not all attend in every n-th layer, which is all that the converters write.
+    # Not all test models attend in every n-th layer, which is all that the converters can write.
     writer.add_array(
         f"{writer.arch}.attention.recurrent_layers", [not attending for attending in attends]
     )
@@ -227,8 +227,8 @@ def _lfm2_width(config: Config) -> int:
 
 
 def draft_layer(tensors: Tensors, layers: int) -> Tensors:
-    """Tensors of a layer behind the others that guesses one more token: those of a full layer,
-    which `tensors` must have, and how it joins the model's.
+    """Return the tensors of an additional last layer that drafts one more token: those of a
+    full-attention layer, which `tensors` must contain, and those that join it to the model.
     """
     full = next(name.split(".")[1] for name in tensors if ".attn_q." in name)
     found = {

@@ -1,5 +1,5 @@
-"""What llama.cpp's converters do to the tensors of several families: names, rows in the order of
-its rope, and state spaces as conversion/mamba.py has them.
+"""Conversions that llama.cpp's converters apply to the tensors of several families: names, rows in
+the order of its RoPE, and state spaces as in conversion/mamba.py.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ def named(
     config: Config,
     parts: Callable[[str, np.ndarray], Tensors],
 ) -> Tensors:
-    """Tensors under GGUF's names. parts: what a tensor becomes, float32, by names that the
-    package's table has.
+    """Return tensors under GGUF's names.
+
+    Args:
+        parts: function that converts a tensor to float32 tensors, under names of the package's table.
     """
     names = gguf.get_tensor_name_map(arch, config["num_hidden_layers"])
     found = {}
@@ -37,8 +39,8 @@ def named(
 
 
 def permuted(name: str, weights: np.ndarray, config: Config) -> np.ndarray:
-    """Rows of queries and keys in the order of llama.cpp's rope: pairs (i, i + half) one after the
-    other. Other tensors as they are.
+    """Reorder rows of queries and keys for llama.cpp's RoPE, with each pair (i, i + half) adjacent.
+    Return other tensors unchanged.
     """
     sizes = {".q_proj.": "num_attention_heads", ".k_proj.": "num_key_value_heads"}
     heads = next((config[size] for part, size in sizes.items() if part in name), 0)
@@ -49,7 +51,7 @@ def permuted(name: str, weights: np.ndarray, config: Config) -> np.ndarray:
 
 
 def mamba_values(name: str, values: np.ndarray, groups: int) -> np.ndarray:
-    """A state space's tensor as files have it; others as they are."""
+    """Convert a state space's tensor to its form in files. Return other tensors unchanged."""
     if name.endswith("conv1d.weight"):
         return values.squeeze()
     if name.endswith("A_log"):
@@ -64,8 +66,8 @@ def mamba_values(name: str, values: np.ndarray, groups: int) -> np.ndarray:
 
 
 def write_sizes(writer: GGUFWriter, config: Config, **sources: str) -> None:
-    """Keys of a file by the names of the writer's methods, each with the key of the config that it
-    takes.
+    """Write keys of a file, given the name of the writer's method for each and the key of the
+    config that holds its value.
     """
     for name, source in sources.items():
         getattr(writer, f"add_{name}")(config[source])

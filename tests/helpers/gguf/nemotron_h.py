@@ -1,5 +1,5 @@
-"""Nemotron-H in GGUF files for tests, by the rules of llama.cpp's converter (conversion/nemotron.py
-and what it is made of, conversion/granite.py and conversion/mamba.py).
+"""Writer of Nemotron-H in GGUF files for tests, by the rules of llama.cpp's converter
+(conversion/nemotron.py and its bases, conversion/granite.py and conversion/mamba.py).
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from helpers.gguf.layers import Config, Tensors, mamba_values, named, permuted, 
 
 
 def nemotron_arch(config: Config) -> MODEL_ARCH:
-    """Files with experts are another architecture."""
+    """Return the architecture, which is a different one for models with experts."""
     return (
         MODEL_ARCH.NEMOTRON_H_MOE if "moe" in config["layers_block_type"] else MODEL_ARCH.NEMOTRON_H
     )
 
 
 def nemotron_tensors(tensors: Tensors, config: Config) -> Tensors:
-    """float32 tensors under GGUF's names, of transformers' with experts merged."""
+    """Return float32 tensors under GGUF's names, from those of transformers with merged experts."""
 
     def parts(name: str, values: np.ndarray) -> Tensors:
         values = mamba_values(name, permuted(name, values, config), config["n_groups"])
@@ -29,13 +29,13 @@ def nemotron_tensors(tensors: Tensors, config: Config) -> Tensors:
     sizes = {
         **config,
         "num_hidden_layers": len(config["layers_block_type"]),
-    }  # transformers writes the types alone
+    }  # transformers writes only the types
     return named(tensors, nemotron_arch(config), sizes, parts)
 
 
 def write_nemotron_sizes(writer: GGUFWriter, config: Config) -> None:
-    """Makers' configs have norm_eps beside layer_norm_epsilon, and so do files; transformers writes
-    the other alone.
+    """Write the sizes. Makers' configs have norm_eps in addition to layer_norm_epsilon, and so do
+    files; transformers writes only the latter.
     """
     types = config["layers_block_type"]
     has_experts = "moe" in types

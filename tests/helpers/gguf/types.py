@@ -1,4 +1,4 @@
-"""Tensor types by name, those newer than the `gguf` package too: sizes and dequantization."""
+"""Sizes and dequantization of tensor types by name, including types newer than the `gguf` package."""
 
 from __future__ import annotations
 
@@ -9,18 +9,20 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quants
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
 
-# Number in the file, weights and bytes of a block. Q2_0_g128 is what early files hold under the
-# number of Q2_0.
+# Number in the file, weights and bytes of a block. Q2_0_g128 is the type that early files store
+# under the number of Q2_0.
 TYPES = {kind.name: (int(kind), *GGML_QUANT_SIZES[kind]) for kind in GGMLQuantizationType} | {
     "Q2_0": (42, 64, 18),
     "Q2_0_g128": (42, 128, 34),
 }
-# Bits of a code, and the weight of code 0 and the step between codes in units of the scale.
+# Bits of a code, value of code 0, and step between codes in units of the scale.
 _BY_BITS = {"Q1_0": (1, -1, 2), "Q2_0": (2, -1, 1), "Q2_0_g128": (2, -1, 1)}
 
 
 def dequantized(name: str, data: Bytes) -> Floats:
-    """float32 [rows, weights] of rows of blocks: by the package, or bit by bit as ggml-quants.c."""
+    """Dequantize rows of blocks to float32 [rows, weights], with the package or bit by bit as in
+    ggml-quants.c.
+    """
     if name not in _BY_BITS:
         return np.asarray(quants.dequantize(data, GGMLQuantizationType[name]))
     bits, lowest, step = _BY_BITS[name]

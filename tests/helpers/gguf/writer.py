@@ -1,7 +1,7 @@
 """GGUF files for tests, written with the `gguf` package from a tiny model directory, as llama.cpp's
 converters do.
 
-Tensor names come from the package's own tables, so that they are an oracle for ours.
+Tensor names are taken from the package's tables, which makes them an oracle for ours.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ ARCHS = {
     "minicpm": MODEL_ARCH.MINICPM,
     "bitnet": MODEL_ARCH.BITNET,
 }
-# What GGUF cannot say has to have the value that llama.cpp knows.
+# A property that GGUF cannot express must have the value that llama.cpp assumes.
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "llama-llama3rope": {},
@@ -88,8 +88,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "granitemoe": {},
     "ernie4_5_moe": {"intermediate_size": 256},
     "glm4_moe": {},
-    # llama.cpp rounds yarn's borders to whole numbers: of this base they are the first and the last
-    # channel either way.
+    # llama.cpp rounds YaRN's bounds to whole numbers. With this base they are the first and the
+    # last channel either way.
     "gpt_oss": {"rope_parameters": {**GPT_OSS_ROPE, "rope_theta": 4.0}},
     "ministral3": {},
     "mistral3": {"sliding_window": None},
@@ -113,7 +113,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "ernie4_5": {},
     "glm4": {},
     "granite": {},
-    # As llama.cpp's converter writes it, and as llama.cpp computes.
+    # Written as llama.cpp's converter does, and computed as llama.cpp does.
     "bitnet": {
         "hidden_act": "silu",
         "tie_word_embeddings": True,
@@ -135,10 +135,10 @@ PERMUTED = (
     "mixtral",
     "granitemoe",
 )
-# Rows of whole blocks in every format.
+# Rows are multiples of the block size in every format.
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "head_dim": 64}
 PLUS_ONE = ("gemma", "gemma2", "gemma3_text")  # norms that multiply by 1 + weight
-# Matrices that are F32 whatever the others are.
+# Matrices that are always F32.
 IN_FLOATS = ("conv.weight", "conv1d.weight", "ssm_norm.weight", "ssm_a", "ssm_d")
 # Names in a config of transformers -> names in the package's table.
 OTHER_NAMES = {
@@ -148,8 +148,8 @@ OTHER_NAMES = {
 }
 OTHER_PARTS = ("model.visual.", "vision_tower.", "multi_modal_projector.")
 TOKEN_TYPES = gguf.TokenType
-# Types that the package cannot quantize to: offsets of their float16 numbers, and what the largest
-# weight is in them.
+# Types that the package cannot quantize to: offsets of their float16 numbers, and the largest
+# weight they can represent.
 K_SCALES = {
     "Q4_K": ((0, 2), 63 * 15),
     "Q5_K": ((0, 2), 63 * 31),
@@ -166,8 +166,8 @@ K_SCALES = {
 
 
 def save_model(name: str, directory: Path) -> Path:
-    """A tiny model of FAMILIES as its makers' directory."""
-    if name == "minicpm":  # transformers has no class of it
+    """Save a tiny model of FAMILIES as its makers' directory."""
+    if name == "minicpm":  # transformers has no class for it
         directory.mkdir()
         return save_tiny_checkpoint(name, directory, **FAMILIES[name])
     nested = name in HYBRID_NESTED or (name in NESTED and not name.startswith("gemma"))
@@ -177,15 +177,15 @@ def save_model(name: str, directory: Path) -> Path:
 
 
 def _config(model_dir: Path) -> dict[str, Any]:
-    """As the converters' `load_hparams`: what text_config says goes before what stands around
-    it.
+    """Return the config as the converters' `load_hparams` does: text_config takes precedence over
+    the fields around it.
     """
     config = json.loads((model_dir / "config.json").read_text())
     return {**config, **config.get("text_config", {}), "model_type": config["model_type"]}
 
 
 def gguf_tensors(model_dir: Path) -> Tensors:
-    """float32 tensors of a tiny model under GGUF names, in GGUF order of rows and with GGUF
+    """Return a tiny model's float32 tensors under GGUF names, with rows in GGUF order and GGUF
     norms.
     """
     config = _config(model_dir)
@@ -256,7 +256,7 @@ def _llama3_factors(rope: Config, dim: int) -> np.ndarray:
 
 
 def _random_blocks(values: np.ndarray, kind: str) -> np.ndarray:
-    """Random blocks of a type, about as large as `values`: uint8 [rows, bytes]."""
+    """Return random blocks of a type with about the magnitude of `values`: uint8 [rows, bytes]."""
     _, weights, nbytes = TYPES[kind]
     rng = np.random.default_rng(values.size)
     blocks = rng.integers(0, 256, (values.size // weights, nbytes), dtype=np.uint8)
@@ -269,13 +269,13 @@ def _random_blocks(values: np.ndarray, kind: str) -> np.ndarray:
 
 
 def q4_k_m(name: str) -> str:
-    """The mixture that llama.cpp calls Q4_K_M."""
+    """Return a tensor's type in the mixture that llama.cpp calls Q4_K_M."""
     return "Q6_K" if name in ("token_embd.weight", "output.weight") or "attn_v" in name else "Q4_K"
 
 
 def iq4_xs(name: str) -> str:
-    """IQ4_XS, of a model whose query heads share keys: llama.cpp has more bits for values and the
-    first layers' way down.
+    """Return a tensor's type in IQ4_XS, for a model whose query heads share keys. llama.cpp uses
+    more bits for values and the first layers' down projections.
     """
     if name in ("token_embd.weight", "output.weight"):
         return "Q6_K"
@@ -296,16 +296,17 @@ def write_gguf(
 ) -> Path:
     """Write the model as GGUF.
 
-    kind: the type of matrices, or a function of the GGUF name; vectors are F32. Weights of K types
-      are random.
-    tokenizer: the model's own, or keys of one; None for a file that says there is none, as
-      llama.cpp wants to be told.
-    keys: other metadata of the architecture, {"attention.scale": 0.5}; None for a key that is left
-      out.
-    general: numbers by their whole key, {"general.sampling.temp": 0.5}.
-    more: further tensors, F32; None for one that is left out.  split: parts of so many tensors
-      each, beside `path`, which is not written then; the first one is returned.
-    dense: with the matrices behind the pooling of a model that attends both ways.
+    Args:
+        kind: type of the matrices, or a function of the GGUF name. Vectors are F32. Weights of
+            K types are random.
+        tokenizer: True for the model's own, or keys of another one. None writes a file that
+            declares none, as llama.cpp requires.
+        keys: other metadata of the architecture, {"attention.scale": 0.5}. None omits a key.
+        general: numbers by complete key, {"general.sampling.temp": 0.5}.
+        more: additional F32 tensors. None omits a tensor.
+        split: number of tensors per file. Split files are written next to `path`, which is not
+            written itself, and the first one is returned.
+        dense: include the matrices after the pooling of a model with bidirectional attention.
     """
     config = _config(model_dir)
     both_ways = bool(config.get("use_bidirectional_attention"))
@@ -353,7 +354,7 @@ def write_gguf(
 
 
 def add_matrix(writer: GGUFWriter, name: str, values: np.ndarray, kind: str) -> None:
-    """Add a tensor of a type; of those in K_SCALES, the weights are random."""
+    """Add a tensor of a type. Weights of types in K_SCALES are random."""
     if kind not in K_SCALES:
         number = GGMLQuantizationType[kind]
         writer.add_tensor(name, quants.quantize(values, number), raw_dtype=number)
@@ -367,8 +368,8 @@ def add_matrix(writer: GGUFWriter, name: str, values: np.ndarray, kind: str) -> 
 def save_gguf(
     name: str, directory: Path, fields: Mapping[str, Any] | None = None, **options: Any
 ) -> Path:
-    """A tiny model with these fields in its config as the file m.gguf, and its makers' directory
-    beside it.
+    """Save a tiny model with these config fields as the file m.gguf, and its makers' directory next
+    to it.
     """
     return write_gguf(
         save_tiny_model(name, directory / "model", **(fields or {})),
@@ -378,7 +379,7 @@ def save_gguf(
 
 
 def add_keys(writer: GGUFWriter, metadata: Config) -> None:
-    """Keys of a tokenizer, arrays as lists or of NumPy."""
+    """Add the keys of a tokenizer, with arrays given as lists or NumPy arrays."""
     kinds = {bool: writer.add_bool, str: writer.add_string, list: writer.add_array}
     for key, value in metadata.items():
         if key != "general.architecture":
@@ -436,7 +437,7 @@ def _write_sizes(writer: GGUFWriter, config: Config) -> None:
         writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
     if (
         rope["rope_type"] == "longrope" and model_type == "minicpm"
-    ):  # its converter writes no length and no factor
+    ):  # its converter writes neither length nor factor
         writer.add_rope_scaling_type(gguf.RopeScalingType.LONGROPE)
     elif rope["rope_type"] == "longrope":
         old = (
@@ -467,7 +468,7 @@ def _write_sizes(writer: GGUFWriter, config: Config) -> None:
 
 
 def _write_factors(writer: GGUFWriter, config: Config) -> None:
-    """What MiniCPM and Granite multiply by."""
+    """Write the multipliers of MiniCPM and Granite."""
     model_type = config["model_type"]
     if model_type == "minicpm":
         writer.add_embedding_scale(config["scale_emb"])
@@ -480,7 +481,9 @@ def _write_factors(writer: GGUFWriter, config: Config) -> None:
 def _write_tokenizer(
     writer: GGUFWriter, model_dir: Path, vocab_size: int, *, ends: bool = False
 ) -> None:
-    """As the converters' `_set_vocab_gpt2`: tokens by id, ids without a token as unused."""
+    """Write the tokenizer as the converters' `_set_vocab_gpt2` does: tokens by id, and ids without
+    a token as unused.
+    """
     state = json.loads((model_dir / "tokenizer.json").read_text(encoding="utf-8"))
     settings = json.loads((model_dir / "tokenizer_config.json").read_text(encoding="utf-8"))
     tokens = [f"[PAD{i}]" for i in range(vocab_size)]

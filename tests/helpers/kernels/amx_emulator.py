@@ -1,14 +1,14 @@
-"""Intel's AMX on a processor that lacks it: tile instructions raise SIGILL, and a handler does what
-they would do.
+"""Emulator of Intel's AMX for processors that lack it: tile instructions raise SIGILL, and a signal
+handler executes them.
 
-The instructions that Numba compiled for AMX run as they are, each of them decoded from memory, so
-that tests of those kernels need no such processor. Only what the kernels use is known: LDTILECFG,
-TILERELEASE, TILEZERO, TILELOADD, TILESTORED and TDPBSSD, as Intel's manual describes them (Software
-Developer's Manual, volume 2), for Linux on x86-64. A mistake in a kernel that a processor would
-refuse ends the process: sizes that do not fit, no configuration.
+The instructions that Numba compiled for AMX run unchanged. The handler decodes each of them from
+memory, so tests of those kernels need no such processor. Only instructions that the kernels use are
+supported: LDTILECFG, TILERELEASE, TILEZERO, TILELOADD, TILESTORED and TDPBSSD, as described in
+Intel's manual (Software Developer's Manual, volume 2), for Linux on x86-64. A kernel error that a
+processor would refuse (mismatched sizes, no configuration) ends the process.
 
-`install()` must be called once in a process of its own: the handler stays. It says nothing about
-speed.
+`install()` must be called once in a separate process, since the handler stays installed. The
+emulator says nothing about speed.
 """
 
 from __future__ import annotations
@@ -31,12 +31,11 @@ _THREADS = 64
 _ROWS = 16
 _WIDTH = 64
 _PALETTE_BYTES = 64
-# ucontext_t of glibc and musl: registers of the thread in the order of the kernel's, RIP the 17th
-# of them.
+# ucontext_t of glibc and musl: the thread's registers in the kernel's order, RIP is the 17th.
 _FIRST_REGISTER = 5
 _RIP = 5 + 16
-# Where the kernel keeps each general register, by its number in an instruction: RAX, RCX, RDX, RBX,
-# RSP, RBP, RSI, RDI.
+# Index of each general register in the kernel's order, by its number in an instruction: RAX, RCX,
+# RDX, RBX, RSP, RBP, RSI, RDI.
 _PLACES = (13, 14, 12, 11, 15, 10, 9, 8, 0, 1, 2, 3, 4, 5, 6, 7)
 
 
@@ -50,14 +49,14 @@ class _SigAction(ctypes.Structure):
 
 
 class _Tiles:
-    """The tile registers of all threads, in memory that lives as long as the process."""
+    """The tile registers of all threads, in memory that is never freed."""
 
     bytes = np.zeros((_THREADS, _REGISTERS, _ROWS, _WIDTH), np.uint8)
     shapes = np.zeros(
         (_THREADS, _REGISTERS, 2), np.int64
-    )  # rows, bytes a row; no rows: not configured
+    )  # rows, bytes per row; no rows means not configured
     owners = np.zeros(_THREADS, np.int64)
-    counts = np.zeros(6, np.int64)  # of each instruction
+    counts = np.zeros(6, np.int64)  # by instruction
 
 
 _BYTES, _SHAPES, _OWNERS, _COUNTS = (
@@ -76,7 +75,7 @@ CONFIGURE, RELEASE, ZERO, LOAD, STORE, MULTIPLY = range(6)
 def _loader(bits: int) -> Any:
     @intrinsic
     def load(typing: Any, address: Any) -> Any:
-        """The signed integer at an address."""
+        """Load a signed integer from an address."""
 
         def codegen(context: Any, b: Any, signature: Any, arguments: Sequence[Any]) -> Any:
             kind = ir.IntType(bits)
@@ -91,7 +90,7 @@ def _loader(bits: int) -> Any:
 def _storer(bits: int) -> Any:
     @intrinsic
     def store(typing: Any, address: Any, value: Any) -> Any:
-        """The low bits of an integer to an address."""
+        """Store the low bits of an integer at an address."""
 
         def codegen(context: Any, b: Any, signature: Any, arguments: Sequence[Any]) -> Any:
             kind = ir.IntType(bits)
@@ -115,7 +114,7 @@ _inline = numba.njit(error_model="numpy", inline="never")
 
 @intrinsic
 def _claim(typing: Any, address: Any, value: Any) -> Any:
-    """Put a value where there is 0; returns what was there before."""
+    """Atomically replace 0 by a value, and return the previous value."""
 
     def codegen(context: Any, b: Any, signature: Any, arguments: Sequence[Any]) -> Any:
         pointer = b.inttoptr(arguments[0], ir.IntType(64).as_pointer())
@@ -134,7 +133,7 @@ def _byte(address: int) -> int:
 
 @_inline
 def _thread() -> int:
-    """Number of the calling thread."""
+    """Return the number of the calling thread."""
     own = _pthread_self()
     for index in range(_THREADS):
         before = _claim(_OWNERS + 8 * index, own)
@@ -151,8 +150,8 @@ def _register(context: int, number: int) -> int:
 
 @_inline
 def _memory(context: int, at: int, rex: int, length: int) -> tuple[int, int, int]:
-    """Of the operand in memory whose ModRM byte is at `at`: address, stride, bytes the operand
-    takes in the code.
+    """Decode the memory operand whose ModRM byte is at `at`: its address, its stride, and its
+    length in the code.
     """
     mod = _byte(at) >> 6
     low = _byte(at) & 7
@@ -170,7 +169,7 @@ def _memory(context: int, at: int, rex: int, length: int) -> tuple[int, int, int
     if mod == 0 and base & 7 == 5:
         address = _load32(at + size)
         size += 4
-        if low == 5:  # counted from the next instruction
+        if low == 5:  # relative to the next instruction
             address += _load64(context + 8 * _RIP) + length + size
         return address, stride, size
     address = _register(context, base)
@@ -237,8 +236,8 @@ def _move(thread: int, number: int, address: int, stride: int, to_memory: bool) 
 
 @_inline
 def _multiply(thread: int, out: int, left: int, right: int) -> None:
-    """Signed bytes: out[row][column] += sum over k and i of left[row][4 k + i] * right[k][4 column
-    + i].
+    """Multiply signed bytes: out[row][column] += sum over k and i of left[row][4 k + i] *
+    right[k][4 column + i].
     """
     if out in (left, right) or left == right:
         _abort()
@@ -261,7 +260,7 @@ def _multiply(thread: int, out: int, left: int, right: int) -> None:
 
 @_inline
 def _step(context: int) -> None:
-    """Do what the instruction at the thread's place says, and go on behind it."""
+    """Execute the instruction at the thread's instruction pointer, and advance the pointer."""
     at = _load64(context + 8 * _RIP)
     thread = _thread()
     first = _byte(at + 1)
@@ -274,7 +273,7 @@ def _step(context: int) -> None:
     code = _byte(at + 3)
     prefix = second & 3
     operands = at + 4
-    if code != 0x5E and second & 0x78 != 0x78:  # a third operand where there is none
+    if code != 0x5E and second & 0x78 != 0x78:  # a third operand where none is allowed
         _abort()
     number = _byte(operands) >> 3 & 7
     is_memory = _byte(operands) >> 6 != 3
@@ -307,7 +306,7 @@ def _step(context: int) -> None:
 
 
 def install() -> None:
-    """Let this process run tile instructions."""
+    """Install the signal handler that emulates tile instructions in this process."""
     handler = numba.cfunc(types.void(types.int32, types.int64, types.int64))(_handle)
     install.handler = handler  # type: ignore[attr-defined] # must outlive the call
     siginfo = 4
@@ -322,6 +321,6 @@ def _handle(number: int, information: int, context: int) -> None:
 
 
 def counts() -> dict[str, int]:
-    """Instructions run so far."""
+    """Return the number of executed instructions by name."""
     names = ("ldtilecfg", "tilerelease", "tilezero", "tileloadd", "tilestored", "tdpbssd")
     return dict(zip(names, _Tiles.counts.tolist(), strict=True))

@@ -1,5 +1,5 @@
-"""Operations of a layer program over arrays of a test: matrices with what comes before and after
-them.
+"""Driver for operations of a layer program over a test's arrays: matrices with the steps before and
+after them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Floats = npt.NDArray[np.float32]
 
 
 class Program:
-    """One or more operations over buffers of this test."""
+    """One or more operations over a test's buffers."""
 
     def __init__(self, tokens: int, matrix: int = 0) -> None:
         self.tokens = tokens
@@ -42,7 +42,7 @@ class Program:
         return lt.PackedMatrix(kind_of(kind), inputs, *addresses, **fields)
 
     def kernels(self) -> npt.NDArray[np.int64]:
-        """Of the kinds that the operations read."""
+        """Return the kernel table for the weight formats that the operations read."""
         of = (lt.LinearOp, lt.GatedOp, lt.ExpertsGatedOp, lt.ExpertsDownOp)
         kinds = [op.matrix.kind for op in self.ops if isinstance(op, of)]
         return kernel_table(kinds, {type(op) for op in self.ops})
@@ -66,7 +66,7 @@ class Program:
 
 
 class Extra(NamedTuple):
-    """What a matrix does beside multiplying, and how it is run."""
+    """Options of a matrix product: additional terms, and settings of its execution."""
 
     bias: Floats | None = None
     add: Floats | None = None
@@ -89,7 +89,7 @@ def panel_sizes(tokens: int, extra: Extra) -> list[int]:
 def run_linear(
     kind: str, x: Floats, packed: PackedRows, rows: int, extra: Extra
 ) -> tuple[Floats, npt.NDArray[np.uint8]]:
-    """The result, and the panel of quantized tokens."""
+    """Return the result and the panel of quantized tokens."""
     tokens, inputs = x.shape
     groups = -(-inputs // 32)
     padded = -(-rows // 16) * 16

@@ -1,4 +1,4 @@
-"""Mixers with a state as tests have them: short convolutions, the gated delta rule and Mamba2's
+"""Mixers with recurrent state for tests: short convolutions, the gated delta rule and Mamba2's
 state spaces.
 """
 
@@ -30,8 +30,8 @@ SSD_EPS = 1e-5
 
 
 class State(NamedTuple):
-    """The tail of a convolution [taps, channels] and the matrices [heads, key_dim, value_dim], of a
-    mixer without heads none.
+    """The conv state [taps, channels] and the matrices [heads, key_dim, value_dim]; a mixer without
+    heads has no matrices.
     """
 
     tail: Numbers
@@ -44,12 +44,13 @@ def assert_same(found: State, expected: State) -> None:
 
 
 class Mixer(abc.ABC):
-    """Rows of random numbers, as the matrices of a layer leave them, the specification of what they
-    become, and the operations. Its state lies behind another layer's.
+    """Random input rows as the matrices of a layer produce them, the NumPy specification of the
+    results, and the operations. The mixer's state is stored after another layer's.
 
-    columns  of a row
-    width    of a row of results
-    weights  of the convolution, [taps + 1, channels]
+    Attributes:
+        columns: columns of an input row.
+        width: columns of a result row.
+        weights: weights of the convolution, [taps + 1, channels].
     """
 
     def __init__(self, spec: LayerStateSpec, columns: int, width: int, bias: bool) -> None:
@@ -70,19 +71,19 @@ class Mixer(abc.ABC):
         )
 
     def empty(self, rows: Numbers) -> State:
-        """The state before any row, in their dtype."""
+        """Return the state before any row, in the dtype of `rows`."""
         spec = self.specs[1]
         matrices = np.zeros((spec.heads, spec.key_dim, spec.value_dim), rows.dtype)
         return State(np.zeros((self.taps, self.channels), rows.dtype), matrices)
 
     @abc.abstractmethod
     def expected(self, rows: Numbers, before: State | None = None) -> tuple[Numbers, State]:
-        """Results [tokens, width], and the state behind them, in the dtype of `rows`."""
+        """Return the results [tokens, width] and the state after them, in the dtype of `rows`."""
 
     def run(
         self, rows: Floats, pieces: Sequence[Piece], pool: StatePool, threads: int = 1
     ) -> Floats:
-        """Results of the pieces of `rows`, one behind another."""
+        """Return the results of the pieces of `rows`, one after another."""
         step = self.columns + 5
         out_step = self.width + 16
         wide, out = (np.full((len(rows), size), np.nan, np.float32) for size in (step, out_step))
@@ -108,8 +109,10 @@ class Mixer(abc.ABC):
         threads: int = 1,
         written: Sequence[int] | None = None,
     ) -> None:
-        """Let the states of the pieces take in so many of the drafts run last. saves: (piece,
-        drafts, slot).
+        """Advance the states of the pieces by the accepted drafts of the last run.
+
+        Args:
+            saves: (piece, drafts, slot) of each snapshot.
         """
         program = accepting(pieces, pool, accepted, saves, written)
         first = pool.draft_offset(1) // 4
@@ -122,13 +125,13 @@ class Mixer(abc.ABC):
     def mix(
         self, program: Program, pool: StatePool, conv: lt.ConvInputs, out: lt.BufferRows
     ) -> None:
-        """Add what makes results of rows, and advances the state."""
+        """Add the operations that compute results from rows and advance the state."""
 
     @abc.abstractmethod
     def advance(
         self, program: Program, pool: StatePool, conv: lt.ConvInputs, gates: lt.BufferRows
     ) -> None:
-        """Add what advances the state."""
+        """Add the operations that advance the state."""
 
     def convolution(self, pool: StatePool, rows: lt.BufferRows) -> lt.ConvInputs:
         weights = self.weights.ctypes.data
@@ -136,7 +139,7 @@ class Mixer(abc.ABC):
         return lt.ConvInputs(rows, self.channels, self.taps, pool.offset(1), weights, bias)
 
     def state(self, pool: StatePool, slot: int) -> State:
-        """What a slot holds."""
+        """Return the state in a slot."""
         spec = self.specs[1]
         tiles = pool.matrices(slot, 1).transpose(0, 2, 1, 3)
         return State(
@@ -155,7 +158,7 @@ def _address(array: Floats | None) -> int:
 
 
 class Conv(Mixer):
-    """A gated convolution, of rows [B | C | x]."""
+    """A gated convolution over rows [B | C | x]."""
 
     def __init__(self, channels: int, taps: int, *, bias: bool = False) -> None:
         super().__init__(LayerStateSpec(taps, channels), 3 * channels, channels, bias)
@@ -179,8 +182,8 @@ class Conv(Mixer):
 
 
 class Scan(Mixer):
-    """A mixer that has matrices: a row is the inputs of the convolution, then a gate for each of
-    the results, and then, from `gates` on, the numbers that make decays.
+    """A mixer with matrices. A row holds the inputs of the convolution, a gate for each result, and
+    from `gates` on the inputs of the decays.
     """
 
     def __init__(self, spec: LayerStateSpec, key_heads: int, bias: bool) -> None:
@@ -193,14 +196,14 @@ class Scan(Mixer):
         self.dt_bias = self.rng.standard_normal(spec.heads).astype(np.float32)
 
     def inputs(self) -> dict[str, Any]:
-        """Return fields of `ScanInputsOp` that no other rule has."""
+        """Return the fields of `ScanInputsOp` that only this mixer has."""
         return {}
 
     skip: Floats | None = None
 
     @abc.abstractmethod
     def gate(self) -> dict[str, Any]:
-        """Return fields of `GateOp` that no other rule has."""
+        """Return the fields of `GateOp` that only this mixer has."""
 
     def mix(
         self, program: Program, pool: StatePool, conv: lt.ConvInputs, out: lt.BufferRows
@@ -242,7 +245,7 @@ class DeltaShape(NamedTuple):
 
 
 class Delta(Scan):
-    """The gated delta rule, of rows [q | k | v | z | gates]."""
+    """The gated delta rule over rows [q | k | v | z | gates]."""
 
     def __init__(self, shape: DeltaShape, taps: int = 3, *, bias: bool = False) -> None:
         self.shape = shape
@@ -253,7 +256,7 @@ class Delta(Scan):
         self.norms = [np.full(dim, factor, np.float32) for factor in (1 / dim, dim**-0.5)]
 
     def steps(self, mixed: Numbers, rows: Numbers) -> DeltaSteps:
-        """mixed: what the convolution leaves."""
+        """Return the step inputs, given the output `mixed` of the convolution."""
         keys, values, dim, _, _ = self.shape
         q, k = mixed[:, : 2 * keys * dim].reshape(len(rows), 2, keys, dim).swapaxes(0, 1)
         gates = (
@@ -289,7 +292,7 @@ class Delta(Scan):
 
 
 class SsdShape(NamedTuple):
-    """norm: as in Mixer."""
+    """Shape of a Mamba2 mixer. `norm` has the values of `Mixer.norm`."""
 
     groups: int
     heads: int
@@ -300,7 +303,7 @@ class SsdShape(NamedTuple):
 
 
 class Ssd(Scan):
-    """Mamba2's mixer, of rows [x | B | C | z | dt]."""
+    """Mamba2's mixer over rows [x | B | C | z | dt]."""
 
     def __init__(self, shape: SsdShape, *, bias: bool = True) -> None:
         self.shape = shape
@@ -315,7 +318,7 @@ class Ssd(Scan):
         )
 
     def steps(self, mixed: Numbers, rows: Numbers) -> SsdSteps:
-        """mixed: what the convolution leaves."""
+        """Return the step inputs, given the output `mixed` of the convolution."""
         both = mixed[:, self.width :].reshape(len(rows), 2, self.shape.groups, self.shape.key_dim)
         k, q = both.swapaxes(0, 1)
         times = rows[:, self.gates : self.gates + self.shape.heads]

@@ -1,6 +1,4 @@
-"""Ragged batches laid out in scattered blocks, and dense attention in float64 as the oracle for all
-of them.
-"""
+"""Ragged batches laid out in scattered blocks, and dense attention in float64 as their oracle."""
 
 from __future__ import annotations
 
@@ -18,13 +16,13 @@ DTYPES = tuple(NUMPY_DTYPES)
 
 
 def round_to(values: np.ndarray, dtype: str) -> np.ndarray:
-    """float32 -> the nearest values that `dtype` can hold, ties to even, as float32; NaN stays
-    NaN.
+    """Round float32 values to the nearest ones of `dtype`, ties to even, and return them as
+    float32. NaN stays NaN.
     """
     if dtype != "bfloat16":
         with np.errstate(over="ignore", invalid="ignore"):
             return values.astype(dtype).astype(np.float32)
-    # The last place of 8 significant bits; below the normal numbers places are 2^-133 apart.
+    # Value of the last of 8 significant bits. Subnormal numbers are 2^-133 apart.
     with np.errstate(over="ignore", invalid="ignore"):
         wide = values.astype(np.float64)
         _, exponents = np.frexp(wide)
@@ -33,7 +31,7 @@ def round_to(values: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def round_with_torch(values: np.ndarray, dtype: str) -> np.ndarray:
-    """As `round_to`, by torch."""
+    """Do the same as `round_to` with torch."""
     import torch
 
     return torch.from_numpy(values).to(getattr(torch, dtype)).float().numpy()
@@ -42,8 +40,8 @@ def round_with_torch(values: np.ndarray, dtype: str) -> np.ndarray:
 def attend_densely(
     queries: np.ndarray, keys: np.ndarray, values: np.ndarray, params: Any
 ) -> tuple[np.ndarray, np.ndarray]:
-    """One sequence: queries [n, heads, dim] at the last n positions of keys and values [tokens,
-    kv_heads, dim].
+    """Attend within one sequence: queries [n, heads, dim] at the last n positions of keys and
+    values [tokens, kv_heads, dim].
     """
     repeats = queries.shape[1] // keys.shape[1]
     wide_keys, wide_values = (
@@ -54,7 +52,7 @@ def attend_densely(
         scores = params.softcap * np.tanh(scores / params.softcap)
     query_at = np.arange(len(keys) - len(queries), len(keys))[:, None]
     key_at = np.arange(len(keys))
-    ahead = getattr(params, "ahead", 0)  # a backend's params have none
+    ahead = getattr(params, "ahead", 0)  # absent in a backend's params
     seen = (key_at <= query_at + ahead) & (key_at > query_at - (params.window or len(keys)))
     weights = np.where(seen, np.exp(np.where(seen, scores, 0.0)), 0.0)
     total = weights.sum(-1)
@@ -65,8 +63,11 @@ def attend_densely(
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """Sequences of random tokens. `lengths`: (new tokens, all tokens) of each; queries, keys,
-    values of all tokens.
+    """Sequences of random tokens.
+
+    Attributes:
+        lengths: (new tokens, all tokens) of each sequence.
+        queries, keys, values: rows of all tokens, by sequence.
     """
 
     lengths: tuple[tuple[int, int], ...]
@@ -78,21 +79,21 @@ class Case:
 
     @property
     def whole(self) -> BatchLayout:
-        """All tokens are new."""
+        """Return a layout in which all tokens are new."""
         return self.layout(
             [(sequence, 0, total) for sequence, (_, total) in enumerate(self.lengths)]
         )
 
     @property
     def spans(self) -> list[tuple[int, int, int]]:
-        """The new tokens: (sequence, first position, position after the last)."""
+        """Return the new tokens: (sequence, first position, position after the last)."""
         return [
             (sequence, total - new, total) for sequence, (new, total) in enumerate(self.lengths)
         ]
 
     def layout(self, spans: Sequence[tuple[int, int, int]]) -> BatchLayout:
-        """A batch of tokens [start, stop) of some of the sequences; the rest of a sequence does not
-        exist yet.
+        """Return a batch of tokens [start, stop) of some of the sequences. The rest of a sequence
+        does not exist yet.
         """
         slots = [
             slots_of(self.tables[seq], np.arange(start, stop), self.block_size)
@@ -105,13 +106,13 @@ class Case:
         )
 
     def rows(self, arrays: list[np.ndarray], spans: Sequence[tuple[int, int, int]]) -> np.ndarray:
-        """The rows of a batch out of the queries, keys or values of all tokens."""
+        """Select a batch's rows from the queries, keys or values of all tokens."""
         return np.concatenate([arrays[seq][start:stop] for seq, start, stop in spans])
 
     def expected(
         self, spans: Sequence[tuple[int, int, int]], params: Any, dtype: str
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Dense attention over keys and values as `dtype` stores them: (out, lse) in float64."""
+        """Compute dense attention over KV as stored in `dtype`: (out, lse) in float64."""
         keys, values = (
             [round_to(array, dtype) for array in arrays] for arrays in (self.keys, self.values)
         )
@@ -127,7 +128,7 @@ class Case:
 
 
 def poisoned_pool(blocks: int, heads: int, dim: int, size: int, dtype: str) -> KVPool:
-    """Keys and values that are all NaN."""
+    """Return a KV pool that is all NaN."""
     kind = NUMPY_DTYPES[dtype]
     pool = KVPool(
         aligned_empty((blocks, heads, dim, size), kind),
@@ -151,8 +152,8 @@ def make_case(
     dim: int,
     block_size: int,
 ) -> Case:
-    """Blocks are drawn at random, so neighbours in a sequence are strangers in the pool; tables end
-    with -1.
+    """Make a case. Blocks are drawn at random, so neighbors in a sequence are not neighbors in the
+    pool. Tables end with -1.
     """
     free = rng.permutation(num_blocks_for(lengths, block_size)).tolist()
     needed = [-(-total // block_size) for _, total in lengths]
@@ -173,13 +174,13 @@ def random_rows(rng: np.random.Generator, *shape: int) -> np.ndarray:
 
 
 def num_blocks_for(lengths: Sequence[tuple[int, int]], block_size: int) -> int:
-    """Blocks the sequences need, and three more that nobody owns."""
+    """Count the blocks that the sequences need, plus three that no sequence owns."""
     return sum(-(-total // block_size) for _, total in lengths) + 3
 
 
 def assert_close(
     got: tuple[np.ndarray, np.ndarray], expected: tuple[np.ndarray, np.ndarray]
 ) -> None:
-    """out and lse within 1e-5."""
+    """Assert that out and lse are within 1e-5."""
     np.testing.assert_allclose(got[0], expected[0], rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(got[1], expected[1], rtol=1e-5, atol=1e-5)

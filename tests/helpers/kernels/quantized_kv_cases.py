@@ -1,6 +1,4 @@
-"""Quantized pools under test: passes over them, and dense attention in float64 over what their
-blocks decode to.
-"""
+"""Passes over quantized KV pools, and dense attention in float64 over the decoded blocks."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ from kvboost_edge.kernels.reference.quantized_kv import decode_block, quantize_b
 
 
 def _torch(device: str) -> Callable[..., Backend]:
-    """Makes a torch backend that takes NumPy arrays and returns them."""
+    """Return a maker of a torch backend that takes and returns NumPy arrays."""
 
     def make(spec: KVSpec, num_blocks: int, **options: Any) -> Backend:
         import torch
@@ -65,7 +63,7 @@ Span = tuple[int, int, int]  # sequence, first position, position after the last
 def make_backend(
     name: str, case: Case, bits: tuple[int, int], *, num_open: int = 17, threads: int = 1
 ) -> Backend:
-    """A poisoned pool with room for the case and three blocks more."""
+    """Make a poisoned pool with room for the case and three more blocks."""
     _, heads, dim = case.keys[0].shape
     spec = KVSpec((LayerKVSpec(heads, dim),), case.block_size, "float16", bits)
     num_blocks = num_blocks_for(case.lengths, case.block_size)
@@ -76,7 +74,7 @@ def make_backend(
 
 
 def write(backend: Backend, case: Case, spans: Sequence[Span]) -> None:
-    """A pass that writes the tokens and asks for no attention."""
+    """Run a pass that writes the tokens and computes no attention."""
     batch = backend.prepare(case.layout(spans))
     backend.write_kv(0, case.rows(case.keys, spans), case.rows(case.values, spans), batch)
 
@@ -84,7 +82,7 @@ def write(backend: Backend, case: Case, spans: Sequence[Span]) -> None:
 def run(
     backend: Backend, case: Case, spans: Sequence[Span], params: AttentionParams
 ) -> tuple[np.ndarray, np.ndarray]:
-    """A pass: tokens written, attention of the same tokens."""
+    """Run a pass that writes the tokens and computes their attention."""
     batch = backend.prepare(case.layout(spans))
     backend.write_kv(0, case.rows(case.keys, spans), case.rows(case.values, spans), batch)
     return backend.attention(0, case.rows(case.queries, spans), batch, params)
@@ -93,7 +91,7 @@ def run(
 def run_all(
     backend: Backend, case: Case, passes: Sequence[Sequence[Span]], params: AttentionParams
 ) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Several passes; out and lse of each sequence's tokens in order."""
+    """Run several passes and return out and lse of each sequence's tokens in order."""
     parts: list[list[tuple[np.ndarray, np.ndarray]]] = [[] for _ in case.lengths]
     for spans in passes:
         out, lse = run(backend, case, spans, params)
@@ -108,7 +106,7 @@ def run_all(
 
 
 def random_passes(rng: np.random.Generator, case: Case, longest: int) -> list[list[Span]]:
-    """All tokens of all sequences in passes of random make-up."""
+    """Split all tokens of all sequences into random passes."""
     done = [0] * len(case.lengths)
     passes = []
     while any(at < total for at, (_, total) in zip(done, case.lengths, strict=True)):
@@ -128,7 +126,7 @@ def whole(case: Case) -> list[Span]:
 
 
 def before_new(case: Case) -> list[Span]:
-    """The tokens before the new ones."""
+    """Return the tokens before the new ones."""
     return [
         (sequence, 0, total - new)
         for sequence, (new, total) in enumerate(case.lengths)
@@ -139,8 +137,8 @@ def before_new(case: Case) -> list[Span]:
 def decoded(
     keys: np.ndarray, values: np.ndarray, size: int, bits: tuple[int, int]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """One sequence's keys and values [tokens, heads, dim] as its full blocks decode, float64; the
-    rest as it is.
+    """Decode one sequence's KV [tokens, heads, dim] to float64. Full blocks are quantized and
+    decoded, the rest is unchanged.
     """
     tokens, heads, dim = keys.shape
     layout = code_layout(size, dim, bits)
@@ -163,7 +161,9 @@ def decoded(
 def expected(
     case: Case, spans: Sequence[Span], params: AttentionParams, bits: tuple[int, int]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Dense float64 attention: decoded blocks before a query's own one, float16 within it."""
+    """Compute dense float64 attention over decoded blocks before a query's block and float16 within
+    it.
+    """
     size = case.block_size
     results = []
     for sequence, start, stop in spans:
@@ -187,8 +187,8 @@ def expected(
 
 
 def form_and_digest() -> tuple[str, str]:
-    """The form of this process's byte dot product, and a digest of what attention gives with each
-    pair of bits.
+    """Return the kernel variant of this process's byte dot product, and a digest of the attention
+    results with each pair of bits.
     """
     case = make_case(
         np.random.default_rng(0),

@@ -1,5 +1,5 @@
-"""Passes over sequences with states, for tests: operations over rows of random numbers, slots given
-by hand.
+"""Passes over sequences with recurrent state: operations over random rows, with slots chosen by the
+test.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from kvboost_edge.runners.native.recurrent_layers import accepted_rows, pass_sta
 
 
 class Piece(NamedTuple):
-    """Rows of one sequence in a pass, the last ones drafts. saves: (rows, slot) each."""
+    """Rows of one sequence in a pass, of which the last `drafts` are drafts. `saves` lists (rows,
+    slot) of each snapshot.
+    """
 
     rows: int
     read: int
@@ -38,7 +40,7 @@ def poisoned_pool(
 
 
 def layout_of(pieces: Sequence[Piece], num_slots: int, num_draft_rows: int = 0) -> BatchLayout:
-    """A checked layout; its blocks, in which nothing is stored, are all the first."""
+    """Return a checked layout. Its blocks store nothing and are all the first one."""
     lengths = [piece.rows for piece in pieces]
     starts = np.cumsum([0, *lengths]).astype(np.int32)
     width = max(1, -(-max(lengths) // 16))
@@ -77,8 +79,8 @@ def accepting(
     saves: Sequence[tuple[int, int, int]],
     written: Sequence[int] | None = None,
 ) -> Program:
-    """A program without operations over the rows of drafts that a pass over these pieces left, into
-    the slots that it wrote, or into others.
+    """Return a program without operations over the draft rows left by a pass over these pieces. It
+    writes the slots of that pass, or `written`.
     """
     layout = layout_of(pieces, pool.num_slots, pool.num_draft_rows)
     slots = np.array([piece.write for piece in pieces], np.int32)

@@ -1,5 +1,5 @@
-"""Sequences put together of runs of stored blocks, at positions other than those they were computed
-at, and of stretches that they compute themselves.
+"""Sequences composed of runs of stored blocks, reused at other positions than they were computed
+at, and of newly computed stretches.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from kvboost_edge.segments import Segment, entry_of
 
 
 class Row(NamedTuple):
-    """Tokens [start, stop) that a sequence computes, as a row of a batch; segments are those of
+    """Tokens [start, stop) that a sequence computes, as a row of a batch. The segments are those of
     sequence 0.
     """
 
@@ -24,7 +24,7 @@ class Row(NamedTuple):
     segments: list[Segment]
 
     def last(self, count: int) -> Row:
-        """The last tokens of it."""
+        """Return the row reduced to its last tokens."""
         return self._replace(start=self.stop - count)
 
     def slots(self, size: int) -> np.ndarray:
@@ -35,7 +35,7 @@ class Row(NamedTuple):
 
 
 class Pieces:
-    """`take(count)` gives so many free blocks."""
+    """Builder of a composed sequence. `take(count)` returns that many free blocks."""
 
     def __init__(self, size: int, take: Callable[[int], list[int]]) -> None:
         self.size = size
@@ -45,15 +45,13 @@ class Pieces:
         self.length = 0
 
     def run(self, stored: Sequence[int], start: int, count: int) -> None:
-        """Go on with tokens [start, start + count) of a sequence that lies in the blocks
-        `stored`.
-        """
+        """Append tokens [start, start + count) of a sequence that is stored in the blocks `stored`."""
         self._begin(start % self.size, self.length - start)
         self.table += stored[start // self.size : -(-(start + count) // self.size)]
         self.length += count
 
     def own(self, count: int) -> Row:
-        """Go on with tokens of its own, from the beginning of a block."""
+        """Append newly computed tokens, from the beginning of a block."""
         self._begin(0, 0)
         self.table += self._take(-(-count // self.size))
         self.length += count
@@ -64,18 +62,18 @@ class Pieces:
 
 
 def plain(count: int, size: int, take: Callable[[int], list[int]]) -> Row:
-    """A sequence without a seam, all computed."""
+    """Return a row without chunk boundaries, all of which is computed."""
     return Pieces(size, take).own(count)
 
 
 def blocks_from(first: int) -> Callable[[int], list[int]]:
-    """Blocks of a pool one after another."""
+    """Return a `take` that hands out a pool's blocks in order."""
     free = iter(range(first, 1 << 20))
     return lambda count: [next(free) for _ in range(count)]
 
 
 def layout_of(rows: Sequence[Row], size: int) -> BatchLayout:
-    """The batch of these rows."""
+    """Return the batch of these rows."""
     tables = np.full((len(rows), max(len(row.table) for row in rows)), -1, np.int32)
     for table, row in zip(tables, rows, strict=True):
         table[: len(row.table)] = row.table
@@ -96,7 +94,7 @@ def layout_of(rows: Sequence[Row], size: int) -> BatchLayout:
 
 
 def with_deltas(row: Row, change: Callable[[int], int]) -> Row:
-    """The row with other deltas, where it has any."""
+    """Return the row with its nonzero deltas changed."""
     return row._replace(
         segments=[
             segment._replace(delta=segment.delta and change(segment.delta))

@@ -1,5 +1,5 @@
-"""A linear microkernel as a module of its own: compiled for this machine, or its code for another
-one as text.
+"""A linear microkernel as a separate module, compiled for this machine or as assembly for another
+one.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ NAMES = {kind: form.name for kind, form in FORMAT_OF.items()}
 
 
 def tile_module(tiles: IntTiles, triple: str) -> str:
-    """A module with the function "tile": the fields of `Tile`, the panel's address, the fields of
-    `Target`.
+    """Return a module with the function "tile", whose arguments are the fields of `Tile`, the
+    panel's address and the fields of `Target`.
     """
     module = ir.Module()
     module.triple = triple
@@ -39,8 +39,11 @@ def tile_module(tiles: IntTiles, triple: str) -> str:
 
 
 def compiled_tile(text: str, functions: dict[str, Any]) -> tuple[Callable[..., None], Any]:
-    """The function "tile" of a module for this machine, and what must outlive it; functions: what
-    "emulated_<name>" in the text calls.
+    """Compile a module for this machine. Return its function "tile" and an object that must outlive
+    it.
+
+    Args:
+        functions: implementations of the functions "emulated_<name>" that the text calls.
     """
     binding.initialize_native_target()
     binding.initialize_native_asmprinter()
@@ -58,7 +61,9 @@ def compiled_tile(text: str, functions: dict[str, Any]) -> tuple[Callable[..., N
 
 
 def tile_assembly(tiles: IntTiles, triple: str, cpu: str, *, optimize: bool = False) -> str:
-    """Assembly of what `tiles` emits; optimize: after the passes that Numba runs, too."""
+    """Return the assembly of the code that `tiles` emits. `optimize` applies the passes that Numba
+    runs.
+    """
     binding.initialize_all_targets()
     binding.initialize_all_asmprinters()
     machine = binding.Target.from_triple(triple).create_target_machine(cpu=cpu, opt=3)
@@ -80,8 +85,8 @@ def product_of(
     *,
     add: bool = False,
 ) -> npt.NDArray[np.float32]:
-    """float32 [tokens, rows]: so many tiles of random weights, with extremes among them, against a
-    panel; or a tile against so many panels.
+    """Multiply `count` tiles of random weights, some of them extreme, by a panel, or one tile by
+    several panels. Return float32 [tokens, rows].
     """
     kind = tiles.kind
     rng = np.random.default_rng(tiles.kind)

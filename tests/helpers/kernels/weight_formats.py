@@ -1,6 +1,4 @@
-"""Random packed weights of every format, and what they and a product with them are by the NumPy
-specification.
-"""
+"""Random packed weights of every format, with their values and products by the NumPy specification."""
 
 from __future__ import annotations
 
@@ -28,13 +26,13 @@ def kind_of(name: str) -> int:
 
 
 def in_blocks(kind: str, inputs: int) -> int:
-    """The number of inputs, rounded up to whole blocks where the format has blocks of 256."""
+    """Return the number of inputs, rounded up to whole blocks if the format has blocks of 256."""
     return -(-inputs // 256) * 256 if kind in BLOCKS else inputs
 
 
 def random_blocks(kind: str, rows: int, blocks: int, seed: int = 0) -> npt.NDArray[np.uint8]:
-    """Rows of random bits with ordinary float16 numbers, uint8 [rows, bytes]; the first block of
-    row 0 is at the extremes: the largest codes, and scales of the largest magnitude.
+    """Return rows of random bits with ordinary float16 numbers, uint8 [rows, bytes]. The first
+    block of row 0 is extreme: the largest codes, and scales of the largest magnitude.
     """
     rng = np.random.default_rng(seed)
     nbytes = registry.FORMATS[kind].block_bytes
@@ -51,7 +49,9 @@ def random_blocks(kind: str, rows: int, blocks: int, seed: int = 0) -> npt.NDArr
 def random_weights(
     kind: str, rows: int, inputs: int, seed: int = 0, spread: float = 1.0
 ) -> PackedRows:
-    """A packed matrix: of formats of files random codes, else normal numbers times `spread`."""
+    """Return a packed matrix: random codes for file formats, otherwise normal numbers times
+    `spread`.
+    """
     if kind in BLOCKS:
         return pack_blocks(random_blocks(kind, rows, inputs // 256, seed), kind)
     if registry.FORMATS[kind].table:
@@ -63,7 +63,7 @@ def random_weights(
 
 
 def _code_rows(kind: str, rows: int, inputs: int, seed: int) -> PackedRows:
-    """Random codes, with the smallest and the largest code in all of the first two rows."""
+    """Return random codes, except that row 0 has only the smallest code and row 1 only the largest."""
     form = registry.FORMATS[kind]
     rng = np.random.default_rng(seed)
     codes = rng.integers(0, 1 << form.bits, (rows, inputs)).astype(np.uint8) * form.code_step
@@ -75,8 +75,8 @@ def _code_rows(kind: str, rows: int, inputs: int, seed: int) -> PackedRows:
 
 
 def _table_rows(rows: int, inputs: int, seed: int) -> PackedRows:
-    """Random codes of int4t, and tables that differ from tile to tile, with both ends of a byte in
-    each.
+    """Return random codes of int4t, with a different table for each tile that contains both
+    extremes of a byte.
     """
     rng = np.random.default_rng(seed)
     parts = []
@@ -91,7 +91,7 @@ def _table_rows(rows: int, inputs: int, seed: int) -> PackedRows:
 
 
 def product(kind: str, x: Floats, packed: PackedRows, rows: int, *, fine: bool = False) -> Floats:
-    """float32 [tokens, rows]: what the specification makes of tokens and a packed matrix."""
+    """Multiply tokens by a packed matrix as the specification does, float32 [tokens, rows]."""
     inputs = x.shape[1]
     minima = None
     if kind not in INTEGERS:

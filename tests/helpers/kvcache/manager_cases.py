@@ -1,5 +1,5 @@
-"""Shared by the tests of the manager and of llmds: roots and a block size, a whole prompt, an empty
-page cache.
+"""Helpers for the tests of the manager and of llmds: roots, a block size, a whole prompt, and an
+empty page cache.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ ROOT = b"r" * 32
 OTHER = b"o" * 32
 B = 4  # tokens in a block
 
-# What the counts of a cache of a hundred pages are when nothing is attached.
+# Counts of a cache of a hundred pages with nothing attached.
 BASELINE = {
     "total_sequences": 0,
     "total_pages": 100,

@@ -1,5 +1,5 @@
-"""What models of a pool share: tables, prompts that often begin alike, and a watcher of its
-events.
+"""Parts shared by the models of a pool: tables, prompts that often share a prefix, and an observer
+of its events.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ Prefix = tuple[bytes, tuple[int, ...]]
 POISON: Prefix = (b"poison", ())
 ROOTS = [b"A" * 32, b"B" * 32]
 
-# Prompts that often begin alike: a stretch of one of two texts, then up to three tokens of their
-# own.
+# Prompts that often share a prefix: a stretch of one of two texts, then up to three other tokens.
 TEXTS = [[0] * 16, [0, 1, 1, 0, 1, 0, 0, 1, 0, 1, 1, 0, 1, 0, 0, 1]]
 tokens_lists = st.builds(
     lambda text, length, tail: text[:length] + tail,
@@ -32,11 +31,14 @@ picks = st.integers(0, 1000)
 
 @dataclasses.dataclass(eq=False)
 class Live:
-    """What the model knows of one live table. `node` is the identity of the prefix its chain has
-    reached; `withdrawn` are blocks that it writes again in place, `copied` those of which it got
-    copies to write into, by their index;
-    `lacks_some`: it was forked while the other one wrote such a block, which may never be published
-      again.
+    """Model of one live table.
+
+    Attributes:
+        node: identity of the prefix that its chain has reached.
+        withdrawn: blocks that it rewrites in place, by index.
+        copied: blocks that were replaced by copies to write into, by index.
+        lacks_some: it was forked while the other table rewrote such a block, which may never be
+            published again.
     """
 
     table: BlockTable
@@ -60,9 +62,9 @@ def go_over(
     num_full: int,
     size: int,
 ) -> None:
-    """What a table that uses the cache holds of full blocks after a commit is what others find, in
-    its own blocks or theirs; a block that it had copied is published again by the copy if it was
-    evicted meanwhile.
+    """Check the full blocks of a caching table after a commit. They are the blocks that lookups
+    find, its own or duplicates of other tables. A block that it had copied is republished by the
+    copy if it was evicted meanwhile.
     """
     for index in sorted(index for index in seq.copied if index < num_full):
         key, node = seq.copied.pop(index)
@@ -77,7 +79,7 @@ def go_over(
 
 
 def cut_hash(bits: int) -> Any:
-    """A hash of so few bits that every other one collides."""
+    """Return a hash function with so few bits that collisions are frequent."""
 
     def cut(parent: bytes, tokens: bytes) -> bytes:
         return bytes([chain_hash(parent, tokens)[0] & ((1 << bits) - 1)])
@@ -86,8 +88,8 @@ def cut_hash(bits: int) -> Any:
 
 
 def held(manager: KVCacheManager) -> set[bytes]:
-    """The hashes of all published blocks, block by block, and of the states behind them, slot by
-    slot.
+    """Return the hashes of all published blocks, read block by block, and of their snapshots, read
+    slot by slot.
     """
     keys = [manager.content.address(block_id) for block_id in range(manager.num_blocks)]
     kept = () if manager.states is None else manager.states.slots.snapshots()
@@ -98,7 +100,7 @@ def held(manager: KVCacheManager) -> set[bytes]:
 
 
 class Asking(RuleBasedStateMachine):
-    """A machine of random operations that asks now and then what changed, and adds it up."""
+    """A machine of random operations that sometimes takes the events and accumulates them."""
 
     manager: KVCacheManager
 

@@ -1,4 +1,6 @@
-"""Shared by the tests of tables with states: a small manager, one pass, a whole prompt."""
+"""Helpers for the tests of tables with recurrent state: a small manager, one pass, and a whole
+prompt.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ def states_of(manager: KVCacheManager) -> TableStates:
 
 
 class Kept(NamedTuple):
-    """What a pass did, and between which positions."""
+    """The slots of a pass and the positions between which it computed."""
 
     plan: PassSlots
     start: int
@@ -30,7 +32,7 @@ class Kept(NamedTuple):
 
     @property
     def slots(self) -> dict[int, int]:
-        """Of each state that is kept, by how many rows it is behind."""
+        """Return the slot of each snapshot, by the number of the pass's rows before it."""
         inside = dict(self.plan.saves)
         return {**inside, self.stop - self.start: self.plan.write} if self.plan.keeps else inside
 
@@ -38,7 +40,7 @@ class Kept(NamedTuple):
 def run_pass(
     manager: KVCacheManager, table: BlockTable, tokens: list[int], stop: int | None = None
 ) -> Kept:
-    """One pass up to `stop`, all there are without one."""
+    """Run one pass up to `stop`, or over all tokens if it is None."""
     stop = len(tokens) if stop is None else stop
     manager.extend(table, stop)
     start = table.num_computed_tokens
@@ -50,7 +52,7 @@ def run_pass(
 def cold(
     manager: KVCacheManager, tokens: list[int], *others: BlockTable, hints: tuple[int, ...] = ()
 ) -> Kept:
-    """A whole prompt in one pass, and its table freed; `others` are live."""
+    """Compute a whole prompt in one pass and free its table. `others` are live tables."""
     table = manager.open_table(tokens, ROOT, hints=hints)
     plan = run_pass(manager, table, tokens)
     manager.free(table)
