@@ -1,4 +1,4 @@
-"""The test files that take longest, by `make test-times`; workers begin with them."""
+"""The slowest test files according to `make test-times`; workers run them first."""
 
 from __future__ import annotations
 
@@ -49,5 +49,7 @@ _PLACES = {name: place for place, name in enumerate(LONG)}
 
 
 def place_of(test: str) -> int:
-    """The place of a test's file in the order of a run; the same for all files not listed."""
+    """Return the position of a test's file in the order of a run. All unlisted files have the same
+    one.
+    """
     return _PLACES.get(test.partition("::")[0], len(LONG))

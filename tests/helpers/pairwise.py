@@ -1,5 +1,5 @@
-"""The part of a product of parameters that `make test` runs: each value once, or each pair of
-values.
+"""Selection of the parameter combinations that `make test` runs: each value once, or each pair of
+values once.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import pytest
 
 
 def pairwise(*axes: Iterable[Any]) -> list[Any]:
-    """All cases of a product, for `parametrize`; marked `full` but for some that show every pair of
-    values.
+    """Return all combinations for `parametrize`. Those beyond a subset that covers every pair of
+    values are marked `full`.
 
-    The choice is greedy: next comes the first of the cases that show the most new pairs.
+    The choice is greedy: the next case is the first one with the most new pairs.
     """
     choices = [list(axis) for axis in axes]
     shown = {
@@ -31,8 +31,8 @@ def pairwise(*axes: Iterable[Any]) -> list[Any]:
 
 
 def each_once(*axes: Iterable[Any]) -> list[Any]:
-    """All cases of a product, for `parametrize`; marked `full` but for some that show every
-    value.
+    """Return all combinations for `parametrize`. Those beyond a subset that covers every value are
+    marked `full`.
     """
     choices = [list(axis) for axis in axes]
     turns = range(max(map(len, choices)))

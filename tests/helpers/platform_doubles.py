@@ -30,7 +30,7 @@ import psutil
 __all__ = ["DOUBLES", "install"]
 
 _POSIX_ONLY = ("posix_", "sched_", "wait", "getuid", "geteuid", "getgid", "getegid", "fork", "nice")
-_KEPT = frozenset({"waitpid", "waitstatus_to_exitcode"})  # `subprocess` needs them here
+_KEPT = frozenset({"waitpid", "waitstatus_to_exitcode"})  # `subprocess` needs them on this platform
 _NOT_ON_WINDOWS = (
     *("O_CLOEXEC", "O_DIRECTORY", "O_NOFOLLOW", "O_NONBLOCK", "O_SYNC", "O_DSYNC"),
     *("pread", "preadv", "pwrite", "pwritev", "fchmod", "fchown", "chown", "lchown", "killpg"),

@@ -1,5 +1,5 @@
-"""What a program does with the package on another platform: `python -m helpers.platform_scenarios
-DOUBLE DIRECTORY` runs each scenario and prints a JSON object of what failed.
+"""Typical uses of the package on another platform. `python -m helpers.platform_scenarios DOUBLE
+DIRECTORY` runs each scenario and prints a JSON object with the failures.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-# What the package imports, before the double is installed: libraries choose by `sys.platform` too.
+# Imports of the package, made before the double is installed, because libraries check
+# `sys.platform` too.
 LIBRARIES = (
     *("fastapi", "h11", "httpx", "huggingface_hub", "jinja2", "llguidance", "numba", "numpy"),
     *("prometheus_client", "psutil", "pytest", "rich.console", "rich.progress", "safetensors"),
@@ -32,7 +33,7 @@ LIBRARIES = (
     *("fastapi.responses", "rich.live", "rich.table", "rich.markdown", "rich.prompt", "redis"),
     *("opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto.http.trace_exporter"),
 )
-# Extras that this test does not look at, because their libraries take seconds to import.
+# Extras that this test leaves out, because their libraries take seconds to import.
 LEFT_OUT = ("onnxruntime", "ray", "torch", "transformers")
 PROMPT = "What is the metal of Worr camera? What is the festival of Mount Hanol? " * 3
 OPTIONS: dict[str, Any] = {"num_blocks": 64, "num_threads": 1}
@@ -91,7 +92,7 @@ def a_shared_cache_has_one_owner(home: Path) -> None:
     with opened(root) as owner:
         assert owner.stat().writable
         assert has_all(owner, blocks)
-        for seed in range(1, 16):  # more than fits, so segments are deleted
+        for seed in range(1, 16):  # more than fits, so that segments are deleted
             write(owner, chain(40, seed))
         assert owner.stat().evicted > 0
         assert owner.stat().errors == 0, owner.stat()
@@ -156,7 +157,7 @@ def equal_weights_that_are_mapped_meanwhile_are_taken(home: Path) -> None:
         finish, held = packed.finish_file, list[Any]()
 
         def finish_second(file: Any, path: Path) -> None:
-            """Another process is done first, and maps its file."""
+            """Imitate another process that finishes first and maps its file."""
             data = Path(file.name).read_bytes()
             if sys.platform == "win32" and not held:
                 path.write_bytes(data)
@@ -242,7 +243,7 @@ def batches_and_their_files(home: Path) -> None:
         batch.end("completed", space.now())
         space.save(batch)
         output = space.file(str(batch.output_file_id))
-        with open(space.path_of(output), "rb") as reader:  # a client downloads it
+        with open(space.path_of(output), "rb") as reader:  # imitates a client that downloads it
             space.delete_file(output.id)
             assert reader.read() == b'{"custom_id": "a"}\n'
         space.expire()
@@ -320,7 +321,7 @@ def run(double: str, home: Path) -> dict[str, str]:
         importlib.import_module(name)
     import huggingface_hub
 
-    # Its names are imported when they are first used.
+    # Its names are imported on first use.
     assert huggingface_hub.get_token
     huggingface_hub.get_session()
     for name in LEFT_OUT:

@@ -1,4 +1,4 @@
-"""Calls that must raise, in one line."""
+"""One-line assertion that a call raises."""
 
 from __future__ import annotations
 
@@ -11,6 +11,6 @@ import pytest
 def assert_raises(
     error: type[BaseException], match: str, call: Callable[..., Any], *args: Any, **options: Any
 ) -> None:
-    """Call and expect the error, its message as `match` says."""
+    """Call and expect the error, with a message that matches `match`."""
     with pytest.raises(error, match=match):
         call(*args, **options)

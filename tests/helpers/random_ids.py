@@ -1,4 +1,4 @@
-"""Token ids drawn at random."""
+"""Random token ids."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ import numpy as np
 
 
 def random_ids(count: int, seed: int, low: int = 0, high: int = 256) -> list[int]:
-    """Draw ids from `low` up to, not including, `high`."""
+    """Draw ids from `low` (inclusive) up to `high` (exclusive)."""
     return np.random.default_rng(seed).integers(low, high, count).tolist()

@@ -1,5 +1,5 @@
-"""A second thread takes the time every few milliseconds, to show that Python goes on while
-something computes.
+"""A second thread that records the time every few milliseconds, to show that Python code runs
+during a computation.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ SHORTEST = 20 * TICK
 
 
 def times_of_ticks(work: Callable[[], object]) -> np.ndarray:
-    """Times from before the work to after it, one every `TICK`, taken by another thread."""
+    """Return timestamps from before the work to after it, one every `TICK`, recorded by another
+    thread.
+    """
     times = []
     ticking = threading.Event()
     stop = threading.Event()
@@ -37,10 +39,10 @@ def times_of_ticks(work: Callable[[], object]) -> np.ndarray:
 
 
 def assert_ticks_go_on(work: Callable[[], object]) -> None:
-    """Find no gap between ticks that is as long as half the work, of which nearly all is one call
-    of a kernel.
+    """Assert that no gap between ticks is as long as half the work, nearly all of which is one
+    kernel call.
 
-    The work is compiled before. A gap of another process's making is shorter than that.
+    The work is compiled first. Gaps caused by other processes are shorter than that.
     """
     work()
     times = times_of_ticks(work)

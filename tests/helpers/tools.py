@@ -1,4 +1,4 @@
-"""Programs that some tests need and that no Python package brings."""
+"""Programs that some tests need and that no Python package provides."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 REDIS_FOLDER = Path(__file__).parents[2] / ".redis"  # `make redis-server` unpacks one there
 _BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-# redis-check-rdb is the same program: it is the server when it is called so.
+# redis-check-rdb is the same program as the server; its name selects the role.
 _REDIS = ("redis-server", "valkey-server", "redis-check-rdb")
 
 
@@ -46,7 +46,7 @@ def find_compiler() -> str | None:
 
 
 def address_sanitizer(compiler: str) -> Path:
-    """Return the path of the compiler's libasan.so; it is relative if there is none."""
+    """Return the path of the compiler's libasan.so, which is relative if the library is missing."""
     command = [compiler, "-print-file-name=libasan.so"]
     return Path(subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip())
 
@@ -89,5 +89,5 @@ def missing_tools() -> list[Tool]:
 
 
 def must_run() -> bool:
-    """Return whether tests fail, rather than being left out, when their tool is missing."""
+    """Return whether tests fail instead of being skipped when their tool is missing."""
     return bool(os.environ.get("CI") or os.environ.get("KVBOOST_EDGE_REQUIRE_TOOLS"))

@@ -24,7 +24,7 @@ def named(
     """Return tensors under GGUF's names.
 
     Args:
-        parts: function that converts a tensor to float32 tensors, under names of the package's table.
+        parts: converts a tensor to float32 tensors under names of the package's table.
     """
     names = gguf.get_tensor_name_map(arch, config["num_hidden_layers"])
     found = {}

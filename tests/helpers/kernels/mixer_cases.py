@@ -292,7 +292,7 @@ class Delta(Scan):
 
 
 class SsdShape(NamedTuple):
-    """Shape of a Mamba2 mixer. `norm` has the values of `Mixer.norm`."""
+    """Shape of a Mamba2 mixer. `norm` is one of MIXER_NORMS."""
 
     groups: int
     heads: int

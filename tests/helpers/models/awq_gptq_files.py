@@ -14,7 +14,7 @@ Codes = dict[str, tuple[np.ndarray, np.ndarray, np.ndarray]]
 
 
 def _words(codes: np.ndarray, order: tuple[int, ...] | range) -> np.ndarray:
-    """[n, 8 m] -> int32 [n, m]: nibble i of a word is column order[i] of its eight."""
+    """Pack [n, 8 m] codes into int32 [n, m]: nibble i of a word is column order[i] of its eight."""
     eights = codes.reshape(codes.shape[0], -1, 8).astype(np.uint32)
     packed = np.zeros(eights.shape[:2], dtype=np.uint32)
     for index, column in enumerate(order):
@@ -25,8 +25,8 @@ def _words(codes: np.ndarray, order: tuple[int, ...] | range) -> np.ndarray:
 def quantize_dir(
     directory: Path, method: str, *, group: int, symmetric: bool, seed: int = 0, **settings: Any
 ) -> Codes:
-    """Replace the layers' matrices of a float model directory by random codes; returns them by
-    module as (codes [out, in], scales [out, groups], zeros [out, groups]).
+    """Replace the layers' matrices of a float model directory by random codes. Return by module
+    (codes [out, in], scales [out, groups], zeros [out, groups]).
     """
     rng = np.random.default_rng(seed)
     tensors = load_file(directory / "model.safetensors")

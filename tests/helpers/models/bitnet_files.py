@@ -1,4 +1,4 @@
-"""BitNet checkpoints for tests: the linear layers of a tiny float model become ternary."""
+"""BitNet checkpoints for tests, made from tiny float models whose linear layers become ternary."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from helpers.json_files import change_json
 from helpers.models.tensor_files import change_tensors, tensors_of
 
-# How weights are stored -> settings of the quantization config.
+# Storage layout of the weights -> settings of the quantization config.
 LAYOUTS: dict[str, dict[str, Any]] = {
     "bitlinear": {},
     "autobitlinear": {"linear_class": "autobitlinear", "quantization_mode": "offline"},
@@ -19,8 +19,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 def packed_rows(signs: np.ndarray) -> np.ndarray:
-    """Pack -1, 0 and 1 [out, in] as uint8 [out / 4, in]: row r has the bits of rows r + i * out / 4
-    from the lowest on.
+    """Pack -1, 0 and 1 [out, in] as uint8 [out / 4, in]. Row r holds rows r + i * out / 4, from the
+    lowest bits on.
     """
     quarters = (signs + 1).astype(np.uint8).reshape(4, -1, signs.shape[1])
     packed = np.zeros_like(quarters[0])
@@ -32,9 +32,9 @@ def packed_rows(signs: np.ndarray) -> np.ndarray:
 def make_bitnet(
     directory: Path, layout: str = "bitlinear", **settings: Any
 ) -> dict[str, np.ndarray]:
-    """Write the linear layers of a float model directory in a layout.
+    """Rewrite the linear layers of a float model directory in a layout.
 
-    Returns the values that the ternary matrices stand for, float32 by name.
+    Returns the values of the ternary matrices, float32 by name.
     """
     tensors = tensors_of(directory)
     known = {}
@@ -48,7 +48,7 @@ def make_bitnet(
         if layout == "online":
             known[name] = signs * mean
             continue
-        # A float16 multiplies exactly. One over a float16 is not a float16.
+        # Multiplication by a float16 scale is exact. The reciprocal of a float16 is not a float16.
         scale = np.float16(1 / mean if layout == "bitlinear" else mean).astype(np.float32)
         known[name] = signs * (np.float32(1) / scale if layout == "bitlinear" else scale)
         changed |= {name: packed_rows(signs), f"{name}_scale": scale.reshape(1)}

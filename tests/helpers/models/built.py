@@ -1,7 +1,7 @@
-"""Model directories that tests build once: they stay in `build/test-models` for other tests,
+"""Model directories that tests build once. They stay in `build/test-models` for other tests,
 workers and runs.
 
-A test gets a copy, so it may change what it got.
+A test gets a copy, which it may change.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ SOURCES = (
 PACKAGES = ("torch", "transformers", "numpy", "safetensors", "tokenizers")
 LARGEST = (
     16 << 20
-)  # bytes: a larger model is built for each test, or the folder would take half a gigabyte
+)  # bytes; larger models are built for each test, or the folder would take half a gigabyte
 A_DAY = 86400.0
 
 
 def copy_of(
     directory: Path, make: Callable[[Path], object], *arguments: Any, root: Path = ROOT
 ) -> Path:
-    """Fill `directory` with the files that `make` writes into a folder; it is called for new
-    arguments only.
+    """Fill `directory` with the files that `make` writes into a folder. `make` is called only for
+    new arguments.
 
-    Its result depends on the arguments, which JSON can hold, on the helpers for models and on the
-    packages' versions.
+    Its result depends on the arguments, which must be JSON values, on the helpers for models, and
+    on the versions of the packages.
     """
     key = json.dumps([make.__qualname__, *arguments])
     entry = _generation(root) / hashlib.sha256(key.encode()).hexdigest()[:32]
@@ -49,7 +49,7 @@ def copy_of(
                 return _copied(folder, directory)
             os.rename(folder, entry)
         except OSError:
-            if not entry.exists():  # of another worker, which was faster
+            if not entry.exists():  # another worker was faster
                 raise
         finally:
             shutil.rmtree(folder, ignore_errors=True)
@@ -65,8 +65,8 @@ def _copied(source: Path, directory: Path) -> Path:
 
 @functools.cache
 def _generation(root: Path) -> Path:
-    """The folder of the models of these helpers and packages; those of others go when they are a
-    day old.
+    """Return the folder for the models of these helpers and packages. Folders of other versions are
+    deleted after a day.
     """
     digest = hashlib.sha256(b"\0".join(path.read_bytes() for path in SOURCES))
     digest.update(json.dumps([version(name) for name in PACKAGES]).encode())

@@ -1,6 +1,4 @@
-"""The files that make an embedding model of a tiny checkpoint, as sentence-transformers saves
-them.
-"""
+"""Files that turn a tiny checkpoint into an embedding model, as sentence-transformers saves them."""
 
 from __future__ import annotations
 
@@ -15,14 +13,14 @@ from helpers.models.tiny_checkpoints import BOS_ID, EOS_ID
 from helpers.models.tiny_models import save_tiny_model
 
 HIDDEN = 64
-DENSE = (160, 48)  # outputs of the matrices behind the pooling
+DENSE = (160, 48)  # outputs of the matrices after the pooling
 
 
 def make_embedding_model(
     directory: Path, kind: str = "lasttoken", *, dense: Sequence[int] = (), begins: bool = False
 ) -> Path:
-    """Modules, pooling, matrices with so many outputs, and a tokenizer that ends each text by <eos>
-    (and begins it by <bos>).
+    """Write modules, pooling, dense matrices with these numbers of outputs, and a tokenizer that
+    appends <eos> to each text (and prepends <bos> if `begins`).
     """
     folders = [f"{number}_Dense" for number, _ in enumerate(dense, 2)]
     kinds = [
@@ -82,8 +80,8 @@ def _end_texts(directory: Path, begins: bool) -> None:
 def save_two_way_model(
     directory: Path, *, dense: Sequence[int] = DENSE, **overrides: object
 ) -> Path:
-    """A tiny model of EmbeddingGemma's family: attention both ways, the mean, matrices behind
-    it.
+    """Save a tiny model of EmbeddingGemma's family: bidirectional attention, mean pooling, and
+    dense matrices after it.
     """
     directory.mkdir(exist_ok=True)
     save_tiny_model("gemma3", directory, use_bidirectional_attention=True, **overrides)

@@ -1,5 +1,5 @@
-"""The HTTP of the Hugging Face hub on this machine: one repository of given files, and what was
-asked for.
+"""Local HTTP server that imitates the Hugging Face hub, with one repository of given files and a
+log of the requests.
 """
 
 from __future__ import annotations
@@ -20,12 +20,16 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 class FakeHub:
-    """`files` of the repository `name`, by path. `asked`: method, path and range of every request
-    for a file.
+    """A hub with the repository `name`.
 
-    `cut`: the next download ends after so many bytes; `damaged`: what is sent has its last byte
-      changed; `more`: bytes sent after the end of a file; `redirects`: where a file is instead;
-      `authorized`: the Authorization headers that came.
+    Attributes:
+        files: contents by path.
+        asked: method, path and range of every request for a file.
+        cut: the next download ends after this many bytes.
+        damaged: the last byte of downloads is changed.
+        more: bytes sent after the end of a file.
+        redirects: new locations of files, by path.
+        authorized: received Authorization headers.
     """
 
     def __init__(self, name: str, files: Mapping[str, bytes]) -> None:
@@ -40,7 +44,7 @@ class FakeHub:
         self.endpoint = ""
 
     def downloads(self) -> list[str]:
-        """Files whose content was asked for, in order."""
+        """Return the paths of downloaded files, in order."""
         return [path for method, path, _ in self.asked if method == "GET"]
 
     def entry(self, path: str, *, sibling: bool) -> dict[str, object]:
@@ -133,7 +137,7 @@ def _handler(hub: FakeHub) -> type[BaseHTTPRequestHandler]:
 def fake_hub(
     name: str, files: Mapping[str, bytes], cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[FakeHub]:
-    """A hub that the client of this process asks, with its cache in `cache`."""
+    """Yield a hub that this process's client uses, with its cache in `cache`."""
     hub = FakeHub(name, files)
     server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(hub))
     server.daemon_threads = True

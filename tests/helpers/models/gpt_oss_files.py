@@ -1,5 +1,5 @@
-"""Tiny random gpt-oss directories, written with NumPy alone: all experts of a layer in one tensor,
-floats or MXFP4.
+"""Tiny random gpt-oss directories, written with NumPy only. All experts of a layer are in one
+tensor, as floats or MXFP4.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tokenizers import AddedToken, Tokenizer
 
 from helpers.models.tiny_checkpoints import BOS_ID, COMMON_FIELDS, EOS_ID, PAD_ID, save_tokenizer
 
-# With 16 channels its upper border is 3.5, which a whole number would not do for.
+# With 16 channels its upper bound is 3.5, so that a wrong rounding to whole numbers shows.
 ROPE = {
     "rope_type": "yarn",
     "rope_theta": 1000.0,
@@ -45,11 +45,12 @@ def save_gpt_oss(
     template: str = "",
     **overrides: Any,
 ) -> Path:
-    """A complete directory; gates are wide enough that some are limited.
+    """Write a complete directory. Gates are large enough that some are clipped.
 
-    mxfp4    experts as blocks and scales
-    markers  special tokens that the tokenizer gets on top; the last two end an answer.  template:
-             of the chat
+    Args:
+        mxfp4: store the experts as blocks and scales.
+        markers: special tokens added to the tokenizer; the last two end an answer.
+        template: chat template.
     """
     directory.mkdir(exist_ok=True)
     config = {
@@ -96,7 +97,9 @@ def _add_markers(directory: Path, markers: Sequence[str], template: str) -> None
 
 
 def random_blocks(rng: np.random.Generator, *shape: int) -> tuple[np.ndarray, np.ndarray]:
-    """Blocks uint8 [*shape, 16] and scales uint8 [*shape] of weights about as large as 1 / 2."""
+    """Return blocks uint8 [*shape, 16] and scales uint8 [*shape] of weights with a magnitude of
+    about 1 / 2.
+    """
     blocks = rng.integers(0, 256, (*shape, 16), dtype=np.uint8)
     return blocks, rng.integers(121, 126, shape, dtype=np.uint8)
 

@@ -1,6 +1,4 @@
-"""Fields of tiny models with layers that keep a state instead of keys and values; the native runner
-alone runs them.
-"""
+"""Config fields of tiny hybrid models, which only the native runner runs."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ _MOE = "moe"
 
 _LFM2 = {
     "num_hidden_layers": 5,
-    # The last layer keeps a state, as in the makers' models: its rows are all needed.
+    # The last layer is recurrent, as in the makers' models, so all of its rows are needed.
     "layer_types": [_CONV, _FULL, _CONV, _FULL, _CONV],
     "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
     "conv_L_cache": 3,
@@ -64,7 +62,7 @@ _FALCON = {
     "mlp_multipliers": [0.8, 1.3],
 }
 _NEMOTRON = {
-    # Two layers that mix tokens follow each other, and the last one does not.
+    # Two mixer layers follow each other, and the last layer is an MLP.
     "layers_block_type": [_DELTA, _MLP, _FULL, _DELTA, _MLP],
     "head_dim": 16,
     "ssm_state_size": 16,
@@ -72,11 +70,11 @@ _NEMOTRON = {
     "mamba_head_dim": 32,
     "n_groups": 2,
     "conv_kernel": 4,
-    # What transformers alone limits steps of time by.
+    # Only transformers clips time steps by these limits.
     "time_step_min": 1e-30,
 }
 _GRANITE = {
-    # Older words, which makers' configs have.
+    # Older layer names, as in the makers' configs.
     "layer_types": [_SPACE, "attention", _SPACE],
     "num_local_experts": 0,
     "num_experts_per_tok": 0,
@@ -92,7 +90,7 @@ _GRANITE = {
     "tie_word_embeddings": True,
 }
 HYBRIDS: dict[str, dict[str, Any]] = {
-    # Two thirds of 96, times 1.4, up to the next multiple of 32: 96 again.
+    # Two thirds of 96, times 1.4, rounded up to a multiple of 32, is 96 again.
     "lfm2": {**_LFM2, "block_multiple_of": 32, "block_ffn_dim_multiplier": 1.4},
     "lfm2-plain": {
         **_LFM2,
@@ -109,7 +107,7 @@ HYBRIDS: dict[str, dict[str, Any]] = {
         "routed_scaling_factor": 1.5,
     },
     "qwen3_5_text": _QWEN35,
-    # As many heads of keys as of values, and a last layer that keeps a state.
+    # Equal numbers of key and value heads, and a recurrent last layer.
     "qwen3_5_text-even": {
         **_QWEN35,
         "layer_types": [_FULL, _DELTA, _FULL, _DELTA, _DELTA],
@@ -119,7 +117,7 @@ HYBRIDS: dict[str, dict[str, Any]] = {
     },
     "qwen3_5_moe_text": _QWEN35_MOE,
     "falcon_h1": _FALCON,
-    # A norm on either side of the gate, of groups.
+    # The grouped norm is before the gate or after it.
     "falcon_h1-before": {
         **_FALCON,
         "mamba_rms_norm": True,
@@ -134,7 +132,7 @@ HYBRIDS: dict[str, dict[str, Any]] = {
         "mamba_conv_bias": False,
     },
     "nemotron_h": _NEMOTRON,
-    # A layer that keeps a state is the last one.
+    # The last layer is recurrent.
     "nemotron_h-moe": {
         **_NEMOTRON,
         "layers_block_type": [_FULL, _MOE, _DELTA, _MLP, _FULL, _MOE, _DELTA],
@@ -147,7 +145,7 @@ HYBRIDS: dict[str, dict[str, Any]] = {
         "routed_scaling_factor": 2.5,
     },
     "granitemoehybrid-h": _GRANITE,
-    # Heads of values share keys and queries in groups; the first and the last layer attend.
+    # Groups of value heads share keys and queries. The first and the last layer attend.
     "granitemoehybrid-groups": {
         **_GRANITE,
         "num_hidden_layers": 4,

@@ -1,6 +1,6 @@
 """Tiny models with a multi-token prediction head, in both file formats.
 
-The head is transformers' `MtpModel`, with random weights under the names that real files have.
+The head is transformers' `MtpModel`, with random weights under the names that real files use.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _NEXTN = {
 
 
 def build_head(name: str, **overrides: Any) -> tuple[PreTrainedModel, MtpModel]:
-    """A model and its head, which shares the embedding and the LM head with it."""
+    """Build a model and its head, which shares the model's embedding and LM head."""
     model = build_tiny_model(name, **{**HEADS[name], **overrides})
     model.config.num_mtp_layers = 1
     model.config.mtp_layer_types = ["full_attention"]
@@ -57,7 +57,11 @@ def build_head(name: str, **overrides: Any) -> tuple[PreTrainedModel, MtpModel]:
 def save_with_head(
     name: str, directory: Path, *, own: Mapping[str, np.ndarray] | None = None, **overrides: Any
 ) -> Path:
-    """A directory of the model that `build_head` makes. own: further tensors of the head."""
+    """Write a directory with the model that `build_head` makes.
+
+    Args:
+        own: additional tensors of the head.
+    """
     save_tiny_model(name, directory, **{**HEADS[name], **overrides})
     _, head = build_head(name, **overrides)
     found = {}
@@ -98,7 +102,8 @@ def write_gguf_with_head(
 ) -> Path:
     """Write a model and its head as one GGUF file, with the options of `write_gguf`.
 
-    num_heads: number of layers of the head that the keys give.
+    Args:
+        num_heads: number of layers of the head according to the keys.
     """
     config = read_json(model_dir / "config.json")
     layers = config["num_hidden_layers"]
@@ -111,7 +116,7 @@ def write_gguf_with_head(
 
 
 def gguf_head(model_dir: Path) -> dict[str, np.ndarray]:
-    """The tensors of the head under GGUF's names."""
+    """Return the tensors of the head under GGUF's names."""
     config = read_json(model_dir / "config.json")
     layers = config["num_hidden_layers"]
     block = f"model.layers.{layers}."

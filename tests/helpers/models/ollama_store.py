@@ -1,4 +1,4 @@
-"""A made-up store of Ollama's."""
+"""A fake Ollama model store."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ DATA = b"GGUF and what follows"
 
 
 def add(store: Path, path: str, data: bytes = DATA, **layer: Any) -> Path:
-    """A model in the store; returns its blob. `layer` replaces fields of the manifest's layer."""
+    """Add a model to the store and return its blob. `layer` replaces fields of the manifest's
+    layer.
+    """
     digest = hashlib.sha256(data).hexdigest()
     blob = store / "blobs" / f"sha256-{digest}"
     blob.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""A tiny model's packed file, as one place of the cache has it."""
+"""A tiny model's packed file in the cache."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def load(model_dir: Path, cache: Path, weights: str = "int8") -> PackedWeights:
 
 
 def file_plan(path: Path) -> list[PackEntry]:
-    """What the matrices of a file become in its own formats, checked against its tensors."""
+    """Return the pack plan of a file in its own formats, checked against its tensors."""
     checkpoint = Checkpoint.open(path)
     with checkpoint.open_source() as source:
         plan = pack_plan(describe_model(checkpoint.config), "auto", source)
@@ -31,7 +31,7 @@ def only_file(cache: Path) -> Path:
 
 
 def content(packed: PackedWeights) -> bytes:
-    """Of one matrix; the file is closed."""
+    """Return the bytes of one matrix and close the file."""
     data = packed.array("layer1.down").tobytes() + packed.array("layer1.down.scales").tobytes()
     packed.close()
     return data

@@ -1,4 +1,4 @@
-"""What a model's files say of it."""
+"""Model specs read from a model's files."""
 
 from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.config.spec import describe_model

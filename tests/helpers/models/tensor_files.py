@@ -1,4 +1,4 @@
-"""The tensors in a tiny model's directory, and changes of them."""
+"""Reading and changing the tensors of a tiny model's directory."""
 
 import numpy as np
 from safetensors.numpy import load_file, save_file
@@ -9,8 +9,11 @@ def tensors_of(directory):
 
 
 def change_tensors(directory, change):
-    """Write the file anew. change: a function that changes a dict of all tensors, or new tensors by
-    name, None for one that is left out.
+    """Rewrite the tensor file.
+
+    Args:
+        change: a function that changes a dict of all tensors, or new tensors by name; None
+            removes a tensor.
     """
     tensors = tensors_of(directory)
     if callable(change):

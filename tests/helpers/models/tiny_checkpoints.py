@@ -1,9 +1,9 @@
-"""Tiny random checkpoints of the Llama-like families, written with NumPy alone, for tests of the
+"""Tiny random checkpoints of the Llama-like families, written with NumPy only, for tests of the
 native path.
 
-They need neither torch nor transformers, so that those tests also run where torch is not: on
-emulated ARM processors. tiny_models.py is for tests that compare with transformers, and for every
-other family.
+They need neither torch nor transformers, so these tests also run where torch is unavailable: on
+emulated ARM processors. tiny_models.py serves tests that compare with transformers, and all other
+families.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tokenizers import AddedToken, processors
 
 from helpers.text.byte_level import byte_level
 
-VOCAB_SIZE = 300  # 256 bytes, 5 special tokens, the rest ids without a token
+VOCAB_SIZE = 300  # 256 bytes, 5 special tokens, and ids without a token
 CONTEXT = 512
 SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<|user|>", "<|assistant|>")
 PAD_ID = 256
@@ -83,8 +83,8 @@ def save_tiny_checkpoint(
     """Write a complete model directory (float32 safetensors) and return its path. `overrides` are
     config fields.
 
-    Weights have unit gain, queries and keys more, so that attention is sharp; norms and biases are
-    not neutral.
+    Weights have unit gain, and those of queries and keys more, so that attention is sharp. Norms
+    and biases are not neutral.
     """
     directory = Path(directory)
     architecture, has_bias, has_head_norm, extra = _FAMILIES[model_type]
@@ -152,7 +152,7 @@ def _shapes(
 def _values(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -> np.ndarray:
     noise = rng.standard_normal(shape, dtype=np.float32)
     if "norm" in name:
-        # Norms of heads more than double: they set the sharpness of attention in place of the
+        # Head norms more than double their input. They make attention sharp in place of the
         # projections.
         return (np.float32(2.0 if "self_attn" in name else 1.0) + np.float32(0.2) * noise).astype(
             np.float32
@@ -166,8 +166,8 @@ def _values(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -> np.n
 
 
 def save_tokenizer(directory: Path) -> None:
-    """Byte-level BPE without merges: id i < 256 is a byte, then the special tokens; encoding adds
-    <bos>.
+    """Save a byte-level BPE tokenizer without merges. Ids below 256 are bytes, followed by the
+    special tokens. Encoding prepends <bos>.
     """
     tokenizer = byte_level()
     tokenizer.add_special_tokens(

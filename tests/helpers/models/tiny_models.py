@@ -1,6 +1,6 @@
-"""Tiny random transformers models, one per supported family, for tests.
+"""Tiny random transformers models for tests, one per supported family.
 
-`build_tiny_model("gemma2")` gives a seeded float32 model whose weights are scaled up so that
+`build_tiny_model("gemma2")` returns a seeded float32 model whose weights are scaled up so that
 attention is sharp: a wrong mask, position, window or scale changes the logits by far more than
 rounding does. `save_tiny_model` writes a complete model directory: weights, config, generation
 config, and a byte-level tokenizer with a chat template. It builds a model once and copies its files
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 _LOCAL_GLOBAL = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]
 
-# Layers 5 and 6 attend to what layer 3 computes, and layer 7 to that of layer 4: each to the last
-# one of its kind.
+# Layers 5 and 6 attend to the KV of layer 3, and layer 7 to that of layer 4. Each shares the KV of
+# the last layer of its kind.
 _GEMMA4 = {
     "model_type": "gemma4_text",
     "head_dim": 32,
@@ -266,7 +266,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "hunyuan_v1_dense": {
         "head_dim": 16,
-        # With 16 channels this alpha makes a base that float32 has exactly, as GGUF needs it.
+        # With 16 channels this alpha gives a base that float32 represents exactly, as GGUF
+        # requires.
         "rope_parameters": {
             "rope_type": "dynamic",
             "rope_theta": 1000.0,
@@ -287,8 +288,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-# Models with a part for images: the language model's type, its fields, and those of the other part.
-# The native runner alone runs them.
+# Models with a vision part: type of the language model, its fields, and the fields of the vision
+# part. Only the native runner runs them.
 NESTED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "qwen3_vl": (
         "qwen3_vl_text",
@@ -383,8 +384,11 @@ NESTED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 
 def build_nested_model(model_type: str, *, seed: int = 0, **overrides: Any) -> PreTrainedModel:
-    """As `build_tiny_model`, of several parts; `model_type` is a key of NESTED, `overrides` of the
-    language model.
+    """Build a model of several parts as `build_tiny_model` does.
+
+    Args:
+        model_type: a key of NESTED.
+        overrides: fields of the language model's config.
     """
     import torch
     from transformers import AutoConfig, AutoModelForImageTextToText
@@ -404,8 +408,11 @@ def build_nested_model(model_type: str, *, seed: int = 0, **overrides: Any) -> P
 
 
 def build_tiny_model(model_type: str, *, seed: int = 0, **overrides: Any) -> PreTrainedModel:
-    """A seeded float32 model in eval mode. `model_type` is a key of FAMILIES or any transformers
-    model type; `overrides` are config fields.
+    """Build a seeded float32 model in eval mode.
+
+    Args:
+        model_type: a key of FAMILIES or any model type of transformers.
+        overrides: config fields.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -439,8 +446,8 @@ _HEAD_NORMS = (
 
 
 def sharpen(model: PreTrainedModel, generator: torch.Generator) -> None:
-    """Weights of unit gain, queries and keys of about twice that; norms and biases away from their
-    neutral values.
+    """Scale the weights to unit gain, and those of queries and keys to about twice that. Move norms
+    and biases away from their neutral values.
     """
     import torch
 
@@ -453,9 +460,9 @@ def sharpen(model: PreTrainedModel, generator: torch.Generator) -> None:
             if name.endswith("q_norm.weight") and "gemma4" in model.config.model_type:
                 weight.mul_(weight.shape[0] ** -0.5)  # its scores are not divided by sqrt(head_dim)
         elif name.endswith("A_log"):
-            weight.copy_(noise - 2.5)  # states that last for some twenty tokens
+            weight.copy_(noise - 2.5)  # the state lasts for about twenty tokens
         elif name.endswith("router.scale"):
-            weight.copy_(noise * weight.shape[0] ** 0.5)  # divided by as much again
+            weight.copy_(noise * weight.shape[0] ** 0.5)  # is divided by the same factor later
         elif name.endswith("per_expert_scale"):
             weight.copy_(1.0 + 0.3 * noise)
         elif weight.dim() == 1:
@@ -465,7 +472,7 @@ def sharpen(model: PreTrainedModel, generator: torch.Generator) -> None:
         elif model.config.model_type == "gpt_oss" and "experts" in name:
             weight.copy_(
                 4 * noise / weight.shape[1] ** 0.5
-            )  # so that gates are limited; columns are outputs
+            )  # so that gates are clipped; columns are outputs
         elif "embed" in name:
             weight.copy_(noise if not model.config.tie_word_embeddings else 0.1 * noise)
         else:
@@ -492,7 +499,9 @@ def save_tiny_model(
 def save_nested_model(
     model_type: str, directory: Path | str, *, seed: int = 0, **overrides: Any
 ) -> Path:
-    """As `save_tiny_model`, of a model that `build_nested_model` makes."""
+    """Write a model directory as `save_tiny_model` does, for a model that `build_nested_model`
+    makes.
+    """
     return _save(build_nested_model, Path(directory), model_type, seed, overrides)
 
 

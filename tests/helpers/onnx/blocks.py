@@ -1,4 +1,4 @@
-"""How the tests' ONNX files store weights: codes of 4 and 8 bit in blocks, as MatMulNBits reads
+"""Weight storage of the tests' ONNX files: codes of 4 and 8 bits in blocks, as MatMulNBits reads
 them.
 """
 
@@ -13,8 +13,11 @@ Array = np.ndarray
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """How a file is written. bits: 4, 8, or 0 for floats; zeros: "" none, "codes" packed like the
-    codes, "floats".
+    """Options of an ONNX file.
+
+    Attributes:
+        bits: 4, 8, or 0 for floats.
+        zeros: "" for no zero points, "codes" to pack them like the codes, or "floats".
     """
 
     bits: int = 4
@@ -22,7 +25,9 @@ class Form:
     zeros: str = ""
     halves: bool = False  # scales and float weights in float16
     packed: bool = True  # queries, keys and values in one matrix
-    quantized_embedding: bool = False  # looked up in the head's own blocks, as where both are tied
+    quantized_embedding: bool = (
+        False  # looked up in the head's blocks, as in files where both are tied
+    )
     bias_inside: bool = False  # the bias as an input of MatMulNBits
     outer_rope: bool = False  # RotaryEmbedding before attention
     concat: bool = False
@@ -32,7 +37,9 @@ class Form:
 
 
 def quantize(weights: Array, form: Form) -> tuple[Array, Array, Array | None]:
-    """Codes uint8 [rows, blocks, block], scales [rows, blocks], zero points likewise or None."""
+    """Quantize to codes uint8 [rows, blocks, block], scales [rows, blocks], and zero points of the
+    same shape or None.
+    """
     rows, inputs = weights.shape
     blocks = -(-inputs // form.block)
     padded = np.zeros((rows, blocks * form.block), dtype=np.float32)
@@ -66,7 +73,7 @@ def dequantize(codes: Array, scales: Array, zeros: Array | None, bits: int, inpu
 
 
 def packed_codes(codes: Array, bits: int) -> Array:
-    """Two codes of 4 bits to a byte along the last axis, low nibble first."""
+    """Pack two codes of 4 bits per byte along the last axis, low nibble first."""
     if bits == 8:
         return codes.astype(np.uint8)
     if codes.shape[-1] % 2:

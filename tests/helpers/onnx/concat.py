@@ -1,5 +1,5 @@
-"""The other form of the tests' ONNX decoders: attention in small operators, keys and values
-concatenated behind the past ones, as a plain export of a model has it.
+"""The second graph variant of the tests' ONNX decoders: attention in small operators, with new KV
+concatenated after the past KV, as in a plain export of a model.
 """
 
 from __future__ import annotations
@@ -9,7 +9,9 @@ from helpers.onnx.writer import FLOAT, HALF, Decoder
 
 
 class ConcatDecoder(Decoder):
-    """Past [1, heads, past, dim] in, present [1, heads, past + new, dim] out."""
+    """Decoder with inputs past [1, heads, past, dim] and outputs present [1, heads, past + new,
+    dim].
+    """
 
     def attention(self, index: int, value: str, lengths: list[str]) -> str:
         at = f"/layers.{index}/"
@@ -54,7 +56,7 @@ class ConcatDecoder(Decoder):
         )
 
     def cut(self, value: str, heads: int, name: str) -> str:
-        """[1, tokens, heads * dim] -> [1, heads, tokens, dim]."""
+        """Convert [1, tokens, heads * dim] to [1, heads, tokens, dim]."""
         value = self.op("Reshape", [value, self.integers(1, -1, heads, self.dim)], f"{name}/heads")
         return self.op("Transpose", [value], f"{name}/T", perm=[0, 2, 1, 3])
 
@@ -80,7 +82,7 @@ class ConcatDecoder(Decoder):
         return name
 
     def visible(self, window: int) -> str:
-        """bool [1, 1, 1, tokens, total]: which keys a query sees."""
+        """Return a mask of the keys that each query sees, bool [1, 1, 1, tokens, total]."""
         name = f"/visible/{window}"
         if name in self.known:
             return name

@@ -1,8 +1,8 @@
-"""A writer of ONNX files for tests: protobuf's wire format by hand, so that no `onnx` package is
-needed.
+"""Writer of ONNX files for tests. It writes protobuf's wire format by hand, so that no `onnx`
+package is needed.
 
-Everything is bytes of a message; `model` puts them together. Weights go into the file, or into one
-beside it.
+All functions return bytes of a message; `model` combines them. Weights are stored in the file
+itself or in one next to it.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def message(*fields: bytes) -> bytes:
 
 
 def tensor(name: str, array: np.ndarray, *, kind: int | None = None) -> bytes:
-    """A TensorProto with its data inside. `kind`: the number of its type, where NumPy has none."""
+    """Return a TensorProto with inline data. `kind` is the number of its type, if NumPy has none."""
     kind = kind or NUMBERS[array.dtype.name]
     dims = [number(1, size) for size in array.shape]
     return message(
@@ -63,7 +63,7 @@ def tensor(name: str, array: np.ndarray, *, kind: int | None = None) -> bytes:
 
 
 class Weights:
-    """Initializers, and the bytes of those that lie beside the file under the name `location`."""
+    """Initializers, and the bytes of those stored in the external file `location`."""
 
     def __init__(self, location: str | None = None) -> None:
         self.location = location
@@ -122,7 +122,7 @@ def attribute(name: str, value: Any) -> bytes:
 
 
 def value(name: str, kind: str, shape: Sequence[int | str]) -> bytes:
-    """A ValueInfoProto; names in the shape are open sizes."""
+    """Return a ValueInfoProto. Names in the shape are symbolic sizes."""
     dims = [blob(1, number(1, size) if isinstance(size, int) else blob(2, size)) for size in shape]
     inner = message(number(1, NUMBERS[kind]), blob(2, message(*dims)))
     return message(blob(1, name), blob(2, blob(1, inner)))
@@ -151,7 +151,7 @@ def model(graph: bytes, *, opset: int = 21) -> bytes:
 
 
 def damaged(file: bytes, rng: random.Random) -> bytes:
-    """The file with some bytes changed, cut out or put in, or without its end."""
+    """Return the file with some bytes changed, removed or inserted, or truncated."""
     found = bytearray(file)
     for _ in range(rng.choice((1, 1, 2, 8))):
         at = rng.randrange(len(found))

@@ -1,10 +1,10 @@
 """Decoders as ONNX files for tests, written from tiny transformers models without the `onnx`
 package.
 
-Two forms of graph: that of onnxruntime-genai's builder (MatMulNBits or MatMul, GroupQueryAttention,
-keys and values in one buffer), and that of a plain export (onnx_concat.py: attention in small
-operators, keys and values concatenated). `write_onnx` sets the model's weights to what the file
-holds, so that transformers' own logits are the oracle.
+There are two graph variants: that of onnxruntime-genai's builder (MatMulNBits or MatMul,
+GroupQueryAttention, KV in one buffer), and that of a plain export (concat.py: attention in small
+operators, concatenated KV). `write_onnx` sets the model's weights to the stored ones, so that
+transformers' own logits are the oracle.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from helpers.onnx import wire
 from helpers.onnx.blocks import Form, dequantize, packed_codes, quantize
 
 MICROSOFT = "com.microsoft"
-# ONNX's numbers of types
+# Type numbers of ONNX
 FLOAT = 1
 HALF = 10
 Array = np.ndarray
 
 
 class Decoder:
-    """The nodes and weights of one model on their way into a file."""
+    """The nodes and weights of one model while its file is written."""
 
     def __init__(self, model: PreTrainedModel, form: Form) -> None:
         self.hf = model
@@ -61,7 +61,7 @@ class Decoder:
         return output
 
     def constant(self, array: Array) -> str:
-        """A Constant node, one for each value."""
+        """Return the name of a Constant node; each value has one node."""
         name = f"/constants/{array.dtype}/{array.tolist()}"
         if name not in self.known:
             self.known.add(name)
@@ -86,8 +86,8 @@ class Decoder:
     def matmul(
         self, source: str, name: str, weights: Array, bias: Array | None = None
     ) -> tuple[str, Array]:
-        """source @ weights^T + bias; the name of the result, and the weights as they are in the
-        file.
+        """Compute source @ weights^T + bias. Return the name of the result and the weights as
+        stored in the file.
         """
         form = self.form
         kind = np.float16 if self.form.halves else np.float32
@@ -134,13 +134,15 @@ class Decoder:
         return found
 
     def norm(self, name: str) -> str:
-        """The weights of a norm of transformers' name, as the operator multiplies by them."""
+        """Store the weights of a norm, given by transformers' name, as the operator multiplies by
+        them.
+        """
         weights = self.state[f"{name}.weight"]
         return self.once(f"{name}.weight", weights + np.float32(1) if self.is_gemma else weights)
 
     def project(self, source: str, names: list[str], title: str) -> str:
-        """Matrices of transformers' names one below the other; the state keeps what the file
-        holds.
+        """Multiply by several matrices, given by transformers' names, stacked into one. The state
+        then holds the stored weights.
         """
         rows = [len(self.state[f"{name}.weight"]) for name in names]
         whole = np.concatenate([self.state[f"{name}.weight"] for name in names])
@@ -230,7 +232,7 @@ class Decoder:
         return float(getattr(self.config, "attention_multiplier", self.dim**-0.5))
 
     def tables(self, index: int) -> tuple[str, str]:
-        """Names of the tables of rope of a layer, by transformers' own frequencies."""
+        """Return the names of a layer's RoPE tables, computed from transformers' own frequencies."""
         rotary = self.hf.model.rotary_emb
         kind = self.layer_kind(index) if self.kind == "gemma3_text" else ""
         prefix = f"{kind}_" if kind else ""
@@ -245,7 +247,7 @@ class Decoder:
         )
 
     def build(self) -> None:
-        """All nodes, from the token ids to the logits."""
+        """Add all nodes, from the token ids to the logits."""
         one = self.integers(1)
         total = self.op("ReduceSum", ["attention_mask", one], "/lengths/Sum", keepdims=0)
         last = self.op(
@@ -268,7 +270,7 @@ class Decoder:
         )
 
     def add_and_norm(self, stream: str, branch: str, name: str) -> tuple[str, str]:
-        """The norm of stream + branch, and that sum; of the stream alone in the first layer."""
+        """Return the norm of stream + branch, and that sum. The first layer has no branch."""
         if not branch:
             return self.normed(stream, name), stream
         outputs = [f"/{name}", "", "", f"/{name}/sum"]
@@ -323,7 +325,7 @@ class Decoder:
         return self.op("Mul", [active, up], f"/{layer}Mul")
 
     def qkv(self, index: int, value: str) -> list[str]:
-        """Queries, keys and values; one of all three where they are packed."""
+        """Return queries, keys and values, or a single packed tensor of all three."""
         layer = f"model.layers.{index}.self_attn."
         sizes = [self.heads * self.dim, self.kv_heads * self.dim, self.kv_heads * self.dim]
         is_cut = f"{layer}q_norm.weight" in self.state or self.form.outer_rope or self.form.concat
@@ -365,7 +367,7 @@ class Decoder:
                     parts[at] = self.op(
                         "RotaryEmbedding", inputs, output, MICROSOFT, interleaved=0, num_heads=count
                     )
-        if self.form.half_past:  # the operator has one type for all
+        if self.form.half_past:  # all inputs of the operator have one type
             parts, tables = ([self.cast(name, HALF) for name in names] for names in (parts, tables))
         inputs = [
             *parts,
@@ -393,7 +395,7 @@ class Decoder:
         return self.cast(output, FLOAT) if self.form.half_past else output
 
     def cast(self, value: str, kind: int) -> str:
-        """A value in another type; once for each name."""
+        """Return a value cast to another type. Each cast is added once."""
         name = f"{value}/as/{kind}"
         if name not in self.known:
             self.known.add(name)
@@ -408,7 +410,7 @@ class Decoder:
         return [f"{index}.{name}" for index in range(self.layers) for name in ("key", "value")]
 
     def file(self) -> bytes:
-        """The whole file, and the state in `weights.data`."""
+        """Return the complete file; external weights are in `weights.data`."""
         past = ["batch", self.kv_heads, "past", self.dim]
         inputs = [wire.value("input_ids", "int64", ["batch", "sequence"])]
         inputs.append(wire.value("attention_mask", "int64", ["batch", "total"]))
@@ -432,7 +434,7 @@ def write_onnx(
     form: Form | None = None,
     kind: type[Decoder] | None = None,
 ) -> Path:
-    """Write a folder with an ONNX model, and set the weights of `model` to what it holds. Returns
+    """Write a folder with an ONNX model, set the weights of `model` to the stored ones, and return
     the folder.
     """
     form = form or Form()
@@ -457,7 +459,7 @@ def write_onnx(
         and not form.quantized_embedding
         and model.config.tie_word_embeddings
     ):
-        # The file's head is rounded and its embedding is not: they are two.
+        # The file's head is quantized and its embedding is not, so they are no longer tied.
         model.lm_head.weight = torch.nn.Parameter(state["lm_head.weight"].clone())
     model.load_state_dict(state, strict=False)
     return folder

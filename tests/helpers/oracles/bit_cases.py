@@ -1,4 +1,4 @@
-"""Logits of a file in its own formats, which passes of any size have, and in float32."""
+"""Logits of a file in its own formats, which must not depend on the size of passes, and in float32."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PROMPT = np.random.default_rng(7).integers(0, 256, 61).tolist()
 def native_logits(
     path: Path, weights: str = "f32", *, chunk: int = 23, num_threads: int = 1
 ) -> Logits:
-    """Of PROMPT, through the native runner."""
+    """Compute the logits of PROMPT with the native runner."""
     runner = NativeRunner.from_dir(path, weights=weights, num_threads=num_threads)
     driver = PagedDriver(runner, CPUBackend(runner.info.kv_spec, 32, num_threads=num_threads))
     logits = np.array(driver.prefill(driver.open(PROMPT), chunk))
@@ -27,8 +27,8 @@ def native_logits(
 
 
 def logits_in_any_pass(path: Path) -> tuple[Logits, Logits]:
-    """In the file's own formats, at once and in pieces, all with the same last row; and in
-    float32.
+    """Return the logits in the file's own formats and in float32. In its own formats, the last row
+    must be identical for passes of any size.
     """
     found = native_logits(path, "auto", chunk=len(PROMPT))
     for chunk, num_threads in ((len(PROMPT), 2), (7, 2), (1, 1)):

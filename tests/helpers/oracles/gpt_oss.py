@@ -1,5 +1,5 @@
-"""gpt-oss in float64, on the very weights that a packed format stands for, written from its
-formulas.
+"""gpt-oss in float64, written from its formulas, on exactly the weights that a packed format
+represents.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ Floats = npt.NDArray[np.float64]
 
 
 class GptOssOracle:
-    """`weights`: as the runner takes them; "auto" of a directory with MXFP4."""
+    """Float64 model of a gpt-oss directory. `weights` is a format of the native runner, or "auto"
+    for a directory with MXFP4.
+    """
 
     def __init__(self, directory: Path, weights: str) -> None:
         checkpoint = Checkpoint.open(directory)
@@ -35,7 +37,7 @@ class GptOssOracle:
             self.tensors = {name: _stored(source, name, weights) for name in source.names()}
 
     def logits(self, ids: list[int]) -> Floats:
-        """float64 [tokens, vocabulary]."""
+        """Return logits, float64 [tokens, vocabulary]."""
         x = self.tensors["model.embed_tokens.weight"][ids]
         for index in range(len(self.spec.layers)):
             x = x + self._attended(self._norm(x, f"model.layers.{index}.input_layernorm"), index)

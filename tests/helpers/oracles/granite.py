@@ -1,4 +1,6 @@
-"""Tiny Granite 4 of dense layers in float64 NumPy, on the very weights that a format stands for."""
+"""Tiny Granite 4 with dense layers in float64 NumPy, on exactly the weights that a format
+represents.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +17,10 @@ _NO_LIMIT = (0.0, np.inf)
 
 
 class ExactGranite(ExactHybrid):
-    """With its multipliers; without rope where its config does not ask for it."""
+    """A Granite 4 model with its multipliers, and with RoPE only if its config requests it."""
 
     def logits(self, ids: list[int]) -> Doubles:
-        """float64 [len(ids), vocabulary]."""
+        """Return logits, float64 [len(ids), vocabulary]."""
         config = self.config
         residual = self.config["residual_multiplier"]
         x = self.tensors["model.embed_tokens.weight"][ids] * config["embedding_multiplier"]
@@ -31,7 +33,9 @@ class ExactGranite(ExactHybrid):
         return self._linear(self._norm(x, "model.norm"), head) / config["logits_scaling"]
 
     def _stored(self, name: str, value: npt.NDArray[np.float32], weights: str) -> Doubles:
-        """Steps of time are floats in all formats: the last rows of what a state space reads."""
+        """Return a tensor as the format represents it. The time steps, the last rows of a state
+        space's input projection, are floats in all formats.
+        """
         if not name.endswith("mamba.in_proj.weight"):
             return super()._stored(name, value, weights)
         heads = self.config["mamba_n_heads"]

@@ -1,4 +1,4 @@
-"""Tiny LFM2 and Qwen3.5 in float64 NumPy, on the very weights that a format stands for."""
+"""Tiny LFM2 and Qwen3.5 in float64 NumPy, on exactly the weights that a format represents."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from kvboost_edge.kernels.reference.scan import delta_rows, delta_steps
 from kvboost_edge.kernels.reference.weights import unpack_rows
 
 Doubles = npt.NDArray[np.float64]
-_FLOATS = ("in_proj_a.weight", "in_proj_b.weight")  # of gates, which are floats in all formats
+_FLOATS = ("in_proj_a.weight", "in_proj_b.weight")  # gates, which are floats in all formats
 
 
 class ExactHybrid:
-    """A text model of dense layers, saved by transformers; `weights` as the native runner takes
-    it.
+    """A text model with dense layers, saved by transformers. `weights` is a format of the native
+    runner.
     """
 
     def __init__(self, directory: Path, weights: str) -> None:
@@ -41,7 +41,7 @@ class ExactHybrid:
         return value.astype(np.float64)
 
     def logits(self, ids: list[int]) -> Doubles:
-        """float64 [len(ids), vocabulary]."""
+        """Return logits, float64 [len(ids), vocabulary]."""
         x = self.tensors["model.embed_tokens.weight"][ids]
         in_norm = "input_layernorm"
         mlp_norm = "post_attention_layernorm"
@@ -79,7 +79,7 @@ class ExactHybrid:
         return self._linear(silu_rows(gate) * up, layer + names[2])
 
     def _taps(self, name: str) -> Doubles:
-        """[taps, channels], the oldest first."""
+        """Return the weights of a convolution, [taps, channels], oldest first."""
         return self.tensors[f"{name}.weight"][:, 0].T
 
     def _conv(self, x: Doubles, layer: str) -> Doubles:
@@ -143,7 +143,7 @@ class ExactHybrid:
         )
 
     def _turned(self, x: Doubles) -> Doubles:
-        """Rope of rows [tokens, heads, dim]."""
+        """Apply RoPE to rows [tokens, heads, dim]."""
         rope = self.config["rope_parameters"]
         width = int(x.shape[-1] * rope.get("partial_rotary_factor", 1.0))
         angles = np.arange(len(x))[:, None, None] * rope["rope_theta"] ** (

@@ -1,8 +1,8 @@
-"""A whole tiny model in NumPy and float64, computed from the entries of its packed plan: slow, and
-sure.
+"""A slow and simple implementation of a whole tiny model in float64 NumPy, computed from the
+entries of its packed plan.
 
-It has the layers that keep a state, token by token from zeros, gated attention and experts. Weights
-are those of a plan's entries by their names there, as floats, whatever files they come from.
+It covers recurrent layers (token by token, from zeros), gated attention and experts. Weights are
+the float values of the plan's entries, by their names in the plan, regardless of the file format.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ Weights = Mapping[str, Doubles]
 
 
 def plan_floats(model: Path) -> tuple[ModelSpec, dict[str, Doubles]]:
-    """The spec of a model, and every entry of its plan: [rows, inputs], of a vector [rows]."""
+    """Return the spec of a model, and every entry of its plan: matrices [rows, inputs] and vectors
+    [rows].
+    """
     checkpoint = Checkpoint.open(model)
     spec = describe_model(checkpoint.config)
     plan = pack_plan(spec, "f32")
@@ -37,7 +39,7 @@ def plan_floats(model: Path) -> tuple[ModelSpec, dict[str, Doubles]]:
 
 
 def mtp_floats(model: Path) -> tuple[MtpSpec, dict[str, Doubles]]:
-    """The spec of a model's MTP head, and every entry of its plan, as `plan_floats` gives them."""
+    """Return the spec of a model's MTP head, and every entry of its plan as `plan_floats` does."""
     checkpoint = Checkpoint.open(model)
     assert checkpoint.mtp is not None
     with checkpoint.open_mtp_source() as source:
@@ -45,7 +47,7 @@ def mtp_floats(model: Path) -> tuple[MtpSpec, dict[str, Doubles]]:
 
 
 def mtp_model(model: Path) -> tuple[MtpSpec, dict[str, Doubles], Doubles]:
-    """Return a model's MTP head, its weights with those that it shares, and the LM head."""
+    """Return a model's MTP head, its weights including the shared ones, and the LM head."""
     _, weights = plan_floats(model)
     head, own = mtp_floats(model)
     shared = {name: weights[name] for name in head.shared if name in weights}
@@ -65,13 +67,13 @@ def _offset(entry: PackEntry) -> np.float64:
 
 
 def hybrid_logits(spec: ModelSpec, weights: Weights, token_ids: Sequence[int]) -> Doubles:
-    """float64 [tokens, vocab]."""
+    """Return logits, float64 [tokens, vocab]."""
     head = weights["embed" if spec.tied else "head"]
     return last_states(spec, weights, token_ids) @ head.T * spec.logit_factor
 
 
 def last_states(spec: ModelSpec, weights: Weights, token_ids: Sequence[int]) -> Doubles:
-    """Hidden states after the last norm, float64 [tokens, hidden]."""
+    """Return hidden states after the last norm, float64 [tokens, hidden]."""
     hidden = weights["embed"][np.asarray(token_ids)].astype(np.float64) * spec.embedding_factor
     for index in range(len(spec.layers)):
         hidden = _after_layer(spec, weights, index, hidden)
@@ -130,7 +132,7 @@ def _after_layer(spec: ModelSpec, weights: Weights, index: int, hidden: Doubles)
 
 
 def _multiplied(spec: ModelSpec, own: Weights) -> Weights:
-    """A mixer's weights with what their results are multiplied with."""
+    """Return a mixer's weights multiplied by the factors of their results."""
     factors = spec.factors
     mixer = spec.mixer
     assert mixer is not None
@@ -158,7 +160,7 @@ def _silu(values: Doubles) -> Doubles:
     return values * _sigmoid(values)
 
 
-# -- what mixes tokens --
+# -- token mixers --
 
 
 def _attention(spec: ModelSpec, own: Weights, normed: Doubles, rope: int) -> Doubles:
@@ -187,7 +189,7 @@ def _attention(spec: ModelSpec, own: Weights, normed: Doubles, rope: int) -> Dou
 
 
 def _turned(rows: Doubles, frequencies: Doubles) -> Doubles:
-    """Pairs (i, i + half) of [tokens, heads, dim] turned by their positions."""
+    """Rotate the pairs (i, i + half) of [tokens, heads, dim] by their positions."""
     angles = np.arange(len(rows))[:, None, None] * frequencies
     half = len(frequencies)
     first = rows[..., :half]
@@ -202,8 +204,8 @@ def _turned(rows: Doubles, frequencies: Doubles) -> Doubles:
 
 
 def _convolved(mixer: Mixer, taps: Doubles, rows: Doubles) -> Doubles:
-    """Each channel's weighted sum of its inputs, the oldest with the first tap; zeros stand before
-    the text.
+    """Convolve each channel. The first tap multiplies the oldest input; inputs before the text are
+    zeros.
     """
     taps = taps.reshape(mixer.taps + 1, mixer.channels)
     before = np.concatenate([np.zeros((mixer.taps, mixer.channels)), rows])
@@ -213,7 +215,7 @@ def _convolved(mixer: Mixer, taps: Doubles, rows: Doubles) -> Doubles:
 
 
 def _ssd(mixer: Mixer, own: Weights, normed: Doubles, eps: float) -> Doubles:
-    """Mamba2: a state of each head, its rows those of B and C, its columns those of x."""
+    """Compute Mamba2. Each head's state has the rows of B and C and the columns of x."""
     rows = normed @ own["mixer_in"].T
     width = mixer.value_heads * mixer.value_dim
     mixed, z = np.split(rows, [mixer.channels], axis=1)
@@ -287,7 +289,7 @@ def _unit(rows: Doubles) -> Doubles:
 _MIXERS = {"conv": _short_conv, "delta": _delta, "ssd": _ssd}
 
 
-# -- what is behind it --
+# -- feed-forward layers --
 
 
 def _mlp(spec: ModelSpec, index: int, own: Weights, rows: Doubles) -> Doubles:

@@ -1,4 +1,4 @@
-"""transformers as the oracle of the native runner: the same checkpoint with float32 weights."""
+"""transformers as the oracle of the native runner, on the same checkpoint with float32 weights."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ NEW_TOKENS = 24
 
 
 def driver_of(runner: NativeRunner, num_threads: int = 1) -> PagedDriver:
-    """A driver with 32 blocks, and with slots where the model keeps states."""
+    """Return a driver with 32 blocks, and with state slots if the model is recurrent."""
     slots = 4 if runner.info.kv_spec.states else 0
     backend = CPUBackend(runner.info.kv_spec, 32, num_threads=num_threads, num_state_slots=slots)
     return StateDriver(runner, backend) if slots else PagedDriver(runner, backend)
 
 
 def assert_native_equals(model: Any, directory: Path) -> None:
-    """Logits of a prompt within 1e-4 of the transformers model's, in pieces, and the same greedy
-    tokens after it.
+    """Assert that the logits of a prompt, computed in pieces, are within 1e-4 of the transformers
+    model's, and that the greedy tokens after it are the same.
     """
     model.set_attn_implementation("eager")
     prompt = np.random.default_rng(7).integers(0, 256, 61).tolist()

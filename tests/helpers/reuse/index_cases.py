@@ -1,5 +1,5 @@
-"""Shared by the tests of reuse: an index beside a list of what it was offered, and runs read back
-slot by slot.
+"""Helpers for the tests of reuse: an index next to a list of the blocks offered to it, and runs
+read back slot by slot.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ OTHER = b"o" * 32
 
 
 class Offered:
-    """An index, and what it holds in the order it was offered in. Serials are counted up, as
-    `PrefixIndex` does.
+    """An index, and the blocks it holds in the order in which they were offered. Serials count up,
+    as `PrefixIndex` assigns them.
     """
 
     def __init__(self, num_blocks: int, block_size: int, hash_bits: int = 61) -> None:
@@ -48,7 +48,7 @@ class Offered:
         root: bytes = ROOT,
         first_position: int = 0,
     ) -> StoredBlock:
-        """A block never seen before, not offered yet."""
+        """Make a new block without offering it."""
         if parent is not None:
             root = parent.root
             first_position = parent.first_position + len(parent.tokens)
@@ -65,7 +65,7 @@ class Offered:
     def chain(
         self, tokens: Sequence[int], root: bytes = ROOT, parent: StoredBlock | None = None
     ) -> list[StoredBlock]:
-        """Offer the full blocks of a text, one behind another."""
+        """Offer the full blocks of a text, each as the child of the one before it."""
         size = self.index.block_size
         made = []
         for start in range(0, len(tokens) - size + 1, size):
@@ -80,7 +80,7 @@ class Offered:
     def find(
         self, prompt: Sequence[int], start: int = 0, root: bytes = ROOT, least: int = 1
     ) -> list[Run]:
-        """`find_runs`, compared with the oracle and with the tokens themselves."""
+        """Call `find_runs` and compare the runs with the oracle and with the tokens themselves."""
         found = find_runs(prompt, start, self.index, root, least)
         assert [stored(run) for run in found] == slow_scan(self.blocks, prompt, start, root, least)
         held = {block.block_id: block for block in self.blocks}
@@ -101,7 +101,7 @@ class Offered:
 
 
 def stored(run: Run) -> StoredRun:
-    """A run as the oracle tells it."""
+    """Convert a run to the oracle's form."""
     slots = [
         (piece.block_id, slot)
         for piece in run.pieces
@@ -112,5 +112,5 @@ def stored(run: Run) -> StoredRun:
 
 
 def told(runs: list[Run]) -> list[tuple[int, int, int]]:
-    """(prompt_start, length, delta) of each."""
+    """Return (prompt_start, length, delta) of each run."""
     return [(run.prompt_start, run.length, run.delta) for run in runs]

@@ -1,4 +1,4 @@
-"""Families of tiny models that stand for all, where the family is not what a test is about."""
+"""Families of tiny models that represent all others in tests that do not depend on the family."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Drives a runner without an engine, for tests: block tables by the manager, one hand-made pass at
-a time.
+"""Driver of a runner without an engine. The manager keeps the block tables, and tests run one pass
+at a time.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class DrivenSequence:
 
 
 class PagedDriver:
-    """Opens sequences and computes them; free memory is poisoned, so a read of unwritten slots
-    shows as NaN. `layout`: of the last pass.
+    """Driver that opens sequences and computes them. Free memory is poisoned, so that reads of
+    unwritten slots give NaN. `layout` is that of the last pass.
     """
 
     layout: BatchLayout
@@ -46,7 +46,7 @@ class PagedDriver:
         self.backend = backend
         self.manager = KVCacheManager(backend.num_blocks, backend.spec.block_size)
         self.live: list[DrivenSequence] = []
-        backend.release_blocks(range(backend.num_blocks))  # what another driver left begun
+        backend.release_blocks(range(backend.num_blocks))  # unfinished blocks of other drivers
         backend.poison_blocks(range(backend.num_blocks))
         runner.bind(backend)
 
@@ -66,8 +66,8 @@ class PagedDriver:
         self.manager.check_invariants([other.table for other in self.live])
 
     def step(self, work: Sequence[tuple[DrivenSequence, int]]) -> list[npt.NDArray[np.float32]]:
-        """One pass over the next `count` tokens of each sequence; logits of every new token, per
-        sequence.
+        """Run one pass over the next `count` tokens of each sequence and return the logits of every
+        new token, per sequence.
         """
         starts = np.cumsum([0, *(count for _, count in work)]).tolist()
         logits, _ = self.step_for(work, range(starts[-1]))
@@ -79,8 +79,8 @@ class PagedDriver:
         logit_rows: Sequence[int],
         state_rows: Sequence[int] = (),
     ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
-        """One pass over the next `count` tokens of each sequence; logits and states of these rows
-        of the pass.
+        """Run one pass over the next `count` tokens of each sequence and return logits and states
+        of these rows of the pass.
         """
         copies = []
         token_ids = []
@@ -121,13 +121,11 @@ class PagedDriver:
         return logits, states
 
     def states(self, work: Sequence[tuple[DrivenSequence, int]]) -> PassStates | None:
-        """The slots of a pass, of a model with states."""
+        """Return the slots of a pass for a model with recurrent state."""
         return None
 
     def prefill(self, sequence: DrivenSequence, chunk: int = 1 << 30) -> npt.NDArray[np.float32]:
-        """Compute all that is left, at most `chunk` tokens a pass; logits of the computed
-        tokens.
-        """
+        """Compute all remaining tokens, at most `chunk` per pass, and return their logits."""
         parts = []
         while sequence.num_left:
             parts += self.step([(sequence, min(chunk, sequence.num_left))])
@@ -139,7 +137,7 @@ class PagedDriver:
         last_logits: Sequence[npt.NDArray[np.float32]],
         steps: int,
     ) -> None:
-        """Greedy decoding of several sequences in one batch; appends to their tokens."""
+        """Decode several sequences greedily in one batch, appending to their tokens."""
         rows = list(last_logits)
         for step in range(steps):
             for sequence, row in zip(sequences, rows, strict=True):

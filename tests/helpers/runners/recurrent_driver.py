@@ -1,5 +1,5 @@
-"""Drives a runner of a model with states without an engine: slots are given by hand, beside the
-blocks of keys.
+"""Driver of a runner with recurrent state, without an engine. Tests choose the state slots in
+addition to the KV blocks.
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ from kvboost_edge.runners.base import Runner
 
 
 class StateDriver(PagedDriver):
-    """A sequence has a slot that it reads and writes; slots are poisoned before, so that what was
-    never written shows.
+    """Driver in which each sequence has a slot that it reads and writes. Slots are poisoned first,
+    so that reads of unwritten ones show.
 
-    `wanted`: positions behind which states of sequences, by id, are to be saved, with their slots.
-      `drafts`: how many of a sequence's tokens, the last ones, are drafts in its next pass.
+    Attributes:
+        wanted: slots for snapshots, by sequence id and by position.
+        drafts: number of a sequence's last tokens that are drafts in its next pass, by
+            sequence id.
     """
 
     def __init__(self, runner: Runner, backend: Backend) -> None:
@@ -32,13 +34,15 @@ class StateDriver(PagedDriver):
         self.drafts: dict[int, int] = {}
 
     def open(self, token_ids: Sequence[int], read: int = -1) -> DrivenSequence:
-        """A sequence whose first pass reads a slot; -1: from its first token on."""
+        """Open a sequence whose first pass reads the slot `read`; with -1 it starts from an empty
+        state.
+        """
         sequence = super().open(token_ids)
         self.slots[id(sequence)] = (read, self.free.pop())
         return sequence
 
     def save(self, sequence: DrivenSequence, position: int) -> int:
-        """The slot in which the state behind so many tokens will be."""
+        """Reserve a slot for the snapshot at a position, and return it."""
         slot = self.free.pop()
         self.wanted.setdefault(id(sequence), {})[position] = slot
         return slot

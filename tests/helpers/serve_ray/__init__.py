@@ -1,1 +1,1 @@
-"""Replicas on a real Ray."""
+"""Replicas on a real Ray instance."""

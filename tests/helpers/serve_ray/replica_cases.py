@@ -1,4 +1,4 @@
-"""Replicas on a real Ray, for tests: what they are made of, and how tests change them."""
+"""Replicas on a real Ray instance for tests, with methods to deploy and inspect them."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from helpers.server.live_servers import wait_until
 
 @dataclasses.dataclass
 class Running:
-    """Replicas, and how the tests change them."""
+    """Running replicas and the pool that uses them."""
 
     pool: Any
     name: str
     options: Any
 
     def deploy(self, workers: int, options: Any = None) -> None:
-        """Have Ray put so many new ones in the place of those there are, and wait until the pool
-        knows it.
+        """Make Ray replace the current replicas by `workers` new ones, and wait until the pool
+        knows them.
         """
         from ray import serve
 
@@ -49,21 +49,21 @@ class Running:
         self.wait_for(workers)
 
     def wait_for(self, count: int) -> None:
-        """Until the pool uses so many replicas, and each answers."""
+        """Wait until the pool uses `count` replicas and each of them answers."""
         wait_until(
             lambda: len(self.pool._replicas.usable) == count, f"{count} replicas to be used", 120
         )
         wait_until(lambda: len(self.pool.replicas()) == count, f"{count} replicas to answer", 60)
 
     def pids(self) -> dict[str, int]:
-        """The process of each replica."""
+        """Return the process id of each replica."""
         return {one.replica: one.pid for one in self.pool._replicas.ask("describe", seconds=20)}
 
     def kill(self, replica: str) -> None:
         os.kill(self.pids()[replica], signal.SIGKILL)
 
     def idle(self) -> bool:
-        """No replica runs or holds anything."""
+        """Return whether no replica runs requests or holds blocks."""
         stats = [view.paged_stats() for view in self.pool.replicas().values()]
         return not any(
             one["used_blocks"] or one["num_running"] or one["num_waiting"] for one in stats
@@ -71,7 +71,9 @@ class Running:
 
 
 def options_of(*flags: str) -> Any:
-    """Of a command with these flags, for replicas small enough to share this machine."""
+    """Return the options of a command with these flags, for replicas small enough to share this
+    machine.
+    """
     from kvboost_edge.server.flags import parse_flags
 
     argv = [
@@ -91,7 +93,7 @@ def options_of(*flags: str) -> Any:
 
 @contextlib.contextmanager
 def running_replicas(options: Any, name: str) -> Iterator[Running]:
-    """Replicas as the options want them, and a pool over them."""
+    """Yield replicas with these options and a pool over them."""
     from kvboost_edge.config import EngineConfig
     from kvboost_edge.serve_ray.model_files import open_tokenizer
     from kvboost_edge.serve_ray.start import connect_pool, deploy_replicas
@@ -108,7 +110,9 @@ def running_replicas(options: Any, name: str) -> Iterator[Running]:
 
 
 def replica_processes(application: str, deployment: str) -> list[psutil.Process]:
-    """Processes of this process's Ray that run a deployment's replicas, those that load too."""
+    """Return the processes of this process's Ray that run a deployment's replicas, including
+    replicas that are loading.
+    """
     name = f"ray::ServeReplica:{application}:{deployment}"
     found = []
     for process in psutil.Process().children(recursive=True):

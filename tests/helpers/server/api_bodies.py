@@ -1,6 +1,5 @@
-"""What clients of each API send, small and right: one body for every route that takes one, and what
-errors and streams look like there. Written down once more, apart from the server, so that it can be
-compared with it.
+"""Small valid bodies of each API: one for every route that takes a body, and the format of errors
+and streams. They are written independently of the server, so that tests can compare the two.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ Json = dict[str, Any]
 
 
 def said(text: Any) -> list[Json]:
-    """A conversation of one message."""
+    """Return a conversation of one message."""
     return [{"role": "user", "content": text}]
 
 
@@ -74,7 +73,9 @@ READ = tuple(
 
 
 def asked(path: str, text: str, *, tokens: int | None = None, **more: Any) -> Json:
-    """The body of a path with other fields, and another number of tokens where it generates."""
+    """Return the body for a path with other fields, and with another token limit if the route
+    generates.
+    """
     body = {**ASKED[path](text), **more}
     if tokens is not None and path in GENERATING:
         *outer, name = GENERATING[path].split(".")
@@ -83,7 +84,7 @@ def asked(path: str, text: str, *, tokens: int | None = None, **more: Any) -> Js
 
 
 def error_text(path: str, content: bytes) -> str:
-    """The message of an error, which has the shape of the path's API."""
+    """Return the message of an error, after checking that it has the format of the path's API."""
     answer = json.loads(content)
     if path.startswith("/api/"):
         assert answer.keys() == {"error"}, answer

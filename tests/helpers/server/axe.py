@@ -1,4 +1,4 @@
-"""axe-core in a page of the browser: what it finds wrong."""
+"""Accessibility checks with axe-core in a page of the browser."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 AXE = (files("axe_playwright_python") / "axe.min.js").read_text(encoding="utf-8")
 TAGS = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice"]
-# In a world of its own, the page's policy holds: nothing may be made from strings there either.
+# The page's policy also applies in an isolated world: no code may be made from strings there.
 _RUN = """async (tags) => {
   const found = await axe.run(document, {runOnly: tags, resultTypes: ['violations', 'incomplete']});
   const told = (one) => one.nodes.map((node) => `${one.id}: ${node.target.join(' ')}: ${node.failureSummary}`);

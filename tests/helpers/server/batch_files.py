@@ -20,7 +20,7 @@ UNFINISHED = ("validating", "in_progress", "finalizing", "cancelling")
 def line(
     custom_id: str, body: Mapping[str, Any] | None = None, url: str = COMPLETIONS, **more: Any
 ) -> dict[str, Any]:
-    """A line of a file; its body is a short completion unless another is given."""
+    """Return a line of a file. Its body is a short completion by default."""
     body = {"prompt": f"say {custom_id}", "max_tokens": 3} if body is None else body
     return {"custom_id": custom_id, "method": "POST", "url": url, "body": dict(body), **more}
 
@@ -30,7 +30,7 @@ def jsonl(lines: Iterable[Mapping[str, Any]]) -> bytes:
 
 
 def records_of(text: bytes | str) -> dict[str, dict[str, Any]]:
-    """The records of an output file by the ids of their lines, each of which is there once."""
+    """Return the records of an output file by custom id, after checking that each id occurs once."""
     content = text.encode() if isinstance(text, str) else text
     found = [json.loads(one) for one in content.splitlines()]
     by_id = {one["custom_id"]: one for one in found}
@@ -39,20 +39,20 @@ def records_of(text: bytes | str) -> dict[str, dict[str, Any]]:
 
 
 class BatchClient:
-    """Calls of the batch API over ASGI; `app` is the application."""
+    """Client of the batch API over ASGI; `app` is the application."""
 
     def __init__(self, http: httpx.AsyncClient, app: Any) -> None:
         self.http = http
         self.app = app
 
     async def upload(self, content: bytes, name: str = "in.jsonl", **fields: str) -> Any:
-        """The answer to an upload."""
+        """Upload a file and return the response."""
         return await self.http.post(
             "/v1/files", files={"file": (name, content)}, data={"purpose": "batch", **fields}
         )
 
     async def create(self, content: bytes, **fields: Any) -> Any:
-        """The answer to a new batch of an uploaded file."""
+        """Upload a file, create a batch of it, and return the response."""
         file = (await self.upload(content)).json()
         return await self.http.post(
             "/v1/batches",
@@ -69,7 +69,7 @@ class BatchClient:
         return found
 
     async def ended(self, batch_id: str) -> dict[str, Any]:
-        """The batch, once it has ended."""
+        """Wait until the batch has ended and return it."""
         for _ in range(3000):
             found = await self.batch(batch_id)
             if found["status"] not in UNFINISHED:
@@ -87,7 +87,7 @@ class BatchClient:
 async def batch_app(
     engine: Any, directory: Path, key: str = "", **settings: Any
 ) -> AsyncIterator[BatchClient]:
-    """The app with the batch API, until the block ends; what is on disk stays."""
+    """Run an app with the batch API until the block ends. Its files stay on disk."""
     from kvboost_edge.server.app import create_app
     from kvboost_edge.server.settings import ServerSettings
 

@@ -1,4 +1,4 @@
-"""The browser of the page tests: Debian's Chromium, found on the PATH and driven by Playwright."""
+"""Browser for the page tests: Debian's Chromium, found on the PATH and driven by Playwright."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 
 from helpers.tools import find_chromium
 
-# Nothing of the browser's own may start, connect or ask; every name but loopback fails to resolve.
+# Block the browser's own background services and connections. All names but loopback fail to
+# resolve.
 FLAGS = (
     "--headless",
     "--no-sandbox",
@@ -24,10 +25,11 @@ FLAGS = (
 
 @contextmanager
 def running_chromium() -> Iterator[Any]:
-    """A browser of Playwright's synchronous interface; gone, with its processes, when the block is
-    left.
+    """Yield a browser with Playwright's synchronous interface, and end it with its processes when
+    the block ends.
 
-    While it runs, an event loop runs in this thread: tests that use it cannot be asynchronous.
+    An event loop runs in this thread meanwhile, so tests that use the browser cannot be
+    asynchronous.
     """
     from playwright.sync_api import sync_playwright
 

@@ -1,4 +1,4 @@
-"""What tests of the prefix doctor over HTTP have in common."""
+"""Helpers for the tests of cache-miss reports over HTTP."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ async def app_of(engine: Any, **settings: Any) -> AsyncIterator[httpx.AsyncClien
 
 
 async def ask(app: httpx.AsyncClient, *said: str, **more: Any) -> dict[str, Any]:
-    """What the answer to a chat says of its prompt; the system message first, then user and
-    assistant in turn.
+    """Send a chat and return the cache report of its answer. The system message comes first, then
+    user and assistant in turn.
     """
     roles = ["system", *["user", "assistant"] * len(said)]
     messages = [{"role": role, "content": text} for role, text in zip(roles, said, strict=False)]

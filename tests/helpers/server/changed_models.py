@@ -1,4 +1,4 @@
-"""A server whose models change, as Ollama's client sees it."""
+"""A server whose models change, accessed with Ollama's client."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NAME = f"{REPO}:Q8_0"
 
 @contextlib.contextmanager
 def closing_client(server: Any) -> Iterator[ollama.Client]:
-    """Ollama's client of a server."""
+    """Yield Ollama's client of a server."""
     client = ollama.Client(server.base_url)
     try:
         yield client
@@ -23,7 +23,7 @@ def closing_client(server: Any) -> Iterator[ollama.Client]:
 
 
 def names(server: Any, key: str = "") -> list[str]:
-    """The names of the models that a server lists."""
+    """Return the names of the models that a server lists."""
     headers = {"x-api-key": key} if key else {}
     with server.client(headers=headers) as client:
         return [one["id"] for one in client.get("/v1/models").json()["data"]]

@@ -1,5 +1,5 @@
-"""The APIs that generate, in one table: how each is asked, and where its answers, streams and
-errors hold what.
+"""Table of the APIs that generate: the format of their requests, and the places of text, calls and
+usage in answers, streams and errors.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _PASSING |= {f"{name}_duration" for name in ("total", "load", "prompt_eval", "ev
 
 
 class Said(NamedTuple):
-    """An answer as any API tells it; the calls with their arguments as text, why it ended in
-    OpenAI's words.
+    """The content of an answer of any API. Calls have their arguments as text; the finish reason is
+    OpenAI's word for it.
     """
 
     thought: str
@@ -43,14 +43,14 @@ class Said(NamedTuple):
 
 
 def lasting(value):
-    """A JSON value without what passes."""
+    """Return a JSON value without the members in _PASSING."""
     if isinstance(value, dict):
         return {name: lasting(one) for name, one in value.items() if name not in _PASSING}
     return [lasting(one) for one in value] if isinstance(value, list) else value
 
 
 def _named(answer):
-    """The events of a stream, each of which is named as its data says."""
+    """Return the events of a stream, after checking that each event name matches its data."""
     assert answer.headers["content-type"].startswith("text/event-stream")
     events = []
     for block in answer.text.removesuffix("\n\n").split("\n\n"):
@@ -61,7 +61,7 @@ def _named(answer):
 
 
 def _data(answer):
-    """The events of a stream without names."""
+    """Return the events of a stream without event names."""
     assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
     blocks = answer.text.removesuffix("\n\n").split("\n\n")
     assert all(block.startswith("data: ") and "\n" not in block for block in blocks)
@@ -69,11 +69,13 @@ def _data(answer):
 
 
 class Api:
-    """Terms of a request have one name in all APIs; `places` has theirs, dotted where it is inside
-    of an object.
+    """An API with its routes and formats. Tests use one name per request parameter for all APIs;
+    `places` maps it to the API's own, with dots for nested members.
 
-    plain    what is always sent
-    has      the terms and abilities: "tools", "choice" of tools, "thinks", "form" of the answer
+    Attributes:
+        plain: members of every request.
+        has: supported parameters and features: "tools", "choice" of tools, "thinks", "form" of the
+            answer.
     """
 
     path: str
@@ -82,8 +84,12 @@ class Api:
     has = frozenset({"tools", "choice", "thinks"})
 
     def body(self, *, tools=None, thinks=None, choice="", **terms):
-        """thinks None: as the API does by itself. choice: of OpenAI, or the name of a tool. form: a
-        JSON schema.
+        """Return the body of a request.
+
+        Args:
+            thinks: whether the model reasons; None leaves the API's default.
+            choice: tool choice in OpenAI's words, or the name of a tool.
+            form: a JSON schema for the answer.
         """
         found = {**self.plain, **self.question()}
         if tools:
@@ -116,7 +122,7 @@ class Api:
         }
 
     def one_call(self, body):
-        """At most one call in the answer."""
+        """Limit the answer to at most one call."""
         return {**body, "parallel_tool_calls": False}
 
     def thinks(self, thinks):
@@ -126,7 +132,9 @@ class Api:
         return schema
 
     async def ask(self, app, body, *, streams=False):
-        """The whole answer, or what the events of a stream add up to."""
+        """Send a request and return the complete answer. For a stream, it is assembled from the
+        events.
+        """
         answer = await app.post(
             self.path, json={**body, "stream": streams, **(self.streamed() if streams else {})}
         )
@@ -142,22 +150,22 @@ class Api:
         return _data(answer)
 
     def gather(self, events):
-        """The answer that clients make of a stream's events."""
+        """Assemble a stream's events into an answer as clients do."""
         raise NotImplementedError
 
     def said(self, answer):
         raise NotImplementedError
 
     def stopped_by(self, answer):
-        """The stop string that ended the answer; "": this API does not say."""
+        """Return the stop string that ended the answer; "" if this API does not report it."""
         return ""
 
     def went_wrong(self, events):
-        """Whether the last event says that the answer failed."""
+        """Return whether the last event reports an error."""
         return bool(events[-1].get("error"))
 
     def next_turn(self, body, answer, results):
-        """The body of the next turn: what was answered, with the results of its calls."""
+        """Return the body of the next turn, which contains the answer and the results of its calls."""
         message = answer["choices"][0]["message"]
         sent = [
             {"role": "tool", "tool_call_id": call["id"], "content": text}
@@ -166,11 +174,13 @@ class Api:
         return {**body, "messages": [*body["messages"], message, *sent]}
 
     def parts(self, thought, text, name, values):
-        """The part of an answer with reasoning, text and a call, to the letter but for ids."""
+        """Return the expected part of an answer with reasoning, text and a call, exact except for
+        ids.
+        """
         raise NotImplementedError
 
     def told(self, answer):
-        """That part of an answer."""
+        """Return the part of an answer that `parts` describes."""
         raise NotImplementedError
 
 
@@ -220,7 +230,7 @@ class Chat(Api):
         usage = answer["usage"]
         message = choice["message"]
         functions = [call["function"] for call in message.get("tool_calls", ())]
-        # Some templates want ids of nine letters and digits.
+        # Some templates require ids of nine letters and digits.
         assert all(
             len(call["id"]) == 9 and call["id"].isalnum() for call in message.get("tool_calls", ())
         )
@@ -457,7 +467,7 @@ class Responses(Api):
 
     @staticmethod
     def items(events):
-        """The items that the pieces of a stream add up to, by the events' own places."""
+        """Assemble the items of a stream from its events, by the indices that the events give."""
         items = []
         for event in events:
             match event["type"].removeprefix("response."):
@@ -602,7 +612,7 @@ class OllamaChat(Api):
         )
 
     def next_turn(self, body, answer, results):
-        """Results are found in the order of their calls."""
+        """Return the body of the next turn. Results are matched to calls by their order."""
         assert len(results) == len(answer["message"]["tool_calls"])
         sent = [{"role": "tool", "content": text} for text in results]
         return {**body, "messages": [*body["messages"], answer["message"], *sent]}

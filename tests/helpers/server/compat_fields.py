@@ -1,4 +1,4 @@
-"""Fields of each API that are refused by name, and fields that change nothing."""
+"""Fields of each API that are refused by name, and fields that have no effect."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def function(name: Any, **more: Any) -> Json:
 
 
 def several(name: str, *values: Any) -> list[tuple[Json, str]]:
-    """One field with each of the values."""
+    """Return a case for each value of a field."""
     return [({name: value}, name) for value in values]
 
 
 def messages(place: str, *given: Any) -> tuple[Json, str, str]:
-    """Messages of which one is refused at a place."""
+    """Return a case of messages with an error at a place."""
     return {"messages": list(given)}, "messages", f"{place}: "
 
 
@@ -100,7 +100,7 @@ _OF_BOTH = [
         "speculative.n_max",
         "kvboost.max_draft_tokens are both given",
     ),
-    # Of other servers, with what to use here.
+    # Parameters of other servers, refused with a hint at what to use here.
     ({"typical_p": 0}, "typical_p", "greater than 0"),
     ({"mirostat": 1}, "mirostat", "use 2"),
     ({"tfs_z": 0.9}, "tfs_z", "min_p"),
@@ -122,7 +122,7 @@ _OF_BOTH = [
     ({"dry_multiplier": True}, "dry_multiplier"),
     ({"n_predict": 4, "max_tokens": 4}, "n_predict"),
     ({"repeat_penalty": "x"}, "repetition_penalty"),
-    # What compiling would cost too much.
+    # Too expensive to compile.
     ({"json_schema": {"type": "integer", "multipleOf": 999_983}}, "", "multipleOf 999983"),
     (
         {"json_schema": {"anyOf": [{"const": f"{number:09}"} for number in range(9000)]}},
@@ -196,7 +196,7 @@ REFUSED: dict[str, list[Any]] = {
         ({"tools": [function("a", parameters={"type": "array"})]}, "tools", "object"),
         ({"tools": TOOLS, "guided_regex": "a+"}, "tools", "combined with a JSON schema"),
         ({"tools": TOOLS, "json_schema": "true"}, "tools", "JSON schemas true and false"),
-        # Messages, by their places.
+        # Messages, by position.
         *several("messages", [], {}, "hello"),
         messages("messages.0", "hello"),
         messages("messages.0.role", {"content": "x"}),

@@ -1,4 +1,4 @@
-"""A real server in a thread of this process, for tests; and an app without a socket."""
+"""A real server in a thread of this process for tests, and an app without a socket."""
 
 from __future__ import annotations
 
@@ -23,9 +23,7 @@ ENGINE_OPTIONS = {"num_blocks": 512, "max_num_seqs": 8, "reuse_gate": "off"}
 
 @dataclasses.dataclass(frozen=True)
 class LiveServer:
-    """A server that runs in a thread of this process; `state` is its first model, as routes see
-    it.
-    """
+    """A server that runs in a thread of this process. `state` is its first model, as routes see it."""
 
     host: str
     port: int
@@ -36,7 +34,7 @@ class LiveServer:
 
     @property
     def kv(self) -> Any:
-        """The `ServerState`."""
+        """The `ServerState` of the server."""
         return self.server._state
 
     @property
@@ -52,11 +50,11 @@ class LiveServer:
         return httpx.Client(base_url=self.base_url, timeout=30, **options)
 
     def connect(self, timeout: float = 20.0) -> socket.socket:
-        """A plain socket to the server."""
+        """Open a plain socket to the server."""
         return socket.create_connection((self.host, self.port), timeout=timeout)
 
     def request_bytes(self, path: str, body: dict[str, Any], *headers: str) -> bytes:
-        """A whole POST request as bytes."""
+        """Return a complete POST request as bytes."""
         text = json.dumps(body).encode()
         lines = [
             f"POST {path} HTTP/1.1",
@@ -70,7 +68,9 @@ class LiveServer:
         return "\r\n".join([*lines, *headers, "", ""]).encode() + text
 
     def idle(self) -> bool:
-        """Nothing is in flight, running, waiting or referenced; what somebody pinned may stay."""
+        """Return whether no request is in flight, running or waiting, and no block is referenced.
+        Pinned blocks may remain.
+        """
         stats = self.engine.paged_stats()
         admission = self.state.admission
         figures = (
@@ -87,7 +87,7 @@ class LiveServer:
 
 
 def app_client(app: Any, key: str = "") -> httpx.AsyncClient:
-    """A client of the app over ASGI, with an API key if one is given."""
+    """Return a client of the app over ASGI, with an API key if one is given."""
     headers = {"x-api-key": key} if key else {}
     return httpx.AsyncClient(
         transport=httpx.ASGITransport(app=app), base_url="http://localhost", headers=headers
@@ -95,8 +95,8 @@ def app_client(app: Any, key: str = "") -> httpx.AsyncClient:
 
 
 class HeldForward:
-    """Holds the model of an engine inside its forward pass until `release()`; `steps` counts passes
-    begun.
+    """Blocks an engine's model in its forward pass until `release()`. `steps` counts started
+    passes.
     """
 
     def __init__(self, engine: Any) -> None:
@@ -113,12 +113,12 @@ class HeldForward:
         return self._real(batch)
 
     def step(self, count: int = 1) -> None:
-        """Let `count` passes go."""
+        """Let `count` passes continue."""
         if count:
             self._gate.release(count)
 
     def release(self) -> None:
-        """Hold nothing any more."""
+        """Let all passes continue from now on."""
         self._free = True
         self._gate.release(1000)
 
@@ -134,8 +134,8 @@ def serving(
     managed: Any = None,
     **settings: Any,
 ) -> Iterator[LiveServer]:
-    """Serve `engine` in a thread until the block is left; it stays open. source, others, budget, process: as
-    `create_app`.
+    """Serve `engine` in a thread until the block ends. The engine stays open. The parameters
+    source, others, budget, process and managed are those of `create_app`.
     """
     from kvboost_edge.server.app import create_app
     from kvboost_edge.server.serve import DrainingServer, bind
@@ -161,7 +161,7 @@ def serving(
 
 
 def _what_runs(server: Any) -> str:
-    """Where all threads of this process are, and the tasks of the server's event loop."""
+    """Return the stacks of all threads of this process, and the tasks of the server's event loop."""
     frames = sys._current_frames()
     named = [(one.name, frames[one.ident]) for one in threading.enumerate() if one.ident in frames]
     lines = [f"{name}:\n{''.join(traceback.format_stack(frame)[-8:])}" for name, frame in named]
@@ -170,7 +170,7 @@ def _what_runs(server: Any) -> str:
 
 
 def raw_answer(sock: socket.socket) -> bytes:
-    """Everything the server sends until it closes; the socket's timeout bounds the wait."""
+    """Return all bytes that the server sends until it closes. The socket's timeout bounds the wait."""
     received = bytearray()
     while True:
         try:

@@ -1,4 +1,4 @@
-"""How late the event loop of a server is while something is asked of it."""
+"""Delay of a server's event loop under load."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import numpy as np
 from helpers.server.live_servers import LiveServer
 
 TICK = 0.002
-MOST_LAG = 0.05  # of 99 in 100 moments
-MOST_STALL = 0.25  # of the worst moment of any request
+MOST_LAG = 0.05  # in 99 of 100 samples
+MOST_STALL = 0.25  # of the worst sample of any request
 MOST_ROUNDS = 4
 
 
 class LagMeter:
-    """How late a timer of the loop fires, in seconds, while it is on; at most what this process
-    computed meanwhile, as other processes may keep it waiting too.
+    """Measures how late a timer of the loop fires, in seconds, while it is active. Each delay is
+    capped at the CPU time of this process, since other processes may delay the timer too.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -42,7 +42,7 @@ class LagMeter:
     async def _stop(self) -> None:
         assert self._task is not None
         self._is_on = False
-        await self._task  # with the sample that is being taken
+        await self._task  # includes the sample in progress
 
     async def _measure(self) -> None:
         while self._is_on:
@@ -53,7 +53,7 @@ class LagMeter:
 
 
 def lags(seconds: list[float]) -> str:
-    """For people."""
+    """Format the delays for a failure message."""
     shown = {
         f"p{share}": f"{1e3 * np.percentile(seconds, share):.1f}" for share in (50, 90, 99, 100)
     }
@@ -61,7 +61,7 @@ def lags(seconds: list[float]) -> str:
 
 
 def loop_of(server: LiveServer) -> asyncio.AbstractEventLoop:
-    """The loop that the server runs in."""
+    """Return the event loop of the server."""
     loop: asyncio.AbstractEventLoop = server.server.servers[0].get_loop()
     return loop
 
@@ -74,8 +74,8 @@ def in_threads(work: Any, count: int) -> list[threading.Thread]:
 
 
 def least_lag(server: LiveServer, load: Callable[[], None]) -> list[float]:
-    """Of a few rounds under load the one with the least lag: what the server itself does shows in
-    each, what else the machine does may not.
+    """Repeat a load for a few rounds and return the delays of the first good one, or of the last.
+    The server's own delays occur in every round, those caused by the machine may not.
     """
     rounds: list[list[float]] = []
     while len(rounds) < MOST_ROUNDS and not (rounds and np.percentile(rounds[-1], 99) < MOST_LAG):

@@ -1,5 +1,5 @@
-"""An app over three models of equal size, of which the budget holds two, without a socket: a fake
-engine each.
+"""An app without a socket over three models of equal size with fake engines. The memory budget
+holds two of them.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ SIZE = 100
 
 
 class Room:
-    """An app over the models a, b and c, of which `budget` find room.
+    """An app over the models a, b and c, of which `budget` fit in memory.
 
-    wrong   is raised, once, by the next loading of a name
-    held    a loading waits for the event of its name
-    made    the engines that were loaded
+    Attributes:
+        wrong: exceptions that the next load of a model raises once, by name.
+        held: events that loads wait for, by name of the model.
+        made: engines that were loaded.
     """
 
     def __init__(self, *, budget: float = 2.5, **settings: Any) -> None:

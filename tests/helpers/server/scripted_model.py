@@ -1,4 +1,4 @@
-"""A fake model that says what a test wrote, in each format of reasoning and calls that chat
+"""A fake model that generates a test's text, in each format of reasoning and calls that chat
 templates have.
 """
 
@@ -113,15 +113,18 @@ def _harmony(calls: Sequence[Call]) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Format:
-    """How a model writes its turns.
+    """A model's format of turns.
 
-    openings   its turn begins after one of these
-    call       what a call begins with
-    markers    special tokens of its vocabulary
-    thought    reasoning, and said: text in front of calls; None: it has no such thing
-    text       text that ends a turn
-    most       calls in one turn
-    ends       tokens that end a turn with calls, and one without; (): the fakes' own
+    Attributes:
+        openings: texts after one of which its turn begins.
+        call: text with which a call begins.
+        markers: special tokens of its vocabulary.
+        thought: format of reasoning; None if it has none.
+        said: format of text before calls.
+        text: format of text that ends a turn.
+        most: largest number of calls in one turn.
+        ends: token that ends a turn with calls, and token that ends one without; () for the fake
+            tokenizer's own.
     """
 
     template: str
@@ -136,7 +139,7 @@ class Format:
     ends: tuple[str, ...] = ()
 
     def turn(self, thought: str = "", text: str = "", calls: Sequence[Call] = ()) -> str:
-        """A turn with these parts."""
+        """Format a turn with these parts."""
         begin = (self.thought or "").format(thought) if thought else ""
         if not calls:
             return begin + (self.text.format(text) if text else "")
@@ -145,7 +148,7 @@ class Format:
 
 FORMATS = {
     "hermes": Format(TEMPLATE, (_TURN, _TURN + _NO_THOUGHTS), _hermes, "<tool_call>"),
-    # A template without tools: the model is told of them in words.
+    # A template without tools: the system message describes them to the model.
     "words": Format(_WORDS, (_TURN,), _hermes, "<tool_call>", thought=None),
     "gemma": Format(
         GEMMA4,
@@ -155,7 +158,7 @@ FORMATS = {
         thought="<|channel>thought\n{}\n<channel|>",
         said="{}",
     ),
-    # A template that lists tools between markers and leaves calls out.
+    # A template that lists tools between markers but does not render calls.
     "lfm2": Format(
         LFM2_UNSHOWN,
         ("<|im_start|>assistant\n",),
@@ -189,8 +192,8 @@ CALL = _hermes([("weather", ARGUMENTS)])
 
 
 class Speaker:
-    """What the model says in its turn, token by token, and then the end. `seen`: the tokens of the
-    last pass.
+    """Model that generates its text token by token, followed by the end token. `seen` are the
+    tokens of the last pass.
     """
 
     def __init__(self, engine: Any, form: Format = FORMATS["hermes"]) -> None:
@@ -206,7 +209,7 @@ class Speaker:
         ids = self._letters(self.seen)
         whole = self._spell(self.text)
         ends = [end for opening in self.openings for end in _ends(ids, self._spell(opening))]
-        # A turn may hold what opens one: it begins where all that follows was said.
+        # A turn may contain an opening. The turn begins where all the rest was generated.
         begin = min(
             (end for end in ends if whole.startswith(ids[end:])), default=max(ends, default=0)
         )
@@ -218,7 +221,7 @@ class Speaker:
         return row
 
     def _spell(self, text: str) -> str:
-        """A text as a letter for each of its tokens."""
+        """Encode a text with one letter per token."""
         if text not in self._spelled:
             self._spelled[text] = self._letters(self._ids(text))
         return self._spelled[text]
@@ -243,8 +246,8 @@ def _ends(text: str, marker: str) -> Iterator[int]:
 def scripted(
     patch: Any, form: Format = FORMATS["hermes"], num_blocks: int = 1024, max_context: int = 8000
 ) -> Iterator[Any]:
-    """An engine of a model that writes so, and its `Speaker`; the fakes are patched until the test
-    ends.
+    """Yield an engine with a model of this format, and its `Speaker`. The fakes stay patched until
+    the test ends.
     """
     raw = fake_runner.fake_tokenizer().codec.to_json()
     patch.setattr(fake_runner, "fake_tokenizer", lambda: _with_markers(raw, form.markers))

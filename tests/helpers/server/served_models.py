@@ -28,9 +28,7 @@ ASKED = {
 
 
 class CountedSource:
-    """A model directory; `loads` counts how often it was loaded. While it is held, loading
-    waits.
-    """
+    """A model directory. `loads` counts how often it was loaded. Loading waits while it is held."""
 
     def __init__(self, path: Path, **options: Any) -> None:
         self.path = path

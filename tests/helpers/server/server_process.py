@@ -1,4 +1,4 @@
-"""The server as a process of its own."""
+"""The server as a separate process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[3]
 
 
 class Process:
-    """`kvboost-server` in a process of its own; `lines` are what it logged so far."""
+    """`kvboost-server` in a separate process. `lines` holds its log so far."""
 
     def __init__(self, *flags: str, max_files: int | None = None) -> None:
         environment = {
@@ -74,8 +74,10 @@ class Process:
 
 @contextlib.contextmanager
 def running(*flags: str, max_files: int | None = None) -> Iterator[Process]:
-    """A server that is killed at the end, if it still runs. max_files: its soft and
-    hard limit of open files.
+    """Run a server and kill it at the end if it is still running.
+
+    Args:
+        max_files: soft and hard limit of its open files.
     """
     process = Process(*flags, max_files=max_files)
     try:

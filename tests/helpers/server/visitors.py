@@ -1,4 +1,4 @@
-"""Clients that come in a storm and leave at random moments of every phase."""
+"""Bursts of clients that disconnect at random moments of every phase."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ AT_ONCE = 32
 
 
 async def storm(server: Any, request_of: Requests, seeds: Iterable[int]) -> list[str]:
-    """Visit the server once for each seed; how each visit ended: a status, or where the client
-    left.
+    """Visit the server once for each seed. Return the outcome of each visit: a status, or the phase
+    in which the client disconnected.
     """
     gate = asyncio.Semaphore(AT_ONCE)
 
@@ -27,8 +27,8 @@ async def storm(server: Any, request_of: Requests, seeds: Iterable[int]) -> list
 
 
 async def _visit(server: Any, request_of: Requests, rng: random.Random) -> str:
-    """Most leave early: before the body ends, while queued, in prefill, in decode, or in
-    mid-stream.
+    """Visit the server once. Most clients disconnect early: before the body ends, while queued, in
+    prefill, in decode, or in mid-stream.
     """
     path, data = request_of(rng)
     reader, writer = await asyncio.open_connection(server.host, server.port)
@@ -55,7 +55,7 @@ async def _visit(server: Any, request_of: Requests, rng: random.Random) -> str:
         return status
     finally:
         if rng.random() < 0.5:
-            writer.transport.abort()  # a reset instead of an orderly end
+            writer.transport.abort()  # a reset instead of an orderly close
         writer.close()
         with contextlib.suppress(ConnectionError):
             await writer.wait_closed()

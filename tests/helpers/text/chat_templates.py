@@ -1,4 +1,4 @@
-"""Chat templates that write turns in the ways of well-known families, reduced to what matters."""
+"""Chat templates that write turns as well-known families do, reduced to the relevant parts."""
 
 from __future__ import annotations
 
@@ -311,7 +311,7 @@ CALLING = [
     name for name in TEMPLATES if name not in ("smollm2", "switched", "python-like", "channels")
 ]
 
-# What a message's calls begin and end with.
+# Text before and after a message's calls.
 ENDS = {
     **dict.fromkeys(
         ("hermes", "qwen3", "qwen3-coder", "glm", "qwen3.5"), ("<tool_call>", "</tool_call>")
@@ -329,8 +329,7 @@ ENDS = {
     "escaped": ("<start_function_call>", "<end_function_call>"),
     "lfm2-unshown": ("<|tool_call_start|>", "<|tool_call_end|>"),
 }
-# Those of the markers above and of other pieces that are special tokens where a vocabulary has
-# them.
+# The markers above and other texts that are special tokens if a vocabulary has them.
 MARKERS = (
     *(
         "<tool_call>",
@@ -399,7 +398,7 @@ Calls = list[tuple[str, dict[str, Any]]]
 
 
 def written(name: str, calls: Calls) -> str:
-    """A message's calls as the family's template writes them."""
+    """Render a message's calls as the family's template does."""
     given = [
         {
             "id": f"idid{number:05}",
@@ -418,7 +417,7 @@ def written(name: str, calls: Calls) -> str:
     messages = (
         messages if format_of(name).shows_calls else with_calls_written(messages, KEYWORD_CALLS)
     )
-    # The arguments may hold the question's text too, after its first place.
+    # The arguments may contain the question's text too, after its first occurrence.
     text = template(name).render(messages, add_generation_prompt=False)
     text = text.partition("What was asked")[2]
     begin, end = ENDS[name]

@@ -1,5 +1,5 @@
-"""Chat templates that write calls between braces as Gemma 4 and FunctionGemma do, reduced to what
-matters.
+"""Chat templates that write calls in the Gemma tool-call format of Gemma 4 and FunctionGemma,
+reduced to the relevant parts.
 """
 
 from __future__ import annotations

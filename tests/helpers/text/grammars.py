@@ -1,4 +1,4 @@
-"""The demo model's vocabulary under a grammar: texts that it takes, and noise that fits it."""
+"""The demo model's vocabulary under a grammar: checks of texts, and random texts that match."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DEMO = Path(kvboost_edge.__path__[0]) / "assets" / "demo"
 
 
 class Vocabulary:
-    """The demo model's tokens and more of them, `special` ones or ordinary; the token `end` ends an
+    """The demo model's tokens and additional `special` or ordinary ones. The token `end` ends an
     answer.
     """
 
@@ -40,7 +40,7 @@ class Vocabulary:
         return matcher
 
     def takes(self, grammar: str, text: str) -> bool:
-        """Whether a whole answer may be this text."""
+        """Return whether the grammar accepts this text as a complete answer."""
         matcher = self.matcher(grammar)
         ids = self.codec.encode(text, False)
         return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
@@ -55,10 +55,11 @@ class Vocabulary:
         ends: float = 0.3,
         most: int = 300,
     ) -> tuple[str, bool]:
-        """Noise that fits, and whether it ended.
+        """Generate a random text that matches the grammar, and whether it ended.
 
-        often: how often one of the texts that are `wanted` comes where it may; ends: how often the
-        end does.
+        Args:
+            often: probability of inserting one of the `wanted` texts where it is allowed.
+            ends: probability of ending the text where it may end.
         """
         matcher = self.matcher(grammar)
         choose = random.Random(seed)

@@ -1,7 +1,8 @@
-"""Texts on which ways of splitting into words differ, and a vocabulary that shows every split.
+"""Texts that different word-splitting rules split differently, and a vocabulary that shows every
+split.
 
-The vocabulary holds every piece of every text, and every way to merge it of two: a word always
-becomes one token, so that tokens are words, whatever the order of merges.
+The vocabulary contains every substring of every text, and every merge of two substrings. Each word
+always becomes one token, so the tokens are the words, whatever the order of merges.
 """
 
 from __future__ import annotations
@@ -63,13 +64,15 @@ _CONTROL = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", "<|turn>", "<turn|>"]
 
 
 def _byte_letters(text: str) -> str:
-    """Byte-level BPE's letters of a text."""
+    """Return a text in the alphabet of byte-level BPE."""
     step = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     return "".join(word for word, _ in step.pre_tokenize_str(text))
 
 
 def _every_piece(lines: list[str]) -> tuple[list[str], list[str]]:
-    """All pieces of the lines, short ones first, and all ways to merge two of them to a third."""
+    """Return all substrings of the lines, short ones first, and all merges of two of them into a
+    third.
+    """
     found = {
         line[a:b] for line in lines for a in range(len(line)) for b in range(a + 1, len(line) + 1)
     }
@@ -80,7 +83,7 @@ def _every_piece(lines: list[str]) -> tuple[list[str], list[str]]:
 
 
 def metadata_of(pre: str) -> dict[str, Any]:
-    """What a GGUF file says of a byte-level vocabulary of all pieces of TEXTS."""
+    """Return a GGUF file's metadata of a byte-level vocabulary with all substrings of TEXTS."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     pieces, merges = _every_piece([_byte_letters(text) for text in TEXTS])
     tokens = [*alphabet, *(piece for piece in pieces if len(piece) > 1), "<s>"]
@@ -98,8 +101,9 @@ def metadata_of(pre: str) -> dict[str, Any]:
 
 
 def gemma4_metadata() -> dict[str, Any]:
-    """What a file of Gemma 4 says: a small vocabulary, learned from the first half of TEXTS, that
-    lacks letters of the others; ends of lines up to five, of which only two have a merge.
+    """Return the metadata of a Gemma 4 file. Its small vocabulary is learned from the first half of
+    TEXTS and lacks letters of the others. It has tokens for one to five line ends, of which only
+    two have a merge.
     """
     learner = Tokenizer(models.BPE())
     learner.normalizer = normalizers.Replace(" ", _SPACE)

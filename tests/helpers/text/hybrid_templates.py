@@ -1,6 +1,4 @@
-"""Chat templates that write turns in the ways of LFM2.5, LFM2 and Qwen3.5, reduced to what
-matters.
-"""
+"""Chat templates that write turns as LFM2.5, LFM2 and Qwen3.5 do, reduced to the relevant parts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A turn's text taken apart: the parts that the parser gives, and the calls among them."""
+"""Parsed turns: the parts that the parser returns, and the calls among them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def parts_of(
     reasoning: str = "closed",
     calls: bool = True,
 ) -> list[Part]:
-    """Of a text in pieces; a family's name stands for its format."""
+    """Parse a text given in pieces. A family's name selects its format."""
     parser = TurnParser(
         format_of(form) if isinstance(form, str) else form, tools, reasoning=reasoning, calls=calls
     )
@@ -31,7 +31,9 @@ def arguments_of(parts: Sequence[Part]) -> list[Any]:
 
 
 def calls_of(parts: Sequence[Part]) -> Calls:
-    """Names and arguments; the parts must hold nothing else and number the calls."""
+    """Return names and arguments of calls, after checking that there are no other parts and that
+    calls are numbered in order.
+    """
     starts = [part for part in parts if isinstance(part, CallStart)]
     arguments = [part for part in parts if isinstance(part, CallArguments)]
     assert len(starts) + len(arguments) == len(parts)

@@ -1,5 +1,5 @@
-"""Processes that end themselves with SIGKILL: one imports everything, and forks for each that is to
-die.
+"""Processes that kill themselves with SIGKILL. One process imports everything and forks for each
+crash.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ for line in sys.stdin:
 def crashing(code: str) -> Iterator[Callable[..., bool]]:
     """Start a process that has run `code`, which defines `run`.
 
-    The function that is yielded calls `run` in a fork, and returns whether that was killed before
-    it returned.
+    The yielded function calls `run` in a fork and returns whether the fork was killed before `run`
+    returned.
     """
     tests = Path(__file__).parents[2]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tests), str(tests.parent)])}

@@ -1,5 +1,5 @@
-"""What tests of the disk tier share: chains of blocks whose payloads are known from their hashes,
-small tiers.
+"""Helpers for the tests of the disk tier: chains of blocks whose payloads follow from their hashes,
+and small tiers.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from kvboost_edge.tiers.disk.tier import DiskTier
 
 SPACE = bytes(range(32))
 OTHER_SPACE = bytes(range(32, 64))
-PAYLOAD_BYTES = 4000  # no multiple of 64
+PAYLOAD_BYTES = 4000  # not a multiple of 64
 TOKENS = 16
 RECORD_BYTES = 256 + 4032
 CAP = 2 << 20
 
 
 def chain(length: int, seed: int = 0, parent: bytes = bytes(32)) -> list[BlockAddress]:
-    """Addresses of consecutive blocks of random tokens."""
+    """Return addresses of consecutive blocks of random tokens."""
     draw = random.Random(seed)
     blocks = []
     for _ in range(length):
@@ -40,19 +40,19 @@ def chain(length: int, seed: int = 0, parent: bytes = bytes(32)) -> list[BlockAd
 
 @functools.lru_cache(4096)
 def payload(block: BlockAddress, nbytes: int = PAYLOAD_BYTES) -> bytes:
-    """The only bytes this block may ever be served with."""
+    """Return the only payload that may ever be served for this block."""
     return random.Random(block.prefix_hash).randbytes(nbytes)
 
 
 @contextlib.contextmanager
 def opened(directory: Path, space: bytes = SPACE, **options: Any) -> Iterator[DiskTier]:
-    """A tier with a cap of 2 MiB, so segments of 64 KiB, that seals at once."""
+    """Open a tier with a cap of 2 MiB, hence segments of 64 KiB, that seals immediately."""
     with contextlib.closing(tier_of(directory, space, **options)) as tier:
         yield tier
 
 
 def tier_of(directory: Path, space: bytes = SPACE, **options: Any) -> DiskTier:
-    """The same, to be closed by the caller."""
+    """Open the same tier; the caller closes it."""
     return DiskTier.open(
         directory, space, **{"max_bytes": CAP, "sealer": InlineSealer(), **options}
     )
@@ -60,7 +60,9 @@ def tier_of(directory: Path, space: bytes = SPACE, **options: Any) -> DiskTier:
 
 @contextlib.contextmanager
 def opened_apart(directory: Path, space: bytes = SPACE, **options: Any) -> Iterator[DiskTier]:
-    """A tier that shares nothing with the others of this process, as if it had its own process."""
+    """Open a tier that shares nothing with the other tiers of this process, as if it ran in a
+    separate process.
+    """
     others = dict(module._stores)
     module._stores.clear()
     try:
@@ -74,7 +76,7 @@ def opened_apart(directory: Path, space: bytes = SPACE, **options: Any) -> Itera
 
 
 def die(tier: DiskTier) -> None:
-    """Let go of the files as the end of a process does: nothing is written any more."""
+    """Release the files as the end of a process does, without writing anything more."""
     assert tier._store is not None
     tier._store.after_fork()
 
@@ -84,7 +86,7 @@ def write(tier: DiskTier, blocks: Sequence[BlockAddress], nbytes: int = PAYLOAD_
 
 
 def read(tier: DiskTier, blocks: Sequence[BlockAddress], nbytes: int = PAYLOAD_BYTES) -> int:
-    """How many from the first on are served; each of them with the right bytes."""
+    """Return how many of the first blocks are served, after checking their bytes."""
     into = [memoryview(bytearray(nbytes)) for _ in blocks]
     done = tier.read(blocks, into)
     for block, got in zip(blocks[:done], into, strict=False):
@@ -95,12 +97,12 @@ def read(tier: DiskTier, blocks: Sequence[BlockAddress], nbytes: int = PAYLOAD_B
 def present(
     tier: DiskTier, blocks: Sequence[BlockAddress], nbytes: int = PAYLOAD_BYTES
 ) -> set[bytes]:
-    """Hashes of the blocks that are served, each asked for alone."""
+    """Return the hashes of the blocks that are served when each is requested alone."""
     return {block.prefix_hash for block in blocks if read(tier, [block], nbytes)}
 
 
 def has_all(tier: DiskTier, blocks: Sequence[BlockAddress], nbytes: int = PAYLOAD_BYTES) -> bool:
-    """Whether each block is served, asked for alone."""
+    """Return whether each block is served when requested alone."""
     return len(present(tier, blocks, nbytes)) == len(blocks)
 
 
@@ -109,7 +111,7 @@ def hashes_of(blocks: Sequence[BlockAddress]) -> list[bytes]:
 
 
 def scratch() -> Path:
-    """A directory to be removed by its user, in memory where there is such a place."""
+    """Make a temporary directory that the caller removes, in memory if possible."""
     return Path(tempfile.mkdtemp(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None))
 
 

@@ -1,5 +1,5 @@
-"""A system that fails: the n-th call of the disk tier raises, does half, ends the process, or ends
-all that follow.
+"""Simulated system faults: the n-th system call of the disk tier raises, does half its work, kills
+the process, or makes all later calls fail.
 """
 
 from __future__ import annotations
@@ -28,17 +28,22 @@ CALLS = (
     ),
     *("replace", "size", "sizes", "space", "sync", "sync_directory", "truncate", "unlink", "write"),
 )
-QUIET = frozenset({"close", "forget"})  # what is let go does not fail
+QUIET = frozenset({"close", "forget"})  # releasing a resource does not fail
 
 
 class PowerOff(BaseException):
-    """The process is gone: nothing catches this, and no call of the system happens any more."""
+    """Loss of power: no handler catches this, and no system call follows."""
 
 
 class FaultyFiles(Files):
-    """Counts calls, and brings nothing to the device, which no test could see. `fault(name, call,
-    …)` decides what becomes of the `at`-th call (from 0 on), or of all from there on if `lasting`.
-    `names`: the calls that count.
+    """Files that count their calls. They write nothing through to the device, which tests could not
+    observe.
+
+    Args:
+        at: number of the faulty call, from 0 on.
+        fault: `fault(name, call, ...)` runs in place of the faulty call.
+        lasting: all calls from `at` on are faulty.
+        names: names of the calls that count.
     """
 
     def __init__(
@@ -72,7 +77,7 @@ class FaultyFiles(Files):
 
 
 def fails(code: int) -> Callable[..., Any]:
-    """The call raises this error, but for those that cannot."""
+    """Return a fault that raises this error, except in calls that cannot fail."""
 
     def fault(name: str, call: Callable[..., Any], *args: Any) -> Any:
         if name in QUIET:
@@ -83,7 +88,7 @@ def fails(code: int) -> Callable[..., Any]:
 
 
 def moves_half(name: str, call: Callable[..., Any], *args: Any) -> Any:
-    """A read or write does less than it was asked to; every other call is itself."""
+    """Do only a part of a read or write; run other calls unchanged."""
     if name not in ("read", "write"):
         return call(*args)
     handle, buffers, offset = args
@@ -92,17 +97,17 @@ def moves_half(name: str, call: Callable[..., Any], *args: Any) -> Any:
 
 
 def moves_nothing(name: str, call: Callable[..., Any], *args: Any) -> Any:
-    """A read or write does nothing and says so."""
+    """Do nothing in a read or write, and return 0."""
     return 0 if name in ("read", "write") else call(*args)
 
 
 def ends_before(name: str, call: Callable[..., Any], *args: Any) -> Any:
-    """kill -9 in place of the call."""
+    """Kill the process instead of the call."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def ends_within(name: str, call: Callable[..., Any], *args: Any) -> Any:
-    """kill -9 when a write is half done; of other calls, behind them."""
+    """Kill the process when a write is half done, or after another call."""
     if name == "write":
         handle, buffers, offset = args
         data = b"".join(buffers)
@@ -113,8 +118,8 @@ def ends_within(name: str, call: Callable[..., Any], *args: Any) -> Any:
 
 
 def powers_off(name: str, call: Callable[..., Any], *args: Any) -> Any:
-    """The same within this process: nothing is called any more; a handle that is let go goes with
-    the process.
+    """Lose power within this process: no later call runs. Closing a handle still succeeds, as the
+    end of a process would close it.
     """
     if name == "close":
         call(*args)

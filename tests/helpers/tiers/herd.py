@@ -1,9 +1,10 @@
-"""Processes that share a cache directory and are killed: one imports everything, and forks for each.
+"""Processes that share a cache directory and are killed. One process imports everything and forks
+for each of them.
 
-Each process keeps a journal, of a line for everything that it sees. The line "hit owner" says that
-it found blocks on disk, "miss owner" that it found none, each with "owner" or "reader" for what the
-process is at that moment. "wrong ..." says that something is not as it should be, "stored N" what
-is on disk from then on.
+Each process keeps a journal with a line per observation. "hit owner" means that it found blocks on
+disk, "miss owner" that it found none; the second word, "owner" or "reader", is the role of the
+process at that moment. "wrong ..." reports a failed check, "stored N" the blocks that are on disk
+from then on.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ for line in sys.stdin:
 
 
 class Herd:
-    """Processes that each run the function `run(directory, name, ...)` of some code."""
+    """Processes that each run the function `run(directory, name, ...)` of the given code."""
 
     def __init__(self, server: subprocess.Popen[str], directory: Path) -> None:
         self._server = server
@@ -61,12 +62,12 @@ class Herd:
 
     @property
     def names(self) -> list[int]:
-        """Names of the processes that run."""
+        """Names of the running processes."""
         return list(self._pids)
 
     @property
     def owner(self) -> int | None:
-        """The process that said last that it owns the directory."""
+        """The process whose last journal line says that it owns the directory."""
         return next((name for name in self._pids if self._last(name).endswith("owner")), None)
 
     def start(self, *arguments: Any) -> None:
@@ -79,19 +80,19 @@ class Herd:
         self._pids[name] = int(self._server.stdout.readline())
 
     def kill(self, name: int) -> None:
-        """End a process with SIGKILL, and wait until it is gone."""
+        """Kill a process with SIGKILL and wait until it has ended."""
         self.assert_sound()
         pid = self._pids.pop(name)
         os.kill(pid, signal.SIGKILL)
         wait_until(lambda: not _is_running(pid), "the process to be gone")
 
     def lines(self, name: int) -> list[str]:
-        """The journal of a process, without a last line that is cut off."""
+        """Return the journal of a process, without an incomplete last line."""
         path = self._directory / f"{name}.journal"
         return path.read_text().split("\n")[:-1] if path.exists() else []
 
     def all_lines(self) -> list[str]:
-        """The journals of all processes, dead ones too."""
+        """Return the journals of all processes, including dead ones."""
         return [
             line
             for path in self._directory.glob("*.journal")
@@ -99,19 +100,20 @@ class Herd:
         ]
 
     def assert_sound(self) -> None:
-        """Fail if a process ended by itself or has seen something wrong."""
+        """Assert that no process ended by itself or reported a failed check."""
         assert not [line for line in self.all_lines() if line.startswith("wrong")]
         assert all(map(_is_running, self._pids.values()))
 
     def kill_by_turns(
         self, count: int, num_processes: int, draw: random.Random, pause: float, *arguments: Any
     ) -> Counter[str]:
-        """Kill processes, each at a random time: the owner, a reader, and any of them, in turn.
+        """Kill processes at random times: in turn the owner, a reader, and any process.
 
-        Each time the survivors must find blocks afterwards, and another process is started.
+        After each kill, the survivors must find blocks, and another process is started.
 
         Returns:
-            how often a survivor found blocks after an owner's death, and after a reader's.
+            the number of times that a survivor found blocks after an owner's death, and after a
+            reader's.
         """
         survived = Counter[str]()
         for _ in range(num_processes):
@@ -155,9 +157,9 @@ def _is_running(pid: int) -> bool:
 
 @contextlib.contextmanager
 def herd(code: str, directory: Path) -> Iterator[Herd]:
-    """Start a process that has run `code` and forks when it is asked to; end all afterwards.
+    """Start a process that has run `code` and forks on request, and end all processes afterwards.
 
-    `code` defines `run`, and finds a function `journal_of(directory, name)` that returns one which
+    `code` defines `run`, and may call `journal_of(directory, name)`, which returns a function that
     writes a line.
     """
     tests = Path(__file__).parents[2]
@@ -174,7 +176,7 @@ def herd(code: str, directory: Path) -> Iterator[Herd]:
             for pid in pids:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-            # One that is writing to a slow device ends later.
+            # A process that is writing to a slow device ends later.
             wait_until(lambda: not any(map(_is_running, pids)), "the processes to be gone", 60)
             assert server.stdin is not None
             server.stdin.close()

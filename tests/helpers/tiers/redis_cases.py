@@ -1,5 +1,5 @@
-"""Shared by the tests of the Redis tier: its secret, its space, a chain of blocks, a clock that a
-test moves.
+"""Helpers for the tests of the Redis tier: its secret, its space, a chain of blocks, and a clock
+that tests advance.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ OPENED: list[RedisTier] = []  # closed after each test
 
 
 class Clock:
-    """Seconds that pass when a test says so."""
+    """A clock in seconds that tests advance."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -28,7 +28,7 @@ class Clock:
 def chain(
     count: int, payload_bytes: int = 1000, seed: int = 0
 ) -> tuple[list[BlockAddress], list[memoryview]]:
-    """Consecutive blocks of 16 tokens and random payloads."""
+    """Return consecutive blocks of 16 tokens with random payloads."""
     draw = random.Random(seed)
     blocks: list[BlockAddress] = []
     parent = draw.randbytes(32)
@@ -40,7 +40,7 @@ def chain(
 
 
 def opened(url: str, **options: Any) -> RedisTier:
-    """A tier under the suite's secret, unless told otherwise."""
+    """Open a tier with the suite's secret by default."""
     options.setdefault("secret", SECRET)
     options.setdefault("environment", {})
     OPENED.append(RedisTier(url, options.pop("space", SPACE), **options))
@@ -62,7 +62,7 @@ def hashes_of(blocks: list[BlockAddress]) -> list[bytes]:
 
 
 def reads(tier: RedisTier, blocks: list[BlockAddress], payloads: list[memoryview]) -> int:
-    """How many blocks a read serves; those are what was written, whatever else happened."""
+    """Return how many blocks a read serves, after checking that they are the written ones."""
     into = [memoryview(bytearray(len(payload))) for payload in payloads]
     count = tier.read(blocks, into)
     assert into[:count] == payloads[:count]
@@ -70,5 +70,5 @@ def reads(tier: RedisTier, blocks: list[BlockAddress], payloads: list[memoryview
 
 
 def stored_keys(client: Any) -> list[str]:
-    """All keys on the server."""
+    """Return all keys on the server."""
     return sorted(key.decode() for key in client.keys("*"))

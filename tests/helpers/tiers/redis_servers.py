@@ -1,5 +1,5 @@
-"""A real redis-server for tests: found on the PATH or unpacked by `make redis-server`, gone when
-its block is left.
+"""A real redis-server for tests, found on the PATH or unpacked by `make redis-server`. It ends with
+its block.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ HOW = "no redis-server: `make redis-server` unpacks one (Debian, Ubuntu), or put
 
 @dataclasses.dataclass
 class RedisServer:
-    """`url` and `client` reach it by its socket file; `port` is its own, or what PORT in an option
-    stood for.
+    """A server that `url` and `client` reach by its socket file. `port` is its TCP port, which also
+    replaces PORT in options.
     """
 
     folder: Path
@@ -39,19 +39,21 @@ class RedisServer:
         return f"unix://{self.folder}/s"
 
     def client(self, **options: object) -> redis.Redis:
-        """A connection of the test's own, without any of the tier's code."""
+        """Connect directly, without any of the tier's code."""
         return redis.Redis(
             unix_socket_path=f"{self.folder}/s", socket_timeout=10, protocol=2, **options
         )  # type: ignore[arg-type]
 
     def kill(self) -> None:
-        """End it as a power cut would; what it held is gone."""
+        """Kill the server as a power cut would; its data is lost."""
         self.process.kill()
         self.process.wait()
 
     @contextmanager
     def stopped(self) -> Iterator[None]:
-        """Connections are accepted by the system and nobody answers, while the block runs."""
+        """Suspend the server while the block runs. The system accepts connections, but no request
+        is answered.
+        """
         os.kill(self.process.pid, signal.SIGSTOP)
         try:
             yield
@@ -63,8 +65,8 @@ class RedisServer:
 def running_redis(
     *options: str, tcp: bool = False, folder: Path | None = None
 ) -> Iterator[RedisServer]:
-    """Start one in a folder of its own (sockets' paths are short), or again in the folder of one
-    that was killed.
+    """Start a server in a new folder with a short path, as sockets require, or restart one in the
+    folder of a killed server.
     """
     program = find_redis()
     if program is None:
@@ -113,7 +115,9 @@ def _accepts(folder: Path) -> bool:
 
 
 def _environment(program: str) -> dict[str, str]:
-    """The unpacked program finds its libraries beside it."""
+    """Return the environment of the program. The unpacked one finds its libraries in its own
+    folder.
+    """
     if REDIS_FOLDER not in Path(program).parents:
         return dict(os.environ)
     folders: Sequence[str] = sorted({str(path.parent) for path in REDIS_FOLDER.rglob("*.so*")})
