@@ -1,5 +1,5 @@
-"""A real server on a free loopback port with the bundled model, and the app over ASGI with a tiny
-engine.
+"""Fixtures of a real server on a free loopback port with the bundled model, and of the ASGI app
+with a tiny engine.
 """
 
 import logging
@@ -11,7 +11,7 @@ from helpers.server.live_servers import ADMIN_KEY, ENGINE_OPTIONS, KEYS, app_cli
 
 @pytest.fixture(scope="session")
 def demo_engine(isolated_cache):
-    """The bundled model; it ran before, because kernels may have to be compiled first."""
+    """Engine of the bundled model, after a first run that compiles missing kernels."""
     from kvboost_edge import CPUPagedEngine
 
     with CPUPagedEngine.from_pretrained("kvboost-edge/demo", **ENGINE_OPTIONS) as engine:
@@ -21,21 +21,21 @@ def demo_engine(isolated_cache):
 
 @pytest.fixture(scope="session")
 def live_server(demo_engine):
-    """Without API keys."""
+    """Server of the bundled model without API keys."""
     with serving(demo_engine) as server:
         yield server
 
 
 @pytest.fixture(scope="session")
 def keyed_server(demo_engine):
-    """With two API keys, which are two tenants, and an admin's."""
+    """Server with two API keys, hence two tenants, and an admin key."""
     with serving(demo_engine, api_keys=KEYS, admin_api_keys=(ADMIN_KEY,)) as server:
         yield server
 
 
 @pytest.fixture(scope="session")
 def client(live_server):
-    """OpenAI's own client of that server."""
+    """OpenAI's client of the server without API keys."""
     import openai
 
     with openai.OpenAI(
@@ -46,7 +46,7 @@ def client(live_server):
 
 @pytest.fixture
 def kept_logging():
-    """What a test does to the server's loggers is undone after it."""
+    """Restored handlers, levels and propagation of the server's loggers after a test."""
     names = ("kvboost_edge", "kvboost_edge.server", "uvicorn.error")
     loggers = [logging.getLogger(name) for name in names]
     before = [(logger.handlers, logger.propagate, logger.level) for logger in loggers]
@@ -74,9 +74,7 @@ def _tiny_engine(tiny_model_dir):
 
 @pytest.fixture
 def tiny_engine(_tiny_engine):
-    """An engine that these tests share, with nothing in its pool; what a test does to it is
-    undone.
-    """
+    """Shared tiny engine with an empty pool. Its forward pass is restored after each test."""
     engine = _tiny_engine
     runner = _tiny_engine._core._runner
     forward = runner.forward
@@ -87,7 +85,7 @@ def tiny_engine(_tiny_engine):
 
 @pytest.fixture
 async def tiny_app(tiny_engine):
-    """The app over ASGI, no socket; `tiny_app.app` is the application."""
+    """Client of the app over ASGI, without a socket. `tiny_app.app` is the application."""
     from kvboost_edge.server.app import create_app
     from kvboost_edge.server.settings import ServerSettings
 

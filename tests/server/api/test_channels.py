@@ -39,7 +39,7 @@ async def test_json_is_in_the_final_channel(app, speaker):
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
-    """Its own logits, with a leaning to the letter that calls begin with, and to white space."""
+    """Engine of a tiny gpt-oss whose logits favour the first letter of a call, and white space."""
     directory = save_gpt_oss(
         tmp_path_factory.mktemp("gpt-oss"),
         mxfp4=True,

@@ -149,7 +149,9 @@ def test_the_server_still_answers_after_all_cases(live_server):
 
 @pytest.mark.full
 def test_answers_at_every_bound_are_as_documented():
-    """The tests above in a process of their own: their cases are made as they are collected."""
+    """The tests of this file run in a separate process, because their cases are generated at
+    collection.
+    """
     command = [
         sys.executable,
         "-m",

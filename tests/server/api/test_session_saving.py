@@ -226,7 +226,7 @@ async def test_max_sessions_0_refuses_sessions(tiny_engine):
 
 @contextmanager
 def _served(options, model=DEMO):
-    """A new engine and a client of a server over it."""
+    """Start a new engine and a server; yield the engine and a client."""
     with (
         CPUPagedEngine.from_pretrained(model, **options) as engine,
         serving(engine) as server,
@@ -292,7 +292,7 @@ async def test_llama_cpp_slot_save_restore_and_erase(tiny_app, tiny_engine):
     saved = (await act(1, "save", filename="slot.bin")).json()
     assert saved.keys() == {"id_slot", "filename", "n_saved", "n_written", "timings"}
     assert (saved["id_slot"], saved["filename"]) == (1, "slot.bin")
-    assert saved["n_saved"] == len(ids) + 3  # the KV of the last token was never computed
+    assert saved["n_saved"] == len(ids) + 3  # the KV of the last token was not computed
     listed = (await tiny_app.get("/v1/sessions")).json()["data"]
     assert [(one["name"], one["bytes"]) for one in listed] == [("slot.bin", saved["n_written"])]
     await flood(tiny_app, tiny_engine)
@@ -338,7 +338,7 @@ async def test_slots_need_the_request_history(tiny_engine):
 
 @pytest.mark.parametrize("family", ["lfm2", "qwen3_5_text"])
 def test_a_hybrid_models_session_survives_eviction_and_a_restart(family, tmp_path):
-    """Its state is found with its blocks, and the answer is equal to that of an empty cache."""
+    """The recurrent state is found with its blocks, and the output equals that of an empty cache."""
     model = save_tiny_model(family, tmp_path / "model")
     options = {"num_blocks": 64, "num_threads": 1, "dtype": "float32"}
     ids = random_ids(100, 3, 3, 250)

@@ -1,5 +1,5 @@
-"""What tools of chats have of their own: allowed tools, edited calls, other routes, unknown
-templates and models.
+"""Tests of tools in chats: allowed tools, edited calls, other routes, and unknown templates and
+models.
 """
 
 import dataclasses
@@ -71,7 +71,7 @@ async def test_a_call_without_markers_is_recognized_only_for_allowed_tools(
 
 
 async def test_a_call_without_markers_stays_text_if_its_schema_is_large(app, speaker):
-    """Its schema would be read between the tokens of other answers."""
+    """A large schema would have to be parsed while other requests wait for their next tokens."""
     speaker.text = CLOCK_CALL
     found = []
     for size in (1000, 1100):
@@ -96,7 +96,7 @@ async def test_usage_counts_reasoning_tokens(app, speaker, spoken_engine):
 
 
 async def test_an_edited_tool_call_is_not_replayed(app, speaker):
-    speaker.text = CALL.replace('": ', '":')  # another spelling than the template's
+    speaker.text = CALL.replace('": ', '":')  # other whitespace than in the template
     first = await ask(app)
     body = API.next_turn(API.body(tools=TOOLS), first, ["Rain."])
     speaker.text = "It rains."

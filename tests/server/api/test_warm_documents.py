@@ -1,4 +1,4 @@
-"""/v1/warm computes documents, and texts behind others, for reuse at other positions."""
+"""Tests of /v1/warm, which computes documents and texts after others for non-prefix KV reuse."""
 
 import asyncio
 import random
@@ -25,7 +25,9 @@ def document(number, length):
 
 @pytest.fixture
 async def app():
-    """`app.engine` is the engine, `app.served` the application."""
+    """Client of a fake engine with two API keys. `app.engine` is the engine; `app.served` is the
+    application.
+    """
     with fake_engine(primer_tokens=32) as engine:
         served = create_app(
             engine, ServerSettings(api_keys=("one", "two weight=3"), admin_api_keys=("admin",))
@@ -62,7 +64,7 @@ async def test_warmed_documents_are_reused_in_any_order_and_stored_once(app):
         3,
         64 + len(TEXT) + 48,
     )
-    assert told["usage"]["prompt_tokens"] > told["token_count"]  # with what stands before them
+    assert told["usage"]["prompt_tokens"] > told["token_count"]  # including the tokens before them
     assert told["timings"]["prompt_n"] > 0
     prompt = [*document(9, 16), *texts[2], *app.engine.tokenizer.encode(TEXT, False), *texts[0], 7]
     assert await shared(app, prompt) >= told["token_count"] - 3 * 15
@@ -105,8 +107,8 @@ async def test_warming_runs_with_the_keys_priority_and_deadline(app, monkeypatch
 
 
 async def test_a_disconnect_cancels_its_documents(app):
-    """What is computed stops, the place in the queue is held until then, and nothing is left
-    behind.
+    """The computation stops, the request keeps its place in the queue until then, and no block
+    stays in use.
     """
     begun = threading.Event()
     may_go_on = threading.Event()

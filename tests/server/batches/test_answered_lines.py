@@ -1,4 +1,4 @@
-"""Record files after a crash at any byte, next to another process, and on a full disk."""
+"""Tests of record files: a crash at any byte, a second process, and a full disk."""
 
 import errno
 import json

@@ -1,4 +1,4 @@
-"""Lines of input files: what is refused, and the order that puts common prefixes together."""
+"""Tests of input lines: rejected lines, and the order that groups common prefixes."""
 
 import itertools
 import json
@@ -72,7 +72,7 @@ def test_lines_with_a_common_prefix_are_adjacent(tmp_path, kind):
     def body(document, question):
         text = f"{document} {question}"
         value = [{"role": "user", "content": text}] if kind == "messages" else text
-        # The fields of a body may be in any order, and others may be between them.
+        # The fields of a body may be in any order, with others between them.
         fields = [("max_tokens", question), (kind, value), ("model", "m")]
         return dict(rng.sample(fields, 3))
 

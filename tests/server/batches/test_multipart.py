@@ -1,4 +1,4 @@
-"""Forms in pieces of any size, as clients send them, and malformed ones."""
+"""Tests of multipart forms in pieces of any size, as clients send them, and of malformed forms."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""The batch API by OpenAI's client, on a real server."""
+"""Tests of the batch API with OpenAI's client and a real server."""
 
 import io
 import time

@@ -1,4 +1,4 @@
-"""Batches from their upload to their output file, over ASGI: answers, errors, limits, restarts."""
+"""Tests of batches over ASGI, from upload to output file: responses, errors, limits, restarts."""
 
 import asyncio
 import json
@@ -29,7 +29,7 @@ async def client(tiny_engine, tmp_path):
 
 
 async def plain(client, body, url=COMPLETIONS):
-    """The route's own answer."""
+    """Return the response of the route itself, without a batch."""
     return (await client.http.post(url, json=body)).json()
 
 
@@ -94,7 +94,7 @@ async def test_answers_match_their_response_types(client):
     ids=["embeddings", "responses", "chat"],
 )
 async def test_every_route_works_in_a_batch(client, url, body):
-    """The tiny model has no chat template, so chats are refused line by line, like over HTTP."""
+    """The tiny model has no chat template, so each chat line is rejected, as over HTTP."""
     direct = await client.http.post(url, json=body)
     created = await client.create(jsonl([line("a", body, url)]), endpoint=url)
     batch = await client.ended(created.json()["id"])
@@ -340,7 +340,7 @@ async def test_a_restart_answers_each_line_once(tiny_engine, tmp_path, stops, mo
 async def test_a_crash_while_a_batch_finishes_loses_nothing(
     tiny_engine, tmp_path, monkeypatch, point, caplog
 ):
-    """As if the process died: what is on disk at that moment is all there is."""
+    """The failure simulates the death of the process: only the files on disk at that moment remain."""
 
     def dies(self, batch, *_):
         if batch.outcome is not None:
@@ -402,7 +402,7 @@ async def test_shared_prefixes_are_computed_once(tiny_engine, tmp_path):
 
 
 async def test_batch_lines_do_not_occupy_the_request_queue(tiny_engine, tmp_path):
-    """Lines in flight take none of the places that --max-queue-size bounds."""
+    """Running lines do not count towards --max-queue-size."""
     async with batch_app(
         tiny_engine, tmp_path, max_batch_size=2, max_queue_size=0, batch_background="idle"
     ) as client:

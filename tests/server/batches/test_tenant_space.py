@@ -1,4 +1,6 @@
-"""Files and batches of a tenant on disk: limits, expiry, restarts, and names that are no paths."""
+"""Tests of a tenant's files and batches on disk: limits, expiry, restarts, and names that are not
+paths.
+"""
 
 import json
 import os
@@ -31,7 +33,7 @@ def clock():
 
 @pytest.fixture
 def opened(tmp_path, clock):
-    """`opened(**settings)` opens the tenant's folder, like a new process would."""
+    """Function `opened(**settings)` that opens the tenant's folder like a new process."""
     return lambda **settings: TenantSpace(
         tmp_path / "space", ServerSettings(**settings), clock=clock
     )
@@ -66,7 +68,7 @@ def test_files_and_batches_survive_a_restart(opened):
 
 
 def test_files_and_batches_of_a_newer_version_are_kept_for_it(opened, tmp_path):
-    """A downgrade does not show them; an upgrade finds them as they were."""
+    """A downgraded server hides them; an upgraded one finds them unchanged."""
     space = opened()
     file = put(space, b"one")
     batch = new_batch(space, file)
@@ -266,7 +268,7 @@ def test_tenants_have_separate_folders(tmp_path):
     assert len(names) == 3
     assert not any(tenant in name for tenant in settings.tenant_weights for name in names)
     assert oct(os.stat(tmp_path / sorted(names)[0]).st_mode & 0o777) == "0o700"
-    # A key that is no longer set keeps its files until they expire.
+    # The files of a removed key stay until they expire.
     BatchStore(tmp_path, ServerSettings(api_keys=KEYS[1:])).close()
     store = BatchStore(tmp_path, settings)
     assert next(iter(store)).file(file.id) == file

@@ -1,4 +1,6 @@
-"""Why two prompts go apart, on a made-up tokenizer of a character a token."""
+"""Tests of the reasons why two prompts diverge, with a simulated tokenizer of one token per
+character.
+"""
 
 import dataclasses
 
@@ -73,7 +75,7 @@ def found(mine, other, cached=None, reason="first_seen", *dropped, block=BLOCK):
 
 
 def found_among(mine, others, cached=None, reason="first_seen", *dropped, block=BLOCK):
-    """As `found`, with several earlier requests, the longest common prefix first."""
+    """Return the diagnosis against several earlier requests, the longest common prefix first."""
     earlier = [(other, other.common(mine.ids[: mine.num_prompt])) for other in others]
     common = max((common for _, common in earlier), default=0)
     cached = common // block * block if cached is None else cached
@@ -145,7 +147,7 @@ def test_another_question_after_the_same_prefix_is_other_message(question):
 
 @pytest.mark.parametrize("question", ["Hello there", "clerk"])
 def test_a_change_before_the_last_message_is_changed_text(question):
-    """Also where the last message says what stands before it, or is other too."""
+    """This holds also if the last message repeats earlier text or differs as well."""
     before = record(
         f"[s]{SYSTEM.text}[u]Hello there[a]",
         PromptInputs((SYSTEM, PromptField("message 1 (user)", "Hello there"))),
@@ -170,7 +172,7 @@ LONG = "It is long and stays as it was, to the last word of it."
 
 
 def chat(system, question):
-    """A chat of one question, with a system message unless that is empty."""
+    """Return the record of a chat with one question, without a system message if that is empty."""
     fields = (
         PromptField("message 0 (system)", system),
         PromptField("message 1 (user)", question),
@@ -214,7 +216,7 @@ def test_unrelated_prompts_that_share_an_opening_are_first_seen(before, mine):
 
 @pytest.mark.parametrize("questions", [1, 100])
 def test_a_longer_prefix_of_another_prompt_does_not_hide_a_change(questions):
-    """However often that prompt was asked."""
+    """The number of requests with that other prompt makes no difference."""
     long = f"Today is Friday. You are a clerk of the post office. {LONG}"
     others = [chat(long, f"Question {number}") for number in range(questions)]
     monday = chat("Today is Monday.", "Hello?")

@@ -1,4 +1,4 @@
-"""What clients change without meaning anything by it is as it was first; what they mean stays."""
+"""Tests of request normalization: changes without a meaning are undone, meaningful ones stay."""
 
 import json
 

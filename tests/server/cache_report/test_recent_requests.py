@@ -1,4 +1,4 @@
-"""What is kept of requests: bounded, each tenant apart, and gone after its time."""
+"""Tests of the request history: it is bounded, separate for each tenant, and expires."""
 
 import numpy as np
 import pytest
@@ -54,7 +54,7 @@ def test_an_answer_extends_its_record():
     before = history.nbytes
     history.extend(None, mine, [3, 4])
     assert (mine.ids.tolist(), mine.num_prompt, history.nbytes) == ([1, 2, 3, 4], 2, before + 8)
-    history.extend(None, record("mine", [1]), [5])  # of that name, and not the one that is kept
+    history.extend(None, record("mine", [1]), [5])  # same name, but not the record in the history
     assert mine.ids.tolist() == [1, 2, 3, 4]
 
 

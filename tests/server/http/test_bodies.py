@@ -1,4 +1,4 @@
-"""Bodies that come in pieces, without a socket: each piece is a message of its own."""
+"""Tests of bodies that arrive in pieces, without a socket: each piece is a separate message."""
 
 from helpers.server.live_servers import app_client
 from kvboost_edge.server.app import create_app

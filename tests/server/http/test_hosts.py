@@ -1,4 +1,4 @@
-"""Host and Origin: who may call the server by which name."""
+"""Tests of the Host and Origin headers that the server accepts."""
 
 import httpx
 import pytest
@@ -11,7 +11,7 @@ from kvboost_edge.server.settings import ServerSettings, is_loopback
 
 
 def check(settings, *headers, address="127.0.0.1"):
-    """The status that the host list gives; 200 for none."""
+    """Return the status of the host list's error, or 200 if it accepts the request."""
     raw = [(name.encode(), value.encode()) for name, value in headers]
     try:
         HostList(settings).check({"type": "http", "headers": raw, "server": (address, 8000)})
@@ -100,7 +100,7 @@ def test_cors_is_off_by_default(demo_engine, live_server):
             answer = client.options("/v1/chat/completions")
             assert answer.status_code == 200
             assert answer.headers["access-control-allow-origin"] == "https://example.org"
-        # OpenAI's client for JavaScript adds headers of its own to every request.
+        # OpenAI's JavaScript client adds its own headers to every request.
         wanted = "authorization,content-type,x-stainless-arch,x-stainless-lang,x-stainless-retry-count,openai-project"
         with server.client(
             headers={**preflight, "Access-Control-Request-Headers": wanted}

@@ -1,4 +1,4 @@
-"""API keys: who needs one, how they are compared, and that each is a tenant of its own."""
+"""Tests of API keys: protected routes, constant-time comparison, and one tenant per key."""
 
 import hmac
 import io
@@ -16,7 +16,7 @@ from kvboost_edge.server.logs import configure_logging
 from kvboost_edge.server.settings import ServerSettings, collect_api_keys, tenant_of_key
 
 OPEN = {"/health", "/ready", "/version", "/"}
-# Each becomes an open path, or another route, once somebody decodes, normalises or folds it.
+# Each becomes an open path or another route if it is decoded, normalized or case-folded.
 TRICKS = [
     b"//health",
     b"/health/",
@@ -151,8 +151,8 @@ def test_tenants_never_hit_each_others_cache(keyed_server):
 
 
 def test_shared_statistics_need_the_admin_key(keyed_server):
-    """Totals of hits and blocks would tell one tenant what another one does."""
-    # tests/server/models/test_changes.py has those that change models.
+    """Totals of hits and blocks would reveal one tenant's activity to another."""
+    # tests/server/models/test_changes.py tests the paths that change models.
     paths = sorted(path for path in ADMIN_PATHS if not path.startswith("/api/"))
     statuses = {}
     for key in (*KEYS, ADMIN_KEY):
@@ -216,7 +216,7 @@ def test_neither_keys_nor_prompts_are_logged(keyed_server, kept_logging):
             )
         assert answer.status_code == 400
         client.get("/v1/models/MY-SECRET-PATH")
-    # A line is written after the answer has gone.
+    # A line is written after the response was sent.
     wait_until(
         lambda: stream.getvalue().count('"event": "request"') >= 3, "the lines of three requests"
     )
@@ -327,7 +327,7 @@ def _routes(server):
         route = queue.pop()
         nested = getattr(
             route, "original_router", route
-        )  # newer FastAPI keeps included routers whole
+        )  # newer FastAPI versions keep included routers nested
         if hasattr(nested, "routes"):
             queue.extend(nested.routes)
         elif hasattr(route, "path") and "{" not in route.path:

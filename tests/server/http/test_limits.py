@@ -1,4 +1,6 @@
-"""Sizes, numbers and deadlines of connections; good clients go on while bad ones are attached."""
+"""Tests of size limits, connection limits and deadlines; well-behaved clients keep working next to
+bad ones.
+"""
 
 import contextlib
 import re
@@ -16,7 +18,7 @@ HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: appli
 
 @pytest.fixture(scope="module")
 def strict(demo_engine):
-    """Deadlines short enough to wait for, and small limits."""
+    """Server with small limits and with deadlines short enough to wait for."""
     settings = {
         "header_seconds": 0.4,
         "body_seconds": 0.4,
@@ -42,7 +44,9 @@ def test_a_chunked_body_over_the_limit_is_413(strict):
 
 
 def test_total_body_bytes_are_bounded(demo_engine):
-    """Eight of the largest are held; the next bytes are refused until one of them has ended."""
+    """The server holds eight bodies of the maximum size. More bytes are rejected until one of them
+    is complete.
+    """
     with serving(demo_engine, max_body_bytes=40_000) as server, contextlib.ExitStack() as stack:
         bodies = server.kv.bodies
         senders = [stack.enter_context(server.connect()) for _ in range(8)]
@@ -65,7 +69,9 @@ def test_total_body_bytes_are_bounded(demo_engine):
 
 
 def test_total_body_bytes_are_shared_between_keys(demo_engine):
-    """Of eight of the largest, two are kept for each of two keys; one key has six at most."""
+    """With two keys, two of the eight largest bodies are reserved for each key, so one key can hold
+    six.
+    """
     with (
         serving(demo_engine, max_body_bytes=40_000, api_keys=("one", "two")) as server,
         contextlib.ExitStack() as stack,
@@ -150,7 +156,7 @@ def test_an_idle_connection_is_closed(strict):
 
 def test_a_client_that_does_not_read_is_dropped_and_cancelled(demo_engine):
     with serving(demo_engine, write_seconds=0.5) as server, socket.socket() as sock:
-        # Small buffers, which the accepted socket inherits: the kernel's own would hold megabytes.
+        # The accepted socket inherits this small buffer; the default would hold megabytes.
         server.server.servers[0].sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
         sock.settimeout(20)
@@ -166,7 +172,7 @@ def test_a_client_that_does_not_read_is_dropped_and_cancelled(demo_engine):
         sock.sendall(server.request_bytes("/v1/completions", body))
         wait_until(lambda: server.state.admission.admitted, "the request in flight")
         wait_until(server.idle, "the work to stop")
-        # Aborted, not finished: what came does not hold the end of the stream.
+        # The stream was aborted: the received part does not contain its end.
         assert b"[DONE]" not in raw_answer(sock)
 
 
@@ -226,7 +232,7 @@ def test_clients_are_served_beside_a_hundred_slow_ones(strict):
         for index, sock in enumerate(slow):
             sock.sendall((HEAD + b"Content-Length: 99\r\n\r\n{")[: 1 + index % 120])
         beside = best_of(30, client)
-        # The best half of each, so that other work on the machine does not decide.
+        # Only the faster half of each counts, so that other load on the machine has no effect.
         assert beside < 1.5 * alone + 0.005, (alone, beside)
         for sock in slow:
             assert raw_answer(sock).startswith(b"HTTP/1.1 408")

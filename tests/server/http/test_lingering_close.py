@@ -1,5 +1,5 @@
-"""Who still sends when it is refused reads the answer all the same; who sends for ever, or falls
-silent, is cut off.
+"""Tests of closed connections: a client that is still sending reads the error response; one that
+sends forever or falls silent is disconnected.
 """
 
 import contextlib
@@ -158,7 +158,7 @@ def test_a_lingering_connection_does_not_delay_shutdown(demo_engine):
 
 
 def test_a_refused_connection_reads_the_reason(demo_engine):
-    """Its request comes after it was refused."""
+    """The client sends its request after the server has rejected the connection."""
     with serving(demo_engine, max_connections=1) as server, server.connect() as first:
         first.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert first.recv(65536).startswith(b"HTTP/1.1 200")

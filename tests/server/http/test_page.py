@@ -1,4 +1,4 @@
-"""What the server sends at `/` and `/static`, and what stands in those files."""
+"""Tests of the responses at `/` and `/static` and of the contents of these files."""
 
 import hashlib
 import re
@@ -18,8 +18,8 @@ MEDIA_TYPES = {
     "js": "text/javascript",
     "svg": "image/svg+xml",
 }
-# Colours of text (4.5 to 1) and of marks that carry meaning (3 to 1) on the grounds they stand on:
-# WCAG 2.2, AA.
+# Colors of text (contrast 4.5 to 1) and of meaningful graphics (3 to 1) with their backgrounds:
+# WCAG 2.2, level AA.
 TEXT_PAIRS = [
     *((ink, ground) for ink in ("text", "muted") for ground in ("bg", "surface", "raised", "tint")),
     *(("accent", ground) for ground in ("bg", "surface")),
@@ -171,7 +171,7 @@ def test_both_dark_themes_have_equal_colours():
 
 
 def _themes():
-    """Theme -> name of a colour -> "#rrggbb"."""
+    """Return a map of theme to color name to "#rrggbb"."""
     style = TEXTS["style.css"]
     blocks = {
         "light": r":root \{(.*?)\}",
@@ -187,7 +187,7 @@ def _themes():
 
 
 def _contrast(first, second):
-    """WCAG's contrast ratio of two colours, 1 to 21."""
+    """Return WCAG's contrast ratio of two colors, 1 to 21."""
     light, dark = sorted((_luminance(first), _luminance(second)), reverse=True)
     return (light + 0.05) / (dark + 0.05)
 

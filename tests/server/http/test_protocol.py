@@ -1,4 +1,4 @@
-"""HTTP/1.1 as the server speaks it: strict where a request could be read in two ways, ordinary
+"""Tests of HTTP/1.1: the server is strict where a request would be ambiguous, and ordinary
 elsewhere.
 """
 
@@ -44,7 +44,7 @@ AMBIGUOUS = {
 
 @contextlib.contextmanager
 def own_log(caplog):
-    """The server's log lines go to `caplog`."""
+    """Send the server's log lines to `caplog` while the block runs."""
     logger = logging.getLogger("kvboost_edge.server")
     before = logger.level, logger.propagate
     logger.addHandler(caplog.handler)
@@ -125,13 +125,13 @@ def test_a_half_closed_client_gets_all_answers(live_server):
     [b"", b"GET /hea", b"POST /tokenize HTTP/1.1\r\n" + HOST + b"Content-Length: 9\r\n\r\n{"],
 )
 def test_a_half_closed_incomplete_request_is_closed_at_once(live_server, rest):
-    """After what it asked before was answered."""
+    """The server first answers the complete request that preceded it."""
     with live_server.connect() as sock:
         sock.sendall(b"GET /health HTTP/1.1\r\n" + HOST + b"\r\n" + rest)
         sock.shutdown(socket.SHUT_WR)
         started = time.monotonic()
         answer = raw_answer(sock)
-        assert time.monotonic() - started < 5  # no deadline of 10 or 30 seconds
+        assert time.monotonic() - started < 5  # before the deadlines of 10 and 30 seconds
     assert answer.count(b"HTTP/1.1 ") == 1
     assert answer.startswith(b"HTTP/1.1 200 ")
 
@@ -289,7 +289,7 @@ def test_another_http_version_is_505(live_server, version):
 
 @pytest.mark.parametrize("size", range(1, 9))
 def test_a_head_is_parsed_at_any_split(size):
-    """Wherever the network cuts it; a live test sees only the cuts that happen."""
+    """The head is cut everywhere; a live test would see only the cuts that happen in the network."""
     head = b"GET /version HTTP/1.1\r\nHost: localhost\r\nA: b\r\nLonger-Name: c d e\r\n\r\n"
     buffer = protocol._StrictBuffer()
     lines = None
@@ -374,7 +374,7 @@ def test_options_lists_the_methods(live_server, keyed_server):
 
 def test_a_disconnect_during_a_large_answer_is_not_an_error(demo_engine, caplog):
     with serving(demo_engine, max_queue_tokens=10_000_000) as server, own_log(caplog):
-        # Small buffers, which the accepted socket inherits: the kernel's own would hold megabytes.
+        # The accepted socket inherits this small buffer; the default would hold megabytes.
         server.server.servers[0].sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         request = server.request_bytes("/tokenize", {"content": "漢" * 100_000})
         for _ in range(2):

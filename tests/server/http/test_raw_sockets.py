@@ -1,5 +1,6 @@
-"""756 generated requests that no good client sends. The server answers each without a 5xx, hangs on
-none, and a canary completion stays the same.
+"""Tests with 756 generated requests that no well-behaved client sends.
+
+The server answers each without a 5xx and without hanging, and a canary completion never changes.
 """
 
 from __future__ import annotations
@@ -27,17 +28,17 @@ PATHS = tuple(ASKED)
 
 
 class Drawn(random.Random):
-    """Random choices of one case; `path`: the route that it is about."""
+    """Random generator of one case; `path` is the route that the case targets."""
 
     path: str
 
 
-Case = tuple[str, bytes, bool]  # its kind, what is sent, whether the client closes at once
+Case = tuple[str, bytes, bool]  # kind, bytes to send, whether the client closes immediately
 
 
 @pytest.fixture(scope="module")
 def server(demo_engine):
-    """Short deadlines, so that a request which never ends costs a moment."""
+    """Server with short deadlines, so that an incomplete request ends within a second."""
     settings = {
         "header_seconds": 0.3,
         "body_seconds": 0.3,
@@ -49,7 +50,9 @@ def server(demo_engine):
 
 
 def post(path, body, *headers):
-    """A well-formed head with any body; the server closes after its answer."""
+    """Return a POST request with a well-formed head and any body; the server closes after its
+    response.
+    """
     head = [
         b"POST " + path.encode() + b" HTTP/1.1",
         b"Host: localhost",
@@ -100,7 +103,7 @@ def deep(rng):
     depth = min(depth, 290_000 // (len(opening) + len(closing)))
     body = opening * depth + b"1" + closing * rng.choice((depth, 0))
     path = rng.path
-    # In the place of the text, of a field that any value fits, or of the whole body.
+    # The value replaces the text, a field that accepts any value, or the whole body.
     fields = (
         "tools",
         "metadata",
@@ -310,7 +313,7 @@ def template_names(rng):
 
 
 def odd_targets(rng):
-    """Routes without a body, with names and queries that nobody has."""
+    """Return a request without a useful body whose names and query do not exist."""
     path, method = rng.choice([read for read in READ if not read[0].startswith("/static/")])
     names = (
         "x",
@@ -370,7 +373,7 @@ KINDS = (
 
 
 def cases(count):
-    """Each kind in turn, for each path in turn, made from a fixed seed."""
+    """Return cases of each kind in turn, for each path in turn, from a fixed seed."""
     made = []
     for index in range(count):
         kind = KINDS[index % len(KINDS)]
@@ -385,7 +388,7 @@ def send(server, data, close):
         try:
             sock.sendall(data)
         except (BrokenPipeError, ConnectionResetError):
-            return b""  # refused before all of it was sent
+            return b""  # rejected before everything was sent
         return b"" if close else raw_answer(sock)
 
 
@@ -400,8 +403,8 @@ NO_HTTP = ("smuggling", "bad_lines", "bad_headers", "pipelined", "early_close")
 
 
 def told_as(kind, data, body):
-    """The path whose API an error has to be told in. Of what is no HTTP there is none: it is told
-    in OpenAI's.
+    """Return the path whose API defines the error format; "/" (OpenAI's format) for input that is
+    not HTTP.
     """
     path = re.match(rb"(?:GET|POST|DELETE) (/[^ ?]*)[ ?]", data)
     unread = path is None or (kind in NO_HTTP and "param" in body.decode())

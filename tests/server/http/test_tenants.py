@@ -1,5 +1,5 @@
-"""What one API key never learns of another: each route that shows something of requests answers as
-if the other's were not there, and each API has its own 401.
+"""Tests of isolation between API keys: no route reveals another key's requests, and each API has
+its own 401.
 """
 
 import itertools
@@ -14,7 +14,7 @@ from kvboost_edge.server.http.middleware import ADMIN_PATHS
 
 SECRET = "The first tenant's secret is the word marmalade"
 OPEN = ("/", "/health", "/ready", "/version")
-# What the batch API shows is compared in tests/server/batches/test_service.py, where it is on.
+# The batch API is tested in tests/server/batches/test_service.py, where it is enabled.
 OTHER = ("/static/", "/v1/files", "/v1/batches")
 SHOWING = [
     (path, method)
@@ -25,7 +25,7 @@ SHOWING = [
 
 @pytest.fixture
 def keys(keyed_server):
-    """Clients of the two tenants."""
+    """HTTP clients of the two tenants."""
     clients = [keyed_server.client(headers={"x-api-key": key}) for key in KEYS]
     yield clients
     for client in clients:
@@ -37,7 +37,7 @@ def named(path, name):
 
 
 def without_ids(answer, name):
-    """What can be compared of two answers: status, text without the id that was asked for, and
+    """Return the comparable parts of a response: status, text without the requested id, and
     headers.
     """
     passing = ("x-request-id", "request-id", "date", "content-length")
@@ -84,8 +84,8 @@ def test_requests_and_responses_of_other_keys_are_invisible(keys):
 )
 @pytest.mark.some(2)
 def test_answers_reveal_nothing_of_other_keys_requests(keys, path):
-    """The second tenant's answer to what the first has asked, its counts and its cause, is as to
-    what nobody has.
+    """For a prompt of the first tenant, the second one gets the same counts and cause as for an
+    unused prompt.
     """
     mine, other = keys
 
@@ -99,14 +99,12 @@ def test_answers_reveal_nothing_of_other_keys_requests(keys, path):
 
     for color in ("Red", "Red"):
         told(mine, color)
-    told(
-        other, "Tan"
-    )  # what all its prompts begin with, such as a template's words, is in its cache
+    told(other, "Tan")  # caches the common start of all prompts, such as the template's text
     assert told(other, "Red") == told(other, "Sky")
 
 
 def cached_in(answer, place=""):
-    """The counts of an answer that tell of the cache, by their places."""
+    """Return the counts in a response that concern the cache, by their place."""
     if isinstance(answer, dict):
         return {
             name: count
@@ -122,7 +120,7 @@ def cached_in(answer, place=""):
 )
 @pytest.mark.some(3)
 def test_a_wrong_key_is_refused_in_each_apis_format(keyed_server, path):
-    """Before anything of the body is looked at, and whether there is such a method or not."""
+    """The key is checked before the body and before the method."""
     wrong = ({}, {"x-api-key": "wrong"}, {"authorization": "Basic x"}, {"x-api-key": ""})
     with keyed_server.client(headers={}) as client:
         for method, headers in itertools.product(("POST", "GET", "DELETE"), wrong):
@@ -143,6 +141,6 @@ def test_counters_by_cause_need_the_admin_key(keyed_server, keys):
     with keyed_server.client(headers={"x-api-key": ADMIN_KEY}) as admin:
         text = admin.get("/metrics").text
     assert "kvboost:prompt_causes_total" in text
-    # Nothing in there says whose a request was.
+    # Nothing in the text identifies the tenant of a request.
     assert not any(key in text for key in KEYS)
     assert "tenant" not in text

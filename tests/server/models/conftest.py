@@ -1,4 +1,4 @@
-"""Two tiny models of different families, and what each answers where it is served alone."""
+"""Fixtures of two tiny models of different families, and of their responses when served alone."""
 
 import pytest
 
@@ -32,7 +32,7 @@ def second(second_model_dir):
 
 @pytest.fixture(scope="session")
 def alone(tiny_model_dir, second_model_dir):
-    """By name: the choice of the answer to ASKED of a server with that model only."""
+    """Choice in the response to ASKED by model name, each from a server with only that model."""
     found = {}
     for name, path in (("a", tiny_model_dir), ("b", second_model_dir)):
         with (
@@ -61,7 +61,7 @@ async def room(all_of_one_size):
 
 @pytest.fixture
 def hub(tmp_path, second_model_dir, monkeypatch):
-    """A hub with the second model as a GGUF file, and an empty store of pulled models."""
+    """Simulated hub with the second model as a GGUF file, and an empty store of pulled models."""
     monkeypatch.setenv("KVBOOST_EDGE_CACHE", str(tmp_path / "own"))
     write_gguf(second_model_dir, tmp_path / "Tiny-Q8_0.gguf", kind="Q8_0")
     files = {"Tiny-Q8_0.gguf": (tmp_path / "Tiny-Q8_0.gguf").read_bytes()}
@@ -71,7 +71,7 @@ def hub(tmp_path, second_model_dir, monkeypatch):
 
 @pytest.fixture
 def serve(hub, first):
-    """`serve(**settings)` is a server of "a" that may change its models."""
+    """Function `serve(**settings)` that starts a server of "a" whose models may be changed."""
     store = managed_models()
 
     def source_of(model):

@@ -1,4 +1,6 @@
-"""Models are pulled, copied and deleted in a running server, by those who may, within limits."""
+"""Tests of pulling, copying and deleting models in a running server, with its permissions and
+limits.
+"""
 
 import contextlib
 import json

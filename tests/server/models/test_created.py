@@ -1,4 +1,6 @@
-"""Models that clients create from others: their defaults, templates and files, and what is refused."""
+"""Tests of models that clients create from others: their defaults, templates and files, and
+rejected requests.
+"""
 
 import dataclasses
 import json
@@ -67,12 +69,12 @@ def test_ollamas_client_creates_a_model(serve):
         expected = said(client, "a", messages=whole, options=SAMPLED)
         assert said(client, "mario") == expected == said(client, "mario:latest")
         assert expected != said(client, "a", options=SAMPLED)
-        # What a request gives comes first.
+        # Values in the request have precedence.
         other = {**SAMPLED, "seed": 8, "num_predict": 5}
         assert said(client, "mario", options={"seed": 8, "num_predict": 5}) == said(
             client, "a", messages=whole, options=other
         )
-        # A model that was created passes its defaults on.
+        # A created model passes on its defaults.
         assert client.create("luigi", from_="mario", system="You are Luigi.").status == "success"
         whole[0] = {"role": "system", "content": "You are Luigi."}
         assert said(client, "luigi") == said(client, "a", messages=whole, options=SAMPLED)
@@ -94,7 +96,7 @@ def test_a_created_model_has_its_own_template(serve):
         rendered = http.post("/apply-template", json={"model": "other", "messages": ASK}).json()
         assert rendered["prompt"] == prompt.removeprefix(f"[system] {SYSTEM}\n")
         assert client.show("other").template == TEMPLATE
-        # The model that it came from keeps its own.
+        # The source model keeps its own template.
         assert client.show("a").template not in ("", TEMPLATE)
 
 
@@ -121,7 +123,7 @@ def test_an_older_modelfile_field_is_accepted_and_shown(serve):
         assert (shown.template, shown.license) == (TEMPLATE, "MIT")
         assert shown.details.parent_model == "a"
         assert http.post("/api/show", json={"model": "old"}).json()["system"] == SYSTEM
-        # The text that is shown makes the same model.
+        # The shown Modelfile creates the same model.
         again = {"model": "again", "modelfile": shown.modelfile, "stream": False}
         assert http.post("/api/create", json=again).json() == {"status": "success"}
         assert client.show("again").parameters == shown.parameters
@@ -151,13 +153,13 @@ def test_created_models_survive_a_restart_and_their_source(serve, hub):
         long = [{"role": "user", "content": "word " * 40}]
         with pytest.raises(ollama.ResponseError, match="100 tokens"):
             client.chat("mario", long)
-        # Another one of that name replaces it, also while it is loaded.
+        # A new model of the same name replaces it, even while it is loaded.
         client.create("mario", from_="mario", parameters={"num_predict": 3})
         assert said(client, "mario")[1] == 3
         client.delete("mario")
         assert names(server) == ["a", "of-a"]
         assert not list(managed_models().root.rglob("*.gguf"))
-    with serve(model_name="b") as server:  # what it was made from is not served
+    with serve(model_name="b") as server:  # the source model is not served
         assert names(server) == ["b"]
     assert len(hub.downloads()) == 1
 
@@ -234,7 +236,7 @@ def test_invalid_create_requests_are_refused(created_server, body, status, probl
 
 @pytest.fixture(scope="module")
 def created_server(tmp_path_factory, tiny_model_dir):
-    """A server whose store stays empty."""
+    """Server whose model store stays empty."""
     store = store_module.ModelStore(tmp_path_factory.mktemp("store"))
     with (
         CountedSource(tiny_model_dir).open() as engine,
@@ -304,7 +306,7 @@ def test_created_models_share_weights_and_disk_blocks(tiny_model_dir, tmp_path, 
             maps = Path("/proc/self/maps").read_text().splitlines()
             found = [line.split() for line in maps if line.endswith(".kvpack")]
             mapped = [(row[1], row[4]) for row in found if row[5].startswith(str(tmp_path))]
-            assert mapped == [("r--s", mapped[0][1])] * 2  # one file, in the system's page cache
+            assert mapped == [("r--s", mapped[0][1])] * 2  # one file, shared through the page cache
 
 
 def test_max_model_len_limits_a_created_models_context(hub):

@@ -1,5 +1,5 @@
-"""Each API names the model that it wants, and gets it loaded; Ollama's says how long it stays,
-too.
+"""Tests of the model field in each API: the named model is loaded on demand. Ollama's API also sets
+how long it stays loaded.
 """
 
 import pytest
@@ -9,7 +9,7 @@ from helpers.server.live_servers import serving, wait_until
 from helpers.server.model_budget import Room
 from helpers.server.served_models import CountedSource
 
-# Of a reranker a model needs more, and embeddings are no fake model's.
+# Reranking needs a special model, and the fake model has no embeddings.
 PATHS = [
     path
     for path in ASKED
@@ -19,7 +19,7 @@ PATHS = [
 
 @pytest.fixture
 async def room(all_of_one_size):
-    """Two models, of which the second is not loaded."""
+    """Server of two models, the second of which is not loaded."""
     found = Room(budget=3.5)
     yield found
     await found.close()
@@ -71,7 +71,7 @@ def server(sources):
 
 @pytest.fixture
 def unloaded(server):
-    """The second model is not loaded."""
+    """Server whose second model is not loaded."""
     with server.client() as client:
         client.post("/api/generate", json={"model": "b", "keep_alive": 0})
     wait_until(lambda: server.kv.models.find("b").phase == "not_loaded", "the model to be unloaded")
@@ -159,7 +159,7 @@ def test_keep_alive_of_one_key_does_not_unload_another_keys_model(tiny_model_dir
 
 
 def test_a_conversation_continues_with_another_model(server):
-    """What a key was answered belongs to the key, not to the model."""
+    """Stored responses belong to the API key, not to the model."""
     with server.client() as client:
         first = client.post(
             "/v1/responses", json={"model": "a", **asked("/v1/responses", "Hello")}

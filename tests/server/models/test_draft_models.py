@@ -1,4 +1,4 @@
-"""A draft model of a server, with one model and with several."""
+"""Tests of a server's draft model, with one model and with several."""
 
 import pytest
 
@@ -11,7 +11,7 @@ from kvboost_edge.server.models.loader import reserved_bytes
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """Directories of a model, its draft model, and a hybrid model."""
+    """Folder with the directories of a model, its draft model, and a hybrid model."""
     root = tmp_path_factory.mktemp("models")
     for name, layers in (("target", 2), ("draft", 1)):
         (root / name).mkdir()

@@ -1,5 +1,7 @@
-"""A model with states beside keys and values, served: its states stand in the budget, what is read
-again because of a state that was not kept is named, and what it cannot do is refused by name.
+"""Tests of served hybrid models.
+
+Their recurrent states count in the memory budget, tokens recomputed because of a missing snapshot
+are reported with that cause, and unsupported options are rejected by name.
 """
 
 import dataclasses
@@ -21,7 +23,7 @@ from kvboost_edge.server.models.loader import reserved_bytes
 
 @pytest.fixture
 def hybrid():
-    """Blocks for 1,024 tokens, and 12 slots of states."""
+    """Engine with blocks for 1,024 tokens and 12 slots for recurrent states."""
     config = EngineConfig.from_options(debug_checks=True)
     parts = hybrid_parts(64, 12)
     memory_report = MemoryReport(
@@ -40,7 +42,9 @@ def test_recurrent_states_count_in_a_models_memory(hybrid):
 
 
 async def test_a_missing_state_is_the_miss_cause_once(hybrid):
-    """The second prompt leaves the first where no state was kept; the third finds one there."""
+    """The second prompt diverges where no snapshot exists and has the cause "state". The third one
+    finds a snapshot there.
+    """
     head = "A beginning that both prompts have, longer than some blocks of the pool are. "
     async with app_of(hybrid) as app:
         first = await complete(

@@ -1,5 +1,5 @@
-"""Models that leave while somebody looks at them, engines that stop, and loadings that do not end
-when the server does.
+"""Tests of models that are unloaded while in use, of engines that stop, and of loads that outlast
+the server.
 """
 
 import asyncio
@@ -18,7 +18,11 @@ pytestmark = pytest.mark.usefixtures("all_of_one_size")
 
 
 def held(engine, name):
-    """The engine's method waits: (set once it was called, lets it go on)."""
+    """Make a method of the engine wait.
+
+    Returns:
+        An event that is set when the method is called, and an event that lets it continue.
+    """
     called = threading.Event()
     free = threading.Event()
     real = getattr(engine, name)
@@ -33,7 +37,7 @@ def held(engine, name):
 
 
 async def looking(room, name, method, ask):
-    """The answer to who looks at a model that is unloaded meanwhile."""
+    """Return the response to a request that reads from a model while it is unloaded."""
     model = room.model(name)
     assert model.state is not None
     called, free = held(model.state.engine, method)
@@ -63,7 +67,7 @@ async def test_requests_during_an_unload_are_answered(room, path, method):
 
 
 async def test_a_reset_reaches_all_models_during_an_unload(room):
-    """The first one's takes a while; the second would be gone by then."""
+    """The reset of the first model is slow, and the second model is unloaded meanwhile."""
     assert (await room.ask("b")).status_code == 200
     text = {"model": "b", "prompt": "Words that stay in the pool. " * 4, "max_tokens": 1}
     assert (await room.client.post("/v1/completions", json=text)).status_code == 200
@@ -104,7 +108,7 @@ async def test_a_cancelled_request_does_not_block_an_unload(room):
 
 
 def stop(engine):
-    """The engine's thread ends with the next request."""
+    """Make the engine's thread stop at the next request."""
 
     def broken(*arguments):
         raise CacheCorruption("gone")
@@ -113,7 +117,7 @@ def stop(engine):
 
 
 async def test_a_model_with_a_stopped_engine_is_loaded_again(room):
-    """Not by a restart of the server, which would end the others too."""
+    """Restarting the server instead would also stop the other models."""
     body = {"model": "b", "prompt": "Hello", "max_tokens": 2, "temperature": 0}
     answer = (await room.client.post("/v1/completions", json=body)).json()["choices"]
     stop(room.made[-1])
@@ -215,9 +219,7 @@ async def test_a_load_that_hangs_is_abandoned(all_of_one_size, monkeypatch, capl
     assert (room.model("b").phase, room.model("b").num_bytes) == ("not_loaded", 0)
     assert any(vars(one).get("facts", {}).get("model") == "b" for one in caplog.records)
     free.set()
-    await until(
-        lambda: room.made and not room.made[0].is_alive()
-    )  # nobody took it, so it was closed
+    await until(lambda: room.made and not room.made[0].is_alive())  # unused, so it was closed
     await room.close()
 
 
@@ -253,7 +255,7 @@ async def test_a_result_claimed_late_is_not_released(monkeypatch):
     task = asyncio.ensure_future(in_thread(work, unwanted=given.append))
     await asyncio.sleep(0)
     assert finished.wait(60)
-    time.sleep(0.1)  # the loop is kept busy for many looks
+    time.sleep(0.1)  # keeps the event loop busy for many checks
     assert await task == "result"
     assert given == []
 
@@ -295,7 +297,7 @@ async def test_queue_limits_are_per_model(all_of_one_size):
     assert [one.refused for one in admissions] == [1, 0, 0]
     admissions[2].enter(None, 1, 1)
     assert (await ask("c")).status_code == 503
-    # Its body was not read, so nobody knows which one it was for.
+    # The body was not read, so its model is unknown.
     assert ([one.refused for one in admissions], room.kv.models.num_refused) == ([1, 0, 0], 1)
     for one in admissions:
         one.leave(None, 1, 1)

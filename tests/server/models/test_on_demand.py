@@ -1,4 +1,4 @@
-"""Several models in one server: loaded when they are asked for, unloaded when nobody uses them."""
+"""Tests of several models in one server, loaded on demand and unloaded when idle."""
 
 import concurrent.futures
 import gc
@@ -20,7 +20,7 @@ from kvboost_edge.server.models import loader
 
 @contextmanager
 def both(first, second, **settings):
-    """A server of "a", which is loaded, and "b" (or "bee"), which is not."""
+    """Serve "a", which is loaded, and "b" (or "bee"), which is not."""
     with (
         first.open() as engine,
         serving(
@@ -62,7 +62,7 @@ def test_a_model_is_loaded_on_its_first_request(first, second, alone):
 
 
 def test_concurrent_requests_to_two_models_equal_single_ones(first, second, alone):
-    """Twelve clients for a model that is not loaded at first and one that is: it is loaded once."""
+    """Twelve clients use a loaded model and one that is not loaded yet, which is loaded only once."""
     with both(first, second) as server, concurrent.futures.ThreadPoolExecutor(12) as pool:
         names = ["a", "b", "bee"] * 8
         answers = list(pool.map(lambda name: ask(server, name), names))
@@ -89,7 +89,7 @@ def test_an_idle_model_is_unloaded_and_its_prompts_are_restored_from_disk(
         assert again["usage"]["prompt_tokens_details"]["cached_tokens"] > 64
         assert again["choices"][0]["text"] == alone["b"]["text"]
         assert again["choices"][0]["logprobs"] == alone["b"]["logprobs"]
-        # The first one as well, where it was said how long.
+        # The first model is unloaded too if a duration was set.
         wait_until(
             lambda: server.kv.models.first.phase == "not_loaded", "the first one to be unloaded"
         )
@@ -99,7 +99,9 @@ def test_an_idle_model_is_unloaded_and_its_prompts_are_restored_from_disk(
 
 @contextmanager
 def serving_threads():
-    """Threads of engines and of loading that began inside and live."""
+    """Yield a function that returns the running threads of engines and loads that started in the
+    block.
+    """
     before = set(threading.enumerate())
     yield lambda: [
         one
@@ -113,7 +115,7 @@ def test_waiting_for_memory_times_out_with_a_reason(first, second):
     with both(first, second, budget=budget, request_timeout=1) as server:
         served = server.kv.models.first
         server.kv.models.find("b").planned = second.plan()
-        served.in_use += 1  # as if a request stayed longer than this one may
+        served.in_use += 1  # simulates a request that outlasts this one's deadline
         refused = ask(server, "b")
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "model_loading")
         assert "MB for all models (--max-model-bytes)" in refused.json()["error"]["message"]

@@ -36,7 +36,7 @@ def test_invalid_json_arguments_are_refused(text):
 
 @pytest.mark.parametrize("path", ["/v1/messages", "/api/chat"])
 async def test_an_answer_with_an_overflowing_number_is_returned(path, app, speaker):
-    """A grammar of numbers allows it."""
+    """The grammar of numbers allows -1e999; the response contains the largest finite value instead."""
     speaker.text = '<tool_call>\n{"name": "weather", "arguments": {"days": -1e999}}\n</tool_call>'
     tool = {"type": "function", "function": {"name": "weather", "parameters": SCHEMA}}
     api = APIS[path]

@@ -259,7 +259,7 @@ async def test_a_tool_schema_that_matches_nothing_is_refused(app, speaker, path)
 
 @pytest.mark.parametrize("path", CHOOSING)
 async def test_tools_and_a_schema_allow_a_call_or_a_matching_answer(app, speaker, path):
-    """As agents ask that want a schema of their last answer."""
+    """Agents send both when they want the final answer to match a schema."""
     api = APIS[path]
     for choice, text, calls in (
         ("auto", CALL, 1),
@@ -460,7 +460,7 @@ async def test_an_unknown_model_returns_404(app, path):
 
 @pytest.fixture
 def ended(monkeypatch):
-    """The errors of the sequences that ended."""
+    """List of the errors (or None) with which requests have ended."""
     found = []
     finish = RequestHandle._finish
 
@@ -597,7 +597,7 @@ async def test_deep_schemas_and_arguments_are_refused(app, path):
 
 @pytest.mark.parametrize("path", REFUSED)
 async def test_invalid_fields_are_refused_by_name(app, path):
-    """In the shape of the API's errors, and in few words."""
+    """The error has the API's format, names the field and is shorter than 500 characters."""
     for fields, name, *words in REFUSED[path]:
         answer = await app.post(
             path, content=json.dumps({**asked(path, "hello", model=MODEL), **fields})

@@ -333,7 +333,7 @@ def renamed(how, sampling):
 
 @pytest.mark.parametrize("name", ["min_tokens", "include_stop_str_in_output", "bad_words"])
 def test_vllm_fields_have_vllms_effect(clients, name):
-    """By OpenAI's package, as vLLM's documentation shows it."""
+    """The fields are sent with OpenAI's package, as in vLLM's documentation."""
     greedy = {"temperature": 0.0, "top_p": 1.0}
     plain = sampled(clients.engine, **greedy)
     words = [word for word in plain.split()[1:] if word.isalpha()]

@@ -90,7 +90,7 @@ LAYOUT = "Rmyproject\nFa.py\ndef f():\nFb.py\ndef g():\nFfilename\nPx = 1\ny Sz 
 
 @pytest.fixture
 def names(monkeypatch):
-    """The infill tokens of the model, whose tokens are letters."""
+    """Infill tokens of the test model, which are single letters."""
     monkeypatch.setattr(translate, "_INFILL", (("missing", "b", "c"), ("P", "S", "M")))
     monkeypatch.setattr(translate, "_REPOSITORY", ("missing", "R"))
     monkeypatch.setattr(translate, "_FILE", ("F",))
@@ -99,7 +99,7 @@ def names(monkeypatch):
 
 @pytest.fixture
 def writer(speaker, names):
-    """What the model writes at the end of a prompt."""
+    """Scripted model that completes infill prompts with "= 2"."""
     speaker.openings = ("M",)
     speaker.text = "= 2"
     return speaker

@@ -29,7 +29,7 @@ def server():
 
 @pytest.fixture
 def held(server):
-    """Passes of the model go when the test lets them."""
+    """Forward passes of the model, which wait until the test releases them."""
     runner = server.engine._core._runner
     before = runner.forward
     held = HeldForward(server.engine)

@@ -1,4 +1,4 @@
-"""Pages of a browser that note everything unexpected, and a model slow enough to watch."""
+"""Fixtures of browser pages that record everything unexpected, and of a model slow enough to watch."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ import pytest
 from helpers.server.browser import running_chromium
 from helpers.tools import find_chromium, must_run
 
-# Without a browser there is nothing to drive; tests/conftest.py reports it in the summary.
+# Without a browser the tests are not collected; tests/conftest.py reports it in the summary.
 collect_ignore_glob = [] if find_chromium() or must_run() else ["test_*.py"]
 
 STEP_SECONDS = 0.02
-PATIENCE_SECONDS = 30  # machines that run the tests are slow and loaded
+PATIENCE_SECONDS = 30  # test machines may be slow and busy
 
-# On every page: a timer that is set while window.hurries is true runs at once; see `Visit.hurry`.
+# On every page, timers set while window.hurries is true run immediately; see `Visit.hurry`.
 HURRY = """{
   const waitReally = window.setTimeout;
   window.setTimeout = (action, delay, ...rest) => waitReally(action, window.hurries ? 0 : delay, ...rest);
 }"""
 
-# A page does nothing until it is left for the next test's, which loads faster than after about:blank
-# in between. As it is left, the page keeps the chat of an answer under way.
+# Makes a page idle until the next test loads its own, which is faster than loading about:blank in
+# between. On leaving, the page stores the chat of a running answer, so the storage is cleared then.
 QUIET = """
   window.stop();
   for (let timer = setTimeout(() => 0); timer > 0; timer -= 1) clearTimeout(timer);
@@ -36,8 +36,8 @@ QUIET = """
   addEventListener('pagehide', () => { localStorage.clear(); sessionStorage.clear(); });
 """
 
-# In place of the server's chat: what is asked is kept, what is answered is said by the test, piece
-# by piece. A test may set window.requestId, the id of the answers.
+# Replaces the server's chat: requests are recorded, and the test sends the response in pieces. A
+# test may set window.requestId, the id of the responses.
 STAND_IN = """
   const fetchReally = window.fetch;
   window.asked = [];
@@ -56,8 +56,9 @@ STAND_IN = """
 
 @dataclasses.dataclass
 class Visit:
-    """A page of the browser with what happened on it. `expected_failures`: parts of console errors
-    that may occur.
+    """Page of the browser and a record of its events.
+
+    `expected_failures` lists parts of console errors that may occur.
     """
 
     page: Any
@@ -68,7 +69,7 @@ class Visit:
     expected_failures: tuple[str, ...] = ()
 
     def __getattr__(self, name):
-        """All that Playwright's page has."""
+        """Return an attribute of Playwright's page."""
         return getattr(self.page, name)
 
     def listen(self):
@@ -83,7 +84,7 @@ class Visit:
             self.page.on(event, heard)
 
     def ignore(self):
-        """Hear nothing more of the page."""
+        """Stop listening to the page's events."""
         for event, heard in self._heard_by.items():
             self.page.remove_listener(event, heard)
 
@@ -93,15 +94,16 @@ class Visit:
         self.page.press("#prompt", "Enter")
 
     def answer(self, state="done"):
-        """The last turn, once its answer ended in `state`."""
+        """Wait until the last answer has ended; check its state and return its turn."""
         self.page.locator(".turn:last-child:not(.running)").wait_for()
         turn = self.page.locator(".turn").last
         assert turn.get_attribute("class") == f"turn {state}", turn.inner_text()
         return turn
 
     def settings(self, **fields):
-        """Fill fields under Settings; show the live view again, unless a key or a wrong value is
-        set.
+        """Fill in fields under Settings.
+
+        The live view is shown again afterwards, unless an API key or a value for `top_p` is set.
         """
         self.page.click("nav [data-view=settings]")
         for name, text in fields.items():
@@ -116,7 +118,7 @@ class Visit:
         return self.page.locator(selector).count()
 
     def expects(self, selector):
-        """Playwright's assertions about a selector."""
+        """Return Playwright's assertions about a selector."""
         from playwright.sync_api import expect
 
         return expect(self.page.locator(selector))
@@ -125,12 +127,13 @@ class Visit:
         self.expects(selector).to_have_text(text, **options)
 
     def serve(self, path, answer):
-        """Answer requests of a path with JSON in place of the server."""
+        """Answer requests for a path with JSON instead of the server's response."""
         self.page.route(path, lambda route: route.fulfill(json=answer))
 
     def until(self, condition):
-        """Wait for a JavaScript expression to be true. (Playwright's own way to wait uses `eval`,
-        which the page's policy refuses.)
+        """Wait until a JavaScript expression is true.
+
+        Playwright's own way to wait uses `eval`, which the page's security policy forbids.
         """
         end = time.monotonic() + PATIENCE_SECONDS
         while not self.page.evaluate(condition):
@@ -138,30 +141,30 @@ class Visit:
             self.page.wait_for_timeout(10)
 
     def hurry(self):
-        """The page reads now what it would read after a pause of up to 2.5 s."""
+        """Make the page read immediately what it would read after a pause of up to 2.5 s."""
         self.page.evaluate(
             "window.hurries = true; document.dispatchEvent(new Event('visibilitychange'));"
             "window.hurries = false;"
         )
 
     def read_models(self):
-        """The page reads the list of models now."""
+        """Make the page read the list of models now."""
         with self.page.expect_response("**/v1/models"):
             self.hurry()
 
     def stop_timers(self):
-        """No timer that is set from now on runs, so that "Copied" stays."""
+        """Disable timers that are set from now on, so that "Copied" stays visible."""
         self.page.evaluate("window.setTimeout = () => 0")
 
     def stop_clock(self):
-        """The page's time stands still, timers and frames too; `page.clock.run_for(ms)` moves
-        it.
-        """
+        """Stop the page's clock, including timers and frames; `page.clock.run_for(ms)` advances it."""
         self.page.clock.install(time=0)
         self.page.clock.pause_at(3600)
 
     def module(self, name, body, argument=None):
-        """The value of the JavaScript `body` with `it` the module and `argument` as it is."""
+        """Return the value of the JavaScript `body`, in which `it` is the module and `argument` the
+        argument.
+        """
         script = f"async (argument) => {{ const it = await import('/static/{name}.js'); {body} }}"
         return self.page.evaluate(script, argument)
 
@@ -189,17 +192,17 @@ class Visit:
 
 
 class Pages:
-    """The browser, and its pages that no test uses, by the options of their contexts: a new one
-    takes a second.
-    """
+    """Browser with a pool of idle pages, keyed by their context options. A new page takes a second."""
 
     def __init__(self, browser):
         self._browser = browser
         self._idle = {}
 
     def open(self, base_url, *, init_script="", prepare=None, **options):
-        """Load the page of a server. prepare: called with the visit before that, for routes that
-        answer the first requests.
+        """Load the page of a server.
+
+        `prepare` is called with the visit before loading, to add routes that answer the first
+        requests.
         """
         chosen = {"viewport": {"width": 1280, "height": 800}, "color_scheme": "light", **options}
         key = json.dumps([chosen, init_script])
@@ -219,7 +222,7 @@ class Pages:
         return visit
 
     def close(self, visit):
-        """It is kept, unless it was closed or its clock is another; nothing of the visit stays."""
+        """Reset the page and keep it for reuse, unless it was closed or its clock was changed."""
         page = visit.page
         if page.is_closed():
             return
@@ -228,7 +231,7 @@ class Pages:
             page.unroute_all(behavior="ignoreErrors")
             visit.ignore()
             page.evaluate(QUIET)
-            page.evaluate("0")  # what the end of its requests led to was told before this
+            page.evaluate("0")  # wait for events caused by the end of its requests
             page.context.clear_permissions()
             self._idle[visit.key] = page
         else:
@@ -236,7 +239,7 @@ class Pages:
 
 
 class Running:
-    """The one browser for the files of this folder that follow each other."""
+    """Single browser, shared by consecutive test files of this folder."""
 
     def __init__(self):
         self._stack = ExitStack()
@@ -257,15 +260,18 @@ RUNNING = Running()
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(nextitem):
-    """While a browser runs no test may be asynchronous, and those of other folders are."""
+    """Stop the browser before tests of other folders, which are asynchronous and cannot run next to
+    it.
+    """
     if nextitem is None or nextitem.path.parent != Path(__file__).parent:
         RUNNING.stop()
 
 
 @pytest.fixture(scope="session")
 def running_browser(nothing_left_running):
-    """The browser, gone before the check for what is left running: after the last test of a run the
-    fixtures of the session end before the hook above is called.
+    """Browser that is stopped before the check for running processes.
+
+    After the last test the fixtures of the session end before the hook above is called.
     """
     yield RUNNING
     RUNNING.stop()
@@ -276,15 +282,15 @@ def pages(demo_engine, running_browser):
     from playwright.sync_api import expect
 
     expect.set_options(timeout=PATIENCE_SECONDS * 1000)
-    with demo_engine._core.reading():  # what tests of other files pinned is in use for minutes
+    with demo_engine._core.reading():  # pins of other test files would last for minutes
         demo_engine._parts.manager.pins.expire(time.monotonic() + 1e6)
     return running_browser.pages()
 
 
 @contextmanager
 def opening(pages):
-    """`open_page(base_url, **options of the browser's context)`; afterwards nothing unexpected
-    happened.
+    """Yield `open_page(base_url, **options of the browser's context)`; then check that nothing
+    unexpected happened.
     """
     visits = []
 
@@ -307,7 +313,7 @@ def visiting(pages):
 
 @pytest.fixture
 def visit(visiting, live_server):
-    """The page of the server without keys, its first figures read."""
+    """Page of the server without API keys, after its first update."""
     visit = visiting(live_server.base_url)
     visit.page.locator("#live-state", has_text="live").wait_for()
     return visit
@@ -315,35 +321,35 @@ def visit(visiting, live_server):
 
 @dataclasses.dataclass
 class StandIn:
-    """A page whose chat is answered by the test."""
+    """Page whose chat responses come from the test."""
 
     visit: Visit
 
     def __getattr__(self, name):
-        """All that the visit has."""
+        """Return an attribute of the visit."""
         return getattr(self.visit, name)
 
     def deltas(self, *deltas, **choice):
-        """The next pieces of the answer, in the shape of OpenAI's deltas, and what else stands in
-        their choice.
+        """Send the next parts of the response as OpenAI's deltas; `choice` has more fields of their
+        choice.
         """
         self._send(*({"choices": [{"index": 0, "delta": delta, **choice}]} for delta in deltas))
 
     def reading(self, **progress):
-        """How far the prompt is read, as a server tells it to those who ask."""
+        """Send prompt progress as a server reports it on request."""
         head = [
             {"index": 0, "delta": {"role": "assistant", "content": None}, "finish_reason": None}
         ]
         self._send({"choices": head, "usage": None, "prompt_progress": progress})
 
     def end(self, reason, **last):
-        """The end of the answer; `last`: fields of its last chunk, such as usage."""
+        """End the response; `last` has fields of its last chunk, such as usage."""
         self.deltas({}, finish_reason=reason)
         self._send({"choices": [], **last}, "[DONE]")
         self.visit.answer()
 
     def call(self, name, arguments, *, index=0):
-        """A whole call of a tool, its arguments in pieces of three characters."""
+        """Send a whole tool call, with its arguments in pieces of three characters."""
         function = {"name": name, "arguments": ""}
         first = {"index": index, "id": f"call-{name}", "type": "function", "function": function}
         pieces = [{"arguments": arguments[at : at + 3]} for at in range(0, len(arguments), 3)]
@@ -351,12 +357,12 @@ class StandIn:
         self.deltas(*({"tool_calls": [piece]} for piece in (first, *rest)))
 
     def begin(self, text):
-        """Send the first message; its request's body."""
+        """Send the first message; return the body of its request."""
         self.visit.ask(text)
         return self.asked(1)
 
     def asked(self, times):
-        """The body of the last request, once there were so many."""
+        """Wait until this many requests were sent; return the body of the last one."""
         self.visit.until(f"window.asked.length === {times}")
         return self.visit.page.evaluate("window.asked.at(-1)")
 
@@ -368,7 +374,7 @@ class StandIn:
 
 @pytest.fixture
 def stand_in(visiting, live_server):
-    """`stand_in(**options of the browser's context)`."""
+    """Function `stand_in(**options of the browser's context)` that opens a StandIn page."""
     return lambda **options: StandIn(
         visiting(live_server.base_url, init_script=STAND_IN, **options)
     )
@@ -376,16 +382,14 @@ def stand_in(visiting, live_server):
 
 @pytest.fixture(scope="module")
 def modules(pages, live_server):
-    """One page for all tests of a module that only call functions of the scripts."""
+    """Single page for all tests of a file that only call functions of the scripts."""
     with opening(pages) as open_page:
         yield open_page(live_server.base_url)
 
 
 @pytest.fixture
 def slow_model(demo_engine):
-    """In `with slow_model():` each step takes a moment and no answer ends before its limit of
-    tokens.
-    """
+    """Context manager in which steps are slow and no answer ends before its token limit."""
 
     @contextmanager
     def slowed():
@@ -395,7 +399,7 @@ def slow_model(demo_engine):
         def slow_forward(batch):
             time.sleep(STEP_SECONDS)
             logits = forward(batch).copy()
-            logits[:, 2] = -1e9  # the end of an answer
+            logits[:, 2] = -1e9  # the token that ends an answer
             return logits
 
         with pytest.MonkeyPatch.context() as patch:
@@ -407,8 +411,8 @@ def slow_model(demo_engine):
 
 @pytest.fixture
 def answering():
-    """`answering(visit, text, ...)`: the server's answers to chat requests, one streamed piece per
-    text.
+    """Function `answering(visit, text, ...)` that sets the response to chat requests, one streamed
+    chunk per text.
     """
 
     def install(visit, *pieces, **last):

@@ -1,7 +1,9 @@
-"""Writes docs/screenshots/*.png: the page with the bundled model, in light and dark, on a desk and
-on a phone; the chat with the live view, and the timeline of the last requests.
+"""Write docs/screenshots/*.png: the page with the bundled model, in light and dark, on desktop and
+phone.
 
-.venv/bin/python tests/server/http/page/screenshots.py
+The pictures show the chat with the live view, and the timeline of the last requests.
+
+    .venv/bin/python tests/server/http/page/screenshots.py
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from typing import Any
 ROOT = Path(__file__).parents[4]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
 FOLDER = ROOT / "docs" / "screenshots"
-# of a slow machine: each pass, each token in it
+# simulated slow machine: seconds per forward pass and per token
 STEP_SECONDS = 0.03
 TOKEN_SECONDS = 0.003
 DESK = {"viewport": {"width": 1280, "height": 860}}
@@ -76,8 +78,8 @@ def _pictures_of_the_chat(browser: Any, document: str) -> None:
 
 
 def _pictures_of_the_requests(browser: Any, document: str) -> None:
-    """A morning of somebody whose system message says what day it is, in a pool too small for all
-    of it.
+    """Save the timeline of a user whose system message contains the day, with a pool too small for
+    all blocks.
     """
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -89,7 +91,7 @@ def _pictures_of_the_requests(browser: Any, document: str) -> None:
             page.click("nav [data-view=requests]")
             page.click(f"[aria-controls=why-{changed}]")
             page.locator(f"#why-{changed} ins").first.wait_for()
-            if name == "phone-dark":  # the other one shows how the timeline begins
+            if name == "phone-dark":  # the other picture shows the start of the timeline
                 page.locator(f"[aria-controls=why-{changed}]").evaluate(
                     "(row) => row.scrollIntoView()"
                 )
@@ -97,7 +99,7 @@ def _pictures_of_the_requests(browser: Any, document: str) -> None:
 
 
 def _ask_all_morning(server: Any, document: str) -> str:
-    """The id of the request whose day is another one."""
+    """Send the requests; return the id of the one with the changed day."""
     turns: list[dict[str, str]] = []
 
     def ask(system: str, *said: str, **more: Any) -> str:
@@ -138,7 +140,7 @@ def _served(**options: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def _pages(browser: Any, server: Any) -> Iterator[tuple[str, Any]]:
-    """The page on each device in each scheme: (name of its picture, page)."""
+    """Yield (picture name, page) for each device and color scheme."""
     for scheme in ("light", "dark"):
         for place, options in (("desk", DESK), ("phone", PHONE)):
             page = browser.new_context(color_scheme=scheme, **options).new_page()
@@ -165,7 +167,7 @@ def _talk(page: Any) -> None:
 
 @contextmanager
 def _slow(engine: Any, token_seconds: float = 0.0) -> Iterator[None]:
-    """The model takes its time, as a larger one would."""
+    """Slow down the model to the speed of a larger one."""
     forward = engine._parts.runner.forward
 
     def slow_forward(batch: Any) -> Any:
@@ -181,9 +183,7 @@ def _slow(engine: Any, token_seconds: float = 0.0) -> Iterator[None]:
 
 @contextmanager
 def _company(engine: Any, document: str) -> Iterator[None]:
-    """Others ask about the same document meanwhile, slowly, so that blocks are shared while the
-    picture is taken.
-    """
+    """Ask about the same document in other threads, so that blocks are shared in the picture."""
     stop = threading.Event()
 
     def ask(question: str) -> None:
@@ -204,7 +204,7 @@ def _company(engine: Any, document: str) -> Iterator[None]:
 
 
 def _save_shared(page: Any, name: str) -> None:
-    """Once blocks are shared, where the picture shows them."""
+    """Save the picture; if it shows the live view, wait until blocks are shared."""
     sharing = (
         "!document.querySelector('#live').checkVisibility() "
         "|| Number(document.querySelector('#count-shared').textContent)"

@@ -1,5 +1,5 @@
-"""axe-core finds nothing on the page: every view filled, in both themes, on a desk and on a
-phone.
+"""Tests of the page with axe-core, which finds no problem in any filled view, in both themes, on
+desktop and phone.
 """
 
 import json
@@ -19,7 +19,10 @@ TOOLS = (
 
 
 def looks(view):
-    """A decorator: `make test` shows each view in one look, and each look with some views."""
+    """Return a decorator with all looks as cases.
+
+    One of them runs in `make test`: each view has one look there, and each look some views.
+    """
     marks = [
         () if number == view % len(LOOKS) else pytest.mark.full for number in range(len(LOOKS))
     ]
@@ -39,8 +42,8 @@ def page(request, stand_in):
 
 
 def findings(made):
-    # Not decided: a text over a gradient; on a phone the message field, which the skip link shows
-    # first (test_live.py).
+    # Axe-core cannot decide about text over a gradient, and on a phone about the target of the
+    # skip link, the message field, which the link shows first (test_live.py).
     return axe_findings(made, {"color-contrast", "skip-link"})
 
 

@@ -1,4 +1,4 @@
-"""Talking to the bundled model through the page."""
+"""Tests of a chat with the bundled model through the page."""
 
 import pytest
 from playwright.sync_api import expect
@@ -31,7 +31,7 @@ def test_an_answer_and_its_statistics_are_shown(visit, live_server):
     expect(turn.locator(".answer-body")).to_have_text(
         told["choices"][0]["message"]["content"].strip()
     )
-    usage = told["usage"]  # of the same prompt when all of it that can be cached was
+    usage = told["usage"]  # of the same prompt with the largest possible cache hit
     cached = usage["prompt_tokens_details"]["cached_tokens"]
     prompt = usage["prompt_tokens"]
     assert cached > 0
@@ -44,7 +44,7 @@ def test_an_answer_and_its_statistics_are_shown(visit, live_server):
 
 
 def test_text_is_streamed_and_statistics_follow_at_the_end(visit, slow_model):
-    visit.settings(max_tokens="60")  # more than a second
+    visit.settings(max_tokens="60")  # takes more than a second
     with slow_model():
         visit.ask(QUESTION)
         turn = visit.locator(".turn.running")
@@ -214,7 +214,7 @@ def test_copy_buttons_copy_the_answer_and_its_code(visit, answering):
     answering(visit, "one\n```py\n", "x = 1\n", "y = 2\n```\n", "end")
     visit.ask("Hello")
     turn = visit.answer()
-    visit.stop_timers()  # or "Copied" would go
+    visit.stop_timers()  # or "Copied" would disappear
     turn.get_by_role("button", name="Copy answer").click()
     expect(turn.get_by_role("button", name="Copy answer")).to_have_text("Copied")
     assert visit.evaluate("navigator.clipboard.readText()") == "one\n```py\nx = 1\ny = 2\n```\nend"
@@ -356,7 +356,7 @@ def test_the_page_works_by_keyboard_alone(visit):
 
 
 def _sent(visit, text):
-    """The body of the request that a message makes."""
+    """Send a message; return the body of its request."""
     with visit.expect_request("**/v1/chat/completions") as seen:
         visit.ask(text)
     return seen.value.post_data_json

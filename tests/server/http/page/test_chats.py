@@ -1,4 +1,4 @@
-"""Chats that the browser keeps: reload, several, delete, tabs, storage that refuses."""
+"""Tests of chats stored in the browser: reload, several chats, deletion, tabs, and failing storage."""
 
 import json
 
@@ -11,7 +11,7 @@ CHAT = "chat:"
 
 
 def kept(visit):
-    """The kept chats by title, as the messages' texts."""
+    """Return the questions of the stored chats by title."""
     chats = visit.evaluate(
         "(name) => Object.entries(localStorage).filter(([key]) => key.startsWith(name))", CHAT
     )
@@ -180,7 +180,7 @@ def test_invalid_stored_chats_are_ignored(stand_in):
 @pytest.mark.full
 def test_full_storage_evicts_the_oldest_chats_or_warns(stand_in):
     chat = stand_in()
-    # Chromium keeps 5 MiB of text for a site; text of another key leaves room for two of the chats.
+    # Chromium stores 5 MiB of text per site; another key leaves space for two of the chats.
     chat.evaluate("localStorage.setItem('other', 'x'.repeat(4_000_000))")
     say(chat, "Oldest", "x" * 500_000, 1)
     chat.click("#new-chat")

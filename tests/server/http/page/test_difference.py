@@ -1,4 +1,4 @@
-"""What the page marks as different in two texts, and the words it has for causes."""
+"""Tests of the differences that the page highlights between two texts, and of its words for causes."""
 
 import random
 import re
@@ -16,7 +16,7 @@ SHOW = """
 
 
 def longest_common(one, other):
-    """How many pieces the longest common subsequence of two lists has."""
+    """Return the length of the longest common subsequence of two lists."""
     row = [0] * (len(other) + 1)
     for piece in one:
         before = row[:]

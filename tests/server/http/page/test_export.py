@@ -1,4 +1,4 @@
-"""A chat as a file: Markdown that a parser reads back, and JSON that the server accepts."""
+"""Tests of exported chats: Markdown that a parser reads back, and JSON that the server accepts."""
 
 import json
 import re
@@ -12,7 +12,7 @@ from kvboost_edge.server.api.schemas.chat import ChatRequest
 pytestmark = pytest.mark.slow
 
 BACKTICKS = "a ```` b\n```\nnot closed"
-CODE = "Look:\n```py\nx = '```'\n"  # stopped inside of a block of code
+CODE = "Look:\n```py\nx = '```'\n"  # stopped inside a code block
 
 
 @pytest.fixture
@@ -21,7 +21,7 @@ def page(stand_in):
 
 
 def talk(page, tool):
-    """A chat with all that a chat may have, also a call of `tool`."""
+    """Hold a chat with every possible element, including a call of `tool`."""
     page.settings(system="Be <b>brief</b>.", temperature="0.5", max_tokens="9")
     page.ask("What is\n# the weather?")
     page.asked(1)

@@ -1,5 +1,5 @@
-"""JSON that people type and models write: judged, located and laid out as Python's own reader and
-writer do.
+"""Tests of JSON typed by users and written by models: validation, error positions and formatting
+match Python's json module.
 """
 
 import json

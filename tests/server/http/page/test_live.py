@@ -1,4 +1,6 @@
-"""The live view: what it shows, when it asks, and how it looks on a phone and in the dark."""
+"""Tests of the live view: its contents, its polling, and its appearance on a phone and in the dark
+theme.
+"""
 
 import base64
 
@@ -10,7 +12,7 @@ pytestmark = pytest.mark.slow
 QUESTION = (
     "Doc 3.\n" + "The mine of North Romin is nickel. " * 12 + "\n\nWhat is the mine of North Romin?"
 )
-# Timers run at once, and what was asked for is noted.
+# Runs timers immediately and records requests.
 FAST_TIMERS = """
   window.delays = [];
   const real = window.setTimeout;
@@ -74,7 +76,7 @@ FIGURES = {
 
 
 def answer(visit, figures):
-    """The server's next figures, which the page reads now."""
+    """Set the server's next figures and make the page read them."""
     visit.serve("**/v1/blocks", figures)
     visit.hurry()
 
@@ -330,7 +332,7 @@ def test_the_live_view_polls_twice_a_second_and_backs_off_on_errors(visiting, li
     visit.until("window.delays.filter((delay) => delay === 16000).length > 2")
     pauses = visit.evaluate(
         "window.delays.filter((delay) => delay > 500 && delay !== 2500)"
-    )  # 2500: the list of prompts
+    )  # the list of prompts has a delay of 2500
     assert pauses[:6] == [1000, 2000, 4000, 8000, 16000, 16000]
     visit.shows("#live-state", "not reachable, retrying")
     visit.unroute("**/v1/blocks")
@@ -348,7 +350,7 @@ def test_the_live_view_does_not_poll_while_hidden(visiting, live_server):
         (lambda: _visibility(visit, "hidden"), lambda: _visibility(visit, "visible")),
     ):
         hide()
-        visit.evaluate(ANSWERED)  # by now an answer under way has come as well
+        visit.evaluate(ANSWERED)  # any pending response has arrived by now
         visit.evaluate("window.delays.length = 0")
         visit.evaluate(ANSWERED)
         visit.evaluate(ANSWERED)

@@ -1,5 +1,5 @@
-"""Several models in one server: chosen in the chat's head, each with its state; requests and the
-live view follow.
+"""Tests of several models in one server: they are selected above the chat, each with its status;
+requests and the live view follow the selection.
 """
 
 import re
@@ -21,7 +21,7 @@ def model(name, state="loaded", failure=None, **more):
 
 
 class Several:
-    """A page whose server says it has `models`, and what pools it was asked for."""
+    """Page of a simulated server with several models, and a record of the pools that it requested."""
 
     def __init__(self, stand_in, **options):
         self.models = [model(SMALL), model(LARGE, "not_loaded")]
@@ -41,7 +41,7 @@ class Several:
         route.continue_(url=route.request.url.split("?")[0])  # the server itself has one model
 
     def tells(self, *models):
-        """The states are others, and the page reads them."""
+        """Change the models' states and make the page read them."""
         self.models = list(models)
         self.page.read_models()
 
@@ -171,10 +171,10 @@ def test_the_live_view_shows_the_selected_model(several):
     expect(state).to_have_text("not loaded")
     page.evaluate(
         "fetch('/v1/models').then((response) => response.text())"
-    )  # by now an answer under way has come too
+    )  # any pending response has arrived by now
     assert (
         page.inner_text("#count-free") == page.inner_text("#weight_bytes") == "–"
-    )  # not the other one's
+    )  # not those of the other model
     several.pools.clear()
     page.clock.run_for(2000)
     assert several.pools == []
@@ -239,12 +239,14 @@ def test_the_model_choice_fits_a_phone_and_works_by_keyboard(stand_in):
 
 
 def test_the_first_message_to_a_model_loads_it(visiting, demo_engine, tiny_model_dir):
-    """With the real server; loading waits until the page has said that it does."""
+    """The server is real. Loading waits until the page shows that the model is being loaded."""
     other = CountedSource(tiny_model_dir)
     other.hold()
     with serving(demo_engine, others=[(("other", "alias"), other.source)]) as server:
         visit = visiting(server.base_url)
-        visit.expected_failures = ("503",)  # of a look at its pool in the moment before it is there
+        visit.expected_failures = (
+            "503",
+        )  # the page may request the pool just before the model is loaded
         choice = visit.get_by_label("Model", exact=True)
         expect(choice.locator("option")).to_have_text([f"{SMALL} (loaded)", "other (not loaded)"])
         choice.select_option(value="other")
@@ -265,4 +267,4 @@ def test_the_first_message_to_a_model_loads_it(visiting, demo_engine, tiny_model
             f"{demo_engine.paged_stats()['num_blocks']} blocks"
         )
         assert other.loads == 1
-        visit.context.close()  # before the server, at which it looks as long as it is there
+        visit.context.close()  # before the server stops, since the page polls it

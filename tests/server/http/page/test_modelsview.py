@@ -1,5 +1,5 @@
-"""The view of the models: add, load, unload and delete them; and what it says where that is not
-allowed.
+"""Tests of the models view: models are added, loaded, unloaded and deleted; if changes are not
+allowed, the view says so.
 """
 
 import json
@@ -22,8 +22,8 @@ NAME = f"{REPO}:Q8_0"
 DIGEST = "sha256:" + "0" * 64
 MARKUP = '<img src=x onerror="window.hacked=1">'
 
-# In place of the server's download: the test says what is streamed. Bodies of other changes are
-# kept too.
+# Replaces the server's download: the test sends the stream. Bodies of other changes are recorded
+# too.
 PULLS = """
   const fetchReally = window.fetch;
   window.changes = [];
@@ -47,7 +47,7 @@ def model(name, state="loaded", **more):
 
 
 class ModelsPage:
-    """The view of models over a server that says what the test wants it to."""
+    """Models view of a simulated server, whose responses come from the test."""
 
     def __init__(self, visiting, server, **options):
         self.answer = {"data": [model("a", managed=False), model("b", "not_loaded")]}
@@ -65,11 +65,11 @@ class ModelsPage:
         )
 
     def __getattr__(self, name):
-        """All that the visit has."""
+        """Return an attribute of the visit."""
         return getattr(self.visit, name)
 
     def says(self, **answer):
-        """The server's next answer; the page reads it."""
+        """Change the server's response and make the page read it."""
         self.answer = {**self.answer, **answer}
         self.visit.read_models()
 
@@ -105,7 +105,7 @@ def loading(completed, total=100_000_000, digest=DIGEST):
 def test_a_model_is_added_loaded_unloaded_and_deleted(
     visiting, demo_engine, tiny_model_dir, tmp_path, monkeypatch
 ):
-    """With the real server and a stand-in for the hub."""
+    """The server is real; the hub is simulated."""
     monkeypatch.setenv("KVBOOST_EDGE_CACHE", str(tmp_path / "own"))
     write_gguf(tiny_model_dir, tmp_path / "Tiny-Q8_0.gguf", kind="Q8_0")
     files = {"Tiny-Q8_0.gguf": (tmp_path / "Tiny-Q8_0.gguf").read_bytes()}
@@ -116,7 +116,9 @@ def test_a_model_is_added_loaded_unloaded_and_deleted(
         serving(demo_engine, managed=managed) as server,
     ):
         visit = visiting(server.base_url)
-        visit.expected_failures = ("503",)  # of a look at a pool in the moment before it is there
+        visit.expected_failures = (
+            "503",
+        )  # the page may request a pool just before its model is loaded
         visit.click("nav [data-view=models]")
         rows = visit.locator(".model-row")
         expect(rows).to_have_count(1)
@@ -314,7 +316,7 @@ def test_an_invalid_model_name_is_not_sent(page):
 def test_the_page_explains_why_models_are_fixed(page):
     for changes, said in (
         ({"allowed": False, "reason": "closed <b>here</b>"}, ": closed <b>here</b>"),
-        (None, "."),  # of an older server
+        (None, "."),  # from an older server
     ):
         page.says(changes=changes)
         page.shows("#models-closed", f"Models cannot be added or deleted here{said}")
@@ -329,7 +331,7 @@ def test_one_fixed_model_is_shown(visit):
     row = visit.locator(".model-row")
     expect(row).to_have_count(1)
     expect(row).to_contain_text("tokens of context")
-    expect(row.get_by_role("button")).to_have_count(1)  # use it
+    expect(row.get_by_role("button")).to_have_count(1)  # "Use in chat"
     visit.expects("#models-closed").to_contain_text("the models of this server are fixed")
 
 
@@ -344,7 +346,7 @@ def test_an_api_key_is_requested(visiting, keyed_server):
     visit.press("#api-key", "Tab")
     visit.click("nav [data-view=models]")
     visit.shows("#models-state", "live")
-    visit.expects("#models-memory").to_be_empty()  # an admin's
+    visit.expects("#models-memory").to_be_empty()  # only admins see it
 
 
 @pytest.mark.full

@@ -1,5 +1,5 @@
-"""The page's modules by themselves: the stream parser, the settings' check, the answer's text, the
-map's sums.
+"""Unit tests of the page's modules: stream parser, validation of settings, text of the answer, and
+sums of the block map.
 """
 
 import base64
@@ -46,8 +46,7 @@ def test_settings_bounds_equal_the_servers(modules):
     assert set(fields) == names
     for name, field in fields.items():
         bound = BOUNDS[name]
-        # No token at all is for echo only, and a seed below 0 is another spelling of one that is
-        # not.
+        # A limit of no tokens is for echo only, and a negative seed equals a non-negative one.
         low = {"max_tokens": 1, "seed": 0}.get(name, bound.low)
         high = 2**53 - 1 if name == "seed" else bound.high
         assert (field["low"], field["high"]) == (low, high), name

@@ -1,4 +1,6 @@
-"""The command palette and the shortcuts: opened, searched, used with keys alone and with the mouse."""
+"""Tests of the command palette and shortcuts: opening, searching, and use with the keyboard alone
+or the mouse.
+"""
 
 import re
 
@@ -23,7 +25,7 @@ def opened(page, keys="Control+k"):
 
 
 def active(page):
-    """The command that Enter runs, as a screen reader finds it."""
+    """Return the texts of the command that Enter would run, found as a screen reader does."""
     named = page.get_attribute("#palette-field", "aria-activedescendant")
     selected = page.locator("#palette-list [aria-selected=true]")
     expect(selected).to_have_count(1)
@@ -200,7 +202,7 @@ def test_the_palette_fits_a_phone(stand_in):
 
 
 def texts_of(page):
-    """The titles of the present commands, in the open palette."""
+    """Return the titles of the current commands; open the palette if needed."""
     if page.is_hidden("#palette"):
         opened(page)
     return page.locator("#palette-list .command-title").all_inner_texts()

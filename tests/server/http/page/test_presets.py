@@ -1,4 +1,4 @@
-"""Presets of the settings: built in, stored in the browser, and damaged in its storage."""
+"""Tests of presets for the settings: built-in ones, stored ones, and damaged browser storage."""
 
 import json
 
@@ -80,7 +80,7 @@ def test_a_user_preset_is_stored_in_the_browser(page):
     assert chosen(page) == OWN
     sent = page.begin("Salve")
     assert (sent["temperature"], sent["reasoning_budget"], sent["seed"]) == (0.7, 64, 5)
-    store(page, OWN, temperature="0.8")  # in place of the old one
+    store(page, OWN, temperature="0.8")  # replaces the old one
     kept = json.loads(page.evaluate("localStorage.getItem('presets')"))
     assert [(one["name"], one["texts"]["temperature"]) for one in kept] == [(OWN, "0.8")]
     page.click("#delete-preset")

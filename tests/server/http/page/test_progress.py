@@ -1,5 +1,5 @@
-"""A bar while the prompt is read: how far it is, about how long it will take, and quiet for those
-who hear the page.
+"""Tests of the progress bar of prefill: progress, estimated time, and no repeated announcements to
+screen readers.
 """
 
 import threading
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.slow
 FIRST = {"total": 10_000, "cache": 0, "processed": 0, "time_ms": 0, "estimated_ms": None}
 HALF = {"total": 10_000, "cache": 1000, "processed": 3200, "time_ms": 4000, "estimated_ms": 12_300}
 LAST = {"total": 10_000, "cache": 1000, "processed": 10_000, "time_ms": 16_000, "estimated_ms": 0}
-# Everything that the status line says, in its order.
+# All texts of the status line in order.
 HEARD = """
   window.heard = [];
   new MutationObserver(() => window.heard.push(document.getElementById('status').textContent))
@@ -39,7 +39,7 @@ def asked(page):
 
 @pytest.fixture
 def timed(page):
-    """The time stands still."""
+    """Page with a stopped clock that waits for its first answer."""
     page.stop_clock()
     return ask(page)
 
@@ -100,7 +100,7 @@ def test_a_short_prefill_shows_no_progress_bar(asked):
 
 @pytest.mark.full
 def test_progress_is_announced_at_once_and_every_ten_seconds(timed):
-    for number in range(30):  # one each half second
+    for number in range(30):  # one every half second
         timed.reading(**HALF | {"processed": 2000 + 200 * number})
         expect(timed.get_by_role("progressbar")).to_have_attribute(
             "aria-valuenow", str(2000 + 200 * number)
@@ -132,7 +132,7 @@ def test_the_progress_bar_is_removed_when_the_request_ends(asked, how):
 
 
 def test_progress_of_a_real_server_is_shown(visit, demo_engine):
-    """The model stands still in the middle of the prompt until the bar is there."""
+    """The model pauses during prefill until the bar is visible."""
     runner = demo_engine._parts.runner
     may_go = threading.Event()
     forward = runner.forward

@@ -1,5 +1,5 @@
-"""The timeline of the last requests: what each found, what the rest cost and why, the two texts; by
-mouse and keys.
+"""Tests of the timeline of recent requests: cache hits, the cost and cause of misses, and the two
+diverging texts, with mouse and keyboard.
 """
 
 import json
@@ -15,7 +15,7 @@ TEXT = (
     "The mine of North Romin is nickel. Its owner is the town. " * 4
     + "Today is {}. What does it mine?"
 )
-# What the server would list: the latest first.
+# Requests as the server lists them, the latest first.
 LISTED = [
     {
         "cause": "none",
@@ -99,7 +99,9 @@ def ask(server, *days, **options):
 
 @pytest.fixture
 def listed(visiting, live_server):
-    """`listed(**options of the browser's context)`: the page with the requests of LISTED."""
+    """Function `listed(**options of the browser's context)` that opens the page with the requests
+    of LISTED.
+    """
 
     def opened(**options):
         visit = visiting(live_server.base_url, **options)
@@ -224,7 +226,7 @@ def test_the_requests_view_works_by_keyboard_alone(listed):
     tab_to(".prompt-row")
     keyboard.press("End")
     visit.expects("[aria-controls=why-req-4]").to_be_focused()
-    keyboard.press("ArrowDown")  # there is none below
+    keyboard.press("ArrowDown")  # no row is below
     keyboard.press("Enter")
     details = visit.locator("#why-req-4")
     expect(details.locator("del")).to_have_text("Monday")
@@ -286,7 +288,9 @@ def test_the_miss_reason_links_to_its_request(stand_in, live_server):
 
 
 def shown(page, **told):
-    """Open the last request, whose report has these fields too; a page reads it each time."""
+    """Open the report of the last request with these additional fields. The page reads the report
+    each time.
+    """
     page.unroute("**/v1/requests/req-4/cache")
     page.serve("**/v1/requests/req-4/cache", LISTED[4] | told)
     opener = page.locator("[aria-controls=why-req-4]")
@@ -379,7 +383,7 @@ def test_the_requests_view_polls_only_while_visible(visiting, live_server):
     visit.click("nav button[data-view=live]")
     visit.evaluate(
         "fetch('/v1/models').then((response) => response.text())"
-    )  # by now an answer under way has come too
+    )  # any pending response has arrived by now
     asked.clear()
     visit.clock.run_for(10_000)
     assert asked == []

@@ -1,4 +1,4 @@
-"""What a model thinks before it answers: folded, counted, and sent back with its answer."""
+"""Tests of reasoning on the page: it is folded, counted, and sent back with its answer."""
 
 import pytest
 from playwright.sync_api import expect
@@ -63,7 +63,7 @@ def test_reasoning_is_sent_back_but_not_copied(stand_in):
         {"content": "4"},
     )
     page.end("stop")
-    page.stop_timers()  # or "Copied" would go
+    page.stop_timers()  # or "Copied" would disappear
     page.button("Copy answer").click()
     expect(page.button("Copy answer")).to_have_text("Copied")
     assert page.evaluate("navigator.clipboard.readText()") == "4"

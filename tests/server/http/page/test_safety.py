@@ -1,5 +1,5 @@
-"""Nothing that a person, the model or the server says becomes markup, runs, or makes the browser
-ask elsewhere.
+"""Tests against injection: no text from the user, the model or the server becomes markup, runs, or
+makes the browser contact another server.
 """
 
 import json
@@ -68,8 +68,9 @@ UNDER_LOG = "[...new Set([...document.querySelectorAll('.turn, .turn *')].map((e
 
 
 def joined(size):
-    """The payloads, so many in one text; those that begin a block of code, which others would be
-    in, one by one.
+    """Return the payloads in texts of `size` payloads each.
+
+    Payloads that begin a code block stay alone, since later ones would be inside that block.
     """
     plain = [payload for payload in PAYLOADS if "```" not in payload]
     groups = ["\n".join(plain[at : at + size]) for at in range(0, len(plain), size)]
@@ -84,7 +85,7 @@ def test_at_least_fifty_different_payloads():
 def test_prompts_are_shown_as_text(visit, size):
     visit.settings(max_tokens="1")
     for payload in joined(size):
-        visit.click("#new-chat")  # all together they would not fit into the model's context
+        visit.click("#new-chat")  # together they would exceed the model's context
         visit.ask(payload)
         assert visit.answer().locator(".question").evaluate("(e) => e.textContent") == payload
         _untouched(visit, 1)
@@ -102,7 +103,7 @@ def test_answers_are_shown_as_text(visit, size):
 
 
 def test_reasoning_tool_calls_and_results_are_shown_as_text(stand_in):
-    """All calls of one answer, and again of the next, with the results before them."""
+    """One answer contains all calls; the next answer repeats them after the results."""
     page = stand_in()
     page.ask("Hello")
     thought = "\n".join(PAYLOADS)
@@ -161,7 +162,7 @@ def test_other_server_text_is_shown_as_text(visit, live_server):
 
 @pytest.mark.full
 def test_models_and_presets_are_shown_as_text(visit):
-    """In the list, the choice, the palette, the confirmation and the settings."""
+    """The names appear in the models view, the palette, the confirmation and the settings."""
     names = [payload.replace("\u0000", "") for payload in PAYLOADS]
     rows = [
         {"id": name, "state": "not_loaded", "failure": name, "managed": True, "meta": None}
@@ -296,13 +297,13 @@ def test_the_content_security_policy_blocks_scripts(visit):
         }}"""
     )
     assert outcome == ["refused", "refused"]
-    assert "csp" in failures  # refused before anything was sent
+    assert "csp" in failures  # blocked before anything was sent
     visit.foreign.clear()
     assert visit.evaluate("window.hacked") is None
 
 
 def _echo(route):
-    """The model says what was asked, in pieces of three characters."""
+    """Answer a chat request with its last message, in pieces of three characters."""
     text = json.loads(route.request.post_data)["messages"][-1]["content"]
     pieces = [
         {"choices": [{"delta": {"content": text[at : at + 3]}}]} for at in range(0, len(text), 3)
@@ -312,8 +313,9 @@ def _echo(route):
 
 
 def _untouched(visit, turns, more_tags=frozenset()):
-    """So many turns, only the elements that the page makes, nothing ran; `visiting` looks at
-    requests and dialogs.
+    """Check the number of turns, that only the page's own elements exist, and that no script ran.
+
+    The fixture `visiting` checks requests and dialogs.
     """
     assert visit.count(".turn") == turns
     assert set(visit.evaluate(UNDER_LOG)) <= PLAIN_TAGS | more_tags

@@ -1,5 +1,5 @@
-"""Calls of tools on the page: shown as they come, answered by the person, sent back in OpenAI's
-shape.
+"""Tests of tool calls on the page: streamed, answered by the user, and sent back in OpenAI's
+format.
 """
 
 import json
@@ -29,7 +29,7 @@ def result(name, content):
 
 @pytest.fixture
 def weather(stand_in):
-    """A page whose model has called get_weather, after some thought."""
+    """Page whose model has called get_weather after some reasoning."""
     page = stand_in()
     page.begin("Weather?")
     page.deltas({"reasoning_content": "A tool."})
@@ -58,7 +58,7 @@ def test_arguments_are_raw_while_streamed_and_formatted_at_the_end(stand_in):
 @pytest.mark.full
 def test_formatted_arguments_are_copied(weather):
     weather.context.grant_permissions(["clipboard-read", "clipboard-write"])
-    weather.stop_timers()  # or "Copied" would go
+    weather.stop_timers()  # or "Copied" would disappear
     weather.button("Copy arguments").click()
     expect(weather.button("Copy arguments")).to_have_text("Copied")
     assert json.loads(weather.evaluate("navigator.clipboard.readText()")) == json.loads(ARGUMENTS)
@@ -274,10 +274,10 @@ def test_invalid_json_is_marked_and_blocks_sending(weather):
 
 
 def test_a_tool_call_of_a_real_model_and_its_result(visit):
-    """With the real server and the bundled model, whose template shows no tools."""
+    """The server is real, with the bundled model, whose template does not include tools."""
     schema = {"type": "object", "properties": {"city": {"enum": ["Wien"]}}, "required": ["city"]}
     schema["additionalProperties"] = (
-        False  # the model is small and would write on until its limit cuts the call
+        False  # otherwise the small model would generate until its limit truncates the call
     )
     tool = {"type": "function", "function": {"name": "get_weather", "parameters": schema}}
     visit.click("nav [data-view=settings]")
