@@ -1,4 +1,4 @@
-"""The mode of requests that choose none."""
+"""Tests of the mode of requests that do not choose one."""
 
 import dataclasses
 import logging

@@ -1,6 +1,4 @@
-"""The engine is what the server asks for, member by member; mypy checks the types where `__main__`
-serves one.
-"""
+"""Tests that the engine has every member that the server uses. Mypy checks the types in `__main__`."""
 
 import ast
 import inspect
@@ -31,7 +29,7 @@ def test_the_engine_has_each_member_of_the_protocol(name):
     there = inspect.getattr_static(CPUPagedEngine, name)
     assert isinstance(there, property) == isinstance(asked, property)
     if not isinstance(asked, property):
-        # The engine may take more: keyword options in place of `sampling` and `terms`.
+        # The engine may accept more: keyword options instead of `sampling` and `terms`.
         given = [one for one in _parameters(there) if one[0] != "options"]
         assert given == [one for one in _parameters(asked) if one[0] != "options"]
     annotations = [item.fget if isinstance(item, property) else item for item in (asked, there)]
@@ -52,7 +50,7 @@ def test_the_server_uses_only_the_engine_protocol():
             "__main__.py",
             "engine_warmup.py",
             "engines.py",
-        )  # the first two have an engine of their own
+        )  # the first two create their own engine
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.Attribute)
         and (
@@ -62,7 +60,7 @@ def test_the_server_uses_only_the_engine_protocol():
         )
         and name in ("engine", "_engine")
     }
-    used -= {"add_argument"}  # of flags.py: a group of flags that is named so
+    used -= {"add_argument"}  # the name of a group of flags in flags.py
     used -= set(dir(dict))  # the engine's options, by name
     assert used <= set(MEMBERS), sorted(used - set(MEMBERS))
     assert set(MEMBERS) <= used | {"embed", "rerank"}, sorted(set(MEMBERS) - used)

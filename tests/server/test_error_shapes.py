@@ -1,4 +1,4 @@
-"""Every API has its errors in its own shape, from wherever they come."""
+"""Tests of the error format: every API uses its own, whichever part of the server raises the error."""
 
 import pytest
 

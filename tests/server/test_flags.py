@@ -1,4 +1,4 @@
-"""The commands' flags: names, defaults, where each goes, and what is refused."""
+"""Tests of the commands' flags: names, defaults, the settings that they reach, and rejected values."""
 
 import dataclasses
 import math

@@ -1,4 +1,4 @@
-"""The tutorial's client and the guides' commands, run against a live server."""
+"""Tests of the tutorial's client and the guides' commands on a real server."""
 
 import re
 import shutil

@@ -1,5 +1,5 @@
-"""A model whose chat template would run for ever: the server loads it, answers all else, and
-ends.
+"""Tests of a model whose chat template would run forever: the server loads it, answers other
+requests, and stops.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from helpers.server.server_process import running
 
 DEMO = Path(kvboost_edge.__path__[0]) / "assets" / "demo"
 CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}
-# As many passes, and as much work in each as one operation may do.
+# The maximum number of iterations, each with the maximum work of one operation.
 LOOPS = (
     "{% for a in range(99999) %}{% for b in range(99999) %}"
     "{% set x = range(99999)|sort %}{% endfor %}{% endfor %}"
@@ -36,7 +36,7 @@ def hostile_model(tmp_path, source):
 @pytest.mark.parametrize(
     "source",
     [
-        # Detecting its format and each of three chats use all the time that they may.
+        # The format detection and each of three chats use their full time limit.
         pytest.param(LOOPS, marks=pytest.mark.full, id="loops"),
         pytest.param("{{ 'a' * 3000000000 }}", id="text"),
     ],
@@ -65,7 +65,7 @@ def test_an_endless_template_does_not_block_other_requests(tmp_path, source):
         error = answers[0].json()["error"]
         assert error["param"] == "messages"
         assert "the chat template of hostile exceeded its limits" in error["message"]
-        assert max(waited, default=0) < 2  # a chat takes as long at most
+        assert max(waited, default=0) < 2  # the maximum time of a chat
         text = client.post("/v1/completions", json={"prompt": "Hello", "max_tokens": 1})
         assert text.status_code == 200
         last = threading.Thread(target=chat)

@@ -1,4 +1,4 @@
-"""The server as a process: start, drain on SIGTERM, exit code, and truthful readiness."""
+"""Tests of the server as a process: start, drain on SIGTERM, exit code, and truthful readiness."""
 
 import contextlib
 import json
@@ -24,8 +24,8 @@ TEXT = {"prompt": "Hello", "max_tokens": 1500, "ignore_eos": True, "stream": Tru
 
 
 def test_sigterm_drains_and_exits_with_0(tmp_path):
-    """What was to be warm is, for every key; what is asked for later is refused, and what runs
-    ends.
+    """The warm prompt is cached for every key. During the drain new requests are rejected and
+    running ones finish.
     """
     text = "A system prompt that every conversation begins with. " * 6
     (tmp_path / "prompt").write_text(text)
@@ -75,7 +75,7 @@ def test_a_stream_is_cut_off_after_the_drain_time():
 
 @pytest.mark.full
 def test_a_second_sigterm_exits_at_once():
-    """As a second SIGINT does, of a terminal."""
+    """A second SIGINT from a terminal has the same effect."""
     with running() as server, httpx.Client(base_url=server.url(), timeout=60) as client:
         body = {**TEXT, "max_tokens": 2000, "n": 64}  # some seconds of work
         with client.stream("POST", "/v1/completions", json=body) as stream:
@@ -91,7 +91,7 @@ def test_a_second_sigterm_exits_at_once():
 
 @contextlib.contextmanager
 def in_a_terminal(*flags):
-    """A server whose log goes to a terminal, and what stands there so far."""
+    """Start a server that logs to a terminal; yield its process and the pieces of its output."""
     terminal, end = os.openpty()
     argv = [
         sys.executable,
@@ -146,7 +146,9 @@ def test_a_terminal_shows_plain_lines_with_the_address_and_ctrl_c():
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_during_shutdown_exits_at_once(number, monkeypatch, caplog):
-    """It does not say that the model was loading. Later all is as before."""
+    """The log does not claim that the model was loading. The signal handlers are restored
+    afterwards.
+    """
 
     class Exited(BaseException):
         pass
@@ -186,8 +188,8 @@ def test_sigterm_during_loading_exits_with_0():
 
 
 def test_two_models_in_one_process(tiny_model_dir, tmp_path):
-    """The second is loaded by the first request for it, unloaded when it is idle, and finds its
-    prompts on disk.
+    """The first request for the second model loads it. It is unloaded when idle, and its prompts
+    are restored from disk.
     """
     flags = (
         "--model",
@@ -239,7 +241,7 @@ def test_two_models_in_one_process(tiny_model_dir, tmp_path):
 
 
 class DrippingHub(BaseHTTPRequestHandler):
-    """Answers with a byte now and then, so that no time limit of a client ends it."""
+    """Server that sends a byte now and then, so that no client times out."""
 
     asked = threading.Event()
     over = threading.Event()

@@ -1,4 +1,4 @@
-"""What the server says while it loads a model."""
+"""Tests of the server's log and checks while it loads a model."""
 
 import logging
 import threading
@@ -42,7 +42,7 @@ def test_compilation_progress_is_logged_with_an_estimate(monkeypatch, caplog):
 
 @pytest.fixture
 def machine(monkeypatch):
-    """300 MB are resident before the first model; the limits that were set."""
+    """Memory limits that were set; 300 MB are resident before the first model is loaded."""
     limits = []
     monkeypatch.setattr("kvboost_edge.host.memory.process_rss", lambda: 300_000_000)
     monkeypatch.setattr("kvboost_edge.host.memory.set_own_limit", limits.append)
@@ -86,7 +86,7 @@ def test_a_single_model_that_refuses_the_default_mode_is_an_error(tmp_path):
 
 
 def test_an_approximate_default_is_checked_at_startup():
-    """What refuses it, such as the quality gate, ends the start."""
+    """A reason against the mode, such as the quality gate, stops the server at startup."""
     with fake_engine() as engine:
         runner_of(engine).moved_keys_refusal = "the gate says no"
         prepare(engine, (), (), ())

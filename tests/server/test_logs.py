@@ -1,4 +1,4 @@
-"""Log lines: one a record, facts in fields, nothing of a client's text."""
+"""Tests of log lines: one line per record, facts in fields, and no text of a client."""
 
 import io
 import json
@@ -13,7 +13,9 @@ from kvboost_edge.server.settings import ServerSettings
 
 @pytest.fixture
 def lines(kept_logging):
-    """`lines(**settings)` configures logging and returns a function that gives the lines so far."""
+    """Function `lines(**settings)` that configures logging and returns a function that returns the
+    lines so far.
+    """
     stream = io.StringIO()
 
     def configure(**settings):
@@ -39,7 +41,9 @@ def test_json_lines_hold_the_facts(lines):
 
 
 def test_package_warnings_are_log_lines(lines):
-    """Of the engine, say, which knows no server. What it has to say otherwise is for its users."""
+    """Warnings of the engine, which does not know the server, are logged. Its other records are for
+    users of the library.
+    """
     seen = lines(log_level="debug")
     engine = logging.getLogger("kvboost_edge.engine.engine")
     engine.warning("warm: the last %d tokens", 48)

@@ -1,5 +1,5 @@
-"""The event loop goes on whatever is asked of which API, whatever is remembered, and however much
-is compared.
+"""Tests that the event loop is never blocked by requests to any API, by stored responses or by
+comparisons with the request history.
 """
 
 import asyncio
@@ -26,12 +26,12 @@ from kvboost_edge.server.serve import freeze_heap
 
 
 def mostly_full(paths, *kept):
-    """Of these paths `make test` runs those that are kept."""
+    """Return the paths as cases. `make test` runs the kept ones only; the others are marked `full`."""
     return [pytest.param(path, marks=() if path in kept else pytest.mark.full) for path in paths]
 
 
 def listed(one, count):
-    """A list of as many alike, as JSON."""
+    """Return a JSON list of `count` equal items."""
     return "[" + ",".join([one] * count) + "]"
 
 
@@ -71,7 +71,7 @@ async def test_long_bodies_are_parsed_and_tokenized_off_the_event_loop(
 
 
 async def test_long_bodies_are_parsed_one_at_a_time(tiny_app, monkeypatch):
-    """Python reads JSON without letting another thread run: the loop would wait for all of them."""
+    """Python's JSON parser holds the GIL, so the event loop would wait for all bodies."""
     read = bodies.parse_json
     inside = []
     met = threading.Event()
@@ -80,7 +80,7 @@ async def test_long_bodies_are_parsed_one_at_a_time(tiny_app, monkeypatch):
         inside.append(body)
         if len(inside) > 1:
             met.set()
-        met.wait(0.05)  # until another one comes in
+        met.wait(0.05)  # until another one enters
         inside.pop()
         return read(body)
 
@@ -92,7 +92,7 @@ async def test_long_bodies_are_parsed_one_at_a_time(tiny_app, monkeypatch):
 
 
 async def test_a_long_body_waits_for_an_iteration_of_the_event_loop(tiny_app, monkeypatch):
-    """Else the loop would wait for another body each time it lets another thread run."""
+    """Otherwise the event loop would wait for another body each time it releases the GIL."""
     loop = asyncio.get_running_loop()
     read = bodies.parse_json
     begun = threading.Event()
@@ -100,7 +100,7 @@ async def test_a_long_body_waits_for_an_iteration_of_the_event_loop(tiny_app, mo
 
     def reading(body):
         begun.set()
-        time.sleep(0.1)  # the loop takes the other requests meanwhile
+        time.sleep(0.1)  # meanwhile the event loop accepts the other requests
         value = read(body)
         begun.clear()
         loop.call_soon_threadsafe(lambda: met.append(begun.wait(0.05)))
@@ -115,7 +115,7 @@ async def test_a_long_body_waits_for_an_iteration_of_the_event_loop(tiny_app, mo
 
 @pytest.fixture(scope="module")
 def server(demo_engine):
-    """It freezes the garbage collector's oldest generation, as the server process does."""
+    """Server with a frozen heap, as in the server process."""
     with serving(demo_engine, max_queue_tokens=10_000_000) as server:
         freeze_heap()
         yield server
@@ -151,8 +151,8 @@ CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
 @pytest.mark.alone
 @pytest.mark.full
 def test_the_largest_messages_do_not_block_the_event_loop(server):
-    """Well-formed, 6.9 MB, far longer than the context, which is told after all was tokenized; one
-    of them with the texts of special tokens in it.
+    """The well-formed body of 6.9 MB exceeds the context, which is known only after tokenization. A
+    second body contains the text of special tokens.
     """
     message = {"role": "user", "content": "word " * 130}
     marked = {"role": "user", "content": "<|im_start|> " + "word " * 180_000}
@@ -209,8 +209,8 @@ def test_invalid_bytes_do_not_block_the_event_loop(server, data):
     [(True, 10), *(pytest.param(one, 27, marks=pytest.mark.full) for one in (False, True))],
 )
 def test_large_answers_do_not_block_the_event_loop(server, stream, choices):
-    """Echoed prompts with twenty log probabilities a token; with 27 choices as many as an answer
-    may have.
+    """The prompts are echoed with 20 log probabilities per token. With 27 choices the response has
+    the maximum size.
     """
     rng = random.Random(2)
     body = {
@@ -235,7 +235,9 @@ def test_large_answers_do_not_block_the_event_loop(server, stream, choices):
 
 @pytest.fixture(scope="module")
 def large():
-    """A model that costs nothing, with a long context: what the server itself does remains."""
+    """Server of a model without cost and with a long context, so that only the server's own work
+    remains.
+    """
     with fake_engine(
         num_blocks=8192, max_context=CONTEXT, max_batch_tokens=8192, debug_checks=False
     ) as engine:
@@ -248,9 +250,7 @@ def large():
 
 @pytest.mark.alone
 def test_tokenization_in_every_api_does_not_block_the_event_loop(server):
-    """Long texts to each route that takes one, a few at a time, while short requests go on beside
-    them.
-    """
+    """Each route gets a long text, three at a time, while short requests continue."""
     text = " ".join(random.Random(0).choices(WORDS, k=70_000))[:300_000]
     paths = [path for path in TEXTS if path != "/infill"]
     assert len(paths) == 15
@@ -281,7 +281,7 @@ def test_tokenization_in_every_api_does_not_block_the_event_loop(server):
 
 
 def many_messages(path, count):
-    """A body of many messages, each of some words."""
+    """Return a body with many messages of a few words each."""
     text = "word " * 12
     if path == "/v1/responses":
         return asked(path, "", input=said(text) * count)
@@ -301,7 +301,7 @@ TALKING = [path for path in ASKED if "messages" in ASKED[path]("x")] + ["/v1/res
 @pytest.mark.alone
 @pytest.mark.parametrize("path", mostly_full(TALKING, "/v1/chat/completions", "/v1/responses"))
 def test_the_maximum_number_of_messages_does_not_block_the_event_loop(server, path):
-    """Well-formed, and far longer than the context."""
+    """The body is well-formed and far longer than the context."""
     content = json.dumps(many_messages(path, 9_990)).encode()
 
     def load():
@@ -317,7 +317,7 @@ def test_the_maximum_number_of_messages_does_not_block_the_event_loop(server, pa
 
 
 def bad_bodies(path):
-    """Bodies that cost a server far more than who sends them, for any route."""
+    """Return bodies, for any route, that cost the server far more than the client."""
     field = next(
         name for name, value in ASKED[path]("hello").items() if "hello" in json.dumps(value)
     )
@@ -386,7 +386,7 @@ IDS = json.dumps(random.Random(4).choices(range(256), k=100_000))
 )
 @pytest.mark.usefixtures("busy")
 def test_concurrent_large_bodies_do_not_block_the_event_loop(server, path, body, count):
-    """On two processors, of which another process takes one."""
+    """The server has two processors, and another process occupies one of them."""
     head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
     request = f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode()
     answers = []
@@ -408,7 +408,7 @@ def test_concurrent_large_bodies_do_not_block_the_event_loop(server, path, body,
 @pytest.mark.alone
 @pytest.mark.usefixtures("busy")
 def test_the_largest_embeddings_answer_does_not_block_the_event_loop(server, monkeypatch):
-    """As wide as those of large models, which this one is not."""
+    """The embeddings are as wide as those of a large model."""
     embed = server.engine.embed
     wide = np.random.default_rng(0).standard_normal((2048, 1024), np.float32)
 
@@ -432,7 +432,7 @@ def test_the_largest_embeddings_answer_does_not_block_the_event_loop(server, mon
 
 @pytest.mark.alone
 def test_a_long_query_with_many_documents_is_refused_before_expansion(server):
-    """Each document is judged behind the query: together they would be a thousand times as long as
+    """Each document is appended to the query, so the inputs would be a thousand times as long as
     the body.
     """
     body = {"query": "word " * 200_000, "documents": ["a"] * 1024}
@@ -448,7 +448,9 @@ def test_a_long_query_with_many_documents_is_refused_before_expansion(server):
 
 @pytest.mark.alone
 def test_large_stored_responses_do_not_block_the_event_loop(large):
-    """Conversations as long as the context, of many small items, kept, listed and gone on with."""
+    """Conversations as long as the context, with many small items, are stored, listed and
+    continued.
+    """
     items = [*said("w" * 20), {"role": "assistant", "content": "y" * 20}] * 700
     body = {"input": items, "instructions": "i" * 4000, "max_output_tokens": 1}
 
@@ -474,8 +476,8 @@ def test_large_stored_responses_do_not_block_the_event_loop(large):
 
 @pytest.mark.alone
 def test_reading_the_largest_stored_responses_does_not_block_the_event_loop(large):
-    """What was sent with one response, as large as a body may be, is listed page by page; and a
-    whole memory of them is continued.
+    """The input of a response of maximum size is listed page by page. Then a request continues the
+    full store.
     """
     from kvboost_edge.server.work.stored_responses import StoredResponse
 
@@ -520,8 +522,8 @@ def test_reading_the_largest_stored_responses_does_not_block_the_event_loop(larg
 @pytest.mark.alone
 @pytest.mark.full
 def test_comparing_with_the_whole_history_does_not_block_the_event_loop(large):
-    """Prompts of 30,000 tokens that are alike up to their ends, as many of them as are kept, and
-    the list of them.
+    """The history is full of prompts of 30,000 tokens that differ only at the end. It is also
+    listed.
     """
     ids = random.Random(3).choices(range(256), k=30_000)
     headers = {"content-type": "application/json"}

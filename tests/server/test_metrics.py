@@ -1,5 +1,5 @@
-"""/metrics: every promised name, values that agree with what was asked, and a dashboard that reads
-what is there.
+"""Tests of /metrics: all documented names exist, values match the requests, and the dashboard uses
+existing metrics.
 """
 
 import json
@@ -33,7 +33,7 @@ step_seconds_sum draft_restored_blocks_total""".split()
 
 @pytest.fixture(scope="module")
 def server(demo_engine):
-    """A server of its own, so that its counters begin at zero."""
+    """Separate server, so that its counters start at zero, after two equal requests."""
     with serving(demo_engine) as server, server.client() as client:
         demo_engine.reset_cache()
         body = {
@@ -49,7 +49,7 @@ def server(demo_engine):
 
 
 def scrape(server, **options):
-    """{(name, labels as sorted pairs): value}"""
+    """Return {(name, labels as sorted pairs): value}."""
     with server.client(**options) as client:
         answer = client.get("/metrics")
     assert answer.status_code == 200
@@ -122,7 +122,7 @@ def test_gateway_metrics_have_the_expected_values(server, demo_engine):
         num_gpu_blocks=str(stats["num_blocks"]),
     )
     assert 0 <= total(samples, "vllm:kv_cache_usage_perc") <= 1
-    # No adapters: the value is the time of the last change.
+    # Without adapters the value is the time of the last change.
     changed = total(
         samples,
         "vllm:lora_requests_info",
@@ -192,7 +192,7 @@ def test_draft_metrics_equal_the_engines(server, demo_engine, monkeypatch):
 
 
 def test_the_step_histogram_equals_the_engines(server, demo_engine):
-    def agrees():  # the last step ends after its answer
+    def agrees():  # the last step ends after its response
         samples = scrape(server)
         stats = demo_engine.paged_stats()
         found = {

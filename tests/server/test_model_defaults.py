@@ -1,4 +1,4 @@
-"""The file with the defaults of served models."""
+"""Tests of the file with the defaults of served models."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The curl examples of the README and of the docs, run against a live server."""
+"""Tests of the curl examples in the README and the docs on a real server."""
 
 import json
 import re
@@ -19,9 +19,9 @@ PAGES = ["README.md", "docs/apis.md", "docs/structured.md", "docs/tools.md", *GU
 
 
 def examples_of(page):
-    """Return the commands of a page that call curl; in lists they are indented.
+    """Return the curl commands of a page; in lists they are indented.
 
-    Commands with a key are left out, and the model's name becomes the server's.
+    Commands with a key are left out, and the model's name is replaced by the server's.
     """
     text = (ROOT / page).read_text(encoding="utf-8")
     found = re.findall(r"^( *)(curl .*(?:\n\1 .*)*)", text, flags=re.MULTILINE)

@@ -1,4 +1,4 @@
-"""Speeds over the last minute: what counts, what is forgotten, and how much is kept."""
+"""Tests of the throughput over the last minute: counted requests, expiry, and the bound on memory."""
 
 from types import SimpleNamespace
 
@@ -27,9 +27,7 @@ def result(prompt=30, cached=10, prompt_ms=100.0, generated=8, decode_ms=200.0, 
 
 
 def test_memory_does_not_grow_with_requests(clock):
-    """A server that nobody asks for its metrics counts a hundred requests a second for ten
-    minutes.
-    """
+    """A hundred requests per second are counted for ten minutes while no client reads the metrics."""
     speeds = Speeds()
     for _ in range(60_000):
         speeds.observe(result())

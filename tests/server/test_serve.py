@@ -1,5 +1,5 @@
-"""The server's own part of running: the heap before the first request, and what is left after the
-last.
+"""Tests of the server's startup and shutdown: the heap before the first request, and connections
+after the last.
 """
 
 import contextlib
@@ -33,8 +33,8 @@ LONG = {"content": "steady " * 5000, "with_pieces": True}
 @pytest.mark.slow
 @pytest.mark.skipif(sys.version_info >= (3, 14), reason="collects in steps, by another rule")
 def test_a_large_heap_does_not_delay_garbage_collection():
-    """The collector waits until what is new is a quarter of what it kept the last time: 75,000
-    objects here.
+    """The collector waits until new objects are a quarter of those that survived the last
+    collection: 75,000 objects here.
     """
     kept = [[number] for number in range(300_000)]
     full = []
@@ -63,7 +63,7 @@ HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 
 def connected(stack, server, count):
-    """Plain sockets to a server process."""
+    """Open plain sockets to a server process."""
     address = urlsplit(server.url())
     return [
         stack.enter_context(socket.create_connection((address.hostname, address.port), timeout=30))
@@ -72,7 +72,7 @@ def connected(stack, server, count):
 
 
 def status(sock):
-    """The status of an answer, "" for a connection that was closed or reset without one."""
+    """Return the status of a response, "" if the connection was closed or reset without one."""
     with contextlib.suppress(ConnectionResetError, BrokenPipeError):
         sock.sendall(HEALTH)
         return sock.recv(65536)[9:12].decode()
@@ -80,14 +80,12 @@ def status(sock):
 
 
 def told(server, event):
-    """The facts of an event, as often as it was logged."""
+    """Return the facts of each log line of an event."""
     return [facts for facts in map(json.loads, server.lines) if event in facts["event"]]
 
 
 def test_connections_beyond_the_descriptor_limit_are_answered():
-    """Of 64 descriptors the connections leave some to the files of the model and of the disk
-    tier.
-    """
+    """With 64 descriptors, some are reserved for the files of the model and of the disk tier."""
     with running(max_files=64) as server:
         with contextlib.ExitStack() as stack:
             answers = [status(sock) for sock in connected(stack, server, 120)]
@@ -107,14 +105,14 @@ def test_connections_beyond_the_descriptor_limit_are_answered():
 
 @pytest.mark.skipif(sys.platform != "linux", reason="changes a limit of another process")
 def test_running_out_of_descriptors_is_logged_once():
-    """Connections that found none left are served once there are some again."""
+    """Connections that found no free descriptor are served once descriptors are free again."""
     import resource
 
     def limit(files):
         resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE, (files, 1000))
 
     with running(max_files=1000) as server, contextlib.ExitStack() as stack:
-        # What is imported at first use needs descriptors: the grammar's vocabulary among it.
+        # Imports at first use need descriptors, for example that of the grammar's vocabulary.
         body = {"prompt": "Hello", "max_tokens": 4, "guided_choice": ["yes", "no"]}
         answer = httpx.post(f"{server.url()}/v1/completions", json=body, timeout=60)
         assert answer.status_code == 200, answer.text
@@ -143,12 +141,11 @@ def an_unread_answer(server):
 
 @pytest.mark.parametrize("request_of", [half_a_body, an_unread_stream, an_unread_answer])
 def test_no_connection_outlives_the_server(demo_engine, monkeypatch, caplog, request_of):
-    """Nor is what somebody does not send or take an error of ours."""
+    """A client that stops sending or reading does not cause an error in the log."""
     monkeypatch.setattr(serve, "_LAST_SECONDS", 0.3)
     with socket.socket() as sock:
         with serving(demo_engine) as server, caplog.at_level(logging.WARNING):
-            # Small buffers, which the accepted socket inherits: the kernel's own would hold
-            # megabytes.
+            # The accepted socket inherits this small buffer; the default would hold megabytes.
             server.server.servers[0].sockets[0].setsockopt(
                 socket.SOL_SOCKET, socket.SO_SNDBUF, 4096
             )
@@ -163,5 +160,5 @@ def test_no_connection_outlives_the_server(demo_engine, monkeypatch, caplog, req
                     lambda: connection.flow.write_paused, "the answer to wait for its reader"
                 )
         assert not server.server.server_state.connections
-        raw_answer(sock)  # comes to its end
+        raw_answer(sock)  # ends
     assert [record.message for record in caplog.records] == ["connections cut off"]

@@ -1,5 +1,5 @@
-"""Many requests of all APIs and two keys, whose clients leave at random moments of every phase: all
-that a request holds comes back, exactly.
+"""Stress test of all APIs with two keys, whose clients disconnect at random moments: all resources
+of the requests are released.
 """
 
 import asyncio
@@ -35,8 +35,9 @@ OF_OPENAI = ("/v1/completions", "/v1/chat/completions")
 
 @pytest.fixture(scope="module")
 def server(isolated_cache):
-    """What somebody wants kept is kept for a moment. The engine is its own: in the one that tests
-    share, others' pins stay for minutes.
+    """Server whose pins expire within a moment.
+
+    The engine is not shared with other tests, whose pins would stay for minutes.
     """
     with (
         CPUPagedEngine.from_pretrained("kvboost-edge/demo", **ENGINE_OPTIONS) as engine,
@@ -72,7 +73,7 @@ def body_of(rng, path):
 
 
 def request_of(rng):
-    """A path, and a request with one of the two keys."""
+    """Return a random path and a request for it with one of the two keys."""
     path = rng.choice(READ if rng.random() < 0.1 else PATHS)
     key = f"x-api-key: {rng.choice(KEYS)}"
     if path in READ:
@@ -89,11 +90,11 @@ def request_of(rng):
 
 
 def held_by(server):
-    """What must be the same before and after: threads, files and sockets, blocks, tasks,
-    connections, tickets.
+    """Return what must be equal before and after: threads, files and sockets, blocks, tasks,
+    connections and records.
     """
-    gc.collect()  # sockets and files of earlier tests may wait for it
-    # Threads of pools start when they are first needed, and stay; pools are bounded.
+    gc.collect()  # closes sockets and files of earlier tests
+    # Threads of pools start on demand and stay; the pools are bounded.
     pools = ("asyncio_", "ThreadPoolExecutor-read", "ThreadPoolExecutor-long")
     threads = sorted(
         thread.name for thread in threading.enumerate() if not thread.name.startswith(pools)
@@ -117,8 +118,10 @@ def held_by(server):
 
 
 def sockets_of(server):
-    """Both ends of connections with the server. It forgets a connection before its socket is
-    closed, so a count of descriptors may include one.
+    """Return both ends of all connections with the server.
+
+    The server forgets a connection before its socket is closed, so a count of descriptors may
+    include one.
     """
     port = server.port
     return [
@@ -129,9 +132,7 @@ def sockets_of(server):
 
 
 def forget(server):
-    """As if a day had gone by: what is remembered for a time is due, and the next request finds
-    that out.
-    """
+    """Expire all stored records, as after a day, and check that the next requests drop them."""
     remembered = server.state.remembered.kept
     history = server.state.doctor.history.kept
     remembered.seconds = history.seconds = -1.0
@@ -160,7 +161,9 @@ def test_many_disconnecting_clients_leak_nothing(server, scale):
     assert [before[name] for name in kept] == [0, 0, 0]
     seen = asyncio.run(storm(server, request_of, range(count)))
     wait_until(settled, "the storm to be over", 60)
-    assert server.state.remembered.num_bytes  # of those who stayed, and of some who did not
+    assert (
+        server.state.remembered.num_bytes
+    )  # of clients that stayed, and of some that disconnected
     assert server.state.doctor.history.nbytes > 0
     forget(server)
     wait_until(settled, "the forgetting to be over")

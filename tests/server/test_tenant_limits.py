@@ -1,4 +1,6 @@
-"""Limits of each API key: what one key has taken is refused to it, and not to another."""
+"""Tests of limits per API key: resources taken by one key are refused to that key and not to
+another.
+"""
 
 import pytest
 
@@ -11,7 +13,7 @@ OTHER = {"x-api-key": KEYS[1]}
 
 @pytest.fixture
 def limited(tiny_engine, tmp_path):
-    """`limited(**settings)` is the app, asked with the first of two keys."""
+    """Function `limited(**settings)` that starts the app with a client of the first of two keys."""
     return lambda **settings: batch_app(tiny_engine, tmp_path, KEYS[0], api_keys=KEYS, **settings)
 
 
@@ -34,7 +36,7 @@ def error_of(answer):
     ],
 )
 async def test_choices_beyond_a_keys_share_are_refused(limited, path, body):
-    """Eight places: two are kept for each key, and six are the most that one can have."""
+    """Of eight places two are reserved for each key, so one key can use at most six."""
     async with limited(max_batch_size=2, max_queue_size=6) as client:
         for answer in (
             await post(client, path, {**body, "max_tokens": 1}),

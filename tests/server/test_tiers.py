@@ -1,5 +1,5 @@
-"""Tiers as a server's clients see them: where an answer's tokens came from, what each tier
-holds.
+"""Tests of offload tiers as clients see them: the source of cached tokens and the contents of each
+tier.
 """
 
 import pytest
@@ -16,7 +16,7 @@ BODY = {
 
 @pytest.fixture
 def restarted(tmp_path):
-    """A server whose engine begins with what another one left on disk."""
+    """Server whose engine starts with the disk cache of an earlier engine."""
     options = {**ENGINE_OPTIONS, "disk_cache_dir": tmp_path}
     with CPUPagedEngine.from_pretrained("kvboost-edge/demo", **options) as engine:
         engine.warm(BODY["prompt"])

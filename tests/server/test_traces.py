@@ -1,4 +1,4 @@
-"""Traces against OpenTelemetry's own exporter in memory: spans, their parents and their times."""
+"""Tests of traces with OpenTelemetry's in-memory exporter: spans, their parents and their times."""
 
 import itertools
 import time
@@ -22,7 +22,7 @@ PHASES = ["queue", "cache", "prefill", "decode"]
 
 @pytest.fixture
 def kept_spans(monkeypatch):
-    """The exporter that servers of this test send their spans to."""
+    """Exporter that receives the spans of this test's servers."""
     memory = pytest.importorskip(
         "opentelemetry.sdk.trace.export.in_memory_span_exporter",
         reason="opentelemetry-sdk is not installed (extra [otel])",
@@ -34,7 +34,9 @@ def kept_spans(monkeypatch):
 
 @pytest.fixture
 def traced(kept_spans, tiny_engine):
-    """`traced(*requests)` sends (path, body, headers), and returns spans grouped by server span."""
+    """Function `traced(*requests)` that sends (path, body, headers) and returns the spans grouped
+    by server span.
+    """
 
     def call(*requests):
         kept_spans.clear()
@@ -42,7 +44,7 @@ def traced(kept_spans, tiny_engine):
             for path, body, headers in requests:
                 assert client.post(path, json=body, headers=headers).status_code < 500
             assert server.kv.shared.traces is not None
-        spans = kept_spans.get_finished_spans()  # leaving the block sends the last ones
+        spans = kept_spans.get_finished_spans()  # the end of the block sends the last ones
         roots = [span for span in spans if span.kind.name == "SERVER"]
         return [
             (root, [span for span in spans if parent_of(span) == root.context.span_id])
@@ -154,7 +156,7 @@ def test_tracing_off_imports_and_starts_nothing(tiny_engine, monkeypatch):
     with serving(tiny_engine) as server, server.client() as client:
         assert server.kv.shared.traces is None
         assert client.post("/v1/completions", json=BODY, headers=from_caller()).status_code == 200
-    # FastAPI imports the interfaces (opentelemetry-api) by itself where they are installed.
+    # FastAPI itself imports opentelemetry-api if that is installed.
     code = """import sys, kvboost_edge.server.app
 print([name for name in sys.modules if name.startswith(("opentelemetry.sdk", "opentelemetry.exporter"))])"""
     assert in_fresh_process(code).strip() == "[]"

@@ -128,8 +128,8 @@ def test_waiting_for_memory_times_out_with_a_reason(first, second):
 
 @pytest.mark.parametrize(("spare", "left"), [(10, "loaded"), (-10, "not_loaded")])
 def test_measured_overhead_counts_in_the_memory_budget(first, second, monkeypatch, spare, left):
-    """Each model has an overhead of 50 MB; with 10 MB less than that of two the first one leaves,
-    though weights and pools of both would fit.
+    """Each model has an overhead of 50 MB. With 10 MB less than both need, the first model is
+    unloaded, although the weights and pools of both would fit.
     """
     monkeypatch.setattr(loader.Loader, "_measured_overhead", lambda *_: 50_000_000)
     with first.open() as engine:
@@ -140,7 +140,7 @@ def test_measured_overhead_counts_in_the_memory_budget(first, second, monkeypatc
     ) as server:
         served = server.kv.models.first
         assert server.kv.models.loader.budget == taken + (50 + spare) * 1_000_000
-        served.loaded_at -= 1000  # it has rested long enough
+        served.loaded_at -= 1000  # loaded long enough to be unloaded
         assert ask(server, "b").status_code == 200
         assert states(server) == {"a": left, "b": "loaded", "bee": "loaded"}
         assert served.overhead == (50_000_000 if left == "loaded" else 0)

@@ -1,5 +1,5 @@
-"""Who leaves when another model needs the room: models of equal size, of which the budget holds
-two.
+"""Tests of the choice of models to unload when another one needs memory. The budget holds two of
+the equally large models.
 """
 
 import asyncio
@@ -53,7 +53,9 @@ async def test_a_model_in_use_is_not_unloaded(room):
 
 
 async def test_no_model_is_unloaded_if_that_frees_too_little(room):
-    """Both are needed, one of them is in use: the idle one stays until both may go."""
+    """Both models would have to be unloaded and one is in use. The idle one stays loaded until both
+    can be unloaded.
+    """
     await room.ask("b")
     room.model("c").planned = 2 * SIZE
     room.model("a").in_use += 1
@@ -74,7 +76,7 @@ async def test_no_model_is_unloaded_if_that_frees_too_little(room):
 
 
 async def test_a_model_stays_loaded_at_least_as_long_as_its_load_took(room):
-    """Else two that do not fit together would only be loaded in turns."""
+    """Otherwise two models that do not fit together would spend all their time loading."""
     await room.ask("b")
     for name in ("a", "b"):
         room.model(name).loaded_at = asyncio.get_running_loop().time()

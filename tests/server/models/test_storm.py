@@ -1,5 +1,7 @@
-"""Two models that push each other out while clients of all APIs come, leave in every phase, look,
-and send models away: no answer is a fault, and all that was held comes back.
+"""Stress test of two models that displace each other, with clients of all APIs that disconnect at
+random, query the server and unload models.
+
+No response is a server error, and all resources are released.
 """
 
 import asyncio
@@ -32,7 +34,7 @@ NAMES = ("a", "b", "nobody", "b\n\"}{'<b>\u202e", "")
 
 
 def request_of(rng):
-    """A path, and a request as bytes."""
+    """Return a random path and a request for it as bytes."""
     kind = rng.random()
     name = rng.choice(("a", "b")) if rng.random() < 0.9 else rng.choice(NAMES)
     head = "Host: localhost\r\nConnection: close"
@@ -61,7 +63,7 @@ def request_of(rng):
 
 
 def held_by(server):
-    """What must be the same before and after, with the first model loaded alone."""
+    """Return the resources that must be equal before and after, with only the first model loaded."""
     models = server.kv.models
     return (
         sorted(
@@ -110,7 +112,9 @@ def test_many_clients_of_two_models_leak_nothing(models, scale):
             return answer.json()["choices"]
 
         def settle():
-            """The second is gone, the first is there and idle."""
+            """Unload the second model, keep the first one loaded and idle, and return the held
+            resources.
+            """
             canary("a")
             client.post("/api/generate", json={"model": "b", "keep_alive": 0})
             client.post("/api/generate", json={"model": "a", "keep_alive": -1})
@@ -153,13 +157,17 @@ def test_many_loads_leak_no_memory(first, second, scale):
         served = server.kv.models.find("b")
 
         def num_threads():
-            """Of engines, tiers and loading; those that requests share come as they are needed."""
+            """Count the threads of engines, tiers and loads. Shared request threads start on demand
+            and do not count.
+            """
             return sum(one.name.startswith("kvboost") for one in threading.enumerate())
 
         own = num_threads()
 
         def turn():
-            """Load it, use it, send it away; what is held then."""
+            """Load, use and unload the model; return the memory and file descriptors held
+            afterwards.
+            """
             answer = client.post("/v1/completions", json={**CANARY, "model": "b"})
             assert answer.status_code == 200
             assert (
@@ -207,14 +215,14 @@ def test_loads_and_unloads_do_not_block_the_event_loop(first, second):
                 wait_until(lambda: served.phase == "not_loaded", "the model to go")
 
         def load():
-            """Short requests for the other model meanwhile."""
+            """Send short requests for the other model in the meantime."""
             (thread,) = in_threads(turns, 1)
             while thread.is_alive():
                 assert (
                     client.post("/v1/completions", json={**CANARY, "model": "a"}).status_code == 200
                 )
 
-        turns(0)  # what is read or compiled once
+        turns(0)  # one-time reads and compilations
         before = second.loads
         check(least_lag(server, load))
         assert second.loads >= before + 6

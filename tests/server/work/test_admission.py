@@ -1,4 +1,6 @@
-"""The bounded queue, the deadline, the batch window, and the end of work that nobody waits for."""
+"""Tests of the bounded queue, the deadline, the batch window, and the cancellation of abandoned
+work.
+"""
 
 import asyncio
 import contextlib
@@ -33,9 +35,7 @@ TEXT = {"model": MODEL, "prompt": "Hello", "max_tokens": 40, "ignore_eos": True,
 
 @pytest.fixture
 def held(tiny_engine):
-    """The tiny engine, held inside its forward pass. It ran before: kernels may have to be compiled
-    first.
-    """
+    """Tiny engine, blocked inside its forward pass after a first run that compiles missing kernels."""
     tiny_engine.generate("warm", max_new_tokens=2)
     hold = HeldForward(tiny_engine)
     yield hold
@@ -44,7 +44,7 @@ def held(tiny_engine):
 
 @contextlib.contextmanager
 def posting(server, body, path="/v1/completions", **options):
-    """Post in a thread while the block runs; the list holds the answer after it."""
+    """Post in a thread while the block runs; the yielded list holds the response after it."""
     answers = []
 
     def post():
@@ -59,14 +59,14 @@ def posting(server, body, path="/v1/completions", **options):
 
 
 def finished(server, reason):
-    """vLLM's count of requests that ended for this reason."""
+    """Return vLLM's count of requests that ended for this reason."""
     labels = {"model_name": MODEL, "finished_reason": reason}
     return server.state.metrics.registry.get_sample_value("vllm:request_success_total", labels) or 0
 
 
 @pytest.mark.parametrize("body", [TEXT, {**TEXT, "prompt": "x" * 200_000}], ids=["small", "large"])
 def test_a_full_queue_answers_503_at_once(tiny_engine, held, monkeypatch, body):
-    """While the model stands still, and before anything of the prompt is looked at."""
+    """The request is rejected while the model is blocked, before its body is parsed or tokenized."""
     read = []
     with serving(tiny_engine, max_batch_size=1, max_queue_size=1) as server:
         with (
@@ -185,7 +185,9 @@ def test_a_disconnect_is_noticed_after_pipelined_bytes(tiny_engine, held, header
 
 
 def half_closed(server, held, **body):
-    """A connection that has sent a request and will send no more; the model stands still in it."""
+    """Open a connection, send a request, close the sending side, and wait until the model is
+    blocked in it.
+    """
     sock = server.connect()
     sock.sendall(server.request_bytes("/v1/completions", {**TEXT, **body}))
     sock.shutdown(socket.SHUT_WR)
@@ -202,7 +204,7 @@ def test_a_half_closed_client_gets_its_answer(tiny_engine, held, stream):
         held.release()
         response = http.client.HTTPResponse(sock)
         with contextlib.closing(response):
-            response.begin()  # it skips what came meanwhile, as every client does
+            response.begin()  # like every client it skips interim responses
             answer = response.read()
         with server.client() as client:
             whole = client.post("/v1/completions", json={**TEXT, "stream": stream}).content
@@ -211,7 +213,7 @@ def test_a_half_closed_client_gets_its_answer(tiny_engine, held, stream):
 
 
 def until_it_is_asked(sock, held):
-    """Let the model go on until a stream has begun, and wait for a sign between two events."""
+    """Step the model until a stream has begun; then wait for a keep-alive chunk between two events."""
     received = b""
 
     def peek(end):
@@ -224,7 +226,7 @@ def until_it_is_asked(sock, held):
 
 
 def texts(answer):
-    """The text of an answer, of its events if it is a stream."""
+    """Return the text of a response or of the events of a stream."""
     events = [line.removeprefix(b"data: ") for line in answer.splitlines() if line]
     return "".join(
         json.loads(event)["choices"][0]["text"] for event in events if event != b"[DONE]"
@@ -232,7 +234,7 @@ def texts(answer):
 
 
 def test_a_half_closed_clients_disconnect_is_noticed(tiny_engine, held):
-    """While its prompt is computed."""
+    """The client disconnects while its prompt is computed."""
     with serving(tiny_engine) as server:
         half_closed(server, held).close()
         wait_until(lambda: not server.state.admission.admitted, "the request to be ended")
@@ -242,7 +244,7 @@ def test_a_half_closed_clients_disconnect_is_noticed(tiny_engine, held):
 
 
 def test_a_half_closed_clients_disconnect_ends_its_stream(tiny_engine, held):
-    """Before the next token."""
+    """The stream ends long before its token limit."""
     with serving(tiny_engine) as server:
         with half_closed(server, held, stream=True, max_tokens=500) as sock:
             until_it_is_asked(sock, held)
@@ -272,7 +274,7 @@ def test_requests_with_one_prefix_start_together(tiny_engine, held):
             "the other not to be held",
         )
         started = time.perf_counter()
-        held.release()  # the first token of the leader lets them go, long before the window ends
+        held.release()  # the leader's first token releases them, long before the window ends
         posts.close()
         assert time.perf_counter() - started < 5
         texts = [answer[0].json()["choices"][0]["text"] for answer in answers]
@@ -390,7 +392,7 @@ def test_priorities_across_tenants_are_refused(tiny_engine, keys):
 
 
 def test_a_keys_weight_applies_to_its_requests(tiny_engine, held):
-    """The scheduler shares by it."""
+    """The scheduler divides the work among tenants by these weights."""
     with (
         serving(tiny_engine, api_keys=("heavy weight=4", "light")) as server,
         contextlib.ExitStack() as stack,
@@ -405,9 +407,7 @@ def test_a_keys_weight_applies_to_its_requests(tiny_engine, held):
 
 
 async def test_a_cancelled_waiter_does_not_release_others():
-    """Whoever waits for a prefix waits for the one that computes it, or for the end of the
-    window.
-    """
+    """The other waiters wait until the leader has computed the prefix or the window ends."""
     groups = PrefixGroups(30.0, 2)
     key = await groups.join("t", [1, 2, 3])
     waiters = [asyncio.create_task(groups.join("t", [1, 2, 3 + index])) for index in range(3)]
@@ -429,8 +429,8 @@ async def test_a_cancelled_waiter_does_not_release_others():
 def test_a_finished_request_is_freed_without_the_garbage_collector(
     live_server, monkeypatch, stream
 ):
-    """Its admission holds all that belongs to it; a circle through the task that watches for the
-    client would keep it.
+    """The admission holds all objects of a request. A reference cycle through the task that watches
+    the client would keep it alive.
     """
 
     admissions = []
@@ -448,7 +448,7 @@ def test_a_finished_request_is_freed_without_the_garbage_collector(
                 assert client.post(
                     "/v1/completions", json={**TEXT, "max_tokens": 3, "stream": stream}
                 ).is_success
-            # The connection holds its last request as long as it is open.
+            # An open connection holds its last request.
             assert len(admissions) == 5
             wait_until(
                 lambda: sum(one() is not None for one in admissions) <= 1,
@@ -459,8 +459,8 @@ def test_a_finished_request_is_freed_without_the_garbage_collector(
 
 
 def test_the_admission_lists_cover_every_route():
-    """A full queue turns away every route that takes a body, apart from an admin's and the batch
-    API's, which compute nothing.
+    """A full queue rejects requests to every route with a body, except those of admins and the
+    batch API, which compute nothing.
     """
     routes = [route for router in ROUTERS for route in router.routes if isinstance(route, APIRoute)]
     assert {route.path for route in routes} >= ADMIN_PATHS
@@ -474,7 +474,9 @@ def test_the_admission_lists_cover_every_route():
 
 
 def test_one_key_cannot_fill_the_queue(tiny_engine, held):
-    """Four places: one is kept for each of two keys, two belong to whoever comes first."""
+    """Of four places one is reserved for each of two keys; the other two are first come, first
+    served.
+    """
     limits = {"max_batch_size": 1, "max_queue_size": 3}
     greedy = {"headers": {"x-api-key": "greedy"}}
     patient = {"headers": {"x-api-key": "patient"}}

@@ -1,4 +1,4 @@
-"""Work beside the event loop: it ends with who asked for it."""
+"""Tests of work in other threads, which ends when its request is cancelled."""
 
 import asyncio
 import threading
@@ -11,8 +11,8 @@ from kvboost_edge.server.work.bridge import to_its_end
 
 @pytest.mark.parametrize("times", [1, 2])
 async def test_a_request_cancelled_during_tokenization_computes_nothing(times):
-    """Who asked is cancelled once when it goes, and once more when the server's grace is over: then
-    nobody is left to stop what the work comes to later.
+    """A request is cancelled once at the disconnect, and again when the server's grace period ends.
+    The late work must be stopped in both cases.
     """
     handles = Handles()
     begun = threading.Event()

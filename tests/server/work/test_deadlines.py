@@ -1,4 +1,4 @@
-"""Deadlines of admitted requests, without a server."""
+"""Tests of the deadlines of admitted requests, without a server."""
 
 import pytest
 from starlette.requests import Request
@@ -7,7 +7,7 @@ from kvboost_edge.server.work.admission import Admission
 
 
 def test_the_deadline_includes_the_wait_for_a_model(live_server):
-    """Else a request could take twice the time that --request-timeout gives it."""
+    """Otherwise a request could take twice as long as --request-timeout allows."""
 
     def deadline(**facts):
         request = Request({"type": "http", "kvboost": facts})

@@ -1,4 +1,4 @@
-"""Texts that are cached at start, and the requests that then find them in the cache."""
+"""Tests of texts that are cached at startup, and of the cache hits of later requests."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The batch window: whom it holds back, without a server."""
+"""Tests of the batch window and the requests that it delays, without a server."""
 
 import asyncio
 
@@ -6,7 +6,7 @@ from kvboost_edge.server.work.grouping import PrefixGroups
 
 
 async def test_requests_do_not_wait_for_other_keys_prompts():
-    """Waiting would tell one key that another one asks the same at this moment."""
+    """A delay would reveal to one key that another key is sending the same prompt."""
     groups = PrefixGroups(window_seconds=60.0, block_size=4)
     prompt = [1, 2, 3, 4, 5]
     found = [await groups.join("one", prompt)]

@@ -1,4 +1,4 @@
-"""Which turns go when a conversation has outgrown the context."""
+"""Tests of the turns that are dropped when a conversation outgrows the context."""
 
 import itertools
 
@@ -13,7 +13,7 @@ def drop(num_turns, limit, size=100):
 
 
 def test_truncation_drops_whole_turns_to_half_the_limit():
-    # 22 messages of 100 tokens, 2,000 fit: 1,000 go, the five oldest turns.
+    # Of 22 messages of 100 tokens 2,000 fit. The five oldest turns (1,000 tokens) are dropped.
     assert drop(10, 2000)[0] == range(1, 11)
 
 

@@ -1,4 +1,6 @@
-"""Each API key pins its own share, by weight, and learns nothing of what the others pinned."""
+"""Tests of pins by API key: each pins its own share, by weight, and learns nothing about the other
+keys' pins.
+"""
 
 from helpers.engine.fake_runner import fake_engine
 from helpers.server.live_servers import app_client

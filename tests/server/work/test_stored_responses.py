@@ -1,4 +1,4 @@
-"""Remembered turns: bounded in bytes, entries and time, each tenant's for itself."""
+"""Tests of stored turns: bounded in bytes, entries and time, and separate for each tenant."""
 
 import pytest
 

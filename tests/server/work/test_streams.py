@@ -1,5 +1,5 @@
-"""Streams: OpenAI's format to the letter, equal to the whole answer, ended when the client goes or
-something fails.
+"""Tests of streams: exact OpenAI format, the same content as a whole response, and the end after a
+disconnect or an error.
 """
 
 import json
@@ -17,7 +17,7 @@ TEXT = ("/v1/completions", {"prompt": "The water mill of the old town"})
 
 
 def events(answer):
-    """The events of a stream; the format itself is checked."""
+    """Check the format of a stream; return its events."""
     assert answer.status_code == 200, answer.text
     assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
     assert answer.headers["x-request-id"]
@@ -93,7 +93,9 @@ async def test_usage_is_the_last_chunk_without_choices(tiny_app):
 
 
 async def test_streams_equal_whole_answers(tiny_app):
-    """Choices, prompts, echo, stop strings, log probabilities and token ids, for both endpoints."""
+    """The cases cover choices, prompts, echo, stop strings, log probabilities and token ids on both
+    endpoints.
+    """
     shared = [
         {},
         {"n": 3, "seed": 1, "temperature": 1.3},
@@ -123,7 +125,7 @@ async def test_streams_equal_whole_answers(tiny_app):
 
 
 def flatten(choice):
-    """A whole choice as `assemble` builds it."""
+    """Return a whole choice in the form that `assemble` returns."""
     text = choice["message"]["content"] if "message" in choice else choice["text"]
     return {
         "text": text,
@@ -134,7 +136,7 @@ def flatten(choice):
 
 
 def assemble(chunks, index, chat):
-    """The choice `index` put together from its chunks."""
+    """Return the choice `index`, assembled from its chunks."""
     pieces = [choice for chunk in chunks for choice in chunk["choices"] if choice["index"] == index]
     lists = {}
     for piece in pieces:
@@ -171,7 +173,7 @@ def test_openai_client_reads_streams(client, live_server):
 
 @contextmanager
 def posted(server, path, body):
-    """Send a request, and close the connection when the block is left."""
+    """Send a request and close the connection at the end of the block."""
     content = json.dumps(body).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: {server.host}\r\nContent-Type: application/json\r\n"
     with socket.create_connection((server.host, server.port), timeout=30) as connection:
@@ -252,7 +254,7 @@ async def test_a_large_answer_is_sent_in_pieces():
 
 
 def test_streamed_text_offsets_equal_the_whole_answers(live_server):
-    """Tokens that a stop string cut off, in part or whole, begin where the text ends."""
+    """Tokens that a stop string cuts off, wholly or partly, have the offset of the end of the text."""
     base = {
         "prompt": "The water mill of the old town",
         "max_tokens": 24,

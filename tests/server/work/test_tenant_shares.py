@@ -1,5 +1,5 @@
-"""A bound that tenants share, against the rule written out: none takes all, each finds its share
-whenever it comes.
+"""Tests of a bound shared by tenants against the written rule: no tenant takes everything, and each
+always gets its share.
 """
 
 import random
@@ -10,7 +10,7 @@ from kvboost_edge.server.work.tenant_shares import Shares
 
 
 def fill(shares, tenant):
-    """Take one after the other until no more fits; how many."""
+    """Take places until no more fits; return their number."""
     count = 0
     while shares.fit(tenant, 1):
         shares.take(tenant, 1)
@@ -48,7 +48,7 @@ def test_half_is_reserved_by_weight_and_half_is_shared():
         (2, (1, 1), [1, 1]),
         (3, (1000, 1, 1), [1, 1, 1]),
         (10, (1000, 1, 1), [2, 1, 1]),
-        (1, (1, 1), [0, 0]),  # more tenants than places: whoever comes first
+        (1, (1, 1), [0, 0]),  # more tenants than places: first come, first served
     ],
 )
 def test_every_tenant_gets_the_minimum_while_it_lasts(limit, weights, kept):
@@ -66,7 +66,7 @@ def test_requests_without_a_key_have_no_reserved_share():
 
 
 def test_shares_hold_in_any_order_of_requests(scale):
-    """Never more than there is, and whoever stays within its share is let in."""
+    """The sum never exceeds the limit, and a tenant within its share is always admitted."""
     for seed in range(scale(200, 5000)):
         draw = random.Random(seed)
         weights = {
