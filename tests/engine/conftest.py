@@ -1,4 +1,4 @@
-"""Both kinds of models, for the tests that take one."""
+"""Model kinds, for the tests that run with each of them."""
 
 import pytest
 
@@ -7,5 +7,5 @@ from helpers.engine.model_kinds import ModelKind
 
 @pytest.fixture(params=ModelKind, ids=lambda kind: kind.value)
 def kind(request):
-    """A plain or a hybrid model."""
+    """Model kind: plain or hybrid."""
     return request.param

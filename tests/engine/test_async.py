@@ -1,4 +1,4 @@
-"""The asyncio forms: results, streams, cancellation, a loop that goes away."""
+"""The asyncio API: results, streams, cancellation, and an event loop that ends."""
 
 import asyncio
 import gc
@@ -20,7 +20,7 @@ def engine():
 
 
 async def drained(engine):
-    """A request queued behind a cancel is done after it; then nothing is held."""
+    """Wait for a request queued after a cancel, which is then done, and check that nothing is held."""
     await engine.agenerate([1], max_new_tokens=1)
     assert engine.paged_stats()["used_blocks"] == 0
     assert not engine._core._live
@@ -105,7 +105,7 @@ async def test_timing_starts_before_waiting_for_a_thread(engine, monkeypatch):
 
 
 async def test_each_event_is_delivered_once():
-    """Two readers, in whatever threads, never get the same event."""
+    """Two readers, in any threads, never get the same event."""
     handle = RequestHandle(0, lambda index: None)
 
     class Guarded(deque[TokenEvent]):
@@ -164,7 +164,7 @@ def test_a_closed_event_loop_cancels_its_requests(engine):
 
 
 async def test_a_result_wakes_the_event_loop_once(engine, monkeypatch):
-    """A wake-up for every token would take the engine thread's time and give nothing."""
+    """A wake-up for each token would cost time of the engine's thread without any use."""
     loop = asyncio.get_running_loop()
     real = loop.call_soon_threadsafe
     wakes = []
@@ -200,8 +200,8 @@ async def test_batches_hold_all_pending_events_and_end_with_the_result(engine):
 
 
 async def test_wake_ups_of_the_event_loop_are_merged(monkeypatch):
-    """Each is a system call of the engine thread; with many streams there is one for each in every
-    step.
+    """Each wake-up is a system call of the engine's thread. Many streams would cause one each in
+    every step.
     """
     loop = asyncio.get_running_loop()
     real = loop.call_soon_threadsafe

@@ -1,6 +1,4 @@
-"""Each kind of bad input: an error that names what is wrong, nothing held, and the next request is
-fine.
-"""
+"""Bad input of each kind: the error names the problem, nothing is held, and the next request works."""
 
 import numpy as np
 import pytest
@@ -151,7 +149,7 @@ def engine():
 
 @pytest.fixture
 def canary(engine):
-    """After the test nothing is held and the next request is fine."""
+    """Check after the test that nothing is held and that the next request works."""
     yield
     stats = engine.paged_stats()
     assert (stats["used_blocks"], stats["num_running"], stats["num_waiting"]) == (0, 0, 0)

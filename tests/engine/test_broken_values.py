@@ -1,5 +1,5 @@
-"""NaN in embeddings, keys, values, routers or recurrent states ends the request whose token it is,
-and no other.
+"""NaN in embeddings, keys, values, routers or recurrent states ends only the request that has the
+token.
 """
 
 import numpy as np
@@ -17,7 +17,7 @@ from kvboost_edge.models.packed import stream
 from kvboost_edge.models.weights import safetensors_check
 from kvboost_edge.runners.torch.attention_hook import PagedPass
 
-BAD = 200  # the token that breaks what is computed of it
+BAD = 200  # the token that breaks all that is computed from it
 GOOD = [i % 190 for i in range(150)]
 FAR = [
     50,
@@ -26,16 +26,17 @@ FAR = [
     *[(7 * i) % 190 for i in range(150)],
 ]  # three layers of a window of 24 look back 69 tokens
 OPTIONS = {"max_new_tokens": 8, "ignore_eos": True, "logit_bias": {BAD: -1e4}}
-# Of each family a matrix of the first layer, rows of it whose products overflow, and how large they
-# are in the first channels. Products of a convolution, of B and x of Mamba2; values of the delta
-# rule are infinite before. A router gets infinity less infinity.
+# For each family: a matrix of the first layer, the rows whose products overflow, and their values
+# in the first channels. They are products of a convolution, or of B and x of Mamba2. Values of the
+# delta rule are infinite before. A router computes infinity minus infinity.
 LARGE = {
     "lfm2": ("layers.0.conv.in_proj.weight", (5, 2 * 64 + 5), [1e20]),
     "granitemoehybrid-h": ("layers.0.mamba.in_proj.weight", (128 + 5, 2 * 128 + 3), [1e25]),
     "qwen3_5_text": ("layers.0.linear_attn.in_proj_qkv.weight", (2 * 32 + 5,), [3e38]),
     "qwen3_moe": ("layers.0.mlp.gate.weight", (4,), [3e38, -3e38]),
 }
-# What adds to the hidden state, of which these channels stay as the embedding has them.
+# Weights that add to the hidden state, whose first channels therefore stay as the embedding has
+# them.
 WAYS_OUT = (
     "out_proj.weight",
     "o_proj.weight",
@@ -63,13 +64,15 @@ def changed(model, change):
 
 
 def of_router(directory, weights):
-    """The embedding's row of the token is NaN, and so is its row of every router."""
+    """Build an engine in which the token has NaN in its embedding row and in its row of every
+    router.
+    """
     model = changed(
         save_gpt_oss(directory),
         lambda tensors: tensors["model.embed_tokens.weight"][BAD].fill(np.nan),
     )
     with pytest.MonkeyPatch.context() as patch:
-        # What looks for NaN in files would refuse this one.
+        # The check of files for NaN would refuse this model.
         patch.setattr(safetensors_check, "_check_finite", lambda *_: None)
         patch.setattr(
             stream,
@@ -81,7 +84,9 @@ def of_router(directory, weights):
 
 
 def of_large(directory, family, weights):
-    """All weights are finite; the token alone has something in the channels that are large."""
+    """Build an engine of finite weights in which only the token has values in the channels with
+    large weights.
+    """
     name, rows, sizes = LARGE[family]
     channels = slice(len(sizes))
 
@@ -132,8 +137,8 @@ def engine(request, tmp_path_factory):
 )
 @pytest.mark.some(3)
 def test_nan_ends_only_its_request_and_publishes_nothing(engine, bad):
-    """In its first pass, inside a later one, with its last token, and where windows hide that
-    token.
+    """The NaN occurs in the first pass, inside a later one, with the last token, or where windows
+    hide the token.
     """
     others = [GOOD[:40], [9, 8, 7], [*GOOD[:20], 4]]
     alone = [
@@ -157,7 +162,7 @@ def test_nan_ends_only_its_request_and_publishes_nothing(engine, bad):
 
 @pytest.mark.some(2)
 def test_tokens_decoded_beside_nan_are_unchanged(engine):
-    """The pass holds a decode of one row and the broken prefill."""
+    """One pass holds a decode of one row and the broken prefill."""
     options = {**OPTIONS, "max_new_tokens": 100}
     alone = engine.generate(GOOD, mode="baseline", **options).output_token_ids
     running = engine.submit(GOOD, **options)
@@ -168,7 +173,9 @@ def test_tokens_decoded_beside_nan_are_unchanged(engine):
 
 @pytest.mark.parametrize("engine", ["torch, cpu"], indirect=True)
 def test_nan_hidden_from_the_last_row_is_detected(engine, monkeypatch):
-    """The torch backend weighs what a window hides with 0, and 0 * NaN shows."""
+    """Without `blank_broken` the request ends normally. The torch backend is not tested here: it
+    weighs hidden positions with 0, and 0 * NaN shows.
+    """
     monkeypatch.setattr(PagedPass, "blank_broken", lambda self, logits, logit_rows: None)
     engine.reset_cache()
     assert engine.generate(FAR, 1).finish_reason == "length"

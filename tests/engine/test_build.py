@@ -1,4 +1,4 @@
-"""What is planned before a model is loaded: memory of the packed weights, packages that loading
+"""Checks before a model is loaded: the memory of the packed weights, and the packages that loading
 needs.
 """
 
@@ -21,8 +21,8 @@ WIDE = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2}
 
 @pytest.mark.parametrize("weights", ["int4", "int4-asym", "int8", "bf16", "f32"])
 def test_planned_weight_bytes_equal_packed_ones(weights, tmp_path, monkeypatch):
-    """A large vocabulary beside few layers: with 4 bits the embedding and the head stay at 8 bit,
-    and count so.
+    """The vocabulary is large for the number of layers. With 4 bits, embedding and head stay at 8
+    bits and are counted so.
     """
     directory = save_tiny_checkpoint("llama", tmp_path, vocab_size=8000, **WIDE)
     checkpoint = Checkpoint.open(directory)

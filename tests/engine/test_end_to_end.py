@@ -1,5 +1,5 @@
-"""Real tiny models on the torch runner: greedy tokens equal transformers' own, however they come
-about.
+"""Tiny real models on the torch runner: greedy tokens equal those of transformers, whatever the
+schedule and the cache.
 """
 
 import weakref
@@ -22,8 +22,8 @@ pytestmark = pytest.mark.usefixtures("one_torch_thread")
 SOME_FAMILIES = ["llama", "gemma2", "qwen3"]
 NEW = 24
 BLOCK = 16
-# One thread: a tiny matrix is no work to share, and a busy machine makes the team wait for its last
-# member.
+# One thread: a tiny matrix has no work to share, and on a busy machine the team would wait for its
+# last thread.
 OPTIONS = {
     "runner": "torch",
     "backend": "cpu",
@@ -34,7 +34,7 @@ OPTIONS = {
 
 
 class Truth:
-    """transformers alone, one prompt at a time."""
+    """Reference: transformers alone, one prompt at a time."""
 
     def __init__(self, directory):
         self.directory = directory

@@ -1,4 +1,4 @@
-"""A program may end without closing its engine, idle or in the middle of a request."""
+"""A program may end without closing its engine, idle or during a request."""
 
 import subprocess
 import sys

@@ -1,4 +1,6 @@
-"""A forked child has the engine's memory and not its thread: every call says so, none waits."""
+"""A forked child has the engine's memory but not its thread: every call raises an error, and none
+waits.
+"""
 
 import os
 import subprocess

@@ -1,5 +1,7 @@
-"""Tiny hybrid models through the whole engine: answers are equal to the bit with and without what
-was kept of them, in the pool, on disk, and after the process that kept it was killed.
+"""Tiny hybrid models through the whole engine: answers with and without cached state are equal to
+the bit.
+
+The state is in the pool, on disk, or on disk after the process that stored it was killed.
 """
 
 import json
@@ -83,8 +85,8 @@ def test_cold_cached_and_branching_answers_are_bit_equal(model, bits):
 @pytest.mark.parametrize(("model", "bits"), each_once(FAMILIES, ALL_BITS), indirect=["model"])
 @pytest.mark.some(2)
 def test_drafts_from_history_change_no_bit(model, bits, tmp_path):
-    """The second time the tenant asks, its answer is known; and after a restart the states of that
-    are on disk.
+    """The tenant's second request finds its answer in the history. After a restart, the states of
+    the conversation are on disk.
     """
     options = {
         "kv_cache_bits": bits,
@@ -110,8 +112,8 @@ def test_drafts_from_history_change_no_bit(model, bits, tmp_path):
 
 
 def test_chats_share_the_state_after_their_system_message(tmp_path):
-    """Nobody names the place: the template says where a message of the user begins, and a state is
-    kept before it.
+    """The chat template gives the place where a user message begins, so a state is kept there
+    without a hint of the caller.
     """
     system = {"role": "system", "content": "You are a helper of few words. " * 4}
     chats = [

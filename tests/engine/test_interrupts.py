@@ -1,4 +1,4 @@
-"""Ctrl-C at any moment of a call ends the call's requests and leaves nothing behind."""
+"""Ctrl-C at any moment of a call ends the call's requests and leaks nothing."""
 
 import itertools
 import signal
@@ -52,7 +52,7 @@ def test_ctrl_c_while_waiting_cancels_the_request(engine):
     ids=["generate", "generate_batch", "generate_many", "warm", "stream"],
 )
 def test_ctrl_c_during_submission_cancels_the_request(engine, monkeypatch, call):
-    """The request is queued already: on a busy machine several passes may be over by then."""
+    """Passes are held back, because on a busy machine several could end before the interrupt."""
 
     def interrupt(*_):
         raise KeyboardInterrupt

@@ -1,14 +1,15 @@
-"""Bit invariance: a token has the same logits however it came to be computed, for every model,
-format and cache width.
+"""Bit invariance: a token has the same logits however it was computed, for every model, format and
+cache width.
 
 Each way of computing a prompt is compared by `==`, on all rows of logits or on tokens and log
-probabilities, with the prompt alone, uncached, in one pass of one thread. `make test` runs the rows
-of invariance_pairs.csv, in which every possible pair of values of two factors occurs; `make
-test-all` runs all others too. Where a way has many lengths or sizes, a row of `make test` takes
-every fourth one, and the next rows of that way the others.
+probabilities, with the prompt alone, uncached, in one pass of one thread.
 
-To write the table again after a factor has changed: cd tests && ../.venv/bin/python -m
-engine.test_invariance
+`make test` runs the rows of invariance_pairs.csv, in which every possible pair of values of two
+factors occurs; `make test-all` runs all others too. If a way has many lengths or sizes, a row of
+`make test` takes every fourth one, and the next rows of that way the others. To write the table
+again after a factor has changed:
+
+    cd tests && ../.venv/bin/python -m engine.test_invariance
 """
 
 from __future__ import annotations
@@ -45,7 +46,10 @@ NOTHING = SamplingParams(max_new_tokens=0)
 
 
 class Case:
-    """A model at one width of its cache. part: 0 to 3 for every fourth value, None for all."""
+    """Model at one width of its cache.
+
+    - part: 0 to 3 for every fourth value, None for all
+    """
 
     def __init__(self, machine, bits):
         self.machine = machine
@@ -58,12 +62,12 @@ class Case:
         return values if self.part is None else values[self.part :: PARTS]
 
     def bench(self, *, every_block=False, **options):
-        """every_block: in a hybrid, a state is kept after each block."""
+        """Build a bench. With `every_block`, a hybrid keeps a state after each block."""
         states = STATES._replace(every_block=every_block) if self.is_hybrid else None
         return NativeBench(self.machine, bits=self.bits, states=states, **options)
 
     def driver(self, threads):
-        """Over a pool that holds NaN wherever nothing was written."""
+        """Build a driver over a pool that holds NaN wherever nothing was written."""
         parts = self.machine.parts(self.bits, threads, 64, 9, self.machine.states)
         return (StateDriver if self.is_hybrid else PagedDriver)(*parts)
 
@@ -73,8 +77,8 @@ def same(found, expected, where):
 
 
 def cached(case):
-    """After a prefix of any length, in the pool up to its last whole block. A hybrid needs a state
-    there, too.
+    """Compute after a cached prefix of any length, up to its last full block. A hybrid needs a
+    state there, too.
     """
     expected = case.cold.logits(TEXT)
     for cut in case.some(0, 1, 15, 16, 17, 31, 32, 33, 48, 63, 64, 65, 79, 80, 81, 89):
@@ -118,7 +122,7 @@ def threads(case):
 
 
 def batched(case):
-    """Prompts of different lengths in one pass, and a prompt in pieces next to two answers."""
+    """Compute prompts of different lengths in one pass, and a prompt in chunks next to two answers."""
     prompts = (TEXT, ONE, OTHER, SHORT)
     answers = ((OTHER, GREEDY), (SHORT, SAMPLED))
     expected = [case.cold.logits(prompt) for prompt in prompts]
@@ -148,7 +152,7 @@ def batched(case):
 
 
 def preempted(case):
-    """Recomputed for want of blocks, and after everything that was cached was dropped."""
+    """Recompute after preemptions for lack of blocks, and after the whole cache was dropped."""
     wanted = [(TEXT[:33], GREEDY), (TEXT[40:75], SAMPLED), (OTHER, GREEDY)]
     expected = case.cold.logits(TEXT)
     alone = [case.cold.answer(*each) for each in wanted]
@@ -174,8 +178,8 @@ def preempted(case):
 
 
 def speculative(case):
-    """Two answers at once, one of them sampled, whose drafts are right up to any number; and what
-    is kept of them.
+    """Decode two answers at once, one of them sampled, with any number of correct drafts, and reuse
+    their blocks.
     """
     asked = [(TEXT[:25], GREEDY), (TEXT[40:70], SAMPLED)]
     alone = [case.cold.answer(*each) for each in asked]
@@ -211,9 +215,7 @@ def speculative(case):
 
 
 def restored(case):
-    """From a tier, by an engine that has only the tier, and once more where the tier lost the third
-    block.
-    """
+    """Restore from a tier into a new engine, and once more after the tier lost the third block."""
     answer = case.cold.answer(TEXT[:60], GREEDY)
     turn = [*TEXT[:60], *answer.output_token_ids, *OTHER[:9]]
     expected = case.cold.logits(turn)
@@ -237,9 +239,7 @@ def restored(case):
 
 
 def next_turn(case):
-    """Keys, values and states that decoding made, one token at a time, equal what one pass
-    makes.
-    """
+    """Compare KV and states of decoding, one token at a time, with those of one pass."""
     for number, budget in ((1, 64), (2, 7)):
         bench = case.bench(threads=number, max_batch_tokens=budget)
         first = bench.generate(TEXT[:25], dataclasses.replace(GREEDY, max_new_tokens=45))
@@ -253,9 +253,7 @@ def next_turn(case):
 
 
 def some_rows(case):
-    """Logits and hidden states of some rows of a pass, after pieces none of whose rows were
-    wanted.
-    """
+    """Compute logits and hidden states of some rows of a pass, after chunks without wanted rows."""
     expected, longer, other = (case.cold.logits(each) for each in (TEXT, [*TEXT, 7], OTHER))
     driver = case.driver(1)
     _, hidden = driver.step_for([(driver.open(TEXT), 90)], [], range(90))
@@ -290,7 +288,7 @@ def some_rows(case):
 
 
 def forked(case):
-    """Two sequences that share a block go on in one pass."""
+    """Continue two sequences that share a block in one pass."""
     expected = case.cold.logits(TEXT)
     for number, cut in ((1, 33), (2, 37), (2, 47)):
         driver = case.driver(number)
@@ -321,7 +319,7 @@ WAYS = {
 
 
 class Row(NamedTuple):
-    """A case of the table."""
+    """Case of the table."""
 
     kind: str
     weights: str
@@ -333,11 +331,11 @@ VALUES = Row(tuple(KINDS), tuple(FORMATS), ("16-16", "8-8", "8-4", "4-4"), tuple
 
 
 def is_possible(row):
-    """Whether the first values of a row go together."""
+    """Return whether the first values of a row are compatible."""
     kind, weights, _, way = [*row, *[""] * 4][:4]
     if kind == "gemma4-alike" and weights.isupper():
-        return False  # a GGUF file says which layers are which by their shapes
-    return way != "forked" or not KINDS[kind].states  # the engine forks no hybrid
+        return False  # a GGUF file identifies its layers by their shapes
+    return way != "forked" or not KINDS[kind].states  # the engine does not fork hybrids
 
 
 def committed():
@@ -346,7 +344,7 @@ def committed():
 
 
 def parts_of(row, size=2):
-    """Values of so many factors: ((factor, value), (factor, value))."""
+    """Return the values of each `size` factors: ((factor, value), (factor, value))."""
     return set(itertools.combinations(zip(Row._fields, row, strict=True), size))
 
 
@@ -362,7 +360,7 @@ def test_the_table_covers_every_pair():
 
 
 class Models:
-    """The model in use; it is closed when another one is asked for. Cases of one model follow each
+    """The model in use. It is closed when another one is requested; cases of one model follow each
     other.
     """
 
@@ -409,7 +407,7 @@ def run(models, row, part=None):
 
 
 def numbered(rows):
-    """Each row with its number among the rows of the same way."""
+    """Number each row among the rows of the same way."""
     counts = Counter()
     for row in rows:
         yield row, counts[row.way]
@@ -439,8 +437,8 @@ def test_bits_do_not_depend_on_it_in_the_rest_of_the_product(models, model):
 
 
 def write_table():
-    """Choose the row with most new pairs until none is missing; of equal ones that with the rarest
-    way and width.
+    """Choose the row with the most new pairs until none is missing. Among equal rows, take the one
+    with the rarest way and width.
     """
     pairs = {row: parts_of(row) for row in ALL}
     missing = set().union(*pairs.values())

@@ -1,4 +1,6 @@
-"""KVBoost's attributes of an engine: figures to read, and reasons for what is not available."""
+"""KVBoost's attributes of an engine: readable figures, and the reasons why others are not
+available.
+"""
 
 import functools
 

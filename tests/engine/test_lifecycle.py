@@ -1,5 +1,5 @@
-"""Whatever ends a request - finish, cancel, an error at any point, the engine's end - nothing stays
-behind.
+"""A request that ends in any way (finish, cancel, an error at any point, the engine's end) leaks
+nothing.
 """
 
 import gc
@@ -39,7 +39,9 @@ def engine():
 
 
 def test_waiting_for_a_result_wakes_up_once():
-    """Woken for each token it would take a processor from the pass, only to fall asleep again."""
+    """A wake-up for each token would take a processor from the pass, only for the thread to sleep
+    again.
+    """
     handle = RequestHandle(0, lambda index: None)
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(handle.result)
@@ -53,11 +55,11 @@ def test_waiting_for_a_result_wakes_up_once():
 
 
 class Boom(Exception):
-    """An error nobody expects."""
+    """Unexpected error."""
 
 
 def raise_on_call(monkeypatch, owner, name, at):
-    """Make the `at`-th call of a method raise Boom; returns a list that grows with the calls."""
+    """Raise Boom in the `at`-th call of a method. Return a list that grows with the calls."""
     real = getattr(owner, name)
     calls = []
 
@@ -94,7 +96,7 @@ POINTS = [
 @pytest.mark.parametrize("at", [1, 2, 3, 7])
 @pytest.mark.some(3)
 def test_an_error_at_any_point_ends_only_its_requests(engine, monkeypatch, owner, name, at):
-    """RELIABILITY 6 and 8."""
+    """RELIABILITY 6 and 8: the other requests keep their answers."""
     if isinstance(owner, str):
         owner = __import__(owner, fromlist=["_"])
     prompts = [[i] * 20 for i in range(4)]
@@ -155,7 +157,7 @@ def test_nan_logits_end_only_their_request():
     bench.run()
     assert_raises(KVBoostError, "NaN or infinite logits near token 47", bad.result, 0)
     bench.answer(good)
-    # The chunk that held the bad token was not published, whole blocks before it may be.
+    # The chunk that held the bad token was not published, but full blocks before it may be.
     assert bench.manager.peek([*range(47), 255, 1], bench.parts.root) < 48
 
 
@@ -169,8 +171,8 @@ def test_nan_in_chunked_prefill_is_detected_before_publishing():
 
 
 def test_cancelling_works_in_every_state():
-    """New, in the inbox, waiting, waiting for a prefix in flight, prefilling, decoding, preempted,
-    done.
+    """The requests are new, in the inbox, waiting, waiting for a prefix in flight, prefilling,
+    decoding, preempted or done.
     """
     for steps in range(30):
         bench = Bench(6, max_num_seqs=2, max_batch_tokens=16)
@@ -183,7 +185,7 @@ def test_cancelling_works_in_every_state():
             bench.step()
         for handle in handles:
             handle.cancel()
-        bench.step()  # within one step
+        bench.step()  # it takes at most one step
         assert all(handle.done for handle in handles)
         assert bench.manager.used_block_count == 0
         assert not bench.scheduler.has_work
@@ -204,7 +206,7 @@ def test_cancelling_during_a_forward_pass(engine):
     handle = engine.submit(list(range(200)), max_new_tokens=100)
     assert started.wait(30)
     handle.cancel()
-    assert engine.paged_stats()["num_running"] == 1  # readable though the model computes
+    assert engine.paged_stats()["num_running"] == 1  # readable while the model computes
     runner_of(engine).on_forward = None
     go.set()
     assert handle.result(30).finish_reason == "cancelled"
@@ -214,7 +216,7 @@ def test_cancelling_during_a_forward_pass(engine):
 
 @pytest.mark.parametrize("end", ["cancel", "timeout", "close"])
 def test_a_pass_of_cancelled_requests_is_aborted(end):
-    """By a runner that asks; with another request in the pass it goes on."""
+    """The runner polls `is_abandoned` and ends the pass early."""
     started = threading.Event()
 
     def ask(batch):

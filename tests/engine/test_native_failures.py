@@ -1,4 +1,4 @@
-"""Requests that fail, are cancelled or get no number on the native runner: they end alone and leave
+"""Requests on the native runner that fail, are cancelled or get NaN: they end alone and leave
 nothing open.
 """
 
@@ -12,7 +12,7 @@ from helpers.random_ids import random_ids
 from kvboost_edge.engine.request.request import SamplingParams
 from kvboost_edge.errors import KVBoostError
 
-BAD = 255  # in no prompt but the one that shall fail
+BAD = 255  # only in the prompt that must fail
 GREEDY = SamplingParams(max_new_tokens=20, temperature=0.0, logprobs=2)
 TEXT = random_ids(120, 5, 3, 250)
 
@@ -26,8 +26,8 @@ def machine(tmp_path_factory):
 
 @pytest.mark.parametrize("bits", ALL_BITS[1:], ids=str)
 def test_open_block_buffers_are_always_returned(machine, bits):
-    """Finished, cancelled and preempted requests give them back: with two buffers two sequences
-    always run.
+    """Finished, cancelled and preempted requests return their buffers, so two buffers always let
+    two sequences run.
     """
     bench = NativeBench(machine, bits=bits, num_blocks=8, max_num_seqs=2, max_batch_tokens=24)
     for number in range(18):
@@ -47,8 +47,8 @@ def test_open_block_buffers_are_always_returned(machine, bits):
 
 @pytest.fixture(scope="module")
 def overflowing(tmp_path_factory):
-    """A Llama whose token BAD, and no other, has first-layer keys beyond float16: stored, they are
-    infinite.
+    """Llama in which only the token BAD has first-layer keys beyond float16, which are stored as
+    infinity.
     """
     directory = save_tiny_checkpoint(
         "llama", tmp_path_factory.mktemp("overflow"), num_hidden_layers=2
@@ -68,8 +68,8 @@ def overflowing(tmp_path_factory):
 
 @pytest.mark.parametrize("bits", ALL_BITS[:3], ids=str)
 def test_non_finite_keys_end_only_their_request(overflowing, bits):
-    """RELIABILITY 8: nothing of the request is published, and a request in the same batch keeps its
-    bits.
+    """RELIABILITY 8: nothing of the request is published, and a request in the same batch stays
+    equal to the bit.
     """
     prompt = [7, 8, 9, BAD, *range(40)]
     expected = Cold(overflowing, bits).answer(TEXT[:51], GREEDY)

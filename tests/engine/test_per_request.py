@@ -1,6 +1,4 @@
-"""What belongs to one request or one model stays with it: sampling in a batch, and all EOS ids of
-the model.
-"""
+"""Isolation of requests and models: sampling in a batch, and all EOS ids of the model."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""What an engine tells of its cache: the hashes that a router makes of the same prompts."""
+"""The reported contents of the cache: the hashes that a router computes for the same prompts."""
 
 import threading
 
@@ -6,7 +6,7 @@ from helpers.engine.fake_runner import fake_engine
 from kvboost_edge.kvcache.hashing import shared_root
 from kvboost_edge.serve_ray.routing.prompt_chain import prefix_hashes
 
-PROMPT = list(range(20, 70))  # three full blocks and a bit
+PROMPT = list(range(20, 70))  # three full blocks and two tokens
 
 
 def test_cache_events_describe_the_resident_blocks():
@@ -18,7 +18,7 @@ def test_cache_events_describe_the_resident_blocks():
             root = shared_root(engine.cache_root, terms.get("tenant"), terms.get("cache_salt"))
             events = engine.take_cache_events()
             assert not events.is_whole
-            # Of each tenant its own blocks and nobody else's.
+            # Each tenant reports its own blocks and no others.
             assert set(events.published) == set(prefix_hashes(PROMPT, root, size))
             assert events.evicted == ()
         told = set(engine.take_cache_events(whole=True).published)
@@ -28,7 +28,7 @@ def test_cache_events_describe_the_resident_blocks():
 
 
 def test_cache_events_may_be_read_while_requests_run():
-    """From another thread, again and again: what was added up is what there is in the end."""
+    """Another thread reads events again and again. Added up, they equal the contents at the end."""
     with fake_engine(num_blocks=16) as engine:
         known = set(engine.take_cache_events().published)
         done = threading.Event()

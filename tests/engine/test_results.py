@@ -1,4 +1,4 @@
-"""What callers get back: text, tokens, stop reasons, times, statistics, warm, logits, verify."""
+"""Results of calls: text, tokens, stop reasons, times, statistics, warm, logits, verify."""
 
 import dataclasses
 import json
@@ -113,7 +113,7 @@ def test_eos_ends_the_output_and_is_in_the_ids_only(engine):
 
 
 def forced_text(engine, prompt, text, **options):
-    """Stream while the runner spells `text`, one byte a token, and then EOS."""
+    """Stream while the runner spells `text`, one byte per token, and then EOS."""
     ids = [*engine.tokenizer.encode(text), EOS_ID]
     positions = {len(prompt) + i: token for i, token in enumerate(ids)}
     runner = runner_of(engine)
@@ -210,8 +210,8 @@ def test_generate_many_keeps_the_order_and_shares_prefixes():
         results = engine.generate_many(prompts, max_new_tokens=3)
         for prompt, result in zip(prompts, results, strict=True):
             assert list(result.output_token_ids) == expected_tokens(prompt, 3)
-        # The pool holds one prefix at a time: only running the equal ones next to each other reuses
-        # it.
+        # The pool holds one prefix at a time, so a prefix is reused only if its requests run in
+        # succession.
         assert sum(result.cached_tokens == 64 for result in results) == 6
 
 
@@ -299,8 +299,8 @@ def test_verify_correctness_can_fail(engine, monkeypatch):
     real = runner._row
 
     def drift(batch, row):
-        """Wrong whenever part of the prompt came from the cache: the pass starts behind position
-        0.
+        """Return wrong logits if part of the prompt was cached, so that the pass starts after
+        position 0.
         """
         logits = real(batch, row)
         if int(batch.positions[0]) == 48:
@@ -346,7 +346,9 @@ def test_a_pool_full_of_cached_blocks_is_occupied_but_not_in_use():
 
 
 def test_tenants_have_different_root_hashes():
-    """The root of the hash chain differs; the same engine options give the same root."""
+    """Different tenants have different roots of the hash chain, and equal options have the same
+    root.
+    """
     from kvboost_edge.kvcache.hashing import root_hash
 
     roots = {

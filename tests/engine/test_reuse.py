@@ -1,5 +1,7 @@
-"""Spans at other positions through scheduler, tables and batches: the fake runner reads every token
-back where it must be, so what is shared wrongly shows as an error or as other tokens.
+"""Spans at other positions through scheduler, tables and batches.
+
+The fake runner reads each token back where it must be stored, so wrong sharing shows as an error or
+as other tokens.
 """
 
 import pytest
@@ -19,7 +21,7 @@ from kvboost_edge.errors import KVBoostError
 
 
 def served():
-    """A bench that answered a head and two documents."""
+    """Build a bench that has answered a head with two documents."""
     bench = Bench()
     head = document(0, 32)
     one = document(1, 64)
@@ -84,7 +86,7 @@ def test_a_reuse_request_without_a_match_is_exact_and_published():
 
 
 def test_a_span_block_is_not_freed_while_shared():
-    """Blocks that are shared at another position are not handed out while they are."""
+    """Blocks that are shared at another position are not allocated to other requests meanwhile."""
     bench = Bench(14, max_num_seqs=4, max_batch_tokens=16)
     head = document(0, 17)
     one = document(1, 80)
@@ -147,8 +149,8 @@ def test_a_repeated_document_uses_one_set_of_blocks():
 
 
 def test_a_prompt_that_does_not_fit_with_spans_runs_exactly():
-    """Spans begin and end inside blocks: with them the prompt needs more blocks than it has tokens
-    for.
+    """Spans begin and end inside blocks, so with them the prompt needs more blocks than its tokens
+    fill.
     """
     bench = Bench(9)
     docs = [document(number, 41) for number in (1, 2, 3)]
@@ -160,7 +162,7 @@ def test_a_prompt_that_does_not_fit_with_spans_runs_exactly():
 @pytest.mark.parametrize("repair", [SEAMS, BLEND], ids=["seams", "blend"])
 @pytest.mark.parametrize("preempted", [False, True], ids=["undisturbed", "preempted"])
 def test_hit_reused_and_computed_tokens_add_up_to_the_prompt(repair, preempted):
-    """Each token once, also of a sequence that lost its blocks and shared spans again."""
+    """Each token counts once, also for a preempted sequence that shares its spans again."""
     bench = Bench()
     head = document(0, 20)
     one = document(1, 105)

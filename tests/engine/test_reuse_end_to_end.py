@@ -1,5 +1,5 @@
-"""Reuse at other positions on the bundled model: its test, documents computed alone, what is found
-of them.
+"""Non-prefix reuse on the bundled model: its quality test, documents computed alone, and their
+reuse.
 """
 
 import numpy as np
@@ -55,8 +55,8 @@ def test_documents_are_reused_in_any_order(engine):
 
 
 def test_a_document_after_its_own_primer_is_exact(engine):
-    """Nothing moved and nothing else before it: the keys and values of a text warmed for its place
-    are those of the prompt, and so are its logits.
+    """A text that was warmed for its own place has the KV of the prompt, since nothing moves and
+    nothing else precedes it. Its logits are equal as well.
     """
     engine.reset_cache()
     lead = engine._documents.lead(77)
@@ -72,7 +72,7 @@ def test_a_document_after_its_own_primer_is_exact(engine):
     scale = np.abs(full).max()
     bound = (
         5e-3 if engine.config.kv_cache_bits == 16 else 0.1
-    )  # blocks are quantized whole: cut otherwise
+    )  # blocks are quantized whole, here with other boundaries
     assert np.abs(full - reused).max() < bound * scale
     moved, _ = engine._gate.logits(
         [*lead[:20], *text, *prompt[len(lead) + len(text) :]], answer, Terms(), repair
@@ -91,12 +91,12 @@ def test_verify_reports_how_far_answers_change(engine):
 
 
 def test_reuse_is_refused_if_it_changes_more_than_reordering(engine, monkeypatch):
-    """Without another order there is nothing that could excuse a change."""
+    """Without a reordering for comparison, no change is acceptable."""
     from kvboost_edge.reuse.quality_verdict import QualityPrompts
 
     in_order = QualityPrompts.prompts
     monkeypatch.setattr(QualityPrompts, "prompts", lambda self, *, reordered=False: in_order(self))
-    # Of a strategy and overlap that no other test asks for: verdicts are kept.
+    # No other test uses this strategy and overlap, since verdicts are stored.
     repair = {"recompute_strategy": "selective", "recompute_overlap": 17}
     assert not engine.check_reuse(**repair).passed
     with pytest.raises(RequestError, match="refused for this model"):

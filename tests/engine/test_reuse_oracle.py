@@ -1,6 +1,8 @@
-"""Reuse on a trained model against transformers: keys turned by hand to their new positions, values
-as they were, and the same tokens computed between them. The bundled model answers rightly even
-where keys were not turned at all, so its logits are compared, not its answers.
+"""Reuse on a trained model against transformers: keys rotated to their new positions by hand,
+unchanged values, and the same tokens computed between them.
+
+The bundled model answers correctly even with keys that were not rotated, so the test compares its
+logits, not its answers.
 """
 
 import dataclasses
@@ -34,7 +36,7 @@ NUM_ROWS = 8
 
 
 class Oracle:
-    """The bundled model in transformers, float32, one layer of attention after another."""
+    """The bundled model in transformers, float32, one attention layer after another."""
 
     def __init__(self):
         directory = f"{kvboost_edge.__path__[0]}/assets/demo"
@@ -44,7 +46,7 @@ class Oracle:
 
     @torch.inference_mode()
     def run(self, ids, cache, **options):
-        """What the model returns for tokens behind those in the cache, which takes theirs."""
+        """Run the model on the tokens after those in the cache, and add theirs to it."""
         start = cache.get_seq_length()
         positions = torch.arange(start, start + len(ids))[None]
         return self.model(
@@ -52,33 +54,33 @@ class Oracle:
         )
 
     def kv(self, ids):
-        """Keys and values of each layer, [1, kv heads, len(ids), head_dim]."""
+        """Return keys and values of each layer, [1, kv heads, len(ids), head_dim]."""
         cache = DynamicCache(config=self.model.config)
         self.run(ids, cache)
         return [(layer.keys, layer.values) for layer in cache.layers]
 
     @torch.inference_mode()
     def turned(self, keys, delta):
-        """Keys as they would be `delta` positions further on."""
+        """Rotate keys to positions that are `delta` higher."""
         cos, sin = self.model.model.rotary_emb(keys, torch.tensor([[delta]]))
         first, second = keys.chunk(2, dim=-1)
         return keys * cos + torch.cat((-second, first), dim=-1) * sin
 
     def logits(self, ids, served, spans):
-        """Logits of the last NUM_ROWS tokens, with the spans' keys and values from where they were
-        served.
+        """Return logits of the last NUM_ROWS tokens, with the spans' keys and values from their
+        original positions.
         """
         return self._behind_spans(ids, served, spans).logits[0, -NUM_ROWS:].numpy()
 
     def masses(self, ids, served, spans, layer):
-        """What the last tokens of a prompt give to each token [len(ids)] in a layer, over all
-        heads.
+        """Return the attention that the last tokens of a prompt pay to each token [len(ids)] in a
+        layer, over all heads.
         """
         found = self._behind_spans(ids, served, spans, output_attentions=True)
         return found.attentions[layer][0, :, -NUM_QUERY_TOKENS:].sum((0, 1)).numpy()
 
     def _behind_spans(self, ids, served, spans, **options):
-        """What the model returns for the tokens behind the last span."""
+        """Run the model on the tokens after the last span."""
         stored = self.kv(served)
         cache = DynamicCache(config=self.model.config)
         position = 0
@@ -117,7 +119,7 @@ def engine(request):
 
 
 class Seen:
-    """What a request with reuse shared, and the logits of its last tokens."""
+    """Spans that a request with reuse shared, and the logits of its last tokens."""
 
     def __init__(self, engine, ids, repair, patch):
         self.placed = ()
@@ -147,7 +149,7 @@ class Seen:
 
     @property
     def chosen(self):
-        """Where the blocks begin that were taken out of the spans."""
+        """Starts of the blocks that were cut out of the spans."""
         kept = {position for span in self.spans for position in range(span.start, span.stop)}
         placed = [
             position for span in self.placed for position in range(span.start, span.stop, BLOCK)
@@ -156,7 +158,7 @@ class Seen:
 
 
 def document(engine, number, count):
-    """Facts from words of the model, some 10 tokens each."""
+    """Encode facts from words of the model, some 10 tokens each."""
     rng = random.Random(number)
     names = ("Mira Dolen", "Lake Brelo", "Sarik Tonar", "Fort Puna")
     values = ("baker", "owl", "tea", "rice", "steel")
@@ -171,8 +173,8 @@ def document(engine, number, count):
 
 
 def prompts(engine):
-    """What is served, and what is asked: one document moved to the front, a new one, two moved
-    back.
+    """Return the prompt that is served first, and the one with reuse: one document moved to the
+    front, a new one, two moved back.
     """
     encode = engine.tokenizer.encode
     head = encode("<|bos|><|system|>\nRead the documents and answer.<|end|>\n<|user|>\n", False)
@@ -184,7 +186,9 @@ def prompts(engine):
 
 
 def asked(engine, repair, patch):
-    """A prompt served to an empty cache, one asked for behind it, and what that shared."""
+    """Serve a prompt with an empty cache, then request another with reuse. Return both, and the
+    spans that were shared.
+    """
     served, ids = prompts(engine)
     engine.reset_cache()
     engine.generate(served, max_new_tokens=0)
@@ -243,7 +247,7 @@ def test_cacheblend_recomputes_the_blocks_with_the_largest_value_deviation(
 @pytest.mark.some(2)
 def test_query_recompute_chooses_the_most_attended_blocks(engine, oracle, repair, monkeypatch):
     served, ids, seen = asked(engine, repair, monkeypatch)
-    prompt = ids[: len(ids) - NUM_ROWS + 1]  # the rest stands for its answer
+    prompt = ids[: len(ids) - NUM_ROWS + 1]  # the rest serves as its answer
     masses = oracle.masses(
         prompt, served, seen.placed, 2 * oracle.model.config.num_hidden_layers // 3
     )
@@ -260,7 +264,7 @@ def test_query_recompute_chooses_the_most_attended_blocks(engine, oracle, repair
 )
 @pytest.mark.some(3)
 def test_the_chosen_blocks_do_not_depend_on_chunking(runner, bits, repair, monkeypatch):
-    """Pieces that are computed and not looked at are there for those behind them."""
+    """Chunks whose rows are not wanted are available to those after them."""
     chosen = []
     for budget in (512, 48, 16):
         options = {**RUNNERS[runner], "kv_cache_bits": bits, "debug_checks": True}

@@ -1,5 +1,6 @@
-"""Requests that share spans, exact ones among them, in a small pool, under random operations: a
-machine that finds the shortest way to a leak, a use after free or a wrong token.
+"""Requests that share spans, and exact ones, in a small pool under random operations.
+
+Hypothesis finds the shortest way to a leak, a use after free or a wrong token.
 """
 
 from hypothesis import settings

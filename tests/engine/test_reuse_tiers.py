@@ -1,4 +1,4 @@
-"""Runs at other positions whose blocks were driven out of the pool, and came back from a tier."""
+"""Spans at other positions whose blocks were evicted from the pool and restored from a tier."""
 
 import pytest
 
@@ -19,20 +19,22 @@ ASKED = [*document(3, 20), *TWO, *document(4, 5), *ONE, 7, 8]
 
 
 def flush(bench, first=100):
-    """Others take every block."""
+    """Evict all blocks with other prompts."""
     for number in range(first, first + 2):
         bench.ask(document(number, 16 * (NUM_BLOCKS - 2)), 1)
 
 
 def reusing(*tiers, **options):
-    """A bench that was asked to reuse: from then on what is served is kept in mind."""
+    """Build a bench that had a request with reuse. From then on it indexes what it serves."""
     bench = Bench(NUM_BLOCKS, tiers=tiers)
     bench.submit([1] * 40, 1, REUSE, repair=BARE, **options)
     return bench
 
 
 def served(*tiers):
-    """What was served and asked about once, driven out since."""
+    """Build a bench that has served the prompt, with a request about it, and evicted its blocks
+    since.
+    """
     bench = reusing(*tiers)
     bench.ask(SERVED, 1)
     flush(bench)
@@ -82,7 +84,7 @@ def test_lost_blocks_do_not_change_the_answer():
 
 
 def test_only_evicted_blocks_are_read():
-    """Chains lose their ends first."""
+    """Chains lose their ends first, so only these are read from the tier."""
     tier = DictTier()
     bench = reusing(tier)
     bench.ask(SERVED, 1)

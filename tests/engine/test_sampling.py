@@ -1,4 +1,4 @@
-"""The sampler against a slow truth written out step by step."""
+"""The sampler against a slow reference, written out step by step."""
 
 import dataclasses
 
@@ -90,8 +90,8 @@ def test_distribution_equals_the_reference(options):
 
 @pytest.mark.parametrize("options", CASES, ids=repr)
 def test_draws_invert_the_distribution(options):
-    """The token drawn is the one whose share of the unit interval holds the random number of (seed,
-    position).
+    """The drawn token is the one whose share of the unit interval contains the random number of
+    (seed, position).
     """
     params = SamplingParams.from_options(**options)
     sampler = make_sampler(params, 11)
@@ -199,7 +199,7 @@ def test_minus_infinity_masks_tokens():
 
 
 def test_suppressed_tokens_are_never_sampled():
-    """Whatever its logit and its bias are; the others keep their distribution."""
+    """Logits and biases cannot make them candidates. The other tokens keep their distribution."""
     logits = random_logits(3)
     best = np.argsort(-logits)[:3].tolist()
     assert make_sampler(SamplingParams(), 0, best[:2])(logits, [1], 1) == best[2]

@@ -1,5 +1,5 @@
-"""A seed in a result reproduces its request; it tells nothing of other requests, and of other
-tenants' least of all.
+"""A seed in a result reproduces its request. It reveals nothing about other requests, least of all
+those of other tenants.
 """
 
 import itertools

@@ -1,4 +1,4 @@
-"""A running sequence whose table gets a seam: through reserving, batch building and the native
+"""A running sequence whose table gets a second segment: reservation, batch building and the native
 runner.
 """
 
@@ -19,7 +19,9 @@ def test_a_segment_is_a_table_segment_with_its_sequence():
 
 
 def seamed_logits(machine, bits, cut, segment):
-    """Logits of all tokens; the table goes on with `segment` behind the first `cut` of them."""
+    """Return the logits of all tokens. The table continues with `segment` after the first `cut` of
+    them.
+    """
     bench = NativeBench(machine, bits=bits, max_batch_tokens=cut)
     handle, rows = bench.submit_logits(TOKENS)
     bench.step()
@@ -35,8 +37,8 @@ def seamed_logits(machine, bits, cut, segment):
 @pytest.mark.parametrize(
     ("bits", "weights", "cut", "first_index", "tolerance"),
     [
-        ((16, 16), "f32", 20, 2, 1e-5),  # inside a block, where the reserved ones go on
-        ((16, 16), "int8", 32, 3, 1e-4),  # behind a block that serves nothing
+        ((16, 16), "f32", 20, 2, 1e-5),  # inside a block, where the reserved blocks continue
+        ((16, 16), "int8", 32, 3, 1e-4),  # after a block that serves no position
         ((8, 8), "f32", 32, 3, 2e-2),
     ],
 )

@@ -14,14 +14,14 @@ PROMPT = [201, *range(100)]
 
 @pytest.fixture
 def clock(monkeypatch):
-    """A clock that the test moves; `clock[0]` is the time."""
+    """Clock that the test moves; `clock[0]` is the time."""
     now = [1000.0]
     monkeypatch.setattr(stall_watchdog, "time", SimpleNamespace(monotonic=lambda: now[0]))
     return now
 
 
 def stalled_bench():
-    """Return a bench and the handle of a request whose blocks a tier has and does not give."""
+    """Return a bench and the handle of a request whose blocks a tier has but never delivers."""
     tier = DictTier()
     Bench(tiers=[tier]).ask(PROMPT, 1)
     bench = Bench(tiers=[tier], max_num_seqs=1)

@@ -1,5 +1,5 @@
-"""What a server asks of the engine: tenants, salts, priorities, deadlines, prompt log
-probabilities, and its state.
+"""Request options of a server: tenants, salts, priorities, deadlines and prompt log probabilities;
+and the engine's state.
 """
 
 import math
@@ -39,7 +39,7 @@ def cached(engine, **terms):
 
 
 def test_tenants_and_salts_share_nothing(engine):
-    """RELIABILITY 18: neither hits nor the reasons of misses tell one tenant what another
+    """RELIABILITY 18: neither hits nor the reasons for misses reveal to one tenant what another
     cached.
     """
     for terms in (
@@ -163,8 +163,8 @@ def test_the_highest_priority_number_is_preempted():
 
 
 def test_a_request_ends_with_partial_output_at_its_deadline(monkeypatch):
-    """New, waiting, prefilling, decoding: it ends within one step, its blocks are back, others go
-    on.
+    """A request that is new, waiting, prefilling or decoding ends within one step. Its blocks are
+    freed, and others continue.
     """
     now = [100.0]
     give_clock(monkeypatch, lambda: now[0], core)
@@ -210,9 +210,7 @@ def logprob(token_ids, token):
 
 @pytest.mark.parametrize("budget", [1, 7, 64])
 def test_prompt_logprobs_do_not_depend_on_chunking_or_cache(budget):
-    """Whatever the cache holds, however the prompt is cut, and though blocks are lost on the
-    way.
-    """
+    """The values are the same for any contents of the cache, any chunking, and after preemptions."""
     prompts = [[i, *range(30 + 9 * i)] for i in range(3)]
     bench = Bench(6, max_num_seqs=3, max_batch_tokens=budget)
     for _ in range(2):
@@ -256,7 +254,7 @@ def test_running_and_waiting_counts_of_a_busy_engine():
     with fake_engine(max_num_seqs=2) as engine:
         go = threading.Event()
         hold_passes(engine, go)
-        with engine._core.lock:  # the first pass begins when all of them are there
+        with engine._core.lock:  # the first pass begins when all of them are queued
             handles = [engine.submit([i] * 20, max_new_tokens=4) for i in range(5)]
         while engine.num_running() < 2:
             assert engine.is_alive()

@@ -1,4 +1,4 @@
-"""Reasoning budgets: a thought is cut at exactly its number of tokens, and the answer follows."""
+"""Reasoning budgets: a thought is cut after exactly its number of tokens, and the answer follows."""
 
 import itertools
 import json
@@ -24,7 +24,7 @@ MANY = 400
 
 
 def parts_of(engine, thinker, name, result):
-    """The thought and the answer of an output, with its markers checked."""
+    """Split an output into thought and answer, and check its markers."""
     kind = KINDS[name]
     text = engine.tokenizer.decode(result.output_token_ids, False)
     opener = "" if name == "opened" else kind.opener
@@ -49,7 +49,7 @@ def test_reasoning_is_cut_at_exactly_the_budget(monkeypatch, name, budget):
 
 @EVERY
 def test_the_budget_message_precedes_the_closing_marker(monkeypatch, name):
-    """Special tokens in it are text, so it ends no turn."""
+    """Special tokens in the message are plain text, so it ends no turn."""
     message = " <|special 259|>Enough."
     with thinking(monkeypatch, name) as (engine, thinker):
         result = engine.generate(ASK, MANY, reasoning_budget=9, reasoning_budget_message=message)
@@ -69,7 +69,7 @@ def test_reasoning_within_the_budget_is_unchanged(monkeypatch, name, budget):
 
 
 def test_a_partial_closing_marker_is_completed(monkeypatch):
-    """Each budget ends inside of another part of the closing marker."""
+    """Each budget ends inside another part of the closing marker."""
     with thinking(monkeypatch, "letters") as (engine, thinker):
         thinker.thinks = 5
         for budget in range(5, 14):
@@ -83,7 +83,7 @@ def test_a_partial_closing_marker_is_completed(monkeypatch):
 @pytest.mark.parametrize("name", ["markers", "opened", "gemma", "harmony"])
 @pytest.mark.parametrize("again", ["opener", "closer"])
 def test_no_second_reasoning_block_follows_a_cut(monkeypatch, name, again):
-    """A model that would think on, or write the end once more, answers."""
+    """A model that would think on, or write the closing marker once more, answers."""
     with thinking(monkeypatch, name) as (engine, thinker):
         kind = KINDS[name]
         if name == "harmony":
@@ -106,7 +106,7 @@ def test_the_answer_may_name_the_markers(monkeypatch):
 @pytest.mark.parametrize("name", ["opened", "harmony"])
 @pytest.mark.parametrize("message", ["", "Enough."])
 def test_reasoning_leaves_room_for_an_answer(monkeypatch, name, message):
-    """A budget above the limit of the output never makes the output all thought."""
+    """A budget above the limit of the output never fills the output with reasoning."""
     with thinking(monkeypatch, name, max_context=400) as (engine, thinker):
         kind = KINDS[name]
         before = 0 if name == "opened" else len(thinker.ids(kind.opener))
@@ -138,11 +138,11 @@ def test_the_next_turn_hits_all_tokens(monkeypatch, name):
 
 @pytest.mark.parametrize("name", ["letters", "gemma"])
 def test_a_tool_call_within_reasoning_is_not_cut(monkeypatch, name):
-    """Its tokens do not count either."""
+    """The tokens of the call do not count towards the budget."""
     call = FORMATS["hermes" if name == "letters" else name].calls([("clock", {})])
     with thinking(monkeypatch, name) as (engine, thinker):
         thinker.thought = f"abcd{call}" + "e" * 1000
-        # The call begins with the last token of its marker, and ends before its own last one.
+        # The call begins with the last token of its marker and ends before its own last token.
         marker = len("<tool_call>" if name == "letters" else "<|tool_call>")
         for budget, thought in (
             (3, "abc"),
@@ -196,13 +196,13 @@ def test_a_budget_and_a_grammar_combine(monkeypatch, name):
             assert json.loads(answer.rpartition(">")[2]) == {"n": 7}
 
 
-# -- a model that says anything --
+# -- a model with prescribed outputs --
 
 CLOSER = "</think>"
 
 
 def limit(budget, message=""):
-    """The limit of prompts that end in "<think>"."""
+    """Return the limit for prompts that end in "<think>"."""
     tokenizer = fake_tokenizer()
     tokenizer.chat_template = OPENED
     end = reasoning_end(tokenizer, message)
@@ -210,8 +210,8 @@ def limit(budget, message=""):
 
 
 def expected(prompt, count, found):
-    """The greedy output with a limit, computed without any engine; a closing marker by chance is
-    none of the seeds here.
+    """Compute the greedy output with a limit, without an engine. With these seeds no closing marker
+    occurs by chance.
     """
     ids = list(prompt)
     forced = list(found.end.with_message)
@@ -225,7 +225,7 @@ def expected(prompt, count, found):
 
 @pytest.mark.parametrize("seed", range(6))
 def test_budgets_are_exact_with_batches_and_drafts(seed):
-    """Small pools preempt; drafts cross the cut and are rejected there."""
+    """Small pools cause preemptions. Drafts that cross the cut are rejected there."""
     rng = random.Random(seed)
     bench = Bench(rng.choice((10, 12, 64)), max_batch_tokens=rng.choice((3, 17, 64)))
     asked = []
@@ -299,7 +299,7 @@ def test_a_cancelled_request_releases_everything(monkeypatch):
         assert_clean(engine)
 
 
-# -- what is refused --
+# -- refused requests --
 
 
 def test_a_budget_without_effect_is_refused(monkeypatch):
@@ -359,7 +359,7 @@ def test_a_suppressed_closing_marker_is_refused(monkeypatch):
 
 
 def test_a_budget_has_no_effect_on_closed_reasoning(monkeypatch):
-    """Not even with a format that applies from the first token."""
+    """It has no effect even with an output format that applies from the first token."""
     with thinking(monkeypatch, "markers") as (engine, _):
         prompt = engine.tokenizer.encode_chat(ASK, True, {"enable_thinking": False})
         request = engine._builder.read(prompt, {"reasoning_budget": 3, "regex": "a+"})

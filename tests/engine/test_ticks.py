@@ -1,4 +1,4 @@
-"""While the engine prefills a long prompt, other Python threads go on."""
+"""Other Python threads continue while the engine prefills a long prompt."""
 
 import numpy as np
 
@@ -10,8 +10,8 @@ TOKENS = 2048
 
 
 def test_a_python_thread_keeps_ticking_during_a_prefill(tmp_path):
-    """Nearly all of the time is one call of the attention kernel, and a held GIL would be one gap
-    as long.
+    """Nearly all of the time is one call of the attention kernel. If it held the GIL, the gap would
+    be as long.
     """
     heads = {"num_attention_heads": 64, "head_dim": 64, "num_hidden_layers": 1}
     directory = save_tiny_model("llama", tmp_path, max_position_embeddings=TOKENS + 1, **heads)

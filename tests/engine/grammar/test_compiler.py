@@ -1,5 +1,5 @@
-"""Whatever the logits say, an answer that ends fits what it was asked to fit; guessed ahead or not,
-alone or among others, preempted or not, it is the same.
+"""Structured output: a finished answer matches its schema for any logits. Drafts, batches and
+preemptions do not change it.
 """
 
 import contextlib
@@ -44,9 +44,7 @@ def prompt(number):
 @pytest.mark.parametrize("part", range(4))
 @pytest.mark.some(2)
 def test_answers_of_random_logits_fit_their_schemas(engine, part):
-    """The fake runner's logits are noise: every token of an answer is one that the schema
-    allows.
-    """
+    """The fake runner's logits are noise, so only the grammar can make the answers valid."""
     seeds = range(part * COUNT // 4, (part + 1) * COUNT // 4)
     schemas = {seed: made_schema(seed) for seed in seeds}
     handles = {
@@ -166,7 +164,7 @@ def test_answers_fit_their_grammar(engine, grammar, form):
 
 @pytest.mark.parametrize("way", ["off", "on"])
 def test_answers_are_the_same_with_and_without_drafts(way):
-    """Tokens that a schema forces are proposed as drafts; others come from what was said before."""
+    """Tokens that the schema forces are drafted, in addition to those of prompt lookup."""
     with fake_engine(num_blocks=256, speculation=way) as engine:
         results = [
             engine.generate(
@@ -236,7 +234,7 @@ def test_max_new_tokens_cuts_a_constrained_answer(engine):
 
 
 def test_white_space_in_json_is_bounded(engine):
-    """JSON allows any amount of it, and small models like it."""
+    """JSON allows any amount of white space, and small models tend to produce it."""
     likely = dict.fromkeys(engine.tokenizer.encode(" \n\t"), 100.0)
     schema = {"type": "array", "items": {"const": 1}, "minItems": 3, "maxItems": 3}
     result = engine.generate(
@@ -347,9 +345,7 @@ def test_a_recursive_schema_ends_at_the_token_limit(engine):
     ids=["nested stars", "nested counts", "catastrophic for backtracking", "400 branches"],
 )
 def test_a_hostile_grammar_does_not_block_the_engine(engine, options):
-    """It is refused, or its answer comes, or ends with an error of its own; others get on
-    meanwhile.
-    """
+    """The request is refused, answered, or ends with an error of its own. Other requests continue."""
     began = time.monotonic()
     try:
         handle = engine.submit(prompt(3), max_new_tokens=30, temperature=1.0, seed=1, **options)
@@ -408,7 +404,7 @@ def test_the_vocabulary_is_read_ahead_and_closing_waits_for_it(monkeypatch):
     assert began.wait(60)
     with ThreadPoolExecutor(2) as pool:
         waiting = pool.submit(engine.generate, prompt(1), max_new_tokens=9, regex="a{3}")
-        # Who needs it waits where it was called, not the engine.
+        # The caller waits for the grammar; the engine does not.
         assert engine.generate(prompt(2), max_new_tokens=3, temperature=0).generated_tokens == 3
         go.set()
         assert waiting.result(60).output_text == "aaa"
@@ -440,8 +436,8 @@ def test_grammars_are_compiled_in_another_thread(engine, monkeypatch):
 
 
 def test_a_forced_text_is_tokenized_once():
-    """Where the model cuts it otherwise, a long one is not asked for again: each time takes as long
-    as the text.
+    """A long forced text that the model would tokenize differently is not tokenized again, because
+    each attempt takes time in proportion to the text.
     """
     structures = GrammarCompiler(fake_tokenizer(), VOCAB_SIZE, frozenset({EOS_ID}))
     structure = structures.make(Grammar("choice", json.dumps(["x" * 300])))

@@ -1,5 +1,4 @@
-"""What is made to hold a compiler or to break it ends its own request at most, soon, while others
-are answered.
+"""Hostile grammars end at most their own request, and soon, while others are answered.
 
 KVBOOST_EDGE_TEST_LONG=1 tries more examples.
 """
@@ -32,7 +31,7 @@ def engine():
 
 
 def refs(part, count):
-    """A chain of definitions, each made of a reference to the next."""
+    """Build a chain of definitions in which each one refers to the next."""
     chain = {f"d{i}": part({"$ref": f"#/$defs/d{i + 1}"}) for i in range(count)}
     return {"$ref": "#/$defs/d0", "$defs": {**chain, f"d{count}": {"type": "string"}}}
 
@@ -130,8 +129,8 @@ HOSTILE = {
 
 
 def survives(engine, options):
-    """It is refused, or its answer comes, or an error of its own; another one is answered, and
-    nothing is kept.
+    """Check that a hostile request is refused, answered or fails alone, that another one is
+    answered, and that no blocks stay in use.
     """
     try:
         handle = engine.submit([1, 2, 3], max_new_tokens=12, temperature=1.0, seed=1, **options)
@@ -337,7 +336,7 @@ def test_any_text_is_accepted_or_refused_as_an_expression(engine, text, kind):
 
 
 def test_the_maximum_number_of_tools_is_accepted(engine):
-    """Their grammar is longer than any that callers may give."""
+    """The grammar of this many tools exceeds the size limit for grammars from callers."""
     properties = {f"p{number}": {"type": "string", "description": "x" * 100} for number in range(6)}
     schema = {
         "type": "object",

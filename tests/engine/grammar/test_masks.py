@@ -1,5 +1,5 @@
-"""Slow token masks are computed beside the engine's thread, within a bound of time; with parsers
-whose speed the test says.
+"""Slow token masks are computed outside the engine's thread and within a time limit. The parsers of
+these tests have a prescribed speed.
 """
 
 import contextlib
@@ -22,7 +22,10 @@ EVEN = np.uint32(0x55555555).astype(np.int32)
 
 
 class Parser:
-    """Even tokens may follow, for ever. `cost`: seconds of a processor that each mask takes."""
+    """Grammar parser that allows even tokens without end.
+
+    - cost: CPU seconds that each mask takes
+    """
 
     def __init__(self, cost=0.0):
         self.cost = cost
@@ -194,7 +197,9 @@ def test_an_ambiguous_grammar_does_not_slow_down_other_requests():
 
 
 def test_a_failed_mask_ends_only_its_request(threads, monkeypatch):
-    """Draft tokens are asked of the grammar while a step is planned, where an error ends all."""
+    """Draft tokens are checked against the grammar while a step is planned, where an uncaught error
+    would end all requests.
+    """
     monkeypatch.setattr(masks, "_TOTAL_SECONDS", 5 * masks._SLOW_SECONDS)
     bench = Bench()
     slow = bench.submit([1, 2, 3], 50, terms={"max_draft_tokens": 3})

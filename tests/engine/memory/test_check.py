@@ -1,4 +1,6 @@
-"""Whether a model fits is said and refused by one arithmetic, before anything of it is packed."""
+"""The memory check: its report and its refusals come from one calculation, before anything is
+packed.
+"""
 
 import json
 import os
@@ -76,7 +78,7 @@ def test_an_invalid_size_in_the_config_is_not_reported_as_lack_of_memory(model):
 
 
 def test_weights_and_pool_are_checked_together_before_packing(model, monkeypatch):
-    """Each alone would fit. What `doctor` says is what the engine raises."""
+    """Weights and pool would each fit alone. `doctor` reports the text that the engine raises."""
     fit = _fit(model, GB, weights="int4", num_blocks=400)
     assert fit.pool > fit.info.weight_bytes // 10
     available = fit.needed - 1
@@ -126,8 +128,8 @@ def test_recurrent_states_count_in_the_memory_plan(hybrid):
 
 @pytest.mark.parametrize("max_state_bytes", [1000, 1_000_000])
 def test_states_that_do_not_fit_are_refused_before_packing(max_state_bytes, hybrid, monkeypatch):
-    """A budget below the batch's, and one for which there is no memory: with the numbers of
-    both.
+    """One budget is smaller than the batch needs, and one exceeds the memory. Both errors give the
+    numbers.
     """
     options = {
         "weights": "int8",
@@ -135,7 +137,7 @@ def test_states_that_do_not_fit_are_refused_before_packing(max_state_bytes, hybr
         "max_num_seqs": 2,
         "max_state_bytes": max_state_bytes,
     }
-    options["speculation"] = "on"  # else there would be fewer drafts
+    options["speculation"] = "on"  # otherwise there would be fewer drafts
     available = GB
     if max_state_bytes > 1000:
         available = _fit(hybrid, GB, **options).needed - 1
@@ -210,8 +212,8 @@ def test_the_onnx_runners_kv_copies_count_in_the_memory_plan(tmp_path, monkeypat
 
 
 def test_the_default_pool_is_a_quarter_of_the_remaining_memory(model, monkeypatch):
-    """Weights of a mapped file are no less available once they are read, so what there was before
-    counts.
+    """Reading the weights of a mapped file does not reduce the available memory, so the memory
+    before loading counts.
     """
     weights = _fit(model, GB, weights="int4").info.weight_bytes
     available = weights + 4_000_000

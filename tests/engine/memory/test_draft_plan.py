@@ -1,4 +1,4 @@
-"""A draft model is checked and its memory planned before anything is loaded."""
+"""A draft model: its check and its memory plan, before anything is loaded."""
 
 import json
 
@@ -26,7 +26,7 @@ PROMPT = "the cat sat on the mat and the cat sat on the mat and"
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
-    """Directories of a model and of a smaller one, with padding of another length."""
+    """Directories of a model and of a smaller one whose vocabulary has other padding."""
     folder = tmp_path_factory.mktemp("pair")
     target = _saved(folder / "target", num_hidden_layers=3)
     return target, _saved(folder / "draft", num_hidden_layers=1, vocab_size=310)
@@ -96,7 +96,9 @@ def test_answers_equal_those_without_a_draft_model(pair):
 
 
 def test_draft_p_min_does_not_change_answers(pair):
-    """Answers stay the same. Of the model itself, no token has a probability of 1."""
+    """The answers stay the same. The draft model is the model itself; since no token has a
+    probability of 1, a minimum of 1.0 prevents all drafts.
+    """
     target, _ = pair
     options = {"num_blocks": 64, "num_threads": 1}
     more = {"draft_model": target, "draft_weights": "auto", "speculation": "on"}
@@ -104,7 +106,7 @@ def test_draft_p_min_does_not_change_answers(pair):
         for settings in ({"temperature": 0.0}, {"temperature": 0.9, "seed": 5}):
             found = {
                 least: engine.generate(
-                    # Without the other requests' history, which prompt lookup would draft from.
+                    # A salt of its own hides the other requests' history from prompt lookup.
                     "a cat",
                     40,
                     **settings,
@@ -151,7 +153,7 @@ def test_a_pair_that_does_not_fit_is_refused_with_the_draft_models_share(pair):
 
 def test_max_memory_covers_both_models(pair):
     target, draft = pair
-    # The process holds what other tests have loaded.
+    # The process already holds what other tests have loaded.
     bound = {"max_memory": process_rss() + 10**9, "num_blocks": 16, "max_model_len": 64}
     with CPUPagedEngine.from_pretrained(target, **bound) as engine:
         alone = engine.paged_stats()

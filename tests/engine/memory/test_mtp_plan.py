@@ -1,4 +1,6 @@
-"""The MTP head of a model is planned with its memory, loaded by default, and turned off by options."""
+"""The MTP head of a model: it is planned with its memory, loaded by default, and turned off by
+options.
+"""
 
 import logging
 

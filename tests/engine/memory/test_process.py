@@ -1,4 +1,4 @@
-"""The bound of the whole process: measured overhead, the pool of what is left, and refusals."""
+"""The memory limit of the whole process: measured overhead, the pool from the rest, and refusals."""
 
 import json
 import os
@@ -64,8 +64,8 @@ def _filled(**options):
 
 @linux
 def test_a_process_stays_within_max_memory_with_a_full_pool():
-    """The pool takes what weights and overhead leave, and less than that is refused by the same
-    arithmetic: the size that a refusal names is enough.
+    """The pool gets what weights and overhead leave. The size that a refusal names is enough to
+    start.
     """
     code, _, refused = _filled(max_memory="50MB", max_model_len=2048)
     assert code == 1
@@ -76,12 +76,12 @@ def test_a_process_stays_within_max_memory_with_a_full_pool():
     peak, filled, pool = json.loads(out)
     assert filled > 0.9
     assert peak <= bound
-    assert pool > 40 * MB  # of the 60 more than the least
+    assert pool > 40 * MB  # of the 60 MB above the minimum
 
 
 @pytest.fixture
 def overhead(monkeypatch):
-    """An overhead of 300 MB whatever this process holds: tests before this one left much."""
+    """Overhead of 300 MB, regardless of what earlier tests left in this process."""
     fixed = Overhead(200 * MB, 100 * MB)
     monkeypatch.setattr(
         build, "measured_overhead", lambda _, config, *__: fixed if config.max_memory else None

@@ -1,5 +1,5 @@
-"""Where the memory goes: what is resident is counted, not what is reserved; nothing is kept unless
-it is wanted.
+"""The memory report: it counts resident memory, not reserved memory. The tracker keeps nothing
+unless requested.
 """
 
 import json
@@ -51,7 +51,7 @@ def test_other_bytes_exclude_resident_weights_and_pool(monkeypatch):
     now[0] += 0.9
     assert (
         counted.snapshot()["other_bytes"] == 400
-    )  # a count stands for a hundred times what it took
+    )  # a count stays valid for a hundred times its own duration
     now[0] += 0.2
     assert counted.snapshot()["other_bytes"] == 50
     now[0] += 1.1
@@ -78,7 +78,9 @@ for bits in (16, 8):
 
 @linux
 def test_an_untouched_pool_is_not_resident():
-    """In a new process: elsewhere an array may get memory that earlier ones have touched."""
+    """The check runs in a new process, since an array here could get memory that earlier ones have
+    touched.
+    """
     done = subprocess.run(
         [sys.executable, "-c", _RESIDENT], capture_output=True, text=True, check=True
     )
@@ -123,7 +125,7 @@ with CPUPagedEngine.from_pretrained(sys.argv[1], max_cache_bytes=64e6) as engine
 
 @linux
 def test_other_memory_is_small_at_first_and_later_starts(tmp_path):
-    # Kernels are compiled before: what that leaves behind is another matter.
+    # Kernels are compiled first, so that their memory does not count here.
     with CPUPagedEngine.from_pretrained("kvboost-edge/demo", num_blocks=64) as engine:
         engine.generate("Hello", max_new_tokens=4)
     command = [sys.executable, "-c", _START, "kvboost-edge/demo"]

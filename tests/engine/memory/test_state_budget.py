@@ -1,4 +1,6 @@
-"""Room for states: how many slots, how many sequences, and what is refused with the arithmetic."""
+"""The memory for recurrent states: numbers of slots and sequences, and refusals that give the
+numbers.
+"""
 
 import contextlib
 import dataclasses
@@ -20,7 +22,7 @@ from kvboost_edge.errors import CapacityError, ConfigError, RequestError
 from kvboost_edge.runners.base import RunnerInfo
 
 MIB = 1 << 20
-# 8 heads of 128: 64 KiB to a block of 16 tokens in float16.
+# 8 heads of 128: a block of 16 tokens has 64 KiB in float16.
 LAYER = LayerKVSpec(8, 128)
 # 2 MiB + 96 KiB; 16 KiB
 LARGE = LayerStateSpec(3, 8192, 32, 128, 128, 64)
@@ -45,12 +47,12 @@ def test_state_sizes_of_the_reference_models():
     [
         # A quarter of 256 MiB has room for 30 states of 2.1 MiB.
         ((LARGE,), 4096, 4, (30, False, 4)),
-        # 13 = (30 - 4) / 2 sequences, where the pool alone would have 64.
+        # 13 = (30 - 4) / 2 sequences; the pool alone would allow 64.
         ((LARGE,), 4096, None, (30, False, 13)),
-        # A quarter of 4 MiB is not one: 4 + 2 x 3 at least.
+        # A quarter of 4 MiB holds none, so the minimum of 4 + 2 x 3 applies.
         ((LARGE,), 64, 3, (10, False, 3)),
-        # Small states are kept behind every block: no more than there are blocks, a quarter of the
-        # bytes at most.
+        # Small states are kept after every block: at most one for each block, in at most a quarter
+        # of the bytes.
         ((SMALL,), 256, 4, (256, True, 4)),
         ((SMALL,) * 8, 256, 4, (32, True, 4)),
         ((SMALL,) * 9, 256, 4, (28, False, 4)),
@@ -74,7 +76,9 @@ def test_the_default_fits_the_available_memory():
 
 @pytest.mark.parametrize("available", [1 << 34, 8 * MIB])
 def test_planning_for_unloading_ignores_available_memory(available):
-    """Of a model that does not fit beside others it is known what it needs: they may leave."""
+    """The plan reports the needs of a model that does not fit next to the loaded ones, since those
+    may be unloaded.
+    """
     config = EngineConfig(num_blocks=4096, max_num_seqs=4)
     info = info_of((LARGE,))
     sizes, _ = plan_states(config, info, 4096, 1 << 34)
@@ -131,7 +135,7 @@ def test_a_given_state_size_determines_the_number_of_slots():
 @pytest.mark.parametrize(("lack", "rows"), [(0, 31), (1, 30), (10, 21), (31, 0)])
 @pytest.mark.parametrize("max_num_seqs", [4, None])
 def test_default_draft_rows_use_the_remaining_memory(lack, rows, max_num_seqs):
-    """Whatever starts without drafts starts with the default, given a size or not."""
+    """The draft rows shrink to the memory that the states leave, with and without a given budget."""
     info = info_of((LARGE,))
     needed = (5 if max_num_seqs else 2) * LARGE.nbytes
     room = needed + (31 - lack) * LARGE.draft_bytes
@@ -152,7 +156,9 @@ def test_default_draft_rows_use_the_remaining_memory(lack, rows, max_num_seqs):
 
 @pytest.mark.parametrize("max_num_seqs", [1, 3, None])
 def test_default_drafts_never_prevent_a_start(max_num_seqs):
-    """Every size near the least, and every memory near it."""
+    """Each budget and each amount of memory near the minimum starts with drafts if it starts
+    without them.
+    """
     info = info_of((LARGE,))
     pool = 256 * 64 * 1024
     step = LARGE.nbytes // 7

@@ -1,5 +1,5 @@
-"""The KV of a draft model outside the pool: it is stored next to its block and comes back with it,
-and a block never depends on it.
+"""The KV of a draft model outside the pool: it is stored and restored with its block, and no block
+depends on it.
 
 The right draft model reads its own pool, so its tokens are all accepted only if its KV is right.
 """
@@ -35,14 +35,16 @@ def prompt(seed, length):
 
 
 def first_turn(tier, kind, drafts="right"):
-    """A prompt and its answer, which an engine with a draft model left in a tier."""
+    """Leave a first turn in a tier, from an engine with a draft model; return its prompt and
+    answer.
+    """
     text = prompt(1, 70)
     bench = drafting_bench(kind, drafts, tiers=[tier])
     return [*text, *bench.ask(text, 31, terms=DRAFTS).output_token_ids]
 
 
 def ask(bench, text, count, terms):
-    """`Bench.ask` with an I/O thread that works while the engine does."""
+    """Run `Bench.ask` with an I/O thread that works while the engine does."""
     handle = bench.submit(text, count, terms=terms)
     while not handle.done:
         bench.step()
@@ -52,7 +54,9 @@ def ask(bench, text, count, terms):
 
 
 def draft_records(tier, blocks):
-    """Payloads of the records that are not among those of an engine without a draft model."""
+    """Return the records that are not in `blocks`, which an engine without a draft model has
+    stored.
+    """
     return {key: value for key, value in tier.blocks.items() if key not in blocks}
 
 
@@ -88,7 +92,7 @@ def test_draft_kv_of_the_prefix_is_restored_after_a_restart(kind, drafts, knows)
     assert restored(bench) == 6
     assert min(computed) >= 96
     assert not bench.manager.drafted.arriving
-    # A second turn of the same engine finds it in the pool.
+    # A second turn of the same engine hits the pool.
     ask(bench, [*turn, 7, 9], 4, DRAFTS)
     assert restored(bench) == 6
     assert min(computed) >= 96
@@ -127,7 +131,7 @@ def test_another_draft_model_or_none_hits_the_same_blocks(kind, drafts):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_restarts_with_changed_draft_models_lose_no_block(kind, seed):
-    """Three conversations go on over restarts. Every prompt finds the blocks that it finds in an
+    """Three conversations continue over restarts. Each prompt hits the blocks that it hits in an
     engine that never had a draft model.
     """
 
@@ -183,13 +187,13 @@ def test_a_damaged_draft_record_affects_only_its_block(kind):
 
 
 def test_unsaved_draft_kv_is_stored_before_eviction(monkeypatch):
-    """No step saves anything, so a block leaves the pool before it was saved."""
+    """Nothing is saved after the steps, so blocks are evicted before they were saved."""
     tier = DictTier()
     text = prompt(1, 70)
     bench = drafting_bench(PLAIN, num_blocks=8, tiers=[tier])
     monkeypatch.setattr(bench.core.tiering, "save_some", lambda seconds: None)
     monkeypatch.setattr(bench.core.tiering, "save_more", lambda: False)
-    bench.ask(text, 9, terms=DRAFTS)  # further steps find the blocks of the first ones
+    bench.ask(text, 9, terms=DRAFTS)  # later steps find the blocks of the first ones
     bench.ask(prompt(2, 120), 4, terms=PLAIN_TERMS)
     assert len(tier.blocks) == 8, "each block and its record of the draft model"
     again = drafting_bench(PLAIN, tiers=[tier])
@@ -285,7 +289,7 @@ def test_blocks_kept_inside_store_no_draft_kv():
 
 
 def test_draft_records_are_touched_with_their_blocks(kind):
-    """A tier that evicts by use keeps both."""
+    """A tier that evicts by last use therefore keeps both."""
     tier = DictTier()
     text = prompt(1, 70)
     bench = drafting_bench(kind, tiers=[tier])
@@ -357,8 +361,8 @@ def test_redis_stores_draft_kv():
 
 
 def test_a_restarted_engine_restores_draft_kv(tmp_path, monkeypatch):
-    """The engine's KV is quantized. The draft model's never is."""
-    # By the times of a busy machine, the drafts of prompt lookup may look better at any step.
+    """The engine's KV is quantized. The draft model's KV never is."""
+    # On a busy machine, measured times may favor the drafts of prompt lookup at any step.
     monkeypatch.setattr(Drafter, "propose", lambda self, token_ids, most: None)
     starts = []
     forward = DraftModel.forward

@@ -1,5 +1,7 @@
-"""Engines that share blocks, and the recurrent states of hybrids, through a real server: what one
-computed another restores, equal to the bit; what the server lost, or has damaged, costs time alone.
+"""Engines that share blocks, and recurrent states of hybrids, through a real Redis server.
+
+Blocks that one engine computed are restored by another, equal to the bit. Records that the server
+lost or damaged cost only time.
 """
 
 from __future__ import annotations
@@ -29,9 +31,7 @@ DAY_S = 86_400
 
 
 class Model(NamedTuple):
-    """A model, and how an engine that keeps nothing anywhere goes on after the prompt: its last
-    logits, an answer.
-    """
+    """Model with the last logits of the prompt, and an answer, from an engine without tiers."""
 
     path: str | Path
     bits: Any
@@ -45,8 +45,8 @@ class Model(NamedTuple):
         return CPUPagedEngine.from_pretrained(self.path, redis_url=url, **options)
 
     def fill(self, server):
-        """An engine computes the prompt and goes; keys of its blocks, by number, and below zero of
-        their states.
+        """Store the prompt's records with one engine and return their keys: n for block n, -n for
+        the state after it.
         """
         num_records = 9 + len(self.states)
         with self.engine(server) as one:
@@ -66,7 +66,7 @@ class Model(NamedTuple):
 
     @property
     def num_read(self):
-        """Blocks, and a state, that the whole prompt takes."""
+        """Number of records that the whole prompt reads: its blocks and at most one state."""
         return 9 + bool(self.states)
 
 
@@ -84,7 +84,9 @@ MODELS = (("demo", (8, 4)), ("qwen3_5_text", 16), ("demo", 16), ("lfm2", 16))
 
 
 def case(model, *values):
-    """Parameters that are `full` with another width of a plain model's cache and another state."""
+    """Return the parameters of one model, marked `full` for the second cache width and the second
+    kind of recurrent state.
+    """
     return pytest.param(model, *values, marks=pytest.mark.full if model in MODELS[2:] else ())
 
 
@@ -107,7 +109,7 @@ def model(request, tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def client(monkeypatch, server):
-    """The server, emptied, by a connection of the test's own."""
+    """The test's own connection to the emptied server."""
     monkeypatch.setenv("KVBOOST_EDGE_REDIS_SECRET", "a secret of the test suite")
     monkeypatch.delenv("KVBOOST_EDGE_REDIS_PASSWORD", raising=False)
     with server.client() as plain:
@@ -122,7 +124,7 @@ def test_a_new_engine_restores_another_engines_blocks(model, server):
         assert (redis_of(two)["read_blocks"], redis_of(two)["refused"]) == (model.num_read, 0)
         result = two.generate(TOKENS, max_new_tokens=12, temperature=0.0)
         assert (result.hit_tokens, tuple(result.output_token_ids)) == ({"pool": 144}, model.answer)
-        # Another tenant's blocks and states have names of their own.
+        # Another tenant's blocks and states have other names.
         assert two.generate(TOKENS, max_new_tokens=1, tenant="another").cached_tokens == 0
     with model.engine(server) as three:
         result = three.generate(TOKENS, max_new_tokens=12, temperature=0.0)
@@ -164,7 +166,7 @@ def test_use_renews_the_ttl_of_blocks_and_states(model, server, client):
     assert {number for number, key in keys.items() if client.ttl(key) > 1000} == used
 
 
-# Numbers of blocks, below zero of states, and how many tokens are served without them.
+# Numbers of lost blocks (negative: of states), and the tokens that are served without them.
 COSTS = {
     "plain": [
         ("lost", (7,), 96),
@@ -220,7 +222,9 @@ def test_lost_or_damaged_records_only_cost_time(model, server, client, what, num
 
 
 def test_records_under_another_secret_are_refused(model, server, client, monkeypatch):
-    """Nor are a hybrid's states, where the blocks before them have come to be of this one's."""
+    """A hybrid's states are refused as well, even after their blocks were stored again under the
+    new secret.
+    """
     keys = model.fill(server)
     if model.states:
         client.delete(*(key for number, key in keys.items() if number > 0))
@@ -242,7 +246,7 @@ def test_records_under_another_secret_are_refused(model, server, client, monkeyp
 
 @pytest.mark.parametrize("when", ["before", "once the blocks are read"])
 def test_a_dying_redis_server_fails_no_request(model, when, monkeypatch):
-    """A hybrid's blocks are of no use without the state that was to follow."""
+    """A hybrid cannot use blocks without the state that was to follow them."""
     with running_redis() as mortal:
         model.fill(mortal)
         with model.engine(mortal) as two:
@@ -284,7 +288,7 @@ def test_restored_blocks_are_not_sent_again(server, client):
     assert client.dbsize() == 9
     client.config_resetstat()
     with engine(server) as two:
-        two.warm([*TOKENS[:144], *TOKENS[:16]])  # one block more
+        two.warm([*TOKENS[:144], *TOKENS[:16]])  # one more block
         wait_until(
             lambda: redis_of(two)["written_blocks"] == 1, "the new block to be on the server"
         )
@@ -295,7 +299,7 @@ def test_restored_blocks_are_not_sent_again(server, client):
     assert client.dbsize() == 10
     assert (
         client.info("commandstats")["cmdstat_strlen"]["calls"] == 1
-    )  # asked before a block is sent
+    )  # the server is asked for a block before it is sent
 
 
 def test_a_prefix_is_restored_from_pool_disk_and_redis(server, tmp_path):
@@ -308,7 +312,7 @@ def test_a_prefix_is_restored_from_pool_disk_and_redis(server, tmp_path):
         result = three.generate(TOKENS, max_new_tokens=1)
         assert result.hit_tokens == {"pool": 32, "disk": 64, "redis": 48}
         assert three.cache_stats()["redis_hits"] == 3
-        # What came from the server goes to the disk, too.
+        # Blocks from the server are stored on disk as well.
         wait_until(
             lambda: three.paged_stats()["tiers"]["disk"]["blocks"] == 9, "the blocks to be on disk"
         )

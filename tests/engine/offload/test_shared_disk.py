@@ -1,5 +1,5 @@
-"""Engines of several processes on one disk cache: each finds what another computed, and goes on
-after the other's death.
+"""Engines of several processes on one disk cache: each finds the blocks of the other and continues
+after its death.
 """
 
 import os
@@ -30,7 +30,7 @@ def tier_of(engine):
 
 
 def ask(engine, prompt):
-    """Where the prompt's tokens came from; the answer is the right one."""
+    """Check the answer to a prompt and return the sources of its cached tokens."""
     result = engine.generate(prompt, max_new_tokens=2, temperature=0.0, ignore_eos=True)
     assert list(result.output_token_ids) == expected_tokens(prompt, 2)
     return dict(result.hit_tokens)

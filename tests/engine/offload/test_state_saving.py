@@ -1,5 +1,5 @@
-"""States on their way to tiers: each once, none that is to stay inside, and no more bytes than
-steps have to spare.
+"""Recurrent states on their way to tiers: each is saved once, none that must stay in memory, and
+only as many bytes as the steps leave time for.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ SIZE = 64  # bytes of a state
 
 
 class Saving(NamedTuple):
-    """An engine without tiers of its own, and what saves the states it keeps when it is told to."""
+    """Engine without tiers of its own, and the saver of its states, which works on request."""
 
     bench: Bench
     saved: SavedStates
@@ -26,7 +26,7 @@ class Saving(NamedTuple):
     tier: DictTier
 
     def save(self, most_bytes):
-        """How many states that wrote."""
+        """Save the next states and return how many were written."""
         before = self.tier.num_written
         self.saved.save_next(most_bytes)
         self.io_thread.pump()

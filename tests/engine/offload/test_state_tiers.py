@@ -1,7 +1,7 @@
-"""States outside the pool: a prompt is taken up at the deepest state that is there, behind blocks
-that are there.
+"""Recurrent states outside the pool: a prompt resumes at the deepest available state that follows
+available blocks.
 
-A tier that cannot say what it has is asked; what it lost, or has damaged, costs time alone.
+A tier that does not know its contents is asked. Records that it lost or damaged cost only time.
 """
 
 import pytest
@@ -16,31 +16,31 @@ from kvboost_edge.tiers.disk.tier import DiskTier
 PROMPT = list(range(100))  # six full blocks and four tokens
 HINTS = {
     "snapshot_hints": (35, 70)
-}  # states behind two and four blocks; and behind six, the prompt's end
+}  # the states after blocks two and four, and after block six, the end of the prompt
 
 
 KEYS = list(bench_of().manager.content.addresses_after(PROMPT, ROOT).addresses)
 
 
 def block(number):
-    """The name of the prompt's n-th block."""
+    """Return the hash of the prompt's n-th block."""
     return KEYS[number - 1].prefix_hash
 
 
 def state(number):
-    """The name of the state at its end."""
+    """Return the hash of the state after the n-th block."""
     return KEYS[number - 1].state_address.prefix_hash
 
 
 def damage(tier, *names):
-    """Make a tier hold something else by these names."""
+    """Damage records of a tier, so that they no longer match their addresses."""
     for name in names:
         address, data = tier.blocks[name]
         tier.blocks[name] = (address._replace(tokens=b""), data)
 
 
 def filled(*, knows):
-    """A tier that has the prompt's blocks and the three states."""
+    """Return a tier that has the prompt's blocks and its three states."""
     tier = DictTier(knows=knows)
     computed_by(bench_of(tiers=[tier]), PROMPT, terms=HINTS)
     assert set(tier.blocks) == {*map(block, range(1, 7)), *map(state, (2, 4, 6))}
@@ -85,15 +85,15 @@ def test_lost_or_damaged_records_only_cost_time(knows, how, gone, cached):
     bench = bench_of(tiers=[tier])
     computed, result = computed_by(bench, PROMPT, terms=HINTS)
     assert (computed, result.cached_tokens) == (100 - cached, cached)
-    if how == "damaged" and gone[0] == state(6):  # all blocks had come before that was known
+    if how == "damaged" and gone[0] == state(6):  # damage shows only after all blocks have arrived
         assert (result.matched_tokens, result.miss_reason) == (96, "state")
     assert computed_by(bench, PROMPT)[0] == 4
-    computed_by(bench_of(tiers=[tier]), PROMPT)  # finds damage behind what was lost
+    computed_by(bench_of(tiers=[tier]), PROMPT)  # finds damaged records after the lost ones
     assert computed_by(bench_of(tiers=[tier]), PROMPT)[0] == 4, "it was kept again"
 
 
 def without_states(tier, *numbers):
-    """A bench whose pool has the prompt's blocks, and of the states behind them only these."""
+    """Return a bench whose pool has all the prompt's blocks but only these states."""
     bench = bench_of(tiers=[tier])
     computed_by(bench, PROMPT, terms=HINTS)
     states = bench.manager.states
@@ -134,7 +134,7 @@ def test_only_missing_blocks_are_read(knows):
 
 
 def is_one_of(bench, block_id, *numbers):
-    """Whether a block of the pool is one of these of the prompt."""
+    """Return whether a block of the pool is one of these blocks of the prompt."""
     key = bench.manager.content.address(block_id)
     return key is not None and key.prefix_hash in map(block, numbers)
 
@@ -237,7 +237,7 @@ def test_blocks_and_states_from_different_tiers_combine():
 
 
 def test_a_waiting_request_loads_its_own_state_if_needed():
-    """The first one's prompt goes on to a state that the second one has no use for."""
+    """The first prompt loads a deeper state, which the second one cannot use."""
     tier = filled(knows=False)
     bench = bench_of(tiers=[tier])
     prompts = [PROMPT, [*PROMPT[:40], *range(200, 230)]]

@@ -3,8 +3,8 @@ pack other bytes.
 
 The stored disk cache was written by the commit that introduced version 5 of packed weights. It
 holds four blocks of the bundled model, written with the options below by one call of
-`generate(PROMPT, max_new_tokens=24, temperature=0)`. Of the packed weights only name and digest are
-stored.
+`generate(PROMPT, max_new_tokens=24, temperature=0)`. For the packed weights only name and digest
+are stored.
 """
 
 import hashlib

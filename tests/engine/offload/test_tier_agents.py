@@ -1,5 +1,5 @@
-"""An agent on a pool that holds its head and little more: nothing that a tier can bring back is
-computed twice.
+"""An agent on a pool that holds little more than the head of its prompts: blocks that a tier can
+restore are never recomputed.
 """
 
 import dataclasses
@@ -15,8 +15,10 @@ AGENT = Turns(head=160, chats=2, turns=3, message=20, answer=8, side=70, sides=3
 
 
 def run(bench, turns, seed):
-    """Full blocks computed twice, in all and at most by one request. `seed`: the I/O thread is as slow
-    as chance wills.
+    """Return the number of full blocks that were computed twice: in all, and the most of any
+    request.
+
+    With a `seed`, the I/O thread is randomly slow.
     """
     draw = random.Random(seed)
 

@@ -1,5 +1,5 @@
-"""kill -9 of whole engines, at system calls, at steps and at random times: what the next one
-answers is right.
+"""kill -9 of whole engines at system calls, at steps and at random times: the next engine answers
+correctly.
 """
 
 import os
@@ -19,7 +19,7 @@ ENDS = ("call", "half a call", "step", "time")
 OPTIONS = {
     "num_blocks": 40,
     "max_disk_bytes": 4 << 20,
-}  # of blocks 6 prompts fill 60; of segments there are 32
+}  # 6 prompts fill 60 blocks; there are 32 segments
 _HEAD = random_ids(64, 5, 10, 250)
 PROMPTS = [
     _HEAD[: 32 * (i % 3)] + np.random.default_rng(i).integers(10, 250, 90).tolist()
@@ -81,8 +81,8 @@ def cold():
 
 @pytest.mark.slow
 def test_answers_after_a_crash_equal_uncached_ones(crash, cold, tmp_path, scale):
-    """Each width of the cache and each end; crashes in a row over one directory, every other one of
-    them with a draft model.
+    """The crashes cover each cache width and each kind of end. Several follow each other in one
+    directory, and every other directory has a draft model.
     """
     draw = random.Random(0)
     num_crashes = scale(8, 200)

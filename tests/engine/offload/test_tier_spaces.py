@@ -1,5 +1,5 @@
-"""One directory for engines that differ in what shapes a block: none finds another's, and the cap
-holds over all.
+"""One directory for engines that differ in what determines a block: no engine finds another's
+blocks, and the cap applies to all of them.
 """
 
 import numpy as np
@@ -15,7 +15,7 @@ CAP = 1 << 20
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """The same shape and tokenizer; other weights, and another rope."""
+    """Models of one shape and tokenizer that differ in their weights or their rope."""
     folder = tmp_path_factory.mktemp("models")
     kinds = {"one": {}, "another seed": {"seed": 1}, "rope": {"rope_theta": 5000.0}}
     for name in kinds:

@@ -1,5 +1,6 @@
-"""Hypothesis drives scheduler, loads, pool and a real disk tier through requests, cancels, resets,
-faults, damage, restarts and crashes: every answer is the one the prompt has alone.
+"""Scheduler, loads, pool and a real disk tier under random operations of Hypothesis: requests,
+cancels, resets, faults, damage, restarts and crashes. Every answer equals the one of the prompt
+alone.
 """
 
 from __future__ import annotations
@@ -47,8 +48,10 @@ MODES = (
 
 
 class TieredMachine(RuleBasedStateMachine):
-    """`asked`: requests whose answers are wanted. A crash forgets them; what is on disk stays, or
-    part of it.
+    """Engine over a disk tier, driven by Hypothesis.
+
+    The requests in `asked` have answers to check. A crash forgets them, while the disk keeps all or
+    part of its data.
     """
 
     kind: ModelKind
@@ -101,7 +104,7 @@ class TieredMachine(RuleBasedStateMachine):
 
     @rule(seed=st.integers(0, 1000))
     def flood(self, seed):
-        """Blocks of somebody else, enough to push all others out."""
+        """Write enough foreign blocks to evict all others."""
         blocks = chain(60, seed)
         self.tier.write(blocks, [memoryview(bytes(18_000))] * len(blocks))
 
@@ -110,7 +113,7 @@ class TieredMachine(RuleBasedStateMachine):
         fault=st.sampled_from((fails(errno.ENOSPC), fails(errno.EIO), moves_half)),
     )
     def trouble(self, after, fault):
-        """The device fails from some call on, until it is well again."""
+        """Let the device fail from one of the next calls on, then recover."""
         self.files.at = self.files.calls + after
         self.files.fault = fault
         self.files.lasting = True
@@ -142,7 +145,7 @@ class TieredMachine(RuleBasedStateMachine):
 
     @rule(which=st.integers(0, len(PROMPTS) - 1))
     def come_back(self, which):
-        """A prompt, then a restart, then the same prompt, which is not answered yet."""
+        """Finish a prompt, restart, and submit it again without waiting for the answer."""
         self.submit(which, 2, GenerationMode.PREFIX_CACHE)
         self.finish()
         self.restart(8, True)
@@ -152,8 +155,8 @@ class TieredMachine(RuleBasedStateMachine):
         which=st.integers(0, len(PROMPTS) - 1), after=st.integers(0, 20), seed=st.integers(0, 2**32)
     )
     def crash(self, which, after, seed):
-        """The process ends at some call of the system; part of the unsealed segment may not be
-        there afterwards.
+        """End the process at one of its next system calls. Part of the unsealed segment may be
+        lost.
         """
         self.files.at = self.files.calls + after
         self.files.fault = powers_off
@@ -167,7 +170,7 @@ class TieredMachine(RuleBasedStateMachine):
         except PowerOff:
             pass
         self.files.at = -1
-        store.after_fork()  # lets go of all handles and writes nothing
+        store.after_fork()  # releases all handles and writes nothing
         module._stores.clear()
         self.lose(random.Random(seed))
         self.start(8)

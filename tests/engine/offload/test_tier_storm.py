@@ -1,4 +1,4 @@
-"""Random requests of running engines over one disk tier: none hangs, and each answer is the one
+"""Random requests of running engines over one disk tier: none hangs, and each answer equals the one
 without a cache.
 """
 
@@ -11,8 +11,8 @@ from collections import Counter
 from helpers.engine.fake_runner import expected_tokens, fake_engine
 from kvboost_edge.tiers.disk.tier import DiskTier
 
-REQUESTS = 60  # of each engine
-SECONDS = 60  # for an answer: far more than any takes, also on a busy machine
+REQUESTS = 60  # per engine
+SECONDS = 60  # for an answer: far more than any takes, even on a busy machine
 
 
 @functools.lru_cache(1 << 12)
@@ -21,8 +21,10 @@ def uncached(prompt, count):
 
 
 class Storm:
-    """An engine with some places, and requests of several priorities and tenants at random. Their
-    prompts go on from a few beginnings, which the disk holds after the first engines.
+    """Engine with a limit on running requests, and random requests of several priorities and
+    tenants.
+
+    Their prompts continue a few beginnings, which the disk holds after the first engines.
     """
 
     def __init__(self, engine, seed):
@@ -72,10 +74,10 @@ class Storm:
             for _ in range(burst):
                 self.submit()
             if rng.random() < 0.5:
-                self.engine.reset_cache()  # what is asked again comes from the disk
+                self.engine.reset_cache()  # repeated prompts now come from the disk
             if rng.random() < 0.2:
                 rng.choice(self.running)[0].cancel()
-            time.sleep(rng.choice((0.0, 0.0, 0.001, 0.004)))  # prefetches are under way or done
+            time.sleep(rng.choice((0.0, 0.0, 0.001, 0.004)))  # prefetches are in flight or done
             while self.running and rng.random() < 0.6:
                 self.check(*self.running.pop(rng.randrange(len(self.running))))
         for one in self.running:
@@ -85,7 +87,7 @@ class Storm:
 
 
 def test_random_tier_faults_hang_no_request_and_keep_answers(scale, tmp_path, caplog):
-    """`make test-all`: 9,000 requests."""
+    """`make test-all` runs 9,000 requests."""
     found = Counter()
     with caplog.at_level(logging.WARNING):
         for seed in range(scale(8, 150)):

@@ -1,5 +1,5 @@
-"""A running engine over a real disk tier, and what a hostile operator does to it: answers stay
-right, nothing hangs.
+"""A running engine over a real disk tier, and faults caused by its operator: answers stay right,
+and nothing hangs.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ def opened(directory, num_blocks=64, *, max_bytes=16 << 20, **options):
 
 
 def ask(engine, token_ids, count=4):
-    """Where the prompt's tokens came from; the answer is the right one."""
+    """Check the answer to a prompt and return the sources of its cached tokens."""
     handle = engine.submit(token_ids, max_new_tokens=count, temperature=0.0, ignore_eos=True)
     result = handle.result(SECONDS)
     assert list(result.output_token_ids) == expected_tokens(token_ids, count)
@@ -40,7 +40,7 @@ def ask(engine, token_ids, count=4):
 
 
 def fill(directory, *prompts):
-    """Have the blocks of these prompts on disk."""
+    """Store the blocks of these prompts on disk."""
     with opened(directory) as engine:
         for token_ids in prompts:
             ask(engine, token_ids)
@@ -93,7 +93,7 @@ def test_a_tier_is_used_again_after_a_memory_error(call, tmp_path, monkeypatch, 
             ask(engine, prompt(2))
             wait_until(
                 lambda: caplog.records, "the tier to be refused"
-            )  # blocks are written behind the answer
+            )  # blocks are written after the answer
         ask(engine, prompt(3))
         engine.reset_cache()
         assert ask(engine, prompt(1)) == {"pool": 0, "disk": 96}
@@ -159,7 +159,7 @@ def test_a_deleted_directory_is_logged_once_and_recreated(tmp_path, caplog):
     assert sum("starts empty" in record.getMessage() for record in caplog.records) == 1
     assert {record.levelname for record in caplog.records} == {
         "WARNING"
-    }  # of a segment on its way, perhaps
+    }  # perhaps of a segment that was being written
     with opened(tmp_path / "disk") as engine:
         assert [ask(engine, prompt(number)).get("disk", 0) for number in range(2, 8)] == [96] * 6
 

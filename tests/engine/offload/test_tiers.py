@@ -1,5 +1,5 @@
-"""Blocks outside the pool: what is kept and when, what comes back and who waits for it, and what
-goes wrong.
+"""Blocks outside the pool: which are stored and when, which are loaded, which requests wait, and
+faults.
 """
 
 import errno
@@ -24,7 +24,7 @@ PROMPT = list(range(70))  # four full blocks and six tokens
 
 
 def kept(*prompts, kind=PLAIN, tier=None):
-    """A tier that holds what these prompts left, filled by another engine."""
+    """Return a tier that another engine filled with the blocks of these prompts."""
     tier = tier or DictTier()
     bench = kind.bench(tiers=[tier])
     for prompt in prompts:
@@ -34,7 +34,7 @@ def kept(*prompts, kind=PLAIN, tier=None):
 
 
 def num_records(kind):
-    """Of the prompt: its blocks, and the recurrent state at their end."""
+    """Return the number of the prompt's records: four blocks, and a hybrid's state at their end."""
     return 4 + (kind is HYBRID)
 
 
@@ -62,11 +62,11 @@ def test_a_prefix_is_restored_from_the_pool_and_two_tiers():
     bench = Bench(tiers=[near, far])
     bench.ask([*PROMPT[:16], 99], 1)
     assert bench.ask(PROMPT, 4).hit_tokens == {"pool": 16, "near": 32, "far": 16}
-    assert len(near.blocks) == 4  # what came from afar is kept near
+    assert len(near.blocks) == 4  # blocks from the far tier are stored in the near one
 
 
 def test_a_miss_names_the_tiers_that_evicted_its_block():
-    """The pool holds six blocks and the prompt takes five: another one pushes it out."""
+    """The pool has six blocks and the prompt takes five, so another prompt evicts it."""
     other = list(range(300, 390))
 
     def dropped(tier, *before):
@@ -150,7 +150,7 @@ def test_a_lost_block_is_computed_without_waiting():
     bench.run()
     assert handles[0].result(0).hit_tokens == {"pool": 0, "shelf": 32}
     assert handles[1].result(0).hit_tokens == {"pool": 64}
-    assert third in tier.blocks  # kept again
+    assert third in tier.blocks  # stored again
 
 
 def test_a_baseline_request_loads_nothing(kind):
@@ -191,7 +191,9 @@ def test_a_cancelled_request_releases_its_blocks(kind, knows, arrived):
 
 @pytest.mark.parametrize("max_num_seqs", [1, 2, 4])
 def test_finished_prefetches_do_not_block_an_urgent_request(kind, max_num_seqs):
-    """As many finished prefetches as there are places: the urgent request stopped the engine."""
+    """Finished prefetches take all places of running requests. The urgent request must not stop the
+    engine.
+    """
     prompts = [[number, *PROMPT] for number in range(max_num_seqs)]
     bench = kind.bench(tiers=[kept(*prompts, kind=kind)], max_num_seqs=max_num_seqs)
     handles = [bench.submit(prompt, 3) for prompt in prompts]
@@ -219,7 +221,7 @@ def test_a_deadline_ends_a_request_that_waits_for_a_load(kind):
 def test_an_unsaved_block_is_stored_at_eviction():
     tier = DictTier()
     bench = Bench(6, tiers=[tier], max_batch_tokens=96)
-    bench.core.tiering.save_some = lambda seconds: None  # nothing is copied behind the steps
+    bench.core.tiering.save_some = lambda seconds: None  # nothing is copied after the steps
     for first in (0, 100):
         bench.submit([first + i for i in range(64)], 1)
         while bench.step():
@@ -272,7 +274,7 @@ def test_a_tier_that_raises_is_disabled(kind, caplog):
 
 
 def test_a_load_yields_its_blocks_to_running_sequences(kind):
-    """A pool of six blocks: a running sequence that grows takes the blocks that a load holds."""
+    """In a pool of six blocks, a running sequence that grows takes the blocks of a load."""
     bench = kind.bench(6, tiers=[kept(PROMPT, kind=kind)])
     growing = bench.submit([250, 251], 50)
     bench.step()
@@ -291,7 +293,7 @@ def test_a_hanging_tier_is_waited_for_once(kind, monkeypatch, caplog):
     for handle in handles:
         bench.answer(handle)
     assert [record.levelname for record in caplog.records] == ["WARNING"]
-    bench.run()  # the piece arrives after all
+    bench.run()  # the chunk arrives after all
     assert bench.io_thread.staging_bytes == 0
     bench.manager.reset()
     monkeypatch.setattr("kvboost_edge.engine.offload.prefetch.PATIENCE", 30.0)
@@ -381,10 +383,11 @@ def test_statistics_name_the_tier(tmp_path):
 
 
 def test_forged_block_hashes_read_no_other_prefix():
-    """Two prompts that differ in their first block alone, and one is sent with the other's hashes:
-    their second blocks have equal tokens, and keys and values that are not equal. A lie finds
-    nothing in the pool, not even what was just read for it, and is computed; with its own hashes
-    the prompt is read.
+    """The second blocks of two prompts have equal tokens but different KV, since their first blocks
+    differ.
+
+    A prompt sent with the hashes of the other hits nothing in the pool, not even the block just
+    read for it, and is computed. With its own hashes it is read from the tier.
     """
     other = [200, *PROMPT[1:]]
     for lie in (other, PROMPT[::-1], PROMPT):

@@ -1,5 +1,5 @@
-"""Answers go into the next turn with the ids they were generated with, for their tenant alone, in
-bounded memory.
+"""Answers enter the next turn with the token ids they were generated with, only for their tenant,
+and in bounded memory.
 """
 
 import pytest
@@ -33,8 +33,8 @@ def test_the_store_keeps_the_latest_answer_of_each_root():
 
 
 class Pairs:
-    """A tokenizer of characters that makes one id (1000 + code) of a doubled one; single ids decode
-    alike.
+    """Tokenizer of characters with one id (1000 + code) for a doubled one. Single ids decode to the
+    same text.
     """
 
     def encode(self, text, add_special_tokens=True):

@@ -1,4 +1,6 @@
-"""One rule for sampling values: the call's own, the option, the model's files, the built-in ones."""
+"""Precedence of sampling values: the call's own, the option, the model's files, the built-in
+defaults.
+"""
 
 import json
 import logging

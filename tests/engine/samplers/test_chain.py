@@ -1,4 +1,4 @@
-"""The chain of samplers against llama.cpp's rules, written out token by token."""
+"""The sampler chain against llama.cpp's rules, applied token by token."""
 
 import itertools
 import math
@@ -185,7 +185,9 @@ def test_distribution_equals_the_reference(options, order):
 @pytest.mark.parametrize("scale", [1.0, 3.0, 6.0])
 @pytest.mark.parametrize("top_k", [1, 5, 40])
 def test_infill_equals_the_reference(scale, top_k):
-    """Of texts of which many begin others. Some ends are likely, some are not."""
+    """Many of the texts are prefixes of others. The end tokens are likely in only some of the
+    cases.
+    """
     params = SamplingParams.from_options(
         **OFF | {"top_k": top_k, "top_p": 0.95}, samplers=("top_k", "top_p", "infill")
     )
@@ -208,7 +210,7 @@ def test_infill_equals_the_reference(scale, top_k):
 
 
 def test_infill_respects_the_grammar():
-    """It ends an unlikely text only if the grammar allows an end."""
+    """The sampler ends an unlikely text only if the grammar allows the end."""
     logits = np.zeros(20, np.float32)
     logits[3] = 0.1
     params = SamplingParams.from_options(**OFF, samplers=("infill",))
@@ -226,14 +228,16 @@ def test_infill_respects_the_grammar():
     assert drawn(unlikely, {7, 9, 400}) == [9]
     assert drawn(logits, ()) == [3]
     assert drawn(masked, {7, 8}) == [8]
-    # Tokens without a text in the table, as of a vocabulary with padding.
+    # Tokens without a text in the table, as in a padded vocabulary.
     assert drawn(np.array([0, 9.0], np.float32), ()) == [1]
     words = RequestWords()
     assert drawn(np.array([0, 9.0], np.float32), ()) == [1]
 
 
 def test_infill_compares_only_the_most_likely_tokens():
-    """Of 400 equally likely tokens that begin with the first one."""
+    """All other texts begin with that of the first of 400 equally likely tokens, which alone is
+    left.
+    """
     logits = np.zeros(401, np.float32)
     logits[400] = -30.0
     params = SamplingParams.from_options(**OFF, samplers=("infill",))
@@ -281,8 +285,8 @@ def test_the_default_order_written_out_changes_nothing(options):
 
 
 def test_penalties_apply_where_they_are_placed():
-    """A penalty after top_k takes weight from the tokens that top_k left; one before changes which
-    these are.
+    """A penalty after top_k changes the weights of the tokens that top_k left. One before it
+    changes which tokens are left.
     """
     logits = np.array([5.0, 4.0, 3.0], np.float32)
     options = OFF | {"top_k": 1, "presence_penalty": 2.0}
@@ -312,7 +316,7 @@ def test_repeat_last_n_bounds_the_penalties():
         (2, {4, 5}, {4, 5}),
         (0, *2 * [set()]),
     ):
-        # A penalty of a logit of 0 has no effect, so shift all.
+        # A penalty has no effect on a logit of 0, so shift all.
         logits[:] = 1.0
         assert penalized(repetition_penalty=2.0, repeat_last_n=window) == seen
         assert penalized(frequency_penalty=1.0, repeat_last_n=window) == said
@@ -335,14 +339,14 @@ def test_xtc_uses_its_own_random_number():
 
 
 def test_stream_0_equals_the_draw_without_streams():
-    """Numbers of stream 0 are those of before there were streams."""
+    """Stream 0 keeps the random numbers of versions without streams."""
     for seed, at in itertools.product((0, 7, 2**64 - 1), (0, 1, 1000)):
         key = np.array([seed, at], np.uint64)
         assert uniform(seed, at) == np.random.Generator(np.random.Philox(key=key)).random()
 
 
 def mirostat(logits_of, params, seed, num_prompt, count):
-    """llama.cpp's mirostat 2.0, with our random numbers."""
+    """Run llama.cpp's mirostat 2.0 with the random numbers of this package."""
     mu = 2 * params.mirostat_tau
     ids = list(range(num_prompt))
     mus = []
@@ -353,7 +357,7 @@ def mirostat(logits_of, params, seed, num_prompt, count):
         probs = np.exp(scaled - scaled.max())
         probs /= probs.sum()
         kept = [token for token in order if -math.log2(probs[token]) <= mu] or [order[0]]
-        kept.sort()  # the draw is by token id
+        kept.sort()  # the draw is in the order of token ids
         shares = probs[kept] / probs[kept].sum()
         place = int(np.searchsorted(np.cumsum(shares), uniform(seed, len(ids)), side="right"))
         place = min(place, len(kept) - 1)
@@ -394,7 +398,7 @@ def test_mirostat_resumes_from_any_earlier_position():
 
 
 def test_masked_tokens_are_not_candidates():
-    """Whatever the chain computes is over the tokens that a grammar left."""
+    """Each sampler of the chain considers only the tokens that a grammar left."""
     logits = np.full(50, -np.inf, np.float32)
     logits[[7, 9]] = 1.0, 0.9
     for options in CASES:

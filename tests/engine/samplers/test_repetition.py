@@ -14,7 +14,7 @@ VOCAB = 16
 
 
 def llama_dry(ids, params, breakers):
-    """llama_sampler_dry_apply, step by step. Returns the penalty of each token."""
+    """Follow llama_sampler_dry_apply step by step and return the penalty of each token."""
     window = params.dry_penalty_last_n
     last_tokens = list(ids if window < 0 else ids[len(ids) - window :] if window else [])
     n = min(len(ids), len(last_tokens))
@@ -124,7 +124,9 @@ def test_a_penalty_beyond_float32_excludes_the_token():
 
 
 def test_dry_example_of_llama_cpp():
-    """a b c c b c y a b c: c would make a repetition of four, y of three."""
+    """After a b c c b c y a b c, the token c would complete a repetition of four and y one of
+    three.
+    """
     a, b, c, y = range(4)
     params = SamplingParams(dry_multiplier=1.0, dry_base=2.0, dry_allowed_length=2)
     ids = [a, b, c, c, b, c, y, a, b, c]
@@ -134,7 +136,7 @@ def test_dry_example_of_llama_cpp():
 
 
 def vllm_bad_words(words, past):
-    """_apply_bad_words_single_batch of vLLM."""
+    """Follow `_apply_bad_words_single_batch` of vLLM."""
     found = set()
     for word in words:
         if len(word) > len(past) + 1:

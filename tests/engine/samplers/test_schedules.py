@@ -1,5 +1,5 @@
-"""Samplers in an engine: tokens as of the request alone, in any batch, after preemptions and with
-any draft tokens.
+"""Samplers in an engine: the tokens equal those of the request alone, in any batch, after
+preemptions and with any draft tokens.
 """
 
 import functools
@@ -20,7 +20,7 @@ from kvboost_edge.engine.sampling import make_sampler
 
 COUNT = 40
 STOP = frozenset({EOS_ID, 7, 8})
-FEW = dict.fromkeys((10, 11, 12, 13), 20.0)  # such a text repeats itself
+FEW = dict.fromkeys((10, 11, 12, 13), 20.0)  # a text of these tokens repeats itself
 CASES = {
     "min_tokens": {"temperature": 0.0, "min_tokens": 30},
     "min_tokens, sampled": {"temperature": 3.0, "min_tokens": 20},
@@ -56,7 +56,7 @@ def logits_of(kind, ids):
 
 
 def alone(prompt, params, seed, kind=PLAIN):
-    """The tokens of the sampler without any engine."""
+    """Sample the tokens without an engine."""
     sampler = make_sampler(params, seed, stop_ids=STOP, words=words_of(params))
     ids = list(prompt)
     while len(ids) < len(prompt) + COUNT:
@@ -67,7 +67,7 @@ def alone(prompt, params, seed, kind=PLAIN):
 
 
 def prompt(seed, length):
-    """Every second prompt repeats itself."""
+    """Return a random prompt. One of an odd seed repeats itself."""
     ids = np.random.default_rng(seed).integers(10, 250, length).tolist()
     return ids * 3 if seed % 2 else ids
 
@@ -75,7 +75,7 @@ def prompt(seed, length):
 @pytest.mark.parametrize(("kind", "case"), each_once(ModelKind, CASES))
 @pytest.mark.some(2)
 def test_tokens_equal_those_of_a_single_run(kind, case):
-    """In small pools, with drafts of every kind; some requests use no such sampler."""
+    """The pools are small, the drafts are of every kind, and one of the six requests is greedy."""
     options = CASES[case]
     preempted = accepted = rejected = 0
     for seed in range(3):
@@ -127,7 +127,7 @@ def test_tokens_equal_those_of_a_single_run(kind, case):
 
 
 def test_each_case_changes_the_answer():
-    """Else the test above would test nothing."""
+    """If the options changed nothing, the comparison with single runs would prove nothing."""
     for case, options in CASES.items():
         usual = {
             name: options[name]
@@ -144,7 +144,7 @@ def test_each_case_changes_the_answer():
 
 
 def test_dry_ends_a_loop():
-    """A text that goes on forever is left as soon as its repetition is long enough."""
+    """A sampled text leaves an endless loop once the repetition is long enough."""
     loop = [*range(10, 20)] * 3
     params = SamplingParams(temperature=0.0, dry_multiplier=100.0)
     sampler = make_sampler(params, 0, words=words_of(params))

@@ -1,4 +1,4 @@
-"""Bad words, sequence breakers and texts in the tokens of a tokenizer."""
+"""Bad words, sequence breakers and texts as tokens of a tokenizer."""
 
 import pytest
 from tokenizers import Tokenizer as RawTokenizer
@@ -16,7 +16,7 @@ PIECES = ["a", "b", "c", "ab", "▁", "▁a", "▁b", "▁ab", "\n", "a\n", "x",
 
 
 def piece_tokenizer():
-    """Sentencepiece style: a space is written as ▁, also before the first word."""
+    """Tokenizer in the style of SentencePiece, which writes a space as ▁."""
     raw = RawTokenizer(
         models.BPE(
             vocab={piece: i for i, piece in enumerate(PIECES)},
@@ -78,7 +78,7 @@ def test_bad_words_at_the_start_and_after_a_space():
     ids = {piece: i for i, piece in enumerate(PIECES)}
     assert words_of(tokenizer, bad_words=("a",)).bad == ((ids["a"],), (ids["▁a"],))
     assert words_of(tokenizer, bad_words=(" a", "a")).bad == ((ids["a"],), (ids["▁a"],))
-    # The form after a space has more tokens, so that the word itself is the end of it.
+    # The variant after a space has more tokens, so it ends with the word itself.
     assert words_of(tokenizer, bad_words=("c",)).bad == ((ids["c"],),)
 
 

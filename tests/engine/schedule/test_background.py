@@ -1,4 +1,6 @@
-"""Background requests use what others leave: their steps, places, blocks and prefixes stay theirs."""
+"""Background requests use only spare capacity. Other requests keep their steps, places, blocks and
+prefixes.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Tenants share one machine: no mix of requests starves one of them, and nobody's cache is flushed
-below its floor.
+"""Tenants share one machine: no mix of requests starves a tenant or evicts its cache below its
+floor.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Shared(Bench):
         self.scheduler.schedule = counted
 
     def ask(self, tenant, num_tokens, count=8, **options):
-        """A request of so many tokens, unlike all before."""
+        """Submit a request of `num_tokens` tokens that differs from all before."""
         self.num_prompts += 1
         rng = random.Random(self.num_prompts)
         prompt = [rng.randrange(256) for _ in range(num_tokens)]
@@ -47,7 +47,7 @@ class Shared(Bench):
         return sum(s.tenant == tenant.encode() and s.status is SequenceStatus.WAITING for s in live)
 
     def check(self):
-        """Only when asked: it would take most of the time of these long runs."""
+        """Skip the checks after each step, which would take most of the time of these long runs."""
 
 
 def test_a_short_request_does_not_wait_for_another_tenants_batch():
@@ -72,7 +72,7 @@ def test_the_slower_half_gets_at_least_40_percent(seed):
     bench = Shared(max_num_seqs=slots, max_batch_tokens=budget)
     prompt, count = rng.choice(((20, 40), (100, 4), (40, 120)))
     asked = {"a": rng.choice((40, 60)), "b": slots + rng.choice((1, 3))}
-    for _ in range(asked["a"]):  # all of a's are there first
+    for _ in range(asked["a"]):  # all requests of tenant a arrive first
         bench.ask("a", rng.randrange(1, 2 * prompt), rng.randrange(1, 2 * count))
     bench.step()
     for _ in range(asked["b"]):

@@ -1,4 +1,4 @@
-"""The interface of features: null implementations suffice, and a new one changes no other file."""
+"""The interface of features: null implementations suffice, and a new feature changes no other file."""
 
 import pytest
 
@@ -31,7 +31,7 @@ def test_the_scheduler_runs_without_features():
 
 
 def test_a_new_feature_sees_each_sequence():
-    """A feature that counts: its null base class is all that it has to know."""
+    """A feature that only counts needs to know nothing but its null base class."""
     seen = []
 
     class Counting(Drafting):
@@ -57,7 +57,7 @@ def test_null_features_add_nothing_to_a_result():
 
 
 class Refusing(RequestFeature):
-    """A feature that refuses prompts longer than one token, and sets a field of the others."""
+    """Feature that refuses prompts longer than one token and sets a field of the others."""
 
     def prepare(self, inputs):
         if len(inputs.token_ids) > 1:

@@ -1,6 +1,7 @@
-"""RELIABILITY 5 on the native runner: whatever happens around a request, its tokens and the log
-probabilities of prompt and output are equal to the bit to those of an uncached run alone, for every
-width of the cache.
+"""RELIABILITY 5 on the native runner, for every cache width.
+
+Under any schedule, a request's tokens and the log probabilities of prompt and output are equal to
+the bit to those of an uncached run alone.
 """
 
 import dataclasses
@@ -42,8 +43,8 @@ REPAIRS = [
 
 
 def _prompts():
-    """Two stems, each cut at many places, each cut alone and with two tails: much to share and much
-    to diverge.
+    """Cut two stems at many lengths, each alone and with two tails, so that much is shared and much
+    diverges.
     """
     rng = np.random.default_rng(5)
     stems = [rng.integers(0, VOCABULARY, 33).tolist() for _ in range(2)]
@@ -56,7 +57,9 @@ PROMPTS = _prompts()
 
 
 def params_of(prompt):
-    """Half of the prompts are answered greedily, half at random with a seed of their own."""
+    """Return the parameters of a prompt. Half of the prompts are greedy, half are random with a
+    seed of their own.
+    """
     drawn = (
         {"temperature": 1.1, "top_p": 0.95, "seed": len(prompt)}
         if len(prompt) % 2
@@ -66,7 +69,9 @@ def params_of(prompt):
 
 
 class Model:
-    """A model, the results of its prompts alone, and tiers that schedules of equal widths share."""
+    """Model with the results of its prompts alone, and the tiers that schedules of one cache width
+    share.
+    """
 
     def __init__(self, machine, seed):
         self.machine = machine
@@ -80,7 +85,7 @@ class Model:
         )
 
     def bench(self, bits, seed, rng):
-        """Most of them find what those before kept, as after a restart."""
+        """Build a bench. Most of them share a tier with earlier ones, as after a restart."""
         states = StateSizes(
             rng.choice((9, 12, 40)), rng.choice((16, 1024)), rng.random() < 0.3, rng.choice((5, 31))
         )
@@ -97,7 +102,7 @@ class Model:
 
 
 def submit_moved(bench, text, rng):
-    """Company whose keys are at other positions."""
+    """Submit a request that reuses KV of `text` at another position, to run next to the exact ones."""
     tokens = [
         *(rng.randrange(VOCABULARY) for _ in range(rng.choice((1, 16, 23)))),
         *text,
@@ -129,19 +134,19 @@ def submit_wanted(bench, prompt, rng):
 
 
 def run_schedule(model, seed):
-    """One random schedule, and what happened in it."""
+    """Run one random schedule and return the counts of its events."""
     rng = random.Random(seed)
     bits = ALL_BITS[seed % 4]
     prompts = rng.sample(
         PROMPTS, 2
-    )  # few, so that some come again, and texts that go on inside an answer
+    )  # few prompts, so that some repeat and some continue inside an answer
     prompts += [
         [*one, *model.alone(bits, one).output_token_ids[: rng.randrange(NEW)], 5, 6]
         for one in prompts
     ]
     expected = {
         tuple(prompt): model.alone(bits, prompt) for prompt in prompts
-    }  # before the bench: it takes the runner
+    }  # before the bench, which takes over the runner
     bench = model.bench(bits, seed, rng)
 
     def drafter(request):

@@ -1,4 +1,4 @@
-"""Steps that end in time for the streams, on a machine whose step times the test knows."""
+"""Pacing: steps that end in time for the streams, on a machine with prescribed step times."""
 
 import itertools
 import random
@@ -23,7 +23,7 @@ def test_streams_keep_their_pace_during_a_long_prompt(streams, noise):
         alone = machine(StepShape(shape.sequences, shape.decode_depth))
         late += seconds > 2 * alone + 0.05
     assert late <= 0.01 * len(bench.steps)
-    # The prompt gets most of the time that streams leave: it is not starved either.
+    # The prompt gets most of the time that the streams leave, so it is not starved either.
     busy = sum(seconds for _, seconds in bench.steps)
     prompt = sum(0.001 * s.tokens + 5e-7 * s.prompt_depth for s, _ in bench.steps)
     assert prompt > 0.55 * busy
@@ -98,7 +98,7 @@ def test_decode_only_steps_are_measured_regularly():
 
 @pytest.mark.parametrize("tenants", [1, 5])
 def test_every_deep_prompt_advances_in_every_step(tenants):
-    """A token that costs more than a tenant's part of the step is computed all the same."""
+    """A token that costs more than its tenant's share of the step is computed anyway."""
     bench = Paced(target_tpot=14.0, max_num_seqs=16)
     bench.streams(1)
     handles = [bench.long_prompt(600, tenant=f"t{i}") for i in range(tenants)]

@@ -1,4 +1,4 @@
-"""Pinned prompts: what stays, for how long, whose it is, and which requests that refuses."""
+"""Pinned prompts: what stays, for how long, for which owner, and which requests are refused."""
 
 import threading
 import time
@@ -35,7 +35,7 @@ def clock(monkeypatch):
 
 
 def flush(engine):
-    """A request that wants all blocks that are not pinned."""
+    """Run a request that needs all blocks that are not pinned."""
     free = engine.paged_stats()["free_blocks"]
     engine.generate([1] * (free * 16 - 8), 2)
 
@@ -167,7 +167,7 @@ def test_a_request_that_fails_or_is_cancelled_pins_nothing(engine):
 
 
 def test_pins_survive_preemption():
-    """Half of the pool is pinned while six requests share the other half."""
+    """Half of the pool is pinned, and six requests share the other half."""
     bench = Bench(16, max_num_seqs=6)
     bench.ask([9] * 128, 1, pin=True)
     handles = [bench.submit([i] * 30, 50, tenant=str(i % 2)) for i in range(6)]
@@ -204,8 +204,8 @@ def test_pinned_blocks_of_the_prompt_count_as_available(engine):
 
 
 def test_a_queued_request_is_refused_if_pins_grew():
-    """The pins grew while it waited: nothing else runs, so nothing would ever free what it
-    needs.
+    """The pins grow while the request waits. Nothing else runs, so no blocks would ever become
+    free.
     """
     bench = Bench(16)
     bench.ask([3] * 128, 1)
@@ -285,7 +285,9 @@ def test_a_tenant_cannot_pin_more_than_its_share(engine):
 
 
 def test_a_refusal_does_not_reveal_other_tenants_pins(engine):
-    """The same words whatever the others pinned; an owner who is alone reads the arithmetic."""
+    """The text for tenant b does not depend on how much tenant a has pinned. An owner that is alone
+    reads the cause.
+    """
     texts = []
     for number, blocks in ((1, 2), (2, 2)):
         pinned(engine, number, blocks, "a")

@@ -1,6 +1,4 @@
-"""How far a prompt is and how long it will take: against what is known of steps whose time the test
-says.
-"""
+"""The progress of prompts and the time left, on a machine with prescribed step times."""
 
 import asyncio
 import random
@@ -17,23 +15,23 @@ PER_TOKEN = 0.01
 
 
 def flat(start, stop):
-    """Seconds of the tokens at these positions, each of which takes as long."""
+    """Return the seconds of the tokens at these positions, each of which takes the same time."""
     return PER_TOKEN * (stop - start)
 
 
 def steep(start, stop):
-    """The same where a token at 1,000 takes twice as long as the first."""
+    """Return the seconds if the token at position 1,000 takes twice as long as the first one."""
     return PER_TOKEN * sum(1 + position / 1000 for position in range(start, stop))
 
 
 @pytest.fixture(autouse=True)
 def no_memory(monkeypatch):
-    """All requests are looked at whenever somebody asks."""
+    """Progress estimates without a cache, so that each call examines all requests."""
     monkeypatch.setattr("kvboost_edge.engine.schedule.progress_estimate._BOARD_SECONDS", 0.0)
 
 
 def timed(bench, cost=flat):
-    """A bench whose steps take what the test says."""
+    """Replace the measured step times of a bench with `cost`."""
     estimate = bench.core._estimate
     observe = estimate.observe
 
@@ -87,7 +85,7 @@ def test_the_estimate_includes_the_cost_of_depth():
 
 
 def test_one_slow_step_does_not_distort_the_estimate():
-    slow = iter([1000.0])  # such as one that compiled a kernel
+    slow = iter([1000.0])  # such as a step that compiled a kernel
 
     def cost(start, stop):
         return next(slow, flat(start, stop))
@@ -106,7 +104,7 @@ def test_a_queued_requests_estimate_includes_the_queue():
     third = bench.submit(range(1, 121), max_new_tokens=1)
     bench.step()
     assert first.progress().seconds_left == pytest.approx(flat(0, 100))
-    # A prompt's end is its first token here, so a place is free when the prompt is done.
+    # Each request ends with its first token, so its place is free when the prompt is done.
     assert second.progress() == Progress(
         100, 0, 0, 0.0, pytest.approx(flat(0, 100) + flat(0, 100), rel=0.05)
     )
@@ -129,7 +127,7 @@ def test_a_queued_requests_estimate_includes_running_answers():
     handle = bench.submit(range(2, 66), max_new_tokens=1)
     left = handle.progress().seconds_left
     assert left is not None
-    # Outputs had 5 tokens so far, and one of this one is there; it is not the 40 that it may have.
+    # Outputs had 5 tokens so far, and this one has 1. The estimate does not use its limit of 40.
     assert left == pytest.approx(flat(0, 64) + 4 * bench.core._estimate._step_seconds, rel=0.05)
     assert mean > 0
     bench.run()
@@ -146,10 +144,10 @@ def test_the_estimate_includes_concurrent_prompts():
     assert (left.computed, rest.computed) == (64 + 16, 48)
     assert left.seconds_left == pytest.approx(
         flat(80, 250) + flat(48, 64)
-    )  # the shorter one goes first
+    )  # the shorter one runs first
     assert rest.seconds_left == pytest.approx(
         flat(48, 64) * 4 / 3
-    )  # but for the quarter of the first come
+    )  # all but the quarter that the first to arrive gets
     bench.run()
 
 

@@ -1,6 +1,4 @@
-"""Batch equals single: random schedules over tiny pools, checked against the output each prompt has
-alone.
-"""
+"""Batch equals single: random schedules over tiny pools, against the output of each prompt alone."""
 
 import random
 from collections import Counter
@@ -36,16 +34,16 @@ MODES = [
     (GenerationMode.CHUNK_KV_REUSE, Repair(strategy=RecomputeStrategy.QUERY, overlap=0, ratio=0.5)),
 ]
 
-STALLED = 100  # steps that neither compute nor move anything: no schedule gets on after that
+STALLED = 100  # steps without any progress, after which no schedule recovers
 
 
 class PassFailed(Exception):
-    """A forward pass failed."""
+    """Simulated failure of a forward pass."""
 
 
 class RandomSchedule:
-    """Requests, cancels, resets, failed passes and slow tiers at random, over a small pool of one
-    kind of model.
+    """Random requests, cancels, resets, failed passes and slow tiers over a small pool of one kind
+    of model.
     """
 
     def __init__(self, kind, seed):
@@ -89,13 +87,13 @@ class RandomSchedule:
         if self.rng.random() < 0.02:
             runner = self.bench.runner
             runner.on_forward = None
-            runner.forward(batch)  # no request may find what it writes before the error
+            runner.forward(batch)  # no request may find the KV that it writes before the error
             runner.on_forward = self.fail_sometimes
             raise PassFailed
 
     def prompt(self, is_moved):
-        """A stem, perhaps at another position, and something of its own; or a conversation that
-        goes on or branches.
+        """Draw a prompt: a stem, perhaps at another position, with a tail of its own; or a
+        conversation that continues or branches.
         """
         rng = self.rng
         tail = [rng.randrange(256) for _ in range(rng.choice((0, 1, 5, 20)))]
@@ -161,8 +159,8 @@ class RandomSchedule:
         bench.run()
 
     def outcome(self):
-        """Check every answer and that nothing is held; count what happened, so that the test sees
-        that all did.
+        """Check every answer and that nothing is held. Count the events, so that the test can
+        require each kind.
         """
         bench = self.bench
         found = Counter(preemptions=self.bench.scheduler.num_preemptions)
@@ -212,8 +210,10 @@ OF_KIND = {PLAIN: {"spans": 30}, HYBRID: {"missing_states": 3, "replayed": 60, "
 
 
 def test_random_schedules_equal_single_runs(kind, scale):
-    """RELIABILITY 5, 7: the same tokens in any batch, order, pool size and budget, cold or cached,
-    preempted, with any drafts and after failed passes; no schedule hangs.
+    """RELIABILITY 5 and 7: no schedule hangs, and the tokens equal those of a single run.
+
+    This holds in any batch, order, pool size and budget, cold or cached, preempted, with any drafts
+    and after failed passes.
     """
     found = Counter()
     for seed in range(scale(60, 3000)):
@@ -274,7 +274,7 @@ def test_a_waiting_prompt_is_looked_up_once_not_every_step(monkeypatch):
     assert all(handle.result(0).cached_tokens == 160 for handle in handles[1:])
     assert [lookups.count(200 + i) for i in range(1, 4)] == [
         2
-    ] * 3  # when it came, and when its prefix was there
+    ] * 3  # on arrival, and when its prefix was ready
 
 
 def test_a_blocked_request_is_admitted_once_others_publish_its_blocks():
@@ -325,7 +325,7 @@ def test_a_fully_cached_prompt_computes_what_its_kind_of_model_must(kind, length
 
 
 def test_two_fully_cached_prompts_at_once_copy_on_write():
-    """The recompute of the last token goes into a block the other one reads."""
+    """The last token is recomputed into a block that the other request reads."""
     bench = Bench(max_batch_tokens=64)
     prompt = list(range(32))
     bench.ask(prompt, 1)
@@ -400,7 +400,7 @@ def test_prompt_logprobs_bypass_the_cache(kind):
 
 @pytest.mark.parametrize("budget", [1, 2, 8])
 def test_prefill_and_decode_both_advance_under_any_budget(budget):
-    """Decodes never starve a prefill and a prefill never starves decodes."""
+    """Decodes never starve a prefill, and a prefill never starves decodes."""
     bench = Bench(max_batch_tokens=budget)
     decoding = [bench.submit([i] * 3, 60) for i in range(3)]
     while (
@@ -462,7 +462,7 @@ def test_a_long_prompt_advances_beside_a_flow_of_short_ones():
     long = bench.submit(list(range(240)), 1)
     steps = 0
     while not long.done:
-        for other in range(4):  # each step brings as much as it can compute
+        for other in range(4):  # each step adds as many tokens as it can compute
             bench.submit([steps, other] * 8, 1)
         bench.step()
         steps += 1
@@ -507,7 +507,7 @@ def test_a_request_that_fills_the_whole_pool_runs():
 
 
 def test_equal_requests_decode_in_lockstep():
-    """A batch of equal requests decodes in lockstep: as many steps as the longest needs."""
+    """Eight equal requests need as many steps as one."""
     bench = Bench(max_batch_tokens=64)
     for i in range(8):
         bench.submit([i], 20)

@@ -1,4 +1,4 @@
-"""What is retained in an engine: prompts for a time, and what calls under one key had in common."""
+"""Retention in an engine: prompts for a time, and the common prefix of calls under one cache key."""
 
 import itertools
 import logging
@@ -31,13 +31,13 @@ def engine():
 
 
 def ask(engine, prompt, **terms):
-    """Tokens of a prompt that were in the cache; its answer is the right one whatever was."""
+    """Check the answer to a prompt and return the number of its cached tokens."""
     result = checked(engine, prompt, 2, **terms)
     return result.cached_tokens
 
 
 class Scan:
-    """Somebody reads texts that never come again."""
+    """Requests with texts that never occur again."""
 
     def __init__(self, engine):
         self._engine = engine
@@ -56,8 +56,8 @@ class Scan:
 
 
 def test_a_chain_with_a_cache_key_survives_a_scan(engine):
-    """The third call finds it, and from then on all: each time twenty texts were read, two fillings
-    of the pool.
+    """The third call and all later ones hit the chain. Before each, twenty texts fill the pool
+    twice.
     """
     scan = Scan(engine)
     found = {None: [], "chat": []}
@@ -72,8 +72,8 @@ def test_a_chain_with_a_cache_key_survives_a_scan(engine):
 
 @pytest.mark.parametrize("key", ["fresh", "always the same"])
 def test_a_cache_key_does_not_retain_texts_used_once(engine, key):
-    """Neither with a new key each time nor with one for all: what is wanted again stays, whoever
-    scans beside it.
+    """Neither a new key for each text nor one key for all retains the scanned texts. The prompt
+    that is used again stays.
     """
     scan = Scan(engine)
     manager = engine._parts.manager
@@ -197,8 +197,8 @@ def test_cache_keys_are_not_in_messages_or_logs(engine, caplog):
 
 
 def test_a_prompt_is_retained_for_its_retention_time(clock):
-    """On an injected clock: through whatever comes for 24 hours, then it goes as anything else that
-    was used again.
+    """The prompt stays cached for 24 hours of an injected clock, whatever is requested. Then it is
+    evicted like any reused prompt.
     """
     bench = Bench(NUM_BLOCKS)
     rng = random.Random(2)
@@ -224,7 +224,9 @@ def test_a_prompt_is_retained_for_its_retention_time(clock):
 
 
 def test_retained_blocks_are_evicted_rather_than_delaying_requests(clock):
-    """All that others asked for is retained, and a request as large as the pool runs at once."""
+    """All prompts of other requests are retained, and a request of the size of the pool runs at
+    once.
+    """
     bench = Bench(16)
     for number in range(20):
         bench.ask([number] * 60, 2, tenant=str(number % 3), terms={"retention": 1e6})
@@ -242,7 +244,9 @@ def test_invalid_retention_times_are_refused(engine, retention):
 
 
 def test_retained_blocks_are_stored_first():
-    """A tier that takes little at a time gets it first, though it was computed last."""
+    """A tier that takes few blocks at a time gets the retained ones first, although they were
+    computed last.
+    """
     tier = DictTier()
     bench = Bench(64, tiers=[tier])
     room = bench.io_thread.room

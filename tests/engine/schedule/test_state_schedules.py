@@ -1,5 +1,5 @@
-"""Sequences with recurrent states: where a state is kept, who goes on from it, and whose it never
-is.
+"""Sequences with recurrent states: where states are kept, which requests resume from them, and
+which never may.
 """
 
 import pytest
@@ -11,7 +11,7 @@ bench_of = HYBRID.bench
 
 
 def computed_by(bench, prompt, *args, **options):
-    """Run one request alone, for one token unless more are asked for; tokens that computed, and its
+    """Run one request alone, by default for one token. Return the number of tokens computed and its
     result.
     """
     before = bench.runner.computed
@@ -63,8 +63,8 @@ def test_a_request_that_waits_for_a_prefix_finds_its_state():
 
 
 def test_states_are_never_shared_between_tenants():
-    """Not one after the other, not at once, and not where slots are so few that the one's are taken
-    for the other.
+    """Tenants share no state in succession, at once, or when slots are so few that one tenant's are
+    taken for another.
     """
     prompt = list(range(50))
     for num_slots in (40, 4):
@@ -125,7 +125,7 @@ def test_the_state_of_a_failed_request_is_never_used():
 
 
 def test_a_write_into_a_snapshot_is_detected():
-    """By the checks of a bench, after the pass that did."""
+    """The checks of a bench raise after the pass that wrote into the snapshot."""
     bench = bench_of()
     prompt = list(range(50))
     computed_by(bench, prompt)

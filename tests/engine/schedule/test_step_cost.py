@@ -1,4 +1,4 @@
-"""The predicted time of a step, against machines whose times the test knows."""
+"""The predicted time of a step, against machines with prescribed times."""
 
 import random
 from types import SimpleNamespace
@@ -45,7 +45,7 @@ def test_a_growing_prompt_is_predicted_at_every_depth(sequences, noise):
     errors = []
     for step in range(600):
         alone = StepShape(sequences, sequences * (200.0 + step))
-        # Every 16th step has no prompt in it.
+        # Every 16th step has no prompt.
         shape = (
             alone
             if step % 16 == 0

@@ -1,4 +1,4 @@
-"""A step's work: what `next_work` asks for and what `take` does with one row or several."""
+"""The work of a step: the items that `next_work` returns, and `take` with one row or several."""
 
 import numpy as np
 import pytest
@@ -27,14 +27,14 @@ def running(prompt, max_new_tokens=8, **fields):
 
 
 def rows(*likeliest):
-    """Logits whose greedy tokens are these."""
+    """Return logits whose greedy tokens are these."""
     logits = np.zeros((len(likeliest), VOCAB), np.float32)
     logits[np.arange(len(likeliest)), likeliest] = 9.0
     return logits
 
 
 def drafted(sequence, *drafts):
-    """The last token and drafts behind it, logits of each wanted."""
+    """Schedule the last token and drafts after it, with the logits of each."""
     start = sequence.num_tokens - 1
     return ScheduledTokens(
         sequence, start, [sequence.token_ids[-1], *drafts], 1 + len(drafts), len(drafts)
@@ -42,7 +42,7 @@ def drafted(sequence, *drafts):
 
 
 def next_of(sequence, limit):
-    """The one item of work of a sequence without spans."""
+    """Return the only item of work of a sequence without spans."""
     (work,) = sequence.next_work(limit)
     return work
 
@@ -82,8 +82,8 @@ def test_earlier_logit_rows_are_not_kept():
 
 @pytest.mark.parametrize("agreeing", range(4))
 def test_draft_rows_are_accepted_while_tokens_agree(agreeing):
-    """Row k samples the token that row k + 1 was computed for; behind the first that differs
-    nothing counts.
+    """Row k samples the token that row k + 1 was computed for. Rows after the first difference are
+    ignored.
     """
     sequence = running([5, 6])
     sequence.take(next_of(sequence, 9), rows(10))

@@ -1,5 +1,5 @@
-"""Drafts of sequences with states: a slot holds the state of exactly the tokens that are
-computed.
+"""Draft tokens of sequences with recurrent states: a slot holds the state of exactly the computed
+tokens.
 """
 
 import threading
@@ -17,7 +17,7 @@ from kvboost_edge.errors import KVBoostError, RequestError
 
 
 def drafting(num_right, num_drafts=6, **options):
-    """A bench whose requests are guessed right so far, and then wrong."""
+    """Build a bench whose drafts have `num_right` correct tokens followed by wrong ones."""
     bench = HYBRID.bench(**options)
 
     def drafter(request):
@@ -60,8 +60,8 @@ def test_partly_right_drafts_change_only_the_number_of_passes(num_right, closes_
 
 @pytest.mark.parametrize("num_right", [1, 5, 6])
 def test_states_after_accepted_drafts_are_kept_at_block_ends(num_right):
-    """After any cut of the answer the next turn goes on from the last full block, and every one
-    with small states.
+    """After any cut of the answer, the next turn resumes at the last full block. With small states,
+    each block end can be resumed.
     """
     token_ids = prompt(1, 20)
     for length in range(30, 47):
@@ -75,7 +75,7 @@ def test_states_after_accepted_drafts_are_kept_at_block_ends(num_right):
 
 
 def test_drafts_of_a_request_that_stores_nothing_publish_nothing():
-    """Though they run over the ends of blocks."""
+    """The accepted drafts extend over the ends of blocks."""
     bench = drafting(6)
     assert (
         bench.ask(prompt(1, 20), 40, terms={**DRAFTS, "stores_nothing": True}).accepted_tokens
@@ -145,8 +145,8 @@ def test_an_answer_ended_by_its_draft_needs_no_state_update():
 
 
 def test_a_freed_slot_may_be_reused_during_state_updates():
-    """The one that fails is first in the pass, and its slot may be given away before the others'
-    states move on.
+    """The failing request is the first of the pass. Its slot may be reassigned before the states of
+    the others advance.
     """
     token_ids = prompt(9, 20)
     bad = 251
@@ -187,7 +187,7 @@ def test_a_cancel_between_drafts_releases_everything():
 
 
 def test_statistics_and_reset_do_not_wait_for_state_updates():
-    """As during a pass: whoever asks waits for neither."""
+    """Both calls return while states are being updated, as they do during a pass."""
     text = [*range(60, 90)] * 3
     ended = []
     with CPUPagedEngine._built_by(

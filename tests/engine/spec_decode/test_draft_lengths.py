@@ -1,4 +1,4 @@
-"""How many tokens of each draft are verified, on machines whose times the test knows."""
+"""Choice of how many tokens of each draft are verified, on machines with prescribed times."""
 
 import itertools
 import math
@@ -29,7 +29,7 @@ def choose_lengths(proposed, step, balance=100.0):
 
 
 def measured(seconds, num_rows=64):
-    """Costs of a machine on which a pass takes `seconds(rows)`."""
+    """Return the costs of a machine on which a pass takes `seconds(rows)`."""
     costs = PassCosts()
     for _ in range(60):
         for rows in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, num_rows):
@@ -104,7 +104,7 @@ def test_no_draft_costs_more_than_the_credit():
 
 @pytest.mark.parametrize("num_rows", [1, 8])
 def test_drafts_that_are_always_rejected_cost_a_hundredth(num_rows):
-    """However likely they seem, and after any number of accepted ones."""
+    """The limit holds however likely the drafts seem, and after any number of accepted ones."""
     costs = measured(lambda rows: 1 + 0.1 * rows)
     step = StepCosts(num_rows, 0.0, costs)
     credit = DraftCredit()
@@ -140,7 +140,7 @@ def test_accepted_tokens_earn_the_time_of_their_passes():
 
 
 def test_deep_sequences_draft_less():
-    """Attention of each row costs as much as its linear layers, or more."""
+    """At this depth, the attention of a row costs as much as its linear layers, or more."""
     costs = PassCosts()
     for rows, depth in itertools.product((1, 2, 4, 8, 16), (0, 1_000, 30_000)):
         for _ in range(20):
@@ -190,13 +190,15 @@ def test_tokens_of_another_source_cost_no_pass_of_the_draft_model():
 
 
 def test_marginal_costs_are_averaged_over_slow_row_counts():
-    """Three rows take longer than four: the third is worth half of what both add to two rows."""
+    """Three rows take longer than four. The third row counts as half of what the third and fourth
+    add together.
+    """
     times = {1: 1.0, 2: 1.1, 3: 1.5, 4: 1.3, 6: 1.9, 8: 2.5, 9: 2.8}
     passes = measured(lambda rows: float(np.interp(rows, list(times), list(times.values()))))
     drafter = measured(lambda rows: 0.2)
     step = StepCosts(1, 0.0, passes, drafter)
     least, least_more = least_chances(step, 0.8, 8)
-    added = [0.1, 0.1, -0.2, 0.3, 0.3, 0.3, 0.3, 0.3]  # of a row to 1 to 8 rows
+    added = [0.1, 0.1, -0.2, 0.3, 0.3, 0.3, 0.3, 0.3]  # cost of one more row, after 1 to 8 rows
     assert least == pytest.approx([0.8 * one for one in added], abs=0.04)
     expected = [0.8 / 0.85 * (one + 0.2) for one in [*added[1:], added[-1]]]
     assert least_more == pytest.approx(expected, abs=0.05)

@@ -1,4 +1,6 @@
-"""What is proposed to follow a text, and from which of its tenant's texts."""
+"""Prompt lookup: the proposed continuation of a text, and the texts of its tenant that it is taken
+from.
+"""
 
 import pytest
 

@@ -1,8 +1,8 @@
-"""A draft model changes when an answer comes, never what it is: draft models of every kind over
-the fake runner, whose next token is a hash of all tokens that it reads back.
+"""A draft model changes the time of an answer, never its tokens.
 
-The right draft model reads its own pool, so a token that is missing there, or stale, costs accepted
-tokens: where all are accepted, all its KV is right.
+Draft models of every kind run over the fake runner, whose next token is a hash of all tokens that
+it reads back. The right draft model reads its own pool, so a missing or stale token costs accepted
+tokens. If all are accepted, all its KV is right.
 """
 
 import logging
@@ -112,8 +112,8 @@ def test_copy_on_write_copies_draft_kv():
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.some(4)
 def test_concurrent_requests_in_a_small_pool(kind, drafts, seed):
-    """Preempted, sharing prefixes, cancelled between, evicted: the tokens stand, and the right draft
-    model's are all accepted.
+    """Requests are preempted, cancelled and evicted, and share prefixes. The tokens stay the same,
+    and those of the right draft model are all accepted.
     """
     rng = random.Random(seed)
     bench = drafting_bench(
@@ -148,7 +148,9 @@ def test_concurrent_requests_in_a_small_pool(kind, drafts, seed):
 
 
 def test_rejected_tokens_leave_no_kv_that_later_drafts_read(kind):
-    """After a model that is wrong now and then, a right one over the same pool is always accepted."""
+    """The draft model is sometimes wrong, then right over the same pool. From then on all its
+    tokens are accepted.
+    """
     bench = drafting_bench(kind, "one off")
     text = prompt(4, 30)
     handle = bench.submit(text, 60, terms=DRAFTS)
@@ -336,7 +338,7 @@ def test_drafts_are_counted_by_source_and_position(kind):
 
 @pytest.mark.parametrize("least", [0.0, 0.3, 1.0])
 def test_a_draft_ends_before_unlikely_tokens(kind, least, monkeypatch):
-    """The cut token counts as rejected, so that a model that is always unsure drafts no more."""
+    """The cut token counts as rejected, so a model that is always unsure stops drafting."""
 
     def limit(self, draft, step, rate):
         draft.least = draft.least_more = np.full(8, least)
@@ -352,13 +354,13 @@ def test_a_draft_ends_before_unlikely_tokens(kind, least, monkeypatch):
 
 
 def test_a_draft_that_is_cut_below_the_minimum_is_dropped(kind, monkeypatch):
-    """And its end does not count as a rejected token, because none of it was verified."""
+    """The cut does not count as a rejected token, because nothing of the draft was verified."""
 
     def limit(self, draft, step, rate):
         draft.least = draft.least_more = np.full(8, 0.3)
 
     def rates(self, draft):
-        """So that the longest drafts are planned."""
+        """Rate the longest drafts highest, so that they are planned."""
         return np.arange(1.0, len(draft.token_ids) + 2)
 
     turns = []

@@ -1,4 +1,4 @@
-"""An MTP head as a drafter, over the fake runner, whose states name the token that they belong to."""
+"""An MTP head as the drafter over the fake runner, whose states name the token that they belong to."""
 
 import random
 
@@ -75,7 +75,7 @@ def test_a_prefix_without_head_kv_is_filled_on_demand(kind):
     result = bench.ask([*shared, 2], 40, terms=DRAFTS)
     assert result.cached_tokens > 0
     assert result.drafted_tokens > 20
-    assert result.accepted_tokens < 3  # it does not see the prefix, and is right by chance
+    assert result.accepted_tokens < 3  # it does not see the prefix and is right only by chance
     assert draft_runner(bench).computed < 41 + result.drafted_tokens + SIZE
 
 
@@ -109,7 +109,7 @@ def test_concurrent_requests_in_a_small_pool(kind, seed):
 
 
 def test_states_wait_while_nothing_is_drafted(kind, monkeypatch):
-    """They are filled in groups, and the drafts that follow lack nothing."""
+    """The head processes waiting states in groups, and later drafts lack none of them."""
     bench = drafting_bench(kind, MTP)
     models = models_of(bench)
     propose = models.propose

@@ -1,5 +1,6 @@
-"""A draft model on the native runner: answers, log probabilities and the KV of published blocks are
-equal to the bit to those without it, for every width of the engine's KV.
+"""A draft model on the native runner, for every width of the engine's KV.
+
+Answers, log probabilities and the KV of published blocks are equal to the bit to those without it.
 """
 
 import random
@@ -36,7 +37,9 @@ def requests(seed):
 
 
 def run(bench, seed, steps_between=4, **fields):
-    """The results of some requests that overlap, and the KV of all published blocks by hash."""
+    """Run overlapping requests. Return their results, the KV of all published blocks by hash, and
+    the number of accepted tokens.
+    """
     handles = []
     for prompt, params in requests(seed):
         handles.append(bench.submit(prompt, params, **fields))
@@ -77,8 +80,8 @@ def test_answers_and_published_kv_equal_those_without_a_draft_model(machines, bi
 
 @pytest.mark.parametrize("bits", ALL_BITS, ids=str)
 def test_restarts_with_changed_draft_models_lose_nothing(machines, bits):
-    """Each restart has another draft model, the first one's again, or none. Answers, the KV of
-    published blocks and what is stored of them are those without one.
+    """Restarts have another draft model, none, or the first one again. Answers, the KV of published
+    blocks and their stored records equal those without a draft model.
     """
     machine, other = machines
     makers = (machine, other, None, machine)

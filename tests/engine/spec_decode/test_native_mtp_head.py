@@ -1,5 +1,7 @@
-"""MTP heads of tiny models on the native runner: the drafts are those of the float64 reference, and
-answers, log probabilities and the KV of published blocks are equal to the bit to those without it.
+"""MTP heads of tiny models on the native runner.
+
+The drafts equal those of the float64 reference. Answers, log probabilities and the KV of published
+blocks are equal to the bit to those without the head.
 """
 
 import random
@@ -40,7 +42,7 @@ def token_ids(seed, count):
 
 
 class Reference:
-    """Drafts by the float64 reference."""
+    """Drafts computed by the float64 reference."""
 
     def __init__(self, path):
         self.trunk = plan_floats(path)
@@ -62,7 +64,7 @@ class Reference:
 
 
 def recorded(bench):
-    """A list that receives the known tokens and the draft of each sequence that drafts."""
+    """Return a list that collects the known tokens and the draft of each sequence that drafts."""
     speculation = bench.scheduler.speculation
     complete = speculation.complete
     found = []
@@ -91,7 +93,7 @@ def test_drafted_tokens_equal_the_reference(family, tmp_path):
     assert len(drafts) > 5
     for tokens, drafted in drafts:
         assert drafted == reference.draft(tokens, len(drafted))
-    # A prefix that another request computed, with KV of the head. Its state at the end is unknown.
+    # A prefix that another request computed, with KV of the head. The state at its end is unknown.
     drafts.clear()
     result = bench.generate([*prompt[:70], 7, 8, 9], GREEDY, **DRAFTS)
     assert result.cached_tokens == 64
@@ -111,7 +113,7 @@ def test_drafted_tokens_equal_the_reference(family, tmp_path):
 
 
 def _after_hit(reference, tokens, count, hit):
-    """Draft tokens by a head that has no state of the token before position `hit`."""
+    """Draft tokens with a head that has no state of the token before position `hit`."""
     states = last_states(*reference.trunk, tokens[:-1])
     states[hit - 1] = 0
     rows = [np.zeros_like(states[:1]), states]
@@ -124,7 +126,7 @@ def _after_hit(reference, tokens, count, hit):
 
 
 def without_layers(path):
-    """Let the model's next token depend on its last token alone, and the head predict it."""
+    """Make the model's next token depend on the last token alone, and let the head predict it."""
     tensors = tensors_of(path)
     ends = ("o_proj.weight", "out_proj.weight", "down_proj.weight")
     changes = {
@@ -163,7 +165,7 @@ def machine(request, tmp_path_factory):
 
 
 def answers(bench, seed, steps_between=4, **fields):
-    """The results of some requests that overlap, and the KV of all published blocks by hash."""
+    """Run overlapping requests. Return their results and the KV of all published blocks by hash."""
     rng = random.Random(seed)
     stem = [rng.randrange(250) for _ in range(70)]
     handles = []

@@ -1,4 +1,4 @@
-"""The expected time of a pass, against machines whose times the test knows."""
+"""The expected time of a pass, against machines with prescribed times."""
 
 import math
 import random
@@ -7,7 +7,7 @@ import pytest
 
 from kvboost_edge.engine.spec_decode.pass_costs import PassCosts
 
-# Times of passes by rows, relative to one row.
+# Times of passes by number of rows, relative to one row.
 SMALL = {1: 1.0, 2: 1.18, 4: 1.54, 8: 2.67, 16: 4.5}
 LARGE = {1: 1.0, 2: 1.05, 4: 1.17, 8: 1.55, 16: 3.2}
 COMPUTE_BOUND = {1: 1.0, 2: 1.7, 4: 3.1, 8: 5.9, 16: 11.5}
@@ -83,7 +83,7 @@ def test_one_interrupted_pass_changes_little():
 
 
 def test_ratios_are_kept_on_a_loaded_machine():
-    """Half of the passes are held up, some of them for long."""
+    """Half of the passes are delayed, some of them for long."""
     for seed in range(5):
         rng = random.Random(seed)
         costs = PassCosts()

@@ -1,5 +1,6 @@
-"""Tokens guessed ahead change when an answer comes, never what it is: proposers of every kind on
-the fake runner, whose next token is a hash of all before it.
+"""Speculative decoding changes the time of an answer, never its tokens.
+
+Drafters of every kind run on the fake runner, whose next token is a hash of all before it.
 """
 
 import itertools
@@ -18,7 +19,7 @@ SIZE = 16
 
 
 def drafting(kind, drafts=KINDS, *, closes_blocks=False, **options):
-    """A bench whose requests get drafts of these kinds in turn."""
+    """Build a bench whose requests get drafts of these kinds in turn."""
     bench = draft_in_turn(kind.bench(**options), drafts)
     bench.scheduler.speculation._closes_blocks = closes_blocks
     return bench
@@ -57,8 +58,8 @@ def test_right_drafts_save_passes_and_wrong_ones_cost_none(kind):
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.some(3)
 def test_concurrent_requests_in_a_small_pool(kind, seed):
-    """Preempted with drafts under way, sharing prefixes of what was drafted, cancelled between: the
-    tokens stand.
+    """Requests are preempted during a draft, cancelled, and share drafted prefixes. The tokens stay
+    the same.
     """
     rng = random.Random(seed)
     bench = drafting(
@@ -111,7 +112,7 @@ def test_only_certain_tokens_close_a_quantized_block(kind):
             wanted = [row for row in batch.logit_rows.tolist() if first <= row < stop]
             guesses = batch.positions[
                 wanted[1:]
-            ]  # the first row that is wanted is the certain one's
+            ]  # the first wanted row is that of the certain token
             drafted += len(guesses)
             assert (guesses % SIZE != SIZE - 1).all()
 
@@ -124,7 +125,9 @@ def test_only_certain_tokens_close_a_quantized_block(kind):
 
 @pytest.mark.parametrize("drafts", ["right", "one off"])
 def test_a_stop_token_within_a_draft_ends_the_answer(kind, drafts):
-    """What is kept of it, a recurrent state too, is that of the tokens up to there."""
+    """The next turn hits all full blocks up to the stop token, with the recurrent state of a
+    hybrid.
+    """
     token_ids = prompt(3, 20)
     truth = kind.bench().runner.expected(token_ids, 40)
     for at in (0, 1, *range(7, 21)):
@@ -201,8 +204,8 @@ def test_nan_in_draft_rows_fails_only_accepted_tokens(kind):
 
 
 def test_rejected_tokens_are_never_published(kind):
-    """What the next request finds in the cache is what it would compute; the fake runner looks at
-    every slot.
+    """The next request hits all full blocks, and the fake runner verifies the content of each slot
+    that it reads.
     """
     for drafts in KINDS:
         bench = drafting(kind, [drafts])
@@ -223,7 +226,9 @@ def test_a_step_has_no_more_tokens_than_its_budget(kind):
 @pytest.mark.parametrize(("most", "least"), [(31, 0), (31, 5), (31, 31), (4, 9)])
 @pytest.mark.parametrize("num_blocks", [64, 20])
 def test_drafts_below_the_minimum_are_not_verified(kind, most, least, num_blocks):
-    """Also not what a full pool or the batch leaves of them. The minimum is at most the maximum."""
+    """The minimum also applies to drafts that a full pool or batch shortens. It is limited to the
+    maximum.
+    """
     bench = drafting(kind, ["right"], num_blocks=num_blocks, max_batch_tokens=40)
     terms = {"max_draft_tokens": most, "min_draft_tokens": least, "always_drafts": True}
     verified = set()
@@ -243,7 +248,7 @@ def test_drafts_below_the_minimum_are_not_verified(kind, most, least, num_blocks
 
 
 def test_a_tenant_is_charged_for_accepted_tokens_only(kind):
-    """Wrong guesses of one tenant are no tokens that it was served."""
+    """Rejected tokens of a tenant are not charged."""
     bench = drafting(kind, ["wrong"])
     for number, tenant in enumerate("ab"):
         bench.submit(prompt(number, 9), 30, tenant=tenant, terms=DRAFTS)

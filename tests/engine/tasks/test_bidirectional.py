@@ -1,5 +1,5 @@
-"""Embedding models that attend both ways (EmbeddingGemma): transformers' own vectors, and no trace
-of them anywhere.
+"""Bidirectional embedding models (EmbeddingGemma): vectors equal those of transformers, and nothing
+of them stays in the cache.
 """
 
 import logging
@@ -20,8 +20,8 @@ from kvboost_edge import CPUPagedEngine
 from kvboost_edge.errors import ConfigError, ModelFormatError, RequestError
 
 RNG = np.random.default_rng(7)
-# The window of 24 reaches 12 tokens to either side: around it, around blocks of 16 and tiles of 64,
-# and far beyond.
+# The window of 24 reaches 12 tokens to either side. The lengths are near it, near blocks of 16 and
+# tiles of 64, and far above.
 LENGTHS = (1, 2, 11, 12, 13, 14, 16, 25, 63, 64, 65, 130, 500)
 TEXTS = [RNG.integers(0, 250, length).tolist() for length in LENGTHS]
 UNCHANGED = (
@@ -57,7 +57,9 @@ def engine(model):
 
 @pytest.fixture(scope="module")
 def expected(model):
-    """transformers' states both ways, their mean, the matrices, and length 1."""
+    """Vectors from transformers: the mean of bidirectional states, times both matrices, scaled to
+    length 1.
+    """
     torch_model = build_tiny_model(
         "gemma3", use_bidirectional_attention=True, attn_implementation="eager"
     ).model
@@ -203,7 +205,7 @@ def test_a_model_without_pooling_information_is_refused(tmp_path):
 def test_a_gguf_file_gives_the_same_embeddings(tmp_path, kind):
     model = save_two_way_model(
         tmp_path / "dir", query_pre_attn_scalar=32
-    )  # of GGUF it is the heads' size
+    )  # in GGUF it is the size of the heads
     path = write_gguf(model, tmp_path / "model.gguf", kind=kind, keys={"pooling_type": 1})
     with load(model) as engine:
         expected = engine.embed(TEXTS)

@@ -1,5 +1,5 @@
-"""Documents computed alone: found at other positions to the token, what they were computed behind
-never found.
+"""Documents computed alone: reused at other positions token by token, never with the primer they
+were computed after.
 """
 
 import numpy as np
@@ -42,8 +42,8 @@ def test_documents_are_reused_at_other_positions():
         computed = runner_of(engine).computed
         prompt = document(0, 21) + documents[2] + documents[0] + documents[1] + document(9, 5)
         result = checked(engine, prompt, 12, mode=REUSE)
-        # Before a document there are whole blocks of computed tokens: at most a block less one of
-        # it is computed.
+        # Whole blocks of computed tokens precede a document, so at most 15 tokens of it are
+        # recomputed.
         assert warmed.token_count - 3 * 15 <= result.reused_span_tokens <= warmed.token_count
         assert result.reused_span_tokens + runner_of(engine).computed - computed == len(prompt) + 11
         assert (result.mode, result.gate) == (REUSE, "off")
@@ -59,7 +59,7 @@ def test_the_context_of_warmed_documents_is_dropped():
         with engine._core.reading():
             manager = engine._parts.manager
             manager.check_invariants([])
-            # The document's blocks alone are left, and no prompt finds them from its beginning.
+            # Only the document's blocks are left, and no prompt finds them as its prefix.
             assert manager.published_block_count == 4
             assert manager.peek([*behind, *text, 0], engine._parts.root) == 0
             finder = engine._core.scheduler.sharing.finder
@@ -78,12 +78,13 @@ def test_cached_documents_are_not_recomputed():
     with engine_of() as engine:
         engine.warm(documents=[one, one])
         computed = runner_of(engine).computed
-        assert computed == 128  # once, its last block filled up
+        assert computed == 128  # once, with its last block filled up
         assert engine.warm(documents=[one]).chunks_stored == 1
         assert runner_of(engine).computed == computed
         assert engine.warm(documents=[one, two]).chunks_stored == 2
         assert runner_of(engine).computed == 2 * computed
-        # What was served behind enough other tokens is as good; what had nothing before it is not.
+        # Text that was served after enough other tokens is as good. Text with nothing before it is
+        # not.
         three = document(3, 60)
         four = document(4, 60)
         engine.generate(document(8, 80) + three + [1] * 16, 1)
@@ -104,7 +105,7 @@ def test_documents_are_computed_after_a_primer():
         assert texts[0][2].context == (*documents[0][-24:], *documents[1])
         assert texts[0][0].context == (*documents[2][-24:], *documents[3])
         assert texts[1][1].context[-40:] == tuple(documents[0])
-        # Where the others are too short, or there are none, the built-in primer comes before them.
+        # If the others are too short, or there are none, the built-in primer precedes them.
         primer = texts[2][0].context
         assert len(primer) == 64
         assert texts[1][1].context[:24] == primer[-24:]
@@ -326,7 +327,7 @@ def test_only_tokens_after_the_primer_are_offered():
     assert finder.context_of(text, lone) is None
     assert [finder.context_of(behind, root) for root in (ROOT, lone)] == [None, None]
     assert bench.manager.peek(behind + text, ROOT) == 0
-    # Blocks stay shared when those before them are gone, and when those come back.
+    # Blocks stay shared when those before them are evicted, and when these return.
     assert bench.manager.reset(content.under(lone)) == 3
     bench.check()
     assert finder.context_of(text, ROOT) == 48
@@ -344,7 +345,7 @@ def test_only_tokens_after_the_primer_are_offered():
 @pytest.mark.parametrize("repair", [BARE, SEAMS, BLEND], ids=lambda repair: repair.strategy.value)
 @pytest.mark.parametrize("start", [75, 99, 120, 130])
 def test_logits_after_reused_spans_are_computed(repair, start):
-    """No row that is asked for is ever shared: what is found ends before the first of them."""
+    """Reuse ends before the first row whose logits are requested."""
     bench = Bench()
     text = document(1, 90)
     bench.ask(document(0, 32) + text, 1)

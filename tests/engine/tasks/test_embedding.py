@@ -1,4 +1,4 @@
-"""Vectors of texts and scores of documents, against transformers' own states and whatever the
+"""Embeddings of texts and scores of documents, against transformers' own states and under any
 schedule.
 """
 
@@ -50,7 +50,7 @@ def engine(model):
 
 
 def states_of(ids):
-    """transformers' states behind the last norm, float32 [num_tokens, hidden]."""
+    """Return transformers' states after the last norm, float32 [num_tokens, hidden]."""
     with torch.inference_mode():
         return (
             build_tiny_model("qwen3").model(torch.tensor([list(ids)])).last_hidden_state[0].numpy()

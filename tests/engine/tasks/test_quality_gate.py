@@ -1,4 +1,4 @@
-"""The quality gate of non-prefix reuse: one test, on an engine of its own, and its stored verdict."""
+"""The quality gate of non-prefix reuse: one test on an engine of its own, and its stored verdict."""
 
 import asyncio
 import dataclasses
@@ -33,7 +33,7 @@ def own_cache(tmp_path, monkeypatch):
 
 @pytest.fixture
 def tests_run(monkeypatch):
-    """What the tests that really ran found."""
+    """Verdicts of the quality tests that really ran."""
     found = []
     measure = QualityGate._measure
 
@@ -50,7 +50,7 @@ def engine_of(num_blocks=128, **options):
 
 
 def state_of(engine):
-    """All that the engine reports but for the memory of the process."""
+    """Return all that the engine reports, except the memory of the process."""
     stats = {
         name: value
         for name, value in engine.paged_stats().items()
@@ -60,7 +60,7 @@ def state_of(engine):
 
 
 def gate_of_reuse(engine, **options):
-    """Reuse the text behind another beginning, and return the result's `gate`."""
+    """Reuse the text after another beginning, and return the result's `gate`."""
     engine.reset_cache()
     assert engine.warm(documents=[TEXT]).chunks_stored == 1
     result = checked(engine, PROMPT, 6, mode=REUSE, **options)
@@ -70,7 +70,7 @@ def gate_of_reuse(engine, **options):
 
 @pytest.fixture
 def spoiled(monkeypatch):
-    """Whatever attends to keys at other positions computes noise."""
+    """Runner that computes noise if it attends to keys at other positions."""
     forward = FakeRunner.forward
 
     def noisy(self, batch):
@@ -82,16 +82,16 @@ def spoiled(monkeypatch):
 
 
 def test_a_model_is_tested_once_on_a_separate_engine(tests_run):
-    """The cache of the engine that asks keeps its blocks, and its figures do not move."""
+    """The engine that requests the test keeps its cached blocks and its figures."""
     with engine_of() as engine:
-        for number in range(40):  # a full pool: anything more would evict
+        for number in range(40):  # a full pool, in which anything more would evict
             engine.generate([number] * 65, 1)
         assert engine.block_map().count(0) <= 1
         before = state_of(engine)
         verdict = engine.check_reuse()
         assert state_of(engine) == before
         assert tests_run == [verdict]
-        # Where reuse changes nothing only another order does.
+        # If reuse changes nothing, only the reordering does.
         assert verdict.kl_reuse == 0
         assert verdict.kl_order > 0.1
         assert (verdict.agreement, verdict.passed) == (1, True)
@@ -205,7 +205,7 @@ def test_several_threads_wait_for_one_test(tests_run):
 
 
 def test_a_request_that_cannot_run_has_its_own_error(spoiled):
-    """CapacityError and the like come before the verdict's refusal."""
+    """CapacityError and other errors of the request precede the refusal by the verdict."""
     with engine_of(num_blocks=20) as engine:
         engine.check_reuse()
         for call in (engine.generate, engine.submit):
@@ -303,7 +303,7 @@ def test_the_test_stores_nothing_in_tiers(tests_run):
         assert engine.verify_correctness(max_new_tokens=6, mode=REUSE)
         assert len(tests_run) == 1
         engine.warm(documents=[TEXT])
-    # The document's blocks behind its primer.
+    # The document's blocks after its primer.
     assert len(tier.blocks) == (32 + 80) // 16
 
 
@@ -345,7 +345,7 @@ def test_verify_reports_by_how_much_reuse_fails(spoiled):
 
 
 def test_verify_fails_if_answers_differ(monkeypatch):
-    """Three of four texts differ, and the mean KL is small."""
+    """Three of four texts differ, although the mean KL is small."""
     generate = QualityGate.generate
 
     def changed(self, ids, whose, params, repair=None):
