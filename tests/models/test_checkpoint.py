@@ -1,5 +1,5 @@
-"""Checkpoints: what is read of a model is read once; a file that is replaced meanwhile is not taken
-for the first.
+"""Checkpoints: each part of a model is read once, and a file replaced meanwhile is not mistaken for
+the first one.
 """
 
 import hashlib
@@ -36,7 +36,7 @@ def gguf(model_dir, tmp_path):
 
 @pytest.fixture
 def reads(monkeypatch):
-    """How often headers were parsed ("header"), and arrays of strings decoded, by key."""
+    """Counts of parsed headers ("header") and of decoded string arrays, by key."""
     counts = Counter()
     parse = gguf_file._read
     decode = gguf_file._decoded
@@ -56,7 +56,7 @@ def reads(monkeypatch):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Who described the model, made a plan of its packed weights and understood its tensors."""
+    """Modules that described the model, planned its packed weights and opened its tensors."""
     found = {"describe_model": [], "pack_plan": [], "GgufSource": []}
 
     def watched(name, original):
@@ -89,8 +89,8 @@ def calls(monkeypatch):
     ],
 )
 def test_an_engine_reads_a_checkpoint_once(family, kind, tmp_path, monkeypatch, calls):
-    """The first start packs the weights, another finds them packed. Of floats the size of the plan
-    decides the format, and the plan is then used.
+    """The first start packs the weights, the second one finds them packed. For float weights the
+    size of the plan decides the format, and that plan is then used.
     """
     monkeypatch.setenv("KVBOOST_EDGE_CACHE", str(tmp_path / "cache"))
     path = save_tiny_model(family, tmp_path / "model")
@@ -104,7 +104,7 @@ def test_an_engine_reads_a_checkpoint_once(family, kind, tmp_path, monkeypatch, 
 
 
 def test_an_engine_parses_a_header_once(gguf, reads, tmp_path, monkeypatch):
-    """The first start packs the weights, another finds them packed."""
+    """The first start packs the weights, the second one finds them packed."""
     monkeypatch.setenv("KVBOOST_EDGE_CACHE", str(tmp_path / "cache"))
     for _ in range(2):
         reads.clear()
@@ -140,7 +140,9 @@ def test_directory_and_gguf_agree(model_dir, gguf):
 
 
 def test_a_files_fingerprint_depends_only_on_its_bytes(gguf, tmp_path):
-    """Packed files and shared blocks of earlier versions stay valid: the value may not change."""
+    """The value must never change, so that packed files and shared blocks of earlier versions stay
+    valid.
+    """
     whole = hashlib.sha256(
         hashlib.sha256(gguf.read_bytes()).digest()
     ).hexdigest()  # one part, then all parts
@@ -151,7 +153,7 @@ def test_a_files_fingerprint_depends_only_on_its_bytes(gguf, tmp_path):
 
 
 def test_a_file_replaced_after_reading_its_header_is_refused(gguf, tmp_path):
-    """The places in the header are those of the first file."""
+    """The offsets in the header belong to the first file."""
     checkpoint = Checkpoint.open(gguf)
     assert checkpoint.changed_files() == []
     os.replace(shutil.copy(gguf, tmp_path / "new"), gguf)
@@ -171,5 +173,7 @@ def test_a_directory_changed_after_its_fingerprint_is_detected(model_dir, tmp_pa
     path = model_dir / "config.json"
     path.write_text(path.read_text() + " ")
     assert checkpoint.changed_files() == [str(path)]
-    assert checkpoint.fingerprint(cache_dir=tmp_path / "cache") == first  # that of what was read
+    assert (
+        checkpoint.fingerprint(cache_dir=tmp_path / "cache") == first
+    )  # of the bytes that were read
     assert Checkpoint.open(model_dir).fingerprint(cache_dir=tmp_path / "cache") != first

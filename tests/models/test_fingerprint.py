@@ -1,4 +1,4 @@
-"""Fingerprints: equal for equal models, different for any byte that matters, remembered by the
+"""Fingerprints are equal for equal models, differ for any relevant byte, and are cached by the
 file's stamp.
 """
 
@@ -31,7 +31,7 @@ def cache(tmp_path):
 
 @pytest.fixture
 def hashed(monkeypatch):
-    """Files whose content was read through."""
+    """Files whose content was hashed."""
     calls = []
     real = fingerprint.digest_in_parts
 
@@ -124,7 +124,7 @@ def test_damaged_cache_entries_are_ignored(model, cache, hashed):
     ):
         entry.write_text(bad)
         assert fingerprint_of_directory(model, cache_dir=cache) == first
-    (cache / "files").chmod(0o777)  # anybody may have written there
+    (cache / "files").chmod(0o777)  # other users may have written there
     entry.write_text(good)
     hashed.clear()
     assert fingerprint_of_directory(model, cache_dir=cache) == first
@@ -146,7 +146,7 @@ def test_missing_weights_raise(model, cache):
 
 
 def test_shards_and_tensor_names_affect_the_fingerprint(model, cache):
-    """Bytes moved from one tensor to another are another model, though the bytes are the same."""
+    """Swapping the data of two tensors makes another model, although the set of bytes is the same."""
     first = fingerprint_of_directory(model, cache_dir=cache)
     state = load_file(model / "model.safetensors")
     a = "model.layers.0.self_attn.q_proj.weight"

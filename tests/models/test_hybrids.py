@@ -1,4 +1,6 @@
-"""Hybrids from their files to packed tensors: a float64 model of these equals transformers."""
+"""Hybrid models from their files to packed tensors: a float64 model of the packed tensors equals
+transformers.
+"""
 
 import numpy as np
 import pytest
@@ -33,7 +35,7 @@ def _of_transformers(model):
 
 
 def assert_packed_equals(name, directory, **fields):
-    """The packed tensors give the logits of transformers, which are returned."""
+    """Assert that the packed tensors give the logits of transformers, and return those."""
     spec, weights = plan_floats(save_tiny_model(name, directory, **fields))
     expected = _of_transformers(build_tiny_model(name, **fields))
     assert distance(hybrid_logits(spec, weights, TOKENS), expected) < 1e-5
@@ -47,9 +49,7 @@ def test_packed_tensors_equal_transformers(name, tmp_path):
 
 @pytest.mark.parametrize("name", HYBRID_NESTED)
 def test_nested_hybrid_models_are_read(name, tmp_path):
-    """Beside it a part for images, and layers that guess tokens ahead: both are told and not
-    used.
-    """
+    """The vision part and the layers that draft tokens are reported and not used."""
     save_nested_model(name, tmp_path)
     ahead = {
         f"mtp.{part}.weight": np.ones((4, 4), np.float32)
@@ -72,9 +72,7 @@ def test_nested_hybrid_models_are_read(name, tmp_path):
 @pytest.mark.parametrize("wrong", ["conv", "state", "gate", "rope"])
 @pytest.mark.some(3)
 def test_the_reference_detects_wrong_tensor_orders(name, wrong, tmp_path):
-    """Its distance from transformers is far above the tolerance where a tensor is in another
-    order.
-    """
+    """With tensors in a wrong order, the distance from transformers is far above the tolerance."""
     spec, weights = plan_floats(save_tiny_model(name, tmp_path))
     expected = hybrid_logits(spec, weights, TOKENS)
     mixer = spec.mixer
@@ -93,7 +91,7 @@ def test_the_reference_detects_wrong_tensor_orders(name, wrong, tmp_path):
     assert distance(hybrid_logits(spec, weights, TOKENS), expected) > 1e-2
 
 
-# Steps of time are limited in one pass, as transformers does; token by token it does not.
+# Time steps are clipped in one pass, as in transformers, which does not clip them token by token.
 SAID = {
     "limits of time": ("granitemoehybrid-groups", {"time_step_limit": (0.3, 0.6)}, 1e-2),
     "shares as they are": ("nemotron_h-moe", {"norm_topk_prob": False}, 1e-3),
@@ -108,7 +106,7 @@ def test_config_options_are_computed(said, tmp_path):
 
 
 def test_experts_without_a_bias_are_read(tmp_path):
-    """There is no tensor of it in the file then."""
+    """The file then has no tensor for it."""
     assert_packed_equals("lfm2_moe", tmp_path, use_expert_bias=False)
     assert not [name for name in tensors_of(tmp_path) if "expert_bias" in name]
 
@@ -117,8 +115,8 @@ def test_experts_without_a_bias_are_read(tmp_path):
 
 
 def test_a_state_space_layers_packed_tensors(tmp_path):
-    """The file's [z | x | B | C | dt] as [x | B | C | z], and dt as floats beside it; gate and up
-    from one matrix.
+    """The file's [z | x | B | C | dt] becomes [x | B | C | z] with dt as separate floats; gate and
+    up come from one matrix.
     """
     save_tiny_model("granitemoehybrid-h", tmp_path)
     spec, weights = plan_floats(tmp_path)
@@ -200,8 +198,8 @@ def test_a_gated_delta_rule_layers_packed_tensors(tmp_path):
 
 
 def test_queries_and_gates_are_separated(tmp_path):
-    """Of each head the file has its query, then its gate; packed are all queries, keys, values,
-    then all gates.
+    """The file alternates between the query and the gate of each head. Packed are all queries, keys
+    and values, then all gates.
     """
     save_tiny_model("qwen3_5_text", tmp_path)
     _, weights = plan_floats(tmp_path)

@@ -1,4 +1,6 @@
-"""Multi-token prediction heads of both file formats: one head, and transformers' logits."""
+"""Multi-token prediction heads of both file formats: they give the same head and transformers'
+logits.
+"""
 
 import gguf
 import numpy as np
@@ -30,15 +32,16 @@ from kvboost_edge.models.packed.pack_plan import plan_bytes
 
 TOKENS = np.random.default_rng(2).integers(0, 256, 24).tolist()
 
-LAYERS = 3  # of glm4_moe
+LAYERS = 3  # layers of glm4_moe
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
 
 def _logits(path):
-    """Logits of the token after the next at every position but the last, and of one more token.
+    """Return the logits of the token after the next at every position but the last, and of one more
+    token.
 
-    The head's own state takes the place of the model's there.
+    For the additional token, the head's own state replaces the model's.
     """
     head, weights, matrix = mtp_model(path)
     trunk = last_states(*plan_floats(path), TOKENS[:-1])
@@ -74,7 +77,7 @@ def test_heads_of_both_formats_equal_transformers(name, tmp_path):
 
 @pytest.mark.parametrize("name", HEADS)
 def test_a_file_with_the_head_alone_is_read(name, tmp_path):
-    """The file lacks the LM head, and the head is not tied to the embedding instead."""
+    """The file has no LM head, and the head is not tied to the embedding instead."""
     model = save_with_head(name, tmp_path / "model")
     whole = write_gguf_with_head(model, tmp_path / "m.gguf")
     of_head = gguf_head(model)

@@ -1,5 +1,5 @@
-"""Models of several parts: the language model inside equals transformers' own, and what contradicts
-is refused.
+"""Models of several parts: the nested language model equals transformers' own, and contradictions
+are refused.
 """
 
 import json
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
 
 def _change(directory, change, text=None):
-    """Fields of the config, and of its text_config; None: taken out."""
+    """Change fields of the config and of its text_config; None removes a field."""
     path = directory / "config.json"
     config = json.loads(path.read_text())
     for part, fields in ((config, change), (config.get("text_config"), text or {})):
@@ -34,7 +34,7 @@ def _change(directory, change, text=None):
 
 
 def _rename(directory, **prefixes):
-    """Prefixes of tensors in the file, "." written as "__"."""
+    """Rename prefixes of tensors in the file; "__" stands for "."."""
 
     def rename(tensors):
         for name in list(tensors):
@@ -137,7 +137,7 @@ def test_unknown_model_parts_are_refused(tmp_path):
 
 
 def test_gemma3_defaults_apply(tmp_path):
-    """As of Gemma 3 4B: its text_config names five things."""
+    """The text_config of Gemma 3 4B sets only five fields."""
     text = {
         "model_type": "gemma3_text",
         "hidden_size": 2560,

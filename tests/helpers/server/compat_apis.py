@@ -14,7 +14,7 @@ from helpers.server.scripted_model import ASK
 MODEL = "fake"
 Json = dict[str, Any]
 
-# Names of members that differ between two answers to one question.
+# Members that differ between two answers to the same request.
 _PASSING = {
     "id",
     "call_id",

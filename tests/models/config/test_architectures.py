@@ -1,4 +1,4 @@
-"""What runs, what is tested, and why the rest is refused."""
+"""Supported architectures: what each runner computes, what is tested, and why the rest is refused."""
 
 import json
 import warnings
@@ -45,14 +45,12 @@ def test_tested_families_are_those_of_the_suite():
     in_suite |= {
         part for name, (text, _, _) in nested.items() for part in (name.partition("-")[0], text)
     }
-    in_suite.add(
-        "minicpm"
-    )  # which transformers does not have: tests/runners/native/test_minicpm.py
+    in_suite.add("minicpm")  # missing in transformers: tests/runners/native/test_minicpm.py
     assert in_suite == {name for name, known in SUPPORTED_ARCHITECTURES.items() if known.tested}
 
 
 def _names(runner="", files="", *, tested=True):
-    """Families that a runner computes, or that are read from such files."""
+    """Return the families that a runner computes, or that are read from such files."""
     return {
         name
         for name, known in SUPPORTED_ARCHITECTURES.items()
@@ -73,8 +71,8 @@ def test_listed_gguf_architectures_are_read_and_tested():
     read = {known.model_type for known in GGUF.values()}
     archs = {**ARCHS, **HYBRID_ARCHS}
     assert _names(files="GGUF") == read | set(archs)
-    # EmbeddingGemma's is Gemma 3's with attention both ways, and makes vectors alone; Nemotron-H's
-    # are two.
+    # EmbeddingGemma's is Gemma 3's with bidirectional attention and gives vectors only; Nemotron-H
+    # has two.
     assert {MODEL_ARCH_NAMES[arch] for arch in archs.values()} == set(GGUF) - {
         "gemma-embedding",
         "nemotron_h_moe",
@@ -82,7 +80,7 @@ def test_listed_gguf_architectures_are_read_and_tested():
     types = {"gemma3": "gemma3_text", "gemma4": "gemma4_text"}
     compared = {
         name.partition("-")[0] for name in (*GGUF_FAMILIES, *HYBRID_FAMILIES)
-    }  # by make bench-peers
+    }  # measured by make bench-peers
     assert {types.get(name, name) for name in compared} == set(archs)
 
 

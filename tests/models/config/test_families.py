@@ -1,4 +1,4 @@
-"""Configs read into specs: the defaults of each family, rope kinds, and what is refused with its
+"""Configs read into specs: the defaults of each family, kinds of RoPE, and refusals with their
 reason.
 """
 
@@ -30,26 +30,26 @@ def _spec(model_type, **fields):
     return describe_model({"model_type": model_type, **SIZES, **fields})
 
 
-@pytest.mark.parametrize(
-    "model_type", sorted({*FAMILIES} - {"minicpm"})
-)  # which transformers does not have
+@pytest.mark.parametrize("model_type", sorted({*FAMILIES} - {"minicpm"}))  # missing in transformers
 def test_defaults_equal_transformers(model_type):
-    """A config.json that leaves out what equals the default means the same here as there."""
+    """A config.json without the keys that have default values means the same here as in
+    transformers.
+    """
     extra = {"head_dim": 32} if model_type == "mistral" else {}
     if model_type == "granitemoehybrid":
         extra = {"layer_types": ["attention"] * 8, "num_local_experts": 0}
-    # The width of its experts is none that is taken, and with so few channels neither are the heads
-    # of the other.
+    # The default width of its experts is not supported, nor are the head counts of the other family
+    # with so few channels.
     elif model_type == "nemotron_h":
         extra = {"layers_block_type": ["linear_attention", "full_attention", "mlp", "mlp"]}
     elif model_type == "falcon_h1":
         extra = {"mamba_n_heads": 32}
     config = AutoConfig.for_model(model_type, pad_token_id=0, **SIZES, **extra)
     spec = _spec(model_type, **extra)
-    config.allow_global_per_layer_attribute_access = True  # of a config whose layers differ
+    config.allow_global_per_layer_attribute_access = True  # for configs whose layers differ
     eps = {"lfm2": "norm_eps", "lfm2_moe": "norm_eps", "nemotron_h": "layer_norm_epsilon"}
     assert spec.eps == getattr(config, eps.get(model_type, "rms_norm_eps"))
-    # The language model of a vision model does not say: the head is the whole model's.
+    # The language model of a vision model does not set it: the LM head belongs to the whole model.
     assert spec.tied == getattr(config, "tie_word_embeddings", False)
     assert spec.head_dim == (getattr(config, "head_dim", None) or 16)
     types = getattr(config, "layer_types", None)
@@ -174,7 +174,9 @@ def test_longrope_uses_its_short_range(extra, longest, original):
 
 
 def assert_longrope(spec, config, length):
-    """The rope is that of transformers' config, and the context has this length."""
+    """Assert that the RoPE equals that of transformers' config and that the context has this
+    length.
+    """
     tensor, factor = ROPE_INIT_FUNCTIONS["longrope"](config, "cpu")
     np.testing.assert_allclose(spec.ropes[0].frequencies, tensor.numpy(), rtol=1e-6)
     assert spec.ropes[0].factor == pytest.approx(factor)
@@ -184,7 +186,7 @@ def assert_longrope(spec, config, length):
 @pytest.mark.parametrize("name", ["longrope", "su", "yarn"])
 @pytest.mark.parametrize("original", [64, None])
 def test_phi3_longrope_names_and_length(name, original):
-    """Its length stands beside the RoPE settings, and is 4096 where the config does not give it."""
+    """The original length is a key next to the RoPE settings. Without it, 4096 applies."""
     settings = {**{key: value for key, value in LONG.items() if key != "rope_type"}, "type": name}
     outer = {} if original is None else {"original_max_position_embeddings": original}
     sizes = {**SIZES, "max_position_embeddings": 8192}
@@ -275,7 +277,7 @@ def test_rope_bases_per_layer():
 
 @pytest.mark.parametrize("model_type", ["gemma3_text", "olmo3"])
 def test_a_single_rope_for_a_family_with_two_is_refused(model_type):
-    """It was passed over, and the defaults taken."""
+    """Flat RoPE settings raise an error. The package once ignored them and used the defaults."""
     flat = {"rope_type": "linear", "rope_theta": 5e5, "factor": 8.0}
     for settings in (flat, {**flat, "full_attention": flat}, [flat], {"full_attention": 3.0}):
         with pytest.raises(ModelFormatError, match="full_attention and sliding_attention"):

@@ -1,4 +1,4 @@
-"""How an embedding model pools, as its files say; what is not supported is refused by name."""
+"""Pooling of an embedding model as its files define it. Unsupported settings are refused by name."""
 
 import json
 from pathlib import Path

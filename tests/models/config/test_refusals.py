@@ -1,6 +1,4 @@
-"""Configs that make no sense, or ask for what is not known: each is refused by the key and its
-value.
-"""
+"""Inconsistent or unsupported configs. Each is refused with the key and its value."""
 
 import pytest
 
@@ -22,7 +20,7 @@ SIZES = {
 NAN = float("nan")
 INF = float("inf")
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
-# A tiny model of HYBRIDS, or the type of a model with these sizes -> what is changed, and the
+# A tiny model of HYBRIDS, or the type of a model with these sizes -> its changed fields, and the
 # message.
 REFUSED = {
     "falcon_h1": [

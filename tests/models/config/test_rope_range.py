@@ -1,5 +1,5 @@
-"""rope_range="long": longrope beyond its original length, exact for all lengths, never mixed with
-"short".
+"""rope_range="long" uses longrope's long factors for all lengths. It is exact, and its blocks are
+never mixed with those of "short".
 """
 
 import numpy as np
@@ -105,7 +105,7 @@ def test_blocks_of_the_two_ranges_are_never_shared(model_dir, tmp_path):
         roots.append((parts.root, parts.identity))
         parts.runner.close()
         parts.backend.close()
-    assert cached == [0, 0, 79]  # all but the last token, which gives the logits
+    assert cached == [0, 0, 79]  # all but the last token, whose logits are needed
     assert roots[1] == roots[2]
     assert {*roots[0]}.isdisjoint(roots[1])
 

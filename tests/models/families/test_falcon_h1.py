@@ -1,6 +1,4 @@
-"""Configs of Falcon-H1: layers with keys, values and a state, what their parts are multiplied with,
-what is refused.
-"""
+"""Configs of Falcon-H1: layers with both KV and recurrent state, multipliers, and refusals."""
 
 import pytest
 
@@ -27,8 +25,8 @@ def test_each_layer_has_kv_and_a_state(config):
 
 
 def test_multipliers_are_read(config):
-    """Keys' number is that of scores; x, B and C count beside z, and what the gate is multiplied
-    with is taken back.
+    """The key multiplier scales the scores. Those of x, B and C are relative to z's, and the down
+    multiplier is divided by the gate's.
     """
     spec = describe_model(config)
     factors = describe_model(config).factors

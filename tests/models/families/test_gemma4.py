@@ -1,6 +1,4 @@
-"""Gemma 4's configs: which layer attends to whose keys and values, sizes by kind of layer, and what
-cannot be.
-"""
+"""Configs of Gemma 4: KV sharing between layers, sizes by kind of layer, and refusals."""
 
 import pytest
 import torch
@@ -14,7 +12,7 @@ from kvboost_edge.models.packed.pack_plan import pack_plan
 
 FULL = "full_attention"
 SLIDING = "sliding_attention"
-# The shapes of E2B.
+# The sizes of E2B.
 E2B = {
     "model_type": "gemma4_text",
     "vocab_size": 262144,
@@ -69,8 +67,8 @@ MIXTURE = {
     "changes", [{}, {"num_kv_shared_layers": 7}, {"layer_types": [SLIDING, FULL] * 17 + [FULL]}]
 )
 def test_shared_kv_layers_equal_transformers(changes):
-    """The layer whose keys and values are read is the one of its kind that transformers says stores
-    them.
+    """Each sharing layer reads the KV of the layer of its kind that stores it according to
+    transformers.
     """
     spec = describe_model({**E2B, **changes})
     config = Gemma4TextConfig(**{**E2B, **changes})
@@ -100,7 +98,7 @@ def test_full_attention_sizes_if_values_equal_keys():
     assert heads_by_layer({**E2B, **changes})[4] == (512, 2)
     written = Gemma4TextConfig(**{**E2B, **changes}).to_dict()
     assert describe_model(written).layers == spec.layers
-    # Without it the key for full layers means nothing, as in transformers.
+    # Without it the key for full-attention layers has no effect, as in transformers.
     assert {
         layer.num_kv_heads
         for layer in describe_model({**E2B, "num_global_key_value_heads": 2}).layers
@@ -178,8 +176,8 @@ def test_contradictory_configs_are_refused(changes, message):
 
 
 def test_experts_run_beside_the_mlp():
-    """The MLP keeps its own width; there are norms behind it, before the experts and behind
-    them.
+    """The MLP keeps its own width. The MLP's output, the experts' input and their output each have
+    a norm.
     """
     spec = describe_model({**E2B, **MIXTURE})
     assert spec.experts is not None

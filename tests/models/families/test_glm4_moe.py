@@ -1,4 +1,4 @@
-"""GLM-4.5 in both file formats, with a layer for multi-token prediction behind the others."""
+"""GLM-4.5 in both file formats, with a layer for multi-token prediction after the others."""
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ HIDDEN = 64
 
 
 def _head(prefix):
-    """Tensors that only a layer for multi-token prediction has, and one that any layer has."""
+    """Return tensors that only a layer for multi-token prediction has, and one that any layer has."""
     vectors = [f"{prefix}{name}.weight" for name in ("enorm", "hnorm", "shared_head.norm")]
     return {
         **dict.fromkeys(vectors, np.ones(HIDDEN, np.float32)),

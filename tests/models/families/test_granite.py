@@ -1,4 +1,4 @@
-"""Granite 4's configs: older words, layers with states and without, and what makes no sense."""
+"""Configs of Granite 4: older layer names, layers with and without recurrent state, and refusals."""
 
 import pytest
 
@@ -61,12 +61,12 @@ def test_without_states_other_runners_support_it(config):
     assert not may_keep_states({**config, **dense})
     spec = describe_model({**config, **dense})
     assert (spec.hybrid, spec.mixer, spec.experts) == (None, None, None)
-    # Sizes of what no layer has are not looked at.
+    # Sizes of parts that no layer has are ignored.
     assert describe_model({**config, **dense, "mamba_n_heads": 7}) == spec
 
 
 def _granite(hidden, heads, kv_heads, state_heads, **fields):
-    """As the makers' configs have it: four of forty layers attend."""
+    """Return a config like the makers' ones, in which four of forty layers attend."""
     kinds = ["attention" if index in (5, 15, 25, 35) else "mamba" for index in range(40)]
     return {
         "model_type": "granitemoehybrid",

@@ -1,5 +1,5 @@
-"""Sizes of Mamba2's mixers: what is taken, what the kernels need, and what is refused by its
-key.
+"""Sizes of Mamba2's mixers: which are supported, which the kernels require, and refusals that name
+the key.
 """
 
 import math

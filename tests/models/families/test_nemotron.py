@@ -1,4 +1,4 @@
-"""Configs of Nemotron-H: older words, layers that are one thing each, and what makes no sense."""
+"""Configs of Nemotron-H: older names, layers with a single part each, and refusals."""
 
 import math
 
@@ -13,7 +13,7 @@ from kvboost_edge.runners.native.select_native import native_kv_spec
 
 @pytest.fixture(scope="module")
 def configs(tmp_path_factory):
-    """As transformers writes them."""
+    """Configs as transformers writes them, by model name."""
     found = {}
     for name in ("nemotron_h", "nemotron_h-moe"):
         path = save_tiny_model(name, tmp_path_factory.mktemp("model"))
@@ -68,7 +68,7 @@ def test_older_keys_are_read(configs):
 
 
 def test_older_keys_of_mixer_sizes_are_read(configs):
-    """As transformers takes them, they count where both are there."""
+    """If both are present, the older keys take precedence, as in transformers."""
     config = configs["nemotron_h"]
     newer = {
         "n_groups": 4,

@@ -1,4 +1,4 @@
-"""Families as files: each model_type is of one, and none knows what reads them."""
+"""Family modules: each model_type belongs to one of them, and none imports the registry's users."""
 
 import pkgutil
 import re
@@ -43,7 +43,7 @@ def test_a_duplicate_name_is_refused(monkeypatch):
 
 
 def test_families_do_not_import_the_registrys_users():
-    """The registry finds them at run time, so the search for import circles does not see it."""
+    """The registry imports families at run time, so the search for import cycles does not see them."""
     graph = grimp.build_graph("kvboost_edge", cache_dir=None)
     readers = {f"{families.__name__}.{name}" for name in registry._READERS}
     for found in pkgutil.iter_modules([str(PACKAGE)]):

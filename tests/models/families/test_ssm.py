@@ -1,4 +1,4 @@
-"""Configs of hybrids: older names, widths that follow from others, and what makes no sense."""
+"""Configs of hybrid models: older names, derived widths, and refusals."""
 
 import pytest
 
@@ -15,7 +15,7 @@ def test_lfm2_mlp_width_follows_from_the_config(tmp_path):
     assert {layer.intermediate_size for layer in spec.layers} == {96}
     config = read_json(tmp_path / "config.json")
     for change, width in (
-        ({"intermediate_size": 12288}, 11488),  # 8192 x 1.4 = 11468, up to a multiple of 32
+        ({"intermediate_size": 12288}, 11488),  # 8192 x 1.4 = 11468, rounded up to a multiple of 32
         (
             {
                 "intermediate_size": None,
@@ -42,7 +42,7 @@ def test_older_keys_are_read(tmp_path):
 
 
 def _qwen35(layers, value_heads, **fields):
-    """As the makers' configs have it: every fourth layer attends, and both keys say so."""
+    """Return a config like the makers' ones: every fourth layer attends, and both keys say so."""
     kinds = [
         "full_attention" if (index + 1) % 4 == 0 else "linear_attention" for index in range(layers)
     ]

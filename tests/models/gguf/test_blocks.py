@@ -1,5 +1,5 @@
-"""Block formats of GGUF against the `gguf` package: float32 to the bit, codes exact where they are
-said to be.
+"""GGUF block formats against the `gguf` package: float32 values equal to the bit, and exact codes
+for formats that declare them.
 """
 
 import re
@@ -30,7 +30,7 @@ EXACT = [name for name in QUANTIZED if BLOCKS[name].exact and name not in IN_BLO
 
 
 def _random(name, rows=9, blocks=4):
-    """Random codes with ordinary scales: uint8 [rows, bytes]."""
+    """Return random codes with ordinary scales: uint8 [rows, bytes]."""
     block = BLOCKS[name]
     rng = np.random.default_rng(3)
     raw = rng.integers(
@@ -57,7 +57,7 @@ def _values(rows, kind):
 def test_block_sizes_and_type_numbers_equal_the_gguf_package():
     for name, block in BLOCKS.items():
         assert TYPES[name][1:] == (block.weights, block.nbytes)
-    # Newer than the package: llama.cpp's GGML_TYPE_Q2_0. Not llama.cpp's: I2_S of bitnet.cpp.
+    # Newer than the package: llama.cpp's GGML_TYPE_Q2_0. Not in llama.cpp: I2_S of bitnet.cpp.
     others = {42: "Q2_0", 36: "I2_S"}
     assert {int(kind): kind.name for kind in GGMLQuantizationType} | others == TYPE_NAMES
 
@@ -108,7 +108,7 @@ def test_only_iq4_xs_rounds_its_scales():
 
 @pytest.mark.parametrize("name", ["Q5_0", "Q5_1"])
 def test_five_bit_formats_at_their_extremes(name):
-    """Every code beside scales of both signs, the largest and the smallest, and beside minima."""
+    """Every code is combined with the largest and smallest scales of both signs, and with minima."""
     raw = np.random.default_rng(8).integers(0, 256, (64, BLOCKS[name].nbytes), dtype=np.uint8)
     raw[:16, 2:] = 0
     raw[16:32, 2:] = 255
@@ -126,8 +126,8 @@ NARROW = ("TQ1_0", "TQ2_0", "Q1_0", "Q2_0", "Q2_0_g128")
 
 @pytest.mark.parametrize("name", NARROW)
 def test_one_and_two_bit_formats_at_their_extremes(name):
-    """Every byte in every place of a block, beside scales of both signs, the largest and the
-    smallest; 3, a code that ternary models lack, is a weight of twice the scale.
+    """Every byte occurs at every position of a block, with the largest and smallest scales of both
+    signs. Code 3, which ternary models lack, is a weight of twice the scale.
     """
     block = BLOCKS[name]
     raw = np.arange(256, dtype=np.uint8)[:, None] + np.arange(block.nbytes, dtype=np.uint8)
@@ -143,7 +143,7 @@ def test_one_and_two_bit_formats_at_their_extremes(name):
 
 
 def test_q3_k_at_its_extremes():
-    """Every code beside every scale, packed and as blocks of Q6_K."""
+    """Every code is combined with every scale, both packed and converted to blocks of Q6_K."""
     raw = np.random.default_rng(5).integers(0, 256, (64, 110), dtype=np.uint8)
     raw[0] = 0
     raw[1] = 255
@@ -167,8 +167,8 @@ def test_scales_of_iq4_xs_are_rounded_to_float16():
 
 
 def test_mxfp4_scales_outside_float16():
-    """Every exponent, before weights and before zeros of both signs: exact, or 0 where it is too
-    small, or infinite.
+    """Every exponent is combined with weights and with zeros of both signs. Values are exact, 0
+    where the scale is too small, or infinite.
     """
     raw = np.random.default_rng(6).integers(0, 256, (512, 17), dtype=np.uint8)
     raw[256:, 1:] = np.random.default_rng(7).choice(

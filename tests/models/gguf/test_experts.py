@@ -1,4 +1,4 @@
-"""Mixtures of experts in GGUF files: what is kept as it is, and what is refused by name."""
+"""Mixtures of experts in GGUF files: formats that are kept, and refusals by name."""
 
 import numpy as np
 import pytest
@@ -32,7 +32,7 @@ def _file(directory, **options):
 
 
 def test_expert_tensors_keep_the_files_formats(tmp_path):
-    """Every expert is the file's bits; the router stays as floats, whatever the others are."""
+    """Every expert keeps the file's bits. The router is stored as floats in any format."""
     path = _file(tmp_path, kind=q4_k_m)
     plan = file_plan(path)
     with GgufSource(read_gguf(path)) as source:
@@ -47,7 +47,7 @@ def test_expert_tensors_keep_the_files_formats(tmp_path):
     assert kinds["layer1.router"] == ("f32", 1)
     assert plan_label(plan, "auto") == "q4k+q6k"
     assert plan_bytes(plan) <= 1.05 * Checkpoint.open(path).summary().nbytes
-    # Where those rows are: the fourth of six matrices of 256 rows.
+    # Location of those rows: the fourth of six matrices of 256 rows.
     header = read_gguf(path)
     tensor = header.tensors["blk.1.ffn_up_exps.weight"]
     assert tensor.shape == (6, 256, 256)

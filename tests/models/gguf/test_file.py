@@ -1,5 +1,5 @@
-"""The GGUF reader: what it reads equals the `gguf` package; damage is a ModelFormatError that names
-what is wrong.
+"""The GGUF reader: its results equal those of the `gguf` package, and damage raises a
+ModelFormatError that names the problem.
 """
 
 import struct
@@ -21,7 +21,7 @@ MAX_BYTES = 200e6
 
 @pytest.fixture(scope="module")
 def tiny_gguf(tmp_path_factory):
-    """A tiny quantized Llama; do not write into it."""
+    """A tiny quantized Llama, which tests must not change."""
     directory = tmp_path_factory.mktemp("gguf")
     shapes = {
         "hidden_size": 32,
@@ -78,13 +78,13 @@ def _patched(change):
 
 
 def _number(data, after, skip, value, size):
-    """Write an integer `skip` bytes behind the first `after`."""
+    """Write an integer `skip` bytes after the first `after`."""
     at = data.index(after) + len(after) + skip
     data[at : at + size] = value.to_bytes(size, "little")
 
 
 NAME = b"blk.0.attn_q.weight"
-# Behind a tensor's name: u32 dimensions, u64 for each of the two, u32 type, u64 offset.
+# After a tensor's name: u32 dimensions, u64 for each of the two, u32 type, u64 offset.
 DAMAGE = {
     "magic": (_patched(lambda d: d.__setitem__(slice(0, 4), b"GGML")), "not a GGUF file"),
     "old version": (_patched(lambda d: d.__setitem__(slice(4, 8), b"\1\0\0\0")), "version 1"),
@@ -203,7 +203,7 @@ def _array(kind, *items):
 
 
 def _with_key(path, key, value):
-    """A file of one tensor with a key of any value."""
+    """Write a file of one tensor with a key of any value."""
     header = (
         b"GGUF"
         + struct.pack("<IQQ", 3, 1, 2)
@@ -305,8 +305,8 @@ def test_a_tensor_count_beyond_the_data_is_refused(tmp_path):
 
 
 def _mutated(data, header_bytes, rng):
-    """Bits flipped, bytes overwritten, moved, left out, put in, or the end cut off; mostly in the
-    header.
+    """Return the data with bits flipped, bytes overwritten, moved, removed or inserted, or
+    truncated, mostly in the header.
     """
     changed = bytearray(data)
     where = int(rng.integers(0, header_bytes if rng.random() < 0.8 else len(data)))
@@ -331,8 +331,8 @@ def _mutated(data, header_bytes, rng):
 
 
 def _parse(path):
-    """Everything that loading reads: keys, config, tokenizer, tensors. What is accepted lies where
-    the `gguf` package finds it, and has its values.
+    """Read everything that loading reads: keys, config, tokenizer, tensors. Accepted tensors have
+    the location and values that the `gguf` package finds.
     """
     tracemalloc.start()
     try:
@@ -341,7 +341,8 @@ def _parse(path):
             if header.has_strings(key):
                 header.strings(key)
     finally:
-        # Whatever the counts in the file say; what comes after is sized by what was checked here.
+        # The bound holds whatever counts the file claims. Later reads are sized by values checked
+        # here.
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         assert peak < MAX_BYTES

@@ -1,6 +1,4 @@
-"""Numbers of GGUF files that are no numbers: found on disk, in every kind of block, wherever they
-stand.
-"""
+"""NaN and infinity in GGUF files are found on disk, in every block format and at every position."""
 
 import pytest
 
@@ -13,7 +11,7 @@ from kvboost_edge.models.gguf.source import GgufSource
 
 
 def _quantized(directory, kind):
-    """A file of this kind, and one of its tensors."""
+    """Write a file with this block format and return it with one of its tensors."""
     path = save_gguf("llama", directory, WIDE, kind=kind)
     with GgufSource(read_gguf(path)) as source:
         return path, source._tensor("model.layers.0.mlp.up_proj.weight")
@@ -32,7 +30,7 @@ def test_nan_is_found(kind, where, tmp_path):
         Checkpoint.open(path).summary()
 
 
-# Where the numbers of a block are, by the definitions in ggml-common.h.
+# Positions of a block's floating-point numbers, by the definitions in ggml-common.h.
 NUMBERS = {
     "F32": (0,),
     "F16": (0,),
@@ -55,7 +53,7 @@ NUMBERS = {
     "Q2_0": (0,),
     "Q2_0_g128": (0,),
 }
-# Little endian; of each kind of number two NaN, the second with the fewest bits set, and both
+# Little endian. Each kind of number has two NaNs, the second with the fewest bits set, and both
 # infinities.
 NOT_FINITE = {
     "F32": ("ffffffff", "0100807f", "0000807f", "000080ff"),
@@ -70,8 +68,8 @@ def test_every_type_is_checked():
 
 @pytest.mark.parametrize("kind", NUMBERS)
 def test_a_single_non_finite_number_is_found(kind, tmp_path):
-    """In the first, an inner and the last block; whatever the codes beside it are, they are no
-    number.
+    """The number is found in the first, an inner and the last block. Codes with all bits set are
+    not mistaken for one.
     """
     path, tensor = _quantized(tmp_path, kind)
     assert tensor.type == kind

@@ -1,5 +1,5 @@
-"""Files of Q4_K_M, IQ4_NL, IQ4_XS, MXFP4, Q3_K and fewer bits, and of widths that are not whole
-blocks of 256: whole models.
+"""Whole models in Q4_K_M, IQ4_NL, IQ4_XS, MXFP4, Q3_K and formats of fewer bits, including widths
+that are not multiples of 256.
 """
 
 import logging
@@ -21,30 +21,30 @@ from kvboost_edge.models.gguf.source import GgufSource
 from kvboost_edge.models.packed.pack_plan import plan_bytes
 from kvboost_edge.runners.native.runner import NativeRunner
 
-# gpt-oss is 2880 wide: 90 groups of 32, and no whole blocks of 256.
+# gpt-oss is 2880 wide: 90 groups of 32, which is not a multiple of 256.
 ODD = {"hidden_size": 2880, "intermediate_size": 352, "num_hidden_layers": 1, "head_dim": 32}
 UP = "model.layers.0.mlp.up_proj.weight"
 
 
 def _instead(name):
-    """What llama.cpp's quantizer takes for IQ4_XS, Q5_K and Q6_K where columns are not whole blocks
-    of 256.
+    """Return the type that llama.cpp's quantizer uses instead of IQ4_XS, Q5_K and Q6_K if columns
+    are not multiples of 256.
     """
     return {"IQ4_XS": "IQ4_NL", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}[iq4_xs(name)]
 
 
 def _fives(name):
-    """The same for Q4_K_M."""
+    """Return the corresponding type for Q4_K_M."""
     return "Q8_0" if iq4_xs(name) == "Q6_K" else "Q5_0"
 
 
 def _beside_eights(name):
-    """MXFP4 beside Q8_0, as gpt-oss has them."""
+    """Combine MXFP4 with Q8_0, as gpt-oss files do."""
     return "MXFP4" if "ffn" in name else "Q8_0"
 
 
 def _all(name):
-    """Neighbours in one matrix: tables of two kinds, codes of int4, and a block format."""
+    """Combine in one matrix tables of two kinds, int4 codes and a block format."""
     if "attn" in name:
         return {"attn_q": "IQ4_NL", "attn_k": "MXFP4", "attn_v": "Q6_K"}.get(
             name.split(".")[2], "IQ4_XS"
@@ -53,14 +53,14 @@ def _all(name):
 
 
 def _low(name):
-    """Neighbours of 1 and 2 bits in one matrix, and one of 4 bits."""
+    """Combine formats of 1, 2 and 4 bits in one matrix."""
     if "attn" in name:
         return {"attn_k": "TQ1_0", "attn_v": "Q4_0"}.get(name.split(".")[2], "Q2_0")
     return {"ffn_gate": "Q1_0", "ffn_up": "TQ2_0"}.get(name.rsplit(".", 2)[-2], "TQ1_0")
 
 
 def _ternary(name):
-    """As llama.cpp's quantizer: the embedding and the head have more bits."""
+    """Use more bits for the embedding and the head, as llama.cpp's quantizer does."""
     return {"token_embd.weight": "Q4_K", "output.weight": "Q6_K"}.get(name, "TQ2_0")
 
 
@@ -86,8 +86,8 @@ CASES = {
 @pytest.mark.parametrize("name", ["llama", "qwen2"])
 @pytest.mark.some(3)
 def test_logits_are_bit_equal_in_any_pass_and_close_to_floats(name, case, tmp_path):
-    """With a bias and without; prompts at once and in pieces. The floats are those of the package,
-    see test_blocks.
+    """Models with and without biases give equal bits for prompts in one pass and in pieces. The
+    float weights are those of the package, see test_blocks.
     """
     kind, sizes = CASES[case]
     path = save_gguf(name, tmp_path, sizes, kind=kind)
@@ -167,7 +167,9 @@ def test_logits_are_bit_equal_in_any_pass_and_close_to_floats(name, case, tmp_pa
     ],
 )
 def test_packed_formats_of_a_file(case, expected, most, tmp_path):
-    """What each matrix becomes, and the bytes that all take, against the file's."""
+    """Each matrix has the expected packed format, and the total size is limited relative to the
+    file's.
+    """
     kind, sizes = CASES[case]
     path = save_gguf("llama", tmp_path, sizes, kind=kind)
     plan = file_plan(path)
@@ -178,9 +180,7 @@ def test_packed_formats_of_a_file(case, expected, most, tmp_path):
 
 @pytest.mark.parametrize("kind", ["IQ4_NL", "IQ4_XS", "MXFP4", "Q3_K", "Q1_0", "Q2_0", "TQ1_0"])
 def test_rows_are_read_in_transformers_order(kind, tmp_path):
-    """Of a family whose rows are reordered: floats and codes of any range of rows belong
-    together.
-    """
+    """In a family with reordered rows, floats and codes of any row range correspond."""
     path = save_gguf("llama", tmp_path, WIDE, kind=kind)
     name = "model.layers.1.self_attn.k_proj.weight"
     header = read_gguf(path)
@@ -223,9 +223,7 @@ def mxfp4(tmp_path):
 
 
 def _with_exponent(path, exponent):
-    """The same file with another scale in block 300 of a tensor, whose weights are not all
-    zeros.
-    """
+    """Change the scale of block 300 of a tensor, whose weights are not all zero."""
     with GgufSource(read_gguf(path)) as source:
         tensor = source._tensor(UP)
     data = bytearray(path.read_bytes())

@@ -1,5 +1,5 @@
-"""Gemma 4 from GGUF: config and tensors make the model that the file was written of; what
-contradicts is refused.
+"""Gemma 4 from GGUF: config and tensors give the model that the file was written from, and
+contradictions are refused.
 """
 
 import numpy as np
@@ -28,7 +28,7 @@ from kvboost_edge.runners.native.runner import NativeRunner
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
-LAYERS = 8  # of the family; 5 and 6 attend to what layer 3 computes, and layer 7 to that of layer 4
+LAYERS = 8  # of the family; layers 5 and 6 attend to the KV of layer 3, layer 7 to that of layer 4
 SMALL = {key: value for key, value in FAMILIES["gemma4"].items() if key != "model_type"}
 LARGE = {
     **SMALL,
@@ -55,7 +55,7 @@ MODELS = {
 
 
 def _whole(tensors):
-    """Experts' matrices as transformers has them, all of a layer in one."""
+    """Return the experts' matrices as transformers stores them, all of a layer in one."""
     found = {name: values for name, values in tensors.items() if ".experts." not in name}
     for layer in range(LAYERS) if len(found) < len(tensors) else ():
         each = [
@@ -72,7 +72,7 @@ def _whole(tensors):
 
 
 def test_gate_and_up_may_be_separate_tensors(tmp_path):
-    """Files of early converters have them apart; the model is the same."""
+    """Files of early converters store gate and up separately. They give the same model."""
     model, whole = _write(tmp_path, EXPERTS)
     more = {}
     for layer in range(LAYERS):
@@ -146,9 +146,7 @@ def _write(directory, settings, **options):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_config_and_tensors_equal_transformers(name, tmp_path):
-    """transformers' model of our config, with our tensors, computes what the original one does, to
-    the bit.
-    """
+    """transformers computes the same bits with our config and tensors as with the original model."""
     directory, path = _write(tmp_path, MODELS[name])
     config = dict(Checkpoint.open(path, cache_dir=NO_CACHE).config)
     expected = makers_config(read_json(directory / "config.json"))
@@ -213,7 +211,7 @@ WORDED = {**SMALL, "vocab_size": len(TOKENS), "vocab_size_per_layer_input": len(
 
 
 def test_a_gguf_file_is_enough_for_chat(tmp_path):
-    """Tokenizer, template and endings from the file: an answer ends where a turn or a call does."""
+    """Tokenizer, template and end tokens come from the file: an answer ends with a turn or a call."""
     template = (
         "{{ bos_token }}{% for m in messages %}<|turn>{{ m['role'] }}\\n{{ m['content'] "
         "}}<turn|>\\n{% endfor %}"
@@ -232,7 +230,7 @@ def test_a_gguf_file_is_enough_for_chat(tmp_path):
 
 
 def test_suppressed_tokens_of_a_file_are_never_generated(tmp_path):
-    """The one that would come next, and whatever comes in its place."""
+    """Neither the most likely token nor its successors are generated once they are suppressed."""
     model, path = _write(tmp_path, WORDED, tokenizer=METADATA)
     suppressed = []
     for number in range(3):
@@ -257,7 +255,7 @@ def test_suppressed_tokens_of_a_file_are_never_generated(tmp_path):
 
 
 def test_unused_tensors_of_shared_layers_are_ignored(tmp_path):
-    """The makers' checkpoints have them, and the converter writes what is there."""
+    """The makers' checkpoints contain such tensors, and the converter writes them."""
     unused = np.ones((64, 64), np.float32)
     _, path = _write(
         tmp_path, SMALL, more={"blk.5.attn_k.weight": unused, "blk.5.attn_v.weight": unused}

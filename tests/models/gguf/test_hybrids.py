@@ -1,5 +1,5 @@
-"""Hybrids from GGUF files that follow the converters' rules: the same tensors, and each trap of
-theirs.
+"""Hybrid models from GGUF files that follow the converters' rules: the tensors are equal in spite
+of every peculiarity of the converters.
 """
 
 import dataclasses
@@ -23,8 +23,8 @@ TOKENS = np.random.default_rng(5).integers(0, 256, 70).tolist()
 
 @pytest.mark.parametrize("name", HYBRID_FAMILIES)
 def test_a_gguf_file_equals_the_checkpoint(name, tmp_path):
-    """Entries are equal to the bit, but for norms that files have with their 1, heads that have
-    another order, and what files have multiplied already.
+    """Entries are equal to the bit, except for norms stored with 1 added, reordered heads, and
+    tensors that the file stores multiplied.
     """
     model = save_model(name, tmp_path / "model")
     spec, weights = plan_floats(model)
@@ -43,9 +43,9 @@ def test_a_gguf_file_equals_the_checkpoint(name, tmp_path):
 
 
 def test_value_heads_are_reordered(tmp_path):
-    """Two key heads, four value heads: the file has value heads 0, 2, 1, 3 of transformers' in
-    every tensor, so value head h reads key head h mod 2. As transformers' own order read so they
-    make another model.
+    """With two key heads and four value heads, the file stores transformers' value heads 0, 2, 1, 3
+    in every tensor, so value head h reads key head h mod 2. Read in transformers' order they would
+    give another model.
     """
     model = save_model("qwen3_5_text", tmp_path / "model")
     config = read_json(model / "config.json")
@@ -91,9 +91,7 @@ def test_mtp_layers_in_the_block_count_are_not_used(tmp_path):
 
 
 def test_mtp_layers_in_per_layer_lists_are_not_used(tmp_path):
-    """Nemotron's converter writes them into the lists, as one block that attends and has
-    experts.
-    """
+    """Nemotron's converter adds them to the lists as one block with attention and experts."""
     model = save_model("nemotron_h-moe", tmp_path / "model")
     expected = Checkpoint.open(write_gguf(model, tmp_path / "plain.gguf"))
     ahead = draft_layer(gguf_tensors(model), 4)
@@ -114,7 +112,7 @@ def test_mtp_layers_in_per_layer_lists_are_not_used(tmp_path):
     [(2, [False, True] * 2), (None, [False, False, False, True] * 2 + [False])],
 )
 def test_full_attention_interval_applies_without_a_list(interval, attends, tmp_path):
-    """Every fourth where neither the file nor the config says anything of it."""
+    """Every fourth layer attends if neither the file nor the config sets the interval."""
     fields = {"linear_key_head_dim": 32, "num_hidden_layers": len(attends), "layer_types": None}
     fields |= {"full_attention_interval": interval} if interval else {}
     keys = {"attention.recurrent_layers": None, "full_attention_interval": interval}
@@ -135,8 +133,8 @@ def test_nemotron_files_set_norm_topk_prob(tmp_path):
 
 
 def test_granite_files_set_whether_there_is_rope(tmp_path):
-    """Files of the makers' models say that there is none; one that says nothing has it, as
-    llama.cpp computes it.
+    """Files of the makers' models declare that there is no RoPE. A file without the key has RoPE,
+    as llama.cpp assumes.
     """
     model = save_model("granitemoehybrid-h", tmp_path / "model")
     for said, rope in ((False, -1), (True, 0), (None, 0)):
@@ -146,7 +144,7 @@ def test_granite_files_set_whether_there_is_rope(tmp_path):
 
 
 def test_granite_files_without_an_attention_scale_use_the_default(tmp_path):
-    """Bamba's are so."""
+    """Bamba's files lack it."""
     model = save_model("granitemoehybrid-h", tmp_path / "model")
     spec = spec_of(write_gguf(model, tmp_path / "said.gguf"))
     path = write_gguf(model, tmp_path / "m.gguf", keys={"attention.scale": None})
@@ -163,7 +161,9 @@ def test_falcon_files_with_a_tied_head_are_refused(tmp_path):
 
 
 def test_nemotron_files_have_no_rope(tmp_path):
-    """The converter writes hidden_size // heads there, which may be odd, and more than a head."""
+    """The converter writes hidden_size // heads as RoPE dimension, which may be odd and larger than
+    a head.
+    """
     model = save_model("nemotron_h", tmp_path / "model")
     expected = spec_of(write_gguf(model, tmp_path / "plain.gguf"))
     path = write_gguf(model, tmp_path / "m.gguf", keys={"rope.dimension_count": 99})

@@ -1,5 +1,5 @@
-"""GGUF files as models: tensors, configs and logits equal those of the safetensors model they were
-written from.
+"""GGUF files as models: tensors, configs and logits equal those of the safetensors model that they
+were written from.
 """
 
 import logging
@@ -49,7 +49,7 @@ def test_each_family_equals_safetensors(name, tmp_path):
         }
         for tensor in ours.names():
             assert ours.shape(tensor) == theirs.shape(tensor)
-            # Gemma's norms are stored with one more, which rounds.
+            # Gemma's norms are stored with 1 added, which rounds.
             np.testing.assert_allclose(
                 ours.rows(tensor), theirs.rows(tensor), rtol=0, atol=0 if exact else 2e-7
             )
@@ -66,7 +66,7 @@ NAMES = ("model_type", "family")
 
 
 def assert_specs_equal(path, model, but):
-    """Two models have the same spec but for these fields; return the first's."""
+    """Assert that two models have the same spec except for these fields; return the first one."""
     spec = spec_of(path)
     expected = spec_of(model)
     for field in set(spec.__dataclass_fields__) - {*but}:
@@ -76,7 +76,7 @@ def assert_specs_equal(path, model, but):
 
 @pytest.mark.parametrize("name", ["granitemoehybrid", "granitemoehybrid-nope"])
 def test_granite_4_without_experts_is_read_as_granite(name, tmp_path):
-    """The converter takes its gate and up matrix apart."""
+    """The converter splits its matrix of gate and up."""
     model = save_tiny_model(name, tmp_path / "model")
     path = write_gguf(model, tmp_path / "m.gguf")
     spec = assert_specs_equal(path, model, NAMES)
@@ -86,7 +86,7 @@ def test_granite_4_without_experts_is_read_as_granite(name, tmp_path):
 
 
 def test_rows_of_permuted_quantized_tensors_are_exact(tmp_path):
-    """Any range of rows, in transformers' order, equals the package's floats of those rows."""
+    """Any range of rows, in transformers' order, equals the package's float values of these rows."""
     model = save_tiny_model("llama", tmp_path / "model", **WIDE)
     for kind in ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "F16", "BF16"):
         path = write_gguf(model, tmp_path / f"{kind}.gguf", kind=kind)
@@ -114,7 +114,7 @@ def test_rows_of_permuted_quantized_tensors_are_exact(tmp_path):
 def test_engine_equals_safetensors(kind, tmp_path):
     model = save_tiny_model("llama", tmp_path / "model")
     path = write_gguf(model, tmp_path / "m.gguf", kind=kind)
-    if kind == "F16":  # the same roundings on the other side
+    if kind == "F16":  # the checkpoint is rounded in the same way
         _round_to_half(model)
     results = []
     for source in (path, str(model)):
@@ -152,7 +152,7 @@ def test_quantized_file_keeps_its_formats(kind, tmp_path, caplog):
         ):
             assert engine.runner_info.name == "native"
             logits.append(engine.logits(list(range(40, 70))))
-    # What is left is the rounding of activations.
+    # The remaining difference is the rounding of activations.
     assert distance(*logits) <= 5e-2
     assert "tensors are converted" not in caplog.text
 
@@ -185,7 +185,9 @@ def test_path_summary_and_fingerprint_of_a_file(tmp_path):
 
 
 def _file(path, arch="llama", *, drop="", tensors=None, **keys):
-    """A GGUF file of one tiny layer, with keys changed or dropped and tensors added or replaced."""
+    """Write a GGUF file of one tiny layer, with keys changed or dropped and tensors added or
+    replaced.
+    """
     sizes = {
         "context_length": 64,
         "embedding_length": 32,
@@ -313,7 +315,7 @@ def test_neutral_values_are_accepted(tmp_path):
 
 
 def test_vision_tensors_are_ignored(tmp_path, caplog):
-    """Ollama's blobs hold them, with keys of their own."""
+    """Ollama's blobs contain such tensors and keys."""
     model = save_nested_model("qwen3_vl", tmp_path / "model")
     expected = native_logits(write_gguf(model, tmp_path / "m.gguf"))
     other = {
@@ -331,8 +333,8 @@ def test_vision_tensors_are_ignored(tmp_path, caplog):
 
 @pytest.mark.parametrize("has_output_bias", [True, False])
 def test_a_missing_output_bias_is_zero(has_output_bias, tmp_path):
-    """Llama's transformers model has all four or none; a file may lack the last, which is the same
-    as zeros.
+    """Llama in transformers has all four biases or none. A file may lack the last one, which then
+    is zero.
     """
     model = save_tiny_model("llama", tmp_path / "model", attention_bias=True, **WIDE)
     biases = {
@@ -376,7 +378,10 @@ def test_unknown_architectures_and_tensors_are_refused(tmp_path):
     for arch, reason in REFUSED_ARCHITECTURES.items():
         with pytest.raises(ModelFormatError, match=rf"'{arch}' is not supported .*\(.*{reason}"):
             _ = Checkpoint.open(_file(tmp_path / f"{arch}.gguf", arch)).config
-    for arch in ("deepseek2", "glm-dsa"):  # DeepSeek's, Kimi K2's and GLM-4.7-Flash's; GLM-5's
+    for arch in (
+        "deepseek2",
+        "glm-dsa",
+    ):  # DeepSeek, Kimi K2 and GLM-4.7-Flash; GLM-5
         path = _file(tmp_path / "latent.gguf", arch, attention__kv_lora_rank=512)
         with pytest.raises(
             ModelFormatError,
@@ -403,7 +408,7 @@ def test_partial_rope_and_per_layer_head_counts_are_read(tmp_path):
 
 
 def test_yarns_default_factor_may_be_given(tmp_path):
-    """OLMo 3's config does."""
+    """OLMo 3's config sets it explicitly."""
     yarn = {"type": "yarn", "factor": 8.0, "original_context_length": 32}
     keys = {f"rope__scaling__{key}": value for key, value in yarn.items()}
     spelled = _file(tmp_path / "m.gguf", **keys, rope__scaling__yarn_attn_factor=1.2079441541679836)
@@ -424,9 +429,9 @@ def test_exaone4_with_64_layers_has_windows_by_default(keys, windows, tmp_path):
     ] * 16
 
 
-# The last tokens of 40 with their types, the id of eos, and all ids that end a turn. <|end|> ends a
-# message of the turn where calls and turns have ends of their own, and else the turn. Gemma 4's
-# file says that <|tool_response>, where the caller has to answer a call, is text that is seen.
+# The last tokens of 40 with their types, the EOS id, and all ids that end a turn. <|end|> ends a
+# message of the turn if calls and turns have separate end tokens, and otherwise the turn. Gemma 4's
+# file declares <|tool_response>, after which the caller must answer a call, as visible text.
 ENDINGS = {
     "by text": ({"t37": 1, "t38": 1, "<|im_end|>": 3}, 5, (5, 7, 39)),
     "calls": ({"<|end|>": 3, "<|return|>": 3, "<|call|>": 3}, 38, (38, 39)),

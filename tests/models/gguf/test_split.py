@@ -1,4 +1,4 @@
-"""A GGUF model in several parts is the model in one file; parts that do not belong together are
+"""A split GGUF model equals the model in one file, and parts that do not belong together are
 refused by name.
 """
 
@@ -18,7 +18,7 @@ from kvboost_edge.models.locate.split_files import part_name
 
 @pytest.fixture(scope="module")
 def parts(tiny_model_dir, tmp_path_factory):
-    """The parts of a tiny model; do not write into their folder."""
+    """The parts of a tiny model, whose folder tests must not change."""
     folder = tmp_path_factory.mktemp("parts")
     write_gguf(tiny_model_dir, folder / "m.gguf", kind="Q8_0", split=7)
     return sorted(folder.iterdir())

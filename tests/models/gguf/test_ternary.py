@@ -1,5 +1,5 @@
-"""Files of Q2_0, whose early ones have larger blocks under the same type number, and what belongs to
-forks of llama.cpp.
+"""Files of Q2_0, of which early ones have larger blocks under the same type number, and types of
+llama.cpp's forks.
 """
 
 import numpy as np
@@ -21,13 +21,15 @@ SIZES = {
     "num_key_value_heads": 1,
 }
 UP = b"blk.0.ffn_up.weight"
-# Behind a tensor's name: u32 dimensions, u64 for each of the two, u32 type, u64 offset.
+# After a tensor's name: u32 dimensions, u64 for each of the two, u32 type, u64 offset.
 TYPE_AT = len(UP) + 20
 
 
 @pytest.mark.parametrize("kind", ["Q2_0", "Q2_0_g128"])
 def test_tensor_offsets_determine_the_block_size(kind, tmp_path):
-    """Beside another type, too; the number in the file is the same."""
+    """Files of both block sizes have the same type number. The rule also holds next to tensors of
+    another type.
+    """
     of = {"blk.0.attn_q.weight": "Q8_0"}
     path = save_gguf("llama", tmp_path, SIZES, kind=lambda name: of.get(name, kind))
     data = path.read_bytes()
@@ -52,7 +54,7 @@ def _longer(data):
 
 
 def _moved(data):
-    """The offset of one tensor is that of another."""
+    """Set the offset of one tensor to that of another."""
     at = data.index(UP) + TYPE_AT + 4
     return data[:at] + (32).to_bytes(8, "little") + data[at + 8 :]
 
@@ -97,7 +99,7 @@ def test_types_of_other_projects_are_refused(number, message, tmp_path):
 
 @pytest.mark.parametrize("kind", ["Q2_0", "Q2_0_g128", "Q1_0", "TQ1_0"])
 def test_mutations_are_refused_or_have_finite_weights(kind, tmp_path):
-    """Bits flipped in the header or the data, and ends cut off."""
+    """Mutations flip bits in the header or the data, or truncate the file."""
     sizes = {**SIZES, "hidden_size": 256, "intermediate_size": 256}
     path = save_gguf("llama", tmp_path, sizes, kind=kind, tokenizer=False)
     sound = path.read_bytes()

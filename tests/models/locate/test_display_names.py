@@ -1,4 +1,4 @@
-"""What models are called, by where they lie."""
+"""Display names of models, derived from their location."""
 
 from pathlib import Path
 

@@ -1,5 +1,5 @@
-"""GGUF files of the hub: the one that is meant is fetched, alone, whole, and again where it was cut
-off.
+"""GGUF files of the hub: only the requested file is fetched, completely, and interrupted downloads
+resume.
 """
 
 import logging
@@ -106,7 +106,7 @@ def test_an_interrupted_download_is_resumed(hub, monkeypatch):
             found = locate_model(f"{REPO}:Q4_K_M")
             break
         except ModelFormatError as error:
-            # The client may try again by itself.
+            # The client may retry by itself.
             assert "could not be downloaded" in str(error)  # noqa: PT017
     assert found.read_bytes() == FILES[name]
     assert [wanted for _, path, wanted in hub.asked if path == name and wanted] == ["bytes=40000-"]

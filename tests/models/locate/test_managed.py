@@ -1,4 +1,4 @@
-"""The store of pulled models: shared files, links, damaged records, limits."""
+"""The store of pulled models: shared files, links, damaged records, and limits."""
 
 import json
 import os
@@ -117,7 +117,7 @@ def test_unfinished_pulls_are_removed_after_a_week(store):
 
 
 def test_files_of_newer_record_versions_are_kept(store):
-    """A downgrade does not show the model and deletes none of its files."""
+    """After a downgrade the model is not listed, but none of its files is deleted."""
     put(store, "a")
     (path,) = (store.root / "records").glob("*.json")
     record = path.read_text()

@@ -1,4 +1,4 @@
-"""Finding a model without touching the network, and clear words where it cannot be found."""
+"""Locating a model without network access, and clear errors if it cannot be found."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from kvboost_edge.models.locate import BUNDLED_MODEL, locate_model
 
 @pytest.fixture
 def asked(monkeypatch):
-    """Calls to the hub's client, which answers with this directory."""
+    """Calls of the hub's client, which returns the working directory."""
     calls = []
 
     def snapshot_download(name, **options):
@@ -94,7 +94,7 @@ def test_the_bundled_model_needs_no_network(asked):
 )
 def test_invalid_hub_ids_never_reach_the_hub(name, asked, tmp_path, monkeypatch):
     (tmp_path / "empty").mkdir()
-    monkeypatch.chdir(tmp_path / "empty")  # names such as ../x are paths relative to it
+    monkeypatch.chdir(tmp_path / "empty")  # names such as ../x are relative to it
     with pytest.raises(ModelFormatError):
         locate_model(name)
     assert not asked

@@ -1,4 +1,4 @@
-"""Ollama's store is read where it lies, and nothing in a manifest leads out of it."""
+"""Ollama's store is read in place, and no manifest can refer to files outside of it."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Made-up stores of other programs: each model is listed once, under the name that `locate_model`
+"""Fake stores of other programs: each model is listed once, under the name that `locate_model`
 takes.
 """
 
@@ -15,7 +15,7 @@ OLDER = "0" * 39 + "2"
 
 @pytest.fixture
 def home(tmp_path, monkeypatch):
-    """A home without any model."""
+    """A home directory without any models."""
     for name in ("LLAMA_CACHE", "OLLAMA_MODELS"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))

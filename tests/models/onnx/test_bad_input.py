@@ -1,5 +1,5 @@
-"""Damaged and hostile ONNX files: each is refused by name, none is read past its end or costs more
-than it weighs.
+"""Damaged and hostile ONNX files: each is refused by name, none is read past its end, and reading
+costs no more than the file's size.
 """
 
 import random
@@ -24,7 +24,7 @@ ONE_LAYER = {"num_hidden_layers": 1}
 
 
 def one_tensor(folder, entries, shape=(4,), kind=1):
-    """A file whose only tensor lies outside."""
+    """Write a file whose only tensor is stored externally."""
     graph = wire.graph_of([], [wire.Weights.outside("w", shape, kind, entries)], [], [])
     (folder / "model.onnx").write_bytes(wire.model(graph))
     return folder / "model.onnx"
@@ -84,7 +84,7 @@ def test_unreadable_messages_are_refused(data, message, tmp_path):
 
 
 def test_sizes_are_checked_before_allocation(tmp_path):
-    """A name, a list and a shape that claim gigabytes are refused for what they claim."""
+    """A name, a list and a shape that claim gigabytes are refused before memory is allocated."""
     huge = wire.message(*[wire.number(1, 1 << 40)] * 2, wire.number(2, 1), wire.blob(8, "w"))
     many = wire.message(*[wire.number(1, 1)] * 9, wire.number(2, 1), wire.blob(8, "w"))
     negative = wire.message(wire.number(1, -1), wire.number(2, 1), wire.blob(8, "w"))
@@ -111,7 +111,7 @@ def test_a_graph_file_over_2_gb_is_refused(tmp_path):
 
 
 def test_external_data_beyond_2_gb_is_read(tmp_path):
-    """The limit is the graph's alone."""
+    """The size limit applies to the graph only."""
     with open(tmp_path / "data", "wb") as file:
         file.seek(5 << 30)
         file.write(np.arange(4, dtype=np.float32).tobytes())
@@ -121,7 +121,7 @@ def test_external_data_beyond_2_gb_is_read(tmp_path):
 
 
 def test_a_large_file_is_not_held_in_memory(tmp_path):
-    """The weights inside a file stay there: reading the graph costs what the graph weighs."""
+    """Weights inside a file are not loaded: reading the graph takes only the graph's size."""
     weights = wire.tensor("w", np.zeros((4096, 4096), dtype=np.float32))
     (tmp_path / "m.onnx").write_bytes(wire.model(wire.graph_of([], [weights], [], [])))
     tracemalloc.start()
@@ -133,7 +133,7 @@ def test_a_large_file_is_not_held_in_memory(tmp_path):
 
 
 def written(folder, change=None, form=None):
-    """A folder of a one-layer Llama, its graph changed before it is written."""
+    """Write a folder with a one-layer Llama, applying a change to its graph."""
     model = build_tiny_model("llama", **ONE_LAYER)
     if change is None:
         return write_onnx(model, folder, form)
@@ -153,7 +153,7 @@ def refusal(folder):
 
 
 def replaced(old, new):
-    """A change: every operator of one type becomes another one of as many letters."""
+    """Return a change that replaces one operator type everywhere by another name of equal length."""
     assert len(old) == len(new)
 
     def change(decoder):
@@ -258,7 +258,7 @@ def test_an_unsupported_genai_config_is_refused(change, message, tmp_path):
 def test_ambiguous_folders_are_refused(tmp_path):
     folder = written(tmp_path / "m", form=Form(genai=False))
     (folder / "onnx" / "model_q4.onnx").rename(folder / "onnx" / "model_a.onnx")
-    assert Checkpoint.open(folder).native_refusal == ""  # the only one there is
+    assert Checkpoint.open(folder).native_refusal == ""  # no other runner can load the model
     (folder / "onnx" / "model_b.onnx").write_bytes(b"")
     with pytest.raises(
         ModelFormatError, match=r"several ONNX files \(model_a.onnx, model_b.onnx\)"
@@ -296,8 +296,8 @@ def test_files_that_change_while_read_are_refused(tmp_path):
 
 @pytest.mark.parametrize("count", [300, pytest.param(1000, marks=pytest.mark.full)])
 def test_damaged_files_are_opened_or_refused(count, tmp_path):
-    """Whatever bytes change, the model opens or is refused with our own error; nothing else
-    happens, and soon.
+    """Whatever bytes change, the model opens or is refused with the package's own error, and
+    quickly.
     """
     folder = written(tmp_path / "m", form=Form(quantized_embedding=False))
     path = folder / "model.onnx"

@@ -1,6 +1,4 @@
-"""ONNX decoders on the native runner: the tensors, the configs and the logits equal those of
-transformers.
-"""
+"""ONNX decoders on the native runner: tensors, configs and logits equal those of transformers."""
 
 import logging
 
@@ -49,9 +47,8 @@ def test_the_listed_families_are_tested():
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("genai", [True, False], ids=["genai", "hub"])
 def test_families_equal_transformers(name, genai, tmp_path):
-    """Codes, scales, norms, biases, rope and all constants are where they belong: float32 weights
-    of the file's own values give transformers' logits, with the config that the graph tells as with
-    the model's own.
+    """Codes, scales, norms, biases, RoPE and all constants are found. With float32 weights, the
+    file gives transformers' logits, and the config inferred from the graph equals the model's own.
     """
     model = build_tiny_model(name, **FAMILIES[name])
     folder = write_onnx(model, tmp_path / "m", Form(genai=genai, packed=genai))
@@ -70,8 +67,8 @@ def test_families_equal_transformers(name, genai, tmp_path):
 
 
 def assert_logits_equal(model, folder):
-    """float32 weights of the file, against transformers with what the file holds; prefill in
-    pieces.
+    """Compare the logits of the file with float32 weights, computed in pieces, with those of
+    transformers on the stored values.
     """
     with torch.inference_mode():
         expected = (
@@ -104,8 +101,8 @@ FORMS = {
 
 @pytest.mark.parametrize("name", FORMS)
 def test_every_quantization_block_is_read(name, tmp_path):
-    """Any rows are scale * (code - zero point) as the writer has them; packed they are as near as
-    the table says, and exact where nothing has to be rounded.
+    """Any rows equal scale * (code - zero point) as written. Packing them costs at most the error
+    in the table, and none where no rounding is needed.
     """
     form, kind, most = FORMS[name]
     model = build_tiny_model("llama", hidden_size=96, intermediate_size=224, head_dim=32)
@@ -128,7 +125,7 @@ def test_every_quantization_block_is_read(name, tmp_path):
 
 
 def test_missing_biases_are_zero(tmp_path):
-    """onnxruntime-genai's builder writes none where a family's biases are all 0."""
+    """onnxruntime-genai's builder omits biases that are all 0."""
     model = build_tiny_model("qwen2")
     with torch.no_grad():
         for name, weight in model.named_parameters():
@@ -201,7 +198,9 @@ def test_the_engine_keeps_the_files_formats_and_logs_rounding(tmp_path, caplog):
 
 
 def test_results_do_not_depend_on_batch_or_cache(tmp_path):
-    """The promise of every native model: the same bits cold, from the pool, and beside others."""
+    """Results are equal cold, from the cache, and in a batch with other prompts, as for every
+    native model.
+    """
     folder = write_onnx(build_tiny_model("qwen2", num_hidden_layers=2), tmp_path / "m", Form())
     prompt = list(range(30, 70))
     with CPUPagedEngine.from_pretrained(folder, num_blocks=64, max_num_seqs=4) as engine:
@@ -241,7 +240,7 @@ def test_changed_weights_change_the_fingerprint(tmp_path):
 
 
 def test_the_plan_includes_every_tensor(tmp_path):
-    """A head of its own beside an embedding that is looked up in floats: both are in the plan."""
+    """A separate head and an embedding stored as floats are both in the plan."""
     folder = write_onnx(build_tiny_model("phi3", num_hidden_layers=1), tmp_path / "m", Form())
     checkpoint = Checkpoint.open(folder)
     with checkpoint.open_source() as source:

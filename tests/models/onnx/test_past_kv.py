@@ -1,5 +1,5 @@
-"""Which graphs the ONNX runner takes: what it must bind is found, and what it cannot do is refused
-by name.
+"""Graphs that the ONNX runner accepts: it finds the inputs and outputs to bind, and refuses
+unsupported ones by name.
 """
 
 import pytest

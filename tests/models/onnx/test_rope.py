@@ -1,4 +1,4 @@
-"""Settings of rope recovered from tables of cosines and sines, and tables that no settings make."""
+"""RoPE settings recovered from tables of cosines and sines, and tables that no settings produce."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ DIM = 64
 
 
 def tables(folder, cosines, sines, kind=np.float32):
-    """Tables of a file of their own, the data from byte 0 on."""
+    """Write tables to separate files, with the data starting at byte 0."""
     found = []
     for name, values in (("cos", cosines), ("sin", sines)):
         data = values.astype(kind)
@@ -70,8 +70,8 @@ def test_scaled_rope_is_recovered(settings, tmp_path):
 
 
 def test_unsupported_scaled_rope_is_refused(tmp_path):
-    """Cosines with a factor (yarn), frequencies that change at a position (longrope), and what is
-    no rope at all.
+    """The tables include cosines with a factor (YaRN), frequencies that change at a position
+    (longrope), and tables that are not RoPE at all.
     """
     rope = rope_kind({"rope_theta": 1e4}, DIM, POSITIONS)
     angles = np.arange(POSITIONS, dtype=np.float64)[:, None] * np.array(rope.frequencies)

@@ -1,4 +1,4 @@
-"""What the log says of tensors that a packed format does not hold as the file does."""
+"""Log messages about tensors that a packed format does not represent exactly."""
 
 import logging
 import re
@@ -52,7 +52,7 @@ def test_exact_formats_have_no_error(kind, model_dir, tmp_path):
 
 
 def test_reported_errors_equal_the_packed_weights(model_dir):
-    """Of floats: against rounding worked out here."""
+    """For a float tensor, the reported error equals that of rounding in NumPy."""
     with SafetensorsSource(model_dir) as source:
         rows = source.rows(QUERY)
         groups = rows.reshape(len(rows), -1, 32)
@@ -72,7 +72,8 @@ def test_a_tensor_converted_beside_a_wider_one_is_named(model_dir, tmp_path, cap
 
     path = write_gguf(model_dir, tmp_path / "m.gguf", kind=mixed)
     (line,) = _lines(path, STORED, caplog)
-    # Queries and keys of two layers stand beside the values; the other matrices of Q4_1 are exact.
+    # Queries and keys of two layers are packed with the values. The other matrices of Q4_1 are
+    # exact.
     found = re.fullmatch(
         r"Q4_1: 4 tensors are converted to int8 with a relative error of (\S+) "
         r"\(measured on model\.layers\.0\.self_attn\.q_proj\.weight\)",
@@ -97,9 +98,7 @@ def test_requested_conversions_are_named(model_dir, tmp_path, caplog):
         "instead of 0.56 (such as model.embed"
     )
     floats = write_gguf(model_dir, tmp_path / "f.gguf", kind="F16")
-    assert (
-        _lines(floats, "int8", caplog) == []
-    )  # of a float checkpoint the packing itself gives the error
+    assert _lines(floats, "int8", caplog) == []  # the error of packing a float checkpoint
 
 
 def test_lossless_conversions_that_grow_are_named(model_dir, tmp_path, caplog):

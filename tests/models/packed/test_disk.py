@@ -1,6 +1,4 @@
-"""Packing where the disk is full, read-only or faulty, and where nothing is to be kept: it goes on
-in memory.
-"""
+"""Packing continues in memory if the disk is full, read-only or faulty, or if caching is off."""
 
 import re
 import shutil
@@ -29,7 +27,7 @@ def model_dir(tmp_path_factory):
 
 @pytest.fixture
 def good(model_dir, tmp_path):
-    """What the weights are where everything works."""
+    """The packed weights of an undisturbed run."""
     return content(load(model_dir, tmp_path / "good"))
 
 
@@ -101,10 +99,8 @@ print(load_packed(model, plan, weights="f32", cache_dir=cache, num_threads=1).nb
 
 
 def test_a_disk_that_fills_up_during_packing(model_dir, tmp_path):
-    """A limit on the size of files stands for the full disk: the system refuses the write
-    itself.
-    """
-    # Kernels are compiled before: their cache is files too.
+    """A limit on file sizes stands in for the full disk: the system itself refuses the write."""
+    # Compile the kernels first, because their cache consists of files too.
     load(model_dir, tmp_path / "other", "f32").close()
     command = [sys.executable, "-W", "error", "-c", _LIMITED, str(model_dir), str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
@@ -117,15 +113,13 @@ def test_a_disk_that_fills_up_during_packing(model_dir, tmp_path):
 
 
 def test_a_file_that_does_not_read_back_is_removed(model_dir, tmp_path, monkeypatch):
-    """Every byte is compared: one that the disk changes, whichever write it is in, ends the
-    packing.
-    """
+    """Every byte is compared. A byte that the disk changes in any write aborts the packing."""
     load(model_dir, tmp_path / "good").close()
     size = only_file(tmp_path / "good").stat().st_size
     for at in (3, size // 2, size - 40):
 
         class Faulty(FileAt):
-            """Flips a bit of byte `at` whenever it is read back."""
+            """Flips a bit of byte `fault` whenever it is read back."""
 
             fault = at
 

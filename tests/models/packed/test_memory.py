@@ -1,5 +1,5 @@
-"""Packing streams: its memory is bounded by the packed weights and a constant, not by the
-checkpoint.
+"""Packing streams: its memory is bounded by the size of the packed weights plus a constant,
+independent of the checkpoint.
 """
 
 import json
@@ -97,8 +97,8 @@ print(process_peak(), packed.nbytes)
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory):
-    """400 MB of float32 weights, all 0: the file is a hole, but its pages take memory like any
-    other.
+    """A model with 400 MB of float32 weights, all 0. The file is sparse, but its mapped pages take
+    memory like any others.
     """
     shapes = dict.fromkeys(("model.embed_tokens.weight", "lm_head.weight"), (VOCAB, HIDDEN))
     shapes["model.norm.weight"] = (HIDDEN,)
@@ -114,7 +114,7 @@ def model_dir(tmp_path_factory):
 
 
 def _save_zeros(directory, shapes, config):
-    """Of float32, but for blocks and scales."""
+    """Write zeros as float32, or as bytes for blocks and scales."""
     header = {}
     end = 0
     for name, shape in shapes.items():
@@ -136,7 +136,7 @@ def _save_zeros(directory, shapes, config):
 
 @pytest.mark.parametrize("is_kept", [True, False])
 def test_packing_memory_is_bounded(is_kept, model_dir, tmp_path):
-    """All weights are read in the end: pages of the mapped file count as memory in private do."""
+    """All weights are read in the end. Pages of the mapped file count like private memory."""
     command = [
         sys.executable,
         "-c",
@@ -165,7 +165,7 @@ def _around_experts():
 
 
 def _mixture(kind, directory):
-    """A model of one layer with experts, its largest tensor of `WEIGHTS` weights."""
+    """Write a model of one layer with experts, whose largest tensor has `WEIGHTS` weights."""
     at = "model.layers.0."
     directory.mkdir()
     if kind == "Q4_0":
@@ -207,8 +207,9 @@ def _mixture(kind, directory):
 @pytest.mark.parametrize("kind", ["F32", "Q4_0", "MXFP4"])
 @pytest.mark.some(3)
 def test_experts_are_packed_without_loading_the_whole_tensor(kind, tmp_path):
-    """Packing reads one expert's rows at a time: beside the file it takes what `doctor` says, which
-    is less than two threads would that hold 4 bits and a code of each weight.
+    """Packing reads one expert's rows at a time. In addition to the file it takes the memory that
+    `doctor` reports, which is less than two threads would need to hold 4 bits and a code of each
+    weight.
     """
     model = _mixture(kind, tmp_path / "model")
     weights = "int4" if kind == "F32" else "auto"
@@ -220,8 +221,8 @@ def test_experts_are_packed_without_loading_the_whole_tensor(kind, tmp_path):
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_K_M", "MXFP4"])
 def test_few_rows_of_an_expert_are_read_separately(kind, tmp_path):
-    """They take less than half the expert's matrix in the file: packing cuts large ones into
-    pieces.
+    """Reading them takes less than half the memory of the expert's matrix in the file, so packing
+    can split large matrices.
     """
     if kind == "MXFP4":
         sizes = {"hidden_size": 256, "intermediate_size": 2048, "num_local_experts": 2}
@@ -236,7 +237,7 @@ def test_few_rows_of_an_expert_are_read_separately(kind, tmp_path):
     with Checkpoint.open(path).open_source() as source:
         assert source.shape(name) == (2048, 256)
         for read in (source.quant_rows, source.rows):
-            read(name, 0, 16)  # what is made once
+            read(name, 0, 16)  # allocate what is made once
             tracemalloc.start()
             try:
                 read(name, 1000, 1016)

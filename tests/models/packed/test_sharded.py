@@ -1,5 +1,5 @@
-"""Half-precision checkpoints in several files, as transformers writes them, against transformers on
-the same values.
+"""Sharded half-precision checkpoints, as transformers writes them, against transformers on the same
+values.
 """
 
 import json
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
 
 def _save(family, dtype, directory):
-    """At least three files, with a layer that is in more than one."""
+    """Save a model as at least three files, with a layer that is in more than one."""
     build_tiny_model(family).to(dtype).save_pretrained(directory, max_shard_size="60KB")
     save_tokenizer(directory)
     index = json.loads((directory / "model.safetensors.index.json").read_text())["weight_map"]

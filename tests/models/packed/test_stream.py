@@ -1,5 +1,5 @@
-"""Tensors into packed entries: quantized ones as they are, mixed formats in one matrix, weights no
-format can hold.
+"""Tensors streamed into packed entries: unchanged quantized ones, mixed formats in one matrix, and
+weights that no format can represent.
 """
 
 from pathlib import Path
@@ -45,7 +45,7 @@ CONFIG = {
 
 
 class Stored(WeightSource):
-    """Tensors in memory; those named in `quantized` are stored in that format."""
+    """Tensors in memory; those in `quantized` are stored in that format."""
 
     def __init__(self, tensors, quantized=None):
         self.tensors = tensors
@@ -128,7 +128,7 @@ def _float(rows, inputs, seed=0):
 
 
 def _pack(entry, source, num_threads=2):
-    """The matrix that the packed entry stands for."""
+    """Pack an entry and return the matrix that the result represents."""
     pieces = [packed for _, packed in pack_stream([entry], source, num_threads)]
     codes, scales, minima = (
         np.concatenate([packed[section] for packed in pieces]) for section in range(3)
@@ -199,7 +199,7 @@ def test_unsupported_shapes_are_requantized(stored, kind, limit):
     ("kind", "near", "limit"), [("int8", 0.0, 0.006), ("int4-asym", 1e-7, 0.08)]
 )
 def test_one_matrix_from_tensors_in_different_formats(split, kind, near, limit):
-    """The exact parts stay exact, whether tiles end with tensors or not."""
+    """The exact parts stay exact, whether tiles end at tensor boundaries or not."""
     q, k, v = split
     source = Stored(
         {"v": _float(v, 64)}, {"q": _quant("int4", q, 64, 1), "k": _quant(kind, k, 64, 2)}
@@ -241,7 +241,7 @@ def test_q4_k_beside_q5_k(split):
 
 @pytest.mark.parametrize("num_threads", [1, 3])
 def test_tensors_of_one_matrix_keep_their_own_tables(num_threads, monkeypatch):
-    """Pieces are cut where a tensor ends, and int4 has a table of its own."""
+    """Packing starts a new piece where a tensor ends. int4 has a separate table."""
     stored = {
         "a": _quant("int4t", 48, 96, 1),
         "b": _quant("int4t", 32, 96, 2),
@@ -256,7 +256,7 @@ def test_tensors_of_one_matrix_keep_their_own_tables(num_threads, monkeypatch):
 
 
 def test_tensors_that_share_a_tile_become_int8_without_error():
-    """A tile has one table: rows of two tensors cannot stand in it."""
+    """A tile has one table, so it cannot contain rows of two tensors."""
     spec = describe_model({**CONFIG, "intermediate_size": 40})
     source = _checkpoint(spec, {"_proj": "int4t", "lm_head": "int4t"})
     plan = {entry.name: entry for entry in pack_plan(spec, "auto", source)}
@@ -307,7 +307,7 @@ def test_non_finite_block_scales_are_found():
             {"up_proj": "int4-asym", "k_proj": "int8", "_proj": "int4t"},
             {"qkv": "int8", "gate_up": "int8"},
         ),
-        # As llama.cpp writes files whose rows are not whole blocks of 256.
+        # As llama.cpp writes files whose rows are not multiples of 256.
         ({"v_proj": "int8", "_proj": "int5"}, {"qkv": "int8", "gate_up": "int5"}),
         ({"k_proj": "int4", "_proj": "int5"}, {"qkv": "int5", "gate_up": "int5"}),
         (
@@ -376,7 +376,7 @@ def test_pieces_cover_an_entry_in_order(monkeypatch):
 
 
 def test_many_threads_use_smaller_pieces():
-    """What all of them take together stays the same, below a gigabyte."""
+    """The pieces of all threads together take a constant amount of memory, below a gigabyte."""
     entry = PackEntry("m", "int8", (("a", 1 << 20),), 64)
     for threads, rows in ((1, 1 << 14), (16, 1 << 14), (64, 1 << 12)):
         assert next(pieces_of([entry], threads)).stop == rows
@@ -430,7 +430,7 @@ def test_non_finite_stored_scales_are_found():
 
 
 def _checkpoint(spec, kinds):
-    """A checkpoint for a spec; tensors whose name has a key of `kinds` in it are stored in its
+    """Make a checkpoint for a spec. Tensors whose name contains a key of `kinds` are stored in its
     format.
     """
     source = Stored({})
@@ -501,8 +501,8 @@ def test_format_labels_are_accepted_names():
 
 
 def test_a_quantized_checkpoint_as_int4_asym():
-    """int4 is widened without error, int4-asym taken as it is, 8 bits are quantized again; the
-    outer two are 8 bit.
+    """int4 is widened without error, int4-asym is kept as is, and 8-bit weights are requantized.
+    The embedding and the head have 8 bits.
     """
     spec = describe_model(CONFIG)
     source = _checkpoint(spec, {"down_proj": "int4-asym", "o_proj": "int8", "_proj": "int4"})

@@ -1,5 +1,5 @@
-"""Packed files: written once, checked, rebuilt when anything about them is wrong; never shared by
-two models.
+"""Packed files are written once, checked, rebuilt after any mismatch, and never shared by two
+models.
 """
 
 import dataclasses
@@ -73,7 +73,7 @@ def test_sections_contain_the_weights(model_dir, tmp_path, weights):
 
 @pytest.mark.parametrize("weights", ["int4", "int4-asym"])
 def test_four_bit_weights_equal_the_reference_fit(model_dir, tmp_path, weights):
-    """The matrices of the layers; embedding and head have 8 bits."""
+    """The layers' matrices equal the fit. The embedding and the head have 8 bits."""
     packed = load(model_dir, tmp_path, weights)
 
     def stored(name, rows, kind):
@@ -162,8 +162,8 @@ def test_any_flipped_byte_is_detected(model_dir, tmp_path):
 
 
 def test_mutated_files_are_refused(model_dir, tmp_path):
-    """1,000 mutations: each is refused, so that the weights are packed again, or the file is as it
-    was.
+    """In 1,000 mutations, each file is refused, so that the weights are packed again, or its bytes
+    are unchanged.
     """
     good = content(load(model_dir, tmp_path))
     path = only_file(tmp_path)
@@ -178,7 +178,7 @@ def test_mutated_files_are_refused(model_dir, tmp_path):
     refused = 0
     for round_ in range(1000):
         broken = bytearray(data)
-        at = int(rng.integers(head if round_ % 2 else len(data)))  # half of them in the header
+        at = int(rng.integers(head if round_ % 2 else len(data)))  # half of them are in the header
         length = int(rng.integers(1, 40))
         change = round_ % 5
         if change == 0:
@@ -245,7 +245,7 @@ def test_packing_is_logged_and_reported(model_dir, tmp_path, caplog):
 
 
 def test_a_checkpoint_replaced_during_packing_is_refused(tmp_path):
-    """Its weights must not be kept under the fingerprint of the file that was there before."""
+    """Its weights must not be stored under the fingerprint of the previous file."""
     first, other = (save_tiny_model("llama", tmp_path / str(seed), seed=seed) for seed in (0, 1))
     cache = tmp_path / "cache"
     kept = tmp_path / "kept"
@@ -273,7 +273,7 @@ def test_a_checkpoint_truncated_during_packing_is_refused(tmp_path):
     calls = itertools.count()
 
     def cut(done, total):
-        if next(calls) == 2:  # the header and the first rows are written
+        if next(calls) == 2:  # the header and the first rows are written by then
             os.truncate(directory / "model.safetensors", 4096)
 
     with pytest.raises(
@@ -291,7 +291,9 @@ def test_a_checkpoint_truncated_during_packing_is_refused(tmp_path):
 
 
 def test_a_file_packed_by_another_process_is_verified(model_dir, tmp_path, monkeypatch):
-    """What lies under the name is checked before it is used, and not remembered as sound unseen."""
+    """The file under the name is checked before use, and it is not recorded as sound without a
+    check.
+    """
     good = content(load(model_dir, tmp_path / "good"))
     data = bytearray(only_file(tmp_path / "good").read_bytes())
     finish = packed_file.finish_file

@@ -1,5 +1,5 @@
-"""Pulls: what is meant is downloaded once, resumed, verified, and refused beyond limits or from
-elsewhere.
+"""Pulls download the requested file once, resume and verify it, and refuse excessive sizes and
+other hosts.
 """
 
 import threading
@@ -22,7 +22,7 @@ Q8 = "Tiny-1B-Q8_0.gguf"
 FILES = {
     "README.md": b"words",
     Q8: b"GGUF" + b"8" * 5000,
-    Q4: b"GGUF" + bytes(range(256)) * 16_000,  # more than one piece
+    Q4: b"GGUF" + bytes(range(256)) * 16_000,  # longer than one chunk
 }
 
 
@@ -156,7 +156,7 @@ def test_redirects_to_private_addresses_are_refused(hub, store, monkeypatch, to,
 
 
 def test_dns_rebinding_is_refused(hub, store, monkeypatch):
-    """The check of the name passes, and the connection leads to this machine."""
+    """The name passes the check, but the connection goes to this machine."""
     monkeypatch.setattr(registry_client, "_addresses", lambda host: ["93.184.216.34"])
     port = hub.endpoint.rpartition(":")[2]
     hub.redirects[Q8] = f"http://localhost:{port}/{REPO}/resolve/{COMMIT}/{Q4}"

@@ -1,4 +1,4 @@
-"""AWQ and GPTQ checkpoints: the rows equal the codes they were packed from; what is not read is
+"""AWQ and GPTQ checkpoints: rows equal the codes they were packed from, and unsupported layouts are
 refused by name.
 """
 

@@ -1,5 +1,5 @@
-"""BitNet checkpoints: the rows equal the ternary values that they were packed from; what cannot be
-read is refused by name.
+"""BitNet checkpoints: rows equal the ternary values they were packed from, and unsupported layouts
+are refused by name.
 """
 
 import numpy as np

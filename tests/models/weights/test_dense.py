@@ -1,5 +1,5 @@
-"""The matrices behind the pooling: read as they are, anything else refused with the folder's
-name.
+"""The dense matrices after the pooling: they are read unchanged, and anything else is refused with
+the folder's name.
 """
 
 import json
@@ -74,7 +74,7 @@ def test_unsupported_settings_are_refused_by_name(tmp_path, settings, tensors, m
 
 
 def test_missing_settings_have_sentence_transformers_defaults(tmp_path):
-    """Of sentence-transformers' Dense a bias and tanh are the defaults."""
+    """In sentence-transformers' Dense, a bias and tanh are the defaults."""
     for name in ("bias", "activation_function"):
         settings = {key: value for key, value in SETTINGS.items() if key != name}
         with pytest.raises(ModelFormatError, match="is not supported"):

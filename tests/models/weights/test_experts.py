@@ -1,4 +1,4 @@
-"""Experts that do not fit: each a named error, before anything is computed."""
+"""Experts that do not match the config: each raises a specific error before anything is computed."""
 
 import numpy as np
 import pytest
@@ -24,7 +24,7 @@ def _save(directory, change=None, **config):
 
 
 def _fuse(tensors):
-    """As later versions of transformers hold them."""
+    """Merge the experts' matrices as later versions of transformers store them."""
     for layer in range(2):
         base = f"model.layers.{layer}.mlp.experts."
         parts = {

@@ -1,4 +1,6 @@
-"""Bytes of a file in own buffers: equal to the file, an error where it ends early."""
+"""File contents read into own buffers: they equal the file, and a file that ends early raises an
+error.
+"""
 
 import os
 from concurrent.futures import ThreadPoolExecutor

@@ -1,5 +1,5 @@
-"""Rows of queries and keys whose rope turns neighbouring channels, in the order of halves, whatever
-the format.
+"""Rows of queries and keys whose RoPE rotates adjacent channels are read in the order of halves, in
+every format.
 """
 
 import numpy as np
@@ -13,8 +13,7 @@ from kvboost_edge.models.gguf.source import GgufSource
 from kvboost_edge.models.weights.reordered import HalvedSource
 
 QUERY, VALUE = (f"model.layers.1.self_attn.{name}_proj.weight" for name in "qv")
-# Where the rows of one head of 64 are stored: of the channels that turn the even ones, then the odd
-# ones.
+# Stored order of the rows of one head of 64: the even rotated channels, then the odd ones.
 WHOLE = [*range(0, 64, 2), *range(1, 64, 2)]
 PART = [*range(0, 32, 2), *range(1, 32, 2), *range(32, 64)]
 

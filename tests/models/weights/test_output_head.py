@@ -1,4 +1,4 @@
-"""Which head a model directory has, where config.json and files say different things."""
+"""LM head of a model directory whose config.json and files disagree."""
 
 import logging
 
@@ -18,7 +18,7 @@ _HEAD = "lm_head.weight"
 
 
 def _say(model, tied):
-    """What config.json says, None: nothing."""
+    """Set tie_word_embeddings in config.json, or remove it if None."""
     change_json(model / "config.json", tie_word_embeddings=LEFT_OUT if tied is None else tied)
 
 
@@ -31,7 +31,7 @@ def _tied(model):
     [("qwen3_moe", True), ("qwen3_5_text", True), ("lfm2-plain", None), ("llama", True)],
 )
 def test_a_separate_head_is_used_whatever_the_config_says(family, said, tmp_path, caplog):
-    """As transformers has it: both are there and differ."""
+    """The file's head is used if it differs from the embedding, as in transformers."""
     save_tiny_model(family, tmp_path, tie_word_embeddings=False)
     _say(tmp_path, said)
     with caplog.at_level(logging.WARNING, "kvboost_edge"):

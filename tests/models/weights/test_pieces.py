@@ -1,5 +1,5 @@
-"""Matrices that are stored as one and read as several: every form of rows, with the rows of the
-one.
+"""Matrices that are stored as one and read as several: each piece has the rows of the whole, in
+every storage format.
 """
 
 import numpy as np
@@ -33,7 +33,7 @@ MATRIX = np.arange(260 * 8, dtype=np.float32).reshape(260, 8)
 
 
 class Quantized(SafetensorsSource):
-    """Codes instead of floats."""
+    """A source that returns codes instead of floats."""
 
     def kind(self, name):
         return "int8" if name == STORED else None

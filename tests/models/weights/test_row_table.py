@@ -1,5 +1,5 @@
-"""Rows of a table read one by one: those of the whole tensor, and an error wherever the file is
-another.
+"""Rows of a table read one at a time: they equal those of the whole tensor, and a changed file
+raises an error.
 """
 
 import os
@@ -21,7 +21,7 @@ from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.weights import file_bytes
 from kvboost_edge.models.weights.row_table import ROW_TYPES, RowTable
 
-TABLE = "model.embed_tokens.weight"  # any tensor with a row for each token will do
+TABLE = "model.embed_tokens.weight"  # any tensor with a row for each token
 ROWS = 300
 WIDTH = 64
 
@@ -171,9 +171,7 @@ def test_a_file_that_changes_is_refused(how, before, tmp_path):
         with open(model.path, "r+b") as file:
             file.seek(-100, 2)
             file.write(bytes(8))
-        os.utime(
-            model.path, ns=(modified + 1, modified + 1)
-        )  # clocks of file systems may be coarse
+        os.utime(model.path, ns=(modified + 1, modified + 1))  # file system clocks may be coarse
     else:
         os.truncate(model.path, size + 4096 if how == "grown" else 5000)
     if table is None:

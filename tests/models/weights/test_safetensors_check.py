@@ -1,5 +1,5 @@
-"""Weight files: sound ones pass, each kind of damage is refused by a message that names file and
-tensor.
+"""Weight files: sound ones pass, and each kind of damage is refused with a message that names file
+and tensor.
 """
 
 import json
@@ -137,7 +137,7 @@ def test_a_bit_flipped_in_the_header_never_crashes(model):
         try:
             entries = read_header(path)
         except ModelFormatError as error:
-            # A flip inside a name goes unnoticed, and may.
+            # A bit flipped inside a name may go unnoticed.
             assert "model.safetensors" in str(error)  # noqa: PT017
         else:
             assert all(8 <= entry.start <= entry.stop <= len(good) for entry in entries)
@@ -160,7 +160,7 @@ def test_a_header_over_the_limit_is_refused(model):
 
 @pytest.mark.parametrize("size", [0, 1])
 def test_a_large_header_without_data_is_refused(model, size):
-    """200,000 tensors of no or one element would take many seconds to check."""
+    """Checking 200,000 tensors with zero or one element each would take many seconds."""
     names = [f"x{index}" for index in range(200_000)]
     header = {
         name: {
@@ -193,7 +193,7 @@ def test_a_large_header_with_data_is_read(model):
 
 
 def test_a_repeated_name_among_many_is_found(model):
-    """Counting each name by itself would take minutes."""
+    """Counting each name separately would take minutes."""
     text = "".join(f'"x{index}": 0, ' for index in range(100_000))
     write(
         model / "model.safetensors",
@@ -364,7 +364,7 @@ def test_a_passed_check_is_cached_until_the_file_changes(model, monkeypatch):
     bad = tensors()
     bad[QUERY][3, 3] = np.nan
     save_file(bad, model / "model.safetensors")
-    for _ in range(2):  # damage is not remembered as soundness
+    for _ in range(2):  # a damaged file is not recorded as sound
         with pytest.raises(ModelFormatError, match="q_proj"):
             check(model)
 

@@ -1,4 +1,4 @@
-"""Rows of a checkpoint's tensors, as float32."""
+"""Rows of a checkpoint's tensors, read as float32."""
 
 import os
 from pathlib import Path

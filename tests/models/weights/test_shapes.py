@@ -1,5 +1,5 @@
-"""Layers of a checkpoint against its config: what is missing is found without counting to what the
-config claims.
+"""Layers of a checkpoint against its config: missing tensors are found without iterating up to the
+config's claimed counts.
 """
 
 import time

@@ -1,6 +1,4 @@
-"""gpt-oss's directories: which rows are whose, MXFP4 as transformers reads it, and what does not
-fit.
-"""
+"""gpt-oss directories: the rows of each expert, MXFP4 as transformers reads it, and mismatches."""
 
 import logging
 
@@ -21,7 +19,7 @@ DOWN = f"{LAYER}down_proj"
 
 
 def _changed(directory, name, change, *, mxfp4):
-    """A model one of whose tensors is another; change: of the tensor, None to leave it out."""
+    """Save a model with one tensor changed by `change`, or removed if it is None."""
     stored = tensors_of(save_gpt_oss(directory, mxfp4=mxfp4)).get(name)
     change_tensors(directory, {name: change and change(stored)})
 
@@ -63,7 +61,7 @@ def test_at_most_two_experts_are_held_while_reading(tmp_path):
 
 
 def test_mxfp4_equals_transformers(tmp_path):
-    """Codes and float16 scales hold transformers' own numbers, and so do the floats."""
+    """Codes and float16 scales give exactly transformers' values, and so do the floats."""
     torch = pytest.importorskip("torch")
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
@@ -102,7 +100,7 @@ def _one_more(bias):
     return np.concatenate([bias, bias[:1]])
 
 
-# Whether experts are MXFP4, the tensor, what becomes of it (None: it is left out), and the message.
+# Whether experts are MXFP4, the tensor, its change (None removes it), and the message.
 BAD = {
     "scales of another shape": (
         True,
@@ -205,7 +203,9 @@ def test_scales_below_float16_become_zero_and_are_logged_once(tmp_path, caplog):
 
 
 def test_the_summary_counts_weights(tmp_path):
-    """Two of a byte of blocks; scales are no weights of the layer, but elements of the file."""
+    """Each byte of a block is two weights. Scales are not weights of the layer, but elements of the
+    file.
+    """
     save_gpt_oss(tmp_path, mxfp4=True)
     checkpoint = Checkpoint.open(tmp_path)
     assert checkpoint.is_quantized
