@@ -1,4 +1,4 @@
-"""A record's header says what the block is, and a damaged one says nothing."""
+"""The header of a record identifies its block. A damaged header is rejected."""
 
 import random
 

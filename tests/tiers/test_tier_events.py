@@ -1,5 +1,5 @@
-"""What somebody is told that a tier holds: everything once, then what changed, and what left
-without a word in time.
+"""Reported contents of a tier: everything once, then the changes; blocks that were removed without
+notice are reported later.
 """
 
 import numpy as np
@@ -36,12 +36,14 @@ def tier_with(held):
     st.booleans(),
 )
 def test_reported_events_add_up_to_the_contents(held, steps, few):
-    """Blocks that came are noted, those that left go without a word; `few`: only some are looked
-    for again each time, and then what left is told within a few calls.
+    """Added blocks are noted, while removed ones are not always.
+
+    If `few`, each call checks only some of the blocks again, so a removal is reported within a few
+    calls.
     """
     tier = tier_with(held)
     holdings = Holdings(tier)
-    holdings.note([hash_of(9)])  # nobody has asked: nothing to remember
+    holdings.note([hash_of(9)])  # no client has asked, so there is nothing to remember
     first = holdings.take()
     assert (first.is_whole, set(first.came), first.left) == (
         True,
@@ -69,7 +71,7 @@ def test_reported_events_add_up_to_the_contents(held, steps, few):
 
 
 def test_unknown_blocks_are_not_reported(monkeypatch):
-    """A server's tier answers None for what it has not seen lately."""
+    """The tier of a server returns None for blocks that it has not seen lately."""
     tier = tier_with({1})
     known = {hash_of(1)}
     monkeypatch.setattr(tier, "holds", lambda prefix_hash: True if prefix_hash in known else None)

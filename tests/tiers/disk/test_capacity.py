@@ -1,4 +1,4 @@
-"""The cap over all spaces, the floor of free room, and which blocks go first."""
+"""The cap over all spaces, the minimum of free space, and the order of eviction."""
 
 import contextlib
 import sys
@@ -30,7 +30,7 @@ HELD = CAP // RECORD_BYTES  # blocks that would fill the cap
 
 
 class SmallDisk(FaultyFiles):
-    """A file system of `total` bytes of which `free` are left."""
+    """File system of `total` bytes with `free` bytes left."""
 
     def __init__(self, free, total=20 << 20):
         super().__init__()
@@ -65,7 +65,7 @@ def test_the_cap_holds_and_the_latest_blocks_stay(tmp_path):
 
 
 def test_a_chain_is_evicted_from_its_tail(tmp_path):
-    """However it was written, what is left of a chain begins at its head."""
+    """For any sequence of writes, the remaining blocks of a chain begin at its head."""
     long = chain(100, 1)
     with watched(tmp_path) as tier:
         for start in range(0, 100, 7):
@@ -110,7 +110,9 @@ def test_shared_prefixes_survive_a_full_disk(tmp_path):
 
 
 def test_reused_blocks_survive_a_scan(tmp_path):
-    """No touch in between: it is proven, the scan is on probation."""
+    """The blocks are not touched in between: one read protects them, while the scan is on
+    probation.
+    """
     used = chain(60, 1)
     with watched(tmp_path) as tier:
         write(tier, used)
@@ -136,8 +138,8 @@ def test_usage_order_survives_a_restart(tmp_path):
 
 
 def test_write_amplification_is_at_most_two(tmp_path):
-    """Cleaning copies what is still used; every other chain is used again, which is the worst case
-    for it.
+    """Cleaning copies blocks that are still used. Every other chain is read again, which is the
+    worst case.
     """
     with watched(tmp_path) as tier:
         for seed in range(260):
@@ -153,7 +155,7 @@ def test_closed_spaces_are_evicted_first_in_lru_order(tmp_path):
         with watched(tmp_path, space) as tier:
             write(tier, chain(120))
     with watched(tmp_path, spaces[0]) as tier:
-        assert read(tier, chain(120)) == 120  # 1 is now the oldest
+        assert read(tier, chain(120)) == 120  # chain 1 is now the oldest
     with watched(tmp_path, spaces[3]) as tier:
         write(tier, chain(200))
         assert on_disk(tmp_path) <= CAP
@@ -186,7 +188,7 @@ def test_free_space_bounds_the_tier_dynamically(tmp_path):
     with opened(tmp_path, files=disk, clock=lambda: now[0]) as tier:
         write(tier, chain(100))
         taken = on_disk(tmp_path)
-        disk.left = floor - taken // 2  # half of what the tier has is wanted by others
+        disk.left = floor - taken // 2  # other files need half of the tier's space
         write(tier, chain(40, 2))
         assert on_disk(tmp_path) <= taken // 2 + (64 << 10)
         disk.left = 0
@@ -232,8 +234,9 @@ def test_a_second_tier_of_a_space_sets_the_cap_of_both(tmp_path):
 
 
 class AtOnce(Files):
-    """Whoever has found room for a segment waits shortly for the other one to have found some, too.
-    `peak`: the most that all segments took then.
+    """File operations in which two allocations of segments wait shortly for each other.
+
+    - peak: the most bytes that all segments took then
     """
 
     def __init__(self, directory):
@@ -283,7 +286,7 @@ def test_concurrent_writers_stay_below_the_cap(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("kind", ["link", "directory"])
 def test_the_tier_works_without_the_directory_lock(tmp_path, kind):
-    """In a directory that several users write to it is somebody else's."""
+    """In a directory that several users write to, the lock file may belong to another user."""
     if kind == "link":
         (tmp_path / "lock").symlink_to(tmp_path / "nowhere")
     else:
@@ -295,7 +298,7 @@ def test_the_tier_works_without_the_directory_lock(tmp_path, kind):
 
 
 def test_a_full_file_system_is_reported(tmp_path):
-    """There is more than twice the floor, but no segment above it."""
+    """The free space is more than twice the minimum, but leaves no room for another segment."""
     floor = free_floor(20 << 20)
     with opened(tmp_path, files=SmallDisk(free=2 * floor + 4096), max_bytes=64 << 20) as tier:
         assert write(tier, chain(400)) < 400

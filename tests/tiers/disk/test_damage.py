@@ -1,4 +1,6 @@
-"""Files that were changed, cut, swapped or are somebody else's: misses, and never a wrong byte."""
+"""Files that were changed, truncated, swapped or written by another owner: lookups miss and never
+return a wrong byte.
+"""
 
 import random
 import shutil
@@ -33,7 +35,7 @@ HASHES = set(hashes_of(BLOCKS))
 
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory):
-    """A closed tier of 40 blocks in three segments; not written to."""
+    """Directory of a closed tier with 40 blocks in three segments, which no test modifies."""
     directory = tmp_path_factory.mktemp("sound")
     with opened(directory) as tier:
         write(tier, BLOCKS)
@@ -56,7 +58,7 @@ def damaged_files(directory):
 
 
 class Copies:
-    """The sound tier's files in memory, put back before every case."""
+    """Copies of the sound tier's files in memory, restored before every case."""
 
     def __init__(self, sound):
         self.directory = scratch()
@@ -80,7 +82,7 @@ def copies(sound):
 
 
 def test_random_bit_flips_cost_at_most_one_block(copies, scale):
-    """Anywhere in any file. A flip in a segment costs at most the block it hit; one elsewhere
+    """A flip in a segment costs at most the block that it hits. A flip in any other file costs
     none.
     """
     draw = random.Random(1)
@@ -100,7 +102,7 @@ def test_random_bit_flips_cost_at_most_one_block(copies, scale):
 
 
 def test_random_truncations_keep_the_blocks_before_the_cut(copies, scale):
-    """A segment cut short keeps the blocks before the cut; any other file cut short costs none."""
+    """A truncated segment keeps the blocks before the cut. Any other truncated file costs none."""
     draw = random.Random(2)
     for number in range(scale(500, 10_000)):
         copies.fresh()
@@ -121,8 +123,8 @@ def test_blocks_are_found_without_sidecars_and_manifest(sound, tmp_path):
 
 
 def test_a_damaged_record_affects_no_other_record(sound, tmp_path):
-    """Its header gone and the sidecar too: what is behind it is found by looking at every multiple
-    of 64.
+    """Neither its header nor the sidecar exists. A scan of every multiple of 64 finds the records
+    after it.
     """
     directory = copy_of(sound, tmp_path / "copy")
     for path in (*space_dir(directory).glob("*.kvx"), space_dir(directory) / "order"):
@@ -146,7 +148,7 @@ def test_swapped_files_serve_no_wrong_byte(sound, tmp_path):
 
 
 def test_files_of_another_space_are_not_served(sound, tmp_path):
-    """Another model's directory under this one's name: every record says whose it is."""
+    """Another model's directory has this one's name, but every record names its space."""
     directory = tmp_path / "copy"
     shutil.copytree(space_dir(sound), space_dir(directory, OTHER_SPACE))
     with opened(directory, OTHER_SPACE) as tier:
@@ -188,7 +190,7 @@ def test_garbage_links_and_directories_in_place_of_files(sound, tmp_path, name):
 
 
 def test_payload_that_resembles_a_record_is_not_a_record(tmp_path):
-    """A payload that holds the magic, or even a whole record of this space, changes nothing."""
+    """A payload may contain the magic, or even a whole record of this space."""
     inner = chain(1, 7)[0]
     with opened(tmp_path / "inner") as tier:
         write(tier, [inner], 64)
@@ -207,8 +209,8 @@ def test_payload_that_resembles_a_record_is_not_a_record(tmp_path):
 
 
 def test_removed_segment_numbers_are_not_reused(sound, tmp_path):
-    """The manifest knows of later ones than there are: what is written since counts all the same
-    after a crash.
+    """The manifest lists later segments than exist. Blocks written since then survive a crash
+    anyway.
     """
     directory = copy_of(sound, tmp_path / "copy")
     for path in segments(directory)[1:]:
@@ -220,7 +222,7 @@ def test_removed_segment_numbers_are_not_reused(sound, tmp_path):
     write(tier, later, 5000)
     shutil.copy(space_dir(sound) / "order", space_dir(directory) / "order")
     for shared in stores._stores.values():
-        shared.store.after_fork()  # lets go of all handles and writes nothing, as a crash does
+        shared.store.after_fork()  # releases all handles and writes nothing, as a crash does
     stores._stores.clear()
     with opened(directory, files=FaultyFiles()) as again:
         assert has_all(again, later, 5000)

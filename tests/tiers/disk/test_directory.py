@@ -1,4 +1,4 @@
-"""Where a tier may lie, who may look into it, and what is said where it cannot be."""
+"""The directory of a tier: its location, its permissions, and the message if it cannot be used."""
 
 import errno
 import json
@@ -112,7 +112,7 @@ def test_a_directory_that_cannot_be_created_is_refused_by_name(tmp_path, code):
 
 @pytest.mark.parametrize("name", ["lock", "make_private"])
 def test_an_unwritable_directory_is_read_only(tmp_path, name):
-    """A read-only mount, a file system without locks."""
+    """The cases are a read-only mount and a file system without locks."""
     with opened(tmp_path) as tier:
         write(tier, chain(5))
     files = FaultyFiles(0, fails(errno.EROFS), names=(name,))
@@ -125,7 +125,9 @@ def test_an_unwritable_directory_is_read_only(tmp_path, name):
 
 
 def test_usage_order_does_not_depend_on_clocks(tmp_path, monkeypatch):
-    """Files from the future, a clock that goes backwards: the order of use is by number."""
+    """File times in the future and a clock that runs backwards have no effect: the order of use is
+    by number.
+    """
     with opened(tmp_path) as tier:
         write(tier, chain(60))
     for number, path in enumerate(sorted(space_dir(tmp_path).iterdir())):

@@ -1,5 +1,5 @@
-"""Every call of the system fails in turn: no error reaches the caller, no wrong byte is served,
-storing goes on.
+"""Each system call fails in turn: the caller gets no error and no wrong byte, and storing
+continues.
 """
 
 import errno
@@ -10,13 +10,13 @@ from helpers.tiers.disk_cases import chain, opened, present, read, segments, spa
 from helpers.tiers.disk_faults import ERRORS, FaultyFiles, fails, moves_half, moves_nothing
 from kvboost_edge.errors import ConfigError
 
-LARGE = 28_000  # two to a segment
+LARGE = 28_000  # two per segment
 BLOCKS = [chain(5, seed) for seed in range(14)]
 KEPT = chain(3, 99)
 
 
 class Clock:
-    """Monotonic seconds, set by hand."""
+    """Clock of monotonic seconds, set by hand."""
 
     def __init__(self):
         self.now = 0.0
@@ -26,7 +26,7 @@ class Clock:
 
 
 def story(tier):
-    """Enough of everything: new segments, sealing, cleaning, reading, a head that is used again."""
+    """Cause every operation: new segments, sealing, cleaning, reading, and reuse of a head."""
     for blocks in BLOCKS:
         write(tier, KEPT, LARGE)
         write(tier, blocks, LARGE)
@@ -64,8 +64,8 @@ FAULTS = {
 @pytest.mark.parametrize("name", FAULTS)
 @pytest.mark.parametrize("lasting", [False, True], ids=["once", "from then on"])
 def test_every_file_operation_may_fail(tmp_path, name, lasting, scale):
-    """Each n in turn: then the faults end, half a minute passes, and the tier stores and serves as
-    before.
+    """The fault begins at each call in turn. Half a minute after it ends, the tier stores and
+    serves as before.
     """
     calls = number_of_calls(tmp_path / "count")
     step = scale(360, 1)
@@ -82,7 +82,7 @@ def test_every_file_operation_may_fail(tmp_path, name, lasting, scale):
                 assert_stores(tier)
         except ConfigError as error:
             if "disk_cache_dir" not in str(error) or files.calls > 40:
-                raise  # only opening does, naming the knob
+                raise  # only opening does, and the error names the option
         with opened(directory, files=FaultyFiles()) as tier:
             for blocks in BLOCKS:
                 present(tier, blocks, LARGE)
@@ -90,7 +90,9 @@ def test_every_file_operation_may_fail(tmp_path, name, lasting, scale):
 
 
 def first_call(name, step):
-    """Different faults begin at different calls, so that together they meet every one."""
+    """Return the first call to fail. Each fault begins at another one, so that together they cover
+    every call.
+    """
     return sorted(FAULTS).index(name) % step
 
 
@@ -145,7 +147,7 @@ def test_an_unreadable_block_is_a_miss_and_dropped(tmp_path):
 
 
 def test_an_unreadable_segment_is_not_deleted(tmp_path):
-    """A device that refuses for a while must not make the tier delete what it could not look at."""
+    """A device that fails for a while must not make the tier delete a file that it could not read."""
     with opened(tmp_path) as tier:
         write(tier, KEPT)
     for path in tmp_path.glob("*/*.kvx"):
@@ -155,6 +157,6 @@ def test_an_unreadable_segment_is_not_deleted(tmp_path):
     with opened(tmp_path, files=files) as tier:
         assert not any(tier.holds(block.prefix_hash) for block in KEPT)
     assert [path.stat().st_size for path in segments(tmp_path)] == before
-    (space_dir(tmp_path) / "order").unlink()  # which forgot them
+    (space_dir(tmp_path) / "order").unlink()  # which no longer lists them
     with opened(tmp_path) as tier:
         assert read(tier, KEPT) == len(KEPT)

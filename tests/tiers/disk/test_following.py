@@ -1,5 +1,7 @@
-"""Tiers of several processes on one directory: the others see what the owner stores, and one of them
-takes over. Each tier here stands for a process. `test_following_kills.py` has real ones.
+"""Tiers of several processes on one directory: the others see what the owner stores, and one of
+them takes over.
+
+Each tier here stands for a process. `test_following_kills.py` runs real ones.
 """
 
 import contextlib
@@ -39,7 +41,7 @@ LATER = chain(20, 5)
 
 
 class Clock:
-    """Monotonic seconds, set by hand."""
+    """Clock of monotonic seconds, set by hand."""
 
     def __init__(self):
         self.now = 0.0
@@ -48,7 +50,7 @@ class Clock:
         return self.now
 
     def tick(self, *tiers):
-        """Let the time pass after which these tiers look at the directory, and have them do it."""
+        """Advance the clock to the next poll of the directory by these tiers, and run it."""
         self.now += FOLLOW_S
         for tier in tiers:
             tier.tend()
@@ -115,7 +117,7 @@ def test_an_idle_io_thread_sees_new_blocks_within_a_second(tmp_path):
 
 
 def test_a_reader_sees_only_complete_records(tmp_path, clock):
-    """The reader looks after every part of a write."""
+    """The reader polls after every part of a write."""
     looks = []
 
     def in_parts(name, call, handle, buffers, offset):
@@ -144,7 +146,7 @@ def test_a_reader_sees_only_complete_records(tmp_path, clock):
 
 
 def test_moved_blocks_are_found_at_once(tmp_path, clock):
-    """The cleaner copies them, and deletes the segment that the reader knows."""
+    """The cleaner copies blocks and deletes the segment that the reader knows."""
     with (
         opened(tmp_path, files=FaultyFiles()) as owner,
         opened_apart(tmp_path, clock=clock) as reader,
@@ -217,7 +219,7 @@ def test_a_reader_becomes_owner_when_the_owner_ends(tmp_path, clock, end, caplog
 
 
 def test_dropped_blocks_stay_dropped_after_a_takeover(tmp_path, clock):
-    """Of a block that the owner replaced, the reader never serves the first bytes again."""
+    """After the owner replaced a block, the reader never serves the first bytes again."""
     block = chain(1)[0]
     with opened(tmp_path) as owner, opened_apart(tmp_path, clock=clock) as reader:
         write(owner, [block], 5000)
@@ -258,7 +260,9 @@ def test_a_dead_owners_segment_is_sealed_during_reads(tmp_path, clock):
 
 
 def test_a_reused_segment_number_is_read_again(tmp_path, clock):
-    """The reader misses that one owner deleted its last segment, and the next one has its number."""
+    """The reader does not notice that one owner deleted its last segment, whose number the next
+    owner reuses.
+    """
     with opened(tmp_path) as owner, opened_apart(tmp_path, clock=clock) as reader:
         write(owner, BLOCKS)
         clock.tick(reader)
@@ -363,7 +367,9 @@ FAULTS = {
 
 
 def story(owner, reader, clock):
-    """Stores, copies and deletions that a reader follows, the owner's death, and what comes then."""
+    """Store, copy and delete blocks that a reader follows, kill the owner, and let the reader take
+    over.
+    """
     kept = chain(3, 99)
     for seed in range(12):
         write(owner, kept, 28_000)
@@ -382,8 +388,10 @@ def story(owner, reader, clock):
 @pytest.mark.parametrize("name", FAULTS)
 @pytest.mark.parametrize("lasting", [False, True], ids=["once", "from then on"])
 def test_every_file_operation_of_a_reader_may_fail(name, lasting, scale):
-    """No error reaches the caller, and no wrong byte is served. After the faults the reader takes
-    over and stores. `test_faults.py` has the calls of opening.
+    """The caller gets no error and no wrong byte. After the faults, the reader takes over and
+    stores.
+
+    `test_faults.py` covers the calls of opening.
     """
 
     def played(at=-1):
@@ -411,6 +419,6 @@ def test_every_file_operation_of_a_reader_may_fail(name, lasting, scale):
         shutil.rmtree(directory)
         return files.calls - begun
 
-    step = scale(480, len(FAULTS))  # different faults begin at different calls
+    step = scale(480, len(FAULTS))  # each fault begins at another call
     for at in range(sorted(FAULTS).index(name) % step, played(), step):
         played(at)

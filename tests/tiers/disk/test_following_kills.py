@@ -1,5 +1,5 @@
-"""kill -9 of processes that share a directory: no wrong byte, what was reported as stored is found,
-and the others go on.
+"""kill -9 of processes that share a directory: no wrong byte is served, reported blocks are found,
+and the other processes continue.
 """
 
 import os
@@ -15,8 +15,8 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 
 NUM_CHAINS = 400  # 10 MB
 ROOM_FOR_ALL = 32 << 20
-# Asks for chains at random and stores those that are missing. Its time runs 20 times as fast, so
-# that it looks at the directory every 25 ms.
+# Requests chains at random and stores those that are missing. Its clock runs 20 times as fast, so
+# it polls the directory every 25 ms.
 CODE = """
 import itertools, random, time
 from helpers.pairwise import each_once
@@ -50,7 +50,7 @@ def run(directory, name, cap, keeps_all):
 @pytest.mark.slow
 @pytest.mark.parametrize(("num_processes", "cap"), each_once([2, 3], [ROOM_FOR_ALL, 2 << 20]))
 def test_killed_at_random_times(tmp_path, num_processes, cap, scale):
-    """In the long form 100 times."""
+    """The long form kills 100 times."""
     draw = random.Random(num_processes)
     keeps_all = cap == ROOM_FOR_ALL
     with herd(CODE, tmp_path) as forks:

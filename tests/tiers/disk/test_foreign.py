@@ -1,5 +1,5 @@
-"""What is not the tier's own, in its directory: never followed, written to, deleted or counted, and
-in nobody's way.
+"""Foreign files in the tier's directory: they are never followed, written to, deleted or counted,
+and they do no harm.
 """
 
 import errno
@@ -47,7 +47,7 @@ def sound(tmp_path_factory):
 
 @pytest.fixture
 def root(sound, tmp_path, monkeypatch):
-    """A copy of a tier of three segments, and a file outside that nobody may touch."""
+    """Copy of a tier of three segments, with a file outside that must not be touched."""
     monkeypatch.setenv("KVBOOST_EDGE_CACHE", str(tmp_path / "cache"))
     shutil.copytree(sound, tmp_path / "cache" / "blocks")
     (tmp_path / "secret").write_bytes(SECRET)
@@ -55,7 +55,7 @@ def root(sound, tmp_path, monkeypatch):
 
 
 def put(path, kind, secret):
-    """Something that is no file of the tier's, in the place of one."""
+    """Replace a file of the tier by a link, a pipe or a directory."""
     if path.exists():
         path.unlink()
     if kind == "link":
@@ -92,7 +92,8 @@ def test_foreign_entries_in_place_of_files_are_not_followed(root, kind, name):
             assert stores or ("lock" in tier.stat().state and "only read" in tier.stat().state)
     for action in ("status", "list", "verify"):
         assert run(["cache", action]) == 0
-    # What cannot be locked stays, and is said; all else goes, but for what is not the tier's.
+    # Files that cannot be locked stay and are reported. All others are removed, except foreign
+    # ones.
     assert run(["cache", "clear", "--yes"]) == (0 if stores else 1)
     left = {path.name for path in space_dir(root).iterdir()} if space_dir(root).exists() else set()
     assert left <= {name} if stores else len(segments(root)) == 3
@@ -189,7 +190,7 @@ def test_a_space_that_cannot_be_removed_does_not_block_others(root, capsys):
 
 
 class Unreadable(FaultyFiles):
-    """Another user's spaces in a directory that several write to."""
+    """Spaces of another user in a directory that several users write to."""
 
     def sizes(self, directory):
         if directory.name != SPACE.hex():
@@ -202,7 +203,9 @@ def test_unreadable_spaces_are_skipped(root):
         write(tier, BLOCKS)
     with opened(root, files=Unreadable()) as tier:
         assert write(tier, LATER) == len(LATER), tier.stat().state
-    DiskTier.open(root, SPACE, files=Unreadable()).close()  # and the default cap is found
+    DiskTier.open(
+        root, SPACE, files=Unreadable()
+    ).close()  # opening still determines the default cap
     assert [space.path for space in find_spaces(root, Unreadable())] == [space_dir(root)]
 
 
@@ -239,11 +242,11 @@ def test_a_huge_sparse_file_is_not_scanned(root, name):
 
 
 def test_the_last_segment_number_only_ends_storing(root):
-    """Numbers behind it would be found by nobody."""
+    """No tier would find segments with higher numbers."""
     shutil.copy(space_dir(root) / "00000001.kvs", space_dir(root) / "7fffffff.kvs")
     shutil.copy(
         space_dir(root) / "00000001.kvs", space_dir(root) / "ffffffff.kvs"
-    )  # not a segment's name
+    )  # no valid segment name
     for _ in range(2):
         with opened(root) as tier:
             assert len(present(tier, BLOCKS)) >= 25
@@ -261,7 +264,7 @@ def test_an_impossible_directory_name_is_a_one_line_error(place, tmp_path, monke
 
 
 class KeepsFiles(Files):
-    """A directory in which files can be made and not deleted (chattr +a)."""
+    """Directory in which files can be created but not deleted (chattr +a)."""
 
     def __init__(self):
         self.keeps = False

@@ -1,5 +1,5 @@
-"""kill -9 at every kind of call and at random times: what is served afterwards is right, what was
-sealed is there.
+"""kill -9 at every kind of call and at random times: served blocks are right, and sealed ones are
+found.
 """
 
 import os
@@ -17,8 +17,7 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 CHAINS = [chain(10, seed) for seed in range(30)]
 NBYTES = 18_000
 
-# Writes chain after chain; ends itself at the call that is asked for, or leaves a list of its
-# calls.
+# Writes one chain after another; kills itself at the requested call, or leaves a list of its calls.
 CODE = """
 from pathlib import Path
 from helpers.tiers import disk_faults
@@ -42,8 +41,8 @@ def crash():
 
 
 def check(directory):
-    """The next process stores and serves; nothing wrong is served, and of sealed segments nothing
-    is missing.
+    """Check that the next process stores and serves, serves nothing wrong, and finds all blocks of
+    sealed segments.
     """
     sealed = sealed_hashes(directory)
     with opened(directory, files=FaultyFiles(), max_bytes=4 << 20) as tier:
@@ -59,8 +58,8 @@ def check(directory):
 
 
 def sealed_hashes(directory):
-    """Of all sealed segments, as long as no segment was ever deleted to make room: then every block
-    must be there.
+    """Return the hashes of all sealed segments if no segment was ever deleted to make room;
+    otherwise none.
     """
     paths = segments(directory)
     if [int(path.stem, 16) for path in paths] != list(range(1, len(paths) + 1)):
@@ -78,7 +77,7 @@ def sealed_hashes(directory):
 
 @pytest.fixture(scope="module")
 def trace(crash, tmp_path_factory):
-    """The calls of a process that comes to its end."""
+    """System calls of a process that ends normally."""
     directory = tmp_path_factory.mktemp("trace")
     assert not crash(str(directory), -1, "none")
     return (directory / "trace").read_text().split()
@@ -101,7 +100,7 @@ NAMED = (
 
 @pytest.mark.parametrize("fault", ["ends_before", "ends_within"])
 def test_killed_at_every_kind_of_call(crash, trace, tmp_path, fault, scale):
-    """One in the middle; in the long form at the first and the last of every kind, too."""
+    """One call in the middle of each kind is tested; the long form adds the first and the last."""
     for name in NAMED:
         places = [number for number, call in enumerate(trace) if call == name]
         for which in scale(

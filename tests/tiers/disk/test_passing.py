@@ -1,6 +1,4 @@
-"""Errors that pass by themselves, such as a limit on open files: misses, and nothing that is sound
-is forgotten.
-"""
+"""Transient errors, such as a limit on open files: lookups miss, and no sound block is forgotten."""
 
 import contextlib
 import errno
@@ -48,7 +46,7 @@ def test_a_transient_read_error_is_a_miss_and_keeps_the_block(tmp_path, name, co
 
 
 def test_own_open_files_are_closed_at_the_descriptor_limit(tmp_path):
-    """The limit is reached by its own segments: the one used longest ago is closed."""
+    """The tier's own segments reach the limit, so it closes the least recently used one."""
     with opened(tmp_path) as tier:
         write(tier, BLOCKS)
 
@@ -91,7 +89,9 @@ def test_a_transient_error_during_cleaning_loses_nothing(tmp_path):
 
 @pytest.mark.parametrize("at", range(8))
 def test_a_transient_error_at_opening_loses_nothing(tmp_path, at):
-    """Every open from the n-th on: a tier that knows of half the blocks would forget the others."""
+    """Every open fails from the n-th on. A tier that knew only half of the blocks would forget the
+    others.
+    """
     with opened(tmp_path) as tier:
         write(tier, BLOCKS)
     before = [path.stat().st_size for path in segments(tmp_path)]
@@ -145,7 +145,7 @@ def test_a_process_at_its_limit_of_open_files(tmp_path):
 
 
 def test_a_forged_length_allocates_no_memory(tmp_path):
-    """A sidecar whose checksum holds and whose lengths are absurd is not believed."""
+    """A sidecar with a valid checksum but absurd lengths is not trusted."""
     with opened(tmp_path) as tier:
         write(tier, BLOCKS)
     path = space_dir(tmp_path) / "00000001.kvx"

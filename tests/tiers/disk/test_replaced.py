@@ -1,6 +1,4 @@
-"""A directory that is deleted, moved or replaced under a running tier, and owners that stop or
-die.
-"""
+"""A directory that is deleted, moved or replaced under a running tier, and owners that stop or die."""
 
 import contextlib
 import os
@@ -44,7 +42,7 @@ TESTS = Path(__file__).parents[2]
 
 
 def said(caplog):
-    """How often the log tells that a directory was lost."""
+    """Count the log records that report the loss of a directory."""
     return sum("starts empty" in record.getMessage() for record in caplog.records)
 
 
@@ -80,7 +78,9 @@ def test_a_read_notices_a_deleted_directory(tmp_path, caplog):
 
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="looks into /proc")
 def test_an_idle_tier_closes_deleted_files(tmp_path, monkeypatch):
-    """Nobody asks for anything: an open file takes its room until it is closed."""
+    """No request arrives, yet the deleted files must be closed, because they occupy space until
+    then.
+    """
 
     def held():
         found = []
@@ -108,7 +108,7 @@ def test_an_idle_tier_closes_deleted_files(tmp_path, monkeypatch):
 def test_a_moved_directory_is_not_modified(tmp_path):
     root = tmp_path / "root"
     moved = tmp_path / "moved"
-    with opened(root, max_bytes=16 << 20) as tier:  # all in one segment, not sealed
+    with opened(root, max_bytes=16 << 20) as tier:  # all in one unsealed segment
         write(tier, BLOCKS)
         root.rename(moved)
         before = {path: path.read_bytes() for path in space_dir(moved).iterdir()}
@@ -121,7 +121,7 @@ def test_a_moved_directory_is_not_modified(tmp_path):
 
 
 def test_a_directory_moved_behind_a_link_stays_in_use(tmp_path, caplog):
-    """To a larger disk, say, while somebody reads and writes."""
+    """Reads and writes continue while the directory is moved, for example to a larger disk."""
     root = tmp_path / "root"
     moved = tmp_path / "moved"
     with opened(root) as tier:
@@ -198,7 +198,7 @@ def test_an_owner_whose_lock_file_was_deleted_keeps_its_blocks(tmp_path):
 
 
 def test_closing_does_not_touch_a_replacement_directory(tmp_path):
-    """Another owner has the name by now, and segments of the same numbers."""
+    """Another owner has the name by now, with segments of the same numbers."""
     root = tmp_path / "root"
     with opened(root) as tier:
         write(tier, BLOCKS[:5])
@@ -242,7 +242,7 @@ with opened(Path(sys.argv[1])) as tier:
 
 
 class Process:
-    """Another process with a tier of the same space, of 40 blocks."""
+    """Another process with a tier of the same space and 40 blocks."""
 
     def __init__(self, running):
         self.running = running

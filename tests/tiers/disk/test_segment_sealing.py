@@ -1,6 +1,4 @@
-"""Segments are sealed beside reading and writing, by a thread that ends when there is nothing to
-do.
-"""
+"""Segments are sealed while others read and write, by a thread that ends when it has no work."""
 
 import threading
 
@@ -12,7 +10,7 @@ from kvboost_edge.tiers.disk.tier import DiskTier
 
 
 class SlowDevice(Files):
-    """Brings nothing to the device until it is told to."""
+    """Device that syncs nothing until the test allows it."""
 
     def __init__(self):
         self.go = threading.Event()

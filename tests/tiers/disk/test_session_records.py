@@ -1,4 +1,6 @@
-"""Named sessions' records: what was put is found, limits refuse, damage and names do no harm."""
+"""Records of named sessions: stored ones are found, limits refuse, and neither damage nor names do
+harm.
+"""
 
 import dataclasses
 import os
@@ -74,7 +76,7 @@ def test_sessions_are_isolated_by_tenant_and_salt(directory):
 
 def test_the_number_of_sessions_is_limited_for_each_tenant(directory):
     store = SessionStore(directory, max_sessions=2, clock=Clock())
-    for name in ("one", "two", "one"):  # replacing one needs no room
+    for name in ("one", "two", "one"):  # a replacement needs no room
         store.put("t", None, made(name))
     with pytest.raises(CapacityError, match=r"2 sessions are stored.*max_sessions=2"):
         store.put("t", "salt", made("three"))
@@ -109,7 +111,7 @@ def test_sessions_expire_and_keep_their_creation_time(directory):
     clock.now += 60
     assert store.find("t", None, "one") is None
     assert store.all("t") == []
-    info = store.put("t", None, made("two", clock=clock))  # what has expired takes no room
+    info = store.put("t", None, made("two", clock=clock))  # expired records take no room
     assert info.created == clock.now
     clock.now += 60
     store.sweep()

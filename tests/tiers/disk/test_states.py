@@ -1,5 +1,5 @@
-"""Hypothesis drives a tier against a dict through writes, reads, restarts and crashes: it may lose,
-it never lies.
+"""A tier under random operations of Hypothesis, against a dict, through writes, reads, restarts and
+crashes: it may lose blocks but never returns wrong ones.
 """
 
 import random
@@ -19,15 +19,17 @@ from kvboost_edge.tiers.disk.tier import DiskTier
 CHAINS = [chain(12, seed) for seed in range(6)]
 for _branch in range(3):  # chains that share a head
     CHAINS.append([*CHAINS[0][:6], *chain(6, 50 + _branch, CHAINS[0][5].prefix_hash)])
-NBYTES = 18_000  # three to a segment, a hundred in all
+NBYTES = 18_000  # three per segment, a hundred in all
 
 chains = st.integers(0, len(CHAINS) - 1)
 lengths = st.integers(1, 12)
 
 
 class DiskMachine(RuleBasedStateMachine):
-    """`given`: hashes that were ever stored. A crash happens at any call of the system, and what
-    was not yet on the device may be lost with it.
+    """Disk tier driven by Hypothesis.
+
+    The hashes in `given` were stored at some time. A crash happens at any system call, and data not
+    yet on the device may be lost.
     """
 
     def __init__(self):
@@ -66,7 +68,7 @@ class DiskMachine(RuleBasedStateMachine):
 
     @rule(seed=st.integers(0, 1000))
     def fill(self, seed):
-        """Chains that come once, enough to push others out."""
+        """Write chains that are used once, enough to evict others."""
         blocks = chain(30, 10_000 + seed)
         self.tier.write(blocks, [memoryview(bytes(NBYTES))] * len(blocks))
 
@@ -88,8 +90,8 @@ class DiskMachine(RuleBasedStateMachine):
 
     @rule(which=chains, after=st.integers(0, 40), damage=st.integers(0, 2**32))
     def crash(self, which, after, damage):
-        """The process ends at some call of a write of new chains; then part of the unsealed segment
-        is not there.
+        """End the process at a system call while it writes new chains. Part of the unsealed segment
+        is lost.
         """
         self.files.at = self.files.calls + after
         self.files.fault = powers_off
@@ -102,7 +104,7 @@ class DiskMachine(RuleBasedStateMachine):
             self.given |= set(hashes_of(CHAINS[which]))
         self.files.at = -1
         for shared in module._stores.values():
-            shared.store.after_fork()  # lets go of all handles and writes nothing
+            shared.store.after_fork()  # releases all handles and writes nothing
         module._stores.clear()
         self.lose(random.Random(damage))
         self.open()

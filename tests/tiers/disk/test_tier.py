@@ -1,4 +1,4 @@
-"""A disk tier holds what it was given, over restarts, and for one writer at a time."""
+"""A disk tier keeps its blocks over restarts and has one writer at a time."""
 
 import os
 import subprocess
@@ -204,7 +204,7 @@ def test_a_forked_child_holds_no_lock_and_writes_nothing(tmp_path):
         os._exit(0)
     assert os.read(ready[0], 1) == b"1"
     tier.close()
-    with opened(tmp_path) as again:  # the child lives, and keeps nobody out
+    with opened(tmp_path) as again:  # the child lives and blocks no other owner
         assert again.stat().writable
         assert read(again, chain(4)) == 4
     os.write(ended[1], b"1")
@@ -214,7 +214,9 @@ def test_a_forked_child_holds_no_lock_and_writes_nothing(tmp_path):
 
 
 def test_a_reader_tolerates_removed_segments(tmp_path):
-    """The same files seen by a store that does not own them: misses, and never another's bytes."""
+    """A store that does not own the files misses removed blocks and never returns bytes of another
+    block.
+    """
     from kvboost_edge.tiers.disk import tier as module
 
     blocks = chain(60)

@@ -1,4 +1,6 @@
-"""Directories that an older or a newer version wrote: misses, removed, and never a wrong byte."""
+"""Directories written by an older or newer version: their blocks miss, are removed, and never
+return a wrong byte.
+"""
 
 import pytest
 
@@ -16,7 +18,7 @@ STEPS = pytest.mark.parametrize("step", [-1, 1], ids=["older", "newer"])
 
 
 def store_as_version(directory, step, blocks=BLOCKS, parts=tuple(PARTS)):
-    """Store the blocks as a version does whose parts have other version numbers."""
+    """Store the blocks as a version with other version numbers of these parts would."""
     with pytest.MonkeyPatch.context() as patch:
         for module, name in (place for part in parts for place in PARTS[part]):
             magic = getattr(module, name)
@@ -40,7 +42,7 @@ def test_another_version_is_a_miss_and_its_files_are_removed(tmp_path, step):
 
 @STEPS
 def test_upgrades_and_downgrades_do_not_share_blocks(tmp_path, step):
-    """This version, another one and this version again, each in the directory of the last."""
+    """This version, another one and this version again use the same directory."""
     with opened(tmp_path) as tier:
         write(tier, BLOCKS)
     store_as_version(tmp_path, step, chain(20, 5))

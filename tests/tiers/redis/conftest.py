@@ -1,4 +1,4 @@
-"""A server per file of tests, and blocks to put on it."""
+"""A Redis server per test module, and blocks to store on it."""
 
 import pytest
 
@@ -14,7 +14,7 @@ def server():
 
 @pytest.fixture
 def client(server):
-    """The server, emptied, by a connection of the test's own."""
+    """The test's own connection to the emptied server."""
     with server.client() as plain:
         plain.flushall()
         yield plain
@@ -22,7 +22,7 @@ def client(server):
 
 @pytest.fixture(autouse=True)
 def no_secret_around(monkeypatch):
-    """No secret in the environment; what the test opened is closed."""
+    """Remove secrets from the environment, and close afterwards what the test opened."""
     for name in ("KVBOOST_EDGE_REDIS_SECRET", "KVBOOST_EDGE_REDIS_PASSWORD"):
         monkeypatch.delenv(name, raising=False)
     yield

@@ -1,6 +1,4 @@
-"""Redis URLs: what is taken, what is refused by name, and that no message or repr shows a
-password.
-"""
+"""Redis URLs: accepted ones, refusals that name the option, and no password in any message or repr."""
 
 import pytest
 

@@ -1,5 +1,5 @@
-"""After three failures in a row a server is left alone; one attempt decides when the pause is
-over.
+"""The circuit breaker: after three failures in a row the server is not called, until one attempt
+after the pause succeeds.
 """
 
 from helpers.tiers.redis_cases import Clock

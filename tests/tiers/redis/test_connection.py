@@ -1,5 +1,5 @@
-"""Servers that are down, die, stop, are full, want passwords or TLS: a line in the state, no error,
-no secret.
+"""Servers that are down, die, stop, are full, or want passwords or TLS: the state has one line,
+without an error or a secret.
 """
 
 import logging
@@ -14,7 +14,7 @@ MIB = 1 << 20
 
 
 def lines(caplog):
-    """What the tier logged as a warning."""
+    """Return the warnings that the tier logged."""
     return [
         r.getMessage() for r in caplog.records if r.levelno == logging.WARNING and "redis" in r.name
     ]
@@ -65,7 +65,7 @@ def test_a_server_that_dies_during_a_pipeline_is_a_miss():
 
         def pipeline(**options):
             begun.append(1)
-            if len(begun) == 3:  # lengths, 8 MiB, and then
+            if len(begun) == 3:  # the lengths, 8 MiB, and the rest
                 server.kill()
             return real(**options)
 
@@ -118,8 +118,8 @@ def test_a_full_server_is_read_and_written_again_later(caplog):
 
 @pytest.fixture(scope="module")
 def with_users():
-    """Users: a may all, w what the documentation says, r may read, n nothing; none without a
-    password.
+    """Server with the users a (everything), w (as documented), r (read only) and n (nothing); there
+    is none without a password.
     """
     rules = {
         "a": "on >pass-a-phrase ~kvb:* +@all",
@@ -202,8 +202,8 @@ def test_a_cluster_server_is_reported_as_unsupported():
 
 @pytest.fixture(scope="module")
 def certificates(tmp_path_factory):
-    """A folder of ca.pem, server.pem for localhost, other.pem for elsewhere, and a stranger's
-    CA.
+    """Folder of ca.pem, server.pem for localhost, other.pem for another host, and the CA of a
+    stranger.
     """
     folder = tmp_path_factory.mktemp("certificates")
 

@@ -1,5 +1,5 @@
-"""The Redis tier over a real server: what one machine stored another reads; what is not to be
-believed is a miss.
+"""The Redis tier on a real server: one machine reads what another stored, and untrustworthy values
+are misses.
 """
 
 import itertools
@@ -117,7 +117,7 @@ def test_dropped_blocks_leave_nothing_behind(server, client):
 
 
 def test_spaces_are_isolated(server, client):
-    """Another model, another KV format, another tenant: even where the first 8 bytes of their
+    """Another model, KV format or tenant never shares blocks, even if the first 8 bytes of the
     digests are equal.
     """
     _tier, blocks, payloads = filled(server.url, 2)
@@ -126,11 +126,13 @@ def test_spaces_are_isolated(server, client):
         assert reads(neighbour, blocks, payloads) == 0
 
 
-# what is not to be believed
+# untrustworthy values
 
 
 def damages():
-    """Name -> what a stranger does to the server's keys, given those of two blocks."""
+    """Return changes by a stranger to the keys of one block, by name; each gets the keys of two
+    blocks.
+    """
     blocks, payloads = chain(2, 3 * MIB)
     foreign = pieces_of(Seal(SPACE, "somebody else's secret").value(blocks[0], payloads[0]))
     elsewhere = pieces_of(Seal(bytes(32), SECRET).value(blocks[0], payloads[0]))
@@ -181,7 +183,7 @@ def test_an_invalid_value_is_a_miss_and_rewritten(name, server, client):
     assert not client.exists(*by_block[0])
     tier.read(
         blocks[1:], [memoryview(bytearray(3 * MIB))]
-    )  # those that were swapped with it go likewise
+    )  # those that were swapped with it are lost as well
     assert tier.write(blocks, payloads) == 2
     assert reads(tier, blocks, payloads) == 2
 
@@ -280,14 +282,14 @@ def test_holds_remembers_recent_writes_and_reads(server, client):
     assert held(tier) == [True, True, True, None]
     assert reads(reader, blocks[:2], payloads[:2]) == 2
     assert held(reader) == [True, True, None, None]
-    reader.write(blocks, payloads)  # it finds the third there
+    reader.write(blocks, payloads)  # it finds the third block on the server
     assert held(reader) == [True] * 4
     reader.drop(hashes[1:2])
     assert held(reader) == [True, None, True, True]
     client.flushall()
     assert reads(reader, blocks[2:3], payloads[2:3]) == 0
     assert held(reader) == [True, None, None, True]
-    clock.now += 51  # by then the server may have let go of it
+    clock.now += 51  # by then the server may have evicted it
     assert held(tier) == [None] * 4
 
 
@@ -319,8 +321,8 @@ def test_ask_queries_the_server_and_is_remembered(server, client):
 
 @pytest.mark.parametrize("pieces", ["one pipeline", "several"])
 def test_lost_or_damaged_values_are_rewritten_at_once(server, client, pieces):
-    """What is behind the first block that is not there is hardly there either: it is looked for,
-    not assumed.
+    """Blocks after the first missing one are probably missing as well. They are looked up, not
+    assumed.
     """
     blocks, payloads = chain(8, 1000 if pieces == "one pipeline" else 3 * MIB)
     tier = opened(server.url)

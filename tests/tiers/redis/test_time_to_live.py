@@ -1,5 +1,5 @@
-"""Blocks that are used get their time to live again: when, how many at once, and what becomes of
-those that did not.
+"""The time to live of blocks is renewed when they are used: when, how many at once, and after
+failures.
 """
 
 import pytest
@@ -12,7 +12,9 @@ MIB = 1 << 20
 
 
 def renewed(client):
-    """Keys that got their time again since the last call; all are old afterwards."""
+    """Return the number of keys whose time was renewed since the last call, and shorten the time of
+    all.
+    """
     keys = client.keys("*")
     count = sum(client.ttl(key) > 10 for key in keys)
     for key in keys:
@@ -29,7 +31,7 @@ def test_touched_blocks_are_renewed_at_the_next_read(server, client):
     keys = client.keys("*")
 
     def refreshed():
-        """Keys that a read gives their time again once all of them are touched."""
+        """Touch all blocks, and return the number of keys whose time the next read renews."""
         for key in keys:
             client.expire(key, 10)
         commands = client.info("stats")["total_commands_processed"]
@@ -112,7 +114,7 @@ def test_failed_renewals_are_repeated_after_an_outage():
 
 @pytest.mark.parametrize("forbidden", ["-expire", "-getrange"])
 def test_refused_renewals_are_repeated(forbidden):
-    """All four pieces of a block; one that is not there is none to wait for."""
+    """The renewal covers all four chunks of a block. A missing block is not retried."""
     clock = Clock()
     with running_redis() as own, own.client() as client:
         tier, blocks, _ = filled(own.url, 1, 3 * MIB, clock=clock)

@@ -1,6 +1,4 @@
-"""A sealed value opens for the block it was made for and for nothing else, and its pieces are of
-bounded length.
-"""
+"""A sealed value opens only for its own block, and its chunks are of bounded length."""
 
 import random
 
@@ -21,7 +19,7 @@ OTHER_SPACE = bytes(32)
 
 
 def opens(seal, value, block, payload_bytes):
-    """The payload; where the value is refused, not a byte of it was written."""
+    """Return the payload, or None if the value is refused; then no byte may be written."""
     into = bytearray(b"\x5a" * payload_bytes)
     if seal.open(value, block, memoryview(into)):
         return bytes(into)
