@@ -1,4 +1,4 @@
-"""Blocks that are, or were, in a pool, and the texts to bring back for runs of them."""
+"""Blocks that are or were in a pool, and texts whose runs should be restored."""
 
 import pytest
 
@@ -63,7 +63,7 @@ def test_the_oldest_entries_are_dropped_with_their_texts():
     manager, remembered = remembering(8)
     publish(manager, TEXT)
     manager.reset()
-    publish(manager, range(1000, 1048))  # three more: one of the first six goes
+    publish(manager, range(1000, 1048))  # three more blocks evict one of the first six
     assert lost(remembered) == []
     remembered.index.check()
     publish(manager, TEXT)

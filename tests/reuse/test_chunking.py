@@ -1,5 +1,5 @@
-"""Where documents are cut: every token once, ends of sentences where they are in reach, options
-that make sense.
+"""Chunk boundaries of documents: each token once, at ends of sentences within reach, and valid
+options.
 """
 
 import re
@@ -14,7 +14,9 @@ from kvboost_edge.reuse.chunking import ChunkOptions, cut
 
 
 class Words:
-    """A tokenizer: words with the space before them, marks and line ends are tokens."""
+    """Tokenizer of words with their leading space; punctuation marks and line ends are tokens of
+    their own.
+    """
 
     def __init__(self):
         self.pieces = []

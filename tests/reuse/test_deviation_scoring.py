@@ -1,4 +1,4 @@
-"""The probe's rows, and the blocks it chooses."""
+"""The rows of the deviation probe, and the blocks that it chooses."""
 
 import numpy as np
 import pytest
@@ -18,8 +18,8 @@ ROOT = b"r" * 32
 
 
 def shared_table(num_reserved=3):
-    """A prompt of 30 tokens: 4 computed, a span of 10 from inside a block on, 4 computed, a span of
-    9, the rest.
+    """Build a table for a prompt of 30 tokens: 4 computed, a span of 10 that begins inside a block,
+    4 computed, a span of 9, the rest.
     """
     manager = KVCacheManager(32, SIZE)
     stored = manager.open_table(range(100, 140), ROOT)
@@ -58,7 +58,7 @@ def test_every_token_before_the_last_spans_end_is_probed_once_in_order(limit, re
                 compared += range(row.start, row.stop)
                 assert row.stored == table.slots(row.start, row.stop, SIZE)
         probe.take(rows, np.zeros(sum(len(row.stored) for row in rows), np.float32))
-    assert seen == [*range(12), *range(14, 26)]  # of a span its whole blocks
+    assert seen == [*range(12), *range(14, 26)]  # whole blocks of the spans
     assert compared == [*range(4, 12), *range(18, 26)]
     manager.check_invariants([table])
 
@@ -109,7 +109,7 @@ def test_the_blocks_that_deviate_most_are_recomputed():
 
 
 def test_blocks_behind_a_span_are_not_promised():
-    """Nothing of it will be published; only the block before the first span is exact."""
+    """No block after a span will be published. Only the block before the first span is exact."""
     manager, table = shared_table()
     promised = manager.awaited_hash(range(5), ROOT)
     assert promised is not None
@@ -119,7 +119,7 @@ def test_blocks_behind_a_span_are_not_promised():
 
 
 def test_whole_spans_may_be_chosen():
-    """What is left is the ends that are no whole blocks."""
+    """Only the ends that do not fill a block remain."""
     manager, table = shared_table(4)
     probe = Probe(table, SIZE)
     while not probe.is_done:
@@ -144,7 +144,7 @@ def test_spans_are_cut_at_block_boundaries():
 
 
 def asked_table():
-    """As `shared_table`, but with room behind the spans for more tokens than ask."""
+    """Build a `shared_table` with more room after the spans than there are query tokens."""
     manager, table = shared_table(2)
     manager.extend(table, 30 + NUM_QUERY_TOKENS)
     return manager, table

@@ -1,5 +1,5 @@
-"""The test of reuse without a model: its text, its measure, its bound, and what an outcome is kept
-under.
+"""The quality test of reuse without a model: its text, its measure, its bound, and the key of its
+verdict.
 """
 
 import dataclasses
@@ -119,7 +119,7 @@ def test_a_stored_outcome_is_keyed_by_everything_it_depends_on(tmp_path):
         outcome_stamp(MODEL, blend, [1, 2], MATERIAL._replace(introduction=(2,))),
     ]
     assert [read(one, tmp_path) for one in others] == [None] * len(others)
-    # What a strategy does not look at makes no other outcome.
+    # Options that a strategy ignores do not change the key.
     bare = [Repair(strategy=RecomputeStrategy.NONE, overlap=n, ratio=n / 10) for n in (1, 2)]
     assert len({outcome_stamp(MODEL, one, [1], MATERIAL) for one in bare}) == 1
 

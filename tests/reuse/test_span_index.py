@@ -130,7 +130,7 @@ def test_a_broken_link_is_detected(name):
     offered.index.check()
     links = getattr(offered.index.tables, name)
     used = [int(place) for place in (links != -1).nonzero()[0]]
-    if name == "next_groups":  # those of leaders alone mean anything
+    if name == "next_groups":  # only the entries of leaders matter
         used = [place for place in used if offered.index._newer[place] == -1]
     assert used, f"no {name} are set: the test shows nothing"
     for place in used:
@@ -143,12 +143,14 @@ def test_a_broken_link_is_detected(name):
 
 
 def test_blocks_published_by_a_pool_are_accepted():
-    """Serials, parents and tokens of a manager's entries, through evictions and twins."""
+    """Serials, parents and tokens equal those of the manager's entries, through evictions and
+    duplicates.
+    """
     rng = random.Random(11)
     manager = KVCacheManager(12, B)
     offered = Offered(12, B)
     known = {}
-    # of every serial ever: a parent may be gone
+    # of every serial ever used: a parent may be evicted
     roots = {ROOT_SERIAL: b""}
     depths = {ROOT_SERIAL: -1}
     live = []

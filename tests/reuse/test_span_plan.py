@@ -1,4 +1,4 @@
-"""From runs to spans: seams, whole blocks between, and what is too short."""
+"""Spans from runs: chunk boundaries, the whole blocks between them, and runs that are too short."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,7 +12,7 @@ SIZE = 16
 
 
 def run_at(start, length, offset=0, delta=3):
-    """A run that begins `offset` slots into its first block; block ids count up from its
+    """Build a run that begins `offset` slots into its first block. Block ids count up from its
     position.
     """
     count = -(-(offset + length) // SIZE)
@@ -24,7 +24,7 @@ def run_at(start, length, offset=0, delta=3):
 
 def test_a_seam_follows_the_start_of_a_run():
     (span,) = plan_spans([run_at(40, 100, offset=5)], 32, SIZE, 16)
-    assert (span.start, span.stop) == (64, 140)  # 40 + 16, and whole blocks behind position 32
+    assert (span.start, span.stop) == (64, 140)  # 40 + 16, and whole blocks after position 32
     assert span.first_position == 40 - 5 + 16
     assert span.block_ids[0] == 1041
     (bare,) = plan_spans([run_at(40, 100, offset=5)], 32, SIZE, 0)
@@ -74,7 +74,7 @@ def test_spans_keep_block_alignment_within_their_runs(shapes, num_boundary_token
 
 
 def test_the_number_of_tested_repairs_is_bounded():
-    """And none that repairs more than what was asked for."""
+    """No tested repair recomputes more than was requested."""
     tested = set()
     for strategy in RecomputeStrategy:
         for overlap in range(0, 300, 3):

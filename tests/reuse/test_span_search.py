@@ -1,5 +1,5 @@
 """Runs of a prompt in blocks of another context, against an oracle that compares every block at
-every place.
+every position.
 """
 
 import itertools
@@ -40,7 +40,9 @@ def test_reordered_documents_are_found_exactly():
 
 
 def test_roots_with_colliding_slots_are_distinguished():
-    """Slots are fewer than roots ever known, and each number of a root comes by every slot once."""
+    """There are fewer slots than roots over time. The numbers of a root pass through each slot
+    once.
+    """
     offered = Offered(2, 4)
     (block,) = offered.chain(A[:4])
     slots = set()
@@ -84,9 +86,7 @@ def test_ties_prefer_the_longest_run_then_context_then_the_newest():
 
 
 def test_a_frequent_text_is_found_through_its_neighbours():
-    """Each document begins with one block of its own and goes on with the same block as all
-    others.
-    """
+    """Each document begins with a block of its own, followed by the same block as in all others."""
     offered = Offered(256, 4)
     common = [7, 7, 7, 8]
     documents = [
@@ -108,7 +108,7 @@ def test_the_best_of_many_children_is_found():
         offered.chain(child, parent=header)
     for child in children:
         assert told(offered.find([5, 7, 7, 7, 8, *child, *LAST])) == [(1, 8, 1)]
-    # of one that ends inside, only the newest are tried
+    # of those that end inside, only the newest are tried
     assert [
         told(offered.find([7, 7, 7, 8, *child[:2], *LAST]))[0][1] for child in children[-9:]
     ] == [4, *[6] * 8]
@@ -136,8 +136,8 @@ def test_all_token_ids_are_distinguished():
 
 @pytest.mark.parametrize("hash_bits", [1, 8, 61])
 def test_hash_collisions_give_no_false_runs(hash_bits):
-    """10,000 places, each looked up among blocks of which at least a 256th has its hash, unless 61
-    bits are used.
+    """Each of the 10,000 positions is looked up among blocks of which at least one in 256 has its
+    hash, except with 61 bits.
     """
     rng = random.Random(hash_bits)
     offered = Offered(300, 16, hash_bits)
@@ -184,8 +184,8 @@ def test_repeated_tokens_fit_the_buffers(stored, wanted):
 
 @st.composite
 def pools(draw):
-    """Contexts that branch, over few tokens, some blocks withdrawn and some of those offered
-    again.
+    """Draw branching contexts over few tokens. Some blocks are withdrawn, and some of those are
+    offered again.
     """
     size = draw(st.sampled_from([1, 2, 3, 4]))
     tokens = st.lists(st.integers(0, draw(st.integers(1, 2))), min_size=size, max_size=size)
@@ -234,8 +234,8 @@ def test_runs_equal_the_reference(offered, data):
 
 
 def test_runs_of_long_random_texts_equal_the_reference():
-    """What the search above seldom draws: runs over many blocks, groups and families beyond what is
-    tried.
+    """The search above seldom draws runs over many blocks, and groups and families beyond the tried
+    number.
     """
     rng = random.Random(5)
     for _ in range(30):
