@@ -63,7 +63,9 @@ def past_of(out):
 
 @torch.inference_mode()
 def behind_the_prefix(model):
-    """Past keys and values of all suffixes behind the prefix, their first tokens, and the mask."""
+    """Run all suffixes after the shared prefix; return their past KV, their first tokens and the
+    mask.
+    """
     ids, masks = pad_and_mask(SUFFIXES, PAD_ID)
     full = torch.cat([torch.ones(3, 20, dtype=torch.int64), masks], dim=1)
     shared = DynamicCache(list(broadcast_kv(past_of(model(PREFIX, use_cache=True)), 3)))
@@ -76,7 +78,7 @@ def behind_the_prefix(model):
 
 @pytest.mark.parametrize("eos", [EOS_ID, None])
 def test_a_shared_prefix_and_ragged_suffixes_decode_like_single_prompts(llama, eos):
-    """A shared prefix computed once: the flow the functions are made for."""
+    """The shared prefix is computed once, which is the use that the functions are made for."""
     model = llama
     singles = [
         greedy(model, PREFIX[0].tolist() + s, 12, -1 if eos is None else eos) for s in SUFFIXES
@@ -95,7 +97,7 @@ def test_a_shared_prefix_and_ragged_suffixes_decode_like_single_prompts(llama, e
 
 @pytest.mark.parametrize("hole", ["front", "middle", "end"])
 def test_masked_slots_anywhere_do_not_matter(model, hole):
-    """Rows of different lengths whose KV was computed alone; windows too count positions, not
+    """The KV of rows with different lengths was computed alone. Windows also count positions, not
     slots.
     """
     prompts = [list(range(40, 40 + n)) for n in (30, 17, 24)]
@@ -158,8 +160,8 @@ def test_equal_lengths_need_no_mask_and_sampling_is_seeded(model):
 
 
 def test_ambiguous_padding_without_a_mask_is_refused(llama):
-    """broadcast_kv, pad_and_mask, batched_decode without a mask: the padding stands between prefix
-    and suffix.
+    """After broadcast_kv and pad_and_mask, the padding is between prefix and suffix, so
+    batched_decode needs a mask.
     """
     past, first, full = behind_the_prefix(llama)
     for start in (24, [25, 21, 23]):

@@ -1,5 +1,6 @@
-"""KVBoost's interface, called as its users call it: every class, function, keyword and positional
-form. Its submodules and the views of its engine are in tests/test_kvboost_modules.py.
+"""KVBoost's interface as callers use it: every class, function, keyword and positional form.
+
+Its submodules and the views of its engine are in tests/test_kvboost_modules.py.
 """
 
 import copy
@@ -45,7 +46,7 @@ def loaded(tmp_path_factory):
 
 
 def given(call):
-    """Names and defaults of the parameters before `**options`."""
+    """Return names and defaults of the parameters before `**options`."""
     parameters = inspect.signature(call).parameters.values()
     return {
         one.name: one.default
@@ -85,7 +86,7 @@ def test_a_model_under_two_names_is_refused():
 
 
 def test_the_smaller_of_two_pool_sizes_applies(caplog):
-    """The README's only call of this class."""
+    """This is the only call of the class in KVBoost's README."""
     with (
         caplog.at_level(logging.INFO, "kvboost_edge"),
         CPUPagedEngine.from_pretrained(
@@ -150,7 +151,7 @@ def test_a_loaded_model_by_position(loaded):
 
 @pytest.mark.parametrize("bits", [16, 8])
 def test_a_loaded_model_reuses_chunks_by_default(loaded, bits):
-    """In KVBoost that is the mode of every call, and its models are all loaded ones."""
+    """KVBoost uses this mode for every call, and all its models are loaded ones."""
     with KVBoost(*loaded, kv_cache_bits=bits, num_blocks=64) as engine:
         assert engine.paged_stats()["backend"] == "torch"
         document = random_ids(96, 1)
@@ -263,7 +264,7 @@ def test_kvboosts_server_command_lines_are_accepted(argv, engine, settings):
 
 
 def test_quick_start_reuses_the_warmed_prefix(engine):
-    """Warm the shared prefix once; later calls reuse it."""
+    """The shared prefix is warmed once, and later calls reuse it."""
     engine.warm(SYSTEM)
     result = engine.generate(SYSTEM + QUESTION, max_new_tokens=8)
     assert result.output_text
@@ -547,8 +548,8 @@ def test_options_for_documents_only_are_logged(caplog):
 
 @pytest.mark.parametrize(("window", "kept"), [(0, 8), (2, 16)])
 def test_recency_window_chunks_are_evicted_last(window, kept):
-    """The last prompt was used once, the one before it often, and little that was used once is
-    kept: without a window the last one goes first.
+    """The last prompt was used once and the one before it often. Since few blocks used once are
+    kept, the last prompt is evicted first without a window.
     """
     often = random_ids(20 * 16, 1, 10)
     last = random_ids(16 * 16, 2, 10)

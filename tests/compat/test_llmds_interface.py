@@ -1,6 +1,4 @@
-"""The interface of llmds' KV cache, called as its users call it: every method, keyword and
-positional form.
-"""
+"""The interface of llmds' KV cache as callers use it: every method, keyword and positional form."""
 
 import inspect
 

@@ -1,5 +1,5 @@
-"""The page cache for payloads: its forebear's faults tested away (leaks, short hashes, foreign
-pages, no-op drafts).
+"""The page cache for payloads, without the faults of its predecessor: leaks, short hashes, foreign
+pages, drafts without effect.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def test_get_returns_the_attached_payloads(length, prefix_length):
 def test_a_live_id_is_replaced():
     cache = KVCache(page_size=4, max_pages=3)
     cache.attach("s", list(range(12)), [1, 2, 3, 4])
-    cache.attach("s", list("abcdefghi"), [1, 2, 3, 4])  # a full pool: the old pages make the room
+    cache.attach("s", list("abcdefghi"), [1, 2, 3, 4])  # a full pool: the old pages make room
     assert cache.get("s") == list("abcdefghi")
     cache.attach("s", ["x"])
     assert (cache.get("s"), cache.stats()["allocated_pages"]) == (["x"], 1)
@@ -65,7 +65,7 @@ def test_a_sequence_that_does_not_fit_is_refused_without_changes():
     cache = KVCache(page_size=4, max_pages=4)
     prefix = [1, 2, 3, 4]
     cache.attach("a", list(range(8)), prefix)
-    cache.attach("b", list(range(8)), prefix)  # a page shared, a page each
+    cache.attach("b", list(range(8)), prefix)  # one shared page and one page each
     before = cache.stats()
     for seq_id in ("a", "c"):
         with pytest.raises(
@@ -180,7 +180,7 @@ def test_payloads_of_any_type_are_stored():
         assert got[3][0] is got[3]
     assert (
         cache.stats()["shared_pages_count"] == 1
-    )  # the lock; whatever follows a doubtful page is not compared
+    )  # the lock; pages after a doubtful one are not compared
     cache.check_invariants()
 
 

@@ -1,5 +1,5 @@
-"""The page cache for payloads: drafts are accepted in part, rejected without a trace, and close
-with their sequence.
+"""Drafts of the page cache: partly accepted, rejected without a trace, and closed with their
+sequence.
 """
 
 import pytest
@@ -41,7 +41,7 @@ def test_a_rejected_draft_leaves_no_trace():
     assert cache.stats() == before
     assert cache.get("s") == list(range(6))
     assert not draft.is_open
-    draft.reject()  # once more is no error
+    draft.reject()  # a second call is no error
     assert_raises(RequestError, "closed", draft.accept, 0)
     assert_raises(RequestError, "closed", draft.get)
 
@@ -94,7 +94,7 @@ def test_a_draft_that_does_not_fit_changes_nothing():
     with pytest.raises(CapacityError):
         cache.hook_speculative_decode(
             "s", list(range(4))
-        )  # a copy of the tail and one more: three, and one is free
+        )  # a copy of the tail and one more: three, with one page free
     assert cache.stats() == before
     draft = cache.hook_speculative_decode("s", list(range(3)))
     draft.accept(3)  # exactly full

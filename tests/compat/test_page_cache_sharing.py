@@ -1,5 +1,5 @@
-"""The page cache for payloads: equal prefixes hold their pages once, no page leaks and none is a
-foreign one.
+"""Sharing in the page cache: equal prefixes hold their pages once, no page leaks, and none is
+foreign.
 """
 
 import random
@@ -33,7 +33,7 @@ def test_the_prefix_map_counts_matchable_prefixes():
     assert size() == 0
     cache.attach("a", list("abcdef"), [1, 2, 3, 4])  # two pages of prefix, one without
     assert size() == 1
-    cache.attach("b", list("abcX"), [1, 2, 3, 4])  # other payloads: no page is shared to its end
+    cache.attach("b", list("abcX"), [1, 2, 3, 4])  # other payloads, so no page is shared completely
     cache.attach("c", list("ab"))
     assert size() == 1
     cache.attach("d", list("ab"), [1, 2])
@@ -151,5 +151,5 @@ def test_thousands_of_cycles_leak_and_mix_no_pages():
         cache.detach(seq_id)
     assert held(cache) == BASELINE
     cache.check_invariants()
-    cache.attach("all", list(range(400)))  # every page can still be had
+    cache.attach("all", list(range(400)))  # every page can still be allocated
     assert cache.get("all") == list(range(400))

@@ -1,4 +1,4 @@
-"""Helpers for transformers models where torch is missing: an error that names the extra, or lists."""
+"""Helpers for transformers models without torch: an error that names the extra, or lists."""
 
 import re
 import sys

@@ -1,4 +1,4 @@
-"""Engines over every backend, each empty; one Redis server per file of tests."""
+"""Empty engines over every backend, and one Redis server per test module."""
 
 import pytest
 
@@ -14,7 +14,7 @@ def redis_server():
 
 @pytest.fixture(params=BACKENDS)
 def backend(request, tmp_path):
-    """A configuration's `backend`; its disk and its server are empty."""
+    """The `backend` of a configuration, with an empty disk and server."""
     if request.param == "redis":
         server = request.getfixturevalue("redis_server")
         with server.client() as client:
@@ -27,7 +27,7 @@ def backend(request, tmp_path):
 
 @pytest.fixture
 def engines(backend):
-    """`engines(**options)` makes one more engine over the same place; all are closed in the end."""
+    """`engines(**options)` creates another engine over the same storage. All are closed at the end."""
     made = []
 
     def make(**options):
@@ -41,5 +41,5 @@ def engines(backend):
 
 @pytest.fixture
 def engine(engines):
-    """One engine of chunks of 4 tokens in vLLM's format."""
+    """Engine with chunks of 4 tokens in vLLM's format."""
     return engines()

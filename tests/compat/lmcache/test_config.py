@@ -1,4 +1,4 @@
-"""Configurations and metadata: LMCache's names, what is refused, and by which name."""
+"""Configuration and metadata: LMCache's names, refused values, and the names in the errors."""
 
 import pytest
 

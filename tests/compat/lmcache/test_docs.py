@@ -1,4 +1,4 @@
-"""What the documentation shows runs."""
+"""The examples of the documentation run."""
 
 import re
 import subprocess

@@ -1,4 +1,4 @@
-"""LMCache's engine over memory, disk, both and Redis: what test_oracle.py does not show of it."""
+"""LMCache's engine over memory, disk, both and Redis, apart from what test_oracle.py covers."""
 
 import subprocess
 import sys
@@ -97,8 +97,8 @@ def test_nonblocking_stores_complete_in_order(engines):
     engine.store(tokens, mine, blocking=False)
     for pair in mine:
         for array in pair:
-            array[:] = -1  # the caller's arrays are the caller's again
-    engine.store(np.arange(100, 104), kv_of(np.arange(100, 104)))  # waits for what was before it
+            array[:] = -1  # the caller may change its arrays again
+    engine.store(np.arange(100, 104), kv_of(np.arange(100, 104)))  # waits for the earlier stores
     assert equal(engine.retrieve(tokens)[0], first)
     engine.store(tokens, first, skip_existing=False, blocking=False)
     engine.store(tokens, second, skip_existing=False)
@@ -124,7 +124,7 @@ def test_save_unfull_chunk_false_stores_full_chunks_only(engines):
     assert engine.lookup(tokens[:3]) == 0
 
 
-# whose they are
+# isolation
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def test_save_unfull_chunk_false_stores_full_chunks_only(engines):
     [np.int8, np.uint8, np.int16, np.uint16, np.int32, np.uint32, np.int64, np.uint64, ">i8"],
 )
 def test_tokens_of_every_integer_dtype_are_equal(engine, dtype):
-    """Known fault: the hash depended on the type of the tokens."""
+    """Known fault: the hash depended on the dtype of the tokens."""
     tokens = [5, 6, 7, 100, 9]
     engine.store(tokens, kv_of(tokens))
     assert engine.lookup(np.array(tokens, dtype)) == engine.lookup(tuple(tokens)) == 5
@@ -270,7 +270,7 @@ def test_a_closed_engine_raises_and_may_be_closed_twice(engine):
 
 
 def test_invalid_arguments_are_refused_under_python_o():
-    """Known fault: asserts on user input, which `python -O` leaves out."""
+    """Known fault: user input was checked by asserts, which `python -O` removes."""
     code = (
         "import numpy as np\n"
         "from kvboost_edge.compat.lmcache import *\n"

@@ -1,5 +1,5 @@
-"""The interface of LMCache's engine, called as its users call it: every class, method, keyword and
-positional form.
+"""The interface of LMCache's engine as callers use it: every class, method, keyword and positional
+form.
 """
 
 import dataclasses

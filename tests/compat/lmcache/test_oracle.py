@@ -1,4 +1,6 @@
-"""Any order of calls against a dictionary from prefixes to chunks, and many threads at once."""
+"""The engine against a dictionary from prefixes to chunks, for any order of calls, and with many
+threads at once.
+"""
 
 import threading
 
@@ -26,7 +28,7 @@ CALLS = st.lists(st.one_of(STORE, RETRIEVE, st.tuples(st.just("lookup"), TOKENS)
 
 
 class Oracle:
-    """The rules as one would write them down: a chunk is found by all tokens up to its end."""
+    """Reference with the rules in plain Python: a chunk is found by all tokens up to its end."""
 
     def __init__(self, chunk_size):
         self.size = chunk_size
@@ -43,7 +45,7 @@ class Oracle:
                 self.chunks[tuple(tokens[:end])] = kv_slice(kv, first - start, end - start)
 
     def retrieve(self, tokens, skipped):
-        """Chunks found, the first of them without its tokens that are left out."""
+        """Return the chunks found. The first lacks the tokens that are masked."""
         found = []
         for first, end in self.ends(tokens, skipped - skipped % self.size):
             chunk = self.chunks.get(tuple(tokens[:end]))
@@ -80,7 +82,7 @@ def compare(engine, oracle, calls):
             mask = np.arange(len(tokens)) >= start
             engine.store(tokens, kv, mask, skip_existing=skip_existing, blocking=blocking)
             oracle.store(tokens, kv, start, skip_existing)
-            if not blocking:  # what is asked next must not race with it
+            if not blocking:  # so that the next call does not race with it
                 engine.store([9], kv_of([9]))
         elif name == "retrieve":
             skipped = min(more[0], len(tokens))
@@ -133,8 +135,8 @@ def test_random_calls_equal_a_dictionary(backend, scale, tmp_path_factory):
 
 @pytest.mark.parametrize("max_memory_bytes", [1 << 30, 3000])
 def test_threads_see_whole_chunks_and_exact_counts(backend, engines, max_memory_bytes):
-    """Eight threads store, replace and ask for sequences of a common head: what one gets is of one
-    store per chunk.
+    """Eight threads store, replace and retrieve sequences with a common head. Each retrieved chunk
+    comes from one store.
     """
     engine = engines(max_memory_bytes=max_memory_bytes)
     kinds = [kv_of(np.arange(24), salt=salt / 8) for salt in range(4)]

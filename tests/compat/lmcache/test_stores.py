@@ -1,5 +1,5 @@
-"""Memory is bounded and forgets tails first; a tier's failed writes are never served, whichever
-fails.
+"""Memory is bounded and evicts tails first. Failed writes of a tier are never served, whichever
+write fails.
 """
 
 import numpy as np
@@ -17,11 +17,11 @@ from kvboost_edge.tiers.disk.tier import DiskTier
 SPACE = bytes(range(32))
 CHUNK = (
     2 * 2 * 3 * 4 * 4 * 4 + 16
-)  # of make_engine's: layers, k and v, heads, head size, tokens, float32; its tokens
+)  # make_engine's layers, k and v, heads, head size, tokens, float32; its tokens
 
 
 def chunks_of(tokens, fill=0):
-    """Chunks of 4 tokens, 200 bytes each."""
+    """Build chunks of 4 tokens with 200 bytes each."""
     addresses = chunk_addresses(SPACE, token_bytes(tokens), 4)
     return [
         StoredChunk(
@@ -139,7 +139,7 @@ def test_a_chunk_of_another_sequence_under_the_same_hash_is_not_found():
 
 
 class FailingWrites:
-    """A tier whose n-th written block is lost, as a full disk loses it."""
+    """Tier that loses the n-th written block, as a full disk does."""
 
     def __init__(self, tier, lost):
         self.tier = tier
@@ -160,7 +160,7 @@ class FailingWrites:
 @pytest.mark.parametrize("lost", range(1, 8))
 @pytest.mark.parametrize("replace", [False, True])
 def test_chunks_of_a_failed_store_are_never_returned(lost, replace, tmp_path):
-    """Known fault: a store that failed was served later as good."""
+    """Known fault: a failed store was later served as valid."""
     tier = DiskTier.open(tmp_path, SPACE)
     before = chunks_of(range(12), 1)
     after = chunks_of(range(12), 2)

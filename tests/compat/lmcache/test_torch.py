@@ -1,6 +1,4 @@
-"""Torch tensors go in and come back, type and bits; torch is loaded when a tensor is there and not
-before.
-"""
+"""Torch tensors return with their type and bits. Torch is imported only if a tensor is passed."""
 
 import re
 import subprocess
@@ -26,7 +24,9 @@ TYPES = [
 
 
 def tensors(tokens, dtype):
-    """Like `kv_of`; not contiguous, and part of a graph where the type allows."""
+    """Convert the result of `kv_of` to tensors that are not contiguous, and part of a graph if the
+    type allows.
+    """
     made = []
     for pair in kv_of(tokens):
         plain = [

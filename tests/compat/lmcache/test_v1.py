@@ -1,4 +1,6 @@
-"""The later engine's names without a connector: the caller's arrays stand for the GPU's memory."""
+"""The names of LMCache's later engine without a connector: the caller's arrays stand for GPU
+memory.
+"""
 
 import dataclasses
 
