@@ -36,7 +36,7 @@ def error_of(answer):
     ],
 )
 async def test_choices_beyond_a_keys_share_are_refused(limited, path, body):
-    """Of eight places two are reserved for each key, so one key can use at most six."""
+    """Two of eight places are reserved for each key, so one key can use at most six."""
     async with limited(max_batch_size=2, max_queue_size=6) as client:
         for answer in (
             await post(client, path, {**body, "max_tokens": 1}),

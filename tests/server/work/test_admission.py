@@ -474,7 +474,7 @@ def test_the_admission_lists_cover_every_route():
 
 
 def test_one_key_cannot_fill_the_queue(tiny_engine, held):
-    """Of four places one is reserved for each of two keys; the other two are first come, first
+    """One of four places is reserved for each of two keys; the other two are first come, first
     served.
     """
     limits = {"max_batch_size": 1, "max_queue_size": 3}
