@@ -1,4 +1,4 @@
-"""Calls of a command: what it prints or answers, how it is refused, and the lines typed at it."""
+"""Fixtures that run a command, check its exit status or error, and simulate typed input."""
 
 import io
 import json
@@ -11,8 +11,8 @@ from kvboost_edge.cli.app import run
 
 @pytest.fixture
 def printed(capsys):
-    """`printed(*argv, code=0)` checks the exit status and returns what the command wrote: `out` and
-    `err`.
+    """Function `printed(*argv, code=0)` that checks the exit status and returns the output: `out`
+    and `err`.
     """
 
     def call(*argv, code=0):
@@ -25,13 +25,15 @@ def printed(capsys):
 
 @pytest.fixture
 def answered(printed):
-    """`answered(*argv, code=0)` returns what the command answers with --json."""
+    """Function `answered(*argv, code=0)` that returns the parsed output of the command with --json."""
     return lambda *argv, code=0: json.loads(printed(*argv, "--json", code=code).out)
 
 
 @pytest.fixture
 def refused(printed):
-    """`refused(*argv)` returns the one line with which the command is refused, its last."""
+    """Function `refused(*argv)` that returns the error of a failing command, which is its last
+    line.
+    """
 
     def call(*argv):
         line = printed(*argv, code=1).err.strip().splitlines()[-1]
@@ -43,5 +45,5 @@ def refused(printed):
 
 @pytest.fixture
 def typed(monkeypatch):
-    """`typed(text)` puts it on standard input."""
+    """Function `typed(text)` that puts the text on standard input."""
     return lambda text: monkeypatch.setattr(sys, "stdin", io.StringIO(text))

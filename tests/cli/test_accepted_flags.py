@@ -1,5 +1,6 @@
-"""Every option string that a release accepted, each with a value, and the exit codes of the
-commands. An entry is never removed: scripts depend on it.
+"""Tests of every option that a release accepted, each with a value, and of the exit codes.
+
+An entry is never removed, since scripts depend on it.
 """
 
 import functools
@@ -201,7 +202,7 @@ SERVE = """
 --no-pack-cache
 --redis-trust
 """.strip().splitlines()
-# The flag of another that one of them needs.
+# Flags that require another flag, which is named here.
 NEEDED = {
     "--redis-trust": ["--redis-url", "redis://x"],
     "--draft-weights": ["--draft-model", "x"],
@@ -305,12 +306,12 @@ def test_commands_accept_every_option(name, option):
 
 @functools.cache
 def commands():
-    """The commands by name; building their parsers takes longer than parsing."""
+    """Return the commands by name; building their parsers takes longer than parsing."""
     return typer.main.get_command(app).commands
 
 
 def read(name, *words):
-    """Parameters and further arguments of a command line, as the command's function gets them."""
+    """Return the parameters and remaining arguments that the command's function would receive."""
     command = commands()[name]
     context = command.make_context(name, " ".join(words).split())
     return context.params, context.args
@@ -364,7 +365,7 @@ def test_exit_codes_of_the_server(line, code, capsys, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("line", "code"), ENGINE_WRONG.items(), ids=lambda one: str(one))
 def test_exit_codes_of_the_servers_engine_flags(line, code):
-    """Without loading a model, which the server does before it refuses the values."""
+    """The values are checked without loading a model, as the server does before loading one."""
     if code == 2:
         assert code_of(main, line.split()) == 2
     else:

@@ -1,4 +1,4 @@
-"""The command line end to end, on a tiny random model."""
+"""End-to-end tests of the command line on a tiny random model."""
 
 import json
 import re
@@ -47,7 +47,9 @@ def test_help_has_examples(command, printed):
 
 
 def test_help_names_each_default():
-    """A default that is a value is added to the text; the text itself names the others."""
+    """Defaults that are plain values are appended to the help text. The text itself names all
+    others.
+    """
     without = [
         (name, parameter.name)
         for name, command in typer.main.get_command(app).commands.items()
@@ -56,7 +58,7 @@ def test_help_names_each_default():
         and not (parameter.required or parameter.multiple or parameter.is_eager)
         and "Default: " not in parameter.help
     ]
-    # --model of these is the argument MODEL, which has the default; inspect requires one.
+    # --model is an alias of the argument MODEL, which has the default; inspect requires a model.
     assert without == [
         ("doctor", "model"),
         ("inspect", "name"),
@@ -197,7 +199,7 @@ def test_chat_survives_a_refused_turn(tiny_model_dir, printed, typed):
 
 
 def test_a_chat_that_outgrows_the_pool_continues(tiny_model_dir, tmp_path, printed, typed):
-    """Two turns fit; the third is refused, saved, and asked again without the first."""
+    """The pool fits two turns. The third one is rejected, saved, and sent again without the first."""
     file = tmp_path / "chat.json"
     long = "x" * 20
     typed(f"/drop\n{long}1\n{long}2\n{long}3\n/save {file}\n/drop 9\n/drop\n{long}4\n/drop\n")
@@ -250,7 +252,9 @@ def test_inspect_prints_a_table(tiny_model_dir, printed):
 @pytest.mark.parametrize("runner", ["native", "torch"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "half checkpoint"])
 def test_inspect_agrees_with_the_engine(runner, dtype, tiny_model_dir, tmp_path, answered):
-    """Checkpoints in half precision are computed in float32 on the CPU."""
+    """Both agree on the block size and the runner, also for half-precision checkpoints, which are
+    computed in float32 on the CPU.
+    """
     options = {"runner": runner, "dtype": dtype}
     directory = tiny_model_dir
     if dtype == "half checkpoint":
@@ -312,8 +316,8 @@ def test_doctor_describes_the_machine_and_the_kernels(tiny_model_dir, answered):
 def test_doctor_refuses_what_the_engine_would(
     tiny_model_dir, tmp_path, monkeypatch, answered, printed
 ):
-    """Nothing is packed for it; the same sentence comes from the engine, and both commands end with
-    1.
+    """Doctor does not pack the model. It gives the engine's error message, and both commands exit
+    with 1.
     """
     monkeypatch.setenv("KVBOOST_EDGE_CACHE", str(tmp_path))
     argv = [tiny_model_dir, "-o", "weights=int4", "-o", "num_blocks=1000000000"]
@@ -329,7 +333,9 @@ def test_doctor_refuses_what_the_engine_would(
 
 
 def test_doctor_counts_states_and_refuses_too_few(tmp_path, monkeypatch, answered):
-    """Of a model that keeps some beside its blocks; nothing is packed for it."""
+    """The recurrent states of a hybrid model count in the needed memory. Doctor does not pack the
+    model.
+    """
     monkeypatch.setenv("KVBOOST_EDGE_CACHE", str(tmp_path / "cache"))
     path = save_tiny_model("lfm2", tmp_path / "model")
     argv = ["doctor", path, "-o", "weights=int8", "-o", "num_blocks=64", "-o", "max_num_seqs=3"]
@@ -345,7 +351,9 @@ def test_doctor_counts_states_and_refuses_too_few(tmp_path, monkeypatch, answere
 
 
 def test_doctor_reports_a_pool_too_large_for_the_torch_runner(tiny_model_dir, answered):
-    """Nothing is refused ahead of it; the arithmetic is the same."""
+    """The torch runner does not reject the pool early, but the memory check uses the same
+    arithmetic.
+    """
     argv = ["doctor", tiny_model_dir, "-o", "runner=torch", "-o", "num_blocks=1000000000"]
     found = answered(*argv, code=1)[f"Model {tiny_model_dir}"]
     assert found["runner"] == "torch"
@@ -436,7 +444,9 @@ def test_kv_cache_bits_changes_the_pool_size(tiny_model_dir, answered):
 
 
 def test_warmup_packs_a_model_in_one_format(tiny_model_dir, tmp_path, monkeypatch, printed):
-    """Every other form is compiled on the bundled model: a large model is not packed five times."""
+    """The other formats are compiled with the bundled model, so a large model is not packed five
+    times.
+    """
     monkeypatch.setenv("KVBOOST_EDGE_CACHE", str(tmp_path))
     monkeypatch.setattr("kvboost_edge.cli.warmup._forms", lambda options: [{"weights": "int4"}])
     printed("warmup", "-m", tiny_model_dir)

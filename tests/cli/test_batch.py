@@ -1,4 +1,4 @@
-"""`kvboost-edge batch`: answers without a server, runs that were interrupted, and wrong files."""
+"""Tests of `kvboost-edge batch`: answers without a server, interrupted runs, and invalid files."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def chat(number, **more):
 
 @pytest.fixture
 def questions(tmp_path):
-    """`questions(lines)` writes an input file and returns its path."""
+    """Function `questions(lines)` that writes an input file and returns its path."""
 
     def write(lines):
         path = tmp_path / "questions.jsonl"

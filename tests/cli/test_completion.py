@@ -1,4 +1,4 @@
-"""Completion in shells, which typer brings: the script, and the words that it gets."""
+"""Tests of shell completion by typer: the script and the suggested words."""
 
 import pytest
 
@@ -7,7 +7,7 @@ VARIABLE = "_KVBOOST_EDGE_COMPLETE"
 
 @pytest.fixture
 def completed(monkeypatch, printed):
-    """`completed(line)` returns the words that bash gets for a line whose last word is begun."""
+    """Function `completed(line)` that returns bash's suggestions for the last word of a line."""
 
     def call(line):
         words = line.split(" ")

@@ -1,6 +1,4 @@
-"""What the commands print is text: names, reasons and answers with brackets in them come out as
-they are.
-"""
+"""Tests that the commands print names, reasons and answers with brackets unchanged, without markup."""
 
 import ast
 import io
@@ -21,8 +19,7 @@ COMMANDS = Path(__file__).parents[2] / "kvboost_edge" / "cli"
 NAMES = ("em[b]x", "a[/b]", "[red]c :smile: \\[dim]")
 SMALL = ("-o", "num_blocks=32", "-o", "dtype=float32")
 MARKUP = re.compile(r"\[/?(b|i|u|bold|dim|italic|red|green|blue|cyan|yellow|magenta)( [a-z]+)*\]")
-# What reads strings as markup wherever it is used; console.py is where they are made so that they
-# do not.
+# Names of rich that parse strings as markup. Only console.py creates them, with markup disabled.
 READERS = {"Console", "TextColumn", "from_markup", "render_markup", "status", "Status", "Spinner"}
 
 
@@ -33,7 +30,7 @@ def wide(monkeypatch):
 
 @pytest.fixture
 def model(tiny_model_dir, tmp_path):
-    """A model below directories of hostile names."""
+    """Model in directories with hostile names."""
     return str(shutil.copytree(tiny_model_dir, tmp_path.joinpath(*NAMES)))
 
 
@@ -104,7 +101,7 @@ def test_json_output_keeps_names(model, answered):
 
 
 def found_markup(source):
-    """Lines that make what reads markup, or hold a tag of it."""
+    """Return the lines that create an object that parses markup, or that contain a markup tag."""
     found = []
     for node in ast.walk(ast.parse(source)):
         called = node.func if isinstance(node, ast.Call) else None
@@ -123,8 +120,8 @@ def found_markup(source):
 
 
 def test_no_command_creates_its_own_console():
-    """Every console and every column of a bar is console.py's, and no text but the help's has a
-    tag.
+    """All consoles and progress columns come from console.py, and only help texts contain markup
+    tags.
     """
     found = {
         str(path.relative_to(COMMANDS)): lines

@@ -1,4 +1,4 @@
-"""What `doctor` says of a model's memory: states, and the bound of the process."""
+"""Tests of `doctor`'s report on memory: recurrent states and the bound of the process."""
 
 import re
 import subprocess
@@ -35,7 +35,7 @@ def test_doctor_reports_a_reduced_number_of_drafts(tmp_path, monkeypatch, answer
 
 @pytest.mark.full
 def test_doctors_smallest_bound_equals_the_engines():
-    """Each command measures a process of its own."""
+    """Each command measures its own process. The bounds differ by at most 16 MB."""
     argv = ("-o", "max_memory=1MB", "-o", "max_model_len=256")
     least = []
     for command in (["doctor", "--json"], ["generate", "Hi"]):

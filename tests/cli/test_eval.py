@@ -1,5 +1,5 @@
-"""`eval`: perplexity against a direct computation, and the distance between two forms of one
-model.
+"""Tests of `eval`: perplexity against a direct computation, and the distance between two weight
+formats of one model.
 """
 
 import math
@@ -26,7 +26,9 @@ def log_softmax(logits):
 
 
 def expected_perplexity(engine, ids, window):
-    """Every window whole, each token taken from the first window that holds it."""
+    """Return the perplexity from whole windows, with each token taken from the first window that
+    contains it.
+    """
     total = 0.0
     first = 0
     scored = 1

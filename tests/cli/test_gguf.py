@@ -1,4 +1,4 @@
-"""The commands on a GGUF file: it is the whole model."""
+"""Tests of the commands on a GGUF file, which contains the whole model."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Multi-token prediction heads in the reports of `inspect` and `doctor`."""
+"""Tests of multi-token prediction heads in the reports of `inspect` and `doctor`."""
 
 import pytest
 

@@ -1,4 +1,6 @@
-"""`kvboost-edge launch`: what it prints is what a shell takes, and what it runs gets it."""
+"""Tests of `kvboost-edge launch`: a shell accepts its output, and a started client gets the
+environment.
+"""
 
 import json
 import os
@@ -23,12 +25,12 @@ MODELS = [
 
 @pytest.fixture
 def server(monkeypatch):
-    """Lists its models to who knows the key; the URL."""
+    """URL of a server that lists its models to clients with the right key."""
     monkeypatch.delenv("KVBOOST_API_KEY", raising=False)
 
     class Handler(BaseHTTPRequestHandler):
         def log_message(self, *args):
-            """Quiet."""
+            """Log nothing."""
 
         def do_GET(self):
             known = (
@@ -53,8 +55,8 @@ def server(monkeypatch):
 
 @pytest.fixture
 def launched(printed):
-    """`launched(*argv)` returns the environment that a shell makes of what is printed, and the
-    command.
+    """Function `launched(*argv)` that returns the environment that a shell builds from the output,
+    and the command.
     """
 
     def call(*argv):
@@ -116,8 +118,8 @@ def test_launch_configures_open_webui(server, launched):
 
 
 def test_exec_starts_the_client(server, tmp_path):
-    """A program of that name is found on PATH and gets environment and arguments; its exit status
-    is ours.
+    """The client is found on PATH and receives the environment and arguments. The command returns
+    its exit status.
     """
     client = tmp_path / "claude"
     client.write_text('#!/bin/sh\necho "$ANTHROPIC_BASE_URL $ANTHROPIC_MODEL" "$@"\nexit 3\n')

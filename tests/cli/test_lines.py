@@ -1,4 +1,6 @@
-"""Lines typed at a terminal: edited, found again, and never written to a file."""
+"""Tests of lines typed in a terminal: they can be edited and recalled, and are never written to a
+file.
+"""
 
 import contextlib
 import io

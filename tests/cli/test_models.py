@@ -1,5 +1,5 @@
-"""`kvboost-edge models` over made-up stores: what runs, what does not and why; a broken file is a
-row.
+"""Tests of `kvboost-edge models` on prepared stores: supported models, the reasons for others, and
+a row for a broken file.
 """
 
 import json
@@ -20,7 +20,7 @@ from kvboost_edge.models.checkpoint import Checkpoint
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """llama.cpp's cache, the only store with anything in it."""
+    """Cache folder of llama.cpp, the only store that is not empty."""
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setenv("OLLAMA_MODELS", str(tmp_path / "none"))
     monkeypatch.setenv("KVBOOST_EDGE_CACHE", str(tmp_path / "own"))
@@ -32,7 +32,7 @@ def folder(tmp_path, monkeypatch):
 
 @pytest.fixture
 def rows_of(answered):
-    """`rows_of(*argv)` returns the rows of the table by their files' names."""
+    """Function `rows_of(*argv)` that returns the rows of the table by file name."""
     return lambda *argv: {Path(row["name"]).name: row for row in answered("models", *argv)}
 
 
@@ -104,8 +104,8 @@ def test_recommended_models_equal_the_documentation(answered, printed, monkeypat
 
 
 def test_unusual_files_are_listed(folder, tiny_model_dir, rows_of, printed, monkeypatch):
-    """Names that are no text or move the cursor, circles of links, sizes beyond any model, and what
-    nobody thought of.
+    """The files have names that are not text or move the cursor, circular links, excessive sizes,
+    or raise unexpected errors.
     """
     write_gguf(tiny_model_dir, folder / "good.gguf", kind="Q8_0")
     (folder / "round.gguf").symlink_to(folder / "round.gguf")
@@ -135,8 +135,8 @@ def test_unusual_files_are_listed(folder, tiny_model_dir, rows_of, printed, monk
 
 @pytest.mark.parametrize("seed", range(6))
 def test_damaged_files_are_reported_by_the_readers(folder, tiny_model_dir, rows_of, seed):
-    """Flipped bits, cuts and wrong values: each reader says what is wrong, and none is caught by
-    surprise.
+    """Bits are flipped, files are truncated and values are wrong. Each reader reports its own
+    error, never an unexpected one.
     """
     rng = random.Random(seed)
     write_gguf(tiny_model_dir, folder / "good.gguf", kind="Q8_0")

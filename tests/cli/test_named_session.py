@@ -1,4 +1,6 @@
-"""`kvboost-edge chat --session`: a conversation goes on in another process, locally or on a server."""
+"""Tests of `kvboost-edge chat --session`: a conversation continues in another process, locally or
+on a server.
+"""
 
 import re
 
@@ -53,7 +55,7 @@ def test_a_named_session_on_a_server(typed, printed):
         out, err = printed(*chat, KEYS[0], "--session", "c")
         assert "the session was not saved" in err
         assert "max_sessions=1" in err
-        assert len(cached(out)) == 1  # the conversation goes on
+        assert len(cached(out)) == 1  # the conversation continues
         typed("Hello there, how are you today?\n")
         assert "session a b: 0 turns" in printed(*chat, KEYS[1], "--session", "a b").out
 

@@ -1,5 +1,5 @@
-"""`inspect` and `doctor` on folders with ONNX files: what they hold, which runner takes them, and
-why not another.
+"""Tests of `inspect` and `doctor` on folders with ONNX files: contents, chosen runner, and the
+reason against others.
 """
 
 from helpers.models.tiny_models import build_tiny_model

@@ -1,4 +1,4 @@
-"""NAME=VALUE options."""
+"""Tests of NAME=VALUE options."""
 
 import functools
 
@@ -131,7 +131,7 @@ def _commands():
 
 
 def _spellings():
-    """Return (command, one spelling, the other) of every option that has several."""
+    """Return (command, one name, another name) for every option with several names."""
     return [
         (name, parameter.opts[0], other)
         for name, command in _commands().items()
@@ -142,7 +142,7 @@ def _spellings():
 
 
 def _parsed(command, *words):
-    """Return what the command's function would be given."""
+    """Return the parameters that the command's function would receive."""
     known = _commands()[command]
     needed = [p for p in known.params if p.param_type_name == "argument" and p.required]
     given = [{"action": "status", "client": "claude"}.get(p.name, "text") for p in needed]

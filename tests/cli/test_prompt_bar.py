@@ -1,4 +1,6 @@
-"""The bar while a prompt is read: where it is drawn, what it says, and that nothing stays of it."""
+"""Tests of the progress bar of prefill: where it is drawn, its text, and that it leaves nothing on
+the screen.
+"""
 
 import io
 import re
@@ -26,7 +28,7 @@ ERASED = "\x1b[2K"
 
 @pytest.fixture
 def at_once(monkeypatch):
-    """Every prompt takes long enough."""
+    """Bar without a delay, as if every prompt took long enough."""
     monkeypatch.setattr("kvboost_edge.cli.render._PATIENCE_SECONDS", 0.0)
 
 
@@ -36,7 +38,7 @@ def terminal(**options):
 
 
 def shown(file):
-    """What was written, without colours and movements."""
+    """Return the written text without colors and cursor movements."""
     return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", file.getvalue())
 
 
@@ -106,7 +108,7 @@ def test_a_local_prompt_is_followed_step_by_step(at_once, monkeypatch):
         runner = runner_of(engine)
 
         def until_drawn(batch):
-            """A step of the prompt begins when the last one was drawn."""
+            """Delay each prefill step until the previous one is drawn."""
             if runner.computed < 96:
                 wait_until(
                     lambda: f"{runner.computed} of 100 tokens" in shown(file),
@@ -128,7 +130,7 @@ def test_a_local_prompt_is_followed_step_by_step(at_once, monkeypatch):
 
 def test_an_interrupted_prompt_is_cancelled(at_once):
     class Interrupted(Console):
-        """Ctrl-C comes while the bar is drawn."""
+        """Console that is interrupted by Ctrl-C while the bar is drawn."""
 
         def print(self, *args, **kwargs):
             raise KeyboardInterrupt

@@ -1,4 +1,6 @@
-"""`kvboost-edge pull`, `rm` and `ps`: a pulled model runs by its name, and is gone when removed."""
+"""Tests of `kvboost-edge pull`, `rm` and `ps`: a pulled model runs by its name, and is gone after
+removal.
+"""
 
 import pytest
 

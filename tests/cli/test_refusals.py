@@ -1,4 +1,4 @@
-"""What is wrong with a request is said before a model is looked for, loaded or packed."""
+"""Tests that errors in a request are reported before a model is searched for, loaded or packed."""
 
 import json
 import sys
@@ -16,7 +16,7 @@ EACH = pytest.mark.parametrize("command", [["generate", "Hi"], ["chat"]], ids=["
 
 @pytest.fixture
 def no_model(monkeypatch):
-    """A model must not even be looked for."""
+    """Failure of every search for a model."""
 
     def looked_for(*args, **options):
         raise AssertionError("a model was looked for")
@@ -26,7 +26,7 @@ def no_model(monkeypatch):
 
 @pytest.fixture
 def refusal(printed):
-    """All that a refused command writes, which is one line."""
+    """Function that returns the complete output of a failing command, which must be one line."""
 
     def call(*argv):
         (line,) = printed(*argv, code=1).err.strip().splitlines()

@@ -1,4 +1,4 @@
-"""The drawn pool."""
+"""Tests of the drawing of the block pool."""
 
 import io
 

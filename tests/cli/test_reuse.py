@@ -1,4 +1,4 @@
-"""`--mode chunk_kv_reuse` and its options, on an engine that computed the documents before."""
+"""Tests of `--mode chunk_kv_reuse` and its options, on an engine with computed documents."""
 
 import sys
 from contextlib import contextmanager

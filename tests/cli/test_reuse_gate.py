@@ -1,4 +1,4 @@
-"""Commands that test non-prefix KV reuse, or report on it: reuse-check, warmup and doctor."""
+"""Tests of commands that check non-prefix KV reuse or report on it: reuse-check, warmup and doctor."""
 
 import pytest
 

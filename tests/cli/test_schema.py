@@ -1,4 +1,4 @@
-"""`--json-schema FILE`: answers that fit, and files that hold no schema."""
+"""Tests of `--json-schema FILE`: output that matches the schema, and files without a valid schema."""
 
 import json
 import os

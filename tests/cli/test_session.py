@@ -1,4 +1,4 @@
-"""The bar while a model is loaded: it counts what there is to count, in its own unit."""
+"""Tests of the progress bar of model loading, which counts each phase in its own unit."""
 
 import io
 import re

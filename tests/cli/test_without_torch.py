@@ -1,4 +1,4 @@
-"""The bundled model and the commands need no torch: they run where it cannot be imported."""
+"""Tests that the bundled model and the commands run without PyTorch."""
 
 import subprocess
 import sys

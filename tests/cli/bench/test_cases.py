@@ -1,4 +1,4 @@
-"""Which cases a benchmark measures, what they are called, and what their figures count."""
+"""Tests of the benchmark's cases: selection, names, and counted tokens."""
 
 import pytest
 

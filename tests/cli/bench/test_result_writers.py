@@ -1,4 +1,4 @@
-"""Output formats against the field names that llama-bench prints."""
+"""Tests of the output formats against the field names of llama-bench."""
 
 import csv
 import io
@@ -9,7 +9,7 @@ import pytest
 from kvboost_edge.cli.bench.cases import Case, CaseResult
 from kvboost_edge.cli.bench.result_writers import FORMATS, Subject, open_writer
 
-# Fields of llama-bench's CSV, without those of a GPU or of options that this engine does not have.
+# Fields of llama-bench's CSV, except those for GPUs or for options that this engine lacks.
 LLAMA_BENCH = """cpu_info,backends,model_filename,model_type,model_size,model_n_params,n_batch,
 n_threads,type_k,type_v,n_prompt,n_gen,n_depth,test_time,avg_ns,stddev_ns,avg_ts,stddev_ts"""
 SUBJECT = Subject(

@@ -1,4 +1,4 @@
-"""The `bench` command on a tiny model: its rows, its refusals, and its end by Ctrl-C."""
+"""Tests of the `bench` command on a tiny model: its rows, rejected arguments, and Ctrl-C."""
 
 import io
 import json
@@ -17,13 +17,15 @@ SHORT = ("-p", "32", "-n", "8", "-r", "2")
 
 @pytest.fixture
 def bench(tiny_model_dir, printed):
-    """`bench(*argv, code=0)` runs the command on the tiny model and returns its output."""
+    """Function `bench(*argv, code=0)` that runs the command on the tiny model and returns its
+    output.
+    """
     return lambda *argv, code=0: printed("bench", "-m", tiny_model_dir, *SMALL, *argv, code=code)
 
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """The directory of temporary files."""
+    """Directory of temporary files."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     return tmp_path
 

@@ -1,5 +1,5 @@
-"""`kvboost-edge cache` over made-up directories: what is there, what is sound, what goes; what is
-open stays.
+"""Tests of `kvboost-edge cache` on prepared directories: contents, damage, and pruning, which keeps
+open caches.
 """
 
 import os
@@ -23,8 +23,8 @@ from kvboost_edge.tiers.disk.session_records import Session, SessionStore
 
 @pytest.fixture
 def home(tmp_path, monkeypatch):
-    """The package's cache directory: two spaces, the first used longest ago, and a file of packed
-    weights.
+    """Cache directory of the package with two spaces, the first of them least recently used, and a
+    file of packed weights.
     """
     monkeypatch.setenv("KVBOOST_EDGE_CACHE", str(tmp_path))
     monkeypatch.setenv("COLUMNS", "200")
@@ -43,7 +43,7 @@ def home(tmp_path, monkeypatch):
 
 @pytest.fixture
 def answer(answered):
-    """`answer(*argv, code=0)` is that of `cache`, its rows by their names."""
+    """Function `answer(*argv, code=0)` that returns the output of `cache`, with its rows by name."""
 
     def call(*argv, code=0):
         found = answered("cache", *argv, code=code)
@@ -217,9 +217,7 @@ def test_another_or_missing_directory(home, answer, printed):
 def test_clock_jumps_give_no_negative_ages_and_keep_open_caches(
     home, answer, monkeypatch, clock, gone
 ):
-    """A day back, a year forward: what is open stays whatever the clock says, and no age is below
-    zero.
-    """
+    """The clock goes back a day or forward a year. An open cache stays, and no age is negative."""
     (home / "packed" / "0123-int4.kvpack").unlink()
     now = time.time()
     with opened(home / "blocks", SPACE) as tier:

@@ -1,4 +1,4 @@
-"""Models by their names in what is kept of them, and packed weights that a process has open."""
+"""Tests of model names in cached data, and of packed weights that a process has open."""
 
 import errno
 import shutil
@@ -25,7 +25,7 @@ def home(tmp_path, monkeypatch):
 
 @pytest.fixture
 def rows(answered):
-    """`rows(*argv)` are those of what `cache` answers."""
+    """Function `rows(*argv)` that returns the rows of `cache`."""
     return lambda *argv: answered("cache", *argv)["rows"]
 
 
@@ -63,7 +63,7 @@ def test_unnamed_packed_weights_are_named_at_load(home, tiny_model_dir, rows):
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows deletes no mapped file")
 def test_open_packed_weights_are_kept(home, tiny_model_dir, rows, printed):
-    for _ in range(2):  # packed, then mapped as they were
+    for _ in range(2):  # packed first, then mapped
         with CPUPagedEngine.from_pretrained(tiny_model_dir, **OPTIONS):
             (row,) = rows("clear", "--yes")
             assert (row["in_use"], row["removed"]) == (True, False)

@@ -1,4 +1,4 @@
-"""`kvboost-edge kernels`."""
+"""Tests of `kvboost-edge kernels`."""
 
 import json
 
@@ -11,7 +11,7 @@ from kvboost_edge.kernels.targets import TARGETS, targets_of, usable_targets
 
 @pytest.fixture
 def built(monkeypatch):
-    """What is built, without compiling."""
+    """List of the requested builds, which compile nothing."""
     found = []
 
     def build(target, folder, *, num_processes, tell):
@@ -30,7 +30,7 @@ def built(monkeypatch):
 
 @pytest.fixture
 def on_intel(monkeypatch):
-    """A processor of the class avx2 alone."""
+    """Simulated Intel processor that supports only the target x86-64-avx2."""
     flags = next(target.flags for target in TARGETS if target.name == "x86-64-avx2")
     identity = CpuIdentity("x86_64", flags, ("GenuineIntel", 6))
     monkeypatch.setattr(kernels_run, "cpu_identity", lambda: identity)

@@ -1,4 +1,4 @@
-"""`kvboost-edge ps` lists the loaded models of a server."""
+"""Tests of `kvboost-edge ps`, which lists the loaded models of a server."""
 
 import datetime
 

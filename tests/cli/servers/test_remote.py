@@ -1,6 +1,4 @@
-"""`chat --url` against a scripted server: streams, figures, and every way a server can be absent or
-wrong.
-"""
+"""Tests of `chat --url` with a scripted server: streams, figures, and absent or faulty servers."""
 
 import json
 import re
@@ -39,7 +37,7 @@ GOOD = [
 
 
 class Script:
-    """What the server answers, and what it was asked."""
+    """Responses of the scripted server, and the requests that it received."""
 
     def __init__(self):
         self.url = ""
@@ -57,7 +55,7 @@ def server():
 
     class Handler(BaseHTTPRequestHandler):
         def log_message(self, *args):
-            """Quiet."""
+            """Log nothing."""
 
         def _send(self, status, content, kind="application/json"):
             self.send_response(status)

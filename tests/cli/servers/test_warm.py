@@ -1,4 +1,6 @@
-"""`kvboost-edge warm`: a recorded request finds all full blocks of its prompt afterwards."""
+"""Tests of `kvboost-edge warm`: afterwards all full blocks of a recorded request's prompt are
+cached.
+"""
 
 import json
 
@@ -39,7 +41,7 @@ def server():
 
 
 def asked(server, **more):
-    """Tokens of the recorded request's prompt, and how many of them were cached."""
+    """Return the number of prompt tokens of the recorded request and how many of them were cached."""
     body = {name: item for name, item in RECORDED.items() if not name.startswith("stream")}
     with server.client() as client:
         usage = client.post("/v1/chat/completions", json={**body, **more}).json()["usage"]

@@ -1,5 +1,5 @@
-"""`kvboost-edge why` against a server with a fake model: what it says, and what it says where there
-is nothing.
+"""Tests of `kvboost-edge why` with a fake model's server: its report, and its message if no request
+is known.
 """
 
 import json
@@ -26,7 +26,7 @@ def server():
 
 @pytest.fixture(scope="module")
 def asked(server):
-    """The ids of two requests that differ in a day."""
+    """Ids of two requests whose prompts differ in the day."""
     with server.client() as client:
         bodies = [{"prompt": f"A text that comes first. {text}", "max_tokens": 1} for text in TEXTS]
         return [
@@ -36,7 +36,7 @@ def asked(server):
 
 @pytest.fixture
 def why(server, printed):
-    """`why(*arguments, key=..., code=0)` asks the server."""
+    """Function `why(*arguments, key=..., code=0)` that runs the command against the server."""
 
     def call(*arguments, key=KEYS[0], code=0):
         return printed("why", *arguments, "--url", server.base_url, "--api-key", key, code=code)
