@@ -1,4 +1,4 @@
-"""Chat templates: equal to transformers' rendering, and unable to reach out of the sandbox."""
+"""Tests of chat templates: they render as in transformers and cannot leave the sandbox."""
 
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template

@@ -1,4 +1,4 @@
-"""The incremental detokenizer against `decode` of all ids, for the tokenizer families."""
+"""Tests of the incremental detokenizer against `decode` of all ids, for each tokenizer family."""
 
 import json
 
@@ -31,7 +31,9 @@ def with_special(fast, **options):
 
 
 def byte_level():
-    """GPT-2 style: 256 bytes, some merges, an ordinary added token with a space in it."""
+    """Return a tokenizer in GPT-2's style: 256 bytes, some merges, and an ordinary added token that
+    contains a space.
+    """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     merges = [("l", "l"), ("h", "e"), ("ð", "Ł"), ("Ġ", "a")]
     vocab = {token: i for i, token in enumerate([*alphabet, *("".join(pair) for pair in merges)])}
@@ -43,8 +45,8 @@ def byte_level():
 
 
 def llama2():
-    """Sentencepiece as Llama 2 has it: byte fallback, a leading space that is put on and taken
-    off.
+    """Return a sentencepiece tokenizer in Llama 2's style: byte fallback, and a leading space that
+    is added and removed.
     """
     pieces = [
         "<unk>",
@@ -84,7 +86,7 @@ def llama2():
 
 
 def gemma():
-    """Byte fallback without the leading space."""
+    """Return a tokenizer with byte fallback and without the leading space."""
     fast = llama2()
     fast.normalizer = normalizers.Replace(" ", "▁")
     fast.decoder = decoders.Sequence(
@@ -140,7 +142,9 @@ def no_decoder():
 
 
 def bpe_suffix():
-    """The last token of a text is decoded differently: nothing can be streamed."""
+    """Return a tokenizer that decodes the last token of a text differently, so nothing can be
+    streamed.
+    """
     fast = Fast(models.BPE(vocab={"lo": 0, "w</w>": 1, "er</w>": 2}, merges=[]))
     fast.decoder = decoders.BPEDecoder(suffix="</w>")
     return fast
@@ -165,7 +169,7 @@ def stream(tokenizer, ids, *, skip=True):
 
 
 def byte_ids(tokenizer, raw):
-    """Tokens of single bytes, in a tokenizer that has them all."""
+    """Return the tokens of single bytes, in a tokenizer that has one for every byte."""
     if tokenizer.codec.stream_kind is StreamKind.BYTES:
         back = {tokenizer.codec.token_bytes(i): i for i in range(256)}
         return [back[bytes([byte])] for byte in raw]
@@ -264,8 +268,8 @@ def test_work_per_token_is_constant(family, monkeypatch):
 
 
 def test_decoder_json_names_equal_the_librarys():
-    """The codec reads the decoder's own JSON; a renamed field must be noticed here, not in
-    somebody's output.
+    """The codec parses the decoder's JSON, so a renamed field must fail here and not corrupt
+    output.
     """
     assert json.loads(llama2().decoder.__getstate__())["decoders"][3] == {
         "type": "Strip",

@@ -1,4 +1,4 @@
-"""Tokenizers from GGUF metadata encode and decode as the tokenizer they were made from."""
+"""Tests of tokenizers from GGUF metadata against the tokenizers from which the metadata was made."""
 
 import itertools
 import json
@@ -38,13 +38,13 @@ CORPUS = [
     "aaaaaaaaaaaaaaaaaaaa 1111111 ......... \\\\// <unk> <s> </s> ▁x",
 ]
 _TAIL = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-# As the tokenizer.json files of Llama 3 and Qwen2 have them.
+# From the tokenizer.json files of Llama 3 and Qwen2.
 LLAMA3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}" + _TAIL
 QWEN2 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + _TAIL
 
 
 def _byte_level(pre):
-    """A trained byte-level BPE tokenizer of the kind that `pre` names."""
+    """Return a trained byte-level BPE tokenizer of the type that `pre` names."""
     tokenizer = Tokenizer(models.BPE(ignore_merges=pre == "llama-bpe"))
     plain = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     gpt2 = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
@@ -73,7 +73,7 @@ def _byte_level(pre):
 
 
 def _metadata(tokenizer, pre):
-    """What llama.cpp's converter writes, with two unused ids at the end."""
+    """Return the metadata that llama.cpp's converter writes, with two unused ids at the end."""
     state = json.loads(tokenizer.to_str())
     count = tokenizer.get_vocab_size()
     tokens = [tokenizer.id_to_token(i) for i in range(count)] + ["[PAD1]", "[PAD2]"]
@@ -99,7 +99,7 @@ def _metadata(tokenizer, pre):
 
 
 def made(metadata):
-    """The tokenizer of a file with these keys; None: one that is left out."""
+    """Return the tokenizer of a file with this metadata; keys with the value None are left out."""
     given = {key: value for key, value in metadata.items() if value is not None}
     return gguf_tokenizer(given, name="m.gguf")
 
@@ -182,7 +182,9 @@ def test_bos_and_eos_ids_are_needed_only_if_added(bos, eos):
 
 
 def test_default_splits_as_llama_cpp_does():
-    """Its four regexes one after the other, on what the ones before left: worked out by hand."""
+    """The four regular expressions are applied in turn, each to the remaining text. The expected
+    words were derived by hand.
+    """
     metadata = _metadata(_byte_level("gpt-2"), "default")
     steps = made(metadata).codec._tokenizer.pre_tokenizer
     expected = {
@@ -197,8 +199,8 @@ def test_default_splits_as_llama_cpp_does():
         assert [word for word, _ in steps.pre_tokenize_str(text)] == words, text
 
 
-# Worked out by hand from the expressions, each on what the ones before left. DeepSeek's signs, from
-# ":" to "~", hold the letters of ASCII, too: a word with others falls apart.
+# Derived by hand from the expressions, each applied to the text that earlier ones left. DeepSeek's
+# range of signs, from ":" to "~", includes ASCII letters, so a word with other letters is split.
 WORDS = {
     "falcon": {
         "Hello, wo`rld 12345": ["Hello", ",", " wo", "`", "rld", " ", "123", "45"],
@@ -249,7 +251,7 @@ def test_phi3_eos_strips_spaces_whatever_its_type():
 
 
 def _scored(prefix):
-    """A sentencepiece-like BPE tokenizer as Llama 2's tokenizer.json has it, and its GGUF
+    """Return a sentencepiece-like BPE tokenizer as in Llama 2's tokenizer.json, and its GGUF
     metadata.
     """
     learner = Tokenizer(models.BPE())
@@ -262,8 +264,8 @@ def _scored(prefix):
     control = ["<unk>", "<s>", "</s>"]
     byte_tokens = [f"<0x{i:02X}>" for i in range(256)]
     merged = ["".join(pair) for pair in merges]
-    # Letters beyond ASCII are left to the byte tokens; sentencepiece's learned pieces come before
-    # single letters.
+    # Non-ASCII letters become byte tokens. Learned pieces precede single letters, as in
+    # sentencepiece.
     letters = sorted(t for t in state["vocab"] if len(t) == 1 and (t.isascii() or t == "▁"))
     merged = [t for t in merged if all(c in letters for c in t)]
     pairs = [pair for pair in merges if all(c in letters for c in "".join(pair))]
@@ -306,8 +308,10 @@ def _scored(prefix):
 
 
 def _best_first(text, metadata):
-    """Sentencepiece's own rule: of all neighbours whose union is a token, merge those of the
-    highest score, leftmost first.
+    """Return the tokens by sentencepiece's rule.
+
+    Of all neighbours whose union is a token, the pair with the highest score is merged, leftmost
+    first.
     """
     scores = dict(
         zip(

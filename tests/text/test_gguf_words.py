@@ -1,5 +1,6 @@
-"""Ways of splitting text that GGUF files name, against what llama.cpp splits: recorded once, and
-compared again with `make bench-peers`. The texts and the vocabularies are those of
+"""Tests of the pre-tokenizers that GGUF files name, against recorded splits of llama.cpp.
+
+`make bench-peers` compares them with llama.cpp again. The texts and vocabularies are those of
 hostile_words.py.
 """
 
@@ -17,9 +18,9 @@ from kvboost_edge.text.pre_tokenizers import PRE_TOKENIZERS
 RECORDED = json.loads((Path(__file__).parent / "llama_cpp_words.json").read_text(encoding="utf-8"))
 WORDS = {pre: words for names, words in RECORDED["words"] for pre in names}
 _MARKS = ("naïve Größe é\u0301", "e\u0301a\u0308 क्या हिन्दी", "ไทย ລາວ ខ្មែរ")
-# Texts that are split otherwise here, as the makers' tokenizer.json says. llama.cpp writes classes
-# of letters with case as lookaheads that leave combining marks out, does not normalize, and does
-# not take ranges that hold spaces.
+# Texts that are split differently here, according to the models' tokenizer.json. llama.cpp writes
+# classes of cased letters as lookaheads that omit combining marks, does not normalize, and does
+# not support ranges that contain spaces.
 OTHERWISE = {
     **dict.fromkeys(("gpt-4o", "kanana2", "llama4", "tekken"), _MARKS),
     **dict.fromkeys(("qwen2", "qwen35"), (_MARKS[1],)),
@@ -44,7 +45,7 @@ def test_words_equal_llama_cpps(pre):
 
 
 def test_afmoe_groups_digits_from_the_end():
-    """As the ids of its published vocabulary do: "33333" is the token of "33", then that of
+    """The published vocabulary has the same order: "33333" is the token of "33" followed by that of
     "333".
     """
     steps = gguf_tokenizer(metadata_of("afmoe"), name="m.gguf").codec._tokenizer.pre_tokenizer

@@ -1,4 +1,4 @@
-"""Ends of a text at its lines against rules over the whole text."""
+"""Tests of line-based ends of a text against rules over the whole text."""
 
 import pytest
 from hypothesis import example, given
@@ -10,11 +10,11 @@ PARTS = st.lists(st.text(alphabet="ab \t\n", max_size=6), max_size=12)
 
 
 def short_line(text, min_indent):
-    """The text before the first line, but the first one, with too little indentation."""
+    """Return the text before the first line, except line one, with too little indentation."""
     at = 0
     for number, line in enumerate(text.split("\n")):
         indent = len(line) - len(line.lstrip(" \t"))
-        # The last line may go on with more spaces.
+        # The last line may continue with more spaces.
         has_more = indent < len(line) or at + len(line) < len(text)
         if number and has_more and indent < min_indent:
             return text[: at + indent]

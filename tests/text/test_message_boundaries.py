@@ -1,4 +1,4 @@
-"""Where the user's messages begin, for templates of several families."""
+"""Tests of the token positions at which user messages begin, for templates of several families."""
 
 import pytest
 
@@ -58,7 +58,7 @@ def test_user_messages_are_found_and_imitations_are_not(template, header):
         text = tokenizer.decode(ids[start:], False)
         assert text.startswith(header)
         assert text.removeprefix(header).lstrip().startswith(content.lstrip())
-    # What stands before a message of the user does not depend on what it says.
+    # The tokens before a user message do not depend on its text.
     other = tokenizer.encode_chat([*chat[:-1], {"role": "user", "content": "Something else."}])
     assert ids[: starts[-1]] == other[: starts[-1]]
 

@@ -1,4 +1,4 @@
-"""Kept answers never undo what keeps a message's text from being read as special tokens."""
+"""Tests that stored answers never cause a message's text to be encoded as special tokens."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ DEMO = Path(kvboost_edge.__path__[0]) / "assets" / "demo"
 
 
 def test_special_texts_are_encoded_separately_beside_stored_answers():
-    """The answers have the ids they were generated with, which are not the tokenizer's own."""
+    """Stored answers have the ids that were generated, which differ from the tokenizer's own."""
     tokenizer = Tokenizer.from_dir(DEMO)
     special = "<|user|>"
     messages = [
@@ -36,8 +36,8 @@ def test_special_texts_are_encoded_separately_beside_stored_answers():
 
 
 def test_only_stored_answers_are_searched(tiny_model_dir, monkeypatch):
-    """Each is searched for in the whole text: of ten thousand messages that was most of the
-    time.
+    """Each answer is searched for in the whole text. With ten thousand messages this took most of
+    the time.
     """
     tokenizer = Tokenizer.from_dir(tiny_model_dir)
     searched = []

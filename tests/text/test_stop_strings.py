@@ -1,4 +1,4 @@
-"""Stop strings against a plain search of the whole text."""
+"""Tests of stop strings against a plain search of the whole text."""
 
 import pytest
 from hypothesis import example, given
@@ -11,7 +11,10 @@ WORDS = st.text(alphabet="aab\n🙂", min_size=1, max_size=4)
 
 
 def cut(text, stops):
-    """The truth: the occurrence that ends first; of those that end together, the longest."""
+    """Return the expected text and stop string.
+
+    The first occurrence to end counts; among those that end together, the longest.
+    """
     found = [(text.find(stop) + len(stop), -len(stop), stop) for stop in stops if stop in text]
     if not found:
         return text, None
@@ -114,8 +117,8 @@ def test_an_included_stop_string_is_emitted(parts, stops):
     included=st.booleans(),
 )
 def test_stop_strings_ending_in_the_early_text_are_ignored(early, late, stops, size, included):
-    """The truth: of the stop strings that end in the late text, the one that ends first; it may
-    begin in the early text.
+    """Of the stop strings that end in the late text, the first to end counts. It may begin in the
+    early text.
     """
     text = early + late
     ends = [

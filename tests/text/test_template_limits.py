@@ -1,5 +1,5 @@
-"""Chat templates are bounded in steps, time, output and memory, and what they do within these
-bounds is what Jinja does.
+"""Tests of the bounds of chat templates in steps, time, output and memory. Within them templates
+render as in Jinja.
 """
 
 import time
@@ -28,8 +28,8 @@ def make(source):
 
 
 def nested(kind, then):
-    """A value that holds itself twice, and so on: small in memory, endless when it is gone
-    through.
+    """Return a template with a value that contains itself twice, repeatedly: small in memory, but
+    endless to traverse.
     """
     pair = "[ns.{0}, ns.{0}]" if kind == "list" else "(ns.{0}, ns.{0})"
     grow = "".join(f"{{% set ns.{name} = {pair.format(name)} %}}" for name in "ab")
@@ -245,7 +245,7 @@ def test_freed_texts_do_not_count():
     ],
 )
 def test_rendering_time_is_bounded(monkeypatch, seconds, source):
-    """Or after the part of a second that it may take here."""
+    """The default limit is one second; the cases use it or a smaller one."""
     assert MAX_SECONDS == 1
     monkeypatch.setattr(template_budget, "MAX_SECONDS", seconds)
     started = time.thread_time()
@@ -341,7 +341,7 @@ def test_statements_within_limits_equal_jinja(source):
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_known_templates_render_as_in_jinja(name):
-    """Rendered by Jinja itself, from the same environment but for the bounds."""
+    """The expected text comes from Jinja in the same environment, without the bounds."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     given = {"tools": list(TOOLS_AS_JSON), "add_generation_prompt": True}

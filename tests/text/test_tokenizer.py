@@ -1,5 +1,5 @@
-"""Tokenizer: equal to transformers' own on a saved directory and on a loaded one; damaged files are
-named.
+"""Tests of the tokenizer against transformers', from a saved directory and from a loaded tokenizer;
+errors name damaged files.
 """
 
 import json
@@ -31,7 +31,7 @@ CHAT = [
 
 @pytest.fixture
 def directory(tiny_model_dir, tmp_path):
-    """A copy of the tiny model's tokenizer files that a test may damage."""
+    """Copy of the tiny model's tokenizer files, which a test may damage."""
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "config.json"):
         if (tiny_model_dir / name).is_file():
             shutil.copy(tiny_model_dir / name, tmp_path / name)
@@ -44,7 +44,9 @@ def edit(path, **fields):
 
 
 def both_ways(directory):
-    """Ours from the files and ours from transformers' own, each beside that."""
+    """Return pairs of our tokenizer and transformers', ours once from the files and once from
+    theirs.
+    """
     theirs = AutoTokenizer.from_pretrained(directory)
     return [
         (ours, theirs)
@@ -114,7 +116,7 @@ def test_tokens_that_only_the_config_knows_are_added(directory):
 
 
 def test_thousands_of_tokens_are_added_at_once(directory):
-    """One by one, each would take time for all before it."""
+    """Adding tokens one at a time would take time for all earlier ones each time."""
     count = Tokenizer.from_dir(directory).vocab_size
     texts = [f"<extra {index}>" for index in range(20_000)]
     listed = {str(count + index): {"content": text} for index, text in enumerate(texts)}
@@ -193,7 +195,7 @@ def test_invalid_text_is_refused(tiny_model_dir, text):
 
 
 class Letters:
-    """A tokenizer as simple as can be: a letter is a token."""
+    """Minimal tokenizer in which every letter is a token."""
 
     vocab_size = 26
 
@@ -233,7 +235,7 @@ def test_a_fast_tokenizer_is_copied(tiny_model_dir):
 
 
 def test_long_texts_have_the_same_tokens(tiny_model_dir):
-    """They take another way through the library, which lets other threads run."""
+    """Long texts use another call of the library, which releases the GIL."""
     tokenizer = Tokenizer.from_dir(tiny_model_dir)
     sentence = "Ein längerer Satz — mit 漢字 und 🙂.\n"
     text = sentence * 300

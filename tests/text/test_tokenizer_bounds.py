@@ -1,5 +1,7 @@
-"""Bounds of tokenizer.json: no text grows more than what is computed, tokenizers of models pass, and
-files that blow a text up are refused before the library parses them.
+"""Tests of the bounds of tokenizer.json: no text grows beyond the computed bound, and tokenizers of
+real models pass.
+
+Files that would expand a text too much are rejected before the library parses them.
 """
 
 import base64
@@ -28,7 +30,7 @@ def token(content, token_id=2, *, normalized=True):
 
 
 def written(path, **parts):
-    """A tokenizer.json of these parts."""
+    """Write a tokenizer.json of these parts; return its path."""
     path.write_text(
         json.dumps({"version": "1.0", "added_tokens": [], **EMPTY, **parts, "model": MODEL})
     )
@@ -57,12 +59,12 @@ def decoder(*steps):
 
 
 def of(part):
-    """The JSON of one of the library's own objects."""
+    """Return the JSON of an object of the library."""
     return json.loads(part.__getstate__())
 
 
 def charsmap(*texts):
-    """Sentencepiece's table, with a trie that finds nothing."""
+    """Return sentencepiece's table with a trie that matches nothing."""
     trie = bytes(4096)
     data = len(trie).to_bytes(4, "little") + trie + "\0".join([*texts, ""]).encode()
     return {"type": "Precompiled", "precompiled_charsmap": base64.b64encode(data).decode()}
@@ -215,7 +217,7 @@ def test_expanding_normalizers_are_refused(name, tmp_path):
 
 @pytest.mark.alone
 def test_an_expansion_bomb_is_refused_cheaply(tmp_path):
-    """The library would make 4 GB of these 24 characters."""
+    """The library would expand these 24 characters to 4 GB."""
     path = written(
         tmp_path / "tokenizer.json",
         normalizer=normalizer(*[TWICE] * 28),
@@ -303,7 +305,9 @@ STEPS = st.one_of(
 
 @given(steps=st.lists(STEPS, max_size=6), text=st.text(alphabet=LETTERS, max_size=8))
 def test_the_growth_bound_holds(steps, text):
-    """The library's own normalizers are the oracle. The forms of Unicode expand a text once more."""
+    """The library's own normalizers are the oracle. Unicode normalization expands a text further,
+    by up to 18.
+    """
     chain = normalizers.Sequence(steps)
     bound = _growth(_steps(of(chain)))
     try:

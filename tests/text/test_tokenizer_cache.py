@@ -1,5 +1,5 @@
-"""A kept tokenizer is the one that was built; what is damaged, foreign or of another model is built
-again.
+"""Tests of cached tokenizers: they equal the built ones. A damaged or foreign entry, or one of
+another model, is rebuilt.
 """
 
 import logging
@@ -30,7 +30,7 @@ def metadata(tiny_model_dir, tmp_path_factory):
 
 @pytest.fixture
 def built(metadata):
-    """Builds the tokenizer, and has an entry for each time."""
+    """Function that builds the tokenizer, and a list with one entry per call."""
     calls = []
 
     def build():

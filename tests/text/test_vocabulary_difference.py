@@ -1,4 +1,4 @@
-"""The first difference between the tokenizers of a model and its draft model."""
+"""Tests of the first difference between the tokenizers of a model and its draft model."""
 
 import json
 
@@ -60,14 +60,14 @@ STATE = json.loads(_qwen2().to_str())
 
 
 def _directory(state=STATE, name="target") -> Tokenizer:
-    """The tokenizer of a model directory with this tokenizer.json."""
+    """Return the tokenizer of a model directory with this tokenizer.json."""
     tokenizer = Tokenizer.from_transformers(tokenizers.Tokenizer.from_str(json.dumps(state)))
     tokenizer.name = name
     return tokenizer
 
 
 def _gguf(state=STATE, name="draft.gguf", padding=5, **changed) -> Tokenizer:
-    """The tokenizer of the file that llama.cpp's converter makes, with three rows of padding."""
+    """Return the tokenizer of a file as from llama.cpp's converter, with three rows of padding."""
     backend = tokenizers.Tokenizer.from_str(json.dumps(state))
     count = backend.get_vocab_size()
     types = [1] * count + [padding] * 3

@@ -1,4 +1,6 @@
-"""A message that is nothing but a call without markers: when it is one, and when it is text."""
+"""Tests of messages that consist of a call without markers: when they are a call, and when they are
+text.
+"""
 
 import jsonschema_rs
 import pytest
@@ -119,7 +121,7 @@ def test_an_example_stays_text(text):
 
 @pytest.mark.parametrize("form", [*CALLING])
 def test_only_formats_with_json_calls_have_bare_calls(form):
-    """Bare JSON is what some families write anyway."""
+    """Some families generate bare JSON as ordinary text, so only formats with JSON calls accept it."""
     wraps = format_of(form).calls.wraps_objects
     assert wraps == (form in ("hermes", "qwen3"))
 
@@ -148,7 +150,7 @@ def test_without_a_schema_check_a_bare_call_is_text():
     ],
 )
 def test_text_is_emitted_once_it_cannot_be_a_call(front, behind):
-    """The last character of `front` decides."""
+    """The last character of `front` rules out a call."""
     parser = parser_of()
     early = [part for letter in front[:-1] for part in parser.push(letter)]
     shown = parser.push(front[-1])

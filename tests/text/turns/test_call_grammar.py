@@ -1,4 +1,6 @@
-"""What a grammar lets a model write: its own way of calling tools, with arguments that fit."""
+"""Tests of the grammars of tool calls: each family's own format, with arguments that match the
+schema.
+"""
 
 import functools
 import re
@@ -86,7 +88,7 @@ def test_invalid_calls_are_rejected(name, markers):
     ]
     for calls in wrong:
         assert not words.takes(grammar(name, markers), written(name, calls)), calls
-        if name != "llama3":  # without a marker, what calls no tool is an answer
+        if name != "llama3":  # without a marker, text that is not a call is an answer
             assert not words.takes(grammar(name, markers, choice="auto"), written(name, calls)), (
                 calls
             )
@@ -122,7 +124,7 @@ def test_white_space_around_markers_is_free_and_bounded():
 
 
 def test_a_token_may_extend_past_the_marker():
-    """Where the marker is several tokens of text, any cut of it comes."""
+    """If the marker is several text tokens, its tokens may be cut anywhere."""
     words = Vocabulary((), ('l>{"na', "_call>\n{", "see <to"))
     made = calls_grammar(
         format_of("hermes"),
@@ -145,7 +147,7 @@ def test_a_token_may_extend_past_the_marker():
 def test_reasoning_may_precede_calls(name, markers):
     words = vocabulary(markers)
     call = written(name, [PARIS])
-    thought = "Hm?" if markers else f"Hm, {call}?"  # a special token is none of a thought's text
+    thought = "Hm?" if markers else f"Hm, {call}?"  # reasoning text cannot contain special tokens
     for choice in ("auto", "required"):
         possible = grammar(name, markers, choice=choice, reasoning="possible")
         assert words.takes(possible, f"<think>\n{thought}\n</think>\n\n{call}")

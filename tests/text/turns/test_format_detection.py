@@ -1,4 +1,4 @@
-"""How a family writes its turns is read from its template alone."""
+"""Tests of the detection of a family's chat format from its template alone."""
 
 import pytest
 

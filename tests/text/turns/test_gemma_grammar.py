@@ -1,5 +1,5 @@
-"""What a grammar lets a model write between braces: values that fit the tool's schema, strings as
-they are.
+"""Tests of the grammar of Gemma's tool calls: values match the tool's schema, and strings are
+unescaped.
 """
 
 import contextlib
@@ -165,7 +165,9 @@ WANTED = ("<tool_call|>", '<|"|>', "}", "]", "1", ",", "x")
 
 
 def sampled(schema, markers, seed):
-    """Noise that fits, ends and brackets first; None where it did not end."""
+    """Sample random text that the grammar allows, with a bias to end; return None if it did not
+    end.
+    """
     words = vocabulary(markers)
     made = grammar(schema, markers)
     text, ended = words.sample(made, seed, WANTED, often=0.6, ends=1.0, most=200)
@@ -186,7 +188,7 @@ def test_random_text_under_the_grammar_parses_and_is_valid(name, markers):
         assert isinstance(arguments, CallArguments)
         read = json.loads(
             arguments.text, parse_float=lambda text: min(float(text), 1e300)
-        )  # 1e999 is a number, too
+        )  # 1e999 is also a number
         jsonschema_rs.validate(SCHEMAS[name], read)
     assert ended >= 3
 
@@ -256,7 +258,7 @@ SCHEMA_PARTS = st.recursive(
 @settings(max_examples=300, deadline=None)
 @given(st.dictionaries(WORDS, SCHEMA_PARTS, max_size=4), st.integers(0, 99))
 def test_any_schema_is_enforced_or_refused(part, seed):
-    """And what is written under one that is held fits it."""
+    """Text sampled from an enforced schema also matches it."""
     schema = shaped({"a": part}, "a")
     try:
         text = grammar(schema, True)
@@ -277,7 +279,9 @@ def test_any_schema_is_enforced_or_refused(part, seed):
         json.dumps(schema),
         object_hook=lambda one: {k: v for k, v in one.items() if k not in not_held},
     )
-    with contextlib.suppress(jsonschema_rs.ValidationError):  # what is no schema has nothing to fit
+    with contextlib.suppress(
+        jsonschema_rs.ValidationError
+    ):  # an invalid schema has no matching values
         validator = jsonschema_rs.validator_for(checked)
         assert validator.is_valid(arguments), (schema, arguments)
 

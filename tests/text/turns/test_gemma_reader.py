@@ -1,4 +1,4 @@
-"""Calls between braces are read as they come: any string, any depth, any cut."""
+"""Tests of the parser of Gemma's tool calls: any string, any depth, any cut."""
 
 import functools
 import json
@@ -68,7 +68,7 @@ def test_hostile_arguments_parse_at_any_split(name, arguments):
 
 @EACH
 def test_deep_arguments_do_not_overflow_the_stack(name):
-    """Deeper than any template writes."""
+    """The depth exceeds that of any template."""
     quote = QUOTES[name]
     calls = format_of(name).calls
     assert calls is not None
@@ -94,7 +94,7 @@ NUMBERS = st.one_of(st.integers(), st.floats(allow_nan=False, allow_infinity=Fal
 
 def values(quote):
     letters = st.one_of(st.text(), st.text(st.sampled_from([*quote, *"{}[],:\\ \n", "a"])))
-    # A marker may end only where the string does.
+    # A marker may end only at the end of the string.
     texts = letters.filter(lambda text: (text + quote).index(quote) == len(text))
     leaves = st.one_of(texts, NUMBERS, st.booleans(), st.none())
     return st.recursive(

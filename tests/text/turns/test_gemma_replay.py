@@ -1,5 +1,5 @@
-"""The next turn has a call between braces in the tokens it was written with, and its result behind
-it.
+"""Tests that the next turn contains a Gemma tool call with its generated tokens, followed by its
+result.
 """
 
 import pytest
@@ -32,7 +32,7 @@ ASKED = {"role": "user", "content": 'Rain? <|tool_call>call:weather{a:<|"|>b<|"|
 
 
 def tokenizer_of(template, *, seen=""):
-    """Of letters, and special tokens; every text has one way to be cut."""
+    """Return a tokenizer of letters and special tokens, in which every text has a single encoding."""
     raw = byte_level()
     raw.add_special_tokens([text for text in SPECIALS if text != seen])
     raw.add_tokens([seen] if seen else [])
@@ -58,7 +58,9 @@ def result(city):
 
 
 def spelled(*cities, content=""):
-    """As the model wrote it: the order is not that of the template, and words stand in front."""
+    """Return calls as the model generates them: text comes first, and the order differs from the
+    template's.
+    """
     return content + "".join(
         f'<|tool_call>call:weather{{days:2,city:<|"|>{city}<|"|>}}<tool_call|>' for city in cities
     )
@@ -123,7 +125,7 @@ def test_consecutive_calls_are_replayed_as_generated():
 def test_results_are_rendered_with_their_calls():
     assert format_of("gemma4").results_need_calls
     assert not format_of("hermes").results_need_calls
-    # The same of a template whose calls cannot be marked: its calls are written anew.
+    # If the calls of a template cannot be marked, they are rendered again.
     hung = HERMES.replace(
         "{%- elif m.role == 'tool' %}", "{%- elif m.role == 'tool' and messages[1].tool_calls %}"
     )
@@ -148,7 +150,7 @@ def test_a_call_without_a_result_is_rendered_or_replayed_whole():
 
 @pytest.mark.parametrize("seen", ["", "<|tool_response>"], ids=["special", "text that is seen"])
 def test_the_end_token_after_calls_is_not_stored(seen):
-    """The model's last token; the next prompt has it in front of the result."""
+    """It is the model's last token, and the next prompt contains it before the result."""
     tokenizer = tokenizer_of(GEMMA4, seen=seen)
     kept = {}
     turn = Turn(tokenizer.turn_format, (Tool("weather", {}),), "closed", True, {})

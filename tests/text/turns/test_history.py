@@ -1,4 +1,6 @@
-"""Arguments of past calls are what the template takes, whatever the client sent."""
+"""Tests of arguments of past calls: they have the type that the template needs, in whatever form
+the client sent them.
+"""
 
 import pytest
 

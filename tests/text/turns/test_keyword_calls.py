@@ -1,5 +1,5 @@
-"""Calls that a chat template leaves out: known by the markers around its tools, and past ones
-written into contents.
+"""Tests of calls that a chat template lacks: the format follows from the markers around its tools,
+and past calls are written into the content.
 """
 
 import json

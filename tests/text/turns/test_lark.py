@@ -1,4 +1,4 @@
-"""Text in a grammar stands for itself."""
+"""Tests of literal text in a Lark grammar, which matches only itself."""
 
 import functools
 

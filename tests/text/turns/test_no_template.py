@@ -1,4 +1,4 @@
-"""Tools for templates that know none: plain messages that say the same."""
+"""Tests of tools for templates without tool support: plain messages with the same content."""
 
 import json
 

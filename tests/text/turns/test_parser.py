@@ -1,5 +1,5 @@
-"""Turns taken apart: what a family's template writes comes back as it was, however the text is
-cut.
+"""Tests of the turn parser: the output of a family's template is parsed back unchanged, however the
+text is cut.
 """
 
 import pytest
@@ -223,7 +223,7 @@ PIECES = st.sampled_from(
 
 @st.composite
 def turns(draw):
-    """A family, a state of reasoning, and a text of calls that was tampered with, in pieces."""
+    """Strategy of a family, a state of reasoning, and a damaged text of calls in pieces."""
     name = draw(st.sampled_from(CALLING))
     calls = draw(st.sampled_from(CALLS[:4] if name == "llama3" else CALLS))
     text = written(name, calls)

@@ -1,4 +1,4 @@
-"""What calls of earlier turns are known by."""
+"""Tests of the keys of calls in earlier turns."""
 
 import pytest
 
@@ -16,9 +16,7 @@ def called(call_id, arguments="{}"):
 
 
 def test_answer_text_cannot_be_a_call_key():
-    """A model that was made to write a key down would put its words in the place of somebody's
-    call.
-    """
+    """Otherwise a model that is made to write a key could replace another call with its own text."""
     for key in call_keys(called("a")):
         with pytest.raises(UnicodeEncodeError):
             key.encode()

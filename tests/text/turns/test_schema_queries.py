@@ -1,4 +1,4 @@
-"""What a schema tells about a value that stands between tags."""
+"""Tests of queries to a schema about a value between tags."""
 
 import pytest
 
@@ -99,7 +99,7 @@ def test_members_keep_their_order(root, names, required):
 
 
 def test_mutually_recursive_schemas_are_visited_once():
-    """Followed branch by branch these would be 10 ** 16 ways."""
+    """Following every branch would take 10 ** 16 steps."""
     circle = {"$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}] * 10}}}
     assert value_kind({"$ref": "#/$defs/a"}, circle) == "either"
     circle["$defs"]["a"]["anyOf"].append({"type": "string"})

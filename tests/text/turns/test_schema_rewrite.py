@@ -1,5 +1,7 @@
-"""Schemas written anew accept exactly what they accepted: small values of every kind, judged by
-another reader of JSON schemas, before and after, and by the compiler of grammars.
+"""Tests that rewritten schemas accept the same values as before.
+
+Small values of every type are checked by another JSON Schema validator, before and after rewriting,
+and by the grammar compiler.
 """
 
 import itertools
@@ -38,7 +40,7 @@ _MISSING = object()
 
 
 def objects(**values):
-    """All objects with these members, each missing or one of its values."""
+    """Yield all objects with these members, each missing or with one of its values."""
     for chosen in itertools.product(*([_MISSING, *some] for some in values.values())):
         pairs = zip(values, chosen, strict=True)
         yield {name: value for name, value in pairs if value is not _MISSING}
@@ -50,7 +52,7 @@ def lists(*values, most=3):
 
 
 def when(name, values, *, required=True, **more):
-    """The condition that a property has one of these values."""
+    """Return the condition that a property has one of these values."""
     return {
         "properties": {name: {"enum": values}},
         **({"required": [name]} if required else {}),
@@ -305,7 +307,7 @@ def test_other_schemas_are_unchanged(schema):
 
 
 def test_conditions_on_many_values_become_one_choice():
-    """As two choices for each they would be 2 ** 40."""
+    """Two choices per condition would give 2 ** 40 combinations."""
     values = [f"v{number}" for number in range(40)]
     schema = {
         "type": "object",

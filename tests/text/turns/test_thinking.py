@@ -1,4 +1,6 @@
-"""Where reasoning begins and ends, token by token, and the tokens that end it, in every format."""
+"""Tests of the start and end of reasoning, token by token, and of the tokens that end it, in every
+format.
+"""
 
 import pytest
 from tokenizers import AddedToken, decoders
@@ -16,7 +18,7 @@ OPENS = QWEN3.replace(
     "{{ '<|im_start|>assistant\\n' }}\n{%- if enable_thinking",
     "{{ '<|im_start|>assistant\\n<think>\\n' }}\n{%- if enable_thinking",
 )
-MARKED = {  # template, markers, white space around the closing one
+MARKED = {  # template, markers, whitespace around the closing marker
     "qwen3": (QWEN3, "<think>", "</think>", "\n", "\n\n"),
     "qwen3.5": (QWEN35, "<think>", "</think>", "\n", "\n\n"),
     "opens": (OPENS, "<think>", "</think>", "\n", "\n\n"),

@@ -1,5 +1,5 @@
-"""Turns of several messages, as gpt-oss writes them: recorded ones, cut anywhere, histories,
-grammars.
+"""Tests of turns of several messages, as gpt-oss generates them: recorded turns, arbitrary cuts,
+histories, grammars.
 """
 
 import functools
@@ -194,7 +194,7 @@ def test_recorded_turns_parse_in_any_pieces(name, cuts):
 
 @pytest.mark.parametrize("name", TURNS)
 def test_emitted_parts_are_never_retracted(name):
-    """A stream shows prefixes of what the whole text says."""
+    """At any time the emitted parts are a prefix of the parts of the whole text."""
     text, wanted = TURNS[name]
     parser = TurnParser(FORMAT, TOOLS, reasoning="possible", calls=True)
     shown = list[Part]()
@@ -266,8 +266,8 @@ def _tokenizer():
 
 
 def test_a_history_is_converted_for_the_template():
-    """Thoughts and words in front of calls are thoughts; calls of one message are messages, each
-    with its result.
+    """Reasoning and text before a call become reasoning. Each call of a message becomes a message,
+    followed by its result.
     """
     messages = [
         {"role": "user", "content": "Look."},
@@ -357,7 +357,9 @@ def test_a_call_ends_a_turn():
 
 @functools.cache
 def words(special):
-    """With the markers as special tokens, or as text; `<|end|>` ends no turn here."""
+    """Return a vocabulary with the markers as special tokens or as text; `<|end|>` does not end a
+    turn here.
+    """
     return Vocabulary(MARKERS if special else (), end="<eot>")
 
 
