@@ -1,4 +1,4 @@
-"""Commands in the documentation: the command line accepts their names, flags and values."""
+"""Tests of commands in the documentation: the command line accepts their names, flags and values."""
 
 import re
 import shlex
@@ -18,7 +18,7 @@ PAGES = [
 ]
 BLOCK = re.compile(r"^( *)```(?:sh|bash)\n(.*?)^\1```", flags=re.DOTALL | re.MULTILINE)
 COMMAND = re.compile(r"\bkvboost-(edge|server)(?!\[)((?: +(?:\"[^\"]*\"|'[^']*'|[^\s\"'|&;)]+))*)")
-# Programs that are given names of ours.
+# Other programs, whose arguments contain our names.
 OF_OTHERS = ("docker ", "docs/deploy/try-image.sh ", "helm ", "journalctl ", "kubectl ", "sudo ")
 FILES = ("my-model.gguf", "another", "embedding-model.gguf", "keys", "admin-keys")
 COMMANDS = typer.main.get_command(app).commands
@@ -48,7 +48,7 @@ def test_the_guides_have_commands():
 
 @pytest.mark.parametrize("page", SHOWN)
 def test_blocks_in_lists_are_indented_by_four(page):
-    """Python-Markdown, which builds the site, ends a list at a block that is indented by less."""
+    """Python-Markdown, which builds the site, ends a list at a block with less indentation."""
     text = (ROOT / page).read_text(encoding="utf-8")
     assert re.findall(r"^ {1,3}(?:```|\|).*", text, flags=re.MULTILINE) == []
 
@@ -106,7 +106,7 @@ RUN = sorted(
 
 @pytest.mark.parametrize("arguments", RUN, ids=" ".join)
 def test_commands_without_a_server_run(arguments, isolated_cache, tmp_path, monkeypatch, capsys):
-    """Run the guides' commands with the bundled model in place of the reader's."""
+    """The guides' commands run with the bundled model instead of the reader's."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text.txt").write_text("The colour of Teamar boat is blue. " * 20)
     models = {"./my-model.gguf": "kvboost-edge/demo", "./my-model": "kvboost-edge/demo"}

@@ -1,4 +1,4 @@
-"""The documentation site, built once for all tests of a run."""
+"""Fixture of the documentation site, built once for all tests of a run."""
 
 import os
 import subprocess
@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="session")
 def site(tmp_path_factory):
-    """Build the site and return its folder. A warning of the build fails."""
+    """Folder of the built site. A warning of the build is an error."""
     root = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         root = root.parent  # which all workers of a run share

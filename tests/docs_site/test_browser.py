@@ -1,4 +1,6 @@
-"""The documentation site in a browser: search, both schemes, desk and phone; axe finds nothing."""
+"""Tests of the documentation site in a browser: search, both color schemes, desktop and phone, and
+no findings of axe.
+"""
 
 import functools
 import http.server
@@ -16,7 +18,7 @@ pytestmark = [
 ]
 
 SCREENS = {"desk": {"width": 1280, "height": 860}, "phone": {"width": 390, "height": 844}}
-# The index, a guide, and generated pages. `make test` shows the first three in one look each.
+# The index, a guide, and generated pages. `make test` tests the first three in one look each.
 PAGES = (
     "index.html",
     "how-to/serve-a-team.html",
@@ -43,7 +45,7 @@ class _Quiet(http.server.SimpleHTTPRequestHandler):
 
 
 class _Server(http.server.ThreadingHTTPServer):
-    # With the five of the default, a busy machine refuses some of a browser's connections.
+    # With the default of five, a busy machine refuses some of the browser's connections.
     request_queue_size = 128
 
 
@@ -66,7 +68,7 @@ def browser():
 
 @pytest.fixture
 def visit(browser):
-    """Return a function that opens a page; errors and requests to other places fail at the end."""
+    """Function that opens a page. Errors and requests to other servers fail the test at the end."""
     contexts, asked, errors, failed = [], [], [], []
 
     def opened(url, screen="desk", scheme="light"):
@@ -93,16 +95,17 @@ def visit(browser):
 def test_pages_have_no_accessibility_violations(path, look, visit, origin):
     page = visit(f"{origin}/{path}", *look)
     page.evaluate(AXE)
-    # Not decided: code under the button that copies it, and signs of one character.
+    # Axe-core cannot decide about code under its copy button and about single characters.
     assert axe_findings(page, {"color-contrast"}) == []
     wide = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
     assert page.evaluate(wide) == 0, "the page scrolls sideways"
 
 
 def search(page, words, target):
-    """Type the words until the page that is meant is found, and return its link.
+    """Type the words until the search finds the target page; return its link.
 
-    The index may still be read. A page whose search gives nothing for a long time is loaded again.
+    The index may still be loading. If the search finds nothing for a long time, the page is
+    reloaded.
     """
     field = page.locator(".md-search__input")
     found = page.locator(f".md-search-result__link[href*='{target}']").first

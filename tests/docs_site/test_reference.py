@@ -1,4 +1,4 @@
-"""The generated reference pages are current and complete."""
+"""Tests of the generated reference pages: they are current and complete."""
 
 import re
 

@@ -1,4 +1,6 @@
-"""The documentation site: it builds without a warning, and its pages, links and lists are whole."""
+"""Tests of the documentation site: it builds without a warning, and pages, links and lists are
+complete.
+"""
 
 import html.parser
 import json
@@ -24,7 +26,7 @@ KINDS = ["Tutorial", "How-to guides", "Reference", "Explanation"]
 
 
 class Page(html.parser.HTMLParser):
-    """The links, anchors and resources of a page."""
+    """Links, anchors and resources of a page."""
 
     def __init__(self, text):
         super().__init__()
@@ -44,7 +46,7 @@ class Page(html.parser.HTMLParser):
 
 @pytest.fixture(scope="module")
 def pages(site):
-    """Return every page of the site by its path."""
+    """Every page of the site by its path."""
     return {
         path.relative_to(site).as_posix(): Page(path.read_text(encoding="utf-8"))
         for path in site.rglob("*.html")
@@ -134,7 +136,7 @@ def test_llms_txt_lists_every_page_and_each_is_there_as_markdown(site, pages):
         for name in pages
     }
     assert set(listed) == markdown
-    assert set(listed) >= DOCS  # under their paths in docs/, where older links find them
+    assert set(listed) >= DOCS  # under their paths in docs/, for older links
     assert not [path for path in listed if not (site / path).read_text(encoding="utf-8").strip()]
     for kind in KINDS:
         assert f"\n## {kind}\n" in text
@@ -200,7 +202,7 @@ def test_a_page_is_summed_up_by_its_first_sentence(text, summary):
 
 @pytest.fixture
 def notebook(tmp_path):
-    """Return a function that writes a notebook of one text and some cells."""
+    """Function that writes a notebook with one text cell and some code cells."""
 
     def written(*sources):
         cells = [{"cell_type": "markdown", "source": ["# A tour\n", "\n", "Text."]}]

@@ -1,4 +1,4 @@
-"""The programs and the notebook of examples/, run as a new user runs them: offline, with the
+"""Tests of the programs and the notebook in examples/, run as by a new user: offline, with the
 bundled model.
 """
 
@@ -32,7 +32,7 @@ ALL_NAMES = {
 
 @pytest.fixture
 def run(monkeypatch, tmp_path, capsys):
-    """Return a function that runs a program with arguments and returns its standard output."""
+    """Function that runs a program with arguments and returns its standard output."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))  # for the server that tools.py starts
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")

@@ -1,4 +1,4 @@
-"""Checks of the chart: Helm's messages become problems, and custom resources are left out."""
+"""Tests of the chart check: Helm's errors become problems, and custom resources are skipped."""
 
 import sys
 from types import SimpleNamespace
@@ -17,7 +17,7 @@ RENDERED = {
 
 
 class Loaded:
-    """A chart as Helm's package loads it."""
+    """Chart as Helm's package loads it."""
 
     def __enter__(self):
         return self

@@ -1,4 +1,4 @@
-"""The report of a release: what fails it, what a missing tool does, and which rows there are."""
+"""Tests of the release report: its failures, missing tools, and its rows."""
 
 import json
 import re

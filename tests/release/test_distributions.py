@@ -1,4 +1,4 @@
-"""What is checked of a wheel and an sdist, on small ones made here."""
+"""Tests of the checks of wheels and sdists, on small ones built here."""
 
 import io
 import os
@@ -46,7 +46,7 @@ def test_complete_distributions_have_no_problem(tmp_path):
 
 @pytest.mark.parametrize("name", [f"kvboost_edge/{name}" for name in REQUIRED])
 def test_a_missing_package_file_is_reported(tmp_path, name):
-    """Even if it is not under version control any more."""
+    """The file is required even if it is no longer under version control."""
     built = made(tmp_path / "dist", wheel=[one for one in PACKAGE if one != name])
     assert content_problems(built, TRACKED) == [f"the wheel lacks {name}"]
     tracked = [one for one in TRACKED if one != name]

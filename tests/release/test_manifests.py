@@ -1,4 +1,4 @@
-"""Manifests for Homebrew and winget: complete, with the files' digests, and marked as untested."""
+"""Tests of the Homebrew and winget manifests: complete, with file digests, and marked as untested."""
 
 import hashlib
 

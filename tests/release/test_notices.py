@@ -1,4 +1,4 @@
-"""Material of other authors is named, and licences of dependencies are known."""
+"""Tests that material of other authors is named and that licences of dependencies are known."""
 
 import re
 import subprocess
@@ -22,7 +22,7 @@ def tracked():
 
 
 def test_files_with_another_authors_copyright_are_named():
-    """Also scripts without line breaks, as minifiers write them."""
+    """This includes minified scripts, which have very long lines."""
     others = set()
     for name in tracked():
         text = (ROOT / name).read_bytes().decode("utf-8", "replace")
@@ -52,7 +52,7 @@ def test_a_package_states_its_licence(name):
 
 
 class Stated:
-    """A package with this metadata."""
+    """Distribution with the given metadata."""
 
     def __init__(self, **fields):
         self.metadata = self

@@ -1,4 +1,4 @@
-"""The version is in pyproject.toml alone, and what states it elsewhere must agree."""
+"""Tests of the version: pyproject.toml defines it, and other files that state it must agree."""
 
 import json
 import re
@@ -24,7 +24,7 @@ PLACES = (
 
 @pytest.fixture
 def tree(tmp_path):
-    """Copies of the files that state the version."""
+    """Folder with copies of the files that state the version."""
     for name in ("pyproject.toml", *PLACES):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)

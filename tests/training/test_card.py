@@ -1,4 +1,6 @@
-"""The bundled model's card is the one that the export writes, and it says what a user must know."""
+"""Tests of the bundled model's card: it equals the one that the export writes, and states what
+users must know.
+"""
 
 import json
 import re

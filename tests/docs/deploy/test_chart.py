@@ -1,4 +1,4 @@
-"""The Helm chart: its values are checked, and what it renders fits together."""
+"""Tests of the Helm chart: its values are validated, and the rendered objects are consistent."""
 
 import copy
 import json
@@ -134,7 +134,7 @@ def test_selectors_match_the_pods(found, pod):
 
 
 def test_a_monitor_reads_each_pod_once():
-    """Two services lead to the pods; only one of them may be read."""
+    """Two services select the pods, and the monitor must match only one of them."""
     found = documents(render_without_helm(FULL))
     [monitor] = of_kind(found, "ServiceMonitor")
     wanted = monitor["spec"]["selector"]["matchLabels"].items()
@@ -218,7 +218,7 @@ def test_the_tag_is_the_version_of_the_application_unless_it_is_given():
     for values, tag in ((NEEDED, about["appVersion"]), (FULL, "1.2.3")):
         text = render_without_helm(values)
         assert set(re.findall(r'image: "\S+:(\S+)"', text)) == {tag}
-    # The chart's version in the form that Helm accepts.
+    # The chart's version has the format that Helm accepts.
     assert about["version"].replace("-rc.", "rc") == about["appVersion"]
 
 

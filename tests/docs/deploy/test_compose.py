@@ -1,4 +1,4 @@
-"""The Compose file: the server and Open WebUI, reachable from this machine only."""
+"""Tests of the Compose file: the server and Open WebUI, reachable from this machine only."""
 
 import re
 from pathlib import Path
@@ -48,7 +48,7 @@ def test_the_page_gets_the_settings_that_launch_prints():
     server = RunningServer("http://server:8000", "key", "my-model", 4096)
     printed = CLIENTS["openwebui"](server).environment
     settings = SERVICES["open-webui"]["environment"]
-    # The model is not known before the server starts, and the key comes from the environment.
+    # The model is unknown before the server starts, and the key comes from the environment.
     assert set(printed) - {"DEFAULT_MODELS"} <= set(settings)
     for name in ("OPENAI_API_BASE_URL", "ENABLE_OLLAMA_API"):
         assert settings[name] == printed[name]

@@ -1,4 +1,6 @@
-"""The Dockerfile: what it copies exists, what it starts is accepted, and it does not run as root."""
+"""Tests of the Dockerfile: copied files exist, the started command is valid, and it does not run as
+root.
+"""
 
 import fnmatch
 import json
@@ -67,7 +69,7 @@ def test_the_kernels_are_compiled_by_the_user_who_loads_them():
     assert names.index("USER") < warmup < names.index("ENTRYPOINT")
     [variables] = values("ENV")
     [kernels] = re.findall(r"NUMBA_CACHE_DIR=(\S+)", variables)
-    # A new volume is filled with what the image holds there before the instruction.
+    # A new volume is filled with the image's files from before the instruction.
     assert warmup < names.index("VOLUME")
     assert any(kernels.startswith(f"{volume}/") for volume in json.loads(values("VOLUME")[0]))
 

@@ -1,4 +1,6 @@
-"""The examples for KServe and the Gateway API: they name what the server and the chart have."""
+"""Tests of the examples for KServe and the Gateway API against the names in the server and the
+chart.
+"""
 
 from pathlib import Path
 
