@@ -1,6 +1,4 @@
-"""Collection of the tests that compile the CUDA kernels for this processor, where there is a
-compiler.
-"""
+"""Collection of the tests that compile the CUDA kernels for this processor, if a compiler exists."""
 
 from helpers.tools import find_compiler, must_run
 

@@ -1,4 +1,4 @@
-"""The CUDA attention kernels, compiled for this processor over fibers, against the float64
+"""Tests of the CUDA attention kernels, compiled for this processor with fibers, against a float64
 oracle.
 """
 
@@ -15,7 +15,7 @@ FIRST = Schedule(0, 0)
 OTHERS = (Schedule(1, 1), Schedule(2, 1))
 KINDS = {"mma-f16": (False, F16), "mma-bf16": (False, BF16), "wmma-f16": (True, F16)}
 NO_MASK = (-1, -1)
-# Run by every form.
+# Run by every kernel variant.
 CORE = {
     "one key": Case(((1, 1),)),
     "varied": Case(((3, 140), (0, 5), (37, 37), (9, 4), (2, 0)), (4, 2)),

@@ -1,5 +1,5 @@
-"""The CUDA attention kernels on calls drawn at random, on memory far apart, and on fibers of the C
-library.
+"""Tests of the CUDA attention kernels with random calls, distant memory, and the C library's
+fibers.
 """
 
 import mmap
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from helpers.cuda.cases import Call, Case, check, make_inputs, oracle, run
 from helpers.cuda.on_cpu import BF16, F16, Form, Schedule, library
 
-MAP_NORESERVE = 0x4000  # of Linux; Python 3.11 does not name it
+MAP_NORESERVE = 0x4000  # a Linux flag without a name in Python 3.11
 SCHEDULES = [Schedule(order, timing) for order in (0, 1, 2) for timing in (0, 1)]
 
 
@@ -63,7 +63,7 @@ def test_blocks_may_lie_more_than_2_to_the_31_elements_apart():
     pools = []
     for name in ("k", "v"):
         blocks = getattr(call, name).array
-        # Address space alone: pages that nobody writes take no memory.
+        # Only address space is reserved: pages that are never written take no memory.
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
         region = mmap.mmap(-1, 2 * stride * len(blocks), flags=flags)
         pool = np.frombuffer(region, dtype=np.uint16)
@@ -91,7 +91,7 @@ def test_lse_may_be_left_out():
 
 @pytest.mark.parametrize("is_wmma", [False, True], ids=["mma", "wmma"])
 def test_c_library_fibers_give_the_same_results(is_wmma):
-    """Processors other than x86-64 have no others."""
+    """Processors other than x86-64 use only the C library's fibers."""
     form = Form(is_wmma, F16, 64, 4)
     case = Case(((20, 90), (3, 70)), (4, 2), block_size=16)
     inputs = make_inputs(case, form)

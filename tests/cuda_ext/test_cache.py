@@ -1,4 +1,4 @@
-"""The CUDA kernels that move the pool's bytes: write_kv by slot, copy_blocks in order."""
+"""Tests of the CUDA kernels that move the pool's bytes: write_kv by slot, copy_blocks in order."""
 
 import itertools
 
@@ -31,7 +31,7 @@ def test_keys_and_values_are_written_only_to_their_slots(
     )
     memory = rng.integers(0, 65536, (2, *shape), dtype=np.uint16)
     pools = [pool.transpose(0, 2, 1, 3) if is_strided else pool for pool in memory]
-    # keys and values of one projection: rows of both, one after the other
+    # K and V of one projection, in alternating rows
     tokens = rng.integers(0, 65536, (num_tokens, 2, heads, dim), dtype=np.uint16)
     slots = rng.permutation(num_blocks * block_size)[:num_tokens].astype(np.int64)
     slots[::7] = -1
@@ -62,7 +62,7 @@ def test_keys_and_values_are_written_only_to_their_slots(
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=["forward", "backward", "shuffled"])
 def test_blocks_are_copied_in_order_in_every_pool(kernels, schedule):
     rng = np.random.default_rng(2)
-    sizes = (16, 2048, 5040)  # less than a CTA's share, just as much, and several with a tail
+    sizes = (16, 2048, 5040)  # less than a CTA's share, exactly one, and several with a tail
     pools = [rng.integers(0, 256, (6, size), dtype=np.uint8) for size in sizes]
     pairs = np.array(
         [(0, 1), (1, 2), (3, 0), (2, 5), (5, 5)], dtype=np.int64

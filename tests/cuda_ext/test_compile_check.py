@@ -1,4 +1,4 @@
-"""The arithmetic and the readers of `make cuda-check`, without NVIDIA's compilers."""
+"""Tests of the arithmetic and the parsers of `make cuda-check`, without NVIDIA's compilers."""
 
 import struct
 
@@ -48,7 +48,7 @@ def test_ptxas_output_is_parsed():
 
 
 def elf():
-    """One kernel of three instructions, and one int of value 77."""
+    """Return an ELF file with a kernel of three instructions and an int of value 77."""
     names = b"\0.shstrtab\0.text.kernel\0.data\0.symtab\0.strtab\0"
     code = b"".join(struct.pack("<QQ", word, 0) for word in (0xABC123C, 0x723C, 0x7918))
     data = struct.pack("<i", 77)

@@ -1,5 +1,5 @@
-"""The fibers themselves: what a GPU would punish is noticed, conversions are exact, the address
-sanitizer watches.
+"""Tests of the fibers: faults that a GPU would punish are detected, conversions are exact, and the
+address sanitizer works.
 """
 
 import ctypes
@@ -31,7 +31,7 @@ def functions():
 
 
 def outcomes(functions, name):
-    """Of each schedule: the error, or what the threads wrote."""
+    """Return, for each schedule, the error or the values that the threads wrote."""
     found = []
     for order, timing in SCHEDULES:
         given = np.arange(32 * NUM_THREADS, dtype=np.uint16)
@@ -104,8 +104,8 @@ def test_rounding_is_to_nearest_even(functions):
             np.array([2**-24, 2**-25, 1.5 * 2**-25], np.float32),
             (
                 np.arange(1, 4001, dtype=np.float32) * np.float32(2**-12) + 1
-            ),  # every other one a tie of f16
-            (np.arange(1, 512, dtype=np.float32) * np.float32(2**-9) + 1),  # likewise of bf16
+            ),  # every second value is a tie in f16
+            (np.arange(1, 512, dtype=np.float32) * np.float32(2**-9) + 1),  # likewise in bf16
         ]
     )
     with np.errstate(over="ignore"):

@@ -1,5 +1,5 @@
-"""What the package says where its compiled part is missing or of another torch, and what its setup
-refuses.
+"""Tests of the extension's errors if its compiled part is missing or built for another torch
+version, and of the setup's errors.
 """
 
 import os
@@ -22,7 +22,7 @@ from helpers.cuda.on_cpu import CSRC, ROOT
 
 @pytest.fixture
 def library(monkeypatch, tmp_path):
-    """The module that loads the compiled part, looking for it in an empty folder."""
+    """Module that loads the compiled part, here from an empty folder."""
     from kvboost_edge_cuda import library
 
     monkeypatch.setattr(library, "_HERE", tmp_path)
@@ -79,8 +79,8 @@ def test_the_version_equals_the_installed_packages(monkeypatch):
 
 @pytest.fixture
 def run_setup(monkeypatch, tmp_path):
-    """Runs a copy of setup.py with a value of FORCE_CUDA; the arguments it calls setuptools
-    with.
+    """Function that runs a copy of setup.py with a value of FORCE_CUDA and returns the arguments
+    for setuptools.
     """
     copy = Path(
         shutil.copytree(
@@ -88,7 +88,7 @@ def run_setup(monkeypatch, tmp_path):
         )
     )
     monkeypatch.chdir(copy)
-    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "")  # so that it is as before afterwards
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "")  # so that the test restores it
     monkeypatch.delenv("TORCH_CUDA_ARCH_LIST")
     monkeypatch.setattr(sys, "path", sys.path.copy())
 
@@ -106,7 +106,7 @@ Run = Callable[[str], dict[str, Any]]
 
 
 def have_nvcc(monkeypatch, folder, release):
-    """torch is built with CUDA, and there is an nvcc of this release."""
+    """Simulate a torch built with CUDA and an nvcc of this release."""
     nvcc = folder / "home" / "bin" / "nvcc"
     nvcc.parent.mkdir(parents=True)
     nvcc.write_text(f"#!/bin/sh\necho 'Cuda compilation tools, release {release}, V{release}.99'\n")

@@ -1,4 +1,4 @@
-"""The extension's functions as a user calls them: against the oracle, and what they refuse."""
+"""Tests of the extension's public functions: results against an oracle, and rejected arguments."""
 
 import inspect
 from collections.abc import Callable
@@ -41,8 +41,14 @@ def oracle(
     softcap=0.0,
     sinks=None,
 ):
-    """One sequence in float64: q [len_q, heads, dim], k and v [len_k, kv_heads, dim] -> out, lse
-    [heads, len_q].
+    """Compute attention of one sequence in float64.
+
+    Shapes:
+        q: [len_q, heads, dim]
+        k, v: [len_k, kv_heads, dim]
+
+    Returns:
+        The output, and the log-sum-exp as [heads, len_q].
     """
     times = q.shape[1] // k.shape[1]
     wide = [x.double().repeat_interleave(times, dim=1).transpose(0, 1) for x in (k, v)]
@@ -356,7 +362,7 @@ def test_out_of_bounds_indices_are_refused_before_the_launch(loaded, call, messa
 
 
 def blocks(kernels, table):
-    """One sequence of 20 keys in blocks of 16, in a pool of 3."""
+    """Run one sequence of 20 keys in blocks of 16, from a pool of three blocks."""
     return varlen(
         kernels, [0, 4], [0, 20], k=draw(3, 16, 2, 64), max_seqlen_k=20, block_table=ints(table)
     )
