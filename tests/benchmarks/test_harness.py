@@ -1,4 +1,4 @@
-"""The benchmark harness: order of rounds, warm-up apart, the table and the JSON line."""
+"""Tests of the benchmark harness: order of rounds, separate warm-up, the table and the JSON line."""
 
 import json
 import sys

@@ -1,5 +1,5 @@
-"""The benchmark of agents' sessions: its model says what is written, answers are taken apart, bars
-are judged.
+"""Tests of the agent session benchmark: its model generates the scripted text, responses are
+parsed, and limits are checked.
 """
 
 import gguf

@@ -1,5 +1,5 @@
-"""The benchmark of the CUDA extension: its contenders compute the same, over fibers; without a GPU
-it says so.
+"""Tests of the CUDA benchmark: with fibers its contenders compute equal results; without a GPU it
+reports that.
 """
 
 import types

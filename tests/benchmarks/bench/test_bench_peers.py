@@ -1,4 +1,4 @@
-"""The benchmark beside other engines: what is recorded of memory, by a process of its own."""
+"""Tests of the benchmark against other engines: recorded memory, measured in a separate process."""
 
 from argparse import Namespace
 from pathlib import Path

@@ -1,5 +1,5 @@
-"""The benchmark of models with states: what tiny ones find, what is kept while nothing may be, how
-bars are judged.
+"""Tests of the benchmark of hybrid models: cache hits of tiny models, snapshots while none may be
+kept, and checks of limits.
 """
 
 import numpy as np
@@ -37,7 +37,7 @@ def test_a_tiny_model_finds_what_the_bars_ask_for(tmp_path, name):
         row["met"] for measure, row in by_name.items() if measure.startswith("shared prefix")
     } == {"met"}
     assert sum(measure.startswith("shared prefix") for measure in by_name) == 2
-    # Of 2,000 tokens the last is not computed, and 1,984 are full blocks.
+    # The KV of the last of 2,000 tokens is not computed, and 1,984 tokens are full blocks.
     assert more["rounds"]["second turn, computed"] == [80]
     assert more["rounds"]["first of a prefix, found"] == [0]
     assert more["rounds"]["second of a prefix, found"] == [288 if name.startswith("lfm2") else 0]

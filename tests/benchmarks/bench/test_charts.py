@@ -1,4 +1,4 @@
-"""The charts show the recorded results."""
+"""Tests of the charts against the recorded results."""
 
 import xml.etree.ElementTree as ElementTree
 

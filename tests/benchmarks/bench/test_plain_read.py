@@ -1,5 +1,5 @@
-"""The plain read of the benchmarks: every byte once, whatever the threads; the bytes that a decoded
-token reads.
+"""Tests of the benchmarks' plain read: every byte is read once with any number of threads; and of
+the bytes per decoded token.
 """
 
 from types import SimpleNamespace

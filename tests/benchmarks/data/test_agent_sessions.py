@@ -1,4 +1,4 @@
-"""The agent's session of the benchmark: always the same, and changed only where and as it says."""
+"""Tests of the benchmark's agent session: it is deterministic and changes only as declared."""
 
 import dataclasses
 import itertools
@@ -64,7 +64,7 @@ def test_its_requests():
 
 @pytest.mark.parametrize("date_in", ["context", "system"])
 def test_what_changes_is_what_it_says(date_in):
-    """From turn to turn, and beside the messages that are new."""
+    """Besides new messages, each turn differs from the one before only in its declared changes."""
     found = turns(dataclasses.replace(QUICK, date_in=date_in))
     for before, now in itertools.pairwise(found):
         (system, first, *rest) = now.body["messages"]

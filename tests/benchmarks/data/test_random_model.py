@@ -1,5 +1,5 @@
-"""The random models of the benchmarks: files as their makers write them, with weights of the wanted
-spread.
+"""Tests of the benchmarks' random models: files as their original authors write them, with weights
+of the wanted spread.
 """
 
 import gguf
@@ -118,7 +118,7 @@ def test_files_of_states_and_experts_are_read_and_computed(tmp_path, name):
     ("name", "family"), [("nemotron-h-tiny", "nemotron_h"), ("falcon-h1-tiny", "falcon_h1")]
 )
 def test_tensors_are_called_and_shaped_as_in_files_of_the_converter(tmp_path, name, family):
-    """Of a model of transformers with the sizes of the shape."""
+    """The expected tensors come from a transformers model with the sizes of the shape."""
     shape = HYBRID_SHAPES[name]
     kinds = {"M": "linear_attention", "*": "full_attention", "-": "mlp"}
     own = (

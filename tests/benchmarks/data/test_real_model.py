@@ -1,5 +1,5 @@
-"""The model of `make real-model`: whole or not there, and `make quality` adds up what texts of
-several lengths say.
+"""Tests of the model of `make real-model`, which is complete or missing, and of the sums of `make
+quality` over text lengths.
 """
 
 import hashlib

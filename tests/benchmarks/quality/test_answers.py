@@ -1,5 +1,5 @@
-"""The questions of `make quality` have right answers that fit their schemas, and judging tells
-right from wrong.
+"""Tests of the questions of `make quality`: right answers match their schemas, and the judge
+distinguishes right from wrong.
 """
 
 import json

@@ -1,8 +1,8 @@
-"""What reuse at other positions may cost the bundled model, and the figures of `make quality`
-themselves.
+"""Tests of the quality cost of non-prefix KV reuse with the bundled model, and of the figures of
+`make quality`.
 
-Facts that stand in one piece are answered rightly whatever is reused, so facts that a seam divides
-are asked too: there reuse without repair has to fail.
+Facts within one chunk are answered correctly with any reuse. Facts that a chunk boundary splits are
+therefore asked too: there, reuse without recompute must fail.
 """
 
 import random
@@ -31,7 +31,7 @@ SEED = "tested"
 def engine(request):
     with CPUPagedEngine.from_pretrained(
         "kvboost-edge/demo",
-        num_blocks=1024,  # room for all prompts of a round: nothing is evicted
+        num_blocks=1024,  # fits all prompts of a round, so nothing is evicted
         kv_cache_bits=request.param,
     ) as made:
         yield made
@@ -43,7 +43,7 @@ def test_reordered_facts_need_no_repair(engine):
     assert row["full right"] == row["of full"] == row["same top"] == 1
     assert row["KL"] <= 0.001
     assert row["found"] > 0.7
-    assert row["recomputed"] < 0.05  # what fills blocks before a span
+    assert row["recomputed"] < 0.05  # tokens that complete blocks before a span
 
 
 def test_facts_divided_by_a_seam_need_repair(engine):

@@ -1,6 +1,4 @@
-"""The comparison with llama.cpp says so where something disagrees. llama.cpp itself is not run
-here.
-"""
+"""Tests that the comparison with llama.cpp reports differences. They do not run llama.cpp."""
 
 import argparse
 from pathlib import Path

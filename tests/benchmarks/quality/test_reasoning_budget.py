@@ -1,4 +1,4 @@
-"""What counts as cut, on a model that thinks for ever."""
+"""Tests of the count of cut reasoning, with a model that reasons forever."""
 
 import pytest
 

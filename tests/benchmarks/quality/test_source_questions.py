@@ -1,4 +1,4 @@
-"""Questions about the standard library: what is drawn, how answers are judged, and the statistics."""
+"""Tests of the questions about the standard library: sampling, judging, and statistics."""
 
 import ast
 import textwrap
@@ -66,7 +66,8 @@ def test_an_answer_is_right_by_its_first_line(answer, value, is_right):
 
 
 def test_intervals_and_p_values_are_the_published_ones():
-    # Wilson, 8 of 10: Brown, Cai and DasGupta (2001). McNemar, 1 against 8: the binomial's tails.
+    # Wilson interval for 8 of 10: Brown, Cai and DasGupta (2001). McNemar test for 1 against 8: the
+    # tails of the binomial distribution.
     assert wilson(8, 10) == pytest.approx((0.4902, 0.9433), abs=1e-4)
     assert wilson(0, 10)[0] == pytest.approx(0, abs=1e-12)
     assert mcnemar(1, 8) == pytest.approx(2 * (1 + 9) / 2**9)

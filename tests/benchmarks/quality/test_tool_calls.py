@@ -1,4 +1,4 @@
-"""How calls of the real model are judged."""
+"""Tests of how tool calls of the real model are judged."""
 
 import json
 

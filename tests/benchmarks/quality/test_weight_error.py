@@ -1,4 +1,4 @@
-"""The weight report against the weights as the packed file holds them."""
+"""Tests of the weight report against the weights in the packed file."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.locate import BUNDLED_MODEL, locate_model
 
 
-# Format, relative error at most and at least, bits per weight.
+# Format, maximum and minimum relative error, bits per weight.
 @pytest.mark.parametrize(
     ("weights", "most", "least", "bits"),
     [
@@ -45,7 +45,7 @@ def test_unknown_formats_are_refused():
         weight_error(Checkpoint.open(locate_model(BUNDLED_MODEL)), "auto")
 
 
-# What a file's own formats differ from it by: nothing, or what is rounded.
+# Error of a file's own formats: none, or that of rounding.
 @pytest.mark.parametrize(
     ("kind", "most"),
     [("Q4_K", 0.0), ("Q3_K", 0.0), ("IQ4_NL", 0.0), ("MXFP4", 0.0), ("IQ4_XS", 2**-11)],

@@ -1,5 +1,5 @@
-"""The replay of traces: what is generated stays what it was, recorded traces are read, rivals are
-what they say.
+"""Tests of the trace replay: generated traces never change, recorded traces are parsed, and rival
+policies behave as named.
 """
 
 import hashlib
@@ -10,7 +10,7 @@ import pytest
 from benchmarks.data.eviction_traces import TRACES, Access, read_mooncake
 from benchmarks.simulators.eviction import POLICIES, FirstInFirstOut, LeastFrequentlyUsed, replay
 
-# Orders are compared on these traces: who changes a generator changes what was compared.
+# Eviction orders are compared on these traces, so a changed generator changes the comparison.
 DIGESTS = {
     "chats": "8fb0d87fb6ef50e1",
     "agents": "e77d1dfc062b80a7",
@@ -33,7 +33,9 @@ def test_a_generated_trace_is_what_it_was(name):
 
 @pytest.mark.parametrize("name", TRACES)
 def test_an_id_stands_for_itself_and_all_before_it(name):
-    """Else a prefix in the trace would be no prefix for the pool. Nor do two tenants share one."""
+    """Otherwise a prefix in the trace would not be a prefix in the pool. Two tenants never share an
+    id.
+    """
     parents = {}
     for access in TRACES[name]():
         ids = (*access.prompt_ids, *access.output_ids)

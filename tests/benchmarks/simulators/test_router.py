@@ -1,4 +1,6 @@
-"""The simulator of routing, on a small scale: what must hold whatever a machine's speed is."""
+"""Tests of the routing simulator on a small scale: properties that do not depend on the machine's
+speed.
+"""
 
 import numpy as np
 import pytest
@@ -34,12 +36,12 @@ def test_all_requests_are_done_and_none_finds_more_than_there_ever_was(policy, t
     assert 0 <= outcome.hit_tokens <= best.hit_tokens
     assert (outcome.stray, outcome.unknown) == (0, 0)
     assert len(outcome.ttft) == len(best.ttft)
-    # Whatever percentile is looked at: no way to route can be below the floor.
+    # No policy can be below the floor at any percentile.
     assert np.all(np.sort(outcome.ttft) >= np.sort(best.ttft) - 1e-9)
 
 
 def test_prefixes_are_found_where_they_are(trace):
-    """Bars for a short run, on the virtual clock: the same on every machine."""
+    """The limits are for a short run on the virtual clock, which is equal on every machine."""
     ours, blind = (simulate(trace, REPLICAS, policy)[0] for policy in ("ours", "round robin"))
     assert ours.hit_tokens > 1.5 * blind.hit_tokens
     assert sorted(ours.ttft)[len(ours.ttft) // 2] < sorted(blind.ttft)[len(blind.ttft) // 2]
@@ -59,8 +61,8 @@ def test_lost_and_late_messages_and_a_death_cost_time_only(faults, trace):
 
 
 def test_a_shared_tier_serves_what_any_replica_computed(trace):
-    """What was computed anywhere is found everywhere, and what the router is told of it is what it
-    believes then.
+    """Tokens computed on one replica are found by all, and the router's view matches the tier, also
+    with lost and late events.
     """
     best = floor(trace)
     for faults in (Faults(), Faults(lost=0.2, late=0.2)):
@@ -73,8 +75,8 @@ def test_a_shared_tier_serves_what_any_replica_computed(trace):
 
 
 def test_a_router_that_knows_what_the_tier_has_waits_less():
-    """Bars for a short run, on the virtual clock: the same on every machine. Twice the work that
-    there would be room for without the tier, in prompts that are long and alike.
+    """The prompts are long and similar, and the work is twice what the replicas could do without
+    the tier. The limits are for a short run on the virtual clock, which is equal on every machine.
     """
     busy = workload("agents", REPLICAS, 2.0, 300.0, 500)
     told, untold = (
@@ -90,9 +92,9 @@ def test_a_run_is_what_it_was(trace):
 
 
 def test_a_router_that_looks_at_states_expects_what_is_found():
-    """Bars for a short run, on the virtual clock: the same on every machine. With few slots many
-    blocks have no state: who counts blocks alone expects a seventh of all tokens to be there that
-    are computed.
+    """With few slots many blocks have no snapshot. A router that counts blocks only expects hits
+    for a seventh of all tokens that are then computed. The limits are for a short run on the
+    virtual clock, which is equal on every machine.
     """
     busy = workload("chats", REPLICAS, 1.2, 240.0, 600)
     seen, unseen = (

@@ -1,5 +1,5 @@
-"""The replay of conversations on models with states: with room for all nothing is computed twice,
-with little the right ones are kept.
+"""Tests of replayed conversations on hybrid models: with enough slots nothing is recomputed; with
+few slots the right snapshots are kept.
 """
 
 import pytest
@@ -21,8 +21,8 @@ def test_with_room_for_every_state_only_what_was_never_there_is_computed(name):
 @pytest.mark.parametrize("name", TRAFFIC)
 @pytest.mark.some(2)
 def test_states_of_a_few_conversations_are_there_when_they_go_on(name, small):
-    """Six conversations and three assistants, 64 states: those of a long answer had filled them
-    all.
+    """Six conversations and three assistants share 64 slots. Snapshots of one long answer once
+    filled them all.
     """
     run = replay(TRAFFIC[name], StateSizes(64, 1024, every_block=small), num_prompts=60)
     assert run.computed <= run.missing * 1.15
@@ -32,8 +32,6 @@ def test_states_of_a_few_conversations_are_there_when_they_go_on(name, small):
     ("name", "most"), [("chat", 1.8), ("mixed", 1.1), ("rewritten", 2.6), ("long answers", 2.2)]
 )
 def test_few_states_are_those_that_are_asked_for(name, most):
-    """24 states: by what was kept before, 2.9, 1.4, 2.7 and 8.8 times what was missing were
-    computed.
-    """
+    """With 24 slots, earlier rules computed 2.9, 1.4, 2.7 and 8.8 times the missing tokens."""
     run = replay(TRAFFIC[name], StateSizes(24, 1024), num_prompts=60)
     assert run.computed <= run.missing * most

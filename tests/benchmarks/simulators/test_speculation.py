@@ -1,4 +1,4 @@
-"""The rules of speculative decoding on recorded answers, on machines whose times are given."""
+"""Tests of the speculative decoding rules on recorded answers, with machines of given speeds."""
 
 import statistics
 
@@ -41,7 +41,9 @@ def test_edited_code_gains(model, machine, least):
 
 
 def test_a_draft_model_gains():
-    """New code and free chat of the recorded pair, alone and together."""
+    """The recorded pair of models gains on new code and free chat, with one request and with
+    several at once.
+    """
     for size, code, chat in ((1, 1.5, 1.1), (8, 0.98, 0.98)):
         rules = Rules()
         gains: dict[str, list[float]] = {}
