@@ -1,4 +1,4 @@
-"""A Ray of this machine's own for these tests, two replicas of the bundled model on it, and the
+"""A Ray cluster of this machine for these tests, with two replicas of the bundled model, and the
 same model alone.
 """
 
@@ -10,17 +10,17 @@ from helpers.serve_ray.replica_cases import options_of, running_replicas
 from helpers.server.live_servers import serving
 
 SECRET = "a secret of the test suite"
-NUM_CPUS = 4  # Ray's own count: replicas share what CPUs there are
+NUM_CPUS = 4  # Ray's own count: the replicas share the CPUs that exist
 OPTIONS = {"num_blocks": 512, "max_num_seqs": 8, "num_threads": 1, "reuse_gate": "off"}
 
 
 @pytest.fixture(scope="package")
 def ray_cluster(isolated_cache):
-    """Gives its address. Replicas that wait for a place are told of soon, and all know the secret
-    of the suite.
+    """Address of the Ray cluster. It soon reports replicas that wait for CPUs, and all replicas
+    know the secret of the suite.
     """
     with warnings.catch_warnings():
-        # Ray Serve's own models are written for an older pydantic.
+        # Ray Serve's own models were written for an older pydantic.
         warnings.filterwarnings(
             "ignore", "Using extra keyword arguments on `Field`", DeprecationWarning
         )
@@ -44,14 +44,14 @@ def running(ray_cluster):
 
 @pytest.fixture
 def two(running):
-    """With two replicas, whatever a test before did."""
+    """The running deployment with two replicas, whatever the previous test did."""
     running.wait_for(2)
     return running
 
 
 @pytest.fixture(scope="module")
 def alone(isolated_cache):
-    """The same model and settings in this process."""
+    """The same model and options in this process."""
     from kvboost_edge import CPUPagedEngine
 
     with CPUPagedEngine.from_pretrained("kvboost-edge/demo", **OPTIONS) as engine:
@@ -60,7 +60,7 @@ def alone(isolated_cache):
 
 @pytest.fixture(scope="module")
 def server(running):
-    """The server over the replicas, with two tenants' keys."""
+    """Server over the replicas, with keys of two tenants."""
     with serving(
         running.pool, api_keys=("first-key", "second-key"), admin_api_keys=("admin-key",)
     ) as live:

@@ -1,4 +1,4 @@
-"""The figures of several replicas as those of one."""
+"""Aggregation: the figures of several replicas as those of one engine."""
 
 from kvboost_edge.serve_ray.aggregation import summed_paged
 

@@ -1,5 +1,5 @@
-"""Replicas that are unlike the others, that break, or that cannot load: what is told, and who
-answers meanwhile.
+"""Replicas that differ from the others, break, or cannot load: the reports, and the replicas that
+answer meanwhile.
 """
 
 import contextlib
@@ -28,9 +28,13 @@ SAMPLING = {"max_new_tokens": 4, "temperature": 0.0}
 
 
 def breakable(folder):
-    """A replica that does what files in a folder say: "small": the next one has a small pool;
-    "other": the next one has keys and values of 8 bits; "dies": processes are killed while they
-    load. And it breaks when it is asked to. Ray copies the class to its processes.
+    """Return a class of replicas that break on request. Ray copies it to its processes.
+
+    It also obeys files in a folder:
+
+    - "small": the next replica has a small pool
+    - "other": the next replica has KV of 8 bits
+    - "dies": processes are killed while they load
     """
     from kvboost_edge.serve_ray.deployment import RayReplica
 
@@ -62,7 +66,7 @@ def breakable(folder):
                 raise RuntimeError("the bookkeeping of this engine is broken")
 
             self._engine._core._plan = fail
-            self._engine._core.cancel(-1)  # wakes it
+            self._engine._core.cancel(-1)  # wakes its thread
 
         def be_still(self):
             self._engine._core._runner.forward = lambda batch: threading.Event().wait()
@@ -71,8 +75,8 @@ def breakable(folder):
             real = self._engine._core._runner.forward
 
             def forward(batch):
-                # At most half a second a pass: one of two seconds, on a busy machine, would count
-                # as still.
+                # At most half a second per pass: on a busy machine, a pass of two seconds would
+                # count as stalled.
                 time.sleep(1e-3 * len(batch.token_ids))
                 return real(batch)
 
@@ -88,7 +92,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def model(folder):
-    """A copy of the bundled model, to be changed."""
+    """Copy of the bundled model, to be modified."""
     return Path(shutil.copytree(locate_model("kvboost-edge/demo"), folder / "model"))
 
 
@@ -116,28 +120,28 @@ def broken(breakable_class, folder, model):
 
 @pytest.fixture
 def pool(broken):
-    """With two replicas, whatever a test before did."""
+    """Pool with two replicas, whatever the previous test did."""
     broken.wait_for(2)
     return broken.pool
 
 
 def ask_to(pool, what, replica):
-    """Have one replica break."""
+    """Make one replica break."""
     assert pool._replicas.ask(what, seconds=20, among=[replica]) == [True]
 
 
 def computed(pool):
-    """Prompt tokens that each replica has computed."""
+    """Return the number of prompt tokens that each replica has computed."""
     return {name: view.paged_stats()["miss_tokens"] for name, view in pool.replicas().items()}
 
 
 def prompts(first, count, num_tokens):
-    """That share no prefix."""
+    """Return prompts that share no prefix."""
     return [[20 + number, *range(20, 19 + num_tokens)] for number in range(first, first + count)]
 
 
 def status():
-    """Of the deployment, as Ray tells it, and why."""
+    """Return the status of the deployment and its reason, as Ray reports them."""
     from ray import serve
 
     found = serve.status().applications[NAME].deployments["engine"]
@@ -145,7 +149,7 @@ def status():
 
 
 def test_a_request_too_large_for_one_pool_runs_on_a_larger_one(pool):
-    """And what none holds is refused as one engine refuses it."""
+    """A prompt that no replica holds is refused as by one engine."""
     sizes = sorted(view.paged_stats()["num_blocks"] for view in pool.replicas().values())
     assert sizes == [SMALL_BLOCKS, 512]
     too_large = [[20 + number] * (16 * SMALL_BLOCKS + 16) for number in range(8)]
@@ -154,14 +158,12 @@ def test_a_request_too_large_for_one_pool_runs_on_a_larger_one(pool):
 
 
 def test_slower_replicas_get_fewer_requests(pool):
-    """Once its speed has been measured, a slow replica is chosen only where the other one is
-    busy.
-    """
+    """Once measured, a slow replica is chosen only while the other one is busy."""
     sizes = {name: view.paged_stats()["num_blocks"] for name, view in pool.replicas().items()}
     slow, fast = sorted(sizes, key=lambda name: sizes[name])
     ask_to(pool, "be_slow", slow)
     start = computed(pool)[slow]
-    # The other replica may answer the first batches alone, if requests arrive slowly.
+    # The other replica may answer the first batches alone if requests arrive slowly.
     for batch in range(10):
         first = 1000 + 16 * batch
         for handle in [pool.submit(prompt, **SAMPLING) for prompt in prompts(first, 16, 200)]:
@@ -179,8 +181,8 @@ def test_slower_replicas_get_fewer_requests(pool):
 
 @pytest.mark.parametrize("what", ["be_dead", "be_still"])
 def test_a_dead_or_stalled_engine_is_replaced(pool, broken, what):
-    """One whose thread has died, and one that does nothing although it has a request: that is
-    computed elsewhere.
+    """The engine's thread has died, or does nothing although it has a request. The request is
+    recomputed elsewhere.
     """
     prompt = prompts(100, 1, 300)[0]
     expected = pool.submit(prompt, **SAMPLING).result(timeout=60)
@@ -203,8 +205,8 @@ def test_a_dead_or_stalled_engine_is_replaced(pool, broken, what):
 def test_incompatible_replicas_are_refused_and_the_others_serve(
     pool, broken, folder, model, tmp_path, caplog
 ):
-    """One with other settings, one with other files, one that cannot read them: the log or Ray says
-    why. With the right ones there are two again.
+    """One replica has other options, one has other files, and one cannot read them. The log or Ray
+    gives the reason. With the right files there are two replicas again.
     """
     from kvboost_edge.serve_ray.model_files import model_digest
     from kvboost_edge.serve_ray.replicas import Replicas
@@ -242,7 +244,7 @@ def test_incompatible_replicas_are_refused_and_the_others_serve(
         replace_the_other_one()
         wait_for_refusal("serves another model: its files have the digest")
 
-    # A server that reads other files than all of them does not start.
+    # A server whose files differ from those of all replicas does not start.
     shutil.copytree(model, tmp_path / "third")
     (tmp_path / "third" / "config.json").write_bytes(right + b"\n\n")
     third = Replicas(pool._replicas._handle, model_digest(str(tmp_path / "third"), EngineConfig()))
@@ -274,7 +276,7 @@ def test_a_replica_killed_while_loading_fails_the_start(broken, folder):
 
 
 def test_replicas_waiting_for_cpus_are_reported(broken, caplog):
-    """CPUs that somebody else has reserved meanwhile; it waits until they are free, or until it is
+    """Another application has reserved the CPUs. The start waits until they are free or until it is
     ended.
     """
     from ray import serve

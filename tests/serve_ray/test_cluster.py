@@ -1,4 +1,4 @@
-"""docs/deploy/serve.yaml as `serve run` runs it: the server on the cluster too, restarted and
+"""docs/deploy/serve.yaml as `serve run` runs it, with the server on the cluster too, restarted and
 scaled under load.
 """
 
@@ -28,7 +28,7 @@ GREEDY = {"temperature": 0, "ignore_eos": True}
 
 
 class Cluster:
-    """The file's application on the Ray of the tests, at a free port."""
+    """The file's application on the Ray cluster of the tests, at a free port."""
 
     def __init__(self, address, folder):
         import yaml
@@ -44,7 +44,7 @@ class Cluster:
         self._file = folder / "serve.yaml"
 
     def deploy(self, **changes):
-        """With other values of the application. Without waiting for them."""
+        """Deploy the application with other values, without waiting for them."""
         from kvboost_edge.serve_ray.start import _OWN
 
         self.config["applications"][0] |= changes
@@ -71,17 +71,17 @@ class Cluster:
         return False
 
     def scale(self, count):
-        """Have Ray run so many replicas. Without waiting for them."""
+        """Set the number of replicas that Ray runs, without waiting for them."""
         self.deploy(deployments=[{"name": "engine", "num_replicas": count}])
 
     def states(self):
-        """How many replicas are in which of Ray's states."""
+        """Return the number of replicas in each of Ray's states."""
         from ray import serve
 
         return dict(serve.status().applications[NAME].deployments["engine"].replica_states)
 
     def running(self):
-        """Requests that each replica computes, as the server's figures tell."""
+        """Return the number of requests that each replica computes, from the server's metrics."""
         with self.client() as client:
             lines = client.get("/metrics").text.splitlines()
         told = [line for line in lines if line.startswith("vllm:num_requests_running{")]
@@ -104,7 +104,7 @@ class Cluster:
         return answer.json()
 
     def events(self, prompt, **fields):
-        """The data of a stream, as far as it came."""
+        """Return the data of a stream as far as it was received."""
         found = []
         body = {"prompt": prompt, "stream": True, **GREEDY, **fields}
         with (
@@ -117,7 +117,7 @@ class Cluster:
 
 
 def text_of(events):
-    """Of a stream that came to its end."""
+    """Return the text of a complete stream."""
     assert events[-1] == "[DONE]"
     return "".join(
         choice["text"] for event in events[:-1] for choice in json.loads(event)["choices"]
@@ -128,7 +128,7 @@ def text_of(events):
 def cluster(ray_cluster, tmp_path_factory):
     from ray import serve
 
-    serve.shutdown()  # that of other tests has no port
+    serve.shutdown()  # the cluster of other tests has no port
     found = Cluster(ray_cluster, tmp_path_factory.mktemp("deploy"))
     found.deploy()
     wait_until(found.is_ready, "the server to be ready", 180)
@@ -146,8 +146,8 @@ def test_the_documented_serve_file_works(cluster, alone):
 
 
 def test_a_restarted_server_relearns_what_replicas_hold(cluster):
-    """Each prompt lies where a cache key of its own has put it: without knowing that half of them
-    would be missed.
+    """Each prompt was placed by a cache key of its own. A server that did not relearn the places
+    would miss half of them.
     """
     prompts = [[20 + number, *range(100, 100 + 159)] for number in range(12)]
     for number, prompt in enumerate(prompts):
@@ -173,15 +173,15 @@ def test_a_restarted_server_relearns_what_replicas_hold(cluster):
 
 
 def test_scaling_up_and_down_does_not_break_streams(cluster, alone):
-    """By the file's `deployments`. The replica that there was stays, those that go end what they
-    have first, and every answer is that of one engine.
+    """The file's `deployments` set the number of replicas. The first replica stays, replicas that
+    stop finish their streams, and every answer equals that of one engine.
     """
     prompts = [[number, 7] for number in range(40, 56)]
     whole = alone.generate_batch(prompts, max_new_tokens=200, temperature=0.0, ignore_eos=True)
     is_enough = threading.Event()
 
     def stream_on(prompt):
-        """One stream after the other, whatever happens to the replicas; their texts."""
+        """Run one stream after another, whatever happens to the replicas, and return their texts."""
         texts = []
         while not is_enough.is_set():
             texts.append(text_of(cluster.events(prompt, max_tokens=200)))
@@ -220,8 +220,8 @@ def test_scaling_up_and_down_does_not_break_streams(cluster, alone):
 
 
 def test_a_new_model_waits_for_its_own_replicas(cluster, tmp_path):
-    """While Ray replaces replicas, those of the model before are there: the new server refuses them
-    and waits.
+    """While Ray replaces the replicas, those of the previous model still exist. The new server
+    refuses them and waits.
     """
     model = Path(shutil.copytree(locate_model("kvboost-edge/demo"), tmp_path / "model"))
     with (model / "config.json").open("a") as config:

@@ -1,4 +1,4 @@
-"""Which clusters and machines have room for replicas, against placing them one by one; no Ray."""
+"""The room for replicas on clusters and machines, against placing them one by one, without Ray."""
 
 import socket
 import threading
@@ -34,8 +34,8 @@ def test_cpus_default_to_an_even_share():
 
 @pytest.mark.parametrize("machines", [[3, 3], [5, 1], [2, 2, 2], [7, 1, 1], [1, 1, 1, 1, 1]])
 def test_a_replica_fits_on_one_machine(machines):
-    """Ray would wait for ever for a place on two; each size is compared with placing them one by
-    one.
+    """Ray would wait forever for a replica that needs two machines. Each size is compared with
+    placing replicas one by one.
     """
 
     def fit(workers, each):
@@ -61,8 +61,8 @@ def test_a_replica_fits_on_one_machine(machines):
 
 @contextmanager
 def listening(answer):
-    """A server that answers the first client with these bytes and ends; None: it accepts and says
-    nothing.
+    """Run a server that sends `answer` to its first client and ends. With None it accepts but never
+    answers.
     """
     with socket.create_server(("127.0.0.1", 0)) as listener:
         done = threading.Event()
@@ -110,7 +110,9 @@ def test_an_http2_peer_is_accepted_as_a_head():
 
 
 def test_with_tls_an_open_port_is_accepted(monkeypatch):
-    """Such a head answers nothing that is not encrypted; where nobody listens there is none."""
+    """A head node with TLS answers only encrypted data, so the open port suffices. Without a
+    listener the cluster does not exist.
+    """
     monkeypatch.setenv("RAY_USE_TLS", "1")
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = f"127.0.0.1:{listener.getsockname()[1]}"

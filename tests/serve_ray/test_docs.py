@@ -1,6 +1,4 @@
-"""The configurations for clusters that the documentation shows, against Ray's own schema and the
-command's flags.
-"""
+"""The documented cluster configurations, against Ray's own schema and the command's flags."""
 
 import warnings
 from pathlib import Path
@@ -17,7 +15,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 
 def kuberay():
-    """The example of docs/scale_out.md."""
+    """Return the KubeRay example of docs/scale_out.md."""
     text = (DOCS / "scale_out.md").read_text()
     lines = text[text.index("    apiVersion: ray.io/v1") :].splitlines()
     end = next(number for number, line in enumerate(lines) if line and not line.startswith("    "))
@@ -35,12 +33,12 @@ def serve_config():
 )
 def test_documented_fields_and_arguments_exist(config):
     with warnings.catch_warnings():
-        # Ray Serve's own models are written for an older pydantic.
+        # Ray Serve's own models were written for an older pydantic.
         warnings.filterwarnings(
             "ignore", "Using extra keyword arguments on `Field`", DeprecationWarning
         )
         schema = pytest.importorskip("ray.serve.schema")
-    # Fields that there are not would be dropped.
+    # Unknown fields would be dropped.
     assert (
         schema.ServeDeploySchema.model_validate(config).model_dump(mode="json", exclude_unset=True)
         == config
@@ -52,7 +50,9 @@ def test_documented_fields_and_arguments_exist(config):
 
 
 def test_the_kuberay_example_has_enough_workers_and_cpus():
-    """As many workers as replicas, each with the CPUs of one; the server's CPU is on the head."""
+    """There are as many workers as replicas, each with the CPUs of one. The server's CPU is on the
+    head.
+    """
     cluster = kuberay()["spec"]["rayClusterConfig"]
     [application] = yaml.safe_load(kuberay()["spec"]["serveConfigV2"])["applications"]
     [group] = cluster["workerGroupSpecs"]

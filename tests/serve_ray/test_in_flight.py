@@ -1,4 +1,4 @@
-"""A request's way, without replicas."""
+"""The path of a request in flight, without replicas."""
 
 import asyncio
 from typing import Any, cast
@@ -38,7 +38,7 @@ def test_a_request_cancelled_before_its_start_is_never_sent():
 
 
 class Answer:
-    """What comes of a call, as Ray gives it."""
+    """Result of a call, in Ray's form."""
 
     def __init__(self, came):
         self._came = came
@@ -52,7 +52,7 @@ class Answer:
 
 
 class Pools:
-    """Replicas that refuse requests, as far as a flight sees them."""
+    """The interface of replicas that a request in flight uses; those in `refusing` refuse it."""
 
     def __init__(self, refusing, names):
         self.refusing = refusing

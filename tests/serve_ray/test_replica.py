@@ -1,4 +1,4 @@
-"""A replica without Ray: what comes with a request, and what it tells of itself."""
+"""A replica without Ray: the fields sent with a request, and the reports about itself."""
 
 import asyncio
 import contextlib
@@ -28,7 +28,9 @@ OPTIONS = {"num_blocks": 128, "max_num_seqs": 4, "num_threads": 1, "reuse_gate":
 
 @pytest.fixture
 def open_replica(isolated_cache, tmp_path):
-    """Makes replicas of the bundled model that share one disk, and closes them."""
+    """Function that creates replicas of the bundled model sharing one disk. All are closed at the
+    end.
+    """
     made = []
 
     def open_one(name):
@@ -72,7 +74,7 @@ def answer(replica, request):
 
 
 def tell(replica, router, now):
-    """What an ingress does ten times a second."""
+    """Update the router from a replica, as an ingress does ten times a second."""
     asked = ReplicaCall((replica.name,), "tell", (router.cursor(replica.name),))
     told = asyncio.run(replica.ask(asked))
     assert isinstance(told, ReplicaUpdate)
@@ -92,8 +94,8 @@ def chain_of(replica, prompt):
 
 
 def test_a_prompt_is_looked_up_by_its_given_hashes(open_replica, monkeypatch):
-    """Nothing of a prompt is hashed to find it; wrong hashes cost what they hide, and change no
-    answer.
+    """The lookup of a prompt hashes nothing. Wrong hashes cost only the hits that they hide, and
+    change no answer.
     """
     replica = open_replica("a")
     hashes, _ = chain_of(replica, PROMPT)
@@ -113,7 +115,7 @@ def test_a_prompt_is_looked_up_by_its_given_hashes(open_replica, monkeypatch):
     unknown = answer(replica, sent(PROMPT))
     assert len(counted) >= 62
     assert (unknown.output_token_ids, unknown.cached_tokens) == (expected, 992)
-    # The tier has it all the same: it is asked by names that are made here.
+    # The tier has the prompt anyway: it is asked by hashes that are computed here.
     replica._engine.reset_cache()
     lies = chain_of(replica, PROMPT[::-1])[0]
     wrong = answer(replica, sent(PROMPT, lies))
@@ -123,7 +125,9 @@ def test_a_prompt_is_looked_up_by_its_given_hashes(open_replica, monkeypatch):
 
 @pytest.mark.parametrize("size", [32, 8])
 def test_hashes_of_another_block_size_are_ignored(open_replica, size):
-    """An ingress knows a newer version's settings a moment after its replicas are there."""
+    """An ingress learns the options of a newer version only some time after its replicas are
+    running.
+    """
     replica = open_replica("a")
     hashes, _ = chain_of(replica, PROMPT)
     expected = answer(replica, sent(PROMPT, hashes)).output_token_ids
@@ -133,8 +137,8 @@ def test_hashes_of_another_block_size_are_ignored(open_replica, size):
 
 
 def test_disk_blocks_are_published_and_their_reads_measured(open_replica):
-    """A replica computes a prompt, and a new one finds it on their disk: it is believed to read it,
-    and what it took to read is what is expected of the next.
+    """A replica computes a prompt, and a new one finds it on their disk. The router expects the new
+    one to read it, and the measured time becomes the expectation for the next read.
     """
     first = open_replica("a")
     hashes, chain = chain_of(first, PROMPT)
@@ -182,7 +186,7 @@ def test_a_model_without_states_publishes_only_block_keys(open_replica):
 
 
 def test_a_hybrid_prompt_is_read_from_redis(isolated_cache, tmp_path, monkeypatch):
-    """By a replica that never saw it, on a machine of its own: as many tokens as a router
+    """A replica on another machine, which never saw the prompt, reads as many tokens as the router
     expects.
     """
     monkeypatch.setenv("KVBOOST_EDGE_REDIS_SECRET", "a secret of the test suite")
@@ -207,7 +211,9 @@ def test_a_hybrid_prompt_is_read_from_redis(isolated_cache, tmp_path, monkeypatc
         )
 
         def restored():
-            """The events of a tier come some time after its counts."""
+            """Return the tokens that the router expects to be read. Tier events arrive some time
+            after the counters.
+            """
             tell(replicas["a"], router, 1.0)
             return router.choose(chain, 1.0, among="b")[0].restored_tokens
 
@@ -219,9 +225,9 @@ def test_a_hybrid_prompt_is_read_from_redis(isolated_cache, tmp_path, monkeypatc
 
 
 def test_the_replica_with_the_state_is_chosen(isolated_cache, tmp_path):
-    """Two have computed the same prompt, and only one was asked to keep the state behind its head,
-    in its pool and on a disk: what the router expects each of them to find of other prompts with
-    that head is what they find.
+    """Two replicas have computed the same prompt, but only one kept the state after its head, in
+    its pool and on disk. For other prompts with that head, the router's expectation equals the
+    tokens that each replica finds.
     """
     head = [10 + number % 200 for number in range(320)]
     name = str(save_tiny_model("qwen3_5_text", tmp_path / "model"))
@@ -259,7 +265,7 @@ def test_the_replica_with_the_state_is_chosen(isolated_cache, tmp_path):
         results = [answer(replica, sent(asked)) for replica in (a, b)]
         assert [one.cached_tokens for one in results] == [320, 0]
         assert results[1].miss_reason == "state"
-        # The second one has kept the state by now, and the first one drops it and keeps its blocks.
+        # By now the second replica has kept the state. The first one drops it but keeps its blocks.
         manager = a._engine._parts.manager
         assert manager.states is not None
         with a._engine._core.reading():
@@ -280,7 +286,9 @@ def test_the_replica_with_the_state_is_chosen(isolated_cache, tmp_path):
 
 
 def test_events_of_an_abandoned_poll_are_sent_with_the_next(open_replica, monkeypatch):
-    """An ingress gives up after two seconds; the engine tells what came to its cache once."""
+    """An ingress abandons a poll after two seconds, but the engine reports each cache event only
+    once.
+    """
     replica = open_replica("a")
     hashes, chain = chain_of(replica, PROMPT)
     router = PrefixRouter()
@@ -339,7 +347,7 @@ def test_long_calls_do_not_block_health_checks(open_replica, monkeypatch):
         return list(await asyncio.gather(*calls))
 
     assert [one.value for one in asyncio.run(run())] == [7, 7, 7]
-    # One that is closed computes nothing more: another one may.
+    # A closed replica computes nothing, but another one may.
     replica.close()
     closed = asyncio.run(computed_by(replica))
     assert closed.failure is not None

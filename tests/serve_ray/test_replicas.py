@@ -1,5 +1,5 @@
-"""Real replicas: the same answers as one engine's, to the bit; cancelled, killed, more and fewer of
-them.
+"""Real replicas: answers equal one engine's to the bit, with cancellation, kills, and changes of
+their number.
 """
 
 import contextlib
@@ -67,7 +67,7 @@ def test_embeddings_and_documents_equal_a_single_engines(two, alone):
     assert all(handle.done for handle in handles)
     assert all(
         view.paged_stats()["loaded_chunks"] for view in two.pool.replicas().values()
-    )  # every replica has it
+    )  # every replica holds it
     assert two.pool.reset_cache()
     wait_until(two.idle, "the blocks to be free")
 
@@ -76,7 +76,7 @@ def test_invalid_requests_are_refused_as_by_an_engine(two):
     assert_raises(RequestError, "temperature=-1", two.pool.submit, "x", temperature=-1)
     assert_raises(RequestError, "nonsense", two.pool.submit, "x", nonsense=1)
     assert_raises(RequestError, "vocabulary", two.pool.submit, [10**6])
-    # What only a replica can tell, the handle raises.
+    # Errors that only a replica can find are raised by the handle.
     refused = two.pool.submit("x", regex="(unclosed", max_new_tokens=4)
     with pytest.raises(RequestError):
         refused.result(timeout=60)
@@ -165,8 +165,8 @@ def test_a_disconnect_frees_the_replica(two, server):
 
 
 def test_a_frozen_replica_does_not_block_others(two):
-    """Once it is known not to answer, figures and answers are those of the other; then it is back
-    as it was.
+    """Once it is known not to answer, figures and answers come from the other replica. Afterwards
+    it returns unchanged.
     """
     pids = two.pids()
     frozen, other = sorted(pids)
@@ -200,10 +200,10 @@ def test_a_killed_replica_loses_only_started_answers(two):
                 seen += 1
             assert seen == LONG["max_new_tokens"]
         except ReplicaLost:
-            assert seen  # what had not begun was computed elsewhere
+            assert seen  # requests that had not begun were computed elsewhere
             lost += 1
     assert lost < len(handles)
-    # Ray starts another in its place; until it is there the other one answers.
+    # Ray starts a replacement. Until it is ready, the other replica answers.
     assert two.pool.is_alive()
     assert two.pool.submit("Hello", max_new_tokens=2).result(timeout=60).generated_tokens
     wait_until(lambda: victim not in two.pool._replicas.usable, "the dead replica to be known", 60)

@@ -1,5 +1,5 @@
-"""Where the files of a server's own Ray are, who may see them, and what becomes of those that a
-killed server left.
+"""The files of a server's own Ray: their directory, its permissions, and the removal of those that
+a killed server left.
 """
 
 import os
@@ -22,8 +22,8 @@ pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="files are not l
 
 @pytest.fixture
 def memory(tmp_path, monkeypatch):
-    """The place in memory, which is not there yet; "disk" beside it is that for temporary files.
-    Their paths are longer than sockets allow.
+    """Path of the in-memory directory, which does not exist yet. The "disk" next to it is the
+    directory for temporary files; their paths are longer than sockets allow.
     """
     (tmp_path / "disk").mkdir()
     monkeypatch.setattr(run_directory, "MEMORY_PLACE", str(tmp_path / "memory"))
@@ -36,7 +36,7 @@ def memory(tmp_path, monkeypatch):
 def test_the_directory_is_in_memory_if_there_is_space(memory, monkeypatch):
     disk = memory.parent / "disk"
     with ray_directory() as found:
-        assert Path(found).parents[1] == disk  # there is no such place
+        assert Path(found).parents[1] == disk  # the in-memory directory does not exist
     memory.mkdir()
     with ray_directory() as found:
         assert Path(found).parents[1] == memory
@@ -54,7 +54,7 @@ def test_the_directory_is_private(memory):
 
 
 def test_a_path_too_long_for_sockets_is_refused(memory, monkeypatch):
-    """The message says how long it may be."""
+    """The message gives the longest possible path."""
     disk = memory.parent / "disk"
     monkeypatch.setattr(run_directory, "_MOST_SOCKET_PATH", len(str(disk)) + 200)
     own = len(f"/{run_directory._prefix()}/r") + run_directory._RANDOM
@@ -84,7 +84,7 @@ def test_paths_in_memory_fit_a_socket_address():
 
 
 def test_files_of_a_killed_server_are_removed_by_the_next(memory):
-    """And nothing of one that lives, and nothing that is no server's."""
+    """The files of a running server and foreign files stay."""
     memory.mkdir()
     other = memory / f"{run_directory._prefix()}somebody"
     other.mkdir()
@@ -102,7 +102,7 @@ def test_files_of_a_killed_server_are_removed_by_the_next(memory):
     with subprocess.Popen([sys.executable, "-c", program, str(memory)], **pipes) as process:
         left = Path(process.stdout.readline().strip())
         with ray_directory() as found:
-            assert (left / "prompt").exists()  # it lives
+            assert (left / "prompt").exists()  # its server is running
         process.kill()
         process.wait(timeout=60)
     assert (left / "prompt").exists()
@@ -111,7 +111,7 @@ def test_files_of_a_killed_server_are_removed_by_the_next(memory):
 
 
 def left_behind(place):
-    """A directory as a server that was killed leaves it."""
+    """Create a directory as a killed server leaves it."""
     left = place / f"{run_directory._prefix()}left"
     (left / "r").mkdir(parents=True)
     open_unfinished(left).close()
@@ -119,7 +119,7 @@ def left_behind(place):
 
 
 def test_directories_of_another_machine_are_kept(memory, monkeypatch):
-    """Its locks may not be seen from here."""
+    """The locks of another machine may not be visible here."""
     with monkeypatch.context() as elsewhere:
         elsewhere.setattr(platform, "node", lambda: "another machine")
         theirs = left_behind(memory)
@@ -130,11 +130,13 @@ def test_directories_of_another_machine_are_kept(memory, monkeypatch):
 
 
 def test_a_failed_removal_is_retried(memory, monkeypatch):
-    """By whichever server: what tells that nobody lives there is the last to go."""
+    """Any later server may retry, because the lock file, which shows that no server lives there, is
+    removed last.
+    """
     memory.mkdir()
 
     def keep_inner(path, **options):
-        """As if the files that Ray has there were held."""
+        """Keep the directory, as if Ray's files in it were held open."""
         for one in path.glob(".new-*"):
             one.unlink()
 

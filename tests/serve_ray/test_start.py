@@ -1,5 +1,5 @@
-"""What is told before and while replicas start, without Ray where it can be; and the command as
-people run it.
+"""Messages before and during the start of replicas, mostly without Ray, and the command as users
+run it.
 """
 
 import importlib.util
@@ -112,8 +112,8 @@ def test_arguments_of_a_serve_file_are_the_commands_flags(monkeypatch):
 
 @pytest.mark.cluster
 def test_a_failed_ray_start_leaves_nothing(monkeypatch):
-    """Whatever Ray raises then. Another one of this process, and what is no part of any, goes
-    on.
+    """This holds for any error that Ray raises. Other processes of this one, which are not part of
+    Ray, continue.
     """
     ray = pytest.importorskip("ray")
     started = []
@@ -137,7 +137,7 @@ def test_a_failed_ray_start_leaves_nothing(monkeypatch):
         pass
     is_running = [
         process.poll() is None for process in started
-    ]  # by themselves they end once they may read
+    ]  # they end by themselves once they can read
     for process in started:
         process.communicate(timeout=60)
     assert is_running == [False, True]
@@ -146,9 +146,7 @@ def test_a_failed_ray_start_leaves_nothing(monkeypatch):
 @pytest.mark.cluster
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_during_ray_start_leaves_nothing(number, monkeypatch):
-    """And it ends this process as it would have before: Ray's handler would do so with another
-    status.
-    """
+    """The signal ends this process as before. Ray's handler would end it with another status."""
     ray = pytest.importorskip("ray")
     utils = pytest.importorskip("ray._private.utils")
     started = []
@@ -230,9 +228,7 @@ def test_a_cluster_without_enough_cpus_is_reported(ray_cluster):
 @pytest.mark.slow
 @pytest.mark.skipif(default_num_threads() < 2, reason="two replicas need two CPUs")
 def test_the_command_serves_and_leaves_nothing_behind(tmp_path):
-    """On SIGTERM a stream in progress goes on to its end, and then no process, no file and no
-    variable is left.
-    """
+    """On SIGTERM a running stream is finished. Afterwards no process, file or variable is left."""
     log = (tmp_path / "log").open("w+")
     environment = {**os.environ, "TMPDIR": "/tmp", "HOME": str(tmp_path)}
     flags = ["--workers", "2", "--num-threads", "1"]

@@ -1,5 +1,5 @@
-"""Versions of the replicas that follow one another while requests run; and what new ones know of
-the old ones' work.
+"""Rolling updates of the replicas while requests run, and the use of the old replicas' blocks by
+the new ones.
 """
 
 import threading
@@ -30,7 +30,9 @@ def versions(ray_cluster, redis_server):
 
 
 def told(pool, keys):
-    """Whether a replica has told the pool's router that it holds all blocks of a prompt."""
+    """Return whether a replica has reported to the pool's router that it holds all blocks of a
+    prompt.
+    """
 
     async def look():
         router = pool._replicas.router
@@ -40,7 +42,7 @@ def told(pool, keys):
 
 
 def started(pool, count, **sampling):
-    """Requests whose first token has been taken."""
+    """Submit requests and return them after their first tokens."""
     handles = [
         pool.submit([number, *range(200, 240)], **sampling) for number in range(20, 20 + count)
     ]
@@ -50,8 +52,8 @@ def started(pool, count, **sampling):
 
 
 def test_a_rolling_update_finishes_running_answers(versions, monkeypatch):
-    """Its settings are others: they become the pool's, and what the new replicas hold is known by
-    them.
+    """The new version has other options, which become those of the pool. The blocks of new replicas
+    are found by them.
     """
     pool = versions.pool
     before = versions.pids()
@@ -88,10 +90,10 @@ def test_a_rolling_update_finishes_running_answers(versions, monkeypatch):
 
 
 def test_answers_beyond_the_drain_time_end_with_an_error(versions, monkeypatch):
-    """And what replicas wrote to Redis those that come after them read: the same answer."""
+    """New replicas read the blocks that the old ones stored in Redis, with the same answer."""
     pool = versions.pool
     monkeypatch.setattr("kvboost_edge.serve_ray.deployment._LAST_SECONDS", 0.0)
-    if versions.options.settings.drain_seconds:  # those that are there say how long it is
+    if versions.options.settings.drain_seconds:  # the running replicas determine the drain time
         versions.deploy(
             2,
             options_of("--redis-url", versions.options.engine["redis_url"], "--drain-seconds", "0"),
@@ -120,6 +122,6 @@ def test_answers_beyond_the_drain_time_end_with_an_error(versions, monkeypatch):
     assert again.hit_tokens["pool"] == 0
     assert (
         again.hit_tokens["redis"] >= len(PREFIX) - pool._about.block_size
-    )  # the last block may have come too late
+    )  # the last block may have arrived too late
     assert (again.output_token_ids, again.logprobs) == (cold.output_token_ids, cold.logprobs)
     wait_until(versions.idle, "the blocks to be free", 60)

@@ -1,4 +1,6 @@
-"""A replica's batches: whoever asks, however seldom, knows in the end what the replica holds."""
+"""The event batches of a replica: any client that asks, however rarely, ends with the replica's
+contents.
+"""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,8 +11,8 @@ from kvboost_edge.serve_ray.routing.event_journal import Journal
 
 
 def hash_of(number):
-    """The keys of its places: the number, a thousand and four times the number, two thousand and
-    the number.
+    """Build a hash whose keys are the number in the pool, 1000 + 4 x the number on disk, and 2000 +
+    the number on the server.
     """
     return b"".join(
         key.to_bytes(KEY_BYTES, "little") for key in (number, 1000 + 4 * number, 2000 + number, 0)
@@ -29,15 +31,17 @@ changes = st.tuples(
 
 
 def told_of(held):
-    """The keys of what is held, written out: all of a pool's, of the other places one in four."""
+    """Return the keys of the held blocks: all of the pool's, and one in four of the other places."""
     pool, disk, shared = (held[place] for place in Place)
     return pool | {1000 + 4 * one for one in disk} | {2000 + one for one in shared if one % 4 == 0}
 
 
 @given(st.lists(st.tuples(changes, st.sets(st.integers(0, 2))), max_size=30), st.integers(1, 12))
 def test_every_reader_reconstructs_the_held_blocks(steps, max_changes):
-    """Three askers, each asks after some of the steps; few changes are kept, so some are told
-    everything. Pool and tiers have their own events, whole ones too, and one journal.
+    """Three clients ask after some of the steps. Few changes are kept, so some clients get
+    everything.
+
+    Pool and tiers have events of their own, complete ones included, but share one journal.
     """
     journal = Journal(max_changes)
     held = {place: set() for place in Place}
@@ -75,11 +79,11 @@ def test_without_changes_only_the_first_batch_is_sent():
     assert [batch.serial for batch in journal.since(Cursor(5, 0))] == [1]
     assert [batch.is_whole for batch in journal.since(Cursor(5, 9))] == [
         True
-    ]  # knows more than there is
+    ]  # the client knows more than exists
 
 
 def test_of_two_hashes_with_one_key_the_published_one_counts():
-    """A belief in a block too many costs time; a block that is not believed in is not used."""
+    """A false belief in a block costs time, while a block that is not believed in is never used."""
     journal = Journal(epoch=5)
     one = hash_of(1)
     other = hash_of(1)[:-1] + b"x"

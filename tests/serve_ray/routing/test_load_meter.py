@@ -1,4 +1,4 @@
-"""What a replica measures of itself: queues counted exactly, speeds near what they are."""
+"""The measurements of a replica: exact counts of queues, and speeds close to the real ones."""
 
 import pytest
 from hypothesis import given
@@ -21,8 +21,8 @@ def meter(seconds_per_token=1e-3):
     )
 )
 def test_queues_are_counted_for_any_sequence_of_events(steps):
-    """First tokens and ends of what never began, or twice: they do nothing. What begins twice
-    counts once.
+    """First tokens and ends of requests that never began, or second ones, have no effect. A request
+    that begins twice counts once.
     """
     measured = meter()
     queued = {}
@@ -47,8 +47,8 @@ def test_queues_are_counted_for_any_sequence_of_events(steps):
 
 
 def test_queueing_time_is_excluded_from_the_speed():
-    """Ten prompts come at once and are computed one after the other at 2 ms a token: no waiting
-    counts as computing.
+    """Ten prompts arrive at once and are computed one after another at 2 ms per token. Waiting does
+    not count as computing.
     """
     measured = meter(seconds_per_token=50e-3)
     for number in range(10):
@@ -92,8 +92,8 @@ def test_invalid_values_are_refused(wrong):
 
 
 def test_tier_reads_are_measured_separately_from_prefill():
-    """A request that is read first is no measure of computing; a disk's tokens measure the disk,
-    the server's nothing where it has none.
+    """A request that is read from a tier does not measure the speed of computing. Tokens from disk
+    measure the disk; a replica without a server ignores those of a server.
     """
     measured = Meter(
         seconds_per_token=1e-3, step_tokens=512, max_running=8, tiers={Place.DISK: 1e-5}

@@ -1,5 +1,5 @@
-"""A prompt's chain: the engine's own hashes, the tenant's alone, and nothing that could be read
-back.
+"""The hash chain of a prompt: the engine's own hashes, of one tenant only, from which no text can
+be recovered.
 """
 
 import pytest
@@ -41,7 +41,7 @@ def test_invalid_chains_are_refused():
     assert PromptChain.of_hashes(hashes, 40, 16) == PromptChain.of(range(40), ROOT, 16)
     chain = PromptChain.of(range(40), ROOT, 16)
     assert chain.keys == tuple(map(key_of, hashes))
-    # Outside of pools one block in four is told of, and how many blocks there are up to it.
+    # Outside of pools one block in four is reported, with the number of blocks up to it.
     hashes = prefix_hashes(range(400), ROOT, 1)
     chain = PromptChain.of_hashes(hashes, 400, 1)
     for place, outside in ((Place.DISK, chain.disk), (Place.SHARED, chain.shared)):
@@ -57,7 +57,7 @@ def test_invalid_chains_are_refused():
 
 
 def test_states_are_found_by_their_published_keys():
-    """All of them, at every place: none is among those that are left out."""
+    """All states have keys at every place, and none of the keys is left out by sampling."""
     hashes = prefix_hashes(range(67), ROOT, 4)
     chain = PromptChain.of(range(67), ROOT, 4, has_states=True)
     for place in Place:

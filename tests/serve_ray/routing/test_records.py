@@ -1,4 +1,4 @@
-"""Figures that are none are refused, by name."""
+"""Invalid figures are refused, and the error names them."""
 
 import math
 

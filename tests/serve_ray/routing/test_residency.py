@@ -1,5 +1,5 @@
-"""The map of beliefs under lost, late, repeated and mixed batches: equal to the replicas' own once
-they told all.
+"""The map of beliefs after lost, late, repeated and mixed batches equals the replicas' contents
+once all were delivered.
 """
 
 import math
@@ -31,8 +31,8 @@ key_sets = st.sets(st.integers(0, 15), max_size=6)
 
 
 def hash_of(key):
-    """In a pool a block's key is the number itself, on a disk a hundred and four times as much, on
-    a server 200.
+    """Build a hash whose keys are the number in the pool, 100 + 4 x the number on disk, and 200 + 4
+    x the number on the server.
     """
     return b"".join(
         one.to_bytes(KEY_BYTES, "little") for one in (key, 100 + 4 * key, 200 + 4 * key, 0)
@@ -51,8 +51,8 @@ def batch_of(serial, published, evicted=(), *, epoch=1, is_whole=False):
 
 
 class Replicas(RuleBasedStateMachine):
-    """Three replicas whose caches and tiers change; their batches are kept back, lost, repeated,
-    and come in any order.
+    """Three replicas whose caches and tiers change. Their batches are delayed, lost, repeated and
+    reordered.
     """
 
     @initialize(max_entries=st.sampled_from([6, 1000]))
@@ -81,7 +81,7 @@ class Replicas(RuleBasedStateMachine):
 
     @rule(slot=slots, number=st.integers(0, 20), keep=st.booleans())
     def deliver(self, slot, number, keep):
-        """Any batch that is underway; kept, it comes again."""
+        """Deliver any batch in transit. If `keep`, it arrives again later."""
         if self.underway[slot]:
             number %= len(self.underway[slot])
             batch = self.underway[slot][number] if keep else self.underway[slot].pop(number)
@@ -93,7 +93,9 @@ class Replicas(RuleBasedStateMachine):
 
     @rule(slot=slots)
     def resync(self, slot):
-        """Ask from where the map says: then it knows exactly what the replica holds."""
+        """Request the batches after the map's cursor. Afterwards the map equals the replica's
+        contents.
+        """
         for batch in self.journals[slot].since(self.map.cursor(slot)):
             assert self.map.apply(slot, batch, self.now)
         told = {key for key, is_told in self.map.keys_of(slot).items() if is_told}
@@ -101,14 +103,14 @@ class Replicas(RuleBasedStateMachine):
 
     @rule(slot=slots)
     def restart(self, slot):
-        """Another process in its place; batches of the old one may still come."""
+        """Replace the replica's process. Batches of the old one may still arrive."""
         self.journals[slot] = Journal(8, epoch=self.journals[slot]._epoch + 10)
         self.journals[slot].add(CacheEvents(True, (), ()))
         self.held[slot] = set()
 
     @rule(slot=slots)
     def replace(self, slot):
-        """It is gone, and another one gets its slot."""
+        """Remove the replica and give its slot to another one."""
         self.map.close(slot)
         self.map.open(slot)
         self.underway[slot].clear()
@@ -141,7 +143,9 @@ class Replicas(RuleBasedStateMachine):
 
     @invariant()
     def map_is_bounded(self):
-        """Each change sweeps one slot: while it grows too much, half of it goes."""
+        """Each change sweeps one slot. While the map is too large, half of the slot's entries are
+        dropped.
+        """
         if getattr(self, "bounded", False):
             for _ in range(20):
                 self.map.believe(0, (), 0, self.now)
@@ -157,8 +161,8 @@ def test_random_events_agree_with_the_model():
 
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=6), st.integers(1, 40))
 def test_levels_name_the_holders_of_each_depth(depths, length):
-    """Replica i holds the first depths[i] blocks; where there are few enough levels, exactly that
-    comes out.
+    """Replica i holds the first depths[i] blocks. If the levels suffice, they give exactly these
+    depths.
     """
     known = Residency(10**6, SECONDS)
     keys = list(range(100, 100 + length))
@@ -240,8 +244,8 @@ def test_expected_blocks_are_renewed_and_expire():
     known = Residency(1000, SECONDS)
     known.open(0)
     known.believe(0, [1, 2], 0, 0.0)
-    known.believe(0, [1, 2, 3], 2, 1.0)  # soon after: 1 and 2 last until 10
-    known.believe(0, [1, 2, 3], 3, 8.0)  # late: all last until 18
+    known.believe(0, [1, 2, 3], 2, 1.0)  # soon after: 1 and 2 stay until 10
+    known.believe(0, [1, 2, 3], 3, 8.0)  # late: all stay until 18
     known.expire(12.0)
     assert set(known.keys_of(0)) == {1, 2, 3}
     known.expire(18.0)
@@ -249,7 +253,7 @@ def test_expected_blocks_are_renewed_and_expire():
 
 
 def test_a_prefix_is_found_in_a_sampled_map():
-    """Keys as hashes are, random: what is left of a chain says nearly how long it is."""
+    """The keys are random like hashes. The entries left of a chain give nearly its length."""
     keys = [(key * 0x9E3779B97F4A7C15) % 2**64 for key in range(1, 2001)]
     known = Residency(600, SECONDS)
     for slot in range(2):
@@ -284,14 +288,14 @@ def test_a_truncated_batch_is_refused():
 
 
 def state(key):
-    """What the state behind a block is known by, written out."""
+    """Return the key of the state after a block, by a formula of its own."""
     return (key ^ STATE_WORD) & STATE_MASK
 
 
 @given(st.lists(st.sets(st.integers(1, 60)), min_size=1, max_size=6), st.integers(1, 60))
 def test_the_last_state_of_each_replica_is_found(ends, length):
-    """Replica i has states behind the blocks in ends[i]; where there are few enough, exactly the
-    last comes out.
+    """Replica i has states after the blocks in ends[i]. If the levels suffice, they give exactly
+    the last ones.
     """
     known = Residency(10**6, SECONDS)
     keys = [state(256 * number) for number in range(1, length + 1)]

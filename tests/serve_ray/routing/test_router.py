@@ -1,6 +1,4 @@
-"""Where requests go: the least expected time, against a plain sum of it; stable homes; nobody who
-is not there.
-"""
+"""Routing: the least expected time, against a plain sum; stable homes; only replicas that exist."""
 
 import collections
 
@@ -24,7 +22,7 @@ ROOT = b"r" * 32
 
 
 def chain(keys, num_tokens=None, cache_key=None):
-    """Of blocks of 16 tokens, and one token more."""
+    """Build the chain of a prompt with blocks of 16 tokens and one token more."""
     return PromptChain(tuple(keys), num_tokens or 16 * len(keys) + 1, 16, cache_key)
 
 
@@ -67,8 +65,8 @@ replicas = st.lists(
 
 @given(replicas, st.integers(1, 30), st.booleans())
 def test_the_choice_minimises_the_expected_time(figures, length, among_only):
-    """(blocks held, tokens queued, requests running, draining, asked for) of each; the sums are
-    written out here.
+    """`figures` has for each replica (blocks held, tokens queued, requests running, draining,
+    allowed). The expected times are computed here by plain sums.
     """
     router = router_of(len(figures))
     keys = list(range(1000, 1000 + length))
@@ -123,15 +121,17 @@ tiered = st.lists(
 
 @given(tiered, st.integers(0, 30), st.integers(1, 24))
 def test_tier_blocks_cost_their_read_time(figures, on_server, length):
-    """(blocks in the pool, on the disk, has a disk, has the server, tokens queued) of each, and
-    what the first of them told of the server. A disk is read from where the pool ends, the server
-    from where the disk ends; while that is read the queue is computed. Eight blocks are told of a
-    disk at most: of more not every one is told apart.
+    """The disk is read from the end of the pool's blocks, the server from the end of the disk's,
+    while the queue is computed.
+
+    `figures` has for each replica (blocks in the pool, blocks on disk, has a disk, has the server,
+    tokens queued). The first replica reports the server's blocks. At most eight blocks of a disk
+    are reported, because more are not all distinguished.
     """
     router = router_of(len(figures))
     keys, disk, server = (list(range(start, start + length)) for start in (1000, 2000, 3000))
-    # Of the disk every third block is told of, of the server every other one: what is told last
-    # counts.
+    # Every third block of the disk is reported, and every other one of the server. The last
+    # reported block counts.
     on_disk = Outside(tuple(disk[2::3]), tuple(range(3, length + 1, 3)))
     shared = Outside(tuple(server[1::2]), tuple(range(2, length + 1, 2)))
     prompt = PromptChain(tuple(keys), 16 * length + 1, 16, None, on_disk, shared)
@@ -170,8 +170,8 @@ def test_tier_blocks_cost_their_read_time(figures, on_server, length):
 
 
 def test_a_fast_tier_moves_a_prompt_away_from_a_busy_replica():
-    """Its home holds it and is busy: computing it anew elsewhere would take longer than waiting,
-    reading does not.
+    """The home holds the prompt but is busy. Waiting there is faster than recomputing elsewhere,
+    but slower than reading from the tier.
     """
     prompt = PromptChain.of(list(range(1600)), ROOT, 16)
     for speed, goes in ((0.0, "r0"), (SERVER, "r1")):
@@ -206,7 +206,7 @@ def test_absent_and_draining_replicas_are_not_chosen(steps):
         elif what == "drain":
             router.take_report(name, report(now, is_draining=True), now)
             draining |= {name} & members
-        elif what == "tell":  # of one who is gone: nothing happens
+        elif what == "tell":  # by a replica that left: nothing happens
             assert router.take_events(name, told([number], serial=now), now)
         choices = router.choose(prompt, now, count=8)
         assert {choice.replica_id for choice in choices} == members - draining
@@ -239,8 +239,8 @@ def test_a_fully_cached_prompt_computes_its_last_token():
 
 
 def test_all_routers_agree_on_the_replica_of_a_cold_prefix():
-    """Two routers that know nothing of each other; the home moves only for what lived with the one
-    who left.
+    """Two routers do not know of each other. If a replica leaves, only the prefixes that had their
+    home there move.
     """
     routers = [router_of(20), PrefixRouter()]
     routers[1].set_members(f"r{number}" for number in reversed(range(20)))
@@ -258,20 +258,20 @@ def test_all_routers_agree_on_the_replica_of_a_cold_prefix():
 
 
 def test_of_nearly_equal_replicas_the_one_with_most_blocks_is_chosen():
-    """Two blocks of two hundred are 1% of the time: within what counts as equal, where else a home
-    would decide.
+    """Two of two hundred blocks are 1% of the time. Such times count as equal, and otherwise the
+    home would decide.
     """
     router = router_of(20)
     router.take_events("r7", told([1, 2]), 0.0)
     tails = [range(1000 * number, 1000 * number + 198) for number in range(1, 11)]
     assert {first(router, chain([1, 2, *tail])) for tail in tails} == {"r7"}
-    assert len({first(router, chain([3, 4, *tail])) for tail in tails}) == 1  # the home of 3
+    assert len({first(router, chain([3, 4, *tail])) for tail in tails}) == 1  # the home of chain 3
     assert len({first(router, chain([*tail])) for tail in tails}) > 3
 
 
 def test_a_hot_prefix_spreads_only_if_its_replica_is_full():
-    """The head takes 0.48 s where it is not: a queue longer than that, and what others would wait,
-    is worth a home.
+    """The head takes 0.48 s on a replica without it. Only a longer queue at its home, compared with
+    the others, moves a request.
     """
     router = router_of(10)
     head = list(range(30))
@@ -295,7 +295,9 @@ def test_routed_work_counts_until_reported_and_decays():
     other = chain([5000])
     waits = [best(router, other, now).expected_seconds for now in (0.0, 1.0, 5.0)]
     assert waits == pytest.approx([1.601 + 0.017, 0.601 + 0.017, 0.017])
-    router.take_report("r0", report(1), 0.01)  # made before the request arrived: it still counts
+    router.take_report(
+        "r0", report(1), 0.01
+    )  # made before the request arrived, so the request still counts
     assert best(router, other, 0.01).expected_seconds == pytest.approx(1.601 + 0.017)
     router.take_report("r0", report(2, queued_tokens=400), 1.0)
     assert best(router, other, 1.0).expected_seconds == pytest.approx(0.4 + 0.017)
@@ -316,7 +318,7 @@ def test_routed_work_that_never_arrived_is_dropped():
     choice = best(router, prompt)
     router.note_routed(choice, prompt, 0.0)
     router.note_not_started(choice)
-    router.note_not_started(choice)  # once is enough
+    router.note_not_started(choice)  # counts once
     assert best(router, chain([5000])).expected_seconds == pytest.approx(0.017)
 
 
@@ -348,7 +350,9 @@ def test_a_cache_key_is_a_preference_not_a_rule():
 
 
 def test_a_tenants_cache_does_not_affect_another_tenants_routing():
-    """What one tenant has cached changes neither the other's choice nor its figures."""
+    """The blocks that one tenant has cached change neither the choice nor the figures of another
+    tenant.
+    """
     tokens = list(range(160))
     mine, theirs = (PromptChain.of(tokens, shared_root(ROOT, tenant, None), 16) for tenant in "ab")
     alone = router_of(8)
@@ -388,8 +392,8 @@ def test_a_new_replica_starts_with_the_median_speed():
 
 
 def test_depths_do_not_depend_on_the_number_of_holders():
-    """Holders are read in two ways, by their number; here a hundred replicas hold ever less of a
-    chain.
+    """The holders are read in one of two ways, depending on their number. Here a hundred replicas
+    hold less and less of a chain.
     """
     router = router_of(100)
     keys = list(range(24))

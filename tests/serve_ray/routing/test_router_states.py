@@ -1,5 +1,5 @@
-"""Where requests to models with states go: what counts is where the deepest state ends, in the pool
-and in tiers.
+"""Routing of models with recurrent state: the end of the deepest state counts, in the pool and in
+tiers.
 """
 
 import pytest
@@ -22,8 +22,8 @@ from serve_ray.routing.test_router import (
 
 
 def test_of_two_replicas_with_equal_blocks_the_one_with_the_state_is_chosen():
-    """And of none with a state the one with the blocks, which is where the next state will be kept.
-    Twice the queue of what the state saves sends the prompt away.
+    """If no replica has a state, one with the blocks is chosen, where the next state will be kept.
+    A queue of twice the saved tokens sends the prompt away.
     """
     prompt = PromptChain.of(list(range(16 * 30 + 1)), ROOT, 16, has_states=True)
     plain = prompt._replace(states=())
@@ -62,13 +62,16 @@ stateful = st.lists(
 )
 
 
-@example([({1}, set(), True, False, 0, 0)], set(), 17)  # a state in the pool, its block not told
+@example(
+    [({1}, set(), True, False, 0, 0)], set(), 17
+)  # a state in the pool whose block is not reported
 @given(stateful, st.sets(st.integers(1, 30), max_size=4), st.integers(1, 480))
 def test_a_usable_prefix_ends_at_a_state(figures, on_server, num_tokens):
-    """(states in the pool, states on the disk, has a disk, has the server, tokens queued, blocks in
-    the pool) of each, and what the first of them told of the server: tiers hold all of the prompt's
-    blocks. Blocks in the pool are not read again, and of the states the deepest alone, for as long
-    as a block. The last token is always computed.
+    """Tiers hold all of the prompt's blocks. Blocks in the pool are not read again. Of the states
+    only the deepest is read, in the time of a block. The last token is always computed.
+
+    `figures` has for each replica (states in the pool, states on disk, has a disk, has the server,
+    tokens queued, blocks in the pool). The first replica reports the server's states.
     """
     prompt = PromptChain.of(list(range(num_tokens)), ROOT, 16, has_states=True)
     router = router_of(len(figures))
@@ -101,7 +104,7 @@ def test_a_usable_prefix_ends_at_a_state(figures, on_server, num_tokens):
         end = max(disk_end, deepest(on_server)) if has_server else disk_end
         there = min(
             max(in_pool, held), end
-        )  # what is held behind the state that is read is computed again
+        )  # blocks held after the state that is read are recomputed
         from_disk = max(0, disk_end - there)
         from_server = end - max(there, disk_end)
         if end > disk_end:
@@ -129,9 +132,9 @@ def test_a_usable_prefix_ends_at_a_state(figures, on_server, num_tokens):
 
 @pytest.mark.parametrize("has_blocks", [False, True])
 def test_blocks_already_in_the_pool_need_no_space_for_a_state_read(has_blocks):
-    """30 blocks in the pool and their state on the disk: the prompt needs one block more, and of 40
-    free ones it leaves enough for the next one. Without them it needs 31: 5 are too few, and of 40
-    too few are left.
+    """The prompt has 30 blocks and their state is on disk. If the blocks are in the pool, it needs
+    one more block, and 40 free ones leave enough for the next prompt. Otherwise it needs 31: 5 are
+    too few, and 40 leave too few.
     """
     prompt = PromptChain.of(list(range(16 * 30 + 1)), ROOT, 16, has_states=True)
     router = router_of(1)
@@ -154,8 +157,8 @@ def test_blocks_already_in_the_pool_need_no_space_for_a_state_read(has_blocks):
 
 
 def test_a_state_on_redis_counts_without_its_first_blocks():
-    """A conversation goes on for long: what was written to the server minutes ago nobody tells of,
-    and it is there.
+    """In a long conversation, blocks that were stored on the server minutes ago are no longer
+    reported but still exist.
     """
     prompt = PromptChain.of(list(range(16 * 60 + 1)), ROOT, 16, has_states=True)
     router = router_of(2)
@@ -167,8 +170,8 @@ def test_a_state_on_redis_counts_without_its_first_blocks():
 
 @pytest.mark.parametrize("length", [16 * 20, 16 * 20 + 5])
 def test_continued_and_repeated_prompts_follow_the_state_and_branches_do_not(length):
-    """The state at a prompt's end is expected as soon as it was sent; one inside of it when it is
-    told of.
+    """The state at the end of a prompt is expected once the prompt was sent. A state inside it is
+    expected only once it was reported.
     """
     tokens = list(range(length))
     sent, longer, branch = (
@@ -195,8 +198,8 @@ def test_continued_and_repeated_prompts_follow_the_state_and_branches_do_not(len
 
 
 def test_states_do_not_affect_models_without_them():
-    """A chain without states, of a model without any, is placed by its blocks whatever else is in
-    the map: equal to the bit, with states told of and without.
+    """Chains of a model without states are placed by their blocks. The choices are equal to the bit
+    with and without reported states.
     """
     prompts = [PromptChain.of([number // 3, *range(400)], ROOT, 16) for number in range(12)]
     found = []

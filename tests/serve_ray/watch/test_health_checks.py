@@ -1,5 +1,5 @@
-"""Replicas are looked at side by side: one that hangs makes nobody else's figures old. Without
-Ray.
+"""Health checks of replicas run concurrently: one that hangs does not delay the figures of others.
+Without Ray.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ NEVER = 600.0  # seconds: longer than any test
 
 
 class Answer:
-    """What Ray gives for a question: it waits for ever where `found` is None."""
+    """Ray's response to a question. It waits forever if `found` is None."""
 
     def __init__(self, found, ended):
         self._found = found
@@ -44,8 +44,9 @@ class Answer:
 
 
 class Handle:
-    """Answers for replicas; those in `hung` never do. asked, given_up: how often, by name and
-    question.
+    """Deployment handle that answers for replicas, except those in `hung`.
+
+    - asked, given_up: counts by replica and question
     """
 
     def __init__(self):
@@ -85,7 +86,7 @@ def handle():
 
 @pytest.fixture
 def three(handle, monkeypatch):
-    """Three replicas that nobody looks at yet."""
+    """Three replicas without health checks so far."""
     monkeypatch.setattr(replicas, "_IDLE_SECONDS", 0.01)
     given = handle
     found = Replicas(given, "m")
@@ -95,9 +96,7 @@ def three(handle, monkeypatch):
 
 
 def test_cancellation_is_repeated_until_the_work_ends(handle):
-    """Ray may turn the cancellation of a call into an error, which the polling takes as a
-    failure.
-    """
+    """Ray may turn the cancellation of a call into an error, which the polling takes for a failure."""
     pool = Replicas(handle, "m")
     began = threading.Event()
     caught = []
@@ -218,7 +217,7 @@ def test_hanging_health_checks_are_cancelled_at_the_end():
         looks.begin("ab")
         await asyncio.sleep(0)
         await looks.end()
-        looks.begin("a")  # and may begin anew
+        looks.begin("a")  # and may begin again
         await asyncio.sleep(0)
         await looks.end()
         return ended

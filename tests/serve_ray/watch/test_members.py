@@ -1,4 +1,4 @@
-"""Which replicas may be used while old ones go and new ones come; without Ray."""
+"""The usable replicas while old ones stop and new ones start, without Ray."""
 
 from types import SimpleNamespace
 
@@ -31,8 +31,8 @@ def test_new_settings_are_used_only_after_the_old_replicas_are_gone(replicas):
 
 
 def test_a_server_waits_while_replicas_of_another_version_exist(replicas):
-    """All that there are have another model: wrong files, or a version that Ray is about to
-    replace.
+    """All existing replicas have another model: the files are wrong, or Ray is about to replace the
+    version.
     """
     replicas.members_changed({"c": OTHER})
     with pytest.raises(ConfigError, match="replica c serves another model"):
@@ -66,5 +66,5 @@ def test_incompatible_replicas_are_refused_before_the_watch_starts(replicas):
 
 
 def test_a_removed_replica_is_not_asked(replicas):
-    """It may go between the list of whom to ask and the question."""
+    """A replica may be removed between the list of replicas and the question."""
     assert replicas.start(replicas._look_at("gone")).result(timeout=60) is None
