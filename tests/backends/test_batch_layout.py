@@ -1,6 +1,4 @@
-"""Ids of blocks are looked at where sequences have tokens, and only there, in narrow tables and in
-wide ones.
-"""
+"""Block ids are checked only where sequences have tokens, in narrow and wide tables."""
 
 import numpy as np
 import pytest
@@ -15,7 +13,7 @@ LENGTHS = (1, 16, 17, 500)  # 1, 1, 2 and 32 blocks
 
 
 def layout_of(width):
-    """Steps of decoding; what no token is in is nobody's block."""
+    """Build a decode step whose table entries without tokens are invalid block ids."""
     tables = np.full((len(LENGTHS), width), 1 << 30, np.int32)
     for row, length in zip(tables, LENGTHS, strict=True):
         row[: -(-length // BLOCK)] = np.arange(-(-length // BLOCK))

@@ -1,5 +1,5 @@
-"""What every backend promises, against dense attention in float64. Arrays go in and come out as
-NumPy here.
+"""The contract of every backend, against dense attention in float64. Arrays are passed and returned
+as NumPy here.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ KINDS = {name: [dtype for dtype in DTYPES if (name, dtype) not in UNMADE] for na
 
 
 def with_each(name, values):
-    """Each value with each backend, in `make test` in one of its storage dtypes."""
+    """Parametrize with each backend and value; `make test` uses one storage dtype per value."""
     cases = []
     for number, value in enumerate(values):
         for backend, dtypes in KINDS.items():
@@ -107,8 +107,8 @@ def test_each_option_in_a_ragged_batch_equals_the_reference(make, params):
 
 
 def test_written_keys_and_values_are_read_back_exactly(make):
-    """With a window of 1 a token sees itself alone: out is its value, and unit queries read its key
-    through lse.
+    """With a window of 1 a token sees only itself: the output is its value, and unit queries read
+    its key through lse.
     """
     heads = 3
     dim = 24
@@ -118,8 +118,8 @@ def test_written_keys_and_values_are_read_back_exactly(make):
     keys, values = (np.concatenate(rows) for rows in (case.keys, case.values))
     queries = np.tile(np.eye(dim, dtype=np.float32), (len(keys), heads, 1))
     out, lse = arrays.attend(0, queries, layout, AttentionParams(1.0, window=1))
-    # Kernels that compute in half precision keep scores in base 2: they come back to the last bits
-    # of float32.
+    # Kernels that compute in half precision keep scores in base 2, which are accurate to the last
+    # bits of float32.
     np.testing.assert_allclose(
         lse.reshape(keys.shape), round_to(keys, make.dtype), rtol=2e-7 if make.in_half else 0
     )
@@ -182,8 +182,8 @@ def test_layers_of_different_shapes_equal_the_reference(make_f32):
 
 
 def test_a_fork_shares_blocks_until_it_copies(make):
-    """Two sequences over the same blocks; one copies its half-full tail and both write their own
-    next token.
+    """Two sequences share their blocks. One copies its half-full tail, and both write a next token
+    of their own.
     """
     parent = make.case(9, ((1, 25),))
     arrays = make.filled(parent)
@@ -297,7 +297,9 @@ def test_pool_bytes_equal_the_allocation(make):
 
 
 def valid_layout():
-    """Blocks of 16 in a pool of 8: 4 new of 20 tokens, and the 33rd token of a sequence."""
+    """Build a layout of blocks of 16 in a pool of 8: the last 4 of 20 tokens, and the 33rd token of
+    another sequence.
+    """
     return BatchLayout(
         np.array([0, 4, 5], np.int32),
         np.array([20, 33], np.int32),

@@ -1,5 +1,5 @@
-"""What every backend promises of whole blocks as bytes: what is read can be written anywhere, to
-the bit.
+"""The contract of every backend for whole blocks as bytes: bytes that were read can be written to
+any block, unchanged to the bit.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from kvboost_edge.kvcache.block_table import CopyOp
 
 
 def _as_on_a_device(spec, num_blocks):
-    """Moves bytes as where the pool is not in the host's memory."""
+    """Make a torch backend that moves bytes as if its pool were not in host memory."""
     backend = TorchBackend(spec, num_blocks)
     backend._in_host_memory = False
     return backend
@@ -52,7 +52,10 @@ def _kinds():
 
 
 def _fixture(request):
-    """Makes poisoned pools of one kind; shapes: those of the layers."""
+    """Function that creates poisoned pools of one kind.
+
+    - shapes: those of the layers
+    """
     name, dtype, bits = request.param
     made = []
 
@@ -74,7 +77,7 @@ make_coded = pytest.fixture(
 
 @pytest.fixture
 def cases():
-    """One sequence of full blocks, other tokens in each layer."""
+    """One sequence of full blocks for each layer, with other tokens in each."""
     rng = np.random.default_rng(0)
     lengths = ((1, LENGTH),)
     made = [
@@ -109,7 +112,7 @@ def filled(make, cases):
 
 
 def attend(backend, cases, table):
-    """A query after the blocks of `table`, in every layer; its own key and value are written to
+    """Attend to the blocks of `table` in every layer. The KV of the query's own token is written to
     block 7.
     """
     moved = [
@@ -163,14 +166,14 @@ def test_blocks_moved_to_another_pool_are_bit_equal(make, cases):
     second = make()
     data = np.frombuffer(first.read_blocks([5, 0, 3]).tobytes(), np.uint8).reshape(
         3, -1
-    )  # as a file gives it
+    )  # as bytes from a file
     second.write_blocks([0, 1, 2], data)
     assert_same(attend(second, cases, [0, 1, 2]), attend(first, cases, [5, 0, 3]))
 
 
 def test_block_bytes_are_ordered_by_layer_keys_first(make, cases):
-    """Other tokens in one layer change that layer's bytes alone; other values not the bytes of the
-    keys.
+    """Other tokens in one layer change only that layer's bytes. Other values do not change the
+    bytes of the keys.
     """
     spec = make().spec
     sizes = [KVSpec((shape,), 16, spec.dtype, spec.bits).bytes_per_block for shape in SHAPES]
@@ -207,7 +210,7 @@ def test_read_blocks_returns_a_copy(make, cases):
 
 
 def refuses(message, backend, read, written, data):
-    """Neither these blocks are read nor those written."""
+    """Check that these blocks can be neither read nor written."""
     assert_raises(ConfigError, message, backend.read_blocks, read)
     assert_raises(ConfigError, message, backend.write_blocks, written, data)
 

@@ -1,5 +1,5 @@
-"""What a quantized pool promises, in the specification and compiled: its error, its bits, its open
-blocks.
+"""The contract of a quantized pool, for the reference and the compiled backend: its error, its
+bits, its open blocks.
 """
 
 import dataclasses
@@ -29,14 +29,14 @@ from kvboost_edge.errors import BackendUnavailable, CapacityError, ConfigError
 from kvboost_edge.kvcache.block_table import CopyOp
 
 PLAIN = AttentionParams(0.2)
-# Relative L2 and absolute. Weights become bytes, each off by up to 1/510 of a tile's largest;
-# scores lose much less.
+# Relative L2 error and absolute error. Weights become bytes, each off by up to 1/510 of a tile's
+# largest; scores lose much less.
 OUT_ERROR = 8e-3
 LSE_ERROR = 1e-3
 
 
 def pytest_generate_tests(metafunc):
-    """Tests of `bits` run for all that a backend has, others for one pair."""
+    """Run tests of `bits` with all pairs that a backend supports, and others with one pair."""
     if "bits" in metafunc.fixturenames:
         ids = [f"{name}-{bits[0]}-{bits[1]}" for name, bits in KINDS]
         metafunc.parametrize(("name", "bits"), KINDS, ids=ids, scope="function")
@@ -46,7 +46,7 @@ def pytest_generate_tests(metafunc):
 
 @pytest.fixture
 def usual(name):
-    """The bits of tests that are about something else."""
+    """Bits for tests that check something else."""
     return (8, 4) if name in KERNELS else (8, 8)
 
 
@@ -69,14 +69,14 @@ def small_case(seed, lengths, *, dim=24, size=16):
 
 
 def filled(make, case, bits):
-    """A pool that holds what stands before the case's new tokens."""
+    """Return a pool that holds the tokens before the case's new ones."""
     backend = make(case, bits)
     write(backend, case, before_new(case))
     return backend
 
 
 def assert_same(name, got, wanted):
-    """Equal; of torch, whose products promise no order of sums, but for rounding."""
+    """Assert equality; for torch, whose products sum in any order, up to rounding."""
     tolerance = 0.0 if name in KERNELS else 1e-5
     np.testing.assert_allclose(got, wanted, rtol=tolerance, atol=tolerance)
 
@@ -152,7 +152,9 @@ def test_a_checksum_covers_full_and_open_blocks(make):
 
 
 def test_a_forked_open_block_is_independent(make, name, usual):
-    """Two sequences share a full and an open block; the open one is copied and both write on."""
+    """Two sequences share a full block and an open one. The open one is copied, and both continue
+    to write.
+    """
     parent = small_case(5, ((1, 25),))
     tail = int(parent.tables[0, 1])
     unused = (set(range(5)) - set(parent.tables[0].tolist())).pop()
@@ -253,7 +255,7 @@ def test_too_many_open_blocks_are_refused(make):
 
 
 def test_a_filled_block_releases_its_buffer_in_the_same_pass(make, name):
-    """One buffer is enough for a sequence that fills one block and begins the next."""
+    """One buffer suffices for a sequence that fills one block and begins the next in the same pass."""
     case = small_case(12, ((1, 70),))
     backend = make(case, num_open=1)
     wanted = run_all(make(case), case, [whole(case)], PLAIN)
@@ -308,15 +310,15 @@ def test_layers_of_different_shapes_are_independent(name):
 
 
 def test_bytes_of_the_pool_and_of_open_blocks(name):
-    """Qwen2-0.5B's heads: codes, a zero and a step per channel, a scale (4 bits: and a middle) per
-    token.
+    """With the heads of Qwen2-0.5B a block holds codes, a zero and a step per channel, and a scale
+    per token (with 4 bits also a middle).
     """
     layer = LayerKVSpec(2, 64)
     keys = {8: 16 * 64 + 2 * 64 + 64, 4: 16 * 32 + 2 * 64 + 64}
     values = {
         8: 16 * 64 + 2 * 32,
         4: 16 * 32 + 2 * 32,
-    }  # a line of 64 bytes holds the scales either way
+    }  # in either case a line of 64 bytes holds the scales
     for k_bits, v_bits in (bits for kind, bits in KINDS if kind == name):
         spec = KVSpec((layer,) * 3, 16, "float16", (k_bits, v_bits))
         assert spec.bytes_per_block == 3 * 2 * (keys[k_bits] + values[v_bits])
@@ -328,7 +330,7 @@ def test_bytes_of_the_pool_and_of_open_blocks(name):
 
 
 def torch_backend(*arguments, **options):
-    """Make a torch backend, without needing torch when this file is imported."""
+    """Make a torch backend. The import is local, so this file does not need torch."""
     from kvboost_edge.backends.torch_backend import TorchBackend
 
     return TorchBackend(*arguments, **options)
@@ -366,8 +368,8 @@ def test_torch_refuses_other_kv_widths_by_name(others):
 
 
 def test_torch_codes_equal_the_references():
-    """Scales are rounded to float16 from sums that differ in the last place of a float32, and so a
-    few codes.
+    """Scales are rounded to float16 from sums that differ in the last bit of a float32, so a few
+    codes differ.
     """
     case = small_case(18, ((1, 160),), dim=40)
     ids = case.tables[0, :10].tolist()

@@ -1,5 +1,5 @@
-"""What is particular to the compiled backend: its threads, its plans, and its checks of what
-reaches the kernels.
+"""The compiled backend apart from the contract: its threads, its plans, and its checks of the
+kernels' arguments.
 """
 
 import threading

@@ -1,6 +1,4 @@
-"""What is particular to the CUDA backend; the contract shared by all backends is tested in
-test_contract.py.
-"""
+"""The CUDA backend apart from the contract of all backends, which is tested in test_contract.py."""
 
 import importlib.util
 import logging
@@ -35,7 +33,9 @@ def make_spec(dtype="float16", *head_dims):
 
 
 def layout(parts=None):
-    """The 20th token of a sequence and the first of another, in a pool of 4."""
+    """Build the layout of the 20th token of one sequence and the first of another, in a pool of 4
+    blocks.
+    """
     tables = np.array([[2, 0], [3, -1]], np.int32)
     return BatchLayout(
         np.array([0, 1, 2], np.int32),
@@ -126,7 +126,7 @@ def test_unsupported_queries_and_segments_use_torch(loaded):
 
 
 def assert_torchs(mine, torchs, standin, layer, queries, plan):
-    """Attention is torch's to the bit, without a launch."""
+    """Assert that attention equals torch's to the bit and launches no kernel."""
     before = standin.launches
     results = [
         backend.attention(layer, queries, backend.prepare(plan), AttentionParams(0.1))
@@ -154,7 +154,7 @@ def test_copies_outside_the_pool_are_refused_before_a_launch(loaded):
 @pytest.mark.parametrize("major", [7, 8])
 def test_the_kernels_pass_their_self_test(major, loaded, monkeypatch):
     kernels, standin = loaded
-    if major < 8:  # no bfloat16 there
+    if major < 8:  # such GPUs have no bfloat16
         monkeypatch.setattr(
             "kvboost_edge.backends.cuda_check.kernel_dtypes", lambda device: ("float16",)
         )
@@ -167,7 +167,7 @@ def maker(kernels):
 
 
 def changed(kernels, name, change):
-    """The kernels with one function that does something else."""
+    """Return the kernels with one function replaced."""
     names = {
         each: getattr(kernels, each) for each in ("write_kv", "copy_blocks", "paged_attention")
     }

@@ -1,5 +1,5 @@
-"""Layouts whose segments have a delta: who takes them, which are refused, what a pass may read that it
-writes itself.
+"""Layouts of segments with a delta: the backends that support them, the refused ones, and blocks
+that a pass both writes and reads.
 """
 
 import numpy as np
@@ -51,7 +51,9 @@ def write(backend, rows):
 
 
 def from_inside_a_block():
-    """Tokens 5..26 of blocks 8 and 9 at position 0, then 4 tokens of its own in block 0."""
+    """Build a row of tokens 5..26 of blocks 8 and 9 at position 0, followed by 4 tokens of its own
+    in block 0.
+    """
     new = Pieces(SIZE, blocks_from(0))
     new.run([8, 9], 5, 22)
     return new.own(4)
@@ -108,7 +110,9 @@ def test_moved_segments_need_query_rotation(kind):
 
 
 def rows_over(first, count):
-    """Four tokens behind the first `count` of a row that has one segment, in block 20."""
+    """Build a row of the first `count` tokens of a row with one segment, followed by four of its
+    own in block 20.
+    """
     new = Pieces(SIZE, blocks_from(20))
     new.run(first.table, 0, count)
     return new.own(4)
@@ -117,7 +121,9 @@ def rows_over(first, count):
 @CODED
 @pytest.mark.parametrize("bits", [(8, 8), (8, 4)], ids=str)
 def test_a_row_attends_to_blocks_filled_in_the_same_pass(kind, bits):
-    """Begun in the pass, or in one before; as if they had been filled in a pass of their own."""
+    """The block is begun in the same pass or in an earlier one. The result equals that after a pass
+    of its own.
+    """
     queries = np.random.default_rng(0).standard_normal((4, HEADS, DIM), dtype=np.float32)
     keys, values = random_kv(36)
     results = []
@@ -140,9 +146,7 @@ def test_a_row_attends_to_blocks_filled_in_the_same_pass(kind, bits):
 
 @CODED
 def test_open_quantized_blocks_are_refused_in_earlier_segments(kind):
-    """Neither one that it begins nor one that was begun before; nothing changes where it is
-    refused.
-    """
+    """The block is begun in the same pass or in an earlier one. The refusal changes nothing."""
     backend = pool(kind, (8, 8))
     whole = plain(26, SIZE, blocks_from(4))
     with pytest.raises(
@@ -179,7 +183,9 @@ def test_open_quantized_blocks_are_refused_in_earlier_segments(kind):
 )
 @pytest.mark.parametrize("half", [0, 3, DIM // 2])
 def test_torch_rotates_keys_like_the_reference(half, params):
-    """Two sequences of runs and one without, some of whose keys lie where no segment serves them."""
+    """The batch has two sequences of runs and one without. Some of their keys are stored where no
+    segment serves them.
+    """
     frequencies = 1000.0 ** (-np.arange(half) / max(half, 1))
     table = RopeTable(frequencies.astype(np.float32))
     table.cover(256)

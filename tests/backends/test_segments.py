@@ -1,5 +1,5 @@
-"""Block tables of several segments: an entry's index says nothing of its position, and plain sequences
-keep their bits.
+"""Block tables of several segments: the index of an entry does not give its position, and plain
+sequences keep their bits.
 """
 
 import numpy as np
@@ -27,8 +27,12 @@ CODED = pytest.mark.parametrize("kind", KINDS[:2], ids=lambda kind: kind.name)
 
 
 class Seamed:
-    """One sequence of a case in blocks of its own: segments begin at `cuts`, each `offsets[i]` slots
-    into a block, with an entry that serves nothing between two segments.
+    """One sequence of a case in blocks of its own, cut into segments.
+
+    - cuts: positions where segments begin
+    - offsets: the slot in its first block where each of these segments begins
+
+    An entry that serves no position separates two segments.
     """
 
     def __init__(self, case, sequence, cuts, offsets, first_block):
@@ -45,7 +49,9 @@ class Seamed:
         self.table = np.array(table, np.int32)
 
     def layout(self, start, stop):
-        """Tokens [start, stop), all of one segment; segments behind them do not exist yet."""
+        """Build the layout of the tokens [start, stop) of one segment. Later segments do not exist
+        yet.
+        """
         segments = np.array(
             [segment for segment in self.segments if segment.valid_from < stop], np.int32
         )
@@ -60,7 +66,7 @@ class Seamed:
             self.write_rows(backend, np.arange(start, end), self.layout(start, end))
 
     def write_rows(self, backend, tokens, layout):
-        """These tokens' keys and values, where the layout says."""
+        """Write keys and values of these tokens as the layout says."""
         arrays = (rows[self.sequence][tokens] for rows in (self.case.keys, self.case.values))
         batch = backend.prepare(layout)
         backend.write_kv(0, *(into(backend, rows) for rows in arrays), batch)
@@ -149,7 +155,9 @@ def test_a_segment_border_on_a_partition_border_changes_no_bit(threads):
 
 @pytest.mark.parametrize("bits", [(16, 16), *BITS], ids=str)
 def test_a_plain_sequence_is_unchanged_beside_a_segmented_one(bits):
-    """In one batch with a sequence of segments, and as the last segment of none."""
+    """The plain sequence runs in one batch with a segmented sequence, and as the only segment of
+    its own.
+    """
     case = one_case(6, (1, 700), (1, 85))
     params = AttentionParams(0.2, window=600)
     backend = pool(CPUBackend, bits, num_threads=2)
@@ -212,7 +220,7 @@ def test_a_plain_sequence_is_unchanged_beside_a_segmented_one(bits):
 @pytest.mark.parametrize("new", [1, 20])
 @pytest.mark.some(3)
 def test_quantized_segments_equal_the_reference(bits, cuts, params, new):
-    """A segment may end inside a block that is full: what stands behind it there is not attended."""
+    """A segment may end inside a full block. The slots after its end are not attended."""
     case = one_case(7, (new, cuts[-1] + 37))
     results = []
     for kind, options in ((ReferenceBackend, {}), (CPUBackend, {"num_threads": 2})):
@@ -226,7 +234,7 @@ def test_quantized_segments_equal_the_reference(bits, cuts, params, new):
             )
             filled = np.minimum(
                 np.arange(start, stop), end - 1
-            )  # a block that ends short repeats its last token
+            )  # a block that ends early repeats its last token
             if segment + 1 < len(seamed.cuts):
                 seamed.segments, kept = seamed.segments[: segment + 1], seamed.segments
                 layout = seamed.layout(start, stop)
@@ -285,7 +293,7 @@ def test_invalid_segments_are_refused(kind, segments, message):
 
 
 def refuses(backend, slots, segments, message):
-    """The last 3 of 28 tokens, in a table of 4 blocks with these segments."""
+    """Check that the last 3 of 28 tokens, in a table of 4 blocks with these segments, are refused."""
     starts = np.array([0, 3], np.int32)
     ends = np.array([28], np.int32)
     table = np.arange(4, dtype=np.int32)[None]
@@ -301,7 +309,7 @@ def test_a_quantized_segment_is_written_from_slot_0():
 
 @CODED
 def test_an_open_block_in_an_earlier_segment_is_refused(kind):
-    """It has no codes yet: they would be read as if it had."""
+    """An open block has no codes yet, but the kernels would read them."""
     case = one_case(8, (1, 20))
     backend = pool(kind, (8, 8))
     seamed = Seamed(case, 0, (10,), (0,), 0)

@@ -1,4 +1,4 @@
-"""Which backend is chosen: what is asked for is used or refused, never replaced."""
+"""The choice of a backend: a requested one is used or refused, never replaced."""
 
 import dataclasses
 import importlib.util
@@ -121,7 +121,9 @@ def test_backend_choice_without_torch(monkeypatch):
 
 @pytest.fixture
 def extension(monkeypatch):
-    """Says why the project's CUDA kernels cannot be used, None: they can."""
+    """Function that sets the reason why the project's CUDA kernels cannot be used; None allows
+    them.
+    """
     offer_cuda(monkeypatch)
 
     def say(reason):

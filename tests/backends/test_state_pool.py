@@ -1,5 +1,5 @@
-"""Slots of states: where their parts lie, bytes in and out, poison; and which passes over them are
-refused.
+"""Slots of recurrent states: the places of their parts, bytes in and out, poison, and refused
+passes.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ def test_state_bytes_are_rounded_to_cache_lines():
 
 
 def assert_apart(parts):
-    """What is written to one is in none of the others."""
+    """Check that a write to one part changes none of the others."""
     for number, part in enumerate(parts):
         part[:] = number
     for number, part in enumerate(parts):
@@ -150,7 +150,7 @@ def test_backends_allocate_state_slots(name):
     [("torch", "cpu"), ("torch", "mps"), ("torch", "cuda:0"), ("cuda", "cuda:0")],
 )
 def test_torch_backends_refuse_states_by_name(name, device, monkeypatch):
-    """On machines that have such a device: states are asked for before its kernels are tried."""
+    """The machine appears to have such a device. States are refused before its kernels are tried."""
     torch = pytest.importorskip("torch")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)

@@ -1,6 +1,4 @@
-"""What is particular to the torch backend; the contract shared by all backends is tested in
-test_contract.py.
-"""
+"""The torch backend apart from the contract of all backends, which is tested in test_contract.py."""
 
 import numpy as np
 import pytest
@@ -38,8 +36,8 @@ def make_layout(lengths, rng, num_blocks):
 
 
 def attend_plainly(queries, keys, values, params):
-    """One query at a time in float64: queries [n, heads, d] at the last n of the keys'
-    positions.
+    """Attend with one query at a time in float64. The queries [n, heads, d] are at the last n
+    positions of the keys.
     """
     per_kv = queries.shape[1] // keys.shape[1]
     out = torch.empty(queries.shape, dtype=torch.float64)
@@ -103,7 +101,7 @@ def test_a_ragged_batch_equals_the_reference(params, max_scores, monkeypatch):
 
 
 def make_whole(layout):
-    """The same sequences with all their tokens new."""
+    """Return a layout of the same sequences in which all their tokens are new."""
     positions = [np.arange(total) for total in layout.seq_lens]
     slots = [
         table[at // BLOCK].astype(np.int64) * BLOCK + at % BLOCK
@@ -117,7 +115,7 @@ def test_the_window_bounds_the_gathered_blocks():
     backend = TorchBackend(make_spec(), 24)
     batch = backend.prepare(make_layout(((1, 120), (1, 98)), np.random.default_rng(0), 24))
     (group,) = batch.groups(20)
-    assert group.blocks.shape == (2, 3)  # positions 100..119 touch 2 blocks, 78..97 touch 3
+    assert group.blocks.shape == (2, 3)  # positions 100..119 are in 2 blocks, 78..97 in 3
     assert group is batch.groups(20)[0], "groups are built once per pass and window"
 
 
@@ -162,7 +160,7 @@ def test_bfloat16_values_are_rounded_to_nearest():
     layout = make_layout(((1, 1),), np.random.default_rng(0), 2)
     value = torch.full(
         (1, KV_HEADS, DIM), 1 + 2**-8 + 2**-9
-    )  # between two bfloat16, nearer to the upper
+    )  # between two bfloat16 values, nearer to the upper one
     batch = backend.prepare(layout)
     backend.write_kv(0, value, value, batch)
     out, _ = backend.attention(0, torch.zeros(1, Q_HEADS, DIM), batch, AttentionParams(1.0))

@@ -1,4 +1,4 @@
-"""Apple GPUs as far as they are known without one: refusals, limits, and a trial at start that
+"""Apple GPUs, as far as they can be tested without one: refusals, limits, and a trial at start that
 finds faults.
 """
 
@@ -76,8 +76,8 @@ def test_the_self_test_restores_torchs_thread_count(
 
 
 class Leaking(TorchBackend):
-    """As with is_causal in half precision on some versions: queries see up to 3 tokens of the
-    future.
+    """Backend whose queries see up to 3 future tokens, as with is_causal in half precision in some
+    versions.
     """
 
     def attention(self, layer, queries, batch, params, *more):
@@ -136,8 +136,8 @@ def test_a_faulty_device_is_refused_with_torchs_version(kind, message, monkeypat
     ("bits", "per_block"), [((16, 16), 32768), ((8, 8), 8 * (128 * 16 + 384 + 128 * 16 + 64))]
 )
 def test_tensors_of_the_pool_stay_below_four_gibibytes(bits, per_block):
-    """Of the largest layer: 16 tokens of 8 heads of 128 channels, keys or values, or the codes of
-    both.
+    """The largest layer determines the limit: 16 tokens of 8 heads of 128 channels, as keys or
+    values, or as the codes of both.
     """
     spec = KVSpec(SPEC.layers, 16, "float16", bits)
     most = ((1 << 32) - 1) // per_block

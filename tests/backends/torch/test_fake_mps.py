@@ -1,4 +1,4 @@
-"""The fake Apple GPU finds what a real one would refuse: planted operators, dtypes and integers,
+"""The fake Apple GPU raises where a real one would: for planted operators, dtypes and integers,
 alone and in the backend.
 """
 
@@ -69,7 +69,7 @@ def test_device_tensors_are_not_read_without_a_copy():
 
 
 def attended(bits, dtype):
-    """A pass that fills blocks, and one that reads them."""
+    """Run a pass that fills blocks and one that reads them, and return the output of the latter."""
     case = make_case(
         np.random.default_rng(0),
         ((20, 40), (1, 33)),
