@@ -1,4 +1,4 @@
-"""Unfinished files: removed when their writer was killed, left alone while it writes."""
+"""Unfinished files are removed if their writer was killed, and left alone while it writes."""
 
 import errno
 import os
@@ -66,7 +66,7 @@ def test_files_of_live_writers_are_not_removed(tmp_path):
 
 
 def test_a_directory_without_live_writers_is_abandoned(tmp_path, monkeypatch):
-    assert not is_abandoned(tmp_path)  # nothing was begun there
+    assert not is_abandoned(tmp_path)  # no file was begun there
     first = open_unfinished(tmp_path)
     second = open_unfinished(tmp_path)
     assert not is_abandoned(tmp_path)
@@ -75,7 +75,7 @@ def test_a_directory_without_live_writers_is_abandoned(tmp_path, monkeypatch):
     second.close()
     assert is_abandoned(tmp_path)
     monkeypatch.setattr(atomic_files, "_lock", lambda handle, wait: None)
-    assert not is_abandoned(tmp_path)  # nothing tells whether they live
+    assert not is_abandoned(tmp_path)  # without locks, nothing shows whether the writers live
 
 
 def test_without_locks_old_files_are_removed(tmp_path, monkeypatch):
@@ -91,7 +91,7 @@ def test_without_locks_old_files_are_removed(tmp_path, monkeypatch):
 
 
 def test_a_failed_background_sync_is_raised_at_the_end(tmp_path, monkeypatch):
-    """fsync tells of a failed write once: what the thread was told must not be lost."""
+    """fsync reports a failed write only once, so an error in the thread must not be lost."""
     told = threading.Event()
 
     def refuse(handle):
@@ -102,7 +102,7 @@ def test_a_failed_background_sync_is_raised_at_the_end(tmp_path, monkeypatch):
         monkeypatch.setattr(os, "fsync", refuse)
         with pytest.raises(OSError, match="the disk failed"), synced_meanwhile(file):
             assert told.wait(10)
-        with pytest.raises(KeyError), synced_meanwhile(file):  # what went wrong inside goes first
+        with pytest.raises(KeyError), synced_meanwhile(file):  # the error inside takes precedence
             raise KeyError
     assert not [thread for thread in threading.enumerate() if thread.name == "kvboost-sync"]
 

@@ -1,4 +1,4 @@
-"""Control groups of both versions, laid out in a directory of their own."""
+"""Control groups of both versions, in a directory made by the test."""
 
 import pytest
 

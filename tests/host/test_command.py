@@ -1,4 +1,4 @@
-"""What hints tell a person to type."""
+"""The command that hints tell a user to run."""
 
 import os
 import sysconfig
@@ -10,7 +10,7 @@ from kvboost_edge.cli.demo import command_name
 
 @pytest.fixture
 def scripts(tmp_path, monkeypatch):
-    """A directory of programs of this environment."""
+    """Directory of the programs of this environment."""
     made = tmp_path / "project" / ".venv" / "bin"
     made.mkdir(parents=True)
     program = made / "kvboost-edge"
@@ -33,7 +33,7 @@ def test_a_program_off_the_path_is_named_with_its_path(
     other.mkdir()
     (other / "kvboost-edge").write_text("#!/bin/sh\n")
     (other / "kvboost-edge").chmod(0o755)
-    monkeypatch.setenv("PATH", str(other))  # another environment's
+    monkeypatch.setenv("PATH", str(other))  # of another environment
     monkeypatch.chdir(tmp_path / below if shown else other)
     assert command_name() == (shown or str(scripts / "kvboost-edge"))
 

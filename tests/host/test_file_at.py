@@ -1,4 +1,6 @@
-"""Places of a file from several threads, with the system's own calls and without them."""
+"""Reads and writes at positions of a file from several threads, with and without the system's own
+calls.
+"""
 
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +14,7 @@ _PART = 1000
 
 @pytest.fixture(params=["pwrite", "turns"])
 def system(request, monkeypatch):
-    if request.param == "turns":  # a system that has neither
+    if request.param == "turns":  # a system that lacks both calls
         monkeypatch.delattr(os, "pwrite", raising=False)
         monkeypatch.delattr(os, "preadv", raising=False)
 
@@ -49,7 +51,7 @@ def test_reads_are_short_only_at_the_end_of_the_file(tmp_path):
 
 
 def test_short_reads_and_writes_are_continued(tmp_path, monkeypatch):
-    """A signal, or a disk that is nearly full, cuts a call short."""
+    """A signal or a nearly full disk cuts a call short."""
     write = os.pwrite
     read = os.preadv
     monkeypatch.setattr(os, "pwrite", lambda handle, data, at: write(handle, data[:7], at))

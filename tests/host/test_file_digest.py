@@ -1,5 +1,5 @@
-"""Digests of large files: those of the parts together, whatever the threads; a short file is an
-error.
+"""Digests of large files: the digest of all parts for any number of threads; a file that is too
+short is an error.
 """
 
 import hashlib

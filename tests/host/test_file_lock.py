@@ -1,4 +1,4 @@
-"""Files that are held open."""
+"""Files that are held open by locks."""
 
 import mmap
 import sys
@@ -27,7 +27,7 @@ def test_a_mapping_locks_its_file_until_closed(tmp_path):
     path = tmp_path / "file"
     path.write_bytes(bytes(100))
     maps = []
-    for _ in range(2):  # beside one another
+    for _ in range(2):  # at the same time
         with open(path, "rb") as file:
             hold_open(file)
             maps.append(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))

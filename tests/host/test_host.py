@@ -1,6 +1,4 @@
-"""Processor, memory and threads of the machine the tests run on, and of others by their own
-words.
-"""
+"""Processor, memory and threads of the test machine, and of others from their stored descriptions."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""What is resident is counted page by page, and what loading has left over is given back."""
+"""Resident memory is counted by page, and memory left over from loading is returned to the system."""
 
 import errno
 import gc
@@ -100,7 +100,7 @@ def test_memory_is_released_once_per_growth(monkeypatch):
 
 
 def test_running_out_of_descriptors_postpones_the_release(monkeypatch):
-    """The engine's thread calls it: an error would end the engine."""
+    """The engine's thread makes this call, so an error would end the engine."""
     calls = []
 
     def lacking():

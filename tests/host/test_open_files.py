@@ -1,4 +1,4 @@
-"""The limit of open files."""
+"""The limit on open files."""
 
 import os
 import subprocess
@@ -28,7 +28,9 @@ print(allow_open_files(WANTED), *resource.getrlimit(resource.RLIMIT_NOFILE))
     ],
 )
 def test_the_descriptor_limit_is_raised_as_needed(soft, hard, wanted, told):
-    """Never lowered; "may be open, soft limit, hard limit"."""
+    """The limit is never lowered. The result gives the usable number, the soft limit and the hard
+    limit.
+    """
     limited = f'ulimit -Sn {soft} && ulimit -Hn {hard} && exec "$0" -c "$1"'
     code = ASK.replace("WANTED", str(wanted))
     done = subprocess.run(

@@ -1,5 +1,5 @@
-"""What is remembered for tenants: bounded for each root and for all, and fair, against a list that
-is plain to read.
+"""Memory of values for tenants: bounded per root and in total, and fair, against a reference of
+plain lists.
 """
 
 import random
@@ -128,7 +128,7 @@ def test_a_grown_value_counts_with_its_new_size():
 
 @pytest.mark.parametrize("seed", range(8))
 def test_random_operations_equal_the_reference(seed):
-    """Against a plain list of all that was kept and is found again."""
+    """The reference is a plain dict of all values that were kept and are still found."""
     rng = random.Random(seed)
     most = 20 * ROOT_BYTES
     store = Store(max_root_bytes=4 * ROOT_BYTES, max_bytes=most)
@@ -154,7 +154,7 @@ def test_random_operations_equal_the_reference(seed):
         store.keep(bytes([owner]), bytes([owner, root]), key, value, size)
         before = held()
         known[owner, root, key] = value, size
-        # What is gone: looked for without the store counting it as used.
+        # Find removed entries without counting a use of them in the store.
         roots = store._roots
         gone = {
             at
