@@ -162,6 +162,9 @@ class BatchLayout:
         segments: Positions that the blocks of a table hold, see segments.py. With None, block i of
             each table holds the positions from i * block_size on.
         states: Slots of recurrent state; None for models without recurrent state.
+        stores: False for a pass that only reads KV. Its rows attend to the KV up to their position,
+            and `slot_mapping` is not used. In a quantized pool, the blocks of these positions must
+            be open.
     """
 
     cu_seqlens_q: npt.NDArray[np.int32]
@@ -170,6 +173,7 @@ class BatchLayout:
     slot_mapping: npt.NDArray[np.int64]
     segments: Segments = None
     states: PassStates | None = None
+    stores: bool = True
 
 
 class AttentionParams(NamedTuple):

@@ -146,6 +146,33 @@ class OpenBlocks:
         slots = tables[rows, numbers - first[rows]].astype(np.int64) * size + offsets
         return PassPlan(slots, tables, positions, continued, closed, len(closed))
 
+    def view(self, layout: BatchLayout) -> PassPlan:
+        """Plan a pass that only reads KV.
+
+        Raises:
+            ConfigError: A block that contains the position of a row is not open, or the layout has
+                segments.
+        """
+        if layout.segments is not None:
+            raise ConfigError(
+                f"segments {layout.segments.tolist()}: a pass that stores nothing must have one "
+                "segment for each sequence; leave segments out"
+            )
+        first = (layout.seq_lens - np.diff(layout.cu_seqlens_q)) // self._block_size
+        ends = -(-layout.seq_lens // self._block_size)
+        tables = np.zeros((len(first), max(1, int((ends - first).max(initial=0)))), dtype=np.int32)
+        for sequence, blocks in enumerate(layout.block_tables):
+            own = blocks[first[sequence] : ends[sequence]].tolist()
+            closed = [block_id for block_id in own if block_id not in self._buffers]
+            if closed:
+                raise ConfigError(
+                    f"blocks {closed} are not open; in a quantized pool, a pass that stores "
+                    "nothing can only have rows in blocks that are partly written"
+                )
+            tables[sequence, : len(own)] = [self._buffers[block_id] for block_id in own]
+        positions = (first * self._block_size).astype(np.int32)
+        return PassPlan(np.empty(0, dtype=np.int64), tables, positions, [], [], 0)
+
     def _check_closed(self, layout: BatchLayout, own_index: Longs, still_open: set[int]) -> None:
         """Raise ConfigError if an earlier segment has a block that is still open after the pass."""
         # Attention reads earlier segments as codes, which exist only for full blocks.

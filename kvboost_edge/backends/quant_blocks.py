@@ -165,7 +165,7 @@ class QuantBlocks:
 
     def prepare(self, layout: BatchLayout) -> QuantPass:
         """Plan the writes of a checked layout, opening and closing its blocks."""
-        plan = self._open.plan(layout)
+        plan = self._open.plan(layout) if layout.stores else self._open.view(layout)
         for arena in self._arenas.values():
             arena.grow(plan.num_temporary)
         return QuantPass(

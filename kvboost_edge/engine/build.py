@@ -252,7 +252,8 @@ def draft_model_refusal(path_or_id: str | Path, config: EngineConfig) -> str:
         assert draft is not None  # the config names a draft model
         if draft.checkpoint.path == checkpoint.path:
             return "it is the draft model itself"
-        check_draft_vocabulary(load_tokenizer(checkpoint), draft)
+        if not draft.is_head:
+            check_draft_vocabulary(load_tokenizer(checkpoint), draft)
     except ConfigError as error:
         return str(error)
     return ""
@@ -305,15 +306,15 @@ def _load_options(
 
 
 def _load_drafter(draft: DraftPlan, runner: Runner, progress: Progress | None) -> Runner:
-    """Load a draft model, or the MTP head of the model that `runner` runs."""
-    if not draft.is_head:
+    """Load a draft model, or the MTP head or assistant of the model that `runner` runs."""
+    if draft.head is None:
         return _load_runner(draft.checkpoint, draft.config, draft.selected, progress)
     from kvboost_edge.runners.native.mtp_head import load_mtp_head
     from kvboost_edge.runners.native.runner import NativeRunner
 
     assert isinstance(runner, NativeRunner)  # see `plan_draft`
     options = _load_options(draft.config, draft.selected, progress)
-    return load_mtp_head(draft.checkpoint, runner, options)
+    return load_mtp_head(draft.head, runner, options)
 
 
 def build_from_model(model: Any, tokenizer: Any, config: EngineConfig) -> EngineParts:
@@ -461,10 +462,8 @@ def _assemble(
         backend = _make_backend(config, choice, info, plan)
         with _closed_on_error(backend):
             runner.bind(backend)
-            drafter = _make_drafter(
-                config, choice, draft_runner, draft_fingerprint, plan.num_blocks
-            )
-    draft_backend = None if drafter is None else drafter.backend
+            drafter = _make_drafter(config, choice, draft_runner, draft_fingerprint, backend)
+    draft_backend = drafter.backend if drafter is not None and drafter.has_kv else None
     _log_choice(choice, runner, backend, plan.num_blocks, plan.max_num_seqs)
     _log_sizes(config, plan.num_blocks)
     _log_cuts(config)
@@ -548,27 +547,34 @@ def _make_drafter(
     choice: BackendChoice,
     runner: Runner | None,
     fingerprint: str,
-    num_blocks: int,
+    pool: Backend,
 ) -> DraftParts | None:
-    """Allocate the draft model's pool, which has the block ids of the engine's pool."""
+    """Allocate the draft model's pool, which has the block ids of the engine's pool.
+
+    An assistant has no pool, and reads the engine's.
+    """
     if runner is None:
         return None
     info = runner.info
     runner.info = dataclasses.replace(info, max_context=bounded_context(info.max_context, config))
-    backend = make_backend(choice, info.kv_spec, num_blocks, config.num_threads)
-    with _closed_on_error(backend):
+    backend = pool
+    if not info.borrows_kv:
+        backend = make_backend(choice, info.kv_spec, pool.num_blocks, config.num_threads)
+    with _closed_on_error(None if info.borrows_kv else backend):
         runner.bind(backend)
-    _LOG.info(
-        "%s: %s weights, %.1f MB, KV pool %.1f MB, context of %d tokens",
-        "multi-token prediction head" if info.joins_states else "draft model",
-        info.dtype,
-        info.weight_bytes / 1e6,
-        backend.pool_bytes / 1e6,
-        runner.info.max_context,
-    )
     kv_format = _kv_format(config, runner, backend)
     digest = root_hash(model_fingerprint=fingerprint, kv_format=kv_format)
-    return DraftParts(runner, backend, digest)
+    drafter = DraftParts(runner, backend, digest)
+    kind = "multi-token prediction head" if info.joins_states else "draft model"
+    _LOG.info(
+        "%s: %s weights, %.1f MB, KV pool %.1f MB, context of %d tokens",
+        "assistant" if info.borrows_kv else kind,
+        info.dtype,
+        info.weight_bytes / 1e6,
+        drafter.pool_bytes / 1e6,
+        runner.info.max_context,
+    )
+    return drafter
 
 
 def _make_manager(config: EngineConfig, info: RunnerInfo, plan: _PoolPlan) -> KVCacheManager:
@@ -598,7 +604,7 @@ def _make_memory_report(
         0 if backend.states is None else backend.states.nbytes,
         buffer_bytes + most_history_bytes(config, plan.history_bytes) if buffer_bytes else 0,
         0 if drafter is None else drafter.runner.info.weight_bytes,
-        0 if drafter is None else drafter.backend.pool_bytes,
+        0 if drafter is None else drafter.pool_bytes,
     )
 
 
@@ -690,7 +696,11 @@ def _regions(
     weights = runner.info.weight_region
     pool = backend.describe().pool_regions
     states = () if backend.states is None else (backend.states.region,)
-    drafting = () if drafter is None else _regions(drafter.runner, drafter.backend)
+    drafting: Sequence[Region] = ()
+    if drafter is not None and drafter.has_kv:
+        drafting = _regions(drafter.runner, drafter.backend)
+    elif drafter is not None and drafter.runner.info.weight_region.nbytes:
+        drafting = (drafter.runner.info.weight_region,)
     is_known = weights.nbytes and pool and (drafter is None or drafting)
     return (weights, *pool, *states, *drafting) if is_known else ()
 

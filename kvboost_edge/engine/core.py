@@ -462,7 +462,7 @@ class EngineCore:
             self.scheduler.manager,
             self._runner.info.hidden_size,
             is_abandoned,
-            self.scheduler.speculation.wants_states,
+            self.scheduler.speculation.num_states,
         )
 
     def _is_ending(self, sequence: Sequence) -> bool:

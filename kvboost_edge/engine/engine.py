@@ -199,7 +199,9 @@ class CPUPagedEngine(Embeds, KVBoostViews, TellsResidency):
         self._config = config
         self._said_raw = False
         self._parts = parts = build(config)
-        loads, tiering = make_tiering(parts.manager, parts.backend, parts.tiers, parts.drafter)
+        drafter = parts.drafter
+        kept = drafter if drafter is not None and drafter.has_kv else None
+        loads, tiering = make_tiering(parts.manager, parts.backend, parts.tiers, kept)
         info = parts.runner.info
         self._scheduler, speculation = make_scheduler(
             parts.manager,
@@ -211,7 +213,7 @@ class CPUPagedEngine(Embeds, KVBoostViews, TellsResidency):
             closes_blocks=parts.backend.spec.is_quantized,
             whole=not info.stores_kv,
             history_bytes=parts.history_bytes,
-            models=make_model_drafts(parts.drafter, parts.manager, info),
+            models=make_model_drafts(drafter, parts.manager, info),
         )
         self._sequences = Sequences(
             parts.tokenizer, speculation, info.vocab_size, parts.eos_token_ids
@@ -228,7 +230,7 @@ class CPUPagedEngine(Embeds, KVBoostViews, TellsResidency):
                 config,
                 parts.manager,
                 is_native=info.name == "native",
-                has_drafter=parts.drafter is not None,
+                has_drafter=drafter is not None,
             ),
             GrammarFields(),
             ReasoningFields(parts.tokenizer, parts.suppressed),

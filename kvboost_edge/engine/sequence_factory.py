@@ -13,6 +13,7 @@ from kvboost_edge.engine.schedule.feature import Constraint, SequenceFeatures, S
 from kvboost_edge.engine.schedule.pacing import StepPacing
 from kvboost_edge.engine.schedule.scheduler import Scheduler
 from kvboost_edge.engine.schedule.sequence import Sequence
+from kvboost_edge.engine.spec_decode.assistant import Assistant
 from kvboost_edge.engine.spec_decode.draft_model import DraftModel, DraftParts
 from kvboost_edge.engine.spec_decode.model_drafts import ModelDrafts
 from kvboost_edge.engine.spec_decode.mtp_head import MtpHead
@@ -76,10 +77,15 @@ def make_model_drafts(
     """
     if drafter is None:
         return None
-    kind = MtpHead if drafter.runner.info.joins_states else DraftModel
-    models = ModelDrafts(kind(drafter, manager), info.vocab_size, info.weight_bytes)
+    models = ModelDrafts(_kind_of(drafter)(drafter, manager), info.vocab_size, info.weight_bytes)
     models.measure()
     return models
+
+
+def _kind_of(drafter: DraftParts) -> type[DraftModel]:
+    if not drafter.has_kv:
+        return Assistant
+    return MtpHead if drafter.runner.info.joins_states else DraftModel
 
 
 class Sequences:

@@ -53,7 +53,7 @@ from kvboost_edge.models.packed.pack_plan import (
 from kvboost_edge.models.weights.awq_gptq import PackedQuantSource
 from kvboost_edge.models.weights.bitnet import BitNetSource
 from kvboost_edge.models.weights.dense_folders import Matrices, read_dense
-from kvboost_edge.models.weights.modalities import mtp_names
+from kvboost_edge.models.weights.modalities import assistant_names, mtp_names
 from kvboost_edge.models.weights.output_head import with_found_head
 from kvboost_edge.models.weights.reordered import in_kernel_order
 from kvboost_edge.models.weights.safetensors_check import check_weights
@@ -201,6 +201,15 @@ class Checkpoint(abc.ABC):
     def _open_mtp_files(self) -> WeightSource:
         """Open the tensors of the MTP head in the layout of the files."""
         raise ModelFormatError(f"{self.path}: heads are not supported in {self.format} files")
+
+    def open_assistant_source(self) -> WeightSource:
+        """Open the tensors of an assistant in the layout of the native runner's kernels, as a
+        context manager.
+
+        Raises:
+            ModelFormatError: assistants are not supported in this file format.
+        """
+        raise ModelFormatError(f"{self.path}: assistants are not supported in {self.format} files")
 
     @abc.abstractmethod
     def _read_config(self) -> Mapping[str, Any]: ...
@@ -396,6 +405,11 @@ class _Directory(Checkpoint):
         if self.config.get("quantization_config"):
             return PackedQuantSource(self.path, self.config, select=select)
         return SafetensorsSource(self.path, select=select)
+
+    def open_assistant_source(self) -> WeightSource:
+        if self.config.get("quantization_config"):
+            return PackedQuantSource(self.path, self.config, select=assistant_names)
+        return SafetensorsSource(self.path, select=assistant_names)
 
     def _files(self) -> list[Path]:
         return fingerprinted_files(self.path)

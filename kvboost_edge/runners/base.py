@@ -48,7 +48,8 @@ class ForwardBatch:
             ascending. A row may need both.
         states: float32 [num_states, hidden_size], receives those hidden states.
         joined: float32 [num_tokens, hidden_size], hidden states that an MTP head joins with the
-            embeddings of the tokens, or None for other models.
+            embeddings of the tokens, or None for other models. An assistant returns logits and
+            states of all rows.
         is_abandoned: called repeatedly during a long pass, if the runner supports it. If it returns
             True, the runner raises PassAbandoned.
     """
@@ -86,6 +87,8 @@ class RunnerInfo:
         hidden_size: size of a hidden state, or 0 if the runner does not return hidden states.
         stores_kv: False if each text is one pass that stores no KV. Results are then hidden states.
         joins_states: True for an MTP head, whose passes need `ForwardBatch.joined`.
+        borrows_kv: True for an assistant, which attends to the KV of the model that it drafts for
+            and stores none.
         numerics: versions of everything else that the exact bits of KV depend on.
     """
 
@@ -102,6 +105,7 @@ class RunnerInfo:
     hidden_size: int = 0
     stores_kv: bool = True
     joins_states: bool = False
+    borrows_kv: bool = False
     numerics: str = ""
 
 

@@ -15,6 +15,7 @@ _OF_LENGTHS = "tests/engine/spec_decode/test_draft_lengths.py"
 _OF_DRAFTS = "tests/engine/spec_decode/test_acceptance.py"
 _OF_MODELS = "tests/engine/spec_decode/test_model_drafts.py"
 _OF_HEADS = "tests/engine/spec_decode/test_mtp_head.py"
+_OF_ASSISTANTS = "tests/engine/spec_decode/test_native_assistant.py"
 _OF_SAVING = "tests/engine/offload/test_draft_saving.py"
 _OF_BUDGET = "tests/engine/memory/test_state_budget.py"
 
@@ -46,6 +47,34 @@ FAULTS = faults(
         "self.stop = min(stop, self.first + len(self._rows))",
         "self.stop = self.first + len(self._rows)",
         _OF_HEADS,
+    ),
+    (
+        "assistant: sees a position more than its window",
+        "models/config/mtp_spec.py",
+        "window=max(layer.window - 1, 0)",
+        "window=layer.window",
+        "tests/runners/native/test_assistant.py",
+    ),
+    (
+        "assistant: moves on by a position with each draft token",
+        "engine/spec_decode/assistant.py",
+        "dataclasses.replace(batch, positions=computed, layout=layout)",
+        "dataclasses.replace(batch, layout=layout)",
+        _OF_ASSISTANTS,
+    ),
+    (
+        "assistant: drafts after a full block of a quantized pool",
+        "engine/spec_decode/assistant.py",
+        "if is_full and self._backend.spec.is_quantized:",
+        "if False:",
+        _OF_ASSISTANTS,
+    ),
+    (
+        "assistant: keeps the hidden states of draft tokens alone",
+        "engine/spec_decode/model_drafts.py",
+        "return work.stop - work.certain_stop + 1 if is_last else 0",
+        "return work.stop - work.certain_stop",
+        _OF_ASSISTANTS,
     ),
     (
         "native runner: returns hidden states of other rows",

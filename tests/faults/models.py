@@ -62,7 +62,7 @@ FAULTS = (
     fault(
         "ties an MTP head without its own LM head to the embedding",
         "models/config/mtp_spec.py",
-        "        tied=False,\n",
+        "        hybrid=None,\n        tied=False,\n",
         "",
         "tests/models/test_mtp.py::test_a_file_with_the_head_alone_is_read",
     ),

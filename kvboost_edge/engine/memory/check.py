@@ -203,7 +203,9 @@ def _draft_share(draft: DraftPlan | None) -> str:
         return ""
     info = draft.info
     name, advice = "draft model", "leave draft_model out, or choose a smaller one"
-    if draft.is_head:
+    if info.borrows_kv:
+        name, advice = "assistant", "leave draft_model out"
+    elif draft.is_head:
         name, advice = "multi-token prediction head", "set mtp='off' to do without it"
     return (
         f". The {name} takes {gb(info.weight_bytes)} of the weights and "

@@ -1,4 +1,6 @@
-"""The plan of a draft model or MTP head: its checks, and its memory before anything is loaded."""
+"""The plan of a draft model, MTP head or assistant: its checks, and its memory before anything is
+loaded.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +20,12 @@ from kvboost_edge.engine.memory.selection import (
     usable_context,
 )
 from kvboost_edge.errors import ConfigError, KVBoostError, ModelFormatError
+from kvboost_edge.models.assistant import AssistantFiles
 from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.config.architectures import attends_both_ways, check_model_compatibility
+from kvboost_edge.models.config.mtp_spec import MtpSpec, is_assistant
 from kvboost_edge.models.config.spec import ModelSpec
-from kvboost_edge.models.packed.pack_plan import plan_bytes
+from kvboost_edge.models.packed.pack_plan import STORED, plan_bytes
 from kvboost_edge.runners.base import RunnerInfo
 from kvboost_edge.runners.choice import plan_of
 from kvboost_edge.runners.native.select_native import native_kv_spec
@@ -33,36 +37,42 @@ _UNQUANTIZED = (16, 16)
 
 
 class DraftPlan(NamedTuple):
-    """A draft model, or the model's own MTP head, that was checked but not loaded.
+    """A draft model or assistant, or the model's own MTP head, that was checked but not loaded.
 
     Attributes:
-        checkpoint: The draft model, or the model.
+        checkpoint: The draft model or assistant, or the model.
         config: Options for loading it, which are those of the engine with its own weight format and
-            unquantized KV.
+            unquantized KV. An assistant reads the engine's KV, in its format.
         selected: The selected backend and runner.
         info: The planned runner's description.
+        head: The checkpoint if its MTP head is used, or the assistant. None for a draft model.
     """
 
     checkpoint: Checkpoint
     config: EngineConfig
     selected: Selection
     info: RunnerInfo
+    head: Checkpoint | AssistantFiles | None = None
 
     @property
     def is_head(self) -> bool:
-        """True for an MTP head."""
-        return self.info.joins_states
+        """True for an MTP head or assistant."""
+        return self.head is not None
+
+    @property
+    def _mtp(self) -> MtpSpec | None:
+        return None if self.head is None else self.head.mtp
 
     @property
     def spec(self) -> ModelSpec:
         """Spec of the draft model or head."""
-        head = self.checkpoint.mtp if self.is_head else None
+        head = self._mtp
         return self.checkpoint.spec if head is None else head.model
 
     @property
     def bytes_read(self) -> int:
         """Size in bytes of the weights that a pass reads, including an LM head of the model."""
-        head = self.checkpoint.mtp if self.is_head else None
+        head = self._mtp
         if head is None or "head" not in head.shared:
             return self.info.weight_bytes
         plan = {one.name: one for one in self.checkpoint.plan(self.selected.runner.weights)}
@@ -75,8 +85,8 @@ class DraftPlan(NamedTuple):
         from kvboost_edge.runners.native.runner import load_kernels
 
         weights = self.selected.runner.weights
-        if self.is_head:
-            load_mtp_kernels(self.checkpoint, weights)
+        if self.head is not None:
+            load_mtp_kernels(self.head, weights, self.config.kv_bits)
         else:
             load_kernels(self.checkpoint, weights, self.config.kv_bits)
 
@@ -119,6 +129,8 @@ def plan_draft(target: Checkpoint, selected: Selection, config: EngineConfig) ->
     )
     try:
         checkpoint = open_checkpoint(find_model(name, own), own)
+        if is_assistant(checkpoint.config):
+            return _plan_assistant(checkpoint, target, selected, config)
         if refusal := _draft_refusal(checkpoint, config):
             raise ConfigError(refusal)
         chosen = select_path(checkpoint, own)
@@ -128,27 +140,54 @@ def plan_draft(target: Checkpoint, selected: Selection, config: EngineConfig) ->
     return DraftPlan(checkpoint, own, chosen, info)
 
 
+def _plan_assistant(
+    checkpoint: Checkpoint, target: Checkpoint, selected: Selection, config: EngineConfig
+) -> DraftPlan:
+    """Plan an assistant.
+
+    Raises:
+        ModelFormatError: The assistant is damaged, or does not fit the model.
+    """
+    assistant = AssistantFiles(checkpoint, target, selected.runner.weights)
+    weights = config.draft_weights
+    if weights == STORED and not checkpoint.is_quantized:
+        weights = "int8"
+    runner = dataclasses.replace(selected.runner, weights=weights)
+    info = _head_info(assistant, checkpoint, weights, config)
+    own = dataclasses.replace(config, draft_model=None, draft_weights="int4", mtp="off")
+    chosen = selected._replace(runner=runner)
+    return DraftPlan(checkpoint, own, chosen, info, assistant)
+
+
+def _head_info(
+    head: Checkpoint | AssistantFiles, checkpoint: Checkpoint, weights: str, config: EngineConfig
+) -> RunnerInfo:
+    """Describe the runner of an MTP head or assistant in the files of a checkpoint."""
+    assert head.mtp is not None
+    spec = head.mtp.model
+    return RunnerInfo(
+        name="native",
+        architecture=spec.model_type,
+        dtype=weights,
+        vocab_size=spec.vocab_size,
+        max_context=bounded_context(usable_context(checkpoint.config), config),
+        weight_bytes=plan_bytes(head.mtp_plan(weights)),
+        kv_spec=native_kv_spec(spec, weights, config.block_size, _UNQUANTIZED),
+        joins_states=True,
+        borrows_kv=spec.backbone_size > 0,
+    )
+
+
 def _plan_head(target: Checkpoint, selected: Selection, config: EngineConfig) -> DraftPlan | None:
     """Plan the MTP head of a model, or return None if it is not used."""
     wanted = config.mtp == "auto" and config.speculation != "off"
     if not wanted or not _may_have_head(target, selected) or mtp_refusal(target, selected):
         return None
-    head = target.mtp
-    if head is None:
+    if target.mtp is None:
         return None
-    weights = selected.runner.weights
-    info = RunnerInfo(
-        name="native",
-        architecture=head.model.model_type,
-        dtype=weights,
-        vocab_size=head.model.vocab_size,
-        max_context=bounded_context(usable_context(target.config), config),
-        weight_bytes=plan_bytes(target.mtp_plan(weights)),
-        kv_spec=native_kv_spec(head.model, weights, config.block_size, _UNQUANTIZED),
-        joins_states=True,
-    )
+    info = _head_info(target, target, selected.runner.weights, config)
     own = dataclasses.replace(config, kv_cache_bits=_UNQUANTIZED[0], mtp="off")
-    return DraftPlan(target, own, selected, info)
+    return DraftPlan(target, own, selected, info, target)
 
 
 def _may_have_head(target: Checkpoint, selected: Selection) -> bool:

@@ -69,9 +69,9 @@ class DraftPlanner:
             is_ending: function that returns whether a sequence is about to end.
         """
 
-    def wants_states(self, work: ScheduledTokens[Sequence]) -> bool:
-        """Return whether `keep_states` needs the hidden states of some tokens."""
-        return False
+    def num_states(self, work: ScheduledTokens[Sequence]) -> int:
+        """Return the number of last tokens of an item whose hidden states `keep_states` needs."""
+        return 0
 
     def keep_states(
         self,
@@ -85,8 +85,7 @@ class DraftPlanner:
 
         Args:
             work: items of the step's plan.
-            states: hidden states [num_tokens, hidden_size] of each item, or no rows for an item
-                that does not want them.
+            states: hidden states [num_states, hidden_size] of the last tokens of each item.
             is_ending: function that returns whether a sequence is about to end.
         """
 

@@ -24,7 +24,7 @@ def build_batch(
     manager: KVCacheManager,
     hidden_size: int = 0,
     is_abandoned: Callable[[], bool] | None = None,
-    wants_states: Callable[[ScheduledTokens[Sequence]], bool] = lambda work: False,
+    num_states: Callable[[ScheduledTokens[Sequence]], int] = lambda work: 0,
 ) -> ForwardBatch:
     """Build the batch of a step from the tokens of `work`, one sequence after another.
 
@@ -35,8 +35,8 @@ def build_batch(
         work: tokens to compute, at least one item. The sequences must have their blocks.
         hidden_size: width of the hidden states that some sequences want.
         is_abandoned: function that tells the runner to abandon the pass, see `ForwardBatch`.
-        wants_states: function that returns whether the hidden states of all tokens of an item are
-            needed for drafts. Requests for hidden states need none for drafts.
+        num_states: function that returns the number of last tokens of an item whose hidden states
+            are needed for drafts. Requests for hidden states need none for drafts.
     """
     tables = [one.sequence.blocks for one in work]
     block_tables = np.full((len(work), max(map(len, tables))), -1, np.int32)
@@ -55,8 +55,7 @@ def build_batch(
         end = len(tokens)
         rows = state_rows if one.sequence.request.wants_states else logit_rows
         rows += range(end - one.num_rows, end)
-        if wants_states(one):
-            state_rows += range(starts[-1], end)
+        state_rows += range(end - num_states(one), end)
         starts.append(end)
     layout = BatchLayout(
         cu_seqlens_q=np.array(starts, np.int32),

@@ -26,12 +26,13 @@ Floats = npt.NDArray[np.float32]
 
 
 class DraftParts(NamedTuple):
-    """A loaded draft model or MTP head.
+    """A loaded draft model, MTP head or assistant.
 
     Attributes:
         runner: runner of the draft model or head, bound to `backend`.
         backend: pool of its KV. It has as many blocks of the same size as the engine's pool, and
-            stores 16 bits, because draft tokens rewrite full blocks.
+            stores 16 bits, because draft tokens rewrite full blocks. For an assistant, it is the
+            engine's pool.
         digest: 32-byte digest of everything that affects the bits of its KV: its files, weight
             format, numerics and KV format.
     """
@@ -39,6 +40,16 @@ class DraftParts(NamedTuple):
     runner: Runner
     backend: Backend
     digest: bytes
+
+    @property
+    def has_kv(self) -> bool:
+        """Whether the drafter has a KV pool of its own."""
+        return not self.runner.info.borrows_kv
+
+    @property
+    def pool_bytes(self) -> int:
+        """Size of its own KV pool in bytes."""
+        return self.backend.pool_bytes if self.has_kv else 0
 
 
 class DraftRows(NamedTuple):
@@ -71,11 +82,13 @@ class DraftModel:
 
     Attributes:
         source: name of the source of its drafts.
+        has_kv: False for an assistant, which attends to the KV of the engine's model.
         block_size: tokens per block.
         num_computed_tokens: number of tokens computed since the start, drafts included.
     """
 
     source = "draft_model"
+    has_kv = True
 
     def __init__(self, parts: DraftParts, manager: KVCacheManager) -> None:
         self._runner = parts.runner

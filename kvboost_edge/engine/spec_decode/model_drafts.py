@@ -8,7 +8,8 @@ The draft model samples like the engine's model, with the same random number for
 that sampled requests accept its tokens almost as often as greedy ones.
 
 An MTP head is a draft model that needs the hidden states of the engine's model. It can fill its KV
-only while these are known, so `ModelDrafts.keep_states` fills that of prompts after each pass.
+only while these are known, so `ModelDrafts.keep_states` fills that of prompts after each pass. An
+assistant needs the hidden states too, but fills nothing.
 """
 
 from __future__ import annotations
@@ -79,6 +80,7 @@ class SequenceDraft:
         is_cut: True if the draft of this step ended before an unlikely token.
         states: see above.
         fills_prompt: whether an MTP head computes KV of the prompt, or None before that is decided.
+            An assistant computes none.
     """
 
     def __init__(
@@ -232,7 +234,10 @@ class ModelDrafts:
     def draft_of(self, request: Request) -> SequenceDraft:
         """Return the part of the draft model in the drafts of a new sequence."""
         counts = self._counts[request.params.samples]
-        return SequenceDraft(request, counts, self.model.new_states())
+        draft = SequenceDraft(request, counts, self.model.new_states())
+        if not self.model.has_kv:
+            draft.fills_prompt = False
+        return draft
 
     def measure(self) -> None:
         """Measure a pass with one row, so that the first drafts are worth their time.
@@ -354,12 +359,13 @@ class ModelDrafts:
             return self._fill_seconds
         return self.costs.seconds(_DENSE_ROWS, _DENSE_ROWS * depth) / _DENSE_ROWS
 
-    def wants_states(
+    def num_states(
         self, work: ScheduledTokens[Sequence], draft: SequenceDraft, passes: PassCosts
-    ) -> bool:
-        """Return whether an MTP head needs the hidden states of some tokens.
+    ) -> int:
+        """Return the number of last tokens whose hidden states an MTP head needs.
 
-        It needs those of a prompt if drafts are expected to save more time than its KV takes.
+        It needs those of a prompt if drafts are expected to save more time than its KV takes. An
+        assistant needs those of the last known token and of the draft tokens after it.
 
         Args:
             work: the tokens.
@@ -367,12 +373,16 @@ class ModelDrafts:
             passes: times of the engine's passes.
         """
         if draft.states is None or not self._runs_for(work.sequence, draft):
-            return False
+            return 0
+        if not self.model.has_kv:
+            is_last = work.certain_stop == work.sequence.num_tokens
+            return work.stop - work.certain_stop + 1 if is_last else 0
+        count = len(work.token_ids)
         if work.certain_stop - work.start <= _KEPT_STATES:
-            return True
+            return count
         if draft.fills_prompt is None:
             draft.fills_prompt = self._fills_prompt(work.sequence, draft, passes)
-        return draft.fills_prompt
+        return count if draft.fills_prompt else 0
 
     def _fills_prompt(self, sequence: Sequence, draft: SequenceDraft, passes: PassCosts) -> bool:
         request = sequence.request
@@ -395,7 +405,8 @@ class ModelDrafts:
         """Keep hidden states for an MTP head, and fill its KV where many states are known.
 
         Args:
-            found: tokens of the step, their part of the head, and their hidden states.
+            found: tokens of the step, their part of the head, and the hidden states of the last
+                ones.
             is_ending: function that returns whether a sequence is about to end.
         """
         turns: list[ModelTurn] = []
@@ -403,7 +414,8 @@ class ModelDrafts:
             states = draft.states
             assert states is not None
             table = work.sequence.blocks
-            states.keep(table, work.start, rows, work.certain_stop - work.start)
+            start = work.stop - len(rows)
+            states.keep(table, start, rows, work.certain_stop - start)
             if draft.count == 0 and states.stop - states.first > _KEPT_STATES:
                 turns.append(ModelTurn(work.sequence, draft, states.stop))
                 if draft.fills_prompt is not False:
@@ -446,6 +458,8 @@ class ModelDrafts:
             self._pass(rows, is_abandoned)
             for turn, one in rows:
                 self.model.note_filled(one.table, one.start, one.stop)
+                if one.wants_logits:  # all tokens before it have KV
+                    turn.draft.drop_filled()
                 if turn.draft.is_off:
                     self.model.forget(one.table)
         while active := [t for t in turns if not (t.is_done or is_ending(t.sequence))]:

@@ -305,13 +305,11 @@ class Speculation(DraftPlanner):
                 turn.sequence.drafting.tokens = tokens
                 work[index] = work[index].with_drafts(tokens)
 
-    def wants_states(self, work: ScheduledTokens[Sequence]) -> bool:
+    def num_states(self, work: ScheduledTokens[Sequence]) -> int:
         draft = _model_draft_of(work.sequence)
-        return (
-            self._models is not None
-            and draft is not None
-            and self._models.wants_states(work, draft, self.costs)
-        )
+        if self._models is None or draft is None:
+            return 0
+        return self._models.num_states(work, draft, self.costs)
 
     def keep_states(
         self,

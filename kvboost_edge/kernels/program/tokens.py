@@ -173,7 +173,7 @@ def _embed(job: ProgramJob, op: lt.EmbedOp, token: int) -> None:
     lane = token_id % LANES
     count = matrix.inputs
     kind = matrix.kind
-    for index in range(count, op.out.step):
+    for index in range(count, (count + GROUP - 1) // GROUP * GROUP):
         store_f32(out + 4 * index, np.float32(0.0))
     if kind in INT_KINDS:
         groups = (count + GROUP - 1) // GROUP

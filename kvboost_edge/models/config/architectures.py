@@ -16,7 +16,7 @@ from kvboost_edge.models.config.nested import text_config
 from kvboost_edge.models.config.quant_config import packed_layout
 from kvboost_edge.models.families.family import Architecture
 from kvboost_edge.models.families.hunyuan import is_static_dynamic
-from kvboost_edge.models.families.registry import MODEL_TYPES
+from kvboost_edge.models.families.registry import ASSISTANTS, MODEL_TYPES
 
 __all__ = [
     "LATENT",
@@ -130,6 +130,10 @@ _REFUSED: dict[str, str] = {
     **dict.fromkeys("bloom mpt gptj codegen gpt_neo xglm".split(), _OWN_ATTENTION),
     **dict.fromkeys(
         "bert roberta distilbert albert electra deberta modernbert".split(), "it is an encoder"
+    ),
+    **dict.fromkeys(
+        ASSISTANTS,
+        "it only drafts tokens for another model; give that model, and this one as draft_model",
     ),
     "llama4": "its chunked attention is not supported",
     "gemma3n": (

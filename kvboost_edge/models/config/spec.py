@@ -55,7 +55,8 @@ class ModelSpec:
     Sizes are in elements. Head and MLP sizes are the config's, and each LayerSpec has the sizes of
     its layer. `both_ways` is True for bidirectional attention: a text is processed in a single
     pass, and the model cannot generate. `joins_states` is True for an MTP head, whose input rows
-    join an embedding and a hidden state of the model.
+    join an embedding and a hidden state of the model. `backbone_size` is the hidden size of that
+    model for an assistant, whose layers attend to the model's KV, and 0 for others.
     """
 
     model_type: str
@@ -89,6 +90,7 @@ class ModelSpec:
     factors: LayerFactors = NO_FACTORS
     head_norm: str = ""  # see Family.head_norm
     joins_states: bool = False
+    backbone_size: int = 0
 
     @property
     def mixer(self) -> Mixer | None:
@@ -105,11 +107,18 @@ class ModelSpec:
     @property
     def first_shared(self) -> int:
         """Number of layers up to and including the last one that computes KV or keeps recurrent
-        state.
+        state. For an assistant, which has no such layer, it is the number of layers.
         """
-        return 1 + max(
+        last = len(self.layers) - 1
+        computing = (
             index for index, layer in enumerate(self.layers) if layer.owns_kv or layer.state >= 0
         )
+        return 1 + max(computing, default=last)
+
+    @property
+    def state_size(self) -> int:
+        """Size of the hidden states that an MTP head joins with embeddings and returns."""
+        return self.backbone_size or self.hidden_size
 
     @property
     def kv_layers(self) -> tuple[LayerSpec, ...]:

@@ -32,7 +32,7 @@ from kvboost_edge.models.families.moe import (
 )
 from kvboost_edge.models.families.windows import all_but_every
 
-__all__ = ["GGUF", "MODEL_TYPES"]
+__all__ = ["ASSISTANTS", "GGUF", "MODEL_TYPES"]
 
 Config = Mapping[str, Any]
 
@@ -244,6 +244,13 @@ MODEL_TYPES: Mapping[str, ModelType] = MappingProxyType(
         "gemma4_unified": ModelType(
             _PART, wrapper=Wrapper(("gemma4_unified_text",), tied=True), torch=False
         ),
+    }
+)
+
+ASSISTANTS: Mapping[str, str] = MappingProxyType(
+    {
+        "gemma4_assistant": "gemma4_text",
+        "gemma4_unified_assistant": "gemma4_unified_text",
     }
 )
 

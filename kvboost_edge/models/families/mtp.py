@@ -13,6 +13,18 @@ The layer attends to its own KV of the earlier positions. RoPE sees only distanc
 at position p or p + 1, as long as all rows agree. To predict another token, `state` takes the place
 of h, and the predicted token that of x. This holds for all families below, as in llama.cpp and
 transformers. vLLM passes on the state before the last norm for GLM-4.5.
+
+An assistant (Gemma 4) is a head in a checkpoint of its own, with several layers and a hidden size
+of its own. Its layers have queries only, and attend to the KV of the model's last layer of the same
+kind that computes KV. With the same h and x,
+
+    rows = projection @ [embedding of x, h]
+    state = last_norm(layers(rows))
+    logits of position p + 2 = LM head @ state
+
+The embedding is the model's, with the model's factor. To predict another token, `post_projection @
+state` takes the place of h. All rows of a draft have the position p + 1 and attend to the positions
+0 to p, which are those that the model has computed.
 """
 
 from __future__ import annotations
@@ -22,11 +34,14 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 __all__ = [
+    "ASSISTANT_HEAD",
+    "ASSISTANT_OUTER",
     "EMBEDDING_NORM",
     "GGUF_MTP",
     "HIDDEN_NORM",
     "LAYER_MTP",
     "MODULE_MTP",
+    "POST_PROJECTION",
     "PROJECTION",
     "MtpNames",
 ]
@@ -34,7 +49,8 @@ __all__ = [
 EMBEDDING_NORM = "mtp.embedding_norm"
 HIDDEN_NORM = "mtp.hidden_norm"
 PROJECTION = "mtp.projection"
-"""Names of the tensors that only a head has, without ".weight".
+POST_PROJECTION = "mtp.post_projection"
+"""Names of the tensors that only a head has, without ".weight". The last is that of an assistant.
 
 Its other tensors have the names of a model with one layer.
 """
@@ -117,3 +133,14 @@ GGUF_MTP: Mapping[str, str] = MappingProxyType(
 
 They are without ".weight".
 """
+
+ASSISTANT_OUTER: Mapping[str, str] = MappingProxyType(
+    {
+        "pre_projection.weight": f"{PROJECTION}.weight",
+        "post_projection.weight": f"{POST_PROJECTION}.weight",
+    }
+)
+"""Names of tensors in an assistant's files, and ours."""
+
+ASSISTANT_HEAD = f"{_EMBEDDING}.weight", f"{_HEAD}.weight"
+"""Name of an assistant's own embedding, which serves only as its LM head, and ours."""

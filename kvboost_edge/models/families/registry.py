@@ -1,7 +1,8 @@
 """Registry of all families by model_type, and of GGUF architectures by name.
 
 A family is a file in this folder that defines `MODEL_TYPES`. It also defines `GGUF` if the family
-can be read from GGUF files. New files are found automatically.
+can be read from GGUF files, and `ASSISTANTS` if there are assistants for it. New files are found
+automatically.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from kvboost_edge.models.families.gguf_names import GgufArchitecture
 
 __all__ = [
     "ARCHITECTURES",
+    "ASSISTANTS",
     "FAMILIES",
     "MODEL_TYPES",
     "STORED_NAMES",
@@ -54,6 +56,9 @@ MODEL_TYPES: Mapping[str, ModelType] = _collected("MODEL_TYPES")
 
 ARCHITECTURES: Mapping[str, GgufArchitecture] = _collected("GGUF")
 """Supported GGUF architectures, by the value of general.architecture."""
+
+ASSISTANTS: Mapping[str, str] = _collected("ASSISTANTS")
+"""Model types of the assistants that draft for a model, with the model_type of their layers."""
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {name: known.family for name, known in MODEL_TYPES.items() if known.family is not None}

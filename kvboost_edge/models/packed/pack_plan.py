@@ -15,7 +15,12 @@ from kvboost_edge.kernels.vectors import LANES
 from kvboost_edge.models.config.mtp_spec import MtpSpec
 from kvboost_edge.models.config.spec import ModelSpec
 from kvboost_edge.models.families.moe import Experts
-from kvboost_edge.models.families.mtp import EMBEDDING_NORM, HIDDEN_NORM, PROJECTION
+from kvboost_edge.models.families.mtp import (
+    EMBEDDING_NORM,
+    HIDDEN_NORM,
+    POST_PROJECTION,
+    PROJECTION,
+)
 from kvboost_edge.models.families.ssm import OUTPUT_GATE
 from kvboost_edge.models.weights.split_experts import expert_number
 from kvboost_edge.models.weights.weight_source import WeightSource
@@ -120,8 +125,9 @@ def pack_plan(spec: ModelSpec, weights: str, source: WeightSource | None = None)
 def mtp_plan(head: MtpSpec, weights: str, source: WeightSource) -> list[PackEntry]:
     """Return the pack plan of an MTP head, in the order of use.
 
-    The names are those of a model with one layer, with "embedding_norm", "hidden_norm" and
-    "projection" in addition. The plan lacks the entries that the head shares with the model.
+    The names are those of a model with the head's layers, with "embedding_norm", "hidden_norm" and
+    "projection" in addition. An assistant has "projection" and "post_projection" instead. The plan
+    lacks the entries that the head shares with the model.
 
     Args:
         head: spec of the head.
@@ -136,11 +142,19 @@ def mtp_plan(head: MtpSpec, weights: str, source: WeightSource) -> list[PackEntr
     kind = "int8" if weights == STORED else weights
     own = dataclasses.replace(spec, tied="head" in head.shared)
     embed, *rest = _entries(own, kind)
-    joined = [
-        _vector(spec, "embedding_norm", f"{EMBEDDING_NORM}.weight", size),
-        _vector(spec, "hidden_norm", f"{HIDDEN_NORM}.weight", size),
-        PackEntry("projection", kind, ((f"{PROJECTION}.weight", size),), 2 * size),
-    ]
+    projection = PackEntry(
+        "projection", kind, ((f"{PROJECTION}.weight", size),), 2 * spec.state_size
+    )
+    if spec.backbone_size:
+        joined = [projection]
+        post = ((f"{POST_PROJECTION}.weight", spec.backbone_size),)
+        rest.append(PackEntry("post_projection", kind, post, size))
+    else:
+        joined = [
+            _vector(spec, "embedding_norm", f"{EMBEDDING_NORM}.weight", size),
+            _vector(spec, "hidden_norm", f"{HIDDEN_NORM}.weight", size),
+            projection,
+        ]
     plan = [one for one in (embed, *joined, *rest) if one.name not in head.shared]
     if weights != STORED:
         return plan

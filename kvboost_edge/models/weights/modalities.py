@@ -6,10 +6,10 @@ import re
 from collections.abc import Iterable, Mapping
 
 from kvboost_edge.errors import ModelFormatError
-from kvboost_edge.models.families.mtp import MtpNames
+from kvboost_edge.models.families.mtp import ASSISTANT_HEAD, ASSISTANT_OUTER, MtpNames
 from kvboost_edge.models.families.registry import STORED_NAMES
 
-__all__ = ["counted_parts", "is_other_part", "mtp_names", "text_names"]
+__all__ = ["assistant_names", "counted_parts", "is_other_part", "mtp_names", "text_names"]
 
 _OTHER = re.compile(
     r"(?:^|\.)(vision_\w+|visual|audio_\w+|multi_modal_projector|embed_vision|embed_audio)\.|^(mtp)\."
@@ -20,6 +20,7 @@ _AHEAD = "mtp."  # layers for multi-token prediction, which are unused
 # Tensors that only layers for multi-token prediction have, and the prefix of such a layer. These
 # layers follow those of the model.
 _AHEAD_LAYER = re.compile(r"^(model\.layers\.\d+\.)(?:eh_proj|enorm|hnorm)\.")
+_CLUSTERS = "masked_embedding."  # clusters of an assistant's vocabulary
 _HEAD = re.compile(r"^language_model\.(?=lm_head\.)")
 
 
@@ -68,6 +69,21 @@ def mtp_names(names: Iterable[str], stored: MtpNames, layers: int) -> Mapping[st
             )
         found[name] = own
     return found
+
+
+def assistant_names(names: Iterable[str]) -> Mapping[str, str]:
+    """Return a mapping from the tensor names of an assistant in the files to ours.
+
+    The clusters of the vocabulary are left out, because logits are computed for all tokens.
+    """
+    names = set(names)
+    embedding, head = ASSISTANT_HEAD
+    found = {name: ASSISTANT_OUTER.get(name, name) for name in names}
+    if head in names:
+        del found[embedding]
+    elif embedding in names:
+        found[embedding] = head
+    return {name: own for name, own in found.items() if not name.startswith(_CLUSTERS)}
 
 
 def _ahead_prefixes(names: Iterable[str]) -> tuple[str, ...]:

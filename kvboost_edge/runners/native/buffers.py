@@ -117,6 +117,18 @@ class ProgramBuffers:
             :, : self._spec.hidden_size
         ]
 
+    def joined(self, num_tokens: int) -> npt.NDArray[np.float32]:
+        """Return the rows for the states that an MTP head joins, float32 [num_tokens, size]."""
+        size = self._spec.backbone_size
+        if not size:
+            return self.normed(num_tokens)
+        return self.wide(num_tokens)[:, size : 2 * size]
+
+    def states(self, num_tokens: int) -> npt.NDArray[np.float32]:
+        """Return the first rows of the hidden states of a pass, float32 [num_tokens, size]."""
+        size = self._spec.backbone_size
+        return self.wide(num_tokens)[:, :size] if size else self.normed(num_tokens)
+
     def per_layer(self, num_tokens: int) -> npt.NDArray[np.float32]:
         """Return the first rows of the per-layer inputs, float32 [num_tokens, padded size]."""
         row = self.sizes.per_layer

@@ -1,4 +1,4 @@
-"""Loading of MTP heads, which share some weights with the model that they draft for."""
+"""Loading of MTP heads and assistants, which share weights with the model that they draft for."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from kvboost_edge.host.processor import default_num_threads
 from kvboost_edge.kernels.aot import compile_ahead
 from kvboost_edge.kernels.entry import KernelEntry
 from kvboost_edge.kernels.program.entries import pass_entries
+from kvboost_edge.models.assistant import AssistantFiles
 from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.config.mtp_spec import MtpSpec
 from kvboost_edge.models.packed.pack_plan import PackEntry, kinds_of
@@ -28,7 +29,7 @@ __all__ = ["load_mtp_head", "load_mtp_kernels"]
 class _HeadFiles:
     """The MTP head of a checkpoint as a model that can be packed."""
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    def __init__(self, checkpoint: Checkpoint | AssistantFiles) -> None:
         self.path: Path = checkpoint.path
         self._checkpoint = checkpoint
 
@@ -57,14 +58,15 @@ def _shared_entries(head: MtpSpec, plan: list[PackEntry]) -> dict[str, PackEntry
 
 
 def load_mtp_head(
-    checkpoint: Checkpoint, model: NativeRunner, options: LoadOptions
+    checkpoint: Checkpoint | AssistantFiles, model: NativeRunner, options: LoadOptions
 ) -> NativeRunner:
-    """Load the MTP head of a checkpoint.
+    """Load the MTP head of a checkpoint, or an assistant.
 
-    Its KV is not quantized, because draft tokens rewrite full blocks.
+    The KV of a head is not quantized, because draft tokens rewrite full blocks. An assistant has no
+    KV, and `options` give the format of the KV that it reads.
 
     Args:
-        checkpoint: the checkpoint, which has a head.
+        checkpoint: the checkpoint, which has a head, or the assistant.
         model: runner of the model. It must outlive the head, which uses some of its weights.
         options: options of the model.
     """
@@ -73,7 +75,7 @@ def load_mtp_head(
     plan = checkpoint.mtp_plan(options.weights)
     with checkpoint.open_mtp_source() as source:
         packing = packing_entries(plan, source, [])
-    passes = _head_entries(head, plan, checkpoint, options.weights)
+    passes = _head_entries(checkpoint, options.weights, options.kv_bits)
     compile_ahead([*packing, *passes], default_num_threads())
     packed = load_packed(
         _HeadFiles(checkpoint),
@@ -97,19 +99,22 @@ def load_mtp_head(
 
 
 def _head_entries(
-    head: MtpSpec, plan: list[PackEntry], checkpoint: Checkpoint, weights: str
+    checkpoint: Checkpoint | AssistantFiles, weights: str, kv_bits: tuple[int, int]
 ) -> list[KernelEntry]:
     """Return the kernel entries that passes of an MTP head need."""
-    shared = _shared_entries(head, checkpoint.plan(weights))
-    kinds = kinds_of([*plan, *shared.values()])
-    return pass_entries(kinds, possible_operations(head.model), quantized=False)
-
-
-def load_mtp_kernels(checkpoint: Checkpoint, weights: str) -> None:
-    """Load the machine code that passes of an MTP head need into this process."""
     head = checkpoint.mtp
     assert head is not None
-    entries = _head_entries(head, checkpoint.mtp_plan(weights), checkpoint, weights)
+    shared = _shared_entries(head, checkpoint.plan(weights))
+    kinds = kinds_of([*checkpoint.mtp_plan(weights), *shared.values()])
+    is_quantized = head.model.backbone_size > 0 and kv_bits != (16, 16)
+    return pass_entries(kinds, possible_operations(head.model), quantized=is_quantized)
+
+
+def load_mtp_kernels(
+    checkpoint: Checkpoint | AssistantFiles, weights: str, kv_bits: tuple[int, int] = (16, 16)
+) -> None:
+    """Load the machine code that passes of an MTP head need into this process."""
+    entries = _head_entries(checkpoint, weights, kv_bits)
     compile_ahead(entries, default_num_threads())
     for entry in entries:
         _ = entry.address

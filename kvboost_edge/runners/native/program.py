@@ -79,16 +79,20 @@ class _Builder(Emitter):
         """Emit the embedding and, if the model has them, the per-layer inputs."""
         spec = self.spec
         matrix = self.matrix("embed", 1, 1, 0)
-        self.ops.append(lt.EmbedOp(self.hidden, matrix, spec.embedding_factor))
+        out = self.wide if spec.backbone_size else self.hidden
+        self.ops.append(lt.EmbedOp(out, matrix, spec.embedding_factor))
         if spec.per_layer is not None:
             self.per_layer_inputs(spec.per_layer.width)
 
     def join_states(self) -> None:
-        """Emit the input rows of an MTP head, from the embedding and the states in B_NORMED."""
+        """Emit the input rows of an MTP head.
+
+        The states are in B_NORMED, or for an assistant in B_WIDE, after the embedding.
+        """
         spec = self.spec
-        size = spec.hidden_size
+        size = spec.state_size
         pairs = ((self.hidden, "embedding_norm", 0), (self.normed, "hidden_norm", size))
-        for source, norm, first in pairs:
+        for source, norm, first in pairs if not spec.backbone_size else ():
             out = self.wide._replace(first=first)
             self.ops.append(lt.NormOp(source, out, size, self.packed.address(norm), spec.eps))
         self.quantize(self.wide, 2 * size, "projection")
@@ -248,7 +252,7 @@ class _Builder(Emitter):
         self.into_hidden(names[1], rows, f"{layer}ple_norm", panel=lt.B_INNER, sum_factor=scalar)
 
     def head(self) -> int:
-        """Emit the last norm and the LM head.
+        """Emit the last norm and the LM head, and an assistant's next states in B_WIDE.
 
         Returns:
             The index of the operation after the norm.
@@ -261,6 +265,9 @@ class _Builder(Emitter):
         self.linear(name, self.normed, logits, factor=spec.logit_factor)
         if spec.logit_cap > 0:
             self.ops.append(lt.CapOp(logits, spec.vocab_size, spec.logit_cap))
+        if spec.backbone_size:
+            self.quantize(self.normed, spec.hidden_size, "post_projection")
+            self.linear("post_projection", self.normed, self.wide)
         return normed
 
 

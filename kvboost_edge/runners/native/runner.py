@@ -152,9 +152,10 @@ class NativeRunner:
             weight_region=packed.region,
             kv_spec=native_kv_spec(spec, weights, block_size, kv_bits),
             kernel_path=linear_path(),
-            hidden_size=spec.hidden_size,
+            hidden_size=spec.state_size,
             stores_kv=not spec.both_ways,
             joins_states=spec.joins_states,
+            borrows_kv=spec.backbone_size > 0,
             numerics=f"{weights} pack {PACKED_VERSION} {describe_numerics()}",
         )
 
@@ -254,10 +255,9 @@ class NativeRunner:
                 "the native runner works with NumPy backends (cpu, reference), not "
                 f"{backend.name!r}"
             )
-        if (backend.spec.layers, backend.spec.states) != (
-            self.info.kv_spec.layers,
-            self.info.kv_spec.states,
-        ):
+        own = self.info.kv_spec
+        matches = (backend.spec.layers, backend.spec.states) == (own.layers, own.states)
+        if not (matches or self.info.borrows_kv):
             raise ConfigError(
                 f"backend {backend.name!r} was created for other layers than this model's; "
                 "create a new one"
@@ -312,7 +312,7 @@ class NativeRunner:
         whole = self._whole if self._texts is None else self._texts.whole
         addresses, _held = self._addresses(batch, tokens, positions)
         if batch.joined is not None:
-            self._buffers.normed(num_tokens)[:] = batch.joined
+            self._buffers.joined(num_tokens)[:] = batch.joined
         if whole is not None:
             return self._forward_whole(whole, batch, prepared, addresses)
         attended = np.empty((0, 0), dtype=np.float32)
@@ -463,7 +463,7 @@ class NativeRunner:
             addresses[lt.B_LOGITS] = logits.ctypes.data
             self._run_layers(end, addresses, batch, memory.counters)
             if num_states:
-                batch.states[:] = self._buffers.normed(num_tokens)[batch.state_rows]
+                batch.states[:] = self._buffers.states(num_tokens)[batch.state_rows]
             if end == self._program.normed:
                 hidden = self._buffers.hidden(num_tokens)
                 return self._head(addresses, hidden[batch.logit_rows])
@@ -499,11 +499,13 @@ class NativeRunner:
             np.ascontiguousarray(a, dtype=np.int64) for a in (batch.logit_rows, batch.state_rows)
         )
         rest = _Rest(batch, prepared, addresses, attended, range(part, len(program.parts) - 1))
-        if not len(states):
+        if not len(states) or self._spec.backbone_size:
             logits = self._buffers.logits(len(rows))
             if len(rows):
                 addresses[lt.B_LOGITS] = logits.ctypes.data
                 self._run_rows((first, program.parts[-1][1]), rows, rest)
+            if len(states):  # those of an assistant, which are of the same rows
+                batch.states[:] = self._buffers.states(len(rows))
             return logits[:, : self._spec.vocab_size]
         both = np.union1d(rows, states)
         hidden = self._run_rows((first, program.normed), both, rest)

@@ -28,6 +28,7 @@ from kvboost_edge.engine.spec_decode.draft_model import DraftParts
 from kvboost_edge.kvcache.hashing import root_hash
 from kvboost_edge.kvcache.manager import KVCacheManager
 from kvboost_edge.kvcache.recurrent.snapshots import StateSizes
+from kvboost_edge.models.assistant import AssistantFiles
 from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.runners.base import LoadOptions
 from kvboost_edge.runners.native.mtp_head import load_mtp_head
@@ -58,6 +59,7 @@ class Machine:
         self._backends: dict[tuple[Bits, int, int, int, int, int], CPUBackend] = {}
         self._drafters: dict[int, DraftParts] = {}
         self._heads: dict[tuple[Bits, int, int], DraftParts] = {}
+        self._assistants: list[NativeRunner] = []
         self._digest = hashlib.sha256(f"{directory} {weights}".encode()).digest()
 
     def parts(
@@ -108,10 +110,25 @@ class Machine:
             self._heads[key] = DraftParts(runner, backend, bytes(32))
         return self._heads[key]
 
+    def assistant(
+        self, path: Path, bits: Bits, num_blocks: int = 64, max_num_seqs: int = 8
+    ) -> DraftParts:
+        """An assistant of the model, for an engine of one thread with the pool of `parts`."""
+        target = Checkpoint.open(self._directory)
+        head = AssistantFiles(Checkpoint.open(path), target, self._weights)
+        model, pool = self.parts(bits, 1, num_blocks, max_num_seqs + 1, None)
+        options = LoadOptions(self._weights, "auto", "cpu", 1, BLOCK, bits)
+        runner = load_mtp_head(head, model, options)
+        runner.bind(pool)
+        self._assistants.append(runner)
+        return DraftParts(runner, pool, bytes(32))
+
     def close(self) -> None:
         for drafter in (*self._drafters.values(), *self._heads.values()):
             drafter.runner.close()
             drafter.backend.close()
+        for runner in self._assistants:
+            runner.close()
         for part in (*self._runners.values(), *self._backends.values()):
             part.close()
 
@@ -154,7 +171,8 @@ class NativeBench:
         sequences = Sequences(fake_tokenizer(), speculation, runner.info.vocab_size, frozenset())
         self.core = EngineCore(runner, self.backend, self.scheduler, sequences, True)
         if tiers:
-            self.core.use_tiers(Tiering(self.manager, self.backend, loads, self.io_thread, drafter))
+            kept = drafter if drafter is not None and drafter.has_kv else None
+            self.core.use_tiers(Tiering(self.manager, self.backend, loads, self.io_thread, kept))
         self._num_requests = 0
 
     def submit(

@@ -1,0 +1,67 @@
+"""Assistants: checkpoints that hold only the drafter of another model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from kvboost_edge.models.checkpoint import Checkpoint
+from kvboost_edge.models.config.mtp_spec import MtpSpec, describe_assistant
+from kvboost_edge.models.packed.pack_plan import PackEntry, check_tensors, mtp_plan
+from kvboost_edge.models.weights.weight_source import WeightSource
+
+__all__ = ["AssistantFiles"]
+
+
+class AssistantFiles:
+    """The checkpoint of an assistant, with the methods of a `Checkpoint` that has an MTP head.
+
+    Attributes:
+        mtp: description of the assistant as an MTP head of the model.
+
+    Args:
+        checkpoint: the assistant's checkpoint.
+        target: the model that it drafts for.
+        target_weights: weight format of that model.
+
+    Raises:
+        ModelFormatError: the assistant does not fit the model.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, target: Checkpoint, target_weights: str) -> None:
+        self.path: Path = checkpoint.path
+        self.cache_dir = checkpoint.cache_dir
+        self.mtp: MtpSpec = describe_assistant(checkpoint.config, target.spec)
+        self._checkpoint = checkpoint
+        self._target = target
+        self._target_weights = target_weights
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        return self._checkpoint.config
+
+    def plan(self, weights: str) -> list[PackEntry]:
+        """Return the pack plan of the model, whose embedding the assistant uses."""
+        return self._target.plan(self._target_weights)
+
+    def open_mtp_source(self) -> WeightSource:
+        """Open the tensors of the assistant, as a context manager."""
+        return self._checkpoint.open_assistant_source()
+
+    def mtp_plan(self, weights: str) -> list[PackEntry]:
+        """Return the pack plan of the assistant.
+
+        Raises:
+            ModelFormatError: the tensors do not match the plan.
+        """
+        with self.open_mtp_source() as source:
+            plan = mtp_plan(self.mtp, weights, source)
+            check_tensors(plan, source)
+        return plan
+
+    def fingerprint(self, *, cache_dir: Path | None = None) -> str:
+        return self._checkpoint.fingerprint(cache_dir=cache_dir)
+
+    def changed_files(self) -> list[str]:
+        return self._checkpoint.changed_files()

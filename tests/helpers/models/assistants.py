@@ -1,0 +1,119 @@
+"""Tiny Gemma 4 assistants with random weights, for tiny models that they draft for."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from transformers import AutoConfig, PreTrainedModel
+from transformers.models.gemma4.configuration_gemma4 import Gemma4TextConfig
+from transformers.models.gemma4_assistant import Gemma4AssistantForCausalLM
+from transformers.models.gemma4_unified_assistant import Gemma4UnifiedAssistantForCausalLM
+
+from helpers.json_files import read_json
+from helpers.models.built import copy_of
+from helpers.models.tiny_checkpoints import COMMON_FIELDS, save_tokenizer
+from helpers.models.tiny_models import FAMILIES, save_tiny_model, sharpen
+
+TARGETS = ("gemma4", "gemma4-wide")
+"""Models with shared KV, and with keys as values in full layers."""
+
+_LIKE_TARGET = (
+    "model_type",
+    "head_dim",
+    "global_head_dim",
+    "num_key_value_heads",
+    "num_global_key_value_heads",
+    "attention_k_eq_v",
+    "sliding_window",
+    "rope_parameters",
+    "vocab_size",
+    "max_position_embeddings",
+)
+_OWN = {
+    "hidden_size": 96,
+    "intermediate_size": 160,
+    "num_attention_heads": 8,
+    "num_hidden_layers": 3,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    "hidden_size_per_layer_input": 0,
+    "vocab_size_per_layer_input": 0,
+    "num_kv_shared_layers": 3,
+    "tie_word_embeddings": True,
+}
+
+
+@contextlib.contextmanager
+def lends_kv() -> Iterator[None]:
+    """Let transformers 5.23 build assistants, and models without shared KV that return their KV.
+
+    It refuses the former, and its models without shared KV return none.
+    """
+    stored = Gemma4TextConfig.kv_sharing_modes
+    assert isinstance(stored, property)
+    assert stored.fget is not None
+
+    def modes(config: Gemma4TextConfig) -> Any:
+        kinds = list(config.layer_types or ())
+        if config.num_kv_shared_layers == len(kinds):
+            return ["reuse"] * len(kinds)
+        if config.num_kv_shared_layers:
+            return stored.fget(config)
+        lasts = {len(kinds) - 1 - kinds[::-1].index(kind) for kind in kinds}
+        return ["store" if index in lasts else None for index in range(len(kinds))]
+
+    with mock.patch.object(Gemma4TextConfig, "kv_sharing_modes", property(modes)):
+        yield
+
+
+def build_assistant(name: str, *, seed: int = 4, **overrides: Any) -> PreTrainedModel:
+    """An assistant for `build_tiny_model(name)`. overrides: fields of its text config."""
+    target = {**COMMON_FIELDS, **FAMILIES[name], **overrides.pop("target", {})}
+    is_unified = target["model_type"] == "gemma4_unified_text"
+    fields = {key: target[key] for key in _LIKE_TARGET if key in target} | _OWN
+    kind = "gemma4_unified_assistant" if is_unified else "gemma4_assistant"
+    outer = {
+        name: overrides.pop(name)
+        for name in ("use_ordered_embeddings", "num_centroids", "centroid_intermediate_top_k")
+        if name in overrides
+    }
+    config = AutoConfig.for_model(
+        kind,
+        text_config={**fields, **overrides},
+        backbone_hidden_size=target["hidden_size"],
+        **outer,
+    )
+    made = Gemma4UnifiedAssistantForCausalLM if is_unified else Gemma4AssistantForCausalLM
+    torch.manual_seed(seed)
+    with lends_kv():
+        model = made(config)
+    with torch.no_grad():
+        sharpen(model, torch.Generator().manual_seed(seed))
+    return model.eval()
+
+
+def save_assistant(name: str, directory: Path, *, seed: int = 4, **overrides: Any) -> Path:
+    """Write the directory of an assistant for `build_tiny_model(name)`, and return its path."""
+
+    def save(folder: Path) -> None:
+        model = build_assistant(name, seed=seed, **overrides)
+        model.save_pretrained(folder)
+        save_tokenizer(folder)
+
+    return copy_of(directory, save, "build_assistant", name, seed, overrides)
+
+
+def save_pair(name: str, folder: Path, **fields: Any) -> tuple[Path, Path]:
+    """Write a model and its assistant, and return their paths. fields: of both configs."""
+    path = save_tiny_model(name, folder / "model", **fields)
+    return path, save_assistant(name, folder / "assistant", **fields)
+
+
+def config_of(path: Path) -> dict[str, Any]:
+    """The config of a directory."""
+    found: dict[str, Any] = read_json(path / "config.json")
+    return found
