@@ -2,8 +2,12 @@
 
 The gate finds tests that cannot fail. A fault is one or more replacements in one file of a copy of
 the source tree, together with the tests that must notice it. The faults are defined in
-tests/faults. The gate fails if a fault survives, if its text is no longer in the file, if neither
-`make test` nor `make test-all` runs a test that it names, or if the tests fail without a fault.
+tests/faults. The gate fails in these cases:
+
+- A fault survives.
+- The text that a fault replaces is missing from the file.
+- Neither `make test` nor `make test-all` runs a test that a fault names.
+- The tests fail without a fault.
 """
 
 from __future__ import annotations

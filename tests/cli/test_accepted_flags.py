@@ -365,7 +365,9 @@ def test_exit_codes_of_the_server(line, code, capsys, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("line", "code"), ENGINE_WRONG.items(), ids=lambda one: str(one))
 def test_exit_codes_of_the_servers_engine_flags(line, code):
-    """The values are checked without loading a model, as the server does before loading one."""
+    """The values are checked without a model. The server itself loads the model before it rejects
+    them.
+    """
     if code == 2:
         assert code_of(main, line.split()) == 2
     else:

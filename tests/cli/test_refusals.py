@@ -16,7 +16,7 @@ EACH = pytest.mark.parametrize("command", [["generate", "Hi"], ["chat"]], ids=["
 
 @pytest.fixture
 def no_model(monkeypatch):
-    """Failure of every search for a model."""
+    """Lookup of models that fails the test."""
 
     def looked_for(*args, **options):
         raise AssertionError("a model was looked for")

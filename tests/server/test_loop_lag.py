@@ -386,7 +386,7 @@ IDS = json.dumps(random.Random(4).choices(range(256), k=100_000))
 )
 @pytest.mark.usefixtures("busy")
 def test_concurrent_large_bodies_do_not_block_the_event_loop(server, path, body, count):
-    """The server has two processors, and another process occupies one of them."""
+    """Another process occupies one processor meanwhile."""
     head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
     request = f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode()
     answers = []

@@ -323,8 +323,8 @@ def test_the_assistants_own_markers_are_tokens():
 
 
 def test_added_tokens_that_are_no_markers_of_the_template_stay_tokens():
-    """These are whitespace, words and code in the template's source, and tags that it does not
-    contain.
+    """The added tokens are whitespace, words and code in the template's source, and tags that it
+    does not contain.
     """
     ours = like_qwen(QWEN3 + "{# \n\n #}")
     ids = ours.encode_chat([{"role": "user", "content": "<h1>a\n\nuser {{"}])

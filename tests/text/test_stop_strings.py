@@ -117,9 +117,7 @@ def test_an_included_stop_string_is_emitted(parts, stops):
     included=st.booleans(),
 )
 def test_stop_strings_ending_in_the_early_text_are_ignored(early, late, stops, size, included):
-    """Of the stop strings that end in the late text, the first to end counts. It may begin in the
-    early text.
-    """
+    """The first stop string to end in the late text counts. It may begin in the early text."""
     text = early + late
     ends = [
         (end, -len(stop), stop)

@@ -306,7 +306,7 @@ STEPS = st.one_of(
 @given(steps=st.lists(STEPS, max_size=6), text=st.text(alphabet=LETTERS, max_size=8))
 def test_the_growth_bound_holds(steps, text):
     """The library's own normalizers are the oracle. Unicode normalization expands a text further,
-    by up to 18.
+    by a factor of at most 18.
     """
     chain = normalizers.Sequence(steps)
     bound = _growth(_steps(of(chain)))

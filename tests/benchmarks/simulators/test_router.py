@@ -92,9 +92,9 @@ def test_a_run_is_what_it_was(trace):
 
 
 def test_a_router_that_looks_at_states_expects_what_is_found():
-    """With few slots many blocks have no snapshot. A router that counts blocks only expects hits
-    for a seventh of all tokens that are then computed. The limits are for a short run on the
-    virtual clock, which is equal on every machine.
+    """With few slots many blocks have no snapshot. A router that counts blocks only expects cache
+    hits for a seventh of all tokens, which are computed instead. The limits are for a short run on
+    the virtual clock, which is equal on every machine.
     """
     busy = workload("chats", REPLICAS, 1.2, 240.0, 600)
     seen, unseen = (

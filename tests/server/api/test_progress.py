@@ -256,8 +256,8 @@ def test_no_progress_is_sent_unless_requested(server, held, path, value):
 
 @pytest.mark.parametrize("path", PATHS)
 def test_progress_does_not_change_the_answer(server, held, path):
-    """Responses that are not streamed have no progress, as in llama.cpp; the field is accepted and
-    has no effect.
+    """Responses that are not streamed omit progress, as in llama.cpp. The field is accepted and has
+    no effect.
     """
     held.release()
     asked = []

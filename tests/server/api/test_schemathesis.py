@@ -139,8 +139,8 @@ def test_answers_are_as_documented(case, live_server):
 
 
 def test_the_server_still_answers_after_all_cases(live_server):
-    """This test runs after the generated cases and repeats the canary completion, which also ran
-    before them.
+    """The test runs after the generated cases and repeats the canary completion, which also ran
+    between them.
     """
     sing(live_server)
     assert statuses[200] > 30

@@ -1,4 +1,6 @@
-"""Tests of /v1/warm, which computes documents and texts after others for non-prefix KV reuse."""
+"""Tests of /v1/warm, which computes documents, and texts that follow others, for non-prefix KV
+reuse.
+"""
 
 import asyncio
 import random

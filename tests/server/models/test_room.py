@@ -76,7 +76,7 @@ async def test_no_model_is_unloaded_if_that_frees_too_little(room):
 
 
 async def test_a_model_stays_loaded_at_least_as_long_as_its_load_took(room):
-    """Otherwise two models that do not fit together would spend all their time loading."""
+    """Otherwise two models that do not fit together would be loaded in alternation."""
     await room.ask("b")
     for name in ("a", "b"):
         room.model(name).loaded_at = asyncio.get_running_loop().time()

@@ -121,7 +121,9 @@ def test_an_example_stays_text(text):
 
 @pytest.mark.parametrize("form", [*CALLING])
 def test_only_formats_with_json_calls_have_bare_calls(form):
-    """Some families generate bare JSON as ordinary text, so only formats with JSON calls accept it."""
+    """Only hermes and qwen3 wrap JSON objects in markers. For some other families bare JSON is the
+    regular format.
+    """
     wraps = format_of(form).calls.wraps_objects
     assert wraps == (form in ("hermes", "qwen3"))
 

@@ -124,7 +124,7 @@ def test_white_space_around_markers_is_free_and_bounded():
 
 
 def test_a_token_may_extend_past_the_marker():
-    """If the marker is several text tokens, its tokens may be cut anywhere."""
+    """If the marker consists of several text tokens, the generated tokens may cut it anywhere."""
     words = Vocabulary((), ('l>{"na', "_call>\n{", "see <to"))
     made = calls_grammar(
         format_of("hermes"),

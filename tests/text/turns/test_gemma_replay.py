@@ -150,7 +150,7 @@ def test_a_call_without_a_result_is_rendered_or_replayed_whole():
 
 @pytest.mark.parametrize("seen", ["", "<|tool_response>"], ids=["special", "text that is seen"])
 def test_the_end_token_after_calls_is_not_stored(seen):
-    """It is the model's last token, and the next prompt contains it before the result."""
+    """The model generates this token last, and the next prompt contains it before the result."""
     tokenizer = tokenizer_of(GEMMA4, seen=seen)
     kept = {}
     turn = Turn(tokenizer.turn_format, (Tool("weather", {}),), "closed", True, {})

@@ -125,9 +125,7 @@ async def test_cache_control_pins_and_counts_the_marked_prefix(
 
 
 async def test_only_the_marked_prefix_is_pinned(app, speaker, spoken_engine):
-    """Text after the marked prefix may change without a cache miss. The prefix survives a cache
-    reset; the other blocks do not.
-    """
+    """The prefix stays a cache hit when the text after it changes, and survives a cache reset."""
     for day in ("Monday", "Tuesday"):
         system = [block(LONG, FIVE), block(f"It is {day}." * 20)]
         usage = (await ask(app, system=system))["usage"]
