@@ -155,8 +155,8 @@ def test_a_segment_border_on_a_partition_border_changes_no_bit(threads):
 
 @pytest.mark.parametrize("bits", [(16, 16), *BITS], ids=str)
 def test_a_plain_sequence_is_unchanged_beside_a_segmented_one(bits):
-    """The plain sequence runs in one batch with a segmented sequence, and as the only segment of
-    its own.
+    """The plain sequence is one segment in the batch with the segmented one. Its output equals that
+    of a layout without segments.
     """
     case = one_case(6, (1, 700), (1, 85))
     params = AttentionParams(0.2, window=600)

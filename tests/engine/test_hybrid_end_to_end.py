@@ -113,7 +113,7 @@ def test_drafts_from_history_change_no_bit(model, bits, tmp_path):
 
 def test_chats_share_the_state_after_their_system_message(tmp_path):
     """The chat template gives the place where a user message begins, so a state is kept there
-    without a hint of the caller.
+    without a hint from the caller.
     """
     system = {"role": "system", "content": "You are a helper of few words. " * 4}
     chats = [

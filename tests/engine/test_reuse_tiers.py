@@ -25,7 +25,7 @@ def flush(bench, first=100):
 
 
 def reusing(*tiers, **options):
-    """Build a bench that had a request with reuse. From then on it indexes what it serves."""
+    """Build a bench that had a request with reuse. Afterwards it indexes the text of all requests."""
     bench = Bench(NUM_BLOCKS, tiers=tiers)
     bench.submit([1] * 40, 1, REUSE, repair=BARE, **options)
     return bench

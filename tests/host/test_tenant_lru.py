@@ -1,6 +1,4 @@
-"""Memory of values for tenants: bounded per root and in total, and fair, against a reference of
-plain lists.
-"""
+"""Memory of values for tenants: bounded per root and in total, and fair, against a plain reference."""
 
 import random
 from collections import defaultdict

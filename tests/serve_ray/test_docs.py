@@ -50,8 +50,8 @@ def test_documented_fields_and_arguments_exist(config):
 
 
 def test_the_kuberay_example_has_enough_workers_and_cpus():
-    """There are as many workers as replicas, each with the CPUs of one. The server's CPU is on the
-    head.
+    """The example has as many workers as replicas, each with the CPUs of one. The server's CPU is
+    on the head.
     """
     cluster = kuberay()["spec"]["rayClusterConfig"]
     [application] = yaml.safe_load(kuberay()["spec"]["serveConfigV2"])["applications"]

@@ -165,8 +165,8 @@ def test_a_disconnect_frees_the_replica(two, server):
 
 
 def test_a_frozen_replica_does_not_block_others(two):
-    """Once it is known not to answer, figures and answers come from the other replica. Afterwards
-    it returns unchanged.
+    """Once the frozen replica is known not to answer, figures and answers come from the other one.
+    Afterwards it continues in the same process.
     """
     pids = two.pids()
     frozen, other = sorted(pids)

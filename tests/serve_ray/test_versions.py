@@ -52,8 +52,8 @@ def started(pool, count, **sampling):
 
 
 def test_a_rolling_update_finishes_running_answers(versions, monkeypatch):
-    """The new version has other options, which become those of the pool. The blocks of new replicas
-    are found by them.
+    """The new version has other options. They become those of the pool, whose router then finds the
+    blocks of the new replicas.
     """
     pool = versions.pool
     before = versions.pids()

@@ -1,5 +1,5 @@
-"""The memory report: it counts resident memory, not reserved memory. The tracker keeps nothing
-unless requested.
+"""The memory report: it counts resident memory, not reserved memory. Nothing is kept unless
+requested.
 """
 
 import json

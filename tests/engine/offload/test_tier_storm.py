@@ -74,7 +74,7 @@ class Storm:
             for _ in range(burst):
                 self.submit()
             if rng.random() < 0.5:
-                self.engine.reset_cache()  # repeated prompts now come from the disk
+                self.engine.reset_cache()  # repeated prompts are now read from the disk
             if rng.random() < 0.2:
                 rng.choice(self.running)[0].cancel()
             time.sleep(rng.choice((0.0, 0.0, 0.001, 0.004)))  # prefetches are in flight or done

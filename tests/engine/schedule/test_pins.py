@@ -1,4 +1,4 @@
-"""Pinned prompts: what stays, for how long, for which owner, and which requests are refused."""
+"""Pinned prompts: their lifetime, their owners, and the requests that they cause to be refused."""
 
 import threading
 import time

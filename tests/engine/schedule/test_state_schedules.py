@@ -1,5 +1,5 @@
-"""Sequences with recurrent states: where states are kept, which requests resume from them, and
-which never may.
+"""Recurrent states of sequences: their places, the requests that resume from them, and isolation
+between tenants.
 """
 
 import pytest

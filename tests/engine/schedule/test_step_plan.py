@@ -27,7 +27,7 @@ def running(prompt, max_new_tokens=8, **fields):
 
 
 def rows(*likeliest):
-    """Return logits whose greedy tokens are these."""
+    """Return logits with these greedy tokens."""
     logits = np.zeros((len(likeliest), VOCAB), np.float32)
     logits[np.arange(len(likeliest)), likeliest] = 9.0
     return logits

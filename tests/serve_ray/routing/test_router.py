@@ -206,7 +206,7 @@ def test_absent_and_draining_replicas_are_not_chosen(steps):
         elif what == "drain":
             router.take_report(name, report(now, is_draining=True), now)
             draining |= {name} & members
-        elif what == "tell":  # by a replica that left: nothing happens
+        elif what == "tell":  # by a removed replica: no effect
             assert router.take_events(name, told([number], serial=now), now)
         choices = router.choose(prompt, now, count=8)
         assert {choice.replica_id for choice in choices} == members - draining
@@ -270,8 +270,8 @@ def test_of_nearly_equal_replicas_the_one_with_most_blocks_is_chosen():
 
 
 def test_a_hot_prefix_spreads_only_if_its_replica_is_full():
-    """The head takes 0.48 s on a replica without it. Only a longer queue at its home, compared with
-    the others, moves a request.
+    """The head takes 0.48 s on a replica without it. A request leaves its home only if the queue
+    there takes that much longer than elsewhere.
     """
     router = router_of(10)
     head = list(range(30))
