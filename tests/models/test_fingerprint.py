@@ -146,7 +146,7 @@ def test_missing_weights_raise(model, cache):
 
 
 def test_shards_and_tensor_names_affect_the_fingerprint(model, cache):
-    """Swapping the data of two tensors makes another model, although the set of bytes is the same."""
+    """Swapping the data of two tensors makes another model with the same set of bytes."""
     first = fingerprint_of_directory(model, cache_dir=cache)
     state = load_file(model / "model.safetensors")
     a = "model.layers.0.self_attn.q_proj.weight"

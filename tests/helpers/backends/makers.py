@@ -159,7 +159,7 @@ class Maker:
 
 @contextlib.contextmanager
 def opened(maker: Maker) -> Iterator[Maker]:
-    """Yield the maker and close its pools. For CUDA makers, the extension is available meanwhile."""
+    """Yield the maker and close its pools. CUDA makers get the extension meanwhile."""
     with contextlib.ExitStack() as stack:
         if maker.name.startswith("cuda"):
             _, standin = stack.enter_context(standing_in())

@@ -136,7 +136,7 @@ def gives_states(bench: Bench) -> None:
 def drafting_bench(
     kind: ModelKind, drafts: str = "right", num_blocks: int = 64, **options: Any
 ) -> Bench:
-    """Make a bench whose requests get draft tokens from a draft model and none from prompt lookup."""
+    """Make a bench whose draft tokens come from a draft model and not from prompt lookup."""
     draft_options = {
         name: options.pop(name) for name in ("vocab_size", "max_context") if name in options
     }

@@ -108,7 +108,7 @@ class HybridRunner(FakeRunner):
         self._states: dict[int, State] = {}  # row of the pass -> the state after it
 
     def forward(self, batch: ForwardBatch) -> npt.NDArray[np.float32]:
-        """Compute one pass. Like a compiled pass, it reads all states before it writes the first."""
+        """Compute one pass, reading all states before writing the first, as a compiled pass does."""
         if self.on_forward is not None:
             self.on_forward(batch)
         layout = batch.layout

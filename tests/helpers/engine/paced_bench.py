@@ -13,7 +13,7 @@ LONG = 4000
 
 
 def machine(shape: StepShape) -> float:
-    """Return the time of a step: 10 ms, plus 0.5 ms per stream and 1 ms per token, more with depth."""
+    """Return the time of a step: 10 ms, 0.5 ms per stream and 1 ms per token, more with depth."""
     return (
         0.010
         + 0.0005 * shape.sequences

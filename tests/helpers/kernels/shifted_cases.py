@@ -45,7 +45,7 @@ class Pieces:
         self.length = 0
 
     def run(self, stored: Sequence[int], start: int, count: int) -> None:
-        """Append tokens [start, start + count) of a sequence that is stored in the blocks `stored`."""
+        """Append tokens [start, start + count) of a sequence stored in the blocks `stored`."""
         self._begin(start % self.size, self.length - start)
         self.table += stored[start // self.size : -(-(start + count) // self.size)]
         self.length += count

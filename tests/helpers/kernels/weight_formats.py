@@ -1,4 +1,4 @@
-"""Random packed weights of every format, with their values and products by the NumPy specification."""
+"""Random packed weights of every format, with values and products by the NumPy specification."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def random_weights(
 
 
 def _code_rows(kind: str, rows: int, inputs: int, seed: int) -> PackedRows:
-    """Return random codes, except that row 0 has only the smallest code and row 1 only the largest."""
+    """Return random codes. Row 0 has only the smallest code and row 1 only the largest."""
     form = registry.FORMATS[kind]
     rng = np.random.default_rng(seed)
     codes = rng.integers(0, 1 << form.bits, (rows, inputs)).astype(np.uint8) * form.code_step

@@ -1,4 +1,4 @@
-"""Files that turn a tiny checkpoint into an embedding model, as sentence-transformers saves them."""
+"""Files that make a tiny checkpoint an embedding model, as sentence-transformers saves them."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def message(*fields: bytes) -> bytes:
 
 
 def tensor(name: str, array: np.ndarray, *, kind: int | None = None) -> bytes:
-    """Return a TensorProto with inline data. `kind` is the number of its type, if NumPy has none."""
+    """Return a TensorProto with inline data. `kind` is the type's number, if NumPy lacks it."""
     kind = kind or NUMBERS[array.dtype.name]
     dims = [number(1, size) for size in array.shape]
     return message(

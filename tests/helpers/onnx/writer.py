@@ -232,7 +232,7 @@ class Decoder:
         return float(getattr(self.config, "attention_multiplier", self.dim**-0.5))
 
     def tables(self, index: int) -> tuple[str, str]:
-        """Return the names of a layer's RoPE tables, computed from transformers' own frequencies."""
+        """Return the names of a layer's RoPE tables, computed from transformers' frequencies."""
         rotary = self.hf.model.rotary_emb
         kind = self.layer_kind(index) if self.kind == "gemma3_text" else ""
         prefix = f"{kind}_" if kind else ""

@@ -1,4 +1,4 @@
-"""Logits of a file in its own formats, which must not depend on the size of passes, and in float32."""
+"""Logits of a file in float32 and in its own formats, where pass sizes must not matter."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def jsonl(lines: Iterable[Mapping[str, Any]]) -> bytes:
 
 
 def records_of(text: bytes | str) -> dict[str, dict[str, Any]]:
-    """Return the records of an output file by custom id, after checking that each id occurs once."""
+    """Return the records of an output file by custom id. Each id must occur once."""
     content = text.encode() if isinstance(text, str) else text
     found = [json.loads(one) for one in content.splitlines()]
     by_id = {one["custom_id"]: one for one in found}

@@ -165,7 +165,7 @@ class Api:
         return bool(events[-1].get("error"))
 
     def next_turn(self, body, answer, results):
-        """Return the body of the next turn, which contains the answer and the results of its calls."""
+        """Return the body of the next turn with the answer and the results of its calls."""
         message = answer["choices"][0]["message"]
         sent = [
             {"role": "tool", "tool_call_id": call["id"], "content": text}

@@ -23,7 +23,7 @@ ENGINE_OPTIONS = {"num_blocks": 512, "max_num_seqs": 8, "reuse_gate": "off"}
 
 @dataclasses.dataclass(frozen=True)
 class LiveServer:
-    """A server that runs in a thread of this process. `state` is its first model, as routes see it."""
+    """A server that runs in a thread of this process. `state` is its first model."""
 
     host: str
     port: int
@@ -161,7 +161,7 @@ def serving(
 
 
 def _what_runs(server: Any) -> str:
-    """Return the stacks of all threads of this process, and the tasks of the server's event loop."""
+    """Return the stacks of all threads, and the tasks of the server's event loop."""
     frames = sys._current_frames()
     named = [(one.name, frames[one.ident]) for one in threading.enumerate() if one.ident in frames]
     lines = [f"{name}:\n{''.join(traceback.format_stack(frame)[-8:])}" for name, frame in named]
@@ -170,7 +170,7 @@ def _what_runs(server: Any) -> str:
 
 
 def raw_answer(sock: socket.socket) -> bytes:
-    """Return all bytes that the server sends until it closes. The socket's timeout bounds the wait."""
+    """Return all bytes that the server sends until it closes, within the socket's timeout."""
     received = bytearray()
     while True:
         try:

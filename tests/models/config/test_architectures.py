@@ -1,4 +1,4 @@
-"""Supported architectures: what each runner computes, what is tested, and why the rest is refused."""
+"""Supported architectures: runners, tests, and the reasons why the rest is refused."""
 
 import json
 import warnings

@@ -128,7 +128,7 @@ def test_nemotron_heads_need_not_divide_the_hidden_size(tmp_path):
 
 @pytest.mark.parametrize("model_type", ["nemotron_h", "falcon_h1"])
 def test_missing_key_value_heads_have_a_default(tmp_path, model_type):
-    """Without the key there are 8 key and value heads; with null there are as many as query heads."""
+    """Without the key there are 8 key and value heads, with null as many as query heads."""
     config = {
         **NEMOTRON,
         "hybrid_override_pattern": "-*M",

@@ -1,4 +1,4 @@
-"""Pooling of an embedding model as its files define it. Unsupported settings are refused by name."""
+"""Pooling of embedding models as their files define it. Unsupported settings raise errors."""
 
 import json
 from pathlib import Path

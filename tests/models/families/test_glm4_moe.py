@@ -17,7 +17,7 @@ HIDDEN = 64
 
 
 def _head(prefix):
-    """Return tensors that only a layer for multi-token prediction has, and one that any layer has."""
+    """Return tensors that only a multi-token prediction layer has, and one of any layer."""
     vectors = [f"{prefix}{name}.weight" for name in ("enorm", "hnorm", "shared_head.norm")]
     return {
         **dict.fromkeys(vectors, np.ones(HIDDEN, np.float32)),

@@ -1,4 +1,4 @@
-"""Configs of Granite 4: older layer names, layers with and without recurrent state, and refusals."""
+"""Configs of Granite 4: older names, layers with and without recurrent state, and refusals."""
 
 import pytest
 

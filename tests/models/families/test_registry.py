@@ -43,7 +43,7 @@ def test_a_duplicate_name_is_refused(monkeypatch):
 
 
 def test_families_do_not_import_the_registrys_users():
-    """The registry imports families at run time, so the search for import cycles does not see them."""
+    """The registry imports families at run time, invisible to the search for import cycles."""
     graph = grimp.build_graph("kvboost_edge", cache_dir=None)
     readers = {f"{families.__name__}.{name}" for name in registry._READERS}
     for found in pkgutil.iter_modules([str(PACKAGE)]):

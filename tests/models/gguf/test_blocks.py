@@ -108,7 +108,7 @@ def test_only_iq4_xs_rounds_its_scales():
 
 @pytest.mark.parametrize("name", ["Q5_0", "Q5_1"])
 def test_five_bit_formats_at_their_extremes(name):
-    """Every code is combined with the largest and smallest scales of both signs, and with minima."""
+    """Every code is combined with extreme scales of both signs, and with minima."""
     raw = np.random.default_rng(8).integers(0, 256, (64, BLOCKS[name].nbytes), dtype=np.uint8)
     raw[:16, 2:] = 0
     raw[16:32, 2:] = 255

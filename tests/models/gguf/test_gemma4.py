@@ -146,7 +146,7 @@ def _write(directory, settings, **options):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_config_and_tensors_equal_transformers(name, tmp_path):
-    """transformers computes the same bits with our config and tensors as with the original model."""
+    """transformers computes the same bits with our config and tensors as with the original."""
     directory, path = _write(tmp_path, MODELS[name])
     config = dict(Checkpoint.open(path, cache_dir=NO_CACHE).config)
     expected = makers_config(read_json(directory / "config.json"))
@@ -211,7 +211,7 @@ WORDED = {**SMALL, "vocab_size": len(TOKENS), "vocab_size_per_layer_input": len(
 
 
 def test_a_gguf_file_is_enough_for_chat(tmp_path):
-    """Tokenizer, template and end tokens come from the file: an answer ends with a turn or a call."""
+    """Tokenizer, template and end tokens come from the file. Answers end with a turn or a call."""
     template = (
         "{{ bos_token }}{% for m in messages %}<|turn>{{ m['role'] }}\\n{{ m['content'] "
         "}}<turn|>\\n{% endfor %}"

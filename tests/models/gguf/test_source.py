@@ -86,7 +86,7 @@ def test_granite_4_without_experts_is_read_as_granite(name, tmp_path):
 
 
 def test_rows_of_permuted_quantized_tensors_are_exact(tmp_path):
-    """Any range of rows, in transformers' order, equals the package's float values of these rows."""
+    """Any range of rows, in transformers' order, equals the package's float values."""
     model = save_tiny_model("llama", tmp_path / "model", **WIDE)
     for kind in ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "F16", "BF16"):
         path = write_gguf(model, tmp_path / f"{kind}.gguf", kind=kind)

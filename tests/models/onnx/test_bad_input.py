@@ -153,7 +153,7 @@ def refusal(folder):
 
 
 def replaced(old, new):
-    """Return a change that replaces one operator type everywhere by another name of equal length."""
+    """Return a change that replaces an operator type by another name of equal length."""
     assert len(old) == len(new)
 
     def change(decoder):

@@ -1,4 +1,4 @@
-"""Experts that do not match the config: each raises a specific error before anything is computed."""
+"""Experts that do not match the config raise a specific error before anything is computed."""
 
 import numpy as np
 import pytest
