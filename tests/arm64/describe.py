@@ -1,4 +1,4 @@
-"""One line on what the emulated processor is and which form of the kernels it gets."""
+"""One-line description of the emulated processor and of its kernel variant."""
 
 from __future__ import annotations
 

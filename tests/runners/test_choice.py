@@ -1,4 +1,4 @@
-"""Which runner and weight format a model gets, how it stores KV, and what is refused."""
+"""Choice of runner, weight format and KV storage for a model, and refusals."""
 
 import importlib
 import json
@@ -183,7 +183,7 @@ def test_other_runners_refuse_recurrent_states(model_type, options):
 
 @pytest.mark.parametrize("model_type", WITH_STATES)
 def test_onnx_graphs_of_models_with_states_are_refused(model_type):
-    """As it was exported it may have inputs for keys and values alone, and run."""
+    """The exported graph may have only KV inputs and would run with wrong results."""
     for refusal in ("", "the input 'past_conv.0' of type F32 is not supported"):
         traits = ModelTraits(
             hybrid_of(model_type),
@@ -229,7 +229,9 @@ def test_onnx_graphs_of_stateful_types_are_refused(
 
 
 def test_granite_4_graphs_reveal_their_attention_layers():
-    """Past keys and values for each layer: none keeps a state. A layer of Falcon-H1 has both."""
+    """The graph has past KV for each layer, so no layer is recurrent. A layer of Falcon-H1 has both
+    KV and state.
+    """
     traits = ModelTraits(
         {**LLAMA, "model_type": "granitemoehybrid"},
         False,
@@ -262,7 +264,7 @@ def test_granite_4_without_states_runs_on_other_runners():
     for types in (
         ["attention", "mamba", "attention"],
         None,
-    ):  # a state in every layer without the key
+    ):  # without the key every layer is recurrent
         with pytest.raises(
             ModelFormatError, match=r"keep a recurrent state, .* native runner supports"
         ):

@@ -1,5 +1,5 @@
-"""Quantized runs against float64 arithmetic on the very same quantized weights: what int8
-activations cost.
+"""Quantized models against float64 arithmetic on the same quantized weights: the error of int8
+activations.
 """
 
 import numpy as np
@@ -15,15 +15,15 @@ from kvboost_edge.kernels.reference.weights import unpack_rows
 
 
 def _as_quantized(weight, kind):
-    """The values that the packed form of a matrix stands for."""
+    """Return the values that the packed form of a matrix represents."""
     return unpack_rows(pack_rows(weight, kind), *weight.shape, kind).astype(np.float64)
 
 
-# Measured 2e-3 to 1.75e-2; these models are made sharp, so rounding shows more than in real ones.
+# Measured 2e-3 to 1.75e-2. These models are made sharp, so rounding shows more than in real ones.
 LIMIT = 2e-2
-# Families with a norm behind attention and MLP, which makes the rounding of small results as large
-# as any: measured 2.0e-2, 2.7e-2 and 4.4e-2, with one more layer 3.8e-2 and 4.1e-2. With inputs of
-# 16 bits in every matrix they have 7e-4 to 2e-3, see benchmarks/LOG.md.
+# Families with a norm after attention and MLP, which amplifies the rounding of small results:
+# measured 2.0e-2, 2.7e-2 and 4.4e-2, and 3.8e-2 and 4.1e-2 with one more layer. With 16-bit inputs
+# in every matrix they have 7e-4 to 2e-3, see benchmarks/LOG.md.
 LIMITS = {
     "gemma2": 2.5e-2,
     "olmo2": 3e-2,
@@ -33,8 +33,8 @@ LIMITS = {
     "gemma4": 5e-2,
     "gemma4-wide": 5e-2,
 }
-# With all layers of these tiny models, whose norms make rounding grow from layer to layer, it would
-# be 0.18; gemma3 with as many layers has 0.09.
+# With all layers of these tiny models the error would be 0.18, because their norms amplify rounding
+# from layer to layer. gemma3 with as many layers has 0.09.
 _SHORT = {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_hidden_layers": 4}
 OVERRIDES = {"gemma4": {**_SHORT, "num_kv_shared_layers": 2}, "gemma4-wide": _SHORT}
 FAMILIES = [
@@ -62,7 +62,7 @@ _ROUTERS = (
     "router.weight",
     "shared_expert_gate.weight",
     "e_score_correction_bias",
-)  # floats
+)  # stays in floats
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_logits_are_close_to_float64(family, weights, tmp_path):
     overrides = OVERRIDES.get(family, {})
     save_tiny_model(family, tmp_path, **overrides)
     model = build_tiny_model(family, **overrides).double()
-    parameters = dict(model.named_parameters())  # of tied ones the first name only
+    parameters = dict(model.named_parameters())  # of tied parameters only the first name
     for name, parameter in parameters.items():
         if parameter.dim() == 3:  # experts
             wide = parameter.detach().float().numpy()
@@ -91,15 +91,15 @@ def test_logits_are_close_to_float64(family, weights, tmp_path):
             parameter.data = torch.from_numpy(values.copy())
     model.set_attn_implementation("eager")
     if family in MIXTURES:
-        model.set_experts_implementation("eager")  # the others take no float64
+        model.set_experts_implementation("eager")  # other implementations do not accept float64
     ids = random_ids(60, 7)
     exact = dense_logits(model, ids)
     logits = native_logits(tmp_path, weights, ids, len(ids))
     off, size = (np.linalg.norm(values, axis=-1) for values in (logits - exact, exact))
     if family in MIXTURES:
-        # Rounding that turns a router's near tie moves a token to another expert, whose share is as
-        # large; tokens behind it see that. Measured 1.8e-3 to 1.9e-2, and 3.2e-2 where it is an
-        # early one.
+        # If rounding flips a near tie in a router, a token goes to another expert with an equally
+        # large share, which affects later tokens. Measured 1.8e-3 to 1.9e-2, and 3.2e-2 for an
+        # early token.
         assert np.median(off / size) <= 2 * LIMIT
     else:
         assert np.linalg.norm(off) <= LIMITS.get(family, LIMIT) * np.linalg.norm(size)

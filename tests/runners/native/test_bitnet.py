@@ -18,7 +18,9 @@ from helpers.models.tiny_models import build_tiny_model, save_tiny_model
 from helpers.random_ids import random_ids
 from helpers.runners.logits import dense_logits, native_logits
 
-with mock.patch.object(torch, "compile", lambda function: function):  # no compiler is needed
+with mock.patch.object(
+    torch, "compile", lambda function: function
+):  # so that no compiler is needed
     from transformers.integrations import bitnet
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
@@ -28,7 +30,7 @@ IDS = random_ids(60, 7)
 
 @contextlib.contextmanager
 def float_activations():
-    """Layers that do not quantize their inputs."""
+    """Disable the quantization of inputs in transformers' layers."""
     with (
         mock.patch.object(bitnet.BitLinear, "activation_quant", lambda self, x: (x, 1.0)),
         mock.patch.object(bitnet, "ActQuant", SimpleNamespace(apply=lambda x: x)),
@@ -37,7 +39,7 @@ def float_activations():
 
 
 def _ternary_model(family, directory):
-    """transformers' model with the ternary layers that the directory's config asks for."""
+    """Return transformers' model with the ternary layers that the directory's config requests."""
     settings = json.loads((directory / "config.json").read_text())["quantization_config"]
     settings.pop("quant_method")
     model = build_tiny_model(family)
@@ -58,7 +60,7 @@ def _ternary_model(family, directory):
     ("family", "layout"), [*(("bitnet", layout) for layout in LAYOUTS), ("llama", "bitlinear")]
 )
 def test_logits_equal_those_of_ternary_layers(family, layout, tmp_path):
-    """With 8-bit activations, both differ from floats, and from each other, by little."""
+    """With 8-bit activations, both differ little from floats and from each other."""
     save_tiny_model(family, tmp_path)
     make_bitnet(tmp_path, layout)
     model = _ternary_model(family, tmp_path)
@@ -67,7 +69,8 @@ def test_logits_equal_those_of_ternary_layers(family, layout, tmp_path):
         exact = dense_logits(model, IDS)
     assert distance(native_logits(tmp_path, "f32", IDS), exact) <= 1e-4
     ours = native_logits(tmp_path, "auto", IDS)
-    # Measured 1.7e-2, 1.8e-2 and 2.4e-2 in models of the family, and 8e-3, 6e-3 and 1e-2 in Llama.
+    # Measured 1.7e-2, 1.8e-2 and 2.4e-2 for models of the family, and 8e-3, 6e-3 and 1e-2 for
+    # Llama.
     assert distance(ours, exact) <= 2e-2
     assert distance(theirs, exact) <= 2e-2
     assert distance(ours, theirs) <= 3e-2

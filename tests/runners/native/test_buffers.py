@@ -1,6 +1,4 @@
-"""A pass that memory does not suffice for leaves the buffers of the passes before it, wherever it
-ran out.
-"""
+"""A pass that runs out of memory at any allocation leaves the buffers of earlier passes intact."""
 
 import itertools
 
@@ -20,7 +18,7 @@ SMALL, LARGE = (
 
 
 class Scarce:
-    """NumPy's functions that take memory, of which one call fails."""
+    """Wrapper of NumPy's allocating functions that makes one call fail."""
 
     def __init__(self, patch, fails_at):
         self.left = fails_at
@@ -60,7 +58,9 @@ def computed(driver, prompts):
 
 @pytest.mark.parametrize("family", ["ministral3", "gemma4-moe", "qwen3_moe"])
 def test_a_pass_after_a_memory_error_is_unchanged(family, tmp_path, monkeypatch):
-    """Queries with factors of their positions, two tables of rope, and buffers of a mixture."""
+    """The families cover queries with position-dependent factors, two RoPE tables, and the buffers
+    of a mixture of experts.
+    """
     save_tiny_model(family, tmp_path, max_position_embeddings=4096)
     backend = None
     for fails_at in itertools.count(1):

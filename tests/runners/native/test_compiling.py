@@ -1,5 +1,5 @@
-"""What a model compiles: the kernels of its own weights, layers and cache, none of them in the
-process that uses it.
+"""Compilation of a model: exactly the kernels of its weights, layers and cache, none of them in the
+process that uses them.
 """
 
 import json
@@ -63,7 +63,7 @@ def test_a_run_uses_only_kernels_compiled_ahead(weights, bits, tmp_path):
     packing = {fit_entries.get(name, floats_entry).name for name in names}
     assert (
         set(used) == wanted - {copy_entry.name} | packing
-    )  # copied are the blocks of sequences that fork
+    )  # blocks of forked sequences are copied
 
 
 def test_each_weight_and_kv_format_has_its_own_code():
@@ -85,7 +85,7 @@ def test_numbers_of_weight_formats_are_no_indices_of_other_entries():
 
 @pytest.mark.parametrize("name", APART)
 def test_rare_operations_have_separate_entries(name, tmp_path):
-    """What is foreseen before weights are packed is what the program then has."""
+    """The operations predicted before weights are packed are those of the program."""
     runner = NativeRunner.from_dir(save_tiny_model(name, tmp_path), weights="int8")
     possible = possible_operations(runner._spec)
     assert (

@@ -1,4 +1,4 @@
-"""The native runner behind the public engine: equal to the bit with and without cache."""
+"""The native runner in the public engine: results are equal to the bit with and without cache."""
 
 import subprocess
 import sys

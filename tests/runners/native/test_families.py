@@ -1,5 +1,5 @@
-"""Every family of the native runner against transformers: float32 weights, logits within 1e-4,
-greedy tokens equal.
+"""Every family of the native runner against transformers: with float32 weights, logits are within
+1e-4 and greedy tokens equal.
 """
 
 import pytest

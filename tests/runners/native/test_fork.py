@@ -1,5 +1,5 @@
-"""A sequence forked inside a block: copy-on-write leaves both sides with the logits of a cold run,
-`==` on all.
+"""A sequence forked inside a block: after copy-on-write, both sides have the logits of a cold run,
+equal to the bit.
 """
 
 import numpy as np
@@ -11,16 +11,16 @@ from kvboost_edge.backends.cpu import CPUBackend
 from kvboost_edge.runners.native.runner import NativeRunner
 
 BLOCK = 16
-LENGTH = 580  # past the end of attention's first partition of 512 tokens
+LENGTH = 580  # beyond the first attention partition of 512 tokens
 TEXT, OTHER = (np.random.default_rng(seed).integers(0, 256, LENGTH).tolist() for seed in (0, 1))
-# One token into a block, inside it, one before its end, behind the first partition.
+# One token into a block, in its middle, one token before its end, and in the second partition.
 CUTS = [1, 33, 37, 47, 530]
 WIDTHS = ((16, 16), (8, 8), (8, 4))
 
 
 class Model:
-    """A runner with two threads for forks, one with one thread for cold runs; a runner has one
-    backend at a time.
+    """A runner with two threads for forks and one with one thread for cold runs, because a runner
+    has one backend at a time.
     """
 
     def __init__(self, directory, bits):
@@ -34,7 +34,7 @@ class Model:
             self._backends.append(CPUBackend(runner.info.kv_spec, 128, num_threads=threads))
 
     def driver(self, threads=2):
-        """Over a pool that holds NaN wherever nothing was written."""
+        """Return a driver over a pool that is NaN wherever nothing was written."""
         return PagedDriver(self._runners[threads - 1], self._backends[threads - 1])
 
     def cold(self, tokens, start):
@@ -57,8 +57,8 @@ def model(request, tmp_path_factory):
 
 
 def fork_at(driver, cut):
-    """Two sequences over the same first `cut` tokens; the parent will go on with OTHER, the child
-    with TEXT.
+    """Return two sequences with the same first `cut` tokens. The parent continues with OTHER, the
+    child with TEXT.
     """
     parent = driver.open(TEXT[:cut])
     driver.prefill(parent)
@@ -113,8 +113,8 @@ def test_parent_and_child_in_one_pass(model, cut):
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.some(3)
 def test_forks_while_decoding(model, cut):
-    """A fork every five tokens, each of which goes on alone: what is in open blocks is copied again
-    and again.
+    """The sequence is forked every five tokens, and each fork continues alone, so open blocks are
+    copied repeatedly.
     """
     driver = model.driver()
     sequence = driver.open(TEXT[: cut + 25])

@@ -1,5 +1,5 @@
-"""Gemma 4 on the native runner: what is stored of layers that share keys and values, files, tables,
-other backends.
+"""Gemma 4 on the native runner: stored KV of layers that share it, file formats, tables, and other
+backends.
 """
 
 import pytest
@@ -66,8 +66,8 @@ def test_a_gguf_file_equals_the_checkpoint(name, shared, kind, limit, tmp_path):
     ids=["cpu, 1 thread", "cpu, 2 threads", "reference"],
 )
 def test_layer_by_layer_backends_agree(backend, tmp_path):
-    """The reference backend, and half as many heads x head_dim as a group has, where no pass is one
-    call.
+    """These are the reference backend, and a model with half the usual heads x head_dim. Neither
+    runs a pass in one call.
     """
     directory = save_tiny_model("gemma4", tmp_path, head_dim=12, global_head_dim=24)
     runner = NativeRunner.from_dir(directory, weights="f32")

@@ -1,5 +1,5 @@
-"""gpt-oss: all logits against transformers, around windows and blocks; its files in every form say
-the same.
+"""gpt-oss: all logits against transformers around window and block boundaries, and equal results
+from all file formats.
 """
 
 import json
@@ -59,7 +59,9 @@ def test_logits_around_window_and_block_borders_equal_transformers(tmp_path):
 
 
 def _transformers(directory):
-    """Logits of PROMPT by transformers of a directory that save_gpt_oss wrote, MXFP4 as floats."""
+    """Compute the logits of PROMPT with transformers for a directory that save_gpt_oss wrote, with
+    MXFP4 as floats.
+    """
     config = json.loads((directory / "config.json").read_text())
     tensors = load_file(directory / "model.safetensors")
     settings = AutoConfig.for_model(config.pop("model_type"), **config)
@@ -79,8 +81,8 @@ def _transformers(directory):
 @pytest.mark.usefixtures("one_torch_thread")
 @pytest.mark.parametrize("mxfp4", [False, True])
 def test_synthetic_checkpoints_equal_transformers(mxfp4, tmp_path):
-    """What the tests of bits run is what transformers computes, and so is the oracle that formats
-    are held to.
+    """The native runner and the float64 oracle both equal transformers on the checkpoints that
+    other tests use.
     """
     save_gpt_oss(tmp_path, mxfp4=mxfp4)
     expected = _transformers(tmp_path)
@@ -93,8 +95,8 @@ def test_synthetic_checkpoints_equal_transformers(mxfp4, tmp_path):
 
 @pytest.mark.parametrize("weights", ["int8", "int4", "auto"])
 def test_formats_are_close_to_numpy_on_the_same_weights(weights, tmp_path):
-    """Most rows: rounded activations lead single tokens to another expert whose share is nearly as
-    large. Measured: medians of 1.9e-2 to 2.3e-2, on weights that make gates large.
+    """Most rows are close. Rounded activations send some tokens to another expert with nearly the
+    same share. Measured medians are 1.9e-2 to 2.3e-2, with weights that make gates large.
     """
     save_gpt_oss(tmp_path, mxfp4=weights == "auto")
     found = native_logits(tmp_path, weights, PROMPT, 31)
@@ -106,7 +108,9 @@ def test_formats_are_close_to_numpy_on_the_same_weights(weights, tmp_path):
 
 @pytest.mark.parametrize("weights", ["auto", "f32", "int4"])
 def test_mxfp4_of_safetensors_and_gguf_is_equal(weights, tmp_path):
-    """Nibbles, rows and names are others in a GGUF file; the bits of the results are not."""
+    """A GGUF file orders nibbles and rows differently and uses other names, but gives the same
+    bits.
+    """
     model = save_gpt_oss(tmp_path / "model", mxfp4=True, rope_parameters=ROPE)
     path = write_gguf(
         model, tmp_path / "m.gguf", kind=lambda name: "MXFP4" if "_exps" in name else "F32"
@@ -119,8 +123,8 @@ def test_mxfp4_of_safetensors_and_gguf_is_equal(weights, tmp_path):
 
 
 def test_yarn_borders_are_not_rounded(tmp_path):
-    """GGUF files cannot say it. The frequencies are transformers'; rounded borders would give
-    others.
+    """GGUF files cannot store this setting. The frequencies equal transformers'; rounded bounds
+    would give others.
     """
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -140,7 +144,7 @@ def test_yarn_borders_are_not_rounded(tmp_path):
 
 
 def test_config_defaults_equal_transformers():
-    """As transformers' defaults: the window of every second layer, rope, biases."""
+    """The defaults include the window of every second layer, RoPE, and biases."""
     config = AutoConfig.for_model("gpt_oss").to_dict()
     alone = {
         "model_type": "gpt_oss",
@@ -157,7 +161,7 @@ def test_config_defaults_equal_transformers():
 
 
 def test_the_published_20b_config_is_read():
-    """As its makers wrote it, with the older keys of rope."""
+    """The config is the makers' original one, with the older RoPE keys."""
     kinds = ["sliding_attention", "full_attention"]
     config = {
         "architectures": ["GptOssForCausalLM"],
@@ -232,7 +236,9 @@ def test_biases_for_another_number_of_experts_are_refused(tmp_path):
 
 
 def test_attention_sinks_change_the_logits(tmp_path):
-    """Of one head in one layer: its logits change, those of a token alone, too."""
+    """Changing the sink of one head in one layer changes the logits of all tokens, including the
+    first.
+    """
     model = save_gpt_oss(tmp_path / "model")
     before = native_logits(model, "f32", PROMPT[:5])
     tensors = load_file(model / "model.safetensors")

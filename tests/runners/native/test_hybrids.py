@@ -1,4 +1,4 @@
-"""Hybrids on the native runner against transformers, between files of several forms, and in the
+"""Hybrid models on the native runner: against transformers, between file formats, and in the
 integer formats.
 """
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
 PROMPT = random_ids(61, 7)
 GRANITES = tuple(name for name in HYBRIDS if name.startswith("granitemoehybrid"))
-# Whose sums have one order in either kind of file.
+# Models whose sums have the same order in both file formats.
 EVEN = ("lfm2", "lfm2_moe", "qwen3_5_text-even", *GRANITES, "nemotron_h", "nemotron_h-moe")
 
 
@@ -47,8 +47,8 @@ def test_nested_hybrid_models_equal_transformers(name, tmp_path, caplog):
 
 @pytest.mark.parametrize("name", HYBRID_FAMILIES)
 def test_gguf_hybrids_equal_the_checkpoints(name, tmp_path):
-    """To the bit, but where a file's value heads stand in another order, and so are summed in
-    another one.
+    """Logits are equal to the bit, except for files with reordered value heads, which are summed in
+    another order.
     """
     model = save_model(name, tmp_path / "model")
     files = (model, write_gguf(model, tmp_path / "m.gguf"))
@@ -63,8 +63,8 @@ def test_gguf_hybrids_equal_the_checkpoints(name, tmp_path):
     ["lfm2", "lfm2_moe", "qwen3_5_text", "qwen3_5_moe_text", *GRANITES, "nemotron_h", "falcon_h1"],
 )
 def test_integer_weights_are_close_to_the_packed_weights_model(name, tmp_path):
-    """Far from float32 as 4 bits are, and near a float64 model of the weights that they stand
-    for.
+    """The logits differ from float32 as expected of 4 bits, and are close to a float64 model of the
+    quantized weights.
     """
     model = save_tiny_model(name, tmp_path)
     spec, weights = plan_floats(model)
@@ -83,8 +83,8 @@ def test_integer_weights_are_close_to_the_packed_weights_model(name, tmp_path):
 
 
 def _mixed(name):
-    """As llama.cpp's mixtures: the rows of queries, keys and values have more bits than their
-    gate.
+    """Return a type as in llama.cpp's mixtures: the rows of queries, keys and values have more bits
+    than their gate.
     """
     return (
         "Q5_K"
@@ -109,9 +109,9 @@ WIDE = {
 
 @pytest.mark.parametrize("name", WIDE)
 def test_mixers_from_several_block_formats(name, tmp_path):
-    """What a mixer reads is several matrices then."""
+    """The mixer then reads several matrices."""
     model = save_tiny_model(name, tmp_path / "model", hidden_size=256, **WIDE[name])
     path = write_gguf(model, tmp_path / "m.gguf", kind=_mixed)
-    # What is squared has twice the relative error.
+    # Squaring doubles the relative error.
     found, expected = (native_logits(path, weights, PROMPT) for weights in ("auto", "f32"))
     assert distance(found, expected) < (0.4 if name == "nemotron_h" else 0.2)

@@ -1,4 +1,4 @@
-"""A model whose kernels all come from a kernel library."""
+"""A model whose kernels are all loaded from a kernel library."""
 
 import functools
 import json
@@ -16,7 +16,7 @@ pytestmark = [
     pytest.mark.skipif(not usable_targets(), reason="no class for this machine"),
 ]
 
-# What was computed, the kernels that were asked for, and the modules that take long to import.
+# The results, the requested kernels, and the imported modules that are slow to import.
 RUN = """
 import hashlib, json, sys
 from kvboost_edge.kernels import library
@@ -66,7 +66,7 @@ def run(options, libraries, cache, target=""):
 
 @pytest.fixture(scope="module")
 def compiled_here(tmp_path_factory):
-    """Compute with code that is compiled for this processor: the results and kernels by options."""
+    """Compute with code compiled for this processor, and return results and kernels by options."""
 
     @functools.cache
     def compute(options):
@@ -83,7 +83,7 @@ def compiled_here(tmp_path_factory):
 def test_each_target_gives_the_same_bits_without_numba(options, target, compiled_here, tmp_path):
     here, names = compiled_here(options)
     build_library(target, tmp_path / "libraries", names=names)
-    # The first start packs the weights, the second finds them.
+    # The first start packs the weights, the second one finds them packed.
     for _ in range(2):
         there, asked, heavy = run(options, tmp_path / "libraries", tmp_path / "there", target.name)
         assert (there, heavy) == (here, [])

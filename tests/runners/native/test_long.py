@@ -1,5 +1,5 @@
-"""Prompts over several of attention's partitions of 512 tokens: every family and cache width, `==`
-on all logits.
+"""Prompts over several attention partitions of 512 tokens: every family and cache width, all logits
+equal to the bit.
 """
 
 import numpy as np
@@ -28,8 +28,8 @@ LONG = random_ids(1210, 3)
 WIDTHS = ((16, 16), (8, 8), (8, 4))
 GREEDY = SamplingParams(max_new_tokens=12, temperature=0.0, logprobs=2)
 
-# name -> (family, weights, config fields); windows of the tiny models are short, these cross
-# partitions too.
+# name -> (family, weights, config fields). The windows of tiny models are short; these span
+# partitions.
 CASES = {
     "llama": ("llama", "int8", {}),
     "llama-llama3rope": ("llama-llama3rope", "int4", {}),
@@ -79,7 +79,7 @@ HYBRIDS = ("lfm2", "qwen3_5", "granitemoehybrid-", "nemotron_h", "falcon_h1")
 
 
 class Case:
-    """One model at one width, and the logits of LONG computed in one pass of one thread."""
+    """One model with one cache width, and the logits of LONG in one pass with one thread."""
 
     def __init__(self, machine, bits, number):
         self.number = number
@@ -93,7 +93,7 @@ class Case:
 
 @pytest.fixture(scope="module")
 def machines(tmp_path_factory):
-    """Gives the machine of a case; the last one is closed when another one is asked for."""
+    """Return the machine of a case. The previous one is closed when another one is requested."""
     made = {}
 
     def machine(name):
@@ -124,9 +124,7 @@ def machines(tmp_path_factory):
 
 
 def widths():
-    """Each model at each width of its cache; `make test` runs one of them, another one for the next
-    model.
-    """
+    """Combine models with cache widths. `make test` runs one width per model, in rotation."""
     for number, name in enumerate(CASES):
         for index, bits in enumerate(WIDTHS):
             is_chosen = index == number % len(WIDTHS)
@@ -157,7 +155,7 @@ def test_every_family_is_covered():
 
 
 def test_logits_do_not_depend_on_the_pass_size(case, scale):
-    """In `make test` each model with two of four, every second one with the same two."""
+    """`make test` runs two of the four sizes for each model, alternating between models."""
     sizes = ((CONTEXT, 2), (7, 1), (513, 1), (100, 2))
     for budget, threads in scale(sizes[case.number % 2 :: 2], sizes):
         bench = case.bench(max_batch_tokens=budget, threads=threads)
@@ -166,8 +164,8 @@ def test_logits_do_not_depend_on_the_pass_size(case, scale):
 
 @pytest.mark.some(3)
 def test_logits_do_not_depend_on_a_cached_prefix(case, scale):
-    """Once in the first pass behind it, and once more with all but the last tokens cached. In `make
-    test` each model with one of two prefixes, every second one with the same.
+    """The prefix is cached up to the first token after it, and then up to the last token. `make
+    test` runs one of two prefixes for each model, alternating between models.
     """
     cuts = (530, 2 * PARTITION)
     for cut in scale(cuts[case.number % 2 :: 2], cuts):
@@ -198,8 +196,8 @@ def test_logits_do_not_depend_on_a_shared_prefix_in_a_batch(case, scale):
 
 @pytest.mark.some(3, 2)
 def test_decoding_across_a_partition_border(case):
-    """KV that decoding made, one token at a time on both sides of a partition's end, equals what
-    one pass makes.
+    """KV written by decoding, one token at a time across the end of a partition, equals that of one
+    pass.
     """
     stem = LONG[: 2 * PARTITION - 15]
     bench = case.bench(threads=2, max_batch_tokens=300)
@@ -217,8 +215,8 @@ def test_decoding_across_a_partition_border(case):
     ["llama-yarn", "mistral-700", "gemma2-520", "gemma3", "smollm3", "ministral3", "granite_swa"],
 )
 def test_long_prompts_equal_transformers(name, tmp_path_factory):
-    """All of the above would hold for partitions that are merged wrongly in the same way each
-    time.
+    """Compare with transformers, because the other tests would miss partitions that are always
+    merged wrongly in the same way.
     """
     family, _, fields = CASES[name]
     fields = {**fields, "max_position_embeddings": CONTEXT}

@@ -1,6 +1,4 @@
-"""MiniCPM, which transformers does not have, against a decoder in float64 written from its
-description.
-"""
+"""MiniCPM, which transformers lacks, against a float64 decoder written from its description."""
 
 import json
 
@@ -37,7 +35,7 @@ def _norm(x, weight, eps):
 
 
 def _turned(x, config):
-    """[tokens, heads, dim]: pairs (i, i + dim / 2)."""
+    """Apply RoPE to [tokens, heads, dim] in pairs (i, i + dim / 2)."""
     half = x.shape[-1] // 2
     frequencies = config["rope_theta"] ** (-np.arange(half) / half)
     factor = 1.0
@@ -73,9 +71,11 @@ def _attended(x, layer, config):
 
 
 def _oracle(model_dir):
-    """Logits [tokens, vocabulary] of PROMPT: embeddings times scale_emb, what each half of a layer
-    adds times scale_depth / sqrt(layers), the last state over hidden_size / dim_model_base before
-    the head.
+    """Return the logits [tokens, vocabulary] of PROMPT.
+
+    MiniCPM multiplies the embeddings by scale_emb and the output of each half of a layer by
+    scale_depth / sqrt(layers), and divides the last hidden state by hidden_size / dim_model_base
+    before the head.
     """
     config = json.loads((model_dir / "config.json").read_text())
     tensors = {
@@ -120,7 +120,7 @@ def test_logits_equal_the_numpy_reference(name, tmp_path):
 def test_a_gguf_file_equals_safetensors(name, tmp_path):
     whole = {
         "rope_scaling": {**LONGROPE, "original_max_position_embeddings": 512}
-    }  # as of MiniCPM 4: one range
+    }  # one range, as in MiniCPM 4
     path = save_tiny_checkpoint(
         "minicpm", tmp_path, **(whole if name == "longrope" else VARIANTS[name])
     )

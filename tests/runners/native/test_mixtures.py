@@ -1,4 +1,4 @@
-"""Mixtures of experts on the native runner: layer by layer as in one call."""
+"""Mixtures of experts on the native runner: passes layer by layer equal those in one call."""
 
 import pytest
 
@@ -16,7 +16,7 @@ PROMPT = random_ids(90, 0)
 
 @pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss"])
 def test_mixtures_agree_on_the_reference_backend(kind, tmp_path):
-    """A pass that is no single call has the same operations of experts."""
+    """Layer-by-layer passes use the same expert operations as a pass in one call."""
     directory = (
         save_gpt_oss(tmp_path)
         if kind == "gpt_oss"

@@ -1,7 +1,7 @@
-"""Keys attended at positions other than those they were computed at, through the native runner.
+"""Keys attended at other positions than those they were computed at, on the native runner.
 
-The keys and values of the first layer depend on a token alone: a model of one layer gives what it
-gives without reuse.
+The KV of the first layer depends only on the token, so a model of one layer gives the same results
+with and without reuse.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ LONGROPE = {
     "partial_rotary_factor": 0.75,
 }
 LINEAR = {"rope_type": "linear", "rope_theta": 1000.0, "factor": 4.0}
-# Every kind of rope and of norm that the families have, with one layer.
+# One-layer models with every kind of RoPE and of norm that the families have.
 ONE_LAYER = {
     "llama": ("llama", {}),
     "llama-llama3rope": ("llama-llama3rope", {}),
@@ -78,8 +78,8 @@ ONE_LAYER = {
 ELSEWHERE = (
     "phi3-longrope",
     "granite_swa",
-)  # other factors beyond 96; transformers' weights leave sinks out
-# Which rope layers have (-1: none), and whether they have a window.
+)  # other factors beyond 96; transformers' attention weights exclude sinks
+# RoPE of each kind of layer (-1: none), and whether the layer has a window.
 LAYERS = {
     "llama-yarn": {(0, False)},
     **{name: {(0, False), (1, True)} for name in ("gemma3", "gemma4")},
@@ -89,7 +89,7 @@ SOME = ("llama-yarn", "gemma2-window", "phi3-partial")
 
 
 class Hand:
-    """A runner whose passes are made by hand; memory that is not written is NaN."""
+    """A runner whose passes are made by hand. Unwritten memory is NaN."""
 
     def __init__(
         self,
@@ -109,14 +109,19 @@ class Hand:
         self.take = blocks_from(0)
 
     def another_runner(self):
-        """One that has met no position yet, over the same blocks."""
+        """Replace the runner by a new one, whose tables cover no position yet, over the same
+        blocks.
+        """
         self.runner.close()
         self.runner = NativeRunner.from_dir(self._directory, **self._options)
         self.runner.bind(self.backend)
 
     def forward(self, rows, tokens, wanted=None):
-        """A pass; logits of each row's tokens, or those of some tokens of the batch. tokens: of
-        each row's whole sequence.
+        """Run a pass and return the logits of each row's tokens, or those of the `wanted` tokens of
+        the batch.
+
+        Args:
+            tokens: whole sequence of each row.
         """
         new = [
             token
@@ -144,14 +149,14 @@ class Hand:
 
 
 class Mixed:
-    """A prompt of runs of a stored one, and of its own stretches between them, each a row."""
+    """A prompt of runs of a stored one and of new stretches between them, each a row."""
 
     def __init__(self, hand, stored, of_stored, seed, own):
         pieces = Pieces(SIZE, hand.take)
         self.tokens = []
         self.rows = []
-        # Behind and before where they were; from inside blocks to inside blocks; the same blocks
-        # twice; whole blocks.
+        # Moved backward and forward; from within blocks to within blocks; the same blocks twice;
+        # whole blocks.
         runs = [(21, 46), (33, 50), (32, 48)]
         for number, count in enumerate(own):
             self.rows.append(pieces.own(count))
@@ -180,7 +185,7 @@ STORED = random_ids(96, 1)
 
 
 def mixed_and_exact(hand):
-    """A prompt of runs, and the logits of its own rows where all is computed."""
+    """Return a prompt of runs, and the logits of its new rows when everything is recomputed."""
     mixed = Mixed(hand, hand.stored(STORED), STORED, 10, (16, 32, 16, 9))
     assert mixed.deltas == [0, -5, 0, 61, 0, 128, 0]
     (whole,) = hand.forward([plain(len(mixed.tokens), SIZE, hand.take)], [mixed.tokens])
@@ -205,7 +210,9 @@ def test_reuse_in_one_layer_is_exact(name, tmp_path):
 @pytest.mark.parametrize("bits", [(8, 8), (8, 4), (4, 4)], ids=str)
 @pytest.mark.parametrize("name", SOME)
 def test_reuse_in_one_layer_over_quantized_keys(name, bits, tmp_path):
-    """As near as codes come; a delta that is off by one shows."""
+    """The error is limited by the codes' precision, and far smaller than with deltas that are off
+    by one.
+    """
     hand = Hand(model(name, tmp_path))
     mixed, exact = mixed_and_exact(hand)
     hand.close()
@@ -228,8 +235,8 @@ class LayerByLayer(CPUBackend):
 
 
 class TurnsKeys(LayerByLayer):
-    """Turns keys instead of queries, by the tables of each layer's rope: float32 [2, positions,
-    pairs].
+    """Backend that rotates keys instead of queries, using each layer's RoPE tables: float32 [2,
+    positions, pairs].
     """
 
     tables: list[np.ndarray]
@@ -243,7 +250,9 @@ class TurnsKeys(LayerByLayer):
 
 @pytest.mark.parametrize("name", ["llama-yarn", "gemma3", "gemma4", "smollm3"])
 def test_every_layer_rotates_queries_by_its_own_rope(name, tmp_path, monkeypatch):
-    """Keys of a context of their own too; gemma3 has two ropes, smollm3 layers without one."""
+    """The moved keys come from another context. gemma3 has two RoPEs, smollm3 has layers without
+    one.
+    """
     hand = Hand(save_tiny_model(name, tmp_path))
     mixed = Mixed(hand, hand.stored(STORED), STORED, 10, (16, 32, 16, 9))
     several = [mixed.tokens] * len(mixed.rows)
@@ -273,7 +282,7 @@ def test_every_layer_rotates_queries_by_its_own_rope(name, tmp_path, monkeypatch
 
 @pytest.fixture(scope="module", params=["llama", "gemma3", "gemma4"])
 def deep_model(request, tmp_path_factory):
-    """Several layers; gemma3's have windows and two kinds of rope."""
+    """A model with several layers; gemma3's have windows and two kinds of RoPE."""
     return save_tiny_model(request.param, tmp_path_factory.mktemp("deep"))
 
 
@@ -287,8 +296,8 @@ def test_spans_in_one_pass_equal_separate_passes(deep_model, bits, threads):
     got = hand.forward(together.rows, [together.tokens] * len(together.rows))
     for one, other in zip(got, wanted, strict=True):
         np.testing.assert_array_equal(one, other)
-    # Where few logits are wanted the head runs apart, and where none are the last layer's attention
-    # is left out.
+    # If few logits are wanted, the head runs separately. If none are, the last layer's attention is
+    # skipped.
     assert hand.forward(quiet.rows[:2], [quiet.tokens] * 2, [])[0].shape[0] == 0
     (some,) = hand.forward(quiet.rows[2:], [quiet.tokens] * 2, [3, 24])
     np.testing.assert_array_equal(some, [wanted[2][3], wanted[3][8]])
@@ -299,7 +308,7 @@ def test_spans_in_one_pass_equal_separate_passes(deep_model, bits, threads):
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.some(3)
 def test_rows_do_not_depend_on_the_batch(deep_model, bits, seed):
-    """Those of exact sequences, in prefill and decode, and those over keys from elsewhere."""
+    """The batch mixes prefill and decode rows of exact sequences with rows over moved keys."""
     rng = np.random.default_rng(seed)
     hand = Hand(deep_model, bits, weights="int8", threads=int(rng.integers(1, 3)))
     stored = hand.stored(STORED)
@@ -321,9 +330,7 @@ def test_rows_do_not_depend_on_the_batch(deep_model, bits, seed):
 
 
 def exact_twins(hand, rng):
-    """The same tokens of the same plain sequence, twice in blocks of their own: its last one, or
-    more.
-    """
+    """Return the last token or tokens of a plain sequence twice, in separate blocks."""
     tokens = random_ids(seed=int(rng.integers(1000)), count=int(rng.integers(20, 120)))
     done = len(tokens) - int(rng.choice([1, 1, int(rng.integers(1, len(tokens)))]))
     rows = [plain(len(tokens), SIZE, hand.take) for _ in range(2)]
@@ -333,7 +340,7 @@ def exact_twins(hand, rng):
 
 
 def mixed_twins(hand, rng, stored):
-    """The same last stretch of the same prompt of runs, twice in blocks of its own."""
+    """Return two copies of the last stretch of a prompt of runs, in separate blocks."""
     seed = int(rng.integers(1000))
     last = int(rng.integers(1, 30))
     twins = [Mixed(hand, stored, STORED, seed, (16, 16, last)) for _ in range(2)]
@@ -343,7 +350,7 @@ def mixed_twins(hand, rng, stored):
 
 
 def test_rope_tables_cover_rotated_positions(tmp_path):
-    """Further than any position of the batch."""
+    """The rotations go beyond any position of the batch."""
     hand = Hand(save_tiny_model("llama", tmp_path, max_position_embeddings=4096), threads=2)
     tokens = random_ids(1500, 2)
     pieces = Pieces(SIZE, hand.take)
@@ -383,7 +390,7 @@ def test_layer_by_layer_backends_refuse_moved_keys(backend_type, tmp_path):
 
 
 def test_models_with_padded_heads_refuse_moved_keys(tmp_path):
-    """Its passes go layer by layer, on every backend."""
+    """Passes of such a model run layer by layer on every backend."""
     hand = Hand(save_tiny_model("llama", tmp_path, hidden_size=80, intermediate_size=104))
     assert hand.runner.moved_keys_refusal is not None
     hand.close()
@@ -393,7 +400,9 @@ def test_models_with_padded_heads_refuse_moved_keys(tmp_path):
 @pytest.mark.parametrize("name", [name for name in ONE_LAYER if name not in ELSEWHERE])
 @pytest.mark.some(3)
 def test_attention_masses_equal_transformers(name, bits, tmp_path):
-    """Without reuse, as the first layer's keys are the same there."""
+    """The reference computes the prompt without reuse, which gives the same keys in the first
+    layer.
+    """
     hand = Hand(model(name, tmp_path), bits)
     mixed = Mixed(hand, hand.stored(STORED), STORED, 10, (16, 32, 16, 9))
     hand.forward(mixed.rows[:-1], [mixed.tokens] * 3)

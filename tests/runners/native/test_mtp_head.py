@@ -1,4 +1,4 @@
-"""MTP heads on the native runner: the states and logits of the float64 reference."""
+"""MTP heads on the native runner: states and logits equal those of the float64 reference."""
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
 
 class Head:
-    """A head over its own pool, and the rows of one sequence in the blocks 3, 2 and 1."""
+    """A head over a separate pool, and the rows of one sequence in the blocks 3, 2 and 1."""
 
     def __init__(self, path, weights="f32", num_threads=1):
         checkpoint = Checkpoint.open(path)
@@ -31,7 +31,7 @@ class Head:
         self.runner.bind(self.backend)
 
     def step(self, start, tokens, states, wanted):
-        """States and logits of the rows in `wanted`. Row i has the state `states[i]`."""
+        """Return states and logits of the `wanted` rows. Row i joins the state `states[i]`."""
         places = np.arange(start, start + len(tokens))
         blocks = np.array([[3, 2, 1]], np.int32)
         layout = BatchLayout(
@@ -60,7 +60,7 @@ class Head:
 
 
 def _reference(path):
-    """States and logits of the reference, whose first row has no state."""
+    """Return states and logits of the reference, whose first row has no state."""
     head, weights, matrix = mtp_model(path)
     trunk = last_states(*plan_floats(path), TOKENS[:-1])
     rows = np.concatenate([np.zeros_like(trunk[:1]), trunk])
@@ -76,7 +76,7 @@ def test_a_head_equals_the_reference(name, form, tmp_path):
         path = write_gguf_with_head(path, tmp_path / "m.gguf")
     rows, states, logits = _reference(path)
     head = Head(path)
-    # One pass, then a pass that only stores KV, one whose last row alone is wanted, and single rows.
+    # One pass, or a pass that only stores KV, one that needs only its last row, and single rows.
     for chunks in ([41], [20, 19, 1, 1]):
         start = 0
         for number, count in enumerate(chunks):

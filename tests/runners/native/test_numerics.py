@@ -1,4 +1,4 @@
-"""Blocks that were stored stay right only as long as the same tokens give the same bits."""
+"""Stored blocks are valid only while the same tokens give the same bits."""
 
 import hashlib
 import os
@@ -11,9 +11,9 @@ from kvboost_edge import CPUPagedEngine
 from kvboost_edge.runners.native.runner import NUMERICS_VERSION
 
 TOKENS = [(7 * i * i + 3 * i) % 250 for i in range(96)]
-# By version and bits of the cache: the same on every processor.
+# By version and cache bits. The digests are the same on every processor.
 BITS = {(2, 16): "a083587a5ebba0f9", (2, 8): "3abc66dac4e4d502", (2, 4): "a6cfaf056c26b196"}
-# Angles of usual bases and heads, to the end of long contexts, as the runner makes them.
+# Angles as the runner computes them, for usual bases and head sizes, up to long contexts.
 TABLES = """
 import hashlib
 import numpy as np
@@ -34,9 +34,9 @@ TABLES_DIGEST = "9a1ccca1013db54b"
 
 @pytest.mark.parametrize("kv_bits", [16, 8, 4])
 def test_bits_equal_those_of_this_numerics_version(kv_bits):
-    """Fails where a change of kernels or program changed what they give: raise NUMERICS_VERSION,
-    and note the new bits here. Otherwise blocks on disk and in Redis would be mixed with others
-    that are not equal to them.
+    """A failure means that a change of kernels or program changed the results. Raise
+    NUMERICS_VERSION and record the new bits here. Otherwise blocks on disk and in Redis would mix
+    with unequal ones.
     """
     with CPUPagedEngine.from_pretrained(
         "kvboost-edge/demo", num_blocks=8, kv_cache_bits=kv_bits, weights="int8"
@@ -51,8 +51,8 @@ def test_bits_equal_those_of_this_numerics_version(kv_bits):
     "wide", [True, False], ids=["NumPy as it is", "NumPy without what it need not have"]
 )
 def test_rope_tables_do_not_depend_on_the_processor(wide):
-    """NumPy's own functions of float32 have other bits where there is AVX-512; a cache may come
-    from there.
+    """NumPy's own float32 functions give other bits on processors with AVX-512, where a cache may
+    come from.
     """
     from numpy._core._multiarray_umath import __cpu_dispatch__, __cpu_features__
 

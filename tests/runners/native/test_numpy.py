@@ -1,7 +1,7 @@
-"""A tiny model end to end against float64 arithmetic written in NumPy, on the very weights that the
-format stands for.
+"""A tiny model end to end against float64 arithmetic in NumPy, on exactly the weights that the
+format represents.
 
-Nothing here needs torch, so this is also what an emulated ARM processor is checked with.
+The tests need no torch, so they also check emulated ARM processors.
 """
 
 import json
@@ -19,8 +19,8 @@ from kvboost_edge.kernels.reference.weights import unpack_rows
 FAMILIES = ("llama", "qwen2", "qwen3")
 PROMPT = "the quick brown fox jumps over the lazy dog and then it sleeps"
 NEW = 12
-# (weights, kv_cache_bits) -> relative L2 of the logits. Quantized: 8-bit activations, on models
-# made to be sensitive.
+# (weights, kv_cache_bits) -> relative L2 error of the logits. Quantized formats have 8-bit
+# activations, and the models are made sensitive.
 LIMITS = {
     ("f32", 16): 1e-5,
     ("bf16", 16): 2e-3,
@@ -32,7 +32,7 @@ LIMITS = {
 
 
 class Exact:
-    """The model in float64, its matrices as `weights` stores them."""
+    """The model in float64, with its matrices as `weights` stores them."""
 
     def __init__(self, directory, weights):
         self.config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
@@ -57,7 +57,7 @@ class Exact:
         return x @ self.tensors[f"{name}.weight"].T + self.tensors.get(f"{name}.bias", 0.0)
 
     def heads(self, x, layer, name):
-        """[heads, tokens, dim] of queries, keys or values; the first two rotated."""
+        """Return [heads, tokens, dim] of queries, keys or values; queries and keys are rotated."""
         dim = (
             self.config.get("head_dim")
             or self.config["hidden_size"] // self.config["num_attention_heads"]
@@ -119,7 +119,8 @@ def test_logits_and_greedy_tokens_equal_numpy(directory, weights, bits):
         output = list(result.output_token_ids)
         assert len(output) == NEW
         rows = exact.logits([*ids, *output])[len(ids) - 1 : -1]
-        # Greedy: no token of the exact model is better by more than rounding can move two logits.
+        # Greedy: no token of the exact model is better by more than rounding can change the
+        # difference of two logits.
         slack = 0.0 if weights == "f32" else 2 * LIMITS[weights, bits] * float(np.abs(rows).max())
         assert (rows.max(-1) - rows[np.arange(NEW), output] <= slack).all()
         report = engine.verify_correctness([PROMPT], max_new_tokens=8)

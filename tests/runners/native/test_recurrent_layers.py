@@ -1,6 +1,4 @@
-"""Models with recurrent states: the logits of transformers and of float64, drafts, and the
-reference backend.
-"""
+"""Hybrid models: logits against transformers and float64, drafts, and the reference backend."""
 
 import dataclasses
 
@@ -21,7 +19,7 @@ from kvboost_edge.errors import ConfigError
 from kvboost_edge.runners.native.runner import NativeRunner
 from kvboost_edge.runners.native.select_native import RECURRENT, moved_keys_refusal
 
-# The last two: layers that are one thing each, and layers with keys, values and a state.
+# The last two have layers with a single part each, and layers with both KV and recurrent state.
 FAMILIES = (
     "lfm2",
     "lfm2-plain",
@@ -31,8 +29,8 @@ FAMILIES = (
     "nemotron_h-moe",
     "falcon_h1",
 )
-# Distance of the logits from float64: 8-bit activations, on models made to be sensitive. LFM2's
-# layers multiply three of their inputs with each other, and so their errors.
+# Distance of the logits from float64, with 8-bit activations and models made sensitive. LFM2's
+# layers multiply three inputs with each other, and so their errors.
 LIMITS = {"f32": (1e-5, 1e-5), "bf16": (2e-3, 2e-3), "int8": (0.1, 0.05), "int4": (0.1, 0.05)}
 PROMPT = random_ids(77, 7)
 OTHER = random_ids(45, 8)
@@ -82,13 +80,13 @@ def drive(runner, backend="cpu", threads=1):
 
 
 def whole(runner, tokens, backend="cpu"):
-    """All logits of a text that is one pass, alone."""
+    """Compute all logits of a text in one pass, alone."""
     driver = drive(runner, backend)
     return driver.prefill(driver.open(tokens))
 
 
 def _of_rows(runner, backend, logit_rows, state_rows):
-    """Logits and states of these rows of a text that is one pass, alone."""
+    """Return logits and states of these rows of a text, computed in one pass, alone."""
     spec = runner.info.kv_spec
     if spec.states:
         driver = drive(runner, backend)
@@ -121,8 +119,8 @@ def test_logits_are_close_to_float64_on_the_same_weights(family, weights, direct
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_chunking_changes_no_bit_on_the_reference_backend(family, runners):
-    """And so do pieces none of whose logits are wanted. On the CPU backend:
-    engine/test_invariance.py.
+    """The chunks include ones without any wanted logits. engine/test_invariance.py covers the CPU
+    backend.
     """
     runner = runners(family)
     expected = whole(runner, PROMPT, "reference")

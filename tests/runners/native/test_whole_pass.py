@@ -1,5 +1,5 @@
-"""A pass in one kernel call gives the bits of the layers called one by one, which the other tests
-tie to references.
+"""A pass in one kernel call gives the same bits as layer-by-layer calls, which other tests compare
+with references.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from kvboost_edge.backends.reference import ReferenceBackend
 from kvboost_edge.runners.native.runner import NativeRunner
 from kvboost_edge.runners.native.whole_pass import WholePass
 
-STEPS = 10  # each sequence fills a block in them that was begun in an earlier pass
+STEPS = 10  # during these steps, each sequence fills a block that an earlier pass began
 PROMPTS = [
     np.random.default_rng(seed).integers(0, 256, length).tolist()
     for seed, length in enumerate((700, 40, 10))
@@ -24,13 +24,12 @@ PROMPTS = [
 
 
 class LayerByLayer(CPUBackend):
-    """Lets no runner call its kernels, so no whole pass is made for it."""
+    """A backend that hides its kernels from runners, so that no pass runs in one call."""
 
     kernel_access = None
 
 
-# In the last one layers of both kinds have one shape, and so could have their open blocks in one
-# place.
+# In the last one, layers of both kinds have one shape, so their open blocks could be confused.
 MODELS = {
     **{name: (name, {}) for name in ("llama", "gemma2", "mistral", "gemma4", "gemma4-wide")},
     "gemma4-alike": ("gemma4", {"global_head_dim": 32}),
@@ -46,14 +45,16 @@ def model_dir(request, tmp_path_factory):
 
 
 class InCalls(NativeRunner):
-    """Asks between the layers of a pass whether it is abandoned."""
+    """A runner that checks between the layers of a pass whether it was aborted."""
 
     def forward(self, batch):
         return super().forward(dataclasses.replace(batch, is_abandoned=lambda: False))
 
 
 def _logits(directory, backend_type, threads, bits, kind=NativeRunner):
-    """All logits of a prefill in chunks, then of decode steps of three sequences together."""
+    """Return all logits of a prefill in chunks, followed by decode steps of three sequences
+    together.
+    """
     runner = kind.from_dir(directory, weights="int8", num_threads=threads, kv_bits=bits)
     backend = backend_type(runner.info.kv_spec, 64, num_threads=threads)
     driver = PagedDriver(runner, backend)
@@ -93,7 +94,9 @@ def test_passes_split_into_calls_are_equal(model_dir, monkeypatch, seconds):
 
 @pytest.mark.parametrize("family", ["llama", "lfm2"])
 def test_an_aborted_pass_ends_between_two_layers(tmp_path, monkeypatch, family):
-    """Cancelled while its prompt is computed, a request ends; what earlier steps computed stays."""
+    """A request cancelled during its prefill ends between two layers. The blocks of earlier steps
+    remain cached.
+    """
     monkeypatch.setattr("kvboost_edge.runners.native.runner._CALL_SECONDS", 0.0)
     save_tiny_model(family, tmp_path)
     prompt = np.random.default_rng(1).integers(0, 256, 200).tolist()

@@ -1,5 +1,5 @@
-"""Copies of running sequences beside the pool: gathered once, given up when a block changes,
-bounded in bytes.
+"""Contiguous copies of running sequences' KV: gathered once from the pool, dropped when a block
+changes, bounded in bytes.
 """
 
 import numpy as np
@@ -16,8 +16,8 @@ LAYERS = 2
 
 
 class Pool:
-    """Blocks with random keys and values, and the runner's part: append tokens to both the buffer
-    and the blocks.
+    """A pool with random KV that plays the runner's part: it appends tokens to both the buffer and
+    the blocks.
     """
 
     def __init__(self, *, shared, most_bytes=1 << 30):
@@ -38,7 +38,9 @@ class Pool:
         return [(row(keys), row(values)) for keys, values in self.blocks]
 
     def compute(self, table, start, stop):
-        """What a pass does: new keys into the present, from there into the blocks."""
+        """Run a pass: new keys are written to the present tensors and copied from there into the
+        blocks.
+        """
         ids = np.array(table, dtype=np.int32)
         buffer = self.buffers.take(ids, start, stop, self.marks)
         buffer.blocks = buffer.blocks[:0]
@@ -64,7 +66,7 @@ class Pool:
         return buffer
 
     def check(self, buffer, ids, stop):
-        """The buffer holds what the blocks do."""
+        """Assert that the buffer equals the blocks."""
         assert buffer.count == stop
         for layer, both in enumerate(self.gather(ids[: -(-stop // BLOCK)])):
             for kind in (0, 1):
@@ -76,15 +78,15 @@ class Pool:
 @pytest.mark.parametrize("shared", [True, False], ids=["shared", "concat"])
 def test_a_sequence_is_gathered_once_and_extended(shared):
     pool = Pool(shared=shared)
-    pool.compute([3, 1, 4, 7], 32, 50)  # a prefix of two blocks from the pool
+    pool.compute([3, 1, 4, 7], 32, 50)  # a prefix of two blocks is gathered from the pool
     for token in range(50, 60):
         pool.compute([3, 1, 4, 7], token, token + 1)
     assert pool.buffers.num_gathered == 1
-    pool.compute([5, 9], 0, 20)  # nothing to gather for a fresh one
+    pool.compute([5, 9], 0, 20)  # a new sequence has nothing to gather
     pool.compute([3, 1, 4, 7], 60, 61)
     assert pool.buffers.num_gathered == 1
     table = list(range(10, 32))
-    for start in range(0, 340, 20):  # past several capacities
+    for start in range(0, 340, 20):  # beyond several capacities
         pool.compute(table, start, start + 20)
     assert pool.buffers.num_gathered == 1
 
@@ -100,8 +102,8 @@ def test_rejected_tokens_are_dropped(shared):
 
 @pytest.mark.parametrize("shared", [True, False], ids=["shared", "concat"])
 def test_a_block_that_changed_is_gathered_again(shared):
-    """A copy into it, or another sequence that took it: the numbers are those of the pool in any
-    case.
+    """The block changes by a copy into it, or because another sequence took it. In both cases the
+    pool's contents are used.
     """
     pool = Pool(shared=shared)
     pool.compute([3, 1], 0, 20)
@@ -109,7 +111,7 @@ def test_a_block_that_changed_is_gathered_again(shared):
     pool.marks[3] += 1
     pool.compute([3, 1], 20, 22)
     assert pool.buffers.num_gathered == 1
-    pool.compute([6, 1], 0, 20)  # block 1 was freed and belongs to this one now
+    pool.compute([6, 1], 0, 20)  # block 1 was freed and now belongs to this sequence
     pool.compute([3, 8], 16, 20)
     assert pool.buffers.num_gathered == 2
 

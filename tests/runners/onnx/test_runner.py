@@ -1,5 +1,5 @@
-"""The ONNX runner against transformers: both forms of graph, in pieces, in batches, with blocks
-that are shared.
+"""The ONNX runner against transformers: both graph variants, in chunks, in batches, and with shared
+blocks.
 """
 
 import logging
@@ -51,7 +51,7 @@ FAMILIES = {
 
 
 def written(folder, kind="shared", family="llama", *, half_past=False, **overrides):
-    """A transformers model and the folder of the same as ONNX."""
+    """Return a transformers model and a folder with the same model as ONNX."""
     fields, form = FAMILIES[family]
     model = build_tiny_model(family, **{**fields, **overrides})
     model.set_attn_implementation("eager")
@@ -71,7 +71,7 @@ def drive(runner, backend="cpu", num_blocks=32):
 
 
 def greedy(model, prompt, count=NEW_TOKENS):
-    """All tokens, and the logits of the prompt."""
+    """Return all tokens of a greedy generation, and the logits of the prompt."""
     with torch.inference_mode():
         whole = model.generate(
             torch.tensor([prompt]),
@@ -87,8 +87,8 @@ def greedy(model, prompt, count=NEW_TOKENS):
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.some(2)
 def test_families_equal_transformers(family, kind, tmp_path):
-    """Logits within 1e-4 in pieces that end inside of blocks, and the same greedy tokens, beside
-    another sequence.
+    """Logits are within 1e-4 when chunks end inside blocks, and greedy tokens are equal when
+    decoded together with another sequence.
     """
     model, folder = written(tmp_path / "m", kind, family)
     whole, expected = greedy(model, PROMPT)
@@ -108,7 +108,7 @@ def test_families_equal_transformers(family, kind, tmp_path):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_both_backends_store_the_same_kv(kind, tmp_path):
-    """What is gathered from the pool is what was computed, whichever NumPy backend holds it."""
+    """KV gathered from the pool of either NumPy backend equals the computed KV."""
     _, folder = written(tmp_path / "m", kind)
     found = []
     for backend in ("cpu", "reference"):
@@ -128,8 +128,8 @@ def test_both_backends_store_the_same_kv(kind, tmp_path):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_kv_in_half_precision(kind, tmp_path):
-    """As near as their rounding; what the pool holds is what onnxruntime gave, so warm is as
-    cold.
+    """Logits are within the rounding error of float16. The pool stores onnxruntime's own values, so
+    warm results are as close as cold ones.
     """
     model, folder = written(tmp_path / "m", kind, half_past=True)
     whole, expected = greedy(model, PROMPT)
@@ -189,9 +189,7 @@ def test_engine_shares_prefixes_streams_and_samples(kind, tmp_path):
 
 
 def test_preemption_with_more_sequences_than_buffers(tmp_path):
-    """Sequences that are pushed out of the pool and computed again, and more of them than buffers
-    have room for.
-    """
+    """Sequences are preempted and recomputed, and exceed the number that the buffers hold."""
     model, folder = written(tmp_path / "m")
     prompts = [[(17 * i + j) % 250 for j in range(20 + i)] for i in range(6)]
     with CPUPagedEngine.from_pretrained(
@@ -201,7 +199,7 @@ def test_preemption_with_more_sequences_than_buffers(tmp_path):
         assert engine.paged_stats()["preemptions"] > 0
         assert engine._core._runner.buffers.nbytes <= engine.paged_stats()["pool_bytes"]
     for prompt, result in zip(prompts, results, strict=True):
-        found = list(result.output_token_ids)  # an answer may end before
+        found = list(result.output_token_ids)  # an answer may end early
         assert found == greedy(model, prompt, 40)[0][len(prompt) :][: len(found)]
         assert len(found) == 40 or result.finish_reason == "stop"
 
@@ -215,7 +213,7 @@ def test_kv_copies_count_in_the_memory_report(kind, tmp_path):
         assert engine.paged_stats()["copied_bytes"] == 0
         engine.generate(PROMPT, max_new_tokens=NEW_TOKENS)  # 73 tokens, in room for 128
         stats = engine.paged_stats()
-        # Past and present are one, or two, and the last ones stay for a request that goes on.
+        # Past and present are one buffer or two. The last ones stay for a continued request.
         assert stats["copied_bytes"] == {"shared": 1, "concat": 2}[kind] * 128 * per_token
         assert stats["other_bytes"] <= stats["process_rss_bytes"] - stats["copied_bytes"]
 
@@ -270,7 +268,7 @@ def test_other_models_and_missing_packages_are_refused(tiny_model_dir, tmp_path,
 
 
 def test_reading_an_onnx_model_loads_no_onnxruntime(tmp_path):
-    """Nor does running it natively."""
+    """Running it on the native runner does not load it either."""
     _, folder = written(tmp_path / "m")
     code = (
         "import sys; from kvboost_edge import CPUPagedEngine; e = "
@@ -307,7 +305,7 @@ def test_the_torch_backend_is_refused(tmp_path):
 
 
 def test_errors_of_onnxruntime_name_the_file(tmp_path):
-    """A type that does not fit, found by onnxruntime, is our own error with the file's name."""
+    """A type mismatch found by onnxruntime raises the package's own error with the file name."""
     _, folder = written(tmp_path / "m", "concat")
     path = folder / "model.onnx"
     path.write_bytes(path.read_bytes().replace(b"LessOrEqual", b"LessXrEqual"))
@@ -319,8 +317,8 @@ def test_errors_of_onnxruntime_name_the_file(tmp_path):
 @pytest.mark.parametrize("count", [150, pytest.param(500, marks=pytest.mark.full)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_damaged_files_run_or_are_refused(kind, count, tmp_path):
-    """Whatever bytes change, the file runs or is refused with our own error; onnxruntime does not
-    take the process with it.
+    """Whatever bytes change, the file runs or is refused with the package's own error, and
+    onnxruntime does not crash the process.
     """
     _, folder = written(tmp_path / "m", kind, num_hidden_layers=1)
     path = folder / "model.onnx"

@@ -1,5 +1,5 @@
-"""transformers' own layers on the stand-in for an Apple GPU: every operator of a whole pass, from
-token ids to logits, is one that torch's table has for MPS, and the results are the CPU's.
+"""transformers' own layers on the stand-in for an Apple GPU. Every operator of a whole pass, from
+token ids to logits, is in torch's table for MPS, and the results equal the CPU's.
 """
 
 from unittest import mock
@@ -35,7 +35,7 @@ def on_device(family, dtype=torch.float32):
 
 
 def passed(runner, device=DEVICE):
-    """Logits of a prompt in pieces, and of a token decoded behind it."""
+    """Return the logits of a prompt computed in chunks, after also decoding a token."""
     assert runner.device == device
     driver = PagedDriver(runner, TorchBackend(runner.info.kv_spec, 8, device=device))
     sequence = driver.open(TOKENS.tolist())
@@ -46,13 +46,13 @@ def passed(runner, device=DEVICE):
 
 
 def error(logits, family):
-    """From the CPU's in float32."""
+    """Return the distance from the CPU's logits in float32."""
     wanted = TorchRunner(build_tiny_model(family)).eager_logits(TOKENS)
     return distance(logits, wanted)
 
 
-# Sorting tokens by expert and dividing integer positions is outside what the double of the device
-# knows. Families that have every operator of the others between them.
+# The stand-in does not support sorting tokens by expert and dividing integer positions. Together
+# these families use all other operators.
 OPERATORS = (
     "llama",
     "qwen3",
@@ -96,8 +96,8 @@ def test_a_whole_pass_uses_supported_operators(family):
     logits = passed(on_device(family))
     assert {"embedding", "bmm", "index.Tensor"} <= recorded
     assert recorded & {"linear", "addmm"}
-    # Some models' norms let rounding grow with depth: there the pieces alone are as far from the
-    # whole on the CPU.
+    # The norms of some models amplify rounding with depth: on the CPU, chunks alone are as far from
+    # the whole.
     own = (
         error(passed(TorchRunner(build_tiny_model(family)), "cpu"), family)
         if family in AMPLIFYING

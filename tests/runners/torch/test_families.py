@@ -1,6 +1,4 @@
-"""Every family against transformers itself: greedy tokens equal, logits within 1e-4, whatever the
-path.
-"""
+"""Every family against transformers: equal greedy tokens and logits within 1e-4 on every path."""
 
 import numpy as np
 import pytest
@@ -19,12 +17,12 @@ pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
 BLOCK = 16
 NEW_TOKENS = 32  # the prompt of 17 tokens crosses both windows
-PROMPT_LENGTHS = (1, 17, 32, 61, 90)  # around the windows (24, 40) and the block borders
+PROMPT_LENGTHS = (1, 17, 32, 61, 90)  # around the windows (24, 40) and the block boundaries
 
 
 class Family:
-    """A tiny model with what transformers makes of its prompts: greedy continuations and dense
-    logits over all.
+    """A tiny model with transformers' results for its prompts: greedy continuations and dense
+    logits of all tokens.
     """
 
     def __init__(self, name, lengths):
@@ -58,7 +56,7 @@ def assert_close(actual, expected):
     assert distance(actual, expected) <= 1e-4
 
 
-# These run with every family in `make test`, with two prompts, the others with `VARIED`.
+# `make test` runs these with every family and two prompts, the others with `VARIED`.
 WITH_EVERY_FAMILY = (
     "test_cold_prefill_and_decode_alone",
     "test_a_ragged_batch_equals_transformers",
@@ -134,7 +132,7 @@ def test_a_prefix_hit_equals_transformers(family, cut):
     driver = family.driver()
     whole = family.wholes[-1]
     expected = family.logits[-1]
-    first = driver.open([*whole[:cut], *[299] * 40])  # shares `cut` tokens with the second
+    first = driver.open([*whole[:cut], *[299] * 40])  # shares `cut` tokens with the second one
     driver.prefill(first)
     driver.close(first)
     second = driver.open(whole)
@@ -159,7 +157,7 @@ def test_a_fork_is_independent(family):
     parent = driver.open(prompt)
     last = driver.prefill(parent)[-1]
     child = driver.fork(parent)
-    other = int(np.argsort(last)[-2])  # the child goes on with the second best token
+    other = int(np.argsort(last)[-2])  # the child continues with the second-best token
     child.token_ids.append(other)
     forced = driver.step([(child, 1)])[0][-1]
     driver.decode([parent, child], [last, forced], 8)

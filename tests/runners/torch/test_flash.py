@@ -1,8 +1,8 @@
-"""Flash attention in a transformers model that its owner runs: the same logits as eager, and true
-counts.
+"""Flash attention patched into a user's transformers model: the same logits as eager attention, and
+correct counts.
 
-The kernels run over fibers (the project's) or on the CPU (torch's); the tests say that the model's
-device has them.
+The kernels run over fibers (the project's) or on the CPU (torch's), while the tests pretend that
+the model's device supports them.
 """
 
 import itertools
@@ -19,14 +19,14 @@ from kvboost_edge.runners.torch import flash
 
 pytestmark = [needs_kernels, pytest.mark.usefixtures("one_torch_thread")]
 
-# Plain, GQA and sinks with windows, softcap with windows, windows alone.
+# Plain attention, GQA and sinks with windows, softcap with windows, and windows alone.
 FAMILIES = ("llama", "gpt_oss", "gemma2", "gemma3")
 OFF = {"kvboost_cuda": 3e-2, "torch_flash": 1e-4}
 
 
 @pytest.fixture(params=["kvboost_cuda", "torch_flash"])
 def tier(request, monkeypatch):
-    """Every device has the kernels of this tier."""
+    """A tier of kernels that every device is made to support."""
     name = request.param
     monkeypatch.setattr(flash, "find_tier", lambda device: name)
     with standing_in() as (kernels, _):
@@ -35,7 +35,7 @@ def tier(request, monkeypatch):
 
 
 def tiny(family, tier):
-    """float16 for the project's kernels, which compute in nothing longer."""
+    """Build a model, in float16 for the project's kernels, which do not compute in float32."""
     model = build_tiny_model(family).eval()
     return model.half() if tier == "kvboost_cuda" else model
 
@@ -49,8 +49,8 @@ def distance(got, wanted):
 
 
 def passes(model):
-    """Logits of a prompt in one piece; of the same in three (queries fewer than keys); of a batch
-    with padding.
+    """Return the logits of a prompt in one pass, of the same in three passes (fewer queries than
+    keys), and of a padded batch.
     """
     ids = draw(2, 40)
     with torch.inference_mode():
@@ -98,7 +98,7 @@ def test_the_kernels_run_for_causal_masks_only(monkeypatch):
             with torch.inference_mode():
                 model(draw(2, 8), attention_mask=given)
             counts.append(standin.launches)
-        model(draw(2, 8))  # a gradient is wanted: there is no backward pass
+        model(draw(2, 8))  # requires a gradient, and there is no backward pass
         counts.append(standin.launches)
         flash.uninstall(model)
     assert [after - before for before, after in itertools.pairwise(counts)] == [layers, 0, 0]

@@ -1,7 +1,7 @@
-"""Keys attended at positions other than those they were computed at, through the torch runner.
+"""Keys attended at other positions than those they were computed at, on the torch runner.
 
-The keys and values of the first layer depend on a token alone: a model of one layer gives what it
-gives without reuse.
+The KV of the first layer depends only on the token, so a model of one layer gives the same results
+with and without reuse.
 """
 
 import numpy as np
@@ -33,7 +33,7 @@ OTHER_ROPE = {
     "gemma4-moe": "proportional",
     "gpt_oss": "yarn",
 }
-# Their rope turns neighbouring channels or is scaled: refused, see below.
+# Their RoPE rotates adjacent channels or is scaled, which is refused, see below.
 OTHER_TURNS = ("ernie4_5", "ernie4_5_moe", "glm4", "ministral3", "hunyuan_v1_dense")
 WINDOWED = ("olmo3", "exaone4", "granite_swa")
 ONE_LAYER = {
@@ -61,7 +61,7 @@ STORED = random_ids(96, 1, 2)
 
 
 class Hand:
-    """A runner whose passes are made by hand; memory that is not written is NaN."""
+    """A runner whose passes are made by hand. Unwritten memory is NaN."""
 
     def __init__(self, model, backend="torch", *, bits=16):
         self.runner = TorchRunner(model, kv_bits=(bits, bits))
@@ -73,7 +73,7 @@ class Hand:
         self.take = blocks_from(0)
 
     def batch(self, rows, tokens):
-        """Of rows of one sequence."""
+        """Return a batch of rows of one sequence."""
         positions = np.concatenate([np.arange(row.start, row.stop) for row in rows])
         layout = layout_of(rows, SIZE)
         return ForwardBatch(
@@ -85,7 +85,7 @@ class Hand:
 
 
 class Mixed:
-    """A prompt of runs of a stored one and of its own stretches between them, each a row."""
+    """A prompt of runs of a stored one and of new stretches between them, each a row."""
 
     def __init__(self, hand):
         stored = plain(len(STORED), SIZE, hand.take)
@@ -94,7 +94,7 @@ class Mixed:
         rng = np.random.default_rng(2)
         self.tokens = []
         self.rows = []
-        # Behind and before where they were; from inside blocks to inside blocks.
+        # Moved backward and forward, from within blocks to within blocks.
         for count, run in ((16, (21, 46)), (32, (50, 33)), (9, None)):
             self.rows.append(pieces.own(count))
             self.tokens += rng.integers(2, 256, count).tolist()
@@ -109,7 +109,7 @@ class Mixed:
 
     @property
     def stored(self):
-        """The tokens of the runs."""
+        """The stored keys of the runs."""
         row = self.rows[-1]
         segments = np.array(row.segments, np.int32)
         positions = np.setdiff1d(np.arange(row.stop), self.own)
@@ -137,7 +137,7 @@ def test_reuse_in_one_layer_is_exact(name):
     if not name.endswith("-nope"):
         wrong = [with_deltas(row, lambda delta: delta - 1) for row in mixed.rows]
         assert error(hand.forward(wrong, mixed.tokens), wanted) >= 0.005
-    # Single tokens behind the runs, as in decoding.
+    # Single tokens after the runs, as in decoding.
     last = mixed.rows[-1]
     hand.forward(mixed.rows, mixed.tokens)
     one = hand.forward([last.last(1)], mixed.tokens)
@@ -155,7 +155,7 @@ def test_bfloat16_is_close_within_rounding():
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2-window", "gpt_neox"])
 def test_quantized_keys_are_unpacked_and_rotated(name):
-    """As near as the codes are, and ten times as far away with other turns."""
+    """The error is limited by the codes' precision, and ten times as large with wrong deltas."""
     family, overrides = ONE_LAYER[name]
     hand = Hand(build_tiny_model(family, num_hidden_layers=1, **overrides), bits=8)
     assert hand.runner.moved_keys_refusal is None
@@ -169,7 +169,7 @@ def test_quantized_keys_are_unpacked_and_rotated(name):
 
 @pytest.mark.parametrize("name", ["gemma3", "smollm3"])
 def test_every_layer_rotates_its_keys_by_its_own_rope(name):
-    """gemma3 has two ropes, smollm3 layers without one."""
+    """gemma3 has two RoPEs, smollm3 has layers without one."""
     runner = TorchRunner(build_tiny_model(name))
     config = runner.model.config.to_dict()
     for layer, frequencies in enumerate(runner._turning.layers):
@@ -202,12 +202,12 @@ def test_attention_masses_equal_transformers(name, asking):
 
 
 def test_deviations_are_those_of_the_second_layers_values():
-    """Of tokens computed anew behind others from those that are stored."""
+    """Tokens recomputed after another prefix are compared with the stored ones."""
     model = build_tiny_model("llama")
     hand = Hand(model)
     mixed = Mixed(hand)
     hand.runner.deviations(hand.batch(mixed.rows[:1], mixed.tokens), np.arange(0), np.arange(0))
-    # the first of the first run, in blocks of their own
+    # recompute the start of the first run in separate blocks
     start = 16
     count = 32
     pieces = Pieces(SIZE, hand.take)
@@ -238,7 +238,7 @@ def test_a_one_layer_model_has_no_deviations():
 
 
 def refused(hand, why):
-    """Nothing is written, and no layer is looked at alone."""
+    """Assert that the model refuses moved keys, writes nothing, and refuses single layers too."""
     assert why in str(hand.runner.moved_keys_refusal)
     pieces = Pieces(SIZE, blocks_from(10))
     pieces.run([0, 1], 3, 20)
@@ -284,7 +284,7 @@ def test_without_a_backend_moved_keys_are_refused():
 
 
 def test_coheres_interleaved_rope_is_refused():
-    """Cohere turns channels 2i and 2i + 1, with the same table."""
+    """Cohere rotates channels 2i and 2i + 1, with the same table."""
     refused(Hand(build_tiny_model("cohere")), "does not apply plain RoPE")
 
 

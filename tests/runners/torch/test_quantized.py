@@ -1,4 +1,4 @@
-"""The torch runner on pools of 8 bits: near its own results in 16, equal text warm and cold,
+"""The torch runner on 8-bit pools: close to its own 16-bit results, equal text warm and cold, and
 refusals by name.
 """
 

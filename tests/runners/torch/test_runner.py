@@ -1,5 +1,5 @@
-"""The torch runner apart from the families: loading, dtypes, refusals, rows of logits, and leaving
-the model alone.
+"""The torch runner independent of the family: loading, dtypes, refusals, rows of logits, and
+leaving the model unchanged.
 """
 
 import json
@@ -37,7 +37,7 @@ def drive(runner, backend="torch"):
 
 
 def paged_distance(runner, backend="torch", chunk=33):
-    """Relative L2 distance of paged from eager logits."""
+    """Return the relative L2 distance of paged from eager logits."""
     driver = drive(runner, backend)
     paged = driver.prefill(driver.open(TOKENS.tolist()), chunk)
     eager = runner.eager_logits(TOKENS)
@@ -46,7 +46,7 @@ def paged_distance(runner, backend="torch", chunk=33):
 
 
 def flat_pass(token_ids, rows):
-    """One fresh sequence in blocks 0, 1, ..."""
+    """Return a batch with one new sequence in blocks 0, 1, ..."""
     positions = np.arange(len(token_ids))
     table = np.arange(-(-len(token_ids) // 16), dtype=np.int32)
     layout = BatchLayout(
@@ -61,7 +61,7 @@ def flat_pass(token_ids, rows):
 @needs_kernels
 @pytest.mark.parametrize("model_type", ["llama", "gpt_oss"])
 def test_the_cuda_backend_agrees_with_eager(model_type):
-    """A model in half precision, prefilled in chunks, on the project's kernels over fibers."""
+    """A half-precision model is prefilled in chunks, with the project's kernels over fibers."""
     runner = TorchRunner(build_tiny_model(model_type).half())
     with standing_in() as (kernels, standin):
         backend = CUDABackend(runner.info.kv_spec, 16, device="cpu", kernels=kernels)
@@ -193,7 +193,7 @@ def test_num_threads_is_applied(tiny_model_dir):
     assert torch.get_num_threads() == 1
 
 
-# what cannot work
+# refusals
 
 
 @pytest.mark.parametrize(
@@ -282,7 +282,7 @@ def test_max_context_can_be_lowered_only():
 @pytest.mark.parametrize("rows", [[], [9], [0, 9], [7, 2, 2]])
 def test_logits_of_the_asked_rows_only(rows, keeps_rows):
     runner = TorchRunner(build_tiny_model("gemma2"))
-    runner._keeps_rows = keeps_rows  # False: models whose forward cannot leave rows out
+    runner._keeps_rows = keeps_rows  # False: models whose forward always computes all rows
     drive(runner)
     logits = runner.forward(flat_pass(TOKENS[:10], rows))
     assert logits.shape == (len(rows), 300)
