@@ -1,4 +1,4 @@
-"""Compiling ahead, in children."""
+"""Ahead-of-time compilation in child processes."""
 
 import json
 import logging
@@ -14,8 +14,8 @@ from kvboost_edge.kernels import aot
 from kvboost_edge.kernels.entry import KernelEntry
 from kvboost_edge.kernels.team import team_entries
 
-# In a process of its own, with a cache of its own: what it compiled itself, what it was told, what
-# lies on disk.
+# A separate process with a separate cache reports the kernels that it compiled itself, its
+# progress, and the files on disk.
 COMPILE = """
 import json, sys
 from pathlib import Path
@@ -46,7 +46,7 @@ print(json.dumps([own, told, sorted(path.name for path in Path(aot.cache_path())
 
 
 def compiled(cache, children, stop_at=-1):
-    """children: 0: none can be started."""
+    """Compile with this number of child processes; 0 means that none can be started."""
     command = [sys.executable, "-c", COMPILE, str(children), str(stop_at)]
     environment = os.environ | {"NUMBA_CACHE_DIR": str(cache)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
@@ -77,7 +77,7 @@ def test_an_interrupted_compilation_is_completed_later(tmp_path):
 
 @pytest.fixture
 def missing(monkeypatch):
-    """An entry that is said to be nowhere."""
+    """A kernel entry that is reported as not compiled."""
     monkeypatch.setattr(KernelEntry, "is_ready", False)
     return team_entries[0]
 

@@ -1,4 +1,4 @@
-"""The code that ARM processors get, compiled here: no such machine is needed to read it."""
+"""Code for ARM processors, compiled on this machine: its assembly can be checked on any machine."""
 
 from types import SimpleNamespace
 
@@ -12,7 +12,7 @@ from kvboost_edge.kernels.vectors import I64
 
 
 def assembly(form, cpu):
-    """The dot product of quantized attention, compiled for a processor."""
+    """Compile the dot product of quantized attention for a processor."""
     module = ir.Module()
     module.triple = "aarch64-unknown-linux-gnu"
     function = ir.Function(module, ir.FunctionType(ir.VoidType(), [I64] * 4), "dot")
@@ -79,14 +79,14 @@ def test_i8mm_is_used_if_compiler_and_system_support_it(
 
 @pytest.mark.parametrize("cpu", ["cortex-a76", "neoverse-n1", "apple-m1"])
 def test_attention_uses_dot_products(cpu):
-    """For each of four parts one for the codes, and two that put 128 times the signed bytes
-    back.
+    """Each of four parts takes one sdot for the codes, and two that restore 128 times the signed
+    bytes.
     """
     assert assembly("neon", cpu).count("sdot") == 12
 
 
 def test_attention_without_dot_products_multiplies_vectors():
-    """Products of 8 bytes at once, each vector of them added in pairs."""
+    """Products are computed 8 bytes at a time, and each vector of them is added in pairs."""
     code = assembly("plain", "cortex-a72")
     assert "sdot" not in code
     assert code.count("mul\t") == code.count("sadalp") == 8

@@ -8,7 +8,9 @@ from kvboost_edge.kernels.reference import bitmask as reference
 
 
 def words_of(rng, count):
-    """Some all ones, some zeros, some with a single bit, the rest random."""
+    """Return words of which some are all ones, some zero, some have a single bit, and the rest are
+    random.
+    """
     words = rng.integers(-(2**31), 2**31, count).astype(np.int32)
     kinds = rng.integers(0, 5, count)
     words[kinds == 0] = -1
@@ -24,7 +26,7 @@ def test_every_token_follows_its_bit(vocab_size):
     for _ in range(5):
         words = words_of(rng, -(-vocab_size // bitmask.WORD_BITS))
         logits = rng.normal(0, 9, vocab_size).astype(np.float32)
-        logits[rng.random(vocab_size) < 0.1] = -np.inf  # a bias may have done so
+        logits[rng.random(vocab_size) < 0.1] = -np.inf  # as a bias may have set them
         before = logits.copy()
         found = np.full(vocab_size, np.nan, np.float32)
         expected = np.full(vocab_size, np.nan, np.float32)

@@ -1,4 +1,4 @@
-"""Rows of blocks decoded alone: equal to the `gguf` package to the bit."""
+"""Rows of blocks decoded separately equal those of the `gguf` package to the bit."""
 
 import gguf
 import numpy as np
@@ -19,9 +19,9 @@ def _random(name, rows, width):
         )
         raw[:, at : at + 2] = scales.astype(np.float16).view(
             np.uint8
-        )  # subnormal ones, zeros and negative ones too
+        )  # includes subnormal numbers, zeros and negative numbers
     if name == "MXFP4":
-        raw[:, 0] = np.arange(len(raw)) % 252  # above it a weight may be infinite
+        raw[:, 0] = np.arange(len(raw)) % 252  # with larger ones a weight may be infinite
     return raw.reshape(rows, -1)
 
 

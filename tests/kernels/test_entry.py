@@ -1,4 +1,4 @@
-"""Kernels called by their addresses."""
+"""Kernels called by address."""
 
 import importlib
 import pkgutil

@@ -1,4 +1,4 @@
-"""Compile options that results and responsiveness depend on."""
+"""Compile options that affect results and responsiveness."""
 
 import ast
 import importlib
@@ -19,7 +19,7 @@ from kvboost_edge.kernels import compiler, jit, sources
 
 
 def kernels():
-    """Every kernel, under the first name that is found for it."""
+    """Return every kernel, under the first name found for it."""
     modules = [
         importlib.import_module(info.name)
         for info in pkgutil.walk_packages(kvboost_edge.kernels.__path__, "kvboost_edge.kernels.")
@@ -54,7 +54,7 @@ def test_editing_any_kernel_source_invalidates_the_cache(monkeypatch):
 
 
 def test_kernels_made_by_one_factory_differ_in_name():
-    """Their files, and their code where it is linked, would be taken for one another's."""
+    """Otherwise their cache files, and their code in a linked library, would be confused."""
     names = [(kernel.__module__, kernel.__qualname__) for kernel in kernels().values()]
     assert sorted(names) == sorted(set(names))
 
@@ -88,8 +88,8 @@ def is_left_out(path):
 
 
 def test_the_source_digest_covers_every_module_that_affects_code():
-    """Of those modules the others import what tells of compilation, and what finds a library. All
-    facts of its manifest that decide on a kernel's form are a part of the key.
+    """The only imports of uncovered modules are the notice of compilation and the search for a
+    library. All manifest fields that decide on a kernel's variant are part of the key.
     """
     assert {path.name for path in FOLDER.rglob("*.py") if is_left_out(path)} >= {
         "aot.py",
@@ -147,7 +147,7 @@ def test_factory_made_kernels_are_loaded_from_the_cache(tmp_path):
     for hits in (0, 1):
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
         assert done.stdout.strip() == f"[7, 14] [{hits}, {hits}]"
-    # What they call is in their code, and nowhere else.
+    # The functions they call are part of their code.
     assert sorted(
         path.name.split(".")[1].partition("-")[0] for path in tmp_path.rglob("*.nbc")
     ) == [
@@ -158,7 +158,7 @@ def test_factory_made_kernels_are_loaded_from_the_cache(tmp_path):
 
 @pytest.fixture
 def files(tmp_path):
-    """Cache files of one function, as several processes open them."""
+    """Opener of the cache files of one function, as separate processes open them."""
     return lambda: compiler._NamedDataFile(str(tmp_path), "function-1.py311", "stamp")
 
 
@@ -167,8 +167,8 @@ def key(signature, digest="sources"):
 
 
 def test_a_kill_during_saving_leaves_no_stale_code(files, monkeypatch):
-    """With numbers for names, the entry written first would name what an older version left under
-    its number.
+    """If files had numbers as names, an index entry written first would refer to an older version's
+    file with the same number.
     """
     files().save(key("f(int)", "old"), "code of the old sources")
     for method in ("_save_data", "_save_index"):
@@ -182,7 +182,7 @@ def test_a_kill_during_saving_leaves_no_stale_code(files, monkeypatch):
 
 
 def test_concurrent_writers_lose_no_code(files):
-    """Each has opened the files for itself, as processes do, and saves another signature."""
+    """Each writer opens the files separately, as processes do, and saves another signature."""
     names = [f"f({number})" for number in range(12)]
     start = threading.Barrier(len(names))
 
@@ -198,7 +198,7 @@ def test_concurrent_writers_lose_no_code(files):
 
 def test_concurrent_processes_never_load_wrong_code(files, monkeypatch):
     late = files()
-    monkeypatch.setattr(late, "_load_index", dict)  # it has looked before the other one saved
+    monkeypatch.setattr(late, "_load_index", dict)  # it reads the index before the other one saves
     files().save(key("f(int)"), "code of one")
     late.save(key("f(float)"), "code of the other")
     assert files().load(key("f(float)")) == "code of the other"

@@ -1,4 +1,4 @@
-"""Libraries of compiled kernels: built by children, loaded without Numba."""
+"""Libraries of compiled kernels: built by child processes, loaded without Numba."""
 
 import json
 import os
@@ -58,8 +58,8 @@ def folder(built, tmp_path):
 
 @pytest.fixture
 def chosen(monkeypatch):
-    """Choose a library anew, with KVBOOST_EDGE_KERNELS set."""
-    library.library_choice()  # keeps the choice of this process, which other tests use
+    """Function that chooses a library again, with KVBOOST_EDGE_KERNELS set."""
+    library.library_choice()  # caches this process's choice, which other tests use
 
     def choose(folder):
         monkeypatch.setenv("KVBOOST_EDGE_KERNELS", str(folder))
@@ -71,7 +71,7 @@ def chosen(monkeypatch):
 
 
 def arguments():
-    """Arguments of each kernel, made anew."""
+    """Return new arguments for each kernel."""
     rng = np.random.default_rng(3)
     logits = rng.standard_normal(200).astype(np.float32)
     words = rng.integers(-(2**31), 2**31, 7).astype(np.int32)

@@ -1,4 +1,4 @@
-"""The ring against a list of all that was appended."""
+"""The ring of tokens against a list of all appended tokens."""
 
 import numpy as np
 import pytest
@@ -15,8 +15,8 @@ def look(ring, tail):
 
 
 def latest_place(appended, tail):
-    """The latest place of the last GRAM tokens that is still there with something behind it, and
-    how far back they agree.
+    """Return the latest stored place of the last GRAM tokens that has a successor, and the length
+    of the match before it.
     """
     oldest = max(0, len(appended) - ROOM)
     for end in range(len(appended), oldest + GRAM - 1, -1):
@@ -36,8 +36,8 @@ def latest_place(appended, tail):
 
 @pytest.mark.parametrize("alphabet", [1, 2, 3])
 def test_lookups_equal_a_linear_search(alphabet):
-    """With two tokens nearly every run of eight stood before: the latest counts, and what was
-    overwritten does not.
+    """With two tokens, nearly every run of eight occurred before. The latest one counts, and
+    overwritten tokens do not.
     """
     rng = np.random.default_rng(alphabet)
     ring = new_ring(ROOM)
@@ -55,7 +55,7 @@ def test_lookups_equal_a_linear_search(alphabet):
         if len(tail) >= GRAM:
             found = look(ring, tail)
             expected = latest_place(appended, tail)
-            # Another run may have taken its place in the table of hashes: then nothing is found.
+            # Another run may have replaced it in the hash table. Then nothing is found.
             assert found == expected or (found == (0, 0) and alphabet > 1)
 
 
@@ -74,7 +74,7 @@ def test_hash_collisions_are_not_matches():
     ring = new_ring(ROOM)
     run = list(range(GRAM))
     append_tokens(np.array([*run, 1], np.int32), *ring)
-    ring.heads[:] = GRAM  # every hash leads there
+    ring.heads[:] = GRAM  # every hash points there
     assert look(ring, run) == (GRAM, GRAM)
     assert look(ring, [50] * GRAM) == (0, 0)
     assert look(ring, [50, *run[1:]]) == (0, 0)

@@ -1,4 +1,4 @@
-"""While a large prefill computes on one thread, Python runs on."""
+"""Python threads continue while a large prefill computes on one thread."""
 
 import threading
 import time
@@ -12,7 +12,7 @@ from kvboost_edge.kernels.attention.paged import AttentionOptions, KVPool, Paged
 
 
 def test_python_threads_run_during_a_prefill():
-    """With the GIL held, nothing of another thread would fall into the middle of the call."""
+    """With the GIL held, no other thread could record a time in the middle of the call."""
     tokens = 4096
     dim = 64
     size = 64
@@ -43,7 +43,7 @@ def test_python_threads_run_during_a_prefill():
 
     ticker = threading.Thread(target=tick)
     ticker.start()
-    paged_attention(case.queries[0], pool, batch, options, space)  # compiled from here on
+    paged_attention(case.queries[0], pool, batch, options, space)  # compiles the kernels
     start = time.perf_counter()
     paged_attention(case.queries[0], pool, batch, options, space)
     end = time.perf_counter()

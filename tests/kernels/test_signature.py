@@ -39,7 +39,7 @@ ROWS = np.arange(6, dtype=np.float32).reshape(2, 3)
 
 
 def compiled(function, kinds):
-    """A function with Numba's calling convention, and what it is called with."""
+    """Compile a function with Numba's calling convention. Return its dispatcher and its address."""
     dispatcher = numba.njit(function)
     arguments = tuple(map(numba_type, kinds))
     dispatcher.compile(arguments)

@@ -1,4 +1,4 @@
-"""The automaton against a search of the whole text for the longest end that stood in it before."""
+"""The automaton against a search of the whole text for the longest suffix that occurred before."""
 
 import numpy as np
 import pytest
@@ -15,8 +15,8 @@ from kvboost_edge.kernels.suffix_automaton import (
 
 
 def longest_before(text):
-    """Tokens of the longest end that stands in the text before, and the position behind its latest
-    place.
+    """Return the length of the longest suffix that occurs earlier in the text, and the position
+    after its latest occurrence.
     """
     for length in range(len(text) - 1, 0, -1):
         for end in range(len(text) - 1, length - 1, -1):
@@ -51,7 +51,9 @@ def test_appending_in_pieces_equals_appending_one_by_one():
 
 @pytest.mark.parametrize("kind", ["one token", "all different", "halves", "fibonacci"])
 def test_a_text_of_the_maximum_length_fits(kind):
-    """At most two states and three edges a token: the words with most of each fill no table."""
+    """There are at most two states and three edges per token. Even the texts with the most of each
+    fit the tables.
+    """
     count = 4096
     texts = {
         "one token": [7] * count,

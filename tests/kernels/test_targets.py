@@ -1,4 +1,4 @@
-"""Classes of processors."""
+"""Classes of processors that kernel libraries are built for."""
 
 import pytest
 

@@ -1,5 +1,5 @@
-"""Threads that share the units of one call: all units are done, failures come out, nothing stays
-behind.
+"""Threads that share the units of one call: all units are done, failures are raised, and no
+resources are leaked.
 """
 
 import gc
@@ -22,7 +22,9 @@ PATIENCE = 60.0
 
 @kernel
 def take_units(job):
-    """job: address of the counters, address of int64 [units] to add 1 to, units."""
+    """Mark units until none is left. `job` is (address of the counters, address of int64 [units] to
+    add 1 to, units).
+    """
     counters, marks, units = job
     while True:
         unit = fetch_add(counters, 1)
@@ -150,8 +152,8 @@ def test_an_error_is_raised_after_all_helpers_finished(team):
 
 
 def test_counters_outlive_late_helpers(team):
-    """Work knows its counters by address only; they outlive the call for as long as a helper may
-    look at them.
+    """Threads know the counters only by address, so the counters must outlive the call while a
+    helper may read them.
     """
     caller = threading.current_thread()
     started = threading.Event()

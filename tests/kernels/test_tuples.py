@@ -1,4 +1,4 @@
-"""Rows of numbers that hold NamedTuples: what the host writes, kernels read, field by field."""
+"""Rows of numbers that store NamedTuples: kernels read the fields that the host wrote."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Outer(NamedTuple):
 
 
 class Call(NamedTuple):
-    """Fields of `Outer` in another order, an array among them."""
+    """The fields of `Outer` in another order, one of them an array."""
 
     last: int
     unused: int

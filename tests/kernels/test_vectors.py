@@ -1,5 +1,5 @@
-"""exp to two units in the last place, the same in vectors and scalars; exact conversions to and
-from 16 bits.
+"""exp is accurate to two units in the last place and equal in vectors and scalars. Conversions to
+and from 16 bits are exact.
 """
 
 import numpy as np
@@ -35,7 +35,7 @@ def exp_each(values, out):
 
 @kernel
 def exp_rows(scores, numbers, steps):
-    """softmax_rows on float32 [steps, 4, 64], each from a maximum of 0 and a total of 0."""
+    """Apply softmax_rows to float32 [steps, 4, 64], each with an initial maximum and total of 0."""
     for step in range(steps):
         for row in range(4):
             store_f32(numbers + 4 * row, np.float32(0.0))
@@ -75,7 +75,7 @@ def exp_of(values):
 
 
 def assert_same_bits(got, expected):
-    """Equal to the bit, signs of zeros included; a NaN must be a NaN."""
+    """Assert equality to the bit, including signs of zeros. A NaN must be a NaN."""
     nan = np.isnan(expected)
     np.testing.assert_array_equal(np.isnan(got), nan)
     unsigned = f"u{got.dtype.itemsize}"
@@ -83,7 +83,7 @@ def assert_same_bits(got, expected):
 
 
 def as_float16(bits):
-    with np.errstate(invalid="ignore"):  # some processors say so when they widen a signalling NaN
+    with np.errstate(invalid="ignore"):  # some processors warn when they widen a signaling NaN
         return bits.view(np.float16).astype(np.float32)
 
 

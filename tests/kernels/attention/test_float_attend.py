@@ -1,6 +1,4 @@
-"""The attention kernel against dense attention, and its promise that a row's bits depend on its own
-sequence alone.
-"""
+"""The attention kernel against dense attention. A row's bits depend only on its own sequence."""
 
 import numpy as np
 import pytest
@@ -22,7 +20,7 @@ from kvboost_edge.kernels.reference import attention as reference
 Span = tuple[int, int, int]  # sequence, first position, position after the last
 Result = tuple[np.ndarray, np.ndarray]
 
-# Decode and prefill, deep and shallow, around tiles of 64 and partitions of 512.
+# Decode and prefill at small and large depths, around tiles of 64 and partitions of 512.
 LENGTHS = (
     (1, 1),
     (63, 63),
@@ -110,7 +108,7 @@ def test_float_attention_equals_dense_attention(options, dtype, two_threads):
 
 @pytest.mark.parametrize("dim", [8, 16, 20, 48, 72, 112, 160, 192, 256])
 def test_every_head_dim_equals_dense_attention(dim):
-    """Channels are summed in panels of 64, 32 and 16, and what is left over is padded."""
+    """Channels are summed in panels of 64, 32 and 16, and the rest is padded."""
     case = ragged(2, ((40, 90), (1, 70)), dim=dim)
     options = AttentionOptions(dim**-0.5)
     assert_close(
@@ -184,7 +182,9 @@ def test_a_row_alone_equals_the_row_in_any_batch(options, dtype, dim, two_thread
     ("name", "dtype", "dim"), [("plain", "float32", 32), ("all", "float16", 40)]
 )
 def test_chunks_equal_the_whole(name, dtype, dim, seed, two_threads):
-    """Written and computed in random chunks, beside another sequence's, into memory full of NaN."""
+    """The chunks are random, alternate with those of another sequence, and are written into memory
+    full of NaN.
+    """
     case = ragged(7, ((700, 700), (620, 620)), dim=dim)
     options = OPTIONS[name]
     whole = attend(case, filled_pool(case, dtype), case.spans, options, two_threads)
@@ -227,7 +227,9 @@ def test_block_size_and_placement_change_no_bit(block_size):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [1, 16, 50, 600])
 def test_blocks_before_the_window_are_not_read(window, dtype, two_threads):
-    """NaN blocks there, and within the window's first block NaN tokens, change no bit."""
+    """NaN in those blocks, and in the tokens of the window's first block before the window, changes
+    no bit.
+    """
     case = ragged(10, ((1, 1300), (20, 700), (90, 1000)))
     options = AttentionOptions(0.2, window=window)
     expected = attend(case, filled_pool(case, dtype), case.spans, options)
@@ -256,7 +258,7 @@ def test_a_bidirectional_sequence_is_the_same_in_any_batch(name, dtype, two_thre
 
 @pytest.mark.parametrize("ahead", [1, 40, 600])
 def test_blocks_outside_a_bidirectional_window_are_not_read(ahead, two_threads):
-    """Its rows see whole sequences; blocks that no row reaches are full of NaN."""
+    """Blocks that no row reaches are full of NaN, which changes no bit."""
     case = ragged(12, ((1300, 1300), (20, 20), (700, 700)))
     options = AttentionOptions(0.2, window=ahead + 1, ahead=ahead)
     expected = attend(case, filled_pool(case), case.spans, options)
@@ -305,7 +307,9 @@ def test_future_tokens_are_not_read():
 
 
 def test_parts_over_disjoint_keys_merge_to_the_whole():
-    """A decode row over the first 37 blocks and over the rest, merged, equals the row over all."""
+    """A decode row over the first 37 blocks, merged with the same row over the rest, equals the row
+    over all blocks.
+    """
     case = ragged(12, ((1, 1000),))
     pool = filled_pool(case)
     options = AttentionOptions(0.2)
@@ -333,8 +337,8 @@ def test_sinks_of_minus_infinity_have_no_effect():
 
 @pytest.mark.parametrize("scale", [50.0, -50.0, 1e30])
 def test_scores_of_any_size_stay_finite(scale):
-    """Far apart scores: the row is its best key's value. The keys grow, so the running maximum
-    moves all the time.
+    """Scores differ so much that a row equals the value of its best key. The keys grow, so the
+    running maximum keeps changing.
     """
     case = ragged(14, ((1, 700),))
     case.keys[0] *= np.linspace(0.1, 1.0, 700, dtype=np.float32)[:, None, None]

@@ -31,7 +31,7 @@ def score(query, table, head_dim, scores):
 
 @kernel
 def weigh(weights, table, scales, out, row_bytes):
-    """A row of 112 channels in panels of 64, 32 and 16."""
+    """Compute a row of 112 channels in panels of 64, 32 and 16."""
     _VALUES_4(weights, table, 0, scales, out, row_bytes)
     _VALUES_2(weights, table, 64, scales, out, row_bytes)
     _VALUES_1(weights, table, 96, scales, out, row_bytes)
@@ -63,7 +63,9 @@ def set_table(table, numbers):
 
 
 def tile_table(keys, values):
-    """Groups in the order 2, 0, 3, 1 of keys [4, dim, 16] and values [4, 16, channels]."""
+    """Write a table with the groups in the order 2, 0, 3, 1 for keys [4, dim, 16] and values [4,
+    16, channels].
+    """
     order = (2, 0, 3, 1)
     table = np.zeros((6, STRIPS), np.int64)
     for column, strip in enumerate(order):
@@ -115,7 +117,7 @@ def test_tile_values_equal_numpy():
 
 
 def test_online_softmax_equals_softmax():
-    """Three tiles, one of them unseen by row 1, add up to the softmax over all of them."""
+    """Three tiles, one of them invisible to row 1, accumulate to the softmax over all."""
     rng = np.random.default_rng(1)
     tiles = random(rng, 3, ROWS, TILE) * 5
     tiles[0, 1] = -np.inf

@@ -1,6 +1,4 @@
-"""The plan covers the work exactly once, positions are right, and pools that kernels cannot read
-are refused.
-"""
+"""Plans cover the work exactly once, positions are correct, unsupported pools are refused."""
 
 import numpy as np
 import pytest

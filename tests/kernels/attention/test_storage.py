@@ -1,4 +1,4 @@
-"""Storage dtypes, write by slot, copy of blocks and merge of partial results, against NumPy and
+"""Storage dtypes, writes by slot, copies of blocks and merged partial results, against NumPy and
 torch.
 """
 
@@ -121,7 +121,7 @@ def test_block_copies_are_complete_and_in_order(copier, dtype):
 
 @pytest.mark.parametrize("merge", MERGES)
 def test_merged_parts_are_attention_over_all_keys(merge):
-    """Three disjoint sets of keys, merged from the left and from the right."""
+    """Three disjoint sets of keys are merged from the left and from the right."""
     rng = np.random.default_rng(5)
     options = AttentionOptions(0.4)
     query = random_rows(rng, 1, 6, 16)

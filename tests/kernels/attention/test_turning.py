@@ -1,4 +1,6 @@
-"""Queries turned to where keys were computed, against keys turned to where they are attended."""
+"""Queries rotated to the positions at which keys were computed, against keys rotated to the
+positions at which they are attended.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,7 @@ OPTIONS = {
     "window 300": AttentionOptions(0.2, window=300, sinks=np.arange(6, dtype=np.float32)),
     "softcap": AttentionOptions(0.2, softcap=3.0),
 }
-# (channels of a head, rotated pairs, factor of rope's tables as yarn has one)
+# (channels of a head, rotated pairs, factor of the RoPE tables as in YaRN)
 ROPES = {
     "whole": (24, 12, 1.0),
     "wide": (64, 32, 1.0),
@@ -53,10 +55,11 @@ ROPES = {
 
 
 class Moved(NamedTuple):
-    """A stored sequence, and one put together of runs of it and of `rows` that it computes.
+    """A stored sequence, and a new one composed of runs of it and of computed `rows`.
 
-    queries, keys, values       of the whole new sequence, before rotation
-    stored_keys, stored_values  of the stored one, before rotation
+    Attributes:
+        queries, keys, values: of the whole new sequence, before rotation.
+        stored_keys, stored_values: of the stored one, before rotation.
     """
 
     stored: Row
@@ -82,7 +85,7 @@ class Moved(NamedTuple):
         return np.concatenate([*pairs, heads[:, :, 2 * half :]], axis=2).astype(np.float32)
 
     def new(self, row):
-        """Queries of a row's tokens, and what turns them."""
+        """Return the queries of a row's tokens, and their rotation."""
         queries = self.queries[row.start : row.stop]
         return self.rotated(queries, np.arange(row.start, row.stop)), QueryRotation(
             queries, self.cos, self.sin
@@ -110,16 +113,15 @@ class Moved(NamedTuple):
 
 
 def make(rope, last, seed=0):
-    """Runs that begin and end inside blocks, or are whole blocks; the same blocks at two places;
-    from positions before and behind their own; the first one begins inside a block.
+    """Make a sequence with runs that begin and end inside blocks, runs of whole blocks, the same
+    blocks at two places, and runs moved forward and backward.
     """
     dim, half, factor = ROPES[rope]
     rng = np.random.default_rng(seed)
     take = blocks_from(0)
     stored = plain(STORED, SIZE, take)
     new = Pieces(SIZE, take)
-    # Few bits of a frequency: angles are exact, so that turning differs by rounding alone wherever
-    # it is done.
+    # Frequencies have few bits, so that angles are exact and rotations differ only by rounding.
     exact = (np.round(1024 * 10000.0 ** (-np.arange(half) / max(half, 1))) / 1024).astype(
         np.float32
     )
@@ -150,12 +152,12 @@ def two_threads():
 
 
 def shapes_of(dim):
-    """Of a pool's keys and values."""
+    """Return the shapes of a pool's keys and values."""
     return (BLOCKS, KV_HEADS, dim, SIZE), (BLOCKS, KV_HEADS, SIZE, dim)
 
 
 def float_pool(moved, dtype):
-    """What is not written is NaN."""
+    """Return a pool whose unwritten parts are NaN."""
     pool = poisoned_pool(BLOCKS, KV_HEADS, moved.keys.shape[2], SIZE, dtype)
     stored = moved.rotated(moved.stored_keys, np.arange(STORED))
     reference.write_kv(stored, moved.stored_values, pool, moved.stored.slots(SIZE))
@@ -217,9 +219,9 @@ def test_rotated_queries_equal_rotated_keys(rope, dtype, name, last, two_threads
     ),
 )
 def test_rotated_queries_over_quantized_keys(bits, rope, last):
-    """The specification's rounding steps to 1e-5; and what the codes stand for, as far as integers
-    reach. The rows' own block is merged last, by whichever unit ends last: it must not see turned
-    rows.
+    """Results are within 1e-5 of the specification with the same rounding steps, and within integer
+    precision of the decoded values. The unit that finishes last merges the rows' own block, which
+    must not be multiplied with rotated queries.
     """
     options = OPTIONS[rope[1]]
     moved = make(rope[0], 13)

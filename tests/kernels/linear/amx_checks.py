@@ -1,10 +1,10 @@
-"""What test_amx.py runs in a process of its own, compiled for AMX: on emulated tile registers, or
-the processor's own.
+"""Checks that test_amx.py runs in a separate process compiled for AMX, on emulated or real tile
+registers.
 
     python tests/kernels/linear/amx_checks.py CHECK [WEIGHTS ...]
 
-Ends with status 0 and a JSON line on stdout: whether tiles were emulated, the instructions that
-were, and what the check adds.
+The process exits with status 0 and prints a JSON line: whether tiles were emulated, the counts of
+emulated instructions, and the results of the check.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from kvboost_edge.kernels.linear import amx_choice
 from kvboost_edge.kernels.linear.panel import MATRIX_FINE_TOKENS, MATRIX_TOKENS
 from kvboost_edge.runners.native import runner as native
 
-# Linux shows the flags where it gives tiles; there, without asking, some of the instructions would
-# run and others trap.
+# Linux shows the flags on processors whose tiles it grants. Without a request for them, some of the
+# instructions would run and others trap.
 EMULATED = not binding.get_host_cpu_features().get("amx-int8", False)
 
 
 def matrices(*kinds: str) -> dict[str, Any]:
-    """One plane and two, a number of tokens and of tiles that leaves a rest, tokens
-    that are not finite: the bits of AVX512-VNNI.
+    """Assert that results have the bits of AVX512-VNNI, with one plane and two, numbers of tokens
+    and tiles that leave a remainder, and non-finite tokens.
     """
     rng = np.random.default_rng(0)
     for kind in kinds:
@@ -64,12 +64,14 @@ def matrices(*kinds: str) -> dict[str, Any]:
     return {}
 
 
-# One operation for the gated layer, or three.
+# Sizes for which the gated layer is one operation, or three.
 INNER_SIZES = {"int4": 96, "int8": 1096}
 
 
 def models(*formats: str) -> dict[str, Any]:
-    """A tiny model's logits: cold, in chunks that cut its panels, on two threads, without AMX."""
+    """Assert that a tiny model's logits are equal in one pass without AMX, in one pass with it, on
+    two threads, and in chunks that split its panels.
+    """
     prompt = np.random.default_rng(1).integers(0, 256, 90).tolist()
     for weights in formats:
         with tempfile.TemporaryDirectory() as directory:
@@ -95,7 +97,7 @@ def models(*formats: str) -> dict[str, Any]:
 
 
 def choice() -> dict[str, Any]:
-    """What is decided where tiles are refused, timed, said to be fast, and wrong by one bit."""
+    """Return the decision when tiles are refused, timed, reported as fast, and wrong by one bit."""
     decide = amx_choice.amx_choice
     found = {}
 

@@ -1,5 +1,5 @@
-"""The kernels for Intel's AMX, in a process compiled for it: on emulated tile registers where there
-are no others.
+"""The kernels for Intel's AMX, in a process compiled for it, on emulated tile registers unless the
+processor has them.
 """
 
 import json
@@ -44,7 +44,7 @@ def _check(*words):
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
-# Codes in two parts. test_every_form.py multiplies with every format.
+# A format with codes in two parts. test_every_form.py multiplies with every format.
 SOME = ("q6k",)
 
 
@@ -61,9 +61,7 @@ SOME = ("q6k",)
     ids=" ".join,
 )
 def test_amx_gives_the_same_bits(words):
-    """The program compares; here it is seen that tiles were multiplied, and left in their first
-    state.
-    """
+    """The program compares the results. The test checks that tiles were used and released."""
     found = _check(*words)
     ran = found["instructions"]
     assert (ran["tdpbssd"] > 1000) == found["emulated"]
@@ -73,8 +71,8 @@ def test_amx_gives_the_same_bits(words):
 
 @pytest.mark.full
 def test_amx_is_used_only_if_a_trial_is_faster():
-    """Emulated tiles are far slower than AVX512-VNNI; a processor's own are what the trial finds
-    them to be.
+    """Emulated tiles are far slower than AVX512-VNNI. The outcome on a real processor depends on
+    the trial.
     """
     found = _check("choice")
     emulated = found["emulated"]
@@ -96,7 +94,7 @@ def test_amx_is_used_only_if_a_trial_is_faster():
 
 
 def _assembly(kind, fine, monkeypatch):
-    """The microkernel as compiled for a processor with AMX."""
+    """Return the microkernel compiled for a processor with AMX."""
     monkeypatch.setattr(linear_amx, "MATRIX_TOKENS", 32)
     monkeypatch.setattr(linear_amx, "MATRIX_FINE_TOKENS", 16)
     tiles = linear_amx.AmxTiles(kind, fine)
@@ -106,8 +104,8 @@ def _assembly(kind, fine, monkeypatch):
 @pytest.mark.parametrize(("kind", "fine"), each_once(INT_KINDS, (False, True)))
 @pytest.mark.some(3)
 def test_a_group_takes_four_amx_multiplications(kind, fine, monkeypatch):
-    """Of the first group, and of those in the loop. The scratch memory is not filled with zeros at
-    every entry.
+    """The first group is compiled separately from those in the loop. The scratch memory is not
+    cleared at every entry.
     """
     assembly = _assembly(kind, fine, monkeypatch)
     for instruction in ("tdpbssd", "tilezero", "tilestored", "tileloadd"):

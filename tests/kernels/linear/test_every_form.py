@@ -1,8 +1,8 @@
-"""Every form of the integer kernels, those of other processors too, gives the bits of the plain
-one.
+"""Every variant of the integer kernels, including those for other processors, gives the bits of the
+plain one.
 
-Each microkernel is compiled for this machine with functions in the place of the instructions that
-it lacks. test_forms.py and test_amx.py run the forms that are here as they are.
+Each microkernel is compiled for this machine, with functions in place of the instructions that it
+lacks. test_forms.py and test_amx.py run the native variants unchanged.
 """
 
 import ctypes
@@ -20,8 +20,8 @@ from kvboost_edge.kernels.linear.weight_tiles import IntTiles
 
 GROUPS = 17
 TILES = 2
-# Form -> the instruction's name in LLVM, lanes of its sums, and whether the first factor's bytes
-# have a sign.
+# Variant -> the instruction's name in LLVM, number of its sums, and whether the first factor's
+# bytes are signed.
 INSTRUCTIONS = {
     "vnni512": ("llvm.x86.avx512.vpdpbusd.512", 16, False),
     "vnni256": ("llvm.x86.avx512.vpdpbusd.256", 8, False),
@@ -30,7 +30,7 @@ INSTRUCTIONS = {
 
 
 def _dot(name, lanes, signed):
-    """A function that adds the products of four bytes each to 32-bit sums."""
+    """Return a function that adds the products of four bytes each to 32-bit sums."""
     many = f"<{4 * lanes} x i32>"
     sums = f"<{lanes} x i32>"
     picks = []
@@ -51,13 +51,15 @@ def _dot(name, lanes, signed):
     )
 
 
-# The instruction that multiplies two rows of 8 bytes with two others.
+# Instruction that multiplies two rows of 8 bytes by two others.
 MATRIX = "llvm.aarch64.neon.smmla.v4i32.v16i8"
 PAIRED_KINDS = [kind for kind in INT_KINDS if FORMAT_OF[kind].parts == 1]
 
 
 def _matrix():
-    """A function that adds the products of 2 rows x 8 bytes and 8 bytes x 2 tokens to four sums."""
+    """Return a function that adds the products of 2 rows x 8 bytes and 8 bytes x 2 tokens to four
+    sums.
+    """
     lines = []
     for row in range(2):
         for token in range(2):
@@ -87,8 +89,8 @@ def _matrix():
     )
 
 
-# Instructions that look up bytes: bytes at once, bytes of a table, and the bits of a code that give
-# 0 if one is set.
+# Instructions that look up bytes: bytes per call, bytes of a table, and the bits of a code that
+# give 0 if one is set.
 SHUFFLES = {
     "llvm.x86.avx512.pshuf.b.512": (64, 16, 0x80),
     "llvm.x86.avx512.permvar.qi.512": (64, 64, 0),
@@ -99,7 +101,9 @@ SHUFFLES = {
 
 
 def _shuffle(name, lanes, size, zeros):
-    """A function that looks up each byte in its part, of `size` bytes, of the table."""
+    """Return a function that looks up each byte in its own part of the table, which has `size`
+    bytes.
+    """
     kind = f"<{lanes} x i8>"
     lines = []
     for lane in range(lanes):
@@ -120,7 +124,7 @@ def _shuffle(name, lanes, size, zeros):
 
 
 class _Registers:
-    """Intel's tile registers, as its manual describes what is done with them."""
+    """Emulation of Intel's tile registers by its manual."""
 
     def __init__(self):
         self.tiles = {}
@@ -168,7 +172,7 @@ class _Registers:
 
 
 def _run(tiles, functions, definitions=""):
-    """Two tiles against a panel, with emulated instructions; float32 [tokens, 32]."""
+    """Multiply two tiles by a panel with emulated instructions; float32 [tokens, 32]."""
     text = tile_module(tiles, binding.get_default_triple())
     for form_name, _, _ in INSTRUCTIONS.values():
         if f'@"{form_name}"' in text:
@@ -284,7 +288,9 @@ def test_only_signed_kinds_have_an_offset():
 def test_every_table_lookup_gives_the_same_integers(
     form, name, permutes, shuffles, triple, monkeypatch
 ):
-    """One instruction for so many bytes of the 8 quads of a group, and for all the same bits."""
+    """The 8 quads of a group are looked up with the expected number of instructions, and the
+    results have the same bits.
+    """
     plain = _run(IntTiles(FORMATS["int4t"].kind, 1, 2, False, "plain"), {})
     monkeypatch.setattr(simd_loads, "has_byte_permute", lambda: permutes)
     monkeypatch.setattr(simd_loads, "has_byte_shuffle", lambda: shuffles)
@@ -294,8 +300,8 @@ def test_every_table_lookup_gives_the_same_integers(
         assert text.count(f'call <{lanes} x i8> @"{other}"') == (
             8 * 64 // lanes if other == name else 0
         )
-    # Of "avx2" the other instructions are not emulated, see test_unpacked.py; `_run` has the triple
-    # of this machine.
+    # The other instructions of "avx2" are not emulated, see test_unpacked.py. `_run` uses the
+    # triple of this machine.
     if form in INSTRUCTIONS or (form, triple) == ("plain", "x86_64"):
         definitions = _dot("emulated_dot", *INSTRUCTIONS[form][1:]) if form in INSTRUCTIONS else ""
         np.testing.assert_array_equal(_run(tiles, {}, definitions), plain)

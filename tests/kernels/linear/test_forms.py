@@ -1,5 +1,5 @@
-"""Every form of the integer dot product gives the same bits: each is compiled in a process of its
-own.
+"""Every variant of the integer dot product gives the same bits. Each is compiled in a separate
+process.
 """
 
 import functools
@@ -54,7 +54,7 @@ _WITHOUT = {"vnni256": (), "avx2": ("avxvnni",), "plain": ("avxvnni", "avx2", "d
 
 
 def _features(form):
-    """Feature flags of this machine without what `form` does not have."""
+    """Return the feature flags of this machine without those that `form` lacks."""
     flags = []
     for name, present in binding.get_host_cpu_features().items():
         wide = name.startswith(("avx512", "avx10", "evex512", "amx"))
@@ -83,7 +83,7 @@ def _run(form, formats):
 
 
 def _forms():
-    """What this machine can run besides its own form."""
+    """Return the variants that this machine can run in addition to its own."""
     features = binding.get_host_cpu_features()
     needs = {"vnni256": ("avxvnni",), "avx2": ("avx2",), "plain": ("sse2", "neon")}
     found = [
@@ -94,9 +94,9 @@ def _forms():
     return [*found, "neon"] if dot_form() == "i8mm" else found
 
 
-# test_every_form.py runs the others in this process, and compares them with the plain one.
+# test_every_form.py runs the others in its own process and compares them with the plain one.
 IN_NO_OTHER_FILE = ("avx2", "neon")
-# With and without an offset and a table, in two parts, and of 1 to 4 and 6 bits.
+# With and without an offset and a table, in two parts, and with 1 to 4 and 6 bits.
 SOME = ("int1-g128", "int2-g64", "q3k", "int4t", "int4-asym", "q6k")
 OTHERS = tuple(name for name in INTEGERS if name not in SOME)
 
@@ -122,14 +122,14 @@ def test_every_variant_gives_the_hosts_bits(form, formats):
 
 
 def _assembly(kind, form, cpu, *, fine=False):
-    """A tile against four tokens, compiled for another processor."""
+    """Compile a tile against four tokens for another processor."""
     return tile_assembly(IntTiles(kind, 1, 4, fine, form), "aarch64-unknown-linux-gnu", cpu)
 
 
 @pytest.mark.parametrize(("kind", "fine"), each_once(INT_KINDS, (False, True)))
 @pytest.mark.some(3)
 def test_arm_with_dotprod_uses_sdot(kind, fine):
-    """8 quads of 4 x 4 rows for each of 4 tokens (and planes): every one is an sdot."""
+    """The 8 quads of 4 x 4 rows for each of 4 tokens (and planes) take one sdot each."""
     assembly = _assembly(kind, "neon", "cortex-a76", fine=fine)
     assert assembly.count("sdot") == 8 * 4 * 4 * (2 if fine else 1)
 
@@ -140,9 +140,9 @@ def test_arm_with_dotprod_uses_sdot(kind, fine):
 )
 @pytest.mark.some(3)
 def test_arm_with_i8mm_uses_smmla(kind, fine):
-    """4 pairs of quads of 8 pairs of rows for each of 2 pairs of tokens (and planes): half as many
-    as with dot products, and fewer instructions in total, or about as many for codes of 1 and 2
-    bits.
+    """There are 4 pairs of quads of 8 pairs of rows for each of 2 pairs of tokens (and planes),
+    half as many as with dot products. The total number of instructions is smaller too, or about the
+    same for codes of 1 and 2 bits.
     """
     assembly = _assembly(kind, "i8mm", "ampere1", fine=fine)
     assert assembly.count("smmla") == 4 * 8 * 2 * (2 if fine else 1)
@@ -154,8 +154,8 @@ def test_arm_with_i8mm_uses_smmla(kind, fine):
 
 @pytest.mark.parametrize(("form", "cpu"), [("neon", "cortex-a76"), ("plain", "cortex-a72")])
 def test_arm_uses_table_lookups(form, cpu):
-    """8 quads of 4 x 16 codes, once for all tokens; the table is a register, nothing is looked up
-    one by one.
+    """The 8 quads of 4 x 16 codes are looked up once for all tokens. The table stays in a register,
+    and no code is looked up individually.
     """
     instructions = [
         line.split()[0]
@@ -169,10 +169,11 @@ def test_arm_uses_table_lookups(form, cpu):
 @pytest.mark.parametrize(("kind", "fine"), each_once(INT_KINDS, (False, True)))
 @pytest.mark.some(3)
 def test_arm_without_dotprod_multiplies_in_16_bits(kind, fine):
-    """8 quads of 64 products for each of 4 tokens (and planes), 8 products at once: few
-    instructions, so that compiling them is quick too. 32-bit sums are taken for every quad of int8,
-    but once a group for codes up to 4 bits, once a half for those of 3 bits, which have halves, and
-    of 5 and 6 bits after 4 and 2 quads.
+    """There are 8 quads of 64 products for each of 4 tokens (and planes), computed 8 at a time. Few
+    instructions keep compilation fast too.
+
+    Sums are widened to 32 bits for every quad of int8, once per group for codes of up to 4 bits,
+    once per half for codes of 3 bits, and after 4 and 2 quads for codes of 5 and 6 bits.
     """
     assembly = _assembly(kind, "plain", "cortex-a72", fine=fine)
     planes = 2 if fine else 1
@@ -197,8 +198,8 @@ def test_arm_without_dotprod_multiplies_in_16_bits(kind, fine):
     [("int4", 1, 4, 1), ("int4", 2, 4, 1), ("int4", 3, 4, 4), ("int5", 1, 5, 5)],
 )
 def test_prefetched_lines_per_tile(name, tokens, lines, on_zen_4, processor, monkeypatch):
-    """The bits are compared above: other forms are compiled for "generic", which prefetches every
-    line.
+    """Only the number of prefetches is checked here. The bits are compared above, since other
+    variants are compiled for "generic", which prefetches every line.
     """
     monkeypatch.setattr(integers, "_processor", lambda: processor)
     follows_pages.cache_clear()
@@ -210,7 +211,7 @@ def test_prefetched_lines_per_tile(name, tokens, lines, on_zen_4, processor, mon
     finally:
         follows_pages.cache_clear()
     found = [module.count('call void @"llvm.prefetch.p0"(') for module in modules]
-    # One for each result of a tile; and of a group one line or all lines, or the lines of weights
-    # and scales of all tiles.
+    # One line for each result of a tile. For each group, one or all lines of a tile, or the lines
+    # of weights and scales of all tiles.
     single = on_zen_4 if processor == "znver4" else lines + 1
     assert found == [tokens + single, 2 * tokens + 2 * (lines + 1)]

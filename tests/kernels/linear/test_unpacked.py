@@ -1,5 +1,5 @@
-"""Weights unpacked beforehand give the bits of the plain form, however many tiles, groups and
-panels there are.
+"""Weights unpacked in advance give the bits of the plain variant, for any number of tiles, groups
+and panels.
 """
 
 import re
@@ -14,7 +14,7 @@ from kvboost_edge.kernels.linear.unpacked import UnpackedTiles
 from kvboost_edge.kernels.linear.weight_formats import FORMAT_OF, INT_KINDS
 
 TOKENS = {False: 4, True: 2}
-GROUPS = 35  # more than are unpacked at once, and more than twice
+GROUPS = 35  # more than twice the number unpacked at once
 on_avx2 = pytest.mark.skipif(not binding.get_host_cpu_features().get("avx2"), reason="needs AVX2")
 
 
@@ -47,8 +47,8 @@ def test_a_tile_is_unpacked_again_for_many_panels(kind, fine):
 @pytest.mark.parametrize("kind", INT_KINDS)
 @pytest.mark.some(3)
 def test_unpacked_tiles_keep_sums_in_registers(kind):
-    """Four tokens of two quads: 16 products and no vector on the stack; how often that is written
-    is how often sums of 16 bits are widened.
+    """Two quads of four tokens take 16 products and no vector on the stack. The code is repeated
+    once per widening of 16-bit sums.
     """
     assembly = tile_assembly(
         UnpackedTiles(kind, 4, False), "x86_64-unknown-linux-gnu", "znver3", optimize=True

@@ -1,5 +1,5 @@
-"""Quantization of weights: the kernel equals its NumPy form to the bit, beats rounding, and is
-exact if it can be.
+"""Quantization of weights: the kernel equals its NumPy specification to the bit, beats plain
+rounding, and is exact where possible.
 """
 
 import numpy as np
@@ -51,7 +51,7 @@ def test_packing_kernels_equal_the_reference(kind, shape):
     np.testing.assert_allclose(packed.energy, (wide**2).sum(), rtol=1e-5)
 
 
-# Relative L2 error on Gaussian weights, and the part of plain rounding's error that may be left.
+# Relative L2 error on Gaussian weights, and the allowed fraction of plain rounding's error.
 @pytest.mark.parametrize(
     ("kind", "error", "left"),
     [("int8", 0.0050, 0.94), ("int4", 0.082, 0.85), ("int4-asym", 0.072, 0.93)],
@@ -181,7 +181,7 @@ def test_packed_sizes_are_close_to_the_files(kind, most):
     ],
 )
 def test_packed_sizes_equal_the_files(kind, weights, nbytes):
-    """Those of the blocks of Q5_0, Q5_1, Q1_0, Q2_0 and TQ2_0."""
+    """The sizes are those of blocks of Q5_0, Q5_1, Q1_0, Q2_0 and TQ2_0."""
     assert sum(packed_sizes(160, 2048, kind)) == 160 * 2048 // weights * nbytes
 
 

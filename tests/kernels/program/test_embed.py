@@ -12,7 +12,7 @@ from kvboost_edge.kernels.reference.weights import unpack_rows
 @pytest.mark.parametrize("factor", [1.0, 3.0])
 @pytest.mark.parametrize("kind", FORMATS)
 def test_embedding_rows_equal_the_stored_weights(kind, factor):
-    """To the bit, but for the fma of minima."""
+    """Rows are equal to the bit, except for the FMA of minima."""
     inputs = in_blocks(kind, 300)
     width = -(-inputs // 32) * 32
     packed = random_weights(kind, 50, inputs)

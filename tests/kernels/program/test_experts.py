@@ -1,5 +1,5 @@
-"""Experts against their NumPy specification: who goes where exactly, results but for the oracle's
-fma.
+"""Experts against their NumPy specification: the routing is exact, the results differ at most by
+the FMA.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Longs = npt.NDArray[np.int64]
 
 
 class Routed(NamedTuple):
-    """What the router's operations left."""
+    """The results of the router's operations."""
 
     chosen: Longs
     shares: Floats
@@ -42,7 +42,7 @@ class Routed(NamedTuple):
 
 
 def _route(program, logits, routing, bias=None, factors=None):
-    """Adds the operations of the router; the arrays are full when the program has run."""
+    """Add the operations of the router. The returned arrays are filled when the program has run."""
     tokens, experts = logits.shape
     padded = -(-experts // 16) * 16
     wide = np.full((tokens, padded), np.nan, np.float32)
@@ -64,7 +64,7 @@ def _route(program, logits, routing, bias=None, factors=None):
 
 
 def _address(program, array):
-    """Address of an array that the program keeps; 0 for None."""
+    """Return the address of an array that the program keeps alive, or 0 for None."""
     if array is None:
         return 0
     program.arrays.append(np.ascontiguousarray(array))
@@ -72,7 +72,7 @@ def _address(program, array):
 
 
 def _slots(routed):
-    """Expert -> its slots, of the numbers of a program that has run."""
+    """Return (expert, its slots) pairs from the results of a program that has run."""
     experts, numbers = routed.slots[0]
     numbers = np.asarray(numbers)
     active = int(numbers[0])
@@ -104,7 +104,7 @@ ROUTINGS = {
     "pairs": Routing(2, groups=10, used_groups=1),
     "one": Routing(1, renorm="add"),
     "all": Routing(20),
-    # Sums of shares are on either side of it.
+    # Sums of shares are on both sides of the threshold.
     "at least": Routing(2, renorm="least", eps=0.5),
     "and more": Routing(4, score="sigmoid", renorm="add", eps=0.5),
 }
@@ -130,7 +130,7 @@ def test_routing_equals_the_reference(name, biased, scaled):
 
 @pytest.mark.parametrize("score", ["softmax", "chosen"])
 def test_extreme_router_logits_have_finite_shares(score):
-    """The power of 200 is no float32."""
+    """The exponential of 200 overflows float32."""
     logits = np.array(
         [[200, 199, -200, 198], [-200, -199, -400, -201], [200, 200, 200, 200]], np.float32
     )
@@ -171,7 +171,7 @@ def test_ties_choose_the_lower_group():
 @pytest.mark.parametrize("score", lt.SCORES)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_a_token_with_nan_gets_valid_experts_and_nan_output(score, bad):
-    """Places stay inside the tables whatever a router gives; the other tokens are as without it."""
+    """Expert numbers stay within the tables for any router output. Other tokens are unaffected."""
     logits = np.random.default_rng(1).standard_normal((9, 6)).astype(np.float32)
     clean = _routed(logits, Routing(2, score=score))
     logits[4] = bad
@@ -185,9 +185,7 @@ def test_a_token_with_nan_gets_valid_experts_and_nan_output(score, bad):
 
 
 class Layer(NamedTuple):
-    """Experts of one layer: `rows` of the packed matrices by expert, and all of them packed as
-    one.
-    """
+    """Experts of one layer: the packed matrices of each expert, and all of them packed as one."""
 
     kind: str
     experts: int
@@ -205,7 +203,7 @@ class Layer(NamedTuple):
 
 
 def _packed(kind, rows, inputs, seed):
-    """Random matrices of all experts as one, and each alone."""
+    """Return random matrices of all experts, packed as one and separately."""
     alone = [
         random_weights(kind, rows, inputs, seed + expert, inputs**-0.5) for expert in range(EXPERTS)
     ]
@@ -220,7 +218,12 @@ HOWS = {"silu": {}, "swiglu": {"biased": True}, "relu2": {"gated": False}}
 
 
 def _layer(kind, *, biased=False, gated=True):
-    """biased: as gpt-oss's; of gates from -20 to 20 or so. gated: False: as Nemotron's."""
+    """Make a layer.
+
+    Args:
+        biased: with biases as in gpt-oss, and gates from about -20 to 20.
+        gated: with a gate; without one it is like Nemotron's.
+    """
     hidden = in_blocks(kind, 80)
     inner = in_blocks(kind, 96)
     all_gate_up, gate_up = _packed(kind, (1 + gated) * inner, hidden, seed=0)
@@ -237,8 +240,8 @@ def _layer(kind, *, biased=False, gated=True):
 
 
 def _run(layer, x, logits, before, extra=PLAIN, *, add=True):
-    """`before` and what the experts add, by the operations of a layer; without `add` what they
-    add.
+    """Run a layer's operations. Return `before` plus the experts' output, or with add=False only
+    the output.
     """
     tokens = len(x)
     used = ROUTING.used
@@ -286,8 +289,8 @@ def _data(layer, tokens):
 
 @pytest.mark.parametrize(("kind", "tokens", "how"), pairwise(FORMATS, (1, 4, 23), HOWS))
 def test_experts_equal_the_reference(kind, tokens, how):
-    """Each expert's matrices are those of the linear kernels, which have an oracle of their own,
-    row by row; then the walk over the experts.
+    """The expectation uses the linear kernels for each expert's matrices, which are tested row by
+    row elsewhere, and walks over the experts in NumPy.
     """
     layer = _layer(kind, **HOWS[how])
     x, logits, before = _data(layer, tokens)
@@ -309,9 +312,9 @@ def test_experts_equal_the_reference(kind, tokens, how):
     chosen, shares = route_rows(logits, ROUTING)
     np.testing.assert_array_equal(routed.chosen, chosen)
     expected = mixed_rows(x, before, chosen, shares * np.float32(0.5), mlp, layer.experts)
-    # An inner number on the edge between two codes may fall to either side: the oracle's activation
-    # is in float64.
-    size = 1 if how == "silu" else 16  # inner numbers go to 56
+    # An inner value between two codes may round to either one: the oracle's activation is in
+    # float64.
+    size = 1 if how == "silu" else 16  # inner values reach 56
     np.testing.assert_allclose(
         out, expected, rtol=1e-5, atol=size * (2e-6 if kind in ("f32", "bf16") else 2e-3)
     )
@@ -332,8 +335,8 @@ def test_expert_output_does_not_depend_on_previous_memory(kind, tokens, threads)
 
 @pytest.mark.parametrize("tokens", [1, 23])
 def test_biased_experts_equal_plain_numpy(tokens):
-    """Nothing of the kernels is in the expectation: biases before the share, gates limited on one
-    side, ups on both.
+    """The expectation does not use the kernels. Biases precede the share, gates are clipped on one
+    side and up projections on both.
     """
     layer = _layer("f32", biased=True)
     x, logits, before = _data(layer, tokens)
@@ -374,7 +377,7 @@ def test_biased_experts_equal_plain_numpy(tokens):
 def test_tokens_do_not_depend_on_batch_and_threads(kind, matrix, how):
     layer = _layer(kind, **HOWS[how])
     x, logits, before = _data(layer, 150)
-    logits[40:] += np.array([9, 0, 0, 0, 0, 0], np.float32)  # one expert has nearly all tokens
+    logits[40:] += np.array([9, 0, 0, 0, 0, 0], np.float32)  # one expert gets nearly all tokens
     alone = np.concatenate(
         [_run(layer, *(a[i : i + 1] for a in (x, logits, before)))[0] for i in range(150)]
     )
@@ -402,9 +405,7 @@ def test_non_finite_values_affect_only_their_token(kind, how):
 
 
 def test_experts_are_summed_in_ascending_order(monkeypatch):
-    """The first two cancel, exactly; in any other order the third would be lost in their
-    rounding.
-    """
+    """The first two cancel exactly. In any other order, rounding would lose the third."""
     layer = _layer("f32")
     rng = np.random.default_rng(2)
     wide, down = (rng.standard_normal(s, dtype=np.float32) for s in ((2 * 96, 80), (80, 96)))

@@ -1,4 +1,4 @@
-"""A gate and up matrix of every weight format, the activation and quantization in one operation."""
+"""Gate and up projection, activation and quantization in one operation, for every weight format."""
 
 from itertools import product
 
@@ -13,7 +13,7 @@ from kvboost_edge.kernels.program import table as lt
 from kvboost_edge.kernels.program.activations import ACT_RELU2, ACT_SILU
 
 Floats = npt.NDArray[np.float32]
-# Formats of the matrix and of the reader of what comes out.
+# Formats of the matrix, and of the matrix that reads the result.
 KINDS = [
     ("int4", "int4"),
     ("int8", "int4-asym"),
@@ -45,7 +45,7 @@ EVERY_TIME = [(ACT_SILU, 1), (ACT_RELU2, 3), (ACT_SILU, 8), (ACT_RELU2, 15)]
 )
 @pytest.mark.parametrize("kinds", KINDS, ids="-".join)
 def test_the_fused_gated_operation_equals_separate_ones(kinds, act, tokens):
-    """The activation without a gate takes a matrix of the way up alone."""
+    """For the activation without a gate, the matrix has only the up projection."""
     hidden = in_blocks(kinds[0], 64)
     inner = in_blocks(kinds[1], 96)
     parts = 1 if act == ACT_RELU2 else 2

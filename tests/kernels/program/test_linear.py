@@ -1,5 +1,5 @@
-"""Matrices of every weight format against their specification: integers exactly, floats but for
-fma.
+"""Matrices of every weight format against their specification: integer formats are exact, float
+formats differ at most by the FMA.
 """
 
 import numpy as np
@@ -39,7 +39,7 @@ each_precision = pytest.mark.parametrize(("kind", "fine"), PRECISIONS)
 
 
 def _tokens(kind, tokens, inputs):
-    """The first group of the first token has codes of the largest magnitude."""
+    """Return random tokens. The first token's first group has codes of the largest magnitude."""
     x = (
         np.random.default_rng(tokens)
         .standard_normal((tokens, in_blocks(kind, inputs)))
@@ -50,7 +50,7 @@ def _tokens(kind, tokens, inputs):
 
 
 def _linear(kind, x, rows, extra=PLAIN):
-    """x [tokens, inputs] through quantization and a matrix; also the packed weights."""
+    """Quantize x [tokens, inputs] and multiply it by a matrix. Also return the packed weights."""
     packed = random_weights(kind, rows, x.shape[1])
     assert [array.size for array in packed[:3]] == list(packed_sizes(rows, x.shape[1], kind))
     out, panel = run_linear(kind, x, packed, rows, extra)
@@ -88,8 +88,8 @@ def test_linear_equals_the_reference(kind, fine, shape):
     ],
 )
 def test_integer_sums_are_exact_at_the_extremes(kind, values):
-    """One group with scales of one: the output is the integer sum itself, of the first and last
-    values.
+    """With one group and scales of one, the output is the integer sum itself. Codes are the
+    smallest and largest values.
     """
     rng = np.random.default_rng(1)
     table = np.array(values)
@@ -109,7 +109,7 @@ def test_integer_sums_are_exact_at_the_extremes(kind, values):
 
 @pytest.mark.parametrize("inputs", [32, 2880])
 def test_int4_by_table_lookup_equals_int4(inputs):
-    """The table of Q4_0: the same integers, and the same epilogue."""
+    """With the table of Q4_0, int4t has the same integers and the same epilogue."""
     x = _tokens("int4", 11, inputs)
     rng = np.random.default_rng(2)
     codes = rng.integers(0, 16, (40, inputs)).astype(np.uint8)
@@ -123,8 +123,8 @@ def test_int4_by_table_lookup_equals_int4(inputs):
 @pytest.mark.parametrize("inputs", [32, 896])
 @pytest.mark.parametrize("kind", ["int5", "int2-g64", "int2-g256", "int1-g128"])
 def test_codes_of_fewer_bits_equal_int8(kind, inputs, tokens):
-    """The weights are the same in both formats: the same integers, and the same epilogue. Groups
-    that share a scale are the same as groups with equal scales.
+    """The weights are the same in both formats, hence the same integers and the same epilogue.
+    Groups that share a scale equal groups with equal scales.
     """
     x = _tokens(kind, tokens, inputs)
     form = registry.FORMATS[kind]
@@ -175,7 +175,7 @@ def test_zero_rows_and_tiny_values_quantize_to_zero():
 @pytest.mark.parametrize("fine", [False, True])
 @pytest.mark.parametrize("kind", INTEGERS)
 def test_non_finite_inputs_stay_non_finite(kind, fine):
-    """The rows of those tokens are NaN or infinite; those of others are as without them."""
+    """The rows of those tokens are NaN or infinite. Other rows are unaffected."""
     x = _tokens(kind, 9, 96)
     clean = _linear(kind, x, 40, Extra(fine=fine))[0]
     bad = [1, 4, 6]
@@ -191,7 +191,7 @@ def test_non_finite_inputs_stay_non_finite(kind, fine):
     "kinds", [("q4k", "q6k"), ("int4t", "q5k"), ("q4k", "int4t"), ("int4t", "q6k"), ("q3k", "q6k")]
 )
 def test_matrices_of_different_formats_share_a_panel(kinds, fine):
-    """Rows of one format, then of another, in one destination: each as it is alone."""
+    """Rows of two formats are written to one destination, and each equals its separate result."""
     tokens = 11
     rows = 48
     inputs = 512

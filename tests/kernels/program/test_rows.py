@@ -1,4 +1,4 @@
-"""Operations on rows against their NumPy specification: activations, norm and rope."""
+"""Operations on rows against their NumPy specification: activations, norm and RoPE."""
 
 from functools import partial
 
@@ -43,7 +43,7 @@ def test_activations_equal_the_reference(act):
 
 
 def test_activation_without_a_gate():
-    """What is read as the way up has no meaning, NaN or not; a NaN of its own stays."""
+    """The contents of the up buffer do not matter, NaN or not. NaN in the input stays."""
     x = (8 * np.random.default_rng(4).standard_normal((3, 1120))).astype(np.float32)
     x[0, :4] = [-200, 200, 0, -1e-30]
     x[2, 7] = np.nan

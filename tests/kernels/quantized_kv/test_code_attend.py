@@ -1,4 +1,4 @@
-"""Compiled attention on quantized blocks against the specification, which takes the same rounding
+"""Compiled attention over quantized blocks against the specification, which takes the same rounding
 steps.
 """
 
@@ -64,7 +64,7 @@ def test_quantized_attention_equals_the_reference(dim, size, per_group, bits):
 
 @pytest.mark.parametrize("bits", BIT_PAIRS, ids=str)
 def test_threads_batches_and_chunks_change_no_bit(bits):
-    """Partitions of a long sequence are split over the threads, which merge them in order."""
+    """Partitions of a long sequence are distributed over the threads and merged in order."""
     rng = np.random.default_rng(5)
     case = make_case(
         rng, ((1, 1600), (40, 700), (3, 90)), kv_heads=2, per_group=7, dim=64, block_size=16
@@ -80,8 +80,7 @@ def test_threads_batches_and_chunks_change_no_bit(bits):
         backend = make_backend("cpu", case, bits, threads=threads)
         got = run_all(backend, case, passes, params)
         backend.close()
-        # The last 40 rows are computed in every make-up; all rows are compared between those that
-        # compute all.
+        # All schedules compute the last row. Schedules that compute all rows are compared in full.
         tails = [tuple(array[-1:] for array in pair) for pair in got]
         if wanted is None:
             wanted = got
@@ -94,8 +93,8 @@ def test_threads_batches_and_chunks_change_no_bit(bits):
 
 
 def test_large_key_biases_keep_accuracy():
-    """Keys like Qwen2's: a few channels 300 times the others, constant in the text. Scores of the
-    rest must survive.
+    """Keys are like Qwen2's: a few channels are 300 times larger and constant over the text. The
+    scores of the rest must stay accurate.
     """
     case = some_case(1, 64, 16, 2)
     bias = np.zeros(64, np.float32)
@@ -103,8 +102,8 @@ def test_large_key_biases_keep_accuracy():
     biased = case.__class__(**{**case.__dict__, "keys": [keys + bias for keys in case.keys]})
     params = AttentionParams(0.125)
     plain, _ = attend("cpu", case, (8, 8), params)
-    # A constant added to every key changes no softmax: only float16 rounding of the biased channels
-    # is left to differ.
+    # A constant added to every key changes no softmax. The remaining difference is the float16
+    # rounding of the biased channels.
     queries = [rows.copy() for rows in case.queries]
     for rows in queries:
         rows[:, :, [28, 31, 60, 63]] *= 0.1
@@ -117,7 +116,9 @@ def test_large_key_biases_keep_accuracy():
 
 @pytest.mark.full
 def test_the_plain_variant_gives_the_same_bits():
-    """The plain form is the one furthest from the others; test_dot.py has the sums of all."""
+    """The plain variant differs most from the others; test_code_dot.py covers the sums of all
+    variants.
+    """
     without = ("avx512", "avx10", "evex512", "amx", "avxvnni", "dotprod", "i8mm")
     flags = binding.get_host_cpu_features().items()
     plain = ",".join(

@@ -1,4 +1,4 @@
-"""Every form of the byte dot product of attention gives the exact sums."""
+"""Every variant of attention's byte dot product gives the exact sums."""
 
 import numpy as np
 import pytest
@@ -28,7 +28,7 @@ def make_dot(form):
 
         return types.void(*[types.int64] * 3), codegen
 
-    @njit  # not cached: the code depends on `form`
+    @njit  # not cached, because the code depends on `form`
     def call(sums, unsigned, signed):
         dot(sums, unsigned, signed)
 

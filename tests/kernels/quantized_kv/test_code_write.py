@@ -1,5 +1,5 @@
 """Codes of full blocks: the compiled quantizer gives the specification's bytes, and they decode to
-what was stored.
+the stored values.
 """
 
 import numpy as np
@@ -15,8 +15,8 @@ HEADS = 2
 
 
 def make_pool(rng, dim, size):
-    """Channels of keys and tokens of values differ in size by seven orders of magnitude; one token
-    is all zeros.
+    """Return a pool whose key channels and value tokens differ in magnitude by up to seven orders.
+    One token is all zeros.
     """
     keys = rng.standard_normal((BLOCKS, HEADS, dim, size)) * rng.choice(
         [1e-5, 0.01, 1, 300], (BLOCKS, HEADS, dim, 1)
@@ -51,8 +51,8 @@ def test_written_codes_equal_the_reference(dim, bits):
 
 @pytest.mark.parametrize("bits", BIT_PAIRS, ids=str)
 def test_quantization_error_is_at_most_half_a_step(bits):
-    """Half a step of a channel's (keys) or a token's range (values), an eighth more where a step is
-    rounded up.
+    """The bound is half a step of a channel's range (keys) or of a token's range (values), plus an
+    eighth where a step is rounded up.
     """
     pool = make_pool(np.random.default_rng(1), 64, 16)
     codes = quantize(reference, pool, 64, 16, bits)
@@ -68,7 +68,7 @@ def test_quantization_error_is_at_most_half_a_step(bits):
                 half_step = np.abs(true_values).max(axis=1) / 254
             else:
                 half_step = np.ptp(true_values, axis=1) / 30
-            # A middle is a float16 and so off by up to 2^-11 of itself.
+            # A midpoint is a float16, so it is off by up to 2^-11 of itself.
             slack = np.abs(true_values).max(axis=1) * (2.0**-10 if bits[1] == 4 else 0)
             assert (
                 np.abs(values - true_values) <= (1.003 * half_step + slack + 5e-6)[:, None]

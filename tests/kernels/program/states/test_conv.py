@@ -1,4 +1,4 @@
-"""What is said of short convolutions alone; what all mixers do is in test_mixers.py."""
+"""Short convolutions: their specific behavior. test_mixers.py tests the common behavior."""
 
 import numpy as np
 import pytest

@@ -1,5 +1,5 @@
-"""Mixers with a state against NumPy: the very bits, however the rows are cut, and states where they
-were asked for.
+"""Recurrent mixers against NumPy: equal to the bit for any chunking, with snapshots where they were
+requested.
 """
 
 import itertools
@@ -84,7 +84,7 @@ def test_rounding_stays_small_over_a_long_text(name):
 @pytest.mark.parametrize("name", CUT)
 @pytest.mark.parametrize("cuts", [(1,), (2, 3), (16, 17), tuple(range(1, 20))], ids=str)
 def test_chunking_changes_no_bit(name, cuts):
-    """In place, where a slot is read and written, and between two slots in turns."""
+    """The state is updated in one slot, or alternates between two slots."""
     mixer = MIXERS[name]
     length = 40
     rows = mixer.rows(length)
@@ -109,7 +109,8 @@ def test_sequences_with_snapshots_are_independent(name, threads):
     before = {-1: None, 0: old, 9: other, 10: third}
     for slot in (0, 9, 10):
         mixer.put(pool, slot, before[slot])
-    # Two read one slot; one reads and writes its own; one has a single row, and one none.
+    # Two pieces read one slot, one reads and writes the same slot, one has a single row, and one
+    # has none.
     pieces = [
         Piece(20, -1, 1, ((1, 2), (2, 3), (16, 4), (20, 5))),
         Piece(5, 0, 6),
@@ -197,7 +198,7 @@ def test_drafts_do_not_change_slots_before_acceptance(name, accepted):
     "accepted", [(0, 3, 0, 2), (2, 0, 1, 0), (3, 3, 0, 4), (0, 0, 0, 1)], ids=str
 )
 def test_each_sequence_accepts_its_own_drafts(name, accepted, threads):
-    """The slot of one whose drafts were all wrong may be somebody else's by now."""
+    """The slot of a sequence whose drafts were all rejected may belong to another one by now."""
     mixer = MIXERS[name]
     pieces = [
         Piece(4, -1, 0, drafts=3),

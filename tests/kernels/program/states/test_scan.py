@@ -1,4 +1,4 @@
-"""What is said of the gated delta rule alone; what all mixers do is in test_mixers.py."""
+"""The gated delta rule: its specific behavior. test_mixers.py tests the common behavior."""
 
 import numpy as np
 import numpy.typing as npt

@@ -1,4 +1,4 @@
-"""What is said of Mamba2's mixer alone; what all mixers do is in test_mixers.py."""
+"""Mamba2's mixer: its specific behavior. test_mixers.py tests the common behavior."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,9 @@ NO_NORM = SsdShape(1, 3, 64, 32, "none", (0.01, 0.5))
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_a_nan_state_affects_only_its_sequence(bad):
-    """And of that only the head: there is no norm that others share with it."""
+    """Within the sequence, it affects only its own head, because this mixer has no norm across
+    heads.
+    """
     ssd = Ssd(NO_NORM)
     pool = poisoned_pool(ssd.specs, 2)
     _, old = ssd.expected(ssd.rows(9))

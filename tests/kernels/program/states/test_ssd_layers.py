@@ -1,5 +1,5 @@
-"""Mamba2's mixer against those of transformers: Granite 4, Nemotron-H and Falcon-H1, whose norms
-differ.
+"""Mamba2's mixer against those of transformers: Granite 4, Nemotron-H and Falcon-H1, which have
+different norms.
 """
 
 import math
@@ -48,7 +48,7 @@ def falcon(norm):
     layer = FalconH1Mixer(config, 0)
     layer.mup_vector = torch.ones(
         1, 1, layer.in_proj.out_features
-    )  # it multiplies rows, which is not the mixer's work
+    )  # it multiplies rows, which the mixer does not do
     return layer, norm
 
 
