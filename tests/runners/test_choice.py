@@ -183,7 +183,7 @@ def test_other_runners_refuse_recurrent_states(model_type, options):
 
 @pytest.mark.parametrize("model_type", WITH_STATES)
 def test_onnx_graphs_of_models_with_states_are_refused(model_type):
-    """The exported graph may have only KV inputs and would run with wrong results."""
+    """The exported graph may have only KV inputs, so that it would load and run."""
     for refusal in ("", "the input 'past_conv.0' of type F32 is not supported"):
         traits = ModelTraits(
             hybrid_of(model_type),

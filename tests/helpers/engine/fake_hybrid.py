@@ -108,7 +108,7 @@ class HybridRunner(FakeRunner):
         self._states: dict[int, State] = {}  # row of the pass -> the state after it
 
     def forward(self, batch: ForwardBatch) -> npt.NDArray[np.float32]:
-        """Compute one pass, reading all states before writing the first, as a compiled pass does."""
+        """Read all states of the pass before writing the first, as a compiled pass does."""
         if self.on_forward is not None:
             self.on_forward(batch)
         layout = batch.layout

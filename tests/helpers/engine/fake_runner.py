@@ -210,7 +210,7 @@ class FakeRunner:
     def masses(
         self, batch: ForwardBatch, rows: npt.NDArray[np.int64], stored: StoredKeys
     ) -> npt.NDArray[np.float32]:
-        """Return a number for each stored key after the same checks, 0 if there are no query rows."""
+        """Return a number for each stored key after the same checks, 0 without query rows."""
         self._look(batch)
         positions = self.backend.positions.reshape(-1)[stored.slots]
         assert (positions + stored.deltas == stored.positions).all()

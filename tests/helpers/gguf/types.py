@@ -1,4 +1,4 @@
-"""Sizes and dequantization of tensor types by name, including ones newer than the `gguf` package."""
+"""Sizes and dequantization of tensor types by name, also of ones newer than the package."""
 
 from __future__ import annotations
 

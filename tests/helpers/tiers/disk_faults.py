@@ -118,8 +118,8 @@ def ends_within(name: str, call: Callable[..., Any], *args: Any) -> Any:
 
 
 def powers_off(name: str, call: Callable[..., Any], *args: Any) -> Any:
-    """Lose power within this process: no later call runs. Closing a handle still succeeds, as the
-    end of a process would close it.
+    """Lose power within this process: no later call runs. A handle is still closed, as at the end
+    of a process.
     """
     if name == "close":
         call(*args)

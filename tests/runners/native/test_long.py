@@ -164,8 +164,8 @@ def test_logits_do_not_depend_on_the_pass_size(case, scale):
 
 @pytest.mark.some(3)
 def test_logits_do_not_depend_on_a_cached_prefix(case, scale):
-    """The prefix is cached up to the first token after it, and then up to the last token. `make
-    test` runs one of two prefixes for each model, alternating between models.
+    """The prompt is computed after the cached prefix, and again with all its full blocks cached.
+    `make test` runs one of two prefixes for each model, alternating between models.
     """
     cuts = (530, 2 * PARTITION)
     for cut in scale(cuts[case.number % 2 :: 2], cuts):

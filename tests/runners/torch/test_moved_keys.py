@@ -238,7 +238,7 @@ def test_a_one_layer_model_has_no_deviations():
 
 
 def refused(hand, why):
-    """Assert that the model refuses moved keys, writes nothing, and refuses single layers too."""
+    """Assert that moved keys, deviations and masses are refused and nothing is written."""
     assert why in str(hand.runner.moved_keys_refusal)
     pieces = Pieces(SIZE, blocks_from(10))
     pieces.run([0, 1], 3, 20)
