@@ -66,7 +66,7 @@ def test_a_gguf_file_equals_the_checkpoint(name, shared, kind, limit, tmp_path):
     ids=["cpu, 1 thread", "cpu, 2 threads", "reference"],
 )
 def test_layer_by_layer_backends_agree(backend, tmp_path):
-    """With head_dim 12, heads x head_dim is half a group, so no backend runs a pass in one call."""
+    """Heads x head_dim is not a whole number of groups, so no pass runs in one call."""
     directory = save_tiny_model("gemma4", tmp_path, head_dim=12, global_head_dim=24)
     runner = NativeRunner.from_dir(directory, weights="f32")
     driver = PagedDriver(runner, backend(runner.info.kv_spec))
