@@ -148,7 +148,7 @@ class Ours:
 
 
 class LlamaCpp:
-    """llama_cpp.server, with one of its caches of states in addition to the active one."""
+    """llama_cpp.server, with one of its state caches in addition to the active one."""
 
     label = "llama_cpp.server"
 
@@ -311,7 +311,9 @@ def _started(server: Server, stack: contextlib.ExitStack, starts: list[float]) -
 def cold_of(colds: dict[int, float], tokens: dict[int, int]) -> dict[int, float]:
     """Return the cold time of each turn, interpolated by prompt tokens where not measured.
 
-    Args are {turn: tokens} and the measured times.
+    Args:
+        colds: Measured cold times by turn.
+        tokens: Prompt tokens by turn.
     """
     if not colds:
         return {}
@@ -407,7 +409,7 @@ def _ttfts(run: dict[str, Any]) -> Iterator[float]:
 
 
 def model_of(name: str, folder: Path) -> Path:
-    """Return the model's file, which is written if it is missing."""
+    """Return the model's file. It is written if it is missing."""
     said = texts(Plan())
     mark = hashlib.sha256(
         json.dumps([said, TEMPLATE, THOUGHT, CONTENT, CALL]).encode()

@@ -11,8 +11,8 @@
               evicting cached blocks
     decode    one token of one sequence: extend by one slot, slot, commit
 
-Everything is one thread of Python. `best` shows the cost, and its distance to `median` shows how
-busy the machine was.
+Everything runs in one thread of Python. `best` is the cost. Its distance to `median` shows the load
+of the machine.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The figures of `kvboost-edge bench` beside those of bench_peers, in alternating runs.
+"""Figures of `kvboost-edge bench` compared with those of bench_peers, in alternating runs.
 
 Both measure the same random model, each in its own process: a prompt without a cache, and decoding
 without context. The medians over the pairs should differ by less than 5%. With --llama-bench, the

@@ -35,7 +35,7 @@ _BATCHES = (512, 2048)
 
 
 def start(options: argparse.Namespace, model: Path) -> list[Worker]:
-    """Start the engines, ours first. Engines that do not start are named with the reason."""
+    """Start the engines, ours first. Name those that do not start, with the reason."""
     script = str(_BENCHMARKS / "peers" / "worker.py")
     commands = {_OURS: [sys.executable, script, "kvboost_edge", str(model)]}
     for batch in _BATCHES:

@@ -1,4 +1,4 @@
-"""Time from a wheel to the first answers, in an environment that holds nothing else.
+"""Time from a wheel to the first answers, in an environment without other packages.
 
     python benchmarks/bench/bench_install.py dist/kvboost_edge-*.whl [--model FILE] [--uvx uvx]
 

@@ -144,7 +144,7 @@ def decode_layout(case: Case, tables: np.ndarray[Any, np.dtype[np.int32]]) -> Ba
 
 
 def plain_read(num_threads: int) -> Callable[[], None]:
-    """Plain read of READ_BYTES, one slice per thread (NumPy's `max` releases the GIL)."""
+    """Return a plain read of READ_BYTES, one slice per thread (NumPy's `max` releases the GIL)."""
     slices = np.array_split(np.ones(READ_BYTES // 4, np.float32), num_threads)
 
     def read() -> None:

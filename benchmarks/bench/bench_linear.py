@@ -3,7 +3,7 @@
     python benchmarks/bench/bench_linear.py [--weights int4] [--threads 2] [--quick] [--model DIR]
     [--out FILE]
 
-Measures bandwidth, integer rate and how time divides, in four tables:
+Measures bandwidth, integer rate and the division of time, in four tables:
 
     1. A decode step at depth 16, and each of its matrices over all layers, so that weights come
        from memory. Results are GB/s and the share of a plain read of the same bytes by as many
@@ -211,8 +211,8 @@ def _bytes_of(name: str, weights: str, shape: tuple[type[lt.Operation], int, int
 def measure_decode(runner: NativeRunner, options: argparse.Namespace) -> list[dict[str, Any]]:
     """Return GB/s of plain reads, a decode step and each matrix, and shares of the plain read.
 
-    One team runs everything, because the helper threads of a second team would take the cores while
-    they look for work.
+    One team runs everything. The helper threads of a second team would occupy the cores while they
+    wait for work.
     """
     backend = CPUBackend(runner.info.kv_spec, STEP_DEPTH // BLOCK + 1, num_threads=options.threads)
     team = backend.kernel_access.workspace.team

@@ -1,4 +1,4 @@
-"""Cold prefill of long prompts: how its time divides, and how near attention is to its bound.
+"""Cold prefill of long prompts: division of its time, and attention relative to its bound.
 
     python benchmarks/bench/bench_long.py --kernel                  # attention on one thread
     python benchmarks/bench/bench_long.py --shapes 4b --kv 16 8 8,4 4
@@ -15,11 +15,11 @@ alone on data in the first-level cache:
     values    weights times values
 
 A share is the bound divided by the time. The bound of integer work is its number of dot products
-(`vpdpbusd` or what replaces it) divided by their measured rate. The bound of float attention is
-its number of multiply-adds of 16 lanes divided by theirs. Without a dot-product instruction, four
-rows share some of its work, so the share of integer work can exceed 1.
+(`vpdpbusd` or what replaces it) divided by their measured rate. The bound of float attention is its
+number of multiply-adds of 16 lanes divided by theirs. Without a dot-product instruction, four rows
+share some of its work, so the share of integer work can exceed 1.
 
-`--kernel` measures attention of 64 tokens in CPU time of one thread. The least of several rounds
+`--kernel` measures attention of 64 tokens in CPU time of one thread. The minimum of several rounds
 counts, and both rates are measured in turn with it, so a busy machine affects it little. Its
 numbers are per step of four query rows and 64 tokens, in units of the time of one dot product or
 multiply-add.
@@ -66,10 +66,10 @@ from kvboost_edge.kernels.vectors import F32, LANES, emit_fma, emit_splat
 
 BLOCK = 16
 NEW = 64  # tokens that --kernel computes after each depth
-# Independent chains of a rate: enough to hide latency, and few enough for the registers.
+# Independent chains per rate: enough to hide latency, and few enough for the registers.
 CHAINS = 16 if coded_dot_form() == "vnni512" else 4
 RATE_ROUNDS = 20_000
-REPEATS = 4_096  # runs of a step per measurement, many to outweigh the first misses of caches
+REPEATS = 4_096  # runs of a step per measurement, enough to outweigh the first cache misses
 GROUPS = 16  # groups of four query rows that share a tile, as in a unit of attention
 STEPS = ("fold", "scores", "softmax", "weights", "values")
 _SCORES_8 = coded_scores[8]
@@ -332,7 +332,7 @@ class LongBackend(TimedBackend):
 
 
 def prefill_rows(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Measure cold prefills of a random model, divided."""
+    """Measure cold prefills of a random model, divided into kinds of work."""
     rows = []
     options.shape = options.shapes[0]
     model = bench_peers.RandomModel.written(options, SHAPES)

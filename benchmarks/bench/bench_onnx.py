@@ -109,9 +109,9 @@ def write_source(folder: Path, shape_name: str) -> None:
 
 
 class Ours:
-    """Contenders `native` and `onnx`: an engine with room for the prompt.
+    """Contenders `native` and `onnx`: an engine with a pool for the prompt.
 
-    Drafts are off, because the other contenders have none.
+    Drafts are off, because the other contenders do not speculate.
     """
 
     def __init__(self, folder: Path, threads: int, runner: str) -> None:

@@ -3,10 +3,10 @@
     python benchmarks/bench/bench_packing.py
 
 Files are random, in Qwen2-1.5B's shape with fewer layers. A separate process loads each into an
-empty cache directory. Reported are the CPU time of all threads (which other programs hardly
-affect), wall time, bytes read and written, peak resident memory, and the memory that remains in
-addition to the weights. Kernels are loaded before timing starts. MB are those of the file. At 5.7
-ms of CPU time per MB, two cores pack 350 MB of file per second.
+empty cache directory. Reports the CPU time of all threads (which other programs hardly affect),
+wall time, bytes read and written, peak resident memory, and the memory that remains in addition to
+the weights. Kernels are loaded before timing starts. MB are those of the file. At 5.7 ms of CPU
+time per MB, two cores pack 350 MB of file per second.
 """
 
 from __future__ import annotations

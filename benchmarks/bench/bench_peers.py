@@ -118,7 +118,7 @@ def contenders(options: argparse.Namespace) -> list[tuple[str, str, Path, int]]:
 
 
 def start(options: argparse.Namespace, model: Path) -> list[Worker]:
-    """Start the engines. Those that do not start are named with the reason."""
+    """Start the engines. Name those that do not start, with the reason."""
     workers = []
     for label, engine, python, bits in contenders(options):
         if not python.exists():
@@ -194,9 +194,9 @@ class Bench:
                     self.note(f"warm_ttft_{_PREFIX}_{_SUFFIX}_s", worker.label, seconds)
 
     def decode(self, depth: int, count: int, *, with_read: bool) -> None:
-        """Measure tokens per second after `depth` tokens, from the time of count + 1 tokens minus
-        one.
+        """Measure decoding after `depth` tokens.
 
+        The tokens per second follow from the time of count + 1 tokens minus that of one.
         `with_read` adds the GB/s of weights and those of a plain read.
         """
         prompt = self.tokens(max(depth, _OWN))
@@ -256,7 +256,7 @@ class Bench:
     def memory(self, model: Path) -> None:
         """Measure peak memory and, for our engine, the part beyond model file, pool and states.
 
-        The bundled model has no file.
+        The bundled model has no separate file, so this part is not reported for it.
         """
         for worker in self.workers:
             peak_mb = worker.ask("memory")["peak_mb"]
@@ -269,8 +269,8 @@ class Bench:
     def check(self, model: Path, shape: Shape) -> None:
         """Measure the relative L2 distance of logits to float64 with the same weights.
 
-        OpenVINO exposes no logits. For shapes without a float64 model, the distance is ours to
-        llama.cpp's.
+        OpenVINO exposes no logits. For shapes without a float64 model, it is the distance of our
+        logits to llama.cpp's.
         """
         prompt = self.tokens(48)
         found = {
@@ -353,7 +353,7 @@ def parser_for_models(
 def parser_for_layers(
     description: str | None, shapes: Mapping[str, Shape]
 ) -> argparse.ArgumentParser:
-    """Return the same parser for shapes that may be too large as a whole."""
+    """Return `parser_for_models` with an option for shapes that are too large as a whole."""
     parser = parser_for_models(description, shapes)
     parser.add_argument(
         "--layers",

@@ -2,9 +2,9 @@
 
 The model is random in Qwen2-0.5B's shape, in bf16 and fp32. Each contender is a separate process.
 In each round they run in turn and measure the time to the first token of a cold prompt (prefix +
-suffix), the same with a cached prefix, and the time per decoded token at that depth. Last comes the
-memory that 8 requests with a shared prefix add. Both get the same seeded prompts and report their
-tokens, which must be equal in fp32.
+suffix), the same with a cached prefix, and the time per decoded token at that depth. Finally, they
+measure the memory that 8 requests with a shared prefix add. Both get the same seeded prompts and
+report their tokens, which must be equal in fp32.
 """
 
 from __future__ import annotations
@@ -222,7 +222,7 @@ class Transformers:
             rows = [[token] for token in self._next(rows, self.cache)]
 
     def close(self) -> None:
-        """Do nothing, because nothing runs in the background."""
+        """Do nothing, because there are no background threads."""
 
 
 def work(contender: Contender, size: Size) -> None:

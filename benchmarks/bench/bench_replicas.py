@@ -152,7 +152,7 @@ def redis_server() -> Iterator[str | None]:
 
 
 def restored(redis_url: str, count: int, model: Sequence[str], threads: int) -> dict[str, float]:
-    """Return median milliseconds to the first token of 1,500 tokens, computed and read.
+    """Return the median milliseconds to the first token of 1,500 tokens, computed and restored.
 
     The reading replicas have never seen the prompts. Their own breakdown of the time is returned
     too.

@@ -1,4 +1,4 @@
-"""Text at other positions: reordered documents and a changed first line.
+"""KV reuse of text at other positions: reordered documents and a changed first line.
 
     python benchmarks/bench/bench_reuse.py                                   # 0.5B shape, Q4_0
     python benchmarks/bench/bench_reuse.py --shape 1.5b --quant Q4_K_M --rounds 1
@@ -57,7 +57,7 @@ _BARS = {
 
 
 class Bench:
-    """Figures by name, with one value per round."""
+    """Figures by name, with one value per round, and the steps that measure them."""
 
     def __init__(self, engine: CPUPagedEngine, options: argparse.Namespace) -> None:
         self.engine = engine
@@ -78,7 +78,7 @@ class Bench:
         )  # printed at once, in case the run is interrupted
 
     def ask(self, name: str, prompt: list[int], **options: Any) -> float:
-        """Return the seconds to the first token. The time of each later token is recorded too."""
+        """Return the seconds to the first token, and record the time of each later token."""
         result = self.engine.generate(prompt, _DECODED, temperature=0.0, ignore_eos=True, **options)
         self.note(f"{name}, s", result.ttft_ms / 1000)
         self.note(f"{name}, decode ms", float(np.median(np.diff(result.token_times_ms))))

@@ -257,8 +257,8 @@ def overhead(options: argparse.Namespace) -> list[dict[str, Any]]:
     Both run the same requests in turn.
 
         added_ms    the client's time minus the server engine's time for the same request
-        slower_ms   the client's time minus that of the engine without a server, which includes what
-                    the event loop takes from the engine
+        slower_ms   the client's time minus that of the engine without a server, which includes the
+                    time that the event loop takes from the engine
         cpu_ms      CPU time of the server process minus that of the engine without a server
     """
     port = free_port()

@@ -4,8 +4,8 @@
 
 Good clients send one request after another. In every other round, slow clients are attached that
 send headers or bodies, or read answers, one byte at a time. When the server drops them, they
-reconnect. They run in a separate process. Printed are the requests per second of both kinds of
-rounds and the ratio of the medians. The promise is 0.95.
+reconnect. They run in a separate process. Prints the requests per second of both kinds of rounds
+and the ratio of the medians, which should be at least 0.95.
 """
 
 from __future__ import annotations

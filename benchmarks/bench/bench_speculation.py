@@ -1,4 +1,4 @@
-"""Speculative decoding: speedup of answers, by how much of them repeats earlier text.
+r"""Speculative decoding: speedup of answers, by the share that repeats earlier text.
 
     make real-model && python benchmarks/bench/bench_speculation.py
     python benchmarks/bench/bench_speculation.py --shape 1.5b --quant Q4_K_M
@@ -65,9 +65,9 @@ class Bench:
         self.rows: list[dict[str, Any]] = []
 
     def costs(self) -> None:
-        """Measure the cost of a pass by its rows after `_DEPTH` tokens, with logits per row.
+        """Measure the cost of a pass by its rows after `_DEPTH` tokens, with logits for each row.
 
-        Nothing else is computed at the time. Hybrid models are left out, because the passes have no
+        Nothing else is computed meanwhile. Hybrid models are left out, because the passes have no
         recurrent state.
         """
         runner = self.engine._parts.runner
@@ -188,7 +188,7 @@ class Lookup:
         self._worker = Worker("llama.cpp", command, dict(os.environ))
 
     def task(self, bench: Bench, task: Task) -> None:
-        """Measure the speedup of its lookup, and our speed relative to it."""
+        """Measure the speedup by llama.cpp's prompt lookup, and our speed relative to it."""
         prompt = bench._prompt(task)
         ratios = list[float]()
         beside = list[float]()
@@ -218,7 +218,7 @@ _tokenizer: Any = None
 
 
 def _words(text: str) -> list[int]:
-    """Return the real model's tokenizer. Its ids are valid in every random model."""
+    """Encode text with the real model's tokenizer. Its ids are valid in every random model."""
     return list(_tokenizer.encode(text))
 
 
@@ -258,9 +258,9 @@ def _draft(script: Script, acceptance: Sequence[float]) -> None:
         return sample
 
     model_drafts.make_sampler = sampler
-    # The position in the draft is not known to a sampler.
+    # The sampler does not know the position in the draft.
     model_drafts.ModelTurn.push = push_at_place
-    # The head is as sure of its tokens as they are right. Without that, no draft would end early.
+    # The head's confidence equals the acceptance probability. Otherwise no draft would end early.
     model_drafts._probability = chance
 
 

@@ -5,7 +5,7 @@
 The model is FILE, or a random GGUF of Qwen2-0.5B's shape (see bench_peers.py). The time is measured
 from starting the process to the first byte of `kvboost-edge generate`. The first round, which packs
 the weights, is not counted. The memory is `other_bytes` of an engine after prefill and decoding:
-what is resident beside weights and pool. To measure with a kernel library, set
+the resident memory in addition to weights and pool. To measure with a kernel library, set
 KVBOOST_EDGE_KERNELS.
 """
 

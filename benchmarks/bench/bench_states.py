@@ -116,7 +116,7 @@ class States:
                 self.note("second turn, computed", computed)
 
     def shared(self) -> None:
-        """Measure what prompts with a shared prefix find, and their times."""
+        """Measure the cached tokens and the times of prompts with a shared prefix."""
         for _ in range(self.rounds):
             self.engine.reset_cache()
             prefix = self.tokens(_PREFIX)
@@ -168,7 +168,7 @@ class States:
         return statistics.median(self.figures[what])
 
     def ratio(self, what: str, other: str) -> float:
-        """Return the median ratio over rounds, as a slow minute affects both sides."""
+        """Return the median ratio over rounds. A slow minute of the machine affects both sides."""
         return statistics.median(
             a / b for a, b in zip(self.figures[what], self.figures[other], strict=True)
         )
@@ -214,7 +214,12 @@ def row(
 ) -> dict[str, Any]:
     """Return one row of the table.
 
-    It has a figure, the figure to compare with, and the ratio or number that the bar limits.
+    Args:
+        measure: Name of the row.
+        value: The figure.
+        beside: The figure to compare with, or None.
+        reached: Ratio or number that the bar limits.
+        what: Key of the bar.
     """
     least = _LEAST.get(what)
     bar = _BARS[what] if least is None else least

@@ -8,7 +8,7 @@ The model is random (see bench_peers.py). Each round runs these steps in order, 
 a separate process:
 
     cold      an 8,192-token prompt and 64 more tokens, in an engine without a tier and in one that
-              writes to a new directory. Measured are the time to first token, and the tokens per
+              writes to a new directory. The figures are the time to first token, and the tokens per
               second directly after it, while the last blocks are being written
     pool      the same prompt again, in the engine that has it in its pool
     restart   that engine after closing and starting again, with its files dropped from the page
@@ -17,9 +17,9 @@ a separate process:
     llama.cpp the same prompt cold, saving its state to a file, and restoring it, with the file
               dropped from the page cache and without
 
-Last come the time from starting a process to readiness with 10 GB of records (whose payloads are
-holes, as the start does not read them) and without a tier, and an agent (agent_turns.py) whose pool
-holds little more than its head.
+The last figures are the time from starting a process to readiness with 10 GB of records (whose
+payloads are holes, as the start does not read them) and without a tier, and an agent
+(agent_turns.py) whose pool holds little more than its head.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class Bench:
     def engine(
         self, disk: Path | None = None, *, capacity: int | None = None, redis: str | None = None
     ) -> Iterator[Worker]:
-        """Start our engine, ready and warmed up. When it ends, everything is in its tier."""
+        """Start our engine and warm it up. When it ends, all its blocks are in its tier."""
         tier = [] if disk is None else ["--disk", str(disk), "--disk-bytes", str(16e9)]
         tier += [] if redis is None else ["--redis", redis]
         worker = self._start(

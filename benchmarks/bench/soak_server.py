@@ -5,9 +5,9 @@
 It shows whether memory grows or the server slows down. Clients send requests after random pauses.
 They drop a fifth of the requests, some before the first token and most after a random one. One
 request in twenty is malformed. The server's memory, threads and open files are sampled every few
-seconds. Printed are the memory at each minute and its slope over the second half, the latencies of
-the first and the last third, and whether memory, blocks, threads and files return to their initial
-values when all is quiet.
+seconds. Prints the memory at each minute and its slope over the second half, the latencies of the
+first and the last third, and whether memory, blocks, threads and files return to their initial
+values when the server is idle.
 
 The server is warm once every block of the pool was used, a pass of the largest size was computed
 and the garbage collector has made full rounds. The memory at each minute includes uncollected
@@ -50,7 +50,7 @@ _BAD: tuple[dict[str, Any], ...] = (
 )
 _MODEL = "kvboost-edge/demo"
 _SERVE = "--serve"  # runs this file as the server
-# Enough requests for the maximum of garbage: a full collection comes every 2,000.
+# Enough requests to reach the maximum of garbage: a full collection occurs every 2,000.
 _WARM_SECONDS = 90.0
 _LONG_WORDS = 300  # words; a prompt longer than the largest pass
 
@@ -103,10 +103,10 @@ class Soak:
 
     @staticmethod
     def _leave(rng: random.Random, max_tokens: int) -> Leave:
-        """Choose when a client leaves.
+        """Choose when a client disconnects.
 
-        One time in four it is after some seconds, while the prompt waits or is computed, otherwise
-        after a random token.
+        In one case of four it is after some seconds, while the prompt waits or is computed,
+        otherwise after a random token.
         """
         if rng.random() < 0.25:
             return Leave(seconds=rng.uniform(0, 0.02))
@@ -162,8 +162,9 @@ class Soak:
             await asyncio.sleep(2)
 
     async def largest_pass(self) -> None:
-        """Send a long prompt from every client at once, so that the pass buffers reach their final
-        size.
+        """Send a long prompt from every client at once.
+
+        The pass buffers then have their final size.
         """
         rng = random.Random("long")
         prompts = [" ".join(rng.choices(self.words, k=_LONG_WORDS)) for _ in range(self.clients)]

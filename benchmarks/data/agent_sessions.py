@@ -99,8 +99,8 @@ class Plan:
     """Events of a session by turn (from 1), and lengths of texts in words.
 
     Attributes:
-        speaks: Turns that begin with words of the user and request a title. Other turns bring the
-            result of a call.
+        speaks: Turns that begin with words of the user and request a title. Other turns begin with
+            the result of a call.
         midnight: First turn with the next date.
         swaps: Turns at which two tools are swapped.
         keys: Turns at which the keys of a tool are swapped.

@@ -140,7 +140,7 @@ class Qwen35Shape(Shape):
 
 @dataclasses.dataclass(frozen=True)
 class StateSpaceShape(Shape):
-    """Common base of models with Mamba2 layers."""
+    """Base of the models with Mamba2 layers."""
 
     wide_ends = True
     epsilon = 1e-5

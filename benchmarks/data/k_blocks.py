@@ -2,8 +2,8 @@
 
 They cover the K formats, which the Python package only reads, ternary and 1-bit formats, some of
 which it does not know, and Q4_0, Q8_0 and MXFP4, for which quantizing numbers would take minutes.
-Codes are uniform, and scales are in the upper half of their
-range, so that a row's weights have the requested spread.
+Codes are uniform, and scales are in the upper half of their range, so that a row's weights have the
+requested spread.
 """
 
 from __future__ import annotations

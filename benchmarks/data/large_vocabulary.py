@@ -1,6 +1,6 @@
 """Tokenizer of any size, trained on invented words: byte-level BPE that splits text like Qwen2.
 
-The result is always the same.
+The result is deterministic.
 """
 
 from __future__ import annotations

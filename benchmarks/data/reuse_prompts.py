@@ -1,4 +1,4 @@
-"""Prompts for `chunk_reuse.py`, the texts to warm before them, and what both share."""
+"""Prompts for `chunk_reuse.py`, the texts to warm before them, and their common parts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prompts whose answers repeat earlier words more or less often, from copying to free chat."""
+"""Prompts whose answers repeat earlier text to different degrees, from copying to free chat."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class Task(NamedTuple):
     """A task for speculative decoding.
 
     Attributes:
-        question: What the user asks.
-        answer: What a good assistant would write, for models that cannot.
+        question: The user's request.
+        answer: A good assistant's answer, for models that cannot answer.
         bar: Required speedup with drafts.
     """
 

@@ -1,4 +1,4 @@
-"""This project's engine for worker.py. Importing this makes the benchmarks importable."""
+"""This project's engine for worker.py. Importing this module makes the benchmarks importable."""
 
 from __future__ import annotations
 
@@ -70,8 +70,8 @@ class Engine:
         """Answer a prompt without clearing the cache.
 
         Returns:
-            Where the prompt's tokens came from, the time to the first token, and that of each later
-                token.
+            The cache hits of the prompt by tier, the time to the first token, and that of each
+                later token.
         """
         result = self._generate(tokens, count)
         return {

@@ -1,4 +1,4 @@
-"""Runs the schedule of bench_server.py on OpenVINO GenAI's continuous batching, in one process.
+"""The schedule of bench_server.py on OpenVINO GenAI's continuous batching, in one process.
 
     python openvino_load.py MODEL.gguf THREADS TOKENS CAPACITY < schedule.json
 

@@ -138,10 +138,10 @@ class Answered:
 def ask_round(
     engine: CPUPagedEngine, made: Round, rules: Mapping[str, Sequence[str]]
 ) -> Iterator[Answered]:
-    """Warm the texts of a round and ask its prompts.
+    """Warm the texts of a round, ask its prompts, and yield the comparisons.
 
-    For each prompt, the other order comes first (if there is one), then the rules of each way of
-    warming.
+    For each prompt, the other order is computed first, if there is one, then the rules of each way
+    of warming.
     """
     engine.reset_cache()
     for harvest in rules:
@@ -313,7 +313,7 @@ def wilson(right: int, total: int) -> list[float] | None:
 
 
 class Kept:
-    """File of completed rounds, which lets an interrupted run continue.
+    """File of completed rounds, from which an interrupted run continues.
 
     The file is valid for one version of the code. Delete it after a change.
     """

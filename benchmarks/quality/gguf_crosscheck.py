@@ -57,7 +57,7 @@ GELU_TOLERANCE = 6e-3
 # Limits for our distance from float32, relative to llama.cpp's and absolute.
 FARTHER = 1.5
 FARTHEST = 0.5
-# Known differences of llama.cpp (llama-cpp-python 0.3.36) that are not errors of ours.
+# Known differences of llama.cpp (llama-cpp-python 0.3.36) that are not errors of this project.
 KNOWN = {
     "phi3": "llama.cpp has Phi's windows switched off; phi3-full has none",
     "exaone4": "llama.cpp reads windows for 64 layers only; exaone4-full has none",
@@ -199,7 +199,7 @@ def compare_words(options: argparse.Namespace, folder: Path) -> list[Row]:
 
 
 def ask(options: argparse.Namespace, folder: Path, jobs: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Compute with llama.cpp in its own environment."""
+    """Compute the jobs with llama.cpp in its own environment."""
     (folder / "jobs.json").write_text(json.dumps(jobs))
     script = Path(__file__).parents[1] / "peers" / "gguf_logits.py"
     command = [

@@ -15,8 +15,8 @@ is the root mean square error of differences between a query's scores, because a
 change the softmax. The error of the output is the relative L2 error with exact values.
 
 Then the compiled backend is measured with each pair of bits for keys and values. Its float16 error
-is visible only where biases make keys large. Last comes its speed at the shape of Qwen2-0.5B (24
-layers, 14 query heads, 2 KV heads, head_dim 64).
+is visible only where biases make keys large. Finally, its speed is measured at the shape of
+Qwen2-0.5B (24 layers, 14 query heads, 2 KV heads, head_dim 64).
 """
 
 from __future__ import annotations
@@ -276,10 +276,10 @@ def backend_error(case: Case, bits: tuple[int, int]) -> float:
 
 
 def speeds(bits: tuple[int, int], dtype: str, threads: int, layers: int = 24) -> dict[str, float]:
-    """Return the milliseconds of all layers' attention, as the best of several runs.
+    """Return the milliseconds of attention in all layers, the best of several runs.
 
-    Measured are a prefill of 2,112 tokens and a decode step at depth 8,192, whose pool is larger
-    than the CPU caches.
+    One figure is a prefill of 2,112 tokens. The other is a decode step at depth 8,192, whose pool
+    is larger than the CPU caches.
     """
     rng = np.random.default_rng(0)
     spec = KVSpec((LayerKVSpec(2, 64),) * layers, BLOCK, dtype, bits)

@@ -1,13 +1,12 @@
 """`make quality`: quality cost of weight formats and KV quantization on a real model.
 
-Reported are perplexity, mean and maximum KL divergence (nats), and how often the top token agrees.
-The reference is the same model with float32 weights and float32 KV. The texts are the beginnings of
+Reports perplexity, mean and maximum KL divergence (nats), and the agreement of the top token. The
+reference is the same model with float32 weights and float32 KV. The texts are the beginnings of
 package descriptions, which every installation of the pinned versions has.
 
 "stored" means the GGUF file's own types. Other formats are converted from its dequantized weights,
-so their error adds to what Q4_1 has already lost. If llama.cpp is installed, it computes with the
-file's types. `answers.py` adds answers with drafts and schemas, and `tool_calls.py` adds tool
-calls.
+so their error adds to that of Q4_1. If llama.cpp is installed, it computes with the file's types.
+`answers.py` adds answers with drafts and schemas, and `tool_calls.py` adds tool calls.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ def row_of(
 ) -> dict[str, Any]:
     """Return the figures of all texts, weighted by their tokens.
 
-    `scores` has a Difference for each text. It is empty for the reference.
+    `scores` has a Difference for each text, or is empty for the reference.
     """
     total = sum(counts)
 

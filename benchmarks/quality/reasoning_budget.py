@@ -1,10 +1,10 @@
 """Reasoning budgets on a real model, through a template that opens a <think> block.
 
-50 questions are answered greedily in batches, each with a budget of N tokens. A thought is "cut" if
-exactly N tokens stand before the forced end. It is "same" if these are the first N tokens of the
-answer without a budget. "answered" counts answers with text behind the thought. The next turn
-repeats prompt and answer and adds a question. "cached" is the share of the full blocks that it
-finds.
+50 questions are answered greedily in batches, each with a budget of N tokens. The reasoning is
+"cut" if exactly N tokens precede the forced end. It is "same" if these are the first N tokens of
+the answer without a budget. "answered" counts answers with text after the reasoning. The next turn
+repeats prompt and answer and adds a question. "cached" is the share of its full blocks that are
+found in the cache.
 
     python benchmarks/quality/reasoning_budget.py --model FILE
 """

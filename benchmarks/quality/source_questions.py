@@ -7,7 +7,7 @@ right if its first line is that value or name. Every question is asked in four w
     full          all documents in the prompt, computed exactly
     other order   the same, with the documents in reverse order
     reuse         mode="chunk_kv_reuse" with documents that were warmed one by one
-    closed book   no documents, which shows what the model knows of the standard library
+    closed book   no documents, which shows the model's own knowledge of the library
 
 The intervals are 95% Wilson intervals. The difference from `full` is paired. Its p-value is that of
 the exact McNemar test, on questions where only one of the two answers is right.
@@ -168,7 +168,7 @@ def mcnemar(only_first: int, only_second: int) -> float:
 
 
 class Asker:
-    """Builder of prompts for one engine, from tokens, so that documents are found in the cache."""
+    """Builder of an engine's prompts from tokens, so that documents are found in the cache."""
 
     def __init__(self, engine: CPUPagedEngine) -> None:
         self._engine = engine

@@ -46,7 +46,7 @@ _SIZE = 2
 
 
 class LeastFrequentlyUsed:
-    """Policy that evicts the least frequently used block, and the least recently used of equals."""
+    """Policy that evicts the least frequently used block, and of equals the least recently used."""
 
     def __init__(self, block_ids: Iterable[int]) -> None:
         self._plain = dict.fromkeys(block_ids)
@@ -109,7 +109,7 @@ class LeastFrequentlyUsed:
 
 
 class FirstInFirstOut(LeastFrequentlyUsed):
-    """Policy that evicts the oldest block, however often it was used."""
+    """Policy that evicts the oldest block, regardless of its uses."""
 
     def __init__(self, block_ids: Iterable[int]) -> None:
         super().__init__(block_ids)

@@ -5,8 +5,8 @@
 
 Traces are those of `eviction.py`. Several copies with different seeds run at once, so that without
 any cache the replicas would be busy for `--load` of the time. A block of a trace has 64 tokens
-here. "unique" are the prompts of the chats with nothing in common. Requests in the first half of
-the time only warm the caches and are not counted. Costs of a replica are described in
+here. "unique" is the chats trace with prompts that have nothing in common. Requests in the first
+half of the time only warm the caches and are not counted. Costs of a replica are described in
 `router_replicas.py`.
 
     hit rate     share of the prompt tokens that the replica found in its cache
@@ -17,7 +17,7 @@ the time only warm the caches and are not counted. Costs of a replica are descri
                  no request waited
     imbalance    busy time of the busiest replica, divided by the mean
     messages     messages per second from all replicas to the router: events and figures, every
-                 200 ms if there is news
+                 200 ms if anything changed
     lost, late   shares of the messages that are lost, or arrive one second late
     unknown      replicas about which the router's beliefs are wrong after all messages arrived
     read         share of the found tokens that came from a tier shared by all replicas (`--shared`:
@@ -115,8 +115,9 @@ def workload(
 ) -> list[Access]:
     """Return the requests for a number of seconds, in order of arrival.
 
-    So many copies of the trace run that they reach the load in the second half of the time. By
-    then, conversations begin as often as they end. At most the first `most` requests are returned.
+    As many copies of the trace run as are needed to reach the load in the second half of the time.
+    By then, conversations begin as often as they end. At most the first `most` requests are
+    returned.
     """
     make = TRACES["chats" if name == "unique" else name]
     copies: list[list[Access]] = []
@@ -286,7 +287,7 @@ class _Run:
         return [batch for batch in found if batch is not None]
 
     def _tell_all(self, now: float) -> None:
-        """Send all news of all replicas without delay."""
+        """Send all changes of all replicas without delay."""
         assert self.ours is not None
         for number in self.policy.alive:
             replica = self.replicas[number]
@@ -384,7 +385,7 @@ def simulate(
 
 
 def floor(trace: Sequence[Access]) -> Outcome:
-    """Return the time to the first token that a perfect cache would leave."""
+    """Return the time to the first token with a perfect cache."""
     outcome = Outcome(busy=[1.0], seconds=1.0)
     seen = set[tuple[str, int]]()
     for access in trace:

@@ -8,9 +8,9 @@ manager stands for one id of the trace.
 With `States` the model is a hybrid model. A prompt is one pass and an answer another, and
 everything after the deepest stored state is recomputed.
 
-With a `Shared` tier, everything that any replica computed is available at once and forever. A
-prompt is read from where its pool ends, while other prompts are computed, and it is computed from
-where the tier ends.
+With a `Shared` tier, everything that any replica computed is available at once and forever. The
+part of a prompt that is not in the pool is read from the tier while other prompts are computed. The
+part that is not in the tier is computed.
 """
 
 from __future__ import annotations
@@ -168,9 +168,9 @@ class Replica:
             self.next_end = self._began + self._num_steps * self._step_seconds
 
     def tier_events(self) -> CacheEvents | None:
-        """Return what was written to the tier or read from it since the last call.
+        """Return the blocks written to the tier or read from it since the last call.
 
-        Returns None if the router is not told.
+        Returns None if the router does not receive the contents of the tier.
         """
         seen = self._seen
         self._seen = {}

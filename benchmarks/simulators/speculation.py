@@ -5,11 +5,11 @@
 Prompt lookup or a draft model proposes tokens, and the engine's own rules choose how many of them
 to verify. The recorded answer decides which ones are accepted. The time of a pass comes from a
 table, with noise and interruptions, which the rules only see as measured times. Answers run alone,
-or eight of a kind together. Of a draft model, its token after each token of the answer and the
-probability of that token are recorded.
+or eight of a kind together. For a draft model, the recording has its token after each token of the
+answer, and the probability of that token.
 
     drafts      draft tokens verified
-    accepted    of them accepted
+    accepted    draft tokens accepted
     gain        time without drafts divided by the time with them, for all answers of a kind
     least       the same for the answer or batch with the least gain
 
@@ -125,7 +125,7 @@ class Answer(NamedTuple):
         kind: kind of the task.
         prompt: token ids of the prompt.
         answer: token ids of the answer.
-        drafted: the draft model's token in the place of each token of the answer, or none.
+        drafted: the draft model's token at the place of each token of the answer, or empty.
         chances: their probabilities by the draft model.
     """
 
@@ -138,7 +138,7 @@ class Answer(NamedTuple):
 
 @dataclasses.dataclass
 class Rules:
-    """What an engine learns about its passes and drafts. It outlives the answers."""
+    """An engine's measurements of its passes and drafts, which are kept across answers."""
 
     costs: PassCosts = dataclasses.field(default_factory=PassCosts)
     credit: DraftCredit = dataclasses.field(default_factory=DraftCredit)
@@ -183,7 +183,7 @@ class _Running:
         return self.known >= len(self.truth)
 
     def propose(self, step: StepCosts) -> DraftProposal | None:
-        """Propose tokens as the engine does. Those of the draft model are not made yet."""
+        """Propose tokens as the engine does. Tokens of the draft model are generated later."""
         most = min(_MOST, len(self.truth) - self.known - 1)
         if most <= 0:
             return None
@@ -280,7 +280,7 @@ def _draft(
         passes: number of passes for each sequence.
         depth: average position of the sequences.
         machine: times of passes.
-        rules: what the engine learns.
+        rules: the engine's measurements.
         rng: random numbers.
     """
     total = 0.0
